@@ -30,7 +30,11 @@ def exit_code_of(command: click.Command, words: list[str]) -> int:
     """Run `command` with the `words` of the command line, report what goes wrong and return the exit code."""
     _make_writable()
     code = _run(command, words, Report(words))
-    _settle_stdout()
+    try:
+        sys.stdout.flush()
+    except OSError:
+        # Python would try again at exit, and print a traceback.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     return code
 
 
@@ -76,14 +80,6 @@ def _make_writable() -> None:
             setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115
         # Characters that the locale cannot encode are escaped.
         getattr(sys, name).reconfigure(errors="backslashreplace")
-
-
-def _settle_stdout() -> None:
-    """Discard output that stdout does not accept: Python would try again at exit, and print a traceback."""
-    try:
-        sys.stdout.flush()
-    except OSError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 class Report:

@@ -109,7 +109,13 @@ def _plan(source: Source, dst: str, target: Format, options: ConvertOptions) -> 
     catalogue = source.catalogue
     row = writable.choose(options.producer, catalogue, options.to_world) if options.producer is not None else None
     planned, folded = _start(catalogue, options, _speller(row, target, options.optim_keys))
-    planned = _select_and_rename(planned, options.selection)
+    selection = options.selection
+    write.check_not_empty(planned)
+    (planned,) = arguments.matching(selection, planned)
+    write.check_not_empty(planned)
+    if selection.strip_wrappers or selection.strip_prefix:
+        planned = rename_entries(planned, arguments.stripper(selection, planned), within_parts=True)
+    planned = arguments.renamed(planned, selection.rename)
     validate(catalogue, respell.origins(planned) | folded)
     arguments.check_dtypes(options.dtype, planned)
     planned = cast(planned, caster(options.dtype))
@@ -227,15 +233,6 @@ def _stop_at_faulty_part(source: Catalogue, planned: Catalogue) -> None:
     single = {entry.name for entry in source.entries.values()} if source.faults else set()
     whole = [fault for fault in source.faults if not single.issuperset(fault.facts.get("concerns", ()))]
     stop_at_fault(replace(source, faults=whole), map(dotted, respell.origins(planned)))
-
-
-def _select_and_rename(planned: Catalogue, selection: Selection) -> Catalogue:
-    write.check_not_empty(planned)
-    (planned,) = arguments.matching(selection, planned)
-    write.check_not_empty(planned)
-    if selection.strip_wrappers or selection.strip_prefix:
-        planned = rename_entries(planned, arguments.stripper(selection, planned), within_parts=True)
-    return arguments.renamed(planned, selection.rename)
 
 
 def _rechunked(planned: Catalogue, source: Catalogue, target: Format, to_world: int | None) -> Catalogue:

@@ -224,17 +224,12 @@ class Write:
         return journal.begin(stage, sink.catalogue, digest, self.result.notes, every=self.options.resume)
 
     def _fill(self, sink: Sink, partial: str, log: journal.Journal | None = None) -> Transferred:
-        options = self.options
+        created, source, total = sink.catalogue, self.opened.source, self.result.bytes
+        threads, memory = self.options.threads, self.options.max_memory
         with naming(self.opened.path):
+            progress = with_downloads(self.options.progress, self.opened, created)
             return self.coordinator.transfer(
-                partial,
-                sink.catalogue,
-                self.opened.source,
-                total=self.result.bytes,
-                threads=options.threads,
-                memory=options.max_memory,
-                progress=with_downloads(options.progress, self.opened, sink.catalogue),
-                journal=log,
+                partial, created, source, total=total, threads=threads, memory=memory, progress=progress, journal=log
             )
 
     def _dry_run(self) -> None:
@@ -347,8 +342,7 @@ def _children(folder: Location) -> list[Location]:
 
 
 def _watched(catalogue: Catalogue, before: files.Fingerprint) -> files.Fingerprint:
-    """Return the fingerprint of the files that must not change while they are read: those with tensors, and the
-    indexes."""
+    """Return the fingerprint of the files that must not change while they are read: those with tensors, and indexes."""
     data = {f.location for f in catalogue.files if not f.scratch and not f.missing}
     marks = {path: mark for path, mark in before.items() if path in data or _is_index(path)}
     return marks | files.fingerprint(data - marks.keys())
@@ -468,7 +462,6 @@ def expected_memory(planned: Catalogue, cast: object, threads: int | None, memor
 
 
 def _may_be_gathered(tensor: Tensor) -> bool:
-    """Return whether elements of this tensor may lie in another order than they are written in, as in an unopened
-    item."""
+    """Return whether elements may lie in another order than they are written in, as in an unopened item."""
     chunks = (tensor.origin or tensor).chunks
     return bool(chunks.item or chunks.strides or chunks.codecs) or len({len(o) and o[1:] for o in chunks.offsets}) > 1

@@ -74,14 +74,9 @@ def _writer(name: str, catalogue: Catalogue, payload: int, total: int, moving: M
     def write(path: str) -> None:
         assert _SAFE.create is not None
         sink = _SAFE.create(path, catalogue, SinkOptions(one_file=True))
+        created, threads, memory = sink.catalogue, moving.threads, moving.memory
         moved = transfer(
-            plan.plan(sink.catalogue),
-            moving.source,
-            sink.catalogue,
-            total=payload,
-            threads=moving.threads,
-            memory=moving.memory,
-            progress=progress,
+            plan.plan(created), moving.source, created, total=payload, threads=threads, memory=memory, progress=progress
         )
         files.check_unchanged(moving.before)
         sink.finish(moved.crcs)

@@ -149,17 +149,11 @@ def _save(kind: str, sharding: Sharding, job: Write, partial: str) -> Transferre
 
     coordinator, options = job.coordinator, job.options
     rank = engine.Rank(coordinator.rank, coordinator.size, kind, coordinator.store())
+    source, planned, path = job.opened.source, job.planned.catalogue, job.opened.path or "the source"
+    threads, memory, progress = options.threads, options.max_memory, options.progress if coordinator.is_first else None
     try:
         return engine.run(
-            job.opened.source,
-            job.planned.catalogue,
-            sharding,
-            partial,
-            rank,
-            path=job.opened.path or "the source",
-            threads=options.threads,
-            memory=options.max_memory,
-            progress=options.progress if coordinator.is_first else None,
+            source, planned, sharding, partial, rank, path=path, threads=threads, memory=memory, progress=progress
         )
     except engine.LostRank as lost:
         raise coordinator.lost(engine.as_error(lost)) from None
