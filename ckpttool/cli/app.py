@@ -12,7 +12,7 @@ from typing import Any
 
 import click
 
-from ckpttool.cli.errors import Report, exit_code_of
+from ckpttool.cli.error_messages import Report, exit_code_of
 from ckpttool.cli.options import Option
 from ckpttool.cli.signals import catch_signals
 from ckpttool.cli.terminal import out

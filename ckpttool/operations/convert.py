@@ -17,7 +17,7 @@ from ckpttool.catalogue.validation import stop_at_fault, validate
 from ckpttool.catalogue.warning import Warning
 from ckpttool.errors import UsageError
 from ckpttool.layout import rechunk, select
-from ckpttool.layout.cast import cast, caster
+from ckpttool.layout.dtype_rules import cast, caster
 from ckpttool.layout.optimizer import respell
 from ckpttool.layout.rename import rename_entries, without_root
 from ckpttool.operations import arguments, write

@@ -26,7 +26,8 @@ from ckpttool.storage import files, free_space, staging, stores
 from ckpttool.storage.staging import Stage
 from ckpttool.storage.stores import Location, local_path
 from ckpttool.text import some
-from ckpttool.transfer import journal, readback
+from ckpttool.transfer import journal
+from ckpttool.transfer.check_destination import check_written
 from ckpttool.transfer.execute import BUFFER, Transferred, budget
 from ckpttool.transfer.processes import Coordinator
 from ckpttool.transfer.threads import Progress
@@ -176,7 +177,7 @@ class Write:
         if options.check:
             total, threads, memory = self.result.bytes, options.threads, options.max_memory
             source = self.opened.source
-            readback.check_written(self.target, partial, catalogue, source, total=total, threads=threads, memory=memory)
+            check_written(self.target, partial, catalogue, source, total=total, threads=threads, memory=memory)
 
     def _write(self) -> None:
         result, options = self.result, self.options

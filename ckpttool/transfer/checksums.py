@@ -148,6 +148,14 @@ class Pieces:
             yield at, end - at, None
 
 
+def check(record: Record, read: Pieces, catalogue: Catalogue, crc_of: Callable[[int, int], int]) -> None:
+    """Compare the CRC of a record with that of what was read of it, and of the rest by `crc_of(offset, nbytes)`. Raises
+    CorruptError."""
+    crc = read.crc(record, crc_of)
+    if crc != record.crc:
+        raise mismatch(record, crc, catalogue.files[record.file].location, tensors_in(record, catalogue))
+
+
 def of(parts: Iterable[bytes | memoryview]) -> int:
     """The CRC of several buffers behind each other."""
     return reduce(lambda crc, part: crc32(part, crc), parts, 0)

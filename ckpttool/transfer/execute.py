@@ -20,7 +20,6 @@ from typing import TYPE_CHECKING, Any
 
 from ckpttool.catalogue import boxes
 from ckpttool.catalogue.boxes import Box
-from ckpttool.catalogue.dtypes import Dtype
 from ckpttool.catalogue.entries import Catalogue, Chunk, Extent, Record
 from ckpttool.catalogue.protocols import Source
 from ckpttool.errors import CorruptError
@@ -29,6 +28,7 @@ from ckpttool.storage.crc import crc32, crc_of
 from ckpttool.storage.errors import os_errors
 from ckpttool.storage.files import Pool, ThreadBuffer, aligned, start_writing
 from ckpttool.transfer import checksums, read
+from ckpttool.transfer.cast import cast_array
 from ckpttool.transfer.journal import Done, Entry, Journal
 from ckpttool.transfer.plan import Job, tiles
 from ckpttool.transfer.threads import Progress, Stopped, Work, on_threads
@@ -348,14 +348,11 @@ class _Copier:
     # Checksums -------------------------------------------------------------------------------------------------------
 
     def check_record(self, record: Record) -> None:
-        """Compare the CRC of a record with what was read of it, and the rest of it. Raises CorruptError."""
-        tally, catalogue = self.tally, self.source.catalogue
-        if not tally.is_worth_checking(record):
-            return
-        location = catalogue.files[record.file].location
-        crc = tally.read.crc(record, lambda offset, nbytes: self._crc_of(self.pool, location, offset, nbytes))
-        if crc != record.crc:
-            raise checksums.mismatch(record, crc, location, checksums.tensors_in(record, catalogue))
+        """Compare the CRC of a record that was read, or most of it. Raises CorruptError."""
+        catalogue = self.source.catalogue
+        if self.tally.is_worth_checking(record):
+            location = catalogue.files[record.file].location
+            checksums.check(record, self.tally.read, catalogue, partial(self._crc_of, self.pool, location))
 
     def _crc_of(self, pool: Pool, location: str, offset: int, nbytes: int) -> int:
         # Nothing is done by that, but Ctrl-C stops it.
@@ -373,23 +370,3 @@ def _is_run(task: _Task, extent: Extent, chunk: Chunk, box: Box) -> bool:
         return False
     run = _run_length(task, chunk, box)
     return run == prod(box[1]) or run * task.job.tensor.dtype.itemsize >= SHORT_RUN
-
-
-def cast_array(array: Array, old: Dtype, new: Dtype) -> tuple[memoryview, int]:
-    """Return the bytes of a contiguous tile's elements as `new`, rounded as torch rounds, and how many finite elements
-    are not finite in `new`."""
-    import numpy as np
-
-    raw = array.reshape(-1).view(np.uint8) if array.size else np.empty(0, np.uint8)
-    if old == new:
-        return raw.data, 0
-    import torch
-
-    before = torch.frombuffer(raw, dtype=getattr(torch, old.name))
-    after = before.to(getattr(torch, new.name))
-    overflowed = 0
-    # torch does not check 8-bit floats; those without an infinity overflow to NaN.
-    finite = (after.float() if new.itemsize == 1 else after).isfinite()
-    if not finite.all():
-        overflowed = int(((before.float() if old.itemsize == 1 else before).isfinite() & ~finite).sum())
-    return after.view(torch.uint8).numpy().data, overflowed

@@ -15,7 +15,7 @@ from ckpttool.catalogue import flatten as nesting
 from ckpttool.catalogue.entries import Catalogue
 from ckpttool.errors import CorruptError
 from ckpttool.formats.dcp import metadata as dcpmetadata
-from ckpttool.formats.safetensors import model_files
+from ckpttool.formats.safetensors import index
 from ckpttool.serialization import (
     safetensors_header as stheader,
 )
@@ -80,7 +80,7 @@ def _metadata(data: bytes) -> None:
 
 
 def _index(data: bytes) -> None:
-    weight_map, _ = model_files.parse_index(data, "i")
+    weight_map, _ = index.parse(data, "i")
     for name in list(weight_map.values())[:4]:
         files.inside("/nowhere", name)
 

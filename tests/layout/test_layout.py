@@ -19,7 +19,7 @@ from ckpttool.catalogue.flatten import links, unflatten
 from ckpttool.catalogue.patterns import renamer
 from ckpttool.catalogue.values import stub_type
 from ckpttool.errors import UsageError
-from ckpttool.layout import cast as casting
+from ckpttool.layout import dtype_rules as casting
 from ckpttool.layout import select as layout
 from ckpttool.layout.rename import rename_entries, strip_wrappers, without_root
 from ckpttool.operations.inspect.summary import summarise

@@ -29,7 +29,7 @@ from ckpttool.catalogue.entries import Catalogue, Chunks, Tensor
 from ckpttool.errors import CorruptError, StorageError
 from ckpttool.layout import rechunk as chunking
 from ckpttool.layout import select as layout
-from ckpttool.layout.cast import cast
+from ckpttool.layout.dtype_rules import cast
 from ckpttool.storage.files import Pool
 from ckpttool.transfer import execute as transfer
 from ckpttool.transfer import read as gather

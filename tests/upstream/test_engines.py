@@ -370,8 +370,8 @@ def test_a_rank_that_fails_need_not_end_for_others_to_hear_of_it(tmp_path: Path)
     """Rank 1 goes only once rank 0 has said what went wrong, and rank 0 is in a collective with it before that."""
     script = tmp_path / "staying.py"
     script.write_text(
-        "import os, time\nfrom ckpttool.transfer import processes\nfrom ckpttool.cli import errors\n"
-        "said, telling = os.environ['SAID'], errors.Report.failed\n"
+        "import os, time\nfrom ckpttool.transfer import processes\nfrom ckpttool.cli import error_messages\n"
+        "said, telling = os.environ['SAID'], error_messages.Report.failed\n"
         "def noting(report, error):\n"
         "    code = telling(report, error)\n"
         "    os.environ['RANK'] == '0' and open(said, 'w').close()\n"
@@ -379,7 +379,7 @@ def test_a_rank_that_fails_need_not_end_for_others_to_hear_of_it(tmp_path: Path)
         "def waiting():\n"
         "    while not os.path.exists(said):\n"
         "        time.sleep(0.05)\n"
-        "errors.Report.failed, processes.wait_to_be_ended = noting, waiting\n"
+        "error_messages.Report.failed, processes.wait_to_be_ended = noting, waiting\n"
         + FAILING.format(module="engine", function="_fill_optimizer")
     )
     command = [*TORCHRUN, "--nproc-per-node", "2", script, "raises", "reshard", W4, tmp_path / "out", "--to-world", "2"]

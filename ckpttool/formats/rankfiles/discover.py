@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field
 from operator import attrgetter
@@ -25,7 +25,7 @@ from ckpttool.errors import CkptError, CorruptError, ReadError
 from ckpttool.formats.rankfiles import rank_file as reading
 from ckpttool.storage import files
 from ckpttool.storage.stores import Location, locate
-from ckpttool.text import some
+from ckpttool.text import rank_ranges, some
 
 _END = r"\.(?P<ending>(?:pt|pth|bin|ckpt|th)(?:\.tar)?|tar)"
 _NAMES = (
@@ -281,3 +281,23 @@ def _keys(stems: list[str]) -> dict[str, str]:
     keys = ("model" if _MODEL.fullmatch(s) else re.sub(r"^(optimizer|model)_0$", r"\1", s) or "state" for s in stems)
     short = dict(zip(stems, keys, strict=True))
     return short if len(set(short.values())) == len(stems) else {s: s or "state" for s in stems}
+
+
+ONE_FILE = (
+    "every rank must save to a name of its own, as in `rank{rank}.pt`; if all saved to this one, what the others had "
+    "is overwritten: save again, or whole (`get_model_state_dict` with `full_state_dict=True`)"
+)
+
+
+def no_file(
+    names: Sequence[str], missing: list[int], world: int, part: str = "", alone: int | None = None
+) -> CorruptError:
+    """Return the error for the files of `missing` ranks of a world where only `names` are there; `alone` is the rank of
+    a file that the user named and that has no others beside it."""
+    have = some(names)
+    if alone is not None:
+        message = f"{have} is the part of rank {alone} of a checkpoint of {world} ranks"
+        return CorruptError(f"{message}: the rest is in no file beside it", hint=ONE_FILE, missing=missing)
+    message = f"no file of {f'`{part}` of ' if part else ''}{rank_ranges(missing)} of {world}: found only {have}"
+    hint = "copy the missing files from where the checkpoint was saved: every rank has a part of every tensor"
+    return CorruptError(message, hint=hint, missing=missing, expected=world)

@@ -112,7 +112,9 @@ class _Opening:
                 self._expected.setdefault(file.ranks, []).append(file.name)
         if rank != named and not self._set.alone:
             if self._set.numbered:
-                self._fault(f"{names} is of rank {rank}: the number in its name is not that of a rank", _ONE_FILE)
+                self._fault(
+                    f"{names} is of rank {rank}: the number in its name is not that of a rank", discover.ONE_FILE
+                )
                 return None
             self._renamed.append(f"{names} (rank {rank})")
         if rank in self._by:
@@ -145,12 +147,14 @@ class _Opening:
         expected = {*range(self._set.world or 0)}.union(*(worlds.keys() - others.keys()))
         expected = expected or {*range(max(here, default=0) + 1)}
         missing, extra = sorted(expected - here - self._cut.keys()), sorted(here - expected)
+        names = [file.name for file in self._catalogue.files]
+        alone = next(iter(self._by), 0) if self._set.alone and len(names) == 1 else None
         if missing:
-            faults.append(self._no_file(missing, len(expected)))
+            faults.append(discover.no_file(names, missing, len(expected), alone=alone))
         for part, members in self._set.parts.items() if len(self._set.parts) > 1 and not self._renamed else ():
             lacking = sorted(here - members.keys() - self._cut.keys())
             if lacking:
-                faults.append(self._no_file(lacking, len(expected), part))
+                faults.append(discover.no_file(names, lacking, len(expected), part, alone))
         if extra and not faults:
             files = some([self._by[rank].strip("`") for rank in extra])
             what = f"{files} {'is' if len(extra) == 1 else 'are'} of {rank_ranges(extra)}"
@@ -158,15 +162,6 @@ class _Opening:
             hint = "a file of an older save by more ranks was left behind: move it away"
             faults.append(CorruptError(message, hint=hint, ranks=extra, expected=sorted(expected)))
         return faults
-
-    def _no_file(self, missing: list[int], world: int, part: str = "") -> CkptError:
-        have = some([file.name for file in self._catalogue.files])
-        if self._set.alone and len(self._catalogue.files) == 1:
-            message = f"{have} is the part of rank {next(iter(self._by), 0)} of a checkpoint of {world} ranks"
-            return CorruptError(f"{message}: the rest is in no file beside it", hint=_ONE_FILE, missing=missing)
-        message = f"no file of {f'`{part}` of ' if part else ''}{rank_ranges(missing)} of {world}: found only {have}"
-        hint = "copy the missing files from where the checkpoint was saved: every rank has a part of every tensor"
-        return CorruptError(message, hint=hint, missing=missing, expected=world)
 
     def _describe(self) -> None:
         catalogue = self._catalogue
@@ -179,12 +174,6 @@ class _Opening:
         if self._set.left_out:
             text = f"files that belong to no rank are left out: {some(self._set.left_out)}"
             catalogue.warnings.append(Warning("left-out", text))
-
-
-_ONE_FILE = (
-    "every rank must save to a name of its own, as in `rank{rank}.pt`; if all saved to this one, what the others had "
-    "is overwritten: save again, or whole (`get_model_state_dict` with `full_state_dict=True`)"
-)
 
 
 def _kind(shard: Shard) -> str:

@@ -10,14 +10,14 @@ import re
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from ckpttool.catalogue.boxes import Ints
 from ckpttool.catalogue.entries import Catalogue, Chunks, Extent, File, Part, Tensor
 from ckpttool.catalogue.warning import Warning
 from ckpttool.errors import CorruptError, ReadError
-from ckpttool.formats.safetensors import sharding
-from ckpttool.formats.safetensors.sharding import INDEX, SUFFIX
+from ckpttool.formats.safetensors import index, sharding
+from ckpttool.formats.safetensors.sharding import SUFFIX
 from ckpttool.serialization import safetensors_header, strict_json
 from ckpttool.serialization.safetensors_header import Entry, Header
 from ckpttool.storage.stores import Location
@@ -27,7 +27,7 @@ SHARDED = "sharded"
 MODEL = Part("model")
 SHARDING = "DCP_SHARDING_INFO"
 _DCP_KEYS = {SHARDING, "DCP_VERSION"}
-_SINGLE, _INDEX = f"model{SUFFIX}", f"model{INDEX}"
+_SINGLE, _INDEX = f"model{SUFFIX}", f"model{index.SUFFIX}"
 _RANK_FILE = re.compile(r"shard-(\d+)-model-(\d+)-of-(\d+)\.safetensors")
 _NUMBERED = re.compile(r"(.+)-(\d{5})-of-(\d{5})\.safetensors")
 _NO_SIZES = Warning(
@@ -171,7 +171,7 @@ def open_directory(root: Location, names: Sequence[str]) -> Catalogue:
     model_files = [n for n in names if n.endswith(SUFFIX)]
     ranks = [n for n in model_files if _RANK_FILE.fullmatch(n)]
     whole = [n for n in model_files if n not in ranks]
-    indexes = [n for n in names if n.endswith(INDEX)]
+    indexes = [n for n in names if n.endswith(index.SUFFIX)]
     sharded = root / SHARDED
     if not whole and not indexes:
         return _open_ranks(root, ranks) if ranks else _open_ranks(sharded, rank_files(sharded))
@@ -219,21 +219,10 @@ def _open_listed(root: Location, names: Sequence[str]) -> Catalogue:
     return catalogue
 
 
-def parse_index(text: bytes, name: str) -> tuple[dict[str, str], dict[str, Any]]:
-    """Return the weight map and the metadata of an index. Raises CorruptError, with `name` in its message."""
-    index = strict_json.parse(text, name)
-    weight_map = index.get("weight_map") if isinstance(index, dict) else None
-    if not isinstance(weight_map, dict) or not all(isinstance(v, str) for v in weight_map.values()):
-        message = f"{name}: has no `weight_map` from tensors to files"
-        raise CorruptError(message, hint="the index was not written by huggingface_hub")
-    metadata = index.get("metadata")
-    return weight_map, metadata if isinstance(metadata, dict) else {}
-
-
 def open_indexed(root: Location, index_name: str) -> Catalogue:
     """Return the catalogue of the files of an index. Raises CorruptError if a tensor is not in its file."""
     where = f"`{root / index_name}`"
-    weight_map, metadata = parse_index(read_json(root / index_name), where)
+    weight_map, metadata = index.parse(read_json(root / index_name), where)
     reader = Reader(root, "indexed")
     for name in dict.fromkeys(weight_map.values()):
         reader.add(name)

@@ -10,7 +10,7 @@ from ckpttool.catalogue.entries import Catalogue
 from ckpttool.catalogue.protocols import NO_HINTS, OpenOptions, PlacedSource, Source
 from ckpttool.catalogue.warning import Warning
 from ckpttool.errors import CkptError, CorruptError, ReadError
-from ckpttool.formats.safetensors import state_json
+from ckpttool.formats.safetensors import index, state_json
 from ckpttool.formats.safetensors.model_files import (
     SHARDED,
     mount,
@@ -20,7 +20,7 @@ from ckpttool.formats.safetensors.model_files import (
     rank_files,
     read_json,
 )
-from ckpttool.formats.safetensors.sharding import INDEX, SUFFIX
+from ckpttool.formats.safetensors.sharding import SUFFIX
 from ckpttool.serialization import safetensors_header
 from ckpttool.serialization.safetensors_header import Entry, Header
 from ckpttool.storage.stores import Location, locate
@@ -35,11 +35,11 @@ def recognise(path: str) -> bool:
             head = location.head(9)
             # A file that ends before its header, or whose header is too long, is recognised by its name only.
             named = path.endswith(SUFFIX) and head[8:9] in (b"", b"{")
-            return safetensors_header.looks_like(head) or named or (path.endswith(INDEX) and head[:1] == b"{")
+            return safetensors_header.looks_like(head) or named or (path.endswith(index.SUFFIX) and head[:1] == b"{")
         names = location.names()
         return (
             _is_state(location, names)
-            or any(name.endswith((SUFFIX, INDEX)) for name in names)
+            or any(name.endswith((SUFFIX, index.SUFFIX)) for name in names)
             or (SHARDED in names and bool(rank_files(location / SHARDED)))
         )
     except (CorruptError, ReadError):
@@ -58,7 +58,7 @@ def open(path: str, options: OpenOptions = NO_HINTS) -> Source:
     location = locate(path)
     if not location.is_dir():
         root, name = location.parent, location.name
-        return PlacedSource(open_indexed(root, name) if path.endswith(INDEX) else open_file(root, name))
+        return PlacedSource(open_indexed(root, name) if path.endswith(index.SUFFIX) else open_file(root, name))
     names = location.names()
     if _is_state(location, names):
         return PlacedSource(_open_state(location))

@@ -2,14 +2,10 @@
 
 A model by the convention of Hugging Face, or a whole training state: each part in files of its own, so that the model's
 load without the rest. A tied tensor is written once; its other names become `metadata`, as `save_model` makes them.
-The index of several files, `model.safetensors.index.json`, is that of huggingface_hub 2.4 (`serialization/_base.py`):
-
-    {"metadata": {"total_size": 1000, ..}, "weight_map": {"lm_head.weight": "model-00001-of-00002.safetensors", ..}}
 """
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -20,12 +16,12 @@ from typing import NamedTuple
 from ckpttool.catalogue.dtypes import DTYPES
 from ckpttool.catalogue.entries import Catalogue, Part, Path, Tensor, dotted
 from ckpttool.errors import LossError
+from ckpttool.formats.safetensors import index
 from ckpttool.formats.safetensors.state_json import Place
 from ckpttool.serialization import safetensors_header
 from ckpttool.serialization.safetensors_header import Spec
 
 SUFFIX = ".safetensors"
-INDEX = ".safetensors.index.json"
 MAX_SHARD_SIZE = 5 * 10**9  # huggingface_hub's MAX_SHARD_SIZE; transformers 5 passes 50 GB
 
 FORMAT_PT = {"format": "pt"}
@@ -111,8 +107,7 @@ def _add_group(
     for file, group in zip(files, groups, strict=True):
         plan.files.append(FilePlan(file, [Spec(name, *kinds[name]) for name in group], dict(header_metadata)))
     if len(files) > 1:
-        contents = {"metadata": {"total_size": total, **remarks}, "weight_map": weight_map}
-        plan.indexes[stem + INDEX] = json.dumps(contents, indent=2).encode()
+        plan.indexes[stem + index.SUFFIX] = index.build(total, remarks, weight_map)
     for tensor in stored:
         name = names[tensor.path]
         plan.places[tensor.path] = Place(weight_map[name], name, is_raw(tensor))

@@ -23,7 +23,7 @@ from ckpttool.operations.write import WriteOptions
 from ckpttool.storage import free_space, stores
 from ckpttool.storage.files import temporary_folder
 from ckpttool.storage.stores import Location, local_path
-from ckpttool.transfer import readback
+from ckpttool.transfer.check_destination import check_written
 from ckpttool.transfer.threads import Progress
 
 _SAFETENSORS = formats.named("safetensors")
@@ -102,7 +102,7 @@ def _write(plan: Export, how: WriteOptions) -> None:
     def check(folder: Location) -> None:
         # An adapter alone is not recognised as a model in the directory: it is opened by its name.
         written = folder / plan.files[0].name if result.adapter else folder
-        readback.check_written(
+        check_written(
             _SAFETENSORS, written, plan.planned, plan.source, total=result.bytes, threads=how.threads, memory=None
         )
 

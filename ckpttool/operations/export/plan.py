@@ -16,7 +16,7 @@ from ckpttool.catalogue.dtypes import DTYPES
 from ckpttool.catalogue.entries import Catalogue
 from ckpttool.errors import UsageError
 from ckpttool.formats.safetensors.sharding import MAX_SHARD_SIZE
-from ckpttool.layout.cast import cast, caster
+from ckpttool.layout.dtype_rules import cast, caster
 from ckpttool.operations import arguments, write
 from ckpttool.operations.arguments import Selection
 from ckpttool.operations.export import architecture, assets, key_maps, select_model, ties, weights

@@ -1,0 +1,30 @@
+"""Reads and builds the index of several files, `model.safetensors.index.json`, as huggingface_hub 2.4 does it:
+
+{"metadata": {"total_size": 1000, ..}, "weight_map": {"lm_head.weight": "model-00001-of-00002.safetensors", ..}}
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from ckpttool.errors import CorruptError
+from ckpttool.serialization import strict_json
+
+SUFFIX = ".safetensors.index.json"
+
+
+def build(total_size: int, metadata: dict[str, str], weight_map: dict[str, str]) -> bytes:
+    """Return an index; `total_size` is the bytes of all tensors, `weight_map` the file of each."""
+    return json.dumps({"metadata": {"total_size": total_size, **metadata}, "weight_map": weight_map}, indent=2).encode()
+
+
+def parse(text: bytes, name: str) -> tuple[dict[str, str], dict[str, Any]]:
+    """Return the weight map and the metadata of an index. Raises CorruptError, with `name` in its message."""
+    contents = strict_json.parse(text, name)
+    weight_map = contents.get("weight_map") if isinstance(contents, dict) else None
+    if not isinstance(weight_map, dict) or not all(isinstance(v, str) for v in weight_map.values()):
+        message = f"{name}: has no `weight_map` from tensors to files"
+        raise CorruptError(message, hint="the index was not written by huggingface_hub")
+    metadata = contents.get("metadata")
+    return weight_map, metadata if isinstance(metadata, dict) else {}
