@@ -186,7 +186,7 @@ def test_torch_is_needed_for_values_only() -> None:
         "operations.export.architecture_process",
         "operations.open",
         "operations.reshard.engines",
-        "transfer.execute",
+        "transfer.cast",
         "transfer.processes",
     }
 
