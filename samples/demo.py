@@ -7,6 +7,8 @@
     torchrun demo_readback.py  2 ranks    -> readings.json, shown as a table
     ckpttool verify-resume trial          2 ranks, then 4 and 1 through safetensors -> trial-on-4.html, trial-on-1.html
 
+Each step is one line; what its command printed goes to log.txt, and to the screen if it fails.
+
 The exit code is 0 only when every tensor and every object of every reading is equal to the reference, which torch made
 in the training processes before anything of ours ran, and training resumes exactly.
 """
@@ -30,6 +32,7 @@ from tabulate import tabulate
 
 HERE = Path(__file__).resolve().parent
 MARK = ".made-by-demo"
+LOG = "log.txt"
 RANKS = 2
 COMMANDS = (
     "inspect run/dcp",
@@ -56,20 +59,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
             require_ours(folder)
         else:
             make(folder)
-        say(f"\nReading everything back with the upstream libraries, on {RANKS} ranks ...\n")
         (folder / "readings.json").unlink(missing_ok=True)
-        torchrun("demo_readback.py", folder)
-        say("")
-        last, equal = report(json.loads((folder / "readings.json").read_text()))
-        resumed = [resume(folder, ranks) for ranks in RESUMED_ON if not options.check]
-    except subprocess.CalledProcessError as error:
-        say(f"\nerror: `{shlex.join(map(str, error.cmd))}` ended with exit code {error.returncode}")
+        torchrun(f"read everything back with the upstream libraries, on {RANKS} ranks", "demo_readback.py", folder)
+    except subprocess.CalledProcessError:
         return 1
-    say(f"\n{time.monotonic() - began:.0f} s, everything is in {folder}/\n{last}")
+    last, equal = report(json.loads((folder / "readings.json").read_text()))
+    resumed = [resume(folder, ranks) for ranks in RESUMED_ON if not options.check]
     exact = all(resumed)
+    say(painted(f"\n{last}", equal))
     if resumed:
         verdict = "exact resume" if exact else "resume is not exact"
         say(painted(f"trained on {RANKS} ranks, resumed on {' and '.join(map(str, RESUMED_ON))}: {verdict}", exact))
+    say(f"{time.monotonic() - began:.0f} s; what each command printed is in {folder / LOG}")
+    if resumed:
+        say(f"open {page_of(folder, RESUMED_ON[0])} for the report of the resume")
     return 0 if equal and exact else 1
 
 
@@ -80,25 +83,51 @@ def make(folder: Path) -> None:
         shutil.rmtree(folder)
     folder.mkdir(parents=True, exist_ok=True)
     (folder / MARK).touch()
-    say(f"Training a tiny transformer with FSDP2 on {RANKS} gloo ranks, and saving it with DCP ...\n")
-    torchrun("demo_train.py", folder)
-    program = Path(sysconfig.get_path("scripts")) / "ckpttool"
+    torchrun(f"train a tiny transformer with FSDP2 on {RANKS} gloo ranks, save with DCP", "demo_train.py", folder)
     for command in COMMANDS:
-        say(f"\n$ ckpttool {command}")
-        subprocess.run([program, *shlex.split(command)], cwd=folder, check=True)
+        step(f"ckpttool {command}", [program(), *shlex.split(command)], folder)
 
 
 def resume(folder: Path, ranks: int) -> bool:
     """Train on `RANKS` ranks, resume on `ranks` through safetensors; return whether the resume is exact."""
-    page = folder / f"trial-on-{ranks}.html"
+    page = page_of(folder, ranks)
     page.unlink(missing_ok=True)
-    recipe = HERE / "recipe_fsdp2.py"
     words = ["--via", "safetensors", "--world", str(RANKS), "--to-world", str(ranks), "--steps", "3", "--more", "2"]
-    words = ["--recipe", str(recipe), *words, "--no-gradients", "--html", page.name]
-    say(f"\n$ ckpttool verify-resume trial {shlex.join(words)}\n")
-    program = Path(sysconfig.get_path("scripts")) / "ckpttool"
-    done = subprocess.run([program, "verify-resume", "trial", *words], cwd=folder, check=False)
-    return done.returncode == 0
+    words = ["--recipe", str(HERE / "recipe_fsdp2.py"), *words, "--no-gradients", "--html", page.name]
+    title = f"ckpttool verify-resume trial: {RANKS} ranks -> safetensors -> {ranks} rank{'s' * (ranks > 1)}"
+    try:
+        step(title, [program(), "verify-resume", "trial", *words], folder)
+    except subprocess.CalledProcessError:
+        return False
+    return True
+
+
+def page_of(folder: Path, ranks: int) -> Path:
+    """The report of the resume on `ranks`."""
+    return folder / f"trial-on-{ranks}.html"
+
+
+def program() -> str:
+    """The command as it is installed beside this Python."""
+    return str(Path(sysconfig.get_path("scripts")) / "ckpttool")
+
+
+def step(title: str, command: Sequence[str], folder: Path, env: dict[str, str] | None = None) -> None:
+    """Run one command in `folder`, its output going to the log, and print a line for it.
+
+    Raises CalledProcessError if it fails, after printing its output.
+    """
+    began = time.monotonic()
+    done = subprocess.run(
+        command, cwd=folder, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False
+    )
+    with open(folder / LOG, "a") as log:
+        log.write(f"$ {shlex.join(command)}\n{done.stdout}\n")
+    good = done.returncode == 0
+    say(f"{painted('✓' if good else '✗', good)} {title:82} {time.monotonic() - began:5.1f} s")
+    if not good:
+        say(f"\n$ {shlex.join(command)}\n{done.stdout}\nerror: exit code {done.returncode}\n")
+    done.check_returncode()
 
 
 def painted(text: str, good: bool) -> str:
@@ -114,14 +143,13 @@ def require_ours(folder: Path) -> None:
         raise SystemExit(f"error: `{folder}` was not made by this demo, and is left alone\nhint: pass another `--dir`")
 
 
-def torchrun(script: str, folder: Path) -> None:
+def torchrun(title: str, script: str, folder: Path) -> None:
     """Run a script of this directory on `RANKS` ranks, `folder` being its working directory."""
     launch = ["--standalone", "--local-addr=127.0.0.1", f"--nproc-per-node={RANKS}"]
     command = [sys.executable, "-m", "torch.distributed.run", *launch, str(HERE / script)]
     # torch warns when it has to choose the threads, and when a machine without a network has a name nobody knows.
     quiet = {"OMP_NUM_THREADS": "1", "TORCH_CPP_LOG_LEVEL": "ERROR"}
-    say(f"$ torchrun --nproc-per-node {RANKS} {script}")
-    subprocess.run(command, cwd=folder, check=True, env={**os.environ, **quiet})
+    step(title, command, folder, {**os.environ, **quiet})
 
 
 def report(result: dict[str, Any]) -> tuple[str, bool]:
@@ -129,7 +157,8 @@ def report(result: dict[str, Any]) -> tuple[str, bool]:
     readings = result["readings"]
     rows = [[r["what"], r["reader"], r["tensors"], r["objects"], r["verdict"]] for r in readings]
     headers = ["what", "read back with", "tensors", "objects", "verdict"]
-    say(tabulate(rows, headers, maxcolwidths=[None, None, None, None, 60], disable_numparse=True))
+    table = tabulate(rows, headers, maxcolwidths=[None, None, None, None, 60], disable_numparse=True)
+    say("\n" + "".join(f"  {line}\n" for line in table.splitlines()))
     wrong = sum(r["verdict"] != "equal" for r in readings) + abs(READINGS - len(readings))
     if wrong:
         return f"not equal: {wrong} of {READINGS} readings", False

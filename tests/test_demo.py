@@ -51,9 +51,13 @@ def test_everything_is_equal(done: tuple[Path, subprocess.CompletedProcess[str]]
     tensors = len(reference["model"]) + sum(len(s) for s in reference["optim"]["state"].values()) + 2  # one RNG a rank
     groups = sum(len(group) for group in reference["optim"]["param_groups"])
     objects = groups + len(reference["scheduler"]) + 2 * 2 + 1  # python and numpy of each rank, and the step
-    *_, readings_line, last = run.stdout.splitlines()
+    lines = run.stdout.splitlines()
+    assert len(lines) <= 26 and not run.stderr
+    *_, readings_line, resumed, log, page = lines
     assert readings_line == f"all equal: {tensors} tensors, {objects} objects, in 7 readings"
-    assert last == "trained on 2 ranks, resumed on 4 and 1: exact resume"
+    assert resumed == "trained on 2 ranks, resumed on 4 and 1: exact resume"
+    assert log.endswith(f"{folder / 'log.txt'}")
+    assert page == f"open {folder / 'trial-on-4.html'} for the report of the resume"
     rows = readings(folder)
     assert {row["verdict"] for row in rows.values()} == {"equal"}
     full = [row for row in rows.values() if row["objects"] != "-"]
@@ -62,18 +66,21 @@ def test_everything_is_equal(done: tuple[Path, subprocess.CompletedProcess[str]]
     assert rows["run/model.safetensors", "safe_open"]["tensors"] == str(len(reference["model"]))
 
 
-def test_the_commands_are_shown_with_what_they_print(done: tuple[Path, subprocess.CompletedProcess[str]]) -> None:
-    lines = done[1].stdout.splitlines()
-    commands = [line for line in lines if line.startswith("$ ckpttool ")]
-    assert [command.split()[2] for command in commands] == ["inspect"] + ["convert"] * 5 + ["verify-resume"] * 2
-    for command in commands:
-        assert lines[lines.index(command) + 1 :], command
-    assert any("scheduler" in line for line in lines)
+def test_each_step_is_a_line_and_its_output_is_in_the_log(done: tuple[Path, subprocess.CompletedProcess[str]]) -> None:
+    folder, run = done
+    steps = [line.split() for line in run.stdout.splitlines() if line.startswith("✓ ")]
+    commands = [words[2] for words in steps if words[1] == "ckpttool"]
+    assert commands == ["inspect"] + ["convert"] * 5 + ["verify-resume"] * 2
+    assert len(steps) == len(commands) + 2
+    log = (folder / "log.txt").read_text()
+    assert log.count("\n$ ") + 1 == len(steps)
+    assert any("scheduler" in line for line in log.splitlines())
 
 
 def test_training_goes_on_on_other_ranks(done: tuple[Path, subprocess.CompletedProcess[str]]) -> None:
-    folder, run = done
-    verdicts = [line for line in run.stdout.splitlines() if line.startswith("PASS  exact resume")]
+    folder, _ = done
+    log = (folder / "log.txt").read_text()
+    verdicts = [line for line in log.splitlines() if line.startswith("PASS  exact resume")]
     assert ["state on 4 ranks" in verdicts[0], "state on 1 rank " in verdicts[1], len(verdicts)] == [True, True, 2]
     for ranks in (4, 1):
         page = (folder / f"trial-on-{ranks}.html").read_text()
@@ -100,7 +107,7 @@ def test_a_difference_fails(done: tuple[Path, subprocess.CompletedProcess[str]],
     checked = demo("--dir", folder, "--check")
 
     assert checked.returncode == 1, checked.stdout + checked.stderr
-    assert checked.stdout.splitlines()[-1] == "not equal: 7 of 7 readings"
+    assert "not equal: 7 of 7 readings" in checked.stdout.splitlines()
     verdicts = {key: row["verdict"] for key, row in readings(folder).items()}
     moment = "1 differ: optim.state.layers.0.qkv.weight.exp_avg"
     assert verdicts["run/dcp-again/", "dcp.load, 2 ranks"] == moment
@@ -139,15 +146,15 @@ def test_training_that_does_not_go_on_fails(
     folder = tmp_path / "out"
     shutil.copytree(done[0], folder)
     monkeypatch.setattr(program, "make", lambda folder: None)
-    monkeypatch.setattr(program, "torchrun", lambda script, folder: kept.rename(readings_file))
+    monkeypatch.setattr(program, "torchrun", lambda title, script, folder: kept.rename(readings_file))
     readings_file, kept = folder / "readings.json", folder / "kept.json"
     shutil.copy(readings_file, kept)
     monkeypatch.setattr(program, "resume", lambda folder, ranks: ranks != 4)
     monkeypatch.setenv("FORCE_COLOR", "1")
     monkeypatch.delenv("NO_COLOR", raising=False)
     assert program.main(["--dir", str(folder)]) == 1
-    last = capsys.readouterr().out.splitlines()[-1]
-    assert last.startswith("\x1b[1;31mtrained on 2 ranks, resumed on 4 and 1: resume is not exact")
+    verdict = capsys.readouterr().out.splitlines()[-3]
+    assert verdict.startswith("\x1b[1;31mtrained on 2 ranks, resumed on 4 and 1: resume is not exact")
 
 
 def test_a_directory_of_somebody_else_is_left_alone(tmp_path: Path) -> None:
