@@ -70,4 +70,4 @@ samples: $(BIN)/.ready  ## Make the sample checkpoints anew
 	$(BIN)/python samples/generators/make.py
 
 clean:  ## Remove what the targets made
-	rm -rf $(VENV) demo site bench.json .pytest_cache .mypy_cache .ruff_cache build dist ckpttool.egg-info
+	rm -rf $(VENV) demo site bench.json .pytest_cache .mypy_cache .ruff_cache build dist
