@@ -12,6 +12,7 @@ from importlib import import_module
 from os import PathLike, fspath
 from typing import TYPE_CHECKING, Any
 
+from ckpttool.errors import require
 from ckpttool.version import __version__
 
 if TYPE_CHECKING:
@@ -46,6 +47,8 @@ _MODULES = {name: module for module, _, name in (public.rpartition(".") for publ
 
 def __getattr__(name: str) -> Any:
     if name in _MODULES:
+        if _MODULES[name].startswith("training."):
+            require("torch", f"`ckpttool.{name}`")
         return getattr(import_module(f"ckpttool.{_MODULES[name]}"), name)
     raise AttributeError(f"module `ckpttool` has no attribute `{name}`")
 

@@ -7,8 +7,10 @@ goes into `hint`, which is printed on a line of its own.
 from __future__ import annotations
 
 from functools import partial
+from importlib.util import find_spec
 from typing import Any, ClassVar
 
+EXTRAS = ("torch", "zstd")
 DONE = 0
 DIFFERS = 1
 BUG = 70
@@ -49,6 +51,20 @@ class UsageError(CkptError):
 
     exit_code = 2
     kind = "usage"
+
+
+class MissingPackageError(UsageError, ImportError):
+    """An optional package is not installed."""
+
+    kind = "missing package"
+
+
+def require(package: str, purpose: str) -> None:
+    """Raise MissingPackageError unless `package` is installed, e.g. `require("torch", "`--dtype`")`."""
+    if find_spec(package) is None:
+        extra = f"ckpttool[{package}]" if package in EXTRAS else package
+        text = f"{purpose} needs {package}, which is not installed"
+        raise MissingPackageError(text, hint=f"pip install '{extra}'", package=package)
 
 
 class ReadError(CkptError):

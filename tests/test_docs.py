@@ -1,7 +1,7 @@
 """Runs the examples of README.md and docs/: what a page shows is what is printed.
 
 A ```console block is a dialogue: each `$ ckpttool ...` line is run and the lines below it are its stdout and stderr. A
-```python block is executed. All blocks of a page share one directory, where the names below stand for samples. Other
+```python block is executed. All blocks of a page share one directory, which has what `ckpttool samples` writes. Other
 kinds of blocks (```sh, ```text) are not run. `pytest --accept` writes what is printed now into the pages.
 """
 
@@ -9,33 +9,19 @@ from __future__ import annotations
 
 import re
 import shlex
-import shutil
 from pathlib import Path
 
 import pytest
 from support.cli import run
-from support.paths import CHECKPOINTS, ROOT
+from support.paths import ROOT
 
 from ckpttool import convert
 from ckpttool.errors import BUG
+from ckpttool.operations.samples import samples
 
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 BLOCK = re.compile(r"^```(console|python)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 
-# What the pages call it -> the sample that it is.
-NAMES = {
-    "run7/step-500": "dcp/fsdp2_w4/ckpt",
-    "run7/step-1000": "dcp/hsdp_w4/ckpt",
-    "fsdp1-run": "rank/fsdp1_w4/ckpt",
-    "local-run": "rank/fsdp1_local_w2/ckpt",
-    "full-run.pt": "torch/fsdp1_full_w2/ckpt.pt",
-    "full.pt": "torch/full/ckpt.pt",
-    "wrapped.pt": "torch/ddp/ckpt.pt",
-    "llama": "hf/llama/ckpt",
-    "model.safetensors": "safetensors/single/ckpt.safetensors",
-    "finetune": "run/trainer/ckpt",
-    "saved": "run/accelerate_fsdp2_sharded_w2/ckpt",
-}
 # What differs from run to run and from machine to machine.
 MASKS = (
     (re.compile(r"^(  time +)\S.*$", re.MULTILINE), r"\g<1>0.1 s"),
@@ -51,15 +37,12 @@ MASKS = (
 
 @pytest.fixture
 def there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    for name, sample in NAMES.items():
-        place = tmp_path / name
-        place.parent.mkdir(parents=True, exist_ok=True)
-        source = CHECKPOINTS / sample
-        shutil.copytree(source, place) if source.is_dir() else shutil.copy(source, place)
-    monkeypatch.chdir(tmp_path)
+    there = tmp_path / "samples"
+    samples(there)
+    monkeypatch.chdir(there)
     monkeypatch.setenv("COLUMNS", "100")
     monkeypatch.setenv("NO_COLOR", "1")
-    return tmp_path
+    return there
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))

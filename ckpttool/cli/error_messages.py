@@ -20,7 +20,16 @@ import click
 
 from ckpttool.cli.signals import Terminated
 from ckpttool.cli.terminal import ReaderGone, Styled, dim, err, out
-from ckpttool.errors import BUG, DONE, INTERRUPTED, TERMINATED, CkptError, StorageError, UsageError
+from ckpttool.errors import (
+    BUG,
+    DONE,
+    INTERRUPTED,
+    TERMINATED,
+    CkptError,
+    MissingPackageError,
+    StorageError,
+    UsageError,
+)
 from ckpttool.text import near_names
 
 SCHEMA = "ckpttool/error/1"
@@ -60,6 +69,11 @@ def _run(command: click.Command, words: list[str], report: Report) -> int:
         return UsageError.exit_code
     except click.UsageError as error:
         return report.failed(_translate(error))
+    except ModuleNotFoundError as error:
+        package = str(error.name).partition(".")[0]
+        if package in ("None", "ckpttool"):
+            return report.bug(error)
+        return report.failed(MissingPackageError(f"{package} is not installed", hint=f"pip install {package}"))
     except Exception as error:
         return report.bug(error)
     return code

@@ -15,7 +15,7 @@ from ckpttool.catalogue.boxes import Box, Ints
 from ckpttool.catalogue.dtypes import Dtype
 from ckpttool.catalogue.entries import Catalogue, Object, Path, Tensor, dotted
 from ckpttool.catalogue.protocols import Source
-from ckpttool.errors import UsageError
+from ckpttool.errors import UsageError, require
 from ckpttool.producers.open import open_source
 from ckpttool.storage.files import Pool
 from ckpttool.text import near_names
@@ -159,6 +159,7 @@ class LazyTensor:
     def torch(self) -> torch.Tensor:
         """Return a torch tensor on the CPU, with memory of its own. Raises UsageError for the integers of a quantized
         tensor, which mean nothing without their scale."""
+        require("torch", "`LazyTensor.torch()`")
         import numpy as np
         import torch
 

@@ -14,7 +14,7 @@ from fnmatch import fnmatchcase
 from ckpttool import formats, producers
 from ckpttool.catalogue.entries import Catalogue, Container, Object, Path, Tensor, dotted
 from ckpttool.catalogue.protocols import Format, Sink, SinkOptions, Source
-from ckpttool.errors import CkptError, CorruptError, LossError, OverwriteError, UsageError
+from ckpttool.errors import CkptError, CorruptError, LossError, OverwriteError, UsageError, require
 from ckpttool.formats.detect import detect
 from ckpttool.layout.optimizer import respell
 from ckpttool.operations import arguments
@@ -428,6 +428,8 @@ def count_tensors(result: Conversion, planned: Catalogue) -> None:
             result.ties.append((tensor.name, dotted(tensor.alias)))
         else:
             result.bytes += tensor.nbytes
+    if result.cast:
+        require("torch", "a cast of dtypes")
 
 
 def taken_of_run(source: Catalogue) -> list[str]:

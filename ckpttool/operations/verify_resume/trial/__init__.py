@@ -21,7 +21,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from ckpttool.errors import BUG, OverwriteError, UsageError
+from ckpttool.errors import BUG, OverwriteError, UsageError, require
 from ckpttool.layout.mesh import Mesh
 from ckpttool.operations.verify_resume.recipe import load_recipe
 from ckpttool.operations.verify_resume.trial import arguments, compare, launch, state
@@ -108,6 +108,7 @@ def trial(
     for each thing that is done. Raises the errors of `ckpttool.errors`; a run that hangs, or fails where A did not, is
     a verdict and no error.
     """
+    require("torch", "`verify-resume trial`")
     began = time.monotonic()
     if more < 1 or (steps < 1 and not checkpoints):
         raise UsageError("at least one step is trained before the save and one after it", hint="`--steps 4 --more 4`")

@@ -1,0 +1,56 @@
+"""`samples`: write the small checkpoints of the documentation's examples, as torch and other frameworks made them."""
+
+from __future__ import annotations
+
+from functools import partial
+from importlib import resources
+from typing import TYPE_CHECKING
+
+from ckpttool.errors import ReadError
+from ckpttool.storage.stores import Location, Outgoing, destination, locate
+
+if TYPE_CHECKING:
+    import os
+
+#: What the documentation calls each, and where it is below the samples.
+NAMES = {
+    "run7/step-500": "dcp/fsdp2_w4/ckpt",
+    "run7/step-1000": "dcp/hsdp_w4/ckpt",
+    "fsdp1-run": "rank/fsdp1_w4/ckpt",
+    "local-run": "rank/fsdp1_local_w2/ckpt",
+    "full-run.pt": "torch/fsdp1_full_w2/ckpt.pt",
+    "full.pt": "torch/full/ckpt.pt",
+    "wrapped.pt": "torch/ddp/ckpt.pt",
+    "llama": "hf/llama/ckpt",
+    "model.safetensors": "safetensors/single/ckpt.safetensors",
+    "finetune": "run/trainer/ckpt",
+    "saved": "run/accelerate_fsdp2_sharded_w2/ckpt",
+}
+
+
+def samples(directory: str | os.PathLike[str], *, overwrite: bool = False) -> dict[str, int]:
+    """Write the sample checkpoints into a new directory and return the size of each in bytes, by its name there.
+
+    Raises OverwriteError if `directory` exists and is not to be replaced, StorageError if it cannot be written.
+    """
+    outgoing, sizes = [], {}
+    for name, below in NAMES.items():
+        source = _root() / below
+        files = {f"{name}/{file}": source / file for file in source.below()} if source.is_dir() else {name: source}
+        sizes[name] = sum(file.size() for file in files.values())
+        outgoing += [Outgoing(target, file.size(), partial(_copy, file)) for target, file in files.items()]
+    destination(str(directory)).publish(outgoing, overwrite=overwrite)
+    return sizes
+
+
+def _root() -> Location:
+    """Return where the samples are: in the package if it was installed from a wheel, else in the checkout."""
+    package = locate(str(resources.files("ckpttool")))
+    for root in (package / "sample_checkpoints", package.parent / "samples" / "checkpoints"):
+        if root.is_dir():
+            return root
+    raise ReadError("this installation of ckpttool has no samples", hint="install the wheel: `pip install ckpttool`")
+
+
+def _copy(source: Location, path: str) -> None:
+    locate(path).put(source.read())

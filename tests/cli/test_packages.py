@@ -1,0 +1,97 @@
+"""Without the optional packages: what works, and the one line that says what to install."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from support.upstream_samples import path_of
+
+ABSENT = """
+import sys
+sys.modules |= dict.fromkeys(sys.argv.pop(1).split(","))
+"""
+HEAVY = "torch,transformers,safetensors,accelerate,huggingface_hub,rich,jinja2,zstandard"
+
+
+def without(packages: str, code: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-c", ABSENT + code, packages, *arguments]
+    return subprocess.run(command, capture_output=True, text=True, timeout=60)
+
+
+def ckpttool(packages: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+    return without(packages, "from ckpttool.cli.app import main; main()", *arguments)
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["--version"],
+        ["inspect", "{a}"],
+        ["verify", "{a}"],
+        ["diff", "{a}", "{a}"],
+        ["verify-resume", "audit", "{a}", "--no-values"],
+        ["convert", "{a}", "{out}.pt", "--check"],
+        ["convert", "{a}", "{out}", "--to", "safetensors"],
+        ["reshard", "{a}", "{out}", "--to-world", "2"],
+        ["export", "{llama}", "{out}"],
+        ["formats"],
+    ],
+    ids=lambda words: words[0],
+)
+def test_bytes_are_moved_with_none_of_them(words: list[str], tmp_path: Path) -> None:
+    """Not even numpy, but where elements are calculated with: `audit` reads counters."""
+    places = {"a": path_of("dcp/fsdp2_w4"), "out": str(tmp_path / "out"), "llama": path_of("hf/llama")}
+    heavy = HEAVY if words[0] == "verify-resume" else f"{HEAVY},numpy"
+    done = ckpttool(heavy, *(word.format(**places) for word in words))
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize(
+    ("words", "purpose"),
+    [
+        (["convert", "{a}", "{out}", "--to", "dcp", "--dtype", "bfloat16"], "a cast of dtypes"),
+        (["export", "{a}", "{out}", "--dtype", "bfloat16", "--no-strict"], "a cast of dtypes"),
+        (["verify-resume", "trial", "--recipe", "recipe.py"], "`verify-resume trial`"),
+    ],
+    ids=lambda value: value[0] if isinstance(value, list) else "",
+)
+def test_what_needs_torch_says_how_to_install_it(words: list[str], purpose: str, tmp_path: Path) -> None:
+    places = {"a": path_of("torch/full"), "out": str(tmp_path / "out")}
+    done = ckpttool("torch,transformers,accelerate", *(word.format(**places) for word in words))
+    expected = f"error: {purpose} needs torch, which is not installed\nhint: pip install 'ckpttool[torch]'\n"
+    assert (done.returncode, done.stderr.splitlines()[-2:]) == (2, expected.splitlines())
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("code", "purpose"),
+    [
+        ("ckpttool.load", "`ckpttool.load`"),
+        ("ckpttool.save", "`ckpttool.save`"),
+        ("next(iter(ckpttool.open(sys.argv[1]).values())).torch()", "`LazyTensor.torch()`"),
+    ],
+)
+def test_the_library_says_it_too(code: str, purpose: str) -> None:
+    body = f"""
+import ckpttool, ckpttool.errors
+try:
+    {code}
+except ckpttool.errors.MissingPackageError as error:
+    assert isinstance(error, ImportError) and isinstance(error, ckpttool.CkptError)
+    print(error.message, error.hint)
+"""
+    done = without("torch", body, path_of("safetensors/single"))
+    assert done.stdout == f"{purpose} needs torch, which is not installed pip install 'ckpttool[torch]'\n", done.stderr
+
+
+def test_zstd_says_how_to_install_it(tmp_path: Path) -> None:
+    done = ckpttool("zstandard,compression", "convert", path_of("dcp/zstd_w2"), str(tmp_path / "out.pt"))
+    assert done.returncode == 3 and done.stderr.endswith("hint: pip install ckpttool[zstd]\n"), done.stderr
+
+
+def test_a_package_that_is_always_needed_is_no_bug() -> None:
+    done = ckpttool("tabulate,rich", "inspect", path_of("dcp/fsdp2_w4"))
+    assert (done.returncode, done.stderr) == (2, "error: tabulate is not installed\nhint: pip install tabulate\n")
