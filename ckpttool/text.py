@@ -105,6 +105,11 @@ def ranges(numbers: Iterable[int], comma: str = ", ", most: int = 8) -> str:
     return comma.join(words if len(words) <= most else [*words[: most - 1], "...", words[-1]])
 
 
+def natural(name: str) -> list[tuple[str, int]]:
+    """Return a key that sorts names with their numbers as numbers: `layers.2` before `layers.10`. Pure."""
+    return [(text, int(number or -1)) for text, number in re.findall(r"([^0-9]*)([0-9]{0,18})", name)]
+
+
 def rank_ranges(numbers: Collection[int]) -> str:
     """`rank 3`, `ranks 0-3`, `ranks 0, 2-5`. Pure."""
     return f"rank{'' if len(numbers) == 1 else 's'} {ranges(numbers)}"

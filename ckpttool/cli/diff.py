@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 import json
+import math
+import re
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import click
 
@@ -13,19 +16,21 @@ from ckpttool.cli import options
 from ckpttool.cli.options import Argument, Option
 from ckpttool.cli.progress import progress_on_stderr
 from ckpttool.cli.terminal import Rows, Styled, Terminal, TextLike, answer, bold, dim, err
-from ckpttool.text import duration, plural, size
+from ckpttool.text import duration, natural, plural, ranges, size
 
 if TYPE_CHECKING:
     from ckpttool import Diff
-    from ckpttool.operations.diff import Total
+    from ckpttool.operations.diff import TensorDifference, Total
     from ckpttool.operations.diff.elements import Difference
 
 _SHOWN = 20
 _VALUE = 40  # characters of an object's value, unless -v
 _WHOLE = 400  # the same with -v
-_WIDE = 140  # columns of a terminal that shows all figures
-_OMITTED = ("max ulp", "cosine", "elements", "A", "B")  # on narrower ones; `--json` has them
+_FOLDED = 3  # layers that differ alike are one row, if they are so many
+# What a terminal leaves out first where the names do not fit; `--json` has them.
+_OMITTED = ("max ulp", "cosine", "B", "A", "first at", "elements", "max abs")
 _ONLY = "Include only this part (model, optimizer, ...; or its key), and strip its key from names. Repeatable."
+_NUMBER = re.compile(r"(?<![^.])[0-9]{1,9}(?![^.])")  # of a layer: all that is between two dots
 _FIGURES = ("max abs", "max rel", "max ulp", "cosine")
 
 
@@ -136,9 +141,38 @@ def _facts(result: Diff) -> Iterator[tuple[str, str]]:
         numbers = (plural(side.tensors, "tensor"), plural(side.objects, "object"), size(side.bytes))
         yield title, ", ".join((side.format + ranks, *numbers))
     values = f"{size(result.bytes)} of values, by {result.within or 'their bits'}"
+    if changed := _changed(result):
+        yield "changed", changed
     yield "compared", f"{plural(result.matched, 'name')}, {values}"
     rate = f", {size(result.bytes / result.seconds)}/s" if result.seconds >= 1 else ""
     yield "time", f"{duration(result.seconds)}{rate}"
+
+
+def _changed(result: Diff) -> str:
+    """Return what differs in one sentence, or nothing: `29 of 201 tensors, all in the optimizer; ...`."""
+    names = {tensor.name for tensor in result.tensors}
+    objects = {entry.name for entry in result.objects}
+    changed = []
+    if names:
+        changed.append(f"{len(names):,} of {plural(result.a.tensors, 'tensor')}")
+    if objects:
+        changed.append(f"{len(objects):,} of {plural(result.a.objects, 'object')}")
+    if not changed:
+        return ""
+    parts = {entry.part for entries in (result.tensors, result.objects) for entry in cast("list[Any]", entries)}
+    parts |= {entry.part for entry in (*result.only_a, *result.only_b)}
+    text = " and ".join(changed) + (f", all in the part {parts.pop()}" if len(parts) == 1 else "")
+    by_values = [tensor for tensor in result.tensors if tensor.values is not None]
+    if new_nans := sum(tensor.values.new_nans for tensor in by_values if tensor.values):
+        text += f"; {new_nans:,} new NaN in B"
+    largest = min(by_values, key=_by_relative, default=None)
+    if largest and largest.values and largest.values.relative:
+        text += f"; largest relative difference {largest.values.relative:.3g} in {largest.name}"
+    return text
+
+
+def _by_relative(tensor: TensorDifference) -> float:
+    return -(tensor.values.relative or 0.0) if tensor.values else 0.0
 
 
 def _print_parts(terminal: Terminal, result: Diff) -> None:
@@ -150,14 +184,12 @@ def _print_parts(terminal: Terminal, result: Diff) -> None:
     ]
     if len(result.parts) > 1:
         rows[-1][0] = dim("total")
-    terminal.table(*_fitting(terminal, rows, ["part", *counts, *_FIGURES]), right=range(1, 10), wrap=(0,))
+    headers = ["part", *counts, *_FIGURES]
+    terminal.table(rows, headers, right=range(1, 10), wrap=(0,), drop=_omitted(headers))
 
 
-def _fitting(terminal: Terminal, rows: Rows, headers: Sequence[str]) -> tuple[Rows, list[str]]:
-    """Return the columns that the terminal has room for, and their headers."""
-    narrow = terminal.width is not None and terminal.width < _WIDE
-    columns = [i for i, title in enumerate(headers) if not narrow or title not in _OMITTED]
-    return [[row[i] for i in columns] for row in rows], [headers[i] for i in columns]
+def _omitted(headers: Sequence[str]) -> list[int]:
+    return [headers.index(title) for title in _OMITTED if title in headers]
 
 
 def _figures(figures: Difference | Total) -> list[str]:
@@ -190,20 +222,78 @@ def _print_layouts(terminal: Terminal, result: Diff) -> None:
 
 
 def _print_values(terminal: Terminal, result: Diff) -> None:
+    from ckpttool.operations.diff.elements import Difference, add_figures
+
+    tensors = [tensor for tensor in result.tensors if "values" in tensor.kinds and tensor.values is not None]
+    tensors.sort(key=_by_difference)
+    groups = [[tensor] for tensor in tensors] if terminal.verbose else _folded(tensors)
+    names = [_label([tensor.name for tensor in group]) for group in groups]
+    within = _shared_module(names) if terminal.width is not None else ""
     rows: Rows = []
-    for tensor in result.tensors:
-        values = tensor.values
-        if "values" not in tensor.kinds or values is None:
-            continue
-        differing = values.differing if values.beyond is None else values.beyond
-        compared_as = "" if tensor.dtypes[0] == tensor.dtypes[1] else f" as {values.dtype}"
-        numbers = [f"{differing:,} of {values.numel:,}", *_figures(values), str(tensor.index)]
-        elements = (f"{v:.6g}" if isinstance(v, float) else str(v) for v in values.values or ("", ""))
-        rows.append([tensor.name + compared_as, *numbers, *elements])
-    headers = ("tensor", "differing" if result.within is None else "beyond", *_FIGURES, "first at", "A", "B")
-    rows, shown = _fitting(terminal, rows, headers)
-    right = [i for i, title in enumerate(shown) if title not in ("tensor", "first at")]
-    _print_list(terminal, "values", rows, shown, wrap=(0,), right=right)
+    for name, group in zip(names, groups, strict=True):
+        first, figures = group[0], Difference("")
+        for tensor in group:
+            values = cast("Difference", tensor.values)
+            figures.numel += values.numel
+            figures.new_nans += values.new_nans
+            add_figures(figures, values)
+        known = [t.values.cosine for t in group if t.values and t.values.cosine is not None]
+        figures.cosine = min(known, default=None)
+        differing = figures.differing if figures.beyond is None else figures.beyond
+        values = cast("Difference", first.values)
+        notes = f"  x{len(group)}" if len(group) > 1 else ""
+        notes += "" if first.dtypes[0] == first.dtypes[1] else f" as {values.dtype}"
+        numbers = [f"{differing:,} of {figures.numel:,}", *_figures(figures)]
+        elements = [f"{v:.6g}" if isinstance(v, float) else str(v) for v in values.values or ("", "")]
+        at = [str(first.index), *elements] if len(group) == 1 else [""] * 3
+        new = Styled(f"{figures.new_nans:,}", "red") if figures.new_nans else ""
+        rows.append([name[len(within) :] + notes, numbers[0], new, *numbers[1:], *at])
+    headers = ["tensor", "differing" if result.within is None else "beyond", "new NaN", *_FIGURES, "first at", "A", "B"]
+    if not any(row[2] for row in rows):
+        del headers[2]
+        rows = [[*row[:2], *row[3:]] for row in rows]
+    if not rows:
+        return
+    aside = f"{len(tensors):,}, largest max rel first" if len(tensors) > 1 else ""
+    terminal.heading("values", aside + (f", in {within[:-1]}" if within else ""))
+    right = [i for i, title in enumerate(headers) if title not in ("tensor", "first at")]
+    terminal.table(rows, headers, wrap=(0,), right=right, drop=_omitted(headers), limit=_SHOWN)
+
+
+def _by_difference(tensor: TensorDifference) -> tuple[bool, float, list[tuple[str, int]]]:
+    """Sort tensors with new NaN first, then by relative difference, the largest first, then by name."""
+    values = cast("Difference", tensor.values)
+    return not values.new_nans, -(values.relative or 0.0), natural(tensor.name)
+
+
+def _folded(tensors: Sequence[TensorDifference]) -> list[list[TensorDifference]]:
+    """Return tensors with those together that differ in layer numbers only, each group at its first member."""
+    alike: dict[object, list[TensorDifference]] = {}
+    for tensor in tensors:
+        new_nans = bool(tensor.values and tensor.values.new_nans)
+        key = _NUMBER.sub("#", tensor.name), tensor.dtypes, tensor.shapes, new_nans
+        alike.setdefault(key, []).append(tensor)
+    groups: list[list[TensorDifference]] = []
+    for group in alike.values():
+        numbers = zip(*(_NUMBER.findall(tensor.name) for tensor in group), strict=True)
+        is_whole = math.prod(len({*column}) for column in numbers) == len(group) >= _FOLDED
+        groups += [group] if is_whole else [[tensor] for tensor in group]
+    return sorted(groups, key=lambda group: _by_difference(group[0]))
+
+
+def _label(names: Sequence[str]) -> str:
+    """Return one name for all: `["layers.0.up", "layers.1.up", "layers.2.up"]` is `layers.0-2.up`. Pure."""
+    if len(names) == 1:
+        return names[0]
+    columns = iter(list(zip(*map(_NUMBER.findall, names), strict=True)))
+    return _NUMBER.sub(lambda _: ranges({*map(int, next(columns))}, ",", len(names)), names[0])
+
+
+def _shared_module(names: Sequence[str]) -> str:
+    """Return the modules that all names begin with, with a dot at the end, or nothing. Pure."""
+    columns = zip(*(name.split(".")[:-1] for name in names), strict=False)
+    shared = itertools.takewhile(lambda column: len({*column}) == 1, columns) if len(names) > 1 else ()
+    return "".join(f"{column[0]}." for column in shared)
 
 
 def _print_objects(terminal: Terminal, result: Diff) -> None:

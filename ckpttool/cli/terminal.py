@@ -153,13 +153,15 @@ class Terminal:
         right: Iterable[int] = (),
         wrap: Iterable[int] = (),
         clip: Iterable[int] = (),
+        drop: Iterable[int] = (),
         limit: int | None = None,
         indent: int = 2,
     ) -> None:
         """Write a table, of at most `limit` rows unless this terminal is verbose, and how many more there are.
 
         Columns `right` are aligned to the right. To fit a terminal, the widest of the columns `wrap` and `clip` become
-        narrower: text in `wrap` is continued on the next line, text in `clip` ends with `…`.
+        narrower: text in `wrap` is continued on the next line, text in `clip` ends with `…`. Before that the columns
+        `drop` are left out one after the other, as far as needed.
         """
         lines = [list(row) for row in rows]
         if not lines:
@@ -170,7 +172,7 @@ class Terminal:
         if self.width is None:
             text = self._plain_table(lines, headers, {*right})
         else:
-            text = self._fitted_table(lines, headers, {*right}, {*wrap}, {*clip}, self.width - indent)
+            text = self._fitted_table(lines, headers, {*right}, {*wrap}, {*clip}, drop, self.width - indent)
         for line in text.splitlines():
             self.write(" " * indent + line.rstrip() + "\n")
         self.more(omitted)
@@ -198,13 +200,28 @@ class Terminal:
         return tabulate(cells, tablefmt="plain", colalign=align, disable_numparse=True).replace(_SPACE, " ")
 
     def _fitted_table(
-        self, rows: Rows, headers: Sequence[str], right: set[int], wrap: set[int], clip: set[int], width: int
+        self,
+        rows: Rows,
+        headers: Sequence[str],
+        right: set[int],
+        wrap: set[int],
+        clip: set[int],
+        drop: Iterable[int],
+        width: int,
     ) -> str:
+        from rich.cells import cell_len
         from rich.table import Table
         from rich.text import Text
 
         table = Table(box=None, pad_edge=False, padding=(0, _GAP, 0, 0), show_header=bool(headers), header_style="dim")
-        for i in range(len(rows[0])):
+        texts = [headers, *([safe(_as_styled(cell).text) for cell in row] for row in rows)]
+        widths = {
+            i: max(cell_len(text) for text in column) for i, column in enumerate(zip_longest(*texts, fillvalue=""))
+        }
+        for i in drop:
+            if sum(widths.values()) + _GAP * len(widths) > width:
+                del widths[i]
+        for i in widths:
             table.add_column(
                 headers[i] if i < len(headers) else "",
                 justify="right" if i in right else "left",
@@ -212,7 +229,7 @@ class Terminal:
                 overflow="fold" if i in wrap else "ellipsis",
             )
         for row in rows:
-            cells = enumerate(map(_as_styled, row))
+            cells = ((i, _as_styled(row[i])) for i in widths)
             table.add_row(*(Text(safe(c.text), _STYLES.get(c.style, ""), no_wrap=i in clip or None) for i, c in cells))
         with self.console.capture() as capture:
             self.console.print(table, width=width)

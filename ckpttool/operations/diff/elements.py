@@ -56,6 +56,7 @@ class Difference:
     cosine: float | None = None  #: cosine similarity; null for complex numbers and zeros
     nans: int = 0  #: elements that are NaN on one side only
     beyond: int | None = None  #: elements outside of the tolerance; null without one
+    new_nans: int = 0  #: elements that are NaN in B and not in A
 
     def index(self, shape: Ints) -> list[int] | None:
         """Return the index of the first differing element in a tensor of this shape. Pure."""
@@ -106,6 +107,7 @@ class Comparison:
         self.sums = added(self.sums, other.sums)
         result.numel += more.numel
         result.nans += more.nans
+        result.new_nans += more.new_nans
         add_figures(result, more)
         if more.first is not None and (result.first is None or more.first < result.first):
             result.first, result.values, result.bits = more.first, more.values, more.bits
@@ -150,6 +152,7 @@ class Comparison:
         a, b = _wide(one, dtype), _wide(two, dtype)
         known = ~(np.isnan(a) | np.isnan(b))
         result.nans += int((np.isnan(a) ^ np.isnan(b)).sum())
+        result.new_nans += int((np.isnan(b) & ~np.isnan(a)).sum())
         if close is not None:
             close |= np.isnan(a) & np.isnan(b)
         if not known.any():

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import io
 import json
 import math
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -12,7 +14,14 @@ from typing import Any
 import pytest
 import torch
 from click.testing import CliRunner, Result
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from support.paths import CHECKPOINTS
+
+from ckpttool.cli.diff import _print_values
+from ckpttool.cli.terminal import Terminal
+from ckpttool.operations.diff import Diff, Side, TensorDifference
+from ckpttool.operations.diff.elements import Difference
 
 DCP = CHECKPOINTS / "dcp/fsdp2_w4" / "ckpt"
 
@@ -131,3 +140,69 @@ def test_torch_is_not_imported(two: tuple[Path, Path]) -> None:
     words = [sys.executable, "-c", code, "diff", *map(str, two)]
     done = subprocess.run(words, capture_output=True, text=True, check=True, timeout=120)
     assert done.stderr.splitlines()[-1] == "1 False", done.stderr
+
+
+def _printed(result: Any, columns: int | None, verbose: bool = False) -> str:
+    """What a terminal of so many columns shows of the values, or a pipe if there are none."""
+    stream = io.StringIO()
+    terminal = Terminal(stream, verbose)
+    terminal.width = columns
+    _print_values(terminal, result)
+    return stream.getvalue()
+
+
+def _names_shown(text: str) -> list[str]:
+    """The first column of a table of values, each name with its lines put together."""
+    names: list[str] = []
+    for line in text.splitlines()[3:]:
+        name = line[2:].split("  ")[0].strip()
+        if re.search(r"\d of ", line):
+            names.append(name)
+        else:
+            names[-1] += name
+    return names
+
+
+@given(
+    columns=st.integers(60, 200),
+    modules=st.lists(st.text("abcdefgh_", min_size=1, max_size=90), min_size=1, max_size=3, unique=True),
+    layers=st.lists(st.integers(0, 120), min_size=1, max_size=4, unique=True),
+)
+@settings(max_examples=60, deadline=None)
+def test_names_never_become_alike(columns: int, modules: list[str], layers: list[int]) -> None:
+    values = Difference("float32", numel=16_777_216, differing=16_777_215, values=(0.123456, -0.123457), relative=0.5)
+    names = [f"model.layers.{layer}.mlp.{module}_proj.weight" for layer in layers for module in modules]
+    tensors = [
+        TensorDifference(name, "model", ["values"], ("float32",) * 2, ((4096, 4096),) * 2, values, [4095, 4095])
+        for name in names
+    ]
+    result = Diff(Side("a"), Side("b"), tensors=tensors)
+    text = _printed(result, columns, verbose=True)
+    shown = _names_shown(text)
+    within = match[1] + "." if (match := re.search(r", in (\S+)$", text.splitlines()[1])) else ""
+    assert all(len(line) <= columns for line in text.splitlines()[2:])
+    assert sorted(within + name for name in shown) == sorted(names)
+
+
+def test_rows_are_sorted_and_layers_folded(tmp_path: Path) -> None:
+    one = {f"layers.{i}.up.weight": torch.ones(4) for i in range(12)} | {"head": torch.ones(4), "same": torch.ones(2)}
+    other = {name: tensor * 1.01 if name != "same" else tensor for name, tensor in one.items()}
+    other["head"] = one["head"] * 3
+    for name, state in (("a.pt", one), ("b.pt", other)):
+        torch.save(state, tmp_path / name)
+    lines = run("diff", tmp_path / "a.pt", tmp_path / "b.pt").stdout.splitlines()
+    assert any(
+        line.endswith("13 of 14 tensors, all in the part model; largest relative difference 0.667 in head")
+        for line in lines
+    )
+    assert [line.split()[0] for line in lines[-2:]] == ["head", "layers.0-11.up.weight"] and "x12" in lines[-1]
+    verbose = run("diff", tmp_path / "a.pt", tmp_path / "b.pt", "-v").stdout.splitlines()
+    assert [line.split()[0] for line in verbose[-12:]] == [f"layers.{i}.up.weight" for i in range(12)]
+
+
+def test_new_nans_are_said(two: tuple[Path, Path]) -> None:
+    one, other = two
+    assert "1 new NaN in B" in run("diff", one, other).stdout
+    assert "new NaN" not in run("diff", other, one).stdout
+    document = json.loads(run("diff", other, one, "--json").stdout)
+    assert [t["values"]["new_nans"] for t in document["tensors"] if t["name"].endswith("a")] == [0]
