@@ -46,7 +46,8 @@ class Loaded:
     `rest` is nested as it was saved: `loaded.rest["scheduler"]`, `loaded.rest["step"]`. Rank-local state (random
     states, data loaders) is that of this rank; `without_own` names the parts that other ranks saved and this one did
     not. `bytes_read` are of this rank. `uninitialised` was on the meta device and is not in the checkpoint. `left` are
-    other models and optimizers that the checkpoint has.
+    other models and optimizers that the checkpoint has. `other_dtype` are tensors that were cast from integers to real
+    numbers, or the other way round.
     """
 
     path: str
@@ -57,6 +58,7 @@ class Loaded:
     missing: list[str] = field(default_factory=list)
     unexpected: list[str] = field(default_factory=list)
     uninitialised: list[str] = field(default_factory=list)
+    other_dtype: list[str] = field(default_factory=list)
     without_own: list[str] = field(default_factory=list)
     left: list[str] = field(default_factory=list)
     rest: dict[Any, Any] = field(default_factory=dict)
@@ -82,7 +84,7 @@ def load(
 
     Args: `model_key` and `optimizer_key` are the parts to load when the checkpoint has several; `strip_prefix` is
     removed from the checkpoint's names; `shapes` is `--shapes` of the command line. With `strict=False` missing and
-    unexpected keys are returned instead of refused.
+    unexpected keys, and tensors of another kind of dtype, are returned instead of refused.
     Raises `CkptError`, the same on every rank, before anything is changed unless reading itself fails, or the optimizer
     refuses the state.
     """
@@ -144,6 +146,7 @@ def _fill(model: nn.Module, options: LoadOptions, filler: Filler, loaded: Loaded
         loaded.uninitialised = without + materialize(model, options.device, filler.strict)
         fill.fill(model, optimizer, matched, groups, filler)
     loaded.missing, loaded.unexpected = matched.missing, matched.unexpected
+    loaded.other_dtype = [*matched.other_dtype]
 
 
 @contextmanager

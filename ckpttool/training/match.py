@@ -37,11 +37,13 @@ class TensorTarget:
 
 @dataclass(slots=True)
 class ModelMatch:
-    """`missing` are names of the model, `unexpected` of the checkpoint. Tied weights are one target."""
+    """`missing` are names of the model, `unexpected` of the checkpoint, `other_dtype` of tensors that are integers in
+    one and not in the other, with the dtype in the checkpoint and in the model. Tied weights are one target."""
 
     targets: list[TensorTarget] = field(default_factory=list)
     missing: list[str] = field(default_factory=list)
     unexpected: list[str] = field(default_factory=list)
+    other_dtype: dict[str, tuple[str, str]] = field(default_factory=dict)
 
 
 def match(
@@ -74,6 +76,9 @@ def match(
                 found=saved,
                 expected=shape,
             )
+        if _kind(getattr(torch, contents.model[name].dtype, None)) != _kind(value.dtype):
+            found = contents.model[name].dtype, str(value.dtype).removeprefix("torch.")
+            matched.other_dtype[strip_wrappers(key)] = found
         if id(value) not in filled or sharded:
             filled.add(id(value))
             matched.targets.append(TensorTarget(key, name, value, owners.get(key)))
@@ -82,6 +87,13 @@ def match(
     known = used | {strip_wrappers(key) for key in values}
     matched.unexpected = [name for name in [*contents.model, *contents.extra_state] if name not in known]
     return matched
+
+
+def _kind(dtype: torch.dtype | None) -> str:
+    """Whether elements are integers, real or complex: a cast from one to another is not what a weight is for."""
+    if dtype is None:
+        return "unknown"
+    return "complex" if dtype.is_complex else "float" if dtype.is_floating_point else "int"
 
 
 def _by_clean_name(names: Iterable[str]) -> dict[str, str]:
@@ -94,7 +106,8 @@ def _by_clean_name(names: Iterable[str]) -> dict[str, str]:
 
 
 def check_complete(matched: ModelMatch, contents: Contents, model: nn.Module) -> None:
-    """Raises UsageError with the missing and unexpected keys, and the names nearest to them."""
+    """Raises UsageError with the missing and unexpected keys and the names nearest to them, or with a tensor that is
+    integers in the checkpoint and real numbers in the model."""
     missing = ("missing", matched.missing, matched.unexpected or list(contents.model))
     both = (missing, ("unexpected", matched.unexpected, matched.missing))
     problems = [f"{what} key{'s' * (len(names) > 1)}: {_with_near(names, near)}" for what, names, near in both if names]
@@ -106,6 +119,16 @@ def check_complete(matched: ModelMatch, contents: Contents, model: nn.Module) ->
             hint=f"{hint}`strict=False` loads what fits and returns the names of the rest",
             missing=matched.missing,
             unexpected=matched.unexpected,
+        )
+    for name, (found, expected) in matched.other_dtype.items():
+        others = f", as {len(matched.other_dtype) - 1} more" if len(matched.other_dtype) > 1 else ""
+        raise UsageError(
+            f"`{contents.path}`: tensor `{name}` is {found} in the checkpoint, {expected} in the model{others}",
+            hint="integers may be quantized weights, which need their scales; `strict=False` casts them and "
+            "returns the names in `other_dtype`",
+            tensor=name,
+            found=found,
+            expected=expected,
         )
 
 

@@ -104,6 +104,33 @@ def test_frozen_parameters_and_unused_ones(tmp_path: Path) -> None:
     assert not model[0].weight.requires_grad and model[2].weight.requires_grad
 
 
+@pytest.mark.parametrize(
+    ("key", "dtype"),
+    [("0.weight", torch.int64), ("0.weight", torch.complex64), ("1.num_batches_tracked", torch.float32)],
+)
+def test_a_dtype_of_another_kind(tmp_path: Path, key: str, dtype: torch.dtype) -> None:
+    """A float weight that is int64 in the file, a complex one, and a counter that is a float there."""
+    state = net().state_dict()
+    state[key] = (state[key] * 100).to(dtype)
+    torch.save(state, tmp_path / "a.pt")
+    model = net()
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    found, expected = (str(one).removeprefix("torch.") for one in (dtype, before[key].dtype))
+    with pytest.raises(ckpttool.CkptError) as refused:
+        ckpttool.load(tmp_path / "a.pt", model)
+    assert f"`{key}` is {found} in the checkpoint, {expected} in the model" in refused.value.message
+    assert refused.value.facts == {"tensor": key, "found": found, "expected": expected}
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    assert ckpttool.load(tmp_path / "a.pt", model, strict=False).other_dtype == [key]
+    assert torch.equal(model.state_dict()[key], state[key].to(before[key].dtype))
+    assert ckpttool.load_into(tmp_path / "a.pt", {"model": net()}, strict=False).other_dtype == [key]
+
+
+def test_float_dtypes_are_cast_without_a_word(tmp_path: Path) -> None:
+    torch.save(net().bfloat16().state_dict(), tmp_path / "a.pt")
+    assert not ckpttool.load(tmp_path / "a.pt", net().double()).other_dtype
+
+
 def test_of_several_models_the_one_that_is_no_average(tmp_path: Path) -> None:
     one, average = net(), net()
     torch.save({"ema": average.state_dict(), "model": one.state_dict()}, tmp_path / "a.pt")
