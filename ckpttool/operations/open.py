@@ -19,6 +19,7 @@ from ckpttool.errors import UsageError, require
 from ckpttool.producers.open import open_source
 from ckpttool.storage.files import Pool
 from ckpttool.text import near_names
+from ckpttool.transfer import checksums
 from ckpttool.transfer.read import read_box
 
 if TYPE_CHECKING:
@@ -94,8 +95,12 @@ class Checkpoint(Mapping[str, Any]):
 
 
 class LazyTensor:
-    """A tensor of an open checkpoint, or a slice of one. Indexing reads nothing; `numpy()` and `torch()` read the
-    bytes of the slice and no others."""
+    """A tensor of an open checkpoint, or a slice of one. Indexing reads nothing; `numpy()` and `torch()` read.
+
+    A whole tensor is compared with the CRC that its writer left, and CorruptError raised if it differs. A slice is not
+    checked, nor a tensor that shares its storage, since that would read the other bytes too: with `check=True` they
+    are, with `check=False` nothing is.
+    """
 
     def __init__(
         self, tensor: Tensor, source: Source, pool: Pool, box: Box | None = None, index: tuple[Any, ...] = ()
@@ -140,12 +145,23 @@ class LazyTensor:
         offsets, sizes, rest = zip(*map(_bounds, keys, shape), strict=True) if shape else ((), (), ())
         return LazyTensor(self._tensor, self._source, self._pool, (offsets, sizes), rest)
 
-    def bits(self) -> np.ndarray[Any, np.dtype[Any]]:
+    def bits(self, check: bool | None = None) -> np.ndarray[Any, np.dtype[Any]]:
         """Return the elements as unsigned integers of their size, or void for 16 bytes; for any dtype."""
+        if check is not False and 0 not in self.shape:
+            self._check(check is True)
         bits = read_box(self._box, self._tensor, self._source, self._pool)
         return bits[(..., *self._index)] if self._index else bits
 
-    def numpy(self) -> np.ndarray[Any, np.dtype[Any]]:
+    def _check(self, demanded: bool) -> None:
+        """Compare the CRCs of a whole tensor; if `demanded`, of all records that a slice or a tensor has bytes of."""
+        if not demanded and self._box != boxes.whole(self._tensor.shape):
+            return
+        for chunk in self._tensor.chunks:
+            if boxes.overlap((chunk.offsets, chunk.sizes), self._box) is not None:
+                extent = self._source.resolve(self._tensor, chunk)
+                checksums.check_extent(extent, self.name, self._source, self._pool, shared=demanded)
+
+    def numpy(self, check: bool | None = None) -> np.ndarray[Any, np.dtype[Any]]:
         """Return a numpy array. Raises UsageError for a dtype that numpy lacks (bfloat16, 8-bit floats)."""
         import numpy as np
 
@@ -153,10 +169,10 @@ class LazyTensor:
             kind = np.dtype(self.dtype.name)
         except TypeError:
             raise UsageError(f"tensor `{self.name}`: numpy has no {self.dtype}", hint="use `.torch()`") from None
-        bits = np.ascontiguousarray(self.bits()).reshape(self.shape)
+        bits = np.ascontiguousarray(self.bits(check)).reshape(self.shape)
         return bits.view(kind) if bits.ndim else bits.reshape(1).view(kind).reshape(())
 
-    def torch(self) -> torch.Tensor:
+    def torch(self, check: bool | None = None) -> torch.Tensor:
         """Return a torch tensor on the CPU, with memory of its own. Raises UsageError for the integers of a quantized
         tensor, which mean nothing without their scale."""
         require("torch", "`LazyTensor.torch()`")
@@ -169,7 +185,7 @@ class LazyTensor:
         kind = getattr(torch, self.dtype.name)
         if 0 in self.shape:
             return torch.empty(self.shape, dtype=kind)
-        raw = np.ascontiguousarray(self.bits()).reshape(-1).view(np.uint8)
+        raw = np.ascontiguousarray(self.bits(check)).reshape(-1).view(np.uint8)
         return torch.frombuffer(raw, dtype=kind).reshape(self.shape)
 
 

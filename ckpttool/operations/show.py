@@ -6,16 +6,14 @@ import math
 import os
 from contextlib import closing
 from dataclasses import dataclass, field, replace
-from functools import partial
 from typing import Any
 
 from ckpttool.catalogue.boxes import Ints
-from ckpttool.catalogue.entries import Extent, Tensor
+from ckpttool.catalogue.entries import Tensor
 from ckpttool.catalogue.protocols import Source
 from ckpttool.catalogue.validation import validate
 from ckpttool.errors import UsageError
 from ckpttool.producers.open import naming, opened
-from ckpttool.storage.crc import crc_of
 from ckpttool.storage.files import Pool
 from ckpttool.text import meant
 from ckpttool.transfer import checksums
@@ -75,19 +73,10 @@ def look(tensor: Tensor, source: Source) -> Shown:
     if tensor.numel and (has_numbers(tensor.dtype) or tensor.dtype.kind == "bool"):
         with closing(Pool()) as pool:
             for chunk in tensor.chunks:
-                _check(source.resolve(tensor, chunk), tensor.name, source, pool)
+                # What a storage holds of other tensors is not read for this one.
+                checksums.check_extent(source.resolve(tensor, chunk), tensor.name, source, pool, shared=False)
             _add_statistics(shown, tensor, source, pool)
     return shown
-
-
-def _check(extent: Extent, name: str, source: Source, pool: Pool) -> None:
-    record = extent.record
-    # What a storage holds of other tensors is not read for this one.
-    if record is not None and record.crc is not None and record.nbytes == extent.nbytes:
-        location = source.catalogue.files[record.file].location
-        crc = crc_of(partial(pool.read_into, location), record.offset, record.nbytes)
-        if crc != record.crc:
-            raise checksums.mismatch(record, crc, location, [name])
 
 
 def _add_statistics(shown: Shown, tensor: Tensor, source: Source, pool: Pool) -> None:

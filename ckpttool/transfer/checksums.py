@@ -6,12 +6,14 @@ import threading
 from array import array
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from functools import lru_cache, reduce
+from functools import lru_cache, partial, reduce
 from itertools import chain
 
-from ckpttool.catalogue.entries import Catalogue, Record
+from ckpttool.catalogue.entries import Catalogue, Extent, Record
+from ckpttool.catalogue.protocols import Source
 from ckpttool.errors import CorruptError
-from ckpttool.storage.crc import crc32
+from ckpttool.storage.crc import crc32, crc_of
+from ckpttool.storage.files import Pool
 from ckpttool.text import some
 
 _POLYNOMIAL = 0xEDB88320
@@ -154,6 +156,18 @@ def check(record: Record, read: Pieces, catalogue: Catalogue, crc_of: Callable[[
     crc = read.crc(record, crc_of)
     if crc != record.crc:
         raise mismatch(record, crc, catalogue.files[record.file].location, tensors_in(record, catalogue))
+
+
+def check_extent(extent: Extent, name: str, source: Source, pool: Pool, *, shared: bool) -> None:
+    """Read the record that an extent of the tensor `name` lies in, and compare its CRC; one that holds more than the
+    extent only if `shared`. Raises CorruptError."""
+    record = extent.record
+    if record is None or record.crc is None or not (shared or record.nbytes == extent.nbytes):
+        return
+    location = source.catalogue.files[record.file].location
+    crc = crc_of(partial(pool.read_into, location), record.offset, record.nbytes)
+    if crc != record.crc:
+        raise mismatch(record, crc, location, [name])
 
 
 def of(parts: Iterable[bytes | memoryview]) -> int:

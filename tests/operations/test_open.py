@@ -13,13 +13,14 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from support.checkpoints import bits
+from support.damage import flipped_copy
 from support.paths import CHECKPOINTS
 from support.upstream_samples import NAMES, original, path_of
 
 import ckpttool
 from ckpttool.catalogue.entries import Path as Key
 from ckpttool.catalogue.entries import Tensor
-from ckpttool.errors import CkptError, ReadError, UsageError
+from ckpttool.errors import CkptError, CorruptError, ReadError, UsageError
 from ckpttool.formats.detect import detect
 from ckpttool.storage.files import Pool
 
@@ -227,3 +228,25 @@ def test_what_is_no_checkpoint(tmp_path: Path) -> None:
     ):
         with pytest.raises(ReadError, match=words):
             ckpttool.open(str(path))
+
+
+@pytest.mark.parametrize(
+    ("sample", "name"),
+    [("dcp/hsdp_w4/ckpt", "model.embed.weight"), ("torch/full/ckpt.pt", "model.embed.weight")],
+)
+@pytest.mark.parametrize("read", ["torch", "numpy", "bits"])
+def test_a_flipped_bit_is_not_read(tmp_path: Path, sample: str, name: str, read: str) -> None:
+    whole = CHECKPOINTS / sample
+    copy = flipped_copy(whole, name, tmp_path)
+    with ckpttool.open(whole) as good, ckpttool.open(copy) as bad:
+        assert isinstance(good[name], ckpttool.LazyTensor) and good[name].shape == bad[name].shape
+        with pytest.raises(CorruptError, match=rf"`.*{copy.name}.*`: tensor `{name}`: bytes .* have CRC") as caught:
+            getattr(bad[name], read)()
+        assert caught.value.exit_code == 4
+        differ = np.flatnonzero(bad[name].bits(check=False) != good[name].bits())
+        assert len(differ) == 1  # that is what the default keeps from the caller
+        # A slice is read alone, and its storage only on demand.
+        assert getattr(bad[name][:1], read)() is not None
+        with pytest.raises(CorruptError, match=name):
+            getattr(bad[name][:1] if differ[0] < good[name].shape[1] else bad[name][-1:], read)(check=True)
+        assert getattr(good[name][:1], read)(check=True) is not None

@@ -6,6 +6,7 @@ import json
 import logging
 import pickle
 import random
+import shutil
 import struct
 import warnings
 import zipfile
@@ -118,3 +119,20 @@ def change_index(folder: Path, change: Callable[[Any], None]) -> None:
 def place_of(metadata: Any, name: str) -> Any:
     """What torch's index says of where the only item of an entry is."""
     return next(info for index, info in metadata.storage_data.items() if index.fqn == name)
+
+
+def flipped_copy(src: Path, name: str, folder: Path) -> Path:
+    """A copy of a torch.save file, or of a DCP directory, in which one bit of a tensor's payload is flipped."""
+    copy = folder / src.name
+    shutil.copytree(src, copy) if src.is_dir() else shutil.copyfile(src, copy)
+    if src.is_dir():
+        info = place_of(pickle.loads((copy / ".metadata").read_bytes()), name)
+        payloads = payload_of_dcp(copy / info.relative_path)
+        inside = next(run for run in payloads if info.offset <= run.start < info.offset + info.length)
+        flip(copy / info.relative_path, inside.start + 5)
+    else:
+        part, _, key = name.partition(".")
+        values = torch.load(copy, weights_only=False)[part][key].numpy().tobytes()
+        start = next(run.start for run in payload_of_torch(copy) if copy.read_bytes()[run.start : run.stop] == values)
+        flip(copy, start + 5)
+    return copy
