@@ -17,10 +17,11 @@ from ckpttool.catalogue.entries import Catalogue, Object, Path, Tensor, dotted
 from ckpttool.catalogue.protocols import Source
 from ckpttool.errors import UsageError, require
 from ckpttool.producers.open import open_source
+from ckpttool.storage.crc import crc32
 from ckpttool.storage.files import Pool
 from ckpttool.text import near_names
 from ckpttool.transfer import checksums
-from ckpttool.transfer.read import read_box
+from ckpttool.transfer.read import part, read_box
 
 if TYPE_CHECKING:
     import numpy as np
@@ -147,18 +148,28 @@ class LazyTensor:
 
     def bits(self, check: bool | None = None) -> np.ndarray[Any, np.dtype[Any]]:
         """Return the elements as unsigned integers of their size, or void for 16 bytes; for any dtype."""
-        if check is not False and 0 not in self.shape:
-            self._check(check is True)
         bits = read_box(self._box, self._tensor, self._source, self._pool)
+        if check is not False and 0 not in self.shape:
+            self._check(bits, demanded=check is True)
         return bits[(..., *self._index)] if self._index else bits
 
-    def _check(self, demanded: bool) -> None:
+    def _check(self, bits: np.ndarray[Any, np.dtype[Any]], *, demanded: bool) -> None:
         """Compare the CRCs of a whole tensor; if `demanded`, of all records that a slice or a tensor has bytes of."""
-        if not demanded and self._box != boxes.whole(self._tensor.shape):
-            return
-        for chunk in self._tensor.chunks:
-            if boxes.overlap((chunk.offsets, chunk.sizes), self._box) is not None:
-                extent = self._source.resolve(self._tensor, chunk)
+        import numpy as np
+
+        is_whole = self._box == boxes.whole(self._tensor.shape)
+        for chunk in self._tensor.chunks if is_whole or demanded else ():
+            box = chunk.offsets, chunk.sizes
+            if boxes.overlap(box, self._box) is None:
+                continue
+            extent = self._source.resolve(self._tensor, chunk)
+            record = extent.record
+            if record is None or record.crc is None or extent.checked:
+                continue
+            if is_whole and extent.plain and record.nbytes == extent.nbytes:  # as it was read just now
+                data = np.ascontiguousarray(part(bits, box, self._box)).reshape(-1).view(np.uint8)
+                checksums.compare(record, crc32(data), self._source, self.name)
+            elif demanded or record.nbytes == extent.nbytes:
                 checksums.check_extent(extent, self.name, self._source, self._pool, shared=demanded)
 
     def numpy(self, check: bool | None = None) -> np.ndarray[Any, np.dtype[Any]]:

@@ -166,8 +166,13 @@ def check_extent(extent: Extent, name: str, source: Source, pool: Pool, *, share
         return
     location = source.catalogue.files[record.file].location
     crc = crc_of(partial(pool.read_into, location), record.offset, record.nbytes)
+    compare(record, crc, source, name)
+
+
+def compare(record: Record, crc: int, source: Source, name: str) -> None:
+    """Compare the CRC of a record of the tensor `name` with the one that its writer left. Raises CorruptError."""
     if crc != record.crc:
-        raise mismatch(record, crc, location, [name])
+        raise mismatch(record, crc, source.catalogue.files[record.file].location, [name])
 
 
 def of(parts: Iterable[bytes | memoryview]) -> int:

@@ -128,7 +128,7 @@ def flipped_copy(src: Path, name: str, folder: Path) -> Path:
     if src.is_dir():
         info = place_of(pickle.loads((copy / ".metadata").read_bytes()), name)
         payloads = payload_of_dcp(copy / info.relative_path)
-        inside = next(run for run in payloads if info.offset <= run.start < info.offset + info.length)
+        inside = max((run for run in payloads if info.offset <= run.start < info.offset + info.length), key=len)
         flip(copy / info.relative_path, inside.start + 5)
     else:
         part, _, key = name.partition(".")
