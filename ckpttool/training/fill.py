@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor
 
 from ckpttool.catalogue.entries import Path, Tensor
 from ckpttool.errors import UsageError
+from ckpttool.layout.rename import strip_wrappers
 from ckpttool.training import broadcast, collectives, match
 from ckpttool.training.broadcast import OutgoingTensor
 from ckpttool.training.contents import Contents, Shape, put
@@ -65,7 +66,16 @@ def prepare(
     matched = match.match(model.state_dict(keep_vars=True), contents, owners)
     if filler.strict:
         match.check_complete(matched, contents, model)
-    return matched, match.match_groups(optimizer, model, contents) if optimizer is not None else []
+    if optimizer is None:
+        return matched, []
+    groups = match.match_groups(optimizer, model, contents)
+    assert contents.optimizer is not None
+    labels = {id(parameter): strip_wrappers(name) for name, parameter in model.named_parameters()}
+    trained = [
+        (one.saved, [(n, labels.get(id(p), str(n))) for p, n in one.pairs() if p.requires_grad]) for one in groups
+    ]
+    matched.without_state = match.without_state(trained, contents.optimizer, contents.path, strict=filler.strict)
+    return matched, groups
 
 
 def fill(
@@ -86,7 +96,7 @@ def fill(
         if optimizer is not None:
             assert contents.optimizer is not None
             saved = contents.optimizer.state
-            named = (pair for one in groups for pair in zip(one.group["params"], one.names, strict=True))
+            named = (pair for one in groups for pair in one.pairs())
             to_fill = [(parameter, name, saved[name]) for parameter, name in named if saved.get(name)]
             state = fill_state(to_fill, filler, optimizer)
             as_saved = {id(t.value) for t in matched.targets if is_as_saved(t.value, contents.model[t.name])}

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from itertools import chain
 from typing import Any
 
 import torch
@@ -54,7 +55,10 @@ def fill(model: nn.Module, optimizer: torch.optim.Optimizer | None, filler: Fill
         _add_tied(matched, model, values)
         if filler.strict:
             match.check_complete(matched, filler.contents, model)
-        matches = [] if optimizer is None else _match_groups(optimizer, groups, filler.contents)
+        matches: list[GroupMatch] = []
+        if optimizer is not None and filler.contents.optimizer is not None:
+            matches = _match_groups(optimizer, groups, filler.contents)
+            matched.without_state = _without_state(model, matches, filler)
     if filler.broadcast:
         match.check_alike(matched, matches)
     with torch.no_grad():
@@ -136,6 +140,31 @@ def _match_groups(optimizer: torch.optim.Optimizer, groups: list[list[str]], con
     saved = replace(contents.optimizer, groups=[*contents.optimizer.groups, *empty])
     matches = match.match_names(optimizer.param_groups, named, saved, contents.path)
     return [replace(one, names=names) for one, names in zip(matches, groups, strict=True)]
+
+
+def _without_state(model: nn.Module, matches: list[GroupMatch], filler: Filler) -> list[str]:
+    """As `match.without_state`. Raises UsageError for a flat parameter of which a part has none."""
+    contents = filler.contents
+    assert contents.optimizer is not None
+    trained = [_names_of(*named) for named in model.named_parameters() if named[1].requires_grad]
+    names = set(chain.from_iterable(trained))
+    groups = [(one.saved, [(n, n) for n in map(strip_wrappers, one.names) if n in names]) for one in matches]
+    result = match.without_state(groups, contents.optimizer, contents.path, strict=filler.strict)
+    for flat in trained:
+        lacking = [name for name in flat if name in result]
+        if 0 < len(lacking) < len(flat):
+            raise UsageError(
+                f"`{contents.path}`: the optimizer there has no state of {some(lacking)}, but of others in the "
+                "same flat parameter",
+                hint="FSDP1 with `use_orig_params=True` keeps the state of each",
+            )
+    return result
+
+
+def _names_of(name: str, parameter: nn.Parameter) -> list[str]:
+    """The names of a parameter's FQNs: a flat parameter stands for several."""
+    prefix, _, last = name.rpartition(".")
+    return [strip_wrappers(f"{prefix}.{fqn}".lstrip(".")) for fqn in getattr(parameter, "_fqns", (last,))]
 
 
 def _fill_optimizer(

@@ -47,7 +47,8 @@ class Loaded:
     states, data loaders) is that of this rank; `without_own` names the parts that other ranks saved and this one did
     not. `bytes_read` are of this rank. `uninitialised` was on the meta device and is not in the checkpoint. `left` are
     other models and optimizers that the checkpoint has. `other_dtype` are tensors that were cast from integers to real
-    numbers, or the other way round.
+    numbers, or the other way round. `without_state` are trained parameters that the checkpoint has no optimizer state
+    of.
     """
 
     path: str
@@ -59,6 +60,7 @@ class Loaded:
     unexpected: list[str] = field(default_factory=list)
     uninitialised: list[str] = field(default_factory=list)
     other_dtype: list[str] = field(default_factory=list)
+    without_state: list[str] = field(default_factory=list)
     without_own: list[str] = field(default_factory=list)
     left: list[str] = field(default_factory=list)
     rest: dict[Any, Any] = field(default_factory=dict)
@@ -84,7 +86,8 @@ def load(
 
     Args: `model_key` and `optimizer_key` are the parts to load when the checkpoint has several; `strip_prefix` is
     removed from the checkpoint's names; `shapes` is `--shapes` of the command line. With `strict=False` missing and
-    unexpected keys, and tensors of another kind of dtype, are returned instead of refused.
+    unexpected keys, tensors of another kind of dtype, and trained parameters without optimizer state are returned
+    instead of refused.
     Raises `CkptError`, the same on every rank, before anything is changed unless reading itself fails, or the optimizer
     refuses the state.
     """
@@ -146,7 +149,7 @@ def _fill(model: nn.Module, options: LoadOptions, filler: Filler, loaded: Loaded
         loaded.uninitialised = without + materialize(model, options.device, filler.strict)
         fill.fill(model, optimizer, matched, groups, filler)
     loaded.missing, loaded.unexpected = matched.missing, matched.unexpected
-    loaded.other_dtype = [*matched.other_dtype]
+    loaded.other_dtype, loaded.without_state = [*matched.other_dtype], matched.without_state
 
 
 @contextmanager

@@ -164,7 +164,7 @@ def _is_sharded(value: Any) -> bool:
 
 
 def _joined(loaded: Loaded, more: Loaded) -> Loaded:
-    sums = ("bytes_read", "missing", "unexpected", "uninitialised", "other_dtype")
+    sums = ("bytes_read", "missing", "unexpected", "uninitialised", "other_dtype", "without_state")
     both = {name: getattr(loaded, name) + getattr(more, name) for name in sums}
     return replace(loaded, **both, left=[part for part in loaded.left if part in more.left])
 

@@ -8,7 +8,7 @@ Parameter groups match when they have the same parameters, in any order of the g
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -38,12 +38,14 @@ class TensorTarget:
 @dataclass(slots=True)
 class ModelMatch:
     """`missing` are names of the model, `unexpected` of the checkpoint, `other_dtype` of tensors that are integers in
-    one and not in the other, with the dtype in the checkpoint and in the model. Tied weights are one target."""
+    one and not in the other, with the dtype in the checkpoint and in the model. `without_state` are parameters that are
+    trained, and that the optimizer of the checkpoint has no state of. Tied weights are one target."""
 
     targets: list[TensorTarget] = field(default_factory=list)
     missing: list[str] = field(default_factory=list)
     unexpected: list[str] = field(default_factory=list)
     other_dtype: dict[str, tuple[str, str]] = field(default_factory=dict)
+    without_state: list[str] = field(default_factory=list)
 
 
 def match(
@@ -173,6 +175,10 @@ class GroupMatch:
     saved: Group
     names: list[Any]
 
+    def pairs(self) -> Iterator[tuple[nn.Parameter, Any]]:
+        """Each parameter with its name in the checkpoint."""
+        return zip(self.group["params"], self.names, strict=True)
+
 
 def match_groups(optimizer: torch.optim.Optimizer, model: nn.Module, contents: Contents) -> list[GroupMatch]:
     """Match each group of the optimizer with the checkpoint's group of the same parameters. Raises UsageError for
@@ -242,7 +248,7 @@ def _in_order(optimizer: torch.optim.Optimizer, saved: Optimizer, path: str) -> 
             expected=group_sizes,
         )
     matches = [GroupMatch(a, b, list(b.params)) for a, b in zip(optimizer.param_groups, saved.groups, strict=True)]
-    numbered = (pair for one in matches for pair in zip(one.group["params"], one.names, strict=True))
+    numbered = (pair for one in matches for pair in one.pairs())
     for parameter, number in numbered:
         for below, shape in saved.state.get(number, {}).items():
             is_like = isinstance(shape, Shape) and below[-1] in CERTAINLY_LIKE_PARAMETER
@@ -250,3 +256,40 @@ def _in_order(optimizer: torch.optim.Optimizer, saved: Optimizer, path: str) -> 
                 text = f"state of parameter {number} of the optimizer is {list(shape.sizes)}, the parameter"
                 raise CorruptError(f"`{path}`: {text} {list(parameter.shape)}")
     return matches
+
+
+def without_state(
+    groups: Iterable[tuple[Group, Iterable[tuple[Any, str]]]], saved: Optimizer, path: str, *, strict: bool
+) -> list[str]:
+    """The parameters that are trained and have no state in the checkpoint, though its optimizer keeps state of such:
+    training would begin their moments at zero. `groups` are the checkpoint's, each with its trained parameters by the
+    names of the checkpoint and of the model. Raises UsageError for them when `strict`."""
+    state = {_bare(name): of for name, of in saved.state.items() if of}
+    kinds = {_kind_of_group(group) for group in saved.groups if not state.keys().isdisjoint(map(_bare, group.params))}
+    # LBFGS keeps the state of all parameters at the first.
+    if any(("func_evals",) in of for of in state.values()):
+        return []
+    lacking = [
+        label
+        for group, trained in groups
+        if _kind_of_group(group) in kinds
+        for name, label in trained
+        if _bare(name) not in state
+    ]
+    if lacking and strict:
+        raise UsageError(
+            f"`{path}`: the optimizer there has no state of {some(lacking)}, which the model trains",
+            hint="parameters that never had a gradient (unused, frozen, experts never routed to) have none: with "
+            "`strict=False` theirs starts anew, and the names are in `without_state`",
+            without_state=lacking,
+        )
+    return lacking
+
+
+def _bare(name: Any) -> Any:
+    return strip_wrappers(name) if isinstance(name, str) else name
+
+
+def _kind_of_group(group: Group) -> tuple[frozenset[str], bool]:
+    """Groups of one kind keep state or not: SGD keeps none without momentum."""
+    return frozenset(group.values), bool(group.values.get("momentum", True))

@@ -50,6 +50,9 @@ def everyday() -> Cases:
     return [
         *cases,
         ["other_groups", "fsdp1", "parallel"],
+        ["without_moments", "fsdp2", "broadcast"],
+        ["without_moments", "fsdp1", "parallel"],
+        ["without_moments", "fsdp1 flat", "broadcast"],
         ["damaged", "fsdp1", "broadcast"],
         ["chance", "fsdp2", "parallel"],
         *(["stages", "plain", strategy] for strategy in STRATEGIES),

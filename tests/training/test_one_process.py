@@ -8,6 +8,7 @@ import shutil
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,7 @@ from support.torchrun import torchrun
 from support.upstream_readers import expected_of, path_of
 from torch import nn
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 from torch.distributed.fsdp import fully_shard
 
 import ckpttool
@@ -37,12 +39,19 @@ def net(width: int = 4) -> nn.Sequential:
     return nn.Sequential(nn.Linear(3, width), nn.BatchNorm1d(width), nn.Linear(width, 2))
 
 
-def stepped(model: nn.Module, **options: Any) -> torch.optim.Optimizer:
-    optimizer = Adam(model.parameters(), **options)
-    for step in range(2):
+def stepped(
+    model: nn.Module, kind: Callable[..., torch.optim.Optimizer] = Adam, **options: Any
+) -> torch.optim.Optimizer:
+    optimizer = kind(model.parameters(), **options)
+
+    def loss(step: int) -> torch.Tensor:
         optimizer.zero_grad()
-        model(torch.arange(6.0).reshape(2, 3) + step).square().sum().backward()
-        optimizer.step()
+        value = model(torch.arange(6.0).reshape(2, 3) + step).square().sum()
+        value.backward()
+        return value
+
+    for step in range(2):
+        optimizer.step(partial(loss, step))
     return optimizer
 
 
@@ -102,6 +111,63 @@ def test_frozen_parameters_and_unused_ones(tmp_path: Path) -> None:
     ckpttool.load(tmp_path / "a.pt", model, ours)
     assert len(ours.state) == 4 and not ours.state_dict()["state"].keys() & {0, 1}
     assert not model[0].weight.requires_grad and model[2].weight.requires_grad
+
+
+OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
+    "AdamW": Adam,
+    "SGD": partial(torch.optim.SGD, lr=0.01),
+    "SGD with momentum": partial(torch.optim.SGD, lr=0.01, momentum=0.9),
+    "Adafactor": torch.optim.Adafactor,
+    "LBFGS": partial(torch.optim.LBFGS, lr=0.01),
+}
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize("keys", ["numbers", "names"])
+def test_a_trained_parameter_without_moments(tmp_path: Path, name: str, keys: str) -> None:
+    """By default refused, unless the optimizer has no state of any parameter, or keeps all of it at the first."""
+    saved = net()
+    optimizer = stepped(saved, OPTIMIZERS[name])
+    state = get_optimizer_state_dict(saved, optimizer) if keys == "names" else optimizer.state_dict()
+
+    def load(**options: Any) -> ckpttool.Loaded:
+        torch.save({"model": saved.state_dict(), "optim": state}, tmp_path / "a.pt")
+        model = net()
+        return ckpttool.load(tmp_path / "a.pt", model, OPTIMIZERS[name](model.parameters()), **options)
+
+    if name == "LBFGS" and keys == "names":
+        pytest.skip("torch names no parameters of an LBFGS")
+    assert load().without_state == []
+    lost = [[*state["state"]][i] for i in (2, 3)] if name not in ("SGD", "LBFGS") else []
+    for key in lost:
+        del state["state"][key]
+    if not lost:
+        assert load().without_state == []
+        return
+    with pytest.raises(ckpttool.CkptError, match=r"no state of `1\.weight`, `1\.bias`, which") as no:
+        load()
+    assert "`strict=False`" in (no.value.hint or "") and no.value.facts == {"without_state": ["1.weight", "1.bias"]}
+    assert load(strict=False).without_state == ["1.weight", "1.bias"]
+    state["state"].clear()
+    assert load().without_state == [], "an optimizer that never stepped"
+
+
+def test_a_group_that_keeps_no_state(tmp_path: Path) -> None:
+    """SGD with momentum for one group only; a group of AdamW whose state is lost is no such."""
+
+    def groups(model: nn.Module, **options: float) -> list[dict[str, Any]]:
+        parameters = list(model.parameters())
+        return [{"params": parameters[:4], **options}, {"params": parameters[4:]}]
+
+    for kind, options in ((torch.optim.SGD, {"momentum": 0.9}), (Adam, {"lr": 0.1})):
+        saved, model = net(), net()
+        optimizer = stepped(saved, lambda _, kind=kind, model=saved, options=options: kind(groups(model, **options)))
+        lost = ["2.weight", "2.bias"] if kind is Adam else []
+        for parameter in saved[2].parameters():
+            optimizer.state.pop(parameter, None)
+        torch.save({"model": saved.state_dict(), "optim": optimizer.state_dict()}, tmp_path / "a.pt")
+        loaded = ckpttool.load(tmp_path / "a.pt", model, kind(groups(model, **options)), strict=False)
+        assert loaded.without_state == lost and len(optimizer.state) == 4
 
 
 @pytest.mark.parametrize(

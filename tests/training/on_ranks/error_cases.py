@@ -17,6 +17,7 @@ from training import Run, Sizes
 from training_scripts import KINDS, difference
 
 import ckpttool
+from ckpttool.layout.rename import strip_wrappers
 from ckpttool.training import save as saving
 
 
@@ -87,6 +88,32 @@ def other_groups(kind: str, strategy: str) -> str:
     model = KINDS[kind](training_scripts.bare(training_scripts.SMALL))
     one = Run(model, torch.optim.AdamW(model.parameters()), None)
     return refused(one, place, "group 0", "differently", strategy=strategy)
+
+
+def without_moments(kind: str, strategy: str) -> str:
+    """A parameter that is trained and has no state, which torch's own functions load without a word."""
+    run, place = practices.fresh("plain", trained=True), practices.folder() / "full.pt"
+    lost = next(name for name, of in run.model.named_parameters() if of is run.optimizer.param_groups[0]["params"][1])
+    run.optimizer.state.pop(run.optimizer.param_groups[0]["params"][1])
+    if dist.get_rank() == 0:
+        model, optim = get_state_dict(run.model, run.optimizer)
+        torch.save({"model": model, "optim": optim}, place)
+    dist.barrier()
+    said = refused(practices.fresh(kind), place, f"no state of `{lost}`", strategy=strategy)
+    if said != "equal":
+        return said
+    if "flat" in kind:
+        return refused(practices.fresh(kind), place, f"`{lost}`, but of others", strategy=strategy, strict=False)
+    other = practices.fresh(kind)
+    found = ckpttool.load(place, other.model, other.optimizer, strategy=strategy, strict=False).without_state
+    if found != [lost]:
+        return str(found)
+    # Frozen, it needs none.
+    other = practices.fresh(kind)
+    for name, parameter in other.model.named_parameters():
+        parameter.requires_grad_(parameter.requires_grad and strip_wrappers(name) != lost)
+    found = ckpttool.load(place, other.model, other.optimizer, strategy=strategy).without_state
+    return "equal" if found == [] else str(found)
 
 
 def one_rank_blind(kind: str, strategy: str) -> str:
@@ -240,6 +267,7 @@ WRONGS: dict[str, Callable[..., str]] = {
         other_shapes,
         other_names,
         other_groups,
+        without_moments,
         one_rank_blind,
         damaged,
         chance,
