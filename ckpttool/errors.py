@@ -33,6 +33,9 @@ class CkptError(Exception):
         self.hint = hint
         self.facts = facts
 
+    def __str__(self) -> str:
+        return f"{self.message}\nhint: {self.hint}" if self.hint else self.message
+
     def names(self, place: str) -> bool:
         """Return whether the message names a path or another place already."""
         return place in self.message

@@ -11,11 +11,11 @@ from dataclasses import dataclass
 from ckpttool.errors import CorruptError
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False, repr=False)
 class Dtype:
     """An element type, e.g. `Dtype("bfloat16", 2, "float", "BF16", "BFloat16Storage")`. `itemsize` is bytes per element
     of the tensor as torch counts elements. `word` is the size of the unit that is swapped between little and big endian
-    (half an element for complex types)."""
+    (half an element for complex types). A dtype equals its name: `dtype("half") == "float16"`."""
 
     name: str
     itemsize: int
@@ -27,8 +27,14 @@ class Dtype:
     def word(self) -> int:
         return self.itemsize // 2 if self.kind == "complex" else self.itemsize
 
-    def __str__(self) -> str:
+    def __repr__(self) -> str:
         return self.name
+
+    def __eq__(self, other: object) -> bool:
+        return self.name == (other.name if isinstance(other, Dtype) else other)
+
+    def __hash__(self) -> int:
+        return hash(self.name)
 
 
 _TABLE = (

@@ -3,18 +3,20 @@
 with ckpttool.open("run7/step-1000") as ckpt:
     ckpt["model.layers.0.weight"].shape          # nothing read yet
     ckpt["model.layers.0.weight"][4:8].torch()   # four rows read
+    model.load_state_dict(ckpt["model"].state_dict())
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from html import escape
+from math import prod
 from typing import TYPE_CHECKING, Any
 
 from ckpttool.catalogue import boxes
 from ckpttool.catalogue.boxes import Box, Ints
 from ckpttool.catalogue.dtypes import Dtype
 from ckpttool.catalogue.entries import Catalogue, Object, Path, Tensor, dotted
-from ckpttool.catalogue.protocols import Source
 from ckpttool.errors import UsageError, require
 from ckpttool.producers.open import open_source
 from ckpttool.storage.crc import crc32
@@ -28,43 +30,38 @@ if TYPE_CHECKING:
     import torch
     from typing_extensions import Self
 
+_ROWS = 20
 
-class Checkpoint(Mapping[str, Any]):
-    """An open checkpoint of any format: names to `LazyTensor`s and, for what is not a tensor, values.
 
-    `ckpt["optim.param_groups.0.lr"]` is a number; `ckpt["model.w"]` a `LazyTensor`. A key path works too:
-    `ckpt[("optim", "state", 0, "exp_avg")]`. Objects of unknown classes are inert stubs.
+class Subtree(Mapping[str, Any]):
+    """What lies below a name of an open checkpoint, such as `ckpt["model"]`, under the names that it has there.
+
+    A name is that of a tensor, a value or, again, of what lies below: `ckpt["model"]["layers.0"]`.
     """
 
-    def __init__(self, path: str, shapes: str | None = None) -> None:
-        self.path = path
-        self._source: Source = open_source(path, shapes)
-        self._pool = Pool()
-        self._names: dict[str, Path] = {dotted(p): p for p in self.catalogue.entries}
-
-    @property
-    def catalogue(self) -> Catalogue:
-        return self._source.catalogue
-
-    @property
-    def format(self) -> str:
-        return self.catalogue.format
-
-    @property
-    def world_size(self) -> int:
-        return self.catalogue.world_size
-
-    @property
-    def warnings(self) -> list[str]:
-        return [str(warning) for warning in self.catalogue.warnings]
+    def __init__(self, checkpoint: Checkpoint, names: dict[str, Path]) -> None:
+        self._checkpoint, self._names = checkpoint, names
 
     def __getitem__(self, name: str | Path) -> Any:
+        """Return the `LazyTensor`, the value or the `Subtree` called `name`, a dotted name or a whole key path.
+
+        Raises KeyError, with the nearest names, for an unknown one.
+        """
         path = self._names.get(name) if isinstance(name, str) else name
-        entry = self.catalogue.entries.get(path) if path is not None else None
-        if entry is None:
-            near = near_names(str(name), list(self._names))
-            raise KeyError(f"{name}; did you mean {', '.join(near)}?" if near else name)
-        return entry.value if isinstance(entry, Object) else LazyTensor(entry, self._source, self._pool)
+        entry = self._checkpoint.catalogue.entries.get(path) if path is not None else None
+        if isinstance(entry, Object):
+            self._checkpoint.check_open()
+            return entry.value
+        if entry is not None:
+            return LazyTensor(self._checkpoint, entry)
+        if isinstance(name, str):
+            below = {n[len(name) + 1 :]: p for n, p in self._names.items() if n.startswith(f"{name}.")}
+        else:
+            below = {dotted(p[len(name) :]): p for p in self._names.values() if name and p[: len(name)] == name}
+        if below:
+            return Subtree(self._checkpoint, below)
+        near = near_names(str(name), list(self._names))
+        raise KeyError(f"{name}; did you mean {', '.join(near)}?" if near else name)
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._names)
@@ -73,20 +70,121 @@ class Checkpoint(Mapping[str, Any]):
         return len(self._names)
 
     def __repr__(self) -> str:
-        tensors = sum(1 for _ in self.catalogue.tensors)
-        return f"<{self.path}: {self.format}, {tensors} tensors, {len(self) - tensors} objects>"
+        tensors = sum(1 for _ in self.tensors())
+        catalogue = self._checkpoint.catalogue
+        return f"<{self._checkpoint.path}: {catalogue.format}, {tensors} tensors, {len(self) - tensors} objects>"
+
+    def _repr_html_(self) -> str:
+        rows = []
+        for name, path in list(self._names.items())[:_ROWS]:
+            entry = self._checkpoint.catalogue.entries[path]
+            cells = (entry.dtype, list(entry.shape)) if isinstance(entry, Tensor) else ("object", "")
+            rows.append("<tr>" + "".join(f"<td>{escape(str(cell))}</td>" for cell in (name, *cells)) + "</tr>")
+        more = f"<p>and {len(self) - _ROWS} more</p>" if len(self) > _ROWS else ""
+        columns = "<tr><th>name</th><th>dtype</th><th>shape</th></tr>"
+        return f"<p>{escape(repr(self))}</p><table>{columns}{''.join(rows)}</table>{more}"
+
+    def _ipython_key_completions_(self) -> list[str]:
+        return list(self._names)
 
     def tensors(self) -> Iterator[LazyTensor]:
         """Return an iterator over the tensors, in the order in which they were saved."""
-        return (LazyTensor(t, self._source, self._pool) for t in self.catalogue.tensors)
+        entries = map(self._checkpoint.catalogue.entries.get, self._names.values())
+        return (LazyTensor(self._checkpoint, entry) for entry in entries if isinstance(entry, Tensor))
 
     def objects(self) -> dict[str, Any]:
         """Return every value that is not a tensor, by name."""
-        return {o.name: o.value for o in self.catalogue.objects}
+        paths = self._names.items()
+        return {
+            name: self[path] for name, path in paths if isinstance(self._checkpoint.catalogue.entries[path], Object)
+        }
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return a flat dict of everything, with torch tensors on the CPU, for `model.load_state_dict`.
+
+        Reads all of it; tied weights are one tensor each. Raises UsageError for quantized tensors, which mean nothing
+        without their scale.
+        """
+        return {
+            n: v.torch() if isinstance(v, LazyTensor) else v for n, v in ((n, self[p]) for n, p in self._names.items())
+        }
+
+
+class Checkpoint(Subtree):
+    """An open checkpoint of any format: names to `LazyTensor`s and, for what is not a tensor, values.
+
+    `ckpt["optim.param_groups.0.lr"]` is a number; `ckpt["model.w"]` a `LazyTensor`; `ckpt["model"]` a `Subtree`. A key
+    path works too: `ckpt[("optim", "state", 0, "exp_avg")]`. Objects of unknown classes are inert stubs. A pickled
+    checkpoint, or a tensor of one, is opened anew where it arrives.
+    """
+
+    def __init__(self, path: str, shapes: str | None = None) -> None:
+        self.path, self._shapes, self._closed = path, shapes, False
+        self._source = open_source(path, shapes)
+        self._pool = Pool()
+        super().__init__(self, {dotted(p): p for p in self.catalogue.entries})
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Checkpoint, (self.path, self._shapes)
+
+    @property
+    def catalogue(self) -> Catalogue:
+        """Everything that the index says, as `ckpttool.inspect` returns it."""
+        return self._source.catalogue
+
+    @property
+    def format(self) -> str:
+        """The name of the format: `torch`, `dcp`, `safetensors`, ..."""
+        return self.catalogue.format
+
+    @property
+    def world_size(self) -> int:
+        """The number of ranks that saved it."""
+        return self.catalogue.world_size
+
+    @property
+    def warnings(self) -> list[str]:
+        """What `inspect` warns of, a sentence each."""
+        return [str(warning) for warning in self.catalogue.warnings]
+
+    def check_open(self) -> None:
+        """Raises UsageError after `close`."""
+        if self._closed:
+            raise UsageError(f"`{self.path}` is closed", hint="read inside of its `with` block, or open it again")
+
+    def read(self, box: Box, tensor: Tensor, check: bool | None = None) -> np.ndarray[Any, np.dtype[Any]]:
+        """Return the elements of a box of a tensor as unsigned integers, see `LazyTensor.bits`."""
+        self.check_open()
+        bits = read_box(box, tensor, self._source, self._pool)
+        if check is not False and 0 not in box[1]:
+            self._check(bits, box, tensor, demanded=check is True)
+        return bits
+
+    def _check(self, bits: np.ndarray[Any, np.dtype[Any]], box: Box, tensor: Tensor, *, demanded: bool) -> None:
+        """Compare the CRCs of a whole tensor; if `demanded`, of all records that a box of it has bytes of."""
+        import numpy as np
+
+        is_whole = box == boxes.whole(tensor.shape)
+        for chunk in tensor.chunks if is_whole or demanded else ():
+            place = chunk.offsets, chunk.sizes
+            if boxes.overlap(place, box) is None:
+                continue
+            extent = self._source.resolve(tensor, chunk)
+            record = extent.record
+            if record is None or record.crc is None or extent.checked:
+                continue
+            if is_whole and extent.plain and record.nbytes == extent.nbytes:  # as it was read just now
+                data = np.ascontiguousarray(part(bits, place, box)).reshape(-1).view(np.uint8)
+                checksums.compare(record, crc32(data), self._source, tensor.name)
+            elif demanded or record.nbytes == extent.nbytes:
+                checksums.check_extent(extent, tensor.name, self._source, self._pool, shared=demanded)
 
     def close(self) -> None:
-        self._pool.close()
-        self._source.close()
+        """Close the files. Names and shapes stay; reading raises UsageError. Closing twice does nothing."""
+        if not self._closed:
+            self._closed = True
+            self._pool.close()
+            self._source.close()
 
     def __enter__(self) -> Self:
         return self
@@ -96,81 +194,80 @@ class Checkpoint(Mapping[str, Any]):
 
 
 class LazyTensor:
-    """A tensor of an open checkpoint, or a slice of one. Indexing reads nothing; `numpy()` and `torch()` read.
+    """A tensor of an open checkpoint, or a slice of one. Indexing reads nothing; `numpy()` and `torch()`, and with them
+    `np.asarray` and `torch.as_tensor`, read the bytes of the slice and no others.
 
     A whole tensor is compared with the CRC that its writer left, and CorruptError raised if it differs. A slice is not
     checked, nor a tensor that shares its storage, since that would read the other bytes too: with `check=True` they
     are, with `check=False` nothing is.
     """
 
-    def __init__(
-        self, tensor: Tensor, source: Source, pool: Pool, box: Box | None = None, index: tuple[Any, ...] = ()
-    ) -> None:
-        self._tensor, self._source, self._pool = tensor, source, pool
-        self._box = box or boxes.whole(tensor.shape)
-        self._index = index  # what is left to do to the box after reading: steps, and dropping dimensions
+    def __init__(self, checkpoint: Checkpoint, tensor: Tensor, index: tuple[range | int, ...] | None = None) -> None:
+        self._checkpoint, self._tensor = checkpoint, tensor
+        # The elements along each dimension of the tensor; an integer drops the dimension.
+        self._index = tuple(map(range, tensor.shape)) if index is None else index
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _tensor_at, (self._checkpoint, self._tensor.path, self._index)
 
     @property
     def name(self) -> str:
+        """The dotted name in the whole checkpoint."""
         return self._tensor.name
 
     @property
     def dtype(self) -> Dtype:
+        """The element type, which equals its name: `tensor.dtype == "bfloat16"`."""
         return self._tensor.dtype
 
     @property
     def shape(self) -> Ints:
-        if not self._index:
-            return self._box[1]
-        steps = zip(self._index, self._box[1], strict=True)
-        return tuple(len(range(*step.indices(size))) for step, size in steps if isinstance(step, slice))
+        """The sizes of the slice."""
+        return tuple(len(kept) for kept in self._index if isinstance(kept, range))
+
+    @property
+    def ndim(self) -> int:
+        """The number of dimensions."""
+        return len(self.shape)
+
+    @property
+    def numel(self) -> int:
+        """The number of elements, as torch counts them."""
+        return prod(self.shape)
+
+    @property
+    def nbytes(self) -> int:
+        """The size of the elements in bytes."""
+        return self.numel * self.dtype.itemsize
 
     def __repr__(self) -> str:
         return f"<{self.name}: {self.dtype} {list(self.shape)}>"
 
     def __len__(self) -> int:
+        if not self.shape:
+            raise TypeError("len() of a tensor without dimensions")
         return self.shape[0]
 
     def __getitem__(self, index: Any) -> LazyTensor:
-        """Return a slice; indexes are integers and slices with positive steps, as in numpy."""
-        if self._index:
-            raise UsageError("a slice of a slice: index the tensor once, or the array after reading")
+        """Return a slice, also of a slice; indexes are integers and slices with positive steps, as in numpy.
+
+        Raises IndexError for one outside the tensor.
+        """
         keys = list(index) if isinstance(index, tuple) else [index]
-        shape = self._tensor.shape
-        if Ellipsis in keys:
-            at = keys.index(Ellipsis)
-            keys[at : at + 1] = [slice(None)] * (len(shape) - len(keys) + 1)
-        keys += [slice(None)] * (len(shape) - len(keys))
-        if len(keys) > len(shape):
-            raise IndexError(f"{len(keys)} indexes for {len(shape)} dimensions")
-        offsets, sizes, rest = zip(*map(_bounds, keys, shape), strict=True) if shape else ((), (), ())
-        return LazyTensor(self._tensor, self._source, self._pool, (offsets, sizes), rest)
+        for at in [at for at, key in enumerate(keys) if key is Ellipsis][:1]:
+            keys[at : at + 1] = [slice(None)] * (self.ndim - len(keys) + 1)
+        if len(keys) > self.ndim:
+            raise IndexError(f"{len(keys)} indexes for {self.ndim} dimensions")
+        rest = iter(keys + [slice(None)] * (self.ndim - len(keys)))
+        kept = tuple(_select(old, next(rest)) if isinstance(old, range) else old for old in self._index)
+        return LazyTensor(self._checkpoint, self._tensor, kept)
 
     def bits(self, check: bool | None = None) -> np.ndarray[Any, np.dtype[Any]]:
         """Return the elements as unsigned integers of their size, or void for 16 bytes; for any dtype."""
-        bits = read_box(self._box, self._tensor, self._source, self._pool)
-        if check is not False and 0 not in self.shape:
-            self._check(bits, demanded=check is True)
-        return bits[(..., *self._index)] if self._index else bits
-
-    def _check(self, bits: np.ndarray[Any, np.dtype[Any]], *, demanded: bool) -> None:
-        """Compare the CRCs of a whole tensor; if `demanded`, of all records that a slice or a tensor has bytes of."""
-        import numpy as np
-
-        is_whole = self._box == boxes.whole(self._tensor.shape)
-        for chunk in self._tensor.chunks if is_whole or demanded else ():
-            box = chunk.offsets, chunk.sizes
-            if boxes.overlap(box, self._box) is None:
-                continue
-            extent = self._source.resolve(self._tensor, chunk)
-            record = extent.record
-            if record is None or record.crc is None or extent.checked:
-                continue
-            if is_whole and extent.plain and record.nbytes == extent.nbytes:  # as it was read just now
-                data = np.ascontiguousarray(part(bits, box, self._box)).reshape(-1).view(np.uint8)
-                checksums.compare(record, crc32(data), self._source, self.name)
-            elif demanded or record.nbytes == extent.nbytes:
-                checksums.check_extent(extent, self.name, self._source, self._pool, shared=demanded)
+        ranges = [kept if isinstance(kept, range) else range(kept, kept + 1) for kept in self._index]
+        box = tuple(r.start if r else 0 for r in ranges), tuple(r[-1] - r[0] + 1 if r else 0 for r in ranges)
+        bits = self._checkpoint.read(box, self._tensor, check)
+        return bits[(..., *(slice(None, None, kept.step) if isinstance(kept, range) else 0 for kept in self._index))]
 
     def numpy(self, check: bool | None = None) -> np.ndarray[Any, np.dtype[Any]]:
         """Return a numpy array. Raises UsageError for a dtype that numpy lacks (bfloat16, 8-bit floats)."""
@@ -195,19 +292,36 @@ class LazyTensor:
             raise UsageError(f"tensor `{self.name}`: {self.dtype} is not read alone", hint=hint)
         kind = getattr(torch, self.dtype.name)
         if 0 in self.shape:
+            self._checkpoint.check_open()
             return torch.empty(self.shape, dtype=kind)
         raw = np.ascontiguousarray(self.bits(check)).reshape(-1).view(np.uint8)
         return torch.frombuffer(raw, dtype=kind).reshape(self.shape)
 
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray[Any, np.dtype[Any]]:
+        if copy is False:
+            raise ValueError(f"tensor `{self.name}` is in a file: reading it makes a copy")
+        array = self.numpy()
+        return array if dtype is None else array.astype(dtype, copy=False)
 
-def _bounds(key: Any, size: int) -> tuple[int, int, Any]:
-    """Return first index and length of a slice or an index of a dimension, and what is left to do after reading."""
+    def __dlpack__(self, **options: Any) -> Any:
+        # torch.as_tensor asks for this; it would take a sequence for a list of numbers.
+        return self.torch().__dlpack__(**options)
+
+    def __dlpack_device__(self) -> tuple[int, int]:
+        return 1, 0  # the CPU
+
+
+def _tensor_at(checkpoint: Checkpoint, path: Path, index: tuple[range | int, ...]) -> LazyTensor:
+    tensor = checkpoint.catalogue.entries[path]
+    assert isinstance(tensor, Tensor)
+    return LazyTensor(checkpoint, tensor, index)
+
+
+def _select(kept: range, key: Any) -> range | int:
     if isinstance(key, slice):
-        low, high, step = key.indices(size)
-        if step < 1:
+        if key.step is not None and key.step < 1:
             raise IndexError("a slice with a negative step")
-        return low, max(0, high - low), slice(None, None, step)
-    low = int(key) + size if int(key) < 0 else int(key)
-    if not 0 <= low < size:
-        raise IndexError(f"{key} is outside a dimension of {size}")
-    return low, 1, 0
+    elif not -len(kept) <= key < len(kept):
+        raise IndexError(f"{key} is outside a dimension of {len(kept)}")
+    selected: range | int = kept[key]
+    return selected
