@@ -21,7 +21,8 @@ if TYPE_CHECKING:
 _OBJECTS = 40  # lines, unless -v
 _COLUMNS = 6
 _DTYPES = 4
-_APART = ("run", "mounted", "assets", "step")  # facts that have a place of their own
+# Facts that have a place of their own.
+_APART = ("run", "mounted", "assets", "step", "model_type", "architectures", "num_hidden_layers")
 _VALUE = 80  # characters of an object's value, unless -v
 _RUN = 20  # checkpoints of a run, unless -v
 _TITLES = {"producer": "producer", "writer": "written by", "torch": "torch", "layout": "layout"}
@@ -51,7 +52,6 @@ def inspect(
     from ckpttool.catalogue.patterns import any_of
     from ckpttool.errors import UsageError
     from ckpttool.operations.inspect.document import document
-    from ckpttool.operations.inspect.summary import step
 
     catalogue = ckpttool.inspect(path, shapes=shapes)
     selected = any_of(tensors) if tensors else None
@@ -60,7 +60,7 @@ def inspect(
         raise UsageError(f"`{path}`: no tensor matches `{tensors[0]}`", hint=hint)
     terminal = out(verbose)
     if as_json:
-        for piece in document(catalogue, path, step(catalogue), selected or (lambda name: True)):
+        for piece in document(catalogue, path, selected or (lambda name: True)):
             terminal.write(piece)
     elif quiet:
         for tensor in catalogue.tensors:
@@ -89,8 +89,9 @@ def _print(
         _parts(terminal, summary.parts)
         for part, lines in summary.trees:
             _tree(terminal, part, lines)
-        for table in summary.hyperparameters:
-            hyperparameters(terminal, table)
+        for optimizer in summary.headline.optimizers:
+            if optimizer.table is not None:
+                hyperparameters(terminal, optimizer.table)
         if summary.objects:
             terminal.heading("objects")
             objects = [(f"{o.name}{f'  x{o.times}' if o.times > 1 else ''}", o.text) for o in summary.objects]
@@ -129,14 +130,16 @@ def _header(terminal: Terminal, catalogue: Catalogue, path: str, summary: Summar
     from ckpttool.operations.inspect.format_value import describe
 
     terminal.line(bold(path))
+    if text := str(summary.headline):
+        terminal.paragraph(text)
     terminal.write("\n")
     facts = {key: value for key, value in catalogue.facts.items() if key not in _APART}
     rows = [("format", f"{catalogue.format}, {facts.pop('layout')}" if facts.get("layout") else catalogue.format)]
     rows += [(title, str(facts.pop(key))) for key, title in _TITLES.items() if facts.get(key)]
     if catalogue.world_size > 1:
         rows.append(("world size", str(catalogue.world_size)))
-    if summary.step is not None:
-        rows.append(("step", f"{summary.step:,}"))
+    if summary.headline.step is not None:
+        rows.append(("step", f"{summary.headline.step:,}"))
     rows.append(("on disk", f"{size(catalogue.nbytes())} in {plural(len(catalogue.own_files), 'file')}"))
     if catalogue.facts.get("assets"):
         rows.append(("assets", ", ".join(catalogue.facts["assets"])))
@@ -156,7 +159,7 @@ def _parts(terminal: Terminal, parts: list[PartLine]) -> None:
 
 def _numbers(parts: list[PartLine]) -> list[str]:
     tensors, objects = sum(p.tensors for p in parts), sum(p.objects for p in parts)
-    elements, nbytes = sum(p.parameters for p in parts), sum(p.nbytes for p in parts)
+    elements, nbytes = sum(p.elements for p in parts), sum(p.nbytes for p in parts)
     return [f"{tensors:,}", count(elements), size(nbytes), f"{objects:,}"]
 
 
@@ -175,7 +178,7 @@ def _tree(terminal: Terminal, part: Part, lines: list[Line]) -> None:
             shape = f"{f'{line.times} x ' if line.times > 1 else ''}{list(line.shape)}"
         elif line.folded > 1:
             times = f"  x{line.folded}"
-        numbers = ("tied", "") if line.tied else (count(line.parameters), size(line.nbytes))
+        numbers = ("tied", "") if line.tied else (count(line.elements), size(line.nbytes))
         rows.append(("  " * line.depth + line.name + times, shape, _dtypes(line.dtypes), *numbers))
     terminal.table(rows, ("", "shape", "dtype", "elements", "bytes"), right=(1, 3, 4), wrap=(0, 2))
 
@@ -208,5 +211,5 @@ def hyperparameters(terminal: Terminal, table: Table) -> None:
     if any(c.params is not None for c in columns):
         rows.append([dim("parameters"), *("" if c.params is None else f"{c.params:,}" for c in columns)])
     rows += [[name, *(c.values.get(name, "") for c in columns)] for name in table.names]
-    terminal.table(rows, ("", *(c.title for c in columns)), wrap=range(len(columns) + 1))
+    terminal.table(rows, ("", *table.titles[: len(columns)]), wrap=range(len(columns) + 1))
     terminal.more(len(table.columns) - len(columns))

@@ -17,7 +17,7 @@ from ckpttool.catalogue.warning import Warning
 from ckpttool.errors import CkptError, CorruptError, ReadError, UsageError
 from ckpttool.formats.detect import detect
 from ckpttool.layout.optimizer.names_of_ids import is_model_order
-from ckpttool.producers import reader, runs
+from ckpttool.producers import model_config, reader, runs
 from ckpttool.producers.combined import CombinedSource
 from ckpttool.producers.components import Producer
 from ckpttool.producers.directory import Directory
@@ -45,6 +45,7 @@ def open_at(location: Location, options: OpenOptions = NO_HINTS, run: runs.Run |
             return open_at(inner.chosen.path, options, run or inner)
         # The error of `detect` knows what else the directory has.
         source = (row or detect(location)).open(location, options)
+    source.catalogue.facts |= model_config.facts(location, directory, source.catalogue)
     if run is not None:
         _describe_run(source.catalogue, run)
     return source

@@ -224,8 +224,6 @@ def test_transformers_in_several_files(tmp_path: Path, name: str) -> None:
     catalogue = read(tmp_path)
     check(catalogue, reference(name))
     assert len(catalogue.files) > 1
-    assert catalogue.facts["model_type"] == model.config.model_type
-    assert catalogue.facts["architectures"] == [type(model).__name__]
     # A file of the index, named by itself, is itself.
     name = catalogue.files[1].name
     check(read(tmp_path / name), safetensors.torch.load_file(tmp_path / name))
@@ -237,6 +235,7 @@ def test_bad_config_is_no_obstacle(tmp_path: Path, text: str) -> None:
     safetensors.torch.save_file(some_state(), tmp_path / "model.safetensors")
     (tmp_path / "config.json").write_text(text)
     check(read(tmp_path), some_state())
+    assert "model_type" not in ckpttool.inspect(tmp_path).facts
 
 
 def test_torch_writer_of_whole_tensors(tmp_path: Path) -> None:

@@ -76,20 +76,20 @@ def test_parts_count_what_torch_counts() -> None:
     assert model.part == Part("model", ("model",))
     assert model.tensors == len(net.state_dict())
     # Module.parameters() names a tied weight once.
-    assert model.parameters == sum(p.numel() for p in net.parameters()) + net.seen.numel()
+    assert model.elements == sum(p.numel() for p in net.parameters()) + net.seen.numel()
     assert model.nbytes == sum(p.nbytes for p in net.parameters()) + net.seen.nbytes
     assert model.dtypes == {"float32": model.nbytes - 8, "int64": 8}
     moments = [t for s in state["optim"]["state"].values() for t in s.values()]
     assert (optimizer.tensors, optimizer.nbytes) == (len(moments), sum(t.nbytes for t in moments))
     assert [p.part.kind for p in rest] == ["scheduler", "rng", "progress"]
-    assert summary.step == 7
+    assert summary.headline.step == 7
     assert summary.ties == [("model.head.weight", "model.embed.weight")]
 
 
 def test_step_comes_from_the_optimizer_when_nothing_else_says_it() -> None:
     state = {"model": {"w": torch.ones(2)}, "optim": {"state": {0: {"step": 12}}, "param_groups": [{"lr": 1.0}]}}
-    assert summarise(catalogue(state)).step == 12
-    assert summarise(catalogue({"w": torch.ones(2)})).step is None
+    assert summarise(catalogue(state)).headline.step == 12
+    assert summarise(catalogue({"w": torch.ones(2)})).headline.step is None
 
 
 # The tree ------------------------------------------------------------------------------------------------------------
@@ -106,11 +106,11 @@ def test_equal_layers_are_one_line() -> None:
     found = {line.name: line for line in tree_of(net)}
     layers = found["layers.0-31"]
     assert (layers.times, layers.depth, layers.shape) == (32, 0, None)
-    assert layers.parameters == sum(p.numel() for p in net.layers.parameters())
+    assert layers.elements == sum(p.numel() for p in net.layers.parameters())
     assert layers.tensors == len(net.layers.state_dict())
     norm = found["norm.weight"]
     assert (norm.times, norm.shape, norm.depth) == (32, (4,), 1)
-    assert norm.parameters == 32 * 4
+    assert norm.elements == 32 * 4
     assert found["embed.weight"].times == 1
 
 
@@ -149,7 +149,7 @@ def test_groups_are_columns_and_equal_ones_share_one() -> None:
         optim["param_groups"][2][name] = optim["param_groups"][1][name]
     (table,) = tables(catalogue({"optim": optim}).entries.values(), {})
     assert table.root == ("optim",)
-    assert [c.title for c in table.columns] == ["group 0", "groups 1-2"]
+    assert table.titles == ["group 0", "groups 1-2"]
     sizes = [len(g["params"]) for g in optim["param_groups"]]
     assert [c.params for c in table.columns] == [sizes[0], sizes[1] + sizes[2]]
     assert table.columns[0].values["lr"] == "0.1"
@@ -166,9 +166,8 @@ def test_flattened_groups_are_folded_by_value(one_key: bool) -> None:
         flat = {"param_groups": {fqn: {"weight_decay": d} for fqn, d in decay.items()}}
     found = catalogue({"w": torch.ones(1), "optimizer": {**flat, "state.norm.weight.step": torch.ones(())}})
     (table,) = tables(found.entries.values(), {})
-    assert [(c.title, c.values) for c in table.columns] == [
-        ("2 parameters", {"weight_decay": "0.1"}), ("1 parameter", {"weight_decay": "0.0"}),
-    ]  # fmt: skip
+    assert table.titles == ["group 0", "group 1"]
+    assert [(c.params, c.values) for c in table.columns] == [(2, {"weight_decay": "0.1"}), (1, {"weight_decay": "0.0"})]
 
 
 def test_what_the_table_shows_is_not_among_the_objects() -> None:
@@ -195,7 +194,7 @@ def test_a_large_object_is_not_read_and_a_broken_one_is_named() -> None:
 
     found.add(Object(("bad",), read=broken))
     assert [o.text for o in summarise(found).objects] == ["<1073741824 bytes>", "<unreadable: `x`: cut>"]
-    assert json.loads("".join(document(found, "x", None)))["objects"][1]["value"] == "<unreadable: `x`: cut>"
+    assert json.loads("".join(document(found, "x")))["objects"][1]["value"] == "<unreadable: `x`: cut>"
 
 
 @pytest.mark.parametrize(
@@ -340,7 +339,7 @@ def test_the_document() -> None:
     found = catalogue({"model": {"w": weight}, "optim": {"state": {0: {"step": 3}}, "param_groups": []}}, cuts=cuts)
     found.warnings.append(Warning("left-out", "look"))
     found.facts["writer"] = "torch"
-    said = json.loads("".join(document(found, "run/", 3)))
+    said = json.loads("".join(document(found, "run/")))
     assert list(said)[:3] == ["schema", "format", "world_size"]
     assert (said["schema"], said["format"], said["world_size"]) == ("ckpttool/inspect/1", "made", 2)
     assert said["tensors"] == [{
@@ -362,13 +361,14 @@ def test_the_document() -> None:
 def test_a_fact_cannot_take_the_place_of_the_schema() -> None:
     found = catalogue({"w": torch.ones(1)})
     found.facts |= {"schema": "mine", "tensors": 5, "x": Link(("w",))}
-    text = "".join(document(found, "x", None))
+    text = "".join(document(found, "x"))
     said = json.loads(text)
     assert said["schema"] == "ckpttool/inspect/1"
-    assert text.count('"tensors": [') == text.count('"tensors":') == 1
+    names = [name for name, _ in json.loads(text, object_pairs_hook=lambda pairs: pairs)]
+    assert len(names) == len({*names})
 
 
 def test_chosen_tensors() -> None:
     found = catalogue({"a": torch.ones(1), "b": torch.ones(1)})
-    said = json.loads("".join(document(found, "x", None, lambda name: name == "b")))
+    said = json.loads("".join(document(found, "x", lambda name: name == "b")))
     assert [t["name"] for t in said["tensors"]] == ["b"]

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
-from typing import Any
 
 from ckpttool.catalogue.entries import Catalogue
 from ckpttool.catalogue.protocols import NO_HINTS, OpenOptions, PlacedSource, Source
 from ckpttool.catalogue.warning import Warning
-from ckpttool.errors import CkptError, CorruptError, ReadError
+from ckpttool.errors import CorruptError, ReadError
 from ckpttool.formats.safetensors import index, state_json
 from ckpttool.formats.safetensors.model_files import (
     SHARDED,
@@ -62,19 +60,7 @@ def open(path: str, options: OpenOptions = NO_HINTS) -> Source:
     names = location.names()
     if _is_state(location, names):
         return PlacedSource(_open_state(location))
-    catalogue = open_directory(location, names)
-    if "config.json" in names:
-        catalogue.facts |= _config(location / "config.json")
-    return PlacedSource(catalogue)
-
-
-def _config(path: Location) -> dict[str, Any]:
-    """Return the facts in the `config.json` of a transformers model; none if it cannot be parsed."""
-    try:
-        config = json.loads(read_json(path))
-    except (CkptError, ValueError, RecursionError):
-        return {}
-    return {k: config[k] for k in ("model_type", "architectures") if k in config} if isinstance(config, dict) else {}
+    return PlacedSource(open_directory(location, names))
 
 
 # A whole training state -----------------------------------------------------------------------------------------------

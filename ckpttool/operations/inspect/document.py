@@ -4,28 +4,41 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator
+from dataclasses import asdict
 from typing import Any
 
 from ckpttool.catalogue.aliases import find_aliases
-from ckpttool.catalogue.entries import Catalogue, Object, Path, Tensor
-from ckpttool.operations.inspect import warnings
+from ckpttool.catalogue.entries import Catalogue, Object, Path, Tensor, dotted
+from ckpttool.operations.inspect import summary, warnings
 from ckpttool.operations.inspect.format_value import describe, jsonable, peek, type_name
 
 SCHEMA = "ckpttool/inspect/1"
 _OURS = ("tensors", "objects", "warnings")
 
 
-def document(
-    catalogue: Catalogue, path: str, step: float | None, is_selected: Callable[[str], bool] = lambda name: True
-) -> Iterator[str]:
+def document(catalogue: Catalogue, path: str, is_selected: Callable[[str], bool] = lambda name: True) -> Iterator[str]:
     """Yield the document as JSON text, a tensor or an object a line: a large checkpoint has hundreds of
-    megabytes of it. `is_selected` selects tensors by name."""
+    megabytes of it. `is_selected` selects tensors and objects by name."""
+    headline, parts = summary.head(catalogue)
     head: dict[str, Any] = {
         "schema": SCHEMA,
         "format": catalogue.format,
-        "world_size": catalogue.world_size,
+        "world_size": headline.world_size,
         "path": path,
-        "step": step,
+        "step": headline.step,
+        "parameters": headline.parameters,
+        "dtypes": headline.dtypes,
+        "architecture": headline.architecture,
+        "layers": headline.layers,
+        "optimizers": [
+            {"root": dotted(o.root), "name": o.name, "state": [asdict(state) for state in o.state]}
+            for o in headline.optimizers
+        ],
+        "parts": [
+            {"part": line.part.kind, "root": dotted(line.part.root)}
+            | {name: getattr(line, name) for name in ("tensors", "elements", "nbytes", "dtypes", "objects")}
+            for line in parts
+        ],
         "bytes": catalogue.nbytes(),
         "files": [{"name": f.name, "bytes": f.size, "rank": f.rank} for f in catalogue.own_files],
     }
@@ -36,7 +49,7 @@ def document(
     yield ',\n "tensors": ['
     yield from _lines(_tensor(t, catalogue) for t in catalogue.tensors if is_selected(t.name))
     yield '],\n "objects": ['
-    yield from _lines(_object(o, catalogue) for o in catalogue.objects)
+    yield from _lines(_object(o, catalogue) for o in catalogue.objects if is_selected(o.name))
     findings = [*catalogue.warnings, *warnings.findings(catalogue, find_aliases(catalogue.tensors))]
     yield f'],\n "warnings": {json.dumps([str(warning) for warning in findings])}}}\n'
 

@@ -13,7 +13,7 @@ from ckpttool.catalogue.entries import Entry, Object, Path, Tensor, dotted
 from ckpttool.layout.optimizer.parse import parse_key
 from ckpttool.operations.inspect.format_value import Tensors, describe, peek
 from ckpttool.operations.inspect.module_tree import RANGES
-from ckpttool.text import plural, ranges
+from ckpttool.text import ranges
 
 GROUPS = "param_groups"
 _VALUE = 24
@@ -22,18 +22,12 @@ _VALUE = 24
 @dataclass(slots=True)
 class Column:
     """Groups with equal values: `Column(["0"], 14, {"lr": "0.01", "betas": "(0.9, 0.95)"})`. `params` is None when the
-    file does not say how many parameters are in them."""
+    file does not say how many parameters are in them. The groups of a `flat` optimizer are single parameters."""
 
     groups: list[str]
     params: int | None
     values: dict[str, str]
     flat: bool = False
-
-    @property
-    def title(self) -> str:
-        if self.flat:
-            return plural(len(self.groups), "parameter")
-        return f"group{'s' if len(self.groups) > 1 else ''} {ranges(map(int, self.groups), ',', RANGES)}"
 
 
 @dataclass(slots=True)
@@ -48,6 +42,12 @@ class Table:
     def names(self) -> list[str]:
         return list(dict.fromkeys(name for column in self.columns for name in column.values))
 
+    @property
+    def titles(self) -> list[str]:
+        """`["group 0", "groups 1-2"]`; groups of a flat optimizer have no numbers, and are counted."""
+        numbers = [[i] if column.flat else [*map(int, column.groups)] for i, column in enumerate(self.columns)]
+        return [f"group{'s' if len(group) > 1 else ''} {ranges(group, ',', RANGES)}" for group in numbers]
+
 
 def tables(entries: Iterable[Entry], tensors: Tensors) -> list[Table]:
     """One table for each `param_groups` in `entries`."""
@@ -58,7 +58,7 @@ def tables(entries: Iterable[Entry], tensors: Tensors) -> list[Table]:
         root, name, key, flat = place
         table, groups = by_root.setdefault(root, (Table(root, []), {}))
         table.paths.add(entry.path)
-        group = groups.setdefault(name, Column([name], None, {}, flat))
+        group = groups.setdefault(name, Column([name], 1 if flat else None, {}, flat))
         value, instead = peek(entry) if isinstance(entry, Object) else (None, None)
         if key == "params":
             group.params = len(value) if isinstance(value, (list, tuple)) else None

@@ -25,7 +25,7 @@ class Line:
     """One line: `Line(1, "qkv.weight", 1, 2, 2, ("float32",), (21, 7), 294, 1176)`.
 
     `folded` is how many equal ones this line folds, `times` how many it stands for with those of the lines above it;
-    `tensors`, `parameters` and `nbytes` count all of them, so that a column adds up. `shape` is None for a module.
+    `tensors`, `elements` and `nbytes` count all of them, so that a column adds up. `shape` is None for a module.
     """
 
     depth: int
@@ -35,7 +35,7 @@ class Line:
     tensors: int
     dtypes: tuple[str, ...]
     shape: Ints | None
-    parameters: int
+    elements: int
     nbytes: int
     tied: bool = False
 
@@ -46,7 +46,7 @@ class _Node:
     children: defaultdict[str, _Node] = field(default_factory=lambda: defaultdict(_Node))
     kind: int = 0  # equal nodes have equal kinds
     tensors: int = 0
-    parameters: int = 0
+    elements: int = 0
     nbytes: int = 0
     dtypes: tuple[str, ...] = ()
     tied: bool = False
@@ -55,7 +55,7 @@ class _Node:
 def lines(tensors: Iterable[Tensor], root: Path, tied: Collection[Path], depth: int) -> list[Line]:
     """The tree of `tensors`, whose names begin with `root`, down to `depth` levels.
 
-    `tied` are those whose bytes another tensor has; they count as tensors, but not as parameters or bytes again.
+    `tied` are those whose bytes another tensor has; they count as tensors, but not as elements or bytes again.
     """
     top = _Node()
     skip = len(dotted(root)) + 1 if root else 0
@@ -74,13 +74,13 @@ def _count(node: _Node, kinds: dict[object, int]) -> None:
     for child in children:
         _count(child, kinds)
         node.tensors += child.tensors
-        node.parameters += child.parameters
+        node.elements += child.elements
         node.nbytes += child.nbytes
     dtypes = [d for child in children for d in child.dtypes]
     looks = None
     if own is not None:
         node.tensors += 1
-        node.parameters += 0 if node.tied else own.numel
+        node.elements += 0 if node.tied else own.numel
         node.nbytes += 0 if node.tied else own.nbytes
         dtypes.append(own.dtype.name)
         looks = (own.dtype.name, own.shape, node.tied)
@@ -97,9 +97,9 @@ def _walk(node: _Node, level: int, times: int, depth: int) -> Iterator[Line]:
             more, child = inner[0]
             name, folded = f"{name}.{_label(more)}", folded * len(more)
         count = times * folded
-        tensors, parameters, nbytes = (n * count for n in (child.tensors, child.parameters, child.nbytes))
+        tensors, elements, nbytes = (n * count for n in (child.tensors, child.elements, child.nbytes))
         shape = child.tensor.shape if child.tensor and not child.children else None
-        yield Line(level, name, folded, count, tensors, child.dtypes, shape, parameters, nbytes, child.tied)
+        yield Line(level, name, folded, count, tensors, child.dtypes, shape, elements, nbytes, child.tied)
         if level + 1 < depth:
             yield from _walk(child, level + 1, count, depth)
 

@@ -1,4 +1,4 @@
-"""Summarises a catalogue for `inspect`: parts, module trees, hyper-parameters, objects, warnings. Pure."""
+"""Summarises a catalogue for `inspect`: headline, parts, module trees, objects, warnings. Pure."""
 
 from __future__ import annotations
 
@@ -8,8 +8,10 @@ from dataclasses import dataclass, field
 
 from ckpttool.catalogue.aliases import find_aliases
 from ckpttool.catalogue.entries import KINDS, Catalogue, Entry, Object, Part, Path, Tensor, dotted
-from ckpttool.operations.inspect import hyperparameters, module_tree
+from ckpttool.operations.inspect import module_tree
 from ckpttool.operations.inspect.format_value import LIMIT, describe, peek
+from ckpttool.operations.inspect.headline import Headline, headline
+from ckpttool.operations.inspect.optimizers import optimizers
 from ckpttool.operations.inspect.warnings import findings
 from ckpttool.text import ranges
 
@@ -19,12 +21,12 @@ _PROGRESS = ("global_step", "step", "steps", "num_steps", "iteration", "iter", "
 
 @dataclass(slots=True)
 class PartLine:
-    """`PartLine(Part("model", ("model",)), 19, 1250, 5000, {"float32": 4992, "int64": 8}, 0)`: tensors, parameters,
+    """`PartLine(Part("model", ("model",)), 19, 1250, 5000, {"float32": 4992, "int64": 8}, 0)`: tensors, elements and
     bytes (tied ones once), bytes by dtype, objects."""
 
     part: Part
     tensors: int = 0
-    parameters: int = 0
+    elements: int = 0
     nbytes: int = 0
     dtypes: dict[str, int] = field(default_factory=dict)
     objects: int = 0
@@ -43,10 +45,9 @@ class ObjectLine:
 class Summary:
     """What `inspect` prints, in its order."""
 
-    step: float | None
+    headline: Headline
     parts: list[PartLine]
     trees: list[tuple[Part, list[module_tree.Line]]]
-    hyperparameters: list[hyperparameters.Table]
     objects: list[ObjectLine]
     ties: list[tuple[str, str]]
     warnings: list[str]
@@ -55,24 +56,42 @@ class Summary:
 def summarise(catalogue: Catalogue, *, depth: int = DEPTH, limit: int = LIMIT) -> Summary:
     """`depth` is the levels of the module trees, `limit` the characters of a value."""
     aliases = find_aliases(catalogue.tensors)
-    by_part: dict[Part, list[Entry]] = {}
-    for entry in catalogue.entries.values():
-        by_part.setdefault(entry.part, []).append(entry)
-    ordered = sorted(by_part, key=lambda part: KINDS.index(part.kind))
-    optimizers = [entry for part in ordered if part.kind == "optimizer" for entry in by_part[part]]
-    tables = hyperparameters.tables(optimizers, catalogue.entries)
+    by_part = _by_part(catalogue)
+    found = _headline(catalogue, aliases)
+    tables = [optimizer.table for optimizer in found.optimizers if optimizer.table is not None]
     shown = {path for table in tables for path in table.paths}
-    rest = (e for part in ordered for e in by_part[part] if isinstance(e, Object) and e.path not in shown)
-    models = {part: [e for e in by_part[part] if isinstance(e, Tensor)] for part in ordered if part.kind == "model"}
+    rest = (e for entries in by_part.values() for e in entries if isinstance(e, Object) and e.path not in shown)
+    models = {p: [e for e in by_part[p] if isinstance(e, Tensor)] for p in by_part if p.kind == "model"}
     return Summary(
-        step=step(catalogue),
-        parts=[_part(part, by_part[part], aliases) for part in ordered],
+        headline=found,
+        parts=_parts(by_part, aliases),
         trees=[(part, module_tree.lines(tensors, part.root, aliases, depth)) for part, tensors in models.items()],
-        hyperparameters=tables,
         objects=_folded(ObjectLine(e.name, value_text(e, catalogue, limit)) for e in rest),
         ties=[(dotted(path), dotted(kept)) for path, kept in aliases.items()],
         warnings=[str(warning) for warning in (*catalogue.warnings, *findings(catalogue, aliases))],
     )
+
+
+def head(catalogue: Catalogue) -> tuple[Headline, list[PartLine]]:
+    """Return the headline, and a line for each part."""
+    aliases = find_aliases(catalogue.tensors)
+    return _headline(catalogue, aliases), _parts(_by_part(catalogue), aliases)
+
+
+def _headline(catalogue: Catalogue, aliases: Mapping[Path, Path]) -> Headline:
+    entries = [entry for entry in catalogue.entries.values() if entry.part.kind == "optimizer"]
+    return headline(catalogue, optimizers(entries, catalogue.entries, aliases), step(catalogue), aliases)
+
+
+def _by_part(catalogue: Catalogue) -> dict[Part, list[Entry]]:
+    by_part: dict[Part, list[Entry]] = {}
+    for entry in catalogue.entries.values():
+        by_part.setdefault(entry.part, []).append(entry)
+    return {part: by_part[part] for part in sorted(by_part, key=lambda part: KINDS.index(part.kind))}
+
+
+def _parts(by_part: Mapping[Part, Iterable[Entry]], aliases: Mapping[Path, Path]) -> list[PartLine]:
+    return [_part(part, entries, aliases) for part, entries in by_part.items()]
 
 
 def _part(part: Part, entries: Iterable[Entry], aliases: Mapping[Path, Path]) -> PartLine:
@@ -84,7 +103,7 @@ def _part(part: Part, entries: Iterable[Entry], aliases: Mapping[Path, Path]) ->
         line.tensors += 1
         line.dtypes.setdefault(entry.dtype.name, 0)
         if entry.path not in aliases:
-            line.parameters += entry.numel
+            line.elements += entry.numel
             line.nbytes += entry.nbytes
             line.dtypes[entry.dtype.name] += entry.nbytes
     line.dtypes = dict(sorted(line.dtypes.items(), key=lambda item: -item[1]))
@@ -102,7 +121,7 @@ def step(catalogue: Catalogue) -> float | None:
             counter = counters.get((kind, name))
             value = peek(counter)[0] if counter is not None else catalogue.facts.get("step")
             if isinstance(value, (int, float)) and not isinstance(value, bool):
-                return value
+                return int(value) if isinstance(value, float) and value.is_integer() else value
     return None
 
 

@@ -1,0 +1,115 @@
+"""The headline of a checkpoint: `404M parameters, bfloat16, Qwen3ForCausalLM, 28 layers, AdamW state float32`. Pure."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter, defaultdict
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass, field
+
+from ckpttool.catalogue.entries import Catalogue, Path, Tensor
+from ckpttool.layout.optimizer.names_of_ids import is_statistic
+from ckpttool.layout.select import model_rank
+from ckpttool.operations.inspect.optimizers import Optimizer
+from ckpttool.text import count, plural
+
+_EMA = 2  # `model_rank` of averaged weights
+_DTYPES = 3
+# Buffers of transformers, timm, torchvision, Meta's Llama and TransformerEngine. Parameters have real numbers; integers
+# that belong to one are those of a quantised weight.
+_BUFFER = re.compile(
+    r"(.*[._])?(inv_freq|freqs_cis|(cos|sin)_cached|position_ids|relative_position_index|masked_bias|"
+    r"num_batches_tracked|_extra_state|tokens_per_expert)"
+)
+_QUANTIZED = re.compile(r"(.*[._])?(q?weight|packed|weight_packed|blocks|scales?|q?zeros|absmax|codes)(_\w+)?")
+_LAYERS = re.compile(r"((?:[^.]+\.)*?(?:\w*layers?|\w*blocks?|h))\.([0-9]{1,9})\.")
+
+
+@dataclass(frozen=True, slots=True)
+class Headline:
+    """What a checkpoint is in a few figures; what is unknown is None or empty.
+
+    `Headline(404_000_000, ["bfloat16"], "Qwen3ForCausalLM", 28, [Optimizer(...)], 4, 3)`.
+    """
+
+    parameters: int | None = None
+    dtypes: Sequence[str] = ()
+    architecture: str | None = None
+    layers: int | None = None
+    optimizers: Sequence[Optimizer] = field(default=())
+    world_size: int = 1
+    step: float | None = None
+
+    def __str__(self) -> str:
+        return ", ".join(self._words())
+
+    def _words(self) -> Iterator[str]:
+        if self.parameters is not None:
+            yield f"{count(self.parameters)} parameter{'' if self.parameters == 1 else 's'}"
+        if self.dtypes:
+            more = len(self.dtypes) - _DTYPES
+            yield " and ".join([*self.dtypes[:_DTYPES], *([f"{more} more"] if more > 0 else [])])
+        if self.architecture is not None:
+            yield self.architecture
+        if self.layers is not None:
+            yield plural(self.layers, "layer")
+        yield from filter(None, map(str, self.optimizers))
+        if self.world_size > 1:
+            yield f"{self.world_size:,} ranks"
+        if self.step is not None:
+            yield f"step {self.step:,}"
+
+
+def headline(
+    catalogue: Catalogue, optimizers: Sequence[Optimizer], step: float | None, tied: Collection[Path]
+) -> Headline:
+    """Return the headline. `tied` are tensors whose bytes another one has, which are not counted again."""
+    found = parameters(catalogue, tied)
+    dtypes: Counter[str] = Counter()
+    for tensor in found:
+        dtypes[tensor.dtype.name] += tensor.nbytes
+    classes = catalogue.facts.get("architectures")
+    layers = catalogue.facts.get("num_hidden_layers")
+    return Headline(
+        parameters=sum(tensor.numel for tensor in found) if found else None,
+        dtypes=[name for name, _ in dtypes.most_common()],
+        architecture=classes[0]
+        if found and isinstance(classes, list) and classes and isinstance(classes[0], str)
+        else None,
+        layers=layers if isinstance(layers, int) and found and layers > 0 else _layers(found),
+        optimizers=optimizers,
+        world_size=catalogue.world_size,
+        step=step,
+    )
+
+
+def parameters(catalogue: Catalogue, tied: Collection[Path] = ()) -> list[Tensor]:
+    """Return the parameters of the model: its tensors without `tied` ones, without what is known to be a buffer, and
+    without averaged weights (EMA) beside those that are trained."""
+    tensors = [t for t in catalogue.tensors if t.part.kind == "model" and t.path not in tied]
+    trained = [t for t in tensors if model_rank(t.part.root) < _EMA] or tensors
+    names = {tensor.fqn for tensor in trained}
+    return [tensor for tensor in trained if not _is_buffer(tensor, names)]
+
+
+def _is_buffer(tensor: Tensor, names: Collection[str]) -> bool:
+    name = tensor.fqn
+    if tensor.dtype.kind in ("int", "bool") and (tensor.dtype.itemsize == 8 or not _QUANTIZED.fullmatch(name)):
+        return True
+    return is_statistic(name, names) or _BUFFER.fullmatch(name) is not None
+
+
+def _layers(tensors: Sequence[Tensor]) -> int | None:
+    """Return how many layers the stack has that holds most of the model; None if its numbers have gaps, or if there are
+    several stacks, as of an encoder and a decoder."""
+    numbers: defaultdict[str, set[int]] = defaultdict(set)
+    sizes: Counter[str] = Counter()
+    for tensor in tensors:
+        if match := _LAYERS.match(tensor.fqn):
+            numbers[match[1]].add(int(match[2]))
+            sizes[match[1]] += tensor.numel
+    if not sizes:
+        return None
+    (stack, size), *others = sizes.most_common()
+    is_alone = sum(other for _, other in others) < size / 4
+    return len(numbers[stack]) if is_alone and max(numbers[stack]) + 1 == len(numbers[stack]) else None

@@ -1,0 +1,167 @@
+"""The headline of inspect: parameters, dtypes, class, layers, optimizers, compared with what torch counts and has."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import safetensors.torch
+import torch
+import transformers
+from support.cli import run
+from support.paths import CHECKPOINTS
+from torch import nn
+
+import ckpttool
+from ckpttool.operations.inspect.headline import Headline, parameters
+from ckpttool.operations.inspect.optimizers import Optimizer
+from ckpttool.operations.inspect.summary import head
+
+CLASSES = {
+    name: c for name, c in vars(torch.optim).items() if isinstance(c, type) and name not in ("Optimizer", "LBFGS")
+}
+
+
+def headline(path: Path | str) -> Headline:
+    return head(ckpttool.inspect(path))[0]
+
+
+def saved(path: Path, **tree: Any) -> Path:
+    torch.save(tree, path)
+    return path
+
+
+def stepped(kind: Any, model: nn.Module, **options: Any) -> torch.optim.Optimizer:
+    optimizer: torch.optim.Optimizer = kind(model.parameters(), **options)
+    for parameter in model.parameters():
+        dense = torch.ones_like(parameter)
+        parameter.grad = dense.to_sparse() if kind is torch.optim.SparseAdam else dense
+    optimizer.step()
+    return optimizer
+
+
+class Vision(nn.Module):
+    """Parameters of two dtypes, buffers of all kinds and a tied weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = nn.Conv2d(3, 8, 3)
+        self.norm = nn.BatchNorm2d(8)
+        self.blocks = nn.ModuleList(nn.Linear(8, 8) for _ in range(11))
+        self.head = nn.Linear(8, 8).bfloat16()
+        self.tied = nn.Linear(8, 8).bfloat16()
+        self.tied.weight = self.head.weight
+        self.register_buffer("inv_freq", torch.ones(4))
+        self.register_buffer("mask", torch.ones(8, 8, dtype=torch.bool))
+        self.register_buffer("position_ids", torch.arange(64))
+
+
+def test_parameters_are_those_of_torch(tmp_path: Path) -> None:
+    model = Vision()
+    optimizer = stepped(torch.optim.AdamW, model)
+    averaged = {name: value.clone() for name, value in model.state_dict().items()}
+    rng = torch.get_rng_state()
+    tree = {"model": model.state_dict(), "ema_model": averaged, "optim": optimizer.state_dict(), "rng": rng, "step": 7}
+    path = saved(tmp_path / "a.pt", **tree)
+    found = headline(path)
+    assert found.parameters == sum(p.numel() for p in model.parameters())
+    assert (found.layers, found.step, found.architecture) == (11, 7, None)
+    count = found.parameters
+    assert (
+        str(found) == f"{count:,} parameters, float32 and bfloat16, 11 layers, AdamW state float32 and bfloat16, step 7"
+    )
+    document = json.loads(run("inspect", str(path), "--json").stdout)
+    assert {key: document[key] for key in ("parameters", "dtypes", "layers", "architecture", "step")} == {
+        "parameters": count,
+        "dtypes": ["float32", "bfloat16"],
+        "layers": 11,
+        "architecture": None,
+        "step": 7,
+    }
+    assert [part["part"] for part in document["parts"]] == ["model", "model", "optimizer", "rng", "progress"]
+    (one,) = document["optimizers"]
+    assert one["name"] == "AdamW"
+    moments = sum(state["exp_avg"].nbytes for state in optimizer.state.values())
+    assert sum(state["nbytes"] for state in one["state"] if state["kind"] == "exp_avg") == moments
+
+
+@pytest.mark.parametrize("name", ["hf/llama", "hf/gpt2"])
+def test_the_class_is_that_of_the_config(name: str, tmp_path: Path) -> None:
+    model = transformers.AutoModelForCausalLM.from_pretrained(CHECKPOINTS / name / "ckpt")
+    model.save_pretrained(tmp_path)
+    for path in (tmp_path, tmp_path / "model.safetensors"):
+        found = headline(path)
+        assert found.parameters == sum(p.numel() for p in model.parameters())
+        assert (found.architecture, found.layers) == (type(model).__name__, model.config.num_hidden_layers)
+    dtype = str(model.dtype).removeprefix("torch.")
+    line = f"  {found.parameters:,} parameters, {dtype}, {type(model).__name__}, {found.layers} layers"
+    assert line in run("inspect", str(tmp_path)).stdout.splitlines()
+
+
+def test_a_rank_checkpoint_says_how_many_ranks() -> None:
+    assert str(headline(CHECKPOINTS / "dcp" / "hsdp_w4" / "ckpt")).endswith("AdamW state float32, 4 ranks, step 3")
+
+
+def test_what_is_unknown_is_left_out(tmp_path: Path) -> None:
+    path = tmp_path / "m.safetensors"
+    safetensors.torch.save_file({"w": torch.ones(2, 3, dtype=torch.float16)}, path)
+    assert str(headline(path)) == "6 parameters, float16"
+    (tmp_path / "config.json").write_text('{"architectures": [3], "num_hidden_layers": "many"}')
+    assert str(headline(path)) == "6 parameters, float16"
+    safetensors.torch.save_file({f"layers.{i}.w": torch.ones(2) for i in (0, 1, 3)}, path)
+    assert headline(path).layers is None
+    assert str(headline(saved(tmp_path / "rng.pt", rng=torch.get_rng_state()))) == ""
+
+
+def test_weights_of_integers_are_parameters(tmp_path: Path) -> None:
+    path = tmp_path / "m.safetensors"
+    tensors = {"a.weight": torch.ones(4, 4, dtype=torch.int8), "mask": torch.ones(9, dtype=torch.uint8)}
+    safetensors.torch.save_file(tensors, path)
+    assert [t.name for t in parameters(ckpttool.inspect(path))] == ["a.weight"]
+
+
+@pytest.mark.parametrize("name", CLASSES)
+def test_optimizers_of_torch_are_recognised(name: str, tmp_path: Path) -> None:
+    model = nn.Linear(5, 3, bias=False)
+    state = stepped(CLASSES[name], model, lr=0.25).state_dict()
+    (found,) = headline(saved(tmp_path / "a.pt", model=model.state_dict(), optim=state)).optimizers
+    kinds = [key for key, value in state["state"].get(0, {}).items() if isinstance(value, torch.Tensor)]
+    assert [s.kind for s in found.state] == kinds
+    if name == "SparseAdam":  # which has the state of Adam, and no key of its own
+        assert (found.name, str(found)) == (None, "Adam state (exp_avg, exp_avg_sq) float32")
+    else:
+        assert found.name == name
+    left = {*state["param_groups"][0]} - {"lr", "weight_decay", "params"}
+    assert {*found.defaults} == left, "every hyper-parameter but these has the default of its class"
+
+
+@pytest.mark.parametrize("name", ["Adam", "AdamW", "SGD", "NAdam"])
+def test_what_is_no_default_is_not_called_one(name: str, tmp_path: Path) -> None:
+    model = nn.Linear(5, 3)
+    optimizer = stepped(CLASSES[name], model, weight_decay=0.5)
+    for key, value in optimizer.param_groups[0].items():
+        if key not in ("params", "decoupled_weight_decay"):
+            optimizer.param_groups[0][key] = 0.123 if value is not None else True
+    (found,) = headline(saved(tmp_path / "a.pt", model=model.state_dict(), optim=optimizer.state_dict())).optimizers
+    assert {*found.defaults} <= {"decoupled_weight_decay"}
+
+
+def test_groups_of_one_class_need_not_be_alike(tmp_path: Path) -> None:
+    model = nn.Linear(5, 3)
+    groups = [{"params": [model.weight], "eps": 1e-4}, {"params": [model.bias], "maximize": True}]
+    optimizer = torch.optim.Adam(groups)
+    (found,) = headline(saved(tmp_path / "a.pt", optim=optimizer.state_dict())).optimizers
+    assert str(found) == "Adam without state"
+    assert not {"eps", "maximize"} & {*found.defaults}
+    assert {"betas", "amsgrad", "fused"} <= {*found.defaults}
+
+
+def test_classes_before_torch_27_do_not_tell_adam_from_adamw(tmp_path: Path) -> None:
+    state = stepped(torch.optim.AdamW, nn.Linear(5, 3)).state_dict()
+    del state["param_groups"][0]["decoupled_weight_decay"]
+    (found,) = headline(saved(tmp_path / "a.pt", optim=state)).optimizers
+    assert isinstance(found, Optimizer)
+    assert str(found) == "Adam state (exp_avg, exp_avg_sq) float32"
+    assert {"betas", "eps", "amsgrad"} <= {*found.defaults}
