@@ -94,7 +94,7 @@ class LoadOptions:
     """What to load, and how: `LoadOptions(model, optimizer, "ema", None)`; see `load`.
 
     `prefix` is removed from the names of parameters. `own` are other objects of the script, by their path, and whether
-    they have sharded tensors.
+    they have sharded tensors. `init_buffers` computes non-persistent buffers of a module.
     """
 
     model: nn.Module | None = None
@@ -107,6 +107,7 @@ class LoadOptions:
     strict: bool = True
     device: torch.device | str | None = None
     shapes: str | None = None
+    init_buffers: Callable[[nn.Module], Any] | None = None
 
 
 def describe(catalogue: Catalogue, path: str, read: Read, options: LoadOptions) -> Contents:

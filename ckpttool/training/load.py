@@ -77,12 +77,14 @@ def load(
     optimizer_key: str | None = None,
     strip_prefix: str | None = None,
     device: torch.device | str | None = None,
+    init_buffers: Callable[[nn.Module], Any] | None = None,
     shapes: str | None = None,
 ) -> Loaded:
     """Load the checkpoint at `path` into `model` and `optimizer`, in place. Every rank calls it.
 
     The model may be wrapped by FSDP2, FSDP1, HSDP, tensor parallelism, DDP or not at all, and be on the meta device, on
-    some ranks or all; `device` is the device that it gets memory on then. The optimizer need not have stepped.
+    some ranks or all; `device` is the device that it gets memory on then, and `init_buffers` is called with each module
+    of which no rank has the non-persistent buffers, to compute them. The optimizer need not have stepped.
 
     Args: `model_key` and `optimizer_key` are the parts to load when the checkpoint has several; `strip_prefix` is
     removed from the checkpoint's names; `shapes` is `--shapes` of the command line. With `strict=False` missing and
@@ -95,7 +97,16 @@ def load(
         raise UsageError("an optimizer is loaded with its model, which knows the names of the parameters")
     prefix = f"{strip_prefix.rstrip('.')}." if strip_prefix else ""
     options = LoadOptions(
-        model, optimizer, model_key, optimizer_key, prefix, {}, strategy, strict=strict, device=device, shapes=shapes
+        model,
+        optimizer,
+        model_key,
+        optimizer_key,
+        prefix,
+        strategy=strategy,
+        strict=strict,
+        device=device,
+        shapes=shapes,
+        init_buffers=init_buffers,
     )
     return load_parts(os.fspath(path), options)
 
@@ -146,7 +157,7 @@ def _fill(model: nn.Module, options: LoadOptions, filler: Filler, loaded: Loaded
         # What is not in the checkpoint has no values of its own either.
         values = model.state_dict(keep_vars=True)
         without = [name for name in matched.missing if (value := values.get(name)) is not None and value.is_meta]
-        loaded.uninitialised = without + materialize(model, options.device, filler.strict)
+        loaded.uninitialised = without + materialize(model, options.device, filler.strict, options.init_buffers)
         fill.fill(model, optimizer, matched, groups, filler)
     loaded.missing, loaded.unexpected = matched.missing, matched.unexpected
     loaded.other_dtype, loaded.without_state = [*matched.other_dtype], matched.without_state

@@ -7,7 +7,7 @@ load_into(path, state)        # state["step"] is 1000 now, the others are as the
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, MutableMapping
+from collections.abc import Callable, Iterator, MutableMapping
 from dataclasses import replace
 from functools import reduce
 from operator import getitem
@@ -38,6 +38,7 @@ def load_into(
     strategy: str = "auto",
     strict: bool = True,
     device: torch.device | str | None = None,
+    init_buffers: Callable[[nn.Module], Any] | None = None,
     shapes: str | None = None,
 ) -> Loaded:
     """Load the checkpoint at `path` into every object in `state`, in place. Every rank calls it.
@@ -68,7 +69,9 @@ def load_into(
             hint = meant(missing[0], present, "`strict=False` leaves what is not there as it was")
             raise UsageError(f"`{path}` does not hold `{missing[0]}`", hint=hint, missing=missing)
 
-    options = LoadOptions(own=own.sharded, strategy=strategy, strict=strict, device=device, shapes=shapes)
+    options = LoadOptions(
+        own=own.sharded, strategy=strategy, strict=strict, device=device, shapes=shapes, init_buffers=init_buffers
+    )
     first, *others_of_kind = _targets(options, models, optimizers)
     loaded = load_parts(path, first, check, own.fill)
     for target in others_of_kind:

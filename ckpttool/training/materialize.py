@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -11,12 +14,21 @@ from ckpttool.errors import UsageError
 from ckpttool.text import some
 from ckpttool.training import collectives, devices
 
+InitBuffers = Callable[[nn.Module], Any]
+"""Computes the non-persistent buffers of the module that it is called with."""
 
-def materialize(model: nn.Module, device: torch.device | str | None, strict: bool) -> list[str]:
+# What memory of a buffer is filled with, to see afterwards whether it was computed.
+_UNSET = 0xA5
+
+
+def materialize(
+    model: nn.Module, device: torch.device | str | None, strict: bool, init_buffers: InitBuffers | None = None
+) -> list[str]:
     """Give every parameter and buffer that is on the meta device memory on `device`, by default that of the mesh that
     parameters are sharded over, else the CPU.
 
-    Non-persistent buffers are broadcast by a rank that has them; the names of those that no rank has are returned.
+    Non-persistent buffers are broadcast by a rank that has them. For those that no rank has, `init_buffers` is called
+    with each module that owns some; the names of those that it does not compute are returned.
     Raises UsageError for them when `strict`: they would be uninitialised.
     """
     non_persistent = {
@@ -30,18 +42,60 @@ def materialize(model: nn.Module, device: torch.device | str | None, strict: boo
     has = [name for name in unsaved if non_persistent.get(name) is False]
     initialised = collectives.all_gather(has) if unsaved else []
     uninitialised = [name for name in unsaved if not any(name in names for names in initialised)]
-    if uninitialised and strict:
-        raise UsageError(
-            f"non-persistent buffers on the meta device would be uninitialised: {some(uninitialised)}",
-            hint="`to_empty` the model and compute them first, or keep rank 0's model off the meta device",
-        )
+    if init_buffers is None:
+        _check(uninitialised, strict)
+    device = _default_device(model) if device is None else torch.device(device)
     with collectives.together():
         _allocate(model, device)
+        if init_buffers is not None:
+            uninitialised = _initialise(model, device, init_buffers, uninitialised, strict)
+            _check(uninitialised, strict)
     for name in unsaved:
         holders = [rank for rank, names in enumerate(initialised) if name in names]
         if holders and len(holders) < len(initialised):
             _send(model.get_buffer(name), holders[0])
     return uninitialised
+
+
+def _check(uninitialised: list[str], strict: bool) -> None:
+    if uninitialised and strict:
+        raise UsageError(
+            f"non-persistent buffers on the meta device would be uninitialised: {some(uninitialised)}",
+            hint="no checkpoint has them: pass `init_buffers=`, a function that computes those of the module it is "
+            "called with (for transformers `model._init_weights`), or keep rank 0's model off the meta device",
+            uninitialised=uninitialised,
+        )
+
+
+def _initialise(
+    model: nn.Module, device: torch.device, init_buffers: InitBuffers, wanted: list[str], strict: bool
+) -> list[str]:
+    """Call `init_buffers` with the modules that own the wanted buffers; return the names of those that it left, which
+    are on the meta device again if `strict`: the next call must not take them for computed."""
+    own = {key: (module, name) for key, module, name, _ in _tensors(model) if key in wanted}
+    for module, name in own.values():
+        _bytes(module._buffers[name]).fill_(_UNSET)
+    with torch.no_grad(), device:
+        for module in {id(module): module for module, _ in own.values()}.values():
+            init_buffers(module)
+    left = {key: place for key, place in own.items() if _is_unset(place[0]._buffers.get(place[1]))}
+    for module, name in left.values() if strict else ():
+        buffer = module._buffers[name]
+        module._buffers[name] = None if buffer is None else buffer.to("meta")
+    return [*left]
+
+
+def _bytes(buffer: Any) -> torch.Tensor:
+    local = buffer.to_local() if isinstance(buffer, DTensor) else buffer
+    storage = local.detach().untyped_storage()
+    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
+
+
+def _is_unset(buffer: Any) -> bool:
+    if buffer is None or buffer.is_meta:
+        return buffer is not None
+    raw = _bytes(buffer)
+    return bool(len(raw) and (raw == _UNSET).all())
 
 
 def _send(buffer: torch.Tensor, holder: int) -> None:
@@ -53,8 +107,7 @@ def _send(buffer: torch.Tensor, holder: int) -> None:
             buffer.copy_(raw.view(buffer.dtype).reshape(buffer.shape))
 
 
-def _allocate(model: nn.Module, device: torch.device | str | None) -> None:
-    device = _default_device(model) if device is None else device
+def _allocate(model: nn.Module, device: torch.device) -> None:
     done: dict[int, torch.Tensor] = {}
     for _, module, name, value in _tensors(model):
         if value.is_meta and id(value) not in done:

@@ -155,17 +155,18 @@ def chance(kind: str, strategy: str) -> str:
     if dist.get_rank() == 0:
         torch.save(state, place)
     dist.barrier()
-    model = training_scripts.bare(training_scripts.SMALL, "meta")
-    model.register_buffer("angles", torch.empty(3, device="meta"), persistent=False)
-    model = KINDS[kind](model)
+    model = KINDS[kind](with_angles())
     try:
         ckpttool.load(place, model, strategy=strategy)
     except ckpttool.CkptError as error:
-        if "`angles`" not in error.message:
+        if "`angles`" not in error.message or "`init_buffers=`" not in (error.hint or ""):
             return error.message
     else:
         return "it was loaded"
-    loaded = ckpttool.load(place, model, strategy=strategy, strict=False)
+    said = computed(model, place, strategy)
+    if said != "equal":
+        return said
+    loaded = ckpttool.load(place, KINDS[kind](with_angles()), strategy=strategy, strict=False)
     if loaded.uninitialised != ["angles"]:
         return str(loaded.uninitialised)
     del state["norm.weight"]
@@ -176,6 +177,38 @@ def chance(kind: str, strategy: str) -> str:
         place, KINDS[kind](training_scripts.bare(training_scripts.SMALL, "meta")), strategy=strategy, strict=False
     )
     return "equal" if loaded.uninitialised == ["norm.weight"] else str(loaded.uninitialised)
+
+
+def computed(model: Any, place: Path, strategy: str) -> str:
+    """The same buffer by `init_buffers`, which leaves it out at first."""
+    weights = {name: value for name, value in torch.load(place).items() if "norm" in name}
+    asked: list[Any] = []
+
+    def init_buffers(module: Any) -> None:
+        asked.append(module)
+        if len(asked) > 1:
+            module.angles.copy_(torch.arange(3))
+            module.norm.weight.data.fill_(7)  # which is then loaded
+
+    try:
+        ckpttool.load(place, model, strategy=strategy, init_buffers=init_buffers)
+    except ckpttool.CkptError as error:
+        if "uninitialised: `angles`" not in error.message:
+            return error.message
+    else:
+        return "a buffer that was left out is taken"
+    ckpttool.load(place, model, strategy=strategy, init_buffers=init_buffers)
+    state = model.state_dict()
+    same = all(torch.equal(state[name].full_tensor().cpu(), value) for name, value in weights.items())
+    there = torch.equal(model.angles.cpu(), torch.arange(3.0)) and model.angles.device == state["norm.weight"].device
+    return "equal" if same and there and asked == [model, model] else f"{same} {there} {asked}"
+
+
+def with_angles() -> Any:
+    """A model on the meta device with a buffer that is in no checkpoint."""
+    model = training_scripts.bare(training_scripts.SMALL, "meta")
+    model.register_buffer("angles", torch.empty(3, device="meta"), persistent=False)
+    return model
 
 
 def stages(kind: str, strategy: str) -> str:
