@@ -11,8 +11,10 @@ from typing import Any
 import pytest
 import torch
 from support import checkpoints
+from support.paths import CHECKPOINTS
 from torch import nn
 
+import ckpttool
 from ckpttool.catalogue import parts
 from ckpttool.catalogue import values as stubs
 from ckpttool.catalogue.dtypes import DTYPES
@@ -372,3 +374,12 @@ def test_chosen_tensors() -> None:
     found = catalogue({"a": torch.ones(1), "b": torch.ones(1)})
     said = json.loads("".join(document(found, "x", lambda name: name == "b")))
     assert [t["name"] for t in said["tensors"]] == ["b"]
+
+
+def test_flat_parameters_without_shapes_are_no_damage() -> None:
+    """Only `--shapes` is missing, and the hint says so."""
+    path = CHECKPOINTS / "rank/fsdp1_flat_w2/ckpt"
+    warnings = ckpttool.inspect(path).warnings
+    assert not [w for w in warnings if w.kind == "damaged"]
+    (unknown,) = [w for w in warnings if w.kind == "unknown-shape"]
+    assert "LOCAL_STATE_DICT" in unknown.text and "pass `--shapes FROM`" in unknown.text

@@ -20,8 +20,12 @@ def inspect(path: str | os.PathLike[str], *, shapes: str | None = None) -> Catal
             validate(catalogue)
         except CkptError as error:
             # What is wrong stops a conversion; whoever looks wants to see the rest all the same.
+            faults = catalogue.faults or [error]
+            unread = [fault for fault in faults if "needs" in fault.facts]  # an option is missing, not a byte
+            damaged = _folded([fault for fault in faults if fault not in unread])
             catalogue.warnings[:0] = [
-                Warning("damaged", f"damaged: {text}") for text in _folded(catalogue.faults or [error])
+                *(Warning("damaged", f"damaged: {text}") for text in damaged),
+                *(Warning("unknown-shape", f"{fault.message}; {fault.hint}") for fault in unread),
             ]
         return catalogue
 

@@ -78,6 +78,8 @@ def verify(
             report.add(against_checkpoint.check(run, other))
         if run.is_open and write_manifest is not None and report.whole:
             _write(os.fspath(write_manifest), run)
+    if run.is_open:
+        report.findings = structure.with_truncated_files(report.findings, run.catalogue)
     report.findings = [_shortened(finding, path) for finding in report.findings]
     report.settle()
     report.seconds = time.monotonic() - began

@@ -39,6 +39,7 @@ class Finding:
     offset: int | None = None  #: position in the file
     nbytes: int | None = None  #: length in the file
     hint: str | None = None  #: for people
+    names: tuple[str, ...] = ()  #: with `truncated`, the tensors and objects that are cut off
 
     @classmethod
     def of(

@@ -6,11 +6,12 @@ from collections import defaultdict
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from ckpttool.catalogue.entries import File
+from ckpttool.catalogue.entries import Catalogue, File
 from ckpttool.catalogue.protocols import Itemised
 from ckpttool.catalogue.validation import faults_of
 from ckpttool.errors import CkptError
 from ckpttool.operations.verify.findings import DAMAGE, SUSPECT, Finding, Verification
+from ckpttool.text import plural
 
 
 def faults(run: Verification) -> Iterator[Finding]:
@@ -40,6 +41,37 @@ def objects(run: Verification) -> Iterator[Finding]:
             _ = entry.value
         except CkptError as error:
             yield Finding.of(error, "object", tensor=entry.name)
+
+
+def with_truncated_files(findings: list[Finding], catalogue: Catalogue) -> list[Finding]:
+    """Return the findings, with those of everything behind the end of a file as one `truncated` finding of it. Pure."""
+    sizes = {file.name: file.size for file in catalogue.own_files if not file.missing}
+    tensors = {tensor.name for tensor in catalogue.tensors}
+    ends: dict[str, int] = defaultdict(int)
+    behind: dict[str, list[Finding]] = defaultdict(list)
+    for finding in findings:
+        if finding.kind in ("range", "object") and finding.file in sizes:
+            end = (finding.offset or 0) + (finding.nbytes or 0)
+            if end > sizes[finding.file]:
+                behind[finding.file].append(finding)
+                ends[finding.file] = max(end, ends[finding.file])
+    for file, cut in behind.items():
+        names = sorted({finding.tensor for finding in cut if finding.tensor is not None})
+        if len(names) < 2:
+            continue
+        size, end = sizes[file], ends[file]
+        lost = sum(name in tensors for name in names)
+        counts = [plural(n, what) for n, what in ((lost, "tensor"), (len(names) - lost, "object")) if n]
+        text = f"`{file}`: truncated: {size:,} of {end:,} bytes ({', '.join(counts)})"
+        told = {finding.message for finding in cut}
+        findings = [finding for finding in findings if finding.message not in told and not _repeats(finding, told)]
+        findings.append(Finding(DAMAGE, "truncated", text, file, None, size, end - size, cut[0].hint, tuple(names)))
+    return findings
+
+
+def _repeats(finding: Finding, told: set[str]) -> bool:
+    """Whether a remark of the reader ends in one of these messages."""
+    return finding.kind == "remark" and any(finding.message.endswith(f": {message}") for message in told)
 
 
 class _Item(NamedTuple):

@@ -81,17 +81,29 @@ def test_a_missing_file(dcp: Path) -> None:
 
 
 def test_a_torn_tail(dcp: Path) -> None:
-    """All that lay behind the cut, each with its place."""
+    """All that lay behind the cut is one finding, which names it."""
     file = dcp / "__0_0.distcp"
     metadata = pickle.loads((dcp / ".metadata").read_bytes())
-    where = damage.place_of(metadata, "model.embed.weight")
-    os.truncate(file, where.offset + where.length // 2)
+    whole, where = file.stat().st_size, damage.place_of(metadata, "model.embed.weight")
+    size = where.offset + where.length // 2
+    os.truncate(file, size)
     behind = {i.fqn for i, info in metadata.storage_data.items() if info.offset >= where.offset}
     report = verify(dcp)
-    found = {f.tensor: f for f in report.findings if f.kind == "range" and f.tensor is not None}
-    assert found["model.embed.weight"].offset == where.offset
-    assert found["model.embed.weight"].nbytes == where.length
-    assert found.keys() >= {name for name in behind if "weight" in name or "bias" in name}
+    finding = only(report, "damage", "truncated")
+    assert (finding.file, finding.offset, finding.nbytes) == (file.name, size, whole - size)
+    assert f"truncated: {size:,} of {whole:,} bytes" in finding.message
+    assert set(finding.names) == behind and report.counts["damage"] == 1 and report.exit_code == 4
+
+
+def test_a_truncated_file_of_several(tmp_path: Path) -> None:
+    """Tensors and objects are counted, nothing is told twice, and the other files are still read."""
+    copy = tmp_path / "ckpt"
+    shutil.copytree(CHECKPOINTS / "dcp/hsdp_w4/ckpt", copy)
+    os.truncate(copy / "__1_0.distcp", 10000)
+    report = verify(copy)
+    (finding,) = report.findings
+    assert finding.message == "`__1_0.distcp`: truncated: 10,000 of 71,182 bytes (34 tensors, 5 objects)"
+    assert len(finding.names) == 39 and "optim.param_groups.1.amsgrad" in finding.names and report.records
 
 
 @pytest.mark.parametrize("kind", ["torch", "safetensors"])
