@@ -109,8 +109,13 @@ class _CatalogueBuilder:
                 self._add_object(name, path)
         if self._unread:
             name, reason = self._unread[0]
-            others = f", nor {len(self._unread) - 1} other objects" if len(self._unread) > 1 else ""
-            catalogue.warnings.append(Warning("unreadable", f"`{name}` cannot be read{others}: {reason}"))
+            n = len(self._unread)
+            text = (
+                f"`{name}` is unreadable: {reason}"
+                if n == 1
+                else f"{n} objects are unreadable, first `{name}`: {reason}"
+            )
+            catalogue.warnings.append(Warning("unreadable", text, tensor=name))
         self._describe()
         return DcpSource(catalogue, self._items, self._transforms, index)
 

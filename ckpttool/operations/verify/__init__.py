@@ -117,7 +117,10 @@ _FOUND_HERE += ("rank-part", "stale-file", "stale-index", "unused-file")
 def _warnings(run: Verification) -> Iterator[Finding]:
     """Yield the warnings of the readers. A name that runs code where it is loaded is damage: no writer of checkpoints
     leaves one, and no operation passes it on."""
+    unreadable = {finding.tensor for finding in run.report.findings if finding.kind == "object"}
     for warning in run.catalogue.warnings:
+        if warning.kind == "unreadable" and warning.tensor in unreadable:
+            continue
         if warning.kind == "unsafe-global":
             yield Finding(DAMAGE, "harmful", warning.text)
         elif warning.kind not in _FOUND_HERE and warning.names != (manifests.NAME,):

@@ -63,15 +63,9 @@ def with_truncated_files(findings: list[Finding], catalogue: Catalogue) -> list[
         lost = sum(name in tensors for name in names)
         counts = [plural(n, what) for n, what in ((lost, "tensor"), (len(names) - lost, "object")) if n]
         text = f"`{file}`: truncated: {size:,} of {end:,} bytes ({', '.join(counts)})"
-        told = {finding.message for finding in cut}
-        findings = [finding for finding in findings if finding.message not in told and not _repeats(finding, told)]
+        findings = [finding for finding in findings if finding not in cut]
         findings.append(Finding(DAMAGE, "truncated", text, file, None, size, end - size, cut[0].hint, tuple(names)))
     return findings
-
-
-def _repeats(finding: Finding, told: set[str]) -> bool:
-    """Whether a remark of the reader ends in one of these messages."""
-    return finding.kind == "remark" and any(finding.message.endswith(f": {message}") for message in told)
 
 
 class _Item(NamedTuple):
