@@ -11,7 +11,8 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Iterator
+import platform
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -24,6 +25,7 @@ from ckpttool.catalogue.entries import Catalogue
 from ckpttool.catalogue.validation import validate
 from ckpttool.errors import ReadError, UsageError
 from ckpttool.producers.open import naming, open_source
+from ckpttool.storage.crc import crc32
 from ckpttool.storage.stores import local_path
 from ckpttool.text import meant, size, some
 from ckpttool.training import collectives, fill, fsdp1, match
@@ -122,6 +124,7 @@ def load_parts(
     if strategy not in STRATEGIES:
         hint = meant(strategy, list(STRATEGIES), "one of `auto`, `parallel`, `broadcast`")
         raise UsageError(f"there is no strategy `{strategy}`", hint=hint)
+    _check_one_path(path, options)
     chosen, why = choose(path, strategy)
     log.info("loading `%s` by `%s`: %s", path, chosen, why)
     with _opened(path, chosen, options) as (reader, contents):
@@ -180,6 +183,8 @@ def _opened(path: str, strategy: str, options: LoadOptions) -> Iterator[tuple[Re
             sent = collectives.from_first(contents.for_others() if contents is not None else None)
             contents = contents or sent
         assert contents is not None
+        if strategy == "parallel":
+            _check_one_step(path, contents)
         yield reader, contents
 
 
@@ -193,6 +198,55 @@ def _check(catalogue: Catalogue, path: str, options: LoadOptions) -> None:
     validate(replace(catalogue, entries=entries, faults=[fault for fault in catalogue.faults if fault not in absent]))
     for fault in absent:
         log.warning("`%s`: not asked for, and damaged: %s", path, fault.message)
+
+
+def _check_one_path(path: str, options: LoadOptions) -> None:
+    """Raises UsageError on every rank unless all name one checkpoint: by one path, or by paths of the same files, as
+    ranks do that name each its own file of a set."""
+    place = local_path(path)
+    views = collectives.all_gather((path, platform.node(), str(place.real()) if place.exists() else None))
+    others = [rank for rank, view in enumerate(views) if _may_differ(view, views[0])]
+    if not others:
+        return
+    files: list[str] = []
+    with collectives.together(), closing(open_source(path, options.shapes)) as source:
+        files = sorted(local_path(file.location).real() for file in source.catalogue.files)
+    own_files = collectives.all_gather(crc32("\n".join(files).encode(errors="surrogatepass")))
+    other = next((rank for rank in others if own_files[rank] != own_files[0]), None)
+    if other is not None:
+        raise UsageError(
+            f"rank {other} loads another checkpoint than rank 0: `{views[other][2] or views[other][0]}`, not "
+            f"`{views[0][2] or views[0][0]}`",
+            hint="give all ranks one path; each then reads its own share",
+        )
+
+
+def _may_differ(view: tuple[str, str, str | None], first: tuple[str, str, str | None]) -> bool:
+    """Whether a rank may name another checkpoint than the first; a path that does not exist is not relative to it."""
+    (path, host, real), (first_path, first_host, first_real) = view, first
+    are_seen = real is not None and first_real is not None
+    return real != first_real if are_seen and host == first_host else path.rstrip("/") != first_path.rstrip("/")
+
+
+def _check_one_step(path: str, contents: Contents) -> None:
+    """Raises UsageError on every rank if they read different checkpoints at one path, such as copies on disks of their
+    nodes of which one is old."""
+    groups = (
+        [(one.params, _plain(one.values.items())) for one in contents.optimizer.groups] if contents.optimizer else []
+    )
+    rest = _plain((entry.path, entry.value) for entry in contents.rest.objects)
+    own = crc32(repr((contents.model, groups, rest)).encode(errors="surrogatepass"))
+    ranks = collectives.all_gather(own)
+    other = next((rank for rank, crc in enumerate(ranks) if crc != ranks[0]), None)
+    if other is not None:
+        raise UsageError(
+            f"`{path}` is another checkpoint on rank {other} than on rank 0",
+            hint="copies on the disks of the nodes must be of the same step",
+        )
+
+
+def _plain(items: Iterable[tuple[Any, Any]]) -> list[tuple[Any, Any]]:
+    return [(key, value) for key, value in items if isinstance(value, (bool, int, float, str, type(None)))]
 
 
 def choose(path: str, strategy: str) -> tuple[str, str]:

@@ -50,6 +50,7 @@ def everyday() -> Cases:
     return [
         *cases,
         ["other_groups", "fsdp1", "parallel"],
+        *(["two_checkpoints", "fsdp1", strategy] for strategy in STRATEGIES),
         ["without_moments", "fsdp2", "broadcast"],
         ["without_moments", "fsdp1", "parallel"],
         ["without_moments", "fsdp1 flat", "broadcast"],
@@ -111,7 +112,7 @@ def test_every_world(verdicts: Verdicts, world: int, case: str) -> None:
     assert verdicts("all", world, all_of(world))[case] == "equal"
 
 
-NEED_TWO = ("one_rank_blind", "damaged", "stages")
+NEED_TWO = ("one_rank_blind", "two_checkpoints", "damaged", "stages")
 
 
 def on_gpus(world: int) -> Cases:

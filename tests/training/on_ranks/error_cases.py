@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import practices
 import torch
@@ -118,13 +120,52 @@ def without_moments(kind: str, strategy: str) -> str:
 
 def one_rank_blind(kind: str, strategy: str) -> str:
     """A path that only the first rank sees: it says so for all, or reads for all."""
-    place = saved(practices.folder() / "full.pt")
-    mine = place if dist.get_rank() == 0 else place.with_name("absent.pt")
+    place, there = saved(practices.folder() / "full.pt"), os.getcwd()
+    own = place.parent if dist.get_rank() == 0 else place.parent / "empty"
+    own.mkdir(exist_ok=True)
+    os.chdir(own)
+    try:
+        run = practices.fresh(kind)
+        if strategy == "parallel":
+            return refused(run, place.name, "full.pt", strategy=strategy)
+        loaded = ckpttool.load(place.name, run.model, run.optimizer)
+        return "equal" if loaded.strategy == "broadcast" and "rank 1" in loaded.why else loaded.why
+    finally:
+        os.chdir(there)
+
+
+def two_checkpoints(kind: str, strategy: str) -> str:
+    """Ranks that name different ones, which torch's own functions load without a word; and one by several paths."""
+    place, rank = practices.folder(), dist.get_rank()
+    saved(place / "one.pt")
+    if rank == 0:
+        shutil.copy(place / "one.pt", place / "other.pt")
+        (place / "link.pt").symlink_to("one.pt")
+        (place / "again").mkdir()
+        state = torch.load(place / "one.pt", weights_only=False)
+        torch.save({**state, "step": 3}, place / "again" / "one.pt")
+    dist.barrier()
     run = practices.fresh(kind)
-    if strategy == "parallel":
-        return refused(run, mine, "absent.pt", strategy=strategy)
-    loaded = ckpttool.load(mine, run.model, run.optimizer)
-    return "equal" if loaded.strategy == "broadcast" and "rank 1" in loaded.why else loaded.why
+    for words, mine in (
+        ("rank 1 loads another checkpoint than rank 0: ", place / ("other.pt" if rank else "one.pt")),
+        ("absent.pt", place / ("absent.pt" if rank else "one.pt")),
+    ):
+        said = refused(run, mine, words, strategy=strategy)
+        if said != "equal":
+            return said
+    ckpttool.load(place / ("link.pt" if rank else "one.pt"), run.model, run.optimizer, strategy=strategy)
+    ckpttool.save(place / "set", run.model, run.optimizer, format="fsdp1")
+    ckpttool.load(place / "set" / f"rank{rank}.pt", run.model, run.optimizer, strategy=strategy)
+    if strategy == "broadcast":
+        return "equal"
+    # One path on disks of their own: another name of the node is all that tells.
+    there, host = os.getcwd(), f"node{rank}"
+    os.chdir(place / ("again" if rank else "."))
+    try:
+        with mock.patch("platform.node", lambda: host):
+            return refused(run, "one.pt", "`one.pt` is another checkpoint on rank 1", strategy=strategy)
+    finally:
+        os.chdir(there)
 
 
 def damaged(kind: str, strategy: str) -> str:
@@ -302,6 +343,7 @@ WRONGS: dict[str, Callable[..., str]] = {
         other_groups,
         without_moments,
         one_rank_blind,
+        two_checkpoints,
         damaged,
         chance,
         stages,
