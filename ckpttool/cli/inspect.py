@@ -9,13 +9,13 @@ import click
 
 from ckpttool.cli import options
 from ckpttool.cli.options import Option
-from ckpttool.cli.terminal import Rows, Styled, Terminal, TextLike, bold, box, dim, out
+from ckpttool.cli.terminal import Rows, Styled, Terminal, TextLike, answer, bold, box, dim
 from ckpttool.text import count, meant, plural, size
 
 if TYPE_CHECKING:
     from ckpttool.catalogue.entries import Catalogue, Part, Tensor
-    from ckpttool.operations.inspect.hyperparameters import Table
     from ckpttool.operations.inspect.module_tree import Line
+    from ckpttool.operations.inspect.optimizers import Optimizer
     from ckpttool.operations.inspect.summary import PartLine, Summary
 
 _OBJECTS = 40  # lines, unless -v
@@ -37,12 +37,22 @@ _TITLES = {"producer": "producer", "writer": "written by", "torch": "torch", "la
             options.TENSORS,
             options.SHAPES,
         ),
-        "Output": options.PRINTING,
+        "Output": (
+            Option("--strict", "Exit with code 4 if the checkpoint is damaged. Without this, inspect only says so."),
+            *options.PRINTING,
+        ),
     },
     examples=("step-1000", "step-1000 --tensors 'model.layers.0.*'", "hf://org/model --depth 6"),
 )
 def inspect(
-    path: str, depth: int, tensors: Sequence[str], shapes: str | None, as_json: bool, quiet: bool, verbose: bool
+    path: str,
+    depth: int,
+    tensors: Sequence[str],
+    shapes: str | None,
+    strict: bool,
+    as_json: bool,
+    quiet: bool,
+    verbose: bool,
 ) -> None:
     """Show what a checkpoint holds, without reading its weights or executing its pickles.
 
@@ -50,24 +60,26 @@ def inspect(
     """
     import ckpttool
     from ckpttool.catalogue.patterns import any_of
-    from ckpttool.errors import UsageError
+    from ckpttool.errors import DONE, CorruptError, UsageError
     from ckpttool.operations.inspect.document import document
+    from ckpttool.operations.inspect.summary import damage
 
     catalogue = ckpttool.inspect(path, shapes=shapes)
     selected = any_of(tensors) if tensors else None
     if tensors and not any(map(selected or bool, (t.name for t in catalogue.tensors))):
         hint = meant(tensors[0], [t.name for t in catalogue.tensors], "`--tensors '*'` lists all")
         raise UsageError(f"`{path}`: no tensor matches `{tensors[0]}`", hint=hint)
-    terminal = out(verbose)
-    if as_json:
-        for piece in document(catalogue, path, selected or (lambda name: True)):
-            terminal.write(piece)
-    elif quiet:
-        for tensor in catalogue.tensors:
-            if selected is None or selected(tensor.name):
-                terminal.line(tensor.name)
-    else:
-        _print(terminal, catalogue, path, depth, selected)
+    exit_code = CorruptError.exit_code if strict and damage(catalogue) else DONE
+    with answer(exit_code, verbose) as terminal:
+        if as_json:
+            for piece in document(catalogue, path, selected or (lambda name: True), exit_code):
+                terminal.write(piece)
+        elif quiet:
+            for tensor in catalogue.tensors:
+                if selected is None or selected(tensor.name):
+                    terminal.line(tensor.name)
+        else:
+            _print(terminal, catalogue, path, depth, selected)
 
 
 def _print(
@@ -90,12 +102,9 @@ def _print(
         for part, lines in summary.trees:
             _tree(terminal, part, lines)
         for optimizer in summary.headline.optimizers:
-            if optimizer.table is not None:
-                hyperparameters(terminal, optimizer.table)
-        if summary.objects:
-            terminal.heading("objects")
-            objects = [(f"{o.name}{f'  x{o.times}' if o.times > 1 else ''}", o.text) for o in summary.objects]
-            terminal.table(objects, wrap=(0,), clip=(1,), limit=_OBJECTS)
+            _optimizer_state(terminal, optimizer)
+            hyperparameters(terminal, optimizer)
+        _objects(terminal, summary)
         if summary.ties:
             terminal.heading("tied weights", "shared storage")
             terminal.table([(name, f"is {kept}") for name, kept in summary.ties], wrap=(0, 1), limit=_OBJECTS)
@@ -132,6 +141,8 @@ def _header(terminal: Terminal, catalogue: Catalogue, path: str, summary: Summar
     terminal.line(bold(path))
     if text := str(summary.headline):
         terminal.paragraph(text)
+    for text in summary.damage:
+        terminal.paragraph(text, mark=Styled("! ", "red"))
     terminal.write("\n")
     facts = {key: value for key, value in catalogue.facts.items() if key not in _APART}
     rows = [("format", f"{catalogue.format}, {facts.pop('layout')}" if facts.get("layout") else catalogue.format)]
@@ -140,9 +151,13 @@ def _header(terminal: Terminal, catalogue: Catalogue, path: str, summary: Summar
         rows.append(("world size", str(catalogue.world_size)))
     if summary.headline.step is not None:
         rows.append(("step", f"{summary.headline.step:,}"))
-    rows.append(("on disk", f"{size(catalogue.nbytes())} in {plural(len(catalogue.own_files), 'file')}"))
+    missing = sum(file.missing for file in catalogue.own_files)
+    on_disk = f"{size(catalogue.nbytes())} in {plural(len(catalogue.own_files) - missing, 'file')}"
+    rows.append(("on disk", on_disk + (f", {missing:,} missing" if missing else "")))
     if catalogue.facts.get("assets"):
         rows.append(("assets", ", ".join(catalogue.facts["assets"])))
+    if facts.get("metadata") == {"format": "pt"}:
+        del facts["metadata"]  # which says as little as that the file is one of torch
     others = ((str(key).replace("_", " "), value) for key, value in facts.items() if value not in (None, "", ()))
     rows += [(title, value if isinstance(value, str) else describe(value)) for title, value in others]
     terminal.facts(rows)
@@ -195,6 +210,23 @@ def _tensors(terminal: Terminal, tensors: list[Tensor], catalogue: Catalogue) ->
     terminal.table(rows, ("", "dtype", "shape", "bytes", ""), right=(3,), wrap=(0, 4))
 
 
+def _objects(terminal: Terminal, summary: Summary) -> None:
+    objects = [*summary.objects, *(summary.internal if terminal.verbose else [])]
+    if objects or summary.internal:
+        terminal.heading("objects")
+    rows = [(f"{o.name}{f'  x{o.times}' if o.times > 1 else ''}", o.text) for o in objects]
+    terminal.table(rows, wrap=(0,), clip=(1,), limit=_OBJECTS)
+    if summary.internal and not terminal.verbose:
+        terminal.line(dim(f"  {plural(len(summary.internal), 'internal field')} of the scheduler, shown by -v"))
+
+
+def _optimizer_state(terminal: Terminal, optimizer: Optimizer) -> None:
+    if optimizer.state:
+        terminal.heading("optimizer state", ".".join(map(str, optimizer.root)))
+        rows = [(s.kind, s.dtype, f"{s.tensors:,}", count(s.elements), size(s.nbytes)) for s in optimizer.state]
+        terminal.table(rows, ("", "dtype", "tensors", "elements", "bytes"), right=(2, 3, 4), wrap=(0,))
+
+
 def _shards(tensor: Tensor, catalogue: Catalogue) -> list[str]:
     chunks = tensor.chunks
     boxes = [box(*place, tensor.shape) for place in zip(chunks.offsets, chunks.sizes, strict=True)]
@@ -203,13 +235,21 @@ def _shards(tensor: Tensor, catalogue: Catalogue) -> list[str]:
     return [f"{rank}{where}  {file.name}" for rank, where, file in zip(ranks, boxes, files, strict=True)]
 
 
-def hyperparameters(terminal: Terminal, table: Table) -> None:
-    """Print the hyper-parameters of one optimizer, with a column for each distinct set of values."""
+def hyperparameters(terminal: Terminal, optimizer: Optimizer) -> None:
+    """Print the hyper-parameters of an optimizer, with a column for each distinct set of values; on one line those that
+    are the defaults of its class."""
+    table = optimizer.table
+    if table is None:
+        return
     terminal.heading("hyper-parameters", ".".join(map(str, table.root)))
     columns = table.columns if terminal.verbose else table.columns[:_COLUMNS]
+    defaults = [] if terminal.verbose else optimizer.defaults
     rows: Rows = []
     if any(c.params is not None for c in columns):
         rows.append([dim("parameters"), *("" if c.params is None else f"{c.params:,}" for c in columns)])
-    rows += [[name, *(c.values.get(name, "") for c in columns)] for name in table.names]
+    rows += [[name, *(c.values.get(name, "") for c in columns)] for name in table.names if name not in defaults]
     terminal.table(rows, ("", *table.titles[: len(columns)]), wrap=range(len(columns) + 1))
     terminal.more(len(table.columns) - len(columns))
+    if defaults:
+        values = ", ".join(f"{name} {table.columns[0].values[name]}" for name in defaults)
+        terminal.paragraph(f"defaults: {values}")

@@ -15,7 +15,7 @@ from ckpttool.errors import DIFFERS, DONE, UsageError
 from ckpttool.text import duration, plural, size
 
 if TYPE_CHECKING:
-    from ckpttool.operations.inspect.hyperparameters import Table
+    from ckpttool.operations.inspect.optimizers import Optimizer
     from ckpttool.operations.verify_resume.audit import Audit
     from ckpttool.operations.verify_resume.trial.results import Report
 
@@ -63,16 +63,16 @@ def audit(as_json: bool, quiet: bool, verbose: bool, **arguments: Any) -> None:
             _print_audit(terminal, result, verbose)
 
 
-def _tables(result: Audit) -> list[Table]:
-    from ckpttool.operations.inspect import hyperparameters
+def _optimizers(result: Audit) -> list[Optimizer]:
+    from ckpttool.operations.inspect.optimizers import optimizers
 
     entries = result.catalogue.entries
-    return hyperparameters.tables((e for e in entries.values() if e.part.kind == "optimizer"), entries)
+    return optimizers([e for e in entries.values() if e.part.kind == "optimizer"], entries)
 
 
 def _audit_document(result: Audit) -> dict[str, Any]:
     tables = []
-    for table in _tables(result):
+    for table in (optimizer.table for optimizer in _optimizers(result) if optimizer.table is not None):
         groups = [{"groups": one.groups, "parameters": one.params, "values": one.values} for one in table.columns]
         tables.append({"optimizer": ".".join(map(str, table.root)), "groups": groups})
     return {**result.as_dict(), "hyperparameters": tables}
@@ -93,8 +93,8 @@ def _print_audit(terminal: Terminal, result: Audit, verbose: bool) -> None:
         numbers = (f"{part.tensors:,}", f"{part.objects:,}", size(part.bytes) if part.tensors else "")
         rows.append((bold(part.kind), *(("present", *numbers) if part.present else (Styled("missing", "yellow"),))))
     terminal.table(rows, ("part", "", "tensors", "objects", "bytes"), right=(2, 3, 4))
-    for table in _tables(result):
-        hyperparameters(terminal, table)
+    for optimizer in _optimizers(result):
+        hyperparameters(terminal, optimizer)
     terminal.heading("checks")
     shown: list[tuple[TextLike, ...]] = []
     for check in result.checks:

@@ -16,15 +16,20 @@ SCHEMA = "ckpttool/inspect/1"
 _OURS = ("tensors", "objects", "warnings")
 
 
-def document(catalogue: Catalogue, path: str, is_selected: Callable[[str], bool] = lambda name: True) -> Iterator[str]:
+def document(
+    catalogue: Catalogue, path: str, is_selected: Callable[[str], bool] = lambda name: True, exit_code: int = 0
+) -> Iterator[str]:
     """Yield the document as JSON text, a tensor or an object a line: a large checkpoint has hundreds of
-    megabytes of it. `is_selected` selects tensors and objects by name."""
+    megabytes of it. `is_selected` selects tensors and objects by name;
+    `exit_code` is that of the command."""
     headline, parts = summary.head(catalogue)
     head: dict[str, Any] = {
         "schema": SCHEMA,
         "format": catalogue.format,
         "world_size": headline.world_size,
         "path": path,
+        "damaged": bool(summary.damage(catalogue)),
+        "exit_code": exit_code,
         "step": headline.step,
         "parameters": headline.parameters,
         "dtypes": headline.dtypes,

@@ -43,13 +43,16 @@ class ObjectLine:
 
 @dataclass(slots=True)
 class Summary:
-    """What `inspect` prints, in its order."""
+    """What `inspect` prints. `internal` are attributes that a scheduler keeps for itself; `damage` is what stops every
+    operation but `inspect`."""
 
     headline: Headline
     parts: list[PartLine]
     trees: list[tuple[Part, list[module_tree.Line]]]
     objects: list[ObjectLine]
+    internal: list[ObjectLine]
     ties: list[tuple[str, str]]
+    damage: list[str]
     warnings: list[str]
 
 
@@ -60,16 +63,31 @@ def summarise(catalogue: Catalogue, *, depth: int = DEPTH, limit: int = LIMIT) -
     found = _headline(catalogue, aliases)
     tables = [optimizer.table for optimizer in found.optimizers if optimizer.table is not None]
     shown = {path for table in tables for path in table.paths}
-    rest = (e for entries in by_part.values() for e in entries if isinstance(e, Object) and e.path not in shown)
+    values = (e for entries in by_part.values() for e in entries if isinstance(e, Object) and e.path not in shown)
+    rest: dict[bool, list[Object]] = {False: [], True: []}
+    for value in values:
+        rest[_is_internal(value)].append(value)
     models = {p: [e for e in by_part[p] if isinstance(e, Tensor)] for p in by_part if p.kind == "model"}
     return Summary(
         headline=found,
         parts=_parts(by_part, aliases),
         trees=[(part, module_tree.lines(tensors, part.root, aliases, depth)) for part, tensors in models.items()],
-        objects=_folded(ObjectLine(e.name, value_text(e, catalogue, limit)) for e in rest),
+        objects=_folded(ObjectLine(e.name, value_text(e, catalogue, limit)) for e in rest[False]),
+        internal=[ObjectLine(e.name, value_text(e, catalogue, limit)) for e in rest[True]],
         ties=[(dotted(path), dotted(kept)) for path, kept in aliases.items()],
-        warnings=[str(warning) for warning in (*catalogue.warnings, *findings(catalogue, aliases))],
+        damage=damage(catalogue),
+        warnings=[str(w) for w in (*catalogue.warnings, *findings(catalogue, aliases)) if w.kind != "damaged"],
     )
+
+
+def damage(catalogue: Catalogue) -> list[str]:
+    """Return what is wrong with the checkpoint; nothing where everything but its bytes is sound."""
+    return [str(warning) for warning in catalogue.warnings if warning.kind == "damaged"]
+
+
+def _is_internal(entry: Object) -> bool:
+    key = entry.path[-1] if entry.path else None
+    return entry.part.kind == "scheduler" and isinstance(key, str) and key.startswith("_") and key != "_last_lr"
 
 
 def head(catalogue: Catalogue) -> tuple[Headline, list[PartLine]]:

@@ -1,0 +1,104 @@
+"""`ckpttool inspect`: what it prints, in which order, and its exit code."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support.cli import run
+from support.paths import CHECKPOINTS
+from torch import nn
+
+DCP = CHECKPOINTS / "dcp" / "hsdp_w4" / "ckpt"
+
+
+def section(text: str, title: str) -> list[str]:
+    """The lines of a section, without its heading."""
+    lines = text.splitlines()
+    start = next(i for i, line in enumerate(lines) if line.split("  ")[0] == title)
+    end = next((i for i in range(start + 1, len(lines)) if not lines[i]), len(lines))
+    return lines[start + 1 : end]
+
+
+@pytest.fixture
+def damaged(tmp_path: Path) -> Path:
+    shutil.copytree(DCP, tmp_path / "ckpt")
+    (tmp_path / "ckpt" / "__1_0.distcp").unlink()
+    return tmp_path / "ckpt"
+
+
+def test_damage_comes_first(damaged: Path) -> None:
+    result = run("inspect", str(damaged))
+    lines = result.stdout.splitlines()
+    assert lines[2].startswith("! damaged: `__1_0.distcp` is missing")
+    assert "damaged" not in "".join(lines[3:])
+    assert any(line.endswith(" in 3 files, 1 missing") for line in lines)
+    assert result.exit_code == 0
+
+
+@pytest.mark.parametrize("words", [[], ["--json"], ["-q"], ["--tensors", "*"]])
+def test_strict_ends_with_4_if_something_is_damaged(damaged: Path, words: list[str]) -> None:
+    for path, expected in ((damaged, 4), (DCP, 0)):
+        result = run("inspect", str(path), "--strict", *words)
+        assert result.exit_code == expected
+        assert run("inspect", str(path), *words).exit_code == 0
+        if words == ["--json"]:
+            document = json.loads(result.stdout)
+            assert (document["exit_code"], document["damaged"]) == (expected, expected == 4)
+
+
+def trained(path: Path, **scheduling: Any) -> torch.optim.Optimizer:
+    model = nn.Linear(8, 8)
+    groups = [{"params": [model.weight]}, {"params": [model.bias], "weight_decay": 0.0}]
+    optimizer = torch.optim.AdamW(groups, lr=0.25, betas=(0.9, 0.95))
+    model(torch.ones(1, 8)).sum().backward()
+    optimizer.step()
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 5)
+    state = {"model": model.state_dict(), "optim": optimizer.state_dict(), "lr_scheduler": scheduler.state_dict()}
+    torch.save(state, path)
+    return optimizer
+
+
+def test_defaults_are_one_line_and_internal_fields_one_number(tmp_path: Path) -> None:
+    path = tmp_path / "a.pt"
+    optimizer = trained(path)
+    text = run("inspect", str(path)).stdout
+    *rows, last = section(text, "hyper-parameters")
+    assert [row.split()[0] for row in rows[1:]] == ["parameters", "lr", "betas", "weight_decay", "initial_lr"]
+    defaults = {**torch.optim.AdamW([nn.Parameter(torch.ones(1))]).defaults}
+    folded = [item for item in defaults.items() if item[0] not in ("lr", "betas", "weight_decay")]
+    assert last == "  defaults: " + ", ".join(f"{name} {value}" for name, value in folded)
+    objects = section(text, "objects")
+    internal = [key for key in torch.optim.lr_scheduler.StepLR(optimizer, 5).state_dict() if key.startswith("_")]
+    assert objects[-1] == f"  {len(internal) - 1} internal fields of the scheduler, shown by -v"
+    assert [line.split()[0] for line in objects if "._" in line] == ["lr_scheduler._last_lr"]
+    verbose = run("inspect", str(path), "-v").stdout
+    assert all(f"lr_scheduler.{key}" in verbose for key in internal)
+    assert {row.split()[0] for row in section(verbose, "hyper-parameters")} >= {*defaults}
+
+
+def test_the_state_of_the_optimizer_is_told_by_kind(tmp_path: Path) -> None:
+    trained(tmp_path / "a.pt")
+    _, *rows = section(run("inspect", str(tmp_path / "a.pt")).stdout, "optimizer state")
+    assert [row.split() for row in rows] == [
+        ["step", "float32", "2", "2", "8", "B"],
+        ["exp_avg", "float32", "2", "72", "288", "B"],
+        ["exp_avg_sq", "float32", "2", "72", "288", "B"],
+    ]
+
+
+@pytest.mark.parametrize("name", ["dcp/flat_optim_w2", "run/torchtitan_w2", "dcp/hsdp_w4"])
+def test_groups_are_called_by_number_everywhere(name: str) -> None:
+    header, parameters, *_ = section(run("inspect", str(CHECKPOINTS / name / "ckpt")).stdout, "hyper-parameters")
+    assert header.split() == ["group", "0", "group", "1"]
+    assert parameters.split()[0] == "parameters"
+
+
+def test_tensors_select_objects_too_in_json() -> None:
+    document = json.loads(run("inspect", str(DCP), "--json", "--tensors", "optim.*").stdout)
+    assert {entry["part"] for entry in (*document["tensors"], *document["objects"])} == {"optimizer"}
+    assert document["objects"]
