@@ -1,4 +1,4 @@
-"""`ckpttool repair`: a copy in which everything is put right that can be without guessing."""
+"""`ckpttool repair`: a repaired copy, by lossless fixes only."""
 
 from __future__ import annotations
 

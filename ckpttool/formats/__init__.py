@@ -44,7 +44,7 @@ def writable(name: str | None, dst: str) -> Format:
     """The format to write: the one named, or the one that the suffix of `dst` says unmistakably."""
     row = named(name) if name is not None else by_suffix(dst)
     if row is None:
-        raise UsageError(f"`{dst}` does not say which format it is to have", hint=f"pass {options(FORMATS, ', ')}")
+        raise UsageError(f"cannot infer the output format from `{dst}`", hint=f"pass {options(FORMATS, ', ')}")
     if row.create is None:
         raise UsageError(f"{row.name} can be read but not written")
     return row

@@ -6,6 +6,7 @@ from ckpttool.catalogue.protocols import Format
 from ckpttool.errors import CkptError, ReadError
 from ckpttool.formats import FORMATS
 from ckpttool.storage.stores import Location, locate
+from ckpttool.text import some
 
 _SHOWN = 4
 _HEAD = 64  # bytes of a file that say what it is
@@ -40,7 +41,7 @@ def _unknown_file(location: Location) -> CkptError:
     for begins, what, hint in _OTHER_FILES:
         if low.startswith(begins):
             return ReadError(f"`{location}`: {what}", hint=hint, file=location, found=what)
-    return ReadError(f"`{location}`: not a checkpoint that we know", hint=_marks(), file=location)
+    return ReadError(f"`{location}`: unrecognised format", hint=_marks(), file=location)
 
 
 def _unknown_directory(location: Location) -> ReadError:
@@ -49,15 +50,20 @@ def _unknown_directory(location: Location) -> ReadError:
         return ReadError(f"`{location}`: an empty directory", hint=_INCOMPLETE, file=location)
     inside = [name for name in names[:1000] if any(row.recognise(location / name) for row in FORMATS)]
     if inside:
-        text = f"`{location}`: is no checkpoint, but has {'one' if len(inside) == 1 else len(inside)} in it"
-        return ReadError(text, hint=f"name one: `{location / inside[-1]}`", file=location, found=inside)
+        return found_inside(location, inside[::-1])
     more = ", ..." if len(names) > _SHOWN else ""
-    text = f"`{location}`: holds no checkpoint that we know ({', '.join(names[:_SHOWN])}{more})"
-    return ReadError(text, hint=f"{_marks()}; for one file, name the file itself", file=location)
+    text = f"`{location}`: contains no checkpoint of a known format ({', '.join(names[:_SHOWN])}{more})"
+    return ReadError(text, hint=_marks(), file=location)
+
+
+def found_inside(location: Location, names: list[str]) -> ReadError:
+    """Return the error for a directory that is no checkpoint, but contains these. The first one is the hint."""
+    text = f"`{location}`: not a checkpoint; found {len(names)} inside: {some(names)}"
+    return ReadError(text, hint=f"name one: `{location / names[0]}`", file=location, found=names)
 
 
 def _marks() -> str:
-    return "; ".join(row.marks for row in FORMATS if row.marks)
+    return f"detected by their first bytes and names: {', '.join(row.marks for row in FORMATS if row.marks)}"
 
 
 # Files that are not checkpoints ---------------------------------------------------------------------------------------

@@ -226,9 +226,9 @@ class _Cutting:
         left = [t for t in whole if len(t.shape) > 1 and str(t.path[-1]).rpartition(".")[2] == "weight"]
         if left:
             weights = f"{plural(len(left), 'weight')} ({size(sum(tensor.nbytes for tensor in left))})"
-            are_left = f"{'is' if len(left) == 1 else 'are'} left whole: {some([t.name for t in left])}"
-            how = "`reshard --shard PATTERN` cuts those that are frozen parameters"
-            text = f"{weights} that the optimizer has no state of {are_left}; {how}"
+            are_whole = f"{'is' if len(left) == 1 else 'are'} replicated, not sharded: {some([t.name for t in left])}"
+            how = "`reshard --shard PATTERN` shards frozen parameters"
+            text = f"{weights} without optimizer state {are_whole}; {how}"
             self.warnings.append(Warning("placement", text))
 
     def _placements(self, tensor: Tensor, names: Sequence[str]) -> tuple[bool, Placements | None]:

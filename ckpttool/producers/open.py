@@ -12,10 +12,10 @@ from contextlib import ExitStack, closing, contextmanager, suppress
 from ckpttool import formats, producers
 from ckpttool.catalogue import parts
 from ckpttool.catalogue.entries import Catalogue, Object, Path, dotted
-from ckpttool.catalogue.protocols import NO_HINTS, OpenOptions, Source
+from ckpttool.catalogue.protocols import NO_HINTS, Format, OpenOptions, Source
 from ckpttool.catalogue.warning import Warning
 from ckpttool.errors import CkptError, CorruptError, ReadError, UsageError
-from ckpttool.formats.detect import detect
+from ckpttool.formats.detect import detect, found_inside
 from ckpttool.layout.optimizer.names_of_ids import is_model_order
 from ckpttool.producers import model_config, reader, runs
 from ckpttool.producers.combined import CombinedSource
@@ -43,12 +43,22 @@ def open_at(location: Location, options: OpenOptions = NO_HINTS, run: runs.Run |
         inner = runs.find(directory) if directory is not None and row is None else None
         if inner is not None and inner.chosen is not None:
             return open_at(inner.chosen.path, options, run or inner)
-        # The error of `detect` knows what else the directory has.
-        source = (row or detect(location)).open(location, options)
+        source = (row or _detect(location, directory)).open(location, options)
     source.catalogue.facts |= model_config.facts(location, directory, source.catalogue)
     if run is not None:
         _describe_run(source.catalogue, run)
     return source
+
+
+def _detect(location: Location, directory: Directory | None) -> Format:
+    """Return the format. The error for a directory without one names the checkpoints of the runs inside it."""
+    try:
+        return detect(location)
+    except ReadError as error:
+        if directory is None or not (checkpoints := runs.inside(directory)):
+            raise
+        below = [checkpoint.path.removeprefix(f"{directory.path}/") for checkpoint in checkpoints]
+        raise found_inside(location, [*below, *error.facts.get("found", ())]) from None
 
 
 def _beside(directory: Directory, producer: Producer) -> runs.Run | None:

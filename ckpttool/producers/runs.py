@@ -29,6 +29,7 @@ _POINTERS = re.compile(
 )
 _BELOW = re.compile(r"checkpoints?|lightning_logs|version_\d+")
 _DEEPEST = 3
+_MOST_FOLDERS = 100  # in which runs are looked for, to name them in an error
 _INDEX_READ = 1 << 20  # largest `.metadata` whose names are checked, of every checkpoint of a run
 _INDEX_MOST = 1 << 30  # and of the one to open
 # A string in a pickle: its length, its bytes.
@@ -94,6 +95,15 @@ def find(directory: Directory) -> Run | None:
     when no checkpoint is complete, or nothing says which is the newest."""
     inner, checkpoints = _search(directory)
     return Run(inner, checkpoints, _newest(directory.path, checkpoints)) if checkpoints else None
+
+
+def inside(directory: Directory) -> list[RunCheckpoint]:
+    """The checkpoints of the runs in the folders of a directory, one level down, the newest complete one first."""
+    found: list[RunCheckpoint] = []
+    for name in directory.folders[:_MOST_FOLDERS]:
+        with suppress(CkptError):
+            found += _search(directory.folder(name))[1]
+    return sorted(found, key=lambda checkpoint: (checkpoint.complete, checkpoint.step or 0), reverse=True)
 
 
 def _search(directory: Directory) -> tuple[Directory, list[RunCheckpoint]]:

@@ -319,7 +319,7 @@ def _placement(stub: Any) -> Placement:
             message = "a partial DTensor: each rank has a summand of it, not a piece"
             hint = "sum it up before it is saved: `tensor.redistribute(placements=[Replicate()])`"
             raise ReadError(message, hint=hint, found=name)
-    raise ReadError(f"placement `{stub_name(stub) or stub!r:.80}` is not one that we know", found=name)
+    raise ReadError(f"unknown placement `{stub_name(stub) or stub!r:.80}`", found=name)
 
 
 def _shard_order(value: Any) -> dict[int, Ints]:

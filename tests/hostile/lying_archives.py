@@ -156,7 +156,7 @@ lie("zip: nothing at all", file("ckpt.pt", b""), "empty", code=READ)
 lie(
     "zip: nothing but an end record",
     file("ckpt.pt", b"PK\5\6" + bytes(18)),
-    "not a checkpoint that we know",
+    "unrecognised format",
     code=(READ, 4),
 )
 lie(

@@ -89,7 +89,7 @@ for name, make, pattern in (
     ("a comment in JSON", header(b"{/* */}"), "the header is not JSON: (?!a zero)"),
     ("a comma too many", header(TEXT[:-1] + b",}"), "the header is not JSON: (?!a zero)"),
     ("a header and a second one", header(TEXT + TEXT), "the header is not JSON: (?!a zero)"),
-    ("no braces", header(b"[]      "), "not a checkpoint that we know"),
+    ("no braces", header(b"[]      "), "unrecognised format"),
     ("offsets of pieces that are text", table(__metadata__={"DCP_SHARDING_INFO": "{"}), "its `DCP_SHARDING_INFO` is not JSON: (?!a zero)"),
     ("offsets of pieces below zero", table(__metadata__={"DCP_SHARDING_INFO": json.dumps({"w": {"saved_offsets": [-1, 0]}})}), r"tensor `w`: \[-1, 0\] is no offset in its `DCP_SHARDING_INFO`"),
     ("offsets of pieces of 2**70", table(__metadata__={"DCP_SHARDING_INFO": json.dumps({"w": {"saved_offsets": [2**70, 0]}})}), "no offset in its `DCP_SHARDING_INFO`"),

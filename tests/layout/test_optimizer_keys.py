@@ -265,7 +265,7 @@ def test_a_way_back_that_is_not_exact_is_said() -> None:
         "which makes 1 group"
     ]
     groups = [{"lr": 1, "params": ["b"]}]
-    assert "cannot be found again" in said(small(state={}, param_groups=groups), "id")[0]
+    assert "cannot be mapped back to parameters" in said(small(state={}, param_groups=groups), "id")[0]
     by_name = {name: {"exp_avg": torch.zeros(shape)} for name, shape in (("b", (3,)), ("a", (2, 3)))}
     groups = [{"lr": 1, "params": ["b", "a"]}]
     assert "the model here is in another order" in said(small(state=by_name, param_groups=groups), "id")[0]

@@ -185,13 +185,13 @@ def test_two_placements_of_one_shape_are_told_where_parameters_have_numbers() ->
     assert "names its parameters by number" in "".join(map(str, laid.warnings))
 
 
-def test_weights_that_are_left_whole_are_told_where_nothing_says_what_they_are() -> None:
+def test_weights_that_are_replicated_are_told_where_nothing_says_what_they_are() -> None:
     state = by_name()
     state["model"] |= {"base.weight": torch.zeros(4, 2), "norm.weight": torch.zeros(4), "buffer": torch.zeros(4, 2)}
     laid = chunking.over_world(started(state), 2)
     assert [str(w) for w in laid.warnings] == [
-        "1 weight (32 B) that the optimizer has no state of is left whole: `model.base.weight`; "
-        "`reshard --shard PATTERN` cuts those that are frozen parameters"
+        "1 weight (32 B) without optimizer state is replicated, not sharded: `model.base.weight`; "
+        "`reshard --shard PATTERN` shards frozen parameters"
     ]
     mesh = parse_mesh("shard=2")
     for rules in (Rules(shard=("base.weight",)), Rules(replicate=("base.weight",))):

@@ -228,8 +228,8 @@ def test_what_is_no_checkpoint(tmp_path: Path) -> None:
     (tmp_path / "notes.txt").write_text("hello")
     for path, words in (
         (tmp_path / "none", "no such file"),
-        (tmp_path / "notes.txt", "not a checkpoint that we know"),
-        (tmp_path, "holds no checkpoint that we know"),
+        (tmp_path / "notes.txt", "unrecognised format"),
+        (tmp_path, "contains no checkpoint of a known format"),
     ):
         with pytest.raises(ReadError, match=words):
             ckpttool.open(str(path))

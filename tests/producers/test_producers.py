@@ -29,7 +29,7 @@ from ckpttool import convert, inspect, producers
 from ckpttool.errors import CkptError, CorruptError, ReadError
 from ckpttool.producers import PRODUCERS, recognise, runs
 from ckpttool.producers.directory import Directory
-from ckpttool.producers.open import open_at
+from ckpttool.producers.open import open_at, open_source
 from ckpttool.producers.reader import shapes_of_moments
 from ckpttool.producers.runs import step_in
 from ckpttool.storage.stores import locate
@@ -417,7 +417,7 @@ def test_a_directory_of_other_things_is_no_run(tmp_path: Path) -> None:
     (tmp_path / "step-1").mkdir()
     (tmp_path / "logs").mkdir()
     assert runs.checkpoints(str(tmp_path)) == []
-    with pytest.raises(ReadError, match="holds no checkpoint that we know"):
+    with pytest.raises(ReadError, match="contains no checkpoint of a known format"):
         inspect(tmp_path)
 
 
@@ -830,3 +830,20 @@ def test_a_broken_optimizer_does_not_stop_the_model(damage: str, tmp_path: Path)
     found = torch.load(tmp_path / "out.pt")
     assert found.keys() == whole.keys()
     assert all(torch.equal(found[name], whole[name]) for name in whole)
+
+
+@pytest.mark.parametrize("path", sorted((CHECKPOINTS / "run").iterdir()), ids=lambda path: path.name)
+def test_a_directory_above_a_run_opens_or_names_the_newest_checkpoint(path: Path) -> None:
+    """What the hint names opens, and is the checkpoint that the run itself opens."""
+    with closing(open_source(str(path / "ckpt"))) as source:
+        expected = source.catalogue
+    try:
+        with closing(open_source(str(path))) as source:
+            found = source.catalogue
+    except ReadError as error:
+        named = re.fullmatch("name one: `(.*)`", error.hint or "")
+        assert named is not None and "not a checkpoint; found" in error.message
+        with closing(open_source(named[1])) as source:
+            found = source.catalogue
+    assert found.entries.keys() == expected.entries.keys()
+    assert [f.name for f in found.own_files] == [f.name for f in expected.own_files]

@@ -25,6 +25,6 @@ FORMAT = Format(
     losses=deferred(f"{__name__}.writer", "losses"),
     chunked=True,
     any_state=True,
-    marks="a DCP directory has `.metadata`",
+    marks="DCP (a directory with `.metadata`)",
     data_suffixes=(".distcp",),
 )

@@ -25,6 +25,6 @@ FORMAT = Format(
     is_file=lambda path: path.endswith(".safetensors"),
     splits=True,
     sorts_names=True,
-    marks="a safetensors file begins with its header, and a directory has `*.safetensors`",
+    marks="safetensors (its header, or a directory of `*.safetensors`)",
     suffixes=(".safetensors",),
 )

@@ -23,6 +23,6 @@ FORMAT = Format(
     losses=deferred(f"{__name__}.writer", "losses"),
     is_file=lambda path: True,
     any_state=True,
-    marks="a torch.save file begins as a zip archive or with a pickle",
+    marks="torch.save (a zip archive or a pickle)",
     suffixes=(".pt", ".pth", ".bin", ".ckpt"),
 )

@@ -253,6 +253,6 @@ def _unclear_again(respelt: Catalogue, changed: list[Optimizer]) -> list[str]:
     try:
         names = name_ids(again, respelt)
     except CkptError as error:
-        return [f"whose the ids are is not written, and cannot be found again: {error.message}"]
+        return [f"optimizer ids cannot be mapped back to parameters: {error.message}"]
     odd = (one.name for one, named in zip(again, names, strict=True) if named != before[one.root])
     return [f"`{name}`: its ids are those of its groups, but the model here is in another order" for name in odd][:1]

@@ -223,7 +223,7 @@ def _wide(bits: Array, dtype: Dtype) -> Array:
 
 
 def _distances(one: Array, two: Array, dtype: Dtype) -> Array:
-    """Return how many numbers of the dtype apart. Floats of one sign are ordered as their bits are."""
+    """Return the distances in ULPs. Floats of one sign are ordered as their bits are."""
     import numpy as np
 
     top = one.dtype.type(0 if dtype.name == "float8_e8m0fnu" else 1 << (one.dtype.itemsize * 8 - 1))

@@ -76,8 +76,8 @@ def _probably_tied(catalogue: Catalogue, known_ties: Collection[Path]) -> Iterat
             group[tensor.part, tensor.dtype.name, tensor.shape].append(tensor)
     for key, tensors in strangers.items():
         if len(tensors) == 1 == len(partners.get(key, ())):
-            why = "same dtype and shape, and the optimizer knows only one of them"
-            text = f"`{tensors[0].name}` is probably `{partners[key][0].name}` stored a second time: {why}"
+            names = f"`{tensors[0].name}` and `{partners[key][0].name}`"
+            text = f"{names} look tied, but are stored twice: same dtype and shape, and only one has optimizer state"
             yield Warning("stored-twice", text)
 
 

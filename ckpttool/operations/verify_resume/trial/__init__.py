@@ -2,7 +2,7 @@
 
     A         trains `steps`, saves, trains `more`
     B         resumes from that save after its route, in processes of its own, and trains `more`
-    control   only where B has another mesh than A, as a reference: torch's DCP resumes there from its own save of A
+    control   only where the meshes of A and B differ, as a reference: torch's DCP resumes there from its own save of A
     alone     only where gradients are checked: one rank, the parameters of A's end, all of its batches
 
 B's state must be A's, bit for bit. On the same mesh so must be its steps. On another mesh nothing is summed in the same
