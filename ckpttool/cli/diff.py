@@ -124,7 +124,8 @@ def _print(terminal: Terminal, result: Diff) -> None:
     if result.total.tensors and (terminal.verbose or not result.same):
         _print_parts(terminal, result)
     for title, entries in (("only in A", result.only_a), ("only in B", result.only_b)):
-        rows = [[e.name] if e.shape is None else [e.name, str(e.dtype), str(list(e.shape))] for e in entries]
+        ordered = sorted(entries, key=lambda entry: natural(entry.name))
+        rows = [[e.name] if e.shape is None else [e.name, str(e.dtype), str(list(e.shape))] for e in ordered]
         _print_list(terminal, title, rows, wrap=(0,))
     _print_list(terminal, "a tensor in one, an object in the other", [[name] for name in result.kinds], wrap=(0,))
     _print_layouts(terminal, result)
@@ -203,7 +204,7 @@ def _figures(figures: Difference | Total) -> list[str]:
 
 def _print_layouts(terminal: Terminal, result: Diff) -> None:
     rows: Rows = []
-    for tensor in result.tensors:
+    for tensor in sorted(result.tensors, key=lambda tensor: natural(tensor.name)):
         if "dtype" in tensor.kinds:
             rows.append([tensor.name, "dtype", *tensor.dtypes])
         if "shape" in tensor.kinds:
@@ -303,7 +304,8 @@ def _print_objects(terminal: Terminal, result: Diff) -> None:
     def shown(value: Any) -> TextLike:
         return dim("-") if value is ABSENT else describe(value, limit=_WHOLE if terminal.verbose else _VALUE)
 
-    rows: Rows = [[entry.name + entry.at, shown(entry.a), shown(entry.b)] for entry in result.objects]
+    objects = sorted(result.objects, key=lambda entry: natural(entry.name))
+    rows: Rows = [[entry.name + entry.at, shown(entry.a), shown(entry.b)] for entry in objects]
     _print_list(terminal, "objects", rows, ("value", "A", "B"), wrap=(0,), clip=(1, 2))
 
 

@@ -33,7 +33,12 @@ _TITLES = {"producer": "producer", "writer": "written by", "torch": "torch", "la
     arguments=(options.CHECKPOINT,),
     sections={
         "Selection": (
-            Option("--depth N", "Levels of the module tree to show.", type=click.IntRange(min=1), default=4),
+            Option(
+                "--depth N",
+                "Levels of the module tree to show, not counting `model` and lists of layers.",
+                type=click.IntRange(min=1),
+                default=4,
+            ),
             options.TENSORS,
             options.SHAPES,
         ),
@@ -185,17 +190,26 @@ def _dtypes(names: Sequence[str]) -> str:
 
 
 def _tree(terminal: Terminal, part: Part, lines: list[Line]) -> None:
-    terminal.heading(str(part))
+    dtypes = {line.dtypes for line in lines}
+    shared = _dtypes(dtypes.pop()) if len(dtypes) == 1 else ""
+    terminal.heading(str(part), shared)
     rows = []
     for line in lines:
         times, shape = "", plural(line.tensors, "tensor")
         if line.shape is not None:
-            shape = f"{f'{line.times} x ' if line.times > 1 else ''}{list(line.shape)}"
+            shape = f"{f'{line.times:,} x ' if line.times > 1 else ''}{list(line.shape)}"
         elif line.folded > 1:
             times = f"  x{line.folded}"
+        dtype = () if shared else (_dtypes(line.dtypes),)
         numbers = ("tied", "") if line.tied else (count(line.elements), size(line.nbytes))
-        rows.append(("  " * line.depth + line.name + times, shape, _dtypes(line.dtypes), *numbers))
-    terminal.table(rows, ("", "shape", "dtype", "elements", "bytes"), right=(1, 3, 4), wrap=(0, 2))
+        rows.append(("  " * line.depth + line.name + times, shape, *dtype, *numbers))
+    headers = ("", "shape", *(() if shared else ("dtype",)), "elements", "bytes")
+    last = len(headers) - 1
+    terminal.table(rows, headers, right=(1, last - 1, last), wrap=(0,), drop=(last - 1, *range(2, last - 1)))
+    if closed := [line for line in lines if line.closed]:
+        depth = max(line.closed for line in closed)
+        what = f"{plural(len(closed), 'module')} {'is' if len(closed) == 1 else 'are'} closed"
+        terminal.line(dim(f"  {what}: --depth {depth} opens {'it' if len(closed) == 1 else 'them'}"))
 
 
 def _tensors(terminal: Terminal, tensors: list[Tensor], catalogue: Catalogue) -> None:

@@ -9,9 +9,11 @@ import pty
 import re
 import struct
 import termios
+from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from support.cli import FULL, environment, run, spawn
 
 from ckpttool.cli.progress import Progress
@@ -76,6 +78,17 @@ def test_tables_fit_the_terminal(columns: int) -> None:
         # Letters of two columns are counted as one: only the sample's Japanese text is let off.
         assert [line for line in plain.splitlines() if len(line) > columns] == []
     assert "\x1b" not in on_terminal(columns, "inspect", FULL, NO_COLOR="1")
+
+
+def test_a_narrow_terminal_shows_names_before_other_columns(tmp_path: Path) -> None:
+    names = [f"model.layers.{i}.{'post_attention_layernorm' * 2}.weight" for i in range(3)]
+    state = {name: torch.ones(1000, 100, dtype=torch.bfloat16) for name in names} | {"bias": torch.ones(3)}
+    torch.save(state, tmp_path / "a.pt")
+    text = on_terminal(80, "inspect", str(tmp_path / "a.pt"), NO_COLOR="1")
+    assert "post_attention_layernorm" * 2 + ".weight" in text
+    assert "elements" not in text.partition("\nmodel")[2]
+    wide = on_terminal(160, "inspect", str(tmp_path / "a.pt"), NO_COLOR="1").partition("\nmodel")[2]
+    assert "elements" in wide and "dtype" in wide
 
 
 def test_a_pipe_gets_everything_and_no_colours() -> None:

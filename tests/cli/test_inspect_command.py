@@ -102,3 +102,21 @@ def test_tensors_select_objects_too_in_json() -> None:
     document = json.loads(run("inspect", str(DCP), "--json", "--tensors", "optim.*").stdout)
     assert {entry["part"] for entry in (*document["tensors"], *document["objects"])} == {"optimizer"}
     assert document["objects"]
+
+
+def test_a_dtype_that_all_rows_share_is_in_the_heading(tmp_path: Path) -> None:
+    model = nn.Sequential(*(nn.Linear(3, 3, dtype=torch.bfloat16) for _ in range(3)))
+    torch.save(model.state_dict(), tmp_path / "a.pt")
+    text = run("inspect", str(tmp_path / "a.pt")).stdout
+    assert "model  bfloat16" in text.splitlines()
+    assert "dtype" not in section(text, "model")[0].split()
+    model[1].float()
+    torch.save(model.state_dict(), tmp_path / "a.pt")
+    text = run("inspect", str(tmp_path / "a.pt")).stdout
+    assert "dtype" in section(text, "model")[0].split()
+
+
+def test_closed_modules_say_how_to_open_them() -> None:
+    *_, last = section(run("inspect", str(DCP), "--depth", "1").stdout, "model")
+    assert last == "  1 module is closed: --depth 3 opens it"
+    assert "closed" not in run("inspect", str(DCP), "--depth", "3").stdout

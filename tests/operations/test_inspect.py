@@ -119,17 +119,58 @@ def test_equal_layers_are_one_line() -> None:
 def test_layers_that_differ_are_not_folded() -> None:
     net = Net(layers=6)
     net.layers[2].norm.double()
-    names = [line.name for line in tree_of(net, depth=2)]
-    assert names[names.index("layers") + 1 :][:2] == ["0-1,3-5", "2"]
+    assert [line.name for line in tree_of(net, depth=1) if line.depth == 1] == ["0-1,3-5", "2"]
 
 
-def test_depth_cuts_the_tree_and_keeps_the_totals() -> None:
+@pytest.mark.parametrize(("depth", "deepest", "closed"), [(1, 0, 1), (2, 2, 2), (3, 3, 0), (4, 3, 0)])
+def test_depth_cuts_the_tree_and_keeps_the_totals(depth: int, deepest: int, closed: int) -> None:
+    """`mlp` is a list of modules that differ, which is no level of its own."""
     net = Net()
-    for depth in (1, 2, 3, 4):
-        found = tree_of(net, depth)
-        assert max(line.depth for line in found) < depth
-        top = [line for line in found if line.depth == 0]
-        assert sum(line.tensors for line in top) == len(net.state_dict())
+    found = tree_of(net, depth)
+    assert max(line.depth for line in found) == deepest
+    assert [line.closed for line in found if line.closed] == [3] * closed
+    assert sum(line.tensors for line in found if line.depth == 0) == len(net.state_dict())
+
+
+class Expert(nn.Module):
+    """Layers of which the first is dense and the others have experts, within `model`, as transformers has them."""
+
+    def __init__(self, layers: int = 12) -> None:
+        super().__init__()
+        self.lm_head = nn.Linear(2, 5, bias=False)
+        self.model = nn.Module()
+        self.model.embed = nn.Embedding(5, 2)
+        self.model.layers = nn.ModuleList(nn.Module() for _ in range(layers))
+        for i, layer in enumerate(self.model.layers):
+            layer.norm = nn.LayerNorm(2)
+            layer.mlp = nn.Linear(2, 2) if i < 3 else nn.Module()
+            if i >= 3:
+                layer.mlp.gate = nn.Linear(2, 4, bias=False)
+                layer.mlp.experts = nn.ModuleList(nn.Bilinear(2, 2, 2) for _ in range(4))
+
+
+def test_depth_is_not_spent_on_the_way_to_the_layers() -> None:
+    found = tree_of(Expert(), 3)
+    names = {line.name: line for line in found}
+    assert [(names[n].depth, names[n].closed) for n in ("model", "layers", "0-2", "3-11", "experts.0-3")] == [
+        (0, 0),
+        (1, 0),
+        (2, 0),
+        (2, 0),
+        (4, 4),
+    ]
+    assert sum(line.tensors for line in found if line.depth == 0) == len(Expert().state_dict())
+    opened = tree_of(Expert(), names["experts.0-3"].closed)
+    assert not [line for line in opened if line.closed]
+    assert ("weight", 36) in [(line.name, line.times) for line in opened]
+
+
+def test_layers_come_in_the_order_of_their_numbers() -> None:
+    """A safetensors file has them as 0, 1, 10, 11, 2, ..., and the tensors of each in an order of its own."""
+    state = Expert(13).state_dict()
+    shuffled = catalogue(dict(sorted(state.items(), key=lambda item: item[0][::-1])))
+    found = lines(shuffled.tensors, (), {}, 3)
+    assert [line.name for line in found if line.depth == 2 and line.name[0].isdecimal()] == ["0-2", "3-12"]
 
 
 def test_ranges() -> None:

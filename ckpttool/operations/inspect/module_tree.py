@@ -26,6 +26,7 @@ class Line:
 
     `folded` is how many equal ones this line folds, `times` how many it stands for with those of the lines above it;
     `tensors`, `elements` and `nbytes` count all of them, so that a column adds up. `shape` is None for a module.
+    `closed` is the depth that shows everything below a module which is not shown, else 0.
     """
 
     depth: int
@@ -38,6 +39,7 @@ class Line:
     elements: int
     nbytes: int
     tied: bool = False
+    closed: int = 0
 
 
 @dataclass(slots=True)
@@ -55,6 +57,7 @@ class _Node:
 def lines(tensors: Iterable[Tensor], root: Path, tied: Collection[Path], depth: int) -> list[Line]:
     """The tree of `tensors`, whose names begin with `root`, down to `depth` levels.
 
+    The module around almost everything (`model` beside `lm_head.weight`) and a list of differing layers are no levels.
     `tied` are those whose bytes another tensor has; they count as tensors, but not as elements or bytes again.
     """
     top = _Node()
@@ -66,7 +69,7 @@ def lines(tensors: Iterable[Tensor], root: Path, tied: Collection[Path], depth: 
         node.tensor = tensor
         node.tied = tensor.path in tied
     _count(top, {})
-    return list(_walk(top, 0, 1, depth))
+    return list(_walk(top, 0, 1, depth, 0))
 
 
 def _count(node: _Node, kinds: dict[object, int]) -> None:
@@ -85,32 +88,58 @@ def _count(node: _Node, kinds: dict[object, int]) -> None:
         dtypes.append(own.dtype.name)
         looks = (own.dtype.name, own.shape, node.tied)
     node.dtypes = tuple(dict.fromkeys(dtypes))
-    same = (looks, tuple((name, child.kind) for name, child in node.children.items()))
+    same = (looks, tuple(sorted((name, child.kind) for name, child in node.children.items())))
     node.kind = kinds.setdefault(same, len(kinds) + 1)
 
 
-def _walk(node: _Node, level: int, times: int, depth: int) -> Iterator[Line]:
+def _walk(node: _Node, level: int, times: int, depth: int, spent: int) -> Iterator[Line]:
+    """Yield the lines below `node`, which are indented by `level`; `spent` of the `depth` levels are above them."""
+    for name, folded, child, below in _children(node, spent):
+        count = times * folded
+        tensors, elements, nbytes = (n * count for n in (child.tensors, child.elements, child.nbytes))
+        shape = child.tensor.shape if child.tensor and not child.children else None
+        closed = _deepest(child, below) if child.children and below >= depth else 0
+        yield Line(level, name, folded, count, tensors, child.dtypes, shape, elements, nbytes, child.tied, closed)
+        if not closed:
+            yield from _walk(child, level + 1, count, depth, below)
+
+
+def _children(node: _Node, spent: int) -> Iterator[tuple[str, int, _Node, int]]:
+    """Yield the name of each line below a module, how many it folds, its node, and the levels that are spent below."""
+    modules = sum(child.tensors > 1 for child in node.children.values())
     for names, child in _folded(node):
         name, folded = _label(names), len(names)
+        is_wrapper = spent == 0 and modules == 1 < child.tensors and not _is_number(names[0])
         # A module with one thing in it is one line with that thing.
         while child.tensor is None and len(inner := _folded(child)) == 1:
             more, child = inner[0]
             name, folded = f"{name}.{_label(more)}", folded * len(more)
-        count = times * folded
-        tensors, elements, nbytes = (n * count for n in (child.tensors, child.elements, child.nbytes))
-        shape = child.tensor.shape if child.tensor and not child.children else None
-        yield Line(level, name, folded, count, tensors, child.dtypes, shape, elements, nbytes, child.tied)
-        if level + 1 < depth:
-            yield from _walk(child, level + 1, count, depth)
+            is_wrapper = is_wrapper and not _is_number(more[0])
+        yield name, folded, child, spent + (not is_wrapper and not _is_list(child))
+
+
+def _deepest(node: _Node, spent: int) -> int:
+    """Return the depth that shows everything below a module."""
+    return max((_deepest(child, below) for _, _, child, below in _children(node, spent)), default=spent)
+
+
+def _is_number(name: str) -> bool:
+    return name.isdecimal() and name.isascii() and len(name) <= _DIGITS
+
+
+def _is_list(node: _Node) -> bool:
+    return len(node.children) > 1 and all(map(_is_number, node.children))
 
 
 def _folded(node: _Node) -> list[tuple[list[str], _Node]]:
-    """The children, numbered ones that are equal together, each group at its first member."""
+    """The children, numbered ones in ascending order, and those of them that are equal together."""
+    numbers = iter(sorted(filter(_is_number, node.children), key=int))
     groups: dict[tuple[str, int], tuple[list[str], _Node]] = {}
-    for name, child in node.children.items():
-        is_number = name.isdecimal() and name.isascii() and len(name) <= _DIGITS
-        key = ("", child.kind) if is_number else (name, 0)
-        groups.setdefault(key, ([], child))[0].append(name)
+    for name in node.children:
+        is_number = _is_number(name)
+        name = next(numbers) if is_number else name
+        child = node.children[name]
+        groups.setdefault(("", child.kind) if is_number else (name, 0), ([], child))[0].append(name)
     return list(groups.values())
 
 

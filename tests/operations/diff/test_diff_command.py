@@ -206,3 +206,12 @@ def test_new_nans_are_said(two: tuple[Path, Path]) -> None:
     assert "new NaN" not in run("diff", other, one).stdout
     document = json.loads(run("diff", other, one, "--json").stdout)
     assert [t["values"]["new_nans"] for t in document["tensors"] if t["name"].endswith("a")] == [0]
+
+
+def test_lists_are_in_the_order_of_the_layers(tmp_path: Path) -> None:
+    layers = {f"layers.{i}.weight": torch.ones(2) for i in sorted(range(12), key=str)}
+    torch.save({"head": torch.ones(2)}, tmp_path / "a.pt")
+    torch.save({"head": torch.ones(2), **layers}, tmp_path / "b.pt")
+    _, _, rows = run("diff", str(tmp_path / "a.pt"), str(tmp_path / "b.pt")).stdout.partition("only in B")
+    names = [line.split()[0] for line in rows.splitlines() if "layers" in line]
+    assert names == [f"layers.{i}.weight" for i in range(12)]
