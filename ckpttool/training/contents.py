@@ -5,10 +5,13 @@ Small, and the same on every rank, so that a rank that reads can send it to the 
 
 from __future__ import annotations
 
+import io
 from collections import Counter
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from functools import reduce
+from operator import getitem
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ckpttool.catalogue import flatten, parts, values
@@ -54,6 +57,12 @@ class Optimizer:
     by_number: bool = False
 
 
+class UnknownClass(NamedTuple):
+    """In place of a value that holds an object of a class that is never made here: `UnknownClass("my.Recipe")`."""
+
+    name: str
+
+
 class PickledValue(NamedTuple):
     """A value with objects of unknown classes, pickled for our own unpickler."""
 
@@ -62,7 +71,8 @@ class PickledValue(NamedTuple):
 
 @dataclass(slots=True)
 class Contents:
-    """The contents of a checkpoint. `same` are second names of tied weights: `{"lm_head.weight": "embed.weight"}`.
+    """The contents of a checkpoint. `extra_state` are the values for `set_extra_state` of modules, with their tensors.
+    `same` are second names of tied weights: `{"lm_head.weight": "embed.weight"}`.
     `own` are the values of the script's other objects, with a `Shape` for each tensor. `tensors` are those to read, by
     `("model", name)`, `("optimizer", name, *below)` and `("own", *path)`, on ranks that read."""
 
@@ -118,7 +128,7 @@ def describe(catalogue: Catalogue, path: str, read: Read, options: LoadOptions) 
     chosen: list[Part] = []
     if options.model is not None:
         chosen.append(_chosen_part(catalogue, "model", options.model_key, path))
-        _add_model(contents, catalogue, chosen[0], options.prefix)
+        _add_model(contents, catalogue, chosen[0], read, options.prefix)
     if options.optimizer is not None:
         chosen.append(_chosen_part(catalogue, "optimizer", options.optimizer_key, path))
         _add_optimizer(contents, catalogue, chosen[-1], read, options.prefix)
@@ -180,19 +190,39 @@ def _chosen_part(catalogue: Catalogue, kind: str, name: str | None, path: str) -
     return next(iter(present.values()))
 
 
-def _add_model(contents: Contents, catalogue: Catalogue, part: Part, prefix: str) -> None:
+def _add_model(contents: Contents, catalogue: Catalogue, part: Part, read: Read, prefix: str) -> None:
     depth = len(part.root)
     first: dict[Path, str] = {}
+    extra: dict[Path, None] = {}
     for entry in (e for e in catalogue.entries.values() if e.part == part and not e.embedded):
         name = dotted(entry.path[depth:]).removeprefix(prefix)
-        if isinstance(entry, Object):
+        above_extra = _extra_state_path(entry.path, depth)
+        if above_extra is not None:
+            extra[above_extra] = None
+        elif isinstance(entry, Object):
             contents.extra_state[name] = entry.value
-            continue
-        contents.model[name] = Shape(entry.dtype.name, entry.shape)
-        contents.tensors["model", name] = entry.origin or entry
-        known = first.setdefault(catalogue.first(entry).path, name)
-        if known != name:
-            contents.same[name] = known
+        else:
+            contents.model[name] = Shape(entry.dtype.name, entry.shape)
+            contents.tensors["model", name] = entry.origin or entry
+            known = first.setdefault(catalogue.first(entry).path, name)
+            if known != name:
+                contents.same[name] = known
+    if extra:
+        wanted = {e.path for e in catalogue.entries.values() if e.part == part and _extra_state_path(e.path, depth)}
+        tree = flatten.unflatten(catalogue, lambda e: _value(e, catalogue, read) if e.path in wanted else None)
+        for path in extra:
+            value = reduce(getitem, path, tree)
+            unknown = next((v for v in values.walk(value) if isinstance(v, (Stub, values.StubType))), None)
+            name = dotted(path[depth:]).removeprefix(prefix)
+            contents.extra_state[name] = value if unknown is None else UnknownClass(values.stub_name(unknown) or "?")
+
+
+def _extra_state_path(path: Path, depth: int) -> Path | None:
+    """The path of the `_extra_state` of a module that a path is at or below; DCP flattens one that is a dict."""
+    for i, key in enumerate(path[depth:], depth):
+        if str(key).rpartition(".")[2] == "_extra_state":
+            return path[: i + 1]
+    return None
 
 
 def _add_optimizer(contents: Contents, catalogue: Catalogue, part: Part, read: Read, prefix: str) -> None:
@@ -283,7 +313,7 @@ def with_tensors(value: Any, catalogue: Catalogue, read: Read) -> Any:
 
 
 def _known_object(value: Stub) -> Any:
-    """The `Counter` or the numpy array of numbers that a stub stands for; any other stub unchanged."""
+    """The `Counter`, the `BytesIO` or the numpy array of numbers that a stub stands for; any other stub unchanged."""
     import numpy as np
 
     name = values.stub_name(value) or ""
@@ -292,6 +322,10 @@ def _known_object(value: Stub) -> Any:
         case (dict() as counts,) if name == "collections.Counter" and {int}.issuperset(map(type, counts.values())):
             return Counter(counts)
     match value.state:
+        case [(bytes() as raw, int() as position, _)] if name == "_io.BytesIO":
+            stream = io.BytesIO(raw)
+            stream.seek(position)
+            return stream
         case [(int(), tuple() as shape, Stub(args=(str() as kind, *_)), bool() as columns, bytes() as raw)] if is_array:
             with suppress(TypeError, ValueError):
                 return np.frombuffer(bytearray(raw), np.dtype(kind)).reshape(shape, order="F" if columns else "C")

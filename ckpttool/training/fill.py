@@ -88,11 +88,12 @@ def fill(
     """Fill a model of tensors or DTensors (FSDP2, tensor parallelism, DDP, plain), and its optimizer."""
     contents = filler.contents
     with torch.no_grad():
-        _fill_model(matched, filler)
-        for name, module in model.named_modules():
-            key = f"{name}._extra_state".lstrip(".")
-            if key in contents.extra_state:
-                module.set_extra_state(contents.extra_state[key])
+        _fill_model(model, matched, filler)
+        with collectives.together():
+            for name, module in model.named_modules() if matched.extra_state else ():
+                key = f"{name}._extra_state".lstrip(".")
+                if key in matched.extra_state:
+                    module.set_extra_state(matched.extra_state[key])
         if optimizer is not None:
             assert contents.optimizer is not None
             saved = contents.optimizer.state
@@ -103,8 +104,11 @@ def fill(
             _set_state(optimizer, groups, state, as_saved, contents.path)
 
 
-def _fill_model(matched: ModelMatch, filler: Filler) -> None:
+def _fill_model(model: nn.Module, matched: ModelMatch, filler: Filler) -> None:
     """Fill tensor by tensor; those that torch can send by itself, by module."""
+    # torch hands a placeholder to `set_extra_state` of the modules that it sends, and of those below them.
+    any_has = filler.sends and any(map(_has_extra_state, model.modules()))
+    with_extra = {id(m) for m in model.modules() if any_has and any(map(_has_extra_state, m.modules()))}
     by_module: dict[int, tuple[nn.Module, list[tuple[str, Tensor | None]]]] = {}
     # torch refuses a module that has, or that has below it, tensors on several devices.
     on_one = len({target.value.device for target in matched.targets if target.value.dim()}) == 1
@@ -112,13 +116,17 @@ def _fill_model(matched: ModelMatch, filler: Filler) -> None:
         for target in matched.targets:
             key, shape = ("model", target.name), filler.contents.model[target.name]
             by_torch = filler.sends and on_one and broadcast.travels(target.value, shape.dtype)
-            if by_torch and target.module is not None:
+            if by_torch and target.module is not None and id(target.module) not in with_extra:
                 _, names = by_module.setdefault(id(target.module), (target.module, []))
                 names.append((target.key.rpartition(".")[2], filler.contents.tensors.get(key)))
             else:
                 filler.fill(key, shape, local_shards(target.value, target.name))
     if filler.sends:
         broadcast.send_model(list(by_module.values()), filler.reader)
+
+
+def _has_extra_state(module: nn.Module) -> bool:
+    return type(module).get_extra_state is not nn.Module.get_extra_state
 
 
 # The optimizer --------------------------------------------------------------------------------------------------------

@@ -63,8 +63,8 @@ def fill(model: nn.Module, optimizer: torch.optim.Optimizer | None, filler: Fill
         match.check_alike(matched, matches)
     with torch.no_grad():
         _fill_model(matched, filler)
-        with sharded(model):
-            model.load_state_dict(values)
+        with sharded(model), collectives.together():
+            model.load_state_dict({**values, **matched.extra_state})
         if optimizer is not None:
             _fill_optimizer(model, optimizer, values, matches, filler)
     return matched

@@ -21,7 +21,7 @@ from ckpttool.layout.rename import strip_wrappers
 from ckpttool.storage.crc import crc32
 from ckpttool.text import near_names, some
 from ckpttool.training import collectives
-from ckpttool.training.contents import Contents, Group, Optimizer, Shape
+from ckpttool.training.contents import Contents, Group, Optimizer, Shape, UnknownClass
 
 
 @dataclass(slots=True)
@@ -39,13 +39,19 @@ class TensorTarget:
 class ModelMatch:
     """`missing` are names of the model, `unexpected` of the checkpoint, `other_dtype` of tensors that are integers in
     one and not in the other, with the dtype in the checkpoint and in the model. `without_state` are parameters that are
-    trained, and that the optimizer of the checkpoint has no state of. Tied weights are one target."""
+    trained, and that the optimizer of the checkpoint has no state of. `extra_state` is for `set_extra_state`, by the
+    model's keys; `unknown_classes` are those that hold an object of another class. Tied weights are one target."""
 
     targets: list[TensorTarget] = field(default_factory=list)
     missing: list[str] = field(default_factory=list)
     unexpected: list[str] = field(default_factory=list)
     other_dtype: dict[str, tuple[str, str]] = field(default_factory=dict)
     without_state: list[str] = field(default_factory=list)
+    extra_state: dict[str, Any] = field(default_factory=dict)
+    unknown_classes: dict[str, str] = field(default_factory=dict)
+
+
+_ABSENT = object()
 
 
 def match(
@@ -58,11 +64,20 @@ def match(
     """
     matched = ModelMatch()
     clean_names = _by_clean_name(contents.model)
+    extra_state = {strip_wrappers(name): value for name, value in contents.extra_state.items()}
     used: set[str] = set()
     filled: set[int] = set()
     without: list[tuple[str, Any]] = []
     for key, value in values.items():
         if key.rpartition(".")[2] == "_extra_state":
+            clean = strip_wrappers(key)
+            saved_state = extra_state.get(clean, _ABSENT)
+            if isinstance(saved_state, UnknownClass):
+                matched.unknown_classes[clean] = saved_state.name
+            elif saved_state is not _ABSENT:
+                matched.extra_state[key] = saved_state
+            elif not (isinstance(value, dict | list | tuple) and not value):  # which DCP leaves out
+                matched.missing.append(clean)
             continue
         name = key if key in contents.model else clean_names.get(strip_wrappers(key))
         if name is None:
@@ -84,10 +99,11 @@ def match(
         if id(value) not in filled or sharded:
             filled.add(id(value))
             matched.targets.append(TensorTarget(key, name, value, owners.get(key)))
+    matched.missing += matched.unknown_classes
     # A second name of tied weights need not be there: safetensors files leave it out.
-    matched.missing = [strip_wrappers(key) for key, value in without if id(value) not in filled]
+    matched.missing += [strip_wrappers(key) for key, value in without if id(value) not in filled]
     known = used | {strip_wrappers(key) for key in values}
-    matched.unexpected = [name for name in [*contents.model, *contents.extra_state] if name not in known]
+    matched.unexpected = [name for name in [*contents.model, *extra_state] if name not in known]
     return matched
 
 
@@ -110,6 +126,12 @@ def _by_clean_name(names: Iterable[str]) -> dict[str, str]:
 def check_complete(matched: ModelMatch, contents: Contents, model: nn.Module) -> None:
     """Raises UsageError with the missing and unexpected keys and the names nearest to them, or with a tensor that is
     integers in the checkpoint and real numbers in the model."""
+    for name, kind in matched.unknown_classes.items():
+        raise UsageError(
+            f"`{contents.path}`: `{name}` holds an object of the class {kind}, which is not made from a checkpoint",
+            hint="tensors, bytes, numbers, strings and containers of them are loaded; `strict=False` leaves it out",
+            tensor=name,
+        )
     missing = ("missing", matched.missing, matched.unexpected or list(contents.model))
     both = (missing, ("unexpected", matched.unexpected, matched.missing))
     problems = [f"{what} key{'s' * (len(names) > 1)}: {_with_near(names, near)}" for what, names, near in both if names]

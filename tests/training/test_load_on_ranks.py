@@ -61,6 +61,7 @@ def everyday() -> Cases:
         ["elsewhere", "fsdp2", "dcp"],
         ["wrapper", "fsdp2", "parallel"],
         ["wrapper", "fsdp1", "broadcast"],
+        *(["extra_state", kind, strategy] for kind in ("plain", "fsdp2", "fsdp1") for strategy in STRATEGIES),
         ["average", "fsdp2", "broadcast"],
         ["average", "tp", "parallel"],
     ]

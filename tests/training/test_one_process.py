@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -168,6 +169,39 @@ def test_a_group_that_keeps_no_state(tmp_path: Path) -> None:
         torch.save({"model": saved.state_dict(), "optim": optimizer.state_dict()}, tmp_path / "a.pt")
         loaded = ckpttool.load(tmp_path / "a.pt", model, kind(groups(model, **options)), strict=False)
         assert loaded.without_state == lost and len(optimizer.state) == 4
+
+
+class Recipe:
+    """A class that no checkpoint makes an object of."""
+
+
+class Scaled(nn.Module):
+    def __init__(self, state: Any) -> None:
+        super().__init__()
+        self.state = state
+
+    def get_extra_state(self) -> Any:
+        return self.state
+
+    def set_extra_state(self, state: Any) -> None:
+        self.state = state
+
+
+@pytest.mark.parametrize(
+    ("saved", "words"),
+    [
+        (Scaled({"recipe": [Recipe()]}), "`0._extra_state` holds an object of the class test_one_process.Recipe"),
+        (nn.Identity(), "missing key: `0._extra_state`"),
+    ],
+)
+def test_extra_state_that_cannot_be_loaded(tmp_path: Path, saved: nn.Module, words: str) -> None:
+    torch.save(nn.Sequential(saved, nn.Linear(3, 2)).state_dict(), tmp_path / "a.pt")
+    model = nn.Sequential(Scaled("own"), nn.Linear(3, 2))
+    with pytest.raises(ckpttool.CkptError, match=re.escape(words)) as refused:
+        ckpttool.load(tmp_path / "a.pt", model)
+    assert "`strict=False`" in (refused.value.hint or "")
+    assert ckpttool.load(tmp_path / "a.pt", model, strict=False).missing == ["0._extra_state"]
+    assert model[0].state == "own"
 
 
 @pytest.mark.parametrize(

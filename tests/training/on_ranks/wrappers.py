@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 from typing import Any
 
 import practices
@@ -112,4 +113,85 @@ def average(kind: str, strategy: str) -> str:
     return said if said != "equal" else practices.compare(saved, None, run)
 
 
-OWN = {f.__name__: f for f in (wrapper, average)}
+class Scales(torch.nn.Module):
+    """A module with state that is no tensor of its own, as TransformerEngine keeps for 8-bit floats. Like its modules
+    it refuses state in another form than it saves."""
+
+    def __init__(self, value: Any) -> None:
+        super().__init__()
+        self.value = value
+        self.register_buffer("seen", torch.zeros(2))
+
+    def get_extra_state(self) -> Any:
+        """As it is."""
+        return self.value
+
+    def set_extra_state(self, state: Any) -> None:
+        """As it was."""
+        assert type(state) is type(self.value), type(state)
+        self.value = state
+
+
+def scales(number: int) -> torch.nn.ModuleDict:
+    """One of each form."""
+    history = {"amax": torch.full((3,), float(number)), "recipe": {"margin": number, "of": [torch.ones(2) * number, 1]}}
+    stream = io.BytesIO()
+    torch.save(history, stream)
+    stream.seek(number)
+    pickled = torch.frombuffer(bytearray(stream.getvalue()), dtype=torch.uint8)
+    forms = {
+        "tensor": pickled,
+        "dict": history,
+        "stream": stream,
+        "bytes": stream.getvalue(),
+        "number": number,
+        "no": {},
+    }
+    return torch.nn.ModuleDict({name: Scales(value) for name, value in forms.items()})
+
+
+def extra_state(kind: str, strategy: str) -> str:
+    """Of modules inside the model, by each format of `save`."""
+
+    def with_scales(number: int, device: str = "") -> Run:
+        model = training_scripts.bare(training_scripts.SMALL, device)
+        model.fp8 = scales(number)
+        if device == "meta":
+            model.fp8.to("meta")
+        return Run(training_scripts.KINDS[kind](model), None, None)
+
+    for format in ("dcp", "torch", *(["fsdp1"] if "fsdp1" in kind else [])):
+        place, run = practices.folder() / "saved", with_scales(3)
+        for module in run.model.modules():
+            if isinstance(module, Scales):
+                module.seen += 5
+        ckpttool.save(place, run.model, format=format)
+        other = with_scales(4, "meta" if kind == "fsdp2" else "")
+        loaded = ckpttool.load(place, other.model, strategy=strategy)
+        if loaded.missing or loaded.unexpected:
+            return f"{format}: {loaded.missing} {loaded.unexpected}"
+        for saved, ours in zip(run.model.modules(), other.model.modules(), strict=True):
+            if isinstance(saved, Scales):
+                pairs = [(saved.value, ours.value), (saved.seen, ours.seen)]
+                if said := next((said for pair in pairs if (said := unlike(*pair))), ""):
+                    return f"{format}: {said}"
+    return "equal"
+
+
+def unlike(one: Any, other: Any) -> str:
+    """How two values differ; empty when they do not."""
+    if type(one) is not type(other):
+        return f"{type(one)}, {type(other)}"
+    if isinstance(one, dict):
+        return "".join(unlike(value, other.get(key)) for key, value in one.items()) + str(
+            one.keys() - other.keys() or ""
+        )
+    if isinstance(one, list):
+        return "".join(map(unlike, one, other)) + ("" if len(one) == len(other) else "lengths")
+    if isinstance(one, io.BytesIO):
+        return unlike([one.getvalue(), one.tell()], [other.getvalue(), other.tell()])
+    same = torch.equal(one, other) if isinstance(one, torch.Tensor) else one == other
+    return "" if same else f"{one!r:.50}, {other!r:.50}"
+
+
+OWN = {f.__name__: f for f in (wrapper, average, extra_state)}
