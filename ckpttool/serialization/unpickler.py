@@ -222,3 +222,10 @@ def _loaded(count: int, unpickler: _Unpickler) -> Any:
         finally:
             threading.stack_size(before)
     return outcome.result()
+
+
+def stream_of(data: bytes, position: int) -> io.BytesIO:
+    """The stream in memory that a stub of `io.BytesIO` stands for."""
+    stream = io.BytesIO(data)
+    stream.seek(position)
+    return stream

@@ -5,7 +5,6 @@ Small, and the same on every rank, so that a rank that reads can send it to the 
 
 from __future__ import annotations
 
-import io
 from collections import Counter
 from collections.abc import Callable, Mapping
 from contextlib import suppress
@@ -323,9 +322,7 @@ def _known_object(value: Stub) -> Any:
             return Counter(counts)
     match value.state:
         case [(bytes() as raw, int() as position, _)] if name == "_io.BytesIO":
-            stream = io.BytesIO(raw)
-            stream.seek(position)
-            return stream
+            return unpickler.stream_of(raw, position)
         case [(int(), tuple() as shape, Stub(args=(str() as kind, *_)), bool() as columns, bytes() as raw)] if is_array:
             with suppress(TypeError, ValueError):
                 return np.frombuffer(bytearray(raw), np.dtype(kind)).reshape(shape, order="F" if columns else "C")

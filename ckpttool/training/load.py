@@ -159,7 +159,7 @@ def _fill(model: nn.Module, options: LoadOptions, filler: Filler, loaded: Loaded
             match.check_alike(matched, groups)
         # What is not in the checkpoint has no values of its own either.
         values = model.state_dict(keep_vars=True)
-        without = [name for name in matched.missing if (value := values.get(name)) is not None and value.is_meta]
+        without = [name for name in matched.missing if getattr(values.get(name), "is_meta", False)]
         loaded.uninitialised = without + materialize(model, options.device, filler.strict, options.init_buffers)
         fill.fill(model, optimizer, matched, groups, filler)
     loaded.missing, loaded.unexpected = matched.missing, matched.unexpected
