@@ -103,7 +103,8 @@ class LoadOptions:
     """What to load, and how: `LoadOptions(model, optimizer, "ema", None)`; see `load`.
 
     `prefix` is removed from the names of parameters. `own` are other objects of the script, by their path, and whether
-    they have sharded tensors. `init_buffers` computes non-persistent buffers of a module.
+    they have sharded tensors. `check` is whether checksums are compared. `init_buffers` computes non-persistent buffers
+    of a module.
     """
 
     model: nn.Module | None = None
@@ -114,6 +115,7 @@ class LoadOptions:
     own: Mapping[Path, bool] = field(default_factory=dict)
     strategy: str = "auto"
     strict: bool = True
+    check: bool = True
     device: torch.device | str | None = None
     shapes: str | None = None
     init_buffers: Callable[[nn.Module], Any] | None = None

@@ -29,6 +29,7 @@ from ckpttool.storage.crc import crc32
 from ckpttool.storage.stores import local_path
 from ckpttool.text import meant, size, some
 from ckpttool.training import collectives, fill, fsdp1, match
+from ckpttool.training.check_read import check_read
 from ckpttool.training.contents import Contents, LoadOptions, describe, nested_rest, without_own
 from ckpttool.training.fill import Filler
 from ckpttool.training.materialize import materialize
@@ -47,10 +48,11 @@ class Loaded:
 
     `rest` is nested as it was saved: `loaded.rest["scheduler"]`, `loaded.rest["step"]`. Rank-local state (random
     states, data loaders) is that of this rank; `without_own` names the parts that other ranks saved and this one did
-    not. `bytes_read` are of this rank. `uninitialised` was on the meta device and is not in the checkpoint. `left` are
-    other models and optimizers that the checkpoint has. `other_dtype` are tensors that were cast from integers to real
-    numbers, or the other way round. `without_state` are trained parameters that the checkpoint has no optimizer state
-    of.
+    not. `bytes_read` are of this rank; `bytes_checked` of them were compared with a checksum, `unchecked` were not, by
+    the reason: `{"no checksum there": 4096}`. `uninitialised` was on the meta device and is not in the checkpoint.
+    `left` are other models and optimizers that the checkpoint has. `other_dtype` are tensors that were cast from
+    integers to real numbers, or the other way round. `without_state` are trained parameters that the checkpoint has no
+    optimizer state of.
     """
 
     path: str
@@ -58,6 +60,8 @@ class Loaded:
     strategy: str
     why: str
     bytes_read: int = 0
+    bytes_checked: int = 0
+    unchecked: dict[str, int] = field(default_factory=dict)
     missing: list[str] = field(default_factory=list)
     unexpected: list[str] = field(default_factory=list)
     uninitialised: list[str] = field(default_factory=list)
@@ -75,6 +79,7 @@ def load(
     *,
     strategy: str = "auto",
     strict: bool = True,
+    check: bool = True,
     model_key: str | None = None,
     optimizer_key: str | None = None,
     strip_prefix: str | None = None,
@@ -91,9 +96,9 @@ def load(
     Args: `model_key` and `optimizer_key` are the parts to load when the checkpoint has several; `strip_prefix` is
     removed from the checkpoint's names; `shapes` is `--shapes` of the command line. With `strict=False` missing and
     unexpected keys, tensors of another kind of dtype, and trained parameters without optimizer state are returned
-    instead of refused.
-    Raises `CkptError`, the same on every rank, before anything is changed unless reading itself fails, or the optimizer
-    refuses the state.
+    instead of refused. `check=False` does not compare the checksums that the checkpoint has.
+    Raises `CkptError`, the same on every rank, before anything is changed unless reading itself fails, the optimizer
+    refuses the state, or a checksum differs: it is known when all has been read, and the model holds that then.
     """
     if model is None and optimizer is not None:
         raise UsageError("an optimizer is loaded with its model, which knows the names of the parameters")
@@ -106,6 +111,7 @@ def load(
         prefix,
         strategy=strategy,
         strict=strict,
+        check=check,
         device=device,
         shapes=shapes,
         init_buffers=init_buffers,
@@ -116,10 +122,10 @@ def load(
 def load_parts(
     path: str,
     options: LoadOptions,
-    check: Callable[[dict[Any, Any], Contents], None] | None = None,
+    refuse: Callable[[dict[Any, Any], Contents], None] | None = None,
     fill_own: Callable[[Filler], None] | None = None,
 ) -> Loaded:
-    """As `load`; `check` may refuse the rest before anything is changed, `fill_own` fills the other objects."""
+    """As `load`; `refuse` may refuse the rest before anything is changed, `fill_own` fills the other objects."""
     strategy = options.strategy
     if strategy not in STRATEGIES:
         hint = meant(strategy, list(STRATEGIES), "one of `auto`, `parallel`, `broadcast`")
@@ -132,19 +138,22 @@ def load_parts(
         with collectives.together():
             loaded.rest = nested_rest(contents, collectives.rank())
             loaded.without_own = without_own(contents, collectives.rank())
-            if check is not None:
-                check(loaded.rest, contents)
+            if refuse is not None:
+                refuse(loaded.rest, contents)
         filler = Filler(reader, contents, broadcast=chosen == "broadcast", strict=options.strict)
         if options.model is not None:
             _fill(options.model, options, filler, loaded)
         if fill_own is not None:
             fill_own(filler)
+        loaded.bytes_checked, loaded.unchecked = check_read(reader, in_parts=chosen == "parallel")
         loaded.bytes_read = reader.nbytes if reader is not None else 0
     if loaded.uninitialised:
         log.warning("`%s`: not in the checkpoint, and uninitialised: %s", path, some(loaded.uninitialised))
     if loaded.without_own:
         log.warning("`%s`: rank %d saved no %s", path, collectives.rank(), ", ".join(loaded.without_own))
-    log.info("loaded `%s`: %s read by rank %d", path, size(loaded.bytes_read), collectives.rank())
+    checked = "".join(f", {size(nbytes)} not: {why}" for why, nbytes in loaded.unchecked.items())
+    what = f"{size(loaded.bytes_read)} read by rank {collectives.rank()}, {size(loaded.bytes_checked)} checked{checked}"
+    log.info("loaded `%s`: %s", path, what)
     return loaded
 
 
@@ -174,7 +183,7 @@ def _opened(path: str, strategy: str, options: LoadOptions) -> Iterator[tuple[Re
     with ExitStack() as stack:
         with collectives.together():
             if strategy == "parallel" or collectives.rank() == 0:
-                reader = stack.enter_context(closing(Reader(open_source(path, options.shapes))))
+                reader = stack.enter_context(closing(Reader(open_source(path, options.shapes), check=options.check)))
                 catalogue = reader.source.catalogue
                 with naming(path):
                     _check(catalogue, path, options)

@@ -7,6 +7,7 @@ load_into(path, state)        # state["step"] is 1000 now, the others are as the
 from __future__ import annotations
 
 import os
+from collections import Counter
 from collections.abc import Callable, Iterator, MutableMapping
 from dataclasses import replace
 from functools import reduce
@@ -37,6 +38,7 @@ def load_into(
     *,
     strategy: str = "auto",
     strict: bool = True,
+    check: bool = True,
     device: torch.device | str | None = None,
     init_buffers: Callable[[nn.Module], Any] | None = None,
     shapes: str | None = None,
@@ -48,7 +50,7 @@ def load_into(
     that the checkpoint lacks is looked up by its kind (`scheduler` for `lr_scheduler`). With `strict=False` values that
     are not in the checkpoint stay as they are, and are named in `missing`.
 
-    Raises `CkptError`, the same on every rank.
+    Raises `CkptError`, the same on every rank; see `load` for `check`.
     """
     path = os.fspath(path)
     leaves = list(_leaves(state, ()))
@@ -61,7 +63,7 @@ def load_into(
         own = _CustomObjects({where: value for where, value in others.items() if hasattr(value, "load_state_dict")})
     missing: list[str] = []
 
-    def check(rest: dict[Any, Any], contents: Contents) -> None:
+    def refuse(rest: dict[Any, Any], contents: Contents) -> None:
         own.find(contents)
         missing.extend(dotted(where) for where in others if where not in own.found and not _find(rest, where))
         if missing and strict:
@@ -70,10 +72,16 @@ def load_into(
             raise UsageError(f"`{path}` does not hold `{missing[0]}`", hint=hint, missing=missing)
 
     options = LoadOptions(
-        own=own.sharded, strategy=strategy, strict=strict, device=device, shapes=shapes, init_buffers=init_buffers
+        own=own.sharded,
+        strategy=strategy,
+        strict=strict,
+        check=check,
+        device=device,
+        shapes=shapes,
+        init_buffers=init_buffers,
     )
     first, *others_of_kind = _targets(options, models, optimizers)
-    loaded = load_parts(path, first, check, own.fill)
+    loaded = load_parts(path, first, refuse, own.fill)
     for target in others_of_kind:
         loaded = _joined(loaded, load_parts(path, target))
     with collectives.together():
@@ -167,9 +175,10 @@ def _is_sharded(value: Any) -> bool:
 
 
 def _joined(loaded: Loaded, more: Loaded) -> Loaded:
-    sums = ("bytes_read", "missing", "unexpected", "uninitialised", "other_dtype", "without_state")
+    sums = ("bytes_read", "bytes_checked", "missing", "unexpected", "uninitialised", "other_dtype", "without_state")
     both = {name: getattr(loaded, name) + getattr(more, name) for name in sums}
-    return replace(loaded, **both, left=[part for part in loaded.left if part in more.left])
+    unchecked = Counter(loaded.unchecked) + Counter(more.unchecked)
+    return replace(loaded, **both, unchecked=dict(unchecked), left=[part for part in loaded.left if part in more.left])
 
 
 def _find(rest: dict[Any, Any], where: Path) -> list[Any]:

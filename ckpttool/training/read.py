@@ -6,7 +6,8 @@
 
 A box that is contiguous in the file goes straight into the memory of the model. Rows of a box that is sharded along
 another dimension are read one by one, so that a rank of tensor parallelism does not read the shards of others. Anything
-else (a cast, a GPU, elements in another order) goes through tiles.
+else (a cast, a GPU, elements in another order) goes through tiles. The CRC of what is read is taken on the way, for
+`check_read`.
 
 Sources, torch 2.13: `torch/distributed/tensor/_utils.py`, `torch/distributed/_shard/sharded_tensor/api.py`.
 """
@@ -14,6 +15,7 @@ Sources, torch 2.13: `torch/distributed/tensor/_utils.py`, `torch/distributed/_s
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import pairwise
 from math import prod
 from typing import Any, NamedTuple
 
@@ -29,11 +31,15 @@ from ckpttool.catalogue.dtypes import Dtype
 from ckpttool.catalogue.entries import Chunk, Extent, Tensor
 from ckpttool.catalogue.protocols import Source
 from ckpttool.errors import UsageError
+from ckpttool.storage.crc import crc32
 from ckpttool.storage.files import Pool
+from ckpttool.transfer.checksums import Pieces, with_zeros
+from ckpttool.transfer.execute import digested
 from ckpttool.transfer.plan import tiles
 from ckpttool.transfer.read import fill, part, unsigned
 
 TILE = 16 << 20
+_BLOCK = 512 << 10  # stays in the processor's cache between read and checksum
 # A read call costs as much as copying some hundred bytes.
 _SHORTEST = 256
 
@@ -111,15 +117,23 @@ class Counting(Pool):
 
 
 class Reader:
-    """Reads tensors of an open source into torch memory. `nbytes` are the bytes read of their elements."""
+    """Reads tensors of an open source into torch memory. `nbytes` are the bytes read of their elements.
 
-    def __init__(self, source: Source) -> None:
+    With `check`, `pieces` has the CRCs of what was read of records; `digested` bytes were checked before they were
+    read, and `unrecorded` ones have no checksum.
+    """
+
+    def __init__(self, source: Source, *, check: bool = False) -> None:
         self.source = source
-        self._pool = Counting()
+        self.pool = Counting()
+        self.check = check
+        self.pieces = Pieces()
+        self.digested = self.unrecorded = 0
+        self._digested = digested(source)
 
     @property
     def nbytes(self) -> int:
-        return self._pool.nbytes
+        return self.pool.nbytes
 
     def read(self, tensor: Tensor, box: Box, memory: torch.Tensor) -> None:
         """Read `box` of a tensor into `memory`, which has the box's sizes; cast if its dtype is another."""
@@ -147,20 +161,54 @@ class Reader:
 
     def _fill(self, target: Any, extent: Extent, chunk: Chunk, box: Box, kind: Dtype) -> None:
         run = boxes.run_length(box[1], chunk.sizes) if extent.plain else 0
-        if run * kind.itemsize < min(_SHORTEST, prod(box[1]) * kind.itemsize) or not target.flags.c_contiguous:
+        if run * kind.itemsize < min(_SHORTEST, prod(box[1]) * kind.itemsize):
+            fill(target, self.pool, self.source.catalogue.files, extent, chunk, box, kind)
+            self._note(extent, extent.offset, target.nbytes, None)
+        elif target.flags.c_contiguous:
+            starts = [start * kind.itemsize for start in boxes.runs(box, (chunk.offsets, chunk.sizes), run)]
+            self._read_runs(memoryview(target.reshape(-1).view(np.uint8)), extent, starts)
+        else:
             # The memory of a piece of a piece may have gaps itself.
-            fill(target, self._pool, self.source.catalogue.files, extent, chunk, box, kind)
-            return
+            for tile in tiles(box, max(1, TILE // kind.itemsize)):
+                values = np.empty(tile[1], target.dtype)
+                self._fill(values, extent, chunk, tile, kind)
+                part(target, tile, box)[...] = values
+
+    def _read_runs(self, target: memoryview, extent: Extent, starts: Sequence[int]) -> None:
+        """Read runs of the same length from where they start in an extent, one behind the other."""
         location = self.source.catalogue.files[extent.file].location
-        flat, nbytes = memoryview(target.reshape(-1).view(np.uint8)), run * kind.itemsize
-        with self._pool.kept_open(location):  # over many short reads
-            for i, start in enumerate(boxes.runs(box, (chunk.offsets, chunk.sizes), run)):
-                offset = extent.offset + start * kind.itemsize
-                self._pool.read_into(location, offset, flat[i * nbytes : (i + 1) * nbytes])
+        nbytes = len(target) // len(starts)
+        stride = starts[1] - starts[0] if len(starts) > 1 else 0
+        is_counted = self._is_counted(extent)
+        is_even = all(b - a == stride for a, b in pairwise(starts))
+        block = _BLOCK if is_counted and is_even else nbytes
+        crc = 0
+        with self.pool.kept_open(location):  # over many short reads
+            for i, start in enumerate(starts):
+                if i and is_counted and is_even:
+                    crc = with_zeros(crc, stride - nbytes)
+                for at in range(0, nbytes, block):
+                    read = target[i * nbytes + at : i * nbytes + min(at + block, nbytes)]
+                    self.pool.read_into(location, extent.offset + start + at, read)
+                    if is_counted and is_even:
+                        crc = crc32(read, crc)
+        self._note(extent, extent.offset + starts[0], nbytes, crc if is_even else None, stride, len(starts))
+
+    def _is_counted(self, extent: Extent) -> bool:
+        return self.check and not extent.checked and extent.record is not None and extent.record.crc is not None
+
+    def _note(self, extent: Extent, offset: int, nbytes: int, crc: int | None, stride: int = 0, rows: int = 1) -> None:
+        if self._is_counted(extent):
+            assert extent.record is not None
+            self.pieces.add(extent.record, offset, nbytes, crc, stride=stride, rows=rows)
+        elif extent.checked or extent.file in self._digested:
+            self.digested += nbytes * rows
+        else:
+            self.unrecorded += nbytes * rows
 
     def close(self) -> None:
         """Let go of the files."""
-        self._pool.close()
+        self.pool.close()
         self.source.close()
 
 

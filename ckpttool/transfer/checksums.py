@@ -8,6 +8,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import lru_cache, partial, reduce
 from itertools import chain
+from typing import NamedTuple
 
 from ckpttool.catalogue.entries import Catalogue, Extent, Record
 from ckpttool.catalogue.protocols import Source
@@ -53,6 +54,17 @@ def combine(first: int, second: int, nbytes: int) -> int:
     return _multiply(_shift(nbytes), first) ^ second if first else second
 
 
+_ZEROS = bytes(64 << 10)
+_ONES = 0xFFFFFFFF
+
+
+def with_zeros(crc: int, nbytes: int) -> int:
+    """The CRC of the bytes that have this CRC and so many zero bytes behind them. Pure."""
+    if nbytes <= len(_ZEROS):
+        return crc32(memoryview(_ZEROS)[:nbytes], crc)
+    return _multiply(_shift(nbytes), crc ^ _ONES) ^ _ONES
+
+
 def mismatch(record: Record, crc: int, location: str, names: Sequence[str], what: str = "") -> CorruptError:
     """Return the error for a record with another CRC than its writer left. `names` are the tensors in it, `what` names
     a record that has none."""
@@ -81,20 +93,40 @@ def tensors_in(record: Record, catalogue: Catalogue) -> list[str]:
     ]
 
 
+class Piece(NamedTuple):
+    """`nbytes` at `offset`, and `rows` of them in all, one every `stride` bytes: what a rank reads of a tensor that is
+    sharded by columns. The CRC is that with zeros in between."""
+
+    offset: int
+    nbytes: int
+    stride: int
+    rows: int
+    crc: int
+
+    @property
+    def span(self) -> int:
+        """Bytes from the first to the last one."""
+        return self.stride * (self.rows - 1) + self.nbytes
+
+
+_HEAD = 6
+
+
 class Pieces:
     """CRCs of parts of records, collected until a record is whole. Thread-safe."""
 
     def __init__(self) -> None:
-        self._pieces: defaultdict[Record, list[tuple[int, int, int]]] = defaultdict(list)
+        self._pieces: defaultdict[Record, list[Piece]] = defaultdict(list)
         self._used: defaultdict[Record, int] = defaultdict(int)
         self._lock = threading.Lock()
 
-    def add(self, record: Record, offset: int, nbytes: int, crc: int | None) -> None:
-        """`nbytes` at `offset` (absolute) of the record have this CRC, or were used in a way that gave none."""
+    def add(self, record: Record, offset: int, nbytes: int, crc: int | None, *, stride: int = 0, rows: int = 1) -> None:
+        """`nbytes` at `offset` (absolute) of the record have this CRC, or were used in a way that gave none; with
+        `rows`, those of a `Piece`."""
         with self._lock:
-            self._used[record] += nbytes
+            self._used[record] += nbytes * rows
             if crc is not None:
-                self._pieces[record].append((offset, nbytes, crc))
+                self._pieces[record].append(Piece(offset, nbytes, stride, rows, crc))
 
     def records(self) -> list[Record]:
         return list(self._used)
@@ -104,50 +136,98 @@ class Pieces:
 
     def gaps(self, record: Record) -> list[tuple[int, int]]:
         """What is not covered yet, as `(offset, nbytes)`."""
-        return [(at, n) for at, n, crc in self._runs(record) if crc is None]
+        return [(at, n) for at, n, crc in _runs(record, self._pieces.get(record, ())) if crc is None]
+
+    def unread(self, record: Record) -> int:
+        """How many bytes of a record are in no piece, and were not used without one."""
+        without = self.used(record) - sum(p.nbytes * p.rows for p in self._pieces.get(record, ()))
+        return max(0, sum(n for _, n in self.gaps(record)) - without)
 
     def crc(self, record: Record, crc_of: Callable[[int, int], int] | None = None) -> int:
-        """The CRC of the whole record; gaps are asked of `crc_of(offset, nbytes)`."""
-        total = 0
-        for at, nbytes, crc in self._runs(record):
-            if crc is None:
-                assert crc_of is not None
-                crc = crc_of(at, nbytes)
-            total = combine(total, crc, nbytes)
-        return total
+        """The CRC of the whole record; gaps are asked of `crc_of(offset, nbytes)`. Of bytes that were read twice and
+        not alike, those that make it differ from the record's are taken."""
+        pieces = sorted(set(self._pieces.get(record, ())))
+        crc = _crc_of_runs(_runs(record, pieces), crc_of)
+        last = {piece[:-1]: piece for piece in pieces}.values()
+        return crc if crc != record.crc or len(last) == len(pieces) else _crc_of_runs(_runs(record, last), crc_of)
 
-    def packed(self) -> bytes:
-        """All of it as a row of 64-bit integers, to be told to another process."""
+    def packed(self, records: Iterable[Record] | None = None) -> bytes:
+        """All of it, or of some records, as a row of 64-bit integers, to be told to another process."""
         row = array("q")
-        for record, used in self._used.items():
+        for record in self._used if records is None else records:
             pieces, crc = self._pieces.get(record, ()), -1 if record.crc is None else record.crc
-            row.extend((*record[:3], crc, used, len(pieces), *chain.from_iterable(pieces)))
+            row.extend((*record[:3], crc, self._used[record], len(pieces), *chain.from_iterable(pieces)))
         return row.tobytes()
 
-    def unpack(self, row: Sequence[int]) -> None:
-        """Add what another process has told."""
-        at = 0
+    def unpack(self, row: Sequence[int], is_wanted: Callable[[Record], bool] = lambda record: True) -> None:
+        """Add what another process has told, of records that are wanted."""
+        at, width = 0, len(Piece._fields)
         while at < len(row):
-            file, offset, nbytes, crc, used, count = row[at : at + 6]
-            record, at = Record(file, offset, nbytes, None if crc < 0 else crc), at + 6
-            self._used[record] += used
-            end = at + 3 * count
-            self._pieces[record] += zip(row[at:end:3], row[at + 1 : end : 3], row[at + 2 : end : 3], strict=True)
+            file, offset, nbytes, crc, used, count = row[at : at + _HEAD]
+            record, at = Record(file, offset, nbytes, None if crc < 0 else crc), at + _HEAD
+            end = at + width * count
+            if is_wanted(record):
+                self._used[record] += used
+                self._pieces[record] += (Piece(*row[i : i + width]) for i in range(at, end, width))
             at = end
 
-    def _runs(self, record: Record) -> Iterator[tuple[int, int, int | None]]:
-        """The record front to back: pieces, and gaps between them. A piece that overlaps an earlier one is left out,
-        so that what it adds counts as a gap."""
-        at, end = record.offset, record.offset + record.nbytes
-        for offset, nbytes, crc in sorted(self._pieces.get(record, ())):
-            if offset < at:
-                continue
-            if offset > at:
-                yield at, offset - at, None
-            yield offset, nbytes, crc
-            at = offset + nbytes
-        if at < end:
-            yield at, end - at, None
+
+def _runs(record: Record, pieces: Iterable[Piece]) -> Iterator[tuple[int, int, int | None]]:
+    """The record front to back: runs with a CRC, and gaps between them. A piece that overlaps an earlier one is left
+    out, so that what it adds counts as a gap."""
+    at, end = record.offset, record.offset + record.nbytes
+    for offset, nbytes, crc in sorted(_joined(pieces)):
+        if offset < at:
+            continue
+        if offset > at:
+            yield at, offset - at, None
+        yield offset, nbytes, crc
+        at = offset + nbytes
+    if at < end:
+        yield at, end - at, None
+
+
+def _joined(pieces: Iterable[Piece]) -> Iterator[tuple[int, int, int]]:
+    """The runs that pieces are, and those that pieces side by side are together."""
+    alike: defaultdict[tuple[int, int], list[Piece]] = defaultdict(list)
+    for piece in pieces:
+        if piece.rows == 1:
+            yield piece.offset, piece.nbytes, piece.crc
+        else:
+            alike[piece.stride, piece.rows].append(piece)
+    for (stride, rows), columns in alike.items():
+        beside: list[Piece] = []
+        for piece in sorted(columns):
+            end = beside[-1].offset + beside[-1].nbytes if beside else piece.offset
+            if piece.offset < end:
+                continue  # overlaps
+            beside = beside if piece.offset == end else []
+            beside.append(piece)
+            if piece.offset + piece.nbytes == beside[0].offset + stride:
+                yield beside[0].offset, stride * rows, _crc_of_columns(beside)
+                beside = []
+
+
+def _crc_of_columns(beside: Sequence[Piece]) -> int:
+    """The CRC of columns that make up whole rows: that of a sum without carries is the sum of those of its parts, and
+    of as many zeros as there are parts too many."""
+    start, nbytes = beside[0].offset, beside[0].stride * beside[0].rows
+    total = 0 if len(beside) % 2 else with_zeros(0, nbytes)
+    for piece in beside:
+        before = piece.offset - start
+        crc = combine(with_zeros(0, before), piece.crc, piece.span)
+        total ^= with_zeros(crc, nbytes - before - piece.span)
+    return total
+
+
+def _crc_of_runs(runs: Iterable[tuple[int, int, int | None]], crc_of: Callable[[int, int], int] | None) -> int:
+    total = 0
+    for at, nbytes, crc in runs:
+        if crc is None:
+            assert crc_of is not None
+            crc = crc_of(at, nbytes)
+        total = combine(total, crc, nbytes)
+    return total
 
 
 def check(record: Record, read: Pieces, catalogue: Catalogue, crc_of: Callable[[int, int], int]) -> None:

@@ -15,6 +15,22 @@ EVEN = ("hsdp", "tp", "fsdp1 hybrid")  # kinds that need an even number of ranks
 Cases = list[list[str]]
 
 
+FLIPPED = (
+    ("dcp", "model.embed.weight", "fsdp2"),
+    ("dcp", "model.embed.weight", "fsdp2"),
+    ("dcp", "optim.state.layers.0.down.weight.exp_avg", "columns"),
+    ("dcp", "optim.state.layers.0.down.weight.exp_avg", "fsdp2"),
+    ("dcp", "model.norm.weight", "ddp"),
+    ("dcp", "model.norm.weight", "ddp"),
+    ("torch", "model.layers.0.down.weight", "columns"),
+    ("torch", "model.layers.0.down.weight", "columns"),
+    ("torch", "model.layers.0.up.weight", "fsdp2"),
+    ("torch", "model.embed.weight", "fsdp1"),
+    ("rank", "rank1.pt", "fsdp2"),
+    ("rank", "rank2.pt", "ddp"),
+)
+
+
 def everyday() -> Cases:
     """Two ranks, for `make test`: each practice, each kind of model, each way to fail, once or twice."""
     cases = [
@@ -47,6 +63,8 @@ def everyday() -> Cases:
     cases += [["rounds", "fsdp1", "dcp"], ["rounds", "fsdp1", "fsdp1"], ["rounds", "fsdp2", "torch"]]
     for wrong in ("other_shapes", "other_names", "other_groups", "one_rank_blind", "damaged"):
         cases += [[wrong, "fsdp2", strategy] for strategy in STRATEGIES]
+    for i, flipped in enumerate(FLIPPED):
+        cases.append(["flipped", *flipped, STRATEGIES[i % 2]])
     return [
         *cases,
         ["other_groups", "fsdp1", "parallel"],

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import threading
+from array import array
 from itertools import pairwise
 from zlib import crc32
 
@@ -13,7 +14,7 @@ from hypothesis import strategies as st
 
 from ckpttool.catalogue.entries import Record
 from ckpttool.transfer import checksums
-from ckpttool.transfer.checksums import Pieces, combine
+from ckpttool.transfer.checksums import Pieces, combine, with_zeros
 
 quick = settings(max_examples=100, deadline=None)
 
@@ -121,3 +122,52 @@ def test_threads_may_add_at_once() -> None:
 def test_buffers_behind_each_other() -> None:
     assert checksums.of([b"ab", memoryview(b"c"), b""]) == crc32(b"abc")
     assert checksums.of([]) == 0
+
+
+@quick
+@given(st.data())
+def test_columns_are_put_together(data: st.DataObject) -> None:
+    """Each rank knows the bytes of its own columns; some of the rows may belong to others again."""
+    rows, widths = data.draw(st.integers(1, 5)), data.draw(st.lists(st.integers(1, 9), min_size=1, max_size=4))
+    stride, start = sum(widths), 40
+    content = data.draw(st.binary(min_size=rows * stride, max_size=rows * stride))
+    cut = data.draw(st.integers(0, rows))
+    record, pieces = Record(2, start, len(content), crc32(content)), Pieces()
+    absent = data.draw(st.sampled_from([None, *range(len(widths))]))
+    for first, last in ((0, cut), (cut, rows)):
+        for i, width in enumerate(widths):
+            at = first * stride + sum(widths[:i])
+            mine = bytearray()
+            for row in range(first, last):
+                mine += content[row * stride :][at % stride : at % stride + width].ljust(stride, b"\0")
+            span = bytes(mine)[: (last - first - 1) * stride + width]
+            if first < last and i != absent:
+                for _ in range(data.draw(st.integers(1, 2))):  # replicas
+                    pieces.add(record, start + at, width, crc32(span), stride=stride, rows=last - first)
+    told = Pieces()
+    told.unpack(array("q", pieces.packed()))
+    assert told.crc(record, lambda at, n: crc32(content[at - start :][:n])) == record.crc
+    assert bool(told.gaps(record)) == (absent is not None)
+    assert told.unread(record) >= (widths[absent] * rows if absent is not None else 0)
+
+
+@pytest.mark.parametrize("length", [0, 1, 65536, 65537, 3 << 20])
+def test_zeros_behind(length: int) -> None:
+    assert with_zeros(crc32(b"abc"), length) == crc32(b"abc" + bytes(length))
+
+
+@pytest.mark.parametrize("wrong", [0, 1, 2])
+def test_replicas_that_differ(wrong: int) -> None:
+    """One of three ranks has read other bytes than the writer wrote."""
+    record, pieces = Record(0, 0, 6, crc32(b"abcdef")), Pieces()
+    for rank in range(3):
+        pieces.add(record, 0, 3, crc32(b"abC" if rank == wrong else b"abc"))
+        pieces.add(record, 3, 3, crc32(b"def"))
+    assert pieces.crc(record) == crc32(b"abCdef")
+
+
+def test_what_was_used_without_a_checksum_is_read() -> None:
+    record, pieces = Record(0, 0, 100, 1), Pieces()
+    pieces.add(record, 0, 40, 7)
+    pieces.add(record, 40, 50, None)
+    assert pieces.unread(record) == 10 and pieces.gaps(record) == [(40, 60)]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import zlib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,8 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as torch_dcp
 import training_scripts
+from support import damage
+from support.upstream_readers import expected_of, path_of
 from torch.distributed.checkpoint.state_dict import get_state_dict
 from training import Run, Sizes
 from training_scripts import KINDS, difference
@@ -189,6 +192,78 @@ def damaged(kind: str, strategy: str) -> str:
     return "it was loaded"
 
 
+# Half a row is long enough to be read by itself.
+WIDE = Sizes(vocab=64, width=256, hidden=512, layers=1)
+
+
+def _copies(place: Path, format: str, name: str) -> tuple[Path, Path]:
+    """A checkpoint by torch, and a copy with one bit flipped in a tensor: what is in `place` of each rank."""
+    if format == "rank":
+        whole = Path(path_of("rank/fsdp2_w4"))
+    else:
+        whole = place / {"torch": "whole.pt", "dcp": "whole"}[format]
+        model = KINDS["fsdp2" if format == "dcp" else "plain"](training_scripts.bare(WIDE))
+        run = Run(model, torch.optim.AdamW(model.parameters()), None)
+        training_scripts.steps(run, WIDE.vocab, 1)
+        state = dict(zip(("model", "optim"), get_state_dict(run.model, run.optimizer), strict=True))
+        if format == "dcp":
+            torch_dcp.save(state, checkpoint_id=whole)
+        elif dist.get_rank() == 0:
+            torch.save(state, whole)
+    if dist.get_rank() == 0 and format == "rank":
+        shutil.copytree(whole, place / "flipped")
+        _pickle, *storages = damage.payload_of_torch(place / "flipped" / name)
+        longest = max(storages, key=len)
+        damage.flip(place / "flipped" / name, longest.start + len(longest) // 2)
+    elif dist.get_rank() == 0:
+        (place / "copy").mkdir()
+        damage.flipped_copy(whole, name, place / "copy").rename(place / "flipped")
+    dist.barrier()
+    return whole, place / "flipped"
+
+
+def flipped(format: str, name: str, kind: str, strategy: str) -> str:
+    """One bit: all ranks raise the same error, which names file, tensor and both checksums, as zlib computes them; and
+    only `check=False` loads it. Without damage everything is checked."""
+    whole, place = _copies(practices.folder(), format, name)
+    sizes = training_scripts.SMALL if format == "rank" else WIDE
+    if format == "rank":
+        sizes = training_scripts.sizes_of(expected_of("rank/fsdp2_w4")["model"])
+    model = KINDS[kind](training_scripts.bare(sizes))
+    optimizer = torch.optim.AdamW(model.parameters()) if format != "rank" else None
+    loaded = ckpttool.load(whole, model, optimizer, strategy=strategy)
+    if loaded.unchecked or loaded.bytes_checked < (loaded.bytes_read > 0):
+        return f"of {loaded.bytes_read} bytes {loaded.bytes_checked} checked, {loaded.unchecked} not"
+    for load in (
+        lambda **options: ckpttool.load(place, model, optimizer, strategy=strategy, **options),
+        lambda **options: ckpttool.load_into(
+            place, {"model": model} | ({"optim": optimizer} if optimizer else {}), strategy=strategy, **options
+        ),
+    ):
+        try:
+            load()
+        except ckpttool.CkptError as error:
+            said = type(error).__name__, error.exit_code, error.message, error.facts
+        else:
+            return "it was loaded"
+        loaded = load(check=False)
+        if loaded.bytes_checked or (set(loaded.unchecked) != {"check=False"} and loaded.bytes_read):
+            return f"unchecked: {loaded.bytes_checked} bytes checked, {loaded.unchecked}"
+    every: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(every, said)
+    if any(one != said for one in every) or said[:2] != ("CorruptError", 4):
+        return f"the ranks say {every}"
+    facts, original = said[3], whole if whole.is_file() else whole / Path(said[3]["file"]).name
+    run = slice(facts["offset"], facts["offset"] + facts["nbytes"])
+    now = Path(facts["file"]).read_bytes()[run]
+    then = original.read_bytes()[run]
+    found = f"{zlib.crc32(now):08x}", f"{zlib.crc32(then):08x}"
+    if now == then or found != (facts["found"], facts["expected"]):
+        return f"{found}, but {facts}"
+    named = facts["tensor"] if format != "rank" else Path(facts["file"]).name
+    return "equal" if named == name and name in said[2] else f"{name} is not in {said}"
+
+
 def chance(kind: str, strategy: str) -> str:
     """A buffer on the meta device on all ranks that is in no checkpoint."""
     place = practices.folder() / "model.pt"
@@ -345,6 +420,7 @@ WRONGS: dict[str, Callable[..., str]] = {
         one_rank_blind,
         two_checkpoints,
         damaged,
+        flipped,
         chance,
         stages,
         one_object_fails,

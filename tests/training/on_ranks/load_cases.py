@@ -76,7 +76,7 @@ def sample(name: str, kind: str, strategy: str, device: str = "") -> str:
         return said
     if run.model.get_submodule("").training is not True:
         return "not training"
-    return said
+    return f"unchecked: {loaded.unchecked}" if loaded.unchecked else said
 
 
 def foreign(name: str, kind: str, strategy: str) -> str:
@@ -114,6 +114,8 @@ def directory(name: str, kind: str, strategy: str) -> str:
     loaded = ckpttool.load(path_of(name), run.model, run.optimizer, strategy=strategy, strip_prefix=PREFIXED.get(name))
     if loaded.missing or loaded.unexpected:
         return f"missing {loaded.missing}, unexpected {loaded.unexpected}"
+    if loaded.unchecked:
+        return f"unchecked: {loaded.unchecked}"
     return difference(comparable(training_scripts.whole(run)), comparable(detached(reference)))
 
 
