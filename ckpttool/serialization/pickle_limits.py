@@ -33,6 +33,7 @@ _FEW = 16  # that few mentions of tuples cannot be worth much
 
 # What makes a list, a dict, a tuple or an object; a set is as large as four of them.
 _MAKING = (b"]", b"}", b"l", b"d", b"t", b"\x85", b"\x86", b"\x87", b"R", b"\x81", b"\x92", b"o", b"i")
+_MAKING_LIGHT = [code for code in _MAKING if code not in (b"l", b"d", b"t", b"o", b"i")]
 _SET = b"\x8f"
 _TUPLES = (b"t", b"\x85", b"\x86", b"\x87")
 _GETS = (b"h", b"j", b"g")
@@ -41,6 +42,12 @@ _GETS = (b"h", b"j", b"g")
 def is_heavy(data: bytes) -> bool:
     """Whether a pickle could make more than it may: counted in all its bytes, strings too."""
     return len(data) > MAX_OBJECTS and _objects(data) > MAX_OBJECTS + len(data) // BYTES_PER_OBJECT
+
+
+def is_light(data: bytes) -> bool:
+    """Whether a pickle without the opcodes `l`, `d`, `o` and `i` makes no more than it may. A tuple of `t` has a mark;
+    text has fewer of those."""
+    return sum(map(data.count, (*_MAKING_LIGHT, b"("))) <= MAX_OBJECTS + len(data) // BYTES_PER_OBJECT
 
 
 def check_objects(code: bytes, size: int) -> None:

@@ -17,13 +17,13 @@ from ckpttool.errors import CorruptError
 from ckpttool.serialization import pickle_limits
 
 MAX_PICKLE = 1 << 31  # bytes
-_LARGE = 1 << 20
+_LARGE = _GUARDED = 1 << 20  # bytes
 _TEXTLESS = 15
 _PIECE = 1 << 13  # bytes of opcodes that are looked through at once
 _LONG_ROW = 16
 _WINDOW = 1 << 16
 _LONGEST_LINE = 1 << 26  # bytes; the text of protocol 0 ends where its line does
-_STOP, _BINPUT, _PUT, _PAIR = ord("."), ord("r"), ord("p"), frozenset(b"ci")
+_STOP, _MARK, _BINPUT, _PUT, _PAIR = ord("."), ord("("), ord("r"), ord("p"), frozenset(b"ci")
 # EXT1, EXT2, EXT4; NEXT_BUFFER, READONLY_BUFFER; and DUP, which no pickler writes: 50 of them make a tuple of tuples
 # whose hash takes years.
 _REFUSED = frozenset(b"\x82\x83\x84\x97\x982")
@@ -39,7 +39,14 @@ _ARGUMENT = {ord(op.code): 0 if op.arg is None else op.arg.n for op in pickletoo
 _CODES = frozenset(_ARGUMENT)
 _FIXED = frozenset(code for code, n in _ARGUMENT.items() if n >= 0)
 _PUTS = (b"p", b"q", b"r", b"\x94")
-_SHORT_TEXT = b"\x8c(?:" + b"|".join(re.escape(bytes((n,))) + b".{%d}" % n for n in range(256)) + b")"
+
+
+def _texts(opcode: bytes, length: str) -> bytes:
+    """Matches an opcode with a text of at most 255 bytes."""
+    return opcode + b"(?:" + b"|".join(re.escape(struct.pack(length, n)) + b".{%d}" % n for n in range(256)) + b")"
+
+
+_SHORT_TEXT = _texts(b"\x8c", "<B")
 
 
 @lru_cache
@@ -53,6 +60,27 @@ def _run(top: int) -> re.Pattern[bytes]:
         # length (1.4 s -> 0.6 s).
         fixed.append(_SHORT_TEXT)
     return re.compile(b"(?:" + bare + b"(?:" + b"|".join(fixed) + b")){0,5000}" + bare, re.S)
+
+
+# A tuple of at most 16 integers, and a tuple of that: nothing in them is shared.
+_INT = rb"(?:K.|M..|J.{4}|\x8a(?:\x04.{4}|\x05.{5}|\x06.{6}))"
+_FLAT = rb"(?:%b(?:\x85|%b(?:\x86|%b\x87))|\(%b{4,16}t)" % (_INT, _INT, _INT, _INT)
+FLAT_COST = 18  # elements of what that matches
+_TUPLES, _FRAME, _PERSISTENT = frozenset(b"\x85\x86\x87t"), 0x95, b"Q"
+# What a guarded pickle may not have: containers with other limits, sets of keys, and persistent ids of its own.
+_UNGUARDED = frozenset(b"ldoiQP\x8f\x90\x91")
+
+
+@lru_cache
+def _light(top: int) -> re.Pattern[bytes]:
+    """Matches many opcodes in a row as `_run` does, but no tuple except a flat one."""
+    codes = _CODES - _REFUSED - _UNGUARDED - _TUPLES - {_STOP, _BINPUT, _FRAME, _MARK}
+    by_length = pickle_limits.fixed_length(codes)
+    bare = by_length.pop(0) + b"*"
+    put = b"r..[\\x00-" + re.escape(bytes((top,))) + b"]\\x00"
+    flat = b"%b(?:\x94|q.|%b)?\x85?" % (_FLAT, put)
+    others = [flat, rb"\(", *by_length.values(), put, _INT, _SHORT_TEXT, _texts(b"X", "<I")]
+    return re.compile(b"(?:" + bare + b"(?:" + b"|".join(others) + b")){0,5000}" + bare, re.S)
 
 
 _row: Callable[[bytes, int], re.Match[bytes]] = re.compile(b"\\x94*").match  # type: ignore[assignment]
@@ -100,6 +128,39 @@ def check(data: bytes) -> int | None:
     if shared and (code.has_lines or pickle_limits.shares_tuples(code.pieces, code.rows)):
         pickle_limits.check_keys(data, end, lambda data, at: _after(data, at, data[at], len(data), len(data)))
     return end
+
+
+def guarded(data: bytes) -> list[memoryview] | None:
+    """The pickle at the beginning of a large `data`, in pieces, so that each tuple in it that may hold another is first
+    a persistent id; without its frames. None for one that is better checked as a whole. Raises CorruptError as `end_of`
+    does."""
+    if len(data) < _GUARDED or not pickle_limits.is_light(data):
+        return None
+    memo = sum(map(data.count, _PUTS))
+    run = _light(min(memo >> 16, 255)).match
+    whole, persistent = memoryview(data), memoryview(_PERSISTENT)
+    pieces: list[memoryview] = []
+    begin = at = 0
+    try:
+        while True:
+            at = run(data, at).end()  # type: ignore[union-attr]
+            opcode = data[at]
+            if opcode == _STOP:
+                return [*pieces, whole[begin : at + 1]]
+            if opcode in _UNGUARDED:
+                return None
+            if opcode in _TUPLES:
+                at += 1
+                pieces += whole[begin:at], persistent
+                begin = at
+                continue
+            after = _after(data, at, opcode, len(data), memo)
+            if opcode == _FRAME:
+                pieces.append(whole[begin:at])
+                begin = after
+            at = after
+    except (IndexError, struct.error, ValueError):
+        return None
 
 
 def check_beginning(window: bytes, size: int) -> None:

@@ -15,8 +15,8 @@ import io
 import pickle
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from contextvars import copy_context
 from typing import Any
 
@@ -143,14 +143,67 @@ def no_garbage_collection() -> Iterator[None]:
 Names = Mapping[tuple[str, str], Any]
 
 
+class _Pieces(io.RawIOBase):
+    """A stream of bytes in pieces."""
+
+    def __init__(self, pieces: Iterable[memoryview]) -> None:
+        self._pieces = iter(pieces)
+        self._piece = memoryview(b"")
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        while not self._piece:
+            piece = next(self._pieces, None)
+            if piece is None:
+                return 0
+            self._piece = piece
+        n = min(len(buffer), len(self._piece))
+        buffer[:n], self._piece = self._piece[:n], self._piece[n:]
+        return n
+
+
+class _Shared(Exception):
+    """Raised if the tuples of a pickle are large or shared often."""
+
+
+class _Guard:
+    """Is asked for each tuple that may hold others, before it can be a key: the hash of any is cheap."""
+
+    _MOST = 256  # elements that one hash may take
+
+    def __init__(self) -> None:
+        # Those that are not as small as those that are not asked for; kept, so that another cannot have their id.
+        self._costs: dict[int, tuple[int, Any]] = {}
+
+    def __call__(self, value: Any) -> Any:
+        cost = 1 + len(value)
+        for item in value:
+            if type(item) is tuple:
+                cost += self._costs[id(item)][0] if id(item) in self._costs else pickle_opcodes.FLAT_COST
+        if cost > self._MOST:
+            raise _Shared
+        if cost > pickle_opcodes.FLAT_COST:
+            self._costs[id(value)] = cost, value
+        return value
+
+
+_READ_AHEAD = 1 << 17  # bytes; without, the machine calls the stream for each opcode of protocol 2
+
+
 class _Unpickler(pickle.Unpickler):
-    def __init__(self, data: bytes, known: Names, persistent: Callable[[Any], Any] | None) -> None:
-        super().__init__(io.BytesIO(data), encoding="latin1")
-        self._known, self._persistent = known, persistent
+    def __init__(
+        self, stream: Any, known: Names, persistent: Callable[[Any], Any] | None, guarded: Names | None = None
+    ) -> None:
+        super().__init__(io.BufferedReader(stream, _READ_AHEAD), encoding="latin1")
+        self._known, self._persistent, self._guarded = known, persistent, guarded or {}
         self._stubs: dict[tuple[str, str], type[Stub]] = {}
 
     def find_class(self, module: str, name: str, /) -> Any:
         key = (module, name)
+        if key in self._guarded:
+            return self._guarded[key]
         if key in self._known:
             return self._known[key]
         if key in REAL:
@@ -166,16 +219,29 @@ class _Unpickler(pickle.Unpickler):
         return self._persistent(pid)
 
 
-def load(data: bytes, *, what: str, known: Names | None = None, persistent: Callable[[Any], Any] | None = None) -> Any:
+def load(
+    data: bytes,
+    *,
+    what: str,
+    known: Names | None = None,
+    persistent: Callable[[Any], Any] | None = None,
+    guarded: Names | None = None,
+) -> Any:
     """Read the pickle that `data` begins with, without running anything in it. `what` names it for errors. `known`
-    answers some names with something better than a stub; `persistent` answers persistent ids. Raises CorruptError for
-    anything that is not a whole pickle."""
+    answers some names with something better than a stub; `persistent` answers persistent ids. `guarded` answers names
+    of a large pickle whose tuples may be hashed without a thought. Raises CorruptError for anything that is not a whole
+    pickle."""
     try:
+        pieces = pickle_opcodes.guarded(data) if guarded is not None and persistent is None else None
+        if pieces is not None:
+            # What cannot be read so is read again, and checked as a whole.
+            with suppress(Exception), no_garbage_collection(), copies_limited(len(data)):
+                return _Unpickler(_Pieces(pieces), known or {}, _Guard(), guarded).load()
         end = pickle_opcodes.check(data)
         if end is None:
             raise CorruptError(f"{what}: not a whole pickle: it ends too early")
         with no_garbage_collection(), copies_limited(len(data)):
-            return _loaded(count_tuples(data, end), _Unpickler(data, known or {}, persistent))
+            return _loaded(count_tuples(data, end), _Unpickler(io.BytesIO(data), known or {}, persistent))
     except CkptError as error:
         if error.names(what):
             raise

@@ -35,6 +35,7 @@ from ckpttool.formats.dcp import metadata_classes as classes
 from ckpttool.formats.dcp import metadata_fast as dcpruns
 from ckpttool.formats.dcp import metadata_writer as dcpspelling
 from ckpttool.formats.dcp.metadata import Item, StoredTensor
+from ckpttool.serialization import pickle_opcodes
 
 
 def by_torch(world: int = 3, names: int = 2) -> Metadata:
@@ -257,14 +258,18 @@ def outcome(data: bytes) -> Any:
 
 
 def both_ways(data: bytes, monkeypatch: pytest.MonkeyPatch) -> tuple[Any, Any]:
+    """By runs, guarded, and without either; guarded alone has to say the same as the last."""
+    whole = outcome(data)
     with monkeypatch.context() as patch:
+        patch.setattr(pickle_opcodes, "_GUARDED", 0)
+        assert outcome(data) == whole
         patch.setattr(dcpmetadata, "_LARGE", 0)
         by_runs = outcome(data)
-    return by_runs, outcome(data)
+    return by_runs, whole
 
 
 def runs_of(data: bytes) -> dcpruns.Runs | None:
-    return dcpruns.find(data, {**classes.CLASSES, "Size": classes.size})
+    return dcpruns.find(data, classes.EXPECTED)
 
 
 @pytest.mark.parametrize("path", INDEXES, ids=lambda path: str(path.relative_to(CHECKPOINTS)))

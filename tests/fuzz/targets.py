@@ -16,6 +16,7 @@ from ckpttool.catalogue.entries import Catalogue
 from ckpttool.errors import CorruptError
 from ckpttool.formats.dcp import metadata as dcpmetadata
 from ckpttool.formats.safetensors import index
+from ckpttool.serialization import pickle_opcodes
 from ckpttool.serialization import (
     safetensors_header as stheader,
 )
@@ -79,6 +80,19 @@ def _metadata(data: bytes) -> None:
     dcpmetadata.read(io.BytesIO(data), ".metadata")
 
 
+def _large_metadata(data: bytes) -> None:
+    """As an index of more than a megabyte is read."""
+    limits = (dcpmetadata, "_LARGE"), (pickle_opcodes, "_GUARDED")
+    before = [getattr(module, name) for module, name in limits]
+    for module, name in limits:
+        setattr(module, name, 0)
+    try:
+        _metadata(data)
+    finally:
+        for (module, name), limit in zip(limits, before, strict=True):
+            setattr(module, name, limit)
+
+
 def _index(data: bytes) -> None:
     weight_map, _ = index.parse(data, "i")
     for name in list(weight_map.values())[:4]:
@@ -124,10 +138,12 @@ _MACHINE = (
 )
 _JSON = (b"{", b"}", b"[", b"]", b'"', b",", b":", b"-", b"1e9", b"NaN", b"null", b"true", b"\\u0000", b"\\ud800")
 
+_INDEX_WORDS = (*_MACHINE, b"MetadataIndex", b"\x8c\x06offset")
 TARGETS: dict[str, Target] = {
     "pickle": Target(_pickle, _pickles, _MACHINE),
     "zip": Target(_zip, _zips, (b"PK\3\4", b"PK\1\2", b"PK\5\6", b"PK\6\6", b"PK\6\7", b"data.pkl", b"\xff" * 4)),
     "safetensors": Target(_header, _headers, (*_JSON, b'"dtype"', b'"shape"', b'"data_offsets"', b'"F4"', b'"F32"')),
-    "metadata": Target(_metadata, lambda: _found("*/ckpt/.metadata"), (*_MACHINE, b"MetadataIndex", b"\x8c\x06offset")),
+    "metadata": Target(_metadata, lambda: _found("*/ckpt/.metadata"), _INDEX_WORDS),
+    "large-metadata": Target(_large_metadata, lambda: _found("*/ckpt/.metadata"), _INDEX_WORDS),
     "index": Target(_index, _indexes, (*_JSON, b'"weight_map"', b"../", b"://", b"C:")),
 }  # fmt: skip

@@ -60,6 +60,33 @@ def test_a_key_that_takes_centuries(before: bytes, behind: bytes, memoize: bool)
         opcodes.check(data)
 
 
+@pytest.mark.parametrize("memoize", [False, True])
+@pytest.mark.parametrize("pair", [PAIR, b"(" + b"K\x01" * 17 + b"t", b"(" + b"K\x01" * 17 + b"t\x85", b"h\x00\x85"])
+def test_a_guarded_key_that_takes_centuries(pair: bytes, memoize: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The guard finds it, and what it finds is read again as a whole, which says what it is."""
+    monkeypatch.setattr(opcodes, "_GUARDED", 0)
+    known = {("torch", "Size"): ().__add__}
+    for value in (doubled(60, memoize=memoize), b"ctorch\nSize\n" + doubled(60, memoize=memoize) + b"\x85R"):
+        data = whole(b"}" + value.replace(PAIR, b"\x8c\x01a" + (b"\x940" if memoize else b"q\x000") + pair) + b"Ns", 4)
+        pieces = opcodes.guarded(data)
+        assert pieces is not None
+        with pytest.raises(pickles._Shared):
+            pickles._Unpickler(pickles._Pieces(pieces), known, pickles._Guard()).load()
+
+
+def test_a_guarded_key_is_small() -> None:
+    """What the guard is not asked for is no larger than it thinks, and is flat."""
+    for flat in (
+        b"(" + b"K\x01" * 16 + b"t\x85",
+        b"(" + b"K\x01" * 16 + b"tq\x05\x85",
+        b"K\x01K\x01K\x01\x87r\5\0\0\0\x85",
+    ):
+        value = pickle.loads(whole(flat))
+        assert opcodes._light(0).match(flat).end() == len(flat)  # type: ignore[union-attr]
+        assert 1 + len(value) + len(value[0]) <= opcodes.FLAT_COST
+        assert opcodes._light(0).match(flat + b"\x85").end() == len(flat)  # type: ignore[union-attr]
+
+
 def test_the_same_as_a_value_is_no_key() -> None:
     data = whole(b"}K\x00" + doubled(60, memoize=False) + b"s")
     assert opcodes.check(data) == len(data)

@@ -24,8 +24,7 @@ from array import array
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from itertools import chain, groupby
-from operator import attrgetter
+from itertools import chain, groupby, islice
 from typing import Any, NamedTuple
 
 from ckpttool.catalogue.boxes import Ints
@@ -134,7 +133,7 @@ def read(stream: Any, name: str) -> Metadata:
             raise error.prefixed(f"`{name}`", file=name) from None
         data += stream.read()
     with unpickler.no_garbage_collection():
-        runs = metadata_fast.find(data, {**classes.CLASSES, "Size": classes.size}) if len(data) >= _LARGE else None
+        runs = metadata_fast.find(data, classes.EXPECTED) if len(data) >= _LARGE else None
         if runs is not None:
             with suppress(CkptError):
                 return _read(runs.data, name, runs)
@@ -146,7 +145,7 @@ def _read(data: bytes, name: str, runs: Runs | None = None) -> Metadata:
     reader = _Reader(name)
     try:
         with unsafe_globals.noting_harm() as harmful:
-            root = unpickler.load(data, what=f"`{name}`", known=names)
+            root = unpickler.load(data, what=f"`{name}`", known=names, guarded={("torch", "Size"): classes.same_size})
         metadata = reader.metadata(root, {called: module for module, called in names})
         if runs is not None and (metadata.extra is not None or not all(run.used for run in runs.all)):
             raise CorruptError("a run of the index is not where it belongs")
@@ -223,11 +222,9 @@ class _Reader:
         """Assign an item to each chunk and to each bytes entry."""
         if type(storage) is not dict:
             raise CorruptError("it has no `storage_data`", hint="the writer of this checkpoint is not a file system's")
-        if set(zip(map(type, storage), map(type, storage.values()), strict=True)) - _KINDS_OF_ITEMS:
-            raise CorruptError("`storage_data` contains something else than `MetadataIndex` and `_StorageInfo`")
         numbers = self._numbers
         # Once per item, and there may be a million.
-        for key, at, i, path, start, length, transforms in _rows(storage):
+        for key, at, i, path, start, length, transforms in self._rows(storage):
             self._key = key
             number = numbers.get(path)
             if number is None:
@@ -257,6 +254,31 @@ class _Reader:
             else:
                 entries[key] = Item(number, start, length, _transforms(transforms))
         self._key = None
+
+    def _rows(self, storage: dict[Any, Any]) -> Iterator[Row]:
+        for kind, group in groupby(storage.items(), lambda item: type(item[0])):
+            if kind is Run:
+                for run, info in group:
+                    if info is not None:
+                        raise CorruptError(_NO_ITEM)
+                    yield from run.rows()
+                continue
+            # So many stay in the processor's cache.
+            while block := list(islice(group, _BLOCK)):
+                indexes, infos = zip(*block, strict=True)
+                if kind is not classes.MetadataIndex or set(map(type, infos)) != {classes.StorageInfo}:
+                    raise CorruptError(_NO_ITEM)
+                names, *keys = classes.columns(indexes, "fqn", "offset", "index")
+                paths, *places = classes.columns(infos, "relative_path", "offset", "length", "transform_descriptors")
+                self._check_strings(names, names, "a name is {}, not a string")
+                self._check_strings(paths, names, "its file is not a path: {}, not a string")
+                yield from zip(names, *keys, paths, *places, strict=True)
+
+    def _check_strings(self, values: Sequence[Any], names: Sequence[Any], text: str) -> None:
+        # Looked up by their hashes: see `pickle_limits.check_depths`.
+        if set(map(type, values)) != {str}:
+            self._key, value = next(pair for pair in zip(names, values, strict=True) if type(pair[1]) is not str)
+            raise CorruptError(text.format(type(value).__name__))
 
     def _position(self, key: str, entry: StoredTensor, at: Any) -> int | None:
         """Return the number of the chunk at these offsets, if the hint was wrong."""
@@ -319,11 +341,9 @@ class _Reader:
         return facts
 
 
-_box = attrgetter("offsets", "sizes")
-_index = attrgetter("fqn", "offset", "index")
-_place = attrgetter("relative_path", "offset", "length", "transform_descriptors")
 _ABSENT: Any = object()
-_KINDS_OF_ITEMS = {(classes.MetadataIndex, classes.StorageInfo), (Run, type(None))}
+_BLOCK = 1000
+_NO_ITEM = "`storage_data` contains something else than `MetadataIndex` and `_StorageInfo`"
 _MISSING_PART = "the index of a rank is missing: the save did not finish"
 _NO_PLACE = "an item whose offset or length is not an integer"
 
@@ -343,7 +363,7 @@ def _columns(chunks: list[Any], dims: int) -> tuple[list[Ints], list[Ints]]:
     sizes: list[Ints] = []
     for kind, group in groupby(chunks, type):
         if kind is classes.ChunkStorageMetadata:
-            columns = list(zip(*map(_box, group), strict=True))
+            columns = classes.columns(list(group), "offsets", "sizes")
             offsets += _checked(columns[0], "offsets", dims)
             sizes += _checked(columns[1], "sizes", dims)
         elif kind is Run:
@@ -356,20 +376,6 @@ def _columns(chunks: list[Any], dims: int) -> tuple[list[Ints], list[Ints]]:
         else:
             raise CorruptError("a chunk that is not a `ChunkStorageMetadata`")
     return offsets, sizes
-
-
-def _rows(storage: dict[Any, Any]) -> Iterator[Row]:
-    for index, info in storage.items():
-        if type(index) is Run:
-            yield from index.rows()
-            continue
-        row = _index(index) + _place(info)
-        # Looked up by their hashes: see `pickle_limits.check_depths`.
-        if type(row[0]) is not str:
-            raise CorruptError(f"a name is {type(row[0]).__name__}, not a string")
-        if type(row[3]) is not str:
-            raise CorruptError(f"its file is not a path: {type(row[3]).__name__}, not a string")
-        yield row
 
 
 def _checked(values: Sequence[Any], what: str, dims: int | None = None) -> Sequence[Ints]:

@@ -5,6 +5,8 @@ A large run has many objects (256 ranks x 2,930 tensors: 750,000 chunks), so eac
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from itertools import chain, repeat
 from typing import Any
 
 from ckpttool.catalogue import values
@@ -20,36 +22,49 @@ class _Object:
         return state
 
 
-class _Small(_Object):
-    """An object with few fields, the slots; None for one that is not there."""
+class _Small(list[Any]):
+    """An object with few fields: a list of the dicts that a pickle gave it, which should be one.
 
-    __slots__: tuple[str, ...] = ()
+    The unpickler calls `__setstate__` two million times, so all of this is CPython's own.
+    """
 
-    def __setstate__(self, state: Any) -> None:
-        if type(state) is not dict:
-            self.check(state)
-        for name in self.__slots__:
-            setattr(self, name, state.get(name))
-        # The unpickler's memo keeps the dict: 200 bytes each, two million of them.
-        state.clear()
+    __slots__ = ()
+    __setstate__ = list.append
+    __hash__ = object.__hash__  # type: ignore[assignment]
+    __eq__ = object.__eq__
+
+    def __init__(self, *_: Any) -> None:
+        # A list would copy its argument.
+        raise CorruptError(f"a `{type(self).__name__}` is called")
 
 
 class ChunkStorageMetadata(_Small):
-    """The offsets of a chunk in its tensor, and its sizes, each a `torch.Size`."""
+    """A chunk of a tensor: `offsets` and `sizes`, each a `torch.Size`."""
 
-    __slots__ = ("offsets", "sizes")
+    __slots__ = ()
 
 
 class MetadataIndex(_Small):
-    """The name of an item, the offsets of its chunk, and a hint for the number of the chunk."""
+    """The key of an item: `fqn`, the `offset` of its chunk, and `index`, a hint for the number of the chunk."""
 
-    __slots__ = ("fqn", "index", "offset")
+    __slots__ = ()
 
 
 class StorageInfo(_Small):
-    """The file, offset and length in bytes of an item, and its transforms."""
+    """The place of an item: `relative_path`, `offset`, `length` in bytes, and `transform_descriptors`."""
 
-    __slots__ = ("length", "offset", "relative_path", "transform_descriptors")
+    __slots__ = ()
+
+
+def columns(objects: Sequence[_Small], *fields: str) -> list[list[Any]]:
+    """Return a column for each field of some objects, with None for what one does not have."""
+    counts = set(map(len, objects))
+    if 0 in counts:
+        raise CorruptError("an object of the index has no fields")
+    states = list(chain.from_iterable(objects))
+    if counts != {1} or set(map(type, states)) != {dict}:
+        raise CorruptError(f"a `{type(objects[0]).__name__}` has something else than a dict for its fields")
+    return [list(map(dict.get, states, repeat(name))) for name in fields]
 
 
 class TensorProperties:
@@ -100,6 +115,14 @@ def size(sizes: Any) -> Any:
     if type(sizes) is not tuple or not all(type(n) is int for n in sizes):
         raise CorruptError("a `torch.Size` is not made of a tuple of integers")
     return sizes
+
+
+same_size = ().__add__
+"""`size` for tuples that are checked later, in bulk. Raises TypeError if it is not a tuple."""
+
+
+EXPECTED = {name: (replacement,) for name, replacement in CLASSES.items()} | {"Size": (size, same_size)}
+"""What may stand for each class."""
 
 
 class Names(dict[tuple[str, str], Any]):

@@ -64,7 +64,7 @@ class Run:
     def __setstate__(self, state: Any) -> NoReturn:
         raise CorruptError("a pickle changes what stands for a run of the index")
 
-    def __init__(self, columns: list[list[Any]], expected: tuple[Any, ...]) -> None:
+    def __init__(self, columns: list[list[Any]], expected: tuple[tuple[Any, ...], ...]) -> None:
         self.columns = columns
         self._expected = expected
         self._paths: dict[bytes, Any] = {}
@@ -73,7 +73,7 @@ class Run:
     def resolve(self, found: tuple[Any, ...]) -> Run:
         """Check the values of the references of the pattern, and set the paths. Raises CorruptError if they differ."""
         n = len(self._expected)
-        if any(have is not want and have != want for have, want in zip(found, self._expected, strict=False)):
+        if any(have not in wanted for have, wanted in zip(found, self._expected, strict=False)):
             raise CorruptError("a run of the index refers to something else")
         if len(self.columns) == 6:
             self._paths = dict(zip(dict.fromkeys(self.columns[3]), found[n:], strict=True))
@@ -134,7 +134,7 @@ def _pattern(words: Iterable[str | bytes], references: Iterator[bytes], *, take:
 class Runs:
     """All runs of an index, `data` without them, and the values of the names in their places."""
 
-    def __init__(self, data: bytes, middle: int, expected: Mapping[str, Any]) -> None:
+    def __init__(self, data: bytes, middle: int, expected: Mapping[str, tuple[Any, ...]]) -> None:
         self.all: list[Run] = []
         self.names = {(_MODULE, "skipped"): SKIPPED, (_MODULE, "run"): self._resolved}
         self._expected = expected
@@ -157,7 +157,7 @@ class Runs:
         runs = re.compile(b"(?:" + _pattern(words, iter(gets), take=False) + b"){2,5000}", re.S)
         rows = re.compile(_pattern(words, iter(gets), take=True), re.S).findall
         names = [word[1:-1] for word in words if isinstance(word, str) and word.startswith("[")]
-        expected = tuple(self._expected.get(name, name) for name in names)
+        expected = tuple(self._expected.get(name, (name,)) for name in names)
         tables = [self._tables.get(word) for word in words if isinstance(word, str) and word in _COLUMNS]
         for found in runs.finditer(data, begin, end):
             taken = zip(*rows(data, *found.span()), strict=True)
@@ -180,8 +180,8 @@ class Runs:
         return self.all[number].resolve(found)
 
 
-def find(data: bytes, expected: Mapping[str, Any]) -> Runs | None:
-    """Return the runs of the pickled index `data`, or None. `expected` has the value for the name of each class."""
+def find(data: bytes, expected: Mapping[str, tuple[Any, ...]]) -> Runs | None:
+    """Return the runs of the pickled index `data`, or None. `expected` has the values for the name of each class."""
     try:
         whole = _unframed(data)
         middle = whole.find(b"storage_data")
