@@ -6,7 +6,7 @@ Small, and the same on every rank, so that a rank that reads can send it to the 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import reduce
@@ -49,11 +49,17 @@ class Group:
 @dataclass(slots=True)
 class Optimizer:
     """The optimizer: `state["layers.0.w"][("exp_avg",)]` is a `Shape`, or a value other than a tensor. With
-    `by_number`, parameters are the integer ids of `optimizer.state_dict()`, as no model has their names."""
+    `by_number`, parameters are the integer ids of `optimizer.state_dict()`, as no model has their names.
+
+    `lists` are the lists of tensors, `{"layers.0.w": [("GG",)]}`, and `apart` are keys of those that are not shaped as
+    their parameters: what is in them is never sharded as these are.
+    """
 
     groups: list[Group]
     state: dict[Any, dict[Path, Any]]
     by_number: bool = False
+    lists: dict[Any, list[Path]] = field(default_factory=dict)
+    apart: set[Any] = field(default_factory=set)
 
 
 class UnknownClass(NamedTuple):
@@ -254,11 +260,36 @@ def _add_optimizer(contents: Contents, catalogue: Catalogue, part: Part, read: R
                 put(values, below, _value(entry, alone, read))
         contents.optimizer.groups.append(Group([bare(name) for name in group.params], values))
     for name, items in ((bare(called), items) for called, items in optimizers[0].state.items()):
-        contents.optimizer.state[name] = {
+        state = contents.optimizer.state[name] = {
             below: _shape_or_value(("optimizer", name, *below), entry, contents, alone, read)
             for below, entry in items
             if not entry.embedded
         }
+        nested = ((below, entry) for below, entry in items if len(below) > 1 and not entry.embedded)
+        lists = {below[:depth] for below, entry in nested for depth in _lists_above(alone, entry.path, below)}
+        if lists:
+            contents.optimizer.lists[name] = sorted(lists, key=len, reverse=True)
+            shape = contents.model.get(name)
+            contents.optimizer.apart |= {
+                below[0]
+                for below, value in state.items()
+                if below[:1] in lists and isinstance(value, Shape) and (shape is None or value.sizes != shape.sizes)
+            }
+
+
+def _lists_above(catalogue: Catalogue, path: Path, below: Path) -> Iterator[int]:
+    """How many keys of `below`, the end of `path`, lead to a list."""
+    for depth in range(1, len(below)):
+        container = catalogue.containers.get(path[: len(path) - len(below) + depth])
+        if container is not None and container.kind == "list":
+            yield depth
+
+
+def with_lists(values: dict[Any, Any], lists: Sequence[Path]) -> None:
+    """Make lists of the dicts by index at these paths, the deepest first."""
+    for *above, last in lists:
+        parent = reduce(getitem, above, values)
+        parent[last] = [value for _, value in sorted(parent[last].items())]
 
 
 def put(values: dict[Any, Any], path: Path, value: Any) -> None:

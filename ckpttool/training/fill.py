@@ -17,7 +17,7 @@ from ckpttool.errors import UsageError
 from ckpttool.layout.rename import strip_wrappers
 from ckpttool.training import broadcast, collectives, match
 from ckpttool.training.broadcast import OutgoingTensor
-from ckpttool.training.contents import Contents, Shape, put
+from ckpttool.training.contents import Contents, Shape, put, with_lists
 from ckpttool.training.match import GroupMatch, ModelMatch
 from ckpttool.training.read import LocalShard, Reader, empty, like, local_shards
 
@@ -140,6 +140,8 @@ def fill_state(
 ) -> State:
     """Return the state of parameters, each given with its name in the checkpoint and its state there. What is sent goes
     to each rank as its shards if it is sharded, together if it is small, and else in tiles."""
+    saved_optimizer = filler.contents.optimizer
+    assert saved_optimizer is not None
     result: State = {}
     small: list[OutgoingTensor] = []
     shares: list[OutgoingTensor] = []
@@ -150,7 +152,8 @@ def fill_state(
             for below, value in state.items():
                 if isinstance(value, Shape):
                     key, shape = ("optimizer", name, *below), value
-                    value = room(parameter, shape, None if filler.sends else _now(optimizer, parameter, below))
+                    current = None if filler.sends else _now(optimizer, parameter, below)
+                    value = room(parameter, shape, current, apart=len(below) > 1 and below[0] in saved_optimizer.apart)
                     shards = local_shards(value, f"{name}.{below[-1]}")
                     outgoing = OutgoingTensor(shape, shards, filler.contents.tensors.get(key))
                     if by_cpu and broadcast.is_sharded(value):
@@ -160,6 +163,7 @@ def fill_state(
                     else:
                         filler.fill(key, shape, shards)
                 put(values, below, value)
+            with_lists(values, saved_optimizer.lists.get(name, ()))
     if filler.sends:
         broadcast.send_small(small, filler.reader)
         broadcast.send_shares(shares, filler.reader)
@@ -170,17 +174,19 @@ def _now(optimizer: torch.optim.Optimizer | None, parameter: nn.Parameter, below
     """The tensor that the optimizer has at this path, if it has stepped."""
     value: Any = optimizer.state.get(parameter, {}) if optimizer is not None else {}
     for key in below:
+        if isinstance(value, list):
+            value = dict(enumerate(value))
         value = value.get(key) if isinstance(value, dict) else None
     return value if isinstance(value, torch.Tensor) else None
 
 
-def room(parameter: Any, saved: Shape, current: Any = None) -> Any:
-    """Memory for one tensor of a parameter's state: placed like `current`, else like the parameter if it has its shape,
-    else replicated, as `step` is."""
+def room(parameter: Any, saved: Shape, current: Any = None, *, apart: bool = False) -> Any:
+    """Memory for one tensor of a parameter's state: placed like `current`, else like the parameter if it has its shape
+    and is not one `apart`, else replicated, as `step` is."""
     dtype = getattr(torch, saved.dtype)
     if isinstance(current, DTensor) and tuple(current.shape) == saved.sizes:
         return like(current, dtype)
-    if tuple(parameter.size()) == saved.sizes and saved.sizes:
+    if tuple(parameter.size()) == saved.sizes and saved.sizes and not apart:
         return like(parameter, dtype)
     return empty(saved.sizes, dtype)
 
@@ -230,6 +236,8 @@ def keep_dtypes(optimizer: torch.optim.Optimizer, parameter: nn.Parameter, loade
 def _uncast(current: Any, loaded: Any) -> Any:
     if isinstance(current, dict) and isinstance(loaded, dict):
         return {key: _uncast(value, loaded[key]) if key in loaded else value for key, value in current.items()}
+    if isinstance(current, list) and isinstance(loaded, list):
+        return [_uncast(*pair) for pair in zip(current, loaded, strict=True)]
     both = isinstance(current, torch.Tensor) and isinstance(loaded, torch.Tensor) and current.is_floating_point()
     is_cut_short = both and loaded.is_floating_point() and current.dtype.itemsize < loaded.dtype.itemsize
     return loaded.to(current.device) if is_cut_short else current

@@ -132,6 +132,12 @@ def _match_groups(optimizer: torch.optim.Optimizer, groups: list[list[str]], con
             f"`{contents.path}`: its optimizer calls parameters by numbers, and no model there says which they are",
             hint="FSDP1 loads an optimizer by names: `ckpttool convert --optim-keys fqn --model-from ...` writes them",
         )
+    for name, of in contents.optimizer.state.items():
+        if nested := [dotted(below) for below in of if len(below) != 1]:
+            raise UsageError(
+                f"`{contents.path}`: state {some(nested)} of `{name}` is nested, which FSDP1 does not load",
+                hint="FSDP2 and plain models load lists and dicts of tensors",
+            )
     listed = {strip_wrappers(name) for group in contents.optimizer.groups for name in group.params}
     clean = [list(map(strip_wrappers, names)) for names in groups]
     # A second name of tied weights need not be listed, and an empty group need not be there.
@@ -176,9 +182,6 @@ def _fill_optimizer(
 ) -> None:
     assert filler.contents.optimizer is not None
     saved = {strip_wrappers(name): (name, state) for name, state in filler.contents.optimizer.state.items() if state}
-    for name, of in saved.values():
-        if nested := [dotted(below) for below in of if len(below) != 1]:
-            raise UsageError(f"state {some(nested)} of `{name}` is nested, which FSDP1 does not load")
     parameters = {strip_wrappers(name): value for name, value in values.items() if strip_wrappers(name) in saved}
     filled = fill_state([(value, *saved[name]) for name, value in parameters.items()], filler)
     names = [name for one in matches for name in one.names if strip_wrappers(name) in parameters]

@@ -80,6 +80,8 @@ def everyday() -> Cases:
         ["wrapper", "fsdp2", "parallel"],
         ["wrapper", "fsdp1", "broadcast"],
         *(["extra_state", kind, strategy] for kind in ("plain", "fsdp2", "fsdp1") for strategy in STRATEGIES),
+        *(["lists", kind, strategy] for kind in ("plain", "fsdp2") for strategy in STRATEGIES),
+        ["lists", "fsdp1", "parallel"],
         ["average", "fsdp2", "broadcast"],
         ["average", "tp", "parallel"],
     ]

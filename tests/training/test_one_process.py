@@ -153,6 +153,21 @@ def test_a_trained_parameter_without_moments(tmp_path: Path, name: str, keys: st
     assert load().without_state == [], "an optimizer that never stepped"
 
 
+def test_lists_of_tensors(tmp_path: Path) -> None:
+    """LBFGS keeps its history in lists, some of None; with them it goes on as it was."""
+    saved, model = net(), net()
+    optimizer = stepped(saved, OPTIMIZERS["LBFGS"])
+    torch.save({"model": saved.state_dict(), "optim": optimizer.state_dict()}, tmp_path / "a.pt")
+    ours = OPTIMIZERS["LBFGS"](model.parameters())
+    ckpttool.load(tmp_path / "a.pt", model, ours)
+    (mine,), (theirs,) = ours.state.values(), optimizer.state.values()
+    assert mine.keys() == theirs.keys() and len(theirs["old_dirs"]) > 2 and None in theirs["al"]
+    for key, value in theirs.items():
+        pairs = zip(mine[key], value, strict=True) if isinstance(value, list) else [(mine[key], value)]
+        same = [torch.equal(a, b) if isinstance(b, torch.Tensor) else a == b for a, b in pairs]
+        assert type(mine[key]) is type(value) and all(same), key
+
+
 def test_a_group_that_keeps_no_state(tmp_path: Path) -> None:
     """SGD with momentum for one group only; a group of AdamW whose state is lost is no such."""
 

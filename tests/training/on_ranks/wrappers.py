@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 from typing import Any
 
+import error_cases
 import practices
 import torch
 import torch.distributed.checkpoint as torch_dcp
@@ -13,6 +14,7 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 from torch.distributed.checkpoint.stateful import Stateful
 from torch.distributed.fsdp import FullyShardedDataParallel as Fsdp
 from torch.distributed.fsdp import StateDictType
+from torch.distributed.tensor import DTensor
 from training import Run
 
 import ckpttool
@@ -178,6 +180,65 @@ def extra_state(kind: str, strategy: str) -> str:
     return "equal"
 
 
+class Soap(torch.optim.Optimizer):
+    """Keeps its state as SOAP does: a list of matrices, by dimension of the parameter, `[]` for one that is too long.
+    Under FSDP2 each rank has all of a matrix."""
+
+    def __init__(self, params: Any, lr: float = 0.7, longest: int = 10) -> None:
+        super().__init__(params, {"lr": lr, "longest": longest})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        """Once more."""
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    self._update(parameter, self.state[parameter], group)
+
+    def _update(self, parameter: Any, state: dict[str, Any], group: dict[str, Any]) -> None:
+        sharded = isinstance(parameter, DTensor)
+        whole = parameter.grad.full_tensor() if sharded else parameter.grad
+        if not state:
+            sides = [torch.zeros(n, n, device=whole.device) if n <= group["longest"] else [] for n in parameter.shape]
+            state |= {"step": 0, "exp_avg": torch.zeros_like(parameter), "GG": sides, "Q": None}
+        state["step"] += 1
+        state["exp_avg"].lerp_(parameter.grad, 0.1)
+        for dim, matrix in enumerate(state["GG"]):
+            if len(matrix):
+                rows = whole.movedim(dim, 0).reshape(len(matrix), -1)
+                matrix.lerp_(rows @ rows.T, 0.1)
+        state["Q"] = [torch.linalg.qr(matrix)[0] if len(matrix) else [] for matrix in state["GG"]]
+        rate = group["lr"] * (1 + sum(float(matrix.sum()) for matrix in state["Q"] if len(matrix)) / 100)
+        parameter.sub_(state["exp_avg"], alpha=rate)
+
+
+def lists(kind: str, strategy: str) -> str:
+    """State that is a list of tensors, of an optimizer that keeps a square one shaped as its parameter."""
+
+    def fresh() -> Run:
+        model = training_scripts.KINDS[kind](training_scripts.bare(training_scripts.SMALL))
+        return Run(model, Soap(model.parameters()), None)
+
+    saved, place = fresh(), practices.folder()
+    for group in saved.optimizer.param_groups:
+        group["lr"] = 0.01
+    training_scripts.steps(saved, training_scripts.SMALL.vocab)
+    for format in ("dcp", "torch"):
+        ckpttool.save(place / format, saved.model, saved.optimizer, format=format)
+        run = fresh()
+        if "fsdp1" in kind:
+            return error_cases.refused(run, place / format, "nested", strategy=strategy)
+        ckpttool.load(place / format, run.model, run.optimizer, strategy=strategy)
+        for one, other in zip(saved.optimizer.state.values(), run.optimizer.state.values(), strict=True):
+            kinds = [[type(value) for value in [*of["GG"], *of["Q"], of["exp_avg"]]] for of in (one, other)]
+            if kinds[0] != kinds[1]:
+                return f"{format}: {kinds}"
+        said = practices.compare(saved, None, run)
+        if said != "equal":
+            return f"{format}: {said}"
+    return "equal"
+
+
 def unlike(one: Any, other: Any) -> str:
     """How two values differ; empty when they do not."""
     if type(one) is not type(other):
@@ -194,4 +255,4 @@ def unlike(one: Any, other: Any) -> str:
     return "" if same else f"{one!r:.50}, {other!r:.50}"
 
 
-OWN = {f.__name__: f for f in (wrapper, average, extra_state)}
+OWN = {f.__name__: f for f in (wrapper, average, extra_state, lists)}
