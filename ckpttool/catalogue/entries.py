@@ -313,6 +313,15 @@ class Container(NamedTuple):
     attrs: Any = None
 
 
+class Sharding(NamedTuple):
+    """How a DTensor lies on its mesh: `Sharding((2, 2), ("dp", "tp"), ("Replicate", "Shard(0)"))`; the names of the
+    dimensions of the mesh are empty where nothing names them."""
+
+    mesh: Ints
+    names: tuple[str, ...]
+    placements: tuple[str, ...]
+
+
 @dataclass(slots=True)
 class File:
     """A file of the checkpoint: `File("/data/run/__0_0.distcp", "__0_0.distcp", 4096, rank=0)`. One that an index names
@@ -337,7 +346,7 @@ class Catalogue:
     about what is called so or lies below, and does not stop what is done with the rest; nor does one with the fact
     `absent`, the name of a part that could not be opened, stop `--only` others. `replicas` are further copies of
     tensors, each in a file of its own: a sink of one file per rank has one in every file, and the transfer fills them
-    too.
+    too. `shardings` are those that the checkpoint itself names.
     """
 
     format: str
@@ -348,6 +357,7 @@ class Catalogue:
     warnings: list[Warning] = field(default_factory=list)
     faults: list[CkptError] = field(default_factory=list)
     replicas: list[Tensor] = field(default_factory=list)
+    shardings: dict[Path, Sharding] = field(default_factory=dict)
 
     @property
     def tensors(self) -> Iterator[Tensor]:

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from ckpttool.catalogue.entries import Catalogue, Part, Tensor
     from ckpttool.operations.inspect.module_tree import Line
     from ckpttool.operations.inspect.optimizers import Optimizer
+    from ckpttool.operations.inspect.sharding import Shards
     from ckpttool.operations.inspect.summary import PartLine, Summary
 
 _OBJECTS = 40  # lines, unless -v
@@ -141,6 +142,7 @@ def _run(terminal: Terminal, catalogue: Catalogue, path: str) -> None:
 
 
 def _header(terminal: Terminal, catalogue: Catalogue, path: str, summary: Summary) -> None:
+    from ckpttool.operations.inspect import sharding
     from ckpttool.operations.inspect.format_value import describe
 
     terminal.line(bold(path))
@@ -154,11 +156,15 @@ def _header(terminal: Terminal, catalogue: Catalogue, path: str, summary: Summar
     rows += [(title, str(facts.pop(key))) for key, title in _TITLES.items() if facts.get(key)]
     if catalogue.world_size > 1:
         rows.append(("world size", str(catalogue.world_size)))
+    if sharded := sharding.overview(catalogue):
+        rows.append(("sharding", sharded))
     if summary.headline.step is not None:
         rows.append(("step", f"{summary.headline.step:,}"))
     missing = sum(file.missing for file in catalogue.own_files)
     on_disk = f"{size(catalogue.nbytes())} in {plural(len(catalogue.own_files) - missing, 'file')}"
     rows.append(("on disk", on_disk + (f", {missing:,} missing" if missing else "")))
+    if loads := sharding.bytes_per_rank(catalogue):
+        rows.append(("per rank", sharding.balance(loads)))
     if catalogue.facts.get("assets"):
         rows.append(("assets", ", ".join(catalogue.facts["assets"])))
     if facts.get("metadata") == {"format": "pt"}:
@@ -213,15 +219,33 @@ def _tree(terminal: Terminal, part: Part, lines: list[Line]) -> None:
 
 
 def _tensors(terminal: Terminal, tensors: list[Tensor], catalogue: Catalogue) -> None:
+    from ckpttool.operations.inspect.sharding import Placements, shards
+
     terminal.heading("tensors", f"{len(tensors):,} of {sum(1 for _ in catalogue.tensors):,}")
+    placements = Placements(catalogue)
     rows: list[tuple[TextLike, ...]] = []
     for tensor in tensors:
-        shards = _shards(tensor, catalogue)
-        only = shards[0] if len(shards) == 1 else ""
-        rows.append((bold(tensor.name), tensor.dtype.name, str(list(tensor.shape)), size(tensor.nbytes), only))
-        if len(shards) > 1:
-            rows += [(f"  {shard}",) for shard in shards]
-    terminal.table(rows, ("", "dtype", "shape", "bytes", ""), right=(3,), wrap=(0, 4))
+        lines = [_shard(one, tensor) for one in shards(tensor, catalogue, folded=not terminal.verbose)]
+        only, placement = lines.pop() if len(lines) == 1 else "", placements.of(tensor)
+        told = "" if placement is None else str(placement)
+        rows.append((bold(tensor.name), tensor.dtype.name, str(list(tensor.shape)), size(tensor.nbytes), told, only))
+        rows += [(f"  {line}",) for line in lines]
+    headers = ("", "dtype", "shape", "bytes", "placement", "shard")
+    kept = [i for i in range(len(headers)) if i < 4 or any(row[i] for row in rows if len(row) > i)]
+    table = [[row[i] for i in kept if i < len(row)] for row in rows]
+    titles = [headers[i] for i in kept]
+    terminal.table(table, titles, right=(3,), wrap=(0, *range(4, len(kept))))
+
+
+def _shard(shards: Shards, tensor: Tensor) -> str:
+    ranks = f"{shards.ranks}: " if shards.ranks else ""
+    if shards.count > 1:
+        return f"{ranks}{shards.count:,} x {list(shards.sizes)}"
+    return (
+        f"{ranks}{box(shards.offsets, shards.sizes, tensor.shape)}  {shards.file}"
+        if shards.file
+        else f"{ranks}{list(shards.sizes)}"
+    )
 
 
 def _objects(terminal: Terminal, summary: Summary) -> None:
@@ -239,14 +263,6 @@ def _optimizer_state(terminal: Terminal, optimizer: Optimizer) -> None:
         terminal.heading("optimizer state", ".".join(map(str, optimizer.root)))
         rows = [(s.kind, s.dtype, f"{s.tensors:,}", count(s.elements), size(s.nbytes)) for s in optimizer.state]
         terminal.table(rows, ("", "dtype", "tensors", "elements", "bytes"), right=(2, 3, 4), wrap=(0,))
-
-
-def _shards(tensor: Tensor, catalogue: Catalogue) -> list[str]:
-    chunks = tensor.chunks
-    boxes = [box(*place, tensor.shape) for place in zip(chunks.offsets, chunks.sizes, strict=True)]
-    files = [catalogue.files[i] for i in chunks.file]
-    ranks = ["" if file.rank is None else f"rank {file.rank}: " for file in files]
-    return [f"{rank}{where}  {file.name}" for rank, where, file in zip(ranks, boxes, files, strict=True)]
 
 
 def hyperparameters(terminal: Terminal, optimizer: Optimizer) -> None:

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from itertools import chain, islice
 
 from ckpttool.catalogue.boxes import Ints
-from ckpttool.catalogue.entries import Catalogue, File, Path
+from ckpttool.catalogue.entries import Catalogue, File, Path, Sharding
 from ckpttool.catalogue.protocols import NO_HINTS, OpenOptions, PlacedSource, Source
 from ckpttool.catalogue.warning import Warning
 from ckpttool.errors import CkptError, CorruptError
@@ -167,6 +167,8 @@ class _Opening:
         catalogue = self._catalogue
         kinds = [*dict.fromkeys(map(_kind, self._merger.shards.values()))]
         layout = "; ".join(kinds[:3]) or f"plain, {'one rank' if len(self._by) < 2 else 'the same on each rank'}"
+        shards = ((path, shard) for path, shard in self._merger.shards.items() if shard.mesh)
+        catalogue.shardings = {path: Sharding(s.mesh, s.names, s.placements) for path, s in shards}
         catalogue.facts |= {"layout": layout, "writer": "torch.save", "torch": ", ".join(self._torch)}
         if self._renamed:
             text = f"names and contents have different ranks, the contents are used: {some(self._renamed)}"

@@ -9,7 +9,7 @@ from typing import Any
 
 from ckpttool.catalogue.aliases import find_aliases
 from ckpttool.catalogue.entries import Catalogue, Object, Path, Tensor, dotted
-from ckpttool.operations.inspect import summary, warnings
+from ckpttool.operations.inspect import sharding, summary, warnings
 from ckpttool.operations.inspect.format_value import describe, jsonable, peek, type_name
 
 SCHEMA = "ckpttool/inspect/1"
@@ -45,6 +45,7 @@ def document(
             for line in parts
         ],
         "bytes": catalogue.nbytes(),
+        "bytes_per_rank": sharding.bytes_per_rank(catalogue),
         "files": [{"name": f.name, "bytes": f.size, "rank": f.rank} for f in catalogue.own_files],
     }
     for key, value in catalogue.facts.items():
@@ -52,7 +53,8 @@ def document(
             head.setdefault(str(key), jsonable(value, catalogue.entries))
     yield "{" + ",\n ".join(f"{json.dumps(key)}: {json.dumps(value)}" for key, value in head.items())
     yield ',\n "tensors": ['
-    yield from _lines(_tensor(t, catalogue) for t in catalogue.tensors if is_selected(t.name))
+    placements = sharding.Placements(catalogue)
+    yield from _lines(_tensor(t, catalogue, placements.of(t)) for t in catalogue.tensors if is_selected(t.name))
     yield '],\n "objects": ['
     yield from _lines(_object(o, catalogue) for o in catalogue.objects if is_selected(o.name))
     findings = [*catalogue.warnings, *warnings.findings(catalogue, find_aliases(catalogue.tensors))]
@@ -69,7 +71,7 @@ def path_json(path: Path) -> list[Any]:
     return [key if isinstance(key, (str, int)) else describe(key) for key in path]
 
 
-def _tensor(tensor: Tensor, catalogue: Catalogue) -> dict[str, Any]:
+def _tensor(tensor: Tensor, catalogue: Catalogue, placement: sharding.Placement | None) -> dict[str, Any]:
     files, chunks = catalogue.files, tensor.chunks
     return {
         "name": tensor.name,
@@ -78,6 +80,8 @@ def _tensor(tensor: Tensor, catalogue: Catalogue) -> dict[str, Any]:
         "dtype": tensor.dtype.name,
         "shape": tensor.shape,
         "nbytes": tensor.nbytes,
+        "placements": None if placement is None else placement.placements,
+        "mesh": None if placement is None else placement.mesh,
         "chunks": [
             {"offsets": offsets, "sizes": sizes, "file": files[file].name, "rank": files[file].rank}
             for offsets, sizes, file in zip(chunks.offsets, chunks.sizes, chunks.file, strict=True)
