@@ -36,6 +36,11 @@ _DEPTH = 4
 
 PER_RANK = ("rng", "dataloader")
 """The kinds of which every rank has values of its own."""
+# Keys of Megatron's torch_dist, which are whole names at the root: `optimizer.state.exp_avg.decoder.layers..`.
+_WHOLE_NAMES = (
+    ("optimizer", re.compile(r"(chained_\d+\.)?optimizer\.(state|distributed|param_to_group_meta)\..+")),
+    ("rng", re.compile(r"rng_state/shard_.+")),
+)
 _RANK_KEY = re.compile(r"(?:dp_)?rank_?(\d+)")
 
 
@@ -63,6 +68,17 @@ def assign(catalogue: Catalogue) -> None:
     for node, part in _parts_below(root, (), 0):
         for entry in _entries(node):
             entry.part = part
+    for key, node in root.children.items():
+        kind = _kind_of_whole_name(key)
+        if kind is not None:
+            for entry in _entries(node):
+                entry.part = Part(kind)
+
+
+def _kind_of_whole_name(key: object) -> str | None:
+    if not isinstance(key, str) or ("." not in key and "/" not in key):
+        return None
+    return next((kind for kind, pattern in _WHOLE_NAMES if pattern.fullmatch(key)), None)
 
 
 def _entries(node: _Node) -> Iterator[Tensor | Object]:

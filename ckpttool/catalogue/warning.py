@@ -18,6 +18,7 @@ Kind = Literal[
     "missing-file",  # a file that an index names
     "missing-index",  # the index of a rank
     "missing-part",  # a part that such checkpoints have
+    "missing-scale",  # scales of quantised weights that are missing, left over or of another shape
     "no-checksum",  # bytes that cannot be verified
     "no-effect",  # an option that changes nothing
     "no-index",  # several files were taken as one checkpoint without an index

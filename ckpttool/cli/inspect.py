@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -97,13 +97,14 @@ def _print(
     summary = summarise(catalogue, depth=depth, limit=1000 if terminal.verbose else max(terminal.width or 0, _VALUE))
     shown = (checkpoint["path"] for checkpoint in catalogue.facts.get("run", ()) if checkpoint["taken"])
     _header(terminal, catalogue, next(shown, path), summary)
+    _support(terminal, catalogue.facts.get("recognised", {}))
     if mounted := catalogue.facts.get("mounted"):
         terminal.heading("components")
         rows = [(m["root"] or "-", m["path"] or ".", m["format"], plural(m["files"], "file")) for m in mounted]
         terminal.table(rows, wrap=(0, 1))
     if selected is not None:
         _tensors(terminal, [t for t in catalogue.tensors if selected(t.name)], catalogue)
-    else:
+    elif summary.parts:
         _parts(terminal, summary.parts)
         for part, lines in summary.trees:
             _tree(terminal, part, lines)
@@ -154,6 +155,8 @@ def _header(terminal: Terminal, catalogue: Catalogue, path: str, summary: Summar
     facts = {key: value for key, value in catalogue.facts.items() if key not in _APART}
     rows = [("format", f"{catalogue.format}, {facts.pop('layout')}" if facts.get("layout") else catalogue.format)]
     rows += [(title, str(facts.pop(key))) for key, title in _TITLES.items() if facts.get(key)]
+    if recognised := facts.pop("recognised", None):
+        rows += _recognised(recognised, catalogue)
     if catalogue.world_size > 1:
         rows.append(("world size", str(catalogue.world_size)))
     if sharded := sharding.overview(catalogue):
@@ -172,6 +175,26 @@ def _header(terminal: Terminal, catalogue: Catalogue, path: str, summary: Summar
     others = ((str(key).replace("_", " "), value) for key, value in facts.items() if value not in (None, "", ()))
     rows += [(title, value if isinstance(value, str) else describe(value)) for title, value in others]
     terminal.facts(rows)
+
+
+def _recognised(recognised: dict[str, Any], catalogue: Catalogue) -> list[tuple[str, str]]:
+    """The rows of the header on what a checkpoint of another tool is."""
+    rows = [("recognised", recognised["title"])] if recognised["title"] != catalogue.format else []
+    if recognised["parallelism"]:
+        rows.append(("parallelism", recognised["parallelism"]))
+    return rows + [
+        (name, f"{value:,}" if isinstance(value, int) else value) for name, value in recognised["details"].items()
+    ]
+
+
+def _support(terminal: Terminal, recognised: dict[str, Any]) -> None:
+    """Print what ckpttool does and does not do with a checkpoint of another tool."""
+    if recognised:
+        terminal.heading("what ckpttool does with it")
+        for text in recognised["can"]:
+            terminal.paragraph(text, mark=Styled("+ ", "green"))
+        for text in recognised["cannot"]:
+            terminal.paragraph(f"does not {text}", mark=Styled("- ", "yellow"))
 
 
 def _parts(terminal: Terminal, parts: list[PartLine]) -> None:

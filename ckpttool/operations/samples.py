@@ -24,6 +24,7 @@ NAMES = {
     "llama": "hf/llama/ckpt",
     "model.safetensors": "safetensors/single/ckpt.safetensors",
     "finetune": "run/trainer/ckpt",
+    "deepspeed": "other/deepspeed_zero3_w2",
     "saved": "run/accelerate_fsdp2_sharded_w2/ckpt",
 }
 

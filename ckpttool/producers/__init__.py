@@ -17,6 +17,7 @@ PRODUCERS: tuple[Producer, ...] = (
     accelerate.ACCELERATE,
     verl.VERL,
     read_only.DINOV2,
+    read_only.MEGATRON,
     read_only.LIGHTNING,
     read_only.COMPOSER,
     torchtitan.TORCHTITAN,

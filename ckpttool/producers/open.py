@@ -17,7 +17,7 @@ from ckpttool.catalogue.warning import Warning
 from ckpttool.errors import CkptError, CorruptError, ReadError, UsageError
 from ckpttool.formats.detect import detect, found_inside
 from ckpttool.layout.optimizer.names_of_ids import is_model_order
-from ckpttool.producers import model_config, reader, runs
+from ckpttool.producers import foreign, model_config, reader, runs
 from ckpttool.producers.combined import CombinedSource
 from ckpttool.producers.components import Producer
 from ckpttool.producers.directory import Directory
@@ -34,6 +34,8 @@ def open_at(location: Location, options: OpenOptions = NO_HINTS, run: runs.Run |
     the location was chosen from. Raises ReadError or CorruptError."""
     directory = Directory(location) if location.is_dir() else None
     producer = producers.recognise(directory) if directory is not None else None
+    if directory is not None and producer is None and (found := foreign.recognise(location, directory)) is not None:
+        raise found.refusal(location)
     if directory is not None and producer is not None:
         source = reader.open_directory(producer, directory, options)
         run = run or _beside(directory, producer)
@@ -51,10 +53,13 @@ def open_at(location: Location, options: OpenOptions = NO_HINTS, run: runs.Run |
 
 
 def _detect(location: Location, directory: Directory | None) -> Format:
-    """Return the format. The error for a directory without one names the checkpoints of the runs inside it."""
+    """Return the format. The error for a file of another tool says what it is, that for a directory without a format
+    names the checkpoints of the runs inside it."""
     try:
         return detect(location)
     except ReadError as error:
+        if directory is None and (found := foreign.recognise(location, None)) is not None:
+            raise found.refusal(location) from None
         if directory is None or not (checkpoints := runs.inside(directory)):
             raise
         below = [checkpoint.path.removeprefix(f"{directory.path}/") for checkpoint in checkpoints]
@@ -125,6 +130,8 @@ def open_source(path: str, shapes: str | None = None) -> Source:
         elif options.shapes:
             catalogue.facts["shapes without order"] = shapes
         parts.assign(catalogue)
+        if (found := foreign.describe(catalogue, location_of(location, catalogue))) is not None:
+            found.annotate(catalogue)
         catalogue.warnings += _unsafe(catalogue, named)
         on_error.pop_all()
     is_remote = location is not path and not location.store.is_local

@@ -2,6 +2,7 @@
 
     Composer             ep1-ba20/{.metadata, __R_0.distcp, composer_metadata.json}   everything under `state`
     DINOv2               model_0009999.rank_3.pth last_checkpoint.rank_0              FSDP1, all steps in one directory
+    Megatron Core        iter_0000010/{.metadata, __R_0.distcp, common.pt, metadata.json}
     Lightning, Fabric    x.ckpt/{.metadata, __R_0.distcp, meta.pt}
     OLMo-core, OLMo      step10/{config.json, .metadata.json, train/rank0.pt, model_and_optim/.metadata}
     OLMo, unsharded      step10-unsharded/{model,optim,train}.pt, config.yaml
@@ -16,7 +17,7 @@ from __future__ import annotations
 
 from ckpttool.catalogue.entries import Catalogue
 from ckpttool.catalogue.warning import Warning
-from ckpttool.producers.components import DCP_FILE, DCP_FILES, Layout, Pattern, Producer, match_components
+from ckpttool.producers.components import ASSETS, DCP_FILE, DCP_FILES, Layout, Pattern, Producer, match_components
 from ckpttool.producers.directory import Directory
 
 
@@ -33,6 +34,24 @@ COMPOSER = Producer(
     confirm=_has_state,
 )
 LIGHTNING = Producer("Lightning", (r"meta\.pt", DCP_FILE), (DCP_FILES, Pattern(r"meta\.pt")), whole=True)
+
+
+def _is_torch_dist(directory: Directory) -> bool:
+    return "sharded_backend" in directory.facts("metadata.json")
+
+
+MEGATRON = Producer(
+    "Megatron Core",
+    (DCP_FILE, r"metadata\.json"),
+    (
+        DCP_FILES,
+        Pattern(r"common\.pt"),
+        Pattern(r"(metadata|integrity)\.json|(modelopt_)?run_config\.yaml|train_state\.pt", kind="asset"),
+        *ASSETS,
+    ),
+    whole=True,
+    applies=_is_torch_dist,
+)
 
 _OF_DINO = r"(?P<name>.+)\.rank_(?P<rank>\d+)\.pth"
 

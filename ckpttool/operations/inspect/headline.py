@@ -70,8 +70,11 @@ def headline(
         dtypes[tensor.dtype.name] += tensor.nbytes
     classes = catalogue.facts.get("architectures")
     layers = catalogue.facts.get("num_hidden_layers")
+    recognised = catalogue.facts.get("recognised", {}).get("parameters")
+    counted = sum(tensor.numel for tensor in found) if found else None
     return Headline(
-        parameters=sum(tensor.numel for tensor in found) if found else None,
+        # What is quantised or in partitions is counted as it was before.
+        parameters=counted if recognised is None else recognised,
         dtypes=[name for name, _ in dtypes.most_common()],
         architecture=classes[0]
         if found and isinstance(classes, list) and classes and isinstance(classes[0], str)

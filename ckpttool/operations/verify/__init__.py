@@ -26,6 +26,7 @@ from ckpttool.operations.verify import (
 )
 from ckpttool.operations.verify.findings import DAMAGE, NOTE, Finding, Report, Verification
 from ckpttool.producers import open
+from ckpttool.producers.foreign.recognition import UnsupportedError
 from ckpttool.storage import files, stores
 from ckpttool.transfer.execute import DEFAULT_THREADS
 from ckpttool.transfer.threads import Progress
@@ -90,6 +91,8 @@ def _open(path: str, shapes: str | None, report: Report, threads: int, progress:
     """Open the checkpoint, or add findings on its files if it cannot be opened. Raises ReadError if there is none."""
     try:
         source = open.open_source(path, shapes)
+    except UnsupportedError:
+        raise
     except (CorruptError, ReadError) as error:
         if isinstance(error, ReadError) and not unopened.is_unfinished(path):
             raise
@@ -110,7 +113,7 @@ def _open(path: str, shapes: str | None, report: Report, threads: int, progress:
 
 
 # Warnings of the readers for which there are findings, file by file.
-_FOUND_HERE: tuple[str, ...] = ("empty-file", "missing-file", "missing-index", "no-checksum")
+_FOUND_HERE: tuple[str, ...] = ("empty-file", "missing-file", "missing-index", "missing-scale", "no-checksum")
 _FOUND_HERE += ("rank-part", "stale-file", "stale-index", "unused-file")
 
 
@@ -132,6 +135,7 @@ CHECKS: tuple[Callable[[Verification], Iterable[Finding]], ...] = (
     structure.items,
     structure.objects,
     strays.around,
+    structure.scales,
     _warnings,
     payloads.check,
 )

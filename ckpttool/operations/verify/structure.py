@@ -11,6 +11,7 @@ from ckpttool.catalogue.protocols import Itemised
 from ckpttool.catalogue.validation import faults_of
 from ckpttool.errors import CkptError
 from ckpttool.operations.verify.findings import DAMAGE, SUSPECT, Finding, Verification
+from ckpttool.producers import foreign
 from ckpttool.text import plural
 
 
@@ -66,6 +67,13 @@ def with_truncated_files(findings: list[Finding], catalogue: Catalogue) -> list[
         findings = [finding for finding in findings if finding not in cut]
         findings.append(Finding(DAMAGE, "truncated", text, file, None, size, end - size, cut[0].hint, tuple(names)))
     return findings
+
+
+def scales(run: Verification) -> Iterator[Finding]:
+    """Yield a finding for quantised weights without their scales, scales without a weight, and those of another
+    shape."""
+    for error in foreign.scale_faults(run.catalogue, run.root):
+        yield Finding.of(error, "scale")
 
 
 class _Item(NamedTuple):
