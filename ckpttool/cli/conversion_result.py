@@ -9,7 +9,7 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from ckpttool.cli.progress import progress_on_stderr
-from ckpttool.cli.terminal import Styled, Terminal, bold, err, out
+from ckpttool.cli.terminal import Styled, Terminal, answer, bold, err
 from ckpttool.text import duration, plural, size
 
 if TYPE_CHECKING:
@@ -38,22 +38,23 @@ def run(
 
     with progress_on_stderr(not (quiet or as_json)) as progress:
         result = getattr(ckpttool, verb)(**arguments, progress=progress)
-    terminal, more = out(verbose), facts(result) if facts else ()
-    if as_json:
-        terminal.write(json.dumps({"schema": f"ckpttool/{verb}/1", **asdict(result)}) + "\n")
-    elif quiet:
-        for name, _ in result.files if result.dry_run else ():
-            terminal.line(name)
-    else:
-        if result.dry_run:
-            _print_plan(terminal, result, more)
+    more = facts(result) if facts else ()
+    with answer(result.exit_code, verbose) as terminal:
+        if as_json:
+            terminal.write(json.dumps({"schema": f"ckpttool/{verb}/1", **asdict(result)}) + "\n")
+        elif quiet:
+            for name, _ in result.files if result.dry_run else ():
+                terminal.line(name)
         else:
-            _print_done(terminal, result, more, arguments["check"])
-        if result.dry_run or verbose:
-            for title, (each, kinds) in _changes(result).items():
-                terminal.heading(title)
-                terminal.table(each if verbose else kinds, wrap=(0, 1), limit=_SHOWN)
-        err().warnings(result.notes)
+            if result.dry_run:
+                _print_plan(terminal, result, more)
+            else:
+                _print_done(terminal, result, more, arguments["check"])
+            if result.dry_run or verbose:
+                for title, (each, kinds) in _changes(result).items():
+                    terminal.heading(title)
+                    terminal.table(each if verbose else kinds, wrap=(0, 1), limit=_SHOWN)
+            err().warnings(result.notes)
 
 
 def _facts(result: Conversion, more: Facts) -> list[tuple[str, str]]:

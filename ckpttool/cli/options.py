@@ -126,7 +126,7 @@ CHECKPOINT = Argument(
     help="A checkpoint: a file, a directory, a run directory, or a quoted pattern of rank files.",
 )
 SOURCE = Argument("src", metavar="SRC", help="The checkpoint to read. It is never changed.")
-DESTINATION = Argument("dst", metavar="DST", help="The file or directory to write, like `cp`.")
+DESTINATION = Argument("dst", metavar="DST", help="The file or directory to write, with missing parents.")
 
 # What is read and written ---------------------------------------------------------------------------------------------
 

@@ -9,13 +9,16 @@ from typing import Any
 from ckpttool.cli import options
 from ckpttool.cli.options import Option
 from ckpttool.cli.progress import progress_on_stderr
-from ckpttool.cli.terminal import bold, err, out
+from ckpttool.cli.terminal import answer, bold, err
 from ckpttool.text import duration, plural, size
 
 
 @options.command(
     "repair",
-    arguments=(options.SOURCE, options.reworded(options.DESTINATION, "The directory to write, like `cp`.")),
+    arguments=(
+        options.SOURCE,
+        options.reworded(options.DESTINATION, "The directory to write, with missing parents."),
+    ),
     sections={
         "Selection": (
             Option("--merge DIR...", "Directory of another node with files of the same save. Repeatable."),
@@ -35,16 +38,16 @@ def repair(as_json: bool, quiet: bool, **arguments: Any) -> None:
 
     with progress_on_stderr(not (quiet or as_json)) as progress:
         result = ckpttool.repair(**arguments, progress=progress)
-    terminal = out()
-    if as_json:
-        terminal.write(json.dumps({"schema": "ckpttool/repair/1", **asdict(result)}) + "\n")
-    elif not quiet:
-        terminal.line("would write " if result.dry_run else "wrote ", bold(result.destination))
-        rows = [
-            *zip(("done", *[""] * len(result.done)), result.done, strict=False),
-            ("files", f"{plural(result.files, 'file')}, {size(result.bytes)}"),
-            ("checked", f"{plural(result.records, 'checksum')} over {size(result.checked)}"),
-            ("time", duration(result.seconds)),
-        ]
-        terminal.facts(rows)
-        err().warnings(result.notes)
+    with answer(result.exit_code) as terminal:
+        if as_json:
+            terminal.write(json.dumps({"schema": "ckpttool/repair/1", **asdict(result)}) + "\n")
+        elif not quiet:
+            terminal.line("would write " if result.dry_run else "wrote ", bold(result.destination))
+            rows = [
+                *zip(("done", *[""] * len(result.done)), result.done, strict=False),
+                ("files", f"{plural(result.files, 'file')}, {size(result.bytes)}"),
+                ("checked", f"{plural(result.records, 'checksum')} over {size(result.checked)}"),
+                ("time", duration(result.seconds)),
+            ]
+            terminal.facts(rows)
+            err().warnings(result.notes)

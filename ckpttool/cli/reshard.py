@@ -16,7 +16,10 @@ if TYPE_CHECKING:
 
 @options.command(
     "reshard",
-    arguments=(options.SOURCE, options.reworded(options.DESTINATION, "The directory to write, like `cp`.")),
+    arguments=(
+        options.SOURCE,
+        options.reworded(options.DESTINATION, "The directory to write, with missing parents."),
+    ),
     sections={
         "Layout": (
             Option("--to-world N", "Shard for N ranks, as FSDP does.", type=int),

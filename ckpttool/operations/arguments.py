@@ -13,7 +13,7 @@ from ckpttool.catalogue.patterns import any_of, renamer, rule, several
 from ckpttool.errors import ReadError, UsageError
 from ckpttool.layout import select
 from ckpttool.layout.rename import rename_entries, strip_wrappers
-from ckpttool.storage.stores import local_path
+from ckpttool.storage.stores import is_remote, local_path
 from ckpttool.text import meant, parse_size
 
 # What Python, the catalogue and the buffers of the standard library need on top of the transfer's own.
@@ -70,6 +70,16 @@ def memory(value: int | str | None) -> int | None:
     if limit is not None and limit < BASE_MEMORY:
         raise UsageError(f"`--max-memory`: at least {BASE_MEMORY >> 20} MiB are needed")
     return limit
+
+
+def check_source(src: str, dst: str) -> None:
+    """Raises ReadError when there is nothing at `src` but something at `dst`: the two are probably swapped."""
+    if is_remote(src) or is_remote(dst):
+        return
+    location = local_path(src)
+    if not (location.exists() or location.is_link() or location.is_pattern()) and local_path(dst).exists():
+        text = f"`{src}`: no such file or directory, but `{dst}` exists"
+        raise ReadError(text, hint="SRC comes first: are SRC and DST swapped?", file=src)
 
 
 def check_apart(dst: str, *sources: str | None) -> None:

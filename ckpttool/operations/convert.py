@@ -73,6 +73,7 @@ def convert(
     Raises the errors of `ckpttool.errors`, each with its exit code.
     """
     src, dst = os.fspath(src), os.fspath(dst)
+    arguments.check_source(src, dst)
     selection = arguments.selection(only, drop, tensors, exclude, rename, strip_wrappers, strip_prefix)
     most, memory = arguments.size(max_shard_size, "--max-shard-size"), arguments.memory(max_memory)
     options = ConvertOptions(selection, several(dtype), most, to_world, tensor_class, optim_keys, optim_root, producer)

@@ -20,11 +20,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from operator import eq
 
-from ckpttool.errors import CorruptError, OverwriteError, ReadError, UsageError
+from ckpttool.errors import DONE, CorruptError, OverwriteError, ReadError, StorageError, UsageError
 from ckpttool.formats.dcp import rebuild_index
-from ckpttool.operations.arguments import check_apart
+from ckpttool.operations.arguments import check_apart, check_source
 from ckpttool.operations.verify import verify
 from ckpttool.operations.verify.strays import absent_ranks
+from ckpttool.operations.write import note_obstacle
 from ckpttool.storage import files, free_space, staging
 from ckpttool.storage.stores import Entry, Location, Stat, Store, Write, content, local_path
 from ckpttool.text import some
@@ -53,6 +54,7 @@ class Repaired:
     notes: list[str] = field(default_factory=list)  #: warnings, for people
     seconds: float = 0.0  #: duration
     dry_run: bool = False  #: whether nothing was written
+    exit_code: int = DONE  #: with `--dry-run`, the exit code of the real run
 
 
 def repair(
@@ -76,6 +78,7 @@ def repair(
     sources = [os.fspath(path) for path in (src, *merge)]
     result = Repaired(sources[0], os.fspath(dst), sources[1:], None if like is None else os.fspath(like))
     result.dry_run = dry_run
+    check_source(sources[0], result.destination)
     for path in sources:
         if local_path(path).kind() != "dir":
             hint = f"`ckpttool verify {path}` says what is wrong"
@@ -83,11 +86,11 @@ def repair(
     check_apart(result.destination, *sources, result.like)
     originals, before = _gathered(sources, result)
     if dry_run:
-        result.notes += _obstacles(result.destination, overwrite, originals)
+        _note_obstacles(result, overwrite, originals)
         folder = Location(result.destination, _Planned(result.destination.rstrip("/"), originals))
         _repair(folder, result, before, threads, progress)
     else:
-        with local_path(result.destination).stage(overwrite=overwrite, is_file=False) as stage:
+        with local_path(result.destination).stage(overwrite=overwrite, is_file=False, notes=result.notes) as stage:
             _copy(originals, stage.path, result, threads, progress)
             _repair(local_path(stage.path), result, before, threads)
     result.seconds = time.monotonic() - began
@@ -198,17 +201,17 @@ class _Planned(Store):
         self._files.pop(name, None)
 
 
-def _obstacles(dst: str, overwrite: bool, originals: dict[str, Location]) -> list[str]:
-    """Return what would stop a run that is not dry."""
-    notes = []
+def _note_obstacles(result: Repaired, overwrite: bool, originals: dict[str, Location]) -> None:
+    """Note what would stop a run that is not dry."""
+    dst = result.destination
     try:
         staging.check_free(dst, overwrite=overwrite, is_file=False)
-    except OverwriteError as error:
-        notes.append(f"{error.message}: {error.hint}")
-    needed, free = sum(file.size() for file in originals.values()), free_space.free_bytes(dst)
-    if needed > free:
-        notes.append(f"`{dst}`: {free_space.message(needed, free)}")
-    return notes
+        staging.check_writable(dst)
+    except (OverwriteError, StorageError) as error:
+        note_obstacle(result, error)
+    needed = sum(file.size() for file in originals.values())
+    if shortage := free_space.shortage(dst, needed, free_space.free_bytes(dst)):
+        note_obstacle(result, shortage)
 
 
 def _copy(

@@ -10,11 +10,21 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
+from typing import Protocol
 
 from ckpttool import formats, producers
 from ckpttool.catalogue.entries import Catalogue, Container, Object, Path, Tensor, dotted
 from ckpttool.catalogue.protocols import Format, Sink, SinkOptions, Source
-from ckpttool.errors import CkptError, CorruptError, LossError, OverwriteError, UsageError, require
+from ckpttool.errors import (
+    DONE,
+    CkptError,
+    CorruptError,
+    LossError,
+    OverwriteError,
+    StorageError,
+    UsageError,
+    require,
+)
 from ckpttool.formats.detect import detect
 from ckpttool.layout.optimizer import respell
 from ckpttool.operations import arguments
@@ -61,6 +71,7 @@ class Conversion:
     resumed: int = 0  #: bytes that an interrupted run had copied (`--resume`)
     seconds: float = 0.0  #: duration
     dry_run: bool = False  #: whether nothing was written
+    exit_code: int = DONE  #: with `--dry-run`, the exit code of the real run
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,7 +137,7 @@ def destination(
     arguments.check_apart(dst, *sources)
     if is_first:
         check_wanted(options.manifest, dst, is_file=target.is_file(dst), dry_run=options.dry_run)
-        result.notes += check_free(dst, target, options.overwrite, options.dry_run)
+        check_free(result, target, options)
     yield
     if options.manifest is not None and is_first and not options.dry_run:
         write_for(dst, options.manifest, options.threads)
@@ -239,8 +250,8 @@ class Write:
         with self._scratch() as partial:
             sink = self._create(partial)
             self._note_files(sink, partial)
-        if result.disk > result.free:
-            result.notes.insert(0, free_space.message(result.disk, result.free))
+        if error := free_space.shortage(self.dst, result.disk, result.free):
+            note_obstacle(result, error)
         result.memory = expected_memory(self.planned.catalogue, result.cast, options.threads, options.max_memory)
 
     @contextmanager
@@ -279,17 +290,37 @@ def note_overflow(result: Conversion, overflowed: Mapping[str, int]) -> None:
 # Before anything is written -------------------------------------------------------------------------------------------
 
 
-def check_free(dst: str, target: Format, overwrite: bool, dry_run: bool) -> list[str]:
-    """Raises OverwriteError for a destination that exists; for a dry run, returns what would stop the real one."""
+def check_free(result: Conversion, target: Format, options: WriteOptions) -> None:
+    """Raises UsageError, OverwriteError or StorageError for a destination that cannot be created; for a dry run, notes
+    the latter two."""
+    dst = result.destination
     try:
-        staging.check_free(dst, overwrite=overwrite, is_file=target.is_file(dst))
-    except OverwriteError as error:
-        if overwrite or not dry_run:
+        staging.check_free(dst, overwrite=options.overwrite, is_file=target.is_file(dst))
+        if options.dry_run:
+            staging.check_writable(dst)
+            if missing := staging.missing_folders(dst):
+                result.notes.append(f"would create the directory `{missing[0]}`")
+    except (OverwriteError, StorageError) as error:
+        # With `--overwrite`, what stops it is a pipe or a device: nothing is planned for that.
+        if not options.dry_run or (options.overwrite and isinstance(error, OverwriteError)):
             raise
-        return [f"{error.message}: {error.hint}"]
-    if overwrite and local_path(dst).is_dir() and local_path(dst).names():
+        note_obstacle(result, error)
+        return
+    if options.overwrite and local_path(dst).is_dir() and local_path(dst).names():
         _check_is_checkpoint(dst)
-    return []
+
+
+class DryRun(Protocol):
+    """The result of a dry run."""
+
+    notes: list[str]
+    exit_code: int
+
+
+def note_obstacle(result: DryRun, error: CkptError) -> None:
+    """Note an error that would stop the real run. The first one gives the exit code."""
+    result.notes.append(f"{error.message}: {error.hint}" if error.hint else error.message)
+    result.exit_code = result.exit_code or error.exit_code
 
 
 def _check_is_checkpoint(dst: str) -> None:

@@ -7,18 +7,23 @@ from pathlib import Path
 
 from ckpttool.errors import StorageError
 from ckpttool.storage.errors import from_os_error
+from ckpttool.text import size
+
+_HINT = "free some space, or write somewhere else"
 
 
-def check(path: str, needed: int, free: int, hint: str = "free some space, or write somewhere else") -> None:
+def shortage(path: str, needed: int, free: int, hint: str = _HINT) -> StorageError | None:
+    """Return the error when more bytes are needed at `path` than are free, else None."""
+    if needed <= free:
+        return None
+    text = f"`{path}`: needs {size(needed)}, but {size(free)} are free"
+    return StorageError(text, hint=hint, file=path, found=free, expected=needed)
+
+
+def check(path: str, needed: int, free: int, hint: str = _HINT) -> None:
     """Raises StorageError when more bytes are needed at `path` than are free."""
-    if needed > free:
-        text = f"`{path}`: {message(needed, free)}"
-        raise StorageError(text, hint=hint, file=path, found=free, expected=needed)
-
-
-def message(needed: int, free: int) -> str:
-    """Return the message for a disk without enough space."""
-    return f"needs {needed} bytes, but {free} are free"
+    if error := shortage(path, needed, free, hint):
+        raise error
 
 
 def free_bytes(path: str) -> int:

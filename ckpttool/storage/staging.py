@@ -153,7 +153,9 @@ def stage(
         dst = os.path.realpath(dst)
     notes = [] if notes is None else notes
     above = Path(dst).absolute().parent
-    created = [folder for folder in (above, *above.parents) if not folder.exists()]
+    created = missing_folders(dst)
+    if created:
+        notes.append(f"created the directory `{above}`")
     try:
         above.mkdir(parents=True, exist_ok=True)
         earlier = _left(dst, notes, resume)
@@ -216,6 +218,19 @@ def check_free(dst: str, *, overwrite: bool, is_file: bool) -> None:
         raise OverwriteError(f"`{dst}` is a pipe or a device", hint="name a file or a directory", file=dst)
     if os.path.lexists(path) and not overwrite:
         raise OverwriteError(f"`{dst}` exists", hint="pass `--overwrite` to replace it", file=dst)
+
+
+def missing_folders(dst: str) -> list[Path]:
+    """Return the folders above `dst` that do not exist, the innermost first."""
+    above = Path(dst).absolute().parent
+    return [folder for folder in (above, *above.parents) if not folder.exists()]
+
+
+def check_writable(dst: str) -> None:
+    """Raises StorageError if nothing can be created beside `dst`, and creates nothing itself."""
+    folder = next(folder for folder in Path(dst).absolute().parents if folder.exists())
+    if not os.access(folder, os.W_OK | os.X_OK):
+        raise StorageError(f"`{dst}`: cannot write: no permission to write in `{folder}`", file=dst)
 
 
 def _renamed(error: CkptError, partial: str, dst: str, kept: bool) -> CkptError:

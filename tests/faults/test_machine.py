@@ -89,7 +89,8 @@ def test_dst_is_a_file(to: str, src: Path, out: Path) -> None:
     with untouched(out):
         check_words(run("convert", src, out / "dst", "--to", to), EXISTS, out / "dst", "--overwrite")
         planned = run("convert", src, out / "dst", "--to", to, "-n")
-        assert planned.code == 0 and f"`{out / 'dst'}` exists: pass `--overwrite`" in planned.err
+        assert planned.code == EXISTS and "would write" in planned.out
+        assert f"`{out / 'dst'}` exists: pass `--overwrite`" in planned.err
 
 
 @pytest.mark.parametrize("to", ["dcp", "safetensors"])
@@ -273,6 +274,8 @@ def test_a_read_only_directory(src: Path) -> None:
             said = check_words(done, STORAGE, folder, "permission denied")
             assert ".partial-" not in said
             check_words(as_nobody("convert", public(src), folder / "new" / "dst.pt"), STORAGE, folder)
+            planned = as_nobody("convert", public(src), folder / "dst.pt", "-n")
+            assert planned.code == STORAGE and "would write" in planned.out and "no permission" in planned.err
         assert names(folder) == []
     finally:
         folder.chmod(0o755)
@@ -349,7 +352,7 @@ def test_no_space(to: str, tmp_path: Path, small_disk: Path) -> None:
         check_words(run("convert", src, small_disk / "dst", "--to", to), STORAGE, small_disk / "dst", "free")
         assert names(small_disk) == []
         done = run("convert", src, small_disk / "dst", "--to", to, "-n")
-        assert done.code == 0 and "needed" in done.out
+        assert done.code == STORAGE and "needed" in done.out and "are free" in done.err
 
 
 @pytest.mark.parametrize("to", FORMATS)
@@ -373,7 +376,7 @@ def test_no_space_for_the_others(words: tuple[str, ...], tmp_path: Path, small_d
     with untouched(src):
         check_words(run(words[0], src, small_disk / "dst", *words[1:]), STORAGE, small_disk / "dst", "free")
         assert names(small_disk) == []
-        assert run(words[0], src, small_disk / "dst", *words[1:], "-n").code == 0
+        assert run(words[0], src, small_disk / "dst", *words[1:], "-n").code == STORAGE
 
 
 @every_other

@@ -401,9 +401,24 @@ def test_the_source_is_never_the_destination(tmp_path: Path) -> None:
 
 def test_too_little_space(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("ckpttool.storage.free_space.free_bytes", lambda path: 1000)
-    with pytest.raises(StorageError, match=r"needs \d+ bytes, but 1000 are free"):
+    with pytest.raises(StorageError, match=r"needs .* kB, but 1.00 kB are free"):
         ckpttool.convert(FULL, str(tmp_path / "out.pt"))
     assert os.listdir(tmp_path) == []
+
+
+def test_swapped_paths_are_told(tmp_path: Path) -> None:
+    """Whatever DST would be written as, the error is about SRC, which is not there."""
+    for verb in (ckpttool.convert, ckpttool.reshard, ckpttool.export, ckpttool.repair):
+        with pytest.raises(ReadError, match=r"`.*out.pt`: no such file or directory, but `.*` exists") as caught:
+            verb(tmp_path / "out.pt", FULL, **({"to_world": 2} if verb is ckpttool.reshard else {}))
+        assert "swapped" in str(caught.value.hint)
+
+
+def test_directories_that_are_made_are_told(tmp_path: Path) -> None:
+    planned = ckpttool.convert(FULL, tmp_path / "a" / "b" / "out.pt", dry_run=True)
+    assert f"would create the directory `{tmp_path / 'a' / 'b'}`" in planned.notes and os.listdir(tmp_path) == []
+    made = ckpttool.convert(FULL, tmp_path / "a" / "b" / "out.pt")
+    assert f"created the directory `{tmp_path / 'a' / 'b'}`" in made.notes
 
 
 def test_what_one_file_of_safetensors_cannot_hold_is_named(tmp_path: Path) -> None:

@@ -287,7 +287,8 @@ def test_a_dry_run_says_what_is_in_the_way(tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.setattr("ckpttool.storage.free_space.free_bytes", lambda path: 10)
     made = repair(src, tmp_path / "out", dry_run=True)
     assert made.notes[0] == f"`{tmp_path / 'out'}` exists: pass `--overwrite` to replace it"
-    assert "but 10 are free" in made.notes[1]
+    assert "but 10 B are free" in made.notes[1]
+    assert made.exit_code == 6 and run("repair", src, tmp_path / "out", "-n").exit_code == 6
 
 
 def run(*words: object) -> Result:

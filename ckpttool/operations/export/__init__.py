@@ -66,6 +66,7 @@ def export(
     """
     began = time.monotonic()
     src, dst = os.fspath(src), os.fspath(dst)
+    arguments.check_source(src, dst)
     selection = arguments.selection(only, exclude=exclude, rename=rename, strip_prefix=strip_prefix)
     most = arguments.size(max_shard_size, "--max-shard-size") or MAX_SHARD_SIZE
     beside, listed = arguments.path(assets), arguments.path(manifest)
@@ -90,6 +91,8 @@ def export(
             write.check_place(listed, dst, (file.name for file in plan.files))
             if not dry_run:
                 _write(plan, how)
+            elif error := free_space.shortage(dst, result.disk, result.free):
+                write.note_obstacle(result, error)
     result.checked, result.unchecked = plan.moved.checked, plan.moved.unchecked
     write.note_overflow(result, plan.moved.overflowed)
     return result

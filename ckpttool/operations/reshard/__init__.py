@@ -91,6 +91,7 @@ def reshard(
     src, dst = os.fspath(src), os.fspath(dst)
     # In the block, so that a mistake is reported by one process.
     with processes.coordinated() as coordinator:
+        arguments.check_source(src, dst)
         listed, memory, other = arguments.path(manifest), arguments.memory(max_memory), arguments.path(like) or None
         rules = Rules(_placements(placements), tuple(several(shard)), tuple(several(replicate)))
         mesh = _mesh(to_world, to_mesh, other, rules)
