@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -29,6 +29,11 @@ _RUN = 20  # checkpoints of a run, unless -v
 _TITLES = {"producer": "producer", "writer": "written by", "torch": "torch", "layout": "layout"}
 
 
+_TENSORS = (
+    "List only tensors whose dotted name matches; `*` also matches dots, `re:` starts a regular expression. Repeatable."
+)
+
+
 @options.command(
     "inspect",
     arguments=(options.CHECKPOINT,),
@@ -40,57 +45,62 @@ _TITLES = {"producer": "producer", "writer": "written by", "torch": "torch", "la
                 type=click.IntRange(min=1),
                 default=4,
             ),
-            options.TENSORS,
             options.SHAPES,
+        ),
+        "Tensors": (
+            options.reworded(options.TENSORS, _TENSORS),
+            Option("--dtype DTYPE...", "List only tensors of this dtype. Repeatable."),
+            Option("--min-size SIZE", "List only tensors of at least this size: 100MB, 1GiB, ..."),
+            Option(
+                "--sort KEY",
+                "Sort the list by name, size (largest first) or dtype.",
+                type=click.Choice(("name", "size", "dtype")),
+            ),
+            Option(
+                "--top N", "List only the first N tensors, or the N largest without --sort.", type=click.IntRange(min=1)
+            ),
         ),
         "Output": (
             Option("--strict", "Exit with code 4 if the checkpoint is damaged. Without this, inspect only says so."),
             *options.PRINTING,
         ),
     },
-    examples=("step-1000", "step-1000 --tensors 'model.layers.0.*'", "hf://org/model --depth 6"),
+    examples=("step-1000", "step-1000 --tensors 'model.layers.0.*'", "step-1000 --top 20", "hf://org/model --depth 6"),
 )
 def inspect(
-    path: str,
-    depth: int,
-    tensors: Sequence[str],
-    shapes: str | None,
-    strict: bool,
-    as_json: bool,
-    quiet: bool,
-    verbose: bool,
+    path: str, depth: int, shapes: str | None, strict: bool, as_json: bool, quiet: bool, verbose: bool, **selection: Any
 ) -> None:
     """Show what a checkpoint holds, without reading its weights or executing its pickles.
 
-    With --tensors, show one line for each matching tensor, with the location of its shards.
+    With an option under Tensors, list those tensors, with the location of their shards.
     """
     import ckpttool
-    from ckpttool.catalogue.patterns import any_of
     from ckpttool.errors import DONE, CorruptError, UsageError
     from ckpttool.operations.inspect.document import document
+    from ckpttool.operations.inspect.listing import ALL, Listing
     from ckpttool.operations.inspect.summary import damage
 
+    listing = Listing(selection.pop("tensors"), selection.pop("dtype"), **selection)
     catalogue = ckpttool.inspect(path, shapes=shapes)
-    selected = any_of(tensors) if tensors else None
-    if tensors and not any(map(selected or bool, (t.name for t in catalogue.tensors))):
-        hint = meant(tensors[0], [t.name for t in catalogue.tensors], "`--tensors '*'` lists all")
-        raise UsageError(f"`{path}`: no tensor matches `{tensors[0]}`", hint=hint)
+    tensors = listing.tensors(catalogue)
+    by_name = Listing(listing.globs)
+    if not (tensors or by_name.tensors(catalogue) or (as_json and listing.objects(catalogue))) and listing.globs:
+        names = [tensor.name for tensor in catalogue.tensors]
+        hint = meant(listing.globs[0], names, "`--tensors '*'` lists all")
+        raise UsageError(f"`{path}`: no tensor matches `{listing.globs[0]}`", hint=hint)
     exit_code = CorruptError.exit_code if strict and damage(catalogue) else DONE
     with answer(exit_code, verbose) as terminal:
         if as_json:
-            for piece in document(catalogue, path, selected or (lambda name: True), exit_code):
+            for piece in document(catalogue, path, listing, exit_code):
                 terminal.write(piece)
         elif quiet:
-            for tensor in catalogue.tensors:
-                if selected is None or selected(tensor.name):
-                    terminal.line(tensor.name)
+            for tensor in tensors:
+                terminal.line(tensor.name)
         else:
-            _print(terminal, catalogue, path, depth, selected)
+            _print(terminal, catalogue, path, depth, tensors if listing != ALL else None)
 
 
-def _print(
-    terminal: Terminal, catalogue: Catalogue, path: str, depth: int, selected: Callable[[str], bool] | None
-) -> None:
+def _print(terminal: Terminal, catalogue: Catalogue, path: str, depth: int, listed: Sequence[Tensor] | None) -> None:
     from ckpttool.operations.inspect.summary import summarise
 
     _run(terminal, catalogue, path)
@@ -102,8 +112,8 @@ def _print(
         terminal.heading("components")
         rows = [(m["root"] or "-", m["path"] or ".", m["format"], plural(m["files"], "file")) for m in mounted]
         terminal.table(rows, wrap=(0, 1))
-    if selected is not None:
-        _tensors(terminal, [t for t in catalogue.tensors if selected(t.name)], catalogue)
+    if listed is not None:
+        _tensors(terminal, listed, catalogue)
     elif summary.parts:
         _parts(terminal, summary.parts)
         for part, lines in summary.trees:
@@ -241,10 +251,11 @@ def _tree(terminal: Terminal, part: Part, lines: list[Line]) -> None:
         terminal.line(dim(f"  {what}: --depth {depth} opens {'it' if len(closed) == 1 else 'them'}"))
 
 
-def _tensors(terminal: Terminal, tensors: list[Tensor], catalogue: Catalogue) -> None:
+def _tensors(terminal: Terminal, tensors: Sequence[Tensor], catalogue: Catalogue) -> None:
     from ckpttool.operations.inspect.sharding import Placements, shards
 
-    terminal.heading("tensors", f"{len(tensors):,} of {sum(1 for _ in catalogue.tensors):,}")
+    nbytes = size(sum(tensor.nbytes for tensor in tensors))
+    terminal.heading("tensors", f"{len(tensors):,} of {sum(1 for _ in catalogue.tensors):,}, {nbytes}")
     placements = Placements(catalogue)
     rows: list[tuple[TextLike, ...]] = []
     for tensor in tensors:

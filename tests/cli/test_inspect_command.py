@@ -120,3 +120,64 @@ def test_closed_modules_say_how_to_open_them() -> None:
     *_, last = section(run("inspect", str(DCP), "--depth", "1").stdout, "model")
     assert last == "  1 module is closed: --depth 3 opens it"
     assert "closed" not in run("inspect", str(DCP), "--depth", "3").stdout
+
+
+def listed(path: Path, *words: str) -> list[str]:
+    """The names that `-q` lists, which are those of `--json` and of the table too."""
+    names = run("inspect", str(path), "-q", *words).stdout.split()
+    document = json.loads(run("inspect", str(path), "--json", *words).stdout)
+    assert [tensor["name"] for tensor in document["tensors"]] == names
+    table = section(run("inspect", str(path), *words).stdout, "tensors")
+    assert [line.split()[0] for line in table if not line.startswith("    ")][: len(names)] == names
+    return names
+
+
+@pytest.fixture
+def mixed(tmp_path: Path) -> dict[str, torch.Tensor]:
+    state = {f"layers.{i}.w": torch.ones(i + 1, 100, dtype=torch.bfloat16) for i in sorted(range(12), key=str)}
+    state |= {"norm": torch.ones(64), "count": torch.ones(3, dtype=torch.int64)}
+    torch.save(state, tmp_path / "a.pt")
+    return state
+
+
+def test_tensors_are_selected_and_sorted(mixed: dict[str, torch.Tensor], tmp_path: Path) -> None:
+    path = tmp_path / "a.pt"
+    layers = [f"layers.{i}.w" for i in range(12)]
+    assert listed(path, "--tensors", "*") == list(mixed)
+    assert listed(path, "--sort", "name") == ["count", *layers, "norm"]
+    by_size = sorted(mixed, key=lambda name: -mixed[name].nbytes)
+    assert listed(path, "--sort", "size") == by_size
+    assert listed(path, "--top", "4") == by_size[:4]
+    assert listed(path, "--top", "4", "--sort", "name") == ["count", *layers[:3]]
+    assert listed(path, "--sort", "dtype") == [*layers, "norm", "count"]
+    assert listed(path, "--dtype", "float32", "--dtype", "torch.int64") == ["norm", "count"]
+    assert set(listed(path, "--min-size", "1kB")) == {name for name, t in mixed.items() if t.nbytes >= 1000}
+    assert listed(path, "--tensors", "layers.*", "--min-size", "1kB", "--top", "1") == ["layers.11.w"]
+    nbytes = sum(mixed[name].nbytes for name in layers)
+    for words in (
+        ["inspect", path, "--min-size", "1kB", "-q"],
+        ["inspect", path, "--sort", "name", "--top", "3", "-q"],
+    ):
+        assert run(*map(str, words)).stdout.count("\n") in (3, 8)
+    assert f"tensors  12 of 14, {nbytes / 1000:.1f} kB" in run("inspect", str(path), "--dtype", "bf16").stdout
+
+
+def test_what_does_not_select_is_said(mixed: dict[str, torch.Tensor], tmp_path: Path) -> None:
+    path = str(tmp_path / "a.pt")
+    for words, said in (
+        (["--dtype", "bfloat61"], "did you mean `bfloat16`"),
+        (["--min-size", "much"], "is not a size"),
+        (["--sort", "age"], "age"),
+        (["--top", "0"], "0"),
+    ):
+        result = run("inspect", path, *words)
+        assert result.exit_code == 2 and said in result.stderr
+    for words in (["--dtype", "float64"], ["--dtype", "float64", "--tensors", "norm"]):
+        assert "tensors  0 of 14, 0 B" in run("inspect", path, *words).stdout
+
+
+def test_objects_alone_may_match_in_json() -> None:
+    document = json.loads(run("inspect", str(DCP), "--json", "--tensors", "*.lr").stdout)
+    assert not document["tensors"]
+    assert {entry["name"].rpartition(".")[2] for entry in document["objects"]} == {"lr"}
+    assert run("inspect", str(DCP), "--tensors", "*.lr").exit_code == 2

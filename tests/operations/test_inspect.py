@@ -25,6 +25,7 @@ from ckpttool.errors import CorruptError
 from ckpttool.operations.inspect.document import document
 from ckpttool.operations.inspect.format_value import describe, jsonable, type_name
 from ckpttool.operations.inspect.hyperparameters import tables
+from ckpttool.operations.inspect.listing import Listing
 from ckpttool.operations.inspect.module_tree import Line, lines
 from ckpttool.operations.inspect.summary import summarise
 from ckpttool.text import cut, ranges, safe
@@ -387,7 +388,7 @@ def test_the_document() -> None:
     assert (said["schema"], said["format"], said["world_size"]) == ("ckpttool/inspect/1", "made", 2)
     assert said["tensors"] == [{
         "name": "model.w", "path": ["model", "w"], "part": "model", "dtype": "float32", "shape": [5, 3],
-        "nbytes": weight.nbytes,
+        "nbytes": weight.nbytes, "placements": ["Shard(0)"], "mesh": [2],
         "chunks": [
             {"offsets": [0, 0], "sizes": [3, 3], "file": "0.bin", "rank": 0},
             {"offsets": [3, 0], "sizes": [2, 3], "file": "1.bin", "rank": 1},
@@ -413,7 +414,7 @@ def test_a_fact_cannot_take_the_place_of_the_schema() -> None:
 
 def test_chosen_tensors() -> None:
     found = catalogue({"a": torch.ones(1), "b": torch.ones(1)})
-    said = json.loads("".join(document(found, "x", lambda name: name == "b")))
+    said = json.loads("".join(document(found, "x", Listing(["b"]))))
     assert [t["name"] for t in said["tensors"]] == ["b"]
 
 

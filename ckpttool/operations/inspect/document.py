@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import asdict
 from typing import Any
 
@@ -11,16 +11,15 @@ from ckpttool.catalogue.aliases import find_aliases
 from ckpttool.catalogue.entries import Catalogue, Object, Path, Tensor, dotted
 from ckpttool.operations.inspect import sharding, summary, warnings
 from ckpttool.operations.inspect.format_value import describe, jsonable, peek, type_name
+from ckpttool.operations.inspect.listing import ALL, Listing
 
 SCHEMA = "ckpttool/inspect/1"
 _OURS = ("tensors", "objects", "warnings")
 
 
-def document(
-    catalogue: Catalogue, path: str, is_selected: Callable[[str], bool] = lambda name: True, exit_code: int = 0
-) -> Iterator[str]:
+def document(catalogue: Catalogue, path: str, listing: Listing = ALL, exit_code: int = 0) -> Iterator[str]:
     """Yield the document as JSON text, a tensor or an object a line: a large checkpoint has hundreds of
-    megabytes of it. `is_selected` selects tensors and objects by name;
+    megabytes of it. `listing` selects tensors and objects;
     `exit_code` is that of the command."""
     headline, parts = summary.head(catalogue)
     head: dict[str, Any] = {
@@ -54,9 +53,9 @@ def document(
     yield "{" + ",\n ".join(f"{json.dumps(key)}: {json.dumps(value)}" for key, value in head.items())
     yield ',\n "tensors": ['
     placements = sharding.Placements(catalogue)
-    yield from _lines(_tensor(t, catalogue, placements.of(t)) for t in catalogue.tensors if is_selected(t.name))
+    yield from _lines(_tensor(t, catalogue, placements.of(t)) for t in listing.tensors(catalogue))
     yield '],\n "objects": ['
-    yield from _lines(_object(o, catalogue) for o in catalogue.objects if is_selected(o.name))
+    yield from _lines(_object(o, catalogue) for o in listing.objects(catalogue))
     findings = [*catalogue.warnings, *warnings.findings(catalogue, find_aliases(catalogue.tensors))]
     yield f'],\n "warnings": {json.dumps([str(warning) for warning in findings])}}}\n'
 
