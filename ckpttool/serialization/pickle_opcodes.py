@@ -158,7 +158,8 @@ def guarded(data: bytes) -> list[memoryview] | None:
             if opcode == _FRAME:
                 pieces.append(whole[begin:at])
                 begin = after
-            at = after
+            # As in `_walk`.
+            at = _row(data, after).end()
     except (IndexError, struct.error, ValueError):
         return None
 

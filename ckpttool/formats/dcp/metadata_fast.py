@@ -1,7 +1,8 @@
 """Reads the regular part of a large index without the unpickler.
 
 An index of 256 ranks has 750,000 chunks, each in it twice, and after the first few all are the same opcodes except for
-a name and some numbers. In brackets: references to the memo; `\\x94` puts a value into it.
+a name and some numbers. In brackets: references to the memo; `\\x94` puts a value into it. A name may be a reference,
+too.
 
     [ChunkStorageMetadata] NEW  [offsets] [Size] ints SIZE  [sizes] [Size] ints SIZE  ub
     [MetadataIndex] NEW  [fqn] text \\x94 [index] int [offset] [Size] ints SIZE  ub
@@ -17,7 +18,7 @@ accepts: whatever fails here is read again, whole.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import repeat
 from typing import Any, ClassVar, NoReturn
 
@@ -25,12 +26,18 @@ from ckpttool.catalogue.boxes import Ints
 from ckpttool.errors import CorruptError
 
 Row = tuple[Any, Any, Any, Any, Any, Any, Any]
+Words = tuple[str | bytes, ...]
 
 _INT = rb"(?:K.|M..|J....|\x8a\x05.{5}|\x8a\x06.{6})"
 _GET = rb"(?:h.|j....)"
-_COLUMNS = {"text": rb"\x8c.[^\x94]*", "int": _INT, "ints": rb"\(?" + _INT + rb"+[\x85\x86\x87t]", "path": _GET}
+_COLUMNS = {
+    "text": rb"\x8c.[^\x94]*",
+    "int": _INT,
+    "ints": rb"\(?" + _INT + rb"+[\x85\x86\x87t]",
+    "path": _GET,
+    "name": _GET,
+}
 _NEW, _SIZE = b")\x81\x94}\x94(", b"\x94\x85\x94R\x94"
-_MEMOS = 8  # of a chunk; and of an item, which is a MetadataIndex with its _StorageInfo
 # Bytes as they are; columns; and in brackets what is referred to: our class, or the string itself.
 _CHUNK = (
     "[ChunkStorageMetadata]", _NEW, "[offsets]", "[Size]", "ints", _SIZE, "[sizes]", "[Size]", "ints", _SIZE, b"ub",
@@ -39,6 +46,8 @@ _PLACED = (
     "[MetadataIndex]", _NEW, "[fqn]", "text", b"\x94", "[index]", "int", "[offset]", "[Size]", "ints", _SIZE, b"ub",
     "[_StorageInfo]", _NEW, "[relative_path]", "path", "[offset]", "int", "[length]", "int", b"ub",
 )  # fmt: skip
+_NAMED = tuple(word for word in _PLACED if word != b"\x94")  # by a reference
+_NAMED = tuple("name" if word == "text" else word for word in _NAMED)
 _LOOK = 1 << 20  # bytes to find the first regular entry in
 _MODULE = "ckpttool index"
 _TAKEN = _MODULE.encode() + b"\n"
@@ -59,7 +68,7 @@ SKIPPED = _Skipped()
 class Run:
     """The columns of one run: of chunks `offsets` and `sizes`, of items `rows`. A column is as long as the run."""
 
-    __slots__ = ("_expected", "_paths", "columns", "used")
+    __slots__ = ("_expected", "_strings", "columns", "used")
 
     def __setstate__(self, state: Any) -> NoReturn:
         raise CorruptError("a pickle changes what stands for a run of the index")
@@ -67,17 +76,27 @@ class Run:
     def __init__(self, columns: list[list[Any]], expected: tuple[tuple[Any, ...], ...]) -> None:
         self.columns = columns
         self._expected = expected
-        self._paths: dict[bytes, Any] = {}
+        self._strings: dict[bytes, Any] = {}
         self.used = False
 
-    def resolve(self, found: tuple[Any, ...]) -> Run:
-        """Check the values of the references of the pattern, and set the paths. Raises CorruptError if they differ."""
+    def resolve(self, found: list[Any]) -> Run:
+        """Check the values of the references of the pattern, and set the names and paths. Raises CorruptError if they
+        differ."""
         n = len(self._expected)
         if any(have not in wanted for have, wanted in zip(found, self._expected, strict=False)):
             raise CorruptError("a run of the index refers to something else")
         if len(self.columns) == 6:
-            self._paths = dict(zip(dict.fromkeys(self.columns[3]), found[n:], strict=True))
+            if not all(type(value) is str for value in found[n:]):
+                raise CorruptError("a name or path is not a string")
+            self._strings = dict(zip(self.references(), found[n:], strict=True))
         return self
+
+    def references(self) -> list[bytes]:
+        """Return the references to names and paths in a run of items, each once."""
+        references = dict.fromkeys(self.columns[3])
+        if type(self.columns[0][0]) is bytes:
+            references |= dict.fromkeys(self.columns[0])
+        return list(references)
 
     def use(self, count: int) -> list[list[Any]]:
         """Return this many columns. Raises CorruptError the second time."""
@@ -89,7 +108,9 @@ class Run:
     def rows(self) -> Iterator[Row]:
         """Return for each item: fqn, offsets, hint, path, start, length and None for the transforms."""
         names, hints, offsets, paths, starts, lengths = self.use(6)
-        return zip(names, offsets, hints, map(self._paths.__getitem__, paths), starts, lengths, repeat(None))
+        found = self._strings.__getitem__
+        known = map(found, names) if type(names[0]) is bytes else names
+        return zip(known, offsets, hints, map(found, paths), starts, lengths, repeat(None))
 
 
 class _Numbers(dict[bytes, int]):
@@ -142,41 +163,45 @@ class Runs:
         self._pieces: list[bytes] = []
         numbers = _Numbers()
         self._tables: dict[str, Any] = {"text": _Texts(), "int": numbers, "ints": _Tuples(numbers)}
-        self._take_out(_CHUNK, 0, middle)
-        self._take_out(_PLACED, middle, len(data))
+        self._take_out((_CHUNK,), 0, middle)
+        self._take_out((_PLACED, _NAMED), middle, len(data))
         self.data = b"".join([*self._pieces, data[self._at :]])
         self._source, self._pieces = b"", []
 
-    def _take_out(self, words: tuple[str | bytes, ...], begin: int, end: int) -> None:
+    def _take_out(self, spellings: Sequence[Words], begin: int, end: int) -> None:
         data = self._source
-        learnt = re.compile(_pattern(words, repeat(b"(" + _GET + b")"), take=False), re.S)
-        first = learnt.search(data, begin, min(end, begin + _LOOK))
-        if first is None:
+        most: tuple[list[tuple[bytes, ...]], Words] = [], ()
+        for spelling in spellings:
+            learnt = re.compile(_pattern(spelling, repeat(b"(" + _GET + b")"), take=False), re.S)
+            most = max(most, (learnt.findall(data, begin, min(end, begin + _LOOK)), spelling), key=lambda m: len(m[0]))
+        if not most[0]:
             return
-        gets = list(map(re.escape, first.groups()))
+        (first, *_), words = most
+        gets = list(map(re.escape, first))
         runs = re.compile(b"(?:" + _pattern(words, iter(gets), take=False) + b"){2,5000}", re.S)
         rows = re.compile(_pattern(words, iter(gets), take=True), re.S).findall
         names = [word[1:-1] for word in words if isinstance(word, str) and word.startswith("[")]
         expected = tuple(self._expected.get(name, (name,)) for name in names)
         tables = [self._tables.get(word) for word in words if isinstance(word, str) and word in _COLUMNS]
+        memos = sum(word.count(b"\x94") for word in words if isinstance(word, bytes))
         for found in runs.finditer(data, begin, end):
             taken = zip(*rows(data, *found.span()), strict=True)
             columns = [
                 list(map(table.__getitem__, column) if table is not None else column)
                 for table, column in zip(tables, taken, strict=True)
             ]
-            paths = dict.fromkeys(columns[3]) if words is _PLACED else ()
-            given = b"".join((*first.groups(), *paths))
+            run = Run(columns, expected)
+            given = b"".join((*first, *(run.references() if words is not _CHUNK else ())))
             self._pieces += (
                 data[self._at : found.start()],
-                b"c%bskipped\n%b0" % (_TAKEN, b"\x94" * (_MEMOS * len(columns[0]))),
-                b"c%brun\n(J%b%btR" % (_TAKEN, len(self.all).to_bytes(4, "little"), given),
-                b"N" if words is _PLACED else b"",
+                b"c%bskipped\n%b0" % (_TAKEN, b"\x94" * (memos * len(columns[0]))),
+                b"c%brun\n(J%b](%betR" % (_TAKEN, len(self.all).to_bytes(4, "little"), given),
+                b"" if words is _CHUNK else b"N",
             )  # fmt: skip
             self._at = found.end()
-            self.all.append(Run(columns, expected))
+            self.all.append(run)
 
-    def _resolved(self, number: int, *found: Any) -> Run:
+    def _resolved(self, number: int, found: list[Any]) -> Run:
         return self.all[number].resolve(found)
 
 
