@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator, Mapping
+from contextvars import ContextVar
 from dataclasses import dataclass
 from importlib import import_module
 from typing import Any, NamedTuple, Protocol, runtime_checkable
@@ -13,6 +14,9 @@ from ckpttool.catalogue.entries import Catalogue, Chunk, Extent, Tensor
 
 Crcs = Mapping[tuple[int, int], int]
 """CRC-32 of each record that was filled, by `(file, offset)` of the destination."""
+
+reading: ContextVar[Callable[[str, int, int], None] | None] = ContextVar("reading", default=None)
+"""Is told the name of a large index, and how many of how many bytes of it have been read; all of them at the end."""
 
 
 class Source(Protocol):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import inspect
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
@@ -49,6 +50,14 @@ class Command(click.Command):
         super().__init__(name, callback=callback, help=inspect.cleandoc(callback.__doc__ or ""), params=params)
         self.sections = sections
         self.examples = examples
+
+    def invoke(self, context: click.Context) -> Any:
+        if context.params.get("quiet") or not sys.stderr.isatty():
+            return super().invoke(context)
+        from ckpttool.cli.progress import reading_on_stderr
+
+        with reading_on_stderr():
+            return super().invoke(context)
 
     def format_arguments(self, context: click.Context, formatter: click.HelpFormatter) -> None:
         """Write nothing: the arguments are the first of the sections."""

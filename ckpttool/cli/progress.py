@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
 from ckpttool.cli.terminal import ReaderGone, Terminal, err
-from ckpttool.text import duration, size
+from ckpttool.text import duration, safe, size
 
 if TYPE_CHECKING:
     from rich import progress
@@ -80,6 +80,46 @@ def progress_on_stderr(shown: bool) -> Iterator[Progress | None]:
     """Return a Progress on stderr for the length of a `with` block, or None if it is not `shown`."""
     with Progress(err()) if shown else contextlib.nullcontext() as progress:
         yield progress
+
+
+class _Reading:
+    """Shows that a large index is being read, in a line of a terminal that is removed at the end."""
+
+    def __init__(self, terminal: Terminal, clock: Callable[[], float] = time.monotonic) -> None:
+        self._terminal = terminal
+        self._clock = clock
+        self._next = clock() + _FIRST
+        self._is_shown = False
+
+    def __call__(self, name: str, done: int, total: int) -> None:
+        now = self._clock()
+        if done >= total:
+            if self._is_shown:
+                self._show("")
+            self._is_shown = False
+        elif now >= self._next:
+            self._next = now + _REDRAW
+            self._is_shown = True
+            self._show(f"reading {safe(name)}  {size(done)} of {size(total)}")
+
+    def _show(self, text: str) -> None:
+        try:
+            self._terminal.write(f"\r\x1b[K{text}")
+            self._terminal.flush()
+        except ReaderGone:
+            self._next = math.inf
+
+
+@contextlib.contextmanager
+def reading_on_stderr() -> Iterator[None]:
+    """Show on a terminal that a large index is being read, for the length of a `with` block."""
+    from ckpttool.catalogue.protocols import reading
+
+    token = reading.set(_Reading(err()))
+    try:
+        yield
+    finally:
+        reading.reset(token)
 
 
 def _message(done: int, total: int, moved: int, seconds: float) -> str:

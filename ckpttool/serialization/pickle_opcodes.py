@@ -130,10 +130,10 @@ def check(data: bytes) -> int | None:
     return end
 
 
-def guarded(data: bytes) -> list[memoryview] | None:
+def guarded(data: bytes, seen: Callable[[float], None] = lambda share: None) -> list[memoryview] | None:
     """The pickle at the beginning of a large `data`, in pieces, so that each tuple in it that may hold another is first
-    a persistent id; without its frames. None for one that is better checked as a whole. Raises CorruptError as `end_of`
-    does."""
+    a persistent id; without its frames. None for one that is better checked as a whole. `seen` is told the share that
+    has been looked through. Raises CorruptError as `end_of` does."""
     if len(data) < _GUARDED or not pickle_limits.is_light(data):
         return None
     memo = sum(map(data.count, _PUTS))
@@ -144,6 +144,7 @@ def guarded(data: bytes) -> list[memoryview] | None:
     try:
         while True:
             at = run(data, at).end()  # type: ignore[union-attr]
+            seen(at / len(data))
             opcode = data[at]
             if opcode == _STOP:
                 return [*pieces, whole[begin : at + 1]]

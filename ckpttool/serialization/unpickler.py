@@ -15,7 +15,7 @@ import io
 import pickle
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from contextvars import copy_context
 from typing import Any
@@ -144,11 +144,12 @@ Names = Mapping[tuple[str, str], Any]
 
 
 class _Pieces(io.RawIOBase):
-    """A stream of bytes in pieces."""
+    """A stream of bytes in pieces; `seen` is told the share that has been read."""
 
-    def __init__(self, pieces: Iterable[memoryview]) -> None:
+    def __init__(self, pieces: Collection[memoryview], seen: Callable[[float], None] = lambda share: None) -> None:
         self._pieces = iter(pieces)
         self._piece = memoryview(b"")
+        self._total, self._read, self._seen = sum(map(len, pieces)), 0, seen
 
     def readable(self) -> bool:
         return True
@@ -161,6 +162,8 @@ class _Pieces(io.RawIOBase):
             self._piece = piece
         n = min(len(buffer), len(self._piece))
         buffer[:n], self._piece = self._piece[:n], self._piece[n:]
+        self._seen(self._read / self._total)
+        self._read += n
         return n
 
 
@@ -226,17 +229,22 @@ def load(
     known: Names | None = None,
     persistent: Callable[[Any], Any] | None = None,
     guarded: Names | None = None,
+    seen: Callable[[float], None] = lambda share: None,
 ) -> Any:
     """Read the pickle that `data` begins with, without running anything in it. `what` names it for errors. `known`
     answers some names with something better than a stub; `persistent` answers persistent ids. `guarded` answers names
-    of a large pickle whose tuples may be hashed without a thought. Raises CorruptError for anything that is not a whole
-    pickle."""
+    of a large pickle whose tuples may be hashed without a thought, and `seen` is told the share of that which is read.
+    Raises CorruptError for anything that is not a whole pickle."""
     try:
-        pieces = pickle_opcodes.guarded(data) if guarded is not None and persistent is None else None
+        pieces = None
+        if guarded is not None and persistent is None:
+            pieces = pickle_opcodes.guarded(data, lambda share: seen(share / 2))
         if pieces is not None:
             # What cannot be read so is read again, and checked as a whole.
             with suppress(Exception), no_garbage_collection(), copies_limited(len(data)):
-                return _Unpickler(_Pieces(pieces), known or {}, _Guard(), guarded).load()
+                return _Unpickler(
+                    _Pieces(pieces, lambda share: seen(0.5 + share / 2)), known or {}, _Guard(), guarded
+                ).load()
         end = pickle_opcodes.check(data)
         if end is None:
             raise CorruptError(f"{what}: not a whole pickle: it ends too early")

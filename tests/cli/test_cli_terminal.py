@@ -5,9 +5,11 @@ from __future__ import annotations
 import fcntl
 import io
 import os
+import pickle
 import pty
 import re
 import struct
+import sys
 import termios
 from pathlib import Path
 from typing import Any
@@ -15,7 +17,17 @@ from typing import Any
 import pytest
 import torch
 from support.cli import FULL, environment, run, spawn
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
 
+from ckpttool.cli import progress
+from ckpttool.cli.app import application
 from ckpttool.cli.progress import Progress
 from ckpttool.cli.terminal import Terminal, bold, wants_colour
 from ckpttool.errors import UsageError
@@ -244,3 +256,42 @@ def test_nobody_looking_is_no_reason_to_stop() -> None:
         for second in range(10):
             clock.now = 100.0 + second
             progress(second, 100)
+
+
+# Reading a large index ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("first", [0.0, 60.0])
+def test_a_large_index_is_a_line_that_goes_away(first: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    names, world = [f"model.layers.{n}.weight" for n in range(200)], 40
+    chunks = [ChunkStorageMetadata(torch.Size([4 * rank, 0]), torch.Size([4, 5])) for rank in range(world)]
+    size_of_all = torch.Size([4 * world, 5])
+    tensors = {name: TensorStorageMetadata(TensorProperties(torch.float32), size_of_all, chunks) for name in names}
+    places = {
+        MetadataIndex(name, chunk.offsets, rank): _StorageInfo("__0_0.distcp", 0, 80)
+        for name in names
+        for rank, chunk in enumerate(chunks)
+    }
+    (tmp_path / ".metadata").write_bytes(pickle.dumps(Metadata(tensors, None, places), 4))
+    (tmp_path / "__0_0.distcp").write_bytes(bytes(80))
+    monkeypatch.setattr(progress, "_FIRST", first)
+    monkeypatch.setattr(progress, "_REDRAW", 0.0)
+    seen = {}
+    for is_terminal in (False, True):
+        stream = Screen()
+        monkeypatch.setattr(stream, "isatty", lambda is_terminal=is_terminal: is_terminal)
+        monkeypatch.setattr(stream, "reconfigure", lambda **settings: None, raising=False)
+        monkeypatch.setattr(sys, "stderr", stream)
+        with pytest.raises(SystemExit) as stop:
+            application().main(["inspect", str(tmp_path)])
+        assert stop.value.code == 0
+        seen[stream.isatty()] = stream.getvalue()
+    assert seen[False] == ""
+    if first:
+        assert seen[True] == ""
+        return
+    before, *lines, after = seen[True].split("\r\x1b[K")
+    assert before == after == "" and len(lines) > 2
+    total = f"{(tmp_path / '.metadata').stat().st_size / 1000:.0f} kB"
+    assert {line.rpartition(" of ")[2] for line in lines} == {total}
+    assert all(line.startswith("reading .metadata  ") for line in lines)

@@ -284,7 +284,7 @@ def test_torch_writes_runs() -> None:
     found = runs_of(data)
     assert found is not None
     assert sum(len(run.columns[0]) for run in found.all if len(run.columns) > 2) >= 186
-    read = dcpmetadata._read(found.data, "x", found)
+    read = dcpmetadata._read(found.data, "x", lambda share: None, found)
     assert all(run.used for run in found.all) and len(read.entries) > 50
 
 

@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import re
 from array import array
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from itertools import chain, groupby, islice
@@ -30,6 +30,7 @@ from typing import Any, NamedTuple
 from ckpttool.catalogue.boxes import Ints
 from ckpttool.catalogue.dtypes import Dtype, dtype
 from ckpttool.catalogue.entries import check_shape
+from ckpttool.catalogue.protocols import reading
 from ckpttool.catalogue.values import stub_name
 from ckpttool.errors import CkptError, CorruptError
 from ckpttool.formats.dcp import metadata_classes as classes
@@ -132,20 +133,32 @@ def read(stream: Any, name: str) -> Metadata:
         except CorruptError as error:
             raise error.prefixed(f"`{name}`", file=name) from None
         data += stream.read()
-    with unpickler.no_garbage_collection():
-        runs = metadata_fast.find(data, classes.EXPECTED) if len(data) >= _LARGE else None
-        if runs is not None:
-            with suppress(CkptError):
-                return _read(runs.data, name, runs)
-        return _read(data, name)
+    watcher = reading.get() or (lambda *_: None)
+
+    def seen(share: float) -> None:
+        watcher(name, int(share * len(data)), len(data))
+
+    try:
+        with unpickler.no_garbage_collection():
+            runs = None
+            if len(data) >= _LARGE:
+                runs = metadata_fast.find(data, classes.EXPECTED, lambda share: seen(share / 2))
+            if runs is not None:
+                with suppress(CkptError):
+                    return _read(runs.data, name, seen, runs)
+            return _read(data, name, seen)
+    finally:
+        seen(1.0)
 
 
-def _read(data: bytes, name: str, runs: Runs | None = None) -> Metadata:
+def _read(data: bytes, name: str, seen: Callable[[float], None], runs: Runs | None = None) -> Metadata:
     names = classes.Names({("torch", "Size"): classes.size, **(runs.names if runs is not None else {})})
     reader = _Reader(name)
     try:
         with unsafe_globals.noting_harm() as harmful:
-            root = unpickler.load(data, what=f"`{name}`", known=names, guarded={("torch", "Size"): classes.same_size})
+            root = unpickler.load(
+                data, what=f"`{name}`", known=names, guarded=_GUARDED, seen=lambda share: seen(0.5 + share / 2)
+            )
         metadata = reader.metadata(root, {called: module for module, called in names})
         if runs is not None and (metadata.extra is not None or not all(run.used for run in runs.all)):
             raise CorruptError("a run of the index is not where it belongs")
@@ -342,6 +355,7 @@ class _Reader:
 
 
 _ABSENT: Any = object()
+_GUARDED = {("torch", "Size"): classes.same_size}
 _BLOCK = 1000
 _NO_ITEM = "`storage_data` contains something else than `MetadataIndex` and `_StorageInfo`"
 _MISSING_PART = "the index of a rank is missing: the save did not finish"

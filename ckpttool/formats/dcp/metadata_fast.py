@@ -18,7 +18,7 @@ accepts: whatever fails here is read again, whole.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import repeat
 from typing import Any, ClassVar, NoReturn
 
@@ -155,10 +155,13 @@ def _pattern(words: Iterable[str | bytes], references: Iterator[bytes], *, take:
 class Runs:
     """All runs of an index, `data` without them, and the values of the names in their places."""
 
-    def __init__(self, data: bytes, middle: int, expected: Mapping[str, tuple[Any, ...]]) -> None:
+    def __init__(
+        self, data: bytes, middle: int, expected: Mapping[str, tuple[Any, ...]], seen: Callable[[float], None]
+    ) -> None:
         self.all: list[Run] = []
         self.names = {(_MODULE, "skipped"): SKIPPED, (_MODULE, "run"): self._resolved}
         self._expected = expected
+        self._seen = seen
         self._source, self._at = data, 0
         self._pieces: list[bytes] = []
         numbers = _Numbers()
@@ -200,19 +203,23 @@ class Runs:
             )  # fmt: skip
             self._at = found.end()
             self.all.append(run)
+            self._seen(self._at / len(data))
 
     def _resolved(self, number: int, found: list[Any]) -> Run:
         return self.all[number].resolve(found)
 
 
-def find(data: bytes, expected: Mapping[str, tuple[Any, ...]]) -> Runs | None:
-    """Return the runs of the pickled index `data`, or None. `expected` has the values for the name of each class."""
+def find(
+    data: bytes, expected: Mapping[str, tuple[Any, ...]], seen: Callable[[float], None] = lambda share: None
+) -> Runs | None:
+    """Return the runs of the pickled index `data`, or None. `expected` has the values for the name of each class;
+    `seen` is told the share that has been looked through."""
     try:
         whole = _unframed(data)
         middle = whole.find(b"storage_data")
         if middle < 0 or not whole.endswith(b".") or _MODULE.encode() in whole:
             return None
-        runs = Runs(whole, middle, expected)
+        runs = Runs(whole, middle, expected, seen)
         return runs if runs.all else None
     except (Irregular, ValueError):
         return None
