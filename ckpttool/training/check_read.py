@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from array import array
 from functools import partial
-from itertools import chain
 
 from ckpttool.catalogue.entries import Record
 from ckpttool.storage.crc import crc_of
@@ -29,15 +28,19 @@ def check_read(reader: Reader | None, *, in_parts: bool) -> tuple[int, dict[str,
     """Return how many bytes that this rank has read were checked, and of the others how many were not, and why. With
     `in_parts` ranks read parts of the same records. Raises CorruptError, the same on every rank. A collective."""
     pieces = reader.pieces if reader is not None else Pieces()
-    with collectives.together():
-        whole = {record for record in pieces.records() if reader is not None and _check(record, pieces, reader, 0)}
-        parts = [record for record in pieces.records() if record not in whole]
-    messages = collectives.all_gather(pieces.packed(parts)) if in_parts else [pieces.packed(parts)]
-    unknown: list[Record] = []
-    with collectives.together():
-        if reader is not None:
-            unknown = _check_parts(messages, reader)
-    left = set(chain.from_iterable(collectives.all_gather(unknown)))
+    parts: list[Record] = []
+
+    def check_whole() -> bytes:
+        parts[:] = [
+            record for record in pieces.records() if reader is not None and not _check(record, pieces, reader, 0)
+        ]
+        return pieces.packed(parts)
+
+    messages = collectives.all_gather_of(check_whole)
+    left: set[Record] = set()
+    if any(messages):
+        shares = [message for message in messages if in_parts or message]
+        left.update(*collectives.all_gather_of(lambda: [] if reader is None else _check_parts(shares, reader)))
     if reader is None:
         return 0, {}
     without = sum(pieces.used(record) for record in parts if record in left)

@@ -75,10 +75,26 @@ def together() -> Iterator[None]:
         yield
     except Exception as error:
         own_error = error
-    errors = all_gather(_sendable(own_error) if is_distributed() else own_error)
-    for number, error_of_rank in enumerate(errors):
-        if error_of_rank is not None:
-            raise (own_error or error_of_rank) if number == rank() else error_of_rank
+    _gather_or_raise(own_error, None)
+
+
+def all_gather_of(value: Callable[[], T]) -> list[T]:
+    """As `all_gather` of what `value` returns, in which ranks may fail, as in `together`."""
+    own_error: Exception | None = None
+    result: Any = None
+    try:
+        result = value()
+    except Exception as error:
+        own_error = error
+    return _gather_or_raise(own_error, result)
+
+
+def _gather_or_raise(own_error: Exception | None, value: T) -> list[T]:
+    message = (_sendable(own_error) if is_distributed() else own_error), value
+    for number, (error, _) in enumerate(messages := all_gather(message)):
+        if error is not None:
+            raise (own_error or error) if number == rank() else error
+    return [value for _, value in messages]
 
 
 def check_sees(partial: str, hint: str) -> None:

@@ -39,7 +39,7 @@ from ckpttool.transfer.plan import tiles
 from ckpttool.transfer.read import fill, part, unsigned
 
 TILE = 16 << 20
-_BLOCK = 512 << 10  # stays in the processor's cache between read and checksum
+_BLOCK = 1 << 20  # stays in the processor's cache between read and checksum
 # A read call costs as much as copying some hundred bytes.
 _SHORTEST = 256
 

@@ -3,8 +3,10 @@
     python -m torch.distributed.run --nproc-per-node 2 tests/bench/loading.py --width 1024 --layers 8 --rounds 5
 
 An FSDP2 model and AdamW are saved by `dcp.save`, and loaded by turns, each time into a fresh model and an optimizer
-that has not stepped. Of torch's way two times are taken: `dcp.load` alone, and with `get_state_dict` before it (which
-gives the optimizer its state) and `set_state_dict` after it, which a script needs as well.
+that has not stepped; `unchecked` is `parallel` with `check=False`. Of torch's way two times are taken: `dcp.load`
+alone, and with `get_state_dict` before it (which gives the optimizer its state) and `set_state_dict` after it, which a
+script needs as well. Beside each median is that of rank 0's processor time, which other work on the machine changes
+less.
 
 Memory is measured in rounds of its own, in which what is freed goes back to the system at once, or a later load would
 find it there and seem to need nothing; that takes time, so no time is taken then, and malloc is as it usually becomes
@@ -86,7 +88,7 @@ class Peak:
         self._done = threading.Event()
         self._thread = threading.Thread(target=self._watch)
         dist.barrier()
-        self.began = time.perf_counter()
+        self.began, self.cpu = time.perf_counter(), time.process_time()
         if self._of_memory:
             self._thread.start()
         return self
@@ -96,6 +98,7 @@ class Peak:
             self.most = max(self.most, anonymous())
 
     def __exit__(self, *_: object) -> None:
+        self.cpu = time.process_time() - self.cpu
         dist.barrier()
         self.seconds = time.perf_counter() - self.began
         self.most = max(self.most, anonymous())
@@ -145,22 +148,25 @@ def main() -> None:
     saved = dict(zip(("model", "optim"), get_state_dict(model, optimizer), strict=True))
     torch_dcp.save(saved, checkpoint_id=place)
     del saved, model, optimizer
-    seconds, memory, read, share = defaultdict(list), defaultdict(list), 0, 0
+    seconds, cpu, memory, read, share = defaultdict(list), defaultdict(list), defaultdict(list), 0, 0
     for turn in range(_OF_MEMORY + options.rounds):
         of_memory = turn < _OF_MEMORY
         if not of_memory:
             keep_freed_memory(32 << 20)  # the most that glibc raises it to by itself
-        for way in ("torch", "parallel", "broadcast"):
+        ways = ("torch", "parallel", "unchecked", "broadcast")
+        for way in ways if turn % 2 else reversed(ways):
             model, optimizer = fresh(options.width, options.layers)
             with Peak(of_memory) as peak:
                 if way == "torch":
                     alone = by_torch(place, model, optimizer)
                 else:
-                    loaded = ckpttool.load(place, model, optimizer, strategy=way)
+                    strategy = "broadcast" if way == "broadcast" else "parallel"
+                    loaded = ckpttool.load(place, model, optimizer, strategy=strategy, check=way != "unchecked")
             if of_memory:
                 memory[way].append(peak.nbytes)
             else:
                 seconds[way].append(peak.seconds)
+                cpu[way].append(peak.cpu)
                 if way == "torch":
                     seconds["dcp.load"].append(alone)
             share = held(model, optimizer)
@@ -173,7 +179,9 @@ def main() -> None:
         print(f"largest module {module / MIB:.0f} MiB; `parallel` read {read / share:.4f} of the shards")
         for way, times in seconds.items():
             peak_of = f"{statistics.median(memory[way]) / MIB:6.0f} MiB" if memory[way] else ""
-            print(f"{way:10s} {statistics.median(times):6.2f} s  ({min(times):.2f}..{max(times):.2f})  {peak_of}")
+            of_cpu = f"{statistics.median(cpu[way]):6.2f} s" if cpu[way] else " " * 8
+            times_of = f"{statistics.median(times):6.2f} s  ({min(times):.2f}..{max(times):.2f})"
+            print(f"{way:10s} {times_of} {of_cpu} {peak_of}")
     dist.barrier()
     if dist.get_rank() == 0:
         shutil.rmtree(told[0])
