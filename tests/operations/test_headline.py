@@ -104,6 +104,25 @@ def test_a_rank_checkpoint_says_how_many_ranks() -> None:
     assert str(headline(CHECKPOINTS / "dcp" / "hsdp_w4" / "ckpt")).endswith("AdamW state float32, 4 ranks, step 3")
 
 
+@pytest.mark.parametrize("name", ["dcp/hsdp_w4", "dcp/fsdp2_w4", "run/torchtitan_w2"])
+def test_a_tied_weight_that_dcp_stores_twice_is_counted_once(name: str, tmp_path: Path) -> None:
+    """The optimizer has moments of each parameter once; a copy that differs is a weight of its own."""
+    path = CHECKPOINTS / name / "ckpt"
+    catalogue = ckpttool.inspect(path)
+    (moments,) = (o for o in headline(path).optimizers)
+    assert headline(path).parameters == next(s.elements for s in moments.state if s.kind == "exp_avg")
+    assert [w.tensor.rpartition(".")[0][-7:] for w in catalogue.warnings if w.tensor] == ["lm_head"]
+    assert sum("stored twice" in line for line in run("inspect", str(path)).stdout.splitlines()) == 1
+    ckpttool.convert(path, tmp_path / "a.pt")
+    state = torch.load(tmp_path / "a.pt", weights_only=False)
+    model = state.get("model", state)
+    model["lm_head.weight"] = model["lm_head.weight"] + 1
+    torch.save(state, tmp_path / "b.pt")
+    ckpttool.convert(tmp_path / "b.pt", tmp_path / "changed", to="dcp")
+    found = headline(tmp_path / "changed")
+    assert found.parameters == headline(path).parameters + model["lm_head.weight"].numel()
+
+
 def test_what_is_unknown_is_left_out(tmp_path: Path) -> None:
     path = tmp_path / "m.safetensors"
     safetensors.torch.save_file({"w": torch.ones(2, 3, dtype=torch.float16)}, path)

@@ -12,7 +12,7 @@ from ckpttool.operations.inspect import module_tree
 from ckpttool.operations.inspect.format_value import LIMIT, describe, peek
 from ckpttool.operations.inspect.headline import Headline, headline
 from ckpttool.operations.inspect.optimizers import optimizers
-from ckpttool.operations.inspect.warnings import findings
+from ckpttool.operations.inspect.warnings import copies, findings
 from ckpttool.text import ranges
 
 DEPTH = 4
@@ -98,7 +98,8 @@ def head(catalogue: Catalogue) -> tuple[Headline, list[PartLine]]:
 
 def _headline(catalogue: Catalogue, aliases: Mapping[Path, Path]) -> Headline:
     entries = [entry for entry in catalogue.entries.values() if entry.part.kind == "optimizer"]
-    return headline(catalogue, optimizers(entries, catalogue.entries, aliases), step(catalogue), aliases)
+    tied = {*aliases, *copies(catalogue)}
+    return headline(catalogue, optimizers(entries, catalogue.entries, aliases), step(catalogue), tied)
 
 
 def _by_part(catalogue: Catalogue) -> dict[Part, list[Entry]]:

@@ -18,11 +18,17 @@ _SHOWN = 3
 def findings(catalogue: Catalogue, aliases: Mapping[Path, Path]) -> list[Warning]:
     """Return the warnings, which need only the catalogue."""
     twice = _stored_twice(catalogue, aliases)
-    known = {*aliases, *(tensor.path for tensors in twice for tensor in tensors)}
+    known = {*aliases, *(tensor.path for tensors in twice for tensor in tensors), *copies(catalogue)}
     texts = [f"{_names([t.name for t in ts])} hold the same bytes, stored {_places(ts)} times" for ts in twice]
     same_bytes = [Warning("stored-twice", text) for text in texts]
-    uneven, tied = _uneven_ranks(catalogue), _probably_tied(catalogue, known)
+    uneven, tied = _uneven_ranks(catalogue), _look_tied(catalogue, known)
     return [*one_moment_for_two(catalogue, aliases), *uneven, *same_bytes, *tied]
+
+
+def copies(catalogue: Catalogue) -> list[Path]:
+    """Return the weights that are known to be tied to another one, and are stored once more."""
+    names = {warning.tensor for warning in catalogue.warnings if warning.kind == "stored-twice"}
+    return [tensor.path for tensor in catalogue.tensors if tensor.name in names] if names else []
 
 
 def _uneven_ranks(catalogue: Catalogue) -> Iterator[Warning]:
@@ -60,9 +66,17 @@ def _places(tensors: list[Tensor]) -> int:
     return len({(t.chunks.file[0], t.chunks.offset[0]) for t in tensors})
 
 
-def _probably_tied(catalogue: Catalogue, known_ties: Collection[Path]) -> Iterator[Warning]:
-    """Yield a warning for a matrix without optimizer state, of the shape of exactly one with it: probably a tied weight
-    that was stored twice, as DCP does."""
+def _look_tied(catalogue: Catalogue, known_ties: Collection[Path]) -> Iterator[Warning]:
+    for stranger, partner in probably_tied(catalogue):
+        if stranger.path not in known_ties and partner.path not in known_ties:
+            names = f"`{stranger.name}` and `{partner.name}`"
+            text = f"{names} look tied, but are stored twice: same dtype and shape, and only one has optimizer state"
+            yield Warning("stored-twice", text)
+
+
+def probably_tied(catalogue: Catalogue) -> Iterator[tuple[Tensor, Tensor]]:
+    """Yield a matrix without optimizer state, and the only one of its shape that has some: probably a tied weight that
+    was stored twice, as DCP does."""
     state = (tensor for tensor in catalogue.tensors if tensor.part.kind == "optimizer")
     keys = (parse_key(tensor.path, len(tensor.part.root)) for tensor in state)
     known = {key.parameter for key in keys if key is not None and key.section == "state" and key.parameter is not None}
@@ -71,14 +85,12 @@ def _probably_tied(catalogue: Catalogue, known_ties: Collection[Path]) -> Iterat
     strangers: dict[tuple[object, ...], list[Tensor]] = defaultdict(list)
     partners: dict[tuple[object, ...], list[Tensor]] = defaultdict(list)
     for tensor in catalogue.tensors:
-        if tensor.part.kind == "model" and len(tensor.shape) >= 2 and tensor.path not in known_ties:
+        if tensor.part.kind == "model" and len(tensor.shape) >= 2:
             group = partners if tensor.fqn in known else strangers
             group[tensor.part, tensor.dtype.name, tensor.shape].append(tensor)
     for key, tensors in strangers.items():
         if len(tensors) == 1 == len(partners.get(key, ())):
-            names = f"`{tensors[0].name}` and `{partners[key][0].name}`"
-            text = f"{names} look tied, but are stored twice: same dtype and shape, and only one has optimizer state"
-            yield Warning("stored-twice", text)
+            yield tensors[0], partners[key][0]
 
 
 def _names(names: list[str]) -> str:
