@@ -30,7 +30,7 @@ MASKS = (
     (re.compile(r"^(  memory +)about \d\d(\.\d)? MB at most$", re.MULTILINE), r"\g<1>about 52 MB at most"),
     (re.compile(r"^(  memory +)about \d\d\d MB at most$", re.MULTILINE), r"\g<1>about 360 MB at most"),
     (re.compile(r'("memory": )5\d{7}\b'), r"\g<1>52428800"),
-    (re.compile(r'("free": )\d+'), r"\g<1>80412345678"),
+    (re.compile(r'("free_bytes": )\d+'), r"\g<1>80412345678"),
     (re.compile(r'("seconds": )[\d.e-]+'), r"\g<1>0.1"),
 )
 

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import json
 from collections import Counter
 from collections.abc import Callable, Iterable
-from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from ckpttool.cli.progress import progress_on_stderr
@@ -41,10 +39,10 @@ def run(
     more = facts(result) if facts else ()
     with answer(result.exit_code, verbose) as terminal:
         if as_json:
-            terminal.write(json.dumps({"schema": f"ckpttool/{verb}/1", **asdict(result)}) + "\n")
+            terminal.json(result.as_dict())
         elif quiet:
-            for name, _ in result.files if result.dry_run else ():
-                terminal.line(name)
+            for file in result.files if result.dry_run else ():
+                terminal.line(file.path)
         else:
             if result.dry_run:
                 _print_plan(terminal, result, more)
@@ -58,30 +56,29 @@ def run(
 
 
 def _facts(result: Conversion, more: Facts) -> list[tuple[str, str]]:
-    contents = f"{plural(result.tensors, 'tensor')}, {plural(result.objects, 'object')}, {size(result.bytes)} of values"
     source = f"{result.source}, {result.source_format} -> {result.format}"
-    return [("from", source), ("contents", contents), *more]
+    return [("from", source), ("contents", result.contents), *more]
 
 
 def _print_done(terminal: Terminal, result: Conversion, more: Facts, check: bool) -> None:
     terminal.line("wrote ", bold(result.destination))
-    writing = result.seconds - getattr(result, "asked", 0.0)  # an export waits for transformers
-    rate = f", {size(result.bytes / writing)}/s" if writing >= 1 and result.bytes >= _RATE else ""
-    rows = [*_facts(result, more), ("files", f"{plural(len(result.files), 'file')}, {size(result.disk)}")]
-    if result.resumed:
-        rows.append(("resumed", f"{size(result.resumed)} copied by an interrupted run"))
+    writing = result.seconds - getattr(result, "transformers_seconds", 0.0)  # an export waits for transformers
+    rate = f", {size(result.payload_bytes / writing)}/s" if writing >= 1 and result.payload_bytes >= _RATE else ""
+    rows = [*_facts(result, more), ("files", f"{plural(len(result.files), 'file')}, {size(result.file_bytes)}")]
+    if result.resumed_bytes:
+        rows.append(("resumed", f"{size(result.resumed_bytes)} copied by an interrupted run"))
     rows += [("time", f"{duration(result.seconds)}{rate}"), ("checked", "; ".join(_checks(result, check)))]
     terminal.facts([*rows, *_change_counts(result)])
 
 
 def _checks(result: Conversion, check: bool) -> list[str]:
     checks = []
-    if result.checked:
-        checks.append(f"checksums of {size(result.checked)} of the source")
-    if result.unchecked and checks:
-        checks.append(f"{size(result.unchecked)} without checksums")
-    elif result.unchecked:
-        checks.append(f"no checksums in the source ({size(result.unchecked)} unverified)")
+    if result.checked_bytes:
+        checks.append(f"checksums of {size(result.checked_bytes)} of the source")
+    if result.unchecked_bytes and checks:
+        checks.append(f"{size(result.unchecked_bytes)} without checksums")
+    elif result.unchecked_bytes:
+        checks.append(f"no checksums in the source ({size(result.unchecked_bytes)} unverified)")
     if check:
         checks.append("everything written was read back and compared")
     return checks or ["nothing to check"]
@@ -90,11 +87,13 @@ def _checks(result: Conversion, check: bool) -> list[str]:
 def _print_plan(terminal: Terminal, result: Conversion, more: Facts) -> None:
     terminal.line("would write ", bold(result.destination))
     terminal.write("\n")
-    short = "red" if result.disk > result.free else ""
-    disk = Styled(f"{size(result.disk)} needed, {size(result.free)} free", short)
-    terminal.facts([*_facts(result, more), ("disk", disk), ("memory", f"about {size(result.memory)} at most")])
+    short = "red" if result.file_bytes > result.free_bytes else ""
+    disk = Styled(f"{size(result.file_bytes)} needed, {size(result.free_bytes)} free", short)
+    terminal.facts(
+        [*_facts(result, more), ("disk", disk), ("memory", f"about {size(result.memory_bytes or 0)} at most")]
+    )
     terminal.heading("files", plural(len(result.files), "file"))
-    rows = [(name, size(nbytes)) for name, nbytes in result.files]
+    rows = [(file.path, size(file.bytes)) for file in result.files]
     terminal.table(rows, right=(1,), wrap=(0,), limit=_SHOWN)
 
 

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import itertools
-import json
 import math
 import re
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any, cast
 
 import click
@@ -76,7 +74,7 @@ def diff(as_json: bool, quiet: bool, verbose: bool, **arguments: Any) -> None:
         result = ckpttool.diff(**arguments, progress=progress)
     with answer(result.exit_code, verbose) as terminal:
         if as_json:
-            terminal.write(json.dumps(_document(result)) + "\n")
+            terminal.json(result.as_dict())
         elif quiet:
             for line in _names(result):
                 terminal.line(line)
@@ -90,31 +88,6 @@ def _names(result: Diff) -> Iterator[str]:
     yield from (f"+ {entry.name}" for entry in result.only_b)
     names = [*result.kinds, *(tensor.name for tensor in result.tensors), *(entry.name for entry in result.objects)]
     yield from (f"! {name}" for name in dict.fromkeys(names))
-
-
-def _document(result: Diff) -> dict[str, Any]:
-    from ckpttool.operations.diff import ABSENT
-    from ckpttool.operations.inspect.format_value import jsonable
-
-    total, *parts = ({**jsonable(asdict(figures))} for figures in (result.total, *result.parts))
-    for figures in (total, *parts):
-        del figures["sums"]
-    del total["part"]
-    objects = [
-        {"name": entry.name, "part": entry.part, "at": entry.at}
-        | {side: jsonable(value) for side, value in (("a", entry.a), ("b", entry.b)) if value is not ABSENT}
-        for entry in result.objects
-    ]
-    return {
-        "schema": "ckpttool/diff/1",
-        "same": result.same,
-        "exit_code": result.exit_code,
-        **asdict(replace(result, tensors=[], objects=[], parts=[])),
-        "total": total,
-        "parts": parts,
-        "tensors": [jsonable(asdict(entry)) for entry in result.tensors],
-        "objects": objects,
-    }
 
 
 def _print(terminal: Terminal, result: Diff) -> None:
@@ -139,41 +112,14 @@ def _print(terminal: Terminal, result: Diff) -> None:
 def _facts(result: Diff) -> Iterator[tuple[str, str]]:
     for title, side in (("A", result.a), ("B", result.b)):
         ranks = f" of {side.world_size} ranks" if side.world_size > 1 else ""
-        numbers = (plural(side.tensors, "tensor"), plural(side.objects, "object"), size(side.bytes))
+        numbers = (plural(side.tensors, "tensor"), plural(side.objects, "object"), size(side.payload_bytes))
         yield title, ", ".join((side.format + ranks, *numbers))
-    values = f"{size(result.bytes)} of values, by {result.within or 'their bits'}"
-    if changed := _changed(result):
-        yield "changed", changed
+    values = f"{size(result.payload_bytes)} of values, by {result.within or 'their bits'}"
+    if result.changed:
+        yield "changed", result.changed
     yield "compared", f"{plural(result.matched, 'name')}, {values}"
-    rate = f", {size(result.bytes / result.seconds)}/s" if result.seconds >= 1 else ""
+    rate = f", {size(result.payload_bytes / result.seconds)}/s" if result.seconds >= 1 else ""
     yield "time", f"{duration(result.seconds)}{rate}"
-
-
-def _changed(result: Diff) -> str:
-    """Return what differs in one sentence, or nothing: `29 of 201 tensors, all in the optimizer; ...`."""
-    names = {tensor.name for tensor in result.tensors}
-    objects = {entry.name for entry in result.objects}
-    changed = []
-    if names:
-        changed.append(f"{len(names):,} of {plural(result.a.tensors, 'tensor')}")
-    if objects:
-        changed.append(f"{len(objects):,} of {plural(result.a.objects, 'object')}")
-    if not changed:
-        return ""
-    parts = {entry.part for entries in (result.tensors, result.objects) for entry in cast("list[Any]", entries)}
-    parts |= {entry.part for entry in (*result.only_a, *result.only_b)}
-    text = " and ".join(changed) + (f", all in the part {parts.pop()}" if len(parts) == 1 else "")
-    by_values = [tensor for tensor in result.tensors if tensor.values is not None]
-    if new_nans := sum(tensor.values.new_nans for tensor in by_values if tensor.values):
-        text += f"; {new_nans:,} new NaN in B"
-    largest = min(by_values, key=_by_relative, default=None)
-    if largest and largest.values and largest.values.relative:
-        text += f"; largest relative difference {largest.values.relative:.3g} in {largest.name}"
-    return text
-
-
-def _by_relative(tensor: TensorDifference) -> float:
-    return -(tensor.values.relative or 0.0) if tensor.values else 0.0
 
 
 def _print_parts(terminal: Terminal, result: Diff) -> None:

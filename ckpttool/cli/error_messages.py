@@ -18,6 +18,7 @@ from typing import Any
 
 import click
 
+from ckpttool.cli.documents import failure
 from ckpttool.cli.signals import Terminated
 from ckpttool.cli.terminal import ReaderGone, Styled, dim, err, out
 from ckpttool.errors import (
@@ -31,8 +32,7 @@ from ckpttool.errors import (
     UsageError,
 )
 from ckpttool.text import near_names
-
-SCHEMA = "ckpttool/error/1"
+from ckpttool.version import schema
 
 
 def exit_code_of(command: click.Command, words: list[str]) -> int:
@@ -128,9 +128,10 @@ class Report:
     ) -> int:
         try:
             if self._json:
-                error = {**facts, "kind": kind, "message": message, "hint": hint, "exit_code": exit_code}
+                error = failure(kind, message, hint, exit_code, facts)
                 terminal = out()
-                terminal.write(json.dumps({"schema": SCHEMA, "error": error}, default=str) + "\n")
+                document = {"schema": schema("error"), "exit_code": exit_code, "error": error}
+                terminal.write(json.dumps(document, default=str) + "\n")
             else:
                 terminal = err()
                 terminal.paragraph(message, mark=Styled(title, "red"), indent=len(title))

@@ -82,9 +82,9 @@ def _facts(result: Exported) -> list[tuple[str, str]]:
 
 def _hub_rows(sent: Sent) -> list[tuple[str, str]]:
     statuses = ("new", "changed", "unchanged")
-    by_status = {status: [file.name for file in sent.files if file.status == status] for status in statuses}
+    by_status = {status: [file.path for file in sent.files if file.status == status] for status in statuses}
     counts = ", ".join(f"{len(names)} {status}" for status, names in by_status.items() if names)
-    rows = [("on the Hub", f"{counts}; {size(sent.bytes)} {'would be sent' if sent.dry_run else 'sent'}")]
+    rows = [("on the Hub", f"{counts}; {size(sent.sent_bytes)} {'would be sent' if sent.dry_run else 'sent'}")]
     if sent.created and sent.dry_run:
         rows.append(("repository", "would be created"))
     rows += [(status, ", ".join(names)) for status, names in by_status.items() if names and status != "unchanged"]

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import json
-
 from ckpttool.cli import options
+from ckpttool.cli.documents import Format, Formats
 from ckpttool.cli.terminal import bold, out
+from ckpttool.errors import DONE
+from ckpttool.version import schema
 
 
 @options.command("formats", sections={"Output": (options.AS_JSON, options.QUIET)})
@@ -15,10 +16,19 @@ def formats(as_json: bool, quiet: bool) -> None:
 
     terminal = out()
     if as_json:
-        keys = ("name", "title", "reads", "writes", "to", "suffixes")
-        values = ((f.name, f.title, True, f.create is not None, f.target, f.suffixes) for f in FORMATS)
-        rows = [dict(zip(keys, row, strict=True)) for row in values]
-        terminal.write(json.dumps({"schema": "ckpttool/formats/1", "formats": rows}) + "\n")
+        rows: list[Format] = [
+            {
+                "name": f.name,
+                "title": f.title,
+                "reads": True,
+                "writes": f.create is not None,
+                "to": f.target,
+                "suffixes": list(f.suffixes),
+            }
+            for f in FORMATS
+        ]
+        document: Formats = {"schema": schema("formats"), "exit_code": DONE, "formats": rows}
+        terminal.json(document)
     elif quiet:
         for row in FORMATS:
             terminal.line(row.name)

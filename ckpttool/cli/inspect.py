@@ -110,7 +110,7 @@ def _print(terminal: Terminal, catalogue: Catalogue, path: str, depth: int, list
     _support(terminal, catalogue.facts.get("recognised", {}))
     if mounted := catalogue.facts.get("mounted"):
         terminal.heading("components")
-        rows = [(m["root"] or "-", m["path"] or ".", m["format"], plural(m["files"], "file")) for m in mounted]
+        rows = [(m["root"] or "-", m["path"] or ".", m["format"], plural(m["file_count"], "file")) for m in mounted]
         terminal.table(rows, wrap=(0, 1))
     if listed is not None:
         _tensors(terminal, listed, catalogue)
@@ -147,7 +147,7 @@ def _run(terminal: Terminal, catalogue: Catalogue, path: str) -> None:
             state = Styled(f"not complete: {entry['why_not']}", "yellow")
         step = "" if entry["step"] is None else f"{entry['step']:,}"
         name = bold(entry["name"]) if entry["taken"] else entry["name"]
-        rows.append([name, step, size(entry["bytes"]), entry["producer"] or entry["format"] or "", state])
+        rows.append([name, step, size(entry["file_bytes"]), entry["producer"] or entry["format"] or "", state])
     terminal.table(rows, ("checkpoint", "step", "bytes", "producer", ""), right=(1, 2), wrap=(0, 3, 4))
     terminal.write("\n")
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-from dataclasses import asdict
 from typing import Any
 
 from ckpttool.cli import options
@@ -40,13 +38,13 @@ def repair(as_json: bool, quiet: bool, **arguments: Any) -> None:
         result = ckpttool.repair(**arguments, progress=progress)
     with answer(result.exit_code) as terminal:
         if as_json:
-            terminal.write(json.dumps({"schema": "ckpttool/repair/1", **asdict(result)}) + "\n")
+            terminal.json(result.as_dict())
         elif not quiet:
             terminal.line("would write " if result.dry_run else "wrote ", bold(result.destination))
             rows = [
                 *zip(("done", *[""] * len(result.done)), result.done, strict=False),
-                ("files", f"{plural(result.files, 'file')}, {size(result.bytes)}"),
-                ("checked", f"{plural(result.records, 'checksum')} over {size(result.checked)}"),
+                ("files", f"{plural(len(result.files), 'file')}, {size(result.file_bytes)}"),
+                ("checked", f"{plural(result.records, 'checksum')} over {size(result.checked_bytes)}"),
                 ("time", duration(result.seconds)),
             ]
             terminal.facts(rows)

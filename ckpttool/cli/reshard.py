@@ -58,7 +58,7 @@ def reshard(**arguments: Any) -> None:
 
 
 def _facts(result: Resharding) -> Iterator[tuple[str, str]]:
-    yield "layout", f"{plural(result.world, 'rank')}, {result.mesh}"
+    yield "layout", f"{plural(result.world_size, 'rank')}, {result.mesh}"
     shared = f", {result.processes} processes" if result.processes > 1 else ""
     yield "engine", f"{result.engine}{shared} ({result.why})"
     for policy in result.policies:

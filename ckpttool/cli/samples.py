@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import json
-
 from ckpttool.cli import options
+from ckpttool.cli.documents import Sample, Samples
 from ckpttool.cli.terminal import bold, out
+from ckpttool.errors import DONE
 from ckpttool.text import plural, size
+from ckpttool.version import schema
 
 
 @options.command(
@@ -22,8 +23,9 @@ def samples(dst: str, overwrite: bool, as_json: bool, quiet: bool) -> None:
     sizes = write(dst, overwrite=overwrite)
     terminal = out()
     if as_json:
-        rows = [{"name": name, "bytes": nbytes} for name, nbytes in sizes.items()]
-        terminal.write(json.dumps({"schema": "ckpttool/samples/1", "destination": dst, "samples": rows}) + "\n")
+        rows: list[Sample] = [{"path": name, "bytes": nbytes} for name, nbytes in sizes.items()]
+        document: Samples = {"schema": schema("samples"), "exit_code": DONE, "destination": dst, "samples": rows}
+        terminal.json(document)
     elif not quiet:
         terminal.line("wrote ", bold(dst), f": {plural(len(sizes), 'checkpoint')}, {size(sum(sizes.values()))}")
         terminal.facts([(name, size(nbytes)) for name, nbytes in sizes.items()])

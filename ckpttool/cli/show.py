@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import json
-from dataclasses import asdict
 from math import prod
 from typing import TYPE_CHECKING, Any
 
 from ckpttool.cli import options
 from ckpttool.cli.terminal import Terminal, bold, box, out
+from ckpttool.errors import DONE
 from ckpttool.text import size
+from ckpttool.version import schema
 
 if TYPE_CHECKING:
     from ckpttool.operations.show import Shown
@@ -31,7 +31,9 @@ def show(path: str, tensor: str, shapes: str | None, as_json: bool, quiet: bool)
     shown = ckpttool.show(path, tensor, shapes=shapes)
     terminal = out()
     if as_json:
-        terminal.write(json.dumps(_document(shown)) + "\n")
+        from ckpttool.operations.result import as_json as fields
+
+        terminal.json({"schema": schema("show"), "exit_code": DONE, **fields(shown)})
     elif quiet:
         for value in shown.values:
             terminal.line(_number(value))
@@ -56,15 +58,6 @@ def _print(terminal: Terminal, shown: Shown) -> None:
         for rank, file, offsets, sizes in shown.chunks
     ]
     terminal.table(rows, wrap=(1, 2))
-
-
-def _document(shown: Shown) -> dict[str, Any]:
-    from ckpttool.operations.inspect.format_value import jsonable
-
-    document: dict[str, Any] = jsonable(asdict(shown))
-    names = ("rank", "file", "offsets", "sizes")
-    chunks = [dict(zip(names, chunk, strict=True)) for chunk in document.pop("chunks")]
-    return {"schema": "ckpttool/show/1", **document, "chunks": chunks}
 
 
 def _number(value: Any) -> str:

@@ -6,6 +6,7 @@ tabulate's: as wide as its content, without colours.
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import sys
@@ -14,7 +15,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cached_property
 from itertools import zip_longest
-from typing import TYPE_CHECKING, NamedTuple, TextIO
+from typing import TYPE_CHECKING, Any, NamedTuple, TextIO
 
 import click
 
@@ -111,6 +112,10 @@ class Terminal:
         """Write `text` as it is: JSON, or what is already rendered."""
         with _writing():
             self.stream.write(text)
+
+    def json(self, document: Any) -> None:
+        """Write a JSON document as one line."""
+        self.write(json.dumps(document) + "\n")
 
     def flush(self) -> None:
         """Flush the stream. Raises ReaderGone or StorageError, as `write`."""

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
-from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from ckpttool.cli import options
@@ -54,8 +52,7 @@ def verify(as_json: bool, quiet: bool, verbose: bool, **arguments: Any) -> None:
         report = ckpttool.verify(**arguments, progress=progress)
     with answer(report.exit_code, verbose) as terminal:
         if as_json:
-            verdict = {"schema": "ckpttool/verify/1", "whole": report.whole, "exit_code": report.exit_code}
-            terminal.write(json.dumps({**verdict, **asdict(report)}) + "\n")
+            terminal.json(report.as_dict())
         elif quiet:
             for finding in report.findings:
                 if finding.gravity != "note":
@@ -65,7 +62,8 @@ def verify(as_json: bool, quiet: bool, verbose: bool, **arguments: Any) -> None:
 
 
 def _print(terminal: Terminal, report: Report) -> None:
-    terminal.line(bold(report.path), " is ", _verdict(report))
+    style = "red" if report.exit_code else "bold"
+    terminal.line(bold(report.path), " is ", Styled(report.message.removeprefix(f"{report.path} is "), style))
     terminal.facts(_facts(report))
     for gravity, (title, style) in _TITLES.items():
         findings = [finding for finding in report.findings if finding.gravity == gravity]
@@ -74,32 +72,23 @@ def _print(terminal: Terminal, report: Report) -> None:
             _print_findings(terminal, findings, Styled("! ", style))
 
 
-def _verdict(report: Report) -> Styled:
-    counts = report.counts
-    if not report.whole:
-        return Styled(f"damaged: {plural(counts['damage'], 'finding')}", "red")
-    differs = f", but differs: {plural(counts['difference'], 'finding')}" if counts["difference"] else ""
-    nans = f", but has NaN in {plural(counts['nan'], 'tensor')}" if counts["nan"] else ""
-    return Styled(f"whole{differs}{nans}", "red" if report.exit_code else "bold")
-
-
 def _facts(report: Report) -> Iterator[tuple[str, str]]:
     if report.format:
         yield "format", report.format + (f", {report.layout}" if report.layout else "")
         yield "contents", f"{plural(report.tensors, 'tensor')}, {plural(report.objects, 'object')}"
-    yield "files", f"{plural(report.files, 'file')}, {size(report.bytes)}"
+    yield "files", f"{plural(len(report.files), 'file')}, {size(report.file_bytes)}"
     yield "checked", _checked(report)
-    manifest = report.manifest and f"{report.manifest}, {size(report.hashed)} hashed"
+    manifest = report.manifest and f"{report.manifest}, {size(report.hashed_bytes)} hashed"
     facts = (("manifest", manifest), ("wrote", report.wrote), ("against", report.against))
     yield from ((title, text) for title, text in facts if text is not None)
-    rate = f", {size(report.read / report.seconds)}/s" if report.seconds >= 1 else ""
+    rate = f", {size(report.read_bytes / report.seconds)}/s" if report.seconds >= 1 else ""
     yield "time", f"{duration(report.seconds)}{rate}"
 
 
 def _checked(report: Report) -> str:
-    checked = [f"{plural(report.records, 'checksum')} over {size(report.checked)}"] if report.records else []
-    checked += [f"{size(report.unchecked)} without checksums"] if report.unchecked else []
-    checked += [f"{report.values:,} values"] if report.values else []
+    checked = [f"{plural(report.records, 'checksum')} over {size(report.checked_bytes)}"] if report.records else []
+    checked += [f"{size(report.unchecked_bytes)} without checksums"] if report.unchecked_bytes else []
+    checked += [f"{report.elements:,} values"] if report.elements else []
     return "; ".join(checked) or "nothing"
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
@@ -11,11 +10,10 @@ import click
 from ckpttool.cli import options
 from ckpttool.cli.options import Argument, Option
 from ckpttool.cli.terminal import Styled, Terminal, TextLike, answer, bold, dim, err, out
-from ckpttool.errors import DIFFERS, DONE, UsageError
+from ckpttool.errors import UsageError
 from ckpttool.text import duration, plural, size
 
 if TYPE_CHECKING:
-    from ckpttool.operations.inspect.optimizers import Optimizer
     from ckpttool.operations.verify_resume.audit import Audit
     from ckpttool.operations.verify_resume.trial.results import Report
 
@@ -53,29 +51,13 @@ def audit(as_json: bool, quiet: bool, verbose: bool, **arguments: Any) -> None:
     from ckpttool.operations.verify_resume import audit as operation
 
     result = operation.audit(**arguments)
-    exit_code = DIFFERS if result.verdict == "no" else DONE
-    with answer(exit_code, verbose) as terminal:
+    with answer(result.exit_code, verbose) as terminal:
         if as_json:
-            terminal.write(json.dumps(_audit_document(result)) + "\n")
+            terminal.json(result.as_dict())
         elif quiet:
             terminal.line(result.verdict)
         else:
             _print_audit(terminal, result, verbose)
-
-
-def _optimizers(result: Audit) -> list[Optimizer]:
-    from ckpttool.operations.inspect.optimizers import optimizers
-
-    entries = result.catalogue.entries
-    return optimizers([e for e in entries.values() if e.part.kind == "optimizer"], entries)
-
-
-def _audit_document(result: Audit) -> dict[str, Any]:
-    tables = []
-    for table in (optimizer.table for optimizer in _optimizers(result) if optimizer.table is not None):
-        groups = [{"groups": one.groups, "parameters": one.params, "values": one.values} for one in table.columns]
-        tables.append({"optimizer": ".".join(map(str, table.root)), "groups": groups})
-    return {**result.as_dict(), "hyperparameters": tables}
 
 
 def _print_audit(terminal: Terminal, result: Audit, verbose: bool) -> None:
@@ -90,22 +72,22 @@ def _print_audit(terminal: Terminal, result: Audit, verbose: bool) -> None:
     terminal.write("\n")
     rows: list[tuple[TextLike, ...]] = []
     for part in result.parts:
-        numbers = (f"{part.tensors:,}", f"{part.objects:,}", size(part.bytes) if part.tensors else "")
-        rows.append((bold(part.kind), *(("present", *numbers) if part.present else (Styled("missing", "yellow"),))))
+        numbers = (f"{part.tensors:,}", f"{part.objects:,}", size(part.payload_bytes) if part.tensors else "")
+        rows.append((bold(part.part), *(("present", *numbers) if part.present else (Styled("missing", "yellow"),))))
     terminal.table(rows, ("part", "", "tensors", "objects", "bytes"), right=(2, 3, 4))
-    for optimizer in _optimizers(result):
+    for optimizer in result.optimizers:
         hyperparameters(terminal, optimizer)
     terminal.heading("checks")
     shown: list[tuple[TextLike, ...]] = []
     for check in result.checks:
-        shown.append((Styled(check.state, _STATES[check.state]), check.what, check.says))
+        shown.append((Styled(check.state, _STATES[check.state]), check.what, check.message))
         if check.hint and check.state != "ok":
             shown.append(("", "", dim(f"hint: {check.hint}")))
         if verbose and len(check.names) > 1:
             shown += [("", "", dim(name)) for name in check.names[:_NAMES]]
     terminal.table(shown, wrap=(2,))
     terminal.write("\n")
-    terminal.line(Styled(result.says, _RESUMABLE[result.verdict]))
+    terminal.line(Styled(result.message, _RESUMABLE[result.verdict]))
 
 
 # trial ----------------------------------------------------------------------------------------------------------------
@@ -167,18 +149,16 @@ def trial(via: str | None, html: str | None, as_json: bool, quiet: bool, verbose
     The runs that resume are new processes; state and steps are compared bit for bit. The exit code is 0 if training
     resumes exactly, 1 if it does not.
     """
-    from ckpttool.operations.inspect.format_value import jsonable
     from ckpttool.operations.verify_resume.trial import trial as run
 
     tell = None if quiet or as_json else lambda message: err().line(dim(message))
     result = run(**arguments, via=via or (), tell=tell)
-    document = jsonable(result.as_dict())
+    document = result.as_dict()
     if html is not None:
         _write_page(html, document)
-    exit_code = DONE if result.verdict == "same" else DIFFERS
-    with answer(exit_code, verbose) as terminal:
+    with answer(result.exit_code, verbose) as terminal:
         if as_json:
-            terminal.write(json.dumps(document) + "\n")
+            terminal.json(document)
         elif quiet:
             terminal.line(result.verdict)
         else:
@@ -199,7 +179,9 @@ def _write_page(path: str, document: Any) -> None:
 
 
 def _print_trial(terminal: Terminal, result: Report, verbose: bool) -> None:
-    terminal.line(Styled("PASS" if result.verdict == "same" else "FAIL", _VERDICTS[result.verdict]), "  ", result.says)
+    terminal.line(
+        Styled("PASS" if result.verdict == "same" else "FAIL", _VERDICTS[result.verdict]), "  ", result.message
+    )
     terminal.write("\n")
     about = list(_about(result))
     indent = max(len(title) for title, _ in about) + 4
@@ -210,11 +192,11 @@ def _print_trial(terminal: Terminal, result: Report, verbose: bool) -> None:
         rows = []
         for row in result.compared:
             equal = f"{row.count - row.differing:,} of {row.count:,} equal"
-            rows.append((row.what, f"{row.run} with {row.against}", equal, Styled(*_MARKS[row.equal]), row.says))
+            rows.append((row.what, f"{row.run} with {row.against}", equal, Styled(*_MARKS[row.equal]), row.message))
         terminal.table(rows, wrap=(4,))
     if result.checks:
         terminal.heading("sharding")
-        checks = [(one.what, one.run, Styled(*_MARKS[one.passed]), one.says) for one in result.checks]
+        checks = [(one.what, one.run, Styled(*_MARKS[one.passed]), one.message) for one in result.checks]
         terminal.table(checks, wrap=(3,))
     if verbose and result.runs:
         _print_losses(terminal, result)
@@ -222,7 +204,7 @@ def _print_trial(terminal: Terminal, result: Report, verbose: bool) -> None:
         terminal.heading("found", plural(len(result.findings), "difference"))
         shown = result.findings if verbose else result.findings[:_SHOWN]
         for finding in shown:
-            terminal.paragraph(f"{finding.kind}: {finding.says}", mark=Styled("- ", "red"))
+            terminal.paragraph(f"{finding.kind}: {finding.message}", mark=Styled("- ", "red"))
             if finding.hint:
                 terminal.paragraph(finding.hint, mark=dim("  hint: "), indent=8)
         terminal.more(len(result.findings) - len(shown))
@@ -238,13 +220,13 @@ def _print_trial(terminal: Terminal, result: Report, verbose: bool) -> None:
 
 
 def _about(result: Report) -> Iterator[tuple[str, str]]:
-    yield "criterion", result.rule_says
+    yield "criterion", result.rule_message
     for leg in result.route:
-        yield "route", f"{leg.says}  {duration(leg.seconds)}"
+        yield "route", f"{leg.message}  {duration(leg.seconds)}"
     for run in result.runs:
         rate = f", {run.steps_per_second:.3g} steps/s" if run.steps_per_second else ""
         since = f", resumed at step {run.resumed_at}" if run.resumed_at is not None else ""
-        ranks, steps = plural(run.world, "rank"), plural(len(run.steps), "step")
+        ranks, steps = plural(run.world_size, "rank"), plural(len(run.steps), "step")
         yield f"run {run.name}", f"{ranks}, {run.mesh}{since}, {steps}{rate}"
     for drift in result.drifts:
         yield "loss drift", f"{drift.loss_relative:.2%} vs A (informational)"

@@ -19,16 +19,18 @@ from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from operator import eq
+from typing import ClassVar
 
 from ckpttool.errors import DONE, CorruptError, OverwriteError, ReadError, StorageError, UsageError
 from ckpttool.formats.dcp import rebuild_index
 from ckpttool.operations.arguments import check_apart, check_source
+from ckpttool.operations.result import FileSize, Written
 from ckpttool.operations.verify import verify
 from ckpttool.operations.verify.strays import absent_ranks
 from ckpttool.operations.write import note_obstacle
 from ckpttool.storage import files, free_space, staging
 from ckpttool.storage.stores import Entry, Location, Stat, Store, Write, content, local_path
-from ckpttool.text import some
+from ckpttool.text import plural, size, some
 from ckpttool.transfer.execute import DEFAULT_THREADS
 from ckpttool.transfer.threads import Progress, Work, on_threads
 
@@ -36,9 +38,11 @@ _BLOCK = 1 << 20
 _OF_RANK = re.compile(r"__\d+\.metadata")
 
 
-@dataclass(slots=True)
-class Repaired:
+@dataclass(slots=True, repr=False)
+class Repaired(Written):
     """The result of a repair, or its plan (`dry_run`). Sizes are bytes."""
+
+    command: ClassVar[str] = "repair"
 
     source: str  #: path of SRC
     destination: str  #: path of DST
@@ -46,15 +50,20 @@ class Repaired:
     like: str | None = None  #: path of `--like`
     done: list[str] = field(default_factory=list)  #: what was repaired, for people
     dropped: list[str] = field(default_factory=list)  #: files that were left out
-    files: int = 0  #: number of files of DST
-    bytes: int = 0  #: bytes of the files of DST
+    files: list[FileSize] = field(default_factory=list)  #: files of DST
+    file_bytes: int = 0  #: bytes of the files of DST
     records: int = 0  #: number of checksums compared
-    checked: int = 0  #: bytes whose checksum was compared
-    unchecked: int = 0  #: bytes without a checksum
+    checked_bytes: int = 0  #: bytes whose checksum was compared
+    unchecked_bytes: int = 0  #: bytes without a checksum
     notes: list[str] = field(default_factory=list)  #: warnings, for people
     seconds: float = 0.0  #: duration
     dry_run: bool = False  #: whether nothing was written
     exit_code: int = DONE  #: with `--dry-run`, the exit code of the real run
+
+    @property
+    def contents(self) -> str:
+        """What is in it: `8 files, 4.12 GB; merged 2 directories`."""
+        return "; ".join((f"{plural(len(self.files), 'file')}, {size(self.file_bytes)}", *self.done))
 
 
 def repair(
@@ -120,10 +129,15 @@ def _repair(
         hint = f"`ckpttool verify {result.source}` lists everything; take another copy, or an older step"
         text = f"`{result.source}`: cannot be repaired: {first.message}{more}"
         raise CorruptError(text, hint=hint, file=first.file, tensor=first.tensor)
-    result.records, result.checked, result.unchecked = report.records, report.checked, report.unchecked
+    result.records, result.checked_bytes, result.unchecked_bytes = (
+        report.records,
+        report.checked_bytes,
+        report.unchecked_bytes,
+    )
     result.notes += [f.message for f in report.findings if f.gravity == "suspect"]
     names = folder.below()
-    result.files, result.bytes = len(names), sum((folder / name).size() for name in names)
+    result.files = [FileSize(name, (folder / name).size()) for name in names]
+    result.file_bytes = sum(file.bytes for file in result.files)
 
 
 def _gathered(sources: Sequence[str], result: Repaired) -> tuple[dict[str, Location], files.Fingerprint]:

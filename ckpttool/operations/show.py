@@ -6,7 +6,7 @@ import math
 import os
 from contextlib import closing
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from ckpttool.catalogue.boxes import Ints
 from ckpttool.catalogue.entries import Tensor
@@ -15,7 +15,7 @@ from ckpttool.catalogue.validation import validate
 from ckpttool.errors import UsageError
 from ckpttool.producers.open import naming, opened
 from ckpttool.storage.files import Pool
-from ckpttool.text import meant
+from ckpttool.text import meant, size
 from ckpttool.transfer import checksums
 from ckpttool.transfer.numbers import has_numbers, numbers
 from ckpttool.transfer.read import read_tiles
@@ -23,7 +23,16 @@ from ckpttool.transfer.read import read_tiles
 FIRST = 8
 
 
-@dataclass(slots=True)
+class Shard(NamedTuple):
+    """Where a shard of a tensor is: `Shard(0, "__0_0.distcp", (0, 0), (4, 13))`."""
+
+    rank: int | None  #: rank that wrote it; null if the file does not belong to a rank
+    file: str  #: its file
+    offsets: Ints  #: its first element in each dimension
+    sizes: Ints  #: its elements in each dimension
+
+
+@dataclass(slots=True, repr=False)
 class Shown:
     """One tensor. Figures are None where the dtype has none."""
 
@@ -32,8 +41,7 @@ class Shown:
     dtype: str  #: dtype, as torch calls it
     shape: Ints  #: shape
     nbytes: int  #: bytes
-    #: `rank`, `file`, `offsets` and `sizes` of each shard
-    chunks: list[tuple[int | None, str, Ints, Ints]] = field(default_factory=list)
+    chunks: list[Shard] = field(default_factory=list)  #: its shards
     values: list[Any] = field(default_factory=list)  #: the first eight elements
     min: float | None = None  #: minimum, without NaN and infinities; null if there are no numbers
     max: float | None = None  #: maximum, likewise
@@ -41,6 +49,9 @@ class Shown:
     norm: float | None = None  #: 2-norm, likewise
     nans: int | None = None  #: number of NaN
     infs: int | None = None  #: number of infinities
+
+    def __repr__(self) -> str:
+        return f"<Shown: {self.name}: {self.dtype} {list(self.shape)}, {size(self.nbytes)}>"
 
 
 def show(path: str | os.PathLike[str], tensor: str, *, shapes: str | None = None) -> Shown:
@@ -69,7 +80,7 @@ def look(tensor: Tensor, source: Source) -> Shown:
     shown = Shown(tensor.name, str(tensor.part), tensor.dtype.name, tensor.shape, tensor.nbytes)
     for chunk in tensor.chunks:
         file = source.catalogue.files[chunk.extent.file]
-        shown.chunks.append((file.rank, file.name, chunk.offsets, chunk.sizes))
+        shown.chunks.append(Shard(file.rank, file.name, chunk.offsets, chunk.sizes))
     if tensor.numel and (has_numbers(tensor.dtype) or tensor.dtype.kind == "bool"):
         with closing(Pool()) as pool:
             for chunk in tensor.chunks:

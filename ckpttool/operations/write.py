@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
-from typing import Protocol
+from typing import ClassVar, Protocol
 
 from ckpttool import formats, producers
 from ckpttool.catalogue.entries import Catalogue, Container, Object, Path, Tensor, dotted
@@ -29,13 +29,14 @@ from ckpttool.formats.detect import detect
 from ckpttool.layout.optimizer import respell
 from ckpttool.operations import arguments
 from ckpttool.operations.manifest import check_wanted, write_for
+from ckpttool.operations.result import FileSize, Written
 from ckpttool.producers.combined import CombinedSource
 from ckpttool.producers.directory import Directory
 from ckpttool.producers.open import harmful, harmful_attributes, naming, open_source
 from ckpttool.storage import files, free_space, staging, stores
 from ckpttool.storage.staging import Stage
 from ckpttool.storage.stores import Location, local_path
-from ckpttool.text import some
+from ckpttool.text import plural, size, some
 from ckpttool.transfer import journal
 from ckpttool.transfer.check_destination import check_written
 from ckpttool.transfer.execute import BUFFER, Transferred, budget
@@ -46,32 +47,40 @@ _TORCH_MEMORY = 230 << 20
 _NUMPY_MEMORY = 24 << 20
 
 
-@dataclass(slots=True)
-class Conversion:
+@dataclass(slots=True, repr=False)
+class Conversion(Written):
     """The result of a conversion, or its plan (`dry_run`). Sizes are bytes."""
+
+    command: ClassVar[str] = "convert"
 
     source: str  #: path of SRC, as it was typed
     source_format: str  #: format of SRC
     destination: str  #: path of DST
     format: str  #: format of DST
-    files: list[tuple[str, int]] = field(default_factory=list)  #: name and size of each file of DST
+    files: list[FileSize] = field(default_factory=list)  #: files of DST
     tensors: int = 0  #: number of tensors, tied ones counted once
     objects: int = 0  #: number of objects
-    bytes: int = 0  #: bytes of values, tied ones counted once
-    disk: int = 0  #: bytes that the files of DST take
-    free: int = 0  #: bytes that were free on the disk
-    memory: int = 0  #: with `--dry-run`, the expected peak of the process; else 0
+    payload_bytes: int = 0  #: bytes of values, tied ones counted once
+    file_bytes: int = 0  #: bytes that the files of DST take
+    free_bytes: int = 0  #: bytes that were free on the disk
+    memory_bytes: int | None = None  #: with `--dry-run`, the expected peak of the process
     renamed: list[tuple[str, str]] = field(default_factory=list)  #: pairs: old name, new name
     cast: list[tuple[str, str, str]] = field(default_factory=list)  #: triples: name, old dtype, new dtype
     ties: list[tuple[str, str]] = field(default_factory=list)  #: pairs: name, and the name whose bytes it shares
     dropped: list[str] = field(default_factory=list)  #: names that are in SRC and not in DST
     notes: list[str] = field(default_factory=list)  #: warnings, for people
-    checked: int = 0  #: bytes of SRC whose checksum, or whose file's digest on the Hub, was compared
-    unchecked: int = 0  #: bytes of SRC without a checksum
-    resumed: int = 0  #: bytes that an interrupted run had copied (`--resume`)
+    checked_bytes: int = 0  #: bytes of SRC whose checksum, or whose file's digest on the Hub, was compared
+    unchecked_bytes: int = 0  #: bytes of SRC without a checksum
+    resumed_bytes: int = 0  #: bytes that an interrupted run had copied (`--resume`)
     seconds: float = 0.0  #: duration
     dry_run: bool = False  #: whether nothing was written
     exit_code: int = DONE  #: with `--dry-run`, the exit code of the real run
+
+    @property
+    def contents(self) -> str:
+        """What is in it: `19 tensors, 1 object, 4.86 kB of values`."""
+        counts = (plural(self.tensors, "tensor"), plural(self.objects, "object"))
+        return f"{', '.join(counts)}, {size(self.payload_bytes)} of values"
 
 
 @dataclass(frozen=True, slots=True)
@@ -186,7 +195,7 @@ class Write:
         """With `--check`, compare what was written to `partial` with the source. Raises CorruptError."""
         options = self.options
         if options.check:
-            total, threads, memory = self.result.bytes, options.threads, options.max_memory
+            total, threads, memory = self.result.payload_bytes, options.threads, options.max_memory
             source = self.opened.source
             check_written(self.target, partial, catalogue, source, total=total, threads=threads, memory=memory)
 
@@ -199,13 +208,17 @@ class Write:
             sink = self._create(stage.path)
             result.notes += _lost_attributes(self.planned.catalogue, sink.catalogue)
             self._note_files(sink, stage.path)
-            free_space.check(self.dst, result.disk, result.free + stage.held)
+            free_space.check(self.dst, result.file_bytes, result.free_bytes + stage.held)
             log = self._journal(stage, sink) if self.coordinator.size == 1 else None
             moved = self._fill(sink, stage.path, log)
             files.check_unchanged(self.opened.before)
             sink.finish(moved.crcs)
             self.read_back(stage.path, sink.catalogue)
-        result.checked, result.unchecked, result.resumed = moved.checked, moved.unchecked, moved.resumed
+        result.checked_bytes, result.unchecked_bytes, result.resumed_bytes = (
+            moved.checked,
+            moved.unchecked,
+            moved.resumed,
+        )
         if options.resume and not moved.resumed:
             result.notes.append("nothing to resume: copied everything")
         note_overflow(result, moved.overflowed)
@@ -213,7 +226,7 @@ class Write:
     def _create(self, partial: str) -> Sink:
         assert self.target.create is not None
         sink = self.target.create(partial, self.planned.catalogue, self.planned.options)
-        self.result.bytes += sum(tensor.nbytes for tensor in sink.catalogue.replicas)
+        self.result.payload_bytes += sum(tensor.nbytes for tensor in sink.catalogue.replicas)
         self._note_untied(sink)
         self.result.notes += map(str, sink.catalogue.warnings)
         return sink
@@ -226,7 +239,7 @@ class Write:
         if untied:
             names = dict.fromkeys(t.name for t in untied)
             self.result.ties = [tie for tie in self.result.ties if tie[0] not in names]
-            self.result.bytes += sum(t.nbytes for t in untied)
+            self.result.payload_bytes += sum(t.nbytes for t in untied)
             self.result.notes.append(f"stored separately, not tied: {some([*names])}")
 
     def _journal(self, stage: Stage, sink: Sink) -> journal.Journal:
@@ -236,7 +249,7 @@ class Write:
         return journal.begin(stage, sink.catalogue, digest, self.result.notes, every=self.options.resume)
 
     def _fill(self, sink: Sink, partial: str, log: journal.Journal | None = None) -> Transferred:
-        created, source, total = sink.catalogue, self.opened.source, self.result.bytes
+        created, source, total = sink.catalogue, self.opened.source, self.result.payload_bytes
         threads, memory = self.options.threads, self.options.max_memory
         with naming(self.opened.path):
             progress = with_downloads(self.options.progress, self.opened, created)
@@ -250,9 +263,9 @@ class Write:
         with self._scratch() as partial:
             sink = self._create(partial)
             self._note_files(sink, partial)
-        if error := free_space.shortage(self.dst, result.disk, result.free):
+        if error := free_space.shortage(self.dst, result.file_bytes, result.free_bytes):
             note_obstacle(result, error)
-        result.memory = expected_memory(self.planned.catalogue, result.cast, options.threads, options.max_memory)
+        result.memory_bytes = expected_memory(self.planned.catalogue, result.cast, options.threads, options.max_memory)
 
     @contextmanager
     def _scratch(self) -> Iterator[str]:
@@ -262,9 +275,9 @@ class Write:
     def _note_files(self, sink: Sink, partial: str) -> None:
         # Users see the destination in place of the staging path.
         name = local_path(self.dst).name
-        self.result.files = [(name if f.location == partial else f.name, f.size) for f in sink.catalogue.files]
-        self.result.disk = sum(size for _, size in self.result.files)
-        check_place(self.options.manifest, self.dst, (name for name, _ in self.result.files))
+        self.result.files = [FileSize(name if f.location == partial else f.name, f.size) for f in sink.catalogue.files]
+        self.result.file_bytes = sum(file.bytes for file in self.result.files)
+        check_place(self.options.manifest, self.dst, (file.path for file in self.result.files))
 
 
 def with_downloads(progress: Progress | None, opened: OpenSource, planned: Catalogue) -> Progress | None:
@@ -442,7 +455,7 @@ def _summarise(result: Conversion, source: Source, plan: Planned, target: Format
     other = formats.by_suffix(dst)
     if other is not None and other != target:
         result.notes.append(f"`{dst}` has the suffix of {other.title}, but is written as {target.target}")
-    result.free = free_space.free_bytes(dst)
+    result.free_bytes = free_space.free_bytes(dst)
 
 
 def count_tensors(result: Conversion, planned: Catalogue) -> None:
@@ -458,7 +471,7 @@ def count_tensors(result: Conversion, planned: Catalogue) -> None:
         if tensor.alias is not None:
             result.ties.append((tensor.name, dotted(tensor.alias)))
         else:
-            result.bytes += tensor.nbytes
+            result.payload_bytes += tensor.nbytes
     if result.cast:
         require("torch", "a cast of dtypes")
 

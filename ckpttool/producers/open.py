@@ -87,7 +87,7 @@ def _describe_run(catalogue: Catalogue, run: runs.Run) -> None:
             "name": c.name,
             "path": c.path,
             "step": c.step,
-            "bytes": c.nbytes,
+            "file_bytes": c.nbytes,
             "producer": catalogue.facts.get("producer") if c is chosen else c.producer,
             "format": c.format,
             "complete": c.complete,

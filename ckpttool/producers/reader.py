@@ -207,12 +207,12 @@ def _list(combined: Catalogue, component: Component, catalogue: Catalogue) -> No
     if component.kind == "per rank":
         root = root[:-1]
         if mounted and mounted[-1].get("root") == dotted(root):
-            mounted[-1]["files"] += 1
+            mounted[-1]["file_count"] += 1
             return
         before, _, after = path.rpartition(str(component.rank))
         path = f"{before}*{after}"
     of_format = {"format": catalogue.format, "layout": catalogue.facts.get("layout")}
-    mounted.append({"path": path, "root": dotted(root), **of_format, "files": len(catalogue.own_files)})
+    mounted.append({"path": path, "root": dotted(root), **of_format, "file_count": len(catalogue.own_files)})
 
 
 def _part_below(catalogue: Catalogue, key: str) -> Part | None:

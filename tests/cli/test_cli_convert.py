@@ -12,6 +12,7 @@ from support.cli import FULL, run
 from support.paths import CHECKPOINTS
 
 import ckpttool
+from ckpttool.operations.result import FileSize
 
 DEFAULTS = {
     "to": None, "producer": None, "only": (), "drop": (), "tensors": (), "exclude": (), "rename": (),
@@ -85,11 +86,11 @@ def test_quiet_says_nothing_and_json_everything(tmp_path: Path) -> None:
     assert run("convert", FULL, str(tmp_path / "a.pt"), "-q").output == ""
     said = json.loads(run("convert", FULL, str(tmp_path / "b.pt"), "--json").stdout)
     assert (said["schema"], said["destination"], said["format"]) == (
-        "ckpttool/convert/1",
+        "ckpttool/convert/2",
         str(tmp_path / "b.pt"),
         "torch",
     )
-    assert said["files"] == [["b.pt", (tmp_path / "b.pt").stat().st_size]]
+    assert said["files"] == [{"path": "b.pt", "bytes": (tmp_path / "b.pt").stat().st_size}]
     # The CLI changed nothing of what the library does.
     ours, theirs = (torch.load(p, weights_only=False) for p in (tmp_path / "b.pt", FULL))
     assert torch.equal(ours["model"]["embed.weight"], theirs["model"]["embed.weight"])
@@ -113,7 +114,9 @@ def test_notes_are_warnings_on_stderr(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_too_little_space_is_seen_in_the_plan(monkeypatch: pytest.MonkeyPatch) -> None:
-    made = ckpttool.Conversion("a", "torch", "b", "dcp", files=[("b", 10)], disk=10**9, free=10**6, dry_run=True)
+    made = ckpttool.Conversion(
+        "a", "torch", "b", "dcp", files=[FileSize("b", 10)], file_bytes=10**9, free_bytes=10**6, dry_run=True
+    )
     monkeypatch.setattr(ckpttool, "convert", lambda *args, **options: made)
     result = run("convert", "a", "b", "-n", env={"FORCE_COLOR": "1"})
     assert "\x1b[1;31m1.00 GB needed, 1.00 MB free\x1b[0m" in result.stdout

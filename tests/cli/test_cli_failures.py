@@ -42,7 +42,8 @@ def test_an_error_is_two_lines_on_stderr_and_its_exit_code(
     result = run("inspect", "x", "--json")
     assert (result.exit_code, result.stderr) == (kind.exit_code, "")
     assert json.loads(result.stdout) == {
-        "schema": "ckpttool/error/1",
+        "schema": "ckpttool/error/2",
+        "exit_code": kind.exit_code,
         "error": {
             "kind": kind.kind, "message": "`x`: wrong", "hint": "do this", "exit_code": kind.exit_code, "file": "x",
         },

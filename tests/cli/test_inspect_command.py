@@ -48,7 +48,7 @@ def test_strict_ends_with_4_if_something_is_damaged(damaged: Path, words: list[s
         assert run("inspect", str(path), *words).exit_code == 0
         if words == ["--json"]:
             document = json.loads(result.stdout)
-            assert (document["exit_code"], document["damaged"]) == (expected, expected == 4)
+            assert (document["exit_code"], document["verdict"] == "damaged") == (expected, expected == 4)
 
 
 def trained(path: Path, **scheduling: Any) -> torch.optim.Optimizer:

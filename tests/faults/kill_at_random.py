@@ -106,7 +106,7 @@ def main(said: dict[str, Any]) -> dict[str, Any]:
             for name in os.listdir(out):
                 remove(out / name)
         else:
-            told["resumed"] += json.loads(report.read_text())["resumed"] > 0
+            told["resumed"] += json.loads(report.read_text())["resumed_bytes"] > 0
         remove(dst)
     if marks(src) != before:
         told["wrong"].append("the source was touched")

@@ -396,4 +396,4 @@ def test_what_was_not_checked_is_said(tmp_path: Path) -> None:
     done = run("convert", src, tmp_path / "dst.pt")
     assert done.code == 0 and "no checksums in the source" in done.out
     shown = json.loads(run("convert", src, tmp_path / "dst2.pt", "--json").out)
-    assert shown["checked"] == 0 and shown["unchecked"] == shown["bytes"] > 0
+    assert shown["checked_bytes"] == 0 and shown["unchecked_bytes"] == shown["payload_bytes"] > 0

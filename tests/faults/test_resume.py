@@ -114,13 +114,13 @@ def test_it_goes_on(kind: str, src: Path, out: Path, whole: Any, monkeypatch: py
     done = ckpttool.convert(str(src), str(out / name), threads=1, resume=True, check=True, **keywords)
     assert content(out / name) == wanted
     assert os.listdir(out) == [name]
-    assert 8 * (128 << 10) <= done.resumed < done.bytes
-    assert done.checked == done.bytes and not done.unchecked
+    assert 8 * (128 << 10) <= done.resumed_bytes < done.payload_bytes
+    assert done.checked_bytes == done.payload_bytes and not done.unchecked_bytes
 
 
 def test_torch_loads_it(src: Path, out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     interrupted(src, out / "out.pt", 5, monkeypatch, to="torch")
-    assert ckpttool.convert(str(src), str(out / "out.pt"), resume=True).resumed
+    assert ckpttool.convert(str(src), str(out / "out.pt"), resume=True).resumed_bytes
     found, wanted = torch.load(out / "out.pt", weights_only=True), state()
     assert found["step"] == 7
     assert all(torch.equal(found["model"][name], value) for name, value in wanted["model"].items())
@@ -133,7 +133,7 @@ def test_reshard_goes_on(src: Path, out: Path, tmp_path: Path, monkeypatch: pyte
     interrupted_reshard(src, out / "out", monkeypatch)
     done = ckpttool.reshard(str(src), str(out / "out"), to_world=3, resume=True)
     assert content(out / "out") == content(tmp_path / "whole")
-    assert 0 < done.resumed < done.bytes and done.checked == done.bytes
+    assert 0 < done.resumed_bytes < done.payload_bytes and done.checked_bytes == done.payload_bytes
 
 
 def interrupted_reshard(src: Path, dst: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -156,7 +156,7 @@ def test_without_a_checksum_in_either(tmp_path: Path, out: Path, monkeypatch: py
     src = save_safetensors(tmp_path / "ckpt.safetensors", state()["model"])
     interrupted(src, out / "out.safetensors", 6, monkeypatch, to="safetensors")
     done = ckpttool.convert(str(src), str(out / "out.safetensors"), resume=True)
-    assert done.resumed >= 5 * (256 << 10)
+    assert done.resumed_bytes >= 5 * (256 << 10)
     assert (out / "out.safetensors").read_bytes()[-(LAYERS << 18) :] == src.read_bytes()[-(LAYERS << 18) :]
 
 
@@ -181,7 +181,7 @@ def test_as_a_program(number: signal.Signals, tmp_path: Path, shm: Path) -> None
         assert "nothing was written\nhint: run the same command again to continue from what has been copied" in said
     done = shell(*words, "--json")
     assert done.code == 0, done.err
-    assert json.loads(done.out)["resumed"] > 0
+    assert json.loads(done.out)["resumed_bytes"] > 0
     assert os.listdir(out) == ["out.pt"]
     found = torch.load(out / "out.pt", weights_only=True)
     assert all(torch.equal(found[f"layers.{i}.weight"], torch.ones(1 << 18) + i) for i in range(100))
@@ -206,7 +206,7 @@ def test_without_it_nothing_stays(src: Path, out: Path, monkeypatch: pytest.Monk
     interrupted(src, out / "out", 5, monkeypatch, to="dcp")
     made, _ = left(out)
     done = ckpttool.convert(str(src), str(out / "out"), to="dcp")
-    assert os.listdir(out) == ["out"] and done.resumed == 0
+    assert os.listdir(out) == ["out"] and done.resumed_bytes == 0
     assert [note for note in done.notes if made.name in note and "removed what an interrupted run left" in note]
 
 
@@ -255,14 +255,14 @@ def test_it_starts_anew(
     interrupted(src, out / "out", 6, monkeypatch, **SINKS["dcp"][1])
     change(src, *left(out))
     done = ckpttool.convert(str(src), str(out / "out"), resume=True, **SINKS["dcp"][1])
-    assert done.resumed == 0 or change in (another_length, no_file)
+    assert done.resumed_bytes == 0 or change in (another_length, no_file)
     assert content(out / "out") == wanted and os.listdir(out) == ["out"]
 
 
 def test_other_flags(src: Path, out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     interrupted(src, out / "out", 6, monkeypatch, to="dcp")
     done = ckpttool.convert(str(src), str(out / "out"), to="dcp", exclude="*.3.weight", resume=True)
-    assert done.resumed == 0 and any("other options: starting over" in note for note in done.notes)
+    assert done.resumed_bytes == 0 and any("other options: starting over" in note for note in done.notes)
     assert len(list(ckpttool.inspect(str(out / "out")).tensors)) == LAYERS - 1
 
 
@@ -343,7 +343,7 @@ def test_a_run_that_is_still_going_on(src: Path, out: Path, monkeypatch: pytest.
 
     with pytest.raises(CkptError, match="exists"):
         ckpttool.convert(str(src), str(out / "out.pt"), progress=progress)
-    assert inner[1].resumed == 0 and os.listdir(out) == ["out.pt"]
+    assert inner[1].resumed_bytes == 0 and os.listdir(out) == ["out.pt"]
 
 
 def test_a_run_on_another_machine(src: Path, out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -363,7 +363,7 @@ def test_a_run_on_another_machine(src: Path, out: Path, monkeypatch: pytest.Monk
     done = ckpttool.convert(str(src), str(out / "out.pt"))
     assert any("elsewhere" in note and made.name in note for note in done.notes) and made.exists()
     done = ckpttool.convert(str(src), str(out / "out.pt"), overwrite=True, resume=True)
-    assert done.resumed and sorted(os.listdir(out)) == ["first.pt", "out.pt"]
+    assert done.resumed_bytes and sorted(os.listdir(out)) == ["first.pt", "out.pt"]
 
 
 def test_where_there_are_no_locks(src: Path, out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -434,7 +434,7 @@ def test_what_was_moved_aside_and_a_run_that_goes_on(aside: Path, src: Path, out
     done = run("convert", src, out / "out", "--to", "dcp", "--overwrite", "--resume", "--json")
     assert done.code == 0, done.err
     said = json.loads(done.out)
-    assert said["resumed"] == said["bytes"] and any("restored `" in note for note in said["notes"])
+    assert said["resumed_bytes"] == said["payload_bytes"] and any("restored `" in note for note in said["notes"])
     assert os.listdir(out) == ["out"] and len(list(ckpttool.inspect(str(aside)).tensors)) == LAYERS
 
 
@@ -443,4 +443,4 @@ def test_a_full_disk_and_then_room(src: Path, out: Path, monkeypatch: pytest.Mon
     interrupted(src, out / "out.pt", LAYERS - 2, monkeypatch, to="torch")
     monkeypatch.setattr("ckpttool.storage.free_space.free_bytes", lambda path: 5 * (256 << 10))
     check_words(run("convert", src, out / "fresh.pt"), STORAGE, "are free")
-    assert ckpttool.convert(str(src), str(out / "out.pt"), resume=True).resumed
+    assert ckpttool.convert(str(src), str(out / "out.pt"), resume=True).resumed_bytes

@@ -144,7 +144,7 @@ def test_a_state_comes_back_exactly(row: Format, name: str, tmp_path: Path) -> N
         assert os.listdir(tmp_path) == ["source.pt"]
         return
     done = ckpttool.convert(source, out, to=row.target, check=True)
-    assert done.format == row.name and done.checked == done.bytes
+    assert done.format == row.name and done.checked_bytes == done.payload_bytes
     assert_equal(back(out, tmp_path), STATES[name])
 
 
@@ -153,7 +153,7 @@ def test_tied_tensors_stay_tied_and_are_stored_once(row: Format, tmp_path: Path)
     expected = tied()["model"] if refuses(row) else tied()
     source, out = saved(expected, tmp_path), tmp_path / "out"
     done = ckpttool.convert(source, out, to=row.target, check=True)
-    assert done.bytes == 6 * 4 + 2 * 4
+    assert done.payload_bytes == 6 * 4 + 2 * 4
     state = back(out, tmp_path)
     assert_equal(state, expected)
     model = state.get("model", state)
@@ -283,7 +283,18 @@ def test_a_plan_writes_nothing_and_says_what_would_be(row: Format, tmp_path: Pat
     assert os.listdir(tmp_path) == []
     done = ckpttool.convert(source, out, **options)
     assert plan.dry_run and not done.dry_run
-    for name in ("files", "tensors", "objects", "bytes", "disk", "renamed", "cast", "ties", "dropped", "notes"):
+    for name in (
+        "files",
+        "tensors",
+        "objects",
+        "payload_bytes",
+        "file_bytes",
+        "renamed",
+        "cast",
+        "ties",
+        "dropped",
+        "notes",
+    ):
         assert getattr(plan, name) == getattr(done, name), name
     sizes = {path.name: path.stat().st_size for path in out.rglob("*")} or {"out": out.stat().st_size}
     assert {Path(name).name: size for name, size in done.files}.items() <= sizes.items() or row.name == "torch"
@@ -295,7 +306,7 @@ def test_a_plan_writes_nothing_and_says_what_would_be(row: Format, tmp_path: Pat
     }  # fmt: skip
     assert done.ties == [(f"{root}lm_head.weight", f"{root}embed.weight")]
     assert done.dropped and (only(row) or all(name.startswith("rng") for name in done.dropped))
-    assert done.memory == 0 < plan.memory
+    assert done.memory_bytes is None and plan.memory_bytes
 
 
 @every_sink

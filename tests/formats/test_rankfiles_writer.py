@@ -208,7 +208,7 @@ def test_the_plan_has_the_sizes_and_the_notes(tmp_path: Path) -> None:
     torch.save(rng_of(2), tmp_path / "in.pt")
     plan = convert(tmp_path / "in.pt", tmp_path / "out", to="fsdp1", to_world=3, dry_run=True)
     made = convert(tmp_path / "in.pt", tmp_path / "out", to="fsdp1", to_world=3)
-    assert (plan.files, plan.notes, plan.bytes) == (made.files, made.notes, made.bytes)
+    assert (plan.files, plan.notes, plan.payload_bytes) == (made.files, made.notes, made.payload_bytes)
     assert [(p.name, p.stat().st_size) for p in sorted((tmp_path / "out").iterdir())] == made.files
 
 

@@ -534,7 +534,7 @@ def test_recognise(tmp_path: Path) -> None:
     assert not FORMAT.recognise("/dev/null")
     (tmp_path / "folder" / "sharded").mkdir(parents=True)
     assert not FORMAT.recognise(str(tmp_path / "folder"))
-    (tmp_path / "folder" / "ckpttool.json").write_text('{"schema": "ckpttool/inspect/1"}')
+    (tmp_path / "folder" / "ckpttool.json").write_text('{"schema": "ckpttool/inspect/2"}')
     assert not FORMAT.recognise(str(tmp_path / "folder"))
     (tmp_path / "folder" / "ckpttool.json").write_text('{"schema": "ckpttool/state/1"}')
     assert FORMAT.recognise(str(tmp_path / "folder"))

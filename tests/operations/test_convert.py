@@ -171,7 +171,7 @@ def test_a_tie_that_the_format_does_not_keep_is_counted_and_said(tmp_path: Path)
     weight = torch.arange(6.0)
     torch.save({"a": weight, "format": weight}, tmp_path / "tied.pt")
     result = ckpttool.convert(tmp_path / "tied.pt", tmp_path / "tied.safetensors")
-    assert (result.ties, result.bytes, result.checked + result.unchecked) == ([], 48, 48)
+    assert (result.ties, result.payload_bytes, result.checked_bytes + result.unchecked_bytes) == ([], 48, 48)
     assert result.notes == ["stored separately, not tied: `format`"]
     assert safetensors.torch.load_file(tmp_path / "tied.safetensors").keys() == {"a", "format"}
 
@@ -342,7 +342,7 @@ def test_overwrite(tmp_path: Path) -> None:
 def test_progress(tmp_path: Path) -> None:
     seen: list[tuple[int, int]] = []
     made = ckpttool.convert(FULL, str(tmp_path / "a.pt"), progress=lambda done, total: seen.append((done, total)))
-    assert seen[-1] == (made.bytes, made.bytes)
+    assert seen[-1] == (made.payload_bytes, made.payload_bytes)
     assert seen == sorted(seen)
 
 

@@ -84,7 +84,7 @@ def test_parameters_are_those_of_torch(tmp_path: Path) -> None:
     (one,) = document["optimizers"]
     assert one["name"] == "AdamW"
     moments = sum(state["exp_avg"].nbytes for state in optimizer.state.values())
-    assert sum(state["nbytes"] for state in one["state"] if state["kind"] == "exp_avg") == moments
+    assert sum(state["payload_bytes"] for state in one["state"] if state["kind"] == "exp_avg") == moments
 
 
 @pytest.mark.parametrize("name", ["hf/llama", "hf/gpt2"])

@@ -384,8 +384,8 @@ def test_the_document() -> None:
     found.warnings.append(Warning("left-out", "look"))
     found.facts["writer"] = "torch"
     said = json.loads("".join(document(found, "run/")))
-    assert list(said)[:3] == ["schema", "format", "world_size"]
-    assert (said["schema"], said["format"], said["world_size"]) == ("ckpttool/inspect/1", "made", 2)
+    assert list(said)[:3] == ["schema", "exit_code", "verdict"]
+    assert (said["schema"], said["format"], said["world_size"]) == ("ckpttool/inspect/2", "made", 2)
     assert said["tensors"] == [{
         "name": "model.w", "path": ["model", "w"], "part": "model", "dtype": "float32", "shape": [5, 3],
         "nbytes": weight.nbytes, "placements": ["Shard(0)"], "mesh": [2],
@@ -407,7 +407,7 @@ def test_a_fact_cannot_take_the_place_of_the_schema() -> None:
     found.facts |= {"schema": "mine", "tensors": 5, "x": Link(("w",))}
     text = "".join(document(found, "x"))
     said = json.loads(text)
-    assert said["schema"] == "ckpttool/inspect/1"
+    assert said["schema"] == "ckpttool/inspect/2"
     names = [name for name, _ in json.loads(text, object_pairs_hook=lambda pairs: pairs)]
     assert len(names) == len({*names})
 

@@ -41,7 +41,7 @@ def test_what_it_says(tmp_path: Path) -> None:
     path = damage.save_dcp(tmp_path / "ckpt", state)
     report = verify(path, write_manifest=tmp_path / "m.json")
     said = written(tmp_path / "m.json")
-    assert report.wrote == str(tmp_path / "m.json") and report.hashed
+    assert report.wrote == str(tmp_path / "m.json") and report.hashed_bytes
     assert said["files"] == {f.name: digest(f.read_bytes()) for f in path.iterdir()}
     assert said["sizes"] == {f.name: f.stat().st_size for f in path.iterdir()}
     tensors = {row["name"]: row for row in said["tensors"]}
@@ -61,7 +61,8 @@ def test_megatron_reads_it_and_we_read_megatrons(tmp_path: Path) -> None:
     report = verify(path)
     assert (
         report.findings == []
-        and report.hashed == sum(f.stat().st_size for f in path.iterdir()) - (path / "integrity.json").stat().st_size
+        and report.hashed_bytes
+        == sum(f.stat().st_size for f in path.iterdir()) - (path / "integrity.json").stat().st_size
     )
     damage.flip(path / "__0_0.distcp", 40)  # in a header, where no checksum is
     assert megatron_verifies(path) == ["__0_0.distcp"]
@@ -84,7 +85,7 @@ def test_the_values_are_the_same_in_every_format(to: str, tmp_path: Path) -> Non
     if to == "dcp":
         (tmp_path / "m.json").write_text(json.dumps({**said, "files": {"elsewhere.distcp": "0" * 64}}))
     report = verify(out, manifest=tmp_path / "m.json")
-    assert report.findings == [] and report.hashed
+    assert report.findings == [] and report.hashed_bytes
     said["tensors"][3]["sha256"] = "0" * 64
     (tmp_path / "m.json").write_text(json.dumps({**said, "files": {"elsewhere.distcp": "0" * 64}}))
     report = verify(out, manifest=tmp_path / "m.json")

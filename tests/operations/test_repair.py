@@ -81,7 +81,7 @@ def test_directories_of_two_nodes(tmp_path: Path) -> None:
     shutil.copy(whole / ".metadata", nodes[0])
     shutil.copy(whole / "__0_0.distcp", nodes[1])
     made = repair(nodes[0], tmp_path / "out", merge=[nodes[1]])
-    assert made.done == ["merged 2 directories"] and made.records > 0 and made.unchecked == 0
+    assert made.done == ["merged 2 directories"] and made.records > 0 and made.unchecked_bytes == 0
     same(read_by_torch(tmp_path / "out", tmp_path / "a.pt"), read_by_torch(whole, tmp_path / "b.pt"))
 
 
@@ -108,7 +108,7 @@ def test_a_lost_index(step: int, tmp_path: Path) -> None:
     src = damage.save_dcp(tmp_path / "src", saved)
     (src / ".metadata").unlink()
     made = repair(src, tmp_path / "out", like=like)
-    assert made.dropped == [] and "`.metadata` made after that of" in made.done[0] and made.unchecked == 0
+    assert made.dropped == [] and "`.metadata` made after that of" in made.done[0] and made.unchecked_bytes == 0
     same(read_by_torch(tmp_path / "out", tmp_path / "a.pt"), saved)
 
 
@@ -251,7 +251,12 @@ def test_a_dry_run_says_what_the_run_then_does(kind: str, tmp_path: Path, monkey
     done = repair(src, tmp_path / "out", **options)
     told = [{k: v for k, v in asdict(one).items() if k not in ("seconds", "dry_run")} for one in (plan, done)]
     assert told[0] == told[1]
-    assert (plan.dry_run, done.dry_run) == (True, False) and plan.done and plan.bytes and plan.checked + plan.unchecked
+    assert (
+        (plan.dry_run, done.dry_run) == (True, False)
+        and plan.done
+        and plan.file_bytes
+        and plan.checked_bytes + plan.unchecked_bytes
+    )
     assert verify(tmp_path / "out").exit_code == 0
 
 
@@ -314,6 +319,6 @@ def test_the_command(tmp_path: Path) -> None:
     assert run("repair", src, dst, "--merge", node, "--like", like).exit_code == OverwriteError.exit_code
     done = run("repair", src, dst, "--merge", node, "--like", like, "--overwrite", "--json")
     said = json.loads(done.stdout)
-    assert said["schema"] == "ckpttool/repair/1" and len(said["done"]) == 2 and said["merged"] == [str(node)]
+    assert said["schema"] == "ckpttool/repair/2" and len(said["done"]) == 2 and said["merged"] == [str(node)]
     assert run("repair", src, dst, "--merge", node, "--like", like, "--overwrite", "-q").stdout == ""
     assert run("verify", dst, "--against", like).exit_code == 0

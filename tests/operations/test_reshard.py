@@ -130,7 +130,7 @@ def test_there_and_back_again(tmp_path: Path) -> None:
     before = W4
     for world in (8, 3, 4):
         made = ckpttool.reshard(before, tmp_path / str(world), to_world=world, check=True)
-        assert (made.world, made.mesh, made.engine) == (world, f"shard={world}", "bytes")
+        assert (made.world_size, made.mesh, made.engine) == (world, f"shard={world}", "bytes")
         before = tmp_path / str(world)
     assert_same(loaded(before), loaded(W4))
     assert boxes_in(before) == boxes_in(W4)

@@ -689,7 +689,7 @@ def test_inspect_lists_the_run_first_and_json_has_it(tmp_path: Path) -> None:
     assert "step-1 " in ran("inspect", str(tmp_path), "-v")[1]
     code, out, _ = ran("inspect", str(tmp_path), "--json")
     said = json.loads(out)
-    assert said["schema"] == "ckpttool/inspect/1"
+    assert said["schema"] == "ckpttool/inspect/2"
     assert [f["step"] for f in said["run"]] == list(range(1, 26))
     assert said["run"][-1] == {
         "name": "step-25", "path": str(tmp_path / "step-25"), "step": 25,

@@ -145,7 +145,7 @@ def test_a_step_that_only_the_state_says(tmp_path: Path) -> None:
     assert_same(state, {"step": torch.tensor(3, dtype=torch.int32), "ntokens_seen": torch.tensor(0)})
     assert made.dropped == []
     # What was made has a checksum like everything else: it is compared when the items are read.
-    assert convert(tmp_path / "step-3", tmp_path / "again.pt").unchecked == 0
+    assert convert(tmp_path / "step-3", tmp_path / "again.pt").unchecked_bytes == 0
     convert(source, tmp_path / "checkpoint-3", producer="trainer", check=True)
     assert read(tmp_path / "checkpoint-3/trainer_state.json")["global_step"] == 3
     convert(source, tmp_path / "global_step_3", producer="verl", check=True)

@@ -10,16 +10,20 @@ from typing import Any
 
 from click.testing import CliRunner, Result
 
+from support import json_schemas
 from support.paths import CHECKPOINTS, ROOT
 
 FULL = str(CHECKPOINTS / "torch/full" / "ckpt.pt")
 
 
 def run(*words: str, env: Mapping[str, str] | None = None) -> Result:
-    """`ckpttool words...` in this process."""
+    """`ckpttool words...` in this process. What `--json` prints is checked by its schema."""
     from ckpttool.cli.app import application
 
-    return CliRunner().invoke(application(), list(words), env=dict(env or {}))
+    done = CliRunner().invoke(application(), list(words), env=dict(env or {}))
+    if "--json" in words and done.stdout.startswith("{"):
+        json_schemas.check(done.stdout)
+    return done
 
 
 def environment(**extra: str) -> dict[str, str]:

@@ -39,15 +39,20 @@ def fields(name: str) -> Iterator[tuple[str, str, str]]:
 
 
 def _table(name: str) -> str:
-    rows = [f"| `{field}` | {_json_type(kind)} | {description} |" for field, kind, description in fields(name)]
+    module, _, cls = name.rpartition(".")
+    verdict = vars(getattr(import_module(module), cls)).get("verdict")
+    rows = [f"| `verdict` | string | {verdict.__doc__.rstrip('.')} |"] if isinstance(verdict, property) else []
+    rows += [f"| `{field}` | {_json_type(kind)} | {description} |" for field, kind, description in fields(name)]
     return "\n".join(["", "| field | type | meaning |", "|---|---|---|", *rows, "", ""])
 
 
 def _json_type(annotation: str) -> str:
     """Return what a Python type is in JSON: `list[str] | None` is `list of string, or null`."""
-    kind = annotation.removesuffix(" | None")
+    kind = annotation.removesuffix(" | None").removesuffix(" | Absent").replace("int | float", "float")
     if inner := re.fullmatch(r"list\[(.*)\]", kind):
         words = f"list of {_json_type(inner[1])}"
+    elif " | " in kind:
+        words = " or ".join(map(_json_type, kind.split(" | ")))
     elif kind.startswith("tuple") or kind == "Ints":
         words = "list"
     else:

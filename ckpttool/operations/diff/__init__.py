@@ -16,8 +16,9 @@ from ckpttool.operations import arguments
 from ckpttool.operations.diff import selection
 from ckpttool.operations.diff.compare import compare_sources
 from ckpttool.operations.diff.elements import Tolerance
-from ckpttool.operations.diff.results import ABSENT, Diff, ObjectDifference, Only, Side, TensorDifference, Total
+from ckpttool.operations.diff.results import Diff, ObjectDifference, Only, Side, TensorDifference, Total
 from ckpttool.operations.diff.tensors import Options
+from ckpttool.operations.result import ABSENT
 from ckpttool.producers import open
 from ckpttool.storage import files
 from ckpttool.transfer.execute import DEFAULT_THREADS
@@ -77,7 +78,7 @@ def diff(
         for side, source, catalogue in zip((result.a, result.b), sources, catalogues, strict=True):
             side.format, side.world_size = source.catalogue.format, source.catalogue.world_size
             side.tensors, side.objects = sum(1 for _ in catalogue.tensors), sum(1 for _ in catalogue.objects)
-            side.bytes = sum(t.nbytes for t in catalogue.tensors if t.alias is None)
+            side.payload_bytes = sum(t.nbytes for t in catalogue.tensors if t.alias is None)
         compare_sources(sources, catalogues, result, options)
         if result.only_a and result.only_b:
             result.hint = selection.advice(catalogues)

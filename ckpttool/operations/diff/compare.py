@@ -19,8 +19,9 @@ from ckpttool.layout.move import relinked
 from ckpttool.layout.select import interchangeable
 from ckpttool.operations.diff import elements, tensors
 from ckpttool.operations.diff.elements import Comparison, Tolerance
-from ckpttool.operations.diff.results import ABSENT, Diff, ObjectDifference, Only, Side, TensorDifference, Total
+from ckpttool.operations.diff.results import Diff, ObjectDifference, Only, Side, TensorDifference, Total
 from ckpttool.operations.diff.tensors import BY_BITS, Options, Sources
+from ckpttool.operations.result import ABSENT
 from ckpttool.text import rank_ranges
 
 _DEEPEST = 100  # values in values that are compared one by one
@@ -116,7 +117,7 @@ class _Comparing:
                 continue
             if numbers.setdefault(self._key(a, b), len(pairs)) == len(pairs):
                 pairs.append(tensors.Pair(one, other, common))
-        result.bytes = sum(pair.a.nbytes for pair in pairs)
+        result.payload_bytes = sum(pair.a.nbytes for pair in pairs)
         compared, failures = tensors.compare(pairs, self.sources, (result.a.path, result.b.path), options)
         totals: dict[Part, Total] = {}
         for a, b in matches:

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
+from operator import itemgetter
+from typing import Any, ClassVar
 
 from ckpttool.catalogue.boxes import Ints
 from ckpttool.errors import DIFFERS, DONE
 from ckpttool.operations.diff.elements import Comparison, Difference, Sums, add_figures, added, cosine
+from ckpttool.operations.result import Absent, Result
+from ckpttool.text import plural
 
 
 @dataclass(slots=True)
@@ -19,7 +22,7 @@ class Side:
     world_size: int = 1  #: number of ranks that wrote it
     tensors: int = 0  #: tensors that are compared
     objects: int = 0  #: objects that are compared
-    bytes: int = 0  #: bytes of values that are compared
+    payload_bytes: int = 0  #: bytes of values that are compared
 
 
 @dataclass(slots=True)
@@ -48,16 +51,6 @@ class TensorDifference:
     why: str | None = None  #: reason why values of the same shape were not compared
 
 
-class Absent:
-    """Stands for a value that one side does not have."""
-
-    def __repr__(self) -> str:
-        return "-"
-
-
-ABSENT = Absent()
-
-
 @dataclass(slots=True)
 class ObjectDifference:
     """A value that is not the same: `ObjectDifference("optim.param_groups.0.lr", "optimizer", "", 0.1, 0.2)`.
@@ -68,8 +61,8 @@ class ObjectDifference:
     name: str  #: dotted name
     part: str  #: part
     at: str  #: position in the value, such as `["betas"][1]`
-    a: Any  #: value in A; missing if A has none
-    b: Any  #: value in B; missing if B has none
+    a: Any | Absent  #: value in A; missing if A has none
+    b: Any | Absent  #: value in B; missing if B has none
 
 
 @dataclass(slots=True)
@@ -91,7 +84,7 @@ class Total:
     relative: float | None = None  #: largest relative difference
     ulp: int | None = None  #: largest difference in ULPs
     cosine: float | None = None  #: cosine similarity over the tensors that differ
-    sums: Sums = (0.0, 0.0, 0.0)
+    _sums: Sums = (0.0, 0.0, 0.0)
 
     def count(self, numel: int, comparison: Comparison | None, differs: bool) -> None:
         """Add a tensor; `comparison` is None if its bytes are the same."""
@@ -103,19 +96,21 @@ class Total:
         more = comparison.result()
         add_figures(self, more)
         if more.differing:
-            self.sums = added(self.sums, comparison.sums)
-            self.cosine = cosine(*self.sums)
+            self._sums = added(self._sums, comparison.sums)
+            self.cosine = cosine(*self._sums)
 
 
-@dataclass(slots=True)
-class Diff:
+@dataclass(slots=True, repr=False)
+class Diff(Result):
     """All differences between two checkpoints."""
+
+    command: ClassVar[str] = "diff"
 
     a: Side  #: the first checkpoint
     b: Side  #: the second checkpoint
     within: str | None = None  #: tolerance, such as `rtol 1e-05`; null if bits are compared
     matched: int = 0  #: names on both sides
-    bytes: int = 0  #: bytes of values that were compared, tied ones counted once
+    payload_bytes: int = 0  #: bytes of values that were compared, tied ones counted once
     total: Total = field(default_factory=lambda: Total("total"))  #: figures of all parts
     parts: list[Total] = field(default_factory=list)  #: figures of each part
     only_a: list[Only] = field(default_factory=list)  #: names in A only
@@ -131,6 +126,42 @@ class Diff:
     def same(self) -> bool:
         """Whether nothing differs."""
         return not (self.only_a or self.only_b or self.tensors or self.objects or self.kinds)
+
+    @property
+    def changed(self) -> str:
+        """What differs in one sentence: `29 of 201 tensors, all in the part optimizer; ...`; empty if nothing does."""
+        names = {tensor.name for tensor in self.tensors}
+        objects = {entry.name for entry in self.objects}
+        changed = []
+        if names:
+            changed.append(f"{len(names):,} of {plural(self.a.tensors, 'tensor')}")
+        if objects:
+            changed.append(f"{len(objects):,} of {plural(self.a.objects, 'object')}")
+        if not changed:
+            return ""
+        lists: list[list[Any]] = [self.tensors, self.objects, self.only_a, self.only_b]
+        parts = {entry.part for entries in lists for entry in entries}
+        text = " and ".join(changed) + (f", all in the part {parts.pop()}" if len(parts) == 1 else "")
+        figures = [(tensor.name, tensor.values) for tensor in self.tensors if tensor.values is not None]
+        if new_nans := sum(values.new_nans for _, values in figures):
+            text += f"; {new_nans:,} new NaN in B"
+        name, largest = max(
+            ((n, values.relative or 0.0) for n, values in figures), key=itemgetter(1), default=("", 0.0)
+        )
+        if largest:
+            text += f"; largest relative difference {largest:.3g} in {name}"
+        return text
+
+    @property
+    def verdict(self) -> str:
+        """`same` or `differs`."""
+        return "same" if self.same else "differs"
+
+    @property
+    def message(self) -> str:
+        """The verdict in a sentence, with what changed."""
+        changed = f": {self.changed}" if self.changed else ""
+        return f"{self.a.path} and {self.b.path} {'are the same' if self.same else 'differ'}{changed}"
 
     @property
     def exit_code(self) -> int:

@@ -87,26 +87,32 @@ def export(
         result.seconds = time.monotonic() - began
     else:
         with write.destination(result, _SAFETENSORS, how, src, beside), planned(result, options, how) as plan:
-            result.free = free_space.free_bytes(dst)
+            result.free_bytes = free_space.free_bytes(dst)
             write.check_place(listed, dst, (file.name for file in plan.files))
             if not dry_run:
                 _write(plan, how)
-            elif error := free_space.shortage(dst, result.disk, result.free):
+            elif error := free_space.shortage(dst, result.file_bytes, result.free_bytes):
                 write.note_obstacle(result, error)
-    result.checked, result.unchecked = plan.moved.checked, plan.moved.unchecked
+    result.checked_bytes, result.unchecked_bytes = plan.moved.checked, plan.moved.unchecked
     write.note_overflow(result, plan.moved.overflowed)
     return result
 
 
 def _write(plan: Export, how: WriteOptions) -> None:
     result, dst = plan.result, plan.result.destination
-    free_space.check(dst, result.disk, result.free)
+    free_space.check(dst, result.file_bytes, result.free_bytes)
 
     def check(folder: Location) -> None:
         # An adapter alone is not recognised as a model in the directory: it is opened by its name.
         written = folder / plan.files[0].name if result.adapter else folder
         check_written(
-            _SAFETENSORS, written, plan.planned, plan.source, total=result.bytes, threads=how.threads, memory=None
+            _SAFETENSORS,
+            written,
+            plan.planned,
+            plan.source,
+            total=result.payload_bytes,
+            threads=how.threads,
+            memory=None,
         )
 
     local_path(dst).publish(plan.files, overwrite=how.overwrite, notes=result.notes, check=check if how.check else None)
@@ -148,9 +154,9 @@ def _combined(progress: Progress) -> tuple[Progress, Progress]:
 def _send(plan: Export, remote: dict[str, Any], sending: Progress | None) -> None:
     """Write and send the files of a plan, or note what would be sent. Raises RemoteError and what the files raise."""
     result = plan.result
-    result.free = free_space.free_bytes(remote["stage"] or temporary_folder())
+    result.free_bytes = free_space.free_bytes(remote["stage"] or temporary_folder())
     result.sent = stores.destination(result.destination).publish(
         plan.files, **remote, dry_run=result.dry_run, progress=sending, unless_there=plan.unless_there
     )
     if remote["stage"] is None:
-        result.disk = max((file.size for file in plan.files), default=0)
+        result.file_bytes = max((file.size for file in plan.files), default=0)

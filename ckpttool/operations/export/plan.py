@@ -23,6 +23,7 @@ from ckpttool.operations.export import architecture, assets, key_maps, select_mo
 from ckpttool.operations.export.architecture import Expected
 from ckpttool.operations.export.assets import Assets
 from ckpttool.operations.export.views import Viewed
+from ckpttool.operations.result import FileSize
 from ckpttool.operations.write import Conversion, WriteOptions
 from ckpttool.producers.open import naming
 from ckpttool.storage.stores import Outgoing, is_remote, locate
@@ -34,9 +35,11 @@ from ckpttool.version import __version__
 _WHILE_CASTING = 24 << 20
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, repr=False)
 class Exported(Conversion):
     """The result of an export, or its plan."""
+
+    command = "export"
 
     parameters: dict[str, int] = field(default_factory=dict)  #: number of elements by dtype, tied ones counted once
     assets: list[str] = field(default_factory=list)  #: files that were copied: config, tokenizer, template, code
@@ -44,7 +47,7 @@ class Exported(Conversion):
     adapter: bool = False  #: whether it is a LoRA adapter
     compared: str = ""  #: class of transformers whose tensors were compared; with `--no-strict`, also what differs
     not_compared: str = ""  #: reason why they were not compared
-    asked: float = 0.0  #: part of `seconds` that transformers took to build the model
+    transformers_seconds: float = 0.0  #: part of `seconds` that transformers took to build the model
     card: bool = False  #: whether a model card was written
     sent: Any = None  #: what was sent to the Hub; null for a directory
 
@@ -102,9 +105,9 @@ def planned(result: Exported, options: ExportOptions, how: WriteOptions) -> Iter
         files = weights.outgoing(catalogue, options.max_shard_size, moving, adapter=result.adapter)
         _summarise(result, catalogue, source)
         files += _other_files(beside, result, catalogue, source, options)
-        result.files = [(file.name, file.size) for file in files]
-        result.disk = sum(file.size for file in files)
-        result.memory = write.expected_memory(catalogue, result.cast, how.threads, memory)
+        result.files = [FileSize(file.name, file.size) for file in files]
+        result.file_bytes = sum(file.size for file in files)
+        result.memory_bytes = write.expected_memory(catalogue, result.cast, how.threads, memory)
         named = options.assets is not None and not result.card
         yield Export(files, result, viewed, catalogue, moving.moved, () if named else (assets.CARD,))
 
@@ -157,7 +160,7 @@ def _expected(beside: Assets, result: Exported) -> Expected | None:
     else:
         began = time.monotonic()
         model = architecture.expected(beside.config)
-        result.asked = time.monotonic() - began
+        result.transformers_seconds = time.monotonic() - began
         if not isinstance(model, str):
             return model
         result.not_compared = model
@@ -253,7 +256,7 @@ def _card(result: Exported, catalogue: Catalogue, architecture: str | None) -> s
     rows = [
         ("Made from", f"`{taken}`, {result.source_format}" + (f" as {producer} leaves it" if producer else "")),
         ("Made by", f"ckpttool {__version__}, `ckpttool export`"),
-        ("Parameters", f"{total} in {plural(result.tensors, 'tensor')}, {size(result.bytes)}"),
+        ("Parameters", f"{total} in {plural(result.tensors, 'tensor')}, {size(result.payload_bytes)}"),
         ("Dtypes", dtypes or "none"),
         *([("Cast", casts)] if casts else []),
         *([("Names", f"by key map `{result.key_map}`")] if result.key_map else []),

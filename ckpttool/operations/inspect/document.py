@@ -1,54 +1,59 @@
-"""The document of `inspect --json`, the schema `ckpttool/inspect/1`: docs/reference/json.md. Pure."""
+"""The document of `inspect --json`: docs/reference/json.md. Pure."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from dataclasses import asdict
 from typing import Any
 
 from ckpttool.catalogue.aliases import find_aliases
 from ckpttool.catalogue.entries import Catalogue, Object, Path, Tensor, dotted
+from ckpttool.errors import DONE
 from ckpttool.operations.inspect import sharding, summary, warnings
+from ckpttool.operations.inspect.document_fields import ObjectEntry, TensorEntry
 from ckpttool.operations.inspect.format_value import describe, jsonable, peek, type_name
 from ckpttool.operations.inspect.listing import ALL, Listing
+from ckpttool.operations.inspect.optimizers import State
+from ckpttool.version import schema
 
-SCHEMA = "ckpttool/inspect/1"
-_OURS = ("tensors", "objects", "warnings")
+_LISTED = ("tensors", "objects", "warnings")
+_INNER = ("parameter order", "shapes without order")  # facts for the next step of a conversion
 
 
-def document(catalogue: Catalogue, path: str, listing: Listing = ALL, exit_code: int = 0) -> Iterator[str]:
+def document(catalogue: Catalogue, path: str, listing: Listing = ALL, exit_code: int = DONE) -> Iterator[str]:
     """Yield the document as JSON text, a tensor or an object a line: a large checkpoint has hundreds of
     megabytes of it. `listing` selects tensors and objects;
     `exit_code` is that of the command."""
     headline, parts = summary.head(catalogue)
+    found = [*catalogue.warnings, *warnings.findings(catalogue, find_aliases(catalogue.tensors))]
     head: dict[str, Any] = {
-        "schema": SCHEMA,
+        "schema": schema("inspect"),
+        "exit_code": exit_code,
+        "verdict": "damaged" if summary.damage(catalogue) else "readable",
+        "message": str(headline),
+        "path": path,
         "format": catalogue.format,
         "world_size": headline.world_size,
-        "path": path,
-        "damaged": bool(summary.damage(catalogue)),
-        "exit_code": exit_code,
         "step": headline.step,
         "parameters": headline.parameters,
         "dtypes": headline.dtypes,
         "architecture": headline.architecture,
         "layers": headline.layers,
         "optimizers": [
-            {"root": dotted(o.root), "name": o.name, "state": [asdict(state) for state in o.state]}
+            {"root": dotted(o.root), "name": o.name, "state": [_figures(state, "kind", "dtype") for state in o.state]}
             for o in headline.optimizers
         ],
         "parts": [
-            {"part": line.part.kind, "root": dotted(line.part.root)}
-            | {name: getattr(line, name) for name in ("tensors", "elements", "nbytes", "dtypes", "objects")}
+            {"part": line.part.kind, "root": dotted(line.part.root), **_figures(line, "dtypes", "objects")}
             for line in parts
         ],
-        "bytes": catalogue.nbytes(),
+        "payload_bytes": sum(line.nbytes for line in parts),
+        "file_bytes": catalogue.nbytes(),
         "bytes_per_rank": sharding.bytes_per_rank(catalogue),
-        "files": [{"name": f.name, "bytes": f.size, "rank": f.rank} for f in catalogue.own_files],
+        "files": [{"path": f.name, "bytes": f.size, "rank": f.rank} for f in catalogue.own_files],
     }
     for key, value in catalogue.facts.items():
-        if key not in _OURS:
+        if key not in (*_INNER, *_LISTED):
             head.setdefault(str(key), jsonable(value, catalogue.entries))
     yield "{" + ",\n ".join(f"{json.dumps(key)}: {json.dumps(value)}" for key, value in head.items())
     yield ',\n "tensors": ['
@@ -56,11 +61,15 @@ def document(catalogue: Catalogue, path: str, listing: Listing = ALL, exit_code:
     yield from _lines(_tensor(t, catalogue, placements.of(t)) for t in listing.tensors(catalogue))
     yield '],\n "objects": ['
     yield from _lines(_object(o, catalogue) for o in listing.objects(catalogue))
-    findings = [*catalogue.warnings, *warnings.findings(catalogue, find_aliases(catalogue.tensors))]
-    yield f'],\n "warnings": {json.dumps([str(warning) for warning in findings])}}}\n'
+    yield f'],\n "warnings": {json.dumps([str(warning) for warning in found])}}}\n'
 
 
-def _lines(items: Iterator[dict[str, Any]]) -> Iterator[str]:
+def _figures(line: State | summary.PartLine, *others: str) -> dict[str, Any]:
+    figures = {"tensors": line.tensors, "elements": line.elements, "payload_bytes": line.nbytes}
+    return figures | {name: getattr(line, name) for name in others}
+
+
+def _lines(items: Iterator[Any]) -> Iterator[str]:
     for i, item in enumerate(items):
         yield f"{',' if i else ''}\n  {json.dumps(item)}"
 
@@ -70,7 +79,7 @@ def path_json(path: Path) -> list[Any]:
     return [key if isinstance(key, (str, int)) else describe(key) for key in path]
 
 
-def _tensor(tensor: Tensor, catalogue: Catalogue, placement: sharding.Placement | None) -> dict[str, Any]:
+def _tensor(tensor: Tensor, catalogue: Catalogue, placement: sharding.Placement | None) -> TensorEntry:
     files, chunks = catalogue.files, tensor.chunks
     return {
         "name": tensor.name,
@@ -88,7 +97,7 @@ def _tensor(tensor: Tensor, catalogue: Catalogue, placement: sharding.Placement 
     }
 
 
-def _object(entry: Object, catalogue: Catalogue) -> dict[str, Any]:
+def _object(entry: Object, catalogue: Catalogue) -> ObjectEntry:
     value, instead = peek(entry)
     kind, shown = ("unread", instead) if instead else (type_name(value), jsonable(value, catalogue.entries))
     return {"name": entry.name, "path": path_json(entry.path), "part": entry.part.kind, "type": kind, "value": shown}

@@ -30,11 +30,13 @@ from ckpttool.transfer import processes
 from ckpttool.transfer.threads import Progress
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, repr=False)
 class Resharding(Conversion):
     """The result of a reshard, or its plan."""
 
-    world: int = 1  #: world size of DST
+    command = "reshard"
+
+    world_size: int = 1  #: world size of DST
     mesh: str = ""  #: mesh of DST, such as `shard=4,tp=2`; with `--like`, the path of the other checkpoint
     engine: str = "bytes"  #: `bytes` or `mesh`
     why: str = ""  #: reason for the engine, for people; `asked for` with `--engine`
@@ -189,7 +191,7 @@ def _plan(opened: OpenSource, options: ReshardOptions, target: Format, result: R
         else:
             other = _opened_like(stack, options.like or "", target)
             mesh, result.mesh = world_mesh(other.world_size), options.like or ""
-        result.world = mesh.world
+        result.world_size = mesh.world
         for kind, policy in (("rng", options.rng), ("dataloader", options.dataloader)):
             planned, notes = apply_policy(planned, kind, policy, mesh, files=target.even)
             result.policies += notes

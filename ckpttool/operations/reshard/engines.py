@@ -15,6 +15,7 @@ from ckpttool.catalogue.entries import Catalogue
 from ckpttool.catalogue.protocols import Format
 from ckpttool.errors import UsageError
 from ckpttool.layout.mesh import Mesh, Sharding, bytes_per_rank, find_sharding
+from ckpttool.operations.result import FileSize
 from ckpttool.operations.write import Write
 from ckpttool.storage import files, free_space
 from ckpttool.storage.stores import local_path, locate
@@ -121,14 +122,14 @@ def write(engine: Engine, job: Write) -> None:
     if engine.sharding is None or options.dry_run:
         job.run()
         if engine.sharding is not None:
-            result.memory = engine.memory
+            result.memory_bytes = engine.memory
             result.notes.append("file sizes are those of `--engine bytes`: torch distributes the same bytes otherwise")
         return
     job.prepare()
     with ExitStack() as stack:
         partial = ""
         if coordinator.is_first:
-            free_space.check(job.dst, result.bytes, result.free)
+            free_space.check(job.dst, result.payload_bytes, result.free_bytes)
             stage = local_path(job.dst).stage(overwrite=options.overwrite, is_file=False, notes=result.notes)
             partial = stack.enter_context(stage).path
             files.make_directory(partial)
@@ -139,9 +140,9 @@ def write(engine: Engine, job: Write) -> None:
         files.check_unchanged(job.opened.before)
         job.read_back(partial, job.planned.catalogue)
         sizes = locate(partial).sizes()
-        result.files = [(name, sizes[name]) for name in sorted(sizes) if name != ".metadata"]
-        result.disk = sum(nbytes for _, nbytes in result.files)
-    result.checked, result.unchecked = moved.checked, moved.unchecked
+        result.files = [FileSize(name, sizes[name]) for name in sorted(sizes) if name != ".metadata"]
+        result.file_bytes = sum(file.bytes for file in result.files)
+    result.checked_bytes, result.unchecked_bytes = moved.checked, moved.unchecked
 
 
 def _save(kind: str, sharding: Sharding, job: Write, partial: str) -> Transferred:

@@ -107,7 +107,7 @@ def _open(path: str, shapes: str | None, report: Report, threads: int, progress:
         return run
     catalogue = source.catalogue
     report.format, report.layout = catalogue.format, str(catalogue.facts.get("layout") or "")
-    report.files, report.bytes = len(catalogue.own_files), catalogue.nbytes()
+    report.note_files(catalogue)
     report.tensors, report.objects = sum(1 for _ in catalogue.tensors), sum(1 for _ in catalogue.objects)
     return Verification(source, open.location_of(path, catalogue), report, threads, progress)
 
@@ -148,7 +148,7 @@ def _write(path: str, run: Verification) -> None:
     manifest = manifests.make(top, [name for name in names if name != own], run.source, run.threads, run.progress)
     manifests.write(path, manifest)
     run.report.wrote = path
-    run.report.hashed += sum(manifest.sizes.values()) + sum(t.nbytes for t in run.catalogue.tensors)
+    run.report.hashed_bytes += sum(manifest.sizes.values()) + sum(t.nbytes for t in run.catalogue.tensors)
 
 
 def _shortened(finding: Finding, path: str) -> Finding:

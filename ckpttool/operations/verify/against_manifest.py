@@ -65,7 +65,7 @@ def _files(
     work = Work(sum(sizes.values()), run.progress)
     same_size = [name for name in sizes if (root / name).absolute() not in differing]
     hashes = manifests.of_files(root, same_size, run.threads, work)
-    run.report.hashed += work.done
+    run.report.hashed_bytes += work.done
     for known_as, name in listed.items():
         expected_hash = manifest.files[known_as].lower()
         if name in hashes and hashes[name] != expected_hash:
@@ -115,7 +115,7 @@ def _tensors(run: Verification, expected: list[Hashed]) -> Iterator[Finding]:
         yield Finding.of(error, "unreadable")
         return
     finally:
-        run.report.hashed += work.done
+        run.report.hashed_bytes += work.done
     for listed, tensor in pairs:
         if hashes[tensor.path] != listed.sha256:
             yield damage(tensor, "its values are not those of the manifest")

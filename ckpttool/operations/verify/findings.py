@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 from ckpttool.catalogue.entries import Catalogue
 from ckpttool.catalogue.protocols import Source
 from ckpttool.errors import DIFFERS, DONE, CkptError, CorruptError, RemoteError
+from ckpttool.operations.result import FileSize, Result
 from ckpttool.storage.stores import Location
+from ckpttool.text import plural
 from ckpttool.transfer.threads import Progress
 
 DAMAGE, DIFFERENCE, NAN, SUSPECT, NOTE = "damage", "difference", "nan", "suspect", "note"
@@ -57,25 +59,27 @@ class Finding:
         return cls(gravity, kind, error.message, place.file, tensor, place.offset, place.nbytes, error.hint)
 
 
-@dataclass(slots=True)
-class Report:
+@dataclass(slots=True, repr=False)
+class Report(Result):
     """The result of a verification. Sizes are bytes."""
+
+    command: ClassVar[str] = "verify"
 
     path: str  #: path, as it was typed
     format: str = ""  #: its format; empty if it cannot be opened as a whole
     layout: str = ""  #: its layout
-    files: int = 0  #: number of files
-    bytes: int = 0  #: bytes of the files
+    files: list[FileSize] = field(default_factory=list)  #: its files
+    file_bytes: int = 0  #: bytes of the files
     tensors: int = 0  #: number of tensors
     objects: int = 0  #: number of objects
     records: int = 0  #: number of checksums compared
-    read: int = 0  #: bytes of payloads that were read
-    checked: int = 0  #: those whose checksum, or whose file's digest on the Hub, was compared
-    unchecked: int = 0  #: those without a checksum
-    values: int = 0  #: elements that were checked (`--values`)
+    read_bytes: int = 0  #: bytes of payloads that were read
+    checked_bytes: int = 0  #: those whose checksum, or whose file's digest on the Hub, was compared
+    unchecked_bytes: int = 0  #: those without a checksum
+    elements: int = 0  #: elements that were checked (`--values`)
     manifest: str | None = None  #: manifest it was compared with
     wrote: str | None = None  #: manifest that was written
-    hashed: int = 0  #: bytes hashed for a manifest
+    hashed_bytes: int = 0  #: bytes hashed for a manifest
     against: str | None = None  #: checkpoint it was compared with
     seconds: float = 0.0  #: duration
     findings: list[Finding] = field(default_factory=list)  #: what was found, the most severe first
@@ -87,6 +91,11 @@ class Report:
             if (finding.kind, finding.message) not in known:
                 known.add((finding.kind, finding.message))
                 self.findings.append(finding)
+
+    def note_files(self, catalogue: Catalogue) -> None:
+        """Note the files of a checkpoint."""
+        self.files = [FileSize(file.name, file.size) for file in catalogue.own_files]
+        self.file_bytes = catalogue.nbytes()
 
     def settle(self) -> None:
         """Sort the findings by gravity, and by their place."""
@@ -101,6 +110,22 @@ class Report:
     def whole(self) -> bool:
         """Whether nothing is damaged."""
         return DAMAGE not in self.counts
+
+    @property
+    def verdict(self) -> str:
+        """`damaged`, `differs` from the other checkpoint, `nan`, or `whole` for none of these."""
+        gravities = {DAMAGE: "damaged", DIFFERENCE: "differs", NAN: "nan"}
+        return next((word for gravity, word in gravities.items() if self.counts[gravity]), "whole")
+
+    @property
+    def message(self) -> str:
+        """The verdict in a sentence."""
+        counts = self.counts
+        if counts[DAMAGE]:
+            return f"{self.path} is damaged: {plural(counts[DAMAGE], 'finding')}"
+        differs = f", but differs: {plural(counts[DIFFERENCE], 'finding')}" if counts[DIFFERENCE] else ""
+        nans = f", but has NaN in {plural(counts[NAN], 'tensor')}" if counts[NAN] else ""
+        return f"{self.path} is whole{differs}{nans}"
 
     @property
     def exit_code(self) -> int:

@@ -229,9 +229,9 @@ class _Reading:
 
     def _count(self, nbytes: int, *, checked: bool) -> None:
         with self._lock:
-            self._report.read += nbytes
-            self._report.checked += nbytes if checked else 0
-            self._report.unchecked += 0 if checked else nbytes
+            self._report.read_bytes += nbytes
+            self._report.checked_bytes += nbytes if checked else 0
+            self._report.unchecked_bytes += 0 if checked else nbytes
 
 
 def _batches(catalogue: Catalogue) -> Iterator[_Batch]:

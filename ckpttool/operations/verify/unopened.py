@@ -42,7 +42,7 @@ def source(path: str) -> PlacedSource:
 def check(run: Verification) -> Iterator[Finding]:
     """Yield findings on each file: headers of safetensors against their sizes, archives of torch.save and their
     checksums; and what else is in their directory."""
-    run.report.files, run.report.bytes = len(run.catalogue.files), run.catalogue.nbytes()
+    run.report.note_files(run.catalogue)
     with closing(Pool()) as pool:
         for file in run.catalogue.files:
             try:

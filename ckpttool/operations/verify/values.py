@@ -74,7 +74,7 @@ def check(run: Verification) -> Iterator[Finding]:
     )
     with closing(pool):
         on_threads(tasks, count_tile, run.threads, work)
-    run.report.values += sum(tensor.numel for tensor, _ in counted.values())
+    run.report.elements += sum(tensor.numel for tensor, _ in counted.values())
     yield from failures
     for tensor, result in counted.values():
         of = f"of {tensor.numel:,} elements are"

@@ -52,9 +52,9 @@ class SentFile:
     """Class for a file of an upload: `SentFile("model.safetensors", 4998203144, "changed")`; `status` is `new`,
     `changed` or `unchanged`."""
 
-    name: str
-    size: int
-    status: str
+    path: str  #: path in the repository
+    bytes: int  #: its size
+    status: str  #: `new`, `changed` or `unchanged`
 
 
 @dataclass(slots=True)
@@ -62,10 +62,9 @@ class Sent:
     """Class for the result of an upload, or of a dry run."""
 
     destination: str  #: address of the repository
-    #: `name`, `size` and `status` (`new`, `changed`, `unchanged`) of each file
-    files: list[SentFile] = field(default_factory=list)
+    files: list[SentFile] = field(default_factory=list)  #: files of the checkpoint
     removed: list[str] = field(default_factory=list)  #: files that were removed
-    bytes: int = 0  #: bytes of new and changed files
+    sent_bytes: int = 0  #: bytes of new and changed files
     created: bool = False  #: whether the repository was created
     commit: str | None = None  #: address of the commit; null if nothing differed
     oid: str | None = None  #: hash of the commit
@@ -261,7 +260,7 @@ class _Upload:
     def _record(self, file: Outgoing, status: str) -> None:
         self.sent.files.append(SentFile(file.name, file.size, status))
         if status != "unchanged":
-            self.sent.bytes += file.size
+            self.sent.sent_bytes += file.size
 
     def _send(self, file: Outgoing, name: str, path: str, sha256: str) -> None:
         with self._translate_errors(file.name):
@@ -284,7 +283,7 @@ class _Upload:
 
     def find_stale_files(self) -> None:
         """Delete weights of an earlier export in the commit: loaders would read them together with the new ones."""
-        names = {self._path(file.name) for file in self.sent.files}
+        names = {self._path(file.path) for file in self.sent.files}
         if any(_STALE.fullmatch(name.rpartition("/")[2]) for name in names):
             stale = {self._path(last) for name in self._repo_files if _STALE.fullmatch(last := name.rpartition("/")[2])}
             self.deletions = sorted(stale & self._repo_files.keys() - names)

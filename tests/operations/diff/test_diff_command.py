@@ -78,7 +78,11 @@ def test_what_differs(two: tuple[Path, Path]) -> None:
 def test_json(two: tuple[Path, Path]) -> None:
     done = run("diff", *two, "--json")
     said: dict[str, Any] = json.loads(done.stdout, parse_constant=lambda name: pytest.fail(f"{name} is not JSON"))
-    assert done.exit_code == said["exit_code"] == 1 and said["schema"] == "ckpttool/diff/1" and not said["same"]
+    assert (
+        done.exit_code == said["exit_code"] == 1
+        and said["schema"] == "ckpttool/diff/2"
+        and said["verdict"] == "differs"
+    )
     assert [one["name"] for one in said["only_a"] + said["only_b"]] == ["model.c", "model.d"]
     first, second = said["tensors"]
     assert (first["name"], first["kinds"], first["index"]) == ("model.a", ["values"], [1, 1])

@@ -59,7 +59,7 @@ def test_every_option_does_what_it_says(source: Path, tmp_path: Path) -> None:
     listed = tmp_path / "sums.json"
     told = json.loads(run("export", *words[1:], "--overwrite", "--json", "--manifest", listed).stdout)
     assert set(json.loads(listed.read_text())["files"]) == {p.name for p in out.iterdir()}
-    assert told["schema"] == "ckpttool/export/1"
+    assert told["schema"] == "ckpttool/export/2"
     assert (told["key_map"], told["parameters"]) == (str(tmp_path / "map.json"), {"bfloat16": 48})
     assert told["not_compared"] == "the config names no architecture"
     done = run("export", *words[1:], "--overwrite", "-q")

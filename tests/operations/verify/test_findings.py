@@ -56,19 +56,19 @@ def test_nothing_is_wrong_with_the_samples(names: list[str]) -> None:
             assert len(alarms) == 1 and "LOCAL_STATE_DICT" in alarms[0]
         else:
             assert alarms == [], name
-        assert report.exit_code == 0 and report.read == report.checked + report.unchecked > 0, name
+        assert report.exit_code == 0 and report.read_bytes == report.checked_bytes + report.unchecked_bytes > 0, name
 
 
 @pytest.mark.parametrize(("name", "checks"), [("dcp/fsdp2_w4/ckpt", True), ("hf/llama/ckpt", False)])
 def test_how_much_could_be_checked(name: str, checks: bool) -> None:
     """Every payload is read once; DCP has a checksum of each, safetensors of none."""
     report = verify(CHECKPOINTS / name)
-    assert (report.checked > 0, report.unchecked > 0) == (checks, not checks)
+    assert (report.checked_bytes > 0, report.unchecked_bytes > 0) == (checks, not checks)
     if not checks:
         from safetensors import safe_open
 
         with safe_open(CHECKPOINTS / name / "model.safetensors", "pt") as file:
-            assert report.unchecked == sum(file.get_tensor(k).nbytes for k in file.keys())  # noqa: SIM118
+            assert report.unchecked_bytes == sum(file.get_tensor(k).nbytes for k in file.keys())  # noqa: SIM118
 
 
 # Structure ------------------------------------------------------------------------------------------------------------
@@ -310,7 +310,7 @@ def test_values_are_looked_at_when_asked(tmp_path: Path) -> None:
             ("nan", "nan"), ("suspect", "inf"), ("note", "denormal"), ("note", "zeros"),
         ] and report.exit_code == 1 and report.whole  # fmt: skip
         assert "2 of 12,000 elements are NaN, the first at [7, 3]" in worst(report).message
-        assert report.values == sum(t.numel() for t in saved.values())
+        assert report.elements == sum(t.numel() for t in saved.values())
 
 
 # Manifests ------------------------------------------------------------------------------------------------------------
@@ -335,7 +335,7 @@ def test_torch_is_not_needed(dcp: Path, tmp_path: Path) -> None:
 import sys
 from ckpttool.operations.verify import verify
 report = verify(sys.argv[1], check_values=True, write_manifest=sys.argv[2], against=sys.argv[1])
-print(report.whole, report.values > 0, report.hashed > 0, "torch" in sys.modules)
+print(report.whole, report.elements > 0, report.hashed_bytes > 0, "torch" in sys.modules)
 """
     done = subprocess.run(
         [sys.executable, "-c", code, str(dcp), str(tmp_path / "m.json")], capture_output=True, text=True, check=True

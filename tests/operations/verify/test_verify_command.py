@@ -57,7 +57,11 @@ def test_json(damaged: Path) -> None:
     assert done.exit_code == 3 and json.loads(done.stdout)["error"]["kind"] == "cannot read"
     done = run("verify", damaged, "--json")
     said: dict[str, Any] = json.loads(done.stdout)
-    assert done.exit_code == said["exit_code"] == 4 and said["schema"] == "ckpttool/verify/1" and not said["whole"]
+    assert (
+        done.exit_code == said["exit_code"] == 4
+        and said["schema"] == "ckpttool/verify/2"
+        and said["verdict"] == "damaged"
+    )
     first = said["findings"][0]
     assert (first["gravity"], first["kind"], first["file"]) == ("damage", "checksum", "__0_0.distcp")
     assert first["nbytes"] == 61 * 33 * 4 and first["tensor"] == "model.embed.weight"

@@ -35,7 +35,7 @@ if __name__ == "__main__":
             found.append(tried(case))
         except Exception as error:
             found.append(
-                {"verdict": "error", "says": f"{type(error).__name__}: {error}", "trace": traceback.format_exc()}
+                {"verdict": "error", "message": f"{type(error).__name__}: {error}", "trace": traceback.format_exc()}
             )
         if os.environ["RANK"] == "0":
             Path(sys.argv[2]).write_text(json.dumps(found))

@@ -72,7 +72,7 @@ def whole() -> dict[str, Any]:
 
 
 def told(made: Audit, state: str) -> list[tuple[str, str]]:
-    return [(check.what, check.says) for check in made.checks if check.state == state]
+    return [(check.what, check.message) for check in made.checks if check.state == state]
 
 
 def audited(tmp_path: Path, state: dict[str, Any]) -> Audit:
@@ -83,8 +83,8 @@ def audited(tmp_path: Path, state: dict[str, Any]) -> Audit:
 def test_a_whole_state_is_resumable_exactly(tmp_path: Path) -> None:
     made = audited(tmp_path, whole())
     assert (told(made, "differs"), told(made, "fails")) == ([], [])
-    assert (made.verdict, made.says, made.step) == ("exactly", "resumable exactly", STEPS)
-    assert [part.kind for part in made.parts if part.present] == [
+    assert (made.verdict, made.message, made.step) == ("exactly", "resumable exactly", STEPS)
+    assert [part.part for part in made.parts if part.present] == [
         "model", "optimizer", "scheduler", "rng", "dataloader", "scaler", "progress",
     ]  # fmt: skip
     mask = "infinities in `model.mask` (1 element), not a parameter: expected in masks"
@@ -193,7 +193,7 @@ def test_a_difference_is_named(tmp_path: Path, fault: str) -> None:
     made = audited(tmp_path, state)
     assert told(made, "fails") == []
     assert [(w, says in s) for w, s in told(made, "differs")] == [(what, True)], told(made, "differs")
-    assert (made.verdict, made.says) == ("with differences", f"resumable with 1 difference ({what})")
+    assert (made.verdict, made.message) == ("with differences", f"resumable with 1 difference ({what})")
 
 
 @pytest.mark.parametrize("fault", REASONS)
@@ -239,7 +239,7 @@ def test_every_format_is_audited_alike(tmp_path: Path, to: str) -> None:
     world = {"to_world": 2} if to != "safetensors" else {}
     convert(tmp_path / "state.pt", tmp_path / "out", to=to, **world)
     one, other = audit(tmp_path / "state.pt"), audit(tmp_path / "out")
-    assert one.says == other.says == "not resumable: 1 reason (values)"
+    assert one.message == other.message == "not resumable: 1 reason (values)"
     assert told(one, "differs") == told(other, "differs")
     assert told(one, "fails") == told(other, "fails")
 
@@ -298,7 +298,7 @@ def test_many_values_are_read_only_when_asked_for(tmp_path: Path, monkeypatch: p
     monkeypatch.setattr(auditing, "VALUES_UP_TO", 100)
     unread = audit(tmp_path / "state.pt")
     assert (unread.verdict, unread.values) == ("exactly", None)
-    assert unread.says == "resumable exactly (values not read)"
+    assert unread.message == "resumable exactly (values not read)"
     assert audit(tmp_path / "state.pt", values=True).verdict == "no"
     assert audit(tmp_path / "state.pt", values=False).verdict == "exactly"
 
@@ -332,8 +332,8 @@ def test_exit_code_1_when_it_cannot_go_on(tmp_path: Path) -> None:
 
 def test_json_holds_what_is_shown(saved: Path) -> None:
     said = json.loads(run("verify-resume", "audit", str(saved), "--json", "--values").stdout)
-    assert said["schema"] == "ckpttool/audit/1"
-    assert (said["verdict"], said["step"], said["world_size"], said["values"]) == ("exactly", 3.0, 1, True)
+    assert said["schema"] == "ckpttool/audit/2"
+    assert (said["verdict"], said["step"], said["world_size"], said["values"]) == ("exactly", 3, 1, True)
     assert {check["state"] for check in said["checks"]} == {"ok", "note"}
     (table,) = said["hyperparameters"]
     assert [column["values"]["weight_decay"] for column in table["groups"]] == ["0.1", "0.0"]
@@ -416,7 +416,7 @@ def step(state, i):
 def test_the_model_of_a_recipe(tmp_path: Path, saved: Path, width: int, more: str, says: str | None) -> None:
     (tmp_path / "recipe.py").write_text(RECIPE.format(width=width, more=more))
     made = audit(saved, recipe=str(tmp_path / "recipe.py"))
-    found = [check.says for check in made.checks if check.what == "recipe" and check.state in ("differs", "fails")]
+    found = [check.message for check in made.checks if check.what == "recipe" and check.state in ("differs", "fails")]
     if says is None:
         assert found == []
         expected = "the recipe's model, built on the meta device, has the same 7 tensors and shapes"

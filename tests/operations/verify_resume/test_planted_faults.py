@@ -16,12 +16,14 @@ STATE = ("model", "optimizer", "scheduler", "rng", "dataloader")
 
 
 def told(findings: list[Finding], kind: str, says: str) -> list[Finding]:
-    return [found for found in findings if found.kind == kind and says in found.says]
+    return [found for found in findings if found.kind == kind and says in found.message]
 
 
 def named(report: Report, run: str) -> set[str]:
     """The kinds of what was found in the state of a run, before its first step."""
-    return {f.kind for f in report.findings if f.run == run and f.step is None and not f.says.startswith("at the end")}
+    return {
+        f.kind for f in report.findings if f.run == run and f.step is None and not f.message.startswith("at the end")
+    }
 
 
 def test_each_of_many_faults_is_named(tmp_path: Path) -> None:
@@ -31,8 +33,8 @@ def test_each_of_many_faults_is_named(tmp_path: Path) -> None:
         recipe(tmp_path), via=[lambda source, to: plant(source, to, faults)], steps=2, more=1, gradients=False,
         limit=120,
     )  # fmt: skip
-    assert report.verdict == "differs", report.says
-    said = "\n".join(f"{f.kind}: {f.says}" for f in report.findings)
+    assert report.verdict == "differs", report.message
+    said = "\n".join(f"{f.kind}: {f.message}" for f in report.findings)
     for fault in faults:
         assert told(report.findings, *FAULTS[fault]), f"{fault.__name__} is not among\n{said}"
     assert named(report, "B") == {FAULTS[fault][0] for fault in faults}
@@ -76,5 +78,5 @@ def test_a_tied_weight_untied(tmp_path: Path) -> None:
     report = trial(recipe(tmp_path), via=[untie], steps=2, more=1, gradients=False, limit=120)
     assert report.verdict == "differs"
     says = "`model.head.weight` was one tensor with `model.embed.weight`"
-    assert told(report.findings, "untied", says), [f.says for f in report.findings]
+    assert told(report.findings, "untied", says), [f.message for f in report.findings]
     assert named(report, "B") == {"untied"}

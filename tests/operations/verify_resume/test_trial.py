@@ -39,16 +39,16 @@ def test_resumed_on_another_world(tmp_path: Path) -> None:
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
     said = json.loads(done.stdout)
-    assert (said["schema"], said["verdict"], said["rule"]) == ("ckpttool/trial/1", "same", "control")
-    assert [(one["name"], one["world"], one["started"]) for one in said["runs"]] == [
+    assert (said["schema"], said["verdict"], said["rule"]) == ("ckpttool/trial/2", "same", "control")
+    assert [(one["name"], one["world_size"], one["started"]) for one in said["runs"]] == [
         ("A", 2, "fresh processes"), ("B", 3, "fresh processes"), ("control", 3, "fresh processes"),
     ]  # fmt: skip
-    assert [leg["says"] for leg in said["route"]] == ["convert --to safetensors"]
+    assert [leg["message"] for leg in said["route"]] == ["convert --to safetensors"]
     assert all(row["equal"] for row in said["compared"]) and all(check["passed"] for check in said["checks"])
     gradients = next(check for check in said["checks"] if check["what"] == "gradients reduced")
     assert gradients["count"] == 20 and gradients["passed"]
     # Uneven pieces, and of one element over three ranks two empty ones.
-    shapes = next(c["says"] for c in said["checks"] if (c["what"], c["run"]) == ("local shapes", "B"))
+    shapes = next(c["message"] for c in said["checks"] if (c["what"], c["run"]) == ("local shapes", "B"))
     assert int(shapes.split()[0]) > 3
     memory = next(one["memory"] for one in said["runs"] if one["name"] == "B")
     assert {one["parameters"] for one in memory} == {one["parameters_expected"] for one in memory}
@@ -97,7 +97,7 @@ def test_checkpoints_are_compared_with_the_first(tmp_path: Path) -> None:
         "--more", "2", "--first-step", "2", "--json",
     )  # fmt: skip
     said = json.loads(done.stdout)
-    assert (done.returncode, said["rule"], said["verdict"]) == (0, "checkpoints", "same"), said["says"]
+    assert (done.returncode, said["rule"], said["verdict"]) == (0, "checkpoints", "same"), said["message"]
     assert [one["name"] for one in said["runs"]] == ["1", "2"]
     later = tmp_path / "later"
     trial(RECIPE, steps=3, more=1, keep=later, gradients=False)

@@ -102,7 +102,7 @@ def test_each_check_sees_what_it_is_for(changed: dict[str, Any], kind: str, says
     made = report()
     compare.check_sharding(made, "B", [seen(0, **same), seen(1, **{**same, **changed})])
     [found] = made.findings
-    assert found.kind == kind and says in found.says
+    assert found.kind == kind and says in found.message
 
 
 def test_losses_of_ranks_with_batches_of_their_own_are_not_judged() -> None:
@@ -128,7 +128,7 @@ def checked(
     made = report()
     compare.check_gradients(made, "A", gradients(folder, "ours", *ours), gradients(folder, "alone", *alone))
     [check] = made.checks
-    return check.passed, check.says, made.findings
+    return check.passed, check.message, made.findings
 
 
 def test_gradients_that_are_reduced_wrongly_are_seen(tmp_path: Path) -> None:
@@ -218,8 +218,8 @@ def test_the_end_and_the_step_it_went_on_at_are_compared() -> None:
     # A buffer that no step shows.
     compare.compare_ends(made, state(w=[1.0, 2.0]), state(w=[1.0, 2.3]), "B", "A", same=True)
     assert [found.kind for found in made.findings] == ["progress", "values differ"]
-    assert made.findings[0].says == "training resumed at step 5, and was saved at step 4"
-    assert made.findings[1].says.startswith("at the end, 1 of 2 elements of `model.w` differ")
+    assert made.findings[0].message == "training resumed at step 5, and was saved at step 4"
+    assert made.findings[1].message.startswith("at the end, 1 of 2 elements of `model.w` differ")
     assert [row.equal for row in made.compared[2:]] == [False, False]
 
 
@@ -227,7 +227,7 @@ def test_nothing_passes_for_want_of_words() -> None:
     made = report()
     made.compared.append(Compared("model", "B", "A", 3, 1, equal=False))
     judge(made)
-    assert (made.verdict, made.says) == ("differs", "resume is not exact: model of B: not as it was")
+    assert (made.verdict, made.message) == ("differs", "resume is not exact: model of B: not as it was")
     made = report()
     made.checks.append(Check("memory", "B", 3, passed=False))
     judge(made)
@@ -260,7 +260,7 @@ def test_shapes_of_shards_are_torchs(shape: tuple[int, ...], placements: list[An
     ],
 )  # fmt: skip
 def test_routes(via: str, onto: str, other: bool, says: list[str]) -> None:
-    assert [stage.says for stage in arguments.parse_route(via, parse_mesh(onto), other_mesh=other)] == says
+    assert [stage.message for stage in arguments.parse_route(via, parse_mesh(onto), other_mesh=other)] == says
 
 
 @pytest.mark.parametrize("via", ["zip", "dcp:4", "reshard", "reshard:shard=0"])
@@ -273,4 +273,4 @@ def test_the_report_is_json(tmp_path: Path) -> None:
     made = report()
     compare.compare_steps(made, RUN, [step(4, float("inf"), 2.25)], "B", "A")
     said = made.as_dict()
-    assert json.loads(json.dumps(said))["schema"] == "ckpttool/trial/1"
+    assert json.loads(json.dumps(said))["schema"] == "ckpttool/trial/2"

@@ -82,12 +82,12 @@ def test_a_flipped_bit() -> None:
     assert (found.kind, found.name, found.index) == ("flipped bit", "model.up.weight", [1, 2])
     assert (found.ulp, found.differing, found.of) == (8, 1, 16)
     assert found.expected == numbers(state(1), "model.up.weight")[1, 2]
-    assert found.expected != found.found and "bit 3 of `model.up.weight`[1, 2]" in found.says
+    assert found.expected != found.found and "bit 3 of `model.up.weight`[1, 2]" in found.message
 
 
 def test_a_second_moment_zeroed() -> None:
     found = only(seen(lambda after: put(after, "optimizer.state.up.weight.exp_avg_sq", np.zeros((4, 4)))))
-    assert (found.kind, found.says) == ("zeroed", "the second moment of `up.weight` is all zeros")
+    assert (found.kind, found.message) == ("zeroed", "the second moment of `up.weight` is all zeros")
 
 
 @pytest.mark.parametrize("names", [["up.weight"], [*SHAPES]])
@@ -97,8 +97,8 @@ def test_the_step_off_by_one(names: list[str]) -> None:
             put(after, f"optimizer.state.{name}.step", 4.0)
 
     found = only(seen(shift))
-    assert found.kind == "step" and "off by +1: 4 and not 3" in found.says
-    assert ("5 parameters" in found.says) == (len(names) == 5)
+    assert found.kind == "step" and "off by +1: 4 and not 3" in found.message
+    assert ("5 parameters" in found.message) == (len(names) == 5)
 
 
 def test_moments_swapped() -> None:
@@ -109,7 +109,7 @@ def test_moments_swapped() -> None:
 
     found = only(seen(swap))
     assert found.kind == "swapped"
-    assert found.says == "the moments (exp_avg, exp_avg_sq) of `down.weight` and `up.weight` are swapped"
+    assert found.message == "the moments (exp_avg, exp_avg_sq) of `down.weight` and `up.weight` are swapped"
 
 
 def test_what_another_tensor_held() -> None:
@@ -132,7 +132,7 @@ def test_a_hyper_parameter_lost(key: str, lost: bool) -> None:
 
     found = only(seen(lose))
     assert found.kind == ("hyper-parameter lost" if lost else "hyper-parameter")
-    assert f"`{key}` of parameter group 0" in found.says
+    assert f"`{key}` of parameter group 0" in found.message
 
 
 def from_fresh(after: State, *prefixes: str) -> None:
@@ -154,7 +154,7 @@ def from_fresh(after: State, *prefixes: str) -> None:
 )
 def test_what_was_not_restored(prefix: str, kind: str, says: str) -> None:
     found = only(seen(lambda after: from_fresh(after, prefix)))
-    assert found.kind == kind and found.says.startswith(says)
+    assert found.kind == kind and found.message.startswith(says)
 
 
 def test_a_scheduler_that_is_only_elsewhere() -> None:
@@ -173,7 +173,7 @@ def test_ranks_swapped(root: str) -> None:
 
     found = only(seen(swap))
     assert found.kind == ("rng swapped" if root == "rng" else "dataloader swapped")
-    assert "ranks 0 and 1 are swapped" in found.says
+    assert "ranks 0 and 1 are swapped" in found.message
 
 
 def test_the_state_of_another_rank() -> None:
@@ -196,7 +196,7 @@ def test_a_tied_weight_untied() -> None:
         after.tensors["model.head.weight"] = state(2).tensors["model.embed.weight"]
 
     found = only(seen(untie))
-    assert found.kind == "untied" and "`model.head.weight` was tied with `model.embed.weight`" in found.says
+    assert found.kind == "untied" and "`model.head.weight` was tied with `model.embed.weight`" in found.message
 
 
 @pytest.mark.parametrize("through", ["bfloat16", "float16"])
@@ -208,7 +208,7 @@ def test_moments_rounded(through: str) -> None:
                 put(after, name, values.numpy())
 
     found = only(seen(rounded))
-    assert found.kind == "rounded" and f"(exp_avg, exp_avg_sq) were rounded to {through}" in found.says
+    assert found.kind == "rounded" and f"(exp_avg, exp_avg_sq) were rounded to {through}" in found.message
 
 
 @pytest.mark.parametrize("name", ["model.embed.weight", "optimizer.state.embed.weight.exp_avg"])
@@ -222,7 +222,7 @@ def test_a_shard_of_the_wrong_rank(name: str) -> None:
 
     found = next(one for one in seen(wrong) if one.name == name)
     assert (found.kind, found.rank) == ("wrong shard", 1)
-    assert found.says == f"the shard of rank 1 of `{name}` is that of rank 0"
+    assert found.message == f"the shard of rank 1 of `{name}` is that of rank 0"
 
 
 def test_what_has_no_name_of_its_own() -> None:

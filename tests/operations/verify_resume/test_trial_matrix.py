@@ -60,7 +60,9 @@ def tried(folder: Path, world: int, cases: list[dict[str, Any]]) -> list[dict[st
 
 
 def check(cases: list[dict[str, Any]], reports: list[dict[str, Any]]) -> None:
-    wrong = [(one, report["says"]) for one, report in zip(cases, reports, strict=True) if report["verdict"] != "same"]
+    wrong = [
+        (one, report["message"]) for one, report in zip(cases, reports, strict=True) if report["verdict"] != "same"
+    ]
     assert wrong == []
     for one, report in zip(cases, reports, strict=True):
         assert report["rule"] == ("bitwise" if one["to_mesh"] is None else "control")
@@ -80,7 +82,7 @@ def test_each_kind_and_each_format(tmp_path: Path) -> None:
     check(SHORT, reports)
     assert drifts["verdict"] == "differs"
     found = next(one for one in drifts["findings"] if one["kind"] == "replicas agree")
-    assert found["run"] == "A" and "`model.embed.weight`" in found["says"]
+    assert found["run"] == "A" and "`model.embed.weight`" in found["message"]
 
 
 @pytest.mark.long
@@ -107,7 +109,7 @@ def test_another_world_is_as_torch_alone_has_it(
 ) -> None:
     monkeypatch.setenv("KIND", kind)
     report = trial(RECIPE, world=world, to_world=to_world, via=via, steps=3, more=3)
-    assert (report.verdict, report.rule) == ("same", "control"), report.says
+    assert (report.verdict, report.rule) == ("same", "control"), report.message
     assert {row.against for row in report.compared} == {"A", "control"}
     assert all(row.equal for row in report.compared), report.compared
     assert [run.name for run in report.runs] == ["A", "B", "control"]
@@ -123,7 +125,7 @@ def test_a_second_model_and_milestones(kind: str, to_world: int, monkeypatch: py
     monkeypatch.setenv("EMA", "teacher")
     monkeypatch.setenv("MILESTONES", "1")
     report = trial(RECIPE, world=2, to_world=to_world, via="safetensors,dcp", steps=3, more=3, gradients=False)
-    assert report.verdict == "same", report.says
+    assert report.verdict == "same", report.message
     counts = {row.what: row.count for row in report.compared}
     assert counts["model"] == 2 * 22 and counts["scheduler"] >= 10
 

@@ -68,7 +68,7 @@ def report(**more: Any) -> dict[str, Any]:
         return [Step(i, [5.0 - i, 5.5 - i], 1.0 / (i + 1), "ab") for i in range(low, high)]
 
     made = Report(
-        "recipe.py", "control", "another mesh: B must be the `control`", says="all is equal", steps_before=4,
+        "recipe.py", "control", "another mesh: B must be the `control`", message="all is equal", steps_before=4,
         steps_after=3, deterministic=["one thread"], notes=["`rng` of rank 3 is new"], seconds=12.5,
     )  # fmt: skip
     made.runs = [
@@ -138,7 +138,7 @@ def test_a_run_that_hung_says_where() -> None:
 def test_names_are_no_markup(verdict: str) -> None:
     failure = Failure(EVIL, EVIL, [Stuck(0, EVIL, EVIL, [EVIL], EVIL)])
     made = report(
-        verdict=verdict, recipe=EVIL, rule=EVIL, rule_says=EVIL, says=EVIL, notes=[EVIL], deterministic=[EVIL],
+        verdict=verdict, recipe=EVIL, rule=EVIL, rule_message=EVIL, message=EVIL, notes=[EVIL], deterministic=[EVIL],
         findings=[FINDING, FINDING], failure=failure, drifts=[Drift(EVIL, 1, 1, 1, 1, EVIL)],
         route=[Leg(EVIL, EVIL, EVIL)], compared=[Compared(EVIL, EVIL, EVIL, 1, 1, EVIL)],
         checks=[Check(EVIL, EVIL, 1, False, EVIL)], device=EVIL,

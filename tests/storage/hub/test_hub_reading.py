@@ -162,7 +162,7 @@ def test_checksums_of_the_file_itself_are_compared_too(hub: Hub, tmp_path: Path)
     said = told("convert", "hf://org/name/x.pt", str(tmp_path / "out.safetensors"))
     assert "checked checksums of 1.20 MB of the source" in said and "without" not in said
     near, far = ckpttool.verify(tmp_path / "x.pt"), ckpttool.verify("hf://org/name/x.pt")
-    assert (far.checked, far.unchecked, far.records) == (near.checked, 0, near.records + 1)
+    assert (far.checked_bytes, far.unchecked_bytes, far.records) == (near.checked_bytes, 0, near.records + 1)
     # Whole as the Hub has it, and damaged before it came there.
     data = bytearray((tmp_path / "x.pt").read_bytes())
     data[len(data) // 2] ^= 1

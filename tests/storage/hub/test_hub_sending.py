@@ -75,7 +75,7 @@ def test_a_repository_is_made_and_filled_in_one_commit(hub: Hub, tmp_path: Path)
     assert hub.history("me/model") == ["the first", "initial commit"]
     assert hub.repos["me/model"].private
     assert sent.created and statuses(sent) == {"new"}
-    assert sent.bytes == sum(map(len, files.bytes.values()))
+    assert sent.sent_bytes == sum(map(len, files.bytes.values()))
     assert sent.commit == f"{hub.url}/me/model/commit/{hub.repos['me/model'].refs['main']}"
     # One at a time: no more on this disk than the largest.
     assert files.most == 300_000
@@ -89,14 +89,14 @@ def test_what_is_there_is_not_sent_again(hub: Hub) -> None:
     send(files.outgoing(), "hf://me/model")
     uploads, before = len(hub.asked("PUT", "/lfs/")), hub.history("me/model")
     sent = send(shards().outgoing(), "hf://me/model")
-    assert statuses(sent) == {"unchanged"} and sent.bytes == 0 and sent.commit is None
+    assert statuses(sent) == {"unchanged"} and sent.sent_bytes == 0 and sent.commit is None
     assert len(hub.asked("PUT", "/lfs/")) == uploads
     assert hub.history("me/model") == before
     # One shard and one small file are different now.
     files.bytes["model-00002-of-00003.safetensors"] = weights(99)
     files.bytes["config.json"] = b'{"model_type":"qwen3"}'
     sent = send(files.outgoing(), "hf://me/model", message="the second")
-    assert {f.name for f in sent.files if f.status == "changed"} == {"model-00002-of-00003.safetensors", "config.json"}
+    assert {f.path for f in sent.files if f.status == "changed"} == {"model-00002-of-00003.safetensors", "config.json"}
     assert hub.files("me/model") == files.bytes
     assert len(hub.asked("PUT", "/lfs/")) == uploads + 1
 
@@ -136,10 +136,10 @@ def test_a_dry_run_changes_nothing(hub: Hub, tmp_path: Path) -> None:
     files.bytes["model-00001-of-00003.safetensors"] = weights(50)  # of the same size
     files.bytes["new.txt"] = b"new"
     planned = send(files.outgoing(), "hf://me/model", dry_run=True)
-    assert {f.name: f.status for f in planned.files if f.status != "unchanged"} == {
+    assert {f.path: f.status for f in planned.files if f.status != "unchanged"} == {
         "config.json": "changed", "model-00001-of-00003.safetensors": "changed", "new.txt": "new",
     }  # fmt: skip
-    assert planned.bytes == 22 + 300_000 + 3 and planned.commit is None
+    assert planned.sent_bytes == 22 + 300_000 + 3 and planned.commit is None
     assert (hub.history("me/model"), len(hub.asked("PUT", "/lfs/"))) == before
     assert os.listdir(tmp_path / "tmp") == []
 

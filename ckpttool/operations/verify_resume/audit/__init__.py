@@ -10,15 +10,17 @@ import os
 import time
 from collections.abc import Mapping
 from contextlib import closing
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import ClassVar
 
 from ckpttool.catalogue.aliases import find_aliases
-from ckpttool.catalogue.entries import KINDS, Catalogue, Entry, Path, Tensor
+from ckpttool.catalogue.entries import KINDS, Catalogue, Entry, Path, Tensor, dotted
 from ckpttool.catalogue.protocols import Source
 from ckpttool.catalogue.validation import validate
-from ckpttool.errors import CkptError, UsageError
+from ckpttool.errors import DIFFERS, DONE, CkptError, UsageError
+from ckpttool.operations.inspect.optimizers import Optimizer, optimizers
+from ckpttool.operations.result import Result
 from ckpttool.operations.verify_resume.audit.checks import Check, Checks
 from ckpttool.operations.verify_resume.audit.counters import check_counters
 from ckpttool.operations.verify_resume.audit.optimizer_state import check_optimizers
@@ -29,7 +31,6 @@ from ckpttool.storage.files import Pool
 from ckpttool.storage.stores import local_path
 from ckpttool.text import plural, size
 
-SCHEMA = "ckpttool/audit/1"
 VALUES_UP_TO = 1 << 30
 """Bytes of values that are read by default: a second or two."""
 
@@ -40,36 +41,68 @@ _SHOULD_BE = ("model", "optimizer", "scheduler", "rng", "dataloader", "scaler", 
 class PartSummary:
     """A part of the training state: `PartSummary("model", True, 19, 0, 4860)`."""
 
-    kind: str  #: kind of part
+    part: str  #: kind of part
     present: bool  #: whether it is there
     tensors: int  #: number of tensors
     objects: int  #: number of objects
-    bytes: int  #: bytes of values, tied ones counted once
+    payload_bytes: int  #: bytes of values, tied ones counted once
 
 
-@dataclass(slots=True)
-class Audit:
+@dataclass(frozen=True, slots=True)
+class Group:
+    """Parameter groups with equal hyper-parameters."""
+
+    groups: list[str]  #: their numbers, or names of parameters
+    parameters: int | None  #: number of parameters in them, if known
+    values: dict[str, str]  #: hyper-parameters, as text
+
+
+@dataclass(frozen=True, slots=True)
+class Hyperparameters:
+    """The hyper-parameters of an optimizer."""
+
+    optimizer: str  #: its key
+    groups: list[Group]  #: its groups
+
+
+@dataclass(slots=True, repr=False)
+class Audit(Result):
     """The result of an audit."""
+
+    command: ClassVar[str] = "audit"
 
     path: str  #: path, as it was typed
     format: str  #: its format
     world_size: int  #: number of ranks that wrote it
-    catalogue: Catalogue
     step: float | None = None  #: step it was saved at, if known
     verdict: str = "exactly"  #: `exactly`, `with differences` or `no`
-    says: str = ""  #: the verdict, for people
+    message: str = ""  #: the verdict, for people
     parts: list[PartSummary] = field(default_factory=list)  #: parts of the training state
     checks: list[Check] = field(default_factory=list)  #: checks, one each
     values: bool | None = False  #: whether values were read; null if they are too many to be read unasked
     values_bytes: int = 0  #: how many bytes they are
+    hyperparameters: list[Hyperparameters] = field(default_factory=list)  #: those of each optimizer
     recipe: str | None = None  #: recipe whose model was built
     seconds: float = 0.0  #: duration
+    _optimizers: list[Optimizer] = field(default_factory=list)
 
-    def as_dict(self) -> dict[str, Any]:
-        """Return what `--json` prints, but for the hyperparameters. See `docs/reference/json.md`."""
-        fields = {name: getattr(self, name) for name in self.__slots__ if name not in ("catalogue", "parts", "checks")}
-        lines = {"parts": [asdict(part) for part in self.parts], "checks": [asdict(check) for check in self.checks]}
-        return {"schema": SCHEMA, **fields, **lines}
+    @property
+    def optimizers(self) -> list[Optimizer]:
+        """The optimizers, with their hyper-parameters."""
+        return self._optimizers
+
+    def note_hyperparameters(self, catalogue: Catalogue) -> None:
+        """Note the hyper-parameters of each optimizer."""
+        entries = [entry for entry in catalogue.entries.values() if entry.part.kind == "optimizer"]
+        self._optimizers = optimizers(entries, catalogue.entries)
+        for table in (optimizer.table for optimizer in self._optimizers if optimizer.table is not None):
+            groups = [Group(one.groups, one.params, one.values) for one in table.columns]
+            self.hyperparameters.append(Hyperparameters(dotted(table.root), groups))
+
+    @property
+    def exit_code(self) -> int:
+        """1 if training cannot resume, else 0."""
+        return DIFFERS if self.verdict == "no" else DONE
 
 
 def audit(
@@ -92,7 +125,8 @@ def audit(
         raise UsageError(f"`{recipe}`: no such recipe", hint="`ckpttool verify-resume init` writes a template")
     with opened(path, shapes) as source:
         catalogue = source.catalogue
-        result = Audit(path, catalogue.format, catalogue.world_size, catalogue, checks=checks, recipe=recipe)
+        result = Audit(path, catalogue.format, catalogue.world_size, checks=checks, recipe=recipe)
+        result.note_hyperparameters(catalogue)
         _check(result, source, values, checks)
     if recipe is not None:
         from ckpttool.operations.verify_resume.audit.model_fit import check_model
@@ -108,7 +142,7 @@ def _check(result: Audit, source: Source, values: bool | None, checks: Checks) -
     is_whole = _check_files(catalogue, checks)
     aliases = find_aliases(catalogue.tensors)
     result.parts = _parts(catalogue, aliases)
-    present = {part.kind for part in result.parts if part.present}
+    present = {part.part for part in result.parts if part.present}
     for kind in ("model", "optimizer"):
         if kind not in present:
             alone = ": this is a model alone, and its moments would restart at zero" if "model" in present else ""
@@ -116,7 +150,8 @@ def _check(result: Audit, source: Source, values: bool | None, checks: Checks) -
     with closing(Pool()) as pool:
         number = partial(read_number, source=source, pool=pool)
         optimizers = check_optimizers(catalogue, aliases, number, checks) if "optimizer" in present else []
-        result.step = check_counters(catalogue, optimizers, number, checks)
+        step = check_counters(catalogue, optimizers, number, checks)
+        result.step = int(step) if isinstance(step, float) and step.is_integer() else step
     check_rank_values(catalogue, checks)
     tensors = tensors_with_values(catalogue, aliases)
     result.values_bytes = sum(tensor.nbytes for tensor in tensors)
@@ -161,9 +196,9 @@ def _judge(result: Audit, checks: Checks) -> None:
     topics = ", ".join(dict.fromkeys(fails or differs))
     unread = "" if result.values else " (values not read)"
     if fails:
-        result.verdict, result.says = "no", f"not resumable: {plural(len(fails), 'reason')} ({topics})"
+        result.verdict, result.message = "no", f"not resumable: {plural(len(fails), 'reason')} ({topics})"
     elif differs:
         result.verdict = "with differences"
-        result.says = f"resumable with {plural(len(differs), 'difference')} ({topics}){unread}"
+        result.message = f"resumable with {plural(len(differs), 'difference')} ({topics}){unread}"
     else:
-        result.says = f"resumable exactly{unread}"
+        result.message = f"resumable exactly{unread}"

@@ -22,7 +22,7 @@ class Check:
 
     what: str  #: subject
     state: State  #: `ok`, `note`, `differs` (resume is not exact) or `fails` (no resume)
-    says: str  #: result, for people
+    message: str  #: result, for people
     names: list[str] = field(default_factory=list)  #: all names that it is about
     hint: str | None = None  #: for people
 
@@ -30,21 +30,21 @@ class Check:
 class Checks(list[Check]):
     """The lines of one audit, in the order in which they are shown."""
 
-    def ok(self, what: str, says: str) -> None:
+    def ok(self, what: str, message: str) -> None:
         """Add a check that passed."""
-        self.append(Check(what, "ok", says))
+        self.append(Check(what, "ok", message))
 
-    def note(self, what: str, says: str, names: Sequence[str] = (), hint: str | None = None) -> None:
+    def note(self, what: str, message: str, names: Sequence[str] = (), hint: str | None = None) -> None:
         """Add a line that does not count for the verdict."""
-        self.append(Check(what, "note", says, list(names), hint))
+        self.append(Check(what, "note", message, list(names), hint))
 
-    def differs(self, what: str, says: str, names: Sequence[str] = ()) -> None:
+    def differs(self, what: str, message: str, names: Sequence[str] = ()) -> None:
         """Add something that will differ after resuming."""
-        self.append(Check(what, "differs", says, list(names)))
+        self.append(Check(what, "differs", message, list(names)))
 
-    def fails(self, what: str, says: str, names: Sequence[str] = (), hint: str | None = None) -> None:
+    def fails(self, what: str, message: str, names: Sequence[str] = (), hint: str | None = None) -> None:
         """Add something that prevents resuming; once, if several groups have it."""
-        check = Check(what, "fails", says, list(names), hint)
+        check = Check(what, "fails", message, list(names), hint)
         if check not in self:
             self.append(check)
 

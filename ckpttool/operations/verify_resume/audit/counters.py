@@ -119,8 +119,8 @@ def _one_scheduler(
         rates = [group.value("lr") for group in optimizer.groups]
         are_sets = optimizer.spelling == "flat"
         if all(map(_is_number, rates)) and (set(rates) != set(last) if are_sets else rates != last):
-            says = f"`{name}` set lr to {_rates(last)}, but the groups have {_rates(rates)}"
-            checks.differs("scheduler", says, [name])
+            message = f"`{name}` set lr to {_rates(last)}, but the groups have {_rates(rates)}"
+            checks.differs("scheduler", message, [name])
             return
     if not _is_number(at):
         checks.note("scheduler", f"`{name}` has no `last_epoch` to compare with the step", [name])
@@ -128,8 +128,8 @@ def _one_scheduler(
         # accelerate steps a scheduler once per rank.
         checks.ok("scheduler", f"`{name}` at {at:g}" + (", its lr matches the optimizer's" if last else ""))
     else:
-        says = f"`{name}` is at {at:g}, but the optimizer or counters are at {_listed(clocks)}"
-        checks.differs("scheduler", says, [name])
+        message = f"`{name}` is at {at:g}, but the optimizer or counters are at {_listed(clocks)}"
+        checks.differs("scheduler", message, [name])
 
 
 def _rates(values: Sequence[float]) -> str:

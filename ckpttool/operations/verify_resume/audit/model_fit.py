@@ -112,8 +112,8 @@ def _compare(expected: dict[str, _Kind], actual: dict[str, _Kind], device: str, 
     for i, (what, add) in enumerate((("shape", checks.fails), ("dtype", checks.differs))):
         if names := [name for name in both if expected[name][i] != actual[name][i]]:
             found, wanted = actual[names[0]][i], expected[names[0]][i]
-            says = f"{named(names, 'tensor')} of another {what}: {found}, and the model has {wanted}"
-            add("recipe", says, names)
+            message = f"{named(names, 'tensor')} of another {what}: {found}, and the model has {wanted}"
+            add("recipe", message, names)
     if checks.faults == before:
         where = "on the meta device" if device == "meta" else "on the CPU"
         same = f"the same {plural(len(expected), 'tensor')} and shapes"
@@ -133,5 +133,5 @@ def _compare_optimizer(trained: set[str], groups: int, catalogue: Catalogue, che
     if lost := sorted(trained - keys):
         checks.fails("recipe", f"{named(lost)} of the recipe's model in no group of the optimizer", lost)
     if optimizer.spelling != "flat" and groups != len(optimizer.groups):
-        says = f"the recipe's optimizer has {plural(groups, 'group')}, and the checkpoint {len(optimizer.groups)}"
-        checks.fails("recipe", says)
+        message = f"the recipe's optimizer has {plural(groups, 'group')}, and the checkpoint {len(optimizer.groups)}"
+        checks.fails("recipe", message)

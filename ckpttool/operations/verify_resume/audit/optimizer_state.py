@@ -116,8 +116,8 @@ def _state_of_group(group: Group, known: NamedOptimizer, checks: Checks, where: 
         of = plural(len(without), "parameter")
         checks.fails("optimizer state", f"{of}{where} without state: the moments would restart at zero", without)
     elif without and kinds:
-        says = f"{named(without)}{where} without state: it restarts there, unless they never had a gradient"
-        checks.differs("optimizer state", says, without)
+        message = f"{named(without)}{where} without state: it restarts there, unless they never had a gradient"
+        checks.differs("optimizer state", message, without)
     for kind in sorted(kinds):
         if lacking := [known.names[key] for key in group.params if have[key] and kind not in have[key]]:
             checks.fails("optimizer state", f"{named(lacking)}{where} without `{kind}`, which others have", lacking)

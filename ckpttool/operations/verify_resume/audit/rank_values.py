@@ -116,8 +116,8 @@ def _loaders(catalogue: Catalogue, checks: Checks) -> None:
     if not by_root and catalogue.facts.get("producer") == "transformers Trainer":
         checks.ok("dataloader", "none; the Trainer skips the batches before its `global_step`")
     elif not by_root:
-        says = "no dataloader/sampler state: batches will differ after resume unless the script fast-forwards"
-        checks.differs("dataloader", says)
+        message = "no dataloader/sampler state: batches will differ after resume unless the script fast-forwards"
+        checks.differs("dataloader", message)
     for root, entries in by_root.items():
         ranks = {_rank_of(entry, catalogue) for entry in entries}
         own = [rank for rank in ranks if rank is not None]
@@ -125,8 +125,8 @@ def _loaders(catalogue: Catalogue, checks: Checks) -> None:
         dp = any(str(key).startswith("dp_rank") for entry in entries for key in entry.path)
         world = max(own) + 1 if dp and own else _world(catalogue)
         if absent := [rank for rank in range(world) if rank not in ranks] if own and None not in ranks else []:
-            says = f"`{dotted(root)}`: {rank_ranges(absent)} of {world} without state"
-            checks.differs("dataloader", says, _names(absent))
+            message = f"`{dotted(root)}`: {rank_ranges(absent)} of {world} without state"
+            checks.differs("dataloader", message, _names(absent))
         else:
             of_ranks = f" of each of {plural(world, 'rank')}" if len(own) > 1 else ""
             checks.ok("dataloader", (f"`{dotted(root)}`" if root else "present") + of_ranks)

@@ -78,8 +78,8 @@ def check_values(tensors: Iterable[Tensor], source: Source, trained: set[str], c
         elif where:
             checks.fails("values", f"{what} in {_counted(where)}", list(where))
     if zeroed:
-        says = f"second moments all zero, first moments not: {named(zeroed, 'tensor')}"
-        checks.differs("values", says, zeroed)
+        message = f"second moments all zero, first moments not: {named(zeroed, 'tensor')}"
+        checks.differs("values", message, zeroed)
     if checks.faults == before:
         read_of = f"{plural(len(read), 'tensor')}, {size(sum(tensor.nbytes for tensor in read))}"
         checks.ok("values", f"all finite, no negative second moment: {read_of}")

@@ -53,18 +53,18 @@ class _Trial:
     seen: dict[str, list[Seen]] = field(default_factory=dict)
     states: dict[tuple[str, str], RecordedState] = field(default_factory=dict)
 
-    def run(self, name: str, says: str, **more: Any) -> None:
+    def run(self, name: str, message: str, **more: Any) -> None:
         """Start the ranks of a run and wait for them. Raises Ended."""
         # What is not restored must not come out the same by chance: only A has this seed.
         seed = _SEED if name in ("A", "alone") else _SEED + 1_000
         job = replace(self.base, folder=self.path(name), seed=seed, **more)
-        self.tell(f"run {name}: {says} on {plural(job.mesh.world, 'rank')}")
+        self.tell(f"run {name}: {message} on {plural(job.mesh.world, 'rank')}")
         began = time.monotonic()
         self.launcher.start(job, name)
         seen = self.seen[name] = read_seen(job)
         if not job.gradients_of:
             run = compare.collect_run(name, job, seen, time.monotonic() - began)
-            run.started = self.launcher.says
+            run.started = self.launcher.message
             self.report.runs.append(run)
             self.report.deterministic = self.report.deterministic or seen[0].switched_on
 
@@ -131,8 +131,8 @@ def trial(
         folder = launcher.from_first(lambda: _folder(stack, keep))
         base = Job(folder, loaded.path, own, device, deterministic=deterministic, limit=limit, after=more)
         running = _Trial(base, report, launcher, tell or (lambda line: None))
-        if launcher.says != Launcher.says:
-            report.notes.append(f"every run is on {launcher.says}, not in fresh ones")
+        if launcher.message != Launcher.message:
+            report.notes.append(f"every run is on {launcher.message}, not in fresh ones")
         try:
             if checkpoints:
                 _over_checkpoints(running, paths, first_step)
@@ -187,7 +187,7 @@ def _over_a_save(
             # Where torch itself cannot resume, B is not at fault, and its steps are not compared.
             if not ended.raised:
                 raise
-            report.notes.append(f"torch itself cannot resume on that mesh: {ended.failure.says}")
+            report.notes.append(f"torch itself cannot resume on that mesh: {ended.failure.message}")
     _check_gradients(trial, why_no_gradients)
     _check_training(trial)
     if trial.launcher.is_first:
@@ -207,8 +207,8 @@ def _check_training(trial: _Trial) -> None:
         )
     step = next((step for step in steps if not math.isfinite(step.loss)), None)
     if step is not None:
-        says = f"run A: the loss is {step.loss} in step {step.number}; where all values are NaN, no difference shows"
-        trial.report.notes.append(says)
+        message = f"run A: the loss is {step.loss} in step {step.number}; where all values are NaN, no difference shows"
+        trial.report.notes.append(message)
 
 
 def _over_checkpoints(trial: _Trial, paths: Sequence[str], first_step: int | None) -> None:
@@ -245,8 +245,8 @@ def _is_restored(trial: _Trial) -> bool:
     findings = diagnose(trial.state("A", RESUMED), control, trial.state("control", BUILT), "control")
     if findings:
         more = f", and {len(findings) - 1} more" if len(findings) > 1 else ""
-        says = "torch itself did not restore A's state in the reference run, so B's steps are not compared"
-        trial.report.notes.append(f"{says}: {findings[0].says}{more}")
+        message = "torch itself did not restore A's state in the reference run, so B's steps are not compared"
+        trial.report.notes.append(f"{message}: {findings[0].message}{more}")
     return not findings
 
 
@@ -262,7 +262,7 @@ def _check_gradients(trial: _Trial, why_not: str) -> None:
         try:
             trial.run("alone", "the gradients of all batches", mesh=one, gradients_of=trial.path("A"))
         except Ended as ended:
-            why_not = f"the run on one rank failed: {ended.failure.says}"
+            why_not = f"the run on one rank failed: {ended.failure.message}"
         else:
             compare.check_gradients(trial.report, "A", *(trial.path(run, "gradients") for run in ("A", "alone")))
     if why_not:
@@ -277,5 +277,5 @@ def _fail(report: Report, ended: Ended) -> None:
     if cause is not None or (ended.raised and failure.run == "A"):
         ranks = [f"rank {one.rank}: {one.phase}" for one in failure.ranks]
         hint = "`--keep FOLDER` keeps the logs of its ranks"
-        raise UsageError(failure.says, hint=hint, run=failure.run, ranks=ranks) from None
+        raise UsageError(failure.message, hint=hint, run=failure.run, ranks=ranks) from None
     report.failure = failure

@@ -77,7 +77,7 @@ Step = str | Callable[[str, str], None]
 class Stage:
     """A stage of a route: `make(source, destination)` writes a checkpoint of this format."""
 
-    says: str
+    message: str
     format: str
     make: Callable[[str, str], object]
 
@@ -104,8 +104,8 @@ def _stage(step: Step, world: int) -> Stage:
         stages = f"stages are {', '.join(f'`{name}`' for name in rows)} and `reshard:N`"
         raise UsageError(f"`--via {step}`: unknown stage", hint=meant(word, [*rows, "reshard:N"], stages))
     onto = world if rows[word].chunked else None
-    says = f"convert --to {word}" + (f" --to-world {onto}" if onto else "")
-    return Stage(says, word, partial(convert, to=word, to_world=onto))
+    message = f"convert --to {word}" + (f" --to-world {onto}" if onto else "")
+    return Stage(message, word, partial(convert, to=word, to_world=onto))
 
 
 def _resharding(mesh: Mesh) -> Stage:
@@ -121,9 +121,9 @@ def follow(stages: Sequence[Stage], source: str, folder: str, tell: Callable[[st
     legs: list[Leg] = []
     for number, stage in enumerate(stages, 1):
         began = time.monotonic()
-        tell(stage.says)
+        tell(stage.message)
         to = os.path.join(folder, f"{number}-{stage.format}" + (".pt" if stage.format == "torch" else ""))
         stage.make(source, to)
-        legs.append(Leg(stage.says, to, stage.format, time.monotonic() - began))
+        legs.append(Leg(stage.message, to, stage.format, time.monotonic() - began))
         source = to
     return legs

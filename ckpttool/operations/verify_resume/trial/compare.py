@@ -61,8 +61,8 @@ def compare_states(
         names[before.kind_of(name)].append(name)
     for kind in sorted(names, key=lambda kind: (_ORDER.index(kind) if kind in _ORDER else len(_ORDER), kind)):
         differing = len(unequal.intersection(names[kind]))
-        says = "bitwise, on whole tensors" if kind in ("model", "optimizer") else ""
-        report.compared.append(Compared(kind, run, against, len(names[kind]), differing, says, equal=not differing))
+        message = "bitwise, on whole tensors" if kind in ("model", "optimizer") else ""
+        report.compared.append(Compared(kind, run, against, len(names[kind]), differing, message, equal=not differing))
     if local := len(every) - len(shared):
         of = f"{plural(local, 'rank-local value')} of {against} or {run} alone (world sizes differ)"
         report.notes.append(f"run {run}: {of}, not compared")
@@ -77,19 +77,19 @@ def compare_ends(
     """Compare the states after the last step: a row, and findings, of steps that were not the `same` only a few."""
     findings = diagnose(before, after, None, run)
     for finding in findings if same else findings[:_MOST_OF_END]:
-        finding.says = f"at the end, {finding.says}"
+        finding.message = f"at the end, {finding.message}"
         report.findings.append(finding)
     count = len(before.tensors.keys() | after.tensors.keys()) + len(before.objects.keys() | after.objects.keys())
-    says = "the whole state, bitwise"
-    report.compared.append(Compared("end", run, against, count, len(findings), says, equal=not findings))
+    message = "the whole state, bitwise"
+    report.compared.append(Compared("end", run, against, count, len(findings), message, equal=not findings))
 
 
 def compare_progress(report: Report, was: int, now: int, run: str, against: str) -> bool:
     """Compare the step at which a run resumed with that at which the other one was saved."""
     report.compared.append(Compared("progress", run, against, 1, int(was != now), f"step {now}", was == now))
     if was != now:
-        says = f"training resumed at step {now}, and was saved at step {was}"
-        report.findings.append(Finding("progress", says, run, step=now, expected=was, found=now))
+        message = f"training resumed at step {now}, and was saved at step {was}"
+        report.findings.append(Finding("progress", message, run, step=now, expected=was, found=now))
     return was == now
 
 
@@ -115,9 +115,9 @@ def compare_steps(
             report.compared.append(Compared(title, run, against, 0, 0, f"not observed: {why}", equal=None))
             continue
         wrong = [one.number for one, two in pairs if not same(of(one), of(two))]
-        says = "each step, bitwise" if judged else "the reference run does not have A's state"
+        message = "each step, bitwise" if judged else "the reference run does not have A's state"
         equal = not wrong if judged else None
-        report.compared.append(Compared(title, run, against, len(pairs), len(wrong), says, equal))
+        report.compared.append(Compared(title, run, against, len(pairs), len(wrong), message, equal))
         firsts += [(number, order, title) for number in wrong[:1]]
     if firsts and judged:
         number, _, title = min(firsts)
@@ -136,13 +136,13 @@ def _step_finding(title: str, number: int, was: Any, now: Any, run: str, against
     of_rank = f" of rank {rank}" if rank is not None else ""
     values = f": {now!r} and not {was!r}" if isinstance(was, float) else ""
     verb, that = ("differ", "those") if title == "parameters" else ("differs", "that")
-    says = f"the {title}{of_rank} {verb} from {that} of {against} in step {number}{values}"
+    message = f"the {title}{of_rank} {verb} from {that} of {against} in step {number}{values}"
     figures: dict[str, Any] = {}
     if isinstance(was, float) and isinstance(now, float):
         comparison = Comparison(dtype("float64"))
         comparison.feed(np.array([was]), np.array([now]))
         figures = {name: getattr(comparison.result(), name) for name in ("absolute", "relative", "ulp")}
-    return Finding(f"{title} {verb}", says, run, rank=rank, step=number, expected=was, found=now, **figures)
+    return Finding(f"{title} {verb}", message, run, rank=rank, step=number, expected=was, found=now, **figures)
 
 
 def measure_drift(
@@ -162,8 +162,8 @@ def measure_drift(
             parameters[one.name] = float(one.values.absolute or 0.0)
     most = max(parameters, key=lambda name: parameters[name], default=None)
     parameter = parameters[most] if most is not None else None
-    says = "informational: another mesh sums in another order, and has other RNG states"
-    report.drifts.append(Drift(run, max(gaps), max(relative), norm, parameter, most, says))
+    message = "informational: another mesh sums in another order, and has other RNG states"
+    report.drifts.append(Drift(run, max(gaps), max(relative), norm, parameter, most, message))
 
 
 # Shards ---------------------------------------------------------------------------------------------------------------
@@ -189,14 +189,14 @@ def check_sharding(report: Report, run: str, seen: list[Seen]) -> None:
     """Check what each rank holds, and that the ranks agree."""
     wrong = [(one.rank, shape) for one in seen for shape in one.shapes]
     uneven = sum(one.uneven for one in seen)
-    says = f"rank {wrong[0][0]}: {wrong[0][1]}" if wrong else f"{plural(uneven, 'shard')} uneven or empty"
-    _add(report, Check("local shapes", run, max(one.parameters for one in seen), not wrong, says))
+    message = f"rank {wrong[0][0]}: {wrong[0][1]}" if wrong else f"{plural(uneven, 'shard')} uneven or empty"
+    _add(report, Check("local shapes", run, max(one.parameters for one in seen), not wrong, message))
     _check_memory(report, run, seen)
     _check_losses(report, run, seen)
     if seen[0].shared:
         keys = [key for key in seen[0].shared if len({one.shared.get(key) for one in seen}) > 1]
-        says = f"the ranks have different values of {some(keys)}, of which one is saved" if keys else ""
-        _add(report, Check("values of the run", run, len(seen[0].shared), not keys, says))
+        message = f"the ranks have different values of {some(keys)}, of which one is saved" if keys else ""
+        _add(report, Check("values of the run", run, len(seen[0].shared), not keys, message))
     for note in dict.fromkeys(note for one in seen for note in one.notes):
         report.notes.append(f"run {run}: {note}")
 
@@ -205,13 +205,13 @@ def _check_memory(report: Report, run: str, seen: list[Seen]) -> None:
     parts = ("parameters", "optimizer")
     totals = [sum(one.memory.get(part, 0) for part in parts) for one in seen]
     low, high = size(min(totals)), size(max(totals))
-    says = f"{low if low == high else f'{low} to {high}'} per rank, equals the sum of its shards"
+    message = f"{low if low == high else f'{low} to {high}'} per rank, equals the sum of its shards"
     wrong = [one for one in seen if any(one.memory.get(part) != one.memory.get(f"{part}_expected") for part in parts)]
     if wrong:
         memory = wrong[0].memory
         both = (f"{part} {memory[part]} B and not {memory[f'{part}_expected']}" for part in parts)
-        says = f"rank {wrong[0].rank}: {', '.join(both)}"
-    _add(report, Check("memory", run, len(seen), not wrong, says))
+        message = f"rank {wrong[0].rank}: {', '.join(both)}"
+    _add(report, Check("memory", run, len(seen), not wrong, message))
 
 
 def _check_losses(report: Report, run: str, seen: list[Seen]) -> None:
@@ -224,23 +224,23 @@ def _check_losses(report: Report, run: str, seen: list[Seen]) -> None:
         return len({repr(one.steps[i]["loss"]) for one in ranks}) == 1
 
     if steps and all(agree(seen, i) for i in steps):
-        _add(report, Check("losses agree", run, len(steps), passed=True, says="on all ranks"))
+        _add(report, Check("losses agree", run, len(steps), passed=True, message="on all ranks"))
         return
     replicas: dict[int, list[Seen]] = {}
     for one in seen:
         replicas.setdefault(one.replica, []).append(one)
     shared = [ranks for ranks in replicas.values() if len(ranks) > 1]
     if not shared:
-        says = "each rank has its own batch and loss: `step` does not average them"
-        report.checks.append(Check("losses agree", run, 0, None, says))
+        message = "each rank has its own batch and loss: `step` does not average them"
+        report.checks.append(Check("losses agree", run, 0, None, message))
         return
     wrong = [(ranks, i) for ranks in shared for i in steps if not agree(ranks, i)]
-    says = "on the ranks of each replica"
+    message = "on the ranks of each replica"
     if wrong:
         ranks, i = wrong[0]
         losses = ", ".join(f"rank {one.rank}: {one.steps[i]['loss']!r}" for one in ranks)
-        says = f"in step {ranks[0].steps[i]['number']}, {losses}"
-    _add(report, Check("losses agree", run, len(shared) * len(steps), not wrong, says))
+        message = f"in step {ranks[0].steps[i]['number']}, {losses}"
+    _add(report, Check("losses agree", run, len(shared) * len(steps), not wrong, message))
 
 
 def check_gradients(report: Report, run: str, sharded: str, alone: str) -> None:
@@ -265,19 +265,19 @@ def check_gradients(report: Report, run: str, sharded: str, alone: str) -> None:
             errors[name] = float(np.linalg.norm(a - b)) / norm
             factors.append(float(np.dot(a, b)) / norm**2)
     if not errors:
-        _add(report, Check("gradients reduced", run, 0, passed=False, says="there are none"))
+        _add(report, Check("gradients reduced", run, 0, passed=False, message="there are none"))
         return
     worst = max(errors, key=lambda name: errors[name])
     factor = sum(factors) / len(factors) if len(factors) == len(errors) else None
     passed: bool | None = errors[worst] <= tolerance
     if passed:
-        says = f"at most {errors[worst]:.2g} of the norm apart, in {index['compute']}"
+        message = f"at most {errors[worst]:.2g} of the norm apart, in {index['compute']}"
     elif factor is not None and max(factors) - min(factors) <= tolerance * abs(factor):
         passed = None
-        says = f"all are {factor:.3g} times those of one rank: `step` scales them otherwise than by a mean"
+        message = f"all are {factor:.3g} times those of one rank: `step` scales them otherwise than by a mean"
     else:
-        says = f"`{worst.removeprefix('gradient.')}` is {errors[worst]:.2g} of its norm from that of one rank"
-    _add(report, Check("gradients reduced", run, len(names), passed, says))
+        message = f"`{worst.removeprefix('gradient.')}` is {errors[worst]:.2g} of its norm from that of one rank"
+    _add(report, Check("gradients reduced", run, len(names), passed, message))
 
 
 def _numbers(tensor: MappedTensor) -> Any:
@@ -289,7 +289,7 @@ def _numbers(tensor: MappedTensor) -> Any:
 def _add(report: Report, check: Check) -> None:
     report.checks.append(check)
     if check.passed is False:
-        report.findings.append(Finding(check.what, f"run {check.run}: {check.what}: {check.says}", check.run))
+        report.findings.append(Finding(check.what, f"run {check.run}: {check.what}: {check.message}", check.run))
 
 
 # Verdict --------------------------------------------------------------------------------------------------------------
@@ -298,26 +298,26 @@ def _add(report: Report, check: Check) -> None:
 def judge(report: Report) -> None:
     """Set the verdict of the report, by all that was compared and checked."""
     if report.failure is not None:
-        report.verdict, report.says = "failed", report.failure.says
+        report.verdict, report.message = "failed", report.failure.message
         return
     unequal = [f"{row.what} of {row.run}" for row in report.compared if row.equal is False]
     unequal += [f"{check.what} of {check.run}" for check in report.checks if check.passed is False]
     if report.findings or unequal:
         # What differs counts even if no finding explains it.
-        first = report.findings[0].says if report.findings else f"{', '.join(unequal)}: not as it was"
+        first = report.findings[0].message if report.findings else f"{', '.join(unequal)}: not as it was"
         more = f", and {len(report.findings) - 1} more" if len(report.findings) > 1 else ""
-        report.verdict, report.says = "differs", f"resume is not exact: {first}{more}"
+        report.verdict, report.message = "differs", f"resume is not exact: {first}{more}"
         return
     resumed = [run for run in report.runs if run.resumed_at is not None and run.name != "control"]
-    on = f"state on {plural(resumed[0].world, 'rank')}" if resumed else "state"
+    on = f"state on {plural(resumed[0].world_size, 'rank')}" if resumed else "state"
     steps = plural(report.steps_after, "step")
     rows = [row for row in report.compared if row.against == "control"]
     if report.rule == "checkpoints":
         of = plural(len(resumed), "checkpoint")
-        report.says = f"exact resume: {of} and the next {steps} of each are bit-identical"
+        report.message = f"exact resume: {of} and the next {steps} of each are bit-identical"
     elif report.rule == "control" and (not rows or any(row.equal is None and row.count for row in rows)):
-        report.says = f"{on} is bit-identical; the next steps could not be compared, for want of a reference run"
+        report.message = f"{on} is bit-identical; the next steps could not be compared, for want of a reference run"
     else:
         against = " (vs. reference run)" if report.rule == "control" else ""
         verb = "is" if report.steps_after == 1 else "are"
-        report.says = f"exact resume: {on} is bit-identical, and so {verb} the next {steps}{against}"
+        report.message = f"exact resume: {on} is bit-identical, and so {verb} the next {steps}{against}"

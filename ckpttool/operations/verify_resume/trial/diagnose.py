@@ -65,19 +65,19 @@ class _Tensors:
     def _names(self) -> Iterator[Finding]:
         """Yield the tensors that are missing, new, or of another dtype or shape."""
         kind_of, difference = self.before.kind_of, self.difference
-        for kind, only, state, says in (
+        for kind, only, state, message in (
             ("tensor missing", difference.only_a, self.before, "is missing"),
             ("tensor unexpected", difference.only_b, self.after, "did not exist before"),
         ):
             names = {one.name for one in only} | {*difference.kinds}
             for name in sorted(names & state.tensors.keys())[:_MOST]:
-                yield Finding(kind, f"`{name}` {says}", name=name, part=kind_of(name))
+                yield Finding(kind, f"`{name}` {message}", name=name, part=kind_of(name))
         for one in difference.tensors:
             if "dtype" in one.kinds or "shape" in one.kinds:
                 kind = "shape differs" if "shape" in one.kinds else "dtype differs"
                 was, now = (f"{kind} {list(shape)}" for kind, shape in zip(one.dtypes, one.shapes, strict=True))
-                says = f"`{one.name}` was {was} and is {now}"
-                yield Finding(kind, says, name=one.name, part=kind_of(one.name), expected=was, found=now)
+                message = f"`{one.name}` was {was} and is {now}"
+                yield Finding(kind, message, name=one.name, part=kind_of(one.name), expected=was, found=now)
 
     def _ties(self) -> Iterator[Finding]:
         """Yield the names that were one tensor and are several."""
@@ -89,9 +89,9 @@ class _Tensors:
             # What differs because of it is not reported again.
             for name in names:
                 self.left.pop(name, None)
-            says = f"{some(rest)} was tied with `{first}` and is a tensor of its own"
+            message = f"{some(rest)} was tied with `{first}` and is a tensor of its own"
             hint = "tie the weights in `build`, before the optimizer is made"
-            yield Finding("untied", says, name=rest[0], part="model", hint=hint)
+            yield Finding("untied", message, name=rest[0], part="model", hint=hint)
 
     def _swapped(self) -> Iterator[Finding]:
         """Yield tensors of the same shape that changed places, the moments of two parameters together."""
@@ -136,8 +136,8 @@ class _Tensors:
                 as_built.setdefault(kind, []).append(name)
         for kind, names in as_built.items():
             what = plural(len(names), "buffer") if kind == "buffer" else f"{plural(len(names), 'tensor')} of the {kind}"
-            says = f"{what} {_were(names)} not restored: {some(names)}"
-            yield self._finding(f"{kind} not restored", says, names)
+            message = f"{what} {_were(names)} not restored: {some(names)}"
+            yield self._finding(f"{kind} not restored", message, names)
 
     def _zeroed(self) -> Iterator[Finding]:
         for name in [*self.left]:
@@ -165,8 +165,8 @@ class _Tensors:
             if difference.differing == 1 and (was ^ now).bit_count() == 1:
                 index, value = difference.index(self.before.tensors[name].shape), self._values(difference)
                 ulp = f", {difference.ulp:,} ULP apart" if difference.ulp is not None else ""
-                says = f"bit {(was ^ now).bit_length() - 1} of `{name}`{index or ''} ({value}{ulp}) is flipped"
-                yield self._finding("flipped bit", says, [name])
+                message = f"bit {(was ^ now).bit_length() - 1} of `{name}`{index or ''} ({value}{ulp}) is flipped"
+                yield self._finding("flipped bit", message, [name])
 
     def _wrong_shards(self) -> Iterator[Finding]:
         """Yield the box of one rank that has the values that the box of another one had."""
@@ -176,14 +176,14 @@ class _Tensors:
             if len({box for box in boxes if box}) < 2 or was.dtype == "complex128":
                 continue
             if pair := _shifted_box(was.bits.reshape(was.shape), now.bits.reshape(now.shape), boxes):
-                says = f"the shard of rank {pair[0]} of `{name}` is that of rank {pair[1]}"
-                yield self._finding("wrong shard", says, [name], rank=pair[0])
+                message = f"the shard of rank {pair[0]} of `{name}` is that of rank {pair[1]}"
+                yield self._finding("wrong shard", message, [name], rank=pair[0])
 
     def _others(self) -> Iterator[Finding]:
         for number, (name, difference) in enumerate([*self.left.items()]):
             if number == _MOST:
-                says = f"{plural(len(self.left), 'more tensor')} differ"
-                yield Finding("values differ", says, part=self.before.kind_of(name))
+                message = f"{plural(len(self.left), 'more tensor')} differ"
+                yield Finding("values differ", message, part=self.before.kind_of(name))
                 return
             of = f"{difference.differing:,} of {plural(difference.numel, 'element')} of `{name}` differ"
             index = difference.index(self.before.tensors[name].shape)
@@ -193,7 +193,7 @@ class _Tensors:
         was, now = (f"{v:.9g}" if isinstance(v, float) else v for v in difference.values or (None, None))
         return f"{now} and not {was}"
 
-    def _finding(self, kind: str, says: str, names: list[str], rank: int | None = None) -> Finding:
+    def _finding(self, kind: str, message: str, names: list[str], rank: int | None = None) -> Finding:
         """Return a finding with the figures of the first of the names, all of which it explains."""
         for name in names:
             self.left.pop(name, None)
@@ -203,7 +203,7 @@ class _Tensors:
         figures = {figure: getattr(difference, figure) for figure in ("ulp", "differing", "absolute", "relative")}
         figures |= {"index": difference.index(self.before.tensors[name].shape), "of": difference.numel}
         part = self.before.kind_of(name)
-        return Finding(kind, says, name=name, part=part, rank=rank, expected=was, found=now, **figures)
+        return Finding(kind, message, name=name, part=part, rank=rank, expected=was, found=now, **figures)
 
 
 def _rounded_to(was: MappedTensor, now: MappedTensor) -> str | None:

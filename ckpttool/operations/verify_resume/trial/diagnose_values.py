@@ -51,12 +51,12 @@ def _hyperparameters(root: str, changes: list[_Change]) -> Iterator[Finding]:
         words = name.removeprefix(f"{root}.").split(".", 2)
         in_group = words[0] == "param_groups" and len(words) > 2
         what = f"`{words[2]}` of parameter group {words[1]}" if in_group else f"`{name}`"
-        kind, says = "hyper-parameter", f"{what} is {_shown(now)} and not {_shown(was)}"
+        kind, message = "hyper-parameter", f"{what} is {_shown(now)} and not {_shown(was)}"
         if now is ABSENT:
-            kind, says = "hyper-parameter lost", f"{what} is lost: it was {_shown(was)}"
+            kind, message = "hyper-parameter lost", f"{what} is lost: it was {_shown(was)}"
         elif was is ABSENT:
-            says = f"{what} is {_shown(now)} and did not exist before"
-        yield _finding(kind, says, "optimizer", change)
+            message = f"{what} is {_shown(now)} and did not exist before"
+        yield _finding(kind, message, "optimizer", change)
     if len(changes) > _MOST:
         yield Finding("hyper-parameter", f"{len(changes) - _MOST} more of the optimizer's values differ", part=root)
 
@@ -66,8 +66,8 @@ def _of_the_run(root: str, kind: str, changes: list[_Change], fresh: RecordedSta
     values = _in_words(changes, lambda name: name.partition(".")[2] or name)
     is_fresh = _is_fresh(changes, fresh)
     how, was = ("not restored", "was not restored") if is_fresh else ("differs", "is not as it was")
-    says = f"the {_TITLES.get(kind, kind)} `{root}` {was}: {values}"
-    yield _finding(f"{kind} {how}", says, kind, _numbers_first(changes)[0])
+    message = f"the {_TITLES.get(kind, kind)} `{root}` {was}: {values}"
+    yield _finding(f"{kind} {how}", message, kind, _numbers_first(changes)[0])
 
 
 def _of_ranks(
@@ -88,16 +88,16 @@ def _of_ranks(
         other = next((r for r in range(world) if r != rank and _took(own, before, rank, r)), None)
         if other is not None and other in by_rank and _took(by_rank[other], before, other, rank):
             swapped.add(other)
-            how, says = "swapped", f"the {title}s of ranks {rank} and {other} are swapped ({what})"
+            how, message = "swapped", f"the {title}s of ranks {rank} and {other} are swapped ({what})"
         elif other is not None:
-            how, says = "of another rank", f"{subject} is that of rank {other} ({what})"
+            how, message = "of another rank", f"{subject} is that of rank {other} ({what})"
         elif _is_fresh(own, fresh):
             how = "restarted" if kind == "dataloader" else "not restored"
-            says = f"{subject} was {how} ({what})"
+            message = f"{subject} was {how} ({what})"
         else:
             values = _in_words(own, lambda name: name.rpartition(".")[2])
-            how, says = "differs", f"{subject} is not as it was: {values}"
-        yield _finding(f"{kind} {how}", says, kind, _numbers_first(own)[0], rank)
+            how, message = "differs", f"{subject} is not as it was: {values}"
+        yield _finding(f"{kind} {how}", message, kind, _numbers_first(own)[0], rank)
 
 
 def _took(own: list[_Change], before: RecordedState, rank: int, other: int) -> bool:
@@ -123,10 +123,10 @@ def _in_words(changes: list[_Change], short: Any) -> str:
     )
 
 
-def _finding(kind: str, says: str, part: str, change: _Change, rank: int | None = None) -> Finding:
+def _finding(kind: str, message: str, part: str, change: _Change, rank: int | None = None) -> Finding:
     name, was, now = change
     expected, actual = (None if value is ABSENT else value for value in (was, now))
-    return Finding(kind, says, name=name, part=part, rank=rank, expected=expected, found=actual)
+    return Finding(kind, message, name=name, part=part, rank=rank, expected=expected, found=actual)
 
 
 def _shown(value: Any) -> str:

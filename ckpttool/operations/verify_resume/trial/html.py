@@ -75,7 +75,7 @@ class Curve:
     name: str
     style: str
     points: Sequence[tuple[int, float]]
-    says: str
+    message: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,8 +121,8 @@ def _charts(report: Mapping[str, Any]) -> list[Chart]:
         for run in runs:
             seen = ((step["number"], step.get(key)) for step in run["steps"])
             points = [(number, value) for number, value in seen if value is not None and math.isfinite(value)]
-            says = ", ".join(filter(None, (_purpose(run), run.get("mesh"))))
-            curves.append(Curve(run["name"], styles[run["name"]], points, says))
+            message = ", ".join(filter(None, (_purpose(run), run.get("mesh"))))
+            curves.append(Curve(run["name"], styles[run["name"]], points, message))
         points = [point for curve in curves for point in curve.points]
         if points:
             steps, values = zip(*points, strict=True)

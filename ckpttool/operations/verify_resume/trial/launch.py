@@ -34,7 +34,7 @@ class Ended(Exception):
     """Raised if a run does not finish."""
 
     def __init__(self, failure: Failure, cause: CkptError | None) -> None:
-        super().__init__(failure.says)
+        super().__init__(failure.message)
         self.failure, self.cause = failure, cause
         self.raised = any(rank.error is not None for rank in failure.ranks)
 
@@ -43,7 +43,7 @@ class Launcher:
     """Runs each job on fresh processes, started from this one."""
 
     is_first = True
-    says = "fresh processes"
+    message = "fresh processes"
 
     def start(self, job: Job, name: str) -> None:
         """Run a job on as many fresh processes as its mesh has ranks, and wait for them.
@@ -89,7 +89,7 @@ class Launcher:
 class TorchrunLauncher(Launcher):
     """Runs jobs on the processes of torchrun, each of which has one."""
 
-    says = "the processes that torchrun started"
+    message = "the processes that torchrun started"
 
     def __init__(self, device: str) -> None:
         from ckpttool.operations.verify_resume.worker.setup import join_group
@@ -186,17 +186,17 @@ def _ended(job: Job, name: str, failed: Mapping[int, int]) -> Ended:
         if error["ours"]:
             cause = getattr(errors, error["type"], CkptError)(error["message"], hint=error["hint"], **error["facts"])
         where = f" ({first.where})" if first.where else ""
-        says = f"rank {first.rank} failed in {first.phase}{where}: {first.error}"
+        message = f"rank {first.rank} failed in {first.phase}{where}: {first.error}"
     elif late := [one for one in ranks if _text(job, one.rank, "stack").startswith("Timeout")]:
         # The rank that the others wait for: one in no collective, if any.
         first = min(late, key=lambda one: any(w in line for line in one.stack[:3] for w in _WAITING))
         where = f", at {first.where}" if first.where else ""
-        says = f"rank {first.rank} was still in {first.phase} after {job.limit:g} s{where}"
+        message = f"rank {first.rank} was still in {first.phase} after {job.limit:g} s{where}"
     else:
         rank, code = min(failed.items())
         how = f"by {signal.Signals(-code).name}" if code < 0 else f"with exit code {code}"
-        says = f"the process of rank {rank} ended {how} in {ranks[rank].phase}"
-    return Ended(Failure(name, f"run {name}: {says}", ranks), cause)
+        message = f"the process of rank {rank} ended {how} in {ranks[rank].phase}"
+    return Ended(Failure(name, f"run {name}: {message}", ranks), cause)
 
 
 def _stuck(job: Job, rank: int, error: Mapping[str, Any] | None) -> Stuck:

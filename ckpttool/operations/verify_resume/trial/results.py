@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, field
-from typing import Any, Literal
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, Literal
 
-SCHEMA = "ckpttool/trial/1"
+from ckpttool.errors import DIFFERS, DONE
+from ckpttool.operations.result import Result
+
 Verdict = Literal["same", "differs", "failed"]
 
 
@@ -15,7 +17,7 @@ class Finding:
     index=[0, 3], found=0.25, expected=0.5, ulp=4194304, differing=1, of=64)`. Fields that do not apply are None."""
 
     kind: str  #: kind of difference
-    says: str  #: for people
+    message: str  #: for people
     run: str = "B"  #: run it was found in
     name: str | None = None  #: dotted name
     part: str | None = None  #: part
@@ -55,7 +57,7 @@ class Run:
 
     name: str  #: `A` (uninterrupted), `B` (resumed), `control` (resumed by torch), or `1`, `2`, ... for checkpoints
     mesh: str  #: its mesh
-    world: int  #: its world size
+    world_size: int  #: its world size
     source: str | None = None  #: checkpoint it started from
     started: str = "fresh processes"  #: how its processes were started
     first_step: int = 0  #: first step
@@ -70,7 +72,7 @@ class Run:
 class Leg:
     """One stage of a checkpoint's route: `Leg("convert --to safetensors", ".../1-safetensors", "safetensors")`."""
 
-    says: str  #: what was done, for people
+    message: str  #: what was done, for people
     path: str  #: checkpoint that was written
     format: str  #: its format
     seconds: float = 0.0  #: duration
@@ -78,27 +80,27 @@ class Leg:
 
 @dataclass(slots=True)
 class Compared:
-    """One comparison: `Compared("model", "B", "A", 31, 0, "bitwise")`. If `equal` is None, `says` gives the reason."""
+    """One comparison: `Compared("model", "B", "A", 31, 0, "bitwise")`. Without a verdict, `message` says why."""
 
     what: str  #: what was compared
     run: str  #: run
     against: str  #: run it was compared with
     count: int  #: number of names or steps
     differing: int  #: number of those that differ
-    says: str = ""  #: for people
+    message: str = ""  #: for people
     equal: bool | None = True  #: whether all are equal; null if it does not count or was not possible
 
 
 @dataclass(slots=True)
 class Check:
-    """A check of the sharding of a run: `Check("local shapes", "A", 31, True, "")`. If `passed` is None, `says` gives
-    the reason."""
+    """A check of the sharding of a run: `Check("local shapes", "A", 31, True, "")`. If it was not
+    checked, `message` says why."""
 
     what: str  #: what was checked
     run: str  #: run
     count: int  #: number of tensors
     passed: bool | None  #: result; null if it was not checked
-    says: str = ""  #: for people
+    message: str = ""  #: for people
 
 
 @dataclass(slots=True)
@@ -111,7 +113,7 @@ class Drift:
     gradient_norm: float | None  #: largest difference of the gradient norm
     parameters: float | None  #: largest difference of a parameter at the end
     parameter: str | None  #: name of that parameter
-    says: str = ""  #: for people
+    message: str = ""  #: for people
 
 
 @dataclass(slots=True)
@@ -130,19 +132,21 @@ class Failure:
     """A run that did not finish."""
 
     run: str  #: run
-    says: str  #: for people
+    message: str  #: for people
     ranks: list[Stuck] = field(default_factory=list)  #: `rank`, `phase`, `where`, `stack` and `error` of each rank
 
 
-@dataclass(slots=True)
-class Report:
+@dataclass(slots=True, repr=False)
+class Report(Result):
     """The result of a trial."""
+
+    command: ClassVar[str] = "trial"
 
     recipe: str  #: path of the recipe
     rule: str  #: `bitwise` (same mesh), `control` (other mesh) or `checkpoints`
-    rule_says: str  #: what must be equal under this rule, for people
+    rule_message: str  #: what must be equal under this rule, for people
     verdict: Verdict = "same"  #: `same`, `differs` or `failed`
-    says: str = ""  #: the verdict, for people
+    message: str = ""  #: the verdict, for people
     device: str = "cpu"  #: device type
     steps_before: int = 0  #: steps before the save
     steps_after: int = 0  #: steps after the save
@@ -158,6 +162,7 @@ class Report:
     seconds: float = 0.0  #: duration
     folder: str | None = None  #: folder of `--keep`
 
-    def as_dict(self) -> dict[str, Any]:
-        """Return what `--json` prints, and the page shows. See `docs/reference/json.md`."""
-        return {"schema": SCHEMA, **asdict(self)}
+    @property
+    def exit_code(self) -> int:
+        """0 if training resumes exactly, else 1."""
+        return DONE if self.verdict == "same" else DIFFERS

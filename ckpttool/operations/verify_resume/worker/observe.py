@@ -74,8 +74,8 @@ def _number(loss: Any, path: str) -> float:
         loss = loss.item()
     if isinstance(loss, (int, float)):
         return float(loss)
-    says = f"`{path}`: `step(state, i)` returned {type(loss).__name__}, and not a loss"
-    raise UsageError(says, hint="return one number")
+    message = f"`{path}`: `step(state, i)` returned {type(loss).__name__}, and not a loss"
+    raise UsageError(message, hint="return one number")
 
 
 def gradient_norm(built: Built) -> float:
