@@ -195,6 +195,11 @@ class _Decoder:
             raise TypeError
         return [self.decode(v) for v in encoded]
 
+    def path(self, encoded: Any) -> tuple[Any, ...]:
+        path = tuple(self.all(encoded))
+        hash(path)  # TypeError for a list in place of a key
+        return path
+
     def pairs(self, encoded: Any) -> list[tuple[Any, Any]]:
         return [(self.decode(k), self.decode(v)) for k, v in encoded]
 
@@ -259,8 +264,8 @@ _READERS: dict[str, Callable[[_Decoder, Any, dict[str, Any]], Any]] = {
     "$call": lambda d, made, fields: d.object("call", made, fields),
     "$new": lambda d, made, fields: d.object("new", made, fields),
     "$function": lambda d, made, _: d.functions[_two_names(made)],
-    "$tensor": lambda d, made, _: Link(tuple(d.all(made))),
-    "$storage": lambda d, made, _: Link(tuple(d.all(made)), storage=True),
+    "$tensor": lambda d, made, _: Link(d.path(made)),
+    "$storage": lambda d, made, _: Link(d.path(made), storage=True),
 }
 _OBJECT_FIELDS = {"target", "args", "kwargs", "values", "pairs", "state"}
 _FIELDS = {"$call": _OBJECT_FIELDS, "$new": _OBJECT_FIELDS, "$OrderedDict": {"attributes"}}
