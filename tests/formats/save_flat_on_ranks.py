@@ -2,9 +2,9 @@
 
     python save_flat_on_ranks.py FOLDER WORLD      -> FOLDER/<case>/rank<R>.pt, reference.pt
 
-Each rank saves `{model, optim}`: the `LOCAL_STATE_DICT` of the model (of a device mesh, where there is none, the
-`SHARDED_STATE_DICT`) and its own `optimizer.state_dict()`. The reference is `FULL_STATE_DICT` of the same run. One
-launch goes through all cases, as starting the ranks is what costs most.
+Each rank saves `{model, optim}`: the `LOCAL_STATE_DICT` of the model (where there is none, of a device mesh and of
+`NO_SHARD`, the `SHARDED_STATE_DICT`) and its own `optimizer.state_dict()`. The reference is `FULL_STATE_DICT` of that
+run. One launch goes through all cases, as starting the ranks is what costs most.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class Block(nn.Module):
 class Net(nn.Module):
     """Blocks between an embedding and a head tied to it, and two buffers, one of them of one dimension."""
 
-    def __init__(self, tied: bool = True, dtype: torch.dtype = torch.float32) -> None:
+    def __init__(self, tied: bool = True, dtype: torch.dtype = torch.float32, rates: bool = True) -> None:
         super().__init__()
         self.scale = nn.Parameter(torch.full((7,), 1.5))
         self.embed = nn.Embedding(29, 7)
@@ -58,7 +58,8 @@ class Net(nn.Module):
         if tied:
             self.head.weight = self.embed.weight
         self.register_buffer("seen", torch.tensor(3))
-        self.register_buffer("rates", torch.arange(5.0))
+        if rates:  # on a rank with everything whole, nothing tells it from a parameter
+            self.register_buffer("rates", torch.arange(5.0))
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         """Logits."""
@@ -114,6 +115,7 @@ def by_unit(model: nn.Module) -> torch.optim.Optimizer:
 
 
 NESTED = ("layers.0.mlp", "layers.0", "layers.1.mlp", "layers.1", "layers.2")
+PLAIN = {"model": lambda: Net(rates=False)}
 HALF = {"model": lambda: Net(dtype=torch.bfloat16)}
 CASES = [
     Case("orig", True, units=NESTED),
@@ -135,6 +137,10 @@ CASES = [
     Case("flat_ignored", False, ignored=("layers.0.gate", "layers.1.up.weight", "norm.bias")),
     Case("flat_momentum", False, optimizer=momentum),
     Case("flat_mesh", False, mesh=True),
+    Case("flat_mesh_groups", False, mesh=True, optimizer=by_unit, **PLAIN),
+    Case("flat_copies", False, strategy=ShardingStrategy.NO_SHARD, **PLAIN),
+    # All that the first rank has is frozen.
+    Case("orig_mesh_frozen", True, mesh=True, frozen=("scale", "embed.", "layers."), **PLAIN),
     Case("flat_mesh_nested", False, mesh=True, units=(*NESTED[:-1], "layers.2.mlp", "layers.2")),
 ]  # fmt: skip
 # Two replicas of two shards; what `LOCAL_STATE_DICT` refuses.
@@ -142,6 +148,11 @@ HYBRID = [
     Case("orig_hybrid", True, mesh=True, strategy=ShardingStrategy.HYBRID_SHARD),
     Case("flat_hybrid", False, mesh=True, strategy=ShardingStrategy.HYBRID_SHARD),
 ]
+
+
+def by_name(case: Case) -> bool:
+    """Whether the model is saved by name, as verl does."""
+    return case.mesh or case.strategy is ShardingStrategy.NO_SHARD
 
 
 def wrapped(case: Case) -> FullyShardedDataParallel:
@@ -176,7 +187,7 @@ def run(case: Case, folder: Path) -> None:
         optimizer.zero_grad()
         functional.cross_entropy(model(tokens).flatten(0, 1), tokens.flatten()).backward()
         optimizer.step()
-    kind = StateDictType.SHARDED_STATE_DICT if case.mesh else StateDictType.LOCAL_STATE_DICT
+    kind = StateDictType.SHARDED_STATE_DICT if by_name(case) else StateDictType.LOCAL_STATE_DICT
     with FullyShardedDataParallel.state_dict_type(model, kind):
         local = model.state_dict()
     folder.mkdir(exist_ok=True)
@@ -194,7 +205,8 @@ def rank_main(rank: int, folder: Path, world: int) -> None:
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
     dist.init_process_group("gloo", store=dist.FileStore(str(folder / "store"), world), rank=rank, world_size=world)
-    for case in CASES + (HYBRID if world == 4 else []):
+    cases = CASES if world > 1 else [case for case in CASES if by_name(case)]
+    for case in cases + (HYBRID if world == 4 else []):
         run(case, folder / case.name)
     dist.destroy_process_group()
 

@@ -236,6 +236,18 @@ def test_the_files_of_all_ranks_are_one_checkpoint(ran: Callable[[int], Path], c
     assert_same(ranks.filled({"model": dict(found["model"]), "optim": found["optim"]}), clean(whole))
 
 
+@pytest.mark.parametrize("world", [1, 2, 3])
+@pytest.mark.parametrize("case", ["flat_copies", "flat_mesh_groups", "orig_mesh_frozen"])
+def test_a_raw_optimizer_is_cut_by_the_names_beside_it(ran: Callable[[int], Path], case: str, world: int) -> None:
+    """`NO_SHARD`, flat parameters in two groups, and a first rank that has no state."""
+    folder = ran(world) / case
+    whole, ranks = reference(folder), opened(folder)
+    with closing(FORMAT.open(str(folder / "rank*.pt"), NO_HINTS)) as source:
+        validate(source.catalogue)
+        found = nesting.unflatten(source.catalogue, lambda e: e if isinstance(e, Tensor) else e.value)
+    assert_same(ranks.filled(found["optim"]), clean(whole["optim"]))
+
+
 # What cannot be, or cannot be known -----------------------------------------------------------------------------------
 
 
@@ -469,7 +481,7 @@ def test_the_layers_of_a_large_model_are_found(world: int) -> None:
     parameters = llm(80)
     layers = [f"model.layers.{i}" for i in range(80)]
     began = time.process_time()
-    found = flatunits.derive(parameters, steps(parameters, ["", *layers], world), world)
+    found = flatunits.derive(parameters, [steps(parameters, ["", *layers], world)], world)
     assert time.process_time() - began < 5
     assert [[unit.name for unit in units] for units in found] == [["", *layers]]
     assert {p.name for p in found[0][0].parameters} == {p.name for p in parameters if "layers" not in p.name}
@@ -480,14 +492,14 @@ def test_embeddings_and_layers_within_layers_are_found() -> None:
     units = ["", "model.embed_tokens"]
     for i in range(3):
         units += [f"model.layers.{i}", f"model.layers.{i}.mlp"]
-    found = flatunits.derive(parameters, steps(parameters, [*units, "lm_head"], 4), 4)
+    found = flatunits.derive(parameters, [steps(parameters, [*units, "lm_head"], 4)], 4)
     assert [[unit.name for unit in answer] for answer in found] == [[*units, "lm_head"]]
 
 
 def test_units_that_fit_in_two_ways_are_both_said() -> None:
     parameters = [Parameter("a.w", (4, 2)), Parameter("b.w", (2, 4)), Parameter("c.w", (8, 1))]
-    found = flatunits.derive(parameters, [8, 4], 2)
+    found = flatunits.derive(parameters, [[8, 4]], 2)
     assert len(found) == 2
-    assert flatunits.derive(parameters, [8, 5], 2) == []
-    assert flatunits.derive(parameters, [12], 2) != []
-    assert flatunits.derive(parameters, [12, 4], 2) == []
+    assert flatunits.derive(parameters, [[8, 5]], 2) == []
+    assert flatunits.derive(parameters, [[12]], 2) != []
+    assert flatunits.derive(parameters, [[12, 4]], 2) == []

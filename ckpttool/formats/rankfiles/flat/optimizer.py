@@ -14,7 +14,7 @@ Which parameter an id stands for is told by the order of the model, by how many 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import chain, islice
 from math import prod
 from typing import Any, NamedTuple
@@ -94,6 +94,20 @@ def optimizer(
     for group in rest["param_groups"]:
         group["params"] = _names(islice(left, len(group["params"])))
     return rest | {"state": states}
+
+
+def are_alike(trees: Trees, place: Place) -> bool:
+    """Whether every rank has the same state, by checksums, as under `NO_SHARD`: one of them is enough. Pure."""
+    contents = [
+        {(id_, key): (value.shape, *_content(place(rank, value))) for id_, key, value in _tensors(tree)}
+        for rank, tree in enumerate(trees)
+    ]
+    return len(contents) > 1 and bool(contents[0]) and all(content == contents[0] for content in contents[1:])
+
+
+def _tensors(tree: Mapping[str, Any]) -> Iterator[tuple[Any, str, TensorRef]]:
+    states = ((id_, state) for id_, state in tree["state"].items() if isinstance(state, dict))
+    return ((id_, key, v) for id_, state in states for key, v in state.items() if isinstance(v, TensorRef))
 
 
 def named(trees: Trees, place: Place) -> list[Parameter]:
@@ -264,9 +278,9 @@ def _matched(slots: Sequence[Sequence[_Slot]], counted: Sequence[Counted]) -> li
 def _derived(slots: Sequence[Sequence[_Slot]], parameters: Sequence[Parameter], world: int) -> list[list[Counted]]:
     """Up to two ways to make units of the model's modules that are as large as the state of the ids."""
     groups = [group for group in slots if group]
-    if len(groups) != 1 or any(len(set(slot.held or ())) > 1 for slot in groups[0]):
+    if not groups or any(len(set(slot.held or ())) > 1 for slot in chain.from_iterable(groups)):
         return []
-    steps = [slot.held[0] if slot.held else None for slot in groups[0]]
+    steps = [[slot.held[0] if slot.held else None for slot in group] for group in groups]
     return [[*answer] for answer in units.derive(parameters, steps, world)]
 
 

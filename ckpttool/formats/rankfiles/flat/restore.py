@@ -11,6 +11,7 @@ leaves them where they are.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from itertools import chain, product
 from typing import Any
 
@@ -21,7 +22,7 @@ from ckpttool.errors import CkptError, CorruptError
 from ckpttool.formats.rankfiles.compare import CopyComparer
 from ckpttool.formats.rankfiles.flat import optimizer as flat_optimizer
 from ckpttool.formats.rankfiles.flat import parameters
-from ckpttool.formats.rankfiles.flat.pieces import Counted, Parameter, Place, Rebuilt
+from ckpttool.formats.rankfiles.flat.pieces import Counted, Parameter, Place, Rebuilt, Trees
 from ckpttool.formats.rankfiles.merge import ONE_SAVE, RankState
 from ckpttool.serialization.dtensor import Shard
 from ckpttool.serialization.torch_pickle import TensorRef
@@ -41,14 +42,20 @@ class Rebuilding:
         self._dicts = dict(_dicts(states[0]))
         self.models = [path for path, node in self._dicts.items() if parameters.is_flat([node])]
         self.optimizers = [
-            path
-            for path, node in self._dicts.items()
-            if _is_optimizer(node) and flat_optimizer.is_raw([node], beside_flat=bool(self.models))
+            path for path, node in self._dicts.items() if _is_optimizer(node) and self._is_raw(path, node)
         ]
         tensors = [tensor for _, tensors in self._beside() for tensor in tensors]
         # Where even the model has nothing of two dimensions, an optimizer without is no wonder.
         if not self.models and tensors and all(len(tensor.shape) < 2 for tensor in tensors):
             self.optimizers = []
+
+    def _is_raw(self, path: Path, node: dict[Any, Any]) -> bool:
+        beside_flat = bool(self.models)
+        if node["state"] and not flat_optimizer.is_raw([node], beside_flat=beside_flat):
+            return False
+        with suppress(KeyError, TypeError):  # a rank without; merging names it
+            return flat_optimizer.is_raw(self._nodes(path), beside_flat=beside_flat)
+        return bool(node["state"])
 
     def _beside(self) -> Iterator[tuple[Path, list[TensorRef | Shard]]]:
         """The dicts that are no part of an optimizer, with their tensors."""
@@ -74,7 +81,7 @@ class Rebuilding:
             known: Sequence[Counted] | None = None
             try:
                 known = counted or self._named(path)
-                rebuilt = flat_optimizer.optimizer(trees, self._placer(path), known, self._replica())
+                rebuilt = self._optimizer(trees, self._placer(path), known)
                 marked = replaced(rebuilt, Rebuilt, lambda tensor, _: self._mark(tensor))
             except CkptError as error:
                 sharded = any(file.shards for state in self._states for file in state.files.values())
@@ -84,6 +91,14 @@ class Rebuilding:
                 continue
             for tree in trees:
                 _replace(tree, marked)
+
+    def _optimizer(self, trees: Trees, place: Place, known: Sequence[Counted]) -> dict[str, Any]:
+        """The optimizer by one replica; where all ranks have the same, by the first, or by all if that is no whole."""
+        replica = self._replica()
+        if replica is None and flat_optimizer.are_alike(trees, place):
+            with suppress(CorruptError):
+                return flat_optimizer.optimizer(trees, place, known, [0])
+        return flat_optimizer.optimizer(trees, place, known, replica)
 
     def _blame(self, optimizer: Path, error: CkptError) -> None:
         """Say that an error is that of one optimizer, and how to go on without."""
@@ -151,8 +166,11 @@ class Rebuilding:
 
 
 def is_needed(state: RankState) -> bool:
-    """Whether a rank has flat pieces, as far as it alone can tell."""
-    return any(parameters.is_flat([n]) or (_is_optimizer(n) and flat_optimizer.is_raw([n])) for _, n in _dicts(state))
+    """Whether a rank has flat pieces, as far as it alone can tell. Without state all that it has may be frozen."""
+    nodes = [node for _, node in _dicts(state)]
+    optimizers = [node for node in nodes if _is_optimizer(node)]
+    are_raw = (not node["state"] or flat_optimizer.is_raw([node]) for node in optimizers)
+    return any(are_raw) or any(parameters.is_flat([node]) for node in nodes)
 
 
 def _replace(tree: dict[Any, Any], content: dict[Any, Any]) -> None:

@@ -11,18 +11,23 @@ modules is looked at that fits the sizes, each of which is `ceil(elements / rank
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from itertools import count
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from itertools import chain, count
 from math import prod
 
 from ckpttool.catalogue.boxes import Ints
 from ckpttool.errors import UsageError
 from ckpttool.formats.rankfiles.flat.pieces import Parameter, Unit
+from ckpttool.layout.optimizer.names_of_ids import ways
 
 _MOST_VISITS = 2_000_000
 
 Kind = tuple[tuple[str, Ints], ...]
 """What is in a module: relative names and shapes."""
+
+
+Sizes = Collection[int | None]
+"""The sizes that a unit may have; any with `None`."""
 
 
 class _Module:
@@ -62,10 +67,14 @@ class _Unfit(Exception):
 
 
 def _units(
-    root: _Module, wrapped: Mapping[Kind, bool], steps: Sequence[int | None], world: int, visits: Iterator[int]
-) -> tuple[Unit, ...]:
+    root: _Module,
+    wrapped: Mapping[Kind, bool],
+    steps: Sequence[Collection[int | None]],
+    world: int,
+    visits: Iterator[int],
+) -> list[Unit]:
     """The units under one choice of the kinds that are wrapped, which is followed through the model as far as it goes.
-    Raises _Unasked or _Unfit."""
+    `steps` are the sizes that each may have. Raises _Unasked or _Unfit."""
     units: list[Unit] = []
 
     def visit(module: _Module) -> list[Parameter]:
@@ -86,19 +95,21 @@ def _units(
             return parameters
         step = -(-sum(prod(p.shape) for p in parameters) // world)
         # A unit without anything of its own has no flat parameter: it is as if it were not wrapped.
-        if not step or steps[i] not in (None, step):
+        if not step or (step not in steps[i] and None not in steps[i]):
             raise _Unfit
         units[i] = Unit(module.name, tuple(parameters), (step,) * world)
         return []
 
     if visit(root) or len(units) != len(steps):
         raise _Unfit
-    return tuple(units)
+    return units
 
 
-def derive(parameters: Sequence[Parameter], steps: Sequence[int | None], world: int) -> list[tuple[Unit, ...]]:
-    """The units that fit ids of these sizes on each of `world` ranks: none, the one answer, or two of several. `None`
-    for the size of an id that has no state. Pure."""
+def derive(
+    parameters: Sequence[Parameter], groups: Sequence[Sequence[int | None]], world: int
+) -> list[tuple[Unit, ...]]:
+    """The units that fit ids of these sizes on each of `world` ranks, in the order of the ids: none, the one answer, or
+    two of several. The ids of each group follow the model; `None` is the size of an id that has no state. Pure."""
     root = _Module("")
     for parameter in parameters:
         root.put(parameter)
@@ -106,11 +117,18 @@ def derive(parameters: Sequence[Parameter], steps: Sequence[int | None], world: 
     answers: dict[tuple[tuple[Parameter, ...], ...], tuple[Unit, ...]] = {}
     choices: list[dict[Kind, bool]] = [{}]
     visits = count()
+    ids = [*chain.from_iterable(groups)]
+    steps = [{step} for step in ids] if len(groups) == 1 else [set(ids)] * len(ids)
+    wanted = [[None if step is None else (step,) for step in group] for group in groups]
     while choices and len(answers) < 2:
         wrapped = choices.pop()
         try:
             units = _units(root, wrapped, steps, world, visits)
-            answers.setdefault(tuple(unit.parameters for unit in units), units)
+            rows = [*chain.from_iterable(ways(wanted, [unit.held[:1] for unit in units]) or ())]
+            for end in (0, -1):
+                answer = tuple(units[row[end]] for row in rows)
+                if len(answer) == len(ids):
+                    answers.setdefault(tuple(unit.parameters for unit in answer), answer)
         except _Unasked as asked:
             choices += [{**wrapped, asked.args[0]: choice} for choice in (False, True)]
         except _Unfit:
