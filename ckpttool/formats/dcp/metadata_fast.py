@@ -166,20 +166,27 @@ class Runs:
         self._pieces: list[bytes] = []
         numbers = _Numbers()
         self._tables: dict[str, Any] = {"text": _Texts(), "int": numbers, "ints": _Tuples(numbers)}
-        self._take_out((_CHUNK,), 0, middle)
-        self._take_out((_PLACED, _NAMED), middle, len(data))
+        items = self._regular((_PLACED, _NAMED), middle, len(data))
+        # Without those of items, these would not be worth while: items may refer to their parts.
+        chunks = self._regular((_CHUNK,), 0, middle) if items is not None else None
+        if chunks is not None:
+            self._take_out(*chunks, 0, middle)
+        if items is not None:
+            self._take_out(*items, middle, len(data))
         self.data = b"".join([*self._pieces, data[self._at :]])
         self._source, self._pieces = b"", []
 
-    def _take_out(self, spellings: Sequence[Words], begin: int, end: int) -> None:
-        data = self._source
+    def _regular(self, spellings: Sequence[Words], begin: int, end: int) -> tuple[Words, tuple[bytes, ...]] | None:
+        """Return the most frequent of some spellings near the beginning, and its first references."""
         most: tuple[list[tuple[bytes, ...]], Words] = [], ()
         for spelling in spellings:
             learnt = re.compile(_pattern(spelling, repeat(b"(" + _GET + b")"), take=False), re.S)
-            most = max(most, (learnt.findall(data, begin, min(end, begin + _LOOK)), spelling), key=lambda m: len(m[0]))
-        if not most[0]:
-            return
-        (first, *_), words = most
+            found = learnt.findall(self._source, begin, min(end, begin + _LOOK))
+            most = max(most, (found, spelling), key=lambda m: len(m[0]))
+        return (most[1], most[0][0]) if most[0] else None
+
+    def _take_out(self, words: Words, first: tuple[bytes, ...], begin: int, end: int) -> None:
+        data = self._source
         gets = list(map(re.escape, first))
         runs = re.compile(b"(?:" + _pattern(words, iter(gets), take=False) + b"){2,5000}", re.S)
         rows = re.compile(_pattern(words, iter(gets), take=True), re.S).findall
