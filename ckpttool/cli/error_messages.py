@@ -34,6 +34,23 @@ from ckpttool.errors import (
 from ckpttool.text import near_names
 from ckpttool.version import schema
 
+# What other tools call the commands.
+_SYNONYMS = {
+    **dict.fromkeys(("info", "ls", "list", "tree", "summary"), "`inspect`"),
+    **dict.fromkeys(("stats", "cat", "print", "head"), "`show`"),
+    **dict.fromkeys(("compare", "cmp"), "`diff`"),
+    **dict.fromkeys(("check", "validate", "fsck"), "`verify`"),
+    "fix": "`repair`",
+    "consolidate": "`convert SRC out.pt`, which writes one file",
+    "merge": "`convert SRC out.pt`, which writes one file, or `repair --merge`, for the directories of several nodes",
+    "split": "`convert --max-shard-size` or `reshard --to-world`",
+    **dict.fromkeys(("upload", "push", "publish"), "`export SRC hf://org/name`"),
+    "download": "`convert hf://org/name DST`",
+    **dict.fromkeys(("audit", "trial", "resume"), "`verify-resume`"),
+    "version": "`ckpttool --version`",
+    "help": "`ckpttool --help`",
+}
+
 
 def exit_code_of(command: click.Command, words: list[str]) -> int:
     """Run `command` with the `words` of the command line, report what goes wrong and return the exit code."""
@@ -111,6 +128,8 @@ class Report:
     def stopped(self, stop: KeyboardInterrupt) -> int:
         """Report a signal. Return the exit code."""
         kind, exit_code = ("terminated", TERMINATED) if isinstance(stop, Terminated) else ("interrupted", INTERRUPTED)
+        if err().is_terminal and not self._json:
+            err().write("\n")  # behind the `^C` that the terminal shows
         kept = getattr(stop, "kept", False)
         hint = "run the same command again to continue from what has been copied" if kept else None
         return self._print("", kind, f"{kind}, nothing was written", hint, exit_code, {})
@@ -156,6 +175,7 @@ def _translate(error: click.UsageError) -> UsageError:
         group = error.ctx.command
         near = near_names(error.command_name, group.list_commands(error.ctx) if isinstance(group, click.Group) else [])
         message = f"there is no command `{error.command_name}`"
-        hint = f"did you mean `{near[0]}`?" if near else f"`{command} --help` lists the commands"
+        meant = _SYNONYMS.get(error.command_name) or (f"`{near[0]}`" if near else None)
+        hint = f"did you mean {meant}?" if meant else f"`{command} --help` lists the commands"
     message = re.sub(r"(?:^|(?<=: ))[A-Z](?=[a-z])", lambda first: first[0].lower(), message)
     return UsageError(message.rstrip("."), hint=hint)

@@ -71,9 +71,11 @@ def _print_audit(terminal: Terminal, result: Audit, verbose: bool) -> None:
     terminal.facts((title, text) for title, text in facts if text is not None)
     terminal.write("\n")
     rows: list[tuple[TextLike, ...]] = []
+    can_resume = {check.what for check in result.checks if check.state in ("ok", "note")}
     for part in result.parts:
         numbers = (f"{part.tensors:,}", f"{part.objects:,}", size(part.payload_bytes) if part.tensors else "")
-        rows.append((bold(part.part), *(("present", *numbers) if part.present else (Styled("missing", "yellow"),))))
+        absent = dim("none") if part.part in can_resume else Styled("missing", "yellow")
+        rows.append((bold(part.part), *(("present", *numbers) if part.present else (absent,))))
     terminal.table(rows, ("part", "", "tensors", "objects", "bytes"), right=(2, 3, 4))
     for optimizer in result.optimizers:
         hyperparameters(terminal, optimizer)

@@ -24,6 +24,10 @@ def named(name: str) -> Format:
         if name in (row.name, row.target):
             return row
     names = [row.target for row in FORMATS]
+    if name.lower() in ("hf", "huggingface", "transformers", "vllm"):
+        raise UsageError(
+            f"there is no format `{name}`", hint="`ckpttool export` writes a model for transformers and vLLM"
+        )
     meant_by_suffix = next((row.target for row in FORMATS if f".{name.lstrip('.')}" in row.suffixes), name)
     hint = meant(meant_by_suffix, names, f"the formats are {', '.join(f'`{n}`' for n in names)}")
     raise UsageError(f"there is no format `{name}`", hint=hint)

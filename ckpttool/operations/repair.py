@@ -17,6 +17,7 @@ import re
 import time
 from collections import defaultdict
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from operator import eq
 from typing import ClassVar
@@ -80,8 +81,8 @@ def repair(
     """Write a repaired checkpoint to `dst` from the directory `src` and those of `merge`.
 
     `like` is another step of the same run, for a DCP directory that has lost its index. With `dry_run` everything is
-    read and nothing is written. Raises UsageError if there is nothing to repair, and CorruptError if the result would
-    not be whole; then there is nothing at `dst`.
+    read and nothing is written. If there is nothing to repair, nothing is written, and `done` of the result is empty.
+    Raises CorruptError if the result would not be whole; then there is nothing at `dst`.
     """
     began = time.monotonic()
     sources = [os.fspath(path) for path in (src, *merge)]
@@ -97,19 +98,27 @@ def repair(
     if dry_run:
         _note_obstacles(result, overwrite, originals)
         folder = Location(result.destination, _Planned(result.destination.rstrip("/"), originals))
-        _repair(folder, result, before, threads, progress)
+        with suppress(_Whole):
+            _repair(folder, result, before, threads, progress)
     else:
-        with local_path(result.destination).stage(overwrite=overwrite, is_file=False, notes=result.notes) as stage:
+        with (
+            suppress(_Whole),
+            local_path(result.destination).stage(overwrite=overwrite, is_file=False, notes=result.notes) as stage,
+        ):
             _copy(originals, stage.path, result, threads, progress)
             _repair(local_path(stage.path), result, before, threads)
     result.seconds = time.monotonic() - began
     return result
 
 
+class _Whole(Exception):
+    """Raised when the source is whole, so that nothing is written."""
+
+
 def _repair(
     folder: Location, result: Repaired, before: files.Fingerprint, threads: int | None, progress: Progress | None = None
 ) -> None:
-    """Repair a directory that has all files. Raises UsageError if it was whole, CorruptError if it is still damaged."""
+    """Repair a directory that has all files. Raises _Whole if it was whole, CorruptError if it is still damaged."""
     _merge_indexes(folder, result)
     report = verify(folder, threads=threads, progress=progress)
     strays = [f.file for f in report.findings if f.kind in ("stale", "remains") and f.file is not None]
@@ -120,9 +129,6 @@ def _repair(
         result.done.append(f"left out what nothing mentions: {some(strays)}")
         report = verify(folder, threads=threads)
     files.check_unchanged(before)
-    if not result.done:
-        text = f"`{result.source}`: there is nothing to repair" + ("" if report.whole else " without guessing")
-        raise UsageError(text, hint=f"`ckpttool verify {result.source}` says what is wrong, if anything")
     if not report.whole:
         first, count = report.findings[0], report.counts["damage"]
         more = f", and {count - 1} more" if count > 1 else ""
@@ -135,6 +141,8 @@ def _repair(
         report.unchecked_bytes,
     )
     result.notes += [f.message for f in report.findings if f.gravity == "suspect"]
+    if not result.done:
+        raise _Whole
     names = folder.below()
     result.files = [FileSize(name, (folder / name).size()) for name in names]
     result.file_bytes = sum(file.bytes for file in result.files)

@@ -422,7 +422,7 @@ def _check_losses(planned: Catalogue, target: Format, src: str, dst: str) -> Non
     keep = "a directory as DST" if target.is_file(dst) and target.splits else others
     raise LossError(
         f"`{src}` cannot be written as {target.target} at `{dst}`: {len(lost)} would be lost ({names}): {whys}",
-        hint=f"{keep} keeps them; `--only model` writes the model alone, `--drop` and `--exclude` leave something out",
+        hint=f"`--only model` writes the model alone; {keep} keeps everything; `--drop`, `--exclude` skip entries",
         lost=[loss.name for loss in lost],
     )
 

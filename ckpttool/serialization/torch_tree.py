@@ -19,7 +19,7 @@ from ckpttool.errors import CorruptError, LossError
 from ckpttool.serialization.dtensor import Shard, holds_sharded
 from ckpttool.serialization.torch_module import Dropped, is_module, replace_modules
 from ckpttool.serialization.torch_pickle import NewTensor, StorageRef, TensorRef
-from ckpttool.text import some
+from ckpttool.text import plural, some
 
 Place = Callable[[TensorRef], Extent]
 _META_TENSOR = "torch._utils._rebuild_meta_tensor_no_storage"
@@ -106,16 +106,19 @@ def storage_warnings(storages: list[tuple[str, int, int]], used: dict[int, set[S
             shared.append((name, twice))
     warnings = []
     if larger:
-        text = f"{len(larger)} storages are larger than the tensors that use them, by {_total(larger)}"
+        count = plural(len(larger), "storage")
+        text = (
+            f"{count} {'is' if len(larger) == 1 else 'are'} larger than the tensors that use them, by {_total(larger)}"
+        )
         warnings.append(Warning("unused-storage", text))
     if shared:
         text = (
-            f"tensors overlap in {len(shared)} storages without being the same; each is written by itself, "
+            f"tensors overlap in {plural(len(shared), 'storage')} without being the same; each is written by itself, "
             f"{_total(shared, ' more than here')}"
         )
         warnings.append(Warning("overlapping-storage", text))
     if unused:
-        text = f"{len(unused)} storages of {_total(unused, ' belong to no tensor')}"
+        text = f"{plural(len(unused), 'storage')} of {_total(unused, ' not used by any tensor')}"
         warnings.append(Warning("unused-storage", text))
     return warnings
 

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import errno
+import os
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 from ckpttool.errors import CkptError, ReadError, StorageError
+
+_REPOSITORY = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")  # org/name
 
 
 def from_os_error(error: OSError, path: str, doing: str) -> CkptError:
@@ -16,7 +20,10 @@ def from_os_error(error: OSError, path: str, doing: str) -> CkptError:
         return StorageError(f"`{path}`: {reason}", hint="free some space, or write somewhere else", file=path)
     if doing == "write" or error.errno == errno.EIO:
         return StorageError(f"`{path}`: cannot {doing}: {reason}", file=path)
-    return ReadError(f"`{path}`: cannot read: {reason}", file=path)
+    hint = None
+    if error.errno == errno.ENOENT and _REPOSITORY.fullmatch(path) and not os.path.exists(path.partition("/")[0]):
+        hint = f"if it is a repository of the Hub, write `hf://{path}`"
+    return ReadError(f"`{path}`: cannot read: {reason}", hint=hint, file=path)
 
 
 @contextmanager

@@ -103,6 +103,34 @@ def test_every_usage_error_has_a_hint(words: list[str]) -> None:
     assert re.match(r"hint: `ckpttool.* --help` shows", hint)
 
 
+@pytest.mark.parametrize(
+    ("word", "meant"),
+    [
+        ("info", "`inspect`"),
+        ("ls", "`inspect`"),
+        ("stats", "`show`"),
+        ("compare", "`diff`"),
+        ("merge", "`convert SRC out.pt`"),
+        ("consolidate", "`convert SRC out.pt`"),
+        ("version", "`ckpttool --version`"),
+        ("inspct", "`inspect`"),
+    ],
+)
+def test_the_command_that_was_meant(word: str, meant: str) -> None:
+    """By what other tools call it, else by its spelling."""
+    result = run(word, "x")
+    assert result.exit_code == 2 and f"hint: did you mean {meant}" in result.stderr
+
+
+def test_what_is_on_the_hub_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    result = run("inspect", "meta-llama/Llama-3.1-8B")
+    assert result.exit_code == 3 and "write `hf://meta-llama/Llama-3.1-8B`" in result.stderr
+    assert "`ckpttool export`" in run("convert", FULL, "out", "--to", "hf").stderr
+    (tmp_path / "run7").mkdir()
+    assert "hf://" not in run("inspect", "run7/step-1000").stderr
+
+
 def test_no_words_at_all_is_the_help() -> None:
     result = run()
     assert (result.exit_code, result.stdout) == (2, "")

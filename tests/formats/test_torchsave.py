@@ -275,7 +275,7 @@ def test_facts(name: str, facts: dict[str, Any]) -> None:
         ("torch/layouts", "overlap in 3 storages"),
         ("torch/module", "`lost_package.models.TinyNet` as a whole object"),
         ("torch/module", "non-persistent buffers left out: `scratch`"),
-        ("torch/module", "storages of 12 bytes belong to no tensor: `data/1`"),
+        ("torch/module", "1 storage of 12 bytes not used by any tensor: `data/1`"),
         ("torch/meta", "2 tensors are on the meta device"),
         ("torch/wrappers", "2 tensors of class `lost_package.models.Scaled` are taken as plain tensors"),
         ("torch/wrappers", "`parameter_with_attributes (sequence_parallel, names_of)`"),

@@ -156,7 +156,14 @@ def refused(error: type[CkptError], match: str, src: Path, **flags: Any) -> None
 
 
 def test_nothing_to_repair(tmp_path: Path) -> None:
-    refused(UsageError, "nothing to repair", copied("dcp/fsdp2_w4", tmp_path / "src"))
+    """A whole checkpoint is no error, and nothing is written."""
+    src = copied("dcp/fsdp2_w4", tmp_path / "src")
+    for dry_run in (True, False):
+        result = repair(src, tmp_path / "out", dry_run=dry_run)
+        assert (result.done, result.files, result.exit_code) == ([], [], 0) and result.records
+        assert os.listdir(tmp_path) == ["src"]
+    shown = run("repair", src, tmp_path / "out")
+    assert (shown.exit_code, os.listdir(tmp_path)) == (0, ["src"]) and "nothing to repair" in shown.stdout
     with pytest.raises(UsageError, match="one file"):
         repair(CHECKPOINTS / "torch/full" / "ckpt.pt", tmp_path / "out")
     with pytest.raises(ReadError):
@@ -272,7 +279,9 @@ def test_a_dry_run_refuses_what_the_run_refuses(tmp_path: Path, monkeypatch: pyt
     lost = copied("dcp/fsdp2_w2", tmp_path / "lost")
     (lost / ".metadata").unlink()
     refused: list[tuple[Path, dict[str, Any], type[CkptError]]] = [
-        (src, {}, CorruptError), (whole, {}, UsageError), (lost, {}, ReadError),
+        (src, {}, CorruptError),
+        (whole, {"like": CHECKPOINTS / "dcp/fsdp2_w4" / "ckpt"}, UsageError),
+        (lost, {}, ReadError),
         (lost, {"like": CHECKPOINTS / "dcp/fsdp2_w4" / "ckpt"}, CorruptError),
     ]  # fmt: skip
     for path, options, error in refused:

@@ -76,9 +76,13 @@ def compare_ends(
 ) -> None:
     """Compare the states after the last step: a row, and findings, of steps that were not the `same` only a few."""
     findings = diagnose(before, after, None, run)
-    for finding in findings if same else findings[:_MOST_OF_END]:
+    listed = findings if same else findings[:_MOST_OF_END]
+    for finding in listed:
         finding.message = f"at the end, {finding.message}"
         report.findings.append(finding)
+    if len(listed) < len(findings):
+        more = f"the first {len(listed)} of {len(findings)} differences after the last step are listed"
+        report.notes.append(f"run {run}: {more}; they follow from the earlier ones (`--keep FOLDER` keeps the states)")
     count = len(before.tensors.keys() | after.tensors.keys()) + len(before.objects.keys() | after.objects.keys())
     message = "the whole state, bitwise"
     report.compared.append(Compared("end", run, against, count, len(findings), message, equal=not findings))
