@@ -40,7 +40,7 @@ def repair(as_json: bool, quiet: bool, **arguments: Any) -> None:
         if as_json:
             terminal.json(result.as_dict())
         elif not quiet and not result.done:
-            terminal.line(bold(result.source), " is whole: nothing to repair, nothing written")
+            terminal.line(result.message)
             terminal.facts([("checked", f"{plural(result.records, 'checksum')} over {size(result.checked_bytes)}")])
         elif not quiet:
             terminal.line("would write " if result.dry_run else "wrote ", bold(result.destination))

@@ -62,6 +62,19 @@ class Repaired(Written):
     exit_code: int = DONE  #: with `--dry-run`, the exit code of the real run
 
     @property
+    def verdict(self) -> str:
+        """`written`, `planned` or `refused`; `whole` if there was nothing to repair and nothing was written."""
+        # A dataclass with slots is another class than the one that `super()` knows.
+        return super(Repaired, self).verdict if self.done or self.exit_code else "whole"
+
+    @property
+    def message(self) -> str:
+        """What was written, or would be, or why it would not; or that nothing was to be repaired."""
+        if self.verdict == "whole":
+            return f"{self.source} is whole: nothing to repair, nothing written"
+        return super(Repaired, self).message
+
+    @property
     def contents(self) -> str:
         """What is in it: `8 files, 4.12 GB; merged 2 directories`."""
         return "; ".join((f"{plural(len(self.files), 'file')}, {size(self.file_bytes)}", *self.done))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import subprocess
 import sys
@@ -17,6 +18,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from same import assert_same, raw_bytes
+from support.cli import run as run_command
 from support.paths import CHECKPOINTS, samples_of
 from support.simulated_ranks import chunked, cut, mesh, save
 from support.upstream_samples import path_of, reference
@@ -383,6 +385,29 @@ def test_two_saves_in_one_directory(tmp_path: Path) -> None:
         read(f"{tmp_path}/run/*.pt")
 
 
+@pytest.mark.parametrize("command", ["inspect", "verify", "convert"])
+def test_families_of_rank_files_are_told_with_what_they_hold(command: str, tmp_path: Path) -> None:
+    def sharded(rank: int) -> Any:
+        return {"model": {"w": cut(WHOLE, mesh(2), Shard(0))}, "optim": {"state": {}, "param_groups": []}, "step": 3}
+
+    def local(rank: int) -> Any:
+        return {"state": {0: {"exp_avg": torch.ones(2)}}, "param_groups": [{"lr": 0.1, "params": [0]}]}
+
+    folder = save(tmp_path / "run", 2, sharded, "sharded_rank{rank}.pt")
+    save(folder, 2, local, "local_optim_rank{rank}.pt")
+    save(folder, 2, lambda rank: {"rng": torch.get_rng_state(), "epoch": 1}, "extra_rank{rank}.pt")
+    words = [command, str(folder), *([str(tmp_path / "out.pt")] if command == "convert" else [])]
+    result = run_command(*words)
+    assert result.exit_code == 3 and not (tmp_path / "out.pt").exists()
+    holds = {"sharded": "model, optim, step", "local_optim": "optimizer", "extra": "rng, epoch"}
+    for name, held in holds.items():
+        assert f"`{name}_rank*.pt` ({held})" in result.stderr
+    commands = re.findall(r"`ckpttool inspect '([^']*)'`", result.stderr)
+    assert {pattern.rpartition("/")[2] for pattern in commands} == {f"{name}_rank*.pt" for name in holds}
+    for pattern in commands:
+        assert run_command("inspect", pattern).exit_code == 0
+
+
 @pytest.mark.parametrize("whole", ["both", "one"])
 def test_whole_states_are_no_parts(whole: str, tmp_path: Path) -> None:
     def state(rank: int) -> Any:
@@ -390,13 +415,10 @@ def test_whole_states_are_no_parts(whole: str, tmp_path: Path) -> None:
 
     folder = save(tmp_path / "run", 2, state)
     save(folder, 2, state if whole == "both" else lambda rank: {"w": WHOLE}, "full_rank{rank}.pt")
-    with pytest.raises(
-        ReadError, match=r"full_rank\*\.pt.*checkpoints of their own|rank\*\.pt.*of their own"
-    ) as caught:
+    with pytest.raises(ReadError, match=r"each a checkpoint: .*`rank\*\.pt` \(model, optim\)") as caught:
         read(folder)
-    assert f"`'{folder}/full_rank*.pt'`" in str(caught.value.hint) and f"`'{folder}/rank*.pt'`" in str(
-        caught.value.hint
-    )
+    for pattern in ("full_rank*.pt", "rank*.pt"):
+        assert f"`ckpttool inspect '{folder}/{pattern}'`" in str(caught.value.hint)
     assert read(f"{folder}/rank*.pt").entries and read(f"{folder}/full_rank*.pt").entries
 
 

@@ -37,6 +37,7 @@ _COUNTERS = {
     "optimizer": re.compile(r"(.*\.)?(step|lr|initial_lr)"),
 }
 _MINOR = ("scheduler", "rng", "dataloader", "scaler", "progress")
+_SHOWN = 6  # sets of rank files, and keys of one, in a message
 _STRUCT_CODES = {"float32": "<f", "float64": "<d", "int64": "<q", "int32": "<i"}
 
 
@@ -152,12 +153,23 @@ def check_parts(patterns: Mapping[str, str], loaded: Mapping[Path, RankFile]) ->
             whole.append(patterns[str(part)])
         elif kinds & {"model", "optimizer"} and parts.kind_of_key(part) not in _MINOR:
             weights.append(patterns[str(part)])
-    sets = [*whole, *weights]
-    if whole and len(sets) > 1:
-        names = some([pattern.rpartition("/")[2] for pattern in sets], 6)
-        why = "files of the first hold model and optimizer, so they are no part of one"
-        choices = " or ".join([f"`'{pattern}'`" for pattern in sets[:4]])
-        raise ReadError(f"{names} are checkpoints of their own: {why}", hint=f"name one: {choices}", found=sets)
+    if whole and len(whole) + len(weights) > 1:
+        held = {patterns[str(part)]: _holds(file.tree) for (part, *_), file in loaded.items()}
+        ordered = {pattern: held[pattern] for pattern in dict.fromkeys([*whole, *weights, *held])}
+        sets = [f"`{pattern.rpartition('/')[2]}` ({content})" for pattern, content in ordered.items()]
+        names = ", ".join(sets[:_SHOWN]) + (f" and {len(sets) - _SHOWN} more" if len(sets) > _SHOWN else "")
+        commands = " or ".join([f"`ckpttool inspect '{pattern}'`" for pattern in [*ordered][:_SHOWN]])
+        hint = f"name one, here and in other commands: {commands}"
+        raise ReadError(f"several sets of rank files, each a checkpoint: {names}", hint=hint, found=[*ordered])
+
+
+def _holds(tree: Any) -> str:
+    """Return what a file has, for a message: `model, optim, step`."""
+    if not isinstance(tree, dict):
+        return "one value"
+    if {"state", "param_groups"} <= tree.keys():
+        return "optimizer"
+    return ", ".join(map(str, tree)) if len(tree) <= _SHOWN else f"{len(tree):,} entries"
 
 
 def _kinds_in(tree: Any) -> set[str]:
