@@ -254,21 +254,44 @@ def _tree(terminal: Terminal, part: Part, lines: list[Line]) -> None:
 def _tensors(terminal: Terminal, tensors: Sequence[Tensor], catalogue: Catalogue) -> None:
     from ckpttool.operations.inspect.sharding import Placements, shards
 
-    nbytes = size(sum(tensor.nbytes for tensor in tensors))
-    terminal.heading("tensors", f"{len(tensors):,} of {sum(1 for _ in catalogue.tensors):,}, {nbytes}")
     placements = Placements(catalogue)
-    rows: list[tuple[TextLike, ...]] = []
+    rows: Rows = []
+    lines: list[list[str]] = []
     for tensor in tensors:
-        lines = [_shard(one, tensor) for one in shards(tensor, catalogue, folded=not terminal.verbose)]
-        only, placement = lines.pop() if len(lines) == 1 else "", placements.of(tensor)
+        placement = placements.of(tensor)
         told = "" if placement is None else str(placement)
-        rows.append((bold(tensor.name), tensor.dtype.name, str(list(tensor.shape)), size(tensor.nbytes), told, only))
-        rows += [(f"  {line}",) for line in lines]
-    headers = ("", "dtype", "shape", "bytes", "placement", "shard")
-    kept = [i for i in range(len(headers)) if i < 4 or any(row[i] for row in rows if len(row) > i)]
-    table = [[row[i] for i in kept if i < len(row)] for row in rows]
-    titles = [headers[i] for i in kept]
-    terminal.table(table, titles, right=(3,), wrap=(0, *range(4, len(kept))))
+        rows.append([bold(tensor.name), tensor.dtype.name, str(list(tensor.shape)), size(tensor.nbytes), told])
+        lines.append([_shard(one, tensor) for one in shards(tensor, catalogue, folded=not terminal.verbose)])
+    headers = ["", "dtype", "shape", "bytes", "placement"]
+    nbytes = size(sum(tensor.nbytes for tensor in tensors))
+    aside = f"{len(tensors):,} of {sum(1 for _ in catalogue.tensors):,}, {nbytes}"
+    for title in ("dtype", "placement"):
+        i = headers.index(title)
+        if len(values := {str(row[i]) for row in rows}) == 1:
+            # What all have is said once.
+            headers.pop(i)
+            aside += f", {shared}" if (shared := values.pop()) else ""
+            for row in rows:
+                row.pop(i)
+    terminal.heading("tensors", aside)
+    only = max((len(shards[0]) for shards in lines if len(shards) == 1), default=0)
+    beside = only and (terminal.width is None or _width(rows, headers) + only + 4 <= terminal.width)
+    if beside:
+        headers.append("shard")
+    table: Rows = []
+    for row, told_shards in zip(rows, lines, strict=True):
+        is_beside = beside and len(told_shards) == 1
+        table.append([*row, *told_shards] if is_beside else row)
+        table += [[f"  {shard}"] for shard in ([] if is_beside else told_shards)]
+    drop = [headers.index(title) for title in ("placement", "dtype", "bytes") if title in headers]
+    terminal.table(table, headers, right=(headers.index("bytes"),), wrap=(0, len(headers) - 1), drop=drop)
+
+
+def _width(rows: Rows, headers: Sequence[str]) -> int:
+    columns = zip(
+        headers, *([cell.text if isinstance(cell, Styled) else cell for cell in row] for row in rows), strict=True
+    )
+    return sum(2 + max(map(len, column)) for column in columns)
 
 
 def _shard(shards: Shards, tensor: Tensor) -> str:
@@ -315,5 +338,5 @@ def hyperparameters(terminal: Terminal, optimizer: Optimizer) -> None:
     terminal.table(rows, ("", *table.titles[: len(columns)]), wrap=range(len(columns) + 1))
     terminal.more(len(table.columns) - len(columns))
     if defaults:
-        values = ", ".join(f"{name} {table.columns[0].values[name]}" for name in defaults)
+        values = ", ".join(f"{name}={table.columns[0].values[name]}" for name in defaults)
         terminal.paragraph(f"defaults: {values}")

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 
 _STYLES = {"bold": "bold", "dim": "dim", "red": "bold red", "green": "green", "yellow": "yellow"}  # as rich calls them
 _GAP = 2
+_LEAST = 20  # columns of a clipped text, before others become narrower
 _SPACE = "\0"  # for a leading space, which tabulate would remove; `safe` escapes it in the text itself
 
 
@@ -164,9 +165,9 @@ class Terminal:
     ) -> None:
         """Write a table, of at most `limit` rows unless this terminal is verbose, and how many more there are.
 
-        Columns `right` are aligned to the right. To fit a terminal, the widest of the columns `wrap` and `clip` become
-        narrower: text in `wrap` is continued on the next line, text in `clip` ends with `…`. Before that the columns
-        `drop` are left out one after the other, as far as needed.
+        Columns `right` are aligned to the right. To fit a terminal, the columns `drop` are left out one after another,
+        as far as needed; then the columns `clip` become narrower, whose text ends with `…`; then the widest of the
+        columns `wrap`, whose text is continued on the next line.
         """
         lines = [list(row) for row in rows]
         if not lines:
@@ -226,12 +227,15 @@ class Terminal:
         for i in drop:
             if sum(widths.values()) + _GAP * len(widths) > width:
                 del widths[i]
+        narrowed = [i for i in widths if i in clip]
+        room = width - sum(widths[i] for i in widths if i not in clip) - _GAP * len(widths)
         for i in widths:
             table.add_column(
                 headers[i] if i < len(headers) else "",
                 justify="right" if i in right else "left",
                 no_wrap=i not in wrap | clip,
                 overflow="fold" if i in wrap else "ellipsis",
+                max_width=max(room // len(narrowed), _LEAST) if i in clip else None,
             )
         for row in rows:
             cells = ((i, _as_styled(row[i])) for i in widths)

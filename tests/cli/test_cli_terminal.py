@@ -103,6 +103,23 @@ def test_a_narrow_terminal_shows_names_before_other_columns(tmp_path: Path) -> N
     assert "elements" in wide and "dtype" in wide
 
 
+def test_values_are_cut_before_names_are_broken(tmp_path: Path) -> None:
+    name = f"trainer.{'log_history' * 3}.learning_rate"
+    torch.save({"w": torch.ones(2), name: "v" * 100, "other": 1}, tmp_path / "a.pt")
+    text = on_terminal(80, "inspect", str(tmp_path / "a.pt"), NO_COLOR="1")
+    assert name in text and "v" * 10 in text and "…" in text
+    table = [line for line in text.splitlines() if name in line]
+    assert max(map(len, table)) <= 80
+
+
+def test_a_list_of_tensors_has_whole_names_on_a_narrow_terminal(tmp_path: Path) -> None:
+    names = [f"model.layers.{i}.post_attention_layernorm.weight_of_something" for i in range(3)]
+    torch.save({name: torch.ones(1000, 100, dtype=torch.bfloat16) for name in names}, tmp_path / "a.pt")
+    text = on_terminal(80, "inspect", str(tmp_path / "a.pt"), "--tensors", "*", NO_COLOR="1")
+    assert all(name in text for name in names)
+    assert "tensors  3 of 3, 600 kB, bfloat16" in text
+
+
 def test_a_pipe_gets_everything_and_no_colours() -> None:
     text = run("inspect", FULL).stdout
     assert "\x1b" not in text

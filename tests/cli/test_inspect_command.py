@@ -71,7 +71,7 @@ def test_defaults_are_one_line_and_internal_fields_one_number(tmp_path: Path) ->
     assert [row.split()[0] for row in rows[1:]] == ["parameters", "lr", "betas", "weight_decay", "initial_lr"]
     defaults = {**torch.optim.AdamW([nn.Parameter(torch.ones(1))]).defaults}
     folded = [item for item in defaults.items() if item[0] not in ("lr", "betas", "weight_decay")]
-    assert last == "  defaults: " + ", ".join(f"{name} {value}" for name, value in folded)
+    assert last == "  defaults: " + ", ".join(f"{name}={value}" for name, value in folded)
     objects = section(text, "objects")
     internal = [key for key in torch.optim.lr_scheduler.StepLR(optimizer, 5).state_dict() if key.startswith("_")]
     assert objects[-1] == f"  {len(internal) - 1} internal fields of the scheduler, shown by -v"
