@@ -131,7 +131,7 @@ def check(data: bytes) -> int | None:
 
 
 def guarded(data: bytes, seen: Callable[[float], None] = lambda share: None) -> list[memoryview] | None:
-    """The pickle at the beginning of a large `data`, in pieces, so that each tuple in it that may hold another is first
+    """The large pickle `data`, in pieces, so that each tuple in it that may hold another is first
     a persistent id; without its frames. None for one that is better checked as a whole. `seen` is told the share that
     has been looked through."""
     if len(data) < _GUARDED or not pickle_limits.is_light(data):
@@ -147,7 +147,7 @@ def guarded(data: bytes, seen: Callable[[float], None] = lambda share: None) -> 
             seen(at / len(data))
             opcode = data[at]
             if opcode == _STOP:
-                return [*pieces, whole[begin : at + 1]]
+                return [*pieces, whole[begin : at + 1]] if at + 1 == len(data) else None
             if opcode in _UNGUARDED:
                 return None
             if opcode in _TUPLES:

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import re
 import struct
+from bisect import bisect_right
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -41,6 +42,8 @@ _WINDOW = 1 << 20
 _MAX_WORD = 16  # bytes of `byteorder`
 _ENCRYPTED = 0x2041  # bits of the flags: the record, strongly, or its header
 _CLIMBING = re.compile(r"/|(.*/)?\.\.(/|$)", re.DOTALL).match
+_LARGEST_DESCRIPTOR = 24  # bytes
+_BY_HAND = "the file was put together by hand; other readers see something else in it"
 _GAP = 1 << 16  # bytes between two records: a descriptor, and a field that `zip` adds to local headers only
 
 
@@ -54,7 +57,7 @@ class Archive:
     root: str
     records: dict[str, Record]
     read: Read
-    end: int  # of the payloads, absolute: where the directory begins
+    starts: list[int]  # of the records and, last, of the directory, in order and absolute
     swapped: bool = False
     located: dict[str, Record] = field(default_factory=dict)  # the payloads that somebody has asked for
 
@@ -65,6 +68,17 @@ class Archive:
                 raise CorruptError(f"{self.name}: has no record `{record}`", hint="the file is incomplete")
             self.located[record] = _locate(self, record, self.records[record])
         return self.located[record]
+
+    @property
+    def end(self) -> int:
+        """Where the payloads end."""
+        return self.starts[-1]
+
+    def check_remarks(self) -> None:
+        """Locate the records that are no storages, a few that nobody may ask for. Raises CorruptError as `payload`."""
+        for name, record in self.records.items():
+            if not name.startswith("data/") and record.nbytes >= 0:
+                self.payload(name)
 
     @property
     def torch_versions(self) -> str:
@@ -143,13 +157,13 @@ def open_archive(read: Read, base: int, length: int, *, name: str, file: int = 0
     if size > MAX_DIRECTORY:
         raise _not_an_archive(name, f"its directory has {size} bytes, more than {MAX_DIRECTORY}")
     directory = tail[at - tail_at : at - tail_at + size] if at >= tail_at else read(base + at, size)
-    records, root = _read_directory(directory, count, name, base, file, at)
-    return Archive(name, file, base, root, records, read, base + at)
+    records, root, starts = _read_directory(directory, count, name, base, file, at)
+    return Archive(name, file, base, root, records, read, [base + start for start in (*starts, at)])
 
 
 def _read_directory(
     directory: bytes, count: int, name: str, base: int, file: int, limit: int
-) -> tuple[dict[str, Record], str]:
+) -> tuple[dict[str, Record], str, list[int]]:
     records: dict[str, Record] = {}
     root: str | None = None
     taken: list[tuple[int, int]] = []
@@ -167,6 +181,8 @@ def _read_directory(
         record = name_bytes.decode("utf-8", "replace")
         extra = directory[at + name_len : at + name_len + extra_len]
         at += name_len + extra_len + comment_len
+        if extra and _kinds(extra).count(1) > 1:
+            raise CorruptError(f"{name}: record `{record:.80}` has two zip64 fields", hint=_BY_HAND)
         if 0xFFFFFFFF in (packed, nbytes, offset):
             packed, nbytes, offset = _zip64(extra, packed, nbytes, offset, name)
         top, _, short = record.partition("/")
@@ -189,15 +205,16 @@ def _read_directory(
         records[short] = Record(file, base + offset, nbytes if method == 0 else -1, crc)
     if at != len(directory):
         raise _not_an_archive(name, f"its directory has more than the {count} records that it says")
+    taken.sort()
     _check_apart(taken, limit, name)
     _check_one(records, strays, name)
-    return records, root or ""
+    return records, root or "", [start for start, _ in taken]
 
 
 def _check_apart(taken: list[tuple[int, int]], limit: int, name: str) -> None:
     """Records lie one behind the other, from the first byte on: what reads from the front finds the same ones."""
     before = 0
-    for start, end in sorted(taken):
+    for start, end in taken:
         if start < before:
             raise CorruptError(f"{name}: two of its records overlap at byte {start}", found=start, expected=before)
         if start - before > (_GAP if before else 0):
@@ -215,6 +232,17 @@ def _check_one(records: dict[str, Record], strays: list[str], name: str) -> None
     for short in records:
         if lowered.setdefault(short.lower(), short) != short:
             raise CorruptError(f"{name}: two records are called `{short}`, but for capitals", found=short)
+
+
+def _kinds(extra: bytes) -> list[int]:
+    """The kinds of the fields of a header."""
+    kinds: list[int] = []
+    at = 0
+    while at + 4 <= len(extra):
+        kind, size = struct.unpack_from("<HH", extra, at)
+        kinds.append(kind)
+        at += 4 + size
+    return kinds
 
 
 def _zip64(extra: bytes, packed: int, nbytes: int, offset: int, name: str) -> tuple[int, int, int]:
@@ -242,16 +270,25 @@ def _locate(archive: Archive, record: str, listed: Record) -> Record:
     head = archive.read(listed.offset, min(LOCAL.size + len(full), archive.end - listed.offset))
     if len(head) < LOCAL.size:
         raise CorruptError(f"{archive.name}: record `{record}` has no local header at {listed.offset}")
-    signature, _, _, method, _, _, crc, packed, nbytes, name_len, extra_len = LOCAL.unpack_from(head)
+    signature, _, flags, method, _, _, crc, packed, nbytes, name_len, extra_len = LOCAL.unpack_from(head)
     # Writers that do not know yet leave zeros, and those of large records a mark.
     if crc not in (0, listed.crc) or not {packed, nbytes} <= {0, 0xFFFFFFFF, listed.nbytes}:
         message = f"{archive.name}: the local header of record `{record}` gives another size or CRC than the directory"
-        raise CorruptError(message, hint="the file was put together by hand; other readers see something else in it")
+        raise CorruptError(message, hint=_BY_HAND)
     if signature != b"PK\3\4" or method != 0 or name_len != len(full) or head[LOCAL.size :] != full:
         raise CorruptError(f"{archive.name}: record `{record}` has no local header at {listed.offset}")
+    if flags & _ENCRYPTED:
+        # Those who read the directory alone do not see it.
+        raise CorruptError(f"{archive.name}: record `{record}` is encrypted by its local header", hint=_BY_HAND)
     offset = listed.offset + LOCAL.size + name_len + extra_len
-    if offset + listed.nbytes > archive.end:
+    end = offset + listed.nbytes
+    if end > archive.end:
         raise _not_an_archive(archive.name, f"record `{record}` is outside")
+    following = archive.starts[bisect_right(archive.starts, listed.offset)]
+    if following - end > _LARGEST_DESCRIPTOR:
+        # Room for a record that only those find who read from the front.
+        message = f"{archive.name}: {following - end} bytes behind record `{record}`, at {end}, are in no record"
+        raise CorruptError(message, hint=_BY_HAND, offset=end, nbytes=following - end)
     # Writers leave 0 when they were told not to compute CRCs, or not to write data (`skip_data`). A record whose CRC
     # is really 0 goes unchecked.
     return Record(listed.file, offset, listed.nbytes, listed.crc if listed.crc or not listed.nbytes else None)

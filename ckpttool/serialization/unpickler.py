@@ -231,7 +231,7 @@ def load(
     guarded: Names | None = None,
     seen: Callable[[float], None] = lambda share: None,
 ) -> Any:
-    """Read the pickle that `data` begins with, without running anything in it. `what` names it for errors. `known`
+    """Read the pickle `data`, without running anything in it. `what` names it for errors. `known`
     answers some names with something better than a stub; `persistent` answers persistent ids. `guarded` answers names
     of a large pickle whose tuples may be hashed without a thought, and `seen` is told the share of that which is read.
     Raises CorruptError for anything that is not a whole pickle."""
@@ -248,6 +248,10 @@ def load(
         end = pickle_opcodes.check(data)
         if end is None:
             raise CorruptError(f"{what}: not a whole pickle: it ends too early")
+        if end < len(data):
+            # Nobody who calls `pickle.load` once sees them; who calls it again runs another program.
+            message = f"{what}: {len(data) - end} bytes behind the end of its pickle, at {end}"
+            raise CorruptError(message, hint="the file was put together by hand", found=len(data), expected=end)
         with no_garbage_collection(), copies_limited(len(data)):
             return _loaded(count_tuples(data, end), _Unpickler(io.BytesIO(data), known or {}, persistent))
     except CkptError as error:

@@ -133,6 +133,16 @@ for name, data, pattern in (
     ("zip: two byte orders", with_more(Entry(b"ckpt/byteorder", b"big")), "two records.*byteorder"),
     ("zip: two records over one payload", _overlapping(), r"two of its records overlap at byte \d+"),
     ("zip: a record within a record", bent(b"version", offset=40), "two of its records overlap at byte 40"),
+    # What only some readers see
+    ("zip: a record that the directory does not list, behind the others", with_more(Entry(b"ckpt/data/9", OTHER, listed=False)), r"\d+ bytes behind record `[a-z]+`, at \d+, are in no record"),
+    ("zip: a pickle that the directory does not list, before another record", bent(b"data/0", gap=archive([Entry(b"ckpt/data.pkl", OTHER)])), r"\d+ bytes behind record `.*`, at \d+, are in no record"),
+    ("zip: 25 bytes between two records", bent(b"version", gap=bytes(25)), r"25 bytes behind record `.*`, at \d+, are in no record"),
+    ("zip: two zip64 fields", bent(b"data/0", nbytes=0xFFFFFFFF, packed=0xFFFFFFFF, extra=_zip64_field(24, 24) + _zip64_field(4, 4)), r"record `ckpt/data/0` has two zip64 fields"),
+    ("zip: two zip64 fields that nobody needs", bent(b"version", extra=_zip64_field(2, 2) + _zip64_field(4, 4)), r"record `ckpt/version` has two zip64 fields"),
+    ("zip: a storage encrypted in its local header only", bent(b"data/0", local_flags=1), r"record `data/0` is encrypted by its local header"),
+    ("zip: a pickle encrypted in its local header only", bent(b"data.pkl", local_flags=1), r"record `data\.pkl` is encrypted by its local header"),
+    ("zip: a second pickle behind the first", bent(b"data.pkl", data=Saved().pickle + OTHER), r"\d+ bytes behind the end of its pickle, at \d+"),
+    ("zip: a byte behind the pickle", bent(b"data.pkl", data=Saved().pickle + b"\0"), r"1 bytes behind the end of its pickle, at \d+"),
     # Names
     ("zip: a name that climbs", with_more(Entry(b"ckpt/../../evil", b"x")), r"a record has the name `\.\./\.\./evil`, which no record of torch has"),
     ("zip: a name that climbs as on Windows", with_more(Entry(b"ckpt/..\\..\\evil", b"x")), r"a record has the name `\.\.\\\.\.\\evil`, which no record of torch has"),

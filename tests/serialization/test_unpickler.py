@@ -333,11 +333,14 @@ def test_ends_are_found(protocol: int) -> None:
     assert opcodes.end_of(data[:-1]) is None
 
 
-def test_what_follows_a_pickle_is_not_read() -> None:
-    data = pickle.dumps(1) + pickle.dumps([2]) + b"rest"
-    end = opcodes.end_of(data)
-    assert pickles.load(data, what="p") == 1
-    assert pickles.load(data[end:], what="p") == [2]
+@pytest.mark.parametrize("rest", [pickle.dumps([2]), b".", b"\0", b"rest"])
+def test_what_follows_a_pickle_is_refused(rest: bytes) -> None:
+    """Who calls `pickle.load` once does not see it, who calls it again runs it."""
+    data = pickle.dumps(1)
+    assert pickle.load(io.BytesIO(data + rest)) == 1
+    assert opcodes.end_of(data + rest) == len(data)
+    with pytest.raises(CorruptError, match=rf"^p: {len(rest)} bytes behind the end of its pickle, at {len(data)}$"):
+        pickles.load(data + rest, what="p")
 
 
 def test_a_hundred_thousand_tensors_take_seconds() -> None:

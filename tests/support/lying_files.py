@@ -86,6 +86,7 @@ class Entry:
     method: int = 0
     local_method: int | None = None
     flags: int = 0
+    local_flags: int | None = None
     crc: int | None = None
     packed: int | None = None
     nbytes: int | None = None
@@ -125,7 +126,7 @@ def archive(
         method = e.method if e.local_method is None else e.local_method
         said = len(e.data) if e.local_nbytes is None else e.local_nbytes
         out += struct.pack(
-            LOCAL, b"PK\3\4", 0, e.flags, method, 0, 0,
+            LOCAL, b"PK\3\4", 0, e.flags if e.local_flags is None else e.local_flags, method, 0, 0,
             crc if e.local_crc is None else e.local_crc, said, said, len(local), len(e.local_extra),
         )  # fmt: skip
         out += local + e.local_extra + e.data

@@ -63,6 +63,7 @@ def load(pool: files.Pool, path: Location) -> RankFile:
         file = RankFile(path, size, stream.tree, stream.extent, "before 1.6 or legacy")
     else:
         archive = torch_zip.open_archive(read, 0, size, name=name)
+        archive.check_remarks()
         file = RankFile(path, size, torch_zip.load_tree(archive), archive.extent, archive.torch_versions)
     dropped = torch_module.Dropped()
     try:

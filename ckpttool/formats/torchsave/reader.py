@@ -107,6 +107,7 @@ def _read_zip(catalogue: Catalogue, archive: Archive) -> None:
         del catalogue.facts["torch"]
         _read_script(catalogue, archive)
     else:
+        archive.check_remarks()
         tree = torch_zip.load_tree(archive)
         data = archive.payload("data.pkl")
         start = archive.read(data.offset, min(2, data.nbytes))
