@@ -34,7 +34,7 @@ from ckpttool.producers.combined import CombinedSource
 from ckpttool.producers.directory import Directory
 from ckpttool.producers.open import harmful, harmful_attributes, naming, open_source
 from ckpttool.storage import files, free_space, staging, stores
-from ckpttool.storage.staging import Stage
+from ckpttool.storage.staging import After, Stage
 from ckpttool.storage.stores import Location, local_path
 from ckpttool.text import plural, size, some
 from ckpttool.transfer import journal
@@ -96,6 +96,11 @@ class WriteOptions:
     resume: bool = False
     manifest: str | None = None  # where to write one
 
+    def after(self, dst: str) -> After | None:
+        """Return what is done once `dst` is in its place: its manifest is written."""
+        path = self.manifest
+        return None if path is None else After(path, lambda: write_for(dst, path, self.threads))
+
 
 @dataclass(frozen=True, slots=True)
 class OpenSource:
@@ -137,7 +142,7 @@ def destination(
     result: Conversion, target: Format, options: WriteOptions, *sources: str | None, is_first: bool = True
 ) -> Iterator[None]:
     """The frame of an operation that writes `result.destination`: the arguments are checked before the block, and the
-    manifest is written after it. Of several processes, the first does that.
+    manifest that a killed run has not written is. Of several processes, the first does that.
 
     Raises UsageError or OverwriteError.
     """
@@ -146,11 +151,21 @@ def destination(
     arguments.check_apart(dst, *sources)
     if is_first:
         check_wanted(options.manifest, dst, is_file=target.is_file(dst), dry_run=options.dry_run)
+        if not options.dry_run and not options.overwrite:
+            _finish_killed(dst, options)
         check_free(result, target, options)
     yield
-    if options.manifest is not None and is_first and not options.dry_run:
-        write_for(dst, options.manifest, options.threads)
     result.seconds = time.monotonic() - began
+
+
+def _finish_killed(dst: str, options: WriteOptions) -> None:
+    """Write the manifest of a run that was killed when `dst` was in its place. Raises OverwriteError to say so."""
+    missing = [path for path in staging.take_unfinished(dst) if not local_path(path).exists()]
+    for path in missing:
+        write_for(dst, path, options.threads)
+    if missing:
+        message = f"`{dst}` exists: a killed run had written all but its manifest `{missing[0]}`, which is written now"
+        raise OverwriteError(message, hint="nothing is left to do; pass `--overwrite` to write it again", file=dst)
 
 
 @dataclass(frozen=True, slots=True)
@@ -203,7 +218,11 @@ class Write:
         result, options = self.result, self.options
         is_file = self.target.is_file(self.dst)
         with local_path(self.dst).stage(
-            overwrite=options.overwrite, is_file=is_file, resume=options.resume, notes=result.notes
+            overwrite=options.overwrite,
+            is_file=is_file,
+            resume=options.resume,
+            notes=result.notes,
+            after=options.after(self.dst),
         ) as stage:
             sink = self._create(stage.path)
             result.notes += _lost_attributes(self.planned.catalogue, sink.catalogue)

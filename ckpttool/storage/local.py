@@ -89,9 +89,10 @@ class LocalStore(Store):
         overwrite: bool = False,
         notes: list[str] | None = None,
         check: Callable[[Location], object] | None = None,
+        after: staging.After | None = None,
     ) -> None:
         """Write files below a new directory. `check` is called with where they are before they appear there."""
-        with self.stage(name, overwrite=overwrite, is_file=False, notes=notes) as stage:
+        with self.stage(name, overwrite=overwrite, is_file=False, notes=notes, after=after) as stage:
             folder = Location(stage.path, self)
             for file in outgoing:
                 files.make_directory((folder / file.name).parent, exist_ok=True)

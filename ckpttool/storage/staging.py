@@ -5,6 +5,8 @@
     .out.partial-4242.before    what an earlier run left to resume from, until its files have been moved
     .out.old-4242               the old `out`, while it is replaced
 
+The journal of a run whose `out` is in its place, but not yet what belongs to it (`After`), ends with a line on that.
+
 The lock ends with its process, and the next run finds what that left. Where a file system has no locks, the process id
 is looked up.
 """
@@ -20,10 +22,10 @@ import os
 import re
 import stat
 import threading
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from ckpttool.errors import CkptError, OverwriteError, RemoteError, StorageError, UsageError
 from ckpttool.storage import files
@@ -71,6 +73,14 @@ class Log:
                 if not line.endswith(b"\n") or line[:9] != b"%08x " % crc32(line[9:-1]):
                     return
                 yield line
+
+
+class After(NamedTuple):
+    """What is done once a destination is in its place: `do` writes the file `path`. If the process is killed before it
+    has, `take_unfinished` returns the path."""
+
+    path: str
+    do: Callable[[], None]
 
 
 class Stage:
@@ -139,12 +149,19 @@ def _copy_around(new: str, old: str, ranges: Sequence[tuple[int, int]]) -> None:
 
 @contextmanager
 def stage(
-    dst: str, *, overwrite: bool, is_file: bool, resume: bool = False, notes: list[str] | None = None
+    dst: str,
+    *,
+    overwrite: bool,
+    is_file: bool,
+    resume: bool = False,
+    notes: list[str] | None = None,
+    after: After | None = None,
 ) -> Iterator[Stage]:
     """Yield where to write `dst`. That is renamed to `dst` when the block ends without an error; else it is removed.
 
     With `overwrite`, the old `dst` is moved aside first and removed last. With `resume`, what an earlier run has kept
-    is taken over, and this one may `keep` its own. `notes` gets a line for everything that was found.
+    is taken over, and this one may `keep` its own. `notes` gets a line for everything that was found. An error of
+    `after` leaves the destination.
     """
     dst = dst.rstrip("/") or dst if not is_file else dst
     check_free(dst, overwrite=overwrite, is_file=is_file)
@@ -172,6 +189,9 @@ def stage(
         # Another run may have written it meanwhile.
         check_free(dst, overwrite=overwrite, is_file=is_file)
         try:
+            if after is not None:
+                current.log.append([{"after": os.path.abspath(after.path)}])
+                os.fsync(current.log.descriptor)
             _swap_in(current.path, dst, current.old, overwrite)
             files.sync(str(above))
         except OSError as error:
@@ -182,6 +202,9 @@ def stage(
                     file=dst,
                 ) from None
             raise from_os_error(error, dst, "write") from None
+        current.keep = False
+        if after is not None:
+            after.do()
     except CkptError as error:
         kept = resume and current.keep and isinstance(error, (StorageError, RemoteError))
         raise _renamed(error, current.path, dst, kept) from None
@@ -329,15 +352,40 @@ def _is_locked(descriptor: int, path: str) -> bool | None:
         raise
 
 
-def _left(dst: str, notes: list[str], resume: bool) -> Stage | None:
-    """Remove what killed runs left; with `resume`, return the newest of it instead. A destination that was moved aside
-    and not replaced is restored."""
+def take_unfinished(dst: str) -> list[str]:
+    """Return what killed runs have put `dst` in its place without: the paths of their `After`. Forget these runs.
+
+    Raises StorageError.
+    """
+    dst = dst.rstrip("/") or dst
+    if os.path.islink(dst) and os.path.isdir(dst):
+        dst = os.path.realpath(dst)
+    missing = []
+    if os.path.lexists(dst):
+        with os_errors(dst, "write"):
+            for stage in _all_abandoned(dst, [], resume=False):
+                last = [*stage.log][-1:]
+                match last:
+                    case [{"after": str() as path}] if not os.path.lexists(stage.path):
+                        missing.append(path)
+                        stage.remove()
+                stage.unlock()
+    return missing
+
+
+def _all_abandoned(dst: str, notes: list[str], resume: bool) -> list[Stage]:
     path = Path(dst)
     journal = re.compile(re.escape(f".{path.name}.partial-") + r"\d+" + re.escape(_MARK))
     with os.scandir(path.absolute().parent) as entries:
         names = sorted(e.name for e in entries if journal.fullmatch(e.name) and e.is_file(follow_symlinks=False))
     paths = [str(path.with_name(name.removesuffix(_MARK))) for name in names]
-    over = [one for one in (_abandoned(dst, candidate, notes, resume) for candidate in paths) if one is not None]
+    return [one for one in (_abandoned(dst, candidate, notes, resume) for candidate in paths) if one is not None]
+
+
+def _left(dst: str, notes: list[str], resume: bool) -> Stage | None:
+    """Remove what killed runs left; with `resume`, return the newest of it instead. A destination that was moved aside
+    and not replaced is restored."""
+    over = _all_abandoned(dst, notes, resume)
     over.sort(key=lambda one: os.fstat(one.log.descriptor).st_mtime_ns)
     taken = over.pop() if resume and over else None
     for one in over:

@@ -444,3 +444,34 @@ def test_a_full_disk_and_then_room(src: Path, out: Path, monkeypatch: pytest.Mon
     monkeypatch.setattr("ckpttool.storage.free_space.free_bytes", lambda path: 5 * (256 << 10))
     check_words(run("convert", src, out / "fresh.pt"), STORAGE, "are free")
     assert ckpttool.convert(str(src), str(out / "out.pt"), resume=True).resumed_bytes
+
+
+MANIFESTS = {
+    "convert": "ckpttool.convert(src, dst, to='dcp', manifest=m)",
+    "file": "ckpttool.convert(src, dst, to='torch', manifest=m)",
+    "reshard": "ckpttool.reshard(src, dst, to_world=2, manifest=m)",
+    "export": "ckpttool.export(src, dst, strict=False, only='model', manifest=m)",
+}
+
+
+@pytest.mark.parametrize("inside", [False, True])
+@pytest.mark.parametrize("job", MANIFESTS)
+def test_a_kill_before_the_manifest(job: str, inside: bool, src: Path, out: Path) -> None:
+    """DST is whole, and its manifest was asked for: the next run writes it and says so."""
+    if inside and job == "file":
+        pytest.skip("a file has no inside")
+    manifest = out / "out/integrity.json" if inside else out / "m.json"
+    program = (
+        "import os, signal, sys\nimport ckpttool\nfrom ckpttool.operations import write\nsrc, dst, m = sys.argv[1:]\n"
+        "if 'killed' in os.environ:\n"
+        "    write.write_for = lambda *args: os.kill(os.getpid(), signal.SIGKILL)\n" + MANIFESTS[job]
+    )
+    words = [sys.executable, "-c", program, str(src), str(out / "out"), str(manifest)]
+    done = subprocess.run(words, capture_output=True, check=False, env={**os.environ, "killed": "1"})
+    assert done.returncode == -signal.SIGKILL and (out / "out").exists() and not manifest.exists(), done.stderr
+    again = subprocess.run(words, capture_output=True, check=False, text=True)
+    assert "all but its manifest" in again.stderr and manifest.exists(), again.stderr
+    assert set(os.listdir(out)) <= {"out", "m.json"}
+    checked = run("verify", out / "out", "--manifest", manifest)
+    assert checked.code == 0, checked.err
+    assert "all but" not in subprocess.run(words, capture_output=True, check=False, text=True).stderr

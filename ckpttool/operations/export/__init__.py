@@ -115,7 +115,10 @@ def _write(plan: Export, how: WriteOptions) -> None:
             memory=None,
         )
 
-    local_path(dst).publish(plan.files, overwrite=how.overwrite, notes=result.notes, check=check if how.check else None)
+    checked = check if how.check else None
+    local_path(dst).publish(
+        plan.files, overwrite=how.overwrite, notes=result.notes, check=checked, after=how.after(dst)
+    )
 
 
 # To a store: each file is written, sent and removed before the next one; one commit publishes all ---------------------

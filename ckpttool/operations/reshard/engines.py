@@ -130,7 +130,10 @@ def write(engine: Engine, job: Write) -> None:
         partial = ""
         if coordinator.is_first:
             free_space.check(job.dst, result.payload_bytes, result.free_bytes)
-            stage = local_path(job.dst).stage(overwrite=options.overwrite, is_file=False, notes=result.notes)
+            after = options.after(job.dst)
+            stage = local_path(job.dst).stage(
+                overwrite=options.overwrite, is_file=False, notes=result.notes, after=after
+            )
             partial = stack.enter_context(stage).path
             files.make_directory(partial)
         partial = str(coordinator.exchange("partial", str(locate(partial).absolute()) if partial else "")[0])
