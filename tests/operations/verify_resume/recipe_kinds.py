@@ -29,6 +29,7 @@ from recipe_model import Batches, Block, Model, make_optimizer, train_step
 KIND = os.environ.get("KIND", "fsdp2")
 FAULT = os.environ.get("FAULT", "")
 EMA = os.environ.get("EMA", "")
+HIDDEN: list[int] = []
 
 
 def mesh(world: int) -> Mapping[str, int]:
@@ -96,6 +97,14 @@ def step(state: dict[str, Any], i: int) -> torch.Tensor:
     if FAULT == "raise" and dist.get_rank() == 1 and i == 2:
         raise ValueError("a mistake of the recipe")
     torch.rand(3, generator=state["noise"])
+    if FAULT == "chance":
+        with torch.no_grad():
+            for parameter in state["model"].parameters():
+                parameter.mul_(1 + int.from_bytes(os.urandom(2)) / 1e9)
+    if FAULT == "hidden":  # a number that no part of the state covers
+        HIDDEN.append(i)
+        for group in state["optimizer"].param_groups:
+            group["weight_decay"] = 0.1 * len(HIDDEN)
     loss = train_step(state)
     if EMA:
         with torch.no_grad():

@@ -79,6 +79,31 @@ def test_a_rank_that_hangs_fails_the_trial_and_says_where() -> None:
     assert "rank 0: step 2" in done.stdout and "distributed_c10d.py" in done.stdout
 
 
+@pytest.mark.parametrize(
+    ("fault", "verdict", "words"),
+    [
+        ("chance", "same", "state on 1 rank is bit-identical; not judged, as the script differs from itself"),
+        ("hidden", "differs", "resume is not exact"),
+    ],
+)
+def test_what_a_repeated_run_does_not_repeat_is_not_judged(
+    monkeypatch: pytest.MonkeyPatch, fault: str, verdict: str, words: str
+) -> None:
+    """A script that draws from the system's entropy, and one that keeps a number outside its state."""
+    monkeypatch.setenv("FAULT", fault)
+    monkeypatch.setenv("KIND", "ddp")
+    report = trial(RECIPE, world=1, steps=2, more=2)
+    assert (report.verdict, [run.name for run in report.runs]) == (verdict, ["A", "B", "A2"]), report.message
+    assert words in report.message
+    if fault == "chance":
+        unjudged = ["loss", "gradient norm", "parameters"]
+        assert report.unrepeated == [*unjudged, "model", "optimizer"]
+        rows = {row.what: row.equal for row in report.compared if row.run == "B"}
+        assert rows["next batch"] is True and rows["model"] is True and [rows[what] for what in unjudged] == [None] * 3
+    else:
+        assert not report.unrepeated and any("repeated bit for bit" in note for note in report.notes)
+
+
 @pytest.mark.long
 def test_a_mistake_of_the_recipe_is_its_own() -> None:
     done = run("verify-resume", "trial", "--recipe", RECIPE, "-q", FAULT="raise")

@@ -76,6 +76,8 @@ def compare_ends(
 ) -> None:
     """Compare the states after the last step: a row, and findings, of steps that were not the `same` only a few."""
     findings = diagnose(before, after, None, run)
+    if report.unrepeated:
+        findings = [one for one in findings if one.name and before.kind_of(one.name) not in report.unrepeated]
     listed = findings if same else findings[:_MOST_OF_END]
     for finding in listed:
         finding.message = f"at the end, {finding.message}"
@@ -84,7 +86,7 @@ def compare_ends(
         more = f"the first {len(listed)} of {len(findings)} differences after the last step are listed"
         report.notes.append(f"run {run}: {more}; they follow from the earlier ones (`--keep FOLDER` keeps the states)")
     count = len(before.tensors.keys() | after.tensors.keys()) + len(before.objects.keys() | after.objects.keys())
-    message = "the whole state, bitwise"
+    message = "the whole state, bitwise" if not report.unrepeated else "what A2 repeats of the state, bitwise"
     report.compared.append(Compared("end", run, against, count, len(findings), message, equal=not findings))
 
 
@@ -95,6 +97,18 @@ def compare_progress(report: Report, was: int, now: int, run: str, against: str)
         message = f"training resumed at step {now}, and was saved at step {was}"
         report.findings.append(Finding("progress", message, run, step=now, expected=was, found=now))
     return was == now
+
+
+def unrepeated(steps: tuple[list[Step], list[Step]], ends: tuple[RecordedState, RecordedState]) -> list[str]:
+    """Return what a repetition of a run did not repeat: of its steps, and kinds of parts of its last state."""
+    pairs = [*zip(*steps, strict=True)]
+    titles = [title for title, of in _SEEN.items() if any(not same(of(one), of(two)) for one, two in pairs)]
+    if titles:
+        # What follows from it is different by chance in one run, and alike in another.
+        titles = [*_SEEN][0 if titles[0] == "next batch" else 1 :]
+    names = state.difference_names(state.compare(*ends))
+    kinds = {ends[0].kind_of(name) for name in names} | ({"model", "optimizer"} if titles else set())
+    return [*titles, *sorted(kinds)]
 
 
 # Steps ----------------------------------------------------------------------------------------------------------------
@@ -121,7 +135,11 @@ def compare_steps(
         wrong = [one.number for one, two in pairs if not same(of(one), of(two))]
         message = "each step, bitwise" if judged else "the reference run does not have A's state"
         equal = not wrong if judged else None
+        if title in report.unrepeated:
+            message, equal = "skipped: the script does not repeat it (A2 differs from A)", None
         report.compared.append(Compared(title, run, against, len(pairs), len(wrong), message, equal))
+        if title in report.unrepeated:
+            continue
         firsts += [(number, order, title) for number in wrong[:1]]
     if firsts and judged:
         number, _, title = min(firsts)
@@ -310,13 +328,15 @@ def judge(report: Report) -> None:
         # What differs counts even if no finding explains it.
         first = report.findings[0].message if report.findings else f"{', '.join(unequal)}: not as it was"
         more = f", and {len(report.findings) - 1} more" if len(report.findings) > 1 else ""
-        report.verdict, report.message = "differs", f"resume is not exact: {first}{more}"
+        report.verdict, report.message = "differs", f"resume is not exact: {first}{more}{_not_judged(report)}"
         return
     resumed = [run for run in report.runs if run.resumed_at is not None and run.name != "control"]
     on = f"state on {plural(resumed[0].world_size, 'rank')}" if resumed else "state"
     steps = plural(report.steps_after, "step")
     rows = [row for row in report.compared if row.against == "control"]
-    if report.rule == "checkpoints":
+    if report.unrepeated:
+        report.message = f"{on} is bit-identical{_not_judged(report)}"
+    elif report.rule == "checkpoints":
         of = plural(len(resumed), "checkpoint")
         report.message = f"exact resume: {of} and the next {steps} of each are bit-identical"
     elif report.rule == "control" and (not rows or any(row.equal is None and row.count for row in rows)):
@@ -325,3 +345,10 @@ def judge(report: Report) -> None:
         against = " (vs. reference run)" if report.rule == "control" else ""
         verb = "is" if report.steps_after == 1 else "are"
         report.message = f"exact resume: {on} is bit-identical, and so {verb} the next {steps}{against}"
+
+
+def _not_judged(report: Report) -> str:
+    if not report.unrepeated:
+        return ""
+    what = ", ".join(report.unrepeated)
+    return f"; not judged, as the script differs from itself when run A is repeated (A2): {what}"

@@ -15,11 +15,16 @@ from ckpttool.text import duration, plural, safe, size
 
 _VERDICTS = {"same": "Resume is exact", "differs": "Resume is not exact", "failed": "The trial did not finish"}
 _RULES = {"bitwise": "same mesh", "control": "mesh changed, with a reference run", "checkpoints": "checkpoints"}
-_RUNS = {"A": "trained without interruption", "B": "resumed", "control": "reference: resumed by torch alone"}
+_RUNS = {
+    "A": "trained without interruption",
+    "A2": "run A repeated, as B differs",
+    "B": "resumed",
+    "control": "reference: resumed by torch alone",
+}
 _MOST = 200  # findings in the table
 # Classes of the style sheet. Runs are drawn in this order, the first broad and the next ones thinner, so that curves
 # that are equal can all be seen.
-_STYLES = {"A": "broad", "control": "dashed", "B": "thin"}
+_STYLES = {"A": "broad", "control": "dashed", "A2": "dotted", "B": "thin"}
 _OTHER_STYLES = ("thin", "dashed", "dotted", "orange")
 
 

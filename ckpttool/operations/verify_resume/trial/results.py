@@ -55,7 +55,7 @@ class Step:
 class Run:
     """One run of a trial."""
 
-    name: str  #: `A` (uninterrupted), `B` (resumed), `control` (resumed by torch), or `1`, `2`, ... for checkpoints
+    name: str  #: `A` (uninterrupted), `A2` (A repeated), `B` (resumed), `control` (by torch), or `1`, ... (checkpoints)
     mesh: str  #: its mesh
     world_size: int  #: its world size
     source: str | None = None  #: checkpoint it started from
@@ -157,6 +157,7 @@ class Report(Result):
     findings: list[Finding] = field(default_factory=list)  #: differences
     checks: list[Check] = field(default_factory=list)  #: checks of the sharding
     drifts: list[Drift] = field(default_factory=list)  #: how far runs on another mesh are from A
+    unrepeated: list[str] = field(default_factory=list)  #: what A2 did not repeat of A, and is not judged
     notes: list[str] = field(default_factory=list)  #: for people
     failure: Failure | None = None  #: run that did not finish
     seconds: float = 0.0  #: duration
