@@ -140,13 +140,18 @@ class Pieces:
 
     def unread(self, record: Record) -> int:
         """How many bytes of a record are in no piece, and were not used without one."""
-        without = self.used(record) - sum(p.nbytes * p.rows for p in self._pieces.get(record, ()))
+        pieces = self._pieces.get(record, ())
+        if any(piece.nbytes == record.nbytes for piece in pieces):
+            return 0
+        without = self.used(record) - sum(p.nbytes * p.rows for p in pieces)
         return max(0, sum(n for _, n in self.gaps(record)) - without)
 
     def crc(self, record: Record, crc_of: Callable[[int, int], int] | None = None) -> int:
         """The CRC of the whole record; gaps are asked of `crc_of(offset, nbytes)`. Of bytes that were read twice and
         not alike, those that make it differ from the record's are taken."""
         pieces = sorted(set(self._pieces.get(record, ())))
+        if len(pieces) == 1 and pieces[0].nbytes == record.nbytes:
+            return pieces[0].crc
         crc = _crc_of_runs(_runs(record, pieces), crc_of)
         last = {piece[:-1]: piece for piece in pieces}.values()
         return crc if crc != record.crc or len(last) == len(pieces) else _crc_of_runs(_runs(record, last), crc_of)
