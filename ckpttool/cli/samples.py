@@ -1,4 +1,4 @@
-"""`ckpttool samples`: small checkpoints to try the commands on."""
+"""`ckpttool samples`: small checkpoints and scripts to try the commands on."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from ckpttool.version import schema
     examples=("try",),
 )
 def samples(dst: str, overwrite: bool, as_json: bool, quiet: bool) -> None:
-    """Write small real checkpoints, on which the examples of the documentation run."""
+    """Write the small real checkpoints and the training scripts of the documentation's examples."""
     from ckpttool.operations.samples import samples as write
 
     sizes = write(dst, overwrite=overwrite)
@@ -27,5 +27,5 @@ def samples(dst: str, overwrite: bool, as_json: bool, quiet: bool) -> None:
         document: Samples = {"schema": schema("samples"), "exit_code": DONE, "destination": dst, "samples": rows}
         terminal.json(document)
     elif not quiet:
-        terminal.line("wrote ", bold(dst), f": {plural(len(sizes), 'checkpoint')}, {size(sum(sizes.values()))}")
+        terminal.line("wrote ", bold(dst), f": {plural(len(sizes), 'sample')}, {size(sum(sizes.values()))}")
         terminal.facts([(name, size(nbytes)) for name, nbytes in sizes.items()])

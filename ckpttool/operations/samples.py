@@ -1,4 +1,4 @@
-"""`samples`: write the small checkpoints of the documentation's examples, as torch and other frameworks made them."""
+"""`samples`: write the checkpoints and the training scripts of the documentation's examples."""
 
 from __future__ import annotations
 
@@ -14,28 +14,30 @@ if TYPE_CHECKING:
 
 #: What the documentation calls each, and where it is below the samples.
 NAMES = {
-    "run7/step-500": "dcp/fsdp2_w4/ckpt",
-    "run7/step-1000": "dcp/hsdp_w4/ckpt",
-    "fsdp1-run": "rank/fsdp1_w4/ckpt",
-    "local-run": "rank/fsdp1_local_w2/ckpt",
-    "full-run.pt": "torch/fsdp1_full_w2/ckpt.pt",
-    "full.pt": "torch/full/ckpt.pt",
-    "wrapped.pt": "torch/ddp/ckpt.pt",
-    "llama": "hf/llama/ckpt",
-    "model.safetensors": "safetensors/single/ckpt.safetensors",
-    "finetune": "run/trainer/ckpt",
-    "deepspeed": "other/deepspeed_zero3_w2",
-    "saved": "run/accelerate_fsdp2_sharded_w2/ckpt",
+    "run7/step-500": "checkpoints/dcp/fsdp2_w4/ckpt",
+    "run7/step-1000": "checkpoints/dcp/hsdp_w4/ckpt",
+    "fsdp1-run": "checkpoints/rank/fsdp1_w4/ckpt",
+    "local-run": "checkpoints/rank/fsdp1_local_w2/ckpt",
+    "full-run.pt": "checkpoints/torch/fsdp1_full_w2/ckpt.pt",
+    "full.pt": "checkpoints/torch/full/ckpt.pt",
+    "wrapped.pt": "checkpoints/torch/ddp/ckpt.pt",
+    "llama": "checkpoints/hf/llama/ckpt",
+    "model.safetensors": "checkpoints/safetensors/single/ckpt.safetensors",
+    "finetune": "checkpoints/run/trainer/ckpt",
+    "deepspeed": "checkpoints/other/deepspeed_zero3_w2",
+    "saved": "checkpoints/run/accelerate_fsdp2_sharded_w2/ckpt",
 }
+#: Scripts beside the samples, which have the same name there: training to resume, and a recipe of a trial.
+SCRIPTS = ("train_fsdp2.py", "training.py", "recipe_fsdp2.py", "recipe_model.py")
 
 
 def samples(directory: str | os.PathLike[str], *, overwrite: bool = False) -> dict[str, int]:
-    """Write the sample checkpoints into a new directory and return the size of each in bytes, by its name there.
+    """Write sample checkpoints and scripts into a new directory. Return the size of each in bytes, by its name there.
 
     Raises OverwriteError if `directory` exists and is not to be replaced, StorageError if it cannot be written.
     """
     outgoing, sizes = [], {}
-    for name, below in NAMES.items():
+    for name, below in {**NAMES, **{name: name for name in SCRIPTS}}.items():
         source = _root() / below
         files = {f"{name}/{file}": source / file for file in source.below()} if source.is_dir() else {name: source}
         sizes[name] = sum(file.size() for file in files.values())
@@ -47,7 +49,7 @@ def samples(directory: str | os.PathLike[str], *, overwrite: bool = False) -> di
 def _root() -> Location:
     """Return where the samples are: in the package if it was installed from a wheel, else in the checkout."""
     package = locate(str(resources.files("ckpttool")))
-    for root in (package / "sample_checkpoints", package.parent / "samples" / "checkpoints"):
+    for root in (package / "sample_files", package.parent / "samples"):
         if root.is_dir():
             return root
     raise ReadError("this installation of ckpttool has no samples", hint="install the wheel: `pip install ckpttool`")

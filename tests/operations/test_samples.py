@@ -9,19 +9,21 @@ from pathlib import Path
 
 import pytest
 from support.cli import run
-from support.paths import CHECKPOINTS, ROOT
+from support.paths import ROOT, SAMPLES
 
 import ckpttool
 from ckpttool.errors import OverwriteError
-from ckpttool.operations.samples import NAMES, samples
+from ckpttool.operations.samples import NAMES, SCRIPTS, samples
 
 
 def test_they_are_the_samples_of_the_checkout(tmp_path: Path) -> None:
     sizes = samples(tmp_path / "try")
     for name, below in NAMES.items():
-        assert subprocess.run(["diff", "-r", tmp_path / "try" / name, CHECKPOINTS / below]).returncode == 0
+        assert subprocess.run(["diff", "-r", tmp_path / "try" / name, SAMPLES / below]).returncode == 0
         assert ckpttool.inspect(tmp_path / "try" / name).files
-    assert sizes.keys() == NAMES.keys() and all(sizes.values())
+    for name in SCRIPTS:
+        assert (tmp_path / "try" / name).read_bytes() == (SAMPLES / name).read_bytes()
+    assert sizes.keys() == {*NAMES, *SCRIPTS} and all(sizes.values())
 
 
 def test_a_directory_is_replaced_only_when_asked(tmp_path: Path) -> None:
@@ -32,14 +34,14 @@ def test_a_directory_is_replaced_only_when_asked(tmp_path: Path) -> None:
     assert run("samples", str(tmp_path / "try"), "-q").exit_code == 0
     assert run("samples", str(tmp_path / "try"), "-q").exit_code == OverwriteError.exit_code
     again = run("samples", str(tmp_path / "try"), "--json", "--overwrite")
-    assert again.exit_code == 0 and len(json.loads(again.stdout)["samples"]) == len(NAMES)
+    assert again.exit_code == 0 and len(json.loads(again.stdout)["samples"]) == len(NAMES) + len(SCRIPTS)
 
 
 def test_the_wheel_has_all_of_them() -> None:
     toml = pytest.importorskip("tomllib")
     wheel = toml.loads((ROOT / "pyproject.toml").read_text())["tool"]["hatch"]["build"]["targets"]["wheel"]
     assert wheel["force-include"] == {
-        f"samples/checkpoints/{below}": f"ckpttool/sample_checkpoints/{below}" for below in NAMES.values()
+        f"samples/{below}": f"ckpttool/sample_files/{below}" for below in (*NAMES.values(), *SCRIPTS)
     }
 
 

@@ -11,12 +11,13 @@ import base64
 import contextlib
 import hashlib
 import json
+import mmap
 import re
 import shutil
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -129,11 +130,13 @@ class Hub:
             self.commit(name, files)
         return repo
 
-    def commit(self, name: str, files: dict[str, bytes], branch: str = "main", removed: tuple[str, ...] = ()) -> str:
+    def commit(
+        self, name: str, files: Mapping[str, bytes | Stored], branch: str = "main", removed: tuple[str, ...] = ()
+    ) -> str:
         """Somebody's commit."""
         repo = self.repos[name]
         there = dict(repo.commits[repo.refs[branch]].files)
-        there.update({path: self.stored(path, data) for path, data in files.items()})
+        there.update({p: f if isinstance(f, Stored) else self.stored(p, f) for p, f in files.items()})
         for path in removed:
             del there[path]
         return self._commit(repo, branch, "somebody's", there)
@@ -602,12 +605,13 @@ class Handler(BaseHTTPRequestHandler):
         self._answer(302, b"", headers)
 
     def cdn(self, oid: str) -> None:
-        self._bytes((self.hub.store / oid).read_bytes(), {"ETag": f'"{oid}"', "Accept-Ranges": "bytes"})
+        with (self.hub.store / oid).open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
+            self._bytes(data, {"ETag": f'"{oid}"', "Accept-Ranges": "bytes"})
 
-    def _bytes(self, data: bytes, headers: dict[str, str]) -> None:
+    def _bytes(self, data: bytes | mmap.mmap, headers: dict[str, str]) -> None:
         wanted = re.fullmatch(r"bytes=(\d+)-(\d*)", self.headers.get("Range") or "")
         if wanted is None:
-            self._answer(200, data, headers)
+            self._answer(200, data[:], headers)
             return
         start, end = int(wanted[1]), int(wanted[2] or len(data) - 1) + 1
         headers["Content-Range"] = f"bytes {start}-{min(end, len(data)) - 1}/{len(data)}"
