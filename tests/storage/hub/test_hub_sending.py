@@ -263,7 +263,7 @@ def test_what_the_hub_lists_afterwards_is_compared(hub: Hub, monkeypatch: pytest
 
 def test_no_room(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("ckpttool.storage.free_space.free_bytes", lambda path: 1000)
-    with pytest.raises(StorageError, match="needs 300000 bytes"):
+    with pytest.raises(StorageError, match="needs 300 kB"):
         send(shards().outgoing(), "hf://me/model")
 
 
