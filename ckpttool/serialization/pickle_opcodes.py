@@ -10,7 +10,7 @@ from __future__ import annotations
 import pickletools
 import re
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import lru_cache
 
 from ckpttool.errors import CorruptError
@@ -71,16 +71,57 @@ _TUPLES, _FRAME, _PERSISTENT = frozenset(b"\x85\x86\x87t"), 0x95, b"Q"
 _UNGUARDED = frozenset(b"ldoiQP\x8f\x90\x91")
 
 
-@lru_cache
-def _light(top: int) -> re.Pattern[bytes]:
-    """Matches many opcodes in a row as `_run` does, but no tuple except a flat one."""
+_GET = rb"(?:h.|j.{4})"
+_TEXT = b"(?:%b|%b)" % (_SHORT_TEXT, _texts(b"X", "<I"))
+_OBJECT = re.compile(rb"%b\)\x81(?:\x94|q.|r.{4})?}(?:\x94|q.|r.{4})?\(" % _GET, re.S)  # its beginning
+_SAMPLES = 32
+_LEARNT = 6
+
+
+def _light(top: int, learnt: Iterable[bytes] = ()) -> re.Pattern[bytes]:
+    """Matches many opcodes in a row as `_run` does, but no tuple except a flat one; those of `learnt` at once."""
     codes = _CODES - _REFUSED - _UNGUARDED - _TUPLES - {_STOP, _BINPUT, _FRAME, _MARK}
     by_length = pickle_limits.fixed_length(codes)
     bare = by_length.pop(0) + b"*"
-    put = b"r..[\\x00-" + re.escape(bytes((top,))) + b"]\\x00"
-    flat = b"%b(?:\x94|q.|%b)?\x85?" % (_FLAT, put)
-    others = [flat, rb"\(", *by_length.values(), put, _INT, _SHORT_TEXT, _texts(b"X", "<I")]
+    others = [*learnt, _flat(top), rb"\(", *by_length.values(), _put(top), _INT, _TEXT]
     return re.compile(b"(?:" + bare + b"(?:" + b"|".join(others) + b")){0,5000}" + bare, re.S)
+
+
+def _put(top: int) -> bytes:
+    return b"r..[\\x00-" + re.escape(bytes((top,))) + b"]\\x00"
+
+
+def _flat(top: int) -> bytes:
+    return b"%b(?:\x94|q.|%b)?\x85?" % (_FLAT, _put(top))
+
+
+def _learn(data: bytes, top: int) -> list[bytes]:
+    """Patterns for the most frequent objects in samples of a pickle, of nothing that `_light` would not match without
+    them: a pattern that names most of what it looks for is three times as fast."""
+    kinds = [_flat(top), b"(?:q.|%b)" % _put(top), _INT, _TEXT]
+    parts = [*kinds, _GET, rb"[)}(NRub\x81\x88\x89\x94]"]
+    word = re.compile(b"|".join(b"(%b)" % part for part in parts), re.S).match
+    samples: dict[tuple[bytes, ...], list[list[bytes]]] = {}
+    for n in range(_SAMPLES):
+        begin = len(data) * n // _SAMPLES
+        found = _OBJECT.search(data, begin, begin + _WINDOW)
+        shape: list[bytes] = []
+        gets: list[bytes] = []
+        token = word(data, found.start()) if found else None
+        while token and len(shape) < 64:
+            part = parts[(token.lastindex or 0) - 1]
+            if part is _GET:
+                gets.append(token[0])
+            shape.append(re.escape(token[0]) if part is parts[-1] else part)
+            if token[0] == b"b":
+                samples.setdefault(tuple(shape), []).append(gets)
+                break
+            token = word(data, token.end())
+    patterns = []
+    for words, seen in sorted(samples.items(), key=lambda sample: -len(sample[1]))[:_LEARNT]:
+        named = iter([re.escape(get[0]) if len({*get}) == 1 else _GET for get in zip(*seen, strict=True)])
+        patterns.append(b"".join(next(named) if part is _GET else part for part in words))
+    return patterns
 
 
 _row: Callable[[bytes, int], re.Match[bytes]] = re.compile(b"\\x94*").match  # type: ignore[assignment]
@@ -137,7 +178,8 @@ def guarded(data: bytes, seen: Callable[[float], None] = lambda share: None) -> 
     if len(data) < _GUARDED or not pickle_limits.is_light(data):
         return None
     memo = len(data) >> 2  # twice what an index of DCP has; counting takes 0.3 s
-    run = _light(min(memo >> 16, 255)).match
+    top = min(memo >> 16, 255)
+    run = _light(top, _learn(data, top)).match
     whole, persistent = memoryview(data), memoryview(_PERSISTENT)
     pieces: list[memoryview] = []
     begin = at = 0

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import pickle
 import pickletools
 import random
 import struct
+from typing import Any
 
 import pytest
 
@@ -78,3 +80,48 @@ def test_nothing_that_is_shared_is_overlooked() -> None:
         assert sum(op.name == "MEMOIZE" for op, _, _ in pickletools.genops(made + b".")) == number
         index = chosen.choice(sorted(tuples))
         assert shares(made + mentioned(index, FEW) + b".")
+
+
+class Place:
+    """Pickled as the objects of an index are."""
+
+    def __init__(self, chosen: random.Random, names: list[str], shared: list[tuple[Any, ...]]) -> None:
+        self.name, self.size = (
+            chosen.choice(names),
+            tuple(chosen.choices([1, 300, 70_000, 2**33], k=chosen.choice([2, 2, 2, 3, 5]))),
+        )
+        self.pair = chosen.choice(shared) if chosen.random() < 0.05 else (chosen.randrange(256), 5)
+        self.other = (self.size, self.name) if chosen.random() < 0.05 else 0x85868774
+
+
+INTEGERS = ("BININT", "BININT1", "BININT2", "LONG1")
+ARITY = {"TUPLE1": 1, "TUPLE2": 2, "TUPLE3": 3}
+
+
+@pytest.mark.parametrize("protocol", [2, 4, 5])
+def test_every_tuple_that_is_not_flat_is_asked_for(protocol: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(opcodes, "_GUARDED", 0)
+    chosen = random.Random(protocol)
+    names = ["a" * 40, "\x85\x86", "t(K\x01t", "(((("]
+    shared: list[tuple[Any, ...]] = [("a",), ((1, 2), (3, 4)), (1, "b", (5,))]
+    data = pickle.dumps([Place(chosen, names, shared) for _ in range(3000)], protocol)
+    assert opcodes._learn(data, 0)
+    pieces = opcodes.guarded(data)
+    assert pieces is not None
+    found = [(op.name, argument) for op, argument, _ in pickletools.genops(b"".join(pieces))]
+    told = [(op.name, argument) for op, argument, _ in pickletools.genops(data) if op.name != "FRAME"]
+    assert [op for op in found if op[0] != "BINPERSID"] == told
+    calm = asked = 0
+    kinds = [name for name, _ in found if name not in ("MEMOIZE", "BINPUT", "LONG_BINPUT")]
+    for at, name in enumerate(kinds):
+        if name not in (*ARITY, "TUPLE"):
+            continue
+        if kinds[at + 1] == "BINPERSID":
+            asked += 1
+            continue
+        calm += 1
+        inside = ARITY.get(name)
+        if inside is None:
+            inside = kinds[:at][::-1].index("MARK")
+        assert set(kinds[at - inside : at]) <= {*INTEGERS}, kinds[at - 10 : at + 1]
+    assert calm > 5000 and asked > 100
