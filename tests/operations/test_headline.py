@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from pathlib import Path
 from typing import Any
 
@@ -139,6 +140,14 @@ def test_weights_of_integers_are_parameters(tmp_path: Path) -> None:
     tensors = {"a.weight": torch.ones(4, 4, dtype=torch.int8), "mask": torch.ones(9, dtype=torch.uint8)}
     safetensors.torch.save_file(tensors, path)
     assert [t.name for t in parameters(ckpttool.inspect(path))] == ["a.weight"]
+
+
+def test_long_names_take_no_time(tmp_path: Path) -> None:
+    names = ["weight_" * 60_000 + ".", "layers" * 60_000 + ".x", "_inv_freq" * 40_000 + "!"]
+    safetensors.torch.save_file({name: torch.ones(2, dtype=torch.int8) for name in names}, tmp_path / "m.safetensors")
+    start = time.process_time()
+    assert headline(tmp_path / "m.safetensors").layers is None
+    assert time.process_time() - start < 2
 
 
 @pytest.mark.parametrize("name", CLASSES)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from contextlib import suppress
+from itertools import islice
 
 from ckpttool.catalogue.aliases import find_aliases
 from ckpttool.catalogue.entries import Catalogue, File, Tensor
@@ -18,7 +19,7 @@ from ckpttool.producers.open import opened
 from ckpttool.storage.stores import locate
 from ckpttool.text import some
 
-_COMPARED = 4  # shards of a tied weight
+_TIED, _COMPARED = 8, 4  # weights, and shards of each, that are compared
 
 
 def inspect(path: str | os.PathLike[str], *, shapes: str | None = None) -> Catalogue:
@@ -49,7 +50,7 @@ def inspect(path: str | os.PathLike[str], *, shapes: str | None = None) -> Catal
 
 def _tied(source: Source) -> Iterator[Warning]:
     """Yield a warning for each weight that is probably tied, if the checksums of both copies are the same."""
-    for stranger, partner in probably_tied(source.catalogue):
+    for stranger, partner in islice(probably_tied(source.catalogue), _TIED):
         places = sorted(zip(stranger.chunks.offsets, range(len(stranger.chunks)), strict=True))
         others = dict(zip(partner.chunks.offsets, range(len(partner.chunks)), strict=True))
         if others.keys() != {*stranger.chunks.offsets} or find_aliases((stranger, partner)):

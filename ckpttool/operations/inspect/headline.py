@@ -15,6 +15,7 @@ from ckpttool.text import count, plural
 
 _EMA = 2  # `model_rank` of averaged weights
 _DTYPES = 3
+_END = 100  # characters of a name, which may have a million
 # Buffers of transformers, timm, torchvision, Meta's Llama and TransformerEngine. Parameters have real numbers; integers
 # that belong to one are those of a quantised weight.
 _BUFFER = re.compile(
@@ -97,9 +98,10 @@ def parameters(catalogue: Catalogue, tied: Collection[Path] = ()) -> list[Tensor
 
 def _is_buffer(tensor: Tensor, names: Collection[str]) -> bool:
     name = tensor.fqn
-    if tensor.dtype.kind in ("int", "bool") and (tensor.dtype.itemsize == 8 or not _QUANTIZED.fullmatch(name)):
+    end = name[-_END:]
+    if tensor.dtype.kind in ("int", "bool") and (tensor.dtype.itemsize == 8 or not _QUANTIZED.fullmatch(end)):
         return True
-    return is_statistic(name, names) or _BUFFER.fullmatch(name) is not None
+    return is_statistic(name, names) or _BUFFER.fullmatch(end) is not None
 
 
 def _layers(tensors: Sequence[Tensor]) -> int | None:
