@@ -20,6 +20,7 @@ import runs
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as torch_dcp
+from support import damage
 from support.torchrun import torchrun
 from support.upstream_readers import expected_of, path_of
 from torch import nn
@@ -28,6 +29,7 @@ from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 from torch.distributed.fsdp import fully_shard
 
 import ckpttool
+from ckpttool.errors import CorruptError
 from ckpttool.training import broadcast as sending
 from ckpttool.training import load as loader
 from ckpttool.training.read import empty
@@ -217,6 +219,32 @@ def test_extra_state_that_cannot_be_loaded(tmp_path: Path, saved: nn.Module, wor
     assert "`strict=False`" in (refused.value.hint or "")
     assert ckpttool.load(tmp_path / "a.pt", model, strict=False).missing == ["0._extra_state"]
     assert model[0].state == "own"
+
+
+def test_what_is_not_compared(tmp_path: Path) -> None:
+    """A part of a large storage has no checksum of its own, and safetensors has none at all."""
+    model = nn.Linear(8, 4, bias=False)
+    torch.save({"weight": torch.randn(1 << 18)[:32].view(4, 8)}, tmp_path / "part.pt")
+    damage.save_safetensors(tmp_path / "a.safetensors", {"weight": torch.randn(4, 8)})
+    for name, why in (("part.pt", "read in part"), ("a.safetensors", "no checksum there")):
+        loaded = ckpttool.load(tmp_path / name, model)
+        assert (loaded.bytes_checked, loaded.unchecked) == (0, {why: 128})
+
+
+@pytest.mark.parametrize("shared", [False, True], ids=["transposed", "beside another"])
+def test_a_flipped_bit_beside_what_gives_a_checksum(tmp_path: Path, shared: bool) -> None:
+    """Of elements in another order, and of a small rest of the storage that is not used, the bytes are read for it."""
+    storage = torch.randn(4 * 8 + 8 * shared)
+    torch.save({"weight": storage[:32].view(4, 8) if shared else storage.view(8, 4).t()}, tmp_path / "a.pt")
+    model = nn.Linear(8, 4, bias=False)
+    loaded = ckpttool.load(tmp_path / "a.pt", model)
+    assert (loaded.bytes_checked, loaded.unchecked) == (128, {})
+    assert torch.equal(model.weight, torch.load(tmp_path / "a.pt")["weight"])
+    _pickle, *storages = damage.payload_of_torch(tmp_path / "a.pt")
+    damage.flip(tmp_path / "a.pt", max(storages, key=len).stop - 1)
+    with pytest.raises(CorruptError, match=r"`weight`: bytes .* have CRC"):
+        ckpttool.load(tmp_path / "a.pt", model)
+    assert ckpttool.load(tmp_path / "a.pt", model, check=False).unchecked == {"check=False": 128}
 
 
 @pytest.mark.parametrize(
