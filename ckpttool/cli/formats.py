@@ -9,7 +9,7 @@ from ckpttool.errors import DONE
 from ckpttool.version import schema
 
 
-@options.command("formats", sections={"Output": (options.AS_JSON, options.QUIET)})
+@options.command("formats", sections={"Output": (options.AS_JSON, options.QUIET)}, examples=("--json",))
 def formats(as_json: bool, quiet: bool) -> None:
     """List the formats that can be read and written."""
     from ckpttool.formats import FORMATS

@@ -10,6 +10,8 @@ from typing import Any, TypeVar
 
 import click
 
+_COMPLETED = 1000  # names that a shell is given to choose from
+
 Param = TypeVar("Param", bound="Argument | Option")
 
 Sections = Mapping[str, Sequence[click.Parameter]]  # the parameters in each section of `--help`
@@ -127,6 +129,31 @@ def _parts(context: click.Context, param: click.Parameter, incomplete: str) -> l
     return [kind for kind in KINDS if kind.startswith(incomplete)]
 
 
+def _dtypes(context: click.Context, param: click.Parameter, incomplete: str) -> list[str]:
+    from ckpttool.catalogue.dtypes import DTYPES
+
+    pattern, equals, begun = incomplete.rpartition("=")
+    names = [name for name, dtype in DTYPES.items() if dtype.kind == "float" and name.startswith(begun)]
+    return [f"{pattern}{equals}{name}" for name in names]
+
+
+def _tensor_names(context: click.Context, param: click.Parameter, incomplete: str) -> list[str]:
+    """Return the names in the checkpoint that was typed before, if it is on this machine."""
+    from ckpttool.errors import CkptError
+    from ckpttool.operations.inspect import inspect
+    from ckpttool.storage.stores import is_remote
+
+    # Behind an option without its value, click has not told the arguments apart yet.
+    path = context.params.get("path") or context.params.get("src") or next(iter(context.args), None)
+    if not path or is_remote(path):
+        return []
+    try:
+        names = [tensor.name for tensor in inspect(path).tensors if tensor.name.startswith(incomplete)]
+    except CkptError:
+        return []
+    return names[:_COMPLETED]
+
+
 # Arguments ------------------------------------------------------------------------------------------------------------
 
 CHECKPOINT = Argument(
@@ -136,6 +163,13 @@ CHECKPOINT = Argument(
 )
 SOURCE = Argument("src", metavar="SRC", help="The checkpoint to read. It is never changed.")
 DESTINATION = Argument("dst", metavar="DST", help="The file or directory to write, with missing parents.")
+
+TENSOR = Argument(
+    "tensor",
+    metavar="TENSOR",
+    help="Its dotted name, as `inspect --tensors` shows it.",
+    shell_complete=_tensor_names,
+)
 
 # What is read and written ---------------------------------------------------------------------------------------------
 
@@ -147,8 +181,9 @@ TENSORS = Option(
     "--tensors GLOB...",
     "Include only tensors whose dotted name matches; `*` also matches dots, `re:` starts a regular expression. "
     "Repeatable.",
+    shell_complete=_tensor_names,
 )
-EXCLUDE = Option("--exclude GLOB...", "Exclude matching tensors. Repeatable.")
+EXCLUDE = Option("--exclude GLOB...", "Exclude matching tensors. Repeatable.", shell_complete=_tensor_names)
 SHAPES = Option(
     "--shapes FROM",
     "Parameter names, shapes and order (a checkpoint or JSON); needed for FSDP1 flat parameters and "
@@ -171,6 +206,7 @@ PRODUCER = Option(
 DTYPE = Option(
     "--dtype [PATTERN=]DTYPE...",
     "Cast floating-point tensors: bfloat16, or 'norm*=float32' for some. Repeatable; the first match applies.",
+    shell_complete=_dtypes,
 )
 MAX_SHARD_SIZE = Option("--max-shard-size SIZE", "Split into files of at most this size: 5GB, 512MiB, ...")
 

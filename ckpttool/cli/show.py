@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     "show",
     arguments=(
         options.CHECKPOINT,
-        options.Argument("tensor", metavar="TENSOR", help="Its dotted name, as `inspect --tensors` shows it."),
+        options.TENSOR,
     ),
     sections={"Selection": (options.SHAPES,), "Output": (options.AS_JSON, options.QUIET)},
     examples=("step-1000 model.embed.weight",),

@@ -257,6 +257,7 @@ _FILE = Argument(
     "init",
     arguments=(_FILE,),
     sections={"Output": (options.QUIET,)},
+    examples=("my-recipe.py",),
 )
 def init(path: str, quiet: bool) -> None:
     """Write a commented, runnable recipe template."""
@@ -276,5 +277,6 @@ verify_resume = options.Commands(
     "verify-resume",
     help="Check that training resumes exactly from a checkpoint.",
     commands=[audit, trial, init],
+    epilog="More: docs/how-to/check-resume.md",
     no_args_is_help=True,
 )

@@ -58,10 +58,20 @@ def test_help_fits_80_columns(words: list[str]) -> None:
         assert max(map(len, result.stdout.splitlines())) <= 80
 
 
+def test_help_is_as_wide_as_the_terminal_with_sections_examples_and_a_page() -> None:
+    for words in (["convert"], ["inspect"], ["formats"], ["verify-resume", "init"], ["verify-resume", "trial"]):
+        help_ = spawn(*words, "--help", env=environment(COLUMNS="160")).communicate(timeout=30)[0]
+        assert "Output:" in help_ and "Examples:" in help_ and "More: docs/reference/cli.md#" in help_
+        assert max(map(len, help_.splitlines())) <= 160
+        assert words != ["convert"] or max(map(len, help_.splitlines())) > 100
+
+
 @pytest.mark.parametrize(
     ("typed", "expected"),
     [("insp", "inspect"), ("convert a b --to saf", "safetensors"), ("convert a b --only sched", "scheduler"),
-     ("convert a b --strip-w", "--strip-wrappers")],
+     ("convert a b --strip-w", "--strip-wrappers"), ("convert a b --dtype bfl", "bfloat16"),
+     ("convert a b --dtype norm*=bfl", "norm*=bfloat16"), (f"show {FULL} model.embed.w", "model.embed.weight"),
+     (f"inspect {FULL} --tensors model.embed.w", "model.embed.weight")],
 )  # fmt: skip
 def test_completion(typed: str, expected: str) -> None:
     words = typed.split()
