@@ -38,6 +38,7 @@ from ckpttool.formats.dcp import metadata_fast
 from ckpttool.formats.dcp.metadata_fast import Row, Run, Runs
 from ckpttool.serialization import pickle_opcodes, unpickler, unsafe_globals
 from ckpttool.serialization.pickle_limits import check_depths
+from ckpttool.storage.crc import crc32
 
 KeyPath = tuple["str | int", ...]
 _DTYPE = re.compile(r"torch\.\w+")
@@ -109,6 +110,30 @@ class Metadata:
     facts: dict[str, Any] = field(default_factory=dict)
 
 
+# The checksum ---------------------------------------------------------------------------------------------------------
+
+# Bytes that a pickle makes and drops, right before its end: torch reads past them. CRC-32 of all that is before them.
+_CHECKSUM = b"C\x15ckpttool checksum"
+_CHECKSUM_LENGTH = len(_CHECKSUM) + 4 + len(b"0.")
+
+
+def checksum(crc: int) -> bytes:
+    """Return the opcodes that hold the CRC-32 of an index up to here."""
+    return _CHECKSUM + crc.to_bytes(4, "little") + b"0"
+
+
+def _check_checksum(data: bytes, name: str) -> None:
+    """Raises CorruptError if the index is not as ckpttool wrote it. One of torch's has no checksum."""
+    at = len(data) - _CHECKSUM_LENGTH
+    if not data.startswith(_CHECKSUM, max(at, 0)):
+        return
+    left, crc = int.from_bytes(data[at + len(_CHECKSUM) : -2], "little"), crc32(memoryview(data)[:at])
+    if crc != left:
+        message = f"`{name}`: has checksum {crc:08x}, but the writer left {left:08x}"
+        hint = "its bytes changed after they were written; take another copy of the checkpoint"
+        raise CorruptError(message, hint=hint, file=name, found=f"{crc:08x}", expected=f"{left:08x}")
+
+
 # Reading --------------------------------------------------------------------------------------------------------------
 
 
@@ -133,6 +158,7 @@ def read(stream: Any, name: str) -> Metadata:
         except CorruptError as error:
             raise error.prefixed(f"`{name}`", file=name) from None
         data += stream.read()
+    _check_checksum(data, name)
     watcher = reading.get() or (lambda *_: None)
 
     def seen(share: float) -> None:

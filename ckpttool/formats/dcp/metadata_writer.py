@@ -10,9 +10,10 @@ from collections.abc import Callable, Iterator
 
 from ckpttool.catalogue.boxes import Ints
 from ckpttool.formats.dcp.index import NAME
-from ckpttool.formats.dcp.metadata import Item, Metadata, StoredTensor
+from ckpttool.formats.dcp.metadata import Item, Metadata, StoredTensor, checksum
 from ckpttool.serialization.pickler import Writer
 from ckpttool.storage import files
+from ckpttool.storage.crc import crc32
 from ckpttool.storage.stores import Location, locate
 
 _MODULE = "torch.distributed.checkpoint.metadata"
@@ -82,9 +83,12 @@ def write(metadata: Metadata, flush: Callable[[bytes], object]) -> None:
     writer = Writer(protocol=4)
     opcodes = _Opcodes(writer)
     out = writer.out
+    crc = 0
 
-    def drain() -> None:
-        if len(out) > 1 << 20:
+    def drain(least: int = 1 << 20) -> None:
+        nonlocal crc
+        if len(out) > least:
+            crc = crc32(out, crc)
             flush(bytes(out))
             out.clear()
 
@@ -118,6 +122,8 @@ def write(metadata: Metadata, flush: Callable[[bytes], object]) -> None:
         writer.text(name)
         writer.write(value)
     out.extend(b"ub")
+    drain(0)
+    out.extend(checksum(crc))
     flush(writer.done())
 
 

@@ -10,7 +10,7 @@ Upstream: `torch/distributed/checkpoint/_traverse.py` and `_nested_dict.py`; `pl
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from typing import Any, NamedTuple
 
 from ckpttool.catalogue.entries import Catalogue, Container, Path, dotted
@@ -33,11 +33,13 @@ def restore(
     """Return the path of each name, in the order of the state dict, and the lists and ordered dicts above them.
 
     Without `planned` a name is a single key. `value_of` returns the `params` of optimizers: if the parameter groups
-    list integers, the keys of the optimizer's state were integers too.
+    list integers, the keys of the optimizer's state were integers too. Raises CorruptError if `planned` is of other
+    names.
     """
     if planned is None:
         return {name: (name,) for name in names}, {}
     unseen = dict.fromkeys(names)
+    _check_names(unseen, planned)
     paths: dict[str, Path] = {name: path for name, path in planned.items() if name in unseen}
     paths |= {name: (name,) for name in unseen if name not in planned}
     if extra is not None and "containers" in extra:
@@ -57,6 +59,19 @@ def restore(
         paths, lists = _restore_keys(paths, lists, extra)
     # Sorted: the order of a set depends on the hash seed.
     return paths, {path: Container("list") for path in sorted(lists, key=dotted)}
+
+
+def _check_names(names: Collection[str], planned: dict[str, KeyPath]) -> None:
+    """Compare what torch writes twice: each name, and its key path; no checksum covers either. Raises CorruptError."""
+    hint = "a bit of `.metadata` flipped, or it was edited; take another copy of the checkpoint"
+    for name, path in planned.items():
+        if name != (joined := ".".join(map(str, path))):
+            message = f"the index calls an entry `{name}`, but its key path spells `{joined}`"
+            raise CorruptError(message, hint=hint, tensor=name, found=joined, expected=name)
+    pathless, nameless = [n for n in names if n not in planned], [n for n in planned if n not in names]
+    if pathless and nameless:
+        message = f"the index has no key path of `{pathless[0]}`, but one of `{nameless[0]}`, which is not in it"
+        raise CorruptError(message, hint=hint, tensor=pathless[0], found=pathless[0], expected=nameless[0])
 
 
 def _restore_keys(paths: dict[str, Path], lists: set[Path], extra: dict[str, Any]) -> tuple[dict[str, Path], set[Path]]:
