@@ -394,7 +394,8 @@ def build(mesh):
     groups = [{{"params": [p for _, p in named if p.ndim > 1]}}, {{"params": [p for _, p in named if p.ndim < 2]}}]
     optimizer = torch.optim.AdamW(groups)
     scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=10)
-    return {{"model": model.to(mesh.device_type), "optimizer": optimizer, "scheduler": scheduler}}
+    state = {{"model": model.to(mesh.device_type), "optimizer": optimizer, "scheduler": scheduler}}
+    return state | extra(model) if "extra" in globals() else state
 
 def step(state, i):
     raise AssertionError("nothing is trained here")
@@ -424,6 +425,55 @@ def test_the_model_of_a_recipe(tmp_path: Path, saved: Path, width: int, more: st
     else:
         assert any(says in one for one in found), found
         assert made.verdict != "exactly"
+
+
+AVERAGE = """
+class Average:
+    def __init__(self, model):
+        self.shadow = [p.detach().clone() for p in model.parameters()]
+
+    def state_dict(self):
+        return {"shadow": [one.clone() for one in self.shadow]}
+
+    def load_state_dict(self, state):
+        self.shadow = state["shadow"]
+
+def extra(model):
+    return {"average": Average(model)}
+"""
+
+
+def test_an_average_that_saves_copies_is_covered(tmp_path: Path, saved: Path) -> None:
+    (tmp_path / "recipe.py").write_text(RECIPE.format(width=5, more="") + AVERAGE)
+    made = audit(saved, recipe=str(tmp_path / "recipe.py"))
+    messages = [check.message for check in made.checks if check.what == "recipe"]
+    assert any("`average` of the recipe has no state in the checkpoint" in one for one in messages)
+    assert not any(" holds " in one for one in messages), messages
+
+
+@pytest.mark.parametrize(
+    ("more", "state", "says"),
+    [
+        ("model.shadow = {name: p.detach().clone() for name, p in model.named_parameters()}", "differs",
+         "`model.shadow` holds 6 tensors that no `state_dict` of the recipe's state has, shaped as the model's"),
+        ("globals()['AVERAGE'] = torch.optim.swa_utils.AveragedModel(model)", "differs", "`AVERAGE` holds 8 tensors"),
+        ("import types; model[0].own = types.SimpleNamespace(table=[torch.ones(3)])", "note",
+         "`model.0.own.table` holds 1 tensor"),
+        ("class Own: pass\n    model[0].own = Own(); model[0].own.table = [torch.ones(3)]", "note",
+         "`model.0.own.table` holds 1 tensor that no `state_dict` of the recipe's state has"),
+        ("model.register_buffer('angles', torch.ones(3), persistent=False); model.again = [model[0].weight.data]",
+         "note", None),
+    ],
+)  # fmt: skip
+def test_tensors_of_a_recipe_that_no_part_covers(
+    tmp_path: Path, saved: Path, more: str, state: str, says: str | None
+) -> None:
+    (tmp_path / "recipe.py").write_text(RECIPE.format(width=5, more=more))
+    made = audit(saved, recipe=str(tmp_path / "recipe.py"))
+    found = [(check.state, check.message) for check in made.checks if " holds " in check.message]
+    assert [one for one, _ in found] == ([state] if says else []), found
+    assert says is None or says in found[0][1]
+    assert state == "note" or made.verdict != "exactly"
 
 
 def test_a_recipe_that_is_not_there_is_told_before_anything_is_read(saved: Path) -> None:

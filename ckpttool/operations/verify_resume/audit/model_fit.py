@@ -16,6 +16,7 @@ from ckpttool.layout.optimizer import names_of_ids
 from ckpttool.layout.optimizer.parse import optimizers
 from ckpttool.layout.rename import strip_wrappers
 from ckpttool.operations.verify_resume.audit.checks import Checks, named, trained_model
+from ckpttool.operations.verify_resume.audit.uncovered import check_uncovered
 from ckpttool.operations.verify_resume.recipe import Recipe, build_state, load_recipe, recipe_mesh
 from ckpttool.text import plural
 
@@ -38,6 +39,7 @@ def check_model(path: str, catalogue: Catalogue, checks: Checks) -> None:
     for name in sorted(state.keys() - {"model", "optimizer"} - keys):
         if kind_of_key(name) not in kinds:
             checks.differs("recipe", f"`{name}` of the recipe has no state in the checkpoint", [name])
+    check_uncovered(state, getattr(recipe.build, "__globals__", {}), checks)
 
 
 @contextmanager
