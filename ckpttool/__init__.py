@@ -9,6 +9,7 @@ commands of the same names.
 from __future__ import annotations
 
 from importlib import import_module
+from importlib.util import find_spec
 from os import PathLike, fspath
 from typing import TYPE_CHECKING, Any
 
@@ -16,13 +17,14 @@ from ckpttool.errors import require
 from ckpttool.version import __version__
 
 if TYPE_CHECKING:
+    from ckpttool.catalogue.entries import Catalogue
     from ckpttool.errors import CkptError
     from ckpttool.operations.convert import convert
     from ckpttool.operations.diff import Diff, diff
     from ckpttool.operations.export import export
     from ckpttool.operations.export.plan import Exported
     from ckpttool.operations.inspect import inspect
-    from ckpttool.operations.open import Checkpoint, LazyTensor
+    from ckpttool.operations.open import Checkpoint, LazyTensor, Subtree
     from ckpttool.operations.repair import Repaired, repair
     from ckpttool.operations.reshard import Resharding, reshard
     from ckpttool.operations.show import Shown, show
@@ -33,42 +35,97 @@ if TYPE_CHECKING:
     from ckpttool.training.load_into import load_into
     from ckpttool.training.save import save
 
-# Each public name behind its module, which is imported when one is first used: `--help` imports what it needs.
-_NAMES = """
-    errors.CkptError operations.convert.convert operations.diff.Diff operations.diff.diff operations.export.export
-    operations.export.plan.Exported operations.inspect.inspect operations.open.Checkpoint operations.open.LazyTensor
-    operations.repair.Repaired operations.repair.repair operations.reshard.Resharding operations.reshard.reshard
-    operations.show.Shown operations.show.show operations.verify.Finding operations.verify.Report
-    operations.verify.verify operations.write.Conversion training.exit_on_error.exit_on_error training.load.Loaded
-    training.load.load training.load_into.load_into training.save.save
-"""
-_MODULES = {name: module for module, _, name in (public.rpartition(".") for public in _NAMES.split())}
+# The module of each public name, which is imported when the name is first used: `--help` imports what it needs.
+_MODULES = {
+    "Catalogue": "catalogue.entries",
+    "Checkpoint": "operations.open",
+    "CkptError": "errors",
+    "Conversion": "operations.write",
+    "Diff": "operations.diff",
+    "Exported": "operations.export.plan",
+    "Finding": "operations.verify",
+    "LazyTensor": "operations.open",
+    "Loaded": "training.load",
+    "Repaired": "operations.repair",
+    "Report": "operations.verify",
+    "Resharding": "operations.reshard",
+    "Shown": "operations.show",
+    "Subtree": "operations.open",
+    "convert": "operations.convert",
+    "diff": "operations.diff",
+    "exit_on_error": "training.exit_on_error",
+    "export": "operations.export",
+    "inspect": "operations.inspect",
+    "load": "training.load",
+    "load_into": "training.load_into",
+    "repair": "operations.repair",
+    "reshard": "operations.reshard",
+    "save": "training.save",
+    "show": "operations.show",
+    "verify": "operations.verify",
+}
 
 
 def __getattr__(name: str) -> Any:
-    if name in _MODULES:
-        if _MODULES[name].startswith("training."):
-            require("torch", f"`ckpttool.{name}`")
-        return getattr(import_module(f"ckpttool.{_MODULES[name]}"), name)
-    raise AttributeError(f"module `ckpttool` has no attribute `{name}`")
+    if name not in _MODULES:
+        raise AttributeError(f"module `ckpttool` has no attribute `{name}`")
+    if _needs_torch(name):
+        require("torch", f"`ckpttool.{name}`")
+    return getattr(import_module(f"ckpttool.{_MODULES[name]}"), name)
 
 
 def __dir__() -> list[str]:
-    return __all__
+    # `help` and completion get every name that is listed, and one that needs torch cannot be had without it.
+    has_torch = find_spec("torch") is not None
+    return sorted({"__version__", "open", *(name for name in _MODULES if has_torch or not _needs_torch(name))})
+
+
+def _needs_torch(name: str) -> bool:
+    return _MODULES[name].startswith("training.")
 
 
 def open(path: str | PathLike[str], *, shapes: str | None = None) -> Checkpoint:
-    """Open the checkpoint at `path`, a file or directory of any format; see `Checkpoint`. `shapes` is `--shapes`.
+    """Open a checkpoint of any format, and return it as a mapping of its names: see `Checkpoint`.
 
-    Raises `CkptError` with what is wrong and what to do.
+    Only its index is read. `path` is a file, a directory or `hf://org/name[/path]`; `shapes`, for flat parameters and
+    numbered optimizers, a checkpoint or a JSON file that has the names and shapes of the parameters.
+
+    Raises:
+        ReadError: if there is no checkpoint at `path`, or it cannot be read.
+        CorruptError: if its index is damaged.
     """
     from ckpttool.operations.open import Checkpoint
 
     return Checkpoint(fspath(path), shapes)
 
 
+# Without `open`: `from ckpttool import *` must not replace the built-in function.
 __all__ = [
-    "Checkpoint", "CkptError", "Conversion", "Diff", "Exported", "Finding", "LazyTensor", "Loaded", "Repaired",
-    "Report", "Resharding", "Shown", "__version__", "convert", "diff", "exit_on_error", "export", "inspect", "load",
-    "load_into", "open", "repair", "reshard", "save", "show", "verify",
-]  # fmt: skip
+    "Catalogue",
+    "Checkpoint",
+    "CkptError",
+    "Conversion",
+    "Diff",
+    "Exported",
+    "Finding",
+    "LazyTensor",
+    "Loaded",
+    "Repaired",
+    "Report",
+    "Resharding",
+    "Shown",
+    "Subtree",
+    "__version__",
+    "convert",
+    "diff",
+    "exit_on_error",
+    "export",
+    "inspect",
+    "load",
+    "load_into",
+    "repair",
+    "reshard",
+    "save",
+    "show",
+    "verify",
+]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Iterable, Sequence
+from itertools import islice
 
 from ckpttool.errors import UsageError
 
@@ -128,3 +129,16 @@ def safe(text: str) -> str:
 def cut(text: str, limit: int) -> str:
     """`text`, or its beginning and `...` when it is longer than `limit`. Pure."""
     return text if len(text) <= limit else text[: max(limit - 3, 0)] + "..."
+
+
+def html_table(title: str, columns: Sequence[str], rows: Iterable[Sequence[object]], limit: int = 20) -> str:
+    """Return a table for a notebook, of at most `limit` rows, with its title above it. All text is escaped. Pure."""
+    from html import escape
+
+    rest = iter(rows)
+    cells = [[f"<td>{escape(safe(str(cell)))}</td>" for cell in row] for row in islice(rest, limit)]
+    head = "".join(f"<th>{escape(column)}</th>" for column in columns)
+    body = "".join(f"<tr>{''.join(row)}</tr>" for row in cells)
+    omitted = sum(1 for _ in rest)
+    more = f"<p>and {omitted:,} more</p>" if omitted else ""
+    return f"<p>{escape(safe(title))}</p><table><tr>{head}</tr>{body}</table>{more}"

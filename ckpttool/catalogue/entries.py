@@ -7,17 +7,18 @@ of it; a plan compares the two. Nothing here does I/O.
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, field
 from math import prod
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 from ckpttool.catalogue import boxes
 from ckpttool.catalogue.boxes import Ints
 from ckpttool.catalogue.dtypes import Dtype
 from ckpttool.catalogue.warning import Warning
 from ckpttool.errors import CkptError, CorruptError
+from ckpttool.text import html_table, plural, size
 
 Path = tuple[Hashable, ...]
 
@@ -227,12 +228,17 @@ class _Named:
         return dotted(self.path)
 
     @property
+    def row(self) -> tuple[str, str, str]:
+        """Name, dtype and shape for a table; those of a value are `object` and nothing."""
+        return self.name, "object", ""
+
+    @property
     def fqn(self) -> str:
         """The name below the root of the part: `layers.0.w` for `model.layers.0.w`."""
         return dotted(self.path[len(self.part.root) :])
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(slots=True, eq=False, repr=False)
 class Tensor(_Named):
     """A tensor: its key path, element type, shape and chunks.
 
@@ -252,7 +258,16 @@ class Tensor(_Named):
 
     @property
     def numel(self) -> int:
+        """The number of elements."""
         return prod(self.shape)
+
+    @property
+    def row(self) -> tuple[str, str, str]:
+        """Name, dtype and shape for a table."""
+        return self.name, str(self.dtype), str(list(self.shape))
+
+    def __repr__(self) -> str:
+        return f"<Tensor {self.name}: {self.dtype} {list(self.shape)}, {plural(len(self.chunks), 'chunk')}>"
 
     @property
     def nbytes(self) -> int:
@@ -336,7 +351,30 @@ class File:
     scratch: bool = False
 
 
-@dataclass(slots=True)
+E = TypeVar("E", Tensor, Object)
+
+
+class Entries(Sequence[E]):
+    """The entries of one kind in a catalogue, in the order in which they were saved."""
+
+    def __init__(self, entries: Mapping[Path, Entry], kind: type[E]) -> None:
+        self._entries = entries
+        self._kind: type[E] = kind
+
+    def __iter__(self) -> Iterator[E]:
+        return (entry for entry in self._entries.values() if isinstance(entry, self._kind))
+
+    def __len__(self) -> int:
+        return sum(1 for _ in self)
+
+    def __getitem__(self, index: Any) -> Any:
+        return list(self)[index]
+
+    def __repr__(self) -> str:
+        return f"<{plural(len(self), self._kind.__name__.lower())}>"
+
+
+@dataclass(slots=True, repr=False)
 class Catalogue:
     """Everything a checkpoint holds, in the order in which it was saved.
 
@@ -360,12 +398,22 @@ class Catalogue:
     shardings: dict[Path, Sharding] = field(default_factory=dict)
 
     @property
-    def tensors(self) -> Iterator[Tensor]:
-        return (e for e in self.entries.values() if isinstance(e, Tensor))
+    def tensors(self) -> Entries[Tensor]:
+        """The tensors, in the order in which they were saved."""
+        return Entries(self.entries, Tensor)
 
     @property
-    def objects(self) -> Iterator[Object]:
-        return (e for e in self.entries.values() if isinstance(e, Object))
+    def objects(self) -> Entries[Object]:
+        """All other values, in that order."""
+        return Entries(self.entries, Object)
+
+    def __repr__(self) -> str:
+        counts = (plural(len(self.tensors), "tensor"), plural(len(self.objects), "object"))
+        files = f"{size(self.nbytes())} in {plural(len(self.own_files), 'file')}"
+        return f"<Catalogue: {', '.join((self.format, *counts, files))}>"
+
+    def _repr_html_(self) -> str:
+        return html_table(repr(self), ("name", "dtype", "shape"), (entry.row for entry in self.entries.values()))
 
     def add(self, entry: Entry) -> None:
         if entry.path in self.entries:

@@ -64,8 +64,10 @@ def convert(
     manifest: str | os.PathLike[str] | None = None,
     progress: Progress | None = None,
 ) -> Conversion:
-    """Convert the checkpoint at `src` to the format `to` at `dst`, bit for bit. See `docs/reference/cli.md`.
+    """Convert the checkpoint at `src` to the format `to` at `dst`, bit for bit.
 
+    The options are those of `ckpttool convert --help`, with `_` for `-`; one that can be repeated takes a string or
+    several. The result has sizes in bytes.
     With `producer` in place of `to`, in the layout that a framework resumes from (`ckpttool.producers.writable`).
     Sizes are bytes, or text such as `5GB`. `progress(done, total)` is called with bytes from this thread. Nothing
     appears at `dst` unless all of it does; with `resume`, a run goes on from what an interrupted one has copied. A

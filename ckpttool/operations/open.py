@@ -9,7 +9,6 @@ with ckpttool.open("run7/step-1000") as ckpt:
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from html import escape
 from math import prod
 from typing import TYPE_CHECKING, Any
 
@@ -17,11 +16,12 @@ from ckpttool.catalogue import boxes
 from ckpttool.catalogue.boxes import Box, Ints
 from ckpttool.catalogue.dtypes import Dtype
 from ckpttool.catalogue.entries import Catalogue, Object, Path, Tensor, dotted
+from ckpttool.catalogue.patterns import any_of
 from ckpttool.errors import UsageError, require
 from ckpttool.producers.open import open_source
 from ckpttool.storage.crc import crc32
 from ckpttool.storage.files import Pool
-from ckpttool.text import near_names
+from ckpttool.text import html_table, near_names
 from ckpttool.transfer import checksums
 from ckpttool.transfer.read import part, read_box
 
@@ -29,8 +29,6 @@ if TYPE_CHECKING:
     import numpy as np
     import torch
     from typing_extensions import Self
-
-_ROWS = 20
 
 
 class Subtree(Mapping[str, Any]):
@@ -75,22 +73,25 @@ class Subtree(Mapping[str, Any]):
         return f"<{self._checkpoint.path}: {catalogue.format}, {tensors} tensors, {len(self) - tensors} objects>"
 
     def _repr_html_(self) -> str:
-        rows = []
-        for name, path in list(self._names.items())[:_ROWS]:
-            entry = self._checkpoint.catalogue.entries[path]
-            cells = (entry.dtype, list(entry.shape)) if isinstance(entry, Tensor) else ("object", "")
-            rows.append("<tr>" + "".join(f"<td>{escape(str(cell))}</td>" for cell in (name, *cells)) + "</tr>")
-        more = f"<p>and {len(self) - _ROWS} more</p>" if len(self) > _ROWS else ""
-        columns = "<tr><th>name</th><th>dtype</th><th>shape</th></tr>"
-        return f"<p>{escape(repr(self))}</p><table>{columns}{''.join(rows)}</table>{more}"
+        entries = self._checkpoint.catalogue.entries
+        rows = ((name, *entries[path].row[1:]) for name, path in self._names.items())
+        return html_table(repr(self), ("name", "dtype", "shape"), rows)
 
     def _ipython_key_completions_(self) -> list[str]:
         return list(self._names)
 
-    def tensors(self) -> Iterator[LazyTensor]:
-        """Return an iterator over the tensors, in the order in which they were saved."""
-        entries = map(self._checkpoint.catalogue.entries.get, self._names.values())
-        return (LazyTensor(self._checkpoint, entry) for entry in entries if isinstance(entry, Tensor))
+    def tensors(self, *patterns: str) -> Iterator[LazyTensor]:
+        """Return an iterator over the tensors, in the order in which they were saved.
+
+        With `patterns`, over those whose name here matches one: `ckpt.tensors("*.weight")`. `*` also matches dots, and
+        `re:` starts a regular expression. Reads nothing.
+        """
+        selected = any_of(patterns) if patterns else None
+        entries = self._checkpoint.catalogue.entries
+        for name, path in self._names.items():
+            entry = entries[path]
+            if isinstance(entry, Tensor) and (selected is None or selected(name)):
+                yield LazyTensor(self._checkpoint, entry)
 
     def objects(self) -> dict[str, Any]:
         """Return every value that is not a tensor, by name."""

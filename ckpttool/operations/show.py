@@ -55,8 +55,11 @@ class Shown:
 
 
 def show(path: str | os.PathLike[str], tensor: str, *, shapes: str | None = None) -> Shown:
-    """Return where one tensor of the checkpoint at `path` is stored, a few values, and statistics of all of them. Reads
-    only its bytes. Raises UsageError, with the nearest names, when there is no such tensor."""
+    """Return where one tensor of the checkpoint at `path` is stored, its first eight values, and statistics of all.
+
+    `tensor` is its dotted name. Reads only its bytes. Raises UsageError, with the nearest names, when there is no such
+    tensor, ReadError when there is no checkpoint, and CorruptError when its bytes do not match their checksum.
+    """
     path = os.fspath(path)
     with opened(path, shapes) as source:
         matches = [t for t in source.catalogue.tensors if t.name == tensor]

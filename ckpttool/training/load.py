@@ -42,7 +42,7 @@ STRATEGIES = ("auto", "parallel", "broadcast")
 _SLOW = ("nfs", "cifs", "smb", "9p", "fuse.sshfs", "fuse.s3fs", "fuse.gcsfuse", "fuse.rclone", "fuse.goofys", "davfs")
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, repr=False)
 class Loaded:
     """The result of `load`.
 
@@ -70,6 +70,12 @@ class Loaded:
     without_own: list[str] = field(default_factory=list)
     left: list[str] = field(default_factory=list)
     rest: dict[Any, Any] = field(default_factory=dict)
+
+    def __repr__(self) -> str:
+        read = f"{size(self.bytes_read)} read by this rank"
+        wrong = ("missing", "unexpected", "uninitialised", "other_dtype", "without_state")
+        counts = [f"{len(names)} {what.replace('_', ' ')}" for what in wrong if (names := getattr(self, what))]
+        return f"<Loaded: {', '.join((self.path, self.format, self.strategy, read, *counts))}>"
 
 
 def load(

@@ -5,6 +5,8 @@ from __future__ import annotations
 import multiprocessing
 import pickle
 import re
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -16,7 +18,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from support.checkpoints import bits
 from support.damage import flipped_copy
-from support.paths import CHECKPOINTS
+from support.paths import CHECKPOINTS, ROOT
 from support.upstream_samples import NAMES, original, path_of
 
 import ckpttool
@@ -25,6 +27,7 @@ from ckpttool.catalogue.entries import Tensor
 from ckpttool.errors import CkptError, CorruptError, ReadError, UsageError
 from ckpttool.formats.detect import detect
 from ckpttool.storage.files import Pool
+from ckpttool.text import size
 
 
 def leaves(tree: Any, path: Key = ()) -> Iterator[tuple[Key, Any]]:
@@ -311,3 +314,59 @@ def test_closed_is_closed() -> None:
         with pytest.raises(UsageError, match="is closed"):
             read()
     assert tensor.shape and list(ckpt)
+
+
+def test_the_public_names_are_listed() -> None:
+    code = """
+import builtins, pydoc, ckpttool
+from ckpttool import *
+assert open is builtins.open and convert is ckpttool.convert
+names = dir(ckpttool)
+assert {*ckpttool.__all__, "open"} == {*names} and not [name for name in names if name.startswith("_MODULES")]
+assert all(getattr(ckpttool, name).__doc__ for name in names)
+text = pydoc.plain(pydoc.render_doc(ckpttool))
+assert all(f"{name}(" in text for name in ("convert", "load", "class Checkpoint"))
+"""
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+    # Without torch, all but what needs it.
+    code = """
+import pydoc, ckpttool
+ckpttool.find_spec = lambda name: None
+assert "verify(" in pydoc.plain(pydoc.render_doc(ckpttool)) and "load" not in dir(ckpttool)
+"""
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+    page = (ROOT / "docs" / "reference" / "api.md").read_text()
+    listed = set(re.findall(r"^::: ckpttool\.(\w+)$", page, re.MULTILINE))
+    assert listed >= {*dir(ckpttool)} - {"CkptError", "__version__"}
+
+
+def test_results_are_short(tmp_path: Path) -> None:
+    names = [f"layers.{i}.<b>weight</b>" for i in range(3000)]
+    torch.save({"model": {name: torch.zeros(2) for name in names}}, tmp_path / "a.pt")
+    found = ckpttool.inspect(tmp_path / "a.pt")
+    assert repr(found) == f"<Catalogue: torch, 3,000 tensors, 0 objects, {size(found.nbytes())} in 1 file>"
+    assert repr(found.tensors) == "<3,000 tensors>" and found.tensors[5].name == f"model.{names[5]}"
+    assert repr(found.tensors[-1]) == f"<Tensor model.{names[-1]}: float32 [2], 1 chunk>" and len(found.tensors) == 3000
+    torch.save({"model": {name: torch.ones(2) for name in names[1:]}}, tmp_path / "b.pt")
+    results = [
+        ckpttool.diff(tmp_path / "a.pt", tmp_path / "b.pt"),
+        ckpttool.convert(tmp_path / "a.pt", tmp_path / "c", to="dcp"),
+        ckpttool.verify(tmp_path / "a.pt"),
+        ckpttool.show(tmp_path / "a.pt", f"model.{names[0]}"),
+        ckpttool.load(tmp_path / "a.pt", None),
+    ]
+    assert all(len(repr(result)) < 300 + len(str(tmp_path)) * 3 and "\n" not in repr(result) for result in results)
+    assert repr(results[0]).startswith(f"<Diff: {tmp_path}/a.pt and {tmp_path}/b.pt differ: 2,999 of 3,000 tensors")
+    assert repr(results[1]) == f"<Conversion: wrote {tmp_path}/c: 3,000 tensors, 0 objects, 24.0 kB of values>"
+    for result in (found, results[0]):
+        page = result._repr_html_()
+        assert len(page) < 10_000 and "and 2,980 more" in page and "<b>" not in page and "&lt;b&gt;" in page
+
+
+def test_tensors_by_name() -> None:
+    with ckpttool.open(FULL) as ckpt:
+        every = [tensor.name for tensor in ckpt.tensors()]
+        norms = [name for name in every if name.endswith("norm.weight") and name.startswith("model.")]
+        assert norms and [tensor.name for tensor in ckpt.tensors("model.*norm.weight")] == norms
+        assert [tensor.name for tensor in ckpt["model"].tensors("*norm.weight")] == norms
+        assert [tensor.name for tensor in ckpt.tensors("re:model.embed.*", "nothing")] == ["model.embed.weight"]

@@ -58,7 +58,9 @@ def diff(
     threads: int | None = None,
     progress: Progress | None = None,
 ) -> Diff:
-    """Return every difference between the checkpoints at `a` and `b`. `docs/reference/cli.md` has the options.
+    """Return every difference between the checkpoints at `a` and `b`.
+
+    The options are those of `ckpttool diff --help`.
 
     With none of `rtol`, `atol` and `ulp`, elements are equal when their bits are. With `ignore_dtype` another dtype is
     no difference by itself; with `sharded` another sharding is one. `progress(done, total)` is called with bytes from

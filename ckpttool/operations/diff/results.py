@@ -10,7 +10,7 @@ from ckpttool.catalogue.boxes import Ints
 from ckpttool.errors import DIFFERS, DONE
 from ckpttool.operations.diff.elements import Comparison, Difference, Sums, add_figures, added, cosine
 from ckpttool.operations.result import Absent, Result
-from ckpttool.text import plural
+from ckpttool.text import html_table, plural
 
 
 @dataclass(slots=True)
@@ -162,6 +162,16 @@ class Diff(Result):
         """The verdict in a sentence, with what changed."""
         changed = f": {self.changed}" if self.changed else ""
         return f"{self.a.path} and {self.b.path} {'are the same' if self.same else 'differ'}{changed}"
+
+    def _repr_html_(self) -> str:
+        rows: list[tuple[object, ...]] = [
+            (tensor.name, ", ".join(tensor.kinds), "" if tensor.values is None else tensor.values.relative or "")
+            for tensor in self.tensors
+        ]
+        rows += [(entry.name + entry.at, "object", "") for entry in self.objects]
+        for side, entries in (("A", self.only_a), ("B", self.only_b)):
+            rows += [(entry.name, f"only in {side}", "") for entry in entries]
+        return html_table(self.message, ("name", "differs", "largest relative difference"), rows)
 
     @property
     def exit_code(self) -> int:

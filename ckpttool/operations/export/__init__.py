@@ -58,7 +58,7 @@ def export(
     progress: Progress | None = None,
 ) -> Exported:
     """Write the model of the checkpoint at `src` to the directory `dst`, as `from_pretrained` expects it, or to a
-    repository `hf://org/name` on the Hub, in one commit. See `docs/how-to/export.md` and `docs/how-to/hub.md`.
+    repository `hf://org/name` on the Hub, in one commit. The options are those of `ckpttool export --help`.
 
     Sizes are bytes, or text such as `5GB`. `progress(done, total)` is called with bytes of weights from this thread.
     Nothing appears at `dst` unless all of it does. A `manifest` of a directory is then written to that path.

@@ -23,7 +23,11 @@ _TIED, _COMPARED = 8, 4  # weights, and shards of each, that are compared
 
 
 def inspect(path: str | os.PathLike[str], *, shapes: str | None = None) -> Catalogue:
-    """Everything that the index of the checkpoint at `path` says, without reading a weight or running anything.
+    """Return everything that the index of the checkpoint at `path` says, without reading a weight or running anything.
+
+    `shapes`, for flat parameters, is a checkpoint or a JSON file that has the names and shapes of the parameters. What
+    is damaged is in the `warnings`. Raises ReadError if there is no checkpoint at `path`, and CorruptError if its index
+    cannot be read.
 
     Of a checkpoint of another tool that is recognised and not opened, `facts["recognised"]` alone says what it is.
     """

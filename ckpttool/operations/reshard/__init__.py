@@ -82,8 +82,9 @@ def reshard(
     manifest: str | os.PathLike[str] | None = None,
     progress: Progress | None = None,
 ) -> Resharding:
-    """Write the checkpoint at `src` to `dst` with the chunks that another world or mesh has. See
-    `docs/reference/cli.md`.
+    """Write the checkpoint at `src` to `dst` sharded for another number of ranks or mesh.
+
+    The options are those of `ckpttool reshard --help`, with `_` for `-`.
 
     Under torchrun, all processes call this with the same arguments and share the work; the result is complete in the
     process of rank 0. Nothing appears at `dst` unless all of it does; with `resume`, one process goes on from what an
