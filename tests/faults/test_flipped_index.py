@@ -104,3 +104,20 @@ def test_names_and_key_paths(tmp_path: Path) -> None:
     index.write_bytes(pickle.dumps(metadata))
     with pytest.raises(CorruptError, match=r"no key path of `model\.bias`, but one of `model\.bios`"):
         ckpttool.inspect(path)
+
+
+def test_a_manifest_beside_it_is_read(tmp_path: Path) -> None:
+    """By whatever opens the directory, also one that torch wrote."""
+    path = Path(shutil.copytree(TORCHS, tmp_path / "ckpt"))
+    verify(path, write_manifest=path / "integrity.json")
+    ckpttool.inspect(path)
+    index = path / ".metadata"
+    index.write_bytes(index.read_bytes().replace(b"norm.weight", b"morm.weight"))
+    for use in (ckpttool.inspect, lambda path: ckpttool.convert(path, tmp_path / "out", to="torch")):
+        with pytest.raises(
+            CorruptError, match=r"`\.metadata`: has SHA-256 \w{16}\.\.\., but \w{16}\.\.\. in `integrity\.json`"
+        ):
+            use(path)
+    assert verify(path).findings[0].gravity == "damage"
+    (path / "integrity.json").unlink()
+    assert any("morm" in tensor.name for tensor in ckpttool.inspect(path).tensors)

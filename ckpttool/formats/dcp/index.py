@@ -11,6 +11,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from hashlib import sha256
 from typing import Any
 
 from ckpttool.catalogue.entries import File
@@ -23,6 +24,8 @@ from ckpttool.text import rank_ranges, some
 
 NAME = ".metadata"
 SUFFIX = ".distcp"
+_MANIFEST = "integrity.json"  # of ckpttool or Megatron Core
+_MANIFEST_HEAD = 1 << 20
 _OF_RANK = re.compile(r"__(\d+)\.metadata")
 _DATA = re.compile(r"__(\d+)_(\d+)\.distcp$")
 
@@ -90,6 +93,8 @@ def read_index(path: str) -> Index:
         if not location.size():
             hint = "the save did not finish; use an older step"
             raise CorruptError(f"`{location}`: is empty", hint=hint, file=location)
+        if _MANIFEST in sizes:
+            _check_listed(folder, name)
         with location.open() as stream:
             merger.add(metadata.read(stream, name), _rank(name))
     index = merger.index
@@ -102,6 +107,23 @@ def read_index(path: str) -> Index:
             index.warnings.append(Warning("missing-index", text))
     index.warnings += _other_file_warnings(sizes, {f.name for f in index.files}, set(names))
     return index
+
+
+def _check_listed(folder: Location, name: str) -> None:
+    """Compare an index with its SHA-256 in the manifest beside it, if that has one. Raises CorruptError."""
+    # Files are at the beginning of a manifest; `verify` reads all of it.
+    head = (folder / _MANIFEST).head(_MANIFEST_HEAD)
+    listed = re.search(rb'"%b"\s*:\s*"([0-9a-fA-F]{64})"' % re.escape(name.encode()), head)
+    if listed is None:
+        return
+    digest = sha256()
+    for block in (folder / name).blocks(1 << 20):
+        digest.update(block)
+    expected, found = listed[1].decode().lower(), digest.hexdigest()
+    if found != expected:
+        message = f"`{name}`: has SHA-256 {found[:16]}..., but {expected[:16]}... in `{_MANIFEST}`"
+        hint = f"its bytes changed; take another copy, or remove `{_MANIFEST}` if the checkpoint was saved again"
+        raise CorruptError(message, hint=hint, file=folder / name, found=found, expected=expected)
 
 
 def _no_index_error(path: str, folder: str) -> ReadError:
