@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support import json_schemas
 
 from ckpttool.errors import CkptError, OverwriteError, UsageError
 from ckpttool.operations.verify_resume.trial import trial
@@ -38,7 +39,7 @@ def test_resumed_on_another_world(tmp_path: Path) -> None:
         str(kept), "--json",
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
-    said = json.loads(done.stdout)
+    said = json_schemas.check(done.stdout)
     assert (said["schema"], said["verdict"], said["rule"]) == ("ckpttool/trial/2", "same", "control")
     assert [(one["name"], one["world_size"], one["started"]) for one in said["runs"]] == [
         ("A", 2, "fresh processes"), ("B", 3, "fresh processes"), ("control", 3, "fresh processes"),
@@ -121,7 +122,7 @@ def test_checkpoints_are_compared_with_the_first(tmp_path: Path) -> None:
         "verify-resume", "trial", "--recipe", RECIPE, str(kept / "saved"), str(kept / "route" / "1-safetensors"),
         "--more", "2", "--first-step", "2", "--json",
     )  # fmt: skip
-    said = json.loads(done.stdout)
+    said = json_schemas.check(done.stdout)
     assert (done.returncode, said["rule"], said["verdict"]) == (0, "checkpoints", "same"), said["message"]
     assert [one["name"] for one in said["runs"]] == ["1", "2"]
     later = tmp_path / "later"

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from support import json_schemas
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 from ckpttool.errors import UsageError
@@ -168,7 +169,7 @@ def test_the_command_inside_processes_of_torchrun(tmp_path: Path) -> None:
         env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=600,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
-    said = json.loads(done.stdout)
+    said = json_schemas.check(done.stdout)
     assert (said["verdict"], said["rule"]) == ("same", "bitwise")
     assert [run["started"] for run in said["runs"]] == ["the processes that torchrun started"] * 2
     other = subprocess.run(
