@@ -12,6 +12,7 @@ from collections.abc import Callable, Hashable, Iterator
 from itertools import chain, count
 from typing import Any
 
+from ckpttool.catalogue.budget import charge
 from ckpttool.catalogue.entries import Catalogue, Container, Object, Path, Tensor, dotted
 from ckpttool.catalogue.values import CONTAINERS, Link, Stub, TorchSize, children, walk
 from ckpttool.errors import CorruptError, LossError
@@ -123,6 +124,7 @@ def _nodes(value: Any, containers: tuple[type, ...]) -> Iterator[Any]:
     while level:
         if depth > MAX_LEVELS:
             raise CorruptError(f"values nested more than {MAX_LEVELS} deep")
+        charge(len(level))
         yield from level
         nested = {id(node): node for node in level if isinstance(node, containers) and id(node) not in seen}
         seen |= nested.keys()
@@ -149,7 +151,8 @@ class _Copying:
         copy = self._new(value, path) if isinstance(value, self._kinds) else value
         if copy is value and isinstance(value, CONTAINERS):
             copy = self._container(value, path)
-        if copy is not value:
+        if copy is not value or isinstance(value, (tuple, frozenset)):
+            # One that stays as it is, too: those that it shares would be looked through for each mention.
             self._copies[id(value)] = copy
         return copy
 

@@ -10,28 +10,15 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
-from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
+from ckpttool.catalogue.budget import charge
 from ckpttool.errors import CorruptError
 
 if TYPE_CHECKING:
     from typing_extensions import Self
 
     from ckpttool.catalogue.entries import Path
-
-
-copies_left: ContextVar[list[int] | None] = ContextVar("copies_left", default=None)
-"""How many elements or bytes the values of the pickle that is being read may still copy; None outside of one."""
-
-
-def spend(count: int) -> None:
-    """Charge a copy of so many elements or bytes. Raises CorruptError when the pickle has none left."""
-    left = copies_left.get()
-    if left is not None:
-        left[0] -= count
-        if left[0] < 0:
-            raise CorruptError("a pickle copies the same values again and again")
 
 
 class Link(NamedTuple):
@@ -82,7 +69,7 @@ class Stub(metaclass=StubType):
     def __new__(cls, *args: Any, **kwargs: Any) -> Self:
         self = object.__new__(cls)
         if kwargs:
-            spend(len(kwargs))
+            charge(len(kwargs))
         self.args, self.kwargs, self.how, self.target = args, kwargs or _NO_KWARGS, "new", None
         self.state = self.values = self.pairs = _NOTHING
         return self
@@ -192,12 +179,20 @@ def children(value: Any) -> Iterator[tuple[Any, Any]]:
         yield from value.pairs
 
 
+_OFTEN = 1023
+
+
 def walk(value: Any) -> Iterator[Any]:
     """Every value in a tree and every key that is more than a string or a number, each shared one once."""
     seen: set[int] = set()
     todo = [value]
+    steps = 0
     while todo:
         node = todo.pop()
+        steps += 1
+        if not steps & _OFTEN:
+            charge(2 * steps)
+            steps = 0
         if isinstance(node, CONTAINERS):
             if id(node) in seen:
                 continue
@@ -207,3 +202,4 @@ def walk(value: Any) -> Iterator[Any]:
                 if not isinstance(key, (str, int)):
                     todo.append(key)
         yield node
+    charge(2 * steps)

@@ -11,6 +11,7 @@ from contextlib import ExitStack, closing, contextmanager, suppress
 
 from ckpttool import formats, producers
 from ckpttool.catalogue import parts
+from ckpttool.catalogue.budget import working
 from ckpttool.catalogue.entries import Catalogue, Object, Path, dotted
 from ckpttool.catalogue.protocols import NO_HINTS, Format, OpenOptions, Source
 from ckpttool.catalogue.warning import Warning
@@ -121,7 +122,7 @@ def open_source(path: str, shapes: str | None = None) -> Source:
     with ExitStack() as on_error:
         if location is not path:
             on_error.callback(location.store.close)
-        with naming(location), unsafe_globals.noting_harm() as named:
+        with working(), naming(location), unsafe_globals.noting_harm() as named:
             source = open_at(location, options)
         on_error.callback(source.close)
         catalogue = source.catalogue

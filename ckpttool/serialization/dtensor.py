@@ -22,9 +22,11 @@ from functools import lru_cache
 from itertools import accumulate, chain, product
 from math import prod
 from operator import mul
+from reprlib import repr as shown
 from typing import Any, NamedTuple
 
 from ckpttool.catalogue.boxes import Ints, row_major
+from ckpttool.catalogue.budget import FEW, charge
 from ckpttool.catalogue.dtypes import DTYPES, Dtype
 from ckpttool.catalogue.entries import Path, dotted
 from ckpttool.catalogue.flatten import replaced
@@ -38,6 +40,7 @@ Position = list[tuple[int, int]]
 """Where a rank is on a mesh, the size and the index of each dimension: `[(2, 0), (4, 3)]`."""
 
 _CLASSES = ("DTensor", "ShardedTensor")
+_BOX = 128  # units of work: what is made of a box until it is shown
 _MOST_RANKS, _MOST_PARTS = 1 << 20, 1 << 12  # of a job, of a dimension: what is made of them must not take for ever
 
 
@@ -130,15 +133,23 @@ def _last(value: Any) -> str:
 def _ints(value: Any, what: str) -> Ints:
     if type(value) is int and value >= 0:
         return (value,)
+    if isinstance(value, (tuple, list)) and len(value) > FEW:
+        charge(len(value))
     if isinstance(value, (tuple, list)) and all(type(v) is int and v >= 0 for v in value):
         return tuple(value)
-    raise CorruptError(f"its {what} is {value!r:.80}, not a tuple of integers", found=repr(value)[:80])
+    raise CorruptError(f"its {what} is {shown(value):.80}, not a tuple of integers", found=shown(value)[:80])
 
 
 def _attributes(states: Iterable[Any]) -> dict[str, Any]:
     """The attributes that an object is given: its state is a dict, or with `__slots__` a pair of two."""
     parts = (part for state in states for part in (state if isinstance(state, tuple) else (state,)))
-    return {key: value for part in parts if isinstance(part, dict) for key, value in part.items()}
+    attributes: dict[str, Any] = {}
+    for part in parts:
+        if isinstance(part, dict):
+            if len(part) > FEW:
+                charge(4 * len(part))
+            attributes |= part
+    return attributes
 
 
 def _state(value: Any) -> dict[str, Any]:
@@ -167,6 +178,7 @@ def _sharded_tensor(call: _Call) -> Shard:
     shards, metadata, group = call.state[:3]
     shape = _ints(_state(metadata).get("size", call.shape), "size")
     boxes: list[LocalBox] = []
+    charge(_BOX * len(shards))
     for shard in shards:
         state = _state(shard)
         box = _state(state.get("metadata"))
@@ -192,6 +204,7 @@ def _sharded_tensor(call: _Call) -> Shard:
 
 @lru_cache(maxsize=4)
 def _all_ranks(world: int) -> Ints:
+    charge(4 * world)
     return tuple(range(world))
 
 
@@ -212,6 +225,7 @@ class _Mesh(NamedTuple):
     names: tuple[str, ...]
     coordinate: Ints | None
     rank: int | None
+    world: int | None
     ranks: Ints
     within: Ints
 
@@ -242,9 +256,8 @@ def _dtensor(call: _Call, known: _Known) -> Shard:
             position = [*zip(mesh.shape, mesh.coordinate, strict=True)]
             known.runs[key] = _runs(local.shape, call.shape, position, placements, order)
         boxes = tuple(_boxes(local, known.runs[key]))
-    world = max(mesh.ranks) + 1 if mesh.ranks else None
     names = tuple(map(str, placements))
-    mesh_facts = mesh.rank, world, mesh.shape, names, mesh.names, mesh.ranks, mesh.within
+    mesh_facts = mesh.rank, mesh.world, mesh.shape, names, mesh.names, mesh.ranks, mesh.within
     return Shard("DTensor", local.dtype, call.shape, boxes, *mesh_facts)
 
 
@@ -271,6 +284,7 @@ def _mesh(state: dict[str, Any]) -> _Mesh:
         if len(coordinate) != len(shape) or any(c >= n for c, n in zip(coordinate, shape, strict=True)):
             raise CorruptError(f"coordinate {list(coordinate)} on a mesh {list(shape)}")
     names = tuple(map(str, state.get("_mesh_dim_names") or state.get("mesh_dim_names") or ()))
+    charge(8 * len(ranks))
     within, rank = ranks, state.get("_rank")
     if coordinate is not None and len(ranks) == prod(shape) and not strides:
         rank = ranks[sum(c * s for c, s in zip(coordinate, row_major(shape), strict=True))]
@@ -279,7 +293,8 @@ def _mesh(state: dict[str, Any]) -> _Mesh:
         start = ranks.index(rank) - sum(c * s for c, s in zip(coordinate, strides, strict=True))
         steps = (start + sum(map(mul, c, strides)) for c in product(*map(range, shape)))
         within = tuple(ranks[at] for at in steps if 0 <= at < len(ranks))
-    return _Mesh(shape, names, coordinate, rank if type(rank) is int else None, ranks, within)
+    world = max(ranks) + 1 if ranks else None
+    return _Mesh(shape, names, coordinate, rank if type(rank) is int else None, world, ranks, within)
 
 
 def _layout(stub: Any) -> tuple[Ints, Ints]:
@@ -300,6 +315,7 @@ def _layout(stub: Any) -> tuple[Ints, Ints]:
 
 
 def _flat(value: Any) -> Iterator[int]:
+    charge(4)
     if isinstance(value, (tuple, list)):
         yield from chain.from_iterable(map(_flat, value))
     else:
@@ -319,7 +335,7 @@ def _placement(stub: Any) -> Placement:
             message = "a partial DTensor: each rank has a summand of it, not a piece"
             hint = "sum it up before it is saved: `tensor.redistribute(placements=[Replicate()])`"
             raise ReadError(message, hint=hint, found=name)
-    raise ReadError(f"unknown placement `{stub_name(stub) or stub!r:.80}`", found=name)
+    raise ReadError(f"unknown placement `{stub_name(stub) or shown(stub):.80}`", found=name)
 
 
 def _shard_order(value: Any) -> dict[int, Ints]:
@@ -338,6 +354,7 @@ def _boxes(local: TensorRef, runs: list[Runs]) -> Iterator[LocalBox]:
     if all(len(r) == 1 for r in runs):
         yield LocalBox(tuple(r[0][0] for r in runs), local.shape, local)
         return
+    charge(_BOX * prod(map(len, runs)))
     starts = [list(accumulate((n for _, n in r), initial=0)) for r in runs]
     for choice in product(*(range(len(r)) for r in runs)):
         offsets = tuple(r[i][0] for r, i in zip(runs, choice, strict=True))
@@ -396,6 +413,7 @@ def _runs_by_factor(size: int, dim: int, mesh: Position, placements: list[Placem
     runs = [(0, size)]
     for i, placement in enumerate(placements):
         if placement.dim == dim:
+            charge(8 * placement.factor * len(runs))
             parts = [_chunk(runs, placement.factor, j) for j in range(placement.factor)]
             runs = [run for part in parts for run in _chunk(part, *mesh[i])]
     joined: Runs = []

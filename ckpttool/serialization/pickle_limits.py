@@ -1,7 +1,7 @@
 """Limits on the memory and the time that one pickle may take.
 
 before it runs   counted in its opcodes: containers to make, and tuples to hash as keys or to call with
-while it runs    `copies_limited`: what our functions copy of values that the pickle has already made
+while it runs    `catalogue.budget`: what our functions copy of values that the pickle has already made
 after it ran     `check_depths`: tuples nested so deep that hashing them again would overflow the stack
 
 A byte of a pickle can ask for 72 bytes of memory (`]`), and 60 tuples that each hold the one before twice, 300 bytes of
@@ -18,12 +18,12 @@ import struct
 from bisect import bisect_left, bisect_right
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
 from itertools import accumulate, chain
 from operator import itemgetter
 from typing import Any
 
-from ckpttool.catalogue.values import Known, Stub, StubType, copies_left, spend
+from ckpttool.catalogue.budget import charge
+from ckpttool.catalogue.values import Known, Stub, StubType
 from ckpttool.errors import CorruptError
 
 MAX_OBJECTS = 1_000_000  # and one for every `BYTES_PER_OBJECT` of the pickle; the indexes of DCP have one for seven
@@ -249,24 +249,12 @@ def check_keys(data: bytes, end: int, skip: Skip) -> None:
 
 # While it runs -------------------------------------------------------------------------------------------------------
 
-_MOST_COPIED = 16 << 20  # elements or bytes, and the length of the pickle eight times
-
-
-@contextmanager
-def copies_limited(nbytes: int) -> Iterator[None]:
-    """While a pickle of so many bytes is read."""
-    token = copies_left.set([_MOST_COPIED + 8 * nbytes])
-    try:
-        yield
-    finally:
-        copies_left.reset(token)
-
 
 def charge_hashing(values: Iterable[Any]) -> None:
     """Called before values are put into a set or made keys: a tuple of tuples that are shared is worth many."""
     costs: dict[int, int] = {}
     for value in values:
-        spend(_cost(value, costs) if isinstance(value, tuple) else 1)
+        charge(_cost(value, costs) if isinstance(value, tuple) else 1)
 
 
 def _cost(top: tuple[Any, ...], costs: dict[int, int]) -> int:

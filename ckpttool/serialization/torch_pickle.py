@@ -15,6 +15,7 @@ from typing import Any
 
 from ckpttool.catalogue import boxes
 from ckpttool.catalogue.boxes import Ints
+from ckpttool.catalogue.budget import charge
 from ckpttool.catalogue.dtypes import BY_STORAGE, DTYPES, Dtype, dtype
 from ckpttool.catalogue.entries import check_shape
 from ckpttool.catalogue.values import Known, Stub, StubType, known_names, stub_name, stub_type
@@ -127,6 +128,7 @@ def _with_attributes(data: Any, state: Any) -> Any:
     if isinstance(data, Stub):
         return data
     parts = state if isinstance(state, tuple) else (state,)
+    charge(4 * sum(len(part) for part in parts if isinstance(part, dict)) + len(data.attributes))
     names = [str(k) for part in parts if isinstance(part, dict) for k in part if k not in _UNTOLD]
     return replace(data, attributes=(*data.attributes, *names)) if names else data
 

@@ -20,10 +20,11 @@ from contextlib import contextmanager, suppress
 from contextvars import copy_context
 from typing import Any
 
-from ckpttool.catalogue.values import Stub, StubType, TorchSize, attributes_of, known_names, spend, stub_type
+from ckpttool.catalogue.budget import charge, working
+from ckpttool.catalogue.values import Stub, StubType, TorchSize, attributes_of, known_names, stub_type
 from ckpttool.errors import CkptError, CorruptError
 from ckpttool.serialization import pickle_opcodes
-from ckpttool.serialization.pickle_limits import charge_hashing, check_depths, copies_limited, count_tuples
+from ckpttool.serialization.pickle_limits import charge_hashing, check_depths, count_tuples
 from ckpttool.serialization.unsafe_globals import note
 
 # What REDUCE calls. Each raises TypeError, which `Known` explains, for a call that pickle itself never makes.
@@ -33,7 +34,7 @@ def _latin1(text: Any = "", encoding: Any = "latin1") -> bytes:
     # How protocol 2 spells bytes. Any other codec could be made to do work (or to import).
     if not isinstance(text, str) or encoding not in ("latin1", "latin-1"):
         raise TypeError
-    spend(len(text))
+    charge(len(text))
     return text.encode("latin1")
 
 
@@ -48,7 +49,7 @@ def _bytearray(data: Any = b"", *encoding: Any) -> bytearray:
         return bytearray(_latin1(data, *encoding))
     if not isinstance(data, (bytes, bytearray)):
         raise TypeError
-    spend(len(data))
+    charge(len(data))
     return bytearray(data)
 
 
@@ -62,6 +63,7 @@ def _attribute(owner: Any, name: Any) -> Any:
     # A nested class in protocol 2: `getattr(ShardedTensor, "ProcessGroupState")`.
     if not isinstance(owner, StubType) or not isinstance(name, str):
         raise TypeError
+    charge(len(owner.name) + len(name))
     return stub_type(owner.module, f"{owner.name}.{name}")
 
 
@@ -83,7 +85,7 @@ def _frozenset(values: Any = ()) -> frozenset[Any]:
 def _size(sizes: Any) -> TorchSize:
     if not isinstance(sizes, tuple) or not all(isinstance(n, int) for n in sizes):
         raise TypeError
-    spend(len(sizes))
+    charge(len(sizes))
     return TorchSize(sizes)
 
 
@@ -91,11 +93,12 @@ class _Ordered(OrderedDict[Any, Any]):
     """An OrderedDict whose attributes a pickle can set, but not so that they hide its methods."""
 
     def __setstate__(self, state: Any) -> None:
+        # Whoever walks a value walks its attributes too, as often as they are merged.
+        charge(16 * len(state) if isinstance(state, dict) else 1)
         try:
             attributes = attributes_of(state)
         except TypeError:
             raise CorruptError("a pickle gives an `OrderedDict` attributes that it cannot have") from None
-        spend(len(attributes))
         vars(self).update(attributes)
 
 
@@ -241,7 +244,7 @@ def load(
             pieces = pickle_opcodes.guarded(data, lambda share: seen(share / 2))
         if pieces is not None:
             # What cannot be read so is read again, and checked as a whole.
-            with suppress(Exception), no_garbage_collection(), copies_limited(len(data)):
+            with suppress(Exception), no_garbage_collection(), working(len(data)):
                 return _Unpickler(
                     _Pieces(pieces, lambda share: seen(0.5 + share / 2)), known or {}, _Guard(), guarded
                 ).load()
@@ -252,7 +255,7 @@ def load(
             # Nobody who calls `pickle.load` once sees them; who calls it again runs another program.
             message = f"{what}: {len(data) - end} bytes behind the end of its pickle, at {end}"
             raise CorruptError(message, hint="the file was put together by hand", found=len(data), expected=end)
-        with no_garbage_collection(), copies_limited(len(data)):
+        with no_garbage_collection(), working(len(data)):
             return _loaded(count_tuples(data, end), _Unpickler(io.BytesIO(data), known or {}, persistent))
     except CkptError as error:
         if error.names(what):

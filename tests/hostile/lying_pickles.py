@@ -146,7 +146,7 @@ def dicts(levels: int) -> bytes:
     return made
 
 
-COST = "its tuples are shared so often that hashing them|a pickle copies the same values again and again"
+COST = "its tuples are shared so often that hashing them|it asks for far more work than its size allows"
 for name, make, pattern in (
     ("a key of 60 tuples that hold the one before twice", raw(b"\x80\x02}" + doubled(60) + b"Ns."), COST),
     ("the same, in protocol 4", raw(b"\x80\x04}" + doubled_memoized(60) + b"Ns."), COST),

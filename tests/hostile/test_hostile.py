@@ -20,6 +20,7 @@ import lying_archives  # noqa: F401
 import lying_headers  # noqa: F401
 import lying_indexes  # noqa: F401
 import lying_pickles  # noqa: F401
+import lying_work  # noqa: F401
 import pytest
 from support.faults import Ran, check_words, mark
 from support.lying_files import CANARY, LIES, Lie

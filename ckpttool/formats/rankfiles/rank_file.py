@@ -48,7 +48,7 @@ class RankFile:
     @property
     def ranks(self) -> Ints:
         """The ranks of the job as far as the content knows them."""
-        return tuple(sorted(set().union(*{shard.ranks for shard in self.shards})))
+        return tuple(sorted(set().union(*{id(shard.ranks): shard.ranks for shard in self.shards}.values())))
 
     def place(self, ref: TensorRef) -> Extent:
         """The extent of a tensor, in the catalogue's files."""

@@ -13,6 +13,7 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from ckpttool.catalogue.boxes import Ints
+from ckpttool.catalogue.budget import charge
 from ckpttool.catalogue.entries import Catalogue, Chunks, Extent, File, Part, Tensor
 from ckpttool.catalogue.warning import Warning
 from ckpttool.errors import CorruptError, ReadError
@@ -94,6 +95,7 @@ class Reader:
         for name, kept in (self.metadata | (ties or {})).items():
             first = self.catalogue.entries.get((kept,))
             if isinstance(first, Tensor) and (name,) not in self.catalogue.entries and name not in sharding.RESERVED:
+                charge(len(first.chunks) * len(first.shape))
                 self.catalogue.add(replace(first, path=(name,)))
             else:
                 remarks[name] = kept

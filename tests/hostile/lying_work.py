@@ -1,0 +1,215 @@
+"""Small files that ask for work without end: what is short to write, shared, and then walked, copied or cut again and
+again."""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Callable, Iterable
+from pathlib import Path
+
+from support.lying_files import CORRUPT, Saved, call, file, integer, ints, lie, many, named, saved, tensor, text, tree
+
+WORK = "asks for far more work than its size allows"
+PLACES = "torch.distributed.tensor.placement_types"
+SPECS = "torch.distributed.tensor._dtensor_spec"
+MESHES = "torch.distributed.device_mesh"
+
+
+def of(value: bytes, protocol: int = 2) -> Callable[[Path], Path]:
+    return file("ckpt.pt", lambda: saved(value, protocol))
+
+
+def raw(data: Callable[[], bytes]) -> Callable[[Path], Path]:
+    return file("ckpt.pt", lambda: Saved(data()).bytes())
+
+
+def put(value: bytes, index: int) -> bytes:
+    """A value that is remembered, and taken from the stack."""
+    return value + b"r" + struct.pack("<I", index) + b"0"
+
+
+def get(index: int) -> bytes:
+    return b"j" + struct.pack("<I", index)
+
+
+def items(values: Iterable[bytes]) -> bytes:
+    return b"](" + b"".join(values) + b"e"
+
+
+def new(module: str, name: str, state: bytes) -> bytes:
+    return named(module, name) + b")\x81" + state + b"b"
+
+
+# What a pickle calls --------------------------------------------------------------------------------------------------
+
+
+def getattrs(length: int, times: int) -> bytes:
+    name = put(text("a" * length), 0)
+    return name + named("builtins", "getattr") * times + named("torch", "Outer") + (get(0) + b"\x86R") * times
+
+
+def merged(count: int, times: int, function: str = "OrderedDict") -> bytes:
+    """One dict of many attributes that many objects are given."""
+    state = put(b"}(" + b"".join(text(f"a{n}") + b"N" for n in range(count)) + b"u", 0)
+    ordered = call(named("collections", "OrderedDict"))
+    if function == "OrderedDict":
+        return state + items((ordered + get(0) + b"b") for _ in range(times))
+    if function == "one":
+        return state + ordered + (get(0) + b"b") * times
+    state += put(tensor(), 1)
+    return state + items(call(named("torch._utils", function), get(1), b"\x88", ordered, get(0)) for _ in range(times))
+
+
+# Sharded tensors ------------------------------------------------------------------------------------------------------
+
+
+def placement(dim: int = 0, factor: int | None = None) -> bytes:
+    state = tree(dim=integer(dim)) if factor is None else tree(dim=integer(dim), split_factor=integer(factor))
+    return new(PLACES, "Shard" if factor is None else "_StridedShard", state)
+
+
+def mesh(shape: Iterable[int], ranks: bytes, coordinate: Iterable[int], layout: bytes | None = None) -> bytes:
+    shape = tuple(shape)
+    strides = [1] * len(shape)
+    for i in range(len(shape) - 2, -1, -1):
+        strides[i] = strides[i + 1] * shape[i + 1]
+    layout = layout or new(
+        "torch.distributed._mesh_layout", "_MeshLayout", tree(shape=ints(shape), stride=ints(strides))
+    )
+    return new(
+        "torch.distributed.device_mesh",
+        "DeviceMesh",
+        tree(
+            _layout=layout,
+            _flatten_rank_map=ranks,
+            _rank=integer(0),
+            _coordinate_on_dim=items(map(integer, coordinate)),
+        ),
+    )
+
+
+def dtensor(spec: bytes, shape: Iterable[int] = (2, 3), local: bytes | None = None) -> bytes:
+    kind = named("torch.distributed.tensor", "DTensor")
+    args = many(kind, named("torch", "float32"), ints(shape), ints((3, 1)), integer(0))
+    state = many(b"N", tree(_local_tensor=tensor() if local is None else local, _spec=spec))
+    return call(
+        named("torch._tensor", "_rebuild_from_type_v2"),
+        named("torch._utils", "_rebuild_wrapper_subclass"),
+        kind,
+        args,
+        state,
+    )
+
+
+def spec(mesh: bytes, *placements: bytes, **more: bytes) -> bytes:
+    return new(SPECS, "DTensorSpec", tree(mesh=mesh, placements=many(*placements), **more))
+
+
+def ranks_shared(count: int, times: int) -> bytes:
+    """One list of ranks, a mesh and a tensor of its own for each use of it."""
+    ranks = put(items(map(integer, range(count))), 0)
+    one = (dtensor(spec(mesh((count,), get(0), (0,)), placement()), (2 * count, 3)) for _ in range(times))
+    return ranks + tree(**{f"w{n}": value for n, value in enumerate(one)})
+
+
+def replicate() -> bytes:
+    return named(PLACES, "Replicate") + b")\x81"
+
+
+def state_shared(count: int, times: int, owner: str) -> bytes:
+    """One dict that is the state of every mesh, or of every spec."""
+    more = {f"a{n}": b"N" for n in range(count)}
+    ranks = items([integer(0), integer(1)])
+    of_a_mesh = {"_flatten_rank_map": ranks, "_coordinate_on_dim": items([integer(0)])}
+    of_a_spec = {"mesh": new(MESHES, "DeviceMesh", tree(**of_a_mesh)), "placements": many(replicate())}
+    state = put(tree(**(of_a_mesh if owner == "mesh" else of_a_spec), **more), 0)
+
+    def built() -> bytes:
+        return (
+            spec(new(MESHES, "DeviceMesh", get(0)), replicate())
+            if owner == "mesh"
+            else new(SPECS, "DTensorSpec", get(0))
+        )
+
+    return state + tree(**{f"w{n}": dtensor(built()) for n in range(times)})
+
+
+def worlds(count: int, size: int) -> bytes:
+    """ShardedTensors of other worlds, each of a million."""
+    kind = named("torch.distributed._shard.sharded_tensor.api", "ShardedTensor")
+
+    def one(world: int) -> bytes:
+        group = tree(
+            local_rank=integer(0),
+            global_rank=integer(0),
+            local_world_size=integer(world),
+            global_world_size=integer(world),
+        )
+        process_group = new("torch.distributed._shard.sharded_tensor.api", "ProcessGroupState", group)
+        box = new(
+            "torch.distributed._shard.metadata",
+            "ShardMetadata",
+            many(b"N", tree(shard_offsets=items(map(integer, (0, 0))), shard_sizes=items(map(integer, (2, 3))))),
+        )
+        shard = new(
+            "torch.distributed._shard.sharded_tensor.shard", "Shard", many(b"N", tree(tensor=tensor(), metadata=box))
+        )
+        metadata = new(
+            "torch.distributed._shard.sharded_tensor.metadata", "ShardedTensorMetadata", tree(size=ints((4, 3)))
+        )
+        args = many(kind, named("torch", "float32"), ints((4, 3)), ints((3, 1)), integer(0))
+        state = many(items([shard]), metadata, process_group, b"N", b"\x89")
+        return call(
+            named("torch._tensor", "_rebuild_from_type_v2"),
+            named("torch._utils", "_rebuild_wrapper_subclass"),
+            kind,
+            args,
+            state,
+        )
+
+    return tree(**{f"w{n}": one(size - n) for n in range(count)})
+
+
+def strided(factor: int, times: int, dims: int = 1) -> bytes:
+    """Local tensors that are cut into many boxes each. The elements of the storage are repeated."""
+    world, local = 2, tuple(factor for _ in range(dims))
+    ranks = items(map(integer, range(world**dims)))
+    ref = tensor(local, (0,) * dims)
+    made = spec(mesh((world,) * dims, ranks, (0,) * dims), *(placement(d, factor) for d in range(dims)))
+    return put(made, 0) + tree(**{f"w{n}": dtensor(get(0), (world * factor,) * dims, ref) for n in range(times)})
+
+
+def strided_twice(factor: int) -> bytes:
+    made = spec(mesh((2, 2), items(map(integer, range(4))), (0, 0)), placement(0, factor), placement(0, factor))
+    return tree(w=dtensor(made, (4 * factor * factor,), tensor((factor * factor,), (0,))))
+
+
+def stepped(size: int, dims: int, times: int) -> bytes:
+    """Meshes that step through a million ranks which are not theirs."""
+    layout = new(
+        "torch.distributed._mesh_layout", "_MeshLayout", tree(shape=ints((size,) * dims), stride=ints((0,) * dims))
+    )
+    ranks = put(items(map(integer, range(size**dims))), 0)
+    one = (
+        dtensor(spec(mesh((size,) * dims, get(0), (0,) * dims, layout), *[replicate()] * dims)) for _ in range(times)
+    )
+    return ranks + tree(**{f"w{n}": value for n, value in enumerate(one)})
+
+
+for name, make in (
+    ("a long name through 400 getattr", of(getattrs(150_000, 400))),
+    ("a name through 20,000 getattr", of(getattrs(1_000, 20_000))),
+    ("20,000 attributes merged by 600 calls", of(merged(20_000, 600))),
+    ("20,000 attributes given to one dict 600 times", of(merged(20_000, 600, "one"))),
+    ("20,000 attributes of 600 parameters", of(merged(20_000, 600, "_rebuild_parameter_with_state"))),
+    ("300,000 ranks shared by 300 meshes", of(ranks_shared(300_000, 300))),
+    ("a state of 100,000 entries shared by 1,500 specs", of(state_shared(100_000, 1_500, "spec"))),
+    ("a state of 100,000 entries shared by 1,500 meshes", of(state_shared(100_000, 1_500, "mesh"))),
+    ("60 worlds of a million", of(worlds(60, 1 << 20))),
+    ("a strided layout of 4,096 parts, 2,000 times", of(strided(4096, 2000))),
+    ("strided layouts of 4,096 parts along two dimensions", of(strided(4096, 1, 2))),
+    ("strided layouts of 256 parts along three dimensions", of(strided(256, 1, 3))),
+    ("a strided layout of strided parts", of(strided_twice(4096))),
+    ("200 meshes of 66 x 66 x 66 that go nowhere", of(stepped(66, 3, 200))),
+):
+    lie(f"work: {name}", make, WORK, code=CORRUPT)
