@@ -1,0 +1,64 @@
+"""Makes the pictures of the documentation: terminal output as SVG, and the report of a trial as PNG (with chromium).
+
+python docs/pictures.py        # from a checkout, after `make .venv/bin/.ready`
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+from rich.console import Console
+from rich.text import Text
+
+import ckpttool
+
+HERE = Path(__file__).parent / "pictures"
+COLUMNS = 100
+COMMANDS = {
+    "inspect": "inspect run7/step-1000 --depth 1",
+    "diff": "diff finetune/checkpoint-2 finetune/checkpoint-4 --only model",
+    "verify": "verify damaged",
+}
+TRIAL = "verify-resume trial --recipe recipe_fsdp2.py --via safetensors --to-world 4 --html trial.html"
+
+
+def main() -> None:
+    """Write all pictures."""
+    HERE.mkdir(exist_ok=True)
+    environment = {**os.environ, "COLUMNS": str(COLUMNS), "FORCE_COLOR": "1"}
+    with tempfile.TemporaryDirectory() as folder:
+        samples = Path(folder) / "try"
+
+        def run(arguments: str) -> str:
+            """What a terminal shows."""
+            command = ["script", "-qec", f"{sys.executable} -m ckpttool {arguments}", "/dev/null"]
+            shown = subprocess.run(command, cwd=samples, env=environment, capture_output=True, text=True).stdout
+            return shown.replace("\r\n", "\n")
+
+        subprocess.run([sys.executable, "-m", "ckpttool", "samples", samples, "-q"], check=True)
+        shutil.copytree(samples / "run7" / "step-1000", samples / "damaged")
+        catalogue = ckpttool.inspect(samples / "damaged")
+        embedding = next(t for t in catalogue.tensors if t.name == "model.embed.weight").chunks[0].extent
+        data = samples / "damaged" / catalogue.files[embedding.file].name
+        content = bytearray(data.read_bytes())
+        # The first value of the zip archive that DCP made of the shard.
+        at = content.index(b"PK\3\4", content.index(b"data/0", embedding.offset)) - 64
+        content[at] ^= 1
+        data.write_bytes(content)
+        for name, arguments in COMMANDS.items():
+            console = Console(record=True, width=COLUMNS, file=open(os.devnull, "w"), force_terminal=True)
+            console.print(Text.from_ansi(f"$ ckpttool {arguments}\n{run(arguments)}"))
+            console.save_svg(str(HERE / f"{name}.svg"), title="ckpttool")
+        run(TRIAL)
+        page = samples / "trial.html"
+        browser = ["chromium", "--headless", "--no-sandbox", "--hide-scrollbars", "--window-size=1000,900"]
+        subprocess.run([*browser, f"--screenshot={HERE / 'trial.png'}", page.as_uri()], check=True, capture_output=True)
+
+
+if __name__ == "__main__":
+    main()
