@@ -5,6 +5,7 @@ python docs/pictures.py        # from a checkout, after `make .venv/bin/.ready`
 
 from __future__ import annotations
 
+import io
 import os
 import shutil
 import subprocess
@@ -51,7 +52,7 @@ def main() -> None:
         content[at] ^= 1
         data.write_bytes(content)
         for name, arguments in COMMANDS.items():
-            console = Console(record=True, width=COLUMNS, file=open(os.devnull, "w"), force_terminal=True)
+            console = Console(record=True, width=COLUMNS, file=io.StringIO(), force_terminal=True)
             console.print(Text.from_ansi(f"$ ckpttool {arguments}\n{run(arguments)}"))
             console.save_svg(str(HERE / f"{name}.svg"), title="ckpttool")
         run(TRIAL)

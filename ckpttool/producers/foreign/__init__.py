@@ -13,19 +13,23 @@ from contextlib import suppress
 from typing import Any
 
 from ckpttool.catalogue.entries import Catalogue
+from ckpttool.catalogue.protocols import deferred
 from ckpttool.errors import CkptError, CorruptError
 from ckpttool.producers.directory import Directory
-from ckpttool.producers.foreign import deepspeed, deltas, gguf, megatron, orbax, paddle, peft, quantized
 from ckpttool.producers.foreign.recognition import Recognition
 from ckpttool.storage.stores import Location
 
 _WEIGHTS = ("safetensors", "torch")
-_DIRECTORIES: tuple[Callable[[Directory], Recognition | None], ...] = (
-    deepspeed.recognise,
-    megatron.recognise,
-    orbax.recognise,
-    paddle.recognise,
+# Modules are imported for what has a mark of theirs: most checkpoints have none.
+_Recognise = Callable[[Directory], Recognition | None]
+_DIRECTORIES: tuple[tuple[str, _Recognise], ...] = (
+    (r".*mp_rank_\d+_model_states\.pt|latest", deferred(f"{__name__}.deepspeed", "recognise")),
+    (r"mp_rank_\d\d(_\d{3})*/|latest_checkpointed_iteration\.txt", deferred(f"{__name__}.megatron", "recognise")),
+    (r"_CHECKPOINT_METADATA|_METADATA|orbax\.checkpoint|\d+/", deferred(f"{__name__}.orbax", "recognise")),
+    (r"\d+_\d+\.distcp", deferred(f"{__name__}.paddle", "recognise")),
 )
+_MEGATRON = "Megatron Core"
+_NAME = re.compile(r"scale|lora_|qweight$|_blocks$|absmax$|\.SCB$|^__positions__$|\.indices$|^prompt_embeddings$")
 
 
 def recognise(location: Location, directory: Directory | None) -> Recognition | None:
@@ -34,16 +38,27 @@ def recognise(location: Location, directory: Directory | None) -> Recognition | 
     Raises ReadError or CorruptError.
     """
     if directory is None:
+        from ckpttool.producers.foreign import gguf
+
         return gguf.recognise(location) if location.is_file() else None
-    return next((found for row in _DIRECTORIES if (found := row(directory)) is not None), None)
+    rows = (row for mark, row in _DIRECTORIES if directory.has(mark))
+    return next((found for row in rows if (found := row(directory)) is not None), None)
 
 
 def describe(catalogue: Catalogue, location: Location) -> Recognition | None:
     """Return what else is known of an open catalogue; None if it is nothing but its format."""
-    if (found := deepspeed.describe(catalogue) or megatron.describe(catalogue)) is not None:
-        return found
-    if catalogue.format not in _WEIGHTS:
+    if ("ds_version",) in catalogue.entries:
+        from ckpttool.producers.foreign import deepspeed
+
+        return deepspeed.describe(catalogue)
+    if _MEGATRON in (catalogue.facts.get("producer"), catalogue.facts.get("writer")):
+        from ckpttool.producers.foreign import megatron
+
+        return megatron.describe(catalogue)
+    if not _is_marked(catalogue):
         return None
+    from ckpttool.producers.foreign import deltas, peft, quantized
+
     metadata = _facts(location, "model.safetensors.index.json").get("metadata")
     return (
         deltas.describe(catalogue, metadata if isinstance(metadata, dict) else {})
@@ -52,11 +67,22 @@ def describe(catalogue: Catalogue, location: Location) -> Recognition | None:
     )
 
 
+def _is_marked(catalogue: Catalogue) -> bool:
+    """Whether a name is one of quantised weights, adapters or weight updates, or the first tensor is a row of bytes."""
+    if catalogue.format not in _WEIGHTS:
+        return False
+    first = next(iter(catalogue.tensors), None)
+    is_bytes = first is not None and first.dtype.name == "uint8" and len(first.shape) == 1
+    return is_bytes or any(_NAME.search(tensor.name) for tensor in catalogue.tensors)
+
+
 def scale_faults(catalogue: Catalogue, location: Location) -> list[CorruptError]:
     """Return an error for each way in which the scales of quantised weights do not fit to the weights. One file of
     several has none: the rest may be in another."""
-    if catalogue.format not in _WEIGHTS or re.search(r"-\d{5}-of-\d{5}\.", location.name):
+    if not _is_marked(catalogue) or re.search(r"-\d{5}-of-\d{5}\.", location.name):
         return []
+    from ckpttool.producers.foreign import quantized
+
     return quantized.faults(quantized.analyse(catalogue, _quantization(location)))
 
 

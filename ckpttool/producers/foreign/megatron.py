@@ -22,7 +22,6 @@ from ckpttool.producers.directory import Directory
 from ckpttool.producers.foreign.recognition import Recognition, contents_of, ranks
 from ckpttool.text import some
 
-PRODUCER = "Megatron Core"
 _TRACKER = "latest_checkpointed_iteration.txt"
 _RANK = r"mp_rank_(?P<tp>\d{2})(_(?P<pp>\d{3}))?(_(?P<ep>\d{3}))?/"
 _FILE = "model_optim_rng.pt"
@@ -59,10 +58,8 @@ def recognise(directory: Directory) -> Recognition | None:
     return recognise(directory.folder(name)) if name and f"{name}/" in directory else None
 
 
-def describe(catalogue: Catalogue) -> Recognition | None:
-    """Return what an open DCP directory of Megatron is; None for any other catalogue."""
-    if catalogue.facts.get("producer") != PRODUCER and catalogue.facts.get("writer") != PRODUCER:
-        return None
+def describe(catalogue: Catalogue) -> Recognition:
+    """Return what an open DCP directory of Megatron is."""
     values = {entry.name: entry.value for entry in catalogue.objects if entry.name in _TOLD}
     arguments = _arguments(values.get("args"))
     model = [t for t in catalogue.tensors if t.part.kind == "model" and "_extra_state" not in t.name]
