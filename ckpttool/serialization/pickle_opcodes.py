@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable
 from functools import lru_cache
 
 from ckpttool.errors import CorruptError
-from ckpttool.serialization import pickle_limits
+from ckpttool.serialization import key_hashes, pickle_limits
 
 MAX_PICKLE = 1 << 31  # bytes
 _LARGE = _GUARDED = 1 << 20  # bytes
@@ -157,6 +157,8 @@ def find_end(read: Callable[[int, int], bytes], size: int) -> int | None:
 def check(data: bytes) -> int | None:
     """`end_of(data)`, once it is known that the machine can run this pickle without taking all the memory or all the
     time that there is. Raises CorruptError when it cannot."""
+    if key_hashes.may_collide(data) and (end_of_all := end_of(data)) is not None:
+        key_hashes.check_integers(data, end_of_all, lambda data, at: _after(data, at, data[at], len(data), len(data)))
     heavy, shared = pickle_limits.is_heavy(data), pickle_limits.may_share(data)
     if not (heavy or shared):
         return end_of(data)
@@ -175,7 +177,7 @@ def guarded(data: bytes, seen: Callable[[float], None] = lambda share: None) -> 
     """The large pickle `data`, in pieces, so that each tuple in it that may hold another is first
     a persistent id; without its frames. None for one that is better checked as a whole. `seen` is told the share that
     has been looked through."""
-    if len(data) < _GUARDED or not pickle_limits.is_light(data):
+    if len(data) < _GUARDED or not pickle_limits.is_light(data) or key_hashes.may_collide(data):
         return None
     memo = len(data) >> 2  # twice what an index of DCP has; counting takes 0.3 s
     top = min(memo >> 16, 255)

@@ -10,6 +10,7 @@ from pathlib import Path
 from support.lying_files import CORRUPT, Saved, call, file, integer, ints, lie, many, named, saved, tensor, text, tree
 
 WORK = "asks for far more work than its size allows"
+HALF = 2**61 - 1  # Python's hash of an integer is the integer modulo this
 PLACES = "torch.distributed.tensor.placement_types"
 SPECS = "torch.distributed.tensor._dtensor_spec"
 MESHES = "torch.distributed.device_mesh"
@@ -58,6 +59,27 @@ def merged(count: int, times: int, function: str = "OrderedDict") -> bytes:
         return state + ordered + (get(0) + b"b") * times
     state += put(tensor(), 1)
     return state + items(call(named("torch._utils", function), get(1), b"\x88", ordered, get(0)) for _ in range(times))
+
+
+def multiples(count: int, form: str) -> bytes:
+    """Keys whose hashes are all the same."""
+    keys = [integer(n * HALF) for n in range(count)]
+    if form == "tuples":
+        keys = [key + b"\x85" for key in keys]
+    if form == "nested":
+        keys = [key + b"\x85\x85" for key in keys]
+    match form:
+        case "set":
+            return b"\x8f(" + b"".join(keys) + b"\x90"
+        case "frozenset":
+            return b"(" + b"".join(keys) + b"\x91"
+        case "called set":
+            return call(named("builtins", "set"), items(keys))
+        case "OrderedDict":
+            return call(named("collections", "OrderedDict"), items(key + b"N\x86" for key in keys))
+        case "one by one":
+            return b"}" + b"".join(key + b"Ns" for key in keys)
+    return b"}(" + b"".join(key + b"N" for key in keys) + b"u"
 
 
 # Sharded tensors ------------------------------------------------------------------------------------------------------
@@ -213,3 +235,15 @@ for name, make in (
     ("200 meshes of 66 x 66 x 66 that go nowhere", of(stepped(66, 3, 200))),
 ):
     lie(f"work: {name}", make, WORK, code=CORRUPT)
+
+for name, make in (
+    ("30,000 keys of one hash", of(multiples(30_000, "dict"))),
+    ("30,000 keys of one hash, one by one", of(multiples(30_000, "one by one"))),
+    ("a set of 30,000 of one hash", of(multiples(30_000, "set"), 4)),
+    ("a set of 30,000 of one hash, called", of(multiples(30_000, "called set"), 4)),
+    ("a frozenset of 30,000 of one hash", of(multiples(30_000, "frozenset"), 4)),
+    ("an OrderedDict of 30,000 of one hash", of(multiples(30_000, "OrderedDict"))),
+    ("30,000 tuples of one hash", of(multiples(30_000, "tuples"))),
+    ("30,000 tuples in tuples of one hash", of(multiples(30_000, "nested"))),
+):
+    lie(f"work: {name}", make, r"more than \d+ of its integers have the same hash")
