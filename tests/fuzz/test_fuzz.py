@@ -10,6 +10,8 @@ import pytest
 from fuzz import Broken, Fuzzer, fuzz
 from targets import TARGETS, Target
 
+from ckpttool.catalogue.budget import charge
+
 HERE = Path(__file__).resolve().parent
 
 
@@ -32,6 +34,19 @@ def test_a_parser_that_breaks_is_found() -> None:
     with pytest.raises(Broken, match="KeyError"):
         for _ in range(5000):
             fuzzer.step()
+
+
+def test_an_input_that_keeps_a_parser_busy_is_found() -> None:
+    """By the lines that it runs: the time differs from machine to machine."""
+
+    def parse(data: bytes) -> None:
+        for _ in range(int(data)):
+            charge(0)
+
+    fuzzer = Fuzzer(Target(parse, lambda: [b"1000"], (b"0",)), 0)
+    fuzzer.one(b"1000")
+    with pytest.raises(Broken, match="lines"):
+        fuzzer.one(b"1000000")
 
 
 @pytest.mark.long
