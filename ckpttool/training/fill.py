@@ -140,8 +140,10 @@ def fill_state(
 ) -> State:
     """Return the state of parameters, each given with its name in the checkpoint and its state there. What is sent goes
     to each rank as its shards if it is sharded, together if it is small, and else in tiles."""
+    # A model that is filled without an optimizer, as by the mesh engine, has states of none.
     saved_optimizer = filler.contents.optimizer
-    assert saved_optimizer is not None
+    apart = saved_optimizer.apart if saved_optimizer is not None else ()
+    lists = saved_optimizer.lists if saved_optimizer is not None else {}
     result: State = {}
     small: list[OutgoingTensor] = []
     shares: list[OutgoingTensor] = []
@@ -153,7 +155,7 @@ def fill_state(
                 if isinstance(value, Shape):
                     key, shape = ("optimizer", name, *below), value
                     current = None if filler.sends else _now(optimizer, parameter, below)
-                    value = room(parameter, shape, current, apart=len(below) > 1 and below[0] in saved_optimizer.apart)
+                    value = room(parameter, shape, current, apart=len(below) > 1 and below[0] in apart)
                     shards = local_shards(value, f"{name}.{below[-1]}")
                     outgoing = OutgoingTensor(shape, shards, filler.contents.tensors.get(key))
                     if by_cpu and broadcast.is_sharded(value):
@@ -163,7 +165,7 @@ def fill_state(
                     else:
                         filler.fill(key, shape, shards)
                 put(values, below, value)
-            with_lists(values, saved_optimizer.lists.get(name, ()))
+            with_lists(values, lists.get(name, ()))
     if filler.sends:
         broadcast.send_small(small, filler.reader)
         broadcast.send_shares(shares, filler.reader)

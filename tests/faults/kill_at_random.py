@@ -45,7 +45,7 @@ def child(said: dict[str, Any], more: dict[str, Any], report: Path | None = None
             said["src"], str(Path(said["out"], said["dst"])), **said["keywords"], **more
         )
         if report is not None:
-            report.write_text(json.dumps({"resumed": getattr(done, "resumed", 0), "notes": done.notes}))
+            report.write_text(json.dumps({"resumed_bytes": getattr(done, "resumed_bytes", 0), "notes": done.notes}))
         code = 0
     except BaseException as error:
         print(repr(error), file=sys.stderr, flush=True)

@@ -165,7 +165,7 @@ for name, make, pattern in (
     ("100,000 dimensions of 2**62", indexed(lambda i: SET(i.state_dict_metadata["w"], "size", torch.Size((2**62,) * 100_000))), r"`\.metadata`: `w`: a tensor of \d+ dimensions, more than 64"),
     ("a sparse layout", indexed(lambda i: SET(i.state_dict_metadata["w"].properties, "layout", torch.sparse_coo)), "layout"),
     ("an offset of 2**70", indexed(put("w", offset=2**70)), r"`\.metadata`: `w`: an item whose offset or length is not an integer"),
-    ("an item that is described as two things", indexed(lambda i: i.planner_data.update(w=("lr",))), "two entries are called `lr`"),
+    ("an item that is described as two things", indexed(lambda i: i.planner_data.update(w=("lr",))), "the index calls an entry `w`, but its key path spells `lr`"),
     ("a path of floats", indexed(planner(w=(1.5,))), r"`\.metadata`: `w`: its path in `planner_data` holds something else than strings and indexes"),
     ("a path of nothing", indexed(planner(w=())), r"`\.metadata`: `w`: its path in `planner_data` is not a tuple of keys"),
     ("a path below zero", indexed(planner(w=(-1,))), r"`\.metadata`: `w`: its path in `planner_data` holds something else than strings and indexes"),

@@ -693,7 +693,7 @@ def test_inspect_lists_the_run_first_and_json_has_it(tmp_path: Path) -> None:
     assert [f["step"] for f in said["run"]] == list(range(1, 26))
     assert said["run"][-1] == {
         "name": "step-25", "path": str(tmp_path / "step-25"), "step": 25,
-        "bytes": (tmp_path / "step-25" / "__0_0.distcp").stat().st_size, "producer": None, "format": "dcp",
+        "file_bytes": (tmp_path / "step-25" / "__0_0.distcp").stat().st_size, "producer": None, "format": "dcp",
         "complete": False, "why_not": "no `.metadata`: the save did not end", "taken": False,
     }  # fmt: skip
 

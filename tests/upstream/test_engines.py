@@ -120,7 +120,8 @@ def check_case(source: str, onto: str, sources: dict[str, str], launched: Launch
     assert isinstance(there, dict), there
     assert there["engine"] == "mesh"
     made = ckpttool.reshard(sources[source], tmp_path / "bytes", engine="bytes", **flags_of(source, onto))
-    same = ("checked", "unchecked", "tensors", "objects", "bytes", "ties", "dropped", "policies", "world", "mesh")
+    same = ("checked_bytes", "unchecked_bytes", "tensors", "objects", "payload_bytes", "ties", "dropped")
+    same += ("policies", "world_size", "mesh")
     assert {key: there[key] for key in same} == {key: json.loads(json.dumps(getattr(made, key))) for key in same}
     assert_equal(tmp_path / "bytes", folder / str(pairs.index((source, onto))))
 
