@@ -129,3 +129,6 @@ __all__ = [
     "show",
     "verify",
 ]
+if find_spec("torch") is None:
+    # `from ckpttool import *` gets every name that is listed.
+    __all__ = [name for name in __all__ if name == "__version__" or not _needs_torch(name)]

@@ -51,6 +51,13 @@ _SYNONYMS = {
     "help": "`ckpttool --help`",
 }
 
+# click's words for a number that an option does not take, and ours.
+_NUMBERS = (
+    (r"(\S+) is not in the range x>=(\d+)", r"\1 is less than \2"),
+    (r"(\S+) is not a valid integer( range)?", r"\1 is not a whole number"),
+    (r"(\S+) is not a valid float( range)?", r"\1 is not a number"),
+)
+
 
 def exit_code_of(command: click.Command, words: list[str]) -> int:
     """Run `command` with the `words` of the command line, report what goes wrong and return the exit code."""
@@ -85,7 +92,7 @@ def _run(command: click.Command, words: list[str], report: Report) -> int:
         err().write(f"{error.format_message()}\n")
         return UsageError.exit_code
     except click.UsageError as error:
-        return report.failed(_translate(error))
+        return report.failed(_translate(error, command, words))
     except ModuleNotFoundError as error:
         package = str(error.name).partition(".")[0]
         if package in ("None", "ckpttool"):
@@ -162,20 +169,38 @@ class Report:
         return exit_code
 
 
-def _translate(error: click.UsageError) -> UsageError:
+def _translate(error: click.UsageError, application: click.Command, words: list[str]) -> UsageError:
     """Return click's error with our wording: lower case, backticks, and a hint."""
-    command = error.ctx.command_path if error.ctx is not None else "ckpttool"
+    context = error.ctx
+    if context is None:  # the parser raises without one
+        context = click.Context(application, info_name="ckpttool")
+        if isinstance(application, click.Group) and words and (named := application.get_command(context, words[0])):
+            context = click.Context(named, context, words[0])
+    command = context.command_path
     message = re.sub(r"'([^']*)'", r"`\1`", error.format_message()).strip()
     hint = f"`{command} --help` shows what it takes"
     if isinstance(error, click.NoSuchOption):
         message = f"`{command}` has no option `{error.option_name}`"
         if error.possibilities:
             hint = f"did you mean `{error.possibilities[0]}`?"
-    elif isinstance(error, click.exceptions.NoSuchCommand) and error.ctx is not None:
-        group = error.ctx.command
-        near = near_names(error.command_name, group.list_commands(error.ctx) if isinstance(group, click.Group) else [])
+    elif isinstance(error, click.exceptions.NoSuchCommand):
         message = f"there is no command `{error.command_name}`"
-        meant = _SYNONYMS.get(error.command_name) or (f"`{near[0]}`" if near else None)
-        hint = f"did you mean {meant}?" if meant else f"`{command} --help` lists the commands"
+        hint = _command_meant(error.command_name, context)
+    for pattern, plain in _NUMBERS:
+        message = re.sub(pattern, plain, message)
     message = re.sub(r"(?:^|(?<=: ))[A-Z](?=[a-z])", lambda first: first[0].lower(), message)
     return UsageError(message.rstrip("."), hint=hint)
+
+
+def _command_meant(name: str, context: click.Context) -> str:
+    """Return the hint for a word that is not a command."""
+    from ckpttool.storage.stores import is_remote
+
+    group = context.command
+    names = group.list_commands(context) if isinstance(group, click.Group) else []
+    near = near_names(name, names)
+    if meant := _SYNONYMS.get(name) or (f"`{near[0]}`" if near else None):
+        return f"did you mean {meant}?"
+    if names and (os.path.lexists(name) or is_remote(name)):
+        return f"the command comes first: `{context.command_path} {names[0]} {name}`"
+    return f"`{context.command_path} --help` lists the commands"

@@ -28,6 +28,8 @@ def named(name: str) -> Format:
         raise UsageError(
             f"there is no format `{name}`", hint="`ckpttool export` writes a model for transformers and vLLM"
         )
+    if name.lower() in ("fsdp", "fsdp2", "distcp", "sharded"):
+        raise UsageError(f"there is no format `{name}`", hint="did you mean `dcp`, which FSDP2 loads?")
     meant_by_suffix = next((row.target for row in FORMATS if f".{name.lstrip('.')}" in row.suffixes), name)
     hint = meant(meant_by_suffix, names, f"the formats are {', '.join(f'`{n}`' for n in names)}")
     raise UsageError(f"there is no format `{name}`", hint=hint)

@@ -122,6 +122,33 @@ def test_the_command_that_was_meant(word: str, meant: str) -> None:
     assert result.exit_code == 2 and f"hint: did you mean {meant}" in result.stderr
 
 
+@pytest.mark.parametrize(
+    ("words", "error", "hint"),
+    [
+        (["x", "--depth", "0"], "0 is less than 1", "`ckpttool inspect --help`"),
+        (["x", "--depth", "two"], "`two` is not a whole number", "`ckpttool inspect --help`"),
+        (["x", "--json=1"], "does not take a value", "`ckpttool inspect --help`"),
+    ],
+)
+def test_a_value_that_an_option_does_not_take(words: list[str], error: str, hint: str) -> None:
+    result = run("inspect", *words)
+    assert result.exit_code == 2 and error in result.stderr and f"hint: {hint}" in result.stderr
+
+
+def test_a_path_in_place_of_a_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "out.pt").touch()
+    assert "the command comes first: `ckpttool inspect out.pt`" in run("out.pt").stderr
+    assert "the command comes first: `ckpttool inspect hf://org/name`" in run("hf://org/name").stderr
+    assert "first: `ckpttool verify-resume audit out.pt`" in run("verify-resume", "out.pt").stderr
+    assert "`ckpttool --help` lists the commands" in run("out").stderr
+
+
+def test_fsdp2_is_written_as_dcp() -> None:
+    for name in ("fsdp2", "FSDP2", "distcp"):
+        assert "did you mean `dcp`" in run("convert", FULL, "out", "--to", name).stderr
+
+
 def test_what_is_on_the_hub_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     result = run("inspect", "meta-llama/Llama-3.1-8B")

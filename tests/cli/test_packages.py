@@ -87,6 +87,18 @@ except ckpttool.errors.MissingPackageError as error:
     assert done.stdout == f"{purpose} needs torch, which is not installed pip install 'ckpttool[torch]'\n", done.stderr
 
 
+def test_a_star_import_gives_what_there_is() -> None:
+    code = """
+from importlib import util
+found = util.find_spec
+util.find_spec = lambda name: None if name == "torch" else found(name)
+from ckpttool import *
+assert inspect and "load" not in globals()
+"""
+    result = without("torch", code)
+    assert (result.returncode, result.stderr) == (0, "")
+
+
 def test_zstd_says_how_to_install_it(tmp_path: Path) -> None:
     done = ckpttool("zstandard,compression", "convert", path_of("dcp/zstd_w2"), str(tmp_path / "out.pt"))
     assert done.returncode == 3 and done.stderr.endswith("hint: pip install ckpttool[zstd]\n"), done.stderr

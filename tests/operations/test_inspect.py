@@ -339,9 +339,13 @@ def warnings_of(found: Catalogue) -> list[str]:
 
 
 def test_uneven_ranks() -> None:
-    found = Catalogue("dcp", [File(f"{r}", f"{r}", size, rank=r) for r, size in enumerate((100, 100, 100, 500))])
-    (said,) = warnings_of(found)
-    assert said.startswith("rank 3 wrote 500 bytes, 2.5 times the mean of 4 ranks")
+    def ranks(*sizes: int) -> Catalogue:
+        return Catalogue("dcp", [File(f"{r}", f"{r}", size, rank=r) for r, size in enumerate(sizes)])
+
+    (said,) = warnings_of(ranks(100_000_000, 100_000_000, 100_000_000, 500_000_000))
+    assert said.startswith("rank 3 wrote 500 MB, 2.5 times the mean of 4 ranks")
+    assert not warnings_of(ranks(100_000, 100_000, 100_000, 500_000))  # nobody waits for half a megabyte
+    assert not warnings_of(ranks(1_000_000_000, 1_000_000_000, 1_000_000_000, 1_200_000_000))
     assert not warnings_of(Catalogue("dcp", [File(f"{r}", f"{r}", 100 + r, rank=r) for r in range(4)]))
     assert not warnings_of(Catalogue("torch", [File("a", "a", 100), File("b", "b", 10)]))
 

@@ -9,9 +9,10 @@ from ckpttool.catalogue.aliases import one_moment_for_two
 from ckpttool.catalogue.entries import Catalogue, Path, Tensor
 from ckpttool.catalogue.warning import Warning
 from ckpttool.layout.optimizer.parse import parse_key
-from ckpttool.text import some
+from ckpttool.text import size, some
 
 _UNEVEN = 1.5  # times the mean
+_EXCESS = 64_000_000  # bytes above the mean; the others hardly wait for less
 _SHOWN = 3
 
 
@@ -41,9 +42,9 @@ def _uneven_ranks(catalogue: Catalogue) -> Iterator[Warning]:
         return
     mean = sum(loads.values()) / world
     heaviest = max(loads, key=lambda rank: loads[rank])
-    if loads[heaviest] > _UNEVEN * mean:
+    if loads[heaviest] > max(_UNEVEN * mean, mean + _EXCESS):
         times = f"{loads[heaviest] / mean:.1f} times the mean of {world} ranks"
-        text = f"rank {heaviest} wrote {loads[heaviest]:,} bytes, {times}: saving and loading wait for it"
+        text = f"rank {heaviest} wrote {size(loads[heaviest])}, {times}: saving and loading wait for it"
         yield Warning("uneven-ranks", text)
 
 
