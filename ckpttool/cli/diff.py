@@ -26,7 +26,7 @@ _VALUE = 40  # characters of an object's value, unless -v
 _WHOLE = 400  # the same with -v
 _FOLDED = 3  # layers that differ alike are one row, if they are so many
 # What a terminal leaves out first where the names do not fit; `--json` has them.
-_OMITTED = ("max ulp", "cosine", "B", "A", "first at", "elements", "max abs")
+_OMITTED = (("max ulp",), ("cosine",), ("first at", "A", "B"), ("elements",), ("max abs",))
 _ONLY = "Include only this part (model, optimizer, ...; or its key), and strip its key from names. Repeatable."
 _NUMBER = re.compile(r"(?<![^.])[0-9]{1,9}(?![^.])")  # of a layer: all that is between two dots
 _FIGURES = ("max abs", "max rel", "max ulp", "cosine")
@@ -135,8 +135,8 @@ def _print_parts(terminal: Terminal, result: Diff) -> None:
     terminal.table(rows, headers, right=range(1, 10), wrap=(0,), drop=_omitted(headers))
 
 
-def _omitted(headers: Sequence[str]) -> list[int]:
-    return [headers.index(title) for title in _OMITTED if title in headers]
+def _omitted(headers: Sequence[str]) -> list[list[int]]:
+    return [[headers.index(title) for title in group if title in headers] for group in _OMITTED]
 
 
 def _figures(figures: Difference | Total) -> list[str]:

@@ -244,7 +244,9 @@ def _tree(terminal: Terminal, part: Part, lines: list[Line]) -> None:
         rows.append(("  " * line.depth + line.name + times, shape, *dtype, *numbers))
     headers = ("", "shape", *(() if shared else ("dtype",)), "elements", "bytes")
     last = len(headers) - 1
-    terminal.table(rows, headers, right=(1, last - 1, last), wrap=(0,), drop=(last - 1, *range(2, last - 1)))
+    terminal.table(
+        rows, headers, right=(1, last - 1, last), wrap=(0,), drop=[(i,) for i in (last - 1, *range(2, last - 1))]
+    )
     if closed := [line for line in lines if line.closed]:
         depth = max(line.closed for line in closed)
         what = f"{plural(len(closed), 'module')} {'is' if len(closed) == 1 else 'are'} closed"
@@ -283,7 +285,7 @@ def _tensors(terminal: Terminal, tensors: Sequence[Tensor], catalogue: Catalogue
         is_beside = beside and len(told_shards) == 1
         table.append([*row, *told_shards] if is_beside else row)
         table += [[f"  {shard}"] for shard in ([] if is_beside else told_shards)]
-    drop = [headers.index(title) for title in ("placement", "dtype", "bytes") if title in headers]
+    drop = [(headers.index(title),) for title in ("placement", "dtype", "bytes") if title in headers]
     terminal.table(table, headers, right=(headers.index("bytes"),), wrap=(0, len(headers) - 1), drop=drop)
 
 

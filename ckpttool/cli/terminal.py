@@ -159,15 +159,15 @@ class Terminal:
         right: Iterable[int] = (),
         wrap: Iterable[int] = (),
         clip: Iterable[int] = (),
-        drop: Iterable[int] = (),
+        drop: Iterable[Iterable[int]] = (),
         limit: int | None = None,
         indent: int = 2,
     ) -> None:
         """Write a table, of at most `limit` rows unless this terminal is verbose, and how many more there are.
 
-        Columns `right` are aligned to the right. To fit a terminal, the columns `drop` are left out one after another,
-        as far as needed; then the columns `clip` become narrower, whose text ends with `…`; then the widest of the
-        columns `wrap`, whose text is continued on the next line.
+        Columns `right` are aligned to the right. To fit a terminal, groups of columns in `drop` are left out one after
+        another, as far as needed; then the columns `clip` become narrower, whose text ends with `…`; then the widest of
+        the columns `wrap`, whose text is continued on the next line.
         """
         lines = [list(row) for row in rows]
         if not lines:
@@ -212,7 +212,7 @@ class Terminal:
         right: set[int],
         wrap: set[int],
         clip: set[int],
-        drop: Iterable[int],
+        drop: Iterable[Iterable[int]],
         width: int,
     ) -> str:
         from rich.cells import cell_len
@@ -224,9 +224,9 @@ class Terminal:
         widths = {
             i: max(cell_len(text) for text in column) for i, column in enumerate(zip_longest(*texts, fillvalue=""))
         }
-        for i in drop:
+        for group in drop:
             if sum(widths.values()) + _GAP * len(widths) > width:
-                del widths[i]
+                widths = {i: n for i, n in widths.items() if i not in group}
         narrowed = [i for i in widths if i in clip]
         room = width - sum(widths[i] for i in widths if i not in clip) - _GAP * len(widths)
         for i in widths:

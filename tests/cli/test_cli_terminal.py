@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 import torch
 from support.cli import FULL, environment, run, spawn
+from support.paths import CHECKPOINTS
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
@@ -312,3 +313,11 @@ def test_a_large_index_is_a_line_that_goes_away(first: float, tmp_path: Path, mo
     total = f"{(tmp_path / '.metadata').stat().st_size / 1000:.0f} kB"
     assert {line.rpartition(" of ")[2] for line in lines} == {total}
     assert all(line.startswith("reading .metadata  ") for line in lines)
+
+
+@pytest.mark.parametrize("columns", [80, 100, 120, 160, 200])
+def test_a_difference_has_both_values_or_none(columns: int) -> None:
+    run = CHECKPOINTS / "run" / "trainer" / "ckpt"
+    text = on_terminal(columns, "diff", str(run / "checkpoint-2"), str(run / "checkpoint-4"), "--only", "model")
+    (header,) = (line for line in re.sub(r"\x1b\[[\d;]*m", "", text).splitlines() if line.startswith("  tensor "))
+    assert [title in header.split() for title in ("first", "A", "B")].count(True) in (0, 3), header
