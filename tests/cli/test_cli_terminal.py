@@ -65,7 +65,7 @@ def test_who_gets_colours(
     assert wants_colour(io.StringIO()) is in_pipe
 
 
-def on_terminal(columns: int, *words: str, **env: str) -> str:
+def on_terminal(columns: int, *words: str, code: int = 0, **env: str) -> str:
     """What a real terminal of this width gets."""
     ours, theirs = pty.openpty()
     fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 50, columns, 0, 0))
@@ -78,7 +78,7 @@ def on_terminal(columns: int, *words: str, **env: str) -> str:
     except OSError:  # Linux says EIO when the other side has gone
         pass
     os.close(ours)
-    assert process.wait(timeout=20) == 0
+    assert process.wait(timeout=20) == code
     return got.decode().replace("\r\n", "\n")
 
 
@@ -318,6 +318,6 @@ def test_a_large_index_is_a_line_that_goes_away(first: float, tmp_path: Path, mo
 @pytest.mark.parametrize("columns", [80, 100, 120, 160, 200])
 def test_a_difference_has_both_values_or_none(columns: int) -> None:
     run = CHECKPOINTS / "run" / "trainer" / "ckpt"
-    text = on_terminal(columns, "diff", str(run / "checkpoint-2"), str(run / "checkpoint-4"), "--only", "model")
+    text = on_terminal(columns, "diff", str(run / "checkpoint-2"), str(run / "checkpoint-4"), "--only", "model", code=1)
     (header,) = (line for line in re.sub(r"\x1b\[[\d;]*m", "", text).splitlines() if line.startswith("  tensor "))
     assert [title in header.split() for title in ("first", "A", "B")].count(True) in (0, 3), header
