@@ -15,8 +15,9 @@ from ckpttool.catalogue.entries import Catalogue, Chunk, Extent, Tensor
 Crcs = Mapping[tuple[int, int], int]
 """CRC-32 of each record that was filled, by `(file, offset)` of the destination."""
 
-reading: ContextVar[Callable[[str, int, int], None] | None] = ContextVar("reading", default=None)
-"""Is told the name of a large index, and how many of how many bytes of it have been read; all of them at the end."""
+activity: ContextVar[Callable[[str, int, int], None]] = ContextVar("activity", default=lambda text, done, total: None)
+"""Is told what takes long before any tensor is read, `("reading .metadata", 512, 1024)`: how many of how many bytes are
+done, 0 of 0 if nobody knows. At the end the text is empty."""
 
 
 class Source(Protocol):

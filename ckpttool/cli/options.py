@@ -56,9 +56,9 @@ class Command(click.Command):
     def invoke(self, context: click.Context) -> Any:
         if context.params.get("quiet") or not sys.stderr.isatty():
             return super().invoke(context)
-        from ckpttool.cli.progress import reading_on_stderr
+        from ckpttool.cli.progress import activity_on_stderr
 
-        with reading_on_stderr():
+        with activity_on_stderr():
             return super().invoke(context)
 
     def format_arguments(self, context: click.Context, formatter: click.HelpFormatter) -> None:

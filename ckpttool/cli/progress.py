@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
 from ckpttool.cli.terminal import ReaderGone, Terminal, err
-from ckpttool.text import duration, safe, size
+from ckpttool.text import duration, size
 
 if TYPE_CHECKING:
     from rich import progress
@@ -82,8 +82,8 @@ def progress_on_stderr(shown: bool) -> Iterator[Progress | None]:
         yield progress
 
 
-class _Reading:
-    """Shows that a large index is being read, in a line of a terminal that is removed at the end."""
+class _Activity:
+    """Shows what takes long before there is a bar, in a line of a terminal that is removed at the end."""
 
     def __init__(self, terminal: Terminal, clock: Callable[[], float] = time.monotonic) -> None:
         self._terminal = terminal
@@ -91,16 +91,16 @@ class _Reading:
         self._next = clock() + _FIRST
         self._is_shown = False
 
-    def __call__(self, name: str, done: int, total: int) -> None:
+    def __call__(self, text: str, done: int, total: int) -> None:
         now = self._clock()
-        if done >= total:
+        if not text:
             if self._is_shown:
                 self._show("")
             self._is_shown = False
         elif now >= self._next:
             self._next = now + _REDRAW
             self._is_shown = True
-            self._show(f"reading {safe(name)}  {size(done)} of {size(total)}")
+            self._show(f"{text}  {size(done)} of {size(total)}" if total else f"{text} ...")
 
     def _show(self, text: str) -> None:
         try:
@@ -111,15 +111,15 @@ class _Reading:
 
 
 @contextlib.contextmanager
-def reading_on_stderr() -> Iterator[None]:
-    """Show on a terminal that a large index is being read, for the length of a `with` block."""
-    from ckpttool.catalogue.protocols import reading
+def activity_on_stderr() -> Iterator[None]:
+    """Show on a terminal what takes long before there is a bar, for the length of a `with` block."""
+    from ckpttool.catalogue.protocols import activity
 
-    token = reading.set(_Reading(err()))
+    token = activity.set(_Activity(err()))
     try:
         yield
     finally:
-        reading.reset(token)
+        activity.reset(token)
 
 
 def _message(done: int, total: int, moved: int, seconds: float) -> str:

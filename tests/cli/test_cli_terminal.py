@@ -18,6 +18,7 @@ import pytest
 import torch
 from support.cli import FULL, environment, run, spawn
 from support.paths import CHECKPOINTS
+from support.upstream_samples import path_of
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
@@ -321,3 +322,26 @@ def test_a_difference_has_both_values_or_none(columns: int) -> None:
     text = on_terminal(columns, "diff", str(run / "checkpoint-2"), str(run / "checkpoint-4"), "--only", "model", code=1)
     (header,) = (line for line in re.sub(r"\x1b\[[\d;]*m", "", text).splitlines() if line.startswith("  tensor "))
     assert [title in header.split() for title in ("first", "A", "B")].count(True) in (0, 3), header
+
+
+@pytest.mark.parametrize("is_terminal", [True, False])
+def test_importing_transformers_is_said_on_a_terminal_and_nowhere_else(
+    is_terminal: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The process that is asked imports torch, which takes a second, and then this instead of transformers."""
+    (tmp_path / "transformers.py").write_text("raise ImportError")
+    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}{os.pathsep}{os.environ.get('PYTHONPATH', '')}")
+    monkeypatch.setattr(progress, "_FIRST", 0.3)
+    stream = Screen()
+    monkeypatch.setattr(stream, "isatty", lambda: is_terminal)
+    monkeypatch.setattr(stream, "reconfigure", lambda **settings: None, raising=False)
+    monkeypatch.setattr(sys, "stderr", stream)
+    with pytest.raises(SystemExit) as stop:
+        application().main(["export", path_of("hf/llama"), str(tmp_path / "out"), "--json"])
+    assert stop.value.code == 0
+    if not is_terminal:
+        assert "importing" not in stream.getvalue()
+        return
+    line = "importing transformers to check the tensors ..."
+    before, *lines, after = stream.getvalue().split("\r\x1b[K")
+    assert before == "" and set(lines) == {line} and line not in after

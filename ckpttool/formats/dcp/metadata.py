@@ -30,7 +30,7 @@ from typing import Any, NamedTuple
 from ckpttool.catalogue.boxes import Ints
 from ckpttool.catalogue.dtypes import Dtype, dtype
 from ckpttool.catalogue.entries import check_shape
-from ckpttool.catalogue.protocols import reading
+from ckpttool.catalogue.protocols import activity
 from ckpttool.catalogue.values import stub_name
 from ckpttool.errors import CkptError, CorruptError
 from ckpttool.formats.dcp import metadata_classes as classes
@@ -39,6 +39,7 @@ from ckpttool.formats.dcp.metadata_fast import Row, Run, Runs
 from ckpttool.serialization import pickle_opcodes, unpickler, unsafe_globals
 from ckpttool.serialization.pickle_limits import check_depths
 from ckpttool.storage.crc import crc32
+from ckpttool.text import safe
 
 KeyPath = tuple["str | int", ...]
 _DTYPE = re.compile(r"torch\.\w+")
@@ -159,10 +160,10 @@ def read(stream: Any, name: str) -> Metadata:
             raise error.prefixed(f"`{name}`", file=name) from None
         data += stream.read()
     _check_checksum(data, name)
-    watcher = reading.get() or (lambda *_: None)
+    watcher = activity.get()
 
     def seen(share: float) -> None:
-        watcher(name, int(share * len(data)), len(data))
+        watcher(f"reading {safe(name)}", int(share * len(data)), len(data))
 
     try:
         with unpickler.no_garbage_collection():
@@ -174,7 +175,7 @@ def read(stream: Any, name: str) -> Metadata:
                     return _read(runs.data, name, seen, runs)
             return _read(data, name, seen)
     finally:
-        seen(1.0)
+        watcher("", 0, 0)
 
 
 def _read(data: bytes, name: str, seen: Callable[[float], None], runs: Runs | None = None) -> Metadata:

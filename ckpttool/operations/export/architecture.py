@@ -6,18 +6,22 @@ import json
 import os
 import re
 import sys
+import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from importlib.util import find_spec
 from typing import Any
 
 from ckpttool.catalogue.boxes import Ints
+from ckpttool.catalogue.protocols import activity
 from ckpttool.errors import CorruptError, ReadError
 from ckpttool.storage import files
 from ckpttool.storage.stores import local_path
 from ckpttool.text import some
 
 _PATIENCE = 600.0  # seconds; torch and transformers take five of a quiet machine
+_GLANCE = 0.1
 _OFFLINE = {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1", "TRANSFORMERS_VERBOSITY": "error", "USE_TF": "0"}
 
 
@@ -70,10 +74,8 @@ def expected(config: Mapping[str, Any]) -> Expected | str:
         (local_path(scratch) / "config.json").put(json.dumps(config).encode())
         out = local_path(scratch) / "model.json"
         command = [sys.executable, "-m", "ckpttool.operations.export.architecture_process", scratch, out]
-        streams: Any = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.DEVNULL)
         try:
-            # Only interpreter and module are arguments; the config is a file.
-            subprocess.run(command, check=False, timeout=_PATIENCE, env={**os.environ, **_OFFLINE}, **streams)  # noqa: S603
+            _run(command)
             answer = json.loads(out.read())
         except (OSError, ValueError, subprocess.SubprocessError, ReadError) as error:
             return f"transformers did not answer ({type(error).__name__})"
@@ -81,6 +83,27 @@ def expected(config: Mapping[str, Any]) -> Expected | str:
         return str(answer["why_not"])
     shapes = {key: {n: tuple(shape) for n, shape in answer[key].items()} for key in ("memory", "files")}
     return Expected(**{**answer, **shapes})
+
+
+def _run(command: Sequence[str]) -> None:
+    """Run a process to its end, and say meanwhile what it does: importing torch and transformers takes seconds."""
+    import subprocess
+
+    watcher, end = activity.get(), time.monotonic() + _PATIENCE
+    streams: Any = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.DEVNULL)
+    # Only interpreter and module are arguments; the config is a file.
+    process = subprocess.Popen(command, env={**os.environ, **_OFFLINE}, **streams)  # noqa: S603
+    try:
+        while process.poll() is None:
+            watcher("importing transformers to check the tensors", 0, 0)
+            with suppress(subprocess.TimeoutExpired):
+                process.wait(_GLANCE)
+            if time.monotonic() > end:
+                raise subprocess.TimeoutExpired(command, _PATIENCE)
+    finally:
+        process.kill()
+        process.wait()
+        watcher("", 0, 0)
 
 
 def compare(shapes: Mapping[str, Ints], model: Expected) -> Compared:
