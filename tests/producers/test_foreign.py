@@ -136,6 +136,17 @@ def test_megatron_divides_into_parts(tmp_path: Path) -> None:
     assert not any(name.startswith("optimizer") for name in model)
 
 
+def test_the_trainer_has_files_of_deepspeed_beside_its_own(tmp_path: Path) -> None:
+    shutil.copytree(CHECKPOINTS / "run" / "trainer" / "ckpt" / "checkpoint-4", tmp_path / "checkpoint-2")
+    shutil.copytree(TOOLS / "deepspeed_zero2_w2", tmp_path / "checkpoint-2", dirs_exist_ok=True)
+    catalogue = ckpttool.inspect(tmp_path / "checkpoint-2")
+    assert catalogue.facts["producer"] == "transformers Trainer"
+    assert catalogue.facts["recognised"]["title"] == "DeepSpeed ZeRO-2 0.19.8"
+    assert catalogue.facts["recognised"]["details"]["checkpoint"] == "global_step2, of `latest`"
+    ordinary = CHECKPOINTS / "run" / "accelerate_fsdp2_sharded_w2" / "ckpt"
+    assert "recognised" not in ckpttool.inspect(ordinary).facts
+
+
 def test_the_weights_of_zero_2_are_converted(tmp_path: Path) -> None:
     file = TOOLS / "deepspeed_zero2_w2" / "global_step2" / "mp_rank_00_model_states.pt"
     hint = run("convert", str(TOOLS / "deepspeed_zero2_w2"), str(tmp_path / "x.pt")).stderr

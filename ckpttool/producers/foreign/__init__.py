@@ -55,6 +55,11 @@ def describe(catalogue: Catalogue, location: Location) -> Recognition | None:
         from ckpttool.producers.foreign import megatron
 
         return megatron.describe(catalogue)
+    if "producer" in catalogue.facts and location.is_dir():
+        # The Trainer and accelerate leave DeepSpeed's files beside their own.
+        directory = Directory(location)
+        if "latest" in directory and (found := recognise(location, directory)) is not None:
+            return found
     if not _is_marked(catalogue):
         return None
     from ckpttool.producers.foreign import deltas, peft, quantized
