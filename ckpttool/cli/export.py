@@ -71,7 +71,7 @@ def export(**arguments: Any) -> None:
 
 def _facts(result: Exported) -> list[tuple[str, str]]:
     numbers = ", ".join(f"{count(n)} {name}" for name, n in result.parameters.items())
-    rows = [("parameters", numbers or "none")]
+    rows = [("elements", numbers or "none")]
     if result.key_map:
         rows.append(("key map", result.key_map))
     if result.assets:

@@ -439,8 +439,9 @@ def _check_losses(planned: Catalogue, target: Format, src: str, dst: str) -> Non
     whys = "; ".join(sorted({loss.why for loss in lost}))
     others = formats.options(row for row in formats.FORMATS if row.any_state)
     keep = "a directory as DST" if target.is_file(dst) and target.splits else others
+    count = f"{len(lost):,} {'entry' if len(lost) == 1 else 'entries'}"
     raise LossError(
-        f"`{src}` cannot be written as {target.target} at `{dst}`: {len(lost)} would be lost ({names}): {whys}",
+        f"`{src}` cannot be written as {target.target} at `{dst}`: {count} would be lost ({names}): {whys}",
         hint=f"`--only model` writes the model alone; {keep} keeps everything; `--drop`, `--exclude` skip entries",
         lost=[loss.name for loss in lost],
     )

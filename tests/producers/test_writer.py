@@ -165,7 +165,7 @@ def test_a_step_that_only_the_name_says(tmp_path: Path) -> None:
 def test_torchtitan_to_trainer(tmp_path: Path) -> None:
     """What has a counterpart is carried over, what has none is named."""
     source = path_of("run/torchtitan_w2")
-    with pytest.raises(LossError, match=r"4 would be lost .*the Trainer stores no such value"):
+    with pytest.raises(LossError, match=r"4 entries would be lost .*the Trainer stores no such value"):
         convert(source, tmp_path / "checkpoint-3", producer="trainer")
     exclude = "train_state.ntokens_seen"
     convert(source, tmp_path / "checkpoint-3", producer="trainer", drop="dataloader", exclude=exclude, check=True)
@@ -193,11 +193,11 @@ def test_data_loaders_go_where_they_mean_the_same(tmp_path: Path) -> None:
 def test_a_second_model(tmp_path: Path) -> None:
     state = {"model": {"w": torch.ones(2)}, "ema": {"w": torch.zeros(2)}, "model_1": {"w": torch.full((2,), 2.0)}}
     torch.save(state, tmp_path / "state.pt")
-    with pytest.raises(LossError, match=r"1 would be lost \(`ema.w`\).*no second one"):
+    with pytest.raises(LossError, match=r"1 entry would be lost \(`ema.w`\).*no second one"):
         convert(tmp_path / "state.pt", tmp_path / "a", producer="accelerate")
     convert(tmp_path / "state.pt", tmp_path / "a", producer="accelerate", drop="ema", check=True)
     assert_same(pieces(tmp_path / "a"), {"model.safetensors": state["model"], "model_1.safetensors": state["model_1"]})
-    with pytest.raises(LossError, match=r"2 would be lost"):
+    with pytest.raises(LossError, match=r"2 entries would be lost"):
         convert(tmp_path / "state.pt", tmp_path / "checkpoint-1", producer="trainer")
 
 
@@ -235,7 +235,7 @@ def test_how_many_batches_were_gathered_is_left_out_when_it_is_none(tmp_path: Pa
         convert(source, tmp_path / "actor", producer="verl", drop=drop)
     own = torch.load(path_of("run/accelerate_fsdp2_sharded_w2") + "/random_states_0.pkl", weights_only=False)
     torch.save({"model": {"w": torch.ones(4, 2)}, "rng": {**own, "step": 3}}, tmp_path / "state.pt")
-    with pytest.raises(LossError, match=r"1 would be lost \(`rng.step`\)"):
+    with pytest.raises(LossError, match=r"1 entry would be lost \(`rng.step`\)"):
         convert(tmp_path / "state.pt", tmp_path / "checkpoint-1", producer="trainer")
 
 

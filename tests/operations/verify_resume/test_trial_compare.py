@@ -207,6 +207,17 @@ def state(**tensors: Any) -> RecordedState:
     return State(arrays, {"scheduler.last_epoch": 3}).recorded()
 
 
+def test_a_learning_rate_that_differs_at_the_end_is_named_before_the_weights() -> None:
+    def at_the_end(rate: float, weight: float) -> RecordedState:
+        arrays = {f"model.{i}": np.array([weight]) for i in range(5)}
+        return State(arrays, {"optimizer.param_groups.0.lr": rate}).recorded()
+
+    made = report()
+    compare.compare_ends(made, at_the_end(0.1, 1.0), at_the_end(0.2, 2.0), "B", "A", same=False)
+    assert "`lr` of parameter group 0 is 0.2 and not 0.1" in made.findings[0].message
+    assert made.findings[1].kind == "values differ"
+
+
 def test_the_end_and_the_step_it_went_on_at_are_compared() -> None:
     made = report()
     assert compare.compare_progress(made, 4, 4, "B", "A")

@@ -78,6 +78,9 @@ def compare_ends(
     findings = diagnose(before, after, None, run)
     if report.unrepeated:
         findings = [one for one in findings if one.name and before.kind_of(one.name) not in report.unrepeated]
+    if not same:
+        # A learning rate that differs says more than the first of all the weights, which differ because of it.
+        findings.sort(key=lambda one: one.name not in before.objects)
     listed = findings if same else findings[:_MOST_OF_END]
     for finding in listed:
         finding.message = f"at the end, {finding.message}"
