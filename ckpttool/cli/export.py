@@ -9,6 +9,7 @@ import click
 from ckpttool.cli import options
 from ckpttool.cli.conversion_result import run
 from ckpttool.cli.options import Option
+from ckpttool.cli.terminal import err
 from ckpttool.text import count, plural, size
 
 if TYPE_CHECKING:
@@ -38,6 +39,11 @@ if TYPE_CHECKING:
                 "--assets DIR",
                 "Directory or Hub repository with config, tokenizer and code. Default: beside the weights.",
             ),
+            Option(
+                "--include GLOB...",
+                "Copy these files too, which are no assets by their names: 'docs/*.md'. Repeatable.",
+            ),
+            Option("--not-secret FILE...", "Send FILE although it seems to have a key or a token in it. Repeatable."),
             options.DTYPE,
             options.reworded(
                 options.MAX_SHARD_SIZE, "Split into files of at most this size: 512MiB, ... Default: 5GB."
@@ -47,7 +53,8 @@ if TYPE_CHECKING:
             Option("--no-card", "Write no model card."),
         ),
         "Hugging Face Hub": (
-            Option("--private", "Make a newly created repository private."),
+            Option("--public", "Make a newly created repository public. Default: private."),
+            Option("--private", "Refuse a repository that is public."),
             Option("--create-pr", "Open a pull request; do not change the branch."),
             Option("--commit-message TEXT", "Message of the commit."),
             Option("--stage DIR", "Staging directory for the uploads, kept. Default: one temporary file at a time."),
@@ -57,7 +64,7 @@ if TYPE_CHECKING:
     },
     examples=(
         "step-1000 my-model --assets meta-llama/Llama-3.1-8B --dtype bfloat16",
-        "step-1000 hf://org/my-model --private --dry-run",
+        "step-1000 hf://org/my-model --public --dry-run",
     ),
 )
 def export(**arguments: Any) -> None:
@@ -66,7 +73,18 @@ def export(**arguments: Any) -> None:
     Writes indexed safetensors files without wrapper prefixes, with tied weights once, beside config, tokenizer and
     code. The tensors are compared with the config first. DST is written completely or not at all.
     """
+    if not (arguments["quiet"] or arguments["as_json"] or arguments["dry_run"]):
+        arguments["announce"] = _list_assets
     run("export", _facts, **arguments)
+
+
+def _list_assets(plan: Exported) -> None:
+    """Print what goes to the Hub beside the weights before it goes there."""
+    from ckpttool.storage.stores import is_remote
+
+    if is_remote(plan.destination) and plan.assets:
+        err().line(f"sending {plural(len(plan.assets), 'file')} beside the weights: {', '.join(plan.assets)}")
+        err().flush()
 
 
 def _facts(result: Exported) -> list[tuple[str, str]]:
@@ -75,7 +93,7 @@ def _facts(result: Exported) -> list[tuple[str, str]]:
     if result.key_map:
         rows.append(("key map", result.key_map))
     if result.assets:
-        rows.append(("assets", f"{plural(len(result.assets), 'file')}: {', '.join(result.assets[:5])}"))
+        rows.append(("assets", f"{plural(len(result.assets), 'file')}: {', '.join(result.assets)}"))
     rows.append(("model", result.compared or f"not compared: {result.not_compared}"))
     return rows + (_hub_rows(result.sent) if result.sent is not None else [])
 
@@ -85,8 +103,9 @@ def _hub_rows(sent: Sent) -> list[tuple[str, str]]:
     by_status = {status: [file.path for file in sent.files if file.status == status] for status in statuses}
     counts = ", ".join(f"{len(names)} {status}" for status, names in by_status.items() if names)
     rows = [("on the Hub", f"{counts}; {size(sent.sent_bytes)} {'would be sent' if sent.dry_run else 'sent'}")]
-    if sent.created and sent.dry_run:
-        rows.append(("repository", "would be created"))
+    if sent.created:
+        visibility = "private" if sent.private else "public"
+        rows.append(("repository", f"{'would be created' if sent.dry_run else 'created'}, {visibility}"))
     rows += [(status, ", ".join(names)) for status, names in by_status.items() if names and status != "unchanged"]
     if sent.removed:
         rows.append(("removed", ", ".join(sent.removed)))

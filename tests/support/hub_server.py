@@ -106,6 +106,7 @@ class Hub:
         self.repos: dict[str, Repo] = {}
         self.faults: list[Fault] = []
         self.seen: list[Seen] = []
+        self.bodies: list[bytes] = []  # of all requests, but those that end up in the store
         self.lock = threading.RLock()
         handler = type("Bound", (Handler,), {"hub": self})
         self.server = Server(("127.0.0.1", 0), handler)
@@ -169,6 +170,13 @@ class Hub:
 
     def bytes_of(self, file: Stored) -> bytes:
         return file.data if file.data is not None else (self.store / str(file.sha256)).read_bytes()
+
+    def received(self) -> bytes:
+        """All that was ever sent to it, and what it is when it is decoded."""
+        plain = [*self.bodies, *(one.path.encode() for one in self.seen)]
+        for coded in re.findall(rb'"(?:sample|content)": ?"([A-Za-z0-9+/]+=*)"', b"\n".join(self.bodies)):
+            plain.append(base64.b64decode(coded + b"=" * (-len(coded) % 4)))
+        return b"\n".join([*plain, *(p.read_bytes() for p in self.folder.rglob("*") if p.is_file())])
 
     def history(self, name: str, ref: str = "main") -> list[str]:
         """Titles of its commits, newest first."""
@@ -253,6 +261,7 @@ class Handler(BaseHTTPRequestHandler):
     hub: Hub
     hub_stopped = threading.Event()
     protocol_version = "HTTP/1.1"
+    disable_nagle_algorithm = True  # a body is written after its headers, and would wait 40 ms for the client
 
     def log_message(self, *_: Any) -> None:
         pass
@@ -306,6 +315,7 @@ class Handler(BaseHTTPRequestHandler):
         else:
             data = self.rfile.read(self._length())
         self.said.received += len(data)
+        self.hub.bodies.append(data)
         if len(data) < self._length():
             raise ConnectionResetError  # the client was killed
         return data

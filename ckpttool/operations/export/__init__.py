@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -18,6 +18,7 @@ from ckpttool.catalogue.patterns import several
 from ckpttool.errors import UsageError
 from ckpttool.formats.safetensors.sharding import MAX_SHARD_SIZE
 from ckpttool.operations import arguments, write
+from ckpttool.operations.export import secrets
 from ckpttool.operations.export.plan import Export, Exported, ExportOptions, planned
 from ckpttool.operations.write import WriteOptions
 from ckpttool.storage import free_space, stores
@@ -42,6 +43,8 @@ def export(
     dtype: str | Sequence[str] = (),
     max_shard_size: int | str | None = None,
     assets: str | os.PathLike[str] | None = None,
+    include: str | Sequence[str] = (),
+    not_secret: str | Sequence[str] = (),
     strict: bool = True,
     card: bool = True,
     shapes: str | None = None,
@@ -52,15 +55,18 @@ def export(
     check: bool = False,
     manifest: str | os.PathLike[str] | None = None,
     private: bool = False,
+    public: bool = False,
     create_pr: bool = False,
     commit_message: str | None = None,
     stage: str | os.PathLike[str] | None = None,
+    announce: Callable[[Exported], object] | None = None,
     progress: Progress | None = None,
 ) -> Exported:
     """Write the model of the checkpoint at `src` to the directory `dst`, as `from_pretrained` expects it, or to a
     repository `hf://org/name` on the Hub, in one commit. The options are those of `ckpttool export --help`.
 
-    Sizes are bytes, or text such as `5GB`. `progress(done, total)` is called with bytes of weights from this thread.
+    Sizes are bytes, or text such as `5GB`. `progress(done, total)` is called with bytes of weights from this thread,
+    and `announce(result)` once with the plan, before the first file is written or sent.
     Nothing appears at `dst` unless all of it does. A `manifest` of a directory is then written to that path.
     Raises the errors of `ckpttool.errors`, each with its exit code.
     """
@@ -70,7 +76,19 @@ def export(
     selection = arguments.selection(only, exclude=exclude, rename=rename, strip_prefix=strip_prefix)
     most = arguments.size(max_shard_size, "--max-shard-size") or MAX_SHARD_SIZE
     beside, listed = arguments.path(assets), arguments.path(manifest)
-    options = ExportOptions(selection, key_map, head_dim, several(dtype), most, beside, strict, card, shapes)
+    options = ExportOptions(
+        selection,
+        key_map,
+        head_dim,
+        several(dtype),
+        most,
+        beside,
+        strict,
+        card,
+        shapes,
+        several(include),
+        several(not_secret),
+    )
     how = WriteOptions(overwrite, dry_run, threads, arguments.memory(max_memory), check, progress, manifest=listed)
     if dst.endswith(".safetensors"):
         raise UsageError(
@@ -78,17 +96,27 @@ def export(
             hint=f"`ckpttool convert {src} {dst} --only model` writes the weights alone",
         )
     result = Exported(src, "", dst, "safetensors", dry_run=dry_run)
-    remote = {"private": private, "create_pr": create_pr, "message": commit_message, "stage": arguments.path(stage)}
+    remote = {
+        "private": private,
+        "public": public,
+        "create_pr": create_pr,
+        "message": commit_message,
+        "stage": arguments.path(stage),
+    }
     _check_options(dst, remote, how)
     if stores.is_remote(dst):
         writing, sending = _combined(progress) if progress is not None else (None, None)
         with planned(result, options, replace(how, progress=writing)) as plan:
+            if announce is not None:
+                announce(result)
             _send(plan, remote, sending)
         result.seconds = time.monotonic() - began
     else:
         with write.destination(result, _SAFETENSORS, how, src, beside), planned(result, options, how) as plan:
             result.free_bytes = free_space.free_bytes(dst)
             write.check_place(listed, dst, (file.name for file in plan.files))
+            if announce is not None:
+                announce(result)
             if not dry_run:
                 _write(plan, how)
             elif error := free_space.shortage(dst, result.file_bytes, result.free_bytes):
@@ -127,12 +155,15 @@ def _write(plan: Export, how: WriteOptions) -> None:
 def _check_options(dst: str, remote: dict[str, Any], how: WriteOptions) -> None:
     """Raises UsageError for options of stores only, or of directories only."""
     if not stores.is_remote(dst):
-        for flag, value in zip(
-            ("--private", "--create-pr", "--commit-message", "--stage"), remote.values(), strict=True
-        ):
-            if value not in (False, None):
+        for name, value in remote.items():
+            if value:
+                flag = "--commit-message" if name == "message" else f"--{name.replace('_', '-')}"
                 hint = "write to `hf://org/name`"
                 raise UsageError(f"`{flag}` is for the Hub, and `{dst}` is a directory", hint=hint)
+    elif remote["private"] and remote["public"]:
+        raise UsageError("`--private` and `--public` exclude each other", hint="a new repository is private by default")
+    elif (found := secrets.in_text((remote["message"] or "").encode("utf-8", "replace"))) is not None:
+        raise UsageError(f"`--commit-message`: has what looks like {found[1]}", hint="write another message")
     elif how.overwrite:
         raise UsageError("`--overwrite`: a commit keeps the earlier version", hint="leave it out")
     elif how.check:

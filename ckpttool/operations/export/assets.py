@@ -5,13 +5,13 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from ckpttool.catalogue.entries import Catalogue
 from ckpttool.errors import CorruptError, ReadError, UsageError
-from ckpttool.producers.components import ASSET_NAMES
+from ckpttool.operations.export import asset_names
 from ckpttool.producers.open import location_of
 from ckpttool.serialization import strict_json
 from ckpttool.storage import files, stores
@@ -19,19 +19,8 @@ from ckpttool.storage.stores import Location, Outgoing, locate
 from ckpttool.text import plural, some
 
 CONFIG, CARD, ADAPTER = "config.json", "README.md", "adapter_config.json"
-_WANTED = re.compile(
-    r"[^.].*\.(json|txt|model|jinja|tiktoken|bpe|py|md|vocab|spm)|(LICENSE|LICENCE|NOTICE|USE_POLICY)[^/]*", re.I
-)
-# What a run leaves of itself, and lists of files that are not those that are written.
-_UNWANTED = re.compile(
-    r".*\.index\.json|trainer_state\.json|ckpttool\.json|(all|train|eval|predict|test)_results\.json|latest.*\.txt"
-    r"|dataloader.*\.json|metadata\.json|.*_args\.json",
-    re.I,
-)
-_KNOWN = re.compile(ASSET_NAMES)
 # What makes a directory a model of its own, to which its card belongs.
 _WEIGHTS = re.compile(r".*\.(safetensors|gguf|pth)|pytorch_model.*\.bin|adapter_model\.bin")
-_TEMPLATES = "additional_chat_templates"
 _NOT_WITH_ADAPTER = (CONFIG, "generation_config.json")
 _LARGEST_CONFIG = 16 << 20
 _BLOCK = 1 << 20
@@ -43,12 +32,14 @@ _VALUE = re.compile(r'\s*:\s*("(?:[^"\\]|\\.)*"|null)')
 @dataclass(slots=True)
 class Assets:
     """The files to copy, by name, with the path of each. `config` is the parsed `config.json`, if there is one; `text`
-    is the file itself. `notes` say which files are not copied, and why."""
+    is the file itself. `included` are names that `--include` selected. `notes` say which files are not copied, and
+    why."""
 
     folder: Location | None = None
     paths: dict[str, Location] = field(default_factory=dict)
     config: Mapping[str, Any] | None = None
     text: str = ""
+    included: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
 
     @property
@@ -77,17 +68,17 @@ class Assets:
         return value if isinstance(value, bool) else None
 
 
-def collect(folder: Location | None, source: str, catalogue: Catalogue) -> Assets:
+def collect(folder: Location | None, source: str, catalogue: Catalogue, include: Sequence[str] = ()) -> Assets:
     """Return the assets in a folder; without one, those beside the weights in the run directory that is the source.
 
     A model card in the folder of another model, as the base model of the training, is not copied. Raises UsageError for
     a folder that does not exist or has no assets, and ReadError for a link that leads out of it; beside the source,
-    such links are skipped with a note.
+    such links are skipped with a note. `include` are patterns of files that are no assets by their names.
     """
     if folder is not None:
         if not folder.is_dir():
             raise UsageError(f"`--assets {folder}`: not a directory", hint="name the directory that has `config.json`")
-        assets = _in(folder, strict=True)
+        assets = _in(folder, include, strict=True)
         origin = source if stores.is_remote(source) else locate(source).real()
         is_own = f"{origin}/".startswith(f"{folder.real()}/") or not any(map(_WEIGHTS.fullmatch, folder.names()))
         if CARD in assets.paths and not is_own:
@@ -98,14 +89,30 @@ def collect(folder: Location | None, source: str, catalogue: Catalogue) -> Asset
             )
         if not assets.paths:
             raise UsageError(f"`--assets {folder}`: has no config, tokenizer or anything of the kind")
+        others = [name for name in folder.names() if _is_other(folder, name, assets)]
+        if others:
+            number = f"{plural(len(others), 'other file')} of `{folder}`"
+            verb = "is" if len(others) == 1 else "are"
+            assets.notes.append(f"{number} {verb} not copied; `--include GLOB` does: {some(others, 5)}")
         return assets
     beside = _beside(source, catalogue)
-    assets = _in(beside, strict=False) if beside is not None else Assets()
+    if beside is None and include:
+        hint = "name their directory: `--assets DIR`"
+        raise UsageError(f"`--include {include[0]}`: no config or tokenizer lies beside the weights", hint=hint)
+    assets = _in(beside, include, strict=False) if beside is not None else Assets()
     if not assets.paths:
         return Assets()
     taken = f"{plural(len(assets.paths), 'file')} {'is' if len(assets.paths) == 1 else 'are'} taken from `{beside}`"
-    assets.notes.insert(0, f"{taken}: {some(sorted(assets.paths), 5)}")
+    assets.notes.insert(0, f"{taken}: {some(sorted(assets.paths), len(assets.paths))}")
     return assets
+
+
+def _is_other(folder: Location, name: str, assets: Assets) -> bool:
+    """Return whether a name is that of a file which is neither an asset nor weights. Those with a leading dot are not
+    mentioned."""
+    if name in assets.paths or name.startswith(".") or name == CARD or name.endswith(".index.json"):
+        return False
+    return not _WEIGHTS.fullmatch(name) and (folder / name).is_file()
 
 
 def _beside(source: str, catalogue: Catalogue) -> Location | None:
@@ -124,23 +131,16 @@ def _beside(source: str, catalogue: Catalogue) -> Location | None:
     return None
 
 
-def _in(folder: Location, *, strict: bool) -> Assets:
+def _in(folder: Location, include: Sequence[str], *, strict: bool) -> Assets:
     assets = Assets(folder)
-    names = folder.names()
-    if (folder / _TEMPLATES).is_dir():
-        names += [f"{_TEMPLATES}/{name}" for name in (folder / _TEMPLATES).names()]
-    for name in names:
-        last = name.rpartition("/")[2]
-        # In a directory that the user names, a text is an asset; in that of a run it may be anything.
-        is_known = strict or _KNOWN.fullmatch(last)
-        if not is_known or not _WANTED.fullmatch(last) or _UNWANTED.fullmatch(name):
-            continue
+    assets.included = _included(folder, include)
+    for name in sorted({*asset_names.find(folder), *assets.included}):
         path = folder / name
         try:
             kept = folder.inside(name)
         except CorruptError:
             text = f"`{path}`: a link that leads out of `{folder}`, which is not followed"
-            if strict:
+            if strict or name in assets.included:
                 raise ReadError(text, hint="put the file itself there, or take the link away", file=path) from None
             assets.notes.append(text)
             continue
@@ -152,6 +152,23 @@ def _in(folder: Location, *, strict: bool) -> Assets:
         # Meta's, used for the width of the heads; not an asset of transformers.
         assets.config = _config(assets.paths["params.json"])[1]
     return assets
+
+
+def _included(folder: Location, patterns: Sequence[str]) -> list[str]:
+    """Return the names of the files that `--include` selects. `*` stands for no `/`, and for no leading dot. Raises
+    UsageError for a pattern that selects none, or weights."""
+    names: list[str] = []
+    for pattern in patterns:
+        found = [path for path in (folder.escaped() / pattern).matches() if path.is_file() or path.is_link()]
+        if not found:
+            hint = "the pattern is relative to the directory of the assets: `--include 'docs/*.md'`"
+            raise UsageError(f"`--include {pattern}`: no file of `{folder}` matches", hint=hint)
+        names += [path.relative_to(folder) for path in found]
+    for name in names:
+        if _WEIGHTS.fullmatch(name.rpartition("/")[2]) or name.endswith(".index.json"):
+            hint = "the weights are those of SRC; include no others"
+            raise UsageError(f"`--include`: `{name}` of `{folder}` has weights, or is an index of them", hint=hint)
+    return names
 
 
 def _config(path: Location) -> tuple[str, Mapping[str, Any]]:

@@ -19,15 +19,16 @@ from ckpttool.formats.safetensors.sharding import MAX_SHARD_SIZE
 from ckpttool.layout.dtype_rules import cast, caster
 from ckpttool.operations import arguments, write
 from ckpttool.operations.arguments import Selection
-from ckpttool.operations.export import architecture, assets, key_maps, select_model, ties, weights
+from ckpttool.operations.export import architecture, assets, key_maps, secrets, select_model, ties, weights
 from ckpttool.operations.export.architecture import Expected
 from ckpttool.operations.export.assets import Assets
+from ckpttool.operations.export.secrets import Secret
 from ckpttool.operations.export.views import Viewed
 from ckpttool.operations.result import FileSize
 from ckpttool.operations.write import Conversion, WriteOptions
 from ckpttool.producers.open import naming
 from ckpttool.storage.stores import Outgoing, is_remote, locate
-from ckpttool.text import count, plural, size
+from ckpttool.text import count, meant, plural, size
 from ckpttool.transfer.execute import Transferred
 from ckpttool.version import __version__
 
@@ -42,7 +43,7 @@ class Exported(Conversion):
     command = "export"
 
     parameters: dict[str, int] = field(default_factory=dict)  #: number of elements by dtype, tied ones counted once
-    assets: list[str] = field(default_factory=list)  #: files that were copied: config, tokenizer, template, code
+    assets: list[str] = field(default_factory=list)  #: all files that were copied: config, tokenizer, template, code
     key_map: str = ""  #: key map that was applied, or empty
     adapter: bool = False  #: whether it is a LoRA adapter
     compared: str = ""  #: class of transformers whose tensors were compared; with `--no-strict`, also what differs
@@ -65,6 +66,8 @@ class ExportOptions:
     strict: bool = True
     card: bool = True
     shapes: str | None = None
+    include: Sequence[str] = ()
+    not_secret: Sequence[str] = ()
 
 
 @dataclass(slots=True)
@@ -96,7 +99,7 @@ def planned(result: Exported, options: ExportOptions, how: WriteOptions) -> Iter
         result.source_format = source.format
         with naming(src):
             viewed = Viewed(opened.source)
-            beside = assets.collect(folder, src, source)
+            beside = assets.collect(folder, src, source, options.include)
             catalogue = _plan(source, viewed, beside, options, result)
         if memory is None and any(t.dtype != (t.origin or t).dtype for t in catalogue.tensors):
             memory = _WHILE_CASTING
@@ -105,6 +108,7 @@ def planned(result: Exported, options: ExportOptions, how: WriteOptions) -> Iter
         files = weights.outgoing(catalogue, options.max_shard_size, moving, adapter=result.adapter)
         _summarise(result, catalogue, source)
         files += _other_files(beside, result, catalogue, source, options)
+        _check_secrets(files, beside.included, catalogue, options, result)
         result.files = [FileSize(file.name, file.size) for file in files]
         result.file_bytes = sum(file.size for file in files)
         result.memory_bytes = write.expected_memory(catalogue, result.cast, how.threads, memory)
@@ -200,6 +204,33 @@ def _other_files(
         files.append(assets.of_bytes(assets.CARD, _card(result, source, beside.architecture).encode()))
         result.card = True
     return files
+
+
+def _check_secrets(
+    files: list[Outgoing], included: Sequence[str], planned: Catalogue, options: ExportOptions, result: Exported
+) -> None:
+    """Raises UsageError for a file to be sent that has a key or a token in it; for a directory, notes it."""
+    known = {file.name for file in files}
+    for name in options.not_secret:
+        if name not in known:
+            raise UsageError(
+                f"`--not-secret {name}`: no such file is written",
+                hint=meant(name, sorted(known), "`--dry-run` lists the files"),
+            )
+    texts = [file for file in files if not file.name.endswith(".safetensors") and file.name not in options.not_secret]
+    found = secrets.in_files(texts, [name for name in included if name not in options.not_secret])
+    inside = secrets.in_text("\n".join(tensor.name for tensor in planned.tensors).encode("utf-8", "replace"))
+    if inside is not None:
+        found.append(Secret("model.safetensors", 0, f"{inside[1]}, in the name of a tensor"))
+    if found and is_remote(result.destination):
+        raise UsageError(
+            f"{found[0]}, and nothing is sent" + (f"; {len(found) - 1} more files have one" if found[1:] else ""),
+            hint="take it out, and revoke it if others could read it; "
+            f"if it is none, `--not-secret {found[0].file}` sends the file",
+            file=found[0].file,
+            found=[str(one) for one in found],
+        )
+    result.notes += [f"{one}: look at it before you publish this directory" for one in found]
 
 
 def _main_dtype(planned: Catalogue) -> str | None:

@@ -66,6 +66,7 @@ class Sent:
     removed: list[str] = field(default_factory=list)  #: files that were removed
     sent_bytes: int = 0  #: bytes of new and changed files
     created: bool = False  #: whether the repository was created
+    private: bool | None = None  #: whether the repository is private; null if the Hub does not say so
     commit: str | None = None  #: address of the commit; null if nothing differed
     oid: str | None = None  #: hash of the commit
     pull_request: str | None = None  #: address of the pull request
@@ -90,6 +91,7 @@ class Repository(Store):
         outgoing: Sequence[Outgoing],
         *,
         private: bool = False,
+        public: bool = False,
         create_pr: bool = False,
         message: str | None = None,
         stage: str | None = None,
@@ -97,7 +99,8 @@ class Repository(Store):
         progress: Progress | None = None,
         unless_there: Collection[str] = (),
     ) -> Sent:
-        """Write files and commit them to the repository, which is created if it does not exist.
+        """Write files and commit them to the repository, which is created if it does not exist: private, unless
+        `public`. With `private`, a public one is refused.
 
         Without `stage`, each file is removed after it was sent, so that one file at a time needs local space; files in
         `stage` are kept. Files named in `unless_there` do not replace those on the Hub. `progress(done, total)` counts
@@ -109,7 +112,7 @@ class Repository(Store):
         sizes = [file.size for file in outgoing]
         upload = _Upload(replace(self._address, path=name), create_pr, message or _MESSAGE, progress, sum(sizes))
         _check_names(outgoing)
-        upload.prepare(private, dry_run)
+        upload.prepare(private, dry_run, public=public)
         if stage is not None:
             _check_stage(stage, {file.name for file in outgoing})
         with files.scratch_directory("ckpttool-hub-") if stage is None else nullcontext(stage) as folder:
@@ -183,7 +186,7 @@ class _Upload:
 
     # Preparation -----------------------------------------------------------------------------------------------------
 
-    def prepare(self, private: bool, dry_run: bool) -> None:
+    def prepare(self, private: bool, dry_run: bool, *, public: bool) -> None:
         """List the repository, create it if needed, and check write access."""
         self.sent.dry_run = dry_run
         if client.token() is None:
@@ -195,16 +198,18 @@ class _Upload:
         with self._translate_errors():
             info = self._find_repository()
             if info is None:
-                self.sent.created = True
+                self.sent.created, self.sent.private = True, not public
                 if dry_run:
                     return
                 try:
-                    self._api.create_repo(self.address.repo, private=private)
+                    self._api.create_repo(self.address.repo, private=not public)
                 except HfHubHTTPError as error:
                     # The repository exists: another process created it in the meantime.
                     if errors.status_of(error) != 409:
                         raise
                 info = self._info(self.address.revision)
+            else:
+                self.sent.private = getattr(info, "private", None)
             self._parent = info.sha
             self._repo_files = listing.list_files(self._api, self.address.repo, str(self._parent))
             # The Hub answers this request only for users with write access; it does not store the file.

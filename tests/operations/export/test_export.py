@@ -326,7 +326,8 @@ def test_nothing_is_left_when_the_source_is_damaged(tmp_path: Path) -> None:
 # Assets ---------------------------------------------------------------------------------------------------------------
 
 CONFIG = (
-    '{\n    "model_type": "own", "sub": {"dtype": "float64"},\n  "torch_dtype": "float32",\n\t"text": "\\"dtype\\""\n}'
+    '{\n    "model_type": "own", "sub": {"dtype": "float64"},\n  "torch_dtype": "float32",\n\t"text": "\\"dtype\\"",'
+    '\n"auto_map": {"AutoModel": "modeling_own.Own"}\n}'
 )
 
 
@@ -376,11 +377,11 @@ def test_the_dtype_of_a_config(text: str, changed: str) -> None:
 def test_links_that_lead_out_of_the_assets_are_not_followed(tmp_path: Path) -> None:
     folder = base(tmp_path / "base")
     (tmp_path / "secret.json").write_text("{}")
-    (folder / "inside.json").symlink_to("tokenizer.json")
+    (folder / "added_tokens.json").symlink_to("tokenizer.json")
     path = saved(tmp_path / "a.pt", weights())
     made = ckpttool.export(path, tmp_path / "out", assets=folder)
-    assert not (tmp_path / "out" / "inside.json").is_symlink()
-    assert "inside.json" in made.assets
+    assert not (tmp_path / "out" / "added_tokens.json").is_symlink()
+    assert "added_tokens.json" in made.assets
     (folder / "vocab.json").symlink_to(tmp_path / "secret.json")
     with pytest.raises(errors.ReadError, match="leads out"):
         ckpttool.export(path, tmp_path / "other", assets=folder)

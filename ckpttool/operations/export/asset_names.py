@@ -1,0 +1,125 @@
+"""The files of a directory that a model needs beside its weights: names that libraries write, and what these name.
+
+A directory of a model may hold anything else, such as training scripts and credentials. So nothing is taken because of
+its suffix.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from typing import Any
+
+from ckpttool.errors import CkptError
+from ckpttool.storage.stores import Location
+
+_NAMES = re.compile(
+    # transformers: configs, and what processors save
+    r"(config|generation_config|adapter_config|processor_config|preprocessor_config|[a-z]+_(pre)?processor_config"
+    r"|quantization_config|quantize_config|hf_quant_config|audio_tokenizer_config|modelcard|chat_template"
+    # tokenizers of transformers, by `vocab_files_names`
+    r"|tokenizer|tokenizer_config|special_tokens_map|added_tokens|vocab|vocab-(src|tgt)|target_vocab|entity_vocab"
+    r"|normalizer|emoji|byte_maps|word_shape|word_pronunciation|encoder|tekken|params"
+    # sentence-transformers
+    r"|modules|config_sentence_transformers|sentence_[a-z-]+_config|router_config|wordembedding_config"
+    r"|[a-z]+tokenizer_config|idf"
+    # diffusers
+    r"|model_index|scheduler_config)\.json"
+    r"|vocab\.(txt|bpe)|merges\.txt|dict\.txt|bpe\.codes|prophetnet\.tokenizer"
+    r"|(tokenizer|sentencepiece|sentencepiece\.bpe|spiece|spm|spm_char|tiktoken)\.model(\.v\d+)?|(source|target)\.spm"
+    r"|[a-z][a-z0-9_]*\.tiktoken|([a-z]+_)?chat_template\.jinja"
+    r"|README\.md|(LICENSE|LICENCE|NOTICE|COPYING|USE_POLICY)([-_.](?!.*(key|secret|token|cred|passw))[a-z0-9._-]+)?",
+    re.I,
+)
+_TEMPLATES = "additional_chat_templates"
+_MODULES = "modules.json"
+_LARGEST = 16 << 20
+_RELATIVE_IMPORT = re.compile(r"^[ \t]*(?:from[ \t]+\.([\w.]+)[ \t]+import\b|import[ \t]+\.([\w.]+))", re.M)
+
+
+def find(folder: Location) -> list[str]:
+    """Return the names, relative to a directory, of the files that belong to the model there, sorted."""
+    names = [name for name in folder.names() if _NAMES.fullmatch(name)]
+    if (folder / _TEMPLATES).is_dir():
+        names += [f"{_TEMPLATES}/{name}" for name in (folder / _TEMPLATES).names() if name.endswith(".jinja")]
+    for inner in _module_folders(folder) if _MODULES in names else ():
+        names += [f"{inner}/{name}" for name in (folder / inner).names() if _NAMES.fullmatch(name)]
+    return sorted({*names, *_code(folder, names)})
+
+
+def _module_folders(folder: Location) -> list[str]:
+    """Return the folders that `modules.json` of sentence-transformers names."""
+    modules = _parsed(folder, _MODULES)
+    paths = [module.get("path") for module in modules if isinstance(module, dict)] if isinstance(modules, list) else []
+    return sorted({path for path in paths if isinstance(path, str) and path and _is_dir(folder, path)})
+
+
+def _is_dir(folder: Location, name: str) -> bool:
+    try:
+        return folder.inside(name).is_dir()
+    except CkptError:
+        return False
+
+
+def _code(folder: Location, names: list[str]) -> set[str]:
+    """Return the Python files that the JSON files of a model name, and those that these import."""
+    here = set(folder.names())
+    found: set[str] = set()
+    # A tokenizer itself can be large, and names no code.
+    configs = [name for name in names if name.endswith("config.json") or name == _MODULES]
+    modules = {module for name in configs for module in _modules(_parsed(folder, name))}
+    while modules:
+        name = f"{modules.pop().replace('.', '/')}.py"
+        if name in found or (name not in here and not _is_file(folder, name)):
+            continue
+        found.add(name)
+        inside = name.rpartition("/")[0].replace("/", ".")
+        for groups in _RELATIVE_IMPORT.findall(_text(folder, name)):
+            module = "".join(groups).strip(".")
+            modules.add(f"{inside}.{module}" if inside else module)
+    return found
+
+
+def _is_file(folder: Location, name: str) -> bool:
+    try:
+        return folder.inside(name).is_file()
+    except CkptError:
+        return False
+
+
+def _modules(value: Any) -> Iterator[str]:
+    """Yield the modules of classes in `auto_map`, `custom_pipelines` and `modules.json`. Those of another repository,
+    `org/name--module.Class`, are not in this directory."""
+    if isinstance(value, list):
+        references = [entry.get("type") for entry in value if isinstance(entry, dict)]
+    elif isinstance(value, dict):
+        maps = [entry for entry in (value.get("auto_map"), value.get("custom_pipelines")) if isinstance(entry, dict)]
+        references = [each for entry in maps for each in entry.values()]
+    else:
+        return
+    while references:
+        reference = references.pop()
+        if isinstance(reference, list):
+            references += reference
+        elif isinstance(reference, dict):
+            references.append(reference.get("impl"))
+        elif isinstance(reference, str) and "--" not in reference and re.fullmatch(r"\w+(\.\w+)+", reference):
+            yield reference.rpartition(".")[0]
+
+
+def _parsed(folder: Location, name: str) -> Any:
+    try:
+        return json.loads(_text(folder, name))
+    except (ValueError, RecursionError):
+        return None  # the caller of a damaged config says so
+
+
+def _text(folder: Location, name: str) -> str:
+    """Return a small text file, or nothing for one that cannot be read here; a link out of the directory is refused
+    where it would be copied."""
+    try:
+        path = folder.inside(name)
+        return path.read().decode("utf-8", "replace") if path.is_file() and path.size() <= _LARGEST else ""
+    except CkptError:
+        return ""
