@@ -55,6 +55,7 @@ if TYPE_CHECKING:
         "Hugging Face Hub": (
             Option("--public", "Make a newly created repository public. Default: private."),
             Option("--private", "Refuse a repository that is public."),
+            Option("--keep GLOB...", "Do not remove these weights of an earlier export. Repeatable."),
             Option("--create-pr", "Open a pull request; do not change the branch."),
             Option("--commit-message TEXT", "Message of the commit."),
             Option("--stage DIR", "Staging directory for the uploads, kept. Default: one temporary file at a time."),

@@ -56,6 +56,7 @@ def export(
     manifest: str | os.PathLike[str] | None = None,
     private: bool = False,
     public: bool = False,
+    keep: str | Sequence[str] = (),
     create_pr: bool = False,
     commit_message: str | None = None,
     stage: str | os.PathLike[str] | None = None,
@@ -99,6 +100,7 @@ def export(
     remote = {
         "private": private,
         "public": public,
+        "keep": several(keep),
         "create_pr": create_pr,
         "message": commit_message,
         "stage": arguments.path(stage),

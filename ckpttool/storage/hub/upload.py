@@ -11,6 +11,7 @@ A repeated run writes each file again, with the same bytes, and the Hub does not
 
 from __future__ import annotations
 
+import fnmatch
 import io
 import os
 import re
@@ -19,6 +20,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
+from fnmatch import fnmatchcase
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -38,8 +40,20 @@ from ckpttool.text import some
 
 Progress = Callable[[int, int], None]
 
-# Weights of an earlier export, possibly in another number of shards.
-_STALE = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors(\.index\.json)?")
+# Weights of an earlier export, in another number of shards, another format or another dtype. Loaders would take them in
+# place of the new ones or mix both; with an `adapter_config.json`, PEFT would put the adapter on the new model.
+_STALE_MODEL = re.compile(
+    r"model(\.\w+)?(-\d{5}-of-\d{5})?(\.\w+)?\.safetensors|model\.safetensors\.index(\.\w+)?\.json"
+    r"|pytorch_model(\.\w+)?(-\d{5}-of-\d{5})?\.bin|pytorch_model\.bin\.index(\.\w+)?\.json"
+    r"|consolidated([.-][\w-]+)?\.(safetensors|pth)|consolidated\.safetensors\.index\.json"
+    r"|tf_model(-\d{5}-of-\d{5})?\.h5(\.index\.json)?|flax_model(-\d{5}-of-\d{5})?\.msgpack(\.index\.json)?"
+    r"|rust_model\.ot|adapter_config\.json|adapter_model\.(safetensors|bin)"
+)
+_STALE_ADAPTER = re.compile(r"adapter_model\.(safetensors|bin)")
+_STALE = {
+    re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors"): _STALE_MODEL,
+    re.compile(r"adapter_model\.safetensors"): _STALE_ADAPTER,
+}
 _ATTEMPTS = 4
 _WAIT = 2.0  # seconds before the first retry of a commit; doubled for each further one
 _RECENT = 20  # commits or pull requests that are searched for one of an earlier attempt
@@ -98,14 +112,16 @@ class Repository(Store):
         dry_run: bool = False,
         progress: Progress | None = None,
         unless_there: Collection[str] = (),
+        keep: Sequence[str] = (),
     ) -> Sent:
         """Write files and commit them to the repository, which is created if it does not exist: private, unless
         `public`. With `private`, a public one is refused.
 
         Without `stage`, each file is removed after it was sent, so that one file at a time needs local space; files in
-        `stage` are kept. Files named in `unless_there` do not replace those on the Hub. `progress(done, total)` counts
-        bytes sent. Nothing is visible before the commit. With `dry_run`, return what would be sent; a file is written
-        only if the Hub has one of its size, since only digests can tell them apart.
+        `stage` are kept. Files named in `unless_there` do not replace those on the Hub. Weights of an earlier upload
+        are removed, unless they match `keep`. `progress(done, total)` counts bytes sent. Nothing is visible before the
+        commit. With `dry_run`, return what would be sent; a file is written only if the Hub has one of its size, since
+        only digests can tell them apart.
 
         Raises RemoteError for failures of the Hub, UsageError, StorageError, and the errors of `Outgoing.write`.
         """
@@ -113,6 +129,7 @@ class Repository(Store):
         upload = _Upload(replace(self._address, path=name), create_pr, message or _MESSAGE, progress, sum(sizes))
         _check_names(outgoing)
         upload.prepare(private, dry_run, public=public)
+        upload.find_stale_files(outgoing, keep)
         if stage is not None:
             _check_stage(stage, {file.name for file in outgoing})
         with files.scratch_directory("ckpttool-hub-") if stage is None else nullcontext(stage) as folder:
@@ -121,7 +138,6 @@ class Repository(Store):
             free_space.check(folder, needed, free_space.free_bytes(folder), hint)
             for file in outgoing:
                 upload.add(file, folder, keep_local=stage is not None, keep_existing=file.name in unless_there)
-        upload.find_stale_files()
         if not dry_run and (upload.additions or upload.deletions):
             upload.commit()
         return upload.sent
@@ -286,12 +302,22 @@ class _Upload:
 
     # Commit ----------------------------------------------------------------------------------------------------------
 
-    def find_stale_files(self) -> None:
-        """Delete weights of an earlier export in the commit: loaders would read them together with the new ones."""
-        names = {self._path(file.path) for file in self.sent.files}
-        if any(_STALE.fullmatch(name.rpartition("/")[2]) for name in names):
-            stale = {self._path(last) for name in self._repo_files if _STALE.fullmatch(last := name.rpartition("/")[2])}
-            self.deletions = sorted(stale & self._repo_files.keys() - names)
+    def find_stale_files(self, outgoing: Sequence[Outgoing], keep: Sequence[str]) -> None:
+        """Delete weights that the new ones replace in the commit: loaders would read them in place of the new ones, or
+        together with them. Files whose names in the folder match `keep` stay. Raises UsageError for a pattern of `keep`
+        that matches none there."""
+        names = {file.name for file in outgoing}
+        patterns = [stale for new, stale in _STALE.items() if any(map(new.fullmatch, names))]
+        inside = self._path("x")[:-1]
+        there = {name.removeprefix(inside) for name in self._repo_files if name.startswith(inside)}
+        stale = {name for name in there - names if any(pattern.fullmatch(name) for pattern in patterns)}
+        for pattern in keep if stale else ():
+            if not fnmatch.filter(there, pattern):
+                raise UsageError(
+                    f"`--keep {pattern}`: matches no file of `{self.address}`",
+                    hint=f"these are to be removed: {some(sorted(stale), 8)}",
+                )
+        self.deletions = sorted(self._path(name) for name in stale if not any(fnmatchcase(name, p) for p in keep))
         self.sent.removed = self.deletions
 
     def commit(self) -> None:

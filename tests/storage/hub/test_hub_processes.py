@@ -70,7 +70,7 @@ def test_from_pretrained_takes_what_was_exported(hub: Hub, tmp_path: Path) -> No
     assert planned["sent"]["created"] and planned["sent"]["commit"] is None and not hub.repos
     said = run(
         "export", model, "hf://me/model", "--assets", str(tmp_path / "assets"), "--max-shard-size", "100KB",
-        "--private", "--commit-message", "the final weights",
+        "--private", "--keep", "old*", "--commit-message", "the final weights",
     )  # fmt: skip
     assert f"{hub.url}/me/model/commit/" in said
     assert hub.history("me/model") == ["the final weights", "initial commit"] and hub.repos["me/model"].private

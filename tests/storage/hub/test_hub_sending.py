@@ -115,14 +115,72 @@ def test_stale_shards_go_in_the_same_commit(hub: Hub) -> None:
     one = Files(model__safetensors=weights(7), config__json=b"{}")
     planned = send(one.outgoing(), "hf://me/model", dry_run=True)
     sent = send(one.outgoing(), "hf://me/model")
-    stale = [*(f"model-{i:05d}-of-00005.safetensors" for i in range(1, 6)), "model.safetensors.index.json"]
+    shard_names = [f"model-{i:05d}-of-00005.safetensors" for i in range(1, 6)]
+    stale = [*shard_names, "model.safetensors.index.json"]
     assert sent.removed == planned.removed == stale
     there = hub.files("me/model")
     assert set(there) == {
-        "model.safetensors", "config.json", "README.md", "tokenizer.json", "pytorch_model.bin", "notes.txt",
+        "model.safetensors", "config.json", "README.md", "tokenizer.json", "notes.txt",
         "other/model.safetensors",
     }  # fmt: skip
     assert len(hub.history("me/model")) == 4, "two of the test, and one for each export"
+
+
+OLD = (
+    "pytorch_model.bin",
+    "pytorch_model-00001-of-00002.bin",
+    "pytorch_model.bin.index.json",
+    "consolidated.safetensors",
+    "consolidated.00.pth",
+    "model.fp16.safetensors",
+    "model.fp16-00001-of-00002.safetensors",
+    "tf_model.h5",
+    "model.safetensors.index.fp16.json",
+    "flax_model.msgpack",
+    "adapter_config.json",
+    "adapter_model.safetensors",
+    "adapter_model.bin",
+)
+OTHERS = (
+    "model.gguf",
+    "notes.txt",
+    "x/pytorch_model.bin",
+    "training_args.bin",
+    "optimizer.bin",
+    "tokenizer.model",
+    "model.py",
+    "original/consolidated.00.pth",
+    "onnx/model.onnx",
+    "1_Pooling/config.json",
+    "model_index.json",
+)
+
+
+def test_a_model_replaces_the_weights_of_other_formats_and_an_adapter(hub: Hub) -> None:
+    before = {name: name.encode() for name in (*OLD, *OTHERS)}
+    hub.make("me/model", before)
+    hub.make("me/folder", {**before, **{f"v2/{name}": data for name, data in before.items()}})
+    model = Files(model__safetensors=weights(7), config__json=b"{}")
+    planned = send(model.outgoing(), "hf://me/model", dry_run=True, keep=["consolidated*"])
+    sent = send(model.outgoing(), "hf://me/model", keep=["consolidated*"])
+    assert sent.removed == planned.removed == sorted(n for n in OLD if not n.startswith("consolidated"))
+    kept = {"consolidated.safetensors", "consolidated.00.pth"}
+    assert set(hub.files("me/model")) == {*OTHERS, *kept, "model.safetensors", "config.json"}
+    assert hub.history("me/model")[1:] == ["somebody's", "initial commit"], "in one commit"
+    # In the folder that is written to, and in no other.
+    sent = send(model.outgoing(), "hf://me/folder/v2")
+    assert sent.removed == sorted(f"v2/{name}" for name in OLD)
+    assert set(before) <= set(hub.files("me/folder"))
+    # A misspelled name would remove what is to stay; nothing is sent.
+    hub.make("me/typo", before)
+    with pytest.raises(UsageError, match="matches no file") as raised:
+        send(model.outgoing(), "hf://me/typo", keep=["pytorch.bin"])
+    assert "adapter_config.json" in str(raised.value.hint)
+    assert not {*hub.files("me/typo")} - {*before}
+    # An adapter replaces an adapter, and not the model beside it.
+    hub.make("me/adapter", before)
+    sent = send(Files(adapter_model__safetensors=weights(8), adapter_config__json=b"{}").outgoing(), "hf://me/adapter")
+    assert sent.removed == ["adapter_model.bin"]
 
 
 def test_a_dry_run_changes_nothing(hub: Hub, tmp_path: Path) -> None:
