@@ -66,7 +66,7 @@ def _run(top: int) -> re.Pattern[bytes]:
 _INT = rb"(?:K.|M..|J.{4}|\x8a(?:\x04.{4}|\x05.{5}|\x06.{6}))"
 _FLAT = rb"(?:%b(?:\x85|%b(?:\x86|%b\x87))|\(%b{4,16}t)" % (_INT, _INT, _INT, _INT)
 FLAT_COST = 18  # elements of what that matches
-_TUPLES, _FRAME, _PERSISTENT = frozenset(b"\x85\x86\x87t"), 0x95, b"Q"
+_TUPLES, _FRAME, _LONG1, _PERSISTENT = frozenset(b"\x85\x86\x87t"), 0x95, 0x8A, b"Q"
 # What a guarded pickle may not have: containers with other limits, sets of keys, and persistent ids of its own.
 _UNGUARDED = frozenset(b"ldoiQP\x8f\x90\x91")
 
@@ -135,6 +135,11 @@ def end_of(data: bytes) -> int | None:
     return end if is_whole else None
 
 
+def is_whole(data: bytes, size: int) -> bool:
+    """Whether `data`, a part of a pickle of `size` bytes, has only whole opcodes."""
+    return _walk(data, size, memo=size) == (len(data), False)
+
+
 def find_end(read: Callable[[int, int], bytes], size: int) -> int | None:
     """Where the pickle that begins `size` bytes ends; None when they end first. Reads windows of them, and never a text
     that is longer: a text of a tebibyte in a hole costs nothing.
@@ -177,9 +182,11 @@ def guarded(data: bytes, seen: Callable[[float], None] = lambda share: None) -> 
     """The large pickle `data`, in pieces, so that each tuple in it that may hold another is first
     a persistent id; without its frames. None for one that is better checked as a whole. `seen` is told the share that
     has been looked through."""
-    if len(data) < _GUARDED or not pickle_limits.is_light(data) or key_hashes.may_collide(data):
+    if len(data) < _GUARDED or not pickle_limits.is_light(data):
         return None
-    memo = len(data) >> 2  # twice what an index of DCP has; counting takes 0.3 s
+    # Twice what an index of DCP has; counting takes 0.3 s. The reader of such an index leaves rows of MEMOIZE.
+    memo = (len(data) >> 2) + data.count(b"\x94")
+    wide = 0
     top = min(memo >> 16, 255)
     run = _light(top, _learn(data, top)).match
     whole, persistent = memoryview(data), memoryview(_PERSISTENT)
@@ -200,6 +207,9 @@ def guarded(data: bytes, seen: Callable[[float], None] = lambda share: None) -> 
                 begin = at
                 continue
             after = _after(data, at, opcode, len(data), memo)
+            wide += opcode == _LONG1 and after - at > 9
+            if wide > key_hashes.MOST_ALIKE:
+                return None
             if opcode == _FRAME:
                 pieces.append(whole[begin:at])
                 begin = after

@@ -125,3 +125,12 @@ def test_every_tuple_that_is_not_flat_is_asked_for(protocol: int, monkeypatch: p
             inside = kinds[:at][::-1].index("MARK")
         assert set(kinds[at - inside : at]) <= {*INTEGERS}, kinds[at - 10 : at + 1]
     assert calm > 5000 and asked > 100
+
+
+def test_wide_integers_are_counted_as_opcodes() -> None:
+    """`K\\x8aK` is not an integer of 75 bytes; thousands of integers that are wide are checked as a whole."""
+    narrow = pickle.dumps([(0x8A, n % 200) for n in range(300_000)], 4)
+    assert narrow.count(b"K\x8aK") > 10_000
+    assert opcodes.guarded(narrow) is not None
+    wide = pickle.dumps([narrow, *(2**64 + n for n in range(2000))], 4)
+    assert opcodes.guarded(wide) is None

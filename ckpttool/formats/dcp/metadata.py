@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import re
 from array import array
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
@@ -35,7 +36,7 @@ from ckpttool.catalogue.values import stub_name
 from ckpttool.errors import CkptError, CorruptError
 from ckpttool.formats.dcp import metadata_classes as classes
 from ckpttool.formats.dcp import metadata_fast
-from ckpttool.formats.dcp.metadata_fast import Row, Run, Runs
+from ckpttool.formats.dcp.metadata_fast import Run, Runs
 from ckpttool.serialization import pickle_opcodes, unpickler, unsafe_globals
 from ckpttool.serialization.pickle_limits import check_depths
 from ckpttool.storage.crc import crc32
@@ -180,11 +181,11 @@ def read(stream: Any, name: str) -> Metadata:
 
 def _read(data: bytes, name: str, seen: Callable[[float], None], runs: Runs | None = None) -> Metadata:
     names = classes.Names({("torch", "Size"): classes.size, **(runs.names if runs is not None else {})})
-    reader = _Reader(name)
+    reader = _Reader(name, seen)
     try:
         with unsafe_globals.noting_harm() as harmful:
             root = unpickler.load(
-                data, what=f"`{name}`", known=names, guarded=_GUARDED, seen=lambda share: seen(0.5 + share / 2)
+                data, what=f"`{name}`", known=names, guarded=_GUARDED, seen=lambda share: seen(0.5 + 0.3 * share)
             )
         metadata = reader.metadata(root, {called: module for module, called in names})
         if runs is not None and (metadata.extra is not None or not all(run.used for run in runs.all)):
@@ -201,13 +202,12 @@ def _read(data: bytes, name: str, seen: Callable[[float], None], runs: Runs | No
 
 
 class _Reader:
-    def __init__(self, name: str) -> None:
-        self._name = name
+    def __init__(self, name: str, seen: Callable[[float], None]) -> None:
+        self._name, self._seen = name, seen
         self._key: Any = None
         self._properties = 5
         self._numbers: dict[str, int] = {}
         self._strays: list[str] = []
-        self._by_offsets: dict[str, dict[Ints, int]] = {}
 
     def at(self) -> str:
         return f": `{self._key}`" if isinstance(self._key, str) else ""
@@ -262,71 +262,75 @@ class _Reader:
         """Assign an item to each chunk and to each bytes entry."""
         if type(storage) is not dict:
             raise CorruptError("it has no `storage_data`", hint="the writer of this checkpoint is not a file system's")
-        numbers = self._numbers
-        # Once per item, and there may be a million.
-        for key, at, i, path, start, length, transforms in self._rows(storage):
+        # Tensor by tensor: in the order of the index, each item may be one that the processor's cache has lost.
+        by_key: defaultdict[str, list[tuple[Any, ...]]] = defaultdict(list)
+        for row in self._rows(storage, sum(len(e.files) for e in entries.values() if type(e) is StoredTensor)):
+            by_key[row[0]].append(row)
+        for n, (key, rows) in enumerate(by_key.items()):
             self._key = key
-            number = numbers.get(path)
-            if number is None:
-                number = numbers[path] = len(numbers)
+            self._seen(0.9 + 0.1 * n / len(by_key))
             entry = entries.get(key, _ABSENT)
             if type(entry) is StoredTensor:
-                try:
-                    is_expected = entry.offsets[i] == at
-                except (TypeError, IndexError):
-                    is_expected = False
-                if not is_expected:
-                    i = self._position(key, entry, at)
-                    if i is None:
-                        self._strays.append(key)
-                        continue
-                try:
-                    entry.starts[i], entry.lengths[i] = start, length
-                except (TypeError, OverflowError):
-                    raise CorruptError(_NO_PLACE) from None
-                entry.files[i] = number
-                if transforms is not None:
-                    entry.transforms[i] = _transforms(transforms)
-            elif entry is _ABSENT:
-                self._strays.append(key)
-            elif type(start) is not int or type(length) is not int:
-                raise CorruptError(_NO_PLACE)
-            else:
+                self._assign_chunks(key, entry, rows)
+                continue
+            if entry is _ABSENT:
+                self._strays += [key] * len(rows)
+                continue
+            for _, _, _, number, start, length, transforms in rows:
+                if type(start) is not int or type(length) is not int:
+                    raise CorruptError(_NO_PLACE)
                 entries[key] = Item(number, start, length, _transforms(transforms))
         self._key = None
 
-    def _rows(self, storage: dict[Any, Any]) -> Iterator[Row]:
+    def _assign_chunks(self, key: str, entry: StoredTensor, rows: list[tuple[Any, ...]]) -> None:
+        _, offsets, hints, *places = zip(*rows, strict=True)
+        try:
+            is_expected = list(map(entry.offsets.__getitem__, hints)) == list(offsets)
+        except (TypeError, IndexError):
+            is_expected = False
+        positions = hints if is_expected else _positions(entry, offsets, hints)
+        try:
+            for i, number, start, length, transforms in zip(positions, *places, strict=True):
+                if i is None:
+                    self._strays.append(key)
+                    continue
+                entry.starts[i], entry.lengths[i], entry.files[i] = start, length, number
+                if transforms is not None:
+                    entry.transforms[i] = _transforms(transforms)
+        except (TypeError, OverflowError):
+            raise CorruptError(_NO_PLACE) from None
+
+    def _rows(self, storage: dict[Any, Any], total: int) -> Iterator[tuple[Any, ...]]:
+        """Return for each item: fqn, offsets, hint, number of the file, start, length and transforms."""
+        numbers, done = self._numbers, 0
         for kind, group in groupby(storage.items(), lambda item: type(item[0])):
-            if kind is Run:
-                for run, info in group:
-                    if info is not None:
-                        raise CorruptError(_NO_ITEM)
-                    yield from run.rows()
-                continue
             # So many stay in the processor's cache.
-            while block := list(islice(group, _BLOCK)):
+            while block := list(islice(group, 1 if kind is Run else _BLOCK)):
                 indexes, infos = zip(*block, strict=True)
-                if kind is not classes.MetadataIndex or set(map(type, infos)) != {classes.StorageInfo}:
+                if kind is Run and infos == (None,):
+                    count, tables = indexes[0].count, indexes[0].use(2)
+                    columns = [
+                        [table.get(name) or [None] * count for name in fields]
+                        for table, fields in zip(tables, _FIELDS, strict=True)
+                    ]
+                elif kind is classes.MetadataIndex and set(map(type, infos)) == {classes.StorageInfo}:
+                    columns = [classes.columns(indexes, *_FIELDS[0]), classes.columns(infos, *_FIELDS[1])]
+                else:
                     raise CorruptError(_NO_ITEM)
-                names, *keys = classes.columns(indexes, "fqn", "offset", "index")
-                paths, *places = classes.columns(infos, "relative_path", "offset", "length", "transform_descriptors")
+                (names, *keys), (paths, *places) = columns
                 self._check_strings(names, names, "a name is {}, not a string")
                 self._check_strings(paths, names, "its file is not a path: {}, not a string")
-                yield from zip(names, *keys, paths, *places, strict=True)
+                for path in dict.fromkeys(paths):
+                    numbers.setdefault(path, len(numbers))
+                yield from zip(names, *keys, map(numbers.__getitem__, paths), *places, strict=True)
+                done += len(names)
+                self._seen(0.8 + 0.1 * min(done / (total or 1), 1.0))
 
     def _check_strings(self, values: Sequence[Any], names: Sequence[Any], text: str) -> None:
         # Looked up by their hashes: see `pickle_limits.check_depths`.
         if set(map(type, values)) != {str}:
             self._key, value = next(pair for pair in zip(names, values, strict=True) if type(pair[1]) is not str)
             raise CorruptError(text.format(type(value).__name__))
-
-    def _position(self, key: str, entry: StoredTensor, at: Any) -> int | None:
-        """Return the number of the chunk at these offsets, if the hint was wrong."""
-        if type(at) is not tuple or set(map(type, at)) - {int}:
-            raise CorruptError("an item of a tensor without offsets")
-        if key not in self._by_offsets:
-            self._by_offsets[key] = {o: i for i, o in enumerate(entry.offsets)}
-        return self._by_offsets[key].get(at)
 
     def _check_assigned(self, entry: StoredTensor | Item | None) -> None:
         if entry is None:
@@ -384,6 +388,7 @@ class _Reader:
 _ABSENT: Any = object()
 _GUARDED = {("torch", "Size"): classes.same_size}
 _BLOCK = 1000
+_FIELDS = ("fqn", "offset", "index"), ("relative_path", "offset", "length", "transform_descriptors")
 _NO_ITEM = "`storage_data` contains something else than `MetadataIndex` and `_StorageInfo`"
 _MISSING_PART = "the index of a rank is missing: the save did not finish"
 _NO_PLACE = "an item whose offset or length is not an integer"
@@ -408,12 +413,14 @@ def _columns(chunks: list[Any], dims: int) -> tuple[list[Ints], list[Ints]]:
             offsets += _checked(columns[0], "offsets", dims)
             sizes += _checked(columns[1], "sizes", dims)
         elif kind is Run:
-            for columns in (run.use(2) for run in group):
+            for (columns,) in (run.use(1) for run in group):
                 # Tuples of integers only.
-                if set(map(len, chain(*columns))) != {dims}:
+                if not {"offsets", "sizes"} <= columns.keys():
+                    raise CorruptError("a chunk without offsets or sizes")
+                if set(map(len, chain(columns["offsets"], columns["sizes"]))) != {dims}:
                     raise CorruptError(f"a chunk does not have the {dims} dimensions of its tensor")
-                offsets += columns[0]
-                sizes += columns[1]
+                offsets += columns["offsets"]
+                sizes += columns["sizes"]
         else:
             raise CorruptError("a chunk that is not a `ChunkStorageMetadata`")
     return offsets, sizes
@@ -426,6 +433,19 @@ def _checked(values: Sequence[Any], what: str, dims: int | None = None) -> Seque
         count = "" if dims is None else f"{dims} "
         raise CorruptError(f"`{what}` of a tensor or chunk is not a tuple of {count}integers")
     return values
+
+
+def _positions(entry: StoredTensor, offsets: Sequence[Any], hints: Sequence[Any]) -> Iterator[int | None]:
+    """Return the number of the chunk at each of these offsets, or None, where some hints are wrong."""
+    by_offsets = {at: i for i, at in enumerate(entry.offsets)}
+    for at, hint in zip(offsets, hints, strict=True):
+        try:
+            is_expected = entry.offsets[hint] == at
+        except (TypeError, IndexError):
+            is_expected = False
+        if not is_expected and (type(at) is not tuple or set(map(type, at)) - {int}):
+            raise CorruptError("an item of a tensor without offsets")
+        yield hint if is_expected else by_offsets.get(at)
 
 
 def _transforms(value: Any) -> tuple[str, ...]:

@@ -1,54 +1,44 @@
 """Reads the regular part of a large index without the unpickler.
 
 An index of 256 ranks has 750,000 chunks, each in it twice, and after the first few all are the same opcodes except for
-a name and some numbers. In brackets: references to the memo; `\\x94` puts a value into it. A name may be a reference,
-too.
+names and numbers. In brackets: references to the memo; `PUT` puts a value into it.
 
-    [ChunkStorageMetadata] NEW  [offsets] [Size] ints SIZE  [sizes] [Size] ints SIZE  ub
-    [MetadataIndex] NEW  [fqn] text \\x94 [index] int [offset] [Size] ints SIZE  ub
-    [_StorageInfo] NEW  [relative_path] [path] [offset] int [length] int  ub
-    NEW = `)\\x81\\x94}\\x94(`   SIZE = `\\x94\\x85\\x94R\\x94`
+    chunk    [ChunkStorageMetadata] NEW  [offsets] VALUE  [sizes] VALUE  ub
+    item     [MetadataIndex] NEW  [fqn] VALUE  ...  ub  [_StorageInfo] NEW  [relative_path] VALUE  ...  ub
+    NEW      `)\\x81` PUT `}` PUT `(`
+    VALUE    an integer | [Size] integers PUT `\\x85` PUT `R` PUT | text PUT | None, True, False | [another]
+    PUT      `\\x94`, or in protocols 2 and 3 `r` and a number
 
-So spell Python's picklers protocols 4 and 5. A regular expression takes such runs apart, into columns. In their place
-the pickle gets one call, of `Run`, which compares the references, and as many entries for the memo, so that all numbers
-in it stay right. A reference to something inside a run finds `SKIPPED`, which is of no type that a reader of the index
-accepts: whatever fails here is read again, whole.
+Which fields there are, and how their values are spelt, is learnt from samples. A regular expression takes runs of such
+entries apart, into columns. In their place the pickle gets one call, of `Run`, which compares the references, and as
+many entries for the memo, so that all numbers in it stay right. A reference to something inside a run finds a
+`Skipped`, which is of no type that a reader of the index accepts: whatever fails here is read again, whole.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from itertools import repeat
-from typing import Any, ClassVar, NoReturn
+import struct
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from itertools import chain, compress, pairwise, repeat
+from typing import Any, ClassVar, NamedTuple, NoReturn
 
 from ckpttool.catalogue.boxes import Ints
-from ckpttool.errors import CorruptError
+from ckpttool.errors import CkptError, CorruptError
+from ckpttool.serialization import pickle_opcodes
 
-Row = tuple[Any, Any, Any, Any, Any, Any, Any]
-Words = tuple[str | bytes, ...]
+Words = tuple[tuple[str, bytes], ...]
 
 _INT = rb"(?:K.|M..|J....|\x8a\x05.{5}|\x8a\x06.{6})"
+_INTS = rb"\(?" + _INT + rb"+[\x85\x86\x87t]"
 _GET = rb"(?:h.|j....)"
-_COLUMNS = {
-    "text": rb"\x8c.[^\x94]*",
-    "int": _INT,
-    "ints": rb"\(?" + _INT + rb"+[\x85\x86\x87t]",
-    "path": _GET,
-    "name": _GET,
-}
-_NEW, _SIZE = b")\x81\x94}\x94(", b"\x94\x85\x94R\x94"
-# Bytes as they are; columns; and in brackets what is referred to: our class, or the string itself.
-_CHUNK = (
-    "[ChunkStorageMetadata]", _NEW, "[offsets]", "[Size]", "ints", _SIZE, "[sizes]", "[Size]", "ints", _SIZE, b"ub",
-)  # fmt: skip
-_PLACED = (
-    "[MetadataIndex]", _NEW, "[fqn]", "text", b"\x94", "[index]", "int", "[offset]", "[Size]", "ints", _SIZE, b"ub",
-    "[_StorageInfo]", _NEW, "[relative_path]", "path", "[offset]", "int", "[length]", "int", b"ub",
-)  # fmt: skip
-_NAMED = tuple(word for word in _PLACED if word != b"\x94")  # by a reference
-_NAMED = tuple("name" if word == "text" else word for word in _NAMED)
-_LOOK = 1 << 20  # bytes to find the first regular entry in
+_CONSTANTS = {b"N": None, b"\x88": True, b"\x89": False}
+_VALUES = ("int", "ints", "text", "ref")
+_FIXED = ("class", "field", "size")  # references that are the same in all entries
+_LOOK = 1 << 17  # bytes to find a sample in
+_SAMPLES = 32
+_BLOCK = 1 << 17  # bytes that are taken apart at once
 _MODULE = "ckpttool index"
 _TAKEN = _MODULE.encode() + b"\n"
 
@@ -57,60 +47,68 @@ class Irregular(Exception):
     """Raised if opcodes only look like a run."""
 
 
-class _Skipped:
+class Skipped:
+    """Stands for what is inside a run."""
+
     __slots__ = ()
     __hash__ = None  # type: ignore[assignment]
 
 
-SKIPPED = _Skipped()
+_SKIPPED = Skipped()
 
 
 class Run:
-    """The columns of one run: of chunks `offsets` and `sizes`, of items `rows`. A column is as long as the run."""
+    """The columns of one run: for each object of an entry, its fields. A column is as long as the run."""
 
-    __slots__ = ("_expected", "_strings", "columns", "used")
+    __slots__ = ("_columns", "_expected", "_references", "_tables", "count", "marker", "used")
 
     def __setstate__(self, state: Any) -> NoReturn:
         raise CorruptError("a pickle changes what stands for a run of the index")
 
-    def __init__(self, columns: list[list[Any]], expected: tuple[tuple[Any, ...], ...]) -> None:
-        self.columns = columns
-        self._expected = expected
-        self._strings: dict[bytes, Any] = {}
+    def __init__(self, columns: list[list[Any]], expected: Sequence[tuple[Any, ...] | None]) -> None:
+        self.count = len(columns[0])
         self.used = False
+        self.marker: Skipped | None = None
+        self._columns, self._expected = columns, expected
+        self._references = list(dict.fromkeys(chain.from_iterable(c for c in columns if isinstance(c[0], bytes))))
+        self._tables: list[dict[str, list[Any]]] = []
+
+    @property
+    def references(self) -> list[bytes]:
+        """The references in columns, each once."""
+        return self._references
 
     def resolve(self, found: list[Any]) -> Run:
-        """Check the values of the references of the pattern, and set the names and paths. Raises CorruptError if they
+        """Check the values of the references of the pattern, and set those in columns. Raises CorruptError if they
         differ."""
-        n = len(self._expected)
-        if any(have not in wanted for have, wanted in zip(found, self._expected, strict=False)):
-            raise CorruptError("a run of the index refers to something else")
-        if len(self.columns) == 6:
-            if not all(type(value) is str for value in found[n:]):
-                raise CorruptError("a name or path is not a string")
-            self._strings = dict(zip(self.references(), found[n:], strict=True))
+        values = iter(found)
+        if self.marker is not None and [next(values), next(values)] != [self.marker] * 2:
+            raise CorruptError("a run of the index has other numbers in the memo")
+        columns = iter(self._columns)
+        fixed = list(zip(self._expected, values, strict=False))
+        strings = dict(zip(self._references, found[len(found) - len(self._references) :], strict=True))
+        for wanted, value in fixed:
+            if wanted is None:
+                if type(value) is not str or value in self._tables[-1]:
+                    raise CorruptError("a field of the index has no name of its own")
+                column = next(columns)
+                is_resolved = not isinstance(column[0], bytes)
+                self._tables[-1][value] = column if is_resolved else list(map(strings.__getitem__, column))
+                continue
+            kind, *allowed = wanted
+            if not any(value is one for one in allowed):
+                raise CorruptError("a run of the index refers to something else")
+            if kind == "class":
+                self._tables.append({})
+        self._columns, self._references = [], []
         return self
 
-    def references(self) -> list[bytes]:
-        """Return the references to names and paths in a run of items, each once."""
-        references = dict.fromkeys(self.columns[3])
-        if type(self.columns[0][0]) is bytes:
-            references |= dict.fromkeys(self.columns[0])
-        return list(references)
-
-    def use(self, count: int) -> list[list[Any]]:
-        """Return this many columns. Raises CorruptError the second time."""
-        if self.used or len(self.columns) != count:
+    def use(self, objects: int) -> list[dict[str, list[Any]]]:
+        """Return the columns of so many objects, by field. Raises CorruptError the second time."""
+        if self.used or len(self._tables) != objects:
             raise CorruptError("a run of the index comes twice, or is not where it belongs")
         self.used = True
-        return self.columns
-
-    def rows(self) -> Iterator[Row]:
-        """Return for each item: fqn, offsets, hint, path, start, length and None for the transforms."""
-        names, hints, offsets, paths, starts, lengths = self.use(6)
-        found = self._strings.__getitem__
-        known = map(found, names) if type(names[0]) is bytes else names
-        return zip(known, offsets, hints, map(found, paths), starts, lengths, repeat(None))
+        return self._tables
 
 
 class _Numbers(dict[bytes, int]):
@@ -138,18 +136,101 @@ class _Tuples(dict[bytes, Ints]):
 
 class _Texts(dict[bytes, str]):
     def __missing__(self, token: bytes) -> str:
-        if token[1] != len(token) - 2:
+        begin = 2 if token[0] == 0x8C else 5
+        if int.from_bytes(token[1:begin], "little") != len(token) - begin:
             raise Irregular
-        made = self[token] = str(token[2:], "utf-8", "surrogatepass")
+        made = self[token] = str(token[begin:], "utf-8", "surrogatepass")
         return made
 
 
-def _pattern(words: Iterable[str | bytes], references: Iterator[bytes], *, take: bool) -> bytes:
-    columns = {word: b"(%b)" % pattern if take else pattern for word, pattern in _COLUMNS.items()}
-    return b"".join(
-        re.escape(word) if isinstance(word, bytes) else columns[word] if word in columns else next(references)
-        for word in words
-    )
+# PUT ------------------------------------------------------------------------------------------------------------------
+
+_BEFORE = {"new": (b"", b"}"), "ints": (b"", rb"\x85", b"R"), "text": (b"",)}  # each
+_MOST_PUTS = 1 << 16
+_KEPT = b"\x94\x85\x94R\x940"
+_HALVES = struct.pack("<65536H", *range(1 << 16)) * 2  # the lower halves of consecutive numbers
+
+
+class _Put(NamedTuple):
+    """Patterns of an opcode that puts a value into the memo, and of a text in front of it."""
+
+    opcode: bytes
+    text: bytes
+    is_numbered: bool
+
+    def behind(self, kind: str) -> bytes:
+        """Return the pattern of what is between a value, or the beginning of an object, and the next."""
+        pattern = b"".join(before + self.opcode for before in _BEFORE.get(kind, ()))
+        return b"(%b)" % pattern if pattern and self.is_numbered else pattern
+
+    def pattern(self, words: Words) -> bytes:
+        """Return the pattern of an entry; a group for each value, and for each row of numbered PUTs."""
+        values = {"int": _INT, "ints": _INTS, "text": self.text, "ref": _GET}
+        parts = []
+        for kind, literal in words:
+            if kind == "new":
+                parts.append(rb"\)\x81%b\(" % self.behind(kind))
+            elif kind in values:
+                parts.append(b"(%b)%b" % (values[kind], self.behind(kind)))
+            else:
+                parts.append(re.escape(literal))
+        return b"".join(parts)
+
+    def learn(self, data: bytes, at: int, objects: int) -> Words | None:
+        """Return how the entry at this position is spelt."""
+        plain = self._replace(is_numbered=False)
+        beginning = re.compile(rb"(%b)\)\x81%b\(" % (_GET, plain.behind("new")), re.S)
+        field = re.compile(
+            b"(?P<field>%b)(?:(?P<int>%b)|(?P<size>%b)(?P<ints>%b)%b|(?P<text>%b)%b|(?P<constant>[N\x88\x89])|(?P<ref>%b))"
+            % (_GET, _INT, _GET, _INTS, plain.behind("ints"), self.text, plain.behind("text"), _GET),
+            re.S,
+        )
+        words: list[tuple[str, bytes]] = []
+        for _ in range(objects):
+            match = beginning.match(data, at)
+            if match is None:
+                return None
+            words += ("class", match[1]), ("new", b"")
+            while match := field.match(data, at := match.end()):
+                words += ((kind, token) for kind, token in match.groupdict().items() if token is not None)
+            if not data.startswith(b"ub", at) or len(words) > 99:
+                return None
+            words.append(("end", b"ub"))
+            at += 2
+        return tuple((kind, b"" if kind in _VALUES else token) for kind, token in words)
+
+
+_MEMOIZE = _Put(rb"\x94", rb"(?:\x8c.|X..\0\0)[^\x94]*", is_numbered=False)
+# A text has no zero bytes, and most numbers end with one.
+_BINPUT = _Put(rb"r...[\0-\3]", rb"X..\0\0[^\0]*", is_numbered=True)
+
+
+def _half(number: int) -> bytes:
+    return number.to_bytes(2, "little")
+
+
+def _first_number(kinds: Sequence[str], columns: Sequence[Sequence[bytes]], memos: int) -> int:
+    """Return the first number of the PUTs in a run. Raises Irregular if those after it are not consecutive."""
+    first = number = int.from_bytes(columns[0][0][1:5], "little")
+    count = len(columns[0])
+    for kind, column in zip(kinds, columns, strict=True):
+        tokens, length, at = b"".join(column), len(column[0]), 1
+        for _ in _BEFORE[kind]:
+            low, high = number & 0xFFFF, number >> 16
+            before = min(-(-(0x10000 - low) // memos), count)  # those with the same upper half
+            upper = [
+                bytes((a,)) * before + bytes((b,)) * (count - before)
+                for a, b in zip(_half(high), _half(high + 1), strict=True)
+            ]
+            lower = [_HALVES[2 * low + n : 2 * (low + count * memos) : 2 * memos] for n in range(2)]
+            if [tokens[at + n :: length] for n in range(4)] != lower + upper:
+                raise Irregular
+            number += 1
+            at += 6
+    return first
+
+
+# Runs -----------------------------------------------------------------------------------------------------------------
 
 
 class Runs:
@@ -159,61 +240,138 @@ class Runs:
         self, data: bytes, middle: int, expected: Mapping[str, tuple[Any, ...]], seen: Callable[[float], None]
     ) -> None:
         self.all: list[Run] = []
-        self.names = {(_MODULE, "skipped"): SKIPPED, (_MODULE, "run"): self._resolved}
+        self.names: dict[tuple[str, str], Any] = {(_MODULE, "run"): self._resolved}
         self._expected = expected
         self._seen = seen
-        self._source, self._at = data, 0
+        self._source = data
+        self._put = _MEMOIZE if data[1] > 3 else _BINPUT
         self._pieces: list[bytes] = []
+        self._rest: list[bytes] = []  # since the last run
         numbers = _Numbers()
         self._tables: dict[str, Any] = {"text": _Texts(), "int": numbers, "ints": _Tuples(numbers)}
-        items = self._regular((_PLACED, _NAMED), middle, len(data))
+        # The first class that is referred to is that of the second item.
+        found = re.compile(_GET + rb"\)\x81", re.S).search(data, middle)
+        items = self._learn(re.escape(found[0]), middle, len(data), 2) if found else None
         # Without those of items, these would not be worth while: items may refer to their parts.
-        chunks = self._regular((_CHUNK,), 0, middle) if items is not None else None
-        if chunks is not None:
-            self._take_out(*chunks, 0, middle)
+        chunks = self._learn(_GET + rb"\)\x81", 0, middle, 1) if items is not None else None
+        if chunks is not None and items is not None:
+            self._take_out(chunks, 0, middle, ("ChunkStorageMetadata",), keeps="ints" not in dict(items))
+        else:
+            self._rest.append(data[:middle])
         if items is not None:
-            self._take_out(*items, middle, len(data))
-        self.data = b"".join([*self._pieces, data[self._at :]])
+            self._take_out(items, middle, len(data), ("MetadataIndex", "_StorageInfo"))
+        self.data = b"".join([*self._pieces, *self._rest])
         self._source, self._pieces = b"", []
 
-    def _regular(self, spellings: Sequence[Words], begin: int, end: int) -> tuple[Words, tuple[bytes, ...]] | None:
-        """Return the most frequent of some spellings near the beginning, and its first references."""
-        most: tuple[list[tuple[bytes, ...]], Words] = [], ()
-        for spelling in spellings:
-            learnt = re.compile(_pattern(spelling, repeat(b"(" + _GET + b")"), take=False), re.S)
-            found = learnt.findall(self._source, begin, min(end, begin + _LOOK))
-            most = max(most, (found, spelling), key=lambda m: len(m[0]))
-        return (most[1], most[0][0]) if most[0] else None
+    def _learn(self, beginning: bytes, begin: int, end: int, objects: int) -> Words | None:
+        """Return the most frequent spelling of entries of so many objects, in samples. Of chunks all values are
+        sizes."""
+        samples: Counter[Words] = Counter()
+        find = re.compile(beginning, re.S).finditer
+        for n in range(_SAMPLES):
+            at = begin + (end - begin) * n // _SAMPLES
+            for match in find(self._source, at, min(at + _LOOK, end)):
+                words = self._put.learn(self._source, match.start(), objects)
+                if words is not None and (objects > 1 or not {"int", "text", "constant", "ref"} & {*dict(words)}):
+                    samples[words] += 1
+                    break
+        return samples.most_common(1)[0][0] if samples else None
 
-    def _take_out(self, words: Words, first: tuple[bytes, ...], begin: int, end: int) -> None:
-        data = self._source
-        gets = list(map(re.escape, first))
-        runs = re.compile(b"(?:" + _pattern(words, iter(gets), take=False) + b"){2,5000}", re.S)
-        rows = re.compile(_pattern(words, iter(gets), take=True), re.S).findall
-        names = [word[1:-1] for word in words if isinstance(word, str) and word.startswith("[")]
-        expected = tuple(self._expected.get(name, (name,)) for name in names)
-        tables = [self._tables.get(word) for word in words if isinstance(word, str) and word in _COLUMNS]
-        memos = sum(word.count(b"\x94") for word in words if isinstance(word, bytes))
-        for found in runs.finditer(data, begin, end):
-            taken = zip(*rows(data, *found.span()), strict=True)
-            columns = [
-                list(map(table.__getitem__, column) if table is not None else column)
-                for table, column in zip(tables, taken, strict=True)
-            ]
-            run = Run(columns, expected)
-            given = b"".join((*first, *(run.references() if words is not _CHUNK else ())))
-            self._pieces += (
-                data[self._at : found.start()],
-                b"c%bskipped\n%b0" % (_TAKEN, b"\x94" * (memos * len(columns[0]))),
-                b"c%brun\n(J%b](%betR" % (_TAKEN, len(self.all).to_bytes(4, "little"), given),
-                b"" if words is _CHUNK else b"N",
-            )  # fmt: skip
-            self._at = found.end()
-            self.all.append(run)
-            self._seen(self._at / len(data))
+    def _take_out(self, words: Words, begin: int, end: int, names: Sequence[str], *, keeps: bool = False) -> None:
+        put = self._put
+        if keeps and put.is_numbered:
+            raise Irregular
+        spelling = self._spelling(words, names)
+        pattern = re.compile(put.pattern(words), re.S)
+        step = pattern.groups + 1
+        for at in range(begin, end, _BLOCK):
+            parts = pattern.split(self._source[at : min(at + _BLOCK, end)])
+            between, count = parts[::step], len(parts) // step
+            groups = (parts[n::step] for n in range(1, step))
+            columns: list[list[Any]] = []
+            tokens: list[list[bytes]] = []
+            numbers: list[list[bytes]] = []
+            for kind, literal in words:
+                if kind in _VALUES:
+                    tokens.append(next(groups))
+                    table = self._tables.get(kind)
+                    columns.append(tokens[-1] if table is None else list(map(table.__getitem__, tokens[-1])))
+                elif kind == "constant":
+                    columns.append([_CONSTANTS[literal]] * count)
+                if put.is_numbered and kind in _BEFORE:
+                    numbers.append(next(groups))
+            bounds = [0]
+            for n in (*compress(range(1, count), between[1:count]), *([count] if count else ())):
+                bounds += (*range(bounds[-1] + spelling.most, n, spelling.most), n)
+            for first, last in pairwise(bounds):
+                self._rest.append(between[first])
+                memo = b""
+                if keeps:
+                    sizes = (
+                        (repeat(get), column[first:last], repeat(_KEPT))
+                        for get, column in zip(spelling.sizes, tokens, strict=True)
+                    )
+                    objects = zip(repeat(b"\x94\x94"), *chain.from_iterable(sizes), strict=False)
+                    memo = b"".join(chain.from_iterable(objects))
+                parts_of = [column[first:last] for column in numbers]
+                number = _first_number(spelling.numbered, parts_of, spelling.memos) if parts_of else None
+                self._add(Run([column[first:last] for column in columns], spelling.expected), spelling, number, memo)
+            self._rest.append(between[count])
+            self._seen(min(at + _BLOCK, end) / len(self._source))
+
+    def _spelling(self, words: Words, names: Sequence[str]) -> _Spelling:
+        left = iter(names)
+        expected: list[tuple[Any, ...] | None] = []
+        for kind, _ in words:
+            if kind == "field":
+                expected.append(None)
+            elif kind in _FIXED:
+                name = next(left) if kind == "class" else "Size"
+                expected.append((kind, *self._expected.get(name, (name,))))
+        numbered = [kind for kind, _ in words if kind in _BEFORE]
+        gets = b"".join(token for kind, token in words if kind in _FIXED)
+        sizes = [token for kind, token in words if kind == "size"]
+        return _Spelling(expected, gets, sizes, numbered, sum(len(_BEFORE[kind]) for kind in numbered), len(names) > 1)
+
+    def _add(self, run: Run, spelling: _Spelling, number: int | None, memo: bytes) -> None:
+        """Put a call of `Run` in the place of entries, and as many into the memo as these."""
+        rest = b"".join(self._rest)
+        if not pickle_opcodes.is_whole(rest, len(self._source)):
+            raise Irregular
+        puts, marks = spelling.memos * run.count, b""
+        if number is not None:
+            # Only if what is put next gets this number.
+            marks = struct.pack("<sIsI", b"j", number, b"j", number + puts - 1)
+            run.marker = Skipped()
+        name = f"skipped {len(self.all)}"
+        self.names[_MODULE, name] = run.marker or _SKIPPED
+        given = b"".join((marks, spelling.gets, *run.references))
+        self._pieces += (
+            rest,
+            b"c%b%b\n%b0" % (_TAKEN, name.encode(), memo or b"\x94" * puts),
+            b"c%brun\n(J%b](%betR" % (_TAKEN, len(self.all).to_bytes(4, "little"), given),
+        )
+        self._rest = [b"N" if spelling.is_item else b""]
+        self.all.append(run)
 
     def _resolved(self, number: int, found: list[Any]) -> Run:
         return self.all[number].resolve(found)
+
+
+class _Spelling(NamedTuple):
+    """What is the same in all entries of a kind."""
+
+    expected: list[tuple[Any, ...] | None]  # what each reference may be, None for the name of a field
+    gets: bytes  # these references
+    sizes: list[bytes]  # those to `torch.Size`
+    numbered: list[str]  # behind which words values are put into the memo
+    memos: int  # how many
+    is_item: bool
+
+    @property
+    def most(self) -> int:
+        """How many entries a run may have."""
+        return _MOST_PUTS // self.memos
 
 
 def find(
@@ -228,7 +386,7 @@ def find(
             return None
         runs = Runs(whole, middle, expected, seen)
         return runs if runs.all else None
-    except (Irregular, ValueError):
+    except (Irregular, CkptError, ValueError):
         return None
 
 
