@@ -193,3 +193,9 @@ def test_classes_before_torch_27_do_not_tell_adam_from_adamw(tmp_path: Path) -> 
     assert isinstance(found, Optimizer)
     assert str(found) == "Adam state (exp_avg, exp_avg_sq) float32"
     assert {"betas", "eps", "amsgrad"} <= {*found.defaults}
+
+
+@pytest.mark.parametrize(("sample", "count"), [("fsdp1_flat_w2", 1_008), ("fsdp1_local_w2", None)])
+def test_flat_parameters_are_counted_once_or_not_at_all(sample: str, count: int | None) -> None:
+    """With `use_orig_params` one rank's views of them lie beside, and both hold padding."""
+    assert headline(CHECKPOINTS / "rank" / sample / "ckpt").parameters == count

@@ -72,7 +72,7 @@ def headline(
     classes = catalogue.facts.get("architectures")
     layers = catalogue.facts.get("num_hidden_layers")
     recognised = catalogue.facts.get("recognised", {}).get("parameters")
-    counted = sum(tensor.numel for tensor in found) if found else None
+    counted = sum(tensor.numel for tensor in found) if found and not _holds_views(catalogue, found) else None
     return Headline(
         # What is quantised or in partitions is counted as it was before.
         parameters=counted if recognised is None else recognised,
@@ -94,6 +94,14 @@ def parameters(catalogue: Catalogue, tied: Collection[Path] = ()) -> list[Tensor
     trained = [t for t in tensors if model_rank(t.part.root) < _EMA] or tensors
     names = {tensor.fqn for tensor in trained}
     return [tensor for tensor in trained if not _is_buffer(tensor, names)]
+
+
+def _holds_views(catalogue: Catalogue, tensors: Sequence[Tensor]) -> bool:
+    """Return whether there are flat parameters, and beside them one rank's views of what is in them."""
+    if all(warning.kind != "unknown-shape" for warning in catalogue.warnings):
+        return False
+    flat = [tensor.fqn.endswith("_flat_param") for tensor in tensors]
+    return any(flat) and not all(flat)
 
 
 def _is_buffer(tensor: Tensor, names: Collection[str]) -> bool:
