@@ -170,9 +170,24 @@ def trial(via: str | None, html: str | None, as_json: bool, quiet: bool, verbose
 
 
 def _write_page(path: str, document: Any) -> None:
-    from ckpttool.operations.verify_resume.trial.html import trial_page
+    import platform
+    import shlex
+    import sys
+    from datetime import datetime
+    from importlib.metadata import version
 
-    page = trial_page(document)
+    from ckpttool.operations.verify_resume.trial.html import trial_page
+    from ckpttool.version import __version__
+
+    made = {
+        "command": shlex.join(["ckpttool", *sys.argv[1:]]),
+        "date": datetime.now().astimezone().isoformat(" ", "seconds"),
+        "ckpttool": __version__,
+        "torch": version("torch"),
+        "Python": platform.python_version(),
+        "system": platform.platform(terse=True),
+    }
+    page = trial_page(document, made)
     try:
         with open(path, "w", encoding="utf-8") as stream:
             stream.write(page)

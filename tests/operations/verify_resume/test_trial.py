@@ -105,6 +105,34 @@ def test_what_a_repeated_run_does_not_repeat_is_not_judged(
         assert not report.unrepeated and any("repeated bit for bit" in note for note in report.notes)
 
 
+FORGETFUL = """
+import recipe_kinds
+from recipe_kinds import mesh
+
+def build(mesh):
+    global scheduler
+    state = recipe_kinds.build(mesh)
+    scheduler = state.pop("scheduler")
+    return state
+
+def step(state, i):
+    return recipe_kinds.step(state | {"scheduler": scheduler}, i)
+"""
+
+
+@pytest.mark.long
+def test_a_scheduler_that_is_no_part_of_the_state_is_the_cause(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "recipe.py").write_text(FORGETFUL)
+    monkeypatch.setenv("KIND", "ddp")
+    monkeypatch.setenv("PYTHONPATH", str(HERE), prepend=os.pathsep)
+    report = trial(tmp_path / "recipe.py", world=1, steps=3, more=4)
+    assert report.verdict == "differs"
+    first = report.findings[0]
+    assert first.step is not None and isinstance(first.found, float) and first.found != first.expected
+    assert first.hint is not None and first.hint.startswith("likely cause: at the end, `lr` of parameter group 0 is ")
+    assert first.hint.endswith("so what sets it is not restored: `build` returns no learning-rate scheduler")
+
+
 @pytest.mark.long
 def test_a_mistake_of_the_recipe_is_its_own() -> None:
     done = run("verify-resume", "trial", "--recipe", RECIPE, "-q", FAULT="raise")

@@ -71,6 +71,19 @@ def test_the_first_difference_is_named(changed: dict[str, Any], kind: str, rank:
         assert (found.expected, found.found, found.ulp) == (1.75, 1.75 + 2**-52, 1)
 
 
+def test_a_digest_is_shown_in_the_loss_that_follows_from_it() -> None:
+    made = report()
+    other = [RUN[0], dataclasses.replace(RUN[1], digests=["other", "digest"]), step(6, 1.5, 1.5, digests=["x", "y"])]
+    compare.compare_steps(made, RUN, other, "B", "A")
+    [found] = made.findings
+    assert (found.kind, found.expected, found.found, found.absolute) == ("parameters differ", 1.375, 1.5, 0.125)
+    assert found.message.endswith("in step 5; the loss in step 6 is 1.5 and not 1.375")
+    made = report()
+    compare.compare_steps(made, RUN[:2], other[:2], "B", "A")
+    [found] = made.findings
+    assert (found.expected, found.found) == (None, None), "two digests say nothing"
+
+
 def test_what_is_not_judged_is_no_finding() -> None:
     made = report()
     assert not compare.compare_steps(made, RUN, [step(4, 0.0, 0.0)], "B", "control", judged=False)

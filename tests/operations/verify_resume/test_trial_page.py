@@ -94,7 +94,7 @@ FINDING = Finding(
 def test_what_a_trial_found_is_on_the_page() -> None:
     said = read(trial_page(report())).text
     for words in (
-        "Resume is exact", "all is equal", "another mesh: B must be the control",
+        "Resume is exact", "All is equal", "another mesh: B must be the control",
         "4 steps, a save, 3 steps more", "convert --to safetensors", "local shapes", "not checked",
         "the model has dropout", "no verdict", "4.00 kB", "20.5", "layers.0.w", "one thread", "rng", "took 12 s",
     ):  # fmt: skip
@@ -124,6 +124,44 @@ def test_equal_losses_are_drawn_at_one_place_and_others_are_not() -> None:
     by_a, control, by_b = loss[0][4:], loss[1], loss[2]
     assert control == by_a
     assert [x == y for x, y in zip(by_b, control, strict=True)] == [True, False, True]
+
+
+def titles(page: str) -> list[str]:
+    return [str(attrs["aria-label"]) for tag, attrs in read(page).tags if tag == "svg" and attrs.get("aria-label")]
+
+
+def test_small_differences_have_a_logarithmic_chart_of_their_own() -> None:
+    """A difference of 1e-6 is no pixel of the losses; B is compared with what it is judged by, here the control."""
+    made = report()
+    assert [title.partition(",")[0] for title in titles(trial_page(made))] == ["Loss by step", "Gradient norm by step"]
+    made["runs"][1]["steps"][1]["loss"] += 1e-6
+    made["runs"][1]["steps"][2]["loss"] += 1e-3
+    page = trial_page(made)
+    assert titles(page)[1] == "Loss: |difference| from control, logarithmic by step, of B"
+    points = [str(dict(a)["points"]).split() for tag, a in read(page).tags if tag == "polyline"][3]
+    none, small, large = (float(point.partition(",")[2]) for point in points)
+    assert none - small > 30 and small - large > 60, "zero, a millionth and a thousandth are apart"
+    assert {"0", "1e-6", "1e-3", "step"} <= {word.strip() for word in read(page).words}
+
+
+def test_the_subtitle_does_not_repeat_the_title_and_digests_are_no_values() -> None:
+    digest = Finding("rng differs", "the RNG of rank 0 is not as it was", expected="ab" * 32, found="cd" * 32)
+    page = trial_page(report(verdict="differs", message="resume is not exact: the loss differs", findings=[digest]))
+    said = read(page).text
+    assert "Resume is not exact The loss differs" in said
+    assert "abab" not in said and "cdcd" not in said
+
+
+def test_runs_are_columns_of_the_sharding() -> None:
+    checks = [Check("memory", run, 2, run != "B", "8 B") for run in ("A", "B")] + [Check("losses agree", "A", 2, True)]
+    said = read(trial_page(report(checks=checks))).text
+    assert "check A B note memory passed failed 8 B losses agree passed not checked" in said
+
+
+def test_the_page_says_how_it_was_made() -> None:
+    said = read(trial_page(report(), {"torch": "2.9.0", "command": EVIL})).text
+    assert "How this was made torch 2.9.0 command" in said
+    assert "How this was made" not in read(trial_page(report())).text
 
 
 def test_a_run_that_hung_says_where() -> None:

@@ -80,7 +80,9 @@ def compare_ends(
         findings = [one for one in findings if one.name and before.kind_of(one.name) not in report.unrepeated]
     if not same:
         # A learning rate that differs says more than the first of all the weights, which differ because of it.
-        findings.sort(key=lambda one: one.name not in before.objects)
+        findings.sort(key=lambda one: (one.name not in before.objects, not one.kind.startswith("hyper-parameter")))
+        if findings and findings[0].kind.startswith("hyper-parameter"):
+            _explain(report, findings[0].message, run, before)
     listed = findings if same else findings[:_MOST_OF_END]
     for finding in listed:
         finding.message = f"at the end, {finding.message}"
@@ -91,6 +93,17 @@ def compare_ends(
     count = len(before.tensors.keys() | after.tensors.keys()) + len(before.objects.keys() | after.objects.keys())
     message = "the whole state, bitwise" if not report.unrepeated else "what A2 repeats of the state, bitwise"
     report.compared.append(Compared("end", run, against, count, len(findings), message, equal=not findings))
+
+
+def _explain(report: Report, message: str, run: str, before: RecordedState) -> None:
+    """Give the first step that differs its likely cause: another hyperparameter after the last step."""
+    why = "what sets it is not restored"
+    if "scheduler" not in before.kinds.values():
+        why += ": `build` returns no learning-rate scheduler"
+    for finding in report.findings:
+        if finding.run == run and finding.step is not None and finding.hint is None:
+            finding.hint = f"likely cause: at the end, {message}, so {why}"
+            return
 
 
 def compare_progress(report: Report, was: int, now: int, run: str, against: str) -> bool:
@@ -147,13 +160,34 @@ def compare_steps(
     if firsts and judged:
         number, _, title = min(firsts)
         one, two = next(pair for pair in pairs if pair[0].number == number)
-        report.findings.append(_step_finding(title, number, _SEEN[title](one), _SEEN[title](two), run, against))
+        finding = _step_finding(title, number, _SEEN[title](one), _SEEN[title](two), run, against)
+        if isinstance(finding.found, str):
+            _show_in_loss(finding, [] if "loss" in report.unrepeated else pairs)
+        report.findings.append(finding)
     return not firsts
 
 
-def _step_finding(title: str, number: int, was: Any, now: Any, run: str, against: str) -> Finding:
+def _show_in_loss(finding: Finding, pairs: list[tuple[Step, Step]]) -> None:
+    """Give a finding about digests, which say nothing, the values of the first loss that differs after it."""
+    finding.expected = finding.found = None
+    for one, two in pairs:
+        if one.number >= (finding.step or 0) and not same(one.loss, two.loss):
+            finding.expected, finding.found = one.loss, two.loss
+            finding.message += f"; the loss in step {one.number} is {two.loss:.9g} and not {one.loss:.9g}"
+            for name, value in _figures(one.loss, two.loss).items():
+                setattr(finding, name, value)
+            return
+
+
+def _figures(was: float, now: float) -> dict[str, Any]:
     import numpy as np
 
+    comparison = Comparison(dtype("float64"))
+    comparison.feed(np.array([was]), np.array([now]))
+    return {name: getattr(comparison.result(), name) for name in ("absolute", "relative", "ulp")}
+
+
+def _step_finding(title: str, number: int, was: Any, now: Any, run: str, against: str) -> Finding:
     rank = None
     if isinstance(was, list) and isinstance(now, list) and len(was) == len(now):
         rank = next(r for r, (a, b) in enumerate(zip(was, now, strict=True)) if not same(a, b))
@@ -164,9 +198,7 @@ def _step_finding(title: str, number: int, was: Any, now: Any, run: str, against
     message = f"the {title}{of_rank} {verb} from {that} of {against} in step {number}{values}"
     figures: dict[str, Any] = {}
     if isinstance(was, float) and isinstance(now, float):
-        comparison = Comparison(dtype("float64"))
-        comparison.feed(np.array([was]), np.array([now]))
-        figures = {name: getattr(comparison.result(), name) for name in ("absolute", "relative", "ulp")}
+        figures = _figures(was, now)
     return Finding(f"{title} {verb}", message, run, rank=rank, step=number, expected=was, found=now, **figures)
 
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,6 @@ from markupsafe import Markup, escape
 from ckpttool.text import duration, plural, safe, size
 
 _VERDICTS = {"same": "Resume is exact", "differs": "Resume is not exact", "failed": "The trial did not finish"}
-_RULES = {"bitwise": "same mesh", "control": "mesh changed, with a reference run", "checkpoints": "checkpoints"}
 _RUNS = {
     "A": "trained without interruption",
     "A2": "run A repeated, as B differs",
@@ -22,14 +22,16 @@ _RUNS = {
     "control": "reference: resumed by torch alone",
 }
 _MOST = 200  # findings in the table
+_DIGEST = re.compile(r"[0-9a-f]{64}")
 # Classes of the style sheet. Runs are drawn in this order, the first broad and the next ones thinner, so that curves
 # that are equal can all be seen.
 _STYLES = {"A": "broad", "control": "dashed", "A2": "dotted", "B": "thin"}
 _OTHER_STYLES = ("thin", "dashed", "dotted", "orange")
 
 
-def trial_page(report: Mapping[str, Any]) -> str:
-    """Return one self-contained HTML file, light and dark, for the dict that a trial prints with `--json`."""
+def trial_page(report: Mapping[str, Any], made: Mapping[str, str] | None = None) -> str:
+    """Return one self-contained HTML file, light and dark, for the dict that a trial prints with `--json`; `made` says
+    how and when the report was made, `{"torch": "2.9.0"}`."""
     verdict = str(report.get("verdict", "failed"))
     environment = Environment(
         loader=FileSystemLoader(Path(__file__).parent),
@@ -38,10 +40,13 @@ def trial_page(report: Mapping[str, Any]) -> str:
         lstrip_blocks=True,
         finalize=_printable,
     )
-    filters = {"number": _number, "prose": _prose, "purpose": _purpose}
+    filters = {"number": _number, "prose": _prose, "purpose": _purpose, "detail": _detail}
     environment.filters |= {"duration": duration, "plural": plural, "size": size, **filters}
-    facts = {"verdict": verdict, "title": _VERDICTS.get(verdict, verdict), "rules": _RULES, "most": _MOST}
-    return environment.get_template("page.html.j2").render(report=report, charts=_charts(report), **facts)
+    facts = {"verdict": verdict, "title": _VERDICTS.get(verdict, verdict), "most": _MOST}
+    tables = {"charts": _charts(report), "checks": _checks(report), "made": made or {}}
+    template = environment.get_template("page.html.j2")
+    template.globals["is_digest"] = lambda value: isinstance(value, str) and _DIGEST.fullmatch(value) is not None
+    return template.render(report=report, **facts, **tables)
 
 
 def _printable(value: Any) -> Any:
@@ -67,6 +72,12 @@ def _number(value: Any, digits: int = 9) -> str:
     return f"{value:.{digits}g}" if isinstance(value, float) else str(value)
 
 
+def _detail(message: str) -> str:
+    """Return what a message says beyond the title: `resume is not exact: the loss ...` is `The loss ...`."""
+    detail = re.sub(r"^(resume is not exact|exact resume): ", "", message)
+    return detail[:1].upper() + detail[1:]
+
+
 def _purpose(run: Mapping[str, Any]) -> str:
     """Return what a run is for, or the checkpoint that it resumed from."""
     return _RUNS.get(run["name"]) or run.get("source") or ""
@@ -85,15 +96,17 @@ class Curve:
 
 @dataclass(frozen=True, slots=True)
 class Chart:
-    """Curves over each other, in the order of the legend; `steps` and `values` are the lowest and the highest ones, and
-    `mark` is the step at which runs resumed. `x` and `y` give the pixels of a step and of a value."""
+    """Curves over each other, in the order of the legend; `steps` and `values` are the lowest and the highest ones,
+    `mark` is the step at which runs resumed, and `y_ticks` are values with their labels. `x` and `y` give the pixels of
+    a step and of a value."""
 
     title: str
     curves: Sequence[Curve]
     steps: tuple[int, int]
     values: tuple[float, float]
     mark: int | None
-    left, right, top, bottom = 56, 468, 10, 230
+    y_ticks: Sequence[tuple[float, str]]
+    left, right, top, bottom = 66, 468, 10, 230
 
     def x(self, step: float) -> float:
         low, high = self.steps
@@ -109,10 +122,33 @@ class Chart:
 
     def x_ticks(self) -> list[int]:
         low, high = self.steps
-        return [x for x in sorted({round(x) for x in _ticks(low, max(high, low + 1), 10)}) if low <= x <= high]
+        return [x for x in sorted({round(x) for x in _ticks(low, max(high, low + 1), 8)}) if low <= x <= high]
 
-    def y_ticks(self) -> list[float]:
-        return _ticks(*self.values)
+
+@dataclass(frozen=True, slots=True)
+class CheckRow:
+    """A check of the sharding in all runs: `CheckRow("local shapes", [("A", True), ("B", None)], ["31 shards"])`."""
+
+    what: str
+    results: Sequence[tuple[str, bool | None]]
+    notes: Sequence[str]
+
+
+def _checks(report: Mapping[str, Any]) -> list[CheckRow]:
+    """Return a row for each check, with the results of the runs in one order; a note that all runs share once."""
+    checks = report.get("checks") or ()
+    runs = [*dict.fromkeys(check["run"] for check in checks)]
+    rows = []
+    for what in dict.fromkeys(check["what"] for check in checks):
+        by_run = {check["run"]: check for check in checks if check["what"] == what}
+        messages: dict[str, list[str]] = {}
+        for run, check in by_run.items():
+            messages.setdefault(check["message"], []).append(run)
+        shared = len(messages) == 1
+        notes = [text if shared else f"{', '.join(names)}: {text}" for text, names in messages.items() if text]
+        results = [(run, by_run[run]["passed"] if run in by_run else None) for run in runs]
+        rows.append(CheckRow(what, results, notes))
+    return rows
 
 
 def _charts(report: Mapping[str, Any]) -> list[Chart]:
@@ -128,14 +164,52 @@ def _charts(report: Mapping[str, Any]) -> list[Chart]:
             points = [(number, value) for number, value in seen if value is not None and math.isfinite(value)]
             message = ", ".join(filter(None, (_purpose(run), run.get("mesh"))))
             curves.append(Curve(run["name"], styles[run["name"]], points, message))
-        points = [point for curve in curves for point in curve.points]
-        if points:
-            steps, values = zip(*points, strict=True)
+        if values := [value for curve in curves for _, value in curve.points]:
             low, high = min(values), max(values)
             margin = (high - low) * 0.06 or abs(high) * 0.05 or 1.0
-            shown = mark if mark is not None and min(steps) <= mark <= max(steps) else None
-            charts.append(Chart(title, curves, (min(steps), max(steps)), (low - margin, high + margin), shown))
+            bounds = low - margin, high + margin
+            ticks = [(value, f"{value:.4g}") for value in _ticks(*bounds)]
+            charts.append(Chart(title, curves, _steps(curves), bounds, _mark(curves, mark), ticks))
+        if (difference := _difference(title, curves, mark)) is not None:
+            charts.append(difference)
     return charts
+
+
+def _difference(title: str, curves: Sequence[Curve], mark: int | None) -> Chart | None:
+    """Return how far the runs are from their reference, by the power of ten; None where all are equal. Differences of a
+    thousandth cannot be seen where the curves themselves are drawn. Zero has a line of its own below the others."""
+    if not curves:
+        return None
+    reference = next((curve for curve in curves if curve.name == "control"), curves[0])
+    judged = [curve for curve in curves if curve is not reference and (reference is curves[0] or curve.name == "B")]
+    expected = dict(reference.points)
+    gaps = [[(step, abs(value - expected[step])) for step, value in c.points if step in expected] for c in judged]
+    powers = [math.log10(gap) for points in gaps for _, gap in points if gap > 0.0]
+    if not powers:
+        return None
+    low, high = math.floor(min(powers)), max(math.ceil(max(powers)), math.floor(min(powers)) + 1)
+    zero = low - max(1.0, (high - low) / 5)
+    drawn = [
+        replace(curve, points=[(step, math.log10(gap) if gap > 0.0 else zero) for step, gap in points])
+        for curve, points in zip(judged, gaps, strict=True)
+        if points
+    ]
+    every = math.ceil((high - low) / 6)
+    ticks = [(zero, "0"), *((float(power), f"1e{power}") for power in range(low, high + 1, every))]
+    margin = (high - zero) * 0.06
+    bounds = (zero - margin, high + margin)
+    name = f"{title}: |difference| from {reference.name}, logarithmic"
+    return Chart(name, drawn, _steps(drawn), bounds, _mark(drawn, mark), ticks)
+
+
+def _steps(curves: Sequence[Curve]) -> tuple[int, int]:
+    steps = [step for curve in curves for step, _ in curve.points]
+    return min(steps), max(steps)
+
+
+def _mark(curves: Sequence[Curve], mark: int | None) -> int | None:
+    low, high = _steps(curves)
+    return mark if mark is not None and low <= mark <= high else None
 
 
 def _styles(names: Sequence[str]) -> dict[str, str]:
