@@ -6,6 +6,7 @@ goes into `hint`, which is printed on a line of its own.
 
 from __future__ import annotations
 
+import re
 from functools import partial
 from importlib.util import find_spec
 from typing import Any, ClassVar
@@ -18,6 +19,15 @@ INTERRUPTED = 130
 TERMINATED = 143
 
 
+# `https://user:password@host` and `https://token@host`, but not `hf://name@revision`.
+_CREDENTIALS = re.compile(r"([a-z][a-z0-9+.-]*://)[^\s/@:`'\"]*:[^\s/@`'\"]*@|(https?://)[^\s/@`'\"]+@", re.I)
+
+
+def without_credentials(text: str) -> str:
+    """Return a text in which no address has a user name or a password: `https://...@host`. Pure."""
+    return _CREDENTIALS.sub(r"\1\2...@", text) if "@" in text and _CREDENTIALS.search(text) else text
+
+
 class CkptError(Exception):
     """Base class of all errors that a user can correct.
 
@@ -28,10 +38,12 @@ class CkptError(Exception):
     kind: ClassVar[str] = "error"
 
     def __init__(self, message: str, *, hint: str | None = None, **facts: Any) -> None:
-        super().__init__(message)
-        self.message = message
-        self.hint = hint
-        self.facts = facts
+        self.message = without_credentials(message)
+        super().__init__(self.message)
+        self.hint = without_credentials(hint) if hint is not None else None
+        self.facts: dict[str, Any] = {
+            key: without_credentials(fact) if isinstance(fact, str) else fact for key, fact in facts.items()
+        }
 
     def __str__(self) -> str:
         return f"{self.message}\nhint: {self.hint}" if self.hint else self.message

@@ -58,6 +58,7 @@ if TYPE_CHECKING:
             Option("--keep GLOB...", "Do not remove these weights of an earlier export. Repeatable."),
             Option("--create-pr", "Open a pull request; do not change the branch."),
             Option("--commit-message TEXT", "Message of the commit."),
+            Option("--token TOKEN", "Token in place of HF_TOKEN, which other users of the machine cannot see."),
             Option("--stage DIR", "Staging directory for the uploads, kept. Default: one temporary file at a time."),
         ),
         "Execution": options.WRITING,
@@ -107,6 +108,8 @@ def _hub_rows(sent: Sent) -> list[tuple[str, str]]:
     if sent.created:
         visibility = "private" if sent.private else "public"
         rows.append(("repository", f"{'would be created' if sent.dry_run else 'created'}, {visibility}"))
+    if sent.branch_created:
+        rows.append(("branch", "would be created from main" if sent.dry_run else "created from main"))
     rows += [(status, ", ".join(names)) for status, names in by_status.items() if names and status != "unchanged"]
     if sent.removed:
         rows.append(("removed", ", ".join(sent.removed)))

@@ -466,6 +466,14 @@ class Handler(BaseHTTPRequestHandler):
         ]  # fmt: skip
         self._json({"discussions": rows, "count": len(rows), "start": 0})
 
+    def branch(self, name: str, branch: str) -> None:
+        said = json.loads(self._body())
+        repo = self._repo(name, write=True)
+        if branch in repo.refs:
+            raise Problem(409, None, f"Reference already exists: {branch}")
+        repo.refs[branch] = self._at(repo, said.get("startingPoint", "main")).oid
+        self._json({})
+
     def validate(self) -> None:
         said = json.loads(self._body())
         wrong = "not_yaml: [" in said["content"]
@@ -652,6 +660,7 @@ _ROUTES = [
     ("GET", rf"/api/models/{_NAME}/commits/([^/]+)", "commits"),
     ("GET", rf"/api/models/{_NAME}/discussions", "discussions"),
     ("POST", rf"/api/models/{_NAME}/preupload/([^/]+)", "preupload"),
+    ("POST", rf"/api/models/{_NAME}/branch/([^/]+)", "branch"),
     ("POST", rf"/api/models/{_NAME}/commit/([^/]+)", "post_commit"),
     ("GET", rf"/api/models/{_NAME}/xet-(read|write)-token/([^/]+)", "xet_token"),
     ("GET", rf"/api/models/{_NAME}(?:/revision/([^/]+))?", "info"),

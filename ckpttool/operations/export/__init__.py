@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -59,6 +60,7 @@ def export(
     keep: str | Sequence[str] = (),
     create_pr: bool = False,
     commit_message: str | None = None,
+    token: str | None = None,
     stage: str | os.PathLike[str] | None = None,
     announce: Callable[[Exported], object] | None = None,
     progress: Progress | None = None,
@@ -68,7 +70,8 @@ def export(
 
     Sizes are bytes, or text such as `5GB`. `progress(done, total)` is called with bytes of weights from this thread,
     and `announce(result)` once with the plan, before the first file is written or sent.
-    Nothing appears at `dst` unless all of it does. A `manifest` of a directory is then written to that path.
+    While it runs, `HF_TOKEN` is `token`. Nothing appears at `dst` unless all of it does. A `manifest` of a directory is
+    then written to that path.
     Raises the errors of `ckpttool.errors`, each with its exit code.
     """
     began = time.monotonic()
@@ -106,26 +109,47 @@ def export(
         "stage": arguments.path(stage),
     }
     _check_options(dst, remote, how)
-    if stores.is_remote(dst):
-        writing, sending = _combined(progress) if progress is not None else (None, None)
-        with planned(result, options, replace(how, progress=writing)) as plan:
-            if announce is not None:
-                announce(result)
-            _send(plan, remote, sending)
-        result.seconds = time.monotonic() - began
-    else:
-        with write.destination(result, _SAFETENSORS, how, src, beside), planned(result, options, how) as plan:
-            result.free_bytes = free_space.free_bytes(dst)
-            write.check_place(listed, dst, (file.name for file in plan.files))
-            if announce is not None:
-                announce(result)
-            if not dry_run:
-                _write(plan, how)
-            elif error := free_space.shortage(dst, result.file_bytes, result.free_bytes):
-                write.note_obstacle(result, error)
+    with _user(token):
+        if stores.is_remote(dst):
+            writing, sending = _combined(progress) if progress is not None else (None, None)
+            with planned(result, options, replace(how, progress=writing)) as plan:
+                if announce is not None:
+                    announce(result)
+                _send(plan, remote, sending)
+            result.seconds = time.monotonic() - began
+        else:
+            with write.destination(result, _SAFETENSORS, how, src, beside), planned(result, options, how) as plan:
+                result.free_bytes = free_space.free_bytes(dst)
+                write.check_place(listed, dst, (file.name for file in plan.files))
+                if announce is not None:
+                    announce(result)
+                if not dry_run:
+                    _write(plan, how)
+                elif error := free_space.shortage(dst, result.file_bytes, result.free_bytes):
+                    write.note_obstacle(result, error)
     result.checked_bytes, result.unchecked_bytes = plan.moved.checked, plan.moved.unchecked
     write.note_overflow(result, plan.moved.overflowed)
     return result
+
+
+@contextmanager
+def _user(token: str | None) -> Iterator[None]:
+    """Set `HF_TOKEN` for a block: the client looks there first, for sources and assets, too. Raises UsageError if the
+    token is empty."""
+    if token is None:
+        yield
+        return
+    if not token.strip():
+        raise UsageError("`--token` is empty", hint="leave it out, or check the variable that it was taken from")
+    before = os.environ.get("HF_TOKEN")
+    os.environ["HF_TOKEN"] = token
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ["HF_TOKEN"]
+        else:
+            os.environ["HF_TOKEN"] = before
 
 
 def _write(plan: Export, how: WriteOptions) -> None:

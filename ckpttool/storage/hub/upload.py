@@ -29,7 +29,7 @@ from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi
 from huggingface_hub.errors import HfHubHTTPError, RepositoryNotFoundError, RevisionNotFoundError
 from huggingface_hub.utils._runtime import is_xet_available
 
-from ckpttool.errors import RemoteError, UsageError
+from ckpttool.errors import RemoteError, UsageError, without_credentials
 from ckpttool.storage import files, free_space
 from ckpttool.storage.errors import os_errors
 from ckpttool.storage.hub import client, errors, listing
@@ -81,6 +81,7 @@ class Sent:
     sent_bytes: int = 0  #: bytes of new and changed files
     created: bool = False  #: whether the repository was created
     private: bool | None = None  #: whether the repository is private; null if the Hub does not say so
+    branch_created: bool = False  #: whether the branch was created, from `main`
     commit: str | None = None  #: address of the commit; null if nothing differed
     oid: str | None = None  #: hash of the commit
     pull_request: str | None = None  #: address of the pull request
@@ -176,6 +177,7 @@ class _Upload:
         # Bytes: of all files, of those that are done, of the current one at most (a retry starts again).
         self._total, self._done, self._current = size, 0, 0
         self._parent: str | None = None
+        self._is_branch_new = False
         self._repo_files: dict[str, RepoFile] = {}
         self._digests: dict[str, RepoFile] = {}
 
@@ -215,6 +217,8 @@ class _Upload:
             info = self._find_repository()
             if info is None:
                 self.sent.created, self.sent.private = True, not public
+                self._is_branch_new = self.address.branch != "main"
+                self.sent.branch_created = self._is_branch_new
                 if dry_run:
                     return
                 try:
@@ -223,9 +227,12 @@ class _Upload:
                     # The repository exists: another process created it in the meantime.
                     if errors.status_of(error) != 409:
                         raise
-                info = self._info(self.address.revision)
+                info = self._info(None)
             else:
                 self.sent.private = getattr(info, "private", None)
+            self.sent.branch_created = self._is_branch_new
+            if self._is_branch_new and not dry_run:
+                self._api.create_branch(self.address.repo, branch=self.address.branch, revision=info.sha, exist_ok=True)
             self._parent = info.sha
             self._repo_files = listing.list_files(self._api, self.address.repo, str(self._parent))
             # The Hub answers this request only for users with write access; it does not store the file.
@@ -237,16 +244,30 @@ class _Upload:
             )
 
     def _find_repository(self) -> Any:
+        """Return what the Hub says of the repository, or None if there is none. A branch that it does not have is
+        created from `main`, but no commit, and no reference of the Hub's own."""
+        branch = self.address.branch
+        is_branch = not branch.startswith("refs/") and re.fullmatch(r"[0-9a-f]{40}", branch) is None
         try:
             return self._info(self.address.revision)
         except RepositoryNotFoundError:
-            if self.address.branch != "main":
-                raise  # a new repository has the branch main only
+            if not is_branch or (self._create_pr and branch != "main"):
+                raise
             return None
+        except RevisionNotFoundError:
+            if not is_branch or self._create_pr:
+                raise
+            self._is_branch_new = True
+            return self._info(None)
 
     def _preupload(self, operation: CommitOperationAdd) -> None:
         self._api.preupload_lfs_files(
-            self.address.repo, [operation], revision=self.address.branch, create_pr=self._create_pr, num_threads=1
+            self.address.repo,
+            [operation],
+            # In a dry run, there is no new branch.
+            revision="main" if self._is_branch_new and self.sent.dry_run else self.address.branch,
+            create_pr=self._create_pr,
+            num_threads=1,
         )
 
     # Files -----------------------------------------------------------------------------------------------------------
@@ -359,7 +380,11 @@ class _Upload:
             parent_commit=self._parent,
             create_pr=self._create_pr,
         )
-        return str(info.oid), str(info.commit_url), info.pr_url
+        return (
+            str(info.oid),
+            without_credentials(str(info.commit_url)),
+            info.pr_url and without_credentials(info.pr_url),
+        )
 
     def _find_commit(self) -> _Commit | None:
         """Return the commit on the parent that has the message and the files of this upload, or None."""
@@ -388,11 +413,11 @@ class _Upload:
             revision = f"refs/pr/{pull_request.num}"
             if pull_request.title == self._title and not self._differences(revision):
                 oid = str(self._info(revision).sha)
-                return oid, self._url(oid), pull_request.url
+                return oid, self._url(oid), without_credentials(pull_request.url)
         return None
 
     def _url(self, oid: str) -> str:
-        return f"{self._api.endpoint}/{self.address.repo}/commit/{oid}"
+        return without_credentials(f"{self._api.endpoint}/{self.address.repo}/commit/{oid}")
 
     def _differences(self, revision: str) -> list[str]:
         """Return how the files of a revision on the Hub differ from those of this upload."""

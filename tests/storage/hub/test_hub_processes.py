@@ -88,6 +88,16 @@ def test_from_pretrained_takes_what_was_exported(hub: Hub, tmp_path: Path) -> No
     assert all(torch.equal(back[name], tensor) for name, tensor in given.items())
 
 
+def test_the_token_of_an_option(hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_TOKEN", "hf_wrong")
+    hub.make("org/base", {"config.json": b"{}"}, private=True)
+    words = ("export", str(SAMPLE), "hf://me/model", "--assets", "hf://org/base")
+    assert CliRunner().invoke(application(), [*words]).exit_code == RemoteError.exit_code
+    run("export", str(SAMPLE), "hf://me/model", "--assets", "hf://org/base", "--token", WRITER)
+    assert "config.json" in hub.files("me/model") and os.environ["HF_TOKEN"] == "hf_wrong"
+    assert CliRunner().invoke(application(), [*words, "--token", ""]).exit_code == UsageError.exit_code
+
+
 def test_a_card_that_somebody_wrote_stays(hub: Hub, tmp_path: Path) -> None:
     hub.make("me/model", {"README.md": b"---\ntags: [mine]\n---\n# Mine\n"})
     run("export", str(SAMPLE), "hf://me/model", "--create-pr", "--stage", str(tmp_path / "stage"))

@@ -219,6 +219,48 @@ def test_a_branch_a_folder_and_a_pull_request(hub: Hub) -> None:
     assert len(repo.pulls) == 1 and again.pull_request == sent.pull_request
 
 
+def test_a_branch_is_created_when_it_is_asked_for(hub: Hub) -> None:
+    repo = hub.make("me/model", {"config.json": b"{}", "pytorch_model.bin": b"old"})
+    files = Files(model__safetensors=weights(1))
+    planned = send(files.outgoing(), "hf://me/model@step%2F100", dry_run=True)
+    assert planned.branch_created and planned.removed == ["pytorch_model.bin"] and set(repo.refs) == {"main"}
+    before = hub.history("me/model")
+    sent = send(files.outgoing(), "hf://me/model@step%2F100")
+    assert sent.branch_created and sent.oid == repo.refs["step/100"]
+    assert hub.files("me/model", "step/100") == {"config.json": b"{}", **files.bytes}
+    assert hub.history("me/model", "step/100") == ["Upload with ckpttool", *before]
+    assert hub.history("me/model") == before
+    assert not send(files.outgoing(), "hf://me/model@step%2F100").branch_created
+    # Of a repository that does not exist, too; main is as the Hub makes it.
+    assert send(files.outgoing(), "hf://me/new@v2", dry_run=True).branch_created and "me/new" not in hub.repos
+    sent = send(files.outgoing(), "hf://me/new@v2")
+    assert sent.created and sent.branch_created and hub.history("me/new") == ["initial commit"]
+    assert hub.files("me/new", "v2") == files.bytes
+    # What is no branch, and what a pull request would be to.
+    for revision, options in (("0" * 40, {}), ("refs/pr/7", {}), ("nowhere", {"create_pr": True})):
+        with pytest.raises(RemoteError, match="no such revision"):
+            send(files.outgoing(), f"hf://me/model@{revision}", **options)
+    assert set(repo.refs) == {"main", "step/100"}
+
+
+def test_the_answer_to_a_new_branch_is_lost(hub: Hub) -> None:
+    repo = hub.make("me/model", {"config.json": b"{}"})
+    hub.faults.append(Fault("POST", "/branch/", after=True, times=1))
+    files = Files(model__safetensors=weights(1))
+    with pytest.raises(RemoteError):
+        send(files.outgoing(), "hf://me/model@dev")
+    send(files.outgoing(), "hf://me/model@dev")
+    assert hub.history("me/model", "dev") == ["Upload with ckpttool", *hub.history("me/model")] and len(repo.refs) == 2
+
+
+def test_no_message_has_the_credentials_of_an_address() -> None:
+    for address in ("https://me:s3cret@host/x", "https://s3cret@host/x", "hf://me:s3cret@hub/x", "s3://:s3cret@host"):
+        error = UsageError(f"`{address}` is wrong", hint=f"try {address}", file=address)
+        assert "s3cret" not in f"{error} {error!r} {error.facts} {error.args}" and "...@" in error.message
+    for address in ("hf://org/name@main", "hf://name@main", "https://host/a@b:c", "me@host: x"):
+        assert UsageError(address).message == address
+
+
 def test_who_may_only_read_may_make_a_pull_request(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
     hub.make("me/model", {"config.json": b"{}"})
     monkeypatch.setenv("HF_TOKEN", READER)
