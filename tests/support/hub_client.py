@@ -14,6 +14,7 @@ import pytest
 from huggingface_hub import constants, file_download
 from huggingface_hub.utils import _http
 
+from ckpttool.storage.hub import retries
 from support.hub_server import WRITER, Hub
 
 
@@ -26,6 +27,9 @@ def use(hub: Hub, monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
     monkeypatch.setattr("tempfile.tempdir", str(folder / "tmp"))
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(folder / "cache"))
     monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", True)
+    monkeypatch.setattr(constants, "ENDPOINT", hub.url)
+    template = constants.HUGGINGFACE_CO_URL_TEMPLATE
+    monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", hub.url + template[template.index("/{") :])
     patience(monkeypatch, 60)
     huggingface_hub.close_session()
 
@@ -39,10 +43,9 @@ def use(hub: Hub, monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
 
             return getattr(time, name)
 
-    for module in (_http, file_download):
+    for module in (_http, file_download, retries):
         if hasattr(module, "time"):
             monkeypatch.setattr(module, "time", Clock())
-    monkeypatch.setattr("ckpttool.storage.hub.upload._WAIT", 0.01)
 
 
 def patience(monkeypatch: pytest.MonkeyPatch, seconds: float) -> None:

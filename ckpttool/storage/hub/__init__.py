@@ -4,11 +4,23 @@ address     parsing of `hf://org/name@revision/path`
 client      the client of the library, quiet and with time-outs
 errors      exceptions of the client as errors of `ckpttool.errors`
 listing     the files of a revision: names, sizes, digests
+retries     attempts after failures that may pass
 store       a repository as a store whose files are fetched as they are read
 upload      a repository as a destination: files are sent one at a time, and published in one commit
 """
 
 from __future__ import annotations
+
+import huggingface_hub
+
+from ckpttool.errors import UsageError
+
+# Before the modules that import names of later versions.
+if not hasattr(huggingface_hub, "set_client_factory"):
+    raise UsageError(
+        f"`hf://` needs huggingface_hub 1.0 or later, and {huggingface_hub.__version__} is installed",
+        hint="`pip install -U huggingface_hub`; transformers 4 needs an older one, so use another environment",
+    )
 
 from ckpttool.storage.hub.store import locate
 from ckpttool.storage.hub.upload import Sent, SentFile, destination

@@ -8,10 +8,13 @@ from __future__ import annotations
 import os
 import re
 import threading
+import time
+from collections import deque
 from collections.abc import Callable
 from functools import cache, partial
 from logging import ERROR, LogRecord
 from typing import Any
+from urllib.parse import urlsplit
 
 import huggingface_hub
 from huggingface_hub import HfApi, file_download
@@ -23,6 +26,7 @@ from ckpttool.version import __version__
 
 TIMEOUT = 60.0  # seconds without a byte in either direction
 _VARIABLE = "CKPTTOOL_HUB_TIMEOUT"
+_sent: deque[tuple[float, str, str]] = deque(maxlen=256)  # time, method and address of the last requests
 
 
 def timeout() -> float:
@@ -38,10 +42,29 @@ def timeout() -> float:
 
 
 def api() -> HfApi:
-    """Return a client with time-outs. Raises UsageError if huggingface_hub is older than 1.0."""
+    """Return a client with time-outs. Raises UsageError if `HF_ENDPOINT` is not an address."""
     _prepare()
     endpoint = os.environ.get("HF_ENDPOINT") or None
+    if endpoint is not None and not _is_address(endpoint):
+        raise UsageError(
+            "`HF_ENDPOINT` is not the address of a server" + ("" if "@" in endpoint else f": `{endpoint}`"),
+            hint="unset it, or set `HF_ENDPOINT=https://huggingface.co`",
+        )
     return HfApi(endpoint=endpoint, library_name="ckpttool", library_version=__version__)
+
+
+def _is_address(text: str) -> bool:
+    try:
+        parts = urlsplit(text)
+        return parts.scheme in ("http", "https") and bool(parts.hostname) and (parts.port is None or parts.port > 0)
+    except ValueError:
+        return False
+
+
+def was_repeated(request: Any, since: float) -> bool:
+    """Return whether a request was sent more than once since a time of `time.monotonic`."""
+    key = (request.method, str(request.url)) if request is not None else None
+    return sum(sent >= since and (method, url) == key for sent, method, url in list(_sent)) > 1
 
 
 def _hide_signatures(record: LogRecord) -> bool:
@@ -51,11 +74,6 @@ def _hide_signatures(record: LogRecord) -> bool:
 
 @cache
 def _prepare() -> None:
-    if not hasattr(huggingface_hub, "set_client_factory"):
-        raise UsageError(
-            f"`hf://` needs huggingface_hub 1.0 or later, and {huggingface_hub.__version__} is installed",
-            hint="`pip install -U huggingface_hub`",
-        )
     seconds = timeout()
     # Xet reads them when it creates its session, at the first file.
     os.environ.setdefault("HF_XET_CLIENT_READ_TIMEOUT", f"{seconds:g}s")
@@ -75,6 +93,7 @@ def _with_timeout(create: Callable[[], Any]) -> Any:
 
 
 def _set_timeout(request: Any) -> None:
+    _sent.append((time.monotonic(), request.method, str(request.url)))
     given = {kind: value for kind, value in request.extensions.get("timeout", {}).items() if value is not None}
     request.extensions["timeout"] = dict.fromkeys(("connect", "read", "write", "pool"), timeout()) | given
 

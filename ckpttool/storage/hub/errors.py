@@ -8,9 +8,13 @@ from __future__ import annotations
 
 import errno
 import re
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from email.utils import parsedate_to_datetime
 from typing import Any
+from urllib.parse import urlsplit
+from urllib.request import getproxies, proxy_bypass
 
 from huggingface_hub.errors import (
     EntryNotFoundError,
@@ -30,8 +34,9 @@ from ckpttool.storage.hub import client
 
 # httpx, or httpx2 in later versions of the library.
 _Http: Any = next(getattr(_http, name) for name in ("httpx2", "httpx") if hasattr(_http, name))
-# A LookupError: the response lacks a field, for example because a proxy sent it.
-CAUGHT = (_Http.HTTPError, OSError, RuntimeError, ValueError, LookupError)
+# The last four: the response is no JSON or has other fields, for example because a proxy sent it.
+CAUGHT = (_Http.HTTPError, _Http.InvalidURL, OSError, RuntimeError, ValueError, LookupError, TypeError, AttributeError)
+_OF_ANSWERS = (ValueError, LookupError, TypeError, AttributeError)
 _STATUS = re.compile(r"\b(?:status(?: code)?:?|HTTP(?: status)?(?: \w+ error)?:? ?\(?) ?(4\d\d|5\d\d)\b", re.I)
 # Messages of Xet for a broken connection or a time-out.
 _CONNECTION_LOST = re.compile(
@@ -47,6 +52,8 @@ def translate_errors(address: str, doing: str = "read", **facts: Any) -> Iterato
         try:
             yield
         except CAUGHT as error:
+            if isinstance(error, TypeError | AttributeError) and not _is_of_client(error):
+                raise
             raise translate(error, address, doing, **facts) from None
 
 
@@ -67,7 +74,13 @@ def translate(error: BaseException, address: str, doing: str, **facts: Any) -> C
             return from_os_error(one, str(one.filename or address), "write" if one.errno == errno.ENOSPC else doing)
     if any(isinstance(one, ConnectionError | RuntimeError) and _CONNECTION_LOST.search(str(one)) for one in chain):
         hint = f"{_again(doing)}, or with a longer time-out: `CKPTTOOL_HUB_TIMEOUT=300`"
-        message = "the connection to the storage of large files broke or timed out"
+        message = f"the connection to the storage of large files broke or timed out ({client.timeout():g} s)"
+        return RemoteError(f"`{address}`: {_failure(doing)}: {message}", hint=hint, **facts)
+    if isinstance(error, _OF_ANSWERS):
+        message = (
+            f"{_endpoint()} does not answer as the Hub does: {_clean(f'{type(error).__name__}: {error}').rstrip('.')}"
+        )
+        hint = "check the network, the proxy and `HF_ENDPOINT`, and run the command again"
         return RemoteError(f"`{address}`: {_failure(doing)}: {message}", hint=hint, **facts)
     message = _clean(f"{type(error).__name__}: {error}".partition("\n")[0])
     return RemoteError(f"`{address}`: {_failure(doing)}: {message}", hint=_again(doing), **facts)
@@ -75,29 +88,88 @@ def translate(error: BaseException, address: str, doing: str, **facts: Any) -> C
 
 def status_of(error: BaseException) -> int | None:
     """Return the HTTP status of the response that caused an exception, or None."""
-    for one in _chain(error):
-        response = getattr(one, "response", None)
-        if response is not None:
-            return int(response.status_code)
+    response = response_of(error)
+    if response is not None:
+        return int(response.status_code)
     match = _STATUS.search(str(error))
     return int(match[1]) if match is not None else None
 
 
 def is_outcome_unknown(error: BaseException) -> bool:
-    """Return whether the server may have carried out the request: there was no response, a server error or a conflict.
+    """Return whether the server may have carried out the request.
 
-    The conflict may be with the same request, sent before.
+    There was no response, one that cannot be read, a server error or a conflict, which may be with the same request,
+    sent before.
     """
     status = status_of(error)
     if status is not None:
         return status >= 500 or status in (408, 409, 412)
-    return any(isinstance(one, _Http.TransportError | ConnectionError) for one in _chain(error))
+    return isinstance(error, _OF_ANSWERS) or _is_disconnection(error)
 
 
 def is_temporary(error: BaseException) -> bool:
     """Return whether a retry may succeed."""
     status = status_of(error)
-    return is_outcome_unknown(error) and status not in (409, 412)
+    if status is None:
+        return _is_disconnection(error)
+    return status == 429 or (is_outcome_unknown(error) and status not in (409, 412))
+
+
+def _is_disconnection(error: BaseException) -> bool:
+    return any(isinstance(one, _Http.TransportError | ConnectionError) for one in _chain(error))
+
+
+def is_expired_link(error: BaseException) -> bool:
+    """Return whether a storage server refused an address that the Hub had signed."""
+    response = response_of(error)
+    if response is None or response.status_code != 403 or any(isinstance(one, GatedRepoError) for one in _chain(error)):
+        return False
+    return "Authorization" not in response.request.headers
+
+
+def is_unreachable(error: BaseException) -> bool:
+    """Return whether there is no server at the address, or one that was silent for as long as it may be."""
+    kinds = _Http.TimeoutException | _Http.ConnectError | _Http.ProxyError | _Http.UnsupportedProtocol
+    return any(isinstance(one, kinds) for one in _chain(error))
+
+
+def response_of(error: BaseException) -> Any:
+    """Return the response that caused an exception, or None."""
+    found = (getattr(one, "response", None) for one in _chain(error))
+    return next((response for response in found if response is not None), None)
+
+
+def request_of(error: BaseException) -> Any:
+    """Return the request whose failure caused an exception, or None."""
+    # The attribute raises RuntimeError if it is not set.
+    found = (getattr(one, "_request", None) for one in _chain(error))
+    response = response_of(error)
+    return response.request if response is not None else next((one for one in found if one is not None), None)
+
+
+def retry_after(error: BaseException) -> float:
+    """Return the seconds after which the server allows the next attempt, 0 if it does not say."""
+    response = response_of(error)
+    headers = {} if response is None else response.headers
+    text = headers.get("Retry-After", "")
+    limit = re.search(r"\bt=(\d+)", headers.get("ratelimit", "")) if response is not None and not text else None
+    if limit is not None:
+        return float(limit[1]) + 1
+    if text.isdecimal():
+        return float(text)
+    try:
+        return max(0.0, parsedate_to_datetime(text).timestamp() - time.time()) if text else 0.0
+    except ValueError:
+        return 0.0
+
+
+def _is_of_client(error: BaseException) -> bool:
+    """Return whether the client raised an exception, and not ckpttool."""
+    traceback = error.__traceback__
+    name = ""
+    while traceback is not None:
+        name, traceback = str(traceback.tb_frame.f_globals.get("__name__")), traceback.tb_next
+    return not name.startswith("ckpttool.")
 
 
 def _chain(error: BaseException | None) -> Iterator[BaseException]:
@@ -130,12 +202,15 @@ def _translate_known(one: BaseException, address: str, doing: str, facts: dict[s
         return UsageError(f"{prefix}: {_clean(str(one)).rstrip('.')}", hint="write `hf://org/name`", **facts)
     if isinstance(one, _Http.TimeoutException):
         hint = f"{_again(doing)}, or with a longer time-out: `CKPTTOOL_HUB_TIMEOUT=300`"
-        return RemoteError(f"{prefix}: the Hub does not answer within {client.timeout():g} s", hint=hint, **facts)
-    if isinstance(one, _Http.ConnectError):
+        message = f"the Hub does not answer within {client.timeout():g} s: {_endpoint(one)}"
+        return RemoteError(f"{prefix}: {message}", hint=hint, **facts)
+    if isinstance(one, _Http.ConnectError | _Http.ProxyError):
         hint = "check the network, the proxy and `HF_ENDPOINT`; `HF_HUB_OFFLINE=1` reads from the cache"
-        return RemoteError(f"{prefix}: the Hub cannot be reached", hint=hint, **facts)
+        message = f"the Hub cannot be reached: {_endpoint(one)}: {_reason(one)}"
+        return RemoteError(f"{prefix}: {message}", hint=hint, **facts)
     if isinstance(one, _Http.TransportError):
-        return RemoteError(f"{prefix}: the connection to the Hub broke", hint=_again(doing), **facts)
+        message = f"the connection to the Hub broke: {_endpoint(one)}: {_reason(one)}"
+        return RemoteError(f"{prefix}: {message}", hint=_again(doing), **facts)
     return None
 
 
@@ -160,6 +235,21 @@ def _status_error(status: int, message: str | None, address: str, doing: str, fa
     return RemoteError(f"`{address}`: {_failure(doing)}: {reason} ({status})", hint=hint, found=status, **facts)
 
 
+def _endpoint(error: BaseException | None = None) -> str:
+    """Return the server of a request, by default the Hub, and the proxy in front of it, without credentials."""
+    request = request_of(error) if error is not None else None
+    address = str(request.url) if request is not None else str(client.api().endpoint)
+    host = urlsplit(address).hostname or ""
+    proxies = {} if proxy_bypass(host) else getproxies()
+    proxy = proxies.get(urlsplit(address).scheme) or proxies.get("all")
+    return f"`{_server(address)}`" + (f" by the proxy `{_server(proxy)}`" if proxy else "")
+
+
+def _server(address: str) -> str:
+    parts = urlsplit(address if "://" in address else f"http://{address}")
+    return f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}"
+
+
 def _again(doing: str) -> str:
     done = "files that were sent are not sent" if doing == "write" else "files in the cache are not downloaded"
     return f"run the command again; {done} again"
@@ -167,6 +257,10 @@ def _again(doing: str) -> str:
 
 def _failure(doing: str) -> str:
     return "cannot be written" if doing == "write" else "cannot be read"
+
+
+def _reason(error: BaseException) -> str:
+    return _clean(str(error)).rstrip(".") or type(error).__name__
 
 
 def _clean(text: str) -> str:

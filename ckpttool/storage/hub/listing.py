@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
 from huggingface_hub import HfApi
 
 from ckpttool.errors import CorruptError
+from ckpttool.storage.hub import client
+from ckpttool.storage.hub.retries import repeat
 
 _BLOCK = 4 << 20
 
@@ -39,13 +40,22 @@ def compute_digests(path: str) -> RepoFile:
     return RepoFile(path, size, sha256.hexdigest(), blob.hexdigest())
 
 
+def info(api: HfApi, repo: str, revision: str | None) -> Any:
+    """Return what the Hub tells about a revision; `sha` is its commit. Raises the exceptions of the client."""
+    # The default of the client is no time-out.
+    result = repeat(lambda: api.model_info(repo, revision=revision, timeout=client.timeout()))
+    if not isinstance(result.sha, str) or not result.sha:
+        raise ValueError("the answer names no commit")
+    return result
+
+
 def list_files(api: HfApi, repo: str, revision: str, folder: str = "") -> dict[str, RepoFile]:
     """Return the files below a folder of a revision, by their paths in the repository.
 
     Raises the exceptions of the client, and CorruptError if a path leads out of the repository.
     """
     files: dict[str, RepoFile] = {}
-    items: Iterable[Any] = api.list_repo_tree(repo, folder or None, recursive=True, revision=revision)
+    items: list[Any] = repeat(lambda: list(api.list_repo_tree(repo, folder or None, recursive=True, revision=revision)))
     for item in items:
         if not hasattr(item, "size"):
             continue
@@ -54,6 +64,8 @@ def list_files(api: HfApi, repo: str, revision: str, folder: str = "") -> dict[s
                 f"`hf://{repo}`: the Hub lists a file `{item.path}`, which is not a path in a repository"
             )
         size, sha256 = (item.lfs.size, item.lfs.sha256) if item.lfs else (item.size, None)
+        if not isinstance(size, int) or size < 0 or not isinstance(sha256 or item.blob_id, str):
+            raise ValueError(f"`{item.path}` has no size or no digest")
         files[item.path] = RepoFile(item.path, size, sha256, item.blob_id)
     return files
 

@@ -30,6 +30,7 @@ from ckpttool.storage.hub import client, listing
 from ckpttool.storage.hub.address import Address, parse
 from ckpttool.storage.hub.errors import translate_errors
 from ckpttool.storage.hub.listing import RepoFile
+from ckpttool.storage.hub.retries import repeat
 from ckpttool.storage.stores import Entry, Location, Stat, Store
 
 BLOCK = 64 << 10  # the first block contains most headers
@@ -42,10 +43,10 @@ def locate(text: str) -> Location:
     if constants.HF_HUB_OFFLINE:
         return Location(str(address), _from_cache(address, api))
     with translate_errors(str(address)):
-        commit = api.model_info(address.repo, revision=address.revision, timeout=client.timeout()).sha
+        commit = listing.info(api, address.repo, address.revision).sha
         # The whole repository: an index refers to other files.
-        repo_files = listing.list_files(api, address.repo, str(commit))
-    location = Location(str(address), HubStore(address, api, str(commit), repo_files))
+        repo_files = listing.list_files(api, address.repo, commit)
+    location = Location(str(address), HubStore(address, api, commit, repo_files))
     # A pattern of rank files is expanded later.
     if address.path and not location.exists() and not any(char in address.path for char in "*?["):
         raise RemoteError(
@@ -156,7 +157,8 @@ class HubStore(Store):
             )
         else:
             with translate_errors(address):
-                path = self._api.hf_hub_download(
+                download = partial(
+                    self._api.hf_hub_download,
                     self._repo,
                     file.name,
                     revision=self._commit,
@@ -164,6 +166,7 @@ class HubStore(Store):
                     force_download=cached is not None,
                     **download_arguments(partial(self._received.__setitem__, file.name)),
                 )
+                path = repeat(download)
             # The library accepts any response body of the right length, and any file in its cache.
             mismatch = listing.difference(file, listing.compute_digests(path))
             if mismatch is not None:
@@ -224,7 +227,8 @@ class HubStore(Store):
         with translate_errors(address), self._files_lock:
             if self._files is None:
                 self._files = HfFileSystem(endpoint=self._api.endpoint, skip_instance_cache=True)
-            data: bytes = self._files.cat_file(path, start, end, cache_type="none", block_size=BLOCK)
+            read = partial(self._files.cat_file, path, start, end, cache_type="none", block_size=BLOCK)
+            data: bytes = repeat(read)
         if len(data) != end - start:
             raise RemoteError(
                 f"`{address}`: the Hub sent {len(data)} bytes instead of {end - start}",

@@ -15,12 +15,12 @@ import fnmatch
 import io
 import os
 import re
-import time
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -32,9 +32,10 @@ from huggingface_hub.utils._runtime import is_xet_available
 from ckpttool.errors import RemoteError, UsageError, without_credentials
 from ckpttool.storage import files, free_space
 from ckpttool.storage.errors import os_errors
-from ckpttool.storage.hub import client, errors, listing
+from ckpttool.storage.hub import client, errors, listing, retries
 from ckpttool.storage.hub.address import Address, parse
 from ckpttool.storage.hub.listing import RepoFile
+from ckpttool.storage.hub.retries import repeat
 from ckpttool.storage.stores import Location, Outgoing, Store
 from ckpttool.text import some
 
@@ -54,8 +55,6 @@ _STALE = {
     re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors"): _STALE_MODEL,
     re.compile(r"adapter_model\.safetensors"): _STALE_ADAPTER,
 }
-_ATTEMPTS = 4
-_WAIT = 2.0  # seconds before the first retry of a commit; doubled for each further one
 _RECENT = 20  # commits or pull requests that are searched for one of an earlier attempt
 _MESSAGE = "Upload with ckpttool"
 _Commit = tuple[str, str, str | None]  # hash, address, address of the pull request
@@ -185,8 +184,7 @@ class _Upload:
         return errors.translate_errors(f"{self.address}/{name}" if name else str(self.address), "write")
 
     def _info(self, revision: str | None) -> Any:
-        # The default of the client is no time-out.
-        return self._api.model_info(self.address.repo, revision=revision, timeout=client.timeout())
+        return listing.info(self._api, self.address.repo, revision)
 
     def _path(self, name: str) -> str:
         return f"{self.address.path}/{name}" if self.address.path else name
@@ -222,7 +220,7 @@ class _Upload:
                 if dry_run:
                     return
                 try:
-                    self._api.create_repo(self.address.repo, private=not public)
+                    repeat(partial(self._api.create_repo, self.address.repo, private=not public))
                 except HfHubHTTPError as error:
                     # The repository exists: another process created it in the meantime.
                     if errors.status_of(error) != 409:
@@ -236,7 +234,8 @@ class _Upload:
             self._parent = info.sha
             self._repo_files = listing.list_files(self._api, self.address.repo, str(self._parent))
             # The Hub answers this request only for users with write access; it does not store the file.
-            self._preupload(CommitOperationAdd(path_in_repo=self._path("config.json"), path_or_fileobj=b"{}"))
+            probe = CommitOperationAdd(path_in_repo=self._path("config.json"), path_or_fileobj=b"{}")
+            repeat(partial(self._preupload, probe))
         if private and not self.sent.created and info.private is False:
             raise UsageError(
                 f"`{self.address}` is public, and `--private` applies only to a repository that is created",
@@ -309,8 +308,12 @@ class _Upload:
             operation = CommitOperationAdd(path_in_repo=name, path_or_fileobj=path)
             if not getattr(operation.upload_info, "is_hashed", True):
                 operation.upload_info.sha256 = bytes.fromhex(sha256)
-            with _reported(operation, path, self._report):
-                self._preupload(operation)
+
+            def attempt() -> None:
+                with _reported(operation, path, self._report):
+                    self._preupload(operation)
+
+            repeat(attempt)
             if operation._should_ignore:
                 raise UsageError(
                     f"`{self.address}`: the `.gitignore` there excludes `{name}`",
@@ -343,10 +346,9 @@ class _Upload:
 
     def commit(self) -> None:
         """Publish all files at once, and verify them. If a response is lost, search for the commit before a retry."""
-        wait = _WAIT
         # An earlier run may have created the pull request.
         commit = self._find_commit() if self._create_pr else None
-        for attempts_left in reversed(range(_ATTEMPTS)):
+        for attempt in range(retries.ATTEMPTS):
             if commit is not None:
                 break
             with self._translate_errors():
@@ -354,11 +356,10 @@ class _Upload:
                     commit = self._create_commit()
                 except errors.CAUGHT as error:
                     commit = self._find_commit() if errors.is_outcome_unknown(error) else None
-                    if commit is None and (not attempts_left or not errors.is_temporary(error)):
+                    if commit is None and (attempt == retries.ATTEMPTS - 1 or not errors.is_temporary(error)):
                         raise
-            if commit is None:
-                time.sleep(wait)
-                wait *= 2
+                    if commit is None and not retries.wait(error, attempt):
+                        raise
         assert commit is not None
         self.sent.oid, self.sent.commit, self.sent.pull_request = commit
         with self._translate_errors():
@@ -389,7 +390,7 @@ class _Upload:
     def _find_commit(self) -> _Commit | None:
         """Return the commit on the parent that has the message and the files of this upload, or None."""
         try:
-            return self._find_pull_request() if self._create_pr else self._find_on_branch()
+            return repeat(self._find_pull_request if self._create_pr else self._find_on_branch)
         except RevisionNotFoundError:
             return None
         except errors.CAUGHT as error:

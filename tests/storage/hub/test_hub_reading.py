@@ -425,7 +425,7 @@ def test_what_the_hub_may_do(hub: Hub, tmp_path: Path, monkeypatch: pytest.Monke
     assert raised.value.hint
     assert raised.value.exit_code == 8
     assert "hf://org/name" in raised.value.message
-    assert "127.0.0.1" not in raised.value.message, "an address may have a signature in it"
+    assert "?" not in raised.value.message, "an address may have a signature in it"
     assert not (tmp_path / "out.pt").exists()
     assert os.listdir(tmp_path / "tmp") == []
     # How long it took, were each try as long as it may be.

@@ -1,0 +1,50 @@
+"""Repeats what failed and may succeed later, where the client does not.
+
+Which requests the client repeats depends on its version.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from itertools import count
+from typing import TypeVar
+
+from ckpttool.storage.hub import client, errors
+
+ATTEMPTS = 5
+_WAIT = 1.0  # seconds before the second attempt; doubled for each further one
+_LONGEST_WAIT = 300  # seconds that a server may ask for
+
+Result = TypeVar("Result")
+
+
+def repeat(call: Callable[[], Result]) -> Result:
+    """Return the result of a call, which is made again after temporary failures. Raises the exceptions of the call."""
+    for attempt in count():
+        before = time.monotonic()
+        try:
+            return call()
+        except errors.CAUGHT as error:
+            if attempt == 0 and errors.is_expired_link(error):
+                continue  # the Hub signs another
+            if attempt == ATTEMPTS - 1 or not _may_pass(error, before) or not wait(error, attempt):
+                raise
+    raise AssertionError
+
+
+def _may_pass(error: BaseException, since: float) -> bool:
+    """Return whether to repeat a request: no, if the client did so, or waited for as long as it may."""
+    request = errors.request_of(error)
+    if request is None or client.was_repeated(request, since):
+        return False
+    return errors.is_temporary(error) and not errors.is_unreachable(error)
+
+
+def wait(error: BaseException, attempt: int) -> bool:
+    """Wait before the next attempt, at least as long as the server asks for. Return whether that is not too long."""
+    asked = errors.retry_after(error)
+    if asked > _LONGEST_WAIT:
+        return False
+    time.sleep(max(_WAIT * 2**attempt, asked))
+    return True

@@ -1,0 +1,193 @@
+"""Faults at every request of an upload and of a download: what passes is tried again, and what does not is told."""
+
+from __future__ import annotations
+
+import functools
+import json
+import re
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from click.testing import CliRunner
+from huggingface_hub import constants
+from safetensors.torch import load_file, save, save_file
+from support.hub_client import patience
+from support.hub_server import Handler, Hub, drop, stall
+
+import ckpttool
+from ckpttool.cli.app import application
+from ckpttool.errors import RemoteError, UsageError
+from ckpttool.storage.hub import client
+
+TENSOR = torch.arange(90_000.0).reshape(300, 300)
+
+
+def run(*words: str) -> tuple[int, dict[str, Any]]:
+    done = CliRunner().invoke(application(), [*words, "--json"])
+    return done.exit_code, json.loads(done.stdout)
+
+
+def send(hub: Hub, folder: Path) -> dict[str, Any] | None:
+    """Export to a new repository. The error, if there was one; a repeated run must succeed then."""
+    save_file({"w": TENSOR}, folder / "x.safetensors")
+    code, result = run("export", str(folder / "x.safetensors"), "hf://me/model")
+    if code:
+        if "me/model" in hub.repos:
+            assert hub.history("me/model") in (["initial commit"], ["Upload with ckpttool", "initial commit"])
+        return {"code": code, **result["error"]}
+    assert hub.history("me/model") == ["Upload with ckpttool", "initial commit"], "one commit"
+    return None
+
+
+def receive(hub: Hub, folder: Path) -> dict[str, Any] | None:
+    hub.make("me/model", {"config.json": b"{}", "model.safetensors": save({"w": TENSOR})})
+    for left in (folder / "cache", folder / "out.safetensors"):
+        shutil.rmtree(left) if left.is_dir() else left.unlink(missing_ok=True)
+    code, result = run("convert", "hf://me/model", str(folder / "out.safetensors"))
+    if code:
+        assert not (folder / "out.safetensors").exists()
+        return {"code": code, **result["error"]}
+    assert torch.equal(load_file(folder / "out.safetensors")["w"], TENSOR)
+    return None
+
+
+JOBS: dict[str, Callable[[Hub, Path], dict[str, Any] | None]] = {"send": send, "receive": receive}
+
+
+def html(handler: Handler) -> bool:
+    return other(handler, b"<!DOCTYPE html><html><body>Please log in</body></html>")
+
+
+def other(handler: Handler, data: bytes) -> bool:
+    handler._drain()
+    handler._answer(200, data, {"Content-Type": "text/html" if data.startswith(b"<") else "application/json"})
+    return True
+
+
+# What each fault does, and whether the job succeeds all the same.
+FAULTS: dict[str, tuple[dict[str, Any], bool]] = {
+    "503": ({"status": 503, "times": 1}, True),
+    "429": ({"status": 429, "times": 1, "headers": {"Retry-After": "3"}}, True),
+    "500": ({"status": 500, "times": 1}, True),
+    "drop": ({"act": drop, "times": 1}, True),
+    "answer lost": ({"after": True, "times": 1}, True),
+    "503 for ever": ({"status": 503}, False),
+    "429 for an hour": ({"status": 429, "headers": {"Retry-After": "3600"}}, False),
+    "html": ({"act": html}, False),
+} | {
+    f"shape {data.decode()}": ({"act": functools.partial(other, data=data)}, False)
+    for data in (b"[]", b"null", b'{"error": 1}', b'[{"path": 1}]', b'"x"')
+}  # fmt: skip
+# The client needs no answer to these, or not this one, or Xet repeats them by itself.
+OPTIONAL = re.compile(r"/validate-yaml|/lfs-verify|^/lfs/|/cdn/|/resolve/|/xet-write-token/")
+
+
+def requests(hub: Hub) -> list[tuple[str, str]]:
+    """Those that were made, each once."""
+    found = ((one.method, one.path.partition("?")[0]) for one in hub.seen if "agent-harnesses" not in one.path)
+    return list(dict.fromkeys(found))
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+@pytest.mark.parametrize(("job", "transport"), [("send", "lfs"), ("send", "xet"), ("receive", "lfs")])
+def test_at_every_request(
+    hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, job: str, transport: str, fault: str
+) -> None:
+    if transport == "xet":
+        monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", False)
+        monkeypatch.setenv("HF_XET_CLIENT_RETRY_MAX_ATTEMPTS", "2")
+        monkeypatch.setenv("HF_XET_CLIENT_RETRY_BASE_DELAY", "20ms")
+
+    def reset() -> None:
+        hub.faults.clear()
+        hub.seen.clear()
+        hub.slept.clear()
+        hub.repos.clear()
+        for stored in (hub.store, hub.xet):
+            shutil.rmtree(stored, ignore_errors=True)
+            stored.mkdir()
+
+    reset()
+    assert JOBS[job](hub, tmp_path) is None
+    made = requests(hub)
+    assert len(made) >= 5
+    how, succeeds = FAULTS[fault]
+    for method, path in made:
+        reset()
+        hub.failed = 0
+        hub.fail(method, rf"^{re.escape(path)}(\?|$)", **how)
+        error = JOBS[job](hub, tmp_path)
+        assert hub.failed, (method, path)
+        where = f"{fault} at {method} {path}: {error}, slept {hub.slept}"
+        if succeeds:
+            assert error is None, where
+            if fault == "429":
+                assert max(hub.slept, default=0) >= 3 or OPTIONAL.search(path), where
+        elif error is None:
+            # An empty list is one of the files of a new repository.
+            assert OPTIONAL.search(path) or (fault == "shape []" and "/tree/" in path), where
+        else:
+            if error["code"] == 3 and fault == "shape []" and "/tree/" in path:
+                assert "an empty directory" in error["message"]
+                continue
+            assert error["code"] == 8 and error["hint"], where
+            assert "Signature" not in error["message"] and "\n" not in error["message"], where
+            # The client tries six times itself, and must not be repeated in its turn.
+            assert len(hub.slept) < 12, where
+
+
+def test_a_link_that_expired_is_asked_for_again(hub: Hub, tmp_path: Path) -> None:
+    # Of a range, and of a whole file.
+    for skip in (0, 1):
+        hub.seen.clear()
+        hub.faults.clear()
+        hub.fail("GET", "^/cdn/", status=403, times=1, skip=skip)
+        assert receive(hub, tmp_path) is None
+        assert [one.status for one in hub.asked("GET", "^/cdn/")].count(403) == 1
+    hub.seen.clear()
+    hub.fail("PUT", "^/lfs/", status=403, times=1)
+    hub.repos.clear()
+    shutil.rmtree(hub.store)
+    hub.store.mkdir()
+    assert send(hub, tmp_path) is None
+    assert len(hub.asked("POST", "/objects/batch")) == 2
+
+
+@pytest.mark.parametrize("endpoint", ["notaurl", "ftp://x", "http://", "http://[", "http://h:x"])
+def test_an_endpoint_that_is_none(monkeypatch: pytest.MonkeyPatch, endpoint: str) -> None:
+    monkeypatch.setenv("HF_ENDPOINT", endpoint)
+    with pytest.raises(UsageError, match=re.escape(f"`HF_ENDPOINT` is not the address of a server: `{endpoint}`")):
+        client.api()
+
+
+def test_what_cannot_be_reached_is_named(monkeypatch: pytest.MonkeyPatch, hub: Hub) -> None:
+    """Refused, no such name, and a proxy that is not there."""
+    patience(monkeypatch, 5)
+    for variables, said in (
+        ({"HF_ENDPOINT": "http://user:secret@127.0.0.1:9"}, r"`http://127\.0\.0\.1:9`: .*[Rr]efused"),
+        ({"HF_ENDPOINT": "http://nowhere.invalid"}, r"`http://nowhere\.invalid`: .*(not known|resolution)"),
+        (
+            {"HF_ENDPOINT": "http://hub.example", "HTTP_PROXY": "http://user:secret@127.0.0.1:9"},
+            r"`http://hub\.example` by the proxy `http://127\.0\.0\.1:9`: .*[Rr]efused",
+        ),
+    ):
+        with monkeypatch.context() as changed:
+            for name, value in variables.items():
+                changed.setenv(name, value)
+            patience(changed, 5)
+            with pytest.raises(RemoteError, match=f"the Hub cannot be reached: {said}") as raised:
+                ckpttool.open("hf://me/model")
+            assert "secret" not in raised.value.message and "HF_ENDPOINT" in str(raised.value.hint)
+    assert not hub.slept, "told at once"
+
+
+def test_a_silent_storage_is_given_up_in_time(hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    hub.fail("GET", "^/cdn/", act=stall)
+    patience(monkeypatch, 0.3)
+    error = receive(hub, tmp_path)
+    assert error is not None and error["code"] == 8
+    assert "does not answer within 0.3 s: `http://localhost" in error["message"]
