@@ -193,7 +193,7 @@ def test_torch_is_needed_for_values_only() -> None:
 
 def test_one_package_speaks_to_the_hub() -> None:
     users = {name for name, tree in MODULES.items() if "huggingface_hub" in foreign(tree)}
-    assert users and all(name.startswith("storage.hub.") for name in users)
+    assert users and all(f"{name}.".startswith("storage.hub.") for name in users)
 
 
 # Commands that start programs of their own and exchange files with them, and modules that ask the system what it has.
