@@ -42,6 +42,7 @@ Position = list[tuple[int, int]]
 _CLASSES = ("DTensor", "ShardedTensor")
 _BOX = 128  # units of work: what is made of a box until it is shown
 _MOST_RANKS, _MOST_PARTS = 1 << 20, 1 << 12  # of a job, of a dimension: what is made of them must not take for ever
+_SIZE_LIMIT = 1 << 63  # torch's sizes are int64
 
 
 class LocalBox(NamedTuple):
@@ -88,17 +89,19 @@ def replace(tree: Any, shards: list[Shard] | None = None) -> Any:
     known = _Known({}, {})
 
     def shard_of(stub: Stub, path: Path) -> Any:
-        call = _wrapper(stub)
-        if call is None:
-            return stub
         name = dotted(path)
         try:
+            call = _wrapper(stub)
+            if call is None:
+                return stub
             shard = _dtensor(call, known) if call.kind == "DTensor" else _sharded_tensor(call)
         except CkptError as error:
             raise error.prefixed(f"tensor `{name}`", tensor=name) from None
         except (TypeError, ValueError, AttributeError, KeyError, IndexError) as error:
             # Anything may stand anywhere in a pickle that was made up; each would need a question of its own.
-            raise CorruptError(f"tensor `{name}`: not a {call.kind} as torch writes it: {error}", tensor=name) from None
+            raise CorruptError(
+                f"tensor `{name}`: not a {_last(stub.args[1])} as torch writes it: {error}", tensor=name
+            ) from None
         if shards is not None:
             shards.append(shard)
         return shard
@@ -123,7 +126,7 @@ def _wrapper(stub: Stub) -> _Call | None:
         return None
     if not isinstance(args, tuple) or len(args) < 3 or not isinstance(state, tuple):
         raise CorruptError(f"a {name} is not rebuilt from a dtype, a size and a state")
-    return _Call(name, DTYPES.get(_last(args[1])), _ints(args[2], "size"), state)
+    return _Call(name, DTYPES.get(_last(args[1])), _shape(args[2]), state)
 
 
 def _last(value: Any) -> str:
@@ -138,6 +141,13 @@ def _ints(value: Any, what: str) -> Ints:
     if isinstance(value, (tuple, list)) and all(type(v) is int and v >= 0 for v in value):
         return tuple(value)
     raise CorruptError(f"its {what} is {shown(value):.80}, not a tuple of integers", found=shown(value)[:80])
+
+
+def _shape(value: Any) -> Ints:
+    shape = _ints(value, "size")
+    if any(n >= _SIZE_LIMIT for n in shape):
+        raise CorruptError("a tensor with a size of 2**63 or more", found=shown(shape)[:80])
+    return shape
 
 
 def _attributes(states: Iterable[Any]) -> dict[str, Any]:
@@ -176,7 +186,7 @@ def _sharded_tensor(call: _Call) -> Shard:
     if len(call.state) < 4 or not isinstance(call.state[0], list):
         raise CorruptError("a ShardedTensor without its shards, metadata and process group")
     shards, metadata, group = call.state[:3]
-    shape = _ints(_state(metadata).get("size", call.shape), "size")
+    shape = _shape(_state(metadata).get("size", call.shape))
     boxes: list[LocalBox] = []
     charge(_BOX * len(shards))
     for shard in shards:
@@ -286,6 +296,12 @@ def _mesh(state: dict[str, Any]) -> _Mesh:
     names = tuple(map(str, state.get("_mesh_dim_names") or state.get("mesh_dim_names") or ()))
     charge(8 * len(ranks))
     within, rank = ranks, state.get("_rank")
+    known = (*ranks, rank) if type(rank) is int else ranks
+    if known and not 0 <= min(known) <= max(known) < _MOST_RANKS:
+        found = min(known) if min(known) < 0 else max(known)
+        raise CorruptError(f"its mesh has rank {found}, not one of at most {_MOST_RANKS} ranks", found=found)
+    if len(set(ranks)) != len(ranks):
+        raise CorruptError(f"its mesh {shown(ranks):.80} has a rank twice", found=shown(ranks)[:80])
     if coordinate is not None and len(ranks) == prod(shape) and not strides:
         rank = ranks[sum(c * s for c, s in zip(coordinate, row_major(shape), strict=True))]
     elif coordinate is not None and strides and rank in ranks and prod(shape) <= len(ranks):

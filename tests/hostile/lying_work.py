@@ -4,16 +4,14 @@ again."""
 from __future__ import annotations
 
 import struct
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from pathlib import Path
 
 from support.lying_files import CORRUPT, Saved, call, file, integer, ints, lie, many, named, saved, tensor, text, tree
+from support.lying_shards import MESHES, SPECS, dtensor, items, mesh, new, placement, replicate, sharded, spec
 
 WORK = "asks for far more work than its size allows"
 HALF = 2**61 - 1  # Python's hash of an integer is the integer modulo this
-PLACES = "torch.distributed.tensor.placement_types"
-SPECS = "torch.distributed.tensor._dtensor_spec"
-MESHES = "torch.distributed.device_mesh"
 
 
 def of(value: bytes, protocol: int = 2) -> Callable[[Path], Path]:
@@ -31,14 +29,6 @@ def put(value: bytes, index: int) -> bytes:
 
 def get(index: int) -> bytes:
     return b"j" + struct.pack("<I", index)
-
-
-def items(values: Iterable[bytes]) -> bytes:
-    return b"](" + b"".join(values) + b"e"
-
-
-def new(module: str, name: str, state: bytes) -> bytes:
-    return named(module, name) + b")\x81" + state + b"b"
 
 
 # What a pickle calls --------------------------------------------------------------------------------------------------
@@ -85,57 +75,11 @@ def multiples(count: int, form: str) -> bytes:
 # Sharded tensors ------------------------------------------------------------------------------------------------------
 
 
-def placement(dim: int = 0, factor: int | None = None) -> bytes:
-    state = tree(dim=integer(dim)) if factor is None else tree(dim=integer(dim), split_factor=integer(factor))
-    return new(PLACES, "Shard" if factor is None else "_StridedShard", state)
-
-
-def mesh(shape: Iterable[int], ranks: bytes, coordinate: Iterable[int], layout: bytes | None = None) -> bytes:
-    shape = tuple(shape)
-    strides = [1] * len(shape)
-    for i in range(len(shape) - 2, -1, -1):
-        strides[i] = strides[i + 1] * shape[i + 1]
-    layout = layout or new(
-        "torch.distributed._mesh_layout", "_MeshLayout", tree(shape=ints(shape), stride=ints(strides))
-    )
-    return new(
-        "torch.distributed.device_mesh",
-        "DeviceMesh",
-        tree(
-            _layout=layout,
-            _flatten_rank_map=ranks,
-            _rank=integer(0),
-            _coordinate_on_dim=items(map(integer, coordinate)),
-        ),
-    )
-
-
-def dtensor(spec: bytes, shape: Iterable[int] = (2, 3), local: bytes | None = None) -> bytes:
-    kind = named("torch.distributed.tensor", "DTensor")
-    args = many(kind, named("torch", "float32"), ints(shape), ints((3, 1)), integer(0))
-    state = many(b"N", tree(_local_tensor=tensor() if local is None else local, _spec=spec))
-    return call(
-        named("torch._tensor", "_rebuild_from_type_v2"),
-        named("torch._utils", "_rebuild_wrapper_subclass"),
-        kind,
-        args,
-        state,
-    )
-
-
-def spec(mesh: bytes, *placements: bytes, **more: bytes) -> bytes:
-    return new(SPECS, "DTensorSpec", tree(mesh=mesh, placements=many(*placements), **more))
-
-
 def ranks_shared(count: int, times: int) -> bytes:
     """One list of ranks, a mesh and a tensor of its own for each use of it."""
     ranks = put(items(map(integer, range(count))), 0)
     one = (dtensor(spec(mesh((count,), get(0), (0,)), placement()), (2 * count, 3)) for _ in range(times))
     return ranks + tree(**{f"w{n}": value for n, value in enumerate(one)})
-
-
-def replicate() -> bytes:
-    return named(PLACES, "Replicate") + b")\x81"
 
 
 def state_shared(count: int, times: int, owner: str) -> bytes:
@@ -158,38 +102,7 @@ def state_shared(count: int, times: int, owner: str) -> bytes:
 
 def worlds(count: int, size: int) -> bytes:
     """ShardedTensors of other worlds, each of a million."""
-    kind = named("torch.distributed._shard.sharded_tensor.api", "ShardedTensor")
-
-    def one(world: int) -> bytes:
-        group = tree(
-            local_rank=integer(0),
-            global_rank=integer(0),
-            local_world_size=integer(world),
-            global_world_size=integer(world),
-        )
-        process_group = new("torch.distributed._shard.sharded_tensor.api", "ProcessGroupState", group)
-        box = new(
-            "torch.distributed._shard.metadata",
-            "ShardMetadata",
-            many(b"N", tree(shard_offsets=items(map(integer, (0, 0))), shard_sizes=items(map(integer, (2, 3))))),
-        )
-        shard = new(
-            "torch.distributed._shard.sharded_tensor.shard", "Shard", many(b"N", tree(tensor=tensor(), metadata=box))
-        )
-        metadata = new(
-            "torch.distributed._shard.sharded_tensor.metadata", "ShardedTensorMetadata", tree(size=ints((4, 3)))
-        )
-        args = many(kind, named("torch", "float32"), ints((4, 3)), ints((3, 1)), integer(0))
-        state = many(items([shard]), metadata, process_group, b"N", b"\x89")
-        return call(
-            named("torch._tensor", "_rebuild_from_type_v2"),
-            named("torch._utils", "_rebuild_wrapper_subclass"),
-            kind,
-            args,
-            state,
-        )
-
-    return tree(**{f"w{n}": one(size - n) for n in range(count)})
+    return tree(**{f"w{n}": sharded((4, 3), world=size - n) for n in range(count)})
 
 
 def strided(factor: int, times: int, dims: int = 1) -> bytes:

@@ -14,11 +14,13 @@ import subprocess
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from string import ascii_lowercase
 from typing import NamedTuple
 
 import lying_archives  # noqa: F401
 import lying_headers  # noqa: F401
 import lying_indexes  # noqa: F401
+import lying_meshes  # noqa: F401
 import lying_pickles  # noqa: F401
 import lying_work  # noqa: F401
 import pytest
@@ -52,6 +54,19 @@ def words(verb: str, path: Path, folder: Path) -> list[str]:
     }[verb]
 
 
+NOT_SHOWN = {
+    "dcp: 4,096 chunks in 12 dimensions",
+    "dcp: a tensor that is larger than said",
+    "dcp: a tensor of 2**57 elements",  # torch writes an expanded tensor in as few bytes
+    "dcp: a tensor of 2**40 elements",
+    "dcp: the item of another tensor",
+    "dcp: an item of no bytes",
+    "dcp: an item inside another",
+    "dcp: a transform of zstd over what is none",
+    "dcp: a thousand transforms",
+}
+"""Lies that an item in a data file gives away, which `inspect` does not read. All others it refuses or shows."""
+
 VERBS = ["inspect", "convert", "verify", "diff"]
 
 
@@ -59,7 +74,7 @@ def look(names: Sequence[str], folder: Path) -> dict[str, list[Done]]:
     """Make these lies below `folder` and look at them with every command."""
     jobs: list[tuple[str, list[str]]] = []
     for n, name in enumerate(names):
-        place = folder / f"{n:03d}"
+        place = folder / ascii_lowercase[n]  # not a number, which might be that of a rank
         (place / "out").mkdir(parents=True)
         path = LIES[name].make(place)
         jobs += [(name, words(verb, path, place)) for verb in VERBS]
@@ -115,7 +130,8 @@ def complaint(lie: Lie, done: Done) -> str | None:
         return f"{where}talks to the terminal: {said!r}"
     if done.ran.code == 0:
         shown = lie.late and (
-            done.verb == "inspect" or (done.verb == "diff" and lie.harmless_at_rest and lie.told(said))
+            (done.verb == "inspect" and (lie.told(done.ran.out) or lie.name in NOT_SHOWN))
+            or (done.verb == "diff" and lie.harmless_at_rest and lie.told(said))
         )
         return None if shown else f"{where}accepted"
     if done.verb in ("verify", "diff") and done.ran.code in (1, *lie.codes()):
