@@ -360,6 +360,18 @@ def test_runs_of_other_spellings(
     assert found is None or dcpmetadata._read(found.data, "x", lambda share: None, found).entries
 
 
+def test_runs_of_chunks_without_fields(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Regular, but nothing in them that a column could be made of."""
+    good = unframed(by_torch(16, 9))
+    start = good.index(b"storage_data")
+    bad = re.sub(
+        rb"(h.\)\x81\x94}\x94\()(?:h.h.K.K.\x86\x94\x85\x94R\x94){2}(?=ub)", rb"\1", good[:start], flags=re.DOTALL
+    )
+    assert len(bad) < start - 1000
+    by_runs, whole = both_ways(bad + good[start:], monkeypatch)
+    assert by_runs is whole is None
+
+
 def test_runs_whose_numbers_are_others(monkeypatch: pytest.MonkeyPatch) -> None:
     """Numbers in the memo that are given twice, or left out: a reference finds what it finds without runs."""
     good = pickle.dumps(_odd(16), 2)
@@ -367,7 +379,7 @@ def test_runs_whose_numbers_are_others(monkeypatch: pytest.MonkeyPatch) -> None:
     gets = [match.span() for match in re.finditer(rb"(?<=[(h])j..\0\0", good, re.DOTALL)]
     chance = random.Random(2)
     differ = 0
-    for _ in range(300):
+    for _ in range(150):
         bad = bytearray(good)
         for spans in (puts, gets):
             begin, end = chance.choice(spans)

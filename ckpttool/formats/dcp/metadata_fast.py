@@ -147,7 +147,6 @@ class _Texts(dict[bytes, str]):
 
 _BEFORE = {"new": (b"", b"}"), "ints": (b"", rb"\x85", b"R"), "text": (b"",)}  # each
 _MOST_PUTS = 1 << 16
-_KEPT = b"\x94\x85\x94R\x940"
 _HALVES = struct.pack("<65536H", *range(1 << 16)) * 2  # the lower halves of consecutive numbers
 
 
@@ -197,6 +196,8 @@ class _Put(NamedTuple):
                 return None
             words.append(("end", b"ub"))
             at += 2
+        if not any(kind in _VALUES for kind, _ in words):
+            return None
         return tuple((kind, b"" if kind in _VALUES else token) for kind, token in words)
 
 
@@ -284,6 +285,7 @@ class Runs:
         spelling = self._spelling(words, names)
         pattern = re.compile(put.pattern(words), re.S)
         step = pattern.groups + 1
+        behind = b"\x940" + b"\x94" * (spelling.memos - 5)
         for at in range(begin, end, _BLOCK):
             parts = pattern.split(self._source[at : min(at + _BLOCK, end)])
             between, count = parts[::step], len(parts) // step
@@ -307,12 +309,9 @@ class Runs:
                 self._rest.append(between[first])
                 memo = b""
                 if keeps:
-                    sizes = (
-                        (repeat(get), column[first:last], repeat(_KEPT))
-                        for get, column in zip(spelling.sizes, tokens, strict=True)
-                    )
-                    objects = zip(repeat(b"\x94\x94"), *chain.from_iterable(sizes), strict=False)
-                    memo = b"".join(chain.from_iterable(objects))
+                    # The object, its fields, and what the first `Size` is made of; then that.
+                    one = zip(repeat(b"\x94" * 4), tokens[0][first:last], repeat(behind), strict=False)
+                    memo = b"".join(chain.from_iterable(one))
                 parts_of = [column[first:last] for column in numbers]
                 number = _first_number(spelling.numbered, parts_of, spelling.memos) if parts_of else None
                 self._add(Run([column[first:last] for column in columns], spelling.expected), spelling, number, memo)
@@ -330,8 +329,7 @@ class Runs:
                 expected.append((kind, *self._expected.get(name, (name,))))
         numbered = [kind for kind, _ in words if kind in _BEFORE]
         gets = b"".join(token for kind, token in words if kind in _FIXED)
-        sizes = [token for kind, token in words if kind == "size"]
-        return _Spelling(expected, gets, sizes, numbered, sum(len(_BEFORE[kind]) for kind in numbered), len(names) > 1)
+        return _Spelling(expected, gets, numbered, sum(len(_BEFORE[kind]) for kind in numbered), len(names) > 1)
 
     def _add(self, run: Run, spelling: _Spelling, number: int | None, memo: bytes) -> None:
         """Put a call of `Run` in the place of entries, and as many into the memo as these."""
@@ -363,7 +361,6 @@ class _Spelling(NamedTuple):
 
     expected: list[tuple[Any, ...] | None]  # what each reference may be, None for the name of a field
     gets: bytes  # these references
-    sizes: list[bytes]  # those to `torch.Size`
     numbered: list[str]  # behind which words values are put into the memo
     memos: int  # how many
     is_item: bool
