@@ -1,7 +1,7 @@
 """The work that reading a checkpoint may take, in proportion to the bytes that ask for it.
 
     with working():                    # a source is opened: one budget for all its files
-        with working(len(data)):       # a pickle or a header of it is read: its bytes are added
+        with working(len(data)):       # a pickle, a header or JSON of it is read: its bytes are added
             charge(len(ranks))         # what is done again for each mention of something shared
 
 Work is counted, never timed: a file is refused on every machine or on none. A unit is about 100 ns of Python. Work
@@ -16,7 +16,7 @@ from contextvars import ContextVar
 
 from ckpttool.errors import CorruptError
 
-LEAST = 8 << 20
+LEAST = 4 << 20
 PER_BYTE = 8
 FEW = 64  # what is that short is not worth counting
 
@@ -32,7 +32,7 @@ class Budget:
         self.add(nbytes)
 
     def add(self, nbytes: int) -> None:
-        """Allow the work for so many more bytes of pickles and headers."""
+        """Allow the work for so many more bytes of pickles, headers and JSON."""
         self.nbytes += nbytes
         self.left += PER_BYTE * nbytes
 

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from contextlib import suppress
 from typing import Any
 
+from ckpttool.catalogue.budget import working
 from ckpttool.errors import CkptError, CorruptError
 from ckpttool.serialization import strict_json
 from ckpttool.storage.stores import Location, locate
@@ -87,7 +88,8 @@ class Directory:
                 raise CorruptError(f"`{self.at(name)}`: more than {_LARGEST_JSON} bytes of JSON", file=self.at(name))
             try:
                 # A loss that is not a number is `NaN` in the Trainer's file.
-                self._json[name] = json.loads(text)
+                with working(len(text)):
+                    self._json[name] = json.loads(text)
             except (ValueError, RecursionError):
                 self._json[name] = strict_json.parse(text, f"`{self.at(name)}`")
         return self._json[name]

@@ -294,7 +294,7 @@ def _mesh(state: dict[str, Any]) -> _Mesh:
         if len(coordinate) != len(shape) or any(c >= n for c, n in zip(coordinate, shape, strict=True)):
             raise CorruptError(f"coordinate {list(coordinate)} on a mesh {list(shape)}")
     names = tuple(map(str, state.get("_mesh_dim_names") or state.get("mesh_dim_names") or ()))
-    charge(8 * len(ranks))
+    charge(len(ranks))
     within, rank = ranks, state.get("_rank")
     known = (*ranks, rank) if type(rank) is int else ranks
     if known and not 0 <= min(known) <= max(known) < _MOST_RANKS:
@@ -307,8 +307,12 @@ def _mesh(state: dict[str, Any]) -> _Mesh:
     elif coordinate is not None and strides and rank in ranks and prod(shape) <= len(ranks):
         # A mesh that was cut out of a larger one has the larger one's ranks, and steps through them from its own.
         start = ranks.index(rank) - sum(c * s for c, s in zip(coordinate, strides, strict=True))
-        steps = (start + sum(map(mul, c, strides)) for c in product(*map(range, shape)))
-        within = tuple(ranks[at] for at in steps if 0 <= at < len(ranks))
+        if strides == row_major(shape):
+            within = ranks[max(start, 0) : max(start + prod(shape), 0)]
+        else:
+            charge(8 * prod(shape))
+            steps = (start + sum(map(mul, c, strides)) for c in product(*map(range, shape)))
+            within = tuple(ranks[at] for at in steps if 0 <= at < len(ranks))
     world = max(ranks) + 1 if ranks else None
     return _Mesh(shape, names, coordinate, rank if type(rank) is int else None, world, ranks, within)
 

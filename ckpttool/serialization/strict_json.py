@@ -6,6 +6,7 @@ import json
 from collections import Counter
 from typing import Any
 
+from ckpttool.catalogue.budget import working
 from ckpttool.errors import CorruptError
 
 
@@ -42,7 +43,8 @@ def parse(text: bytes, what: str) -> Any:
         message = f"{what} has up to {count} values, more than the {most} that JSON of {len(text)} bytes may have"
         raise CorruptError(message, found=count, expected=most)
     try:
-        return json.loads(text.decode("utf-8"), object_pairs_hook=_once, parse_constant=_no_constant)
+        with working(len(text)):
+            return json.loads(text.decode("utf-8"), object_pairs_hook=_once, parse_constant=_no_constant)
     except UnicodeDecodeError as error:
         raise CorruptError(f"{what} is not UTF-8 at its byte {error.start}") from None
     except CorruptError as error:
