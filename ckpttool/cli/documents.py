@@ -13,7 +13,7 @@ class Head(TypedDict):
 
 
 class Judged(Head):
-    """What the document of every command has that does or checks something."""
+    """What the document of every command has, unless it ends with an error."""
 
     verdict: str  #: the result in a word
     message: str  #: the result in a sentence, for people
@@ -30,7 +30,7 @@ class Format(TypedDict):
     suffixes: list[str]  #: suffixes of files from which `convert` chooses it
 
 
-class Formats(Head):
+class Formats(Judged):
     """What `formats --json` prints."""
 
     formats: list[Format]  #: the formats
@@ -43,7 +43,7 @@ class Sample(TypedDict):
     bytes: int  #: bytes of its files
 
 
-class Samples(Head):
+class Samples(Judged):
     """What `samples --json` prints."""
 
     destination: str  #: path of the directory, as it was typed

@@ -6,6 +6,7 @@ from ckpttool.cli import options
 from ckpttool.cli.documents import Format, Formats
 from ckpttool.cli.terminal import bold, out
 from ckpttool.errors import DONE
+from ckpttool.text import plural
 from ckpttool.version import schema
 
 
@@ -27,7 +28,13 @@ def formats(as_json: bool, quiet: bool) -> None:
             }
             for f in FORMATS
         ]
-        document: Formats = {"schema": schema("formats"), "exit_code": DONE, "formats": rows}
+        document: Formats = {
+            "schema": schema("formats"),
+            "exit_code": DONE,
+            "verdict": "listed",
+            "message": plural(len(rows), "format"),
+            "formats": rows,
+        }
         terminal.json(document)
     elif quiet:
         for row in FORMATS:

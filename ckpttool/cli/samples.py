@@ -21,11 +21,19 @@ def samples(dst: str, overwrite: bool, as_json: bool, quiet: bool) -> None:
     from ckpttool.operations.samples import samples as write
 
     sizes = write(dst, overwrite=overwrite)
+    contents = f"{plural(len(sizes), 'sample')}, {size(sum(sizes.values()))}"
     terminal = out()
     if as_json:
         rows: list[Sample] = [{"path": name, "bytes": nbytes} for name, nbytes in sizes.items()]
-        document: Samples = {"schema": schema("samples"), "exit_code": DONE, "destination": dst, "samples": rows}
+        document: Samples = {
+            "schema": schema("samples"),
+            "exit_code": DONE,
+            "verdict": "written",
+            "message": f"wrote {dst}: {contents}",
+            "destination": dst,
+            "samples": rows,
+        }
         terminal.json(document)
     elif not quiet:
-        terminal.line("wrote ", bold(dst), f": {plural(len(sizes), 'sample')}, {size(sum(sizes.values()))}")
+        terminal.line("wrote ", bold(dst), f": {contents}")
         terminal.facts([(name, size(nbytes)) for name, nbytes in sizes.items()])

@@ -6,6 +6,7 @@ from math import prod
 from typing import TYPE_CHECKING, Any
 
 from ckpttool.cli import options
+from ckpttool.cli.documents import Judged
 from ckpttool.cli.terminal import Terminal, bold, box, out
 from ckpttool.errors import DONE
 from ckpttool.text import size
@@ -33,7 +34,8 @@ def show(path: str, tensor: str, shapes: str | None, as_json: bool, quiet: bool)
     if as_json:
         from ckpttool.operations.result import as_json as fields
 
-        terminal.json({"schema": schema("show"), "exit_code": DONE, **fields(shown)})
+        head: Judged = {"schema": schema("show"), "exit_code": DONE, "verdict": "shown", "message": shown.message}
+        terminal.json({**head, **fields(shown)})
     elif quiet:
         for value in shown.values:
             terminal.line(_number(value))

@@ -56,7 +56,7 @@ class Repaired(Written):
     records: int = 0  #: number of checksums compared
     checked_bytes: int = 0  #: bytes whose checksum was compared
     unchecked_bytes: int = 0  #: bytes without a checksum
-    notes: list[str] = field(default_factory=list)  #: warnings, for people
+    notes: list[str] = field(default_factory=list)  #: remarks on what was done, for people
     seconds: float = 0.0  #: duration
     dry_run: bool = False  #: whether nothing was written
     exit_code: int = DONE  #: with `--dry-run`, the exit code of the real run

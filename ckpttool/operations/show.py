@@ -50,8 +50,13 @@ class Shown:
     nans: int | None = None  #: number of NaN
     infs: int | None = None  #: number of infinities
 
+    @property
+    def message(self) -> str:
+        """The tensor in a line: `model.norm.weight: float32 [7], 28 B`."""
+        return f"{self.name}: {self.dtype} {list(self.shape)}, {size(self.nbytes)}"
+
     def __repr__(self) -> str:
-        return f"<Shown: {self.name}: {self.dtype} {list(self.shape)}, {size(self.nbytes)}>"
+        return f"<Shown: {self.message}>"
 
 
 def show(path: str | os.PathLike[str], tensor: str, *, shapes: str | None = None) -> Shown:

@@ -68,7 +68,7 @@ class Conversion(Written):
     cast: list[tuple[str, str, str]] = field(default_factory=list)  #: triples: name, old dtype, new dtype
     ties: list[tuple[str, str]] = field(default_factory=list)  #: pairs: name, and the name whose bytes it shares
     dropped: list[str] = field(default_factory=list)  #: names that are in SRC and not in DST
-    notes: list[str] = field(default_factory=list)  #: warnings, for people
+    notes: list[str] = field(default_factory=list)  #: remarks on what was done, for people
     checked_bytes: int = 0  #: bytes of SRC whose checksum, or whose file's digest on the Hub, was compared
     unchecked_bytes: int = 0  #: bytes of SRC without a checksum
     resumed_bytes: int = 0  #: bytes that an interrupted run had copied (`--resume`)

@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import copy
 import json
+import os
+import re
+import shutil
 from collections import OrderedDict
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -429,3 +433,17 @@ def test_flat_parameters_without_shapes_are_no_damage() -> None:
     assert not [w for w in warnings if w.kind == "damaged"]
     (unknown,) = [w for w in warnings if w.kind == "unknown-shape"]
     assert "LOCAL_STATE_DICT" in unknown.text and "pass `--shapes FROM`" in unknown.text
+
+
+def test_a_truncated_file_is_one_warning(tmp_path: Path) -> None:
+    """Of everything behind its end, and none of it is damage of its own."""
+    shutil.copytree(CHECKPOINTS / "dcp/hsdp_w4/ckpt", tmp_path / "cut")
+    os.truncate(tmp_path / "cut" / "__1_0.distcp", 6000)
+    about = [str(w) for w in ckpttool.inspect(tmp_path / "cut").warnings if "__1_0.distcp" in str(w)]
+    [said] = about
+    counted = re.fullmatch(
+        r"damaged: `__1_0\.distcp`: truncated at 6,000 bytes: (\d+) tensors and (\d+) objects lie behind its end", said
+    )
+    assert counted is not None, said
+    [cut] = [finding for finding in ckpttool.verify(tmp_path / "cut").findings if finding.kind == "truncated"]
+    assert len(cut.names) == int(counted[1]) + int(counted[2])

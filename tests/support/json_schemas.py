@@ -37,7 +37,7 @@ from support.paths import ROOT
 FOLDER = ROOT / "docs" / "reference" / "schemas"
 DOCUMENTS: dict[str, tuple[type, ...]] = {
     "inspect": (Document,),
-    "show": (documents.Head, Shown),
+    "show": (documents.Judged, Shown),
     **{
         made.command: (documents.Judged, made)
         for made in (Conversion, Resharding, Exported, Diff, Report, Repaired, Audit, trial.Report)

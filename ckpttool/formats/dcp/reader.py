@@ -82,7 +82,7 @@ class _CatalogueBuilder:
         self._trees: dict[str, tuple[Any, Archive | None] | CkptError] = {}
         self._transforms: dict[tuple[int, int], tuple[str, ...]] = {}
         self._is_safetensors = False
-        self._unread: list[tuple[str, str]] = []
+        self._unread: list[tuple[str, CkptError]] = []
 
     def source(self) -> DcpSource:
         index, catalogue = self._index, self._catalogue
@@ -108,14 +108,21 @@ class _CatalogueBuilder:
             else:
                 self._add_object(name, path)
         if self._unread:
-            name, reason = self._unread[0]
-            n = len(self._unread)
+            name, error = self._unread[0]
+            n, reason = len(self._unread), error.message
             text = (
                 f"`{name}` is unreadable: {reason}"
                 if n == 1
                 else f"{n} objects are unreadable, first `{name}`: {reason}"
             )
-            catalogue.warnings.append(Warning("unreadable", text, tensor=name))
+            names, files = (
+                tuple(name for name, _ in self._unread),
+                {error.facts.get("file") for _, error in self._unread},
+            )
+            # The file, if it is what is wrong: all of them lie behind its end.
+            is_cut = len(files) == 1 and all("nbytes" in error.facts for _, error in self._unread)
+            file = files.pop() if is_cut else None
+            catalogue.warnings.append(Warning("unreadable", text, file=file, tensor=name, names=names))
         self._describe()
         return DcpSource(catalogue, self._items, self._transforms, index)
 
@@ -219,7 +226,7 @@ class _CatalogueBuilder:
         if decoded is None:
             catalogue.add(Object(path, read=lambda: self._read_late(item, name), nbytes=item.length))
         elif isinstance(decoded, CkptError):
-            self._unread.append((dotted(path), decoded.message))
+            self._unread.append((dotted(path), decoded))
             catalogue.add(Object(path, read=lambda: _raise(decoded), nbytes=item.length))
         elif decoded[1] is None and (self._index.extra is not None or not isinstance(decoded[0], (dict, list))):
             # In a directory of ckpttool, a dict that was one object stays one.

@@ -118,7 +118,7 @@ class Diff(Result):
     kinds: list[str] = field(default_factory=list)  #: names of a tensor on one side and an object on the other
     tensors: list[TensorDifference] = field(default_factory=list)  #: tensors that differ
     objects: list[ObjectDifference] = field(default_factory=list)  #: objects that differ
-    notes: list[str] = field(default_factory=list)  #: warnings, for people
+    notes: list[str] = field(default_factory=list)  #: remarks on what was done, for people
     hint: str | None = None  #: how to make more names match, for people
     seconds: float = 0.0  #: duration
 

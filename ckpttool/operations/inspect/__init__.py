@@ -12,12 +12,12 @@ from ckpttool.catalogue.entries import Catalogue, File, Tensor
 from ckpttool.catalogue.protocols import Source
 from ckpttool.catalogue.validation import validate
 from ckpttool.catalogue.warning import Kind, Warning
-from ckpttool.errors import CkptError
+from ckpttool.errors import CkptError, CorruptError
 from ckpttool.operations.inspect.warnings import probably_tied
 from ckpttool.producers.foreign.recognition import Recognition, UnsupportedError
 from ckpttool.producers.open import opened
 from ckpttool.storage.stores import locate
-from ckpttool.text import some
+from ckpttool.text import plural, some
 
 _TIED, _COMPARED = 8, 4  # weights, and shards of each, that are compared
 
@@ -41,7 +41,7 @@ def inspect(path: str | os.PathLike[str], *, shapes: str | None = None) -> Catal
             validate(catalogue)
         except CkptError as error:
             # What is wrong stops a conversion; whoever looks wants to see the rest all the same.
-            faults = catalogue.faults or [error]
+            faults = _truncated(catalogue, catalogue.faults or [error])
             unread = [fault for fault in faults if "needs" in fault.facts]  # something else is missing, not a byte
             damaged = _folded([fault for fault in faults if fault not in unread])
             catalogue.warnings[:0] = [
@@ -50,6 +50,33 @@ def inspect(path: str | os.PathLike[str], *, shapes: str | None = None) -> Catal
             ]
         catalogue.warnings += _tied(source)
         return catalogue
+
+
+def _truncated(catalogue: Catalogue, faults: list[CkptError]) -> list[CkptError]:
+    """Return the faults, with one for all that lies behind the end of a truncated file. The warning of the objects that
+    do is taken out of the catalogue."""
+    cut = [fault for fault in faults if fault.facts.keys() >= {"file", "offset", "nbytes"}]
+    for fault in cut[:1]:
+        place, file = next(((i, f) for i, f in enumerate(catalogue.files) if f.name == fault.facts["file"]), (-1, None))
+        if file is None or fault.facts["offset"] + fault.facts["nbytes"] <= file.size:
+            continue
+        warning = next((w for w in catalogue.warnings if w.kind == "unreadable" and w.file == file.name), None)
+        lost = sum(_ends_behind(tensor, place, file.size) for tensor in catalogue.tensors)
+        if warning is None and lost < 2:
+            continue
+        counts = [plural(lost, "tensor")]
+        if warning is not None:
+            catalogue.warnings.remove(warning)
+            counts.append(plural(len(warning.names), "object"))
+        message = f"`{file.name}`: truncated at {file.size:,} bytes: {' and '.join(counts)} lie behind its end"
+        faults = [CorruptError(message, hint=fault.hint, file=file.name), *(one for one in faults if one is not fault)]
+    return faults
+
+
+def _ends_behind(tensor: Tensor, file: int, size: int) -> bool:
+    chunks = tensor.chunks
+    places = zip(chunks.file, chunks.offset, chunks.nbytes, strict=True)
+    return any(own == file and offset + nbytes > size for own, offset, nbytes in places)
 
 
 def _tied(source: Source) -> Iterator[Warning]:

@@ -1,0 +1,10 @@
+"""A hook of mkdocs: files of the checkout that pages link to are no part of the site, where their names stand alone."""
+
+import re
+
+_OUTSIDE = re.compile(r"\[([^\]]+)\]\((?:\.\./){1,2}(?:SECURITY\.md|CHANGELOG\.md|samples/[^)]*)\)")
+
+
+def on_page_markdown(markdown: str, **_: object) -> str:
+    """Return the text of a page without links to files outside docs/."""
+    return _OUTSIDE.sub(r"\1", markdown)
