@@ -14,9 +14,15 @@ from ckpttool.serialization import strict_json
 SUFFIX = ".safetensors.index.json"
 
 
-def build(total_size: int, metadata: dict[str, str], weight_map: dict[str, str]) -> bytes:
-    """Return an index; `total_size` is the bytes of all tensors, `weight_map` the file of each."""
-    return json.dumps({"metadata": {"total_size": total_size, **metadata}, "weight_map": weight_map}, indent=2).encode()
+def build(
+    total_size: int, metadata: dict[str, str], weight_map: dict[str, str], total_parameters: int | None = None
+) -> bytes:
+    """Return an index; `total_size` is the bytes of all tensors, `weight_map` the file of each. `total_parameters` are
+    their elements, which transformers writes and huggingface_hub does not."""
+    totals = {"total_size": total_size}
+    if total_parameters is not None:
+        totals["total_parameters"] = total_parameters
+    return json.dumps({"metadata": {**totals, **metadata}, "weight_map": weight_map}, indent=2).encode()
 
 
 def parse(text: bytes, name: str) -> tuple[dict[str, str], dict[str, Any]]:

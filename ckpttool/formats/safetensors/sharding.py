@@ -63,8 +63,11 @@ def collisions(tensors: Iterable[Tensor]) -> list[tuple[Tensor, Tensor]]:
     return [(owners[n], t) for t in tensors if owners.setdefault(n := t.fqn, t) is not t]
 
 
-def plan_model(catalogue: Catalogue, max_size: int | None, metadata: dict[str, str]) -> Plan:
-    """Plan the files of a model, of at most `max_size` bytes each, or one file. Raises LossError if names collide."""
+def plan_model(
+    catalogue: Catalogue, max_size: int | None, metadata: dict[str, str], *, count_parameters: bool = False
+) -> Plan:
+    """Plan the files of a model, of at most `max_size` bytes each, or one file. With `count_parameters`, the index has
+    the number of elements. Raises LossError if names collide."""
     tensors = list(catalogue.tensors)
     for one, other in collisions(tensors):
         first, second = ("/".join(f"`{key}`" for key in t.path) for t in (one, other))
@@ -73,7 +76,8 @@ def plan_model(catalogue: Catalogue, max_size: int | None, metadata: dict[str, s
     plan = Plan()
     # The metadata cannot have a tie named `format`: such a tensor gets its own bytes.
     owners = {t.path: t if t.fqn in RESERVED else catalogue.first(t) for t in tensors}
-    _add_group(plan, "model", {t.path: t.fqn for t in tensors}, owners, max_size, metadata)
+    names = {t.path: t.fqn for t in tensors}
+    _add_group(plan, "model", names, owners, max_size, metadata, count_parameters=count_parameters)
     plan.places |= {path: plan.places[owner.path] for path, owner in owners.items()}
     return plan
 
@@ -85,6 +89,8 @@ def _add_group(
     owners: dict[Path, Tensor],
     max_size: int | None,
     metadata: dict[str, str],
+    *,
+    count_parameters: bool = False,
 ) -> None:
     """Plan the files of tensors that share a file or an index, under these names.
 
@@ -107,7 +113,8 @@ def _add_group(
     for file, group in zip(files, groups, strict=True):
         plan.files.append(FilePlan(file, [Spec(name, *kinds[name]) for name in group], dict(header_metadata)))
     if len(files) > 1:
-        plan.indexes[stem + index.SUFFIX] = index.build(total, remarks, weight_map)
+        parameters = sum(t.numel for t in stored) if count_parameters else None
+        plan.indexes[stem + index.SUFFIX] = index.build(total, remarks, weight_map, parameters)
     for tensor in stored:
         name = names[tensor.path]
         plan.places[tensor.path] = Place(weight_map[name], name, is_raw(tensor))

@@ -25,6 +25,8 @@ _NOT_WITH_ADAPTER = (CONFIG, "generation_config.json")
 _LARGEST_CONFIG = 16 << 20
 _BLOCK = 1 << 20
 _DTYPE_KEYS = ("dtype", "torch_dtype")
+_HEADER = re.compile(r"\ufeff?---[ \t]*\r?\n(.*?)^---[ \t]*\r?$", re.S | re.M)
+_FACT = re.compile(r"^(license|license_name|license_link|pipeline_tag):[ \t]*[\"']?([\w.:/@-]+)[\"']?[ \t]*\r?$", re.M)
 _STRING = re.compile(r'"(?:[^"\\]|\\.)*"')
 _VALUE = re.compile(r'\s*:\s*("(?:[^"\\]|\\.)*"|null)')
 
@@ -32,14 +34,17 @@ _VALUE = re.compile(r'\s*:\s*("(?:[^"\\]|\\.)*"|null)')
 @dataclass(slots=True)
 class Assets:
     """The files to copy, by name, with the path of each. `config` is the parsed `config.json`, if there is one; `text`
-    is the file itself. `included` are names that `--include` selected. `notes` say which files are not copied, and
-    why."""
+    is the file itself. `included` are names that `--include` selected. `facts` are those of the header of the card
+    there, and `base` the repository of another model that the assets are of. `notes` say which files are not copied,
+    and why."""
 
     folder: Location | None = None
     paths: dict[str, Location] = field(default_factory=dict)
     config: Mapping[str, Any] | None = None
     text: str = ""
     included: list[str] = field(default_factory=list)
+    facts: Mapping[str, str] = field(default_factory=dict)
+    base: str = ""
     notes: list[str] = field(default_factory=list)
 
     @property
@@ -81,6 +86,10 @@ def collect(folder: Location | None, source: str, catalogue: Catalogue, include:
         assets = _in(folder, include, strict=True)
         origin = source if stores.is_remote(source) else locate(source).real()
         is_own = f"{origin}/".startswith(f"{folder.real()}/") or not any(map(_WEIGHTS.fullmatch, folder.names()))
+        if CARD in assets.paths:
+            assets.facts = _facts(assets.paths[CARD])
+        if not is_own and stores.is_remote(folder):
+            assets.base = folder.store.root.partition("://")[2].partition("@")[0]
         if CARD in assets.paths and not is_own:
             del assets.paths[CARD]
             assets.notes.append(
@@ -185,6 +194,12 @@ def _config(path: Location) -> tuple[str, Mapping[str, Any]]:
     if not isinstance(config, dict):
         raise CorruptError(f"`{path}`: not an object of JSON", file=path)
     return text, config
+
+
+def _facts(path: Location) -> dict[str, str]:
+    """Return the facts in the header of a model card that hold for what is made of the model."""
+    head = _HEADER.match(path.head(_BLOCK).decode("utf-8", "replace"))
+    return dict(_FACT.findall(head[1])) if head is not None else {}
 
 
 def outgoing(assets: Assets, dtype: str | None, *, adapter: bool) -> tuple[list[Outgoing], list[str]]:

@@ -3,7 +3,6 @@ of the plan is."""
 
 from __future__ import annotations
 
-import hashlib
 import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -19,7 +18,7 @@ from ckpttool.formats.safetensors.sharding import MAX_SHARD_SIZE
 from ckpttool.layout.dtype_rules import cast, caster
 from ckpttool.operations import arguments, write
 from ckpttool.operations.arguments import Selection
-from ckpttool.operations.export import architecture, assets, key_maps, secrets, select_model, ties, weights
+from ckpttool.operations.export import architecture, assets, card, key_maps, secrets, select_model, ties, weights
 from ckpttool.operations.export.architecture import Expected
 from ckpttool.operations.export.assets import Assets
 from ckpttool.operations.export.secrets import Secret
@@ -28,9 +27,8 @@ from ckpttool.operations.result import FileSize
 from ckpttool.operations.write import Conversion, WriteOptions
 from ckpttool.producers.open import naming
 from ckpttool.storage.stores import Outgoing, is_remote, locate
-from ckpttool.text import count, meant, plural, size
+from ckpttool.text import meant
 from ckpttool.transfer.execute import Transferred
-from ckpttool.version import __version__
 
 # Tiles of a cast are held several times over; smaller ones are as fast, and leave room for torch itself.
 _WHILE_CASTING = 24 << 20
@@ -201,7 +199,7 @@ def _other_files(
     result.notes += [*beside.notes, *notes]
     result.assets = [file.name for file in files]
     if options.card and assets.CARD not in result.assets:
-        files.append(assets.of_bytes(assets.CARD, _card(result, source, beside.architecture).encode()))
+        files.append(assets.of_bytes(assets.CARD, card.text(result, source, beside).encode()))
         result.card = True
     return files
 
@@ -250,54 +248,3 @@ def _summarise(result: Exported, planned: Catalogue, source: Catalogue) -> None:
             numbers[tensor.dtype.name] += tensor.numel
     result.parameters = dict(numbers.most_common())
     result.notes[:0] = [*write.taken_of_run(source), *map(str, source.warnings + planned.warnings)]
-
-
-# The model card -------------------------------------------------------------------------------------------------------
-
-
-def _digest(catalogue: Catalogue) -> str:
-    """Return a digest of the source: names and sizes of its files, and the checksums in its index."""
-    sha = hashlib.sha256()
-    for file in sorted(catalogue.own_files, key=lambda file: file.name):
-        sha.update(f"{file.name}\0{file.size}\n".encode("utf-8", "backslashreplace"))
-    names = [file.name for file in catalogue.files]
-    for tensor in catalogue.tensors:
-        for record in tensor.chunks.records.values():
-            if record.crc is not None:
-                line = f"{names[record.file]}\0{record.offset}\0{record.nbytes}\0{record.crc:08x}\n"
-                sha.update(line.encode("utf-8", "backslashreplace"))
-    return sha.hexdigest()
-
-
-def _card(result: Exported, catalogue: Catalogue, architecture: str | None) -> str:
-    """Return a model card for an export of the source `catalogue`, as Markdown with the header that the Hub reads.
-
-    No date and no path: the same source gives the same bytes. Pure.
-    """
-    total = count(sum(result.parameters.values()))
-    dtypes = ", ".join(f"{name} ({count(n)})" for name, n in result.parameters.items())
-    counted = Counter((old, new) for _, old, new in result.cast).items()
-    casts = ", ".join(f"{plural(n, 'tensor')} from {old} to {new}" for (old, new), n in counted)
-    library = "peft" if result.adapter else "transformers" if architecture else "safetensors"
-    what = "a LoRA adapter" if result.adapter else f"a `{architecture}`" if architecture else "a model"
-    producer = catalogue.facts.get("producer")
-    run = catalogue.facts.get("run", ())
-    source = result.source if is_remote(result.source) else locate(result.source).name
-    taken = next((f"{source}/{entry['name']}" for entry in run if entry["taken"]), source)
-    rows = [
-        ("Made from", f"`{taken}`, {result.source_format}" + (f" as {producer} leaves it" if producer else "")),
-        ("Made by", f"ckpttool {__version__}, `ckpttool export`"),
-        ("Parameters", f"{total} in {plural(result.tensors, 'tensor')}, {size(result.payload_bytes)}"),
-        ("Dtypes", dtypes or "none"),
-        *([("Cast", casts)] if casts else []),
-        *([("Names", f"by key map `{result.key_map}`")] if result.key_map else []),
-        ("Digest of the source", f"`sha256:{_digest(catalogue)}` over names, sizes and stored checksums of its files"),
-    ]
-    table = "\n".join(f"| {key} | {value} |" for key, value in rows)
-    title = result.destination.rstrip("/").rpartition("/")[2] or "Model"
-    return (
-        f"---\nlibrary_name: {library}\n---\n\n# {title}\n\nThe weights of {what}, taken out of a training checkpoint"
-        f"{', and cast' if casts else ' bit for bit'}.\n\n| | |\n|---|---|\n{table}\n\n"
-        "This page was made by a program. What the model is for, what it was trained on and under which license it "
-        "stands is for its author to add.\n"
-    )

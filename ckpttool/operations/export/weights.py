@@ -52,7 +52,7 @@ def outgoing(planned: Catalogue, most: int, moving: Moving, *, adapter: bool) ->
     planned = rechunk.whole(planned)
     # `__metadata__` of the source describes the source.
     planned.facts = {key: value for key, value in planned.facts.items() if key != "metadata"}
-    placed = sharding.plan_model(planned, None if adapter else most, {})
+    placed = sharding.plan_model(planned, None if adapter else most, {}, count_parameters=True)
     owners = {tensor.name: tensor for tensor in planned.tensors}
     total = sum(spec.nbytes for file in placed.files for spec in file.tensors)
     files_: list[Outgoing] = []

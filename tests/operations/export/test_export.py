@@ -275,6 +275,7 @@ def test_files_are_split_as_huggingface_hub_splits_them(tmp_path: Path) -> None:
     wanted = split_torch_state_dict_into_shards(weights(), max_shard_size=400)
     index = json.loads((tmp_path / "out" / "model.safetensors.index.json").read_text())
     assert index["weight_map"] == wanted.tensor_to_filename
+    assert index["metadata"]["total_parameters"] == sum(v.numel() for v in weights().values())
     assert index["metadata"]["total_size"] == sum(v.nbytes for v in weights().values()) == made.payload_bytes
     for name, tensors in wanted.filename_to_tensors.items():
         with safe_open(tmp_path / "out" / name, "pt") as file:

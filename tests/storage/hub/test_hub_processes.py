@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 from click.testing import CliRunner
-from huggingface_hub import constants
+from huggingface_hub import ModelCard, constants
 from safetensors.torch import load, load_file, save, save_file
 from support.hub_client import patience
 from support.hub_server import WRITER, Handler, Hub, stall
@@ -155,6 +155,33 @@ def test_cards_of_others_and_of_ones_own(hub: Hub, tmp_path: Path) -> None:
     (tmp_path / "assets" / "README.md").write_text("# New\n")
     run(*words, str(tmp_path / "assets"))
     assert hub.files("me/model")["README.md"] == b"# New\n"
+
+
+def test_the_header_of_a_card_is_one_that_the_hub_reads(hub: Hub, tmp_path: Path) -> None:
+    config = b'{"architectures": ["OwnForCausalLM"], "auto_map": {"AutoModel": "x.Y"}}'
+    card = b"---\r\nlicense: other\r\nlicense_name: 'own-1.0'\r\nlicense_link: https://me:secret@host/x\r\n"
+    card += b"x: y\r\n---\r\n# B\r\n"
+    files = {"config.json": config, "model.safetensors": save({"w": torch.ones(3)})}
+    hub.make("org/base", {**files, "README.md": card.replace(b"me:secret@", b"")})
+    hub.make("org/secret", {**files, "README.md": card})
+    save_file({"w": torch.zeros(3)}, tmp_path / "x.safetensors")
+    run("export", str(tmp_path / "x.safetensors"), "hf://me/model", "--assets", "hf://org/base@main")
+    data = ModelCard(hub.files("me/model")["README.md"].decode()).data.to_dict()
+    assert data == {
+        "library_name": "transformers",
+        "base_model": "org/base",
+        "license": "other",
+        "license_name": "own-1.0",
+        "license_link": "https://host/x",
+        "pipeline_tag": "text-generation",
+        "tags": ["ckpttool"],
+    }
+    run("export", str(tmp_path / "x.safetensors"), str(tmp_path / "out"), "--assets", "hf://org/secret")
+    assert "secret@" not in (tmp_path / "out" / "README.md").read_text()
+    # Without a base there is less to say.
+    run("export", str(tmp_path / "x.safetensors"), "hf://me/bare")
+    data = ModelCard(hub.files("me/bare")["README.md"].decode()).data.to_dict()
+    assert data == {"library_name": "safetensors", "tags": ["ckpttool"]}
 
 
 def test_assets_that_rot_on_the_way(hub: Hub, tmp_path: Path) -> None:

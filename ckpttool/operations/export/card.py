@@ -1,0 +1,93 @@
+"""The model card: what an export was made of, with the header by which the Hub files a model."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections import Counter
+from typing import TYPE_CHECKING
+
+from ckpttool.catalogue.entries import Catalogue
+from ckpttool.errors import without_credentials
+from ckpttool.operations.export.assets import Assets
+from ckpttool.storage.stores import is_remote, locate
+from ckpttool.text import count, plural, size
+from ckpttool.version import __version__
+
+if TYPE_CHECKING:
+    from ckpttool.operations.export.plan import Exported
+
+_PIPELINES = {
+    "ForCausalLM": "text-generation",
+    "ForSequenceClassification": "text-classification",
+    "ForTokenClassification": "token-classification",
+    "ForQuestionAnswering": "question-answering",
+    "ForMaskedLM": "fill-mask",
+    "ForImageClassification": "image-classification",
+    "ForObjectDetection": "object-detection",
+    "ForCTC": "automatic-speech-recognition",
+    "ForSpeechSeq2Seq": "automatic-speech-recognition",
+}
+
+
+def _header(beside: Assets, library: str, *, is_adapter: bool) -> str:
+    """Return the lines of the header. License and pipeline are those of the model that the assets are of."""
+    suffix = re.search(r"For[A-Z]\w*$", beside.architecture or "")
+    pipeline = beside.facts.get("pipeline_tag") or _PIPELINES.get(suffix[0] if suffix else "")
+    rows: list[tuple[str, str | None]] = [("library_name", library), ("base_model", beside.base)]
+    if is_adapter and beside.base:
+        rows.append(("base_model_relation", "adapter"))
+    rows += [(key, beside.facts.get(key)) for key in ("license", "license_name", "license_link")]
+    rows.append(("pipeline_tag", pipeline))
+    lines = [f"{key}: {value}\n" for key, value in rows if value]
+    return "".join([*lines, "tags:\n", *(f"- {tag}\n" for tag in (["lora"] if is_adapter else []) + ["ckpttool"])])
+
+
+def _digest(catalogue: Catalogue) -> str:
+    """Return a digest of the source: names and sizes of its files, and the checksums in its index."""
+    sha = hashlib.sha256()
+    for file in sorted(catalogue.own_files, key=lambda file: file.name):
+        sha.update(f"{file.name}\0{file.size}\n".encode("utf-8", "backslashreplace"))
+    names = [file.name for file in catalogue.files]
+    for tensor in catalogue.tensors:
+        for record in tensor.chunks.records.values():
+            if record.crc is not None:
+                line = f"{names[record.file]}\0{record.offset}\0{record.nbytes}\0{record.crc:08x}\n"
+                sha.update(line.encode("utf-8", "backslashreplace"))
+    return sha.hexdigest()
+
+
+def text(result: Exported, catalogue: Catalogue, beside: Assets) -> str:
+    """Return a model card for an export of the source `catalogue`, as Markdown with the header that the Hub reads.
+
+    No date and no path: the same source gives the same bytes. Pure.
+    """
+    architecture = beside.architecture
+    total = count(sum(result.parameters.values()))
+    dtypes = ", ".join(f"{name} ({count(n)})" for name, n in result.parameters.items())
+    counted = Counter((old, new) for _, old, new in result.cast).items()
+    casts = ", ".join(f"{plural(n, 'tensor')} from {old} to {new}" for (old, new), n in counted)
+    library = "peft" if result.adapter else "transformers" if architecture else "safetensors"
+    what = "a LoRA adapter" if result.adapter else f"a `{architecture}`" if architecture else "a model"
+    producer = catalogue.facts.get("producer")
+    run = catalogue.facts.get("run", ())
+    source = result.source if is_remote(result.source) else locate(result.source).name
+    taken = next((f"{source}/{entry['name']}" for entry in run if entry["taken"]), source)
+    rows = [
+        ("Made from", f"`{taken}`, {result.source_format}" + (f" as {producer} leaves it" if producer else "")),
+        ("Made by", f"ckpttool {__version__}, `ckpttool export`"),
+        ("Parameters", f"{total} in {plural(result.tensors, 'tensor')}, {size(result.payload_bytes)}"),
+        ("Dtypes", dtypes or "none"),
+        *([("Cast", casts)] if casts else []),
+        *([("Names", f"by key map `{result.key_map}`")] if result.key_map else []),
+        ("Digest of the source", f"`sha256:{_digest(catalogue)}` over names, sizes and stored checksums of its files"),
+    ]
+    table = "\n".join(f"| {key} | {value} |" for key, value in rows)
+    title = result.destination.rstrip("/").rpartition("/")[2] or "Model"
+    header = _header(beside, library, is_adapter=result.adapter)
+    return without_credentials(
+        f"---\n{header}---\n\n# {title}\n\nThe weights of {what}, taken out of a training checkpoint"
+        f"{', and cast' if casts else ' bit for bit'}.\n\n| | |\n|---|---|\n{table}\n\n"
+        "This page was made by a program. What the model is for, what it was trained on and under which license it "
+        "stands is for its author to add.\n"
+    )
