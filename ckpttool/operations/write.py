@@ -27,6 +27,7 @@ from ckpttool.errors import (
 )
 from ckpttool.formats.detect import detect
 from ckpttool.layout.optimizer import respell
+from ckpttool.layout.optimizer.misspelt import MISSPELT, misspelt
 from ckpttool.operations import arguments
 from ckpttool.operations.manifest import check_wanted, write_for
 from ckpttool.operations.result import FileSize, Written
@@ -464,6 +465,7 @@ def _summarise(result: Conversion, source: Source, plan: Planned, target: Format
     )
     result.dropped = [dotted(path) for path in stored if path not in kept]
     result.notes[:0] = map(str, source.catalogue.warnings + planned.warnings)
+    result.notes += [f"{text}; {MISSPELT}" for text in misspelt(source.catalogue)]
     # `format` names the library that wrote the file, and is written anew.
     remarks = {str(name) for name in source.catalogue.facts.get("metadata", ())} - {"format"}
     if remarks and target.name != source.catalogue.format:

@@ -18,7 +18,7 @@ from ckpttool.catalogue.warning import Warning
 from ckpttool.errors import CkptError, UsageError
 from ckpttool.layout import select
 from ckpttool.layout.move import move
-from ckpttool.layout.optimizer.parse import parse_key
+from ckpttool.layout.optimizer.misspelt import unmatched
 from ckpttool.text import some
 
 _ROOTS = {"model": ("model",), "optimizer": ("optim",)}
@@ -102,9 +102,9 @@ class CombinedSource:
         ]
         self.mount(other, root, of_kind[0])
         self.catalogue.warnings.append(Warning("chosen", f"{kind} taken from `{name}`"))
-        if unmatched := _unmatched(self.catalogue):
-            text = f"the optimizer has state of {len(unmatched)} parameters that the model does not have: "
-            self.catalogue.warnings.append(Warning("unmatched-optimizer", text + some(unmatched)))
+        if strangers := unmatched(self.catalogue):
+            text = f"the optimizer has state of {len(strangers)} parameters that the model does not have: "
+            self.catalogue.warnings.append(Warning("unmatched-optimizer", text + some(strangers)))
 
     def _with_roots(self) -> Catalogue:
         """The catalogue with a model or optimizer at the root moved under a key, so that another part fits beside."""
@@ -150,15 +150,6 @@ def _concerning(fault: CkptError, names: list[str] | None = None) -> CkptError:
     """The fault of entries that have other names now, by default as one of the whole checkpoint."""
     facts = {key: value for key, value in fault.facts.items() if key != "concerns"}
     return type(fault)(fault.message, hint=fault.hint, **facts, **({} if names is None else {"concerns": names}))
-
-
-def _unmatched(catalogue: Catalogue) -> list[str]:
-    """Parameters with optimizer state that no model has."""
-    models = {entry.fqn for entry in catalogue.entries.values() if entry.part.kind == "model"}
-    optimizer = (entry for entry in catalogue.entries.values() if entry.part.kind == "optimizer")
-    keys = (parse_key(entry.path, len(entry.part.root)) for entry in optimizer)
-    named = dict.fromkeys(key.parameter for key in keys if key is not None and key.parameter is not None)
-    return [name for name in named if name not in models]
 
 
 def _no_tensor(value: Any, path: Path, embedded: bool) -> NoReturn:

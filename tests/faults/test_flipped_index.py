@@ -6,6 +6,7 @@ import io
 import pickle
 import random
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -104,6 +105,43 @@ def test_names_and_key_paths(tmp_path: Path) -> None:
     index.write_bytes(pickle.dumps(metadata))
     with pytest.raises(CorruptError, match=r"no key path of `model\.bias`, but one of `model\.bios`"):
         ckpttool.inspect(path)
+
+
+@pytest.mark.parametrize("part", ["optimizer.state.", "optimizer.state.layers.0.weight.exp_avg_sq", "model."])
+def test_names_that_the_optimizer_and_the_model_spell_apart(part: str, tmp_path: Path) -> None:
+    """A flipped bit in a name, wherever the index of torch refers to it."""
+    import torch
+    from torch.distributed.checkpoint.state_dict import get_state_dict
+
+    model = torch.nn.ModuleDict({"layers": torch.nn.ModuleList([torch.nn.Linear(3, 3), torch.nn.Linear(3, 3)])})
+    optimizer = torch.optim.AdamW(model.parameters())
+    sum(parameter.sum() for parameter in model.parameters()).backward()
+    optimizer.step()
+    state = dict(zip(("model", "optimizer"), get_state_dict(model, optimizer), strict=True))
+    path = save_dcp(tmp_path / "ckpt", state)
+    assert not verify(path).findings
+    metadata = pickle.loads((path / ".metadata").read_bytes())
+
+    def spelt(name: str) -> str:
+        return name.replace("layers.0.weight", "layers.0.weighu") if name.startswith(part) else name
+
+    described = metadata.state_dict_metadata
+    assert [*described] != [*map(spelt, described)]
+    metadata.state_dict_metadata = {spelt(name): value for name, value in described.items()}
+    metadata.planner_data = {
+        spelt(name): tuple(
+            key.replace("weight", "weighu") if spelt(name) != name and "layers.0" in str(key) else key for key in keys
+        )
+        for name, keys in metadata.planner_data.items()
+    }
+    metadata.storage_data = {replace(at, fqn=spelt(at.fqn)): where for at, where in metadata.storage_data.items()}
+    (path / ".metadata").write_bytes(pickle.dumps(metadata))
+    dcp.FileSystemReader(path).read_metadata()  # torch says nothing
+    here, there = ("weight", "weighu") if part == "model." else ("weighu", "weight")
+    text = f"the optimizer has state of `layers.0.{here}`, but the model has `layers.0.{there}`"
+    (finding,) = verify(path).findings
+    assert (finding.gravity, finding.message) == ("suspect", text)
+    assert any(text in note for note in ckpttool.convert(path, tmp_path / "out", to="torch").notes)
 
 
 def test_a_manifest_beside_it_is_read(tmp_path: Path) -> None:

@@ -136,6 +136,7 @@ CHECKS: tuple[Callable[[Verification], Iterable[Finding]], ...] = (
     structure.objects,
     strays.around,
     structure.scales,
+    structure.names,
     _warnings,
     payloads.check,
 )

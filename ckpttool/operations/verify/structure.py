@@ -10,6 +10,7 @@ from ckpttool.catalogue.entries import Catalogue, File
 from ckpttool.catalogue.protocols import Itemised
 from ckpttool.catalogue.validation import faults_of
 from ckpttool.errors import CkptError
+from ckpttool.layout.optimizer.misspelt import MISSPELT, misspelt
 from ckpttool.operations.verify.findings import DAMAGE, SUSPECT, Finding, Verification
 from ckpttool.producers import foreign
 from ckpttool.text import plural
@@ -74,6 +75,12 @@ def scales(run: Verification) -> Iterator[Finding]:
     shape."""
     for error in foreign.scale_faults(run.catalogue, run.root):
         yield Finding.of(error, "scale")
+
+
+def names(run: Verification) -> Iterator[Finding]:
+    """Yield a finding for each parameter that the optimizer and the model spell apart by a character."""
+    for text in misspelt(run.catalogue):
+        yield Finding(SUSPECT, "name", text, hint=MISSPELT)
 
 
 class _Item(NamedTuple):
