@@ -255,8 +255,9 @@ def ends_early(path: str, found: int, expected: int) -> CorruptError:
     )
 
 
-# The Hub's cache is made of links from `models--org--name/snapshots/<revision>/` to `models--org--name/blobs/`.
-_SNAPSHOT = re.compile(r"(.*/(?:models|datasets)--[^/]+)/snapshots/[^/]+(?:/|$)", re.S)
+# The Hub's cache is made of links from `models--org--name/snapshots/<revision>/` to `models--org--name/blobs/`. Since
+# huggingface_hub 1.32 what came over Xet is a link there, too, to `blobs/<two digits>/` beside `models--org--name`.
+_SNAPSHOT = re.compile(r"((.*)/(?:models|datasets)--[^/]+)/snapshots/[^/]+(?:/|$)", re.S)
 
 
 def check_name(root: str, name: str) -> None:
@@ -282,7 +283,7 @@ def inside(root: str, name: str) -> str:
     path = Path(root, name)
     real, top = os.path.realpath(path), os.path.realpath(root)
     hub = _SNAPSHOT.match(top)
-    allowed = [top, f"{hub[1]}/blobs"] if hub else [top]
+    allowed = [top, f"{hub[1]}/blobs", f"{hub[2]}/blobs"] if hub else [top]
     if real != top and not any(real.startswith(folder.rstrip("/") + "/") for folder in allowed):
         raise CorruptError(f"`{path}`: a link that leaves the checkpoint", file=str(path), found=real)
     return str(path)

@@ -99,6 +99,7 @@ class Hub:
         self.store.mkdir(parents=True)
         self.xet = folder / "xet"
         self.cas = False
+        self.xet_hashes: dict[str, str] = {}  # SHA-256 -> name in the directory behind Xet
         self.slept: list[float] = []  # by the client, between its tries
         self.failed = 0  # requests for which there was a fault
         self.part = part
@@ -613,8 +614,9 @@ class Handler(BaseHTTPRequestHandler):
         if file.sha256 is None:
             self._bytes(file.data or b"", headers)
             return
-        if self.hub.cas:
-            headers["X-Xet-Hash"] = str(file.sha256)
+        xet_hash = file.sha256 if self.hub.cas else self.hub.xet_hashes.get(file.sha256)
+        if xet_hash is not None:
+            headers["X-Xet-Hash"] = xet_hash
             headers["Link"] = f'<{self.hub.url}/api/models/{name}/xet-read-token/{commit.oid}>; rel="xet-auth"'
         headers |= {"X-Linked-Size": str(file.size), "X-Linked-ETag": f'"{file.sha256}"'}
         # Another host, to the client: what it is sent there must not have the token.

@@ -272,8 +272,9 @@ def _from_cache(address: Address, api: HfApi) -> HubStore:
     repo_files = {}
     for path in snapshot.rglob("*"):
         if path.is_file():
-            # A file in the cache has its digest for a name.
-            name, digest = path.relative_to(snapshot).as_posix(), path.resolve().name
+            # The link is to a blob that the digest of the Hub names. That may be a link itself, to a file that all
+            # repositories share, whose name is Xet's hash.
+            name, digest = path.relative_to(snapshot).as_posix(), (path.readlink() if path.is_symlink() else path).name
             repo_files[name] = RepoFile(name, path.stat().st_size, digest if len(digest) == 64 else None, digest)
     return HubStore(address, api, commit, repo_files)
 
