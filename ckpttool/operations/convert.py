@@ -72,7 +72,15 @@ def convert(
     Sizes are bytes, or text such as `5GB`. `progress(done, total)` is called with bytes from this thread. Nothing
     appears at `dst` unless all of it does; with `resume`, a run goes on from what an interrupted one has copied. A
     `manifest` of it is then written to that path.
-    Raises the errors of `ckpttool.errors`, each with its exit code.
+
+    Raises:
+        UsageError: if the arguments do not fit each other or the checkpoint.
+        ReadError: if there is no checkpoint at `src`, or it cannot be read.
+        CorruptError: if it is damaged; then nothing is written.
+        LossError: if something of it cannot be kept and was not excluded.
+        OverwriteError: if `dst` exists, without `overwrite`.
+        StorageError: if `dst` cannot be written, or does not fit on the disk.
+        RemoteError: if the Hub cannot be reached, or refuses.
     """
     src, dst = os.fspath(src), os.fspath(dst)
     arguments.check_source(src, dst)

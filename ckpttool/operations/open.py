@@ -103,8 +103,11 @@ class Subtree(Mapping[str, Any]):
     def state_dict(self) -> dict[str, Any]:
         """Return a flat dict of everything, with torch tensors on the CPU, for `model.load_state_dict`.
 
-        Reads all of it; tied weights are one tensor each. Raises UsageError for quantized tensors, which mean nothing
-        without their scale.
+        Reads all of it; tied weights are one tensor each.
+
+        Raises:
+            UsageError: for quantized tensors, which mean nothing without their scale.
+            CorruptError: if the bytes of a tensor do not match their checksum.
         """
         return {
             n: v.torch() if isinstance(v, LazyTensor) else v for n, v in ((n, self[p]) for n, p in self._names.items())
@@ -149,7 +152,11 @@ class Checkpoint(Subtree):
         return [str(warning) for warning in self.catalogue.warnings]
 
     def check_open(self) -> None:
-        """Raises UsageError after `close`."""
+        """Do nothing while the checkpoint is open.
+
+        Raises:
+            UsageError: after `close`.
+        """
         if self._closed:
             raise UsageError(f"`{self.path}` is closed", hint="read inside of its `with` block, or open it again")
 
@@ -264,14 +271,23 @@ class LazyTensor:
         return LazyTensor(self._checkpoint, self._tensor, kept)
 
     def bits(self, check: bool | None = None) -> np.ndarray[Any, np.dtype[Any]]:
-        """Return the elements as unsigned integers of their size, or void for 16 bytes; for any dtype."""
+        """Return the elements as unsigned integers of their size, or void for 16 bytes; for any dtype.
+
+        Raises:
+            CorruptError: if the bytes do not match their checksum.
+        """
         ranges = [kept if isinstance(kept, range) else range(kept, kept + 1) for kept in self._index]
         box = tuple(r.start if r else 0 for r in ranges), tuple(r[-1] - r[0] + 1 if r else 0 for r in ranges)
         bits = self._checkpoint.read(box, self._tensor, check)
         return bits[(..., *(slice(None, None, kept.step) if isinstance(kept, range) else 0 for kept in self._index))]
 
     def numpy(self, check: bool | None = None) -> np.ndarray[Any, np.dtype[Any]]:
-        """Return a numpy array. Raises UsageError for a dtype that numpy lacks (bfloat16, 8-bit floats)."""
+        """Return a numpy array of the slice's shape. See `LazyTensor` for `check`.
+
+        Raises:
+            UsageError: for a dtype that numpy lacks (bfloat16, 8-bit floats).
+            CorruptError: if the bytes do not match their checksum.
+        """
         import numpy as np
 
         try:
@@ -282,8 +298,13 @@ class LazyTensor:
         return bits.view(kind) if bits.ndim else bits.reshape(1).view(kind).reshape(())
 
     def torch(self, check: bool | None = None) -> torch.Tensor:
-        """Return a torch tensor on the CPU, with memory of its own. Raises UsageError for the integers of a quantized
-        tensor, which mean nothing without their scale."""
+        """Return a torch tensor of the slice's shape on the CPU, with memory of its own. See `LazyTensor` for `check`.
+
+        Raises:
+            UsageError: for the integers of a quantized tensor, which mean nothing without their scale.
+            CorruptError: if the bytes do not match their checksum.
+            MissingPackageError: if torch is not installed.
+        """
         require("torch", "`LazyTensor.torch()`")
         import numpy as np
         import torch

@@ -95,7 +95,13 @@ def repair(
 
     `like` is another step of the same run, for a DCP directory that has lost its index. With `dry_run` everything is
     read and nothing is written. If there is nothing to repair, nothing is written, and `done` of the result is empty.
-    Raises CorruptError if the result would not be whole; then there is nothing at `dst`.
+
+    Raises:
+        UsageError: if the arguments do not fit each other or the checkpoint.
+        ReadError: if there is no checkpoint at `src`, or it cannot be read.
+        CorruptError: if the result would not be whole; then there is nothing at `dst`.
+        OverwriteError: if `dst` exists, without `overwrite`.
+        StorageError: if `dst` cannot be written, or does not fit on the disk.
     """
     began = time.monotonic()
     sources = [os.fspath(path) for path in (src, *merge)]

@@ -62,8 +62,12 @@ class Shown:
 def show(path: str | os.PathLike[str], tensor: str, *, shapes: str | None = None) -> Shown:
     """Return where one tensor of the checkpoint at `path` is stored, its first eight values, and statistics of all.
 
-    `tensor` is its dotted name. Reads only its bytes. Raises UsageError, with the nearest names, when there is no such
-    tensor, ReadError when there is no checkpoint, and CorruptError when its bytes do not match their checksum.
+    `tensor` is its dotted name. Reads only its bytes.
+
+    Raises:
+        UsageError: if there is no such tensor; the hint has the nearest names.
+        ReadError: if there is no checkpoint at `path`, or it cannot be read.
+        CorruptError: if the bytes of the tensor do not match their checksum.
     """
     path = os.fspath(path)
     with opened(path, shapes) as source:

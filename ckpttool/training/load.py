@@ -96,15 +96,26 @@ def load(
     """Load the checkpoint at `path` into `model` and `optimizer`, in place. Every rank calls it.
 
     The model may be wrapped by FSDP2, FSDP1, HSDP, tensor parallelism, DDP or not at all, and be on the meta device, on
-    some ranks or all; `device` is the device that it gets memory on then, and `init_buffers` is called with each module
-    of which no rank has the non-persistent buffers, to compute them. The optimizer need not have stepped.
+    some ranks or all.
 
-    Args: `model_key` and `optimizer_key` are the parts to load when the checkpoint has several; `strip_prefix` is
-    removed from the checkpoint's names; `shapes` is `--shapes` of the command line. With `strict=False` missing and
-    unexpected keys, tensors of another kind of dtype, and trained parameters without optimizer state are returned
-    instead of refused. `check=False` does not compare the checksums that the checkpoint has.
-    Raises `CkptError`, the same on every rank, before anything is changed unless reading itself fails, the optimizer
-    refuses the state, or a checksum differs: it is known when all has been read, and the model holds that then.
+    Args:
+        path: a checkpoint of any format.
+        model: the model to fill, or None to read only the rest.
+        optimizer: its optimizer, which need not have stepped.
+        strategy: `parallel`, where each rank reads its shards, `broadcast`, where one reads for all, or `auto`.
+        strict: if false, missing and unexpected keys, tensors of another kind of dtype, and trained parameters without
+            optimizer state are returned instead of refused.
+        check: if false, the checksums that the checkpoint has are not compared.
+        model_key: the model to load when the checkpoint has several.
+        optimizer_key: the optimizer to load, likewise.
+        strip_prefix: a prefix to remove from the checkpoint's names.
+        device: the device that a model on the meta device gets memory on.
+        init_buffers: called with each module of which no rank has the non-persistent buffers, to compute them.
+        shapes: a checkpoint or a JSON file with the names and shapes of flat parameters.
+
+    Raises:
+        CkptError: the same on every rank, before anything is changed unless reading itself fails, the optimizer refuses
+            the state, or a checksum differs: it is known when all has been read, and the model holds that then.
     """
     if model is None and optimizer is not None:
         raise UsageError("an optimizer is loaded with its model, which knows the names of the parameters")

@@ -50,7 +50,10 @@ def load_into(
     that the checkpoint lacks is looked up by its kind (`scheduler` for `lr_scheduler`). With `strict=False` values that
     are not in the checkpoint stay as they are, and are named in `missing`.
 
-    Raises `CkptError`, the same on every rank; see `load` for `check`.
+    The other arguments are those of `load`.
+
+    Raises:
+        CkptError: the same on every rank.
     """
     path = os.fspath(path)
     leaves = list(_leaves(state, ()))

@@ -53,7 +53,8 @@ def save(
     """Save model and optimizer, and other values: plain ones, or objects with a `state_dict`, such as a scheduler or a
     second model, also in dicts. Every rank calls it.
 
-    Raises `CkptError`, the same on every rank; then there is nothing at `path`, or what was there before.
+    Raises:
+        CkptError: the same on every rank; then there is nothing at `path`, or what was there before.
     """
     path = os.fspath(path)
     with collectives.together():

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import inspect
 import multiprocessing
 import pickle
 import re
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -370,3 +371,36 @@ def test_tensors_by_name() -> None:
         assert norms and [tensor.name for tensor in ckpt.tensors("model.*norm.weight")] == norms
         assert [tensor.name for tensor in ckpt["model"].tensors("*norm.weight")] == norms
         assert [tensor.name for tensor in ckpt.tensors("re:model.embed.*", "nothing")] == ["model.embed.weight"]
+
+
+RAISING = [
+    "open",
+    "inspect",
+    "show",
+    "diff",
+    "verify",
+    "convert",
+    "reshard",
+    "export",
+    "repair",
+    "load",
+    "load_into",
+    "save",
+]
+METHODS = [ckpttool.LazyTensor.bits, ckpttool.LazyTensor.numpy, ckpttool.LazyTensor.torch, ckpttool.Subtree.state_dict]
+
+
+@pytest.mark.parametrize(
+    "public", [*(getattr(ckpttool, name) for name in RAISING), *METHODS], ids=lambda one: one.__name__
+)
+def test_docstrings_name_the_errors(public: Callable[..., Any]) -> None:
+    """In a section that the API page makes a table of; each is an error of `ckpttool.errors`."""
+    section = inspect.cleandoc(public.__doc__ or "").partition("\nRaises:\n")[2]
+    names = re.findall(r"^    (\w+): \S", section, re.MULTILINE)
+    assert names and all(issubclass(getattr(ckpttool.errors, name), ckpttool.CkptError) for name in names)
+    assert "Raises" not in (public.__doc__ or "").partition("Raises:")[0]
+
+
+def test_docstrings_of_load_name_every_argument() -> None:
+    section = inspect.cleandoc(ckpttool.load.__doc__ or "").partition("\nArgs:\n")[2].partition("\nRaises:")[0]
+    assert re.findall(r"^    (\w+): ", section, re.MULTILINE) == list(inspect.signature(ckpttool.load).parameters)

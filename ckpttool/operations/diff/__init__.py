@@ -64,7 +64,12 @@ def diff(
 
     With none of `rtol`, `atol` and `ulp`, elements are equal when their bits are. With `ignore_dtype` another dtype is
     no difference by itself; with `sharded` another sharding is one. `progress(done, total)` is called with bytes from
-    this thread. Raises ReadError or CorruptError for a checkpoint that cannot be read whole, and UsageError.
+    this thread.
+
+    Raises:
+        UsageError: if the arguments do not fit each other or the checkpoints.
+        ReadError: if there is no checkpoint at `a` or `b`, or it cannot be read.
+        CorruptError: if one of them is damaged.
     """
     began = time.monotonic()
     paths = os.fspath(a), os.fspath(b)

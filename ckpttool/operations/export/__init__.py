@@ -72,7 +72,15 @@ def export(
     and `announce(result)` once with the plan, before the first file is written or sent.
     While it runs, `HF_TOKEN` is `token`. Nothing appears at `dst` unless all of it does. A `manifest` of a directory is
     then written to that path.
-    Raises the errors of `ckpttool.errors`, each with its exit code.
+
+    Raises:
+        UsageError: if the arguments do not fit each other or the checkpoint.
+        ReadError: if there is no checkpoint at `src`, or it cannot be read.
+        CorruptError: if it is damaged; then nothing is written.
+        LossError: if something of it cannot be kept and was not excluded.
+        OverwriteError: if `dst` exists, without `overwrite`.
+        StorageError: if `dst` cannot be written, or does not fit on the disk.
+        RemoteError: if the Hub cannot be reached, or refuses.
     """
     began = time.monotonic()
     src, dst = os.fspath(src), os.fspath(dst)

@@ -26,10 +26,12 @@ def inspect(path: str | os.PathLike[str], *, shapes: str | None = None) -> Catal
     """Return everything that the index of the checkpoint at `path` says, without reading a weight or running anything.
 
     `shapes`, for flat parameters, is a checkpoint or a JSON file that has the names and shapes of the parameters. What
-    is damaged is in the `warnings`. Raises ReadError if there is no checkpoint at `path`, and CorruptError if its index
-    cannot be read.
+    is damaged is in the `warnings`. Of a checkpoint of another tool that is recognised and not opened,
+    `facts["recognised"]` alone says what it is.
 
-    Of a checkpoint of another tool that is recognised and not opened, `facts["recognised"]` alone says what it is.
+    Raises:
+        ReadError: if there is no checkpoint at `path`, or it cannot be read.
+        CorruptError: if its index cannot be read.
     """
     try:
         opening = opened(os.fspath(path), shapes)

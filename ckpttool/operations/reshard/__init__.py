@@ -89,7 +89,15 @@ def reshard(
     Under torchrun, all processes call this with the same arguments and share the work; the result is complete in the
     process of rank 0. Nothing appears at `dst` unless all of it does; with `resume`, one process goes on from what an
     interrupted one has copied.
-    Raises the errors of `ckpttool.errors`, each with its exit code.
+
+    Raises:
+        UsageError: if the arguments do not fit each other or the checkpoint.
+        ReadError: if there is no checkpoint at `src`, or it cannot be read.
+        CorruptError: if it is damaged; then nothing is written.
+        LossError: if something of it cannot be kept and was not excluded.
+        OverwriteError: if `dst` exists, without `overwrite`.
+        StorageError: if `dst` cannot be written, or does not fit on the disk.
+        RemoteError: if the Hub cannot be reached, or refuses.
     """
     src, dst = os.fspath(src), os.fspath(dst)
     # In the block, so that a mistake is reported by one process.

@@ -49,8 +49,12 @@ def verify(
 
     `against` is a checkpoint that should hold the same, `manifest` a manifest that was written before; an
     `integrity.json` in the checkpoint is used without being asked for. `write_manifest` is written when nothing is
-    damaged. Raises ReadError when there is no checkpoint at `path`, or when it changes meanwhile, and RemoteError when
-    a file of the Hub cannot be fetched. What is wrong with the checkpoint is never raised.
+    damaged. What is wrong with the checkpoint is in the report, and never raised.
+
+    Raises:
+        UsageError: if the arguments do not fit each other.
+        ReadError: if there is no checkpoint at `path`, or it changes meanwhile.
+        RemoteError: if a file of the Hub cannot be fetched.
     """
     began = time.monotonic()
     path = os.fspath(path)
