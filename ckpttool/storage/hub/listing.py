@@ -14,13 +14,15 @@ from ckpttool.storage.hub import client
 from ckpttool.storage.hub.retries import repeat
 
 _BLOCK = 4 << 20
+_LARGEST_IN_GIT = 64 << 20  # bytes; the Hub accepts 10 MB
 
 
 @dataclass(frozen=True, slots=True)
 class RepoFile:
     """Class for a file of a repository: `RepoFile("model.safetensors", 4998203144, "2cf2…", None)`.
 
-    The Hub names a large file by the SHA-256 of its bytes, a small one by its git blob hash. Local files have both.
+    The Hub names a large file by the SHA-256 of its bytes, a small one by its git blob hash. Small local files have
+    both.
     """
 
     name: str
@@ -29,15 +31,20 @@ class RepoFile:
     blob: str | None
 
 
-def compute_digests(path: str) -> RepoFile:
-    """Return the size and the digests of a local file, read once. Raises OSError."""
+def compute_digests(path: str, beside: RepoFile | None = None) -> RepoFile:
+    """Return the size and the digests of a local file, read once; that of git only if git may keep the file.
+
+    `beside` is the file on the Hub that it is compared with. Raises OSError.
+    """
     size = os.path.getsize(path)
+    in_git = size <= _LARGEST_IN_GIT if beside is None else beside.sha256 is None
     sha256, blob = hashlib.sha256(), hashlib.sha1(f"blob {size}\0".encode(), usedforsecurity=False)
     with open(path, "rb") as stream:
         while data := stream.read(_BLOCK):
             sha256.update(data)
-            blob.update(data)
-    return RepoFile(path, size, sha256.hexdigest(), blob.hexdigest())
+            if in_git:
+                blob.update(data)
+    return RepoFile(path, size, sha256.hexdigest(), blob.hexdigest() if in_git else None)
 
 
 def info(api: HfApi, repo: str, revision: str | None) -> Any:

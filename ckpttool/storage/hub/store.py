@@ -12,16 +12,21 @@ from __future__ import annotations
 import errno
 import inspect
 import os
+import re
 import shutil
 import tempfile
 import threading
 from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from functools import partial
+from http import HTTPStatus
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from huggingface_hub import HfApi, HfFileSystem, constants, hf_hub_download, try_to_load_from_cache
+from huggingface_hub import HfApi, constants, get_session, hf_hub_download, hf_hub_url, try_to_load_from_cache
+from huggingface_hub.utils._headers import build_hf_headers
+from huggingface_hub.utils._http import hf_raise_for_status
 
 from ckpttool.errors import ReadError, RemoteError
 from ckpttool.storage.errors import os_errors
@@ -35,6 +40,8 @@ from ckpttool.storage.stores import Entry, Location, Stat, Store
 
 BLOCK = 64 << 10  # the first block contains most headers
 _MAX_REQUEST = 8 << 20
+_CONNECTIONS = 16
+_SHARD = re.compile(r"(.*)-\d{5}-of-(\d{5})\.safetensors")
 
 
 def locate(text: str) -> Location:
@@ -73,7 +80,7 @@ class HubStore(Store):
         self._received: dict[str, int] = {}  # name -> bytes
         self._blocks: dict[str, set[int]] = {}  # name -> blocks in the sparse file
         self._locks = {name: threading.Lock() for name in repo_files}
-        self._files: Any = None
+        self._families: dict[tuple[str, str], str] = {}  # of shards -> the first one read, "" after their heads
         self._files_lock = threading.Lock()
         self._pool = Pool()
         self._scratch: str | None = None
@@ -107,6 +114,8 @@ class HubStore(Store):
         name = file.name
         if name in self._verified:
             return self._complete[name]
+        if offset == 0 and not self._blocks.get(name):
+            self._fetch_other_heads(name)
         with self._locks[name]:
             if name not in self._complete and (cached := self._cached(file)) is not None:
                 self._complete[name] = cached
@@ -146,7 +155,7 @@ class HubStore(Store):
         """Fetch a file into the cache and verify it. A corrupt file in the cache is fetched again."""
         address = f"{self.root}/{file.name}"
         cached = self._complete.pop(file.name, None) or (self._cached(file) if constants.HF_HUB_OFFLINE else None)
-        if cached is not None and listing.difference(file, listing.compute_digests(cached)) is None:
+        if cached is not None and listing.difference(file, listing.compute_digests(cached, file)) is None:
             path = cached
         elif cached is not None and constants.HF_HUB_OFFLINE:
             blob = os.path.realpath(cached)
@@ -168,7 +177,7 @@ class HubStore(Store):
                 )
                 path = repeat(download)
             # The library accepts any response body of the right length, and any file in its cache.
-            mismatch = listing.difference(file, listing.compute_digests(path))
+            mismatch = listing.difference(file, listing.compute_digests(path, file))
             if mismatch is not None:
                 for copy in {os.path.realpath(path), path}:
                     Path(copy).unlink(missing_ok=True)
@@ -223,12 +232,9 @@ class HubStore(Store):
         return path
 
     def _read_range(self, file: RepoFile, start: int, end: int) -> bytes:
-        address, path = f"{self.root}/{file.name}", f"{self._repo}@{self._commit}/{file.name}"
-        with translate_errors(address), self._files_lock:
-            if self._files is None:
-                self._files = HfFileSystem(endpoint=self._api.endpoint, skip_instance_cache=True)
-            read = partial(self._files.cat_file, path, start, end, cache_type="none", block_size=BLOCK)
-            data: bytes = repeat(read)
+        address = f"{self.root}/{file.name}"
+        with translate_errors(address):
+            data: bytes = repeat(partial(self._request_range, file.name, start, end))
         if len(data) != end - start:
             raise RemoteError(
                 f"`{address}`: the Hub sent {len(data)} bytes instead of {end - start}",
@@ -238,6 +244,49 @@ class HubStore(Store):
                 expected=end - start,
             )
         return data
+
+    def _request_range(self, name: str, start: int, end: int) -> bytes:
+        """Return a range of a file. Raises the exceptions of the client."""
+        url = hf_hub_url(self._repo, name, revision=self._commit, endpoint=self._api.endpoint)
+        headers = {**build_hf_headers(library_name="ckpttool"), "range": f"bytes={start}-{end - 1}"}
+        with get_session().stream("GET", url, headers=headers, follow_redirects=True) as response:
+            if response.is_error:
+                response.read()  # the message
+            hf_raise_for_status(response)
+            # A server that ignores the range sends the whole file.
+            unwanted = 0 if response.status_code == HTTPStatus.PARTIAL_CONTENT else start
+            data = bytearray()
+            for piece in response.iter_bytes():
+                data += piece[unwanted:]
+                unwanted = max(0, unwanted - len(piece))
+                # A connection whose answer was read to its end is used again.
+                if len(data) > end - start:
+                    break
+        return bytes(data[: end - start])
+
+    def _fetch_other_heads(self, name: str) -> None:
+        """Fetch the first blocks of the other shards at the same time, once those of two are read.
+
+        Who reads the headers of two shards reads all of them.
+        """
+        match = _SHARD.fullmatch(name)
+        if match is None:
+            return
+        family = (match[1], match[2])
+        with self._files_lock:
+            first = self._families.setdefault(family, name)
+            if first in ("", name):
+                return
+            self._families[family] = ""
+        others = [
+            file
+            for file in self._repo_files.values()
+            if (one := _SHARD.fullmatch(file.name)) is not None and one.groups() == family
+        ]
+        missing = [file for file in others if file.name not in (first, name) and file.size]
+        with ThreadPoolExecutor(_CONNECTIONS) as pool:
+            for _ in pool.map(lambda file: self._local_path(file, 0, 1), missing):
+                pass
 
 
 def _cache_folder(repo: str) -> Path:

@@ -6,6 +6,7 @@ import functools
 import json
 import re
 import shutil
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -191,3 +192,40 @@ def test_a_silent_storage_is_given_up_in_time(hub: Hub, tmp_path: Path, monkeypa
     error = receive(hub, tmp_path)
     assert error is not None and error["code"] == 8
     assert "does not answer within 0.3 s: `http://localhost" in error["message"]
+
+
+def test_headers_of_many_shards_are_fetched_at_the_same_time(hub: Hub) -> None:
+    """Those of a few are in flight together, each is asked for once, and no weights are."""
+    in_flight: list[int] = []
+    now = [0]
+
+    def count(handler: Handler) -> bool:
+        with hub.lock:
+            now[0] += 1
+            in_flight.append(now[0])
+        time.sleep(0.05)
+        with hub.lock:
+            now[0] -= 1
+        return False
+
+    names = [f"model-{i + 1:05d}-of-00012.safetensors" for i in range(12)]
+    weight_map = {f"layers.{i}": name for i, name in enumerate(names)}
+    index = json.dumps({"metadata": {}, "weight_map": weight_map}).encode()
+    files = {name: save({f"layers.{i}": torch.ones(300, 300)}) for i, name in enumerate(names)}
+    hub.make("me/model", {**files, "model.safetensors.index.json": index})
+    hub.fail("GET", "^/cdn/", act=count)
+    with ckpttool.open("hf://me/model") as checkpoint:
+        assert set(checkpoint) == set(weight_map)
+    assert max(in_flight) >= 6 and len(hub.asked("GET", "^/cdn/")) == 12
+    assert sum(one.sent for one in hub.asked("GET", "^/cdn/")) <= 12 << 16
+
+
+def test_a_server_that_ignores_ranges_is_stopped(hub: Hub) -> None:
+    def whole(handler: Handler) -> bool:
+        del handler.headers["Range"]
+        return False
+
+    hub.make("me/model", {"model.safetensors": save({"w": torch.zeros(8 << 20)})})
+    hub.fail("GET", "^/cdn/", act=whole)
+    with ckpttool.open("hf://me/model") as checkpoint:
+        assert checkpoint["w"].shape == (8 << 20,)
