@@ -198,7 +198,7 @@ def main() -> int:
             return 1
         took = time.monotonic() - started
         print(
-            f"{name}: {done.runs} inputs in {took:.0f} s, {len(done.coverage.seen)} edges, "
+            f"{name}: {done.runs:,} inputs in {took:.0f} s, {len(done.coverage.seen)} edges, "
             f"{len(done.corpus)} kept, nothing broke",
             flush=True,
         )

@@ -34,7 +34,7 @@ from ckpttool.serialization import (
 )
 from ckpttool.storage import files
 
-_LARGEST_SEED = 4000
+_LARGEST_SEED = 10_000
 
 
 class Target(NamedTuple):
@@ -100,12 +100,13 @@ def _index(data: bytes) -> None:
 
 
 def _found(pattern: str) -> list[bytes]:
-    found = sorted((p.stat().st_size, str(p)) for p in CHECKPOINTS.glob(pattern) if p.is_file())
+    found = sorted((p.stat().st_size, str(p)) for p in CHECKPOINTS.rglob(pattern) if p.is_file())
+    assert found and found[0][0] <= _LARGEST_SEED, f"no sample is a small {pattern}: nothing to begin with"
     return [Path(path).read_bytes() for size, path in found if size <= _LARGEST_SEED][:4]
 
 
 def _zips() -> list[bytes]:
-    return [data for data in _found("*/ckpt.pt") + _found("*/*/*.pt") if data[:2] == b"PK"]
+    return [data for data in _found("ckpt.pt") + _found("*.pt") if data[:2] == b"PK"]
 
 
 def _pickles() -> list[bytes]:
@@ -119,12 +120,12 @@ def _pickles() -> list[bytes]:
 def _headers() -> list[bytes]:
     table = {"w": {"dtype": "F32", "shape": [2, 3], "data_offsets": [0, 24]}, "__metadata__": {"format": "pt"}}
     text = json.dumps(table).encode()
-    return [*_found("*/*.safetensors"), struct.pack("<Q", len(text)) + text + bytes(24)]
+    return [*_found("*.safetensors"), struct.pack("<Q", len(text)) + text + bytes(24)]
 
 
 def _indexes() -> list[bytes]:
     made = {"metadata": {"total_size": 24}, "weight_map": {"w": "a.safetensors", "x": "b.safetensors"}}
-    return [*_found("*/*/*.index.json"), json.dumps(made).encode()]
+    return [*_found("*.index.json"), json.dumps(made).encode()]
 
 
 _OPCODES = tuple(bytes((n,)) for n in b"()]}tRQbuesa0.\x80\x81\x85\x86\x87\x8c\x8f\x90\x91\x93\x94\x95hqcX\x8a\x8bJ")
@@ -143,7 +144,7 @@ TARGETS: dict[str, Target] = {
     "pickle": Target(_pickle, _pickles, _MACHINE),
     "zip": Target(_zip, _zips, (b"PK\3\4", b"PK\1\2", b"PK\5\6", b"PK\6\6", b"PK\6\7", b"data.pkl", b"\xff" * 4)),
     "safetensors": Target(_header, _headers, (*_JSON, b'"dtype"', b'"shape"', b'"data_offsets"', b'"F4"', b'"F32"')),
-    "metadata": Target(_metadata, lambda: _found("*/ckpt/.metadata"), _INDEX_WORDS),
-    "large-metadata": Target(_large_metadata, lambda: _found("*/ckpt/.metadata"), _INDEX_WORDS),
+    "metadata": Target(_metadata, lambda: _found(".metadata"), _INDEX_WORDS),
+    "large-metadata": Target(_large_metadata, lambda: _found(".metadata"), _INDEX_WORDS),
     "index": Target(_index, _indexes, (*_JSON, b'"weight_map"', b"../", b"://", b"C:")),
 }  # fmt: skip
