@@ -17,6 +17,7 @@ from ckpttool.catalogue.entries import Catalogue, Container, Object, Path, Tenso
 from ckpttool.catalogue.values import CONTAINERS, Link, Stub, TorchSize, children, walk
 from ckpttool.errors import CorruptError, LossError
 
+MAX_KEY = 1000  # elements of a key that is a tuple
 MAX_DEPTH = 256
 MAX_LEVELS = 2000  # of a value that holds no tensor: `pickle` itself gives up at half of that
 MAX_ENTRIES = 20_000_000
@@ -105,12 +106,24 @@ def _too_deep(path: Path) -> CorruptError:
     return CorruptError(f"`{dotted(path[:4])}...` is nested more than {MAX_DEPTH} deep")
 
 
-def _is_key(key: Any, depth: int = 0) -> bool:
-    if not isinstance(key, tuple) or isinstance(key, TorchSize):
-        return key is None or isinstance(key, (str, int, float, bytes))
-    if depth > MAX_DEPTH:
-        raise CorruptError(f"a key of tuples nested more than {MAX_DEPTH} deep")
-    return all(_is_key(part, depth + 1) for part in key)
+def _is_key(key: Any) -> bool:
+    """Whether a key is plain, or a tuple of what is. Raises CorruptError for one of thousands of elements: a shared tuple
+    counts each time, and the path of each entry below is hashed with it."""
+    elements, level, depth = 0, [key], 0
+    while level:
+        if depth > MAX_DEPTH:
+            raise CorruptError(f"a key of tuples nested more than {MAX_DEPTH} deep")
+        inner: list[Any] = []
+        for part in level:
+            if isinstance(part, tuple) and not isinstance(part, TorchSize):
+                elements += len(part)
+                if elements > MAX_KEY:
+                    raise CorruptError(f"a key of tuples with more than {MAX_KEY} elements", expected=MAX_KEY)
+                inner += part
+            elif not (part is None or isinstance(part, (str, int, float, bytes))):
+                return False
+        level, depth = inner, depth + 1
+    return True
 
 
 def _as_key(key: Any) -> Hashable:

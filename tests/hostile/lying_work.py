@@ -72,6 +72,14 @@ def multiples(count: int, form: str) -> bytes:
     return b"}(" + b"".join(key + b"N" for key in keys) + b"u"
 
 
+def doubled(levels: int, entries: int) -> bytes:
+    """A key of tuples of tuples, above many entries."""
+    key = integer(1) + integer(2) + b"\x86"
+    for level in range(levels):
+        key = put(key, level) + get(level) * 2 + b"\x86"
+    return b"}" + key + tree(**{f"w{n}": b"N" for n in range(entries)}) + b"s"
+
+
 # Sharded tensors ------------------------------------------------------------------------------------------------------
 
 
@@ -160,3 +168,9 @@ for name, make in (
     ("30,000 tuples in tuples of one hash", of(multiples(30_000, "nested"))),
 ):
     lie(f"work: {name}", make, r"more than \d+ of its integers have the same hash")
+
+lie(
+    "work: a key of 130,000 elements above 10,000 entries",
+    of(doubled(15, 10_000)),
+    r"a key of tuples with more than \d+ elements",
+)
