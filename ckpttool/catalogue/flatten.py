@@ -107,7 +107,7 @@ def _too_deep(path: Path) -> CorruptError:
 
 
 def _is_key(key: Any) -> bool:
-    """Whether a key is plain, or a tuple of what is. Raises CorruptError for one of thousands of elements: a shared tuple
+    """Whether a key is plain, or a tuple of what is. Raises CorruptError for one of thousands of elements: a shared one
     counts each time, and the path of each entry below is hashed with it."""
     elements, level, depth = 0, [key], 0
     while level:
