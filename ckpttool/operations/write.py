@@ -33,7 +33,7 @@ from ckpttool.operations.manifest import check_wanted, write_for
 from ckpttool.operations.result import FileSize, Written
 from ckpttool.producers.combined import CombinedSource
 from ckpttool.producers.directory import Directory
-from ckpttool.producers.open import harmful, harmful_attributes, naming, open_source
+from ckpttool.producers.open import chosen_of_run, harmful, harmful_attributes, naming, open_source
 from ckpttool.storage import files, free_space, staging, stores
 from ckpttool.storage.staging import After, Stage
 from ckpttool.storage.stores import Location, local_path
@@ -471,7 +471,7 @@ def _summarise(result: Conversion, source: Source, plan: Planned, target: Format
     if remarks and target.name != source.catalogue.format:
         names = ", ".join(f"`{name}`" for name in sorted(remarks)[:5])
         result.notes.append(f"`__metadata__` of the source is left out, {target.name} has no place for it: {names}")
-    result.notes[:0] = taken_of_run(source.catalogue)
+    result.notes[:0] = chosen_of_run(source.catalogue)
     if assets := source.catalogue.facts.get("assets"):
         result.notes.append(f"not copied (not part of the state): {some(assets, 5)}")
     other = formats.by_suffix(dst)
@@ -496,13 +496,6 @@ def count_tensors(result: Conversion, planned: Catalogue) -> None:
             result.payload_bytes += tensor.nbytes
     if result.cast:
         require("torch", "a cast of dtypes")
-
-
-def taken_of_run(source: Catalogue) -> list[str]:
-    """Return a note on which checkpoint of a run directory this is; nothing for any other source."""
-    run = source.facts.get("run", ())
-    which = f"the newest complete of the {len(run)} checkpoints" if len(run) > 1 else "the only checkpoint"
-    return [f"using `{entry['name']}`, {which} in the run" for entry in run if entry["taken"]]
 
 
 def _lost_attributes(planned: Catalogue, written: Catalogue) -> list[str]:

@@ -150,6 +150,13 @@ def naming(path: str | None) -> Iterator[None]:
         raise error.prefixed(f"`{path}`", file=path) from None
 
 
+def chosen_of_run(catalogue: Catalogue) -> list[str]:
+    """Return a note on which checkpoint of a run directory this is; nothing for any other catalogue."""
+    run = catalogue.facts.get("run", ())
+    which = f"the newest complete of the {len(run)} checkpoints" if len(run) > 1 else "the only checkpoint"
+    return [f"using `{entry['name']}`, {which} in the run" for entry in run if entry["taken"]]
+
+
 def location_of(path: str, catalogue: Catalogue) -> Location:
     """The location of an open checkpoint; of a run, that of the checkpoint which was chosen."""
     chosen = next((c["path"] for c in catalogue.facts.get("run", ()) if c["taken"]), path)

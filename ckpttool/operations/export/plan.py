@@ -25,7 +25,7 @@ from ckpttool.operations.export.secrets import Secret
 from ckpttool.operations.export.views import Viewed
 from ckpttool.operations.result import FileSize
 from ckpttool.operations.write import Conversion, WriteOptions
-from ckpttool.producers.open import naming
+from ckpttool.producers.open import chosen_of_run, naming
 from ckpttool.storage.stores import Outgoing, is_remote, locate
 from ckpttool.text import meant
 from ckpttool.transfer.execute import Transferred
@@ -247,4 +247,4 @@ def _summarise(result: Exported, planned: Catalogue, source: Catalogue) -> None:
         if tensor.alias is None:
             numbers[tensor.dtype.name] += tensor.numel
     result.parameters = dict(numbers.most_common())
-    result.notes[:0] = [*write.taken_of_run(source), *map(str, source.warnings + planned.warnings)]
+    result.notes[:0] = [*chosen_of_run(source), *map(str, source.warnings + planned.warnings)]

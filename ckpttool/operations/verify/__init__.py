@@ -113,7 +113,10 @@ def _open(path: str, shapes: str | None, report: Report, threads: int, progress:
     report.format, report.layout = catalogue.format, str(catalogue.facts.get("layout") or "")
     report.note_files(catalogue)
     report.tensors, report.objects = sum(1 for _ in catalogue.tensors), sum(1 for _ in catalogue.objects)
-    return Verification(source, open.location_of(path, catalogue), report, threads, progress)
+    root = open.location_of(path, catalogue)
+    if open.chosen_of_run(catalogue):
+        report.path = root
+    return Verification(source, root, report, threads, progress)
 
 
 # Warnings of the readers for which there are findings, file by file.
@@ -122,8 +125,9 @@ _FOUND_HERE += ("rank-part", "stale-file", "stale-index", "unused-file")
 
 
 def _warnings(run: Verification) -> Iterator[Finding]:
-    """Yield the warnings of the readers. A name that runs code where it is loaded is damage: no writer of checkpoints
-    leaves one, and no operation passes it on."""
+    """Yield which checkpoint of a run this is, and the warnings of the readers. A name that runs code where it is
+    loaded is damage: no writer of checkpoints leaves one, and no operation passes it on."""
+    yield from (Finding(NOTE, "remark", text) for text in open.chosen_of_run(run.catalogue))
     unreadable = {finding.tensor for finding in run.report.findings if finding.kind == "object"}
     for warning in run.catalogue.warnings:
         if warning.kind == "unreadable" and warning.tensor in unreadable:

@@ -65,7 +65,7 @@ class Report(Result):
 
     command: ClassVar[str] = "verify"
 
-    path: str  #: path, as it was typed
+    path: str  #: path, as it was typed; of a run, that of the checkpoint which was chosen
     format: str = ""  #: its format; empty if it cannot be opened as a whole
     layout: str = ""  #: its layout
     files: list[FileSize] = field(default_factory=list)  #: its files

@@ -16,6 +16,7 @@ from support import damage
 from support.paths import CHECKPOINTS
 from support.wrapped_store import WrappedStore
 
+import ckpttool
 from ckpttool.errors import CkptError, OverwriteError, ReadError, StorageError
 from ckpttool.operations.verify import Finding, Report, verify
 
@@ -359,3 +360,15 @@ class _Store(WrappedStore):
 def test_a_file_that_does_not_arrive_is_not_damaged(dcp: Path, error: CkptError) -> None:
     with pytest.raises(type(error), match="the cache is"):
         verify(_Store(dcp, error).locate())
+
+
+def test_a_run_is_told_by_the_checkpoint_that_is_taken(tmp_path: Path) -> None:
+    """The others are not looked at, and a verdict on the run would say that they were."""
+    for step in ("step-500", "step-1000"):
+        shutil.copytree(CHECKPOINTS / "dcp" / "hsdp_w4" / "ckpt", tmp_path / "run8" / step)
+    (tmp_path / "run8" / "step-500" / "__0_0.distcp").write_bytes(b"")
+    report = verify(tmp_path / "run8")
+    assert report.message == f"{tmp_path}/run8/step-1000 is whole"
+    assert any(finding.message.startswith("using `step-1000`, the newest") for finding in report.findings)
+    notes = ckpttool.diff(tmp_path / "run8", tmp_path / "run8" / "step-1000").notes
+    assert any("using `step-1000`, the newest complete of the 2 checkpoints in the run" in note for note in notes)
