@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 
 import click
 
+_PATHS = ("PATH", "SRC", "DST", "A", "B", "DIR", "FILE", "FOLDER", "OTHER", "NAME", "FROM", "[CKPT]")  # metavars
 _COMPLETED = 1000  # names that a shell is given to choose from
 
 Param = TypeVar("Param", bound="Argument | Option")
@@ -54,6 +55,13 @@ class Command(click.Command):
         self.examples = examples
 
     def invoke(self, context: click.Context) -> Any:
+        from ckpttool.storage.stores import check_scheme
+
+        # Before anything is read or run: some paths are used hours later.
+        for param in self.params:
+            if (param.metavar or "").removesuffix("...") in _PATHS and (value := context.params.get(param.name or "")):
+                for path in (value,) if isinstance(value, str) else value:
+                    check_scheme(path)
         if context.params.get("quiet") or not sys.stderr.isatty():
             return super().invoke(context)
         from ckpttool.cli.progress import activity_on_stderr

@@ -23,7 +23,7 @@ from fnmatch import fnmatchcase
 from functools import cache, partial
 from typing import TYPE_CHECKING, Any, BinaryIO, NamedTuple, TypeVar
 
-from ckpttool.errors import CkptError, CorruptError, ReadError
+from ckpttool.errors import CkptError, CorruptError, ReadError, UsageError
 from ckpttool.storage import files
 from ckpttool.storage.errors import from_os_error
 
@@ -35,7 +35,8 @@ STORES = {"": "ckpttool.storage.local", "hf": "ckpttool.storage.hub"}
 
 T = TypeVar("T")
 Write = Callable[[BinaryIO], object]  # writes a file front to back to a stream
-_SCHEME = re.compile(r"([a-z][a-z0-9]*)://")
+_SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://")
+_HUB_PAGE = re.compile(r"https?://(?:www\.)?(?:huggingface\.co|hf\.co)/(?:models/)?([^/?#]+/[^/?#]+)[^?#]*", re.I)
 
 
 class Entry(NamedTuple):
@@ -415,7 +416,25 @@ def is_remote(path: str) -> bool:
     return scheme is not None and scheme[1] in STORES
 
 
+def check_scheme(path: str) -> None:
+    """Raises UsageError for an address of no store, which as a path would be a directory `s3:` of this machine."""
+    scheme = _SCHEME.match(path)
+    if scheme is None or scheme[1] in STORES:
+        return
+    rest = path[scheme.end() :].partition("?")[0]
+    if page := _HUB_PAGE.fullmatch(path.partition("?")[0].partition("#")[0]):
+        hint = f"write `hf://{page[1]}`"
+    elif scheme[1].lower() in STORES:
+        hint = f"write `{scheme[1].lower()}://{rest}`"
+    elif scheme[1].lower() == "file":
+        hint = f"write `/{rest.removeprefix('localhost').lstrip('/')}`"
+    else:
+        hint = "give a path of this machine, such as where the storage is mounted, or `hf://org/name`"
+    raise UsageError(f"addresses that start with `{scheme[0]}` are not supported", hint=hint)
+
+
 def _remote_module(path: str) -> Any:
+    check_scheme(path)
     return importlib.import_module(STORES[path.partition("://")[0]]) if is_remote(path) else None
 
 
@@ -435,7 +454,10 @@ def locate(path: str) -> Location:
 
 def local_path(path: str) -> Location:
     """Return the location of a path of this machine: a destination, the file of an option. No address is looked up."""
-    return path if isinstance(path, Location) else Location(path, _local())
+    if isinstance(path, Location):
+        return path
+    check_scheme(path)
+    return Location(path, _local())
 
 
 def destination(path: str) -> Location:
