@@ -11,7 +11,6 @@ from pathlib import Path
 import pytest
 from support.paths import ROOT
 
-
 # 13 of 253: it reports no progress of downloads, has no session of Xet to end, and repeats fewer requests.
 FAILS = pytest.mark.xfail(reason="tests that look into the client know 1.33 and later")
 
