@@ -60,8 +60,8 @@ class Command(click.Command):
         # Before anything is read or run: some paths are used hours later.
         for param in self.params:
             if (param.metavar or "").removesuffix("...") in _PATHS and (value := context.params.get(param.name or "")):
-                for path in (value,) if isinstance(value, str) else value:
-                    check_scheme(path)
+                for path in value if isinstance(value, tuple) else (value,):
+                    check_scheme(str(path))
         if context.params.get("quiet") or not sys.stderr.isatty():
             return super().invoke(context)
         from ckpttool.cli.progress import activity_on_stderr
