@@ -17,7 +17,7 @@ from ckpttool.catalogue.entries import Catalogue, Container, Object, Path, Tenso
 from ckpttool.catalogue.values import CONTAINERS, Link, Stub, TorchSize, children, walk
 from ckpttool.errors import CorruptError, LossError
 
-MAX_KEY = 1000  # elements of a key that is a tuple
+MAX_KEY = 300  # elements of a key that is a tuple: nested dicts have it in each path below, and hash it again
 MAX_DEPTH = 256
 MAX_LEVELS = 2000  # of a value that holds no tensor: `pickle` itself gives up at half of that
 MAX_ENTRIES = 20_000_000
