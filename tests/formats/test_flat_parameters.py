@@ -21,6 +21,7 @@ from same import assert_same
 from support.checkpoints import within
 from support.paths import CHECKPOINTS
 
+import ckpttool
 from ckpttool.catalogue import boxes
 from ckpttool.catalogue import flatten as nesting
 from ckpttool.catalogue.dtypes import DTYPES
@@ -254,9 +255,22 @@ def test_a_raw_optimizer_is_cut_by_the_names_beside_it(ran: Callable[[int], Path
 @pytest.mark.parametrize("name", ["rank/fsdp1_local_w2", "rank/fsdp1_flat_w2"])
 def test_without_shapes_the_files_are_named(name: str) -> None:
     ranks = sampled(name)
-    with pytest.raises(CorruptError, match=r"rank0.pt.*rank1.pt.*LOCAL_STATE_DICT.*not the shapes") as caught:
+    with pytest.raises(UsageError, match=r"rank0.pt.*rank1.pt.*LOCAL_STATE_DICT.*not the shapes") as caught:
         flat.model(ranks.part("model"), ranks.place, OpenOptions(), [path.name for path in ranks.paths])
     assert caught.value.hint is not None and "--shapes FROM" in caught.value.hint
+
+
+def test_the_files_are_not_at_fault_when_shapes_are_not_given(tmp_path: Path) -> None:
+    path = CHECKPOINTS / "rank/fsdp1_local_w2"
+    for operation in (
+        lambda: ckpttool.diff(path, path),
+        lambda: ckpttool.convert(path, tmp_path / "whole.pt"),
+        lambda: ckpttool.show(path, "model.embed.weight"),
+    ):
+        with pytest.raises(UsageError, match="not the shapes") as caught:
+            operation()
+        assert caught.value.exit_code == 2
+    assert ckpttool.verify(path).exit_code == 0
 
 
 def sampled(name: str) -> Opened:

@@ -178,14 +178,14 @@ def test_flat_parameters_need_shapes(name: str) -> None:
     assert "flat parameters, and not the shapes" in found.faults[0].message
     assert "--shapes FROM" in str(found.faults[0].hint)
     assert len(found.faults) == 1
-    with pytest.raises(CorruptError):
+    with pytest.raises(UsageError):
         validate(found)
 
 
 def test_a_flat_optimizer_alone_has_no_names() -> None:
     folder = path_of("rank/verl_fsdp1_w2")
     (error, *_) = read(f"{folder}/optim_*", sound=False).faults
-    assert "no model is beside it" in error.message
+    assert "no model is beside it" in error.message and error.exit_code == 2
     known = {key: tuple(tensor.shape) for key, tensor in reference("rank/verl_fsdp1_w2")["model"].items()}
     del known["lm_head.weight"], known["tokens_seen"], known["frozen"]
     alone = tree_of(read(f"{folder}/optim_*", options=OpenOptions(known)))

@@ -29,6 +29,7 @@ sys.path.append(str(Path(__file__).resolve().parents[1]))
 sys.path.append(str(Path(__file__).resolve().parents[2] / "samples"))
 
 from support import upstream_readers
+from support.end_rank import end_rank
 from training import Run, train
 
 from ckpttool import convert
@@ -110,7 +111,7 @@ def main() -> None:
             found[f"{before} to {after}"] = next((one for one in every if one != "equal"), "equal")
     if dist.get_rank() == 0:
         (folder / "verdicts.json").write_text(json.dumps(found, indent=2))
-    dist.destroy_process_group()
+    end_rank()
 
 
 if __name__ == "__main__":

@@ -44,6 +44,7 @@ sys.path.append(str(Path(__file__).resolve().parents[2] / "samples"))
 
 import fsdp1_readers
 from support import upstream_readers
+from support.end_rank import end_rank
 from support.upstream_readers import difference, hollow, spelled
 from training import Run, Sizes, Transformer, detached, seed
 
@@ -218,23 +219,21 @@ def main() -> None:
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
     dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=60))
-    try:
-        size = dist.get_world_size()
-        meshes = {
-            "row": init_device_mesh("cpu", (size,), mesh_dim_names=("row",)),
-            "plain": init_device_mesh("cpu", (size,)),
-        }
-        if size % 2 == 0:
-            meshes["grid"] = init_device_mesh("cpu", (2, size // 2), mesh_dim_names=("replicate", "shard"))
-        found: dict[str, str] = {}
-        for told in json.loads(options.cases.read_text()):
-            found[told["name"]] = verdict(told, meshes)
-            if dist.get_rank() == 0:
-                partial = options.verdicts.with_suffix(".partial")
-                partial.write_text(json.dumps(found, indent=2))
-                os.replace(partial, options.verdicts)
-    finally:
-        dist.destroy_process_group()
+    size = dist.get_world_size()
+    meshes = {
+        "row": init_device_mesh("cpu", (size,), mesh_dim_names=("row",)),
+        "plain": init_device_mesh("cpu", (size,)),
+    }
+    if size % 2 == 0:
+        meshes["grid"] = init_device_mesh("cpu", (2, size // 2), mesh_dim_names=("replicate", "shard"))
+    found: dict[str, str] = {}
+    for told in json.loads(options.cases.read_text()):
+        found[told["name"]] = verdict(told, meshes)
+        if dist.get_rank() == 0:
+            partial = options.verdicts.with_suffix(".partial")
+            partial.write_text(json.dumps(found, indent=2))
+            os.replace(partial, options.verdicts)
+    end_rank()
 
 
 if __name__ == "__main__":

@@ -53,6 +53,7 @@ from runs_ranks import constant
 from runs_trainer import tiny_llama
 from same import assert_same
 from support import upstream_readers
+from support.end_rank import end_rank
 from training import Run, detached, seed
 
 FULL = StateDictOptions(full_state_dict=True)
@@ -235,7 +236,7 @@ def main(folder: Path) -> None:
         verdicts[told["name"]] = next((one for one in every if one != "equal"), "equal")
         if dist.get_rank() == 0:
             (folder / "verdicts.json").write_text(json.dumps(verdicts, indent=2))
-    dist.destroy_process_group()
+    end_rank()
 
 
 if __name__ == "__main__":

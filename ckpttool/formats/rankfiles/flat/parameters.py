@@ -73,11 +73,11 @@ def is_flat(trees: Trees) -> bool:
 def model(trees: Trees, place: Place, options: OpenOptions, files: Sequence[str] = ()) -> Model:
     """The parameters of a `LOCAL_STATE_DICT` set. `files` are the names of the ranks' files, for messages. Pure.
 
-    Raises CorruptError when there are no shapes or they do not fit, UsageError when their order has to be known and is
-    not.
+    Raises UsageError when there are no shapes, or their order has to be known and is not; CorruptError when they do not
+    fit.
     """
     if options.shapes is None:
-        raise CorruptError(
+        raise UsageError(
             f"{some(files, 2) or 'these files'}: a LOCAL_STATE_DICT set has flat parameters, and not the shapes of "
             "what is in them",
             hint="pass `--shapes FROM`: a checkpoint of the same model saved by torch or DCP, a safetensors file, or "

@@ -18,7 +18,7 @@ from typing import Any
 from ckpttool.catalogue.entries import Catalogue, Object, Path, Tensor, dotted
 from ckpttool.catalogue.flatten import replaced
 from ckpttool.catalogue.protocols import OpenOptions
-from ckpttool.errors import CkptError, CorruptError
+from ckpttool.errors import CkptError, CorruptError, UsageError
 from ckpttool.formats.rankfiles.compare import CopyComparer
 from ckpttool.formats.rankfiles.flat import optimizer as flat_optimizer
 from ckpttool.formats.rankfiles.flat import parameters
@@ -119,7 +119,7 @@ class Rebuilding:
         what = "the optimizer has flat pieces under integer ids, and no model is beside it to name them"
         how = "name the directory, or a pattern that matches the model's files too"
         hint = f"{how}, or pass `--shapes FROM`: a checkpoint of the model"
-        raise CorruptError(f"`{files[0]}`: {what}", hint=hint, files=files)
+        raise UsageError(f"`{files[0]}`: {what}", hint=hint, files=files, needs="--shapes")
 
     def _replica(self) -> list[int] | None:
         """The ranks, by their place here, that have everything once, where the model's mesh has several replicas."""
