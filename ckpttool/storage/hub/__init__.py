@@ -7,6 +7,7 @@ listing     the files of a revision: names, sizes, digests
 retries     attempts after failures that may pass
 store       a repository as a store whose files are fetched as they are read
 upload      a repository as a destination: files are sent one at a time, and published in one commit
+xet         the end of transfers over Xet in which nothing moves
 """
 
 from __future__ import annotations

@@ -31,7 +31,7 @@ from huggingface_hub.utils._http import hf_raise_for_status
 from ckpttool.errors import ReadError, RemoteError
 from ckpttool.storage.errors import os_errors
 from ckpttool.storage.files import Pool
-from ckpttool.storage.hub import client, listing
+from ckpttool.storage.hub import client, listing, xet
 from ckpttool.storage.hub.address import Address, parse
 from ckpttool.storage.hub.errors import translate_errors
 from ckpttool.storage.hub.listing import RepoFile
@@ -165,7 +165,7 @@ class HubStore(Store):
                 file=address,
             )
         else:
-            with translate_errors(address):
+            with translate_errors(address), xet.watched():
                 download = partial(
                     self._api.hf_hub_download,
                     self._repo,

@@ -32,7 +32,7 @@ from huggingface_hub.utils._runtime import is_xet_available
 from ckpttool.errors import RemoteError, UsageError, without_credentials
 from ckpttool.storage import files, free_space
 from ckpttool.storage.errors import os_errors
-from ckpttool.storage.hub import client, errors, listing, retries
+from ckpttool.storage.hub import client, errors, listing, retries, xet
 from ckpttool.storage.hub.address import Address, parse
 from ckpttool.storage.hub.listing import RepoFile
 from ckpttool.storage.hub.retries import repeat
@@ -310,7 +310,7 @@ class _Upload:
                 operation.upload_info.sha256 = bytes.fromhex(sha256)
 
             def attempt() -> None:
-                with _reported(operation, path, self._report):
+                with xet.watched(), _reported(operation, path, self._report):
                     self._preupload(operation)
 
             repeat(attempt)

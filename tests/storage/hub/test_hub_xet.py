@@ -4,6 +4,7 @@ can be a server of ours. What it answers in order is not tried here, but with a 
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from support.hub_server import WRITER, Hub, drop, stall
 
 import ckpttool
 from ckpttool.errors import RemoteError
+from ckpttool.storage.hub import xet
 
 FAULTS: dict[str, tuple[dict[str, Any], str]] = {
     "401": ({"status": 401}, r"\(401\)"),
@@ -80,3 +82,36 @@ def test_reading(store: Hub, tmp_path: Path, fault: str, monkeypatch: pytest.Mon
     check(raised.value)
     assert 1 <= store.failed <= 9 and not (tmp_path / "out.pt").exists()
     assert os.listdir(tmp_path / "tmp") == []
+
+
+JOBS = {
+    "send": lambda folder: ckpttool.export(folder / "x.safetensors", "hf://me/model"),
+    "receive": lambda folder: ckpttool.convert("hf://org/name", folder / "out.pt"),
+}
+
+
+@pytest.mark.parametrize(("job", "where"), [("send", "^/cas/"), ("receive", "^/cas/"), ("send", "/xet-write-token/")])
+def test_a_store_that_is_silent_for_ever(
+    store: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, job: str, where: str
+) -> None:
+    """It is told, and given up after the time-out, while the library would try for minutes."""
+    for name, value in {"RETRY_MAX_ATTEMPTS": "5", "READ_TIMEOUT": "60s", "CONNECT_TIMEOUT": "60s"}.items():
+        monkeypatch.setenv(f"HF_XET_CLIENT_{name}", value)
+    monkeypatch.setattr(xet, "TELL_AFTER", 0.5)
+    abort_xet_session()
+    save_file({"w": torch.randn(300, 300)}, tmp_path / "x.safetensors")
+    store.make("org/name", {"model.safetensors": (tmp_path / "x.safetensors").read_bytes()})
+    for method in ("GET", "POST", "PUT", "HEAD"):
+        store.fail(method, where, act=stall)
+    patience(monkeypatch, 1)
+    started = time.monotonic()
+    with pytest.raises(RemoteError, match=r"(timed out|within).*1 s") as raised:
+        JOBS[job](tmp_path)
+    assert time.monotonic() - started < 5 and store.failed
+    check(raised.value)
+    assert caplog.messages == ["the storage of large files has been silent for 0.5 s; it is given up after 1 s"]
+    # What comes next has a session that works.
+    store.faults.clear()
+    store.cas = False
+    ckpttool.export(tmp_path / "x.safetensors", "hf://me/other")
+    assert store.history("me/other") == ["Upload with ckpttool", "initial commit"]

@@ -1,0 +1,126 @@
+"""Ends transfers over Xet in which nothing moves.
+
+The library behind Xet repeats its requests to a silent server for minutes, and says nothing meanwhile.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from contextvars import ContextVar
+from functools import cache, partial
+from typing import Any
+
+from huggingface_hub.utils import _xet
+
+from ckpttool.storage.hub import client
+
+TELL_AFTER = 10.0  # seconds without a byte
+_LOOK = 0.25  # seconds between two looks at a transfer
+
+_seconds: ContextVar[float | None] = ContextVar("_seconds", default=None)  # the time-out in the block of `watched`
+log = logging.getLogger("ckpttool")
+
+
+@contextmanager
+def watched() -> Iterator[None]:
+    """Watch the transfers that the client makes in the block. The first 1.x releases lack the sessions that this
+    needs."""
+    _prepare()
+    before = _seconds.set(client.timeout())
+    try:
+        yield
+    finally:
+        _seconds.reset(before)
+
+
+@cache
+def _prepare() -> None:
+    get_session = getattr(_xet, "get_xet_session", None)
+    if get_session is not None:
+        _xet.get_xet_session = lambda: get_session() if _seconds.get() is None else _Session(get_session())
+
+
+class _Session:
+    """Class for a session of Xet whose transfers are watched."""
+
+    def __init__(self, session: Any) -> None:
+        self._session = session
+
+    def new_upload_commit(self, **arguments: Any) -> _Transfer:
+        return _Transfer(partial(self._session.new_upload_commit, **arguments))
+
+    def new_file_download_group(self, **arguments: Any) -> _Transfer:
+        return _Transfer(partial(self._session.new_file_download_group, **arguments))
+
+
+class _Transfer:
+    """Context manager for a transfer, which is aborted once nothing has moved for the time-out. Raises ConnectionError
+    then."""
+
+    def __init__(self, create: Callable[[], Any]) -> None:
+        self._create = create
+        self._transfer: Any = None
+        self._is_silent = False
+        self._over = threading.Event()
+        self._watch = threading.Thread(target=self._abort_if_silent, args=(_seconds.get(),), daemon=True)
+
+    def __enter__(self) -> Any:
+        self._watch.start()
+        try:
+            # It asks for a token.
+            self._transfer = self._create()
+            return self._transfer.__enter__()
+        except BaseException as error:
+            self._end(error)
+            raise
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> Any:
+        try:
+            result = self._transfer.__exit__(kind, error, trace)
+        except BaseException as raised:
+            self._end(raised)
+            raise
+        self._end(error)
+        return result
+
+    def _end(self, error: BaseException | None) -> None:
+        self._over.set()
+        self._watch.join()
+        if error is not None and self._is_silent:
+            raise ConnectionError("the transfer timed out") from error
+
+    def _abort_if_silent(self, seconds: float) -> None:
+        before, moved, is_told = self._moved(), time.monotonic(), False
+        while not self._over.wait(min(_LOOK, seconds / 4)):
+            now = self._moved()
+            silent = time.monotonic() - moved
+            if now != before:
+                before, moved, is_told = now, time.monotonic(), False
+            elif silent >= seconds:
+                self._is_silent = True
+                # Without a transfer, it is the session that waits.
+                with suppress(RuntimeError):
+                    (_xet.abort_xet_session if self._transfer is None else self._transfer.abort)()
+                return
+            elif silent >= TELL_AFTER and not is_told:
+                is_told = True
+                log.warning(
+                    "the storage of large files has been silent for %g s; it is given up after %g s",
+                    TELL_AFTER,
+                    seconds,
+                )
+
+    def _moved(self) -> tuple[Any, ...]:
+        """Return numbers that change while bytes move, or while the server reports that it works on them."""
+        progress = None if self._transfer is None else self._transfer.progress()
+        shard = getattr(progress, "shard", None)
+        return tuple(
+            getattr(part, name)
+            for part in (progress, shard)
+            for name in sorted(dir(part))
+            if type(getattr(part, name)) is int
+        )
