@@ -18,7 +18,7 @@ from ckpttool.catalogue.boxes import Ints
 from ckpttool.catalogue.dtypes import Dtype
 from ckpttool.catalogue.warning import Warning
 from ckpttool.errors import CkptError, CorruptError
-from ckpttool.text import html_table, plural, size
+from ckpttool.text import html_table, near_names, plural, size
 
 Path = tuple[Hashable, ...]
 
@@ -225,6 +225,7 @@ class _Named:
 
     @property
     def name(self) -> str:
+        """The dotted name in the whole checkpoint: `model.layers.0.w`."""
         return dotted(self.path)
 
     @property
@@ -271,6 +272,7 @@ class Tensor(_Named):
 
     @property
     def nbytes(self) -> int:
+        """The size of the elements in bytes."""
         return prod(self.shape) * self.dtype.itemsize
 
 
@@ -304,6 +306,7 @@ class Object(_Named):
 
     @property
     def value(self) -> Any:
+        """The value, read when it is first asked for."""
         if self._value is _UNREAD:
             assert self._read is not None
             self._value = self._read()
@@ -354,8 +357,15 @@ class File:
 E = TypeVar("E", Tensor, Object)
 
 
+def unknown_name(name: str | Path, names: Sequence[str]) -> KeyError:
+    """Return the error for a dotted name or a key path that no entry has, with the nearest names. Pure."""
+    near = near_names(str(name), names)
+    return KeyError(f"{name}; did you mean {', '.join(near)}?" if near else name)
+
+
 class Entries(Sequence[E]):
-    """The entries of one kind in a catalogue, in the order in which they were saved."""
+    """The entries of one kind in a catalogue, in the order in which they were saved: `catalogue.tensors[0]`, or by
+    dotted name or key path, `catalogue.tensors["model.norm.weight"]`."""
 
     def __init__(self, entries: Mapping[Path, Entry], kind: type[E]) -> None:
         self._entries = entries
@@ -367,8 +377,18 @@ class Entries(Sequence[E]):
     def __len__(self) -> int:
         return sum(1 for _ in self)
 
+    def __contains__(self, entry: object) -> bool:
+        return any(one is entry or entry in (one.name, one.path) for one in self)
+
     def __getitem__(self, index: Any) -> Any:
-        return list(self)[index]
+        """Return the entry at a position or called by a name, or a list for a slice of positions. Raises KeyError, with
+        the nearest names, for an unknown one."""
+        if not isinstance(index, (str, tuple)):
+            return list(self)[index]
+        for entry in self:
+            if index in (entry.name, entry.path):
+                return entry
+        raise unknown_name(index, [entry.name for entry in self])
 
     def __repr__(self) -> str:
         return f"<{plural(len(self), self._kind.__name__.lower())}>"
@@ -416,11 +436,20 @@ class Catalogue:
         return html_table(repr(self), ("name", "dtype", "shape"), (entry.row for entry in self.entries.values()))
 
     def add(self, entry: Entry) -> None:
+        """Add an entry under its path.
+
+        Raises:
+            CorruptError: if there is an entry of that path.
+        """
         if entry.path in self.entries:
             raise CorruptError(f"two entries are called `{dotted(entry.path)}`", tensor=dotted(entry.path))
         self.entries[entry.path] = entry
 
     def tensor(self, path: Path) -> Tensor:
+        """Return the tensor at a key path, `("model", "norm.weight")`; `tensors["model.norm.weight"]` finds it by name.
+
+        Raises KeyError if there is no entry.
+        """
         entry = self.entries[path]
         assert isinstance(entry, Tensor)
         return entry

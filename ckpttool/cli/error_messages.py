@@ -183,6 +183,8 @@ def _translate(error: click.UsageError, application: click.Command, words: list[
         message = f"`{command}` has no option `{error.option_name}`"
         if error.possibilities:
             hint = f"did you mean `{error.possibilities[0]}`?"
+    elif isinstance(error, click.MissingParameter) and error.param is not None and error.param.name == "recipe":
+        hint = _recipe_meant(command, words[len(command.split()) - 1 :])
     elif isinstance(error, click.exceptions.NoSuchCommand):
         message = f"there is no command `{error.command_name}`"
         hint = _command_meant(error.command_name, context)
@@ -190,6 +192,15 @@ def _translate(error: click.UsageError, application: click.Command, words: list[
         message = re.sub(pattern, plain, message)
     message = re.sub(r"(?:^|(?<=: ))[A-Z](?=[a-z])", lambda first: first[0].lower(), message)
     return UsageError(message.rstrip("."), hint=hint)
+
+
+def _recipe_meant(command: str, words: list[str]) -> str:
+    """Return the hint for a recipe that is not given, or given as if it were a checkpoint."""
+    recipe = next((word for word in words if word.endswith(".py")), None)
+    if recipe is None:
+        return "`ckpttool verify-resume init` writes a recipe, a Python file; name it with `--recipe FILE`"
+    rest = [word for word in words if word != recipe]
+    return f"`{' '.join([command, *rest, '--recipe', recipe])}`"
 
 
 def _command_meant(name: str, context: click.Context) -> str:

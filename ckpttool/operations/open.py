@@ -15,13 +15,13 @@ from typing import TYPE_CHECKING, Any
 from ckpttool.catalogue import boxes
 from ckpttool.catalogue.boxes import Box, Ints
 from ckpttool.catalogue.dtypes import Dtype
-from ckpttool.catalogue.entries import Catalogue, Object, Path, Tensor, dotted
+from ckpttool.catalogue.entries import Catalogue, Object, Path, Tensor, dotted, unknown_name
 from ckpttool.catalogue.patterns import any_of
 from ckpttool.errors import UsageError, require
 from ckpttool.producers.open import open_source
 from ckpttool.storage.crc import crc32
 from ckpttool.storage.files import Pool
-from ckpttool.text import html_table, near_names
+from ckpttool.text import html_table
 from ckpttool.transfer import checksums
 from ckpttool.transfer.read import part, read_box
 
@@ -58,8 +58,7 @@ class Subtree(Mapping[str, Any]):
             below = {dotted(p[len(name) :]): p for p in self._names.values() if name and p[: len(name)] == name}
         if below:
             return Subtree(self._checkpoint, below)
-        near = near_names(str(name), list(self._names))
-        raise KeyError(f"{name}; did you mean {', '.join(near)}?" if near else name)
+        raise unknown_name(name, list(self._names))
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._names)

@@ -145,7 +145,8 @@ def naming(path: str | None) -> Iterator[None]:
     try:
         yield
     except CkptError as error:
-        if path is None or error.names(path.rstrip("/")) or not isinstance(error, CorruptError | ReadError):
+        is_of_files = isinstance(error, CorruptError | ReadError) or "needs" in error.facts
+        if path is None or error.names(path.rstrip("/")) or not is_of_files:
             raise
         raise error.prefixed(f"`{path}`", file=path) from None
 

@@ -144,6 +144,24 @@ def test_a_path_in_place_of_a_command(tmp_path: Path, monkeypatch: pytest.Monkey
     assert "`ckpttool --help` lists the commands" in run("out").stderr
 
 
+def test_a_recipe_in_place_of_a_checkpoint_and_the_other_way_round(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "recipe.py").touch()
+    (tmp_path / "step-4").mkdir()
+    trial, audit = ("verify-resume", "trial"), ("verify-resume", "audit")
+    for words, hint in (
+        ((*trial, "recipe.py"), "hint: `ckpttool verify-resume trial --recipe recipe.py`"),
+        ((*trial, "step-4", "recipe.py"), "hint: `ckpttool verify-resume trial step-4 --recipe recipe.py`"),
+        ((*trial, "step-4"), "hint: `ckpttool verify-resume init` writes"),
+        ((*trial, "recipe.py", "--recipe", "step-4"), "hint: the recipe is a Python file: `--recipe recipe.py`"),
+        ((*audit, "recipe.py"), "hint: the checkpoint comes first: `ckpttool verify-resume audit CHECKPOINT --recipe"),
+    ):
+        result = run(*words)
+        assert result.exit_code == 2 and hint in " ".join(result.stderr.split()), (words, result.stderr)
+
+
 def test_fsdp2_is_written_as_dcp() -> None:
     for name in ("fsdp2", "FSDP2", "distcp"):
         assert "did you mean `dcp`" in run("convert", FULL, "out", "--to", name).stderr

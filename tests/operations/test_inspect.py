@@ -447,3 +447,17 @@ def test_a_truncated_file_is_one_warning(tmp_path: Path) -> None:
     assert counted is not None, said
     [cut] = [finding for finding in ckpttool.verify(tmp_path / "cut").findings if finding.kind == "truncated"]
     assert len(cut.names) == int(counted[1]) + int(counted[2])
+
+
+def test_an_entry_is_looked_up_by_its_name(tmp_path: Path) -> None:
+    state = {"model": {"norm.weight": torch.ones(3), "norm.bias": torch.zeros(2)}, "step": 7}
+    torch.save(state, tmp_path / "full.pt")
+    catalogue = ckpttool.inspect(tmp_path / "full.pt")
+    assert catalogue.tensors["model.norm.weight"] is catalogue.tensors[0]
+    assert catalogue.tensors["model", "norm.bias"].shape == (2,)
+    assert catalogue.objects["step"].value == 7
+    assert "step" in catalogue.objects and "step" not in catalogue.tensors and catalogue.tensors[0] in catalogue.tensors
+    with pytest.raises(KeyError, match=r"did you mean model\.norm\.weight"):
+        catalogue.tensors["norm.weight"]
+    with pytest.raises(KeyError, match="'step'"):
+        catalogue.tensors["step"]

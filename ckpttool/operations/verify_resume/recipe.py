@@ -46,11 +46,19 @@ def load_recipe(path: str | os.PathLike[str]) -> Recipe:
     Raises UsageError if it is not a Python file, fails when it is run, or lacks a function.
     """
     path = os.path.abspath(path)
-    if not os.path.isfile(path):
-        raise UsageError(f"`{path}`: no such recipe", hint=_START)
+    check_recipe(path)
     module = _imported(path)
     names = [name for name in _PARAMETERS if name != "mesh" or hasattr(module, "mesh")]
     return Recipe(path, **{name: _function(module, path, name) for name in names})
+
+
+def check_recipe(path: str) -> None:
+    """Raises UsageError unless there is a file at `path`."""
+    if os.path.isdir(path):
+        hint = "the recipe is a Python file: `--recipe recipe.py`; checkpoints are named without an option"
+        raise UsageError(f"`{path}` is a directory, and no recipe", hint=hint)
+    if not os.path.isfile(path):
+        raise UsageError(f"`{path}`: no such recipe", hint=_START)
 
 
 def _invalid(path: str, what: str, hint: str | None = None, **facts: Any) -> UsageError:

@@ -26,9 +26,9 @@ from ckpttool.operations.verify_resume.audit.counters import check_counters
 from ckpttool.operations.verify_resume.audit.optimizer_state import check_optimizers
 from ckpttool.operations.verify_resume.audit.rank_values import check_rank_values
 from ckpttool.operations.verify_resume.audit.values import check_values, read_number, tensors_with_values, trained_names
+from ckpttool.operations.verify_resume.recipe import check_recipe
 from ckpttool.producers.open import opened
 from ckpttool.storage.files import Pool
-from ckpttool.storage.stores import local_path
 from ckpttool.text import plural, size
 
 VALUES_UP_TO = 1 << 30
@@ -121,8 +121,11 @@ def audit(
     """
     began = time.monotonic()
     path, checks = os.fspath(path), Checks()
-    if recipe is not None and not local_path(recipe).is_file():
-        raise UsageError(f"`{recipe}`: no such recipe", hint="`ckpttool verify-resume init` writes a template")
+    if recipe is not None:
+        check_recipe(recipe)
+    if path.endswith(".py"):
+        order = f"`ckpttool verify-resume audit CHECKPOINT --recipe {path}`"
+        raise UsageError(f"`{path}` is a recipe, and no checkpoint", hint=f"the checkpoint comes first: {order}")
     with opened(path, shapes) as source:
         catalogue = source.catalogue
         result = Audit(path, catalogue.format, catalogue.world_size, checks=checks, recipe=recipe)
