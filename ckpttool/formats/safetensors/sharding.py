@@ -64,10 +64,15 @@ def collisions(tensors: Iterable[Tensor]) -> list[tuple[Tensor, Tensor]]:
 
 
 def plan_model(
-    catalogue: Catalogue, max_size: int | None, metadata: dict[str, str], *, count_parameters: bool = False
+    catalogue: Catalogue,
+    max_size: int | None,
+    metadata: dict[str, str],
+    *,
+    stem: str = "model",
+    count_parameters: bool = False,
 ) -> Plan:
-    """Plan the files of a model, of at most `max_size` bytes each, or one file. With `count_parameters`, the index has
-    the number of elements. Raises LossError if names collide."""
+    """Plan the files of a model, of at most `max_size` bytes each, or one file; their names begin with `stem`. With
+    `count_parameters`, the index has the number of elements. Raises LossError if names collide."""
     tensors = list(catalogue.tensors)
     for one, other in collisions(tensors):
         first, second = ("/".join(f"`{key}`" for key in t.path) for t in (one, other))
@@ -77,7 +82,7 @@ def plan_model(
     # The metadata cannot have a tie named `format`: such a tensor gets its own bytes.
     owners = {t.path: t if t.fqn in RESERVED else catalogue.first(t) for t in tensors}
     names = {t.path: t.fqn for t in tensors}
-    _add_group(plan, "model", names, owners, max_size, metadata, count_parameters=count_parameters)
+    _add_group(plan, stem, names, owners, max_size, metadata, count_parameters=count_parameters)
     plan.places |= {path: plan.places[owner.path] for path, owner in owners.items()}
     return plan
 

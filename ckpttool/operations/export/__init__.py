@@ -29,6 +29,12 @@ from ckpttool.transfer.check_destination import check_written
 from ckpttool.transfer.threads import Progress
 
 _SAFETENSORS = formats.named("safetensors")
+# Suffixes of files of weights, and what makes such a file of a directory; nothing where `convert` writes it.
+_FILES = {
+    **dict.fromkeys((".safetensors", ".pt", ".pth", ".ckpt", ".bin"), ""),
+    ".gguf": "`convert_hf_to_gguf.py` of llama.cpp",
+    ".onnx": "`optimum-cli export onnx`",
+}
 
 
 def export(
@@ -102,11 +108,7 @@ def export(
         several(not_secret),
     )
     how = WriteOptions(overwrite, dry_run, threads, arguments.memory(max_memory), check, progress, manifest=listed)
-    if dst.endswith(".safetensors"):
-        raise UsageError(
-            f"`{dst}`: an export is a directory, of config and weights",
-            hint=f"`ckpttool convert {src} {dst} --only model` writes the weights alone",
-        )
+    _check_name(src, dst)
     result = Exported(src, "", dst, "safetensors", dry_run=dry_run)
     remote = {
         "private": private,
@@ -138,6 +140,18 @@ def export(
     result.checked_bytes, result.unchecked_bytes = plan.moved.checked, plan.moved.unchecked
     write.note_overflow(result, plan.moved.overflowed)
     return result
+
+
+def _check_name(src: str, dst: str) -> None:
+    """Raises UsageError for a destination with the name of a file: an export is a directory."""
+    # A repository on the Hub may be called `org/model.gguf`, and a directory, said to be one with `/`, too.
+    suffix = next((suffix for suffix in _FILES if dst.lower().endswith(suffix)), "")
+    if not suffix or (stores.is_remote(dst) and suffix != ".safetensors"):
+        return
+    hint = f"`ckpttool convert {src} {dst} --only model` writes the weights alone"
+    if _FILES[suffix]:
+        hint = f"export to `{dst[: -len(suffix)]}`, and make the file from that with {_FILES[suffix]}"
+    raise UsageError(f"`{dst}`: an export is a directory, of config and weights", hint=hint)
 
 
 @contextmanager

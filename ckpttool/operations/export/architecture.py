@@ -27,13 +27,14 @@ _OFFLINE = {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1", "TRANSFORMERS_VE
 
 @dataclass(frozen=True, slots=True)
 class Expected:
-    """The model of a config, as transformers makes it: `Expected("GPT2LMHeadModel", "5.23.0", {"wte.weight": ..})`.
+    """The model of a config, as its library makes it:
+    `Expected("GPT2LMHeadModel", "transformers 5.23.0", {"wte.weight": ..})`.
 
     `files` are names and shapes as its files have them, `memory` as it has them in memory, tied ones included.
     """
 
     architecture: str
-    transformers: str
+    library: str
     memory: Mapping[str, Ints]
     files: Mapping[str, Ints]
     tied: Mapping[str, str]
@@ -60,15 +61,16 @@ class Compared:
 
 
 def expected(config: Mapping[str, Any]) -> Expected | str:
-    """Return the tensors that transformers expects for a config, or why that is unknown."""
+    """Return the tensors that transformers or diffusers expects for a config, or why that is unknown."""
     import subprocess
 
     if "auto_map" in config:
         return "the config names code of its own, which is not run"
-    if not config.get("architectures"):
+    library = "diffusers" if "_class_name" in config else "transformers"
+    if library == "transformers" and not config.get("architectures"):
         return "the config names no architecture"
-    if find_spec("transformers") is None:
-        return "transformers is not installed"
+    if find_spec(library) is None:
+        return f"{library} is not installed"
     with files.scratch_directory("ckpttool-model-") as scratch:
         # A directory with the config alone, without a tokenizer or code.
         (local_path(scratch) / "config.json").put(json.dumps(config).encode())
@@ -78,7 +80,7 @@ def expected(config: Mapping[str, Any]) -> Expected | str:
             _run(command)
             answer = json.loads(out.read())
         except (OSError, ValueError, subprocess.SubprocessError, ReadError) as error:
-            return f"transformers did not answer ({type(error).__name__})"
+            return f"{library} did not answer ({type(error).__name__})"
     if "why_not" in answer:
         return str(answer["why_not"])
     shapes = {key: {n: tuple(shape) for n, shape in answer[key].items()} for key in ("memory", "files")}

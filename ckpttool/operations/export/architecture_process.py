@@ -1,4 +1,4 @@
-"""What transformers says of a config: the names and shapes of the model's tensors, of its files, and what it ties.
+"""What transformers or diffusers says of a config: names and shapes of the model's tensors, of its files, and its ties.
 
 Run as a program, `python -m ckpttool.operations.export.architecture_process DIR OUT`: torch and transformers take
 400 MB, which the process that copies is to have no part in. The model is built on the meta device, without weights; no
@@ -17,6 +17,27 @@ from ckpttool.storage.stores import local_path
 def describe(folder: str) -> dict[str, Any]:
     """`{"memory": {name: shape}, "files": {name: shape}, "tied": {name: name}, "prefix", "missing", "unexpected"}`, or
     `{"why_not": text}`. `missing` and `unexpected` are patterns of names that transformers passes over."""
+    config = json.loads((local_path(folder) / "config.json").read())
+    return _diffusion(config) if "_class_name" in config else _transformer(folder)
+
+
+def _diffusion(config: dict[str, Any]) -> dict[str, Any]:
+    import diffusers  # type: ignore[import-not-found] # not needed to develop
+    import torch
+
+    name, library = str(config["_class_name"]), f"diffusers {diffusers.__version__}"
+    kind = getattr(diffusers, name, None)
+    if kind is None:
+        return {"why_not": f"{library} has no `{name}`"}
+    if "quantization_config" in config:
+        return {"why_not": "the model is quantized"}
+    with torch.device("meta"):
+        model = kind.from_config(config)
+    names = {name: list(tensor.shape) for name, tensor in model.state_dict().items()}
+    return {"architecture": name, "library": library, "memory": names, "files": names, "tied": {}}
+
+
+def _transformer(folder: str) -> dict[str, Any]:
     import torch
     import transformers
 
@@ -37,7 +58,7 @@ def describe(folder: str) -> dict[str, Any]:
     tied = _tied(model, memory)
     return {
         "architecture": str(named[0]),
-        "transformers": transformers.__version__,
+        "library": f"transformers {transformers.__version__}",
         "memory": memory,
         "files": _in_files(model, tied),
         "tied": tied,
@@ -84,11 +105,11 @@ def main(folder: str, out: str) -> None:
     """Write what there is to say to the file `out`, what went wrong included."""
     try:
         answer = describe(folder)
-    except ImportError:
-        answer = {"why_not": "transformers is not installed"}
+    except ImportError as error:
+        answer = {"why_not": f"{error.name or 'transformers'} is not installed"}
     # Whatever it is, the config is what it is about, and the other process says it in one line.
     except Exception as error:
-        answer = {"why_not": f"transformers cannot make the model: {type(error).__name__}: {error}".partition("\n")[0]}
+        answer = {"why_not": f"the library cannot make the model: {type(error).__name__}: {error}".partition("\n")[0]}
     local_path(out).put(json.dumps(answer).encode())
 
 

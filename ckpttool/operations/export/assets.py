@@ -54,6 +54,11 @@ class Assets:
         return str(names[0]) if isinstance(names, list) and names else None
 
     @property
+    def is_diffusion(self) -> bool:
+        """Whether the config is that of a model of diffusers."""
+        return isinstance((self.config or {}).get("_class_name"), str)
+
+    @property
     def head_dim(self) -> int | None:
         """The rows of an attention head, by a config of transformers or the `params.json` of Meta."""
         config = self.config or {}

@@ -103,7 +103,8 @@ def planned(result: Exported, options: ExportOptions, how: WriteOptions) -> Iter
             memory = _WHILE_CASTING
         progress = write.with_downloads(how.progress, opened, catalogue)
         moving = weights.Moving(viewed, opened.before, how.threads, memory, progress)
-        files = weights.outgoing(catalogue, options.max_shard_size, moving, adapter=result.adapter)
+        stem = weights.ADAPTER if result.adapter else weights.DIFFUSION if beside.is_diffusion else weights.MODEL
+        files = weights.outgoing(catalogue, options.max_shard_size, moving, stem=stem)
         _summarise(result, catalogue, source)
         files += _other_files(beside, result, catalogue, source, options)
         _check_secrets(files, beside.included, catalogue, options, result)
@@ -178,7 +179,7 @@ def _compare(planned: Catalogue, model: Expected, beside: Assets, options: Expor
             raise error
         result.not_compared = error.message
         return
-    result.compared = f"{model.architecture} of transformers {model.transformers}"
+    result.compared = f"{model.architecture} of {model.library}"
     if compared.prefix:
         what = "without" if compared.prefix[0] == "+" else "with"
         result.notes.append(

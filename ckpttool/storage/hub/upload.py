@@ -51,7 +51,12 @@ _STALE_MODEL = re.compile(
     r"|rust_model\.ot|adapter_config\.json|adapter_model\.(safetensors|bin)"
 )
 _STALE_ADAPTER = re.compile(r"adapter_model\.(safetensors|bin)")
+_STALE_DIFFUSION = re.compile(
+    r"diffusion_(pytorch|flax)_model(\.\w+)?(-\d{5}-of-\d{5})?\.(safetensors|bin|msgpack)"
+    r"|diffusion_pytorch_model\.(safetensors|bin)\.index(\.\w+)?\.json"
+)
 _STALE = {
+    re.compile(r"diffusion_pytorch_model(-\d{5}-of-\d{5})?\.safetensors"): _STALE_DIFFUSION,
     re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors"): _STALE_MODEL,
     re.compile(r"adapter_model\.safetensors"): _STALE_ADAPTER,
 }
@@ -331,10 +336,16 @@ class _Upload:
         together with them. Files whose names in the folder match `keep` stay. Raises UsageError for a pattern of `keep`
         that matches none there."""
         names = {file.name for file in outgoing}
-        patterns = [stale for new, stale in _STALE.items() if any(map(new.fullmatch, names))]
+        # The components of a pipeline have weights in folders of their own.
+        written = {name.rpartition("/")[::2] for name in names}
+        patterns = {(place, old) for place, name in written for new, old in _STALE.items() if new.fullmatch(name)}
         inside = self._path("x")[:-1]
         there = {name.removeprefix(inside) for name in self._repo_files if name.startswith(inside)}
-        stale = {name for name in there - names if any(pattern.fullmatch(name) for pattern in patterns)}
+        stale = set()
+        for path in there - names:
+            folder, _, name = path.rpartition("/")
+            if any(place == folder and old.fullmatch(name) for place, old in patterns):
+                stale.add(path)
         for pattern in keep if stale else ():
             if not fnmatch.filter(there, pattern):
                 raise UsageError(

@@ -158,8 +158,8 @@ def test_experts_that_are_stacked_are_files_of_their_own(tmp_path: Path) -> None
     torch_dcp.save(titan, checkpoint_id=tmp_path / "titan", no_dist=True)
     assets(model.config, tmp_path / "base")
     for source in ("in-memory.pt", "titan"):
-        ckpttool.export(tmp_path / source, tmp_path / f"of-{source}", assets=tmp_path / "base", check=True)
-        found = load_file(tmp_path / f"of-{source}" / "model.safetensors")
+        ckpttool.export(tmp_path / source, tmp_path / f"{source}-out", assets=tmp_path / "base", check=True)
+        found = load_file(tmp_path / f"{source}-out" / "model.safetensors")
         assert found.keys() == expected.keys()
         assert all(torch.equal(found[name], value) for name, value in expected.items())
 

@@ -6,6 +6,7 @@ import hashlib
 import os
 import re
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -181,6 +182,12 @@ def test_a_model_replaces_the_weights_of_other_formats_and_an_adapter(hub: Hub) 
     hub.make("me/adapter", before)
     sent = send(Files(adapter_model__safetensors=weights(8), adapter_config__json=b"{}").outgoing(), "hf://me/adapter")
     assert sent.removed == ["adapter_model.bin"]
+    # The models of a pipeline have names of their own, and folders.
+    old = [f"{folder}/diffusion_pytorch_model{kind}.bin" for folder in ("unet", "vae") for kind in ("", ".fp16")]
+    hub.make("me/pipeline", {**before, **dict.fromkeys(old, b"")})
+    unet = [replace(file, name="unet/diffusion_pytorch_model.safetensors") for file in Files(x=weights(8)).outgoing()]
+    sent = send(unet, "hf://me/pipeline")
+    assert sent.removed == ["unet/diffusion_pytorch_model.bin", "unet/diffusion_pytorch_model.fp16.bin"]
 
 
 def test_a_dry_run_changes_nothing(hub: Hub, tmp_path: Path) -> None:
