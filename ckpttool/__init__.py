@@ -2,8 +2,8 @@
 
 A checkpoint is a catalogue of named tensors, each a tiling of boxes, each box a run of bytes in a file. Opening one
 reads its index and runs nothing; converting one lays out an empty checkpoint of the other format and moves each byte
-once. `open` reads lazily; `inspect`, `show`, `diff`, `verify`, `repair`, `convert`, `reshard` and `export` are the
-commands of the same names.
+once. `open` reads lazily; `inspect`, `show`, `stats`, `diff`, `verify`, `repair`, `convert`, `reshard` and `export` are
+the commands of the same names.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from ckpttool.operations.repair import Repaired, repair
     from ckpttool.operations.reshard import Resharding, reshard
     from ckpttool.operations.show import Shown, show
+    from ckpttool.operations.stats import Stats, stats
     from ckpttool.operations.verify import Finding, Report, verify
     from ckpttool.operations.write import Conversion
     from ckpttool.training.exit_on_error import exit_on_error
@@ -50,6 +51,7 @@ _MODULES = {
     "Report": "operations.verify",
     "Resharding": "operations.reshard",
     "Shown": "operations.show",
+    "Stats": "operations.stats",
     "Subtree": "operations.open",
     "convert": "operations.convert",
     "diff": "operations.diff",
@@ -62,6 +64,7 @@ _MODULES = {
     "reshard": "operations.reshard",
     "save": "training.save",
     "show": "operations.show",
+    "stats": "operations.stats",
     "verify": "operations.verify",
 }
 
@@ -114,6 +117,7 @@ __all__ = [
     "Report",
     "Resharding",
     "Shown",
+    "Stats",
     "Subtree",
     "__version__",
     "convert",
@@ -127,6 +131,7 @@ __all__ = [
     "reshard",
     "save",
     "show",
+    "stats",
     "verify",
 ]
 if find_spec("torch") is None:

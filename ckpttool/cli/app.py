@@ -28,6 +28,7 @@ _COMPLETE = "_CKPTTOOL_COMPLETE"  # the variable in which a completion script as
 COMMANDS = {
     "inspect": "Show what a checkpoint holds, without reading its weights.",
     "show": "Show one tensor: shards, values, mean, norm, NaN.",
+    "stats": "Statistics of every tensor, layer and optimizer moment.",
     "diff": "Compare two checkpoints of any format and world size.",
     "verify": "Is it whole? Check every checksum, size and range.",
     "repair": "Write a repaired copy; only lossless fixes.",

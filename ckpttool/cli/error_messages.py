@@ -37,7 +37,8 @@ from ckpttool.version import schema
 # What other tools call the commands.
 _SYNONYMS = {
     **dict.fromkeys(("info", "ls", "list", "tree", "summary"), "`inspect`"),
-    **dict.fromkeys(("stats", "cat", "print", "head"), "`show`"),
+    **dict.fromkeys(("cat", "print", "head"), "`show`"),
+    **dict.fromkeys(("statistics", "describe", "health"), "`stats`"),
     **dict.fromkeys(("compare", "cmp"), "`diff`"),
     **dict.fromkeys(("check", "validate", "fsck"), "`verify`"),
     "fix": "`repair`",

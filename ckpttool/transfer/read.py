@@ -45,6 +45,35 @@ def read_box(box: Box, tensor: Tensor, source: Source, pool: Pool) -> Array:
     return bits
 
 
+class ChunkReader:
+    """Class for reading boxes of one chunk of a validated tensor, one after another, into one buffer."""
+
+    def __init__(self, source: Source, pool: Pool, tensor: Tensor, chunk: Chunk) -> None:
+        self._pool, self._files, self._dtype, self._chunk = pool, source.catalogue.files, tensor.dtype, chunk
+        self._extent = source.resolve(tensor, chunk)
+        self._strides = boxes.row_major(chunk.sizes)
+        self._buffer = bytearray()
+
+    def read(self, box: Box) -> bytearray:
+        """Return the elements of a box in row-major order. The buffer is that of the next call, too.
+
+        Raises CorruptError when a file is too short.
+        """
+        count, chunk, extent = prod(box[1]), self._chunk, self._extent
+        if len(self._buffer) != count * self._dtype.itemsize:
+            self._buffer = bytearray(count * self._dtype.itemsize)
+        if extent.plain and boxes.run_length(box[1], chunk.sizes) == count:
+            first = sum((o - c) * s for o, c, s in zip(box[0], chunk.offsets, self._strides, strict=True))
+            location = self._files[extent.file].location
+            self._pool.read_into(location, extent.offset + first * self._dtype.itemsize, memoryview(self._buffer))
+        else:
+            import numpy as np
+
+            into = np.frombuffer(self._buffer, unsigned(self._dtype)).reshape(box[1])
+            fill(into, self._pool, self._files, extent, chunk, box, self._dtype)
+        return self._buffer
+
+
 def unsigned(kind: Dtype) -> str:
     """Return numpy's name for the bits of an element: `u4` for float32. (numpy has no bfloat16.)"""
     return f"V{kind.itemsize}" if kind.itemsize > 8 else f"u{kind.itemsize}"

@@ -108,7 +108,7 @@ def test_every_usage_error_has_a_hint(words: list[str]) -> None:
     [
         ("info", "`inspect`"),
         ("ls", "`inspect`"),
-        ("stats", "`show`"),
+        ("statistics", "`stats`"),
         ("compare", "`diff`"),
         ("merge", "`convert SRC out.pt`"),
         ("consolidate", "`convert SRC out.pt`"),

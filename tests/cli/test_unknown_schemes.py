@@ -19,7 +19,21 @@ SAMPLE = str(CHECKPOINTS / "dcp/single" / "ckpt")
 # Metavars of what is no path; all others are.
 OTHERS = {
     *("N", "GLOB", "DTYPE", "SIZE", "KEY", "TENSOR", "PART", "OLD=NEW", "P", "R", "FORMAT", "[PATTERN=]DTYPE", "CLASS"),
-    *("KEYS", "TEXT", "TOKEN", "MESH", "GLOB=DIM:N", "POLICY", "ENGINE", "DEVICE", "ROUTE", "I", "SECONDS"),
+    *(
+        "KEYS",
+        "TEXT",
+        "TOKEN",
+        "MESH",
+        "GLOB=DIM:N",
+        "POLICY",
+        "ENGINE",
+        "DEVICE",
+        "ROUTE",
+        "I",
+        "SECONDS",
+        "CONDITION",
+        "STAT",
+    ),
 }
 
 

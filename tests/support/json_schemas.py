@@ -25,6 +25,7 @@ from ckpttool.operations.repair import Repaired
 from ckpttool.operations.reshard import Resharding
 from ckpttool.operations.result import Absent
 from ckpttool.operations.show import Shown
+from ckpttool.operations.stats import Stats
 from ckpttool.operations.verify.findings import Report
 from ckpttool.operations.verify_resume.audit import Audit
 from ckpttool.operations.verify_resume.trial import results as trial
@@ -40,7 +41,7 @@ DOCUMENTS: dict[str, tuple[type, ...]] = {
     "show": (documents.Judged, Shown),
     **{
         made.command: (documents.Judged, made)
-        for made in (Conversion, Resharding, Exported, Diff, Report, Repaired, Audit, trial.Report)
+        for made in (Conversion, Resharding, Exported, Stats, Diff, Report, Repaired, Audit, trial.Report)
     },
     "samples": (documents.Samples,),
     "formats": (documents.Formats,),

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from ckpttool.catalogue import boxes
 from ckpttool.catalogue.boxes import Ints
 from ckpttool.catalogue.dtypes import DTYPES, Dtype
-from ckpttool.transfer.numbers import Array, has_numbers, numbers
+from ckpttool.transfer.numbers import Array, dot, has_numbers, numbers
 
 if TYPE_CHECKING:
     from ckpttool.operations.diff.results import Total
@@ -130,7 +130,7 @@ class Comparison:
         if not finite.all():
             a, b = a[finite], b[finite]
         with np.errstate(over="ignore"):
-            self.sums = added(self.sums, (float(np.dot(a, b)), float(np.dot(a, a)), float(np.dot(b, b))))
+            self.sums = added(self.sums, (dot(a, b), dot(a, a), dot(b, b)))
 
     def _measure(self, one: Array, two: Array) -> Array | None:
         """Add the figures of elements, given as bits that differ; with a tolerance, return which are within it. Those

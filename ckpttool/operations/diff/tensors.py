@@ -11,7 +11,6 @@ import threading
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field
-from math import prod
 from typing import NamedTuple
 
 from ckpttool.catalogue import boxes
@@ -23,10 +22,10 @@ from ckpttool.errors import CkptError
 from ckpttool.operations.diff.elements import Comparison, Tolerance, promoted
 from ckpttool.producers import open
 from ckpttool.storage.files import Pool
-from ckpttool.transfer import read
 from ckpttool.transfer.execute import DEFAULT_THREADS
 from ckpttool.transfer.numbers import has_numbers
 from ckpttool.transfer.plan import meeting, tiles
+from ckpttool.transfer.read import ChunkReader
 from ckpttool.transfer.threads import Progress, Work, on_threads
 
 Sources = tuple[Source, Source]
@@ -119,10 +118,11 @@ class _Walk:
     def _tiles(self, task: _Task) -> Iterator[Box]:
         return tiles(task.box, self.pairs[task.pair].elements(TILE))
 
-    def _reader(self, task: _Task, side: int) -> _Reader:
+    def _reader(self, task: _Task, side: int) -> ChunkReader:
         with open.naming(self.paths[side]):
             pair = self.pairs[task.pair]
-            return _Reader(self.sources[side], self.pools[side], (pair.a, pair.b)[side], task.chunks[side])
+            tensor, i = (pair.a, pair.b)[side], task.chunks[side]
+            return ChunkReader(self.sources[side], self.pools[side], tensor, tensor.chunks.at(i))
 
     def compare(self, task: _Task) -> None:
         """Compare the tiles of a task."""
@@ -169,30 +169,3 @@ class _Walk:
         with self.lock:
             if self.results.setdefault(n, comparison) is not comparison:
                 self.results[n].merge(comparison)
-
-
-class _Reader:
-    """Reads boxes of one chunk."""
-
-    def __init__(self, source: Source, pool: Pool, tensor: Tensor, i: int) -> None:
-        self._pool, self._files, self._dtype = pool, source.catalogue.files, tensor.dtype
-        self._chunk = tensor.chunks.at(i)
-        self._extent = source.resolve(tensor, self._chunk)
-        self._strides = boxes.row_major(self._chunk.sizes)
-        self._buffer = bytearray()
-
-    def read(self, box: Box) -> bytearray:
-        """Return the elements of a box in row-major order. The buffer is that of the next call, too."""
-        count, chunk, extent = prod(box[1]), self._chunk, self._extent
-        if len(self._buffer) != count * self._dtype.itemsize:
-            self._buffer = bytearray(count * self._dtype.itemsize)
-        if extent.plain and boxes.run_length(box[1], chunk.sizes) == count:
-            first = sum((o - c) * s for o, c, s in zip(box[0], chunk.offsets, self._strides, strict=True))
-            location = self._files[extent.file].location
-            self._pool.read_into(location, extent.offset + first * self._dtype.itemsize, memoryview(self._buffer))
-        else:
-            import numpy as np
-
-            into = np.frombuffer(self._buffer, read.unsigned(self._dtype)).reshape(box[1])
-            read.fill(into, self._pool, self._files, extent, chunk, box, self._dtype)
-        return self._buffer

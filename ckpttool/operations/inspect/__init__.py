@@ -50,7 +50,7 @@ def inspect(path: str | os.PathLike[str], *, shapes: str | None = None) -> Catal
                 *(Warning("damaged", f"damaged: {text}") for text in damaged),
                 *(Warning(_unread_kind(fault), f"{fault.message}; {fault.hint}") for fault in unread),
             ]
-        catalogue.warnings += _tied(source)
+        catalogue.warnings += stored_twice(source)
         return catalogue
 
 
@@ -81,7 +81,7 @@ def _ends_behind(tensor: Tensor, file: int, size: int) -> bool:
     return any(own == file and offset + nbytes > size for own, offset, nbytes in places)
 
 
-def _tied(source: Source) -> Iterator[Warning]:
+def stored_twice(source: Source) -> Iterator[Warning]:
     """Yield a warning for each weight that is probably tied, if the checksums of both copies are the same."""
     for stranger, partner in islice(probably_tied(source.catalogue), _TIED):
         places = sorted(zip(stranger.chunks.offsets, range(len(stranger.chunks)), strict=True))

@@ -1,0 +1,183 @@
+"""`ckpttool stats`: statistics of the values of a checkpoint."""
+
+from __future__ import annotations
+
+import csv
+import io
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+from ckpttool.cli import options
+from ckpttool.cli.options import Option
+from ckpttool.cli.progress import progress_on_stderr
+from ckpttool.cli.terminal import Styled, Terminal, answer, bold
+from ckpttool.text import count, duration, natural, plural, size
+
+if TYPE_CHECKING:
+    from ckpttool.operations.stats import GroupStatistics, Stats, TensorStatistics
+
+_SHOWN = 20  # findings, and tensors of a list
+_SPARKS = "▁▂▃▄▅▆▇█"
+_LONGEST = 40  # bars
+_FIGURES = ("rms", "absmax", "min", "max")
+
+
+@options.command(
+    "stats",
+    arguments=(options.CHECKPOINT,),
+    sections={
+        "Selection": (
+            options.ONLY,
+            options.DROP,
+            options.TENSORS,
+            options.EXCLUDE,
+            Option("--where CONDITION", "List tensors of which this is true: 'nan > 0 or absmax > 1e4'."),
+            options.SHAPES,
+        ),
+        "Output": (
+            Option("--each", "List each tensor, not groups."),
+            Option("--sort STAT", "List each tensor, that with the largest STAT first: rms, absmax, kurtosis, ..."),
+            Option("--csv", "Print one line of comma-separated values for each tensor.", name="as_csv"),
+            Option("--fail-on CONDITION", "End with exit code 1 if this is true of a tensor: 'nan > 0'."),
+            *options.PRINTING,
+        ),
+        "Execution": (options.THREADS,),
+    },
+    examples=("step-1000", "step-1000 --fail-on 'nan > 0 or absmax > 1e4'", "step-1000 --only model --sort kurtosis"),
+)
+def stats(
+    each: bool, sort: str | None, as_csv: bool, as_json: bool, quiet: bool, verbose: bool, **arguments: Any
+) -> None:
+    """Show statistics of the values of a checkpoint, and what stands out.
+
+    All values are read once: zeros, NaN, infinities, limits, mean, deviation, norms, kurtosis and quantiles of each
+    tensor, and of the tensors of each part, layer, kind and expert together.
+    """
+    import ckpttool
+    from ckpttool.operations.stats.results import COLUMNS, checked_column
+
+    column = checked_column(sort) if sort is not None else None
+    with progress_on_stderr(not (quiet or as_json or as_csv)) as progress:
+        result = ckpttool.stats(**arguments, progress=progress)
+    if column is not None:
+        result.tensors.sort(key=lambda row: (-_key(row, column), natural(row.name)))
+    with answer(result.exit_code, verbose) as terminal:
+        if as_json:
+            terminal.json(result.as_dict())
+        elif as_csv:
+            terminal.write(_csv(result.tensors, COLUMNS))
+        elif quiet:
+            for finding in result.findings:
+                terminal.line(f"{finding.kind}: {finding.message}")
+            if result.failed:
+                terminal.line(result.message)
+        else:
+            is_list = each or column is not None or arguments["where"] is not None
+            _print(terminal, result, is_list, column)
+
+
+def _key(row: TensorStatistics, column: str) -> float:
+    value = row.values()[column]
+    return float("-inf") if value is None else value
+
+
+def _csv(rows: Sequence[TensorStatistics], columns: Sequence[str]) -> str:
+    text = io.StringIO()
+    writer = csv.writer(text, lineterminator="\n")
+    writer.writerow(["name", "part", "moment", "layer", "expert", "dtype", "shape", *columns])
+    for row in rows:
+        values = row.values()
+        shape = "x".join(map(str, row.shape))
+        figures = ["" if values[name] is None else repr(values[name]) for name in columns]
+        writer.writerow([row.name, row.part, row.moment, row.layer, row.expert, row.dtype, shape, *figures])
+    return text.getvalue()
+
+
+def _print(terminal: Terminal, result: Stats, is_list: bool, column: str | None) -> None:
+    terminal.line(bold(result.headline or result.path))
+    rate = f", {size(result.read_bytes / result.seconds)}/s" if result.seconds >= 1 else ""
+    terminal.facts(
+        [
+            ("read", f"{plural(result.elements, 'element')}, {size(result.read_bytes)}"),
+            ("time", f"{duration(result.seconds)}{rate}"),
+        ]
+    )
+    if result.findings:
+        terminal.heading("findings", str(len(result.findings)))
+        for finding in result.findings if terminal.verbose else result.findings[:_SHOWN]:
+            style = "yellow" if finding.kind in ("moments", "zeros") else "red"
+            terminal.paragraph(finding.message, mark=Styled("! ", style))
+        terminal.more(0 if terminal.verbose else len(result.findings) - _SHOWN)
+    if is_list:
+        _print_tensors(terminal, result.tensors, column)
+    else:
+        for part, moment in dict.fromkeys((group.part, group.moment) for group in result.groups):
+            _print_part(terminal, result, part, moment)
+    if result.failed:
+        terminal.write("\n")
+        terminal.line(Styled(result.message, "red"))
+
+
+def _print_part(terminal: Terminal, result: Stats, part: str, moment: str) -> None:
+    groups = [group for group in result.by("kind") if (group.part, group.moment) == (part, moment)]
+    rms: dict[tuple[str, str], list[float]] = {}
+    for row in sorted(result.tensors, key=lambda row: natural(row.name)):
+        if (row.part, row.moment) == (part, moment) and row.statistics.rms is not None:
+            rms.setdefault((row.kind, row.dtype), []).append(row.statistics.rms)
+    terminal.heading(f"{part}: {moment}" if moment else part, plural(sum(g.tensors for g in groups), "tensor"))
+    has_layers = any(group.tensors > 1 for group in groups)
+    rows = [
+        [
+            group.name,
+            str(group.tensors) if group.tensors > 1 else "",
+            count(group.statistics.numel),
+            *_figures(group),
+            *([_spark(rms.get((group.name, group.dtype), []))] if has_layers else []),
+        ]
+        for group in groups
+    ]
+    titles = [
+        "name",
+        "tensors",
+        "elements",
+        *_FIGURES,
+        "zeros",
+        "nan",
+        "inf",
+        *(["rms by layer"] if has_layers else []),
+    ]
+    terminal.table(rows, titles, right=range(1, 10), clip=(0,), drop=((5, 6), (10,), (9,)), limit=None)
+
+
+def _print_tensors(terminal: Terminal, tensors: Sequence[TensorStatistics], column: str | None) -> None:
+    terminal.heading("tensors", str(len(tensors)))
+    own = column if column not in (*_FIGURES, "zeros", "nan", "inf", "numel", None) else None
+    rows = [
+        [row.name, count(row.statistics.numel), *_figures(row), *([_number(row.values()[own])] if own else [])]
+        for row in tensors
+    ]
+    titles = ["name", "elements", *_FIGURES, "zeros", "nan", "inf", *([own] if own else [])]
+    terminal.table(rows, titles, right=range(1, 10), clip=(0,), drop=((4, 5), (8,)), limit=_SHOWN if column else None)
+
+
+def _figures(row: TensorStatistics | GroupStatistics) -> Iterator[str | Styled]:
+    values, statistics = row.values(), row.statistics
+    yield from (_number(values[name]) for name in _FIGURES)
+    yield "" if not statistics.zeros else f"{100 * statistics.zeros / statistics.numel:.2g}%"
+    yield Styled(count(statistics.nans), "red") if statistics.nans else ""
+    yield Styled(count(statistics.infs), "red") if statistics.infs else ""
+
+
+def _number(value: float | None) -> str:
+    return "-" if value is None else f"{value:.4g}"
+
+
+def _spark(values: Sequence[float]) -> str:
+    """Return a bar for each of several numbers, the longest for the largest; nothing for one number. Pure."""
+    if len(values) < 2:
+        return ""
+    step = -(-len(values) // _LONGEST)
+    shown = [max(values[i : i + step]) for i in range(0, len(values), step)]
+    top = max(shown)
+    last = len(_SPARKS) - 1
+    return "".join(_SPARKS[round(last * value / top)] if 0 < top < float("inf") else _SPARKS[0] for value in shown)

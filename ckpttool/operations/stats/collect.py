@@ -1,0 +1,248 @@
+"""Reads tensors once, tile by tile and on several threads, and collects the statistics of each and of their groups."""
+
+from __future__ import annotations
+
+import math
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import closing
+from dataclasses import dataclass, field
+from math import prod
+from typing import Any, NamedTuple
+
+from ckpttool.catalogue import boxes
+from ckpttool.catalogue.boxes import Box
+from ckpttool.catalogue.entries import Catalogue, Path, Tensor
+from ckpttool.catalogue.protocols import Source
+from ckpttool.operations.stats.elements import Accumulator, ChannelMaxima, Channels, Statistics, has_channels
+from ckpttool.operations.stats.histogram import Compact
+from ckpttool.operations.stats.moments import Moments, of_numbers
+from ckpttool.operations.stats.places import Place, place_of
+from ckpttool.storage.files import Pool
+from ckpttool.transfer.numbers import Array, has_numbers, numbers
+from ckpttool.transfer.plan import tiles
+from ckpttool.transfer.read import ChunkReader, read_box, unsigned
+from ckpttool.transfer.threads import Progress, Work, on_threads
+
+_TILE = 1 << 20  # bytes; they, and what is calculated of them, stay in the processor's cache
+_TASK = 32 << 20  # bytes of a tensor that one thread takes at a time
+_EPS = 1e-8  # Adam's, where no parameter group names another
+
+
+@dataclass(slots=True)
+class Update:
+    """The size of Adam's update of a parameter, without learning rate and bias correction: |m| / (sqrt(v) + eps)."""
+
+    mean: float  #: mean
+    rms: float  #: root of the mean of the squares
+    max: float  #: largest
+
+
+class Collected(NamedTuple):
+    """What is collected of a tensor."""
+
+    statistics: Statistics
+    histogram: Compact | None
+    rows: Channels | None
+    columns: Channels | None
+    update: Update | None
+
+
+class GroupKey(NamedTuple):
+    """What the tensors of a group have in common: `GroupKey("kind", "model", "", "layers.*.up.weight", "float32")`.
+    `by` is `part`, `kind`, `layer` or `expert`."""
+
+    by: str
+    part: str
+    moment: str
+    name: str
+    dtype: str
+
+
+@dataclass(slots=True)
+class Group:
+    """A group of tensors while it grows."""
+
+    total: Accumulator
+    names: list[str] = field(default_factory=list)
+
+
+class _Task(NamedTuple):
+    job: _Job
+    number: int
+    box: Box
+    chunk: int | None  # None for a box that may lie in several
+
+
+class _Job:
+    """A tensor that is being read, in tasks. Their results are merged in order, so that a sum does not depend on which
+    thread was first."""
+
+    def __init__(self, tensor: Tensor, second: Tensor | None, eps: float) -> None:
+        self.tensor, self._second, self._eps = tensor, second, eps
+        self._lock = threading.Lock()
+        self._done: dict[int, tuple[Accumulator, Moments]] = {}
+        self._open = 0
+        self._largest = 0.0  # of the updates
+        self._maxima: ChannelMaxima | None = None
+
+    def tasks(self) -> Iterator[_Task]:
+        """Return the tasks, of at most `_TASK` bytes each."""
+        tensor, places = self.tensor, [(boxes.whole(self.tensor.shape), None)]
+        if tensor.nbytes > _TILE:
+            most = _TASK // tensor.dtype.itemsize
+            of_chunks = enumerate(zip(tensor.chunks.offsets, tensor.chunks.sizes, strict=True))
+            places = [(box, i) for i, chunk in of_chunks if prod(chunk[1]) for box in tiles(chunk, most)]  # type: ignore[misc]
+        self._open = len(places)
+        return (_Task(self, number, box, i) for number, (box, i) in enumerate(places))
+
+    def read(self, task: _Task, source: Source, pool: Pool, work: Work) -> bool:
+        """Read what a task says, and return whether it was the last of the tensor."""
+        total, update = Accumulator(self.tensor.dtype), Moments()
+        for box, bits in self._tiles(task, source, pool):
+            total.feed(bits)
+            self._add_channels(bits, box)
+            if self._second is not None:
+                update.merge(self._updates(bits, read_box(box, self._second, source, pool)))
+            work.note(bits.nbytes)
+        total.pack()
+        with self._lock:
+            self._done[task.number] = total, update
+            self._open -= 1
+            return not self._open
+
+    def result(self) -> tuple[Accumulator, Collected]:
+        """Return what was collected, and the accumulator for its groups."""
+        (total, update), *others = (self._done.pop(number) for number in sorted(self._done))
+        for more, more_updates in others:
+            total.merge(more)
+            update.merge(more_updates)
+        rows, columns = self._maxima.result() if self._maxima is not None else (None, None)
+        size = Update(update.mean, math.sqrt(update.squares / update.n), self._largest) if update.n else None
+        histogram = total.histogram.compact() if total.histogram is not None else None
+        return total, Collected(total.result(), histogram, rows, columns, size)
+
+    def _tiles(self, task: _Task, source: Source, pool: Pool) -> Iterator[tuple[Box, Array]]:
+        import numpy as np
+
+        tensor = self.tensor
+        if task.chunk is None:
+            yield task.box, read_box(task.box, tensor, source, pool)
+            return
+        reader = ChunkReader(source, pool, tensor, tensor.chunks.at(task.chunk))
+        for box in tiles(task.box, _TILE // tensor.dtype.itemsize):
+            yield box, np.frombuffer(reader.read(box), unsigned(tensor.dtype)).reshape(box[1])
+
+    def _add_channels(self, bits: Array, box: Box) -> None:
+        if not has_channels(self.tensor.shape, self.tensor.dtype):
+            return
+        with self._lock:
+            maxima = self._maxima = self._maxima or ChannelMaxima(self.tensor.shape, self.tensor.dtype)
+        rows, columns = maxima.of_tile(bits)
+        with self._lock:
+            maxima.add(rows, columns, box)
+
+    def _updates(self, first: Array, second: Array) -> Moments:
+        """Return the moments of the updates of some elements, from the bits of Adam's two moments."""
+        import numpy as np
+
+        assert self._second is not None
+        with np.errstate(invalid="ignore", divide="ignore", over="ignore"):
+            m, v = numbers(first.reshape(-1), self.tensor.dtype), numbers(second.reshape(-1), self._second.dtype)
+            ratios = np.abs(m.astype(np.float64)) / (np.sqrt(v.astype(np.float64)) + self._eps)
+        ratios = ratios[np.isfinite(ratios)]
+        with self._lock:
+            self._largest = max(self._largest, float(ratios.max(initial=0.0)))
+        return of_numbers(ratios, (np.empty(len(ratios)), np.empty(len(ratios))))[0]
+
+
+def collect(
+    tensors: Sequence[Tensor], source: Source, threads: int, progress: Progress | None
+) -> tuple[dict[Path, Collected], dict[GroupKey, Group]]:
+    """Return the statistics of each tensor of a validated catalogue, and those of their groups.
+
+    Raises CorruptError when a file is too short, and whatever the source raises.
+    """
+    seconds = _second_moments(source.catalogue, tensors)
+    results: dict[Path, Collected] = {}
+    finished: dict[Path, Accumulator] = {}
+    groups: dict[GroupKey, Group] = {}
+    waiting = iter([tensor.path for tensor in tensors if tensor.numel])
+    expected: Path | None = next(waiting, None)
+    lock = threading.Lock()
+    work = Work(sum(tensor.nbytes for tensor in tensors), progress)
+    by_path = {tensor.path: tensor for tensor in tensors}
+
+    def tasks() -> Iterator[_Task]:
+        for tensor in tensors:
+            if tensor.numel:
+                yield from _Job(tensor, *seconds.get(tensor.path, (None, _EPS))).tasks()
+
+    def do(task: _Task) -> None:
+        nonlocal expected
+        if not task.job.read(task, source, pool, work):
+            return
+        total, collected = task.job.result()
+        total.pack()
+        with lock:
+            results[task.job.tensor.path] = collected
+            finished[task.job.tensor.path] = total
+            # Groups grow in the order of the tensors, for the same reason.
+            while expected is not None and expected in finished:
+                _add_to_groups(groups, by_path[expected], finished.pop(expected))
+                expected = next(waiting, None)
+
+    with closing(Pool()) as pool:
+        on_threads(tasks(), do, threads, work)
+    return results, groups
+
+
+def _add_to_groups(groups: dict[GroupKey, Group], tensor: Tensor, total: Accumulator) -> None:
+    for key in group_keys(place_of(tensor), tensor.dtype.name):
+        group = groups.get(key)
+        if group is None:
+            group = groups[key] = Group(Accumulator(tensor.dtype))
+        group.total.merge(total)
+        group.total.pack()
+        group.names.append(tensor.name)
+
+
+def group_keys(place: Place, dtype: str) -> Iterator[GroupKey]:
+    """Yield the groups of a tensor. Pure."""
+    part, moment, layer, kind, expert = place
+    yield GroupKey("part", part, moment, part, dtype)
+    yield GroupKey("kind", part, moment, kind, dtype)
+    if layer:
+        yield GroupKey("layer", part, moment, layer, dtype)
+    if expert:
+        yield GroupKey("expert", part, moment, f"{layer}.experts.{expert}" if layer else f"experts.{expert}", dtype)
+
+
+def _second_moments(catalogue: Catalogue, tensors: Sequence[Tensor]) -> dict[Path, tuple[Tensor, float]]:
+    """Return Adam's second moment and its epsilon for each first moment of the same shape."""
+    by_path = {tensor.path: tensor for tensor in catalogue.tensors}
+    eps = _epsilons(catalogue)
+    pairs = {}
+    for tensor in tensors:
+        second = by_path.get(_beside(tensor.path))
+        is_pair = second is not None and second.shape == tensor.shape
+        if second is not None and is_pair and has_numbers(tensor.dtype) and has_numbers(second.dtype):
+            pairs[tensor.path] = second, eps.get(tensor.part.root, _EPS)
+    return pairs
+
+
+def _beside(path: Path) -> Path:
+    """Return the path of the second moment beside a first one, else an empty one. Pure."""
+    last = path[-1] if path else None
+    if isinstance(last, str) and (last == "exp_avg" or last.endswith(".exp_avg")):
+        return (*path[:-1], f"{last}_sq")
+    return ()
+
+
+def _epsilons(catalogue: Catalogue) -> Mapping[Path, float]:
+    """Return the epsilon of each optimizer: of the first parameter group that names one."""
+    found: dict[Path, Any] = {}
+    for entry in catalogue.objects:
+        if entry.part.kind == "optimizer" and str(entry.path[-1]).rpartition(".")[2] == "eps":
+            found.setdefault(entry.part.root, entry.value)
+    return {root: float(eps) for root, eps in found.items() if isinstance(eps, (int, float))}

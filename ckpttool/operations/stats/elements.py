@@ -1,0 +1,283 @@
+"""Statistics of the elements of a tensor, which come in tiles as bits, for every dtype and without torch.
+
+Elements of 8 and 16 bits are counted, and every figure is calculated from the counts. Others are counted by their
+first 16 bits, and their figures are calculated from the elements themselves, in float64.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from typing import Any
+
+from ckpttool.catalogue.boxes import Box, Ints
+from ckpttool.catalogue.dtypes import Dtype
+from ckpttool.operations.stats.histogram import Histogram, bins_of, dtype_of_numbers, indices
+from ckpttool.operations.stats.moments import Moments, of_counts, of_numbers
+from ckpttool.transfer.numbers import EXPONENT_ONLY, FLOATS, Array, numbers
+from ckpttool.transfer.read import part
+
+FRACTIONS = (0.001, 0.01, 0.05, 0.25, 0.5, 0.75, 0.95, 0.99, 0.999)
+TILE = 1 << 16  # elements; what is calculated of them stays in the processor's cache
+OUTLYING = 6.0  # times the median
+_MOST_CHANNELS = 1 << 22
+_COUNTED = ("numel", "zeros", "nans", "positive_infs", "negative_infs", "subnormals")
+
+
+@dataclass(slots=True)
+class Channels:
+    """The rows or columns of a matrix by their largest magnitude. A row is all elements with the same index in all
+    dimensions but the last, a column all with the same index in the last."""
+
+    count: int  #: how many there are
+    median: float  #: the median of the largest magnitudes
+    max: float  #: the largest of them
+    largest: int  #: which one has it: its index
+    outlying: int  #: how many have more than six times the median
+
+
+@dataclass(slots=True)
+class Statistics:
+    """Statistics of elements. Those of NaN and infinities are their numbers only: all others are of finite elements,
+    and None without any. Those of a complex number are of its magnitude."""
+
+    numel: int = 0  #: number of elements
+    zeros: int = 0  #: elements that are zero
+    nans: int = 0  #: elements that are NaN
+    positive_infs: int = 0  #: elements that are infinity
+    negative_infs: int = 0  #: elements that are minus infinity
+    subnormals: int = 0  #: elements that are subnormal numbers of their dtype
+    min: float | None = None  #: smallest
+    max: float | None = None  #: largest
+    mean: float | None = None  #: mean
+    std: float | None = None  #: standard deviation, as `numpy.std` has it
+    rms: float | None = None  #: root of the mean of the squares
+    absmax: float | None = None  #: largest magnitude
+    l1: float | None = None  #: sum of the magnitudes
+    l2: float | None = None  #: root of the sum of the squares
+    kurtosis: float | None = None  #: excess kurtosis: 0 for a normal distribution; null for equal elements
+    quantiles: dict[str, float] | None = None  #: quantiles by name: `p50` is the median, `p99.9` that of 99.9 %
+    quantile_error: float | None = None  #: largest relative error of a quantile: 0 where they are exact
+
+    @property
+    def infs(self) -> int:
+        """The number of infinities of either sign."""
+        return self.positive_infs + self.negative_infs
+
+    @property
+    def finite(self) -> int:
+        """The number of elements that are finite."""
+        return self.numel - self.nans - self.infs
+
+
+class Accumulator:
+    """Class for the statistics of elements of one dtype, which are fed tile by tile in any order."""
+
+    __slots__ = ("_buffers", "_exact", "_l1", "_limits", "_moments", "_sums", "dtype", "histogram")
+
+    def __init__(self, dtype: Dtype) -> None:
+        bins = bins_of(dtype)
+        self.dtype = dtype
+        self.histogram = Histogram(bins) if bins is not None else None
+        self._exact = bins is not None and bins.exact
+        self._moments, self._l1 = Moments(), 0.0
+        self._limits = (math.inf, -math.inf)
+        self._sums = Statistics()
+        self._buffers: Any = None
+
+    def feed(self, bits: Array) -> None:
+        """Add elements, given as unsigned integers (or, of 16 bytes, as such records) in any shape."""
+        flat = bits.reshape(-1)
+        self._sums.numel += len(flat)
+        if self.histogram is None:
+            return
+        if self._exact:
+            self.histogram.add(indices(flat, self.dtype))
+            return
+        values = numbers(flat, self.dtype)
+        if self.dtype.kind == "complex":
+            import numpy as np
+
+            with np.errstate(over="ignore", invalid="ignore"):
+                values = np.abs(values.astype(np.complex128))
+        self.histogram.add(indices(values.view(f"u{values.dtype.itemsize}"), dtype_of_numbers(self.dtype)))
+        for low in range(0, len(values), TILE):
+            self._feed_numbers(values[low : low + TILE])
+
+    def merge(self, other: Accumulator) -> None:
+        """Add the statistics of other elements of the dtype."""
+        if self.histogram is not None and other.histogram is not None:
+            self.histogram.merge(other.histogram)
+        self._moments.merge(other._moments)
+        self._l1 += other._l1
+        low, high = zip(self._limits, other._limits, strict=True)
+        self._limits = min(low), max(high)
+        for name in _COUNTED:
+            setattr(self._sums, name, getattr(self._sums, name) + getattr(other._sums, name))
+
+    def pack(self) -> None:
+        """Free memory that only more elements would need."""
+        self._buffers = None
+        if self.histogram is not None:
+            self.histogram.pack()
+
+    def result(self) -> Statistics:
+        """Return the statistics of the elements that were fed."""
+        result, histogram = replace(self._sums), self.histogram
+        if histogram is None:
+            return result
+        moments, l1, limits = self._moments, self._l1, self._limits
+        if self._exact:
+            moments, l1, limits = self._of_counts(result, histogram)
+        _add_figures(result, moments, l1, limits)
+        if moments.n:
+            result.quantiles = _named_quantiles(histogram, limits)
+            result.quantile_error = histogram.bins.error
+        return result
+
+    def _feed_numbers(self, values: Array) -> None:
+        import numpy as np
+
+        if self.dtype.kind != "int":
+            values = self._count_kinds(values)
+        else:
+            self._sums.zeros += len(values) - int(np.count_nonzero(values))
+            self._add_limits(values.min().item(), values.max().item())
+        if self._buffers is None:
+            self._buffers = np.empty(TILE), np.empty(TILE)
+        moments, magnitudes = of_numbers(values, self._buffers)
+        self._moments.merge(moments)
+        self._l1 += magnitudes
+
+    def _add_limits(self, low: float, high: float) -> None:
+        self._limits = min(self._limits[0], low), max(self._limits[1], high)
+
+    def _count_kinds(self, values: Array) -> Array:
+        """Count zeros, NaN, infinities and subnormal numbers, find the limits, and return the finite numbers. By their
+        bits, which are compared in a third of the time: those of positive numbers are in the order of the numbers."""
+        import numpy as np
+
+        layout, itemsize = FLOATS[values.dtype.name], values.dtype.itemsize
+        smallest, infinity = 1 << layout.mantissa, ((1 << layout.exponent) - 1) << layout.mantissa
+        bits = values.view(f"u{itemsize}")
+        magnitudes = bits & np.array((1 << itemsize * 8 - 1) - 1, bits.dtype)
+        if int(magnitudes.max()) >= infinity:
+            self._sums.nans += int((magnitudes > infinity).sum())
+            self._sums.positive_infs += int((values == np.inf).sum())
+            self._sums.negative_infs += int((values == -np.inf).sum())
+            values = values[magnitudes < infinity]
+            bits, magnitudes = values.view(bits.dtype), magnitudes[magnitudes < infinity]
+            if not len(values):
+                return values
+        least = int(magnitudes.min())
+        if least < smallest:
+            zeros = len(values) - int(np.count_nonzero(magnitudes))
+            self._sums.zeros += zeros
+            self._sums.subnormals += int((magnitudes < smallest).sum()) - zeros
+        # As integers with a sign, negative numbers are in descending order; without one, they are behind all others.
+        signed = values.view(f"i{itemsize}")
+        last, high = bits.max(), signed.max()
+        low = last if int(last) >> itemsize * 8 - 1 else bits.min()
+        high = high if high >= 0 else signed.min()
+        self._add_limits(low.view(values.dtype).item(), high.view(values.dtype).item())
+        return values
+
+    def _of_counts(self, result: Statistics, histogram: Histogram) -> tuple[Moments, float, tuple[float, float]]:
+        import numpy as np
+
+        bins, counts = histogram.bins, histogram.counts
+        values = bins.middle
+        numel = int(counts.sum())
+        result.zeros = int(counts[values == 0].sum())
+        result.positive_infs = int(counts[bins.low == np.inf].sum())
+        result.negative_infs = int(counts[bins.low == -np.inf].sum())
+        known = bins.order[counts[bins.order] > 0]
+        result.nans = numel - int(counts[known].sum()) - result.infs
+        if self.dtype.kind == "float" and self.dtype.name != EXPONENT_ONLY:
+            smallest = 2.0 ** (1 - FLOATS[self.dtype.name].bias)
+            result.subnormals = int(counts[(np.abs(values) < smallest) & (values != 0)].sum())
+        values, counts = values[known], counts[known]
+        limits = (float(values[0]), float(values[-1])) if len(values) else self._limits
+        return of_counts(values, counts), float((np.abs(values) * counts).sum()), limits
+
+
+def _add_figures(result: Statistics, moments: Moments, l1: float, limits: tuple[float, float]) -> None:
+    if not moments.n:
+        return
+    result.min, result.max = limits
+    result.absmax = max(-limits[0], limits[1]) if limits[0] < 0 else limits[1]
+    result.mean, result.std, result.kurtosis = moments.mean, moments.std, moments.kurtosis
+    result.l1, result.l2 = l1, math.sqrt(moments.squares)
+    result.rms = math.sqrt(moments.squares / moments.n)
+
+
+def _named_quantiles(histogram: Histogram, limits: tuple[float, float]) -> dict[str, float]:
+    values = histogram.quantiles(FRACTIONS)
+    # The middle of the first or last bin may be beyond all elements.
+    return {f"p{f * 100:g}": min(max(v, limits[0]), limits[1]) for f, v in zip(FRACTIONS, values, strict=True)}
+
+
+class ChannelMaxima:
+    """Class for the largest magnitude in each row and column of a tensor, fed tile by tile in any order. Elements that
+    are no finite numbers do not count."""
+
+    def __init__(self, shape: Ints, dtype: Dtype) -> None:
+        import numpy as np
+
+        self.shape, self.dtype = shape, dtype
+        self._rows: Array = np.zeros(shape[:-1], f"u{dtype.itemsize}")
+        self._columns: Array = np.zeros(shape[-1:], f"u{dtype.itemsize}")
+
+    def feed(self, bits: Array, box: Box) -> None:
+        """Add the elements of a box, given as unsigned integers. Not to be called by two threads at once."""
+        rows, columns = self.of_tile(bits)
+        self.add(rows, columns, box)
+
+    def of_tile(self, bits: Array) -> tuple[Array, Array]:
+        """Return the largest magnitudes in the rows and in the columns of a tile, as the bits of a positive number."""
+        import numpy as np
+
+        layout, unsigned = FLOATS[self.dtype.name], bits.dtype
+        # The bits of positive numbers are in the order of the numbers.
+        magnitudes = bits & np.array((1 << unsigned.itemsize * 8 - 1) - 1, unsigned)
+        rows = magnitudes.max(axis=-1)
+        largest = ((1 << layout.exponent) - 1) << layout.mantissa
+        largest |= (
+            (1 << layout.mantissa) - 1
+            if layout.nan == "zero"
+            else (1 << layout.mantissa) - 2
+            if layout.nan == "last"
+            else 0
+        )
+        largest -= layout.nan == "ieee"
+        if int(rows.max()) > largest:
+            magnitudes[magnitudes > np.array(largest, unsigned)] = 0
+            rows = magnitudes.max(axis=-1)
+        return rows, magnitudes.reshape(-1, bits.shape[-1]).max(axis=0)
+
+    def add(self, rows: Array, columns: Array, box: Box) -> None:
+        """Add what `of_tile` returned for a box."""
+        import numpy as np
+
+        offsets, sizes = box
+        for kept, found, of in ((self._rows, rows, slice(None, -1)), (self._columns, columns, slice(-1, None))):
+            whole = ((0,) * len(kept.shape), kept.shape)
+            view = part(kept, (offsets[of], sizes[of]), whole)
+            np.maximum(view, found, out=view)
+
+    def result(self) -> tuple[Channels, Channels]:
+        """Return the rows and the columns."""
+        return self._channels(self._rows), self._channels(self._columns)
+
+    def _channels(self, maxima: Array) -> Channels:
+        import numpy as np
+
+        values = numbers(maxima.reshape(-1), self.dtype).astype(np.float64)
+        median, largest = float(np.median(values)), int(values.argmax())
+        outlying = int((values > OUTLYING * median).sum()) if median else 0
+        return Channels(len(values), median, float(values[largest]), largest, outlying)
+
+
+def has_channels(shape: Ints, dtype: Dtype) -> bool:
+    """Return whether a tensor is a matrix of numbers with a sign whose rows and columns can be compared. Pure."""
+    return dtype.name in FLOATS and len(shape) > 1 and min(shape) > 1 and math.prod(shape[:-1]) <= _MOST_CHANNELS

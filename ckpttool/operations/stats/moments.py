@@ -1,0 +1,102 @@
+"""Mean, variance and the higher moments of numbers that come in pieces, in float64.
+
+Moments are kept about the mean, and those of two sets of numbers are merged by the formulas of Pébay (Sandia report
+SAND2008-6212): the sums of powers themselves would lose all digits of numbers that are far from zero.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from ckpttool.transfer.numbers import Array, dot
+
+_GUESS = 1024  # elements whose mean is near that of the piece
+
+
+@dataclass(slots=True)
+class Moments:
+    """Class for the moments of `n` numbers: their mean, and the sums of the second, third and fourth power of their
+    distances from it."""
+
+    n: int = 0
+    mean: float = 0.0
+    m2: float = 0.0
+    m3: float = 0.0
+    m4: float = 0.0
+
+    def merge(self, other: Moments) -> None:
+        """Add the moments of other numbers."""
+        if not other.n:
+            return
+        if not self.n:
+            self.n, self.mean, self.m2, self.m3, self.m4 = other.n, other.mean, other.m2, other.m3, other.m4
+            return
+        a, b = self.n, other.n
+        n, apart = a + b, other.mean - self.mean
+        step = apart / n
+        self.m4 += (
+            other.m4
+            + apart * step**3 * a * b * (a * a - a * b + b * b)
+            + 6 * step * step * (a * a * other.m2 + b * b * self.m2)
+            + 4 * step * (a * other.m3 - b * self.m3)
+        )
+        self.m3 += other.m3 + apart * step * step * a * b * (a - b) + 3 * step * (a * other.m2 - b * self.m2)
+        self.m2 += other.m2 + apart * step * a * b
+        self.mean += step * b
+        self.n = n
+
+    @property
+    def std(self) -> float | None:
+        """The standard deviation of the numbers themselves: `numpy.std`. None without any."""
+        return math.sqrt(self.m2 / self.n) if self.n else None
+
+    @property
+    def squares(self) -> float:
+        """The sum of the squares."""
+        return self.m2 + self.n * self.mean * self.mean
+
+    @property
+    def kurtosis(self) -> float | None:
+        """The excess kurtosis: 0 for a normal distribution. None for equal numbers."""
+        return self.n * self.m4 / (self.m2 * self.m2) - 3 if self.m2 > 0 and math.isfinite(self.m4) else None
+
+
+def of_counts(values: Array, counts: Array) -> Moments:
+    """Return the moments of numbers of which there are several each."""
+    import numpy as np
+
+    n = int(counts.sum())
+    if not n:
+        return Moments()
+    weights = counts.astype(np.float64)
+    with np.errstate(over="ignore", invalid="ignore"):
+        mean = float(math.fsum((values * weights).tolist()) / n)
+        apart = values - mean
+        squares = apart * apart
+        sums = (dot(weights * power, squares) for power in (np.ones_like(apart), apart, squares))
+        return Moments(n, mean, *sums)
+
+
+def of_numbers(values: Array, buffers: tuple[Array, Array]) -> tuple[Moments, float]:
+    """Return the moments of finite numbers, and the sum of their magnitudes. `buffers` are two arrays of float64, of at
+    least as many elements."""
+    import numpy as np
+
+    n = len(values)
+    if not n:
+        return Moments(), 0.0
+    apart, squares = buffers[0][:n], buffers[1][:n]
+    with np.errstate(over="ignore", invalid="ignore"):
+        apart[:] = values
+        guess = float(apart[:_GUESS].mean())
+        magnitudes = float(np.abs(apart, out=squares).sum())
+        apart -= guess
+        np.multiply(apart, apart, out=squares)
+        s1, s2 = float(apart.sum()), float(squares.sum())
+        s3, s4 = dot(squares, apart), dot(squares, squares)
+    step = s1 / n
+    m2 = max(s2 - s1 * step, 0.0)
+    m3 = s3 - 3 * step * s2 + 2 * s1 * step * step
+    m4 = max(s4 - 4 * step * s3 + 6 * step * step * s2 - 3 * s1 * step**3, 0.0)
+    return Moments(n, guess + step, m2, m3, m4), magnitudes

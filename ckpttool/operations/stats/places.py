@@ -1,0 +1,41 @@
+"""Where a tensor stands: in which part, layer and expert, and which of its kind it is. Pure."""
+
+from __future__ import annotations
+
+import re
+from typing import NamedTuple
+
+from ckpttool.catalogue.entries import Tensor, dotted
+
+_NUMBER = re.compile(r"[0-9]{1,9}", re.ASCII)
+_EXPERTS = re.compile(r"(local_|routed_)?experts?", re.IGNORECASE)
+
+
+class Place(NamedTuple):
+    """Where a tensor stands: `Place("optimizer", "exp_avg", "layers.3", "layers.*.experts.*.up.weight", "17")`."""
+
+    part: str  #: part, with its key if that has another name: `optimizer (optim)`
+    moment: str  #: of optimizer state, which; else empty
+    layer: str  #: layer; empty outside of the layers
+    kind: str  #: name with `*` in place of the numbers of layers and experts
+    expert: str  #: number of the expert; empty outside of experts
+
+
+def place_of(tensor: Tensor) -> Place:
+    """Return where a tensor stands, by its name."""
+    keys = dotted(tensor.path[len(tensor.part.root) :]).split(".")
+    moment = ""
+    if tensor.part.kind == "optimizer" and len(keys) > 1:
+        *keys, moment = keys
+        keys = keys[1:] if keys[0] == "state" and len(keys) > 1 else keys
+    layer, expert, kind = "", "", []
+    for i, key in enumerate(keys):
+        if not _NUMBER.fullmatch(key):
+            kind.append(key)
+            continue
+        kind.append("*")
+        if i and _EXPERTS.fullmatch(keys[i - 1]):
+            expert = expert or key
+        elif not layer:
+            layer = ".".join(keys[: i + 1])
+    return Place(str(tensor.part), moment, layer, ".".join(kind), expert)

@@ -1,0 +1,190 @@
+"""Statistics of elements equal numpy's on the whole tensor in float64, for every dtype, whatever the tiles."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as arrays
+
+from ckpttool.catalogue.dtypes import DTYPES
+from ckpttool.operations.stats.elements import FRACTIONS, Accumulator, ChannelMaxima, Statistics, has_channels
+from ckpttool.transfer.numbers import has_numbers
+from ckpttool.transfer.read import unsigned
+
+NAMES = [name for name, dtype in DTYPES.items() if has_numbers(dtype) or dtype.kind == "bool"]
+SHAPE = (60, 141)
+SMALLEST = 2.0**-126  # normal number of float32: those below are counted in steps of one size
+Array = np.ndarray[Any, Any]
+
+
+def sample(name: str, *, finite: bool = False) -> torch.Tensor:
+    dtype, generator = DTYPES[name], torch.Generator().manual_seed(0)
+    if dtype.kind == "bool":
+        return torch.rand(SHAPE, generator=generator) > 0.3
+    if dtype.kind == "int":
+        low = 0 if name[0] == "u" else -50
+        return (torch.randint(0, 100, SHAPE, generator=generator) + low).to(getattr(torch, name))
+    kind = torch.complex128 if dtype.kind == "complex" else torch.float64
+    values = torch.randn(SHAPE, generator=generator, dtype=kind) * 0.02 + 0.01
+    values[9, :50] = 0
+    values[10, 3] = 1e-310  # subnormal in float64, zero in the others
+    values[10, 4] = 3e-40
+    values[10, 5] = 3e-7
+    if name == "float8_e8m0fnu":
+        return values.abs().to(getattr(torch, name))
+    if not finite:
+        values[3, 4], values[5, 6], values[7, 8] = math.nan, math.inf, -math.inf
+    return values.to(getattr(torch, name))
+
+
+def bits_of(tensor: torch.Tensor, name: str) -> Array:
+    data = tensor.contiguous().view(torch.uint8).numpy().tobytes()
+    return np.frombuffer(data, unsigned(DTYPES[name])).reshape(tensor.shape)
+
+
+def wide(tensor: torch.Tensor) -> Array:
+    if tensor.is_complex():
+        return np.abs(tensor.to(torch.complex128).numpy())
+    values: Array = tensor.to(torch.float64).numpy()
+    return values
+
+
+def fed(bits: Array, name: str, cuts: list[int]) -> Statistics:
+    parts = []
+    for tile in np.split(bits, cuts):
+        parts.append(Accumulator(DTYPES[name]))
+        parts[-1].feed(tile)
+    for more in parts[1:]:
+        parts[0].merge(more)
+        parts[0].pack()
+    return parts[0].result()
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("cuts", [[], [7, 8, 31]], ids=["one tile", "four tiles"])
+def test_every_dtype(name: str, cuts: list[int]) -> None:
+    tensor = sample(name)
+    values = wide(tensor)
+    found, finite = fed(bits_of(tensor, name), name, cuts), values[np.isfinite(values)]
+    assert found.numel == values.size and found.finite == finite.size
+    assert found.nans == np.isnan(values).sum()
+    assert (found.positive_infs, found.negative_infs) == ((values == np.inf).sum(), (values == -np.inf).sum())
+    assert found.zeros == (finite == 0).sum()
+    assert (found.min, found.max, found.absmax) == (finite.min(), finite.max(), np.abs(finite).max())
+    kurtosis = ((finite - finite.mean()) ** 4).mean() / finite.var() ** 2 - 3
+    for value, expected in (
+        (found.mean, finite.mean()),
+        (found.std, finite.std()),
+        (found.rms, np.sqrt((finite**2).mean())),
+        (found.l1, np.abs(finite).sum()),
+        (found.l2, np.linalg.norm(finite)),
+        (found.kurtosis, kurtosis),
+    ):
+        assert value == pytest.approx(expected, rel=1e-9)
+    if DTYPES[name].kind == "float" and name != "float8_e8m0fnu":
+        smallest = torch.finfo(tensor.dtype).smallest_normal
+        assert found.subnormals == ((np.abs(finite) < smallest) & (finite != 0)).sum()
+    check_quantiles(found, finite)
+
+
+def check_quantiles(found: Statistics, finite: Array) -> None:
+    assert found.quantiles is not None and found.quantile_error is not None
+    for value, expected in zip(found.quantiles.values(), exact_quantiles(finite), strict=True):
+        tiny = SMALLEST if found.quantile_error else 0.0
+        assert abs(value - expected) <= found.quantile_error * max(abs(expected), 2 * tiny) + 1e-300, (value, expected)
+
+
+def exact_quantiles(finite: Array) -> list[float]:
+    ordered = np.sort(finite.reshape(-1))
+    return [float(ordered[max(1, math.ceil(fraction * len(ordered))) - 1]) for fraction in FRACTIONS]
+
+
+@pytest.mark.parametrize("name", ["float4_e2m1fn_x2", "bits8", "qint8", "int4"])
+def test_elements_that_are_no_numbers_are_counted_only(name: str) -> None:
+    accumulator = Accumulator(DTYPES[name])
+    accumulator.feed(np.zeros((3, 4), np.uint8))
+    assert accumulator.result() == Statistics(numel=12)
+
+
+def test_no_elements() -> None:
+    assert Accumulator(DTYPES["float32"]).result() == Statistics()
+    accumulator = Accumulator(DTYPES["bfloat16"])
+    accumulator.feed(np.array([0x7FC0, 0xFF80], np.uint16))
+    found = accumulator.result()
+    assert (found.nans, found.negative_infs, found.mean, found.quantiles) == (1, 1, None, None)
+
+
+@pytest.mark.parametrize("name", ["float32", "float64", "float16", "bfloat16"])
+@pytest.mark.parametrize("shape", ["equal", "two values", "subnormals", "one outlier", "far from zero"])
+def test_quantiles_of_adversarial_data(name: str, shape: str) -> None:
+    n = 100_000
+    values = {
+        "equal": np.full(n, 0.3),
+        "two values": np.where(np.arange(n) < n // 1000, -1.5, 1.25),
+        "subnormals": np.linspace(-1e-40, 1e-40, n),
+        "one outlier": np.concatenate([np.full(n - 1, 1e-4), [6e4]]),
+        "far from zero": 1000 + np.linspace(0, 1, n),
+    }[shape]
+    tensor = torch.tensor(values).to(getattr(torch, name))
+    finite = wide(tensor)
+    found = fed(bits_of(tensor, name), name, [11])
+    check_quantiles(found, finite)
+    assert found.mean == pytest.approx(finite.mean(), rel=1e-12, abs=1e-12 * np.abs(finite).max())
+    assert found.std == pytest.approx(finite.std(), rel=1e-6, abs=1e-9 * np.abs(finite).max())
+
+
+def test_one_outlier_of_a_billion() -> None:
+    """A billion elements, as counts: the outlier is the maximum, and no quantile knows of it."""
+    total, more = Accumulator(DTYPES["bfloat16"]), Accumulator(DTYPES["bfloat16"])
+    total.feed(np.full(1_000_000, 0x3F80, np.uint16))
+    more.merge(total)
+    for _ in range(999):
+        total.merge(more)
+    total.feed(np.array([0x477F], np.uint16))
+    found = total.result()
+    assert found.numel == 1_000_000_001 and found.max == 65280.0 and found.quantiles is not None
+    assert found.quantiles["p99.9"] == 1.0
+    assert found.mean == pytest.approx(1 + 65279 / 1_000_000_001, rel=1e-15)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    arrays.arrays(np.float32, st.integers(1, 300), elements=st.floats(width=32)),
+    st.lists(st.integers(0, 300), max_size=3).map(sorted),
+)
+def test_any_float32(values: Array, cuts: list[int]) -> None:
+    found = fed(values.view(np.uint32), "float32", cuts)
+    double = values.astype(np.float64)
+    finite = double[np.isfinite(double)]
+    assert (found.nans, found.zeros) == (np.isnan(double).sum(), (double == 0).sum())
+    if finite.size:
+        assert (found.min, found.max) == (finite.min(), finite.max())
+        assert found.mean == pytest.approx(finite.mean(), rel=1e-9, abs=1e-9 * np.abs(finite).max())
+        assert found.l1 == pytest.approx(np.abs(finite).sum(), rel=1e-9)
+        check_quantiles(found, finite)
+
+
+@pytest.mark.parametrize("name", [name for name in NAMES if has_channels(SHAPE, DTYPES[name])])
+def test_rows_and_columns(name: str) -> None:
+    tensor = sample(name)
+    changed = tensor.to(torch.float64)
+    changed[20] = 2.0
+    tensor = changed.to(tensor.dtype)
+    bits, values = bits_of(tensor, name), wide(tensor)
+    maxima = ChannelMaxima(SHAPE, DTYPES[name])
+    for low, high in ((0, 30), (30, 60)):
+        for left, right in ((0, 100), (100, 141)):
+            maxima.feed(bits[low:high, left:right].copy(), ((low, left), (high - low, right - left)))
+    magnitudes = np.where(np.isfinite(values), np.abs(values), 0)
+    for found, expected in zip(maxima.result(), (magnitudes.max(axis=1), magnitudes.max(axis=0)), strict=True):
+        assert (found.count, found.max) == (len(expected), expected.max())
+        assert found.median == pytest.approx(float(np.median(expected)))
+        assert found.largest == expected.argmax()
+        assert found.outlying == (expected > 6 * np.median(expected)).sum()
+    assert maxima.result()[0].outlying >= 1

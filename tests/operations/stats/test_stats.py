@@ -1,0 +1,257 @@
+"""`ckpttool.stats` of whole checkpoints, against torch and numpy, and what it finds."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from support.cli import run
+from support.paths import CHECKPOINTS
+
+import ckpttool
+from ckpttool.catalogue.entries import Tensor
+from ckpttool.errors import UsageError
+from ckpttool.operations.inspect import inspect
+from ckpttool.operations.stats import conditions
+from ckpttool.operations.stats.places import place_of
+from ckpttool.operations.stats.results import COLUMNS
+from ckpttool.transfer.numbers import has_numbers
+
+SAMPLES = [
+    *("dcp/fsdp2_w4/ckpt", "dcp/hsdp_w4/ckpt", "torch/full/ckpt.pt", "safetensors/single/ckpt.safetensors"),
+    *("rank/fsdp1_w4/ckpt", "safetensors/sharded/ckpt"),
+]
+DCP = CHECKPOINTS / "dcp/fsdp2_w4/ckpt"
+
+
+@pytest.mark.parametrize("sample", [sample for sample in SAMPLES if (CHECKPOINTS / sample).exists()])
+def test_the_samples(sample: str) -> None:
+    path = CHECKPOINTS / sample
+    found = ckpttool.stats(path)
+    rows = {row.name: row for row in found.tensors}
+    with ckpttool.open(path) as checkpoint:
+        assert list(rows) == [tensor.name for tensor in checkpoint.catalogue.tensors]
+        for tensor in checkpoint.catalogue.tensors:
+            row = rows[tensor.name]
+            assert row.statistics.numel == tensor.numel
+            if not tensor.numel or not has_numbers(tensor.dtype):
+                continue
+            whole = checkpoint[tensor.name].torch()
+            values = whole.to(torch.complex128).abs() if whole.is_complex() else whole.to(torch.float64)
+            finite = values[torch.isfinite(values)]
+            assert row.statistics.nans == int(torch.isnan(values).sum())
+            assert row.statistics.mean == pytest.approx(float(finite.mean()), rel=1e-9, abs=1e-15)
+            assert row.statistics.std == pytest.approx(float(finite.std(unbiased=False)), rel=1e-6, abs=1e-12)
+            assert row.statistics.min == pytest.approx(float(finite.min()), rel=1e-15)
+            assert row.statistics.max == pytest.approx(float(finite.max()), rel=1e-15)
+            assert row.statistics.l2 == pytest.approx(float(finite.norm()), rel=1e-9)
+
+
+def test_groups_are_of_all_their_elements() -> None:
+    found = ckpttool.stats(DCP)
+    with ckpttool.open(DCP) as checkpoint:
+        for by, part, moment, name in (
+            ("kind", "model", "", "layers.*.qkv.weight"),
+            ("layer", "model", "", "layers.1"),
+            ("part", "optimizer (optim)", "exp_avg", "optimizer (optim)"),
+        ):
+            group = next(
+                group
+                for group in found.by(by)
+                if (group.part, group.moment, group.name, group.dtype) == (part, moment, name, "float32")
+            )
+            members = [
+                checkpoint[tensor.name].torch().to(torch.float64).flatten()
+                for tensor in checkpoint.catalogue.tensors
+                if str(tensor.part) == part
+                and (place := place_of(tensor)).moment == moment
+                and name in (place.kind, place.layer, place.part)
+                and tensor.dtype.name == "float32"
+            ]
+            values = torch.cat(members).numpy()
+            assert (group.tensors, group.statistics.numel) == (len(members), len(values))
+            assert group.statistics.rms == pytest.approx(math.sqrt((values**2).mean()), rel=1e-12)
+            assert group.statistics.kurtosis == pytest.approx(
+                ((values - values.mean()) ** 4).mean() / values.var() ** 2 - 3, rel=1e-9
+            )
+            assert group.statistics.quantiles is not None
+            median = np.sort(values)[math.ceil(len(values) / 2) - 1]
+            assert group.statistics.quantiles["p50"] == pytest.approx(median, rel=1 / 256)
+
+
+def test_the_updates_of_adam() -> None:
+    rows = {row.name: row for row in ckpttool.stats(DCP).tensors}
+    with ckpttool.open(DCP) as checkpoint:
+        name = "optim.state.layers.0.qkv.weight"
+        m, v = (checkpoint[f"{name}.{moment}"].torch().to(torch.float64) for moment in ("exp_avg", "exp_avg_sq"))
+        ratio = m.abs() / (v.sqrt() + 1e-8)
+    update = rows[f"{name}.exp_avg"].update
+    assert update is not None and rows[f"{name}.exp_avg_sq"].update is None
+    assert update.mean == pytest.approx(float(ratio.mean()), rel=1e-12)
+    assert update.rms == pytest.approx(float(ratio.square().mean().sqrt()), rel=1e-12)
+    assert update.max == float(ratio.max())
+
+
+def test_large_tensors_are_divided_and_sums_do_not_depend_on_threads(tmp_path: Path) -> None:
+    from safetensors.torch import save_file
+
+    values = torch.randn(3000, 1501, generator=torch.Generator().manual_seed(1)) + 3
+    values[2999, 1500] = float("nan")
+    save_file({"w": values, "b": values.to(torch.bfloat16).T.contiguous()}, tmp_path / "x.safetensors")
+    one, four = (ckpttool.stats(tmp_path / "x.safetensors", threads=threads) for threads in (1, 4))
+    assert [row.statistics for row in one.tensors] == [row.statistics for row in four.tensors]
+    assert [row.columns for row in one.tensors] == [row.columns for row in four.tensors]
+    row = next(row for row in one.tensors if row.name == "w")
+    finite = values.double()[values.isfinite()]
+    assert row.statistics.nans == 1 and row.statistics.mean == pytest.approx(float(finite.mean()), rel=1e-13)
+    assert row.columns is not None and row.columns.count == 1501
+    assert row.columns.max == float(finite.abs().max())
+
+
+def test_tied_tensors_are_read_once() -> None:
+    found = ckpttool.stats(CHECKPOINTS / "torch/full/ckpt.pt")
+    tied = [row for row in found.tensors if row.tied_to is not None]
+    assert tied and all(row.statistics.numel for row in tied)
+    assert found.elements == sum(row.statistics.numel for row in found.tensors if row.tied_to is None)
+
+
+# Findings -----------------------------------------------------------------------------------------------------------
+
+
+def model() -> dict[str, Any]:
+    generator = torch.Generator().manual_seed(0)
+    state = {}
+    for layer in range(6):
+        state[f"layers.{layer}.up.weight"] = torch.randn(32, 16, generator=generator) * 0.02
+        for expert in range(4):
+            name = f"layers.{layer}.experts.{expert}.down.weight"
+            state[name] = torch.randn(16, 16, generator=generator) * 0.02
+    optimizer = {
+        name: {
+            "exp_avg": torch.randn(value.shape, generator=generator) * 1e-3,
+            "exp_avg_sq": torch.rand(value.shape, generator=generator) * 1e-6 + 1e-9,
+        }
+        for name, value in state.items()
+    }
+    groups = [{"lr": 1e-3, "eps": 1e-8, "params": [*state]}]
+    return {"model": state, "optimizer": {"state": optimizer, "param_groups": groups}}
+
+
+def plant(change: str) -> Callable[[dict[str, Any]], str]:
+    def planted(state: dict[str, Any]) -> str:
+        weights, moments = state["model"], state["optimizer"]["state"]
+        if change in ("nan", "inf"):
+            weights["layers.2.up.weight"][3, 4] = float(change)
+            return "model.layers.2.up.weight"
+        if change == "dead":
+            weights["layers.3.experts.1.down.weight"].mul_(1e-6)
+            return "model.layers.3.experts.1.down.weight"
+        if change == "magnitude":
+            weights["layers.4.up.weight"].mul_(40)
+            return "model.layers.4.up.weight"
+        if change == "zeros":
+            weights["layers.5.up.weight"].zero_()
+            return "model.layers.5.up.weight"
+        moments["layers.1.up.weight"]["exp_avg"].zero_()
+        return "optimizer.state.layers.1.up.weight.exp_avg"
+
+    return planted
+
+
+@pytest.mark.parametrize("kind", ["nan", "inf", "dead", "magnitude", "zeros", "moments"])
+def test_what_is_planted_is_found_and_named(tmp_path: Path, kind: str) -> None:
+    state = model()
+    name = plant(kind)(state)
+    torch.save(state, tmp_path / "x.pt")
+    found = ckpttool.stats(tmp_path / "x.pt").findings
+    # A weight of zeros is dead too.
+    assert [finding.names for finding in found if finding.kind == kind] == [[name]]
+    assert {finding.names[0] for finding in found} == {name}
+    assert f"`{name}`" in next(finding.message for finding in found if finding.kind == kind)
+
+
+def test_nothing_is_found_in_a_sound_checkpoint(tmp_path: Path) -> None:
+    torch.save(model(), tmp_path / "x.pt")
+    assert ckpttool.stats(tmp_path / "x.pt").findings == []
+    for sample in ("dcp/fsdp2_w4/ckpt", "dcp/hsdp_w4/ckpt", "torch/full/ckpt.pt"):
+        assert ckpttool.stats(CHECKPOINTS / sample).findings == [], sample
+
+
+# Conditions and the command -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("nan > 0", False),
+        ("nan>0 or absmax>1e4", True),
+        ("not nan and rms < 1", None),
+        ("1 < absmax <= 2e4 and not (rms > 3)", True),
+        ("kurtosis > -1", False),
+        ("min < -5", True),
+    ],
+)
+def test_conditions(text: str, expected: bool | None) -> None:
+    if expected is None:
+        with pytest.raises(UsageError):
+            conditions.condition(text, COLUMNS, "--where")
+        return
+    values = {"nan": 0, "absmax": 1e4 + 1, "rms": 2.0, "kurtosis": None, "min": -6.0}
+    assert conditions.condition(text, COLUMNS, "--where")(values) is expected
+
+
+@pytest.mark.parametrize(
+    "text", ["", "nan >", "__import__('os')", "nan.real > 0", "nan > 'x'", "rsm > 1", "nan > 0 if 1 else 2", "(" * 900]
+)
+def test_what_is_no_condition_is_a_usage_error(text: str) -> None:
+    with pytest.raises(UsageError, match="--fail-on"):
+        conditions.condition(text, COLUMNS, "--fail-on")
+
+
+def test_fail_on(tmp_path: Path) -> None:
+    state = model()
+    plant("nan")(state)
+    torch.save(state, tmp_path / "x.pt")
+    done = run("stats", str(tmp_path / "x.pt"), "--fail-on", "nan > 0 or absmax > 1e4")
+    assert done.exit_code == 1 and "is true of 1 tensor: `model.layers.2.up.weight`" in done.stdout
+    assert run("stats", str(tmp_path / "x.pt"), "--fail-on", "absmax > 1e4").exit_code == 0
+    done = run("stats", str(tmp_path / "x.pt"), "--fail-on", "absmx > 1e4")
+    assert done.exit_code == 2 and "`absmax`" in done.stderr
+
+
+def test_lists(tmp_path: Path) -> None:
+    torch.save(model(), tmp_path / "x.pt")
+    lines = run("stats", str(tmp_path / "x.pt"), "--csv", "--only", "model").stdout.splitlines()
+    assert len(lines) == 31 and lines[0].split(",")[:4] == ["name", "part", "moment", "layer"]
+    names = [line.split()[0] for line in run("stats", str(tmp_path / "x.pt"), "--sort", "rms").stdout.splitlines()[6:]]
+    assert names[0].startswith("model.layers.") and len(names) == 21
+    done = run("stats", str(tmp_path / "x.pt"), "--where", "absmax > 0.07", "--tensors", "*.up.weight")
+    assert all(".up.weight" in line for line in done.stdout.splitlines()[6:])
+    assert run("stats", str(tmp_path / "x.pt"), "--json").exit_code == 0
+    assert run("stats", str(tmp_path / "x.pt"), "--sort", "size").exit_code == 2
+
+
+def test_options(tmp_path: Path) -> None:
+    torch.save(model(), tmp_path / "x.pt")
+    path = str(tmp_path / "x.pt")
+    done = run("stats", path, "--each", "--drop", "optimizer", "--exclude", "*.experts.*", "--threads", "1")
+    assert len(done.stdout.splitlines()) == 12 and "experts" not in done.stdout
+    assert len(run("stats", path, "--sort", "std", "-v").stdout.splitlines()) > 60
+    assert run("stats", path, "--quiet").stdout == ""
+    assert run("stats", path, "--shapes", path, "--only", "model", "-q").exit_code == 0
+    done = run("stats", path, "--tensors", "nothing")
+    assert done.exit_code == 2 and "no tensor matches" in done.stderr
+
+
+def test_places() -> None:
+    catalogue = inspect(DCP)
+    places = {place_of(tensor) for tensor in catalogue.tensors}
+    assert ("optimizer (optim)", "exp_avg", "layers.1", "layers.*.qkv.weight", "") in places
+    tensor = catalogue.tensors[0]
+    experts = Tensor(("layers", "3", "experts", "17", "w"), tensor.dtype, (), tensor.chunks)
+    assert place_of(experts)[2:] == ("layers.3", "layers.*.experts.*.w", "17")
