@@ -289,7 +289,7 @@ class Write:
 
     @contextmanager
     def _scratch(self) -> Iterator[str]:
-        with files.scratch_directory("ckpttool-plan-") as scratch:
+        with staging.scratch_directory("ckpttool-plan-") as scratch:
             yield local_path(scratch) / local_path(self.dst).name
 
     def _note_files(self, sink: Sink, partial: str) -> None:

@@ -180,13 +180,6 @@ def temporary_folder() -> str:
     return tempfile.gettempdir()
 
 
-def scratch_directory(prefix: str) -> AbstractContextManager[str]:
-    """Return a context manager of a temporary directory, which is removed at the end of the block."""
-    import tempfile
-
-    return tempfile.TemporaryDirectory(prefix=prefix)
-
-
 class ScratchFile:
     """A temporary file without a name, which is removed with its last descriptor; `location` is where it is read."""
 

@@ -16,6 +16,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import fcntl
+import glob
 import itertools
 import json
 import os
@@ -36,7 +37,14 @@ from ckpttool.storage.stores import is_remote
 _MARK = ".journal"
 # Errors of file systems without hard links.
 _NO_LINKS = (errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK)
-_NO_LOCKS = (errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.ENOLCK, errno.EINVAL)
+_NO_LOCKS = (
+    errno.ENOTSUP,
+    errno.EOPNOTSUPP,
+    errno.ENOSYS,
+    errno.ENOLCK,
+    errno.EINVAL,
+    errno.EBADF,
+)  # the last: a directory
 _BLOCK = 1 << 20
 
 
@@ -350,6 +358,41 @@ def _is_locked(descriptor: int, path: str) -> bool | None:
         if error.errno in _NO_LOCKS:
             return None
         raise
+
+
+@contextmanager
+def scratch_directory(prefix: str) -> Iterator[str]:
+    """Yield a temporary directory, which is removed at the end of the block. Those of killed runs are removed first."""
+    import tempfile
+
+    # Some network file systems lock within one machine only.
+    prefix = f"{prefix}{os.uname().nodename}-"
+    top = os.path.realpath(tempfile.gettempdir())
+    for path in Path(top).glob(f"{glob.escape(prefix)}*"):
+        with _locked_directory(str(path)) as is_locked:
+            if is_locked:
+                files.remove(str(path))
+    with contextlib.ExitStack() as stack:
+        made = tempfile.mkdtemp(prefix=prefix, dir=top)
+        # Another run may have removed it before it was locked.
+        while stack.enter_context(_locked_directory(made)) is False:
+            made = tempfile.mkdtemp(prefix=prefix, dir=top)
+        stack.callback(files.remove, made)
+        yield made
+
+
+@contextmanager
+def _locked_directory(path: str) -> Iterator[bool | None]:
+    """Try to lock a directory for the block. Yield what `_is_locked` returns."""
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    except OSError:
+        yield False
+        return
+    try:
+        yield _is_locked(descriptor, path)
+    finally:
+        os.close(descriptor)
 
 
 def take_unfinished(dst: str) -> list[str]:

@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
-from ckpttool.storage import files
+from ckpttool.storage import staging
 from ckpttool.storage.stores import Location, Outgoing, locate
 
 # A pattern begins with a literal, so that `re` finds candidates in large files fast; what must not come before it is
@@ -111,7 +111,7 @@ def in_files(outgoing: Iterable[Outgoing], named: Sequence[str]) -> list[Secret]
     A file is written to a scratch directory, so that the very bytes are looked at that would be sent.
     """
     found = [Secret(name, 0, what) for name in named if (what := in_name(name)) is not None]
-    with files.scratch_directory("ckpttool-plan-") as scratch:
+    with staging.scratch_directory("ckpttool-plan-") as scratch:
         path = locate(scratch) / "file"
         for file in outgoing:
             file.write(path)

@@ -13,12 +13,10 @@ import errno
 import inspect
 import os
 import re
-import shutil
-import tempfile
 import threading
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from functools import partial
 from http import HTTPStatus
 from pathlib import Path
@@ -29,6 +27,7 @@ from huggingface_hub.utils._headers import build_hf_headers
 from huggingface_hub.utils._http import hf_raise_for_status
 
 from ckpttool.errors import ReadError, RemoteError
+from ckpttool.storage import staging
 from ckpttool.storage.errors import os_errors
 from ckpttool.storage.files import Pool
 from ckpttool.storage.hub import client, listing, xet
@@ -84,6 +83,7 @@ class HubStore(Store):
         self._files_lock = threading.Lock()
         self._pool = Pool()
         self._scratch: str | None = None
+        self._cleanup = ExitStack()
 
     def locate(self, address: str) -> Location:
         return Location(str(parse(address)), self)
@@ -143,9 +143,8 @@ class HubStore(Store):
     def close(self) -> None:
         """Remove the sparse files. The cache is kept."""
         self._pool.close()
-        if self._scratch is not None:
-            shutil.rmtree(self._scratch, ignore_errors=True)
-            self._scratch = None
+        self._cleanup.close()
+        self._scratch = None
 
     def _cached(self, file: RepoFile) -> str | None:
         path = try_to_load_from_cache(self._repo, file.name, cache_dir=constants.HF_HUB_CACHE, revision=self._commit)
@@ -209,7 +208,7 @@ class HubStore(Store):
         """Fetch the missing blocks of a range, adjacent ones together, and return the path of the sparse file."""
         with self._files_lock:
             if self._scratch is None:
-                self._scratch = os.path.realpath(tempfile.mkdtemp(prefix="ckpttool-hub-"))
+                self._scratch = self._cleanup.enter_context(staging.scratch_directory("ckpttool-hub-"))
         path = os.path.join(self._scratch, *file.name.split("/"))
         if file.name not in self._blocks:
             with os_errors(path, "write"):

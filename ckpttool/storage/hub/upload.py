@@ -30,7 +30,7 @@ from huggingface_hub.errors import HfHubHTTPError, RepositoryNotFoundError, Revi
 from huggingface_hub.utils._runtime import is_xet_available
 
 from ckpttool.errors import RemoteError, UsageError, without_credentials
-from ckpttool.storage import files, free_space
+from ckpttool.storage import free_space, staging
 from ckpttool.storage.errors import os_errors
 from ckpttool.storage.hub import client, errors, listing, retries, xet
 from ckpttool.storage.hub.address import Address, parse
@@ -137,7 +137,7 @@ class Repository(Store):
         upload.find_stale_files(outgoing, keep)
         if stage is not None:
             _check_stage(stage, {file.name for file in outgoing})
-        with files.scratch_directory("ckpttool-hub-") if stage is None else nullcontext(stage) as folder:
+        with staging.scratch_directory("ckpttool-hub-") if stage is None else nullcontext(stage) as folder:
             hint = "write smaller files with `--max-shard-size`, or set `TMPDIR` to a larger disk"
             needed = max(sizes, default=0) if stage is None else sum(sizes)
             free_space.check(folder, needed, free_space.free_bytes(folder), hint)

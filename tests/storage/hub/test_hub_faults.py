@@ -7,6 +7,7 @@ import json
 import re
 import shutil
 import time
+import tracemalloc
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -221,11 +222,39 @@ def test_headers_of_many_shards_are_fetched_at_the_same_time(hub: Hub) -> None:
 
 
 def test_a_server_that_ignores_ranges_is_stopped(hub: Hub) -> None:
-    def whole(handler: Handler) -> bool:
-        del handler.headers["Range"]
-        return False
+    """Once it has sent the bytes that were asked for, of a file that would be 256 MB in memory."""
+    ends = {"before": 20 << 20, "w": (20 << 20) + 5, "after": 256 << 20}
+    entries = {
+        name: {"dtype": "U8", "shape": [end - start], "data_offsets": [start, end]}
+        for (name, end), start in zip(ends.items(), (0, *ends.values()), strict=False)
+    }
+    header = json.dumps(entries).encode()
+    head = len(header).to_bytes(8, "little") + header
+    size = len(head) + ends["after"]
+    hub.make("me/model", {})
+    hub.commit("me/model", {"model.safetensors": hub.pointer("0" * 64, size)})
+    sent = []
 
-    hub.make("me/model", {"model.safetensors": save({"w": torch.zeros(8 << 20)})})
+    def whole(handler: Handler) -> bool:
+        handler.send_response(200)
+        handler.send_header("Content-Length", str(size))
+        handler.end_headers()
+        handler.wfile.write(head)
+        sent.append(len(head))
+        piece = bytes(1 << 20)
+        with pytest.raises(ConnectionError):
+            while sent[-1] < size:
+                handler.wfile.write(piece)
+                sent[-1] += len(piece)
+        return True
+
     hub.fail("GET", "^/cdn/", act=whole)
-    with ckpttool.open("hf://me/model") as checkpoint:
-        assert checkpoint["w"].shape == (8 << 20,)
+    tracemalloc.start()
+    try:
+        assert ckpttool.show("hf://me/model", "w").nbytes == 5
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    # The rest fills the buffers of two sockets.
+    assert len(sent) == 2 and sent[0] < 24 << 20 and 20 << 20 <= sent[1] < 48 << 20
+    assert peak < 24 << 20

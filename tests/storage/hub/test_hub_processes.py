@@ -321,3 +321,38 @@ def test_killed_and_run_again(hub: Hub, tmp_path: Path) -> None:
 @pytest.mark.long
 def test_killed_at_twenty_moments_and_run_again(hub: Hub, tmp_path: Path) -> None:
     kill_and_run_again(hub, tmp_path, 20, seed=7)
+
+
+@pytest.mark.parametrize("job", ["export", "inspect"])
+def test_what_a_killed_run_left_in_the_temporary_directory_is_removed(hub: Hub, tmp_path: Path, job: str) -> None:
+    """By the next run, but not while the first one lives."""
+    save_file({"w": torch.zeros(300, 300)}, tmp_path / "x.safetensors")
+    model = {"model.safetensors": (tmp_path / "x.safetensors").read_bytes()}
+    hub.make("org/name", model)
+    hub.make("org/other", model)
+    hub.fail("PUT", "/lfs/", act=stall)
+    # What holds the header has been read by then.
+    hub.fail("GET", "/cdn/.*n=second", act=stall)
+    header = json.dumps({"w": {"dtype": "U8", "shape": [0], "data_offsets": [0, 0]}}).ljust(100_000).encode()
+    hub.make("org/long", {"second.safetensors": len(header).to_bytes(8, "little") + header})
+    hub.faults[-1].skip = 1
+    words = {
+        "export": ("export", str(tmp_path / "x.safetensors"), "hf://me/model"),
+        "inspect": ("inspect", "hf://org/long"),
+    }
+    process = start(hub, tmp_path, *words[job])
+    try:
+        while hub.failed < 1 and process.poll() is None:
+            time.sleep(0.01)
+        (left,) = (tmp_path / "tmp").iterdir()
+        assert sum(path.stat().st_size for path in left.rglob("*")) >= 90_000
+        run("inspect", "hf://org/name")
+        assert list((tmp_path / "tmp").iterdir()) == [left], "that run has not ended"
+        process.send_signal(signal.SIGKILL)
+        process.communicate()
+        assert process.returncode == -signal.SIGKILL and left.exists()
+        run("inspect", "hf://org/other")
+        assert list((tmp_path / "tmp").iterdir()) == []
+    finally:
+        process.kill()
+        process.communicate()
