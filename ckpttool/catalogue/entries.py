@@ -263,6 +263,11 @@ class Tensor(_Named):
         return prod(self.shape)
 
     @property
+    def source_name(self) -> str:
+        """The dotted name in the checkpoint that the elements come from, which is its own unless a layout moved it."""
+        return dotted((self.origin or self).path)
+
+    @property
     def row(self) -> tuple[str, str, str]:
         """Name, dtype and shape for a table."""
         return self.name, str(self.dtype), str(list(self.shape))
@@ -298,6 +303,11 @@ class Object(_Named):
         self.path = self.origin = path
         self._value, self._read = value, read
         self.part, self.nbytes = part, nbytes
+
+    @property
+    def source_name(self) -> str:
+        """The dotted name in the checkpoint that the value comes from, which is its own unless a layout moved it."""
+        return dotted(self.origin)
 
     @property
     def is_read(self) -> bool:

@@ -37,11 +37,18 @@ def select(catalogue: Catalogue, keep: Callable[[Entry], bool]) -> Catalogue:
     return close_gaps(rebuilt(catalogue, retied(kept), containers))
 
 
-def matching(tensors: Sequence[str], exclude: Sequence[str]) -> Callable[[Entry], bool]:
+def matching(tensors: Sequence[str], exclude: Sequence[str], *catalogues: Catalogue) -> Callable[[Entry], bool]:
     """For `select`: tensors that match one of `tensors` (all, when there is none; objects stay) and nothing that
-    matches one of `exclude`."""
-    included, excluded = any_of(tensors or ["*"]), any_of(exclude)
-    return lambda entry: not excluded(entry.name) and (not isinstance(entry, Tensor) or included(entry.name))
+    matches one of `exclude`. What matches by its name in the source goes by its name in all catalogues. Pure."""
+    included, excluded = matched(tensors or ["*"], *catalogues), matched(exclude, *catalogues)
+    return lambda entry: entry.name not in excluded and (not isinstance(entry, Tensor) or entry.name in included)
+
+
+def matched(patterns: Sequence[str], *catalogues: Catalogue) -> set[str]:
+    """Return the names of the entries that match one of the patterns, by them or by their names in the source. Pure."""
+    is_match = any_of(patterns)
+    entries = (entry for catalogue in catalogues for entry in catalogue.entries.values())
+    return {entry.name for entry in entries if is_match(entry.name) or is_match(entry.source_name)}
 
 
 def models(catalogue: Catalogue) -> list[tuple[Path, list[Entry]]]:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from ckpttool.catalogue import parts
 from ckpttool.catalogue.entries import Catalogue, Part
-from ckpttool.catalogue.patterns import any_of, renamer, rule, several
+from ckpttool.catalogue.patterns import renamer, rule, several
 from ckpttool.errors import ReadError, UsageError
 from ckpttool.layout import select
 from ckpttool.layout.rename import rename_entries, strip_wrappers
@@ -94,22 +94,17 @@ def check_apart(dst: str, *sources: str | None) -> None:
             raise UsageError(f"the source `{path}` lies inside `{dst}`", hint=hint)
 
 
-def check_some(
-    flag: str, text: str, does: Callable[[str], bool], *planned: Catalogue, fails: str = "matches nothing"
-) -> None:
-    """Raises UsageError for a pattern or a rule that is about no name: a misspelled one would select the wrong
-    entries."""
-    names = [entry.name for catalogue in planned for entry in catalogue.entries.values()]
-    if not any(map(does, names)):
-        example = f"names here are like `{names[len(names) // 2]}`" if names else "nothing is left"
-        hint = meant(text, names, f"{example}; `ckpttool inspect --tensors '*'` lists them")
-        raise UsageError(f"`{flag} {text}` {fails}", hint=hint)
-
-
 def check_matches(flag: str, patterns: Sequence[str], *planned: Catalogue) -> None:
-    """Raises UsageError for a pattern that matches no name."""
+    """Raises UsageError for a pattern that matches no name: a misspelled one would select the wrong entries."""
     for pattern in patterns:
-        check_some(flag, pattern, any_of([pattern]), *planned)
+        if not select.matched([pattern], *planned):
+            names = [entry.source_name for catalogue in planned for entry in catalogue.entries.values()]
+            raise _matches_nothing(f"`{flag} {pattern}` matches nothing", pattern, names)
+
+
+def _matches_nothing(message: str, text: str, names: Sequence[str]) -> UsageError:
+    example = f"names here are like `{names[len(names) // 2]}`" if names else "nothing is left"
+    return UsageError(message, hint=meant(text, names, f"{example}; `ckpttool inspect --tensors '*'` lists them"))
 
 
 def matching(selection: Selection, *planned: Catalogue) -> list[Catalogue]:
@@ -118,7 +113,8 @@ def matching(selection: Selection, *planned: Catalogue) -> list[Catalogue]:
     check_matches("--exclude", selection.exclude, *planned)
     if not selection.tensors and not selection.exclude:
         return [*planned]
-    return [select.select(one, select.matching(selection.tensors, selection.exclude)) for one in planned]
+    is_wanted = select.matching(selection.tensors, selection.exclude, *planned)
+    return [select.select(one, is_wanted) for one in planned]
 
 
 def stripper(selection: Selection, *planned: Catalogue) -> Callable[[str], str]:
@@ -142,8 +138,9 @@ def renamed(planned: Catalogue, rename: Sequence[str]) -> Catalogue:
     """Return the entries under the names that the rules of `--rename` give. Raises UsageError for a rule that changes
     none, or for names that collide."""
     for text in rename:
-        step = renamer([text])
-        check_some("--rename", text, lambda name, step=step: step(name) != name, planned, fails="changes no name")  # type: ignore[misc]
+        step, names = renamer([text]), [entry.name for entry in planned.entries.values()]
+        if all(step(name) == name for name in names):
+            raise _matches_nothing(f"`--rename {text}` changes no name", text, names)
     return rename_entries(planned, renamer(rename)) if rename else planned
 
 

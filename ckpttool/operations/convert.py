@@ -232,7 +232,7 @@ def _start(
         folded = before - respell.origins(planned)
     left = parts.parts(planned)
     if selection.only and len(left) == 1:
-        # Before anything else, so that every pattern below sees the names that will be written.
+        # Before anything else, so that every rule below sees the names that will be written.
         planned = without_root(planned, left[0])
     if options.optim_root is not None:
         planned = respell.respell_root(planned, options.optim_root)

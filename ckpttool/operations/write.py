@@ -6,7 +6,7 @@ Nothing appears at the destination unless all of it does.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
@@ -451,6 +451,15 @@ def _check_losses(planned: Catalogue, target: Format, src: str, dst: str) -> Non
 # The summary ----------------------------------------------------------------------------------------------------------
 
 
+def left_out(source: Catalogue, kept: Collection[Path], replaced: Iterable[Path] = ()) -> list[str]:
+    """Return the names of the entries of the source, and of those that were `replaced`, that are not `kept`. Pure."""
+    stored = dict.fromkeys(replaced)
+    stored |= dict.fromkeys(
+        e.origin if isinstance(e, Object) else (e.origin or e).path for e in source.entries.values()
+    )
+    return [dotted(path) for path in stored if path not in kept]
+
+
 def _summarise(result: Conversion, source: Source, plan: Planned, target: Format) -> None:
     planned, dst = plan.catalogue, result.destination
     result.source_format, result.format = source.catalogue.format, target.name
@@ -459,11 +468,7 @@ def _summarise(result: Conversion, source: Source, plan: Planned, target: Format
     result.objects = sum(1 for _ in planned.objects)
     count_tensors(result, planned)
     # What was replaced by a part from elsewhere is left out too.
-    stored = dict.fromkeys(source.replaced) if isinstance(source, CombinedSource) else {}
-    stored |= dict.fromkeys(
-        e.origin if isinstance(e, Object) else (e.origin or e).path for e in source.catalogue.entries.values()
-    )
-    result.dropped = [dotted(path) for path in stored if path not in kept]
+    result.dropped = left_out(source.catalogue, kept, source.replaced if isinstance(source, CombinedSource) else ())
     result.notes[:0] = map(str, source.catalogue.warnings + planned.warnings)
     result.notes += [f"{text}; {MISSPELT}" for text in misspelt(source.catalogue)]
     # `format` names the library that wrote the file, and is written anew.

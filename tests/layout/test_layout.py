@@ -125,7 +125,7 @@ def test_tensors_inside_an_object_go_and_stay_with_it() -> None:
     assert set(layout.select(laid, lambda e: e.name != "w").entries) == {("rng",), *embedded}
     assert set(layout.select(laid, lambda e: e.name != "rng").entries) == {("w",)}
     # A pattern speaks of the object, not of the tensors in it.
-    assert set(layout.select(laid, layout.matching(["w"], [])).entries) == {("w",), ("rng",), *embedded}
+    assert set(layout.select(laid, layout.matching(["w"], [], laid)).entries) == {("w",), ("rng",), *embedded}
 
 
 @pytest.mark.parametrize(
@@ -140,7 +140,7 @@ def test_tensors_inside_an_object_go_and_stay_with_it() -> None:
 )
 def test_tensors_and_exclude(tensors: list[str], exclude: list[str], left: list[str]) -> None:
     laid = started({"model": {"w": torch.zeros(1), "b": torch.zeros(1)}, "step": 3})
-    assert [e.name for e in layout.select(laid, layout.matching(tensors, exclude)).entries.values()] == left
+    assert [e.name for e in layout.select(laid, layout.matching(tensors, exclude, laid)).entries.values()] == left
 
 
 # Names ----------------------------------------------------------------------------------------------------------------

@@ -6,6 +6,7 @@ import json
 import math
 import os
 import pickle
+import re
 import shutil
 import threading
 import zipfile
@@ -76,6 +77,25 @@ def readable(name: str) -> bool:
     except ReadError:
         return False
     return True
+
+
+def test_patterns_match_the_names_of_the_source(tmp_path: Path) -> None:
+    of_source = [t.name for t in ckpttool.inspect(FULL).tensors if t.part.kind == "model"]
+    for pattern in ("model.norm.weight", "norm.weight"):
+        done = ckpttool.convert(FULL, tmp_path / "x.safetensors", only="model", tensors=pattern, dry_run=True)
+        assert done.tensors == 1, pattern
+    done = ckpttool.convert(FULL, tmp_path / "x.safetensors", only="model", exclude="model.layers.*", dry_run=True)
+    left = {name for name in done.dropped if name in of_source}
+    assert left == {name for name in of_source if name.startswith("model.layers.")}
+    exported = ckpttool.export(FULL, tmp_path / "x", exclude="model.layers.*", dry_run=True)
+    assert left == {name for name in exported.dropped if name in of_source}
+    with pytest.raises(UsageError, match=r"`--tensors absent` matches nothing") as caught:
+        ckpttool.convert(FULL, tmp_path / "x.safetensors", only="model", tensors="absent", dry_run=True)
+    (example,) = re.findall(r"names here are like `(.*?)`", str(caught.value.hint))
+    assert example in of_source
+    with pytest.raises(UsageError, match=r"matches nothing") as caught:
+        ckpttool.convert(FULL, tmp_path / "x.safetensors", only="model", tensors="norm.weigth", dry_run=True)
+    assert "did you mean `model.norm.weight`" in str(caught.value.hint)
 
 
 @pytest.mark.parametrize("sink", ["torch", "dcp", "safetensors"])

@@ -129,11 +129,9 @@ def _compiled(text: str) -> re.Pattern[str]:
     return re.compile(named.replace(r"\*", ".*"))
 
 
-def apply(
-    keymap: KeyMap, planned: Catalogue, viewed: Viewed, head_dim: int | None
-) -> tuple[Catalogue, list[str], list[str]]:
-    """Return the model under the names of the map, in the same order; the names that the map drops; and those that it
-    has no rule for. `head_dim` is that of the attention.
+def apply(keymap: KeyMap, planned: Catalogue, viewed: Viewed, head_dim: int | None) -> tuple[Catalogue, list[str]]:
+    """Return the model under the names of the map, in the same order, and the names that it has no rule for. `head_dim`
+    is that of the attention.
 
     Raises UsageError when two tensors would have one name, when a tensor cannot be split as the map says, or when
     `head_dim` is unknown.
@@ -157,7 +155,7 @@ def apply(
             tensors += pieces
     moved = [_aliased(tensor, new_path, dropped) for tensor in tensors]
     _check_apart(moved, keymap)
-    return rebuilt(planned, moved, {}), dropped, unknown
+    return rebuilt(planned, moved, {}), unknown
 
 
 def _aliased(tensor: Tensor, new_path: Mapping[Path, Path], left: Sequence[str]) -> Tensor:

@@ -105,7 +105,7 @@ def planned(result: Exported, options: ExportOptions, how: WriteOptions) -> Iter
         moving = weights.Moving(viewed, opened.before, how.threads, memory, progress)
         stem = weights.ADAPTER if result.adapter else weights.DIFFUSION if beside.is_diffusion else weights.MODEL
         files = weights.outgoing(catalogue, options.max_shard_size, moving, stem=stem)
-        _summarise(result, catalogue, source)
+        _summarise(result, catalogue, source, viewed)
         files += _other_files(beside, result, catalogue, source, options)
         _check_secrets(files, beside.included, catalogue, options, result)
         result.files = [FileSize(file.name, file.size) for file in files]
@@ -117,9 +117,8 @@ def planned(result: Exported, options: ExportOptions, how: WriteOptions) -> Iter
 
 def _plan(source: Catalogue, viewed: Viewed, beside: Assets, options: ExportOptions, result: Exported) -> Catalogue:
     """Return the tensors to write, each with its origin in the source."""
-    planned, result.dropped = select_model.model_of(source, options.selection.only)
-    planned = select_model.renamed(planned, options.selection, result.dropped)
-    planned, result.adapter = select_model.without_base(planned, result.dropped)
+    planned = select_model.renamed(select_model.model_of(source, options.selection.only), options.selection)
+    planned, result.adapter = select_model.without_base(planned)
     if not result.adapter:
         planned = _mapped(planned, viewed, beside, options, result)
     model, same = _expected(beside, result), partial(ties.same_bytes, viewed)
@@ -139,14 +138,13 @@ def _mapped(planned: Catalogue, viewed: Viewed, beside: Assets, options: ExportO
     keymap = key_maps.chosen(options.key_map, names, beside.config)
     if keymap is None:
         return planned
-    mapped, dropped, unknown = key_maps.apply(keymap, planned, viewed, options.head_dim or beside.head_dim)
+    mapped, unknown = key_maps.apply(keymap, planned, viewed, options.head_dim or beside.head_dim)
     if len(unknown) == len(names):
         raise UsageError(
             f"`--key-map {options.key_map}`: no rule of it is about a tensor here",
             hint=f"names here are like `{names[len(names) // 2]}`",
         )
     result.key_map = keymap.name
-    result.dropped += dropped
     if options.key_map is None:
         result.notes.append(f"the names are those of key map `{keymap.name}` ({keymap.title}), which is applied")
     return mapped
@@ -241,8 +239,9 @@ def _main_dtype(planned: Catalogue) -> str | None:
     return max(counted, key=lambda name: (counted[name], DTYPES[name].itemsize)) if counted else None
 
 
-def _summarise(result: Exported, planned: Catalogue, source: Catalogue) -> None:
+def _summarise(result: Exported, planned: Catalogue, source: Catalogue, viewed: Viewed) -> None:
     write.count_tensors(result, planned)
+    result.dropped = write.left_out(source, {viewed.stored(t.origin or t).path for t in planned.tensors})
     numbers: Counter[str] = Counter()
     for tensor in planned.tensors:
         if tensor.alias is None:

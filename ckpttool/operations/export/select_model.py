@@ -22,8 +22,8 @@ _SAVED_TOO = re.compile(r"\.modules_to_save\.([^.]+)\.")
 _PEFT = "base_model.model."
 
 
-def model_of(source: Catalogue, only: Sequence[str]) -> tuple[Catalogue, list[str]]:
-    """Return the tensors of the selected model, each with a path of one key, and the names of what else there is.
+def model_of(source: Catalogue, only: Sequence[str]) -> Catalogue:
+    """Return the tensors of the selected model, each with a path of one key.
 
     Raises UsageError when there is no model, or more than one; CorruptError when it is damaged.
     """
@@ -51,9 +51,7 @@ def model_of(source: Catalogue, only: Sequence[str]) -> tuple[Catalogue, list[st
     if not model.entries:
         raise UsageError(f"part `{part}` has no tensors", hint="look at what is there with `ckpttool inspect`")
     validate(source, set(model.entries))
-    left = [str(other) for other in parts.parts(source) if other != part]
-    left += [entry.name for entry in source.entries.values() if entry.part == part and entry.path not in model.entries]
-    return _flat(without_root(model, part)), left
+    return _flat(without_root(model, part))
 
 
 def _flat(catalogue: Catalogue) -> Catalogue:
@@ -63,15 +61,13 @@ def _flat(catalogue: Catalogue) -> Catalogue:
     return rebuilt(flat, [again(tensor, part=_MODEL) for tensor in flat.tensors], {})
 
 
-def renamed(planned: Catalogue, selection: Selection, left: list[str]) -> Catalogue:
-    """Strip wrappers at any depth, exclude tensors, strip the prefix and apply the renaming rules, in this order. The
-    names of excluded tensors are added to `left`.
+def renamed(planned: Catalogue, selection: Selection) -> Catalogue:
+    """Strip wrappers at any depth, exclude tensors, strip the prefix and apply the renaming rules, in this order.
 
     Raises UsageError for a rule that does nothing, or names that collide.
     """
     model = rename_entries(planned, strip_wrappers)
     (kept,) = arguments.matching(selection, model)
-    left += [tensor.name for tensor in model.tensors if tensor.path not in kept.entries]
     write.check_not_empty(kept)
     kept = rename_entries(kept, arguments.stripper(selection, kept))
     return _flat(arguments.renamed(kept, selection.rename))
@@ -80,7 +76,7 @@ def renamed(planned: Catalogue, selection: Selection, left: list[str]) -> Catalo
 # LoRA -----------------------------------------------------------------------------------------------------------------
 
 
-def without_base(planned: Catalogue, left: list[str]) -> tuple[Catalogue, bool]:
+def without_base(planned: Catalogue) -> tuple[Catalogue, bool]:
     """Return the LoRA adapter alone, with PEFT's names, when there is one; else the model as it is. And which it is.
 
     Raises UsageError when there are several adapters.
@@ -100,8 +96,6 @@ def without_base(planned: Catalogue, left: list[str]) -> tuple[Catalogue, bool]:
     saved_too = {name: match[1] for name in names if (match := _SAVED_TOO.search(name))}
     own = {name for name in names if _ADAPTER.search(name)}
     own |= {name for name, of in saved_too.items() if adapter in (None, of)}
-    if len(own) < len(names):
-        left.append(f"{len(names) - len(own)} tensors of the base model")
     model = select.select(planned, lambda entry: entry.name in own)
     return _flat(rename_entries(model, lambda name: _as_peft(name, adapter))), True
 

@@ -106,6 +106,11 @@ class Viewed:
         self._views[result] = view_
         return result
 
+    def stored(self, tensor: Tensor) -> Tensor:
+        """Return the tensor of the source whose elements a tensor has."""
+        view = self._views.get(tensor)
+        return tensor if view is None else view.tensor
+
     def resolve(self, tensor: Tensor, chunk: Chunk) -> Extent:
         """Return the extent of a chunk. Raises CorruptError as the source does."""
         view = self._views.get(tensor)
