@@ -18,9 +18,9 @@ _FLOATS = ("float64", "float32", "float16", "bfloat16", "float8_e4m3fn", "float8
 def caster(rules: Sequence[str]) -> Callable[[Tensor], Dtype | None]:
     """The dtype that `--dtype` rules give a tensor; None to leave it.
 
-    A rule is `PATTERN=DTYPE` over full names, also those of the source, the first that matches; or a bare `DTYPE` for
-    the floating-point tensors of models that match none (8-bit floats stay). Integers and bools are never cast. Raises
-    UsageError for a dtype that is none. Pure.
+    A rule is `PATTERN=DTYPE` over full names, the first that matches, or a bare `DTYPE` for the floating-point tensors
+    of models that match none (8-bit floats stay). Integers and bools are never cast. Raises UsageError for a dtype
+    that is none. Pure.
     """
     compiled: list[tuple[re.Pattern[str] | None, Dtype]] = []
     if sum("=" not in text for text in rules) > 1:
@@ -40,11 +40,8 @@ def caster(rules: Sequence[str]) -> Callable[[Tensor], Dtype | None]:
         if tensor.dtype.kind != "float" or tensor.embedded or tensor.dtype.name.startswith("float4"):
             return None
         is_general = tensor.part.kind == "model" and tensor.dtype.itemsize > 1
-        names = tensor.name, tensor.source_name
-        for pattern, kind in compiled:
-            if is_general if pattern is None else any(map(pattern.fullmatch, names)):
-                return kind
-        return None
+        matches = (kind for pattern, kind in compiled if (pattern.fullmatch(tensor.name) if pattern else is_general))
+        return next(matches, None)
 
     return cast_to
 

@@ -39,16 +39,21 @@ def select(catalogue: Catalogue, keep: Callable[[Entry], bool]) -> Catalogue:
 
 def matching(tensors: Sequence[str], exclude: Sequence[str], *catalogues: Catalogue) -> Callable[[Entry], bool]:
     """For `select`: tensors that match one of `tensors` (all, when there is none; objects stay) and nothing that
-    matches one of `exclude`. What matches by its name in the source goes by its name in all catalogues. Pure."""
+    matches one of `exclude`. What matches by its name in the source goes by its name here in all catalogues. Pure."""
     included, excluded = matched(tensors or ["*"], *catalogues), matched(exclude, *catalogues)
     return lambda entry: entry.name not in excluded and (not isinstance(entry, Tensor) or entry.name in included)
 
 
 def matched(patterns: Sequence[str], *catalogues: Catalogue) -> set[str]:
-    """Return the names of the entries that match one of the patterns, by them or by their names in the source. Pure."""
-    is_match = any_of(patterns)
-    entries = (entry for catalogue in catalogues for entry in catalogue.entries.values())
-    return {entry.name for entry in entries if is_match(entry.name) or is_match(entry.source_name)}
+    """Return the names of the entries that match one of the patterns. One that matches none is tried with the names
+    that the entries have in the source. Pure."""
+    entries = [entry for catalogue in catalogues for entry in catalogue.entries.values()]
+    names: set[str] = set()
+    for pattern in patterns:
+        is_match = any_of([pattern])
+        own = {entry.name for entry in entries if is_match(entry.name)}
+        names |= own or {entry.name for entry in entries if is_match(entry.source_name)}
+    return names
 
 
 def models(catalogue: Catalogue) -> list[tuple[Path, list[Entry]]]:

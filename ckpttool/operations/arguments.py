@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from ckpttool.catalogue import parts
 from ckpttool.catalogue.entries import Catalogue, Part
-from ckpttool.catalogue.patterns import renamer, rule, several
+from ckpttool.catalogue.patterns import any_of, renamer, rule, several
 from ckpttool.errors import ReadError, UsageError
 from ckpttool.layout import select
 from ckpttool.layout.rename import rename_entries, strip_wrappers
@@ -131,7 +131,10 @@ def stripper(selection: Selection, *planned: Catalogue) -> Callable[[str], str]:
 
 def check_dtypes(dtype: Sequence[str], planned: Catalogue) -> None:
     """Raises UsageError for a rule of `--dtype` whose pattern matches no name."""
-    check_matches("--dtype", [rule(text, "--dtype")[0] for text in dtype if "=" in text], planned)
+    names = [entry.name for entry in planned.entries.values()]
+    for pattern in [rule(text, "--dtype")[0] for text in dtype if "=" in text]:
+        if not any(map(any_of([pattern]), names)):
+            raise _matches_nothing(f"`--dtype {pattern}` matches nothing", pattern, names)
 
 
 def renamed(planned: Catalogue, rename: Sequence[str]) -> Catalogue:
