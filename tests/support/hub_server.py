@@ -2,7 +2,8 @@
 in git or in a large file store, tokens, and faults when a test asks for them.
 
 Large files go over LFS, in one part or several; or over Xet, whose store is a directory that hf_xet writes to itself,
-or (`cas`) a server of ours that can do nothing but fail.
+or (`cas`) this server, which takes chunks that are not compressed (`HF_XET_XORB_COMPRESSION_POLICY=none`). The Xet hash
+of a file that it sends is its SHA-256 here; the client does not compare it.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from urllib.parse import parse_qs, quote, unquote, urlsplit
 WRITER, READER, STRANGER = "hf_writerSecretToken123", "hf_readerSecretToken456", "hf_nobodySecretToken789"
 LARGE = 2048  # bytes from which a file is large; weights always are
 _BLOCK = 1 << 16
+_CHUNK, _IN_XORB = 1 << 16, 3  # bytes of a chunk, chunks of a xorb, of files that are sent over Xet
 
 
 @dataclass
@@ -99,6 +101,7 @@ class Hub:
         self.store.mkdir(parents=True)
         self.xet = folder / "xet"
         self.cas = False
+        self.xorbs: dict[str, list[bytes]] = {}  # chunks that were received
         self.xet_hashes: dict[str, str] = {}  # SHA-256 -> name in the directory behind Xet
         self.slept: list[float] = []  # by the client, between its tries
         self.failed = 0  # requests for which there was a fault
@@ -249,6 +252,30 @@ def _half(handler: Handler, wait: bool) -> bool:
     handler.wfile.write(data[at : (at + len(data)) // 2])
     handler.wfile.flush()
     return stall(handler) if wait else drop(handler)
+
+
+def halve(handler: Handler) -> bool:
+    """Half of any answer."""
+    answer = handler._answer
+
+    def half(status: int, data: bytes, headers: dict[str, str] | None = None) -> None:
+        answer(status, data[: len(data) // 2], {**(headers or {}), "Content-Length": str(len(data))})
+        handler.hang_up()
+
+    handler._answer = half  # type: ignore[method-assign]
+    return False
+
+
+def spoil(handler: Handler) -> bool:
+    """Another last byte."""
+    answer = handler._answer
+
+    def spoilt(status: int, data: bytes, headers: dict[str, str] | None = None) -> None:
+        answer(status, data[:-1] + bytes([data[-1] ^ 1]), headers)
+        del handler._answer
+
+    handler._answer = spoilt  # type: ignore[method-assign]
+    return False
 
 
 def stall(handler: Handler) -> bool:
@@ -595,7 +622,7 @@ class Handler(BaseHTTPRequestHandler):
         if key == "file":
             files[path] = Stored(*_small(base64.b64decode(value["content"])))
         elif key == "lfsFile":
-            if not (self.hub.store / value["oid"]).exists() and not self.hub.xet.exists():
+            if not (self.hub.store / value["oid"]).exists() and (self.hub.cas or not self.hub.xet.exists()):
                 raise Problem(400, None, f"{path}: its bytes were not sent")
             files[path] = self.hub.pointer(value["oid"], value["size"])
         elif key == "deletedFile":
@@ -628,6 +655,63 @@ class Handler(BaseHTTPRequestHandler):
         with (self.hub.store / oid).open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
             self._bytes(data, {"ETag": f'"{oid}"', "Accept-Ranges": "bytes"})
 
+    # The store behind Xet --------------------------------------------------------------------------------------------
+
+    def reconstruct(self, oid: str) -> None:
+        """Say of which chunks a part of a file consists, and where they are: in xorbs of a few chunks each."""
+        size = (self.hub.store / oid).stat().st_size
+        wanted = re.fullmatch(r"bytes=(\d+)-(\d*)", self.headers.get("Range") or "bytes=0-")
+        assert wanted is not None
+        start, end = int(wanted[1]), min(int(wanted[2] or size - 1) + 1, size)
+        if start >= size:
+            raise Problem(416)
+        first, last = start // _CHUNK, -(-end // _CHUNK)
+        terms, fetched = [], {}
+        for xorb in range(first // _IN_XORB, -(-last // _IN_XORB)):
+            at = xorb * _IN_XORB
+            chunks = {"start": max(first, at) - at, "end": min(last, at + _IN_XORB) - at}
+            nbytes = min((at + chunks["end"]) * _CHUNK, size) - (at + chunks["start"]) * _CHUNK
+            name = hashlib.sha256(f"{oid}/{xorb}".encode()).hexdigest()
+            terms.append({"hash": name, "unpacked_length": nbytes, "range": chunks})
+            begin = chunks["start"] * (_CHUNK + 8)
+            in_xorb = {"start": begin, "end": begin + nbytes + 8 * (chunks["end"] - chunks["start"]) - 1}
+            url = f"{self.hub.url}/xorb/{oid}/{xorb}?X-Signature=secret"
+            fetched[name] = [{"range": chunks, "url": url, "url_range": in_xorb}]
+        self._json({"offset_into_first_range": start % _CHUNK, "terms": terms, "fetch_info": fetched})
+
+    def xorb(self, oid: str, number: str) -> None:
+        data = (self.hub.store / oid).read_bytes()
+        packed = b""
+        for at in range(int(number) * _IN_XORB, (int(number) + 1) * _IN_XORB):
+            chunk = data[at * _CHUNK : (at + 1) * _CHUNK]
+            length = len(chunk).to_bytes(3, "little")
+            packed += b"\0" + length + b"\0" + length + chunk if chunk else b""
+        self._bytes(packed, {})
+
+    def post_xorb(self, name: str) -> None:
+        data, at, chunks = self._body(), 0, []
+        while at < len(data) and data[at] == 0:
+            assert data[at + 4] == 0, "it is not compressed"
+            end = at + 8 + int.from_bytes(data[at + 1 : at + 4], "little")
+            chunks.append(data[at + 8 : end])
+            at = end
+        self.hub.xorbs[name] = chunks
+        self._json({"was_inserted": True})
+
+    def post_shard(self) -> None:
+        """Keep the files that a shard describes: for each a head, its terms, as many hashes, and its SHA-256."""
+        rows = self._body()[48:]
+        while rows[:32] != b"\xff" * 32:
+            flags, count = (int.from_bytes(rows[at : at + 4], "little") for at in (32, 36))
+            content = b""
+            for row in range(1, count + 1):
+                term = rows[row * 48 : row * 48 + 48]
+                first, last = (int.from_bytes(term[at : at + 4], "little") for at in (40, 44))
+                content += b"".join(self.hub.xorbs[_hash_text(term[:32])][first:last])
+            (self.hub.store / hashlib.sha256(content).hexdigest()).write_bytes(content)
+            rows = rows[48 * (1 + count * (1 + (flags >> 31 & 1)) + (flags >> 30 & 1)) :]
+        self._json({"result": 1})
+
     def _bytes(self, data: bytes | mmap.mmap, headers: dict[str, str]) -> None:
         wanted = re.fullmatch(r"bytes=(\d+)-(\d*)", self.headers.get("Range") or "")
         if wanted is None:
@@ -647,6 +731,10 @@ class Handler(BaseHTTPRequestHandler):
             {"X-Xet-Cas-Url": said["casUrl"], "X-Xet-Access-Token": "xet-token",
              "X-Xet-Token-Expiration": str(said["exp"])},
         )  # fmt: skip
+
+
+def _hash_text(data: bytes) -> str:
+    return b"".join(data[at : at + 8][::-1] for at in range(0, 32, 8)).hex()
 
 
 def _small(data: bytes) -> tuple[int, None, str, bytes]:
@@ -671,5 +759,9 @@ _ROUTES = [
     ("POST", r"/lfs-complete/([0-9a-f]+)", "complete"),
     ("POST", r"/lfs-verify", "verify"),
     ("GET|HEAD", r"/cdn/([0-9a-f]+)", "cdn"),
+    ("GET", r"/cas/v1/reconstructions/([0-9a-f]+)", "reconstruct"),
+    ("GET", r"/xorb/([0-9a-f]+)/(\d+)", "xorb"),
+    ("POST", r"/cas/v1/xorbs/default/([0-9a-f]+)", "post_xorb"),
+    ("POST", r"/cas/v1/shards", "post_shard"),
     ("GET|HEAD", rf"/{_NAME}/resolve/([^/]+)/(.+)", "resolve"),
 ]

@@ -1,9 +1,11 @@
 """Faults of the store behind Xet, which a library in Rust speaks to: its address is what the Hub says it is, so that it
-can be a server of ours. What it answers in order is not tried here, but with a directory as the store."""
+can be a server of ours."""
 
 from __future__ import annotations
 
 import os
+import re
+import shutil
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,10 +14,10 @@ from typing import Any
 import pytest
 import torch
 from huggingface_hub import constants
-from huggingface_hub.utils._xet import abort_xet_session
-from safetensors.torch import save, save_file
+from huggingface_hub.utils._xet import XET_CONNECTION_INFO_CACHE, abort_xet_session
+from safetensors.torch import load, save, save_file
 from support.hub_client import patience
-from support.hub_server import WRITER, Hub, drop, stall
+from support.hub_server import WRITER, Hub, drop, halve, spoil, stall
 
 import ckpttool
 from ckpttool.errors import RemoteError
@@ -50,7 +52,9 @@ def check(error: RemoteError) -> None:
     """One of ours, with the next thing to do, and nothing secret."""
     assert error.exit_code == 8 and error.hint
     assert "?" not in error.message and "xet-token" not in error.message and WRITER not in error.message
-    assert error.message.startswith("`hf://") and "://" not in error.message[6:]
+    # The address of the Hub may be there.
+    message = re.sub(r"`http://127\.0\.0\.1:\d+`", "", error.message)
+    assert message.startswith("`hf://") and "://" not in message[6:]
     assert "are not" not in error.hint or ("sent" in error.hint) == ("written" in error.message)
 
 
@@ -115,3 +119,78 @@ def test_a_store_that_is_silent_for_ever(
     store.cas = False
     ckpttool.export(tmp_path / "x.safetensors", "hf://me/other")
     assert store.history("me/other") == ["Upload with ckpttool", "initial commit"]
+
+
+# What a request meets, whether the job succeeds all the same, and where that is otherwise.
+UNREAD = "/chunks/|/xorb-grants/|/v2/"  # the client reads the status alone, 404 here, and none of the first
+MET: dict[str, tuple[dict[str, Any], bool, str]] = {
+    "503": ({"status": 503, "times": 1}, True, "nowhere"),
+    "500": ({"status": 500, "times": 1}, True, "nowhere"),
+    "429": ({"status": 429, "times": 1, "headers": {"Retry-After": "1"}}, True, "nowhere"),
+    "drop": ({"act": drop, "times": 1}, True, "nowhere"),
+    "truncated": ({"act": halve, "times": 1}, True, "nowhere"),
+    "answer lost": ({"after": True, "times": 1}, True, "nowhere"),
+    # For this answer, the library itself waits for ever.
+    "silent": ({"act": stall, "times": 1}, True, "/v1/shards"),
+    # A signed link is asked for again.
+    "403": ({"status": 403, "times": 1}, False, "/chunks/|^/xorb/"),
+    "403 for ever": ({"status": 403}, False, "/chunks/"),
+    "429 for an hour": ({"status": 429, "headers": {"Retry-After": "3600"}}, False, "/chunks/"),
+    "truncated for ever": ({"act": halve}, False, UNREAD),
+    "another byte": ({"act": spoil}, False, f"{UNREAD}|/xet-read-token/"),
+}
+SHORT = ("503", "truncated", "403", "429 for an hour", "another byte")
+
+
+@pytest.mark.parametrize("met", [pytest.param(met, marks=() if met in SHORT else pytest.mark.long) for met in MET])
+@pytest.mark.parametrize("job", JOBS)
+def test_at_every_request(store: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, job: str, met: str) -> None:
+    how, succeeds, except_at = MET[met]
+    monkeypatch.setenv("HF_XET_XORB_COMPRESSION_POLICY", "none")
+    monkeypatch.setenv("HF_XET_CACHE", str(tmp_path / "xet"))
+    # A request that is not answered is made again before the transfer is given up.
+    monkeypatch.setenv("HF_XET_CLIENT_READ_TIMEOUT", "200ms")
+    patience(monkeypatch, 3)
+    save_file({"w": torch.randn(300, 300)}, tmp_path / "x.safetensors")
+    data, out = (tmp_path / "x.safetensors").read_bytes(), tmp_path / "out.pt"
+
+    def run() -> RemoteError | None:
+        for left in (store.store, tmp_path / "cache", tmp_path / "xet"):
+            shutil.rmtree(left, ignore_errors=True)
+        store.store.mkdir()
+        store.repos.clear()
+        store.xorbs.clear()
+        store.seen.clear()
+        store.failed = 0
+        store.make("org/name", {"model.safetensors": data})
+        out.unlink(missing_ok=True)
+        abort_xet_session()
+        XET_CONNECTION_INFO_CACHE.clear()
+        if job == "send":
+            shutil.rmtree(store.store)
+            store.store.mkdir()
+        try:
+            JOBS[job](tmp_path)
+        except RemoteError as error:
+            check(error)
+            assert not out.exists()
+            assert job == "receive" or store.history("me/model") == ["initial commit"]
+            return error
+        if job == "receive":
+            assert torch.equal(torch.load(out)["w"], load(data)["w"])
+        else:
+            assert torch.equal(load(store.files("me/model")["model.safetensors"])["w"], load(data)["w"])
+            assert store.history("me/model") == ["Upload with ckpttool", "initial commit"]
+        return None
+
+    assert run() is None
+    paths = ((one.method, re.sub("[0-9a-f]{20,}", "[0-9a-f]+", one.path.partition("?")[0])) for one in store.seen)
+    made = [(method, path) for method, path in dict.fromkeys(paths) if re.search("^/cas/|^/xorb/|/xet-", path)]
+    assert len(made) == {"send": 6, "receive": 5}[job]
+    for method, path in made:
+        store.faults.clear()
+        store.fail(method, rf"^{path}(\?|$)", **how)
+        error = run()
+        assert store.failed, path
+        assert (error is None) == (succeeds != bool(re.search(except_at, path))), (path, error)
+        assert error is None or met != "another byte" or not path.startswith("/xorb/") or "not the one" in error.message
