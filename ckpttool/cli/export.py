@@ -45,6 +45,9 @@ if TYPE_CHECKING:
             ),
             Option("--not-secret FILE...", "Send FILE although it seems to have a key or a token in it. Repeatable."),
             options.DTYPE,
+            Option(
+                "--dtype-strict", "Cast also what the model's library keeps in float32, such as the bias of routers."
+            ),
             options.reworded(
                 options.MAX_SHARD_SIZE, "Split into files of at most this size: 512MiB, ... Default: 5GB."
             ),

@@ -15,12 +15,12 @@ from ckpttool.text import meant
 _FLOATS = ("float64", "float32", "float16", "bfloat16", "float8_e4m3fn", "float8_e5m2")
 
 
-def caster(rules: Sequence[str]) -> Callable[[Tensor], Dtype | None]:
+def caster(rules: Sequence[str], stays: Callable[[str], bool] = lambda name: False) -> Callable[[Tensor], Dtype | None]:
     """The dtype that `--dtype` rules give a tensor; None to leave it.
 
     A rule is `PATTERN=DTYPE` over full names, the first that matches, or a bare `DTYPE` for the floating-point tensors
-    of models that match none (8-bit floats stay). Integers and bools are never cast. Raises UsageError for a dtype
-    that is none. Pure.
+    of models that match none (8-bit floats stay). Integers and bools are never cast. A bare dtype is not for tensors
+    whose name `stays`: they become float32. Raises UsageError for a dtype that is none. Pure.
     """
     compiled: list[tuple[re.Pattern[str] | None, Dtype]] = []
     if sum("=" not in text for text in rules) > 1:
@@ -40,10 +40,21 @@ def caster(rules: Sequence[str]) -> Callable[[Tensor], Dtype | None]:
         if tensor.dtype.kind != "float" or tensor.embedded or tensor.dtype.name.startswith("float4"):
             return None
         is_general = tensor.part.kind == "model" and tensor.dtype.itemsize > 1
-        matches = (kind for pattern, kind in compiled if (pattern.fullmatch(tensor.name) if pattern else is_general))
-        return next(matches, None)
+        for pattern, kind in compiled:
+            if pattern is not None and pattern.fullmatch(tensor.name):
+                return kind
+            if pattern is None and is_general:
+                keeps = kind.itemsize < 4 and kind != tensor.dtype and stays(tensor.name)
+                return DTYPES["float32"] if keeps else kind
+        return None
 
     return cast_to
+
+
+def general(rules: Sequence[str]) -> str | None:
+    """Return the dtype of the rule without a pattern: `"bfloat16"`. Pure."""
+    short = next((text.removeprefix("torch.") for text in rules if "=" not in text), None)
+    return ALIASES.get(short, short) if short is not None else None
 
 
 def cast(catalogue: Catalogue, cast_to: Callable[[Tensor], Dtype | None]) -> Catalogue:

@@ -17,18 +17,19 @@ from ckpttool.catalogue.validation import stop_at_fault, validate
 from ckpttool.catalogue.warning import Warning
 from ckpttool.errors import UsageError
 from ckpttool.layout import rechunk, select
-from ckpttool.layout.dtype_rules import cast, caster
+from ckpttool.layout.dtype_rules import cast, caster, general
 from ckpttool.layout.optimizer import respell
 from ckpttool.layout.rename import rename_entries, without_root
 from ckpttool.operations import arguments, write
 from ckpttool.operations.arguments import Selection
 from ckpttool.operations.write import Conversion, Planned, WriteOptions
-from ckpttool.producers import writable
+from ckpttool.producers import float32_names, writable
 from ckpttool.producers.arrange import LayoutBuilder
 from ckpttool.producers.components import WritableLayout
 from ckpttool.producers.open import naming
 from ckpttool.storage import files
 from ckpttool.storage.stores import local_path
+from ckpttool.text import plural, some
 from ckpttool.transfer.read import read_box
 from ckpttool.transfer.threads import Progress
 
@@ -129,7 +130,7 @@ def _plan(source: Source, dst: str, target: Format, options: ConvertOptions) -> 
     planned = arguments.renamed(planned, selection.rename)
     validate(catalogue, respell.origins(planned) | folded)
     arguments.check_dtypes(options.dtype, planned)
-    planned = cast(planned, caster(options.dtype))
+    planned = _cast(planned, catalogue, options.dtype)
     world, tensor_class = options.to_world or catalogue.world_size, options.tensor_class
     if row is not None:
         planned, target = _arranged(row, planned, source, dst, options, folded)
@@ -137,6 +138,25 @@ def _plan(source: Source, dst: str, target: Format, options: ConvertOptions) -> 
     planned = _rechunked(planned, catalogue, target, options.to_world)
     sink = SinkOptions(options.max_shard_size, target.is_file(dst), world, tensor_class or "sharded_tensor")
     return Planned(planned, sink, frozenset(folded)), target
+
+
+def _cast(planned: Catalogue, catalogue: Catalogue, rules: Sequence[str]) -> Catalogue:
+    """Return the tensors with their new dtypes. What the library of the model keeps in float32 is cast, too, which is
+    noted: a training state is loaded by its framework, in the dtype that it has."""
+    wanted = general(rules)
+    if wanted is None:
+        return cast(planned, caster(rules))
+    classes = catalogue.facts.get("architectures") or [None]
+    asked = cast(planned, caster(rules))
+    kept = cast(planned, caster(rules, float32_names.kept(classes[0], wanted)))
+    rounded = [one.name for one, other in zip(asked.tensors, kept.tensors, strict=True) if one.dtype != other.dtype]
+    if rounded:
+        text = (
+            f"{plural(len(rounded), 'tensor')} that transformers or diffusers keeps in float32 will be {wanted}: "
+            f"{some(rounded)}; `--dtype '*{rounded[0].rpartition('.')[2]}=float32'` keeps such"
+        )
+        asked.warnings = [*asked.warnings, Warning("framework", text)]
+    return asked
 
 
 def _target(to: str | None, producer: str | None, dst: str) -> Format:

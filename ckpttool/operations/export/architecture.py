@@ -30,7 +30,8 @@ class Expected:
     """The model of a config, as its library makes it:
     `Expected("GPT2LMHeadModel", "transformers 5.23.0", {"wte.weight": ..})`.
 
-    `files` are names and shapes as its files have them, `memory` as it has them in memory, tied ones included.
+    `files` are names and shapes as its files have them, `memory` as it has them in memory, tied ones included;
+    `float32` are names of both, of tensors that stay float32 in a model of the dtype asked for.
     """
 
     architecture: str
@@ -41,6 +42,7 @@ class Expected:
     prefix: str = ""
     missing: Sequence[str] = ()
     unexpected: Sequence[str] = ()
+    float32: Sequence[str] = ()
 
 
 @dataclass(slots=True)
@@ -60,8 +62,8 @@ class Compared:
         return bool(self.missing or self.unexpected or self.misshapen)
 
 
-def expected(config: Mapping[str, Any]) -> Expected | str:
-    """Return the tensors that transformers or diffusers expects for a config, or why that is unknown."""
+def expected(config: Mapping[str, Any], dtype: str | None = None) -> Expected | str:
+    """Return the tensors that transformers or diffusers expects for a config and a dtype, or why that is unknown."""
     import subprocess
 
     if "auto_map" in config:
@@ -75,7 +77,7 @@ def expected(config: Mapping[str, Any]) -> Expected | str:
         # A directory with the config alone, without a tokenizer or code.
         (local_path(scratch) / "config.json").put(json.dumps(config).encode())
         out = local_path(scratch) / "model.json"
-        command = [sys.executable, "-m", "ckpttool.operations.export.architecture_process", scratch, out]
+        command = [sys.executable, "-m", "ckpttool.operations.export.architecture_process", scratch, out, dtype or ""]
         try:
             _run(command)
             answer = json.loads(out.read())

@@ -8,17 +8,19 @@ code of DIR runs.
 from __future__ import annotations
 
 import json
+import re
 import sys
 from typing import Any
 
 from ckpttool.storage.stores import local_path
 
 
-def describe(folder: str) -> dict[str, Any]:
-    """`{"memory": {name: shape}, "files": {name: shape}, "tied": {name: name}, "prefix", "missing", "unexpected"}`, or
-    `{"why_not": text}`. `missing` and `unexpected` are patterns of names that transformers passes over."""
+def describe(folder: str, dtype: str) -> dict[str, Any]:
+    """`{"memory": {name: shape}, "files": {name: shape}, "tied": {name: name}, "prefix", "float32", "missing",
+    "unexpected"}`, or `{"why_not": text}`. `float32` are the names of tensors that stay float32 in a model of a dtype
+    of 16 bits or less. `missing` and `unexpected` are patterns of names that transformers passes over."""
     config = json.loads((local_path(folder) / "config.json").read())
-    return _diffusion(config) if "_class_name" in config else _transformer(folder)
+    return _diffusion(config) if "_class_name" in config else _transformer(folder, dtype)
 
 
 def _diffusion(config: dict[str, Any]) -> dict[str, Any]:
@@ -34,10 +36,12 @@ def _diffusion(config: dict[str, Any]) -> dict[str, Any]:
     with torch.device("meta"):
         model = kind.from_config(config)
     names = {name: list(tensor.shape) for name, tensor in model.state_dict().items()}
-    return {"architecture": name, "library": library, "memory": names, "files": names, "tied": {}}
+    words = set(getattr(kind, "_keep_in_fp32_modules", None) or ())
+    kept = [name for name in names if words.intersection(name.split("."))]
+    return {"architecture": name, "library": library, "memory": names, "files": names, "tied": {}, "float32": kept}
 
 
-def _transformer(folder: str) -> dict[str, Any]:
+def _transformer(folder: str, dtype: str) -> dict[str, Any]:
     import torch
     import transformers
 
@@ -52,17 +56,35 @@ def _transformer(folder: str) -> dict[str, Any]:
         return {"why_not": f"transformers {transformers.__version__} has no `{named[0]}`"}
     if getattr(config, "quantization_config", None) is not None:
         return {"why_not": "the model is quantized"}
-    with torch.device("meta"):
-        model = kind(config)
-    memory = {name: list(tensor.shape) for name, tensor in model.state_dict().items()}
+    default = torch.get_default_dtype()
+    wanted = default if dtype in ("", "float32", "float64") else getattr(torch, dtype)
+    if wanted.itemsize < 2:
+        wanted = torch.bfloat16  # a model cannot be made of 8 bits
+    try:
+        torch.set_default_dtype(wanted)
+        with torch.device("meta"):
+            model = kind(config)
+    finally:
+        torch.set_default_dtype(default)
+    stays = _float32_patterns(model, wanted)
+    state = {
+        name: tensor.float() if tensor.is_floating_point() and any(one.search(name) for one in stays) else tensor
+        for name, tensor in model.state_dict().items()
+    }
+    memory = {name: list(tensor.shape) for name, tensor in state.items()}
     tied = _tied(model, memory)
+    files = _in_files(model, {name: tensor for name, tensor in state.items() if name not in tied})
+    kept = {
+        n for names in (state, files) for n, tensor in names.items() if wanted.itemsize < tensor.dtype.itemsize == 4
+    }
     return {
         "architecture": str(named[0]),
         "library": f"transformers {transformers.__version__}",
         "memory": memory,
-        "files": _in_files(model, tied),
+        "files": {name: list(tensor.shape) for name, tensor in files.items()},
         "tied": tied,
         "prefix": getattr(model, "base_model_prefix", ""),
+        "float32": sorted(kept),
         "missing": sorted(getattr(model, "_keys_to_ignore_on_load_missing", None) or ()),
         "unexpected": [*sorted(getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ()), *_passed(model)],
     }
@@ -82,16 +104,26 @@ def _tied(model: Any, memory: dict[str, Any]) -> dict[str, str]:
     return {name: kept for name, kept in tied.items() if name in memory and kept in memory}
 
 
-def _in_files(model: Any, tied: dict[str, str]) -> dict[str, Any]:
+def _float32_patterns(model: Any, dtype: Any) -> list[re.Pattern[str]]:
+    """The names of what `from_pretrained` loads as float32 when a model of this dtype is asked for."""
+    plan = getattr(model, "_get_dtype_plan", None)
+    if plan is not None:
+        return [re.compile(name.replace("*", ".*")) for name, kept in plan(dtype).items() if "32" in str(kept)]
+    # transformers 4
+    kinds = ["_keep_in_fp32_modules_strict"] + (["_keep_in_fp32_modules"] if "float16" in str(dtype).split(".") else [])
+    names = [name for kind in kinds for name in getattr(model, kind, None) or ()]
+    return [re.compile(rf"((^|\.){name}($|\.))") for name in names]
+
+
+def _in_files(model: Any, state: dict[str, Any]) -> dict[str, Any]:
     """transformers 5 stacks what the files of some families hold apart."""
-    state = {name: tensor for name, tensor in model.state_dict().items() if name not in tied}
     try:
         from transformers.core_model_loading import revert_weight_conversion
     except ImportError:
         pass
     else:
         state = revert_weight_conversion(model, state)
-    return {name: list(tensor.shape) for name, tensor in state.items()}
+    return state
 
 
 def _passed(model: Any) -> list[str]:
@@ -101,10 +133,10 @@ def _passed(model: Any) -> list[str]:
     return passed + ([r"(^|\.)position_ids$"] if any(name.endswith("position_ids") for name in names) else [])
 
 
-def main(folder: str, out: str) -> None:
+def main(folder: str, out: str, dtype: str) -> None:
     """Write what there is to say to the file `out`, what went wrong included."""
     try:
-        answer = describe(folder)
+        answer = describe(folder, dtype)
     except ImportError as error:
         answer = {"why_not": f"{error.name or 'transformers'} is not installed"}
     # Whatever it is, the config is what it is about, and the other process says it in one line.
@@ -114,4 +146,4 @@ def main(folder: str, out: str) -> None:
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:3])
+    main(*sys.argv[1:4])

@@ -25,6 +25,8 @@ _NOT_WITH_ADAPTER = (CONFIG, "generation_config.json")
 _LARGEST_CONFIG = 16 << 20
 _BLOCK = 1 << 20
 _DTYPE_KEYS = ("dtype", "torch_dtype")
+# Keys of the configs of the models that a model is made of; a `quantization_config` has dtypes of its own.
+_CONFIGS = re.compile(r"(?!quantization|compression).*_config|(text_|audio_|image_)?(encoder|decoder)|generator")
 _HEADER = re.compile(r"\ufeff?---[ \t]*\r?\n(.*?)^---[ \t]*\r?$", re.S | re.M)
 _FACT = re.compile(r"^(license|license_name|license_link|pipeline_tag):[ \t]*[\"']?([\w.:/@-]+)[\"']?[ \t]*\r?$", re.M)
 _STRING = re.compile(r'"(?:[^"\\]|\\.)*"')
@@ -54,9 +56,10 @@ class Assets:
         return str(names[0]) if isinstance(names, list) and names else None
 
     @property
-    def is_diffusion(self) -> bool:
-        """Whether the config is that of a model of diffusers."""
-        return isinstance((self.config or {}).get("_class_name"), str)
+    def class_name(self) -> str | None:
+        """The class of diffusers in the config."""
+        name = (self.config or {}).get("_class_name")
+        return name if isinstance(name, str) else None
 
     @property
     def head_dim(self) -> int | None:
@@ -216,8 +219,12 @@ def outgoing(assets: Assets, dtype: str | None, *, adapter: bool) -> tuple[list[
             continue
         if name == CONFIG and dtype is not None:
             text, changed = with_dtype(assets.text, dtype)
-            for key, old in changed:
-                notes.append(f"`{key}` of `config.json` is changed from `{old}` to `{dtype}`, the dtype of the weights")
+            if changed:
+                keys, old = some([key for key, _ in changed]), some(list(dict.fromkeys(old for _, old in changed)))
+                verb = "is" if len(changed) == 1 else "are"
+                notes.append(
+                    f"{keys} of `config.json` {verb} changed from {old} to `{dtype}`, the dtype of the weights"
+                )
             files_.append(of_bytes(name, text.encode()))
         else:
             files_.append(_copy(name, path))
@@ -244,30 +251,32 @@ def _copy(name: str, source: Location) -> Outgoing:
 
 def with_dtype(text: str, dtype: str) -> tuple[str, list[tuple[str, str]]]:
     """Return the text of a config with another dtype, and the changed keys with their old values:
-    `[("torch_dtype", "float32")]`. Only existing keys at the top level are changed, and the rest of the text is kept.
-    Pure.
+    `[("torch_dtype", "float32"), ("text_config.dtype", "float32")]`. Only existing keys at the top level and of the
+    configs in it are changed, and the rest of the text is kept. Pure.
     """
     changed: list[tuple[str, str]] = []
     pieces: list[str] = []
-    at = depth = done = 0
+    at = done = 0
+    key, inside = "", list[str]()  # the keys of the objects around this place
     while at < len(text):
         char = text[at]
         if char in "{[":
-            depth += 1
+            inside.append(key if char == "{" else "[")
         elif char in "}]":
-            depth -= 1
+            del inside[-1:]
         elif char == '"':
             match = _STRING.match(text, at)
             if match is None:
                 break
             at = match.end()
             key = json.loads(match[0])
-            if depth == 1 and key in _DTYPE_KEYS and (value := _VALUE.match(text, at)):
+            is_config = all(map(_CONFIGS.fullmatch, inside[1:])) and inside[:1] == [""]
+            if is_config and key in _DTYPE_KEYS and (value := _VALUE.match(text, at)):
                 old = json.loads(value[1])
                 if old not in (dtype, f"torch.{dtype}"):
                     pieces += [text[done : value.start(1)], json.dumps(dtype)]
                     done = at = value.end()
-                    changed.append((key, str(old)))
+                    changed.append((".".join([*inside[1:], key]), str(old)))
             continue
         at += 1
     return "".join([*pieces, text[done:]]), changed

@@ -67,7 +67,7 @@ def text(result: Exported, catalogue: Catalogue, beside: Assets) -> str:
     dtypes = ", ".join(f"{name} ({count(n)})" for name, n in result.parameters.items())
     counted = Counter((old, new) for _, old, new in result.cast).items()
     casts = ", ".join(f"{plural(n, 'tensor')} from {old} to {new}" for (old, new), n in counted)
-    library = "transformers" if architecture else "diffusers" if beside.is_diffusion else "safetensors"
+    library = "transformers" if architecture else "diffusers" if beside.class_name else "safetensors"
     library = "peft" if result.adapter else library
     what = "a LoRA adapter" if result.adapter else f"a `{architecture}`" if architecture else "a model"
     producer = catalogue.facts.get("producer")

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -15,7 +15,7 @@ from ckpttool.catalogue.dtypes import DTYPES
 from ckpttool.catalogue.entries import Catalogue
 from ckpttool.errors import UsageError
 from ckpttool.formats.safetensors.sharding import MAX_SHARD_SIZE
-from ckpttool.layout.dtype_rules import cast, caster
+from ckpttool.layout import dtype_rules
 from ckpttool.operations import arguments, write
 from ckpttool.operations.arguments import Selection
 from ckpttool.operations.export import architecture, assets, card, key_maps, secrets, select_model, ties, weights
@@ -25,9 +25,10 @@ from ckpttool.operations.export.secrets import Secret
 from ckpttool.operations.export.views import Viewed
 from ckpttool.operations.result import FileSize
 from ckpttool.operations.write import Conversion, WriteOptions
+from ckpttool.producers import float32_names
 from ckpttool.producers.open import chosen_of_run, naming
 from ckpttool.storage.stores import Outgoing, is_remote, locate
-from ckpttool.text import meant
+from ckpttool.text import meant, plural, some
 from ckpttool.transfer.execute import Transferred
 
 # Tiles of a cast are held several times over; smaller ones are as fast, and leave room for torch itself.
@@ -59,6 +60,7 @@ class ExportOptions:
     key_map: str | None = None
     head_dim: int | None = None
     dtype: Sequence[str] = ()
+    dtype_strict: bool = False
     max_shard_size: int = MAX_SHARD_SIZE
     assets: str | None = None
     strict: bool = True
@@ -103,7 +105,7 @@ def planned(result: Exported, options: ExportOptions, how: WriteOptions) -> Iter
             memory = _WHILE_CASTING
         progress = write.with_downloads(how.progress, opened, catalogue)
         moving = weights.Moving(viewed, opened.before, how.threads, memory, progress)
-        stem = weights.ADAPTER if result.adapter else weights.DIFFUSION if beside.is_diffusion else weights.MODEL
+        stem = weights.ADAPTER if result.adapter else weights.DIFFUSION if beside.class_name else weights.MODEL
         files = weights.outgoing(catalogue, options.max_shard_size, moving, stem=stem)
         _summarise(result, catalogue, source, viewed)
         files += _other_files(beside, result, catalogue, source, options)
@@ -121,16 +123,44 @@ def _plan(source: Catalogue, viewed: Viewed, beside: Assets, options: ExportOpti
     planned, result.adapter = select_model.without_base(planned)
     if not result.adapter:
         planned = _mapped(planned, viewed, beside, options, result)
-    model, same = _expected(beside, result), partial(ties.same_bytes, viewed)
+    model, same = _expected(beside, options, result), partial(ties.same_bytes, viewed)
     if model is not None:
         planned = ties.by_model(planned, model.tied, same, result.notes)
     elif not result.adapter:
         planned = ties.by_names(planned, beside.ties_words, same, result.notes)
     arguments.check_dtypes(options.dtype, planned)
-    planned = cast(planned, caster(options.dtype))
+    planned = _cast(planned, model, beside, options, result)
     if model is not None:
         _compare(planned, model, beside, options, result)
     return planned
+
+
+def _cast(
+    planned: Catalogue, model: Expected | None, beside: Assets, options: ExportOptions, result: Exported
+) -> Catalogue:
+    """Return the tensors with their new dtypes. What the library of the model keeps in float32, so that routers choose
+    the same experts, stays float32 for a `--dtype` without a pattern, which is noted."""
+    asked = dtype_rules.cast(planned, dtype_rules.caster(options.dtype))
+    wanted = dtype_rules.general(options.dtype)
+    if wanted is None or options.dtype_strict or result.adapter:
+        return asked
+    if model is not None:
+        prefix = f"{model.prefix}."
+        stays: Callable[[str], bool] = {
+            each for name in model.float32 for each in (name, prefix + name, name.removeprefix(prefix))
+        }.__contains__
+        who = model.library
+    else:
+        stays, who = float32_names.kept(beside.architecture or beside.class_name, wanted), "the model's library"
+    kept = dtype_rules.cast(planned, dtype_rules.caster(options.dtype, stays))
+    different = [one.name for one, other in zip(kept.tensors, asked.tensors, strict=True) if one.dtype != other.dtype]
+    if different:
+        result.notes.append(
+            f"{plural(len(different), 'tensor')} {'is' if len(different) == 1 else 'are'} float32, as {who} loads "
+            f"{'it' if len(different) == 1 else 'them'} whatever the dtype: {some(different)}; `--dtype-strict` casts "
+            "all"
+        )
+    return kept
 
 
 def _mapped(planned: Catalogue, viewed: Viewed, beside: Assets, options: ExportOptions, result: Exported) -> Catalogue:
@@ -150,7 +180,7 @@ def _mapped(planned: Catalogue, viewed: Viewed, beside: Assets, options: ExportO
     return mapped
 
 
-def _expected(beside: Assets, result: Exported) -> Expected | None:
+def _expected(beside: Assets, options: ExportOptions, result: Exported) -> Expected | None:
     """Return the model of the config; without one, `not_compared` of the result says why."""
     if result.adapter:
         if assets.ADAPTER not in beside.paths:
@@ -160,7 +190,7 @@ def _expected(beside: Assets, result: Exported) -> Expected | None:
         result.not_compared = "there is no `config.json`: pass `--assets` with the directory that has it"
     else:
         began = time.monotonic()
-        model = architecture.expected(beside.config)
+        model = architecture.expected(beside.config, dtype_rules.general(options.dtype))
         result.transformers_seconds = time.monotonic() - began
         if not isinstance(model, str):
             return model

@@ -377,6 +377,12 @@ def test_assets_are_copied_as_files_and_one_word_is_changed(tmp_path: Path) -> N
         ('{"a": ["dtype", {"dtype": "x"}], "dtype" : "" }', '{"a": ["dtype", {"dtype": "x"}], "dtype" : "bfloat16" }'),
         ('{"a": "dtype"}', '{"a": "dtype"}'),
         ('{"dtype": {"a": 1}}', '{"dtype": {"a": 1}}'),
+        ('{"text_config": {"dtype": null, "b": {"dtype": "x"}}}',
+         '{"text_config": {"dtype": "bfloat16", "b": {"dtype": "x"}}}'),
+        ('{"dtype": "x", "vision_config": {"torch_dtype": "y", "text_encoder": {"dtype": "z"}}}',
+         '{"dtype": "bfloat16", "vision_config": {"torch_dtype": "bfloat16", "text_encoder": {"dtype": "bfloat16"}}}'),
+        ('{"quantization_config": {"dtype": "x"}, "some_config": [{"dtype": "x"}]}',
+         '{"quantization_config": {"dtype": "x"}, "some_config": [{"dtype": "x"}]}'),
         ('{"d\\u0074ype": "x", "torch_dtype": "y"}', '{"d\\u0074ype": "bfloat16", "torch_dtype": "bfloat16"}'),
     ],
 )  # fmt: skip

@@ -37,7 +37,7 @@ def test_every_option_does_what_it_says(source: Path, tmp_path: Path) -> None:
     words = [
         "export", source, out, "--only", "model", "--exclude", "*.extra", "--strip-prefix", "net",
         "--rename", "layers=blocks", "--key-map", tmp_path / "map.json", "--head-dim", "4",
-        "--dtype", "bfloat16", "--max-shard-size", "50B",
+        "--dtype", "bfloat16", "--dtype-strict", "--max-shard-size", "50B",
         "--assets", tmp_path / "base", "--no-strict", "--no-card", "--threads", "2", "--max-memory", "100MB", "--check",
     ]  # fmt: skip
     done = run("export", *words[1:], "--dry-run", "-v")
@@ -126,7 +126,7 @@ def test_a_model_that_is_not_the_configs_is_refused(
 ) -> None:
     (tmp_path / "base").mkdir()
     (tmp_path / "base" / "config.json").write_text('{"architectures": ["OwnModel"]}')
-    monkeypatch.setattr(expected, "expected", lambda config: MODEL)
+    monkeypatch.setattr(expected, "expected", lambda config, dtype: MODEL)
     words = ["export", source, tmp_path / "out", "--only", "model", "--assets", tmp_path / "base"]
     done = run("export", *words[1:])
     assert done.exit_code == CorruptError.exit_code

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -14,6 +15,8 @@ from safetensors.torch import load_file
 
 import ckpttool
 from ckpttool.errors import UsageError
+from ckpttool.operations.export import architecture, architecture_process
+from ckpttool.producers import float32_names
 
 
 def saved(path: Path, model: dict[str, torch.Tensor]) -> Path:
@@ -84,3 +87,99 @@ def test_the_files_of_a_model_of_diffusers(tmp_path: Path) -> None:
         "diffusion_pytorch_model.safetensors.index.json",
     }
     assert same(tensors(tmp_path / "one"), unet()) and same(tensors(tmp_path / "two"), unet())
+
+
+# Dtypes ---------------------------------------------------------------------------------------------------------------
+
+
+def routed(kind: str) -> Any:
+    """A tiny model of transformers with experts, whose routers have a bias."""
+    import transformers
+
+    torch.manual_seed(7)
+    names = "hidden_size intermediate_size moe_intermediate_size n_routed_experts num_attention_heads num_hidden_layers"
+    ones = "num_key_value_heads num_experts_per_tok n_group topk_group first_k_dense_replace"
+    sizes = dict(zip(names.split(), (16, 16, 8, 8, 2, 2), strict=True)) | dict(
+        zip(ones.split(), (2, 2, 2, 1, 1), strict=True)
+    )
+    sizes |= {"vocab_size": 32, "max_position_embeddings": 32}
+    own = {"q_lora_rank": 8, "kv_lora_rank": 8, "qk_rope_head_dim": 4, "v_head_dim": 8, "qk_nope_head_dim": 4}
+    more = own if kind == "DeepseekV3" else {"head_dim": 8}
+    model = getattr(transformers, f"{kind}ForCausalLM")(getattr(transformers, f"{kind}Config")(**sizes, **more))
+    for name, buffer in model.named_buffers():
+        if name.endswith("e_score_correction_bias"):
+            buffer.normal_(std=0.01)
+    return model.eval()
+
+
+BIAS = "model.layers.1.mlp.gate.e_score_correction_bias"
+
+
+@pytest.mark.parametrize(
+    ("kind", "dtype"),
+    [
+        ("DeepseekV3", "bfloat16"),
+        pytest.param("DeepseekV3", "float16", marks=pytest.mark.long),
+        pytest.param("Glm4Moe", "bfloat16", marks=pytest.mark.long),
+        pytest.param("Glm4Moe", "float16", marks=pytest.mark.long),
+    ],
+)
+def test_what_transformers_keeps_in_float32_stays(
+    kind: str, dtype: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = routed(kind)
+    model.save_pretrained(tmp_path / "base")
+    source = saved(tmp_path / "a.pt", model.state_dict())
+    own = type(model).from_pretrained(tmp_path / "base", dtype=getattr(torch, dtype))
+    own.save_pretrained(tmp_path / "own")
+    # In this process, which has imported transformers.
+    monkeypatch.setattr(architecture, "_run", lambda command: architecture_process.main(*command[3:]))
+    made = ckpttool.export(source, tmp_path / "out", assets=tmp_path / "base", dtype=dtype)
+    assert made.compared and same(tensors(tmp_path / "out"), tensors(tmp_path / "own"))
+    assert any(BIAS in note and "transformers" in note and "--dtype-strict" in note for note in made.notes)
+    loaded, tokens = type(model).from_pretrained(tmp_path / "out"), torch.arange(16)[None]
+    assert loaded.dtype == own.dtype and torch.equal(loaded(tokens).logits, own(tokens).logits)
+    made = ckpttool.export(source, tmp_path / "strict", assets=tmp_path / "base", dtype=dtype, dtype_strict=True)
+    assert tensors(tmp_path / "strict")[BIAS].dtype == getattr(torch, dtype)
+    # The list, for where transformers is not installed or does not run the code that a config names.
+    stays = float32_names.kept(model.config.architectures[0], dtype)
+    found = tensors(tmp_path / "own")
+    assert (
+        [name for name in found if stays(name)] == [n for n, t in found.items() if t.dtype == torch.float32] == [BIAS]
+    )
+
+
+@pytest.mark.parametrize(
+    ("config", "dtype", "kept"),
+    [
+        ({"architectures": ["DeepseekV3ForCausalLM"], "auto_map": {"AutoModel": "m.M"}}, ["bfloat16"], {BIAS}),
+        ({"architectures": ["T5ForConditionalGeneration"]}, ["float16"], {"wo.weight"}),
+        ({"architectures": ["T5ForConditionalGeneration"]}, ["bfloat16"], set()),
+        ({"_class_name": "WanTransformer3DModel"}, ["bfloat16"], {"blocks.0.norm1.weight"}),
+        ({}, ["bfloat16"], {BIAS}),
+        ({}, ["bfloat16", f"{BIAS}=bfloat16"], set()),
+        ({}, ["float32"], {BIAS, "wo.weight", "blocks.0.norm1.weight", "half"}),
+    ],
+)
+def test_without_transformers_a_list_says_what_stays(
+    config: dict[str, Any], dtype: list[str], kept: set[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(architecture, "find_spec", lambda name: None)
+    (tmp_path / "base").mkdir()
+    (tmp_path / "base" / "config.json").write_text(json.dumps(config))
+    names = {BIAS, "wo.weight", "blocks.0.norm1.weight"}
+    model = {**{name: torch.tensor([1.003, 7.1]) for name in sorted(names)}, "half": torch.ones(2).bfloat16()}
+    made = ckpttool.export(saved(tmp_path / "a.pt", model), tmp_path / "out", assets=tmp_path / "base", dtype=dtype)
+    found = tensors(tmp_path / "out")
+    assert {name for name, tensor in found.items() if tensor.dtype == torch.float32} == kept
+    assert all(torch.equal(found[name], model[name].to(found[name].dtype)) for name in model)
+    assert any("--dtype-strict" in note for note in made.notes) == (bool(kept) and dtype != ["float32"])
+
+
+def test_convert_says_what_it_rounds(tmp_path: Path) -> None:
+    source = saved(tmp_path / "a.pt", {BIAS: torch.tensor([1.003]), "w": torch.ones(2)})
+    made = ckpttool.convert(source, tmp_path / "b.pt", dtype="bfloat16")
+    assert any(BIAS in note and "--dtype '*e_score_correction_bias=float32'" in note for note in made.notes)
+    made = ckpttool.convert(source, tmp_path / "c.pt", dtype=["bfloat16", "*e_score_correction_bias=float32"])
+    assert not [note for note in made.notes if BIAS in note]
+    assert torch.load(tmp_path / "c.pt")["model"][BIAS].dtype == torch.float32
