@@ -7,6 +7,8 @@ import pytest
 
 # A worker of pytest-xdist has a processor to itself, and so have the ranks and commands that it starts.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+# Nothing is kept in the user's cache.
+os.environ["CKPTTOOL_CACHE"] = ""
 # Under `nohup`, or in the background of a script, these are ignored by all children too, and tests send them.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 signal.signal(signal.SIGHUP, signal.SIG_DFL)

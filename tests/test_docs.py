@@ -28,6 +28,7 @@ BLOCK = re.compile(r"^```(console|python)\n(.*?)^```$", re.MULTILINE | re.DOTALL
 
 # What differs from run to run and from machine to machine.
 MASKS = (
+    (re.compile(r"^ *\d+%  .*\n", re.MULTILINE), ""),  # the progress of what takes long on a busy machine
     (re.compile(r"^(  time +)\S.*$", re.MULTILINE), r"\g<1>0.1 s"),
     (re.compile(r"(needed, ).* free"), r"\g<1>80.4 GB free"),
     # The number of processors is in it; with torch, for a cast, it is of another order.

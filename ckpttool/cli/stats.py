@@ -32,6 +32,8 @@ _FIGURES = ("rms", "absmax", "min", "max")
             options.TENSORS,
             options.EXCLUDE,
             Option("--where CONDITION", "List tensors of which this is true: 'nan > 0 or absmax > 1e4'."),
+            Option("--steps STEPS", "Of a run, all complete checkpoints (all) or some (500,1000), side by side."),
+            Option("--spectral", "Estimate stable rank and largest singular values of matrices, too."),
             options.SHAPES,
         ),
         "Output": (
@@ -41,7 +43,7 @@ _FIGURES = ("rms", "absmax", "min", "max")
             Option("--fail-on CONDITION", "End with exit code 1 if this is true of a tensor: 'nan > 0'."),
             *options.PRINTING,
         ),
-        "Execution": (options.THREADS,),
+        "Execution": (Option("--no-cache", "Read all values, and keep no result."), options.THREADS),
     },
     examples=("step-1000", "step-1000 --fail-on 'nan > 0 or absmax > 1e4'", "step-1000 --only model --sort kurtosis"),
 )
@@ -98,7 +100,7 @@ def _print(terminal: Terminal, result: Stats, is_list: bool, column: str | None)
     rate = f", {size(result.read_bytes / result.seconds)}/s" if result.seconds >= 1 else ""
     terminal.facts(
         [
-            ("read", f"{plural(result.elements, 'element')}, {size(result.read_bytes)}"),
+            ("read", f"{plural(result.elements, 'element')}, {_read(result)}"),
             ("time", f"{duration(result.seconds)}{rate}"),
         ]
     )
@@ -108,14 +110,31 @@ def _print(terminal: Terminal, result: Stats, is_list: bool, column: str | None)
             style = "yellow" if finding.kind in ("moments", "zeros") else "red"
             terminal.paragraph(finding.message, mark=Styled("! ", style))
         terminal.more(0 if terminal.verbose else len(result.findings) - _SHOWN)
-    if is_list:
+    if result.steps and not is_list:
+        _print_steps(terminal, result)
+    elif is_list:
         _print_tensors(terminal, result.tensors, column)
     else:
-        for part, moment in dict.fromkeys((group.part, group.moment) for group in result.groups):
+        for part, moment in _tables(result, terminal.verbose):
             _print_part(terminal, result, part, moment)
     if result.failed:
         terminal.write("\n")
         terminal.line(Styled(result.message, "red"))
+
+
+def _tables(result: Stats, verbose: bool) -> list[tuple[str, str]]:
+    """Return the part and moment of each table; those of single numbers, such as `step`, are for `-v`."""
+    elements: dict[tuple[str, str], int] = {}
+    tensors: dict[tuple[str, str], int] = {}
+    for group in result.by("kind"):
+        key = group.part, group.moment
+        elements[key] = elements.get(key, 0) + group.statistics.numel
+        tensors[key] = tensors.get(key, 0) + group.tensors
+    return [key for key, count in elements.items() if verbose or not key[1] or count > tensors[key]]
+
+
+def _read(result: Stats) -> str:
+    return "from the cache (`--no-cache` reads them again)" if result.cached else size(result.read_bytes)
 
 
 def _print_part(terminal: Terminal, result: Stats, part: str, moment: str) -> None:
@@ -147,6 +166,26 @@ def _print_part(terminal: Terminal, result: Stats, part: str, moment: str) -> No
         *(["rms by layer"] if has_layers else []),
     ]
     terminal.table(rows, titles, right=range(1, 10), clip=(0,), drop=((5, 6), (10,), (9,)), limit=None)
+
+
+def _print_steps(terminal: Terminal, result: Stats) -> None:
+    """Print the rms of each group of the last step, and what it was in the steps before."""
+    titles = [f"step {one.step}" if one.step is not None else one.path for one in result.steps]
+    of_steps = [{_identity(group): group.statistics.rms for group in one.groups} for one in result.steps]
+    for part, moment in _tables(result, terminal.verbose):
+        groups = [group for group in result.by("kind") if (group.part, group.moment) == (part, moment)]
+        terminal.heading(f"{part}: {moment}" if moment else part, "rms of each step")
+        figures = [[of_step.get(_identity(group)) for of_step in of_steps] for group in groups]
+        rows = [
+            [group.name, *map(_number, values), _spark([value or 0.0 for value in values])]
+            for group, values in zip(groups, figures, strict=True)
+        ]
+        middle = [[i] for i in range(2, len(titles))]
+        terminal.table(rows, ["name", *titles, ""], right=range(1, len(titles) + 1), clip=(0,), drop=middle)
+
+
+def _identity(group: GroupStatistics) -> tuple[str, ...]:
+    return group.by, group.part, group.moment, group.name, group.dtype
 
 
 def _print_tensors(terminal: Terminal, tensors: Sequence[TensorStatistics], column: str | None) -> None:

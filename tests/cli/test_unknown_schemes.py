@@ -33,6 +33,7 @@ OTHERS = {
         "SECONDS",
         "CONDITION",
         "STAT",
+        "STEPS",
     ),
 }
 

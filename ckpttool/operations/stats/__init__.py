@@ -9,26 +9,40 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Sequence
+from typing import NamedTuple
 
 from ckpttool.catalogue.aliases import find_aliases
 from ckpttool.catalogue.entries import Catalogue, Path, Tensor
 from ckpttool.catalogue.parts import matcher, stop_at_absent
 from ckpttool.catalogue.patterns import any_of, several
+from ckpttool.catalogue.protocols import Source
 from ckpttool.catalogue.validation import validate
 from ckpttool.errors import UsageError
 from ckpttool.operations.inspect import stored_twice, summary
+from ckpttool.operations.stats import cached
 from ckpttool.operations.stats.collect import Collected, Group, GroupKey, collect
 from ckpttool.operations.stats.conditions import condition
 from ckpttool.operations.stats.elements import Accumulator, Channels, Statistics
 from ckpttool.operations.stats.findings import Finding, findings
 from ckpttool.operations.stats.places import place_of
-from ckpttool.operations.stats.results import COLUMNS, GroupStatistics, Stats, TensorStatistics
+from ckpttool.operations.stats.results import COLUMNS, GroupStatistics, Stats, StepStatistics, TensorStatistics
+from ckpttool.operations.stats.spectral import spectra
+from ckpttool.operations.stats.steps import chosen_steps
 from ckpttool.producers import open
 from ckpttool.storage import files
 from ckpttool.transfer.execute import DEFAULT_THREADS
 from ckpttool.transfer.threads import Progress
 
-__all__ = ["Channels", "Finding", "GroupStatistics", "Statistics", "Stats", "TensorStatistics", "stats"]
+__all__ = [
+    "Channels",
+    "Finding",
+    "GroupStatistics",
+    "Statistics",
+    "Stats",
+    "StepStatistics",
+    "TensorStatistics",
+    "stats",
+]
 
 
 def stats(
@@ -40,7 +54,10 @@ def stats(
     exclude: str | Sequence[str] = (),
     where: str | None = None,
     fail_on: str | None = None,
+    spectral: bool = False,
+    steps: str | None = None,
     shapes: str | None = None,
+    cache: bool = True,
     threads: int | None = None,
     progress: Progress | None = None,
 ) -> Stats:
@@ -54,7 +71,11 @@ def stats(
         exclude: globs of names to leave out.
         where: a condition, `"nan > 0 or absmax > 1e4"`: others are read, and count in groups, but are not listed.
         fail_on: a condition; `failed` has the names of the tensors for which it is true.
+        spectral: whether to estimate the largest singular values of matrices too, which reads them four times more.
+        steps: of a run directory, the steps to read too, oldest first, in `Stats.steps`: `"all"` complete ones, or some
+            by their numbers, `"500,1000"`.
         shapes: a checkpoint or JSON file with the shapes of parameters, for FSDP1 flat parameters.
+        cache: whether to keep the result, and to take one that was kept of the same files; not of the Hub's.
         threads: how many threads read and calculate.
         progress: called with bytes done and in all, from this thread.
 
@@ -67,34 +88,84 @@ def stats(
     path = os.fspath(path)
     is_listed = condition(where, COLUMNS, "--where") if where is not None else None
     fails = condition(fail_on, COLUMNS, "--fail-on") if fail_on is not None else None
-    with open.opened(path, shapes) as source:
-        catalogue = source.catalogue
-        with open.naming(path):
-            stop_at_absent(catalogue, several(only))
-            validate(catalogue)
-            selected = _selected(catalogue, several(only), several(drop), several(tensors), several(exclude))
-            before = files.fingerprint(f.location for f in catalogue.own_files if not f.missing)
-            aliases = find_aliases(selected)
-            own = [tensor for tensor in selected if tensor.path not in aliases]
-            collected, groups = collect(own, source, threads or DEFAULT_THREADS, progress)
-            files.check_unchanged(before)
-        catalogue.warnings += stored_twice(source)
-        result = Stats(path, str(summary.head(catalogue)[0]), summary.step(catalogue), fail_on=fail_on)
-        names = {tensor.path: tensor.name for tensor in selected}
-        every = [_row(tensor, collected, aliases, names) for tensor in selected]
-    result.groups = [_group(key, group) for key, group in groups.items()]
-    result.findings = findings(every)
-    result.failed = [row.name for row in every if fails is not None and fails(row.values())]
-    result.tensors = [row for row in every if is_listed is None or is_listed(row.values())]
-    result.elements = sum(tensor.numel for tensor in own)
-    result.read_bytes = sum(tensor.nbytes for tensor in own)
+    selection = _Selection(*map(several, (only, drop, tensors, exclude)))
+    reading = _Reading(selection, shapes, spectral, cache, threads or DEFAULT_THREADS, progress)
+    checkpoints = chosen_steps(path, steps) if steps is not None else []
+    result = Stats(path, fail_on=fail_on)
+    if checkpoints:
+        for checkpoint in checkpoints:
+            of_step = Stats(str(checkpoint.path))
+            _collect(of_step, reading)
+            found = findings(of_step.tensors)
+            row = StepStatistics(of_step.path, checkpoint.step, of_step.tensors, of_step.groups, found)
+            result.steps.append(row)
+            result.cached, result.read_bytes = of_step.cached, result.read_bytes + of_step.read_bytes
+            result.headline, result.step = of_step.headline, of_step.step
+        result.tensors, result.groups = list(result.steps[-1].tensors), result.steps[-1].groups
+    else:
+        _collect(result, reading)
+    result.findings = findings(result.tensors)
+    result.failed = [row.name for row in result.tensors if fails is not None and fails(row.values())]
+    result.elements = sum(row.statistics.numel for row in result.tensors if row.tied_to is None)
+    result.tensors = [row for row in result.tensors if is_listed is None or is_listed(row.values())]
     result.seconds = time.monotonic() - began
     return result
 
 
-def _selected(
-    catalogue: Catalogue, only: Sequence[str], drop: Sequence[str], tensors: Sequence[str], exclude: Sequence[str]
-) -> list[Tensor]:
+class _Selection(NamedTuple):
+    only: Sequence[str]
+    drop: Sequence[str]
+    tensors: Sequence[str]
+    exclude: Sequence[str]
+
+
+class _Reading(NamedTuple):
+    selection: _Selection
+    shapes: str | None
+    spectral: bool
+    cache: bool
+    threads: int
+    progress: Progress | None
+
+
+def _collect(result: Stats, reading: _Reading) -> None:
+    """Set what is known of the checkpoint at the path of `result`."""
+    with open.opened(result.path, reading.shapes) as source, open.naming(result.path):
+        catalogue = source.catalogue
+        stop_at_absent(catalogue, reading.selection.only)
+        validate(catalogue)
+        selected = _selected(catalogue, reading.selection)
+        before = files.fingerprint(f.location for f in catalogue.own_files if not f.missing)
+        catalogue.warnings += stored_twice(source)
+        result.headline, result.step = str(summary.head(catalogue)[0]), summary.step(catalogue)
+        is_local = all(file.missing or file.location in before for file in catalogue.own_files)
+        key = cached.key_of(before, selected, reading.spectral) if reading.cache and is_local else None
+        rows = cached.load(key) if key is not None else None
+        result.cached = rows is not None
+        if rows is None:
+            rows = _read(selected, source, reading.threads, reading.progress)
+            if reading.spectral:
+                of_matrices = spectra(selected, source)
+                for row in rows[0]:
+                    row.spectrum = of_matrices.get(row.tied_to or row.name)
+            files.check_unchanged(before)
+            if key is not None:
+                cached.store(key, *rows)
+            result.read_bytes = sum(row.nbytes for row in rows[0] if row.tied_to is None)
+        result.tensors, result.groups = rows
+
+
+def _read(selected: Sequence[Tensor], source: Source, threads: int, progress: Progress | None) -> cached.Rows:
+    aliases = find_aliases(selected)
+    own = [tensor for tensor in selected if tensor.path not in aliases]
+    collected, groups = collect(own, source, threads, progress)
+    names = {tensor.path: tensor.name for tensor in selected}
+    tensors = [_row(tensor, collected, aliases, names) for tensor in selected]
+    return tensors, [_group(key, group) for key, group in groups.items()]
+
+
+def _selected(catalogue: Catalogue, selection: _Selection) -> list[Tensor]:
+    only, drop, tensors, exclude = selection
     is_wanted = matcher(only, catalogue) if only else None
     is_dropped = matcher(drop, catalogue) if drop else None
     included, excluded = any_of(tensors or ["*"]), any_of(exclude)

@@ -13,12 +13,14 @@ from ckpttool.operations.stats.collect import Update
 from ckpttool.operations.stats.elements import FRACTIONS, Channels, Statistics
 from ckpttool.operations.stats.findings import Finding
 from ckpttool.operations.stats.histogram import Compact
+from ckpttool.operations.stats.spectral import Spectrum
 from ckpttool.text import meant, plural, some
 
 QUANTILES = [f"p{fraction * 100:g}" for fraction in FRACTIONS]
 COLUMNS = [
     "numel", "zeros", "nan", "inf", "subnormals", "min", "max", "mean", "std", "rms", "absmax", "l1", "l2", "kurtosis",
     *(name.replace(".", "_") for name in QUANTILES), "outlying_rows", "outlying_columns", "update",
+    "stable_rank", "singular_value",
 ]  # fmt: skip
 """Names of statistics, as conditions, sorting and tables have them."""
 
@@ -42,11 +44,14 @@ class TensorStatistics:
     columns: Channels | None = None  #: its columns, likewise
     update: Update | None = None  #: Adam's update, of a first moment with the second beside it; else null
     histogram: Compact | None = None  #: a small histogram; null if the elements are no numbers
+    spectrum: Spectrum | None = None  #: estimates of singular values (`--spectral`) of a matrix; else null
 
     def values(self) -> dict[str, float | None]:
         """Return the statistics by the names in `COLUMNS`."""
         return {
             **_values(self.statistics),
+            "stable_rank": self.spectrum.stable_rank if self.spectrum is not None else None,
+            "singular_value": self.spectrum.singular_values[0] if self.spectrum is not None else None,
             "outlying_rows": self.rows.outlying if self.rows is not None else None,
             "outlying_columns": self.columns.outlying if self.columns is not None else None,
             "update": self.update.rms if self.update is not None else None,
@@ -78,6 +83,17 @@ def _values(statistics: Statistics) -> dict[str, float | None]:
     return {**own, "nan": statistics.nans, "inf": statistics.infs, **named}
 
 
+@dataclass(slots=True)
+class StepStatistics:
+    """The statistics of one checkpoint of a run."""
+
+    path: str  #: its path
+    step: int | None  #: its step
+    tensors: list[TensorStatistics]  #: statistics of each tensor
+    groups: list[GroupStatistics]  #: statistics of each group
+    findings: list[Finding]  #: what stands out
+
+
 @dataclass(slots=True, repr=False)
 class Stats(Result):
     """The statistics of a checkpoint."""
@@ -85,11 +101,12 @@ class Stats(Result):
     command: ClassVar[str] = "stats"
 
     path: str  #: path, as it was typed
-    headline: str  #: what it holds, for people
-    step: float | None  #: step it was saved at, if known
+    headline: str = ""  #: what it holds, for people
+    step: float | None = None  #: step it was saved at, if known
     tensors: list[TensorStatistics] = field(default_factory=list)  #: statistics of each tensor
     groups: list[GroupStatistics] = field(default_factory=list)  #: statistics of each group
     findings: list[Finding] = field(default_factory=list)  #: what stands out, the most severe first
+    steps: list[StepStatistics] = field(default_factory=list)  #: of a run (`--steps`), each, the oldest first
     failed: list[str] = field(default_factory=list)  #: names of the tensors for which `--fail-on` is true
     fail_on: str | None = None  #: that condition
     elements: int = 0  #: number of elements that were read

@@ -120,6 +120,65 @@ def test_tied_tensors_are_read_once() -> None:
     assert found.elements == sum(row.statistics.numel for row in found.tensors if row.tied_to is None)
 
 
+def test_the_second_look_reads_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CKPTTOOL_CACHE", str(tmp_path / "cache"))
+    state = model()
+    plant("nan")(state)
+    torch.save(state, tmp_path / "x.pt")
+    first = ckpttool.stats(tmp_path / "x.pt", spectral=True)
+    assert not first.cached and len(list((tmp_path / "cache/stats").iterdir())) == 1
+    with monkeypatch.context() as patch:
+        patch.setattr("ckpttool.operations.stats.collect", None)
+        second = ckpttool.stats(tmp_path / "x.pt", spectral=True)
+    assert second.cached and second.read_bytes == 0
+    assert (second.tensors, second.groups, second.findings) == (first.tensors, first.groups, first.findings)
+    # Another selection, another question and a file that changed are read.
+    assert not ckpttool.stats(tmp_path / "x.pt", tensors="*.up.weight", spectral=True).cached
+    assert not ckpttool.stats(tmp_path / "x.pt").cached
+    assert not ckpttool.stats(tmp_path / "x.pt", spectral=True, cache=False).cached
+    torch.save(state, tmp_path / "x.pt")
+    assert not ckpttool.stats(tmp_path / "x.pt", spectral=True).cached
+    # What is damaged in the cache is read again.
+    for kept in (tmp_path / "cache/stats").iterdir():
+        kept.write_bytes(kept.read_bytes()[:50])
+    assert not ckpttool.stats(tmp_path / "x.pt", spectral=True).cached
+
+
+def test_a_cache_that_cannot_be_written_is_no_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("CKPTTOOL_CACHE", str(tmp_path / "file"))
+    assert not ckpttool.stats(DCP).cached and not ckpttool.stats(DCP).cached
+
+
+def test_singular_values(tmp_path: Path) -> None:
+    generator = torch.Generator().manual_seed(0)
+    left, right = (torch.linalg.qr(torch.randn(n, 40, generator=generator))[0] for n in (300, 90))
+    values = 10.0 * 0.7 ** torch.arange(40)
+    bad = torch.ones(8, 9)
+    bad[3, 3] = float("inf")
+    torch.save({"w": left @ torch.diag(values) @ right.T, "zero": torch.zeros(5, 6), "bad": bad}, tmp_path / "x.pt")
+    rows = {row.name: row for row in ckpttool.stats(tmp_path / "x.pt", spectral=True).tensors}
+    spectrum = rows["w"].spectrum
+    assert spectrum is not None and rows["zero"].spectrum is None and rows["bad"].spectrum is None
+    assert spectrum.singular_values == pytest.approx(values[:4].tolist(), rel=1e-3)
+    assert spectrum.stable_rank == pytest.approx(float((values**2).sum() / values[0] ** 2), rel=1e-3)
+
+
+def test_steps_of_a_run(tmp_path: Path) -> None:
+    assert run("samples", str(tmp_path / "try")).exit_code == 0
+    path = str(tmp_path / "try/run7")
+    found = ckpttool.stats(path, steps="all")
+    assert [one.step for one in found.steps] == [500, 1000]
+    assert found.tensors == ckpttool.stats(f"{path}/step-1000").tensors
+    done = run("stats", path, "--steps", "500,1000", "--no-cache")
+    assert "step 500  step 1000" in done.stdout
+    assert run("stats", path, "--steps", "500", "--spectral", "--json").exit_code == 0
+    for wrong in ("7", "every"):
+        done = run("stats", path, "--steps", wrong)
+        assert done.exit_code == 2 and "the complete ones are 500, 1000" in done.stderr
+    assert run("stats", f"{path}/step-1000", "--steps", "all").exit_code == 2
+
+
 # Findings -----------------------------------------------------------------------------------------------------------
 
 

@@ -1,0 +1,75 @@
+"""Keeps the statistics of checkpoints in the cache, by what identifies their files: size, modification time, inode."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Sequence
+from typing import Any
+
+from ckpttool.catalogue.entries import Tensor
+from ckpttool.operations.result import as_json
+from ckpttool.operations.stats.collect import Update
+from ckpttool.operations.stats.elements import Channels, Statistics
+from ckpttool.operations.stats.histogram import Compact
+from ckpttool.operations.stats.results import GroupStatistics, TensorStatistics
+from ckpttool.operations.stats.spectral import Spectrum
+from ckpttool.storage import cache
+from ckpttool.storage.files import Fingerprint
+from ckpttool.version import __version__
+
+_KIND = "stats"
+_LAYOUT = 1  # of the cached document
+
+Rows = tuple[list[TensorStatistics], list[GroupStatistics]]
+
+
+def key_of(fingerprint: Fingerprint, tensors: Sequence[Tensor], spectral: bool) -> str:
+    """Return the name of the statistics of these tensors of these files. Pure."""
+    names = [(tensor.name, str(tensor.part), tensor.dtype.name, tensor.shape) for tensor in tensors]
+    text = json.dumps([_LAYOUT, __version__, spectral, sorted(fingerprint.items()), names])
+    return hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()
+
+
+def load(key: str) -> Rows | None:
+    """Return the statistics that were stored, or None."""
+    data = cache.read(_KIND, key)
+    if data is None:
+        return None
+    try:
+        document = json.loads(data)
+        tensors = [_tensor(row) for row in document["tensors"]]
+        return tensors, [_group(row) for row in document["groups"]]
+    except (ValueError, TypeError, KeyError):
+        return None  # somebody else's
+
+
+def store(key: str, tensors: Sequence[TensorStatistics], groups: Sequence[GroupStatistics]) -> None:
+    """Store statistics."""
+    document = {"tensors": as_json(tensors), "groups": as_json(groups)}
+    cache.write(_KIND, key, json.dumps(document).encode())
+
+
+def _tensor(row: dict[str, Any]) -> TensorStatistics:
+    tensor = TensorStatistics(**{**row, "shape": tuple(row["shape"]), "statistics": _statistics(row["statistics"])})
+    tensor.rows, tensor.columns = (Channels(**row[name]) if row[name] else None for name in ("rows", "columns"))
+    tensor.update = Update(**row["update"]) if row["update"] else None
+    tensor.histogram = _histogram(row["histogram"])
+    tensor.spectrum = Spectrum(**row["spectrum"]) if row["spectrum"] else None
+    return tensor
+
+
+def _group(row: dict[str, Any]) -> GroupStatistics:
+    group = GroupStatistics(**{**row, "statistics": _statistics(row["statistics"])})
+    group.histogram = _histogram(row["histogram"])
+    return group
+
+
+def _statistics(row: dict[str, Any]) -> Statistics:
+    # JSON has no infinity: a sum that is too large for a float64 is a word.
+    values: dict[str, Any] = {name: float(value) if isinstance(value, str) else value for name, value in row.items()}
+    return Statistics(**values)
+
+
+def _histogram(row: dict[str, Any] | None) -> Compact | None:
+    return Compact([(sign, step, count) for sign, step, count in row["counts"]]) if row else None

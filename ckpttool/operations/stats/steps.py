@@ -1,0 +1,26 @@
+"""The steps of a run whose statistics are wanted."""
+
+from __future__ import annotations
+
+from ckpttool.errors import UsageError
+from ckpttool.producers import runs
+
+
+def chosen_steps(path: str, steps: str) -> list[runs.RunCheckpoint]:
+    """Return the complete checkpoints of the run at `path`, oldest first: `all`, or those of some steps, `500,1000`.
+
+    Raises UsageError if there is no run, or none of a step.
+    """
+    complete = [checkpoint for checkpoint in runs.checkpoints(path) if checkpoint.complete]
+    if not complete:
+        hint = "name the directory that has the checkpoints of several steps"
+        raise UsageError(f"`--steps {steps}`: `{path}` is no run with complete checkpoints", hint=hint)
+    if steps == "all":
+        return complete
+    by_step = {str(checkpoint.step): checkpoint for checkpoint in complete}
+    names = [name.strip() for name in steps.split(",")]
+    absent = [name for name in names if name not in by_step]
+    if absent:
+        hint = f"the complete ones are {', '.join(by_step)}"
+        raise UsageError(f"`--steps {steps}`: there is no complete checkpoint of step {absent[0]}", hint=hint)
+    return [checkpoint for name, checkpoint in by_step.items() if name in names]
