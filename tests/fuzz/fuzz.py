@@ -164,7 +164,7 @@ def fuzz(name: str, *, runs: int | None = None, seconds: float | None = None, se
     """Run one target so often, or so long. Raises Broken."""
     signal.signal(signal.SIGPROF, _slow)
     fuzzer = Fuzzer(TARGETS[name], seed)
-    folder = HERE / "corpus" / name
+    folder = HERE / "corpus" / name.removeprefix("large-")
     fuzzer.begin([path.read_bytes() for path in sorted(folder.glob("*"))])
     end = None if seconds is None else time.monotonic() + seconds
     while (runs is None or fuzzer.runs < runs) and (end is None or time.monotonic() < end):

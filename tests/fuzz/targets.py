@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import NamedTuple
 
+import side_files
 from support.paths import CHECKPOINTS
 
 from ckpttool.catalogue import flatten as nesting
@@ -74,6 +75,7 @@ def _zip(data: bytes) -> None:
 
 def _header(data: bytes) -> None:
     stheader.read_header(_reader(data), 0, len(data), name="s")
+    side_files.look_at(data)
 
 
 def _metadata(data: bytes) -> None:
@@ -139,6 +141,7 @@ _MACHINE = (
 )
 _JSON = (b"{", b"}", b"[", b"]", b'"', b",", b":", b"-", b"1e9", b"NaN", b"null", b"true", b"\\u0000", b"\\ud800")
 
+_SIDE_WORDS = (*_JSON, b'"path"', b'"value"', b'"$tuple"', b'"$dict"', b'"$int"', b'"$tensor"', b'"files"', b'"rules"')
 _INDEX_WORDS = (*_MACHINE, b"MetadataIndex", b"\x8c\x06offset")
 TARGETS: dict[str, Target] = {
     "pickle": Target(_pickle, _pickles, _MACHINE),
@@ -147,4 +150,5 @@ TARGETS: dict[str, Target] = {
     "metadata": Target(_metadata, lambda: _found(".metadata"), _INDEX_WORDS),
     "large-metadata": Target(_large_metadata, lambda: _found(".metadata"), _INDEX_WORDS),
     "index": Target(_index, _indexes, (*_JSON, b'"weight_map"', b"../", b"://", b"C:")),
+    "json": Target(side_files.read, side_files.seeds, _SIDE_WORDS),
 }  # fmt: skip
