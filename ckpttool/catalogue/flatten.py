@@ -14,6 +14,7 @@ from typing import Any
 
 from ckpttool.catalogue.budget import charge
 from ckpttool.catalogue.entries import Catalogue, Container, Object, Path, Tensor, dotted
+from ckpttool.catalogue.key_hashes import Alike
 from ckpttool.catalogue.values import CONTAINERS, Link, Stub, TorchSize, children, walk
 from ckpttool.errors import CorruptError, LossError
 
@@ -45,10 +46,14 @@ class _Flattening:
         self._linked = (leaf, bare)
         self._walked: set[int] = set()
         self._repeated = 0
+        self._alike = Alike()
 
     def visit(self, value: Any, path: Path) -> None:
         if len(path) > MAX_DEPTH:
             raise _too_deep(path)
+        # Two numbers can give a path any hash, in dicts of which each has few keys.
+        if sum(type(key) not in (str, bytes) for key in path) > 1:
+            self._alike.add((path,))
         if len(self._catalogue.entries) > MAX_ENTRIES:
             raise CorruptError(f"more than {MAX_ENTRIES} entries")
         if isinstance(value, self._leaf):

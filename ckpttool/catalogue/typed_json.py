@@ -16,6 +16,7 @@ from collections.abc import Callable, Mapping
 from math import isfinite, isnan
 from typing import Any
 
+from ckpttool.catalogue.key_hashes import charge_hashing
 from ckpttool.catalogue.values import Known, Link, Stub, StubType, TorchSize, attributes_of, stub_name, stub_type
 from ckpttool.errors import CorruptError, LossError
 
@@ -200,8 +201,14 @@ class _Decoder:
         hash(path)  # TypeError for a list in place of a key
         return path
 
+    def keys(self, encoded: Any) -> list[Any]:
+        charge_hashing(keys := self.all(encoded))
+        return keys
+
     def pairs(self, encoded: Any) -> list[tuple[Any, Any]]:
-        return [(self.decode(k), self.decode(v)) for k, v in encoded]
+        pairs = [(self.decode(k), self.decode(v)) for k, v in encoded]
+        charge_hashing([key for key, _ in pairs])
+        return pairs
 
     def type(self, encoded: Any) -> type[Stub]:
         module, name = _two_names(encoded)
@@ -256,8 +263,8 @@ _READERS: dict[str, Callable[[_Decoder, Any, dict[str, Any]], Any]] = {
     "$bytearray": lambda d, made, _: bytearray(_bytes(made)),
     "$tuple": lambda d, made, _: tuple(d.all(made)),
     "$size": lambda d, made, _: TorchSize(d.all(made)),
-    "$set": lambda d, made, _: set(d.all(made)),
-    "$frozenset": lambda d, made, _: frozenset(d.all(made)),
+    "$set": lambda d, made, _: set(d.keys(made)),
+    "$frozenset": lambda d, made, _: frozenset(d.keys(made)),
     "$dict": lambda d, made, _: dict(d.pairs(made)),
     "$OrderedDict": lambda d, made, fields: d.ordered(made, fields),
     "$name": lambda d, made, _: d.type(made),

@@ -1,7 +1,8 @@
 """Limits on the memory and the time that one pickle may take.
 
 before it runs   counted in its opcodes: containers to make, and tuples to hash as keys or to call with
-while it runs    `catalogue.budget`: what our functions copy of values that the pickle has already made
+while it runs    `catalogue.budget`: what our functions copy of values that the pickle has already made, and keys that
+                 have the same hash (`catalogue.key_hashes`)
 after it ran     `check_depths`: tuples nested so deep that hashing them again would overflow the stack
 
 A byte of a pickle can ask for 72 bytes of memory (`]`), and 60 tuples that each hold the one before twice, 300 bytes of
@@ -17,12 +18,12 @@ import re
 import struct
 from bisect import bisect_left, bisect_right
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from itertools import accumulate, chain
 from operator import itemgetter
 from typing import Any
 
-from ckpttool.catalogue.budget import charge
+from ckpttool.catalogue.key_hashes import inner_first
 from ckpttool.catalogue.values import Known, Stub, StubType
 from ckpttool.errors import CorruptError
 
@@ -247,37 +248,6 @@ def check_keys(data: bytes, end: int, skip: Skip) -> None:
         return
 
 
-# While it runs -------------------------------------------------------------------------------------------------------
-
-
-def charge_hashing(values: Iterable[Any]) -> None:
-    """Called before values are put into a set or made keys: a tuple of tuples that are shared is worth many."""
-    costs: dict[int, int] = {}
-    for value in values:
-        charge(_cost(value, costs) if isinstance(value, tuple) else 1)
-
-
-def _cost(top: tuple[Any, ...], costs: dict[int, int]) -> int:
-    """What the hash of a tuple computes, in elements; `costs` remembers those of the tuples in it."""
-    for node in _inner_first(top, costs):
-        costs[id(node)] = 1 + sum(costs[id(item)] if isinstance(item, tuple) else 1 for item in node)
-    return costs[id(top)]
-
-
-def _inner_first(top: tuple[Any, ...], known: dict[int, int]) -> Iterator[tuple[Any, ...]]:
-    """A tuple and those in it, each behind those that it holds, but for `known` ones, which each becomes then."""
-    todo = [top]
-    while todo:
-        node = todo[-1]
-        inner = [item for item in node if isinstance(item, tuple) and id(item) not in known]
-        if inner:
-            todo += inner
-        else:
-            if id(node) not in known:
-                yield node
-            todo.pop()
-
-
 # After it ran --------------------------------------------------------------------------------------------------------
 
 # Python's hash of a tuple calls itself for each tuple in it, in C and with nothing to stop it, until the stack is full:
@@ -314,7 +284,7 @@ def check_depths(tree: Any) -> None:
 def _inside(top: tuple[Any, ...], depths: dict[int, int]) -> list[Any]:
     """What is in a tuple and in the tuples in it; `depths` remembers how deep each is."""
     below: list[Any] = []
-    for node in _inner_first(top, depths):
+    for node in inner_first(top, depths):
         depth = depths[id(node)] = 1 + max((depths[id(item)] for item in node if isinstance(item, tuple)), default=0)
         if depth > MAX_NESTED:
             raise CorruptError(f"tuples nested more than {MAX_NESTED} deep")

@@ -12,9 +12,11 @@ import re
 import struct
 from collections.abc import Callable, Iterable
 from functools import lru_cache
+from typing import NamedTuple
 
+from ckpttool.catalogue.key_hashes import MANY
 from ckpttool.errors import CorruptError
-from ckpttool.serialization import key_hashes, pickle_limits
+from ckpttool.serialization import pickle_limits
 
 MAX_PICKLE = 1 << 31  # bytes
 _LARGE = _GUARDED = 1 << 20  # bytes
@@ -23,6 +25,7 @@ _PIECE = 1 << 13  # bytes of opcodes that are looked through at once
 _LONG_ROW = 16
 _WINDOW = 1 << 16
 _LONGEST_LINE = 1 << 26  # bytes; the text of protocol 0 ends where its line does
+_TUPLE, _OWN_ID = ord("t"), ord("Q")
 _STOP, _MARK, _BINPUT, _PUT, _PAIR = ord("."), ord("("), ord("r"), ord("p"), frozenset(b"ci")
 # EXT1, EXT2, EXT4; NEXT_BUFFER, READONLY_BUFFER; and DUP, which no pickler writes: 50 of them make a tuple of tuples
 # whose hash takes years.
@@ -66,9 +69,17 @@ def _run(top: int) -> re.Pattern[bytes]:
 _INT = rb"(?:K.|M..|J.{4}|\x8a(?:\x04.{4}|\x05.{5}|\x06.{6}))"
 _FLAT = rb"(?:%b(?:\x85|%b(?:\x86|%b\x87))|\(%b{4,16}t)" % (_INT, _INT, _INT, _INT)
 FLAT_COST = 18  # elements of what that matches
-_TUPLES, _FRAME, _LONG1, _PERSISTENT = frozenset(b"\x85\x86\x87t"), 0x95, 0x8A, b"Q"
+_TUPLES, _FRAME, _PERSISTENT = frozenset(b"\x85\x86\x87t"), 0x95, b"Q"
 # What a guarded pickle may not have: containers with other limits, sets of keys, and persistent ids of its own.
 _UNGUARDED = frozenset(b"ldoiQP\x8f\x90\x91")
+
+# What puts keys into a dict or a set (SETITEMS, SETITEM, DICT, ADDITEMS, FROZENSET), and in the place of each a tuple
+# of what it takes from the stack, which is a persistent id. What answers that puts it back there, with its keys.
+INSERTIONS = {ord("u"): b"t\x86Q", ord("s"): b"\x87Q", ord("d"): b"tQ", 0x90: b"t\x86Q", 0x91: b"tQ"}
+_INSERTIONS = {code: memoryview(opcodes) for code, opcodes in INSERTIONS.items()}
+_OWN_IDS = frozenset(b"QP")
+# What makes values whose hash a file can choose; of a file that has fewer, each byte counted, the keys are few.
+_CHOSEN = (b"t", b"\x85", b"\x86", b"\x87", b"\x8a", b"\x8b", b"I", b"L", b"\x91")
 
 
 _GET = rb"(?:h.|j.{4})"
@@ -80,7 +91,7 @@ _LEARNT = 6
 
 def _light(top: int, learnt: Iterable[bytes] = ()) -> re.Pattern[bytes]:
     """Matches many opcodes in a row as `_run` does, but no tuple except a flat one; those of `learnt` at once."""
-    codes = _CODES - _REFUSED - _UNGUARDED - _TUPLES - {_STOP, _BINPUT, _FRAME, _MARK}
+    codes = _CODES - _REFUSED - _UNGUARDED - _TUPLES - _INSERTIONS.keys() - {_STOP, _BINPUT, _FRAME, _MARK}
     by_length = pickle_limits.fixed_length(codes)
     bare = by_length.pop(0) + b"*"
     others = [*learnt, _flat(top), rb"\(", *by_length.values(), _put(top), _INT, _TEXT]
@@ -114,7 +125,9 @@ def _learn(data: bytes, top: int) -> list[bytes]:
                 gets.append(token[0])
             shape.append(re.escape(token[0]) if part is parts[-1] else part)
             if token[0] == b"b":
-                samples.setdefault(tuple(shape), []).append(gets)
+                # The state of an object: one dict, of a few fields, that nothing else has.
+                if shape[-2:] == [b"u", b"b"] and [shape.count(n) for n in (b"u", rb"\(", rb"\}")] == [1, 1, 1]:
+                    samples.setdefault(tuple(shape), []).append(gets)
                 break
             token = word(data, token.end())
     patterns = []
@@ -162,8 +175,6 @@ def find_end(read: Callable[[int, int], bytes], size: int) -> int | None:
 def check(data: bytes) -> int | None:
     """`end_of(data)`, once it is known that the machine can run this pickle without taking all the memory or all the
     time that there is. Raises CorruptError when it cannot."""
-    if key_hashes.may_collide(data) and (end_of_all := end_of(data)) is not None:
-        key_hashes.check_integers(data, end_of_all, lambda data, at: _after(data, at, data[at], len(data), len(data)))
     heavy, shared = pickle_limits.is_heavy(data), pickle_limits.may_share(data)
     if not (heavy or shared):
         return end_of(data)
@@ -178,45 +189,93 @@ def check(data: bytes) -> int | None:
     return end
 
 
-def guarded(data: bytes, seen: Callable[[float], None] = lambda share: None) -> list[memoryview] | None:
-    """The large pickle `data`, in pieces, so that each tuple in it that may hold another is first
-    a persistent id; without its frames. None for one that is better checked as a whole. `seen` is told the share that
-    has been looked through."""
+class Answered(NamedTuple):
+    """A pickle in pieces, some opcodes of which are persistent ids now; `calls` has for each, in order, the opcode in
+    whose place it is: `Q` for one of its own, `t` for a tuple, or one of `INSERTIONS`."""
+
+    pieces: list[memoryview]
+    calls: bytearray
+
+
+def guarded(data: bytes, seen: Callable[[float], None] = lambda share: None) -> Answered | None:
+    """The large pickle `data`, without its frames, so that each tuple in it that may hold another, and what is put into
+    dicts, is first a persistent id. None for one that is better checked as a whole. `seen` is told the share that has
+    been looked through."""
     if len(data) < _GUARDED or not pickle_limits.is_light(data):
         return None
     # Twice what an index of DCP has; counting takes 0.3 s. The reader of such an index leaves rows of MEMOIZE.
     memo = (len(data) >> 2) + data.count(b"\x94")
-    wide = 0
     top = min(memo >> 16, 255)
-    run = _light(top, _learn(data, top)).match
+    try:
+        return _answered(data, _light(top, _learn(data, top)), memo, _TUPLES, _UNGUARDED, seen)
+    except (_Unguarded, CorruptError, IndexError, struct.error, ValueError):
+        return None
+
+
+def answered(data: bytes) -> Answered | None:
+    """The whole pickle `data`, without its frames, so that what is put into dicts and sets is first a persistent id;
+    None where that is not worth looking at."""
+    if sum(map(data.count, _CHOSEN)) <= MANY:
+        return None
+    return _answered(data, _inserting(len(data) > _LARGE), len(data), frozenset(), frozenset())
+
+
+class _Unguarded(Exception):
+    """Raised for an opcode that a guarded pickle may not have."""
+
+
+def _answered(
+    data: bytes,
+    pattern: re.Pattern[bytes],
+    memo: int,
+    tuples: frozenset[int],
+    refused: frozenset[int],
+    seen: Callable[[float], None] = lambda share: None,
+) -> Answered:
+    run = pattern.match
     whole, persistent = memoryview(data), memoryview(_PERSISTENT)
     pieces: list[memoryview] = []
+    calls = bytearray()
     begin = at = 0
-    try:
-        while True:
-            at = run(data, at).end()  # type: ignore[union-attr]
-            seen(at / len(data))
-            opcode = data[at]
-            if opcode == _STOP:
-                return [*pieces, whole[begin : at + 1]] if at + 1 == len(data) else None
-            if opcode in _UNGUARDED:
-                return None
-            if opcode in _TUPLES:
-                at += 1
-                pieces += whole[begin:at], persistent
-                begin = at
-                continue
-            after = _after(data, at, opcode, len(data), memo)
-            wide += opcode == _LONG1 and after - at > 9
-            if wide > key_hashes.MOST_ALIKE:
-                return None
-            if opcode == _FRAME:
-                pieces.append(whole[begin:at])
-                begin = after
-            # As in `_walk`.
-            at = _row(data, after).end()
-    except (CorruptError, IndexError, struct.error, ValueError):
-        return None
+    while True:
+        at = run(data, at).end()  # type: ignore[union-attr]
+        seen(at / len(data))
+        opcode = data[at]
+        if opcode == _STOP:
+            if at + 1 != len(data):
+                raise _Unguarded
+            return Answered([*pieces, whole[begin : at + 1]], calls)
+        if opcode in refused:
+            raise _Unguarded
+        if opcode in tuples:
+            at += 1
+            pieces += whole[begin:at], persistent
+            calls.append(_TUPLE)
+            begin = at
+            continue
+        if opcode in _INSERTIONS:
+            pieces += whole[begin:at], _INSERTIONS[opcode]
+            calls.append(opcode)
+            begin = at = at + 1
+            continue
+        if opcode in _OWN_IDS:
+            calls.append(_OWN_ID)
+        after = _after(data, at, opcode, len(data), memo)
+        if opcode == _FRAME:
+            pieces.append(whole[begin:at])
+            begin = after
+        # As in `_walk`.
+        at = _row(data, after).end()
+
+
+@lru_cache
+def _inserting(has_texts: bool) -> re.Pattern[bytes]:
+    """Matches many opcodes in a row that put nothing into dicts and sets."""
+    codes = _CODES - _REFUSED - _INSERTIONS.keys() - _OWN_IDS - {_STOP, _FRAME}
+    by_length = pickle_limits.fixed_length(codes)
+    bare = by_length.pop(0) + b"*"
+    others = [*by_length.values(), *([_TEXT] if has_texts else [])]
+    return re.compile(b"(?:" + bare + b"(?:" + b"|".join(others) + b")){0,5000}" + bare, re.S)
 
 
 def check_beginning(window: bytes, size: int) -> None:

@@ -21,10 +21,11 @@ from contextvars import copy_context
 from typing import Any
 
 from ckpttool.catalogue.budget import charge, working
+from ckpttool.catalogue.key_hashes import MANY, Alike, charge_hashing, is_secret
 from ckpttool.catalogue.values import Stub, StubType, TorchSize, attributes_of, known_names, stub_type
 from ckpttool.errors import CkptError, CorruptError
 from ckpttool.serialization import pickle_opcodes
-from ckpttool.serialization.pickle_limits import charge_hashing, check_depths, count_tuples
+from ckpttool.serialization.pickle_limits import check_depths, count_tuples
 from ckpttool.serialization.unsafe_globals import note
 
 # What REDUCE calls. Each raises TypeError, which `Known` explains, for a call that pickle itself never makes.
@@ -123,6 +124,7 @@ REAL = known_names(
 REAL |= {("__builtin__", known.name): known for (module, _), known in REAL.items() if module == "builtins"}
 
 _MANY = 100_000
+_TUPLE = ord("t")
 
 
 @contextmanager
@@ -158,16 +160,21 @@ class _Pieces(io.RawIOBase):
         return True
 
     def readinto(self, buffer: Any) -> int:
-        while not self._piece:
-            piece = next(self._pieces, None)
-            if piece is None:
-                return 0
-            self._piece = piece
-        n = min(len(buffer), len(self._piece))
-        buffer[:n], self._piece = self._piece[:n], self._piece[n:]
+        # As many as fit: the machine would ask for each.
+        at, room, piece = 0, len(buffer), self._piece
+        while at < room:
+            if not piece:
+                following = next(self._pieces, None)
+                if following is None:
+                    break
+                piece = following
+            n = min(room - at, len(piece))
+            buffer[at : at + n] = piece[:n]
+            at, piece = at + n, piece[n:]
+        self._piece = piece
         self._seen(self._read / self._total)
-        self._read += n
-        return n
+        self._read += at
+        return at
 
 
 class _Shared(Exception):
@@ -195,15 +202,80 @@ class _Guard:
         return value
 
 
+class _Inserting:
+    """Puts keys into dicts and sets as the machine would, and charges what comparing them takes."""
+
+    def __init__(self) -> None:
+        # Kept, so that another container cannot have the id of one.
+        self._alike: dict[int, tuple[Any, Alike]] = {}
+        insert = {
+            b"u": self._items,
+            b"s": self._item,
+            b"d": self._dict,
+            b"\x90": self._values,
+            b"\x91": self._frozenset,
+        }
+        self.by_opcode: dict[int, Any] = {opcode[0]: function for opcode, function in insert.items()}
+
+    def _charge(self, container: Any, keys: tuple[Any, ...]) -> None:
+        if len(container) + len(keys) <= MANY or is_secret(keys):
+            return
+        if id(container) not in self._alike:
+            self._alike[id(container)] = container, Alike()
+            self._alike[id(container)][1].add(container)
+        self._alike[id(container)][1].add(keys)
+
+    def _items(self, taken: tuple[Any, tuple[Any, ...]]) -> Any:
+        container, items = taken
+        pairs = zip(items[::2], items[1::2], strict=True)
+        if isinstance(container, dict):
+            self._charge(container, items[::2])
+        if type(container) is dict:
+            container.update(pairs)
+        else:
+            for key, value in pairs:
+                container[key] = value
+        return container
+
+    def _item(self, taken: tuple[Any, Any, Any]) -> Any:
+        container, *items = taken
+        return self._items((container, tuple(items)))
+
+    def _dict(self, items: tuple[Any, ...]) -> dict[Any, Any]:
+        made: dict[Any, Any] = self._items(({}, items))
+        return made
+
+    def _values(self, taken: tuple[Any, tuple[Any, ...]]) -> Any:
+        container, values = taken
+        if isinstance(container, set):
+            self._charge(container, values)
+            container.update(values)
+        else:
+            for value in values:
+                container.add(value)
+        return container
+
+    def _frozenset(self, values: tuple[Any, ...]) -> frozenset[Any]:
+        self._charge((), values)
+        return frozenset(values)
+
+
 _READ_AHEAD = 1 << 17  # bytes; without, the machine calls the stream for each opcode of protocol 2
 
 
 class _Unpickler(pickle.Unpickler):
     def __init__(
-        self, stream: Any, known: Names, persistent: Callable[[Any], Any] | None, guarded: Names | None = None
+        self,
+        stream: Any,
+        known: Names,
+        persistent: Callable[[Any], Any] | None,
+        guarded: Names | None = None,
+        calls: bytes | bytearray = b"",
     ) -> None:
         super().__init__(io.BufferedReader(stream, _READ_AHEAD), encoding="latin1")
         self._known, self._persistent, self._guarded = known, persistent, guarded or {}
+        answers: dict[int, Any] = {**_Inserting().by_opcode, _TUPLE: _Guard()} if calls else {}
+        self._answers = map(answers.get, calls)
         self._stubs: dict[tuple[str, str], type[Stub]] = {}
 
     def find_class(self, module: str, name: str, /) -> Any:
@@ -220,6 +292,9 @@ class _Unpickler(pickle.Unpickler):
         return self._stubs[key]
 
     def persistent_load(self, pid: Any, /) -> Any:
+        answer = next(self._answers, None)
+        if answer is not None:
+            return answer(pid)
         if self._persistent is None:
             raise CorruptError("the pickle refers to something outside itself")
         return self._persistent(pid)
@@ -239,15 +314,14 @@ def load(
     of a large pickle whose tuples may be hashed without a thought, and `seen` is told the share of that which is read.
     Raises CorruptError for anything that is not a whole pickle."""
     try:
-        pieces = None
+        found = None
         if guarded is not None and persistent is None:
-            pieces = pickle_opcodes.guarded(data, lambda share: seen(share / 2))
-        if pieces is not None:
+            found = pickle_opcodes.guarded(data, lambda share: seen(share / 2))
+        if found is not None:
             # What cannot be read so is read again, and checked as a whole.
             with suppress(Exception), no_garbage_collection(), working(len(data)):
-                return _Unpickler(
-                    _Pieces(pieces, lambda share: seen(0.5 + share / 2)), known or {}, _Guard(), guarded
-                ).load()
+                stream = _Pieces(found.pieces, lambda share: seen(0.5 + share / 2))
+                return _Unpickler(stream, known or {}, None, guarded, found.calls).load()
         end = pickle_opcodes.check(data)
         if end is None:
             raise CorruptError(f"{what}: not a whole pickle: it ends too early")
@@ -256,7 +330,10 @@ def load(
             message = f"{what}: {len(data) - end} bytes behind the end of its pickle, at {end}"
             raise CorruptError(message, hint="the file was put together by hand", found=len(data), expected=end)
         with no_garbage_collection(), working(len(data)):
-            return _loaded(count_tuples(data, end), _Unpickler(io.BytesIO(data), known or {}, persistent))
+            found = pickle_opcodes.answered(data)
+            whole = io.BytesIO(data) if found is None else _Pieces(found.pieces)
+            calls = b"" if found is None else found.calls
+            return _loaded(count_tuples(data, end), _Unpickler(whole, known or {}, persistent, calls=calls))
     except CkptError as error:
         if error.names(what):
             raise

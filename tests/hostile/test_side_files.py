@@ -157,6 +157,15 @@ def test_a_list_in_place_of_a_key(value: Any, tmp_path: Path) -> None:
     assert (done.exit_code, "a malformed `$" in done.output) == (4, True), done.output
 
 
+def test_a_number_that_python_reads_as_infinity(tmp_path: Path) -> None:
+    file = (path := _state(tmp_path)) / "ckpttool.json"
+    state = json.loads(file.read_text())
+    entries = [*state["entries"], {"path": ["x"], "value": 12345}]
+    file.write_text(json.dumps(state | {"entries": entries}).replace("12345", "1e999"))
+    done = run("inspect", str(path))
+    assert (done.exit_code, "`x`: a number that is too large" in done.output) == (4, True), done.output
+
+
 @pytest.mark.parametrize("what", NAMED)
 def test_named_by_the_user(what: str, tmp_path: Path) -> None:
     honest, words = NAMED[what]

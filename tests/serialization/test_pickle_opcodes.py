@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import io
 import pickle
 import pickletools
 import random
 import struct
+from collections import Counter
 from typing import Any
 
 import pytest
 
-from ckpttool.serialization import pickle_limits
+from ckpttool.serialization import pickle_limits, unpickler
 from ckpttool.serialization import pickle_opcodes as opcodes
 
 FEW = 16
@@ -106,9 +108,13 @@ def test_every_tuple_that_is_not_flat_is_asked_for(protocol: int, monkeypatch: p
     shared: list[tuple[Any, ...]] = [("a",), ((1, 2), (3, 4)), (1, "b", (5,))]
     data = pickle.dumps([Place(chosen, names, shared) for _ in range(3000)], protocol)
     assert opcodes._learn(data, 0)
-    pieces = opcodes.guarded(data)
-    assert pieces is not None
-    found = [(op.name, argument) for op, argument, _ in pickletools.genops(b"".join(pieces))]
+    guarded = opcodes.guarded(data)
+    assert guarded is not None
+    insertion = opcodes._INSERTIONS[ord("u")]
+    restored = b"".join(b"u" if piece is insertion else piece for piece in guarded.pieces)
+    found = [(op.name, argument) for op, argument, _ in pickletools.genops(restored)]
+    assert guarded.calls.count(b"t") == sum(name == "BINPERSID" for name, _ in found)
+    assert guarded.calls.count(b"u") == sum(piece is insertion for piece in guarded.pieces) > 0
     told = [(op.name, argument) for op, argument, _ in pickletools.genops(data) if op.name != "FRAME"]
     assert [op for op in found if op[0] != "BINPERSID"] == told
     calm = asked = 0
@@ -127,10 +133,22 @@ def test_every_tuple_that_is_not_flat_is_asked_for(protocol: int, monkeypatch: p
     assert calm > 5000 and asked > 100
 
 
-def test_wide_integers_are_counted_as_opcodes() -> None:
-    """`K\\x8aK` is not an integer of 75 bytes; thousands of integers that are wide are checked as a whole."""
-    narrow = pickle.dumps([(0x8A, n % 200) for n in range(300_000)], 4)
-    assert narrow.count(b"K\x8aK") > 10_000
-    assert opcodes.guarded(narrow) is not None
-    wide = pickle.dumps([narrow, *(2**64 + n for n in range(2000))], 4)
-    assert opcodes.guarded(wide) is None
+def test_what_is_put_into_dicts_and_sets_is_asked_for() -> None:
+    """Whatever a dict or a set gets, and a persistent id of the pickle's own; nothing else changes."""
+    value: list[Any] = [{(n, n): n} for n in range(900)]
+    value += [{n: str(n) for n in range(3000)}, {(n, "t\x90"): None for n in range(2)}, {1, 2}, frozenset((3, b"u"))]
+    for protocol in (0, 1, 2, 4, 5):
+        stream = io.BytesIO()
+        pickler = pickle.Pickler(stream, protocol)
+        pickler.persistent_id = lambda value: "own" if value == {1, 2} else None  # type: ignore[method-assign]
+        pickler.dump(value)
+        found = opcodes.answered(data := stream.getvalue())
+        assert found is not None
+        names = Counter(op.name for op, _, _ in pickletools.genops(b"".join(found.pieces)))
+        told = Counter(op.name for op, _, _ in pickletools.genops(data))
+        insertions = {"SETITEMS": "u", "SETITEM": "s", "DICT": "d", "ADDITEMS": "\x90", "FROZENSET": "\x91"}
+        for name, code in insertions.items():
+            assert names[name] == 0 and found.calls.count(code.encode("latin1")) == told[name]
+        assert len(found.calls) == names["BINPERSID"] + names["PERSID"] and found.calls.count(b"Q") == 1
+        read = unpickler.load(data, what="x", persistent=lambda pid: {1, 2})
+        assert read == value and [*map(type, read)] == [*map(type, value)]

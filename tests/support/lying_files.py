@@ -169,6 +169,27 @@ def integer(value: int) -> bytes:
     return b"\x8a" + bytes((len(data),)) + data if len(data) < 256 else b"\x8b" + struct.pack("<I", len(data)) + data
 
 
+HALF = 2**61 - 1  # Python's hash of an integer is the integer modulo this
+
+
+def pairs_of_one_hash(count: int) -> list[tuple[int, int]]:
+    """Tuples of two integers: the second is what the first lacks for the hash (`Objects/tupleobject.c`)."""
+    whole, one, two, five = 2**64, 11400714785074694791, 14029467366897019727, 2870177450012600261
+    found: list[tuple[int, int]] = []
+    first = 0
+    while len(found) < count:
+        begun = (five + hash(first) * two) % whole
+        begun = (begun << 31 | begun >> 33) % whole * one % whole
+        wanted = pow(one, -1, whole) * 12345 % whole
+        second = ((wanted >> 31 | wanted << 33) % whole - begun) * pow(two, -1, whole) % whole
+        second -= whole * (second >> 63)
+        if abs(second) < HALF and second != -1:
+            found.append((first, second))
+        first += 1
+    assert len(set(map(hash, found))) == 1
+    return found
+
+
 def many(*items: bytes) -> bytes:
     """A tuple."""
     return b"(" + b"".join(items) + b"t"

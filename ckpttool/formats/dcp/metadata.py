@@ -31,6 +31,7 @@ from typing import Any, NamedTuple
 from ckpttool.catalogue.boxes import Ints
 from ckpttool.catalogue.dtypes import Dtype, dtype
 from ckpttool.catalogue.entries import check_shape
+from ckpttool.catalogue.key_hashes import charge_alike
 from ckpttool.catalogue.protocols import activity
 from ckpttool.catalogue.values import stub_name
 from ckpttool.errors import CkptError, CorruptError
@@ -253,6 +254,7 @@ class _Reader:
             raise CorruptError("a tensor without properties or chunks")
         check_shape(shape)
         offsets, sizes = _columns(chunks, len(shape))
+        charge_alike(offsets)  # chunks are looked up by them, here and in what is done with the tensor
         self._properties = max(self._properties, properties.count)
         n = len(offsets)
         places = array("l", [-1]) * n, array("q", [0]) * n, array("q", [0]) * n

@@ -21,6 +21,7 @@ from typing import Any, NamedTuple
 
 from ckpttool.catalogue import dtypes, flatten, typed_json
 from ckpttool.catalogue.entries import Catalogue, Chunks, Container, Extent, Object, Path, Tensor, dotted
+from ckpttool.catalogue.key_hashes import Alike
 from ckpttool.catalogue.values import attributes_of
 from ckpttool.errors import CorruptError, ReadError
 from ckpttool.serialization import strict_json, torch_pickle, unpickler
@@ -105,14 +106,15 @@ def parse(text: bytes, catalogue: Catalogue, find: Callable[[str, str], tuple[in
     if schema != SCHEMA:
         message = f"{name}: its schema is `{schema}`, not `{SCHEMA}`"
         raise ReadError(message, hint="it was written by a later ckpttool: update yours")
+    alike = Alike()
     for item in _items(state, "containers", name):
-        path = _read_path(item, name)
+        alike.add((path := _read_path(item, name),))
         catalogue.containers[path] = _read_container(item, path, name)
     for item in _items(state, "entries", name):
-        path = _read_path(item, name)
+        alike.add((path := _read_path(item, name),))
         if "value" in item:
             value = typed_json.decode(item["value"], name=f"{name}: `{dotted(path)}`", functions=_FUNCTIONS)
-            catalogue.add(Object(path, value, nbytes=len(_line(item["value"]))))
+            catalogue.add(Object(path, value, nbytes=_length(item["value"], path, name)))
         else:
             catalogue.add(_read_tensor(item, path, catalogue, find, name))
     for entry in catalogue.objects:
@@ -120,6 +122,14 @@ def parse(text: bytes, catalogue: Catalogue, find: Callable[[str, str], tuple[in
             if not isinstance(catalogue.entries.get(link.path), Tensor):
                 missing = f"{name}: `{entry.name}` needs the tensor `{dotted(link.path)}`, which is not there"
                 raise CorruptError(missing, tensor=dotted(link.path))
+
+
+def _length(value: Any, path: Path, name: str) -> int:
+    try:
+        return len(_line(value))
+    except ValueError:
+        # Python reads 1e999 as infinity.
+        raise CorruptError(f"{name}: `{dotted(path)}`: a number that is too large for a float") from None
 
 
 def _items(state: Mapping[str, Any], key: str, name: str) -> list[dict[str, Any]]:

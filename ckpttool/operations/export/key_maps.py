@@ -96,7 +96,7 @@ def parse(data: Any, where: str) -> KeyMap:
             hint='`{"name": "mine", "rules": [{"from": "blocks.{n}.w", "to": "model.layers.{n}.weight"}]}`',
         )
     name, title, needs_config = str(data.get("name", where)), str(data.get("title", "")), bool(data.get("needs_config"))
-    needs, never = (tuple(map(_compiled, _strings(data, key, where))) for key in ("needs", "never"))
+    needs, never = (tuple(_compiled(text, where) for text in _strings(data, key, where)) for key in ("needs", "never"))
     rules = tuple(_rule(rule, where) for rule in data["rules"])
     return KeyMap(name, title, tuple(_strings(data, "model_types", where)), needs_config, needs, never, rules)
 
@@ -114,7 +114,7 @@ def _rule(data: Any, where: str) -> Rule:
             to = () if new is None else (new,) if isinstance(new, str) else tuple(new)
             rows = data.get("rows")
             if all(isinstance(name, str) for name in to) and rows in (None, "halves") and not (rows and len(to) > 1):
-                pattern = _compiled(old)
+                pattern = _compiled(old, where)
                 unknown = {field for name in to for field in re.findall(r"\{(\w+)\}", name)} - {*pattern.groupindex}
                 if unknown <= {"e"} and (not rows or not unknown):
                     return Rule(pattern, to, rows)
@@ -124,9 +124,13 @@ def _rule(data: Any, where: str) -> Rule:
     )
 
 
-def _compiled(text: str) -> re.Pattern[str]:
+def _compiled(text: str, where: str) -> re.Pattern[str]:
     named = _NUMBER.sub(lambda match: rf"(?P<{match[1]}>\d+)", re.escape(text))
-    return re.compile(named.replace(r"\*", ".*"))
+    try:
+        return re.compile(named.replace(r"\*", ".*"))
+    except re.error:
+        message = f"`{where}`: a number in {text!r:.100} has no name of its own"
+        raise UsageError(message, hint="write `{n}` for the first number of a name, `{m}` for the second") from None
 
 
 def apply(keymap: KeyMap, planned: Catalogue, viewed: Viewed, head_dim: int | None) -> tuple[Catalogue, list[str]]:

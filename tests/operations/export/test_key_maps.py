@@ -187,6 +187,8 @@ def test_a_map_of_ones_own(tmp_path: Path) -> None:
         ({"rules": [{"from": "a", "to": "b.{n}"}]}, "is not a rule of a key map"),
         ({"rules": [{"from": "a", "to": "b", "rows": "thirds"}]}, "is not a rule of a key map"),
         ({"rules": [], "needs": "a"}, "a list of strings"),
+        ({"rules": [{"from": "a.{1}", "to": "b"}]}, "has no name of its own"),
+        ({"rules": [{"from": "a.{n}.{n}", "to": "b"}]}, "has no name of its own"),
     ],
 )
 def test_a_map_that_is_none(said: Any, why: str, tmp_path: Path) -> None:
