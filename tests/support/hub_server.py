@@ -3,7 +3,7 @@ in git or in a large file store, tokens, and faults when a test asks for them.
 
 Large files go over LFS, in one part or several; or over Xet, whose store is a directory that hf_xet writes to itself,
 or (`cas`) this server, which takes chunks that are not compressed (`HF_XET_XORB_COMPRESSION_POLICY=none`). The Xet hash
-of a file that it sends is its SHA-256 here; the client does not compare it.
+of a file that it sends is its SHA-256 backwards; the client does not compare it.
 """
 
 from __future__ import annotations
@@ -641,7 +641,7 @@ class Handler(BaseHTTPRequestHandler):
         if file.sha256 is None:
             self._bytes(file.data or b"", headers)
             return
-        xet_hash = file.sha256 if self.hub.cas else self.hub.xet_hashes.get(file.sha256)
+        xet_hash = file.sha256[::-1] if self.hub.cas else self.hub.xet_hashes.get(file.sha256)
         if xet_hash is not None:
             headers["X-Xet-Hash"] = xet_hash
             headers["Link"] = f'<{self.hub.url}/api/models/{name}/xet-read-token/{commit.oid}>; rel="xet-auth"'
@@ -657,8 +657,9 @@ class Handler(BaseHTTPRequestHandler):
 
     # The store behind Xet --------------------------------------------------------------------------------------------
 
-    def reconstruct(self, oid: str) -> None:
+    def reconstruct(self, xet_hash: str) -> None:
         """Say of which chunks a part of a file consists, and where they are: in xorbs of a few chunks each."""
+        oid = xet_hash[::-1]
         size = (self.hub.store / oid).stat().st_size
         wanted = re.fullmatch(r"bytes=(\d+)-(\d*)", self.headers.get("Range") or "bytes=0-")
         assert wanted is not None

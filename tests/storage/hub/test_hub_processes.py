@@ -212,6 +212,37 @@ def test_flags_that_make_no_sense(hub: Hub, tmp_path: Path) -> None:
     assert not hub.seen
 
 
+@pytest.mark.long
+def test_the_directory_that_hf_download_prints(hub: Hub, tmp_path: Path) -> None:
+    """Of a repository that comes over Xet; then the same repository, without the Hub."""
+    hub.cas = True
+    model = {f"model-0000{i}-of-00002.safetensors": save({f"w{i}": torch.randn(300, 300)}) for i in (1, 2)}
+    index = {"metadata": {}, "weight_map": {f"w{i}": f"model-0000{i}-of-00002.safetensors" for i in (1, 2)}}
+    hub.make("org/name", {**model, "config.json": b"{}", "model.safetensors.index.json": json.dumps(index).encode()})
+    given = {name: tensor for data in model.values() for name, tensor in load(data).items()}
+    variables = environment(hub, tmp_path)
+    del variables["HF_HUB_DISABLE_XET"]
+
+    def out(*words: str, **more: str) -> str:
+        done = subprocess.run([*words], env=variables | more, text=True, capture_output=True, timeout=120)
+        assert done.returncode == 0, (done.stdout, done.stderr)
+        return done.stdout
+
+    ckpt = (sys.executable, "-m", "ckpttool")
+    path = out(str(Path(sys.executable).with_name("hf")), "download", "org/name", "--quiet").split()[-1]
+    assert hub.asked("GET", "/xorb/") and not hub.asked("GET", "/cdn/")
+    shard = Path(path, "model-00001-of-00002.safetensors")
+    assert shard.is_symlink() and "models--org--name" not in str(shard.resolve())
+    for source, more in ((path, {}), ("hf://org/name", {}), ("hf://org/name", {"HF_HUB_OFFLINE": "1"})):
+        hub.seen.clear()
+        inspected = json.loads(out(*ckpt, "inspect", source, "--json", **more))
+        assert {tensor["name"] for tensor in inspected["tensors"]} == given.keys()
+        out(*ckpt, "convert", source, str(tmp_path / "out.safetensors"), "--overwrite", **more)
+        written = load_file(tmp_path / "out.safetensors")
+        assert written.keys() == given.keys() and all(torch.equal(written[name], given[name]) for name in given)
+        assert bool(hub.seen) == (source != path and not more) and not hub.asked("GET", "/xorb/|/cdn/")
+
+
 def over_xet(monkeypatch: pytest.MonkeyPatch) -> None:
     # Retries that do not take minutes.
     monkeypatch.setenv("HF_XET_CLIENT_RETRY_MAX_ATTEMPTS", "2")
