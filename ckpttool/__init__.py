@@ -90,8 +90,12 @@ def _needs_torch(name: str) -> bool:
 def open(path: str | PathLike[str], *, shapes: str | None = None) -> Checkpoint:
     """Open a checkpoint of any format, and return it as a mapping of its names: see `Checkpoint`.
 
-    Only its index is read. `path` is a file, a directory or `hf://org/name[/path]`; `shapes`, for flat parameters and
-    numbered optimizers, a checkpoint or a JSON file that has the names and shapes of the parameters.
+    Only its index is read.
+
+    Args:
+        path: a file, a directory or `hf://org/name[/path]`.
+        shapes: a checkpoint or a JSON file with the names, shapes and order of the parameters, for FSDP1's flat
+            parameters and optimizers keyed by numbers.
 
     Raises:
         ReadError: if there is no checkpoint at `path`, or it cannot be read.

@@ -49,11 +49,11 @@ class CkptError(Exception):
         return f"{self.message}\nhint: {self.hint}" if self.hint else self.message
 
     def names(self, place: str) -> bool:
-        """Return whether the message names a path or another place already."""
+        """Return whether the message names `place`, a path or a part of one, already."""
         return place in self.message
 
     def prefixed(self, prefix: str, **facts: Any) -> CkptError:
-        """Return the same error with `prefix: ` before its message, and with those facts that it does not have."""
+        """Return the same error with `prefix` and a colon before its message, and with those `facts` that it lacks."""
         return type(self)(f"{prefix}: {self.message}", hint=self.hint, **{**facts, **self.facts})
 
     def __reduce__(self) -> tuple[Any, ...]:

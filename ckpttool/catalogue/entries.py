@@ -417,15 +417,15 @@ class Catalogue:
     too. `shardings` are those that the checkpoint itself names.
     """
 
-    format: str
-    files: list[File] = field(default_factory=list)
-    entries: dict[Path, Entry] = field(default_factory=dict)
-    containers: dict[Path, Container] = field(default_factory=dict)
-    facts: dict[str, Any] = field(default_factory=dict)
-    warnings: list[Warning] = field(default_factory=list)
-    faults: list[CkptError] = field(default_factory=list)
-    replicas: list[Tensor] = field(default_factory=list)
-    shardings: dict[Path, Sharding] = field(default_factory=dict)
+    format: str  #: name of the format: `torch`, `dcp`, ...
+    files: list[File] = field(default_factory=list)  #: files, with their sizes in bytes
+    entries: dict[Path, Entry] = field(default_factory=dict)  #: tensors and objects by key path
+    containers: dict[Path, Container] = field(default_factory=dict)  #: lists and ordered dicts by key path
+    facts: dict[str, Any] = field(default_factory=dict)  #: what else the format can tell
+    warnings: list[Warning] = field(default_factory=list)  #: what `inspect` warns of
+    faults: list[CkptError] = field(default_factory=list)  #: what is wrong with the checkpoint as a whole
+    replicas: list[Tensor] = field(default_factory=list)  #: further copies of tensors
+    shardings: dict[Path, Sharding] = field(default_factory=dict)  #: mesh and placements of DTensors by key path
 
     @property
     def tensors(self) -> Entries[Tensor]:
@@ -446,7 +446,7 @@ class Catalogue:
         return html_table(repr(self), ("name", "dtype", "shape"), (entry.row for entry in self.entries.values()))
 
     def add(self, entry: Entry) -> None:
-        """Add an entry under its path.
+        """Add `entry`, a tensor or an object, under its path.
 
         Raises:
             CorruptError: if there is an entry of that path.
@@ -456,7 +456,7 @@ class Catalogue:
         self.entries[entry.path] = entry
 
     def tensor(self, path: Path) -> Tensor:
-        """Return the tensor at a key path, `("model", "norm.weight")`; `tensors["model.norm.weight"]` finds it by name.
+        """Return the tensor at the key path `path`: `("model", "norm.weight")`. `tensors` has it by dotted name too.
 
         Raises KeyError if there is no entry.
         """
@@ -465,7 +465,7 @@ class Catalogue:
         return entry
 
     def first(self, tensor: Tensor) -> Tensor:
-        """The tensor whose bytes this one shares; itself when it has its own."""
+        """Return the tensor whose bytes `tensor` shares; itself when it has its own."""
         while tensor.alias is not None:
             tensor = self.tensor(tensor.alias)
         return tensor

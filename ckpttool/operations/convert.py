@@ -67,12 +67,43 @@ def convert(
 ) -> Conversion:
     """Convert the checkpoint at `src` to the format `to` at `dst`, bit for bit.
 
-    The options are those of `ckpttool convert --help`, with `_` for `-`; one that can be repeated takes a string or
-    several. The result has sizes in bytes.
-    With `producer` in place of `to`, in the layout that a framework resumes from (`ckpttool.producers.writable`).
-    Sizes are bytes, or text such as `5GB`. `progress(done, total)` is called with bytes from this thread. Nothing
-    appears at `dst` unless all of it does; with `resume`, a run goes on from what an interrupted one has copied. A
-    `manifest` of it is then written to that path.
+    Nothing appears at `dst` unless all of it does. Sizes of the result are in bytes.
+
+    Args:
+        src: the checkpoint to read, which is never changed: a file, a directory, a run directory or
+            `hf://org/name[/path]`.
+        dst: the file or directory to write, with missing parents.
+        to: the format, `torch`, `dcp`, `safetensors` or `fsdp1`; None goes by the suffix of `dst`.
+        producer: a framework whose directory layout to write in place of `to`: `accelerate`, `torchtitan`, `verl` or
+            `trainer`.
+        only: parts to include, by kind (`model`, `optimizer`, ...) or by key; a string, or several. All without any.
+        drop: parts to exclude, likewise.
+        tensors: globs of dotted names of the tensors to include, where `*` also matches dots, or `re:` and a regular
+            expression; all without any.
+        exclude: globs of names to exclude, likewise.
+        rename: rules `OLD=NEW`, in which `*` captures; `@FILE` reads rules.
+        strip_wrappers: whether to remove the wrappers of DDP, FSDP and `torch.compile`, such as `module.`, from names.
+        strip_prefix: a prefix to remove from the names of the model.
+        dtype: dtypes to cast floating-point tensors to: `bfloat16`, or `norm*=float32` for some; the first match
+            applies.
+        max_shard_size: most bytes of a file, a number or text such as `5GB`; None does not split.
+        to_world: number of ranks to shard for (`dcp` and `fsdp1`); None keeps the shards.
+        tensor_class: class of sharded tensors, `sharded_tensor`, `dtensor`, `dtensor:DEVICE` or `dtensor:DEVICE:NAME`
+            (`fsdp1`).
+        optim_keys: style of optimizer keys: `fqn`, `id` or `flat`; None keeps that of `src`, except for `fsdp1`.
+        optim_root: key to store the optimizer under.
+        shapes: a checkpoint or a JSON file with the names, shapes and order of the parameters, for FSDP1's flat
+            parameters and optimizers keyed by numbers.
+        model_from: a checkpoint to read the model from in place of `src`.
+        optim_from: a checkpoint to read the optimizer from in place of `src`.
+        overwrite: whether to replace `dst`; the old one is kept until the new one is complete.
+        resume: whether to go on from what an interrupted run has copied.
+        dry_run: whether to return the plan and write nothing.
+        threads: number of threads that read and write; None chooses it.
+        max_memory: most bytes of the process, a number or text such as `2GB`; None limits the buffers alone.
+        check: whether to compare `dst` with `src` before it is put in its place.
+        manifest: path of a manifest of `dst` to write: SHA-256 of each file and tensor.
+        progress: called with the bytes done and the bytes in all, several times a second, from this thread.
 
     Raises:
         UsageError: if the arguments do not fit each other or the checkpoint.

@@ -160,7 +160,17 @@ class Checkpoint(Subtree):
             raise UsageError(f"`{self.path}` is closed", hint="read inside of its `with` block, or open it again")
 
     def read(self, box: Box, tensor: Tensor, check: bool | None = None) -> np.ndarray[Any, np.dtype[Any]]:
-        """Return the elements of a box of a tensor as unsigned integers, see `LazyTensor.bits`."""
+        """Return the elements of a box of a tensor as unsigned integers; `LazyTensor.bits` is the way to call this.
+
+        Args:
+            box: offsets and sizes in elements, of each dimension.
+            tensor: the tensor, of this checkpoint's catalogue.
+            check: whether its checksum is compared, see `LazyTensor`.
+
+        Raises:
+            UsageError: after `close`.
+            CorruptError: if the bytes do not match their checksum.
+        """
         self.check_open()
         bits = read_box(box, tensor, self._source, self._pool)
         if check is not False and 0 not in box[1]:
@@ -270,7 +280,8 @@ class LazyTensor:
         return LazyTensor(self._checkpoint, self._tensor, kept)
 
     def bits(self, check: bool | None = None) -> np.ndarray[Any, np.dtype[Any]]:
-        """Return the elements as unsigned integers of their size, or void for 16 bytes; for any dtype.
+        """Return an array of the slice's shape, of any dtype, as unsigned integers of the elements' size, void for 16
+        bytes. See `LazyTensor` for `check`.
 
         Raises:
             CorruptError: if the bytes do not match their checksum.

@@ -93,8 +93,17 @@ def repair(
 ) -> Repaired:
     """Write a repaired checkpoint to `dst` from the directory `src` and those of `merge`.
 
-    `like` is another step of the same run, for a DCP directory that has lost its index. With `dry_run` everything is
-    read and nothing is written. If there is nothing to repair, nothing is written, and `done` of the result is empty.
+    If there is nothing to repair, nothing is written, and `done` of the result is empty.
+
+    Args:
+        src: the directory to repair, which is never changed.
+        dst: the directory to write, with missing parents.
+        merge: directories with files that `src` lacks, such as those of other nodes.
+        like: another step of the same run, for a DCP directory that has lost its index.
+        overwrite: whether to replace `dst`; the old one is kept until the new one is complete.
+        dry_run: whether to read everything and write nothing.
+        threads: number of threads that read and write; None chooses it.
+        progress: called with the bytes done and the bytes in all, several times a second, from this thread.
 
     Raises:
         UsageError: if the arguments do not fit each other or the checkpoint.

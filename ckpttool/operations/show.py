@@ -62,7 +62,13 @@ class Shown:
 def show(path: str | os.PathLike[str], tensor: str, *, shapes: str | None = None) -> Shown:
     """Return where one tensor of the checkpoint at `path` is stored, its first eight values, and statistics of all.
 
-    `tensor` is its dotted name. Reads only its bytes.
+    Reads only its bytes.
+
+    Args:
+        path: a checkpoint of any format.
+        tensor: the dotted name of a tensor.
+        shapes: a checkpoint or a JSON file with the names, shapes and order of the parameters, for FSDP1's flat
+            parameters and optimizers keyed by numbers.
 
     Raises:
         UsageError: if there is no such tensor; the hint has the nearest names.

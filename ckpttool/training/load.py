@@ -46,30 +46,24 @@ _SLOW = ("nfs", "cifs", "smb", "9p", "fuse.sshfs", "fuse.s3fs", "fuse.gcsfuse", 
 class Loaded:
     """The result of `load`.
 
-    `rest` is nested as it was saved: `loaded.rest["scheduler"]`, `loaded.rest["step"]`. Rank-local state (random
-    states, data loaders) is that of this rank; `without_own` names the parts that other ranks saved and this one did
-    not. `bytes_read` are of this rank; `bytes_checked` of them were compared with a checksum, `unchecked` were not, by
-    the reason: `{"no checksum there": 4096}`. `uninitialised` was on the meta device and is not in the checkpoint.
-    `left` are other models and optimizers that the checkpoint has. `other_dtype` are tensors that were cast from
-    integers to real numbers, or the other way round. `without_state` are trained parameters that the checkpoint has no
-    optimizer state of.
+    Rank-local state in `rest` (random states, data loaders) is that of this rank.
     """
 
-    path: str
-    format: str
-    strategy: str
-    why: str
-    bytes_read: int = 0
-    bytes_checked: int = 0
-    unchecked: dict[str, int] = field(default_factory=dict)
-    missing: list[str] = field(default_factory=list)
-    unexpected: list[str] = field(default_factory=list)
-    uninitialised: list[str] = field(default_factory=list)
-    other_dtype: list[str] = field(default_factory=list)
-    without_state: list[str] = field(default_factory=list)
-    without_own: list[str] = field(default_factory=list)
-    left: list[str] = field(default_factory=list)
-    rest: dict[Any, Any] = field(default_factory=dict)
+    path: str  #: path of the checkpoint
+    format: str  #: its format
+    strategy: str  #: `parallel` or `broadcast`
+    why: str  #: reason for the strategy
+    bytes_read: int = 0  #: bytes of elements that this rank read
+    bytes_checked: int = 0  #: those that were compared with a checksum
+    unchecked: dict[str, int] = field(default_factory=dict)  #: bytes that were not, by the reason
+    missing: list[str] = field(default_factory=list)  #: names that the checkpoint lacks
+    unexpected: list[str] = field(default_factory=list)  #: names that the model lacks
+    uninitialised: list[str] = field(default_factory=list)  #: names on the meta device that the checkpoint lacks
+    other_dtype: list[str] = field(default_factory=list)  #: tensors cast from integers to real numbers, or back
+    without_state: list[str] = field(default_factory=list)  #: trained parameters without optimizer state there
+    without_own: list[str] = field(default_factory=list)  #: parts that other ranks saved, and this one did not
+    left: list[str] = field(default_factory=list)  #: other models and optimizers that the checkpoint has
+    rest: dict[Any, Any] = field(default_factory=dict)  #: all else, nested as it was saved: `rest["step"]`
 
     def __repr__(self) -> str:
         read = f"{size(self.bytes_read)} read by this rank"

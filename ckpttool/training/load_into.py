@@ -50,7 +50,16 @@ def load_into(
     that the checkpoint lacks is looked up by its kind (`scheduler` for `lr_scheduler`). With `strict=False` values that
     are not in the checkpoint stay as they are, and are named in `missing`.
 
-    The other arguments are those of `load`.
+    Args:
+        path: a checkpoint of any format.
+        state: a nested dict of the objects of the script.
+        strategy: `parallel`, where each rank reads its shards, `broadcast`, where one reads for all, or `auto`.
+        strict: if false, what is not in the checkpoint stays as it is.
+        check: if false, the checksums that the checkpoint has are not compared.
+        device: the device that a model on the meta device gets memory on; None is that of its mesh, else the CPU.
+        init_buffers: called with each module of which no rank has the non-persistent buffers, to compute them.
+        shapes: a checkpoint or a JSON file with the names, shapes and order of the parameters, for FSDP1's flat
+            parameters and optimizers keyed by numbers.
 
     Raises:
         CkptError: the same on every rank.

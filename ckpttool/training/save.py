@@ -53,6 +53,15 @@ def save(
     """Save model and optimizer, and other values: plain ones, or objects with a `state_dict`, such as a scheduler or a
     second model, also in dicts. Every rank calls it.
 
+    Args:
+        path: the directory to write, or for `torch` the file.
+        model: the model, wrapped or not.
+        optimizer: its optimizer.
+        format: `dcp`, a directory to which every rank writes its shards; `torch`, one file, gathered by rank 0; or
+            `fsdp1`, a directory of one file per rank.
+        overwrite: whether to replace what is at `path`; it is kept until the new one is complete.
+        **extra: other values, by key: plain ones, or objects with a `state_dict`, also in dicts.
+
     Raises:
         CkptError: the same on every rank; then there is nothing at `path`, or what was there before.
     """

@@ -60,11 +60,26 @@ def diff(
 ) -> Diff:
     """Return every difference between the checkpoints at `a` and `b`.
 
-    The options are those of `ckpttool diff --help`.
-
-    With none of `rtol`, `atol` and `ulp`, elements are equal when their bits are. With `ignore_dtype` another dtype is
-    no difference by itself; with `sharded` another sharding is one. `progress(done, total)` is called with bytes from
-    this thread.
+    Args:
+        a: the first checkpoint, of any format.
+        b: the second, likewise.
+        only: parts to compare, by kind (`model`, `optimizer`, ...) or by key; a string, or several. All without any.
+        drop: parts to exclude, likewise.
+        tensors: globs of dotted names of the tensors to compare, where `*` also matches dots, or `re:` and a regular
+            expression; all without any.
+        exclude: globs of names to exclude, likewise.
+        rename: rules `OLD=NEW` for names of the first, in which `*` captures; `@FILE` reads rules.
+        strip_wrappers: whether to remove the wrappers of DDP, FSDP and `torch.compile`, such as `module.`, from names.
+        strip_prefix: a prefix to remove from the names of the model.
+        rtol: relative tolerance of elements, relative to `b`.
+        atol: absolute tolerance of elements.
+        ulp: tolerance of elements in ULPs. With none of the three, elements are equal when their bits are.
+        ignore_dtype: whether another dtype is no difference by itself.
+        sharded: whether another sharding is a difference.
+        shapes: a checkpoint or a JSON file with the names, shapes and order of the parameters, for FSDP1's flat
+            parameters and optimizers keyed by numbers.
+        threads: number of threads that read and compare; None chooses it.
+        progress: called with the bytes done and the bytes in all, several times a second, from this thread.
 
     Raises:
         UsageError: if the arguments do not fit each other or the checkpoints.

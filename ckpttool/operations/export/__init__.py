@@ -73,12 +73,46 @@ def export(
     progress: Progress | None = None,
 ) -> Exported:
     """Write the model of the checkpoint at `src` to the directory `dst`, as `from_pretrained` expects it, or to a
-    repository `hf://org/name` on the Hub, in one commit. The options are those of `ckpttool export --help`.
+    repository `hf://org/name` on the Hub, in one commit.
 
-    Sizes are bytes, or text such as `5GB`. `progress(done, total)` is called with bytes of weights from this thread,
-    and `announce(result)` once with the plan, before the first file is written or sent.
-    While it runs, `HF_TOKEN` is `token`. Nothing appears at `dst` unless all of it does. A `manifest` of a directory is
-    then written to that path.
+    Nothing appears at `dst` unless all of it does.
+
+    Args:
+        src: the checkpoint to read, which is never changed: a file, a directory, a run directory or
+            `hf://org/name[/path]`.
+        dst: the directory to write, or `hf://org/name[@branch]`.
+        only: which model, by its key, if there are several.
+        exclude: globs of tensors to exclude, where `*` also matches dots, or `re:` and a regular expression.
+        rename: rules `OLD=NEW`, in which `*` captures; `@FILE` reads rules.
+        strip_prefix: a prefix to remove from the names of the model.
+        key_map: how the producer names the parameters: the name of a key map, a `.json` file, or `none`; None goes by
+            the names.
+        head_dim: elements of an attention head, if no config has it.
+        dtype: dtypes to cast floating-point tensors to: `bfloat16`, or `norm*=float32` for some; the first match
+            applies.
+        max_shard_size: most bytes of a file of weights, a number or text such as `512MiB`; None is 5 GB.
+        assets: directory or Hub repository with config, tokenizer and code; None looks beside the weights.
+        include: globs of further files to copy, which are no assets by their names.
+        not_secret: files to send although they seem to have a key or a token in them.
+        strict: if false, tensors that do not match `config.json` are reported instead of refused.
+        card: whether to write a model card where there is none.
+        shapes: a checkpoint or a JSON file with the names, shapes and order of the parameters, for FSDP1's flat
+            parameters and optimizers keyed by numbers.
+        overwrite: whether to replace `dst`; the old one is kept until the new one is complete.
+        dry_run: whether to return the plan and write nothing.
+        threads: number of threads that read and write; None chooses it.
+        max_memory: most bytes of the process, a number or text such as `2GB`; None limits the buffers alone.
+        check: whether to compare `dst` with `src` before it is put in its place.
+        manifest: path of a manifest of `dst` to write: SHA-256 of each file and tensor.
+        private: whether to refuse a repository that is public.
+        public: whether a repository that is created is public.
+        keep: globs of weights of an earlier export to keep in the repository.
+        create_pr: whether to open a pull request in place of a commit to the branch.
+        commit_message: message of the commit.
+        token: the value of `HF_TOKEN` while this runs.
+        stage: directory for what is sent, which is kept; None uses one temporary file at a time.
+        announce: called once with the plan, before the first file is written or sent.
+        progress: called with the bytes of weights done and in all, several times a second, from this thread.
 
     Raises:
         UsageError: if the arguments do not fit each other or the checkpoint.

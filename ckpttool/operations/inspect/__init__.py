@@ -25,9 +25,13 @@ _TIED, _COMPARED = 8, 4  # weights, and shards of each, that are compared
 def inspect(path: str | os.PathLike[str], *, shapes: str | None = None) -> Catalogue:
     """Return everything that the index of the checkpoint at `path` says, without reading a weight or running anything.
 
-    `shapes`, for flat parameters, is a checkpoint or a JSON file that has the names and shapes of the parameters. What
-    is damaged is in the `warnings`. Of a checkpoint of another tool that is recognised and not opened,
+    What is damaged is in the `warnings`. Of a checkpoint of another tool that is recognised and not opened,
     `facts["recognised"]` alone says what it is.
+
+    Args:
+        path: a checkpoint of any format; of a run directory, its newest complete one.
+        shapes: a checkpoint or a JSON file with the names, shapes and order of the parameters, for FSDP1's flat
+            parameters and optimizers keyed by numbers.
 
     Raises:
         ReadError: if there is no checkpoint at `path`, or it cannot be read.

@@ -84,11 +84,38 @@ def reshard(
 ) -> Resharding:
     """Write the checkpoint at `src` to `dst` sharded for another number of ranks or mesh.
 
-    The options are those of `ckpttool reshard --help`, with `_` for `-`.
-
     Under torchrun, all processes call this with the same arguments and share the work; the result is complete in the
     process of rank 0. Nothing appears at `dst` unless all of it does; with `resume`, one process goes on from what an
     interrupted one has copied.
+
+    Args:
+        src: the checkpoint to read, which is never changed: a file, a directory, a run directory or
+            `hf://org/name[/path]`.
+        dst: the file or directory to write, with missing parents.
+        to_world: number of ranks to shard for, as FSDP2 does.
+        to_mesh: mesh to shard for, such as `shard=4,tp=2` or `replicate=2,shard=4`, in place of `to_world`.
+        like: a checkpoint whose sharding and ranks to use, in place of both.
+        to: the format, `dcp` or `fsdp1`; None keeps that of `src`, and makes `dcp` of a single file.
+        engine: `bytes` copies between files; `mesh` loads into torch with one process per rank, and is the default
+            under torchrun.
+        placements: rules `GLOB=DIM:N` that shard parameters over the mesh dimension DIM along tensor dimension N;
+            `@FILE` reads rules.
+        shard: globs of tensors to shard although they are no parameters.
+        replicate: globs of tensors to replicate although they are parameters.
+        rng: what becomes of the random states of the ranks: `keep`, `rank0` or `drop`.
+        dataloader: what becomes of the data loaders' states of the ranks: `keep` or `drop`.
+        only: parts to include, by kind (`model`, `optimizer`, ...) or by key; a string, or several. All without any.
+        drop: parts to exclude, likewise.
+        shapes: a checkpoint or a JSON file with the names, shapes and order of the parameters, for FSDP1's flat
+            parameters and optimizers keyed by numbers.
+        overwrite: whether to replace `dst`; the old one is kept until the new one is complete.
+        resume: whether to go on from what an interrupted run has copied.
+        dry_run: whether to return the plan and write nothing.
+        threads: number of threads that read and write; None chooses it.
+        max_memory: most bytes of the process, a number or text such as `2GB`; None limits the buffers alone.
+        check: whether to compare `dst` with `src` before it is put in its place.
+        manifest: path of a manifest of `dst` to write: SHA-256 of each file and tensor.
+        progress: called with the bytes done and the bytes in all, several times a second, from this thread.
 
     Raises:
         UsageError: if the arguments do not fit each other or the checkpoint.

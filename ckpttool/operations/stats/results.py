@@ -133,7 +133,7 @@ class Stats(Result):
         return DIFFERS if self.failed else DONE
 
     def by(self, what: str) -> Iterator[GroupStatistics]:
-        """Return the groups by `part`, `kind`, `layer` or `expert`."""
+        """Return the groups by `what`: `part`, `kind`, `layer` or `expert`."""
         return (group for group in self.groups if group.by == what)
 
 

@@ -47,9 +47,18 @@ def verify(
 ) -> Report:
     """Return everything that is wrong with the checkpoint at `path`, and how much of it could be checked.
 
-    `against` is a checkpoint that should hold the same, `manifest` a manifest that was written before; an
-    `integrity.json` in the checkpoint is used without being asked for. `write_manifest` is written when nothing is
-    damaged. What is wrong with the checkpoint is in the report, and never raised.
+    What is wrong with the checkpoint is in the report, and never raised.
+
+    Args:
+        path: a checkpoint of any format; of a run directory, its newest complete one.
+        against: a checkpoint that should hold the same.
+        manifest: a manifest that was written before; None uses an `integrity.json` in the checkpoint, if it has one.
+        write_manifest: path of a manifest to write when nothing is damaged: SHA-256 of each file and tensor.
+        check_values: whether to look at every element for NaN, infinities, zeros and denormal numbers.
+        shapes: a checkpoint or a JSON file with the names, shapes and order of the parameters, for FSDP1's flat
+            parameters and optimizers keyed by numbers.
+        threads: number of threads that read; None chooses it.
+        progress: called with the bytes done and the bytes in all, several times a second, from this thread.
 
     Raises:
         UsageError: if the arguments do not fit each other.

@@ -85,7 +85,7 @@ class Report(Result):
     findings: list[Finding] = field(default_factory=list)  #: what was found, the most severe first
 
     def add(self, findings: Iterable[Finding]) -> None:
-        """Add the findings that are not there yet."""
+        """Add those of the `findings` that are not there yet."""
         known = {(f.kind, f.message) for f in self.findings}
         for finding in findings:
             if (finding.kind, finding.message) not in known:
@@ -93,7 +93,7 @@ class Report(Result):
                 self.findings.append(finding)
 
     def note_files(self, catalogue: Catalogue) -> None:
-        """Note the files of a checkpoint."""
+        """Note the files of `catalogue`, with their sizes in bytes."""
         self.files = [FileSize(file.name, file.size) for file in catalogue.own_files]
         self.file_bytes = catalogue.nbytes()
 
