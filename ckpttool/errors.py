@@ -69,7 +69,7 @@ class UsageError(CkptError):
 
 
 class MissingPackageError(UsageError, ImportError):
-    """An optional package is not installed."""
+    """A package is not installed, or cannot be imported."""
 
     kind = "missing package"
 
@@ -80,6 +80,20 @@ def require(package: str, purpose: str) -> None:
         extra = f"ckpttool[{package}]" if package in EXTRAS else package
         text = f"{purpose} needs {package}, which is not installed"
         raise MissingPackageError(text, hint=f"pip install '{extra}'", package=package)
+
+
+def why_no_import(package: str, error: Exception) -> str:
+    """Return in one line why `import package` raised `error`: a package that is there may fail by itself."""
+    absent = str(error.name) if isinstance(error, ModuleNotFoundError) else ""
+    if absent and "." not in absent and find_spec(absent) is None:
+        return f"{absent} is not installed" + (f", and {package} needs it" if absent != package else "")
+    return f"{package} cannot be imported: {in_one_line(error)}"
+
+
+def in_one_line(error: BaseException) -> str:
+    """`ImportError: cannot import name 'x'`, the first line of the text that is not empty."""
+    lines = str(error).strip().splitlines() or ["no reason given"]
+    return f"{type(error).__name__}: {lines[0]}"
 
 
 class ReadError(CkptError):

@@ -30,6 +30,7 @@ from ckpttool.errors import (
     MissingPackageError,
     StorageError,
     UsageError,
+    why_no_import,
 )
 from ckpttool.text import near_names
 from ckpttool.version import schema
@@ -86,22 +87,37 @@ def _run(command: click.Command, words: list[str], report: Report) -> int:
         return report.failed(error)
     except MemoryError:
         return report.failed(StorageError("out of memory", hint="give the process more, or pass `--max-memory`"))
-    except OSError as error:
+    except Exception as error:
+        return _failed(error, command, words, report)
+    return code
+
+
+def _failed(error: Exception, command: click.Command, words: list[str], report: Report) -> int:
+    if (package := _not_imported(error)) is not None:
+        why = why_no_import(package, error)
+        absent, is_absent, _ = why.partition(" is not installed")
+        hint = f"pip install {absent}" if is_absent else f"`python -c 'import {package}'` shows where it fails"
+        return report.failed(MissingPackageError(why, hint=hint, package=package))
+    if isinstance(error, OSError):
         reason = (error.strerror or str(error)).lower()
         return report.failed(StorageError(f"`{error.filename}`: {reason}" if error.filename else reason))
-    except click.exceptions.NoArgsIsHelpError as error:
+    if isinstance(error, click.exceptions.NoArgsIsHelpError):
         err().write(f"{error.format_message()}\n")
         return UsageError.exit_code
-    except click.UsageError as error:
+    if isinstance(error, click.UsageError):
         return report.failed(_translate(error, command, words))
-    except ModuleNotFoundError as error:
-        package = str(error.name).partition(".")[0]
-        if package in ("None", "ckpttool"):
-            return report.bug(error)
-        return report.failed(MissingPackageError(f"{package} is not installed", hint=f"pip install {package}"))
-    except Exception as error:
-        return report.bug(error)
-    return code
+    return report.bug(error)
+
+
+def _not_imported(error: Exception) -> str | None:
+    """Return the package of others that raised an error while it was imported."""
+    found = str(error.name).partition(".")[0] if isinstance(error, ImportError) and error.name else ""
+    for frame, _ in traceback.walk_tb(error.__traceback__):
+        name = str(frame.f_globals.get("__name__")).partition(".")[0]
+        if frame.f_code.co_name == "<module>" and name not in ("ckpttool", "__main__", "None"):
+            found = name
+            break
+    return found if found not in ("", "ckpttool") else None
 
 
 def _invoke(command: click.Command, words: list[str]) -> int:

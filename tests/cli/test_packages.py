@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 from support.upstream_samples import path_of
+
+from ckpttool.operations.export import architecture_process
 
 ABSENT = """
 import sys
@@ -107,3 +110,41 @@ def test_zstd_says_how_to_install_it(tmp_path: Path) -> None:
 def test_a_package_that_is_always_needed_is_no_bug() -> None:
     done = ckpttool("tabulate,rich", "inspect", path_of("dcp/fsdp2_w4"))
     assert (done.returncode, done.stderr) == (2, "error: tabulate is not installed\nhint: pip install tabulate\n")
+
+
+@pytest.mark.parametrize(
+    ("source", "reason"),
+    [
+        ("raise RuntimeError('built for another numpy\\nmore')", "RuntimeError: built for another numpy"),
+        ("from os import no_such_name", "ImportError: cannot import name 'no_such_name' from 'os'"),
+        ("raise OSError('libx.so.1: cannot open shared object file')", "OSError: libx.so.1: cannot open shared object"),
+        ("import a.b.c", "tabulate needs it"),
+        ("from tabulate import more", "tabulate cannot be imported: ImportError: cannot import name 'more'"),
+    ],
+)
+def test_a_package_that_fails_to_import_is_not_called_missing(source: str, reason: str, tmp_path: Path) -> None:
+    (tmp_path / "tabulate.py").write_text(source)
+    code = f"import sys; sys.path.insert(0, {str(tmp_path)!r}); from ckpttool.cli.app import main; main()"
+    done = without("rich", code, "inspect", path_of("dcp/fsdp2_w4"))
+    message = done.stderr.splitlines()[0]
+    assert done.returncode == 2 and message.startswith("error: ") and reason in message, done.stderr
+    assert "tabulate is not installed" not in message
+
+
+@pytest.mark.parametrize(
+    ("source", "reason"),
+    [
+        ("from os import no_such_name", "transformers cannot be imported: ImportError: cannot import name"),
+        ("raise RuntimeError('torch is too old')", "transformers cannot be imported: RuntimeError: torch is too old"),
+        ("import no_such_package", "no_such_package is not installed, and transformers needs it"),
+    ],
+)
+def test_a_transformers_that_fails_to_import_says_why(
+    source: str, reason: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "transformers.py").write_text(source)
+    (tmp_path / "config.json").write_text("{}")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "transformers", raising=False)
+    architecture_process.main(str(tmp_path), str(tmp_path / "out"), "")
+    assert json.loads((tmp_path / "out").read_text())["why_not"].startswith(reason)

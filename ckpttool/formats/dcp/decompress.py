@@ -16,7 +16,7 @@ from functools import partial
 from typing import IO
 
 from ckpttool.catalogue.entries import File
-from ckpttool.errors import CkptError, CorruptError, ReadError
+from ckpttool.errors import CkptError, CorruptError, ReadError, why_no_import
 from ckpttool.formats.dcp.metadata import Item
 from ckpttool.storage import files
 from ckpttool.storage.files import Pool, ScratchFile
@@ -46,15 +46,17 @@ def _decompressed_stream(stream: IO[bytes], transforms: tuple[str, ...], name: s
 
 
 def _zstd(stream: IO[bytes], name: str) -> IO[bytes]:
-    with suppress(ImportError):
+    try:
         import zstandard
 
         return zstandard.ZstdDecompressor(max_window_size=_MAX_WINDOW).stream_reader(stream, read_across_frames=True)
+    except ImportError as error:
+        why = why_no_import("zstandard", error)
     with suppress(ImportError):
         from compression import zstd
 
         return zstd.ZstdFile(stream)  # type: ignore[no-any-return]
-    raise ReadError(f"{name}: compressed with zstd, which this Python cannot read", hint="pip install ckpttool[zstd]")
+    raise ReadError(f"{name}: compressed with zstd, and {why}", hint="pip install ckpttool[zstd]")
 
 
 class Lease:

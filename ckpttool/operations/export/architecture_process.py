@@ -12,6 +12,7 @@ import re
 import sys
 from typing import Any
 
+from ckpttool.errors import in_one_line, why_no_import
 from ckpttool.storage.stores import local_path
 
 
@@ -20,11 +21,23 @@ def describe(folder: str, dtype: str) -> dict[str, Any]:
     "unexpected"}`, or `{"why_not": text}`. `float32` are the names of tensors that stay float32 in a model of a dtype
     of 16 bits or less. `missing` and `unexpected` are patterns of names that transformers passes over."""
     config = json.loads((local_path(folder) / "config.json").read())
-    return _diffusion(config) if "_class_name" in config else _transformer(folder, dtype)
+    is_diffusion = "_class_name" in config
+    package = "torch"
+    try:
+        import torch  # noqa: F401
+
+        package = "diffusers" if is_diffusion else "transformers"
+        if is_diffusion:
+            import diffusers  # type: ignore[import-not-found] # noqa: F401 # not needed to develop
+        else:
+            import transformers  # noqa: F401
+    except Exception as error:
+        return {"why_not": why_no_import(package, error)}
+    return _diffusion(config) if is_diffusion else _transformer(folder, dtype)
 
 
 def _diffusion(config: dict[str, Any]) -> dict[str, Any]:
-    import diffusers  # type: ignore[import-not-found] # not needed to develop
+    import diffusers
     import torch
 
     name, library = str(config["_class_name"]), f"diffusers {diffusers.__version__}"
@@ -137,11 +150,9 @@ def main(folder: str, out: str, dtype: str) -> None:
     """Write what there is to say to the file `out`, what went wrong included."""
     try:
         answer = describe(folder, dtype)
-    except ImportError as error:
-        answer = {"why_not": f"{error.name or 'transformers'} is not installed"}
     # Whatever it is, the config is what it is about, and the other process says it in one line.
     except Exception as error:
-        answer = {"why_not": f"the library cannot make the model: {type(error).__name__}: {error}".partition("\n")[0]}
+        answer = {"why_not": f"the library cannot make the model: {in_one_line(error)}"}
     local_path(out).put(json.dumps(answer).encode())
 
 

@@ -8,7 +8,7 @@ Each is a file of data in `keymaps/`; a user's own has the same form.
 
 `docs/how-to/export.md` explains the rules; `*` in `needs` and `never` stands for anything. In the files of Meta and
 torchtitan the rotary embedding rotates neighbours, in transformers the two halves of a head. Seen: the adapters of
-torchtitan (`models/llama3`, `models/qwen3`, August 2025 to October 2026) and `conversion_mapping` of transformers 5.
+torchtitan (`models/llama3`, `models/qwen3`, 0.2.0 to 0.3.0) and `conversion_mapping` of transformers 5.
 """
 
 from __future__ import annotations

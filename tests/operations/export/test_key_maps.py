@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -138,27 +139,57 @@ def qwen_moe() -> Any:
     return transformers.Qwen3MoeForCausalLM(config)
 
 
+# What torchtitan called the matrices of the experts, and the output layer, up to 0.2.2, in between, and in 0.3.0.
+TITAN_NAMES = {
+    "0.2": ("attention.w", "moe.experts.w1", "moe.experts.w2", "moe.experts.w3", "output.", "expert_bias"),
+    "0.3.dev": (
+        "attention.qkv_linear.w",
+        "moe.experts.w1_EFD",
+        "moe.experts.w2_EDF",
+        "moe.experts.w3_EFD",
+        "lm_head.",
+        "expert_bias_E",
+    ),
+    "0.3.0": (
+        "attention.qkv_linear.w",
+        "moe.routed_experts.inner_experts.w1_EFD",
+        "moe.routed_experts.inner_experts.w2_EDF",
+        "moe.routed_experts.inner_experts.w3_EFD",
+        "lm_head.",
+        "expert_bias_E",
+    ),
+}
+
+
+def titan_of(model: Any, version: str) -> dict[str, torch.Tensor]:
+    """The state dict of a Qwen3 MoE as that version of torchtitan has it: all experts of a layer in one tensor."""
+    qkv, w1, w2, w3, output, bias = TITAN_NAMES[version]
+    titan = {}
+    for name, value in model.state_dict().items():
+        name = re.sub(r"attention\.w(?=[qkv]\.)", qkv, theirs(name)).replace("output.", output)
+        layer = name.partition(".mlp.")[0]
+        if "gate_up" in name:
+            titan[f"{layer}.{w1}"], titan[f"{layer}.{w3}"] = value.chunk(2, dim=1)
+        elif "experts" in name:
+            titan[f"{layer}.{w2}"] = value
+            titan[f"{layer}.moe.{bias}"] = torch.ones(len(value))
+        else:
+            titan[name.replace("mlp.gate.", "moe.router.gate.")] = value
+    return titan
+
+
 def test_experts_that_are_stacked_are_files_of_their_own(tmp_path: Path) -> None:
     model = qwen_moe()
     model.save_pretrained(tmp_path / "theirs")
     expected = load_file(tmp_path / "theirs" / "model.safetensors")
     torch.save({"model": model.state_dict()}, tmp_path / "in-memory.pt")
-    # As torchtitan has them: one tensor for all experts of a layer and a matrix.
-    titan = {}
-    for name, value in model.state_dict().items():
-        name = theirs(name)
-        if "experts" not in name:
-            titan[name.replace("mlp.gate.", "moe.router.gate.")] = value
-            continue
-        layer = name.partition(".mlp.")[0]
-        if "gate_up" in name:
-            titan[f"{layer}.moe.experts.w1"], titan[f"{layer}.moe.experts.w3"] = value.chunk(2, dim=1)
-        else:
-            titan[f"{layer}.moe.experts.w2"] = value
-    torch_dcp.save(titan, checkpoint_id=tmp_path / "titan", no_dist=True)
+    for version in TITAN_NAMES:
+        torch_dcp.save(titan_of(model, version), checkpoint_id=tmp_path / version, no_dist=True)
     assets(model.config, tmp_path / "base")
-    for source in ("in-memory.pt", "titan"):
-        ckpttool.export(tmp_path / source, tmp_path / f"{source}-out", assets=tmp_path / "base", check=True)
+    for source in ("in-memory.pt", *TITAN_NAMES):
+        # Of the older ones transformers is not asked, which takes seconds.
+        base = tmp_path / "base" if source in ("in-memory.pt", "0.3.0") else None
+        ckpttool.export(tmp_path / source, tmp_path / f"{source}-out", assets=base, check=True)
         found = load_file(tmp_path / f"{source}-out" / "model.safetensors")
         assert found.keys() == expected.keys()
         assert all(torch.equal(found[name], value) for name, value in expected.items())
