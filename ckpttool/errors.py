@@ -23,6 +23,45 @@ TERMINATED = 143
 _CREDENTIALS = re.compile(r"([a-z][a-z0-9+.-]*://)[^\s/@:`'\"]*:[^\s/@`'\"]*@|(https?://)[^\s/@`'\"]+@", re.I)
 
 
+# What an option is called as a parameter, where that is not its own name; and the parameters that are true or false.
+_PARAMETERS = {"values": "check_values", "sharding": "sharded"}
+SWITCHES = frozenset(
+    [
+        "check",
+        "check_values",
+        "create_pr",
+        "dry_run",
+        "dtype_strict",
+        "ignore_dtype",
+        "overwrite",
+        "private",
+        "public",
+        "resume",
+        "sharded",
+        "spectral",
+        "strip_wrappers",
+    ]
+)
+_OPTION = re.compile(r"`--(no-)?([a-z][a-z-]*)(?: ((?:(?! --)[^`])+))?`")
+
+
+def as_arguments(text: str) -> str:
+    """Return a hint with options of the command line as arguments in Python: `overwrite=True` for `--overwrite`. Whole
+    command lines stay. Pure."""
+    return _OPTION.sub(_as_argument, text)
+
+
+def _as_argument(option: re.Match[str]) -> str:
+    negated, name, value = option.groups()
+    name = _PARAMETERS.get(name, name).replace("-", "_")
+    if value is not None:
+        is_literal = value.isdecimal() or value.startswith("'") or (value.isalpha() and value.isupper())
+        return f"`{name}={value}`" if is_literal else f'`{name}="{value}"`'
+    if negated:
+        return f"`{name}=False`"
+    return f"`{name}=True`" if name in SWITCHES else f"`{name}`"
+
+
 def without_credentials(text: str) -> str:
     """Return a text in which no address has a user name or a password: `https://...@host`. Pure."""
     return _CREDENTIALS.sub(r"\1\2...@", text) if "@" in text and _CREDENTIALS.search(text) else text
@@ -46,7 +85,8 @@ class CkptError(Exception):
         }
 
     def __str__(self) -> str:
-        return f"{self.message}\nhint: {self.hint}" if self.hint else self.message
+        # The command line prints `hint` itself, with its options.
+        return f"{self.message}\nhint: {as_arguments(self.hint)}" if self.hint else self.message
 
     def names(self, place: str) -> bool:
         """Return whether the message names `place`, a path or a part of one, already."""

@@ -13,7 +13,7 @@ from datetime import timedelta
 
 from torch.distributed.distributed_c10d import _get_default_store
 
-from ckpttool.errors import CkptError
+from ckpttool.errors import CkptError, as_arguments
 from ckpttool.text import safe
 from ckpttool.training import collectives
 
@@ -32,7 +32,7 @@ def exit_on_error() -> Iterator[None]:
         rank = collectives.rank()
         if rank == 0 or not _is_said():
             who = f"rank {rank}: " if rank else ""
-            hint = f"hint: {safe(error.hint)}\n" if error.hint else ""
+            hint = f"hint: {safe(as_arguments(error.hint))}\n" if error.hint else ""
             # In one piece: the ranks share a terminal.
             sys.stderr.write(f"error: {who}{safe(error.message)}\n{hint}")
             sys.stderr.flush()

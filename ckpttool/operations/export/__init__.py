@@ -90,6 +90,7 @@ def export(
         head_dim: elements of an attention head, if no config has it.
         dtype: dtypes to cast floating-point tensors to: `bfloat16`, or `norm*=float32` for some; the first match
             applies.
+        dtype_strict: whether to cast also what the model's library keeps in float32, such as the bias of routers.
         max_shard_size: most bytes of a file of weights, a number or text such as `512MiB`; None is 5 GB.
         assets: directory or Hub repository with config, tokenizer and code; None looks beside the weights.
         include: globs of further files to copy, which are no assets by their names.
