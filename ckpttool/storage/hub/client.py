@@ -10,7 +10,9 @@ import re
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from functools import cache, partial
 from logging import ERROR, LogRecord
 from typing import Any
@@ -24,9 +26,20 @@ from huggingface_hub.utils.tqdm import are_progress_bars_disabled, disable_progr
 from ckpttool.errors import UsageError
 from ckpttool.version import __version__
 
+# httpx, or httpx2 in later versions of the library.
+http: Any = next(getattr(_http, name) for name in ("httpx2", "httpx") if hasattr(_http, name))
+
 TIMEOUT = 60.0  # seconds without a byte in either direction
 _VARIABLE = "CKPTTOOL_HUB_TIMEOUT"
 _sent: deque[tuple[float, str, str]] = deque(maxlen=256)  # time, method and address of the last requests
+# When the requests that are not answered were sent, by method and address, in the block of `bounded`.
+_unanswered: ContextVar[dict[tuple[str, str], float] | None] = ContextVar("_unanswered", default=None)
+
+
+class SilentError(http.TransportError):  # type: ignore[misc] # its type is unknown
+    """Raised instead of a request that the server has not answered within the time-out, when it is to be repeated.
+
+    The library repeats most requests up to five times after a time-out, without a word, but not after this."""
 
 
 def timeout() -> float:
@@ -61,6 +74,16 @@ def _is_address(text: str) -> bool:
         return False
 
 
+@contextmanager
+def bounded() -> Iterator[None]:
+    """Wait for one time-out at most for the answer to a request that the library makes in the block."""
+    before = _unanswered.set({})
+    try:
+        yield
+    finally:
+        _unanswered.reset(before)
+
+
 def was_repeated(request: Any, since: float) -> bool:
     """Return whether a request was sent more than once since a time of `time.monotonic`."""
     key = (request.method, str(request.url)) if request is not None else None
@@ -88,7 +111,12 @@ def _prepare() -> None:
 def _with_timeout(create: Callable[[], Any]) -> Any:
     session = create()
     # A default time-out of the session has no effect: many calls of the library override it with none.
-    session.event_hooks = {**session.event_hooks, "request": [*session.event_hooks["request"], _set_timeout]}
+    hooks = session.event_hooks
+    session.event_hooks = {
+        **hooks,
+        "request": [*hooks["request"], _set_timeout, _note_request],
+        "response": [*hooks["response"], _note_response],
+    }
     return session
 
 
@@ -96,6 +124,20 @@ def _set_timeout(request: Any) -> None:
     _sent.append((time.monotonic(), request.method, str(request.url)))
     given = {kind: value for kind, value in request.extensions.get("timeout", {}).items() if value is not None}
     request.extensions["timeout"] = dict.fromkeys(("connect", "read", "write", "pool"), timeout()) | given
+
+
+def _note_request(request: Any) -> None:
+    unanswered = _unanswered.get()
+    # A file may be sent for longer, and then be cut off.
+    if unanswered is not None and request.method != "PUT":
+        key, now = (request.method, str(request.url)), time.monotonic()
+        if now - unanswered.setdefault(key, now) >= timeout():
+            raise SilentError("no answer", request=request)
+        unanswered[key] = now
+
+
+def _note_response(response: Any) -> None:
+    (_unanswered.get() or {}).pop((response.request.method, str(response.request.url)), None)
 
 
 class _Quiet:

@@ -26,14 +26,12 @@ from huggingface_hub.errors import (
     RepositoryNotFoundError,
     RevisionNotFoundError,
 )
-from huggingface_hub.utils import _http
 
 from ckpttool.errors import CkptError, RemoteError, UsageError
 from ckpttool.storage.errors import from_os_error
 from ckpttool.storage.hub import client
 
-# httpx, or httpx2 in later versions of the library.
-_Http: Any = next(getattr(_http, name) for name in ("httpx2", "httpx") if hasattr(_http, name))
+_Http = client.http
 # The last four: the response is no JSON or has other fields, for example because a proxy sent it.
 CAUGHT = (_Http.HTTPError, _Http.InvalidURL, OSError, RuntimeError, ValueError, LookupError, TypeError, AttributeError)
 _OF_ANSWERS = (ValueError, LookupError, TypeError, AttributeError)
@@ -48,7 +46,7 @@ _LOG_IN = "log in with `hf auth login`, or set `HF_TOKEN`"
 @contextmanager
 def translate_errors(address: str, doing: str = "read", **facts: Any) -> Iterator[None]:
     """Translate what the client raises in the block. `doing` is `read` or `write`."""
-    with client.quiet:
+    with client.quiet, client.bounded():
         try:
             yield
         except CAUGHT as error:
@@ -129,7 +127,9 @@ def is_expired_link(error: BaseException) -> bool:
 
 def is_unreachable(error: BaseException) -> bool:
     """Return whether there is no server at the address, or one that was silent for as long as it may be."""
-    kinds = _Http.TimeoutException | _Http.ConnectError | _Http.ProxyError | _Http.UnsupportedProtocol
+    kinds = (
+        _Http.TimeoutException | client.SilentError | _Http.ConnectError | _Http.ProxyError | _Http.UnsupportedProtocol
+    )
     return any(isinstance(one, kinds) for one in _chain(error))
 
 
@@ -200,7 +200,7 @@ def _translate_known(one: BaseException, address: str, doing: str, facts: dict[s
         return RemoteError(f"{prefix}: `HF_HUB_OFFLINE` disables access to the Hub", hint=hint, **facts)
     if isinstance(one, HFValidationError):
         return UsageError(f"{prefix}: {_clean(str(one)).rstrip('.')}", hint="write `hf://org/name`", **facts)
-    if isinstance(one, _Http.TimeoutException):
+    if isinstance(one, _Http.TimeoutException | client.SilentError):
         hint = f"{_again(doing)}, or with a longer time-out: `CKPTTOOL_HUB_TIMEOUT=300`"
         message = f"the Hub does not answer within {client.timeout():g} s: {_endpoint(one)}"
         return RemoteError(f"{prefix}: {message}", hint=hint, **facts)

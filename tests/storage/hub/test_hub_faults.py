@@ -195,6 +195,21 @@ def test_a_silent_storage_is_given_up_in_time(hub: Hub, tmp_path: Path, monkeypa
     assert "does not answer within 0.3 s: `http://localhost" in error["message"]
 
 
+@pytest.mark.parametrize(
+    ("job", "method", "path"),
+    [("receive", "GET", "/tree/"), ("send", "POST", "/preupload/"), ("send", "POST", "/objects/batch")],
+)
+def test_a_silent_hub_is_given_up_in_time(
+    hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, job: str, method: str, path: str
+) -> None:
+    """Also at the requests that the library itself tries six times."""
+    hub.fail(method, path, act=stall)
+    patience(monkeypatch, 0.3)
+    error = JOBS[job](hub, tmp_path)
+    assert error is not None and error["code"] == 8 and hub.failed == 1
+    assert "does not answer within 0.3 s: `http://127.0.0.1" in error["message"]
+
+
 def test_headers_of_many_shards_are_fetched_at_the_same_time(hub: Hub) -> None:
     """Those of a few are in flight together, each is asked for once, and no weights are."""
     in_flight: list[int] = []
