@@ -48,11 +48,11 @@ class _Flattening:
         self._repeated = 0
         self._alike = Alike()
 
-    def visit(self, value: Any, path: Path) -> None:
+    def visit(self, value: Any, path: Path, numbers: int = 0) -> None:
         if len(path) > MAX_DEPTH:
             raise _too_deep(path)
         # Two numbers can give a path any hash, in dicts of which each has few keys.
-        if sum(type(key) not in (str, bytes) for key in path) > 1:
+        if numbers > 1:
             self._alike.add((path,))
         if len(self._catalogue.entries) > MAX_ENTRIES:
             raise CorruptError(f"more than {MAX_ENTRIES} entries")
@@ -63,12 +63,12 @@ class _Flattening:
             if isinstance(value, OrderedDict):
                 self._catalogue.containers[path] = Container("OrderedDict", dict(vars(value)) or None)
             for key, child in value.items():
-                self.visit(child, (*path, key))
+                self.visit(child, (*path, key), numbers + (type(key) is not str))
         elif isinstance(value, list) and self._has_structure(value):
             self._count_repeated(value, path)
             self._catalogue.containers[path] = Container("list")
             for i, child in enumerate(value):
-                self.visit(child, (*path, i))
+                self.visit(child, (*path, i), numbers + 1)
         else:
             linked = self._embed_tensors(value, path) if self._has_leaf(value) else value
             self._catalogue.add(Object(path, linked))
@@ -76,6 +76,7 @@ class _Flattening:
     def _count_repeated(self, value: Any, path: Path) -> None:
         # A dict that holds another twice, that one a third twice, and so on: 30 dicts, a billion entries.
         if id(value) in self._walked:
+            charge(4 * len(value) * len(path))
             self._repeated += len(value)
             if self._repeated > MAX_REPEATED:
                 raise CorruptError(f"`{dotted(path[:4])}`: containers that are shared stand for millions of entries")

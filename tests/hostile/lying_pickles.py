@@ -157,7 +157,7 @@ for name, make, pattern in (
     ("the same, of torch.Size", raw(b"\x80\x02}" + sized(60) + b"Ns."), r"a pickle calls `torch\.Size` with the wrong arguments"),
     ("the same, hidden under a mark", raw(b"\x80\x02}" + doubled(60, opening=b"(", closing=b"t") + b"Ns."), COST),
     ("a key of 500,000 numbers, 50,000 times", raw(b"\x80\x02" + reused(500_000, 50_000) + b"."), COST),
-    ("dicts that hold one twice, 40 deep", raw(b"\x80\x02" + dicts(40) + b"."), r"`a\.a\.a\.a`: containers that are shared stand for millions of entries"),
+    ("dicts that hold one twice, 40 deep", raw(b"\x80\x02" + dicts(40) + b"."), "asks for far more work than its size allows"),
 ):  # fmt: skip
     lie(f"pickle: {name}", make, pattern)
 

@@ -156,18 +156,18 @@ def stepped(size: int, dims: int, times: int) -> bytes:
 for name, make in (
     ("a long name through 400 getattr", of(getattrs(150_000, 400))),
     ("a name through 20,000 getattr", of(getattrs(1_000, 20_000))),
-    ("20,000 attributes merged by 600 calls", of(merged(20_000, 600))),
-    ("20,000 attributes given to one dict 600 times", of(merged(20_000, 600, "one"))),
-    ("20,000 attributes of 600 parameters", of(merged(20_000, 600, "_rebuild_parameter_with_state"))),
-    ("100,000 ranks shared by 600 meshes", of(ranks_shared(100_000, 600))),
-    ("a state of 30,000 entries shared by 1,500 specs", of(state_shared(30_000, 1_500, "spec"))),
-    ("a state of 30,000 entries shared by 1,500 meshes", of(state_shared(30_000, 1_500, "mesh"))),
+    ("10,000 attributes merged by 600 calls", of(merged(10_000, 600))),
+    ("10,000 attributes given to one dict 600 times", of(merged(10_000, 600, "one"))),
+    ("10,000 attributes of 600 parameters", of(merged(10_000, 600, "_rebuild_parameter_with_state"))),
+    ("40,000 ranks shared by 300 meshes", of(ranks_shared(40_000, 300))),
+    ("a state of 20,000 entries shared by 500 specs", of(state_shared(20_000, 500, "spec"))),
+    ("a state of 20,000 entries shared by 500 meshes", of(state_shared(20_000, 500, "mesh"))),
     ("60 worlds of a million", of(worlds(60, 1 << 20))),
-    ("a strided layout of 4,096 parts, 1,000 times", of(strided(4096, 1000))),
+    ("a strided layout of 4,096 parts, 300 times", of(strided(4096, 300))),
     ("strided layouts of 4,096 parts along two dimensions", of(strided(4096, 1, 2))),
     ("strided layouts of 256 parts along three dimensions", of(strided(256, 1, 3))),
     ("a strided layout of strided parts", of(strided_twice(4096))),
-    ("200 meshes of 40 x 40 x 40 that go nowhere", of(stepped(40, 3, 200))),
+    ("100 meshes of 40 x 40 x 40 that go nowhere", of(stepped(40, 3, 100))),
 ):
     lie(f"work: {name}", make, WORK, code=CORRUPT)
 
