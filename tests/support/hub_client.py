@@ -26,6 +26,8 @@ def use(hub: Hub, monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
     (folder / "tmp").mkdir()
     monkeypatch.setattr("tempfile.tempdir", str(folder / "tmp"))
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(folder / "cache"))
+    monkeypatch.setenv("CKPTTOOL_HUB_NO_CACHE", "1")
+    monkeypatch.setattr(constants, "HF_ASSETS_CACHE", str(folder / "assets"))
     monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", True)
     monkeypatch.setattr(constants, "ENDPOINT", hub.url)
     template = constants.HUGGINGFACE_CO_URL_TEMPLATE

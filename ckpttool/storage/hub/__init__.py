@@ -3,6 +3,7 @@
 address     parsing of `hf://org/name@revision/path`
 client      the client of the library, quiet and with time-outs
 errors      exceptions of the client as errors of `ckpttool.errors`
+headers     headers of safetensors files, kept for the next look
 listing     the files of a revision: names, sizes, digests
 retries     attempts after failures that may pass
 store       a repository as a store whose files are fetched as they are read
@@ -17,9 +18,9 @@ import huggingface_hub
 from ckpttool.errors import UsageError
 
 # Before the modules that import names of later versions.
-if not hasattr(huggingface_hub, "set_client_factory"):
+if tuple(map(int, huggingface_hub.__version__.split(".")[:2])) < (1, 22):
     raise UsageError(
-        f"`hf://` needs huggingface_hub 1.0 or later, and {huggingface_hub.__version__} is installed",
+        f"`hf://` needs huggingface_hub 1.22 or later, and {huggingface_hub.__version__} is installed",
         hint="`pip install -U huggingface_hub`; transformers 4 needs an older one, so use another environment",
     )
 

@@ -10,7 +10,6 @@ Files in the cache are read from there. A revision is resolved to its commit onc
 from __future__ import annotations
 
 import errno
-import inspect
 import os
 import re
 import threading
@@ -19,10 +18,11 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, suppress
 from functools import partial
 from http import HTTPStatus
+from itertools import count as count_from
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from huggingface_hub import HfApi, constants, get_session, hf_hub_download, hf_hub_url, try_to_load_from_cache
+from huggingface_hub import HfApi, constants, get_session, hf_hub_url, try_to_load_from_cache
 from huggingface_hub.utils._headers import build_hf_headers
 from huggingface_hub.utils._http import hf_raise_for_status
 
@@ -30,7 +30,7 @@ from ckpttool.errors import ReadError, RemoteError
 from ckpttool.storage import staging
 from ckpttool.storage.errors import os_errors
 from ckpttool.storage.files import Pool
-from ckpttool.storage.hub import client, listing, xet
+from ckpttool.storage.hub import client, headers, listing, xet
 from ckpttool.storage.hub.address import Address, parse
 from ckpttool.storage.hub.errors import translate_errors
 from ckpttool.storage.hub.listing import RepoFile
@@ -78,6 +78,7 @@ class HubStore(Store):
         self._verified: set[str] = set()
         self._received: dict[str, int] = {}  # name -> bytes
         self._blocks: dict[str, set[int]] = {}  # name -> blocks in the sparse file
+        self._kept: dict[str, int] = {}  # name -> bytes of the header of an earlier look
         self._locks = {name: threading.Lock() for name in repo_files}
         self._families: dict[tuple[str, str], str] = {}  # of shards -> the first one read, "" after their heads
         self._files_lock = threading.Lock()
@@ -141,10 +142,22 @@ class HubStore(Store):
         return self._received.get(name, 0)
 
     def close(self) -> None:
-        """Remove the sparse files. The cache is kept."""
+        """Remove the sparse files. The cache is kept, and the headers for the next look."""
         self._pool.close()
+        if self._scratch is not None:
+            self._keep_headers()
         self._cleanup.close()
         self._scratch = None
+
+    def _keep_headers(self) -> None:
+        for name, blocks in self._blocks.items():
+            count = next(block for block in count_from(0) if block not in blocks)
+            file = self._repo_files[name]
+            size = min(count * BLOCK, file.size, headers.LARGEST)
+            if size > self._kept.get(name, 0):
+                with suppress(OSError), open(os.path.join(str(self._scratch), *name.split("/")), "rb") as stream:
+                    headers.keep(file, stream.read(size), BLOCK)
+        headers.prune()
 
     def _cached(self, file: RepoFile) -> str | None:
         path = try_to_load_from_cache(self._repo, file.name, cache_dir=constants.HF_HUB_CACHE, revision=self._commit)
@@ -172,7 +185,7 @@ class HubStore(Store):
                     revision=self._commit,
                     cache_dir=constants.HF_HUB_CACHE,
                     force_download=cached is not None,
-                    **download_arguments(partial(self._received.__setitem__, file.name)),
+                    tqdm_class=progress_bar(partial(self._received.__setitem__, file.name)),
                 )
                 path = repeat(download)
             # The library accepts any response body of the right length, and any file in its cache.
@@ -215,6 +228,13 @@ class HubStore(Store):
                 os.makedirs(os.path.dirname(path), exist_ok=True)
                 with open(path, "wb") as stream:
                     stream.truncate(file.size)
+            # Whole blocks, as they were received.
+            head = headers.load(file)
+            if len(head) == file.size or len(head) % BLOCK == 0:
+                with os_errors(path, "write"), open(path, "r+b") as stream:
+                    stream.write(head)
+                self._kept[file.name] = len(head)
+                self._blocks[file.name] = set(range(-(-len(head) // BLOCK)))
         present = self._blocks.setdefault(file.name, set())
         missing = [block for block in range(start // BLOCK, -(-end // BLOCK)) if block not in present]
         while missing:
@@ -327,8 +347,8 @@ def _from_cache(address: Address, api: HfApi) -> HubStore:
     return HubStore(address, api, commit, repo_files)
 
 
-def download_arguments(report: Callable[[int], None]) -> dict[str, Any]:
-    """Return arguments with which `hf_hub_download` calls `report` with the bytes received so far, from any thread."""
+def progress_bar(report: Callable[[int], None]) -> Any:
+    """Return a class of progress bars with which the client calls `report` with the bytes so far, from any thread."""
 
     class Bar:
         """Class with the methods of a progress bar that the client calls. It draws nothing."""
@@ -350,5 +370,4 @@ def download_arguments(report: Callable[[int], None]) -> dict[str, Any]:
         def __enter__(self) -> Bar:  # noqa: PYI034
             return self
 
-    # The first 1.x releases lack the parameter.
-    return {"tqdm_class": Bar} if "tqdm_class" in inspect.signature(hf_hub_download).parameters else {}
+    return Bar
