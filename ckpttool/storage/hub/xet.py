@@ -27,8 +27,7 @@ log = logging.getLogger("ckpttool")
 
 @contextmanager
 def watched() -> Iterator[None]:
-    """Watch the transfers that the client makes in the block. The first 1.x releases lack the sessions that this
-    needs."""
+    """Watch the transfers that the client makes in the block."""
     _prepare()
     before = _seconds.set(client.timeout())
     try:
@@ -39,9 +38,8 @@ def watched() -> Iterator[None]:
 
 @cache
 def _prepare() -> None:
-    get_session = getattr(_xet, "get_xet_session", None)
-    if get_session is not None:
-        _xet.get_xet_session = lambda: get_session() if _seconds.get() is None else _Session(get_session())
+    get_session = _xet.get_xet_session
+    _xet.get_xet_session = lambda: get_session() if _seconds.get() is None else _Session(get_session())
 
 
 class _Session:
