@@ -38,7 +38,7 @@ def watched() -> Iterator[None]:
 
 @cache
 def _prepare() -> None:
-    get_session = _xet.get_xet_session
+    get_session: Any = _xet.get_xet_session
     _xet.get_xet_session = lambda: get_session() if _seconds.get() is None else _Session(get_session())
 
 
