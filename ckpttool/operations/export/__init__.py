@@ -217,16 +217,11 @@ def _write(plan: Export, how: WriteOptions) -> None:
 
     def check(folder: Location) -> None:
         # An adapter alone is not recognised as a model in the directory: it is opened by its name.
-        written = folder / plan.files[0].name if result.adapter else folder
-        check_written(
-            _SAFETENSORS,
-            written,
-            plan.planned,
-            plan.source,
-            total=result.payload_bytes,
-            threads=how.threads,
-            memory=None,
-        )
+        for one in plan.components:
+            inside = folder / one.folder.rstrip("/") if one.folder else folder
+            written = folder / plan.files[0].name if result.adapter else inside
+            total, threads = result.payload_bytes, how.threads
+            check_written(_SAFETENSORS, written, one.catalogue, plan.source, total=total, threads=threads, memory=None)
 
     checked = check if how.check else None
     local_path(dst).publish(

@@ -33,7 +33,7 @@ _NAMES = re.compile(
     re.I,
 )
 _TEMPLATES = "additional_chat_templates"
-_MODULES = "modules.json"
+MODULES, PIPELINE = "modules.json", "model_index.json"
 _LARGEST = 16 << 20
 _RELATIVE_IMPORT = re.compile(r"^[ \t]*(?:from[ \t]+\.([\w.]+)[ \t]+import\b|import[ \t]+\.([\w.]+))", re.M)
 
@@ -43,14 +43,24 @@ def find(folder: Location) -> list[str]:
     names = [name for name in folder.names() if _NAMES.fullmatch(name)]
     if (folder / _TEMPLATES).is_dir():
         names += [f"{_TEMPLATES}/{name}" for name in (folder / _TEMPLATES).names() if name.endswith(".jinja")]
-    for inner in _module_folders(folder) if _MODULES in names else ():
+    inside = _module_folders(folder) if MODULES in names else []
+    inside += [name for name in components(folder) if _is_dir(folder, name)] if PIPELINE in names else []
+    for inner in inside:
         names += [f"{inner}/{name}" for name in (folder / inner).names() if _NAMES.fullmatch(name)]
     return sorted({*names, *_code(folder, names)})
 
 
+def components(folder: Location) -> list[str]:
+    """Return the components that `model_index.json` of a pipeline names, sorted."""
+    index = _parsed(folder, PIPELINE)
+    pairs = index.items() if isinstance(index, dict) else ()
+    kinds = {name: kind for name, kind in pairs if re.fullmatch(r"[A-Za-z]\w*", name)}
+    return sorted(n for n, kind in kinds.items() if isinstance(kind, list) and len(kind) == 2 and None not in kind)
+
+
 def _module_folders(folder: Location) -> list[str]:
     """Return the folders that `modules.json` of sentence-transformers names."""
-    modules = _parsed(folder, _MODULES)
+    modules = _parsed(folder, MODULES)
     paths = [module.get("path") for module in modules if isinstance(module, dict)] if isinstance(modules, list) else []
     return sorted({path for path in paths if isinstance(path, str) and path and _is_dir(folder, path)})
 
@@ -67,7 +77,7 @@ def _code(folder: Location, names: list[str]) -> set[str]:
     here = set(folder.names())
     found: set[str] = set()
     # A tokenizer itself can be large, and names no code.
-    configs = [name for name in names if name.endswith("config.json") or name == _MODULES]
+    configs = [name for name in names if name.endswith("config.json") or name == MODULES]
     modules = {module for name in configs for module in _modules(_parsed(folder, name))}
     while modules:
         name = f"{modules.pop().replace('.', '/')}.py"

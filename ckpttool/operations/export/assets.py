@@ -38,12 +38,13 @@ class Assets:
     """The files to copy, by name, with the path of each. `config` is the parsed `config.json`, if there is one; `text`
     is the file itself. `included` are names that `--include` selected. `facts` are those of the header of the card
     there, and `base` the repository of another model that the assets are of. `notes` say which files are not copied,
-    and why."""
+    and why. `main` is the folder of the config, `"unet/"` in a pipeline."""
 
     folder: Location | None = None
     paths: dict[str, Location] = field(default_factory=dict)
     config: Mapping[str, Any] | None = None
     text: str = ""
+    main: str = ""
     included: list[str] = field(default_factory=list)
     facts: Mapping[str, str] = field(default_factory=dict)
     base: str = ""
@@ -171,6 +172,13 @@ def _in(folder: Location, include: Sequence[str], *, strict: bool) -> Assets:
     return assets
 
 
+def settle(assets: Assets, main: str) -> None:
+    """Take the config in a folder of the directory for that of the weights."""
+    assets.main = main
+    if main and main + CONFIG in assets.paths:
+        assets.text, assets.config = _config(assets.paths[main + CONFIG])
+
+
 def _included(folder: Location, patterns: Sequence[str]) -> list[str]:
     """Return the names of the files that `--include` selects. `*` stands for no `/`, and for no leading dot. Raises
     UsageError for a pattern that selects none, or weights."""
@@ -217,14 +225,12 @@ def outgoing(assets: Assets, dtype: str | None, *, adapter: bool) -> tuple[list[
     for name, path in sorted(assets.paths.items()):
         if adapter and name in _NOT_WITH_ADAPTER:
             continue
-        if name == CONFIG and dtype is not None:
+        if name == assets.main + CONFIG and dtype is not None:
             text, changed = with_dtype(assets.text, dtype)
             if changed:
                 keys, old = some([key for key, _ in changed]), some(list(dict.fromkeys(old for _, old in changed)))
                 verb = "is" if len(changed) == 1 else "are"
-                notes.append(
-                    f"{keys} of `config.json` {verb} changed from {old} to `{dtype}`, the dtype of the weights"
-                )
+                notes.append(f"{keys} of `{name}` {verb} changed from {old} to `{dtype}`, the dtype of the weights")
             files_.append(of_bytes(name, text.encode()))
         else:
             files_.append(_copy(name, path))

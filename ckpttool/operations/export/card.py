@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from ckpttool.catalogue.entries import Catalogue
 from ckpttool.errors import without_credentials
+from ckpttool.operations.export.asset_names import MODULES
 from ckpttool.operations.export.assets import Assets
 from ckpttool.storage.stores import is_remote, locate
 from ckpttool.text import count, plural, size
@@ -68,6 +69,8 @@ def text(result: Exported, catalogue: Catalogue, beside: Assets) -> str:
     counted = Counter((old, new) for _, old, new in result.cast).items()
     casts = ", ".join(f"{plural(n, 'tensor')} from {old} to {new}" for (old, new), n in counted)
     library = "transformers" if architecture else "diffusers" if beside.class_name else "safetensors"
+    if MODULES in beside.paths:
+        library = "sentence-transformers"
     library = "peft" if result.adapter else library
     what = "a LoRA adapter" if result.adapter else f"a `{architecture}`" if architecture else "a model"
     producer = catalogue.facts.get("producer")

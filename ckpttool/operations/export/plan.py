@@ -16,11 +16,23 @@ from ckpttool.catalogue.entries import Catalogue
 from ckpttool.errors import UsageError
 from ckpttool.formats.safetensors.sharding import MAX_SHARD_SIZE
 from ckpttool.layout import dtype_rules
+from ckpttool.layout.move import again, rebuilt
 from ckpttool.operations import arguments, write
 from ckpttool.operations.arguments import Selection
-from ckpttool.operations.export import architecture, assets, card, key_maps, secrets, select_model, ties, weights
+from ckpttool.operations.export import (
+    architecture,
+    assets,
+    bundles,
+    card,
+    key_maps,
+    secrets,
+    select_model,
+    ties,
+    weights,
+)
 from ckpttool.operations.export.architecture import Expected
 from ckpttool.operations.export.assets import Assets
+from ckpttool.operations.export.bundles import Component
 from ckpttool.operations.export.secrets import Secret
 from ckpttool.operations.export.views import Viewed
 from ckpttool.operations.result import FileSize
@@ -82,6 +94,7 @@ class Export:
     planned: Catalogue
     moved: Transferred
     unless_there: tuple[str, ...]
+    components: Sequence[Component]
 
 
 @contextmanager
@@ -100,13 +113,17 @@ def planned(result: Exported, options: ExportOptions, how: WriteOptions) -> Iter
         with naming(src):
             viewed = Viewed(opened.source)
             beside = assets.collect(folder, src, source, options.include)
-            catalogue = _plan(source, viewed, beside, options, result)
+            components = _plan(source, viewed, beside, options, result)
+        catalogue = components[0].catalogue if len(components) == 1 else _combined(components)
         if memory is None and any(t.dtype != (t.origin or t).dtype for t in catalogue.tensors):
             memory = _WHILE_CASTING
         progress = write.with_downloads(how.progress, opened, catalogue)
         moving = weights.Moving(viewed, opened.before, how.threads, memory, progress)
         stem = weights.ADAPTER if result.adapter else weights.DIFFUSION if beside.class_name else weights.MODEL
-        files = weights.outgoing(catalogue, options.max_shard_size, moving, stem=stem)
+        files = []
+        for one in components:
+            kind = stem if one is components[0] else weights.MODEL
+            files += weights.outgoing(one.catalogue, options.max_shard_size, moving, stem=kind, folder=one.folder)
         _summarise(result, catalogue, source, viewed)
         files += _other_files(beside, result, catalogue, source, options)
         _check_secrets(files, beside.included, catalogue, options, result)
@@ -114,25 +131,41 @@ def planned(result: Exported, options: ExportOptions, how: WriteOptions) -> Iter
         result.file_bytes = sum(file.size for file in files)
         result.memory_bytes = write.expected_memory(catalogue, result.cast, how.threads, memory)
         named = options.assets is not None and not result.card
-        yield Export(files, result, viewed, catalogue, moving.moved, () if named else (assets.CARD,))
+        yield Export(files, result, viewed, catalogue, moving.moved, () if named else (assets.CARD,), components)
 
 
-def _plan(source: Catalogue, viewed: Viewed, beside: Assets, options: ExportOptions, result: Exported) -> Catalogue:
-    """Return the tensors to write, each with its origin in the source."""
+def _plan(
+    source: Catalogue, viewed: Viewed, beside: Assets, options: ExportOptions, result: Exported
+) -> list[Component]:
+    """Return the tensors to write, each with its origin in the source, by folder: the model of the config first."""
     planned = select_model.renamed(select_model.model_of(source, options.selection.only), options.selection)
     planned, result.adapter = select_model.without_base(planned)
+    others: list[Component] = []
     if not result.adapter:
+        planned, others = bundles.place(planned, beside)
         planned = _mapped(planned, viewed, beside, options, result)
     model, same = _expected(beside, options, result), partial(ties.same_bytes, viewed)
     if model is not None:
         planned = ties.by_model(planned, model.tied, same, result.notes)
     elif not result.adapter:
         planned = ties.by_names(planned, beside.ties_words, same, result.notes)
-    arguments.check_dtypes(options.dtype, planned)
+    arguments.check_dtypes(options.dtype, _combined([Component("", planned), *others]) if others else planned)
     planned = _cast(planned, model, beside, options, result)
     if model is not None:
         _compare(planned, model, beside, options, result)
-    return planned
+    general = dtype_rules.caster(options.dtype)
+    others = [Component(one.folder, dtype_rules.cast(one.catalogue, general)) for one in others]
+    return [Component(beside.main, planned), *others]
+
+
+def _combined(components: Sequence[Component]) -> Catalogue:
+    """Return all tensors, under names that begin with their folders."""
+    tensors = [
+        again(t, path=(one.folder + t.name,), alias=(f"{one.folder}{t.alias[0]}",) if t.alias else None)
+        for one in components
+        for t in one.catalogue.tensors
+    ]
+    return rebuilt(components[0].catalogue, tensors, {})
 
 
 def _cast(
@@ -186,7 +219,7 @@ def _expected(beside: Assets, options: ExportOptions, result: Exported) -> Expec
         if assets.ADAPTER not in beside.paths:
             result.notes.append(f"PEFT needs an `{assets.ADAPTER}` too, and there is none: pass `--assets`")
         result.not_compared = "a LoRA adapter is no model of its own"
-    elif assets.CONFIG not in beside.paths or beside.config is None:
+    elif beside.main + assets.CONFIG not in beside.paths or beside.config is None:
         result.not_compared = "there is no `config.json`: pass `--assets` with the directory that has it"
     else:
         began = time.monotonic()
@@ -202,7 +235,7 @@ def _compare(planned: Catalogue, model: Expected, beside: Assets, options: Expor
     shapes = {tensor.name: tensor.shape for tensor in planned.tensors if tensor.alias is None}
     compared = architecture.compare(shapes, model)
     if compared.differs:
-        error = architecture.refusal(compared, shapes, model, beside.paths[assets.CONFIG])
+        error = architecture.refusal(compared, shapes, model, beside.paths[beside.main + assets.CONFIG])
         if options.strict:
             raise error
         result.not_compared = error.message

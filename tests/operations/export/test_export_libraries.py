@@ -6,12 +6,13 @@ The lists of files were written by diffusers 0.42.1 and sentence-transformers 6.
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 import ckpttool
 from ckpttool.errors import UsageError
@@ -183,3 +184,131 @@ def test_convert_says_what_it_rounds(tmp_path: Path) -> None:
     made = ckpttool.convert(source, tmp_path / "c.pt", dtype=["bfloat16", "*e_score_correction_bias=float32"])
     assert not [note for note in made.notes if BIAS in note]
     assert torch.load(tmp_path / "c.pt")["model"][BIAS].dtype == torch.float32
+
+
+# Directories of several models ----------------------------------------------------------------------------------------
+
+
+def pipeline(folder: Path) -> Path:
+    """A pipeline with the files that StableDiffusionPipeline.save_pretrained writes, in small."""
+    index = {
+        "_class_name": "StableDiffusionPipeline", "_diffusers_version": "0.42.1", "feature_extractor": [None, None],
+        "requires_safety_checker": False, "scheduler": ["diffusers", "PNDMScheduler"],
+        "text_encoder": ["transformers", "CLIPTextModel"], "tokenizer": ["transformers", "CLIPTokenizer"],
+        "unet": ["diffusers", "UNet2DConditionModel"], "vae": ["diffusers", "AutoencoderKL"],
+    }  # fmt: skip
+    texts: dict[str, Any] = {
+        "model_index.json": index, "scheduler/scheduler_config.json": {}, "text_encoder/config.json": {},
+        "tokenizer/tokenizer.json": {}, "tokenizer/tokenizer_config.json": {}, "unet/config.json": UNET,
+        "vae/config.json": {"_class_name": "AutoencoderKL"},
+    }  # fmt: skip
+    for name, value in texts.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text(json.dumps(value))
+    save_file({name: tensor * 0 for name, tensor in unet().items()}, folder / PIPELINE_UNET)
+    save_file({"encoder.weight": torch.ones(3)}, folder / "vae" / "diffusion_pytorch_model.safetensors")
+    save_file({"text_model.weight": torch.ones(4)}, folder / "text_encoder" / "model.safetensors")
+    return folder
+
+
+PIPELINE_UNET = "unet/diffusion_pytorch_model.safetensors"
+
+
+def test_a_pipeline_goes_along_with_its_component(tmp_path: Path) -> None:
+    base = pipeline(tmp_path / "base")
+    (base / "unet" / "diffusion_pytorch_model.fp16.safetensors").write_bytes(b"a variant")
+    made = ckpttool.export(saved(tmp_path / "a.pt", unet()), tmp_path / "out", assets=base, check=True)
+    wanted = files(base) - {"unet/diffusion_pytorch_model.fp16.safetensors"}
+    assert files(tmp_path / "out") == wanted | {"README.md"}
+    assert same(load_file(tmp_path / "out" / PIPELINE_UNET), unet())
+    others = wanted - {PIPELINE_UNET}
+    assert all((tmp_path / "out" / name).read_bytes() == (base / name).read_bytes() for name in others)
+    assert set(made.assets) == others
+
+
+def test_a_pipeline_that_would_not_load_is_refused(tmp_path: Path) -> None:
+    base = pipeline(tmp_path / "base")
+    source, out = saved(tmp_path / "a.pt", unet()), tmp_path / "out"
+    with pytest.raises(UsageError, match="no component of this pipeline has these tensors"):
+        ckpttool.export(saved(tmp_path / "b.pt", {"w": torch.ones(2)}), out, assets=base)
+    (base / "vae" / "diffusion_pytorch_model.safetensors").rename(base / "vae" / "diffusion_pytorch_model.bin")
+    with pytest.raises(UsageError, match="the weights of `vae` are not safetensors"):
+        ckpttool.export(source, out, assets=base)
+    shutil.rmtree(base / "vae")
+    with pytest.raises(UsageError, match="names `vae`, and there is no such folder"):
+        ckpttool.export(source, out, assets=base)
+    shutil.copytree(base / "unet", base / "vae")
+    with pytest.raises(UsageError, match="2 components of this pipeline have these tensors") as caught:
+        ckpttool.export(source, out, assets=base)
+    assert f"--assets {base}/unet" in str(caught.value.hint) and not out.exists()
+    ckpttool.export(source, out, assets=base / "unet")
+    assert files(out) == {"config.json", "diffusion_pytorch_model.safetensors", "README.md"}
+
+
+def sentences(folder: Path, path: str = "") -> Path:
+    """A model with the files that SentenceTransformer.save writes, in small; `path` is that of its first module."""
+    kinds = ["base.modules.transformer.Transformer", "sentence_transformer.modules.pooling.Pooling"]
+    kinds += ["base.modules.dense.Dense", "base.modules.normalize.Normalize"]
+    paths = [path, "1_Pooling", "2_Dense", "3_Normalize"]
+    modules = [
+        {"idx": number, "name": str(number), "path": where, "type": f"sentence_transformers.{kind}"}
+        for number, (where, kind) in enumerate(zip(paths, kinds, strict=True))
+    ]
+    texts: dict[str, Any] = {
+        "modules.json": modules, "config_sentence_transformers.json": {}, "1_Pooling/config.json": {},
+        "2_Dense/config.json": {"in_features": 4}, "sentence_bert_config.json": {},
+        f"{path}/config.json".lstrip("/"): {"model_type": "own", "dtype": "float32"},
+    }  # fmt: skip
+    for name, value in texts.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text(json.dumps(value))
+    save_file({"linear.weight": torch.zeros(2, 4)}, folder / "2_Dense" / "model.safetensors")
+    return folder
+
+
+@pytest.mark.parametrize("path", ["", "0_Transformer"])
+@pytest.mark.parametrize("inner", ["model.", "auto_model.", None])
+def test_the_modules_of_a_sentence_transformer(path: str, inner: str | None, tmp_path: Path) -> None:
+    base = sentences(tmp_path / "base", path)
+    bert = {"embeddings.weight": torch.randn(5, 4), "encoder.weight": torch.randn(4, 4)}
+    state = bert if inner is None else {f"0.{inner}{name}": tensor for name, tensor in bert.items()}
+    dense = {"linear.weight": torch.randn(2, 4)}
+    if inner is not None:
+        state |= {f"2.{name}": tensor for name, tensor in dense.items()}
+    made = ckpttool.export(saved(tmp_path / "a.pt", state), tmp_path / "out", assets=base, dtype="bfloat16", check=True)
+    where = f"{path}/" if path else ""
+    assert files(tmp_path / "out") == files(base) | {f"{where}model.safetensors", "README.md"}
+    rounded = {name: tensor.bfloat16() for name, tensor in bert.items()}
+    assert same(load_file(tmp_path / "out" / f"{where}model.safetensors"), rounded)
+    found = load_file(tmp_path / "out" / "2_Dense" / "model.safetensors")
+    assert same(found, {"linear.weight": dense["linear.weight"].bfloat16() if inner else torch.zeros(2, 4)})
+    assert json.loads((tmp_path / "out" / f"{where}config.json").read_text())["dtype"] == "bfloat16"
+    assert any("the weights of `2_Dense` are copied" in note for note in made.notes) == (inner is None)
+
+
+@pytest.mark.parametrize(
+    ("state", "modules", "gone", "why"),
+    [
+        (["w"], {}, "2_Dense/model.safetensors", "`2_Dense` has no weights, and neither has the checkpoint"),
+        (["w"], {}, "1_Pooling/config.json", "names `1_Pooling`, and there is no such folder"),
+        (["0.model.w", "2.other"], {}, None, "the tensors of module `2` are not those of `2_Dense`"),
+        (["2.linear.weight"], {}, None, "none of `0`"),
+        (["w"], {"path": "../x"}, None, "leads out of it"),
+        (["w"], {"type": "sentence_transformers.models.Router"}, None, "has a Router"),
+    ],
+)
+def test_a_sentence_transformer_that_would_not_load_is_refused(
+    state: list[str], modules: dict[str, str], gone: str | None, why: str, tmp_path: Path
+) -> None:
+    base = sentences(tmp_path / "base")
+    listed = json.loads((base / "modules.json").read_text())
+    listed[1] |= modules
+    (base / "modules.json").write_text(json.dumps(listed))
+    if gone is not None:
+        (base / gone).unlink()
+        if not [*(base / gone).parent.iterdir()]:
+            (base / gone).parent.rmdir()
+    source = saved(tmp_path / "a.pt", {name: torch.ones(2) for name in state})
+    with pytest.raises(UsageError) as caught:
+        ckpttool.export(source, tmp_path / "out", assets=base)
+    assert why in str(caught.value) and not (tmp_path / "out").exists()
