@@ -35,7 +35,7 @@ from ckpttool.cli.options import Option
             ),
             Option("--optim-root KEY", "Store the optimizer under this key."),
         ),
-        "Execution": (*options.WRITING, options.RESUME),
+        "Execution": (*options.WRITING, options.RESUME, options.NO_MANIFEST),
         "Output": options.PRINTING,
     },
     examples=(

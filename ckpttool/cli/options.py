@@ -40,7 +40,7 @@ class Option(click.Option):
             settings |= {"metavar": metavar.removesuffix("..."), "multiple": metavar.endswith("...")}
         else:
             settings = {"is_flag": True, "default": None if "/" in usage else False, **settings}
-        if usage[2:5] == "no-":
+        if usage[2:5] == "no-" and name is None:
             name, settings = usage[5:], {"flag_value": False, "default": True}
         super().__init__([*flags, name] if name else flags, help=help, show_default=bool(metavar), **settings)
 
@@ -228,6 +228,7 @@ RESUME = Option(
 DRY_RUN = Option("--dry-run -n", "Show the plan and write nothing.")
 CHECK = Option("--check", "Verify DST against SRC before committing it.")
 MANIFEST = Option("--manifest FILE", "Also write a manifest of DST: SHA-256 of each file and tensor.")
+NO_MANIFEST = Option("--no-manifest", "Leave out the manifest that a DCP directory carries.", name="no_manifest")
 THREADS = Option("--threads -j N", "Number of threads that read and write.", type=click.IntRange(min=1))
 MAX_MEMORY = Option("--max-memory SIZE", "Limit the buffers: 2GB, 512MiB, ...")
 AS_JSON = Option("--json", "Print one JSON object, also for an error.", name="as_json")

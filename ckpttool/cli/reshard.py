@@ -43,6 +43,7 @@ if TYPE_CHECKING:
                 "bytes copies files; mesh loads into torch with one process per rank, and is the default there.",
             ),
             *options.WRITING,
+            options.NO_MANIFEST,
             options.RESUME,
         ),
         "Output": options.PRINTING,

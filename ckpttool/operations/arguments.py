@@ -13,6 +13,7 @@ from ckpttool.catalogue.patterns import any_of, renamer, rule, several
 from ckpttool.errors import ReadError, UsageError
 from ckpttool.layout import select
 from ckpttool.layout.rename import rename_entries, strip_wrappers
+from ckpttool.serialization.manifest import NAME
 from ckpttool.storage.stores import is_remote, local_path
 from ckpttool.text import meant, parse_size
 
@@ -62,6 +63,15 @@ def size(value: int | str | None, flag: str) -> int | None:
 def path(value: str | os.PathLike[str] | None) -> str | None:
     """Return a path as text; None stays None."""
     return None if value is None else os.fspath(value)
+
+
+def manifest(value: str | os.PathLike[str] | bool | None, dst: str) -> tuple[str | None, bool]:
+    """Return where a manifest of everything is to be written, if at all, and whether a DCP directory at `dst` carries
+    its own: not with False, nor if the other takes its place."""
+    if value is None or isinstance(value, bool):
+        return None, value is not False
+    wanted = os.fspath(value)
+    return wanted, local_path(wanted).real() != (local_path(dst) / NAME).real()
 
 
 def memory(value: int | str | None) -> int | None:

@@ -62,7 +62,7 @@ def convert(
     threads: int | None = None,
     max_memory: int | str | None = None,
     check: bool = False,
-    manifest: str | os.PathLike[str] | None = None,
+    manifest: str | os.PathLike[str] | bool | None = None,
     progress: Progress | None = None,
 ) -> Conversion:
     """Convert the checkpoint at `src` to the format `to` at `dst`, bit for bit.
@@ -102,7 +102,8 @@ def convert(
         threads: number of threads that read and write; None chooses it.
         max_memory: most bytes of the process, a number or text such as `2GB`; None limits the buffers alone.
         check: whether to compare `dst` with `src` before it is put in its place.
-        manifest: path of a manifest of `dst` to write: SHA-256 of each file and tensor.
+        manifest: path of a manifest of `dst` to write: SHA-256 of each file and tensor. A DCP directory carries one
+            of its own, unless this is False.
         progress: called with the bytes done and the bytes in all, several times a second, from this thread.
 
     Raises:
@@ -119,7 +120,7 @@ def convert(
     selection = arguments.selection(only, drop, tensors, exclude, rename, strip_wrappers, strip_prefix)
     most, memory = arguments.size(max_shard_size, "--max-shard-size"), arguments.memory(max_memory)
     options = ConvertOptions(selection, several(dtype), most, to_world, tensor_class, optim_keys, optim_root, producer)
-    how = WriteOptions(overwrite, dry_run, threads, memory, check, progress, resume, arguments.path(manifest))
+    how = WriteOptions(overwrite, dry_run, threads, memory, check, progress, resume, *arguments.manifest(manifest, dst))
     target = _target(to, producer, dst)
     _check_arguments(dst, target, options)
     result = Conversion(src, "", dst, target.name, dry_run=dry_run)

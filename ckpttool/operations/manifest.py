@@ -1,63 +1,25 @@
-"""Manifests: SHA-256 of every file of a checkpoint, and of every tensor's values however they are stored.
-
-    {"algorithm": "sha256",                                         as Megatron Core's `integrity.json`, and read by it
-     "files": {"__0_0.distcp": "9f86d0...", ".metadata": "..."},
-     "schema": "ckpttool/manifest/1", "by": "ckpttool 0.1.0",       ours, from here on
-     "sizes": {"__0_0.distcp": 4096, ...},
-     "tensors": [{"name": "model.w", "dtype": "float32", "shape": [8, 4], "sha256": "..."}, ...]}
-
-Upstream: `megatron/core/dist_checkpointing/validation.py`, which hashes the files that lie in the directory itself. A
-tensor's hash is of its elements in row-major order, little endian: the same in every format, for any number of ranks.
-"""
+"""Manifests that are asked for: SHA-256 of every file of a checkpoint, and of every tensor's values however they are
+stored. `serialization.manifest` has the file format."""
 
 from __future__ import annotations
 
-import json
-import re
 from collections.abc import Iterable, Sequence
 from contextlib import closing
-from dataclasses import dataclass, field
 from hashlib import sha256
-from typing import Any, NamedTuple
 
 from ckpttool.catalogue.aliases import find_aliases
-from ckpttool.catalogue.boxes import Ints
 from ckpttool.catalogue.entries import Catalogue, Path, Tensor
 from ckpttool.catalogue.protocols import Source
-from ckpttool.errors import CorruptError, OverwriteError, ReadError, UsageError
+from ckpttool.errors import OverwriteError, UsageError
 from ckpttool.producers.open import opened
-from ckpttool.serialization import strict_json
+from ckpttool.serialization.manifest import NAME, Hashed, Manifest, content
 from ckpttool.storage import files
 from ckpttool.storage.stores import Location, local_path, locate
 from ckpttool.transfer.execute import DEFAULT_THREADS
 from ckpttool.transfer.read import read_tiles
 from ckpttool.transfer.threads import Progress, Work, on_threads
-from ckpttool.version import __version__
 
-NAME = "integrity.json"
-SCHEMA = "ckpttool/manifest/1"
-_ALGORITHM = "sha256"
 _BUFFER = 1 << 20
-_LARGEST = 1 << 30
-
-
-class Hashed(NamedTuple):
-    """A tensor in a manifest: `Hashed("model.w", "float32", (8, 4), "9f86d0...")`."""
-
-    name: str
-    dtype: str
-    shape: Ints
-    sha256: str
-
-
-@dataclass(slots=True)
-class Manifest:
-    """Class for a manifest: `Manifest({"__0_0.distcp": "9f86d0..."}, {"__0_0.distcp": 4096}, [Hashed(...)])`. One of
-    Megatron has no sizes and no tensors."""
-
-    files: dict[str, str] = field(default_factory=dict)
-    sizes: dict[str, int] = field(default_factory=dict)
-    tensors: list[Hashed] = field(default_factory=list)
 
 
 def make(root: Location, names: Sequence[str], source: Source, threads: int, progress: Progress | None) -> Manifest:
@@ -68,7 +30,7 @@ def make(root: Location, names: Sequence[str], source: Source, threads: int, pro
     sizes, tensors = {name: (root / name).size() for name in names}, list(source.catalogue.tensors)
     work = Work(sum(sizes.values()) + sum(t.nbytes for t in tensors), progress)
     hashes, values = of_files(root, names, threads, work), of_tensors(source, tensors, threads, work)
-    return Manifest(hashes, sizes, [Hashed(t.name, t.dtype.name, t.shape, values[t.path]) for t in tensors])
+    return Manifest(hashes, sizes, tensors=[Hashed(t.name, t.dtype.name, t.shape, values[t.path]) for t in tensors])
 
 
 def write_for(dst: str, path: str, threads: int | None = None) -> None:
@@ -142,46 +104,8 @@ def check_free(path: str) -> None:
 def write(path: str, manifest: Manifest) -> None:
     """Write a manifest to a new file, atomically. Raises OverwriteError or StorageError."""
     check_free(path)
-    ours = {"schema": SCHEMA, "by": f"ckpttool {__version__}", "sizes": manifest.sizes}
-    head = json.dumps({"algorithm": _ALGORITHM, "files": manifest.files, **ours}, indent=1)[:-2]
-    rows = (json.dumps(tensor._asdict()) for tensor in manifest.tensors)
-    text = head + ',\n "tensors": [\n  ' + ",\n  ".join(rows) + "\n ]\n}\n"
     with local_path(path).stage(overwrite=False, is_file=True) as stage:
-        local_path(stage.path).put(text.encode())
-
-
-def read(path: str) -> Manifest:
-    """Read a manifest of ckpttool or Megatron. Raises ReadError, or CorruptError if it is not one."""
-    location = local_path(path)
-    size = location.size()
-    if size > _LARGEST:
-        raise CorruptError(f"`{path}`: {size} bytes of JSON are more than the {_LARGEST} that are read", file=path)
-    document = strict_json.parse(location.read(0, size), f"`{path}`")
-    if not isinstance(document, dict) or not isinstance(document.get("files"), dict):
-        hint = "`--write-manifest` writes one"
-        raise CorruptError(f"`{path}`: is not a manifest: it has no `files`", hint=hint, file=path)
-    if document.get("algorithm", _ALGORITHM) != _ALGORITHM:
-        raise ReadError(f"`{path}`: has hashes of `{document['algorithm']}`, and only sha256 is supported", file=path)
-    sizes = document.get("sizes", {})
-    if not all(_is_hash(value) for value in document["files"].values()) or not isinstance(sizes, dict):
-        raise CorruptError(f"`{path}`: a value in `files` is not a SHA-256 in hexadecimal", file=path)
-    tensors = document.get("tensors", [])
-    if not isinstance(tensors, list):
-        raise CorruptError(f"`{path}`: `tensors` is not a list", file=path)
-    known = {name: n for name, n in sizes.items() if type(n) is int}
-    return Manifest(document["files"], known, [_hashed(row, path) for row in tensors])
-
-
-def _is_hash(value: Any) -> bool:
-    return isinstance(value, str) and re.fullmatch(r"[0-9a-fA-F]{64}", value) is not None
-
-
-def _hashed(row: Any, path: str) -> Hashed:
-    match row:
-        case {"name": str() as name, "dtype": str() as dtype, "shape": [*shape], "sha256": digest}:
-            if _is_hash(digest) and all(type(n) is int for n in shape):
-                return Hashed(name, dtype, tuple(shape), digest.lower())
-    raise CorruptError(f"`{path}`: {row!r:.80} is not a tensor of a manifest", file=path)
+        local_path(stage.path).put(content(manifest))
 
 
 def files_of(path: Location, catalogue: Catalogue) -> tuple[Location, list[str]]:

@@ -23,12 +23,14 @@ from operator import eq
 from typing import ClassVar
 
 from ckpttool.errors import DONE, CorruptError, OverwriteError, ReadError, StorageError, UsageError
+from ckpttool.formats.dcp import manifest as manifests
 from ckpttool.formats.dcp import rebuild_index
 from ckpttool.operations.arguments import check_apart, check_source
 from ckpttool.operations.result import FileSize, Written
 from ckpttool.operations.verify import verify
 from ckpttool.operations.verify.strays import absent_ranks
 from ckpttool.operations.write import note_obstacle
+from ckpttool.serialization.manifest import NAME as MANIFEST
 from ckpttool.storage import files, free_space, staging
 from ckpttool.storage.stores import Entry, Location, Stat, Store, Write, content, local_path
 from ckpttool.text import plural, size, some
@@ -89,6 +91,7 @@ def repair(
     overwrite: bool = False,
     dry_run: bool = False,
     threads: int | None = None,
+    manifest: bool = True,
     progress: Progress | None = None,
 ) -> Repaired:
     """Write a repaired checkpoint to `dst` from the directory `src` and those of `merge`.
@@ -103,6 +106,7 @@ def repair(
         overwrite: whether to replace `dst`; the old one is kept until the new one is complete.
         dry_run: whether to read everything and write nothing.
         threads: number of threads that read and write; None chooses it.
+        manifest: whether each DCP directory carries its manifest.
         progress: called with the bytes done and the bytes in all, several times a second, from this thread.
 
     Raises:
@@ -127,14 +131,14 @@ def repair(
         _note_obstacles(result, overwrite, originals)
         folder = Location(result.destination, _Planned(result.destination.rstrip("/"), originals))
         with suppress(_Whole):
-            _repair(folder, result, before, threads, progress)
+            _repair(folder, result, before, threads, manifest, progress)
     else:
         with (
             suppress(_Whole),
             local_path(result.destination).stage(overwrite=overwrite, is_file=False, notes=result.notes) as stage,
         ):
             _copy(originals, stage.path, result, threads, progress)
-            _repair(local_path(stage.path), result, before, threads)
+            _repair(local_path(stage.path), result, before, threads, manifest)
     result.seconds = time.monotonic() - began
     return result
 
@@ -144,7 +148,12 @@ class _Whole(Exception):
 
 
 def _repair(
-    folder: Location, result: Repaired, before: files.Fingerprint, threads: int | None, progress: Progress | None = None
+    folder: Location,
+    result: Repaired,
+    before: files.Fingerprint,
+    threads: int | None,
+    manifest: bool,
+    progress: Progress | None = None,
 ) -> None:
     """Repair a directory that has all files. Raises _Whole if it was whole, CorruptError if it is still damaged."""
     _merge_indexes(folder, result)
@@ -171,6 +180,9 @@ def _repair(
     result.notes += [f.message for f in report.findings if f.gravity == "suspect"]
     if not result.done:
         raise _Whole
+    for name in folder.below() if manifest else ():
+        if name.rpartition("/")[2] == ".metadata" and not ((folder / name).parent / MANIFEST).exists():
+            manifests.write((folder / name).parent)
     names = folder.below()
     result.files = [FileSize(name, (folder / name).size()) for name in names]
     result.file_bytes = sum(file.bytes for file in result.files)

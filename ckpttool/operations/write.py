@@ -8,7 +8,7 @@ from __future__ import annotations
 import time
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import closing, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from typing import ClassVar, Protocol
 
@@ -95,7 +95,8 @@ class WriteOptions:
     check: bool = False
     progress: Progress | None = None
     resume: bool = False
-    manifest: str | None = None  # where to write one
+    manifest: str | None = None  # where to write one of everything
+    carried: bool = True  # whether a DCP directory carries its own
 
     def after(self, dst: str) -> After | None:
         """Return what is done once `dst` is in its place: its manifest is written."""
@@ -245,7 +246,8 @@ class Write:
 
     def _create(self, partial: str) -> Sink:
         assert self.target.create is not None
-        sink = self.target.create(partial, self.planned.catalogue, self.planned.options)
+        how = replace(self.planned.options, manifest=self.options.carried)
+        sink = self.target.create(partial, self.planned.catalogue, how)
         self.result.payload_bytes += sum(tensor.nbytes for tensor in sink.catalogue.replicas)
         self._note_untied(sink)
         self.result.notes += map(str, sink.catalogue.warnings)

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import lru_cache
 
 try:
     from isal.isal_zlib import crc32
 except ImportError:  # no wheel for this machine
     from zlib import crc32
 
-__all__ = ["crc32", "crc_of"]
+__all__ = ["combine", "crc32", "crc_of", "with_zeros"]
 
 _BLOCK = 1 << 20  # stays in the processor's cache between read and checksum
 
@@ -31,3 +32,51 @@ def crc_of(
         if note is not None:
             note(len(block))
     return crc
+
+
+_POLYNOMIAL = 0xEDB88320
+
+
+def _multiply(a: int, b: int) -> int:
+    """a * b modulo the CRC polynomial, bits reflected."""
+    product = 0
+    bit = 1 << 31
+    while bit:
+        if a & bit:
+            product ^= b
+            if not a & (bit - 1):
+                break
+        bit >>= 1
+        b = (b >> 1) ^ _POLYNOMIAL if b & 1 else b >> 1
+    return product
+
+
+@lru_cache(maxsize=4096)
+def _shift(nbytes: int) -> int:
+    """x to the power of 8 * nbytes modulo the polynomial: what appending zero bytes multiplies a CRC by."""
+    power, result = 1 << 23, 1 << 31  # x**8 and 1
+    while nbytes:
+        if nbytes & 1:
+            result = _multiply(power, result)
+        power = _multiply(power, power)
+        nbytes >>= 1
+    return result
+
+
+def combine(first: int, second: int, nbytes: int) -> int:
+    """The CRC of two runs of bytes behind each other; `nbytes` is the length of the second. Pure.
+
+    Method: zlib's `crc32_combine` (Mark Adler).
+    """
+    return _multiply(_shift(nbytes), first) ^ second if first else second
+
+
+_ZEROS = bytes(64 << 10)
+_ONES = 0xFFFFFFFF
+
+
+def with_zeros(crc: int, nbytes: int) -> int:
+    """The CRC of the bytes that have this CRC and so many zero bytes behind them. Pure."""
+    if nbytes <= len(_ZEROS):
+        return crc32(memoryview(_ZEROS)[:nbytes], crc)
+    return _multiply(_shift(nbytes), crc ^ _ONES) ^ _ONES

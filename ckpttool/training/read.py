@@ -31,9 +31,9 @@ from ckpttool.catalogue.dtypes import Dtype
 from ckpttool.catalogue.entries import Chunk, Extent, Tensor
 from ckpttool.catalogue.protocols import Source
 from ckpttool.errors import UsageError
-from ckpttool.storage.crc import crc32
+from ckpttool.storage.crc import crc32, with_zeros
 from ckpttool.storage.files import Pool
-from ckpttool.transfer.checksums import Pieces, with_zeros
+from ckpttool.transfer.checksums import Pieces
 from ckpttool.transfer.execute import digested
 from ckpttool.transfer.plan import tiles
 from ckpttool.transfer.read import fill, part, unsigned

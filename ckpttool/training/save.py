@@ -27,6 +27,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 
 from ckpttool.catalogue import parts
 from ckpttool.errors import StorageError, UsageError
+from ckpttool.formats.dcp import manifest as manifests
 from ckpttool.storage import files, free_space
 from ckpttool.storage.errors import from_os_error
 from ckpttool.storage.stores import local_path
@@ -48,10 +49,11 @@ def save(
     *,
     format: str = "dcp",
     overwrite: bool = False,
+    manifest: bool = True,
     **extra: Any,
 ) -> None:
     """Save model and optimizer, and other values: plain ones, or objects with a `state_dict`, such as a scheduler or a
-    second model, also in dicts. Every rank calls it.
+    second model, also in dicts. Every rank calls it. A DCP directory carries its manifest, unless `manifest` is False.
 
     Args:
         path: the directory to write, or for `torch` the file.
@@ -79,6 +81,8 @@ def save(
             _write(state, partial, format, keys)
         except (Exception, CheckpointException) as error:  # which is no Exception
             raise failed(error, path, partial) from None
+        if manifest and format == "dcp" and collectives.rank() == 0:
+            manifests.write(partial)
 
 
 def failed(error: BaseException, path: str, partial: str) -> BaseException:

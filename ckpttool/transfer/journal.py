@@ -20,6 +20,7 @@ from typing import Any
 
 from ckpttool.catalogue.entries import Catalogue, Extent, Record
 from ckpttool.storage import files
+from ckpttool.storage.crc import combine
 from ckpttool.storage.errors import os_errors
 from ckpttool.storage.staging import Log, Stage
 from ckpttool.storage.stores import locate
@@ -63,7 +64,7 @@ class Entry:
         for start, nbytes, part in sorted(self.wrote):
             if start != at or part is None:
                 return None
-            crc, at = checksums.combine(crc, part, nbytes), at + nbytes
+            crc, at = combine(crc, part, nbytes), at + nbytes
         if at != self.start + self.nbytes:
             return None
         read = [[r.file, r.offset, start, nbytes, part] for r, start, nbytes, part in _merged(self.read)]
@@ -167,7 +168,7 @@ def _merged(read: list[Read]) -> list[Read]:
         elif crc is None or last[3] is None:
             merged[-1] = (record, last[1], last[2] + nbytes, None)
         elif last[1] + last[2] == start:
-            merged[-1] = (record, last[1], last[2] + nbytes, checksums.combine(last[3], crc, nbytes))
+            merged[-1] = (record, last[1], last[2] + nbytes, combine(last[3], crc, nbytes))
         else:
             merged.append((record, start, nbytes, crc))
     return merged

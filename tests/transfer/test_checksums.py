@@ -13,8 +13,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ckpttool.catalogue.entries import Record
+from ckpttool.storage.crc import combine, with_zeros
 from ckpttool.transfer import checksums
-from ckpttool.transfer.checksums import Pieces, combine, with_zeros
+from ckpttool.transfer.checksums import Pieces
 
 quick = settings(max_examples=100, deadline=None)
 

@@ -11,21 +11,19 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from hashlib import sha256
 from typing import Any
 
 from ckpttool.catalogue.entries import File
 from ckpttool.catalogue.warning import Warning
 from ckpttool.errors import CkptError, CorruptError, ReadError
-from ckpttool.formats.dcp import metadata
+from ckpttool.formats.dcp import manifest, metadata
 from ckpttool.formats.dcp.metadata import Item, KeyPath, Metadata, StoredTensor
+from ckpttool.serialization.manifest import NAME as MANIFEST
 from ckpttool.storage.stores import Location, locate
 from ckpttool.text import rank_ranges, some
 
 NAME = ".metadata"
 SUFFIX = ".distcp"
-_MANIFEST = "integrity.json"  # of ckpttool or Megatron Core
-_MANIFEST_HEAD = 1 << 20
 _OF_RANK = re.compile(r"__(\d+)\.metadata")
 _DATA = re.compile(r"__(\d+)_(\d+)\.distcp$")
 
@@ -57,6 +55,7 @@ class Index:
     copies: list[Copy] = field(default_factory=list)
     facts: dict[str, Any] = field(default_factory=dict)
     warnings: list[Warning] = field(default_factory=list)
+    faults: list[CkptError] = field(default_factory=list)
 
 
 def _rank(name: str) -> int:
@@ -87,18 +86,18 @@ def read_index(path: str) -> Index:
     if not names:
         raise _no_index_error(path, folder)
     sizes = folder.sizes()
-    merger = _IndexMerger(folder, sizes)
+    merger, listed = _IndexMerger(folder, sizes), manifest.carried(folder, sizes)
     for name in names:
         location = folder / name
         if not location.size():
             hint = "the save did not finish; use an older step"
             raise CorruptError(f"`{location}`: is empty", hint=hint, file=location)
-        if _MANIFEST in sizes:
-            _check_listed(folder, name)
+        manifest.check_index(folder, name, listed)
         with location.open() as stream:
             merger.add(metadata.read(stream, name), _rank(name))
     index = merger.index
     index.name = names[0]
+    index.faults += manifest.grown(index.files, listed)
     if len(names) > 1 or _OF_RANK.fullmatch(names[0]):
         index.facts["layout"] = "an index for each rank"
         # Entries of a rank without an index may be missing unnoticed.
@@ -107,23 +106,6 @@ def read_index(path: str) -> Index:
             index.warnings.append(Warning("missing-index", text))
     index.warnings += _other_file_warnings(sizes, {f.name for f in index.files}, set(names))
     return index
-
-
-def _check_listed(folder: Location, name: str) -> None:
-    """Compare an index with its SHA-256 in the manifest beside it, if that has one. Raises CorruptError."""
-    # Files are at the beginning of a manifest; `verify` reads all of it.
-    head = (folder / _MANIFEST).head(_MANIFEST_HEAD)
-    listed = re.search(rb'"%b"\s*:\s*"([0-9a-fA-F]{64})"' % re.escape(name.encode()), head)
-    if listed is None:
-        return
-    digest = sha256()
-    for block in (folder / name).blocks(1 << 20):
-        digest.update(block)
-    expected, found = listed[1].decode().lower(), digest.hexdigest()
-    if found != expected:
-        message = f"`{name}`: has SHA-256 {found[:16]}..., but {expected[:16]}... in `{_MANIFEST}`"
-        hint = f"its bytes changed; take another copy, or remove `{_MANIFEST}` if the checkpoint was saved again"
-        raise CorruptError(message, hint=hint, file=folder / name, found=found, expected=expected)
 
 
 def _no_index_error(path: str, folder: str) -> ReadError:
@@ -207,7 +189,7 @@ class _IndexMerger:
 
 
 def _other_file_warnings(sizes: Mapping[str, int], mentioned: set[str], indexes: set[str]) -> list[Warning]:
-    others = sorted(set(sizes) - mentioned - indexes)
+    others = sorted(set(sizes) - mentioned - indexes - {MANIFEST})
     stale = [name for name in others if name.endswith(SUFFIX)]
     stale_indexes = [
         name for ends in ((".metadata.tmp", ".metadata.bck"), NAME) for name in others if name.endswith(ends)

@@ -78,7 +78,7 @@ class _CatalogueBuilder:
     def __init__(self, index: Index, items: Items) -> None:
         self._index = index
         self._items = items
-        self._catalogue = Catalogue("dcp", index.files, facts=index.facts, warnings=index.warnings)
+        self._catalogue = Catalogue("dcp", index.files, facts=index.facts, warnings=index.warnings, faults=index.faults)
         self._trees: dict[str, tuple[Any, Archive | None] | CkptError] = {}
         self._transforms: dict[tuple[int, int], tuple[str, ...]] = {}
         self._is_safetensors = False

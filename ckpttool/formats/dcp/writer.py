@@ -2,6 +2,7 @@
 
     __{rank}_0.distcp     for each rank that holds anything; objects first, on rank 0, then its tensors
     .metadata             at `finish`, when everything else is on disk
+    integrity.json        if it is wanted; see `manifest`
 
 Room for each item is known from its dtype and size; the bytes around a payload are written at `finish`, with its CRC,
 together with those of the next item. Tied tensors share an item.
@@ -10,20 +11,22 @@ together with those of the next item. Tied tensors share an item.
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from functools import partial
 
 from ckpttool.catalogue.boxes import Ints
 from ckpttool.catalogue.dtypes import Dtype
 from ckpttool.catalogue.entries import Catalogue, Chunks, File, Object, Path, Record, Tensor, dotted
 from ckpttool.catalogue.protocols import Crcs, Loss, Sink, SinkOptions
 from ckpttool.errors import LossError
-from ckpttool.formats.dcp import index, items, metadata_writer, planner_data
+from ckpttool.formats.dcp import index, items, manifest, metadata_writer, planner_data
 from ckpttool.formats.dcp.items import template
 from ckpttool.formats.dcp.metadata import Item, Metadata, StoredTensor
 from ckpttool.serialization import torch_tree, torch_zip_writer
 from ckpttool.storage import files
+from ckpttool.storage.crc import combine, crc32, crc_of
 from ckpttool.storage.stores import locate
 
 
@@ -47,12 +50,30 @@ def create(path: str, planned: Catalogue, options: SinkOptions) -> Sink:
     keys = planner_data.name_entries(planned)
     if keys.clashes:
         raise LossError(planner_data.clash(*keys.clashes[0]), hint="rename one of them with `--rename`")
-    return _DcpSink(path, planned, keys)
+    return _DcpSink(path, planned, keys, with_manifest=options.manifest)
+
+
+@dataclass(slots=True)
+class _Sum:
+    """The CRC of the first `end` bytes of a file."""
+
+    end: int = 0
+    crc: int = 0
+
+    def add(self, crc: int, nbytes: int) -> None:
+        """Add the bytes behind them, which have this CRC."""
+        self.crc, self.end = combine(self.crc, crc, nbytes), self.end + nbytes
+
+    def add_frame(self, offset: int, data: bytes, payload: int) -> None:
+        """Add a payload of this CRC, as far as `offset`, and the bytes behind it."""
+        if offset > self.end:
+            self.add(payload, offset - self.end)
+        self.crc, self.end = crc32(data, self.crc), self.end + len(data)
 
 
 class _DcpSink:
-    def __init__(self, path: str, planned: Catalogue, keys: planner_data.EntryNames) -> None:
-        self._path, self._planned, self._keys = path, planned, keys
+    def __init__(self, path: str, planned: Catalogue, keys: planner_data.EntryNames, *, with_manifest: bool) -> None:
+        self._path, self._planned, self._keys, self._with_manifest = path, planned, keys, with_manifest
         facts = {"layout": "one file per rank"}
         self.catalogue = replace(planned, format="dcp", files=[], entries={}, facts=facts, warnings=[])
         self._numbers: dict[int, int] = {}
@@ -66,6 +87,7 @@ class _DcpSink:
         with closing(files.Pool(writing=True)) as pool:
             if any(planned.objects):
                 pool.write_all(self.catalogue.files[0].location, torch_zip_writer.joined(self._archives(written)))
+        self._objects_end = self._ends[0] if self._ends else 0
         for entry_path, entry in planned.entries.items():
             if entry_path in written:
                 self.catalogue.add(written[entry_path])
@@ -155,11 +177,29 @@ class _DcpSink:
             for layout in self._late_layouts:
                 for offset, data in layout.patches(lambda record: crcs[record.file, record.offset]):
                     pool.write(self.catalogue.files[0].location, offset, data)
+            sums = {number: _Sum() for number in range(len(self.catalogue.files))}
+            if self._with_manifest and self._objects_end:
+                self._add_objects(sums, crcs)
             for number, offset, data in self._frames(crcs):
                 pool.write(self.catalogue.files[number].location, offset, data)
+                if self._with_manifest:
+                    sums[number].add_frame(offset, data, crcs.get((number, sums[number].end), 0))
         for file in self.catalogue.files:
             files.sync(file.location)
         metadata_writer.publish(self._path, self._metadata)
+        if self._with_manifest:
+            names = [locate(file.location).name for file in self.catalogue.files]
+            manifest.write(self._path, {names[number]: one.crc for number, one in sums.items()})
+
+    def _add_objects(self, sums: Mapping[int, _Sum], crcs: Crcs) -> None:
+        """Add what lies before the tensors of the first file: read back, but for the tensors in it."""
+        records = {r.offset: r.nbytes for one in self._late_layouts for r in one.storages.values() if r.nbytes}
+        with closing(files.Pool()) as pool:
+            for offset, nbytes in (*sorted(records.items()), (self._objects_end, 0)):
+                start = sums[0].end
+                read_into = partial(pool.read_into, self.catalogue.files[0].location)
+                sums[0].add(crc_of(read_into, start, offset - start), offset - start)
+                sums[0].add(crcs.get((0, offset), 0), nbytes)
 
     def _frames(self, crcs: Crcs) -> Iterator[tuple[int, int, bytes]]:
         """Yield heads and tails of the items: the tail of one and the head of the next are one write."""

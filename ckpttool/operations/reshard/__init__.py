@@ -79,7 +79,7 @@ def reshard(
     threads: int | None = None,
     max_memory: int | str | None = None,
     check: bool = False,
-    manifest: str | os.PathLike[str] | None = None,
+    manifest: str | os.PathLike[str] | bool | None = None,
     progress: Progress | None = None,
 ) -> Resharding:
     """Write the checkpoint at `src` to `dst` sharded for another number of ranks or mesh.
@@ -130,7 +130,7 @@ def reshard(
     # In the block, so that a mistake is reported by one process.
     with processes.coordinated() as coordinator:
         arguments.check_source(src, dst)
-        listed, memory, other = arguments.path(manifest), arguments.memory(max_memory), arguments.path(like) or None
+        memory, other = arguments.memory(max_memory), arguments.path(like) or None
         rules = Rules(_placements(placements), tuple(several(shard)), tuple(several(replicate)))
         mesh = _mesh(to_world, to_mesh, other, rules)
         options = ReshardOptions(mesh, other, rules, rng, dataloader, arguments.selection(only, drop))
@@ -139,7 +139,8 @@ def reshard(
         check_policy("rng", rng)
         check_policy("dataloader", dataloader)
         row = _target(to) if to is not None else None
-        how = WriteOptions(overwrite, dry_run, threads, memory, check, progress, resume, listed)
+        listed = arguments.manifest(manifest, dst)
+        how = WriteOptions(overwrite, dry_run, threads, memory, check, progress, resume, *listed)
         result = Resharding(src, "", dst, "", dry_run=dry_run, processes=coordinator.size)
         target, is_first = row or formats.FORMATS[0], coordinator.is_first
         with (

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from ckpttool.catalogue.entries import Catalogue
 from ckpttool.catalogue.protocols import Format
 from ckpttool.errors import UsageError
+from ckpttool.formats.dcp import manifest
 from ckpttool.layout.mesh import Mesh, Sharding, bytes_per_rank, find_sharding
 from ckpttool.operations.result import FileSize
 from ckpttool.operations.write import Write
@@ -141,9 +142,11 @@ def write(engine: Engine, job: Write) -> None:
         if not coordinator.is_first:
             return
         files.check_unchanged(job.opened.before)
+        if options.carried:
+            manifest.write(partial)
         job.read_back(partial, job.planned.catalogue)
         sizes = locate(partial).sizes()
-        result.files = [FileSize(name, sizes[name]) for name in sorted(sizes) if name != ".metadata"]
+        result.files = [FileSize(name, sizes[name]) for name in sorted(sizes) if name.endswith(".distcp")]
         result.file_bytes = sum(file.bytes for file in result.files)
     result.checked_bytes, result.unchecked_bytes = moved.checked, moved.unchecked
 

@@ -27,6 +27,7 @@ from ckpttool.operations.verify import (
 from ckpttool.operations.verify.findings import DAMAGE, NOTE, Finding, Report, Verification
 from ckpttool.producers import open
 from ckpttool.producers.foreign.recognition import UnsupportedError
+from ckpttool.serialization.manifest import NAME, read
 from ckpttool.storage import files, stores
 from ckpttool.transfer.execute import DEFAULT_THREADS
 from ckpttool.transfer.threads import Progress
@@ -70,9 +71,9 @@ def verify(
     report = Report(path, against=arguments.path(against), manifest=arguments.path(manifest))
     if write_manifest is not None:
         manifests.check_free(os.fspath(write_manifest))
-    if manifest is None and not stores.is_remote(path) and (own := stores.locate(path) / manifests.NAME).is_file():
+    if manifest is None and not stores.is_remote(path) and (own := stores.locate(path) / NAME).is_file():
         report.manifest = own
-    expected = None if report.manifest is None else manifests.read(report.manifest)
+    expected = None if report.manifest is None else read(stores.local_path(report.manifest))
     with ExitStack() as stack:
         other = None
         if report.against is not None:
@@ -80,6 +81,8 @@ def verify(
                 other = stack.enter_context(open.opened(report.against, shapes))
                 validate(other.catalogue)
         run = _open(path, shapes, report, threads or DEFAULT_THREADS, progress)
+        if expected is not None and expected.crcs:
+            run = run._replace(runs={})
         stack.enter_context(closing(run.source))
         if run.is_open:
             before = files.fingerprint(f.location for f in run.catalogue.own_files if not f.missing)
@@ -143,7 +146,7 @@ def _warnings(run: Verification) -> Iterator[Finding]:
             continue
         if warning.kind == "unsafe-global":
             yield Finding(DAMAGE, "harmful", warning.text)
-        elif warning.kind not in _FOUND_HERE and warning.names != (manifests.NAME,):
+        elif warning.kind not in _FOUND_HERE and warning.names != (NAME,):
             yield Finding(NOTE, "remark", warning.text)
 
 

@@ -4,13 +4,18 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterator
+from contextlib import closing
+from functools import partial
 
-from ckpttool.catalogue.entries import Catalogue, Tensor
+from ckpttool.catalogue.entries import Catalogue, Record, Tensor
 from ckpttool.errors import CkptError
 from ckpttool.operations import manifest as manifests
-from ckpttool.operations.manifest import Hashed, Manifest
 from ckpttool.operations.verify.findings import DAMAGE, SUSPECT, Finding, Verification, Where
+from ckpttool.serialization.manifest import Hashed, Manifest
+from ckpttool.storage.crc import crc_of
+from ckpttool.storage.files import Pool
 from ckpttool.storage.stores import Location, locate
+from ckpttool.transfer.checksums import Pieces
 from ckpttool.transfer.threads import Work
 
 _HINT = "take another copy of the checkpoint"
@@ -23,9 +28,9 @@ def check(run: Verification, manifest: Manifest) -> Iterator[Finding]:
     because the format is another.
     """
     root, names = manifests.files_of(run.root, run.catalogue)
-    listed = {name: name for name in manifest.files if name in set(names)}  # the files by their names in the manifest
-    if not listed and len(manifest.files) == len(names) == 1 and not run.root.is_dir():
-        name = next(iter(manifest.files))
+    listed = {name: name for name in manifest.names if name in set(names)}  # the files by their names in the manifest
+    if not listed and len(manifest.names) == len(names) == 1 and not run.root.is_dir():
+        name = manifest.names[0]
         if (run.root.parent / name).suffix == run.root.suffix:
             listed = {name: names[0]}  # one file that was renamed
     expected = manifest.tensors
@@ -49,12 +54,15 @@ def _files(
     def damage(kind: str, name: str, text: str, hint: str) -> Finding:
         return Finding(DAMAGE, kind, f"`{name}`: {text}", name, hint=hint)
 
-    for name in manifest.files:
-        if name not in listed:
+    # What a directory carries repeats what was found without it.
+    known = {f.file for f in run.report.findings if f.gravity == DAMAGE} if manifest.crcs else set()
+    for name in manifest.names:
+        if name not in listed and name not in known:
             yield damage("missing", name, "is missing, and the manifest has it", "copy it from elsewhere")
-    for name in names:
+    for name in names if not manifest.crcs else ():
         if name not in listed.values():
             yield Finding(SUSPECT, "unlisted", f"`{name}`: is not in the manifest", name)
+    listed = {known_as: name for known_as, name in listed.items() if name not in known}
     sizes = {name: root.inside(name).size() for name in listed.values()}
     for known_as, name in listed.items():
         expected = manifest.sizes.get(known_as, sizes[name])
@@ -62,16 +70,35 @@ def _files(
             differing.add((root / name).absolute())
             text = f"has {sizes[name]} bytes, but {expected} in the manifest"
             yield damage("size", name, text, "the file was cut, or is of another save")
-    work = Work(sum(sizes.values()), run.progress)
-    same_size = [name for name in sizes if (root / name).absolute() not in differing]
-    hashes = manifests.of_files(root, same_size, run.threads, work)
+    same = [(known_as, name) for known_as, name in listed.items() if (root / name).absolute() not in differing]
+    hashed = [name for known_as, name in same if known_as in manifest.files]
+    work = Work(sum(map(sizes.__getitem__, hashed)), run.progress)
+    hashes = manifests.of_files(root, hashed, run.threads, work)
     run.report.hashed_bytes += work.done
     for known_as, name in listed.items():
-        expected_hash = manifest.files[known_as].lower()
+        expected_hash = manifest.files.get(known_as, "").lower()
         if name in hashes and hashes[name] != expected_hash:
             differing.add((root / name).absolute())
             text = f"has SHA-256 {hashes[name][:16]}..., but {expected_hash[:16]}... in the manifest"
             yield damage("hash", name, text, f"its bytes changed; {_HINT}")
+    for known_as, name in same:
+        expected_crc = manifest.crcs.get(known_as)
+        crc = None if expected_crc is None else _crc(run, root / name, sizes[name])
+        if crc != expected_crc:
+            text = f"has CRC-32 {crc:08x}, but {expected_crc:08x} in the manifest"
+            yield damage("hash", name, text, f"its bytes changed; {_HINT}")
+
+
+def _crc(run: Verification, location: Location, nbytes: int) -> int:
+    """Return the CRC of a file, of which `runs` were read. Raises ReadError or StorageError."""
+    numbers = [i for i, f in enumerate(run.catalogue.files) if locate(f.location).absolute() == location.absolute()]
+    whole, read, at = Record(0, 0, nbytes), Pieces(), iter((run.runs or {}).get(numbers[0], ()) if numbers else ())
+    for offset, length, crc in zip(at, at, at, strict=True):
+        read.add(whole, offset, length, crc)
+    with closing(Pool()) as pool:
+        crc = read.crc(whole, partial(crc_of, partial(pool.read_into, location)))
+    run.report.hashed_bytes += nbytes
+    return crc
 
 
 def _names(listed: list[Hashed], catalogue: Catalogue) -> Iterator[Finding]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -143,6 +144,7 @@ class Verification(NamedTuple):
     report: Report
     threads: int
     progress: Progress | None
+    runs: dict[int, array[int]] | None = None  # CRCs of what was read, if a manifest needs them, as for `payloads`
 
     @property
     def catalogue(self) -> Catalogue:

@@ -8,6 +8,7 @@ Opening an item compares its header with the index.
 from __future__ import annotations
 
 import threading
+from array import array
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from math import prod
@@ -48,8 +49,9 @@ class _Piece(NamedTuple):
 
 
 def check(run: Verification) -> Iterator[Finding]:
-    """Read the payloads of a source whose faults are known, and fill the counts of the report."""
-    reading, own = _Reading(run.source, run.report), run.catalogue.own_files
+    """Read the payloads of a source whose faults are known, and fill the counts of the report. `runs` of it get offset,
+    length and CRC of what is read of a file, one behind the other."""
+    reading, own = _Reading(run.source, run.report, run.runs), run.catalogue.own_files
     fetching = stores.with_fetching(run.progress, [file.location for file in own if not file.missing])
     reading.work = Work(sum(file.size for file in own), fetching)
     with closing(reading.pool):
@@ -59,10 +61,11 @@ def check(run: Verification) -> Iterator[Finding]:
 
 
 class _Reading:
-    def __init__(self, source: Source, report: Report) -> None:
+    def __init__(self, source: Source, report: Report, runs: dict[int, array[int]] | None) -> None:
         self.findings: list[Finding] = []
         self.pool = Pool(whole=True)
         self.work = Work()
+        self._runs = runs
         self._source, self._catalogue, self._report = source, source.catalogue, report
         self._digested = digested(source)
         self._pieces = Pieces()
@@ -203,6 +206,9 @@ class _Reading:
         self._read_files.add(record.file)
         if record.crc is None:
             return
+        if self._runs is not None:
+            with self._lock:
+                self._runs.setdefault(record.file, array("q")).extend((piece.offset, piece.nbytes, crc))
         if piece.nbytes < record.nbytes:
             self._pieces.add(record, piece.offset, piece.nbytes, crc)
         else:

@@ -11,8 +11,9 @@ from support import damage
 
 from ckpttool import convert
 from ckpttool.errors import CorruptError
-from ckpttool.operations import manifest as manifests
 from ckpttool.operations.verify import verify
+from ckpttool.serialization import manifest as manifests
+from ckpttool.storage.stores import local_path
 
 SHORT, LONG = 40, 500
 COUNTS = [SHORT, pytest.param(LONG, marks=pytest.mark.long)]
@@ -63,7 +64,7 @@ def test_by_a_manifest(n: int, tmp_path: Path) -> None:
     path, file, payload = made("safetensors", tmp_path)
     listed = tmp_path / "manifest.json"
     assert verify(path, write_manifest=listed).wrote == str(listed)
-    assert [t.name for t in manifests.read(str(listed)).tensors]
+    assert [t.name for t in manifests.read(local_path(str(listed))).tensors]
     found = 0
     for at in damage.positions(payload, n):
         damage.flip(file, at)

@@ -1,0 +1,61 @@
+"""The manifest that a DCP directory carries: written with it, at no second pass over the data, and read with it.
+
+integrity.json     the SHA-256 of `.metadata`; size and, where we wrote it, CRC-32 of each data file
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from hashlib import sha256
+
+from ckpttool.catalogue.entries import File
+from ckpttool.errors import CorruptError
+from ckpttool.serialization.manifest import NAME, Manifest, content, read
+from ckpttool.storage.stores import Location, locate
+
+_INDEX, _DATA = ".metadata", ".distcp"
+_HINT = f"take another copy, or remove `{NAME}` if the checkpoint was saved again"
+
+
+def write(folder: str, crcs: Mapping[str, int] | None = None) -> None:
+    """Write the manifest of a directory that is complete; `crcs` are those of its data files, as far as they are known.
+    Raises StorageError."""
+    location = locate(folder)
+    sizes = {name: n for name, n in sorted(location.sizes().items()) if name == _INDEX or name.endswith(_DATA)}
+    known = {name: (crcs or {}).get(name) for name in sizes if name != _INDEX}
+    manifest = Manifest({_INDEX: _sha256(location / _INDEX)}, sizes, known)
+    (location / NAME).put(content(manifest))
+
+
+def check_index(folder: Location, name: str, manifest: Manifest) -> None:
+    """Compare an index with its SHA-256, if the manifest beside it has that. Raises CorruptError."""
+    expected = manifest.files.get(name, "").lower()
+    found = _sha256(folder / name) if expected else ""
+    if found != expected:
+        message = f"`{name}`: has SHA-256 {found[:16]}..., but {expected[:16]}... in `{NAME}`"
+        hint = f"its bytes changed; {_HINT}"
+        raise CorruptError(message, hint=hint, file=folder / name, found=found, expected=expected)
+
+
+def grown(files: Iterable[File], manifest: Manifest) -> Iterator[CorruptError]:
+    """Yield an error for each file that is larger than it was: nothing else tells. One that was cut lacks bytes of a
+    tensor, and is told with that. Pure."""
+    for file in files:
+        expected = manifest.sizes.get(file.name, file.size)
+        if file.size > expected:
+            message = f"`{file.name}`: has {file.size} bytes, but {expected} in the manifest"
+            facts = {"file": file.name, "found": file.size, "expected": expected}
+            yield CorruptError(message, hint=f"it is of another save; {_HINT}", **facts)
+
+
+def carried(folder: Location, names: Mapping[str, int]) -> Manifest:
+    """Return the manifest among the files of a directory, without tensors; an empty one if there is none. Raises
+    ReadError or CorruptError."""
+    return read(folder / NAME, tensors=False) if NAME in names else Manifest()
+
+
+def _sha256(location: Location) -> str:
+    digest = sha256()
+    for block in location.blocks(1 << 20):
+        digest.update(block)
+    return digest.hexdigest()
