@@ -34,7 +34,11 @@ PURE = {"errors", "text", "catalogue", "layout"}
 # Arrows that go down, and are wanted from these modules alone.
 ONLY = {
     ("formats", "layout"): {"formats.rankfiles.flat.optimizer", "formats.rankfiles.flat.units"},
-    ("training", "formats.dcp"): {"training.reshard_engine.engine", "training.reshard_engine.meta_model"},
+    ("training", "formats.dcp"): {
+        "training.reshard_engine.engine",
+        "training.reshard_engine.meta_model",
+        "training.save",
+    },
 }
 
 

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any
 
 from ckpttool.cli.progress import progress_on_stderr
 from ckpttool.cli.terminal import Styled, Terminal, answer, bold, err
-from ckpttool.errors import UsageError
 from ckpttool.text import duration, plural, size
 
 if TYPE_CHECKING:
@@ -29,17 +28,12 @@ def run(
     as_json: bool,
     quiet: bool,
     verbose: bool,
-    no_manifest: bool = False,
     **arguments: Any,
 ) -> None:
     """Call a function of `ckpttool`. Print its result or plan on stdout, with additional `facts`, and its warnings on
     stderr."""
     import ckpttool
 
-    if no_manifest and arguments["manifest"] is not None:
-        raise UsageError("`--manifest` and `--no-manifest` exclude each other", hint="leave one out")
-    if no_manifest:
-        arguments["manifest"] = False
     with progress_on_stderr(not (quiet or as_json)) as progress:
         result = getattr(ckpttool, verb)(**arguments, progress=progress)
     more = facts(result) if facts else ()

@@ -34,14 +34,15 @@ class Option(click.Option):
     """
 
     def __init__(self, usage: str, help: str, *, name: str | None = None, **settings: Any) -> None:
+        given = settings
         flags = [word for word in usage.split() if word.startswith("-")]
         metavar = " ".join(usage.split()[len(flags) :])
         if metavar:
             settings |= {"metavar": metavar.removesuffix("..."), "multiple": metavar.endswith("...")}
         else:
             settings = {"is_flag": True, "default": None if "/" in usage else False, **settings}
-        if usage[2:5] == "no-" and name is None:
-            name, settings = usage[5:], {"flag_value": False, "default": True}
+        if usage[2:5] == "no-":
+            name, settings = usage[5:], {"flag_value": False, "default": True, **given}
         super().__init__([*flags, name] if name else flags, help=help, show_default=bool(metavar), **settings)
 
 
@@ -227,8 +228,13 @@ RESUME = Option(
 )
 DRY_RUN = Option("--dry-run -n", "Show the plan and write nothing.")
 CHECK = Option("--check", "Verify DST against SRC before committing it.")
-MANIFEST = Option("--manifest FILE", "Also write a manifest of DST: SHA-256 of each file and tensor.")
-NO_MANIFEST = Option("--no-manifest", "Leave out the manifest that a DCP directory carries.", name="no_manifest")
+# One argument of the library: a path, or False.
+MANIFEST = Option(
+    "--manifest FILE", "Also write a manifest of DST: SHA-256 of each file and tensor.", type=click.UNPROCESSED
+)
+NO_MANIFEST = Option(
+    "--no-manifest", "Leave out the manifest that a DCP directory carries.", type=click.UNPROCESSED, default=None
+)
 THREADS = Option("--threads -j N", "Number of threads that read and write.", type=click.IntRange(min=1))
 MAX_MEMORY = Option("--max-memory SIZE", "Limit the buffers: 2GB, 512MiB, ...")
 AS_JSON = Option("--json", "Print one JSON object, also for an error.", name="as_json")

@@ -10,6 +10,8 @@ from ckpttool.cli.progress import progress_on_stderr
 from ckpttool.cli.terminal import answer, bold, err
 from ckpttool.text import duration, plural, size
 
+_NO_MANIFEST = Option("--no-manifest", "Leave out the manifest that a DCP directory carries.")
+
 
 @options.command(
     "repair",
@@ -22,12 +24,12 @@ from ckpttool.text import duration, plural, size
             Option("--merge DIR...", "Directory of another node with files of the same save. Repeatable."),
             Option("--like OTHER", "Another step of the same run, to rebuild a missing `.metadata` from."),
         ),
-        "Execution": (options.OVERWRITE, options.DRY_RUN, options.THREADS, options.NO_MANIFEST),
+        "Execution": (options.OVERWRITE, options.DRY_RUN, options.THREADS, _NO_MANIFEST),
         "Output": (options.AS_JSON, options.QUIET),
     },
     examples=("node0/step-1000 repaired --merge node1/step-1000", "step-1000 repaired --like step-900"),
 )
-def repair(as_json: bool, quiet: bool, no_manifest: bool, **arguments: Any) -> None:
+def repair(as_json: bool, quiet: bool, **arguments: Any) -> None:
     """Write a repaired copy of a checkpoint, with lossless fixes only, and verify it.
 
     DST is written completely or not at all.
@@ -35,7 +37,7 @@ def repair(as_json: bool, quiet: bool, no_manifest: bool, **arguments: Any) -> N
     import ckpttool
 
     with progress_on_stderr(not (quiet or as_json)) as progress:
-        result = ckpttool.repair(**arguments, manifest=not no_manifest, progress=progress)
+        result = ckpttool.repair(**arguments, progress=progress)
     with answer(result.exit_code) as terminal:
         if as_json:
             terminal.json(result.as_dict())

@@ -66,6 +66,7 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
         ("--check", "check", True),
         ("--resume", "resume", True),
         ("--manifest sums.json", "manifest", "sums.json"),
+        ("--no-manifest", "manifest", False),
     ],
 )
 def test_an_option(words: str, option: str, value: Any, asked: dict[str, Any]) -> None:

@@ -64,7 +64,7 @@ def test_an_index_of_each_rank(tmp_path: Path) -> None:
     src = copied("dcp/nocollectives_w2", tmp_path / "src")
     made = repair(src, tmp_path / "out")
     assert made.done == ["one `.metadata` out of 2, an index for each rank"]
-    assert files_of(tmp_path / "out") == {".metadata", "__0_0.distcp", "__1_0.distcp"}
+    assert files_of(tmp_path / "out") == {".metadata", "__0_0.distcp", "__1_0.distcp", "integrity.json"}
     assert verify(src, against=tmp_path / "out").exit_code == 0
     reference = torch.load(CHECKPOINTS / "dcp/nocollectives_w2" / "reference.pt", weights_only=False)
     same(read_by_torch(tmp_path / "out", tmp_path / "a.pt"), reference)
@@ -131,7 +131,8 @@ def test_what_nothing_mentions(tmp_path: Path) -> None:
     before = files_of(src)
     made = repair(src, tmp_path / "out")
     assert set(made.dropped) == {"__9_0.distcp", "__1_5.distcp", ".metadata.tmp", ".x.partial-42"}
-    assert files_of(tmp_path / "out") == {".metadata", *(f"__{i}_0.distcp" for i in range(4)), "notes.txt"}
+    own = {".metadata", "integrity.json", *(f"__{i}_0.distcp" for i in range(4))}
+    assert files_of(tmp_path / "out") == {*own, "notes.txt"}
     assert files_of(src) == before
     assert [f.message for f in verify(tmp_path / "out").findings if f.gravity != "note"] == []
 

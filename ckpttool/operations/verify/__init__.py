@@ -27,7 +27,7 @@ from ckpttool.operations.verify import (
 from ckpttool.operations.verify.findings import DAMAGE, NOTE, Finding, Report, Verification
 from ckpttool.producers import open
 from ckpttool.producers.foreign.recognition import UnsupportedError
-from ckpttool.serialization.manifest import NAME, read
+from ckpttool.serialization.manifest import NAME, Manifest, read
 from ckpttool.storage import files, stores
 from ckpttool.transfer.execute import DEFAULT_THREADS
 from ckpttool.transfer.threads import Progress
@@ -81,6 +81,8 @@ def verify(
                 other = stack.enter_context(open.opened(report.against, shapes))
                 validate(other.catalogue)
         run = _open(path, shapes, report, threads or DEFAULT_THREADS, progress)
+        if expected is None and run.is_open and not stores.is_remote(path):
+            expected = _carried(run)
         if expected is not None and expected.crcs:
             run = run._replace(runs={})
         stack.enter_context(closing(run.source))
@@ -101,6 +103,20 @@ def verify(
     report.settle()
     report.seconds = time.monotonic() - began
     return report
+
+
+def _carried(run: Verification) -> Manifest | None:
+    """Return what the DCP directories in a checkpoint carry, as one manifest; None if none does."""
+    root, found = run.root.absolute(), Manifest()
+    folders = {stores.locate(file.location).absolute().parent for file in run.catalogue.own_files}
+    listed = [folder / NAME for folder in sorted(folders) if (folder / NAME).is_file()]
+    for location in listed:
+        name, own = location.relative_to(root).removesuffix(NAME), read(location)
+        found.files |= {name + file: digest for file, digest in own.files.items()}
+        found.sizes |= {name + file: nbytes for file, nbytes in own.sizes.items()}
+        found.crcs |= {name + file: crc for file, crc in own.crcs.items()}
+    run.report.manifest = ", ".join(listed) or None
+    return found if listed else None
 
 
 def _open(path: str, shapes: str | None, report: Report, threads: int, progress: Progress | None) -> Verification:

@@ -1,0 +1,169 @@
+"""The manifest that a DCP directory carries: what it says, against zlib and hashlib, and what it finds."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import zlib
+from collections.abc import Callable
+from hashlib import sha256
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from support.cli import run
+from support.faults import save_dcp
+from support.paths import CHECKPOINTS
+
+import ckpttool
+from ckpttool.errors import CorruptError, UsageError
+from ckpttool.operations.repair import repair
+from ckpttool.operations.verify import verify
+from ckpttool.storage import staging
+
+SRC = CHECKPOINTS / "dcp/fsdp2_w4/ckpt"
+NAME = "integrity.json"
+
+
+def quantized(out: Path, **how: bool) -> None:
+    """Objects before the tensors, with tensors in them."""
+    state = {"w": torch.arange(5000.0), "q": torch.quantize_per_tensor(torch.randn(3000), 0.1, 0, torch.qint8)}
+    torch.save({"model": state, "step": 3, "note": "x" * 5000}, out.parent / "state.pt")
+    ckpttool.convert(out.parent / "state.pt", out, to="dcp", **how)
+
+
+def repaired(out: Path, **how: bool) -> None:
+    repair(CHECKPOINTS / "dcp/nocollectives_w2/ckpt", out, **how)
+
+
+JOBS: dict[str, Callable[..., object]] = {
+    "convert": lambda out, **how: ckpttool.convert(SRC, out, to="dcp", **how),
+    "no tensors": lambda out, **how: ckpttool.convert(SRC, out, to="dcp", drop=["model", "optimizer"], **how),
+    "objects": quantized,
+    "reshard": lambda out, **how: ckpttool.reshard(SRC, out, to_world=3, **how),
+    "titan": lambda out, **how: ckpttool.convert(CHECKPOINTS / "dcp/hsdp_w4/ckpt", out, producer="torchtitan", **how),
+    "save": lambda out, **how: ckpttool.save(out, torch.nn.Linear(3, 2), **how),
+    "repair": repaired,
+}
+BY_OTHERS = ("save", "repair")  # who read or write no data file themselves
+
+
+@pytest.mark.parametrize("job", JOBS)
+def test_what_it_says(job: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It lies there before the directory has its name, so that no kill can come between."""
+    swap, there = staging._swap_in, []
+
+    def spied(partial: str, *rest: object) -> None:
+        there.append((Path(partial) / NAME).exists())
+        swap(partial, *rest)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(staging, "_swap_in", spied)
+    JOBS[job](tmp_path / "out")
+    assert there == [True]
+    said = json.loads((tmp_path / "out" / NAME).read_text())
+    files = {p.name: p.read_bytes() for p in (tmp_path / "out").iterdir() if p.name != NAME}
+    data = {name for name in files if name.endswith(".distcp")}
+    assert said["algorithm"] == "sha256"
+    assert said["files"] == {".metadata": sha256(files[".metadata"]).hexdigest()}
+    assert said["sizes"] == {name: len(files[name]) for name in data | {".metadata"}}
+    known = {name: None if job in BY_OTHERS else f"{zlib.crc32(files[name]):08x}" for name in data}
+    assert said["crc32"] == known
+    report = verify(tmp_path / "out")
+    assert report.manifest == str(tmp_path / "out" / NAME)
+    assert report.whole and report.hashed_bytes and "manifest" not in str(report.findings)
+    assert not any(NAME in str(warning) for warning in ckpttool.inspect(tmp_path / "out").warnings)
+    JOBS[job](tmp_path / "without", manifest=False)
+    assert NAME not in {p.name for p in (tmp_path / "without").iterdir()}
+
+
+def test_below_the_directory_of_a_framework(tmp_path: Path) -> None:
+    """Accelerate has one DCP directory for the model and one for the optimizer; `verify` compares both."""
+    out = tmp_path / "out"
+    ckpttool.convert(SRC, out, producer="accelerate", only=["model", "optimizer"])
+    listed = sorted(out.rglob(NAME))
+    assert len(listed) == 2 and verify(out).manifest == ", ".join(map(str, listed))
+    changed = next(listed[0].parent.glob("*.distcp"))
+    changed.write_bytes(changed.read_bytes()[:-1] + b"\1")
+    assert (listed[0].parent.name, changed.name) == tuple((verify(out).findings[0].file or "").split("/"))
+
+
+def test_a_file_of_another_save(tmp_path: Path) -> None:
+    """Same names, shapes and lengths, and every record has its own checksum: nothing but the manifest tells."""
+    for n in (0.0, 1.0):
+        torch.save({"model": {"w": torch.full((50, 40), n)}}, tmp_path / "a.pt")
+        ckpttool.convert(tmp_path / "a.pt", tmp_path / f"{n}", to="dcp")
+    shutil.copy(tmp_path / "1.0/__0_0.distcp", tmp_path / "0.0")
+    report = verify(tmp_path / "0.0")
+    assert [(f.gravity, f.kind, f.file) for f in report.findings] == [("damage", "hash", "__0_0.distcp")]
+    assert "has CRC-32" in report.findings[0].message
+    (tmp_path / "0.0" / NAME).unlink()
+    assert verify(tmp_path / "0.0").whole
+
+
+USES: dict[str, Callable[[Path, Path], object]] = {
+    "convert": lambda path, out: ckpttool.convert(path, out, to="torch"),
+    "open": lambda path, out: ckpttool.open(path),
+    "load": lambda path, out: ckpttool.load(path, torch.nn.Linear(3, 2)),
+}
+
+
+@pytest.mark.parametrize("use", USES)
+def test_a_directory_that_torch_saved_into_again(use: str, tmp_path: Path) -> None:
+    path = tmp_path / "ckpt"
+    ckpttool.save(path, torch.nn.Linear(3, 2))
+    USES[use](path, tmp_path / "before.pt")
+    dcp.save({"model": torch.nn.Linear(3, 2).state_dict(), "step": 7}, checkpoint_id=path)
+    with pytest.raises(CorruptError, match=r"`\.metadata`: has SHA-256 .* in `integrity\.json`") as caught:
+        USES[use](path, tmp_path / "out.pt")
+    assert "remove `integrity.json` if the checkpoint was saved again" in (caught.value.hint or "")
+    (path / NAME).unlink()
+    USES[use](path, tmp_path / "out.pt")
+
+
+def test_files_that_are_longer_cut_or_gone(tmp_path: Path) -> None:
+    """Only the first needs the manifest; the others are told as without one, and once."""
+    ckpttool.convert(SRC, tmp_path / "ckpt", to="dcp")
+    for change, kind, text in (
+        (lambda data: data + b"x", "structure", r"has \d+ bytes, but \d+ in the manifest"),
+        (lambda data: data[:-200], None, "outside the file|truncated"),
+        (None, "missing", "is missing"),
+    ):
+        path = Path(shutil.copytree(tmp_path / "ckpt", tmp_path / str(kind)))
+        file = path / "__2_0.distcp"
+        file.write_bytes(change(file.read_bytes())) if change is not None else file.unlink()
+        with pytest.raises(CorruptError, match=text):
+            ckpttool.convert(path, tmp_path / "out.pt")
+        findings = [f for f in verify(path).findings if f.gravity == "damage"]
+        assert [f.kind for f in findings if "the manifest" in f.message] == ["structure"] * (kind == "structure")
+        assert findings and kind in (None, findings[0].kind)
+
+
+def test_other_files_are_nobodys_business(tmp_path: Path) -> None:
+    path = save_dcp(tmp_path / "torchs", {"w": torch.ones(3)})
+    ckpttool.convert(path, tmp_path / "ckpt", to="dcp")
+    (tmp_path / "ckpt/README.md").write_text("mine")
+    assert [f.gravity for f in verify(tmp_path / "ckpt").findings] == ["note"]
+
+
+def test_one_that_is_asked_for(tmp_path: Path) -> None:
+    """In place of it, or besides."""
+    ckpttool.convert(SRC, tmp_path / "a", to="dcp", manifest=tmp_path / "a" / NAME)
+    assert "crc32" not in json.loads((tmp_path / "a" / NAME).read_text())
+    ckpttool.convert(SRC, tmp_path / "b", to="dcp", manifest=tmp_path / "m.json")
+    assert "crc32" in json.loads((tmp_path / "b" / NAME).read_text())
+    assert verify(tmp_path / "a", manifest=tmp_path / "m.json").whole
+    with pytest.raises(UsageError):
+        ckpttool.convert(SRC, tmp_path / "c", to="dcp", manifest=tmp_path / "c")
+
+
+def test_the_command_line(tmp_path: Path) -> None:
+    ranks = CHECKPOINTS / "dcp/nocollectives_w2/ckpt"
+    for name, words in {
+        "a": ["convert", SRC, "OUT", "--to", "dcp", "--no-manifest"],
+        "b": ["reshard", SRC, "OUT", "--to-world", "2", "--no-manifest"],
+        "c": ["repair", ranks, "OUT", "--no-manifest"],
+        "d": ["convert", SRC, "OUT", "--to", "dcp", "--no-manifest", "--manifest", tmp_path / "m.json"],
+    }.items():
+        assert run(*(str(tmp_path / name if word == "OUT" else word) for word in words)).exit_code == 0
+        assert (tmp_path / name / NAME).exists() == (name == "d")
