@@ -53,7 +53,7 @@ def save(
     **extra: Any,
 ) -> None:
     """Save model and optimizer, and other values: plain ones, or objects with a `state_dict`, such as a scheduler or a
-    second model, also in dicts. Every rank calls it. A DCP directory carries its manifest, unless `manifest` is False.
+    second model, also in dicts. Every rank calls it.
 
     Args:
         path: the directory to write, or for `torch` the file.
@@ -62,6 +62,7 @@ def save(
         format: `dcp`, a directory to which every rank writes its shards; `torch`, one file, gathered by rank 0; or
             `fsdp1`, a directory of one file per rank.
         overwrite: whether to replace what is at `path`; it is kept until the new one is complete.
+        manifest: whether a DCP directory carries its manifest.
         **extra: other values, by key: plain ones, or objects with a `state_dict`, also in dicts.
 
     Raises:

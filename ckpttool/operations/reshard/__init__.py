@@ -114,7 +114,8 @@ def reshard(
         threads: number of threads that read and write; None chooses it.
         max_memory: most bytes of the process, a number or text such as `2GB`; None limits the buffers alone.
         check: whether to compare `dst` with `src` before it is put in its place.
-        manifest: path of a manifest of `dst` to write: SHA-256 of each file and tensor.
+        manifest: path of a manifest of `dst` to write: SHA-256 of each file and tensor. A DCP directory carries one
+            of its own, unless this is False.
         progress: called with the bytes done and the bytes in all, several times a second, from this thread.
 
     Raises:
