@@ -11,10 +11,11 @@ from pathlib import Path
 import pytest
 from support.paths import ROOT
 
-# Today's transformers refuses clients below 1.31.
-TRANSFORMERS = (
+# Today's transformers refuses clients below 1.31; the last changes what that client reads and then refuses.
+NOT_WITH_THE_OLDEST = (
     "test_hub_processes.py::test_from_pretrained_takes_what_was_exported",
     "test_hub_secrets.py::test_every_file_that_transformers_writes_is_an_asset",
+    "test_hub_xet.py::test_at_every_request[receive-another byte]",
 )
 
 
@@ -45,7 +46,7 @@ def test_the_tests_of_the_hub_pass_with(version: str, tmp_path: Path) -> None:
     assert run(python, "-c", "import huggingface_hub as h; print(h.__version__)").stdout == f"{version}\n"
     words = ["-m", "not long and not gpu", "-p", "no:cacheprovider"]
     if version == "1.22.0":
-        words += [f"--deselect=tests/storage/hub/{test}" for test in TRANSFORMERS]
+        words += [f"--deselect=tests/storage/hub/{test}" for test in NOT_WITH_THE_OLDEST]
     done = run(python, "-m", "pytest", *words, "tests/storage/hub")
     assert done.returncode == 0, done.stdout[-5000:]
 
