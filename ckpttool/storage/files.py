@@ -6,6 +6,7 @@ import io
 import mmap
 import os
 import re
+import resource
 import shutil
 import threading
 from collections import OrderedDict
@@ -21,7 +22,7 @@ from ckpttool.storage.errors import from_os_error, os_errors
 if TYPE_CHECKING:
     from ckpttool.storage.stores import Location
 
-_OPEN_FILES = 64
+_OPEN_FILES = 512  # of a pool, and a quarter of what this process may open: a tensor may lie in files of 256 ranks
 # One system call writes no more, and ends at a multiple of this. Linux caches what a call writes in pieces of memory up
 # to the size of the call, at multiples of their size, and large pieces can be slow to get: on a virtual machine 1 GiB
 # took 0.7 s so, and 0.9 to 5 s in calls of 1 MiB.
@@ -44,6 +45,7 @@ class Pool:
 
     def __init__(self, *, writing: bool = False, whole: bool = False) -> None:
         self._whole = whole
+        self._most = min(_OPEN_FILES, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 4)
         self._flags = os.O_RDWR if writing else os.O_RDONLY
         self._doing = "write" if writing else "read"
         self._open: OrderedDict[str, list[int]] = OrderedDict()  # path -> [descriptor, users]
@@ -65,8 +67,8 @@ class Pool:
                 entry = self._open[path] = [os.open(path, self._flags | os.O_CLOEXEC), 0]
             self._open.move_to_end(path)
             entry[1] += 1
-            if len(self._open) > _OPEN_FILES:
-                for idle in [p for p in list(self._open)[:-_OPEN_FILES] if not self._open[p][1]]:
+            if len(self._open) > self._most:
+                for idle in [p for p in list(self._open)[: -self._most] if not self._open[p][1]]:
                     os.close(self._open.pop(idle)[0])
             return entry
 

@@ -71,7 +71,8 @@ def test_a_file_that_ends_too_early_is_corrupt(tmp_path: Path) -> None:
         assert caught.value.facts == {"file": str(path), "found": 5, "expected": 7}
 
 
-def test_many_files_need_few_descriptors(tmp_path: Path) -> None:
+def test_many_files_need_few_descriptors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("resource.getrlimit", lambda what: (256, 4096))
     paths = [tmp_path / str(i) for i in range(300)]
     for i, path in enumerate(paths):
         path.write_bytes(i.to_bytes(4, "little"))
@@ -84,7 +85,8 @@ def test_many_files_need_few_descriptors(tmp_path: Path) -> None:
     assert len(os.listdir("/dev/fd")) == before
 
 
-def test_a_descriptor_in_use_is_not_closed(tmp_path: Path) -> None:
+def test_a_descriptor_in_use_is_not_closed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("resource.getrlimit", lambda what: (256, 4096))
     paths = [tmp_path / str(i) for i in range(200)]
     for path in paths:
         path.write_bytes(b"x" * 1000)
