@@ -60,6 +60,7 @@ if TYPE_CHECKING:
             Option("--private", "Refuse a repository that is public."),
             Option("--keep GLOB...", "Do not remove these weights of an earlier export. Repeatable."),
             Option("--create-pr", "Open a pull request; do not change the branch."),
+            Option("--tag NAME", "Tag of the commit, which must not exist yet."),
             Option("--commit-message TEXT", "Message of the commit."),
             Option("--token TOKEN", "Token in place of HF_TOKEN, which other users of the machine cannot see."),
             Option("--stage DIR", "Staging directory for the uploads, kept. Default: one temporary file at a time."),
@@ -118,4 +119,6 @@ def _hub_rows(sent: Sent) -> list[tuple[str, str]]:
         rows.append(("removed", ", ".join(sent.removed)))
     if not sent.dry_run:
         rows.append(("commit", sent.pull_request or sent.commit or "none: nothing is different"))
+    if sent.tag:
+        rows.append(("tag", f"{sent.tag}{', would be created' if sent.dry_run else ''}"))
     return rows

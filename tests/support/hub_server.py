@@ -54,6 +54,7 @@ class Repo:
     private: bool = False
     commits: dict[str, Commit] = field(default_factory=dict)
     refs: dict[str, str] = field(default_factory=dict)
+    tags: dict[str, str] = field(default_factory=dict)
     pulls: dict[int, str] = field(default_factory=dict)  # number -> title
 
 
@@ -402,7 +403,7 @@ class Handler(BaseHTTPRequestHandler):
         return repo
 
     def _at(self, repo: Repo, revision: str) -> Commit:
-        oid = repo.refs.get(revision, revision)
+        oid = repo.refs.get(revision) or repo.tags.get(revision, revision)
         if oid not in repo.commits:
             raise Problem(404, "RevisionNotFound", f"Invalid rev id: {revision}")
         return repo.commits[oid]
@@ -502,6 +503,22 @@ class Handler(BaseHTTPRequestHandler):
             raise Problem(409, None, f"Reference already exists: {branch}")
         repo.refs[branch] = self._at(repo, said.get("startingPoint", "main")).oid
         self._json({})
+
+    def tag(self, name: str, revision: str) -> None:
+        tag = json.loads(self._body())["tag"]
+        repo = self._repo(name, write=True)
+        if tag in repo.tags:
+            raise Problem(409, None, f"Tag reference exists already: {tag}")
+        repo.tags[tag] = self._at(repo, revision).oid
+        self._json({})
+
+    def list_refs(self, name: str) -> None:
+        repo = self._repo(name)
+        rows = {
+            kind: [{"name": ref, "ref": f"refs/{folder}/{ref}", "targetCommit": oid} for ref, oid in refs.items()]
+            for kind, folder, refs in (("branches", "heads", repo.refs), ("tags", "tags", repo.tags))
+        }
+        self._json({**rows, "converts": []})
 
     def validate(self) -> None:
         said = json.loads(self._body())
@@ -755,6 +772,8 @@ _ROUTES = [
     ("GET", rf"/api/models/{_NAME}/discussions", "discussions"),
     ("POST", rf"/api/models/{_NAME}/preupload/([^/]+)", "preupload"),
     ("POST", rf"/api/models/{_NAME}/branch/([^/]+)", "branch"),
+    ("POST", rf"/api/models/{_NAME}/tag/([^/]+)", "tag"),
+    ("GET", rf"/api/models/{_NAME}/refs", "list_refs"),
     ("POST", rf"/api/models/{_NAME}/commit/([^/]+)", "post_commit"),
     ("GET", rf"/api/models/{_NAME}/xet-(read|write)-token/([^/]+)", "xet_token"),
     ("GET", rf"/api/models/{_NAME}(?:/revision/([^/]+))?", "info"),

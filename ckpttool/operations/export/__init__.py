@@ -7,6 +7,7 @@ next one is begun. An export to a directory is written beside it and renamed onc
 from __future__ import annotations
 
 import os
+import re
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -35,6 +36,8 @@ _FILES = {
     ".gguf": "`convert_hf_to_gguf.py` of llama.cpp",
     ".onnx": "`optimum-cli export onnx`",
 }
+# `git check-ref-format`: the Hub would refuse such a name, after the commit.
+_NOT_A_TAG = re.compile(r"^$|[\x00-\x20\x7f~^:?*\[\\]|\.\.|@\{|^[@.\-/]|/\.|//|[./]$|\.lock(/|$)")
 
 
 def export(
@@ -66,6 +69,7 @@ def export(
     public: bool = False,
     keep: str | Sequence[str] = (),
     create_pr: bool = False,
+    tag: str | None = None,
     commit_message: str | None = None,
     token: str | None = None,
     stage: str | os.PathLike[str] | None = None,
@@ -109,6 +113,7 @@ def export(
         public: whether a repository that is created is public.
         keep: globs of weights of an earlier export to keep in the repository.
         create_pr: whether to open a pull request in place of a commit to the branch.
+        tag: a tag for the commit, which must not exist in the repository.
         commit_message: message of the commit.
         token: the value of `HF_TOKEN` while this runs.
         stage: directory for what is sent, which is kept; None uses one temporary file at a time.
@@ -120,7 +125,7 @@ def export(
         ReadError: if there is no checkpoint at `src`, or it cannot be read.
         CorruptError: if it is damaged; then nothing is written.
         LossError: if something of it cannot be kept and was not excluded.
-        OverwriteError: if `dst` exists, without `overwrite`.
+        OverwriteError: if `dst` exists, without `overwrite`, or the tag does.
         StorageError: if `dst` cannot be written, or does not fit on the disk.
         RemoteError: if the Hub cannot be reached, or refuses.
     """
@@ -152,6 +157,7 @@ def export(
         "public": public,
         "keep": several(keep),
         "create_pr": create_pr,
+        "tag": tag,
         "message": commit_message,
         "stage": arguments.path(stage),
     }
@@ -242,6 +248,11 @@ def _check_options(dst: str, remote: dict[str, Any], how: WriteOptions) -> None:
                 raise UsageError(f"`{flag}` is for the Hub, and `{dst}` is a directory", hint=hint)
     elif remote["private"] and remote["public"]:
         raise UsageError("`--private` and `--public` exclude each other", hint="a new repository is private by default")
+    elif remote["tag"] is not None and remote["create_pr"]:
+        hint = "tag the commit once the pull request is merged: `hf repo tag create`"
+        raise UsageError("`--tag` is of a commit, and `--create-pr` opens a pull request", hint=hint)
+    elif remote["tag"] is not None and _NOT_A_TAG.search(remote["tag"]):
+        raise UsageError(f"`--tag {remote['tag']}` is not a name of a tag in git", hint="such as `--tag v1.0`")
     elif (found := secrets.in_text((remote["message"] or "").encode("utf-8", "replace"))) is not None:
         raise UsageError(f"`--commit-message`: has what looks like {found[1]}", hint="write another message")
     elif how.overwrite:

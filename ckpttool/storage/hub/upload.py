@@ -29,7 +29,7 @@ from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi
 from huggingface_hub.errors import HfHubHTTPError, RepositoryNotFoundError, RevisionNotFoundError
 from huggingface_hub.utils._runtime import is_xet_available
 
-from ckpttool.errors import RemoteError, UsageError, without_credentials
+from ckpttool.errors import OverwriteError, RemoteError, UsageError, without_credentials
 from ckpttool.storage import free_space, staging
 from ckpttool.storage.errors import os_errors
 from ckpttool.storage.hub import client, errors, listing, retries, xet
@@ -86,6 +86,7 @@ class Sent:
     created: bool = False  #: whether the repository was created
     private: bool | None = None  #: whether the repository is private; null if the Hub does not say so
     branch_created: bool = False  #: whether the branch was created, from `main`
+    tag: str | None = None  #: tag of the commit, or of the current one if nothing differed
     commit: str | None = None  #: address of the commit; null if nothing differed
     oid: str | None = None  #: hash of the commit
     pull_request: str | None = None  #: address of the pull request
@@ -112,6 +113,7 @@ class Repository(Store):
         private: bool = False,
         public: bool = False,
         create_pr: bool = False,
+        tag: str | None = None,
         message: str | None = None,
         stage: str | None = None,
         dry_run: bool = False,
@@ -124,16 +126,17 @@ class Repository(Store):
 
         Without `stage`, each file is removed after it was sent, so that one file at a time needs local space; files in
         `stage` are kept. Files named in `unless_there` do not replace those on the Hub. Weights of an earlier upload
-        are removed, unless they match `keep`. `progress(done, total)` counts bytes sent. Nothing is visible before the
-        commit. With `dry_run`, return what would be sent; a file is written only if the Hub has one of its size, since
-        only digests can tell them apart.
+        are removed, unless they match `keep`. The commit gets the `tag`, which must not exist. `progress(done, total)`
+        counts bytes sent. Nothing is visible before the commit. With `dry_run`, return what would be sent; a file is
+        written only if the Hub has one of its size, since only digests can tell them apart.
 
-        Raises RemoteError for failures of the Hub, UsageError, StorageError, and the errors of `Outgoing.write`.
+        Raises RemoteError for failures of the Hub, OverwriteError if the tag exists, UsageError, StorageError, and the
+        errors of `Outgoing.write`.
         """
         sizes = [file.size for file in outgoing]
         upload = _Upload(replace(self._address, path=name), create_pr, message or _MESSAGE, progress, sum(sizes))
         _check_names(outgoing)
-        upload.prepare(private, dry_run, public=public)
+        upload.prepare(private, dry_run, public=public, tag=tag)
         upload.find_stale_files(outgoing, keep)
         if stage is not None:
             _check_stage(stage, {file.name for file in outgoing})
@@ -145,6 +148,8 @@ class Repository(Store):
                 upload.add(file, folder, keep_local=stage is not None, keep_existing=file.name in unless_there)
         if not dry_run and (upload.additions or upload.deletions):
             upload.commit()
+        if tag is not None and not dry_run:
+            upload.create_tag(tag)
         return upload.sent
 
 
@@ -207,9 +212,9 @@ class _Upload:
 
     # Preparation -----------------------------------------------------------------------------------------------------
 
-    def prepare(self, private: bool, dry_run: bool, *, public: bool) -> None:
-        """List the repository, create it if needed, and check write access."""
-        self.sent.dry_run = dry_run
+    def prepare(self, private: bool, dry_run: bool, *, public: bool, tag: str | None = None) -> None:
+        """List the repository, create it if needed, and check write access and that there is no such tag."""
+        self.sent.dry_run, self.sent.tag = dry_run, tag
         if client.token() is None:
             raise RemoteError(
                 f"`{self.address}`: cannot be written: there is no token",
@@ -233,6 +238,8 @@ class _Upload:
                 info = self._info(None)
             else:
                 self.sent.private = getattr(info, "private", None)
+                if tag is not None:
+                    self._check_no_tag(tag)
             self.sent.branch_created = self._is_branch_new
             if self._is_branch_new and not dry_run:
                 self._api.create_branch(self.address.repo, branch=self.address.branch, revision=info.sha, exist_ok=True)
@@ -263,6 +270,20 @@ class _Upload:
                 raise
             self._is_branch_new = True
             return self._info(None)
+
+    def _check_no_tag(self, tag: str) -> None:
+        """Raises OverwriteError if there is a tag or a branch of this name."""
+        refs = repeat(partial(self._api.list_repo_refs, self.address.repo))
+        kinds = {
+            ref.name: kind for kind, some_refs in (("branch", refs.branches), ("tag", refs.tags)) for ref in some_refs
+        }
+        # A revision may be either.
+        if tag in kinds or (self._is_branch_new and tag == self.address.branch):
+            raise OverwriteError(
+                f"`--tag {tag}`: `hf://{self.address.repo}` has a {kinds.get(tag, 'branch')} of this name",
+                hint="choose another name; a tag is never moved",
+                file=str(self.address),
+            )
 
     def _preupload(self, operation: CommitOperationAdd) -> None:
         self._api.preupload_lfs_files(
@@ -382,6 +403,29 @@ class _Upload:
                 file=str(self.address),
                 found=differences,
             )
+
+    def create_tag(self, tag: str) -> None:
+        """Give the commit a tag, or the current one if nothing differed. Raises OverwriteError if it was created
+        elsewhere during the upload."""
+        oid = self.sent.oid or str(self._parent)
+        create = partial(self._api.create_tag, self.address.repo, tag=tag, revision=oid)
+        with self._translate_errors():
+            try:
+                repeat(create)
+            except errors.CAUGHT as error:
+                # The tag may be there although the answer was lost.
+                is_lost = errors.status_of(error) == 409 or errors.is_outcome_unknown(error)
+                refs = repeat(partial(self._api.list_repo_refs, self.address.repo)) if is_lost else None
+                target = next((str(ref.target_commit) for ref in refs.tags if ref.name == tag), None) if refs else None
+                if target == oid:
+                    return
+                if target is None:
+                    raise
+                raise OverwriteError(
+                    f"`--tag {tag}`: was created elsewhere during the upload, of commit {target}",
+                    hint=f"the files are in commit {oid}; choose another name and run the command again",
+                    file=str(self.address),
+                ) from error
 
     def _create_commit(self) -> _Commit:
         info = self._api.create_commit(

@@ -23,7 +23,7 @@ from support.paths import CHECKPOINTS, ROOT
 
 import ckpttool
 from ckpttool.cli.app import application
-from ckpttool.errors import RemoteError, UsageError
+from ckpttool.errors import OverwriteError, RemoteError, UsageError
 
 SAMPLE = CHECKPOINTS / "dcp/single" / "ckpt"
 
@@ -96,6 +96,21 @@ def test_the_token_of_an_option(hub: Hub, tmp_path: Path, monkeypatch: pytest.Mo
     run("export", str(SAMPLE), "hf://me/model", "--assets", "hf://org/base", "--token", WRITER)
     assert "config.json" in hub.files("me/model") and os.environ["HF_TOKEN"] == "hf_wrong"
     assert CliRunner().invoke(application(), [*words, "--token", ""]).exit_code == UsageError.exit_code
+
+
+def test_the_tag_of_an_option(hub: Hub, tmp_path: Path) -> None:
+    words = ("export", str(SAMPLE), "hf://me/model", "--tag")
+    for wrong in (("a b",), ("-v",), ("v..1",), ("v1.lock",), ("",), ("v1", "--create-pr")):
+        done = CliRunner().invoke(application(), [*words, *wrong])
+        assert done.exit_code == UsageError.exit_code and "--tag" in done.stderr and not hub.repos, wrong
+    assert CliRunner().invoke(application(), ["export", str(SAMPLE), str(tmp_path / "x"), "--tag", "v1"]).exit_code == 2
+    assert json.loads(run(*words, "v1.0", "--dry-run", "--json"))["sent"]["tag"] == "v1.0" and not hub.repos
+    assert "v1.0" in run(*words, "v1.0") and set(hub.repos["me/model"].tags) == {"v1.0"}
+    before = hub.history("me/model")
+    done = CliRunner().invoke(application(), [*words, "v1.0", "--dtype", "float16"])
+    assert done.exit_code == OverwriteError.exit_code and hub.history("me/model") == before
+    # What the tag names is read again.
+    assert "model.safetensors" in run("inspect", "hf://me/model@v1.0", "--json")
 
 
 def test_a_card_that_somebody_wrote_stays(hub: Hub, tmp_path: Path) -> None:

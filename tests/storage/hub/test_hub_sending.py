@@ -16,7 +16,7 @@ from huggingface_hub import constants
 from support.hub_client import check_told_to_nobody, everything_logged, patience
 from support.hub_server import READER, Fault, Handler, Hub, drop, stall
 
-from ckpttool.errors import CkptError, RemoteError, StorageError, UsageError
+from ckpttool.errors import CkptError, OverwriteError, RemoteError, StorageError, UsageError
 from ckpttool.storage.hub import Sent
 from ckpttool.storage.stores import Outgoing, destination
 
@@ -258,6 +258,46 @@ def test_the_answer_to_a_new_branch_is_lost(hub: Hub) -> None:
         send(files.outgoing(), "hf://me/model@dev")
     send(files.outgoing(), "hf://me/model@dev")
     assert hub.history("me/model", "dev") == ["Upload with ckpttool", *hub.history("me/model")] and len(repo.refs) == 2
+
+
+def test_a_commit_gets_a_tag(hub: Hub) -> None:
+    files = Files(model__safetensors=weights(1))
+    planned = send(files.outgoing(), "hf://me/model", tag="v1", dry_run=True)
+    assert planned.tag == "v1" and "me/model" not in hub.repos
+    sent = send(files.outgoing(), "hf://me/model", tag="v1")
+    refs = huggingface_hub.HfApi(endpoint=hub.url).list_repo_refs("me/model")
+    assert [(ref.name, ref.target_commit) for ref in refs.tags] == [("v1", sent.oid)] and sent.tag == "v1"
+    # If nothing differs, the current commit gets it; on a branch, that of the branch.
+    assert send(files.outgoing(), "hf://me/model", tag="again").commit is None
+    assert hub.repos["me/model"].tags == {"v1": sent.oid, "again": sent.oid}
+    other = send(Files(model__safetensors=weights(2)).outgoing(), "hf://me/model@dev", tag="v2/dev")
+    assert hub.repos["me/model"].tags["v2/dev"] == other.oid != sent.oid
+    # A tag is never moved, nor named as a branch is; nothing is sent.
+    before = (hub.history("me/model"), len(hub.asked("PUT", "/lfs/")), dict(hub.repos["me/model"].refs))
+    files.bytes["model.safetensors"] = weights(3)
+    for address, tag in (("me/model", "v1"), ("me/model", "main"), ("me/model@new", "new")):
+        for dry_run in (True, False):
+            with pytest.raises(OverwriteError, match=f"--tag {tag}"):
+                send(files.outgoing(), f"hf://{address}", tag=tag, dry_run=dry_run)
+    assert (hub.history("me/model"), len(hub.asked("PUT", "/lfs/")), hub.repos["me/model"].refs) == before
+
+
+def test_the_answer_to_a_tag_is_lost(hub: Hub) -> None:
+    hub.make("me/model", {"config.json": b"{}"})
+    hub.faults.append(Fault("POST", "/tag/", after=True, times=1))
+    sent = send(Files(model__safetensors=weights(1)).outgoing(), "hf://me/model", tag="v1")
+    repo = hub.repos["me/model"]
+    assert repo.tags == {"v1": sent.oid} and len(hub.history("me/model")) == 3
+    # Somebody else creates the tag during the upload.
+    data = weights(2)
+
+    def write(path: str) -> None:
+        repo.tags["v2"] = str(sent.oid)
+        Path(path).write_bytes(data)
+
+    with pytest.raises(OverwriteError, match=f"created elsewhere during the upload, of commit {sent.oid}") as raised:
+        send([Outgoing("model.safetensors", len(data), write)], "hf://me/model", tag="v2")
+    assert repo.refs["main"] in str(raised.value.hint) and repo.tags["v2"] == sent.oid != repo.refs["main"]
 
 
 def test_no_message_has_the_credentials_of_an_address() -> None:
