@@ -4,6 +4,7 @@
     torchrun --nproc-per-node 2 samples/generators/other_tools.py megatron       megatron-core 0.16.1
     python samples/generators/other_tools.py quantized    transformers 5.23, bitsandbytes 0.50.2, torchao 0.18,
                                                           compressed-tensors 0.20, peft 0.21.2
+    python samples/generators/other_tools.py peft         peft 0.21.2, transformers 5.23
     python samples/generators/other_tools.py gguf         gguf 0.19
     python samples/generators/other_tools.py orbax        orbax-checkpoint 0.12.8, jax 0.10.2
     python samples/generators/other_tools.py paddle       paddlepaddle 3.3.1
@@ -211,6 +212,43 @@ def quantized() -> None:
     shutil.rmtree(base)
 
 
+def peft() -> None:
+    """Ten kinds of adapters: the whole state dict of the model in training, and what `save_pretrained` makes of it."""
+    import peft as library
+    import torch
+    import transformers
+
+    two, causal = ["q_proj", "v_proj"], "CAUSAL_LM"
+    dora = {"use_dora": True, "modules_to_save": ["lm_head"], "rank_pattern": {"layers.1.self_attn.v_proj": 3}}
+    three = {"target_modules": ["k_proj", "v_proj", "down_proj"], "feedforward_modules": ["down_proj"]}
+    ada = {"init_r": 3, "target_r": 2, "target_modules": two, "total_step": 100, "tinit": 1, "tfinal": 10}
+    configs = {
+        "lora_dora_bias_mts": library.LoraConfig(r=2, target_modules=two, **dora),
+        "lora_embed": library.LoraConfig(r=2, target_modules=["embed_tokens", "q_proj"]),
+        "lora_tokens": library.LoraConfig(r=2, target_modules=two, trainable_token_indices=[1, 3]),
+        "adalora": library.AdaLoraConfig(**ada),
+        "ia3": library.IA3Config(**three),
+        "loha": library.LoHaConfig(r=2, target_modules=two),
+        "vera": library.VeraConfig(r=2, target_modules=two),
+        "oft": library.OFTConfig(r=0, oft_block_size=4, target_modules=two),
+        "prompt": library.PromptTuningConfig(task_type=causal, num_virtual_tokens=3),
+        "ptuning": library.PromptEncoderConfig(task_type=causal, num_virtual_tokens=3, encoder_hidden_size=6),
+    }
+    sizes = {"vocab_size": 16, "hidden_size": 8, "intermediate_size": 16, "num_hidden_layers": 2}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 2, "tie_word_embeddings": False}
+    for name, config in configs.items():
+        torch.manual_seed(0)
+        base = transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes, **heads))
+        model = library.get_peft_model(base, config)
+        torch.manual_seed(1)
+        with torch.no_grad():
+            for parameter in (p for p in model.parameters() if p.requires_grad):
+                parameter.copy_(torch.randn_like(parameter) * 0.3)
+        model.save_pretrained(HERE / "peft" / name)
+        (HERE / "peft" / name / "README.md").unlink()
+        torch.save({"model": model.state_dict(), "step": 3}, HERE / "peft" / name / "state.pt")
+
+
 def gguf() -> None:
     """A GGUF file with tensors of three types."""
     import gguf as library
@@ -255,5 +293,5 @@ def paddle() -> None:
 
 if __name__ == "__main__":
     os.environ.setdefault("DS_ACCELERATOR", "cpu")
-    makers = (deepspeed, megatron, quantized, gguf, orbax, paddle)
+    makers = (deepspeed, megatron, quantized, peft, gguf, orbax, paddle)
     {maker.__name__: maker for maker in makers}[sys.argv[1]]()

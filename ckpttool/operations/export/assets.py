@@ -63,6 +63,11 @@ class Assets:
         return name if isinstance(name, str) else None
 
     @property
+    def adapter(self) -> Mapping[str, Any] | None:
+        """The parsed `adapter_config.json`, if there is one."""
+        return _config(self.paths[ADAPTER])[1] if ADAPTER in self.paths else None
+
+    @property
     def head_dim(self) -> int | None:
         """The rows of an attention head, by a config of transformers or the `params.json` of Meta."""
         config = self.config or {}

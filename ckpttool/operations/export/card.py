@@ -72,7 +72,7 @@ def text(result: Exported, catalogue: Catalogue, beside: Assets) -> str:
     if MODULES in beside.paths:
         library = "sentence-transformers"
     library = "peft" if result.adapter else library
-    what = "a LoRA adapter" if result.adapter else f"a `{architecture}`" if architecture else "a model"
+    what = "an adapter" if result.adapter else f"a `{architecture}`" if architecture else "a model"
     producer = catalogue.facts.get("producer")
     run = catalogue.facts.get("run", ())
     source = result.source if is_remote(result.source) else locate(result.source).name

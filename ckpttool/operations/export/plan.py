@@ -13,13 +13,14 @@ from typing import Any
 
 from ckpttool.catalogue.dtypes import DTYPES
 from ckpttool.catalogue.entries import Catalogue
-from ckpttool.errors import UsageError
+from ckpttool.errors import CorruptError, UsageError
 from ckpttool.formats.safetensors.sharding import MAX_SHARD_SIZE
 from ckpttool.layout import dtype_rules
 from ckpttool.layout.move import again, rebuilt
 from ckpttool.operations import arguments, write
 from ckpttool.operations.arguments import Selection
 from ckpttool.operations.export import (
+    adapters,
     architecture,
     assets,
     bundles,
@@ -56,7 +57,7 @@ class Exported(Conversion):
     parameters: dict[str, int] = field(default_factory=dict)  #: number of elements by dtype, tied ones counted once
     assets: list[str] = field(default_factory=list)  #: all files that were copied: config, tokenizer, template, code
     key_map: str = ""  #: key map that was applied, or empty
-    adapter: bool = False  #: whether it is a LoRA adapter
+    adapter: bool = False  #: whether it is an adapter of PEFT
     compared: str = ""  #: class of transformers whose tensors were compared; with `--no-strict`, also what differs
     not_compared: str = ""  #: reason why they were not compared
     transformers_seconds: float = 0.0  #: part of `seconds` that transformers took to build the model
@@ -139,7 +140,11 @@ def _plan(
 ) -> list[Component]:
     """Return the tensors to write, each with its origin in the source, by folder: the model of the config first."""
     planned = select_model.renamed(select_model.model_of(source, options.selection.only), options.selection)
-    planned, result.adapter = select_model.without_base(planned)
+    config = beside.adapter
+    planned, method = adapters.without_base(planned, config)
+    result.adapter = bool(method)
+    if config is not None:
+        _check_adapter(planned, method, config, beside, options, result)
     others: list[Component] = []
     if not result.adapter:
         planned, others = bundles.place(planned, beside)
@@ -196,6 +201,17 @@ def _cast(
     return kept
 
 
+def _check_adapter(
+    planned: Catalogue, method: str, config: Any, beside: Assets, options: ExportOptions, result: Exported
+) -> None:
+    try:
+        adapters.check(planned, method, config, str(beside.paths[assets.ADAPTER]))
+    except CorruptError as error:
+        if options.strict:
+            raise
+        result.notes.append(error.message)
+
+
 def _mapped(planned: Catalogue, viewed: Viewed, beside: Assets, options: ExportOptions, result: Exported) -> Catalogue:
     names = [tensor.name for tensor in planned.tensors]
     keymap = key_maps.chosen(options.key_map, names, beside.config)
@@ -218,7 +234,7 @@ def _expected(beside: Assets, options: ExportOptions, result: Exported) -> Expec
     if result.adapter:
         if assets.ADAPTER not in beside.paths:
             result.notes.append(f"PEFT needs an `{assets.ADAPTER}` too, and there is none: pass `--assets`")
-        result.not_compared = "a LoRA adapter is no model of its own"
+        result.not_compared = "an adapter is no model of its own"
     elif beside.main + assets.CONFIG not in beside.paths or beside.config is None:
         result.not_compared = "there is no `config.json`: pass `--assets` with the directory that has it"
     else:

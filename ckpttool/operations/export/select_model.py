@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 
 from ckpttool.catalogue import parts
@@ -17,9 +16,6 @@ from ckpttool.operations.arguments import Selection
 from ckpttool.text import some
 
 _MODEL = Part("model")
-_ADAPTER = re.compile(r"(?:^|\.)lora_(?:[AB]|embedding_[AB]|magnitude_vector)(?:\.([^.]+))?(?:\.weight|\.bias)?$")
-_SAVED_TOO = re.compile(r"\.modules_to_save\.([^.]+)\.")
-_PEFT = "base_model.model."
 
 
 def model_of(source: Catalogue, only: Sequence[str]) -> Catalogue:
@@ -71,40 +67,3 @@ def renamed(planned: Catalogue, selection: Selection) -> Catalogue:
     write.check_not_empty(kept)
     kept = rename_entries(kept, arguments.stripper(selection, kept))
     return _flat(arguments.renamed(kept, selection.rename))
-
-
-# LoRA -----------------------------------------------------------------------------------------------------------------
-
-
-def without_base(planned: Catalogue) -> tuple[Catalogue, bool]:
-    """Return the LoRA adapter alone, with PEFT's names, when there is one; else the model as it is. And which it is.
-
-    Raises UsageError when there are several adapters.
-    """
-    names = [tensor.name for tensor in planned.tensors]
-    matches = [match for name in names if (match := _ADAPTER.search(name)) is not None]
-    if not matches:
-        return planned, False
-    adapters = sorted({match[1] for match in matches if match[1] not in (None, "weight", "bias")})
-    if len(adapters) > 1:
-        raise UsageError(
-            f"there are {len(adapters)} adapters, and one can be exported: {some(adapters)}",
-            hint=f"exclude the others: `--exclude '*.{adapters[1]}.*'`",
-            found=adapters,
-        )
-    adapter = adapters[0] if adapters else None
-    saved_too = {name: match[1] for name in names if (match := _SAVED_TOO.search(name))}
-    own = {name for name in names if _ADAPTER.search(name)}
-    own |= {name for name, of in saved_too.items() if adapter in (None, of)}
-    model = select.select(planned, lambda entry: entry.name in own)
-    return _flat(rename_entries(model, lambda name: _as_peft(name, adapter))), True
-
-
-def _as_peft(name: str, adapter: str | None) -> str:
-    """`model.q.lora_A.default.weight` -> `base_model.model.model.q.lora_A.weight`. Pure."""
-    if adapter is not None:
-        name = name.replace(f".modules_to_save.{adapter}.", ".modules_to_save.")
-        name = re.sub(rf"\.{re.escape(adapter)}(\.weight|\.bias)?$", r"\1", name)
-        name = name.replace(".modules_to_save.", ".")
-    name = re.sub(r"(\.lora_magnitude_vector)\.weight$", r"\1", name)
-    return name if name.startswith(_PEFT) else _PEFT + name
