@@ -16,6 +16,7 @@ from ckpttool.catalogue import boxes
 from ckpttool.catalogue.boxes import Box, Ints
 from ckpttool.catalogue.dtypes import Dtype
 from ckpttool.catalogue.entries import Catalogue, Object, Path, Tensor, dotted, unknown_name
+from ckpttool.catalogue.flatten import unflatten
 from ckpttool.catalogue.patterns import any_of
 from ckpttool.errors import UsageError, require
 from ckpttool.producers.open import open_source
@@ -100,17 +101,33 @@ class Subtree(Mapping[str, Any]):
         }
 
     def state_dict(self) -> dict[str, Any]:
-        """Return a flat dict of everything, with torch tensors on the CPU, for `model.load_state_dict`.
+        """Return a dict of everything, with torch tensors on the CPU, for `model.load_state_dict`.
 
-        Reads all of it; tied weights are one tensor each.
+        Its keys are the names. That of an optimizer is nested as it was saved, for `optimizer.load_state_dict`. Reads
+        all of it; tied weights are one tensor each.
 
         Raises:
             UsageError: for quantized tensors, which mean nothing without their scale.
             CorruptError: if the bytes of a tensor do not match their checksum.
         """
-        return {
-            n: v.torch() if isinstance(v, LazyTensor) else v for n, v in ((n, self[p]) for n, p in self._names.items())
-        }
+        entries = [self._checkpoint.catalogue.entries[path] for path in self._names.values()]
+        # A tensor embedded in an object has a name of its own, and no place in the tree.
+        if entries and all(entry.part.kind == "optimizer" and not entry.embedded for entry in entries):
+            return dict(unflatten(self._as_catalogue(), lambda entry: self._loaded(entry.path)))
+        return {name: self._loaded(path) for name, path in self._names.items()}
+
+    def _loaded(self, path: Path) -> Any:
+        value = self[path]
+        return value.torch() if isinstance(value, LazyTensor) else value
+
+    def _as_catalogue(self) -> Catalogue:
+        """The entries below the name, by the keys that are left of their paths."""
+        whole = self._checkpoint.catalogue
+        name, path = next(iter(self._names.items()))
+        depth = next(depth for depth in range(len(path)) if dotted(path[depth:]) == name)
+        entries = {own[depth:]: whole.entries[own] for own in self._names.values()}
+        around = {own[depth:]: kind for own, kind in whole.containers.items() if own[:depth] == path[:depth]}
+        return Catalogue(whole.format, entries=entries, containers=around)
 
 
 class Checkpoint(Subtree):

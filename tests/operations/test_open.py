@@ -17,6 +17,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from same import assert_same
 from support.checkpoints import bits
 from support.damage import flipped_copy
 from support.paths import CHECKPOINTS, ROOT
@@ -404,3 +405,17 @@ def test_docstrings_name_the_errors(public: Callable[..., Any]) -> None:
 def test_docstrings_of_load_name_every_argument() -> None:
     section = inspect.cleandoc(ckpttool.load.__doc__ or "").partition("\nArgs:\n")[2].partition("\nRaises:")[0]
     assert re.findall(r"^    (\w+): ", section, re.MULTILINE) == list(inspect.signature(ckpttool.load).parameters)
+
+
+def test_the_state_dict_of_an_optimizer_is_nested(tmp_path: Path) -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.Linear(4, 2))
+    optimizer = torch.optim.AdamW([{"params": model[0].parameters(), "lr": 0.5}, {"params": model[1].parameters()}])
+    model(torch.ones(1, 3)).sum().backward()
+    optimizer.step()
+    torch.save({"model": model.state_dict(), "optim": optimizer.state_dict()}, tmp_path / "full.pt")
+    fresh = torch.optim.AdamW([{"params": model[0].parameters()}, {"params": model[1].parameters()}])
+    with ckpttool.open(tmp_path / "full.pt") as ckpt:
+        fresh.load_state_dict(ckpt["optim"].state_dict())
+        assert list(ckpt["optim"]["state"].state_dict()) == [0, 1, 2, 3]
+        assert ckpt["model"].state_dict().keys() == model.state_dict().keys()
+    assert_same(fresh.state_dict(), optimizer.state_dict())
