@@ -185,18 +185,17 @@ class Accumulator:
     def _of_counts(self, result: Statistics, histogram: Histogram) -> tuple[Moments, float, tuple[float, float]]:
         import numpy as np
 
-        bins, counts = histogram.bins, histogram.counts
-        values = bins.middle
+        (used, counts), lowest = histogram.used, histogram.bins.low
+        result.positive_infs = int(counts[lowest[used] == np.inf].sum())
+        result.negative_infs = int(counts[lowest[used] == -np.inf].sum())
         numel = int(counts.sum())
+        used, counts = histogram.finite
+        result.nans = numel - int(counts.sum()) - result.infs
+        values = histogram.bins.middle[used]
         result.zeros = int(counts[values == 0].sum())
-        result.positive_infs = int(counts[bins.low == np.inf].sum())
-        result.negative_infs = int(counts[bins.low == -np.inf].sum())
-        known = bins.order[counts[bins.order] > 0]
-        result.nans = numel - int(counts[known].sum()) - result.infs
         if self.dtype.kind == "float" and self.dtype.name != EXPONENT_ONLY:
             smallest = 2.0 ** (1 - FLOATS[self.dtype.name].bias)
             result.subnormals = int(counts[(np.abs(values) < smallest) & (values != 0)].sum())
-        values, counts = values[known], counts[known]
         limits = (float(values[0]), float(values[-1])) if len(values) else self._limits
         return of_counts(values, counts), float((np.abs(values) * counts).sum()), limits
 

@@ -15,12 +15,15 @@ from functools import cache
 from ckpttool.catalogue.dtypes import DTYPES, Dtype
 from ckpttool.transfer.numbers import FLOATS, Array, has_numbers, numbers
 
+_FEW = 4096  # elements, or bins, of which a list of those that are used takes less time than all bins
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Bins:
     """Class for what is counted together: bin `i` has the elements between `low[i]` and `high[i]`, inclusive.
 
-    `order` are the bins of finite numbers in ascending order; `middle` is a number of each bin.
+    `order` are the bins of finite numbers in ascending order; `middle` is a number of each bin. `places` are where
+    each bin is in that order, -1 for those of no finite numbers; `steps` its step in a `Compact`.
     """
 
     name: str
@@ -28,6 +31,8 @@ class Bins:
     high: Array
     middle: Array
     order: Array
+    places: Array
+    steps: Array
     exact: bool  # whether all elements of a bin are the same number
     error: float  # largest relative distance of a number of a bin from its middle
 
@@ -89,82 +94,118 @@ def _bins(name: str) -> Bins:
         middle = np.where(known, np.where((low == 0) | (high == 0), 0.0, low / 2 + high / 2), np.nan)
     order = np.flatnonzero(known)
     order = order[np.argsort(middle[order], kind="stable")]
-    return Bins(name, low, high, middle, order, dtype.itemsize <= 2, error)
+    places = np.full(len(low), -1, np.int32)
+    places[order] = np.arange(len(order))
+    return Bins(name, low, high, middle, order, places, _steps(middle), dtype.itemsize <= 2, error)
+
+
+def _steps(numbers: Array) -> Array:
+    """Return the steps of numbers, 0 of zero: 2**(e-1) <= |x| < 2**e, four in each power of two."""
+    import numpy as np
+
+    with np.errstate(invalid="ignore"):
+        mantissas, exponents = np.frexp(np.nan_to_num(numbers, nan=0.0, posinf=0.0, neginf=0.0))
+    steps: Array = exponents * 4 + np.floor((np.abs(mantissas) - 0.5) * 8).astype(np.int64)
+    return np.where(mantissas == 0, 0, steps)
 
 
 class Histogram:
-    """Class for the number of elements in each of some bins. Of a packed one, only bins that have any take memory."""
+    """Class for the number of elements in each of some bins. While few bins have any, the others take no memory."""
 
-    __slots__ = ("_counts", "_packed", "bins")
+    __slots__ = ("_counts", "_used", "bins")
 
     def __init__(self, bins: Bins) -> None:
         self.bins = bins
-        self._counts: Array | None = None
-        self._packed: tuple[Array, Array] | None = None
+        self._counts: Array | None = None  # of all bins
+        self._used: tuple[Array, Array] | None = None  # the bins that have any, ascending, and their counts
 
     @property
-    def counts(self) -> Array:
-        """The number of elements in each bin."""
+    def used(self) -> tuple[Array, Array]:
+        """The bins that have elements, in ascending order, and the number in each."""
         import numpy as np
 
+        if self._used is not None:
+            return self._used
         if self._counts is None:
-            self._counts = np.zeros(self.bins.count, np.int64)
-            if self._packed is not None:
-                self._counts[self._packed[0]] = self._packed[1]
-                self._packed = None
-        return self._counts
+            return np.zeros(0, np.uint16), np.zeros(0, np.int64)
+        used = np.flatnonzero(self._counts)
+        return used.astype(np.uint16), self._counts[used]
+
+    @property
+    def finite(self) -> tuple[Array, Array]:
+        """The bins of finite numbers that have elements, in ascending order of the numbers, and the number in each."""
+        import numpy as np
+
+        used, counts = self.used
+        places = self.bins.places[used]
+        kept = np.argsort(places, kind="stable")[np.count_nonzero(places < 0) :]
+        return used[kept], counts[kept]
 
     def pack(self) -> None:
         """Free the memory of bins without elements."""
-        import numpy as np
-
-        if self._counts is not None:
-            used = np.flatnonzero(self._counts)
-            self._packed = used.astype(np.uint16), self._counts[used]
-            self._counts = None
+        self._used, self._counts = self.used, None
 
     def add(self, indices: Array) -> None:
         """Count elements, given as the bin of each."""
         import numpy as np
 
-        counts = self.counts
-        counts += np.bincount(indices, minlength=self.bins.count)
+        if len(indices) <= _FEW:
+            used, counts = np.unique(indices, return_counts=True)
+            self._add_used(used, counts)
+        else:
+            counts = self._all()
+            counts += np.bincount(indices, minlength=self.bins.count)
 
     def merge(self, other: Histogram) -> None:
         """Add the counts of other elements, in the same bins."""
-        counts = self.counts
-        counts += other.counts
+        self._add_used(*other.used)
 
     def quantiles(self, fractions: Sequence[float]) -> list[float]:
         """Return the smallest number such that at least each fraction of the elements is not larger; for bins of
         several numbers, the middle of its bin. Elements that are no finite numbers do not count."""
         import numpy as np
 
-        order = self.bins.order
-        ends = self.counts[order].cumsum()
-        if not len(ends) or not ends[-1]:
+        used, counts = self.finite
+        if not len(used):
             return []
+        ends = counts.cumsum()
         # ceil(f * n) without a rounding error that would take the next element.
         ranks = [max(1, min(int(ends[-1]), -int(-(f * int(ends[-1])) // 1))) for f in fractions]
         found = np.searchsorted(ends, ranks, side="left")
-        return [float(x) for x in self.bins.middle[order[found]]]
+        return [float(x) for x in self.bins.middle[used[found]]]
 
     def compact(self) -> Compact:
         """Return the counts by sign, exponent and 2 bits of the mantissa, for a picture."""
         import numpy as np
 
-        order = self.bins.order
-        order = order[self.counts[order] > 0]
-        edges, counts = np.frexp(self.bins.middle[order]), self.counts[order]
-        # 2**(e-1) <= |x| < 2**e: four steps in each power of two.
-        steps = (edges[1] * 4 + np.floor((np.abs(edges[0]) - 0.5) * 8)).astype(np.int64)
-        total: dict[tuple[int, int], int] = {}
-        for sign, step, n in zip(
-            np.sign(self.bins.middle[order]).tolist(), steps.tolist(), counts.tolist(), strict=True
-        ):
-            key = (int(sign), step if sign else 0)
-            total[key] = total.get(key, 0) + n
-        return Compact(sorted((sign, step, n) for (sign, step), n in total.items()))
+        used, counts = self.finite
+        if not len(used):
+            return Compact([])
+        signs, steps = np.sign(self.bins.middle[used]).astype(np.int64), self.bins.steps[used]
+        # Numbers of one step are neighbours.
+        starts = np.flatnonzero(np.diff(signs, prepend=-2) | np.diff(steps, prepend=steps[0]))
+        sums = np.add.reduceat(counts, starts)
+        return Compact(sorted(zip(signs[starts].tolist(), steps[starts].tolist(), sums.tolist(), strict=True)))
+
+    def _all(self) -> Array:
+        import numpy as np
+
+        if self._counts is None:
+            (used, counts), self._counts = self.used, np.zeros(self.bins.count, np.int64)
+            self._counts[used], self._used = counts, None
+        return self._counts
+
+    def _add_used(self, used: Array, counts: Array) -> None:
+        import numpy as np
+
+        if self._counts is not None or len(self.used[0]) + len(used) > _FEW:
+            self._all()[used] += counts
+            return
+        own, own_counts = self.used
+        both, places = np.unique(np.concatenate([own, used]), return_inverse=True)
+        sums = np.zeros(len(both), np.int64)
+        np.add.at(sums, places, np.concatenate([own_counts, counts]))
+        self._used = both.astype(np.uint16), sums
 
 
 @dataclass(slots=True)
