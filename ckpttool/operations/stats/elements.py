@@ -55,7 +55,7 @@ class Statistics:
     absmax: float | None = None  #: largest magnitude
     l1: float | None = None  #: sum of the magnitudes
     l2: float | None = None  #: root of the sum of the squares
-    kurtosis: float | None = None  #: excess kurtosis: 0 for a normal distribution; null for equal elements
+    kurtosis: float | None = None  #: excess kurtosis: 0 for a normal distribution; null for equal or extreme elements
     quantiles: dict[str, float] | None = None  #: quantiles by name: `p50` is the median, `p99.9` that of 99.9 %
     quantile_error: float | None = None  #: largest relative error of a quantile: 0 where they are exact
 

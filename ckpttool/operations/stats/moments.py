@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from ckpttool.transfer.numbers import Array, dot
 
 _GUESS = 1024  # elements whose mean is near that of the piece
+_LEAST = 1e-140  # of which the square has all digits
 
 
 @dataclass(slots=True)
@@ -37,13 +38,13 @@ class Moments:
         step = apart / n
         self.m4 += (
             other.m4
-            + apart * step**3 * a * b * (a * a - a * b + b * b)
+            + apart * step * step * step * a * b * (a * a - a * b + b * b)
             + 6 * step * step * (a * a * other.m2 + b * b * self.m2)
             + 4 * step * (a * other.m3 - b * self.m3)
         )
         self.m3 += other.m3 + apart * step * step * a * b * (a - b) + 3 * step * (a * other.m2 - b * self.m2)
-        self.m2 += other.m2 + apart * step * a * b
-        self.mean += step * b
+        self.m2 = _or_infinite(self.m2 + other.m2 + apart * step * a * b)
+        self.mean = self.mean + step * b if math.isfinite(apart) else self.mean + other.mean
         self.n = n
 
     @property
@@ -58,8 +59,9 @@ class Moments:
 
     @property
     def kurtosis(self) -> float | None:
-        """The excess kurtosis: 0 for a normal distribution. None for equal numbers."""
-        return self.n * self.m4 / (self.m2 * self.m2) - 3 if self.m2 > 0 and math.isfinite(self.m4) else None
+        """The excess kurtosis: 0 for a normal distribution. None for equal numbers, and for some so small or large that
+        their fourth powers are no float64."""
+        return self.n * self.m4 / (self.m2 * self.m2) - 3 if self.m2 > _LEAST and math.isfinite(self.m4) else None
 
 
 def of_counts(values: Array, counts: Array) -> Moments:
@@ -90,13 +92,19 @@ def of_numbers(values: Array, buffers: tuple[Array, Array]) -> tuple[Moments, fl
     with np.errstate(over="ignore", invalid="ignore"):
         apart[:] = values
         guess = float(apart[:_GUESS].mean())
+        guess = guess if math.isfinite(guess) else 0.0
         magnitudes = float(np.abs(apart, out=squares).sum())
         apart -= guess
         np.multiply(apart, apart, out=squares)
         s1, s2 = float(apart.sum()), float(squares.sum())
         s3, s4 = dot(squares, apart), dot(squares, squares)
     step = s1 / n
-    m2 = max(s2 - s1 * step, 0.0)
+    m2 = max(_or_infinite(s2 - s1 * step), 0.0)
     m3 = s3 - 3 * step * s2 + 2 * s1 * step * step
-    m4 = max(s4 - 4 * step * s3 + 6 * step * step * s2 - 3 * s1 * step**3, 0.0)
+    m4 = max(_or_infinite(s4 - 4 * step * s3 + 6 * step * step * s2 - 3 * s1 * step * step * step), 0.0)
     return Moments(n, guess + step, m2, m3, m4), magnitudes
+
+
+def _or_infinite(total: float) -> float:
+    """A sum of squares, infinity where a term of it was too large: the difference of two infinities is NaN."""
+    return total if math.isfinite(total) else math.inf

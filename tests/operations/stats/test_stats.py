@@ -11,45 +11,108 @@ import numpy as np
 import pytest
 import torch
 from support.cli import run
-from support.paths import CHECKPOINTS
+from support.paths import CHECKPOINTS, all_samples
 
 import ckpttool
 from ckpttool.catalogue.entries import Tensor
 from ckpttool.errors import UsageError
 from ckpttool.operations.inspect import inspect
-from ckpttool.operations.stats import conditions
+from ckpttool.operations.stats import Statistics, conditions
+from ckpttool.operations.stats.elements import FRACTIONS
 from ckpttool.operations.stats.places import place_of
 from ckpttool.operations.stats.results import COLUMNS
 from ckpttool.transfer.numbers import has_numbers
 
-SAMPLES = [
-    *("dcp/fsdp2_w4/ckpt", "dcp/hsdp_w4/ckpt", "torch/full/ckpt.pt", "safetensors/single/ckpt.safetensors"),
-    *("rank/fsdp1_w4/ckpt", "safetensors/sharded/ckpt"),
-]
+EVERYDAY = {
+    *("dcp/fsdp2_w4", "dcp/dtypes", "torch/full", "torch/quantized", "rank/fsdp1_w4", "safetensors/sharded"),
+}
+OTHERS = ["bitsandbytes_nf4", "compressed_tensors_nvfp4_pack", "megatron_torch_dist_tp2", "peft_dora", "torchao_int8"]
 DCP = CHECKPOINTS / "dcp/fsdp2_w4/ckpt"
+Array = np.ndarray[Any, Any]
 
 
-@pytest.mark.parametrize("sample", [sample for sample in SAMPLES if (CHECKPOINTS / sample).exists()])
+@pytest.mark.parametrize(
+    "sample", [pytest.param(name, marks=() if name in EVERYDAY else pytest.mark.long) for name in all_samples()]
+)
 def test_the_samples(sample: str) -> None:
-    path = CHECKPOINTS / sample
-    found = ckpttool.stats(path)
+    path = next((CHECKPOINTS / sample).glob("ckpt*"))
+    try:
+        compare(path)
+    except UsageError as error:
+        assert "--shapes" in str(error.hint)
+        compare(path, str(path.with_name("reference.pt")))
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("sample", OTHERS)
+def test_samples_of_other_tools(sample: str) -> None:
+    compare(CHECKPOINTS / "other" / sample)
+
+
+def compare(path: Path, shapes: str | None = None) -> None:
+    """Compare every statistic of every tensor with numpy's of the whole tensor in float64."""
+    found = ckpttool.stats(path, shapes=shapes)
     rows = {row.name: row for row in found.tensors}
-    with ckpttool.open(path) as checkpoint:
-        assert list(rows) == [tensor.name for tensor in checkpoint.catalogue.tensors]
+    with ckpttool.open(path, shapes=shapes) as checkpoint:
+        assert [row.name for row in found.tensors] == [tensor.name for tensor in checkpoint.catalogue.tensors]
         for tensor in checkpoint.catalogue.tensors:
-            row = rows[tensor.name]
-            assert row.statistics.numel == tensor.numel
-            if not tensor.numel or not has_numbers(tensor.dtype):
+            statistics = rows[tensor.name].statistics
+            assert statistics.numel == tensor.numel
+            if not tensor.numel or not (has_numbers(tensor.dtype) or tensor.dtype.kind == "bool"):
+                assert statistics == Statistics(numel=tensor.numel)
                 continue
             whole = checkpoint[tensor.name].torch()
-            values = whole.to(torch.complex128).abs() if whole.is_complex() else whole.to(torch.float64)
-            finite = values[torch.isfinite(values)]
-            assert row.statistics.nans == int(torch.isnan(values).sum())
-            assert row.statistics.mean == pytest.approx(float(finite.mean()), rel=1e-9, abs=1e-15)
-            assert row.statistics.std == pytest.approx(float(finite.std(unbiased=False)), rel=1e-6, abs=1e-12)
-            assert row.statistics.min == pytest.approx(float(finite.min()), rel=1e-15)
-            assert row.statistics.max == pytest.approx(float(finite.max()), rel=1e-15)
-            assert row.statistics.l2 == pytest.approx(float(finite.norm()), rel=1e-9)
+            compare_counts(statistics, whole)
+            values = wide(whole)
+            compare_figures(statistics, values[np.isfinite(values)])
+
+
+def compare_counts(found: Statistics, whole: torch.Tensor) -> None:
+    values = wide(whole)
+    magnitudes = np.abs(values[np.isfinite(values)])
+    assert found.zeros == (magnitudes == 0).sum()
+    assert found.nans == np.isnan(values).sum()
+    assert (found.positive_infs, found.negative_infs) == ((values == np.inf).sum(), (values == -np.inf).sum())
+    if whole.is_floating_point() and whole.dtype != torch.float8_e8m0fnu:
+        smallest = torch.finfo(whole.dtype).smallest_normal
+        assert found.subnormals == ((magnitudes > 0) & (magnitudes < smallest)).sum()
+
+
+def compare_figures(found: Statistics, finite: Array) -> None:
+    if not finite.size:
+        assert (found.min, found.mean, found.quantiles) == (None, None, None)
+        return
+    largest = np.abs(finite).max()
+    assert (found.min, found.max, found.absmax) == (finite.min(), finite.max(), largest)
+    expected = {
+        "mean": (finite.mean(), 1e-15 * largest),
+        "std": (finite.std(), 1e-12 * largest),
+        "rms": (np.sqrt((finite**2).mean()), 0),
+        "l1": (np.abs(finite).sum(), 0),
+        "l2": (np.linalg.norm(finite), 0),
+    }
+    if finite.std() > 1e-6 * largest:
+        with np.errstate(invalid="ignore"):
+            kurtosis = ((finite - finite.mean()) ** 4).mean() / finite.var() ** 2 - 3
+        if np.isfinite(kurtosis):
+            expected["kurtosis"] = kurtosis, 1e-9
+        else:
+            assert found.kurtosis is None  # the fourth powers are too small, or too large, for a float64
+    for name, (value, least) in expected.items():
+        assert getattr(found, name) == pytest.approx(value, rel=1e-9, abs=max(least, 1e-300)), name
+    assert found.quantiles is not None and found.quantile_error is not None
+    ordered = np.sort(finite)
+    for fraction, quantile in zip(FRACTIONS, found.quantiles.values(), strict=True):
+        at = ordered[max(1, math.ceil(fraction * len(ordered))) - 1]
+        assert quantile == pytest.approx(at, rel=found.quantile_error, abs=2.0**-126 if found.quantile_error else 0)
+
+
+def wide(tensor: torch.Tensor) -> Array:
+    """Return the elements as float64, complex ones as their magnitudes; numpy reads what torch casts."""
+    if tensor.is_complex():
+        return np.abs(tensor.to(torch.complex128).numpy()).reshape(-1)
+    values: Array = tensor.to(torch.float64).numpy().reshape(-1)
+    return values
 
 
 def test_groups_are_of_all_their_elements() -> None:
