@@ -18,11 +18,11 @@ from typing import Any, NamedTuple
 from support.paths import CHECKPOINTS
 
 from ckpttool.formats.safetensors.state_json import SCHEMA
-from ckpttool.operations import manifest
 from ckpttool.operations.export import key_maps
 from ckpttool.operations.inspect import inspect
 from ckpttool.operations.inspect.document import document
-from ckpttool.serialization import strict_json
+from ckpttool.serialization import manifest, strict_json
+from ckpttool.storage.stores import locate
 
 NAMES = ("model.layers.0.w.weight", "model.layers.0.w.scale", "lm_head.weight")
 _HEADER = {
@@ -123,7 +123,7 @@ SIDES = (
     Side("adapter_config.json", {"adapter_model.safetensors": shard()}, (_ADAPTER,)),
     Side(f"{_STEP}trainer_state.json", {f"{_STEP}model.safetensors": shard()}, (_TRAINER,)),
     Side("metadata.json", _MODEL, ({"sharded_backend": "torch_dist", "sharded_backend_version": 1},)),
-    Side("integrity.json", {}, (_MANIFEST,), lambda folder: manifest.read(str(folder / "integrity.json"))),
+    Side("integrity.json", {}, (_MANIFEST,), lambda folder: manifest.read(locate(str(folder / "integrity.json")))),
     Side("map.json", {}, (_KEY_MAP,), lambda folder: key_maps.parse(_parsed(folder / "map.json"), "map.json")),
     Side("model.safetensors", {}, (_TIES,), spelt=shard),
     Side(
