@@ -52,15 +52,21 @@ _TENSORS = (
             Option("--dtype DTYPE...", "List only tensors of this dtype. Repeatable."),
             Option("--min-size SIZE", "List only tensors of at least this size: 100MB, 1GiB, ..."),
             Option(
+                "--where CONDITION",
+                "List only tensors of which this is true: 'numel > 1e6 and ranks > 1 and name != \"*.bias\"'.",
+            ),
+            Option(
                 "--sort KEY",
-                "Sort the list by name, size (largest first) or dtype.",
-                type=click.Choice(("name", "size", "dtype")),
+                "Sort the list by name, size (largest first), dtype, or order (as they were saved).",
+                type=click.Choice(("name", "size", "dtype", "order")),
             ),
             Option(
                 "--top N", "List only the first N tensors, or the N largest without --sort.", type=click.IntRange(min=1)
             ),
         ),
         "Output": (
+            Option("--csv", "Print the list as comma-separated values, one line for each tensor.", name="as_csv"),
+            Option("--md", "Print the list as a table of Markdown.", name="as_md"),
             Option("--strict", "Exit with code 4 if the checkpoint is damaged. Without this, inspect only says so."),
             *options.PRINTING,
         ),
@@ -68,7 +74,16 @@ _TENSORS = (
     examples=("step-1000", "step-1000 --tensors 'model.layers.0.*'", "step-1000 --top 20", "hf://org/model --depth 6"),
 )
 def inspect(
-    path: str, depth: int, shapes: str | None, strict: bool, as_json: bool, quiet: bool, verbose: bool, **selection: Any
+    path: str,
+    depth: int,
+    shapes: str | None,
+    strict: bool,
+    as_csv: bool,
+    as_md: bool,
+    as_json: bool,
+    quiet: bool,
+    verbose: bool,
+    **selection: Any,
 ) -> None:
     """Show what a checkpoint holds, without reading its weights or executing its pickles.
 
@@ -93,11 +108,25 @@ def inspect(
         if as_json:
             for piece in document(catalogue, path, listing, exit_code):
                 terminal.write(piece)
+        elif as_csv or as_md:
+            _table(terminal, catalogue, tensors, as_md)
         elif quiet:
             for tensor in tensors:
                 terminal.line(tensor.name)
         else:
             _print(terminal, catalogue, path, depth, tensors if listing != ALL else None)
+
+
+def _table(terminal: Terminal, catalogue: Catalogue, tensors: Sequence[Tensor], as_md: bool) -> None:
+    """Print a line for each tensor, of CSV or of Markdown."""
+    from ckpttool.operations.inspect.rows import COLUMNS, Rows
+
+    rows = Rows(catalogue)
+    lines = ({**row, "shape": "x".join(map(str, row["shape"]))}.values() for row in map(rows.of, tensors))
+    if as_md:
+        terminal.markdown(COLUMNS, ([*line] for line in lines), right=range(4, 9))
+    else:
+        terminal.csv(COLUMNS, ([*line] for line in lines))
 
 
 def _print(terminal: Terminal, catalogue: Catalogue, path: str, depth: int, listed: Sequence[Tensor] | None) -> None:

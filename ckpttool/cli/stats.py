@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import csv
-import io
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -19,6 +17,7 @@ if TYPE_CHECKING:
 _SHOWN = 20  # findings, and tensors of a list
 _SPARKS = "▁▂▃▄▅▆▇█"
 _LONGEST = 40  # bars
+_PLACE = ("name", "part", "moment", "layer", "expert", "dtype")
 _FIGURES = ("rms", "absmax", "min", "max")
 
 
@@ -67,7 +66,7 @@ def stats(
         if as_json:
             terminal.json(result.as_dict())
         elif as_csv:
-            terminal.write(_csv(result.tensors, COLUMNS))
+            terminal.csv((*_PLACE, "shape", *COLUMNS), ([*_cells(row, COLUMNS)] for row in result.tensors))
         elif quiet:
             for finding in result.findings:
                 terminal.line(f"{finding.kind}: {finding.message}")
@@ -83,16 +82,12 @@ def _key(row: TensorStatistics, column: str) -> float:
     return float("-inf") if value is None else value
 
 
-def _csv(rows: Sequence[TensorStatistics], columns: Sequence[str]) -> str:
-    text = io.StringIO()
-    writer = csv.writer(text, lineterminator="\n")
-    writer.writerow(["name", "part", "moment", "layer", "expert", "dtype", "shape", *columns])
-    for row in rows:
-        values = row.values()
-        shape = "x".join(map(str, row.shape))
-        figures = ["" if values[name] is None else repr(values[name]) for name in columns]
-        writer.writerow([row.name, row.part, row.moment, row.layer, row.expert, row.dtype, shape, *figures])
-    return text.getvalue()
+def _cells(row: TensorStatistics, columns: Sequence[str]) -> Iterator[object]:
+    """Yield the cells of a tensor's line of CSV."""
+    yield from (getattr(row, name) for name in _PLACE)
+    yield "x".join(map(str, row.shape))
+    values = row.values()
+    yield from (values[name] for name in columns)
 
 
 def _print(terminal: Terminal, result: Stats, is_list: bool, column: str | None) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import sys
 import textwrap
@@ -117,6 +118,23 @@ class Terminal:
     def json(self, document: Any) -> None:
         """Write a JSON document as one line."""
         self.write(json.dumps(document) + "\n")
+
+    def csv(self, columns: Sequence[str], rows: Iterable[Sequence[object]]) -> None:
+        """Write lines of comma-separated values (RFC 4180), the first with the names of the columns."""
+        import csv
+
+        with _writing():
+            writer = csv.writer(self.stream, lineterminator="\n")
+            writer.writerow(columns)
+            writer.writerows([_csv_cell(value) for value in row] for row in rows)
+
+    def markdown(self, columns: Sequence[str], rows: Iterable[Sequence[object]], *, right: Iterable[int] = ()) -> None:
+        """Write a table of Markdown, in which text is as it is and has no markup. Columns `right` are aligned to the
+        right."""
+        aligned = {*right}
+        lines = [columns, ["---:" if i in aligned else "---" for i in range(len(columns))]]
+        for line in (*lines, *([_markdown_cell(value) for value in row] for row in rows)):
+            self.write(f"| {' | '.join(line)} |\n")
 
     def flush(self) -> None:
         """Flush the stream. Raises ReaderGone or StorageError, as `write`."""
@@ -243,6 +261,21 @@ class Terminal:
         with self.console.capture() as capture:
             self.console.print(table, width=width)
         return capture.get()
+
+
+def _csv_cell(value: object) -> object:
+    # A lone surrogate of a name has no bytes.
+    return value.encode("utf-8", "backslashreplace").decode() if isinstance(value, str) else value
+
+
+def _markdown_cell(value: object) -> str:
+    text = safe(str(value))
+    if isinstance(value, (int, float)) or not text:
+        return text
+    text = text.replace("|", "\\|")  # which ends a cell within code too
+    fence = "`" * (1 + max(map(len, re.findall("`+", text)), default=0))
+    pad = " " if text.startswith("`") or text.endswith("`") else ""
+    return f"{fence}{pad}{text}{pad}{fence}"
 
 
 def _keep_indent(text: str) -> str:

@@ -19,10 +19,12 @@ from ckpttool.catalogue.entries import Catalogue, Object, Path, Tensor, dotted, 
 from ckpttool.catalogue.flatten import unflatten
 from ckpttool.catalogue.patterns import any_of
 from ckpttool.errors import UsageError, require
+from ckpttool.operations.inspect.rows import Rows
+from ckpttool.operations.inspect.sharding import shards
 from ckpttool.producers.open import open_source
 from ckpttool.storage.crc import crc32
 from ckpttool.storage.files import Pool
-from ckpttool.text import html_table
+from ckpttool.text import html_table, plural, size
 from ckpttool.transfer import checksums
 from ckpttool.transfer.read import part, read_box
 
@@ -99,6 +101,16 @@ class Subtree(Mapping[str, Any]):
         return {
             name: self[path] for name, path in paths if isinstance(self._checkpoint.catalogue.entries[path], Object)
         }
+
+    def frame(self) -> list[dict[str, Any]]:
+        """Return a row for each tensor, for `pandas.DataFrame(ckpt.frame())` or `polars.DataFrame(ckpt.frame())`.
+
+        The columns are its name here, part, dtype, shape, ndim, numel, nbytes, shards, ranks and placement. Reads
+        nothing.
+        """
+        rows, entries = Rows(self._checkpoint.catalogue), self._checkpoint.catalogue.entries
+        tensors = ((name, entries[path]) for name, path in self._names.items())
+        return [rows.of(tensor, name) for name, tensor in tensors if isinstance(tensor, Tensor)]
 
     def state_dict(self) -> dict[str, Any]:
         """Return a dict of everything, with torch tensors on the CPU, for `model.load_state_dict`.
@@ -276,6 +288,15 @@ class LazyTensor:
 
     def __repr__(self) -> str:
         return f"<{self.name}: {self.dtype} {list(self.shape)}>"
+
+    def _repr_html_(self) -> str:
+        catalogue = self._checkpoint.catalogue
+        rows = [
+            (shard.ranks, shard.file, list(shard.offsets), list(shard.sizes))
+            for shard in shards(self._tensor, catalogue, folded=False)
+        ]
+        title = f"{self!r}, {size(self.nbytes)}; {plural(len(rows), 'shard')}"
+        return html_table(title, ("ranks", "file", "offsets", "sizes"), rows)
 
     def __len__(self) -> int:
         if not self.shape:

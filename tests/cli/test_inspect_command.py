@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import csv
+import io
 import json
 import shutil
 from pathlib import Path
@@ -9,9 +11,11 @@ from typing import Any
 
 import pytest
 import torch
+from markdown_it import MarkdownIt
 from support.cli import run
 from support.paths import CHECKPOINTS
 from torch import nn
+from torch.distributed.checkpoint import FileSystemReader
 
 DCP = CHECKPOINTS / "dcp" / "hsdp_w4" / "ckpt"
 
@@ -162,6 +166,69 @@ def test_tensors_are_selected_and_sorted(mixed: dict[str, torch.Tensor], tmp_pat
     assert f"tensors  12 of 14, {nbytes / 1000:.1f} kB" in run("inspect", str(path), "--dtype", "bf16").stdout
 
 
+def test_conditions_select(mixed: dict[str, torch.Tensor], tmp_path: Path) -> None:
+    path = tmp_path / "a.pt"
+    wide = [name for name, value in mixed.items() if value.ndim == 2 and value.numel() > 500]
+    assert listed(path, "--where", "ndim == 2 and 500 < numel") == wide
+    assert listed(path, "--where", "not (dtype == 'bfloat16')") == ["norm", "count"]
+    assert listed(path, "--where", "name != 'layers.*' and nbytes < 100") == ["count"]
+    assert listed(path, "--where", "'layers.1?.w' == name", "--top", "1") == ["layers.11.w"]
+    assert listed(path, "--sort", "order") == list(mixed)
+
+
+def test_conditions_on_shards_are_those_of_torchs_index() -> None:
+    places = FileSystemReader(DCP).read_metadata().storage_data
+    files: dict[str, list[str]] = {}
+    for index, info in places.items():
+        files.setdefault(index.fqn, []).append(info.relative_path)
+    rows = list(csv.DictReader(io.StringIO(run("inspect", str(DCP), "--csv").stdout)))
+    assert len(rows) > 40
+    for row in rows:
+        assert (int(row["shards"]), int(row["ranks"])) == (len(files[row["name"]]), len({*files[row["name"]]}))
+    expected = {name for name, paths in files.items() if len({*paths}) > 1}
+    assert expected == {*run("inspect", str(DCP), "-q", "--where", "ranks > 1").stdout.split()}
+
+
+HOSTILE = {
+    'a "b", c': torch.ones(2, 3),
+    "p|q `r` \\": torch.ones(()),
+    "<script>alert(1)</script>": torch.ones(4, dtype=torch.float16),
+    "*x* _y_ ``": torch.ones(0, 3, dtype=torch.int64),
+    "line\nfeed": torch.ones(1),
+}
+
+
+@pytest.fixture
+def hostile(tmp_path: Path) -> str:
+    torch.save(HOSTILE, tmp_path / "x.pt")
+    return str(tmp_path / "x.pt")
+
+
+def cells(name: str, value: torch.Tensor) -> list[str]:
+    shape = "x".join(map(str, value.shape))
+    return [
+        *(name, "model", str(value.dtype).removeprefix("torch."), shape),
+        *(str(value.ndim), str(value.numel()), str(value.nbytes), "1", "1", ""),
+    ]
+
+
+def test_csv(hostile: str) -> None:
+    header, *rows = csv.reader(io.StringIO(run("inspect", hostile, "--csv").stdout))
+    assert header[:5] == ["name", "part", "dtype", "shape", "ndim"]
+    assert rows == [cells(name, value) for name, value in HOSTILE.items()]
+    assert run("inspect", hostile, "--csv", "--top", "1").stdout.splitlines()[1].startswith('"a ""b"", c",model')
+
+
+def test_markdown(hostile: str) -> None:
+    """Read by the parser of GitHub's dialect: cells are the text itself, whatever markup it looks like."""
+    text = run("inspect", hostile, "--md").stdout
+    tokens = MarkdownIt("gfm-like", {"linkify": False}).parse(text)
+    found = ["".join(part.content for part in token.children or []) for token in tokens if token.type == "inline"]
+    expected = [cells(name.replace("\n", "\\n"), value) for name, value in HOSTILE.items()]
+    assert found[10:] == [cell for row in expected for cell in row]
+    assert not any(part.type == "html_inline" for token in tokens for part in token.children or [])
+
+
 def test_what_does_not_select_is_said(mixed: dict[str, torch.Tensor], tmp_path: Path) -> None:
     path = str(tmp_path / "a.pt")
     for words, said in (
@@ -169,6 +236,10 @@ def test_what_does_not_select_is_said(mixed: dict[str, torch.Tensor], tmp_path: 
         (["--min-size", "much"], "is not a size"),
         (["--sort", "age"], "age"),
         (["--top", "0"], "0"),
+        (["--where", "nume > 3"], "did you mean `numel`"),
+        (["--where", "name > 'a'"], "is not a condition"),
+        (["--where", "numel == 'a'"], "is not a condition"),
+        (["--where", "name == 3"], "is not a condition"),
     ):
         result = run("inspect", path, *words)
         assert result.exit_code == 2 and said in result.stderr

@@ -296,6 +296,25 @@ def test_a_subtree_is_a_mapping_of_what_lies_below() -> None:
             model["embed.weigth"]
 
 
+def test_a_frame_has_a_row_for_each_tensor() -> None:
+    saved = original("torch/full")["model"]
+    with ckpttool.open(FULL) as ckpt:
+        rows = ckpt["model"].frame()
+        assert [row["name"] for row in rows] == list(ckpt["model"].state_dict())
+        for row in rows:
+            value = saved[row["name"]]
+            assert (row["shape"], row["numel"], row["nbytes"]) == (list(value.shape), value.numel(), value.nbytes)
+            assert (f"torch.{row['dtype']}", row["part"]) == (str(value.dtype), "model")
+        assert len(ckpt.frame()) == len(ckpt.catalogue.tensors) and ckpt.frame()[0]["name"].startswith("model.")
+
+
+def test_a_tensor_in_a_notebook_shows_its_shards() -> None:
+    with ckpttool.open(CHECKPOINTS / "dcp/fsdp2_w4/ckpt") as ckpt:
+        page = next(ckpt.tensors("model.layers.0.qkv.weight"))._repr_html_()
+    assert "model.layers.0.qkv.weight: float32 [" in page and page.count("<tr>") == 5
+    assert "<td>__0_0.distcp</td><td>[0, 0]</td>" in page
+
+
 def _sum(tensor: ckpttool.LazyTensor) -> float:
     return float(tensor.torch().double().sum())
 

@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
+from ckpttool.catalogue.conditions import condition
 from ckpttool.catalogue.dtypes import ALIASES, DTYPES
 from ckpttool.catalogue.entries import Catalogue, Object, Tensor
 from ckpttool.catalogue.patterns import any_of
 from ckpttool.errors import UsageError
+from ckpttool.operations.inspect.rows import CONDITION, Rows
 from ckpttool.text import meant, natural, parse_size
 
 _KEYS: dict[str, Callable[[Tensor], Any]] = {
@@ -19,34 +21,38 @@ _KEYS: dict[str, Callable[[Tensor], Any]] = {
 
 
 class Listing(NamedTuple):
-    """Which tensors to list, and how: `Listing(["model.*"], ["bfloat16"], "1MB", "size", 10)`. Without any of these all
-    are listed, in the order in which they were saved."""
+    """Which tensors to list, and how: `Listing(["model.*"], ["bfloat16"], "1MB", "size", 10, "ranks > 1")`. Without any
+    of these all are listed, in the order in which they were saved."""
 
     globs: Sequence[str] = ()
     dtypes: Sequence[str] = ()
     min_size: str | None = None
     sort: str | None = None
     top: int | None = None
+    where: str | None = None
 
     def tensors(self, catalogue: Catalogue) -> list[Tensor]:
-        """Return the tensors; without `sort`, `top` takes the largest. Raises UsageError for a dtype or size that is
-        none."""
+        """Return the tensors; without `sort`, `top` takes the largest. Raises UsageError for a dtype, size or condition
+        that is none."""
         is_named = any_of(self.globs) if self.globs else None
         names = {_dtype(name) for name in self.dtypes}
         least = parse_size(self.min_size, "--min-size") if self.min_size is not None else 0
+        holds = condition(self.where, CONDITION, "--where") if self.where is not None else None
+        rows = Rows(catalogue)
         found = [
             tensor
             for tensor in catalogue.tensors
             if tensor.nbytes >= least
             and (not names or tensor.dtype.name in names)
             and (is_named is None or is_named(tensor.name))
+            and (holds is None or holds(rows.of(tensor)))
         ]
         sort = self.sort or ("size" if self.top is not None else None)
-        return (sorted(found, key=_KEYS[sort]) if sort is not None else found)[: self.top]
+        return (sorted(found, key=_KEYS[sort]) if sort in _KEYS else found)[: self.top]
 
     def objects(self, catalogue: Catalogue) -> list[Object]:
         """Return the objects that match by name; none if the tensors are selected by what only they have."""
-        if self.dtypes or self.min_size is not None or self.top is not None:
+        if self.dtypes or self.min_size is not None or self.top is not None or self.where is not None:
             return []
         is_named = any_of(self.globs) if self.globs else None
         return [entry for entry in catalogue.objects if is_named is None or is_named(entry.name)]

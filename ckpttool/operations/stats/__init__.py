@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from ckpttool.catalogue.aliases import find_aliases
+from ckpttool.catalogue.conditions import condition
 from ckpttool.catalogue.entries import Catalogue, Path, Tensor
 from ckpttool.catalogue.parts import matcher, stop_at_absent
 from ckpttool.catalogue.patterns import any_of, several
@@ -21,11 +22,10 @@ from ckpttool.errors import UsageError
 from ckpttool.operations.inspect import stored_twice, summary
 from ckpttool.operations.stats import cached
 from ckpttool.operations.stats.collect import Collected, Group, GroupKey, collect
-from ckpttool.operations.stats.conditions import condition
 from ckpttool.operations.stats.elements import Accumulator, Channels, Statistics
 from ckpttool.operations.stats.findings import Finding, findings
 from ckpttool.operations.stats.places import place_of
-from ckpttool.operations.stats.results import COLUMNS, GroupStatistics, Stats, StepStatistics, TensorStatistics
+from ckpttool.operations.stats.results import CONDITION, GroupStatistics, Stats, StepStatistics, TensorStatistics
 from ckpttool.operations.stats.spectral import spectra
 from ckpttool.operations.stats.steps import chosen_steps
 from ckpttool.producers import open
@@ -86,8 +86,8 @@ def stats(
     """
     began = time.monotonic()
     path = os.fspath(path)
-    is_listed = condition(where, COLUMNS, "--where") if where is not None else None
-    fails = condition(fail_on, COLUMNS, "--fail-on") if fail_on is not None else None
+    is_listed = condition(where, CONDITION, "--where") if where is not None else None
+    fails = condition(fail_on, CONDITION, "--fail-on") if fail_on is not None else None
     selection = _Selection(*map(several, (only, drop, tensors, exclude)))
     reading = _Reading(selection, shapes, spectral, cache, threads or DEFAULT_THREADS, progress)
     checkpoints = chosen_steps(path, steps) if steps is not None else []
@@ -105,9 +105,9 @@ def stats(
     else:
         _collect(result, reading)
     result.findings = findings(result.tensors)
-    result.failed = [row.name for row in result.tensors if fails is not None and fails(row.values())]
+    result.failed = [row.name for row in result.tensors if fails is not None and fails(row.known())]
     result.elements = sum(row.statistics.numel for row in result.tensors if row.tied_to is None)
-    result.tensors = [row for row in result.tensors if is_listed is None or is_listed(row.values())]
+    result.tensors = [row for row in result.tensors if is_listed is None or is_listed(row.known())]
     result.seconds = time.monotonic() - began
     return result
 

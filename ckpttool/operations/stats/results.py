@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import ClassVar
 
 from ckpttool.catalogue.boxes import Ints
+from ckpttool.catalogue.conditions import Columns, Values
 from ckpttool.errors import DIFFERS, DONE, UsageError
 from ckpttool.operations.result import Result
 from ckpttool.operations.stats.collect import Update
@@ -23,6 +24,8 @@ COLUMNS = [
     "stable_rank", "singular_value",
 ]  # fmt: skip
 """Names of statistics, as conditions, sorting and tables have them."""
+_TEXTS = ("name", "moment", "layer", "kind", "expert", "dtype")
+CONDITION = Columns(COLUMNS, _TEXTS, "statistic", "'nan > 0 or absmax > 1e4'")
 
 
 @dataclass(slots=True)
@@ -56,6 +59,10 @@ class TensorStatistics:
             "outlying_columns": self.columns.outlying if self.columns is not None else None,
             "update": self.update.rms if self.update is not None else None,
         }
+
+    def known(self) -> Values:
+        """Return what conditions compare: the statistics, the name, and where the tensor stands."""
+        return {**self.values(), **{name: getattr(self, name) for name in _TEXTS}}
 
 
 @dataclass(slots=True)

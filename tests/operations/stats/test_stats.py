@@ -14,13 +14,14 @@ from support.cli import run
 from support.paths import CHECKPOINTS, all_samples
 
 import ckpttool
+from ckpttool.catalogue import conditions
 from ckpttool.catalogue.entries import Tensor
 from ckpttool.errors import UsageError
 from ckpttool.operations.inspect import inspect
-from ckpttool.operations.stats import Statistics, conditions
+from ckpttool.operations.stats import Statistics
 from ckpttool.operations.stats.elements import FRACTIONS
 from ckpttool.operations.stats.places import place_of
-from ckpttool.operations.stats.results import COLUMNS
+from ckpttool.operations.stats.results import CONDITION
 from ckpttool.transfer.numbers import has_numbers
 
 EVERYDAY = {
@@ -316,23 +317,37 @@ def test_nothing_is_found_in_a_sound_checkpoint(tmp_path: Path) -> None:
         ("1 < absmax <= 2e4 and not (rms > 3)", True),
         ("kurtosis > -1", False),
         ("min < -5", True),
+        ("name == '*.w' and dtype != 'float32' and absmax > 1", True),
+        ("name == 'w'", False),
     ],
 )
 def test_conditions(text: str, expected: bool | None) -> None:
     if expected is None:
         with pytest.raises(UsageError):
-            conditions.condition(text, COLUMNS, "--where")
+            conditions.condition(text, CONDITION, "--where")
         return
-    values = {"nan": 0, "absmax": 1e4 + 1, "rms": 2.0, "kurtosis": None, "min": -6.0}
-    assert conditions.condition(text, COLUMNS, "--where")(values) is expected
+    values = {"nan": 0, "absmax": 1e4 + 1, "rms": 2.0, "kurtosis": None, "min": -6.0, "name": "a.w", "dtype": "int8"}
+    assert conditions.condition(text, CONDITION, "--where")(values) is expected
 
 
 @pytest.mark.parametrize(
-    "text", ["", "nan >", "__import__('os')", "nan.real > 0", "nan > 'x'", "rsm > 1", "nan > 0 if 1 else 2", "(" * 900]
+    "text",
+    [
+        "",
+        "nan >",
+        "__import__('os')",
+        "nan.real > 0",
+        "nan > 'x'",
+        "name > 'x'",
+        "nan == name",
+        "rsm > 1",
+        "nan > 0 if 1 else 2",
+        "(" * 900,
+    ],
 )
 def test_what_is_no_condition_is_a_usage_error(text: str) -> None:
     with pytest.raises(UsageError, match="--fail-on"):
-        conditions.condition(text, COLUMNS, "--fail-on")
+        conditions.condition(text, CONDITION, "--fail-on")
 
 
 def test_fail_on(tmp_path: Path) -> None:
