@@ -2,8 +2,8 @@
 
 A checkpoint is a catalogue of named tensors, each a tiling of boxes, each box a run of bytes in a file. Opening one
 reads its index and runs nothing; converting one lays out an empty checkpoint of the other format and moves each byte
-once. `open` reads lazily; `inspect`, `show`, `stats`, `diff`, `verify`, `repair`, `convert`, `reshard` and `export` are
-the commands of the same names.
+once. `open` reads lazily; `inspect`, `show`, `stats`, `check`, `diff`, `verify`, `repair`, `convert`, `reshard` and
+`export` are the commands of the same names.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from ckpttool.version import __version__
 if TYPE_CHECKING:
     from ckpttool.catalogue.entries import Catalogue
     from ckpttool.errors import CkptError
+    from ckpttool.operations.check import Checked, check
     from ckpttool.operations.convert import convert
     from ckpttool.operations.diff import Diff, diff
     from ckpttool.operations.export import export
@@ -39,6 +40,7 @@ if TYPE_CHECKING:
 # The module of each public name, which is imported when the name is first used: `--help` imports what it needs.
 _MODULES = {
     "Catalogue": "catalogue.entries",
+    "Checked": "operations.check",
     "Checkpoint": "operations.open",
     "CkptError": "errors",
     "Conversion": "operations.write",
@@ -53,6 +55,7 @@ _MODULES = {
     "Shown": "operations.show",
     "Stats": "operations.stats",
     "Subtree": "operations.open",
+    "check": "operations.check",
     "convert": "operations.convert",
     "diff": "operations.diff",
     "exit_on_error": "training.exit_on_error",
@@ -109,6 +112,7 @@ def open(path: str | PathLike[str], *, shapes: str | None = None) -> Checkpoint:
 # Without `open`: `from ckpttool import *` must not replace the built-in function.
 __all__ = [
     "Catalogue",
+    "Checked",
     "Checkpoint",
     "CkptError",
     "Conversion",
@@ -124,6 +128,7 @@ __all__ = [
     "Stats",
     "Subtree",
     "__version__",
+    "check",
     "convert",
     "diff",
     "exit_on_error",

@@ -29,6 +29,7 @@ SWITCHES = frozenset(
     [
         "check",
         "check_values",
+        "content",
         "create_pr",
         "dry_run",
         "dtype_strict",

@@ -41,7 +41,7 @@ _SYNONYMS = {
     **dict.fromkeys(("cat", "print", "head"), "`show`"),
     **dict.fromkeys(("statistics", "describe", "health"), "`stats`"),
     **dict.fromkeys(("compare", "cmp"), "`diff`"),
-    **dict.fromkeys(("check", "validate", "fsck"), "`verify`"),
+    **dict.fromkeys(("validate", "fsck"), "`verify`"),
     "fix": "`repair`",
     "consolidate": "`convert SRC out.pt`, which writes one file",
     "merge": "`convert SRC out.pt`, which writes one file, or `repair --merge`, for the directories of several nodes",

@@ -18,6 +18,7 @@ from typing import Any, Literal, Union, get_args, get_origin, get_type_hints, is
 from jsonschema import Draft202012Validator
 
 from ckpttool.cli import documents
+from ckpttool.operations.check import Checked
 from ckpttool.operations.diff.results import Diff
 from ckpttool.operations.export.plan import Exported
 from ckpttool.operations.inspect.document_fields import Document
@@ -41,7 +42,7 @@ DOCUMENTS: dict[str, tuple[type, ...]] = {
     "show": (documents.Judged, Shown),
     **{
         made.command: (documents.Judged, made)
-        for made in (Conversion, Resharding, Exported, Stats, Diff, Report, Repaired, Audit, trial.Report)
+        for made in (Conversion, Resharding, Exported, Stats, Checked, Diff, Report, Repaired, Audit, trial.Report)
     },
     "samples": (documents.Samples,),
     "formats": (documents.Formats,),

@@ -1,0 +1,206 @@
+"""`check`: does the model of a checkpoint fit a reference, by names, shapes and dtypes, and by samples of its values?
+
+The names are those that `export` would write. Of the reference only what its headers say is read, or `config.json`.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+from ckpttool.catalogue.entries import Catalogue, Tensor
+from ckpttool.catalogue.patterns import several
+from ckpttool.errors import DIFFERS, DONE, UsageError
+from ckpttool.operations import arguments
+from ckpttool.operations.arguments import Selection
+from ckpttool.operations.check import names, values
+from ckpttool.operations.check.names import Known, Mismatch
+from ckpttool.operations.export import architecture, assets, key_maps, select_model
+from ckpttool.operations.export.views import Viewed
+from ckpttool.operations.result import Result
+from ckpttool.producers.open import naming, opened
+from ckpttool.serialization import strict_json
+from ckpttool.storage.stores import locate
+from ckpttool.text import plural
+from ckpttool.transfer.execute import DEFAULT_THREADS
+from ckpttool.transfer.threads import Progress
+
+__all__ = ["Checked", "Mismatch", "check"]
+
+_LARGEST_CONFIG = 16 << 20
+
+
+@dataclass(slots=True, repr=False)
+class Checked(Result):
+    """The result of a check."""
+
+    command: ClassVar[str] = "check"
+
+    source: str  #: path of the checkpoint, as it was typed
+    against: str  #: path of the reference, as it was typed
+    tensors: int = 0  #: number of tensors of the model
+    reference_tensors: int = 0  #: number of tensors of the reference
+    matched: int = 0  #: number of tensors with the same name and shape in both
+    key_map: str = ""  #: key map that was applied, or empty
+    mismatches: list[Mismatch] = field(default_factory=list)  #: in what the model does not fit, the gravest first
+    compared: int = 0  #: number of tensors of which values were compared (`--content`)
+    similarity: float | None = None  #: lowest cosine of them; null without any
+    seconds: float = 0.0  #: duration
+
+    @property
+    def verdict(self) -> str:
+        """`fits`, or `differs` if the reference's names or shapes are not the model's."""
+        return "differs" if any(one.fails for one in self.mismatches) else "fits"
+
+    @property
+    def message(self) -> str:
+        """The verdict in a sentence."""
+        of = f"{self.matched:,} of {plural(self.reference_tensors, 'tensor')}"
+        if self.verdict == "fits":
+            return f"{self.source} fits {self.against}: {of}"
+        kinds = dict.fromkeys(one.kind for one in self.mismatches if one.fails)
+        return f"{self.source} does not fit {self.against}: {of} match; {', '.join(kinds)}"
+
+    @property
+    def exit_code(self) -> int:
+        """1 if the model does not fit."""
+        return DIFFERS if self.verdict == "differs" else DONE
+
+
+def check(
+    src: str | os.PathLike[str],
+    against: str | os.PathLike[str],
+    *,
+    only: str | Sequence[str] = (),
+    exclude: str | Sequence[str] = (),
+    rename: str | Sequence[str] = (),
+    strip_wrappers: bool = False,
+    strip_prefix: str | None = None,
+    key_map: str | None = None,
+    content: bool = False,
+    shapes: str | None = None,
+    threads: int | None = None,
+    progress: Progress | None = None,
+) -> Checked:
+    """Return in what the model of the checkpoint `src` does not fit the reference `against`.
+
+    Args:
+        src: a checkpoint of any format.
+        against: a checkpoint of any format or `hf://org/name`, of which only headers are read; or a `config.json`, of
+            which transformers makes the model without weights.
+        only: the model, if there are several: its key.
+        exclude: globs of tensors to leave out.
+        rename: rules `OLD=NEW` for names of `src`.
+        strip_wrappers: whether to remove `module.`, `_orig_mod.` and the like from names.
+        strip_prefix: a prefix to remove from names.
+        key_map: name of a key map, or its file; by default the one that fits, as `export` does; `"none"` for none.
+        content: whether to compare samples of the values too.
+        shapes: a checkpoint or JSON file with the shapes of parameters, for FSDP1 flat parameters.
+        threads: how many threads read.
+        progress: called with bytes done and in all, from this thread.
+
+    Raises:
+        UsageError: if there is no model in either, or the options do not fit.
+        ReadError: if there is no checkpoint at `src` or `against`, or it cannot be read.
+        CorruptError: if one of them is damaged.
+    """
+    began = time.monotonic()
+    result = Checked(os.fspath(src), os.fspath(against))
+    selected = arguments.selection(only, (), (), exclude, rename, strip_wrappers, strip_prefix)
+    with ExitStack() as stack:
+        reference = _reference(stack, result.against)
+        with naming(result.source):
+            source = stack.enter_context(opened(result.source, shapes))
+            viewed = Viewed(source)
+            model = _model(viewed, selected, key_map, reference, result)
+        known = {tensor.name: _known(tensor) for tensor in model.tensors}
+        new_names, prefix = names.without_prefix(known, reference.known)
+        known = {new_names[name]: one for name, one in known.items()}
+        for one in known.values():
+            one.tied_to = new_names.get(one.tied_to, one.tied_to) if one.tied_to is not None else None
+        result.mismatches += [prefix] if prefix is not None else []
+        result.mismatches += names.mismatches(known, reference.known, ties_words=reference.ties_words)
+        result.tensors, result.reference_tensors = len(known), len(reference.known)
+        fitting = [n for n, one in known.items() if n in reference.known and one.shape == reference.known[n].shape]
+        result.matched = len(fitting)
+        if content:
+            result.mismatches += _content(model, new_names, {*fitting}, viewed, reference, result, threads, progress)
+    result.mismatches.sort(key=Mismatch.order)
+    result.seconds = time.monotonic() - began
+    return result
+
+
+@dataclass(slots=True)
+class _Reference:
+    """What is known of the reference; without a source, by its config alone."""
+
+    known: dict[str, Known]
+    config: Any = None
+    head_dim: int | None = None
+    ties_words: bool | None = None
+    source: Viewed | None = None
+    tensors: dict[str, Tensor] = field(default_factory=dict)
+
+
+def _reference(stack: ExitStack, path: str) -> _Reference:
+    location = locate(path)
+    if location.name.endswith(".json") and location.is_file() and not location.name.endswith(".index.json"):
+        config = strict_json.parse(location.head(_LARGEST_CONFIG), f"`{path}`")
+        expected = architecture.expected(config) if isinstance(config, dict) else "it is no object"
+        if isinstance(expected, str):
+            hint = "name a checkpoint, or install what is missing: `pip install transformers`"
+            raise UsageError(f"`{path}`: the tensors of this config are unknown: {expected}", hint=hint)
+        known = {name: Known(tuple(shape), "") for name, shape in expected.files.items()}
+        return _Reference(known, config, ties_words=config.get("tie_word_embeddings"))
+    with naming(path):
+        source = stack.enter_context(opened(path))
+        model = select_model.model_of(source.catalogue, ())
+        beside = assets.collect(None, path, source.catalogue)
+    tensors = {tensor.name: tensor for tensor in model.tensors}
+    known = {name: _known(tensor) for name, tensor in tensors.items()}
+    return _Reference(known, beside.config, beside.head_dim, beside.ties_words, Viewed(source), tensors)
+
+
+def _model(
+    viewed: Viewed, selected: Selection, key_map: str | None, reference: _Reference, result: Checked
+) -> Catalogue:
+    model = select_model.renamed(select_model.model_of(viewed.catalogue, several(selected.only)), selected)
+    own = [tensor.name for tensor in model.tensors]
+    chosen = key_maps.chosen(key_map, own, reference.config)
+    if chosen is None:
+        return model
+    result.key_map = chosen.name
+    return key_maps.apply(chosen, model, viewed, reference.head_dim)[0]
+
+
+def _known(tensor: Tensor) -> Known:
+    alias = tensor.alias
+    return Known(tensor.shape, tensor.dtype.name, ".".join(map(str, alias)) if alias is not None else None)
+
+
+def _content(
+    model: Catalogue,
+    new_names: dict[str, str],
+    fitting: set[str],
+    viewed: Viewed,
+    reference: _Reference,
+    result: Checked,
+    threads: int | None,
+    progress: Progress | None,
+) -> list[Mismatch]:
+    if reference.source is None:
+        hint = "name a checkpoint, in place of its config"
+        raise UsageError("`--content` compares values, and the reference has none", hint=hint)
+    pairs = [
+        values.Pair(name, tensor.origin or tensor, reference.tensors[name].origin or reference.tensors[name])
+        for tensor in model.tensors
+        if (name := new_names[tensor.name]) in fitting
+    ]
+    similarities = values.compare(pairs, (viewed, reference.source), threads or DEFAULT_THREADS, progress)
+    result.compared = len(similarities)
+    result.similarity = min((one.lowest for one in similarities), default=None)
+    return list(values.judged(similarities))
