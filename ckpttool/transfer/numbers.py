@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     import numpy as np
 
 Array: TypeAlias = "np.ndarray[Any, np.dtype[Any]]"
+_UNDIVIDED = 8192  # elements
 
 
 class FloatFormat(NamedTuple):
@@ -67,12 +68,14 @@ def numbers(bits: Array, dtype: Dtype) -> Array:
 def dot(a: Array, b: Array) -> float:
     """Return the sum of the products of two flat arrays.
 
-    `numpy.dot` divides it among threads of BLAS. They spin while they wait, and with several threads of our own on a
-    busy machine that took a hundred times as long.
+    `numpy.dot` divides one of more than 10,000 elements among threads of BLAS. They spin while they wait, and with
+    several threads of our own on a busy machine that took a hundred times as long. So it is given less at a time.
     """
     import numpy as np
 
-    return float(np.einsum("i,i->", a, b))
+    even = len(a) - len(a) % _UNDIVIDED
+    blocks = np.matmul(a[:even].reshape(-1, 1, _UNDIVIDED), b[:even].reshape(-1, _UNDIVIDED, 1))
+    return float(blocks.sum()) + float(np.einsum("i,i->", a[even:], b[even:]))
 
 
 @cache

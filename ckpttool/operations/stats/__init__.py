@@ -44,6 +44,8 @@ __all__ = [
     "stats",
 ]
 
+_MOST_THREADS = 4  # of one interpreter, which counts elements one thread at a time
+
 
 def stats(
     path: str | os.PathLike[str],
@@ -89,7 +91,7 @@ def stats(
     is_listed = condition(where, CONDITION, "--where") if where is not None else None
     fails = condition(fail_on, CONDITION, "--fail-on") if fail_on is not None else None
     selection = _Selection(*map(several, (only, drop, tensors, exclude)))
-    reading = _Reading(selection, shapes, spectral, cache, threads or DEFAULT_THREADS, progress)
+    reading = _Reading(selection, shapes, spectral, cache, threads or min(DEFAULT_THREADS, _MOST_THREADS), progress)
     checkpoints = chosen_steps(path, steps) if steps is not None else []
     result = Stats(path, fail_on=fail_on)
     if checkpoints:

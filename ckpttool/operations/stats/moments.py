@@ -91,10 +91,10 @@ def of_numbers(values: Array, buffers: tuple[Array, Array]) -> tuple[Moments, fl
     apart, squares = buffers[0][:n], buffers[1][:n]
     with np.errstate(over="ignore", invalid="ignore"):
         apart[:] = values
-        guess = float(apart[:_GUESS].mean())
-        guess = guess if math.isfinite(guess) else 0.0
+        guess = _guess(apart[:_GUESS])
         magnitudes = float(np.abs(apart, out=squares).sum())
-        apart -= guess
+        if guess:
+            apart -= guess
         np.multiply(apart, apart, out=squares)
         s1, s2 = float(apart.sum()), float(squares.sum())
         s3, s4 = dot(squares, apart), dot(squares, squares)
@@ -103,6 +103,12 @@ def of_numbers(values: Array, buffers: tuple[Array, Array]) -> tuple[Moments, fl
     m3 = s3 - 3 * step * s2 + 2 * s1 * step * step
     m4 = max(_or_infinite(s4 - 4 * step * s3 + 6 * step * step * s2 - 3 * s1 * step * step * step), 0.0)
     return Moments(n, guess + step, m2, m3, m4), magnitudes
+
+
+def _guess(some: Array) -> float:
+    """Return a number near the mean, from which distances are taken; 0 where those from zero are as good."""
+    mean = float(some.mean())
+    return mean if math.isfinite(mean) and 16 * mean * mean > dot(some, some) / len(some) else 0.0
 
 
 def _or_infinite(total: float) -> float:
