@@ -11,7 +11,7 @@ from functools import partial
 from importlib.util import find_spec
 from typing import Any, ClassVar
 
-EXTRAS = ("torch", "zstd")
+EXTRAS = {"torch": "torch", "textual": "browse"}  # by package, those that `require` is asked for
 DONE = 0
 DIFFERS = 1
 BUG = 70
@@ -118,7 +118,7 @@ class MissingPackageError(UsageError, ImportError):
 def require(package: str, purpose: str) -> None:
     """Raise MissingPackageError unless `package` is installed, e.g. `require("torch", "`--dtype`")`."""
     if find_spec(package) is None:
-        extra = f"ckpttool[{package}]" if package in EXTRAS else package
+        extra = f"ckpttool[{EXTRAS[package]}]" if package in EXTRAS else package
         text = f"{purpose} needs {package}, which is not installed"
         raise MissingPackageError(text, hint=f"pip install '{extra}'", package=package)
 

@@ -1,10 +1,12 @@
-"""Makes the pictures of the documentation: terminal output as SVG, and the report of a trial as PNG (with chromium).
+"""Makes the pictures of the documentation: terminal output and the screen of `browse` as SVG, and the report of a trial
+as PNG (with chromium).
 
 python docs/pictures.py        # from a checkout, after `make .venv/bin/.ready`
 """
 
 from __future__ import annotations
 
+import asyncio
 import io
 import os
 import shutil
@@ -17,6 +19,7 @@ from rich.console import Console
 from rich.text import Text
 
 import ckpttool
+from ckpttool.cli.browser.app import Browser
 
 HERE = Path(__file__).parent / "pictures"
 COLUMNS = 100
@@ -25,6 +28,7 @@ COMMANDS = {
     "diff": "diff finetune/checkpoint-2 finetune/checkpoint-4 --only model",
     "verify": "verify damaged",
 }
+BROWSED = ["down", "down", "down", "down", "right", "down", "down", "down", "right", "down", "2"]
 TRIAL = "verify-resume trial --recipe recipe_fsdp2.py --via safetensors --to-world 4 --html trial.html"
 
 
@@ -55,10 +59,25 @@ def main() -> None:
             console = Console(record=True, width=COLUMNS, file=io.StringIO(), force_terminal=True)
             console.print(Text.from_ansi(f"$ ckpttool {arguments}\n{run(arguments)}"))
             console.save_svg(str(HERE / f"{name}.svg"), title="ckpttool")
+        os.chdir(samples)
+        (HERE / "browse.svg").write_text(asyncio.run(_screen("run7/step-1000", BROWSED)), encoding="utf-8")
         run(TRIAL)
         page = samples / "trial.html"
         browser = ["chromium", "--headless", "--no-sandbox", "--hide-scrollbars", "--window-size=1000,900"]
         subprocess.run([*browser, f"--screenshot={HERE / 'trial.png'}", page.as_uri()], check=True, capture_output=True)
+
+
+async def _screen(path: str, keys: list[str]) -> str:
+    """What `browse` shows after some keys."""
+    app = Browser(path)
+    async with app.run_test(size=(COLUMNS, 24)) as pilot:
+        while app.opened is None or not app.opened.survey.finished:
+            await pilot.pause(0.1)
+        await pilot.press(*keys)
+        await pilot.pause(0.5)
+        picture = app.export_screenshot(title="ckpttool browse", simplify=True)
+    app.session.close()
+    return picture
 
 
 if __name__ == "__main__":

@@ -227,7 +227,7 @@ def test_storage_is_the_one_door_to_a_checkpoints_files(name: str) -> None:
 @every
 def test_only_the_cli_talks(name: str) -> None:
     if layer_of(name) != "cli":
-        assert not foreign(MODULES[name]) & {"click", "rich", "tabulate", "argparse"}
+        assert not foreign(MODULES[name]) & {"click", "rich", "tabulate", "argparse", "textual"}
     if layer_of(name) != "cli" and name != "training.exit_on_error":  # which ends the scripts of others
         assert not calls(MODULES[name]) & {"print", "input", "sys.stdout.write", "sys.stderr.write", "sys.exit", "exit"}
 
@@ -246,6 +246,15 @@ def test_nothing_of_a_checkpoint_is_run(name: str) -> None:
         assert "subprocess" not in foreign(tree)
     if name != "serialization.unpickler":
         assert "pickle" not in foreign(tree)
+
+
+def test_one_package_draws_a_screen() -> None:
+    users = {name for name, tree in MODULES.items() if "textual" in foreign(tree)}
+    assert users and all(name.startswith("cli.browser.") for name in users)
+    # An extra: it is imported when `browse` is run.
+    importing = {name for name, tree in MODULES.items() if any(one.startswith("cli.browser") for one in ours(tree))}
+    assert {name for name in importing if not name.startswith("cli.browser")} == {"cli.browse"}
+    assert not any(one.startswith("cli.browser") for one in ours(at_import(MODULES["cli.browse"])))
 
 
 def test_one_module_renders_templates() -> None:

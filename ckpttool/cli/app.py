@@ -29,6 +29,7 @@ COMMANDS = {
     "inspect": "Show what a checkpoint holds, without reading its weights.",
     "show": "Show one tensor: shards, values, mean, norm, NaN.",
     "stats": "Statistics of every tensor, layer and optimizer moment.",
+    "browse": "Walk through a checkpoint in the terminal.",
     "diff": "Compare two checkpoints of any format and world size.",
     "check": "Does the model fit a reference? Names, shapes, values.",
     "verify": "Is it whole? Check every checksum, size and range.",

@@ -49,11 +49,19 @@ class Option(click.Option):
 class Command(click.Command):
     """A command whose `--help` has titled sections and examples."""
 
-    def __init__(self, name: str, callback: Callable[..., None], sections: Sections, examples: Sequence[str]) -> None:
+    def __init__(
+        self,
+        name: str,
+        callback: Callable[..., None],
+        sections: Sections,
+        examples: Sequence[str],
+        full_screen: bool = False,
+    ) -> None:
         params = [param for section in sections.values() for param in section]
         super().__init__(name, callback=callback, help=inspect.cleandoc(callback.__doc__ or ""), params=params)
         self.sections = sections
         self.examples = examples
+        self.full_screen = full_screen
 
     def invoke(self, context: click.Context) -> Any:
         from ckpttool.storage.stores import check_scheme
@@ -63,7 +71,7 @@ class Command(click.Command):
             if (param.metavar or "").removesuffix("...") in _PATHS and (value := context.params.get(param.name or "")):
                 for path in value if isinstance(value, tuple) else (value,):
                     check_scheme(str(path))
-        if context.params.get("quiet") or not sys.stderr.isatty():
+        if self.full_screen or context.params.get("quiet") or not sys.stderr.isatty():
             return super().invoke(context)
         from ckpttool.cli.progress import activity_on_stderr
 
@@ -103,11 +111,17 @@ def _help_record(param: click.Parameter, context: click.Context) -> tuple[str, s
 
 
 def command(
-    name: str, *, arguments: Sequence[Argument] = (), sections: Sections, examples: Sequence[str] = ()
+    name: str,
+    *,
+    arguments: Sequence[Argument] = (),
+    sections: Sections,
+    examples: Sequence[str] = (),
+    full_screen: bool = False,
 ) -> Callable[[Callable[..., None]], Command]:
-    """Make a function a command. Its docstring is the help; it is called with the values of the parameters by name."""
+    """Make a function a command. Its docstring is the help; it is called with the values of the parameters by name.
+    One that is `full_screen` shows what takes long by itself."""
     with_arguments = {"Arguments": arguments, **sections} if arguments else sections
-    return lambda callback: Command(name, callback, with_arguments, examples)
+    return lambda callback: Command(name, callback, with_arguments, examples, full_screen)
 
 
 def reworded(param: Param, help: str) -> Param:

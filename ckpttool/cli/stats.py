@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from ckpttool.cli import options
@@ -55,7 +55,7 @@ def stats(
     tensor, and of the tensors of each part, layer, kind and expert together.
     """
     import ckpttool
-    from ckpttool.operations.stats.results import COLUMNS, checked_column
+    from ckpttool.operations.stats.results import checked_column
 
     column = checked_column(sort) if sort is not None else None
     with progress_on_stderr(not (quiet or as_json or as_csv)) as progress:
@@ -66,7 +66,7 @@ def stats(
         if as_json:
             terminal.json(result.as_dict())
         elif as_csv:
-            terminal.csv((*_PLACE, "shape", *COLUMNS), ([*_cells(row, COLUMNS)] for row in result.tensors))
+            write_csv(terminal, result.tensors)
         elif quiet:
             for finding in result.findings:
                 terminal.line(f"{finding.kind}: {finding.message}")
@@ -80,6 +80,13 @@ def stats(
 def _key(row: TensorStatistics, column: str) -> float:
     value = row.values()[column]
     return float("-inf") if value is None else value
+
+
+def write_csv(terminal: Terminal, rows: Iterable[TensorStatistics]) -> None:
+    """Write a line of comma-separated values for each tensor, below one of titles."""
+    from ckpttool.operations.stats.results import COLUMNS
+
+    terminal.csv((*_PLACE, "shape", *COLUMNS), ([*_cells(row, COLUMNS)] for row in rows))
 
 
 def _cells(row: TensorStatistics, columns: Sequence[str]) -> Iterator[object]:
@@ -146,7 +153,7 @@ def _print_part(terminal: Terminal, result: Stats, part: str, moment: str) -> No
             str(group.tensors) if group.tensors > 1 else "",
             count(group.statistics.numel),
             *_figures(group),
-            *([_spark(rms.get((group.name, group.dtype), []))] if has_layers else []),
+            *([spark(rms.get((group.name, group.dtype), []))] if has_layers else []),
         ]
         for group in groups
     ]
@@ -172,7 +179,7 @@ def _print_steps(terminal: Terminal, result: Stats) -> None:
         terminal.heading(f"{part}: {moment}" if moment else part, "rms of each step")
         figures = [[of_step.get(_identity(group)) for of_step in of_steps] for group in groups]
         rows = [
-            [group.name, *map(_number, values), _spark([value or 0.0 for value in values])]
+            [group.name, *map(number, values), spark([value or 0.0 for value in values])]
             for group, values in zip(groups, figures, strict=True)
         ]
         middle = [[i] for i in range(2, len(titles))]
@@ -187,7 +194,7 @@ def _print_tensors(terminal: Terminal, tensors: Sequence[TensorStatistics], colu
     terminal.heading("tensors", str(len(tensors)))
     own = column if column not in (*_FIGURES, "zeros", "nan", "inf", "numel", None) else None
     rows = [
-        [row.name, count(row.statistics.numel), *_figures(row), *([_number(row.values()[own])] if own else [])]
+        [row.name, count(row.statistics.numel), *_figures(row), *([number(row.values()[own])] if own else [])]
         for row in tensors
     ]
     titles = ["name", "elements", *_FIGURES, "zeros", "nan", "inf", *([own] if own else [])]
@@ -196,21 +203,22 @@ def _print_tensors(terminal: Terminal, tensors: Sequence[TensorStatistics], colu
 
 def _figures(row: TensorStatistics | GroupStatistics) -> Iterator[str | Styled]:
     values, statistics = row.values(), row.statistics
-    yield from (_number(values[name]) for name in _FIGURES)
+    yield from (number(values[name]) for name in _FIGURES)
     yield "" if not statistics.zeros else f"{100 * statistics.zeros / statistics.numel:.2g}%"
     yield Styled(count(statistics.nans), "red") if statistics.nans else ""
     yield Styled(count(statistics.infs), "red") if statistics.infs else ""
 
 
-def _number(value: float | None) -> str:
+def number(value: float | None) -> str:
+    """Return a figure in four digits. Pure."""
     return "-" if value is None else f"{value:.4g}"
 
 
-def _spark(values: Sequence[float]) -> str:
+def spark(values: Sequence[float], longest: int = _LONGEST) -> str:
     """Return a bar for each of several numbers, the longest for the largest; nothing for one number. Pure."""
     if len(values) < 2:
         return ""
-    step = -(-len(values) // _LONGEST)
+    step = -(-len(values) // longest)
     shown = [max(values[i : i + step]) for i in range(0, len(values), step)]
     top = max(shown)
     last = len(_SPARKS) - 1

@@ -16,7 +16,7 @@ ABSENT = """
 import sys
 sys.modules |= dict.fromkeys(sys.argv.pop(1).split(","))
 """
-HEAVY = "torch,transformers,safetensors,accelerate,huggingface_hub,rich,jinja2,zstandard"
+HEAVY = "torch,transformers,safetensors,accelerate,huggingface_hub,rich,jinja2,zstandard,textual"
 
 
 def without(packages: str, code: str, *arguments: str) -> subprocess.CompletedProcess[str]:
@@ -105,6 +105,12 @@ assert inspect and "load" not in globals()
 def test_zstd_says_how_to_install_it(tmp_path: Path) -> None:
     done = ckpttool("zstandard,compression", "convert", path_of("dcp/zstd_w2"), str(tmp_path / "out.pt"))
     assert done.returncode == 3 and done.stderr.endswith("hint: pip install ckpttool[zstd]\n"), done.stderr
+
+
+def test_browse_says_how_to_install_textual() -> None:
+    done = ckpttool("textual", "browse", path_of("dcp/fsdp2_w4"))
+    expected = "error: `browse` needs textual, which is not installed\nhint: pip install 'ckpttool[browse]'\n"
+    assert (done.returncode, done.stdout, done.stderr) == (2, "", expected)
 
 
 def test_a_package_that_is_always_needed_is_no_bug() -> None:

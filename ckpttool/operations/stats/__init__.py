@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from ckpttool.catalogue.aliases import find_aliases
 from ckpttool.catalogue.conditions import condition
-from ckpttool.catalogue.entries import Catalogue, Path, Tensor
+from ckpttool.catalogue.entries import Catalogue, Tensor
 from ckpttool.catalogue.parts import matcher, stop_at_absent
 from ckpttool.catalogue.patterns import any_of, several
 from ckpttool.catalogue.protocols import Source
@@ -21,11 +21,17 @@ from ckpttool.catalogue.validation import validate
 from ckpttool.errors import UsageError
 from ckpttool.operations.inspect import stored_twice, summary
 from ckpttool.operations.stats import cached
-from ckpttool.operations.stats.collect import Collected, Group, GroupKey, collect
-from ckpttool.operations.stats.elements import Accumulator, Channels, Statistics
+from ckpttool.operations.stats.collect import Group, GroupKey, collect
+from ckpttool.operations.stats.elements import Channels, Statistics
 from ckpttool.operations.stats.findings import Finding, findings
-from ckpttool.operations.stats.places import place_of
-from ckpttool.operations.stats.results import CONDITION, GroupStatistics, Stats, StepStatistics, TensorStatistics
+from ckpttool.operations.stats.results import (
+    CONDITION,
+    GroupStatistics,
+    Stats,
+    StepStatistics,
+    TensorStatistics,
+    row_of,
+)
 from ckpttool.operations.stats.spectral import spectra
 from ckpttool.operations.stats.steps import chosen_steps
 from ckpttool.producers import open
@@ -162,7 +168,11 @@ def _read(selected: Sequence[Tensor], source: Source, threads: int, progress: Pr
     own = [tensor for tensor in selected if tensor.path not in aliases]
     collected, groups = collect(own, source, threads, progress)
     names = {tensor.path: tensor.name for tensor in selected}
-    tensors = [_row(tensor, collected, aliases, names) for tensor in selected]
+    firsts = [aliases.get(tensor.path) for tensor in selected]
+    tensors = [
+        row_of(tensor, collected.get(first or tensor.path), names[first] if first is not None else None)
+        for tensor, first in zip(selected, firsts, strict=True)
+    ]
     return tensors, [_group(key, group) for key, group in groups.items()]
 
 
@@ -182,22 +192,6 @@ def _selected(catalogue: Catalogue, selection: _Selection) -> list[Tensor]:
     if not selected and (tensors or exclude):
         raise UsageError("no tensor matches", hint="`ckpttool inspect PATH --tensors '*'` lists them")
     return selected
-
-
-def _row(
-    tensor: Tensor, collected: dict[Path, Collected], aliases: dict[Path, Path], names: dict[Path, str]
-) -> TensorStatistics:
-    place = place_of(tensor)
-    first = aliases.get(tensor.path)
-    found = collected.get(first or tensor.path)
-    if found is None:
-        found = Collected(Accumulator(tensor.dtype).result(), None, None, None, None)
-    tied = names[first] if first is not None else None
-    row = TensorStatistics(
-        tensor.name, *place[:2], *place[2:], tensor.dtype.name, tensor.shape, tensor.nbytes, tied, found.statistics
-    )
-    row.histogram, row.rows, row.columns, row.update = found.histogram, found.rows, found.columns, found.update
-    return row
 
 
 def _group(key: GroupKey, group: Group) -> GroupStatistics:

@@ -31,9 +31,9 @@ def key_of(fingerprint: Fingerprint, tensors: Sequence[Tensor], spectral: bool) 
     return hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()
 
 
-def load(key: str) -> Rows | None:
+def load(key: str, kind: str = _KIND) -> Rows | None:
     """Return the statistics that were stored, or None."""
-    data = cache.read(_KIND, key)
+    data = cache.read(kind, key)
     if data is None:
         return None
     try:
@@ -44,10 +44,10 @@ def load(key: str) -> Rows | None:
         return None  # somebody else's
 
 
-def store(key: str, tensors: Sequence[TensorStatistics], groups: Sequence[GroupStatistics]) -> None:
-    """Store statistics."""
+def store(key: str, tensors: Sequence[TensorStatistics], groups: Sequence[GroupStatistics], kind: str = _KIND) -> None:
+    """Store statistics. Those of another `kind` are apart: `browse` has none of groups."""
     document = {"tensors": as_json(tensors), "groups": as_json(groups)}
-    cache.write(_KIND, key, json.dumps(document).encode())
+    cache.write(kind, key, json.dumps(document).encode())
 
 
 def _tensor(row: dict[str, Any]) -> TensorStatistics:

@@ -26,7 +26,7 @@ from ckpttool.transfer.threads import Progress, Work, on_threads
 
 _TILE = 1 << 20  # bytes; they, and what is calculated of them, stay in the processor's cache
 _TASK = 32 << 20  # bytes of a tensor that one thread takes at a time
-_EPS = 1e-8  # Adam's, where no parameter group names another
+EPS = 1e-8  # Adam's, where no parameter group names another
 
 
 @dataclass(slots=True)
@@ -67,14 +67,16 @@ class Group:
     names: list[str] = field(default_factory=list)
 
 
-class _Task(NamedTuple):
-    job: _Job
+class Task(NamedTuple):
+    """Elements of a tensor that one thread reads at a time."""
+
+    job: Job
     number: int
     box: Box
     chunk: int | None  # None for a box that may lie in several
 
 
-class _Job:
+class Job:
     """A tensor that is being read, in tasks. Their results are merged in order, so that a sum does not depend on which
     thread was first."""
 
@@ -86,7 +88,7 @@ class _Job:
         self._largest = 0.0  # of the updates
         self._maxima: ChannelMaxima | None = None
 
-    def tasks(self) -> Iterator[_Task]:
+    def tasks(self) -> Iterator[Task]:
         """Return the tasks, of at most `_TASK` bytes each."""
         tensor, places = self.tensor, [(boxes.whole(self.tensor.shape), None)]
         if tensor.nbytes > _TILE:
@@ -94,9 +96,9 @@ class _Job:
             of_chunks = enumerate(zip(tensor.chunks.offsets, tensor.chunks.sizes, strict=True))
             places = [(box, i) for i, chunk in of_chunks if prod(chunk[1]) for box in tiles(chunk, most)]  # type: ignore[misc]
         self._open = len(places)
-        return (_Task(self, number, box, i) for number, (box, i) in enumerate(places))
+        return (Task(self, number, box, i) for number, (box, i) in enumerate(places))
 
-    def read(self, task: _Task, source: Source, pool: Pool, work: Work) -> bool:
+    def read(self, task: Task, source: Source, pool: Pool, work: Work) -> bool:
         """Read what a task says, and return whether it was the last of the tensor."""
         total, update = Accumulator(self.tensor.dtype), Moments()
         for box, bits in self._tiles(task, source, pool):
@@ -122,7 +124,7 @@ class _Job:
         histogram = total.histogram.compact() if total.histogram is not None else None
         return total, Collected(total.result(), histogram, rows, columns, size)
 
-    def _tiles(self, task: _Task, source: Source, pool: Pool) -> Iterator[tuple[Box, Array]]:
+    def _tiles(self, task: Task, source: Source, pool: Pool) -> Iterator[tuple[Box, Array]]:
         import numpy as np
 
         tensor = self.tensor
@@ -163,7 +165,7 @@ def collect(
 
     Raises CorruptError when a file is too short, and whatever the source raises.
     """
-    seconds = _second_moments(source.catalogue, tensors)
+    seconds = second_moments(source.catalogue, tensors)
     results: dict[Path, Collected] = {}
     finished: dict[Path, Accumulator] = {}
     groups: dict[GroupKey, Group] = {}
@@ -173,12 +175,12 @@ def collect(
     work = Work(sum(tensor.nbytes for tensor in tensors), progress)
     by_path = {tensor.path: tensor for tensor in tensors}
 
-    def tasks() -> Iterator[_Task]:
+    def tasks() -> Iterator[Task]:
         for tensor in tensors:
             if tensor.numel:
-                yield from _Job(tensor, *seconds.get(tensor.path, (None, _EPS))).tasks()
+                yield from Job(tensor, *seconds.get(tensor.path, (None, EPS))).tasks()
 
-    def do(task: _Task) -> None:
+    def do(task: Task) -> None:
         nonlocal expected
         if not task.job.read(task, source, pool, work):
             return
@@ -218,7 +220,7 @@ def group_keys(place: Place, dtype: str) -> Iterator[GroupKey]:
         yield GroupKey("expert", part, moment, f"{layer}.experts.{expert}" if layer else f"experts.{expert}", dtype)
 
 
-def _second_moments(catalogue: Catalogue, tensors: Sequence[Tensor]) -> dict[Path, tuple[Tensor, float]]:
+def second_moments(catalogue: Catalogue, tensors: Sequence[Tensor]) -> dict[Path, tuple[Tensor, float]]:
     """Return Adam's second moment and its epsilon for each first moment of the same shape."""
     by_path = {tensor.path: tensor for tensor in catalogue.tensors}
     eps = _epsilons(catalogue)
@@ -227,7 +229,7 @@ def _second_moments(catalogue: Catalogue, tensors: Sequence[Tensor]) -> dict[Pat
         second = by_path.get(_beside(tensor.path))
         is_pair = second is not None and second.shape == tensor.shape
         if second is not None and is_pair and has_numbers(tensor.dtype) and has_numbers(second.dtype):
-            pairs[tensor.path] = second, eps.get(tensor.part.root, _EPS)
+            pairs[tensor.path] = second, eps.get(tensor.part.root, EPS)
     return pairs
 
 

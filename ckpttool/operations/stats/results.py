@@ -8,12 +8,14 @@ from typing import ClassVar
 
 from ckpttool.catalogue.boxes import Ints
 from ckpttool.catalogue.conditions import Columns, Values
+from ckpttool.catalogue.entries import Tensor
 from ckpttool.errors import DIFFERS, DONE, UsageError
 from ckpttool.operations.result import Result
-from ckpttool.operations.stats.collect import Update
-from ckpttool.operations.stats.elements import FRACTIONS, Channels, Statistics
+from ckpttool.operations.stats.collect import Collected, Update
+from ckpttool.operations.stats.elements import FRACTIONS, Accumulator, Channels, Statistics
 from ckpttool.operations.stats.findings import Finding
 from ckpttool.operations.stats.histogram import Compact
+from ckpttool.operations.stats.places import place_of
 from ckpttool.operations.stats.spectral import Spectrum
 from ckpttool.text import meant, plural, some
 
@@ -63,6 +65,18 @@ class TensorStatistics:
     def known(self) -> Values:
         """Return what conditions compare: the statistics, the name, and where the tensor stands."""
         return {**self.values(), **{name: getattr(self, name) for name in _TEXTS}}
+
+
+def row_of(tensor: Tensor, found: Collected | None, tied_to: str | None) -> TensorStatistics:
+    """Return the statistics of a tensor from what was collected of it, or of the tensor it is tied to; None of a tensor
+    without elements."""
+    if found is None:
+        found = Collected(Accumulator(tensor.dtype).result(), None, None, None, None)
+    row = TensorStatistics(
+        tensor.name, *place_of(tensor), tensor.dtype.name, tensor.shape, tensor.nbytes, tied_to, found.statistics
+    )
+    row.histogram, row.rows, row.columns, row.update = found.histogram, found.rows, found.columns, found.update
+    return row
 
 
 @dataclass(slots=True)

@@ -1,0 +1,98 @@
+"""Checkpoints that are looked at: the one at a path, and the others of its run."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from functools import cached_property
+
+from ckpttool.catalogue.entries import Catalogue, Tensor
+from ckpttool.catalogue.protocols import Source
+from ckpttool.operations.browse.folding import Tree
+from ckpttool.operations.browse.survey import Survey
+from ckpttool.operations.inspect import summary
+from ckpttool.operations.inspect.headline import Headline
+from ckpttool.operations.inspect.sharding import Placements
+from ckpttool.producers import open, runs
+
+
+class Opened:
+    """An open checkpoint, with what is known of its values."""
+
+    def __init__(self, path: str, shapes: str | None) -> None:
+        self.path = path
+        self.source: Source = open.open_source(path, shapes)
+        self.tensors: list[Tensor] = [*self.catalogue.tensors]
+        self.tree = Tree(self.tensors)
+        self.survey = Survey(self.source, self.tensors)
+
+    @property
+    def catalogue(self) -> Catalogue:
+        """What the index says."""
+        return self.source.catalogue
+
+    @cached_property
+    def headline(self) -> Headline:
+        """What it holds, in a line."""
+        return summary.head(self.catalogue)[0]
+
+    @cached_property
+    def placements(self) -> Placements:
+        """How its tensors lie on the mesh."""
+        return Placements(self.catalogue)
+
+    @cached_property
+    def numbers(self) -> dict[str, int]:
+        """The number of each tensor by its name."""
+        return {tensor.name: i for i, tensor in enumerate(self.tensors)}
+
+    @cached_property
+    def moments(self) -> dict[str, list[int]]:
+        """The numbers of the tensors that an optimizer keeps of a parameter, by its name in the model."""
+        found: dict[str, list[int]] = {}
+        for i, tensor in enumerate(self.tensors):
+            if tensor.part.kind == "optimizer":
+                keys = tensor.name.split(".")[len(".".join(map(str, tensor.part.root)).split(".")) :]
+                keys = keys[1:] if keys[:1] == ["state"] else keys
+                found.setdefault(".".join(keys[:-1]), []).append(i)
+        return found
+
+    def moments_of(self, tensor: Tensor) -> list[int]:
+        """Return the numbers of the tensors that an optimizer keeps of a parameter."""
+        return self.moments.get(tensor.fqn, []) if tensor.part.kind == "model" else []
+
+
+@dataclass
+class Session:
+    """The checkpoints that were opened, which stay open until `close`."""
+
+    path: str
+    shapes: str | None = None
+    steps: list[runs.RunCheckpoint] = field(default_factory=list)
+    _opened: dict[str, Opened] = field(default_factory=dict)
+
+    def open(self) -> Opened:
+        """Open the checkpoint at the path; of a run, the newest complete one. Raises ReadError or CorruptError."""
+        opened = self._opened[self.path] = Opened(self.path, self.shapes)
+        if "run" in opened.catalogue.facts:
+            self.steps = [step for step in runs.checkpoints(self.path) if step.complete]
+            taken = [row["path"] for row in opened.catalogue.facts["run"] if row["taken"]]
+            if taken:
+                opened.path = str(taken[0])
+                self._opened[opened.path] = opened
+        return opened
+
+    def beside(self, opened: Opened, by: int) -> Opened | None:
+        """Return the checkpoint of the run that is `by` steps after one; None if there is none. Raises ReadError."""
+        paths = [str(step.path) for step in self.steps]
+        at = paths.index(opened.path) + by if opened.path in paths else -1
+        if not 0 <= at < len(paths):
+            return None
+        if paths[at] not in self._opened:
+            self._opened[paths[at]] = Opened(paths[at], self.shapes)
+        return self._opened[paths[at]]
+
+    def close(self) -> None:
+        """Stop reading, and close all files."""
+        for opened in {id(one): one for one in self._opened.values()}.values():
+            opened.survey.stop()
+            opened.source.close()
