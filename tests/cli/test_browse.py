@@ -7,7 +7,13 @@ from __future__ import annotations
 
 import asyncio
 import csv
+import fcntl
 import os
+import pty
+import select
+import signal
+import struct
+import termios
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -23,7 +29,7 @@ from textual.widgets import Input
 import ckpttool
 from ckpttool.cli.browser.app import Browser
 from ckpttool.cli.browser.names import Names
-from ckpttool.errors import CkptError, ReadError
+from ckpttool.errors import TERMINATED, CkptError, ReadError
 
 SCREENS = Path(__file__).parent / "screens"
 SMALL, LARGE = (80, 24), (200, 50)
@@ -70,7 +76,7 @@ def screens(
     return asyncio.run(run())
 
 
-async def press(key: str, app: Browser, pilot: Pilot[CkptError | None]) -> None:
+async def press(key: str, app: Browser, pilot: Pilot[CkptError | KeyboardInterrupt | None]) -> None:
     """Press a key, `type` a text into the search, or `click` a widget at a place."""
     action, _, rest = key.partition(" ")
     if action == "search":
@@ -352,6 +358,42 @@ def test_a_screen_of_any_size(hsdp: str) -> None:
 def test_the_picture_in_the_docs_is_of_this_screen(hsdp: str) -> None:
     page = (ROOT / "docs" / "how-to" / "browse.md").read_text()
     assert "browse.svg" in page and (ROOT / "docs" / "pictures" / "browse.svg").stat().st_size < 60_000
+
+
+@pytest.mark.parametrize("ends", ["ctrl-c", "term", "q"])
+def test_the_terminal_is_as_it_was(ends: str, hsdp: str) -> None:
+    """In a pseudo-terminal, resized while it runs: its modes are the same, screen, mouse and cursor are back."""
+    own, theirs = pty.openpty()
+    fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 80, 0, 0))
+    before = termios.tcgetattr(theirs)
+    terminal = {"stdin": theirs, "stdout": theirs, "stderr": theirs, "cwd": Path.cwd(), "start_new_session": True}
+    program = cli.spawn("browse", hsdp, env=cli.environment(TERM="xterm-256color", PYTHONPATH=str(ROOT)), **terminal)
+    shown = read_until(own, b"lm_head.weight")
+    fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 30, 100, 0, 0))
+    program.send_signal(signal.SIGWINCH)
+    if ends == "term":
+        program.terminate()
+    else:
+        os.write(own, b"\x03" if ends == "ctrl-c" else b"q")
+    shown += read_until(own, b"\x1b[?1049l")
+    assert program.wait(20) == (TERMINATED if ends == "term" else 0)
+    while select.select([own], [], [], 0)[0]:
+        shown += os.read(own, 65536)
+    assert termios.tcgetattr(theirs) == before
+    for mode in ("1049", "1000", "1003", "2004"):
+        assert shown.rfind(f"\x1b[?{mode}l".encode()) > shown.rfind(f"\x1b[?{mode}h".encode()), mode
+    assert shown.rfind(b"\x1b[?25h") > shown.rfind(b"\x1b[?25l")
+    os.close(own)
+    os.close(theirs)
+
+
+def read_until(terminal: int, text: bytes) -> bytes:
+    """What is written to a terminal, up to a text."""
+    shown = b""
+    while text not in shown:
+        assert select.select([terminal], [], [], WAIT)[0], shown[-500:]
+        shown += os.read(terminal, 65536)
+    return shown
 
 
 def test_it_needs_a_terminal(hsdp: str) -> None:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import io
 import os
 import shlex
+import signal
+import time
 from collections.abc import Callable
 from functools import partial
 from typing import ClassVar
@@ -22,6 +25,7 @@ from ckpttool.cli.browser import views
 from ckpttool.cli.browser.dialogs import Choice, Page
 from ckpttool.cli.browser.names import Line, Names
 from ckpttool.cli.browser.views import TABS, Look
+from ckpttool.cli.signals import Terminated, catch_signals
 from ckpttool.cli.stats import write_csv
 from ckpttool.cli.terminal import Terminal
 from ckpttool.errors import CkptError, UsageError
@@ -35,6 +39,7 @@ from ckpttool.transfer.numbers import Array
 from ckpttool.transfer.threads import Stopped, Work
 
 _TICK = 0.25  # seconds between two looks at what was read
+_RARELY = 10  # times the duration of making a list, until it is made again
 _OWN_ORDER = "tree"
 _KEYS = (
     ("/", "search: words and globs of names, dtype=bfloat16 rank=3 part=model file=... dim=2, rms>1 and nan>0"),
@@ -83,7 +88,7 @@ class Tabs(Static):
             x -= length
 
 
-class Browser(App[CkptError | None]):
+class Browser(App[CkptError | KeyboardInterrupt | None]):
     """The browser of one checkpoint, or of the steps of a run."""
 
     CSS = """
@@ -122,7 +127,10 @@ class Browser(App[CkptError | None]):
     ]
 
     def __init__(self, path: str, shapes: str | None = None) -> None:
-        super().__init__()
+        # With the colours of the terminal itself, NO_COLOR is heeded to the end: others would become shades of grey.
+        super().__init__(ansi_color="NO_COLOR" in os.environ)
+        if self.no_color:
+            self.theme = "ansi-dark"
         self.session = Session(path, shapes)
         self.opened: Opened | None = None
         self.tab = 0
@@ -135,18 +143,33 @@ class Browser(App[CkptError | None]):
         self._pictured: tuple[object, ...] = ()
         self._picture: Array | str | None = None
         self._reading = Work()
+        self._list_again = 0.0
+        self._takes_signals = False
 
     @classmethod
     def show(cls, path: str, shapes: str | None) -> None:
         """Run until it is left. Raises what cannot be opened."""
         browser = cls(path, shapes)
+        browser._takes_signals = True
         try:
             error = browser.run()
         finally:
+            catch_signals()
             browser._reading.stopped.set()
             browser.session.close()
         if error is not None:
             raise error
+
+    def _take_signals(self) -> None:
+        """End between two messages, when nothing is being drawn, and not in the middle of one."""
+        loop = asyncio.get_running_loop()
+        for number, stop in (
+            (signal.SIGINT, KeyboardInterrupt),
+            (signal.SIGTERM, Terminated),
+            (signal.SIGHUP, Terminated),
+        ):
+            if signal.getsignal(number) is not signal.SIG_IGN:
+                loop.add_signal_handler(number, self.exit, stop())
 
     # The screen -------------------------------------------------------------------------------------------------------
 
@@ -163,6 +186,8 @@ class Browser(App[CkptError | None]):
 
     def on_mount(self) -> None:
         """Draw the empty screen first, and open then."""
+        if self._takes_signals:
+            self._take_signals()
         self.query_one(Names).focus()
         self._draw()
         self.call_after_refresh(self._open)
@@ -180,6 +205,13 @@ class Browser(App[CkptError | None]):
             self._from_thread(partial(self.exit, error))
             return
         self._from_thread(partial(self._show, opened))
+        self._describe(opened)
+
+    def _describe(self, opened: Opened) -> None:
+        """Find out what a checkpoint is in a line, which of very many tensors takes longer than their tree."""
+        if "headline" not in vars(opened):
+            _ = opened.headline
+            self._from_thread(self._draw)
 
     def _from_thread(self, call: Callable[[], object]) -> None:
         if self.is_running:
@@ -206,8 +238,12 @@ class Browser(App[CkptError | None]):
             return
         self._seen = survey, survey.version
         names = self.query_one(Names)
-        if not names.is_tree and (self._query is None or self._query.holds or self.sorting != _OWN_ORDER):
+        is_by_value = (self._query is not None and self._query.holds is not None) or self.sorting in COLUMNS
+        if not names.is_tree and is_by_value and (time.monotonic() > self._list_again or survey.finished):
+            began = time.monotonic()
             self._list()
+            # A list of very many takes a while, in which no key is heard.
+            self._list_again = time.monotonic() + _RARELY * (time.monotonic() - began)
         names.refresh()
         self._draw()
 
@@ -232,7 +268,7 @@ class Browser(App[CkptError | None]):
         where = ""
         if self.opened.path in steps:
             where = f"  step {steps.index(self.opened.path) + 1} of {len(steps)} [ ]"
-        left = f"{safe(self.opened.path)}{where}  {self.opened.headline}"
+        left = f"{safe(self.opened.path)}{where}  {vars(self.opened).get('headline', '')}"
         if cell_len(left) > room:
             left = left[: max(0, room - 1)] + "…"
         return Text(set_cell_size(left, room) + right, no_wrap=True)
@@ -258,7 +294,7 @@ class Browser(App[CkptError | None]):
         why_not = views.no_picture(look)
         if why_not:
             return Text(why_not, Style(dim=True))
-        with_colour = not os.environ.get("NO_COLOR")
+        with_colour = not self.no_color
         height, width = views.picture_size(look, with_colour)
         key = (look.opened.path, look.tensor, height, width)
         if key != self._pictured:
@@ -495,6 +531,7 @@ class Browser(App[CkptError | None]):
             return
         opened.survey.stop()
         self._from_thread(partial(self._show, other))
+        self._describe(other)
 
     # Diff -------------------------------------------------------------------------------------------------------------
 

@@ -64,6 +64,7 @@ class Names(ScrollView, can_focus=True):
         self.is_tree = True
         self.empty = ""
         self._open: set[int] = set()
+        self._bars: dict[Node, tuple[int, str]] = {}
 
     # What is listed ---------------------------------------------------------------------------------------------------
 
@@ -224,7 +225,10 @@ class Names(ScrollView, can_focus=True):
             return label, f"{self._right(tensor, row)} ", style
         label += f" ×{node.times}" if node.times > 1 else ""
         if node.is_list:
-            return label, f"{_bars([rows[i] for i in node.members])} ", style
+            version, bars = self._bars.get(node, (-1, ""))
+            if version != self.opened.survey.version:
+                version, bars = self._bars[node] = self.opened.survey.version, _bars([rows[i] for i in node.members])
+            return label, f"{bars} ", style
         return label, f"{count(len(node.members))} ", Style(dim=True)
 
     def _right(self, tensor: int, row: TensorStatistics | None) -> str:

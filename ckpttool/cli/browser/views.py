@@ -114,18 +114,15 @@ def _several(look: Look) -> Text:
     if node is None:
         return Text("nothing is selected", _DIM)
     text = _title(look, safe(node.label))
-    entries = [look.opened.tensors[i] for i in node.members]
-    elements, nbytes = sum(entry.numel for entry in entries), sum(entry.nbytes for entry in entries)
-    dtypes = list(dict.fromkeys(entry.dtype.name for entry in entries))
-    shapes = list(dict.fromkeys(entry.shape for entry in entries))
+    totals = node.totals
     rows = [look.opened.survey.rows[i] for i in node.members]
     known = [row for row in rows if row is not None]
     facts = [
-        ("tensors", f"{len(entries):,}"),
-        ("elements", count(elements)),
-        ("size", size(nbytes)),
-        ("dtype", ", ".join(dtypes[:4])),
-        ("shape", str(list(shapes[0])) if len(shapes) == 1 else ""),
+        ("tensors", f"{len(rows):,}"),
+        ("elements", count(totals.elements)),
+        ("size", size(totals.nbytes)),
+        ("dtype", ", ".join(totals.dtypes[:4])),
+        ("shape", str(list(totals.shapes[0])) if len(totals.shapes) == 1 else ""),
         ("read", f"{len(known):,} of {len(rows):,}" if len(known) < len(rows) else ""),
     ]
     _facts(text, facts, look.width)

@@ -6,7 +6,10 @@ A line is made when the one above it is opened, so that 100,000 names cost nothi
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cached_property
+from typing import NamedTuple
 
+from ckpttool.catalogue.boxes import Ints
 from ckpttool.catalogue.entries import Tensor, dotted
 from ckpttool.text import natural, ranges
 
@@ -14,10 +17,17 @@ _DIGITS = 9
 _RANGES = 3
 
 
+class Totals(NamedTuple):
+    """What the tensors of a line are together."""
+
+    elements: int
+    nbytes: int
+    dtypes: list[str]
+    shapes: list[Ints]
+
+
 class Node:
     """A line of the tree: a part, a module, the tensors of one name in all layers, or a tensor."""
-
-    __slots__ = ("_children", "_tree", "label", "level", "members", "times")
 
     def __init__(self, tree: Tree, label: str, members: list[int], level: int, times: int = 1) -> None:
         self.label = label  #: name below the line above
@@ -26,6 +36,13 @@ class Node:
         self.times = times  #: how many layers and experts are folded
         self._tree = tree
         self._children: list[Node] | None = None
+
+    @cached_property
+    def totals(self) -> Totals:
+        """The elements, bytes, dtypes and shapes of the tensors."""
+        tensors = [self._tree.tensors[i] for i in self.members]
+        dtypes, shapes = dict.fromkeys(t.dtype.name for t in tensors), dict.fromkeys(t.shape for t in tensors)
+        return Totals(sum(t.numel for t in tensors), sum(t.nbytes for t in tensors), [*dtypes], [*shapes])
 
     @property
     def tensor(self) -> int | None:

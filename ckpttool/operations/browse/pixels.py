@@ -43,17 +43,17 @@ def pooled(tensor: Tensor, source: Source, height: int, width: int, work: Work) 
             bits = read_box(box, tensor, source, pool)
             work.note(bits.nbytes)
             with np.errstate(invalid="ignore", over="ignore"):
-                if tensor.dtype.kind == "bool":
-                    values: Array = (bits.reshape(-1) != 0).astype(np.float64)
-                else:
-                    values = np.abs(numbers(bits.reshape(-1), tensor.dtype)).astype(np.float64)
+                flat = bits.reshape(-1)
+                found = flat != 0 if tensor.dtype.kind == "bool" else numbers(flat, tensor.dtype)
+                # The magnitude of the smallest integer, and of some complex numbers, is none of their dtype.
+                wide = np.complex128 if tensor.dtype.kind == "complex" else np.float64
+                values: Array = np.abs(found.astype(wide))
             values[~np.isfinite(values)] = np.nan
             offsets, sizes = box
             first, last = (offsets[-1], sizes[-1]) if sizes else (0, 1)
             lines = _rows_of(box, tensor.shape)
-            found = values.reshape(-1, last)
             cuts, cells = _runs(column_of[first : first + last])
-            found = np.maximum.reduceat(found, cuts, axis=1)
+            found = np.maximum.reduceat(values.reshape(-1, last), cuts, axis=1)
             row_cuts, row_cells = _runs(row_of[lines])
             found = np.maximum.reduceat(found, row_cuts, axis=0)
             np.maximum.at(grid, (row_cells[:, None], cells[None, :]), found)

@@ -94,7 +94,7 @@ class Survey:
         numbers = {tensor.path: i for i, tensor in enumerate(self._tensors)}
         firsts = {numbers[path]: numbers[first] for path, first in aliases.items() if first in numbers}
         seconds = second_moments(catalogue, self._tensors)
-        looked = time.monotonic()
+        again = time.monotonic() + _PAUSE
         with closing(Pool()) as pool:
             while (i := self._next(work)) is not None:
                 first = firsts.get(i, i)
@@ -103,10 +103,11 @@ class Survey:
                 except CkptError as error:
                     self.errors[i] = error.message
                 self.done += 1
-                if time.monotonic() > looked + _PAUSE:
+                if time.monotonic() > again:
+                    began = time.monotonic()
                     self.find()
                     # Of very many tensors that takes a while.
-                    looked = time.monotonic()
+                    again = time.monotonic() + max(_PAUSE, 10 * (time.monotonic() - began))
                 self.version += 1
         if not self.errors and key is not None:
             files.check_unchanged(before)

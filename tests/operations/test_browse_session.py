@@ -1,0 +1,165 @@
+"""What `browse` shows, without a screen: the tree, the order in which values are read, pictures."""
+
+from __future__ import annotations
+
+import threading
+import time
+from itertools import pairwise
+from pathlib import Path
+
+import numpy as np
+import pytest
+import safetensors.numpy
+import torch
+from support.paths import CHECKPOINTS
+from support.upstream_samples import path_of
+
+import ckpttool
+from ckpttool.operations.browse import survey as survey_module
+from ckpttool.operations.browse.folding import Node
+from ckpttool.operations.browse.pixels import as_matrix, pooled
+from ckpttool.operations.browse.session import Opened
+from ckpttool.transfer.threads import Work
+
+SAMPLES = ["dcp/hsdp_w4", "dcp/dtypes", "dcp/fsdp2_tp_w4", "torch/full", "torch/layouts", "hf/llama", "rank/fsdp1_w4"]
+
+
+def finish(opened: Opened) -> None:
+    opened.survey.start()
+    until = time.monotonic() + 20
+    while not opened.survey.finished:
+        assert time.monotonic() < until and not opened.survey.damage, opened.survey.damage
+        time.sleep(0.01)
+
+
+def leaves(node: Node) -> list[int]:
+    return [node.tensor] if node.tensor is not None else [i for child in node.children for i in leaves(child)]
+
+
+@pytest.mark.parametrize("name", SAMPLES)
+def test_every_tensor_is_in_the_tree_once(name: str) -> None:
+    opened = Opened(path_of(name), None)
+    found = [i for root in opened.tree.roots for i in leaves(root)]
+    assert sorted(found) == list(range(len(opened.tensors))) and found
+    for i in found:
+        path = opened.tree.path_to(i)
+        assert path[-1].tensor == i
+        for above, below in pairwise(path):
+            assert below in above.children and set(below.members) <= set(above.members)
+    opened.source.close()
+
+
+@pytest.mark.parametrize("name", SAMPLES)
+def test_the_statistics_are_those_of_stats(name: str) -> None:
+    opened = Opened(path_of(name), None)
+    finish(opened)
+    expected = ckpttool.stats(path_of(name))
+    assert opened.survey.rows == expected.tensors
+    assert opened.survey.findings == expected.findings
+    opened.source.close()
+
+
+def test_layers_and_experts_are_folded(tmp_path: Path) -> None:
+    names = [f"m.layers.{i}.experts.{j}.up.weight" for i in range(12) for j in (0, 1, 2)]
+    names += [f"m.layers.{i}.norm" for i in range(12)] + ["m.head", "m.head.bias", "0", "1"]
+    arrays = {name: np.zeros(2, np.float32) for name in names}
+    safetensors.numpy.save_file(arrays, tmp_path / "a.safetensors")
+    opened = Opened(str(tmp_path / "a.safetensors"), None)
+    (root,) = opened.tree.roots
+    assert {node.label for node in root.children} == {"m", "0", "1"}
+    inside = {node.label: node for node in next(node for node in root.children if node.label == "m").children}
+    assert set(inside) == {"layers.0-11", "head", "head.bias"} or set(inside) == {"layers.0-11", "head"}
+    layers = {node.label: node for node in inside["layers.0-11"].children}
+    assert layers["norm"].times == 12 and [node.label for node in layers["norm"].children][9:] == [
+        "[9]",
+        "[10]",
+        "[11]",
+    ]
+    experts = layers["experts.0-2.up.weight"]
+    assert len(experts.children) == 36 and experts.children[4].label == "[1.1]"
+    opened.source.close()
+
+
+def test_what_is_wanted_is_read_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    arrays = {f"t{i:03}": np.full(4, float(i), np.float32) for i in range(100)}
+    safetensors.numpy.save_file(arrays, tmp_path / "a.safetensors")
+    opened = Opened(str(tmp_path / "a.safetensors"), None)
+    read: list[str] = []
+    first, may_go_on = threading.Event(), threading.Event()
+
+    class Job(survey_module.Job):
+        def result(self):  # type: ignore[no-untyped-def]
+            read.append(self.tensor.name)
+            first.set()
+            may_go_on.wait(10)
+            return super().result()
+
+    monkeypatch.setattr(survey_module, "Job", Job)
+    opened.survey.start()
+    first.wait(10)
+    opened.survey.want([opened.numbers["t090"], opened.numbers["t007"]])
+    may_go_on.set()
+    finish_waiting = time.monotonic() + 10
+    while not opened.survey.finished and time.monotonic() < finish_waiting:
+        time.sleep(0.01)
+    assert read[1:3] == ["t090", "t007"] and sorted(read) == sorted(arrays)
+    opened.source.close()
+
+
+def test_a_second_look_is_from_the_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CKPTTOOL_CACHE", str(tmp_path))
+    rows = []
+    for was_read in (False, True):
+        opened = Opened(path_of("dcp/hsdp_w4"), None)
+        finish(opened)
+        assert opened.survey.cached == was_read
+        rows.append(opened.survey.rows)
+        opened.source.close()
+    assert rows[0] == rows[1]
+    # `stats` wants groups too, and does not take them from there.
+    assert not ckpttool.stats(path_of("dcp/hsdp_w4")).cached
+
+
+@pytest.mark.parametrize("name", ["dcp/fsdp2_tp_w4", "dcp/dtypes", "torch/layouts"])
+@pytest.mark.parametrize("size", [(1, 1), (4, 3), (1000, 1000)])
+def test_a_picture_has_the_largest_of_each_cell(name: str, size: tuple[int, int]) -> None:
+    """Cell by cell, from the whole tensor as `ckpttool.open` reads it."""
+    opened = Opened(path_of(name), None)
+    compared = 0
+    with ckpttool.open(path_of(name)) as checkpoint:
+        for tensor in opened.tensors:
+            grid = pooled(tensor, opened.source, *size, Work())
+            if grid is None:
+                continue
+            values = checkpoint[tensor.path].torch()
+            wide = values.to(torch.complex128 if values.is_complex() else torch.float64)
+            matrix = wide.abs().numpy().reshape(as_matrix(tensor.shape))
+            matrix[~np.isfinite(matrix)] = np.nan
+            rows, columns = (np.arange(n) * m // n for n, m in zip(matrix.shape, grid.shape, strict=True))
+            for y in range(grid.shape[0]):
+                for x in range(grid.shape[1]):
+                    cell = matrix[np.ix_(rows == y, columns == x)]
+                    assert np.allclose(grid[y, x], cell.max(), rtol=1e-14, atol=0, equal_nan=True)
+            compared += 1
+    assert compared > 5
+    opened.source.close()
+
+
+def test_what_cannot_be_read_is_said_of_that_tensor(tmp_path: Path) -> None:
+    folder = tmp_path / "ckpt"
+    folder.mkdir()
+    source = CHECKPOINTS / "dcp" / "hsdp_w4" / "ckpt"
+    for file in source.iterdir():
+        (folder / file.name).write_bytes(file.read_bytes())
+    shards = sorted(folder.glob("*.distcp"))
+    shards[0].write_bytes(shards[0].read_bytes()[:2000])
+    opened = Opened(str(folder), None)
+    opened.survey.start()
+    until = time.monotonic() + 20
+    while not (opened.survey.finished or opened.survey.damage) and time.monotonic() < until:
+        time.sleep(0.01)
+    survey = opened.survey
+    assert survey.damage or survey.errors
+    assert not any(row is None and i not in survey.errors for i, row in enumerate(survey.rows)) or survey.damage
+    survey.stop()
+    opened.source.close()
