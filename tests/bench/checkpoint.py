@@ -59,6 +59,11 @@ class Checkpoint:
         return self.root / "tensors.safetensors"
 
     @property
+    def bfloat16_safetensors(self) -> Path:
+        """`tensors` in bfloat16, twice, as one safetensors file of the same size."""
+        return self.root / "bfloat16.safetensors"
+
+    @property
     def accelerate(self) -> Path:
         """DCP: the model alone under the key `model`, as accelerate saves it."""
         return self.root / "pytorch_model_fsdp_0"

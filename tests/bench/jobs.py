@@ -1,12 +1,15 @@
 """The jobs, and who does them: a table of contenders.
 
 A job is one conversion of one source; a peer is compared with ours only on the same job. `cat` copies the bytes of a
-source to one file and is the limit: `cat all` for jobs that move the whole state, `cat model` for its model part.
+source to one file and is the limit: `cat all` for jobs that move the whole state, `cat model` for its model part. For
+statistics it only reads: `cat bfloat16`, `cat float32`.
 """
 
 from __future__ import annotations
 
+import os
 import shutil
+import subprocess
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,7 +29,7 @@ class Contender:
     command: tuple[str, ...]
     inputs: tuple[Path, ...]
     result: Path | None
-    part: str  # `all` or `model`: which bytes it moves, so which `cat` is its limit; `none` if it moves none
+    part: str  # `all`, `model`, `bfloat16` ...: which bytes it moves, so which `cat` is its limit; `none` for none
     check: bool = True
     stdout: Path | None = None
 
@@ -108,6 +111,28 @@ def comparing(state: Checkpoint) -> list[Contender]:
     ]
 
 
+def looking(state: Checkpoint, out: Path) -> list[Contender]:
+    """Statistics of every tensor on one core, beside reading the bytes and beside loops of numpy and of torch."""
+    if not state.bfloat16_safetensors.exists():
+        maker = (sys.executable, str(HERE / "make_bfloat16.py"))
+        subprocess.run([*maker, state.tensors_safetensors, state.bfloat16_safetensors], check=True)
+    one_core = ("taskset", "--cpu-list", str(min(os.sched_getaffinity(0)))) if shutil.which("taskset") else ()
+    members = []
+    for dtype, file in (("bfloat16", state.bfloat16_safetensors), ("float32", state.tensors_safetensors)):
+        commands = {
+            "cat": ("sh", "-c", 'cat "$0" > /dev/null', str(file)),
+            OURS: ckpttool("stats", file, "--no-cache", "-q", "-j", "1"),
+            **{name: peer("", name, file, out).command for name in ("numpy_statistics", "torch_statistics")},
+        }
+        members += [
+            Contender(
+                f"{'cat' if tool == 'cat' else 'stats'} {dtype}", tool, one_core + command, (file,), None, dtype, False
+            )
+            for tool, command in commands.items()
+        ]
+    return members
+
+
 def contenders(state: Checkpoint, out: Path) -> list[Contender]:
     """All of them, in the order in which every round runs them: peers next to ours."""
     file, model, pt, dcp = out / "all.safetensors", out / "model.safetensors", out / "all.pt", out / "dcp"
@@ -148,5 +173,6 @@ def contenders(state: Checkpoint, out: Path) -> list[Contender]:
         ours("dcp -> rank files", state.train, out / "ranks", "fsdp1", "--tensor-class", "dtensor"),
         *verifying(state.train),
         *comparing(state),
+        *looking(state, out),
         Contender("inspect dcp", OURS, ckpttool("inspect", state.train), (state.train,), None, "none", check=False),
     ]

@@ -134,6 +134,44 @@ def merge_ranks(source: str, target: str) -> Job:
     return merge
 
 
+def numpy_statistics(source: str, target: str) -> Job:
+    """A loop over a mapped safetensors file: limits, mean, deviation, NaN, zeros and a histogram of 100 bins."""
+    import json
+
+    import numpy as np
+
+    def look() -> None:
+        with open(source, "rb") as file:
+            header = json.loads(file.read(int.from_bytes(file.read(8), "little")))
+            begin = file.tell()
+        data = np.memmap(source, np.uint8, "r", begin)
+        for entry in (entry for name, entry in header.items() if name != "__metadata__"):
+            raw = data[slice(*entry["data_offsets"])]
+            if entry["dtype"] == "BF16":
+                values = (raw.view(np.uint16).astype(np.uint32) << 16).view(np.float32)
+            else:
+                values = raw.view(np.float32)
+            np.histogram(np.abs(values), 100)
+            _ = values.min(), values.max(), values.mean(), values.std(), np.isnan(values).sum(), (values == 0).sum()
+
+    return look
+
+
+def torch_statistics(source: str, target: str) -> Job:
+    """The same loop with torch."""
+    import torch
+    from safetensors import safe_open
+
+    def look() -> None:
+        with safe_open(source, framework="pt") as file:
+            for name in file.keys():  # noqa: SIM118
+                values = file.get_tensor(name).float()
+                torch.histc(values.abs(), 100)
+                _ = values.min(), values.max(), values.mean(), values.std(), values.isnan().sum(), (values == 0).sum()
+
+    return look
+
+
 PEERS: dict[str, Callable[[str, str], Job]] = {
     function.__name__: function
     for function in (
@@ -146,6 +184,8 @@ PEERS: dict[str, Callable[[str, str], Job]] = {
         torch_load_save_file,
         hf_consolidate,
         merge_ranks,
+        numpy_statistics,
+        torch_statistics,
     )
 }
 

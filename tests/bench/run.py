@@ -42,7 +42,8 @@ class Results:
 
     def __init__(self, members: Sequence[Contender], facts: dict[str, int]) -> None:
         self.members = members
-        self.nbytes = {"all": facts["bytes"], "model": facts["model_bytes"], "none": 0}
+        whole = facts["bytes"]
+        self.nbytes = {"all": whole, "bfloat16": whole, "float32": whole, "model": facts["model_bytes"], "none": 0}
         self.runs: dict[Key, list[Run]] = {(member.job, member.tool): [] for member in members}
         self.errors: dict[Key, str] = {}
 
@@ -54,7 +55,9 @@ class Results:
     def inside(self, job: str, tool: str) -> float | None:
         """Median of the seconds that a script of ours has measured itself, and printed."""
         scripts = [
-            m.command[1].endswith(("peers.py", "bare_crc.py")) for m in self.members if (m.job, m.tool) == (job, tool)
+            any(word.endswith(("peers.py", "bare_crc.py")) for word in m.command)
+            for m in self.members
+            if (m.job, m.tool) == (job, tool)
         ]
         runs = self.runs.get((job, tool))
         if not runs or not any(scripts) or (job, tool) in self.errors:
@@ -164,6 +167,9 @@ def targets(results: Results) -> list[str]:
     )
     equal = "diff dcp, safetensors"
     judge(f"{equal}: at least 0.5x as fast as cmp", results.over_peer(equal), "x", least=0.5)
+    for dtype, share in (("bfloat16", 0.7), ("float32", 0.5)):
+        read, looked = results.median(f"cat {dtype}", "cat"), results.median(f"stats {dtype}", OURS)
+        judge(f"stats {dtype}: at least {share}x as fast as cat, on one core", ratio(read, looked), "x", least=share)
     for job, limit in [("dcp -> safetensors", 1.3), ("export", 1.3), *((job, 1.6) for job in WRITES_CRC)]:
         value = results.over_cat(by_job[job]) if job in by_job else None
         judge(f"{job}: at most {limit}x of cat and sync", value, "x", most=limit)

@@ -16,10 +16,10 @@ from ckpttool.catalogue.entries import Catalogue, Path, Tensor
 from ckpttool.catalogue.protocols import Source
 from ckpttool.operations.stats.elements import Accumulator, ChannelMaxima, Channels, Statistics, has_channels
 from ckpttool.operations.stats.histogram import Compact
-from ckpttool.operations.stats.moments import Moments, of_numbers
+from ckpttool.operations.stats.moments import buffer
 from ckpttool.operations.stats.places import Place, place_of
 from ckpttool.storage.files import Pool
-from ckpttool.transfer.numbers import Array, has_numbers, numbers
+from ckpttool.transfer.numbers import Array, dot, has_numbers, numbers
 from ckpttool.transfer.plan import tiles
 from ckpttool.transfer.read import ChunkReader, read_box, unsigned
 from ckpttool.transfer.threads import Progress, Work, on_threads
@@ -36,6 +36,24 @@ class Update:
     mean: float  #: mean
     rms: float  #: root of the mean of the squares
     max: float  #: largest
+
+
+@dataclass(slots=True)
+class _Ratios:
+    """Sums of the sizes of the updates of elements."""
+
+    n: int = 0
+    total: float = 0.0
+    squares: float = 0.0
+    largest: float = 0.0
+
+    def merge(self, other: _Ratios) -> None:
+        self.n, self.total, self.squares = self.n + other.n, self.total + other.total, self.squares + other.squares
+        self.largest = max(self.largest, other.largest)
+
+    def result(self) -> Update | None:
+        """Return the figures; None without any."""
+        return Update(self.total / self.n, math.sqrt(self.squares / self.n), self.largest) if self.n else None
 
 
 class Collected(NamedTuple):
@@ -83,9 +101,8 @@ class Job:
     def __init__(self, tensor: Tensor, second: Tensor | None, eps: float) -> None:
         self.tensor, self._second, self._eps = tensor, second, eps
         self._lock = threading.Lock()
-        self._done: dict[int, tuple[Accumulator, Moments]] = {}
+        self._done: dict[int, tuple[Accumulator, _Ratios]] = {}
         self._open = 0
-        self._largest = 0.0  # of the updates
         self._maxima: ChannelMaxima | None = None
 
     def tasks(self) -> Iterator[Task]:
@@ -100,7 +117,7 @@ class Job:
 
     def read(self, task: Task, source: Source, pool: Pool, work: Work) -> bool:
         """Read what a task says, and return whether it was the last of the tensor."""
-        total, update = Accumulator(self.tensor.dtype), Moments()
+        total, update = Accumulator(self.tensor.dtype), _Ratios()
         for box, bits in self._tiles(task, source, pool):
             total.feed(bits)
             self._add_channels(bits, box)
@@ -119,10 +136,10 @@ class Job:
         for more, more_updates in others:
             total.merge(more)
             update.merge(more_updates)
+        total.pack()
         rows, columns = self._maxima.result() if self._maxima is not None else (None, None)
-        size = Update(update.mean, math.sqrt(update.squares / update.n), self._largest) if update.n else None
         histogram = total.histogram.compact() if total.histogram is not None else None
-        return total, Collected(total.result(), histogram, rows, columns, size)
+        return total, Collected(total.result(), histogram, rows, columns, update.result())
 
     def _tiles(self, task: Task, source: Source, pool: Pool) -> Iterator[tuple[Box, Array]]:
         import numpy as np
@@ -144,18 +161,24 @@ class Job:
         with self._lock:
             maxima.add(rows, columns, box)
 
-    def _updates(self, first: Array, second: Array) -> Moments:
-        """Return the moments of the updates of some elements, from the bits of Adam's two moments."""
+    def _updates(self, first: Array, second: Array) -> _Ratios:
+        """Return the sums over some elements, from the bits of Adam's two moments."""
         import numpy as np
 
         assert self._second is not None
+        ratios, roots = buffer(0, first.size), buffer(1, first.size)
         with np.errstate(invalid="ignore", divide="ignore", over="ignore"):
-            m, v = numbers(first.reshape(-1), self.tensor.dtype), numbers(second.reshape(-1), self._second.dtype)
-            ratios = np.abs(m.astype(np.float64)) / (np.sqrt(v.astype(np.float64)) + self._eps)
-        ratios = ratios[np.isfinite(ratios)]
-        with self._lock:
-            self._largest = max(self._largest, float(ratios.max(initial=0.0)))
-        return of_numbers(ratios, (np.empty(len(ratios)), np.empty(len(ratios))))[0]
+            ratios[:] = numbers(first.reshape(-1), self.tensor.dtype)
+            roots[:] = numbers(second.reshape(-1), self._second.dtype)
+            np.abs(ratios, out=ratios)
+            np.sqrt(roots, out=roots)
+            roots += self._eps
+            ratios /= roots
+            total = float(ratios.sum())
+            if not math.isfinite(total):
+                ratios = ratios[np.isfinite(ratios)]
+                total = float(ratios.sum())
+            return _Ratios(len(ratios), total, dot(ratios, ratios), float(ratios.max(initial=0.0)))
 
 
 def collect(
@@ -227,8 +250,9 @@ def second_moments(catalogue: Catalogue, tensors: Sequence[Tensor]) -> dict[Path
     pairs = {}
     for tensor in tensors:
         second = by_path.get(_beside(tensor.path))
-        is_pair = second is not None and second.shape == tensor.shape
-        if second is not None and is_pair and has_numbers(tensor.dtype) and has_numbers(second.dtype):
+        if second is None or second.shape != tensor.shape:
+            continue
+        if all(moment.dtype.kind == "float" and has_numbers(moment.dtype) for moment in (tensor, second)):
             pairs[tensor.path] = second, eps.get(tensor.part.root, EPS)
     return pairs
 

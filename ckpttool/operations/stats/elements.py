@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
-from typing import Any
 
 from ckpttool.catalogue.boxes import Box, Ints
 from ckpttool.catalogue.dtypes import Dtype
@@ -73,7 +72,7 @@ class Statistics:
 class Accumulator:
     """Class for the statistics of elements of one dtype, which are fed tile by tile in any order."""
 
-    __slots__ = ("_buffers", "_exact", "_l1", "_limits", "_moments", "_sums", "dtype", "histogram")
+    __slots__ = ("_exact", "_l1", "_limits", "_moments", "_sums", "dtype", "histogram")
 
     def __init__(self, dtype: Dtype) -> None:
         bins = bins_of(dtype)
@@ -83,7 +82,6 @@ class Accumulator:
         self._moments, self._l1 = Moments(), 0.0
         self._limits = (math.inf, -math.inf)
         self._sums = Statistics()
-        self._buffers: Any = None
 
     def feed(self, bits: Array) -> None:
         """Add elements, given as unsigned integers (or, of 16 bytes, as such records) in any shape."""
@@ -117,7 +115,6 @@ class Accumulator:
 
     def pack(self) -> None:
         """Free memory that only more elements would need."""
-        self._buffers = None
         if self.histogram is not None:
             self.histogram.pack()
 
@@ -143,9 +140,7 @@ class Accumulator:
         else:
             self._sums.zeros += len(values) - int(np.count_nonzero(values))
             self._add_limits(values.min().item(), values.max().item())
-        if self._buffers is None:
-            self._buffers = np.empty(TILE), np.empty(TILE)
-        moments, magnitudes = of_numbers(values, self._buffers)
+        moments, magnitudes = of_numbers(values)
         self._moments.merge(moments)
         self._l1 += magnitudes
 

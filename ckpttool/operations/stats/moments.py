@@ -7,6 +7,7 @@ SAND2008-6212): the sums of powers themselves would lose all digits of numbers t
 from __future__ import annotations
 
 import math
+import threading
 from dataclasses import dataclass
 
 from ckpttool.transfer.numbers import Array, dot
@@ -80,15 +81,33 @@ def of_counts(values: Array, counts: Array) -> Moments:
         return Moments(n, mean, *sums)
 
 
-def of_numbers(values: Array, buffers: tuple[Array, Array]) -> tuple[Moments, float]:
-    """Return the moments of finite numbers, and the sum of their magnitudes. `buffers` are two arrays of float64, of at
-    least as many elements."""
+class _Buffers(threading.local):
+    def __init__(self) -> None:
+        self.arrays: dict[int, Array] = {}
+
+
+_buffers = _Buffers()
+
+
+def buffer(number: int, n: int) -> Array:
+    """Return an array of `n` float64, the same memory for each call with this number in this thread: the kernel needs
+    longer to clear new memory than an addition takes."""
+    import numpy as np
+
+    array = _buffers.arrays.get(number)
+    if array is None or len(array) < n:
+        array = _buffers.arrays[number] = np.empty(n)
+    return array[:n]
+
+
+def of_numbers(values: Array) -> tuple[Moments, float]:
+    """Return the moments of finite numbers, and the sum of their magnitudes."""
     import numpy as np
 
     n = len(values)
     if not n:
         return Moments(), 0.0
-    apart, squares = buffers[0][:n], buffers[1][:n]
+    apart, squares = buffer(0, n), buffer(1, n)
     with np.errstate(over="ignore", invalid="ignore"):
         apart[:] = values
         guess = _guess(apart[:_GUESS])

@@ -161,6 +161,16 @@ def test_the_updates_of_adam() -> None:
     assert update.max == float(ratio.max())
 
 
+def test_updates_of_numbers_that_are_not_finite_do_not_count(tmp_path: Path) -> None:
+    m, v = torch.tensor([1.0, float("nan"), -3.0, 2.0]), torch.tensor([4.0, 1.0, float("nan"), 1.0])
+    state = {"w": {"exp_avg": m, "exp_avg_sq": v}, "c": {"exp_avg": m * 1j, "exp_avg_sq": v * 1j}}
+    torch.save({"optimizer": {"state": state, "param_groups": []}}, tmp_path / "x.pt")
+    rows = {row.name: row.update for row in ckpttool.stats(tmp_path / "x.pt").tensors}
+    update = rows["optimizer.state.w.exp_avg"]
+    assert update is not None and (update.mean, update.max) == pytest.approx((1.25, 2.0), rel=1e-7)
+    assert rows["optimizer.state.c.exp_avg"] is None
+
+
 def test_large_tensors_are_divided_and_sums_do_not_depend_on_threads(tmp_path: Path) -> None:
     from safetensors.torch import save_file
 
