@@ -12,6 +12,7 @@ from ckpttool.text import duration, plural, size
 
 if TYPE_CHECKING:
     from ckpttool import Conversion
+    from ckpttool.storage.hub import Sent
 
 _SHOWN = 20  # lines of a list, unless -v
 _PARTS = 3  # names in the line that counts skipped entries
@@ -57,7 +58,28 @@ def run(
 
 def _facts(result: Conversion, more: Facts) -> list[tuple[str, str]]:
     source = f"{result.source}, {result.source_format} -> {result.format}"
-    return [("from", source), ("contents", result.contents), *more]
+    rows = [("from", source), ("contents", result.contents), *more]
+    return rows + (_hub_rows(result.sent) if result.sent is not None else [])
+
+
+def _hub_rows(sent: Sent) -> list[tuple[str, str]]:
+    statuses = ("new", "changed", "unchanged")
+    by_status = {status: [file.path for file in sent.files if file.status == status] for status in statuses}
+    counts = ", ".join(f"{len(names)} {status}" for status, names in by_status.items() if names)
+    rows = [("on the Hub", f"{counts}; {size(sent.sent_bytes)} {'would be sent' if sent.dry_run else 'sent'}")]
+    if sent.created:
+        visibility = "private" if sent.private else "public"
+        rows.append(("repository", f"{'would be created' if sent.dry_run else 'created'}, {visibility}"))
+    if sent.branch_created:
+        rows.append(("branch", "would be created from main" if sent.dry_run else "created from main"))
+    rows += [(status, ", ".join(names)) for status, names in by_status.items() if names and status != "unchanged"]
+    if sent.removed:
+        rows.append(("removed", ", ".join(sent.removed)))
+    if not sent.dry_run:
+        rows.append(("commit", sent.pull_request or sent.commit or "none: nothing is different"))
+    if sent.tag:
+        rows.append(("tag", f"{sent.tag}{', would be created' if sent.dry_run else ''}"))
+    return rows
 
 
 def _print_done(terminal: Terminal, result: Conversion, more: Facts, check: bool) -> None:

@@ -35,6 +35,7 @@ from ckpttool.cli.options import Option
             ),
             Option("--optim-root KEY", "Store the optimizer under this key."),
         ),
+        "Hugging Face Hub": options.HUB,
         "Execution": (*options.WRITING, options.RESUME, options.NO_MANIFEST),
         "Output": options.PRINTING,
     },

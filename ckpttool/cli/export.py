@@ -10,11 +10,10 @@ from ckpttool.cli import options
 from ckpttool.cli.conversion_result import run
 from ckpttool.cli.options import Option
 from ckpttool.cli.terminal import err
-from ckpttool.text import count, plural, size
+from ckpttool.text import count, plural
 
 if TYPE_CHECKING:
     from ckpttool import Exported
-    from ckpttool.storage.hub import Sent
 
 
 @options.command(
@@ -56,14 +55,16 @@ if TYPE_CHECKING:
             Option("--no-card", "Write no model card."),
         ),
         "Hugging Face Hub": (
-            Option("--public", "Make a newly created repository public. Default: private."),
-            Option("--private", "Refuse a repository that is public."),
+            options.PUBLIC,
+            options.PRIVATE,
             Option("--keep GLOB...", "Do not remove these weights of an earlier export. Repeatable."),
             Option("--create-pr", "Open a pull request; do not change the branch."),
-            Option("--tag NAME", "Tag of the commit, which must not exist yet."),
-            Option("--commit-message TEXT", "Message of the commit."),
-            Option("--token TOKEN", "Token in place of HF_TOKEN, which other users of the machine cannot see."),
-            Option("--stage DIR", "Staging directory for the uploads, kept. Default: one temporary file at a time."),
+            options.TAG,
+            options.COMMIT_MESSAGE,
+            options.TOKEN,
+            options.reworded(
+                options.STAGE, "Staging directory for the uploads, kept. Default: one temporary file at a time."
+            ),
         ),
         "Execution": options.WRITING,
         "Output": options.PRINTING,
@@ -101,24 +102,4 @@ def _facts(result: Exported) -> list[tuple[str, str]]:
     if result.assets:
         rows.append(("assets", f"{plural(len(result.assets), 'file')}: {', '.join(result.assets)}"))
     rows.append(("model", result.compared or f"not compared: {result.not_compared}"))
-    return rows + (_hub_rows(result.sent) if result.sent is not None else [])
-
-
-def _hub_rows(sent: Sent) -> list[tuple[str, str]]:
-    statuses = ("new", "changed", "unchanged")
-    by_status = {status: [file.path for file in sent.files if file.status == status] for status in statuses}
-    counts = ", ".join(f"{len(names)} {status}" for status, names in by_status.items() if names)
-    rows = [("on the Hub", f"{counts}; {size(sent.sent_bytes)} {'would be sent' if sent.dry_run else 'sent'}")]
-    if sent.created:
-        visibility = "private" if sent.private else "public"
-        rows.append(("repository", f"{'would be created' if sent.dry_run else 'created'}, {visibility}"))
-    if sent.branch_created:
-        rows.append(("branch", "would be created from main" if sent.dry_run else "created from main"))
-    rows += [(status, ", ".join(names)) for status, names in by_status.items() if names and status != "unchanged"]
-    if sent.removed:
-        rows.append(("removed", ", ".join(sent.removed)))
-    if not sent.dry_run:
-        rows.append(("commit", sent.pull_request or sent.commit or "none: nothing is different"))
-    if sent.tag:
-        rows.append(("tag", f"{sent.tag}{', would be created' if sent.dry_run else ''}"))
     return rows

@@ -185,7 +185,9 @@ CHECKPOINT = Argument(
     help="A checkpoint: a file, a directory, a run directory, or a quoted pattern of rank files.",
 )
 SOURCE = Argument("src", metavar="SRC", help="The checkpoint to read. It is never changed.")
-DESTINATION = Argument("dst", metavar="DST", help="The file or directory to write, with missing parents.")
+DESTINATION = Argument(
+    "dst", metavar="DST", help="The file or directory to write, with missing parents, or hf://org/name/path."
+)
 
 TENSOR = Argument(
     "tensor",
@@ -255,5 +257,14 @@ AS_JSON = Option("--json", "Print one JSON object, also for an error.", name="as
 QUIET = Option("--quiet -q", "Print bare values only, and no progress.")
 VERBOSE = Option("--verbose -v", "Full output; tracebacks for internal errors.")
 
+# The Hub.
+PUBLIC = Option("--public", "Make a newly created repository public. Default: private.")
+PRIVATE = Option("--private", "Refuse a repository that is public.")
+TAG = Option("--tag NAME", "Tag of the commit, which must not exist yet.")
+COMMIT_MESSAGE = Option("--commit-message TEXT", "Message of the commit.")
+TOKEN = Option("--token TOKEN", "Token in place of HF_TOKEN, which other users of the machine cannot see.")
+STAGE = Option("--stage DIR", "Directory with room for DST, which is written there before it is sent. Default: TMPDIR.")
+
+HUB = (PUBLIC, PRIVATE, TAG, COMMIT_MESSAGE, TOKEN, STAGE)
 WRITING = (CHECK, MANIFEST, OVERWRITE, DRY_RUN, THREADS, MAX_MEMORY)
 PRINTING = (AS_JSON, QUIET, VERBOSE)

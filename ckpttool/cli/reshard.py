@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     "reshard",
     arguments=(
         options.SOURCE,
-        options.reworded(options.DESTINATION, "The directory to write, with missing parents."),
+        options.reworded(options.DESTINATION, "The directory to write, with missing parents, or hf://org/name/path."),
     ),
     sections={
         "Layout": (
@@ -37,6 +37,7 @@ if TYPE_CHECKING:
         ),
         "Format": (options.reworded(options.TO, "dcp or fsdp1. Default: the format of SRC; dcp for a single file."),),
         "Selection": (options.ONLY, options.DROP, options.SHAPES),
+        "Hugging Face Hub": options.HUB,
         "Execution": (
             Option(
                 "--engine ENGINE",

@@ -20,7 +20,7 @@ from ckpttool.layout import rechunk, select
 from ckpttool.layout.dtype_rules import cast, caster, general
 from ckpttool.layout.optimizer import respell
 from ckpttool.layout.rename import rename_entries, without_root
-from ckpttool.operations import arguments, write
+from ckpttool.operations import arguments, publish, write
 from ckpttool.operations.arguments import Selection
 from ckpttool.operations.write import Conversion, Planned, WriteOptions
 from ckpttool.producers import float32_names, writable
@@ -63,6 +63,12 @@ def convert(
     max_memory: int | str | None = None,
     check: bool = False,
     manifest: str | os.PathLike[str] | bool | None = None,
+    private: bool = False,
+    public: bool = False,
+    tag: str | None = None,
+    commit_message: str | None = None,
+    token: str | None = None,
+    stage: str | os.PathLike[str] | None = None,
     progress: Progress | None = None,
 ) -> Conversion:
     """Convert the checkpoint at `src` to the format `to` at `dst`, bit for bit.
@@ -72,7 +78,7 @@ def convert(
     Args:
         src: the checkpoint to read, which is never changed: a file, a directory, a run directory or
             `hf://org/name[/path]`.
-        dst: the file or directory to write, with missing parents.
+        dst: the file or directory to write, with missing parents, or `hf://org/name[@branch][/path]`, in one commit.
         to: the format, `torch`, `dcp`, `safetensors` or `fsdp1`; None goes by the suffix of `dst`.
         producer: a framework whose directory layout to write in place of `to`: `accelerate`, `torchtitan`, `verl` or
             `trainer`.
@@ -104,6 +110,12 @@ def convert(
         check: whether to compare `dst` with `src` before it is put in its place.
         manifest: path of a manifest of `dst` to write: SHA-256 of each file and tensor. A DCP directory carries one
             of its own, unless this is False.
+        private: whether to refuse a repository that is public.
+        public: whether a repository that is created is public.
+        tag: a tag for the commit, which must not exist in the repository.
+        commit_message: message of the commit.
+        token: the value of `HF_TOKEN` while this runs.
+        stage: directory in which a destination on the Hub is written before it is sent; None uses `TMPDIR`.
         progress: called with the bytes done and the bytes in all, several times a second, from this thread.
 
     Raises:
@@ -121,16 +133,20 @@ def convert(
     most, memory = arguments.size(max_shard_size, "--max-shard-size"), arguments.memory(max_memory)
     options = ConvertOptions(selection, several(dtype), most, to_world, tensor_class, optim_keys, optim_root, producer)
     how = WriteOptions(overwrite, dry_run, threads, memory, check, progress, resume, *arguments.manifest(manifest, dst))
-    target = _target(to, producer, dst)
-    _check_arguments(dst, target, options)
-    result = Conversion(src, "", dst, target.name, dry_run=dry_run)
-    with (
-        write.destination(result, target, how, src, model_from, optim_from),
-        write.open_sources(src, shapes, model_from, optim_from) as opened,
-    ):
-        with naming(opened.path):
-            planned, target = _plan(opened.source, dst, target, options)
-        write.Write(opened, planned, target, result, how).run()
+    hub = publish.options(private, public, tag, commit_message, arguments.path(stage))
+    sources = (src, model_from, optim_from)
+    with publish.place(dst, hub, token, how, *sources) as place:
+        target = _target(to, producer, place.path)
+        _check_arguments(place.path, target, options)
+        result = Conversion(src, "", place.path, target.name, dry_run=dry_run)
+        with (
+            write.destination(result, target, place.options, *sources),
+            write.open_sources(src, shapes, model_from, optim_from) as opened,
+        ):
+            with naming(opened.path):
+                planned, target = _plan(opened.source, place.path, target, options)
+            write.Write(opened, planned, target, result, place.options).run()
+            place.send(result)
     return result
 
 

@@ -10,7 +10,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
-from typing import ClassVar, Protocol
+from typing import Any, ClassVar, Protocol
 
 from ckpttool import formats, producers
 from ckpttool.catalogue.entries import Catalogue, Container, Object, Path, Tensor, dotted
@@ -74,6 +74,7 @@ class Conversion(Written):
     unchecked_bytes: int = 0  #: bytes of SRC without a checksum
     resumed_bytes: int = 0  #: bytes that an interrupted run had copied (`--resume`)
     seconds: float = 0.0  #: duration
+    sent: Any = None  #: what was sent to the Hub; null for a destination on this machine
     dry_run: bool = False  #: whether nothing was written
     exit_code: int = DONE  #: with `--dry-run`, the exit code of the real run
 
@@ -97,6 +98,7 @@ class WriteOptions:
     resume: bool = False
     manifest: str | None = None  # where to write one of everything
     carried: bool = True  # whether a DCP directory carries its own
+    if_full: str = free_space.HINT  # what to do if it does not fit on the disk
 
     def after(self, dst: str) -> After | None:
         """Return what is done once `dst` is in its place: its manifest is written."""
@@ -229,7 +231,7 @@ class Write:
             sink = self._create(stage.path)
             result.notes += _lost_attributes(self.planned.catalogue, sink.catalogue)
             self._note_files(sink, stage.path)
-            free_space.check(self.dst, result.file_bytes, result.free_bytes + stage.held)
+            free_space.check(self.dst, result.file_bytes, result.free_bytes + stage.held, options.if_full)
             log = self._journal(stage, sink) if self.coordinator.size == 1 else None
             moved = self._fill(sink, stage.path, log)
             files.check_unchanged(self.opened.before)
@@ -266,7 +268,7 @@ class Write:
 
     def _journal(self, stage: Stage, sink: Sink) -> journal.Journal:
         before = self.opened.before
-        indexes = [path for path in before if _is_index(path)]
+        indexes = [path for path in before if is_index(path)]
         digest = journal.digest(self.opened.source.catalogue, sink.catalogue, self.target.name, before, indexes)
         return journal.begin(stage, sink.catalogue, digest, self.result.notes, every=self.options.resume)
 
@@ -285,7 +287,7 @@ class Write:
         with self._scratch() as partial:
             sink = self._create(partial)
             self._note_files(sink, partial)
-        if error := free_space.shortage(self.dst, result.file_bytes, result.free_bytes):
+        if error := free_space.shortage(self.dst, result.file_bytes, result.free_bytes, options.if_full):
             note_obstacle(result, error)
         result.memory_bytes = expected_memory(self.planned.catalogue, result.cast, options.threads, options.max_memory)
 
@@ -379,7 +381,7 @@ def check_place(manifest: str | None, dst: str, names: Iterable[str]) -> None:
     if manifest is not None:
         path, root = local_path(manifest).real(), local_path(dst)
         taken = any((root / name).real() == path for name in names)
-        if taken or (path.parent == root.real() and _is_index(path)):
+        if taken or (path.parent == root.real() and is_index(path)):
             raise OverwriteError(
                 f"`{manifest}` is a file of the checkpoint", hint="call the manifest `integrity.json`", file=manifest
             )
@@ -397,7 +399,7 @@ def _fingerprint(*sources: str | None) -> files.Fingerprint:
             below = _children(location)
             paths += [*below, *(inner for path in below if path.is_dir() for inner in _children(path))]
         else:
-            paths += [location, *filter(_is_index, _children(location.parent))]
+            paths += [location, *filter(is_index, _children(location.parent))]
     return files.fingerprint(path for path in paths if path.is_file())
 
 
@@ -411,11 +413,12 @@ def _children(folder: Location) -> list[Location]:
 def _watched(catalogue: Catalogue, before: files.Fingerprint) -> files.Fingerprint:
     """Return the fingerprint of the files that must not change while they are read: those with tensors, and indexes."""
     data = {f.location for f in catalogue.files if not f.scratch and not f.missing}
-    marks = {path: mark for path, mark in before.items() if path in data or _is_index(path)}
+    marks = {path: mark for path, mark in before.items() if path in data or is_index(path)}
     return marks | files.fingerprint(data - marks.keys())
 
 
-def _is_index(path: str) -> bool:
+def is_index(path: str) -> bool:
+    """Return whether a file says where the values of others are, by its name."""
     name = path.rpartition("/")[2]
     return any(fnmatchcase(name, pattern) for pattern in _INDEXES)
 

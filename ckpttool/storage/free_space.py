@@ -9,10 +9,10 @@ from ckpttool.errors import StorageError
 from ckpttool.storage.errors import from_os_error
 from ckpttool.text import size
 
-_HINT = "free some space, or write somewhere else"
+HINT = "free some space, or write somewhere else"
 
 
-def shortage(path: str, needed: int, free: int, hint: str = _HINT) -> StorageError | None:
+def shortage(path: str, needed: int, free: int, hint: str = HINT) -> StorageError | None:
     """Return the error when more bytes are needed at `path` than are free, else None."""
     if needed <= free:
         return None
@@ -20,7 +20,7 @@ def shortage(path: str, needed: int, free: int, hint: str = _HINT) -> StorageErr
     return StorageError(text, hint=hint, file=path, found=free, expected=needed)
 
 
-def check(path: str, needed: int, free: int, hint: str = _HINT) -> None:
+def check(path: str, needed: int, free: int, hint: str = HINT) -> None:
     """Raises StorageError when more bytes are needed at `path` than are free."""
     if error := shortage(path, needed, free, hint):
         raise error

@@ -95,6 +95,7 @@ class LocalStore(Store):
         with self.stage(name, overwrite=overwrite, is_file=False, notes=notes, after=after) as stage:
             folder = Location(stage.path, self)
             for file in outgoing:
+                assert file.write is not None
                 files.make_directory((folder / file.name).parent, exist_ok=True)
                 file.write(folder / file.name)
             if check is not None:

@@ -233,7 +233,7 @@ def check_free(dst: str, *, overwrite: bool, is_file: bool) -> None:
     """Raises UsageError or OverwriteError if `dst` cannot be created."""
     path = Path(dst)
     if is_remote(dst):
-        raise UsageError(f"`{dst}` is not on this machine", hint=f"`ckpttool export SRC {dst}` writes there")
+        raise UsageError(f"`{dst}` is not on this machine", hint="name a file or a directory")
     if not dst or os.path.basename(os.path.normpath(dst)) in ("", ".", ".."):
         message = f"`{dst}` cannot be replaced" if dst else "the destination has no name"
         raise UsageError(message, hint="name a new file or directory")
@@ -361,19 +361,22 @@ def _is_locked(descriptor: int, path: str) -> bool | None:
 
 
 @contextmanager
-def scratch_directory(prefix: str) -> Iterator[str]:
-    """Yield a temporary directory, which is removed at the end of the block. Those of killed runs are removed first."""
+def scratch_directory(prefix: str, folder: str | None = None) -> Iterator[str]:
+    """Yield a temporary directory in `folder` or `TMPDIR`, which is removed at the end of the block. Those of killed
+    runs are removed first."""
     import tempfile
 
     # Some network file systems lock within one machine only.
     prefix = f"{prefix}{os.uname().nodename}-"
-    top = os.path.realpath(tempfile.gettempdir())
+    top = os.path.realpath(folder or tempfile.gettempdir())
     for path in Path(top).glob(f"{glob.escape(prefix)}*"):
         with _locked_directory(str(path)) as is_locked:
             if is_locked:
                 files.remove(str(path))
     with contextlib.ExitStack() as stack:
-        made = tempfile.mkdtemp(prefix=prefix, dir=top)
+        with os_errors(top, "write"):
+            os.makedirs(top, exist_ok=True)
+            made = tempfile.mkdtemp(prefix=prefix, dir=top)
         # Another run may have removed it before it was locked.
         while stack.enter_context(_locked_directory(made)) is False:
             made = tempfile.mkdtemp(prefix=prefix, dir=top)

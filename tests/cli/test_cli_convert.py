@@ -20,6 +20,7 @@ DEFAULTS = {
     "tensor_class": None, "optim_keys": None, "optim_root": None, "shapes": None, "model_from": None,
     "optim_from": None, "overwrite": False, "dry_run": False, "threads": None, "max_memory": None, "check": False,
     "resume": False, "manifest": None,
+    "private": False, "public": False, "tag": None, "commit_message": None, "token": None, "stage": None,
 }  # fmt: skip
 
 

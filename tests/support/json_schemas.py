@@ -58,7 +58,9 @@ _SIMPLE: dict[Any, dict[str, Any]] = {
     Any: {},
 }
 _OPEN = (documents.Failure,)  # has fields that depend on the error
-_OTHER_TYPES = {(Exported, "sent"): Sent | None}  # which is not imported there
+_OTHER_TYPES = {
+    (kind, "sent"): Sent | None for kind in (Conversion, Resharding, Exported)
+}  # which is not imported there
 
 
 def made(command: str) -> str:

@@ -7,21 +7,17 @@ next one is begun. An export to a directory is written beside it and renamed onc
 from __future__ import annotations
 
 import os
-import re
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import partial
-from typing import Any
 
 from ckpttool import formats
 from ckpttool.catalogue.patterns import several
 from ckpttool.errors import UsageError
 from ckpttool.formats.safetensors.sharding import MAX_SHARD_SIZE
-from ckpttool.operations import arguments, write
-from ckpttool.operations.export import secrets
+from ckpttool.operations import arguments, publish, write
 from ckpttool.operations.export.plan import Export, Exported, ExportOptions, planned
+from ckpttool.operations.publish import HubOptions
 from ckpttool.operations.write import WriteOptions
 from ckpttool.storage import free_space, stores
 from ckpttool.storage.files import temporary_folder
@@ -36,8 +32,6 @@ _FILES = {
     ".gguf": "`convert_hf_to_gguf.py` of llama.cpp",
     ".onnx": "`optimum-cli export onnx`",
 }
-# `git check-ref-format`: the Hub would refuse such a name, after the commit.
-_NOT_A_TAG = re.compile(r"^$|[\x00-\x20\x7f~^:?*\[\\]|\.\.|@\{|^[@.\-/]|/\.|//|[./]$|\.lock(/|$)")
 
 
 def export(
@@ -152,7 +146,7 @@ def export(
     how = WriteOptions(overwrite, dry_run, threads, arguments.memory(max_memory), check, progress, manifest=listed)
     _check_name(src, dst)
     result = Exported(src, "", dst, "safetensors", dry_run=dry_run)
-    remote = {
+    remote: HubOptions = {
         "private": private,
         "public": public,
         "keep": several(keep),
@@ -162,9 +156,9 @@ def export(
         "stage": arguments.path(stage),
     }
     _check_options(dst, remote, how)
-    with _user(token):
+    with publish.user(token):
         if stores.is_remote(dst):
-            writing, sending = _combined(progress) if progress is not None else (None, None)
+            writing, sending = publish.combined(progress) if progress is not None else (None, None)
             with planned(result, options, replace(how, progress=writing)) as plan:
                 if announce is not None:
                     announce(result)
@@ -197,26 +191,6 @@ def _check_name(src: str, dst: str) -> None:
     raise UsageError(f"`{dst}`: an export is a directory, of config and weights", hint=hint)
 
 
-@contextmanager
-def _user(token: str | None) -> Iterator[None]:
-    """Set `HF_TOKEN` for a block: the client looks there first, for sources and assets, too. Raises UsageError if the
-    token is empty."""
-    if token is None:
-        yield
-        return
-    if not token.strip():
-        raise UsageError("`--token` is empty", hint="leave it out, or check the variable that it was taken from")
-    before = os.environ.get("HF_TOKEN")
-    os.environ["HF_TOKEN"] = token
-    try:
-        yield
-    finally:
-        if before is None:
-            del os.environ["HF_TOKEN"]
-        else:
-            os.environ["HF_TOKEN"] = before
-
-
 def _write(plan: Export, how: WriteOptions) -> None:
     result, dst = plan.result, plan.result.destination
     free_space.check(dst, result.file_bytes, result.free_bytes)
@@ -238,50 +212,26 @@ def _write(plan: Export, how: WriteOptions) -> None:
 # To a store: each file is written, sent and removed before the next one; one commit publishes all ---------------------
 
 
-def _check_options(dst: str, remote: dict[str, Any], how: WriteOptions) -> None:
-    """Raises UsageError for options of stores only, or of directories only."""
+def _check_options(dst: str, remote: HubOptions, how: WriteOptions) -> None:
+    """Raises UsageError for options that do not fit the destination."""
+    publish.check_options(dst, remote)
     if not stores.is_remote(dst):
-        for name, value in remote.items():
-            if value:
-                flag = "--commit-message" if name == "message" else f"--{name.replace('_', '-')}"
-                hint = "write to `hf://org/name`"
-                raise UsageError(f"`{flag}` is for the Hub, and `{dst}` is a directory", hint=hint)
-    elif remote["private"] and remote["public"]:
-        raise UsageError("`--private` and `--public` exclude each other", hint="a new repository is private by default")
-    elif remote["tag"] is not None and remote["create_pr"]:
-        hint = "tag the commit once the pull request is merged: `hf repo tag create`"
-        raise UsageError("`--tag` is of a commit, and `--create-pr` opens a pull request", hint=hint)
-    elif remote["tag"] is not None and _NOT_A_TAG.search(remote["tag"]):
-        raise UsageError(f"`--tag {remote['tag']}` is not a name of a tag in git", hint="such as `--tag v1.0`")
-    elif (found := secrets.in_text((remote["message"] or "").encode("utf-8", "replace"))) is not None:
-        raise UsageError(f"`--commit-message`: has what looks like {found[1]}", hint="write another message")
-    elif how.overwrite:
+        return
+    if how.overwrite:
         raise UsageError("`--overwrite`: a commit keeps the earlier version", hint="leave it out")
-    elif how.check:
+    if how.check:
         raise UsageError("`--check`: files on the Hub are compared by their digests in any case", hint="leave it out")
-    elif how.manifest is not None:
+    if how.manifest is not None:
         hint = "export to a directory with `--manifest`, and send that with `hf upload`"
         raise UsageError("`--manifest` is of local files, and those of the Hub are removed as they are sent", hint=hint)
 
 
-def _combined(progress: Progress) -> tuple[Progress, Progress]:
-    """Return callbacks for the bytes that are written locally and for those that are sent: `progress` gets the sum."""
-    counts = {"written": (0, 0), "sent": (0, 0)}
-
-    def report(kind: str, done: int, total: int) -> None:
-        counts[kind] = done, total
-        (written, to_write), (sent, to_send) = counts.values()
-        progress(written + sent, to_write + (to_send or to_write))
-
-    return partial(report, "written"), partial(report, "sent")
-
-
-def _send(plan: Export, remote: dict[str, Any], sending: Progress | None) -> None:
+def _send(plan: Export, remote: HubOptions, sending: Progress | None) -> None:
     """Write and send the files of a plan, or note what would be sent. Raises RemoteError and what the files raise."""
     result = plan.result
-    result.free_bytes = free_space.free_bytes(remote["stage"] or temporary_folder())
+    result.free_bytes = free_space.free_bytes(remote.get("stage") or temporary_folder())
     result.sent = stores.destination(result.destination).publish(
         plan.files, **remote, dry_run=result.dry_run, progress=sending, unless_there=plan.unless_there
     )
-    if remote["stage"] is None:
+    if remote.get("stage") is None:
         result.file_bytes = max((file.size for file in plan.files), default=0)

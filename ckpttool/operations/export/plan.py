@@ -17,7 +17,7 @@ from ckpttool.errors import CorruptError, UsageError
 from ckpttool.formats.safetensors.sharding import MAX_SHARD_SIZE
 from ckpttool.layout import dtype_rules
 from ckpttool.layout.move import again, rebuilt
-from ckpttool.operations import arguments, write
+from ckpttool.operations import arguments, secrets, write
 from ckpttool.operations.arguments import Selection
 from ckpttool.operations.export import (
     adapters,
@@ -26,7 +26,6 @@ from ckpttool.operations.export import (
     bundles,
     card,
     key_maps,
-    secrets,
     select_model,
     ties,
     weights,
@@ -34,9 +33,9 @@ from ckpttool.operations.export import (
 from ckpttool.operations.export.architecture import Expected
 from ckpttool.operations.export.assets import Assets
 from ckpttool.operations.export.bundles import Component
-from ckpttool.operations.export.secrets import Secret
 from ckpttool.operations.export.views import Viewed
 from ckpttool.operations.result import FileSize
+from ckpttool.operations.secrets import Secret
 from ckpttool.operations.write import Conversion, WriteOptions
 from ckpttool.producers import float32_names
 from ckpttool.producers.open import chosen_of_run, naming
@@ -62,7 +61,6 @@ class Exported(Conversion):
     not_compared: str = ""  #: reason why they were not compared
     transformers_seconds: float = 0.0  #: part of `seconds` that transformers took to build the model
     card: bool = False  #: whether a model card was written
-    sent: Any = None  #: what was sent to the Hub; null for a directory
 
 
 @dataclass(frozen=True, slots=True)

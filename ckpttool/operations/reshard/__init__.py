@@ -20,11 +20,12 @@ from ckpttool.layout.optimizer import respell
 from ckpttool.layout.rank_policies import apply_policy, check_policy
 from ckpttool.layout.rechunk import Rules
 from ckpttool.layout.rename import without_root
-from ckpttool.operations import arguments, write
+from ckpttool.operations import arguments, publish, write
 from ckpttool.operations.arguments import Selection
 from ckpttool.operations.reshard import engines
 from ckpttool.operations.write import Conversion, OpenSource, Planned, WriteOptions
 from ckpttool.producers.open import naming
+from ckpttool.storage.stores import is_remote
 from ckpttool.text import meant
 from ckpttool.transfer import processes
 from ckpttool.transfer.threads import Progress
@@ -80,6 +81,12 @@ def reshard(
     max_memory: int | str | None = None,
     check: bool = False,
     manifest: str | os.PathLike[str] | bool | None = None,
+    private: bool = False,
+    public: bool = False,
+    tag: str | None = None,
+    commit_message: str | None = None,
+    token: str | None = None,
+    stage: str | os.PathLike[str] | None = None,
     progress: Progress | None = None,
 ) -> Resharding:
     """Write the checkpoint at `src` to `dst` sharded for another number of ranks or mesh.
@@ -91,7 +98,7 @@ def reshard(
     Args:
         src: the checkpoint to read, which is never changed: a file, a directory, a run directory or
             `hf://org/name[/path]`.
-        dst: the file or directory to write, with missing parents.
+        dst: the file or directory to write, with missing parents, or `hf://org/name[@branch][/path]`, in one commit.
         to_world: number of ranks to shard for, as FSDP2 does.
         to_mesh: mesh to shard for, such as `shard=4,tp=2` or `replicate=2,shard=4`, in place of `to_world`.
         like: a checkpoint whose sharding and ranks to use, in place of both.
@@ -116,6 +123,12 @@ def reshard(
         check: whether to compare `dst` with `src` before it is put in its place.
         manifest: path of a manifest of `dst` to write: SHA-256 of each file and tensor. A DCP directory carries one
             of its own, unless this is False.
+        private: whether to refuse a repository that is public.
+        public: whether a repository that is created is public.
+        tag: a tag for the commit, which must not exist in the repository.
+        commit_message: message of the commit.
+        token: the value of `HF_TOKEN` while this runs.
+        stage: directory in which a destination on the Hub is written before it is sent; None uses `TMPDIR`.
         progress: called with the bytes done and the bytes in all, several times a second, from this thread.
 
     Raises:
@@ -142,12 +155,19 @@ def reshard(
         row = _target(to) if to is not None else None
         listed = arguments.manifest(manifest, dst)
         how = WriteOptions(overwrite, dry_run, threads, memory, check, progress, resume, *listed)
-        result = Resharding(src, "", dst, "", dry_run=dry_run, processes=coordinator.size)
+        hub = publish.options(private, public, tag, commit_message, arguments.path(stage))
+        if is_remote(dst) and (coordinator.size > 1 or engine == "mesh"):
+            raise UsageError(
+                f"`{dst}`: several processes and `--engine mesh` write to this machine only",
+                hint="run `ckpttool reshard --engine bytes` without torchrun",
+            )
         target, is_first = row or formats.FORMATS[0], coordinator.is_first
-        with (
-            write.destination(result, target, how, src, other, is_first=is_first),
-            write.open_sources(src, shapes) as opened,
-        ):
+        with ExitStack() as stack:
+            place = stack.enter_context(publish.place(dst, hub, token, how, src, other))
+            result = Resharding(src, "", place.path, "", dry_run=dry_run, processes=coordinator.size)
+            how = place.options
+            stack.enter_context(write.destination(result, target, how, src, other, is_first=is_first))
+            opened = stack.enter_context(write.open_sources(src, shapes))
             target = row or _same_format(opened.source.catalogue)
             planned = _plan(opened, options, target, result)
             job = write.Write(opened, planned, target, result, how, coordinator)
@@ -160,6 +180,7 @@ def reshard(
             result.engine, result.why = chosen.name, chosen.why
             if is_first or not dry_run:
                 engines.write(chosen, job)
+            place.send(result)
     return result
 
 

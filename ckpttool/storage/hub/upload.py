@@ -60,6 +60,7 @@ _STALE = {
     re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors"): _STALE_MODEL,
     re.compile(r"adapter_model\.safetensors"): _STALE_ADAPTER,
 }
+_OF_REPOSITORY = (".gitattributes", "README.md")
 _RECENT = 20  # commits or pull requests that are searched for one of an earlier attempt
 _MESSAGE = "Upload with ckpttool"
 _Commit = tuple[str, str, str | None]  # hash, address, address of the pull request
@@ -120,29 +121,37 @@ class Repository(Store):
         progress: Progress | None = None,
         unless_there: Collection[str] = (),
         keep: Sequence[str] = (),
+        claims: str | None = None,
+        overwrite: bool = False,
     ) -> Sent:
         """Write files and commit them to the repository, which is created if it does not exist: private, unless
         `public`. With `private`, a public one is refused.
 
         Without `stage`, each file is removed after it was sent, so that one file at a time needs local space; files in
         `stage` are kept. Files named in `unless_there` do not replace those on the Hub. Weights of an earlier upload
-        are removed, unless they match `keep`. The commit gets the `tag`, which must not exist. `progress(done, total)`
-        counts bytes sent. Nothing is visible before the commit. With `dry_run`, return what would be sent; a file is
-        written only if the Hub has one of its size, since only digests can tell them apart.
+        are removed, unless they match `keep`. With `claims`, a file or a folder below this location, all files there
+        that are not written are removed instead; without `overwrite`, there must be none. The commit gets the `tag`,
+        which must not exist. `progress(done, total)` counts bytes sent. Nothing is visible before the commit. With
+        `dry_run`, return what would be sent; a file is written only if the Hub has one of its size, since only digests
+        can tell them apart.
 
-        Raises RemoteError for failures of the Hub, OverwriteError if the tag exists, UsageError, StorageError, and the
-        errors of `Outgoing.write`.
+        Raises RemoteError for failures of the Hub, OverwriteError if the tag or what is claimed exists, UsageError,
+        StorageError, and the errors of `Outgoing.write`.
         """
         sizes = [file.size for file in outgoing]
         upload = _Upload(replace(self._address, path=name), create_pr, message or _MESSAGE, progress, sum(sizes))
         _check_names(outgoing)
         upload.prepare(private, dry_run, public=public, tag=tag)
-        upload.find_stale_files(outgoing, keep)
+        if claims is None:
+            upload.find_stale_files(outgoing, keep)
+        else:
+            upload.replace(claims, outgoing, overwrite)
         if stage is not None:
             _check_stage(stage, {file.name for file in outgoing})
         with staging.scratch_directory("ckpttool-hub-") if stage is None else nullcontext(stage) as folder:
             hint = "write smaller files with `--max-shard-size`, or set `TMPDIR` to a larger disk"
-            needed = max(sizes, default=0) if stage is None else sum(sizes)
+            to_write = [file.size for file in outgoing if file.write is not None]
+            needed = max(to_write, default=0) if stage is None else sum(to_write)
             free_space.check(folder, needed, free_space.free_bytes(folder), hint)
             for file in outgoing:
                 upload.add(file, folder, keep_local=stage is not None, keep_existing=file.name in unless_there)
@@ -306,14 +315,16 @@ class _Upload:
             self._record(file, "unchanged")
             self._file_done(file.size)
             return
-        if self.sent.dry_run and (existing is None or existing.size != file.size):
+        is_planned = file.write is None and file.path is None
+        if self.sent.dry_run and (existing is None or existing.size != file.size or is_planned):
             self._record(file, change)
             return
-        path = os.path.join(folder, *file.name.split("/"))
+        path = file.path or os.path.join(folder, *file.name.split("/"))
         with os_errors(path, "write"):
-            os.makedirs(os.path.dirname(path), exist_ok=True)
-            Path(path).unlink(missing_ok=True)
-            file.write(path)
+            if file.write is not None:
+                os.makedirs(os.path.dirname(path), exist_ok=True)
+                Path(path).unlink(missing_ok=True)
+                file.write(path)
             digests = self._digests[name] = listing.compute_digests(path)
         assert digests.size == file.size, f"{file.name}: {digests.size} bytes were written, not {file.size}"
         is_there = listing.difference(existing, digests) is None
@@ -321,7 +332,7 @@ class _Upload:
         if not is_there and not self.sent.dry_run:
             self._send(file, name, path, str(digests.sha256))
         self._file_done(file.size)
-        if not keep_local:
+        if file.path is None and not keep_local:
             os.unlink(path)
 
     def _record(self, file: Outgoing, status: str) -> None:
@@ -374,6 +385,27 @@ class _Upload:
                     hint=f"these are to be removed: {some(sorted(stale), 8)}",
                 )
         self.deletions = sorted(self._path(name) for name in stale if not any(fnmatchcase(name, p) for p in keep))
+        self.sent.removed = self.deletions
+
+    def replace(self, claims: str, outgoing: Sequence[Outgoing], overwrite: bool) -> None:
+        """Delete all files at or below a name in the commit that are not written. Raises OverwriteError if there are
+        any files there, without `overwrite`."""
+        name = self._path(claims) if claims else self.address.path
+        # What the Hub, or somebody for its page, puts at the root of a repository is not in the way.
+        inside = {
+            path
+            for path in self._repo_files
+            if (path == name or path.startswith(f"{name}/") if name else path not in _OF_REPOSITORY)
+        }
+        if inside and not overwrite:
+            root = self.address.root
+            raise OverwriteError(
+                f"`{root}/{name}` exists" if name else f"`{root}` has files: {some(sorted(inside))}",
+                hint="pass `--overwrite` to replace it" + ("" if name else f", or name a folder: `{root}/step-1000`"),
+                file=f"{root}/{name}" if name else root,
+                found=sorted(inside),
+            )
+        self.deletions = sorted(inside - {self._path(file.name) for file in outgoing})
         self.sent.removed = self.deletions
 
     def commit(self) -> None:

@@ -114,6 +114,7 @@ def in_files(outgoing: Iterable[Outgoing], named: Sequence[str]) -> list[Secret]
     with staging.scratch_directory("ckpttool-plan-") as scratch:
         path = locate(scratch) / "file"
         for file in outgoing:
+            assert file.write is not None
             file.write(path)
             if (one := _in_file(path)) is not None:
                 found.append(Secret(file.name, *one))

@@ -1,0 +1,206 @@
+"""What operations that write to the Hub share: its options, and destinations that are sent as a whole.
+
+`convert` and `reshard` write such a destination to a temporary directory, as they would to its place, since all of its
+files are laid out at once; then one commit publishes them. `export` sends file by file.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import TypedDict
+
+from ckpttool.errors import CkptError, OverwriteError, UsageError
+from ckpttool.operations import arguments, secrets, write
+from ckpttool.operations.write import Conversion, WriteOptions
+from ckpttool.serialization.manifest import NAME
+from ckpttool.storage import staging, stores
+from ckpttool.storage.stores import Location, Outgoing, local_path
+from ckpttool.transfer.threads import Progress
+
+# `git check-ref-format`: the Hub would refuse such a name, after the commit.
+_NOT_A_TAG = re.compile(r"^$|[\x00-\x20\x7f~^:?*\[\\]|\.\.|@\{|^[@.\-/]|/\.|//|[./]$|\.lock(/|$)")
+
+_IF_FULL = "it is written to `TMPDIR` before it is sent: name a directory with room, `--stage DIR`"
+
+
+class HubOptions(TypedDict, total=False):
+    """Options of `publish` that users give."""
+
+    private: bool
+    public: bool
+    keep: Sequence[str]
+    create_pr: bool
+    tag: str | None
+    message: str | None
+    stage: str | None
+
+
+def options(private: bool, public: bool, tag: str | None, commit_message: str | None, stage: str | None) -> HubOptions:
+    """Return the options of `convert` and `reshard`."""
+    return {"private": private, "public": public, "tag": tag, "message": commit_message, "stage": stage}
+
+
+def check_options(dst: str, remote: HubOptions) -> None:
+    """Raises UsageError for options of stores at a destination of this machine, and for those that exclude each
+    other."""
+    tag = remote.get("tag")
+    if not stores.is_remote(dst):
+        for name, value in remote.items():
+            if value:
+                flag = "--commit-message" if name == "message" else f"--{name.replace('_', '-')}"
+                hint = "write to `hf://org/name`"
+                raise UsageError(f"`{flag}` is for the Hub, and `{dst}` is a path of this machine", hint=hint)
+    elif remote.get("private") and remote.get("public"):
+        raise UsageError("`--private` and `--public` exclude each other", hint="a new repository is private by default")
+    elif tag is not None and remote.get("create_pr"):
+        hint = "tag the commit once the pull request is merged: `hf repo tag create`"
+        raise UsageError("`--tag` is of a commit, and `--create-pr` opens a pull request", hint=hint)
+    elif tag is not None and _NOT_A_TAG.search(tag):
+        raise UsageError(f"`--tag {tag}` is not a name of a tag in git", hint="such as `--tag v1.0`")
+    elif (found := secrets.in_text((remote.get("message") or "").encode("utf-8", "replace"))) is not None:
+        raise UsageError(f"`--commit-message`: has what looks like {found[1]}", hint="write another message")
+
+
+@contextmanager
+def user(token: str | None) -> Iterator[None]:
+    """Set `HF_TOKEN` for a block: the client looks there first, for sources and assets, too. Raises UsageError if the
+    token is empty."""
+    if token is None:
+        yield
+        return
+    if not token.strip():
+        raise UsageError("`--token` is empty", hint="leave it out, or check the variable that it was taken from")
+    before = os.environ.get("HF_TOKEN")
+    os.environ["HF_TOKEN"] = token
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ["HF_TOKEN"]
+        else:
+            os.environ["HF_TOKEN"] = before
+
+
+def combined(progress: Progress) -> tuple[Progress, Progress]:
+    """Return callbacks for the bytes that are written locally and for those that are sent: `progress` gets the sum."""
+    counts = {"written": (0, 0), "sent": (0, 0)}
+
+    def report(kind: str, done: int, total: int) -> None:
+        counts[kind] = done, total
+        (written, to_write), (sent, to_send) = counts.values()
+        progress(written + sent, to_write + (to_send or to_write))
+
+    return partial(report, "written"), partial(report, "sent")
+
+
+# Destinations that are written as a whole, then sent ------------------------------------------------------------------
+
+
+@dataclass(slots=True)
+class Place:
+    """Where a destination is written, and how: `path` is on this machine. `send` is called once it is complete."""
+
+    dst: str
+    path: str
+    options: WriteOptions
+
+    def send(self, result: Conversion) -> None:
+        """Make it appear at the destination: nothing is left to do on this machine."""
+
+
+@dataclass(slots=True)
+class _Staged(Place):
+    """A destination in a store, which is written to a temporary directory first."""
+
+    location: Location
+    remote: HubOptions
+    overwrite: bool
+    sending: Progress | None = None
+    obstacle: OverwriteError | None = None
+
+    def check(self) -> None:
+        """Ask the store whether it can be written, before hours of work. Raises RemoteError, UsageError or
+        OverwriteError; for a dry run, the last is kept."""
+        try:
+            self._publish([], dry_run=True)
+        except OverwriteError as error:
+            if not self.options.dry_run:
+                raise
+            self.obstacle = error
+
+    def send(self, result: Conversion) -> None:
+        result.destination = self.dst
+        result.notes[:] = map(self.renamed, result.notes)
+        if self.obstacle is not None:
+            write.note_obstacle(result, self.obstacle)
+        elif result.dry_run:
+            result.sent = self._publish([Outgoing(file.path, file.bytes) for file in result.files], dry_run=True)
+            # Indexes and manifests are planned with the files that they are about.
+            result.sent.removed = [name for name in result.sent.removed if not _is_index(name)]
+        else:
+            written = local_path(self.path.rstrip("/"))
+            root, names = (written.parent, [written.name]) if written.is_file() else (written, written.below())
+            # What makes it a checkpoint comes last.
+            names.sort(key=lambda name: (_is_index(name), name.endswith(".metadata"), name))
+            outgoing = [Outgoing(name, (root / name).size(), path=root / name) for name in names]
+            result.sent = self._publish(outgoing, dry_run=False)
+
+    def _publish(self, outgoing: list[Outgoing], *, dry_run: bool) -> object:
+        is_file = [file.name for file in outgoing] == [self.location.name] and not self.path.endswith("/")
+        folder, claims = (self.location.parent, self.location.name) if is_file else (self.location, "")
+        options = {name: value for name, value in self.remote.items() if name != "stage"}
+        return folder.publish(
+            outgoing, **options, claims=claims, overwrite=self.overwrite, dry_run=dry_run, progress=self.sending
+        )
+
+    def renamed(self, text: str) -> str:
+        """Return a text with the destination in place of the path on this machine."""
+        return text.replace(self.path.rstrip("/"), self.dst.rstrip("/"))
+
+    def error(self, error: CkptError) -> CkptError:
+        """Return the error of the work on this machine as that of the destination."""
+        facts = {k: self.renamed(v) if isinstance(v, str) else v for k, v in error.facts.items()}
+        return type(error)(self.renamed(error.message), hint=error.hint and self.renamed(error.hint), **facts)
+
+
+def _is_index(name: str) -> bool:
+    return write.is_index(name) or name.rpartition("/")[2] == NAME
+
+
+@contextmanager
+def place(dst: str, remote: HubOptions, token: str | None, how: WriteOptions, *sources: str | None) -> Iterator[Place]:
+    """Yield where to write a destination. One on the Hub is written to a temporary directory, which is removed, and
+    sent in one commit.
+
+    Raises UsageError, OverwriteError or RemoteError for one that cannot be written.
+    """
+    check_options(dst, remote)
+    with user(token):
+        if not stores.is_remote(dst):
+            yield Place(dst, dst, how)
+            return
+        if how.resume:
+            hint = "leave it out: what was sent is not sent again"
+            raise UsageError("`--resume` is for a destination on this machine", hint=hint)
+        if how.manifest is not None:
+            hint = f"`ckpttool verify {dst} --write-manifest FILE` writes it afterwards"
+            raise UsageError("`--manifest` is for a destination on this machine", hint=hint)
+        arguments.check_apart(dst, *sources)
+        location = stores.destination(dst)
+        writing, sending = combined(how.progress) if how.progress is not None else (None, None)
+        with staging.scratch_directory("ckpttool-hub-", remote.get("stage")) as scratch:
+            # A repository is a directory.
+            is_folder = dst.endswith("/") or not location.key
+            path = f"{scratch}/{location.name}{'/' * is_folder}"
+            local = replace(how, overwrite=False, progress=writing, if_full=_IF_FULL)
+            staged = _Staged(dst, path, local, location, remote, how.overwrite, sending)
+            staged.check()
+            try:
+                yield staged
+            except CkptError as error:
+                raise staged.error(error) from None
