@@ -2,8 +2,8 @@
 
 A checkpoint is a catalogue of named tensors, each a tiling of boxes, each box a run of bytes in a file. Opening one
 reads its index and runs nothing; converting one lays out an empty checkpoint of the other format and moves each byte
-once. `open` reads lazily; `inspect`, `show`, `stats`, `check`, `diff`, `verify`, `repair`, `convert`, `reshard` and
-`export` are the commands of the same names.
+once. `open` reads lazily; `inspect`, `show`, `stats`, `report`, `check`, `diff`, `verify`, `repair`, `convert`,
+`reshard` and `export` are the commands of the same names.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from ckpttool.operations.inspect import inspect
     from ckpttool.operations.open import Checkpoint, LazyTensor, Subtree
     from ckpttool.operations.repair import Repaired, repair
+    from ckpttool.operations.report import HtmlReport, report
     from ckpttool.operations.reshard import Resharding, reshard
     from ckpttool.operations.show import Shown, show
     from ckpttool.operations.stats import Stats, stats
@@ -47,6 +48,7 @@ _MODULES = {
     "Diff": "operations.diff",
     "Exported": "operations.export.plan",
     "Finding": "operations.verify",
+    "HtmlReport": "operations.report",
     "LazyTensor": "operations.open",
     "Loaded": "training.load",
     "Repaired": "operations.repair",
@@ -64,6 +66,7 @@ _MODULES = {
     "load": "training.load",
     "load_into": "training.load_into",
     "repair": "operations.repair",
+    "report": "operations.report",
     "reshard": "operations.reshard",
     "save": "training.save",
     "show": "operations.show",
@@ -119,6 +122,7 @@ __all__ = [
     "Diff",
     "Exported",
     "Finding",
+    "HtmlReport",
     "LazyTensor",
     "Loaded",
     "Repaired",
@@ -137,6 +141,7 @@ __all__ = [
     "load",
     "load_into",
     "repair",
+    "report",
     "reshard",
     "save",
     "show",

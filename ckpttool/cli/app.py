@@ -30,6 +30,7 @@ COMMANDS = {
     "show": "Show one tensor: shards, values, mean, norm, NaN.",
     "stats": "Statistics of every tensor, layer and optimizer moment.",
     "browse": "Walk through a checkpoint in the terminal.",
+    "report": "Write statistics, shards and findings as one HTML file.",
     "diff": "Compare two checkpoints of any format and world size.",
     "check": "Does the model fit a reference? Names, shapes, values.",
     "verify": "Is it whole? Check every checksum, size and range.",

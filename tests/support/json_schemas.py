@@ -23,6 +23,7 @@ from ckpttool.operations.diff.results import Diff
 from ckpttool.operations.export.plan import Exported
 from ckpttool.operations.inspect.document_fields import Document
 from ckpttool.operations.repair import Repaired
+from ckpttool.operations.report import HtmlReport
 from ckpttool.operations.reshard import Resharding
 from ckpttool.operations.result import Absent
 from ckpttool.operations.show import Shown
@@ -42,7 +43,19 @@ DOCUMENTS: dict[str, tuple[type, ...]] = {
     "show": (documents.Judged, Shown),
     **{
         made.command: (documents.Judged, made)
-        for made in (Conversion, Resharding, Exported, Stats, Checked, Diff, Report, Repaired, Audit, trial.Report)
+        for made in (
+            Conversion,
+            Resharding,
+            Exported,
+            Stats,
+            HtmlReport,
+            Checked,
+            Diff,
+            Report,
+            Repaired,
+            Audit,
+            trial.Report,
+        )
     },
     "samples": (documents.Samples,),
     "formats": (documents.Formats,),

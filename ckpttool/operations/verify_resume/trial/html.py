@@ -6,13 +6,9 @@ import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
-from jinja2 import Environment, FileSystemLoader
-from markupsafe import Markup, escape
-
-from ckpttool.text import duration, plural, safe, size
+from ckpttool.operations.templates import environment
 
 _VERDICTS = {"same": "Resume is exact", "differs": "Resume is not exact", "failed": "The trial did not finish"}
 _RUNS = {
@@ -33,43 +29,13 @@ def trial_page(report: Mapping[str, Any], made: Mapping[str, str] | None = None)
     """Return one self-contained HTML file, light and dark, for the dict that a trial prints with `--json`; `made` says
     how and when the report was made, `{"torch": "2.9.0"}`."""
     verdict = str(report.get("verdict", "failed"))
-    environment = Environment(
-        loader=FileSystemLoader(Path(__file__).parent),
-        autoescape=True,
-        trim_blocks=True,
-        lstrip_blocks=True,
-        finalize=_printable,
-    )
-    filters = {"number": _number, "prose": _prose, "purpose": _purpose, "detail": _detail}
-    environment.filters |= {"duration": duration, "plural": plural, "size": size, **filters}
+    templates = environment(__package__)
+    templates.filters |= {"purpose": _purpose, "detail": _detail}
     facts = {"verdict": verdict, "title": _VERDICTS.get(verdict, verdict), "most": _MOST}
     tables = {"charts": _charts(report), "checks": _checks(report), "made": made or {}}
-    template = environment.get_template("page.html.j2")
+    template = templates.get_template("page.html.j2")
     template.globals["is_digest"] = lambda value: isinstance(value, str) and _DIGEST.fullmatch(value) is not None
     return template.render(report=report, **facts, **tables)
-
-
-def _printable(value: Any) -> Any:
-    """Return a value as text without invisible signs; markup, which is made of such text, as it is."""
-    return value if isinstance(value, Markup) else safe(str(value))
-
-
-def _prose(sentence: Any) -> Markup:
-    """Return a sentence with the names that stand in backticks as code."""
-    pieces = str(sentence).split("`")
-    if len(pieces) % 2 == 0:
-        return escape(safe(str(sentence)))
-    code = Markup("<code>{}</code>")
-    return Markup().join(code.format(safe(piece)) if i % 2 else escape(safe(piece)) for i, piece in enumerate(pieces))
-
-
-def _number(value: Any, digits: int = 9) -> str:
-    """Return a number with `digits` digits if it is a float; a dash for None."""
-    if value is None:
-        return "–"
-    if type(value) is int:
-        return f"{value:,}"
-    return f"{value:.{digits}g}" if isinstance(value, float) else str(value)
 
 
 def _detail(message: str) -> str:

@@ -1,0 +1,60 @@
+"""`ckpttool report`: statistics, shards and findings as one HTML file."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ckpttool.cli import options
+from ckpttool.cli.options import Option
+from ckpttool.cli.progress import progress_on_stderr
+from ckpttool.cli.terminal import Styled, answer, bold
+from ckpttool.text import plural, size
+
+_SHOWN = 10  # findings
+
+
+@options.command(
+    "report",
+    arguments=(options.CHECKPOINT,),
+    sections={
+        "Selection": (
+            options.ONLY,
+            options.DROP,
+            options.TENSORS,
+            options.EXCLUDE,
+            Option("--steps STEPS", "Of a run, all complete checkpoints (all) or some (500,1000), side by side."),
+            options.SHAPES,
+        ),
+        "Output": (
+            Option("--output -o FILE", "The HTML file to write.", default="report.html"),
+            Option("--overwrite", "Replace FILE."),
+            *options.PRINTING,
+        ),
+        "Execution": (Option("--no-cache", "Read all values, and keep no result."), options.THREADS),
+    },
+    examples=("step-1000", "step-1000 --only model -o model.html", "run7 --steps all -o run7.html"),
+)
+def report(as_json: bool, quiet: bool, verbose: bool, **arguments: Any) -> None:
+    """Write one HTML file about a checkpoint: what stands out, statistics, histograms, shards, bytes.
+
+    It opens offline, needs nothing beside it, and holds no weights. All values are read once, as `stats` does.
+    """
+    import ckpttool
+
+    with progress_on_stderr(not (quiet or as_json)) as progress:
+        result = ckpttool.report(**arguments, progress=progress)
+    with answer(result.exit_code, verbose) as terminal:
+        if as_json:
+            terminal.json(result.as_dict())
+        elif quiet:
+            terminal.line(result.destination)
+        else:
+            terminal.line(bold(result.headline or result.path))
+            pages = f"{size(result.file_bytes)}, {plural(len(result.pages), 'page')}"
+            terminal.facts([("wrote", f"{result.destination}: {pages}")])
+            if result.findings:
+                terminal.heading("findings", str(len(result.findings)))
+                shown = result.findings if verbose else result.findings[:_SHOWN]
+                for finding in shown:
+                    terminal.paragraph(finding.message, mark=Styled("! ", "yellow"))
+                terminal.more(len(result.findings) - len(shown))
