@@ -11,6 +11,9 @@ import numpy as np
 import pytest
 import safetensors.numpy
 import torch
+from support import qwen3
+from support.hub_client import use
+from support.hub_server import Hub
 from support.paths import CHECKPOINTS
 from support.upstream_samples import path_of
 
@@ -104,6 +107,29 @@ def test_what_is_wanted_is_read_first(tmp_path: Path, monkeypatch: pytest.Monkey
         time.sleep(0.01)
     assert read[1:3] == ["t090", "t007"] and sorted(read) == sorted(arrays)
     opened.source.close()
+
+
+def test_of_a_checkpoint_on_the_hub_only_what_is_demanded_is_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hub = Hub(tmp_path / "hub")
+    qwen3.add(hub)
+    use(hub, monkeypatch, tmp_path)
+    opened = Opened(f"hf://{qwen3.NAME}", None)
+    survey, wanted = opened.survey, opened.numbers["model.norm.weight"]
+    survey.start()
+    survey.want([wanted, opened.numbers["lm_head.weight"]])
+    time.sleep(0.5)
+    assert not survey.is_local and not any(survey.rows) and sum(each.sent for each in hub.seen) < 1 << 20
+    survey.want([wanted], demanded=True)
+    until = time.monotonic() + 20
+    while survey.rows[wanted] is None and time.monotonic() < until:
+        time.sleep(0.01)
+    assert survey.rows[wanted] is not None and sum(row is not None for row in survey.rows) == 1
+    assert sum(each.sent for each in hub.seen) < 1 << 20
+    survey.stop()
+    opened.source.close()
+    hub.close()
 
 
 def test_a_second_look_is_from_the_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
