@@ -19,6 +19,7 @@ from huggingface_hub import constants
 from safetensors.torch import load_file, save, save_file
 from support.hub_client import patience
 from support.hub_server import Handler, Hub, drop, stall
+from support.paths import CHECKPOINTS
 
 import ckpttool
 from ckpttool.cli.app import application
@@ -45,6 +46,18 @@ def send(hub: Hub, folder: Path) -> dict[str, Any] | None:
     return None
 
 
+def convert(hub: Hub, folder: Path) -> dict[str, Any] | None:
+    """Convert to a new repository, as `send` exports; nothing is left on this machine."""
+    code, result = run("convert", str(CHECKPOINTS / "dcp/hsdp_w4/ckpt"), "hf://me/model/step-1", "--to", "dcp")
+    assert list((folder / "tmp").iterdir()) == []
+    if code:
+        if "me/model" in hub.repos:
+            assert hub.history("me/model") in (["initial commit"], ["Upload with ckpttool", "initial commit"])
+        return {"code": code, **result["error"]}
+    assert hub.history("me/model") == ["Upload with ckpttool", "initial commit"], "one commit"
+    return None
+
+
 def receive(hub: Hub, folder: Path) -> dict[str, Any] | None:
     hub.make("me/model", {"config.json": b"{}", "model.safetensors": save({"w": TENSOR})})
     for left in (folder / "cache", folder / "out.safetensors"):
@@ -57,7 +70,7 @@ def receive(hub: Hub, folder: Path) -> dict[str, Any] | None:
     return None
 
 
-JOBS: dict[str, Callable[[Hub, Path], dict[str, Any] | None]] = {"send": send, "receive": receive}
+JOBS: dict[str, Callable[[Hub, Path], dict[str, Any] | None]] = {"send": send, "convert": convert, "receive": receive}
 
 
 def html(handler: Handler) -> bool:
@@ -95,7 +108,16 @@ def requests(hub: Hub) -> list[tuple[str, str]]:
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-@pytest.mark.parametrize(("job", "transport"), [("send", "lfs"), ("send", "xet"), ("receive", "lfs")])
+@pytest.mark.parametrize(
+    ("job", "transport"),
+    [
+        ("send", "lfs"),
+        ("send", "xet"),
+        ("receive", "lfs"),
+        pytest.param("convert", "lfs", marks=pytest.mark.long),
+        pytest.param("convert", "xet", marks=pytest.mark.long),
+    ],
+)
 def test_at_every_request(
     hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, job: str, transport: str, fault: str
 ) -> None:

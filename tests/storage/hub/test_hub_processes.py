@@ -402,3 +402,24 @@ def test_what_a_killed_run_left_in_the_temporary_directory_is_removed(hub: Hub, 
     finally:
         process.kill()
         process.communicate()
+
+
+def test_a_conversion_that_is_killed_on_the_way(hub: Hub, tmp_path: Path) -> None:
+    """There is no commit, and the next run removes what it left and sends all."""
+    hub.fail("POST", "/commit/", act=stall)
+    words = ("convert", str(SAMPLE), "hf://me/run/step-1", "--to", "dcp")
+    process = start(hub, tmp_path, *words)
+    try:
+        while hub.failed < 1 and process.poll() is None:
+            time.sleep(0.01)
+        process.send_signal(signal.SIGKILL)
+        process.communicate()
+        assert process.returncode == -signal.SIGKILL and list((tmp_path / "tmp").rglob(".metadata"))
+    finally:
+        process.kill()
+        process.communicate()
+    assert hub.history("me/run") == ["initial commit"] and hub.files("me/run") == {}
+    hub.faults.clear()
+    run(*words)
+    assert hub.history("me/run") == ["Upload with ckpttool", "initial commit"]
+    assert "step-1/.metadata" in hub.files("me/run") and list((tmp_path / "tmp").iterdir()) == []
