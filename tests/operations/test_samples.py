@@ -107,13 +107,14 @@ def _wheel(folder: Path) -> Path:
 
 
 def _lowest(wheel: Path) -> dict[str, str]:
-    """The lowest version of each package that the wheel declares, torch apart."""
+    """The lowest version of each package that the wheel declares, torch apart, and textual, which needs a later rich
+    than any command but `browse`."""
     with zipfile.ZipFile(wheel) as archive:
         (name,) = (name for name in archive.namelist() if name.endswith("/METADATA"))
         text = archive.read(name).decode()
     declared = dict(re.findall(r"^Requires-Dist: ([\w-]+)>=([\d.]+)", text, re.M))
     assert {"numpy", "huggingface-hub", "zstandard"} <= declared.keys()
-    del declared["torch"]
+    del declared["torch"], declared["textual"]
     return declared
 
 
