@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Collection, Iterable, Sequence
 from itertools import islice
+from math import prod
 
 from ckpttool.errors import UsageError
 
@@ -13,6 +14,7 @@ _THOUSANDS = ("k", "M", "B", "T")
 _UNITS = {"": 1, **{f"{p}{b}": 1000 ** (i + 1) for i, p in enumerate("KMGTP") for b in ("", "B")}, "B": 1} | {
     f"{p}I{b}": 1024 ** (i + 1) for i, p in enumerate("KMGTP") for b in ("", "B")
 }
+_NUMBER = re.compile(r"(?<![^.])[0-9]{1,9}(?![^.])")  # of a layer: all that is between two dots
 _SIZE = re.compile(r"\s*(\d{1,20}(?:\.\d{1,9})?)\s*([A-Za-z]{0,3})\s*", re.ASCII)
 
 
@@ -104,6 +106,23 @@ def ranges(numbers: Iterable[int], comma: str = ", ", most: int = 8) -> str:
             rows.append([number, number])
     words = [str(low) if low == high else f"{low}-{high}" for low, high in rows]
     return comma.join(words if len(words) <= most else [*words[: most - 1], "...", words[-1]])
+
+
+def without_numbers(name: str) -> str:
+    """`layers.0.up` is `layers.*.up`: with `*` for each number between two dots. Pure."""
+    return _NUMBER.sub("*", name)
+
+
+def folded_name(names: Sequence[str], most: int = 8) -> str | None:
+    """Return one name for several that differ in their numbers only, `layers.0-2.up`, with `most` ranges for each
+    number; None unless all combinations of their numbers are there. Pure."""
+    if len(names) == 1:
+        return names[0]
+    columns = [{*column} for column in zip(*map(_NUMBER.findall, names), strict=True)]
+    if prod(map(len, columns)) != len(names):
+        return None
+    texts = (ranges(map(int, column), ",", most) for column in columns)
+    return _NUMBER.sub(lambda _: next(texts), names[0])
 
 
 def natural(name: str) -> list[tuple[str, int]]:

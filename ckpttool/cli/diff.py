@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import math
-import re
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any, cast
 
@@ -14,7 +12,7 @@ from ckpttool.cli import options
 from ckpttool.cli.options import Argument, Option
 from ckpttool.cli.progress import progress_on_stderr
 from ckpttool.cli.terminal import Rows, Styled, Terminal, TextLike, answer, bold, dim, err
-from ckpttool.text import duration, natural, plural, ranges, size
+from ckpttool.text import duration, folded_name, natural, plural, size, without_numbers
 
 if TYPE_CHECKING:
     from ckpttool import Diff
@@ -28,7 +26,6 @@ _FOLDED = 3  # layers that differ alike are one row, if they are so many
 # What a terminal leaves out first where the names do not fit; `--json` has them.
 _OMITTED = (("max ulp",), ("cosine",), ("first at", "A", "B"), ("elements",), ("max abs",))
 _ONLY = "Include only this part (model, optimizer, ...; or its key), and strip its key from names. Repeatable."
-_NUMBER = re.compile(r"(?<![^.])[0-9]{1,9}(?![^.])")  # of a layer: all that is between two dots
 _FIGURES = ("max abs", "max rel", "max ulp", "cosine")
 
 
@@ -174,7 +171,7 @@ def _print_values(terminal: Terminal, result: Diff) -> None:
     tensors = [tensor for tensor in result.tensors if "values" in tensor.kinds and tensor.values is not None]
     tensors.sort(key=_by_difference)
     groups = [[tensor] for tensor in tensors] if terminal.verbose else _folded(tensors)
-    names = [_label([tensor.name for tensor in group]) for group in groups]
+    names = [folded_name([tensor.name for tensor in group], len(group)) or group[0].name for group in groups]
     within = _shared_module(names) if terminal.width is not None else ""
     rows: Rows = []
     for name, group in zip(names, groups, strict=True):
@@ -218,22 +215,13 @@ def _folded(tensors: Sequence[TensorDifference]) -> list[list[TensorDifference]]
     alike: dict[object, list[TensorDifference]] = {}
     for tensor in tensors:
         new_nans = bool(tensor.values and tensor.values.new_nans)
-        key = _NUMBER.sub("#", tensor.name), tensor.dtypes, tensor.shapes, new_nans
+        key = without_numbers(tensor.name), tensor.dtypes, tensor.shapes, new_nans
         alike.setdefault(key, []).append(tensor)
     groups: list[list[TensorDifference]] = []
     for group in alike.values():
-        numbers = zip(*(_NUMBER.findall(tensor.name) for tensor in group), strict=True)
-        is_whole = math.prod(len({*column}) for column in numbers) == len(group) >= _FOLDED
+        is_whole = len(group) >= _FOLDED and folded_name([tensor.name for tensor in group]) is not None
         groups += [group] if is_whole else [[tensor] for tensor in group]
     return sorted(groups, key=lambda group: _by_difference(group[0]))
-
-
-def _label(names: Sequence[str]) -> str:
-    """Return one name for all: `["layers.0.up", "layers.1.up", "layers.2.up"]` is `layers.0-2.up`. Pure."""
-    if len(names) == 1:
-        return names[0]
-    columns = iter(list(zip(*map(_NUMBER.findall, names), strict=True)))
-    return _NUMBER.sub(lambda _: ranges({*map(int, next(columns))}, ",", len(names)), names[0])
 
 
 def _shared_module(names: Sequence[str]) -> str:

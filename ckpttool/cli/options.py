@@ -235,6 +235,8 @@ DTYPE = Option(
 )
 MAX_SHARD_SIZE = Option("--max-shard-size SIZE", "Split into files of at most this size: 5GB, 512MiB, ...")
 
+STEPS = Option("--steps STEPS", "Of a run, all complete checkpoints (all) or some (500,1000), side by side.")
+
 # Execution and output -------------------------------------------------------------------------------------------------
 
 OVERWRITE = Option("--overwrite", "Replace DST. The old one is kept until the new one is complete.")
@@ -251,6 +253,7 @@ MANIFEST = Option(
 NO_MANIFEST = Option(
     "--no-manifest", "Leave out the manifest that a DCP directory carries.", type=click.UNPROCESSED, default=None
 )
+NO_CACHE = Option("--no-cache", "Read all values, and keep no result.")
 THREADS = Option("--threads -j N", "Number of threads that read and write.", type=click.IntRange(min=1))
 MAX_MEMORY = Option("--max-memory SIZE", "Limit the buffers: 2GB, 512MiB, ...")
 AS_JSON = Option("--json", "Print one JSON object, also for an error.", name="as_json")

@@ -22,7 +22,7 @@ _SHOWN = 10  # findings
             options.DROP,
             options.TENSORS,
             options.EXCLUDE,
-            Option("--steps STEPS", "Of a run, all complete checkpoints (all) or some (500,1000), side by side."),
+            options.STEPS,
             options.SHAPES,
         ),
         "Output": (
@@ -30,7 +30,7 @@ _SHOWN = 10  # findings
             Option("--overwrite", "Replace FILE."),
             *options.PRINTING,
         ),
-        "Execution": (Option("--no-cache", "Read all values, and keep no result."), options.THREADS),
+        "Execution": (options.NO_CACHE, options.THREADS),
     },
     examples=("step-1000", "step-1000 --only model -o model.html", "run7 --steps all -o run7.html"),
 )

@@ -31,7 +31,7 @@ _FIGURES = ("rms", "absmax", "min", "max")
             options.TENSORS,
             options.EXCLUDE,
             Option("--where CONDITION", "List tensors of which this is true: 'nan > 0 or absmax > 1e4'."),
-            Option("--steps STEPS", "Of a run, all complete checkpoints (all) or some (500,1000), side by side."),
+            options.STEPS,
             Option("--spectral", "Estimate stable rank and largest singular values of matrices, too."),
             options.SHAPES,
         ),
@@ -42,7 +42,7 @@ _FIGURES = ("rms", "absmax", "min", "max")
             Option("--fail-on CONDITION", "End with exit code 1 if this is true of a tensor: 'nan > 0'."),
             *options.PRINTING,
         ),
-        "Execution": (Option("--no-cache", "Read all values, and keep no result."), options.THREADS),
+        "Execution": (options.NO_CACHE, options.THREADS),
     },
     examples=("step-1000", "step-1000 --fail-on 'nan > 0 or absmax > 1e4'", "step-1000 --only model --sort kurtosis"),
 )

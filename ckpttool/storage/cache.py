@@ -1,7 +1,7 @@
-"""A cache of results, in the user's cache directory: what is there can be removed at any time.
+"""Caches: folders of files, each written as a whole, which can be removed at any time.
 
-`$CKPTTOOL_CACHE` is its directory, by default `ckpttool` in `$XDG_CACHE_HOME` or `~/.cache`. Nothing is cached if it is
-empty.
+That of results is in the user's cache directory. `$CKPTTOOL_CACHE` names it, by default `ckpttool` in `$XDG_CACHE_HOME`
+or `~/.cache`; nothing is cached if it is empty.
 """
 
 from __future__ import annotations
@@ -10,14 +10,19 @@ import contextlib
 import os
 import tempfile
 
-_MOST = 256 << 20  # bytes of a kind, of which the oldest go first
+_MOST = 256 << 20  # bytes of a folder, of which the oldest go first
 
 
-def read(kind: str, key: str) -> bytes | None:
+def folder_of_results(kind: str) -> str | None:
+    """Return the folder for results of a kind; None if nothing is cached."""
+    root = os.environ.get("CKPTTOOL_CACHE")
+    if root is None:
+        root = os.path.join(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"), "ckpttool")
+    return os.path.join(root, kind) if root else None
+
+
+def read(folder: str, key: str) -> bytes | None:
     """Return what was written under `key`; None if nothing is there."""
-    folder = _folder(kind)
-    if folder is None:
-        return None
     with contextlib.suppress(OSError):
         with open(os.path.join(folder, key), "rb") as stream:
             data = stream.read()
@@ -26,11 +31,8 @@ def read(kind: str, key: str) -> bytes | None:
     return None
 
 
-def write(kind: str, key: str, data: bytes) -> None:
+def write(folder: str, key: str, data: bytes) -> None:
     """Write `data` under `key`. A cache that cannot be written is no error."""
-    folder = _folder(kind)
-    if folder is None:
-        return
     draft = None
     try:
         os.makedirs(folder, mode=0o700, exist_ok=True)
@@ -39,7 +41,6 @@ def write(kind: str, key: str, data: bytes) -> None:
             stream.write(data)
         os.replace(draft, os.path.join(folder, key))
         draft = None
-        _remove_oldest(folder)
     except OSError:
         pass
     finally:
@@ -48,19 +49,14 @@ def write(kind: str, key: str, data: bytes) -> None:
                 os.remove(draft)
 
 
-def _folder(kind: str) -> str | None:
-    root = os.environ.get("CKPTTOOL_CACHE")
-    if root is None:
-        root = os.path.join(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"), "ckpttool")
-    return os.path.join(root, kind) if root else None
-
-
-def _remove_oldest(folder: str) -> None:
-    with os.scandir(folder) as entries:
-        found = sorted((entry.stat().st_mtime, entry.stat().st_size, entry.path) for entry in entries)
-    total = sum(nbytes for _, nbytes, _ in found)
-    for _, nbytes, path in found:
-        if total <= _MOST:
-            return
-        os.remove(path)
-        total -= nbytes
+def prune(folder: str) -> None:
+    """Remove the files that were used longest ago, if all together are too large."""
+    with contextlib.suppress(OSError):
+        with os.scandir(folder) as entries:
+            found = sorted((entry.stat().st_mtime, entry.stat().st_size, entry.path) for entry in entries)
+        total = sum(nbytes for _, nbytes, _ in found)
+        for _, nbytes, path in found:
+            if total <= _MOST:
+                return
+            os.remove(path)
+            total -= nbytes

@@ -12,6 +12,7 @@ from ckpttool.operations.browse.survey import Survey
 from ckpttool.operations.inspect import summary
 from ckpttool.operations.inspect.headline import Headline
 from ckpttool.operations.inspect.sharding import Placements
+from ckpttool.operations.stats.places import parameter_of
 from ckpttool.producers import open, runs
 
 
@@ -51,9 +52,7 @@ class Opened:
         found: dict[str, list[int]] = {}
         for i, tensor in enumerate(self.tensors):
             if tensor.part.kind == "optimizer":
-                keys = tensor.name.split(".")[len(".".join(map(str, tensor.part.root)).split(".")) :]
-                keys = keys[1:] if keys[:1] == ["state"] else keys
-                found.setdefault(".".join(keys[:-1]), []).append(i)
+                found.setdefault(".".join(parameter_of(tensor)[0]), []).append(i)
         return found
 
     def moments_of(self, tensor: Tensor) -> list[int]:

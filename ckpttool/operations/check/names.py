@@ -6,12 +6,10 @@ import re
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from math import prod
 
 from ckpttool.catalogue.boxes import Ints
-from ckpttool.text import plural, ranges
+from ckpttool.text import folded_name, plural, without_numbers
 
-_NUMBER = re.compile(r"(?<![^.])[0-9]{1,9}(?![^.])")
 _SUFFIX = 3  # keys of a name that tell which tensor it is, wherever the model hangs
 # What is left of an adapter or of quantisation in a model that should have neither.
 _LEFT_OVER = re.compile(
@@ -159,24 +157,15 @@ def _folded(
     """Yield one mismatch for all names that differ in their numbers only."""
     groups: dict[tuple[str, str, str], list[str]] = {}
     for name in names:
-        groups.setdefault((_NUMBER.sub("*", name), *texts(name)), []).append(name)
+        groups.setdefault((without_numbers(name), *texts(name)), []).append(name)
     for (pattern, found, expected), members in groups.items():
-        name = members[0] if len(members) == 1 else _folded_name(pattern, members)
+        name = folded_name(members, 4) or pattern
         if why is not None:
             text = why(pattern, found, expected)
         else:
             text = f"{one if len(members) == 1 else many} ({found or expected})"
         count = f" ({plural(len(members), 'tensor')})" if len(members) > 1 else ""
         yield Mismatch(kind, f"`{name}`{count} {text}", members, found or None, expected or None)
-
-
-def _folded_name(pattern: str, members: Sequence[str]) -> str:
-    """Return one name for several, `layers.0-3.up`; `layers.*.up` where not all combinations are there. Pure."""
-    columns = [{*map(int, column)} for column in zip(*map(_NUMBER.findall, members), strict=True)]
-    if prod(map(len, columns)) != len(members):
-        return pattern
-    texts = iter([ranges(column, ",", 4) for column in columns])
-    return re.sub(r"\*", lambda _: next(texts), pattern)
 
 
 def _why(pattern: str, found: str, expected: str) -> str:

@@ -105,9 +105,9 @@ def report(
             threads=threads,
             progress=progress,
         )
-        last = found.steps[-1].path if found.steps else path
-        catalogue = inspect(last, shapes=shapes)
-        values = [_hyperparameters(inspect(one.path, shapes=shapes)) for one in found.steps]
+        values = [_hyperparameters(inspect(one.path, shapes=shapes)) for one in found.steps[:-1]]
+        catalogue = inspect(found.steps[-1].path if found.steps else path, shapes=shapes)
+        values += [_hyperparameters(catalogue) for _ in found.steps[-1:]]
         content = render(found, catalogue, values).encode()
         local_path(stage.path).put(content)
     seconds = time.monotonic() - began

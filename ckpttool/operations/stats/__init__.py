@@ -14,11 +14,13 @@ from typing import NamedTuple
 from ckpttool.catalogue.aliases import find_aliases
 from ckpttool.catalogue.conditions import condition
 from ckpttool.catalogue.entries import Catalogue, Tensor
-from ckpttool.catalogue.parts import matcher, stop_at_absent
-from ckpttool.catalogue.patterns import any_of, several
+from ckpttool.catalogue.parts import stop_at_absent
 from ckpttool.catalogue.protocols import Source
 from ckpttool.catalogue.validation import validate
 from ckpttool.errors import UsageError
+from ckpttool.layout.select import matching
+from ckpttool.operations import arguments
+from ckpttool.operations.arguments import Selection
 from ckpttool.operations.inspect import stored_twice, summary
 from ckpttool.operations.stats import cached
 from ckpttool.operations.stats.collect import Group, GroupKey, collect
@@ -96,7 +98,7 @@ def stats(
     path = os.fspath(path)
     is_listed = condition(where, CONDITION, "--where") if where is not None else None
     fails = condition(fail_on, CONDITION, "--fail-on") if fail_on is not None else None
-    selection = _Selection(*map(several, (only, drop, tensors, exclude)))
+    selection = arguments.selection(only, drop, tensors, exclude)
     reading = _Reading(selection, shapes, spectral, cache, threads or min(DEFAULT_THREADS, _MOST_THREADS), progress)
     checkpoints = chosen_steps(path, steps) if steps is not None else []
     result = Stats(path, fail_on=fail_on)
@@ -120,15 +122,8 @@ def stats(
     return result
 
 
-class _Selection(NamedTuple):
-    only: Sequence[str]
-    drop: Sequence[str]
-    tensors: Sequence[str]
-    exclude: Sequence[str]
-
-
 class _Reading(NamedTuple):
-    selection: _Selection
+    selection: Selection
     shapes: str | None
     spectral: bool
     cache: bool
@@ -176,20 +171,10 @@ def _read(selected: Sequence[Tensor], source: Source, threads: int, progress: Pr
     return tensors, [_group(key, group) for key, group in groups.items()]
 
 
-def _selected(catalogue: Catalogue, selection: _Selection) -> list[Tensor]:
-    only, drop, tensors, exclude = selection
-    is_wanted = matcher(only, catalogue) if only else None
-    is_dropped = matcher(drop, catalogue) if drop else None
-    included, excluded = any_of(tensors or ["*"]), any_of(exclude)
-    selected = [
-        tensor
-        for tensor in catalogue.tensors
-        if (is_wanted is None or is_wanted(tensor.part))
-        and not (is_dropped is not None and is_dropped(tensor.part))
-        and included(tensor.name)
-        and not excluded(tensor.name)
-    ]
-    if not selected and (tensors or exclude):
+def _selected(catalogue: Catalogue, selection: Selection) -> list[Tensor]:
+    is_wanted, matches = selection.wanted_parts(catalogue), matching(selection.tensors, selection.exclude, catalogue)
+    selected = [tensor for tensor in catalogue.tensors if is_wanted(tensor.part) and matches(tensor)]
+    if not selected and (selection.tensors or selection.exclude):
         raise UsageError("no tensor matches", hint="`ckpttool inspect PATH --tensors '*'` lists them")
     return selected
 

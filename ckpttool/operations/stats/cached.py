@@ -33,7 +33,8 @@ def key_of(fingerprint: Fingerprint, tensors: Sequence[Tensor], spectral: bool) 
 
 def load(key: str, kind: str = _KIND) -> Rows | None:
     """Return the statistics that were stored, or None."""
-    data = cache.read(kind, key)
+    folder = cache.folder_of_results(kind)
+    data = cache.read(folder, key) if folder is not None else None
     if data is None:
         return None
     try:
@@ -46,8 +47,12 @@ def load(key: str, kind: str = _KIND) -> Rows | None:
 
 def store(key: str, tensors: Sequence[TensorStatistics], groups: Sequence[GroupStatistics], kind: str = _KIND) -> None:
     """Store statistics. Those of another `kind` are apart: `browse` has none of groups."""
+    folder = cache.folder_of_results(kind)
+    if folder is None:
+        return
     document = {"tensors": as_json(tensors), "groups": as_json(groups)}
-    cache.write(kind, key, json.dumps(document).encode())
+    cache.write(folder, key, json.dumps(document).encode())
+    cache.prune(folder)
 
 
 def _tensor(row: dict[str, Any]) -> TensorStatistics:

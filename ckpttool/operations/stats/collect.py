@@ -208,7 +208,6 @@ def collect(
         if not task.job.read(task, source, pool, work):
             return
         total, collected = task.job.result()
-        total.pack()
         with lock:
             results[task.job.tensor.path] = collected
             finished[task.job.tensor.path] = total

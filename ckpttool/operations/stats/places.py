@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from typing import NamedTuple
 
-from ckpttool.catalogue.entries import Tensor, dotted
+from ckpttool.catalogue.entries import Tensor
 
 _NUMBER = re.compile(r"[0-9]{1,9}", re.ASCII)
 _EXPERTS = re.compile(r"(local_|routed_)?experts?", re.IGNORECASE)
@@ -21,13 +21,18 @@ class Place(NamedTuple):
     expert: str  #: number of the expert; empty outside of experts
 
 
+def parameter_of(tensor: Tensor) -> tuple[list[str], str]:
+    """Return the keys of a tensor's name in its part; of optimizer state those of its parameter, and which it is."""
+    keys = tensor.fqn.split(".")
+    if tensor.part.kind != "optimizer" or len(keys) < 2:
+        return keys, ""
+    *keys, moment = keys
+    return keys[1:] if keys[0] == "state" and len(keys) > 1 else keys, moment
+
+
 def place_of(tensor: Tensor) -> Place:
     """Return where a tensor stands, by its name."""
-    keys = dotted(tensor.path[len(tensor.part.root) :]).split(".")
-    moment = ""
-    if tensor.part.kind == "optimizer" and len(keys) > 1:
-        *keys, moment = keys
-        keys = keys[1:] if keys[0] == "state" and len(keys) > 1 else keys
+    keys, moment = parameter_of(tensor)
     layer, expert, kind = "", "", []
     for i, key in enumerate(keys):
         if not _NUMBER.fullmatch(key):

@@ -13,6 +13,7 @@ from support.hub_server import Hub
 
 import ckpttool
 from ckpttool.errors import CkptError
+from ckpttool.storage import cache
 from ckpttool.storage.hub import headers
 
 
@@ -82,7 +83,7 @@ def test_what_is_kept_is_bounded(hub: Hub, shards: list[bytes], monkeypatch: pyt
     look()
     size = max(path.stat().st_size for path in kept())
     assert size <= 32 + (64 << 10)
-    monkeypatch.setattr(headers, "_MOST", 2 * size)
+    monkeypatch.setattr(cache, "_MOST", 2 * size)
     hub.commit("org/name", {"model-00002-of-00004.safetensors": save({"layers.1.weight": torch.zeros(10, 4)})})
     look()
     assert len(kept()) <= 3 and sum(path.stat().st_size for path in kept()) <= 2 * size
