@@ -10,28 +10,26 @@ import time
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import ClassVar
 
-from ckpttool.catalogue.entries import Catalogue, Tensor
+from ckpttool.catalogue.entries import Catalogue
 from ckpttool.catalogue.patterns import several
 from ckpttool.errors import DIFFERS, DONE, UsageError
 from ckpttool.operations import arguments
+from ckpttool.operations import reference as references
 from ckpttool.operations.arguments import Selection
 from ckpttool.operations.check import names, values
-from ckpttool.operations.check.names import Known, Mismatch
-from ckpttool.operations.export import architecture, assets, key_maps, select_model
+from ckpttool.operations.check.names import Mismatch
+from ckpttool.operations.export import key_maps, select_model
 from ckpttool.operations.export.views import Viewed
+from ckpttool.operations.reference import Known, Reference
 from ckpttool.operations.result import Result
 from ckpttool.producers.open import naming, opened
-from ckpttool.serialization import strict_json
-from ckpttool.storage.stores import locate
 from ckpttool.text import plural
 from ckpttool.transfer.execute import DEFAULT_THREADS
 from ckpttool.transfer.threads import Progress
 
 __all__ = ["Checked", "Mismatch", "check"]
-
-_LARGEST_CONFIG = 16 << 20
 
 
 @dataclass(slots=True, repr=False)
@@ -112,18 +110,18 @@ def check(
     result = Checked(os.fspath(src), os.fspath(against))
     selected = arguments.selection(only, (), (), exclude, rename, strip_wrappers, strip_prefix)
     with ExitStack() as stack:
-        reference = _reference(stack, result.against)
+        reference = references.read(stack, result.against)
         with naming(result.source):
             source = stack.enter_context(opened(result.source, shapes))
             viewed = Viewed(source)
             model = _model(viewed, selected, key_map, reference, result)
-        known = {tensor.name: _known(tensor) for tensor in model.tensors}
+        known = {tensor.name: Known.of(tensor) for tensor in model.tensors}
         new_names, prefix = names.without_prefix(known, reference.known)
         known = {new_names[name]: one for name, one in known.items()}
         for one in known.values():
             one.tied_to = new_names.get(one.tied_to, one.tied_to) if one.tied_to is not None else None
         result.mismatches += [prefix] if prefix is not None else []
-        result.mismatches += names.mismatches(known, reference.known, ties_words=reference.ties_words)
+        result.mismatches += names.mismatches(known, reference.known, ties_words=reference.assets.ties_words)
         result.tensors, result.reference_tensors = len(known), len(reference.known)
         fitting = [n for n, one in known.items() if n in reference.known and one.shape == reference.known[n].shape]
         result.matched = len(fitting)
@@ -134,39 +132,8 @@ def check(
     return result
 
 
-@dataclass(slots=True)
-class _Reference:
-    """What is known of the reference; without a source, by its config alone."""
-
-    known: dict[str, Known]
-    config: Any = None
-    head_dim: int | None = None
-    ties_words: bool | None = None
-    source: Viewed | None = None
-    tensors: dict[str, Tensor] = field(default_factory=dict)
-
-
-def _reference(stack: ExitStack, path: str) -> _Reference:
-    location = locate(path)
-    if location.name.endswith(".json") and location.is_file() and not location.name.endswith(".index.json"):
-        config = strict_json.parse(location.head(_LARGEST_CONFIG), f"`{path}`")
-        expected = architecture.expected(config) if isinstance(config, dict) else "it is no object"
-        if isinstance(expected, str):
-            hint = "name a checkpoint, or install what is missing: `pip install transformers`"
-            raise UsageError(f"`{path}`: the tensors of this config are unknown: {expected}", hint=hint)
-        known = {name: Known(tuple(shape), "") for name, shape in expected.files.items()}
-        return _Reference(known, config, ties_words=config.get("tie_word_embeddings"))
-    with naming(path):
-        source = stack.enter_context(opened(path))
-        model = select_model.model_of(source.catalogue, ())
-        beside = assets.collect(None, path, source.catalogue)
-    tensors = {tensor.name: tensor for tensor in model.tensors}
-    known = {name: _known(tensor) for name, tensor in tensors.items()}
-    return _Reference(known, beside.config, beside.head_dim, beside.ties_words, Viewed(source), tensors)
-
-
 def _model(
-    viewed: Viewed, selected: Selection, key_map: str | None, reference: _Reference, result: Checked
+    viewed: Viewed, selected: Selection, key_map: str | None, reference: Reference, result: Checked
 ) -> Catalogue:
     model = select_model.renamed(select_model.model_of(viewed.catalogue, several(selected.only)), selected)
     own = [tensor.name for tensor in model.tensors]
@@ -174,12 +141,7 @@ def _model(
     if chosen is None:
         return model
     result.key_map = chosen.name
-    return key_maps.apply(chosen, model, viewed, reference.head_dim)[0]
-
-
-def _known(tensor: Tensor) -> Known:
-    alias = tensor.alias
-    return Known(tensor.shape, tensor.dtype.name, ".".join(map(str, alias)) if alias is not None else None)
+    return key_maps.apply(chosen, model, viewed, reference.assets.head_dim)[0]
 
 
 def _content(
@@ -187,7 +149,7 @@ def _content(
     new_names: dict[str, str],
     fitting: set[str],
     viewed: Viewed,
-    reference: _Reference,
+    reference: Reference,
     result: Checked,
     threads: int | None,
     progress: Progress | None,

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from ckpttool.catalogue.boxes import Ints
+from ckpttool.operations.reference import Known
 from ckpttool.text import folded_name, plural, without_numbers
 
 _SUFFIX = 3  # keys of a name that tell which tensor it is, wherever the model hangs
@@ -18,16 +19,6 @@ _LEFT_OVER = re.compile(
 )
 _WORDS = ("embed", "wte", "lm_head", "output", "tok_")
 _GRAVITIES = ("prefix", "missing", "left over", "extra", "shape", "tie", "content", "dtype", "unknown")
-
-
-@dataclass(slots=True)
-class Known:
-    """What is known of a tensor of a model without its values: `Known((32, 8), "bfloat16")`. `dtype` is empty if only a
-    config is known; `tied_to` is the name of the tensor whose bytes it shares."""
-
-    shape: Ints
-    dtype: str
-    tied_to: str | None = None
 
 
 @dataclass(slots=True)
