@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextvars import ContextVar
 from dataclasses import dataclass
 from importlib import import_module
@@ -94,10 +94,13 @@ class Loss:
 class OpenOptions:
     """What a checkpoint does not say about itself: `OpenOptions({"embed.weight": (29, 7)})`. `shapes` are those of the
     model's parameters, for files of flat parameters; `ordered` says whether they come in the order in which the model
-    registers them (a safetensors file is sorted)."""
+    registers them (a safetensors file is sorted). `only` are the names of the tensors that are needed: of a model that
+    is not on this machine, headers of other files are not read, and the catalogue has the fact `partial`, the names in
+    the index."""
 
     shapes: Mapping[str, Ints] | None = None
     ordered: bool = True
+    only: Collection[str] | None = None
 
 
 NO_HINTS = OpenOptions()

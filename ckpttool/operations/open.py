@@ -8,7 +8,9 @@ with ckpttool.open("run7/step-1000") as ckpt:
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import ExitStack
+from functools import cached_property
 from math import prod
 from typing import TYPE_CHECKING, Any
 
@@ -24,6 +26,7 @@ from ckpttool.operations.inspect.sharding import shards
 from ckpttool.producers.open import open_source
 from ckpttool.storage.crc import crc32
 from ckpttool.storage.files import Pool
+from ckpttool.storage.stores import locate
 from ckpttool.text import html_table, plural, size
 from ckpttool.transfer import checksums
 from ckpttool.transfer.read import part, read_box
@@ -152,27 +155,63 @@ class Checkpoint(Subtree):
 
     def __init__(self, path: str, shapes: str | None = None) -> None:
         self.path, self._shapes, self._closed = path, shapes, False
-        self._source = open_source(path, shapes)
-        self._pool = Pool()
-        super().__init__(self, {dotted(p): p for p in self.catalogue.entries})
+        self._checkpoint, self._location, self._pool = self, locate(path), Pool()
+        with ExitStack() as on_error:
+            on_error.callback(self._close_store)
+            # Of a model on the Hub, the index alone.
+            self._source = open_source(self._location, shapes, only=())
+            on_error.pop_all()
 
     def __reduce__(self) -> tuple[Any, ...]:
         return Checkpoint, (self.path, self._shapes)
 
+    def __getitem__(self, name: str | Path) -> Any:
+        tensor = self._tensor_of_index(name) if self._is_partial else None
+        return super().__getitem__(name) if tensor is None else LazyTensor(self, tensor)
+
     @property
     def catalogue(self) -> Catalogue:
         """Everything that the index says, as `ckpttool.inspect` returns it."""
+        if self._is_partial:
+            self._reopen(None)
         return self._source.catalogue
+
+    @cached_property
+    def _names(self) -> dict[str, Path]:  # type: ignore[override] # they are not known before
+        return {dotted(path): path for path in self.catalogue.entries}
+
+    @property
+    def _is_partial(self) -> bool:
+        """Whether headers of the model's files have not been read yet."""
+        return "partial" in self._source.catalogue.facts
+
+    def _reopen(self, only: Collection[str] | None) -> None:
+        # The files have the same numbers as before, so tensors that are known already stay valid.
+        self.check_open()
+        self._source = open_source(self._location, self._shapes, only)
+
+    def _tensor_of_index(self, name: str | Path) -> Tensor | None:
+        """Return a tensor after reading the header of its file at most. Who needs those of two files needs all: None
+        then."""
+        name = name if isinstance(name, str) else dotted(name)
+        for _ in range(2):
+            entry = self._source.catalogue.entries.get((name,))
+            if isinstance(entry, Tensor):
+                return entry
+            if self._source.catalogue.entries:
+                break
+            self._reopen([name])
+        return None
 
     @property
     def format(self) -> str:
         """The name of the format: `torch`, `dcp`, `safetensors`, ..."""
-        return self.catalogue.format
+        return self._source.catalogue.format
 
     @property
     def world_size(self) -> int:
         """The number of ranks that saved it."""
-        return self.catalogue.world_size
+        return self._source.catalogue.world_size
 
     @property
     def warnings(self) -> list[str]:
@@ -231,6 +270,11 @@ class Checkpoint(Subtree):
             self._closed = True
             self._pool.close()
             self._source.close()
+            self._close_store()
+
+    def _close_store(self) -> None:
+        if not self._location.store.is_local:
+            self._location.store.close()
 
     def __enter__(self) -> Self:
         return self
@@ -382,9 +426,7 @@ class LazyTensor:
 
 
 def _tensor_at(checkpoint: Checkpoint, path: Path, index: tuple[range | int, ...]) -> LazyTensor:
-    tensor = checkpoint.catalogue.entries[path]
-    assert isinstance(tensor, Tensor)
-    return LazyTensor(checkpoint, tensor, index)
+    return LazyTensor(checkpoint, checkpoint[path]._tensor, index)
 
 
 def _select(kept: range, key: Any) -> range | int:

@@ -13,7 +13,7 @@ from ckpttool.catalogue.entries import Tensor
 from ckpttool.catalogue.protocols import Source
 from ckpttool.catalogue.validation import validate
 from ckpttool.errors import UsageError
-from ckpttool.producers.open import naming, opened
+from ckpttool.producers.open import naming, open_source
 from ckpttool.storage.files import Pool
 from ckpttool.text import meant, size
 from ckpttool.transfer import checksums
@@ -76,7 +76,7 @@ def show(path: str | os.PathLike[str], tensor: str, *, shapes: str | None = None
         CorruptError: if the bytes of the tensor do not match their checksum.
     """
     path = os.fspath(path)
-    with opened(path, shapes) as source:
+    with closing(open_source(path, shapes, only=[tensor])) as source:
         matches = [t for t in source.catalogue.tensors if t.name == tensor]
         if not matches:
             if any(o.name == tensor for o in source.catalogue.objects):

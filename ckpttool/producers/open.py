@@ -6,8 +6,9 @@ Nothing in a checkpoint is executed. Names in its pickles that would run code el
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from contextlib import ExitStack, closing, contextmanager, suppress
+from dataclasses import replace
 
 from ckpttool import formats, producers
 from ckpttool.catalogue import parts
@@ -111,19 +112,23 @@ def _describe_run(catalogue: Catalogue, run: runs.Run) -> None:
         catalogue.warnings.append(Warning("chosen", text))
 
 
-def open_source(path: str, shapes: str | None = None) -> Source:
+def open_source(path: str, shapes: str | None = None, only: Collection[str] | None = None) -> Source:
     """Open the checkpoint at `path`, or what a framework left in a directory; of a run, the newest complete one.
 
-    Args: `shapes` is a checkpoint or a "json" file that has the shapes of the parameters.
+    Args: `shapes` is a checkpoint or a "json" file that has the shapes of the parameters; `only` are the names of the
+    tensors that are needed, see `OpenOptions`.
     Raises ReadError or CorruptError.
     """
-    options = NO_HINTS if shapes is None else shapes_from(shapes)
+    options = replace(NO_HINTS if shapes is None else shapes_from(shapes), only=only)
     location = locate(path)
     with ExitStack() as on_error:
         if location is not path:
             on_error.callback(location.store.close)
         with working(), naming(location), unsafe_globals.noting_harm() as named:
             source = open_at(location, options)
+            # What scales and adapters are of is told by all names together.
+            if foreign.has_mark(source.catalogue.facts.get("partial", ())):
+                source = open_at(location, replace(options, only=None))
         on_error.callback(source.close)
         catalogue = source.catalogue
         if options.shapes and options.ordered:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -77,7 +78,7 @@ class _Opening:
             raise ReadError(f"`{path}`: none of the files that it should have", file=path)
         first = self.components[0]
         if len(self.components) == 1 and not (first.root or first.key) and first.kind != "json":
-            return self.open(first)
+            return self.open(first, only=self.options.only)
         with ExitStack() as on_error:
             combined = on_error.enter_context(closing(CombinedSource(Catalogue(""))))
             faults = [f for component in self.components if (f := self.add(combined, component)) is not None]
@@ -137,8 +138,10 @@ class _Opening:
             return bool(component.glob)
         return any(row.recognise(self._pattern(component)) for row in formats.FORMATS)
 
-    def open(self, component: Component, opened: Catalogue | None = None) -> Source:
-        options, other = self.options, component.shapes_from
+    def open(
+        self, component: Component, opened: Catalogue | None = None, only: Collection[str] | None = None
+    ) -> Source:
+        options, other = replace(self.options, only=only), component.shapes_from
         if options.shapes is None and opened is not None and other and other in self.directory:
             # An optimizer of DCP has both the names and the shapes of the parameters.
             with closing(self.open(Component(other.rstrip("/")))) as source:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -87,6 +87,10 @@ class Reader:
                 raise CorruptError(text, hint=hint, tensor=tensor, found=[first, name])
             pieces.append(Piece(file, offsets.get(tensor) or (0,) * len(entry.shape), entry))
 
+    def add_unread(self, name: str) -> None:
+        """Add a file without its tensors. Raises CorruptError if it is not there."""
+        _list(self.catalogue, self._root.inside(name), name)
+
     def finish(self, order: Iterable[str] = (), ties: dict[str, str] | None = None) -> Catalogue:
         """Return the catalogue with all tensors, `order` first; `ties` are names in an index of tied tensors."""
         for name in dict.fromkeys([*order, *self.pieces]):
@@ -123,6 +127,13 @@ class Reader:
 
 def mount(catalogue: Catalogue, path: Location, name: str, rank: int | None = None) -> tuple[int, Header]:
     """Add a file to the catalogue, and return its number and header. Raises CorruptError if the header is wrong."""
+    size = _list(catalogue, path, name, rank)
+    header = safetensors_header.read_header(path.read, 0, size, name=f"`{path}`")
+    return len(catalogue.files) - 1, header
+
+
+def _list(catalogue: Catalogue, path: Location, name: str, rank: int | None = None) -> int:
+    """Add a file to the catalogue, and return its size."""
     try:
         size = path.size()
     except ReadError:
@@ -130,9 +141,8 @@ def mount(catalogue: Catalogue, path: Location, name: str, rank: int | None = No
             raise
         text = f"`{path}`: is not there, but the index names it"
         raise CorruptError(text, hint="copy the missing file too", file=path) from None
-    header = safetensors_header.read_header(path.read, 0, size, name=f"`{path}`")
     catalogue.files.append(File(path, name, size, rank))
-    return len(catalogue.files) - 1, header
+    return size
 
 
 def _saved_offsets(header: Header, where: str) -> dict[str, Ints]:
@@ -168,8 +178,9 @@ def open_file(root: Location, name: str) -> Catalogue:
     return catalogue
 
 
-def open_directory(root: Location, names: Sequence[str]) -> Catalogue:
-    """Return the catalogue of a directory with these names; files of whole tensors come before rank files."""
+def open_directory(root: Location, names: Sequence[str], only: Collection[str] | None = None) -> Catalogue:
+    """Return the catalogue of a directory with these names; files of whole tensors come before rank files. `only` is
+    that of `open_indexed`."""
     model_files = [n for n in names if n.endswith(SUFFIX)]
     ranks = [n for n in model_files if _RANK_FILE.fullmatch(n)]
     whole = [n for n in model_files if n not in ranks]
@@ -177,7 +188,7 @@ def open_directory(root: Location, names: Sequence[str]) -> Catalogue:
     sharded = root / SHARDED
     if not whole and not indexes:
         return _open_ranks(root, ranks) if ranks else _open_ranks(sharded, rank_files(sharded))
-    catalogue = _open_whole(root, whole, indexes)
+    catalogue = _open_whole(root, whole, indexes, only)
     used = {f.name for f in catalogue.files}
     if unused := [n for n in model_files if n not in used]:
         text = f"{len(unused)} safetensors files are left aside: {some(unused)}"
@@ -188,14 +199,16 @@ def open_directory(root: Location, names: Sequence[str]) -> Catalogue:
     return catalogue
 
 
-def _open_whole(root: Location, whole: Sequence[str], indexes: Sequence[str]) -> Catalogue:
+def _open_whole(
+    root: Location, whole: Sequence[str], indexes: Sequence[str], only: Collection[str] | None
+) -> Catalogue:
     """Return the catalogue of files of whole tensors: one of them, those of an index, or all."""
     if len(indexes) > 1 and _INDEX not in indexes:
         text = f"`{root}`: has {len(indexes)} indexes, {some(indexes)}"
         raise ReadError(text, hint="name one of them itself", file=root)
     index_name = _INDEX if _INDEX in indexes else next(iter(indexes), None)
     if index_name is not None and _SINGLE not in whole:
-        return open_indexed(root, index_name)
+        return open_indexed(root, index_name, only)
     catalogue = _open_listed(root, [_SINGLE] if _SINGLE in whole else whole)
     if index_name is not None:
         # transformers, too, takes the single file where there are both.
@@ -221,14 +234,23 @@ def _open_listed(root: Location, names: Sequence[str]) -> Catalogue:
     return catalogue
 
 
-def open_indexed(root: Location, index_name: str) -> Catalogue:
-    """Return the catalogue of the files of an index. Raises CorruptError if a tensor is not in its file."""
+def open_indexed(root: Location, index_name: str, only: Collection[str] | None = None) -> Catalogue:
+    """Return the catalogue of the files of an index; with `only`, of those that have the tensors of these names, if the
+    files are not on this machine. Raises CorruptError if a tensor is not in its file."""
     where = f"`{root / index_name}`"
     weight_map, metadata = index.parse(read_json(root / index_name), where)
+    ties = {k: v for k, v in metadata.items() if isinstance(v, str)}
+    names = dict.fromkeys(weight_map.values())
+    needed = _files_of(only, weight_map, ties) if only is not None and not root.store.is_local else None
     reader = Reader(root, "indexed")
-    for name in dict.fromkeys(weight_map.values()):
-        reader.add(name)
+    for name in names:
+        if needed is None or name in needed:
+            reader.add(name)
+        else:
+            reader.add_unread(name)
     for tensor, file in weight_map.items():
+        if needed is not None and file not in needed and tensor not in reader.pieces:
+            continue
         actual = reader.catalogue.files[reader.pieces[tensor][0].file].name if tensor in reader.pieces else None
         if actual != file:
             where_it_is = f"but it is in `{actual}`" if actual else "which does not have it"
@@ -236,11 +258,19 @@ def open_indexed(root: Location, index_name: str) -> Catalogue:
             hint = "the index belongs to another save, or two ranks wrote the same file"
             raise CorruptError(text, hint=hint, tensor=tensor, found=actual, expected=file)
     unlisted = [name for name in reader.pieces if name not in weight_map]
-    catalogue = reader.finish(weight_map, {k: v for k, v in metadata.items() if isinstance(v, str)})
+    catalogue = reader.finish((name for name in weight_map if name in reader.pieces), ties)
+    if needed is not None and len(needed) < len(names):
+        catalogue.facts["partial"] = tuple(weight_map)
     if unlisted:
         text = f"{len(unlisted)} tensors are in the files but not in `{index_name}`: {some(unlisted)}"
         catalogue.warnings.append(Warning("unlisted-tensor", text, file=index_name))
     return catalogue
+
+
+def _files_of(tensors: Iterable[str], weight_map: Mapping[str, str], ties: Mapping[str, str]) -> set[str] | None:
+    """Return the files that have these tensors, or None if the index does not name all of them. Pure."""
+    files = {weight_map.get(name) or weight_map.get(ties.get(name, "")) for name in tensors}
+    return None if None in files else {name for name in files if name is not None}
 
 
 def _open_ranks(root: Location, names: Sequence[str]) -> Catalogue:

@@ -56,11 +56,12 @@ def open(path: str, options: OpenOptions = NO_HINTS) -> Source:
     location = locate(path)
     if not location.is_dir():
         root, name = location.parent, location.name
-        return PlacedSource(open_indexed(root, name) if path.endswith(index.SUFFIX) else open_file(root, name))
+        is_index = path.endswith(index.SUFFIX)
+        return PlacedSource(open_indexed(root, name, options.only) if is_index else open_file(root, name))
     names = location.names()
     if _is_state(location, names):
         return PlacedSource(_open_state(location))
-    return PlacedSource(open_directory(location, names))
+    return PlacedSource(open_directory(location, names, options.only))
 
 
 # A whole training state -----------------------------------------------------------------------------------------------

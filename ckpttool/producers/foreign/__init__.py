@@ -8,7 +8,7 @@ stops with it.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from typing import Any
 
@@ -78,7 +78,12 @@ def _is_marked(catalogue: Catalogue) -> bool:
         return False
     first = next(iter(catalogue.tensors), None)
     is_bytes = first is not None and first.dtype.name == "uint8" and len(first.shape) == 1
-    return is_bytes or any(_NAME.search(tensor.name) for tensor in catalogue.tensors)
+    return is_bytes or has_mark(tensor.name for tensor in catalogue.tensors)
+
+
+def has_mark(names: Iterable[str]) -> bool:
+    """Return whether a name is one of quantised weights, adapters or weight updates. Pure."""
+    return any(_NAME.search(name) for name in names)
 
 
 def scale_faults(catalogue: Catalogue, location: Location) -> list[CorruptError]:

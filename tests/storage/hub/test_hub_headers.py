@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import pickle
 from pathlib import Path
 
 import pytest
 import torch
 from huggingface_hub import constants
-from safetensors.torch import save
+from safetensors.torch import load, save
 from support.hub_server import Hub
 
 import ckpttool
-from ckpttool.errors import CkptError
+from ckpttool.errors import CkptError, CorruptError, UsageError
 from ckpttool.storage import cache
 from ckpttool.storage.hub import headers
 
@@ -73,10 +75,11 @@ def test_a_damaged_header_is_not_kept(hub: Hub, shards: list[bytes]) -> None:
     """One that the server sends damaged once."""
     digest = next(file for file in hub.store.iterdir() if file.read_bytes() == shards[0])
     digest.write_bytes(shards[0][:8] + b"#" + shards[0][9:])
-    with pytest.raises(CkptError):
-        ckpttool.open("hf://org/name").tensors["layers.0.weight"].numpy()
+    with pytest.raises(CorruptError, match="begins with b'#'"):
+        look()
     digest.write_bytes(shards[0])
-    assert len(look()) == 4
+    asked(hub)
+    assert len(look()) == 4 and len(kept()) == 4
 
 
 def test_what_is_kept_is_bounded(hub: Hub, shards: list[bytes], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -100,3 +103,64 @@ def test_nothing_is_kept_where_it_is_not_wanted(hub: Hub, shards: list[bytes], m
 def test_a_folder_that_cannot_be_written(hub: Hub, shards: list[bytes], tmp_path: Path) -> None:
     Path(constants.HF_ASSETS_CACHE).write_text("not a folder")
     assert len(look()) == 4
+
+
+def shards_asked(hub: Hub) -> list[str]:
+    """The files whose bytes were asked for since the last time."""
+    paths = [one.path.partition("n=")[2] for one in hub.asked("GET", "/cdn/")]
+    hub.seen.clear()
+    return paths
+
+
+def test_one_tensor_needs_one_header(hub: Hub, shards: list[bytes]) -> None:
+    third = "model-00003-of-00004.safetensors"
+    shown = ckpttool.show("hf://org/name", "layers.2.weight")
+    assert shown.shape == (200, 200) and shown.chunks[0].file == third
+    assert set(shards_asked(hub)) == {third}
+    with ckpttool.open("hf://org/name") as checkpoint:
+        tensor = checkpoint["layers.1.weight"]
+        assert shards_asked(hub) == ["model-00002-of-00004.safetensors"]
+        # Whoever needs those of two files needs all, which are fetched together; but the third is kept.
+        other = checkpoint["layers.3.weight"]
+        assert sorted(shards_asked(hub)) == ["model-00001-of-00004.safetensors", "model-00004-of-00004.safetensors"]
+        assert len(checkpoint) == 4 and "layers.4.weight" not in checkpoint
+        for i, one in ((1, tensor), (3, other)):
+            assert torch.equal(one.torch(), load(shards[i])[f"layers.{i}.weight"])
+            again = pickle.loads(pickle.dumps(one))
+            assert torch.equal(again.torch(), one.torch())
+
+
+def test_a_look_at_one_tensor_takes_nothing_on_trust(hub: Hub, shards: list[bytes]) -> None:
+    """Its file must be there, and have it; a name that the index does not have is looked for in all headers."""
+    names = {f"layers.{i}.weight": f"model-0000{i + 1}-of-00004.safetensors" for i in range(4)}
+    wrong = {**names, "layers.2.weight": names["layers.1.weight"]}
+    index = "model.safetensors.index.json"
+    hub.commit("org/name", {index: json.dumps({"weight_map": wrong, "metadata": {"head": "layers.0.weight"}}).encode()})
+    for read in (lambda: ckpttool.show("hf://org/name", "layers.2.weight"), look):
+        with pytest.raises(CorruptError, match=r"says that tensor `layers.2.weight` is in `model-00002.*, (but|which)"):
+            read()
+    # It is in another file than the one that the index names, which says nothing of the others.
+    assert ckpttool.show("hf://org/name", "layers.0.weight").shape == (200, 200)
+    assert ckpttool.show("hf://org/name", "head").shape == (200, 200)
+    unlisted = {tensor: file for tensor, file in names.items() if tensor != "layers.3.weight"}
+    more = {**load(shards[2]), "layers.3.weight": torch.zeros(2)}
+    hub.commit("org/name", {index: json.dumps({"weight_map": unlisted}).encode(), names["layers.2.weight"]: save(more)})
+    assert ckpttool.show("hf://org/name", "layers.3.weight").shape == (2,)
+    with pytest.raises(UsageError, match=r"no tensor `layers\.9\.weight`"):
+        ckpttool.show("hf://org/name", "layers.9.weight")
+    hub.commit("org/name", {index: json.dumps({"weight_map": {**names, "x": "model-5.safetensors"}}).encode()})
+    with pytest.raises(CorruptError, match=r"is not there, but the index names it"):
+        ckpttool.show("hf://org/name", "layers.2.weight")
+    with pytest.raises(CorruptError, match=r"is not there, but the index names it"):
+        ckpttool.open("hf://org/name")
+
+
+def test_scales_are_looked_for_in_all_headers(hub: Hub, shards: list[bytes]) -> None:
+    """A quantized weight whose scale is in no file stays an error."""
+    weight_map = {"a.weight": "x-00001-of-00002.safetensors", "b.weight_scale_inv": "x-00002-of-00002.safetensors"}
+    files = {file: save({tensor: torch.zeros(4, 4)}) for tensor, file in weight_map.items()}
+    hub.make("org/fp8", {**files, "model.safetensors.index.json": json.dumps({"weight_map": weight_map}).encode()})
+    hub.seen.clear()
+    with contextlib.suppress(CkptError):
+        ckpttool.show("hf://org/fp8", "a.weight")
+    assert len(set(shards_asked(hub))) == 2
