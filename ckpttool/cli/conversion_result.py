@@ -54,6 +54,7 @@ def run(
                     terminal.heading(title)
                     terminal.table(each if verbose else kinds, wrap=(0, 1), limit=_SHOWN)
             err().warnings(result.notes)
+            err().wrote(arguments.get("html"))
 
 
 def _facts(result: Conversion, more: Facts) -> list[tuple[str, str]]:

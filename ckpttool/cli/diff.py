@@ -56,7 +56,10 @@ _FIGURES = ("max abs", "max rel", "max ulp", "cosine")
             Option("--sharding", "Count a different sharding as a difference.", name="sharded"),
         ),
         "Execution": (options.THREADS,),
-        "Output": options.PRINTING,
+        "Output": (
+            options.reworded(options.HTML, "Also write an HTML page: a report with the statistics of B minus A."),
+            *options.PRINTING,
+        ),
     },
     examples=("step-900 step-1000", "step-1000 model.safetensors --only model --ulp 1"),
 )
@@ -77,6 +80,7 @@ def diff(as_json: bool, quiet: bool, verbose: bool, **arguments: Any) -> None:
                 terminal.line(line)
         else:
             _print(terminal, result)
+            err().wrote(arguments["html"])
 
 
 def _names(result: Diff) -> Iterator[str]:

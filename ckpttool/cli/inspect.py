@@ -9,7 +9,7 @@ import click
 
 from ckpttool.cli import options
 from ckpttool.cli.options import Option
-from ckpttool.cli.terminal import Rows, Styled, Terminal, TextLike, answer, bold, box, dim
+from ckpttool.cli.terminal import Rows, Styled, Terminal, TextLike, answer, bold, box, dim, err
 from ckpttool.text import count, meant, plural, size
 
 if TYPE_CHECKING:
@@ -67,6 +67,7 @@ _TENSORS = (
         "Output": (
             Option("--csv", "Print the list as comma-separated values, one line for each tensor.", name="as_csv"),
             Option("--md", "Print the list as a table of Markdown.", name="as_md"),
+            options.HTML,
             Option("--strict", "Exit with code 4 if the checkpoint is damaged. Without this, inspect only says so."),
             *options.PRINTING,
         ),
@@ -78,6 +79,7 @@ def inspect(
     depth: int,
     shapes: str | None,
     strict: bool,
+    html: str | None,
     as_csv: bool,
     as_md: bool,
     as_json: bool,
@@ -103,6 +105,11 @@ def inspect(
         names = [tensor.name for tensor in catalogue.tensors]
         hint = meant(listing.globs[0], names, "`--tensors '*'` lists all")
         raise UsageError(f"`{path}`: no tensor matches `{listing.globs[0]}`", hint=hint)
+    if html is not None:
+        from ckpttool.operations.book.inspected import inspected_page
+        from ckpttool.operations.book.page import write
+
+        write(inspected_page(catalogue, path), html)
     exit_code = CorruptError.exit_code if strict and damage(catalogue) else DONE
     with answer(exit_code, verbose) as terminal:
         if as_json:
@@ -115,6 +122,7 @@ def inspect(
                 terminal.line(tensor.name)
         else:
             _print(terminal, catalogue, path, depth, tensors if listing != ALL else None)
+            err().wrote(html)
 
 
 def _table(terminal: Terminal, catalogue: Catalogue, tensors: Sequence[Tensor], as_md: bool) -> None:

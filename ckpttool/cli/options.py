@@ -257,6 +257,7 @@ NO_CACHE = Option("--no-cache", "Read all values, and keep no result.")
 THREADS = Option("--threads -j N", "Number of threads that read and write.", type=click.IntRange(min=1))
 MAX_MEMORY = Option("--max-memory SIZE", "Limit the buffers: 2GB, 512MiB, ...")
 AS_JSON = Option("--json", "Print one JSON object, also for an error.", name="as_json")
+HTML = Option("--html FILE", "Also write the result as an HTML page that opens offline.")
 QUIET = Option("--quiet -q", "Print bare values only, and no progress.")
 VERBOSE = Option("--verbose -v", "Full output; tracebacks for internal errors.")
 

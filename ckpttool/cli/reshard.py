@@ -47,7 +47,10 @@ if TYPE_CHECKING:
             options.NO_MANIFEST,
             options.RESUME,
         ),
-        "Output": options.PRINTING,
+        "Output": (
+            options.reworded(options.HTML, "Also write how tensors lie before and after as an HTML page."),
+            *options.PRINTING,
+        ),
     },
     examples=("step-1000 step-1000-w16 --to-world 16", "step-1000 step-1000-tp --to-mesh shard=4,tp=2 --dry-run"),
 )

@@ -215,6 +215,11 @@ class Terminal:
         for note in notes:
             self.paragraph(note, mark=Styled("warning: ", "yellow"), indent=9)
 
+    def wrote(self, path: str | None) -> None:
+        """Say that a page was written, if one was."""
+        if path:
+            self.line(dim("wrote "), path)
+
     def _plain_table(self, rows: Rows, headers: Sequence[str], right: set[int]) -> str:
         from tabulate import tabulate
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from ckpttool.cli import options
 from ckpttool.cli.options import Option
 from ckpttool.cli.progress import progress_on_stderr
-from ckpttool.cli.terminal import Styled, Terminal, answer, bold, dim
+from ckpttool.cli.terminal import Styled, Terminal, answer, bold, dim, err
 from ckpttool.text import duration, plural, size
 
 if TYPE_CHECKING:
@@ -36,7 +36,10 @@ _TITLES = {
             Option("--values", "Check every element: NaN, infinite, all zero, denormal.", name="check_values"),
         ),
         "Execution": (options.THREADS,),
-        "Output": options.PRINTING,
+        "Output": (
+            options.reworded(options.HTML, "Also write what was found as an HTML page."),
+            *options.PRINTING,
+        ),
     },
     examples=("step-1000", "step-1000 --values", "copy --against step-1000"),
 )
@@ -59,6 +62,7 @@ def verify(as_json: bool, quiet: bool, verbose: bool, **arguments: Any) -> None:
                     terminal.line(f"{finding.gravity}: {finding.message}")
         else:
             _print(terminal, report)
+            err().wrote(arguments["html"])
 
 
 def _print(terminal: Terminal, report: Report) -> None:

@@ -11,7 +11,7 @@ from ckpttool.text import duration, plural, safe, size
 
 
 def environment(package: str) -> Environment:
-    """Return the environment of the templates in a package, `ckpttool.operations.report`."""
+    """Return the environment of the templates in a package, `ckpttool.operations.book`."""
     templates = Environment(
         loader=PackageLoader(package, ""),
         autoescape=True,

@@ -75,6 +75,7 @@ class Conversion(Written):
     resumed_bytes: int = 0  #: bytes that an interrupted run had copied (`--resume`)
     seconds: float = 0.0  #: duration
     sent: Any = None  #: what was sent to the Hub; null for a destination on this machine
+    _layout: Catalogue | None = None  # of DST, if it was written or planned by copying bytes
     dry_run: bool = False  #: whether nothing was written
     exit_code: int = DONE  #: with `--dry-run`, the exit code of the real run
 
@@ -297,6 +298,7 @@ class Write:
             yield local_path(scratch) / local_path(self.dst).name
 
     def _note_files(self, sink: Sink, partial: str) -> None:
+        self.result._layout = sink.catalogue
         # Users see the destination in place of the staging path.
         name = local_path(self.dst).name
         self.result.files = [FileSize(name if f.location == partial else f.name, f.size) for f in sink.catalogue.files]

@@ -55,6 +55,7 @@ def diff(
     ignore_dtype: bool = False,
     sharded: bool = False,
     shapes: str | None = None,
+    html: str | os.PathLike[str] | None = None,
     threads: int | None = None,
     progress: Progress | None = None,
 ) -> Diff:
@@ -78,6 +79,7 @@ def diff(
         sharded: whether another sharding is a difference.
         shapes: a checkpoint or a JSON file with the names, shapes and order of the parameters, for FSDP1's flat
             parameters and optimizers keyed by numbers.
+        html: an HTML file to write: the pages of `report`, with the statistics of B minus A.
         threads: number of threads that read and compare; None chooses it.
         progress: called with the bytes done and the bytes in all, several times a second, from this thread.
 
@@ -85,12 +87,26 @@ def diff(
         UsageError: if the arguments do not fit each other or the checkpoints.
         ReadError: if there is no checkpoint at `a` or `b`, or it cannot be read.
         CorruptError: if one of them is damaged.
+        OverwriteError: if `html` exists and is no page of ckpttool's.
+        StorageError: if `html` cannot be written.
     """
     began = time.monotonic()
     paths = os.fspath(a), os.fspath(b)
     tolerances = {"rtol": rtol, "atol": atol, "ulp": ulp}
     given = {name: value for name, value in tolerances.items() if value is not None}
-    options = Options(_tolerance(given), ignore_dtype, sharded, threads=threads or DEFAULT_THREADS, progress=progress)
+    page = None
+    if html is not None:
+        from ckpttool.operations.book.difference import DifferencePage
+
+        page = DifferencePage(os.fspath(html))
+    options = Options(
+        _tolerance(given),
+        ignore_dtype,
+        sharded,
+        threads=threads or DEFAULT_THREADS,
+        progress=progress,
+        observe=page.observe if page is not None else None,
+    )
     selected = arguments.selection(only, drop, tensors, exclude, rename, strip_wrappers, strip_prefix)
     result = Diff(Side(paths[0]), Side(paths[1]), ", ".join(f"{name} {value}" for name, value in given.items()) or None)
     with ExitStack() as stack:
@@ -107,7 +123,9 @@ def diff(
         if result.only_a and result.only_b:
             result.hint = selection.advice(catalogues)
         files.check_unchanged(before)
-    result.seconds = time.monotonic() - began
+        result.seconds = time.monotonic() - began
+        if page is not None:
+            page.write(result, catalogues)
     return result
 
 

@@ -11,7 +11,7 @@ import threading
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 from ckpttool.catalogue import boxes
 from ckpttool.catalogue.boxes import Box
@@ -23,7 +23,7 @@ from ckpttool.operations.diff.elements import Comparison, Tolerance, promoted
 from ckpttool.producers import open
 from ckpttool.storage.files import Pool
 from ckpttool.transfer.execute import DEFAULT_THREADS
-from ckpttool.transfer.numbers import has_numbers
+from ckpttool.transfer.numbers import Array, has_numbers
 from ckpttool.transfer.plan import meeting, tiles
 from ckpttool.transfer.read import ChunkReader
 from ckpttool.transfer.threads import Progress, Work, on_threads
@@ -46,13 +46,20 @@ class Pair(NamedTuple):
         return max(1, nbytes // max(self.a.dtype.itemsize, self.b.dtype.itemsize, self.common.itemsize))
 
 
+class Observer(Protocol):
+    """Called with the elements of a tile that differ somewhere, as bits of the dtype in which they are compared, flat;
+    from several threads."""
+
+    def __call__(self, pair: Pair, tile: Box, a: Array, b: Array, /) -> None: ...
+
+
 class Options(NamedTuple):
     """How two checkpoints are compared.
 
     With `exact` entries match by key path alone, tensors of another dtype are not compared by value, an object differs
     if its typed JSON does, and no cosine is computed: no tile is read twice. Tensors with a name in `skip` are not
     compared by value. An entry that cannot be read is put into `failures` by its name, if that is given; otherwise its
-    error is raised.
+    error is raised. `observe` is called with each tile of numbers that differs.
     """
 
     tolerance: Tolerance | None = None
@@ -63,6 +70,7 @@ class Options(NamedTuple):
     failures: dict[str, CkptError] | None = None
     threads: int = DEFAULT_THREADS
     progress: Progress | None = None
+    observe: Observer | None = None
 
 
 BY_BITS = Options()
@@ -143,8 +151,11 @@ class _Walk:
     def _compare_elements(self, n: int, a: bytearray, b: bytearray, tile: Box) -> None:
         pair = self.pairs[n]
         comparison = Comparison(pair.common, cosine=not self.options.exact, tolerance=self.options.tolerance)
-        comparison.feed(promoted(a, pair.a.dtype, pair.common), promoted(b, pair.b.dtype, pair.common))
+        one, two = promoted(a, pair.a.dtype, pair.common), promoted(b, pair.b.dtype, pair.common)
+        comparison.feed(one, two)
         result = comparison.result()
+        if self.options.observe is not None and result.differing and has_numbers(pair.common):
+            self.options.observe(pair, tile, one, two)
         index = result.index(tile[1])
         if index is not None:
             # In a tile elements come in the order in which they come in the tensor, but others lie in between.

@@ -87,6 +87,7 @@ def reshard(
     commit_message: str | None = None,
     token: str | None = None,
     stage: str | os.PathLike[str] | None = None,
+    html: str | os.PathLike[str] | None = None,
     progress: Progress | None = None,
 ) -> Resharding:
     """Write the checkpoint at `src` to `dst` sharded for another number of ranks or mesh.
@@ -129,6 +130,7 @@ def reshard(
         commit_message: message of the commit.
         token: the value of `HF_TOKEN` while this runs.
         stage: directory in which a destination on the Hub is written before it is sent; None uses `TMPDIR`.
+        html: an HTML file to write: how each tensor lies before and after, also with `dry_run`.
         progress: called with the bytes done and the bytes in all, several times a second, from this thread.
 
     Raises:
@@ -162,6 +164,11 @@ def reshard(
                 hint="run `ckpttool reshard --engine bytes` without torchrun",
             )
         target, is_first = row or formats.FORMATS[0], coordinator.is_first
+        page = arguments.path(html)
+        if page is not None:
+            from ckpttool.operations.book.page import check_free
+
+            check_free(page)
         with ExitStack() as stack:
             place = stack.enter_context(publish.place(dst, hub, token, how, src, other))
             result = Resharding(src, "", place.path, "", dry_run=dry_run, processes=coordinator.size)
@@ -181,6 +188,11 @@ def reshard(
             if is_first or not dry_run:
                 engines.write(chosen, job)
             place.send(result)
+            if page is not None and is_first:
+                from ckpttool.operations.book import page as book
+                from ckpttool.operations.book.resharded import resharded_page
+
+                book.write(resharded_page(result, opened.source.catalogue, result._layout), page)
     return result
 
 

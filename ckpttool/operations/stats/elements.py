@@ -102,6 +102,16 @@ class Accumulator:
         for low in range(0, len(values), TILE):
             self._feed_numbers(values[low : low + TILE])
 
+    def feed_zeros(self, count: int) -> None:
+        """Add zeros, of a dtype whose elements are not all counted one by one."""
+        assert self.histogram is not None and not self._exact
+        if count:
+            self.histogram.add_zeros(count)
+            self._sums.numel += count
+            self._sums.zeros += count
+            self._moments.merge(Moments(count))
+            self._add_limits(0.0, 0.0)
+
     def merge(self, other: Accumulator) -> None:
         """Add the statistics of other elements of the dtype."""
         if self.histogram is not None and other.histogram is not None:

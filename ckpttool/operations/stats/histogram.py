@@ -156,6 +156,12 @@ class Histogram:
             counts = self._all()
             counts += np.bincount(indices, minlength=self.bins.count)
 
+    def add_zeros(self, count: int) -> None:
+        """Count zeros, whose bits are all zero."""
+        import numpy as np
+
+        self._add_used(np.zeros(1, np.uint16), np.array([count], np.int64))
+
     def merge(self, other: Histogram) -> None:
         """Add the counts of other elements, in the same bins."""
         self._add_used(*other.used)

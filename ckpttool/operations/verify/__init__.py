@@ -43,6 +43,7 @@ def verify(
     write_manifest: str | os.PathLike[str] | None = None,
     check_values: bool = False,
     shapes: str | None = None,
+    html: str | os.PathLike[str] | None = None,
     threads: int | None = None,
     progress: Progress | None = None,
 ) -> Report:
@@ -58,6 +59,7 @@ def verify(
         check_values: whether to look at every element for NaN, infinities, zeros and denormal numbers.
         shapes: a checkpoint or a JSON file with the names, shapes and order of the parameters, for FSDP1's flat
             parameters and optimizers keyed by numbers.
+        html: an HTML file to write: what was found, and where it is.
         threads: number of threads that read; None chooses it.
         progress: called with the bytes done and the bytes in all, several times a second, from this thread.
 
@@ -65,10 +67,17 @@ def verify(
         UsageError: if the arguments do not fit each other.
         ReadError: if there is no checkpoint at `path`, or it changes meanwhile.
         RemoteError: if a file of the Hub cannot be fetched.
+        OverwriteError: if `html` exists and is no page of ckpttool's.
+        StorageError: if `html` cannot be written.
     """
     began = time.monotonic()
     path = os.fspath(path)
     report = Report(path, against=arguments.path(against), manifest=arguments.path(manifest))
+    page = arguments.path(html)
+    if page is not None:
+        from ckpttool.operations.book.page import check_free
+
+        check_free(page)
     if write_manifest is not None:
         manifests.check_free(os.fspath(write_manifest))
     if manifest is None and not stores.is_remote(path) and (own := stores.locate(path) / NAME).is_file():
@@ -102,6 +111,11 @@ def verify(
     report.findings = [_shortened(finding, path) for finding in report.findings]
     report.settle()
     report.seconds = time.monotonic() - began
+    if page is not None:
+        from ckpttool.operations.book import page as book
+        from ckpttool.operations.book.verified import verified_page
+
+        book.write(verified_page(report, run.catalogue), page)
     return report
 
 

@@ -1,4 +1,4 @@
-"""What the page of a report draws, as a document for JSON: what tensors have in common is there once. Pure."""
+"""What the pages draw, as a document for JSON: what tensors have in common is there once. Pure."""
 
 from __future__ import annotations
 
@@ -21,6 +21,8 @@ ALPHABET = "0123456789ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz-_"
 
 _MOST = 25_000  # tensors on a page
 _DETAILED = 4_000  # tensors of which every statistic and a histogram are there
+_LISTED = ("rms", "absmax", "nan")
+_COLUMNS_OF_LIST = 4
 _FEW = ("numel", "zeros", "nan", "inf", "min", "max", "mean", "rms", "absmax", "kurtosis", "update")
 _BOXES = 20_000  # of all tilings
 _OWNERS = 300_000  # characters that say which file each box is in
@@ -30,19 +32,37 @@ _NUMBER = re.compile(r"(?<=\.)(0|[1-9][0-9]{0,8})(?=\.|$)", re.ASCII)
 _OF_STEPS = ("rms", "absmax", "mean", "std", "min", "max", "kurtosis", "l2")
 
 
-def document(stats: Stats, catalogue: Catalogue) -> Document:
-    """Return the document of a checkpoint, or of the steps of a run and the last of them."""
+Figures = Mapping[str, Mapping[str, float | None]]
+"""Further figures of tensors by the name of the figure and that of the tensor: `{"max ulp": {"model.w": 3}}`."""
+
+
+def document(
+    stats: Stats,
+    catalogue: Catalogue,
+    *,
+    figures: Figures | None = None,
+    columns: Sequence[str] | None = None,
+    after: Catalogue | None = None,
+) -> Document:
+    """Return the document of a checkpoint, or of the steps of a run and the last of them; with the figures, which come
+    before the statistics, some columns of these, and the layout that the tensors will have `after` something."""
     named = {name for finding in stats.findings for name in finding.names}
     shown = _shown(stats.tensors, named)
     return {
         "omitted": len(stats.tensors) - len(shown),
-        "tensors": _tensors(shown, named, detailed=len(shown) <= _DETAILED),
+        "tensors": _tensors(shown, named, figures or {}, columns, detailed=len(shown) <= _DETAILED),
+        "listed": [*(figures or _LISTED)][:_COLUMNS_OF_LIST],
         "messages": _messages(stats, named),
-        "files": [[safe(file.name), file.size, file.rank] for file in catalogue.own_files],
-        "world": catalogue.world_size,
-        "shards": _shards(shown, catalogue),
+        "layout": _layout(shown, catalogue),
+        "after": _layout(shown, after) if after is not None else None,
         "steps": _steps(stats),
     }
+
+
+def _layout(rows: Sequence[TensorStatistics], catalogue: Catalogue) -> Document:
+    """Return the files, and where in them the tensors lie."""
+    files = [[safe(file.name), file.size, file.rank] for file in catalogue.own_files]
+    return {"files": files, "shards": _shards(rows, catalogue)}
 
 
 def _shown(tensors: Sequence[TensorStatistics], named: Collection[str]) -> list[TensorStatistics]:
@@ -68,14 +88,24 @@ class _Numbered:
         return [*self.numbers]
 
 
-def _tensors(rows: Sequence[TensorStatistics], named: Collection[str], *, detailed: bool) -> Document:
-    """Return the tensors column by column; a column with one value is that value."""
+def _tensors(
+    rows: Sequence[TensorStatistics],
+    named: Collection[str],
+    figures: Figures,
+    columns: Sequence[str] | None,
+    *,
+    detailed: bool,
+) -> Document:
+    """Return the tensors column by column; a column with one value is that value. Statistics that no tensor has are
+    left out."""
     texts, names = _Numbered(), _Numbered()
     at = {row.name: i for i, row in enumerate(rows)}
     values = [row.values() for row in rows]
-    columns = COLUMNS if detailed else _FEW
+    columns = columns or (COLUMNS if detailed else _FEW)
     keeps = [detailed or row.name in named for row in rows]
     digits = 5 if detailed else 4
+    statistics = {name: _column(_figure(one[name], digits) for one in values) for name in columns}
+    others = {name: _column(_figure(of.get(row.name), digits) for row in rows) for name, of in figures.items()}
     return {
         "count": len(rows),
         "name": [_name(row.name, names) for row in rows],
@@ -90,7 +120,7 @@ def _tensors(rows: Sequence[TensorStatistics], named: Collection[str], *, detail
         "bytes": _column(row.nbytes for row in rows),
         "tied": {i: at[row.tied_to] for i, row in enumerate(rows) if row.tied_to in at},
         "texts": texts.values,
-        "values": {name: _column(_figure(one[name], digits) for one in values) for name in columns},
+        "values": {name: column for name, column in (others | statistics).items() if column is not None},
         "rows": {
             i: [_channels(row.rows), _channels(row.columns)]
             for i, (row, kept) in enumerate(zip(rows, keeps, strict=True))

@@ -1,6 +1,6 @@
 """`report`: one HTML file about a checkpoint, or about the steps of a run, that opens offline.
 
-`document` is what the page draws, `page` renders it.
+Its pages are those of `operations.book`.
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ from dataclasses import dataclass, field
 from typing import ClassVar
 
 from ckpttool.catalogue.entries import Catalogue
+from ckpttool.operations.book.page import Book, checkpoint_sections, findings_section, render
 from ckpttool.operations.inspect import inspect
 from ckpttool.operations.inspect.hyperparameters import tables
-from ckpttool.operations.report.page import pages, render
 from ckpttool.operations.result import Result
 from ckpttool.operations.stats import Finding, stats
 from ckpttool.storage.stores import local_path
@@ -22,6 +22,11 @@ from ckpttool.text import plural, size
 from ckpttool.transfer.threads import Progress
 
 __all__ = ["HtmlReport", "report"]
+
+_GOOD = (
+    "Nothing stands out: no NaN, no infinity, no layer or expert unlike the others of its kind, no moment or weight "
+    "that is all zero."
+)
 
 
 @dataclass(slots=True, repr=False)
@@ -108,10 +113,16 @@ def report(
         values = [_hyperparameters(inspect(one.path, shapes=shapes)) for one in found.steps[:-1]]
         catalogue = inspect(found.steps[-1].path if found.steps else path, shapes=shapes)
         values += [_hyperparameters(catalogue) for _ in found.steps[-1:]]
-        content = render(found, catalogue, values).encode()
+        title = found.headline or path
+        book = Book("report", path, title, found, catalogue, hyperparameters=values)
+        book.sections = [
+            findings_section(found.findings, _GOOD),
+            *checkpoint_sections(catalogue, [("read", f"{found.elements:,} elements")]),
+        ]
+        content = render(book).encode()
         local_path(stage.path).put(content)
     seconds = time.monotonic() - began
-    return HtmlReport(path, output, found.headline, len(content), [*pages(found)], found.findings, seconds)
+    return HtmlReport(path, output, found.headline, len(content), [*book.pages], found.findings, seconds)
 
 
 def _hyperparameters(catalogue: Catalogue) -> dict[str, str]:

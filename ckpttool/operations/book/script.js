@@ -6,11 +6,12 @@ const DIGITS = "0123456789ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz-_
 const of = (column, i) => Array.isArray(column) ? column[i] : column;
 const text = (column, i) => texts[of(tensors[column], i)];
 const number = value => value === "Infinity" ? Infinity : value === "-Infinity" ? -Infinity : value;
-const value = (name, i) => number(of(tensors.values[name], i));
+const value = (name, i) => name in tensors.values ? number(of(tensors.values[name], i)) : null;
 const names = tensors.name.map(([pieces, ...numbers]) =>
   tensors.names[pieces].reduce((name, piece, k) => name + (k ? numbers[k - 1] : "") + piece, ""));
 const byName = new Map(names.map((name, i) => [name, i]));
-const STATISTICS = Object.keys(tensors.values);
+tensors.values.bytes = tensors.bytes;
+const STATISTICS = Object.keys(tensors.values), FIRST = data.listed.find(name => STATISTICS.includes(name)) || "bytes";
 
 // Elements. Text is always set as text.
 function element(tag, settings = {}, ...children) {
@@ -130,7 +131,7 @@ const isPlanted = list => list.some(i => planted.has(names[i]));
 function together(name, list) {
   const values = list.map(i => value(name, i)).filter(one => one !== null && one !== undefined);
   if (!values.length) return null;
-  if (["zeros", "nan", "inf", "numel", "subnormals"].includes(name)) return values.reduce((a, b) => a + b, 0);
+  if (["zeros", "nan", "inf", "numel", "subnormals", "bytes", "differing elements"].includes(name)) return values.reduce((a, b) => a + b, 0);
   return values.reduce((a, b) => name === "min" ? Math.min(a, b) : Math.max(a, b));
 }
 const median = values => { const all = values.filter(Number.isFinite).sort((a, b) => a - b); return all[all.length >> 1]; };
@@ -173,7 +174,7 @@ const statisticOptions = STATISTICS.map(name => [name, name.replace(/^p(\d+)_?(\
 
 const draw = {};
 draw.matrix = section => {
-  const state = {plane: planeNames[0], statistic: STATISTICS.includes("rms") ? "rms" : STATISTICS[0], relative: false};
+  const state = {plane: planeNames[0], statistic: FIRST, relative: false};
   const area = element("div"), line = element("p", {class: "told mono soft", "aria-live": "polite"}, "Each cell is a tensor.");
   const say = words => { line.textContent = words; };
   const paint = () => {
@@ -194,7 +195,7 @@ draw.experts = section => {
   const all = [...Array(count).keys()].filter(i => text("expert", i) !== "" && value("numel", i) > 1);
   const kinds = [...new Set(all.map(i => text("kind", i) + (text("moment", i) ? ": " + text("moment", i) : "")))];
   const kindOf = i => text("kind", i) + (text("moment", i) ? ": " + text("moment", i) : "");
-  const state = {kind: kinds[0], statistic: "rms", relative: false};
+  const state = {kind: kinds[0], statistic: FIRST, relative: false};
   const area = element("div"), line = element("p", {class: "told mono soft", "aria-live": "polite"}, "A row is a layer, a column an expert.");
   const paint = () => area.replaceChildren(...painted(grid(all.filter(i => kindOf(i) === state.kind).sort((a, b) => collator.compare(text("expert", a), text("expert", b))),
     i => text("layer", i), i => text("expert", i)), state, words => { line.textContent = words; }, opened));
@@ -234,19 +235,19 @@ function histogram([first, negative, positive], zeros) {
   return svg;
 }
 
-// Shards.
-const tilings = data.shards.tilings;
+// Shards. A layout is where the tensors lie in the files; of a reshard there are two, before and after.
 function numbers(words) {
   return words === "" ? [] : words.split(",").flatMap(word => {
     const [first, last = first] = word.split("-").map(Number);
     return Array.from({length: last - first + 1}, (_, k) => first + k);
   });
 }
-const owners = data.shards.owners.map(numbers);
-const rankOf = file => data.files[file] ? data.files[file][2] : null;
+const layoutOf = ({files, shards}) => ({files, ...shards, owners: shards.owners.map(numbers)});
+const layout = layoutOf(data.layout), {tilings, owners, files} = layout;
+const rankOf = (file, at = layout) => at.files[file] ? at.files[file][2] : null;
 // A tensor as a rectangle: its first dimension down, all others across. What no box covers stays hatched.
-function map(tiling, owner, holders) {
-  const [shape, boxes] = tilings[tiling];
+function map(at, [tiling, ownerNumber, placement]) {
+  const [shape, boxes] = at.tilings[tiling], owner = at.owners[ownerNumber], holders = at.holders[`${tiling},${placement}`];
   const dims = shape.length > 1 ? 2 : 1, rows = dims > 1 ? shape[0] : 1;
   const columns = dims > 1 ? shape.slice(1).reduce((a, b) => a * b, 1) : shape.length ? shape[0] : 1;
   const width = 260, height = Math.min(Math.max(dims > 1 ? width * rows / Math.max(columns, 1) : 40, 48), 208);
@@ -254,7 +255,7 @@ function map(tiling, owner, holders) {
   svg.append(drawing("rect", {class: "empty", x: 0, y: 0, width, height}));
   boxes.forEach(([offsets, sizes], k) => {
     if (sizes.includes(0)) return;
-    const rank = owner.length ? rankOf(owner[k]) : null;
+    const rank = owner.length ? rankOf(owner[k], at) : null;
     let x = 0, w = width, y = 0, h = height;
     if (dims > 1) {
       y = height * offsets[0] / rows; h = height * sizes[0] / rows;
@@ -262,48 +263,49 @@ function map(tiling, owner, holders) {
       if (cut > 0) { x = width * offsets[cut] / shape[cut]; w = width * sizes[cut] / shape[cut]; }
     } else if (shape.length) { x = width * offsets[0] / columns; w = width * sizes[0] / columns; }
     const also = holders && holders[k] && holders[k].length > 1 ? `; held by ranks ${holders[k].join(", ")}` : "";
-    const title = `[${offsets.map((at, d) => `${at}:${at + sizes[d]}`).join(", ")}]`
-      + (owner.length && data.files[owner[k]] ? ` in ${data.files[owner[k]][0]}` : "") + (rank === null ? "" : `, rank ${rank}`) + also;
+    const title = `[${offsets.map((from, d) => `${from}:${from + sizes[d]}`).join(", ")}]`
+      + (owner.length && at.files[owner[k]] ? ` in ${at.files[owner[k]][0]}` : "") + (rank === null ? "" : `, rank ${rank}`) + also;
     svg.append(told(title, drawing("rect", {x, y, width: w, height: h, fill: rankColour(rank), stroke: "var(--page)", "stroke-width": 1})));
     if (rank !== null && w > 22 && h > 14)
       svg.append(drawing("text", {class: "on", x: x + w / 2, y: y + h / 2 + 4, "text-anchor": "middle"}, holders && holders[k] ? holders[k].slice(0, 4).join(" ") : rank));
   });
   return svg;
 }
-const empties = tiling => tilings[tiling][1].filter(([, sizes]) => sizes.includes(0)).length;
-const covered = tiling => tilings[tiling][1].reduce((sum, [, sizes]) => sum + sizes.reduce((a, b) => a * b, 1), 0);
-function about(tiling, chunks, placement) {
-  const whole = tilings[tiling][0].reduce((a, b) => a * b, 1), rest = whole - covered(tiling), none = empties(tiling);
-  return [`[${tilings[tiling][0].join(", ")}]`, `${chunks} ${chunks === 1 ? "box" : "boxes"}`, placement,
+function about(at, [tiling, , placement, chunks]) {
+  const [shape, boxes] = at.tilings[tiling], whole = shape.reduce((a, b) => a * b, 1);
+  const rest = whole - boxes.reduce((sum, [, sizes]) => sum + sizes.reduce((a, b) => a * b, 1), 0), none = boxes.filter(([, sizes]) => sizes.includes(0)).length;
+  return [`[${shape.join(", ")}]`, `${chunks} ${chunks === 1 ? "box" : "boxes"}`, at.placements[placement],
     none ? `${none} empty: ranks without a row` : "", rest > 0 ? `${shown(rest)} elements in no box` : rest < 0 ? `${shown(-rest)} elements saved twice` : ""].filter(Boolean).join(" · ");
 }
-const holdersOf = (tiling, placement) => (data.shards.holders || {})[`${tiling},${placement}`];
-draw.sharding = section => {
+function drawLayout(section, at) {
   const groups = new Map();
-  data.shards.tensors.forEach((shard, i) => {
+  at.tensors.forEach((shard, i) => {
     if (!shard || shard[0] < 0) return;
     const key = shard.slice(0, 3).join();
     if (!groups.has(key)) groups.set(key, []);
     groups.get(key).push(i);
   });
-  const ranks = [...new Set(data.files.map(file => file[2]).filter(rank => rank !== null))].sort((a, b) => a - b);
+  const ranks = [...new Set(at.files.map(file => file[2]).filter(rank => rank !== null))].sort((a, b) => a - b);
   if (ranks.length) section.append(element("div", {class: "legend"}, ...ranks.slice(0, 64).map(rank =>
     element("span", {}, element("i", {style: `background:${rankColour(rank)}`}), `rank ${rank}`)), ranks.length > 64 ? `and ${ranks.length - 64} more` : ""));
   section.append(element("p", {class: "soft"}, "A tensor is a rectangle, its first dimension down and the others across, cut into the boxes in which it is saved; what no box covers is grey."));
   const sorted = [...groups.values()].sort((a, b) => b.reduce((s, i) => s + of(tensors.bytes, i), 0) - a.reduce((s, i) => s + of(tensors.bytes, i), 0));
   const cards = element("div", {class: "cards"});
   for (const list of sorted.slice(0, 60)) {
-    const [tiling, owner, placement, chunks] = data.shards.tensors[list[0]];
+    const shard = at.tensors[list[0]];
     const link = element("a", {href: "#tensor/" + encodeURIComponent(names[list[0]])}, element("code", {}, names[list[0]]));
     cards.append(element("figure", {}, element("figcaption", {}, link, list.length > 1 ? ` and ${list.length - 1} more` : "",
-      element("div", {class: "soft"}, about(tiling, chunks, data.shards.placements[placement]))), map(tiling, owners[owner], holdersOf(tiling, placement))));
+      element("div", {class: "soft"}, about(at, shard))), map(at, shard)));
   }
   section.append(cards);
   if (sorted.length > 60) section.append(element("p", {class: "soft"}, `the 60 largest of ${sorted.length} ways to cut a tensor`));
-};
+}
+draw.sharding = section => drawLayout(section, layout);
+draw.after = section => drawLayout(section, layoutOf(data.after));
 
 // Tensors.
 const search = {query: "", only: null, limit: 200};
+const LISTED = data.listed.filter(name => STATISTICS.includes(name)).concat(FIRST === "bytes" ? ["bytes"] : []);
 draw.tensor = section => {
   const box = element("input", {type: "search", placeholder: "search names: qkv exp_avg", "aria-label": "search tensors", value: search.query});
   const list = element("div", {class: "scroll tall"}), note = element("p", {class: "soft"}), detail = element("div", {id: "detail"});
@@ -311,10 +313,10 @@ draw.tensor = section => {
     const words = box.value.toLowerCase().split(/\s+/).filter(Boolean);
     const from = search.only || [...names.keys()];
     const found = from.filter(i => words.every(word => names[i].toLowerCase().includes(word)));
-    const head = element("thead", {}, element("tr", {}, ...["name", "dtype", "shape", "rms", "absmax", "nan"].map((name, k) => element("th", {class: k > 2 ? "number" : ""}, name))));
+    const head = element("thead", {}, element("tr", {}, ...["name", "dtype", "shape", ...LISTED].map((name, k) => element("th", {class: k > 2 ? "number" : ""}, name))));
     list.replaceChildren(element("table", {class: "wide"}, head, element("tbody", {}, ...found.slice(0, search.limit).map(i =>
       element("tr", {tabindex: 0, "data-tensor": i, "aria-selected": i === search.open}, element("td", {}, element("code", {}, names[i])), element("td", {}, text("dtype", i)), element("td", {}, text("shape", i)),
-        ...["rms", "absmax", "nan"].map(name => element("td", {class: "number"}, shown(value(name, i)))))))));
+        ...LISTED.map(name => element("td", {class: "number"}, name === "bytes" ? size(value(name, i)) : shown(value(name, i)))))))));
     note.textContent = found.length > search.limit ? `the first ${search.limit} of ${shown(found.length)} tensors` : `${shown(found.length)} of ${shown(count)} tensors`;
     if (data.omitted) note.textContent += `; ${shown(data.omitted)} small ones are not in this file`;
   };
@@ -359,15 +361,15 @@ function described(i) {
     parts.push(element("h3", {}, k ? "Columns" : "Rows"), element("p", {}, `${shown(n)} ${what}s; the median of their largest magnitudes is ${shown(middle)}, `
       + `${what} ${at} has ${shown(most)}; ${outlying ? `${shown(outlying)} have` : "none has"} more than six times the median`));
   });
-  const shard = data.shards.tensors[i];
+  const shard = layout.tensors[i];
   if (shard) {
-    const [tiling, owner, placement, chunks] = shard, files = owners[owner];
+    const [tiling, owner, , chunks] = shard, held = owners[owner];
     parts.push(element("h3", {}, "Where its bytes lie"));
     if (tiling >= 0) {
-      parts.push(element("p", {class: "soft"}, about(tiling, chunks, data.shards.placements[placement])), element("div", {class: "map"}, map(tiling, files, holdersOf(tiling, placement))));
+      parts.push(element("p", {class: "soft"}, about(layout, shard)), element("div", {class: "map"}, map(layout, shard)));
       const item = of(tensors.bytes, i) / Math.max(tilings[tiling][0].reduce((a, b) => a * b, 1), 1);
       parts.push(element("div", {class: "scroll"}, element("table", {}, element("thead", {}, element("tr", {}, ...["box", "file", "rank", "bytes"].map(name => element("th", {}, name)))),
-        element("tbody", {}, ...tilings[tiling][1].slice(0, 64).map(([offsets, sizes], k) => { const file = data.files[files[k]]; return element("tr", {},
+        element("tbody", {}, ...tilings[tiling][1].slice(0, 64).map(([offsets, sizes], k) => { const file = files[held[k]]; return element("tr", {},
           element("td", {}, element("code", {}, `[${offsets.map((at, d) => `${at}:${at + sizes[d]}`).join(", ")}]`)), element("td", {}, element("code", {}, file ? file[0] : "")),
           element("td", {}, file && file[2] !== null ? String(file[2]) : ""), element("td", {class: "number"}, size(Math.round(sizes.reduce((a, b) => a * b, 1) * item)))); })))));
       if (chunks > 64) parts.push(element("p", {class: "soft"}, `the first 64 of ${chunks} boxes`));
@@ -418,16 +420,16 @@ const trees = {
     }
     return root;
   },
-  file: () => held(file => data.files[file][0], file => rankColour(rankOf(file))),
-  rank: () => held(file => rankOf(file) === null ? "no rank" : `rank ${rankOf(file)}`, file => rankColour(rankOf(file))),
+  file: () => heldBy(file => files[file][0], file => rankColour(rankOf(file))),
+  rank: () => heldBy(file => rankOf(file) === null ? "no rank" : `rank ${rankOf(file)}`, file => rankColour(rankOf(file))),
 };
-function held(nameOf, colourOf) {
+function heldBy(nameOf, colourOf) {
   const root = {name: "all", bytes: 0, below: new Map()};
-  data.shards.tensors.forEach((shard, i) => {
+  layout.tensors.forEach((shard, i) => {
     if (!shard || shard[0] < 0 || i in tensors.tied) return;
     const [shape, boxes] = tilings[shard[0]], item = of(tensors.bytes, i) / Math.max(shape.reduce((a, b) => a * b, 1), 1);
     owners[shard[1]].forEach((file, k) => {
-      if (!data.files[file]) return;
+      if (!files[file]) return;
       const key = nameOf(file), bytes = boxes[k][1].reduce((a, b) => a * b, 1) * item;
       if (!root.below.has(key)) root.below.set(key, {name: key, bytes: 0, below: new Map(), fill: colourOf(file)});
       const node = root.below.get(key);

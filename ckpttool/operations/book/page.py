@@ -1,0 +1,207 @@
+"""Renders pages about checkpoints as one HTML file: `page.html.j2` with `style.css`, `script.js` and the document as
+JSON. A `Book` is what the commands fill in; its first page is made of sections, the others are drawn by the script."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import json
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from ckpttool.catalogue.entries import Catalogue
+from ckpttool.errors import OverwriteError
+from ckpttool.operations.book.document import Figures, document
+from ckpttool.operations.inspect.sharding import bytes_per_rank, overview
+from ckpttool.operations.inspect.summary import head
+from ckpttool.operations.stats import Finding, Stats
+from ckpttool.operations.templates import environment, verbatim
+from ckpttool.storage.stores import local_path
+from ckpttool.text import size
+from ckpttool.version import __version__
+
+PAGES = {
+    "summary": "Summary",
+    "matrix": "Layers",
+    "tensor": "Tensors",
+    "sharding": "Sharding",
+    "after": "After",
+    "bytes": "Bytes",
+    "steps": "Steps",
+    "experts": "Experts",
+}
+"""The pages of a file, by their names in its addresses."""
+
+_MILD = ("moments", "zeros", "rank")
+_GENERATOR = '<meta name="generator" content="ckpttool '
+# What ends a script or starts a comment in one, and the line ends of old JavaScript.
+_ESCAPES = {ord(sign): f"\\u{ord(sign):04x}" for sign in "<>&\u2028\u2029"}
+
+
+@dataclass(slots=True)
+class Item:
+    """One of several findings: `Item("nan", "`model.w`: 3 of 8 elements are NaN", "model.w", grave=True)`."""
+
+    kind: str
+    message: str
+    name: str = ""
+    grave: bool = False
+
+
+@dataclass(slots=True)
+class Section:
+    """A section of the first page: findings, facts, or a table in which the columns in `numbers` are numbers and each
+    row has a bar as long as its number in `bars`. `note` stands below, and `good` in place of findings."""
+
+    title: str
+    items: Sequence[Item] = ()
+    facts: Sequence[tuple[str, str]] = ()
+    headers: Sequence[str] = ()
+    rows: Sequence[Sequence[str]] = ()
+    numbers: Collection[int] = ()
+    bars: Sequence[int] = ()
+    good: str = ""
+    note: str = ""
+
+
+@dataclass(slots=True)
+class Book:
+    """What the pages of a file are about: a checkpoint, its tensors as rows of `stats`, and what was found."""
+
+    command: str
+    path: str
+    title: str
+    stats: Stats
+    catalogue: Catalogue
+    sections: list[Section] = field(default_factory=list)
+    verdict: str = ""  # a sentence
+    is_good: bool = True
+    figures: Figures | None = None
+    columns: Sequence[str] | None = None  # statistics to draw; all without any
+    after: Catalogue | None = None
+    hyperparameters: Sequence[Mapping[str, str]] = ()
+
+    @property
+    def pages(self) -> dict[str, str]:
+        """The pages that have something to show, with their titles."""
+        rows = self.stats.tensors
+        absent = {"steps"} if len(self.stats.steps) < 2 else set()
+        absent |= {"experts"} if not any(row.expert for row in rows) else set()
+        absent |= {"after"} if self.after is None else set()
+        absent |= {*PAGES} - {"summary"} if not rows else set()
+        titles = PAGES | ({"sharding": "Before"} if self.after is not None else {})
+        return {name: title for name, title in titles.items() if name not in absent}
+
+
+def render(book: Book) -> str:
+    """Return one self-contained HTML file, light and dark."""
+    drawn = document(book.stats, book.catalogue, figures=book.figures, columns=book.columns, after=book.after)
+    if drawn["steps"]:
+        drawn["steps"]["hyperparameters"] = book.hyperparameters
+    templates = environment(__package__)
+    script = _text(templates, "script.js")
+    digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
+    return templates.get_template("page.html.j2").render(
+        book=book,
+        version=__version__,
+        style=verbatim(_text(templates, "style.css")),
+        script=verbatim(script),
+        digest=digest,
+        data=verbatim(json_in_html(drawn)),
+    )
+
+
+def check_free(path: str) -> None:
+    """Raises OverwriteError if there is a file at `path` that is no page of ckpttool's."""
+    location = local_path(path)
+    if location.exists() and (not location.is_file() or _GENERATOR.encode() not in location.head(1 << 12)):
+        raise OverwriteError(
+            f"`{path}` exists and is no page of ckpttool's", hint="write to another file, or remove it", file=path
+        )
+
+
+def write(text: str, path: str) -> None:
+    """Write a page to the file `path`, in place of an earlier page of ckpttool's if there is one.
+
+    Raises OverwriteError if another file is there, and StorageError.
+    """
+    check_free(path)
+    with local_path(path).stage(overwrite=True, is_file=True) as stage:
+        local_path(stage.path).put(text.encode())
+
+
+def json_in_html(value: Any) -> str:
+    """Return a value as JSON that can stand in a script element: no text in it ends that."""
+    return json.dumps(value, separators=(",", ":")).translate(_ESCAPES)
+
+
+def _text(templates: Any, name: str) -> str:
+    source: str = templates.loader.get_source(templates, name)[0]
+    return source
+
+
+# Sections that commands share -----------------------------------------------------------------------------------------
+
+
+def findings_section(findings: Sequence[Finding], good: str) -> Section:
+    """Return what stands out."""
+    items = [Item(one.kind, one.message, (one.names or [""])[0], one.kind not in _MILD) for one in findings]
+    return Section("Findings", items, good=good)
+
+
+def checkpoint_sections(
+    catalogue: Catalogue, more: Sequence[tuple[str, str]] = (), *, without: Collection[str] = ()
+) -> list[Section]:
+    """Return the sections on what a checkpoint is: warnings `without` some kinds, facts and `more` of them, parts,
+    ranks and files."""
+    headline, parts = head(catalogue)
+    loads = bytes_per_rank(catalogue) or []
+    files = sorted(catalogue.own_files, key=lambda file: -file.size)
+    writer = catalogue.facts.get("writer")
+    facts = [
+        ("format", catalogue.format),
+        ("written by", str(writer) if writer else ""),
+        ("step", "" if headline.step is None else f"{headline.step:,}"),
+        ("ranks", f"{catalogue.world_size:,}" if catalogue.world_size > 1 else ""),
+        ("sharding", overview(catalogue)),
+        *more,
+    ]
+    sections = [
+        Section("Warnings", [Item(one.kind, str(one)) for one in catalogue.warnings if one.kind not in without]),
+        Section("Checkpoint", facts=[(name, value) for name, value in facts if value]),
+        Section(
+            "Parts",
+            headers=("part", "tensors", "elements", "bytes", "other values", "dtypes"),
+            rows=[
+                (
+                    *(str(line.part), f"{line.tensors:,}", f"{line.elements:,}", size(line.nbytes)),
+                    *(f"{line.objects:,}", ", ".join(f"{name} {size(n)}" for name, n in line.dtypes.items())),
+                )
+                for line in parts
+            ],
+            numbers=(1, 2, 3, 4),
+        ),
+        Section(
+            "Bytes of each rank",
+            headers=("rank", "bytes"),
+            rows=[(f"rank {rank}", size(load)) for rank, load in enumerate(loads)],
+            numbers=(1,),
+            bars=loads,
+        ),
+        Section(
+            "Files",
+            headers=("file", "rank", "bytes"),
+            rows=[
+                (
+                    file.name,
+                    "" if file.rank is None else f"rank {file.rank}",
+                    "missing" if file.missing else size(file.size),
+                )
+                for file in files
+            ],
+            numbers=(2,),
+            bars=[file.size for file in files],
+        ),
+    ]
+    return [section for section in sections if section.items or section.facts or section.rows]

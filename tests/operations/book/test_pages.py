@@ -1,0 +1,171 @@
+"""The pages of `inspect`, `diff`, `verify` and `reshard`, as files and in a real browser."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from support.chromium import Page
+from support.cli import run
+from support.paths import CHECKPOINTS
+
+import ckpttool
+from ckpttool.errors import OverwriteError
+
+DCP = CHECKPOINTS / "dcp/hsdp_w4/ckpt"
+EVIL = "</script><script>alert(1)</script>"
+NAMES = ("inspect", "diff", "verify", "reshard")
+
+
+def data_of(path: Path) -> Any:
+    found = re.search(r'<script type="application/json" id="document">(.*?)</script>', path.read_text(), re.S)
+    assert found is not None
+    return json.loads(found[1])
+
+
+def states() -> tuple[dict[str, Any], dict[str, Any]]:
+    """Two checkpoints: one tensor equal, others with other values, dtypes, shapes, NaN, or in one only."""
+    g = torch.Generator().manual_seed(0)
+    a: dict[str, Any] = {f"layers.{i}.up.weight": torch.randn(700, 600, generator=g) for i in range(4)}
+    a |= {"emb.weight": torch.randn(100, 48, generator=g).bfloat16(), "n": torch.arange(5), EVIL: torch.ones(3, 2)}
+    a |= {"gone": torch.ones(2), "shape": torch.ones(2), "half": torch.randn(8, 8, generator=g)}
+    b = {name: value.clone() for name, value in a.items() if name != "gone"}
+    b["layers.1.up.weight"][500:] += 0.01 * torch.randn(200, 600, generator=g)
+    b["layers.2.up.weight"][0, 0] = float("nan")
+    b["emb.weight"][5:7] *= 1.5
+    b["n"][2] = 9
+    b["shape"] = torch.ones(3)
+    b["half"] = b["half"].half()
+    return {"model": a, "lr": 0.1}, {"model": b, "lr": 0.2}
+
+
+@pytest.fixture(scope="module")
+def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with the page of each command."""
+    folder = tmp_path_factory.mktemp("book")
+    a, b = states()
+    torch.save(a, folder / "a.pt")
+    torch.save(b, folder / "b.pt")
+    shutil.copytree(DCP, folder / "damaged")
+    data = bytearray((folder / "damaged/__0_0.distcp").read_bytes())
+    data[len(data) // 2] ^= 1
+    (folder / "damaged/__0_0.distcp").write_bytes(data)
+    done = run("inspect", str(DCP), "--html", str(folder / "inspect.html"))
+    assert done.exit_code == 0 and f"wrote {folder / 'inspect.html'}" in done.stderr
+    done = run("diff", str(folder / "a.pt"), str(folder / "b.pt"), "--html", str(folder / "diff.html"))
+    assert done.exit_code == 1 and f"wrote {folder / 'diff.html'}" in done.stderr
+    done = run("verify", str(folder / "damaged"), "--html", str(folder / "verify.html"))
+    assert done.exit_code == 4 and f"wrote {folder / 'verify.html'}" in done.stderr
+    w8, out = str(folder / "w8"), str(folder / "reshard.html")
+    done = run("reshard", str(DCP), w8, "--to-world", "8", "--dry-run", "--html", out)
+    assert done.exit_code == 0 and not (folder / "w8").exists() and f"wrote {folder / 'reshard.html'}" in done.stderr
+    return folder
+
+
+@pytest.fixture(scope="module")
+def page() -> Iterator[Page]:
+    browser = Page()
+    yield browser
+    browser.close()
+
+
+def test_a_difference_has_the_statistics_of_b_minus_a(written: Path) -> None:
+    a, b = (torch.load(written / f"{name}.pt")["model"] for name in "ab")
+    tensors = data_of(written / "diff.html")["tensors"]
+    names = ["".join(x for pair in zip(tensors["names"][p], [*map(str, numbers), ""], strict=True) for x in pair)
+             for p, *numbers in tensors["name"]]  # fmt: skip
+    assert sorted(names) == sorted(f"model.{name}" for name in b)
+
+    def figures(name: str) -> dict[str, Any]:
+        i = names.index(f"model.{name}")
+        return {key: column[i] if isinstance(column, list) else column for key, column in tensors["values"].items()}
+
+    for name in (*(f"layers.{i}.up.weight" for i in range(4)), "emb.weight", "n", "half", EVIL):
+        apart = b[name].double().numpy() - a[name].double().numpy()
+        finite = apart[np.isfinite(apart)]
+        found = figures(name)
+        assert found["numel"] == apart.size and found["nan"] == apart.size - finite.size, name
+        assert found["zeros"] == int((finite == 0).sum()), name
+        for key, value in (("mean", finite.mean()), ("std", finite.std()), ("rms", np.sqrt((finite**2).mean()))):
+            assert found[key] == pytest.approx(value, rel=1e-4, abs=1e-12), (name, key)
+        assert (found["min"], found["max"]) == pytest.approx((finite.min(), finite.max()), rel=1e-4), name
+        assert found["differing elements"] == int((a[name] != b[name]).sum()), name
+    assert figures("layers.1.up.weight")["p99_9"] == pytest.approx(
+        np.quantile((b["layers.1.up.weight"] - a["layers.1.up.weight"]).numpy(), 0.999, method="inverted_cdf"), rel=0.01
+    )
+    shown = figures("shape")
+    assert shown["differing elements"] is None and (shown["zeros"], shown["numel"]) == (0, 2)
+    rows, columns = tensors["rows"][str(names.index("model.layers.1.up.weight"))]
+    apart = (b["layers.1.up.weight"] - a["layers.1.up.weight"]).abs().numpy()
+    assert rows[2:4] == [pytest.approx(apart.max(), rel=1e-4), int(apart.max(axis=1).argmax())]
+    assert columns[3] == int(apart.max(axis=0).argmax())
+
+
+def test_the_summary_of_a_difference_is_complete(written: Path) -> None:
+    text = written.joinpath("diff.html").read_text()
+    assert "new NaN in B, 1 element" in text and "model.gone" in text and "shape (2,) -&gt; (3,)" in text
+    assert "dtype float32 -&gt; float16" in text and "<td>0.1</td><td>0.2</td>" in text.replace("\n", "")
+    assert EVIL not in text and text.lower().count("<script") == 2
+
+
+def test_a_reshard_has_both_layouts(written: Path, tmp_path: Path) -> None:
+    data = data_of(written / "reshard.html")
+    assert {rank for _, _, rank in data["layout"]["files"]} == {0, 1, 2, 3}
+    ckpttool.reshard(DCP, tmp_path / "w8", to_world=8)
+    with ckpttool.open(DCP) as before, ckpttool.open(tmp_path / "w8") as after:
+        for checkpoint, layout in ((before, data["layout"]), (after, data["after"])):
+            of = {tensor.name: tensor for tensor in checkpoint.catalogue.tensors}
+            shards = layout["shards"]
+            names = sorted(of, key=lambda name: [int(x) if x.isdigit() else x for x in re.split(r"(\d+)", name)])
+            for name, (tiling, *_) in zip(names, shards["tensors"], strict=True):
+                boxes = {(*map(tuple, box),) for box in shards["tilings"][tiling][1]}
+                assert boxes == {(c.offsets, c.sizes) for c in of[name].chunks}, name
+
+
+def test_a_damaged_tensor_is_named_and_marked(written: Path) -> None:
+    text, data = written.joinpath("verify.html").read_text(), data_of(written / "verify.html")
+    assert "is damaged: 1 finding" in text and list(data["messages"]) == ["optim.state.layers.0.up.weight.exp_avg"]
+
+
+def test_what_cannot_be_opened_has_a_page_too(tmp_path: Path) -> None:
+    (tmp_path / "x.pt").write_bytes((DCP / "__0_0.distcp").read_bytes()[:900])
+    done = run("verify", str(tmp_path / "x.pt"), "--html", str(tmp_path / "x.html"))
+    assert done.exit_code == 4 and "is damaged" in (tmp_path / "x.html").read_text()
+
+
+def test_only_a_page_is_replaced(tmp_path: Path) -> None:
+    mine, page = tmp_path / "mine", tmp_path / "page.html"
+    mine.write_text("mine")
+    for words in (["inspect", str(DCP)], ["verify", str(DCP)], ["diff", str(DCP), str(DCP)]):
+        done = run(*words, "--html", str(mine))
+        assert done.exit_code == 6 and "is no page of ckpttool's" in done.stderr and mine.read_text() == "mine"
+        assert run(*words, "--html", str(page)).exit_code == 0
+    with pytest.raises(OverwriteError):
+        ckpttool.reshard(DCP, tmp_path / "w2", to_world=2, html=mine)
+    assert not (tmp_path / "w2").exists()
+    ckpttool.reshard(DCP, tmp_path / "w2", to_world=2, html=page)
+    assert "4 ranks to 2 ranks" in page.read_text() and (tmp_path / "w2").exists()
+
+
+@pytest.mark.parametrize("width", [400, 1280])
+@pytest.mark.parametrize("name", NAMES)
+def test_every_page_is_drawn(written: Path, page: Page, name: str, width: int) -> None:
+    page.view(width, 800, "dark" if width == 400 else "light")
+    page.requests.clear()
+    path = written / f"{name}.html"
+    page.open(path)
+    pages = page.ask("[...document.querySelectorAll('nav a')].map(one => one.dataset.page)")
+    assert pages[:4] == ["summary", "matrix", "tensor", "sharding"] and ("after" in pages) == (name == "reshard")
+    for one in pages:
+        page.ask(f"location.hash = '{one}'")
+        page.ask("new Promise(done => setTimeout(done, 30))")
+        assert len(page.ask(f"document.getElementById('page-{one}').innerText")) > 60, one
+        assert page.ask("document.documentElement.scrollWidth") <= width, f"{one} is wider than the window"
+    assert page.problems == [] and page.requests == [path.as_uri()]
