@@ -14,15 +14,13 @@ from ckpttool.storage.hub import client
 from ckpttool.storage.hub.retries import repeat
 
 _BLOCK = 4 << 20
-_LARGEST_IN_GIT = 64 << 20  # bytes; the Hub accepts 10 MB
 
 
 @dataclass(frozen=True, slots=True)
 class RepoFile:
     """Class for a file of a repository: `RepoFile("model.safetensors", 4998203144, "2cf2…", None)`.
 
-    The Hub names a large file by the SHA-256 of its bytes, a small one by its git blob hash. Small local files have
-    both.
+    The Hub names a large file by the SHA-256 of its bytes, one that git keeps by its git blob hash.
     """
 
     name: str
@@ -31,20 +29,17 @@ class RepoFile:
     blob: str | None
 
 
-def compute_digests(path: str, beside: RepoFile | None = None) -> RepoFile:
-    """Return the size and the digests of a local file, read once; that of git only if git may keep the file.
+def compute_digest(path: str, in_git: bool) -> RepoFile:
+    """Return the size of a local file, and the digest by which the Hub names it if git keeps it, or if not.
 
-    `beside` is the file on the Hub that it is compared with. Raises OSError.
+    Raises OSError.
     """
     size = os.path.getsize(path)
-    in_git = size <= _LARGEST_IN_GIT if beside is None else beside.sha256 is None
-    sha256, blob = hashlib.sha256(), hashlib.sha1(f"blob {size}\0".encode(), usedforsecurity=False)
+    digest = hashlib.sha1(f"blob {size}\0".encode(), usedforsecurity=False) if in_git else hashlib.sha256()
     with open(path, "rb") as stream:
         while data := stream.read(_BLOCK):
-            sha256.update(data)
-            if in_git:
-                blob.update(data)
-    return RepoFile(path, size, sha256.hexdigest(), blob.hexdigest() if in_git else None)
+            digest.update(data)
+    return RepoFile(path, size, None if in_git else digest.hexdigest(), digest.hexdigest() if in_git else None)
 
 
 def info(api: HfApi, repo: str, revision: str | None) -> Any:
@@ -75,6 +70,14 @@ def list_files(api: HfApi, repo: str, revision: str, folder: str = "") -> dict[s
             raise ValueError(f"`{item.path}` has no size or no digest")
         files[item.path] = RepoFile(item.path, size, sha256, item.blob_id)
     return files
+
+
+def difference_to(file: RepoFile, path: str) -> str | None:
+    """Return how a file on the Hub differs from a local file, which is read; None if both are the same.
+
+    Raises OSError.
+    """
+    return difference(file, compute_digest(path, in_git=file.sha256 is None))
 
 
 def difference(file: RepoFile | None, digests: RepoFile) -> str | None:

@@ -167,7 +167,7 @@ class HubStore(Store):
         """Fetch a file into the cache and verify it. A corrupt file in the cache is fetched again."""
         address = f"{self.root}/{file.name}"
         cached = self._complete.pop(file.name, None) or (self._cached(file) if constants.HF_HUB_OFFLINE else None)
-        if cached is not None and listing.difference(file, listing.compute_digests(cached, file)) is None:
+        if cached is not None and listing.difference_to(file, cached) is None:
             path = cached
         elif cached is not None and constants.HF_HUB_OFFLINE:
             blob = os.path.realpath(cached)
@@ -189,7 +189,7 @@ class HubStore(Store):
                 )
                 path = repeat(download)
             # The library accepts any response body of the right length, and any file in its cache.
-            mismatch = listing.difference(file, listing.compute_digests(path, file))
+            mismatch = listing.difference_to(file, path)
             if mismatch is not None:
                 for copy in {os.path.realpath(path), path}:
                     Path(copy).unlink(missing_ok=True)

@@ -1,8 +1,8 @@
 """Upload of files to a repository on the Hub.
 
     prepare   list the repository and check write access
-    write     write a file to this machine and compute its digests
-    send      send its bytes to the storage of the repository, unless the digests are those of the file on the Hub
+    write     write a file to this machine
+    send      send its bytes to the storage of the repository, unless the digest is that of the file on the Hub
     commit    publish all files at once, unless the branch has changed
     verify    compare the files that the Hub lists with the local digests
 
@@ -325,12 +325,18 @@ class _Upload:
                 os.makedirs(os.path.dirname(path), exist_ok=True)
                 Path(path).unlink(missing_ok=True)
                 file.write(path)
-            digests = self._digests[name] = listing.compute_digests(path)
-        assert digests.size == file.size, f"{file.name}: {digests.size} bytes were written, not {file.size}"
-        is_there = listing.difference(existing, digests) is None
-        self._record(file, "unchanged" if is_there else change)
-        if not is_there and not self.sent.dry_run:
-            self._send(file, name, path, str(digests.sha256))
+            size = os.path.getsize(path)
+            assert size == file.size, f"{file.name}: {size} bytes were written, not {file.size}"
+            digest = None
+            if existing is not None and existing.size == size:
+                digest = listing.compute_digest(path, in_git=existing.sha256 is None)
+        if digest is not None and listing.difference(existing, digest) is None:
+            self._record(file, "unchanged")
+            self._digests[name] = digest
+        else:
+            self._record(file, change)
+            if not self.sent.dry_run:
+                self._digests[name] = self._send(file, name, path, digest)
         self._file_done(file.size)
         if file.path is None and not keep_local:
             os.unlink(path)
@@ -340,11 +346,13 @@ class _Upload:
         if status != "unchanged":
             self.sent.sent_bytes += file.size
 
-    def _send(self, file: Outgoing, name: str, path: str, sha256: str) -> None:
+    def _send(self, file: Outgoing, name: str, path: str, digest: RepoFile | None) -> RepoFile:
+        """Send a file, and return its digest of the kind that the Hub names it by. The client computes the SHA-256 of a
+        large one, over Xet as it sends it."""
         with self._translate_errors(file.name):
             operation = CommitOperationAdd(path_in_repo=name, path_or_fileobj=path)
-            if not getattr(operation.upload_info, "is_hashed", True):
-                operation.upload_info.sha256 = bytes.fromhex(sha256)
+            if digest is not None and digest.sha256 is not None:
+                operation.upload_info.sha256 = bytes.fromhex(digest.sha256)
 
             def attempt() -> None:
                 with xet.watched(), _reported(operation, path, self._report):
@@ -359,7 +367,12 @@ class _Upload:
             if operation._upload_mode == "regular":
                 # The commit itself contains the bytes of a small file.
                 operation.path_or_fileobj = Path(path).read_bytes()
+                if digest is None or digest.blob is None:
+                    digest = listing.compute_digest(path, in_git=True)
+            else:
+                digest = RepoFile(path, file.size, operation.upload_info.sha256.hex(), None)
         self.additions.append(operation)
+        return digest
 
     # Commit ----------------------------------------------------------------------------------------------------------
 

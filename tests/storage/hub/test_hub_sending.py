@@ -12,12 +12,13 @@ from typing import Any
 
 import huggingface_hub
 import pytest
-from huggingface_hub import constants
+from huggingface_hub import constants, lfs
 from support.hub_client import check_told_to_nobody, everything_logged, patience
 from support.hub_server import READER, Fault, Handler, Hub, drop, stall
 
 from ckpttool.errors import CkptError, OverwriteError, RemoteError, StorageError, UsageError
-from ckpttool.storage.hub import Sent
+from ckpttool.storage.hub import Sent, listing
+from ckpttool.storage.hub.listing import RepoFile
 from ckpttool.storage.stores import Outgoing, destination
 
 
@@ -67,6 +68,37 @@ def shards(count: int = 3, seed: int = 0, **others: bytes) -> Files:
 
 def statuses(sent: Sent) -> set[str]:
     return {file.status for file in sent.files}
+
+
+def test_each_file_is_hashed_once_by_the_digest_that_names_it(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
+    """SHA-256 of what goes to the storage of large files, SHA-1 of what git keeps."""
+    hashed: list[str] = []
+    compute, of_client = listing.compute_digest, lfs.sha_fileobj
+
+    def by_us(path: str, in_git: bool) -> RepoFile:
+        hashed.append(f"{'SHA-1' if in_git else 'SHA-256'} {os.path.basename(path)}")
+        return compute(path, in_git)
+
+    def by_client(stream: Any, *arguments: Any) -> bytes:
+        hashed.append(f"SHA-256 {os.path.basename(stream.name)}")
+        return of_client(stream, *arguments)
+
+    monkeypatch.setattr(listing, "compute_digest", by_us)
+    monkeypatch.setattr(lfs, "sha_fileobj", by_client)
+    files = shards(2)
+    large = {name for name, data in files.bytes.items() if len(data) > 1000}
+    expected = sorted(f"{'SHA-256' if name in large else 'SHA-1'} {name}" for name in files.bytes)
+    send(files.outgoing(), "hf://me/model")
+    assert sorted(hashed) == expected
+    hashed.clear()
+    assert statuses(send(files.outgoing(), "hf://me/model")) == {"unchanged"}
+    assert sorted(hashed) == expected
+    # Of another size, a file is another one without a look at its bytes; of the same size, it takes one.
+    hashed.clear()
+    files.bytes = {name: data + b" " if name == "README.md" else data[::-1] for name, data in files.bytes.items()}
+    assert statuses(send(files.outgoing(), "hf://me/model")) == {"changed"}
+    assert sorted(hashed) == expected
+    assert hub.files("me/model") == files.bytes
 
 
 def test_a_repository_is_made_and_filled_in_one_commit(hub: Hub, tmp_path: Path) -> None:
