@@ -203,6 +203,7 @@ def test_one_package_speaks_to_the_hub() -> None:
 # Commands that start programs of their own and exchange files with them, and modules that ask the system what it has.
 WITH_OWN_FILES = (
     "operations.verify_resume.recipe",
+    "operations.verify_resume.run",
     "operations.verify_resume.trial",
     "operations.verify_resume.worker",
     "training.devices",

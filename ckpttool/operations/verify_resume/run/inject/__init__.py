@@ -1,0 +1,93 @@
+"""What a command is given by `verify-resume run`: deterministic switches, and the record of its steps.
+
+`environment` puts a `sitecustomize` in front of PYTHONPATH, which sets the switches and, if asked for, observes the
+steps as soon as the script imports torch. `Hooked` reads what it has written.
+"""
+
+from __future__ import annotations
+
+import glob
+import json
+import os
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Any
+
+SITE = os.path.join(os.path.dirname(os.path.abspath(__file__)), "site")
+_SWITCHES = {"PYTHONHASHSEED": "0", "CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
+
+
+def environment(
+    folder: str, *, seed: int | None = 0, observe: bool = False, present: Mapping[str, str] = os.environ
+) -> dict[str, str]:
+    """Return the variables that the hook needs in the environment of a command. It writes to `folder`, which is there.
+
+    With no `seed`, no switch is set. A run that resumes should have another seed than the run from its start: a script
+    that seeds nothing and restores nothing would otherwise draw the numbers of the start again, and seem to be right.
+    What the user has set is kept.
+    """
+    if seed is None and not observe:
+        return {}
+    paths = [SITE, *filter(None, [present.get("PYTHONPATH")])]
+    variables = {"PYTHONPATH": os.pathsep.join(paths), "CKPTTOOL_HOOK_FOLDER": os.path.abspath(folder)}
+    if seed is not None:
+        variables |= {name: present.get(name, value) for name, value in _SWITCHES.items()}
+        variables["CKPTTOOL_HOOK_SEED"] = str(seed)
+    return variables | ({"CKPTTOOL_HOOK_OBSERVE": "1"} if observe else {})
+
+
+@dataclass(frozen=True, slots=True)
+class Observed:
+    """One step of an optimizer on one rank: `Observed(1, 0, 5, 2.71, 0.53, [1e-3], "9f2c", ["9f2c"], {...}, "aa01")`.
+
+    The steps are counted from 1 in each process, so a run that resumes from step 4 has its first step 5 as 1.
+    """
+
+    rank: int
+    optimizer: int  # in the order of their first steps
+    step: int
+    loss: float | None  # the sum of the roots of all backward passes since the step before
+    gradient_norm: float | None  # of the shards of this rank, as the optimizer sees them
+    lr: list[float]  # of each parameter group
+    batch: str | None  # digest of what the outermost module was given
+    fetched: list[str]  # digests of what the data loaders gave since the step before
+    rng: dict[str, str]  # digests, after the step
+    parameters: str  # digest of the shards of this rank, after the step
+
+
+@dataclass(slots=True)
+class Hooked:
+    """What the hook has done and seen in all processes of one command."""
+
+    switches: list[str] = field(default_factory=list)  # what was set in each process
+    failures: list[str] = field(default_factory=list)  # what could not be
+    processes: int = 0  # that have imported torch
+    steps: dict[int, list[Observed]] = field(default_factory=dict)  # by rank
+
+
+def read(folder: str) -> Hooked:
+    """Return what the hook has written to a folder. A line that a killed process has not finished is left out."""
+    hooked = Hooked()
+    for path in sorted(glob.glob(os.path.join(glob.escape(folder), "hook.*.json"))):
+        for about in _documents(path):
+            hooked.processes += 1
+            hooked.switches += [one for one in about["did"] if one not in hooked.switches]
+    for path in sorted(glob.glob(os.path.join(glob.escape(folder), "failed.*.txt"))):
+        with open(path, encoding="utf-8", errors="replace") as stream:
+            hooked.failures += [one for one in stream.read().splitlines() if one not in hooked.failures]
+    # A launcher that starts its workers again leaves a file of each attempt: the last counts.
+    for path in sorted(glob.glob(os.path.join(glob.escape(folder), "steps.*.jsonl")), key=os.path.getmtime):
+        steps = [Observed(**one) for one in _documents(path)]
+        if steps:
+            hooked.steps[steps[0].rank] = steps
+    return hooked
+
+
+def _documents(path: str) -> list[dict[str, Any]]:
+    found = []
+    with open(path, encoding="utf-8", errors="replace") as stream:
+        for line in stream:
+            with suppress(ValueError):
+                found.append(json.loads(line))
+    return found

@@ -1,0 +1,274 @@
+"""Sets deterministic switches of torch, and records the steps of optimizers, in the process of a script.
+
+    hook.<pid>.json       which process this is, and exactly what was switched
+    steps.<pid>.jsonl     one line for each step of an optimizer, if steps are observed
+    failed.<pid>.txt      what could not be done
+
+It runs in the environment of the script: nothing of ckpttool can be imported, and torch has only just been imported.
+No collective is called and no random number is drawn, so that training takes the same course as without it.
+"""
+
+import ctypes
+import functools
+import hashlib
+import json
+import math
+import os
+import random
+import sys
+from collections.abc import Callable, Mapping
+from typing import Any
+
+Note = Callable[[str, BaseException], None]
+_DIGITS = 16  # of a digest: enough to tell batches apart, and a line that people can read
+_DIGESTED = 1 << 30  # bytes of parameters up to which they are digested; beyond it, their norms are taken
+
+
+def install(folder: str, note: Note) -> None:
+    """Do what the environment asks for, and write down what was done."""
+    import torch
+
+    did: list[str] = []
+    seed = os.environ.get("CKPTTOOL_HOOK_SEED")
+    for what, switch in (*_switches(torch, int(seed)),) if seed else ():
+        try:
+            switch()
+            did.append(what)
+        except Exception as error:
+            note(what, error)
+    observed = bool(os.environ.get("CKPTTOOL_HOOK_OBSERVE"))
+    if observed:
+        Observer(folder, note, torch).start()
+    about = {"pid": os.getpid(), "words": sys.argv, "torch": torch.__version__, "did": did, "observed": observed}
+    with open(os.path.join(folder, f"hook.{os.getpid()}.json"), "w", encoding="utf-8") as stream:
+        json.dump(about, stream)
+
+
+def _switches(torch: Any, seed: int) -> list[tuple[str, Callable[[], Any]]]:
+    numpy = sys.modules.get("numpy")
+    return [
+        (f"random.seed({seed} + rank)", lambda: None),  # by sitecustomize, at the start
+        *(
+            [(f"numpy.random.seed({seed} + rank)", lambda: numpy.random.seed(seed + _rank(torch)))]
+            if numpy is not None
+            else []
+        ),
+        (f"torch.manual_seed({seed} + rank)", lambda: torch.manual_seed(seed + _rank(torch))),
+        (
+            "torch.use_deterministic_algorithms(True, warn_only=True)",
+            lambda: torch.use_deterministic_algorithms(True, warn_only=True),
+        ),
+        # Not to fill memory: a script that reads what it never wrote would get NaN, and end otherwise than by itself.
+        (
+            "torch.utils.deterministic.fill_uninitialized_memory = False",
+            lambda: setattr(torch.utils.deterministic, "fill_uninitialized_memory", False),
+        ),
+        ("torch.backends.cudnn.benchmark = False", lambda: setattr(torch.backends.cudnn, "benchmark", False)),
+        ("torch.backends.cudnn.deterministic = True", lambda: setattr(torch.backends.cudnn, "deterministic", True)),
+    ]
+
+
+def _rank(torch: Any) -> int:
+    distributed = torch.distributed
+    if distributed.is_available() and distributed.is_initialized():
+        return int(distributed.get_rank())
+    return int(os.environ.get("RANK") or 0)
+
+
+class Observer:
+    """Observes the steps of all optimizers of a process.
+
+    The loss is the root of a backward pass. The batch is what the outermost module was given, without what has a
+    gradient of its own; what the data loaders gave since the step before is recorded beside it.
+    """
+
+    def __init__(self, folder: str, note: Note, torch: Any) -> None:
+        self._folder, self._note, self._torch = folder, note, torch
+        self._steps: dict[int, list[int]] = {}  # by the id of an optimizer: its index, and its steps so far
+        self._losses: list[float] = []
+        self._inputs: list[str] = []
+        self._fetched: list[str] = []
+        self._norm: float | None = None
+        self._in_module = self._in_backward = False
+        self._stepping: list[list[Any]] = []  # optimizers that are stepping, and whether another steps in it
+        self._failed: set[str] = set()
+
+    def start(self) -> None:
+        """Hook into backward passes, modules, data loaders and optimizers."""
+        for what in (self._watch_backward, self._watch_modules, self._watch_loaders, self._watch_optimizers):
+            self._try(what)
+
+    def _try(self, what: Callable[..., Any], *arguments: Any) -> Any:
+        """Call something; where it fails, note it once."""
+        try:
+            return what(*arguments)
+        except Exception as error:
+            if what.__name__ not in self._failed:
+                self._failed.add(what.__name__)
+                self._note(what.__name__.strip("_").replace("_", " "), error)
+
+    # what is hooked ---------------------------------------------------------------------------------------------------
+
+    def _watch_backward(self) -> None:
+        backward = self._torch.autograd.backward
+
+        @functools.wraps(backward)
+        def observed(*args: Any, **kwargs: Any) -> Any:
+            if not self._in_backward:
+                self._try(self._see_loss, kwargs.get("tensors", args[0] if args else ()))
+            outer, self._in_backward = self._in_backward, True
+            try:
+                return backward(*args, **kwargs)
+            finally:
+                self._in_backward = outer
+
+        self._torch.autograd.backward = observed
+
+    def _watch_modules(self) -> None:
+        # Hooks of all modules are not given keyword arguments, which is how many models get their batch.
+        call, compiling = self._torch.nn.Module.__call__, self._torch.compiler.is_compiling
+
+        @functools.wraps(call)
+        def observed(module: Any, *args: Any, **kwargs: Any) -> Any:
+            if compiling() or self._in_module or self._in_backward:
+                return call(module, *args, **kwargs)
+            self._in_module = True
+            try:
+                if self._torch.is_grad_enabled():
+                    self._try(self._see_inputs, args, kwargs)
+                return call(module, *args, **kwargs)
+            finally:
+                self._in_module = False
+
+        self._torch.nn.Module.__call__ = observed
+
+    def _watch_loaders(self) -> None:
+        from torch.utils.data.dataloader import _BaseDataLoaderIter
+
+        fetch = _BaseDataLoaderIter.__next__
+
+        @functools.wraps(fetch)
+        def observed(iterator: Any) -> Any:
+            batch = fetch(iterator)
+            self._try(self._see_fetched, batch)
+            return batch
+
+        _BaseDataLoaderIter.__next__ = observed
+
+    def _watch_optimizers(self) -> None:
+        from torch.optim import optimizer as hooks
+
+        hooks.register_optimizer_step_pre_hook(lambda one, args, kwargs: self._try(self._before_step, one))
+        hooks.register_optimizer_step_post_hook(lambda one, args, kwargs: self._try(self._after_step, one))
+
+    # what is seen -----------------------------------------------------------------------------------------------------
+
+    def _see_loss(self, roots: Any) -> None:
+        for root in [roots] if isinstance(roots, self._torch.Tensor) else list(roots):
+            if root.numel() == 1:
+                self._losses.append(float(_local(root.detach())))
+
+    def _see_inputs(self, args: Any, kwargs: Any) -> None:
+        if digest := self._digest((args, kwargs)):
+            self._inputs.append(digest)
+
+    def _see_fetched(self, batch: Any) -> None:
+        if self._torch.is_grad_enabled() and (digest := self._digest(batch)):
+            self._fetched.append(digest)
+
+    def _before_step(self, optimizer: Any) -> None:
+        if any(one is optimizer for one, _ in self._stepping):  # its last step has failed
+            self._stepping.clear()
+        for entry in self._stepping:
+            entry[1] = True
+        self._stepping.append([optimizer, False])
+        squares = 0.0
+        for gradient in (one.grad for group in optimizer.param_groups for one in group["params"]):
+            if gradient is not None:
+                local = _local(gradient.detach())
+                local = local.coalesce().values() if local.is_sparse else local
+                squares += float(self._torch.linalg.vector_norm(local, dtype=self._torch.float64)) ** 2
+        self._norm = math.sqrt(squares)
+
+    def _after_step(self, optimizer: Any) -> None:
+        own, of_others = self._stepping.pop()
+        if own is not optimizer or of_others:  # a container, whose optimizers have been recorded
+            return
+        number = self._steps.setdefault(id(optimizer), [len(self._steps), 0])
+        number[1] += 1
+        self._write(
+            {
+                "rank": _rank(self._torch),
+                "optimizer": number[0],
+                "step": number[1],
+                "loss": math.fsum(self._losses) if self._losses else None,
+                "gradient_norm": self._norm,
+                "lr": [float(group["lr"]) for group in optimizer.param_groups if "lr" in group],
+                "batch": _joined(self._inputs),
+                "fetched": self._fetched,
+                "rng": self._rng(),
+                "parameters": self._parameters(optimizer),
+            }
+        )
+        self._losses, self._inputs, self._fetched = [], [], []
+
+    def _rng(self) -> dict[str, str]:
+        found = {"python": _sha(repr(random.getstate()).encode())}
+        if (numpy := sys.modules.get("numpy")) is not None:
+            _, keys, *rest = numpy.random.get_state(legacy=True)
+            found["numpy"] = _sha(keys.tobytes() + repr(rest).encode())
+        found["torch"] = _sha(_bytes(self._torch.get_rng_state()))
+        if self._torch.cuda.is_available() and self._torch.cuda.is_initialized():
+            found["cuda"] = _sha(_bytes(self._torch.cuda.get_rng_state()))
+        return found
+
+    def _parameters(self, optimizer: Any) -> str:
+        tensors = [_local(one.detach()) for group in optimizer.param_groups for one in group["params"]]
+        digest = hashlib.sha256()
+        small = sum(one.numel() * one.element_size() for one in tensors) <= _DIGESTED
+        for one in tensors:
+            norm = () if small else (float(self._torch.linalg.vector_norm(one, dtype=self._torch.float64)),)
+            digest.update(_bytes(one) if small else repr((*norm, float(one.sum(dtype=self._torch.float64)))).encode())
+        return digest.hexdigest()[:_DIGITS]
+
+    def _digest(self, values: Any) -> str | None:
+        """Return the digest of the tensors in nested values that have no gradient; None if there are none."""
+        digest, any_ = hashlib.sha256(), False
+        for value in self._torch.utils._pytree.tree_leaves(_plain(values)):
+            if isinstance(value, self._torch.Tensor) and not value.requires_grad and not value.is_meta:
+                digest.update(f"{value.dtype}{list(value.shape)}".encode())
+                digest.update(_bytes(_local(value)))
+                any_ = True
+        return digest.hexdigest()[:_DIGITS] if any_ else None
+
+    def _write(self, record: dict[str, Any]) -> None:
+        # One write for each step: what a run has recorded is there when it is killed.
+        with open(os.path.join(self._folder, f"steps.{os.getpid()}.jsonl"), "a", encoding="utf-8") as stream:
+            stream.write(json.dumps(record) + "\n")
+
+
+def _plain(values: Any) -> Any:
+    """Return nested values with mappings of other classes, such as a tokenizer's batch, as dicts."""
+    if isinstance(values, Mapping):
+        return {str(key): _plain(value) for key, value in values.items()}
+    if isinstance(values, (list, tuple)):
+        return [_plain(value) for value in values]
+    return values
+
+
+def _local(tensor: Any) -> Any:
+    return tensor.to_local() if hasattr(tensor, "to_local") else tensor
+
+
+def _bytes(tensor: Any) -> Any:
+    """Return the elements of a tensor as a buffer, without numpy, which knows no bfloat16."""
+    plain = tensor.detach().cpu().contiguous()
+    return ctypes.string_at(plain.data_ptr(), plain.numel() * plain.element_size()) if plain.numel() else b""
+
+
+def _joined(digests: list[str]) -> str | None:
+    return digests[0] if len(digests) == 1 else _sha("".join(digests).encode()) if digests else None
+
+
+def _sha(data: bytes) -> str:
+    return hashlib.sha256(data).hexdigest()[:_DIGITS]

@@ -1,0 +1,90 @@
+"""Python runs this at its start in each process of a command that `verify-resume run` has started.
+
+It needs the standard library alone, and waits until the script itself imports torch. No failure here ends the script:
+it is written to a file that the report reads. A `sitecustomize` that was there before runs as always.
+"""
+
+import os
+import sys
+from typing import Any
+
+_HERE = os.path.dirname(os.path.abspath(__file__))
+_FOLDER = os.environ.get("CKPTTOOL_HOOK_FOLDER")
+
+
+def _failed(what: str, error: BaseException) -> None:
+    try:
+        with open(os.path.join(_FOLDER or "", f"failed.{os.getpid()}.txt"), "a", encoding="utf-8") as stream:
+            stream.write(f"{what}: {type(error).__name__}: {error}\n".replace("\n", " ").strip() + "\n")
+    except OSError:
+        pass
+
+
+def _load(name: str, path: str) -> Any:
+    import importlib.util
+
+    spec = importlib.util.spec_from_file_location(name, path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def _hook() -> None:
+    try:
+        module = _load("_ckpttool_hook", os.path.join(_HERE, "hook.py"))
+        module.install(_FOLDER, _failed)
+    except Exception as error:
+        _failed("the hook", error)
+
+
+class _WaitForTorch:
+    """Finds torch as Python would, and calls the hook as soon as it is imported."""
+
+    def find_spec(self, name: str, path: Any = None, target: Any = None) -> Any:
+        if name != "torch":
+            return None
+        import importlib.util
+
+        sys.meta_path.remove(self)
+        spec = importlib.util.find_spec("torch")
+        loader: Any = spec.loader if spec is not None else None
+        if loader is None:
+            return spec
+
+        def exec_module(module: Any) -> None:
+            del loader.exec_module
+            loader.exec_module(module)
+            _hook()
+
+        try:
+            loader.exec_module = exec_module
+        except AttributeError as error:
+            _failed("the import of torch", error)
+        return spec
+
+
+def _chain() -> None:
+    """Run the `sitecustomize` that this one hides, and leave no trace of the folder on `sys.path`."""
+    from importlib.machinery import PathFinder
+
+    sys.path[:] = [path for path in sys.path if os.path.abspath(path or os.curdir) != _HERE]
+    spec = PathFinder.find_spec("sitecustomize", sys.path)
+    if spec is not None and spec.origin is not None and spec.loader is not None:
+        from importlib.util import module_from_spec
+
+        module = module_from_spec(spec)
+        sys.modules["sitecustomize"] = module
+        spec.loader.exec_module(module)
+
+
+if _FOLDER and __name__ == "sitecustomize":
+    try:
+        if os.environ.get("CKPTTOOL_HOOK_SEED"):
+            import random
+
+            random.seed(int(os.environ["CKPTTOOL_HOOK_SEED"]) + int(os.environ.get("RANK") or 0))
+        sys.meta_path.insert(0, _WaitForTorch())
+    except Exception as error:
+        _failed("the start", error)
+    _chain()
