@@ -113,13 +113,15 @@ class SinkOptions:
     `one_file` is `is_file` of what the user typed: `create` gets a staging name, which does not tell. `world` is the
     number of ranks, also of those that hold no chunk; `tensor_class` what a sharded tensor is written as in files of
     one rank: `sharded_tensor`, or `dtensor:cuda:fsdp` with the device and the dimension of its mesh, `cpu` and none
-    when left out. With `manifest`, a DCP directory carries its own."""
+    when left out. With `manifest`, a DCP directory carries its own. With `keep_order`, the tensors of a safetensors
+    file have the order of the catalogue."""
 
     max_shard_size: int | None = None
     one_file: bool = False
     world: int = 1
     tensor_class: str = "sharded_tensor"
     manifest: bool = False
+    keep_order: bool = False
 
 
 def deferred(module: str, name: str) -> Callable[..., Any]:

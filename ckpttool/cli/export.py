@@ -26,12 +26,20 @@ if TYPE_CHECKING:
         "Selection": (
             options.reworded(options.ONLY, "Which model, if there are two."),
             options.EXCLUDE,
+            Option("--take TREE", "Export this tree in place of the model: ema, or its whole key."),
             options.SHAPES,
         ),
         "Names": (
             options.RENAME,
             options.STRIP_PREFIX,
             Option("--key-map NAME", "How the producer names the model's parameters: a name, a .json file, or none."),
+        ),
+        "Reference": (
+            Option(
+                "--like FROM", "Names, order, dtypes, files and config of this model: a directory, hf://org/name, ..."
+            ),
+            Option("--fill-from FROM", "Take the tensors that are missing from this model."),
+            Option("--fill GLOB...", "Take only these tensors from there, also if they are not missing. Repeatable."),
         ),
         "Format": (
             Option(
@@ -72,6 +80,7 @@ if TYPE_CHECKING:
     examples=(
         "step-1000 my-model --assets meta-llama/Llama-3.1-8B --dtype bfloat16",
         "step-1000 hf://org/my-model --public --dry-run",
+        "step-1000 my-model --like hf://Qwen/Qwen3-0.6B --take ema",
     ),
 )
 def export(**arguments: Any) -> None:
@@ -99,6 +108,12 @@ def _facts(result: Exported) -> list[tuple[str, str]]:
     rows = [("elements", numbers or "none")]
     if result.key_map:
         rows.append(("key map", result.key_map))
+    if result.take:
+        rows.append(("taken", f"tree `{result.take}`, in place of the model"))
+    if result.like:
+        rows.append(("like", result.like))
+    if result.filled:
+        rows.append(("filled", f"{plural(len(result.filled), 'tensor')} from {result.filled_from}"))
     if result.assets:
         rows.append(("assets", f"{plural(len(result.assets), 'file')}: {', '.join(result.assets)}"))
     rows.append(("model", result.compared or f"not compared: {result.not_compared}"))

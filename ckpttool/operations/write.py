@@ -316,7 +316,8 @@ def with_downloads(progress: Progress | None, opened: OpenSource, planned: Catal
         while tensor.origin is not None:
             tensor = tensor.origin
         used.update(tensor.chunks.file)
-    return stores.with_fetching(progress, (files_[number].location for number in used))
+    paths = (files_[number].location for number in used)
+    return stores.with_fetching(progress, (path for path in paths if stores.has_digest(path)))
 
 
 def note_overflow(result: Conversion, overflowed: Mapping[str, int]) -> None:

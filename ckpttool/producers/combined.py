@@ -73,6 +73,14 @@ class CombinedSource:
             if concerns(fault, None) or part is None or any(concerns(fault, name) for name in names)
         ]
 
+    def attach(self, other: Source) -> list[Tensor]:
+        """Add the files of another source, and return its tensors, which are no entries here. The catalogue of the
+        first source stays as it is; closing leaves the other open."""
+        shift = len(self.catalogue.files)
+        self._sources.append((shift, other))
+        self.catalogue = replace(self.catalogue, files=[*self.catalogue.files, *other.catalogue.files])
+        return [replace(tensor, origin=None, chunks=tensor.chunks.shifted(shift)) for tensor in other.catalogue.tensors]
+
     def add_values(self, values: Mapping[str, Any], root: Path = ()) -> None:
         """Add plain values, such as those of a JSON file, under `root`."""
         flatten.flatten(dict(values), self.catalogue, (), _no_tensor, root)

@@ -13,6 +13,7 @@ from __future__ import annotations
 import json
 import struct
 from collections.abc import Callable, Iterable, Mapping
+from itertools import accumulate
 from math import prod
 from typing import Any, NamedTuple
 
@@ -190,13 +191,15 @@ def why_not(name: str, dtype: Dtype, shape: Ints) -> str | None:
     return None
 
 
-def build_header(tensors: Iterable[Spec], metadata: Mapping[str, str] | None = None) -> bytes:
+def build_header(
+    tensors: Iterable[Spec], metadata: Mapping[str, str] | None = None, *, keep_order: bool = False
+) -> bytes:
     """Length and header of a file of these tensors, byte for byte as safetensors 0.8 writes them. Tensors are sorted as
-    upstream sorts them: that is the order of the payload. Upstream shuffles the keys of `metadata`; here they keep
-    theirs. Raises LossError for what a header cannot say."""
+    upstream sorts them, or with `keep_order` as little as alignment demands: that is the order of the payload. Upstream
+    shuffles the keys of `metadata`; here they keep theirs. Raises LossError for what a header cannot say."""
     table: dict[str, Any] = {} if metadata is None else {METADATA: dict(metadata)}
     at = 0
-    for spec in sorted(tensors, key=lambda t: (_RANK.get(t.dtype.safetensors or "", 0), t.name)):
+    for spec in _aligned(list(tensors)) if keep_order else sorted(tensors, key=lambda t: (_rank(t), t.name)):
         name, dtype, shape = spec
         if why := why_not(name, dtype, shape):
             raise LossError(f"tensor `{name}` {dtype} {list(shape)} cannot be written: {why}", tensor=name)
@@ -218,3 +221,15 @@ def build_header(tensors: Iterable[Spec], metadata: Mapping[str, str] | None = N
         message = f"a header of {len(text)} bytes is more than the {MAX_HEADER} that safetensors can read back"
         raise LossError(message, hint="pass a smaller `--max-shard-size`", found=len(text), expected=MAX_HEADER)
     return _LENGTH.pack(len(text)) + text
+
+
+def _rank(spec: Spec) -> int:
+    return _RANK.get(spec.dtype.safetensors or "", 0)
+
+
+def _aligned(tensors: list[Spec]) -> list[Spec]:
+    """Return the tensors as they are if each begins at a multiple of its element size; otherwise by dtype. torch views
+    bytes as elements of no other place."""
+    begins = accumulate((spec.nbytes for spec in tensors), initial=0)
+    fits = all(at % spec.dtype.itemsize == 0 for at, spec in zip(begins, tensors, strict=False))
+    return tensors if fits else sorted(tensors, key=_rank)

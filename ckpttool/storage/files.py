@@ -91,7 +91,7 @@ class Pool:
         """Fill `buffer` from `offset`. Raises CorruptError when the file ends before."""
         remote = _remote(path)
         if remote is not None:
-            if self._whole:
+            if self._whole and not remote.store.in_ranges:
                 remote.fetch()
             remote.fill(offset, buffer)
             return

@@ -79,6 +79,8 @@ class Store:
     root = ""
     """The address of the root as users type it; empty for the local store, whose names are paths."""
     is_local = False
+    in_ranges = False
+    """Whether what is read is fetched in ranges, even where files are copied: little of them is needed."""
     has_digests = False
     """Whether `fetch` compares a file with a digest of the store."""
 
@@ -482,7 +484,7 @@ def escape(name: str) -> str:
 
 def has_digest(path: str) -> bool:
     """Return whether a file that is read whole is compared with a digest that its store has of it."""
-    return isinstance(path, Location) and path.store.has_digests
+    return isinstance(path, Location) and path.store.has_digests and not path.store.in_ranges
 
 
 Progress = Callable[[int, int], None]

@@ -7,7 +7,7 @@ load without the rest. A tied tensor is written once; its other names become `me
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain, count
 from math import prod
@@ -36,6 +36,11 @@ class FilePlan(NamedTuple):
     name: str
     tensors: list[Spec]
     metadata: dict[str, str]
+    keep_order: bool = False
+
+    def header(self) -> bytes:
+        """Return what the file begins with."""
+        return safetensors_header.build_header(self.tensors, self.metadata, keep_order=self.keep_order)
 
 
 @dataclass(slots=True)
@@ -70,9 +75,12 @@ def plan_model(
     *,
     stem: str = "model",
     count_parameters: bool = False,
+    files: Mapping[str, Sequence[str]] | None = None,
+    keep_order: bool = False,
 ) -> Plan:
     """Plan the files of a model, of at most `max_size` bytes each, or one file; their names begin with `stem`. With
-    `count_parameters`, the index has the number of elements. Raises LossError if names collide."""
+    `count_parameters`, the index has the number of elements. `files` are the names of the tensors in each file, which
+    then keep that order; with `keep_order`, they keep that of the catalogue. Raises LossError if names collide."""
     tensors = list(catalogue.tensors)
     for one, other in collisions(tensors):
         first, second = ("/".join(f"`{key}`" for key in t.path) for t in (one, other))
@@ -82,7 +90,9 @@ def plan_model(
     # The metadata cannot have a tie named `format`: such a tensor gets its own bytes.
     owners = {t.path: t if t.fqn in RESERVED else catalogue.first(t) for t in tensors}
     names = {t.path: t.fqn for t in tensors}
-    _add_group(plan, stem, names, owners, max_size, metadata, count_parameters=count_parameters)
+    _add_group(plan, stem, names, owners, max_size, metadata, count_parameters=count_parameters, given=files)
+    if files is not None or keep_order:
+        plan.files = [file._replace(keep_order=True) for file in plan.files]
     plan.places |= {path: plan.places[owner.path] for path, owner in owners.items()}
     return plan
 
@@ -96,28 +106,33 @@ def _add_group(
     metadata: dict[str, str],
     *,
     count_parameters: bool = False,
+    given: Mapping[str, Sequence[str]] | None = None,
 ) -> None:
     """Plan the files of tensors that share a file or an index, under these names.
 
-    `owners` are the tensors under whose names the bytes are stored.
+    `owners` are the tensors under whose names the bytes are stored; `given` are the names in each file.
     """
     stored = [owners[path] for path in names if owners[path].path == path]
     total = sum(t.nbytes for t in stored)
-    groups = split([(names[t.path], t.nbytes) for t in stored], total if max_size is None else max_size)
-    files = file_names(stem, len(groups))
-    weight_map = {name: file for file, group in zip(files, groups, strict=True) for name in group}
+    groups: Mapping[str, Sequence[str]] = given or {}
+    if given is None:
+        split_ = split([(names[t.path], t.nbytes) for t in stored], total if max_size is None else max_size)
+        groups = dict(zip(file_names(stem, len(split_)), split_, strict=True))
+    weight_map = {name: file for file, group in groups.items() for name in group}
+    if given is not None:
+        weight_map = {names[t.path]: weight_map[names[t.path]] for t in stored}
     # A remark with the name of a tensor would be read as a tie.
     remarks = {k: v for k, v in metadata.items() if v not in weight_map}
     ties = {n: names[o.path] for p, n in names.items() if (o := owners[p]).path != p and o.path in names}
     remarks = {k: v for k, v in (remarks | ties).items() if k not in RESERVED}
     # huggingface_hub keeps the metadata of several files in their index.
-    header_metadata = FORMAT_PT | remarks if len(files) == 1 else FORMAT_PT
+    header_metadata = FORMAT_PT | remarks if len(groups) == 1 else FORMAT_PT
     kinds = {
         names[t.path]: (_RAW, (prod(t.shape) * t.dtype.itemsize,)) if is_raw(t) else (t.dtype, t.shape) for t in stored
     }
-    for file, group in zip(files, groups, strict=True):
+    for file, group in groups.items():
         plan.files.append(FilePlan(file, [Spec(name, *kinds[name]) for name in group], dict(header_metadata)))
-    if len(files) > 1:
+    if len(groups) > 1:
         parameters = sum(t.numel for t in stored) if count_parameters else None
         plan.indexes[stem + index.SUFFIX] = index.build(total, remarks, weight_map, parameters)
     for tensor in stored:

@@ -29,7 +29,8 @@ def create(path: str, planned: Catalogue, options: SinkOptions) -> Sink:
         raise LossError(f"`{path}`: one safetensors file holds the tensors of one model, and nothing else")
     created = Catalogue("safetensors")
     if model:
-        plan = sharding.plan_model(planned, None if one_file else max_size, planned.facts.get("metadata", {}))
+        metadata, most = planned.facts.get("metadata", {}), None if one_file else max_size
+        plan = sharding.plan_model(planned, most, metadata, keep_order=options.keep_order)
         late_files = plan.indexes
         created.facts["layout"] = "one file" if len(plan.files) == 1 else "indexed"
     else:
@@ -58,7 +59,7 @@ def _write_files(
     extents: dict[tuple[str, str], Extent] = {}
     with closing(files.Pool(writing=True)) as pool:
         for plan in plans:
-            head = safetensors_header.build_header(plan.tensors, plan.metadata)
+            head = plan.header()
             location = locate(path) if one_file else locate(path) / plan.name
             location.create(len(head) + sum(s.nbytes for s in plan.tensors))
             pool.write(location, 0, head)

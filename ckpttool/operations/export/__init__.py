@@ -14,7 +14,6 @@ from dataclasses import replace
 from ckpttool import formats
 from ckpttool.catalogue.patterns import several
 from ckpttool.errors import UsageError
-from ckpttool.formats.safetensors.sharding import MAX_SHARD_SIZE
 from ckpttool.operations import arguments, publish, write
 from ckpttool.operations.export.plan import Export, Exported, ExportOptions, planned
 from ckpttool.operations.publish import HubOptions
@@ -48,6 +47,10 @@ def export(
     dtype_strict: bool = False,
     max_shard_size: int | str | None = None,
     assets: str | os.PathLike[str] | None = None,
+    like: str | os.PathLike[str] | None = None,
+    fill_from: str | os.PathLike[str] | None = None,
+    fill: str | Sequence[str] = (),
+    take: str | None = None,
     include: str | Sequence[str] = (),
     not_secret: str | Sequence[str] = (),
     strict: bool = True,
@@ -91,6 +94,12 @@ def export(
         dtype_strict: whether to cast also what the model's library keeps in float32, such as the bias of routers.
         max_shard_size: most bytes of a file of weights, a number or text such as `512MiB`; None is 5 GB.
         assets: directory or Hub repository with config, tokenizer and code; None looks beside the weights.
+        like: a released model, a directory, a file or `hf://org/name`: names, order, dtypes, files and assets become
+            its own. Only its headers are read.
+        fill_from: a model to take missing tensors from, likewise, with `like`.
+        fill: globs of the tensors to take from there, also in place of those of `src`; all that are missing, without
+            any.
+        take: a tree of averaged weights with the names of the model, such as `ema`, to export in place of it.
         include: globs of further files to copy, which are no assets by their names.
         not_secret: files to send although they seem to have a key or a token in them.
         strict: if false, tensors that do not match `config.json` are reported instead of refused.
@@ -118,7 +127,8 @@ def export(
         UsageError: if the arguments do not fit each other or the checkpoint.
         ReadError: if there is no checkpoint at `src`, or it cannot be read.
         CorruptError: if it is damaged; then nothing is written.
-        LossError: if something of it cannot be kept and was not excluded.
+        LossError: if something of it cannot be kept and was not excluded, or what its optimizer trained would be
+            filled.
         OverwriteError: if `dst` exists, without `overwrite`, or the tag does.
         StorageError: if `dst` cannot be written, or does not fit on the disk.
         RemoteError: if the Hub cannot be reached, or refuses.
@@ -127,7 +137,7 @@ def export(
     src, dst = os.fspath(src), os.fspath(dst)
     arguments.check_source(src, dst)
     selection = arguments.selection(only, exclude=exclude, rename=rename, strip_prefix=strip_prefix)
-    most = arguments.size(max_shard_size, "--max-shard-size") or MAX_SHARD_SIZE
+    most = arguments.size(max_shard_size, "--max-shard-size")
     beside, listed = arguments.path(assets), arguments.path(manifest)
     options = ExportOptions(
         selection,
@@ -142,7 +152,12 @@ def export(
         shapes,
         several(include),
         several(not_secret),
+        arguments.path(like),
+        arguments.path(fill_from),
+        several(fill),
+        take,
     )
+    _check_reference(options)
     how = WriteOptions(overwrite, dry_run, threads, arguments.memory(max_memory), check, progress, manifest=listed)
     _check_name(src, dst)
     result = Exported(src, "", dst, "safetensors", dry_run=dry_run)
@@ -165,7 +180,8 @@ def export(
                 _send(plan, remote, sending)
             result.seconds = time.monotonic() - began
         else:
-            with write.destination(result, _SAFETENSORS, how, src, beside), planned(result, options, how) as plan:
+            read = (src, beside, options.like, options.fill_from)
+            with write.destination(result, _SAFETENSORS, how, *read), planned(result, options, how) as plan:
                 result.free_bytes = free_space.free_bytes(dst)
                 write.check_place(listed, dst, (file.name for file in plan.files))
                 if announce is not None:
@@ -177,6 +193,17 @@ def export(
     result.checked_bytes, result.unchecked_bytes = plan.moved.checked, plan.moved.unchecked
     write.note_overflow(result, plan.moved.overflowed)
     return result
+
+
+def _check_reference(options: ExportOptions) -> None:
+    """Raises UsageError for options of a reference that do not fit each other."""
+    if options.fill_from is not None and options.like is None:
+        hint = f"`--like {options.fill_from}` has the names of all"
+        raise UsageError("`--fill-from` fills what `--like` names, and that is not given", hint=hint)
+    if options.fill and options.fill_from is None:
+        raise UsageError(f"`--fill {options.fill[0]}` needs a model to take it from", hint="pass `--fill-from REF`")
+    if options.take is not None and options.selection.only:
+        raise UsageError("`--take` and `--only` cannot be used together", hint="`--take` names what is exported")
 
 
 def _check_name(src: str, dst: str) -> None:

@@ -58,6 +58,18 @@ def _digest(catalogue: Catalogue) -> str:
     return sha.hexdigest()
 
 
+def _filled(result: Exported) -> str:
+    names = ", ".join(f"`{name}`" for name in result.filled)
+    verb = "is" if len(result.filled) == 1 else "are"
+    base = _called(result.filled_from)
+    return f"{plural(len(result.filled), 'tensor')} {verb} not of the checkpoint but of `{base}`: {names}"
+
+
+def _called(path: str) -> str:
+    """Return the name of a path: cards are public, and directories of this machine are nobody's business."""
+    return path if is_remote(path) else locate(path).real().name
+
+
 def text(result: Exported, catalogue: Catalogue, beside: Assets) -> str:
     """Return a model card for an export of the source `catalogue`, as Markdown with the header that the Hub reads.
 
@@ -83,6 +95,9 @@ def text(result: Exported, catalogue: Catalogue, beside: Assets) -> str:
         ("Parameters", f"{total} in {plural(result.tensors, 'tensor')}, {size(result.payload_bytes)}"),
         ("Dtypes", dtypes or "none"),
         *([("Cast", casts)] if casts else []),
+        *([("Weights", f"tree `{result.take}`, in place of the model")] if result.take else []),
+        *([("Names, dtypes and files", f"those of `{_called(result.like)}`")] if result.like else []),
+        *([("Filled", _filled(result))] if result.filled else []),
         *([("Names", f"by key map `{result.key_map}`")] if result.key_map else []),
         ("Digest of the source", f"`sha256:{_digest(catalogue)}` over names, sizes and stored checksums of its files"),
     ]

@@ -7,7 +7,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -18,6 +18,7 @@ from ckpttool.formats.safetensors.sharding import MAX_SHARD_SIZE
 from ckpttool.layout import dtype_rules
 from ckpttool.layout.move import again, rebuilt
 from ckpttool.operations import arguments, secrets, write
+from ckpttool.operations import reference as references
 from ckpttool.operations.arguments import Selection
 from ckpttool.operations.export import (
     adapters,
@@ -26,6 +27,7 @@ from ckpttool.operations.export import (
     bundles,
     card,
     key_maps,
+    like,
     select_model,
     ties,
     weights,
@@ -36,9 +38,11 @@ from ckpttool.operations.export.bundles import Component
 from ckpttool.operations.export.views import Viewed
 from ckpttool.operations.result import FileSize
 from ckpttool.operations.secrets import Secret
-from ckpttool.operations.write import Conversion, WriteOptions
+from ckpttool.operations.write import Conversion, OpenSource, WriteOptions
 from ckpttool.producers import float32_names
+from ckpttool.producers.combined import CombinedSource
 from ckpttool.producers.open import chosen_of_run, naming
+from ckpttool.storage import files
 from ckpttool.storage.stores import Outgoing, is_remote, locate
 from ckpttool.text import meant, plural, some
 from ckpttool.transfer.execute import Transferred
@@ -53,11 +57,15 @@ class Exported(Conversion):
 
     command = "export"
 
+    like: str = ""  #: reference whose names, dtypes and files it has, or empty
+    take: str = ""  #: tree that was exported in place of the model, or empty
+    filled: list[str] = field(default_factory=list)  #: names of tensors that are those of `filled_from`
+    filled_from: str = ""  #: base that missing tensors were taken from, or empty
     parameters: dict[str, int] = field(default_factory=dict)  #: number of elements by dtype, tied ones counted once
     assets: list[str] = field(default_factory=list)  #: all files that were copied: config, tokenizer, template, code
     key_map: str = ""  #: key map that was applied, or empty
     adapter: bool = False  #: whether it is an adapter of PEFT
-    compared: str = ""  #: class of transformers whose tensors were compared; with `--no-strict`, also what differs
+    compared: str = ""  #: class of transformers, or reference, whose tensors were compared
     not_compared: str = ""  #: reason why they were not compared
     transformers_seconds: float = 0.0  #: part of `seconds` that transformers took to build the model
     card: bool = False  #: whether a model card was written
@@ -72,13 +80,17 @@ class ExportOptions:
     head_dim: int | None = None
     dtype: Sequence[str] = ()
     dtype_strict: bool = False
-    max_shard_size: int = MAX_SHARD_SIZE
+    max_shard_size: int | None = None
     assets: str | None = None
     strict: bool = True
     card: bool = True
     shapes: str | None = None
     include: Sequence[str] = ()
     not_secret: Sequence[str] = ()
+    like: str | None = None
+    fill_from: str | None = None
+    fill: Sequence[str] = ()
+    take: str | None = None
 
 
 @dataclass(slots=True)
@@ -104,40 +116,71 @@ def planned(result: Exported, options: ExportOptions, how: WriteOptions) -> Iter
     """
     src, memory = result.source, how.max_memory
     with write.open_sources(src, options.shapes) as opened, ExitStack() as stack:
+        reference = references.read(stack, options.like) if options.like is not None else None
         folder = locate(options.assets) if options.assets is not None else None
         if folder is not None:
             stack.callback(folder.store.close)
+        elif reference is not None and (reference.assets.paths or reference.source is None):
+            folder = reference.folder
         source = opened.source.catalogue
         result.source_format = source.format
+        base = None
+        if options.fill_from is not None:
+            whole = CombinedSource.over(opened.source)
+            is_same = reference is not None and options.fill_from == options.like
+            from_ = reference if reference and is_same else references.read(stack, options.fill_from)
+            base = like.base(whole, from_, options.fill)
+            opened = _with_base(opened, whole)
         with naming(src):
             viewed = Viewed(opened.source)
             beside = assets.collect(folder, src, source, options.include)
-            components = _plan(source, viewed, beside, options, result)
+            components = _plan(source, viewed, beside, reference, base, options, result)
         catalogue = components[0].catalogue if len(components) == 1 else _combined(components)
         if memory is None and any(t.dtype != (t.origin or t).dtype for t in catalogue.tensors):
             memory = _WHILE_CASTING
         progress = write.with_downloads(how.progress, opened, catalogue)
         moving = weights.Moving(viewed, opened.before, how.threads, memory, progress)
         stem = weights.ADAPTER if result.adapter else weights.DIFFUSION if beside.class_name else weights.MODEL
-        files = []
+        outgoing = []
         for one in components:
-            kind = stem if one is components[0] else weights.MODEL
-            files += weights.outgoing(one.catalogue, options.max_shard_size, moving, stem=kind, folder=one.folder)
+            kind, given = stem if one is components[0] else weights.MODEL, None
+            if reference is not None and one is components[0] and options.max_shard_size is None:
+                kind, given = like.files(one.catalogue, reference) or (kind, None)
+            most = options.max_shard_size or MAX_SHARD_SIZE
+            outgoing += weights.outgoing(one.catalogue, most, moving, stem=kind, folder=one.folder, given=given)
         _summarise(result, catalogue, source, viewed)
-        files += _other_files(beside, result, catalogue, source, options)
-        _check_secrets(files, beside.included, catalogue, options, result)
-        result.files = [FileSize(file.name, file.size) for file in files]
-        result.file_bytes = sum(file.size for file in files)
+        outgoing += _other_files(beside, result, catalogue, source, options)
+        _check_secrets(outgoing, beside.included, catalogue, options, result)
+        result.files = [FileSize(file.name, file.size) for file in outgoing]
+        result.file_bytes = sum(file.size for file in outgoing)
         result.memory_bytes = write.expected_memory(catalogue, result.cast, how.threads, memory)
         named = options.assets is not None and not result.card
-        yield Export(files, result, viewed, catalogue, moving.moved, () if named else (assets.CARD,), components)
+        yield Export(outgoing, result, viewed, catalogue, moving.moved, () if named else (assets.CARD,), components)
+
+
+def _with_base(opened: OpenSource, whole: CombinedSource) -> OpenSource:
+    """Return the source with the files of a base, which must not change while they are read either."""
+    added = whole.catalogue.files[len(opened.source.catalogue.files) :]
+    before = opened.before | files.fingerprint(file.location for file in added if not is_remote(file.location))
+    return replace(opened, source=whole, before=before)
 
 
 def _plan(
-    source: Catalogue, viewed: Viewed, beside: Assets, options: ExportOptions, result: Exported
+    source: Catalogue,
+    viewed: Viewed,
+    beside: Assets,
+    reference: references.Reference | None,
+    base: like.Base | None,
+    options: ExportOptions,
+    result: Exported,
 ) -> list[Component]:
     """Return the tensors to write, each with its origin in the source, by folder: the model of the config first."""
-    planned = select_model.renamed(select_model.model_of(source, options.selection.only), options.selection)
+    if options.take is not None:
+        model = select_model.tree_of(source, options.take, result.notes, strict=options.strict and reference is None)
+        result.take = options.take
+    else:
+        model = select_model.model_of(source, options.selection.only)
+    planned = select_model.renamed(model, options.selection)
     config = beside.adapter
     planned, method = adapters.without_base(planned, config)
     result.adapter = bool(method)
@@ -147,18 +190,54 @@ def _plan(
     if not result.adapter:
         planned, others = bundles.place(planned, beside)
         planned = _mapped(planned, viewed, beside, options, result)
-    model, same = _expected(beside, options, result), partial(ties.same_bytes, viewed)
-    if model is not None:
-        planned = ties.by_model(planned, model.tied, same, result.notes)
+    same = partial(ties.same_bytes, viewed)
+    if reference is not None:
+        planned = _like(planned, source, viewed, beside, reference, base, options, result)
+        return [Component(beside.main, planned), *others]
+    expected = _expected(beside, options, result)
+    if expected is not None:
+        planned = ties.by_model(planned, expected.tied, same, result.notes)
     elif not result.adapter:
         planned = ties.by_names(planned, beside.ties_words, same, result.notes)
     arguments.check_dtypes(options.dtype, _combined([Component("", planned), *others]) if others else planned)
-    planned = _cast(planned, model, beside, options, result)
-    if model is not None:
-        _compare(planned, model, beside, options, result)
+    planned = _cast(planned, expected, beside, options, result)
+    if expected is not None:
+        _compare(planned, expected, beside, options, result)
     general = dtype_rules.caster(options.dtype)
     others = [Component(one.folder, dtype_rules.cast(one.catalogue, general)) for one in others]
     return [Component(beside.main, planned), *others]
+
+
+def _like(
+    planned: Catalogue,
+    source: Catalogue,
+    viewed: Viewed,
+    beside: Assets,
+    reference: references.Reference,
+    base: like.Base | None,
+    options: ExportOptions,
+    result: Exported,
+) -> Catalogue:
+    """Return the tensors as the reference has them."""
+    where = result.source
+    planned = ties.by_names(planned, beside.ties_words or None, partial(ties.same_bytes, viewed), [])
+    found = like.fitted(planned, reference, base, where)
+    if base is not None:
+        keymap = key_maps.chosen(options.key_map or result.key_map or "none", (), beside.config)
+
+        def mapped(catalogue: Catalogue) -> Catalogue:
+            rows = options.head_dim or beside.head_dim
+            return key_maps.apply(keymap, catalogue, viewed, rows)[0] if keymap is not None else catalogue
+
+        like.check_untrained(found.filled, source, options.selection, mapped, base, where, result.notes)
+        result.filled, result.filled_from = found.filled, base.path
+    for name, twin in found.twins:
+        result.notes.append(f"`{name}` is `{twin}`, which is written once, as in the reference")
+    result.like, result.compared = reference.path, f"`{reference.path}`"
+    arguments.check_dtypes(options.dtype, found.catalogue)
+    if options.dtype:
+        return _cast(found.catalogue, None, beside, options, result)
+    return like.cast(found.catalogue, reference)
 
 
 def _combined(components: Sequence[Component]) -> Catalogue:
@@ -318,7 +397,8 @@ def _main_dtype(planned: Catalogue) -> str | None:
 
 def _summarise(result: Exported, planned: Catalogue, source: Catalogue, viewed: Viewed) -> None:
     write.count_tensors(result, planned)
-    result.dropped = write.left_out(source, {viewed.stored(t.origin or t).path for t in planned.tensors})
+    kept = (tensor for tensor in planned.tensors if tensor.name not in {*result.filled})
+    result.dropped = write.left_out(source, {viewed.stored(t.origin or t).path for t in kept})
     numbers: Counter[str] = Counter()
     for tensor in planned.tensors:
         if tensor.alias is None:

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from ckpttool.catalogue import parts
-from ckpttool.catalogue.entries import Catalogue, Part, dotted
+from ckpttool.catalogue.boxes import Ints
+from ckpttool.catalogue.entries import Catalogue, Part, Path, Tensor, dotted
 from ckpttool.catalogue.validation import validate
 from ckpttool.errors import UsageError
 from ckpttool.layout import select
 from ckpttool.layout.move import again, move, rebuilt
 from ckpttool.layout.rename import rename_entries, strip_wrappers, without_root
+from ckpttool.layout.select import models
 from ckpttool.operations import arguments, write
 from ckpttool.operations.arguments import Selection
-from ckpttool.text import some
+from ckpttool.text import plural, some
 
 _MODEL = Part("model")
 
@@ -48,6 +50,57 @@ def model_of(source: Catalogue, only: Sequence[str]) -> Catalogue:
         raise UsageError(f"part `{part}` has no tensors", hint="look at what is there with `ckpttool inspect`")
     validate(source, set(model.entries))
     return _flat(without_root(model, part))
+
+
+def tree_of(source: Catalogue, name: str, notes: list[str], *, strict: bool) -> Catalogue:
+    """Return the tensors of the tree called `name`, such as `ema`, under the names of the model.
+
+    Raises UsageError when there is no such tree, or several, or with `strict` when it lacks tensors of the model;
+    otherwise, this is noted.
+    """
+    known = models(source)
+    if not known:
+        raise UsageError("no model in this checkpoint, whose names a tree could have")
+    root, entries = known[0]
+    own = {strip_wrappers(entry.fqn): entry.shape for entry in entries if isinstance(entry, Tensor)}
+    trees = _trees(source, own)
+    trees.pop(dotted(root), None)
+    bare = strip_wrappers(f"{name}.").rstrip(".")
+    of_name = [tree for tree in trees if tree in (name, bare)] or [
+        tree for tree in trees if tree.startswith(f"{name}.") or tree.rpartition(".")[2] == name
+    ]
+    if len(of_name) != 1:
+        listed = [f"`{tree}` ({len(names):,} of {len(own):,} tensors)" for tree, names in trees.items()]
+        known_trees = "; ".join(listed) or "none"
+        what = f"no tree `{name}` with the names of the model" if not of_name else f"`{name}` is {len(of_name)} trees"
+        hint = f"pass one of their whole names: `--take {(of_name or [*trees])[0]}`" if trees else None
+        raise UsageError(f"`--take {name}`: {what}; there are: {known_trees}", hint=hint, found=[*trees])
+    tree = trees[of_name[0]]
+    missing = [one for one in own if one not in tree]
+    if missing:
+        text = f"tree `{of_name[0]}` lacks {plural(len(missing), 'tensor')} of the model: {some(missing)}"
+        if strict:
+            hint = "`--like REF --fill-from SRC` takes them from the model; `--no-strict` leaves them out"
+            raise UsageError(text, hint=hint, missing=missing)
+        notes.append(text)
+    paths: dict[Path, Path] = {path: (one,) for one, path in tree.items()}
+    validate(source, set(paths))
+    chosen = move(select.select(select.start(source), lambda entry: entry.path in paths), paths)
+    by_name = {tensor.name: tensor for tensor in chosen.tensors}
+    return rebuilt(chosen, [again(by_name[one], part=_MODEL) for one in own if one in by_name], {})
+
+
+def _trees(source: Catalogue, own: Mapping[str, Ints]) -> dict[str, dict[str, Path]]:
+    """Return the dicts with at least half of the model's tensors, by their dotted names: the path of each tensor."""
+    trees: dict[str, dict[str, Path]] = {}
+    for tensor in source.tensors:
+        keys = tensor.name.split(".") if tensor.part.kind != "optimizer" and not tensor.embedded else []
+        for depth in range(len(keys)):
+            name = strip_wrappers(".".join(keys[depth:]))
+            if own.get(name) == tensor.shape:
+                trees.setdefault(".".join(keys[:depth]), {})[name] = tensor.path
+                break
+    return {root: names for root, names in trees.items() if 2 * len(names) >= len(own)}
 
 
 def _flat(catalogue: Catalogue) -> Catalogue:

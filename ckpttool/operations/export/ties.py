@@ -84,6 +84,16 @@ def by_names(planned: Catalogue, config: bool | None, same: SameBytes, notes: li
     return _with(planned, alias)
 
 
+def is_head(name: str) -> bool:
+    """Return whether a tensor has the name of an output head. Pure."""
+    return _rank(name) == len(_RANKS) - 1
+
+
+def is_embedding(name: str) -> bool:
+    """Return whether a tensor has the name of an embedding that heads are tied to. Pure."""
+    return _rank(name) not in (None, len(_RANKS) - 1)
+
+
 def _rank(name: str) -> int | None:
     return next((rank for rank, pattern in enumerate(_RANKS) if pattern.fullmatch(name)), None)
 

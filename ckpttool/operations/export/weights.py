@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from ckpttool.catalogue.entries import Catalogue
@@ -13,7 +13,6 @@ from ckpttool.formats.safetensors import sharding
 from ckpttool.layout import rechunk
 from ckpttool.layout.move import rebuilt
 from ckpttool.operations.export.assets import of_bytes
-from ckpttool.serialization import safetensors_header
 from ckpttool.storage import files
 from ckpttool.storage.stores import Outgoing
 from ckpttool.text import some
@@ -41,9 +40,18 @@ class Moving:
     moved: Transferred = field(default_factory=Transferred)
 
 
-def outgoing(planned: Catalogue, most: int, moving: Moving, *, stem: str = MODEL, folder: str = "") -> list[Outgoing]:
+def outgoing(
+    planned: Catalogue,
+    most: int,
+    moving: Moving,
+    *,
+    stem: str = MODEL,
+    folder: str = "",
+    given: Mapping[str, Sequence[str]] | None = None,
+) -> list[Outgoing]:
     """Return the files of a model in a folder, `""` or `"unet/"`, of at most `most` bytes of weights each, and their
-    index. An adapter is one file. Raises LossError for what safetensors cannot store."""
+    index. An adapter is one file. `given` are files by name with the names of their tensors in order. Raises LossError
+    for what safetensors cannot store."""
     lost = _SAFE.losses(planned, "")
     if lost:
         raise LossError(
@@ -54,20 +62,26 @@ def outgoing(planned: Catalogue, most: int, moving: Moving, *, stem: str = MODEL
     planned = rechunk.whole(planned)
     # `__metadata__` of the source describes the source.
     planned.facts = {key: value for key, value in planned.facts.items() if key != "metadata"}
-    placed = sharding.plan_model(planned, None if stem == ADAPTER else most, {}, stem=stem, count_parameters=True)
+    placed = sharding.plan_model(
+        planned, None if stem == ADAPTER else most, {}, stem=stem, count_parameters=True, files=given
+    )
     owners = {tensor.name: tensor for tensor in planned.tensors}
     moving.total += sum(spec.nbytes for file in placed.files for spec in file.tensors)
     files_: list[Outgoing] = []
     for file in placed.files:
-        tensors = list(planned.tensors) if len(placed.files) == 1 else [owners[spec.name] for spec in file.tensors]
+        tensors = [owners[spec.name] for spec in file.tensors]
+        tensors += [t for t in planned.tensors if t.alias is not None] if len(placed.files) == 1 else []
         payload = sum(spec.nbytes for spec in file.tensors)
-        size = len(safetensors_header.build_header(file.tensors, file.metadata)) + payload
+        size = len(file.header()) + payload
         name = folder + file.name
-        files_.append(Outgoing(name, size, _writer(name, rebuilt(planned, tensors, {}), payload, moving)))
+        write = _writer(name, rebuilt(planned, tensors, {}), payload, moving, keep_order=file.keep_order)
+        files_.append(Outgoing(name, size, write))
     return files_ + [of_bytes(folder + name, data) for name, data in placed.indexes.items()]
 
 
-def _writer(name: str, catalogue: Catalogue, payload: int, moving: Moving) -> Callable[[str], None]:
+def _writer(
+    name: str, catalogue: Catalogue, payload: int, moving: Moving, *, keep_order: bool
+) -> Callable[[str], None]:
     def progress(done: int, _: int) -> None:
         moving.done[name] = done
         if moving.progress is not None:
@@ -75,7 +89,7 @@ def _writer(name: str, catalogue: Catalogue, payload: int, moving: Moving) -> Ca
 
     def write(path: str) -> None:
         assert _SAFE.create is not None
-        sink = _SAFE.create(path, catalogue, SinkOptions(one_file=True))
+        sink = _SAFE.create(path, catalogue, SinkOptions(one_file=True, keep_order=keep_order))
         created, threads, memory = sink.catalogue, moving.threads, moving.memory
         moved = transfer(
             plan.plan(created), moving.source, created, total=payload, threads=threads, memory=memory, progress=progress

@@ -1,0 +1,255 @@
+"""The model as a reference has it: names, dtypes, order and files. What the checkpoint lacks is filled from a base.
+
+reference   embed, layers.0.w, layers.1.w, lm_head          as its headers say
+checkpoint  embed, layers.0.w, lm_head is embed             layers.1.w is missing: an error, or taken from the base
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from ckpttool.catalogue.dtypes import DTYPES
+from ckpttool.catalogue.entries import Catalogue, Chunks, Part, Tensor
+from ckpttool.catalogue.patterns import any_of, renamer
+from ckpttool.errors import CkptError, CorruptError, LossError, UsageError
+from ckpttool.layout.move import again, rebuilt
+from ckpttool.layout.optimizer import trained
+from ckpttool.layout.rename import strip_wrappers
+from ckpttool.operations import reference as references
+from ckpttool.operations.arguments import Selection
+from ckpttool.operations.export import ties
+from ckpttool.producers.combined import CombinedSource
+from ckpttool.text import plural, some
+
+_MODEL = Part("model")
+_NUMBERED = re.compile(r"(.+)-\d{5}-of-\d{5}\.safetensors")
+_SHOWN = 5
+
+
+@dataclass(slots=True)
+class Base:
+    """The model from which missing tensors are taken: its path, and its tensors by name as ones of the source."""
+
+    path: str
+    tensors: Mapping[str, Tensor]
+    patterns: Sequence[str]
+
+    def wanted(self, name: str) -> bool:
+        """Return whether `--fill` names a tensor, or is not given."""
+        return not self.patterns or any_of(self.patterns)(name)
+
+
+@dataclass(slots=True)
+class Fitted:
+    """A model as its reference has it. `filled` are names of tensors of the base, `twins` names that were left out
+    because the reference has their bytes under another."""
+
+    catalogue: Catalogue
+    filled: list[str] = field(default_factory=list)
+    twins: list[tuple[str, str]] = field(default_factory=list)
+
+
+def base(whole: CombinedSource, reference: references.Reference, patterns: Sequence[str]) -> Base:
+    """Add the files of a base to those of the source. Raises UsageError for a base without weights, or a pattern that
+    matches nothing in it."""
+    if reference.source is None:
+        hint = "name a checkpoint, in place of its config"
+        raise UsageError(f"`--fill-from {reference.path}`: has no weights", hint=hint)
+    for pattern in patterns:
+        if not any(map(any_of([pattern]), reference.known)):
+            raise UsageError(
+                f"`--fill {pattern}` matches nothing in `{reference.path}`",
+                hint=f"names there are like `{next(iter(reference.known), '')}`",
+            )
+    for file in reference.source.catalogue.own_files:
+        if (store := getattr(file.location, "store", None)) is not None:
+            store.in_ranges = True
+    attached = {tensor.path: tensor for tensor in whole.attach(reference.source)}
+    tensors = {name: attached[(tensor.origin or tensor).path] for name, tensor in reference.tensors.items()}
+    return Base(reference.path, tensors, patterns)
+
+
+def fitted(planned: Catalogue, reference: references.Reference, base: Base | None, where: str) -> Fitted:
+    """Return the tensors of a model in the order of the reference, with missing ones from the base.
+
+    Raises CorruptError for tensors that are missing or have another shape, LossError for those that the reference does
+    not have. `where` is the path of the checkpoint.
+    """
+    own = {tensor.name: tensor for tensor in planned.tensors}
+    result = Fitted(planned)
+    chosen: dict[str, Tensor] = {}
+    missing: list[str] = []
+    named = base is not None and bool(base.patterns)
+    for name in reference.known:
+        tensor = own.get(name) or _twin(name, reference, own)
+        is_named = named and base is not None and base.wanted(name)
+        if base is not None and name in base.tensors and (is_named or (tensor is None and base.wanted(name))):
+            chosen[name] = again(base.tensors[name], part=_MODEL)
+            result.filled.append(name)
+        elif tensor is not None:
+            chosen[name] = tensor
+        else:
+            missing.append(name)
+    written = {planned.first(tensor).path: name for name, tensor in chosen.items() if name not in {*result.filled}}
+    extra = []
+    for name, tensor in own.items():
+        if name not in reference.known:
+            twin = written.get(planned.first(tensor).path)
+            if twin is None:
+                extra.append(name)
+            else:
+                result.twins.append((name, twin))
+    misshapen = [name for name, tensor in chosen.items() if tensor.shape != reference.known[name].shape]
+    if missing or extra or misshapen:
+        raise _refusal(missing, extra, misshapen, chosen, own, reference, base, where)
+    tied = {name: known.tied_to for name, known in reference.known.items()}
+    firsts = {name: planned.first(tensor).path for name, tensor in chosen.items() if name not in {*result.filled}}
+
+    def alias(name: str) -> tuple[str] | None:
+        kept = tied[name]
+        return (kept,) if kept is not None and name in firsts and firsts[name] == firsts.get(kept) else None
+
+    tensors = [again(tensor, path=(name,), alias=alias(name)) for name, tensor in chosen.items()]
+    result.catalogue = rebuilt(planned, tensors, {})
+    return result
+
+
+def _twin(name: str, reference: references.Reference, own: Mapping[str, Tensor]) -> Tensor | None:
+    """Return the tensor that a name of the reference is tied to, if the checkpoint has it under that name alone."""
+    known = reference.known[name]
+    others = [known.tied_to] if known.tied_to is not None else []
+    others += [other for other, one in reference.known.items() if one.tied_to == name]
+    found = [own[other] for other in others if other in own]
+    if not found and reference.assets.ties_words and ties.is_head(name):
+        found = [t for t in own.values() if ties.is_embedding(t.name) and t.shape == known.shape]
+    return found[0] if len(found) == 1 or (found and others) else None
+
+
+def _refusal(
+    missing: Sequence[str],
+    extra: Sequence[str],
+    misshapen: Sequence[str],
+    chosen: Mapping[str, Tensor],
+    own: Mapping[str, Tensor],
+    reference: references.Reference,
+    base: Base | None,
+    where: str,
+) -> CkptError:
+    whats = []
+    if missing:
+        of = f"{plural(len(missing), 'tensor')} of the reference"
+        whats.append(f"{of} {_is(missing)} missing: {some(missing, _SHOWN)}")
+    if extra:
+        whats.append(f"{plural(len(extra), 'tensor')} {_is(extra)} not in the reference: {some(extra, _SHOWN)}")
+    if misshapen:
+        name = misshapen[0]
+        found, expected = list(chosen[name].shape), list(reference.known[name].shape)
+        more = f" and {len(misshapen) - 1} more" if len(misshapen) > 1 else ""
+        whats.append(f"`{name}`{more} of another shape: found {found}, expected {expected}")
+    if missing and len(missing) == len(reference.known):
+        hint = f"names here are like `{next(iter(own), '')}`: `--rename`, `--strip-prefix` or `--key-map` renames them"
+    elif missing and extra:
+        hint = "are they the same under other names? `--rename OLD=NEW` or `--key-map FILE` gives them those"
+    elif missing and base is None:
+        hint = "`--fill-from REF` takes what is missing from a base model"
+    elif missing and base is not None:
+        hint = f"`{base.path}` does not have them, or `--fill` does not name them"
+    elif extra:
+        hint = f"leave them out with `--exclude {extra[0]!r}`"
+    else:
+        hint = "is the reference of this size of model?"
+    facts = {"missing": [*missing], "unexpected": [*extra], "misshapen": [*misshapen]}
+    kind = LossError if extra and not missing and not misshapen else CorruptError
+    return kind(f"`{where}` does not fit `{reference.path}`: {'; '.join(whats)}", hint=hint, file=where, **facts)
+
+
+def _is(names: Sequence[str]) -> str:
+    return "is" if len(names) == 1 else "are"
+
+
+def cast(planned: Catalogue, reference: references.Reference) -> Catalogue:
+    """Return the tensors with the dtypes of the reference. Raises UsageError for those that no cast makes."""
+    tensors = []
+    for tensor in planned.tensors:
+        wanted = DTYPES.get(reference.known[tensor.name].dtype, tensor.dtype)
+        if wanted != tensor.dtype:
+            kinds = {(one.kind, one.itemsize > 1) for one in (wanted, tensor.dtype)}
+            if kinds != {("float", True)}:
+                raise UsageError(
+                    f"`{tensor.name}` is {tensor.dtype}, and {wanted} in `{reference.path}`: a cast does not quantise",
+                    hint="name the release that is not quantised, or the dtypes with `--dtype`",
+                    tensor=tensor.name,
+                    found=tensor.dtype.name,
+                    expected=wanted.name,
+                )
+            tensor = again(tensor, dtype=wanted)
+        tensors.append(tensor)
+    return rebuilt(planned, tensors, {})
+
+
+def files(planned: Catalogue, reference: references.Reference) -> tuple[str, dict[str, list[str]]] | None:
+    """Return what the names of the files begin with, and the names in each, as the reference has them; None where it
+    has no files of safetensors."""
+    written = {tensor.name for tensor in planned.tensors if tensor.alias is None}
+    named = {file: [name for name in names if name in written] for file, names in reference.files.items()}
+    named = {file.rpartition("/")[2]: names for file, names in named.items() if names}
+    if sum(map(len, named.values())) != len(written):
+        return None
+    match = _NUMBERED.fullmatch(next(iter(named)))
+    return match[1] if match is not None else "model", named
+
+
+# What the optimizer trained -------------------------------------------------------------------------------------------
+
+
+def check_untrained(
+    filled: Iterable[str],
+    source: Catalogue,
+    selection: Selection,
+    mapped: Callable[[Catalogue], Catalogue],
+    base: Base,
+    where: str,
+    notes: list[str],
+) -> None:
+    """Raises LossError if the optimizer of the source trained a tensor that is filled from the base. `mapped` gives
+    tensors the names of the reference."""
+    filled = [*filled]
+    if not filled:
+        return
+    try:
+        shapes = trained.parameters(source)
+    except CkptError as error:
+        raise LossError(
+            f"`{where}`: whether the optimizer trained {some(filled, _SHOWN)} is unknown: {error.message}",
+            hint=error.hint,
+            file=where,
+        ) from None
+    if shapes is None:
+        notes.append("there is no optimizer in the checkpoint: whether the filled tensors were trained is unknown")
+        return
+    prefix = f"{selection.strip_prefix.rstrip('.')}." if selection.strip_prefix else ""
+    rename = renamer(selection.rename)
+    own = {_own_name(tensor.fqn): tensor for tensor in source.tensors if tensor.part.kind == "model"}
+    tensors = {}
+    for name, shape in shapes.items():
+        stored = own.get(_own_name(name))
+        shape = stored.shape if stored is not None else shape
+        path = (rename(_own_name(name).removeprefix(prefix)),)
+        tensors[path] = Tensor(path, DTYPES["float32"], shape or (), Chunks(), part=_MODEL)
+    known = {tensor.name for tensor in mapped(rebuilt(source, tensors.values(), {})).tensors}
+    lost = [name for name in filled if name in known]
+    if lost:
+        verb = "was" if len(lost) == 1 else "were"
+        raise LossError(
+            f"`{where}`: {plural(len(lost), 'tensor')} would be filled from `{base.path}`, but {verb} trained: the "
+            f"optimizer has {some(lost, _SHOWN)}",
+            hint="take the trained weights from a complete checkpoint, or name others with `--fill`",
+            file=where,
+            lost=lost,
+        )
+
+
+def _own_name(name: str) -> str:
+    return strip_wrappers(name)
