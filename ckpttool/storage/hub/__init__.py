@@ -3,7 +3,7 @@
 address     parsing of `hf://org/name@revision/path`
 client      the client of the library, quiet and with time-outs
 errors      exceptions of the client as errors of `ckpttool.errors`
-headers     headers of safetensors files, kept for the next look
+headers     headers and indexes of models, kept for the next look
 listing     the files of a revision: names, sizes, digests
 retries     attempts after failures that may pass
 store       a repository as a store whose files are fetched as they are read

@@ -1,7 +1,8 @@
-"""The headers of safetensors files on the Hub, kept for the next look.
+"""The headers and indexes of models on the Hub, kept for the next look.
 
 Each is a file of the assets cache of the library, named by the digest of the whole file on the Hub, so that it is never
-out of date. It is trusted as a range that was received: what is read whole is compared with the digest of the Hub.
+out of date. A header is trusted, as a range that was received; a file that is read whole is compared with its digest.
+The files of the revision are kept, too, for a look without the Hub.
 """
 
 from __future__ import annotations
@@ -10,38 +11,60 @@ import hashlib
 import json
 import os
 import re
+from collections.abc import Iterable
 from pathlib import Path
 
 from huggingface_hub import constants
 
 from ckpttool.storage import cache
-from ckpttool.storage.hub.listing import RepoFile
+from ckpttool.storage.hub.listing import RepoFile, difference, digest_of
 
-LARGEST = 8 << 20  # bytes of one header
+LARGEST = 32 << 20  # bytes of one header or index
+_HEADED, _INDEXES = ".safetensors", (".json", ".metadata")
 _DIGEST = re.compile(r"[0-9a-f]{40}|[0-9a-f]{64}")
 
 
 def load(file: RepoFile) -> bytes:
     """Return the first bytes of a file as they were kept, or none."""
     key = _key(file)
-    data = cache.read(str(_folder()), key) if key is not None else None
-    digest, head = (data or b"")[:32], (data or b"")[32:]
-    if not head or len(head) > file.size or hashlib.sha256(head).digest() != digest:
-        return b""
-    return head
+    head = _read(key) if key is not None else b""
+    return head if len(head) <= file.size else b""
 
 
 def keep(file: RepoFile, head: bytes, block: int) -> None:
-    """Keep the first blocks of a file if its header is in them, and no more than those.
+    """Keep the first blocks of a file if its header is in them, and no more than those; of an index, the whole.
 
     The cache may be read-only or full, which prevents nothing.
     """
     key = _key(file)
-    end = 8 + int.from_bytes(head[:8], "little")
-    if key is None or not _is_header(head[8:end], end - 8):
+    if key is None:
         return
-    head = head[: -(-end // block) * block]
-    cache.write(str(_folder()), key, hashlib.sha256(head).digest() + head)
+    if file.name.endswith(_HEADED):
+        end = 8 + int.from_bytes(head[:8], "little")
+        if not _is_header(head[8:end], end - 8):
+            return
+        head = head[: -(-end // block) * block]
+    elif difference(file, digest_of([head], len(head), in_git=file.sha256 is None)) is not None:
+        return
+    _write(key, head)
+
+
+def keep_listing(endpoint: str, repo: str, branch: str, commit: str, files: Iterable[RepoFile]) -> None:
+    """Keep the files of a commit, and that it is the one of a branch."""
+    if not os.environ.get("CKPTTOOL_HUB_NO_CACHE"):
+        rows = [[file.name, file.size, file.sha256, file.blob] for file in files]
+        _write(_of_revision(endpoint, repo, commit), json.dumps([commit, rows]).encode())
+        _write(_of_revision(endpoint, repo, branch), json.dumps([commit, None]).encode())
+
+
+def load_listing(endpoint: str, repo: str, revision: str) -> tuple[str, dict[str, RepoFile]]:
+    """Return the commit of a revision and its files as they were kept; the revision and no files if they were not."""
+    for _ in range(2):
+        kept = _read(_of_revision(endpoint, repo, revision))
+        revision, rows = json.loads(kept) if kept else (revision, [])
+        if rows is not None:
+            return revision, {row[0]: RepoFile(*row) for row in rows}
+    return revision, {}
 
 
 def prune() -> None:
@@ -53,9 +76,23 @@ def _folder() -> Path:
     return Path(constants.HF_ASSETS_CACHE, "ckpttool", "headers")
 
 
+def _write(key: str, data: bytes) -> None:
+    cache.write(str(_folder()), key, hashlib.sha256(data).digest() + data)
+
+
+def _read(key: str) -> bytes:
+    """Return what was kept; nothing if it is not there, or damaged."""
+    kept = cache.read(str(_folder()), key) or b""
+    return kept[32:] if hashlib.sha256(kept[32:]).digest() == kept[:32] else b""
+
+
+def _of_revision(endpoint: str, repo: str, revision: str) -> str:
+    return f"revision-{hashlib.sha256(json.dumps([endpoint, repo, revision]).encode()).hexdigest()}"
+
+
 def _key(file: RepoFile) -> str | None:
     digest = file.sha256 or file.blob
-    if os.environ.get("CKPTTOOL_HUB_NO_CACHE") or not file.name.endswith(".safetensors"):
+    if os.environ.get("CKPTTOOL_HUB_NO_CACHE") or not file.name.endswith((_HEADED, *_INDEXES)):
         return None
     return digest if digest is not None and _DIGEST.fullmatch(digest) else None
 

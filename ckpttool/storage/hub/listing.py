@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import os
-from dataclasses import dataclass
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 from huggingface_hub import HfApi
@@ -34,12 +36,17 @@ def compute_digest(path: str, in_git: bool) -> RepoFile:
 
     Raises OSError.
     """
-    size = os.path.getsize(path)
-    digest = hashlib.sha1(f"blob {size}\0".encode(), usedforsecurity=False) if in_git else hashlib.sha256()
     with open(path, "rb") as stream:
-        while data := stream.read(_BLOCK):
-            digest.update(data)
-    return RepoFile(path, size, None if in_git else digest.hexdigest(), digest.hexdigest() if in_git else None)
+        blocks = iter(partial(stream.read, _BLOCK), b"")
+        return replace(digest_of(blocks, os.path.getsize(path), in_git), name=path)
+
+
+def digest_of(blocks: Iterable[bytes], size: int, in_git: bool) -> RepoFile:
+    """Return the size and the digest of a file without a name, as `compute_digest` does. Pure."""
+    digest = hashlib.sha1(f"blob {size}\0".encode(), usedforsecurity=False) if in_git else hashlib.sha256()
+    for block in blocks:
+        digest.update(block)
+    return RepoFile("", size, None if in_git else digest.hexdigest(), digest.hexdigest() if in_git else None)
 
 
 def info(api: HfApi, repo: str, revision: str | None) -> Any:

@@ -157,6 +157,8 @@ class HubStore(Store):
             if size > self._kept.get(name, 0):
                 with suppress(OSError), open(os.path.join(str(self._scratch), *name.split("/")), "rb") as stream:
                     headers.keep(file, stream.read(size), BLOCK)
+        if not constants.HF_HUB_OFFLINE:
+            headers.keep_listing(self._api.endpoint, self._repo, self._branch, self._commit, self._repo_files.values())
         headers.prune()
 
     def _cached(self, file: RepoFile) -> str | None:
@@ -326,18 +328,19 @@ def _folders(names: Iterable[str]) -> dict[str, list[Entry]]:
 
 
 def _from_cache(address: Address, api: HfApi) -> HubStore:
-    """Return the store of a revision in the cache. Raises ReadError if the cache does not have it."""
+    """Return the store of a revision in the cache of the library, and of its kept headers. Raises ReadError if neither
+    has it."""
     folder = _cache_folder(address.repo)
     ref = folder / "refs" / address.branch
-    commit = ref.read_text().strip() if ref.is_file() else address.branch
+    revision = ref.read_text().strip() if ref.is_file() else address.branch
+    commit, repo_files = headers.load_listing(api.endpoint, address.repo, revision)
     snapshot = folder / "snapshots" / commit
-    if not snapshot.is_dir():
+    if not snapshot.is_dir() and not repo_files:
         raise ReadError(
             f"`{address}`: is not in the cache, and `HF_HUB_OFFLINE` disables access to the Hub",
             hint="unset `HF_HUB_OFFLINE`",
             file=str(address),
         )
-    repo_files = {}
     for path in snapshot.rglob("*"):
         if path.is_file():
             # The link is to a blob that the digest of the Hub names. That may be a link itself, to a file that all

@@ -11,10 +11,10 @@ import pytest
 import torch
 from huggingface_hub import constants
 from safetensors.torch import load, save
-from support.hub_server import Hub
+from support.hub_server import Handler, Hub
 
 import ckpttool
-from ckpttool.errors import CkptError, CorruptError, UsageError
+from ckpttool.errors import CkptError, CorruptError, RemoteError, UsageError
 from ckpttool.storage import cache
 from ckpttool.storage.hub import headers
 
@@ -43,7 +43,9 @@ def asked(hub: Hub) -> int:
 
 
 def kept() -> list[Path]:
-    return sorted(headers._folder().iterdir())
+    """The kept headers; beside them are the index, the config, and the files of the revision."""
+    contents = {path: path.read_bytes()[32:] for path in sorted(headers._folder().iterdir())}
+    return [path for path, data in contents.items() if data[8:9] == b"{"]
 
 
 def test_the_next_look_fetches_no_header(hub: Hub, shards: list[bytes]) -> None:
@@ -85,6 +87,7 @@ def test_a_damaged_header_is_not_kept(hub: Hub, shards: list[bytes]) -> None:
 def test_what_is_kept_is_bounded(hub: Hub, shards: list[bytes], monkeypatch: pytest.MonkeyPatch) -> None:
     look()
     size = max(path.stat().st_size for path in kept())
+    assert len(list(headers._folder().iterdir())) == 4 + 4
     assert size <= 32 + (64 << 10)
     monkeypatch.setattr(cache, "_MOST", 2 * size)
     hub.commit("org/name", {"model-00002-of-00004.safetensors": save({"layers.1.weight": torch.zeros(10, 4)})})
@@ -164,3 +167,57 @@ def test_scales_are_looked_for_in_all_headers(hub: Hub, shards: list[bytes]) -> 
     with contextlib.suppress(CkptError):
         ckpttool.show("hf://org/fp8", "a.weight")
     assert len(set(shards_asked(hub))) == 2
+
+
+def test_kept_headers_are_read_offline(hub: Hub, shards: list[bytes], monkeypatch: pytest.MonkeyPatch) -> None:
+    """No file of the model is in the cache of the library: what an earlier look fetched is enough for another."""
+    first = look()
+    oid = hub.repos["org/name"].refs["main"]
+    hub.seen.clear()
+    with monkeypatch.context() as offline:
+        offline.setattr(constants, "HF_HUB_OFFLINE", True)
+        assert look() == first
+        tensors = ckpttool.inspect(f"hf://org/name@{oid}").tensors
+        assert {tensor.name: tuple(tensor.shape) for tensor in tensors} == first
+        with pytest.raises(RemoteError, match="`HF_HUB_OFFLINE` disables"):
+            ckpttool.verify("hf://org/name")
+        with pytest.raises(CkptError, match="not in the cache"):
+            ckpttool.inspect("hf://org/name@another")
+        offline.setenv("HF_ENDPOINT", "http://127.0.0.1:9")
+        with pytest.raises(CkptError, match="not in the cache"):
+            look()
+    assert not hub.seen
+    # The branch is at another commit, which a look notices; the one before is known by its hash only.
+    hub.commit("org/name", {"model-00002-of-00004.safetensors": save({"layers.1.weight": torch.zeros(10, 4)})})
+    second = look()
+    with monkeypatch.context() as offline:
+        offline.setattr(constants, "HF_HUB_OFFLINE", True)
+        assert look() == second != first
+        tensors = ckpttool.inspect(f"hf://org/name@{oid}").tensors
+        assert {tensor.name: tuple(tensor.shape) for tensor in tensors} == first
+        # Damaged, it is as if it were not kept.
+        for path in headers._folder().glob("revision-*"):
+            path.write_bytes(path.read_bytes()[:-1] + b"x")
+        with pytest.raises(CkptError, match="not in the cache"):
+            look()
+
+
+def test_an_index_that_was_damaged_on_the_way_is_not_kept(hub: Hub, shards: list[bytes]) -> None:
+    assert len(look()) == 4
+    data = hub.files("org/name")["model.safetensors.index.json"]
+    entry = next(p for p in headers._folder().iterdir() if p.read_bytes()[32:] == data)
+    entry.unlink()
+    changed = data.replace(b"layers.3", b"layers.5")
+
+    def lie(handler: Handler) -> bool:
+        handler.send_response(206)
+        handler.send_header("Content-Length", str(len(changed)))
+        handler.end_headers()
+        handler.wfile.write(changed)
+        return True
+
+    hub.fail("GET", "index.json", act=lie)
+    with pytest.raises(CorruptError, match=r"layers\.5\.weight"):
+        look()
+    hub.faults.clear()
+    assert not entry.exists() and len(look()) == 4 and entry.exists()
