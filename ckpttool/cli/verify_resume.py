@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from ckpttool.cli import options
+from ckpttool.cli import options, resume_run
 from ckpttool.cli.options import Argument, Option
+from ckpttool.cli.pages import write_page
 from ckpttool.cli.terminal import Styled, Terminal, TextLike, answer, bold, dim, err, out
-from ckpttool.errors import UsageError
 from ckpttool.text import duration, plural, size
 
 if TYPE_CHECKING:
@@ -157,7 +157,9 @@ def trial(via: str | None, html: str | None, as_json: bool, quiet: bool, verbose
     result = run(**arguments, via=via or (), tell=tell)
     document = result.as_dict()
     if html is not None:
-        _write_page(html, document)
+        from ckpttool.operations.verify_resume.trial.html import trial_page
+
+        write_page(html, trial_page, document)
     with answer(result.exit_code, verbose) as terminal:
         if as_json:
             terminal.json(document)
@@ -167,32 +169,6 @@ def trial(via: str | None, html: str | None, as_json: bool, quiet: bool, verbose
             _print_trial(terminal, result, verbose)
             if html is not None:
                 err().line(dim("wrote "), html)
-
-
-def _write_page(path: str, document: Any) -> None:
-    import platform
-    import shlex
-    import sys
-    from datetime import datetime
-    from importlib.metadata import version
-
-    from ckpttool.operations.verify_resume.trial.html import trial_page
-    from ckpttool.version import __version__
-
-    made = {
-        "command": shlex.join(["ckpttool", *sys.argv[1:]]),
-        "date": datetime.now().astimezone().isoformat(" ", "seconds"),
-        "ckpttool": __version__,
-        "torch": version("torch"),
-        "Python": platform.python_version(),
-        "system": platform.platform(terse=True),
-    }
-    page = trial_page(document, made)
-    try:
-        with open(path, "w", encoding="utf-8") as stream:
-            stream.write(page)
-    except OSError as error:
-        raise UsageError(f"`{path}` cannot be written: {(error.strerror or str(error)).lower()}") from None
 
 
 def _print_trial(terminal: Terminal, result: Report, verbose: bool) -> None:
@@ -291,7 +267,7 @@ def init(path: str, quiet: bool) -> None:
 verify_resume = options.Commands(
     "verify-resume",
     help="Check that training resumes exactly from a checkpoint.",
-    commands=[audit, trial, init],
+    commands=[audit, trial, resume_run.run, init],
     epilog="More: docs/how-to/check-resume.md",
     no_args_is_help=True,
 )

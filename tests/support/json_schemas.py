@@ -30,6 +30,7 @@ from ckpttool.operations.show import Shown
 from ckpttool.operations.stats import Stats
 from ckpttool.operations.verify.findings import Report
 from ckpttool.operations.verify_resume.audit import Audit
+from ckpttool.operations.verify_resume.run import results as resume_run
 from ckpttool.operations.verify_resume.trial import results as trial
 from ckpttool.operations.write import Conversion
 from ckpttool.storage.hub.upload import Sent
@@ -55,6 +56,7 @@ DOCUMENTS: dict[str, tuple[type, ...]] = {
             Repaired,
             Audit,
             trial.Report,
+            resume_run.Report,
         )
     },
     "samples": (documents.Samples,),

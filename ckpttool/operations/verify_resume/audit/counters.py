@@ -24,15 +24,21 @@ def check_counters(
 ) -> float | None:
     """Check schedulers, counters and the grad scaler. Returns the step that training was at, if it is known."""
     steps = {one.step for one in optimizers if one.step is not None}
-    counters = dict(_counters(catalogue, read, _STEPS))
-    step: Any = catalogue.facts.get("step")
-    if _is_number(step):
-        counters["the name of the checkpoint"] = float(step)
+    counters = step_counters(catalogue, read)
     _progress(counters, steps, checks)
     epochs = {value for _, value in _counters(catalogue, read, _EPOCHS) if value}
     _schedulers(catalogue, optimizers, steps | {*counters.values()} | epochs, checks)
     _scalers(catalogue, checks)
     return next(iter([*counters.values(), *sorted(steps)]), None)
+
+
+def step_counters(catalogue: Catalogue, read: ReadNumber) -> dict[str, float]:
+    """Return the counters of steps by name, and the step that the name of the checkpoint says."""
+    found = dict(_counters(catalogue, read, _STEPS))
+    step: Any = catalogue.facts.get("step")
+    if _is_number(step):
+        found["the name of the checkpoint"] = float(step)
+    return found
 
 
 def _values_of(catalogue: Catalogue, kind: str) -> list[tuple[Path, dict[Path, Any]]]:

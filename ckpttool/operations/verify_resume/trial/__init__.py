@@ -14,17 +14,16 @@ from __future__ import annotations
 
 import math
 import os
-import shutil
-import tempfile
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from ckpttool.errors import BUG, OverwriteError, UsageError, require
+from ckpttool.errors import BUG, UsageError, require
 from ckpttool.layout.mesh import Mesh
 from ckpttool.operations.verify_resume.recipe import load_recipe
+from ckpttool.operations.verify_resume.scratch import kept_folder
 from ckpttool.operations.verify_resume.trial import arguments, compare, launch, state
 from ckpttool.operations.verify_resume.trial.diagnose import diagnose
 from ckpttool.operations.verify_resume.trial.job import BUILT, END, RESUMED, Job, Seen, read_seen
@@ -129,7 +128,7 @@ def trial(
     report.folder = os.path.abspath(keep) if keep is not None else None
     launcher = Launcher() if torchrun_world() is None else TorchrunLauncher(device)
     with ExitStack() as stack:
-        folder = launcher.from_first(lambda: _folder(stack, keep))
+        folder = launcher.from_first(lambda: kept_folder(stack, keep, "ckpttool-trial-"))
         base = Job(folder, loaded.path, own, device, deterministic=deterministic, limit=limit, after=more)
         running = _Trial(base, report, launcher, tell or (lambda line: None))
         if launcher.message != Launcher.message:
@@ -145,19 +144,6 @@ def trial(
         report.verdict = launcher.from_first(lambda: report.verdict)
     report.seconds = time.monotonic() - began
     return report
-
-
-def _folder(stack: ExitStack, keep: str | os.PathLike[str] | None) -> str:
-    if keep is None:
-        temporary = tempfile.mkdtemp(prefix="ckpttool-trial-")
-        stack.callback(shutil.rmtree, temporary, ignore_errors=True)
-        return temporary
-    path = os.path.abspath(keep)
-    if os.path.exists(path) and (not os.path.isdir(path) or os.listdir(path)):
-        hint = "pass an empty or a new folder to `--keep`"
-        raise OverwriteError(f"`{os.fspath(keep)}` exists and is not empty", hint=hint)
-    os.makedirs(path, exist_ok=True)
-    return path
 
 
 def _why_no_gradients(base: Job, wanted: bool) -> str:

@@ -10,7 +10,13 @@ from typing import Any
 
 from ckpttool.operations.templates import environment
 
-_VERDICTS = {"same": "Resume is exact", "differs": "Resume is not exact", "failed": "The trial did not finish"}
+_VERDICTS = {
+    "same": "Resume is exact",
+    "differs": "Resume is not exact",
+    "failed": "The trial did not finish",
+    "nondeterministic": "The command does not repeat itself",
+    "planned": "Nothing was run",
+}
 _RUNS = {
     "A": "trained without interruption",
     "A2": "run A repeated, as B differs",

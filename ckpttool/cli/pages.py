@@ -1,0 +1,41 @@
+"""Writes the reports that commands make beside their answer: HTML pages, which say how they were made, and others."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from ckpttool.errors import UsageError
+
+
+def write_page(path: str, page_of: Callable[[Any, dict[str, str]], str], document: Any) -> None:
+    """Write the page of a document. Raises UsageError if the file cannot be written."""
+    import platform
+    import shlex
+    import sys
+    from datetime import datetime
+    from importlib.metadata import PackageNotFoundError, version
+
+    from ckpttool.version import __version__
+
+    made = {
+        "command": shlex.join(["ckpttool", *sys.argv[1:]]),
+        "date": datetime.now().astimezone().isoformat(" ", "seconds"),
+        "ckpttool": __version__,
+        "Python": platform.python_version(),
+        "system": platform.platform(terse=True),
+    }
+    try:
+        made["torch"] = version("torch")
+    except PackageNotFoundError:
+        made["torch"] = "not installed"
+    write_text(path, page_of(document, made))
+
+
+def write_text(path: str, text: str) -> None:
+    """Write a file. Raises UsageError if it cannot be written."""
+    try:
+        with open(path, "w", encoding="utf-8") as stream:
+            stream.write(text)
+    except OSError as error:
+        raise UsageError(f"`{path}` cannot be written: {(error.strerror or str(error)).lower()}") from None

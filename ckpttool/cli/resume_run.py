@@ -1,0 +1,207 @@
+"""`ckpttool verify-resume run`: whether a training command resumes exactly, as it is."""
+
+from __future__ import annotations
+
+import shlex
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from ckpttool.cli import options
+from ckpttool.cli.options import Argument, Option
+from ckpttool.cli.pages import write_page, write_text
+from ckpttool.cli.terminal import Styled, Terminal, TextLike, answer, bold, dim, err
+from ckpttool.text import duration, plural, size
+
+if TYPE_CHECKING:
+    from ckpttool.operations.verify_resume.run.results import Report
+
+_VERDICTS = {
+    "same": ("PASS", "green"),
+    "differs": ("FAIL", "red"),
+    "failed": ("FAIL", "red"),
+    "nondeterministic": ("NONDETERMINISTIC", "yellow"),
+    "planned": ("PLAN", "dim"),
+}
+_CELLS = {True: ("same", "green"), False: ("differs", "red"), None: ("not judged", "dim")}
+_SHOWN = 10
+
+
+@options.command(
+    "run",
+    arguments=(
+        Argument(
+            "command",
+            nargs=-1,
+            metavar="-- COMMAND...",
+            type=click.UNPROCESSED,
+            help="The training command, with OUT or {out} for its output directory.",
+        ),
+    ),
+    sections={
+        "Runs": (
+            Option(
+                "--at K", "The step after which B is stopped and resumed.", type=click.IntRange(min=1), required=True
+            ),
+            Option("--until N", "The last step that is compared.", type=click.IntRange(min=2), required=True),
+            Option(
+                "--stop HOW",
+                "How B is stopped: sigkill or sigterm once the checkpoint of step K is complete, or max-steps=FLAG: "
+                "the command's own flag for its number of steps is set to K.",
+                default="sigkill",
+            ),
+            Option(
+                "--resume-with COMMAND",
+                "The command that resumes, quoted: '... --resume {checkpoint}', where ... is COMMAND. "
+                "Default: COMMAND itself.",
+            ),
+            Option("--world N", "The value of {world} in COMMAND.", type=click.IntRange(min=1)),
+        ),
+        "What is compared": (
+            Option(
+                "--checkpoints PATTERN",
+                "Where the checkpoints are: 'OUT/step-{step}'; without {step}, one that is written again and again. "
+                "Default: as `inspect` finds them in OUT.",
+            ),
+            Option("--out WORD", "The word that stands for the output directory, as {out} does.", default="OUT"),
+            Option(
+                "--loss REGEX",
+                "The losses in the output: a regular expression with a group for the step and one for the loss. "
+                "Default: `step 4: loss 2.71` and the like.",
+            ),
+        ),
+        "Execution": (
+            Option("--timeout SECONDS", "Time limit for each run.", type=click.IntRange(min=1), default=1800),
+            Option("--max-disk SIZE", "Limit for the checkpoints of all runs: 50GB, ..."),
+            options.reworded(options.DRY_RUN, "Show the commands and the cost, and run nothing."),
+        ),
+        "Output": (
+            Option("--html FILE", "Also write the report as an HTML page."),
+            Option("--junit FILE", "Also write the comparisons as JUnit XML."),
+            Option("--keep FOLDER", "Keep the checkpoints and the output of the runs in this folder."),
+            *options.PRINTING,
+        ),
+    },
+    examples=(
+        "--checkpoints 'OUT/step-{step}' --at 4 --until 8 --resume-with '... --resume {checkpoint}' "
+        "-- python train.py --out OUT",
+        "--at 4 --until 8 -- torchrun --nproc-per-node 2 train.py --out OUT",
+    ),
+)
+def run(
+    html: str | None, junit: str | None, as_json: bool, quiet: bool, verbose: bool, command: Any, **arguments: Any
+) -> None:
+    """Run a training command with and without a stop, and compare every checkpoint.
+
+    A runs to step N, A2 repeats it, and B is stopped at step K and resumed. Each has an output directory of its own.
+    The exit code is 0 if B is the same as A, 1 if it differs, 3 if A2 differs already.
+    """
+    from ckpttool.operations.verify_resume.run import run as operation
+
+    tell = None if quiet or as_json else lambda message: err().line(dim(message))
+    result = operation(command, **arguments, tell=tell)
+    if html is not None:
+        from ckpttool.operations.verify_resume.run.html import run_page
+
+        write_page(html, run_page, result.as_dict())
+    if junit is not None:
+        from ckpttool.operations.verify_resume.run.junit import junit_xml
+
+        write_text(junit, junit_xml(result))
+    with answer(result.exit_code, verbose) as terminal:
+        if as_json:
+            terminal.json(result.as_dict())
+        elif quiet:
+            terminal.line(result.verdict)
+        else:
+            _print(terminal, result, verbose)
+            for path in filter(None, (html, junit)):
+                err().line(dim("wrote "), path)
+
+
+def _print(terminal: Terminal, result: Report, verbose: bool) -> None:
+    word, colour = _VERDICTS[result.verdict]
+    terminal.line(Styled(word, colour), "  ", result.message)
+    terminal.write("\n")
+    about = _about(result)
+    indent = max(len(title) for title, _ in about) + 4
+    for title, text in about:
+        terminal.paragraph(text, mark=dim(f"  {title}".ljust(indent)), indent=indent)
+    _print_table(terminal, result)
+    if result.findings:
+        terminal.heading("found", plural(len(result.findings), "difference"))
+        shown = result.findings if verbose else result.findings[:_SHOWN]
+        for finding in shown:
+            at = f"in step {finding.step}, " if finding.step is not None else ""
+            terminal.paragraph(f"{finding.kind}: {at}{finding.message}", mark=Styled("- ", "red"))
+            if finding.hint:
+                terminal.paragraph(finding.hint, mark=dim("  hint: "), indent=8)
+        terminal.more(len(result.findings) - len(shown))
+    if result.failure is not None:
+        terminal.heading("output", f"the last lines of run {result.failure.run}")
+        for line in result.failure.output:
+            terminal.line(dim(f"  {line}"))
+    if verbose:
+        _print_losses(terminal, result)
+    for note in result.notes:
+        terminal.paragraph(note, mark=Styled("note: ", "yellow"))
+
+
+def _about(result: Report) -> list[tuple[str, str]]:
+    rows = [("criterion", result.rule_message)]
+    for one in result.runs:
+        stopped = f"; stopped at step {result.at} {one.stopped}" if one.stopped else ""
+        resumed = f", resumed at step {one.resumed_at}" if one.resumed_at is not None else ""
+        facts = "" if result.verdict == "planned" else f" ({duration(one.seconds)}{stopped}{resumed})"
+        rows.append((f"run {one.name}", f"{shlex.join(one.command)}{facts}"))
+        if result.verdict == "planned" and one.stopped:
+            rows.append(("before stop", one.stopped))
+    rows += [("route", f"{leg.message}  {duration(leg.seconds)}") for leg in result.route]
+    rows += [("loss drift", f"{drift.loss_relative:.2%} vs A (informational)") for drift in result.drifts]
+    if result.nondeterministic:
+        rows.append(("nondeterministic", ", ".join(result.nondeterministic)))
+    if result.unjudged:
+        rows.append(("not judged", ", ".join(result.unjudged)))
+    if result.settings:
+        rows.append(("settings", ", ".join(result.settings)))
+    cost = result.cost
+    disk = f", {size(cost.checkpoint_bytes)} a checkpoint" if cost.checkpoint_bytes is not None else ""
+    rows.append(("cost", f"{plural(cost.runs, 'start')}, {plural(cost.steps, 'step')}{disk}"))
+    if result.seconds:
+        rows.append(("time", duration(result.seconds)))
+    if result.folder is not None:
+        rows.append(("kept in", result.folder))
+    return rows
+
+
+def _print_table(terminal: Terminal, result: Report) -> None:
+    """Print a row for each step and a column for each part."""
+    cells: dict[str, dict[str, TextLike]] = {}
+    for row in result.compared:
+        step, _, kind = row.what.rpartition(": ")
+        differing = f" {row.differing:,} of {row.count:,}" if row.equal is False else ""
+        text, colour = _CELLS[row.equal]
+        cells.setdefault(step or "losses", {})[kind] = Styled(text + differing, colour)
+    steps = [step for step in cells if step != "losses"]
+    kinds = [*dict.fromkeys(kind for step in steps for kind in cells[step])]
+    if steps:
+        terminal.heading("compared", "B with A")
+        rows = [(bold(step), *(cells[step].get(kind, "") for kind in kinds)) for step in steps]
+        terminal.table(rows, headers=("", *kinds))
+    for row in result.compared:
+        if row.what == "loss":
+            equal = f"{row.count - row.differing:,} of {row.count:,} equal" if row.count else row.message
+            terminal.line("  losses  ", equal)
+
+
+def _print_losses(terminal: Terminal, result: Report) -> None:
+    runs = [run for run in result.runs if run.steps]
+    numbers = sorted({loss.number for run in runs for loss in run.steps})
+    if not numbers:
+        return
+    terminal.heading("losses")
+    rows = []
+    for number in numbers:
+        losses = [next((f"{one.loss:.9g}" for one in run.steps if one.number == number), "") for run in runs]
+        rows.append((f"step {number}", *losses))
+    terminal.table(rows, headers=("", *(run.name for run in runs)), right=range(1, len(runs) + 1))

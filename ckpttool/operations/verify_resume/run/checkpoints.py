@@ -1,0 +1,155 @@
+"""Finds the checkpoints that a run has written so far, and whether each is complete: by reading it, never by waiting.
+
+{out}/step-{step}            one for each step, a file or a directory; `*` stands for anything else in a name
+{out}/ckpt.pt                one that is written again and again: the step is read from it, and a copy is kept
+None                         what `inspect` finds in the output directory of a framework
+"""
+
+from __future__ import annotations
+
+import glob
+import os
+import re
+import shutil
+from contextlib import closing, suppress
+
+from ckpttool.catalogue.validation import validate
+from ckpttool.errors import CkptError
+from ckpttool.operations.verify_resume.audit.counters import step_counters
+from ckpttool.operations.verify_resume.audit.values import read_number
+from ckpttool.producers import runs
+from ckpttool.producers.open import opened
+from ckpttool.storage.files import Pool
+
+_STEP = re.compile(r"\{step(?::[^}]*)?\}")
+Fingerprint = tuple[tuple[str, int, int], ...]
+
+
+class Checkpoints:
+    """The checkpoints in the output directory of a run. `copies` is where one that is written again is kept.
+
+    A checkpoint is complete when it can be opened, nothing in it is missing, and it has the files that `model`, that of
+    the same step in another run, has.
+    """
+
+    def __init__(self, pattern: str | None, out: str, copies: str) -> None:
+        self._pattern, self._out, self._copies = pattern, out, copies
+        self._complete: dict[str, Fingerprint] = {}
+        self._incomplete: dict[str, tuple[Fingerprint, str]] = {}
+        self._kept: dict[int, str] = {}
+
+    def find(self) -> dict[int, str]:
+        """Return the paths of the checkpoints by step, complete or not."""
+        if self._pattern is None:
+            return self._of_framework()
+        if not _STEP.search(self._pattern):
+            self._keep()
+            return dict(self._kept)
+        found: dict[int, str] = {}
+        parts = _STEP.split(self._pattern)
+        numbers = re.compile(r"0*(\d+)".join(_as_regex(part) for part in parts))
+        for path in sorted(glob.glob("*".join(parts)), key=_written):
+            if (match := numbers.fullmatch(path)) and len(set(match.groups())) == 1:
+                found[int(match[1])] = path
+        return dict(sorted(found.items()))
+
+    def complete(self, step: int, model: str | None = None) -> str | None:
+        """Return the path of the checkpoint of a step if it is complete, else None."""
+        path = self.find().get(step)
+        return path if path is not None and self.why_not(path, model) is None else None
+
+    def why_not(self, path: str, model: str | None = None) -> str | None:
+        """Return why a checkpoint is not complete; None if it is."""
+        now = fingerprint(path)
+        if self._complete.get(path) == now:
+            return None
+        if path in self._incomplete and self._incomplete[path][0] == now:
+            return self._incomplete[path][1]
+        if model is not None and (
+            absent := sorted({name for name, _, _ in fingerprint(model)} - {n for n, _, _ in now})
+        ):
+            reason: str | None = f"`{absent[0]}` is not there yet"
+        else:
+            reason = _why_not_opened(path)
+        if reason is None and fingerprint(path) == now:
+            self._complete[path] = now
+            return None
+        self._incomplete[path] = now, reason or "it is being written"
+        return self._incomplete[path][1]
+
+    def _of_framework(self) -> dict[int, str]:
+        with suppress(CkptError, OSError):
+            return {one.step: str(one.path) for one in runs.checkpoints(self._out) if one.step is not None}
+        return {}
+
+    def _keep(self) -> None:
+        """Copy the checkpoint, if it is complete and of a step that is not kept yet."""
+        assert self._pattern is not None
+        path = self._pattern
+        if not os.path.exists(path) or self._complete.get(path) == fingerprint(path):
+            return
+        before = fingerprint(path)
+        if self.why_not(path) is not None or (step := step_of(path)) is None:
+            return
+        copy = os.path.join(self._copies, f"step-{step}{os.path.splitext(path)[1]}")
+        os.makedirs(self._copies, exist_ok=True)
+        with suppress(OSError):
+            if os.path.isdir(path):
+                shutil.copytree(path, copy, dirs_exist_ok=True)
+            else:
+                shutil.copyfile(path, copy)
+        if fingerprint(path) == before and _why_not_opened(copy) is None:
+            self._kept[step] = copy
+        else:
+            self._complete.pop(path, None)
+
+
+def step_of(path: str) -> int | None:
+    """Return the step that a checkpoint was saved at, as it says itself; None if it does not."""
+    with suppress(CkptError), opened(path) as source, closing(Pool()) as pool:
+        found = step_counters(source.catalogue, lambda tensor: read_number(tensor, source, pool))
+        return next((int(step) for step in found.values()), None)
+    return None
+
+
+def _why_not_opened(path: str) -> str | None:
+    try:
+        with opened(path) as source:
+            if source.catalogue.faults:
+                return source.catalogue.faults[0].message
+            validate(source.catalogue, set(source.catalogue.entries))
+    except CkptError as error:
+        return error.message
+    return None
+
+
+def fingerprint(path: str) -> Fingerprint:
+    """Return the names, sizes and times of all files of a checkpoint."""
+    found = []
+    if not os.path.isdir(path):
+        with suppress(OSError):
+            status = os.stat(path)
+            return (("", status.st_size, status.st_mtime_ns),)
+        return ()
+    for folder, _, names in os.walk(path):
+        for name in names:
+            with suppress(OSError):
+                status = os.stat(os.path.join(folder, name))
+                inner = os.path.relpath(os.path.join(folder, name), path)
+                found.append((inner, status.st_size, status.st_mtime_ns))
+    return tuple(sorted(found))
+
+
+def nbytes(path: str) -> int:
+    """Return the bytes of all files of a checkpoint."""
+    return sum(size for _, size, _ in fingerprint(path))
+
+
+def _as_regex(text: str) -> str:
+    return ".*".join(re.escape(one) for one in text.split("*"))
+
+
+def _written(path: str) -> float:
+    with suppress(OSError):
+        return os.stat(path).st_mtime
+    return 0.0

@@ -1,0 +1,100 @@
+"""Commands with placeholders, which each run fills with its own directory, checkpoint and world size.
+
+{out}           the output directory of the run; so is OUT, or another word that `--out` names
+{checkpoint}    the checkpoint to resume from
+{world}         the number of ranks
+...             in `--resume-with`, the command itself
+"""
+
+from __future__ import annotations
+
+import re
+import shlex
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from ckpttool.errors import UsageError
+
+_PLACEHOLDER = re.compile(r"\{(out|checkpoint|world)\}")
+
+
+@dataclass(frozen=True, slots=True)
+class Commands:
+    """The words of the command and of the one that resumes, and the word that stands for the output directory."""
+
+    start: Sequence[str]
+    resume: Sequence[str]
+    out: str
+
+    def filled(self, words: Sequence[str], **values: str) -> list[str]:
+        """Return words with their placeholders filled. Raises UsageError for one without a value."""
+        return [self.fill(word, **values) for word in words]
+
+    def fill(self, text: str, **values: str) -> str:
+        """Return a text with its placeholders filled. Raises UsageError for one without a value."""
+
+        def value(match: re.Match[str]) -> str:
+            if match[1] not in values:
+                raise UsageError(f"`{text}`: there is no value for `{match[0]}` here", hint=_HINTS[match[1]])
+            return values[match[1]]
+
+        if self.out:
+            # The whole first component of a path: not `OUTPUT`, `data/OUT` or `my-OUT`.
+            text = re.sub(rf"(?<![\w./-]){re.escape(self.out)}(?![\w.-])", lambda _: "{out}", text)
+        return _PLACEHOLDER.sub(value, text)
+
+    def uses(self, name: str, *, resuming: bool = False) -> bool:
+        """Return whether the command has a placeholder."""
+        words = self.resume if resuming else self.start
+        marked = [self.fill(word, out="{out}", checkpoint="{checkpoint}", world="{world}") for word in words]
+        return any(f"{{{name}}}" in word for word in marked)
+
+
+_HINTS = {
+    "out": "name the directory itself",
+    "checkpoint": "use it in `--resume-with`, which has a checkpoint to resume from",
+    "world": "pass `--world N`",
+}
+
+
+def parse(command: Sequence[str], resume_with: str | None, out: str) -> Commands:
+    """Return the commands. Raises UsageError for one that cannot be started, or writes to one place in all runs."""
+    if not command:
+        hint = "ckpttool verify-resume run --at 4 --until 8 -- python train.py --out {out}"
+        raise UsageError("there is no command to run", hint=hint)
+    try:
+        words = shlex.split(resume_with) if resume_with is not None else ["..."]
+    except ValueError as error:
+        raise UsageError(f"`--resume-with {resume_with}`: {str(error).lower()}") from None
+    resume = [word for each in words for word in (command if each == "..." else [each])]
+    commands = Commands(list(command), resume, out)
+    if not commands.uses("out"):
+        raise UsageError(
+            f"nothing in the command stands for its output directory: neither `{{out}}` nor `{out or 'OUT'}`",
+            hint="each run writes to a directory of its own: `python train.py --out {out}`, or `env DIR={out} python "
+            "train.py` for a script that reads a variable; `--out WORD` lets another word stand for it",
+        )
+    if resume_with is not None and not commands.uses("out", resuming=True) and "{checkpoint}" not in resume_with:
+        raise UsageError(
+            f"`--resume-with {resume_with}` has neither `{{out}}` nor `{{checkpoint}}`",
+            hint="`--resume-with '... --resume {checkpoint}'`, where `...` is the command itself",
+        )
+    return commands
+
+
+def with_steps(words: Sequence[str], flag: str, steps: int) -> list[str]:
+    """Return words in which the value of a flag is a number of steps: `FLAG 8` or `FLAG=8`.
+
+    Raises UsageError if no word is the flag.
+    """
+    bare = flag.rstrip("=")
+    for at, word in enumerate(words):
+        if word.startswith(f"{bare}="):
+            return [*words[:at], f"{bare}={steps}", *words[at + 1 :]]
+        if word == bare and at + 1 < len(words):
+            return [*words[: at + 1], str(steps), *words[at + 2 :]]
+    raise UsageError(
+        f"`--stop max-steps={flag}`: the command has no `{bare}` to change",
+        hint=f"give the command its number of steps: `... {bare} N`, or stop it by `--stop sigkill`",
+        found=list(words),
+    )

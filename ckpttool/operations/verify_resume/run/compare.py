@@ -1,0 +1,215 @@
+"""Compares the checkpoints and the losses of two runs, step by step, into the report.
+
+What A2 does not repeat of A is not judged in B: values that differ by name, and the values of all weights and moments
+once one of them differs, since which ones it is depends on chance. Counters and hyperparameters are judged still.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from ckpttool.operations.diff import Diff
+from ckpttool.operations.verify_resume.run.losses import equal
+from ckpttool.operations.verify_resume.run.results import Report, ScriptRun
+from ckpttool.operations.verify_resume.run.state import SavedState
+from ckpttool.operations.verify_resume.trial.diagnose import diagnose
+from ckpttool.operations.verify_resume.trial.results import Compared, Finding
+from ckpttool.operations.verify_resume.trial.state import RecordedState, compare, difference_names
+from ckpttool.text import plural, some
+
+LOSS = "loss"
+_ORDER = ("model", "optimizer", "scheduler", "scaler", "rng", "dataloader", "progress", "other")
+JUDGED = ("model", "optimizer", "scheduler", "scaler", "rng", "dataloader", LOSS)
+"""Kinds of parts that decide whether a command repeats itself. The time of day is in many checkpoints, too."""
+
+
+@dataclass(slots=True)
+class Unrepeated:
+    """What a repetition did not repeat, by the step at which it was seen first: names, kinds of parts and losses."""
+
+    names: dict[str, int] = field(default_factory=dict)
+    kinds: dict[str, int] = field(default_factory=dict)
+
+    def add(self, state: RecordedState, names: Iterable[str], step: int) -> None:
+        """Add names that differ at a step."""
+        for name in names:
+            self.names.setdefault(name, min(step, self.names.get(name, step)))
+            kind = state.kind_of(name)
+            self.kinds[kind] = min(step, self.kinds.get(kind, step))
+
+    def excuses(self, state: RecordedState, name: str, step: int) -> bool:
+        """Return whether a difference of this name at a step is no fault of the resume."""
+        if self.names.get(name, step + 1) <= step:
+            return True
+        kind = state.kind_of(name)
+        if name in state.tensors and not is_counter(name):
+            return min(self.kinds.get(one, step + 1) for one in ("model", "optimizer")) <= step
+        return kind in ("rng", "dataloader") and self.kinds.get(kind, step + 1) <= step
+
+
+def is_counter(name: str) -> bool:
+    """Return whether a tensor of the optimizer counts its steps, which no kernel makes different."""
+    return ".state." in name and name.endswith(".step")
+
+
+def unrepeated(pairs: Sequence[tuple[ScriptRun, ScriptRun]]) -> Unrepeated:
+    """Return what differs between runs that train the same steps without interruption."""
+    found = Unrepeated()
+    for one, other in pairs:
+        for step, paths in shared(one, other).items():
+            with SavedState(paths[0]) as before, SavedState(paths[1]) as after:
+                found.add(before, difference_names(compare(before, after)), step)
+        losses = {loss.number: loss.loss for loss in one.steps}
+        for loss in other.steps:
+            if loss.number in losses and not equal(loss.loss, losses[loss.number]):
+                found.kinds[LOSS] = min(loss.number, found.kinds.get(LOSS, loss.number))
+    return found
+
+
+def shared(one: ScriptRun, other: ScriptRun, after: int = -1) -> dict[int, tuple[str, str]]:
+    """Return the checkpoints that two runs both have, by step."""
+    paths = {saved.step: saved.path for saved in other.checkpoints}
+    return {s.step: (s.path, paths[s.step]) for s in one.checkpoints if s.step in paths and s.step > after}
+
+
+@dataclass(slots=True)
+class FirstDifference:
+    """What differs at the first step at which anything does. `names` are those that are judged."""
+
+    step: int
+    names: set[str]
+    findings: list[Finding]
+
+
+def compare_runs(report: Report, reference: ScriptRun, run: ScriptRun, excused: Unrepeated) -> FirstDifference | None:
+    """Compare the steps of `run` after its resume with those of `reference`: rows, and findings of the first step whose
+    checkpoint differs."""
+    first: FirstDifference | None = None
+    resumed_at = run.resumed_at or 0
+    for step, paths in shared(reference, run, resumed_at).items():
+        with SavedState(paths[0]) as before, SavedState(paths[1]) as after:
+            difference = compare(before, after)
+            judged = _rows(report, run.name, reference.name, step, before, after, difference, excused)
+            if not judged or first is not None:
+                continue
+            findings = diagnose(before, after, None, run.name, _only(difference, judged))
+            for finding in findings:
+                finding.step = step
+            first = FirstDifference(step, judged, findings)
+    for saved in reference.checkpoints:
+        if saved.step > resumed_at and saved.step not in {one.step for one in run.checkpoints}:
+            message = f"there is no checkpoint of step {saved.step} in run {run.name}"
+            report.findings.append(Finding("checkpoint missing", message, run.name, step=saved.step))
+    loss = compare_losses(report, reference, run, excused)
+    if loss is not None and first is not None and (loss.step or 0) > first.step:
+        report.findings += [*first.findings, loss]
+    else:
+        report.findings += [*([loss] if loss else []), *(first.findings if first else [])]
+    return first
+
+
+def _rows(
+    report: Report,
+    run: str,
+    against: str,
+    step: int,
+    before: SavedState,
+    after: SavedState,
+    difference: Diff,
+    excused: Unrepeated,
+) -> set[str]:
+    """Add a row for each kind of part, and return the names that differ and are judged."""
+    differing = difference_names(difference)
+    names: dict[str, list[str]] = defaultdict(list)
+    for name in dict.fromkeys([*before.tensors, *after.tensors, *before.objects, *after.objects]):
+        state = before if name in before.tensors or name in before.objects else after
+        names[state.kind_of(name)].append(name)
+    judged: set[str] = set()
+    for kind in sorted(names, key=lambda kind: (_ORDER.index(kind) if kind in _ORDER else len(_ORDER), kind)):
+        own = differing.intersection(names[kind])
+        state = before
+        excusable = {name for name in own if excused.excuses(state, name, step)}
+        if kind == "other":
+            # What a script keeps beside its state: its arguments, among which is the checkpoint that it resumed from.
+            aside = {name for name in own - excusable if name not in before.tensors and name not in after.tensors}
+            report.unjudged += [one for one in sorted(aside) if one not in report.unjudged]
+            excusable |= aside
+        counted = own - excusable
+        judged |= counted
+        message = f"{plural(len(excusable), 'difference')} not judged" if excusable else ""
+        equal = False if counted else None if excusable else True
+        report.compared.append(
+            Compared(f"step {step}: {kind}", run, against, len(names[kind]), len(own), message, equal)
+        )
+    return judged
+
+
+def _only(difference: Diff, names: set[str]) -> Diff:
+    """Return the part of a difference that is about these names."""
+    lists: dict[str, Any] = {
+        key: [one for one in getattr(difference, key) if one.name in names]
+        for key in ("only_a", "only_b", "tensors", "objects")
+    }
+    return replace(difference, kinds=[name for name in difference.kinds if name in names], **lists)
+
+
+def compare_losses(report: Report, reference: ScriptRun, run: ScriptRun, excused: Unrepeated) -> Finding | None:
+    """Add a row for the losses, and return a finding for the first step whose loss differs."""
+    expected = {loss.number: loss.loss for loss in reference.steps}
+    later = [loss for loss in run.steps if loss.number > (run.resumed_at or 0) and loss.number in expected]
+    wrong = [loss for loss in later if not equal(loss.loss, expected[loss.number])]
+    if not later:
+        report.compared.append(Compared(LOSS, run.name, reference.name, 0, 0, "none was found", equal=None))
+        return None
+    since = excused.kinds.get(LOSS)
+    counted = [loss for loss in wrong if since is None or loss.number < since]
+    message = "" if len(counted) == len(wrong) else f"{len(wrong) - len(counted)} differences not judged"
+    equal_losses = False if counted else None if wrong else True
+    row = Compared(LOSS, run.name, reference.name, len(later), len(wrong), message, equal_losses)
+    report.compared.append(row)
+    if not counted:
+        return None
+    first = counted[0]
+    was, now = expected[first.number], first.loss
+    text = f"the loss differs from that of {reference.name} in step {first.number}: {now:.9g} and not {was:.9g}"
+    gap = abs(now - was)
+    figures: dict[str, Any] = {"absolute": gap, "relative": gap / max(abs(now), abs(was), 1e-300)}
+    return Finding("loss differs", text, run.name, step=first.number, expected=was, found=now, **figures)
+
+
+# Verdict --------------------------------------------------------------------------------------------------------------
+
+
+def judge(report: Report, excused: Unrepeated) -> None:
+    """Set the verdict of the report, by all that was compared."""
+    if report.failure is not None:
+        report.verdict, report.message = "failed", report.failure.message
+        return
+    report.nondeterministic = [
+        f"{kind} (from step {step})" for kind, step in sorted(excused.kinds.items(), key=lambda one: (one[1], one[0]))
+    ]
+    decisive = [kind for kind in excused.kinds if kind in JUDGED]
+    if report.findings:
+        first = report.findings[0]
+        message = report.cause or first.message
+        more = f", and {len(report.findings) - 1} more" if len(report.findings) > 1 and report.cause is None else ""
+        report.verdict = "differs"
+        report.message = f"resume is not exact: {message}{more}"
+        report.first_step = min((one.step for one in report.findings if one.step is not None), default=None)
+        return
+    steps = sorted({int(row.what.split()[1][:-1]) for row in report.compared if row.what.startswith("step ")})
+    losses = sum(row.count for row in report.compared if row.what == LOSS)
+    what = [f"the checkpoints of {plural(len(steps), 'step')} after it"] if steps else []
+    what += [f"{losses} losses" if losses > 1 else "1 loss"] if losses else []
+    if decisive:
+        since = min(excused.kinds[kind] for kind in decisive)
+        report.verdict = "nondeterministic"
+        report.message = (
+            f"the command does not repeat itself: {some(decisive)} of run A2 differ from those of run A from step "
+            f"{since} on, so that bit for bit nothing can be said of the resume; nothing else differs"
+        )
+        return
+    report.verdict, report.message = "same", f"exact resume: {' and '.join(what)} are bit-identical"

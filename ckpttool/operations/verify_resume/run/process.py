@@ -1,0 +1,156 @@
+"""Starts a command in a session of its own, and ends it with everything that it started.
+
+A launcher (torchrun, accelerate) puts its workers into sessions of their own, so that a signal to a process group does
+not reach them. All processes of a command are found by their parents, and by a variable of their environment if the
+parent is gone.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from types import TracebackType
+from typing import TYPE_CHECKING, Any
+
+from ckpttool.errors import UsageError
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+MARK = "CKPTTOOL_RUN"  # the variable that all processes of a command have
+_GRACE = 5.0  # seconds between SIGTERM and SIGKILL where nothing is tested by it
+_GLANCE = 0.02
+
+
+class Process:
+    """A command that is running; `log` has what it writes. A context manager that leaves none of its processes."""
+
+    def __init__(
+        self, words: Sequence[str], log: str, environment: Mapping[str, str], folder: str | None = None
+    ) -> None:
+        import subprocess
+        import uuid
+
+        self.words, self.log = list(words), log
+        self._mark = f"{MARK}={uuid.uuid4().hex}"
+        values = {**os.environ, **environment, MARK: self._mark.partition("=")[2]}
+        with open(log, "ab") as stream:
+            try:
+                self._process = subprocess.Popen(  # noqa: S603
+                    self.words,
+                    stdin=subprocess.DEVNULL,
+                    stdout=stream,
+                    stderr=subprocess.STDOUT,
+                    start_new_session=True,
+                    env=values,
+                    cwd=folder,
+                )
+            except OSError as error:
+                reason = (error.strerror or str(error)).lower()
+                raise UsageError(f"`{self.words[0]}` cannot be started: {reason}") from None
+
+    def poll(self) -> int | None:
+        """Return the exit code, negative for a signal; None while it is running."""
+        return self._process.poll()
+
+    def wait(self, seconds: float) -> int | None:
+        """Wait for the end, at most for a time, and return the exit code; None if it is still running."""
+        end = time.monotonic() + seconds
+        while (code := self.poll()) is None and time.monotonic() < end:
+            time.sleep(_GLANCE)
+        return code
+
+    def send(self, number: signal.Signals) -> None:
+        """Send a signal to the command itself, which passes it on if it is a launcher."""
+        with suppress(ProcessLookupError):
+            self._process.send_signal(number)
+
+    def kill(self) -> None:
+        """Kill all processes of the command at once, as a node that fails does."""
+        while running := self._running():
+            # None of them may start another while the others are killed.
+            for number in (signal.SIGSTOP, signal.SIGKILL):
+                for pid in running:
+                    with suppress(ProcessLookupError, PermissionError):
+                        os.kill(pid, number)
+            self.wait(_GLANCE)
+        self._process.wait()
+
+    def end(self) -> None:
+        """End the command: SIGTERM to it, and SIGKILL to what is left."""
+        if self.poll() is None:
+            self.send(signal.SIGTERM)
+            self.wait(_GRACE)
+        self.kill()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        if error is not None:
+            self.kill()
+        else:
+            self.end()
+
+    def _running(self) -> list[int]:
+        """Return the process ids of the command and of all that it started, itself first."""
+        leader = self._process.pid
+        parents = _parents()
+        found = [leader] if self.poll() is None else []
+        below = {leader}
+        while more := {pid for pid, parent in parents.items() if parent in below} - below:
+            below |= more
+        own = os.getpid()
+        marked = {pid for pid in parents if pid not in below and _has(pid, self._mark)} if _PROC else set()
+        return [*found, *sorted((below | marked) - {leader, own})]
+
+
+_PROC = os.path.isdir("/proc/self")
+
+
+def _parents() -> dict[int, int]:
+    """Return the parent of each process that is no zombie."""
+    if not _PROC:
+        return _parents_by_ps()
+    parents = {}
+    for name in os.listdir("/proc"):
+        if name.isdecimal():
+            with suppress(OSError, ValueError, IndexError), open(f"/proc/{name}/stat", "rb") as stream:
+                state, parent = stream.read().rpartition(b")")[2].split()[:2]
+                if state != b"Z":
+                    parents[int(name)] = int(parent)
+    return parents
+
+
+def _parents_by_ps() -> dict[int, int]:
+    import subprocess
+
+    listing = ["/bin/ps", "-A", "-o", "pid=,ppid=,stat="]
+    done = subprocess.run(listing, capture_output=True, text=True, check=False)  # noqa: S603
+    rows: list[Any] = [line.split() for line in done.stdout.splitlines()]
+    return {int(row[0]): int(row[1]) for row in rows if len(row) > 2 and not row[2].startswith("Z")}
+
+
+def _has(pid: int, mark: str) -> bool:
+    try:
+        with open(f"/proc/{pid}/environ", "rb") as stream:
+            return mark.encode() in stream.read().split(b"\0")
+    except OSError:
+        return False
+
+
+def read_log(path: str) -> str:
+    """Return what a command has written so far; nothing before it was started."""
+    try:
+        with open(path, encoding="utf-8", errors="replace") as stream:
+            return stream.read()
+    except OSError:
+        return ""
+
+
+def last_lines(path: str, most: int = 20) -> list[str]:
+    """Return the last lines that a command wrote."""
+    return [line for line in read_log(path).splitlines() if line.strip()][-most:]

@@ -1,0 +1,27 @@
+"""The folder of all that the runs of a verification leave behind."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+from contextlib import ExitStack
+
+from ckpttool.errors import OverwriteError
+
+
+def kept_folder(stack: ExitStack, keep: str | os.PathLike[str] | None, prefix: str) -> str:
+    """Return the folder `keep`, which must be new or empty, or without one a temporary folder that goes with `stack`.
+
+    Raises OverwriteError if there is something in it.
+    """
+    if keep is None:
+        temporary = tempfile.mkdtemp(prefix=prefix)
+        stack.callback(shutil.rmtree, temporary, ignore_errors=True)
+        return temporary
+    path = os.path.abspath(keep)
+    if os.path.exists(path) and (not os.path.isdir(path) or os.listdir(path)):
+        hint = "pass an empty or a new folder to `--keep`"
+        raise OverwriteError(f"`{os.fspath(keep)}` exists and is not empty", hint=hint)
+    os.makedirs(path, exist_ok=True)
+    return path

@@ -1,0 +1,92 @@
+"""`verify-resume run` with real processes: scripts that resume exactly, that forget something, hang, crash or fork.
+
+The scripts save with safetensors or torch alone, and the faults are in them: nothing of ckpttool is in their processes.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree
+
+import pytest
+from support.cli import run as run_command
+
+from ckpttool.operations.verify_resume.run import run
+from ckpttool.operations.verify_resume.run.results import Report
+
+SCRIPTS = Path(__file__).parent / "scripts"
+FAST = [sys.executable, str(SCRIPTS / "train_numpy.py"), "--out", "OUT"]
+RESUME = "... --resume {checkpoint}"
+
+
+def runs(*more: str, command: list[str] | None = None, **options: Any) -> Report:
+    """The report of the fast script, stopped after step 3 of 5 by its own flag."""
+    given = {"at": 3, "until": 5, "checkpoints": "OUT/step-{step}.safetensors", "stop": "max-steps=--steps"}
+    given |= {"resume_with": RESUME, "timeout": 60.0, **options}
+    return run([*(command or FAST), "--steps", "5", *more], **given)  # type: ignore[arg-type]
+
+
+def test_a_script_that_resumes_exactly_is_the_same(tmp_path: Path) -> None:
+    report = runs(keep=tmp_path / "kept")
+    assert (report.verdict, report.exit_code, report.findings) == ("same", 0, []), report.message
+    assert [run.name for run in report.runs] == ["A", "A2", "B"] and report.runs[2].resumed_at == 3
+    assert {row.what for row in report.compared if row.equal} >= {"step 4: model", "step 5: optimizer", "loss"}
+    # Each run has written to a directory of its own.
+    assert len({run.folder for run in report.runs}) == 3
+    assert sorted(os.listdir(tmp_path / "kept" / "A" / "out")) == [f"step-{step}.safetensors" for step in range(1, 6)]
+
+
+@pytest.mark.parametrize(
+    ("fault", "named"),
+    [("optimizer", "optimizer"), ("data", "data"), ("swapped", "exp_avg")],
+)
+def test_a_fault_is_found_at_its_step(fault: str, named: str) -> None:
+    report = runs("--fault", fault)
+    assert (report.verdict, report.exit_code, report.first_step) == ("differs", 1, 4), report.message
+    assert named in f"{report.message} {[finding.message for finding in report.findings]}"
+    assert not report.nondeterministic
+
+
+@pytest.mark.parametrize("stop", ["sigkill", "sigterm"])
+def test_a_run_is_stopped_once_its_checkpoint_is_complete(stop: str) -> None:
+    report = runs("--pause", "0.2", stop=stop)
+    assert report.verdict == "same" and stop.upper() in (report.runs[2].stopped or ""), report.message
+
+
+def test_what_a2_does_not_repeat_is_not_blamed_on_the_resume() -> None:
+    report = runs("--noise")
+    assert (report.verdict, report.exit_code) == ("nondeterministic", 3), report.message
+    assert "model" in report.message and not report.findings
+    # Counters of the optimizer are judged all the same.
+    report = runs("--noise", "--fault", "optimizer")
+    assert report.verdict == "differs" and "step" in report.findings[0].message
+
+
+def test_the_command_writes_every_form_of_the_report(tmp_path: Path) -> None:
+    page, xml = str(tmp_path / "r.html"), str(tmp_path / "r.xml")
+    given = ["verify-resume", "run", "--at", "2", "--until", "3", "--stop", "max-steps=--steps", "--world", "1"]
+    words = ["verify-resume", "run", "--checkpoints", "RUN/step-{step}.safetensors", "--out", "RUN", "--timeout", "60"]
+    words += given[2:]
+    command = ["--", sys.executable, FAST[1], "--out", "RUN", "--steps", "3", "--fault", "optimizer"]
+    planned = run_command("verify-resume", "run", *words[2:], "--dry-run", *command)
+    assert planned.exit_code == 0 and "PLAN" in planned.stdout and "4 starts, 9 steps" in planned.stdout
+    assert "A/out" in planned.stdout and not list(tmp_path.iterdir())
+    more = ["verify-resume", "run", "--loss", r"step (\d+): loss (\S+)", "--resume-with", RESUME, "--max-disk", "1GB"][
+        2:
+    ]
+    written = ["verify-resume", "run", "--keep", str(tmp_path / "k"), "--html", page, "--junit", xml, "--verbose"]
+    done = run_command(*written, *words[2:], *more, *command)
+    assert done.exit_code == 1, done.stderr
+    assert "FAIL" in done.stdout and "step 3" in done.stdout and "wrote" in done.stderr
+    assert "Resume is not exact" in Path(page).read_text()
+    suite = ElementTree.parse(xml).getroot()[0]
+    assert suite.get("failures") == str(len(suite.findall("testcase/failure"))) != "0"
+    assert {case.get("name") for case in suite} >= {"resume", "step 3: model", "loss"}
+    # `run_command` checks the document of `--json` against its schema.
+    told = json.loads(run_command("verify-resume", "run", "--json", *words[2:], *more, *command).stdout)
+    assert (told["verdict"], told["exit_code"], told["runs"][2]["resumed_at"]) == ("differs", 1, 2)
+    assert run_command("verify-resume", "run", "--quiet", *words[2:], *more, *command).stdout == "differs\n"
