@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from types import MappingProxyType
 
 from ckpttool.catalogue.dtypes import DTYPES
 from ckpttool.catalogue.entries import Catalogue, Chunks, Part, Tensor
@@ -71,11 +72,18 @@ def base(whole: CombinedSource, reference: references.Reference, patterns: Seque
     return Base(reference.path, tensors, patterns)
 
 
-def fitted(planned: Catalogue, reference: references.Reference, base: Base | None, where: str) -> Fitted:
+def fitted(
+    planned: Catalogue,
+    reference: references.Reference,
+    base: Base | None,
+    where: str,
+    tied: Mapping[str, str] = MappingProxyType({}),
+) -> Fitted:
     """Return the tensors of a model in the order of the reference, with missing ones from the base.
 
     Raises CorruptError for tensors that are missing or have another shape, LossError for those that the reference does
-    not have. `where` is the path of the checkpoint.
+    not have. `where` is the path of the checkpoint; `tied` are names that the model ties, with the names that they are
+    tied to.
     """
     own = {tensor.name: tensor for tensor in planned.tensors}
     result = Fitted(planned)
@@ -83,7 +91,7 @@ def fitted(planned: Catalogue, reference: references.Reference, base: Base | Non
     missing: list[str] = []
     named = base is not None and bool(base.patterns)
     for name in reference.known:
-        tensor = own.get(name) or _twin(name, reference, own)
+        tensor = own.get(name) or _twin(name, reference, own, tied)
         is_named = named and base is not None and base.wanted(name)
         if base is not None and name in base.tensors and (is_named or (tensor is None and base.wanted(name))):
             chosen[name] = again(base.tensors[name], part=_MODEL)
@@ -104,11 +112,11 @@ def fitted(planned: Catalogue, reference: references.Reference, base: Base | Non
     misshapen = [name for name, tensor in chosen.items() if tensor.shape != reference.known[name].shape]
     if missing or extra or misshapen:
         raise _refusal(missing, extra, misshapen, chosen, own, reference, base, where)
-    tied = {name: known.tied_to for name, known in reference.known.items()}
+    stored_as = {name: known.tied_to for name, known in reference.known.items()}
     firsts = {name: planned.first(tensor).path for name, tensor in chosen.items() if name not in {*result.filled}}
 
     def alias(name: str) -> tuple[str] | None:
-        kept = tied[name]
+        kept = stored_as[name]
         return (kept,) if kept is not None and name in firsts and firsts[name] == firsts.get(kept) else None
 
     tensors = [again(tensor, path=(name,), alias=alias(name)) for name, tensor in chosen.items()]
@@ -116,11 +124,15 @@ def fitted(planned: Catalogue, reference: references.Reference, base: Base | Non
     return result
 
 
-def _twin(name: str, reference: references.Reference, own: Mapping[str, Tensor]) -> Tensor | None:
+def _twin(
+    name: str, reference: references.Reference, own: Mapping[str, Tensor], tied: Mapping[str, str]
+) -> Tensor | None:
     """Return the tensor that a name of the reference is tied to, if the checkpoint has it under that name alone."""
     known = reference.known[name]
     others = [known.tied_to] if known.tied_to is not None else []
     others += [other for other, one in reference.known.items() if one.tied_to == name]
+    kept = tied.get(name, name)
+    others += [kept, *(other for other, one in tied.items() if one == kept)] if kept in tied.values() else []
     found = [own[other] for other in others if other in own]
     if not found and reference.assets.ties_words and ties.is_head(name):
         found = [t for t in own.values() if ties.is_embedding(t.name) and t.shape == known.shape]

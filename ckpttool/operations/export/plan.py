@@ -13,7 +13,7 @@ from typing import Any
 
 from ckpttool.catalogue.dtypes import DTYPES
 from ckpttool.catalogue.entries import Catalogue
-from ckpttool.errors import CorruptError, UsageError
+from ckpttool.errors import CorruptError, LossError, UsageError
 from ckpttool.formats.safetensors.sharding import MAX_SHARD_SIZE
 from ckpttool.layout import dtype_rules
 from ckpttool.layout.move import again, rebuilt
@@ -220,8 +220,17 @@ def _like(
 ) -> Catalogue:
     """Return the tensors as the reference has them."""
     where = result.source
-    planned = ties.by_names(planned, beside.ties_words or None, partial(ties.same_bytes, viewed), [])
-    found = like.fitted(planned, reference, base, where)
+    same = partial(ties.same_bytes, viewed)
+    planned = ties.by_names(planned, beside.ties_words or None, same, [])
+    try:
+        found = like.fitted(planned, reference, base, where)
+    except (CorruptError, LossError):
+        # It takes transformers seconds to say which tensors the model ties.
+        expected = _expected(beside, options, result)
+        if expected is None or not expected.tied:
+            raise
+        planned = ties.by_model(planned, expected.tied, same, [])
+        found = like.fitted(planned, reference, base, where, expected.tied)
     if base is not None:
         keymap = key_maps.chosen(options.key_map or result.key_map or "none", (), beside.config)
 

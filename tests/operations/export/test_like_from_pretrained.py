@@ -1,0 +1,41 @@
+"""What was trained on ranks under the names in memory, exported like what `save_pretrained` wrote: the same files."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from support.model_families import BRIEF, FAMILIES, Trained, inputs
+
+import ckpttool
+
+
+def loaded(folder: Path, caplog: pytest.LogCaptureFixture) -> Any:
+    """A model by its own class, of which transformers has nothing to say."""
+    config = transformers.AutoConfig.from_pretrained(folder)
+    transformers.utils.logging.enable_propagation()
+    caplog.clear()
+    with caplog.at_level(logging.WARNING, logger="transformers"):
+        kind = getattr(transformers, config.architectures[0])
+        model, info = kind.from_pretrained(folder, output_loading_info=True)
+    transformers.utils.logging.disable_propagation()
+    assert not caplog.records and not any(info.values())
+    return model.eval()
+
+
+@pytest.mark.parametrize("family", [pytest.param(f, marks=() if f in BRIEF else pytest.mark.long) for f in FAMILIES])
+def test_it_is_what_save_pretrained_wrote(
+    family: str, trained: Trained, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder = trained("fsdp2") / family
+    expected, out = folder / "expected", tmp_path / "out"
+    ckpttool.export(folder / "dcp", out, like=expected, check=True)
+    assert (out / "model.safetensors").read_bytes() == (expected / "model.safetensors").read_bytes()
+    assert {p.name for p in out.iterdir()} - {"README.md"} == {p.name for p in expected.iterdir()} - {"README.md"}
+    ours, theirs = loaded(out, caplog), loaded(expected, caplog)
+    with torch.no_grad():
+        assert torch.equal(ours(**inputs(family)).logits, theirs(**inputs(family)).logits)
