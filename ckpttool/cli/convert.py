@@ -22,7 +22,12 @@ from ckpttool.cli.options import Option
             Option("--model-from PATH", "Read the model from another checkpoint."),
             Option("--optim-from PATH", "Read the optimizer from another checkpoint."),
         ),
-        "Names": (options.RENAME, options.STRIP_WRAPPERS, options.STRIP_PREFIX),
+        "Names": (
+            options.RENAME,
+            options.STRIP_WRAPPERS,
+            options.STRIP_PREFIX,
+            Option("--like FROM", "Give the model the names, dtypes and ranks that this checkpoint of a run has."),
+        ),
         "Format": (
             options.TO,
             options.PRODUCER,
@@ -43,6 +48,7 @@ from ckpttool.cli.options import Option
         "step-1000 model.safetensors --only model",
         "checkpoint.pt step-1000 --to dcp --to-world 8",
         "step-1000 hf-resume --producer accelerate --dry-run",
+        "hf://Qwen/Qwen3-0.6B start --to dcp --like run7/step-10",
     ),
 )
 def convert(**arguments: Any) -> None:

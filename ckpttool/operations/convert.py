@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
-from contextlib import closing
+from contextlib import ExitStack, closing
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -20,8 +20,10 @@ from ckpttool.layout import rechunk, select
 from ckpttool.layout.dtype_rules import cast, caster, general
 from ckpttool.layout.optimizer import respell
 from ckpttool.layout.rename import rename_entries, without_root
-from ckpttool.operations import arguments, publish, write
+from ckpttool.operations import arguments, publish, start, write
+from ckpttool.operations import reference as references
 from ckpttool.operations.arguments import Selection
+from ckpttool.operations.export.views import Viewed
 from ckpttool.operations.write import Conversion, Planned, WriteOptions
 from ckpttool.producers import float32_names, writable
 from ckpttool.producers.arrange import LayoutBuilder
@@ -56,6 +58,7 @@ def convert(
     shapes: str | None = None,
     model_from: str | None = None,
     optim_from: str | None = None,
+    like: str | os.PathLike[str] | None = None,
     overwrite: bool = False,
     resume: bool = False,
     dry_run: bool = False,
@@ -102,6 +105,8 @@ def convert(
             parameters and optimizers keyed by numbers.
         model_from: a checkpoint to read the model from in place of `src`.
         optim_from: a checkpoint to read the optimizer from in place of `src`.
+        like: a checkpoint of a run, whose names, dtypes and number of ranks the model of `src` gets, as a start from
+            released weights.
         overwrite: whether to replace `dst`; the old one is kept until the new one is complete.
         resume: whether to go on from what an interrupted run has copied.
         dry_run: whether to return the plan and write nothing.
@@ -131,20 +136,32 @@ def convert(
     arguments.check_source(src, dst)
     selection = arguments.selection(only, drop, tensors, exclude, rename, strip_wrappers, strip_prefix)
     most, memory = arguments.size(max_shard_size, "--max-shard-size"), arguments.memory(max_memory)
-    options = ConvertOptions(selection, several(dtype), most, to_world, tensor_class, optim_keys, optim_root, producer)
+    run = arguments.path(like)
+    options = ConvertOptions(
+        selection, several(dtype), most, to_world, tensor_class, optim_keys, optim_root, producer, run
+    )
     how = WriteOptions(overwrite, dry_run, threads, memory, check, progress, resume, *arguments.manifest(manifest, dst))
     hub = publish.options(private, public, tag, commit_message, arguments.path(stage))
     sources = (src, model_from, optim_from)
     with publish.place(dst, hub, token, how, *sources) as place:
         target = _target(to, producer, place.path)
         _check_arguments(place.path, target, options)
+        _check_like(options, model_from, optim_from)
         result = Conversion(src, "", place.path, target.name, dry_run=dry_run)
         with (
-            write.destination(result, target, place.options, *sources),
+            write.destination(result, target, place.options, *sources, run),
             write.open_sources(src, shapes, model_from, optim_from) as opened,
+            ExitStack() as stack,
         ):
+            reference = references.read(stack, run, is_run=True) if run is not None else None
             with naming(opened.path):
-                planned, target = _plan(opened.source, place.path, target, options)
+                if reference is not None:
+                    viewed = Viewed(opened.source)
+                    opened = replace(opened, source=viewed)
+                    planned = _plan_like(viewed, src, reference, place.path, target, options)
+                    result.notes.append(start.NO_OPTIMIZER)
+                else:
+                    planned, target = _plan(opened.source, place.path, target, options)
             write.Write(opened, planned, target, result, place.options).run()
             place.send(result)
     return result
@@ -162,6 +179,39 @@ class ConvertOptions:
     optim_keys: str | None
     optim_root: str | None
     producer: str | None
+    like: str | None
+
+
+def _check_like(options: ConvertOptions, *others: str | None) -> None:
+    """Raises UsageError for options that `--like` cannot be used with: it makes a model, and nothing else."""
+    if options.like is None:
+        return
+    selection = options.selection
+    for flag, value in (
+        ("--producer", options.producer),
+        ("--drop", selection.drop),
+        ("--tensors", selection.tensors),
+        ("--optim-keys", options.optim_keys),
+        ("--optim-root", options.optim_root),
+        ("--model-from", others[0]),
+        ("--optim-from", others[1]),
+    ):
+        if value:
+            raise UsageError(f"`--like` and `{flag}` cannot be used together", hint="convert the result once more")
+
+
+def _plan_like(
+    viewed: Viewed, src: str, run: references.Reference, dst: str, target: Format, options: ConvertOptions
+) -> Planned:
+    """Return the model of the source as the run has it."""
+    planned = start.model(viewed, src, run, options.selection, dtypes=not options.dtype)
+    arguments.check_dtypes(options.dtype, planned)
+    planned = _cast(planned, viewed.catalogue, options.dtype) if options.dtype else planned
+    assert run.source is not None
+    world = options.to_world or run.source.catalogue.world_size
+    planned = _rechunked(planned, viewed.catalogue, target, world)
+    sink = SinkOptions(options.max_shard_size, target.is_file(dst), world, options.tensor_class or "sharded_tensor")
+    return Planned(planned, sink, start.read(viewed, planned))
 
 
 def _plan(source: Source, dst: str, target: Format, options: ConvertOptions) -> tuple[Planned, Format]:

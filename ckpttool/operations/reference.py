@@ -16,6 +16,8 @@ from typing import Any
 from ckpttool.catalogue.boxes import Ints
 from ckpttool.catalogue.entries import Tensor, dotted
 from ckpttool.errors import UsageError
+from ckpttool.layout.rename import rename_entries, strip_wrappers
+from ckpttool.layout.select import models
 from ckpttool.operations.export import architecture, assets, select_model
 from ckpttool.operations.export.assets import Assets
 from ckpttool.operations.export.views import Viewed
@@ -63,18 +65,21 @@ class Reference:
         return self.assets.config
 
 
-def read(stack: ExitStack, path: str) -> Reference:
+def read(stack: ExitStack, path: str, *, is_run: bool = False) -> Reference:
     """Return the reference at `path`: a checkpoint of any format or `hf://org/name`, of which only headers are read; or
     a `config.json`, of which transformers makes the model without weights. It is open until `stack` is closed.
 
-    Raises UsageError for a config whose model is unknown, ReadError and CorruptError.
+    Of a run's checkpoint with several models, it is that which is trained, and names are without wrappers. Raises
+    UsageError for a config whose model is unknown, ReadError and CorruptError.
     """
     location = locate(path)
     if location.name.endswith(".json") and location.is_file() and not location.name.endswith(".index.json"):
         return _of_config(path, location)
     with naming(path):
         source = stack.enter_context(opened(path))
-        model = select_model.model_of(source.catalogue, ())
+        of_run = [dotted(root) for root, _ in models(source.catalogue)[:1] if root] if is_run else []
+        model = select_model.model_of(source.catalogue, of_run)
+        model = rename_entries(model, strip_wrappers) if is_run else model
         beside = assets.collect(None, path, source.catalogue)
     tensors = {tensor.name: tensor for tensor in model.tensors}
     known = {name: Known.of(tensor) for name, tensor in tensors.items()}
