@@ -69,7 +69,7 @@ def compare(folder: Path, path: str, rounds: int) -> None:
         text=True,
     )
     assert server.stdin is not None and server.stdout is not None
-    environment = {k: v for k, v in os.environ.items() if not k.startswith("HF_")}
+    environment = {k: v for k, v in os.environ.items() if not k.startswith(("HF_", "PYTHONDONTWRITE"))}
     environment |= {"HF_ENDPOINT": server.stdout.readline().strip(), "HF_TOKEN": WRITER, "TMPDIR": str(folder)}
     environment |= {"HF_HOME": str(folder / "home"), "HF_HUB_DISABLE_PROGRESS_BARS": "1"}
     if path == "lfs":
