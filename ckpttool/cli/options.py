@@ -268,7 +268,10 @@ TAG = Option("--tag NAME", "Tag of the commit, which must not exist yet.")
 COMMIT_MESSAGE = Option("--commit-message TEXT", "Message of the commit.")
 TOKEN = Option("--token TOKEN", "Token in place of HF_TOKEN, which other users of the machine cannot see.")
 STAGE = Option("--stage DIR", "Directory with room for DST, which is written there before it is sent. Default: TMPDIR.")
+NOT_SECRET = Option(
+    "--not-secret NAME...", "Send the value NAME although it seems to have a key or a token in it. Repeatable."
+)
 
-HUB = (PUBLIC, PRIVATE, TAG, COMMIT_MESSAGE, TOKEN, STAGE)
+HUB = (PUBLIC, PRIVATE, TAG, COMMIT_MESSAGE, TOKEN, STAGE, NOT_SECRET)
 WRITING = (CHECK, MANIFEST, OVERWRITE, DRY_RUN, THREADS, MAX_MEMORY)
 PRINTING = (AS_JSON, QUIET, VERBOSE)

@@ -72,6 +72,7 @@ def convert(
     commit_message: str | None = None,
     token: str | None = None,
     stage: str | os.PathLike[str] | None = None,
+    not_secret: str | Sequence[str] = (),
     progress: Progress | None = None,
 ) -> Conversion:
     """Convert the checkpoint at `src` to the format `to` at `dst`, bit for bit.
@@ -121,6 +122,7 @@ def convert(
         commit_message: message of the commit.
         token: the value of `HF_TOKEN` while this runs.
         stage: directory in which a destination on the Hub is written before it is sent; None uses `TMPDIR`.
+        not_secret: names of values to send although they seem to have a key or a token in them.
         progress: called with the bytes done and the bytes in all, several times a second, from this thread.
 
     Raises:
@@ -141,7 +143,7 @@ def convert(
         selection, several(dtype), most, to_world, tensor_class, optim_keys, optim_root, producer, run
     )
     how = WriteOptions(overwrite, dry_run, threads, memory, check, progress, resume, *arguments.manifest(manifest, dst))
-    hub = publish.options(private, public, tag, commit_message, arguments.path(stage))
+    hub = publish.options(private, public, tag, commit_message, arguments.path(stage), not_secret)
     sources = (src, model_from, optim_from)
     with publish.place(dst, hub, token, how, *sources) as place:
         target = _target(to, producer, place.path)

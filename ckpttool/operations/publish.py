@@ -14,12 +14,15 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import TypedDict
 
+from ckpttool.catalogue.entries import Catalogue
+from ckpttool.catalogue.patterns import several
 from ckpttool.errors import CkptError, OverwriteError, UsageError
 from ckpttool.operations import arguments, secrets, write
 from ckpttool.operations.write import Conversion, WriteOptions
 from ckpttool.serialization.manifest import NAME
 from ckpttool.storage import staging, stores
 from ckpttool.storage.stores import Location, Outgoing, local_path
+from ckpttool.text import meant, some
 from ckpttool.transfer.threads import Progress
 
 # `git check-ref-format`: the Hub would refuse such a name, after the commit.
@@ -38,11 +41,26 @@ class HubOptions(TypedDict, total=False):
     tag: str | None
     message: str | None
     stage: str | None
+    not_secret: Sequence[str]
 
 
-def options(private: bool, public: bool, tag: str | None, commit_message: str | None, stage: str | None) -> HubOptions:
+def options(
+    private: bool,
+    public: bool,
+    tag: str | None,
+    commit_message: str | None,
+    stage: str | None,
+    not_secret: str | Sequence[str],
+) -> HubOptions:
     """Return the options of `convert` and `reshard`."""
-    return {"private": private, "public": public, "tag": tag, "message": commit_message, "stage": stage}
+    return {
+        "private": private,
+        "public": public,
+        "tag": tag,
+        "message": commit_message,
+        "stage": stage,
+        "not_secret": several(not_secret),
+    }
 
 
 def check_options(dst: str, remote: HubOptions) -> None:
@@ -153,7 +171,7 @@ class _Staged(Place):
     def _publish(self, outgoing: list[Outgoing], *, dry_run: bool) -> object:
         is_file = [file.name for file in outgoing] == [self.location.name] and not self.path.endswith("/")
         folder, claims = (self.location.parent, self.location.name) if is_file else (self.location, "")
-        options = {name: value for name, value in self.remote.items() if name != "stage"}
+        options = {name: value for name, value in self.remote.items() if name not in ("stage", "not_secret")}
         return folder.publish(
             outgoing, **options, claims=claims, overwrite=self.overwrite, dry_run=dry_run, progress=self.sending
         )
@@ -197,10 +215,27 @@ def place(dst: str, remote: HubOptions, token: str | None, how: WriteOptions, *s
             # A repository is a directory.
             is_folder = dst.endswith("/") or not location.key
             path = f"{scratch}/{location.name}{'/' * is_folder}"
-            local = replace(how, overwrite=False, progress=writing, if_full=_IF_FULL)
+            check = partial(_check_secrets, not_secret=remote.get("not_secret", ()))
+            local = replace(how, overwrite=False, progress=writing, if_full=_IF_FULL, check_values=check)
             staged = _Staged(dst, path, local, location, remote, how.overwrite, sending)
             staged.check()
             try:
                 yield staged
             except CkptError as error:
                 raise staged.error(error) from None
+
+
+def _check_secrets(planned: Catalogue, not_secret: Sequence[str]) -> None:
+    """Raises UsageError for a name or a value that has a key or a token in it."""
+    known = [entry.name for entry in planned.entries.values()]
+    for name in not_secret:
+        if name not in known:
+            hint = meant(name, known, "`--dry-run` without the option names what it is for")
+            raise UsageError(f"`--not-secret {name}`: no such entry is written", hint=hint)
+    if found := secrets.in_catalogue(planned, besides=not_secret):
+        raise UsageError(
+            f"`{found[0].file}` has what looks like {found[0].what}, and nothing is sent"
+            + (f"; so have {some([one.file for one in found[1:]])}" if found[1:] else ""),
+            hint=f"drop its part, or take it out with torch; if it is none, `--not-secret {found[0].file}` sends it",
+            found=[f"`{one.file}`: {one.what}" for one in found],
+        )

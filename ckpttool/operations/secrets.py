@@ -7,9 +7,11 @@ from __future__ import annotations
 import math
 import re
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from typing import NamedTuple
 
+from ckpttool.catalogue.entries import Catalogue, dotted
+from ckpttool.catalogue.values import CONTAINERS, children
 from ckpttool.storage import staging
 from ckpttool.storage.stores import Location, Outgoing, locate
 
@@ -50,12 +52,13 @@ _ASSIGNED = re.compile(
     rb"[\"'`]?[ \t]*(?:=>|[:=])[ \t]*[\"'`]?(?=[A-Za-z0-9+/_.=-]*\d)(?=[A-Za-z0-9+/_.=-]*[A-Za-z])"
     rb"(?P<value>[A-Za-z0-9+/_=-]{32,})(?![\w.(\[])"
 )
-_NETRC = re.compile(rb"(?m)^[ \t]*machine[ \t]+\S+\s+login[ \t]+\S+\s+password[ \t]+(?P<value>\S{6,})")
+_NETRC = re.compile(rb"(?m)(?:^|\")[ \t]*machine[ \t]+\S+\s+login[ \t]+\S+\s+password[ \t]+(?P<value>\S{6,})")
 _UNPREFIXED = {"a secret": _ASSIGNED, "a password of .netrc": _NETRC}
 # Without a literal to look for, these are searched for in files of people's size only, not in vocabularies.
 _LARGEST_UNPREFIXED = 1 << 20
 _LEAST_ENTROPY = 2.5  # bits of a character; gitleaks has 2 to 3 for most
 _PLACEHOLDER = re.compile(rb"EXAMPLE$|(?i:x{8}|your|placeholder|changeme|^password$|^passwd$|^secret$|^token$)")
+_SHORT = 64  # bytes of a string; each mention of it is looked at
 _BLOCK, _OVERLAP = 8 << 20, 8 << 10
 
 _NAMES = re.compile(
@@ -133,3 +136,67 @@ def _in_file(path: Location) -> tuple[int, str] | None:
         lines += text.count(b"\n", 0, max(0, len(text) - _OVERLAP))
         before = text[-_OVERLAP:]
     return None
+
+
+# Values of a checkpoint -----------------------------------------------------------------------------------------------
+
+
+def in_catalogue(catalogue: Catalogue, besides: Collection[str] = ()) -> list[Secret]:
+    """Return the secrets in names and in values that are not tensors, at most one of each entry; `file` is the name of
+    that, without a secret in it. Entries named in `besides` are left out."""
+    found: dict[str, Secret] = {}
+    for batch in _batches(_texts(catalogue)):
+        if in_text(b"\n".join(text for _, text in batch)) is None:
+            continue
+        for name, text in batch:
+            if name not in {*found, *besides} and (one := in_text(text)) is not None:
+                found[name] = Secret(_masked(name), 0, one[1])
+    return [*found.values()]
+
+
+def _masked(text: str) -> str:
+    data = text.encode("utf-8", "replace")
+    for pattern in (*_COMPILED.values(), *_UNPREFIXED.values()):
+        data = pattern.sub(lambda match: match[0].replace(match["value"] or match[0], b"***"), data)
+    return data.decode("utf-8", "replace")
+
+
+def _texts(catalogue: Catalogue) -> Iterator[tuple[str, bytes]]:
+    """Yield strings with the name of the entry that each is in, as in a file of JSON: a key tells what a value is."""
+    seen: set[int] = set()
+    remarks = catalogue.facts.get("metadata", {})
+    for entry in catalogue.entries.values():
+        yield entry.name, entry.name.encode("utf-8", "replace")
+    values = [(entry.name, entry.value) for entry in catalogue.objects]
+    values += [(dotted(path), container.attrs) for path, container in catalogue.containers.items() if container.attrs]
+    for name, value in [*values, *remarks.items()]:
+        todo = [(name, value)]
+        while todo:
+            key, node = todo.pop()
+            # What is shared is looked at once, or a small file could ask for any amount of work.
+            if not isinstance(node, (str, bytes, bytearray, *CONTAINERS)) or id(node) in seen:
+                continue
+            if isinstance(node, CONTAINERS) or len(node) > _SHORT:
+                seen.add(id(node))
+            if isinstance(node, CONTAINERS):
+                for inner, child in children(node):
+                    todo.append((inner if isinstance(inner, str) else key, child))
+                    if not isinstance(inner, (str, int)) or isinstance(child, CONTAINERS):
+                        todo.append((key, inner))
+            else:
+                data = node.encode("utf-8", "replace") if isinstance(node, str) else bytes(node).replace(b"\0", b"")
+                yield name, b'"%s": "%s"' % (key.encode("utf-8", "replace"), data)
+
+
+def _batches(texts: Iterable[tuple[str, bytes]]) -> Iterator[list[tuple[str, bytes]]]:
+    """Yield texts together that have as many bytes as are searched for everything."""
+    batch: list[tuple[str, bytes]] = []
+    nbytes = 0
+    for name, text in texts:
+        if batch and nbytes + len(text) > _LARGEST_UNPREFIXED:
+            yield batch
+            batch, nbytes = [], 0
+        batch.append((name, text))
+        nbytes += len(text) + 1
+    if batch:
+        yield batch

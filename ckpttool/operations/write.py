@@ -6,7 +6,7 @@ Nothing appears at the destination unless all of it does.
 from __future__ import annotations
 
 import time
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
@@ -100,6 +100,7 @@ class WriteOptions:
     manifest: str | None = None  # where to write one of everything
     carried: bool = True  # whether a DCP directory carries its own
     if_full: str = free_space.HINT  # what to do if it does not fit on the disk
+    check_values: Callable[[Catalogue], None] | None = None  # raises an error for what must not be there
 
     def after(self, dst: str) -> After | None:
         """Return what is done once `dst` is in its place: its manifest is written."""
@@ -209,6 +210,8 @@ class Write:
         with naming(self.opened.path):
             _check_harmless(planned, self.result.source)
             _check_losses(planned, self.target, self.result.source, self.dst)
+            if self.options.check_values is not None:
+                self.options.check_values(planned)
         _summarise(self.result, source, self.planned, self.target)
 
     def read_back(self, partial: str, catalogue: Catalogue) -> None:

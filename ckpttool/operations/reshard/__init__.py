@@ -87,6 +87,7 @@ def reshard(
     commit_message: str | None = None,
     token: str | None = None,
     stage: str | os.PathLike[str] | None = None,
+    not_secret: str | Sequence[str] = (),
     html: str | os.PathLike[str] | None = None,
     progress: Progress | None = None,
 ) -> Resharding:
@@ -130,6 +131,7 @@ def reshard(
         commit_message: message of the commit.
         token: the value of `HF_TOKEN` while this runs.
         stage: directory in which a destination on the Hub is written before it is sent; None uses `TMPDIR`.
+        not_secret: names of values to send although they seem to have a key or a token in them.
         html: an HTML file to write: how each tensor lies before and after, also with `dry_run`.
         progress: called with the bytes done and the bytes in all, several times a second, from this thread.
 
@@ -157,7 +159,7 @@ def reshard(
         row = _target(to) if to is not None else None
         listed = arguments.manifest(manifest, dst)
         how = WriteOptions(overwrite, dry_run, threads, memory, check, progress, resume, *listed)
-        hub = publish.options(private, public, tag, commit_message, arguments.path(stage))
+        hub = publish.options(private, public, tag, commit_message, arguments.path(stage), not_secret)
         if is_remote(dst) and (coordinator.size > 1 or engine == "mesh"):
             raise UsageError(
                 f"`{dst}`: several processes and `--engine mesh` write to this machine only",

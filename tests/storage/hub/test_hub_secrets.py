@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import random
 import string
@@ -17,6 +18,7 @@ from support.hub_server import Hub
 import ckpttool
 from ckpttool.cli.app import application
 from ckpttool.errors import UsageError
+from ckpttool.operations import secrets
 
 ALNUM = string.ascii_letters + string.digits
 
@@ -245,3 +247,70 @@ def test_every_file_that_transformers_writes_is_an_asset() -> None:
     others = {name for name in names if isinstance(name, str) and "." in name and not weights.fullmatch(name)}
     assert len(others) > 30
     assert {name for name in others if not asset_names._NAMES.fullmatch(name)} == set()
+
+
+def states(token: str) -> list[dict[str, Any]]:
+    """Training states with a token where scripts leave one."""
+    wrapped = {"path": {"to": ["list", ("tuple", {"of": token})]}}
+    return [
+        {"hyper_parameters": {"hub": token, "lr": 0.1}},
+        {"args": argparse.Namespace(report_to="wandb", login=token)},
+        {"config": wrapped, "log": ["a", "b", f"text before it\n{token}\nand after"]},
+        {"config": {token: 1}},
+        {"blob": token.encode(), "config": wrapped},
+    ]
+
+
+def sent(hub: Hub, token: str) -> bool:
+    """Whether a token is in anything that the server keeps."""
+    large = [path.read_bytes() for path in hub.store.iterdir()]
+    small = [f.data or b"" for repo in hub.repos.values() for c in repo.commits.values() for f in c.files.values()]
+    return any(core(token) in data for data in [*large, *small])
+
+
+@pytest.mark.parametrize("kind", tokens(random.Random(0)))
+def test_a_secret_in_a_state_is_not_sent(hub: Hub, tmp_path: Path, kind: str) -> None:
+    token = tokens(random.Random(kind))[kind]
+    for number, state in enumerate(states(token)):
+        path = tmp_path / f"{number}.pt"
+        torch.save({"model": {"w": torch.ones(3, 4)}, **state}, path)
+        for words in (("convert", path, "hf://me/run/x.pt"), ("reshard", path, "hf://me/run/x", "--to-world", "2")):
+            done = run(*words, "--json")
+            error = json.loads(done.stdout)["error"]
+            assert done.exit_code == UsageError.exit_code and "nothing is sent" in error["message"], (number, words)
+            assert core(token).decode() not in done.output and not hub.repos
+    assert not any(one.method == "PUT" for one in hub.seen)
+    # The model goes, and everything where the user says that it is none, or to a directory.
+    assert run("convert", tmp_path / "1.pt", "hf://me/run/model.pt", "--only", "model").exit_code == 0
+    name = json.loads(run("convert", tmp_path / "0.pt", "hf://me/run/y.pt", "--json").stdout)["error"]["found"][0]
+    name = name.split("`")[1]
+    assert name == "hyper_parameters.hub"
+    assert run("convert", tmp_path / "0.pt", "hf://me/run/y.pt", "--not-secret", name).exit_code == 0
+    assert sent(hub, token)
+    assert run("reshard", tmp_path / "0.pt", "hf://me/run/z", "--to-world", "1", "--not-secret", name).exit_code == 0
+    assert run("convert", tmp_path / "0.pt", tmp_path / "y.pt", "--to", "torch").exit_code == 0
+
+
+def test_what_is_no_secret_of_a_state(hub: Hub, tmp_path: Path) -> None:
+    run_id = "5f3d2c1b0a99887766554433221100ffeeddccbb"
+    hyper_parameters = {"token": "your-token-here", "run": run_id, "api_key": None, "tokens": 12345, "key": "a" * 40}
+    shared = ["x" * 1000]
+    for _ in range(40):
+        shared = [shared, shared]  # 2**40 mentions
+    torch.save({"model": {"w": torch.ones(3)}, "hyper_parameters": hyper_parameters, "log": shared}, tmp_path / "a.pt")
+    torch.save({"model": {"w": torch.ones(3)}, "hyper_parameters": hyper_parameters}, tmp_path / "b.pt")
+    assert not secrets.in_catalogue(ckpttool.inspect(tmp_path / "a.pt"))
+    assert run("convert", tmp_path / "b.pt", "hf://me/run/b.pt").exit_code == 0
+    done = run("convert", tmp_path / "b.pt", "hf://me/run/c.pt", "--not-secret", "hyper_parameters.kye")
+    assert done.exit_code == UsageError.exit_code and "hyper_parameters.key" in done.output
+    assert run("convert", tmp_path / "b.pt", tmp_path / "c.pt", "--not-secret", "x").exit_code == UsageError.exit_code
+
+
+@pytest.mark.parametrize("command", ["convert", "export"])
+def test_a_secret_in_the_metadata_of_safetensors(hub: Hub, tmp_path: Path, command: str) -> None:
+    token = tokens(random.Random(1))["github"]
+    folder = model(tmp_path / "run")
+    save_file({"w": torch.ones(3, 4)}, folder / "model.safetensors", {"note": f"made with {token}", "format": "pt"})
+    done = run(command, folder, "hf://me/model", *(("--to", "safetensors") if command == "convert" else ()))
+    assert not sent(hub, token)
+    assert done.exit_code == (UsageError.exit_code if command == "convert" else 0), done.output
