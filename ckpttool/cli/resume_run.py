@@ -56,6 +56,17 @@ _SHOWN = 10
                 "Default: COMMAND itself.",
             ),
             Option("--world N", "The value of {world} in COMMAND.", type=click.IntRange(min=1)),
+            Option(
+                "--to-world M",
+                "Resume B with {world} M, and compare it with a run (control) that torch's DCP reshards.",
+                type=click.IntRange(min=1),
+            ),
+            Option(
+                "--via ROUTE",
+                "Convert B's checkpoint before it resumes (comma-separated steps): safetensors, dcp, "
+                "torch, fsdp1, reshard:N.",
+                default="",
+            ),
         ),
         "What is compared": (
             Option(
@@ -67,10 +78,16 @@ _SHOWN = 10
             Option(
                 "--loss REGEX",
                 "The losses in the output: a regular expression with a group for the step and one for the loss. "
-                "Default: `step 4: loss 2.71` and the like.",
+                "Or files: json:FILE[:KEY], csv:, tensorboard:, trainer:. Default: `step 4: loss 2.71` and the like.",
             ),
         ),
         "Execution": (
+            Option(
+                "--no-inject",
+                "Leave torch as the command sets it: no deterministic switches, no seeds.",
+            ),
+            Option("--observe", "Record each step of each rank: batch, loss, gradient norm, lr, RNG states."),
+            Option("--seed-env NAME[=VALUE]...", "Set this variable to a seed, the same in all runs. Repeatable."),
             Option("--timeout SECONDS", "Time limit for each run.", type=click.IntRange(min=1), default=1800),
             Option("--max-disk SIZE", "Limit for the checkpoints of all runs: 50GB, ..."),
             options.reworded(options.DRY_RUN, "Show the commands and the cost, and run nothing."),
@@ -99,7 +116,7 @@ def run(
     from ckpttool.operations.verify_resume.run import run as operation
 
     tell = None if quiet or as_json else lambda message: err().line(dim(message))
-    result = operation(command, **arguments, tell=tell)
+    result = operation(command, inject_switches=arguments.pop("inject"), **arguments, tell=tell)
     if html is not None:
         from ckpttool.operations.verify_resume.run.html import run_page
 

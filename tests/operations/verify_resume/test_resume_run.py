@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from xml.etree import ElementTree
 import pytest
 from support.cli import run as run_command
 
+from ckpttool.errors import UsageError
 from ckpttool.operations.verify_resume.run import run
 from ckpttool.operations.verify_resume.run.results import Report
 
@@ -90,3 +92,38 @@ def test_the_command_writes_every_form_of_the_report(tmp_path: Path) -> None:
     told = json.loads(run_command("verify-resume", "run", "--json", *words[2:], *more, *command).stdout)
     assert (told["verdict"], told["exit_code"], told["runs"][2]["resumed_at"]) == ("differs", 1, 2)
     assert run_command("verify-resume", "run", "--quiet", *words[2:], *more, *command).stdout == "differs\n"
+
+
+def test_the_plan_has_every_start_of_the_command() -> None:
+    words = ["verify-resume", "run", "--via", "dcp", "--to-world", "4", "--no-inject", "--observe", "--seed-env", "S=3"]
+    words += ["--at", "2", "--until", "3", "--resume-with", RESUME, "--world", "2", "--dry-run", "--json"]
+    planned = json.loads(run_command(*words, "--", "torchrun", "--nproc-per-node", "{world}", "t.py", "OUT").stdout)
+    assert (planned["verdict"], planned["rule"], planned["cost"]["runs"]) == ("planned", "control", 5)
+    assert planned["runs"][0]["command"][2] == "2" and planned["runs"][2]["command"][-2] == "--resume"
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"command": []}, "no command"),
+        ({"command": ["python", "t.py", "--out", "mine"]}, "output directory"),
+        ({"stop": "pause"}, "`--stop pause` is unknown"),
+        ({"stop": "max-steps=--epochs"}, "has no `--epochs`"),
+        ({"at": 5}, "--at 5 --until 5"),
+        ({"loss": "loss ("}, "no regular expression"),
+        ({"resume_with": "python t.py"}, "neither"),
+        ({"resume_with": None, "via": "dcp"}, "told what to resume from"),
+        ({"to_world": 2}, "{world}"),
+        ({"via": "onnx"}, "unknown stage"),
+        ({"command": ["no-such-program", "OUT", "--steps", "5"]}, "cannot be started"),
+        ({"command": [sys.executable, "-c", "raise KeyError(3)", "OUT", "--steps", "5"]}, "KeyError: 3"),
+        ({"checkpoints": "OUT/ckpt-{step}.pt"}, "no complete checkpoint of step 3"),
+    ],
+)
+def test_what_cannot_be_run_is_one_error(options: dict[str, Any], message: str) -> None:
+    command = options.pop("command", None)
+    with pytest.raises(UsageError, match=re.escape(message)):
+        if command is None:
+            runs(**options)
+        else:
+            run(command, at=3, until=5, stop="max-steps=--steps", timeout=20.0)

@@ -11,27 +11,38 @@ Each run has an output directory of its own. Checkpoints are compared by `diff`,
 from __future__ import annotations
 
 import os
+import re
 import shlex
 import shutil
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from signal import SIGTERM
 
 from ckpttool.errors import StorageError, UsageError
-from ckpttool.operations.verify_resume.run import compare
+from ckpttool.layout.mesh import world_mesh
+from ckpttool.operations.verify_resume.run import causes, compare, inject, observed
 from ckpttool.operations.verify_resume.run.checkpoints import Checkpoints, nbytes
 from ckpttool.operations.verify_resume.run.commands import Commands, parse, with_steps
+from ckpttool.operations.verify_resume.run.inject import Hooked
+from ckpttool.operations.verify_resume.run.logged import from_files
 from ckpttool.operations.verify_resume.run.losses import Losses, from_output
-from ckpttool.operations.verify_resume.run.process import Process, last_lines
+from ckpttool.operations.verify_resume.run.process import Process, last_lines, read_log
 from ckpttool.operations.verify_resume.run.results import Cost, Failure, Loss, Report, Saved, ScriptRun
+from ckpttool.operations.verify_resume.run.state import SavedState
 from ckpttool.operations.verify_resume.scratch import kept_folder
-from ckpttool.text import duration, parse_size, plural, size
+from ckpttool.operations.verify_resume.trial import arguments, state
+from ckpttool.operations.verify_resume.trial.results import Compared, Finding
+from ckpttool.operations.verify_resume.trial.state import difference_names
+from ckpttool.producers.open import opened
+from ckpttool.text import duration, parse_size, plural, size, some
 
 _GLANCE = 0.1  # seconds between two looks at the checkpoints
 _PATIENCE = 10.0  # seconds that a command has to end by itself after its last checkpoint
 _STOPS = ("sigkill", "sigterm")
+_SEED = 1234
+_RAISED = re.compile(r"^(\[[\w\d]+\]:\s*)?[\w.]*(Error|Exception)\b:? ")
 _RULES = {
     "bitwise": "every checkpoint and loss of B after the resume == those of A, bitwise",
     "control": "B resumes from a converted checkpoint: its steps == those of a run (control) that resumes from the one "
@@ -47,6 +58,25 @@ class _Ended(Exception):
         self.failure = failure
 
 
+@dataclass(frozen=True, slots=True)
+class Hook:
+    """What the environment of the command gets: deterministic switches (`inject`), an observer of each step, and
+    variables of its own that name a seed."""
+
+    inject: bool = True
+    observe: bool = False
+    seeds: Sequence[str] = ()
+
+    def environment(self, folder: str, *, resumed: bool = False) -> dict[str, str]:
+        """Return the variables for a run, whose hook writes to `folder`."""
+        os.makedirs(folder)
+        # What is not restored must not come out the same because it was seeded again.
+        seed = (_SEED + 1_000 if resumed else _SEED) if self.inject else None
+        pairs = (text.partition("=") for text in self.seeds)
+        own = {name: value or str(_SEED) for name, _, value in pairs}
+        return {"PYTHONUNBUFFERED": "1", **own, **inject.environment(folder, seed=seed, observe=self.observe)}
+
+
 @dataclass(slots=True)
 class _Verification:
     """Runs that are going on. `folder` has one folder for each of them."""
@@ -60,7 +90,8 @@ class _Verification:
     max_disk: int | None
     losses: Sequence[Losses]
     tell: Callable[[str], None]
-    environment: Mapping[str, str]
+    hook: Hook
+    hooked: dict[str, Hooked] = field(default_factory=dict)
     seen: dict[str, Checkpoints] = field(default_factory=dict)
 
     @property
@@ -106,7 +137,7 @@ class _Verification:
         by = report.stop if report.stop in _STOPS else "its own number of steps"
         self.tell(f"run {name}: trains until step {report.at} is saved, is stopped by {by}")
         began = time.monotonic()
-        with Process(run.command, log, self.environment) as process:
+        with Process(run.command, log, self._environment(name, "hook-before-stop")) as process:
             if report.stop in _STOPS:
                 self._wait_for_save(process, run, found)
                 run.stopped = self._stop(process)
@@ -140,6 +171,9 @@ class _Verification:
         stop = self.report.stop
         return words if stop in _STOPS else with_steps(words, stop.partition("=")[2], steps)
 
+    def _environment(self, name: str, hook: str, *, resumed: bool = False) -> dict[str, str]:
+        return self.hook.environment(os.path.join(self.folder, name, hook), resumed=resumed)
+
     def _of_a(self, step: int) -> str | None:
         """Return the checkpoint of run A of a step, whose files show what makes one complete."""
         runs = [run for run in self.report.runs if run.name == "A"]
@@ -148,7 +182,8 @@ class _Verification:
     def _to_the_end(self, run: ScriptRun) -> None:
         """Start a command and wait until it ends, or has saved the last step and goes on."""
         found, priced = self.seen[run.name], run.name != "A"
-        with Process(run.command, run.log, self.environment) as process:
+        environment = self._environment(run.name, "hook", resumed=run.resumed_at is not None)
+        with Process(run.command, run.log, environment) as process:
             began, saved = time.monotonic(), None
             while (code := process.wait(_GLANCE)) is None:
                 self._check_time(run, began)
@@ -197,8 +232,13 @@ class _Verification:
             raise _Ended(Failure(run.name, message, last_lines(run.log)))
 
     def _collect(self, run: ScriptRun, log: str) -> None:
-        """Add the complete checkpoints and the losses of a run up to its last step."""
+        """Add the complete checkpoints and the losses of a run up to its last step, and what its hook wrote."""
         found = self.seen[run.name]
+        hooked = self.hooked[run.name] = inject.read(os.path.join(self.folder, run.name, "hook"))
+        report = self.report
+        report.settings += [one for one in hooked.switches if one not in report.settings]
+        failed = [f"run {run.name}: the hook could not do everything: {one}" for one in hooked.failures]
+        report.notes += [one for one in failed if one not in report.notes]
         run.checkpoints = [
             Saved(step, path, nbytes(path))
             for step, path in found.find().items()
@@ -207,6 +247,9 @@ class _Verification:
         losses: dict[int, float] = {}
         for source in self.losses:
             losses = {**losses, **{step: loss for step, loss in source(run.folder, log).items() if step not in losses}}
+        if not losses:
+            seen = observed.by_step(hooked, run.resumed_at or 0, self.until)
+            losses = {step: one.loss for (step, rank, _), one in seen.items() if rank == 0 and one.loss is not None}
         run.steps = [Loss(step, loss) for step, loss in sorted(losses.items()) if step <= self.until]
 
     # Cost -------------------------------------------------------------------------------------------------------------
@@ -236,8 +279,10 @@ class _Verification:
 def _failure(run: ScriptRun, code: int) -> Failure:
     how = f"was ended by signal {-code}" if code < 0 else f"ended with exit code {code}"
     lines = last_lines(run.log)
-    last = f": {lines[-1].strip()}" if lines else ""
-    return Failure(run.name, f"run {run.name} {how}{last}", lines)
+    # A launcher goes on to write after its workers have said what is wrong.
+    raised = [line for line in read_log(run.log).splitlines() if _RAISED.search(line)]
+    last = (raised or lines)[-1:]
+    return Failure(run.name, f"run {run.name} {how}" + "".join(f": {line.strip()}" for line in last), lines)
 
 
 def run(
@@ -251,6 +296,11 @@ def run(
     out: str = "OUT",
     loss: str | None = None,
     world: int | None = None,
+    to_world: int | None = None,
+    via: str = "",
+    inject_switches: bool = True,
+    observe: bool = False,
+    seed_env: Sequence[str] = (),
     timeout: float = 1800.0,
     max_disk: str | None = None,
     keep: str | os.PathLike[str] | None = None,
@@ -270,23 +320,27 @@ def run(
     if stop not in _STOPS and not (kind == "max-steps" and flag):
         hint = "`--stop sigkill`, `--stop sigterm`, or `--stop max-steps=FLAG` with the flag of the command"
         raise UsageError(f"`--stop {stop}` is unknown", hint=hint)
-    report = Report(list(command), "bitwise", _RULES["bitwise"], at, until, stop, cost=Cost(4, 2 * until + until))
+    other_world = to_world is not None and to_world != world
+    _check_route(commands, via, world, to_world if other_world else None)
+    rule = "control" if other_world else "bitwise"
+    more = (1, until - at) if other_world else (0, 0)
+    cost = Cost(4 + more[0], 3 * until + more[1])
+    report = Report(list(command), rule, _RULES[rule], at, until, stop, cost=cost)
     report.folder = os.path.abspath(keep) if keep is not None else None
     most = parse_size(max_disk, "--max-disk") if max_disk is not None else None
-    sources = (from_output(loss),)
+    sources = (from_files(loss or "") or from_output(loss),)
     say = tell or (lambda line: None)
-    say(f"4 starts of the command, {plural(report.cost.steps, 'step')} in all, at most {duration(timeout)} each")
+    starts = f"{cost.runs} starts of the command, {plural(cost.steps, 'step')} in all"
+    say(f"{starts}, at most {duration(timeout)} each")
     with ExitStack() as stack:
         folder = kept_folder(stack, keep, "ckpttool-run-")
-        environment = {"PYTHONUNBUFFERED": "1"}
-        verification = _Verification(
-            report, commands, checkpoints, folder, world, timeout, most, sources, say, environment
-        )
+        hooks = Hook(inject_switches, observe, seed_env)
+        verification = _Verification(report, commands, checkpoints, folder, world, timeout, most, sources, say, hooks)
         if dry_run:
             _plan(verification)
             return report
         try:
-            excused = _all(verification)
+            excused = _all(verification, via, to_world if other_world else None)
         except _Ended as ended:
             if not report.runs:
                 hint = f"the last lines of its output: {' | '.join(ended.failure.output[-3:])}"
@@ -309,31 +363,91 @@ def _plan(verification: _Verification) -> None:
     report.runs[-1].stopped = shlex.join(report.runs[-1].command)
     report.runs[-1].command = verification.words("B", resume, checkpoint=checkpoint)
     report.verdict = "planned"
-    report.message = f"would start the command 4 times, and train {plural(report.cost.steps, 'step')} in all"
+    report.message = (
+        f"would start the command {report.cost.runs} times, and train {plural(report.cost.steps, 'step')} in all"
+    )
 
 
-def _all(verification: _Verification) -> compare.Unrepeated:
+def _all(verification: _Verification, via: str, to_world: int | None) -> compare.Unrepeated:
     report = verification.report
     a = verification.uninterrupted("A")
     _check_saved(verification, a)
     report.runs.append(a)
-    report.cost.seconds = 3 * a.seconds
-    verification.tell(f"run A took {duration(a.seconds)}: {duration(2 * a.seconds)} more, or a little longer")
+    report.cost.seconds = a.seconds * report.cost.steps / report.until
+    verification.tell(f"run A took {duration(a.seconds)}: about {duration(report.cost.seconds - a.seconds)} more")
     verification.check_disk()
     a2 = verification.uninterrupted("A2")
     report.runs.append(a2)
     verification.check_disk()
     before, b = verification.interrupted()
     excused = compare.unrepeated([(a, a2), (a, before)])
-    checkpoint, step = _to_resume(verification, before)
-    verification.resume(b, checkpoint, step)
+    saved, step = _to_resume(verification, before)
+    source = _converted(verification, saved, via, to_world)
+    reference = a
+    if to_world is not None:
+        reference = control = ScriptRun("control", [], verification.out("control"), "", to_world)
+        verification.begin("control")
+        verification.resume(control, saved, step, to_world)
+        report.runs.append(control)
+    verification.resume(b, source, step, to_world)
     report.runs.append(b)
-    if not compare.shared(a, b, step):
+    if not compare.shared(reference, b, step):
         raise _Ended(Failure("B", f"run B saved no checkpoint after step {step}", last_lines(b.log)))
-    first = compare.compare_runs(report, a, b, excused)
+    first = compare.compare_runs(report, reference, b, excused)
+    told = _compare_observed(verification, reference, step) if verification.hook.observe else None
     if first is not None:
-        report.first_step = first.step
+        paths = compare.shared(reference, b, step)[first.step]
+        origin = next((one.path for one in reference.checkpoints if one.step == step), saved)
+        found = causes.cause(origin, paths, first)
+        # What a checkpoint says is more to the point, unless it has nothing that says it.
+        report.cause = found if found is not None and not (told and causes.is_vague(found)) else told
+    report.cause = report.cause or told
+    if to_world is not None:
+        compare.measure_drift(report, a, b)
     return excused
+
+
+def _check_route(commands: Commands, via: str, world: int | None, to_world: int | None) -> None:
+    """Raises UsageError where the command cannot resume from another checkpoint, or on another number of ranks."""
+    arguments.parse_route(via, world_mesh(to_world or world or 1), other_mesh=False)
+    if to_world is not None and not commands.uses("world", resuming=True):
+        hint = "torchrun --nproc-per-node {world} train.py"
+        raise UsageError("`--to-world` needs `{world}` in the command, for the number of ranks", hint=hint)
+    if (via or to_world is not None) and not commands.uses("checkpoint", resuming=True):
+        hint = "`--resume-with '... --resume {checkpoint}'`"
+        raise UsageError("`--via` and `--to-world` need a command that is told what to resume from", hint=hint)
+
+
+def _converted(verification: _Verification, saved: str, via: str, to_world: int | None) -> str:
+    """Return the checkpoint that B resumes from: the one that it saved, after its route."""
+    report = verification.report
+    mesh = world_mesh(to_world or verification.world or 1)
+    with opened(saved) as source:
+        is_dcp = source.catalogue.format == "dcp"
+    stages = arguments.parse_route(via, mesh, other_mesh=to_world is not None and (is_dcp or bool(via)))
+    report.route = arguments.follow(stages, saved, os.path.join(verification.folder, "route"), verification.tell)
+    if not report.route:
+        return saved
+    with SavedState(saved) as before, SavedState(report.route[-1].path) as after:
+        differing = sorted(difference_names(state.compare(before, after)))
+    count = len(before.tensors) + len(before.objects)
+    row = Compared("converted state", "B", "the saved one", count, len(differing), "bitwise", not differing)
+    report.compared.append(row)
+    if differing:
+        message = f"the converted checkpoint is not the saved one: {some(differing)}"
+        report.findings.append(Finding("converted state", message, "B"))
+    return report.route[-1].path
+
+
+def _compare_observed(verification: _Verification, reference: ScriptRun, step: int) -> str | None:
+    """Compare the steps that the hook observed in B with those of its reference."""
+    until, hooked = verification.until, verification.hooked
+    a, a2 = (observed.by_step(hooked[name], 0, until) for name in ("A", "A2"))
+    b = observed.by_step(hooked["B"], step, until)
+    before = a if reference.name == "A" else observed.by_step(hooked[reference.name], step, until)
+    if not b:
+        verification.report.notes.append("no step was observed: the command takes no step of an optimizer of torch")
+    return observed.compare_observed(verification.report, before, b, observed.unrepeated(a, a2))
 
 
 def _check_saved(verification: _Verification, run: ScriptRun) -> None:

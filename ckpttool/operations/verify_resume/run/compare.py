@@ -16,7 +16,7 @@ from ckpttool.operations.verify_resume.run.losses import equal
 from ckpttool.operations.verify_resume.run.results import Report, ScriptRun
 from ckpttool.operations.verify_resume.run.state import SavedState
 from ckpttool.operations.verify_resume.trial.diagnose import diagnose
-from ckpttool.operations.verify_resume.trial.results import Compared, Finding
+from ckpttool.operations.verify_resume.trial.results import Compared, Drift, Finding
 from ckpttool.operations.verify_resume.trial.state import RecordedState, compare, difference_names
 from ckpttool.text import plural, some
 
@@ -178,6 +178,24 @@ def compare_losses(report: Report, reference: ScriptRun, run: ScriptRun, excused
     gap = abs(now - was)
     figures: dict[str, Any] = {"absolute": gap, "relative": gap / max(abs(now), abs(was), 1e-300)}
     return Finding("loss differs", text, run.name, step=first.number, expected=was, found=now, **figures)
+
+
+def measure_drift(report: Report, a: ScriptRun, b: ScriptRun) -> None:
+    """Add how far B, on another number of ranks, is from A, which does not count for the verdict."""
+    expected = {loss.number: loss.loss for loss in a.steps}
+    pairs = [(expected[one.number], one.loss) for one in b.steps if one.number in expected]
+    gaps = [abs(was - now) for was, now in pairs]
+    relative = [gap / max(abs(was), abs(now), 1e-300) for gap, (was, now) in zip(gaps, pairs, strict=True)]
+    parameters: dict[str, float] = {}
+    for paths in list(shared(a, b, b.resumed_at or 0).values())[-1:]:
+        with SavedState(paths[0]) as before, SavedState(paths[1]) as after:
+            for one in compare(before, after).tensors:
+                if before.kind_of(one.name) == "model" and one.values is not None:
+                    parameters[one.name] = float(one.values.absolute or 0.0)
+    most = max(parameters, key=lambda name: parameters[name], default=None)
+    largest = parameters[most] if most is not None else None
+    message = "informational: another number of ranks sums in another order, and has other RNG states"
+    report.drifts.append(Drift("B", max(gaps, default=0.0), max(relative, default=0.0), None, largest, most, message))
 
 
 # Verdict --------------------------------------------------------------------------------------------------------------
