@@ -256,7 +256,7 @@ def states(token: str) -> list[dict[str, Any]]:
         {"hyper_parameters": {"hub": token, "lr": 0.1}},
         {"args": argparse.Namespace(report_to="wandb", login=token)},
         {"config": wrapped, "log": ["a", "b", f"text before it\n{token}\nand after"]},
-        {"config": {token: 1}},
+        {"config": {f"\n{token}": 1}},  # a line of .netrc begins one
         {"blob": token.encode(), "config": wrapped},
     ]
 
