@@ -33,6 +33,12 @@ if TYPE_CHECKING:
             options.RENAME,
             options.STRIP_PREFIX,
             Option("--key-map NAME", "How the producer names the model's parameters: a name, a .json file, or none."),
+            Option(
+                "--names WHICH",
+                "Names as released files have them, or as transformers has them in memory: memory.",
+                type=click.Choice(["released", "memory"]),
+                default="released",
+            ),
         ),
         "Reference": (
             Option(

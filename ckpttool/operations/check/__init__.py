@@ -137,7 +137,7 @@ def _model(
 ) -> Catalogue:
     model = select_model.renamed(select_model.model_of(viewed.catalogue, several(selected.only)), selected)
     own = [tensor.name for tensor in model.tensors]
-    chosen = key_maps.chosen(key_map, own, reference.config)
+    chosen = key_maps.chosen(key_map, own, reference.config, reference=[*reference.known])
     if chosen is None:
         return model
     result.key_map = chosen.name

@@ -15,12 +15,13 @@ from ckpttool import formats
 from ckpttool.catalogue.patterns import several
 from ckpttool.errors import UsageError
 from ckpttool.operations import arguments, publish, write
-from ckpttool.operations.export.plan import Export, Exported, ExportOptions, planned
+from ckpttool.operations.export.plan import NAMES, Export, Exported, ExportOptions, planned
 from ckpttool.operations.publish import HubOptions
 from ckpttool.operations.write import WriteOptions
 from ckpttool.storage import free_space, stores
 from ckpttool.storage.files import temporary_folder
 from ckpttool.storage.stores import Location, local_path
+from ckpttool.text import meant
 from ckpttool.transfer.check_destination import check_written
 from ckpttool.transfer.threads import Progress
 
@@ -42,6 +43,7 @@ def export(
     rename: str | Sequence[str] = (),
     strip_prefix: str | None = None,
     key_map: str | None = None,
+    names: str = NAMES[0],
     head_dim: int | None = None,
     dtype: str | Sequence[str] = (),
     dtype_strict: bool = False,
@@ -88,6 +90,8 @@ def export(
         strip_prefix: a prefix to remove from the names of the model.
         key_map: how the producer names the parameters: the name of a key map, a `.json` file, or `none`; None goes by
             the names.
+        names: whether the names are those of released files (`released`) or those that transformers has in memory
+            (`memory`).
         head_dim: elements of an attention head, if no config has it.
         dtype: dtypes to cast floating-point tensors to: `bfloat16`, or `norm*=float32` for some; the first match
             applies.
@@ -136,12 +140,15 @@ def export(
     began = time.monotonic()
     src, dst = os.fspath(src), os.fspath(dst)
     arguments.check_source(src, dst)
+    if names not in NAMES:
+        raise UsageError(f"`--names {names}`: unknown spelling", hint=meant(names, NAMES, "`released` or `memory`"))
     selection = arguments.selection(only, exclude=exclude, rename=rename, strip_prefix=strip_prefix)
     most = arguments.size(max_shard_size, "--max-shard-size")
     beside, listed = arguments.path(assets), arguments.path(manifest)
     options = ExportOptions(
         selection,
         key_map,
+        names,
         head_dim,
         several(dtype),
         dtype_strict,

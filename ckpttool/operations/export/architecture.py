@@ -31,7 +31,8 @@ class Expected:
     `Expected("GPT2LMHeadModel", "transformers 5.23.0", {"wte.weight": ..})`.
 
     `files` are names and shapes as its files have them, `memory` as it has them in memory, tied ones included;
-    `float32` are names of both, of tensors that stay float32 in a model of the dtype asked for.
+    `float32` are names of both, of tensors that stay float32 in a model of the dtype asked for. `rules` are those of
+    the key map from `memory` to `files`, if there is one.
     """
 
     architecture: str
@@ -43,6 +44,7 @@ class Expected:
     missing: Sequence[str] = ()
     unexpected: Sequence[str] = ()
     float32: Sequence[str] = ()
+    rules: Sequence[Mapping[str, Any]] = ()
 
 
 @dataclass(slots=True)
@@ -143,8 +145,11 @@ def _compared(
         elif not missing(name) and not any(twin in shapes for twin in twins.get(name, ())):
             result.missing.append(name)
     result.unexpected = [n for n in shapes if n not in names and n not in model.tied and not unexpected(n)]
+    known = {**model.files, **model.memory}
     result.misshapen += [
-        (n, shapes[n], model.memory[n]) for n in model.tied if n in shapes and shapes[n] != model.memory[n]
+        (name, shapes[name], known[kept])
+        for name, kept in model.tied.items()
+        if name in shapes and kept in known and shapes[name] != known[kept]
     ]
     return result
 

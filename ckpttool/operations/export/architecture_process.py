@@ -10,15 +10,19 @@ from __future__ import annotations
 import json
 import re
 import sys
+from contextlib import suppress
 from typing import Any
 
 from ckpttool.errors import in_one_line, why_no_import
+from ckpttool.operations.export import written_names
+from ckpttool.operations.export.written_names import Written
 from ckpttool.storage.stores import local_path
 
 
 def describe(folder: str, dtype: str) -> dict[str, Any]:
     """`{"memory": {name: shape}, "files": {name: shape}, "tied": {name: name}, "prefix", "float32", "missing",
-    "unexpected"}`, or `{"why_not": text}`. `float32` are the names of tensors that stay float32 in a model of a dtype
+    "unexpected",
+    "rules"}`, or `{"why_not": text}`. `float32` are the names of tensors that stay float32 in a model of a dtype
     of 16 bits or less. `missing` and `unexpected` are patterns of names that transformers passes over."""
     config = json.loads((local_path(folder) / "config.json").read())
     is_diffusion = "_class_name" in config
@@ -87,6 +91,9 @@ def _transformer(folder: str, dtype: str) -> dict[str, Any]:
     memory = {name: list(tensor.shape) for name, tensor in state.items()}
     tied = _tied(model, memory)
     files = _in_files(model, {name: tensor for name, tensor in state.items() if name not in tied})
+    written = _written(model, state) if files.keys() != state.keys() - tied.keys() else []
+    spelling = {one.old[0]: one.new[0] for one in written if len(one.old) == len(one.new) == 1}
+    tied |= {spelling.get(name, name): spelling.get(kept, kept) for name, kept in tied.items()}
     kept = {
         n for names in (state, files) for n, tensor in names.items() if wanted.itemsize < tensor.dtype.itemsize == 4
     }
@@ -96,6 +103,7 @@ def _transformer(folder: str, dtype: str) -> dict[str, Any]:
         "memory": memory,
         "files": {name: list(tensor.shape) for name, tensor in files.items()},
         "tied": tied,
+        "rules": written_names.rules(written),
         "prefix": getattr(model, "base_model_prefix", ""),
         "float32": sorted(kept),
         "missing": sorted(getattr(model, "_keys_to_ignore_on_load_missing", None) or ()),
@@ -137,6 +145,14 @@ def _in_files(model: Any, state: dict[str, Any]) -> dict[str, Any]:
     else:
         state = revert_weight_conversion(model, state)
     return state
+
+
+def _written(model: Any, state: dict[str, Any]) -> list[Written]:
+    """How names in memory are written; nothing where a key map cannot say it."""
+    # It is of what transformers has inside, which each version may name otherwise.
+    with suppress(NotImplementedError, ImportError, AttributeError, ValueError, KeyError):
+        return written_names.of_model(model, state)
+    return []
 
 
 def _passed(model: Any) -> list[str]:

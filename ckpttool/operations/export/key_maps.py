@@ -30,6 +30,8 @@ from ckpttool.text import meant, some
 
 _NUMBER = re.compile(r"\\\{(\w+)\\\}")
 _ENOUGH = 65_536
+_FOLDER = local_path(__file__).parent / "keymaps"
+_GENERATED = "-transformers"  # ends the names of generated maps
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,35 +54,69 @@ class KeyMap:
     needs: tuple[re.Pattern[str], ...]
     never: tuple[re.Pattern[str], ...]
     rules: tuple[Rule, ...]
+    generated: bool = False
 
     def fits(self, names: Sequence[str], config: Mapping[str, Any] | None) -> bool:
         """Return whether these are names of the producer, and the config, if there is one, is of such a model."""
+        if self.generated:
+            return self._in_memory(names)
         kind = (config or {}).get("model_type")
         if (kind is None and self.needs_config) or (kind is not None and kind not in self.model_types):
             return False
         has_all = all(any(p.fullmatch(n) for n in names) for p in self.needs)
         return has_all and not any(p.fullmatch(n) for p in self.never for n in names)
 
+    def _in_memory(self, names: Sequence[str]) -> bool:
+        """Return whether some names are those that the rules begin with, and none is one that they only end with."""
+        old = re.compile("|".join(re.sub(r"\?P<\w+>", "?:", rule.pattern.pattern) for rule in self.rules))
+        new = re.compile(
+            "|".join(re.sub(r"\\\{\w+\\\}", r"\\d+", re.escape(name)) for r in self.rules for name in r.to)
+        )
+        found = [name for name in names if not old.fullmatch(name)]
+        return len(found) < len(names) and not any(new.fullmatch(name) for name in found)
+
 
 def known() -> list[KeyMap]:
-    """Return the maps that come with ckpttool."""
+    """Return the maps that come with ckpttool, but for the generated ones."""
     # Not `importlib.resources`, which takes ten milliseconds: the package is always a directory.
-    paths = (local_path(__file__).parent.escaped() / "keymaps/*.json").matches()
+    paths = (_FOLDER.escaped() / "*.json").matches()
     return [parse(json.loads(path.read()), path.name) for path in paths]
 
 
-def chosen(name: str | None, names: Sequence[str], config: Mapping[str, Any] | None) -> KeyMap | None:
-    """Return the map called `name`, or in that file; by default the one that fits; None for `none`.
+def generated(kind: object) -> KeyMap | None:
+    """Return the map from the names that transformers has in memory to those of files, for a model type or a class."""
+    file = f"{kind}.json"
+    folder = _FOLDER / "transformers"
+    return parse(json.loads((folder / file).read()), file) if file in folder.names() else None
+
+
+def chosen(
+    name: str | None,
+    names: Sequence[str],
+    config: Mapping[str, Any] | None,
+    *,
+    released: bool = True,
+    reference: Sequence[str] = (),
+) -> KeyMap | None:
+    """Return the map called `name`, or in that file; by default the one that fits; None for `none`. Unless `released`,
+    and where a `reference` has them too, names that transformers has in memory stay.
 
     Raises UsageError.
     """
     if name == "none":
         return None
     if name is None:
+        of_config = [*((config or {}).get("architectures") or ())[:1], (config or {}).get("model_type")]
+        own = next((keymap for keymap in map(generated, of_config) if keymap is not None), None)
+        if own is not None and own.fits(names, config):
+            return own if released and not own.fits(reference, config) else None
         return next((keymap for keymap in known() if keymap.fits(names, config)), None)
     if name.endswith(".json"):
         return parse(strict_json.parse(local_path(name).head(1 << 24), f"`{name}`"), name)
     maps = {keymap.name: keymap for keymap in known()}
+    by_type = generated(name.removesuffix(_GENERATED)) if name.endswith(_GENERATED) else None
+    if by_type is not None:
+        return by_type
     if name not in maps:
         listed = ", ".join(f"`{known_name}`" for known_name in maps)
         hint = meant(name, [*maps, "none"], f"one of {listed}, `none`, or a file whose name ends in `.json`")
@@ -98,7 +134,8 @@ def parse(data: Any, where: str) -> KeyMap:
     name, title, needs_config = str(data.get("name", where)), str(data.get("title", "")), bool(data.get("needs_config"))
     needs, never = (tuple(_compiled(text, where) for text in _strings(data, key, where)) for key in ("needs", "never"))
     rules = tuple(_rule(rule, where) for rule in data["rules"])
-    return KeyMap(name, title, tuple(_strings(data, "model_types", where)), needs_config, needs, never, rules)
+    types = tuple(_strings(data, "model_types", where))
+    return KeyMap(name, title, types, needs_config, needs, never, rules, bool(data.get("generated")))
 
 
 def _strings(data: Mapping[str, Any], key: str, where: str) -> list[str]:

@@ -47,6 +47,7 @@ from ckpttool.storage.stores import Outgoing, is_remote, locate
 from ckpttool.text import meant, plural, some
 from ckpttool.transfer.execute import Transferred
 
+NAMES = ("released", "memory")
 # Tiles of a cast are held several times over; smaller ones are as fast, and leave room for torch itself.
 _WHILE_CASTING = 24 << 20
 
@@ -77,6 +78,7 @@ class ExportOptions:
 
     selection: Selection = field(default_factory=Selection)
     key_map: str | None = None
+    names: str = NAMES[0]
     head_dim: int | None = None
     dtype: Sequence[str] = ()
     dtype_strict: bool = False
@@ -189,13 +191,14 @@ def _plan(
     others: list[Component] = []
     if not result.adapter:
         planned, others = bundles.place(planned, beside)
-        planned = _mapped(planned, viewed, beside, options, result)
+        planned = _mapped(planned, viewed, beside, reference, options, result)
     same = partial(ties.same_bytes, viewed)
     if reference is not None:
         planned = _like(planned, source, viewed, beside, reference, base, options, result)
         return [Component(beside.main, planned), *others]
     expected = _expected(beside, options, result)
     if expected is not None:
+        planned = _released(planned, expected, viewed, options, result)
         planned = ties.by_model(planned, expected.tied, same, result.notes)
     elif not result.adapter:
         planned = ties.by_names(planned, beside.ties_words, same, result.notes)
@@ -298,9 +301,17 @@ def _check_adapter(
         result.notes.append(error.message)
 
 
-def _mapped(planned: Catalogue, viewed: Viewed, beside: Assets, options: ExportOptions, result: Exported) -> Catalogue:
+def _mapped(
+    planned: Catalogue,
+    viewed: Viewed,
+    beside: Assets,
+    reference: references.Reference | None,
+    options: ExportOptions,
+    result: Exported,
+) -> Catalogue:
     names = [tensor.name for tensor in planned.tensors]
-    keymap = key_maps.chosen(options.key_map, names, beside.config)
+    released, known = options.names == "released", [*reference.known] if reference is not None else []
+    keymap = key_maps.chosen(options.key_map, names, beside.config, released=released, reference=known)
     if keymap is None:
         return planned
     mapped, unknown = key_maps.apply(keymap, planned, viewed, options.head_dim or beside.head_dim)
@@ -313,6 +324,20 @@ def _mapped(planned: Catalogue, viewed: Viewed, beside: Assets, options: ExportO
     if options.key_map is None:
         result.notes.append(f"the names are those of key map `{keymap.name}` ({keymap.title}), which is applied")
     return mapped
+
+
+def _released(
+    planned: Catalogue, model: Expected, viewed: Viewed, options: ExportOptions, result: Exported
+) -> Catalogue:
+    """Return the tensors under the names of files, if the library says how they become of those in memory."""
+    shapes = {tensor.name: tensor.shape for tensor in planned.tensors if tensor.alias is None}
+    asked = options.names == "released" and options.key_map is None and model.rules
+    if not asked or not architecture.compare(shapes, model).in_memory:
+        return planned
+    keymap = key_maps.parse({"name": model.library, "rules": model.rules}, model.library)
+    result.key_map = keymap.name
+    result.notes.append(f"the names are those that {model.library} has in memory; it says those of files, as written")
+    return key_maps.apply(keymap, planned, viewed, None)[0]
 
 
 def _expected(beside: Assets, options: ExportOptions, result: Exported) -> Expected | None:

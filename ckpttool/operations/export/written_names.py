@@ -1,0 +1,162 @@
+"""Rules of a key map, from the names that transformers 5 has in memory to those that `save_pretrained` writes.
+
+transformers tells them of a model: it has a registry of what it renames, stacks and splits when it loads one, and turns
+all of it round to save one. `tests/support/generate_key_maps.py` makes the key maps `keymaps/transformers/` of them;
+where there is none for a model, the process that makes it on the meta device tells the rules of this one.
+"""
+
+from __future__ import annotations
+
+import itertools
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+_DIGITS = re.compile(r"\d+")
+
+
+class Written(NamedTuple):
+    """How tensors are written: `Written(("h.0.q", "h.0.k"), ("h.0.qk",), ({"concat": {"axis": 0}},))`."""
+
+    old: tuple[str, ...]
+    new: tuple[str, ...]
+    operations: tuple[dict[str, Any], ...] = ()
+
+
+def of_model(model: Any, state: Mapping[str, Any]) -> list[Written]:
+    """Return how each tensor of `state`, the state dict of a model on the meta device, is written, unchanged ones too.
+
+    Raises NotImplementedError for an operation that no key map has, and ImportError where transformers has no registry.
+    """
+    from transformers import conversion_mapping
+    from transformers import core_model_loading as loading
+
+    registered = conversion_mapping.get_model_conversion_mapping(model, add_legacy=False)
+    # As `revert_weight_conversion` does: whether a prefix was there is known of a model that was loaded, not of one
+    # that is made here.
+    changes = [one for one in registered if not isinstance(one, loading.PrefixChange)]
+    undone = [one.reverse_transform() for one in changes[::-1]]
+    renamings = [one for one in undone if isinstance(one, loading.WeightRenaming)]
+    converters = [one for one in undone if isinstance(one, loading.WeightConverter)]
+    by_pattern = {pattern: one for one in converters for pattern in one.source_patterns}
+    written: list[Written] = []
+    groups: dict[str, tuple[Any, list[str]]] = {}
+    for name in sorted(state, key=loading.dot_natural_key):
+        target, pattern = loading.apply_converters(name, converters)
+        if pattern is None:
+            written.append(Written((name,), (loading.apply_renamings(name, renamings),)))
+        else:
+            groups.setdefault(target, (by_pattern[pattern], []))[1].append(name)
+    for converter, names in groups.values():
+        made = list(loading.revert_weight_conversion(model, {name: state[name] for name in names}))
+        order = {pattern: at for at, pattern in enumerate(converter.source_patterns)}
+        names.sort(key=lambda name: order[loading.apply_converters(name, [converter])[1]])
+        written.append(_converted(converter, names, made, state))
+    return written
+
+
+def _converted(converter: Any, old: Sequence[str], new: Sequence[str], state: Mapping[str, Any]) -> Written:
+    kinds = [(type(one).__name__, getattr(one, "dim", None)) for one in converter.operations]
+    first = state[old[0]]
+    match kinds:
+        case [("SplitModulelist", 0)]:
+            return Written(tuple(old), _numbered([list(new)]))
+        case [("Chunk", 1), ("SplitModulelist", 0)]:
+            ways = len(converter.target_patterns)
+            each = len(new) // ways
+            return Written(tuple(old), _numbered([list(new[at * each : (at + 1) * each]) for at in range(ways)]))
+        case [("Chunk", 0)] if first.shape[0] % len(new) == 0:
+            return Written(tuple(old), tuple(new))
+        case [("Concatenate", 0)]:
+            return Written(tuple(old), tuple(new), ({"concat": {"axis": 0}},))
+        case [("Transpose", None)]:
+            turn = converter.operations[0]
+            return Written(tuple(old), tuple(new), ({"transpose": sorted((turn.dim0, turn.dim1))},))
+    raise NotImplementedError(f"{old[0]}: no key map has {' and '.join(kind for kind, _ in kinds)}")
+
+
+def _numbered(lists: Sequence[list[str]]) -> tuple[str, ...]:
+    """Return `("mlp.{e}.w",)` for `[["mlp.0.w", "mlp.1.w"]]`."""
+    found = []
+    for names in lists:
+        runs = [list(_DIGITS.finditer(name)) for name in (names[0], names[-1])]
+        at = next(
+            (at for at, (one, other) in enumerate(zip(*runs, strict=True)) if one[0] != other[0]),
+            len(runs[0]) - 1,
+        )
+        run = runs[0][at]
+        found.append(names[0][: run.start()] + "{e}" + names[0][run.end() :])
+    return tuple(found)
+
+
+# Numbers of names become `{n}` and `{m}` -----------------------------------------------------------------------------
+
+
+def rules(written: Iterable[Written]) -> list[dict[str, Any]]:
+    """Return the rules of a key map that say the same: one for all layers that have a name in common."""
+    groups: dict[tuple[str, ...], dict[tuple[str, ...], Written]] = {}
+    for one in written:
+        same = groups.setdefault(tuple(_DIGITS.sub("#", name) for name in one.old), {})
+        if same.setdefault(one.old, one) != one:
+            raise ValueError(f"`{one.old[0]}` is written in two ways: {same[one.old].new} and {one.new}")
+    found = [rule for same in groups.values() for rule in _of_group(list(same.values()))]
+    return sorted(found, key=lambda rule: str(rule["from"]))
+
+
+def _of_group(group: Sequence[Written]) -> list[dict[str, Any]]:
+    """Return the rules for names that differ in numbers alone, as few as there can be."""
+    if all(one.old == one.new and not one.operations for one in group):
+        return []
+    positions = range(len(_DIGITS.findall(group[0].old[0])))
+    for count in range(len(positions) + 1):
+        for literal in itertools.combinations(reversed(positions), count):
+            split: dict[tuple[str, ...], list[Written]] = {}
+            for one in group:
+                numbers = _DIGITS.findall(one.old[0])
+                split.setdefault(tuple(numbers[at] for at in literal), []).append(one)
+            made = [_rule(each, [at for at in positions if at not in literal]) for each in split.values()]
+            if all(rule is not None for rule in made):
+                return [rule for rule in made if rule and (rule["from"] != rule["to"] or "operations" in rule)]
+    raise ValueError(f"no rule says how `{group[0].old[0]}` is written")
+
+
+def _rule(group: Sequence[Written], free: Sequence[int]) -> dict[str, Any] | None:
+    """Return one rule for all of a group, in which the numbers at `free` are names; None where there is none."""
+    letters = dict(zip(free, "nmklij", strict=False))
+    if len(letters) < len(free):
+        return None
+    numbers = [_DIGITS.findall(one.old[0]) for one in group]
+    if len({(*(_DIGITS.sub("#", name) for name in one.new), repr(one.operations)) for one in group}) > 1:
+        return None
+    old = [_named([one.old[at] for one in group], numbers, letters) for at in range(len(group[0].old))]
+    new = [_named([one.new[at] for one in group], numbers, letters) for at in range(len(group[0].new))]
+    names = [name for name in (*old, *new) if name is not None]
+    if len(names) < len(old) + len(new) or any(f"{{{one}}}" not in name for one in letters.values() for name in names):
+        return None
+    before, after = names[: len(old)], names[len(old) :]
+    rule: dict[str, Any] = {
+        "from": before if len(before) > 1 else before[0],
+        "to": after if len(after) > 1 else after[0],
+    }
+    if group[0].operations:
+        rule["operations"] = list(group[0].operations)
+    return rule
+
+
+def _named(names: Sequence[str], numbers: Sequence[list[str]], letters: Mapping[int, str]) -> str | None:
+    """Return what the names have in common, `h.{n}.w`; None where a number is neither constant nor one of `numbers`."""
+    found, end, used = "", 0, set()
+    for column, run in enumerate(_DIGITS.finditer(names[0])):
+        values = [_DIGITS.findall(name)[column] for name in names]
+        same = [at for at in letters if all(value == given[at] for value, given in zip(values, numbers, strict=True))]
+        chosen = next((at for at in same if at not in used), None)
+        found += names[0][end : run.start()]
+        end = run.end()
+        if chosen is not None:
+            used.add(chosen)
+            found += "{" + letters[chosen] + "}"
+        elif len(set(values)) == 1:
+            found += run[0]
+        else:
+            return None
+    return found + names[0][end:]

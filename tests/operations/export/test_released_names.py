@@ -1,0 +1,111 @@
+"""An export has the names that `save_pretrained` writes, whatever transformers calls the tensors in memory."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file
+from support import tiny_models
+
+import ckpttool
+from ckpttool import errors
+from ckpttool.operations.export import key_maps, written_names
+from ckpttool.operations.export.written_names import Written
+
+# Model type, class and number of layers that it takes for one of each kind.
+SEVEN = {
+    "dinov2": ("Dinov2ForImageClassification", 2),
+    "gpt_neox": ("GPTNeoXForCausalLM", 2),
+    "jamba": ("JambaForCausalLM", 5),
+    "phimoe": ("PhimoeForCausalLM", 2),
+    "qwen3_next": ("Qwen3NextForCausalLM", 4),
+    "segformer": ("SegformerForSemanticSegmentation", 2),
+    "vit": ("ViTForImageClassification", 2),
+}
+
+
+def made(model_type: str, folder: Path) -> tuple[Path, Path, dict[str, torch.Tensor]]:
+    """A checkpoint with the names in memory, the directory of its config, and what `save_pretrained` writes of it."""
+    name, layers = SEVEN[model_type]
+    small = {"hidden_sizes": [8, 16, 24, 32], "decoder_hidden_size": 16} if model_type == "segformer" else {}
+    torch.manual_seed(5)
+    model = getattr(transformers, name)(tiny_models.config(model_type, layers, **small))
+    model.save_pretrained(folder / "theirs")
+    torch.save({"model": model.state_dict()}, folder / "memory.pt")
+    config = json.loads((folder / "theirs" / "config.json").read_text())
+    # Without a class transformers is not asked, which takes seconds, and what is written is by the key map alone.
+    del config["architectures"]
+    (folder / "base").mkdir()
+    (folder / "base" / "config.json").write_text(json.dumps(config))
+    return folder / "memory.pt", folder / "base", load_file(folder / "theirs" / "model.safetensors")
+
+
+def same(folder: Path, expected: dict[str, torch.Tensor]) -> bool:
+    """Whether the names, dtypes and bits are those."""
+    found = load_file(folder / "model.safetensors")
+    return found.keys() == expected.keys() and all(
+        found[name].dtype == value.dtype and torch.equal(found[name], value) for name, value in expected.items()
+    )
+
+
+@pytest.mark.parametrize("model_type", SEVEN)
+def test_names_are_those_that_save_pretrained_writes(model_type: str, tmp_path: Path) -> None:
+    source, base, expected = made(model_type, tmp_path)
+    done = ckpttool.export(source, tmp_path / "out", assets=base)
+    assert done.key_map == f"{model_type}-transformers"
+    assert same(tmp_path / "out", expected)
+    # They are released names now, and stay.
+    again = ckpttool.export(tmp_path / "out", tmp_path / "again")
+    assert again.key_map == ""
+    assert same(tmp_path / "again", expected)
+
+
+def test_names_in_memory_stay_where_they_are_asked_for(tmp_path: Path) -> None:
+    source, base, _ = made("vit", tmp_path)
+    done = ckpttool.export(source, tmp_path / "out", assets=base, names="memory")
+    assert done.key_map == ""
+    assert same(tmp_path / "out", torch.load(source)["model"])
+    with pytest.raises(errors.UsageError, match="--names memori"):
+        ckpttool.export(source, tmp_path / "other", assets=base, names="memori")
+
+
+def test_check_knows_both_spellings(tmp_path: Path) -> None:
+    source, base, _ = made("vit", tmp_path)
+    ckpttool.export(source, tmp_path / "memory", assets=base, names="memory")
+    released = ckpttool.check(source, tmp_path / "theirs")
+    memory = ckpttool.check(source, tmp_path / "memory")
+    assert (released.verdict, released.key_map) == ("fits", "vit-transformers")
+    assert (memory.verdict, memory.key_map) == ("fits", "")
+
+
+def test_a_class_has_a_map_of_its_own_where_it_differs() -> None:
+    names = ["beit.embeddings.cls_token"]
+    by_type = key_maps.chosen(None, names, {"model_type": "beit"})
+    by_class = key_maps.chosen(None, names, {"model_type": "beit", "architectures": ["BeitBackbone"]})
+    assert (by_type and by_type.name, by_class and by_class.name) == (None, "BeitBackbone-transformers")
+
+
+@pytest.mark.parametrize("kind", ["../llama-meta", "transformers/vit", "", None, "nothing"])
+def test_a_model_type_is_no_path(kind: Any) -> None:
+    assert key_maps.generated(kind) is None
+
+
+@pytest.mark.parametrize(
+    ("written", "expected"),
+    [
+        ({"a.0.w": "b.0.w", "a.1.w": "b.1.w"}, [{"from": "a.{n}.w", "to": "b.{n}.w"}]),
+        # A number that means another name is said for each.
+        ({"m.0.w": "up.w", "m.2.w": "down.w"}, [{"from": "m.0.w", "to": "up.w"}, {"from": "m.2.w", "to": "down.w"}]),
+        ({"a.0.b.1.w": "c.1.0.w", "a.1.b.0.w": "c.0.1.w"}, [{"from": "a.{n}.b.{m}.w", "to": "c.{m}.{n}.w"}]),
+        # Those that stay as they are need no rule, and are under none.
+        ({"a.0.w": "a.0.w", "a.1.w": "b.w"}, [{"from": "a.1.w", "to": "b.w"}]),
+        ({"a.0.w": "b.{e}.0.w", "a.1.w": "b.{e}.1.w"}, [{"from": "a.{n}.w", "to": "b.{e}.{n}.w"}]),
+    ],
+)
+def test_rules_are_as_few_as_there_can_be(written: dict[str, str], expected: list[dict[str, str]]) -> None:
+    assert written_names.rules(Written((old,), (new,)) for old, new in written.items()) == expected

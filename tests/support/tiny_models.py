@@ -1,0 +1,100 @@
+"""Small random models of any family of transformers, made of the defaults of their config classes."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from contextlib import suppress
+from typing import Any
+
+import torch
+import transformers
+from transformers.models.auto import modeling_auto
+
+_LAYERS = r"num_hidden_layers(_.*)?|n_layers?|num_layers|(num_)?(en|de)coder_(num_)?layers|depth|num_blocks"
+_WIDTHS = (
+    r"hidden_size|d_model|n_embd|(model_|emb(ed)?_|hidden_|projection_|text_embed_)?dim|embedding_size"
+    r"|(encoder|decoder|vision|audio|projector|out)_hidden_size|word_embed_proj_dim"
+)
+_HEADS = r"((en|de)coder_)?(num_)?attention_heads|n_heads?|num_heads|heads|(en|de)coder_num_attention_heads"
+_GROUPS = r"num_(key_value|kv|global_key_value)_heads|n_kv_heads"
+_HEAD_SIZES = r"((global|attention|linear_key|linear_value|mamba)_)?head_dim|d_kv|kv_channels|mamba_d_head"
+_INNER = (
+    r"(moe_|shared_|decoder_|encoder_|shared_expert_|moe_shared_expert_)?intermediate_(size|dim)(_mlp)?|d_ff|n_inner"
+    r"|((en|de)coder_)?ffn_dim|((moe|expert)_)?ffn_hidden_size|feed_forward_hidden_size|mlp_dim"
+)
+_EXPERTS = r"num_(local_|routed_)?experts|n_routed_experts|moe_num_experts"
+_CHOSEN = r"num_experts_per_tok(en)?|moe_top_?k|top_k_experts|num_selected_experts|experts_top_k"
+_POSITIONS = r"max_position_embeddings|n_positions|max_(source|target)_positions|seq_length|max_seq_len"
+_SPECIAL = r"(image|video|audio|vision|boi|eoi|vision_start|vision_end)_token_(id|index)"
+# The most that a number of a config may be, by its name; a smaller default stays.
+_MOST = [
+    (re.compile(pattern), most)
+    for pattern, most in (
+        (r"(text_|audio_)?vocab_size(_per_layer_input)?", 128),
+        (_LAYERS, 2),
+        (_WIDTHS, 32),
+        (_HEADS, 4),
+        (_GROUPS, 2),
+        (_HEAD_SIZES, 8),
+        (_INNER, 48),
+        (_EXPERTS, 4),
+        (_CHOSEN, 2),
+        (r"n_group|topk_group|num_expert_group|first_k_dense_replace|num_dense_layers", 1),
+        (r"(kv|q|attn)_lora_rank|lora_rank_.*", 16),
+        (r"qk_(nope|rope)_head_dim|v_head_dim", 8),
+        (_POSITIONS, 64),
+        (r"linear_num_(key|value)_heads|mamba_num_heads", 4),
+        (r"num_queries|patch_size", 8),
+        (r"image_size", 32),
+    )
+]
+
+
+def _small(config: Any, layers: int) -> dict[str, Any]:
+    """The fields of a config that make it small."""
+    found: dict[str, Any] = {}
+    for key, value in vars(config).items():
+        if isinstance(value, transformers.PreTrainedConfig):
+            found[key] = {"model_type": value.model_type, **_small(value, layers)}
+        elif isinstance(value, int) and not isinstance(value, bool) and not key.startswith("_"):
+            most = next((most for pattern, most in _MOST if pattern.fullmatch(key)), None)
+            if key == "mamba_n_heads":
+                found[key] = 8
+            elif re.fullmatch(r"(pad|bos|eos|decoder_start|forced_eos)_token_id", key):
+                found[key] = 1
+            elif re.fullmatch(_SPECIAL, key):
+                found[key] = 100 + sum(map(ord, key)) % 27
+            elif most is not None:
+                found[key] = min(value, layers if re.fullmatch(_LAYERS, key) else most)
+    return found
+
+
+def config(model_type: str, layers: int = 2, **given: Any) -> Any:
+    """A small config of a family, with these fields as they are given."""
+    kind = transformers.CONFIG_MAPPING[model_type]
+    fields = {**_small(kind(), layers), **given}
+    fields.pop("model_type", None)
+    return kind(**fields)
+
+
+def classes() -> Iterator[tuple[str, Any]]:
+    """Each model type with a class of a model of it, as the automatic classes know them."""
+    names: dict[str, dict[str, None]] = {}
+    for listed, mapping in vars(modeling_auto).items():
+        if listed.endswith("_MAPPING_NAMES"):
+            for model_type, chosen in mapping.items():
+                several = [chosen] if isinstance(chosen, str) else chosen
+                names.setdefault(model_type, {}).update(dict.fromkeys(several))
+    for model_type in sorted(names.keys() & {*transformers.CONFIG_MAPPING.keys()}):
+        for name in names[model_type]:
+            with suppress(ImportError, AttributeError):  # some need a library that is not installed
+                kind = getattr(transformers, name)
+                if kind.config_class is transformers.CONFIG_MAPPING[model_type]:
+                    yield model_type, kind
+
+
+def written(model: Any) -> dict[str, torch.Tensor]:
+    """The tensors of a model that `save_pretrained` writes, under the names in memory."""
+    left = {*(getattr(model, "all_tied_weights_keys", None) or ()), *(model._keys_to_ignore_on_save or ())}
+    return {name: tensor for name, tensor in model.state_dict().items() if name not in left}
