@@ -19,8 +19,9 @@ help:  ## Show this list
 $(BIN)/.ready: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	# Wheels of another Python's time may be newer than torch's CPU build: torch first, then the rest around it.
-	$(BIN)/pip install --quiet -c constraints.txt torch
-	$(BIN)/pip install --quiet -c constraints.txt -e '.[dev]'
+	# Of tens of thousands of modules few are imported, which compiles them.
+	$(BIN)/pip install --quiet --no-compile -c constraints.txt torch
+	$(BIN)/pip install --quiet --no-compile -c constraints.txt -e '.[dev]'
 	touch $@
 
 demo: $(BIN)/.ready  ## Train with FSDP2 on 2 ranks, inspect, convert, read everything back with the upstream libraries, and train on

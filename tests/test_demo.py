@@ -17,6 +17,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 
 DEMO = Path(__file__).resolve().parent.parent / "samples" / "demo.py"
+FORKED = Path(__file__).resolve().parent / "support" / "forked_ranks.py"
 
 
 def demo(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
@@ -37,6 +38,20 @@ def done(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, subprocess.Com
             run = demo("--dir", place / "out")
             told.write_text(json.dumps([run.args, run.returncode, run.stdout, run.stderr]))
         return place / "out", subprocess.CompletedProcess(*json.loads(told.read_text()))
+
+
+def checked(folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> tuple[int, str]:
+    """The exit code and the output of `--check`, its ranks forked."""
+    monkeypatch.syspath_prepend(str(DEMO.parent))
+    import demo as program
+
+    def forked(title: str, script: str, folder: Path) -> None:
+        command = [sys.executable, str(FORKED), str(program.RANKS), str(DEMO.parent / script)]
+        program.step(title, command, folder, {**os.environ, "OMP_NUM_THREADS": "1"})
+
+    monkeypatch.setattr(program, "torchrun", forked)
+    capsys.readouterr()
+    return program.main(["--dir", str(folder), "--check"]), capsys.readouterr().out
 
 
 def readings(folder: Path) -> dict[tuple[str, str], dict[str, Any]]:
@@ -87,7 +102,12 @@ def test_training_goes_on_on_other_ranks(done: tuple[Path, subprocess.CompletedP
         assert "Resume is exact" in page
 
 
-def test_a_difference_fails(done: tuple[Path, subprocess.CompletedProcess[str]], tmp_path: Path) -> None:
+def test_a_difference_fails(
+    done: tuple[Path, subprocess.CompletedProcess[str]],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     folder = tmp_path / "out"
     shutil.copytree(done[0], folder)
     run = folder / "run"
@@ -104,10 +124,10 @@ def test_a_difference_fails(done: tuple[Path, subprocess.CompletedProcess[str]],
         if (offset := file.read_bytes().find(piece)) >= 0:
             flip(file, offset)
 
-    checked = demo("--dir", folder, "--check")
+    code, said = checked(folder, monkeypatch, capsys)
 
-    assert checked.returncode == 1, checked.stdout + checked.stderr
-    assert "not equal: 7 of 7 readings" in checked.stdout.splitlines()
+    assert code == 1, said
+    assert "not equal: 7 of 7 readings" in said.splitlines()
     verdicts = {key: row["verdict"] for key, row in readings(folder).items()}
     moment = "1 differ: optim.state.layers.0.qkv.weight.exp_avg"
     assert verdicts["run/dcp-again/", "dcp.load, 2 ranks"] == moment
@@ -124,13 +144,16 @@ def test_a_difference_fails(done: tuple[Path, subprocess.CompletedProcess[str]],
 
 
 def test_a_checkpoint_that_is_incomplete_fails(
-    done: tuple[Path, subprocess.CompletedProcess[str]], tmp_path: Path
+    done: tuple[Path, subprocess.CompletedProcess[str]],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     folder = tmp_path / "out"
     shutil.copytree(done[0], folder)
     (folder / "run" / "dcp-again" / "__1_0.distcp").unlink()
-    checked = demo("--dir", folder, "--check")
-    assert checked.returncode == 1, checked.stdout + checked.stderr
+    code, said = checked(folder, monkeypatch, capsys)
+    assert code == 1, said
     verdicts = {key: row["verdict"] for key, row in readings(folder).items() if row["verdict"] != "equal"}
     assert set(verdicts) == {("run/dcp-again/", "dcp.load, 2 ranks"), ("run/dcp-again/", "dcp_to_torch_save")}
     why = "cannot be read: FileNotFoundError: [Errno 2] No such file or directory: 'run/dcp-again/__1_0.distcp'"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import inspect
 import re
 import shlex
@@ -92,7 +93,12 @@ def test_every_option_is_tried(name: str) -> None:
     assert [found for found in spellings(name) if not tried & set(found)] == []
 
 
-def command_lines() -> Iterator[list[str]]:
+@functools.cache
+def command_lines() -> list[list[str]]:
+    return list(_command_lines())
+
+
+def _command_lines() -> Iterator[list[str]]:
     for path in ROOT.glob("tests/**/transcripts/*.txt"):
         for line in path.read_text().splitlines():
             if line.startswith("% ckpttool "):

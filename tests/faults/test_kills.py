@@ -97,7 +97,7 @@ def check_whole(path: Path, job: str) -> None:
 
 @pytest.mark.parametrize("job", JOBS)
 def test_kills(job: str, src: Path, folder: Path) -> None:
-    told = kill(job, src, folder, 6)
+    told = kill(job, src, folder, 4)
     check_whole(folder / "whole", job)
     assert told["killed"], "no child was killed while it worked"
 

@@ -48,7 +48,7 @@ ORIG = ["orig", "orig_one_unit", "orig_groups", "orig_names", "orig_frozen", "or
 FLAT = ["flat", "flat_one_unit", "flat_untied", "flat_groups", "flat_names", "flat_dtypes", "flat_ignored",
         "flat_momentum"]  # fmt: skip
 MESH = ["orig_mesh", "flat_mesh", "flat_mesh_nested"]
-WORLDS = [2, 3, 4]
+WORLDS = [pytest.param(2, marks=pytest.mark.long), 3, 4]
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 

@@ -22,20 +22,20 @@ def torchrun(world: int, *arguments: Any) -> str:
     return _output([*command, *map(str, arguments)])
 
 
-def forked(world: int, *arguments: Any) -> str:
+def forked(world: int, *arguments: Any, within: float = LAUNCH) -> str:
     """The same without torchrun, and faster: for the CPU, and where the launcher is not the point."""
     script = str(Path(__file__).with_name("forked_ranks.py"))
-    return _output([sys.executable, script, str(world), *map(str, arguments)])
+    return _output([sys.executable, script, str(world), *map(str, arguments)], within)
 
 
-def _output(command: list[str]) -> str:
+def _output(command: list[str], within: float = LAUNCH) -> str:
     pipes: Any = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
     # For losses that are compared bit by bit: CUDA's library takes another way each time without the second.
     fixed = {"OMP_NUM_THREADS": "1", "CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
     with subprocess.Popen(command, env={**os.environ, **fixed}, **pipes) as running:
         try:
-            said, _ = running.communicate(timeout=LAUNCH)
+            said, _ = running.communicate(timeout=within)
         except subprocess.TimeoutExpired:
             running.terminate()  # and the launcher ends its ranks, which may be in sessions of their own
-            said = running.communicate()[0] + f"\nended after {LAUNCH} s"
+            said = running.communicate()[0] + f"\nended after {within} s"
     return said[-6000:]

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 from support.paths import SAMPLES
-from support.torchrun import torchrun
+from support.torchrun import forked, torchrun
 from support.upstream_readers import path_of
 
 LOSS = re.compile(r"step (\d+) loss ([\d.]+)")
@@ -15,7 +15,7 @@ LOSS = re.compile(r"step (\d+) loss ([\d.]+)")
 
 def train(script: str, world: int, *options: object) -> dict[int, float]:
     """The loss of each step."""
-    said = torchrun(world, SAMPLES / script, *options)
+    said = forked(world, SAMPLES / script, *options)
     found = {int(step): float(loss) for step, loss in LOSS.findall(said)}
     assert len(found) >= 4, said
     return found

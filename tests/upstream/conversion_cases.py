@@ -30,6 +30,10 @@ class Case:
     sizes: dict[str, int] = field(default_factory=dict)
     long: bool = False
 
+    def long_on(self, world: int) -> bool:
+        """Whether it is left to `make test-all`: what 2 ranks load by each route, more load by one."""
+        return self.long or (world == 4 and 2 in self.worlds and self.route[-1:] not in ((over(3),), (TP_MESH,)))
+
 
 SAME: Step = ("dcp", {})
 TORCH: Step = ("torch", {})

@@ -6,7 +6,7 @@ import json
 import os
 import sys
 import traceback
-from dataclasses import asdict
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +29,8 @@ def main() -> None:
     for case in json.loads(cases.read_text()):
         engine._free_memory = lambda: free() if case.get("free") is None else case["free"]  # noqa: B023
         try:
-            said[case["name"]] = asdict(ckpttool.reshard(case["source"], case["out"], **case["flags"]))
+            made = ckpttool.reshard(case["source"], case["out"], **case["flags"])
+            said[case["name"]] = {f.name: getattr(made, f.name) for f in fields(made) if not f.name.startswith("_")}
         except CkptError as error:
             said[case["name"]] = f"{type(error).__name__}: {error.message} | {error.hint}"
         except Exception:

@@ -19,6 +19,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from support import unusual_state
 from support.paths import ROOT
+from support.torchrun import forked
 from support.upstream_readers import path_of
 from torch.distributed.checkpoint.default_planner import _EmptyStateDictLoadPlanner
 from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
@@ -92,12 +93,8 @@ def launched(once: Once) -> Callable[[str, int, list[Case]], tuple[Path, dict[st
             told = [{**case, "out": str(folder / str(i))} for i, case in enumerate(cases)]
             (folder / "cases.json").write_text(json.dumps(told))
             script = Path(__file__).with_name("reshard_on_ranks.py")
-            command = [*TORCHRUN, "--nproc-per-node", str(world), script, folder / "cases.json", folder / "said.json"]
-            done = subprocess.run(
-                list(map(str, command)), capture_output=True, text=True, timeout=SECONDS, check=False,
-                env={**os.environ, "OMP_NUM_THREADS": "1"},
-            )  # fmt: skip
-            assert (folder / "said.json").exists(), done.stderr[-3000:]
+            output = forked(world, script, folder / "cases.json", folder / "said.json")
+            assert (folder / "said.json").exists(), output
 
         folder = once(f"engines-{name}-{world}", make)
         return folder, json.loads((folder / "said.json").read_text())

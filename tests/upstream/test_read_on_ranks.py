@@ -9,7 +9,9 @@ import pytest
 from conversion_cases import CASES
 
 TABLE = [
-    pytest.param(world, case.name, id=f"{world} ranks-{case.name}", marks=[pytest.mark.long] if case.long else [])
+    pytest.param(
+        world, case.name, id=f"{world} ranks-{case.name}", marks=[pytest.mark.long] if case.long_on(world) else []
+    )
     for world in (1, 2, 3, 4, 8)
     for case in CASES.values()
     if world in case.worlds

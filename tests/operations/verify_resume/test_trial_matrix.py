@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 from support import json_schemas
+from support.torchrun import forked
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 from ckpttool.errors import UsageError
@@ -50,13 +51,9 @@ ALL = {
 def tried(folder: Path, world: int, cases: list[dict[str, Any]]) -> list[dict[str, Any]]:
     told, found = folder / "cases.json", folder / "found.json"
     told.write_text(json.dumps(cases))
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(world), "--rdzv-backend", "c10d"]
-    command += ["--rdzv-endpoint", "localhost:0", str(HERE / "save_on_ranks.py"), str(told), str(found)]
-    done = subprocess.run(
-        command, env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=LAUNCH
-    )
+    output = forked(world, HERE / "save_on_ranks.py", told, found, within=LAUNCH)
     reports: list[dict[str, Any]] = json.loads(found.read_text()) if found.exists() else []
-    assert len(reports) == len(cases), done.stdout[-2000:] + done.stderr[-4000:]
+    assert len(reports) == len(cases), output
     return reports
 
 

@@ -54,17 +54,17 @@ for name, tensor in model.state_dict().items():
     assert torch.equal(tensor, given[name]), name
 print("equal")
 """
-TRAINED = """
-import sys, torch, transformers
-config = transformers.LlamaConfig(hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4,
-                                  vocab_size=128, architectures=["LlamaForCausalLM"])
-torch.save({"model": transformers.LlamaForCausalLM(config).state_dict(), "step": 10}, sys.argv[1] + "/ckpt.pt")
-config.save_pretrained(sys.argv[1] + "/assets")
-"""
 
 
 def test_from_pretrained_takes_what_was_exported(hub: Hub, tmp_path: Path) -> None:
-    subprocess.run([sys.executable, "-c", TRAINED, str(tmp_path)], check=True, timeout=300)
+    import transformers
+
+    config = transformers.LlamaConfig(
+        hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4, vocab_size=128,
+        architectures=["LlamaForCausalLM"],
+    )  # fmt: skip
+    torch.save({"model": transformers.LlamaForCausalLM(config).state_dict(), "step": 10}, tmp_path / "ckpt.pt")
+    config.save_pretrained(tmp_path / "assets")
     model = str(tmp_path / "ckpt.pt")
     planned = json.loads(run("export", model, "hf://me/model", "--dry-run", "--json"))
     assert planned["sent"]["created"] and planned["sent"]["commit"] is None and not hub.repos
