@@ -41,14 +41,22 @@ _SHOWN = 10
     sections={
         "Runs": (
             Option(
-                "--at K", "The step after which B is stopped and resumed.", type=click.IntRange(min=1), required=True
+                "--preset NAME",
+                "Fill in the other options for a framework, and add its flags to COMMAND, where they are not given: "
+                "trainer, accelerate, lightning, torchtitan or nanogpt.",
             ),
-            Option("--until N", "The last step that is compared.", type=click.IntRange(min=2), required=True),
+            Option(
+                "--at K",
+                "The step after which B is stopped and resumed. Default with a preset: 4.",
+                type=click.IntRange(min=1),
+            ),
+            Option(
+                "--until N", "The last step that is compared. Default with a preset: 8.", type=click.IntRange(min=2)
+            ),
             Option(
                 "--stop HOW",
                 "How B is stopped: sigkill or sigterm once the checkpoint of step K is complete, or max-steps=FLAG: "
-                "the command's own flag for its number of steps is set to K.",
-                default="sigkill",
+                "the command's own flag for its number of steps is set to K. Default: sigkill.",
             ),
             Option(
                 "--resume-with COMMAND",
@@ -102,11 +110,19 @@ _SHOWN = 10
     examples=(
         "--checkpoints 'OUT/step-{step}' --at 4 --until 8 --resume-with '... --resume {checkpoint}' "
         "-- python train.py --out OUT",
+        "--preset trainer -- python run_clm.py --output_dir OUT ...",
         "--at 4 --until 8 -- torchrun --nproc-per-node 2 train.py --out OUT",
     ),
 )
 def run(
-    html: str | None, junit: str | None, as_json: bool, quiet: bool, verbose: bool, command: Any, **arguments: Any
+    html: str | None,
+    junit: str | None,
+    preset: str | None,
+    as_json: bool,
+    quiet: bool,
+    verbose: bool,
+    command: Any,
+    **arguments: Any,
 ) -> None:
     """Run a training command with and without a stop, and compare every checkpoint.
 
@@ -114,7 +130,9 @@ def run(
     The exit code is 0 if B is the same as A, 1 if it differs, 3 if A2 differs already.
     """
     from ckpttool.operations.verify_resume.run import run as operation
+    from ckpttool.operations.verify_resume.run.presets import fill
 
+    command, arguments = fill(preset, command, arguments)
     tell = None if quiet or as_json else lambda message: err().line(dim(message))
     result = operation(command, inject_switches=arguments.pop("inject"), **arguments, tell=tell)
     if html is not None:

@@ -34,7 +34,7 @@ def from_output(pattern: str | None) -> Losses:
     except re.error as error:
         raise UsageError(f"`--loss {pattern}` is no regular expression: {error}") from None
     if not compiled.groups:
-        hint = r"`--loss 'step (\d+).*loss ([\d.]+)'`: the step and the loss, or the loss alone"
+        hint = r"'step (\d+).*loss ([\d.]+)', json:FILE, csv:FILE, tensorboard:FOLDER or trainer:FOLDER"
         raise UsageError(f"`--loss {pattern}` has no group", hint=hint)
     return partial(_matched, compiled)
 
