@@ -65,7 +65,8 @@ class Extent(NamedTuple):
     """Where the bytes of a chunk lie: `Extent(file=0, offset=704, nbytes=4096)`.
 
     `strides` (elements) is None for row-major; otherwise `nbytes` spans from the first to the last element.
-    `codec` names what has to be done to the elements after reading: `swap` (big endian), `conj`, `neg`.
+    `codec` names what has to be done to the elements after reading: `swap` (big endian), `conj`, `neg`,
+    `zero` (they are zero whatever is read).
     `record` is the checksummed run that the extent lies in. An extent with `item` set is a whole DCP item whose
     payload is found only when it is opened: `Source.resolve` turns it into one without. Bytes that had to be decoded
     stay where they are while their `lease` is held; they are `checked` if their CRC was compared then.

@@ -18,9 +18,9 @@ from ckpttool.catalogue.entries import Tensor, dotted
 from ckpttool.errors import UsageError
 from ckpttool.layout.rename import rename_entries, strip_wrappers
 from ckpttool.layout.select import models
+from ckpttool.layout.views import Viewed
 from ckpttool.operations.export import architecture, assets, select_model
 from ckpttool.operations.export.assets import Assets
-from ckpttool.operations.export.views import Viewed
 from ckpttool.producers.open import naming, opened
 from ckpttool.serialization import strict_json
 from ckpttool.storage.stores import Location, locate

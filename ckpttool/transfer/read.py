@@ -138,6 +138,8 @@ def _decode(dense: Array, codec: tuple[str, ...], kind: Dtype) -> None:
         elif step == "conj":
             if kind.kind == "complex":
                 words[1::2] ^= _sign(words)
+        elif step == "zero":
+            words[...] = 0
         elif kind.kind in ("float", "complex"):
             words ^= _sign(words)
         else:

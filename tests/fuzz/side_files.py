@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 from support.paths import CHECKPOINTS
 
 from ckpttool.formats.safetensors.state_json import SCHEMA
-from ckpttool.operations.export import key_maps
+from ckpttool.layout import key_maps
 from ckpttool.operations.inspect import inspect
 from ckpttool.operations.inspect.document import document
 from ckpttool.serialization import manifest, strict_json

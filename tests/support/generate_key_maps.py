@@ -18,11 +18,12 @@ from typing import Any
 import torch
 import transformers
 
-from ckpttool.operations.export import key_maps, written_names
+from ckpttool.operations import key_maps
+from ckpttool.operations.export import written_names
 from ckpttool.operations.export.written_names import Written
 from support import tiny_models
 
-FOLDER = Path(key_maps.__file__).parent / "keymaps" / "transformers"
+FOLDER = Path(key_maps.FOLDER) / "transformers"
 
 
 def generated() -> dict[str, str]:

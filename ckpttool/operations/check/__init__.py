@@ -15,13 +15,14 @@ from typing import ClassVar
 from ckpttool.catalogue.entries import Catalogue
 from ckpttool.catalogue.patterns import several
 from ckpttool.errors import DIFFERS, DONE, UsageError
-from ckpttool.operations import arguments
+from ckpttool.layout.key_maps import apply
+from ckpttool.layout.views import Viewed
+from ckpttool.operations import arguments, key_maps
 from ckpttool.operations import reference as references
 from ckpttool.operations.arguments import Selection
 from ckpttool.operations.check import names, values
 from ckpttool.operations.check.names import Mismatch
-from ckpttool.operations.export import key_maps, select_model
-from ckpttool.operations.export.views import Viewed
+from ckpttool.operations.export import select_model
 from ckpttool.operations.reference import Known, Reference
 from ckpttool.operations.result import Result
 from ckpttool.producers.open import naming, opened
@@ -141,7 +142,8 @@ def _model(
     if chosen is None:
         return model
     result.key_map = chosen.name
-    return key_maps.apply(chosen, model, viewed, reference.assets.head_dim)[0]
+    facts = key_maps.facts(reference.config, reference.assets.head_dim)
+    return apply(chosen, model, viewed, facts)[0]
 
 
 def _content(

@@ -16,8 +16,10 @@ from ckpttool.catalogue.entries import Catalogue
 from ckpttool.errors import CorruptError, LossError, UsageError
 from ckpttool.formats.safetensors.sharding import MAX_SHARD_SIZE
 from ckpttool.layout import dtype_rules
+from ckpttool.layout.key_maps import apply, parse
 from ckpttool.layout.move import again, rebuilt
-from ckpttool.operations import arguments, secrets, write
+from ckpttool.layout.views import Viewed
+from ckpttool.operations import arguments, key_maps, secrets, write
 from ckpttool.operations import reference as references
 from ckpttool.operations.arguments import Selection
 from ckpttool.operations.export import (
@@ -26,7 +28,6 @@ from ckpttool.operations.export import (
     assets,
     bundles,
     card,
-    key_maps,
     like,
     select_model,
     ties,
@@ -35,7 +36,6 @@ from ckpttool.operations.export import (
 from ckpttool.operations.export.architecture import Expected
 from ckpttool.operations.export.assets import Assets
 from ckpttool.operations.export.bundles import Component
-from ckpttool.operations.export.views import Viewed
 from ckpttool.operations.result import FileSize
 from ckpttool.operations.secrets import Secret
 from ckpttool.operations.write import Conversion, OpenSource, WriteOptions
@@ -314,7 +314,7 @@ def _mapped(
     keymap = key_maps.chosen(options.key_map, names, beside.config, released=released, reference=known)
     if keymap is None:
         return planned
-    mapped, unknown = key_maps.apply(keymap, planned, viewed, options.head_dim or beside.head_dim)
+    mapped, unknown = apply(keymap, planned, viewed, key_maps.facts(beside.config, options.head_dim or beside.head_dim))
     if len(unknown) == len(names):
         raise UsageError(
             f"`--key-map {options.key_map}`: no rule of it is about a tensor here",
@@ -334,10 +334,10 @@ def _released(
     asked = options.names == "released" and options.key_map is None and model.rules
     if not asked or not architecture.compare(shapes, model).in_memory:
         return planned
-    keymap = key_maps.parse({"name": model.library, "rules": model.rules}, model.library)
+    keymap = parse({"name": model.library, "rules": model.rules}, model.library)
     result.key_map = keymap.name
     result.notes.append(f"the names are those that {model.library} has in memory; it says those of files, as written")
-    return key_maps.apply(keymap, planned, viewed, None)[0]
+    return apply(keymap, planned, viewed, {})[0]
 
 
 def _expected(beside: Assets, options: ExportOptions, result: Exported) -> Expected | None:
@@ -431,8 +431,9 @@ def _main_dtype(planned: Catalogue) -> str | None:
 
 def _summarise(result: Exported, planned: Catalogue, source: Catalogue, viewed: Viewed) -> None:
     write.count_tensors(result, planned)
-    kept = (tensor for tensor in planned.tensors if tensor.name not in {*result.filled})
-    result.dropped = write.left_out(source, {viewed.stored(t.origin or t).path for t in kept})
+    filled = {*result.filled}
+    kept = (tensor for tensor in planned.tensors if tensor.name not in filled)
+    result.dropped = write.left_out(source, {one.path for t in kept for one in viewed.stored(t.origin or t)})
     numbers: Counter[str] = Counter()
     for tensor in planned.tensors:
         if tensor.alias is None:

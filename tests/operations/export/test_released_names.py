@@ -14,7 +14,8 @@ from support import tiny_models
 
 import ckpttool
 from ckpttool import errors
-from ckpttool.operations.export import key_maps, written_names
+from ckpttool.operations import key_maps
+from ckpttool.operations.export import written_names
 from ckpttool.operations.export.written_names import Written
 
 # Model type, class and number of layers that it takes for one of each kind.

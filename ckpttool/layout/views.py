@@ -1,7 +1,8 @@
-"""Views: tensors with the elements of another one in another order, or a part of them, without reading any.
+"""Views: tensors whose elements are those of others in another order, without reading any.
 
     q_proj of Llama, rows in another order     box (head, half) <- every second row of the head
     one expert of a stacked tensor             [2i, h] <- [e, :, :] of [experts, 2i, h]
+    all experts of a layer as one              [e, :, :] <- [2i, h] of expert e
 
 To the rest of the code, a view is a tensor with many chunks, each an extent with strides.
 """
@@ -9,7 +10,7 @@ To the rest of the code, a view is a tensor with many chunks, each an extent wit
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import NamedTuple
@@ -20,6 +21,8 @@ from ckpttool.catalogue.entries import Catalogue, Chunk, Chunks, Extent, Path, T
 from ckpttool.catalogue.protocols import Source
 
 _KEPT = 4096
+NOWHERE = -1
+"""The source's dimension of a dimension that has one index only, such as that of a stack of one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,7 +31,7 @@ class Slice:
     every second row of the first 64.
 
     `offsets` and `sizes` are the box; `start` is where its first element lies in the tensor; of each dimension of the
-    box, `dims` is the tensor's dimension and `steps` how far apart neighbours lie in it.
+    box, `dims` is the tensor's dimension (or `NOWHERE`) and `steps` how far apart neighbours lie in it.
     """
 
     offsets: Ints
@@ -38,35 +41,26 @@ class Slice:
     steps: Ints
 
 
-def piece(shape: Ints, at: Ints, low: int, size: int) -> tuple[Ints, Slice]:
-    """Return shape and slice of `size` rows from `low` of a tensor at the first indexes `at`. Pure."""
-    depth = len(at)
-    left = (size, *shape[depth + 1 :]) if len(shape) > depth else ()
-    start = (*at, low, *(0,) * (len(shape) - depth - 1)) if len(shape) > depth else at
-    dims = tuple(range(depth, len(shape)))
-    return left, Slice((0,) * len(left), left, start, dims, (1,) * len(left))
+def whole(shape: Ints) -> Slice:
+    """Return the slice of all elements in their order. Pure."""
+    zeros, ones = (0,) * len(shape), (1,) * len(shape)
+    return Slice(zeros, shape, zeros, tuple(range(len(shape))), ones)
 
 
-def halves(shape: Ints, head: int) -> list[Slice]:
-    """Permute rows `[heads, head / 2, 2]` to `[heads, 2, head / 2]`: pairs of neighbours become halves, as in the
-    rotary embedding of transformers. Pure."""
-    half, rest = head // 2, shape[1:]
-    zeros, ones = (0,) * len(rest), (1,) * len(rest)
-    dims = tuple(range(len(shape)))
-    return [
-        Slice((row + side * half, *zeros), (half, *rest), (row + side, *zeros), dims, (2, *ones))
-        for row in range(0, shape[0], head)
-        for side in (0, 1)
-    ]
+class Piece(NamedTuple):
+    """A box of a view and the tensor whose elements fill it; zeros if that is not in `tensors` of the view."""
+
+    tensor: int
+    slice: Slice
 
 
 class _View(NamedTuple):
-    """For each chunk of a view, the chunk of the tensor and the slice that it comes from."""
+    """For each chunk of a view, the piece and the chunk of its tensor that it comes from."""
 
-    tensor: Tensor
-    slices: list[Slice]
+    tensors: Sequence[Tensor]
+    pieces: list[Piece]
     chunk: array[int]
-    slice: array[int]
+    piece: array[int]
 
 
 class Viewed:
@@ -82,34 +76,35 @@ class Viewed:
     def close(self) -> None:
         """Do nothing: the source is closed where it was opened."""
 
-    def view(self, tensor: Tensor, path: Path, shape: Ints, slices: Iterable[Slice]) -> Tensor:
-        """Return a tensor of this shape, each box of which is a slice of `tensor`, which is one of the source."""
-        view_ = _View(tensor, list(slices), array("l"), array("l"))
+    def view(self, tensors: Sequence[Tensor], path: Path, shape: Ints, pieces: Iterable[Piece]) -> Tensor:
+        """Return a tensor of this shape, made of pieces of `tensors`, which are those of the source, of one dtype."""
+        view_ = _View(tensors, list(pieces), array("l"), array("l"))
         offsets: list[Ints] = []
         sizes: list[Ints] = []
         files: array[int] = array("l")
-        nbytes: array[int] = array("q")
-        stored = tensor.chunks
-        for number, part in enumerate(view_.slices):
-            for k in range(len(stored)):
-                box = _clip(part, (stored.offsets[k], stored.sizes[k]))
+        for number, (place, part) in enumerate(view_.pieces):
+            stored = tensors[max(place, 0)].chunks
+            numbers = range(len(stored)) if place >= 0 else range(1)
+            for k in numbers:
+                box = _clip(part, (stored.offsets[k], stored.sizes[k])) if place >= 0 else (part.offsets, part.sizes)
                 if box is not None:
                     offsets.append(box[0])
                     sizes.append(box[1])
                     files.append(stored.file[k])
-                    nbytes.append(0)
                     view_.chunk.append(k)
-                    view_.slice.append(number)
+                    view_.piece.append(number)
         # In place of an offset, the extents of a view have the number of the chunk.
+        nbytes = array("q", bytes(8 * len(files)))
         chunks = Chunks.from_columns(offsets, sizes, files, array("q", range(len(offsets))), nbytes, item=True)
-        result = Tensor(path, tensor.dtype, shape, chunks, part=tensor.part, origin=tensor)
+        first = tensors[0]
+        result = Tensor(path, first.dtype, shape, chunks, part=first.part, origin=first)
         self._views[result] = view_
         return result
 
-    def stored(self, tensor: Tensor) -> Tensor:
-        """Return the tensor of the source whose elements a tensor has."""
+    def stored(self, tensor: Tensor) -> Sequence[Tensor]:
+        """Return the tensors of the source whose elements a tensor has."""
         view = self._views.get(tensor)
-        return tensor if view is None else view.tensor
+        return (tensor,) if view is None else view.tensors
 
     def resolve(self, tensor: Tensor, chunk: Chunk) -> Extent:
         """Return the extent of a chunk. Raises CorruptError as the source does."""
@@ -117,16 +112,28 @@ class Viewed:
         if view is None:
             return self._source.resolve(tensor, chunk)
         number = chunk.extent.offset
-        stored = view.tensor.chunks.at(view.chunk[number])
-        extent = self._stored(view.tensor, view.chunk[number])
-        part = view.slices[view.slice[number]]
+        place, part = view.pieces[view.piece[number]]
+        source = view.tensors[max(place, 0)]
+        stored = source.chunks.at(view.chunk[number])
+        extent = self._stored(source, view.chunk[number])
+        itemsize = tensor.dtype.itemsize
+        if place < 0:
+            # One element that is there, as often as zeros are needed.
+            strides = (0,) * len(chunk.sizes)
+            return extent._replace(nbytes=itemsize, strides=strides, codec=("zero",), record=None)
         inner = extent.strides or boxes.row_major(stored.sizes)
         index = list(part.start)
         for dim, offset, base, step in zip(part.dims, chunk.offsets, part.offsets, part.steps, strict=True):
-            index[dim] += (offset - base) * step
+            if dim != NOWHERE:
+                index[dim] += (offset - base) * step
         first = sum((i - o) * s for i, o, s in zip(index, stored.offsets, inner, strict=True))
-        strides = tuple(inner[dim] * step for dim, step in zip(part.dims, part.steps, strict=True))
-        itemsize = tensor.dtype.itemsize
+        # Of a dimension with one index, any stride will do: that which keeps whole rows together.
+        strides_, below = [0] * len(part.dims), 1
+        for d in reversed(range(len(part.dims))):
+            dim = part.dims[d]
+            strides_[d] = inner[dim] * part.steps[d] if dim != NOWHERE else below
+            below = strides_[d] * chunk.sizes[d]
+        strides = tuple(strides_)
         return extent._replace(
             offset=extent.offset + first * itemsize,
             nbytes=boxes.span(chunk.sizes, strides) * itemsize,
@@ -137,7 +144,7 @@ class Viewed:
 def _clip(part: Slice, chunk: Box) -> Box | None:
     """Return the part of a slice's box whose elements lie in a chunk, or None."""
     low, high = [0] * len(part.dims), list(part.sizes)
-    places = {dim: d for d, dim in enumerate(part.dims)}
+    places = {dim: d for d, dim in enumerate(part.dims) if dim != NOWHERE}
     for dim, (start, offset, size) in enumerate(zip(part.start, *chunk, strict=True)):
         d = places.get(dim)
         if d is None:

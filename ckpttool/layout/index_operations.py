@@ -1,0 +1,497 @@
+"""The operations by which one model's tensors become another's: a small, closed set, each of which can be undone and
+none of which computes a value. They are arithmetic on indexes, applied to assemblies: tensors made of pieces of others.
+
+    stack(axis), unstack(axis)     experts of a layer, layers of a model: one tensor each, or one dimension more
+    concat(axis), split(axis)      gate and up; query, key and value, also by groups of heads
+    transpose(a, b)                the weights of a Conv1D
+    rows("halves", head_dim)       the rows of rotary heads, pairs of neighbours or two halves
+    trim(axis), pad(axis)          rows of a vocabulary
+
+Pure. Renaming is what rules do: `layout.key_maps`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from math import gcd
+from typing import Any, ClassVar, TypeGuard
+
+from ckpttool.catalogue.boxes import Ints
+from ckpttool.errors import UsageError
+from ckpttool.layout.views import NOWHERE, Piece, Slice, whole
+
+Facts = Mapping[str, int]
+"""Numbers of a model's config that operations name: `{"head_dim": 128, "num_key_value_heads": 8}`."""
+Number = int | str
+"""A number, or the name of one in the config."""
+ZEROS = -1
+
+
+@dataclass(frozen=True, slots=True)
+class Assembly:
+    """A tensor of a shape that is made of pieces: `Piece(0, slice)` is of the first source, `Piece(ZEROS, ...)` of
+    none. The boxes of the pieces tile it."""
+
+    shape: Ints
+    pieces: tuple[Piece, ...]
+
+    @classmethod
+    def of(cls, source: int, shape: Ints) -> Assembly:
+        """Return the whole of a source."""
+        return cls(shape, (Piece(source, whole(shape)),))
+
+
+# Arithmetic -----------------------------------------------------------------------------------------------------------
+
+
+def take(one: Assembly, axis: int, low: int, count: int, step: int = 1) -> Assembly:
+    """Return every `step`-th index of an axis, `count` of them from `low`."""
+    pieces = []
+    for place, part in one.pieces:
+        offset, size = part.offsets[axis], part.sizes[axis]
+        # Of the new indexes k, those for which offset <= low + k * step < offset + size.
+        first = max(0, -((low - offset) // step))
+        last = min(count, -((low - offset - size) // step))
+        if first < last:
+            start, dim = list(part.start), part.dims[axis]
+            if dim != NOWHERE:
+                start[dim] += (low + first * step - offset) * part.steps[axis]
+            pieces.append(
+                Piece(
+                    place,
+                    Slice(
+                        _put(part.offsets, axis, first),
+                        _put(part.sizes, axis, last - first),
+                        tuple(start),
+                        part.dims,
+                        _put(part.steps, axis, part.steps[axis] * step),
+                    ),
+                )
+            )
+    return Assembly(_put(one.shape, axis, count), tuple(pieces))
+
+
+def concatenated(parts: Iterable[Assembly], axis: int) -> Assembly:
+    """Return assemblies one behind the other along an axis."""
+    pieces: list[Piece] = []
+    shape: Ints = ()
+    end = 0
+    for part in parts:
+        shape = part.shape
+        pieces += (
+            Piece(place, replace(one, offsets=_put(one.offsets, axis, one.offsets[axis] + end)))
+            for place, one in part.pieces
+        )
+        end += part.shape[axis]
+    return Assembly(_put(shape, axis, end), tuple(pieces))
+
+
+def stacked(parts: Sequence[Assembly], axis: int) -> Assembly:
+    """Return assemblies of one shape with a new axis."""
+    pieces = []
+    for number, part in enumerate(parts):
+        for place, one in part.pieces:
+            inserted = Slice(
+                _insert(one.offsets, axis, number),
+                _insert(one.sizes, axis, 1),
+                one.start,
+                _insert(one.dims, axis, NOWHERE),
+                _insert(one.steps, axis, 1),
+            )
+            pieces.append(Piece(place, inserted))
+    return Assembly(_insert(parts[0].shape, axis, len(parts)), tuple(pieces))
+
+
+def index(one: Assembly, axis: int, number: int) -> Assembly:
+    """Return what is at one index of an axis, without the axis."""
+    part = take(one, axis, number, 1)
+    pieces = tuple(
+        Piece(
+            place,
+            Slice(_drop(s.offsets, axis), _drop(s.sizes, axis), s.start, _drop(s.dims, axis), _drop(s.steps, axis)),
+        )
+        for place, s in part.pieces
+    )
+    return Assembly(_drop(part.shape, axis), pieces)
+
+
+def transposed(one: Assembly, a: int, b: int) -> Assembly:
+    """Return the assembly with two axes in each other's place."""
+    order = list(range(len(one.shape)))
+    order[a], order[b] = order[b], order[a]
+
+    def put(values: Ints) -> Ints:
+        return tuple(values[d] for d in order)
+
+    pieces = tuple(
+        Piece(place, Slice(put(s.offsets), put(s.sizes), s.start, put(s.dims), put(s.steps))) for place, s in one.pieces
+    )
+    return Assembly(put(one.shape), pieces)
+
+
+def zeros(shape: Ints) -> Assembly:
+    """Return an assembly of zeros."""
+    empty: Ints = ()
+    part = Slice((0,) * len(shape), shape, empty, (NOWHERE,) * len(shape), (1,) * len(shape))
+    return Assembly(shape, (Piece(ZEROS, part),))
+
+
+def _put(values: Ints, axis: int, value: int) -> Ints:
+    return (*values[:axis], value, *values[axis + 1 :])
+
+
+def _insert(values: Ints, axis: int, value: int) -> Ints:
+    return (*values[:axis], value, *values[axis:])
+
+
+def _drop(values: Ints, axis: int) -> Ints:
+    return (*values[:axis], *values[axis + 1 :])
+
+
+# Operations -----------------------------------------------------------------------------------------------------------
+
+Table = list[list[Assembly]]
+"""What operations are applied to: a row for each name of a rule, in it one for each number of a stack."""
+
+
+class Operation:
+    """One of the operations; they are data, as `{"split": {"axis": 0, "parts": 3}}` in a map."""
+
+    __slots__ = ()
+    name: ClassVar[str]
+
+    def apply(self, table: Table, facts: Facts, rows: int) -> Table:
+        """Return the result, of `rows` rows if that is for the rule to say. Raises UsageError if it cannot be done."""
+        raise NotImplementedError
+
+    @property
+    def inverse(self) -> Operation:
+        """The operation that undoes this one. Raises UsageError if it does not say enough."""
+        raise NotImplementedError
+
+    def data(self) -> Any:
+        """Return what a map has it as, behind its name."""
+        raise NotImplementedError
+
+
+def _each(table: Table, change: Callable[[Assembly], Assembly]) -> Table:
+    return [[change(one) for one in row] for row in table]
+
+
+@dataclass(frozen=True, slots=True)
+class Stack(Operation):
+    """Make one tensor of several of one shape, with a new axis."""
+
+    name: ClassVar[str] = "stack"
+    axis: int = 0
+
+    def apply(self, table: Table, facts: Facts, rows: int) -> Table:
+        for row in table:
+            shapes = {one.shape for one in row}
+            _check(len(shapes) == 1, f"tensors of shapes {_listed(shapes)} cannot be stacked")
+            _check_axis(self.axis, len(row[0].shape) + 1, row[0].shape)
+        return [[stacked(row, self.axis)] for row in table]
+
+    @property
+    def inverse(self) -> Operation:
+        return Unstack(self.axis)
+
+    def data(self) -> Any:
+        return self.axis
+
+
+@dataclass(frozen=True, slots=True)
+class Unstack(Operation):
+    """Make one tensor of each index of an axis."""
+
+    name: ClassVar[str] = "unstack"
+    axis: int = 0
+
+    def apply(self, table: Table, facts: Facts, rows: int) -> Table:
+        for row in table:
+            _check(len(row) == 1, "`unstack` is there twice")
+            _check_axis(self.axis, len(row[0].shape), row[0].shape)
+            _check(row[0].shape[self.axis] <= _MOST, f"a tensor of shape {_listed([row[0].shape])} is no stack")
+        return [[index(one, self.axis, k) for one in row for k in range(one.shape[self.axis])] for row in table]
+
+    @property
+    def inverse(self) -> Operation:
+        return Stack(self.axis)
+
+    def data(self) -> Any:
+        return self.axis
+
+
+@dataclass(frozen=True, slots=True)
+class Concat(Operation):
+    """Make one tensor of those of several names, one behind the other along an axis; with `groups`, of that many equal
+    parts of each in turn. Without `parts`, their ratio, they have one shape."""
+
+    name: ClassVar[str] = "concat"
+    axis: int = 0
+    parts: tuple[Number, ...] = ()
+    groups: Number = 1
+
+    def apply(self, table: Table, facts: Facts, rows: int) -> Table:
+        groups = _number(self.groups, facts)
+        result: list[Assembly] = []
+        _check(len({len(row) for row in table}) == 1, "the stacks of the names have different lengths")
+        for row in zip(*table, strict=True):
+            for one in row:
+                _check_axis(self.axis, len(one.shape), one.shape)
+            rest = {_drop(one.shape, self.axis) for one in row}
+            _check(len(rest) == 1, f"tensors of shapes {_listed(one.shape for one in row)} cannot be joined")
+            sizes = [one.shape[self.axis] for one in row]
+            ratio = _ratio(self.parts, facts) or (1,) * len(row)
+            unit = sizes[0] // ratio[0]
+            fits = len(ratio) == len(row) and sizes == [unit * part for part in ratio]
+            of = f"{_listed(one.shape for one in row)} are not {':'.join(map(str, ratio))} along axis {self.axis}"
+            _check(fits, of, hint='say their ratio: `"parts": [4, 1, 1]`')
+            _check(not any(size % groups for size in sizes), f"{_listed(one.shape for one in row)}: no {groups} groups")
+            cuts = [
+                take(one, self.axis, group * (size // groups), size // groups)
+                for group in range(groups)
+                for one, size in zip(row, sizes, strict=True)
+            ]
+            result.append(concatenated(cuts if groups > 1 else row, self.axis))
+        return [result]
+
+    @property
+    def inverse(self) -> Operation:
+        return Split(self.axis, self.parts, self.groups)
+
+    def data(self) -> Any:
+        return _data(axis=self.axis, parts=[*self.parts], groups=self.groups)
+
+
+@dataclass(frozen=True, slots=True)
+class Split(Operation):
+    """Make a tensor for each of several names of parts of one along an axis, equal ones or in the ratio of `parts`;
+    with `groups`, of the parts of that many equal blocks."""
+
+    name: ClassVar[str] = "split"
+    axis: int = 0
+    parts: tuple[Number, ...] = ()
+    groups: Number = 1
+
+    def apply(self, table: Table, facts: Facts, rows: int) -> Table:
+        _check(len(table) == 1, "`split` makes several tensors of one, and there are several")
+        groups, ratio = _number(self.groups, facts), _ratio(self.parts, facts) or (1,) * rows
+        _check(len(ratio) == rows, f"`split` into {len(ratio)} parts for {rows} names")
+        result: Table = [[] for _ in ratio]
+        for one in table[0]:
+            _check_axis(self.axis, len(one.shape), one.shape)
+            size = one.shape[self.axis]
+            what = f"{groups} groups of " if groups > 1 else ""
+            fits = size % (groups * sum(ratio)) == 0
+            ways = ":".join(map(str, ratio))
+            _check(fits, f"a tensor of shape {[*one.shape]} cannot be split into {what}{ways} along axis {self.axis}")
+            block, unit, low = size // groups, size // groups // sum(ratio), 0
+            for part, into in zip(ratio, result, strict=True):
+                cuts = [take(one, self.axis, group * block + low, part * unit) for group in range(groups)]
+                into.append(concatenated(cuts, self.axis) if groups > 1 else cuts[0])
+                low += part * unit
+        return result
+
+    @property
+    def inverse(self) -> Operation:
+        return Concat(self.axis, self.parts, self.groups)
+
+    def data(self) -> Any:
+        return _data(axis=self.axis, parts=[*self.parts], groups=self.groups)
+
+
+@dataclass(frozen=True, slots=True)
+class Transpose(Operation):
+    """Exchange two axes."""
+
+    name: ClassVar[str] = "transpose"
+    a: int = 0
+    b: int = 1
+
+    def apply(self, table: Table, facts: Facts, rows: int) -> Table:
+        for one in (one for row in table for one in row):
+            _check_axis(max(self.a, self.b), len(one.shape), one.shape)
+        return _each(table, lambda one: transposed(one, self.a, self.b))
+
+    @property
+    def inverse(self) -> Operation:
+        return self
+
+    def data(self) -> Any:
+        return [self.a, self.b]
+
+
+@dataclass(frozen=True, slots=True)
+class Rows(Operation):
+    """Permute the rows of each head: pairs of neighbours become two `halves`, as transformers' rotary embedding has
+    them, or two halves `neighbours`."""
+
+    name: ClassVar[str] = "rows"
+    to: str = "halves"
+    head_dim: Number = "head_dim"
+
+    def apply(self, table: Table, facts: Facts, rows: int) -> Table:
+        head = _number(self.head_dim, facts)
+        return _each(table, lambda one: self._permuted(one, head))
+
+    def _permuted(self, one: Assembly, head: int) -> Assembly:
+        _check_axis(0, len(one.shape), one.shape)
+        fits = head > 1 and head % 2 == 0 and one.shape[0] % head == 0
+        _check(
+            fits,
+            f"the rows of a tensor of shape {[*one.shape]} are no multiple of {head}, those of a head",
+            hint="the config is not this model's, or pass another `--head-dim`",
+        )
+        heads, half = range(0, one.shape[0], head), head // 2
+        if self.to == "halves":
+            cuts = [take(one, 0, row + side, half, 2) for row in heads for side in (0, 1)]
+        else:
+            cuts = [take(one, 0, row + pair, 2, half) for row in heads for pair in range(half)]
+        return concatenated(cuts, 0)
+
+    @property
+    def inverse(self) -> Operation:
+        return Rows("neighbours" if self.to == "halves" else "halves", self.head_dim)
+
+    def data(self) -> Any:
+        return self.to if self.head_dim == "head_dim" else {"to": self.to, "head_dim": self.head_dim}
+
+
+@dataclass(frozen=True, slots=True)
+class Resize(Operation):
+    """Trim an axis to `size`, or pad it with zeros; `before` is what it was."""
+
+    axis: int = 0
+    size: Number = 0
+    before: Number | None = None
+
+    def data(self) -> Any:
+        before = {} if self.before is None else {"from": self.before}
+        return {"axis": self.axis, "size": self.size, **before}
+
+    def _sizes(self, one: Assembly, facts: Facts) -> tuple[int, int]:
+        _check_axis(self.axis, len(one.shape), one.shape)
+        size, before = _number(self.size, facts), one.shape[self.axis]
+        expected = before if self.before is None else _number(self.before, facts)
+        _check(before == expected, f"a tensor of shape {[*one.shape]} has {before} on axis {self.axis}, not {expected}")
+        return size, before
+
+    def _before(self) -> Number:
+        if self.before is None:
+            raise UsageError(f"`{self.name}` cannot be undone", hint=f'say what the size was: `"from": {50304}`')
+        return self.before
+
+
+@dataclass(frozen=True, slots=True)
+class Trim(Resize):
+    """Leave out the end of an axis."""
+
+    name: ClassVar[str] = "trim"
+
+    def apply(self, table: Table, facts: Facts, rows: int) -> Table:
+        def trimmed(one: Assembly) -> Assembly:
+            size, before = self._sizes(one, facts)
+            _check(size <= before, f"a tensor of shape {[*one.shape]} cannot be trimmed to {size}")
+            return take(one, self.axis, 0, size)
+
+        return _each(table, trimmed)
+
+    @property
+    def inverse(self) -> Operation:
+        return Pad(self.axis, self._before(), self.size)
+
+
+@dataclass(frozen=True, slots=True)
+class Pad(Resize):
+    """Add zeros at the end of an axis."""
+
+    name: ClassVar[str] = "pad"
+
+    def apply(self, table: Table, facts: Facts, rows: int) -> Table:
+        def padded(one: Assembly) -> Assembly:
+            size, before = self._sizes(one, facts)
+            _check(size >= before, f"a tensor of shape {[*one.shape]} cannot be padded to {size}")
+            more = zeros(_put(one.shape, self.axis, size - before))
+            return concatenated((one, more), self.axis) if size > before else one
+
+        return _each(table, padded)
+
+    @property
+    def inverse(self) -> Operation:
+        return Trim(self.axis, self._before(), self.size)
+
+
+_MOST = 65_536  # tensors that one is unstacked to
+
+
+def parse_operation(data: Any) -> Operation | None:
+    """Return the operation that a map has as `data`; None if it is none."""
+    if not isinstance(data, Mapping) or len(data) != 1:
+        return None
+    match next(iter(data.items())):
+        case ("stack" | "unstack" as name, int() as axis) if _is_axis(axis):
+            return (Stack if name == "stack" else Unstack)(axis)
+        case ("transpose", [int() as a, int() as b]) if _is_axis(a) and _is_axis(b) and a != b:
+            return Transpose(a, b)
+        case ("rows", "halves" | "neighbours" as to):
+            return Rows(to)
+        case ("rows", {"to": "halves" | "neighbours" as to, "head_dim": head, **rest}) if _is_number(head) and not rest:
+            return Rows(to, head)
+        case ("concat" | "split" as name, int() as axis) if _is_axis(axis):
+            return (Concat if name == "concat" else Split)(axis)
+        case ("concat" | "split" as name, {"axis": int() as axis, **rest}) if _is_axis(axis):
+            parts, groups = rest.pop("parts", []), rest.pop("groups", 1)
+            parts = [1] * parts if type(parts) is int and 0 < parts <= _MOST else parts
+            if isinstance(parts, list) and all(map(_is_number, parts)) and _is_number(groups) and not rest:
+                return (Concat if name == "concat" else Split)(axis, tuple(parts), groups)
+        case ("trim" | "pad" as name, {"axis": int() as axis, "size": size, **rest}) if _is_axis(axis):
+            before = rest.pop("from", None)
+            if _is_number(size) and (before is None or _is_number(before)) and not rest:
+                return (Trim if name == "trim" else Pad)(axis, size, before)
+    return None
+
+
+def _data(**values: Any) -> Any:
+    values = {name: value for name, value in values.items() if name == "axis" or value not in ([], 1)}
+    return values if len(values) > 1 else values["axis"]
+
+
+def _is_axis(value: Any) -> bool:
+    return type(value) is int and 0 <= value < 16
+
+
+def _is_number(value: Any) -> TypeGuard[Number]:
+    return (type(value) is int and value > 0) or (isinstance(value, str) and value.isidentifier())
+
+
+def _number(value: Number, facts: Facts) -> int:
+    if isinstance(value, int):
+        return value
+    if value not in facts:
+        raise UsageError(
+            f"`{value}` of the model is unknown",
+            hint="pass `--assets` with the model's `config.json`"
+            + (", or `--head-dim 128`" if value == "head_dim" else ", or write the number into the map"),
+        )
+    return facts[value]
+
+
+def _ratio(parts: Sequence[Number], facts: Facts) -> tuple[int, ...]:
+    numbers = [_number(part, facts) for part in parts]
+    common = gcd(*numbers) if numbers else 1
+    return tuple(number // common for number in numbers)
+
+
+def _check(holds: bool, message: str, hint: str | None = None) -> None:
+    if not holds:
+        raise UsageError(message, hint=hint)
+
+
+def _check_axis(axis: int, dims: int, shape: Ints) -> None:
+    _check(axis < dims, f"a tensor of shape {[*shape]} has no axis {axis}")
+
+
+def _listed(shapes: Iterable[Ints]) -> str:
+    return " and ".join(str([*shape]) for shape in shapes)
