@@ -24,7 +24,7 @@ _CREDENTIALS = re.compile(r"([a-z][a-z0-9+.-]*://)[^\s/@:`'\"]*:[^\s/@`'\"]*@|(h
 
 
 # What an option is called as a parameter, where that is not its own name; and the parameters that are true or false.
-_PARAMETERS = {"values": "check_values", "sharding": "sharded"}
+_PARAMETERS = {"values": "check_values", "sharding": "sharded", "map": "key_map"}
 SWITCHES = frozenset(
     [
         "check",

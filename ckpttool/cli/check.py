@@ -46,7 +46,7 @@ _TITLES = {
             options.RENAME,
             options.STRIP_WRAPPERS,
             options.STRIP_PREFIX,
-            Option("--key-map NAME", "Key map of the names, or its file; none for none. Default: the one that fits."),
+            options.MAP,
             options.SHAPES,
         ),
         "Execution": (options.THREADS,),

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
         "Names": (
             options.RENAME,
             options.STRIP_PREFIX,
-            Option("--key-map NAME", "How the producer names the model's parameters: a name, a .json file, or none."),
+            options.MAP,
             Option(
                 "--names WHICH",
                 "Names as released files have them, or as transformers has them in memory: memory.",

@@ -220,6 +220,11 @@ STRIP_WRAPPERS = Option(
     "Remove `module.`, `_orig_mod.`, `_fsdp_wrapped_module.` and `_checkpoint_wrapped_module.` from names.",
 )
 STRIP_PREFIX = Option("--strip-prefix P", "Remove this prefix from the names of the model.")
+MAP = Option(
+    "--map --key-map NAME",
+    "Key map of the model's parameters: a name, a .json file, or none. Default: the one that fits.",
+    name="key_map",
+)
 TO = Option(
     "--to FORMAT", "torch, dcp, safetensors or fsdp1. Default: from the suffix of DST.", shell_complete=_formats
 )

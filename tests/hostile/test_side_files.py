@@ -142,7 +142,7 @@ _MANIFEST |= {"tensors": [{"name": "model.w", "dtype": "float32", "shape": [3, 2
 # What a user names on the command line: the JSON of an honest one, and the words before the checkpoint.
 NAMED: dict[str, tuple[Any, list[str]]] = {
     "shapes": (_SHAPES, ["inspect", "--shapes"]),
-    "key map": (_KEY_MAP, ["export", "-n", "--no-strict", "--key-map"]),
+    "key map": (_KEY_MAP, ["export", "-n", "--no-strict", "--map"]),
     "manifest": (_MANIFEST, ["verify", "--manifest"]),
 }
 

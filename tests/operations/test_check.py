@@ -218,7 +218,7 @@ def test_the_command(tmp_path: Path, reference: str) -> None:
     assert done.exit_code == 1 and done.stdout.startswith(
         "missing: `model.layers.*.mlp.experts.*.down_proj.weight` (6 tensors)"
     )
-    renamed = run("check", path, "--against", reference, "--rename", "lm_head=head", "--key-map", "none", "--json")
+    renamed = run("check", path, "--against", reference, "--rename", "lm_head=head", "--map", "none", "--json")
     done = run("check", path, "--against", reference, "--only", "model", "--strip-wrappers", "--shapes", path)
     assert done.exit_code == 0
     assert {one["kind"] for one in json.loads(renamed.stdout)["mismatches"]} == {"missing", "extra", "dtype"}

@@ -182,7 +182,7 @@ def _hint(compared: Compared, shapes: Mapping[str, Ints], model: Expected) -> st
     if prefix:
         return f"every name begins with `{prefix}`: pass `--strip-prefix {prefix.rstrip('.')}`"
     if compared.missing and compared.unexpected:
-        return "give them their names with `--rename OLD=NEW` or `--key-map`; `--no-strict` writes them as they are"
+        return "give them their names with `--rename OLD=NEW` or `--map`; `--no-strict` writes them as they are"
     if compared.unexpected:
         return f"leave them out with `--exclude {compared.unexpected[0]!r}`, or pass `--no-strict`"
     return "is the config this model's? `--no-strict` goes on all the same"

@@ -161,9 +161,9 @@ def _refusal(
         more = f" and {len(misshapen) - 1} more" if len(misshapen) > 1 else ""
         whats.append(f"`{name}`{more} of another shape: found {found}, expected {expected}")
     if missing and len(missing) == len(reference.known):
-        hint = f"names here are like `{next(iter(own), '')}`: `--rename`, `--strip-prefix` or `--key-map` renames them"
+        hint = f"names here are like `{next(iter(own), '')}`: `--rename`, `--strip-prefix` or `--map` renames them"
     elif missing and extra:
-        hint = "are they the same under other names? `--rename OLD=NEW` or `--key-map FILE` gives them those"
+        hint = "are they the same under other names? `--rename OLD=NEW` or `--map FILE` gives them those"
     elif missing and base is None:
         hint = "`--fill-from REF` takes what is missing from a base model"
     elif missing and base is not None:

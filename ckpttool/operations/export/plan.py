@@ -236,10 +236,10 @@ def _like(
         found = like.fitted(planned, reference, base, where, expected.tied)
     if base is not None:
         keymap = key_maps.chosen(options.key_map or result.key_map or "none", (), beside.config)
+        facts = key_maps.facts(beside.config, options.head_dim or beside.head_dim)
 
         def mapped(catalogue: Catalogue) -> Catalogue:
-            rows = options.head_dim or beside.head_dim
-            return key_maps.apply(keymap, catalogue, viewed, rows)[0] if keymap is not None else catalogue
+            return apply(keymap, catalogue, viewed, facts)[0] if keymap is not None else catalogue
 
         like.check_untrained(found.filled, source, options.selection, mapped, base, where, result.notes)
         result.filled, result.filled_from = found.filled, base.path
@@ -317,7 +317,7 @@ def _mapped(
     mapped, unknown = apply(keymap, planned, viewed, key_maps.facts(beside.config, options.head_dim or beside.head_dim))
     if len(unknown) == len(names):
         raise UsageError(
-            f"`--key-map {options.key_map}`: no rule of it is about a tensor here",
+            f"`--map {options.key_map}`: no rule of it is about a tensor here",
             hint=f"names here are like `{names[len(names) // 2]}`",
         )
     result.key_map = keymap.name

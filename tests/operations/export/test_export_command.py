@@ -36,7 +36,7 @@ def test_every_option_does_what_it_says(source: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
     words = [
         "export", source, out, "--only", "model", "--exclude", "*.extra", "--strip-prefix", "net",
-        "--rename", "layers=blocks", "--key-map", tmp_path / "map.json", "--head-dim", "4", "--names", "released",
+        "--rename", "layers=blocks", "--map", tmp_path / "map.json", "--head-dim", "4", "--names", "released",
         "--dtype", "bfloat16", "--dtype-strict", "--max-shard-size", "50B",
         "--assets", tmp_path / "base", "--no-strict", "--no-card", "--threads", "2", "--max-memory", "100MB", "--check",
     ]  # fmt: skip
