@@ -20,10 +20,10 @@ from ckpttool.layout import rechunk, select
 from ckpttool.layout.dtype_rules import cast, caster, general
 from ckpttool.layout.optimizer import respell
 from ckpttool.layout.rename import rename_entries, without_root
+from ckpttool.layout.views import Viewed
 from ckpttool.operations import arguments, publish, start, write
 from ckpttool.operations import reference as references
 from ckpttool.operations.arguments import Selection
-from ckpttool.operations.export.views import Viewed
 from ckpttool.operations.write import Conversion, Planned, WriteOptions
 from ckpttool.producers import float32_names, writable
 from ckpttool.producers.arrange import LayoutBuilder

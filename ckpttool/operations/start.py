@@ -12,10 +12,10 @@ from functools import partial
 from ckpttool.catalogue.entries import Catalogue, Path, above
 from ckpttool.errors import CorruptError, LossError
 from ckpttool.layout.move import again, rebuilt
+from ckpttool.layout.views import Viewed
 from ckpttool.operations import reference as references
 from ckpttool.operations.arguments import Selection
 from ckpttool.operations.export import architecture, assets, like, select_model, ties
-from ckpttool.operations.export.views import Viewed
 
 NO_OPTIMIZER = "the model alone: there is no optimizer state yet, and the optimizer of the run starts afresh"
 
@@ -57,7 +57,7 @@ def model(viewed: Viewed, src: str, run: references.Reference, selection: Select
 
 def read(viewed: Viewed, planned: Catalogue) -> frozenset[Path]:
     """Return the paths of the tensors of the source that a model is made of."""
-    return frozenset(viewed.stored(tensor.origin or tensor).path for tensor in planned.tensors)
+    return frozenset(one.path for tensor in planned.tensors for one in viewed.stored(tensor.origin or tensor))
 
 
 def _tied(run: references.Reference) -> dict[str, str]:
