@@ -8,15 +8,19 @@ from __future__ import annotations
 import json
 import os
 import re
+import signal
+import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
 
 import pytest
 from support.cli import run as run_command
+from support.script_faults import FAULTS, ScriptFault
 
-from ckpttool.errors import UsageError
+from ckpttool.errors import OverwriteError, StorageError, UsageError
 from ckpttool.operations.verify_resume.run import run
 from ckpttool.operations.verify_resume.run.results import Report
 
@@ -127,3 +131,109 @@ def test_what_cannot_be_run_is_one_error(options: dict[str, Any], message: str) 
             runs(**options)
         else:
             run(command, at=3, until=5, stop="max-steps=--steps", timeout=20.0)
+
+
+def test_a_run_that_crashes_or_hangs_after_the_resume_has_failed() -> None:
+    report = runs("--fault", "crash")
+    assert (report.verdict, report.exit_code) == ("failed", 1)
+    assert report.failure is not None and report.failure.run == "B" and "KeyError: 'optimizer'" in report.message
+    report = runs("--hang", timeout=1.5)
+    assert report.verdict == "failed" and "run B was still running after 1.50 s" in report.message
+
+
+def test_a_script_finds_its_checkpoint_by_itself() -> None:
+    report = runs("--auto", resume_with=None)
+    assert report.verdict == "same" and report.runs[2].resumed_at == 3, report.message
+
+
+def test_a_checkpoint_that_is_written_again_and_again_is_kept() -> None:
+    report = runs("--one-file", "--pause", "0.25", checkpoints="OUT/model.safetensors", at=2, until=4, stop="sigkill")
+    assert report.verdict == "same", report.message
+    assert {saved.step for saved in report.runs[0].checkpoints} >= {2, 3, 4}
+
+
+def test_the_disk_and_the_folder_of_the_user_are_kept(tmp_path: Path) -> None:
+    with pytest.raises(StorageError, match="more than `--max-disk"):
+        runs(max_disk="2kB")
+    (tmp_path / "mine.txt").write_text("mine")
+    with pytest.raises(OverwriteError):
+        runs(keep=tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == ["mine.txt"]
+
+
+LAUNCHER = """
+import os, subprocess, sys, time
+# As a launcher does: a worker in a session of its own, and one whose parent is gone.
+code = "import time; time.sleep(600)"
+subprocess.Popen([sys.executable, "-c", code, sys.argv[1]], start_new_session=True)
+subprocess.run(["sh", "-c", f"'{sys.executable}' -c '{code}' {sys.argv[1]} &"])
+open(sys.argv[1] + "/started", "w").close()
+time.sleep(600)
+"""
+
+
+def workers(folder: str) -> list[str]:
+    listed = subprocess.run(["ps", "-A", "-ww", "-o", "args="], capture_output=True, text=True, check=True).stdout
+    return [line for line in listed.splitlines() if folder in line and "sleep(600)" in line]
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_nothing_is_left_running(tmp_path: Path, number: signal.Signals) -> None:
+    words = ["--at", "1", "--until", "2", "--keep", str(tmp_path), "--", sys.executable, "-c", LAUNCHER, "OUT"]
+    with subprocess.Popen([sys.executable, "-m", "ckpttool", "verify-resume", "run", *words]) as process:
+        started = tmp_path / "A" / "out" / "started"
+        while not started.exists() and process.poll() is None:
+            time.sleep(0.02)
+        assert len(workers(str(tmp_path))) >= 2
+        process.send_signal(number)
+        assert process.wait(30) == 128 + number
+    assert workers(str(tmp_path)) == []
+
+
+# torch ----------------------------------------------------------------------------------------------------------------
+
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "{world}"]
+
+
+def trained(script: Path, **options: Any) -> Report:
+    """The report of a script of torch, stopped after step 4 of 6 by its own flag."""
+    on_ranks = script.name == "train_fsdp2.py"
+    given = {"at": 4, "until": 6, "stop": "max-steps=--steps", "resume_with": RESUME, "world": 2, "timeout": 300.0}
+    given["checkpoints"] = "OUT/step-{step}" if on_ranks else "OUT/ckpt-{step}.pt"
+    start = TORCHRUN if on_ranks else [sys.executable]
+    return run([*start, str(script), "--out", "OUT", "--steps", "6"], **{**given, **options})  # type: ignore[arg-type]
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: f"{fault.script}: {fault.name}")
+def test_a_planted_fault_is_found_and_named(fault: ScriptFault, tmp_path: Path) -> None:
+    script = tmp_path / fault.script
+    script.write_text(fault.planted((SCRIPTS / fault.script).read_text()))
+    report = trained(script)
+    assert (report.verdict, report.first_step) == ("differs", 5), report.message
+    assert re.search(fault.named, report.cause or ""), report.cause
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("observe", [False, True])
+@pytest.mark.parametrize("script", ["train_single.py", "train_fsdp2.py"])
+def test_a_correct_script_is_the_same_ten_times(script: str, observe: bool) -> None:
+    for _ in range(5):
+        report = trained(SCRIPTS / script, observe=observe)
+        assert report.verdict == "same", report.message
+
+
+@pytest.mark.long
+def test_a_converted_checkpoint_resumes_alike() -> None:
+    report = trained(SCRIPTS / "train_single.py", via="dcp,torch")
+    assert report.verdict == "same" and [leg.format for leg in report.route] == ["dcp", "torch"], report.message
+    assert any(row.what == "converted state" and row.equal for row in report.compared)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("to_world", [1, 3])
+def test_another_number_of_ranks_is_compared_with_what_torch_reshards(to_world: int) -> None:
+    report = trained(SCRIPTS / "train_fsdp2.py", to_world=to_world)
+    assert report.verdict == "same", report.message
+    assert [run.name for run in report.runs] == ["A", "A2", "control", "B"] and report.route
+    assert report.drifts[0].loss_relative > 0

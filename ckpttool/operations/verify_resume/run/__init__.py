@@ -174,9 +174,10 @@ class _Verification:
     def _environment(self, name: str, hook: str, *, resumed: bool = False) -> dict[str, str]:
         return self.hook.environment(os.path.join(self.folder, name, hook), resumed=resumed)
 
-    def _of_a(self, step: int) -> str | None:
-        """Return the checkpoint of run A of a step, whose files show what makes one complete."""
-        runs = [run for run in self.report.runs if run.name == "A"]
+    def _of_a(self, step: int, run: ScriptRun | None = None) -> str | None:
+        """Return the checkpoint of run A of a step, whose files show what makes one complete on as many ranks."""
+        world = run.world_size if run is not None else self.world
+        runs = [one for one in self.report.runs if one.name == "A" and one.world_size == world]
         return next((one.path for run in runs for one in run.checkpoints if one.step == step), None)
 
     def _to_the_end(self, run: ScriptRun) -> None:
@@ -190,7 +191,7 @@ class _Verification:
                 if not priced and (first := next(iter(found.find().values()), None)) and not found.why_not(first):
                     self._price(nbytes(first))
                     priced = True
-                if saved is None and found.complete(self.until, self._of_a(self.until)) is not None:
+                if saved is None and found.complete(self.until, self._of_a(self.until, run)) is not None:
                     saved = time.monotonic()
                 if saved is not None and time.monotonic() - saved > _PATIENCE:
                     return
@@ -242,7 +243,7 @@ class _Verification:
         run.checkpoints = [
             Saved(step, path, nbytes(path))
             for step, path in found.find().items()
-            if step <= self.until and found.why_not(path, self._of_a(step)) is None
+            if step <= self.until and found.why_not(path, self._of_a(step, run)) is None
         ]
         losses: dict[int, float] = {}
         for source in self.losses:
@@ -429,6 +430,8 @@ def _converted(verification: _Verification, saved: str, via: str, to_world: int 
     if not report.route:
         return saved
     with SavedState(saved) as before, SavedState(report.route[-1].path) as after:
+        # On fewer ranks, the values of all ranks are kept.
+        before.world = after.world = max(before.world, after.world)
         differing = sorted(difference_names(state.compare(before, after)))
     count = len(before.tensors) + len(before.objects)
     row = Compared("converted state", "B", "the saved one", count, len(differing), "bitwise", not differing)

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from ckpttool.catalogue.dtypes import dtype
+from ckpttool.catalogue.parts import find_rank
 from ckpttool.operations.verify_resume.run.compare import FirstDifference, is_counter
 from ckpttool.operations.verify_resume.run.state import SavedState
 from ckpttool.operations.verify_resume.trial.state import MappedTensor
@@ -50,7 +51,10 @@ class _Evidence:
     def causes(self) -> Iterator[str]:
         """Yield what may be the cause, the most telling first."""
         yield from self._counters()
-        for kind in ("scheduler", "scaler", "dataloader"):
+        # The last learning rates of a scheduler say no more than those of the optimizer.
+        if any(not name.endswith("_last_lr") for name in self.by_kind.get("scheduler", ())):
+            yield from self._values("scheduler")
+        for kind in ("scaler", "dataloader"):
             yield from self._values(kind)
         yield from self._hyperparameters()
         yield from self._values("rng")
@@ -109,8 +113,9 @@ class _Evidence:
         ranks = sorted({rank for name in names if (rank := self.expected.rank_of(name)) is not None})
         of = f" of rank {', '.join(map(str, ranks))}" if ranks else ""
         if kind == "rng" and names:
-            which = ", ".join(dict.fromkeys(name.rpartition(".")[2] for name in names))
-            yield f"{title}{of} was not restored ({which})"
+            leaves = dict.fromkeys(name.rpartition(".")[2] for name in names)
+            which = ", ".join(leaf for leaf in leaves if find_rank((leaf,)) is None)
+            yield f"{title}{of} was not restored" + (f" ({which})" if which else "")
         # `_step_count` begins at 1.
         for name in () if kind == "rng" else sorted(names, key=lambda name: not name.endswith("last_epoch")):
             was, now, at = (self._number(state, name) for state in (self.expected, self.found, self.saved))
@@ -244,10 +249,24 @@ class _Evidence:
             yield "the update differs, with the same moments: the learning rate or the weight decay was not restored"
 
     def _gradient(self) -> Iterator[str]:
-        if any(name.rpartition(".")[2] in _FACTORS or self.expected.kind_of(name) == "model" for name in self.names):
+        """Yield what may have made another gradient: what the checkpoints do not show to be that of A."""
+        if not any(
+            name.rpartition(".")[2] in _FACTORS or self.expected.kind_of(name) == "model" for name in self.names
+        ):
+            return
+        shown = {self.expected.kind_of(name) for name in self.expected.objects}
+        if {"rng", "dataloader"} <= shown:
             yield (
-                f"the gradient differs in step {self.step}: the batch, the weights or an RNG state that is not in the "
-                "checkpoint was not restored (`--observe` tells which)"
+                "the weights or buffers of the model were not restored: the gradient differs in step "
+                f"{self.step}, with the data and the RNG states of A"
+            )
+        else:
+            unseen = [
+                title for kind, title in (("dataloader", "the batch"), ("rng", "the RNG state")) if kind not in shown
+            ]
+            yield (
+                f"the gradient differs in step {self.step}: the weights, or what is not in the checkpoint, "
+                f"{' or '.join(unseen)}, was not restored (`--observe` tells which)"
             )
 
 

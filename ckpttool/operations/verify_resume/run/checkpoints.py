@@ -105,10 +105,13 @@ class Checkpoints:
 
 
 def step_of(path: str) -> int | None:
-    """Return the step that a checkpoint was saved at, as it says itself; None if it does not."""
+    """Return the step that a checkpoint was saved at, as it or its optimizer says; None if neither does."""
     with suppress(CkptError), opened(path) as source, closing(Pool()) as pool:
-        found = step_counters(source.catalogue, lambda tensor: read_number(tensor, source, pool))
-        return next((int(step) for step in found.values()), None)
+        for step in step_counters(source.catalogue, lambda tensor: read_number(tensor, source, pool)).values():
+            return int(step)
+        for tensor in source.catalogue.tensors:
+            if tensor.part.kind == "optimizer" and tensor.name.endswith(".step") and tensor.numel == 1:
+                return int(read_number(tensor, source, pool))
     return None
 
 

@@ -90,7 +90,8 @@ class SavedState(RecordedState):
 
     def _add(self, entry: Entry) -> None:
         root = dotted(entry.part.root).replace(".", "/") or entry.part.kind
-        name = ".".join(filter(None, (root, entry.fqn)))
+        # A file of tensors alone may have whole names as keys: `optimizer.state.w.exp_avg`.
+        name = entry.fqn if entry.fqn.startswith(f"{root}.") else ".".join(filter(None, (root, entry.fqn)))
         self.kinds[root] = entry.part.kind
         path, part = tuple(name.split(".")), Part(entry.part.kind, (root,))
         if isinstance(entry, Tensor):
