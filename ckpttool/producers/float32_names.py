@@ -1,7 +1,8 @@
 """The tensors that transformers and diffusers load as float32 whatever the dtype of the model, by its class.
 
 Routers of experts choose others when the bias of their scores is rounded. Made from the classes of transformers 5.23.0
-and diffusers 0.42.1, of default configs on the meta device; where these are installed, they are asked themselves.
+and diffusers 0.42.1, of default configs on the meta device; what a class itself says is there for those that cannot be
+built so, too. Where the libraries are installed, they are asked themselves.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ _TRANSFORMERS = (
         "",
     ),
     (
-        "Blip2",
+        "Blip2 Blip2TextModelWithProjection Blip2VisionModelWithProjection",
         "",
         "qformer|query_tokens",
     ),
@@ -131,7 +132,7 @@ _TRANSFORMERS = (
         "",
     ),
     (
-        "GraniteSpeech5",
+        "GraniteSpeech5 GraniteSpeech5Encoder",
         "conv.norm",
         "",
     ),
@@ -232,7 +233,7 @@ _TRANSFORMERS = (
         "time_decay|time_first",
     ),
     (
-        "SLANeXt",
+        "SLANeXt SLANeXtBackbone SLANeXtSLAHead",
         "structure_attention_cell|structure_generator",
         "",
     ),

@@ -5,6 +5,7 @@ The lists of files were written by diffusers 0.42.1 and sentence-transformers 6.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import shutil
 from pathlib import Path
@@ -148,6 +149,26 @@ def test_what_transformers_keeps_in_float32_stays(
     assert (
         [name for name in found if stays(name)] == [n for n, t in found.items() if t.dtype == torch.float32] == [BIAS]
     )
+
+
+@pytest.mark.long
+def test_the_list_has_what_each_class_of_transformers_says() -> None:
+    """Also the classes that cannot be built of a default config."""
+    transformers = pytest.importorskip("transformers")
+    missing, count = [], 0
+    for name, module in transformers._class_to_module.items():
+        # Those whose names are in a list of architectures; the base of a family is not.
+        if ".modeling_" not in module or not name[:1].isupper() or name.endswith("PreTrainedModel"):
+            continue
+        with contextlib.suppress(ImportError, RuntimeError):  # of libraries of sounds, which are not here
+            kind = getattr(transformers, name)
+            half, both = (getattr(kind, f"_keep_in_fp32_modules{end}", None) or () for end in ("", "_strict"))
+            for word, dtype in [(word, "float16") for word in {*half, *both}] + [(word, "bfloat16") for word in both]:
+                stays = float32_names.kept(name, dtype)
+                count += 1
+                if not (stays(f"model.{word}.weight") or stays(f"model.{word}")):
+                    missing.append((name, word, dtype))
+    assert count > 600 and not missing
 
 
 @pytest.mark.parametrize(

@@ -11,11 +11,10 @@ from pathlib import Path
 import pytest
 from support.paths import ROOT
 
-# Today's transformers refuses clients below 1.31; the last changes what that client reads and then refuses.
+# Today's transformers refuses clients below 1.31.
 NOT_WITH_THE_OLDEST = (
     "test_hub_processes.py::test_from_pretrained_takes_what_was_exported",
     "test_hub_secrets.py::test_every_file_that_transformers_writes_is_an_asset",
-    "test_hub_xet.py::test_at_every_request[receive-another byte]",
 )
 
 

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from click.testing import CliRunner
 from huggingface_hub import ModelCard, constants
 from safetensors.torch import load, load_file, save, save_file
@@ -307,9 +308,9 @@ def start(hub: Hub, folder: Path, *words: str) -> subprocess.Popen[str]:
     )
 
 
-def finish(process: subprocess.Popen[str]) -> None:
+def finish(process: subprocess.Popen[str], code: int = 0) -> None:
     out, err = process.communicate(timeout=300)
-    assert process.returncode == 0, (out, err)
+    assert process.returncode == code, (out, err)
     assert WRITER not in out + err
 
 
@@ -318,8 +319,8 @@ def slowly(handler: Handler) -> bool:
     return False
 
 
-def kill_and_run_again(hub: Hub, folder: Path, times: int, seed: int) -> None:
-    """Kill an export after a random number of its requests, or a moment later, and run it again."""
+def kill_and_run_again(hub: Hub, folder: Path, times: int, seed: int, job: str = "export") -> None:
+    """Kill an export or a conversion after a random number of its requests, or a moment later, and run it again."""
     chance = random.Random(seed)
     src = folder / "big.safetensors"
     killed = 0
@@ -328,10 +329,13 @@ def kill_and_run_again(hub: Hub, folder: Path, times: int, seed: int) -> None:
         made = {f"layers.{j}.weight": torch.randn(128, 512) for j in range(12)}
         save_file(made, src, {"format": "pt"})
         repo = f"me/killed{i}"
-        words = ("export", str(src), f"hf://{repo}", "--max-shard-size", "600KB")
+        words = {
+            "export": ("export", str(src), f"hf://{repo}", "--max-shard-size", "600KB"),
+            "convert": ("convert", str(src), f"hf://{repo}/step-1", "--to", "dcp", "--to-world", "6"),
+        }[job]
         hub.fail("PUT", "/lfs/", act=slowly)
         process = start(hub, folder, *words)
-        # An export of these makes some 50 requests.
+        # Both make some 50 requests.
         last = len(hub.seen) + chance.randint(0, 50)
         while len(hub.seen) < last and process.poll() is None:
             time.sleep(0.005)
@@ -342,10 +346,16 @@ def kill_and_run_again(hub: Hub, folder: Path, times: int, seed: int) -> None:
         if repo in hub.repos and len(hub.history(repo)) == 1:
             assert hub.files(repo) == {}, "nothing is visible before the commit"
         hub.faults.clear()
-        finish(start(hub, folder, *words))
-        check_whole(hub, repo, made)
+        is_there = repo in hub.repos and len(hub.history(repo)) == 2
+        # Killed after the commit, a conversion has only to be told that it is there.
+        finish(start(hub, folder, *words), 6 if is_there and job == "convert" else 0)
         # What is there is whole, and nothing is left to do.
-        assert len(hub.files(repo)) == 6 + 2
+        if job == "export":
+            check_whole(hub, repo, made)
+            assert len(hub.files(repo)) == 6 + 2
+        else:
+            check_whole_dcp(hub, repo, made, folder / f"dcp{i}")
+        assert list((folder / "tmp").iterdir()) == []
     assert killed > times / 2, "most of them were in the middle of it"
 
 
@@ -360,13 +370,27 @@ def check_whole(hub: Hub, repo: str, made: dict[str, Any]) -> None:
     assert found.keys() == made.keys() and all(torch.equal(found[key], made[key]) for key in made)
 
 
+def check_whole_dcp(hub: Hub, repo: str, made: dict[str, Any], folder: Path) -> None:
+    """torch loads it, and each file is there once."""
+    assert hub.history(repo) == ["Upload with ckpttool", "initial commit"]
+    there = hub.files(repo)
+    assert len(there) == 6 + 2 and all(name.startswith("step-1/") for name in there)
+    folder.mkdir()
+    for name, data in there.items():
+        (folder / name.rpartition("/")[2]).write_bytes(data)
+    found = {name: torch.empty_like(tensor) for name, tensor in made.items()}
+    dcp.load(found, checkpoint_id=folder, no_dist=True)
+    assert all(torch.equal(found[name], tensor) for name, tensor in made.items())
+
+
 def test_killed_and_run_again(hub: Hub, tmp_path: Path) -> None:
     kill_and_run_again(hub, tmp_path, 3, seed=6)
 
 
 @pytest.mark.long
-def test_killed_at_twenty_moments_and_run_again(hub: Hub, tmp_path: Path) -> None:
-    kill_and_run_again(hub, tmp_path, 20, seed=7)
+@pytest.mark.parametrize("job", ["export", "convert"])
+def test_killed_at_twenty_moments_and_run_again(hub: Hub, tmp_path: Path, job: str) -> None:
+    kill_and_run_again(hub, tmp_path, 20, 7, job)
 
 
 @pytest.mark.parametrize("job", ["export", "inspect"])
