@@ -2,8 +2,8 @@
 
 A checkpoint is a catalogue of named tensors, each a tiling of boxes, each box a run of bytes in a file. Opening one
 reads its index and runs nothing; converting one lays out an empty checkpoint of the other format and moves each byte
-once. `open` reads lazily; `inspect`, `show`, `stats`, `report`, `check`, `diff`, `verify`, `repair`, `convert`,
-`reshard` and `export` are the commands of the same names.
+once. `open` reads lazily; `inspect`, `show`, `stats`, `report`, `check`, `match`, `diff`, `verify`, `repair`,
+`convert`, `reshard` and `export` are the commands of the same names.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from ckpttool.operations.export import export
     from ckpttool.operations.export.plan import Exported
     from ckpttool.operations.inspect import inspect
+    from ckpttool.operations.match import Matched, match
     from ckpttool.operations.open import Checkpoint, LazyTensor, Subtree
     from ckpttool.operations.repair import Repaired, repair
     from ckpttool.operations.report import HtmlReport, report
@@ -51,6 +52,7 @@ _MODULES = {
     "HtmlReport": "operations.report",
     "LazyTensor": "operations.open",
     "Loaded": "training.load",
+    "Matched": "operations.match",
     "Repaired": "operations.repair",
     "Report": "operations.verify",
     "Resharding": "operations.reshard",
@@ -65,6 +67,7 @@ _MODULES = {
     "inspect": "operations.inspect",
     "load": "training.load",
     "load_into": "training.load_into",
+    "match": "operations.match",
     "repair": "operations.repair",
     "report": "operations.report",
     "reshard": "operations.reshard",
@@ -125,6 +128,7 @@ __all__ = [
     "HtmlReport",
     "LazyTensor",
     "Loaded",
+    "Matched",
     "Repaired",
     "Report",
     "Resharding",
@@ -140,6 +144,7 @@ __all__ = [
     "inspect",
     "load",
     "load_into",
+    "match",
     "repair",
     "report",
     "reshard",

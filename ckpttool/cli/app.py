@@ -33,6 +33,7 @@ COMMANDS = {
     "report": "Write statistics, shards and findings as one HTML file.",
     "diff": "Compare two checkpoints of any format and world size.",
     "check": "Does the model fit a reference? Names, shapes, values.",
+    "match": "How are a reference's tensors made? As a key map.",
     "verify": "Is it whole? Check every checksum, size and range.",
     "repair": "Write a repaired copy; only lossless fixes.",
     "convert": "Convert to another format, bit for bit.",

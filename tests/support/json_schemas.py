@@ -22,6 +22,7 @@ from ckpttool.operations.check import Checked
 from ckpttool.operations.diff.results import Diff
 from ckpttool.operations.export.plan import Exported
 from ckpttool.operations.inspect.document_fields import Document
+from ckpttool.operations.match import Matched
 from ckpttool.operations.repair import Repaired
 from ckpttool.operations.report import HtmlReport
 from ckpttool.operations.reshard import Resharding
@@ -51,6 +52,7 @@ DOCUMENTS: dict[str, tuple[type, ...]] = {
             Stats,
             HtmlReport,
             Checked,
+            Matched,
             Diff,
             Report,
             Repaired,

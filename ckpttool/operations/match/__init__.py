@@ -1,0 +1,168 @@
+"""`match`: how is each tensor of a reference made of those of a checkpoint? The answer is a key map.
+
+Of both, names and shapes are read, and no values.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import time
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+from ckpttool.catalogue.patterns import several
+from ckpttool.errors import DIFFERS, DONE, OverwriteError
+from ckpttool.operations import arguments
+from ckpttool.operations import reference as references
+from ckpttool.operations.export import select_model
+from ckpttool.operations.match import solve
+from ckpttool.operations.match.solve import Candidate, Facts, Open, Solution
+from ckpttool.operations.reference import Reference
+from ckpttool.operations.result import Result
+from ckpttool.producers.open import naming, opened
+from ckpttool.storage.stores import local_path
+from ckpttool.text import plural
+
+__all__ = ["Candidate", "Matched", "Open", "match"]
+
+FORMAT = 2  # of key maps
+# Models without a rotary embedding, whose configs do not say so.
+_NOT_ROTARY = re.compile(
+    "albert|bart|beit|bert|bloom|camembert|clip|deberta.*|deit|dinov2|distilbert|electra|gpt2|gpt_bigcode|gpt_neo|hubert"
+    "|mbart|mpnet|mpt|mt5|opt|pegasus|roberta|segformer|siglip|swin|t5|umt5|vit|vit_mae|wav2vec2|whisper|xlm-roberta|xlnet"
+)
+
+
+@dataclass(slots=True, repr=False)
+class Matched(Result):
+    """The result of a match: a key map, and what it leaves open."""
+
+    command: ClassVar[str] = "match"
+
+    source: str  #: path of the checkpoint, as it was typed
+    like: str  #: path of the reference, as it was typed
+    tensors: int = 0  #: number of tensors of the model
+    reference_tensors: int = 0  #: number of tensors of the reference
+    found: int = 0  #: number of tensors of the reference of which it is known how they are made
+    by: dict[str, int] = field(default_factory=dict)  #: number of them by what decided, such as `words`
+    map: dict[str, Any] = field(default_factory=dict)  #: the key map, as its file has it
+    ambiguous: list[Open] = field(default_factory=list)  #: tensors of the reference that may be made in several ways
+    unmatched: list[Open] = field(default_factory=list)  #: tensors of the reference that nothing can make
+    unused: list[str] = field(default_factory=list)  #: tensors of the checkpoint that no rule takes
+    destination: str | None = None  #: file of the map, if it was written
+    seconds: float = 0.0  #: duration
+
+    @property
+    def verdict(self) -> str:
+        """`found`, or `open` if something is ambiguous or unmatched."""
+        return "open" if self.ambiguous or self.unmatched else "found"
+
+    @property
+    def message(self) -> str:
+        """The verdict in a sentence."""
+        text = f"{self.found:,} of {plural(self.reference_tensors, 'tensor')} of {self.like} are made of {self.source}"
+        for what, all_ in (("ambiguous", self.ambiguous), ("unmatched", self.unmatched)):
+            number = sum(len(one.names) for one in all_)
+            text += f"; {number:,} {what}" if number else ""
+        return text
+
+    @property
+    def exit_code(self) -> int:
+        """1 if something is ambiguous or unmatched."""
+        return DIFFERS if self.verdict == "open" else DONE
+
+
+def match(
+    src: str | os.PathLike[str],
+    like: str | os.PathLike[str],
+    *,
+    only: str | Sequence[str] = (),
+    exclude: str | Sequence[str] = (),
+    strip_wrappers: bool = False,
+    head_dim: int | None = None,
+    output: str | os.PathLike[str] | None = None,
+    overwrite: bool = False,
+    shapes: str | None = None,
+) -> Matched:
+    """Return how the tensors of the reference `like` are made of those of the checkpoint `src`: a key map.
+
+    Args:
+        src: a checkpoint of any format.
+        like: a checkpoint of any format or `hf://org/name`, of which only headers are read; or a `config.json`, of
+            which transformers makes the model without weights.
+        only: the model, if there are several: its key.
+        exclude: globs of tensors to leave out.
+        strip_wrappers: whether to remove `module.`, `_orig_mod.` and the like from names.
+        head_dim: the rows of an attention head; by default as the config of the reference says.
+        output: the file to write the map to.
+        overwrite: whether to replace that file.
+        shapes: a checkpoint or JSON file with the shapes of parameters, for FSDP1 flat parameters.
+
+    Raises:
+        UsageError: if there is no model in either, or the options do not fit.
+        ReadError: if there is no checkpoint at `src` or `like`, or it cannot be read.
+        CorruptError: if one of them is damaged.
+        OverwriteError: if `output` exists.
+    """
+    began = time.monotonic()
+    result = Matched(os.fspath(src), os.fspath(like), destination=arguments.path(output))
+    if result.destination is not None and local_path(result.destination).exists() and not overwrite:
+        hint = "pass `--overwrite` to replace it"
+        raise OverwriteError(f"`{result.destination}` exists", hint=hint, file=result.destination)
+    selected = arguments.selection(only, (), (), exclude, (), strip_wrappers, None)
+    with ExitStack() as stack:
+        reference = references.read(stack, result.like)
+        with naming(result.source):
+            source = stack.enter_context(opened(result.source, shapes))
+            model = select_model.model_of(source.catalogue, several(selected.only))
+            model = select_model.renamed(model, selected)
+        shapes_of = {tensor.name: tensor.shape for tensor in model.tensors}
+        wanted = {
+            name: known.shape
+            for name, known in reference.known.items()
+            if known.tied_to is None or known.tied_to not in reference.known or name in shapes_of
+        }
+        solution = solve.solve(shapes_of, wanted, _facts(reference, head_dim))
+        _fill(result, solution, reference)
+    result.tensors = len(shapes_of)
+    if result.destination is not None:
+        with local_path(result.destination).stage(overwrite=overwrite, is_file=True) as stage:
+            local_path(stage.path).put(f"{text(result.map)}\n".encode())
+    result.seconds = time.monotonic() - began
+    return result
+
+
+def text(keymap: Mapping[str, Any]) -> str:
+    """Return a key map as its file has it: one line for each rule."""
+    head = "".join(f"  {json.dumps(key)}: {json.dumps(value)},\n" for key, value in keymap.items() if key != "rules")
+    rules = ",\n".join(f"    {json.dumps(rule)}" for rule in keymap["rules"])
+    return f'{{\n{head}  "rules": [\n{rules}\n  ]\n}}'
+
+
+def _fill(result: Matched, solution: Solution, reference: Reference) -> None:
+    result.reference_tensors = len(reference.known)
+    result.by = dict(Counter(one.by for one in solution.found for _ in one.names))
+    result.found = sum(result.by.values())
+    kind = (reference.config or {}).get("model_type")
+    types = {"model_types": [kind]} if isinstance(kind, str) else {}
+    title = f"{result.source} as {result.like}"
+    result.map = {"format": FORMAT, "name": "matched", "title": title, **types, "rules": solution.rules}
+    result.ambiguous, result.unmatched, result.unused = solution.ambiguous, solution.unmatched, solution.unused
+
+
+def _facts(reference: Reference, head_dim: int | None) -> Facts:
+    config = reference.config or {}
+    inner = config.get("text_config")
+    configs = [config, inner] if isinstance(inner, Mapping) else [config]
+    kind = config.get("model_type")
+    rotary = None
+    if _NOT_ROTARY.fullmatch(str(kind)):
+        rotary = False
+    elif any(key.startswith(("rope_", "rotary_")) for each in configs for key in each):
+        rotary = True
+    return Facts(kind if isinstance(kind, str) else None, head_dim or reference.assets.head_dim, rotary)

@@ -1,0 +1,113 @@
+"""`ckpttool match`: what it prints and writes, with checkpoints and configs."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from support.cli import run
+
+import ckpttool
+
+NAMES = {
+    "tok_embeddings": ("model.embed_tokens", (61, 32)),
+    "norm": ("model.norm", (32,)),
+    "output": ("lm_head", (61, 32)),
+    "layers.{}.attention.wq": ("model.layers.{}.self_attn.q_proj", (32, 32)),
+    "layers.{}.attention.wk": ("model.layers.{}.self_attn.k_proj", (16, 32)),
+    "layers.{}.attention.wv": ("model.layers.{}.self_attn.v_proj", (16, 32)),
+    "layers.{}.attention.wo": ("model.layers.{}.self_attn.o_proj", (32, 32)),
+    "layers.{}.feed_forward.w1": ("model.layers.{}.mlp.gate_proj", (48, 32)),
+    "layers.{}.feed_forward.w2": ("model.layers.{}.mlp.down_proj", (32, 48)),
+    "layers.{}.feed_forward.w3": ("model.layers.{}.mlp.up_proj", (48, 32)),
+    "layers.{}.attention_norm": ("model.layers.{}.input_layernorm", (32,)),
+    "layers.{}.ffn_norm": ("model.layers.{}.post_attention_layernorm", (32,)),
+}
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A checkpoint of a Llama under Meta's names, and a released one."""
+    meta, released = {"rope.freqs": torch.ones(4)}, {}
+    for old, (new, shape) in NAMES.items():
+        for layer in range(2 if "{}" in old else 1):
+            meta[f"{old.format(layer)}.weight"] = released[f"{new.format(layer)}.weight"] = torch.rand(shape)
+    torch.save({"model": meta}, tmp_path / "meta.pt")
+    (tmp_path / "released").mkdir()
+    save_file(released, tmp_path / "released" / "model.safetensors")
+    config = {"model_type": "llama", "head_dim": 8, "rope_theta": 10000.0}
+    (tmp_path / "released" / "config.json").write_text(json.dumps(config))
+    return tmp_path
+
+
+def test_the_map_is_printed_and_written(folder: Path) -> None:
+    found = ckpttool.match(folder / "meta.pt", folder / "released", output=folder / "map.json")
+    assert (found.exit_code, found.verdict, found.found, found.unused) == (1, "open", 17, ["rope.freqs"])
+    assert [one.name for one in found.ambiguous] == [f"model.layers.{{n}}.self_attn.{one}_proj.weight" for one in "qk"]
+    assert json.loads((folder / "map.json").read_text()) == found.map
+    assert found.map["format"] == 2 and found.map["model_types"] == ["llama"]
+    rules = {rule["from"]: rule["to"] for rule in found.map["rules"]}
+    assert rules["layers.{n}.feed_forward.w3.weight"] == "model.layers.{n}.mlp.up_proj.weight"
+    printed = run("match", str(folder / "meta.pt"), "--like", str(folder / "released"))
+    assert printed.exit_code == 1
+    assert "`layers.{n}.attention.wq.weight` rows of heads from neighbours to halves" in printed.stdout
+    quiet = run("match", str(folder / "meta.pt"), "--like", str(folder / "released"), "-q")
+    assert json.loads(quiet.stdout)["rules"] == found.map["rules"]
+
+
+def test_a_file_is_replaced_only_if_told_to(folder: Path) -> None:
+    (folder / "map.json").write_text("mine")
+    with pytest.raises(ckpttool.CkptError, match="exists") as raised:
+        ckpttool.match(folder / "meta.pt", folder / "released", output=folder / "map.json")
+    assert raised.value.exit_code == 6
+    assert (folder / "map.json").read_text() == "mine"
+    ckpttool.match(folder / "meta.pt", folder / "released", output=folder / "map.json", overwrite=True)
+    assert json.loads((folder / "map.json").read_text())["rules"]
+
+
+def test_nothing_is_open_where_all_is_found(folder: Path) -> None:
+    found = ckpttool.match(folder / "released", folder / "released")
+    assert (found.exit_code, found.verdict, found.by, found.map["rules"]) == (0, "found", {"name": 21}, [])
+    document = json.loads(run("match", str(folder / "released"), "--like", str(folder / "released"), "--json").stdout)
+    assert document["verdict"] == "found" and document["reference_tensors"] == 21
+
+
+def test_the_model_is_selected(folder: Path) -> None:
+    meta = torch.load(folder / "meta.pt")["model"]
+    both = {"module." + name: tensor for name, tensor in meta.items()}
+    torch.save({"model": both, "ema": {"model": meta}}, folder / "two.pt")
+    two, like, shapes, out = (str(folder / name) for name in ("two.pt", "released", "meta.pt", "map.json"))
+    selected = run(
+        "match",
+        two,
+        "--like",
+        like,
+        "--only",
+        "model",
+        "--exclude",
+        "*.freqs",
+        "--strip-wrappers",
+        "--head-dim",
+        "16",
+        "--json",
+    )
+    document = json.loads(selected.stdout)
+    assert document["unused"] == [] and document["found"] == 17
+    rows = document["ambiguous"][0]["candidates"][1]["rules"][0]
+    assert rows["from"] == "layers.{n}.attention.wq.weight"
+    assert rows["operations"] == [{"rows": {"to": "halves", "head_dim": 16}}]
+    written = run("match", two, "--like", like, "--only", "model", "--shapes", shapes, "-v", "-o", out)
+    assert "wrote" in written.stdout and written.exit_code == 1
+    again = run("match", two, "--like", like, "--only", "model", "--output", out, "--overwrite", "--quiet")
+    assert json.loads(again.stdout) == json.loads((folder / "map.json").read_text())
+    assert run("match", two, "--like", like, "--only", "model", "--verbose").exit_code == 1
+
+
+def test_a_tied_tensor_of_the_reference_is_not_missing(tmp_path: Path) -> None:
+    weight = torch.rand(5, 4)
+    torch.save({"model": {"embed.weight": weight, "head.weight": weight}}, tmp_path / "ref.pt")
+    save_file({"embed.weight": weight}, tmp_path / "x.safetensors")
+    assert ckpttool.match(tmp_path / "x.safetensors", tmp_path / "ref.pt").exit_code == 0

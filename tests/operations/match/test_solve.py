@@ -1,0 +1,162 @@
+"""The solver of `match`: what it finds is right, in random models, and what names and shapes do not tell stays open."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from support.random_models import Side, State, applied, random_case
+
+from ckpttool.operations.match.solve import Facts, Solution, solve
+
+Shapes = dict[str, tuple[int, ...]]
+
+
+def shapes(state: State) -> Shapes:
+    return {name: array.shape for name, array in state.items()}
+
+
+def solved(seed: int) -> tuple[Solution, Side, Side]:
+    model, source, target = random_case(seed)
+    rotary = None if model.positions or seed % 2 else True
+    facts = Facts(None, model.head_dim if seed % 3 else None, rotary)
+    return solve(shapes(source.state), shapes(target.state), facts), source, target
+
+
+@pytest.mark.parametrize("seeds", [range(30), pytest.param(range(30, 4000), marks=pytest.mark.long)])
+def test_a_composition_of_operations_is_found_again_or_open_and_never_wrong(seeds: range) -> None:
+    found = whole = 0
+    for seed in seeds:
+        solution, source, target = solved(seed)
+        open_ = [name for one in (*solution.ambiguous, *solution.unmatched) for name in one.names]
+        names = [name for one in solution.found for name in one.names]
+        assert sorted(names + open_) == sorted(target.state), seed
+        for one in solution.found:
+            made: State = {}
+            for rule in one.rules:
+                made |= applied(rule, source.state)
+            for name in one.names:
+                assert np.array_equal(made[name], target.state[name]), (seed, source.log, target.log, name, one.rules)
+        found += len(names)
+        whole += not open_
+    # A solver that finds nothing is never wrong.
+    assert found > 25 * len(seeds)
+    assert whole > 0.4 * len(seeds)
+
+
+def layers(names: dict[str, tuple[int, ...]], count: int = 3) -> Shapes:
+    return {name.replace("{n}", str(n)): shape for n in range(count) for name, shape in names.items()}
+
+
+def rules(solution: Solution) -> list[object]:
+    return [[rule["from"], rule["to"], rule.get("operations")] for rule in solution.rules]
+
+
+def test_experts_are_stacked_and_fused() -> None:
+    parts = {f"h.{{n}}.experts.{e}.{one}.weight": (24, 8) for e in range(4) for one in ("w1", "w3")}
+    source = layers(parts | {f"h.{{n}}.experts.{e}.w2.weight": (8, 24) for e in range(4)})
+    target = layers(
+        {"model.layers.{n}.mlp.experts.gate_up_proj": (4, 48, 8), "model.layers.{n}.mlp.experts.down_proj": (4, 8, 24)}
+    )
+    solution = solve(source, target)
+    assert not solution.ambiguous and not solution.unmatched
+    assert rules(solution) == [
+        [
+            ["h.{n}.experts.{e}.w1.weight", "h.{n}.experts.{e}.w3.weight"],
+            "model.layers.{n}.mlp.experts.gate_up_proj",
+            [{"concat": 0}, {"stack": 0}],
+        ],
+        ["h.{n}.experts.{e}.w2.weight", "model.layers.{n}.mlp.experts.down_proj", [{"stack": 0}]],
+    ]
+    back = solve(target, source)
+    assert not back.ambiguous and not back.unmatched
+    assert rules(back)[0] == [
+        "model.layers.{n}.mlp.experts.gate_up_proj",
+        ["h.{n}.experts.{e}.w1.weight", "h.{n}.experts.{e}.w3.weight"],
+        [{"unstack": 0}, {"split": 0}],
+    ]
+
+
+def test_megatron_has_queries_keys_and_values_by_groups() -> None:
+    source = layers({"decoder.layers.{n}.self_attention.linear_qkv.weight": (32, 16)})
+    target = layers({f"model.layers.{{n}}.self_attn.{one}_proj.weight": (16 if one == "q" else 8, 16) for one in "qkv"})
+    solution = solve(source, target, Facts("llama", 4, True))
+    assert [rule["operations"] for rule in solution.rules] == [
+        [{"split": {"axis": 0, "parts": [2, 1, 1], "groups": 2}}]
+    ]
+    unknown = solve(source, target, Facts("llama", None, True))
+    assert not unknown.found
+    assert "size of a head is unknown" in unknown.ambiguous[0].why
+
+
+def test_a_square_matrix_is_transposed_if_the_others_of_its_name_are() -> None:
+    source = layers(
+        {"h.{n}.attn.c_proj.weight": (8, 8), "h.{n}.mlp.c_proj.weight": (32, 8), "h.{n}.attn.gate.weight": (8, 8)}
+    )
+    target = {name: shape[::-1] for name, shape in source.items()}
+    solution = solve(source, target)
+    assert [rule["operations"] for rule in solution.rules] == [[{"transpose": [0, 1]}]] * 2
+    assert [one.name for one in solution.ambiguous] == ["h.{n}.attn.gate.weight"]
+    assert [one.text for one in solution.ambiguous[0].candidates] == [
+        "`h.{n}.attn.gate.weight` as it is",
+        "`h.{n}.attn.gate.weight` transposed",
+    ]
+
+
+def test_rows_of_a_rotary_embedding_are_open_under_other_names() -> None:
+    source = layers({f"layers.{{n}}.attention.w{one}.weight": (8, 8) for one in "qkvo"})
+    target = layers({f"model.layers.{{n}}.self_attn.{one}_proj.weight": (8, 8) for one in "qkvo"})
+    solution = solve(source, target, Facts("llama", 4, True))
+    assert [one.name[-13:] for one in solution.ambiguous] == ["q_proj.weight", "k_proj.weight"]
+    assert solution.ambiguous[0].candidates[1].rules[0]["operations"] == [{"rows": {"to": "halves", "head_dim": 4}}]
+    assert len(solve(source, target, Facts("gpt2", 4, False)).rules) == 4
+    same = {name.replace("model.", "base."): shape for name, shape in target.items()}
+    assert not solve(same, target, Facts("llama", 4, True)).ambiguous
+
+
+def test_equal_shapes_whose_names_say_nothing_are_open() -> None:
+    source = layers({f"blk.{{n}}.{one}": (8, 24) for one in ("aa", "bb")}) | {"blk.head": (50, 8)}
+    target = layers({f"layers.{{n}}.{one}_proj.weight": (8, 24) for one in ("gate", "up")}) | {"layers.foo": (50, 8)}
+    solution = solve(source, target)
+    assert sorted(len(one.candidates) for one in solution.ambiguous) == [1, 2, 2]
+    assert not solution.found and len(solution.unused) == 6
+
+
+def test_a_vocabulary_is_trimmed_in_all_that_have_it() -> None:
+    source = {"tok_embeddings.weight": (128, 8), "output.weight": (128, 8), "norm.weight": (8,)}
+    target = {"model.embed_tokens.weight": (100, 8), "lm_head.weight": (100, 8), "model.norm.weight": (8,)}
+    trim = [{"trim": {"axis": 0, "size": 100, "from": 128}}]
+    assert [rule.get("operations") for rule in solve(source, target).rules] == [trim, trim, None]
+    assert len(solve(source | {"output.weight": (300, 8)}, target).unmatched) == 2
+
+
+def test_missing_layers_and_parameters_are_unmatched() -> None:
+    target = layers({"h.{n}.fc.weight": (8, 4), "h.{n}.fc.bias": (8,), "h.{n}.ln.weight": (4,)})
+    source = {name: shape for name, shape in target.items() if name not in ("h.1.fc.weight", "h.2.fc.bias")}
+    source["h.0.ln.weight"] = (5,)
+    solution = solve(source, target)
+    assert sorted(name for one in solution.unmatched for name in one.names) == [
+        "h.0.ln.weight",
+        "h.1.fc.weight",
+        "h.2.fc.bias",
+    ]
+    assert "shape [5] in the source" in next(one.why for one in solution.unmatched if one.name == "h.0.ln.weight")
+
+
+def test_a_rule_takes_no_tensors_that_are_not_its_own() -> None:
+    """Layer 0 has another shape, so that a rule for all layers would take it, too."""
+    source = layers({"layers.{n}.mlp.wide.weight": (8, 4)}, 4) | {"layers.0.mlp.wide.weight": (9, 4)}
+    target = layers({"h.{n}.mlp.wide.weight": (8, 4)}, 4)
+    del target["h.0.mlp.wide.weight"]
+    found = solve(source, target).rules
+    assert [rule["to"] for rule in found] == [f"h.{n}.mlp.wide.weight" for n in (1, 2, 3)]
+
+
+def test_two_towers_of_one_shape_are_told_apart_by_their_names() -> None:
+    source = {f"{side}_model.layers.{n}.fc1.weight": (8, 4) for side in ("text", "vision") for n in range(2)}
+    target = {f"clip.{side}.encoder.{n}.fc1.weight": (8, 4) for side in ("text", "vision") for n in range(2)}
+    assert [rule["to"] for rule in solve(source, target).rules] == [
+        "clip.text.encoder.{n}.fc1.weight",
+        "clip.vision.encoder.{n}.fc1.weight",
+    ]
+    unnamed = {name.replace("text", "a").replace("vision", "b"): shape for name, shape in source.items()}
+    assert not solve(unnamed, target).found
