@@ -29,6 +29,14 @@ FAST = [sys.executable, str(SCRIPTS / "train_numpy.py"), "--out", "OUT"]
 RESUME = "... --resume {checkpoint}"
 
 
+FROZEN = """
+import sys, numpy
+from safetensors.numpy import save_file
+for step in range(1, 6):
+    save_file({"weight": numpy.ones(3)}, f"{sys.argv[1]}/step-{step}.safetensors")
+"""
+
+
 def runs(*more: str, command: list[str] | None = None, **options: Any) -> Report:
     """The report of the fast script, stopped after step 3 of 5 by its own flag."""
     given = {"at": 3, "until": 5, "checkpoints": "OUT/step-{step}.safetensors", "stop": "max-steps=--steps"}
@@ -67,6 +75,7 @@ def test_what_a2_does_not_repeat_is_not_blamed_on_the_resume() -> None:
     report = runs("--noise")
     assert (report.verdict, report.exit_code) == ("nondeterministic", 3), report.message
     assert "model" in report.message and not report.findings
+    assert any("the losses of A2 are up to" in note for note in report.notes)
     # Counters of the optimizer are judged all the same.
     report = runs("--noise", "--fault", "optimizer")
     assert report.verdict == "differs" and "step" in report.findings[0].message
@@ -121,6 +130,7 @@ def test_the_plan_has_every_start_of_the_command() -> None:
         ({"via": "onnx"}, "unknown stage"),
         ({"command": ["no-such-program", "OUT", "--steps", "5"]}, "cannot be started"),
         ({"command": [sys.executable, "-c", "raise KeyError(3)", "OUT", "--steps", "5"]}, "KeyError: 3"),
+        ({"command": [sys.executable, "-c", FROZEN, "OUT", "--steps", "5"]}, "no weight changes between step 3 and"),
         ({"checkpoints": "OUT/ckpt-{step}.pt"}, "no complete checkpoint of step 3"),
     ],
 )
@@ -237,3 +247,10 @@ def test_another_number_of_ranks_is_compared_with_what_torch_reshards(to_world: 
     assert report.verdict == "same", report.message
     assert [run.name for run in report.runs] == ["A", "A2", "control", "B"] and report.route
     assert report.drifts[0].loss_relative > 0
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("stop", ["sigkill", "sigterm"])
+def test_a_launcher_is_stopped_with_its_workers(stop: str) -> None:
+    report = trained(SCRIPTS / "train_fsdp2.py", stop=stop)
+    assert report.verdict == "same", report.message

@@ -39,6 +39,7 @@ from ckpttool.producers.open import opened
 from ckpttool.text import duration, parse_size, plural, size, some
 
 _GLANCE = 0.1  # seconds between two looks at the checkpoints
+_SELDOM = 5.0  # seconds between two looks at the disk
 _PATIENCE = 10.0  # seconds that a command has to end by itself after its last checkpoint
 _STOPS = ("sigkill", "sigterm")
 _SEED = 1234
@@ -186,8 +187,12 @@ class _Verification:
         environment = self._environment(run.name, "hook", resumed=run.resumed_at is not None)
         with Process(run.command, run.log, environment) as process:
             began, saved = time.monotonic(), None
+            looked = began
             while (code := process.wait(_GLANCE)) is None:
                 self._check_time(run, began)
+                if time.monotonic() - looked > _SELDOM:
+                    self.check_disk()
+                    looked = time.monotonic()
                 if not priced and (first := next(iter(found.find().values()), None)) and not found.why_not(first):
                     self._price(nbytes(first))
                     priced = True
@@ -373,6 +378,7 @@ def _all(verification: _Verification, via: str, to_world: int | None) -> compare
     report = verification.report
     a = verification.uninterrupted("A")
     _check_saved(verification, a)
+    compare.check_training(a, report.at)
     report.runs.append(a)
     report.cost.seconds = a.seconds * report.cost.steps / report.until
     verification.tell(f"run A took {duration(a.seconds)}: about {duration(report.cost.seconds - a.seconds)} more")

@@ -11,6 +11,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from ckpttool.errors import UsageError
 from ckpttool.operations.diff import Diff
 from ckpttool.operations.verify_resume.run.losses import equal
 from ckpttool.operations.verify_resume.run.results import Report, ScriptRun
@@ -73,6 +74,19 @@ def shared(one: ScriptRun, other: ScriptRun, after: int = -1) -> dict[int, tuple
     """Return the checkpoints that two runs both have, by step."""
     paths = {saved.step: saved.path for saved in other.checkpoints}
     return {s.step: (s.path, paths[s.step]) for s in one.checkpoints if s.step in paths and s.step > after}
+
+
+def check_training(run: ScriptRun, at: int) -> None:
+    """Raises UsageError if no weight changes after a step: then nothing would differ, whatever is restored."""
+    paths = {saved.step: saved.path for saved in run.checkpoints}
+    last = max(paths)
+    with SavedState(paths[at]) as before, SavedState(paths[last]) as after:
+        weights = {name for name in before.tensors if before.kind_of(name) == "model"}
+        if weights and not weights & difference_names(compare(before, after)):
+            raise UsageError(
+                f"run {run.name}: no weight changes between step {at} and step {last}, so nothing can be shown",
+                hint="a later `--at` and `--until`, where the learning rate is no longer zero",
+            )
 
 
 @dataclass(slots=True)
@@ -180,6 +194,19 @@ def compare_losses(report: Report, reference: ScriptRun, run: ScriptRun, excused
     return Finding("loss differs", text, run.name, step=first.number, expected=was, found=now, **figures)
 
 
+def _tell_distances(report: Report) -> None:
+    """Add a note on how far A2 and B are from A: a resume that loses something is often much farther."""
+    steps = {run.name: {one.number: one.loss for one in run.steps} for run in report.runs}
+    far = {}
+    for name in ("A2", "B"):
+        pairs = [(steps["A"][step], loss) for step, loss in steps.get(name, {}).items() if step in steps["A"]]
+        pairs = pairs[report.at :] if name == "A2" else pairs
+        far[name] = max((abs(a - b) / max(abs(a), abs(b), 1e-300) for a, b in pairs), default=None)
+    if far["A2"] is not None and far["B"] is not None:
+        text = f"the losses of A2 are up to {far['A2']:.2%} from those of A, those of B after the resume {far['B']:.2%}"
+        report.notes.append(text)
+
+
 def measure_drift(report: Report, a: ScriptRun, b: ScriptRun) -> None:
     """Add how far B, on another number of ranks, is from A, which does not count for the verdict."""
     expected = {loss.number: loss.loss for loss in a.steps}
@@ -225,6 +252,7 @@ def judge(report: Report, excused: Unrepeated) -> None:
     if decisive:
         since = min(excused.kinds[kind] for kind in decisive)
         report.verdict = "nondeterministic"
+        _tell_distances(report)
         report.message = (
             f"the command does not repeat itself: {some(decisive)} of run A2 differ from those of run A from step "
             f"{since} on, so that bit for bit nothing can be said of the resume; nothing else differs"
