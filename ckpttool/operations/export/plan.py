@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -271,14 +271,16 @@ def _cast(
     wanted = dtype_rules.general(options.dtype)
     if wanted is None or options.dtype_strict or result.adapter:
         return asked
+    stays, who = float32_names.kept(beside.architecture or beside.class_name, wanted), "the model's library"
     if model is not None:
         prefix = f"{model.prefix}."
-        stays: Callable[[str], bool] = {
-            each for name in model.float32 for each in (name, prefix + name, name.removeprefix(prefix))
-        }.__contains__
-        who = model.library
-    else:
-        stays, who = float32_names.kept(beside.architecture or beside.class_name, wanted), "the model's library"
+        names = {each for name in model.float32 for each in (name, prefix + name, name.removeprefix(prefix))}
+        if model.library.startswith("transformers 4."):
+            # It rounds the biases of some routers itself, unlike later versions, which may load the model, too.
+            listed = stays
+            stays, who = (lambda name: name in names or listed(name)), "transformers"
+        else:
+            stays, who = names.__contains__, model.library
     kept = dtype_rules.cast(planned, dtype_rules.caster(options.dtype, stays))
     different = [one.name for one, other in zip(kept.tensors, asked.tensors, strict=True) if one.dtype != other.dtype]
     if different:

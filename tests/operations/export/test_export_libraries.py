@@ -139,7 +139,7 @@ def test_what_transformers_keeps_in_float32_stays(
     made = ckpttool.export(source, tmp_path / "out", assets=tmp_path / "base", dtype=dtype)
     assert made.compared and same(tensors(tmp_path / "out"), tensors(tmp_path / "own"))
     assert any(BIAS in note and "transformers" in note and "--dtype-strict" in note for note in made.notes)
-    loaded, tokens = type(model).from_pretrained(tmp_path / "out"), torch.arange(16)[None]
+    loaded, tokens = type(model).from_pretrained(tmp_path / "out", dtype="auto"), torch.arange(16)[None]
     assert loaded.dtype == own.dtype and torch.equal(loaded(tokens).logits, own(tokens).logits)
     made = ckpttool.export(source, tmp_path / "strict", assets=tmp_path / "base", dtype=dtype, dtype_strict=True)
     assert tensors(tmp_path / "strict")[BIAS].dtype == getattr(torch, dtype)
@@ -149,6 +149,23 @@ def test_what_transformers_keeps_in_float32_stays(
     assert (
         [name for name in found if stays(name)] == [n for n, t in found.items() if t.dtype == torch.float32] == [BIAS]
     )
+
+
+def test_what_transformers_4_would_round_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its class of DeepSeek-V3 does not say that the bias stays float32, and what it wrote is loaded by 5, too."""
+    import transformers
+
+    model = routed("DeepseekV3")
+    model.save_pretrained(tmp_path / "base")
+    source = saved(tmp_path / "a.pt", model.state_dict())
+    monkeypatch.setattr(transformers, "__version__", "4.57.6")
+    monkeypatch.setattr(architecture, "_run", lambda command: architecture_process.main(*command[3:]))
+    monkeypatch.setattr(architecture_process, "_float32_patterns", lambda model, dtype: [])
+    made = ckpttool.export(source, tmp_path / "out", assets=tmp_path / "base", dtype="bfloat16")
+    assert made.compared and any(BIAS in note and "--dtype-strict" in note for note in made.notes)
+    assert torch.equal(tensors(tmp_path / "out")[BIAS], model.state_dict()[BIAS])
+    ckpttool.export(source, tmp_path / "all", assets=tmp_path / "base", dtype="bfloat16", dtype_strict=True)
+    assert tensors(tmp_path / "all")[BIAS].dtype == torch.bfloat16
 
 
 @pytest.mark.long
