@@ -70,7 +70,7 @@ def test_every_option_that_a_message_names_exists() -> None:
     known = {word for command in commands().values() for option in options(command) for word in option.opts}
     known |= {word for command in commands().values() for option in options(command) for word in option.secondary_opts}
     known |= {"--help"}
-    of_others = {"--nproc-per-node", "--output_dir"}
+    of_others = {"--nproc-per-node", "--output_dir", "--ckpt-resume"}
     named: dict[str, str] = {}
     of_frameworks = ROOT / "ckpttool" / "operations" / "verify_resume" / "run" / "presets.py"
     for path in sorted({*(ROOT / "ckpttool").rglob("*.py")} - {of_frameworks}):

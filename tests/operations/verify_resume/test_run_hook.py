@@ -57,7 +57,12 @@ def test_a_sitecustomize_that_was_there_runs(tmp_path: Path, monkeypatch: pytest
     (tmp_path / "sitecustomize.py").write_text("import os; os.environ['SEEN'] = __file__\n")
     (tmp_path / "torch.py").write_text("__version__ = 'none'\n")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    code = "import os, sys; assert os.environ['SEEN'] == sys.modules['sitecustomize'].__file__; import torch"
+    # Looked for first, and imported later, as transformers does.
+    code = (
+        "import importlib.util, os, sys; assert os.environ['SEEN'] == sys.modules['sitecustomize'].__file__\n"
+        "assert importlib.util.find_spec('torch') and importlib.util.find_spec('absent') is None\n"
+        "import torch; assert 'exec_module' not in vars(torch.__spec__.loader)"
+    )
     hooked = start(["-c", code], tmp_path / "hook", observe=True)
     # A torch that is another program is not broken either: what could not be done is told.
     assert hooked.processes == 1 and hooked.switches == ["random.seed(0 + rank)"]

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 from ckpttool.operations.verify_resume.run.inject import Hooked, Observed
@@ -15,7 +16,8 @@ from ckpttool.operations.verify_resume.run.results import Report
 from ckpttool.operations.verify_resume.trial.results import Compared, Finding
 
 _SEEN: dict[str, Callable[[Observed], Any]] = {
-    "next batch": lambda one: (one.batch, one.fetched),
+    # What was trained on: some loaders fetch a batch ahead, and two in the first step after a resume.
+    "next batch": lambda one: one.batch or one.fetched,
     "loss": lambda one: one.loss,
     "gradient norm": lambda one: one.gradient_norm,
     "learning rate": lambda one: one.lr,
@@ -54,6 +56,20 @@ def unrepeated(one: Steps, other: Steps) -> dict[str, int]:
 
 def compare_observed(report: Report, before: Steps, after: Steps, excused: Mapping[str, int]) -> str | None:
     """Add rows and a finding for the first difference of B, and return what it says of the cause."""
+    # What draws no number in the training needs not be restored: few scripts use numpy's or Python's own.
+    drawn = {
+        (key[1], name)
+        for key, one in before.items()
+        for name, digest in one.rng.items()
+        if any(key[1] == other[1] and digest != state.rng.get(name) for other, state in before.items())
+    }
+    before, after = (
+        {
+            key: replace(one, rng={name: one.rng[name] for name in one.rng if (key[1], name) in drawn})
+            for key, one in steps.items()
+        }
+        for steps in (before, after)
+    )
     first: tuple[int, int, str, tuple[int, int, int]] | None = None
     shared = sorted(before.keys() & after.keys())
     for order, (title, of) in enumerate(_SEEN.items()):
@@ -103,4 +119,4 @@ def _cause(before: Steps, after: Steps, title: str, key: tuple[int, int, int]) -
 
 
 def _batch(one: Observed) -> Any:
-    return one.batch, tuple(one.fetched)
+    return one.batch or tuple(one.fetched)

@@ -41,19 +41,28 @@ def _hook() -> None:
 class _WaitForTorch:
     """Finds torch as Python would, and calls the hook as soon as it is imported."""
 
+    def __init__(self) -> None:
+        self._finding = False
+
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> Any:
-        if name != "torch":
+        # It may be looked for long before it is imported: whether it is there, is all that some ask.
+        if name != "torch" or self._finding:
             return None
         import importlib.util
 
-        sys.meta_path.remove(self)
-        spec = importlib.util.find_spec("torch")
+        self._finding = True
+        try:
+            spec = importlib.util.find_spec("torch")
+        finally:
+            self._finding = False
         loader: Any = spec.loader if spec is not None else None
         if loader is None:
             return spec
 
         def exec_module(module: Any) -> None:
             del loader.exec_module
+            if self in sys.meta_path:
+                sys.meta_path.remove(self)
             loader.exec_module(module)
             _hook()
 

@@ -1,0 +1,61 @@
+"""A plugin of pytest: `pytest --ckpt-resume` runs the tests that use `resume_check`.
+
+    def test_training_resumes_exactly(resume_check):
+        resume_check(cmd="python train.py --output_dir OUT", preset="trainer")
+
+They start a training command several times, and are skipped without `--ckpt-resume`.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+if TYPE_CHECKING:
+    from ckpttool.operations.verify_resume.run.results import Report
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Add the option."""
+    parser.getgroup("ckpttool").addoption(
+        "--ckpt-resume",
+        action="store_true",
+        help="Run the tests that start a training command, stop it, resume it and compare (the fixture resume_check).",
+    )
+
+
+@pytest.fixture
+def resume_check(request: pytest.FixtureRequest) -> Callable[..., Report]:
+    """Return `resume_check(cmd=..., preset=None, **options)`, which fails the test if training does not resume exactly.
+
+    `cmd` is a command line or its words. `options` are those of `ckpttool verify-resume run`: `at`, `until`,
+    `checkpoints`, `resume_with`, ... The report is returned.
+    """
+    if not request.config.getoption("--ckpt-resume"):
+        pytest.skip("starts a training command several times: pass --ckpt-resume")
+    return _check
+
+
+def _check(cmd: str | Sequence[str | os.PathLike[str]], *, preset: str | None = None, **options: Any) -> Report:
+    import shlex
+
+    from ckpttool.errors import CkptError
+    from ckpttool.operations.verify_resume.run import run
+    from ckpttool.operations.verify_resume.run.presets import fill
+
+    words = shlex.split(cmd) if isinstance(cmd, str) else [os.fspath(word) for word in cmd]
+    try:
+        words, filled = fill(preset, words, {"at": None, "until": None, **options})
+        report = run(words, **filled)
+    except CkptError as error:
+        hint = f"\nhint: {error.hint}" if error.hint else ""
+        pytest.fail(f"{error.message}{hint}", pytrace=False)
+    if report.verdict not in ("same", "planned"):
+        causes = [f"likely cause: {report.cause}"] if report.cause else []
+        found = [f"- {finding.message}" for finding in report.findings[:10]]
+        output = [f"| {line}" for line in report.failure.output[-10:]] if report.failure is not None else []
+        pytest.fail("\n".join((f"{report.verdict}: {report.message}", *causes, *found, *output)), pytrace=False)
+    return report

@@ -1,0 +1,54 @@
+"""The fixture `resume_check`, in a test suite of its own, with a script that resumes exactly and one that does not."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+from support.paths import ROOT
+
+pytest_plugins = ["pytester"]
+
+SCRIPT = ROOT / "tests" / "operations" / "verify_resume" / "scripts" / "train_numpy.py"
+SUITE = f"""
+def test_resumes(resume_check, tmp_path):
+    cmd = [{sys.executable!r}, {str(SCRIPT)!r}, "--out", "OUT", "--steps", "3", *FAULT]
+    report = resume_check(
+        cmd=cmd, at=2, until=3, stop="max-steps=--steps", checkpoints="OUT/step-{{step}}.safetensors",
+        resume_with="... --resume {{checkpoint}}", inject_switches=False,
+    )
+    assert report.verdict == "same"
+
+def test_usage(resume_check):
+    resume_check(cmd="python train.py", preset="traner")
+"""
+
+
+def results(pytester: pytest.Pytester, fault: str, *words: str) -> tuple[dict[str, int], str]:
+    pytester.makepyfile(SUITE.replace("*FAULT", fault))
+    present = pytester.plugins or pytester._request.config.pluginmanager.has_plugin("ckpttool")
+    own = () if present else ("-p", "ckpttool.cli.pytest_plugin")
+    done = pytester.runpytest_inprocess("-p", "no:cacheprovider", *own, *words)
+    return done.parseoutcomes(), done.stdout.str()
+
+
+def test_without_the_option_nothing_is_started(pytester: pytest.Pytester) -> None:
+    outcomes, _ = results(pytester, "")
+    assert outcomes == {"skipped": 2}
+
+
+def test_a_script_that_resumes_exactly_and_a_misspelt_preset(pytester: pytest.Pytester) -> None:
+    outcomes, text = results(pytester, "", "--ckpt-resume")
+    assert outcomes == {"passed": 1, "failed": 1}, text
+    assert "`--preset traner` is unknown" in text and "did you mean `trainer`?" in text
+
+
+def test_a_script_that_does_not(pytester: pytest.Pytester) -> None:
+    outcomes, text = results(pytester, '"--fault", "rng"', "--ckpt-resume", "-k", "resumes")
+    assert outcomes["failed"] == 1 and "differs: resume is not exact" in text
+
+
+def test_the_entry_point_is_the_plugin() -> None:
+    text = Path(ROOT, "pyproject.toml").read_text(encoding="utf-8")
+    assert '[project.entry-points.pytest11]\nckpttool = "ckpttool.cli.pytest_plugin"' in text
