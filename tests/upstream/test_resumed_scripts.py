@@ -1,0 +1,191 @@
+"""`verify-resume run` with scripts that nobody here wrote, unchanged, with small models and data of our own.
+
+The scripts are in checkouts of transformers, accelerate, nanoGPT and torchtitan in the folder that CKPTTOOL_SCRIPTS
+names; CKPTTOOL_SCRIPTS_PYTHON is a Python that has what they import. docs/explanation/what-resumes.md has the findings.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ckpttool.operations.verify_resume.run import run
+from ckpttool.operations.verify_resume.run.presets import fill
+from ckpttool.operations.verify_resume.run.results import Report
+
+CHECKOUTS = Path(os.environ.get("CKPTTOOL_SCRIPTS", "/nowhere"))
+PYTHON = os.environ.get("CKPTTOOL_SCRIPTS_PYTHON", sys.executable)
+TITAN = str(Path(__file__).with_name("titan_on_cpu.py"))
+pytestmark = [pytest.mark.long, pytest.mark.timeout(900)]
+
+NAMES = {
+    "clm": "transformers/examples/pytorch/language-modeling/run_clm.py",
+    "nlp": "accelerate/examples/complete_nlp_example.py",
+    "checkpointing": "accelerate/examples/by_feature/checkpointing.py",
+    "nanogpt": "nanoGPT/train.py",
+    "titan": "torchtitan/torchtitan/train.py",
+}
+
+
+def script(name: str) -> str:
+    """The path of a script; the test is skipped where there is no checkout."""
+    path = CHECKOUTS / NAMES[name]
+    if not path.is_file():
+        pytest.skip(f"no `{path}`: CKPTTOOL_SCRIPTS names a folder with checkouts")
+    return str(path)
+
+
+def verified(preset: str, *words: str, **options: Any) -> Report:
+    """The report of a script, observed in each step."""
+    command, filled = fill(preset, [PYTHON, *words], {"observe": True, "timeout": 600.0, **options})
+    return run(command, **filled)
+
+
+def torchrun(ranks: int) -> list[str]:
+    return ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
+
+
+def sentences(rows: int, words: int) -> list[str]:
+    """Lines of words that no model can guess."""
+    draw = random.Random(0)
+    return [" ".join(f"w{draw.randrange(80)}" for _ in range(words)) for _ in range(rows)]
+
+
+@pytest.fixture
+def small(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder with a tokenizer and the configuration of a GPT-2, from which the commands are started."""
+    from tokenizers import Tokenizer, models, pre_tokenizers, trainers
+    from transformers import GPT2Config, PreTrainedTokenizerFast
+
+    lines = sentences(400, 20)
+    (tmp_path / "train.txt").write_text("\n".join(lines))
+    tokenizer = Tokenizer(models.WordLevel(unk_token="[UNK]"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    special = ["[UNK]", "[PAD]", "[CLS]", "[SEP]"]
+    tokenizer.train_from_iterator(lines, trainers.WordLevelTrainer(special_tokens=special))
+    names = dict(zip(("unk_token", "pad_token", "cls_token", "sep_token"), special, strict=True))
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, model_max_length=64, **names)
+    fast.save_pretrained(tmp_path / "gpt2")
+    ids = {"bos_token_id": 2, "eos_token_id": 3}
+    GPT2Config(vocab_size=len(fast), n_embd=32, n_layer=2, n_head=2, n_positions=64, **ids).save_pretrained(
+        tmp_path / "gpt2"
+    )
+    monkeypatch.chdir(tmp_path)
+    for name, value in {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1", "OMP_NUM_THREADS": "2"}.items():
+        monkeypatch.setenv(name, value)
+    return tmp_path
+
+
+FSDP = ["--fsdp", "full_shard", "--fsdp_config", '{"version": 2}']
+
+
+@pytest.mark.parametrize(
+    ("ranks", "more"), [(1, []), (2, ["--ddp_backend", "gloo"]), (2, ["--ddp_backend", "gloo", *FSDP])]
+)
+def test_the_trainer_resumes_exactly(small: Path, ranks: int, more: list[str]) -> None:
+    data = ["--train_file", "train.txt", "--validation_file", "train.txt", "--block_size", "32"]
+    model = ["--config_name", "gpt2", "--tokenizer_name", "gpt2", "--per_device_train_batch_size", "4"]
+    launcher = torchrun(ranks) if ranks > 1 else []
+    report = verified(
+        "trainer", *launcher, script("clm"), *model, *data, "--do_train", "--use_cpu", "--output_dir", "OUT", *more
+    )
+    assert report.verdict == "same", report.findings
+    assert len([one for one in report.compared if one.what == "loss" and one.equal]) == 1
+
+
+@pytest.mark.parametrize("name", ["nlp", "checkpointing"])
+def test_accelerate_shuffles_the_rest_of_an_epoch_again(small: Path, name: str) -> None:
+    pytest.importorskip("datasets")
+    from datasets import Dataset
+    from transformers import BertConfig, BertForSequenceClassification, PreTrainedTokenizerFast
+
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(small / "gpt2")
+    tokenizer.save_pretrained(small / "bert-base-cased")
+    sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 64}
+    config = BertConfig(vocab_size=len(tokenizer), max_position_embeddings=64, **sizes)
+    BertForSequenceClassification(config).save_pretrained(small / "bert-base-cased")
+    glue = small / "nyu-mll" / "glue"
+    for split, rows in (("train", 192), ("validation", 32)):
+        pairs = zip(sentences(rows, 6), sentences(rows, 5), strict=True)
+        made = [{"sentence1": a, "sentence2": b, "label": i % 2, "idx": i} for i, (a, b) in enumerate(pairs)]
+        Dataset.from_list(made).to_parquet(str(glue / "mrpc" / f"{split}-0.parquet"))
+    files = [{"split": split, "path": f"mrpc/{split}-*.parquet"} for split in ("train", "validation")]
+    configs = {"configs": [{"config_name": "mrpc", "data_files": files}]}
+    (glue / "README.md").write_text(f"---\n{json.dumps(configs)}\n---\n")
+    metric = small / "glue" / "glue.py"
+    metric.parent.mkdir()
+    metric.write_text(METRIC)
+    report = verified("accelerate", script(name), "--cpu", "--output_dir", "OUT", until=7)
+    assert report.verdict == "differs" and report.first_step == 5
+    assert any(finding.kind == "next batch differs" for finding in report.findings), report.findings
+
+
+METRIC = """
+import datasets
+import evaluate
+
+
+class Glue(evaluate.Metric):
+    def _info(self):
+        kinds = {name: datasets.Value("int64") for name in ("predictions", "references")}
+        features = datasets.Features(kinds)
+        return evaluate.MetricInfo(description="", citation="", inputs_description="", features=features)
+
+    def _compute(self, predictions, references):
+        return {"accuracy": 0.0, "f1": 0.0}
+"""
+
+
+def test_nanogpt_restarts_its_data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import shutil
+
+    import numpy as np
+
+    checkout = Path(script("nanogpt")).parent
+    for name in ("train.py", "model.py", "configurator.py"):  # it looks for its data beside the script
+        shutil.copy(checkout / name, tmp_path)
+    (tmp_path / "data" / "tiny").mkdir(parents=True)
+    for name, count in (("train", 20000), ("val", 2000)):
+        np.random.RandomState(0).randint(0, 64, count).astype(np.uint16).tofile(tmp_path / f"data/tiny/{name}.bin")
+    monkeypatch.chdir(tmp_path)
+    sizes = "--block_size=32 --batch_size=4 --n_layer=2 --n_head=2 --n_embd=32 --dropout=0.1 --warmup_iters=2"
+    how = "--dataset=tiny --device=cpu --dtype=float32 --compile=False --eval_iters=20 --gradient_accumulation_steps=2"
+    report = verified("nanogpt", "train.py", *sizes.split(), *how.split())
+    assert report.verdict == "differs" and "the data restarted" in report.message
+
+
+LIGHTNING = """
+from lightning.pytorch.cli import LightningCLI
+from lightning.pytorch.demos.boring_classes import BoringDataModule, DemoModel
+
+if __name__ == "__main__":
+    LightningCLI(DemoModel, BoringDataModule)
+"""
+
+
+def test_lightning_restarts_an_epoch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("lightning")
+    (tmp_path / "main.py").write_text(LIGHTNING)
+    monkeypatch.chdir(tmp_path)
+    report = verified("lightning", "main.py", "fit", "--trainer.accelerator", "cpu")
+    assert report.verdict == "differs" and "the data restarted" in report.message
+
+
+def test_torchtitan_resumes_exactly(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    checkout = Path(script("titan")).parents[1]
+    (tmp_path / "tests" / "assets" / "c4_test").mkdir(parents=True)
+    rows = [json.dumps({"text": line, "timestamp": "", "url": ""}) for line in sentences(400, 300)]
+    (tmp_path / "tests" / "assets" / "c4_test" / "data.json").write_text("\n".join(rows))
+    (tmp_path / "tests" / "assets" / "tokenizer").symlink_to(checkout / "tests" / "assets" / "tokenizer")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join((str(checkout), os.environ.get("PYTHONPATH", ""))))
+    sizes = "--training.num_tokens_per_microbatch_per_dp_rank 256 --training.max_context_length 128"
+    words = ["--module", "llama3", "--config", "llama3_debugmodel", *sizes.split()]
+    report = verified("torchtitan", *torchrun(1), TITAN, *words)
+    assert report.verdict == "same", report.findings
