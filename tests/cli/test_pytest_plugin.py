@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
+import numpy as np  # noqa: F401 - pytester forgets what is imported in it, and numpy cannot be imported twice
 import pytest
 from support.paths import ROOT
 
