@@ -97,7 +97,9 @@ def transfer(
         closing(Pool(writing=not compare)) as out,
         _Flusher(out, journal, work) as flusher,
     ):
-        copier = _Copier(source, destination, pool, out, tile, compare, work, journal, tally, flusher)
+        # Half of the buffers of all threads, which one of them at a time has.
+        large = max(tile, threads * tile * 2)
+        copier = _Copier(source, destination, pool, out, tile, large, compare, work, journal, tally, flusher)
         on_threads(_tasks(jobs), copier.do, threads, work)
         if not compare and not check_later:
             on_threads(iter(tally.read.records()), copier.check_record, threads, work)
@@ -242,12 +244,14 @@ class _Copier:
     pool: Pool  # of the source's files
     out: Pool
     tile: int
+    large: int  # bytes of a tile of which the source has the elements in another order
     compare: bool
     work: Work
     journal: Journal | None
     tally: _Tally
     flusher: _Flusher
     buffer: ThreadBuffer = field(default_factory=partial(ThreadBuffer, BUFFER))
+    turn: threading.Lock = field(default_factory=threading.Lock)
 
     def do(self, task: _Task) -> None:
         """Copy what a task says, or compare it."""
@@ -325,6 +329,14 @@ class _Copier:
     # Gathering -------------------------------------------------------------------------------------------------------
 
     def _gather(self, task: _Task, entry: Entry, parts: Sequence[_Part]) -> None:
+        itemsize = max(task.job.source.dtype.itemsize, task.job.tensor.dtype.itemsize)
+        if any(_is_transposed(extent) for extent, _, _ in parts):
+            with self.turn:
+                self._gather_tiles(task, entry, parts, max(1, self.large // itemsize))
+        else:
+            self._gather_tiles(task, entry, parts, max(1, self.tile // itemsize))
+
+    def _gather_tiles(self, task: _Task, entry: Entry, parts: Sequence[_Part], most: int) -> None:
         import numpy as np
 
         old, new = task.job.source.dtype, task.job.tensor.dtype
@@ -332,7 +344,7 @@ class _Copier:
         # A checksum is little beside the gathering.
         counted = task.job.chunk.extent.record is not None or self.journal is not None
         start = task.start
-        for tile in tiles(task.box, max(1, self.tile // max(old.itemsize, new.itemsize))):
+        for tile in tiles(task.box, most):
             bits = np.empty(tile[1], read.unsigned(old))
             for extent, chunk, box in parts:
                 shared = boxes.overlap(box, tile)
@@ -357,6 +369,12 @@ class _Copier:
     def _crc_of(self, pool: Pool, location: str, offset: int, nbytes: int) -> int:
         # Nothing is done by that, but Ctrl-C stops it.
         return crc_of(partial(pool.read_into, location), offset, nbytes, self.buffer.view, lambda _: self.work.note(0))
+
+
+def _is_transposed(extent: Extent) -> bool:
+    """Return whether neighbours in the file are not neighbours in a row: of a small tile, each read is of a few."""
+    strides = extent.strides or ()
+    return len(strides) > 1 and strides[-1] != 1 and 1 in strides[:-1]
 
 
 def _run_length(task: _Task, chunk: Chunk, box: Box) -> int:

@@ -7,6 +7,7 @@ statistics it only reads: `cat bfloat16`, `cat float32`.
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import subprocess
@@ -133,6 +134,24 @@ def looking(state: Checkpoint, out: Path) -> list[Contender]:
     return members
 
 
+def exports_with_operations(state: Checkpoint, out: Path) -> list[Contender]:
+    """The export of the same model with each matrix transposed, in another order of rows, and split into tensors."""
+    matrix = {"from": "{name*}.weight", "to": "{name*}.weight"}
+    operations = {
+        "transpose": matrix | {"operations": [{"transpose": [0, 1]}]},
+        "rows": matrix | {"operations": [{"rows": {"to": "halves", "head_dim": 64}}]},
+        "split": matrix | {"to": ["{name*}.a", "{name*}.b"]},
+    }
+    members = []
+    for name, rule in operations.items():
+        file = state.root / f"{name}.json"
+        one_dimension = {"from": "{name*}norm.weight", "to": "{name*}norm.weight"}
+        file.write_text(json.dumps({"format": 2, "name": name, "rules": [one_dimension, rule]}))
+        command = ckpttool("export", state.weights, out / name, "--map", file, "--no-strict")
+        members.append(Contender(f"export, {name}", OURS, command, (state.weights,), out / name, "all", check=False))
+    return members
+
+
 def contenders(state: Checkpoint, out: Path) -> list[Contender]:
     """All of them, in the order in which every round runs them: peers next to ours."""
     file, model, pt, dcp = out / "all.safetensors", out / "model.safetensors", out / "all.pt", out / "dcp"
@@ -160,6 +179,7 @@ def contenders(state: Checkpoint, out: Path) -> list[Contender]:
             "all",
         ),
         peer("export", "dcp_load_save_pretrained", state.weights, out / "pretrained"),
+        *exports_with_operations(state, out),
         cat("model", state.accelerate, out),
         ours("dcp -> model", state.train, model, "safetensors", "--only", "model", part="model"),
         peer("dcp -> model", "dcp_load_save_model", state.train, model, "model"),

@@ -26,6 +26,7 @@ from ckpttool.catalogue.entries import Catalogue, Chunk, Chunks, Extent, File, T
 from ckpttool.layout import views
 from ckpttool.layout.index_operations import Assembly, Rows
 from ckpttool.operations import key_maps as keymaps
+from ckpttool.storage.files import Pool
 
 NAMES = {
     "model.embed_tokens": "tok_embeddings", "model.norm": "norm", "lm_head": "output", "model.layers": "layers",
@@ -292,3 +293,22 @@ def test_each_element_of_a_view_comes_from_where_the_slice_says(data: st.DataObj
                 assert found[at] == -1
                 found[at] = extent.offset // 4 + i * strides[0] + j * strides[1]
     assert torch.equal(found, expected)
+
+
+def test_a_transposed_matrix_is_read_in_few_reads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    matrix = torch.arange(1024 * 16384).to(torch.int16).view(1024, 16384)
+    torch.save({"w": matrix}, tmp_path / "a.pt")
+    rules = [{"from": "w", "to": "w", "operations": [{"transpose": [0, 1]}]}]
+    (tmp_path / "map.json").write_text(json.dumps({"format": 2, "rules": rules}))
+    reads: list[int] = []
+    read_into = Pool.read_into
+
+    def counted(pool: Pool, location: str, offset: int, into: memoryview) -> None:
+        reads.append(len(into))
+        read_into(pool, location, offset, into)
+
+    monkeypatch.setattr(Pool, "read_into", counted)
+    ckpttool.export(tmp_path / "a.pt", tmp_path / "out", key_map=str(tmp_path / "map.json"))
+    monkeypatch.undo()
+    assert torch.equal(load_file(tmp_path / "out" / "model.safetensors")["w"], matrix.T)
+    assert len(reads) < 1200  # small tiles take some for each row
