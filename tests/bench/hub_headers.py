@@ -50,7 +50,7 @@ def main() -> None:
 
         seconds: dict[str, list[float]] = {}
         jobs: dict[str, Any] = {
-            "ckpttool": lambda: ckpttool.open("hf://me/model"),
+            "ckpttool": lambda: ckpttool.inspect("hf://me/model"),
             "get_safetensors_metadata": lambda: get_safetensors_metadata("me/model"),
         }
         for count in range(rounds + 1):
