@@ -94,9 +94,11 @@ def rebuilt(catalogue: Catalogue, entries: Iterable[Entry], containers: dict[Pat
 
 
 def retied(entries: Iterable[Entry]) -> Iterator[Entry]:
-    """Return the entries, in which the first of those that share their bytes and dtype keeps them, and the others are
-    its aliases. Before, `alias` may be any path that they have in common. Pure."""
-    firsts: dict[tuple[Path, Dtype], Path] = {}
+    """Return the entries, in which one of those that share their bytes and dtype keeps them, the one that did or the
+    first, and the others are its aliases. Before, `alias` may be any path that they have in common. Pure."""
+    entries = list(entries)
+    tensors = [entry for entry in entries if isinstance(entry, Tensor)]
+    firsts = {(tensor.path, tensor.dtype): tensor.path for tensor in tensors if tensor.alias is None}
     for entry in entries:
         if isinstance(entry, Tensor):
             first = firsts.setdefault((entry.alias or entry.path, entry.dtype), entry.path)

@@ -237,6 +237,14 @@ def test_tied_weights_are_written_once_unless_the_config_says_no(
         assert made.ties == [("lm_head.weight", "model.embed_tokens.weight")]
 
 
+def test_a_head_that_was_saved_before_its_embedding_is_the_one_that_is_left_out(tmp_path: Path) -> None:
+    shared = torch.rand(8, 4)
+    path = saved(tmp_path / "a.pt", {"lm_head.weight": shared, "model.embed_tokens.weight": shared})
+    made = ckpttool.export(path, tmp_path / "out")
+    assert [*found(tmp_path / "out")] == ["model.embed_tokens.weight"]
+    assert made.ties == [("lm_head.weight", "model.embed_tokens.weight")]
+
+
 def test_a_head_of_its_own_is_no_tie_whatever_the_config_says(tmp_path: Path) -> None:
     (tmp_path / "base").mkdir()
     (tmp_path / "base" / "config.json").write_text('{"tie_word_embeddings": true}')
