@@ -6,7 +6,6 @@ from collections.abc import Hashable, Iterable, Iterator, Mapping
 from functools import cache, partial
 from typing import Any
 
-from ckpttool.catalogue.dtypes import Dtype
 from ckpttool.catalogue.entries import Catalogue, Container, Entry, Object, Part, Path, Tensor, above, dotted
 from ckpttool.catalogue.flatten import replaced
 from ckpttool.catalogue.values import Link
