@@ -31,7 +31,7 @@ def generated() -> dict[str, str]:
     found: dict[str, list[Written]] = {}
     titles: dict[str, str] = {}
     for model_type, kind in tiny_models.classes():
-        written = [one for model in _models(model_type, kind) for one in _written(model)]
+        written = [one for model in models(model_type, kind) for one in _written(model)]
         for name in (model_type, kind.__name__):
             try:
                 written_names.rules([*found.get(name, []), *written])
@@ -45,16 +45,19 @@ def generated() -> dict[str, str]:
     return {name: _text(name, each) for name, each in sorted(simple.items())}
 
 
-def _models(model_type: str, kind: Any) -> Iterator[Any]:
+def models(model_type: str, kind: Any) -> Iterator[Any]:
+    """Models of a class on the meta device, as far as it can be made small."""
     # With nine layers it has each kind of layer.
     for layers in (2, 9):
         try:
             config = tiny_models.config(model_type, layers)
             with torch.device("meta"):
-                yield kind(config)
+                model = kind(config)
         # Some models cannot be made so small, or need a library that is not installed.
         except Exception as error:
             warnings.warn(f"{kind.__name__}: {error!r:.200}", stacklevel=1)
+        else:
+            yield model
 
 
 def _written(model: Any) -> list[Written]:

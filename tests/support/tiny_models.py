@@ -98,3 +98,152 @@ def written(model: Any) -> dict[str, torch.Tensor]:
     """The tensors of a model that `save_pretrained` writes, under the names in memory."""
     left = {*(getattr(model, "all_tied_weights_keys", None) or ()), *(model._keys_to_ignore_on_save or ())}
     return {name: tensor for name, tensor in model.state_dict().items() if name not in left}
+
+
+# The class of a model of each family that is compared whole, and how many layers make one of each kind.
+FAMILIES = {
+    "albert": "AlbertForMaskedLM",
+    "bamba": "BambaForCausalLM",
+    "bart": "BartForConditionalGeneration",
+    "beit": "BeitForImageClassification",
+    "bert": "BertLMHeadModel",
+    "blip-2": "Blip2ForConditionalGeneration",
+    "bloom": "BloomForCausalLM",
+    "clip": "CLIPForImageClassification",
+    "codegen": "CodeGenForCausalLM",
+    "cohere": "CohereForCausalLM",
+    "deberta-v2": "DebertaV2ForMaskedLM",
+    "deepseek_v2": "DeepseekV2ForCausalLM",
+    "deepseek_v3": "DeepseekV3ForCausalLM",
+    "deit": "DeiTForImageClassification",
+    "dinov2": "Dinov2ForImageClassification",
+    "dinov2_with_registers": "Dinov2WithRegistersForImageClassification",
+    "dinov3_vit": "DINOv3ViTModel",
+    "distilbert": "DistilBertForMaskedLM",
+    "electra": "ElectraForCausalLM",
+    "ernie4_5_moe": "Ernie4_5_MoeForCausalLM",
+    "falcon": "FalconForCausalLM",
+    "falcon_mamba": "FalconMambaForCausalLM",
+    "flex_olmo": "FlexOlmoForCausalLM",
+    "gemma": "GemmaForCausalLM",
+    "gemma2": "Gemma2ForCausalLM",
+    "gemma3": "Gemma3ForConditionalGeneration",
+    "gemma3_text": "Gemma3ForCausalLM",
+    "glm": "GlmForCausalLM",
+    "glm4": "Glm4ForCausalLM",
+    "glm4_moe": "Glm4MoeForCausalLM",
+    "gpt2": "GPT2LMHeadModel",
+    "gpt_bigcode": "GPTBigCodeForCausalLM",
+    "gpt_neox": "GPTNeoXForCausalLM",
+    "gpt_oss": "GptOssForCausalLM",
+    "gptj": "GPTJForCausalLM",
+    "granite": "GraniteForCausalLM",
+    "granitemoe": "GraniteMoeForCausalLM",
+    "hubert": "HubertForCTC",
+    "idefics3": "Idefics3ForConditionalGeneration",
+    "internvl": "InternVLForConditionalGeneration",
+    "jamba": "JambaForCausalLM",
+    "lfm2": "Lfm2ForCausalLM",
+    "llama": "LlamaForCausalLM",
+    "llava": "LlavaForConditionalGeneration",
+    "llava_next": "LlavaNextForConditionalGeneration",
+    "longt5": "LongT5ForConditionalGeneration",
+    "m2m_100": "M2M100ForConditionalGeneration",
+    "mamba": "MambaForCausalLM",
+    "marian": "MarianForCausalLM",
+    "mbart": "MBartForConditionalGeneration",
+    "minimax": "MiniMaxForCausalLM",
+    "mistral": "MistralForCausalLM",
+    "mistral3": "Mistral3ForConditionalGeneration",
+    "mixtral": "MixtralForCausalLM",
+    "mllama": "MllamaForConditionalGeneration",
+    "modernbert": "ModernBertForMaskedLM",
+    "mpnet": "MPNetForMaskedLM",
+    "mpt": "MptForCausalLM",
+    "nemotron_h": "NemotronHForCausalLM",
+    "olmo": "OlmoForCausalLM",
+    "olmo2": "Olmo2ForCausalLM",
+    "olmoe": "OlmoeForCausalLM",
+    "opt": "OPTForCausalLM",
+    "paligemma": "PaliGemmaForConditionalGeneration",
+    "pegasus": "PegasusForConditionalGeneration",
+    "phi": "PhiForCausalLM",
+    "phi3": "Phi3ForCausalLM",
+    "phimoe": "PhimoeForCausalLM",
+    "qwen2": "Qwen2ForCausalLM",
+    "qwen2_5_vl": "Qwen2_5_VLForConditionalGeneration",
+    "qwen2_moe": "Qwen2MoeForCausalLM",
+    "qwen2_vl": "Qwen2VLForConditionalGeneration",
+    "qwen3": "Qwen3ForCausalLM",
+    "qwen3_moe": "Qwen3MoeForCausalLM",
+    "qwen3_next": "Qwen3NextForCausalLM",
+    "qwen3_vl": "Qwen3VLForConditionalGeneration",
+    "qwen3_vl_moe": "Qwen3VLMoeForConditionalGeneration",
+    "recurrent_gemma": "RecurrentGemmaForCausalLM",
+    "roberta": "RobertaForCausalLM",
+    "rwkv": "RwkvForCausalLM",
+    "segformer": "SegformerForImageClassification",
+    "siglip": "SiglipForImageClassification",
+    "smollm3": "SmolLM3ForCausalLM",
+    "smolvlm": "SmolVLMForConditionalGeneration",
+    "stablelm": "StableLmForCausalLM",
+    "starcoder2": "Starcoder2ForCausalLM",
+    "swin": "SwinForImageClassification",
+    "t5": "T5ForConditionalGeneration",
+    "umt5": "UMT5ForConditionalGeneration",
+    "videomae": "VideoMAEForPreTraining",
+    "vit": "ViTForImageClassification",
+    "vit_mae": "ViTMAEForPreTraining",
+    "wav2vec2": "Wav2Vec2ForCTC",
+    "wavlm": "WavLMForCTC",
+    "whisper": "WhisperForConditionalGeneration",
+    "xlm-roberta": "XLMRobertaForCausalLM",
+    "yolos": "YolosModel",
+}
+_LAYERS_OF = {"bamba": 5, "jamba": 5, "lfm2": 5, "nemotron_h": 5, "qwen3_next": 5, "recurrent_gemma": 5}
+# Families that cannot be asked anything with fields as small as these, or with one tensor alone.
+SILENT = {
+    "bamba",
+    "blip-2",
+    "codegen",
+    "deepseek_v2",
+    "deepseek_v3",
+    "ernie4_5_moe",
+    "gptj",
+    "hubert",
+    "nemotron_h",
+    "qwen2_5_vl",
+    "qwen2_vl",
+    "swin",
+    "videomae",
+    "vit_mae",
+    "wav2vec2",
+    "wavlm",
+    "whisper",
+}
+
+
+def made(model_type: str) -> Any:
+    """A new model of one of the families, with values of its own in each tensor."""
+    name = FAMILIES[model_type]
+    chosen = config(model_type, _LAYERS_OF.get(model_type, 2))
+    model = getattr(transformers, name)(chosen).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.is_floating_point() and parameter.numel() and (parameter == parameter.flatten()[0]).all():
+                parameter.normal_(0.5, 0.05)
+    model.tie_weights()
+    return model
+
+
+def inputs(model: Any) -> dict[str, torch.Tensor]:
+    """What a model is asked: tokens, or an image."""
+    chosen, generator = model.config, torch.Generator().manual_seed(0)
+    if model.main_input_name == "pixel_values":
+        size = chosen.image_size if isinstance(getattr(chosen, "image_size", None), int) else 64
+        channels = getattr(chosen, "num_channels", 3)
+        return {"pixel_values": torch.randn(2, channels, size, size, generator=generator)}
+    asked = {"input_ids": torch.randint(3, 90, (2, 9), generator=generator)}
+    if getattr(chosen, "is_encoder_decoder", False):
+        asked["decoder_input_ids"] = asked["input_ids"]
+    return asked

@@ -100,13 +100,23 @@ def rules(written: Iterable[Written]) -> list[dict[str, Any]]:
         if same.setdefault(one.old, one) != one:
             raise ValueError(f"`{one.old[0]}` is written in two ways: {same[one.old].new} and {one.new}")
     found = [rule for same in groups.values() for rule in _of_group(list(same.values()))]
-    return sorted(found, key=lambda rule: str(rule["from"]))
+    changed = [rule for rule in found if rule["from"] != rule["to"]]
+    # What one class has in memory as another is written is said, so that it is not taken for a name of files.
+    new = {_shape(name) for rule in changed for name in _listed(rule["to"])}
+    kept = [rule for rule in found if rule["from"] != rule["to"] or _shape(str(rule["from"])) in new]
+    return sorted(kept if changed else [], key=lambda rule: str(rule["from"]))
+
+
+def _listed(names: str | Sequence[str]) -> Sequence[str]:
+    return [names] if isinstance(names, str) else names
+
+
+def _shape(name: str) -> str:
+    return re.sub(r"\{\w\}|\d+", "#", name)
 
 
 def _of_group(group: Sequence[Written]) -> list[dict[str, Any]]:
     """Return the rules for names that differ in numbers alone, as few as there can be."""
-    if all(one.old == one.new and not one.operations for one in group):
-        return []
     positions = range(len(_DIGITS.findall(group[0].old[0])))
     for count in range(len(positions) + 1):
         for literal in itertools.combinations(reversed(positions), count):
@@ -116,7 +126,7 @@ def _of_group(group: Sequence[Written]) -> list[dict[str, Any]]:
                 split.setdefault(tuple(numbers[at] for at in literal), []).append(one)
             made = [_rule(each, [at for at in positions if at not in literal]) for each in split.values()]
             if all(rule is not None for rule in made):
-                return [rule for rule in made if rule and (rule["from"] != rule["to"] or "operations" in rule)]
+                return [rule for rule in made if rule]
     raise ValueError(f"no rule says how `{group[0].old[0]}` is written")
 
 
