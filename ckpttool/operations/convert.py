@@ -59,6 +59,7 @@ def convert(
     model_from: str | None = None,
     optim_from: str | None = None,
     like: str | os.PathLike[str] | None = None,
+    key_map: str | None = None,
     overwrite: bool = False,
     resume: bool = False,
     dry_run: bool = False,
@@ -108,6 +109,8 @@ def convert(
         optim_from: a checkpoint to read the optimizer from in place of `src`.
         like: a checkpoint of a run, whose names, dtypes and number of ranks the model of `src` gets, as a start from
             released weights.
+        key_map: with `like`, how the names of `src` become those of the run, or the other way round: the name of a key
+            map, a `.json` file, or `none`; None takes the one that fits best.
         overwrite: whether to replace `dst`; the old one is kept until the new one is complete.
         resume: whether to go on from what an interrupted run has copied.
         dry_run: whether to return the plan and write nothing.
@@ -140,7 +143,7 @@ def convert(
     most, memory = arguments.size(max_shard_size, "--max-shard-size"), arguments.memory(max_memory)
     run = arguments.path(like)
     options = ConvertOptions(
-        selection, several(dtype), most, to_world, tensor_class, optim_keys, optim_root, producer, run
+        selection, several(dtype), most, to_world, tensor_class, optim_keys, optim_root, producer, run, key_map
     )
     how = WriteOptions(overwrite, dry_run, threads, memory, check, progress, resume, *arguments.manifest(manifest, dst))
     hub = publish.options(private, public, tag, commit_message, arguments.path(stage), not_secret)
@@ -160,7 +163,7 @@ def convert(
                 if reference is not None:
                     viewed = Viewed(opened.source)
                     opened = replace(opened, source=viewed)
-                    planned = _plan_like(viewed, src, reference, place.path, target, options)
+                    planned = _plan_like(viewed, src, reference, place.path, target, options, result.notes)
                     result.notes.append(start.NO_OPTIMIZER)
                 else:
                     planned, target = _plan(opened.source, place.path, target, options)
@@ -182,11 +185,15 @@ class ConvertOptions:
     optim_root: str | None
     producer: str | None
     like: str | None
+    key_map: str | None
 
 
 def _check_like(options: ConvertOptions, *others: str | None) -> None:
     """Raises UsageError for options that `--like` cannot be used with: it makes a model, and nothing else."""
     if options.like is None:
+        if options.key_map is not None:
+            hint = "`--rename` renames; `export` applies key maps"
+            raise UsageError(f"`--map {options.key_map}` needs the names that are wanted: `--like RUN`", hint=hint)
         return
     selection = options.selection
     for flag, value in (
@@ -203,10 +210,16 @@ def _check_like(options: ConvertOptions, *others: str | None) -> None:
 
 
 def _plan_like(
-    viewed: Viewed, src: str, run: references.Reference, dst: str, target: Format, options: ConvertOptions
+    viewed: Viewed,
+    src: str,
+    run: references.Reference,
+    dst: str,
+    target: Format,
+    options: ConvertOptions,
+    notes: list[str],
 ) -> Planned:
     """Return the model of the source as the run has it."""
-    planned = start.model(viewed, src, run, options.selection, dtypes=not options.dtype)
+    planned = start.model(viewed, src, run, options.selection, options.key_map, notes, dtypes=not options.dtype)
     arguments.check_dtypes(options.dtype, planned)
     planned = _cast(planned, viewed.catalogue, options.dtype) if options.dtype else planned
     assert run.source is not None

@@ -7,10 +7,12 @@ checkpoint of a run has. The reverse of `export --like`.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from functools import partial
+from typing import Any
 
 from ckpttool.catalogue.entries import Catalogue, Path, above
-from ckpttool.errors import CorruptError, LossError
+from ckpttool.errors import CkptError, CorruptError, LossError
 from ckpttool.layout.move import again, rebuilt
 from ckpttool.layout.views import Viewed
 from ckpttool.operations import reference as references
@@ -20,8 +22,18 @@ from ckpttool.operations.export import architecture, assets, like, select_model,
 NO_OPTIMIZER = "the model alone: there is no optimizer state yet, and the optimizer of the run starts afresh"
 
 
-def model(viewed: Viewed, src: str, run: references.Reference, selection: Selection, *, dtypes: bool) -> Catalogue:
-    """Return the model of a released checkpoint as the run has it; with `dtypes`, also the dtypes.
+def model(
+    viewed: Viewed,
+    src: str,
+    run: references.Reference,
+    selection: Selection,
+    key_map: str | None,
+    notes: list[str],
+    *,
+    dtypes: bool,
+) -> Catalogue:
+    """Return the model of a released checkpoint as the run has it; with `dtypes`, also the dtypes. What is done to the
+    names is noted.
 
     Raises CorruptError for tensors that are missing or have another shape, LossError for those that the run does not
     have, UsageError for dtypes that no cast makes.
@@ -30,16 +42,11 @@ def model(viewed: Viewed, src: str, run: references.Reference, selection: Select
     beside = assets.collect(None, src, source)
     same = partial(ties.same_bytes, viewed)
     planned = select_model.renamed(select_model.model_of(source, selection.only), selection)
+    planned, keymap = like.mapped(planned, viewed, run, key_map, beside.config, beside.head_dim)
+    if keymap is not None:
+        notes.append(f"the names are by key map `{keymap.name}`, which fits `{run.path}`")
     planned = ties.by_names(planned, beside.ties_words, same, [])
-    try:
-        found = like.fitted(planned, run, None, src)
-    except (CorruptError, LossError):
-        tied = _tied(run)
-        expected = architecture.expected(beside.config) if beside.config is not None else ""
-        tied |= {} if isinstance(expected, str) else expected.tied
-        if not tied:
-            raise
-        found = like.fitted(planned, run, None, src, tied)
+    found = _fitted(planned, run, src, beside.config)
     fitted = like.cast(found.catalogue, run) if dtypes else found.catalogue
     stored = {name: tensor.origin or tensor for name, tensor in run.tensors.items()}
     tensors = []
@@ -53,6 +60,28 @@ def model(viewed: Viewed, src: str, run: references.Reference, selection: Select
     result = rebuilt(fitted, tensors, containers)
     result.warnings = []
     return result
+
+
+def _fitted(planned: Catalogue, run: references.Reference, src: str, config: Mapping[str, Any] | None) -> like.Fitted:
+    """Return the tensors as the run has them. Which the model ties is what the values of the run say, or transformers,
+    which takes seconds."""
+    tied: dict[str, str] = {}
+    refusal: CkptError | None = None
+    for more in (dict[str, str], partial(_tied, run), partial(_tied_by_config, config)):
+        known = len(tied)
+        tied |= more()
+        if refusal is None or len(tied) > known:
+            try:
+                return like.fitted(planned, run, None, src, tied)
+            except (CorruptError, LossError) as error:
+                refusal = error
+    assert refusal is not None
+    raise refusal
+
+
+def _tied_by_config(config: Mapping[str, Any] | None) -> Mapping[str, str]:
+    expected = architecture.expected(config) if config is not None else ""
+    return {} if isinstance(expected, str) else expected.tied
 
 
 def read(viewed: Viewed, planned: Catalogue) -> frozenset[Path]:

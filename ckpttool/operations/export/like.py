@@ -7,17 +7,24 @@ checkpoint  embed, layers.0.w, lm_head is embed             layers.1.w is missin
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
 from types import MappingProxyType
+from typing import Any
 
+from ckpttool.catalogue.boxes import Ints
 from ckpttool.catalogue.dtypes import DTYPES
 from ckpttool.catalogue.entries import Catalogue, Chunks, Part, Tensor
 from ckpttool.catalogue.patterns import any_of, renamer
 from ckpttool.errors import CkptError, CorruptError, LossError, UsageError
+from ckpttool.layout.key_maps import KeyMap, apply
 from ckpttool.layout.move import again, rebuilt
 from ckpttool.layout.optimizer import trained
 from ckpttool.layout.rename import strip_wrappers
+from ckpttool.layout.views import Viewed
+from ckpttool.operations import key_maps
 from ckpttool.operations import reference as references
 from ckpttool.operations.arguments import Selection
 from ckpttool.operations.export import ties
@@ -37,9 +44,10 @@ class Base:
     tensors: Mapping[str, Tensor]
     patterns: Sequence[str]
 
-    def wanted(self, name: str) -> bool:
-        """Return whether `--fill` names a tensor, or is not given."""
-        return not self.patterns or any_of(self.patterns)(name)
+    @property
+    def wanted(self) -> Callable[[str], bool]:
+        """Whether `--fill` names a tensor, or is not given."""
+        return any_of(self.patterns or ["*"])
 
 
 @dataclass(slots=True)
@@ -72,6 +80,65 @@ def base(whole: CombinedSource, reference: references.Reference, patterns: Seque
     return Base(reference.path, tensors, patterns)
 
 
+# Names ----------------------------------------------------------------------------------------------------------------
+
+
+def mapped(
+    planned: Catalogue,
+    viewed: Viewed,
+    reference: references.Reference,
+    name: str | None,
+    config: Mapping[str, Any] | None,
+    head_dim: int | None,
+) -> tuple[Catalogue, KeyMap | None]:
+    """Return a model under the names by which most of its tensors fit the reference, and the key map of them: none if
+    they fit as they are; that called `name`, or those of ckpttool for such a model, in either direction.
+
+    Raises UsageError for a map that does nothing here.
+    """
+    wanted = {one: known.shape for one, known in reference.known.items()}
+    best, by, most = planned, None, _fitting(planned, wanted)
+    if name == "none" or (name is None and most == len(wanted)):
+        return best, None
+    facts = key_maps.facts(config, head_dim)
+    for keymap in _candidates(name, config):
+        try:
+            made = apply(keymap, planned, viewed, facts)[0]
+        except UsageError:
+            if name is not None and not keymap.name.endswith(_REVERSED):
+                raise
+            continue
+        if (fitting := _fitting(made, wanted)) > most:
+            best, by, most = made, keymap, fitting
+    if by is None and name is not None:
+        raise UsageError(
+            f"`--map {name}`: gives no tensor a name of `{reference.path}`, in either direction",
+            hint=f"names here are like `{next(iter(planned.tensors)).name}`, there like `{next(iter(wanted), '')}`",
+        )
+    return best, by
+
+
+_REVERSED = " reversed"
+
+
+def _candidates(name: str | None, config: Mapping[str, Any] | None) -> Iterator[KeyMap]:
+    """Yield maps and their inverses, which do not have the tensors that a map drops."""
+    kind = (config or {}).get("model_type")
+    chosen = key_maps.chosen(name, (), config) if name is not None else None
+    of_kind = [one for one in key_maps.known() if kind is None or not one.model_types or kind in one.model_types]
+    for keymap in [chosen] if chosen is not None else of_kind:
+        yield keymap
+        with suppress(UsageError):
+            yield replace(keymap, rules=tuple(rule for rule in keymap.rules if rule.targets)).inverse
+
+
+def _fitting(planned: Catalogue, wanted: Mapping[str, Ints]) -> int:
+    return sum(wanted.get(tensor.name) == tensor.shape for tensor in planned.tensors)
+
+
+# Tensors --------------------------------------------------------------------------------------------------------------
+
+
 def fitted(
     planned: Catalogue,
     reference: references.Reference,
@@ -89,54 +156,63 @@ def fitted(
     result = Fitted(planned)
     chosen: dict[str, Tensor] = {}
     missing: list[str] = []
+    twin = _twins(reference, own, tied)
     named = base is not None and bool(base.patterns)
+    wanted = base.wanted if base is not None else None
     for name in reference.known:
-        tensor = own.get(name) or _twin(name, reference, own, tied)
-        is_named = named and base is not None and base.wanted(name)
-        if base is not None and name in base.tensors and (is_named or (tensor is None and base.wanted(name))):
+        tensor = own.get(name) or twin(name)
+        if base and wanted and (named or tensor is None) and name in base.tensors and wanted(name):
             chosen[name] = again(base.tensors[name], part=_MODEL)
             result.filled.append(name)
         elif tensor is not None:
             chosen[name] = tensor
         else:
             missing.append(name)
-    written = {planned.first(tensor).path: name for name, tensor in chosen.items() if name not in {*result.filled}}
+    filled = {*result.filled}
+    written = {planned.first(tensor).path: name for name, tensor in chosen.items() if name not in filled}
     extra = []
     for name, tensor in own.items():
         if name not in reference.known:
-            twin = written.get(planned.first(tensor).path)
-            if twin is None:
+            kept = written.get(planned.first(tensor).path)
+            if kept is None:
                 extra.append(name)
             else:
-                result.twins.append((name, twin))
+                result.twins.append((name, kept))
     misshapen = [name for name, tensor in chosen.items() if tensor.shape != reference.known[name].shape]
     if missing or extra or misshapen:
         raise _refusal(missing, extra, misshapen, chosen, own, reference, base, where)
     stored_as = {name: known.tied_to for name, known in reference.known.items()}
-    firsts = {name: planned.first(tensor).path for name, tensor in chosen.items() if name not in {*result.filled}}
+    firsts = {name: planned.first(tensor).path for name, tensor in chosen.items() if name not in filled}
 
     def alias(name: str) -> tuple[str] | None:
-        kept = stored_as[name]
-        return (kept,) if kept is not None and name in firsts and firsts[name] == firsts.get(kept) else None
+        first = stored_as[name]
+        return (first,) if first is not None and name in firsts and firsts[name] == firsts.get(first) else None
 
     tensors = [again(tensor, path=(name,), alias=alias(name)) for name, tensor in chosen.items()]
     result.catalogue = rebuilt(planned, tensors, {})
     return result
 
 
-def _twin(
-    name: str, reference: references.Reference, own: Mapping[str, Tensor], tied: Mapping[str, str]
-) -> Tensor | None:
-    """Return the tensor that a name of the reference is tied to, if the checkpoint has it under that name alone."""
-    known = reference.known[name]
-    others = [known.tied_to] if known.tied_to is not None else []
-    others += [other for other, one in reference.known.items() if one.tied_to == name]
-    kept = tied.get(name, name)
-    others += [kept, *(other for other, one in tied.items() if one == kept)] if kept in tied.values() else []
-    found = [own[other] for other in others if other in own]
-    if not found and reference.assets.ties_words and ties.is_head(name):
-        found = [t for t in own.values() if ties.is_embedding(t.name) and t.shape == known.shape]
-    return found[0] if len(found) == 1 or (found and others) else None
+def _twins(
+    reference: references.Reference, own: Mapping[str, Tensor], tied: Mapping[str, str]
+) -> Callable[[str], Tensor | None]:
+    """Return a function that returns the tensor which a name of the reference is tied to, if the checkpoint has it
+    under that name alone."""
+    said = {name: known.tied_to for name, known in reference.known.items() if known.tied_to is not None} | {**tied}
+    together: dict[str, list[str]] = defaultdict(list)
+    for name, kept in said.items():
+        together[kept].append(name)
+    embeddings = [tensor for tensor in own.values() if ties.is_embedding(tensor.name)]
+
+    def twin(name: str) -> Tensor | None:
+        kept = said.get(name, name)
+        found = next((own[other] for other in (kept, *together.get(kept, ())) if other in own), None)
+        if found is None and reference.assets.ties_words and ties.is_head(name):
+            of_shape = [one for one in embeddings if one.shape == reference.known[name].shape]
+            return of_shape[0] if len(of_shape) == 1 else None
+        return found
+
+    return twin
 
 
 def _refusal(

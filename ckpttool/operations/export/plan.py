@@ -191,7 +191,7 @@ def _plan(
     others: list[Component] = []
     if not result.adapter:
         planned, others = bundles.place(planned, beside)
-        planned = _mapped(planned, viewed, beside, reference, options, result)
+        planned = planned if reference is not None else _mapped(planned, viewed, beside, options, result)
     same = partial(ties.same_bytes, viewed)
     if reference is not None:
         planned = _like(planned, source, viewed, beside, reference, base, options, result)
@@ -222,7 +222,11 @@ def _like(
     result: Exported,
 ) -> Catalogue:
     """Return the tensors as the reference has them."""
-    where = result.source
+    where, rows = result.source, options.head_dim or beside.head_dim
+    planned, keymap = like.mapped(planned, viewed, reference, options.key_map, beside.config, rows)
+    if keymap is not None:
+        result.key_map = keymap.name
+        result.notes.append(f"the names are by key map `{keymap.name}`, which fits `{reference.path}`")
     same = partial(ties.same_bytes, viewed)
     planned = ties.by_names(planned, beside.ties_words or None, same, [])
     try:
@@ -235,8 +239,7 @@ def _like(
         planned = ties.by_model(planned, expected.tied, same, [])
         found = like.fitted(planned, reference, base, where, expected.tied)
     if base is not None:
-        keymap = key_maps.chosen(options.key_map or result.key_map or "none", (), beside.config)
-        facts = key_maps.facts(beside.config, options.head_dim or beside.head_dim)
+        facts = key_maps.facts(beside.config, rows)
 
         def mapped(catalogue: Catalogue) -> Catalogue:
             return apply(keymap, catalogue, viewed, facts)[0] if keymap is not None else catalogue

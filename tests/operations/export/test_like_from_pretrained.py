@@ -52,10 +52,7 @@ def in_dcp(folder: Path) -> dict[str, torch.Tensor]:
     return state
 
 
-BACK = [family for family in FAMILIES if family != "mixtral"]
-
-
-@pytest.mark.parametrize("family", [pytest.param(f, marks=() if f in BRIEF else pytest.mark.long) for f in BACK])
+@pytest.mark.parametrize("family", [pytest.param(f, marks=() if f in BRIEF else pytest.mark.long) for f in FAMILIES])
 def test_and_back_it_is_a_training_checkpoint(family: str, trained: Trained, tmp_path: Path) -> None:
     folder = trained("fsdp2") / family
     made = ckpttool.convert(folder / "expected", tmp_path / "start", to="dcp", like=folder / "dcp", check=True)
