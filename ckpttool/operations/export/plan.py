@@ -130,7 +130,7 @@ def planned(result: Exported, options: ExportOptions, how: WriteOptions) -> Iter
         if options.fill_from is not None:
             whole = CombinedSource.over(opened.source)
             is_same = reference is not None and options.fill_from == options.like
-            from_ = reference if reference and is_same else references.read(stack, options.fill_from)
+            from_ = reference if reference and is_same else references.read(stack, options.fill_from, is_run=True)
             base = like.base(whole, from_, options.fill)
             opened = _with_base(opened, whole)
         with naming(src):

@@ -276,3 +276,18 @@ def test_the_command(checkpoint: Path, reference: Path, tmp_path: Path) -> None:
     torch.save({"model": {n: v for n, v in trained().items() if "norm" not in n}}, checkpoint)
     done = run("export", src, out, "--like", like, "--fill-from", like, "--fill", "*norm*", "--json")
     assert {*json.loads(done.stdout)["filled"]} == {name for name in trained() if "norm" in name}
+
+
+def test_buffers_that_are_not_averaged_are_filled_from_the_model(tmp_path: Path) -> None:
+    state = trained() | {"model.scale": torch.full((3,), 7.0)}
+    ema = {name: value * 2 for name, value in trained().items()}
+    optimizer = {"state": {}, "param_groups": [{"params": [*trained()]}]}
+    torch.save({"model": state, "ema": ema, "optim": optimizer}, tmp_path / "x.pt")
+    save_file(state, tmp_path / "released.safetensors")
+    options = {"like": tmp_path / "released.safetensors", "take": "ema"}
+    with pytest.raises(CorruptError, match=r"missing: `model\.scale`"):
+        ckpttool.export(tmp_path / "x.pt", tmp_path / "out", **options)
+    made = ckpttool.export(tmp_path / "x.pt", tmp_path / "out", **options, fill_from=tmp_path / "x.pt")
+    written = load_file(tmp_path / "out" / "released.safetensors")
+    assert made.filled == ["model.scale"]
+    assert all(torch.equal(written[name], value) for name, value in (state | ema).items())
