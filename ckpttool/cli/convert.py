@@ -27,6 +27,7 @@ from ckpttool.cli.options import Option
             options.STRIP_WRAPPERS,
             options.STRIP_PREFIX,
             Option("--like FROM", "Give the model the names, dtypes and ranks that this checkpoint of a run has."),
+            options.reworded(options.MAP, "With --like: the key map that fits, a name, a .json file, or none."),
         ),
         "Format": (
             options.TO,
