@@ -9,7 +9,7 @@ transformers 5.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from ckpttool.errors import UsageError
@@ -37,6 +37,12 @@ def generated(kind: object) -> KeyMap | None:
     return parse(json.loads((folder / file).read()), file) if file in folder.names() else None
 
 
+def of_config(config: Mapping[str, Any] | None) -> Iterator[KeyMap]:
+    """Yield the generated maps for the class and for the type of the model of a config."""
+    kinds = [*((config or {}).get("architectures") or ())[:1], (config or {}).get("model_type")]
+    yield from (keymap for keymap in map(generated, kinds) if keymap is not None)
+
+
 def chosen(
     name: str | None,
     names: Sequence[str],
@@ -53,8 +59,7 @@ def chosen(
     if name == "none":
         return None
     if name is None:
-        of_config = [*((config or {}).get("architectures") or ())[:1], (config or {}).get("model_type")]
-        own = next((keymap for keymap in map(generated, of_config) if keymap is not None), None)
+        own = next(of_config(config), None)
         if own is not None and own.fits(names, config):
             return own if released and not own.fits(reference, config) else None
         return next((keymap for keymap in known() if keymap.fits(names, config)), None)

@@ -94,5 +94,7 @@ def test_the_command(released: Path, tmp_path: Path) -> None:
     of_run = str(save_run(tmp_path, "", "dcp"))
     done = run("convert", str(released), str(tmp_path / "start"), "--to", "dcp", "--like", of_run, "--dry-run")
     assert done.exit_code == 0 and "no optimizer state" in done.stderr
+    done = run("convert", str(released), str(tmp_path / "x"), "--to", "dcp", "--like", of_run, "--map", "none")
+    assert done.exit_code == 0
     done = run("convert", str(released), str(tmp_path / "start"), "--to", "dcp", "--like", of_run, "--drop", "optim")
     assert done.exit_code == 2

@@ -125,7 +125,8 @@ def _candidates(name: str | None, config: Mapping[str, Any] | None) -> Iterator[
     """Yield maps and their inverses, which do not have the tensors that a map drops."""
     kind = (config or {}).get("model_type")
     chosen = key_maps.chosen(name, (), config) if name is not None else None
-    of_kind = [one for one in key_maps.known() if kind is None or not one.model_types or kind in one.model_types]
+    of_kind = [*key_maps.of_config(config)]
+    of_kind += [one for one in key_maps.known() if kind is None or not one.model_types or kind in one.model_types]
     for keymap in [chosen] if chosen is not None else of_kind:
         yield keymap
         with suppress(UsageError):

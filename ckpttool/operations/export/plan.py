@@ -310,13 +310,11 @@ def _mapped(
     planned: Catalogue,
     viewed: Viewed,
     beside: Assets,
-    reference: references.Reference | None,
     options: ExportOptions,
     result: Exported,
 ) -> Catalogue:
     names = [tensor.name for tensor in planned.tensors]
-    released, known = options.names == "released", [*reference.known] if reference is not None else []
-    keymap = key_maps.chosen(options.key_map, names, beside.config, released=released, reference=known)
+    keymap = key_maps.chosen(options.key_map, names, beside.config, released=options.names == "released")
     if keymap is None:
         return planned
     mapped, unknown = apply(keymap, planned, viewed, key_maps.facts(beside.config, options.head_dim or beside.head_dim))
