@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ckpttool.errors import CorruptError, ReadError
+from ckpttool.storage.crc import crc32
 from ckpttool.storage.errors import from_os_error, os_errors
 
 if TYPE_CHECKING:
@@ -27,6 +28,10 @@ _OPEN_FILES = 512  # of a pool, and a quarter of what this process may open: a t
 # to the size of the call, at multiples of their size, and large pieces can be slow to get: on a virtual machine 1 GiB
 # took 0.7 s so, and 0.9 to 5 s in calls of 1 MiB.
 WRITE = 256 << 10
+# What stays in the processor's cache between read and checksum, with the file's memory that it is copied from. With a
+# cache of 1 MiB, a checksum adds 14 % to the processor time of a read into memory that is there, in pieces of 1 MiB 20,
+# and of 4 MiB 37.
+_CACHED = 256 << 10
 PAGE = mmap.PAGESIZE
 
 
@@ -102,6 +107,24 @@ class Pool:
                 if not n:
                     raise ends_early(path, offset + done, offset + len(buffer))
                 done += n
+
+    def read_counted(self, path: str, offset: int, buffer: memoryview, crc: int = 0) -> int:
+        """Fill `buffer` from `offset`, and return its CRC, which goes on from `crc`. Raises CorruptError when the file
+        ends before."""
+        if _remote(path) is not None:
+            Pool.read_into(self, path, offset, buffer)  # not a subclass's, which may count the bytes
+            return crc32(buffer, crc)
+        end = offset + len(buffer)
+        with self.use(path) as fd:
+            at = 0
+            while at < len(buffer):
+                piece = buffer[at : at + _CACHED]
+                n = os.preadv(fd, [piece], offset + at)
+                if not n:
+                    raise ends_early(path, offset + at, end)
+                crc = crc32(piece if n == len(piece) else piece[:n], crc)
+                at += n
+        return crc
 
     def read_some(self, path: str, offset: int, buffer: memoryview) -> int:
         """Fill `buffer`, and return its length."""

@@ -31,7 +31,7 @@ from ckpttool.catalogue.dtypes import Dtype
 from ckpttool.catalogue.entries import Chunk, Extent, Tensor
 from ckpttool.catalogue.protocols import Source
 from ckpttool.errors import UsageError
-from ckpttool.storage.crc import crc32, with_zeros
+from ckpttool.storage.crc import with_zeros
 from ckpttool.storage.files import Pool
 from ckpttool.transfer.checksums import Pieces
 from ckpttool.transfer.execute import digested
@@ -39,7 +39,6 @@ from ckpttool.transfer.plan import tiles
 from ckpttool.transfer.read import fill, part, unsigned
 
 TILE = 16 << 20
-_BLOCK = 1 << 20  # stays in the processor's cache between read and checksum
 # A read call costs as much as copying some hundred bytes.
 _SHORTEST = 256
 
@@ -115,6 +114,11 @@ class Counting(Pool):
         self.nbytes += len(buffer)
         super().read_into(path, offset, buffer)
 
+    def read_counted(self, path: str, offset: int, buffer: memoryview, crc: int = 0) -> int:
+        """As `Pool.read_counted`."""
+        self.nbytes += len(buffer)
+        return super().read_counted(path, offset, buffer, crc)
+
 
 class Reader:
     """Reads tensors of an open source into torch memory. `nbytes` are the bytes read of their elements.
@@ -181,17 +185,16 @@ class Reader:
         stride = starts[1] - starts[0] if len(starts) > 1 else 0
         is_counted = self._is_counted(extent)
         is_even = all(b - a == stride for a, b in pairwise(starts))
-        block = _BLOCK if is_counted and is_even else nbytes
         crc = 0
         with self.pool.kept_open(location):  # over many short reads
             for i, start in enumerate(starts):
                 if i and is_counted and is_even:
                     crc = with_zeros(crc, stride - nbytes)
-                for at in range(0, nbytes, block):
-                    read = target[i * nbytes + at : i * nbytes + min(at + block, nbytes)]
-                    self.pool.read_into(location, extent.offset + start + at, read)
-                    if is_counted and is_even:
-                        crc = crc32(read, crc)
+                read = target[i * nbytes : (i + 1) * nbytes]
+                if is_counted and is_even:
+                    crc = self.pool.read_counted(location, extent.offset + start, read, crc)
+                else:
+                    self.pool.read_into(location, extent.offset + start, read)
         self._note(extent, extent.offset + starts[0], nbytes, crc if is_even else None, stride, len(starts))
 
     def _is_counted(self, extent: Extent) -> bool:
