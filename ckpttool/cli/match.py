@@ -9,6 +9,7 @@ import click
 
 from ckpttool.cli import options
 from ckpttool.cli.options import Option
+from ckpttool.cli.progress import progress_on_stderr
 from ckpttool.cli.terminal import Styled, Terminal, answer, bold
 from ckpttool.text import duration, plural, some
 
@@ -22,6 +23,8 @@ _BY = {
     "renaming": "by names of which an end is the same",
     "words": "by what their names say",
     "shape": "as nothing else of their shapes is left",
+    "map": "by a key map that comes with ckpttool",
+    "content": "by samples of the values",
 }
 
 
@@ -39,6 +42,10 @@ _BY = {
                 "--head-dim N", "Rows of an attention head. Default: by the config of REF.", type=click.IntRange(min=1)
             ),
         ),
+        "Values": (
+            Option("--content", "Choose by samples of the values where names do not tell: a fine-tune lies near REF."),
+            options.THREADS,
+        ),
         "Selection": (options.ONLY, options.EXCLUDE, options.STRIP_WRAPPERS, options.SHAPES),
         "Output": (
             Option("--output -o FILE", "Write the key map to this file."),
@@ -48,7 +55,7 @@ _BY = {
     },
     examples=("step-1000 --like hf://Qwen/Qwen3-30B-A3B -o map.json", "model.pt --like base/config.json"),
 )
-def match(as_json: bool, quiet: bool, verbose: bool, **arguments: Any) -> None:
+def match(as_json: bool, quiet: bool, verbose: bool, content: bool, **arguments: Any) -> None:
     """Find how each tensor of a reference is made of those of a checkpoint, by names and shapes: a key map.
 
     Tensors are renamed, stacked, split, joined, transposed; what may be made in several ways is listed, and never
@@ -57,7 +64,8 @@ def match(as_json: bool, quiet: bool, verbose: bool, **arguments: Any) -> None:
     import ckpttool
     from ckpttool.operations.match import text
 
-    result = ckpttool.match(arguments.pop("src"), **arguments)
+    with progress_on_stderr(content and not (quiet or as_json)) as progress:
+        result = ckpttool.match(arguments.pop("src"), content=content, **arguments, progress=progress)
     with answer(result.exit_code, verbose) as terminal:
         if as_json:
             terminal.json(result.as_dict())

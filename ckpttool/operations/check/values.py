@@ -89,6 +89,11 @@ def judged(similarities: Sequence[Similarity]) -> Iterator[Mismatch]:
             yield Mismatch("content", text, [one.name], f"{one.lowest:.4f}", f"{median:.4f}")
 
 
+def same(one: Similarity) -> bool:
+    """Return whether all blocks are so alike that one tensor was made from the other."""
+    return one.mean >= _ALIKE and one.lowest >= _UNLIKE
+
+
 def _has_numbers(pair: Pair) -> bool:
     return all(has_numbers(t.dtype) and t.dtype.kind == "float" for t in (pair.tensor, pair.reference))
 

@@ -1,6 +1,6 @@
 """`match`: how is each tensor of a reference made of those of a checkpoint? The answer is a key map.
 
-Of both, names and shapes are read, and no values.
+Of both, names and shapes are read, and values only to choose among the ways in which a tensor may be made.
 """
 
 from __future__ import annotations
@@ -17,20 +17,23 @@ from typing import Any, ClassVar
 
 from ckpttool.catalogue.patterns import several
 from ckpttool.errors import DIFFERS, DONE, OverwriteError
-from ckpttool.operations import arguments
+from ckpttool.layout.key_maps import FORMAT
+from ckpttool.layout.views import Viewed
+from ckpttool.operations import arguments, key_maps
 from ckpttool.operations import reference as references
 from ckpttool.operations.export import select_model
-from ckpttool.operations.match import solve
+from ckpttool.operations.match import decide, solve
 from ckpttool.operations.match.solve import Candidate, Facts, Open, Solution
 from ckpttool.operations.reference import Reference
 from ckpttool.operations.result import Result
 from ckpttool.producers.open import naming, opened
 from ckpttool.storage.stores import local_path
 from ckpttool.text import plural
+from ckpttool.transfer.execute import DEFAULT_THREADS
+from ckpttool.transfer.threads import Progress
 
 __all__ = ["Candidate", "Matched", "Open", "match"]
 
-FORMAT = 2  # of key maps
 # Models without a rotary embedding, whose configs do not say so.
 _NOT_ROTARY = re.compile(
     "albert|bart|beit|bert|bloom|camembert|clip|deberta.*|deit|dinov2|distilbert|electra|gpt2|gpt_bigcode|gpt_neo|hubert"
@@ -54,6 +57,7 @@ class Matched(Result):
     ambiguous: list[Open] = field(default_factory=list)  #: tensors of the reference that may be made in several ways
     unmatched: list[Open] = field(default_factory=list)  #: tensors of the reference that nothing can make
     unused: list[str] = field(default_factory=list)  #: tensors of the checkpoint that no rule takes
+    compared: int = 0  #: number of tensors of which values were compared (`--content`)
     destination: str | None = None  #: file of the map, if it was written
     seconds: float = 0.0  #: duration
 
@@ -87,7 +91,10 @@ def match(
     head_dim: int | None = None,
     output: str | os.PathLike[str] | None = None,
     overwrite: bool = False,
+    content: bool = False,
     shapes: str | None = None,
+    threads: int | None = None,
+    progress: Progress | None = None,
 ) -> Matched:
     """Return how the tensors of the reference `like` are made of those of the checkpoint `src`: a key map.
 
@@ -101,7 +108,11 @@ def match(
         head_dim: the rows of an attention head; by default as the config of the reference says.
         output: the file to write the map to.
         overwrite: whether to replace that file.
+        content: whether to choose among the ways in which a tensor may be made by samples of the values; those of a
+            fine-tune are like the reference's.
         shapes: a checkpoint or JSON file with the shapes of parameters, for FSDP1 flat parameters.
+        threads: how many threads read.
+        progress: called with bytes done and in all, from this thread.
 
     Raises:
         UsageError: if there is no model in either, or the options do not fit.
@@ -119,7 +130,8 @@ def match(
         reference = references.read(stack, result.like)
         with naming(result.source):
             source = stack.enter_context(opened(result.source, shapes))
-            model = select_model.model_of(source.catalogue, several(selected.only))
+            viewed = Viewed(source)
+            model = select_model.model_of(viewed.catalogue, several(selected.only))
             model = select_model.renamed(model, selected)
         shapes_of = {tensor.name: tensor.shape for tensor in model.tensors}
         wanted = {
@@ -128,6 +140,13 @@ def match(
             if known.tied_to is None or known.tied_to not in reference.known or name in shapes_of
         }
         solution = solve.solve(shapes_of, wanted, _facts(reference, head_dim))
+        facts = key_maps.facts(reference.config, head_dim or reference.assets.head_dim)
+        keymap = key_maps.chosen(None, [*shapes_of], reference.config, reference=[*reference.known])
+        if keymap is not None:
+            decide.by_map(solution, keymap, model.tensors, viewed, wanted, facts)
+        if content:
+            how = threads or DEFAULT_THREADS, progress
+            result.compared = decide.by_content(solution, model.tensors, viewed, reference, facts, *how)
         _fill(result, solution, reference)
     result.tensors = len(shapes_of)
     if result.destination is not None:

@@ -7,13 +7,14 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from support.cli import run
+from support.random_models import random_case
 
 import ckpttool
 
 NAMES = {
-    "tok_embeddings": ("model.embed_tokens", (61, 32)),
+    "wte": ("model.embed_tokens", (61, 32)),
     "norm": ("model.norm", (32,)),
     "output": ("lm_head", (61, 32)),
     "layers.{}.attention.wq": ("model.layers.{}.self_attn.q_proj", (32, 32)),
@@ -30,11 +31,12 @@ NAMES = {
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """A checkpoint of a Llama under Meta's names, and a released one."""
+    """A checkpoint of a Llama under names like Meta's, and a released one."""
     meta, released = {"rope.freqs": torch.ones(4)}, {}
+    torch.manual_seed(0)
     for old, (new, shape) in NAMES.items():
         for layer in range(2 if "{}" in old else 1):
-            meta[f"{old.format(layer)}.weight"] = released[f"{new.format(layer)}.weight"] = torch.rand(shape)
+            meta[f"{old.format(layer)}.weight"] = released[f"{new.format(layer)}.weight"] = torch.randn(shape)
     torch.save({"model": meta}, tmp_path / "meta.pt")
     (tmp_path / "released").mkdir()
     save_file(released, tmp_path / "released" / "model.safetensors")
@@ -56,6 +58,66 @@ def test_the_map_is_printed_and_written(folder: Path) -> None:
     assert "`layers.{n}.attention.wq.weight` rows of heads from neighbours to halves" in printed.stdout
     quiet = run("match", str(folder / "meta.pt"), "--like", str(folder / "released"), "-q")
     assert json.loads(quiet.stdout)["rules"] == found.map["rules"]
+
+
+def test_a_key_map_that_comes_with_the_tool_decides(folder: Path) -> None:
+    meta = torch.load(folder / "meta.pt")["model"]
+    meta = {name.replace("wte", "tok_embeddings"): tensor for name, tensor in meta.items() if name != "rope.freqs"}
+    torch.save({"model": meta}, folder / "meta.pt")
+    found = ckpttool.match(folder / "meta.pt", folder / "released", output=folder / "map.json")
+    assert (found.exit_code, found.by["map"]) == (0, 4)
+    ckpttool.export(folder / "meta.pt", folder / "out", key_map=str(folder / "map.json"), head_dim=8, assets=None)
+    out, released = (load_file(folder / name / "model.safetensors") for name in ("out", "released"))
+    assert out.keys() == released.keys()
+    for name, tensor in released.items():
+        if "q_proj" in name or "k_proj" in name:
+            tensor = tensor.view(-1, 4, 2, 32).transpose(1, 2).reshape(tensor.shape)
+        assert torch.equal(out[name], tensor), name
+
+
+def test_samples_of_values_decide(folder: Path) -> None:
+    """Names that say nothing, a fused weight of unknown order, one that is transposed, and rows in another order."""
+    released = load_file(folder / "released" / "model.safetensors")
+    words = {"self_attn.q_proj": "aa", "self_attn.o_proj": "bb", "mlp.gate_proj": "cc", "mlp.up_proj": "dd"}
+    tuned = {}
+    for name, tensor in released.items():
+        tensor = tensor + torch.randn(tensor.shape) / 100
+        if "q_proj" in name:
+            tensor = tensor.view(-1, 2, 4, 32).transpose(1, 2).reshape(tensor.shape)
+        for old, new in words.items():
+            name = name.replace(old, new)
+        tuned[name] = tensor.T.contiguous() if "bb" in name or "down" in name else tensor
+    torch.save({"model": tuned}, folder / "tuned.pt")
+    blind = ckpttool.match(folder / "tuned.pt", folder / "released")
+    assert {one.name.split(".")[-2] for one in blind.ambiguous} == {"q_proj", "o_proj", "gate_proj", "up_proj"}
+    found = ckpttool.match(folder / "tuned.pt", folder / "released", content=True, output=folder / "map.json")
+    assert found.compared and found.by["content"] == 6
+    assert [one.name.split(".")[-2] for one in found.ambiguous] == ["q_proj"]
+    rules = {rule["from"]: rule for rule in found.map["rules"]}
+    assert rules["model.layers.{n}.bb.weight"]["operations"] == [{"transpose": [0, 1]}]
+    assert rules["model.layers.{n}.cc.weight"]["to"] == "model.layers.{n}.mlp.gate_proj.weight"
+    other = {name: torch.randn(tensor.shape) for name, tensor in tuned.items()}
+    torch.save({"model": other}, folder / "other.pt")
+    assert "content" not in ckpttool.match(folder / "other.pt", folder / "released", content=True).by
+    arguments = str(folder / "tuned.pt"), "--like", str(folder / "released")
+    line = run("match", *arguments, "--content", "--threads", "2")
+    assert run("match", *arguments, "--content", "-j", "1", "-q").exit_code == 1
+    assert "by samples of the values" in line.stdout
+
+
+@pytest.mark.parametrize("seed", range(100, 106))
+def test_the_map_of_a_random_model_makes_its_tensors(tmp_path: Path, seed: int) -> None:
+    _, source, target = random_case(seed)
+    for side, name in ((source, "src"), (target, "ref")):
+        state = {key: torch.from_numpy(array.copy()) for key, array in side.state.items()}
+        save_file(state, tmp_path / f"{name}.safetensors")
+    found = ckpttool.match(tmp_path / "src.safetensors", tmp_path / "ref.safetensors", output=tmp_path / "map.json")
+    ckpttool.export(tmp_path / "src.safetensors", tmp_path / "out", key_map=str(tmp_path / "map.json"))
+    out = load_file(tmp_path / "out" / "model.safetensors")
+    open_ = {name for one in (*found.ambiguous, *found.unmatched) for name in one.names}
+    for name, array in target.state.items():
+        if name not in open_:
+            assert torch.equal(out[name], torch.from_numpy(array.copy())), name
 
 
 def test_a_file_is_replaced_only_if_told_to(folder: Path) -> None:

@@ -1,0 +1,120 @@
+"""Decides what names and shapes leave open: by a key map that comes with ckpttool, or by samples of the values."""
+
+from __future__ import annotations
+
+import json
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+
+from ckpttool.catalogue.boxes import Ints
+from ckpttool.catalogue.entries import Tensor
+from ckpttool.errors import UsageError
+from ckpttool.layout.index_operations import Facts
+from ckpttool.layout.key_maps import FORMAT, KeyMap, map_tensors, parse
+from ckpttool.layout.views import Viewed
+from ckpttool.operations.check import values
+from ckpttool.operations.match.solve import Found, Open, Rule, Solution
+from ckpttool.operations.reference import Reference
+from ckpttool.transfer.threads import Progress
+
+_SAMPLED = 3  # tensors of all that a rule makes: the first, one in the middle, the last
+
+
+def by_map(
+    solution: Solution,
+    keymap: KeyMap,
+    tensors: Sequence[Tensor],
+    viewed: Viewed,
+    wanted: Mapping[str, Ints],
+    facts: Facts,
+) -> None:
+    """Take from a key map the rules that make what is open, and nothing else, of what is not used yet."""
+    missing = {name for one in (*solution.ambiguous, *solution.unmatched) for name in one.names}
+    for number, rule in enumerate(keymap.data()["rules"]):
+        targets = keymap.rules[number].targets
+        if any(target.pattern.fullmatch(name) for target in targets for name in missing):
+            made, sources = _made(rule, tensors, viewed, facts)
+            if made and made.keys() <= missing and all(made[name].shape == wanted[name] for name in made):
+                missing -= _accept(solution, rule, [*made], sources, "map")
+
+
+def by_content(
+    solution: Solution,
+    tensors: Sequence[Tensor],
+    viewed: Viewed,
+    reference: Reference,
+    facts: Facts,
+    threads: int,
+    progress: Progress | None,
+) -> int:
+    """Choose the candidates of which samples are like those of the reference where no other's are; return how many
+    tensors were compared."""
+    if reference.source is None:
+        hint = "name a checkpoint, in place of its config"
+        raise UsageError("`--content` compares values, and the reference has none", hint=hint)
+    rules = {json.dumps(rule): rule for one in solution.ambiguous for c in one.candidates for rule in c.rules}
+    makes = {key: _made(rule, tensors, viewed, facts) for key, rule in rules.items()}
+    expected = reference.tensors
+    pairs: dict[tuple[str, str], values.Pair] = {}
+    for one in solution.ambiguous:
+        sampled = {one.names[k * (len(one.names) - 1) // (_SAMPLED - 1)] for k in range(_SAMPLED)}
+        for key in _rules(one):
+            for name in sampled & makes[key][0].keys():
+                one_made, like = makes[key][0][name], expected[name]
+                if one_made.shape == like.shape:
+                    pair = values.Pair(f"{len(pairs)} {name}", one_made.origin or one_made, like.origin or like)
+                    pairs[key, name] = pair
+    alike = {
+        one.name: values.same(one)
+        for one in values.compare([*pairs.values()], (viewed, reference.source), threads, progress)
+    }
+    said: dict[str, list[bool]] = defaultdict(list)
+    for (key, _), pair in pairs.items():
+        said[key].append(alike.get(pair.name, False))
+    good = {key for key, all_ in said.items() if all(all_)}
+    chosen = {
+        key: None
+        for one in solution.ambiguous
+        if len(keys := [k for k in _rules(one) if k in good]) == 1
+        for key in keys
+    }
+    for key in chosen:
+        made, sources = makes[key]
+        fitting = [one for one in solution.ambiguous if key in _rules(one)]
+        # A rule that makes several tensors holds for all of them, or for none.
+        if all([k for k in _rules(one) if k in good] == [key] for one in fitting):
+            _accept(solution, rules[key], [*made], sources, "content")
+    return len(alike)
+
+
+def _rules(one: Open) -> list[str]:
+    return [json.dumps(rule) for candidate in one.candidates for rule in candidate.rules]
+
+
+def _made(rule: Rule, tensors: Iterable[Tensor], viewed: Viewed, facts: Facts) -> tuple[dict[str, Tensor], list[str]]:
+    """Return the tensors that a rule makes, by name, and the names of those that it makes them of; nothing if it does
+    not fit them."""
+    keymap = parse({"format": FORMAT, "rules": [rule]}, "a rule")
+    patterns = [name.pattern for one in keymap.rules for name in one.sources]
+    own = [tensor for tensor in tensors if any(pattern.fullmatch(tensor.name) for pattern in patterns)]
+    try:
+        mapped = map_tensors(keymap, own, viewed, facts)
+    except UsageError:
+        return {}, []
+    return {tensor.name: tensor for tensor in mapped.tensors}, [tensor.name for tensor in own]
+
+
+def _accept(solution: Solution, rule: Rule, names: Sequence[str], sources: Sequence[str], by: str) -> set[str]:
+    """Move tensors to those that are found, unless others are made of the same sources; return their names."""
+    taken = {name for one in solution.found for name in one.sources}
+    if not taken.isdisjoint(sources):
+        return set()
+    solution.found.append(Found([*names], [rule], by, [*sources]))
+    done, used = {*names}, {*sources}
+    solution.unused = [name for name in solution.unused if name not in used]
+    for all_ in (solution.ambiguous, solution.unmatched):
+        for one in all_:
+            one.names = [name for name in one.names if name not in done]
+        all_[:] = [replace(one) for one in all_ if one.names]
+    return done
