@@ -207,14 +207,31 @@ class _Tensors:
 
 
 def _rounded_to(was: MappedTensor, now: MappedTensor) -> str | None:
-    import torch
-
-    blocks = [slice(low, low + _BLOCK) for low in range(0, len(was.bits), _BLOCK)]
-    for kind in (torch.bfloat16, torch.float16) if was.dtype == "float32" else ():
-        rounded = (torch.tensor(was.bits[block].view("f4")).to(kind).float().numpy() for block in blocks)
-        if all((a.view("u4") == now.bits[block]).all() for a, block in zip(rounded, blocks, strict=True)):
-            return str(kind).removeprefix("torch.")
+    # With numpy, since importing torch takes seconds, and it may not be there.
+    if was.dtype != "float32":
+        return None
+    before, after = was.bits, now.bits
+    blocks = [slice(low, low + _BLOCK) for low in range(0, len(before), _BLOCK)]
+    for name, rounded in _ROUNDED.items():
+        if all((rounded(before[block]) == after[block]).all() for block in blocks):
+            return name
     return None
+
+
+def _to_bfloat16(bits: Array) -> Array:
+    """Return the bits of float32 elements, rounded to the nearest bfloat16, a tie to the even one."""
+    rounded: Array = (bits + 0x7FFF + (bits >> 16 & 1)) & 0xFFFF0000
+    return rounded
+
+
+def _to_float16(bits: Array) -> Array:
+    import numpy as np
+
+    with np.errstate(over="ignore"):
+        return bits.view("f4").astype("f2").astype("f4").view("u4")
+
+
+_ROUNDED = {"bfloat16": _to_bfloat16, "float16": _to_float16}
 
 
 def _shifted_box(was: Array, now: Array, boxes: list[Any]) -> tuple[int, int] | None:

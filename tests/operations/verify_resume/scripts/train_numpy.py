@@ -31,7 +31,7 @@ targets = inputs @ np.arange(5.0) + 1
 start = np.random.default_rng(0)
 model = {"weight": start.normal(size=5), "bias": np.zeros(1)}
 moments = {f"{name}.{moment}": np.zeros_like(model[name]) for name in model for moment in ("exp_avg", "exp_avg_sq")}
-counts = {f"{name}.step": np.zeros((), np.float32) for name in model}
+counts = {f"{name}.step": np.zeros(()) for name in model}
 rng = np.random.default_rng(3)
 position = step = 0
 
@@ -84,7 +84,7 @@ while step < args.steps:
     gradients = {"weight": 2 * inputs[rows].T @ error / 4, "bias": np.array([2 * error.mean()])}
     step += 1
     for name, gradient in gradients.items():
-        counts[f"{name}.step"] = counts[f"{name}.step"] + np.float32(1)
+        counts[f"{name}.step"] = counts[f"{name}.step"] + 1
         n = float(counts[f"{name}.step"])
         first = moments[f"{name}.exp_avg"] = 0.9 * moments[f"{name}.exp_avg"] + 0.1 * gradient
         second = moments[f"{name}.exp_avg_sq"] = 0.99 * moments[f"{name}.exp_avg_sq"] + 0.01 * gradient**2
