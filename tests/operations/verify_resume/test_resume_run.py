@@ -21,7 +21,8 @@ from support.cli import run as run_command
 from support.script_faults import FAULTS, ScriptFault
 
 from ckpttool.errors import OverwriteError, StorageError, UsageError
-from ckpttool.operations.verify_resume.run import run
+from ckpttool.operations.verify_resume.run import observed, run
+from ckpttool.operations.verify_resume.run.inject import Observed
 from ckpttool.operations.verify_resume.run.results import Report
 
 SCRIPTS = Path(__file__).parent / "scripts"
@@ -203,6 +204,21 @@ def test_nothing_is_left_running(tmp_path: Path, number: signal.Signals) -> None
         process.send_signal(number)
         assert process.wait(30) == 128 + number
     assert workers(str(tmp_path)) == []
+
+
+def seen(step: int, batch: str, torch: str, numpy: str) -> Observed:
+    return Observed(0, 0, step, 1.0, 1.0, [0.1], batch, [], {"torch": torch, "numpy": numpy}, "p")
+
+
+def test_a_generator_that_nobody_draws_from_needs_not_be_restored() -> None:
+    report = Report(["t.py"], "bitwise", "", 1, 3, "sigkill")
+    before = {(step, 0, 0): seen(step, f"b{step}", f"t{step}", "seeded") for step in (1, 2, 3)}
+    after = {(step, 0, 0): seen(step - 1, f"b{step}", f"t{step}", "anew") for step in (2, 3)}
+    assert observed.compare_observed(report, before, after, {}) is None and not report.findings
+    after[2, 0, 0] = seen(1, "b2", "another", "anew")
+    assert observed.compare_observed(report, before, after, {}) == "the RNG state of rank 0 was not restored (torch)"
+    after[2, 0, 0] = seen(1, "b1", "t2", "anew")
+    assert "the data restarted" in (observed.compare_observed(report, before, after, {}) or "")
 
 
 # torch ----------------------------------------------------------------------------------------------------------------

@@ -228,7 +228,8 @@ def _to_float16(bits: Array) -> Array:
     import numpy as np
 
     with np.errstate(over="ignore"):
-        return bits.view("f4").astype("f2").astype("f4").view("u4")
+        rounded: Array = bits.view("f4").astype("f2").astype("f4").view("u4")
+    return rounded
 
 
 _ROUNDED = {"bfloat16": _to_bfloat16, "float16": _to_float16}
