@@ -240,7 +240,7 @@ def _refusal(
     if missing and len(missing) == len(reference.known):
         hint = f"names here are like `{next(iter(own), '')}`: `--rename`, `--strip-prefix` or `--map` renames them"
     elif missing and extra:
-        hint = "are they the same under other names? `--rename OLD=NEW` or `--map FILE` gives them those"
+        hint = f"`ckpttool match {where} --like {reference.path} -o map.json` finds them under other names, for `--map`"
     elif missing and base is None:
         hint = "`--fill-from REF` takes what is missing from a base model"
     elif missing and base is not None:
