@@ -10,7 +10,21 @@ from typing import Any, TypeVar
 
 import click
 
-_PATHS = ("PATH", "SRC", "DST", "A", "B", "DIR", "FILE", "FOLDER", "OTHER", "NAME", "FROM", "[CKPT]")  # metavars
+_PATHS = (
+    "PATH",
+    "SRC",
+    "DST",
+    "A",
+    "B",
+    "DIR",
+    "FILE",
+    "FOLDER",
+    "OTHER",
+    "NAME",
+    "FROM",
+    "PATTERN",
+    "[CKPT]",
+)  # metavars
 _COMPLETED = 1000  # names that a shell is given to choose from
 
 Param = TypeVar("Param", bound="Argument | Option")

@@ -34,6 +34,7 @@ OTHERS = {
         "CONDITION",
         "STAT",
         "STEPS",
+        *("TREE", "WHICH", "-- COMMAND...", "COMMAND", "K", "M", "HOW", "WORD", "REGEX", "NAME[=VALUE]"),
     ),
 }
 
