@@ -103,10 +103,14 @@ class KeyMap:
         return has_all and not any(p.pattern.fullmatch(n) for p in self.never for n in names)
 
     def _begins(self, names: Sequence[str]) -> bool:
-        """Return whether some names are those that the rules begin with, and none is one that they only end with."""
+        """Return whether some names are those that the rules begin with, and none is one that they only end with.
+
+        A rule by which names stay says nothing: what it makes others of may have been made already.
+        """
         old, new = (_any_of(name for rule in self.rules for name in side(rule)) for side in (_sources, _targets))
-        found = [name for name in names if not old.fullmatch(name)]
-        return len(found) < len(names) and not any(new.fullmatch(name) for name in found)
+        begin = _any_of(name for rule in self.rules if rule.sources != rule.targets for name in rule.sources)
+        after = (name for name in names if not old.fullmatch(name))
+        return any(map(begin.fullmatch, names)) and not any(map(new.fullmatch, after))
 
     @property
     def inverse(self) -> KeyMap:

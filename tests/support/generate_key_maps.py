@@ -41,8 +41,7 @@ def generated() -> dict[str, str]:
             titles[name] = kind.__name__
             break
     rules = {name: written_names.rules(written) for name, written in found.items()}
-    simple = {name: each for name, each in rules.items() if each and not any("operations" in rule for rule in each)}
-    return {name: _text(name, each) for name, each in sorted(simple.items())}
+    return {name: _text(name, each) for name, each in sorted(rules.items()) if each}
 
 
 def models(model_type: str, kind: Any) -> Iterator[Any]:

@@ -48,7 +48,9 @@ _PARAMETER = re.compile(
 _FOREIGN = re.compile(
     r"(?:^|\.)(?:(?:adamss|beft|boft|c3a|deft|delora|fourierft|frod|glora|gralora|hada|hira|hra|ia3|lily|lokr|lora|miss|oft|"
     r"osf|peanut|poly|psoft|pvera|randlora|road|shadow|shira|supertuning|tinylora|unilora|vblora|vera|waveft)_[A-Za-z]\w*|"
-    r"adaption_(?:prompt|gate)|prompt_encoder|internal_xlora_classifier)(?:\.|$)"
+    r"adaption_(?:prompt|gate)|internal_xlora_classifier|"
+    # Models that segment images have a `prompt_encoder` of their own, with other parts.
+    r"prompt_encoder\.[^.]+\.(?:embedding|lstm_head|mlp_head|transform|prefix_task_(?:cols|rows)))(?:\.|$)"
 )
 _WRAPPED = re.compile(r"\.(?:base_layer|modules_to_save|original_module|token_adapter)\.")
 _SAVED_TOO = re.compile(r"(?P<module>.*)\.modules_to_save\.(?P<adapter>[^.]+)\.(?P<rest>.*)")

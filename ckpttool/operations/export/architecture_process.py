@@ -90,8 +90,10 @@ def _transformer(folder: str, dtype: str) -> dict[str, Any]:
     }
     memory = {name: list(tensor.shape) for name, tensor in state.items()}
     tied = _tied(model, memory)
-    files = _in_files(model, {name: tensor for name, tensor in state.items() if name not in tied})
-    written = _written(model, state) if files.keys() != state.keys() - tied.keys() else []
+    untied = {name: tensor for name, tensor in state.items() if name not in tied}
+    files = _in_files(model, untied)
+    shapes = [{name: tensor.shape for name, tensor in tensors.items()} for tensors in (untied, files)]
+    written = _written(model, state) if shapes[0] != shapes[1] else []
     spelling = {one.old[0]: one.new[0] for one in written if len(one.old) == len(one.new) == 1}
     tied |= {spelling.get(name, name): spelling.get(kept, kept) for name, kept in tied.items()}
     kept = {

@@ -198,7 +198,7 @@ def _plan(
         return [Component(beside.main, planned), *others]
     expected = _expected(beside, options, result)
     if expected is not None:
-        planned = _released(planned, expected, viewed, options, result)
+        planned = _released(planned, expected, viewed, beside, options, result)
         planned = ties.by_model(planned, expected.tied, same, result.notes)
     elif not result.adapter:
         planned = ties.by_names(planned, beside.ties_words, same, result.notes)
@@ -330,7 +330,7 @@ def _mapped(
 
 
 def _released(
-    planned: Catalogue, model: Expected, viewed: Viewed, options: ExportOptions, result: Exported
+    planned: Catalogue, model: Expected, viewed: Viewed, beside: Assets, options: ExportOptions, result: Exported
 ) -> Catalogue:
     """Return the tensors under the names of files, if the library says how they become of those in memory."""
     shapes = {tensor.name: tensor.shape for tensor in planned.tensors if tensor.alias is None}
@@ -340,7 +340,7 @@ def _released(
     keymap = parse({"name": model.library, "rules": model.rules}, model.library)
     result.key_map = keymap.name
     result.notes.append(f"the names are those that {model.library} has in memory; it says those of files, as written")
-    return apply(keymap, planned, viewed, {})[0]
+    return apply(keymap, planned, viewed, key_maps.facts(beside.config, options.head_dim or beside.head_dim))[0]
 
 
 def _expected(beside: Assets, options: ExportOptions, result: Exported) -> Expected | None:

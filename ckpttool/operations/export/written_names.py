@@ -12,7 +12,10 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
+from ckpttool.operations import key_maps
+
 _DIGITS = re.compile(r"\d+")
+_KEY_OR_VALUE = re.compile(r"[kv]_proj")
 
 
 class Written(NamedTuple):
@@ -51,28 +54,56 @@ def of_model(model: Any, state: Mapping[str, Any]) -> list[Written]:
         made = list(loading.revert_weight_conversion(model, {name: state[name] for name in names}))
         order = {pattern: at for at, pattern in enumerate(converter.source_patterns)}
         names.sort(key=lambda name: order[loading.apply_converters(name, [converter])[1]])
-        written.append(_converted(converter, names, made, state))
+        if [loading.apply_converters(name, [converter])[1] for name in names] != [*converter.source_patterns]:
+            raise NotImplementedError(f"{names[0]}: is not made of one tensor for each of {converter.source_patterns}")
+        written.append(_converted(model, converter, names, made, state))
     return written
 
 
-def _converted(converter: Any, old: Sequence[str], new: Sequence[str], state: Mapping[str, Any]) -> Written:
-    kinds = [(type(one).__name__, getattr(one, "dim", None)) for one in converter.operations]
-    first = state[old[0]]
-    match kinds:
-        case [("SplitModulelist", 0)]:
-            return Written(tuple(old), _numbered([list(new)]))
-        case [("Chunk", 1), ("SplitModulelist", 0)]:
-            ways = len(converter.target_patterns)
-            each = len(new) // ways
-            return Written(tuple(old), _numbered([list(new[at * each : (at + 1) * each]) for at in range(ways)]))
-        case [("Chunk", 0)] if first.shape[0] % len(new) == 0:
-            return Written(tuple(old), tuple(new))
-        case [("Concatenate", 0)]:
-            return Written(tuple(old), tuple(new), ({"concat": {"axis": 0}},))
-        case [("Transpose", None)]:
-            turn = converter.operations[0]
-            return Written(tuple(old), tuple(new), ({"transpose": sorted((turn.dim0, turn.dim1))},))
-    raise NotImplementedError(f"{old[0]}: no key map has {' and '.join(kind for kind, _ in kinds)}")
+def _converted(model: Any, converter: Any, old: Sequence[str], new: Sequence[str], state: Mapping[str, Any]) -> Written:
+    operations: list[dict[str, Any]] = []
+    parts = 1
+    for one in converter.operations:
+        match type(one).__name__:
+            case "SplitModulelist":
+                operations.append({"unstack": one.dim})
+            case "Chunk" if one.num_shards_attribute is None and state[old[0]].shape[one.dim] % _ways(converter) == 0:
+                parts = _ways(converter)
+                operations.append({"split": one.dim})
+            case "Concatenate" if one.num_shards_attribute is None:
+                sizes = {name: state[name].shape[one.dim] for name in old}
+                operations.append({"concat": _concat(one.dim, sizes, key_maps.facts(model.config.to_dict(), None))})
+            case "Transpose" if not (one.check_dims and _shapes(model)[old[0]] == state[old[0]].shape):
+                operations.append({"transpose": sorted((one.dim0, one.dim1))})
+            # With `check_dims`, what has the shape of the model's parameter is written as it is.
+            case "Transpose" if list(old) == list(new):
+                pass
+            case kind:
+                raise NotImplementedError(f"{old[0]}: no key map has {kind}")
+    if operations and "unstack" in operations[-1]:
+        each = len(new) // parts
+        new = _numbered([list(new[at * each : (at + 1) * each]) for at in range(parts)])
+    is_short = operations in ([{"unstack": 0}], [{"split": 0}], [{"split": 1}, {"unstack": 0}])
+    return Written(tuple(old), tuple(new), () if is_short else tuple(operations))
+
+
+def _ways(converter: Any) -> int:
+    return len(converter.target_patterns)
+
+
+def _shapes(model: Any) -> dict[str, Any]:
+    return {name: parameter.shape for name, parameter in model.named_parameters(remove_duplicate=False)}
+
+
+def _concat(axis: int, sizes: Mapping[str, int], facts: Mapping[str, int]) -> Any:
+    """Return what `concat` has in a rule: the heads of query, key and value by their names where these differ."""
+    if len(set(sizes.values())) == 1:
+        return axis
+    parts = ["num_key_value_heads" if _KEY_OR_VALUE.search(name) else "num_attention_heads" for name in sizes]
+    rows = {size / facts.get(part, 1) for size, part in zip(sizes.values(), parts, strict=True)}
+    if len(rows) > 1 or not facts.keys() >= {*parts}:
+        raise NotImplementedError(f"{next(iter(sizes))}: nothing says how parts of {[*sizes.values()]} differ")
+    return {"axis": axis, "parts": parts}
 
 
 def _numbered(lists: Sequence[list[str]]) -> tuple[str, ...]:
@@ -100,11 +131,15 @@ def rules(written: Iterable[Written]) -> list[dict[str, Any]]:
         if same.setdefault(one.old, one) != one:
             raise ValueError(f"`{one.old[0]}` is written in two ways: {same[one.old].new} and {one.new}")
     found = [rule for same in groups.values() for rule in _of_group(list(same.values()))]
-    changed = [rule for rule in found if rule["from"] != rule["to"]]
+    changed = [rule for rule in found if _changes(rule)]
     # What one class has in memory as another is written is said, so that it is not taken for a name of files.
     new = {_shape(name) for rule in changed for name in _listed(rule["to"])}
-    kept = [rule for rule in found if rule["from"] != rule["to"] or _shape(str(rule["from"])) in new]
+    kept = [rule for rule in found if _changes(rule) or _shape(str(rule["from"])) in new]
     return sorted(kept if changed else [], key=lambda rule: str(rule["from"]))
+
+
+def _changes(rule: Mapping[str, Any]) -> bool:
+    return rule["from"] != rule["to"] or "operations" in rule
 
 
 def _listed(names: str | Sequence[str]) -> Sequence[str]:

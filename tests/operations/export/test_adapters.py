@@ -69,6 +69,17 @@ def test_what_cannot_be_exported_is_refused(tmp_path: Path) -> None:
         ckpttool.export(PEFT / "adalora" / "state.pt", tmp_path / "out", assets=base)
 
 
+def test_a_prompt_encoder_of_a_model_is_no_adapter(tmp_path: Path) -> None:
+    names = [
+        f"prompt_encoder.{rest}" for rest in ("mask_embed.conv1.weight", "point_embed.weight", "no_mask_embed.bias")
+    ]
+    names += ["prompt_encoder.shared_embedding.positional_embedding", "prompt_encoder.point_embed.0.weight"]
+    torch.save({name: torch.arange(4.0) for name in names}, tmp_path / "sam.pt")
+    made = ckpttool.export(tmp_path / "sam.pt", tmp_path / "out")
+    assert not made.adapter
+    assert load_file(tmp_path / "out" / "model.safetensors").keys() == {*names}
+
+
 @pytest.mark.parametrize(
     ("method", "changed", "found", "expected"),
     [

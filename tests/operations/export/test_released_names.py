@@ -14,15 +14,17 @@ from support import tiny_models
 
 import ckpttool
 from ckpttool import errors
+from ckpttool.layout.key_maps import parse
 from ckpttool.operations import key_maps
 from ckpttool.operations.export import written_names
 from ckpttool.operations.export.written_names import Written
 
 # Model type, class and number of layers that it takes for one of each kind.
-SEVEN = {
+MODELS = {
     "dinov2": ("Dinov2ForImageClassification", 2),
     "gpt_neox": ("GPTNeoXForCausalLM", 2),
     "jamba": ("JambaForCausalLM", 5),
+    "molmo2_text": ("Molmo2TextModel", 2),  # query, key and value are one tensor in files
     "phimoe": ("PhimoeForCausalLM", 2),
     "qwen3_next": ("Qwen3NextForCausalLM", 4),
     "segformer": ("SegformerForSemanticSegmentation", 2),
@@ -32,7 +34,7 @@ SEVEN = {
 
 def made(model_type: str, folder: Path) -> tuple[Path, Path, dict[str, torch.Tensor]]:
     """A checkpoint with the names in memory, the directory of its config, and what `save_pretrained` writes of it."""
-    name, layers = SEVEN[model_type]
+    name, layers = MODELS[model_type]
     small = {"hidden_sizes": [8, 16, 24, 32], "decoder_hidden_size": 16} if model_type == "segformer" else {}
     torch.manual_seed(5)
     model = getattr(transformers, name)(tiny_models.config(model_type, layers, **small))
@@ -54,7 +56,7 @@ def same(folder: Path, expected: dict[str, torch.Tensor]) -> bool:
     )
 
 
-@pytest.mark.parametrize("model_type", SEVEN)
+@pytest.mark.parametrize("model_type", MODELS)
 def test_names_are_those_that_save_pretrained_writes(model_type: str, tmp_path: Path) -> None:
     source, base, expected = made(model_type, tmp_path)
     done = ckpttool.export(source, tmp_path / "out", assets=base)
@@ -94,6 +96,27 @@ def test_a_class_has_a_map_of_its_own_where_it_differs() -> None:
 @pytest.mark.parametrize("kind", ["../llama-meta", "transformers/vit", "", None, "nothing"])
 def test_a_model_type_is_no_path(kind: Any) -> None:
     assert key_maps.generated(kind) is None
+
+
+def test_what_changes_under_its_name_is_not_changed_twice() -> None:
+    same = {"from": "experts.{n}.up", "to": "experts.{n}.up", "operations": [{"transpose": [0, 1]}]}
+    head = {"generated": {"transformers": "5"}}
+    alone = parse({**head, "rules": [same]}, "alone")
+    with_other = parse({**head, "rules": [same, {"from": "norm.w", "to": "norm.weight"}]}, "with_other")
+    assert not alone.fits(["experts.0.up"], {})
+    assert with_other.fits(["experts.0.up", "norm.w"], {})
+    assert not with_other.fits(["experts.0.up", "norm.weight"], {})
+
+
+def test_heads_of_several_sizes_are_named() -> None:
+    sizes = {"q_proj": 32, "k_proj": 16, "v_proj": 16}
+    facts = {"num_attention_heads": 4, "num_key_value_heads": 2}
+    parts = ["num_attention_heads", "num_key_value_heads", "num_key_value_heads"]
+    assert written_names._concat(0, sizes, facts) == {"axis": 0, "parts": parts}
+    assert written_names._concat(0, dict.fromkeys(sizes, 8), {}) == 0
+    for unlike in ({"num_attention_heads": 8, "num_key_value_heads": 2}, {}):
+        with pytest.raises(NotImplementedError, match="nothing says"):
+            written_names._concat(0, sizes, unlike)
 
 
 @pytest.mark.parametrize(
