@@ -25,7 +25,7 @@ from ckpttool.operations.inspect import stored_twice, summary
 from ckpttool.operations.stats import cached
 from ckpttool.operations.stats.collect import Group, GroupKey, collect
 from ckpttool.operations.stats.elements import Channels, Statistics
-from ckpttool.operations.stats.findings import Finding, findings
+from ckpttool.operations.stats.findings import Finding, findings, uneven_ranks
 from ckpttool.operations.stats.results import (
     CONDITION,
     GroupStatistics,
@@ -105,16 +105,17 @@ def stats(
     if checkpoints:
         for checkpoint in checkpoints:
             of_step = Stats(str(checkpoint.path))
-            _collect(of_step, reading)
-            found = findings(of_step.tensors)
+            uneven = _collect(of_step, reading)
+            found = [*findings(of_step.tensors), *uneven]
             row = StepStatistics(of_step.path, checkpoint.step, of_step.tensors, of_step.groups, found)
             result.steps.append(row)
             result.cached, result.read_bytes = of_step.cached, result.read_bytes + of_step.read_bytes
             result.headline, result.step = of_step.headline, of_step.step
         result.tensors, result.groups = list(result.steps[-1].tensors), result.steps[-1].groups
+        result.findings = result.steps[-1].findings
     else:
-        _collect(result, reading)
-    result.findings = findings(result.tensors)
+        uneven = _collect(result, reading)
+        result.findings = [*findings(result.tensors), *uneven]
     result.failed = [row.name for row in result.tensors if fails is not None and fails(row.known())]
     result.elements = sum(row.statistics.numel for row in result.tensors if row.tied_to is None)
     result.tensors = [row for row in result.tensors if is_listed is None or is_listed(row.known())]
@@ -131,8 +132,8 @@ class _Reading(NamedTuple):
     progress: Progress | None
 
 
-def _collect(result: Stats, reading: _Reading) -> None:
-    """Set what is known of the checkpoint at the path of `result`."""
+def _collect(result: Stats, reading: _Reading) -> list[Finding]:
+    """Set what is known of the checkpoint at the path of `result`, and return what stands out of its ranks."""
     with open.opened(result.path, reading.shapes) as source, open.naming(result.path):
         catalogue = source.catalogue
         stop_at_absent(catalogue, reading.selection.only)
@@ -156,6 +157,7 @@ def _collect(result: Stats, reading: _Reading) -> None:
                 cached.store(key, *rows)
             result.read_bytes = sum(row.nbytes for row in rows[0] if row.tied_to is None)
         result.tensors, result.groups = rows
+        return uneven_ranks(catalogue)
 
 
 def _read(selected: Sequence[Tensor], source: Source, threads: int, progress: Progress | None) -> cached.Rows:

@@ -6,24 +6,30 @@ import statistics as of
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from math import prod
+from operator import itemgetter
 from typing import TYPE_CHECKING
 
-from ckpttool.text import natural
+from ckpttool.operations.inspect.sharding import bytes_per_rank
+from ckpttool.text import natural, plural, size
 
 if TYPE_CHECKING:
+    from ckpttool.catalogue.entries import Catalogue, Tensor
     from ckpttool.operations.stats.results import TensorStatistics
 
 _NEIGHBOURS = 4  # tensors of one kind, at least, before one is called unlike the others
 _LARGE = 20.0  # times the median of its kind
 _DEAD = 0.01  # of the median of its kind
-_GRAVITIES = ("nan", "inf", "magnitude", "dead", "moments", "zeros")
+_UNEVEN = 1.25  # times the median of the ranks
+_LITTLE = 1 << 20  # bytes that are no load for a rank
+_GRAVITIES = ("nan", "inf", "magnitude", "dead", "moments", "zeros", "rank")
 
 
 @dataclass(slots=True)
 class Finding:
     """Something that stands out."""
 
-    kind: str  #: `nan`, `inf`, `magnitude`, `dead`, `moments` or `zeros`
+    kind: str  #: `nan`, `inf`, `magnitude`, `dead`, `moments`, `zeros` or `rank`
     message: str  #: what it is, for people
     names: list[str]  #: names of the tensors
 
@@ -85,3 +91,30 @@ def _all_zero(tensors: list[TensorStatistics]) -> Iterator[Finding]:
             text = f"`{moment}` of {len(names)} of {len(members)} parameters is zero everywhere: `{names[0]}`"
             text += f" and {len(names) - 1} more" if len(names) > 1 else ""
             yield Finding("moments", f"{text}; such a parameter had no gradient yet", names)
+
+
+def uneven_ranks(catalogue: Catalogue) -> list[Finding]:
+    """Return the ranks whose files have far more bytes than those of the others, with the tensor that
+    is most of it."""
+    loads = bytes_per_rank(catalogue) or [0]
+    median = of.median(loads)
+    heavy = {rank: load for rank, load in enumerate(loads) if load > _UNEVEN * median and load > median + _LITTLE}
+    found = []
+    for rank, load in heavy.items():
+        beyond = ((_held(tensor, rank, catalogue) - tensor.nbytes / len(loads), tensor) for tensor in catalogue.tensors)
+        excess, tensor = max(beyond, key=itemgetter(0), default=(0.0, None))
+        if tensor is not None and excess > 0:
+            more = f"{100 * (load / median - 1):.0f} % more than" if median else "above"
+            text = (
+                f"rank {rank} has {size(load)}, {more} the median of {plural(len(loads), 'rank')}, {size(int(median))}"
+            )
+            text += f"; {size(int(excess))} of it beyond its share of `{tensor.name}`"
+            found.append(Finding("rank", text, [tensor.name]))
+    return found
+
+
+def _held(tensor: Tensor, rank: int, catalogue: Catalogue) -> int:
+    """Return the bytes of a tensor in the files of a rank."""
+    chunks, files = tensor.chunks, catalogue.files
+    own = (prod(sizes) for sizes, file in zip(chunks.sizes, chunks.file, strict=True) if files[file].rank == rank)
+    return sum(own) * tensor.dtype.itemsize

@@ -308,6 +308,19 @@ def test_what_is_planted_is_found_and_named(tmp_path: Path, kind: str) -> None:
     assert f"`{name}`" in next(finding.message for finding in found if finding.kind == kind)
 
 
+def test_a_rank_with_more_bytes_is_found_and_named(tmp_path: Path) -> None:
+    # 4 MB on each of four ranks, and 1.3 MB more on one: 31 % more than the others.
+    torch.save({"model": {"sharded": torch.ones(4096, 1024), "whole": torch.ones(325_000)}}, tmp_path / "x.pt")
+    ckpttool.reshard(tmp_path / "x.pt", tmp_path / "x", to_world=4, replicate="*whole")
+    sizes = {path.name: path.stat().st_size for path in (tmp_path / "x").glob("*.distcp")}
+    largest = max(sizes, key=lambda name: sizes[name])
+    (found,) = ckpttool.stats(tmp_path / "x").findings
+    assert (found.kind, found.names) == ("rank", ["model.whole"])
+    assert found.message.startswith(f"rank {largest[2]} has 5.50 MB, 31 % more than the median of 4 ranks, 4.20 MB")
+    ckpttool.reshard(tmp_path / "x.pt", tmp_path / "even", to_world=4, shard="*whole")
+    assert ckpttool.stats(tmp_path / "even").findings == []
+
+
 def test_nothing_is_found_in_a_sound_checkpoint(tmp_path: Path) -> None:
     torch.save(model(), tmp_path / "x.pt")
     assert ckpttool.stats(tmp_path / "x.pt").findings == []
