@@ -55,6 +55,10 @@ class Name:
         """The names of its fields, in order."""
         return dict.fromkeys(match[1] for match in _FIELD.finditer(self.text))
 
+    def is_one_of(self, names: Iterable[str]) -> bool:
+        """Return whether one of some names is such a name."""
+        return any(map(self.pattern.fullmatch, names))
+
     def filled(self, values: Mapping[str, str]) -> str:
         """Return the name with values in place of its fields."""
         return _FIELD.sub(lambda match: values[match[1]], self.text)
@@ -99,8 +103,8 @@ class KeyMap:
         kind = (config or {}).get("model_type")
         if (kind is None and self.needs_config) or (kind is not None and kind not in self.model_types):
             return False
-        has_all = all(any(p.pattern.fullmatch(n) for n in names) for p in self.needs)
-        return has_all and not any(p.pattern.fullmatch(n) for p in self.never for n in names)
+        has_all = all(one.is_one_of(names) for one in self.needs)
+        return has_all and not any(one.is_one_of(names) for one in self.never)
 
     def _begins(self, names: Sequence[str]) -> bool:
         """Return whether some names are those that the rules begin with, and none is one that they only end with.

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
@@ -19,7 +19,7 @@ from ckpttool.catalogue.dtypes import DTYPES
 from ckpttool.catalogue.entries import Catalogue, Chunks, Part, Tensor
 from ckpttool.catalogue.patterns import any_of, renamer
 from ckpttool.errors import CkptError, CorruptError, LossError, UsageError
-from ckpttool.layout.key_maps import KeyMap, apply
+from ckpttool.layout.key_maps import KeyMap, Rule, apply
 from ckpttool.layout.move import again, rebuilt
 from ckpttool.layout.optimizer import trained
 from ckpttool.layout.rename import strip_wrappers
@@ -101,7 +101,8 @@ def mapped(
     if name == "none" or (name is None and most == len(wanted)):
         return best, None
     facts = key_maps.facts(config, head_dim)
-    for keymap in _candidates(name, config):
+    for candidate in _candidates(name, config):
+        keymap = _ending_in(candidate, wanted)
         try:
             made = apply(keymap, planned, viewed, facts)[0]
         except UsageError:
@@ -131,6 +132,16 @@ def _candidates(name: str | None, config: Mapping[str, Any] | None) -> Iterator[
         yield keymap
         with suppress(UsageError):
             yield replace(keymap, rules=tuple(rule for rule in keymap.rules if rule.targets)).inverse
+
+
+def _ending_in(keymap: KeyMap, wanted: Collection[str]) -> KeyMap:
+    """Return a map without the rules that give no name that is wanted: of the classes of a model type, several may have
+    one name in files."""
+
+    def is_wanted(rule: Rule) -> bool:
+        return not rule.targets or any(target.is_one_of(wanted) for target in rule.targets)
+
+    return replace(keymap, rules=tuple(filter(is_wanted, keymap.rules)))
 
 
 def _fitting(planned: Catalogue, wanted: Mapping[str, Ints]) -> int:
