@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as torch_dcp
 from safetensors.torch import save_file
+from support import tiny_models
 from support.cli import run
 from torch import nn
 
@@ -98,3 +99,13 @@ def test_the_command(released: Path, tmp_path: Path) -> None:
     assert done.exit_code == 0
     done = run("convert", str(released), str(tmp_path / "start"), "--to", "dcp", "--like", of_run, "--drop", "optim")
     assert done.exit_code == 2
+
+
+def test_a_reverse_map_is_that_of_the_class_whose_names_are_wanted(tmp_path: Path) -> None:
+    # In the files of llava, the names of the whole model are those that its base model has, too.
+    model = tiny_models.made("llava")
+    model.save_pretrained(tmp_path / "released")
+    torch.save({"model": model.state_dict()}, tmp_path / "run.pt")
+    ckpttool.convert(tmp_path / "released", tmp_path / "start.pt", like=tmp_path / "run.pt")
+    start, state = torch.load(tmp_path / "start.pt")["model"], model.state_dict()
+    assert start.keys() == state.keys() and all(torch.equal(start[name], value) for name, value in state.items())
