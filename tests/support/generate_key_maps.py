@@ -18,6 +18,7 @@ from typing import Any
 import torch
 import transformers
 
+from ckpttool.layout.key_maps import FORMAT
 from ckpttool.operations import key_maps
 from ckpttool.operations.export import written_names
 from ckpttool.operations.export.written_names import Written
@@ -76,7 +77,7 @@ def _text(name: str, rules: Sequence[Any]) -> str:
     lines = ",\n".join("    " + json.dumps(rule) for rule in rules)
     made = {"transformers": transformers.__version__, "date": f"{datetime.date.today()}"}
     title = f"{name} as transformers 5 has it in memory"
-    head = {"name": f"{name}-transformers", "title": title, "generated": made}
+    head = {"format": FORMAT, "name": f"{name}-transformers", "title": title, "generated": made}
     begin = "".join(f"  {json.dumps(key)}: {json.dumps(value)},\n" for key, value in head.items())
     return f'{{\n{begin}  "rules": [\n{lines}\n  ]\n}}\n'
 
