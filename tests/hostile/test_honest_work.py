@@ -6,6 +6,7 @@ allowed to any file, however small, does not count there.
 
 from __future__ import annotations
 
+import gc
 import json
 import sys
 import time
@@ -228,13 +229,19 @@ def test_ties_of_one_tensor_take_time_in_proportion(tmp_path: Path) -> None:
     def seconds(ties: int) -> float:
         path = tmp_path / f"{ties}.safetensors"
         save_file({"w": torch.zeros((1,) * 64)}, path, {f"tied{n}": "w" for n in range(ties)})
-        began = time.process_time()
-        with ckpttool.open(path) as checkpoint:
-            assert len(checkpoint) == ties + 1
-        return time.process_time() - began
+        # In a process of many tests, a collection takes longer than the work.
+        gc.disable()
+        try:
+            began = time.process_time()
+            with ckpttool.open(path) as checkpoint:
+                assert len(checkpoint) == ties + 1
+            return time.process_time() - began
+        finally:
+            gc.enable()
 
     few = max(min(seconds(3_000) for _ in range(3)), 0.005)
-    assert seconds(30_000) < 30 * few
+    # Ten times as many; in proportion to the square it would be a hundred times as long.
+    assert min(seconds(30_000) for _ in range(2)) < 50 * few
 
 
 def test_all_samples_have_enough(used: Callable[..., float]) -> None:
