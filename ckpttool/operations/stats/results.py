@@ -72,11 +72,15 @@ def row_of(tensor: Tensor, found: Collected | None, tied_to: str | None) -> Tens
     without elements."""
     if found is None:
         found = Collected(Accumulator(tensor.dtype).result(), None, None, None, None)
-    row = TensorStatistics(
-        tensor.name, *place_of(tensor), tensor.dtype.name, tensor.shape, tensor.nbytes, tied_to, found.statistics
-    )
+    row = row_with(tensor, found.statistics, tied_to)
     row.histogram, row.rows, row.columns, row.update = found.histogram, found.rows, found.columns, found.update
     return row
+
+
+def row_with(tensor: Tensor, statistics: Statistics, tied_to: str | None) -> TensorStatistics:
+    """Return a row with these statistics alone."""
+    place, dtype = place_of(tensor), tensor.dtype.name
+    return TensorStatistics(tensor.name, *place, dtype, tensor.shape, tensor.nbytes, tied_to, statistics)
 
 
 @dataclass(slots=True)
