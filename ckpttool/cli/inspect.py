@@ -106,10 +106,10 @@ def inspect(
         hint = meant(listing.globs[0], names, "`--tensors '*'` lists all")
         raise UsageError(f"`{path}`: no tensor matches `{listing.globs[0]}`", hint=hint)
     if html is not None:
+        from ckpttool.operations.book import page_file
         from ckpttool.operations.book.inspected import inspected_page
-        from ckpttool.operations.book.page import write
 
-        write(inspected_page(catalogue, path), html)
+        page_file.write(inspected_page(catalogue, path), html)
     exit_code = CorruptError.exit_code if strict and damage(catalogue) else DONE
     with answer(exit_code, verbose) as terminal:
         if as_json:

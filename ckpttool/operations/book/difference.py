@@ -10,12 +10,13 @@ from typing import TYPE_CHECKING, Any
 from ckpttool.catalogue.boxes import Box
 from ckpttool.catalogue.dtypes import DTYPES, Dtype
 from ckpttool.catalogue.entries import Catalogue, Tensor
-from ckpttool.operations.book.page import Book, Item, Section, check_free, render, write
+from ckpttool.operations.book.page import Book, Item, Section, render
 from ckpttool.operations.book.rows import rows
+from ckpttool.operations.diff.elements import widened
 from ckpttool.operations.stats import Stats, TensorStatistics
 from ckpttool.operations.stats.elements import Accumulator, ChannelMaxima, has_channels
 from ckpttool.text import natural, plural, size
-from ckpttool.transfer.numbers import Array, numbers
+from ckpttool.transfer.numbers import Array
 
 if TYPE_CHECKING:
     from ckpttool.operations.diff import Diff
@@ -44,9 +45,7 @@ class _Sums:
 class DifferencePage:
     """The page of a comparison, which observes it: `observe` is called with the tiles that differ."""
 
-    def __init__(self, path: str) -> None:
-        check_free(path)
-        self._path = path
+    def __init__(self) -> None:
         self._sums: dict[int, _Sums] = {}
         self._lock = threading.Lock()
 
@@ -58,7 +57,7 @@ class DifferencePage:
         if dtype is None:
             return
         with np.errstate(invalid="ignore", over="ignore"):
-            apart = (_wide(b, pair.common) - _wide(a, pair.common)).astype(dtype.name)
+            apart = (widened(b, pair.common) - widened(a, pair.common)).astype(dtype.name)
         bits = apart.view(f"u{dtype.itemsize}").reshape(tile[1])
         with self._lock:
             sums = self._sums.get(id(pair.a))
@@ -70,8 +69,8 @@ class DifferencePage:
             if sums.maxima is not None:
                 sums.maxima.feed(bits, tile)
 
-    def write(self, result: Diff, catalogues: tuple[Catalogue, Catalogue]) -> None:
-        """Write the page. Raises StorageError."""
+    def text(self, result: Diff, catalogues: tuple[Catalogue, Catalogue]) -> str:
+        """Return the page, once everything is compared."""
         a, b = catalogues
         names = {tensor.name for tensor in b.tensors}
         stats = Stats(result.b.path)
@@ -94,7 +93,7 @@ class DifferencePage:
         book = Book("diff", f"{result.a.path}, {result.b.path}", title, stats, a, figures=figures)
         book.verdict, book.is_good = result.message, result.same
         book.sections = [section for section in _sections(result) if section.items or section.facts or section.rows]
-        write(render(book), self._path)
+        return render(book)
 
     def _set_statistics(self, row: TensorStatistics, tensor: Tensor) -> None:
         dtype = difference_dtype(tensor.dtype)
@@ -115,14 +114,6 @@ def difference_dtype(dtype: Dtype) -> Dtype | None:
     if dtype.kind == "float":
         return DTYPES["float64" if dtype.itemsize > 4 else "float32"]
     return DTYPES["float64"] if dtype.kind == "int" else None
-
-
-def _wide(elements: Array, dtype: Dtype) -> Array:
-    import numpy as np
-
-    bits = np.ascontiguousarray(elements).view(f"u{dtype.itemsize}")
-    wide: Array = numbers(bits, dtype).astype(np.float64)
-    return wide
 
 
 def _sections(result: Diff) -> Iterator[Section]:

@@ -11,13 +11,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ckpttool.catalogue.entries import Catalogue
-from ckpttool.errors import OverwriteError
 from ckpttool.operations.book.document import Figures, document
 from ckpttool.operations.inspect.sharding import bytes_per_rank, overview
 from ckpttool.operations.inspect.summary import head
 from ckpttool.operations.stats import Finding, Stats
 from ckpttool.operations.templates import environment, verbatim
-from ckpttool.storage.stores import local_path
 from ckpttool.text import size
 from ckpttool.version import __version__
 
@@ -34,7 +32,6 @@ PAGES = {
 """The pages of a file, by their names in its addresses."""
 
 _MILD = ("moments", "zeros", "rank")
-_GENERATOR = '<meta name="generator" content="ckpttool '
 # What ends a script or starts a comment in one, and the line ends of old JavaScript.
 _ESCAPES = {ord(sign): f"\\u{ord(sign):04x}" for sign in "<>&\u2028\u2029"}
 
@@ -110,25 +107,6 @@ def render(book: Book) -> str:
         digest=digest,
         data=verbatim(json_in_html(drawn)),
     )
-
-
-def check_free(path: str) -> None:
-    """Raises OverwriteError if there is a file at `path` that is no page of ckpttool's."""
-    location = local_path(path)
-    if location.exists() and (not location.is_file() or _GENERATOR.encode() not in location.head(1 << 12)):
-        raise OverwriteError(
-            f"`{path}` exists and is no page of ckpttool's", hint="write to another file, or remove it", file=path
-        )
-
-
-def write(text: str, path: str) -> None:
-    """Write a page to the file `path`, in place of an earlier page of ckpttool's if there is one.
-
-    Raises OverwriteError if another file is there, and StorageError.
-    """
-    check_free(path)
-    with local_path(path).stage(overwrite=True, is_file=True) as stage:
-        local_path(stage.path).put(text.encode())
 
 
 def json_in_html(value: Any) -> str:

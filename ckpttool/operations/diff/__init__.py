@@ -13,6 +13,7 @@ from contextlib import ExitStack
 from ckpttool.catalogue.protocols import Source
 from ckpttool.errors import UsageError
 from ckpttool.operations import arguments
+from ckpttool.operations.book import page_file
 from ckpttool.operations.diff import selection
 from ckpttool.operations.diff.compare import compare_sources
 from ckpttool.operations.diff.elements import Tolerance
@@ -94,11 +95,11 @@ def diff(
     paths = os.fspath(a), os.fspath(b)
     tolerances = {"rtol": rtol, "atol": atol, "ulp": ulp}
     given = {name: value for name, value in tolerances.items() if value is not None}
-    page = None
-    if html is not None:
+    page, page_path = None, page_file.checked(html)
+    if page_path is not None:
         from ckpttool.operations.book.difference import DifferencePage
 
-        page = DifferencePage(os.fspath(html))
+        page = DifferencePage()
     options = Options(
         _tolerance(given),
         ignore_dtype,
@@ -124,8 +125,8 @@ def diff(
             result.hint = selection.advice(catalogues)
         files.check_unchanged(before)
         result.seconds = time.monotonic() - began
-        if page is not None:
-            page.write(result, catalogues)
+        if page is not None and page_path is not None:
+            page_file.write(page.text(result, catalogues), page_path)
     return result
 
 

@@ -215,6 +215,11 @@ def _value(bits: Array, dtype: Dtype) -> Any:
     return numbers(bits, dtype)[0].item()
 
 
+def widened(elements: Array, dtype: Dtype) -> Array:
+    """Return elements as float64, or complex ones as complex128."""
+    return _wide(_bits(elements, dtype), dtype)
+
+
 def _wide(bits: Array, dtype: Dtype) -> Array:
     import numpy as np
 

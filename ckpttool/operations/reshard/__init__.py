@@ -22,6 +22,7 @@ from ckpttool.layout.rechunk import Rules
 from ckpttool.layout.rename import without_root
 from ckpttool.operations import arguments, publish, write
 from ckpttool.operations.arguments import Selection
+from ckpttool.operations.book import page_file
 from ckpttool.operations.reshard import engines
 from ckpttool.operations.write import Conversion, OpenSource, Planned, WriteOptions
 from ckpttool.producers.open import naming
@@ -166,11 +167,7 @@ def reshard(
                 hint="run `ckpttool reshard --engine bytes` without torchrun",
             )
         target, is_first = row or formats.FORMATS[0], coordinator.is_first
-        page = arguments.path(html)
-        if page is not None:
-            from ckpttool.operations.book.page import check_free
-
-            check_free(page)
+        page = page_file.checked(html)
         with ExitStack() as stack:
             place = stack.enter_context(publish.place(dst, hub, token, how, src, other))
             result = Resharding(src, "", place.path, "", dry_run=dry_run, processes=coordinator.size)
@@ -191,10 +188,9 @@ def reshard(
                 engines.write(chosen, job)
             place.send(result)
             if page is not None and is_first:
-                from ckpttool.operations.book import page as book
                 from ckpttool.operations.book.resharded import resharded_page
 
-                book.write(resharded_page(result, opened.source.catalogue, result._layout), page)
+                page_file.write(resharded_page(result, opened.source.catalogue, result._layout), page)
     return result
 
 

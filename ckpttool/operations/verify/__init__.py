@@ -15,6 +15,7 @@ from ckpttool.catalogue.validation import validate
 from ckpttool.errors import CorruptError, ReadError
 from ckpttool.operations import arguments
 from ckpttool.operations import manifest as manifests
+from ckpttool.operations.book import page_file
 from ckpttool.operations.verify import (
     against_checkpoint,
     against_manifest,
@@ -73,11 +74,7 @@ def verify(
     began = time.monotonic()
     path = os.fspath(path)
     report = Report(path, against=arguments.path(against), manifest=arguments.path(manifest))
-    page = arguments.path(html)
-    if page is not None:
-        from ckpttool.operations.book.page import check_free
-
-        check_free(page)
+    page = page_file.checked(html)
     if write_manifest is not None:
         manifests.check_free(os.fspath(write_manifest))
     if manifest is None and not stores.is_remote(path) and (own := stores.locate(path) / NAME).is_file():
@@ -112,10 +109,9 @@ def verify(
     report.settle()
     report.seconds = time.monotonic() - began
     if page is not None:
-        from ckpttool.operations.book import page as book
         from ckpttool.operations.book.verified import verified_page
 
-        book.write(verified_page(report, run.catalogue), page)
+        page_file.write(verified_page(report, run.catalogue), page)
     return report
 
 
