@@ -9,13 +9,14 @@ from ckpttool.errors import UsageError
 
 
 def write_page(path: str, page_of: Callable[[Any, dict[str, str]], str], document: Any) -> None:
-    """Write the page of a document. Raises UsageError if the file cannot be written."""
+    """Write the page of a document. Raises OverwriteError if there is a file that is no page, and StorageError."""
     import platform
     import shlex
     import sys
     from datetime import datetime
     from importlib.metadata import PackageNotFoundError, version
 
+    from ckpttool.operations.book import page_file
     from ckpttool.version import __version__
 
     made = {
@@ -29,7 +30,7 @@ def write_page(path: str, page_of: Callable[[Any, dict[str, str]], str], documen
         made["torch"] = version("torch")
     except PackageNotFoundError:
         made["torch"] = "not installed"
-    write_text(path, page_of(document, made))
+    page_file.write(page_of(document, made), path)
 
 
 def write_text(path: str, text: str) -> None:

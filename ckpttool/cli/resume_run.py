@@ -129,14 +129,16 @@ def run(
     A runs to step N, A2 repeats it, and B is stopped at step K and resumed. Each has an output directory of its own.
     The exit code is 0 if B is the same as A, 1 if it differs, 3 if A2 differs already.
     """
+    from ckpttool.operations.book import page_file
     from ckpttool.operations.verify_resume.run import run as operation
     from ckpttool.operations.verify_resume.run.presets import fill
 
+    page_file.checked(html)
     command, arguments = fill(preset, command, arguments)
     tell = None if quiet or as_json else lambda message: err().line(dim(message))
     result = operation(command, inject_switches=arguments.pop("inject"), **arguments, tell=tell)
     if html is not None:
-        from ckpttool.operations.verify_resume.run.html import run_page
+        from ckpttool.operations.book.resumed import run_page
 
         write_page(html, run_page, result.as_dict())
     if junit is not None:

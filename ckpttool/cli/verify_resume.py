@@ -151,13 +151,15 @@ def trial(via: str | None, html: str | None, as_json: bool, quiet: bool, verbose
     The runs that resume are new processes; state and steps are compared bit for bit. The exit code is 0 if training
     resumes exactly, 1 if it does not.
     """
+    from ckpttool.operations.book import page_file
     from ckpttool.operations.verify_resume.trial import trial as run
 
+    page_file.checked(html)
     tell = None if quiet or as_json else lambda message: err().line(dim(message))
     result = run(**arguments, via=via or (), tell=tell)
     document = result.as_dict()
     if html is not None:
-        from ckpttool.operations.verify_resume.trial.html import trial_page
+        from ckpttool.operations.book.resumed import trial_page
 
         write_page(html, trial_page, document)
     with answer(result.exit_code, verbose) as terminal:

@@ -92,7 +92,7 @@ class DifferencePage:
         title = f"{result.b.path} minus {result.a.path}"
         book = Book("diff", f"{result.a.path}, {result.b.path}", title, stats, a, figures=figures)
         book.verdict, book.is_good = result.message, result.same
-        book.sections = [section for section in _sections(result) if section.items or section.facts or section.rows]
+        book.sections = [*_sections(result)]
         return render(book)
 
     def _set_statistics(self, row: TensorStatistics, tensor: Tensor) -> None:

@@ -19,8 +19,7 @@ def inspected_page(catalogue: Catalogue, path: str) -> str:
     if summary.damage:
         book.verdict, book.is_good = "The checkpoint is damaged", False
     damaged = [Item("damaged", text, grave=True) for text in summary.damage]
-    book.sections = [Section("Findings", damaged)] if damaged else []
-    book.sections += checkpoint_sections(catalogue, without=("damaged",))
+    book.sections = [Section("Findings", damaged), *checkpoint_sections(catalogue, without=("damaged",))]
     for optimizer in summary.headline.optimizers:
         if (table := optimizer.table) is None:
             continue
@@ -33,5 +32,5 @@ def inspected_page(catalogue: Catalogue, path: str) -> str:
             )
         )
     values = [(one.name, one.text) for one in summary.objects]
-    book.sections += [Section("Other values", headers=("name", "value"), rows=values)] if values else []
+    book.sections.append(Section("Other values", headers=("name", "value"), rows=values))
     return render(book)

@@ -1,16 +1,18 @@
 """Renders pages about checkpoints as one HTML file: `page.html.j2` with `style.css`, `script.js` and the document as
-JSON. A `Book` is what the commands fill in; its first page is made of sections, the others are drawn by the script."""
+JSON. A `Book` is what the commands fill in; its first page and its chapters are made of sections, the others are drawn
+by the script."""
 
 from __future__ import annotations
 
 import base64
 import hashlib
 import json
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from ckpttool.catalogue.entries import Catalogue
+from ckpttool.operations.book.charts import Chart
 from ckpttool.operations.book.document import Figures, document
 from ckpttool.operations.inspect.sharding import bytes_per_rank, overview
 from ckpttool.operations.inspect.summary import head
@@ -46,25 +48,48 @@ class Item:
     grave: bool = False
 
 
+class Prose(str):
+    """A fact or a cell in which names stand in backticks."""
+
+    in_prose = True
+
+
+class Mark(NamedTuple):
+    """A fact or a cell that says what came of a check: `Mark("equal", True)`, `Mark("not checked", None)`."""
+
+    word: str
+    passed: bool | None
+
+
 @dataclass(slots=True)
 class Section:
-    """A section of the first page: findings, facts, or a table in which the columns in `numbers` are numbers and each
-    row has a bar as long as its number in `bars`. `note` stands below, and `good` in place of findings."""
+    """A section of a page: a lead, findings, facts, charts, a table, and texts that unfold under their titles. In the
+    table, the columns in `numbers` are numbers and each row has a bar as long as its number in `bars`. `note` stands
+    below, and `good` in place of findings. A section without any of these is left out."""
 
     title: str
     items: Sequence[Item] = ()
-    facts: Sequence[tuple[str, str]] = ()
+    facts: Sequence[tuple[str, str | Mark]] = ()
     headers: Sequence[str] = ()
-    rows: Sequence[Sequence[str]] = ()
+    rows: Sequence[Sequence[str | Mark]] = ()
     numbers: Collection[int] = ()
     bars: Sequence[int] = ()
     good: str = ""
     note: str = ""
+    lead: str = ""
+    charts: Sequence[Chart] = ()
+    logs: Sequence[tuple[str, str]] = ()
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether there is nothing below the title."""
+        return not (self.lead or self.items or self.good or self.facts or self.charts or self.rows or self.logs)
 
 
 @dataclass(slots=True)
 class Book:
-    """What the pages of a file are about: a checkpoint, its tensors as rows of `stats`, and what was found."""
+    """What the pages of a file are about: a checkpoint, its tensors as rows of `stats`, and what was found. `chapters`
+    are pages of sections by their titles."""
 
     command: str
     path: str
@@ -72,8 +97,10 @@ class Book:
     stats: Stats
     catalogue: Catalogue
     sections: list[Section] = field(default_factory=list)
+    chapters: Mapping[str, Sequence[Section]] = field(default_factory=dict)
     verdict: str = ""  # a sentence
-    is_good: bool = True
+    detail: str = ""  # another one below it
+    is_good: bool | None = True  # None is neither
     figures: Figures | None = None
     columns: Sequence[str] | None = None  # statistics to draw; all without any
     after: Catalogue | None = None
@@ -88,7 +115,9 @@ class Book:
         absent |= {"after"} if self.after is None else set()
         absent |= {*PAGES} - {"summary"} if not rows else set()
         titles = PAGES | ({"sharding": "Before"} if self.after is not None else {})
-        return {name: title for name, title in titles.items() if name not in absent}
+        drawn = {name: title for name, title in titles.items() if name not in absent}
+        chapters = {title.lower(): title for title, sections in self.chapters.items() if _filled(sections)}
+        return {"summary": drawn.pop("summary"), **chapters, **drawn}
 
 
 def render(book: Book) -> str:
@@ -112,6 +141,10 @@ def render(book: Book) -> str:
 def json_in_html(value: Any) -> str:
     """Return a value as JSON that can stand in a script element: no text in it ends that."""
     return json.dumps(value, separators=(",", ":")).translate(_ESCAPES)
+
+
+def _filled(sections: Iterable[Section]) -> bool:
+    return not all(section.is_empty for section in sections)
 
 
 def _text(templates: Any, name: str) -> str:
@@ -145,7 +178,7 @@ def checkpoint_sections(
         ("sharding", overview(catalogue)),
         *more,
     ]
-    sections = [
+    return [
         Section("Warnings", [Item(one.kind, str(one)) for one in catalogue.warnings if one.kind not in without]),
         Section("Checkpoint", facts=[(name, value) for name, value in facts if value]),
         Section(
@@ -182,4 +215,3 @@ def checkpoint_sections(
             bars=[file.size for file in files],
         ),
     ]
-    return [section for section in sections if section.items or section.facts or section.rows]

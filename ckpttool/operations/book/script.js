@@ -514,11 +514,10 @@ draw.steps = section => {
 };
 
 // Pages and keys.
-const links = [...document.querySelectorAll("nav a")], pages = links.map(link => link.dataset.page), done = new Set(["summary"]);
+const links = [...document.querySelectorAll("nav a")], pages = links.map(link => link.dataset.page);
 function ensure(name) {
-  if (done.has(name)) return;
-  done.add(name);
   const section = document.getElementById(`page-${name}`);
+  if (section.children.length || !draw[name]) return;
   section.append(element("h2", {}, section.getAttribute("aria-label")));
   draw[name](section);
 }
@@ -537,10 +536,10 @@ function show() {
   } else scrollTo(0, 0);
 }
 addEventListener("hashchange", show);
-addEventListener("beforeprint", () => pages.forEach(ensure));
+addEventListener("beforeprint", () => { pages.forEach(ensure); document.querySelectorAll("details").forEach(one => { one.open = true; }); });
 addEventListener("keydown", event => {
   if (event.ctrlKey || event.metaKey || event.altKey || /INPUT|SELECT|TEXTAREA/.test(event.target.tagName)) return;
-  if (event.key === "/") { location.hash = "tensor"; show(); search.focus(); event.preventDefault(); }
+  if (event.key === "/" && pages.includes("tensor")) { location.hash = "tensor"; show(); search.focus(); event.preventDefault(); }
   const by = {ArrowLeft: -1, ArrowRight: 1}[event.key];
   if (!by || event.target.closest(".matrix")) return;
   const at = (pages.indexOf(links.find(link => link.hasAttribute("aria-current")).dataset.page) + by + pages.length) % pages.length;

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 from support.planted_faults import EXCLUDED, FAULTS, plant, recipe
 
+from ckpttool.operations.book.resumed import trial_page
 from ckpttool.operations.verify_resume.trial import trial
-from ckpttool.operations.verify_resume.trial.html import trial_page
 from ckpttool.operations.verify_resume.trial.results import Finding, Report
 
 STATE = ("model", "optimizer", "scheduler", "rng", "dataloader")

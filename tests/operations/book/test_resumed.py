@@ -1,14 +1,19 @@
-"""The page of a trial: that it is one well-formed file with everything in it, and that no name in it is markup."""
+"""The pages of `verify-resume trial` and `run`: that each is one well-formed file with everything in it, that no name
+in it is markup, and how it is in a real browser."""
 
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 from html.parser import HTMLParser
+from pathlib import Path
 from typing import Any
 
 import pytest
+from support.chromium import Page
 
-from ckpttool.operations.verify_resume.trial.html import trial_page
+from ckpttool.operations.book.resumed import run_page, trial_page
+from ckpttool.operations.verify_resume.run import results
 from ckpttool.operations.verify_resume.trial.results import (
     Check,
     Compared,
@@ -48,7 +53,8 @@ class Reader(HTMLParser):
         assert self.open.pop() == tag
 
     def handle_data(self, data: str) -> None:
-        self.words.append(data)
+        if not self.open or self.open[-1] not in ("style", "script"):
+            self.words.append(data)
 
     @property
     def text(self) -> str:
@@ -95,8 +101,8 @@ def test_what_a_trial_found_is_on_the_page() -> None:
     said = read(trial_page(report())).text
     for words in (
         "Resume is exact", "All is equal", "another mesh: B must be the control",
-        "4 steps, a save, 3 steps more", "convert --to safetensors", "local shapes", "not checked",
-        "the model has dropout", "no verdict", "4.00 kB", "20.5", "layers.0.w", "one thread", "rng", "took 12 s",
+        "4 steps, a save, 3 steps more on cpu", "convert --to safetensors", "local shapes", "not checked",
+        "the model has dropout", "no verdict", "4.00 kB", "20.5", "layers.0.w", "one thread", "rng", "time 12 s",
     ):  # fmt: skip
         assert words in said, words
     assert "The first difference" not in said
@@ -161,7 +167,7 @@ def test_runs_are_columns_of_the_sharding() -> None:
 def test_the_page_says_how_it_was_made() -> None:
     said = read(trial_page(report(), {"torch": "2.9.0", "command": EVIL})).text
     assert "How this was made torch 2.9.0 command" in said
-    assert "How this was made" not in read(trial_page(report())).text
+    assert "How this was made" not in read(trial_page(report(seconds=0.0))).text
 
 
 def test_a_run_that_hung_says_where() -> None:
@@ -172,8 +178,8 @@ def test_a_run_that_hung_says_where() -> None:
     assert "<frame>" in said
 
 
-@pytest.mark.parametrize("verdict", ["same", "differs"])
-def test_names_are_no_markup(verdict: str) -> None:
+def evil(verdict: str = "differs") -> dict[str, Any]:
+    """The report of a trial in which every text is markup."""
     failure = Failure(EVIL, EVIL, [Stuck(0, EVIL, EVIL, [EVIL], EVIL)])
     made = report(
         verdict=verdict, recipe=EVIL, rule=EVIL, rule_message=EVIL, message=EVIL, notes=[EVIL], deterministic=[EVIL],
@@ -182,19 +188,26 @@ def test_names_are_no_markup(verdict: str) -> None:
         checks=[Check(EVIL, EVIL, 1, False, EVIL)], device=EVIL,
     )  # fmt: skip
     made["runs"][0]["name"] = made["runs"][0]["mesh"] = made["runs"][0]["started"] = EVIL
-    page = trial_page(made)
+    return made
+
+
+@pytest.mark.parametrize("verdict", ["same", "differs"])
+def test_names_are_no_markup(verdict: str) -> None:
+    page = trial_page(evil(verdict))
     reader = read(page)
-    assert not {tag for tag, _ in reader.tags} & {"script", "img", "iframe", "link", "a"}
+    tags = [tag for tag, _ in reader.tags]
+    assert not {*tags} & {"img", "iframe", "link", "object"} and tags.count("script") == 2
     assert not [a for _, attrs in reader.tags for a in attrs if a.startswith("on")]
     assert "\x1b" not in page
     assert "\u202e" not in page
-    assert page.count("&lt;script&gt;") >= 20
+    assert page.count("&lt;script&gt;") >= 20 and EVIL not in page
 
 
 def test_nothing_is_loaded_from_anywhere() -> None:
     page = trial_page(report())
     reader = read(page)
-    assert not [attrs for _, attrs in reader.tags if {"src", "href", "srcset"} & set(attrs)]
+    assert not [attrs for _, attrs in reader.tags if {"src", "srcset"} & set(attrs)]
+    assert all(str(attrs["href"]).startswith("#") for _, attrs in reader.tags if "href" in attrs)
     assert "url(" not in page
     assert "@import" not in page
     assert "prefers-color-scheme: dark" in page
@@ -212,3 +225,99 @@ def test_tables_name_their_rows_and_columns() -> None:
 
 def test_an_empty_report_is_a_page() -> None:
     assert "did not finish" in read(trial_page({})).text
+
+
+# Of a command ---------------------------------------------------------------------------------------------------------
+
+
+def run_report(**more: Any) -> dict[str, Any]:
+    def run(name: str, *losses: float) -> results.ScriptRun:
+        made = results.ScriptRun(name, ["python", "train.py", "--out", name], name, f"{name}/log", 2)
+        made.steps = [results.Loss(8 - len(losses) + i + 1, loss) for i, loss in enumerate(losses)]
+        return made
+
+    made = results.Report(["python", EVIL, "--out", "OUT"], "bitwise", "B must be A", 4, 8, "sigterm", "differs")
+    made.message, made.cause, made.first_step = "the moments of `exp_avg` were lost", "`exp_avg` is all zero", 5
+    made.runs = [run("A", 5.0, 4.5, 4.0, 3.5), run("A2", 5.0, 4.5, 4.0, 3.5), run("B", 4.5, 4.25, 3.0)]
+    made.runs[2].resumed_at = 5
+    made.compared = [Compared("step 6: model", "B", "A", 31, 3, "bitwise", equal=False)]
+    made.findings = [Finding("moments lost", "`exp_avg` is all zero", step=6, hint="save `optimizer.state_dict()`")]
+    made.settings, made.unjudged, made.nondeterministic = ["PYTHONHASHSEED=0"], ["time"], ["rng"]
+    for name, value in more.items():
+        setattr(made, name, value)
+    return made.as_dict()
+
+
+def test_the_page_of_a_command_has_the_causes_and_each_step() -> None:
+    said = read(run_page(run_report(), {"torch": "2.9.0"})).text
+    for words in (
+        "Resume is not exact", "The moments of exp_avg were lost", "likely cause exp_avg is all zero", "B must be A",
+        "save optimizer.state_dict()", "step A A2 B B with A 5 5.0 5.0 6 4.5 4.5 4.5 equal 7 4.0 4.0 4.25 differs",
+        "step 6: model B with A 31 3 differs bitwise", "PYTHONHASHSEED=0", "no training state, and not judged: time",
+        "python train.py --out A2", "stopped after step 4, compared until step 8",
+    ):  # fmt: skip
+        assert words in said, words
+    failure = results.Failure("B", "it ended with exit code 1", ["KeyError: 3"])
+    said = read(run_page(run_report(verdict="failed", failure=failure))).text
+    assert "it ended with exit code 1" in said and "KeyError: 3" in said
+
+
+@pytest.mark.parametrize(("verdict", "style"), [("same", "same"), ("nondeterministic", "undecided")])
+def test_a_verdict_that_is_neither_is_no_failure(verdict: str, style: str) -> None:
+    assert f'class="verdict {style}"' in run_page(run_report(verdict=verdict))
+
+
+# The browser ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def page() -> Iterator[Page]:
+    browser = Page()
+    yield browser
+    browser.close()
+
+
+PAGES = ["summary", "steps", "differences", "compared", "runs"]
+
+
+@pytest.mark.parametrize(("width", "scheme"), [(400, "dark"), (1280, "light")])
+@pytest.mark.parametrize("name", ["trial", "run"])
+def test_every_page_is_drawn(tmp_path: Path, page: Page, name: str, width: int, scheme: str) -> None:
+    page.view(width, 800, scheme)
+    page.requests.clear()
+    path = tmp_path / f"{name}.html"
+    path.write_text(trial_page(evil(), {"command": EVIL}) if name == "trial" else run_page(run_report()))
+    page.open(path)
+    assert page.ask("[...document.querySelectorAll('nav a')].map(one => one.dataset.page)") == PAGES
+    assert page.ask("document.scripts.length") == 2
+    for one in PAGES:
+        page.ask(f"location.hash = '{one}'")
+        page.ask("new Promise(done => setTimeout(done, 30))")
+        shown = page.ask("[...document.querySelectorAll('section')].filter(one => !one.hidden).map(one => one.id)")
+        assert shown == [f"page-{one}"]
+        assert len(page.ask(f"document.getElementById('page-{one}').innerText")) > 60, one
+        assert page.ask("document.documentElement.scrollWidth") <= width, f"{one} is wider than the window"
+    background = page.ask("getComputedStyle(document.body).backgroundColor")
+    assert background == ("rgb(252, 252, 253)" if scheme == "light" else "rgb(17, 19, 20)")
+    if name == "trial":
+        cells = page.ask("[...document.querySelectorAll('#page-compared td')].map(one => one.textContent)")
+        assert any(cell == 'w"><script>alert(1)</script>\\x1b[31m\\u202e' for cell in cells), cells
+    assert page.problems == [] and page.requests == [path.as_uri()]
+
+
+def test_keys_and_print(tmp_path: Path, page: Page) -> None:
+    (tmp_path / "x.html").write_text(trial_page(evil()))
+    page.view(1280, 800, "light")
+    page.open(tmp_path / "x.html")
+    current = "document.querySelector('nav [aria-current]').dataset.page"
+    for name in [*PAGES[1:], PAGES[0]]:
+        page.press("ArrowRight")
+        assert page.ask(current) == name
+    page.press("/")  # there is nothing to search
+    assert page.ask(current) == "summary"
+    page.ask("dispatchEvent(new Event('beforeprint'))")
+    page.send("Emulation.setEmulatedMedia", media="print")
+    heights = page.ask("[...document.querySelectorAll('section, pre')].map(one => one.offsetHeight)")
+    page.send("Emulation.setEmulatedMedia", media="")
+    assert len(heights) == len(PAGES) + 1 and min(heights) > 20
+    assert page.problems == []
