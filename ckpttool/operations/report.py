@@ -62,7 +62,7 @@ def report(
     drop: str | Sequence[str] = (),
     tensors: str | Sequence[str] = (),
     exclude: str | Sequence[str] = (),
-    steps: str | None = None,
+    steps: str | Sequence[int | str] | None = None,
     shapes: str | None = None,
     cache: bool = True,
     overwrite: bool = False,
@@ -81,7 +81,7 @@ def report(
         tensors: globs of the dotted names to read; all without any.
         exclude: globs of names to leave out.
         steps: of a run directory, the steps to draw side by side: `"all"` complete ones, or some by their numbers,
-            `"500,1000"`; the other pages are about the last of them.
+            `"500,1000"` or `[500, 1000]`; the other pages are about the last of them.
         shapes: a checkpoint or JSON file with the shapes of parameters, for FSDP1 flat parameters.
         cache: whether to keep the statistics, and to take those that were kept of the same files; not of the Hub's.
         overwrite: whether to replace a file that exists.

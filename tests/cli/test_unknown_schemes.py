@@ -33,7 +33,7 @@ OTHERS = {
         "SECONDS",
         "CONDITION",
         "STAT",
-        "STEPS",
+        *("STEPS", "[STEP]..."),
         *("TREE", "WHICH", "-- COMMAND...", "COMMAND", "K", "M", "HOW", "WORD", "REGEX", "NAME[=VALUE]"),
     ),
 }

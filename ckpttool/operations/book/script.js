@@ -496,9 +496,9 @@ draw.steps = section => {
   const paint = () => {
     area.replaceChildren(...kinds.filter(({name}) => (name[1] ? `${name[0]}: ${name[1]}` : name[0]) === state.plane).map(({name, values}) => {
       const list = values[state.statistic].map(number), first = list.find(one => one !== null), last = list[list.length - 1];
-      const drift = first && last !== null ? 100 * (last / first - 1) : null;
+      const drift = (from, since) => from && last !== null ? `, ${last >= from ? "+" : ""}${shown(Number((100 * (last / from - 1)).toPrecision(3)))} % from ${since}` : "";
       return element("figure", {}, element("figcaption", {}, element("code", {}, name[2]), element("div", {class: "soft"},
-        `${shown(first)} → ${shown(last)}` + (drift === null ? "" : `, ${drift >= 0 ? "+" : ""}${shown(Number(drift.toPrecision(3)))} % from the first step`))), curve(values[state.statistic]));
+        `${shown(first)} → ${shown(last)}` + drift(first, "the first step") + (list.length > 2 ? drift(list[list.length - 2], "the previous one") : ""))), curve(values[state.statistic]));
     }));
   };
   const rows = [...new Set(hyperparameters.flatMap(one => Object.keys(one)))];

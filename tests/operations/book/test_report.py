@@ -137,6 +137,24 @@ def test_the_command(tmp_path: Path) -> None:
     assert done.exit_code == 2 and "no run" in done.stderr
 
 
+def test_steps_of_a_run_are_arguments(tmp_path: Path, written: Path) -> None:
+    """As `--steps`: those that are named, oldest first, and the page is about the last of them."""
+    path, out = str(written.parent / "run"), str(tmp_path / "x.html")
+    steps = {("1",): None, ("2", "1"): [1, 2], ("all",): [1, 2], ("--steps", "2,1"): [1, 2]}
+    for words, expected in steps.items():
+        assert run("report", path, *words, "-o", out, "--overwrite", "--quiet").exit_code == 0
+        drawn = data_of(Path(out).read_text())["steps"]
+        assert (drawn and drawn["steps"]) == expected, words
+    ckpttool.report(path, out, steps=[2, 1], overwrite=True)
+    assert data_of(Path(out).read_text())["steps"]["steps"] == [1, 2]
+    for words, message in (
+        (("3",), "has no complete checkpoint of step 3\nhint: the complete ones are 1, 2"),
+        (("1", "--steps", "2"), "the steps are given twice"),
+    ):
+        done = run("report", path, *words, "-o", out, "--overwrite")
+        assert done.exit_code == 2 and message in done.stderr
+
+
 # Size -----------------------------------------------------------------------------------------------------------------
 
 
@@ -241,6 +259,14 @@ def test_figures_are_those_of_stats(written: Path, page: Page) -> None:
     titles = page.ask("[...document.querySelectorAll('#detail .plot rect title')].map(one => one.textContent)")
     counts = [int(title.rsplit(" ", 1)[1].replace(",", "")) for title in titles]
     assert sum(counts) == pytest.approx(256, rel=0.02)
+
+
+def test_steps_have_their_drift(written: Path, page: Page) -> None:
+    """The second step has half of the first one."""
+    page.open(written, "#steps")
+    captions = page.ask("[...document.querySelectorAll('#page-steps figcaption')].map(one => one.textContent)")
+    assert any("layers.*.up.weight" in one and ", -50 % from the first step" in one for one in captions), captions
+    assert not any("previous" in one for one in captions)
 
 
 def test_keys(written: Path, page: Page) -> None:
