@@ -4,7 +4,7 @@ none of which computes a value. They are arithmetic on indexes, applied to assem
     stack(axis), unstack(axis)     experts of a layer, layers of a model: one tensor each, or one dimension more
     concat(axis), split(axis)      gate and up; query, key and value, also by groups of heads
     transpose(a, b)                the weights of a Conv1D
-    rows("halves", head_dim)       the rows of rotary heads, pairs of neighbours or two halves
+    rows("halves", head_dim)       the rows of rotary heads, pairs of neighbours or two halves; of some parts only
     trim(axis), pad(axis)          rows of a vocabulary
 
 Pure. Renaming is what rules do: `layout.key_maps`.
@@ -151,8 +151,10 @@ def _drop(values: Ints, axis: int) -> Ints:
 
 # Operations -----------------------------------------------------------------------------------------------------------
 
-Table = list[list[Assembly]]
-"""What operations are applied to: a row for each name of a rule, in it one for each number of a stack."""
+Row = dict[Ints, Assembly]
+"""What one name of a rule stands for: by the numbers of its stacks, `(layer, expert)`; by `()` where it has none."""
+Table = list[Row]
+"""What operations are applied to: a row for each name of a rule."""
 
 
 class Operation:
@@ -176,111 +178,131 @@ class Operation:
 
 
 def _each(table: Table, change: Callable[[Assembly], Assembly]) -> Table:
-    return [[change(one) for one in row] for row in table]
+    return [{numbers: change(one) for numbers, one in row.items()} for row in table]
 
 
 @dataclass(frozen=True, slots=True)
-class Stack(Operation):
-    """Make one tensor of several of one shape, with a new axis."""
+class _OfStack(Operation):
+    """An operation on the last number of names and an axis."""
 
-    name: ClassVar[str] = "stack"
     axis: int = 0
 
+    def data(self) -> Any:
+        return self.axis
+
+
+@dataclass(frozen=True, slots=True)
+class Stack(_OfStack):
+    """Make one tensor of several of one shape, with a new axis: of those that differ in the last number only."""
+
+    name: ClassVar[str] = "stack"
+
     def apply(self, table: Table, facts: Facts, rows: int) -> Table:
-        for row in table:
-            shapes = {one.shape for one in row}
+        return [self._stacked(row) for row in table]
+
+    def _stacked(self, row: Row) -> Row:
+        groups: dict[Ints, list[Assembly]] = {}
+        for numbers in sorted(row):
+            groups.setdefault(numbers[:-1], []).append(row[numbers])
+        for group in groups.values():
+            shapes = dict.fromkeys(one.shape for one in group)
             _check(len(shapes) == 1, f"tensors of shapes {_listed(shapes)} cannot be stacked")
-            _check_axis(self.axis, len(row[0].shape) + 1, row[0].shape)
-        return [[stacked(row, self.axis)] for row in table]
+            _check_axis(self.axis, len(group[0].shape) + 1, group[0].shape)
+        return {numbers: stacked(group, self.axis) for numbers, group in groups.items()}
 
     @property
     def inverse(self) -> Operation:
         return Unstack(self.axis)
 
-    def data(self) -> Any:
-        return self.axis
-
 
 @dataclass(frozen=True, slots=True)
-class Unstack(Operation):
-    """Make one tensor of each index of an axis."""
+class Unstack(_OfStack):
+    """Make one tensor of each index of an axis, which becomes the last number of their names."""
 
     name: ClassVar[str] = "unstack"
-    axis: int = 0
 
     def apply(self, table: Table, facts: Facts, rows: int) -> Table:
         for row in table:
-            _check(len(row) == 1, "`unstack` is there twice")
-            _check_axis(self.axis, len(row[0].shape), row[0].shape)
-            _check(row[0].shape[self.axis] <= _MOST, f"a tensor of shape {_listed([row[0].shape])} is no stack")
-        return [[index(one, self.axis, k) for one in row for k in range(one.shape[self.axis])] for row in table]
+            for one in row.values():
+                _check_axis(self.axis, len(one.shape), one.shape)
+                fits = one.shape[self.axis] * len(row) <= _MOST
+                _check(fits, f"a tensor of shape {_listed([one.shape])} is no stack")
+        return [
+            {
+                (*numbers, k): index(one, self.axis, k)
+                for numbers, one in row.items()
+                for k in range(one.shape[self.axis])
+            }
+            for row in table
+        ]
 
     @property
     def inverse(self) -> Operation:
         return Stack(self.axis)
 
-    def data(self) -> Any:
-        return self.axis
-
 
 @dataclass(frozen=True, slots=True)
-class Concat(Operation):
-    """Make one tensor of those of several names, one behind the other along an axis; with `groups`, of that many equal
-    parts of each in turn. Without `parts`, their ratio, they have one shape."""
+class _OfParts(Operation):
+    """An operation on the parts of a tensor along an axis: equal ones, or in the ratio of `parts`; those of each of
+    `groups` equal blocks."""
 
-    name: ClassVar[str] = "concat"
     axis: int = 0
     parts: tuple[Number, ...] = ()
     groups: Number = 1
-
-    def apply(self, table: Table, facts: Facts, rows: int) -> Table:
-        groups = _number(self.groups, facts)
-        result: list[Assembly] = []
-        _check(len({len(row) for row in table}) == 1, "the stacks of the names have different lengths")
-        for row in zip(*table, strict=True):
-            for one in row:
-                _check_axis(self.axis, len(one.shape), one.shape)
-            rest = {_drop(one.shape, self.axis) for one in row}
-            _check(len(rest) == 1, f"tensors of shapes {_listed(one.shape for one in row)} cannot be joined")
-            sizes = [one.shape[self.axis] for one in row]
-            ratio = _ratio(self.parts, facts) or (1,) * len(row)
-            unit = sizes[0] // ratio[0]
-            fits = len(ratio) == len(row) and sizes == [unit * part for part in ratio]
-            of = f"{_listed(one.shape for one in row)} are not {':'.join(map(str, ratio))} along axis {self.axis}"
-            _check(fits, of, hint='say their ratio: `"parts": [4, 1, 1]`')
-            _check(not any(size % groups for size in sizes), f"{_listed(one.shape for one in row)}: no {groups} groups")
-            cuts = [
-                take(one, self.axis, group * (size // groups), size // groups)
-                for group in range(groups)
-                for one, size in zip(row, sizes, strict=True)
-            ]
-            result.append(concatenated(cuts if groups > 1 else row, self.axis))
-        return [result]
-
-    @property
-    def inverse(self) -> Operation:
-        return Split(self.axis, self.parts, self.groups)
 
     def data(self) -> Any:
         return _data(axis=self.axis, parts=[*self.parts], groups=self.groups)
 
 
 @dataclass(frozen=True, slots=True)
-class Split(Operation):
-    """Make a tensor for each of several names of parts of one along an axis, equal ones or in the ratio of `parts`;
-    with `groups`, of the parts of that many equal blocks."""
+class Concat(_OfParts):
+    """Make one tensor of those of several names, one behind the other along an axis; with `groups`, of that many equal
+    parts of each in turn."""
+
+    name: ClassVar[str] = "concat"
+
+    def apply(self, table: Table, facts: Facts, rows: int) -> Table:
+        groups = _number(self.groups, facts)
+        _check(len({frozenset(row) for row in table}) == 1, "the stacks of the names have different lengths")
+        return [{numbers: self._joined([row[numbers] for row in table], groups, facts) for numbers in table[0]}]
+
+    def _joined(self, row: Sequence[Assembly], groups: int, facts: Facts) -> Assembly:
+        for one in row:
+            _check_axis(self.axis, len(one.shape), one.shape)
+        rest = {_drop(one.shape, self.axis) for one in row}
+        _check(len(rest) == 1, f"tensors of shapes {_listed(one.shape for one in row)} cannot be joined")
+        sizes = [one.shape[self.axis] for one in row]
+        ratio = _ratio(self.parts, facts) or (1,) * len(row)
+        unit = sizes[0] // ratio[0]
+        fits = len(ratio) == len(row) and sizes == [unit * part for part in ratio]
+        of = f"{_listed(one.shape for one in row)} are not {':'.join(map(str, ratio))} along axis {self.axis}"
+        _check(fits, of, hint='say their ratio: `"parts": [4, 1, 1]`')
+        _check(not any(size % groups for size in sizes), f"{_listed(one.shape for one in row)}: no {groups} groups")
+        cuts = [
+            take(one, self.axis, group * (size // groups), size // groups)
+            for group in range(groups)
+            for one, size in zip(row, sizes, strict=True)
+        ]
+        return concatenated(cuts if groups > 1 else row, self.axis)
+
+    @property
+    def inverse(self) -> Operation:
+        return Split(self.axis, self.parts, self.groups)
+
+
+@dataclass(frozen=True, slots=True)
+class Split(_OfParts):
+    """Make a tensor for each of several names of parts of one along an axis; with `groups`, of the parts of that many
+    equal blocks."""
 
     name: ClassVar[str] = "split"
-    axis: int = 0
-    parts: tuple[Number, ...] = ()
-    groups: Number = 1
 
     def apply(self, table: Table, facts: Facts, rows: int) -> Table:
         _check(len(table) == 1, "`split` makes several tensors of one, and there are several")
         groups, ratio = _number(self.groups, facts), _ratio(self.parts, facts) or (1,) * rows
         _check(len(ratio) == rows, f"`split` into {len(ratio)} parts for {rows} names")
-        result: Table = [[] for _ in ratio]
-        for one in table[0]:
+        result: Table = [{} for _ in ratio]
+        for numbers, one in table[0].items():
             _check_axis(self.axis, len(one.shape), one.shape)
             size = one.shape[self.axis]
             what = f"{groups} groups of " if groups > 1 else ""
@@ -290,16 +312,13 @@ class Split(Operation):
             block, unit, low = size // groups, size // groups // sum(ratio), 0
             for part, into in zip(ratio, result, strict=True):
                 cuts = [take(one, self.axis, group * block + low, part * unit) for group in range(groups)]
-                into.append(concatenated(cuts, self.axis) if groups > 1 else cuts[0])
+                into[numbers] = concatenated(cuts, self.axis) if groups > 1 else cuts[0]
                 low += part * unit
         return result
 
     @property
     def inverse(self) -> Operation:
         return Concat(self.axis, self.parts, self.groups)
-
-    def data(self) -> Any:
-        return _data(axis=self.axis, parts=[*self.parts], groups=self.groups)
 
 
 @dataclass(frozen=True, slots=True)
@@ -311,7 +330,7 @@ class Transpose(Operation):
     b: int = 1
 
     def apply(self, table: Table, facts: Facts, rows: int) -> Table:
-        for one in (one for row in table for one in row):
+        for one in (one for row in table for one in row.values()):
             _check_axis(max(self.a, self.b), len(one.shape), one.shape)
         return _each(table, lambda one: transposed(one, self.a, self.b))
 
@@ -326,37 +345,54 @@ class Transpose(Operation):
 @dataclass(frozen=True, slots=True)
 class Rows(Operation):
     """Permute the rows of each head: pairs of neighbours become two `halves`, as transformers' rotary embedding has
-    them, or two halves `neighbours`."""
+    them, or two halves `neighbours`. A head has `head_dim` of them, or the axis `heads` heads; of several names, those
+    of `parts` only."""
 
     name: ClassVar[str] = "rows"
     to: str = "halves"
     head_dim: Number = "head_dim"
+    axis: int = 0
+    heads: Number | None = None
+    parts: Ints = ()
 
     def apply(self, table: Table, facts: Facts, rows: int) -> Table:
-        head = _number(self.head_dim, facts)
-        return _each(table, lambda one: self._permuted(one, head))
+        fits = not self.parts or max(self.parts) < len(table)
+        _check(fits, f"there is no part {max(self.parts, default=0)} of {len(table)}, of which the rows are permuted")
+        return [
+            row if self.parts and part not in self.parts else _each([row], lambda one: self._permuted(one, facts))[0]
+            for part, row in enumerate(table)
+        ]
 
-    def _permuted(self, one: Assembly, head: int) -> Assembly:
-        _check_axis(0, len(one.shape), one.shape)
-        fits = head > 1 and head % 2 == 0 and one.shape[0] % head == 0
+    def _permuted(self, one: Assembly, facts: Facts) -> Assembly:
+        _check_axis(self.axis, len(one.shape), one.shape)
+        size = one.shape[self.axis]
+        heads = None if self.heads is None else _number(self.heads, facts)
+        head = size // heads if heads else _number(self.head_dim, facts)
+        fits = head > 1 and head % 2 == 0 and size % (heads or head) == 0
+        where = "the rows" if self.axis == 0 else f"those of axis {self.axis}"
         _check(
             fits,
-            f"the rows of a tensor of shape {[*one.shape]} are no multiple of {head}, those of a head",
-            hint="the config is not this model's, or pass another `--head-dim`",
+            f"{where} of a tensor of shape {[*one.shape]} are no multiple of {head}, those of a head"
+            if not heads
+            else f"{where} of a tensor of shape {[*one.shape]} are not those of {heads} heads of two halves",
+            hint="the config is not this model's" + ("" if heads else ", or pass another `--head-dim`"),
         )
-        heads, half = range(0, one.shape[0], head), head // 2
+        begins, half = range(0, size, head), head // 2
         if self.to == "halves":
-            cuts = [take(one, 0, row + side, half, 2) for row in heads for side in (0, 1)]
+            cuts = [take(one, self.axis, row + side, half, 2) for row in begins for side in (0, 1)]
         else:
-            cuts = [take(one, 0, row + pair, 2, half) for row in heads for pair in range(half)]
-        return concatenated(cuts, 0)
+            cuts = [take(one, self.axis, row + pair, 2, half) for row in begins for pair in range(half)]
+        return concatenated(cuts, self.axis)
 
     @property
     def inverse(self) -> Operation:
-        return Rows("neighbours" if self.to == "halves" else "halves", self.head_dim)
+        return replace(self, to="neighbours" if self.to == "halves" else "halves")
 
     def data(self) -> Any:
-        return self.to if self.head_dim == "head_dim" else {"to": self.to, "head_dim": self.head_dim}
+        values: dict[str, Any] = {"head_dim": self.head_dim} if self.heads is None else {"heads": self.heads}
+        values |= {"axis": self.axis, "parts": [*self.parts]}
+        values = {name: value for name, value in values.items() if value not in (0, [], "head_dim")}
+        return {"to": self.to, **values} if values else self.to
 
 
 @dataclass(frozen=True, slots=True)
@@ -423,7 +459,7 @@ class Pad(Resize):
         return Trim(self.axis, self._before(), self.size)
 
 
-_MOST = 65_536  # tensors that one is unstacked to
+_MOST = 1 << 18  # tensors that one is unstacked to
 
 
 def parse_operation(data: Any) -> Operation | None:
@@ -437,8 +473,13 @@ def parse_operation(data: Any) -> Operation | None:
             return Transpose(a, b)
         case ("rows", "halves" | "neighbours" as to):
             return Rows(to)
-        case ("rows", {"to": "halves" | "neighbours" as to, "head_dim": head, **rest}) if _is_number(head) and not rest:
-            return Rows(to, head)
+        case ("rows", {"to": "halves" | "neighbours" as to, **rest}) if not {"head_dim", "heads"} <= rest.keys():
+            head, heads = rest.pop("head_dim", "head_dim"), rest.pop("heads", None)
+            along: Any = rest.pop("axis", 0)
+            of: Any = rest.pop("parts", [])
+            fits = _is_axis(along) and isinstance(of, list) and all(map(_is_axis, of)) and not rest
+            if fits and _is_number(head) and (heads is None or _is_number(heads)):
+                return Rows(to, head, along, heads, tuple(of))
         case ("concat" | "split" as name, int() as axis) if _is_axis(axis):
             return (Concat if name == "concat" else Split)(axis)
         case ("concat" | "split" as name, {"axis": int() as axis, **rest}) if _is_axis(axis):
@@ -463,7 +504,9 @@ def _is_axis(value: Any) -> bool:
 
 
 def _is_number(value: Any) -> TypeGuard[Number]:
-    return (type(value) is int and value > 0) or (isinstance(value, str) and value.isidentifier())
+    """Return whether it is a number, or may be the name of one: `vision_config.num_attention_heads`."""
+    is_name = isinstance(value, str) and all(map(str.isidentifier, value.split(".")))
+    return (type(value) is int and value > 0) or is_name
 
 
 def _number(value: Number, facts: Facts) -> int:

@@ -19,6 +19,7 @@ from dataclasses import dataclass, field, replace
 from operator import attrgetter
 from typing import Any
 
+from ckpttool.catalogue.boxes import Ints
 from ckpttool.catalogue.entries import Catalogue, Path, Tensor
 from ckpttool.errors import UsageError
 from ckpttool.layout.index_operations import (
@@ -26,6 +27,7 @@ from ckpttool.layout.index_operations import (
     Concat,
     Facts,
     Operation,
+    Row,
     Rows,
     Split,
     Stack,
@@ -76,6 +78,16 @@ class Rule:
     def shared(self) -> list[str]:
         """The fields of both sides."""
         return [name for name in self.sources[0].fields if not self.targets or name in self.targets[0].fields]
+
+    @property
+    def stacks(self) -> list[str]:
+        """The fields of `sources` alone, numbers of stacks: the operation `stack` takes the last one first."""
+        return [name for name in self.sources[0].fields if name not in self.shared]
+
+    @property
+    def unstacks(self) -> list[str]:
+        """The fields of `targets` alone: the operation `unstack` makes the first one first."""
+        return [name for name in self.targets[0].fields if name not in self.shared]
 
     @property
     def is_renaming(self) -> bool:
@@ -202,10 +214,11 @@ def _rule(data: Any, where: str, version: int) -> Rule:
 
 def _parsed(data: Mapping[str, Any], where: str, version: int) -> Rule | None:
     old, new = data.get("from"), data.get("to")
-    if "to" not in data or not (olds := _listed(old)) or (new is not None and not (_listed(new))):
+    olds, news = _listed(old), _listed(new)
+    if "to" not in data or not olds or (new is not None and not news):
         return None
     sources = tuple(_name(text, where) for text in olds)
-    targets = tuple(_name(text, where) for text in _listed(new))
+    targets = tuple(_name(text, where) for text in news)
     # Each side has the same fields in all of its names.
     if any(len({frozenset(one.fields) for one in side}) > 1 for side in (sources, targets)):
         return None
@@ -213,17 +226,17 @@ def _parsed(data: Mapping[str, Any], where: str, version: int) -> Rule | None:
     only_source, only_target = _own_fields(sources, targets), _own_fields(targets, sources)
     if not targets:
         return None if rows or data.get("operations") else Rule(sources, ())
-    if max(len(only_source), len(only_target)) > 1 or (rows not in (None, "halves")):
+    if rows not in (None, "halves") or any(f"{{{name}*}}" in olds[0] + news[0] for name in only_source + only_target):
         return None
     if (operations := data.get("operations")) is None:
-        made = _default(len(sources), len(targets), bool(only_source), bool(only_target), rows)
+        made = _default(len(sources), len(targets), len(only_source), len(only_target), rows)
         return Rule(sources, targets, tuple(made))
     parsed = [parse_operation(one) for one in operations] if isinstance(operations, list) else [None]
     known = tuple(one for one in parsed if one is not None)
     kinds = [type(one) for one in known]
+    numbered = [kind for kind in kinds if kind in (Stack, Unstack)]
     fits = (
-        (Stack in kinds) == bool(only_source)
-        and (Unstack in kinds) == bool(only_target)
+        numbered == [Stack] * len(only_source) + [Unstack] * len(only_target)
         and (len(sources) == 1 or Concat in kinds)
         and (len(targets) == 1 or Split in kinds)
     )
@@ -235,18 +248,16 @@ def _own_fields(side: Sequence[Name], other: Sequence[Name]) -> list[str]:
     return [name for name in side[0].fields if name not in others] if side and other else []
 
 
-def _default(sources: int, targets: int, stacks: bool, unstacks: bool, rows: str | None) -> Iterator[Operation]:
+def _default(sources: int, targets: int, stacks: int, unstacks: int, rows: str | None) -> Iterator[Operation]:
     """Yield the operations of a rule that names none: stacks first, then parts along the axis behind."""
-    if stacks:
-        yield Stack(0)
+    yield from [Stack(0)] * stacks
     if sources > 1:
-        yield Concat(int(stacks))
+        yield Concat(stacks)
     if rows:
         yield Rows(rows)
     if targets > 1:
-        yield Split(int(unstacks))
-    if unstacks:
-        yield Unstack(0)
+        yield Split(unstacks)
+    yield from [Unstack(0)] * unstacks
 
 
 def _listed(value: Any) -> list[str]:
@@ -276,11 +287,11 @@ def _escaped(text: str, wild: bool) -> str:
 
 @dataclass(slots=True)
 class _Group:
-    """The tensors that a rule makes others of, by their place in it: the number of the name, and that of the stack."""
+    """The tensors that a rule makes others of, by their place in it: the number of the name, those of the stacks."""
 
     rule: Rule
     values: dict[str, str]
-    members: dict[tuple[int, int], Tensor] = field(default_factory=dict)
+    members: dict[tuple[int, Ints], Tensor] = field(default_factory=dict)
 
 
 @dataclass(slots=True)
@@ -322,13 +333,12 @@ def map_tensors(keymap: KeyMap, tensors: Iterable[Tensor], viewed: Viewed, facts
         key = number, tuple(values[name] for name in rule.shared)
         if key not in groups:
             order.append(groups.setdefault(key, _Group(rule, values)))
-        own = next((int(values[name]) for name in rule.sources[0].fields if name not in rule.shared), 0)
-        groups[key].members[place, own] = tensor
+        groups[key].members[place, tuple(int(values[name]) for name in rule.stacks)] = tensor
     new_path: dict[Path, Path] = {}
     for one in order:
         made = _made(keymap, one, viewed, facts) if isinstance(one, _Group) else [one]
         if isinstance(one, _Group) and one.rule.is_renaming:
-            new_path[one.members[0, 0].path] = made[0].path
+            new_path[one.members[0, ()].path] = made[0].path
         mapped.tensors += made
     unknown = set(mapped.unknown)
     kept = {tensor.path for tensor in tensors if tensor.name in unknown}
@@ -347,7 +357,7 @@ def _matches(keymap: KeyMap, name: str) -> Iterator[tuple[int, Rule, int, dict[s
 def _made(keymap: KeyMap, group: _Group, viewed: Viewed, facts: Facts) -> list[Tensor]:
     rule, values = group.rule, group.values
     if rule.is_renaming:
-        return [again(group.members[0, 0], path=(rule.targets[0].filled(values),))]
+        return [again(group.members[0, ()], path=(rule.targets[0].filled(values),))]
     table, sources = _table(keymap, group)
     first = sources[0]
     try:
@@ -360,40 +370,38 @@ def _made(keymap: KeyMap, group: _Group, viewed: Viewed, facts: Facts) -> list[T
             tensor=first.name,
         ) from None
     origins = [tensor.origin or tensor for tensor in sources]
-    field_ = next((name for name in rule.targets[0].fields if name not in rule.shared), "")
     made = []
-    for k in range(len(table[0])):
+    for numbers in table[0]:
+        filled = values | dict(zip(rule.unstacks, map(str, numbers), strict=True))
         for target, row in zip(rule.targets, table, strict=True):
-            path: Path = (target.filled(values | ({field_: str(k)} if field_ else {})),)
-            used = sorted({place for place, _ in row[k].pieces if place >= 0})
+            path: Path = (target.filled(filled),)
+            one = row[numbers]
+            used = sorted({place for place, _ in one.pieces if place >= 0})
             places = {place: number for number, place in enumerate(used)}
-            pieces = [piece._replace(tensor=places.get(piece.tensor, -1)) for piece in row[k].pieces]
-            origin = viewed.view([origins[place] for place in used], path, row[k].shape, pieces)
-            made.append(replace(first, path=path, shape=row[k].shape, alias=None, origin=origin))
+            pieces = [piece._replace(tensor=places.get(piece.tensor, -1)) for piece in one.pieces]
+            origin = viewed.view([origins[place] for place in used], path, one.shape, pieces)
+            made.append(replace(first, path=path, shape=one.shape, alias=None, origin=origin))
     return made
 
 
 def _table(keymap: KeyMap, group: _Group) -> tuple[Table, list[Tensor]]:
     """Return the assemblies of the sources of a rule, and the sources. Raises UsageError if one is missing."""
     rule = group.rule
-    numbers = sorted({number for _, number in group.members})
-    stacked = any(isinstance(one, Stack) for one in rule.operations)
-    expected = range(max(numbers) + 1) if stacked else numbers
+    lengths = [max(column) + 1 for column in zip(*(numbers for _, numbers in group.members), strict=True)]
     sources: list[Tensor] = []
     table: Table = []
-    field_ = next((name for name in rule.sources[0].fields if name not in rule.shared), "")
     for place, source in enumerate(rule.sources):
-        row: list[Assembly] = []
-        for number in expected:
-            tensor = group.members.get((place, number))
+        row: Row = {}
+        for numbers in _indexes(lengths):
+            tensor = group.members.get((place, numbers))
             if tensor is None:
-                missing = source.filled(group.values | ({field_: str(number)} if field_ else {}))
+                missing = source.filled(group.values | dict(zip(rule.stacks, map(str, numbers), strict=True)))
                 raise UsageError(
                     f"key map `{keymap.name}`: there is no `{missing}`, of which `{rule.targets[0].text}` is made",
                     hint="`--map none` leaves the names as they are",
                     tensor=missing,
                 )
-            row.append(Assembly.of(len(sources), tensor.shape))
+            row[numbers] = Assembly.of(len(sources), tensor.shape)
             sources.append(tensor)
         table.append(row)
     if len({tensor.dtype for tensor in sources}) > 1:
@@ -404,6 +412,16 @@ def _table(keymap: KeyMap, group: _Group) -> tuple[Table, list[Tensor]]:
             tensor=sources[0].name,
         )
     return table, sources
+
+
+def _indexes(lengths: Sequence[int]) -> Iterator[Ints]:
+    """Yield all indexes of an array, the last number first. `itertools.product` keeps the numbers, and they may be
+    those of a name with a number of any size."""
+    if not lengths:
+        yield ()
+    for number in range(lengths[0]) if lengths else ():
+        for rest in _indexes(lengths[1:]):
+            yield (number, *rest)
 
 
 def _aliased(tensor: Tensor, new_path: Mapping[Path, Path], kept: set[Path]) -> Tensor:

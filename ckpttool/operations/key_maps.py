@@ -77,11 +77,17 @@ def chosen(
 
 
 def facts(config: Mapping[str, Any] | None, head_dim: int | None) -> dict[str, int]:
-    """Return the numbers of a config that operations may name; those of its text model count as its own."""
+    """Return the numbers of a config that operations may name, `vision_config.num_attention_heads` too; those of its
+    text model count as its own."""
     config = config or {}
-    text = config.get("text_config")
-    levels = [text if isinstance(text, Mapping) else {}, config]
-    numbers = {key: value for level in levels for key, value in level.items() if type(value) is int and value > 0}
+    inner = {f"{key}.": value for key, value in config.items() if isinstance(value, Mapping)}
+    levels = [*inner.items(), ("", inner.get("text_config.", {})), ("", config)]
+    numbers = {
+        begin + key: value
+        for begin, level in levels
+        for key, value in level.items()
+        if type(value) is int and value > 0
+    }
     if "num_attention_heads" in numbers:
         numbers.setdefault("num_key_value_heads", numbers["num_attention_heads"])
     return numbers | ({"head_dim": head_dim} if head_dim is not None else {})

@@ -58,83 +58,120 @@ def numbered(shapes: list[Ints]) -> list[Array]:
     return [np.arange(a, a + int(np.prod(s))).reshape(s) for a, s in zip(starts, shapes, strict=False)]
 
 
-def by_numpy(operation: Operation, table: list[list[Array]], rows: int) -> list[list[Array]]:
+Row = dict[Ints, Array]
+"""The arrays of a name by the numbers that it has."""
+
+
+def permuted(one: Array, to: str, head: int, axis: int) -> Array:
+    pairs = (head // 2, 2) if to == "halves" else (2, head // 2)
+    before, after = one.shape[:axis], one.shape[axis + 1 :]
+    heads = one.reshape(*before, one.shape[axis] // head, *pairs, *after)
+    return heads.swapaxes(axis + 1, axis + 2).reshape(one.shape)
+
+
+def by_numpy(operation: Operation, table: list[Row], rows: int) -> list[Row]:
     match operation:
         case Stack(axis):
-            return [[np.stack(row, axis)] for row in table]
+            return [
+                {
+                    at: np.stack([one for numbers, one in sorted(row.items()) if numbers[:-1] == at], axis)
+                    for at in dict.fromkeys(numbers[:-1] for numbers in row)
+                }
+                for row in table
+            ]
         case Unstack(axis):
-            return [[np.take(row[0], k, axis) for k in range(row[0].shape[axis])] for row in table]
-        case Transpose(a, b):
-            return [[np.swapaxes(one, a, b) for one in row] for row in table]
+            return [
+                {(*at, k): np.take(one, k, axis) for at, one in row.items() for k in range(one.shape[axis])}
+                for row in table
+            ]
         case Concat(axis, _, int() as groups):
-            columns = [[np.split(one, groups, axis) for one in column] for column in zip(*table, strict=True)]
-            return [[np.concatenate([part for g in zip(*c, strict=True) for part in g], axis) for c in columns]]
+            joined = {}
+            for at in table[0]:
+                parts = zip(*(np.split(row[at], groups, axis) for row in table), strict=True)
+                joined[at] = np.concatenate([part for group in parts for part in group], axis)
+            return [joined]
         case Split(axis, parts, int() as groups):
-            result: list[list[Array]] = [[] for _ in range(rows)]
+            result: list[Row] = [{} for _ in range(rows)]
             ratio = [int(part) for part in parts] or [1] * rows
-            for one in table[0]:
+            for at, one in table[0].items():
                 blocks = []
                 for block in np.split(one, groups, axis):
                     unit = block.shape[axis] // sum(ratio)
                     blocks.append(np.split(block, np.cumsum(ratio)[:-1] * unit, axis))
                 for into, pieces in zip(result, zip(*blocks, strict=True), strict=True):
-                    into.append(np.concatenate(pieces, axis))
+                    into[at] = np.concatenate(pieces, axis)
             return result
-        case Rows(to, int() as head):
+    changed = [{at: changed_by_numpy(operation, one) for at, one in row.items()} for row in table]
+    if isinstance(operation, Rows) and operation.parts:
+        return [
+            new if part in operation.parts else old for part, (old, new) in enumerate(zip(table, changed, strict=True))
+        ]
+    return changed
 
-            def permuted(one: Array) -> Array:
-                pairs = (head // 2, 2) if to == "halves" else (2, head // 2)
-                return one.reshape(-1, *pairs, *one.shape[1:]).swapaxes(1, 2).reshape(one.shape)
 
-            return [[permuted(one) for one in row] for row in table]
+def changed_by_numpy(operation: Operation, one: Array) -> Array:
+    match operation:
+        case Transpose(a, b):
+            return np.swapaxes(one, a, b)
+        case Rows(to, int() as head, axis, None):
+            return permuted(one, to, head, axis)
+        case Rows(to, _, axis, int() as heads):
+            return permuted(one, to, one.shape[axis] // heads, axis)
         case Trim(axis, int() as size, _):
-            return [[np.take(one, range(size), axis) for one in row] for row in table]
+            return np.take(one, range(size), axis)
         case Pad(axis, int() as size, _):
-            widths = [
-                [(0, size - n if d == axis else 0) for d, n in enumerate(one.shape)] for row in table for one in row
-            ]
-            return [[np.pad(one, widths[0]) for one in row] for row in table]
+            return np.pad(one, [(0, size - n if d == axis else 0) for d, n in enumerate(one.shape)])
     raise AssertionError(operation)
 
 
 @st.composite
-def steps(draw: st.DrawFn) -> tuple[list[list[Ints]], list[tuple[Operation, int]]]:
-    """The shapes of a table of tensors, and up to five operations that fit one after the other."""
+def steps(draw: st.DrawFn) -> tuple[list[dict[Ints, Ints]], list[tuple[Operation, int]]]:
+    """The shapes of a table of tensors, and operations that fit one after the other."""
     head = 2 * draw(st.integers(1, 4))  # from 6 on, the two orders of rows are not the same permutation
-    shape = (head * draw(st.integers(1, 2)), *draw(st.lists(st.integers(1, 4), min_size=1, max_size=2)))
-    stack = draw(st.integers(0, 3))
+    shape = (head * draw(st.integers(1, 2)), *draw(st.lists(st.integers(1, 3), min_size=1, max_size=2)))
+    stacks = draw(st.lists(st.integers(1, 3), max_size=2))
     names = draw(st.integers(1, 3))
-    shapes = [[shape] * max(stack, 1) for _ in range(names)]
-    table = [[np.zeros(one) for one in row] for row in shapes]
+    shapes = [dict.fromkeys(np.ndindex(*stacks), shape) for _ in range(names)]
+    table = [{at: np.zeros(one) for at, one in row.items()} for row in shapes]
     operations: list[tuple[Operation, int]] = []
-    if stack:
-        operations.append((Stack(draw(st.integers(0, len(shape)))), names))
+
+    def do(operation: Operation, rows: int) -> None:
+        operations.append((operation, rows))
+        table[:] = by_numpy(operation, table, rows)
+
+    def maybe_rows() -> None:
+        axes = [axis for axis, n in enumerate(size()) if n % head == 0]
+        if draw(st.booleans()) and axes:
+            parts = tuple(draw(st.sets(st.integers(0, len(table) - 1))))
+            heads, order = draw(st.sampled_from([None, 1])), draw(st.sampled_from(["halves", "neighbours"]))
+            do(
+                Rows(order, head if heads is None else "head_dim", draw(st.sampled_from(axes)), heads, parts),
+                len(table),
+            )
+
+    def size() -> Ints:
+        return next(iter(table[0].values())).shape
+
+    maybe_rows()
+    for _ in stacks:
+        do(Stack(draw(st.integers(0, len(size())))), names)
     if names > 1:
-        axis = draw(st.integers(0, len(shape)))
-        width = [*by_numpy(operations[0][0], table, 1)[0][0].shape] if stack else [*shape]
-        axis = min(axis, len(width) - 1)
-        groups = draw(st.sampled_from([n for n in (1, 2, 3) if width[axis] % n == 0]))
-        operations.append((Concat(axis, (), groups), 1))
-    for operation, rows in operations:
-        table = by_numpy(operation, table, rows)
+        axis = draw(st.integers(0, len(size()) - 1))
+        do(Concat(axis, (), draw(st.sampled_from([n for n in (1, 2, 3) if size()[axis] % n == 0]))), 1)
     for _ in range(draw(st.integers(0, 3))):
-        size = table[0][0].shape
-        axes = draw(st.permutations(range(len(size))))[:2]
-        choices: list[Operation] = [Transpose(axes[0], axes[1])] if len(size) > 1 else []
-        choices += [Rows(draw(st.sampled_from(["halves", "neighbours"])), head)] if size[0] % head == 0 else []
-        choices += [Pad(0, size[0] + 2, size[0])]
-        choices += [Trim(0, size[0], size[0])]
-        operation = draw(st.sampled_from(choices))
-        operations.append((operation, 1))
-        table = by_numpy(operation, table, 1)
-    size = table[0][0].shape
-    ways = [(axis, n, g) for axis, s in enumerate(size) for n in (2, 3) for g in (1, 2) if s % (n * g) == 0]
-    if ways and draw(st.booleans()):
+        a, b = (*draw(st.permutations(range(len(size())))), 0)[:2]
+        choices: list[Operation] = [Transpose(a, b)] if len(size()) > 1 else []
+        choices += [Pad(0, size()[0] + 2, size()[0])]
+        choices += [Trim(0, size()[0], size()[0])]
+        do(draw(st.sampled_from(choices)), 1)
+        maybe_rows()
+    ways = [(axis, n, g) for axis, s in enumerate(size()) for n in (2, 3) for g in (1, 2) if s % (n * g) == 0]
+    if draw(st.booleans()) and ways:
         axis, n, groups = draw(st.sampled_from(ways))
-        operations.append((Split(axis, (1,) * n, groups), n))
-        table = by_numpy(operations[-1][0], table, n)
-    if len(size) > 1 and draw(st.booleans()):
-        operations.append((Unstack(draw(st.integers(0, len(size) - 1))), len(table)))
+        do(Split(axis, (1,) * n, groups), n)
+        maybe_rows()
+    for _ in range(draw(st.integers(0, min(2, len(size()) - 1)))):
+        do(Unstack(draw(st.integers(0, len(size()) - 1))), len(table))
     return shapes, operations
 
 
@@ -142,24 +179,25 @@ def steps(draw: st.DrawFn) -> tuple[list[list[Ints]], list[tuple[Operation, int]
 @given(steps())
 def test_operations_are_those_of_numpy_and_their_inverses_undo_them(made: Any) -> None:
     shapes, operations = made
-    flat = [shape for row in shapes for shape in row]
-    arrays = numbered(flat)
-    numbers = iter(range(len(flat)))
-    start = [[Assembly.of(next(numbers), shape) for shape in row] for row in shapes]
-    table, expected = start, [[arrays[one.pieces[0].tensor] for one in row] for row in start]
+    arrays = numbered([shape for row in shapes for shape in row.values()])
+    numbers = iter(range(len(arrays)))
+    start = [{at: Assembly.of(next(numbers), shape) for at, shape in row.items()} for row in shapes]
+    table, expected = start, [{at: arrays[one.pieces[0].tensor] for at, one in row.items()} for row in start]
     rows_before = []
     for operation, rows in operations:
         rows_before.append(len(table))
         table, expected = operation.apply(table, {}, rows), by_numpy(operation, expected, rows)
     for row, expected_row in zip(table, expected, strict=True):
-        for one, array in zip(row, expected_row, strict=True):
-            assert one.shape == array.shape and np.array_equal(evaluated(one, arrays), array)
+        assert [*row] == [*expected_row]
+        for at, one in row.items():
+            assert one.shape == expected_row[at].shape and np.array_equal(evaluated(one, arrays), expected_row[at])
     for (operation, _), rows in zip(reversed(operations), reversed(rows_before), strict=True):
         table = operation.inverse.apply(table, {}, rows)
     assert len(table) == len(start)
     for row, before in zip(table, start, strict=True):
-        for one, first in zip(row, before, strict=True):
-            assert np.array_equal(evaluated(one, arrays), arrays[first.pieces[0].tensor])
+        assert [*row] == [*before]
+        for at, one in row.items():
+            assert np.array_equal(evaluated(one, arrays), arrays[before[at].pieces[0].tensor])
 
 
 @pytest.mark.parametrize(
@@ -169,7 +207,8 @@ def test_operations_are_those_of_numpy_and_their_inverses_undo_them(made: Any) -
         {"rows": {"to": "halves", "head_dim": 64}}, {"concat": 1}, {"split": 0},
         {"split": {"axis": 0, "parts": [4, 1, 1], "groups": "num_key_value_heads"}},
         {"concat": {"axis": 1, "parts": [1, 1]}}, {"trim": {"axis": 0, "size": 50257, "from": 50304}},
-        {"pad": {"axis": 0, "size": 50304}},
+        {"pad": {"axis": 0, "size": 50304}}, {"rows": {"to": "neighbours", "axis": 1, "parts": [0, 1]}},
+        {"rows": {"to": "halves", "heads": "vision_config.num_attention_heads"}},
     ],
 )  # fmt: skip
 def test_an_operation_is_written_as_it_is_read(data: Any) -> None:
@@ -183,6 +222,8 @@ def test_an_operation_is_written_as_it_is_read(data: Any) -> None:
         {"stack": -1}, {"stack": True}, {"transpose": [0, 0]}, {"transpose": 1}, {"rows": "thirds"}, {"split": "0"},
         {"split": {"axis": 0, "parts": [0]}}, {"split": {"axis": 0, "more": 1}}, {"trim": {"axis": 0}}, {}, [], "rows",
         {"stack": 0, "unstack": 0}, {"scale": 2}, {"rows": {"to": "halves", "head_dim": "a b"}},
+        {"rows": {"to": "halves", "head_dim": 2, "heads": 2}}, {"rows": {"to": "halves", "parts": [-1]}},
+        {"rows": {"to": "halves", "heads": "a..b"}}, {"rows": {"to": "halves", "parts": 1}},
     ],
 )  # fmt: skip
 def test_what_is_no_operation(data: Any) -> None:
@@ -247,17 +288,28 @@ RULES = [
     {"from": "h.{n}.rot", "to": "l.{n}.rot", "operations": [{"transpose": [0, 1]}, {"rows": "halves"}]},
     {"from": "all", "to": "l.{n}.one", "operations": [{"unstack": 1}]},
     {"from": "emb", "to": "embed", "operations": [{"pad": {"axis": 0, "size": 9, "from": 7}}]},
+    {"from": "layers.{l}.experts.{e}.down", "to": "experts.down", "operations": [{"stack": 0}, {"stack": 0}]},
+    {"from": "layers.{l}.experts.{e}.up", "to": "experts.up", "operations": [{"stack": 0}, {"stack": 1}]},
+    {"from": ["layers.{l}.x.{e}.a", "layers.{l}.x.{e}.b"], "to": "x"},
+    {"from": "stacked", "to": "of.{e}.layer.{l}", "operations": [{"unstack": 2}, {"unstack": 0}]},
+    {"from": "group.{n}.linear_qkv", "to": ["l.{n}.q_proj", "l.{n}.k_proj", "l.{n}.v_proj"],
+     "operations": [{"split": {"axis": 0, "parts": ["heads", "kv", "kv"], "groups": "kv"}},
+                    {"rows": {"to": "halves", "parts": [0, 1]}}]},
     {"from": "top.{rest*}", "to": "{rest*}"},
 ]  # fmt: skip
 FACTS = {"heads": 4, "kv": 2, "head_dim": 8}
 
 
 def model() -> dict[str, Array]:
-    shapes: dict[str, Ints] = {"emb": (7, 3), "all": (3, 2, 2), "top.a.{": (2, 2)}
+    shapes: dict[str, Ints] = {"emb": (7, 3), "all": (3, 2, 2), "stacked": (2, 4, 3), "top.a.{": (2, 2)}
     for n in range(2):
         shapes |= {f"h.{n}.up": (5, 2), f"h.{n}.qkv": (16, 3), f"h.{n}.rot": (3, 8)}
         for e in range(3):
             shapes |= {f"h.{n}.moe.{e}.gate": (2, 4), f"h.{n}.x.{e}.a": (2, 3), f"h.{n}.x.{e}.b": (2, 3)}
+        shapes[f"group.{n}.linear_qkv"] = (64, 3)
+        for e in range(3):
+            shapes |= {f"layers.{n}.experts.{e}.down": (2, 4), f"layers.{n}.experts.{e}.up": (4, 2)}
+            shapes |= {f"layers.{n}.x.{e}.a": (2, 3), f"layers.{n}.x.{e}.b": (2, 3)}
     return dict(zip(shapes, numbered([*shapes.values()]), strict=True))
 
 
@@ -282,6 +334,18 @@ def test_a_map_and_its_inverse(seed: int) -> None:
         halves = arrays[f"h.{n}.rot"].T.reshape(1, 4, 2, 3).swapaxes(1, 2).reshape(8, 3)
         assert np.array_equal(found[f"l.{n}.rot"], halves)
         assert np.array_equal(found[f"l.{n}.one"], arrays["all"][:, n])
+    pairs = [*product(range(2), range(3))]
+    for name in ("down", "up"):
+        experts = np.array([[arrays[f"layers.{n}.experts.{e}.{name}"] for e in range(3)] for n in range(2)])
+        assert np.array_equal(found[f"experts.{name}"], experts if name == "down" else experts.swapaxes(0, 1))
+    parts = [np.concatenate([arrays[f"layers.{n}.x.{e}.{which}"] for which in "ab"]) for n, e in pairs]
+    assert np.array_equal(found["x"], np.array(parts).reshape(2, 3, 4, 3))
+    assert all(np.array_equal(found[f"of.{e}.layer.{n}"], arrays["stacked"][n, :, e]) for n, e in pairs)
+    for n in range(2):
+        heads = arrays[f"group.{n}.linear_qkv"].reshape(2, 4, 8, 3)
+        q, k = (permuted(heads[:, at].reshape(-1, 3), "halves", 8, 0) for at in (slice(0, 2), 2))
+        assert np.array_equal(found[f"l.{n}.q_proj"], q) and np.array_equal(found[f"l.{n}.k_proj"], k)
+        assert np.array_equal(found[f"l.{n}.v_proj"], heads[:, 3].reshape(-1, 3))
     assert np.array_equal(found["embed"], np.pad(arrays["emb"], ((0, 2), (0, 0)))) and "a.{" in found
     back = Sharded(found, seed + 100)
     again = Viewed(back)
@@ -295,6 +359,14 @@ def test_a_map_and_its_inverse(seed: int) -> None:
     [
         (RULES[1], ["h.1.moe.1.gate"], "there is no `h.1.moe.1.gate`, of which `l.{n}.gates` is made"),
         (RULES[2], ["h.0.x.2.b"], "there is no `h.0.x.2.b`"),
+        (RULES[7], ["layers.1.experts.1.down"], "there is no `layers.1.experts.1.down`"),
+        (
+            {"from": "h.{n}.up", "to": "a.{n}", "operations": [{"rows": {"to": "halves", "parts": [1]}}]},
+            [],
+            "no part 1 of 1",
+        ),
+        ({"from": "emb", "to": "a", "operations": [{"rows": {"to": "halves", "heads": 2}}]}, [], "of 2 heads"),
+        ({"from": "emb", "to": "a", "operations": [{"rows": {"to": "halves", "axis": 1}}]}, [], "those of axis 1 of a"),
         ({"from": "emb", "to": ["a", "b"]}, [], r"`emb` \[7, 3\] to `a`: a tensor of shape \[7, 3\] cannot be split"),
         ({"from": ["emb", "h.0.up"], "to": "a"}, [], r"tensors of shapes \[7, 3\] and \[5, 2\] cannot be joined"),
         ({"from": "h.0.up", "to": "a", "operations": [{"rows": "halves"}]}, [], "no multiple of 8, those of a head"),

@@ -211,12 +211,45 @@ def test_a_map_of_ones_own(tmp_path: Path) -> None:
     assert made.dropped == ["old"]
 
 
+def test_the_documented_map_of_megatron_and_its_inverse(tmp_path: Path) -> None:
+    """Experts of all layers in one tensor; the rows of the query and key in a fused weight are neighbours."""
+    page = (Path(__file__).parents[3] / "docs" / "reference" / "key-maps.md").read_text()
+    blocks = [json.loads(block) for block in re.findall("```json\n(.*?)```", page, re.DOTALL)]
+    data = next(block for block in blocks if block["name"] == "megatron")
+    config = {"num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 6}
+    (tmp_path / "map.json").write_text(json.dumps(data))
+    (tmp_path / "back.json").write_text(json.dumps(keymaps.parse(data, "map").inverse.data()))
+    base = tmp_path / "base"
+    base.mkdir()
+    (base / "config.json").write_text(json.dumps(config))
+    experts = torch.randn(3, 4, 2, 5)
+    fused = [torch.randn(2 * (4 + 1 + 1) * 6, 7) for _ in range(3)]
+    state = {f"decoder.layers.{n}.self_attention.linear_qkv.weight": one for n, one in enumerate(fused)}
+    state["decoder.layers.mlp.experts.linear_fc2.weight"] = experts
+    torch.save(state, tmp_path / "megatron.pt")
+    ckpttool.export(tmp_path / "megatron.pt", tmp_path / "out", key_map=str(tmp_path / "map.json"), assets=base)
+    found = load_file(tmp_path / "out" / "model.safetensors")
+    assert len(found) == 3 * 4 + 3 * 3
+    for n, one in enumerate(fused):
+        for e in range(4):
+            assert torch.equal(found[f"model.layers.{n}.mlp.experts.{e}.down_proj.weight"], experts[n, e])
+        heads = one.view(2, 6, 3, 2, 7)
+        at = f"model.layers.{n}.self_attn"
+        assert torch.equal(found[f"{at}.q_proj.weight"], heads[:, :4].transpose(2, 3).reshape(48, 7))
+        assert torch.equal(found[f"{at}.k_proj.weight"], heads[:, 4].transpose(1, 2).reshape(12, 7))
+        assert torch.equal(found[f"{at}.v_proj.weight"], heads[:, 5].reshape(12, 7))
+    ckpttool.export(tmp_path / "out", tmp_path / "again", key_map=str(tmp_path / "back.json"), assets=base)
+    again = load_file(tmp_path / "again" / "model.safetensors")
+    assert again.keys() == state.keys() and all(torch.equal(again[name], tensor) for name, tensor in state.items())
+
+
 @pytest.mark.parametrize(
     ("said", "why"),
     [
         ([], "a key map is an object"),
         ({"rules": [{"to": "x"}]}, "is not a rule of a key map"),
-        ({"rules": [{"from": "a.{n}.{m}", "to": "b"}]}, "is not a rule of a key map"),
+        ({"rules": [{"from": "a.{n}.{m}", "to": "b", "operations": [{"stack": 0}]}]}, "is not a rule of a key map"),
+        ({"rules": [{"from": "a.{n*}", "to": "b"}]}, "is not a rule of a key map"),
         ({"rules": [{"from": "a", "to": "b", "rows": "thirds"}]}, "is not a rule of a key map"),
         ({"rules": [], "needs": "a"}, "a list of strings"),
         ({"rules": [{"from": "a.{1}", "to": "b"}]}, "has no name of its own"),
@@ -279,7 +312,7 @@ def test_each_element_of_a_view_comes_from_where_the_slice_says(data: st.DataObj
     ]
     tensor = Tensor(("w",), DTYPES["float32"], (rows, width), Chunks.of(chunks))
     viewed = views.Viewed(Still())
-    permuted = Rows("halves", 2 * half).apply([[Assembly.of(0, (rows, width))]], {}, 1)[0][0]
+    permuted = Rows("halves", 2 * half).apply([{(): Assembly.of(0, (rows, width))}], {}, 1)[0][()]
     seen = viewed.view([tensor], ("v",), (rows, width), permuted.pieces)
     expected = (torch.arange(rows)[:, None] * stride + torch.arange(width)).view(heads, half, 2, width)
     expected = expected.transpose(1, 2).reshape(rows, width)
