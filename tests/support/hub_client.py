@@ -45,9 +45,10 @@ def use(hub: Hub, monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
 
             return getattr(time, name)
 
-    for module in (_http, file_download, retries):
+    for module in (_http, file_download):
         if hasattr(module, "time"):
             monkeypatch.setattr(module, "time", Clock())
+    monkeypatch.setattr(retries, "_pause", lambda seconds, stopped: hub.slept.append(seconds))
 
 
 def patience(monkeypatch: pytest.MonkeyPatch, seconds: float) -> None:

@@ -31,7 +31,7 @@ http: Any = next(getattr(_http, name) for name in ("httpx2", "httpx") if hasattr
 
 TIMEOUT = 60.0  # seconds without a byte in either direction
 _VARIABLE = "CKPTTOOL_HUB_TIMEOUT"
-_sent: deque[tuple[float, str, str]] = deque(maxlen=256)  # time, method and address of the last requests
+_sent: deque[tuple[float, int, str, str]] = deque(maxlen=256)  # time, thread, method, address of the last requests
 # When the requests that are not answered were sent, by method and address, in the block of `bounded`.
 _unanswered: ContextVar[dict[tuple[str, str], float] | None] = ContextVar("_unanswered", default=None)
 
@@ -85,9 +85,9 @@ def bounded() -> Iterator[None]:
 
 
 def was_repeated(request: Any, since: float) -> bool:
-    """Return whether a request was sent more than once since a time of `time.monotonic`."""
-    key = (request.method, str(request.url)) if request is not None else None
-    return sum(sent >= since and (method, url) == key for sent, method, url in list(_sent)) > 1
+    """Return whether this thread has sent a request more than once since a time of `time.monotonic`."""
+    key = (threading.get_ident(), request.method, str(request.url)) if request is not None else None
+    return sum(sent >= since and tuple(of) == key for sent, *of in list(_sent)) > 1
 
 
 def _hide_signatures(record: LogRecord) -> bool:
@@ -121,7 +121,7 @@ def _with_timeout(create: Callable[[], Any]) -> Any:
 
 
 def _set_timeout(request: Any) -> None:
-    _sent.append((time.monotonic(), request.method, str(request.url)))
+    _sent.append((time.monotonic(), threading.get_ident(), request.method, str(request.url)))
     given = {kind: value for kind, value in request.extensions.get("timeout", {}).items() if value is not None}
     request.extensions["timeout"] = dict.fromkeys(("connect", "read", "write", "pool"), timeout()) | given
 

@@ -5,6 +5,7 @@ Which requests the client repeats depends on its version.
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable
 from itertools import count
@@ -19,8 +20,9 @@ _LONGEST_WAIT = 300  # seconds that a server may ask for
 Result = TypeVar("Result")
 
 
-def repeat(call: Callable[[], Result]) -> Result:
-    """Return the result of a call, which is made again after temporary failures. Raises the exceptions of the call."""
+def repeat(call: Callable[[], Result], stopped: threading.Event | None = None) -> Result:
+    """Return the result of a call, which is made again after temporary failures, unless `stopped`. Raises the
+    exceptions of the call."""
     for attempt in count():
         before = time.monotonic()
         try:
@@ -28,7 +30,7 @@ def repeat(call: Callable[[], Result]) -> Result:
         except errors.CAUGHT as error:
             if attempt == 0 and errors.is_expired_link(error):
                 continue  # the Hub signs another
-            if attempt == ATTEMPTS - 1 or not _may_pass(error, before) or not wait(error, attempt):
+            if attempt == ATTEMPTS - 1 or not _may_pass(error, before) or not wait(error, attempt, stopped):
                 raise
     raise AssertionError
 
@@ -41,10 +43,18 @@ def _may_pass(error: BaseException, since: float) -> bool:
     return errors.is_temporary(error) and not errors.is_unreachable(error)
 
 
-def wait(error: BaseException, attempt: int) -> bool:
-    """Wait before the next attempt, at least as long as the server asks for. Return whether that is not too long."""
+def wait(error: BaseException, attempt: int, stopped: threading.Event | None = None) -> bool:
+    """Wait before the next attempt, at least as long as the server asks for. Return whether that is not too long, and
+    nothing `stopped` it."""
     asked = errors.retry_after(error)
     if asked > _LONGEST_WAIT:
         return False
-    time.sleep(max(_WAIT * 2**attempt, asked))
-    return True
+    _pause(max(_WAIT * 2**attempt, asked), stopped)
+    return stopped is None or not stopped.is_set()
+
+
+def _pause(seconds: float, stopped: threading.Event | None) -> None:
+    if stopped is None:
+        time.sleep(seconds)
+    else:
+        stopped.wait(seconds)

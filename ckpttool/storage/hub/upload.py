@@ -15,6 +15,7 @@ import fnmatch
 import io
 import os
 import re
+import threading
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
@@ -36,6 +37,7 @@ from ckpttool.storage.hub import client, errors, listing, retries, xet
 from ckpttool.storage.hub.address import Address, parse
 from ckpttool.storage.hub.listing import RepoFile
 from ckpttool.storage.hub.retries import repeat
+from ckpttool.storage.hub.senders import Senders, Stopped
 from ckpttool.storage.stores import Location, Outgoing, Store
 from ckpttool.text import some
 
@@ -63,6 +65,7 @@ _STALE = {
 _OF_REPOSITORY = (".gitattributes", "README.md")
 _RECENT = 20  # commits or pull requests that are searched for one of an earlier attempt
 _MESSAGE = "Upload with ckpttool"
+_AT_ONCE = 3  # files that are written or sent at once
 _Commit = tuple[str, str, str | None]  # hash, address, address of the pull request
 
 
@@ -127,9 +130,10 @@ class Repository(Store):
         """Write files and commit them to the repository, which is created if it does not exist: private, unless
         `public`. With `private`, a public one is refused.
 
-        Without `stage`, each file is removed after it was sent, so that one file at a time needs local space; files in
-        `stage` are kept. Files named in `unless_there` do not replace those on the Hub. Weights of an earlier upload
-        are removed, unless they match `keep`. With `claims`, a file or a folder below this location, all files there
+        Up to three files are written or sent at once. Without `stage`, each is removed after it was sent, and one at a
+        time is written if three would take more than half of the disk; files in `stage` are kept. Files named in
+        `unless_there` do not replace those on the Hub. Weights of an earlier upload are removed, unless they match
+        `keep`. With `claims`, a file or a folder below this location, all files there
         that are not written are removed instead; without `overwrite`, there must be none. The commit gets the `tag`,
         which must not exist. `progress(done, total)` counts bytes sent. Nothing is visible before the commit. With
         `dry_run`, return what would be sent; a file is written only if the Hub has one of its size, since only digests
@@ -151,10 +155,11 @@ class Repository(Store):
         with staging.scratch_directory("ckpttool-hub-") if stage is None else nullcontext(stage) as folder:
             hint = "write smaller files with `--max-shard-size`, or set `TMPDIR` to a larger disk"
             to_write = [file.size for file in outgoing if file.write is not None]
-            needed = max(to_write, default=0) if stage is None else sum(to_write)
-            free_space.check(folder, needed, free_space.free_bytes(folder), hint)
-            for file in outgoing:
-                upload.add(file, folder, keep_local=stage is not None, keep_existing=file.name in unless_there)
+            largest, free = max(to_write, default=0), free_space.free_bytes(folder)
+            free_space.check(folder, largest if stage is None else sum(to_write), free, hint)
+            # Others need room there, too.
+            has_room = stage is not None or _AT_ONCE * largest <= free // 2
+            upload.add(outgoing, folder, unless_there, places=_AT_ONCE if has_room else 1, keep_local=stage is not None)
         if not dry_run and (upload.additions or upload.deletions):
             upload.commit()
         if tag is not None and not dry_run:
@@ -180,6 +185,26 @@ def _check_names(outgoing: Sequence[Outgoing]) -> None:
             raise UsageError(f"`{name}` is not a path in a repository, or occurs twice")
 
 
+def _write(file: Outgoing, path: str) -> None:
+    """Write a file, unless it is on this machine already."""
+    with os_errors(path, "write"):
+        if file.write is not None:
+            os.makedirs(os.path.dirname(path), exist_ok=True)
+            Path(path).unlink(missing_ok=True)
+            file.write(path)
+        size = os.path.getsize(path)
+    assert size == file.size, f"{file.name}: {size} bytes were written, not {file.size}"
+
+
+@dataclass(slots=True)
+class _Added:
+    """What became of a file: its status as in `SentFile`, and what the commit gets of one that was sent."""
+
+    status: str
+    digest: RepoFile | None = None
+    operation: CommitOperationAdd | None = None
+
+
 class _Upload:
     """Class for one upload to one repository."""
 
@@ -192,8 +217,9 @@ class _Upload:
         self._create_pr = create_pr
         self._message, self._title = message, message.partition("\n")[0]
         self._progress = progress
-        # Bytes: of all files, of those that are done, of the current one at most (a retry starts again).
-        self._total, self._done, self._current = size, 0, 0
+        self._lock = threading.Lock()
+        self._total, self._done = size, 0
+        self._parts_sent: dict[str, int] = {}  # bytes of files being sent, at most (a retry starts again)
         self._parent: str | None = None
         self._is_branch_new = False
         self._repo_files: dict[str, RepoFile] = {}
@@ -208,16 +234,12 @@ class _Upload:
     def _path(self, name: str) -> str:
         return f"{self.address.path}/{name}" if self.address.path else name
 
-    def _file_done(self, nbytes: int) -> None:
-        self._done += nbytes
-        self._current = 0
-        self._report(0)
-
-    def _report(self, nbytes: int) -> None:
-        """Report the bytes of the current file that were sent."""
-        self._current = max(self._current, nbytes)
+    def _report(self) -> None:
+        """Report the bytes that were sent."""
+        with self._lock:
+            done = self._done + sum(self._parts_sent.values())
         if self._progress is not None:
-            self._progress(self._done + self._current, self._total)
+            self._progress(done, self._total)
 
     # Preparation -----------------------------------------------------------------------------------------------------
 
@@ -306,59 +328,91 @@ class _Upload:
 
     # Files -----------------------------------------------------------------------------------------------------------
 
-    def add(self, file: Outgoing, folder: str, *, keep_local: bool, keep_existing: bool) -> None:
-        """Write a file and send its bytes, unless the Hub has them."""
-        name = self._path(file.name)
-        existing = self._repo_files.get(name)
-        change = "new" if existing is None else "changed"
-        if existing is not None and keep_existing:
-            self._record(file, "unchanged")
-            self._file_done(file.size)
-            return
-        is_planned = file.write is None and file.path is None
-        if self.sent.dry_run and (existing is None or existing.size != file.size or is_planned):
-            self._record(file, change)
-            return
-        path = file.path or os.path.join(folder, *file.name.split("/"))
-        with os_errors(path, "write"):
-            if file.write is not None:
-                os.makedirs(os.path.dirname(path), exist_ok=True)
-                Path(path).unlink(missing_ok=True)
-                file.write(path)
-            size = os.path.getsize(path)
-            assert size == file.size, f"{file.name}: {size} bytes were written, not {file.size}"
-            digest = None
-            if existing is not None and existing.size == size:
+    def add(
+        self,
+        outgoing: Sequence[Outgoing],
+        folder: str,
+        unless_there: Collection[str],
+        *,
+        places: int,
+        keep_local: bool,
+    ) -> None:
+        """Write files, and send their bytes meanwhile, unless the Hub has them."""
+        added: dict[str, _Added] = {}
+        with Senders(places, self._report) as senders:
+            for file in outgoing:
+                existing = self._repo_files.get(self._path(file.name))
+                is_planned = file.write is None and file.path is None
+                if existing is not None and file.name in unless_there:
+                    added[file.name] = _Added("unchanged")
+                elif self.sent.dry_run and (existing is None or existing.size != file.size or is_planned):
+                    added[file.name] = _Added("new" if existing is None else "changed")
+                else:
+                    senders.take_place()
+                    path = file.path or os.path.join(folder, *file.name.split("/"))
+                    _write(file, path)
+                    is_temporary = file.path is None and not keep_local
+                    added[file.name] = one = _Added("new" if existing is None else "changed")
+                    senders.start(partial(self._add, one, file, existing, path, is_temporary, senders.stopped))
+        for file in outgoing:
+            one = added[file.name]
+            self.sent.files.append(SentFile(file.name, file.size, one.status))
+            if one.status != "unchanged":
+                self.sent.sent_bytes += file.size
+            if one.digest is not None:
+                self._digests[self._path(file.name)] = one.digest
+            if one.operation is not None:
+                self.additions.append(one.operation)
+        self._done = self._total
+        self._report()
+
+    def _add(
+        self,
+        added: _Added,
+        file: Outgoing,
+        existing: RepoFile | None,
+        path: str,
+        is_temporary: bool,
+        stopped: threading.Event,
+    ) -> None:
+        """Send a file, unless the Hub has it. Runs in a thread of its own."""
+        digest = None
+        if existing is not None and existing.size == file.size:
+            with os_errors(path, "read"):
                 digest = listing.compute_digest(path, in_git=existing.sha256 is None)
         if digest is not None and listing.difference(existing, digest) is None:
-            self._record(file, "unchanged")
-            self._digests[name] = digest
-        else:
-            self._record(file, change)
-            if not self.sent.dry_run:
-                self._digests[name] = self._send(file, name, path, digest)
-        self._file_done(file.size)
-        if file.path is None and not keep_local:
+            added.status, added.digest = "unchanged", digest
+        elif not self.sent.dry_run:
+            self._send(added, file, path, digest, stopped)
+        if is_temporary:
             os.unlink(path)
+        with self._lock:
+            self._done += file.size
+            self._parts_sent.pop(file.name, None)
 
-    def _record(self, file: Outgoing, status: str) -> None:
-        self.sent.files.append(SentFile(file.name, file.size, status))
-        if status != "unchanged":
-            self.sent.sent_bytes += file.size
-
-    def _send(self, file: Outgoing, name: str, path: str, digest: RepoFile | None) -> RepoFile:
-        """Send a file, and return its digest of the kind that the Hub names it by. The client computes the SHA-256 of a
+    def _send(
+        self, added: _Added, file: Outgoing, path: str, digest: RepoFile | None, stopped: threading.Event
+    ) -> None:
+        """Send a file, and note its digest of the kind that the Hub names it by. The client computes the SHA-256 of a
         large one, over Xet as it sends it."""
+        name = self._path(file.name)
+
+        def report(nbytes: int) -> None:
+            if stopped.is_set():
+                raise Stopped
+            with self._lock:
+                self._parts_sent[file.name] = max(self._parts_sent.get(file.name, 0), nbytes)
+
         with self._translate_errors(file.name):
             operation = CommitOperationAdd(path_in_repo=name, path_or_fileobj=path)
             if digest is not None and digest.sha256 is not None:
                 operation.upload_info.sha256 = bytes.fromhex(digest.sha256)
 
             def attempt() -> None:
-                with xet.watched(), _reported(operation, path, self._report):
+                with xet.watched(stopped), _reported(operation, path, report):
                     self._preupload(operation)
 
-            repeat(attempt)
+            repeat(attempt, stopped)
             if operation._should_ignore:
                 raise UsageError(
                     f"`{self.address}`: the `.gitignore` there excludes `{name}`",
@@ -371,8 +425,7 @@ class _Upload:
                     digest = listing.compute_digest(path, in_git=True)
             else:
                 digest = RepoFile(path, file.size, operation.upload_info.sha256.hex(), None)
-        self.additions.append(operation)
-        return digest
+        added.digest, added.operation = digest, operation
 
     # Commit ----------------------------------------------------------------------------------------------------------
 

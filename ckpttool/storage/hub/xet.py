@@ -21,25 +21,28 @@ from ckpttool.storage.hub import client
 TELL_AFTER = 10.0  # seconds without a byte
 _LOOK = 0.25  # seconds between two looks at a transfer
 
-_seconds: ContextVar[float | None] = ContextVar("_seconds", default=None)  # the time-out in the block of `watched`
+# In the block of `watched`: the time-out in seconds, and what ends the transfer before.
+_limits: ContextVar[tuple[float, threading.Event] | None] = ContextVar("_limits", default=None)
+_preparing = threading.Lock()
 log = logging.getLogger("ckpttool")
 
 
 @contextmanager
-def watched() -> Iterator[None]:
-    """Watch the transfers that the client makes in the block."""
-    _prepare()
-    before = _seconds.set(client.timeout())
+def watched(stopped: threading.Event | None = None) -> Iterator[None]:
+    """Watch the transfers that the client makes in the block, and abort them once `stopped`."""
+    with _preparing:
+        _prepare()
+    before = _limits.set((client.timeout(), stopped or threading.Event()))
     try:
         yield
     finally:
-        _seconds.reset(before)
+        _limits.reset(before)
 
 
 @cache
 def _prepare() -> None:
     get_session: Any = _xet.get_xet_session
-    _xet.get_xet_session = lambda: get_session() if _seconds.get() is None else _Session(get_session())
+    _xet.get_xet_session = lambda: get_session() if _limits.get() is None else _Session(get_session())
 
 
 class _Session:
@@ -64,7 +67,9 @@ class _Transfer:
         self._transfer: Any = None
         self._is_silent = False
         self._over = threading.Event()
-        self._watch = threading.Thread(target=self._abort_if_silent, args=(_seconds.get(),), daemon=True)
+        limits = _limits.get()
+        assert limits is not None
+        self._watch = threading.Thread(target=self._watch_transfer, args=limits, daemon=True)
 
     def __enter__(self) -> Any:
         self._watch.start()
@@ -91,18 +96,19 @@ class _Transfer:
         if error is not None and self._is_silent:
             raise ConnectionError("the transfer timed out") from error
 
-    def _abort_if_silent(self, seconds: float) -> None:
+    def _watch_transfer(self, seconds: float, stopped: threading.Event) -> None:
         before, moved, is_told = self._moved(), time.monotonic(), False
         while not self._over.wait(min(_LOOK, seconds / 4)):
             now = self._moved()
             silent = time.monotonic() - moved
+            if stopped.is_set():
+                self._abort()
+                return
             if now != before:
                 before, moved, is_told = now, time.monotonic(), False
             elif silent >= seconds:
                 self._is_silent = True
-                # Without a transfer, it is the session that waits.
-                with suppress(RuntimeError):
-                    (_xet.abort_xet_session if self._transfer is None else self._transfer.abort)()
+                self._abort()
                 return
             elif silent >= TELL_AFTER and not is_told:
                 is_told = True
@@ -111,6 +117,11 @@ class _Transfer:
                     TELL_AFTER,
                     seconds,
                 )
+
+    def _abort(self) -> None:
+        # Without a transfer, it is the session that waits.
+        with suppress(RuntimeError):
+            (_xet.abort_xet_session if self._transfer is None else self._transfer.abort)()
 
     def _moved(self) -> tuple[Any, ...]:
         """Return numbers that change while bytes move, or while the server reports that it works on them."""
