@@ -58,13 +58,14 @@ class Outgoing:
     """Class for a file to publish: `Outgoing("model-00001-of-00004.safetensors", 4998203144, write)`.
 
     `name` is its path below the destination, with `/`; `size` its exact bytes. `write(path)` makes it at a local path
-    that does not exist yet; called again, it makes the same bytes. It raises the errors of `ckpttool.errors`. A file
-    that is on this machine already has its `path` instead, and stays there; one that is only planned has neither.
+    that does not exist yet; called again, it makes the same bytes. It returns their SHA-256 in hexadecimal if that was
+    computed on the way, and raises the errors of `ckpttool.errors`. A file that is on this machine already has its
+    `path` instead, and stays there; one that is only planned has neither.
     """
 
     name: str
     size: int
-    write: Callable[[str], None] | None = None
+    write: Callable[[str], str | None] | None = None
     path: str | None = None
 
 

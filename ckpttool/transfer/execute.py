@@ -11,7 +11,7 @@ from __future__ import annotations
 import os
 import threading
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field
 from functools import partial
@@ -79,6 +79,7 @@ def transfer(
     check_later: bool = False,
     earlier: checksums.Pieces | None = None,
     journal: Journal | None = None,
+    written: Callable[[int, int], None] | None = None,
 ) -> Transferred:
     """Do the jobs. `total` is the bytes that they move, for `progress(done, total)`, which is called from this thread.
     `memory` bounds the bytes held in buffers; fewer threads are used when they would not fit.
@@ -86,7 +87,8 @@ def transfer(
     With `compare` nothing is written: the destination is read and a difference is a CorruptError. With `check_later`
     the source's records are not checked here: other processes read parts of them too, and a call without jobs then
     checks `earlier`, what all of them have read. A `journal` records what was copied, and knows what an earlier run
-    copied: that is read, and copied again if it has changed.
+    copied: that is read, and copied again if it has changed. `written(start, nbytes)` is called from all threads with
+    the ranges of the destination, which is one file, as they are written.
     Raises CorruptError for a CRC that does not match, and whatever the files raise.
     """
     threads, tile = budget(threads, memory)
@@ -99,7 +101,7 @@ def transfer(
     ):
         # Half of the buffers of all threads, which one of them at a time has.
         large = max(tile, threads * tile * 2)
-        copier = _Copier(source, destination, pool, out, tile, large, compare, work, journal, tally, flusher)
+        copier = _Copier(source, destination, pool, out, tile, large, compare, work, journal, tally, flusher, written)
         on_threads(_tasks(jobs), copier.do, threads, work)
         if not compare and not check_later:
             on_threads(iter(tally.read.records()), copier.check_record, threads, work)
@@ -250,6 +252,7 @@ class _Copier:
     journal: Journal | None
     tally: _Tally
     flusher: _Flusher
+    written: Callable[[int, int], None] | None = None
     buffer: ThreadBuffer = field(default_factory=partial(ThreadBuffer, BUFFER))
     turn: threading.Lock = field(default_factory=threading.Lock)
 
@@ -274,6 +277,8 @@ class _Copier:
         else:
             self._gather(task, entry, parts)
         self.tally.add(entry, job)
+        if self.written is not None:
+            self.written(task.start, task.nbytes)
         if self.journal is not None:
             self.journal.note(entry)
 

@@ -123,7 +123,7 @@ def export(
         tag: a tag for the commit, which must not exist in the repository.
         commit_message: message of the commit.
         token: the value of `HF_TOKEN` while this runs.
-        stage: directory for what is sent, which is kept; None uses one temporary file at a time.
+        stage: directory for what is sent, which is kept; None uses temporary files, up to three at a time.
         announce: called once with the plan, before the first file is written or sent.
         progress: called with the bytes of weights done and in all, several times a second, from this thread.
 

@@ -141,7 +141,7 @@ def planned(result: Exported, options: ExportOptions, how: WriteOptions) -> Iter
         if memory is None and any(t.dtype != (t.origin or t).dtype for t in catalogue.tensors):
             memory = _WHILE_CASTING
         progress = write.with_downloads(how.progress, opened, catalogue)
-        moving = weights.Moving(viewed, opened.before, how.threads, memory, progress)
+        moving = weights.Moving(viewed, opened.before, how.threads, memory, progress, is_remote(result.destination))
         stem = weights.ADAPTER if result.adapter else weights.DIFFUSION if beside.class_name else weights.MODEL
         outgoing = []
         for one in components:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 
 from ckpttool.catalogue.entries import Catalogue
@@ -18,6 +19,7 @@ from ckpttool.storage.stores import Outgoing
 from ckpttool.text import some
 from ckpttool.transfer import plan
 from ckpttool.transfer.execute import Transferred, transfer
+from ckpttool.transfer.file_digest import FileDigest
 from ckpttool.transfer.threads import Progress
 
 _SAFE = named("safetensors")
@@ -28,13 +30,15 @@ MODEL, DIFFUSION, ADAPTER = "model", "diffusion_pytorch_model", "adapter_model"
 @dataclass(slots=True)
 class Moving:
     """How bytes are copied: source, fingerprint of its files, threads, memory, and the callback for progress. `total`
-    are the bytes of all files, `done` those of each so far, and `moved` sums up the files that are written."""
+    are the bytes of all files, `done` those of each so far, and `moved` sums up the files that are written. With
+    `digests`, the SHA-256 of each is computed on the way."""
 
     source: Source
     before: files.Fingerprint
     threads: int | None = None
     memory: int | None = None
     progress: Progress | None = None
+    digests: bool = False
     total: int = 0
     done: dict[str, int] = field(default_factory=dict)
     moved: Transferred = field(default_factory=Transferred)
@@ -72,32 +76,44 @@ def outgoing(
         tensors = [owners[spec.name] for spec in file.tensors]
         tensors += [t for t in planned.tensors if t.alias is not None] if len(placed.files) == 1 else []
         payload = sum(spec.nbytes for spec in file.tensors)
-        size = len(file.header()) + payload
-        name = folder + file.name
-        write = _writer(name, rebuilt(planned, tensors, {}), payload, moving, keep_order=file.keep_order)
-        files_.append(Outgoing(name, size, write))
+        head, name = len(file.header()), folder + file.name
+        catalogue = rebuilt(planned, tensors, {})
+        write = _writer(name, catalogue, head, payload, moving, keep_order=file.keep_order)
+        files_.append(Outgoing(name, head + payload, write))
     return files_ + [of_bytes(folder + name, data) for name, data in placed.indexes.items()]
 
 
 def _writer(
-    name: str, catalogue: Catalogue, payload: int, moving: Moving, *, keep_order: bool
-) -> Callable[[str], None]:
+    name: str, catalogue: Catalogue, head: int, payload: int, moving: Moving, *, keep_order: bool
+) -> Callable[[str], str | None]:
     def progress(done: int, _: int) -> None:
         moving.done[name] = done
         if moving.progress is not None:
             moving.progress(sum(moving.done.values()), moving.total)
 
-    def write(path: str) -> None:
+    def write(path: str) -> str | None:
         assert _SAFE.create is not None
         sink = _SAFE.create(path, catalogue, SinkOptions(one_file=True, keep_order=keep_order))
-        created, threads, memory = sink.catalogue, moving.threads, moving.memory
-        moved = transfer(
-            plan.plan(created), moving.source, created, total=payload, threads=threads, memory=memory, progress=progress
-        )
-        files.check_unchanged(moving.before)
-        sink.finish(moved.crcs)
+        created = sink.catalogue
+        with FileDigest(path) if moving.digests else nullcontext() as digest:
+            if digest is not None:
+                digest.note(0, head)
+            moved = transfer(
+                plan.plan(created),
+                moving.source,
+                created,
+                total=payload,
+                threads=moving.threads,
+                memory=moving.memory,
+                progress=progress,
+                written=None if digest is None else digest.note,
+            )
+            files.check_unchanged(moving.before)
+            sink.finish(moved.crcs)
+            sha256 = None if digest is None else digest.result()
         moving.moved.checked += moved.checked
         moving.moved.unchecked += moved.unchecked
         moving.moved.overflowed |= moved.overflowed
+        return sha256
 
     return write

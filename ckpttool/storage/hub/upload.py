@@ -185,15 +185,17 @@ def _check_names(outgoing: Sequence[Outgoing]) -> None:
             raise UsageError(f"`{name}` is not a path in a repository, or occurs twice")
 
 
-def _write(file: Outgoing, path: str) -> None:
-    """Write a file, unless it is on this machine already."""
+def _write(file: Outgoing, path: str) -> str | None:
+    """Write a file, unless it is on this machine already. Return its SHA-256 if that is known."""
+    sha256 = None
     with os_errors(path, "write"):
         if file.write is not None:
             os.makedirs(os.path.dirname(path), exist_ok=True)
             Path(path).unlink(missing_ok=True)
-            file.write(path)
+            sha256 = file.write(path)
         size = os.path.getsize(path)
     assert size == file.size, f"{file.name}: {size} bytes were written, not {file.size}"
+    return sha256
 
 
 @dataclass(slots=True)
@@ -350,10 +352,11 @@ class _Upload:
                 else:
                     senders.take_place()
                     path = file.path or os.path.join(folder, *file.name.split("/"))
-                    _write(file, path)
+                    sha256 = _write(file, path)
+                    digest = RepoFile(path, file.size, sha256, None) if sha256 is not None else None
                     is_temporary = file.path is None and not keep_local
                     added[file.name] = one = _Added("new" if existing is None else "changed")
-                    senders.start(partial(self._add, one, file, existing, path, is_temporary, senders.stopped))
+                    senders.start(partial(self._add, one, file, existing, path, digest, is_temporary, senders.stopped))
         for file in outgoing:
             one = added[file.name]
             self.sent.files.append(SentFile(file.name, file.size, one.status))
@@ -372,15 +375,16 @@ class _Upload:
         file: Outgoing,
         existing: RepoFile | None,
         path: str,
+        digest: RepoFile | None,
         is_temporary: bool,
         stopped: threading.Event,
     ) -> None:
         """Send a file, unless the Hub has it. Runs in a thread of its own."""
-        digest = None
-        if existing is not None and existing.size == file.size:
+        is_alike = existing is not None and existing.size == file.size
+        if existing is not None and is_alike and (digest is None or existing.sha256 is None):
             with os_errors(path, "read"):
                 digest = listing.compute_digest(path, in_git=existing.sha256 is None)
-        if digest is not None and listing.difference(existing, digest) is None:
+        if is_alike and digest is not None and listing.difference(existing, digest) is None:
             added.status, added.digest = "unchanged", digest
         elif not self.sent.dry_run:
             self._send(added, file, path, digest, stopped)
