@@ -77,7 +77,7 @@ if TYPE_CHECKING:
             options.COMMIT_MESSAGE,
             options.TOKEN,
             options.reworded(
-                options.STAGE, "Staging directory for the uploads, kept. Default: up to three temporary files at a time."
+                options.STAGE, "Staging directory for the uploads, kept. Default: up to three temporary files."
             ),
         ),
         "Execution": options.WRITING,
