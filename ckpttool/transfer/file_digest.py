@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import hashlib
 import threading
-from collections.abc import Callable
+from contextlib import closing
 from typing import TYPE_CHECKING
 
-from ckpttool.storage.errors import os_errors
+from ckpttool.storage.files import Pool
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -16,16 +16,16 @@ _BLOCK = 1 << 20
 
 
 class FileDigest(threading.Thread):
-    """Class for a thread that reads a file as far as it is written without a gap, while the system still has it in
-    memory. A context manager: the thread ends with the block."""
+    """Class for a thread that reads a file of `size` bytes as far as it is written without a gap, while the system
+    still has it in memory. A context manager: the thread ends with the block."""
 
-    def __init__(self, path: str) -> None:
+    def __init__(self, path: str, size: int) -> None:
         super().__init__(daemon=True)
-        self._path, self._digest = path, hashlib.sha256()
+        self._path, self._size, self._digest = path, size, hashlib.sha256()
         self._condition = threading.Condition()
         self._ends: dict[int, int] = {}  # of ranges that are written, by their starts
         self._written = self._done = 0  # bytes without a gap, and those of them that were read
-        self._is_whole = self._is_over = False
+        self._is_over = False
         self._failure: BaseException | None = None
 
     def __enter__(self) -> Self:
@@ -49,9 +49,9 @@ class FileDigest(threading.Thread):
             self._condition.notify()
 
     def result(self) -> str:
-        """Return the digest once all of the file is written, in hexadecimal. Raises ReadError."""
+        """Return the digest in hexadecimal, once all of the file is written. Raises ReadError."""
         with self._condition:
-            self._is_whole = True
+            self._written = self._size
             self._condition.notify()
         self.join()
         if self._failure is not None:
@@ -61,21 +61,19 @@ class FileDigest(threading.Thread):
     def run(self) -> None:
         """Read what is written until there is no more."""
         try:
-            with os_errors(self._path, "read"), open(self._path, "rb", 0) as stream:
-                self._read(stream.readinto)
-        except BaseException as error:
+            with closing(Pool()) as pool:
+                self._read(pool)
+        except BaseException as error:  # raised by `result`
             self._failure = error
 
-    def _read(self, read_into: Callable[[memoryview], int | None]) -> None:
+    def _read(self, pool: Pool) -> None:
         buffer = memoryview(bytearray(_BLOCK))
-        while True:
+        while self._done < self._size:
             with self._condition:
-                self._condition.wait_for(lambda: self._is_over or self._is_whole or self._written > self._done)
+                self._condition.wait_for(lambda: self._is_over or self._written > self._done)
                 if self._is_over:
                     return
-                most = _BLOCK if self._is_whole else min(_BLOCK, self._written - self._done)
-            nbytes = read_into(buffer[:most]) or 0
-            if nbytes == 0:
-                return
-            self._digest.update(buffer[:nbytes])
-            self._done += nbytes
+                block = buffer[: min(_BLOCK, self._written - self._done)]
+            pool.read_into(self._path, self._done, block)
+            self._digest.update(block)
+            self._done += len(block)

@@ -25,7 +25,7 @@ def test_ranges_come_in_any_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     ranges = [*pairwise(cuts), (0, 0), (cuts[3], cuts[3])]
     chance.shuffle(ranges)
     path.write_bytes(bytes(5000))
-    with FileDigest(str(path)) as digest:
+    with FileDigest(str(path), 5000) as digest:
         for start, end in ranges:
             with path.open("r+b") as stream:
                 stream.seek(start)
@@ -37,7 +37,7 @@ def test_ranges_come_in_any_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 def test_it_reads_while_the_rest_is_missing(tmp_path: Path) -> None:
     path = tmp_path / "file"
     path.write_bytes(b"ab??ef")
-    with FileDigest(str(path)) as digest:
+    with FileDigest(str(path), 6) as digest:
         digest.note(4, 2)
         digest.note(0, 2)
         read = threading.Event()
@@ -52,11 +52,11 @@ def test_it_reads_while_the_rest_is_missing(tmp_path: Path) -> None:
 
 def test_its_thread_ends_with_the_block(tmp_path: Path) -> None:
     (tmp_path / "file").write_bytes(b"abc")
-    with pytest.raises(KeyError), FileDigest(str(tmp_path / "file")) as digest:
+    with pytest.raises(KeyError), FileDigest(str(tmp_path / "file"), 3) as digest:
         raise KeyError
     assert not digest.is_alive()
 
 
 def test_an_unreadable_file_is_an_error(tmp_path: Path) -> None:
-    with FileDigest(os.fspath(tmp_path / "none")) as digest, pytest.raises(ReadError, match="none"):
+    with FileDigest(os.fspath(tmp_path / "none"), 3) as digest, pytest.raises(ReadError, match="none"):
         digest.result()

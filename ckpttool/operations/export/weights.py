@@ -95,7 +95,7 @@ def _writer(
         assert _SAFE.create is not None
         sink = _SAFE.create(path, catalogue, SinkOptions(one_file=True, keep_order=keep_order))
         created = sink.catalogue
-        with FileDigest(path) if moving.digests else nullcontext() as digest:
+        with FileDigest(path, head + payload) if moving.digests else nullcontext() as digest:
             if digest is not None:
                 digest.note(0, head)
             moved = transfer(
