@@ -47,10 +47,14 @@ def generated() -> dict[str, str]:
 
 def models(model_type: str, kind: Any) -> Iterator[Any]:
     """Models of a class on the meta device, as far as it can be made small."""
-    # With nine layers it has each kind of layer.
+    # With nine layers it has each kind of layer; where all are sparse by default, the first one may be dense.
     for layers in (2, 9):
         try:
             config = tiny_models.config(model_type, layers)
+            for one in (config, *(getattr(config, key) for key in config.sub_configs)):
+                types = getattr(one, "mlp_layer_types", None)
+                if layers > 2 and types and "dense" not in types:
+                    one.mlp_layer_types = ["dense", *types[1:]]
             with torch.device("meta"):
                 model = kind(config)
         # Some models cannot be made so small, or need a library that is not installed.
@@ -67,7 +71,10 @@ def _written(model: Any) -> list[Written]:
         f"{name[:-6]}bias": t.flatten(1)[:, 0] for name, t in state.items() if name.endswith(".weight") and t.ndim > 1
     }
     try:
-        return written_names.of_model(model, {**biases, **state})
+        try:
+            return written_names.of_model(model, {**biases, **state})
+        except IndexError:  # of an axis that no bias has
+            return written_names.of_model(model, state)
     except NotImplementedError as error:
         warnings.warn(f"{type(model).__name__}: {error}", stacklevel=1)
         return []

@@ -73,6 +73,11 @@ def _converted(model: Any, converter: Any, old: Sequence[str], new: Sequence[str
             case "Concatenate" if one.num_shards_attribute is None:
                 sizes = {name: state[name].shape[one.dim] for name in old}
                 operations.append({"concat": _concat(one.dim, sizes, key_maps.facts(model.config.to_dict(), None))})
+            case "Interleave":
+                to = "neighbours" if one.inverse else "halves"
+                operations.append({"rows": {"to": to, "heads": 1, **({"axis": one.dim} if one.dim else {})}})
+            case "PermuteForRope" if all(state[name].ndim < 3 for name in old):
+                operations.append({"rows": _rotary(model, one, converter.source_patterns)})
             case "Transpose" if not (one.check_dims and _shapes(model)[old[0]] == state[old[0]].shape):
                 operations.append({"transpose": sorted((one.dim0, one.dim1))})
             # With `check_dims`, what has the shape of the model's parameter is written as it is.
@@ -85,6 +90,19 @@ def _converted(model: Any, converter: Any, old: Sequence[str], new: Sequence[str
         new = _numbered([list(new[at * each : (at + 1) * each]) for at in range(parts)])
     is_short = operations in ([{"unstack": 0}], [{"split": 0}], [{"split": 1}, {"unstack": 0}])
     return Written(tuple(old), tuple(new), () if is_short else tuple(operations))
+
+
+def _rotary(model: Any, operation: Any, sources: Sequence[str]) -> dict[str, Any]:
+    """Return what `rows` has in a rule: the heads of which config, and which of the sources are permuted."""
+    config, where = model.config, ""
+    if hasattr(config, operation.subconfig_key or ""):
+        config, where = getattr(config, operation.subconfig_key), f"{operation.subconfig_key}."
+    heads = config.attribute_map.get("num_attention_heads", "num_attention_heads")
+    rows: dict[str, Any] = {"to": "neighbours" if operation.inverse else "halves"}
+    rows["heads"] = f"{where}{heads}" if hasattr(config, heads) else 1
+    names = operation.permute_layer_names
+    parts = [part for part, name in enumerate(sources) if names is None or any(each in name for each in names)]
+    return rows | ({"parts": parts} if len(parts) < len(sources) else {})
 
 
 def _ways(converter: Any) -> int:

@@ -22,12 +22,14 @@ from ckpttool.operations.export.written_names import Written
 # Model type, class and number of layers that it takes for one of each kind.
 MODELS = {
     "dinov2": ("Dinov2ForImageClassification", 2),
+    "inkling2_text": ("Inkling2TextModel", 2),  # gate and up are interleaved in files
     "gpt_neox": ("GPTNeoXForCausalLM", 2),
     "jamba": ("JambaForCausalLM", 5),
     "molmo2_text": ("Molmo2TextModel", 2),  # query, key and value are one tensor in files
     "phimoe": ("PhimoeForCausalLM", 2),
     "qwen3_next": ("Qwen3NextForCausalLM", 4),
     "segformer": ("SegformerForSemanticSegmentation", 2),
+    "step3p7": ("Step3p7Model", 2),  # query and key in a fused tensor have their rows in another order
     "vit": ("ViTForImageClassification", 2),
 }
 
