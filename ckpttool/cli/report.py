@@ -45,7 +45,8 @@ def report(
 ) -> None:
     """Write one HTML file about a checkpoint: what stands out, statistics, histograms, shards, bytes.
 
-    It opens offline, needs nothing beside it, and holds no weights. All values are read once, as `stats` does.
+    It opens offline, needs nothing beside it, and holds statistics and thumbnails, not the weights. All values are
+    read once, as `stats` does.
     """
     import ckpttool
 

@@ -15,6 +15,7 @@ from ckpttool.operations.book.rows import rows
 from ckpttool.operations.diff.elements import widened
 from ckpttool.operations.stats import Stats, TensorStatistics
 from ckpttool.operations.stats.elements import Accumulator, ChannelMaxima, has_channels
+from ckpttool.operations.stats.thumbnails import MOST_THUMBNAILS
 from ckpttool.text import natural, plural, size
 from ckpttool.transfer.numbers import Array
 
@@ -62,7 +63,10 @@ class DifferencePage:
         with self._lock:
             sums = self._sums.get(id(pair.a))
             if sums is None:
-                maxima = ChannelMaxima(pair.a.shape, dtype) if has_channels(pair.a.shape, dtype) else None
+                maxima = None
+                if has_channels(pair.a.shape, dtype):
+                    pictured = len(self._sums) < MOST_THUMBNAILS
+                    maxima = ChannelMaxima(pair.a.shape, dtype, pictured=pictured)
                 sums = self._sums[id(pair.a)] = _Sums(Accumulator(dtype), maxima)
         with sums.lock:
             sums.total.feed(bits)
@@ -107,6 +111,7 @@ class DifferencePage:
         row.histogram = total.histogram.compact() if total.histogram is not None and sums is not None else None
         if sums is not None and sums.maxima is not None:
             row.rows, row.columns = sums.maxima.result()
+            row.thumbnail = sums.maxima.thumbnail()
 
 
 def difference_dtype(dtype: Dtype) -> Dtype | None:

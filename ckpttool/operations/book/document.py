@@ -26,6 +26,7 @@ _COLUMNS_OF_LIST = 4
 _FEW = ("numel", "zeros", "nan", "inf", "min", "max", "mean", "rms", "absmax", "kurtosis", "update")
 _BOXES = 20_000  # of all tilings
 _OWNERS = 300_000  # characters that say which file each box is in
+_THUMBNAILS = 1_000_000  # characters of all
 _PER_OCTAVE = 64  # steps of a count
 _KNOWN = {"Replicate", *(f"Shard({dim})" for dim in range(8))}
 _NUMBER = re.compile(r"(?<=\.)(0|[1-9][0-9]{0,8})(?=\.|$)", re.ASCII)
@@ -131,7 +132,27 @@ def _tensors(
             for i, (row, kept) in enumerate(zip(rows, keeps, strict=True))
             if kept and row.histogram is not None and row.statistics.numel > 1
         },
+        "thumbnails": _thumbnails(rows, named, keeps),
     }
+
+
+def _thumbnails(
+    rows: Sequence[TensorStatistics], named: Collection[str], keeps: Sequence[bool]
+) -> dict[int, list[Any]]:
+    """Return as many as there is place for: first of tensors that stand out, then of the largest ones. All have a
+    quarter of their blocks if the whole ones are too many."""
+    of_rows = {i: row.thumbnail for i, row in enumerate(rows) if keeps[i] and row.tied_to is None}
+    found = {i: one for i, one in of_rows.items() if one is not None}
+    if sum(len(one.levels) for one in found.values()) > _THUMBNAILS:
+        found = {i: one.halved() for i, one in found.items()}
+    drawn, letters = {}, 0
+    for i in sorted(found, key=lambda i: (rows[i].name not in named, -rows[i].nbytes)):
+        one = found[i]
+        letters += len(one.levels)
+        if letters > _THUMBNAILS:
+            break
+        drawn[i] = [one.rows, one.columns, _figure(one.low), _figure(one.high), one.levels]
+    return drawn
 
 
 def _name(name: str, names: _Numbered) -> list[int]:

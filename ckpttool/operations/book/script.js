@@ -235,6 +235,30 @@ function histogram([first, negative, positive], zeros) {
   return svg;
 }
 
+// A thumbnail: blocks of rows and columns, coloured by the logarithm of the largest magnitude.
+function thumbnail([rows, columns, low, high, letters], shape) {
+  const bytes = Uint8Array.from(atob(letters), sign => sign.charCodeAt(0));
+  const canvas = element("canvas", {width: columns, height: rows, class: "thumbnail", role: "img", "aria-label": "thumbnail"});
+  const context = canvas.getContext("2d"), n = shape.slice(0, -1).reduce((a, b) => a * b, 1), m = shape[shape.length - 1];
+  bytes.forEach((level, k) => {
+    context.fillStyle = level === 255 ? "#e5484d" : level ? colour(RAMP, (level - 1) / 253) : "#8b8d98";
+    context.fillRect(k % columns, Math.floor(k / columns), 1, 1);
+  });
+  const line = element("p", {class: "told mono soft", "aria-live": "polite"}, "Each block has the colour of its largest magnitude.");
+  const span = (i, of, all) => { const from = Math.floor(i * all / of), to = Math.floor((i + 1) * all / of) - 1; return from === to ? from : `${from} to ${to}`; };
+  canvas.addEventListener("mousemove", event => {
+    const c = Math.min(Math.floor(event.offsetX * columns / canvas.clientWidth), columns - 1), r = Math.min(Math.floor(event.offsetY * rows / canvas.clientHeight), rows - 1);
+    const level = bytes[Math.max(r, 0) * columns + Math.max(c, 0)];
+    const most = level === 255 ? "has NaN or infinities" : "at most " + shown(level ? Number((low * (high / low) ** ((level - 1) / 253)).toPrecision(3)) : 0);
+    line.textContent = `rows ${span(Math.max(r, 0), rows, n)}, columns ${span(Math.max(c, 0), columns, m)}: ${most}`;
+  });
+  const zeros = bytes.includes(0) ? [element("span", {}, element("i", {style: "background:#8b8d98"}), "zero")] : [];
+  const others = bytes.includes(255) ? [element("span", {}, element("i", {style: "background:#e5484d"}), "NaN or infinities")] : [];
+  const key = legend(RAMP, shown(low), shown(high), low !== null && high > low ? "logarithmic" : "");
+  key.append(...zeros, ...others);
+  return [canvas, key, line];
+}
+
 // Shards. A layout is where the tensors lie in the files; of a reshard there are two, before and after.
 function numbers(words) {
   return words === "" ? [] : words.split(",").flatMap(word => {
@@ -353,6 +377,8 @@ function described(i) {
   const made = tensors.histograms[i];
   if (made) parts.push(element("h3", {}, "Histogram"), element("figure", {class: "plot"}, histogram(made, value("zeros", i)),
     element("p", {class: "soft"}, "magnitudes in half-octaves, away from zero on both sides; heights are logarithms of the counts")));
+  const picture = tensors.thumbnails[own];
+  if (picture) parts.push(element("h3", {}, "Thumbnail"), ...thumbnail(picture, text("shape", i).split("×").map(Number)));
   parts.push(element("h3", {}, "Statistics"), figures(statisticOptions.map(([name, title]) => [title, shown(value(name, i))]).filter(([, figure]) => figure !== "–")));
   const channels = tensors.rows[i];
   if (channels) channels.forEach((one, k) => {

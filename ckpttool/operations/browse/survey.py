@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from contextlib import closing
 from dataclasses import replace
 
 from ckpttool.catalogue.aliases import find_aliases
-from ckpttool.catalogue.entries import Tensor
+from ckpttool.catalogue.entries import Path, Tensor
 from ckpttool.catalogue.protocols import Source
 from ckpttool.catalogue.validation import validate
 from ckpttool.errors import CkptError
 from ckpttool.operations.stats import cached
-from ckpttool.operations.stats.collect import EPS, Collected, Job, second_moments
+from ckpttool.operations.stats.collect import EPS, Collected, Job, pictured, second_moments
 from ckpttool.operations.stats.findings import Finding, findings
 from ckpttool.operations.stats.results import TensorStatistics, row_of
 from ckpttool.storage import files
@@ -94,6 +94,7 @@ class Survey:
         numbers = {tensor.path: i for i, tensor in enumerate(self._tensors)}
         firsts = {numbers[path]: numbers[first] for path, first in aliases.items() if first in numbers}
         seconds = second_moments(catalogue, self._tensors)
+        self._pictured = pictured(tensor for tensor in self._tensors if tensor.path not in aliases)
         again = time.monotonic() + _PAUSE
         with closing(Pool()) as pool:
             while (i := self._next(work)) is not None:
@@ -138,7 +139,7 @@ class Survey:
             self.rows[first] = tied = row_of(tensor, found, None)
         if first != i:
             own = self._tensors[i]
-            found = Collected(tied.statistics, tied.histogram, tied.rows, tied.columns, tied.update)
+            found = Collected(tied.statistics, tied.histogram, tied.rows, tied.columns, tied.update, tied.thumbnail)
             self.rows[i] = row_of(own, found, tensor.name)
 
     def _collected(
@@ -151,7 +152,7 @@ class Survey:
     ) -> Collected:
         if not is_sound:
             validate(replace(self._source.catalogue, entries={tensor.path: tensor}))
-        job = Job(tensor, *seconds.get(tensor.path, (None, EPS)))
+        job = Job(tensor, *seconds.get(tensor.path, (None, EPS)), pictured=tensor.path in self._pictured)
         for task in job.tasks():
             job.read(task, self._source, pool, work)
         return job.result()[1]
@@ -174,6 +175,7 @@ class Survey:
                 self._something.wait(1.0)
 
     _place = 0
+    _pictured: Collection[Path] = ()
 
     def _is_due(self, i: int) -> bool:
         return self.rows[i] is None and i not in self.errors

@@ -104,6 +104,8 @@ def stats(
     result = Stats(path, fail_on=fail_on)
     if checkpoints:
         for checkpoint in checkpoints:
+            for one in result.steps[-1].tensors if result.steps else ():
+                one.thumbnail = None  # which takes memory, and is shown of the last step
             of_step = Stats(str(checkpoint.path))
             uneven = _collect(of_step, reading)
             found = [*findings(of_step.tensors), *uneven]

@@ -14,12 +14,13 @@ from ckpttool.operations.stats.elements import Channels, Statistics
 from ckpttool.operations.stats.histogram import Compact
 from ckpttool.operations.stats.results import GroupStatistics, TensorStatistics
 from ckpttool.operations.stats.spectral import Spectrum
+from ckpttool.operations.stats.thumbnails import Thumbnail
 from ckpttool.storage import cache
 from ckpttool.storage.files import Fingerprint
 from ckpttool.version import __version__
 
 _KIND = "stats"
-_LAYOUT = 1  # of the cached document
+_LAYOUT = 2  # of the cached document
 
 Rows = tuple[list[TensorStatistics], list[GroupStatistics]]
 
@@ -60,6 +61,7 @@ def _tensor(row: dict[str, Any]) -> TensorStatistics:
     tensor.rows, tensor.columns = (Channels(**row[name]) if row[name] else None for name in ("rows", "columns"))
     tensor.update = Update(**row["update"]) if row["update"] else None
     tensor.histogram = _histogram(row["histogram"])
+    tensor.thumbnail = Thumbnail(**row["thumbnail"]) if row["thumbnail"] else None
     tensor.spectrum = Spectrum(**row["spectrum"]) if row["spectrum"] else None
     return tensor
 

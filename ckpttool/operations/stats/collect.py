@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field
+from heapq import nlargest
 from math import prod
 from typing import Any, NamedTuple
 
@@ -18,6 +19,7 @@ from ckpttool.operations.stats.elements import Accumulator, ChannelMaxima, Chann
 from ckpttool.operations.stats.histogram import Compact
 from ckpttool.operations.stats.moments import buffer
 from ckpttool.operations.stats.places import Place, place_of
+from ckpttool.operations.stats.thumbnails import MOST_THUMBNAILS, Thumbnail
 from ckpttool.storage.files import Pool
 from ckpttool.transfer.numbers import Array, dot, has_numbers, numbers
 from ckpttool.transfer.plan import tiles
@@ -26,6 +28,7 @@ from ckpttool.transfer.threads import Progress, Work, on_threads
 
 _TILE = 1 << 20  # bytes; they, and what is calculated of them, stay in the processor's cache
 _TASK = 32 << 20  # bytes of a tensor that one thread takes at a time
+_LEAST_PIECE = 64 << 10  # bytes
 EPS = 1e-8  # Adam's, where no parameter group names another
 
 
@@ -64,6 +67,7 @@ class Collected(NamedTuple):
     rows: Channels | None
     columns: Channels | None
     update: Update | None
+    thumbnail: Thumbnail | None = None
 
 
 class GroupKey(NamedTuple):
@@ -96,10 +100,10 @@ class Task(NamedTuple):
 
 class Job:
     """A tensor that is being read, in tasks. Their results are merged in order, so that a sum does not depend on which
-    thread was first."""
+    thread was first. With `pictured` there is a thumbnail of a matrix."""
 
-    def __init__(self, tensor: Tensor, second: Tensor | None, eps: float) -> None:
-        self.tensor, self._second, self._eps = tensor, second, eps
+    def __init__(self, tensor: Tensor, second: Tensor | None, eps: float, *, pictured: bool = False) -> None:
+        self.tensor, self._second, self._eps, self._pictured = tensor, second, eps, pictured
         self._lock = threading.Lock()
         self._done: dict[int, tuple[Accumulator, _Ratios]] = {}
         self._open = 0
@@ -138,8 +142,9 @@ class Job:
             update.merge(more_updates)
         total.pack()
         rows, columns = self._maxima.result() if self._maxima is not None else (None, None)
+        thumbnail = self._maxima.thumbnail() if self._maxima is not None else None
         histogram = total.histogram.compact() if total.histogram is not None else None
-        return total, Collected(total.result(), histogram, rows, columns, update.result())
+        return total, Collected(total.result(), histogram, rows, columns, update.result(), thumbnail)
 
     def _tiles(self, task: Task, source: Source, pool: Pool) -> Iterator[tuple[Box, Array]]:
         import numpy as np
@@ -156,10 +161,12 @@ class Job:
         if not has_channels(self.tensor.shape, self.tensor.dtype):
             return
         with self._lock:
-            maxima = self._maxima = self._maxima or ChannelMaxima(self.tensor.shape, self.tensor.dtype)
-        rows, columns = maxima.of_tile(bits)
+            if self._maxima is None:
+                self._maxima = ChannelMaxima(self.tensor.shape, self.tensor.dtype, pictured=self._pictured)
+            maxima = self._maxima
+        tile = maxima.of_tile(bits, box)
         with self._lock:
-            maxima.add(rows, columns, box)
+            maxima.add(tile, box)
 
     def _updates(self, first: Array, second: Array) -> _Ratios:
         """Return the sums over some elements, from the bits of Adam's two moments."""
@@ -197,11 +204,13 @@ def collect(
     lock = threading.Lock()
     work = Work(sum(tensor.nbytes for tensor in tensors), progress)
     by_path = {tensor.path: tensor for tensor in tensors}
+    with_thumbnails = pictured(tensors)
 
     def tasks() -> Iterator[Task]:
         for tensor in tensors:
             if tensor.numel:
-                yield from Job(tensor, *seconds.get(tensor.path, (None, EPS))).tasks()
+                job = Job(tensor, *seconds.get(tensor.path, (None, EPS)), pictured=tensor.path in with_thumbnails)
+                yield from job.tasks()
 
     def do(task: Task) -> None:
         nonlocal expected
@@ -219,6 +228,19 @@ def collect(
     with closing(Pool()) as pool:
         on_threads(tasks(), do, threads, work)
     return results, groups
+
+
+def pictured(tensors: Iterable[Tensor]) -> set[Path]:
+    """Return the paths of the tensors that have a thumbnail: the largest matrices. Pure."""
+    matrices = (tensor for tensor in tensors if _has_thumbnail(tensor))
+    return {tensor.path for tensor in nlargest(MOST_THUMBNAILS, matrices, lambda tensor: tensor.nbytes)}
+
+
+def _has_thumbnail(tensor: Tensor) -> bool:
+    """Return whether a tensor is a matrix, and not read in so small pieces that a thumbnail would take most of the
+    time."""
+    pieces = len(tensor.chunks) if tensor.nbytes > _TILE else 1
+    return has_channels(tensor.shape, tensor.dtype) and (pieces == 1 or tensor.nbytes >= pieces * _LEAST_PIECE)
 
 
 def _add_to_groups(groups: dict[GroupKey, Group], tensor: Tensor, total: Accumulator) -> None:

@@ -13,6 +13,7 @@ from ckpttool.catalogue.boxes import Box, Ints
 from ckpttool.catalogue.dtypes import Dtype
 from ckpttool.operations.stats.histogram import Histogram, bins_of, dtype_of_numbers, indices
 from ckpttool.operations.stats.moments import Moments, of_counts, of_numbers
+from ckpttool.operations.stats.thumbnails import Blocks, Pooled, Thumbnail
 from ckpttool.transfer.numbers import EXPONENT_ONLY, FLOATS, Array, numbers
 from ckpttool.transfer.read import part
 
@@ -221,29 +222,41 @@ def _named_quantiles(histogram: Histogram, limits: tuple[float, float]) -> dict[
     return {f"p{f * 100:g}": min(max(v, limits[0]), limits[1]) for f, v in zip(FRACTIONS, values, strict=True)}
 
 
-class ChannelMaxima:
-    """Class for the largest magnitude in each row and column of a tensor, fed tile by tile in any order. Elements that
-    are no finite numbers do not count."""
+@dataclass(slots=True)
+class TileMaxima:
+    """The largest magnitudes in the rows and in the columns of a tile, as the bits of a positive number, and those in
+    blocks: of finite elements, and whether there are others."""
 
-    def __init__(self, shape: Ints, dtype: Dtype) -> None:
+    rows: Array
+    columns: Array
+    blocks: Pooled | None
+    not_finite: Pooled | None
+
+
+class ChannelMaxima:
+    """Class for the largest magnitude in each row and column of a tensor, and with `pictured` in each block, fed tile
+    by tile in any order. Elements that are no finite numbers do not count."""
+
+    def __init__(self, shape: Ints, dtype: Dtype, *, pictured: bool = False) -> None:
         import numpy as np
 
         self.shape, self.dtype = shape, dtype
         self._rows: Array = np.zeros(shape[:-1], f"u{dtype.itemsize}")
         self._columns: Array = np.zeros(shape[-1:], f"u{dtype.itemsize}")
+        self._blocks = Blocks(shape, dtype) if pictured else None
 
     def feed(self, bits: Array, box: Box) -> None:
         """Add the elements of a box, given as unsigned integers. Not to be called by two threads at once."""
-        rows, columns = self.of_tile(bits)
-        self.add(rows, columns, box)
+        self.add(self.of_tile(bits, box), box)
 
-    def of_tile(self, bits: Array) -> tuple[Array, Array]:
-        """Return the largest magnitudes in the rows and in the columns of a tile, as the bits of a positive number."""
+    def of_tile(self, bits: Array, box: Box) -> TileMaxima:
+        """Return the largest magnitudes in a tile."""
         import numpy as np
 
         layout, unsigned = FLOATS[self.dtype.name], bits.dtype
         # The bits of positive numbers are in the order of the numbers.
         magnitudes = bits & np.array((1 << unsigned.itemsize * 8 - 1) - 1, unsigned)
+        matrix = magnitudes.reshape(-1, bits.shape[-1])
         rows = magnitudes.max(axis=-1)
         largest = ((1 << layout.exponent) - 1) << layout.mantissa
         largest |= (
@@ -254,17 +267,33 @@ class ChannelMaxima:
             else 0
         )
         largest -= layout.nan == "ieee"
+        others: Array | None = None
         if int(rows.max()) > largest:
-            magnitudes[magnitudes > np.array(largest, unsigned)] = 0
+            others = matrix > np.array(largest, unsigned)
+            matrix[others] = 0
             rows = magnitudes.max(axis=-1)
-        return rows, magnitudes.reshape(-1, bits.shape[-1]).max(axis=0)
+        elif layout.nan == "zero" and self._blocks is not None:
+            others = bits.reshape(matrix.shape) == 1 << unsigned.itemsize * 8 - 1
+        blocks = not_finite = None
+        if self._blocks is not None:
+            blocks = self._blocks.of_tile(matrix, box)
+            not_finite = self._blocks.of_tile(others, box) if others is not None else None
+        columns = matrix.max(axis=0) if blocks is None else blocks.columns
+        return TileMaxima(rows, columns, blocks, not_finite)
 
-    def add(self, rows: Array, columns: Array, box: Box) -> None:
+    def add(self, tile: TileMaxima, box: Box) -> None:
         """Add what `of_tile` returned for a box."""
         import numpy as np
 
+        if self._blocks is not None and tile.blocks is not None:
+            self._blocks.add(tile.blocks)
+            if tile.not_finite is not None:
+                self._blocks.add_not_finite(tile.not_finite)
         offsets, sizes = box
-        for kept, found, of in ((self._rows, rows, slice(None, -1)), (self._columns, columns, slice(-1, None))):
+        for kept, found, of in (
+            (self._rows, tile.rows, slice(None, -1)),
+            (self._columns, tile.columns, slice(-1, None)),
+        ):
             whole = ((0,) * len(kept.shape), kept.shape)
             view = part(kept, (offsets[of], sizes[of]), whole)
             np.maximum(view, found, out=view)
@@ -272,6 +301,10 @@ class ChannelMaxima:
     def result(self) -> tuple[Channels, Channels]:
         """Return the rows and the columns."""
         return self._channels(self._rows), self._channels(self._columns)
+
+    def thumbnail(self) -> Thumbnail | None:
+        """Return the picture; None without `pictured`."""
+        return self._blocks.result() if self._blocks is not None else None
 
     def _channels(self, maxima: Array) -> Channels:
         import numpy as np

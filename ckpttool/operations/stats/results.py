@@ -17,6 +17,7 @@ from ckpttool.operations.stats.findings import Finding
 from ckpttool.operations.stats.histogram import Compact
 from ckpttool.operations.stats.places import place_of
 from ckpttool.operations.stats.spectral import Spectrum
+from ckpttool.operations.stats.thumbnails import Thumbnail
 from ckpttool.text import meant, plural, some
 
 QUANTILES = [f"p{fraction * 100:g}" for fraction in FRACTIONS]
@@ -49,6 +50,7 @@ class TensorStatistics:
     columns: Channels | None = None  #: its columns, likewise
     update: Update | None = None  #: Adam's update, of a first moment with the second beside it; else null
     histogram: Compact | None = None  #: a small histogram; null if the elements are no numbers
+    thumbnail: Thumbnail | None = None  #: a picture of one of the 4,096 largest matrices, of the last step; else null
     spectrum: Spectrum | None = None  #: estimates of singular values (`--spectral`) of a matrix; else null
 
     def values(self) -> dict[str, float | None]:
@@ -74,6 +76,7 @@ def row_of(tensor: Tensor, found: Collected | None, tied_to: str | None) -> Tens
         found = Collected(Accumulator(tensor.dtype).result(), None, None, None, None)
     row = row_with(tensor, found.statistics, tied_to)
     row.histogram, row.rows, row.columns, row.update = found.histogram, found.rows, found.columns, found.update
+    row.thumbnail = found.thumbnail
     return row
 
 

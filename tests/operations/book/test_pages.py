@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import json
 import re
 import shutil
@@ -106,6 +107,10 @@ def test_a_difference_has_the_statistics_of_b_minus_a(written: Path) -> None:
     apart = (b["layers.1.up.weight"] - a["layers.1.up.weight"]).abs().numpy()
     assert rows[2:4] == [pytest.approx(apart.max(), rel=1e-4), int(apart.max(axis=1).argmax())]
     assert columns[3] == int(apart.max(axis=0).argmax())
+    picture = tensors["thumbnails"][str(names.index("model.layers.1.up.weight"))]
+    levels = np.frombuffer(base64.b64decode(picture[4]), np.uint8).reshape(picture[:2])
+    cuts = np.arange(33) * 700 // 32  # of the rows; those from 500 differ
+    assert (levels > 0).any(axis=1).tolist() == (cuts[1:] > 500).tolist()
 
 
 def test_the_summary_of_a_difference_is_complete(written: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import json
 import re
 from collections.abc import Iterator
@@ -25,6 +26,7 @@ from ckpttool.operations.stats.elements import FRACTIONS, Channels, Statistics
 from ckpttool.operations.stats.findings import Finding
 from ckpttool.operations.stats.histogram import Compact
 from ckpttool.operations.stats.results import Stats, TensorStatistics
+from ckpttool.operations.stats.thumbnails import Thumbnail
 
 EVIL = "</script><script>alert(1)</script>"
 LIMIT = 3_000_000
@@ -178,6 +180,7 @@ def made_up(layers: int, kinds: list[str], shape: tuple[int, int]) -> Stats:
                 row = TensorStatistics(full, *place, "bfloat16", shape, 2, None, statistics)
                 row.rows = row.columns = Channels(shape[0], seed * 0.1, seed, layer, 3)
                 row.histogram = Compact(counts)
+                row.thumbnail = Thumbnail(32, 32, seed * 0.01, seed, base64.b64encode(bytes(range(256)) * 4).decode())
                 stats.tensors.append(row)
     stats.findings = [Finding("nan", f"`{row.name}`: NaN", [row.name]) for row in stats.tensors[:20]]
     return stats
@@ -193,8 +196,22 @@ KINDS = [
 def test_a_report_of_70_billion_parameters_is_small() -> None:
     stats = made_up(80, KINDS, (8192, 28672))
     text = render(Book("report", "step-1000", "step-1000", stats, Catalogue("dcp")))
-    assert len(stats.tensors) == 2160 and len(text) < LIMIT / 2
-    assert len(data_of(text)["tensors"]["histograms"]) == 2160
+    drawn = data_of(text)["tensors"]
+    assert len(stats.tensors) == 2160 and len(text) < LIMIT * 0.8
+    assert len(drawn["histograms"]) == len(drawn["thumbnails"]) == 2160
+    assert all(one[:2] == [16, 16] for one in drawn["thumbnails"].values())
+
+
+def test_thumbnails_have_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are halved, and then those of tensors that stand out and of the largest ones are there."""
+    stats = made_up(4, KINDS, (8, 8))
+    stats.findings = [Finding("nan", "NaN", [stats.tensors[-1].name])]
+    stats.tensors[5].nbytes = 1000
+    for limit, side, expected in ((1368 * 108, 32, 108), (1368 * 108 - 1, 16, 108), (344 * 2, 16, 2)):
+        monkeypatch.setattr("ckpttool.operations.book.document._THUMBNAILS", limit)
+        drawn = document(stats, Catalogue("dcp"))["tensors"]["thumbnails"]
+        assert len(drawn) == expected and all(one[:2] == [side, side] for one in drawn.values()), limit
+    assert [*drawn] == [107, 5]
 
 
 def test_of_many_tensors_there_is_less_of_each() -> None:
@@ -267,6 +284,32 @@ def test_steps_have_their_drift(written: Path, page: Page) -> None:
     captions = page.ask("[...document.querySelectorAll('#page-steps figcaption')].map(one => one.textContent)")
     assert any("layers.*.up.weight" in one and ", -50 % from the first step" in one for one in captions), captions
     assert not any("previous" in one for one in captions)
+
+
+def test_a_thumbnail_is_drawn(tmp_path: Path, page: Page) -> None:
+    """A row and a column that stand out, zeros and a NaN, each where it is."""
+    weight = torch.rand(64, 96) + 1
+    weight[20], weight[:, 33], weight[0], weight[50, 90] = 300.0, 300.0, 0.0, float("nan")
+    torch.save({"w": weight, "small": torch.ones(3, 2)}, tmp_path / "x.pt")
+    ckpttool.report(tmp_path / "x.pt", tmp_path / "x.html", cache=False)
+    page.open(tmp_path / "x.html", "#tensor/w")
+    pixels = page.ask(
+        "(() => { const one = document.querySelector('canvas.thumbnail'); return [one.width, one.height,"
+        " [...one.getContext('2d').getImageData(0, 0, one.width, one.height).data]]; })()"
+    )
+    colours = torch.tensor(pixels[2]).reshape(32, 32, 4)[:, :, :3]
+    assert pixels[:2] == [32, 32]
+    yellow, red, grey = ([253, 231, 37], [229, 72, 77], [139, 141, 152])
+    assert (colours[10, :] == torch.tensor(yellow)).all() and (colours[5, 11] == torch.tensor(yellow)).all()
+    assert colours[25, 30].tolist() == red and (colours == torch.tensor(red)).all(dim=2).sum() == 1
+    assert (colours == torch.tensor(grey)).all(dim=2).sum() == 0  # row 0 is half of its blocks
+    page.ask("document.querySelector('canvas.thumbnail').dispatchEvent(new MouseEvent('mousemove', {clientX:"
+             " document.querySelector('canvas').getBoundingClientRect().x + 1, clientY:"
+             " document.querySelector('canvas').getBoundingClientRect().bottom - 1}))")  # fmt: skip
+    assert page.ask("document.querySelector('canvas + .legend + .told').textContent").startswith(
+        "rows 62 to 63, columns 0 to 2: at most "
+    )
+    assert page.problems == []
 
 
 def test_keys(written: Path, page: Page) -> None:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import base64
+import itertools
 import math
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -14,6 +17,7 @@ from hypothesis.extra import numpy as arrays
 
 from ckpttool.catalogue.dtypes import DTYPES
 from ckpttool.operations.stats.elements import FRACTIONS, Accumulator, ChannelMaxima, Statistics, has_channels
+from ckpttool.operations.stats.thumbnails import Thumbnail
 from ckpttool.transfer.numbers import has_numbers
 from ckpttool.transfer.read import unsigned
 
@@ -199,3 +203,58 @@ def test_rows_and_columns(name: str) -> None:
         assert found.largest == expected.argmax()
         assert found.outlying == (expected > 6 * np.median(expected)).sum()
     assert maxima.result()[0].outlying >= 1
+
+
+# Thumbnails -----------------------------------------------------------------------------------------------------------
+
+
+def pooled(values: Array) -> Array:
+    """The largest finite magnitude of each block, by numpy on the whole matrix; NaN where a block has another."""
+    rows, columns = (np.arange(min(n, 32) + 1) * n // min(n, 32) for n in values.shape)
+    blocks = [[np.abs(values[a:b, c:d]) for c, d in pairwise(columns)] for a, b in pairwise(rows)]
+    return np.array([[one.max() if np.isfinite(one).all() else np.nan for one in row] for row in blocks])
+
+
+def decoded(thumbnail: Thumbnail) -> Array:
+    levels = np.frombuffer(base64.b64decode(thumbnail.levels), np.uint8).reshape(thumbnail.rows, thumbnail.columns)
+    low, high = thumbnail.low or 0.0, thumbnail.high or 0.0
+    with np.errstate(divide="ignore", invalid="ignore"):
+        shown = low * (high / low) ** ((levels.astype(float) - 1) / 253) if low else np.zeros(levels.shape)
+    return np.where(levels == 255, np.nan, np.where(levels == 0, 0.0, shown))
+
+
+@pytest.mark.parametrize("name", ["float32", "bfloat16", "float16", "float64", "float8_e4m3fn", "float8_e5m2fnuz"])
+@pytest.mark.parametrize("shape", [(60, 141), (5, 37), (3, 7, 50), (4, 2, 33, 3)])
+def test_a_thumbnail_is_what_numpy_makes_of_the_whole(name: str, shape: tuple[int, ...]) -> None:
+    """In tiles that are cut in all dimensions, in any order."""
+    rng = np.random.default_rng(0)
+    tensor = torch.from_numpy(rng.standard_normal(shape) * np.exp(3 * rng.standard_normal(shape)))
+    tensor[-1] = 0.0
+    tensor.view(-1)[3:6] = torch.tensor([float("nan"), float("inf") if "8" not in name else 1.0, -2.0])
+    tensor = tensor.to(getattr(torch, name))
+    bits, values = bits_of(tensor, name), wide(tensor)
+    maxima = ChannelMaxima(shape, DTYPES[name], pictured=True)
+    tiles = [*itertools.product(*([(0, n // 3), (n // 3, n)] for n in shape))]
+    for tile in reversed(tiles):
+        if all(low < high for low, high in tile):
+            part = bits[tuple(slice(low, high) for low, high in tile)].copy()
+            maxima.feed(part, (tuple(low for low, _ in tile), part.shape))
+    found, expected = maxima.thumbnail(), pooled(values.reshape(-1, shape[-1]))
+    assert found is not None and (found.rows, found.columns) == expected.shape and np.isnan(expected).any()
+    step = (found.high / found.low) ** (1 / 253)
+    np.testing.assert_allclose(decoded(found), expected, rtol=step - 1)
+    assert (found.low, found.high) == (expected[expected > 0].min(), np.nanmax(expected))
+    halved = found.halved()
+    if found.rows == found.columns == 32:
+        quarters = decoded(found).reshape(16, 2, 16, 2).transpose(0, 2, 1, 3).reshape(16, 16, 4)
+        np.testing.assert_array_equal(decoded(halved), quarters.max(axis=2))  # NaN is the largest
+    assert halved.rows == (16 if found.rows == 32 else found.rows)
+
+
+def test_a_thumbnail_of_equal_elements_and_of_zeros() -> None:
+    for value, low in ((0.0, None), (2.0, 2.0)):
+        maxima = ChannelMaxima((40, 2), DTYPES["float32"], pictured=True)
+        maxima.feed(np.full((40, 2), value, np.float32).view(np.uint32), ((0, 0), (40, 2)))
+        found = maxima.thumbnail()
+        assert found is not None and (found.low, found.high, found.rows, found.columns) == (low, low, 32, 2)
+        assert (decoded(found) == value).all()
