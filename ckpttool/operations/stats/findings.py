@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import statistics as of
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from math import prod
-from operator import itemgetter
 from typing import TYPE_CHECKING
 
 from ckpttool.operations.inspect.sharding import bytes_per_rank
@@ -99,11 +98,16 @@ def uneven_ranks(catalogue: Catalogue) -> list[Finding]:
     loads = bytes_per_rank(catalogue) or [0]
     median = of.median(loads)
     heavy = {rank: load for rank, load in enumerate(loads) if load > _UNEVEN * median and load > median + _LITTLE}
+    most: dict[int, tuple[float, Tensor]] = {}  # bytes beyond its share of a tensor, by rank
+    for tensor in catalogue.tensors if heavy else ():
+        held, share = _held(tensor, catalogue), tensor.nbytes / len(loads)
+        for rank in heavy:
+            if held[rank] - share > most.get(rank, (0.0,))[0]:
+                most[rank] = held[rank] - share, tensor
     found = []
     for rank, load in heavy.items():
-        beyond = ((_held(tensor, rank, catalogue) - tensor.nbytes / len(loads), tensor) for tensor in catalogue.tensors)
-        excess, tensor = max(beyond, key=itemgetter(0), default=(0.0, None))
-        if tensor is not None and excess > 0:
+        if rank in most:
+            excess, tensor = most[rank]
             more = f"{100 * (load / median - 1):.0f} % more than" if median else "above"
             text = (
                 f"rank {rank} has {size(load)}, {more} the median of {plural(len(loads), 'rank')}, {size(int(median))}"
@@ -113,8 +117,9 @@ def uneven_ranks(catalogue: Catalogue) -> list[Finding]:
     return found
 
 
-def _held(tensor: Tensor, rank: int, catalogue: Catalogue) -> int:
-    """Return the bytes of a tensor in the files of a rank."""
-    chunks, files = tensor.chunks, catalogue.files
-    own = (prod(sizes) for sizes, file in zip(chunks.sizes, chunks.file, strict=True) if files[file].rank == rank)
-    return sum(own) * tensor.dtype.itemsize
+def _held(tensor: Tensor, catalogue: Catalogue) -> Counter[int | None]:
+    """Return the bytes of a tensor in the files of each rank."""
+    held: Counter[int | None] = Counter()
+    for sizes, file in zip(tensor.chunks.sizes, tensor.chunks.file, strict=True):
+        held[catalogue.files[file].rank] += prod(sizes) * tensor.dtype.itemsize
+    return held
