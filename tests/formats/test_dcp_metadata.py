@@ -8,7 +8,6 @@ import pickle
 import pickletools
 import random
 import re
-import time
 from array import array
 from collections.abc import Callable
 from contextlib import suppress
@@ -17,6 +16,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.hang import no_hang
 from support.paths import CHECKPOINTS
 from support.pickle_payloads import payloads, set_trap
 from torch.distributed.checkpoint.filesystem import _StorageInfo
@@ -230,12 +230,8 @@ def test_large_indexes_take_seconds() -> None:
         for i in range(293)
     }  # fmt: skip
     metadata = dcpmetadata.Metadata(".metadata", files, entries, {k: (k,) for k in entries}, {})
-    began = time.process_time()
-    data = written(metadata)
-    assert time.process_time() - began < 15
-    began = time.process_time()
-    found = dcpmetadata.read(io.BytesIO(data), ".metadata")
-    assert time.process_time() - began < 15
+    with no_hang():
+        found = dcpmetadata.read(io.BytesIO(written(metadata)), ".metadata")
     assert len(found.entries) == 293 and found.files == files
 
 

@@ -7,7 +7,6 @@ import os
 import shutil
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Mapping
 from contextlib import closing
 from dataclasses import replace
@@ -19,6 +18,7 @@ import pytest
 import torch
 from same import assert_same
 from support.checkpoints import within
+from support.hang import no_hang
 from support.paths import CHECKPOINTS
 
 import ckpttool
@@ -494,9 +494,8 @@ def steps(parameters: list[Parameter], units: list[str], world: int) -> list[int
 def test_the_layers_of_a_large_model_are_found(world: int) -> None:
     parameters = llm(80)
     layers = [f"model.layers.{i}" for i in range(80)]
-    began = time.process_time()
-    found = flatunits.derive(parameters, [steps(parameters, ["", *layers], world)], world)
-    assert time.process_time() - began < 5
+    with no_hang():
+        found = flatunits.derive(parameters, [steps(parameters, ["", *layers], world)], world)
     assert [[unit.name for unit in units] for units in found] == [["", *layers]]
     assert {p.name for p in found[0][0].parameters} == {p.name for p in parameters if "layers" not in p.name}
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import time
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -14,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import save_file
 from support import checkpoints
+from support.hang import no_hang
 from support.optimizers import OPTIMIZERS, Tree, spelt, trained
 
 import ckpttool
@@ -434,13 +434,10 @@ def test_thousands_of_parameters() -> None:
         },
     }
     laid = started(state)
-    spent = {}
-    for wanted in ("fqn", "flat", "id"):
-        began = time.perf_counter()
-        laid = optimkeys.respell(laid, wanted)
-        spent[wanted] = time.perf_counter() - began
+    with no_hang():
+        for wanted in ("fqn", "flat", "id"):
+            laid = optimkeys.respell(laid, wanted)
     assert tree(laid, state)["optim"] == places(state["optim"])
-    assert max(spent.values()) < 5, spent
 
 
 def test_the_order_may_come_from_elsewhere(tmp_path: Path) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import time
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +11,7 @@ import safetensors.torch
 import torch
 import transformers
 from support.cli import run
+from support.hang import no_hang
 from support.paths import CHECKPOINTS
 from torch import nn
 
@@ -145,9 +145,8 @@ def test_weights_of_integers_are_parameters(tmp_path: Path) -> None:
 def test_long_names_take_no_time(tmp_path: Path) -> None:
     names = ["weight_" * 60_000 + ".", "layers" * 60_000 + ".x", "_inv_freq" * 40_000 + "!"]
     safetensors.torch.save_file({name: torch.ones(2, dtype=torch.int8) for name in names}, tmp_path / "m.safetensors")
-    start = time.process_time()
-    assert headline(tmp_path / "m.safetensors").layers is None
-    assert time.process_time() - start < 2
+    with no_hang():
+        assert headline(tmp_path / "m.safetensors").layers is None
 
 
 @pytest.mark.parametrize("name", CLASSES)

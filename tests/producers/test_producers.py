@@ -9,7 +9,6 @@ import re
 import shutil
 import subprocess
 import sys
-import time
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import closing
@@ -20,6 +19,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file, save_file
+from support.hang import no_hang
 from support.paths import CHECKPOINTS, samples_of
 from support.upstream_samples import path_of, reference
 from torch import nn
@@ -442,9 +442,7 @@ def test_a_long_run_is_listed_without_reading_its_checkpoints(tmp_path: Path, mo
         shutil.copytree(first, tmp_path / "run" / f"checkpoint_{step}", copy_function=os.link)
     monkeypatch.setattr("ckpttool.formats.detect.detect", None)
     monkeypatch.setattr("builtins.open", None)
-    began = time.monotonic()
     found = runs.checkpoints(str(tmp_path / "run"))
-    assert time.monotonic() - began < 2
     assert len(found) == 300
     assert all(f.complete for f in found)
 
@@ -655,10 +653,8 @@ def test_two_worlds_of_verl_in_one_directory(tmp_path: Path) -> None:
 def test_a_directory_of_very_many_files_is_told_fast(tmp_path: Path) -> None:
     listing = Directory(str(tmp_path))
     listing.names = [".metadata", *(f"__0_{i}.distcp" for i in range(100_000))]
-    began = time.monotonic()
-    assert recognise(listing) is None
-    took = time.monotonic() - began
-    assert took < 3, took
+    with no_hang():
+        assert recognise(listing) is None
 
 
 @pytest.mark.parametrize("name", [n for n in SAMPLES if n.startswith(("run/accelerate", "run/trainer"))])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import time
 from dataclasses import replace
 from typing import Any
 
@@ -14,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support import checkpoints
 from support.checkpoints import grid, within
+from support.hang import no_hang
 
 from ckpttool.catalogue import boxes
 from ckpttool.catalogue.boxes import Box
@@ -171,13 +171,13 @@ def test_a_source_that_does_not_cover_a_chunk_is_refused(parts: list[Box]) -> No
 
 
 @pytest.mark.parametrize(
-    ("first", "second"), [((5000, 1), (4999, 1)), ((1, 5000), (1, 4999)), ((5000, 1), (1, 1)), ((1, 1), (5000, 1))]
+    ("first", "second"),
+    [((30_000, 1), (29_999, 1)), ((1, 30_000), (1, 29_999)), ((30_000, 1), (1, 1)), ((1, 1), (30_000, 1))],
 )
 def test_thousands_of_chunks_are_planned_in_a_moment(first: tuple[int, int], second: tuple[int, int]) -> None:
-    shape = (20_000, 20_000)
+    shape = (60_000, 60_000)
     source = tensor(shape, grid(shape, first))
     destination = tensor(shape, grid(shape, second), origin=source)
-    began = time.process_time()
-    pieces = sum(len(job.pieces) for job in plan(catalogue(destination)))
-    assert pieces < 20_000
-    assert time.process_time() - began < 2
+    with no_hang():
+        pieces = sum(len(job.pieces) for job in plan(catalogue(destination)))
+    assert pieces < 120_000
