@@ -79,7 +79,8 @@ _SHOWN = 10
         "What is compared": (
             Option(
                 "--checkpoints PATTERN",
-                "Where the checkpoints are: 'OUT/step-{step}'; without {step}, one that is written again and again. "
+                "Where the checkpoints are: 'OUT/step-{step}'; without {step}, those of 'OUT/*', whose steps are read "
+                "from them, or one that is written again and again. "
                 "Default: as `inspect` finds them in OUT.",
             ),
             Option("--out WORD", "The word that stands for the output directory, as {out} does.", default="OUT"),

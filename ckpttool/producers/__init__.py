@@ -23,6 +23,7 @@ PRODUCERS: tuple[Producer, ...] = (
     torchtitan.TORCHTITAN,
     *read_only.OLMO,
     read_only.TORCH_CHECKPOINTING,
+    read_only.PYTORCH_EXAMPLE,
     transformers.PRETRAINED,
 )
 

@@ -8,9 +8,11 @@
     OLMo, unsharded      step10-unsharded/{model,optim,train}.pt, config.yaml
     OLMo, old            step10/rank0.pt, config.yaml                                 FSDP1, one file per rank
     torch_checkpointing  step-10/{app_0.pt, app_1.pt, metadata.pkl}                   written as `tmp_step-10`
+    PyTorch's example    dcp_api/1763882964123/{model,optim}_state_dict.pt            FSDP2, gathered; the time of day
 
 Upstream: composer `utils/checkpoint.py`, DINOv2 `fsdp/__init__.py`, pytorch-lightning `fabric/strategies/fsdp.py`,
-OLMo-core `train/checkpoint.py`, OLMo `checkpoint.py`, torch_checkpointing 0.1.1.
+OLMo-core `train/checkpoint.py`, OLMo `checkpoint.py`, torch_checkpointing 0.1.1, pytorch/examples
+`distributed/FSDP2/checkpoint.py`.
 """
 
 from __future__ import annotations
@@ -76,6 +78,11 @@ TORCH_CHECKPOINTING = Producer(
         Pattern(r"(?P<item>\w+?)_(?P<rank>\d+)\.pt", "{item}", "rank files"),
         Pattern(r"metadata\.pkl", kind="ignored"),
     ),
+)
+PYTORCH_EXAMPLE = Producer(
+    "PyTorch FSDP2 example",
+    (r"model_state_dict\.pt", r"optim_state_dict\.pt"),
+    (Pattern(r"model_state_dict\.pt", "model"), Pattern(r"optim_state_dict\.pt", "optim")),
 )
 
 _OF_OLMO = Pattern(r"rank(?P<rank>\d+)\.pt", kind="rank files")

@@ -1,7 +1,8 @@
 """`verify-resume run` with scripts that nobody here wrote, unchanged, with small models and data of our own.
 
-The scripts are in checkouts of transformers, accelerate, nanoGPT and torchtitan in the folder that CKPTTOOL_SCRIPTS
-names; CKPTTOOL_SCRIPTS_PYTHON is a Python that has what they import. docs/explanation/what-resumes.md has the findings.
+The scripts are in checkouts of transformers, accelerate, nanoGPT, torchtitan and PyTorch's examples in the folder that
+CKPTTOOL_SCRIPTS names; CKPTTOOL_SCRIPTS_PYTHON is a Python that has what they import.
+docs/explanation/what-resumes.md has the findings.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from ckpttool.operations.verify_resume.run.results import Report
 
 CHECKOUTS = Path(os.environ.get("CKPTTOOL_SCRIPTS", "/nowhere"))
 PYTHON = os.environ.get("CKPTTOOL_SCRIPTS_PYTHON", sys.executable)
+FSDP2 = str(Path(__file__).with_name("fsdp2_on_cpu.py"))
 TITAN = str(Path(__file__).with_name("titan_on_cpu.py"))
 pytestmark = [pytest.mark.long, pytest.mark.timeout(900)]
 
@@ -30,6 +32,7 @@ NAMES = {
     "checkpointing": "accelerate/examples/by_feature/checkpointing.py",
     "nanogpt": "nanoGPT/train.py",
     "titan": "torchtitan/torchtitan/train.py",
+    "fsdp2": "examples/distributed/FSDP2/example.py",
 }
 
 
@@ -123,7 +126,7 @@ def test_accelerate_shuffles_the_rest_of_an_epoch_again(small: Path, name: str) 
     metric.write_text(METRIC)
     report = verified("accelerate", script(name), "--cpu", "--output_dir", "OUT", until=7)
     assert report.verdict == "differs" and report.first_step == 5
-    assert any(finding.kind == "next batch differs" for finding in report.findings), report.findings
+    assert "the batch of rank 0 in step 5 is another" in report.message, report.findings
 
 
 METRIC = """
@@ -189,3 +192,24 @@ def test_torchtitan_resumes_exactly(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     words = ["--module", "llama3", "--config", "llama3_debugmodel", *sizes.split()]
     report = verified("torchtitan", *torchrun(1), TITAN, *words)
     assert report.verdict == "same", report.findings
+
+
+def fsdp2(*more: str) -> Report:
+    """The report of PyTorch's FSDP2 example: A trains 20 steps at once, B starts twice as it is."""
+    command = [*torchrun(2), FSDP2, script("fsdp2"), "--steps", "20", *more]
+    where, stop = "OUT/checkpoints/*_api/*", "max-steps=--steps"
+    given: dict[str, Any] = {"at": 10, "until": 20, "checkpoints": where, "stop": stop, "timeout": 300.0}
+    return run(["env", "-C", "OUT", PYTHON, *command], observe=True, **given)
+
+
+@pytest.mark.parametrize("api", [["--dcp-api"], []])
+def test_pytorchs_example_loads_all_that_it_saves(api: list[str]) -> None:
+    report = fsdp2("--keep-rng", *api)
+    assert report.verdict == "same", report.findings
+    assert [[saved.step for saved in run.checkpoints] for run in report.runs] == [[20], [20], [10, 20]]
+
+
+def test_pytorchs_example_saves_no_random_state() -> None:
+    report = fsdp2("--dcp-api")
+    assert (report.verdict, report.first_step) == ("differs", 11)
+    assert "the batch of rank 0 in step 11 is another" in report.message

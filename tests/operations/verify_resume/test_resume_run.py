@@ -136,7 +136,8 @@ def test_the_plan_has_every_start_of_the_command() -> None:
         ({"command": ["no-such-program", "OUT", "--steps", "5"]}, "cannot be started"),
         ({"command": [sys.executable, "-c", "raise KeyError(3)", "OUT", "--steps", "5"]}, "KeyError: 3"),
         ({"command": [sys.executable, "-c", FROZEN, "OUT", "--steps", "5"]}, "no weight changes between step 3 and"),
-        ({"checkpoints": "OUT/ckpt-{step}.pt"}, "no complete checkpoint of step 3"),
+        ({"stop": "sigkill", "checkpoints": "OUT/ckpt-{step}.pt"}, "no complete checkpoint of step 3"),
+        ({"checkpoints": "OUT/ckpt-{step}.pt"}, "no complete checkpoint after step 3 and up to 5"),
     ],
 )
 def test_what_cannot_be_run_is_one_error(options: dict[str, Any], message: str) -> None:
@@ -166,6 +167,13 @@ def test_a_checkpoint_that_is_written_again_and_again_is_kept() -> None:
     report = runs("--one-file", "--pause", "0.15", checkpoints="OUT/model.safetensors", at=1, until=3, stop="sigkill")
     assert report.verdict == "same", report.message
     assert {saved.step for saved in report.runs[0].checkpoints} >= {1, 2, 3}
+
+
+@pytest.mark.parametrize(("fault", "verdict"), [("", "same"), ("swapped", "differs")])
+def test_a_script_that_saves_at_its_end_names_it_by_the_time_of_day(fault: str, verdict: str) -> None:
+    report = runs("--at-end", "--fault", fault, checkpoints="OUT/*.safetensors")
+    assert report.verdict == verdict, report.message
+    assert [[saved.step for saved in run.checkpoints] for run in report.runs] == [[5], [5], [3, 5]]
 
 
 def test_the_disk_and_the_folder_of_the_user_are_kept(tmp_path: Path) -> None:
@@ -236,11 +244,12 @@ def trained(script: Path, **options: Any) -> Report:
 
 
 @pytest.mark.long
+@pytest.mark.parametrize("observe", [False, True])
 @pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: f"{fault.script}: {fault.name}")
-def test_a_planted_fault_is_found_and_named(fault: ScriptFault, tmp_path: Path) -> None:
+def test_a_planted_fault_is_found_and_named(fault: ScriptFault, observe: bool, tmp_path: Path) -> None:
     script = tmp_path / fault.script
     script.write_text(fault.planted((SCRIPTS / fault.script).read_text()))
-    report = trained(script)
+    report = trained(script, observe=observe)
     assert (report.verdict, report.first_step) == ("differs", 5), report.message
     assert re.search(fault.named, report.cause or ""), report.cause
 
@@ -275,3 +284,42 @@ def test_another_number_of_ranks_is_compared_with_what_torch_reshards(to_world: 
 def test_a_launcher_is_stopped_with_its_workers(stop: str) -> None:
     report = trained(SCRIPTS / "train_fsdp2.py", stop=stop)
     assert report.verdict == "same", report.message
+
+
+SHUFFLED = """
+import argparse, torch
+from torch.utils.data import DataLoader, TensorDataset
+
+parser = argparse.ArgumentParser()
+parser.add_argument("--out")
+parser.add_argument("--resume")
+args = parser.parse_args()
+torch.manual_seed(0)
+model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Dropout(), torch.nn.Linear(8, 1))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+data = TensorDataset(torch.randn(12, 4), torch.randn(12, 1))
+done = 0
+if args.resume:
+    saved = torch.load(args.resume)
+    model.load_state_dict(saved["model"])
+    torch.set_rng_state(saved["rng"]["torch"])
+    done = saved["step"]
+# An epoch draws its order when it begins: after a resume, from numbers that follow the last step.
+for step, (x, y) in enumerate(DataLoader(data, batch_size=2, shuffle=True), 1):
+    if step > done:
+        optimizer.zero_grad()
+        torch.nn.functional.mse_loss(model(x), y).backward()
+        optimizer.step()
+        rng = {"torch": torch.get_rng_state()}
+        torch.save({"model": model.state_dict(), "rng": rng, "step": step}, f"{args.out}/step-{step}.pt")
+"""
+
+
+@pytest.mark.long
+def test_the_cause_is_what_was_seen_to_differ_first() -> None:
+    command = [sys.executable, "-c", SHUFFLED, "--out", "OUT"]
+    given = {"at": 3, "until": 5, "checkpoints": "OUT/step-{step}.pt", "resume_with": RESUME, "timeout": 60.0}
+    report = run(command, observe=True, **given)  # type: ignore[arg-type]
+    assert report.verdict == "differs" and report.findings[0].kind == "next batch differs"
+    assert "the data was not restored: the batch of rank 0 in step 4 is another" in report.message
+    assert "after it the RNG state differs, too (torch)" in report.message

@@ -378,7 +378,9 @@ def _all(verification: _Verification, via: str, to_world: int | None) -> compare
     report = verification.report
     a = verification.uninterrupted("A")
     _check_saved(verification, a)
-    compare.check_training(a, report.at)
+    saves_at = any(one.step == report.at for one in a.checkpoints)
+    if saves_at:
+        compare.check_training(a, a, report.at)
     report.runs.append(a)
     report.cost.seconds = a.seconds * report.cost.steps / report.until
     verification.tell(f"run A took {duration(a.seconds)}: about {duration(report.cost.seconds - a.seconds)} more")
@@ -387,6 +389,8 @@ def _all(verification: _Verification, via: str, to_world: int | None) -> compare
     report.runs.append(a2)
     verification.check_disk()
     before, b = verification.interrupted()
+    if not saves_at:
+        compare.check_training(a, before, report.at)
     excused = compare.unrepeated([(a, a2), (a, before)])
     saved, step = _to_resume(verification, before)
     source = _converted(verification, saved, via, to_world)
@@ -405,9 +409,15 @@ def _all(verification: _Verification, via: str, to_world: int | None) -> compare
     if first is not None:
         paths = compare.shared(reference, b, step)[first.step]
         origin = next((one.path for one in reference.checkpoints if one.step == step), saved)
-        found = causes.cause(origin, paths, first)
-        # What a checkpoint says is more to the point, unless it has nothing that says it.
+        # What a checkpoint says is more to the point, if it says it of what was seen to differ first.
+        seen = report.findings[0] if told is not None else None
+        is_later = seen is not None and (seen.step or 0) <= first.step
+        found = causes.cause(origin, paths, first, seen.kind.removesuffix(" differs") if seen and is_later else None)
         report.cause = found if found is not None and not (told and causes.is_vague(found)) else told
+        generators = [str(one.name).rpartition(".")[2] for one in first.findings if one.part == "rng"]
+        if told and report.cause == told and seen and seen.kind == "next batch differs" and generators:
+            # Which of the two comes of the other cannot be seen: batches are drawn from generators, and orders too.
+            report.cause += f"; after it the RNG state differs, too ({', '.join(dict.fromkeys(generators))})"
     report.cause = report.cause or told
     if to_world is not None:
         compare.measure_drift(report, a, b)
@@ -463,12 +473,14 @@ def _check_saved(verification: _Verification, run: ScriptRun) -> None:
     """Raises UsageError if run A has not saved what is needed."""
     steps = [saved.step for saved in run.checkpoints]
     needed = verification.report.at
-    if needed not in steps or not [step for step in steps if step > needed]:
+    # A command that ends at the step of the stop may save at its end only.
+    stops_there = verification.report.stop not in _STOPS
+    if (needed not in steps and not stops_there) or not [step for step in steps if step > needed]:
         where = verification.pattern or "{out}"
         all_steps = ", ".join(map(str, verification.seen["A"].find())) or "none"
+        wanted = f"after step {needed} and" if stops_there else f"of step {needed} and of a later one"
         raise UsageError(
-            f"run A left no complete checkpoint of step {needed} and of a later one up to {verification.until} at "
-            f"`{where}`: found {all_steps}",
+            f"run A left no complete checkpoint {wanted} up to {verification.until} at `{where}`: found {all_steps}",
             hint="`--checkpoints '{out}/step-{step}'` says where they are, `--at` and `--until` which steps are saved",
             found=steps,
             output=last_lines(run.log),

@@ -7,7 +7,7 @@ before the step. So moments that were lost, or are those of another parameter, a
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from ckpttool.catalogue.dtypes import dtype
@@ -22,13 +22,14 @@ _CLOSE = 1e-3  # of the largest element, by which a moment that was computed bac
 _FACTORS = {"exp_avg": "betas", "exp_avg_sq": "betas", "momentum_buffer": "momentum"}
 
 
-def cause(saved: str, paths: tuple[str, str], first: FirstDifference) -> str | None:
+def cause(saved: str, paths: tuple[str, str], first: FirstDifference, seen: str | None = None) -> str | None:
     """Return the likely cause of the first difference, in a sentence; None if nothing tells it.
 
     `saved` is the checkpoint of A at the step at which B resumed, `paths` are those of A and B of the first difference.
+    `seen` is what was observed to differ first: what does not explain that is no cause, but comes of it.
     """
     with SavedState(saved) as before, SavedState(paths[0]) as expected, SavedState(paths[1]) as found:
-        return next(_Evidence(before, expected, found, first).causes(), None)
+        return next(_Evidence(before, expected, found, first).causes(seen), None)
 
 
 def is_vague(text: str) -> bool:
@@ -48,21 +49,28 @@ class _Evidence:
             self.by_kind.setdefault(state.kind_of(name), []).append(name)
         self.counts = {name for name in expected.tensors if is_counter(name)}
 
-    def causes(self) -> Iterator[str]:
-        """Yield what may be the cause, the most telling first."""
-        yield from self._counters()
+    def causes(self, seen: str | None) -> Iterator[str]:
+        """Yield what may be the cause, the most telling first. `seen` is what was observed to differ first."""
         # The last learning rates of a scheduler say no more than those of the optimizer.
-        if any(not name.endswith("_last_lr") for name in self.by_kind.get("scheduler", ())):
-            yield from self._values("scheduler")
-        for kind in ("scaler", "dataloader"):
-            yield from self._values(kind)
-        yield from self._hyperparameters()
-        yield from self._values("rng")
-        yield from self._values("progress")
-        yield from self._apart()
-        yield from self._moments()
-        yield from self._update()
-        yield from self._gradient()
+        scheduled = any(not name.endswith("_last_lr") for name in self.by_kind.get("scheduler", ()))
+        update, gradient = ("learning rate", "parameters"), ("loss", "gradient norm")
+        # With what each explains, if it is the first that differs.
+        ranked: tuple[tuple[Iterator[str], Sequence[str]], ...] = (
+            (self._counters(), update),
+            (self._values("scheduler") if scheduled else iter(()), update),
+            (self._values("scaler"), (*gradient, "parameters")),
+            (self._values("dataloader"), ("next batch",)),
+            (self._hyperparameters(), update),
+            (self._values("rng"), (*gradient, "RNG state")),
+            (self._values("progress"), ()),
+            (self._apart(), gradient),
+            (self._moments(), ("parameters",)),
+            (self._update(), update),
+            (self._gradient(), ()),
+        )
+        for found, explained in ranked:
+            if seen is None or seen in explained:
+                yield from found
 
     # Numbers ----------------------------------------------------------------------------------------------------------
 

@@ -1,6 +1,7 @@
 """Finds the checkpoints that a run has written so far, and whether each is complete: by reading it, never by waiting.
 
 {out}/step-{step}            one for each step, a file or a directory; `*` stands for anything else in a name
+{out}/saved-*                several that are named otherwise, by the time of day: the step is read from each
 {out}/ckpt.pt                one that is written again and again: the step is read from it, and a copy is kept
 None                         what `inspect` finds in the output directory of a framework
 """
@@ -37,12 +38,15 @@ class Checkpoints:
         self._complete: dict[str, Fingerprint] = {}
         self._incomplete: dict[str, tuple[Fingerprint, str]] = {}
         self._kept: dict[int, str] = {}
+        self._read: dict[str, tuple[Fingerprint, int | None]] = {}
 
     def find(self) -> dict[int, str]:
         """Return the paths of the checkpoints by step, complete or not."""
         if self._pattern is None:
             return self._of_framework()
         if not _STEP.search(self._pattern):
+            if "*" in self._pattern:
+                return self._by_their_steps(self._pattern)
             self._keep()
             return dict(self._kept)
         found: dict[int, str] = {}
@@ -81,6 +85,15 @@ class Checkpoints:
         with suppress(CkptError, OSError):
             return {one.step: str(one.path) for one in runs.checkpoints(self._out) if one.step is not None}
         return {}
+
+    def _by_their_steps(self, pattern: str) -> dict[int, str]:
+        """Return the complete checkpoints whose names do not say their steps."""
+        for path in glob.glob(pattern):
+            now = fingerprint(path)
+            if self._read.get(path, ((), None))[0] != now and self.why_not(path) is None:
+                self._read[path] = now, step_of(path)
+        found = sorted((step, _written(path), path) for path, (_, step) in self._read.items() if step is not None)
+        return {step: path for step, _, path in found}
 
     def _keep(self) -> None:
         """Copy the checkpoint, if it is complete and of a step that is not kept yet."""

@@ -76,15 +76,15 @@ def shared(one: ScriptRun, other: ScriptRun, after: int = -1) -> dict[int, tuple
     return {s.step: (s.path, paths[s.step]) for s in one.checkpoints if s.step in paths and s.step > after}
 
 
-def check_training(run: ScriptRun, at: int) -> None:
-    """Raises UsageError if no weight changes after a step: then nothing would differ, whatever is restored."""
-    paths = {saved.step: saved.path for saved in run.checkpoints}
-    last = max(paths)
-    with SavedState(paths[at]) as before, SavedState(paths[last]) as after:
+def check_training(run: ScriptRun, stopped: ScriptRun, at: int) -> None:
+    """Raises UsageError if no weight changes after the step of the stop: then nothing would differ, whatever is
+    restored. `stopped` has a checkpoint of that step, which may be `run` itself."""
+    first, last = next(one for one in stopped.checkpoints if one.step == at), run.checkpoints[-1]
+    with SavedState(first.path) as before, SavedState(last.path) as after:
         weights = {name for name in before.tensors if before.kind_of(name) == "model"}
         if weights and not weights & difference_names(compare(before, after)):
             raise UsageError(
-                f"run {run.name}: no weight changes between step {at} and step {last}, so nothing can be shown",
+                f"run {run.name}: no weight changes between step {at} and step {last.step}, so nothing can be shown",
                 hint="a later `--at` and `--until`, where the learning rate is no longer zero",
             )
 

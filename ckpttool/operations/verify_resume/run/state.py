@@ -103,7 +103,7 @@ class SavedState(RecordedState):
                 return
             values: Mapping[str, Any] = {name: _shown(saved)}
         else:
-            values = dict(_leaves(entry.value, name))
+            values = dict(_leaves(_with_lists(entry.value), name))
         for one, value in values.items():
             digested = _digested(value)
             self.objects[one] = digested
@@ -132,6 +132,13 @@ class SavedState(RecordedState):
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         self.close()
+
+
+def _with_lists(value: Any) -> Any:
+    """Return a value with tuples as lists: `betas` come back as a list where torch has broadcast them."""
+    if isinstance(value, dict):
+        return {key: _with_lists(one) for key, one in value.items()}
+    return [_with_lists(one) for one in value] if isinstance(value, (tuple, list)) else value
 
 
 def _leaves(value: Any, name: str) -> Iterator[tuple[str, Any]]:

@@ -22,6 +22,7 @@ parser.add_argument("--fault", default="")
 parser.add_argument("--noise", action="store_true")
 parser.add_argument("--pause", type=float, default=0.0)
 parser.add_argument("--one-file", action="store_true")
+parser.add_argument("--at-end", action="store_true")
 parser.add_argument("--hang", action="store_true")
 args = parser.parse_args()
 os.makedirs(args.out, exist_ok=True)
@@ -90,5 +91,8 @@ while step < args.steps:
         second = moments[f"{name}.exp_avg_sq"] = 0.99 * moments[f"{name}.exp_avg_sq"] + 0.01 * gradient**2
         model[name] = model[name] - 0.1 * (first / (1 - 0.9**n)) / (np.sqrt(second / (1 - 0.99**n)) + 1e-8)
     print(f"step {step}: loss {float((error**2).mean()):.9f}")
-    save(f"{args.out}/model.safetensors" if args.one_file else f"{args.out}/step-{step}.safetensors")
+    if not args.at_end:
+        save(f"{args.out}/model.safetensors" if args.one_file else f"{args.out}/step-{step}.safetensors")
     time.sleep(args.pause)
+if args.at_end:
+    save(f"{args.out}/{time.time_ns()}.safetensors")
