@@ -102,9 +102,11 @@ class _Transfer:
             now = self._moved()
             silent = time.monotonic() - moved
             if stopped.is_set():
-                self._abort()
-                return
-            if now != before:
+                # Before there is a transfer, the session waits, which others have, too.
+                if self._transfer is not None:
+                    self._abort()
+                    return
+            elif now != before:
                 before, moved, is_told = now, time.monotonic(), False
             elif silent >= seconds:
                 self._is_silent = True

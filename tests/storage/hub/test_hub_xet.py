@@ -6,6 +6,7 @@ from __future__ import annotations
 import os
 import re
 import shutil
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -196,3 +197,34 @@ def test_at_every_request(store: Hub, tmp_path: Path, monkeypatch: pytest.Monkey
             continue  # of this answer, later clients read the headers, and the oldest hands its body on
         assert (error is None) == (succeeds != bool(re.search(except_at, path))), (path, error)
         assert error is None or met != "another byte" or not path.startswith("/xorb/") or "not the one" in error.message
+
+
+def test_a_file_that_is_given_up_leaves_the_session_to_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A transfer that does not exist yet waits for the session: it is aborted once it is there, and nothing else."""
+    aborted: list[str] = []
+    monkeypatch.setattr(xet._xet, "abort_xet_session", lambda: aborted.append("session"))
+    monkeypatch.setattr(xet, "_LOOK", 0.01)
+    stopped, answered = threading.Event(), threading.Event()
+
+    class Commit:
+        def __enter__(self) -> None:
+            for _ in range(500):
+                if aborted:
+                    raise RuntimeError("aborted")
+                time.sleep(0.01)
+
+        def abort(self) -> None:
+            aborted.append("transfer")
+
+        def progress(self) -> None:
+            return None
+
+    def create() -> Commit:
+        stopped.set()
+        answered.wait(0.2)
+        assert aborted == []
+        return Commit()
+
+    with xet.watched(stopped), pytest.raises(RuntimeError, match="aborted"), xet._Transfer(create):
+        pass
+    assert aborted == ["transfer"]
