@@ -23,7 +23,7 @@ def applied(rule: dict[str, Any], state: State) -> State:
     fields = [set(re.findall(r"{(\w+)}", side[0])) for side in (sources, targets)]
     shared = sorted(fields[0] & fields[1])
     bound: dict[tuple[str, ...], dict[int, dict[tuple[int, ...], Array]]] = defaultdict(lambda: defaultdict(dict))
-    stacked = sorted(fields[0] - fields[1])
+    stacked = [field for field in re.findall(r"{(\w+)}", sources[0]) if field not in fields[1]]
     for part, pattern in enumerate(sources):
         regex = re.compile(re.sub(r"\\{(\w+)\\}", r"(?P<\1>\\d+)", re.escape(pattern)))
         for name, array in state.items():
@@ -31,11 +31,11 @@ def applied(rule: dict[str, Any], state: State) -> State:
                 at = tuple(int(match[field]) for field in stacked)
                 bound[tuple(match[field] for field in shared)][part][at] = array
     result = {}
-    unstacked = sorted(fields[1] - fields[0])
+    unstacked = [field for field in re.findall(r"{(\w+)}", targets[0]) if field not in fields[0]]
     for numbers, parts in bound.items():
         arrays = {(part, at): array for part, by in parts.items() for at, array in by.items()}
         for step in rule.get("operations", ()):
-            arrays = _step(step, arrays, len(targets))
+            arrays = _step(step, arrays, max(len(sources), len(targets)) if "rows" in step else len(targets))
         for (part, at), array in arrays.items():
             name = targets[part]
             for field, value in [*zip(shared, numbers, strict=True), *zip(unstacked, at, strict=True)]:
@@ -52,8 +52,14 @@ def _step(step: dict[str, Any], arrays: dict[tuple[int, tuple[int, ...]], Array]
             return {key: padded(array, rows) for key, array in arrays.items()}
         case {"transpose": [a, b]}:
             return {key: array.swapaxes(a, b) for key, array in arrays.items()}
-        case {"rows": {"to": order, "head_dim": head_dim}}:
-            return {key: rotary(array, head_dim, order) for key, array in arrays.items()}
+        case {"rows": {"to": order, "head_dim": head_dim, **how}}:
+            parts, axis = how.get("parts", range(names)), how.get("axis", 0)
+            return {
+                (part, at): rotary(array.swapaxes(0, axis), head_dim, order).swapaxes(0, axis)
+                if part in parts
+                else array
+                for (part, at), array in arrays.items()
+            }
         case {"stack": axis}:
             groups: Any = defaultdict(list)
             for (part, at), array in sorted(arrays.items(), key=lambda item: item[0]):
@@ -121,6 +127,7 @@ class RandomModel:
         self.heads = self.groups * rng.choice([1, 1, 2])
         self.hidden = rng.choice([8, 12, 16, self.heads * self.head_dim])
         self.positions, self.is_permuted = rng.random() < 0.3, rng.random() < 0.7
+        self.experts_first = rng.random() < 0.3
         self.axis, self.by_groups = rng.choice([0, 0, 0, 1]), rng.random() < 0.5
         layers, experts = rng.choice([1, 2, 3]), rng.choice([0, 0, 3, 4, 8])
         inner, words_ = rng.choice([8, 12, 16, 24, 32]), rng.choice([20, 24, 32])
@@ -308,6 +315,20 @@ def stack_layers(side: Side) -> None:
             side.replace(names, {name: np.stack(arrays)})
 
 
+def stack_layers_and_experts(side: Side) -> None:
+    """One tensor of the experts of all layers, by layers or by experts first."""
+    groups: dict[str, dict[tuple[int, int], str]] = defaultdict(dict)
+    for name in side.state:
+        if match := re.fullmatch(r"(.*?)\.(\d+)\.(.*\.experts)\.(\d+)\.(.*)", name):
+            groups[f"{match[1]}.{match[3]}.{match[5]}"][int(match[2]), int(match[4])] = name
+    for name, names in groups.items():
+        layers, experts = (max(column) + 1 for column in zip(*names, strict=True))
+        if len(names) != layers * experts or layers < 2:
+            return  # some layers have none
+        one = np.array([[side.state[names[n, e]] for e in range(experts)] for n in range(layers)])
+        side.replace([*names.values()], {name: one.swapaxes(0, 1) if side.model.experts_first else one})
+
+
 def fuse_gate_up(side: Side) -> None:
     for name in [n for n in side.state if ".gate_proj." in n]:
         other = name.replace(".gate_proj.", ".up_proj.")
@@ -361,7 +382,7 @@ def transpose(side: Side) -> None:
         key
         for key, all_ in shapes.items()
         if all(len(shape) in (2, 3) or len(shape) < 2 for shape in all_)
-        and any(len(shape) > 1 and shape[-1] != shape[-2] for shape in all_)
+        and any(len({*shape}) == len(shape) > 1 for shape in all_)
         and not key.startswith(("embed", "wte", "wpe", "tok"))
     ]
     if not possible:
@@ -405,6 +426,7 @@ _OPERATIONS = [
     stack_experts,
     stack_experts,
     stack_layers,
+    stack_layers_and_experts,
     fuse_gate_up,
     fuse_gate_up,
     fuse_qkv,

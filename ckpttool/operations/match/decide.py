@@ -48,16 +48,19 @@ def by_content(
     threads: int,
     progress: Progress | None,
 ) -> int:
-    """Choose the candidates of which samples are like those of the reference where no other's are; return how many
-    tensors were compared."""
+    """Choose the candidates of which samples are like those of the reference where no other's are, also in place of a
+    rule that names alone decided; return how many tensors were compared."""
     if reference.source is None:
         hint = "name a checkpoint, in place of its config"
         raise UsageError("`--content` compares values, and the reference has none", hint=hint)
+    doubted = [one for one in solution.found if one.doubted]
     rules = {json.dumps(rule): rule for one in solution.ambiguous for c in one.candidates for rule in c.rules}
+    rules |= {json.dumps(rule): rule for one in doubted for rule in (*one.rules, *one.doubted)}
     makes = {key: _made(rule, tensors, viewed, facts) for key, rule in rules.items()}
     expected = reference.tensors
     pairs: dict[tuple[str, str], values.Pair] = {}
-    for one in solution.ambiguous:
+    open_: list[Open | Found] = [*solution.ambiguous, *doubted]
+    for one in open_:
         sampled = {one.names[k * (len(one.names) - 1) // (_SAMPLED - 1)] for k in range(_SAMPLED)}
         for key in _rules(one):
             for name in sampled & makes[key][0].keys():
@@ -79,6 +82,10 @@ def by_content(
         if len(keys := [k for k in _rules(one) if k in good]) == 1
         for key in keys
     }
+    for one in doubted:
+        better = [key for key in _rules(one) if key in good]
+        if json.dumps(one.rules[0]) not in better and len(better) == 1:
+            one.rules, one.by = [rules[better[0]]], "content"
     for key in chosen:
         made, sources = makes[key]
         fitting = [one for one in solution.ambiguous if key in _rules(one)]
@@ -88,8 +95,9 @@ def by_content(
     return len(alike)
 
 
-def _rules(one: Open) -> list[str]:
-    return [json.dumps(rule) for candidate in one.candidates for rule in candidate.rules]
+def _rules(one: Open | Found) -> list[str]:
+    rules = [*one.rules, *one.doubted] if isinstance(one, Found) else [r for c in one.candidates for r in c.rules]
+    return [json.dumps(rule) for rule in rules]
 
 
 def _made(rule: Rule, tensors: Iterable[Tensor], viewed: Viewed, facts: Facts) -> tuple[dict[str, Tensor], list[str]]:

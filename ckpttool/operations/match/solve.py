@@ -10,7 +10,7 @@ import re
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import islice
+from itertools import combinations, islice
 from math import gcd, prod
 from typing import Any, NamedTuple
 
@@ -35,14 +35,17 @@ class Facts(NamedTuple):
 
 
 class Option(NamedTuple):
-    """One way in which a tensor is made: `axis` of the stack or of the unstack, `join` of the parts, the `layout` of
-    the parts and the order of the `rows` of a rotary embedding."""
+    """One way in which a tensor is made: the `axes` of stacks, that of the last list first, of all lists but those that
+    are `kept`; `join` of the parts, the `layout` of the parts, and the order of the `rows` of a rotary embedding, along
+    the rows of the tensor as it is, if it is transposed after them."""
 
     transposed: bool = False
-    axis: int | None = None
+    axes: Ints = ()
+    kept: Ints = ()
     join: int | None = None
     layout: str = "parts"
     rows: str | None = None
+    rows_first: bool = False
 
 
 @dataclass(slots=True)
@@ -61,6 +64,7 @@ class Found:
     rules: list[Rule]
     by: str
     sources: list[str]
+    doubted: list[Rule] = field(default_factory=list)  #: rules that hold if names do not mean what they mostly do
 
 
 @dataclass(slots=True)
@@ -235,6 +239,9 @@ class _Solver:
             self.free_sources.pop(module, None)
         for module in targets:
             self.free_targets.pop(module, None)
+            rest = {leaf: each for leaf, each in module.parameters.items() if not _has_leaf(self.made[-1], leaf)}
+            if rest:
+                self.free_targets[self._part(module, module.numbers, rest)] = None
 
     # --- the steps ----------------------------------------------------------------------------------------------------
 
@@ -456,43 +463,68 @@ def _swapped(shape: Ints) -> Ints | None:
 
 def options(source: Module, target: Module, leaf: str) -> list[Option]:
     """Return in which ways index operations make a parameter of one module of the same one of another."""
-    found = _options(
-        source.parameters[leaf][1],
-        target.parameters[leaf][1],
-        source.lists,
-        target.lists,
-        len(source.numbers[0]),
-        len(target.numbers[0]),
-    )
+    found = _options(source, source.parameters[leaf][1], target, target.parameters[leaf][1])
     return [way for way in found if not way.transposed or leaf == "weight"]
 
 
-def _options(
-    source: Ints, target: Ints, source_lists: Ints, target_lists: Ints, depth: int, target_depth: int
-) -> list[Option]:
-    more = depth - target_depth
-    if more == 0:
-        return _alike(source, target, None)
-    if more < 0:
+def _options(source: Module, shape: Ints, target: Module, target_shape: Ints) -> list[Option]:
+    if len(source.numbers[0]) < len(target.numbers[0]):
         # An unstack is a stack the other way round.
-        return _options(target, source, target_lists, source_lists, target_depth, depth)
-    if len(source_lists) < more or len(target) != len(source) + more:
+        return _options(target, target_shape, source, shape)
+    depth, more = len(source.numbers[0]), len(source.numbers[0]) - len(target.numbers[0])
+    if more == 0:
+        return _alike(shape, target_shape)
+    if len(source.lists) < more or len(target_shape) != len(shape) + more:
         return []
-    # The outer lists come first; `axis` is where the innermost one is.
-    outer, size = source_lists[-more:-1], source_lists[-1]
-    if target[: more - 1] != outer:
-        return []
-    inner = target[more - 1 :]
     found = []
-    for axis in range(len(inner)):
-        if inner[axis] == size:
-            found += _alike(source, inner[:axis] + inner[axis + 1 :], axis)
+    for kept in _kept(source, target):
+        stacks = [at - depth + len(source.lists) for at in range(depth) if at not in kept]
+        if min(stacks) >= 0:
+            for axes, rest in _stacked(target_shape, [source.lists[at] for at in stacks]):
+                found += [each._replace(axes=axes, kept=kept) for each in _alike(shape, rest)]
     return found
 
 
-def _alike(source: Ints, target: Ints, axis: int | None) -> list[Option]:
-    found = [Option(axis=axis)] if source == target else []
-    return found + ([Option(transposed=True, axis=axis)] if _swapped(source) == target else [])
+def _stacked(shape: Ints, lists: Sequence[int]) -> Iterator[tuple[Ints, Ints]]:
+    """Yield the axes that the lists may be in a shape, that of the last list first, and the shape without them."""
+    if not lists:
+        yield (), shape
+    for axis, size in enumerate(shape if lists else ()):
+        if size == lists[0]:
+            for axes, rest in _stacked(shape[:axis] + shape[axis + 1 :], lists[1:]):
+                yield (*axes, axis), rest
+
+
+def _kept(deep: Module, other: Module) -> list[Ints]:
+    """Return which lists of a module may be those of another that has fewer: of those that have its numbers, those that
+    are called as its lists are, and those of experts if one of its lists is."""
+    few = len(other.numbers[0])
+    names, others = (_names_of_lists(module) for module in (deep, other))
+    numbers = {*other.numbers}
+    fitting = [
+        at
+        for at in combinations(range(len(deep.numbers[0])), few)
+        if {tuple(number[k] for k in at) for number in deep.numbers} == numbers
+    ]
+    if len(fitting) > 1:
+        called = [at for at in fitting if [names[k] for k in at] == others]
+        alike = [at for at in fitting if [_is_of_experts(names[k]) for k in at] == [*map(_is_of_experts, others)]]
+        fitting = called or alike or fitting
+    return fitting
+
+
+def _names_of_lists(module: Module) -> list[str]:
+    """Return the last key before each number of a list."""
+    return [text.rstrip(".").rpartition(".")[2] for text in module.pattern.split("{}")[:-1]]
+
+
+def _is_of_experts(name: str) -> bool:
+    return "expert" in name.lower() or name == "moe"
+
+
+def _alike(source: Ints, target: Ints) -> list[Option]:
+    found = [Option()] if source == target else []
+    return found + ([Option(transposed=True)] if _swapped(source) == target else [])
 
 
 def fused_options(whole: Module, parts: Sequence[Module], leaf: str, *, is_source: bool) -> list[Option]:
@@ -503,17 +535,15 @@ def fused_options(whole: Module, parts: Sequence[Module], leaf: str, *, is_sourc
     if len({len(shape) for shape in shapes}) > 1:
         return []
     one = parts[0]
-    depths = (len(whole.numbers[0]), len(one.numbers[0]))
-    if depths[0] == depths[1] and whole.numbers != one.numbers:
+    if len(whole.numbers[0]) == len(one.numbers[0]) and whole.numbers != one.numbers:
         return []
     found = []
     for join in range(len(shapes[0])):
         if len({shape[:join] + shape[join + 1 :] for shape in shapes}) == 1:
             joined = (*shapes[0][:join], sum(shape[join] for shape in shapes), *shapes[0][join + 1 :])
-            whole_ = (whole.parameters[leaf][1], whole.lists, depths[0])
-            parts_ = (joined, one.lists, depths[1])
-            (a, a_lists, a_depth), (b, b_lists, b_depth) = (whole_, parts_) if is_source else (parts_, whole_)
-            found += [each._replace(join=join) for each in _options(a, b, a_lists, b_lists, a_depth, b_depth)]
+            whole_, parts_ = (whole, whole.parameters[leaf][1]), (one, joined)
+            ways = _options(*whole_, *parts_) if is_source else _options(*parts_, *whole_)
+            found += [each._replace(join=join) for each in ways]
     return [way for way in found if not way.transposed or leaf == "weight"]
 
 
@@ -536,16 +566,20 @@ class _Decision:
         for number, made in enumerate(solver.made):
             for leaf in _leaves(made):
                 self.ways[number, leaf] = _ways(made, leaf)
-        # What other tensors say: that of a module's last key, and whether any is transposed.
+        # What other tensors say: the axes of the same lists, whether a module's last key is transposed, and any is.
+        axes: dict[str, set[tuple[Ints, Ints]]] = defaultdict(set)
+        for (number, _), ways in self.ways.items():
+            if len(said := {(way.kept, way.axes) for way in ways}) == 1 and ways[0].axes:
+                axes[_stacked_list(solver.made[number])] |= said
         self.transposed: dict[tuple[str, str], set[bool]] = defaultdict(set)
-        self.axes: dict[str, set[int]] = defaultdict(set)
         for (number, leaf), ways in self.ways.items():
             made = solver.made[number]
+            if len(said := axes[_stacked_list(made)]) == 1:
+                ways = [way for way in ways if (way.kept, way.axes) in said] or ways
+                self.ways[number, leaf] = ways
             if leaf == "weight" and len({way.transposed for way in ways}) == 1 and _is_matrix(made, leaf):
                 for key in _last_keys(made):
                     self.transposed[key].add(ways[0].transposed)
-            if len({way.axis for way in ways}) == 1 and ways[0].axis is not None:
-                self.axes[_stacked_list(made)].add(ways[0].axis)
         self.any_transposed = any(True in each for each in self.transposed.values())
 
     def solution(self) -> Solution:
@@ -564,14 +598,9 @@ class _Decision:
             ways, reason = self._with_rows(made, ways, leaf)
             why = why or reason
             used |= {name for module in made.sources for name in module.names(leaf)}
-            has_rule = abs(len(made.sources[0].numbers[0]) - len(made.targets[0].numbers[0])) < 2
-            why = why if has_rule else "two lists are one tensor, which no rule of a map can say"
             if why:
                 candidates = [
-                    Candidate(
-                        _words(made, leaf, way),
-                        [rule(made, leaf, way, self.solver.rows, self.facts)] if has_rule else [],
-                    )
+                    Candidate(_words(made, leaf, way), [rule(made, leaf, way, self.solver.rows, self.facts)])
                     for way in ways
                 ]
                 for target in made.targets:
@@ -586,7 +615,8 @@ class _Decision:
                 rules = [rule(made, leaf, decided, self.solver.rows, self.facts)]
             else:
                 rules = self._rules_apart(made, leaf, decided, {*sources})
-            solution.found.append(Found(names, rules, made.by, sources))
+            doubted = [rule(made, leaf, way, self.solver.rows, self.facts) for way in self._rows(made, [decided])]
+            solution.found.append(Found(names, rules, made.by, sources, doubted if len(rules) == 1 else []))
         self._left(solution)
         solution.unused = [name for name in self.solver.source if name not in used]
         return solution
@@ -600,15 +630,12 @@ class _Decision:
         pattern = re.compile("|".join(one.replace(re.escape("\0"), r"\d+") for one in both))
         if all(name in sources for name in self.solver.source if pattern.fullmatch(name)):
             return [own]
-        shared = min(len(made.sources[0].numbers[0]), len(made.targets[0].numbers[0]))
-        layers = dict.fromkeys(number[:shared] for number in made.targets[0].numbers)
+        layers = min((made.sources[0].numbers, made.targets[0].numbers), key=lambda numbers: len(numbers[0]))
         return [rule(made, leaf, way, self.solver.rows, self.facts, layer) for layer in layers]
 
     def _decided(self, made: _Made, leaf: str, ways: list[Option]) -> list[Option]:
         """Return the ways that are left by what other tensors of the model say."""
-        if len({way.axis for way in ways}) > 1 and len(axes := self.axes[_stacked_list(made)]) == 1:
-            ways = [way for way in ways if way.axis in axes] or ways
-        if len({way.transposed for way in ways}) > 1 and len({(way.axis, way.join) for way in ways}) == 1:
+        if len({way.transposed for way in ways}) > 1 and len({(way.kept, way.axes, way.join) for way in ways}) == 1:
             said = set().union(*(self.transposed.get(key, set()) for key in _last_keys(made)))
             if not self.any_transposed and not ways[0].join:
                 said = {False}
@@ -643,6 +670,10 @@ class _Decision:
     def _why_another_order(self, made: _Made, leaf: str) -> str:
         """Return why the parts of a fused weight may lie in another order than in its counterpart."""
         one, other = made.sources[0], made.targets[0]
+        inner = min((one, other), key=lambda module: len(module.parameters[leaf][1])).parameters[leaf][1]
+        if len(one.numbers[0]) != len(other.numbers[0]) and len(inner) > 2 and inner[0] == inner[1]:
+            # Those may be stacks along different axes.
+            return "its shape does not tell which axis is which"
         if words.last(one) == words.last(other):
             return ""
         roles = [self.solver.roles.get(module) for module in (one, other)]
@@ -656,28 +687,33 @@ class _Decision:
 
     def _with_rows(self, made: _Made, ways: list[Option], leaf: str) -> tuple[list[Option], str]:
         """Return the ways with the order of the rows of queries and keys."""
-        if self.rotary is False:
-            return ways, ""
-        roles = ("q", "k", "qkv")
-        queries = [m for m in (*made.sources, *made.targets) if self.solver.roles.get(m) in roles]
-        if len(made.sources) == len(made.targets) and queries:
-            queries = [*made.sources, *made.targets]
-        if not queries or len({words.last(module) for module in queries}) == 1:
-            return ways, ""
-        if all(words.rotates_halves(module) for module in queries):
+        others = self._rows(made, ways)
+        if not others or all(words.rotates_halves(module) for module in self._rotated(made)):
             return ways, ""
         why = "the rows of its heads may lie in another order, for a rotary embedding of neighbours or of halves"
-        orders: tuple[str | None, ...] = (None,)  # of fused weights, no rule permutes some parts only
-        if len(made.sources) == len(made.targets):
-            is_halves, was_halves = (words.rotates_halves(m) for m in (made.targets[0], made.sources[0]))
-            orders = (
-                (None, "halves")
-                if is_halves
-                else (None, "neighbours")
-                if was_halves
-                else (None, "halves", "neighbours")
-            )
-        return [way._replace(rows=order) for order in orders for way in ways], why
+        return [*ways, *others], why
+
+    def _rows(self, made: _Made, ways: list[Option]) -> list[Option]:
+        """Return the ways with the rows of queries and keys in other orders, if names may mean another order."""
+        if self.rotary is False or len({*map(words.last, self._rotated(made))}) < 2:
+            return []
+        orders = ["halves", "neighbours"]
+        is_halves, was_halves = (words.rotates_halves(m) for m in (made.targets[0], made.sources[0]))
+        if is_halves != was_halves:
+            orders = ["halves"] if is_halves else ["neighbours"]
+        firsts = (False, True) if len(made.sources) == len(made.targets) else (False,)
+        return [
+            way._replace(rows=order, rows_first=first)
+            for order in orders
+            for way in ways
+            for first in (firsts if way.transposed else (False,))
+        ]
+
+    def _rotated(self, made: _Made) -> list[Module]:
+        """Return the queries and keys of both sides, whole or fused."""
+        both = [*made.sources, *made.targets]
+        rotated = [module for module in both if self.solver.roles.get(module) in ("q", "k", "qkv", "kv")]
+        return both if rotated and len(made.sources) == len(made.targets) else rotated
 
     def _left(self, solution: Solution) -> None:
         solver = self.solver
@@ -718,8 +754,11 @@ def _is_matrix(made: _Made, leaf: str) -> bool:
 
 
 def _leaves(made: _Made) -> list[str]:
-    both = [leaf for leaf in made.targets[0].parameters if leaf in made.sources[0].parameters]
-    return [leaf for leaf in both if all(leaf in m.parameters for m in (*made.sources, *made.targets))]
+    return [leaf for leaf in made.targets[0].parameters if _has_leaf(made, leaf)]
+
+
+def _has_leaf(made: _Made, leaf: str) -> bool:
+    return all(leaf in module.parameters for module in (*made.sources, *made.targets))
 
 
 def _ways(made: _Made, leaf: str) -> list[Option]:
@@ -768,8 +807,7 @@ def rule(
     source, target = made.sources[0], made.targets[0]
     depth, target_depth = len(source.numbers[0]), len(target.numbers[0])
     shared = letters(min(depth, target_depth)) if layer is None else [*map(str, layer)]
-    stacked = ["{e}"] if abs(depth - target_depth) == 1 else ["{e}", "{f}"][: abs(depth - target_depth)]
-    fields = [shared + (stacked if d > min(depth, target_depth) else []) for d in (depth, target_depth)]
+    fields = [_fields(module, shared, way) for module in (source, target)]
     names = [
         [filled(module.parameters[leaf][0], fields[side]) for module in all_]
         for side, all_ in enumerate((made.sources, made.targets))
@@ -779,25 +817,41 @@ def rule(
         old, new = rows[source]
         steps.append({"trim" if old > new else "pad": {"axis": 0, "size": new, "from": old}})
     ndim = len(target.parameters[leaf][1]) - max(0, depth - target_depth)
-    swap: list[Rule] = [{"transpose": [ndim - 2, ndim - 1]}] if way.transposed else []
+    permuted = _permuted(made, way, facts)
     if len(made.sources) > 1:
-        steps += _fuse("concat", made.sources, leaf, way, facts)
-    axis = way.axis or 0
-    if depth > target_depth:
-        steps += [*swap, {"stack": axis}, *({"stack": 0} for _ in stacked[1:])]
-    elif depth < target_depth:
-        steps += [*({"unstack": 0} for _ in stacked[1:]), {"unstack": axis}, *swap]
-    else:
-        steps += swap
+        steps += [*permuted, *_fuse("concat", made.sources, leaf, way, facts)]
+    steps += [{"unstack": axis} for axis in reversed(way.axes) if depth < target_depth]
+    alone = permuted if len(made.sources) == len(made.targets) else []
+    swap: list[Rule] = [{"transpose": [ndim - 2, ndim - 1]}] if way.transposed else []
+    steps += [*alone, *swap] if way.rows_first else [*swap, *alone]
+    steps += [{"stack": axis} for axis in way.axes if depth > target_depth]
     if len(made.targets) > 1:
-        steps += _fuse("split", made.targets, leaf, way, facts)
-    if way.rows is not None:
-        steps.append({"rows": {"to": way.rows, "head_dim": facts.head_dim} if facts.head_dim else way.rows})
+        steps += [*_fuse("split", made.targets, leaf, way, facts), *permuted]
     one = {
         "from": names[0][0] if len(names[0]) == 1 else names[0],
         "to": names[1][0] if len(names[1]) == 1 else names[1],
     }
     return one | ({"operations": steps} if steps else {})
+
+
+def _fields(module: Module, shared: Sequence[str], way: Option) -> list[str]:
+    """Return what stands for each number of a name: a field of both sides, or of a stack."""
+    depth = len(module.numbers[0])
+    if depth == len(shared):
+        return [*shared]
+    both, stacks = iter(shared), iter(["{e}", "{f}", *(f"{{e{at}}}" for at in range(depth))])
+    return [next(both) if at in way.kept else next(stacks) for at in range(depth)]
+
+
+def _permuted(made: _Made, way: Option, facts: Facts) -> list[Rule]:
+    """Return the operation on the rows of rotary heads; of query, key and value those of the first two."""
+    if way.rows is None:
+        return []
+    values: Rule = {"head_dim": facts.head_dim} if facts.head_dim else {}
+    parts = max(len(made.sources), len(made.targets))
+    if parts > 1:
+        values |= ({"axis": way.join} if way.join else {}) | {"parts": [*range(parts - 1)]}
+    return [{"rows": {"to": way.rows, **values} if values else way.rows}]
 
 
 def _fuse(word: str, parts: Sequence[Module], leaf: str, way: Option, facts: Facts) -> list[Rule]:
@@ -820,8 +874,9 @@ def _words(made: _Made, leaf: str, way: Option) -> str:
         does.append("split" if way.layout == "parts" else "split by groups of heads")
     if way.transposed:
         does.append("transposed")
-    if way.axis is not None:
-        does.append(f"along axis {way.axis}")
+    if way.axes:
+        axes = " and ".join(map(str, way.axes))
+        does.append(f"along {'axis' if len(way.axes) == 1 else 'axes'} {axes}")
     if way.rows:
         does.append(f"rows of heads from {'neighbours to halves' if way.rows == 'halves' else 'halves to neighbours'}")
     return f"{text} {', '.join(does) or 'as it is'}"

@@ -105,6 +105,39 @@ def test_samples_of_values_decide(folder: Path) -> None:
     assert "by samples of the values" in line.stdout
 
 
+@pytest.mark.parametrize("word", ["linear_qkv", "attn_in", "qkv_proj"])
+@pytest.mark.parametrize("is_source", [True, False])
+def test_samples_tell_the_rows_of_a_fused_query_key_and_value(tmp_path: Path, word: str, is_source: bool) -> None:
+    """Fused by groups of heads, or one after the other, with the rows of query and key for neighbours."""
+    heads, groups, d, width = 8, 2, 8, 48
+    torch.manual_seed(3)
+    apart, fused = {}, {}
+    for n in range(2):
+        q, k, v = (torch.randn(rows * d, width) for rows in (heads, groups, groups))
+        apart |= {f"model.layers.{n}.self_attn.{one}_proj.weight": x for one, x in zip("qkv", (q, k, v), strict=True)}
+        apart[f"model.layers.{n}.self_attn.o_proj.weight"] = o = torch.randn(width, heads * d)
+        q, k = (x.view(-1, 2, d // 2, width).transpose(1, 2).reshape(x.shape) for x in (q, k))
+        parts = [x.view(groups, -1, d, width) for x in (q, k, v)] if word != "qkv_proj" else [q, k, v]
+        at = f"model.layers.{n}.self_attn"
+        fused |= {f"{at}.{word}.weight": torch.cat(parts, int(word != "qkv_proj")).reshape(-1, width).contiguous()}
+        fused[f"{at}.o_proj.weight"] = o
+    for name, state in (("src", fused if is_source else apart), ("ref", apart if is_source else fused)):
+        (tmp_path / name).mkdir()
+        save_file(state, tmp_path / name / "model.safetensors")
+        config = {"model_type": "llama", "head_dim": d, "rope_theta": 10000.0}
+        (tmp_path / name / "config.json").write_text(json.dumps(config))
+    blind = ckpttool.match(tmp_path / "src", tmp_path / "ref")
+    assert blind.exit_code == (1 if word == "attn_in" else 0)
+    found = ckpttool.match(tmp_path / "src", tmp_path / "ref", content=True, output=tmp_path / "map.json")
+    assert found.exit_code == 0 and found.by["content"] == (6 if is_source else 2)
+    steps = [json.dumps(step) for rule in found.map["rules"] for step in rule.get("operations", ())]
+    assert any('"parts": [0, 1]' in step and step.startswith('{"rows"') for step in steps)
+    ckpttool.export(tmp_path / "src", tmp_path / "out", key_map=str(tmp_path / "map.json"))
+    out = load_file(tmp_path / "out" / "model.safetensors")
+    assert out.keys() == (expected := load_file(tmp_path / "ref" / "model.safetensors")).keys()
+    assert all(torch.equal(out[name], tensor) for name, tensor in expected.items())
+
+
 @pytest.mark.parametrize("seed", range(100, 106))
 def test_the_map_of_a_random_model_makes_its_tensors(tmp_path: Path, seed: int) -> None:
     _, source, target = random_case(seed)

@@ -76,6 +76,66 @@ def test_experts_are_stacked_and_fused() -> None:
     ]
 
 
+@pytest.mark.parametrize(("first", "axis"), [("layers", 0), ("experts", 1)])
+def test_experts_of_all_layers_are_one_tensor(first: str, axis: int) -> None:
+    """As Megatron-LM has them, or by experts first; also where gate and up are one."""
+    parts = {f"model.layers.{{n}}.mlp.experts.{e}.gate_proj.weight": (24, 8) for e in range(4)}
+    parts |= {f"model.layers.{{n}}.mlp.experts.{e}.up_proj.weight": (24, 8) for e in range(4)}
+    target = layers(parts | {f"model.layers.{{n}}.mlp.experts.{e}.down_proj.weight": (8, 24) for e in range(4)})
+    size = (3, 4) if first == "layers" else (4, 3)
+    source = {f"decoder.layers.mlp.experts.experts.linear_fc{k}.weight": size for k in (1, 2)}
+    source = {name: (*shape, *((48, 8) if "fc1" in name else (8, 24))) for name, shape in source.items()}
+    solution, back = solve(source, target), solve(target, source)
+    for one in (solution, back):
+        assert not one.ambiguous and not one.unmatched
+    down = "model.layers.{e}.mlp.experts.{f}.down_proj.weight"
+    assert [rule["operations"] for rule in solution.rules] == [
+        [{"unstack": axis}, {"unstack": 0}, {"split": 0}],
+        [{"unstack": axis}, {"unstack": 0}],
+    ]
+    assert [down, "decoder.layers.mlp.experts.experts.linear_fc2.weight", [{"stack": 0}, {"stack": axis}]] in rules(
+        back
+    )
+    square = {name: (4, 4, *shape[2:]) for name, shape in source.items()}
+    four = layers({name.replace(".0.", ".{n}.", 1): shape for name, shape in target.items() if ".0.mlp" in name}, 4)
+    open_ = solve(square, four)
+    assert not open_.found and {one.why for one in open_.ambiguous} == {"its shape does not tell which axis is which"}
+    assert [len(one.candidates) for one in open_.ambiguous] == [2, 2, 2]
+
+
+def test_the_list_that_is_stacked_is_the_one_that_is_left() -> None:
+    """The layers are stacked, and the experts, of which there are as many, stay a list; or the other way round."""
+    source = layers({f"layers.{{n}}.mlp.experts.{e}.w.weight": (24, 8) for e in range(3)})
+    experts = layers({"experts.{n}.w.weight": (3, 24, 8)})
+    assert rules(solve(source, experts)) == [
+        ["layers.{e}.mlp.experts.{n}.w.weight", "experts.{n}.w.weight", [{"stack": 0}]]
+    ]
+    per_layer = layers({"h.{n}.moe.w.weight": (3, 24, 8)})
+    assert rules(solve(source, per_layer)) == [
+        ["layers.{n}.mlp.experts.{e}.w.weight", "h.{n}.moe.w.weight", [{"stack": 0}]]
+    ]
+    nameless = {name.replace("layers", "a").replace("experts", "b"): shape for name, shape in source.items()}
+    assert not solve(nameless, experts).found
+    assert len(solve(nameless, experts).ambiguous[0].candidates) == 2
+
+
+def test_parameters_that_a_source_lacks_are_unmatched() -> None:
+    """The bias of a query is not lost where a fused weight has none."""
+    source = layers({"h.{n}.attn.qkv_proj.bias": (24,), "h.{n}.fc.weight": (16, 8)})
+    target = layers(
+        {
+            f"l.{{n}}.self_attn.{one}_proj.{leaf}": (8, 8)[: 2 - (leaf == "bias")]
+            for one in "qkv"
+            for leaf in ("weight", "bias")
+        }
+    )
+    target |= layers({"l.{n}.fc.weight": (16, 8), "l.{n}.fc.bias": (16,)})
+    solution = solve(source, target, Facts(None, 4, False))
+    open_ = [name for one in (*solution.ambiguous, *solution.unmatched) for name in one.names]
+    assert sorted([*open_, *(name for one in solution.found for name in one.names)]) == sorted(target)
+    assert {name.split(".", 2)[2] for name in open_} == {*(f"self_attn.{one}_proj.weight" for one in "qkv"), "fc.bias"}
+
+
 def test_megatron_has_queries_keys_and_values_by_groups() -> None:
     source = layers({"decoder.layers.{n}.self_attention.linear_qkv.weight": (32, 16)})
     target = layers({f"model.layers.{{n}}.self_attn.{one}_proj.weight": (16 if one == "q" else 8, 16) for one in "qkv"})
