@@ -66,6 +66,16 @@ def test_a_fault_is_found_at_its_step(fault: str, named: str) -> None:
     assert not report.nondeterministic
 
 
+def test_a_script_that_trains_from_its_start_again_has_not_resumed() -> None:
+    # Its seeds are its own, so that every later step is that of A.
+    report = runs("--fault", "ignored")
+    assert (report.verdict, report.findings[0].kind) == ("differs", "not resumed"), report.message
+    assert "did not resume: run B trained step 1 again after it was resumed from step 3" in report.message
+    # A script that prints nothing has saved its steps again.
+    report = runs("--fault", "ignored", loss="silent (.)")
+    assert (report.verdict, report.findings[0].kind) == ("differs", "not resumed"), report.message
+
+
 @pytest.mark.parametrize("stop", ["sigkill", pytest.param("sigterm", marks=pytest.mark.long)])
 def test_a_run_is_stopped_once_its_checkpoint_is_complete(stop: str) -> None:
     report = runs("--pause", "0.2", stop=stop)

@@ -11,12 +11,13 @@ import pytest
 from ckpttool.errors import UsageError
 from ckpttool.operations.verify_resume.run.event_files import scalars
 from ckpttool.operations.verify_resume.run.logged import from_files
+from ckpttool.operations.verify_resume.run.losses import Output
 
 
 def read(text: str, out: Path) -> dict[int, float]:
     source = from_files(text)
     assert source is not None
-    return dict(source(str(out), ""))
+    return dict(source(str(out), "", 0))
 
 
 def test_json_lines_with_other_lines_and_a_last_one_that_was_cut(tmp_path: Path) -> None:
@@ -63,6 +64,27 @@ def test_no_loss_by_that_name_is_an_error_that_names_those_there_are(tmp_path: P
         read("json:log.jsonl", tmp_path)
     assert read("json:absent.jsonl", tmp_path) == {}
     assert from_files("loss ([0-9.]+)") is None
+
+
+# output ---------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("pattern", "lines", "losses"),
+    [
+        (None, "step 4: loss 2,345.67 in 4 ms", {4: 2345.67}),
+        (None, "step 1,200 | loss=2,71, lr 0.1", {1200: 2.71}),
+        (None, "step=0004 train_loss=2.5e-3\rstep=0005 train_loss=nan", {4: 2.5e-3, 5: float("nan")}),
+        # Ranks that print in any order.
+        (None, "step 4: loss 2.5\nstep 4: loss 1.5\n", {4: 2.0}),
+        (r"^(\d+) .*ce ([\d.,]+)", "start\n4 of 8: ce 2,345.5\n5 of 8: ce 1.5\n", {4: 2345.5, 5: 1.5}),
+        # The losses of one step after another, in the log of a run that goes on after step 3.
+        (r"loss=([\d.]+)", "loss=2.5\nloss=1.5\n", {4: 2.5, 5: 1.5}),
+    ],
+)
+def test_the_output(pattern: str | None, lines: str, losses: dict[int, float], tmp_path: Path) -> None:
+    (tmp_path / "log.txt").write_text(lines)
+    assert repr(Output(pattern)("", str(tmp_path / "log.txt"), 3)) == repr(losses)
 
 
 # event files ----------------------------------------------------------------------------------------------------------

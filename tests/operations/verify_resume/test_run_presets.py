@@ -10,7 +10,7 @@ from support.cli import run
 from ckpttool.errors import UsageError
 from ckpttool.operations.verify_resume.run.commands import parse
 from ckpttool.operations.verify_resume.run.logged import from_files
-from ckpttool.operations.verify_resume.run.losses import from_output
+from ckpttool.operations.verify_resume.run.losses import Output
 from ckpttool.operations.verify_resume.run.presets import PRESETS, fill
 
 STEPS = {"at": None, "until": None}
@@ -24,7 +24,7 @@ def test_a_preset_fills_in_a_command_that_can_be_run(name: str) -> None:
     assert commands.uses("out")
     assert "{" not in " ".join(words).replace("{out}", "")
     loss = options.get("loss")
-    assert from_files(loss or "") or from_output(loss)
+    assert from_files(loss or "") or Output(loss)
     if options["stop"] != "sigkill":
         assert any(word.startswith(options["stop"].partition("=")[2]) for word in words)
 

@@ -15,7 +15,7 @@ import re
 import shlex
 import shutil
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from signal import SIGTERM
@@ -23,11 +23,11 @@ from signal import SIGTERM
 from ckpttool.errors import StorageError, UsageError
 from ckpttool.layout.mesh import world_mesh
 from ckpttool.operations.verify_resume.run import causes, compare, inject, observed
-from ckpttool.operations.verify_resume.run.checkpoints import Checkpoints, nbytes
+from ckpttool.operations.verify_resume.run.checkpoints import Checkpoints, Fingerprint, fingerprint, nbytes
 from ckpttool.operations.verify_resume.run.commands import Commands, parse, with_steps
 from ckpttool.operations.verify_resume.run.inject import Hooked
 from ckpttool.operations.verify_resume.run.logged import from_files
-from ckpttool.operations.verify_resume.run.losses import Losses, from_output
+from ckpttool.operations.verify_resume.run.losses import Losses, Output
 from ckpttool.operations.verify_resume.run.process import Process, last_lines, read_log
 from ckpttool.operations.verify_resume.run.results import Cost, Failure, Loss, Report, Saved, ScriptRun
 from ckpttool.operations.verify_resume.run.state import SavedState
@@ -89,7 +89,7 @@ class _Verification:
     world: int | None
     limit: float
     max_disk: int | None
-    losses: Sequence[Losses]
+    losses: Losses
     tell: Callable[[str], None]
     hook: Hook
     hooked: dict[str, Hooked] = field(default_factory=dict)
@@ -161,10 +161,45 @@ class _Verification:
         run.log, run.source, run.resumed_at = os.path.join(self.folder, run.name, "log.txt"), checkpoint, step
         run.world_size = world if world is not None else run.world_size
         self.tell(f"run {run.name}: resumes from `{os.path.basename(checkpoint)}` and trains to step {self.until}")
-        began = time.monotonic()
+        began, saved = time.monotonic(), self._saved_before(run)
         self._to_the_end(run)
         run.seconds += time.monotonic() - began
         self._collect(run, run.log)
+        if again := self._trained_again(run, saved):
+            self._tell_again(run, again)
+
+    def _saved_before(self, run: ScriptRun) -> dict[int, Fingerprint]:
+        """Return the checkpoints of the steps before the one at which a run resumes, as they are now."""
+        steps = self.seen[run.name].find()
+        return {step: fingerprint(path) for step, path in steps.items() if step < (run.resumed_at or 0)}
+
+    def _trained_again(self, run: ScriptRun, saved: Mapping[int, Fingerprint]) -> list[int]:
+        """Return the steps before the one of the resume that were trained after it: saved, or printed as often as in A.
+
+        A script that forgets to load, or does not know the flag, trains from its start, and comes to the end of A.
+        """
+        again = {
+            step for step, files in self._saved_before(run).items() if files and not {*files} & {*saved.get(step, ())}
+        }
+        if isinstance(self.losses, Output):
+            expected, printed = (self.losses.printed(one.log) for one in (self.report.runs[0], run))
+            earlier = [step for step in sorted(expected) if 0 < step < (run.resumed_at or 0)]
+            # Not the loss of the best step so far, which some scripts print.
+            while earlier and len(printed.get(earlier[-1], ())) >= len(expected[earlier[-1]]):
+                again.add(earlier.pop())
+        return sorted(step for step in again if step > 0)
+
+    def _tell_again(self, run: ScriptRun, again: Sequence[int]) -> None:
+        """Add a finding for a run that trained from its start; a note for one that went back to an older checkpoint."""
+        report, first = self.report, again[0]
+        known = {one.step for one in report.runs[0].checkpoints} | {one.number for one in report.runs[0].steps}
+        told = f"run {run.name} trained step {first} again after it was resumed from step {run.resumed_at}"
+        if first > min(step for step in known if step > 0):
+            report.notes.append(f"{told}: the command takes another checkpoint than the one of step {run.resumed_at}")
+            return
+        hint = f"what was run: {shlex.join(run.command)}"
+        report.findings.append(Finding("not resumed", f"{told}: it began at the start", run.name, hint=hint))
+        report.cause = f"the command did not resume: {told}"
 
     def limited(self, steps: int, words: Sequence[str] | None = None) -> Sequence[str]:
         """Return the words of a command that ends after some steps, if it has a flag for it."""
@@ -250,9 +285,7 @@ class _Verification:
             for step, path in found.find().items()
             if step <= self.until and found.why_not(path, self._of_a(step, run)) is None
         ]
-        losses: dict[int, float] = {}
-        for source in self.losses:
-            losses = {**losses, **{step: loss for step, loss in source(run.folder, log).items() if step not in losses}}
+        losses = dict(self.losses(run.folder, log, run.resumed_at or 0))
         if not losses:
             seen = observed.by_step(hooked, run.resumed_at or 0, self.until)
             losses = {step: one.loss for (step, rank, _), one in seen.items() if rank == 0 and one.loss is not None}
@@ -334,14 +367,14 @@ def run(
     report = Report(list(command), rule, _RULES[rule], at, until, stop, cost=cost)
     report.folder = os.path.abspath(keep) if keep is not None else None
     most = parse_size(max_disk, "--max-disk") if max_disk is not None else None
-    sources = (from_files(loss or "") or from_output(loss),)
+    source = from_files(loss or "") or Output(loss)
     say = tell or (lambda line: None)
     starts = f"{cost.runs} starts of the command, {plural(cost.steps, 'step')} in all"
     say(f"{starts}, at most {duration(timeout)} each")
     with ExitStack() as stack:
         folder = kept_folder(stack, keep, "ckpttool-run-")
         hooks = Hook(inject_switches, observe, seed_env)
-        verification = _Verification(report, commands, checkpoints, folder, world, timeout, most, sources, say, hooks)
+        verification = _Verification(report, commands, checkpoints, folder, world, timeout, most, source, say, hooks)
         if dry_run:
             _plan(verification)
             return report
@@ -406,7 +439,7 @@ def _all(verification: _Verification, via: str, to_world: int | None) -> compare
         raise _Ended(Failure("B", f"run B saved no checkpoint after step {step}", last_lines(b.log)))
     first = compare.compare_runs(report, reference, b, excused)
     told = _compare_observed(verification, reference, step) if verification.hook.observe else None
-    if first is not None:
+    if first is not None and report.cause is None:
         paths = compare.shared(reference, b, step)[first.step]
         origin = next((one.path for one in reference.checkpoints if one.step == step), saved)
         # What a checkpoint says is more to the point, if it says it of what was seen to differ first.

@@ -21,6 +21,7 @@ from typing import Any
 
 from ckpttool.errors import UsageError
 from ckpttool.operations.verify_resume.run import event_files
+from ckpttool.operations.verify_resume.run.losses import Losses
 from ckpttool.text import meant
 
 _NAMES = ("loss", "train_loss", "train/loss", "train_loss_step", "training_loss", "loss_metrics/global_avg_loss")
@@ -28,10 +29,10 @@ _STEPS = ("step", "global_step", "iter", "iteration", "iter_num")
 Row = Mapping[str, Any]
 
 
-def from_files(text: str) -> Callable[[str, str], Mapping[int, float]] | None:
+def from_files(text: str) -> Losses | None:
     """Return a source of the losses in files, as `json:log.jsonl:train/loss` names them; None if it names no files.
 
-    The source is called with the output directory and the log of a run. Raises UsageError if something is logged there,
+    Raises UsageError if something is logged there,
     but nothing by the name of the loss.
     """
     kind, _, rest = text.partition(":")
@@ -40,7 +41,7 @@ def from_files(text: str) -> Callable[[str, str], Mapping[int, float]] | None:
     pattern, _, name = rest.partition(":")
     read = _READERS[kind]
 
-    def losses(out: str, log: str) -> dict[int, float]:
+    def losses(out: str, log: str, after: int) -> Mapping[int, float]:
         where = os.path.join(out, pattern.replace("{out}", glob.escape(out)))
         return _of_rows(read(where), name or None, where)
 

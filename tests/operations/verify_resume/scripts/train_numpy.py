@@ -69,7 +69,7 @@ def load(path):
 if args.auto:
     saved = sorted(name for name in os.listdir(args.out) if name.endswith(".safetensors"))
     args.resume = os.path.join(args.out, saved[-1]) if saved else None
-if args.resume:
+if args.resume and args.fault != "ignored":
     load(args.resume)
     if args.fault == "crash":
         sys.exit("KeyError: 'optimizer'")
