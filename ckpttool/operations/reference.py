@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ckpttool.catalogue.boxes import Ints
-from ckpttool.catalogue.entries import Tensor, dotted
+from ckpttool.catalogue.entries import Catalogue, Tensor, dotted
 from ckpttool.errors import UsageError
 from ckpttool.layout.rename import rename_entries, strip_wrappers
 from ckpttool.layout.select import models
@@ -24,6 +24,7 @@ from ckpttool.operations.export.assets import Assets
 from ckpttool.producers.open import naming, opened
 from ckpttool.serialization import strict_json
 from ckpttool.storage.stores import Location, locate
+from ckpttool.text import some
 
 _LARGEST_CONFIG = 16 << 20
 
@@ -78,7 +79,7 @@ def read(stack: ExitStack, path: str, *, is_run: bool = False) -> Reference:
     with naming(path):
         source = stack.enter_context(opened(path))
         of_run = [dotted(root) for root, _ in models(source.catalogue)[:1] if root] if is_run else []
-        model = select_model.model_of(source.catalogue, of_run)
+        model = _model(source.catalogue, path, of_run)
         model = rename_entries(model, strip_wrappers) if is_run else model
         beside = assets.collect(None, path, source.catalogue)
     tensors = {tensor.name: tensor for tensor in model.tensors}
@@ -86,6 +87,20 @@ def read(stack: ExitStack, path: str, *, is_run: bool = False) -> Reference:
     folder = beside.folder or (location if location.is_dir() else location.parent)
     files = _files(source.catalogue.files, tensors) if source.catalogue.format == "safetensors" else {}
     return Reference(path, known, folder, beside, Viewed(source), tensors, files)
+
+
+def _model(source: Catalogue, path: str, only: list[str]) -> Catalogue:
+    try:
+        return select_model.model_of(source, only)
+    except UsageError as error:
+        names = [dotted(root) for root, _ in models(source)]
+        if only or len(names) < 2:
+            raise
+        raise UsageError(
+            f"a reference is one model, and there are {len(names)}: {some(names, 5)}",
+            hint=f"`ckpttool convert {path} reference.safetensors --only {names[0]}` makes one of them",
+            found=names,
+        ) from error
 
 
 def _of_config(path: str, location: Location) -> Reference:

@@ -42,9 +42,7 @@ def model(
     beside = assets.collect(None, src, source)
     same = partial(ties.same_bytes, viewed)
     planned = select_model.renamed(select_model.model_of(source, selection.only), selection)
-    planned, keymap = like.mapped(planned, viewed, run, key_map, beside.config, beside.head_dim)
-    if keymap is not None:
-        notes.append(f"the names are by key map `{keymap.name}`, which fits `{run.path}`")
+    planned, _ = like.mapped(planned, viewed, run, key_map, beside.config, beside.head_dim, notes)
     planned = ties.by_names(planned, beside.ties_words, same, [])
     found = _fitted(planned, run, src, beside.config)
     fitted = like.cast(found.catalogue, run) if dtypes else found.catalogue

@@ -109,3 +109,31 @@ def test_a_reverse_map_is_that_of_the_class_whose_names_are_wanted(tmp_path: Pat
     ckpttool.convert(tmp_path / "released", tmp_path / "start.pt", like=tmp_path / "run.pt")
     start, state = torch.load(tmp_path / "start.pt")["model"], model.state_dict()
     assert start.keys() == state.keys() and all(torch.equal(start[name], value) for name, value in state.items())
+
+
+def test_names_that_no_map_knows_are_matched(tmp_path: Path) -> None:
+    """The run has stacked experts under names of its own, and starts from a release with one tensor for each."""
+    generator = torch.Generator().manual_seed(2)
+    released = {}
+    for layer in range(2):
+        begin = f"model.layers.{layer}.mlp"
+        released[f"{begin}.router.weight"] = torch.randn(4, 8, generator=generator)
+        for expert in range(4):
+            released[f"{begin}.experts.{expert}.up_proj.weight"] = torch.randn(6, 8, generator=generator)
+    save_file(released, tmp_path / "released.safetensors")
+    experts = {
+        f"blocks.{layer}.moe.experts.up_proj": torch.stack(
+            [released[f"model.layers.{layer}.mlp.experts.{expert}.up_proj.weight"] for expert in range(4)]
+        )
+        for layer in range(2)
+    }
+    gates = {
+        f"blocks.{layer}.moe.router.weight": released[f"model.layers.{layer}.mlp.router.weight"] for layer in range(2)
+    }
+    state = {"model": {name: torch.zeros_like(value) for name, value in (experts | gates).items()}}
+    torch.save(state, tmp_path / "run.pt")
+    result = ckpttool.convert(tmp_path / "released.safetensors", tmp_path / "start.pt", like=tmp_path / "run.pt")
+    made = torch.load(tmp_path / "start.pt", weights_only=True)["model"]
+    assert made.keys() == state["model"].keys()
+    assert all(torch.equal(made[name], value) for name, value in (experts | gates).items())
+    assert any("`ckpttool match` finds" in note for note in result.notes)

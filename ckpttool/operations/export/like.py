@@ -19,7 +19,7 @@ from ckpttool.catalogue.dtypes import DTYPES
 from ckpttool.catalogue.entries import Catalogue, Chunks, Part, Tensor
 from ckpttool.catalogue.patterns import any_of, renamer
 from ckpttool.errors import CkptError, CorruptError, LossError, UsageError
-from ckpttool.layout.key_maps import KeyMap, Rule, apply
+from ckpttool.layout.key_maps import KeyMap, Rule, apply, parse
 from ckpttool.layout.move import again, rebuilt
 from ckpttool.layout.optimizer import trained
 from ckpttool.layout.rename import strip_wrappers
@@ -90,9 +90,11 @@ def mapped(
     name: str | None,
     config: Mapping[str, Any] | None,
     head_dim: int | None,
+    notes: list[str],
 ) -> tuple[Catalogue, KeyMap | None]:
     """Return a model under the names by which most of its tensors fit the reference, and the key map of them: none if
-    they fit as they are; that called `name`, or those of ckpttool for such a model, in either direction.
+    they fit as they are; that called `name`, or those of ckpttool for such a model, in either direction; where none of
+    these fits all, that which `match` finds, if it leaves nothing open. The map is noted.
 
     Raises UsageError for a map that does nothing here.
     """
@@ -116,7 +118,40 @@ def mapped(
             f"`--map {name}`: gives no tensor a name of `{reference.path}`, in either direction",
             hint=f"names here are like `{next(iter(planned.tensors)).name}`, there like `{next(iter(wanted), '')}`",
         )
+    found = _matched(planned, best, viewed, reference, config, head_dim) if name is None else None
+    if found is not None:
+        best, by, counts = found
+        notes.append(
+            f"the names are as `ckpttool match` finds those of `{reference.path}`, all {sum(counts.values())}: "
+            + ", ".join(f"{count} by {how}" for how, count in counts.items())
+        )
+    elif by is not None:
+        notes.append(f"the names are by key map `{by.name}`, which fits `{reference.path}`")
     return best, by
+
+
+def _matched(
+    planned: Catalogue,
+    best: Catalogue,
+    viewed: Viewed,
+    reference: references.Reference,
+    config: Mapping[str, Any] | None,
+    head_dim: int | None,
+) -> tuple[Catalogue, KeyMap, dict[str, int]] | None:
+    """Return a model as `match` makes the reference of it, its key map, and how many tensors were found by what; None
+    if the `best` so far fits, or anything is ambiguous or missing."""
+    from ckpttool.operations.match import models  # which few exports need
+
+    wanted = models.untied(reference, {tensor.name: tensor.shape for tensor in planned.tensors})
+    if _fitting(best, wanted) == len(wanted):
+        return None
+    config, rows = reference.config or config, head_dim or reference.assets.head_dim
+    solution = models.solved(planned, viewed, reference, config, rows)
+    if solution.ambiguous or solution.unmatched:
+        return None
+    keymap = parse(models.key_map(solution, reference.path, config), "match")
+    made = apply(keymap, planned, viewed, key_maps.facts(config, rows))[0]
+    return (made, keymap, models.counts(solution)) if _fitting(made, wanted) == len(wanted) else None
 
 
 _REVERSED = " reversed"
@@ -248,10 +283,10 @@ def _refusal(
         found, expected = list(chosen[name].shape), list(reference.known[name].shape)
         more = f" and {len(misshapen) - 1} more" if len(misshapen) > 1 else ""
         whats.append(f"`{name}`{more} of another shape: found {found}, expected {expected}")
-    if missing and len(missing) == len(reference.known):
-        hint = f"names here are like `{next(iter(own), '')}`: `--rename`, `--strip-prefix` or `--map` renames them"
-    elif missing and extra:
-        hint = f"`ckpttool match {where} --like {reference.path} -o map.json` finds them under other names, for `--map`"
+    if missing and extra:
+        hint = (
+            f"`ckpttool match {where} --like {reference.path} -o map.json` lists what may become of what, for `--map`"
+        )
     elif missing and base is None:
         hint = "`--fill-from REF` takes what is missing from a base model"
     elif missing and base is not None:

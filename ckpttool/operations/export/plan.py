@@ -223,10 +223,9 @@ def _like(
 ) -> Catalogue:
     """Return the tensors as the reference has them."""
     where, rows = result.source, options.head_dim or beside.head_dim
-    planned, keymap = like.mapped(planned, viewed, reference, options.key_map, beside.config, rows)
-    if keymap is not None:
-        result.key_map = keymap.name
-        result.notes.append(f"the names are by key map `{keymap.name}`, which fits `{reference.path}`")
+    named, notes = options.key_map, result.notes
+    planned, keymap = like.mapped(planned, viewed, reference, named, beside.config, rows, notes)
+    result.key_map = keymap.name if keymap is not None else ""
     same = partial(ties.same_bytes, viewed)
     planned = ties.by_names(planned, beside.ties_words or None, same, [])
     try:

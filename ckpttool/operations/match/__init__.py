@@ -7,9 +7,7 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import time
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -17,13 +15,12 @@ from typing import Any, ClassVar
 
 from ckpttool.catalogue.patterns import several
 from ckpttool.errors import DIFFERS, DONE, OverwriteError
-from ckpttool.layout.key_maps import FORMAT
 from ckpttool.layout.views import Viewed
 from ckpttool.operations import arguments, key_maps
 from ckpttool.operations import reference as references
 from ckpttool.operations.export import select_model
-from ckpttool.operations.match import decide, solve
-from ckpttool.operations.match.solve import Candidate, Facts, Open, Solution
+from ckpttool.operations.match import decide, models
+from ckpttool.operations.match.solve import Candidate, Open, Solution
 from ckpttool.operations.reference import Reference
 from ckpttool.operations.result import Result
 from ckpttool.producers.open import naming, opened
@@ -33,12 +30,6 @@ from ckpttool.transfer.execute import DEFAULT_THREADS
 from ckpttool.transfer.threads import Progress
 
 __all__ = ["Candidate", "Matched", "Open", "match"]
-
-# Models without a rotary embedding, whose configs do not say so.
-_NOT_ROTARY = re.compile(
-    "albert|bart|beit|bert|bloom|camembert|clip|deberta.*|deit|dinov2|distilbert|electra|gpt2|gpt_bigcode|gpt_neo|hubert"
-    "|mbart|mpnet|mpt|mt5|opt|pegasus|roberta|segformer|siglip|swin|t5|umt5|vit|vit_mae|wav2vec2|whisper|xlm-roberta|xlnet"
-)
 
 
 @dataclass(slots=True, repr=False)
@@ -133,22 +124,14 @@ def match(
             viewed = Viewed(source)
             model = select_model.model_of(viewed.catalogue, several(selected.only))
             model = select_model.renamed(model, selected)
-        shapes_of = {tensor.name: tensor.shape for tensor in model.tensors}
-        wanted = {
-            name: known.shape
-            for name, known in reference.known.items()
-            if known.tied_to is None or known.tied_to not in reference.known or name in shapes_of
-        }
-        solution = solve.solve(shapes_of, wanted, _facts(reference, head_dim))
-        facts = key_maps.facts(reference.config, head_dim or reference.assets.head_dim)
-        keymap = key_maps.chosen(None, [*shapes_of], reference.config, reference=[*reference.known])
-        if keymap is not None:
-            decide.by_map(solution, keymap, model.tensors, viewed, wanted, facts)
+        rows = head_dim or reference.assets.head_dim
+        solution = models.solved(model, viewed, reference, reference.config, rows)
         if content:
+            facts = key_maps.facts(reference.config, rows)
             how = threads or DEFAULT_THREADS, progress
             result.compared = decide.by_content(solution, model.tensors, viewed, reference, facts, *how)
         _fill(result, solution, reference)
-    result.tensors = len(shapes_of)
+    result.tensors = len(model.tensors)
     if result.destination is not None:
         with local_path(result.destination).stage(overwrite=overwrite, is_file=True) as stage:
             local_path(stage.path).put(f"{text(result.map)}\n".encode())
@@ -160,28 +143,13 @@ def text(keymap: Mapping[str, Any]) -> str:
     """Return a key map as its file has it: one line for each rule."""
     head = "".join(f"  {json.dumps(key)}: {json.dumps(value)},\n" for key, value in keymap.items() if key != "rules")
     rules = ",\n".join(f"    {json.dumps(rule)}" for rule in keymap["rules"])
-    return f'{{\n{head}  "rules": [\n{rules}\n  ]\n}}'
+    rules = f"[\n{rules}\n  ]" if rules else "[]"
+    return f'{{\n{head}  "rules": {rules}\n}}'
 
 
 def _fill(result: Matched, solution: Solution, reference: Reference) -> None:
     result.reference_tensors = len(reference.known)
-    result.by = dict(Counter(one.by for one in solution.found for _ in one.names))
+    result.by = models.counts(solution)
     result.found = sum(result.by.values())
-    kind = (reference.config or {}).get("model_type")
-    types = {"model_types": [kind]} if isinstance(kind, str) else {}
-    title = f"{result.source} as {result.like}"
-    result.map = {"format": FORMAT, "name": "matched", "title": title, **types, "rules": solution.rules}
+    result.map = models.key_map(solution, f"{result.source} as {result.like}", reference.config)
     result.ambiguous, result.unmatched, result.unused = solution.ambiguous, solution.unmatched, solution.unused
-
-
-def _facts(reference: Reference, head_dim: int | None) -> Facts:
-    config = reference.config or {}
-    inner = config.get("text_config")
-    configs = [config, inner] if isinstance(inner, Mapping) else [config]
-    kind = config.get("model_type")
-    rotary = None
-    if _NOT_ROTARY.fullmatch(str(kind)):
-        rotary = False
-    elif any(key.startswith(("rope_", "rotary_")) for each in configs for key in each):
-        rotary = True
-    return Facts(kind if isinstance(kind, str) else None, head_dim or reference.assets.head_dim, rotary)

@@ -291,3 +291,69 @@ def test_buffers_that_are_not_averaged_are_filled_from_the_model(tmp_path: Path)
     written = load_file(tmp_path / "out" / "released.safetensors")
     assert made.filled == ["model.scale"]
     assert all(torch.equal(written[name], value) for name, value in (state | ema).items())
+
+
+def in_house(layers: int, *, is_fused: bool) -> tuple[State, State]:
+    """A model by the names of a framework that nobody knows, and by those of its release."""
+    generator = torch.Generator().manual_seed(1)
+    own, released = {}, {}
+    for layer in range(layers):
+        begin, end = f"trunk.{layer}", f"decoder.layers.{layer}"
+        for here, there, shape in (
+            ("ffn.down_proj", "mlp.down_proj", (8, 20)),
+            ("scale", "norm", (8,)),
+        ):
+            value = torch.randn(*shape, generator=generator)
+            own[f"{begin}.{here}.weight"] = released[f"{end}.{there}.weight"] = value
+        gate, up = (torch.randn(20, 8, generator=generator) for _ in range(2))
+        released |= {f"{end}.mlp.gate_proj.weight": gate, f"{end}.mlp.up_proj.weight": up}
+        own |= (
+            {f"{begin}.ffn.gate_up_proj.weight": torch.cat((gate, up))}
+            if is_fused
+            else {f"{begin}.ffn.a.weight": gate, f"{begin}.ffn.b.weight": up}
+        )
+    return own, released
+
+
+def test_names_that_no_map_knows_are_matched(tmp_path: Path) -> None:
+    own, released = in_house(3, is_fused=True)
+    torch.save({"model": own}, tmp_path / "x.pt")
+    save_file({name: torch.zeros_like(value) for name, value in released.items()}, tmp_path / "released.safetensors")
+    result = ckpttool.export(tmp_path / "x.pt", tmp_path / "out", like=tmp_path / "released.safetensors")
+    made = load_file(tmp_path / "out" / "released.safetensors")
+    assert made.keys() == released.keys() and all(torch.equal(made[name], released[name]) for name in released)
+    assert result.key_map == "matched"
+    (note,) = (note for note in result.notes if "`ckpttool match` finds" in note)
+    assert "all 12: " in note
+    # What `match` would write does the same.
+    ckpttool.match(tmp_path / "x.pt", tmp_path / "released.safetensors", output=tmp_path / "map.json")
+    ckpttool.export(
+        tmp_path / "x.pt",
+        tmp_path / "by_map",
+        like=tmp_path / "released.safetensors",
+        key_map=str(tmp_path / "map.json"),
+    )
+    assert (tmp_path / "by_map" / "released.safetensors").read_bytes() == (
+        tmp_path / "out" / "released.safetensors"
+    ).read_bytes()
+
+
+def test_what_may_be_made_in_several_ways_is_not_guessed(tmp_path: Path) -> None:
+    own, released = in_house(3, is_fused=False)
+    torch.save({"model": own}, tmp_path / "x.pt")
+    save_file(released, tmp_path / "released.safetensors")
+    with pytest.raises(CorruptError, match=r"12 tensors of the reference are missing") as raised:
+        ckpttool.export(tmp_path / "x.pt", tmp_path / "out", like=tmp_path / "released.safetensors")
+    assert "ckpttool match" in str(raised.value.hint) and not (tmp_path / "out").exists()
+    # `none` is for names as they are.
+    own, released = in_house(3, is_fused=True)
+    torch.save({"model": own}, tmp_path / "y.pt")
+    with pytest.raises(CorruptError):
+        ckpttool.export(tmp_path / "y.pt", tmp_path / "out", like=tmp_path / "released.safetensors", key_map="none")
+
+
+def test_a_reference_of_two_models_names_the_way(checkpoint: Path, tmp_path: Path) -> None:
+    torch.save({"model": trained(), "ema": trained()}, tmp_path / "two.pt")
+    with pytest.raises(UsageError, match=r"reference is one model, and there are 2: `model`, `ema`") as raised:
+        ckpttool.export(checkpoint, tmp_path / "out", only="model", like=tmp_path / "two.pt")
+    assert f"ckpttool convert {tmp_path / 'two.pt'} reference.safetensors --only model" in str(raised.value.hint)
