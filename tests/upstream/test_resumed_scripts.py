@@ -102,8 +102,9 @@ def test_the_trainer_resumes_exactly(small: Path, ranks: int, more: list[str]) -
     assert len([one for one in report.compared if one.what == "loss" and one.equal]) == 1
 
 
-@pytest.mark.parametrize("name", ["nlp", "checkpointing"])
-def test_accelerate_shuffles_the_rest_of_an_epoch_again(small: Path, name: str) -> None:
+@pytest.fixture
+def glue(small: Path) -> Path:
+    """The folder with a small BERT and data like MRPC's, too."""
     pytest.importorskip("datasets")
     from datasets import Dataset
     from transformers import BertConfig, BertForSequenceClassification, PreTrainedTokenizerFast
@@ -124,9 +125,21 @@ def test_accelerate_shuffles_the_rest_of_an_epoch_again(small: Path, name: str) 
     metric = small / "glue" / "glue.py"
     metric.parent.mkdir()
     metric.write_text(METRIC)
+    return small
+
+
+@pytest.mark.parametrize("name", ["nlp", "checkpointing"])
+def test_accelerate_shuffles_the_rest_of_an_epoch_again(glue: Path, name: str) -> None:
     report = verified("accelerate", script(name), "--cpu", "--output_dir", "OUT", until=7)
     assert report.verdict == "differs" and report.first_step == 5
     assert "the batch of rank 0 in step 5 is another" in report.message, report.findings
+
+
+def test_accelerate_draws_a_number_more_on_two_ranks(glue: Path) -> None:
+    report = verified("accelerate", *torchrun(2), script("nlp"), "--cpu", "--output_dir", "OUT", until=6)
+    assert report.verdict == "differs" and report.first_step == 5
+    assert any(row.what == "observed: next batch" and row.equal for row in report.compared), report.compared
+    assert "the RNG state of rank 0, 1" in report.message
 
 
 METRIC = """
@@ -180,7 +193,8 @@ def test_lightning_restarts_an_epoch(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert report.verdict == "differs" and "the data restarted" in report.message
 
 
-def test_torchtitan_resumes_exactly(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("ranks", [1])
+def test_torchtitan_resumes_exactly(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ranks: int) -> None:
     checkout = Path(script("titan")).parents[1]
     (tmp_path / "tests" / "assets" / "c4_test").mkdir(parents=True)
     rows = [json.dumps({"text": line, "timestamp": "", "url": ""}) for line in sentences(400, 300)]
@@ -190,7 +204,7 @@ def test_torchtitan_resumes_exactly(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join((str(checkout), os.environ.get("PYTHONPATH", ""))))
     sizes = "--training.num_tokens_per_microbatch_per_dp_rank 256 --training.max_context_length 128"
     words = ["--module", "llama3", "--config", "llama3_debugmodel", *sizes.split()]
-    report = verified("torchtitan", *torchrun(1), TITAN, *words)
+    report = verified("torchtitan", *torchrun(ranks), TITAN, *words)
     assert report.verdict == "same", report.findings
 
 

@@ -179,6 +179,24 @@ def test_a_checkpoint_that_is_written_again_and_again_is_kept() -> None:
     assert {saved.step for saved in report.runs[0].checkpoints} >= {1, 2, 3}
 
 
+def test_no_version_of_a_checkpoint_that_is_written_again_is_missed() -> None:
+    # A step takes less than a millisecond, and the looks at the file are a tenth of a second apart.
+    report = runs("--one-file", checkpoints="OUT/model.safetensors", at=1, stop="sigkill")
+    assert report.verdict == "same" and not report.notes[1:], report.message
+    assert [saved.step for saved in report.runs[0].checkpoints] == [1, 2, 3, 4, 5]
+    assert sum(row.what.startswith("step 2: ") for row in report.compared) > 1
+
+
+def test_a_version_that_was_missed_is_no_difference() -> None:
+    slow = ["--one-file", "--pause", "0.4", "--slow-in", "/A/"]
+    given: dict[str, Any] = {"checkpoints": "OUT/model.safetensors", "inject_switches": False}
+    report = runs(*slow, **given)
+    assert report.verdict == "same", report.message
+    assert "step 4 of run B was overwritten before it was copied, and is not compared" in report.notes
+    with pytest.raises(UsageError, match="the checkpoint of step 3 was overwritten before it was copied"):
+        runs(*slow, stop="sigkill", **given)
+
+
 @pytest.mark.parametrize(("fault", "verdict"), [("", "same"), ("swapped", "differs")])
 def test_a_script_that_saves_at_its_end_names_it_by_the_time_of_day(fault: str, verdict: str) -> None:
     report = runs("--at-end", "--fault", fault, checkpoints="OUT/*.safetensors")

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -98,3 +100,28 @@ def test_a_compiled_model(tmp_path: Path, backend: str) -> None:
     )
     steps = start(["-c", code], tmp_path / "hook", observe=True).steps[0]
     assert [one.step for one in steps] == [1, 2, 3] and len({one.batch for one in steps}) == 3
+
+
+def test_a_version_is_copied_before_torch_writes_over_it(tmp_path: Path) -> None:
+    spec = importlib.util.spec_from_file_location("keep", os.path.join(inject.SITE, "keep.py"))
+    assert spec is not None and spec.loader is not None
+    keep = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(keep)
+    failed: list[str] = []
+    keeper = keep.Keeper(str(tmp_path / "ckpt.pt"), str(tmp_path / "kept"), lambda what, error: failed.append(what))
+    # torch's own writer opens the file by itself, which no audit event tells of.
+    torch = SimpleNamespace(save=lambda text, path: Path(path).write_text(text), serialization=SimpleNamespace())
+    keeper.watch(torch)
+    for text in ("1", "2", "3"):
+        torch.save(text, tmp_path / "ckpt.pt")
+        torch.save(text, tmp_path / "model.pt")
+    assert [path.read_text() for path in sorted((tmp_path / "kept").iterdir())] == ["1", "2"]
+    (tmp_path / "new.pt").write_text("4")
+    keeper.audit("os.rename", (str(tmp_path / "new.pt"), str(tmp_path / "ckpt.pt"), -1, -1))
+    keeper.audit("open", (str(tmp_path / "ckpt.pt"), "rb", os.O_RDONLY))
+    keeper.audit("open", (3, "wb", os.O_WRONLY))
+    assert len(list((tmp_path / "kept").iterdir())) == 3
+    # A copy that cannot be made does not end the script.
+    keeper._folder = str(tmp_path / "ckpt.pt" / "no")
+    torch.save("5", str(tmp_path / "ckpt.pt"))
+    assert failed == ["the copy of ckpt.pt"] and (tmp_path / "ckpt.pt").read_text() == "5"

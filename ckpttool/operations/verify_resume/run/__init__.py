@@ -68,14 +68,16 @@ class Hook:
     observe: bool = False
     seeds: Sequence[str] = ()
 
-    def environment(self, folder: str, *, resumed: bool = False) -> dict[str, str]:
-        """Return the variables for a run, whose hook writes to `folder`."""
+    def environment(self, folder: str, found: Checkpoints, *, resumed: bool = False) -> dict[str, str]:
+        """Return the variables for a run, whose hook writes to `folder`, and keeps what is written over."""
         os.makedirs(folder)
         # What is not restored must not come out the same because it was seeded again.
         seed = (_SEED + 1_000 if resumed else _SEED) if self.inject else None
         pairs = (text.partition("=") for text in self.seeds)
         own = {name: value or str(_SEED) for name, _, value in pairs}
-        return {"PYTHONUNBUFFERED": "1", **own, **inject.environment(folder, seed=seed, observe=self.observe)}
+        keep = (found.written_again, found.kept_by_hook) if found.written_again is not None else None
+        hooked = inject.environment(folder, seed=seed, observe=self.observe, keep=keep)
+        return {"PYTHONUNBUFFERED": "1", **own, **hooked}
 
 
 @dataclass(slots=True)
@@ -208,7 +210,7 @@ class _Verification:
         return words if stop in _STOPS else with_steps(words, stop.partition("=")[2], steps)
 
     def _environment(self, name: str, hook: str, *, resumed: bool = False) -> dict[str, str]:
-        return self.hook.environment(os.path.join(self.folder, name, hook), resumed=resumed)
+        return self.hook.environment(os.path.join(self.folder, name, hook), self.seen[name], resumed=resumed)
 
     def _of_a(self, step: int, run: ScriptRun | None = None) -> str | None:
         """Return the checkpoint of run A of a step, whose files show what makes one complete on as many ranks."""
@@ -239,13 +241,20 @@ class _Verification:
                 raise _Ended(_failure(run, code))
 
     def _wait_for_save(self, process: Process, run: ScriptRun, found: Checkpoints) -> None:
-        began = time.monotonic()
-        while found.complete(self.report.at, self._of_a(self.report.at)) is None:
+        began, at = time.monotonic(), self.report.at
+        while found.complete(at, self._of_a(at)) is None:
+            if found.was_missed(at):
+                raise UsageError(
+                    f"run {run.name}: the checkpoint of step {at} was overwritten before it was copied",
+                    hint="a later `--at`, a command that saves less often, or `--stop max-steps=FLAG`",
+                )
             self._check_time(run, began)
-            if (code := process.wait(_GLANCE / 4)) is not None and not found.complete(self.report.at):
+            if (code := process.wait(_GLANCE / 4)) is not None and not found.complete(at):
                 if code:
                     raise _Ended(_failure(run, code))
-                message = f"run {run.name} ended before the checkpoint of step {self.report.at} was complete"
+                if found.was_missed(at):
+                    continue
+                message = f"run {run.name} ended before the checkpoint of step {at} was complete"
                 raise _Ended(Failure(run.name, message, last_lines(run.log)))
 
     def _wait_for_end(self, process: Process, run: ScriptRun) -> None:
@@ -275,6 +284,7 @@ class _Verification:
     def _collect(self, run: ScriptRun, log: str) -> None:
         """Add the complete checkpoints and the losses of a run up to its last step, and what its hook wrote."""
         found = self.seen[run.name]
+        found.forget()
         hooked = self.hooked[run.name] = inject.read(os.path.join(self.folder, run.name, "hook"))
         report = self.report
         report.settings += [one for one in hooked.switches if one not in report.settings]
@@ -437,7 +447,8 @@ def _all(verification: _Verification, via: str, to_world: int | None) -> compare
     report.runs.append(b)
     if not compare.shared(reference, b, step):
         raise _Ended(Failure("B", f"run B saved no checkpoint after step {step}", last_lines(b.log)))
-    first = compare.compare_runs(report, reference, b, excused)
+    is_one = verification.seen["B"].written_again is not None
+    first = compare.compare_runs(report, reference, b, excused, is_written_again=is_one)
     told = _compare_observed(verification, reference, step) if verification.hook.observe else None
     if first is not None and report.cause is None:
         paths = compare.shared(reference, b, step)[first.step]
@@ -528,15 +539,10 @@ def _to_resume(verification: _Verification, before: ScriptRun) -> tuple[str, int
     """
     report = verification.report
     paths = {saved.step: saved.path for saved in before.checkpoints}
-    later = [step for step in verification.seen["B"].find() if step > report.at]
     if verification.commands.uses("checkpoint", resuming=True):
         aside = os.path.join(verification.folder, "B", "after-stop")
-        for step in later:
-            os.makedirs(aside, exist_ok=True)
-            path = verification.seen["B"].find()[step]
-            shutil.move(path, os.path.join(aside, os.path.basename(path)))
-        if later:
-            report.notes.append(f"run B had saved {plural(len(later), 'later step')} when it was stopped; put aside")
+        if later := verification.seen["B"].put_aside(report.at, aside):
+            report.notes.append(f"run B had saved {plural(later, 'later step')} when it was stopped; put aside")
         return paths[report.at], report.at
     step = max(paths)
     if step >= report.until:

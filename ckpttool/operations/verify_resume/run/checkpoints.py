@@ -29,6 +29,7 @@ Fingerprint = tuple[tuple[str, int, int], ...]
 class Checkpoints:
     """The checkpoints in the output directory of a run. `copies` is where one that is written again is kept.
 
+    `written_again` is the path of such a one, `kept_by_hook` where the hook in the processes of the run copies it to.
     A checkpoint is complete when it can be opened, nothing in it is missing, and it has the files that `model`, that of
     the same step in another run, has.
     """
@@ -39,16 +40,20 @@ class Checkpoints:
         self._incomplete: dict[str, tuple[Fingerprint, str]] = {}
         self._kept: dict[int, str] = {}
         self._read: dict[str, tuple[Fingerprint, int | None]] = {}
+        is_one = pattern is not None and not _STEP.search(pattern) and "*" not in pattern
+        self.written_again = pattern if is_one else None
+        self.kept_by_hook = os.path.join(copies, "by-hook")
 
     def find(self) -> dict[int, str]:
         """Return the paths of the checkpoints by step, complete or not."""
         if self._pattern is None:
             return self._of_framework()
+        if self.written_again is not None:
+            self._keep(self.written_again)
+            self._take_from_hook()
+            return dict(sorted(self._kept.items()))
         if not _STEP.search(self._pattern):
-            if "*" in self._pattern:
-                return self._by_their_steps(self._pattern)
-            self._keep()
-            return dict(self._kept)
+            return self._by_their_steps(self._pattern)
         found: dict[int, str] = {}
         parts = _STEP.split(self._pattern)
         numbers = re.compile(r"0*(\d+)".join(_as_regex(part) for part in parts))
@@ -95,26 +100,65 @@ class Checkpoints:
         found = sorted((step, _written(path), path) for path, (_, step) in self._read.items() if step is not None)
         return {step: path for step, _, path in found}
 
-    def _keep(self) -> None:
-        """Copy the checkpoint, if it is complete and of a step that is not kept yet."""
-        assert self._pattern is not None
-        path = self._pattern
+    def was_missed(self, step: int) -> bool:
+        """Return whether a checkpoint that is written again is not kept of a step, and of a later one."""
+        return self.written_again is not None and step not in self._kept and any(one > step for one in self._kept)
+
+    def forget(self) -> None:
+        """Look at the checkpoint that is written again once more, however little it seems to have changed."""
+        self._complete.pop(self.written_again or "", None)
+
+    def put_aside(self, step: int, folder: str) -> int:
+        """Move what was saved after a step to a folder, and return how many steps that were."""
+        later = {one: path for one, path in self.find().items() if one > step}
+        paths = [*later.values(), *filter(None, [self.written_again if later else None])]
+        for path in paths:
+            os.makedirs(folder, exist_ok=True)
+            shutil.move(path, os.path.join(folder, os.path.basename(path)))
+        for one in later:
+            self._kept.pop(one, None)
+        return len(later)
+
+    def _keep(self, path: str) -> None:
+        """Copy the checkpoint that is written again, if it is complete and is not kept yet."""
         if not os.path.exists(path) or self._complete.get(path) == fingerprint(path):
             return
         before = fingerprint(path)
-        if self.why_not(path) is not None or (step := step_of(path)) is None:
+        if self.why_not(path) is not None:
             return
-        copy = os.path.join(self._copies, f"step-{step}{os.path.splitext(path)[1]}")
+        copy = os.path.join(self._copies, f"copy{os.path.splitext(path)[1]}")
         os.makedirs(self._copies, exist_ok=True)
         with suppress(OSError):
             if os.path.isdir(path):
-                shutil.copytree(path, copy, dirs_exist_ok=True)
+                shutil.copytree(path, copy)
             else:
                 shutil.copyfile(path, copy)
-        if fingerprint(path) == before and _why_not_opened(copy) is None:
-            self._kept[step] = copy
-        else:
+        if fingerprint(path) != before or not self._take(copy):
             self._complete.pop(path, None)
+
+    def _take_from_hook(self) -> None:
+        """Take the versions that the hook has copied before they were written over."""
+        for copy in sorted(glob.glob(os.path.join(glob.escape(self.kept_by_hook), "*"))):
+            self._take(copy)
+
+    def _take(self, copy: str) -> bool:
+        """Give a copy the name of its step, and return whether it is a whole checkpoint of one."""
+        step = step_of(copy) if _why_not_opened(copy) is None else None
+        if step is None:
+            _remove(copy)
+            return False
+        self._kept[step] = os.path.join(self._copies, f"step-{step}{os.path.splitext(copy)[1]}")
+        _remove(self._kept[step])
+        os.replace(copy, self._kept[step])
+        return True
+
+
+def _remove(path: str) -> None:
+    if os.path.isdir(path):
+        shutil.rmtree(path)
+    else:
+        with suppress(OSError):
+            os.remove(path)
 
 
 def step_of(path: str) -> int | None:

@@ -98,9 +98,11 @@ class FirstDifference:
     findings: list[Finding]
 
 
-def compare_runs(report: Report, reference: ScriptRun, run: ScriptRun, excused: Unrepeated) -> FirstDifference | None:
+def compare_runs(
+    report: Report, reference: ScriptRun, run: ScriptRun, excused: Unrepeated, *, is_written_again: bool = False
+) -> FirstDifference | None:
     """Compare the steps of `run` after its resume with those of `reference`: rows, and findings of the first step whose
-    checkpoint differs."""
+    checkpoint differs. Of a checkpoint that is written again a copy may be missed, but not that of the last step."""
     first: FirstDifference | None = None
     resumed_at = run.resumed_at or 0
     for step, paths in shared(reference, run, resumed_at).items():
@@ -113,10 +115,17 @@ def compare_runs(report: Report, reference: ScriptRun, run: ScriptRun, excused: 
             for finding in findings:
                 finding.step = step
             first = FirstDifference(step, judged, findings)
-    for saved in reference.checkpoints:
-        if saved.step > resumed_at and saved.step not in {one.step for one in run.checkpoints}:
-            message = f"there is no checkpoint of step {saved.step} in run {run.name}"
-            report.findings.append(Finding("checkpoint missing", message, run.name, step=saved.step))
+    for one, other in ((reference, run), (run, reference)):
+        steps = [saved.step for saved in other.checkpoints]
+        for saved in one.checkpoints:
+            if saved.step <= resumed_at or saved.step in steps:
+                continue
+            if is_written_again and saved.step < max(steps):
+                name = f"step {saved.step} of run {other.name}"
+                report.notes.append(f"{name} was overwritten before it was copied, and is not compared")
+            elif one is reference:
+                message = f"there is no checkpoint of step {saved.step} in run {run.name}"
+                report.findings.append(Finding("checkpoint missing", message, run.name, step=saved.step))
     loss = compare_losses(report, reference, run, excused)
     if loss is not None and first is not None and (loss.step or 0) > first.step:
         report.findings += [*first.findings, loss]

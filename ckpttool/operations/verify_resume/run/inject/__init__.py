@@ -1,7 +1,8 @@
 """What a command is given by `verify-resume run`: deterministic switches, and the record of its steps.
 
 `environment` puts a `sitecustomize` in front of PYTHONPATH, which sets the switches and, if asked for, observes the
-steps as soon as the script imports torch. `Hooked` reads what it has written.
+steps as soon as the script imports torch. A checkpoint that the script writes again and again is copied each time
+before it is written over. `Hooked` reads what it has written.
 """
 
 from __future__ import annotations
@@ -19,10 +20,16 @@ _SWITCHES = {"PYTHONHASHSEED": "0", "CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
 
 
 def environment(
-    folder: str, *, seed: int | None = 0, observe: bool = False, present: Mapping[str, str] = os.environ
+    folder: str,
+    *,
+    seed: int | None = 0,
+    observe: bool = False,
+    keep: tuple[str, str] | None = None,
+    present: Mapping[str, str] = os.environ,
 ) -> dict[str, str]:
     """Return the variables that the hook needs in the environment of a command. It writes to `folder`, which is there.
 
+    `keep` is a file that is written again and again, and the folder for its copies.
     With no `seed`, no switch is set. A run that resumes should have another seed than the run from its start: a script
     that seeds nothing and restores nothing would otherwise draw the numbers of the start again, and seem to be right.
     What the user has set is kept.
@@ -34,6 +41,8 @@ def environment(
     if seed is not None:
         variables |= {name: present.get(name, value) for name, value in _SWITCHES.items()}
         variables["CKPTTOOL_HOOK_SEED"] = str(seed)
+    if keep is not None:
+        variables |= {"CKPTTOOL_HOOK_KEEP": keep[0], "CKPTTOOL_HOOK_KEPT": keep[1]}
     return variables | ({"CKPTTOOL_HOOK_OBSERVE": "1"} if observe else {})
 
 

@@ -10,6 +10,7 @@ from typing import Any
 
 _HERE = os.path.dirname(os.path.abspath(__file__))
 _FOLDER = os.environ.get("CKPTTOOL_HOOK_FOLDER")
+_keeper: Any = None
 
 
 def _failed(what: str, error: BaseException) -> None:
@@ -30,8 +31,19 @@ def _load(name: str, path: str) -> Any:
     return module
 
 
+def _keep() -> None:
+    """Keep each version of a file that is written again and again."""
+    global _keeper
+    if path := os.environ.get("CKPTTOOL_HOOK_KEEP"):
+        keep = _load("_ckpttool_keep", os.path.join(_HERE, "keep.py"))
+        _keeper = keep.Keeper(path, os.environ["CKPTTOOL_HOOK_KEPT"], _failed)
+        sys.addaudithook(_keeper.audit)
+
+
 def _hook() -> None:
     try:
+        if _keeper is not None:
+            _keeper.watch(sys.modules["torch"])
         module = _load("_ckpttool_hook", os.path.join(_HERE, "hook.py"))
         module.install(_FOLDER, _failed)
     except Exception as error:
@@ -93,6 +105,7 @@ if _FOLDER and __name__ == "sitecustomize":
             import random
 
             random.seed(int(os.environ["CKPTTOOL_HOOK_SEED"]) + int(os.environ.get("RANK") or 0))
+        _keep()
         sys.meta_path.insert(0, _WaitForTorch())
     except Exception as error:
         _failed("the start", error)
