@@ -6,7 +6,10 @@ An FSDP2 model and AdamW are saved by `dcp.save`, and loaded by turns, each time
 that has not stepped; `unchecked` is `parallel` with `check=False`. Of torch's way two times are taken: `dcp.load`
 alone, and with `get_state_dict` before it (which gives the optimizer its state) and `set_state_dict` after it, which a
 script needs as well. Beside each median is that of rank 0's processor time, which other work on the machine changes
-less.
+less. `checks` is `parallel` beside `unchecked`, of medians and of the fastest turns.
+
+With `--first` each load gets memory that the process has not had before, page by page, as the first load of a training
+script does; else what an earlier load has freed, which makes all ways faster by the same time.
 
 Memory is measured in rounds of its own, in which what is freed goes back to the system at once, or a later load would
 find it there and seem to need nothing; that takes time, so no time is taken then, and malloc is as it usually becomes
@@ -42,6 +45,7 @@ from typing_extensions import Self
 import ckpttool
 
 MIB = 1 << 20
+WAYS = ("torch", "parallel", "unchecked", "broadcast")
 _OF_MEMORY = 2
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # what `mallopt` calls them
 
@@ -137,6 +141,8 @@ def main() -> None:
     parser.add_argument("--width", type=int, default=1024)
     parser.add_argument("--layers", type=int, default=8)
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--ways", nargs="+", choices=WAYS, default=WAYS)
+    parser.add_argument("--first", action="store_true")
     options = parser.parse_args()
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
@@ -152,10 +158,10 @@ def main() -> None:
     seconds, cpu, memory, read, share = defaultdict(list), defaultdict(list), defaultdict(list), 0, 0
     for turn in range(_OF_MEMORY + options.rounds):
         of_memory = turn < _OF_MEMORY
-        if not of_memory:
+        if not of_memory and not options.first:
             keep_freed_memory(32 << 20)  # the most that glibc raises it to by itself
-        ways = ("torch", "parallel", "unchecked", "broadcast")
-        for way in random.Random(turn).sample(ways, len(ways)):  # one leaves memory behind that the next finds
+        # One leaves memory behind that the next finds.
+        for way in random.Random(turn).sample(options.ways, len(options.ways)):
             model, optimizer = fresh(options.width, options.layers)
             with Peak(of_memory) as peak:
                 if way == "torch":
@@ -183,6 +189,11 @@ def main() -> None:
             of_cpu = f"{statistics.median(cpu[way]):6.2f} s" if cpu[way] else " " * 8
             times_of = f"{statistics.median(times):6.2f} s  ({min(times):.2f}..{max(times):.2f})"
             print(f"{way:10s} {times_of} {of_cpu} {peak_of}")
+        for what, times_by in (("time", seconds), ("processor time", cpu)):
+            if "parallel" in times_by and "unchecked" in times_by:
+                checked, unchecked = times_by["parallel"], times_by["unchecked"]
+                medians = statistics.median(checked) / statistics.median(unchecked)
+                print(f"checks: {medians:.3f} of the {what} without, {min(checked) / min(unchecked):.3f} at best")
     dist.barrier()
     if dist.get_rank() == 0:
         shutil.rmtree(told[0])
