@@ -29,8 +29,8 @@ _OPEN_FILES = 512  # of a pool, and a quarter of what this process may open: a t
 # took 0.7 s so, and 0.9 to 5 s in calls of 1 MiB.
 WRITE = 256 << 10
 # What stays in the processor's cache between read and checksum, with the file's memory that it is copied from. With a
-# cache of 1 MiB and a file in memory that is read at 8 GB/s, a checksum adds 18 % to the processor time in pieces of 512
-# KiB or 1 MiB, of which 14 are the checksum itself, 22 in pieces of 256 KiB (more calls) and of 4 MiB.
+# cache of 1 MiB and a file in memory that is read at 8 GB/s, a checksum adds 18 % to the processor time in pieces of
+# 512 KiB or 1 MiB, of which 14 are the checksum itself, 22 in pieces of 256 KiB (more calls) and of 4 MiB.
 _CACHED = 512 << 10
 PAGE = mmap.PAGESIZE
 
