@@ -64,7 +64,7 @@ def chosen(
             return own if released and not own.fits(reference, config) else None
         return next((keymap for keymap in known() if keymap.fits(names, config)), None)
     if name.endswith(".json"):
-        return parse(strict_json.parse(local_path(name).head(_LARGEST), f"`{name}`"), name)
+        return parse(strict_json.parse_written(local_path(name).head(_LARGEST), f"`{name}`"), name)
     maps = {keymap.name: keymap for keymap in known()}
     by_type = generated(name.removesuffix(_GENERATED)) if name.endswith(_GENERATED) else None
     if by_type is not None:

@@ -7,7 +7,7 @@ from collections import Counter
 from typing import Any
 
 from ckpttool.catalogue.budget import working
-from ckpttool.errors import CorruptError
+from ckpttool.errors import CorruptError, UsageError
 
 
 def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -37,6 +37,30 @@ def check_beginning(window: bytes, what: str) -> None:
 
 def parse(text: bytes, what: str) -> Any:
     """The value that `text` spells. Raises CorruptError; `what` is the subject of its message."""
+    try:
+        return _parsed(text, what)
+    except json.JSONDecodeError as error:
+        message = f"{what} is not JSON: {_why(error)} at byte {error.pos} of {len(text)}"
+        hint = "the file is truncated or was changed after it was written"
+        raise CorruptError(message, hint=hint, found=error.pos, expected=len(text)) from None
+
+
+def parse_written(text: bytes, what: str) -> Any:
+    """As `parse`, for a file that a person writes: raises UsageError, which names the line and the column."""
+    try:
+        return _parsed(text, what)
+    except json.JSONDecodeError as error:
+        message = f"{what} is not JSON: {_why(error)} in line {error.lineno}, column {error.colno}"
+        raise UsageError(message, line=error.lineno, column=error.colno) from None
+    except CorruptError as error:
+        raise UsageError(error.message, **error.facts) from None
+
+
+def _why(error: json.JSONDecodeError) -> str:
+    return error.msg[:1].lower() + error.msg[1:]
+
+
+def _parsed(text: bytes, what: str) -> Any:
     check_beginning(text[:_WINDOW], what)
     most = MAX_VALUES + len(text) // BYTES_PER_VALUE
     if len(text) > MAX_VALUES and (count := sum(map(text.count, (b",", b"[", b"{")))) > most:
@@ -49,11 +73,8 @@ def parse(text: bytes, what: str) -> Any:
         raise CorruptError(f"{what} is not UTF-8 at its byte {error.start}") from None
     except CorruptError as error:
         raise CorruptError(f"{what} {error.message}", **error.facts) from None
-    except json.JSONDecodeError as error:
-        why = error.msg[:1].lower() + error.msg[1:]
-        message = f"{what} is not JSON: {why} at byte {error.pos} of {len(text)}"
-        hint = "the file is truncated or was changed after it was written"
-        raise CorruptError(message, hint=hint, found=error.pos, expected=len(text)) from None
+    except json.JSONDecodeError:
+        raise
     except RecursionError:
         raise CorruptError(f"{what} is not JSON that can be read: it is nested too deeply") from None
     except ValueError:

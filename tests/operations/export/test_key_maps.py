@@ -263,6 +263,24 @@ def test_a_map_that_is_none(said: Any, why: str, tmp_path: Path) -> None:
         ckpttool.export(tmp_path / "a.pt", tmp_path / "out", key_map=str(tmp_path / "map.json"))
 
 
+@pytest.mark.parametrize(
+    ("text", "why"),
+    [
+        (b'{"rules": [\n  oops]}', "is not JSON: expecting value in line 2, column 3"),
+        (b"", "is not JSON: expecting value in line 1, column 1"),
+        (b'{"rules": [], "rules": []}', "names `rules` twice"),
+        (b"PK\3\4\0", "is not JSON: a zero at byte 4"),
+        (b'"\xff"', "is not UTF-8 at its byte 1"),
+    ],
+)
+def test_a_map_that_is_no_json(text: bytes, why: str, tmp_path: Path) -> None:
+    torch.save({"w": torch.ones(2)}, tmp_path / "a.pt")
+    (tmp_path / "map.json").write_bytes(text)
+    with pytest.raises(errors.UsageError) as caught:
+        ckpttool.export(tmp_path / "a.pt", tmp_path / "out", key_map=str(tmp_path / "map.json"))
+    assert str(caught.value) == f"`{tmp_path}/map.json` {why}"
+
+
 def test_a_map_that_does_not_fit(tmp_path: Path) -> None:
     torch.save({"w": torch.ones(3, 2)}, tmp_path / "a.pt")
     with pytest.raises(errors.UsageError, match="unknown key map `llama`") as caught:
