@@ -43,24 +43,27 @@ SWITCHES = frozenset(
         "strip_wrappers",
     ]
 )
-_OPTION = re.compile(r"`--(no-)?([a-z][a-z-]*)(?: ((?:(?! --)[^`])+))?`")
+_OPTION = re.compile(r"--(no-)?([a-z][a-z-]*)(?: ('[^'`]*'|(?:(?! --)[^`\n])*))?(?= --|$)")
+_ONE = r"--[a-z][a-z-]*(?: (?:'[^'`]*'|(?:(?! --)[^`\n])*))?"
+_OPTIONS = re.compile(rf"`({_ONE}(?: {_ONE})*)`")
+_NUMBER = re.compile(r"-?\d+(\.\d+)?")
 
 
 def as_arguments(text: str) -> str:
-    """Return a hint with options of the command line as arguments in Python: `overwrite=True` for `--overwrite`. Whole
-    command lines stay. Pure."""
-    return _OPTION.sub(_as_argument, text)
+    """Return a message or a hint with options of the command line as arguments in Python: `overwrite=True` for
+    `--overwrite`. Whole command lines stay. Pure."""
+    return _OPTIONS.sub(lambda quoted: f"`{', '.join(map(_as_argument, _OPTION.finditer(quoted[1])))}`", text)
 
 
 def _as_argument(option: re.Match[str]) -> str:
     negated, name, value = option.groups()
     name = _PARAMETERS.get(name, name).replace("-", "_")
     if value is not None:
-        is_literal = value.isdecimal() or value.startswith("'") or (value.isalpha() and value.isupper())
-        return f"`{name}={value}`" if is_literal else f'`{name}="{value}"`'
+        is_literal = value.startswith("'") or (value.isalpha() and value.isupper()) or _NUMBER.fullmatch(value)
+        return f"{name}={value}" if is_literal else f'{name}="{value}"'
     if negated:
-        return f"`{name}=False`"
-    return f"`{name}=True`" if name in SWITCHES else f"`{name}`"
+        return f"{name}=False"
+    return f"{name}=True" if name in SWITCHES else name
 
 
 def without_credentials(text: str) -> str:
@@ -86,8 +89,8 @@ class CkptError(Exception):
         }
 
     def __str__(self) -> str:
-        # The command line prints `hint` itself, with its options.
-        return f"{self.message}\nhint: {as_arguments(self.hint)}" if self.hint else self.message
+        # The command line prints `message` and `hint` themselves, with its options.
+        return as_arguments(f"{self.message}\nhint: {self.hint}" if self.hint else self.message)
 
     def names(self, place: str) -> bool:
         """Return whether the message names `place`, a path or a part of one, already."""

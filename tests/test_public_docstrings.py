@@ -5,17 +5,12 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import re
-import shutil
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from support.cli import run
 
 import ckpttool
-from ckpttool.errors import SWITCHES, OverwriteError, UsageError
 
 CLASSES = [name for name in ckpttool.__all__ if inspect.isclass(getattr(ckpttool, name))]
 FUNCTIONS = ["open", *(name for name in ckpttool.__all__ if inspect.isfunction(getattr(ckpttool, name)))]
@@ -71,41 +66,3 @@ def test_a_parameter_that_is_not_told_of_is_found() -> None:
         """
 
     assert missing(function) == ["two", "three"]
-
-
-# Hints ----------------------------------------------------------------------------------------------------------------
-
-
-def test_a_hint_names_options_as_the_command_line_does_and_parameters_in_python(tmp_path: Path) -> None:
-    torch.save({"w": torch.ones(2)}, tmp_path / "a.pt")
-    shutil.copy(tmp_path / "a.pt", tmp_path / "b.pt")
-    with pytest.raises(OverwriteError) as caught:
-        ckpttool.convert(tmp_path / "a.pt", tmp_path / "b.pt")
-    assert str(caught.value).endswith("hint: pass `overwrite=True` to replace it")
-    said = run("convert", str(tmp_path / "a.pt"), str(tmp_path / "b.pt")).stderr
-    assert said.endswith("hint: pass `--overwrite` to replace it\n")
-
-
-@pytest.mark.parametrize(
-    ("option", "argument"),
-    [
-        ("`--overwrite`", "`overwrite=True`"),
-        ("`--no-strict`", "`strict=False`"),
-        ("`--max-memory`", "`max_memory`"),
-        ("`--to dcp`", '`to="dcp"`'),
-        ("`--to-world 2`", "`to_world=2`"),
-        ("`--shapes FROM`", "`shapes=FROM`"),
-        ("`--rename OLD=NEW`", '`rename="OLD=NEW"`'),
-        ("`--exclude '*.x'`", "`exclude='*.x'`"),
-        ("`--only model --tensors x`", "`--only model --tensors x`"),
-        ("`ckpttool verify --values x`", "`ckpttool verify --values x`"),
-        ("`--values`", "`check_values=True`"),
-    ],
-)
-def test_options_as_arguments(option: str, argument: str) -> None:
-    assert str(UsageError("x", hint=f"use {option}")) == f"x\nhint: use {argument}"
-
-
-def test_every_switch_of_a_function_is_known() -> None:
-    parameters = [p for name in FUNCTIONS for p in inspect.signature(getattr(ckpttool, name)).parameters.values()]
-    assert {p.name for p in parameters if p.default is False} <= SWITCHES

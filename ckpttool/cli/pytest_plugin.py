@@ -51,8 +51,7 @@ def _check(cmd: str | Sequence[str | os.PathLike[str]], *, preset: str | None = 
         words, filled = fill(preset, words, {"at": None, "until": None, **options})
         report = run(words, **filled)
     except CkptError as error:
-        hint = f"\nhint: {error.hint}" if error.hint else ""
-        pytest.fail(f"{error.message}{hint}", pytrace=False)
+        pytest.fail(str(error), pytrace=False)
     if report.verdict not in ("same", "planned"):
         causes = [f"likely cause: {report.cause}"] if report.cause else []
         found = [f"- {finding.message}" for finding in report.findings[:10]]

@@ -34,7 +34,7 @@ def exit_on_error() -> Iterator[None]:
             who = f"rank {rank}: " if rank else ""
             hint = f"hint: {safe(as_arguments(error.hint))}\n" if error.hint else ""
             # In one piece: the ranks share a terminal.
-            sys.stderr.write(f"error: {who}{safe(error.message)}\n{hint}")
+            sys.stderr.write(f"error: {who}{safe(as_arguments(error.message))}\n{hint}")
             sys.stderr.flush()
         if rank == 0 and collectives.is_distributed():
             # The store, unlike a collective, is there however few ranks come.

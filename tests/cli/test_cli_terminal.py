@@ -186,7 +186,7 @@ def test_parse_size(text: str, nbytes: int) -> None:
 
 @pytest.mark.parametrize("text", ["", "GB", "5XB", "-5", "5 5", "1e9", "0", "0.1", "5GBB", "٥GB", "9" * 30])
 def test_what_is_no_size(text: str) -> None:
-    with pytest.raises(UsageError, match="--max-memory"):
+    with pytest.raises(UsageError, match="max_memory"):
         parse_size(text, "--max-memory")
 
 

@@ -42,7 +42,7 @@ def test_without_the_option_nothing_is_started(pytester: pytest.Pytester) -> Non
 def test_a_script_that_resumes_exactly_and_a_misspelt_preset(pytester: pytest.Pytester) -> None:
     outcomes, text = results(pytester, "", "--ckpt-resume")
     assert outcomes == {"passed": 1, "failed": 1}, text
-    assert "`--preset traner` is unknown" in text and "did you mean `trainer`?" in text
+    assert '`preset="traner"` is unknown' in text and "did you mean `trainer`?" in text
 
 
 def test_a_script_that_does_not(pytester: pytest.Pytester) -> None:

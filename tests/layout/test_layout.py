@@ -382,7 +382,7 @@ def test_cast_rules(rules: list[str], changed: dict[str, str]) -> None:
     "text", ["int8", "w=int64", "bool", "complex64", "float4_e2m1fn_x2", "nonsense", "w=", "qint8"]
 )
 def test_dtypes_to_which_nothing_is_cast(text: str) -> None:
-    with pytest.raises(UsageError, match="--dtype"):
+    with pytest.raises(UsageError, match="`dtype="):
         casting.caster([text])
 
 

@@ -92,5 +92,5 @@ def test_meshes_that_are_none(text: str, said: str) -> None:
 
 @pytest.mark.parametrize("text", ["pp:0", "tp", "tp:x", "replicate:0", "tp:0,tp:1"])
 def test_placements_that_are_none(text: str) -> None:
-    with pytest.raises(UsageError, match="--placements"):
+    with pytest.raises(UsageError, match="placements"):
         parse_placements(text, parse_mesh("replicate=2,shard=2,tp=2"))

@@ -25,7 +25,7 @@ def test_a_file_stands_for_its_rules(file: Path) -> None:
 
 def test_a_line_that_is_no_rule_is_named(file: Path) -> None:
     file.write_text("a=b\nblk layers\n")
-    with pytest.raises(UsageError, match=r"names\.rules` line 2: `--rename blk layers` is not of the form"):
+    with pytest.raises(UsageError, match=r'names\.rules` line 2: `rename="blk layers"` is not of the form'):
         rulefiles.rules(f"@{file}", "--rename")
 
 

@@ -164,7 +164,7 @@ def test_rules_in_a_file(tmp_path: Path) -> None:
     ckpttool.reshard(TP, tmp_path / "out", to_mesh="shard=2,tp=2", placements=f"@{rules}")
     assert boxes_in(tmp_path / "out") == boxes_in(TP)
     rules.write_text("\n*.up.*\n")
-    with pytest.raises(UsageError, match=r"tp.rules` line 2: `--placements \*.up.\*` is not of the form"):
+    with pytest.raises(UsageError, match=r'tp.rules` line 2: `placements="\*.up.\*"` is not of the form'):
         ckpttool.reshard(TP, tmp_path / "other", to_mesh="shard=2,tp=2", placements=f"@{rules}")
 
 

@@ -283,7 +283,7 @@ def test_the_engine_is_chosen_and_said(name: str, chosen: tuple[Path, dict[str, 
 def test_a_process_alone_has_no_mesh(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     from ckpttool.errors import UsageError
 
-    with pytest.raises(UsageError, match="`--engine mesh`: not under torchrun") as caught:
+    with pytest.raises(UsageError, match='`engine="mesh"`: not under torchrun') as caught:
         ckpttool.reshard(W4, tmp_path / "out", to_world=2, engine="mesh")
     assert caught.value.hint is not None and "torchrun --nproc-per-node 2 -m ckpttool reshard" in caught.value.hint
     with pytest.raises(UsageError, match="there is no engine `meshes`") as caught:

@@ -167,7 +167,7 @@ def test_missing_tensors_are_filled_and_listed(reference: Path, tmp_path: Path) 
     options = {"like": reference, "fill_from": reference}
     with pytest.raises(CorruptError, match=r"2 tensors of the reference are missing: `vision\.0\.weight`"):
         ckpttool.export(tmp_path / "x.pt", tmp_path / "two", **options, fill="vision.1.*")
-    with pytest.raises(UsageError, match=r"`--fill audio\.\*` matches nothing"):
+    with pytest.raises(UsageError, match=r'`fill="audio\.\*"` matches nothing'):
         ckpttool.export(tmp_path / "x.pt", tmp_path / "two", **options, fill="audio.*")
     torch.save({"model": state | {"vision.1.weight": torch.ones(8, 8)}}, tmp_path / "x.pt")
     made = ckpttool.export(tmp_path / "x.pt", tmp_path / "two", **options, fill="vision.*")

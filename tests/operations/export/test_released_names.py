@@ -75,7 +75,7 @@ def test_names_in_memory_stay_where_they_are_asked_for(tmp_path: Path) -> None:
     done = ckpttool.export(source, tmp_path / "out", assets=base, names="memory")
     assert done.key_map == ""
     assert same(tmp_path / "out", torch.load(source)["model"])
-    with pytest.raises(errors.UsageError, match="--names memori"):
+    with pytest.raises(errors.UsageError, match='names="memori'):
         ckpttool.export(source, tmp_path / "other", assets=base, names="memori")
 
 

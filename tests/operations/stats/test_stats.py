@@ -369,7 +369,7 @@ def test_conditions(text: str, expected: bool | None) -> None:
     ],
 )
 def test_what_is_no_condition_is_a_usage_error(text: str) -> None:
-    with pytest.raises(UsageError, match="--fail-on"):
+    with pytest.raises(UsageError, match="fail_on"):
         conditions.condition(text, CONDITION, "--fail-on")
 
 

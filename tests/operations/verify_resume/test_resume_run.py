@@ -135,9 +135,9 @@ def test_the_plan_has_every_start_of_the_command() -> None:
     [
         ({"command": []}, "no command"),
         ({"command": ["python", "t.py", "--out", "mine"]}, "output directory"),
-        ({"stop": "pause"}, "`--stop pause` is unknown"),
-        ({"stop": "max-steps=--epochs"}, "has no `--epochs`"),
-        ({"at": 5}, "--at 5 --until 5"),
+        ({"stop": "pause"}, '`stop="pause"` is unknown'),
+        ({"stop": "max-steps=--epochs"}, '`stop="max-steps=--epochs"`: the command has no such option'),
+        ({"at": 5}, "`at=5, until=5`"),
         ({"loss": "loss ("}, "no regular expression"),
         ({"resume_with": "python t.py"}, "neither"),
         ({"resume_with": None, "via": "dcp"}, "told what to resume from"),
@@ -205,7 +205,7 @@ def test_a_script_that_saves_at_its_end_names_it_by_the_time_of_day(fault: str, 
 
 
 def test_the_disk_and_the_folder_of_the_user_are_kept(tmp_path: Path) -> None:
-    with pytest.raises(StorageError, match="more than `--max-disk"):
+    with pytest.raises(StorageError, match="more than `max_disk="):
         runs(max_disk="2kB")
     (tmp_path / "mine.txt").write_text("mine")
     with pytest.raises(OverwriteError):

@@ -42,10 +42,10 @@ def test_what_the_command_and_the_options_say_is_kept() -> None:
 
 
 def test_usage() -> None:
-    with pytest.raises(UsageError, match="`--preset traner` is unknown") as raised:
+    with pytest.raises(UsageError, match='`preset="traner"` is unknown') as raised:
         fill("traner", [], STEPS)
     assert raised.value.hint == "did you mean `trainer`?"
-    with pytest.raises(UsageError, match="`--until` is missing"):
+    with pytest.raises(UsageError, match="`until` is missing"):
         fill(None, [], {"at": 4, "until": None})
     assert fill(None, ["x"], {"at": 4, "until": 8, "loss": None}) == (["x"], {"at": 4, "until": 8})
 

@@ -376,7 +376,7 @@ def test_a_commit_gets_a_tag(hub: Hub) -> None:
     files.bytes["model.safetensors"] = weights(3)
     for address, tag in (("me/model", "v1"), ("me/model", "main"), ("me/model@new", "new")):
         for dry_run in (True, False):
-            with pytest.raises(OverwriteError, match=f"--tag {tag}"):
+            with pytest.raises(OverwriteError, match=f'tag="{tag}"'):
                 send(files.outgoing(), f"hf://{address}", tag=tag, dry_run=dry_run)
     assert (hub.history("me/model"), len(hub.asked("PUT", "/lfs/")), hub.repos["me/model"].refs) == before
 
@@ -478,7 +478,7 @@ def test_progress_does_not_go_back(
 def test_private_is_not_silently_public(hub: Hub) -> None:
     hub.make("me/model", {"config.json": b"{}"})
     files = shards()
-    with pytest.raises(UsageError, match="is public, and `--private`"):
+    with pytest.raises(UsageError, match="is public, and `private=True`"):
         send(files.outgoing(), "hf://me/model", private=True)
     assert files.made == []
 

@@ -94,7 +94,7 @@ def with_steps(words: Sequence[str], flag: str, steps: int) -> list[str]:
         if word == bare and at + 1 < len(words):
             return [*words[: at + 1], str(steps), *words[at + 2 :]]
     raise UsageError(
-        f"`--stop max-steps={flag}`: the command has no `{bare}` to change",
+        f"`--stop max-steps={flag}`: the command has no such option to change",
         hint=f"give the command its number of steps: `... {bare} N`, or stop it by `--stop sigkill`",
         found=list(words),
     )
