@@ -117,7 +117,7 @@ def report(
         book = Book("report", path, title, found, catalogue, hyperparameters=values)
         book.sections = [
             findings_section(found.findings, _GOOD),
-            *checkpoint_sections(catalogue, [("read", f"{found.elements:,} elements")]),
+            *checkpoint_sections(catalogue, None, [("read", f"{found.elements:,} elements")]),
         ]
         content = render(book).encode()
         local_path(stage.path).put(content)

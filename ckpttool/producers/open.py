@@ -24,6 +24,7 @@ from ckpttool.producers.combined import CombinedSource
 from ckpttool.producers.components import Producer
 from ckpttool.producers.directory import Directory
 from ckpttool.serialization import strict_json, unsafe_globals
+from ckpttool.serialization.unpickler import no_garbage_collection
 from ckpttool.serialization.unsafe_globals import harmful_names
 from ckpttool.storage.stores import Location, local_path, locate
 from ckpttool.text import some
@@ -121,7 +122,7 @@ def open_source(path: str, shapes: str | None = None, only: Collection[str] | No
     """
     options = replace(NO_HINTS if shapes is None else shapes_from(shapes), only=only)
     location = locate(path)
-    with ExitStack() as on_error:
+    with ExitStack() as on_error, no_garbage_collection():
         if location is not path:
             on_error.callback(location.store.close)
         with working(), naming(location), unsafe_globals.noting_harm() as named:

@@ -13,6 +13,7 @@ from __future__ import annotations
 import json
 import struct
 from collections.abc import Callable, Iterable, Mapping
+from functools import lru_cache
 from itertools import accumulate
 from math import prod
 from typing import Any, NamedTuple
@@ -33,6 +34,7 @@ METADATA = "__metadata__"
 _ORDER = """BOOL F4 F6_E2M3 F6_E3M2 U8 I8 F8_E5M2 F8_E4M3 F8_E8M0 F8_E4M3FNUZ F8_E5M2FNUZ I16 U16 F16 BF16 I32 U32 F32
     C64 F64 I64 U64"""
 _RANK = {name: -n for n, name in enumerate(_ORDER.split())}
+_INTEGERS = {int}
 _LENGTH = struct.Struct("<Q")
 _TRUNCATED = "the file is truncated or still being written"
 
@@ -121,7 +123,7 @@ def _read_text(read: Read, base: int, length: int, name: str) -> tuple[bytes, in
 
 def _is_ints(value: Any) -> bool:
     # JSON's true is an int to Python, and 1.0 is equal to one.
-    return isinstance(value, list) and all(type(v) is int and v >= 0 for v in value)
+    return isinstance(value, list) and {*map(type, value)} <= _INTEGERS and (not value or min(value) >= 0)
 
 
 def _entry(tensor: str, info: Any, payload: int, name: str) -> Entry:
@@ -145,20 +147,26 @@ def _parse_entry(info: Any, payload: int) -> Entry:
         raise CorruptError(f"its shape {shape!r:.80} is not a list of sizes", found=shape)
     if not _is_ints(offsets) or len(offsets) != 2 or offsets[0] > offsets[1]:
         raise CorruptError(f"its data_offsets {offsets!r:.80} are not a begin and an end", found=offsets)
-    check_shape(shape)
-    sizes = tuple(shape)
-    if dtype.safetensors == "F4":
-        # torch counts the bytes of a float4_e2m1fn_x2 tensor, two values each, where safetensors counts values along
-        # the last dimension (`bindings/python/src/lib.rs` doubles and halves it).
-        if not shape or shape[-1] % 2:
-            raise CorruptError(f"an odd number of 4-bit values in the last dimension of {shape}")
-        sizes = (*sizes[:-1], shape[-1] // 2)
+    sizes, nbytes = _measured(dtype_name, tuple(shape))
     begin, end = payload + offsets[0], payload + offsets[1]
-    nbytes = prod(sizes) * dtype.itemsize
     if end - begin != nbytes:
         message = f"{end - begin} bytes at {begin}..{end}, but {dtype} {shape} needs {nbytes}"
         raise CorruptError(message, found=end - begin, expected=nbytes)
     return Entry(dtype, sizes, begin, end)
+
+
+@lru_cache(4096)
+def _measured(dtype_name: str, shape: Ints) -> tuple[Ints, int]:
+    """Return the sizes of a tensor and its bytes. Raises CorruptError if there can be no such tensor."""
+    dtype = BY_SAFETENSORS[dtype_name]
+    check_shape(shape)
+    if dtype.safetensors == "F4":
+        # torch counts the bytes of a float4_e2m1fn_x2 tensor, two values each, where safetensors counts values along
+        # the last dimension (`bindings/python/src/lib.rs` doubles and halves it).
+        if not shape or shape[-1] % 2:
+            raise CorruptError(f"an odd number of 4-bit values in the last dimension of {[*shape]}")
+        shape = (*shape[:-1], shape[-1] // 2)
+    return shape, prod(shape) * dtype.itemsize
 
 
 def _check_tiling(tensors: Mapping[str, Entry], payload: int, name: str) -> int:

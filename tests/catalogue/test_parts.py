@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import product
 from typing import Any
 
 import pytest
@@ -11,7 +12,7 @@ from support.upstream_samples import NAMES, opened
 
 from ckpttool.catalogue import parts
 from ckpttool.catalogue.entries import Object, Part, Path, dotted
-from ckpttool.catalogue.parts import assign, kind_of_key, matcher
+from ckpttool.catalogue.parts import _PATTERNS, assign, kind_of_key, matcher
 from ckpttool.errors import UsageError
 
 W, ONE = torch.zeros(2, 2), torch.tensor(1.0)
@@ -260,3 +261,12 @@ def test_a_part_that_is_not_there_is_refused_with_those_that_are() -> None:
     with pytest.raises(UsageError, match="there is no part `rng`") as caught:
         named("rng")
     assert caught.value.hint == "the parts are `model`, `ema`, `optimizer`, `epoch`"
+
+
+def test_a_key_with_dots_is_what_all_patterns_say() -> None:
+    """Of such keys, only what is behind the last dot is looked at."""
+    words = ["optim", "opt", "lr", "rng", "model", "state", "step", "scheduler", "train", "data", "", "1"]
+    pairs = ["_".join(pair) for pair in product(words, words)]
+    for key in (above + last for last in pairs for above in ("a.", "a.b_", "optim.x_", "\n.", "rng_1.\n_", ".")):
+        expected = next((kind for kind, pattern in _PATTERNS if pattern.fullmatch(key)), None)
+        assert kind_of_key(key) == expected, key

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import safetensors.numpy
 import torch
+import torch.distributed.checkpoint as dcp
 from support import qwen3
 from support.hub_client import use
 from support.hub_server import Hub
@@ -189,3 +190,64 @@ def test_what_cannot_be_read_is_said_of_that_tensor(tmp_path: Path) -> None:
     assert not any(row is None and i not in survey.errors for i, row in enumerate(survey.rows)) or survey.damage
     survey.stop()
     opened.source.close()
+
+
+@pytest.mark.parametrize("name", ["torch/full", "dcp/int_keys", "dcp/hsdp_w4"])
+def test_optimizer_state_is_found_by_the_name_of_its_parameter(name: str) -> None:
+    """Of an optimizer that has numbers for them, too: torch's own load gives each its shape."""
+    opened = Opened(path_of(name), None)
+    weights = [one for one in opened.tensors if one.part.kind == "model"]
+    found = {one.fqn: [opened.tensors[i] for i in opened.moments_of(one)] for one in weights}
+    moments = [one for one in opened.tensors if one.part.kind == "optimizer"]
+    kept = {id(one): name for name, ones in found.items() for one in ones}
+    assert len(kept) == len(moments) > 20 and not opened.unnamed
+    for parameter in (one for one in weights if found[one.fqn]):
+        of = {one.path[-1]: one for one in found[parameter.fqn]}
+        assert of["exp_avg"].shape == of["exp_avg_sq"].shape == parameter.shape
+    opened.source.close()
+
+
+def test_numbered_state_is_that_of_torch(tmp_path: Path) -> None:
+    """Of two weights of one shape: the values are those that the optimizer has of the parameter itself."""
+    model = torch.nn.ModuleDict({"b": torch.nn.Linear(4, 4), "a": torch.nn.Linear(4, 4)})
+    optimizer = torch.optim.AdamW([{"params": [*model["a"].parameters()]}, {"params": [*model["b"].parameters()]}])
+    (model["b"](model["a"](torch.rand(3, 4))) ** 2).sum().backward()
+    optimizer.step()
+    # Two groups of equal shapes: which is which is not told, and is not guessed.
+    torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, tmp_path / "unclear.pt")
+    opened = Opened(str(tmp_path / "unclear.pt"), None)
+    assert [opened.moments_of(one) for one in opened.tensors if one.part.kind == "model"] == [[]] * 4
+    assert opened.unnamed
+    opened.source.close()
+    optimizer = torch.optim.AdamW(model.parameters())
+    optimizer.step()
+    torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, tmp_path / "clear.pt")
+    with ckpttool.open(tmp_path / "clear.pt") as checkpoint:
+        opened = Opened(str(tmp_path / "clear.pt"), None)
+        for name, parameter in model.named_parameters():
+            (weight,) = (one for one in opened.tensors if one.fqn == name and one.part.kind == "model")
+            for i in opened.moments_of(weight):
+                key = opened.tensors[i].path[-1]
+                assert torch.equal(checkpoint[opened.tensors[i].name].torch(), optimizer.state[parameter][str(key)])
+            assert len(opened.moments_of(weight)) == 3
+        opened.source.close()
+
+
+def test_the_headline_counts_a_weight_that_is_stored_twice_once(tmp_path: Path) -> None:
+    """In every place where it is made: browse, stats, inspect, and the pages of verify and reshard."""
+    model = {"embed.weight": torch.rand(32, 8), "body.weight": torch.rand(8, 8)}
+    state = {name: {"exp_avg": torch.rand_like(value)} for name, value in model.items()}
+    groups = [{"lr": 0.1, "params": [*model]}]
+    optimizer = {"state": state, "param_groups": groups}
+    twice = {**model, "head.weight": model["embed.weight"].clone()}
+    dcp.save({"model": twice, "optimizer": optimizer}, checkpoint_id=tmp_path / "x", no_dist=True)
+    opened = Opened(str(tmp_path / "x"), None)
+    expected = "320 parameters"
+    assert str(opened.headline).startswith(expected)
+    assert opened.headline.parameters == 320
+    opened.source.close()
+    assert ckpttool.stats(tmp_path / "x", cache=False).headline.startswith(expected)
+    ckpttool.verify(tmp_path / "x", html=tmp_path / "verify.html")
+    ckpttool.reshard(tmp_path / "x", tmp_path / "y", to_world=2, dry_run=True, html=tmp_path / "reshard.html")
+    for name in ("verify", "reshard"):
+        assert "stored twice: they have the same checksums" in (tmp_path / f"{name}.html").read_text(), name

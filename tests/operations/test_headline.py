@@ -26,7 +26,7 @@ CLASSES = {
 
 
 def headline(path: Path | str) -> Headline:
-    return head(ckpttool.inspect(path))[0]
+    return head(ckpttool.inspect(path), None)[0]
 
 
 def saved(path: Path, **tree: Any) -> Path:

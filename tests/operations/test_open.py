@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import inspect
 import multiprocessing
 import pickle
@@ -438,3 +439,12 @@ def test_the_state_dict_of_an_optimizer_is_nested(tmp_path: Path) -> None:
         assert list(ckpt["optim"]["state"].state_dict()) == [0, 1, 2, 3]
         assert ckpt["model"].state_dict().keys() == model.state_dict().keys()
     assert_same(fresh.state_dict(), optimizer.state_dict())
+
+
+def test_the_garbage_collector_runs_again_after_opening(tmp_path: Path) -> None:
+    with ckpttool.open(CHECKPOINTS / "dcp/hsdp_w4/ckpt"):
+        assert gc.isenabled()
+    (tmp_path / "x.pt").write_bytes(b"no checkpoint")
+    with pytest.raises(CkptError):
+        ckpttool.open(tmp_path / "x.pt")
+    assert gc.isenabled()

@@ -222,12 +222,16 @@ class Browser(App[CkptError | KeyboardInterrupt | None]):
         line = names.line
         was = self.opened.tensors[line.tensor].name if self.opened and line and line.tensor is not None else None
         self.opened = opened
-        if not opened.survey.finished:
-            opened.survey.start()
         self._list()
         if was is not None and was in opened.numbers:
             names.select(opened.numbers[was])
         self._draw()
+        # After the tree, which would come later beside it.
+        self.call_after_refresh(self._read, opened)
+
+    def _read(self, opened: Opened) -> None:
+        if opened is self.opened and not opened.survey.finished:
+            opened.survey.start()
 
     def _tick(self) -> None:
         """Show what was read since the last look."""

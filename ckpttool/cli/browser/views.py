@@ -319,7 +319,7 @@ def optimizer(look: Look) -> Text:
             figures = [(name if name != "max" else "value", values[name]) for name in names]
             _grid(text, [(name, _figure(value)) for name, value in figures if value is not None], look.width, indent=2)
         if entry.part.kind == "model" and not opened.moments_of(entry):
-            text.append("no optimizer state goes by this name\n", _DIM)
+            text.append(f"{safe(opened.unnamed) or 'no optimizer state goes by this name'}\n", _DIM)
     for one in opened.headline.optimizers:
         text.append(f"\n{one}\n", _BOLD)
         for column, title in zip(one.table.columns, one.table.titles, strict=True) if one.table is not None else ():

@@ -10,6 +10,7 @@ import re
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
+from functools import cache
 from typing import NamedTuple
 
 from ckpttool.catalogue.boxes import Ints
@@ -85,7 +86,7 @@ class Reader:
                 text = f"`{self._root}`: tensor `{tensor}` is in `{first}` and in `{name}`"
                 hint = "the directory has files of two checkpoints; name one of the files itself"
                 raise CorruptError(text, hint=hint, tensor=tensor, found=[first, name])
-            pieces.append(Piece(file, offsets.get(tensor) or (0,) * len(entry.shape), entry))
+            pieces.append(Piece(file, offsets.get(tensor) or _zeros(len(entry.shape)), entry))
 
     def add_unread(self, name: str) -> None:
         """Add a file without its tensors. Raises CorruptError if it is not there."""
@@ -110,6 +111,9 @@ class Reader:
     def _tensor(self, name: str, pieces: list[Piece]) -> Tensor:
         first = pieces[0].entry
         chunks = Chunks()
+        if len(pieces) == 1 and not any(pieces[0].offsets):
+            chunks.add(pieces[0].offsets, first.shape, Extent(pieces[0].file, first.begin, first.end - first.begin))
+            return Tensor((name,), first.dtype, first.shape, chunks, part=MODEL)
         shape = list(first.shape)
         for file, offsets, entry in pieces:
             if entry.dtype != first.dtype or len(entry.shape) != len(shape):
@@ -123,6 +127,11 @@ class Reader:
             shape = [max(n, o + s) for n, o, s in zip(shape, offsets, entry.shape, strict=True)]
             chunks.add(offsets, entry.shape, Extent(file, entry.begin, entry.end - entry.begin))
         return Tensor((name,), first.dtype, tuple(shape), chunks, part=MODEL)
+
+
+@cache
+def _zeros(count: int) -> Ints:
+    return (0,) * count
 
 
 def mount(catalogue: Catalogue, path: Location, name: str, rank: int | None = None) -> tuple[int, Header]:

@@ -19,7 +19,7 @@ def inspected_page(catalogue: Catalogue, path: str) -> str:
     if summary.damage:
         book.verdict, book.is_good = "The checkpoint is damaged", False
     damaged = [Item("damaged", text, grave=True) for text in summary.damage]
-    book.sections = [Section("Findings", damaged), *checkpoint_sections(catalogue, without=("damaged",))]
+    book.sections = [Section("Findings", damaged), *checkpoint_sections(catalogue, None, without=("damaged",))]
     for optimizer in summary.headline.optimizers:
         if (table := optimizer.table) is None:
             continue

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from ckpttool.catalogue.entries import Catalogue
+from ckpttool.catalogue.protocols import Source
 from ckpttool.operations.book.charts import Chart
 from ckpttool.operations.book.document import Figures, document
 from ckpttool.operations.inspect.sharding import bytes_per_rank, overview
@@ -162,11 +163,15 @@ def findings_section(findings: Sequence[Finding], good: str) -> Section:
 
 
 def checkpoint_sections(
-    catalogue: Catalogue, more: Sequence[tuple[str, str]] = (), *, without: Collection[str] = ()
+    catalogue: Catalogue,
+    source: Source | None,
+    more: Sequence[tuple[str, str]] = (),
+    *,
+    without: Collection[str] = (),
 ) -> list[Section]:
     """Return the sections on what a checkpoint is: warnings `without` some kinds, facts and `more` of them, parts,
-    ranks and files."""
-    headline, parts = head(catalogue)
+    ranks and files. `source` is None of a catalogue that `inspect` returned."""
+    headline, parts = head(catalogue, source)
     loads = bytes_per_rank(catalogue) or []
     files = sorted(catalogue.own_files, key=lambda file: -file.size)
     writer = catalogue.facts.get("writer")

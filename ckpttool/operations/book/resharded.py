@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from ckpttool.catalogue.entries import Catalogue
+from ckpttool.catalogue.protocols import Source
 from ckpttool.operations.book.inspected import COLUMNS
 from ckpttool.operations.book.page import Book, Section, checkpoint_sections, render
 from ckpttool.operations.book.rows import rows
@@ -15,8 +16,9 @@ if TYPE_CHECKING:
     from ckpttool.operations.reshard import Resharding
 
 
-def resharded_page(result: Resharding, before: Catalogue, after: Catalogue | None) -> str:
+def resharded_page(result: Resharding, source: Source, after: Catalogue | None) -> str:
     """Return the page of a reshard, done or planned, with the layouts of both checkpoints if they are known."""
+    before = source.catalogue
     book = Book("reshard", f"{result.source}, {result.destination}", "", Stats(result.source), before, columns=COLUMNS)
     book.stats.tensors = rows(before)
     ranks = [plural(max(one, 1), "rank") for one in (before.world_size, result.world_size)]
@@ -40,6 +42,6 @@ def resharded_page(result: Resharding, before: Catalogue, after: Catalogue | Non
             numbers=(1,),
             bars=[file.bytes for file in files],
         ),
-        *checkpoint_sections(before),
+        *checkpoint_sections(before, source),
     ]
     return render(book)

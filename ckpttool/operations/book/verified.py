@@ -46,6 +46,6 @@ def verified_page(report: Report, catalogue: Catalogue) -> str:
     book.sections = [
         Section("Findings", items, good="Nothing is wrong with it."),
         Section("What was checked", facts=[(name, value) for name, value in checked if value]),
-        *checkpoint_sections(catalogue, without=("damaged",)),
+        *checkpoint_sections(catalogue, None, without=("damaged",)),
     ]
     return render(book)

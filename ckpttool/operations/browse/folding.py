@@ -5,7 +5,7 @@ A line is made when the one above it is opened, so that 100,000 names cost nothi
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from functools import cached_property
 from typing import NamedTuple
 
@@ -103,7 +103,7 @@ class Tree:
         numbered = len(groups) > 1 and all(_is_number(key) for key, _ in groups)
         if numbered and not any(ends for _, ends in groups):
             # Layers without a name above them.
-            label = self._label(node.members, node.level)
+            label = _label(key for key, _ in groups)
             return [self._folded(label, node.members, node.level + 1, len(groups))]
         lines = [*groups.items()]
         if numbered:
@@ -115,18 +115,17 @@ class Tree:
 
     def _folded(self, label: str, members: list[int], level: int, times: int) -> Node:
         """Return the line of a module, with the keys that all below it have, and the numbers of layers as one."""
-        while True:
-            keys = [self._keys_of(i) for i in members]
-            if any(len(each) <= level for each in keys):
-                break
-            ended = [len(each) == level + 1 for each in keys]
+        keys = [self._keys_of(i) for i in members]
+        lengths = {*map(len, keys)}
+        while min(lengths) > level:
+            ends = {length == level + 1 for length in lengths}
             names = {each[level] for each in keys}
-            is_layers = len(names) > 1 and all(map(_is_number, names)) and not any(ended)
-            if not is_layers and (len(names) > 1 or any(ended) != all(ended)):
+            is_layers = len(names) > 1 and all(map(_is_number, names)) and ends == {False}
+            if not is_layers and (len(names) > 1 or len(ends) > 1):
                 break
-            label += f".{self._label(members, level) if is_layers else names.pop()}"
             times *= len(names) if is_layers else 1
-            if ended[0]:
+            label += f".{_label(names) if is_layers else names.pop()}"
+            if ends == {True}:
                 return Node(self, label, members, -1, len(members))
             level += 1
         return Node(self, label, members, level, times)
@@ -137,8 +136,9 @@ class Tree:
             keys = self._keys[number] = self.tensors[number].name.split(".")
         return keys
 
-    def _label(self, members: Sequence[int], level: int) -> str:
-        return ranges({int(self._keys_of(i)[level]) for i in members}, ",", _RANGES)
+
+def _label(names: Iterable[str]) -> str:
+    return ranges({*map(int, names)}, ",", _RANGES)
 
 
 def _is_number(name: str) -> bool:

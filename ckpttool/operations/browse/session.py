@@ -5,8 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from functools import cached_property
 
-from ckpttool.catalogue.entries import Catalogue, Tensor
+from ckpttool.catalogue.entries import Catalogue, Part, Tensor
 from ckpttool.catalogue.protocols import Source
+from ckpttool.errors import CkptError
+from ckpttool.layout.optimizer.names_of_ids import name_ids
+from ckpttool.layout.optimizer.parse import optimizers
 from ckpttool.operations.browse.folding import Tree
 from ckpttool.operations.browse.survey import Survey
 from ckpttool.operations.inspect import summary
@@ -25,6 +28,7 @@ class Opened:
         self.tensors: list[Tensor] = [*self.catalogue.tensors]
         self.tree = Tree(self.tensors)
         self.survey = Survey(self.source, self.tensors)
+        self.unnamed = ""  # why it is not known which parameters an optimizer numbers
 
     @property
     def catalogue(self) -> Catalogue:
@@ -34,7 +38,7 @@ class Opened:
     @cached_property
     def headline(self) -> Headline:
         """What it holds, in a line."""
-        return summary.head(self.catalogue)[0]
+        return summary.head(self.catalogue, self.source)[0]
 
     @cached_property
     def placements(self) -> Placements:
@@ -50,10 +54,23 @@ class Opened:
     def moments(self) -> dict[str, list[int]]:
         """The numbers of the tensors that an optimizer keeps of a parameter, by its name in the model."""
         found: dict[str, list[int]] = {}
+        names = self._names_of_ids
         for i, tensor in enumerate(self.tensors):
             if tensor.part.kind == "optimizer":
-                found.setdefault(".".join(parameter_of(tensor)[0]), []).append(i)
+                key = ".".join(parameter_of(tensor)[0])
+                found.setdefault(names.get((tensor.part, key), key), []).append(i)
         return found
+
+    @cached_property
+    def _names_of_ids(self) -> dict[tuple[Part, str], str]:
+        """The names of the parameters that an optimizer has numbers for."""
+        try:
+            numbered = [optimizer for optimizer in optimizers(self.catalogue) if optimizer.spelling == "id"]
+            named = zip(numbered, name_ids(numbered, self.catalogue), strict=True)
+        except CkptError as error:
+            self.unnamed = error.message
+            return {}
+        return {(optimizer.part, str(key)): name for optimizer, names in named for key, name in names.items()}
 
     def moments_of(self, tensor: Tensor) -> list[int]:
         """Return the numbers of the tensors that an optimizer keeps of a parameter."""

@@ -3,23 +3,16 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
-from contextlib import suppress
-from itertools import islice
 
-from ckpttool.catalogue.aliases import find_aliases
 from ckpttool.catalogue.entries import Catalogue, File, Tensor
-from ckpttool.catalogue.protocols import Source
 from ckpttool.catalogue.validation import validate
 from ckpttool.catalogue.warning import Kind, Warning
 from ckpttool.errors import CkptError, CorruptError
-from ckpttool.operations.inspect.warnings import probably_tied
+from ckpttool.operations.inspect.copies import note_copies
 from ckpttool.producers.foreign.recognition import Recognition, UnsupportedError
 from ckpttool.producers.open import opened
 from ckpttool.storage.stores import locate
 from ckpttool.text import plural, some
-
-_TIED, _COMPARED = 8, 4  # weights, and shards of each, that are compared
 
 
 def inspect(path: str | os.PathLike[str], *, shapes: str | None = None) -> Catalogue:
@@ -54,7 +47,7 @@ def inspect(path: str | os.PathLike[str], *, shapes: str | None = None) -> Catal
                 *(Warning("damaged", f"damaged: {text}") for text in damaged),
                 *(Warning(_unread_kind(fault), f"{fault.message}; {fault.hint}") for fault in unread),
             ]
-        catalogue.warnings += stored_twice(source)
+        note_copies(source)
         return catalogue
 
 
@@ -83,32 +76,6 @@ def _ends_behind(tensor: Tensor, file: int, size: int) -> bool:
     chunks = tensor.chunks
     places = zip(chunks.file, chunks.offset, chunks.nbytes, strict=True)
     return any(own == file and offset + nbytes > size for own, offset, nbytes in places)
-
-
-def stored_twice(source: Source) -> Iterator[Warning]:
-    """Yield a warning for each weight that is probably tied, if the checksums of both copies are the same."""
-    for stranger, partner in islice(probably_tied(source.catalogue), _TIED):
-        places = sorted(zip(stranger.chunks.offsets, range(len(stranger.chunks)), strict=True))
-        others = dict(zip(partner.chunks.offsets, range(len(partner.chunks)), strict=True))
-        if others.keys() != {*stranger.chunks.offsets} or find_aliases((stranger, partner)):
-            continue
-        # Of thousands of shards a few tell as much, and each is two small reads.
-        compared = {places[i * (len(places) - 1) // (_COMPARED - 1)] for i in range(_COMPARED)}
-        pairs = [(i, others[offsets]) for offsets, i in compared]
-        with suppress(CkptError):
-            if all(_checksum(source, stranger, i) == _checksum(source, partner, k) is not None for i, k in pairs):
-                why = "they have the same checksums, and only one has optimizer state"
-                text = f"`{stranger.name}` is `{partner.name}`, stored twice: {why}"
-                yield Warning("stored-twice", text, tensor=stranger.name)
-
-
-def _checksum(source: Source, tensor: Tensor, i: int) -> tuple[int, int] | None:
-    """Return the size and CRC of a shard's record; None where it has none, or other bytes too."""
-    extent = source.resolve(tensor, tensor.chunks.at(i))
-    record = extent.record
-    if record is None or record.crc is None or not extent.plain or record.nbytes != extent.nbytes:
-        return None
-    return record.nbytes, record.crc
 
 
 def _unread_kind(fault: CkptError) -> Kind:

@@ -24,7 +24,7 @@ def document(catalogue: Catalogue, path: str, listing: Listing = ALL, exit_code:
     """Yield the document as JSON text, a tensor or an object a line: a large checkpoint has hundreds of
     megabytes of it. `listing` selects tensors and objects;
     `exit_code` is that of the command."""
-    headline, parts = summary.head(catalogue)
+    headline, parts = summary.head(catalogue, None)
     found = [*catalogue.warnings, *warnings.findings(catalogue, find_aliases(catalogue.tensors))]
     head: dict[str, Any] = {
         "schema": schema("inspect"),

@@ -1,4 +1,4 @@
-"""Summarises a catalogue for `inspect`: headline, parts, module trees, objects, warnings. Pure."""
+"""Summarises a catalogue for `inspect`: headline, parts, module trees, objects, warnings."""
 
 from __future__ import annotations
 
@@ -8,7 +8,9 @@ from dataclasses import dataclass, field
 
 from ckpttool.catalogue.aliases import find_aliases
 from ckpttool.catalogue.entries import KINDS, Catalogue, Entry, Object, Part, Path, Tensor, dotted
+from ckpttool.catalogue.protocols import Source
 from ckpttool.operations.inspect import module_tree
+from ckpttool.operations.inspect.copies import note_copies
 from ckpttool.operations.inspect.format_value import LIMIT, describe, peek
 from ckpttool.operations.inspect.headline import Headline, headline
 from ckpttool.operations.inspect.optimizers import optimizers
@@ -90,8 +92,11 @@ def _is_internal(entry: Object) -> bool:
     return entry.part.kind == "scheduler" and isinstance(key, str) and key.startswith("_") and key != "_last_lr"
 
 
-def head(catalogue: Catalogue) -> tuple[Headline, list[PartLine]]:
-    """Return the headline, and a line for each part."""
+def head(catalogue: Catalogue, source: Source | None) -> tuple[Headline, list[PartLine]]:
+    """Return the headline, and a line for each part. Its `source`, if it is still open, says first which weights are
+    stored twice; of a catalogue that `inspect` returned this is known."""
+    if source is not None:
+        note_copies(source)
     aliases = find_aliases(catalogue.tensors)
     return _headline(catalogue, aliases), _parts(_by_part(catalogue), aliases)
 

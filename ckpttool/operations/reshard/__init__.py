@@ -190,7 +190,7 @@ def reshard(
             if page is not None and is_first:
                 from ckpttool.operations.book.resharded import resharded_page
 
-                page_file.write(resharded_page(result, opened.source.catalogue, result._layout), page)
+                page_file.write(resharded_page(result, opened.source, result._layout), page)
     return result
 
 

@@ -21,7 +21,7 @@ from ckpttool.errors import UsageError
 from ckpttool.layout.select import matching
 from ckpttool.operations import arguments
 from ckpttool.operations.arguments import Selection
-from ckpttool.operations.inspect import stored_twice, summary
+from ckpttool.operations.inspect import summary
 from ckpttool.operations.stats import cached
 from ckpttool.operations.stats.collect import Group, GroupKey, collect
 from ckpttool.operations.stats.elements import Channels, Statistics
@@ -142,8 +142,8 @@ def _collect(result: Stats, reading: _Reading) -> list[Finding]:
         validate(catalogue)
         selected = _selected(catalogue, reading.selection)
         before = files.fingerprint(f.location for f in catalogue.own_files if not f.missing)
-        catalogue.warnings += stored_twice(source)
-        result.headline, result.step = str(summary.head(catalogue)[0]), summary.step(catalogue)
+        headline, _ = summary.head(catalogue, source)
+        result.headline, result.step = str(headline), summary.step(catalogue)
         is_local = all(file.missing or file.location in before for file in catalogue.own_files)
         key = cached.key_of(before, selected, reading.spectral) if reading.cache and is_local else None
         rows = cached.load(key) if key is not None else None

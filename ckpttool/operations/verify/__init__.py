@@ -16,6 +16,7 @@ from ckpttool.errors import CorruptError, ReadError
 from ckpttool.operations import arguments
 from ckpttool.operations import manifest as manifests
 from ckpttool.operations.book import page_file
+from ckpttool.operations.inspect.copies import note_copies
 from ckpttool.operations.verify import (
     against_checkpoint,
     against_manifest,
@@ -97,6 +98,8 @@ def verify(
             for check in (*CHECKS, values.check) if check_values else CHECKS:
                 report.add(check(run))
             files.check_unchanged(before)
+            if page is not None:
+                note_copies(run.source)
         if expected is not None:
             report.add(against_manifest.check(run, expected))
         if run.is_open and other is not None:

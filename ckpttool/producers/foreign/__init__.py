@@ -30,6 +30,7 @@ _DIRECTORIES: tuple[tuple[str, _Recognise], ...] = (
 )
 _MEGATRON = "Megatron Core"
 _NAME = re.compile(r"scale|lora_|qweight$|_blocks$|absmax$|\.SCB$|^__positions__$|\.indices$|^prompt_embeddings$")
+_WORDS = re.findall(r"\w{3,}", _NAME.pattern)  # one of them is in each such name
 
 
 def recognise(location: Location, directory: Directory | None) -> Recognition | None:
@@ -83,7 +84,9 @@ def _is_marked(catalogue: Catalogue) -> bool:
 
 def has_mark(names: Iterable[str]) -> bool:
     """Return whether a name is one of quantised weights, adapters or weight updates. Pure."""
-    return any(_NAME.search(name) for name in names)
+    names = [*names]
+    together = "\n".join(names)
+    return any(word in together for word in _WORDS) and any(map(_NAME.search, names))
 
 
 def scale_faults(catalogue: Catalogue, location: Location) -> list[CorruptError]:
