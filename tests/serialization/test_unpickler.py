@@ -343,12 +343,12 @@ def test_what_follows_a_pickle_is_refused(rest: bytes) -> None:
         pickles.load(data + rest, what="p")
 
 
-def test_a_hundred_thousand_tensors_take_seconds() -> None:
-    state = {f"layers.{i}.weight": None for i in range(100_000)}
+def test_thirty_thousand_tensors_do_not_hang() -> None:
+    state = {f"layers.{i}.weight": None for i in range(30_000)}
     slots = {name: NewTensor(str(i), torchpickle.dtype("float32"), (2, 2)) for i, name in enumerate(state)}
     with no_hang():
         loaded = load(torchpickle.dump(slots, lambda v: v if isinstance(v, NewTensor) else None))
-    assert len(loaded) == 100_000 and loaded["layers.7.weight"].storage.key == "7"
+    assert len(loaded) == 30_000 and loaded["layers.7.weight"].storage.key == "7"
 
 
 # Stubs ----------------------------------------------------------------------------------------------------------------
@@ -692,7 +692,16 @@ LEVELS = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("level", LEVELS.values(), ids=LEVELS)
+FEW_LEVELS = ("none, pop", "memo, pop, get", "decimal memo", "mark, get between numbers", "torch.Size", "a frame")
+
+
+@pytest.mark.parametrize(
+    "level",
+    [
+        pytest.param(level, id=name, marks=() if name in FEW_LEVELS else pytest.mark.long)
+        for name, level in LEVELS.items()
+    ],
+)
 def test_tuples_with_something_between_them_do_not_either(level: bytes, tmp_path: Path) -> None:
     """By the command, where any pickle can be the index."""
     data = b"\x80\x04" + SIZE_CLASS + b"})" + level * TOO_DEEP + b"K\x01s."

@@ -327,11 +327,11 @@ WHERE = {
     [
         ("dies", "loading", 1, ("error: lost touch with another rank", "terminated, nothing was written")),
         ("raises", "loading", 2, ("error: the disk of this node is full",)),
-        ("is full", "loading", 1, ("error: rank 1: CUDA out of memory. Tried to allocate 2.00 GiB.",)),
         *(
             pytest.param(how, where, rank, expected, marks=pytest.mark.long)
             for where in WHERE
             for how, rank, expected in (
+                ("is full", 1, ("error: rank 1: CUDA out of memory. Tried to allocate 2.00 GiB.",)),
                 ("dies", 0, ()),
                 ("dies", 2, ("error: lost touch with another rank", "terminated, nothing was written")),
                 ("raises", 0, ("error: the disk of this node is full",)),
