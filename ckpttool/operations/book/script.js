@@ -44,6 +44,8 @@ function size(bytes) {
   while (bytes >= 1000 && k < units.length - 1) { bytes /= 1000; k++; }
   return `${k ? Number(bytes.toPrecision(3)) : bytes} ${units[k]}`;
 }
+// A sentence with the names that stand in backticks as code.
+const prose = words => words.split("`").length % 2 ? words.split("`").map((piece, k) => k % 2 ? element("code", {}, piece) : piece) : [words];
 const collator = new Intl.Collator("en", {numeric: true});
 const choice = (label, options, chosen, change) => {
   const select = element("select", {onchange: () => change(select.value)},
@@ -373,12 +375,13 @@ function described(i) {
     [text("part", i), text("moment", i), text("dtype", i), `[${text("shape", i).replaceAll("×", ", ")}]`, size(of(tensors.bytes, i))].filter(Boolean).join(" · "))];
   const own = i in tensors.tied ? tensors.tied[i] : i;
   if (own !== i) parts.push(element("p", {}, "shares its bytes with ", element("a", {href: "#tensor/" + encodeURIComponent(names[own])}, element("code", {}, names[own]))));
-  for (const message of data.messages[names[i]] || []) parts.push(element("ul", {class: "findings"}, element("li", {class: "grave"}, element("span", {}, message))));
+  for (const message of data.messages[names[i]] || []) parts.push(element("ul", {class: "findings"}, element("li", {class: "grave"}, element("span", {}, ...prose(message)))));
   const made = tensors.histograms[i];
-  if (made) parts.push(element("h3", {}, "Histogram"), element("figure", {class: "plot"}, histogram(made, value("zeros", i)),
-    element("p", {class: "soft"}, "magnitudes in half-octaves, away from zero on both sides; heights are logarithms of the counts")));
-  const picture = tensors.thumbnails[own];
-  if (picture) parts.push(element("h3", {}, "Thumbnail"), ...thumbnail(picture, text("shape", i).split("×").map(Number)));
+  const picture = tensors.thumbnails[own], pair = element("div", {class: "pair"});
+  if (made) pair.append(element("div", {class: "plot"}, element("h3", {}, "Histogram"), element("figure", {}, histogram(made, value("zeros", i)),
+    element("p", {class: "soft"}, "magnitudes in half-octaves, away from zero on both sides; heights are logarithms of the counts"))));
+  if (picture) pair.append(element("div", {}, element("h3", {}, "Thumbnail"), ...thumbnail(picture, text("shape", i).split("×").map(Number))));
+  parts.push(pair);
   parts.push(element("h3", {}, "Statistics"), figures(statisticOptions.map(([name, title]) => [title, shown(value(name, i))]).filter(([, figure]) => figure !== "–")));
   const channels = tensors.rows[i];
   if (channels) channels.forEach((one, k) => {
