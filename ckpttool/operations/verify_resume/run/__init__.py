@@ -15,10 +15,9 @@ import re
 import shlex
 import shutil
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
-from signal import SIGTERM
 
 from ckpttool.errors import StorageError, UsageError
 from ckpttool.layout.mesh import world_mesh
@@ -41,6 +40,7 @@ from ckpttool.text import duration, parse_size, plural, size, some
 _GLANCE = 0.1  # seconds between two looks at the checkpoints
 _SELDOM = 5.0  # seconds between two looks at the disk
 _PATIENCE = 10.0  # seconds that a command has to end by itself after its last checkpoint
+_GRACE = 30.0  # seconds between SIGTERM and SIGKILL, as a scheduler has
 _STOPS = ("sigkill", "sigterm")
 _SEED = 1234
 _RAISED = re.compile(r"^(\[[\w\d]+\]:\s*)?[\w.]*(Error|Exception)\b:? ")
@@ -223,63 +223,73 @@ class _Verification:
         found, priced = self.seen[run.name], run.name != "A"
         environment = self._environment(run.name, "hook", resumed=run.resumed_at is not None)
         with Process(run.command, run.log, environment) as process:
-            began, saved = time.monotonic(), None
-            looked = began
-            while (code := process.wait(_GLANCE)) is None:
-                self._check_time(run, began)
-                if time.monotonic() - looked > _SELDOM:
-                    self.check_disk()
-                    looked = time.monotonic()
-                if not priced and (first := next(iter(found.find().values()), None)) and not found.why_not(first):
+            last, since = None, 0.0
+            for _ in self._while_running(process, run):
+                paths = found.find()
+                if not priced and (first := next(iter(paths.values()), None)) and not found.why_not(first):
                     self._price(nbytes(first))
                     priced = True
-                if saved is None and found.complete(self.until, self._of_a(self.until, run)) is not None:
-                    saved = time.monotonic()
-                if saved is not None and time.monotonic() - saved > _PATIENCE:
+                step = next((step for step in paths if step >= self.until), None)
+                if step is None or found.why_not(paths[step], self._of_a(step, run)) is not None:
+                    continue
+                if (now := fingerprint(paths[step])) != last:
+                    last, since = now, time.monotonic()
+                elif time.monotonic() - since > _PATIENCE:
                     return
-            if code:
+            if code := process.poll():
                 raise _Ended(_failure(run, code))
 
     def _wait_for_save(self, process: Process, run: ScriptRun, found: Checkpoints) -> None:
-        began, at = time.monotonic(), self.report.at
-        while found.complete(at, self._of_a(at)) is None:
-            if found.was_missed(at):
-                raise UsageError(
-                    f"run {run.name}: the checkpoint of step {at} was overwritten before it was copied",
-                    hint="a later `--at`, a command that saves less often, or `--stop max-steps=FLAG`",
-                )
-            self._check_time(run, began)
-            if (code := process.wait(_GLANCE / 4)) is not None and not found.complete(at):
-                if code:
-                    raise _Ended(_failure(run, code))
-                if found.was_missed(at):
-                    continue
-                message = f"run {run.name} ended before the checkpoint of step {at} was complete"
-                raise _Ended(Failure(run.name, message, last_lines(run.log)))
+        at, of_a = self.report.at, self._of_a(self.report.at)
+        for _ in self._while_running(process, run, _GLANCE / 4):
+            if found.complete(at, of_a) is not None:
+                return
+            self._check_missed(run, found)
+        if found.complete(at, of_a) is None:
+            self._check_missed(run, found)
+            if code := process.poll():
+                raise _Ended(_failure(run, code))
+            message = f"run {run.name} ended before the checkpoint of step {at} was complete"
+            raise _Ended(Failure(run.name, message, last_lines(run.log)))
+
+    def _check_missed(self, run: ScriptRun, found: Checkpoints) -> None:
+        """Raises UsageError if the checkpoint of the stop is gone already."""
+        if found.was_missed(self.report.at):
+            raise UsageError(
+                f"run {run.name}: the checkpoint of step {self.report.at} was overwritten before it was copied",
+                hint="a later `--at`, a command that saves less often, or `--stop max-steps=FLAG`",
+            )
 
     def _wait_for_end(self, process: Process, run: ScriptRun) -> None:
-        began = time.monotonic()
-        while (code := process.wait(_GLANCE)) is None:
+        for _ in self._while_running(process, run):
             self.seen[run.name].find()
-            self._check_time(run, began)
-        if code:
+        if code := process.poll():
             raise _Ended(_failure(run, code))
+
+    def _while_running(self, process: Process, run: ScriptRun, pause: float = _GLANCE) -> Iterator[None]:
+        """Yield now and then until a command has ended. Raises _Ended if it takes too long, and StorageError."""
+        began = looked = time.monotonic()
+        pause = _GLANCE / 4 if self.seen[run.name].written_again is not None else pause
+        while process.wait(pause) is None:
+            now = time.monotonic()
+            if now - began > self.limit:
+                message = f"run {run.name} was still running after {duration(self.limit)}"
+                raise _Ended(Failure(run.name, message, last_lines(run.log)))
+            if now - looked > _SELDOM:
+                self.check_disk()
+                looked = now
+            yield
 
     def _stop(self, process: Process) -> str:
         """Stop a command as a scheduler or a failing node does, and return how."""
         if self.report.stop == "sigkill":
             process.kill()
             return "SIGKILL to all of its processes"
-        process.send(SIGTERM)
-        if process.wait(min(30.0, self.limit)) is None:
-            process.kill()
-            return "SIGTERM, and SIGKILL after 30 s"
-        return "SIGTERM"
-
-    def _check_time(self, run: ScriptRun, began: float) -> None:
-        if time.monotonic() - began > self.limit:
-            message = f"run {run.name} was still running after {duration(self.limit)}"
-            raise _Ended(Failure(run.name, message, last_lines(run.log)))
+        grace = min(_GRACE, self.limit)
+        if process.stop(grace):
+            return "SIGTERM"
+        process.kill()
+        return f"SIGTERM, and SIGKILL after {duration(grace)}"
 
     def _collect(self, run: ScriptRun, log: str) -> None:
         """Add the complete checkpoints and the losses of a run up to its last step, and what its hook wrote."""
@@ -522,10 +532,15 @@ def _check_saved(verification: _Verification, run: ScriptRun) -> None:
     if (needed not in steps and not stops_there) or not [step for step in steps if step > needed]:
         where = verification.pattern or "{out}"
         all_steps = ", ".join(map(str, verification.seen["A"].find())) or "none"
+        hint = "`--checkpoints '{out}/step-{step}'` says where they are, `--at` and `--until` which steps are saved"
+        if verification.seen["A"].written_again is not None:
+            hint = (
+                "one file for all steps must say its step, and be there for a moment before the next: save less often"
+            )
         wanted = f"after step {needed} and" if stops_there else f"of step {needed} and of a later one"
         raise UsageError(
             f"run A left no complete checkpoint {wanted} up to {verification.until} at `{where}`: found {all_steps}",
-            hint="`--checkpoints '{out}/step-{step}'` says where they are, `--at` and `--until` which steps are saved",
+            hint=hint,
             found=steps,
             output=last_lines(run.log),
         )

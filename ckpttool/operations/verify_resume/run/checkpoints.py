@@ -57,7 +57,7 @@ class Checkpoints:
         found: dict[int, str] = {}
         parts = _STEP.split(self._pattern)
         numbers = re.compile(r"0*(\d+)".join(_as_regex(part) for part in parts))
-        for path in sorted(glob.glob("*".join(parts)), key=_written):
+        for path in sorted(glob.glob("*".join(map(_as_glob, parts))), key=_written):
             if (match := numbers.fullmatch(path)) and len(set(match.groups())) == 1:
                 found[int(match[1])] = path
         return dict(sorted(found.items()))
@@ -70,16 +70,14 @@ class Checkpoints:
     def why_not(self, path: str, model: str | None = None) -> str | None:
         """Return why a checkpoint is not complete; None if it is."""
         now = fingerprint(path)
+        files = {name for name, _, _ in now}
+        if model is not None and (absent := sorted({name for name, _, _ in fingerprint(model)} - files)):
+            return f"`{absent[0]}` is not there yet"
         if self._complete.get(path) == now:
             return None
         if path in self._incomplete and self._incomplete[path][0] == now:
             return self._incomplete[path][1]
-        if model is not None and (
-            absent := sorted({name for name, _, _ in fingerprint(model)} - {n for n, _, _ in now})
-        ):
-            reason: str | None = f"`{absent[0]}` is not there yet"
-        else:
-            reason = _why_not_opened(path)
+        reason = _why_not_opened(path)
         if reason is None and fingerprint(path) == now:
             self._complete[path] = now
             return None
@@ -93,7 +91,7 @@ class Checkpoints:
 
     def _by_their_steps(self, pattern: str) -> dict[int, str]:
         """Return the complete checkpoints whose names do not say their steps."""
-        for path in glob.glob(pattern):
+        for path in glob.glob(_as_glob(pattern)):
             now = fingerprint(path)
             if self._read.get(path, ((), None))[0] != now and self.why_not(path) is None:
                 self._read[path] = now, step_of(path)
@@ -205,8 +203,13 @@ def nbytes(path: str) -> int:
     return sum(size for _, size, _ in fingerprint(path))
 
 
+def _as_glob(text: str) -> str:
+    return "*".join(glob.escape(one) for one in text.split("*"))
+
+
 def _as_regex(text: str) -> str:
-    return ".*".join(re.escape(one) for one in text.split("*"))
+    # What stands before a step ends with no digit of it.
+    return ".*".join(re.escape(one) for one in text.split("*")) + (r"(?<!\d)" if text.endswith("*") else "")
 
 
 def _written(path: str) -> float:

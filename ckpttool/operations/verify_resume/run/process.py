@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
 MARK = "CKPTTOOL_RUN"  # the variable that all processes of a command have
 _GRACE = 5.0  # seconds between SIGTERM and SIGKILL where nothing is tested by it
+_PATIENCE = 60.0  # seconds that processes have to go once they are killed
 _GLANCE = 0.02
 
 
@@ -68,8 +69,27 @@ class Process:
         with suppress(ProcessLookupError):
             self._process.send_signal(number)
 
+    def stop(self, seconds: float) -> bool:
+        """Send SIGTERM to the command, and to what it left when it has ended, such as the child of a shell. Return
+        whether all has ended by then."""
+        end = time.monotonic() + seconds
+        self.send(signal.SIGTERM)
+        if self.wait(seconds) is None:
+            return False
+        told: set[int] = set()
+        while running := self._running():
+            for pid in {*running} - told:
+                with suppress(ProcessLookupError, PermissionError):
+                    os.kill(pid, signal.SIGTERM)
+            told.update(running)
+            if time.monotonic() > end:
+                return False
+            time.sleep(_GLANCE)
+        return True
+
     def kill(self) -> None:
         """Kill all processes of the command at once, as a node that fails does."""
+        end = time.monotonic() + _PATIENCE
         while running := self._running():
             # None of them may start another while the others are killed.
             for number in (signal.SIGSTOP, signal.SIGKILL):
@@ -77,13 +97,15 @@ class Process:
                     with suppress(ProcessLookupError, PermissionError):
                         os.kill(pid, number)
             self.wait(_GLANCE)
+            if time.monotonic() > end:
+                left = ", ".join(map(str, running))
+                raise UsageError(f"processes of the command cannot be killed: {left}", hint="is it run by `sudo`?")
         self._process.wait()
 
     def end(self) -> None:
-        """End the command: SIGTERM to it, and SIGKILL to what is left."""
+        """End the command: SIGTERM, and SIGKILL to what is left."""
         if self.poll() is None:
-            self.send(signal.SIGTERM)
-            self.wait(_GRACE)
+            self.stop(_GRACE)
         self.kill()
 
     def __enter__(self) -> Self:
@@ -100,7 +122,7 @@ class Process:
         leader = self._process.pid
         parents = _parents()
         found = [leader] if self.poll() is None else []
-        below = {leader}
+        below = {*found}  # what was below it when it ended, has another parent
         while more := {pid for pid, parent in parents.items() if parent in below} - below:
             below |= more
         own = os.getpid()

@@ -1,0 +1,75 @@
+"""Finding the checkpoints of a run, and telling whether they are complete; stopping a command with its processes."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+from safetensors.numpy import save_file
+
+from ckpttool.operations.verify_resume.run import run
+from ckpttool.operations.verify_resume.run.checkpoints import Checkpoints
+from ckpttool.operations.verify_resume.run.process import Process, read_log
+
+
+def saved(path: Path) -> str:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    save_file({"model.weight": np.ones(3)}, path)
+    return str(path)
+
+
+@pytest.mark.parametrize(
+    ("pattern", "names", "steps"),
+    [
+        ("checkpoint-{step}", ["checkpoint-8", "checkpoint-80"], [8, 80]),
+        ("step-{step}.pt", ["step-0008.pt", "step-00.pt", "step-8.pt.tmp"], [0, 8]),
+        # All digits are the step's.
+        ("*{step}.ckpt", ["epoch=0-step=12.ckpt", "last.ckpt", "7.ckpt"], [7, 12]),
+        ("{step}*.pt", ["12-epoch1.pt"], [12]),
+        ("s{step}/m-{step}.pt", ["s8/m-8.pt", "s8/m-9.pt"], [8]),
+        # Only `*` stands for anything.
+        ("a[1]?-{step}", ["a[1]?-4", "a1x-5"], [4]),
+    ],
+)
+def test_the_steps_in_names(pattern: str, names: list[str], steps: list[int], tmp_path: Path) -> None:
+    out = tmp_path / "kept [1]" / "o.t"
+    for name in names:
+        (out / name).parent.mkdir(parents=True, exist_ok=True)
+        (out / name).touch()
+    assert [*Checkpoints(f"{out}/{pattern}", str(out), "").find()] == steps
+
+
+def test_a_checkpoint_without_a_file_that_another_has_is_not_complete(tmp_path: Path) -> None:
+    of_a, of_b = tmp_path / "a" / "step-4", tmp_path / "b" / "step-4"
+    for path in (of_a / "model.safetensors", of_a / "optimizer.safetensors", of_b / "model.safetensors"):
+        saved(path)
+    found = Checkpoints(f"{of_b.parent}/step-{{step}}", "", "")
+    # Whether it can be opened alone has been asked before.
+    assert found.why_not(str(of_b)) is None
+    assert found.why_not(str(of_b), str(of_a)) == "`optimizer.safetensors` is not there yet"
+    assert found.complete(4, str(of_a)) is None
+    saved(of_b / "optimizer.safetensors")
+    assert found.complete(4, str(of_a)) == str(of_b)
+
+
+def test_a_command_that_goes_on_for_ever_ends_after_a_later_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("ckpttool.operations.verify_resume.run._PATIENCE", 0.3)
+    loop = 'for at in 2 4 6; do cp {} "$1/$at.safetensors"; done; sleep 600'
+    words = ["sh", "-c", loop.format(saved(tmp_path / "m.safetensors")), "sh", "OUT"]
+    began = time.monotonic()
+    with pytest.raises(Exception, match="no weight changes between step 2 and step 4"):
+        run(words, at=2, until=5, checkpoints="OUT/{step}.safetensors", timeout=60.0)
+    assert time.monotonic() - began < 30
+
+
+def test_sigterm_reaches_the_child_of_a_shell(tmp_path: Path) -> None:
+    child = "trap 'echo told; exit' TERM; echo ready; while :; do sleep 0.02; done"
+    with Process(["sh", "-c", 'sh -c "$1"; true', "sh", child], str(tmp_path / "log"), {}) as process:
+        while "ready" not in read_log(process.log) and process.poll() is None:
+            time.sleep(0.01)
+        assert process.stop(10.0)
+    assert read_log(process.log).endswith("told\n")
