@@ -60,6 +60,13 @@ class Reference:
     tensors: dict[str, Tensor] = field(default_factory=dict)
     files: dict[str, list[str]] = field(default_factory=dict)
 
+    def with_values(self) -> Viewed:
+        """Return the source, for `--content`. Raises UsageError if there is a config alone."""
+        if self.source is None:
+            hint = "name a checkpoint, in place of its config"
+            raise UsageError("`--content` compares values, and the reference has none", hint=hint)
+        return self.source
+
     @property
     def config(self) -> Mapping[str, Any] | None:
         """The parsed `config.json`, if there is one."""

@@ -14,7 +14,7 @@ from typing import ClassVar
 
 from ckpttool.catalogue.entries import Catalogue
 from ckpttool.catalogue.patterns import several
-from ckpttool.errors import DIFFERS, DONE, UsageError
+from ckpttool.errors import DIFFERS, DONE
 from ckpttool.layout.key_maps import apply
 from ckpttool.layout.views import Viewed
 from ckpttool.operations import arguments, key_maps
@@ -156,15 +156,13 @@ def _content(
     threads: int | None,
     progress: Progress | None,
 ) -> list[Mismatch]:
-    if reference.source is None:
-        hint = "name a checkpoint, in place of its config"
-        raise UsageError("`--content` compares values, and the reference has none", hint=hint)
+    source = reference.with_values()
     pairs = [
         values.Pair(name, tensor.origin or tensor, reference.tensors[name].origin or reference.tensors[name])
         for tensor in model.tensors
         if (name := new_names[tensor.name]) in fitting
     ]
-    similarities = values.compare(pairs, (viewed, reference.source), threads or DEFAULT_THREADS, progress)
+    similarities = values.compare(pairs, (viewed, source), threads or DEFAULT_THREADS, progress)
     result.compared = len(similarities)
     result.similarity = min((one.lowest for one in similarities), default=None)
     return list(values.judged(similarities))

@@ -238,7 +238,7 @@ def _like(
         planned = ties.by_model(planned, expected.tied, same, [])
         found = like.fitted(planned, reference, base, where, expected.tied)
     if base is not None:
-        facts = key_maps.facts(beside.config, rows)
+        facts = _facts(beside, options)
 
         def mapped(catalogue: Catalogue) -> Catalogue:
             return apply(keymap, catalogue, viewed, facts)[0] if keymap is not None else catalogue
@@ -316,7 +316,7 @@ def _mapped(
     keymap = key_maps.chosen(options.key_map, names, beside.config, released=options.names == "released")
     if keymap is None:
         return planned
-    mapped, unknown = apply(keymap, planned, viewed, key_maps.facts(beside.config, options.head_dim or beside.head_dim))
+    mapped, unknown = apply(keymap, planned, viewed, _facts(beside, options))
     if len(unknown) == len(names):
         raise UsageError(
             f"`--map {options.key_map}`: no rule of it is about a tensor here",
@@ -326,6 +326,10 @@ def _mapped(
     if options.key_map is None:
         result.notes.append(f"the names are those of key map `{keymap.name}` ({keymap.title}), which is applied")
     return mapped
+
+
+def _facts(beside: Assets, options: ExportOptions) -> dict[str, int]:
+    return key_maps.facts(beside.config, options.head_dim or beside.head_dim)
 
 
 def _released(
@@ -339,7 +343,7 @@ def _released(
     keymap = parse({"name": model.library, "rules": model.rules}, model.library)
     result.key_map = keymap.name
     result.notes.append(f"the names are those that {model.library} has in memory; it says those of files, as written")
-    return apply(keymap, planned, viewed, key_maps.facts(beside.config, options.head_dim or beside.head_dim))[0]
+    return apply(keymap, planned, viewed, _facts(beside, options))[0]
 
 
 def _expected(beside: Assets, options: ExportOptions, result: Exported) -> Expected | None:

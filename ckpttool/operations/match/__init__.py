@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 from ckpttool.catalogue.patterns import several
-from ckpttool.errors import DIFFERS, DONE, OverwriteError
+from ckpttool.errors import DIFFERS, DONE
 from ckpttool.layout.views import Viewed
 from ckpttool.operations import arguments, key_maps
 from ckpttool.operations import reference as references
@@ -24,6 +24,7 @@ from ckpttool.operations.match.solve import Candidate, Open, Solution
 from ckpttool.operations.reference import Reference
 from ckpttool.operations.result import Result
 from ckpttool.producers.open import naming, opened
+from ckpttool.storage import staging
 from ckpttool.storage.stores import local_path
 from ckpttool.text import plural
 from ckpttool.transfer.execute import DEFAULT_THREADS
@@ -113,9 +114,8 @@ def match(
     """
     began = time.monotonic()
     result = Matched(os.fspath(src), os.fspath(like), destination=arguments.path(output))
-    if result.destination is not None and local_path(result.destination).exists() and not overwrite:
-        hint = "pass `--overwrite` to replace it"
-        raise OverwriteError(f"`{result.destination}` exists", hint=hint, file=result.destination)
+    if result.destination is not None:
+        staging.check_free(result.destination, overwrite=overwrite, is_file=True)
     selected = arguments.selection(only, (), (), exclude, (), strip_wrappers, None)
     with ExitStack() as stack:
         reference = references.read(stack, result.like)

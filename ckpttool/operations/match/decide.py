@@ -50,9 +50,6 @@ def by_content(
 ) -> int:
     """Choose the candidates of which samples are like those of the reference where no other's are, also in place of a
     rule that names alone decided; return how many tensors were compared."""
-    if reference.source is None:
-        hint = "name a checkpoint, in place of its config"
-        raise UsageError("`--content` compares values, and the reference has none", hint=hint)
     doubted = [one for one in solution.found if one.doubted]
     rules = {json.dumps(rule): rule for one in solution.ambiguous for c in one.candidates for rule in c.rules}
     rules |= {json.dumps(rule): rule for one in doubted for rule in (*one.rules, *one.doubted)}
@@ -70,7 +67,7 @@ def by_content(
                     pairs[key, name] = pair
     alike = {
         one.name: values.same(one)
-        for one in values.compare([*pairs.values()], (viewed, reference.source), threads, progress)
+        for one in values.compare([*pairs.values()], (viewed, reference.with_values()), threads, progress)
     }
     said: dict[str, list[bool]] = defaultdict(list)
     for (key, _), pair in pairs.items():
