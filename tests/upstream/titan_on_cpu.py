@@ -1,7 +1,8 @@
 """Starts torchtitan's trainer on a CPU: `titan_on_cpu.py WORD...`.
 
-Three things are stubbed: what it asks of `torch.cuda` is asked of `torch.cpu`; flex attention, which has no backward on
-a CPU, is dense attention with the same mask; and `torch.distributed.set_timeout`, of a later torch, does nothing.
+Stubbed are: what it asks of `torch.cuda`, which is asked of `torch.cpu`; flex attention, which has no backward on a CPU,
+by dense attention with the same mask; `torch.distributed.set_timeout`, of a later torch, which does nothing; and how
+FSDP2 scales gradients on several ranks, which is by sums, since gloo has no `PREMUL_SUM`.
 """
 
 import runpy
@@ -20,6 +21,7 @@ torch.cpu.memory_stats = lambda *args: {}
 if not hasattr(torch.distributed, "set_timeout"):
     torch.distributed.set_timeout = lambda *args, **kwargs: None
 
+from torch.distributed.fsdp import FSDPModule  # noqa: E402
 from torch.nn.attention.flex_attention import create_mask  # noqa: E402
 from torchtitan.models.common.attention import FlexAttention  # noqa: E402
 
@@ -30,5 +32,12 @@ def dense(q: Any, k: Any, v: Any, *, block_mask: Any, scale: Any, enable_gqa: bo
     return out, types.SimpleNamespace(lse=torch.zeros(q.shape[:-1]))
 
 
+def divide(module: Any, factor: float) -> None:
+    set_divide_factor(module, factor)
+    module.set_force_sum_reduction_for_comms(True)
+
+
+set_divide_factor = FSDPModule.set_gradient_divide_factor
+FSDPModule.set_gradient_divide_factor = divide  # type: ignore[method-assign]
 FlexAttention._compiled_flex_attn = staticmethod(dense)
 runpy.run_module("torchtitan.train", run_name="__main__", alter_sys=True)
