@@ -1,8 +1,8 @@
 """Starts torchtitan's trainer on a CPU: `titan_on_cpu.py WORD...`.
 
-Stubbed are: what it asks of `torch.cuda`, which is asked of `torch.cpu`; flex attention, which has no backward on a CPU,
-by dense attention with the same mask; `torch.distributed.set_timeout`, of a later torch, which does nothing; and how
-FSDP2 scales gradients on several ranks, which is by sums, since gloo has no `PREMUL_SUM`.
+Stubbed are: what it asks of `torch.cuda`, which is asked of `torch.cpu`; flex attention, which has no backward on a
+CPU, by dense attention with the same mask; `torch.distributed.set_timeout`, of a later torch, which does nothing; and
+how FSDP2 scales gradients on several ranks, which is by sums, since gloo has no `PREMUL_SUM`.
 """
 
 import runpy

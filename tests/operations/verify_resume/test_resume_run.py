@@ -351,3 +351,6 @@ def test_the_cause_is_what_was_seen_to_differ_first() -> None:
     assert report.verdict == "differs" and report.findings[0].kind == "next batch differs"
     assert "the data was not restored: the batch of rank 0 in step 4 is another" in report.message
     assert "after it the RNG state differs, too (torch)" in report.message
+    # Nothing in the checkpoint tells of the batch.
+    report = run(command, **given)  # type: ignore[arg-type]
+    assert "RNG state was not restored (torch), or the batch was another (`--observe` tells which)" in report.message

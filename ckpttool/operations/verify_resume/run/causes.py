@@ -61,7 +61,7 @@ class _Evidence:
             (self._values("scaler"), (*gradient, "parameters")),
             (self._values("dataloader"), ("next batch",)),
             (self._hyperparameters(), update),
-            (self._values("rng"), (*gradient, "RNG state")),
+            (self._random(observed=seen is not None), (*gradient, "RNG state")),
             (self._values("progress"), ()),
             (self._apart(), gradient),
             (self._moments(), ("parameters",)),
@@ -135,6 +135,15 @@ class _Evidence:
             yield f"{title}{of} is lost: {some(lost)}"
         elif names and kind != "rng":
             yield f"{title}{of} was not restored: {some(names)}"
+
+    def _random(self, *, observed: bool) -> Iterator[str]:
+        """Yield RNG states that differ; where nothing tells of the batch, they may come of another one."""
+        is_known = observed or any(self.expected.kind_of(name) == "dataloader" for name in self.expected.objects)
+        either = (
+            "" if is_known or "model" not in self.by_kind else ", or the batch was another (`--observe` tells which)"
+        )
+        for text in self._values("rng"):
+            yield text + either
 
     def _hyperparameters(self) -> Iterator[str]:
         names = [name for name in self.by_kind.get("optimizer", ()) if ".param_groups." in name]
