@@ -82,6 +82,12 @@ def test_a_run_is_stopped_once_its_checkpoint_is_complete(stop: str) -> None:
     assert report.verdict == "same" and stop.upper() in (report.runs[2].stopped or ""), report.message
 
 
+def test_what_a_killed_run_did_not_print_is_repeated() -> None:
+    # It is killed between two lines of step 3, which are all that A says of its loss.
+    report = runs("--pause", "0.15", "--evaluate", stop="sigkill")
+    assert report.verdict == "same" and not report.nondeterministic, report.message
+
+
 def test_what_a2_does_not_repeat_is_not_blamed_on_the_resume() -> None:
     report = runs("--noise")
     assert (report.verdict, report.exit_code) == ("nondeterministic", 3), report.message

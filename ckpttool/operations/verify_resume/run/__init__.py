@@ -152,6 +152,8 @@ class _Verification:
                 Failure(name, f"run {name}: the checkpoint of step {report.at} is not complete", last_lines(log))
             )
         self._collect(run, log)
+        if report.stop in _STOPS:
+            run.steps = run.steps[:-1]  # of its last step it may not have printed all
         run.seconds = time.monotonic() - began
         return run, ScriptRun(name, [], run.folder, "", self.world, run.stopped, seconds=run.seconds)
 

@@ -21,6 +21,7 @@ parser.add_argument("--auto", action="store_true")
 parser.add_argument("--fault", default="")
 parser.add_argument("--noise", action="store_true")
 parser.add_argument("--pause", type=float, default=0.0)
+parser.add_argument("--evaluate", action="store_true", help="print another loss of the step when it has been saved")
 parser.add_argument("--slow-in", default="", help="pause only where this is in the path of OUT")
 parser.add_argument("--one-file", action="store_true")
 parser.add_argument("--at-end", action="store_true")
@@ -96,5 +97,7 @@ while step < args.steps:
         save(f"{args.out}/model.safetensors" if args.one_file else f"{args.out}/step-{step}.safetensors")
     if args.slow_in in args.out:
         time.sleep(args.pause)
+    if args.evaluate:
+        print(f"step {step}: val loss {float(abs(error).mean()):.9f}")
 if args.at_end:
     save(f"{args.out}/{time.time_ns()}.safetensors")
