@@ -21,9 +21,9 @@ from support.cli import run as run_command
 from support.script_faults import FAULTS, ScriptFault
 
 from ckpttool.errors import OverwriteError, StorageError, UsageError
-from ckpttool.operations.verify_resume.run import observed, run
+from ckpttool.operations.verify_resume.run import _failure, observed, run
 from ckpttool.operations.verify_resume.run.inject import Observed
-from ckpttool.operations.verify_resume.run.results import Report
+from ckpttool.operations.verify_resume.run.results import Report, ScriptRun
 
 SCRIPTS = Path(__file__).parent / "scripts"
 FAST = [sys.executable, str(SCRIPTS / "train_numpy.py"), "--out", "OUT"]
@@ -171,6 +171,28 @@ def test_a_run_that_crashes_or_hangs_after_the_resume_has_failed() -> None:
     assert report.failure is not None and report.failure.run == "B" and "KeyError: 'optimizer'" in report.message
     report = runs("--hang", timeout=1.5)
     assert report.verdict == "failed" and "run B was still running after 1.50 s" in report.message
+
+
+@pytest.mark.parametrize(
+    ("lines", "told"),
+    [
+        ("Traceback ...\nAssertionError\nsubprocess.CalledProcessError: Command died", "AssertionError"),
+        (
+            "[rank1]: KeyError: 'w'\n[rank0]: RuntimeError: Connection closed by peer\n"
+            "torch.distributed.elastic.multiprocessing.errors.ChildFailedError: \n=====\ntr.py FAILED\n"
+            + "more\n"
+            * 30,
+            "[rank1]: KeyError: 'w'",
+        ),
+        ("nothing to resume\n", "nothing to resume"),
+        ("", ""),
+    ],
+)
+def test_the_error_is_that_of_the_script_and_not_of_its_launcher(lines: str, told: str, tmp_path: Path) -> None:
+    (tmp_path / "log").write_text(lines)
+    failure = _failure(ScriptRun("B", [], "", str(tmp_path / "log")), 1)
+    assert failure.message == "run B ended with exit code 1" + (f": {told}" if told else "")
+    assert failure.output[-1:] == ([told] if told else [])
 
 
 @pytest.mark.long

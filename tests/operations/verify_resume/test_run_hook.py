@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -70,6 +71,15 @@ def test_a_sitecustomize_that_was_there_runs(tmp_path: Path, monkeypatch: pytest
     assert hooked.processes == 1 and hooked.switches == ["random.seed(0 + rank)"]
     assert any("torch.manual_seed" in one for one in hooked.failures)
     assert any("watch optimizers" in one for one in hooked.failures), hooked.failures
+
+
+def test_a_line_is_one_write(tmp_path: Path) -> None:
+    one, other = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    environment = {**os.environ, "PYTHONUNBUFFERED": "1", **inject.environment(str(tmp_path))}
+    words = [sys.executable, "-c", "print('step', 4, 'loss', 2.5); print('step', 5)"]
+    with one, other:
+        subprocess.run(words, env=environment, stdout=other, check=True, timeout=60)
+        assert [one.recv(100), one.recv(100)] == [b"step 4 loss 2.5\n", b"step 5\n"]
 
 
 def test_what_the_user_has_set_is_kept(tmp_path: Path) -> None:

@@ -77,6 +77,7 @@ def test_no_loss_by_that_name_is_an_error_that_names_those_there_are(tmp_path: P
         (None, "step=0004 train_loss=2.5e-3\rstep=0005 train_loss=nan", {4: 2.5e-3, 5: float("nan")}),
         # Ranks that print in any order.
         (None, "step 4: loss 2.5\nstep 4: loss 1.5\n", {4: 2.0}),
+        (None, "step 4: loss 2.5step 4: loss 1.5\n\n", {4: 2.0}),
         (r"^(\d+) .*ce ([\d.,]+)", "start\n4 of 8: ce 2,345.5\n5 of 8: ce 1.5\n", {4: 2345.5, 5: 1.5}),
         # The losses of one step after another, in the log of a run that goes on after step 3.
         (r"loss=([\d.]+)", "loss=2.5\nloss=1.5\n", {4: 2.5, 5: 1.5}),

@@ -27,7 +27,7 @@ from ckpttool.operations.verify_resume.run.commands import Commands, parse, with
 from ckpttool.operations.verify_resume.run.inject import Hooked
 from ckpttool.operations.verify_resume.run.logged import from_files
 from ckpttool.operations.verify_resume.run.losses import Losses, Output
-from ckpttool.operations.verify_resume.run.process import Process, last_lines, read_log
+from ckpttool.operations.verify_resume.run.process import LAST_LINES, Process, last_lines, read_log
 from ckpttool.operations.verify_resume.run.results import Cost, Failure, Loss, Report, Saved, ScriptRun
 from ckpttool.operations.verify_resume.run.state import SavedState
 from ckpttool.operations.verify_resume.scratch import kept_folder
@@ -43,7 +43,9 @@ _PATIENCE = 10.0  # seconds that a command has to end by itself after its last c
 _GRACE = 30.0  # seconds between SIGTERM and SIGKILL, as a scheduler has
 _STOPS = ("sigkill", "sigterm")
 _SEED = 1234
-_RAISED = re.compile(r"^(\[[\w\d]+\]:\s*)?[\w.]*(Error|Exception)\b:? ")
+_RAISED = re.compile(r"^(\[\w+\]:\s*)?[\w.]*(Error|Exception)(: |:?$)")
+# What a launcher and the other ranks raise when a rank has failed.
+_FOLLOWS = re.compile(r"CalledProcessError|ChildFailedError|DistBackendError|Connection (closed|reset) by peer")
 _RULES = {
     "bitwise": "every checkpoint and loss of B after the resume == those of A, bitwise",
     "control": "B resumes from a converted checkpoint: its steps == those of a run (control) that resumes from the one "
@@ -271,7 +273,6 @@ class _Verification:
     def _while_running(self, process: Process, run: ScriptRun, pause: float = _GLANCE) -> Iterator[None]:
         """Yield now and then until a command has ended. Raises _Ended if it takes too long, and StorageError."""
         began = looked = time.monotonic()
-        pause = _GLANCE / 4 if self.seen[run.name].written_again is not None else pause
         while process.wait(pause) is None:
             now = time.monotonic()
             if now - began > self.limit:
@@ -339,11 +340,14 @@ class _Verification:
 
 def _failure(run: ScriptRun, code: int) -> Failure:
     how = f"was ended by signal {-code}" if code < 0 else f"ended with exit code {code}"
-    lines = last_lines(run.log)
+    lines = [line for line in read_log(run.log).splitlines() if line.strip()]
     # A launcher goes on to write after its workers have said what is wrong.
-    raised = [line for line in read_log(run.log).splitlines() if _RAISED.search(line)]
-    last = (raised or lines)[-1:]
-    return Failure(run.name, f"run {run.name} {how}" + "".join(f": {line.strip()}" for line in last), lines)
+    raised = [at for at, line in enumerate(lines) if _RAISED.search(line)]
+    first = [at for at in raised if not _FOLLOWS.search(lines[at])]
+    told = (first or raised or [len(lines) - 1])[-1]
+    last = lines[told : told + 1]
+    output = lines[max(0, told + 1 - LAST_LINES) : told + 1] if first else lines[-LAST_LINES:]
+    return Failure(run.name, f"run {run.name} {how}" + "".join(f": {line.strip()}" for line in last), output)
 
 
 def run(

@@ -19,7 +19,8 @@ Losses = Callable[[str, str, int], Mapping[int, float]]
 # `2.71`, `1e-3`, `2,345.67`, and `2,71` where a comma is the decimal point
 _NUMBER = r"[-+]?(?:\d+(?:,\d+)*\.?\d*|\.\d+)(?:[eE][-+]?\d+)?|nan|-?inf"
 # `step 4: loss 2.71`, `iter 4: loss 2.71, time 4ms`, `Step 4 | loss=2.71`
-_STEP = r"\b(?:step|iter|iteration)\b\W{0,3}(?P<step>\d+(?:,\d{3})*)\b"
+# A line of another rank may end where this one begins.
+_STEP = r"(?<![^\W\d])(?:step|iter|iteration)\b\W{0,3}(?P<step>\d+(?:,\d{3})*)\b"
 _USUAL = rf"(?i){_STEP}[^\n]*?\b(?:train_)?loss\W{{0,3}}(?P<loss>{_NUMBER})"
 
 

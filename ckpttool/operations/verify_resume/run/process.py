@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
 MARK = "CKPTTOOL_RUN"  # the variable that all processes of a command have
+LAST_LINES = 20  # of the output, that are shown
 _GRACE = 5.0  # seconds between SIGTERM and SIGKILL where nothing is tested by it
 _PATIENCE = 60.0  # seconds that processes have to go once they are killed
 _GLANCE = 0.02
@@ -173,6 +174,6 @@ def read_log(path: str) -> str:
         return ""
 
 
-def last_lines(path: str, most: int = 20) -> list[str]:
+def last_lines(path: str) -> list[str]:
     """Return the last lines that a command wrote."""
-    return [line for line in read_log(path).splitlines() if line.strip()][-most:]
+    return [line for line in read_log(path).splitlines() if line.strip()][-LAST_LINES:]

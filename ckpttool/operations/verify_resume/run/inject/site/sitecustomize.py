@@ -4,6 +4,7 @@ It needs the standard library alone, and waits until the script itself imports t
 it is written to a file that the report reads. A `sitecustomize` that was there before runs as always.
 """
 
+import io
 import os
 import sys
 from typing import Any
@@ -85,6 +86,13 @@ class _WaitForTorch:
         return spec
 
 
+def _write_lines() -> None:
+    """Write each line at once: ranks share a log, and unbuffered, a line is several writes."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(line_buffering=True, write_through=False)
+
+
 def _chain() -> None:
     """Run the `sitecustomize` that this one hides, and leave no trace of the folder on `sys.path`."""
     from importlib.machinery import PathFinder
@@ -107,6 +115,7 @@ if _FOLDER and __name__ == "sitecustomize":
             random.seed(int(os.environ["CKPTTOOL_HOOK_SEED"]) + int(os.environ.get("RANK") or 0))
         _keep()
         sys.meta_path.insert(0, _WaitForTorch())
+        _write_lines()
     except Exception as error:
         _failed("the start", error)
     _chain()
