@@ -84,7 +84,7 @@ def test_a_run_is_stopped_once_its_checkpoint_is_complete(stop: str) -> None:
 
 def test_what_a_killed_run_did_not_print_is_repeated() -> None:
     # It is killed between two lines of step 3, which are all that A says of its loss.
-    report = runs("--pause", "0.15", "--evaluate", stop="sigkill")
+    report = runs("--pause", "0.15", "--slow-in", "/B/", "--evaluate", stop="sigkill")
     assert report.verdict == "same" and not report.nondeterministic, report.message
 
 
@@ -216,7 +216,7 @@ def test_no_version_of_a_checkpoint_that_is_written_again_is_missed() -> None:
 
 
 def test_a_version_that_was_missed_is_no_difference() -> None:
-    slow = ["--one-file", "--pause", "0.4", "--slow-in", "/A/"]
+    slow = ["--one-file", "--pause", "0.3", "--slow-in", "/A/"]
     given: dict[str, Any] = {"checkpoints": "OUT/model.safetensors", "inject_switches": False}
     report = runs(*slow, **given)
     assert report.verdict == "same", report.message

@@ -105,6 +105,8 @@ def _cause(before: Steps, after: Steps, title: str, key: tuple[int, int, int]) -
             return f"the data {restarted}: the batch of rank {rank} in step {step} is that of step {same[0][0]} of A"
         return f"the data was not restored: the batch of rank {rank} in step {step} is another"
     if title in ("loss", "gradient norm"):
+        if not _batch(was):  # it was not seen, and may be another
+            return None
         if other := [one for one in now.rng if now.rng.get(one) != was.rng.get(one)]:
             return (
                 f"the RNG state of rank {rank} was not restored ({', '.join(other)}): the same batch, another {title}"
