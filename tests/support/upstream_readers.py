@@ -121,7 +121,7 @@ def spoiled(tensor: torch.Tensor) -> torch.Tensor:
     return made
 
 
-def dcp_whole(path: str) -> Any:
+def dcp_whole(path: str | Path) -> Any:
     """All of a DCP directory in one process, without knowing what is in it, as `dcp_to_torch_save` reads it."""
     state: dict[str, Any] = {}
     _load_state_dict(state, torch_dcp.FileSystemReader(path), planner=_EmptyStateDictLoadPlanner(), no_dist=True)

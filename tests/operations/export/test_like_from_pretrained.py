@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed.checkpoint as torch_dcp
 import transformers
 from support import model_families
 from support.model_families import BRIEF, FAMILIES, Trained, inputs
+from support.upstream_readers import dcp_whole
 
 import ckpttool
 
@@ -43,20 +43,11 @@ def test_it_is_what_save_pretrained_wrote(
         assert torch.equal(ours(**inputs(family)).logits, theirs(**inputs(family)).logits)
 
 
-def in_dcp(folder: Path) -> dict[str, torch.Tensor]:
-    """The model of a DCP directory, as torch reads it."""
-    metadata = torch_dcp.FileSystemReader(folder).read_metadata().state_dict_metadata
-    kinds = {name: one for name, one in metadata.items() if name.startswith("model.")}
-    state = {name: torch.empty(one.size, dtype=one.properties.dtype) for name, one in kinds.items()}
-    torch_dcp.load(state, checkpoint_id=folder, no_dist=True)
-    return state
-
-
 @pytest.mark.parametrize("family", [pytest.param(f, marks=() if f in BRIEF else pytest.mark.long) for f in FAMILIES])
 def test_and_back_it_is_a_training_checkpoint(family: str, trained: Trained, tmp_path: Path) -> None:
     folder = trained("fsdp2") / family
     made = ckpttool.convert(folder / "expected", tmp_path / "start", to="dcp", like=folder / "dcp", check=True)
-    theirs, ours = in_dcp(folder / "dcp"), in_dcp(tmp_path / "start")
+    theirs, ours = dcp_whole(folder / "dcp")["model"], dcp_whole(tmp_path / "start")["model"]
     assert ours.keys() == theirs.keys()
     assert all(torch.equal(ours[name], value) and ours[name].dtype == value.dtype for name, value in theirs.items())
     assert len([file for file in made.files if file.path.endswith(".distcp")]) == 2  # as many as the run has ranks

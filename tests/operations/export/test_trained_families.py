@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 import torch
-import torch.distributed.checkpoint as torch_dcp
 import transformers
 from safetensors.torch import load_file
 from support import tiny_models
+from support.upstream_readers import dcp_whole
 
 import ckpttool
 
@@ -38,15 +38,6 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def in_dcp(folder: Path) -> dict[str, torch.Tensor]:
-    """The model of a DCP directory, as torch reads it."""
-    metadata = torch_dcp.FileSystemReader(folder).read_metadata().state_dict_metadata
-    kinds = {name: one for name, one in metadata.items() if name.startswith("model.")}
-    state = {name: torch.empty(one.size, dtype=one.properties.dtype) for name, one in kinds.items()}
-    torch_dcp.load(state, checkpoint_id=folder, no_dist=True)
-    return state
-
-
 @pytest.mark.parametrize("family", TRAINED)
 def test_a_trained_model_is_exported_like_a_reference_and_back(family: str, trained: Path, tmp_path: Path) -> None:
     folder = trained / family
@@ -63,6 +54,6 @@ def test_a_trained_model_is_exported_like_a_reference_and_back(family: str, trai
         assert torch.equal(next(iter(one(**asked).values())), next(iter(other(**asked).values())))
 
     ckpttool.convert(expected, tmp_path / "start", to="dcp", like=folder / "dcp", check=True)
-    start, state = in_dcp(tmp_path / "start"), in_dcp(folder / "dcp")
+    start, state = dcp_whole(tmp_path / "start")["model"], dcp_whole(folder / "dcp")["model"]
     assert start.keys() == state.keys()
     assert [n for n, value in state.items() if value.dtype != start[n].dtype or not torch.equal(value, start[n])] == []
