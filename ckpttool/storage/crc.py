@@ -75,8 +75,13 @@ _ZEROS = bytes(64 << 10)
 _ONES = 0xFFFFFFFF
 
 
+@lru_cache
+def _zeros(nbytes: int) -> memoryview:
+    return memoryview(_ZEROS)[:nbytes]
+
+
 def with_zeros(crc: int, nbytes: int) -> int:
     """The CRC of the bytes that have this CRC and so many zero bytes behind them. Pure."""
     if nbytes <= len(_ZEROS):
-        return crc32(memoryview(_ZEROS)[:nbytes], crc)
+        return crc32(_zeros(nbytes), crc)  # called for each row of a shard by columns
     return _multiply(_shift(nbytes), crc ^ _ONES) ^ _ONES

@@ -118,7 +118,7 @@ class Pool:
         with self.use(path) as fd:
             at = 0
             while at < len(buffer):
-                piece = buffer[at : at + _CACHED]
+                piece = buffer[at : at + _CACHED] if len(buffer) > _CACHED or at else buffer
                 n = os.preadv(fd, [piece], offset + at)
                 if not n:
                     raise ends_early(path, offset + at, end)
