@@ -49,7 +49,7 @@ _BY = {
         "Selection": (options.ONLY, options.EXCLUDE, options.STRIP_WRAPPERS, options.SHAPES),
         "Output": (
             Option("--output -o FILE", "Write the key map to this file."),
-            Option("--overwrite", "Replace FILE."),
+            options.REPLACE,
             *options.PRINTING,
         ),
     },

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from typing import Any
 
@@ -31,6 +32,13 @@ def write_page(path: str, page_of: Callable[[Any, dict[str, str]], str], documen
     except PackageNotFoundError:
         made["torch"] = "not installed"
     page_file.write(page_of(document, made), path)
+
+
+def check_folder(path: str | None) -> None:
+    """Raises UsageError for a file whose folder is absent, before the work that it reports."""
+    folder = os.path.dirname(os.path.abspath(path)) if path else "."
+    if not os.path.isdir(folder):
+        raise UsageError(f"`{path}` cannot be written: there is no folder `{folder}`")
 
 
 def write_text(path: str, text: str) -> None:

@@ -33,7 +33,7 @@ _SHOWN = 10  # findings
         ),
         "Output": (
             Option("--output -o FILE", "The HTML file to write.", default="report.html"),
-            Option("--overwrite", "Replace FILE."),
+            options.REPLACE,
             *options.PRINTING,
         ),
         "Execution": (options.NO_CACHE, options.THREADS),

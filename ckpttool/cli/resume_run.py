@@ -9,7 +9,7 @@ import click
 
 from ckpttool.cli import options
 from ckpttool.cli.options import Argument, Option
-from ckpttool.cli.pages import write_page, write_text
+from ckpttool.cli.pages import check_folder, write_page, write_text
 from ckpttool.cli.terminal import Styled, Terminal, TextLike, answer, bold, dim, err
 from ckpttool.text import duration, plural, size
 
@@ -102,7 +102,7 @@ _SHOWN = 10
             options.reworded(options.DRY_RUN, "Show the commands and the cost, and run nothing."),
         ),
         "Output": (
-            Option("--html FILE", "Also write the report as an HTML page."),
+            options.reworded(options.HTML, "Also write the report as an HTML page."),
             Option("--junit FILE", "Also write the comparisons as JUnit XML."),
             Option("--keep FOLDER", "Keep the checkpoints and the output of the runs in this folder."),
             *options.PRINTING,
@@ -135,6 +135,7 @@ def run(
     from ckpttool.operations.verify_resume.run.presets import fill
 
     page_file.checked(html)
+    check_folder(junit)
     command, arguments = fill(preset, command, arguments)
     tell = None if quiet or as_json else lambda message: err().line(dim(message))
     result = operation(command, inject_switches=arguments.pop("inject"), **arguments, tell=tell)
@@ -153,8 +154,8 @@ def run(
             terminal.line(result.verdict)
         else:
             _print(terminal, result, verbose)
-            for path in filter(None, (html, junit)):
-                err().line(dim("wrote "), path)
+            for path in (html, junit):
+                err().wrote(path)
 
 
 def _print(terminal: Terminal, result: Report, verbose: bool) -> None:

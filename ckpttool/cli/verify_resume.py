@@ -138,7 +138,7 @@ def _print_audit(terminal: Terminal, result: Audit, verbose: bool) -> None:
             ),
         ),
         "Output": (
-            Option("--html FILE", "Also write the report as an HTML page."),
+            options.reworded(options.HTML, "Also write the report as an HTML page."),
             Option("--keep FOLDER", "Keep the files of the runs in this folder."),
             *options.PRINTING,
         ),
@@ -169,8 +169,7 @@ def trial(via: str | None, html: str | None, as_json: bool, quiet: bool, verbose
             terminal.line(result.verdict)
         else:
             _print_trial(terminal, result, verbose)
-            if html is not None:
-                err().line(dim("wrote "), html)
+            err().wrote(html)
 
 
 def _print_trial(terminal: Terminal, result: Report, verbose: bool) -> None:

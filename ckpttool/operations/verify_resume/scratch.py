@@ -19,9 +19,15 @@ def kept_folder(stack: ExitStack, keep: str | os.PathLike[str] | None, prefix: s
         temporary = tempfile.mkdtemp(prefix=prefix)
         stack.callback(shutil.rmtree, temporary, ignore_errors=True)
         return temporary
+    path = checked_folder(keep)
+    os.makedirs(path, exist_ok=True)
+    return path
+
+
+def checked_folder(keep: str | os.PathLike[str]) -> str:
+    """Return the path of a folder that is new or empty. Raises OverwriteError for another one."""
     path = os.path.abspath(keep)
     if os.path.exists(path) and (not os.path.isdir(path) or os.listdir(path)):
         hint = "pass an empty or a new folder to `--keep`"
         raise OverwriteError(f"`{os.fspath(keep)}` exists and is not empty", hint=hint)
-    os.makedirs(path, exist_ok=True)
     return path

@@ -21,9 +21,9 @@ from support.cli import run as run_command
 from support.script_faults import FAULTS, ScriptFault
 
 from ckpttool.errors import OverwriteError, StorageError, UsageError
-from ckpttool.operations.verify_resume.run import _failure, observed, run
+from ckpttool.operations.verify_resume.run import _failure, compare, observed, run
 from ckpttool.operations.verify_resume.run.inject import Observed
-from ckpttool.operations.verify_resume.run.results import Report, ScriptRun
+from ckpttool.operations.verify_resume.run.results import Loss, Report, ScriptRun
 
 SCRIPTS = Path(__file__).parent / "scripts"
 FAST = [sys.executable, str(SCRIPTS / "train_numpy.py"), "--out", "OUT"]
@@ -148,6 +148,7 @@ def test_the_plan_has_every_start_of_the_command() -> None:
         ({"resume_with": "python t.py"}, "neither"),
         ({"resume_with": None, "via": "dcp"}, "told what to resume from"),
         ({"to_world": 2}, "{world}"),
+        ({"resume_with": "sh -c '... --resume {checkpoint}'"}, "stands for the command as a word alone"),
         ({"via": "onnx"}, "unknown stage"),
         ({"command": ["no-such-program", "OUT", "--steps", "5"]}, "cannot be started"),
         ({"command": [sys.executable, "-c", "raise KeyError(3)", "OUT", "--steps", "5"]}, "KeyError: 3"),
@@ -169,8 +170,40 @@ def test_a_run_that_crashes_or_hangs_after_the_resume_has_failed() -> None:
     report = runs("--fault", "crash")
     assert (report.verdict, report.exit_code) == ("failed", 1)
     assert report.failure is not None and report.failure.run == "B" and "KeyError: 'optimizer'" in report.message
+    assert report.runs[-1].name == "B" and "--resume" in report.runs[-1].command
     report = runs("--hang", timeout=1.5)
     assert report.verdict == "failed" and "run B was still running after 1.50 s" in report.message
+
+
+@pytest.mark.parametrize(
+    ("resume_with", "message"),
+    [("python t.py {checkpoint}", "no such option to change"), ("... {world} {checkpoint}", "no value for `{world}`")],
+)
+def test_what_resumes_is_checked_before_anything_runs(resume_with: str, message: str, tmp_path: Path) -> None:
+    told: list[str] = []
+    with pytest.raises(UsageError, match=re.escape(message)):
+        runs(resume_with=resume_with, tell=told.append)
+    assert not [line for line in told if line.startswith("run ")]
+
+
+def test_a_plan_leaves_no_folder_and_a_report_needs_one(tmp_path: Path) -> None:
+    assert runs(dry_run=True, keep=tmp_path / "kept").folder == str(tmp_path / "kept")
+    words = ["--at", "1", "--until", "2", "--junit", str(tmp_path / "absent" / "r.xml"), "--", "no-such-program", "OUT"]
+    done = run_command("verify-resume", "run", *words)
+    assert done.exit_code == 2 and "there is no folder" in done.stderr
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_flag_that_changes_the_training_is_not_blamed_on_a2() -> None:
+    a, a2, b = (ScriptRun(name, [], "", "") for name in ("A", "A2", "B"))
+    a.steps, a2.steps, b.steps = ([Loss(1, 3.0), Loss(2, last)] for last in (2.0, 2.0, 2.5))
+    excused = compare.unrepeated([(a, a2), (a, b)])
+    report = Report([], "bitwise", "", 2, 5, "max-steps=--steps")
+    report.runs = [a, a2, b]
+    compare.judge(report, excused)
+    assert report.verdict == "nondeterministic" and "`loss` of run B differ from those of run A" in report.message
+    assert any("with `--steps 2` than with `--steps 5`" in note for note in report.notes)
+    assert compare.unrepeated([(a, b), (a, a2)]).run == "B" and not compare.unrepeated([(a, a2)]).run
 
 
 @pytest.mark.parametrize(

@@ -30,7 +30,7 @@ from ckpttool.operations.verify_resume.run.losses import Losses, Output
 from ckpttool.operations.verify_resume.run.process import LAST_LINES, Process, last_lines, read_log
 from ckpttool.operations.verify_resume.run.results import Cost, Failure, Loss, Report, Saved, ScriptRun
 from ckpttool.operations.verify_resume.run.state import SavedState
-from ckpttool.operations.verify_resume.scratch import kept_folder
+from ckpttool.operations.verify_resume.scratch import checked_folder, kept_folder
 from ckpttool.operations.verify_resume.trial import arguments, state
 from ckpttool.operations.verify_resume.trial.results import Compared, Finding
 from ckpttool.operations.verify_resume.trial.state import difference_names
@@ -220,7 +220,7 @@ class _Verification:
         """Return the checkpoint of run A of a step, whose files show what makes one complete on as many ranks."""
         world = run.world_size if run is not None else self.world
         runs = [one for one in self.report.runs if one.name == "A" and one.world_size == world]
-        return next((one.path for run in runs for one in run.checkpoints if one.step == step), None)
+        return next((run.paths[step] for run in runs if step in run.paths), None)
 
     def _to_the_end(self, run: ScriptRun) -> None:
         """Start a command and wait until it ends, or has saved the last step and goes on."""
@@ -398,11 +398,17 @@ def run(
     starts = f"{cost.runs} starts of the command, {plural(cost.steps, 'step')} in all"
     say(f"{starts}, at most {duration(timeout)} each")
     with ExitStack() as stack:
-        folder = kept_folder(stack, keep, "ckpttool-run-")
+        if dry_run:
+            folder = checked_folder(keep) if keep is not None else "FOLDER"
+        else:
+            folder = kept_folder(stack, keep, "ckpttool-run-")
         hooks = Hook(inject_switches, observe, seed_env)
         verification = _Verification(report, commands, checkpoints, folder, world, timeout, most, source, say, hooks)
+        planned = _plan(verification)
         if dry_run:
-            _plan(verification)
+            report.runs, report.verdict = planned, "planned"
+            steps = plural(cost.steps, "step")
+            report.message = f"would start the command {cost.runs} times, and train {steps} in all"
             return report
         try:
             excused = _all(verification, via, to_world if other_world else None)
@@ -416,21 +422,16 @@ def run(
     return report
 
 
-def _plan(verification: _Verification) -> None:
-    """Report what would be run."""
-    report = verification.report
-    verification.folder = report.folder or "FOLDER"
+def _plan(verification: _Verification) -> list[ScriptRun]:
+    """Return what would be run. Raises UsageError for words that cannot be filled, before anything has run."""
+    report, resumed = verification.report, verification.limited(verification.until, verification.commands.resume)
+    runs = []
     for name in ("A", "A2", "B"):
         words = verification.words(name, verification.limited(report.at if name == "B" else report.until))
-        report.runs.append(ScriptRun(name, words, verification.out(name), "", verification.world))
-    resume = verification.limited(report.until, verification.commands.resume)
-    checkpoint = f"<checkpoint of step {report.at}>"
-    report.runs[-1].stopped = shlex.join(report.runs[-1].command)
-    report.runs[-1].command = verification.words("B", resume, checkpoint=checkpoint)
-    report.verdict = "planned"
-    report.message = (
-        f"would start the command {report.cost.runs} times, and train {plural(report.cost.steps, 'step')} in all"
-    )
+        runs.append(ScriptRun(name, words, verification.out(name), "", verification.world))
+    runs[-1].stopped = shlex.join(runs[-1].command)
+    runs[-1].command = verification.words("B", resumed, checkpoint=f"<checkpoint of step {report.at}>")
+    return runs
 
 
 def _all(verification: _Verification, via: str, to_world: int | None) -> compare.Unrepeated:
@@ -459,8 +460,8 @@ def _all(verification: _Verification, via: str, to_world: int | None) -> compare
         verification.begin("control")
         verification.resume(control, saved, step, to_world)
         report.runs.append(control)
-    verification.resume(b, source, step, to_world)
     report.runs.append(b)
+    verification.resume(b, source, step, to_world)
     if not compare.shared(reference, b, step):
         raise _Ended(Failure("B", f"run B saved no checkpoint after step {step}", last_lines(b.log)))
     is_one = verification.seen["B"].written_again is not None
@@ -468,7 +469,7 @@ def _all(verification: _Verification, via: str, to_world: int | None) -> compare
     told = _compare_observed(verification, reference, step) if verification.hook.observe else None
     if first is not None and report.cause is None:
         paths = compare.shared(reference, b, step)[first.step]
-        origin = next((one.path for one in reference.checkpoints if one.step == step), saved)
+        origin = reference.paths.get(step, saved)
         # What a checkpoint says is more to the point, if it says it of what was seen to differ first.
         seen = report.findings[0] if told is not None else None
         is_later = seen is not None and (seen.step or 0) <= first.step
@@ -559,7 +560,7 @@ def _to_resume(verification: _Verification, before: ScriptRun) -> tuple[str, int
     that finds it by itself takes the newest complete one.
     """
     report = verification.report
-    paths = {saved.step: saved.path for saved in before.checkpoints}
+    paths = before.paths
     if verification.commands.uses("checkpoint", resuming=True):
         aside = os.path.join(verification.folder, "B", "after-stop")
         if later := verification.seen["B"].put_aside(report.at, aside):

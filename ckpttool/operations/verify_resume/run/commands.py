@@ -66,6 +66,9 @@ def parse(command: Sequence[str], resume_with: str | None, out: str) -> Commands
         words = shlex.split(resume_with) if resume_with is not None else ["..."]
     except ValueError as error:
         raise UsageError(f"`--resume-with {resume_with}`: {str(error).lower()}") from None
+    if quoted := next((word for word in words if word.startswith("... ")), None):
+        hint = "quote the whole command again, with what resumes, in place of `...`"
+        raise UsageError(f"`--resume-with`: `...` stands for the command as a word alone, not in `{quoted}`", hint=hint)
     resume = [word for each in words for word in (command if each == "..." else [each])]
     commands = Commands(list(command), resume, out)
     if not commands.uses("out"):

@@ -33,6 +33,7 @@ class Unrepeated:
 
     names: dict[str, int] = field(default_factory=dict)
     kinds: dict[str, int] = field(default_factory=dict)
+    run: str = ""  # that was seen to repeat less, first
 
     def add(self, state: RecordedState, names: Iterable[str], step: int) -> None:
         """Add names that differ at a step."""
@@ -67,13 +68,15 @@ def unrepeated(pairs: Sequence[tuple[ScriptRun, ScriptRun]]) -> Unrepeated:
         for loss in other.steps:
             if loss.number in losses and not equal(loss.loss, losses[loss.number]):
                 found.kinds[LOSS] = min(loss.number, found.kinds.get(LOSS, loss.number))
+        if not found.run and any(kind in JUDGED for kind in found.kinds):
+            found.run = other.name
     return found
 
 
 def shared(one: ScriptRun, other: ScriptRun, after: int = -1) -> dict[int, tuple[str, str]]:
     """Return the checkpoints that two runs both have, by step."""
-    paths = {saved.step: saved.path for saved in other.checkpoints}
-    return {s.step: (s.path, paths[s.step]) for s in one.checkpoints if s.step in paths and s.step > after}
+    paths = other.paths
+    return {step: (path, paths[step]) for step, path in one.paths.items() if step in paths and step > after}
 
 
 def check_training(run: ScriptRun, stopped: ScriptRun, at: int) -> None:
@@ -263,8 +266,12 @@ def judge(report: Report, excused: Unrepeated) -> None:
         report.verdict = "nondeterministic"
         _tell_distances(report)
         report.message = (
-            f"the command does not repeat itself: {some(decisive)} of run A2 differ from those of run A from step "
-            f"{since} on, so that bit for bit nothing can be said of the resume; nothing else differs"
+            f"the command does not repeat itself: {some(decisive)} of run {excused.run} differ from those of run A "
+            f"from step {since} on, so that bit for bit nothing can be said of the resume; nothing else differs"
         )
+        if excused.run == "B" and (flag := report.stop.partition("=")[2]):
+            flags = f"with `{flag} {report.at}` than with `{flag} {report.until}`"
+            text = f"run B differs before it was stopped, and A2 does not: the command may train otherwise {flags}"
+            report.notes.append(f"{text}, such as by its learning rate; `--stop sigkill` changes no flag")
         return
     report.verdict, report.message = "same", f"exact resume: {' and '.join(what)} are bit-identical"

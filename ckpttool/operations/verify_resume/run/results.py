@@ -57,6 +57,11 @@ class ScriptRun:
     checkpoints: list[Saved] = field(default_factory=list)  #: complete checkpoints
     seconds: float = 0.0  #: duration
 
+    @property
+    def paths(self) -> dict[int, str]:
+        """The paths of its checkpoints, by step."""
+        return {saved.step: saved.path for saved in self.checkpoints}
+
 
 @dataclass(slots=True)
 class Failure:
