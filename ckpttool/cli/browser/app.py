@@ -202,7 +202,8 @@ class Browser(App[CkptError | KeyboardInterrupt | None]):
         try:
             opened = self.session.open()
         except CkptError as error:
-            self._from_thread(partial(self.exit, error))
+            if self.is_running:
+                self.call_from_thread(self.exit, error)
             return
         self._from_thread(partial(self._show, opened))
         self._describe(opened)
@@ -215,7 +216,12 @@ class Browser(App[CkptError | KeyboardInterrupt | None]):
 
     def _from_thread(self, call: Callable[[], object]) -> None:
         if self.is_running:
-            self.call_from_thread(call)
+            self.call_from_thread(self._if_shown, call)
+
+    def _if_shown(self, call: Callable[[], object]) -> None:
+        """Call what draws, unless the screen is being left."""
+        if self.query(Names):
+            call()
 
     def _show(self, opened: Opened) -> None:
         names = self.query_one(Names)
@@ -235,7 +241,7 @@ class Browser(App[CkptError | KeyboardInterrupt | None]):
 
     def _tick(self) -> None:
         """Show what was read since the last look."""
-        if self.opened is None:
+        if self.opened is None or not self.query(Names):
             return
         survey = self.opened.survey
         if self._seen == (survey, survey.version):

@@ -249,7 +249,6 @@ def _add_to_groups(groups: dict[GroupKey, Group], tensor: Tensor, total: Accumul
         if group is None:
             group = groups[key] = Group(Accumulator(tensor.dtype))
         group.total.merge(total)
-        group.total.pack()
         group.names.append(tensor.name)
 
 

@@ -310,7 +310,9 @@ class ChannelMaxima:
         import numpy as np
 
         values = numbers(maxima.reshape(-1), self.dtype).astype(np.float64)
-        median, largest = float(np.median(values)), int(values.argmax())
+        # `numpy.median` takes ten times as long for a few.
+        middle = (len(values) - 1) // 2, len(values) // 2
+        median, largest = float(np.partition(values, middle)[[*middle]].mean()), int(values.argmax())
         outlying = int((values > OUTLYING * median).sum()) if median else 0
         return Channels(len(values), median, float(values[largest]), largest, outlying)
 

@@ -205,6 +205,25 @@ def test_rows_and_columns(name: str) -> None:
     assert maxima.result()[0].outlying >= 1
 
 
+def test_counts_of_many_tensors_are_added_together_or_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A histogram that others are merged into has the same counts, however many of them wait."""
+    parts = [np.random.default_rng(i).integers(0, 1 << 16, 7 * 3**i % 9000 + 1).astype(np.uint16) for i in range(24)]
+    whole = np.bincount(np.concatenate(parts), minlength=1 << 16)
+    for most in (0, 5000, 1 << 20):
+        monkeypatch.setattr("ckpttool.operations.stats.histogram._MOST_WAITING", most)
+        total = Accumulator(DTYPES["bfloat16"])
+        for i, part in enumerate(parts):
+            one = Accumulator(DTYPES["bfloat16"])
+            one.feed(part[: len(part) // 2])
+            one.feed(part[len(part) // 2 :])
+            total.merge(one)
+            if i % 7 == 0:
+                total.result()
+        assert total.histogram is not None
+        used, counts = total.histogram.used
+        assert (used == np.flatnonzero(whole)).all() and (counts == whole[used]).all()
+
+
 # Thumbnails -----------------------------------------------------------------------------------------------------------
 
 

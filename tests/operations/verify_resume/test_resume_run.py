@@ -128,6 +128,17 @@ def test_the_command_writes_every_form_of_the_report(tmp_path: Path) -> None:
     assert quiet.stdout == "planned\n"
 
 
+@pytest.mark.parametrize("words", [["run", "--at", "2"], ["trial", "--recipe", "none.py"]])
+def test_only_a_page_is_replaced(words: list[str], tmp_path: Path) -> None:
+    """And before anything is run."""
+    (tmp_path / "mine.html").write_text("mine")
+    done = run_command(
+        "verify-resume", *words, "--html", str(tmp_path / "mine.html"), *(["--", "false"] * (words[0] == "run"))
+    )
+    assert done.exit_code == 6 and "is no page of ckpttool's" in done.stderr
+    assert (tmp_path / "mine.html").read_text() == "mine"
+
+
 def test_the_plan_has_every_start_of_the_command() -> None:
     words = ["verify-resume", "run", "--via", "dcp", "--to-world", "4", "--no-inject", "--observe", "--seed-env", "S=3"]
     words += ["--at", "2", "--until", "3", "--resume-with", RESUME, "--world", "2", "--dry-run", "--json"]
