@@ -48,6 +48,19 @@ def test_a_command_that_cannot_be_judged_fails_the_job(tmp_path: Path) -> None:
     assert code == 2 and outputs == "verdict=failed\n" and "output directory" in summary
 
 
+def test_lines_are_joined_and_a_quote_without_its_end_fails(tmp_path: Path) -> None:
+    (one := tmp_path / "one").mkdir()
+    command = "train.py \\\n  --out OUT \\\n  --name ''\n"
+    assert start(one, COMMAND=command, OPTIONS="--dry-run", AT="2", UNTIL="3")[0] == 0
+    words = json.loads((one / "report" / "report.json").read_text())["runs"][0]["command"]
+    assert (words[0], words[1], words[3:]) == ("train.py", "--out", ["--name", ""])
+    (two := tmp_path / "two").mkdir()
+    code, outputs, summary = start(
+        two, COMMAND="train.py --out OUT --name it's", OPTIONS="--dry-run", AT="2", UNTIL="3"
+    )
+    assert code == 2 and outputs == "verdict=failed\n" and "COMMAND has a quote without its end" in summary
+
+
 @pytest.mark.long
 @pytest.mark.parametrize(("fault", "verdict", "code"), [("", "same", 0), (" --fault rng", "differs", 1)])
 def test_a_verdict(tmp_path: Path, fault: str, verdict: str, code: int) -> None:
