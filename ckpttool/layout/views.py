@@ -10,6 +10,7 @@ To the rest of the code, a view is a tensor with many chunks, each an extent wit
 from __future__ import annotations
 
 from array import array
+from bisect import bisect_right
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -63,6 +64,33 @@ class _View(NamedTuple):
     piece: array[int]
 
 
+class _Boxes:
+    """The chunks of a tensor by where they lie along the dimension in which most of them differ."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        stored = tensor.chunks
+        self.boxes: list[Box] = [*zip(stored.offsets, stored.sizes, strict=True)]
+        places = [{offsets[dim] for offsets, _ in self.boxes} for dim in range(len(tensor.shape))]
+        self._dim = max(range(len(places)), key=lambda dim: len(places[dim]), default=0)
+        self._order = sorted(range(len(self.boxes)), key=self._start) if places else [*range(len(self.boxes))]
+        self._starts = [self._start(number) for number in self._order] if places else []
+        self._widest = max((sizes[self._dim] for _, sizes in self.boxes), default=0) if places else 0
+
+    def _start(self, number: int) -> int:
+        return self.boxes[number][0][self._dim]
+
+    def near(self, part: Slice) -> Sequence[int]:
+        """Return the numbers of chunks that may have elements of a slice."""
+        if not self._starts:
+            return self._order
+        low = high = part.start[self._dim]
+        for dim, size, step in zip(part.dims, part.sizes, part.steps, strict=True):
+            if dim == self._dim:
+                high += (size - 1) * step
+        first = bisect_right(self._starts, low - self._widest)
+        return sorted(self._order[first : bisect_right(self._starts, high)])
+
+
 class Viewed:
     """A source with views of its tensors. Itself a `Source`; closing it closes nothing."""
 
@@ -70,6 +98,7 @@ class Viewed:
         self.catalogue: Catalogue = source.catalogue
         self._source = source
         self._views: dict[Tensor, _View] = {}
+        self._boxes: dict[Tensor, _Boxes] = {}
         # Of the source, each is resolved once for many chunks of a view.
         self._stored = lru_cache(_KEPT)(lambda tensor, number: source.resolve(tensor, tensor.chunks.at(number)))
 
@@ -78,15 +107,16 @@ class Viewed:
 
     def view(self, tensors: Sequence[Tensor], path: Path, shape: Ints, pieces: Iterable[Piece]) -> Tensor:
         """Return a tensor of this shape, made of pieces of `tensors`, which are those of the source, of one dtype."""
-        view_ = _View(tensors, list(pieces), array("l"), array("l"))
+        view_ = _View(tensors, _sharing(pieces), array("l"), array("l"))
         offsets: list[Ints] = []
         sizes: list[Ints] = []
         files: array[int] = array("l")
         for number, (place, part) in enumerate(view_.pieces):
-            stored = tensors[max(place, 0)].chunks
-            numbers = range(len(stored)) if place >= 0 else range(1)
-            for k in numbers:
-                box = _clip(part, (stored.offsets[k], stored.sizes[k])) if place >= 0 else (part.offsets, part.sizes)
+            tensor = tensors[max(place, 0)]
+            stored = tensor.chunks
+            known = self._boxes.get(tensor) or self._boxes.setdefault(tensor, _Boxes(tensor))
+            for k in known.near(part) if place >= 0 else range(1):
+                box = _clip(part, known.boxes[k]) if place >= 0 else (part.offsets, part.sizes)
                 if box is not None:
                     offsets.append(box[0])
                     sizes.append(box[1])
@@ -139,6 +169,21 @@ class Viewed:
             nbytes=boxes.span(chunk.sizes, strides) * itemsize,
             strides=None if boxes.is_row_major(chunk.sizes, strides) else strides,
         )
+
+
+def _sharing(pieces: Iterable[Piece]) -> list[Piece]:
+    """Return pieces that have equal tuples in common: there are tens of thousands of pairs of rows."""
+    known: dict[Ints, Ints] = {}
+    same = known.setdefault
+    return [
+        Piece(
+            place,
+            Slice(
+                one.offsets, same(one.sizes, one.sizes), one.start, same(one.dims, one.dims), same(one.steps, one.steps)
+            ),
+        )
+        for place, one in pieces
+    ]
 
 
 def _clip(part: Slice, chunk: Box) -> Box | None:

@@ -43,6 +43,7 @@ BUFFER = 1 << 20  # stays in the processor's cache between read, checksum and wr
 FLUSH = 32 << 20  # written and not yet on its way to the disk
 TASK = 64 << 20  # a tensor larger than this is shared by the threads
 MEMORY = 64 << 20
+_MANY = 32
 SHORT_RUN = 16 << 10  # below this, gathering a tile beats a read and a write per run
 DEFAULT_THREADS = min(8, os.cpu_count() or 1)
 
@@ -271,7 +272,8 @@ class _Copier:
             self.tally.add(entry, job, task.nbytes)
             self.work.note(task.nbytes)
             return
-        if job.tensor.dtype == job.source.dtype and all(_is_run(task, *part) for part in parts):
+        are_runs = job.tensor.dtype == job.source.dtype and all(_is_run(task, *part) for part in parts)
+        if are_runs and not _are_many(task, parts):
             for part in parts:
                 self._stream(task, entry, *part)
         else:
@@ -351,11 +353,14 @@ class _Copier:
         start = task.start
         for tile in tiles(task.box, most):
             bits = np.empty(tile[1], read.unsigned(old))
-            for extent, chunk, box in parts:
-                shared = boxes.overlap(box, tile)
-                if shared is not None:
-                    read.fill(read.part(bits, shared, tile), self.pool, files, extent, chunk, shared, old)
-                    entry.note_read(extent, 0, prod(shared[1]) * old.itemsize, None, self.tally.digested)
+            inside = [
+                (extent, chunk, shared)
+                for extent, chunk, box in parts
+                if (shared := boxes.overlap(box, tile)) is not None
+            ]
+            for one in read.series(inside, old.itemsize):
+                one.fill(bits, tile, self.pool, files, old)
+                entry.note_read(one.extent, 0, one.numel * old.itemsize, None, self.tally.digested)
             data, overflowed = cast_array(bits, old, new)
             entry.overflowed += overflowed
             self._put(task, start, data)
@@ -385,6 +390,11 @@ def _is_transposed(extent: Extent) -> bool:
 def _run_length(task: _Task, chunk: Chunk, box: Box) -> int:
     """Return how many elements of a box lie next to each other on both sides."""
     return min(boxes.run_length(box[1], chunk.sizes), boxes.run_length(box[1], task.box[1]))
+
+
+def _are_many(task: _Task, parts: Sequence[_Part]) -> bool:
+    """Return whether parts are short, and so many of each file that they are there in series."""
+    return task.nbytes < SHORT_RUN * len(parts) and len(parts) > _MANY * len({extent.file for extent, _, _ in parts})
 
 
 def _is_run(task: _Task, extent: Extent, chunk: Chunk, box: Box) -> bool:

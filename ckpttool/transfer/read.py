@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from math import prod
-from typing import Any
+from typing import Any, NamedTuple
 
 from ckpttool.catalogue import boxes
 from ckpttool.catalogue.boxes import Box, Ints
@@ -91,17 +91,88 @@ def fill(target: Array, pool: Pool, files: Sequence[File], extent: Extent, chunk
 
     `target` has the box's sizes and the type `unsigned(kind)`. Raises CorruptError when the file is too short.
     """
-    if not target.size:
-        return
+    if target.size:
+        _fill(target, pool, files, extent, *_place(extent, chunk, box), kind)
+
+
+def _place(extent: Extent, chunk: Chunk, box: Box) -> tuple[int, Ints]:
+    """Return where a box of a chunk begins in its extent, and its strides, in elements."""
+    strides = extent.strides or boxes.row_major(chunk.sizes)
+    return sum((o - c) * s for o, c, s in zip(box[0], chunk.offsets, strides, strict=True)), strides
+
+
+def _fill(
+    target: Array, pool: Pool, files: Sequence[File], extent: Extent, first: int, strides: Ints, kind: Dtype
+) -> None:
     import numpy as np
 
-    strides = extent.strides or boxes.row_major(chunk.sizes)
-    first = sum((o - c) * s for o, c, s in zip(box[0], chunk.offsets, strides, strict=True))
-    dense: Array = np.empty(box[1], target.dtype) if extent.codec else target
-    _read(dense, pool, files[extent.file].location, extent.offset, first, box[1], strides, kind)
+    dense: Array = np.empty(target.shape, target.dtype) if extent.codec else target
+    _read(dense, pool, files[extent.file].location, extent.offset, first, target.shape, strides, kind)
     if extent.codec:
         _decode(dense, extent.codec, kind)
         target[...] = dense
+
+
+class Series(NamedTuple):
+    """Boxes of equal sizes that are as far apart from each other in a tensor, along one dimension, as in a file: the
+    pairs of rows of a rotary head, one index of each group. They are read at once."""
+
+    extent: Extent
+    first: int
+    strides: Ints
+    box: Box
+    dim: int = 0
+    length: int = 1
+    apart: int = 0  # in the tensor
+    step: int = 0  # in the file, in elements
+
+    @property
+    def numel(self) -> int:
+        """The number of elements."""
+        return self.length * prod(self.box[1])
+
+    def fill(self, target: Array, within: Box, pool: Pool, files: Sequence[File], kind: Dtype) -> None:
+        """Read the elements into an array that holds the box `within`. Raises CorruptError when a file is too short."""
+        into, strides, dim = part(target, self.box, within), self.strides, self.dim
+        if self.length > 1:
+            from numpy.lib.stride_tricks import as_strided
+
+            shape = (*into.shape[:dim], self.length, *into.shape[dim:])
+            into = as_strided(into, shape, (*into.strides[:dim], self.apart * into.strides[dim], *into.strides[dim:]))
+            strides = (*strides[:dim], self.step, *strides[dim:])
+        _fill(into, pool, files, self.extent, self.first, strides, kind)
+
+    def longer(self, extent: Extent, first: int, box: Box, itemsize: int) -> Series | None:
+        """Return the series with one box more, or None if that is not the next one."""
+        step, rest = divmod(extent.offset - self.extent.offset, itemsize)
+        step += first - self.first
+        if self.length > 1:
+            low = self.box[0][self.dim] + self.length * self.apart
+            is_next = step == self.length * self.step and box[0][self.dim] == low and not rest
+            rows = (box[0][: self.dim], box[0][self.dim + 1 :])
+            same = is_next and rows == (self.box[0][: self.dim], self.box[0][self.dim + 1 :])
+            return self._replace(length=self.length + 1) if same else None
+        dims = [dim for dim, (a, b) in enumerate(zip(self.box[0], box[0], strict=True)) if a != b]
+        if len(dims) != 1 or step <= 0 or rest or (apart := box[0][dims[0]] - self.box[0][dims[0]]) <= 0:
+            return None
+        return self._replace(dim=dims[0], length=2, apart=apart, step=step)
+
+
+def series(parts: Iterable[tuple[Extent, Chunk, Box]], itemsize: int) -> list[Series]:
+    """Return parts of a tensor as the series that they are."""
+    found: list[Series] = []
+    last: dict[tuple[object, ...], int] = {}
+    for extent, chunk, box in parts:
+        first, strides = _place(extent, chunk, box)
+        key = extent.file, id(extent.record), extent.checked, extent.codec, strides, box[1]
+        at = last.get(key)
+        longer = None if at is None else found[at].longer(extent, first, box, itemsize)
+        if at is None or longer is None:
+            last[key] = len(found)
+            found.append(Series(extent, first, strides, box))
+        else:
+            found[at] = longer
+    return found
 
 
 def _read(

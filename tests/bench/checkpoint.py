@@ -44,6 +44,16 @@ class Checkpoint:
         return self.root / "weights"
 
     @property
+    def experts(self) -> Path:
+        """DCP: experts, those of a layer one tensor. See `make_experts`."""
+        return self.root / "experts"
+
+    @property
+    def expert_list(self) -> Path:
+        """DCP: experts of the same bytes, each with tensors of its own."""
+        return self.root / "expert_list"
+
+    @property
     def train_pt(self) -> Path:
         """`train` as torch's own dcp_to_torch_save writes it."""
         return self.root / "train.pt"

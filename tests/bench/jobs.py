@@ -12,6 +12,7 @@ import os
 import shutil
 import subprocess
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -140,16 +141,49 @@ def exports_with_operations(state: Checkpoint, out: Path) -> list[Contender]:
     operations = {
         "transpose": matrix | {"operations": [{"transpose": [0, 1]}]},
         "rows": matrix | {"operations": [{"rows": {"to": "halves", "head_dim": 64}}]},
+        "rows back": matrix | {"operations": [{"rows": {"to": "neighbours", "head_dim": 64}}]},
         "split": matrix | {"to": ["{name*}.a", "{name*}.b"]},
     }
-    members = []
-    for name, rule in operations.items():
-        file = state.root / f"{name}.json"
-        one_dimension = {"from": "{name*}norm.weight", "to": "{name*}norm.weight"}
-        file.write_text(json.dumps({"format": 2, "name": name, "rules": [one_dimension, rule]}))
-        command = ckpttool("export", state.weights, out / name, "--map", file, "--no-strict")
-        members.append(Contender(f"export, {name}", OURS, command, (state.weights,), out / name, "all", check=False))
-    return members
+    one_dimension = {"from": "{name*}norm.weight", "to": "{name*}norm.weight"}
+    return [mapped(state, out, name, state.weights, [one_dimension, rule]) for name, rule in operations.items()]
+
+
+def exports_of_experts(state: Checkpoint, out: Path) -> list[Contender]:
+    """Experts that are one tensor become tensors of their own, and the other way round, also those of all layers."""
+    if not state.expert_list.exists():
+        facts = state.facts
+        maker = (sys.executable, str(HERE / "make_experts.py"))
+        subprocess.run([*maker, state.root, str(facts["bytes"]), str(facts["ranks"])], check=True)
+    one = "layers.{n}.experts."
+    parts = [f"{one}{{e}}.{name}.weight" for name in ("w1", "w3", "w2")]
+    unstack = [
+        {"from": f"{one}w13", "to": parts[:2], "operations": [{"split": 1}, {"unstack": 0}]},
+        {"from": f"{one}w2", "to": parts[2]},
+    ]
+    stack = [
+        {"from": parts[:2], "to": f"{one}w13", "operations": [{"concat": 0}, {"stack": 0}]},
+        {"from": parts[2], "to": f"{one}w2"},
+    ]
+    both = [
+        {"from": parts[:2], "to": "experts.w13", "operations": [{"concat": 0}, {"stack": 0}, {"stack": 0}]},
+        {"from": parts[2], "to": "experts.w2", "operations": [{"stack": 0}, {"stack": 0}]},
+    ]
+    return [
+        cat("experts", state.experts, out),
+        mapped(state, out, "unstack", state.experts, unstack, "experts"),
+        mapped(state, out, "stack", state.expert_list, stack, "experts"),
+        mapped(state, out, "stack twice", state.expert_list, both, "experts"),
+    ]
+
+
+def mapped(
+    state: Checkpoint, out: Path, name: str, source: Path, rules: Sequence[object], part: str = "all"
+) -> Contender:
+    """`ckpttool export --map` with these rules."""
+    file, target = state.root / f"{name}.json", out / name
+    file.write_text(json.dumps({"format": 2, "name": name, "rules": rules}))
+    command = ckpttool("export", source, target, "--map", file, "--no-strict")
+    return Contender(f"export, {name}", OURS, command, (source,), target, part, check=False)
 
 
 def contenders(state: Checkpoint, out: Path) -> list[Contender]:
@@ -180,6 +214,7 @@ def contenders(state: Checkpoint, out: Path) -> list[Contender]:
         ),
         peer("export", "dcp_load_save_pretrained", state.weights, out / "pretrained"),
         *exports_with_operations(state, out),
+        *exports_of_experts(state, out),
         cat("model", state.accelerate, out),
         ours("dcp -> model", state.train, model, "safetensors", "--only", "model", part="model"),
         peer("dcp -> model", "dcp_load_save_model", state.train, model, "model"),

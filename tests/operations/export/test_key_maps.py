@@ -27,6 +27,7 @@ from ckpttool.layout import views
 from ckpttool.layout.index_operations import Assembly, Rows
 from ckpttool.operations import key_maps as keymaps
 from ckpttool.storage.files import Pool
+from ckpttool.transfer import read
 
 NAMES = {
     "model.embed_tokens": "tok_embeddings", "model.norm": "norm", "lm_head": "output", "model.layers": "layers",
@@ -363,3 +364,57 @@ def test_a_transposed_matrix_is_read_in_few_reads(tmp_path: Path, monkeypatch: p
     monkeypatch.undo()
     assert torch.equal(load_file(tmp_path / "out" / "model.safetensors")["w"], matrix.T)
     assert len(reads) < 1200  # small tiles take some for each row
+
+
+WAYS: list[dict[str, Any]] = [
+    {"to": order, **how}
+    for order in ("halves", "neighbours")
+    for how in ({"head_dim": 4}, {"head_dim": 12}, {"heads": 1}, {"heads": 1, "axis": 1}, {"heads": 4, "axis": 1})
+]
+
+
+@pytest.mark.parametrize("world", [1, 4])
+@pytest.mark.parametrize("tile", [600, 1 << 20])
+def test_rows_in_another_order_are_gathered_in_tiles_of_any_size(
+    world: int, tile: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Shards and tiles cut heads and pairs."""
+    state = {f"w{n}": torch.randn(60, 8, 3) for n in range(len(WAYS))}
+    source = tmp_path / "ranks"
+    source.mkdir()
+    for rank in range(world):
+        with as_rank(rank, world):
+            grid = mesh(world)
+            shards = {name: distribute_tensor(x, grid, [Shard(0)], src_data_rank=None) for name, x in state.items()}
+            torch.save({"model": shards}, source / f"rank{rank}.pt")
+    rules = [{"from": f"w{n}", "to": f"w{n}", "operations": [{"rows": way}]} for n, way in enumerate(WAYS)]
+    (tmp_path / "map.json").write_text(json.dumps({"format": 2, "rules": rules}))
+    monkeypatch.setattr(read, "TILE", tile)
+    ckpttool.export(source, tmp_path / "out", key_map=str(tmp_path / "map.json"), check=True)
+    found = load_file(tmp_path / "out" / "model.safetensors")
+    for n, way in enumerate(WAYS):
+        axis = way.get("axis", 0)
+        last = state[f"w{n}"].transpose(axis, -1)
+        size = last.shape[-1]
+        head = way.get("head_dim", size // way.get("heads", 1))
+        pairs = (head // 2, 2) if way["to"] == "halves" else (2, head // 2)
+        expected = last.unflatten(-1, (size // head, *pairs)).transpose(-1, -2).flatten(-3).transpose(axis, -1)
+        assert torch.equal(found[f"w{n}"], expected), way
+
+
+def test_rows_in_another_order_are_read_in_few_reads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    matrix = torch.arange(4096 * 512).to(torch.int16).view(4096, 512)
+    torch.save({"w": matrix}, tmp_path / "a.pt")
+    rules = [{"from": "w", "to": "w", "operations": [{"rows": {"to": "neighbours", "head_dim": 128}}]}]
+    (tmp_path / "map.json").write_text(json.dumps({"format": 2, "rules": rules}))
+    reads: list[int] = []
+    read_into = Pool.read_into
+
+    def counted(pool: Pool, location: str, offset: int, into: memoryview) -> None:
+        reads.append(len(into))
+        read_into(pool, location, offset, into)
+
+    monkeypatch.setattr(Pool, "read_into", counted)
+    ckpttool.export(tmp_path / "a.pt", tmp_path / "out", key_map=str(tmp_path / "map.json"))
+    assert torch.equal(load_file(tmp_path / "out" / "model.safetensors")["w"], paired(matrix, 128))
+    assert len(reads) < 100 and sum(reads) <= 2 * matrix.nbytes  # once more for the checksum of the archive
