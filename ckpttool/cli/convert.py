@@ -27,7 +27,11 @@ from ckpttool.cli.options import Option
             options.STRIP_WRAPPERS,
             options.STRIP_PREFIX,
             Option("--like FROM", "Give the model the names, dtypes and ranks that this checkpoint of a run has."),
-            options.reworded(options.MAP, "With --like: the key map that fits, a name, a .json file, or none."),
+            options.reworded(
+                options.MAP,
+                "Apply a key map to the model and its optimizer: a name, a .json file, or none. With --like, to the "
+                "model; default: the one that fits.",
+            ),
         ),
         "Format": (
             options.TO,
@@ -50,6 +54,7 @@ from ckpttool.cli.options import Option
         "checkpoint.pt step-1000 --to dcp --to-world 8",
         "step-1000 hf-resume --producer accelerate --dry-run",
         "hf://Qwen/Qwen3-0.6B start --to dcp --like run7/step-10",
+        "step-1000 fused --to dcp --map fused.json",
     ),
 )
 def convert(**arguments: Any) -> None:

@@ -296,11 +296,16 @@ class _Group:
 
 @dataclass(slots=True)
 class Mapped:
-    """What a map made of tensors: them in order, the names that it has no rule for, and those that it dropped."""
+    """What a map made of tensors: them in order, the names that it has no rule for, and those that it dropped.
+
+    `renamed` has the new names of those that only got another one, `made_of` the sources of all others, by new name.
+    """
 
     tensors: list[Tensor]
     unknown: list[str] = field(default_factory=list)
     dropped: list[str] = field(default_factory=list)
+    renamed: dict[str, str] = field(default_factory=dict)
+    made_of: dict[str, list[str]] = field(default_factory=dict)
 
 
 def apply(keymap: KeyMap, planned: Catalogue, viewed: Viewed, facts: Facts) -> tuple[Catalogue, list[str]]:
@@ -336,10 +341,17 @@ def map_tensors(keymap: KeyMap, tensors: Iterable[Tensor], viewed: Viewed, facts
         groups[key].members[place, tuple(int(values[name]) for name in rule.stacks)] = tensor
     new_path: dict[Path, Path] = {}
     for one in order:
-        made = _made(keymap, one, viewed, facts) if isinstance(one, _Group) else [one]
-        if isinstance(one, _Group) and one.rule.is_renaming:
-            new_path[one.members[0, ()].path] = made[0].path
-        mapped.tensors += made
+        if isinstance(one, Tensor):
+            mapped.tensors.append(one)
+            continue
+        if one.rule.is_renaming:
+            old, new = one.members[0, ()], one.rule.targets[0].filled(one.values)
+            mapped.tensors.append(again(old, path=(new,)))
+            mapped.renamed[old.name], new_path[old.path] = new, (new,)
+            continue
+        for made, sources in _made(keymap, one, viewed, facts):
+            mapped.tensors.append(made)
+            mapped.made_of[made.name] = [tensor.name for tensor in sources]
     unknown = set(mapped.unknown)
     kept = {tensor.path for tensor in tensors if tensor.name in unknown}
     mapped.tensors = [_aliased(tensor, new_path, kept) for tensor in mapped.tensors]
@@ -354,10 +366,9 @@ def _matches(keymap: KeyMap, name: str) -> Iterator[tuple[int, Rule, int, dict[s
                 yield number, rule, place, match.groupdict()
 
 
-def _made(keymap: KeyMap, group: _Group, viewed: Viewed, facts: Facts) -> list[Tensor]:
+def _made(keymap: KeyMap, group: _Group, viewed: Viewed, facts: Facts) -> Iterator[tuple[Tensor, list[Tensor]]]:
+    """Yield the tensors that the operations of a rule make, each with those that it is made of."""
     rule, values = group.rule, group.values
-    if rule.is_renaming:
-        return [again(group.members[0, ()], path=(rule.targets[0].filled(values),))]
     table, sources = _table(keymap, group)
     first = sources[0]
     try:
@@ -369,8 +380,6 @@ def _made(keymap: KeyMap, group: _Group, viewed: Viewed, facts: Facts) -> list[T
             hint=error.hint or "`--map none` leaves the names as they are",
             tensor=first.name,
         ) from None
-    origins = [tensor.origin or tensor for tensor in sources]
-    made = []
     for numbers in table[0]:
         filled = values | dict(zip(rule.unstacks, map(str, numbers), strict=True))
         for target, row in zip(rule.targets, table, strict=True):
@@ -379,9 +388,9 @@ def _made(keymap: KeyMap, group: _Group, viewed: Viewed, facts: Facts) -> list[T
             used = sorted({place for place, _ in one.pieces if place >= 0})
             places = {place: number for number, place in enumerate(used)}
             pieces = [piece._replace(tensor=places.get(piece.tensor, -1)) for piece in one.pieces]
-            origin = viewed.view([origins[place] for place in used], path, one.shape, pieces)
-            made.append(replace(first, path=path, shape=one.shape, alias=None, origin=origin))
-    return made
+            taken = [sources[place] for place in used]
+            origin = viewed.view([tensor.origin or tensor for tensor in taken], path, one.shape, pieces)
+            yield replace(first, path=path, shape=one.shape, alias=None, origin=origin), taken
 
 
 def _table(keymap: KeyMap, group: _Group) -> tuple[Table, list[Tensor]]:

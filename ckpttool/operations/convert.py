@@ -21,7 +21,7 @@ from ckpttool.layout.dtype_rules import cast, caster, general
 from ckpttool.layout.optimizer import respell
 from ckpttool.layout.rename import rename_entries, without_root
 from ckpttool.layout.views import Viewed
-from ckpttool.operations import arguments, publish, start, write
+from ckpttool.operations import arguments, mapped_state, publish, start, write
 from ckpttool.operations import reference as references
 from ckpttool.operations.arguments import Selection
 from ckpttool.operations.write import Conversion, Planned, WriteOptions
@@ -109,8 +109,9 @@ def convert(
         optim_from: a checkpoint to read the optimizer from in place of `src`.
         like: a checkpoint of a run, whose names, dtypes and number of ranks the model of `src` gets, as a start from
             released weights.
-        key_map: with `like`, how the names of `src` become those of the run, or the other way round: the name of a key
-            map, a `.json` file, or `none`; None takes the one that fits best.
+        key_map: the name of a key map, a `.json` file, or `none`: the parameters become those that it makes of them,
+            and the state of the optimizers follows. With `like`, how the names of `src` become those of the run, or
+            the other way round; None takes the one that fits best.
         overwrite: whether to replace `dst`; the old one is kept until the new one is complete.
         resume: whether to go on from what an interrupted run has copied.
         dry_run: whether to return the plan and write nothing.
@@ -166,7 +167,9 @@ def convert(
                     planned = _plan_like(viewed, src, reference, place.path, target, options, result.notes)
                     result.notes.append(start.NO_OPTIMIZER)
                 else:
-                    planned, target = _plan(opened.source, place.path, target, options)
+                    if options.maps:
+                        opened = replace(opened, source=Viewed(opened.source))
+                    planned, target = _plan(opened.source, src, place.path, target, options, result.notes)
             write.Write(opened, planned, target, result, place.options).run()
             place.send(result)
     return result
@@ -187,13 +190,25 @@ class ConvertOptions:
     like: str | None
     key_map: str | None
 
+    @property
+    def maps(self) -> bool:
+        """Whether a key map is applied to the whole state, and not to a model alone."""
+        return self.like is None and self.key_map not in (None, "none")
+
 
 def _check_like(options: ConvertOptions, *others: str | None) -> None:
-    """Raises UsageError for options that `--like` cannot be used with: it makes a model, and nothing else."""
+    """Raises UsageError for options that `--like`, which makes a model and nothing else, or `--map` cannot be used
+    with."""
+    if options.maps:
+        if options.producer is not None:
+            raise UsageError("`--map` and `--producer` cannot be used together", hint="convert the result once more")
+        if options.optim_keys == "id":
+            raise UsageError(
+                "`--map` and `--optim-keys id` cannot be used together: ids go by the order of the parameters, which a "
+                "map does not tell",
+                hint="leave it out: torch's `set_optimizer_state_dict` and `ckpttool.load` take names",
+            )
     if options.like is None:
-        if options.key_map is not None:
-            hint = "`--rename` renames; `export` applies key maps"
-            raise UsageError(f"`--map {options.key_map}` needs the names that are wanted: `--like RUN`", hint=hint)
         return
     selection = options.selection
     for flag, value in (
@@ -229,11 +244,15 @@ def _plan_like(
     return Planned(planned, sink, start.read(viewed, planned))
 
 
-def _plan(source: Source, dst: str, target: Format, options: ConvertOptions) -> tuple[Planned, Format]:
+def _plan(
+    source: Source, src: str, dst: str, target: Format, options: ConvertOptions, notes: list[str]
+) -> tuple[Planned, Format]:
     """Return what to write, and its format: a framework's layout is a format of its own."""
     catalogue = source.catalogue
     row = writable.choose(options.producer, catalogue, options.to_world) if options.producer is not None else None
-    planned, folded = _start(catalogue, options, _speller(row, target, options.optim_keys))
+    # A map is about names.
+    spell = _speller(None, target, "fqn") if options.maps else _speller(row, target, options.optim_keys)
+    planned, folded = _start(catalogue, options, spell)
     selection = options.selection
     write.check_not_empty(planned)
     (planned,) = arguments.matching(selection, planned)
@@ -242,13 +261,20 @@ def _plan(source: Source, dst: str, target: Format, options: ConvertOptions) -> 
         planned = rename_entries(planned, arguments.stripper(selection, planned), within_parts=True)
     planned = arguments.renamed(planned, selection.rename)
     validate(catalogue, respell.origins(planned) | folded)
+    made = False
+    if isinstance(source, Viewed):
+        assert options.key_map is not None
+        keys = options.optim_keys or ("fqn" if target.even else None)
+        planned, merged, made = mapped_state.mapped(planned, source, src, options.key_map, keys, notes)
+        folded |= merged
     arguments.check_dtypes(options.dtype, planned)
     planned = _cast(planned, catalogue, options.dtype)
     world, tensor_class = options.to_world or catalogue.world_size, options.tensor_class
     if row is not None:
         planned, target = _arranged(row, planned, source, dst, options, folded)
         tensor_class = tensor_class or row.tensor_class
-    planned = _rechunked(planned, catalogue, target, options.to_world)
+    # The boxes of what operations make are small: they are put together.
+    planned = _rechunked(planned, catalogue, target, world if made else options.to_world)
     sink = SinkOptions(options.max_shard_size, target.is_file(dst), world, tensor_class or "sharded_tensor")
     return Planned(planned, sink, frozenset(folded)), target
 
