@@ -687,16 +687,19 @@ class _Decision:
 
     def _with_rows(self, made: _Made, ways: list[Option], leaf: str) -> tuple[list[Option], str]:
         """Return the ways with the order of the rows of queries and keys."""
-        others = self._rows(made, ways)
-        if not others or all(words.rotates_halves(module) for module in self._rotated(made)):
+        rotated = self._rotated(made)
+        if self.rotary is False or len({*map(words.last, rotated)}) < 2 or all(map(words.rotates_halves, rotated)):
             return ways, ""
         why = "the rows of its heads may lie in another order, for a rotary embedding of neighbours or of halves"
-        return [*ways, *others], why
+        return [*ways, *self._rows(made, ways)], why
 
     def _rows(self, made: _Made, ways: list[Option]) -> list[Option]:
         """Return the ways with the rows of queries and keys in other orders, if names may mean another order."""
-        if self.rotary is False or len({*map(words.last, self._rotated(made))}) < 2:
+        rotated = self._rotated(made)
+        if self.rotary is False or len({*map(words.last, rotated)}) < 2:
             return []
+        if len(made.sources) == len(made.targets) and {self.solver.roles.get(m) for m in rotated} & {"qkv", "kv"}:
+            return []  # no rule permutes some rows of a fused weight that stays one
         orders = ["halves", "neighbours"]
         is_halves, was_halves = (words.rotates_halves(m) for m in (made.targets[0], made.sources[0]))
         if is_halves != was_halves:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -111,7 +112,8 @@ def test_samples_tell_the_rows_of_a_fused_query_key_and_value(tmp_path: Path, wo
     """Fused by groups of heads, or one after the other, with the rows of query and key for neighbours."""
     heads, groups, d, width = 8, 2, 8, 48
     torch.manual_seed(3)
-    apart, fused = {}, {}
+    apart: dict[str, torch.Tensor] = {}
+    fused: dict[str, torch.Tensor] = {}
     for n in range(2):
         q, k, v = (torch.randn(rows * d, width) for rows in (heads, groups, groups))
         apart |= {f"model.layers.{n}.self_attn.{one}_proj.weight": x for one, x in zip("qkv", (q, k, v), strict=True)}
@@ -138,19 +140,27 @@ def test_samples_tell_the_rows_of_a_fused_query_key_and_value(tmp_path: Path, wo
     assert all(torch.equal(out[name], tensor) for name, tensor in expected.items())
 
 
-@pytest.mark.parametrize("seed", range(100, 106))
-def test_the_map_of_a_random_model_makes_its_tensors(tmp_path: Path, seed: int) -> None:
-    _, source, target = random_case(seed)
+@pytest.mark.parametrize("content", [False, True])
+@pytest.mark.parametrize(
+    "seed", [*range(100, 104), *(pytest.param(n, marks=pytest.mark.long) for n in (*range(104, 160), 1454))]
+)
+def test_the_map_of_a_random_model_makes_its_tensors(tmp_path: Path, seed: int, content: bool) -> None:
+    model, source, target = random_case(seed)
+    # The values are random, each at one place, so that samples tell them apart.
+    values = np.random.default_rng(seed).standard_normal(model.next, dtype=np.float32)
+    values[0] = 0
     for side, name in ((source, "src"), (target, "ref")):
-        state = {key: torch.from_numpy(array.copy()) for key, array in side.state.items()}
+        state = {key: torch.from_numpy(np.ascontiguousarray(values[array])) for key, array in side.state.items()}
         save_file(state, tmp_path / f"{name}.safetensors")
-    found = ckpttool.match(tmp_path / "src.safetensors", tmp_path / "ref.safetensors", output=tmp_path / "map.json")
-    ckpttool.export(tmp_path / "src.safetensors", tmp_path / "out", key_map=str(tmp_path / "map.json"))
+    like, written = tmp_path / "ref.safetensors", tmp_path / "map.json"
+    found = ckpttool.match(tmp_path / "src.safetensors", like, output=written, content=content, head_dim=model.head_dim)
+    keymap = str(written) if found.map["rules"] else "none"
+    ckpttool.export(tmp_path / "src.safetensors", tmp_path / "out", key_map=keymap)
     out = load_file(tmp_path / "out" / "model.safetensors")
     open_ = {name for one in (*found.ambiguous, *found.unmatched) for name in one.names}
     for name, array in target.state.items():
         if name not in open_:
-            assert torch.equal(out[name], torch.from_numpy(array.copy())), name
+            assert torch.equal(out[name], torch.from_numpy(values[array])), name
 
 
 def test_a_file_is_replaced_only_if_told_to(folder: Path) -> None:
