@@ -91,6 +91,9 @@ def _print(terminal: Terminal, result: Checked) -> None:
         for mismatch in mismatches if terminal.verbose else mismatches[:_SHOWN]:
             terminal.paragraph(mismatch.message, mark=Styled("! ", "red" if mismatch.fails else "yellow"))
         terminal.more(0 if terminal.verbose else len(mismatches) - _SHOWN)
+    if {"missing", "extra"} <= {mismatch.kind for mismatch in result.mismatches}:
+        command = f"ckpttool match {result.source} --like {result.against}"
+        terminal.paragraph(f"`{command}` finds out whether what is missing is there under other names.")
 
 
 def _facts(result: Checked) -> Iterator[tuple[str, str]]:

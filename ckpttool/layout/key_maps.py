@@ -326,7 +326,7 @@ def map_tensors(keymap: KeyMap, tensors: Iterable[Tensor], viewed: Viewed, facts
     groups: dict[tuple[int, tuple[str, ...]], _Group] = {}
     mapped = Mapped([])
     for tensor in tensors:
-        found = next(_matches(keymap, tensor.name), None)
+        found = next(matches(keymap, tensor.name), None)
         if found is None:
             mapped.unknown.append(tensor.name)
             order.append(tensor)
@@ -359,7 +359,9 @@ def map_tensors(keymap: KeyMap, tensors: Iterable[Tensor], viewed: Viewed, facts
     return mapped
 
 
-def _matches(keymap: KeyMap, name: str) -> Iterator[tuple[int, Rule, int, dict[str, str]]]:
+def matches(keymap: KeyMap, name: str) -> Iterator[tuple[int, Rule, int, dict[str, str]]]:
+    """Yield the rules that are about a name, of which the first applies: its number, the rule, which of its sources the
+    name is, and the values of the fields."""
     for number, rule in enumerate(keymap.rules):
         for place, source in enumerate(rule.sources):
             if match := source.pattern.fullmatch(name):

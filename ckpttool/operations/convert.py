@@ -200,8 +200,10 @@ def _check_like(options: ConvertOptions, *others: str | None) -> None:
     """Raises UsageError for options that `--like`, which makes a model and nothing else, or `--map` cannot be used
     with."""
     if options.maps:
-        if options.producer is not None:
-            raise UsageError("`--map` and `--producer` cannot be used together", hint="convert the result once more")
+        given = {"--producer": options.producer, "--model-from": others[0], "--optim-from": others[1]}
+        for flag in given:
+            if given[flag] is not None:
+                raise UsageError(f"`--map` and `{flag}` cannot be used together", hint="convert twice, each with one")
         if options.optim_keys == "id":
             raise UsageError(
                 "`--map` and `--optim-keys id` cannot be used together: ids go by the order of the parameters, which a "

@@ -219,7 +219,10 @@ def test_the_command(tmp_path: Path, reference: str) -> None:
         "missing: `model.layers.*.mlp.experts.*.down_proj.weight` (6 tensors)"
     )
     renamed = run("check", path, "--against", reference, "--rename", "lm_head=head", "--map", "none", "--json")
+    text = run("check", path, "--against", reference, "--rename", "lm_head=head", "--map", "none").stdout
+    assert f"`ckpttool match {path} --like {reference}` finds out" in text
     done = run("check", path, "--against", reference, "--only", "model", "--strip-wrappers", "--shapes", path)
+    assert "ckpttool match" not in done.stdout
     assert done.exit_code == 0
     assert {one["kind"] for one in json.loads(renamed.stdout)["mismatches"]} == {"missing", "extra", "dtype"}
     assert run("check", path, "--against", reference, "--strip-prefix", "model").exit_code == 1

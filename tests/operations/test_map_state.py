@@ -81,7 +81,7 @@ def test_the_reversed_map_takes_it_apart_again(tmp_path: Path) -> None:
 def test_all_parts_follow_a_renaming(tmp_path: Path) -> None:
     """State of any shape follows a rule without operations; averaged weights and objects are there, too."""
     state = {
-        "model": {"a.weight": torch.ones(4, 6), "b.weight": torch.zeros(3)},
+        "model": {"a.weight": torch.ones(4, 6), "b.weight": torch.zeros(3), "a._extra_state": "recipe"},
         "ema": {"a.weight": torch.full((4, 6), 2.0), "b.weight": torch.zeros(3)},
         "optim": {
             "state": {"a.weight": {"exp_avg_sq_row": torch.ones(4), "exp_avg_sq_col": torch.ones(6), "step": 5}},
@@ -89,11 +89,12 @@ def test_all_parts_follow_a_renaming(tmp_path: Path) -> None:
         },
     }
     torch.save(state, tmp_path / "run.pt")
-    rules = rules_of(tmp_path, {"from": "a.weight", "to": "c.weight"}, {"from": "b.weight", "to": None})
+    rules = rules_of(tmp_path, {"from": "a.{rest*}", "to": "c.{rest*}"}, {"from": "b.weight", "to": None})
     result = ckpttool.convert(tmp_path / "run.pt", tmp_path / "out.pt", key_map=rules)
     assert result.dropped == ["model.b.weight", "ema.b.weight"]
     made = torch.load(tmp_path / "out.pt")
-    assert [*made["model"]] == [*made["ema"]] == ["c.weight"] and made["ema"]["c.weight"][0, 0] == 2
+    assert [*made["model"]] == ["c.weight", "c._extra_state"] and made["model"]["c._extra_state"] == "recipe"
+    assert [*made["ema"]] == ["c.weight"] and made["ema"]["c.weight"][0, 0] == 2
     assert made["optim"]["param_groups"] == [{"lr": 0.5, "params": ["c.weight"], "param_names": ["c.weight"]}]
     assert made["optim"]["state"].keys() == {"c.weight"} and made["optim"]["state"]["c.weight"]["step"] == 5
 
@@ -157,6 +158,7 @@ def test_what_does_not_fit_is_a_usage_error(tmp_path: Path) -> None:
         ({"key_map": rules}, "no rule of it is about a tensor"),
         ({"key_map": rules, "optim_keys": "id"}, "ids go by the order"),
         ({"key_map": rules, "producer": "torchtitan"}, "`producer` cannot be used together"),
+        ({"key_map": rules, "optim_from": str(path)}, "`optim_from` cannot be used together"),
         ({"key_map": rules, "only": "optim"}, "no rule of it is about a tensor"),
     ]
     for options, message in cases:
@@ -165,6 +167,10 @@ def test_what_does_not_fit_is_a_usage_error(tmp_path: Path) -> None:
     with pytest.raises(CkptError, match=r"would both be called `embed\.weight`"):
         rule = {"from": "layers.0.q.weight", "to": "embed.weight", "operations": [{"transpose": [0, 1]}]}
         ckpttool.convert(path, tmp_path / "out.pt", key_map=rules_of(tmp_path, rule))
+    torch.save({"model": {"a": torch.ones(4, 6), "a.extra": "recipe"}}, tmp_path / "object.pt")
+    with pytest.raises(LossError, match=r"`model\.a\.extra` is no tensor"):
+        rule = {"from": "a{rest*}", "to": "b{rest*}", "operations": [{"transpose": [0, 1]}]}
+        ckpttool.convert(tmp_path / "object.pt", tmp_path / "out.pt", key_map=rules_of(tmp_path, rule))
     done = run("convert", str(path), str(tmp_path / "out.pt"), "--map", "none")
     assert done.exit_code == 0
 

@@ -24,7 +24,7 @@ from ckpttool.catalogue.entries import Catalogue, Entry, Object, Path, Tensor, a
 from ckpttool.catalogue.warning import Warning
 from ckpttool.errors import CkptError, LossError, UsageError
 from ckpttool.layout.index_operations import Facts
-from ckpttool.layout.key_maps import KeyMap, map_tensors
+from ckpttool.layout.key_maps import KeyMap, map_tensors, matches
 from ckpttool.layout.move import again, embedded_owners, move, rebuilt, retied
 from ckpttool.layout.optimizer.parse import LIKE_PARAMETER, STATE_KINDS, Item, Optimizer, optimizers, parse_key
 from ckpttool.layout.select import models
@@ -78,6 +78,7 @@ def apply_to_state(
     for root, entries in models(planned):
         tensors = [entry for entry in entries if isinstance(entry, Tensor)]
         known += _map_model(keymap, root, tensors, viewed, facts, change, parameters)
+        _map_objects(keymap, root, [entry for entry in entries if isinstance(entry, Object)], change)
     if not known:
         names = [*parameters.shapes]
         hint = f"names here are like `{names[len(names) // 2]}`" if names else "is the model left out?"
@@ -126,6 +127,26 @@ def _map_model(
     for new, sources in mapped.made_of.items():
         parameters.made_of.setdefault(new, sources)
     return len(tensors) - len(mapped.unknown)
+
+
+def _map_objects(keymap: KeyMap, root: Path, objects: Iterable[Object], change: _Change) -> None:
+    """Note what becomes of values that are no tensors, such as `_extra_state`. Raises LossError for one that would have
+    to become others."""
+    for entry in objects:
+        found = next(matches(keymap, entry.fqn), None)
+        if found is None:
+            continue
+        _, rule, _, values = found
+        if not rule.targets:
+            change.gone.add(entry.path)
+        elif rule.is_renaming:
+            change.moved[entry.path] = (*root, rule.targets[0].filled(values))
+        else:
+            raise LossError(
+                f"`{entry.name}` is no tensor: key map `{keymap.name}` cannot make `{rule.targets[0].text}` of it",
+                hint=f"leave it out: `--exclude {entry.name}`",
+                tensor=entry.name,
+            )
 
 
 def _alone(tensors: Mapping[str, Tensor]) -> list[Tensor]:

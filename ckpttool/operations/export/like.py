@@ -124,6 +124,7 @@ def mapped(
         notes.append(
             f"the names are as `ckpttool match` finds those of `{reference.path}`, all {sum(counts.values())}: "
             + ", ".join(f"{count} by {how}" for how, count in counts.items())
+            + "; its `-o map.json` writes them down for `--map`"
         )
     elif by is not None:
         notes.append(f"the names are by key map `{by.name}`, which fits `{reference.path}`")
