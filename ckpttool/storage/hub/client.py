@@ -36,8 +36,13 @@ _sent: deque[tuple[float, int, str, str]] = deque(maxlen=256)  # time, thread, m
 _unanswered: ContextVar[dict[tuple[str, str], float] | None] = ContextVar("_unanswered", default=None)
 
 
+# What ends the requests of a thread, in the block of `stoppable`.
+_stopped: ContextVar[threading.Event | None] = ContextVar("_stopped", default=None)
+
+
 class SilentError(http.TransportError):  # type: ignore[misc] # its type is unknown
-    """Raised instead of a request that the server has not answered within the time-out, when it is to be repeated.
+    """Raised instead of a request that the server has not answered within the time-out, when it is to be repeated; or
+    instead of any, once the thread is stopped.
 
     The library repeats most requests up to five times after a time-out, without a word, but not after this."""
 
@@ -84,6 +89,17 @@ def bounded() -> Iterator[None]:
         _unanswered.reset(before)
 
 
+@contextmanager
+def stoppable(stopped: threading.Event) -> Iterator[None]:
+    """Make no request in the block once `stopped`. The library would repeat those that broke, and close the connections
+    of other threads when it cannot connect."""
+    before = _stopped.set(stopped)
+    try:
+        yield
+    finally:
+        _stopped.reset(before)
+
+
 def was_repeated(request: Any, since: float) -> bool:
     """Return whether this thread has sent a request more than once since a time of `time.monotonic`."""
     key = (threading.get_ident(), request.method, str(request.url)) if request is not None else None
@@ -121,6 +137,8 @@ def _with_timeout(create: Callable[[], Any]) -> Any:
 
 
 def _set_timeout(request: Any) -> None:
+    if (stopped := _stopped.get()) is not None and stopped.is_set():
+        raise SilentError("given up", request=request)
     _sent.append((time.monotonic(), threading.get_ident(), request.method, str(request.url)))
     given = {kind: value for kind, value in request.extensions.get("timeout", {}).items() if value is not None}
     request.extensions["timeout"] = dict.fromkeys(("connect", "read", "write", "pool"), timeout()) | given

@@ -413,7 +413,7 @@ class _Upload:
                 operation.upload_info.sha256 = bytes.fromhex(digest.sha256)
 
             def attempt() -> None:
-                with xet.watched(stopped), _reported(operation, path, report):
+                with client.stoppable(stopped), xet.watched(stopped), _reported(operation, path, report):
                     self._preupload(operation)
 
             repeat(attempt, stopped)

@@ -10,6 +10,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -145,7 +146,7 @@ def test_files_are_written_ahead_where_half_of_the_disk_has_room(
 def test_a_failure_of_one_file_ends_the_others(hub: Hub, tmp_path: Path, staged: bool) -> None:
     """The first file meets a silent server, the second is refused: the error is of the second, and does not wait."""
     hub.make("me/model", {})
-    files, refused = shards(9), threading.Event()
+    files, refused, over = shards(9), threading.Event(), threading.Event()
 
     def refuse_second(handler: Handler) -> bool:
         second = hashlib.sha256(files.bytes["model-00002-of-00009.safetensors"]).hexdigest()
@@ -153,7 +154,7 @@ def test_a_failure_of_one_file_ends_the_others(hub: Hub, tmp_path: Path, staged:
             refused.set()
             return False
         refused.wait(10)
-        return stall(handler)
+        return hang(over, handler)
 
     hub.fail("PUT", "/lfs/", status=403, act=refuse_second)
     stage = {"stage": str(tmp_path / "stage")} if staged else {}
@@ -161,18 +162,13 @@ def test_a_failure_of_one_file_ends_the_others(hub: Hub, tmp_path: Path, staged:
         send(files.outgoing(), "hf://me/model", **stage)
     assert len(files.made) <= 4, "the others are not written"
     assert hub.files("me/model") == {} and os.listdir(tmp_path / "tmp") == []
+    check_no_request_follows(hub, over)
 
 
 def test_ctrl_c_does_not_wait_for_a_silent_server(hub: Hub, tmp_path: Path) -> None:
     hub.make("me/model", {})
-    answered = threading.Event()
-
-    def stall_long(handler: Handler) -> bool:
-        stall(handler)
-        answered.set()
-        return True
-
-    hub.fail("PUT", "/lfs/", act=stall_long)
+    over = threading.Event()
+    hub.fail("PUT", "/lfs/", act=partial(hang, over))
 
     def interrupt(done: int, total: int) -> None:
         if hub.failed:
@@ -180,8 +176,27 @@ def test_ctrl_c_does_not_wait_for_a_silent_server(hub: Hub, tmp_path: Path) -> N
 
     with pytest.raises(KeyboardInterrupt):
         send(shards(9).outgoing(), "hf://me/model", progress=interrupt)
-    assert not answered.is_set()
     assert os.listdir(tmp_path / "tmp") == [] and hub.files("me/model") == {}
+    check_no_request_follows(hub, over)
+
+
+def hang(over: threading.Event, handler: Handler) -> bool:
+    """Say nothing until `over`, then hang up."""
+    assert over.wait(60)
+    handler.hang_up()
+    return True
+
+
+def check_no_request_follows(hub: Hub, over: threading.Event) -> None:
+    """The threads that were given up end with their requests, which the library would repeat."""
+    threads = [thread for thread in threading.enumerate() if thread.name == "ckpttool-hub"]
+    assert threads and not over.is_set()
+    before = len(hub.seen)
+    over.set()
+    for thread in threads:
+        thread.join(30)
+        assert not thread.is_alive()
+    assert len(hub.seen) == before
 
 
 def test_what_is_there_is_not_sent_again(hub: Hub) -> None:
