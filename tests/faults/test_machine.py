@@ -438,9 +438,11 @@ def begun(process: subprocess.Popen[str], folder: Path) -> str:
 @pytest.mark.parametrize(
     ("number", "code", "word"),
     [
-        (signal.SIGINT, 130, "interrupted"), (signal.SIGTERM, 143, "terminated"), (signal.SIGHUP, 143, "terminated"),
+        (signal.SIGINT, 130, "interrupted"),
+        (signal.SIGTERM, 143, "terminated"),
+        pytest.param(signal.SIGHUP, 143, "terminated", marks=pytest.mark.long),
     ],
-)  # fmt: skip
+)
 def test_a_signal(number: signal.Signals, code: int, word: str, to: str, large: Path, out: Path) -> None:
     with untouched(large):
         process = spawn("convert", large, out / "dst", "--to", to)

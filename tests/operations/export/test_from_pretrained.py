@@ -14,7 +14,7 @@ from support.model_families import BRIEF, FAMILIES, KINDS, Trained, inputs
 
 import ckpttool
 
-SHORT = {("fsdp2", "gpt2", "accelerate"), ("fsdp2", "mixtral", "dcp"), ("fsdp2", "t5", "ranks")}
+SHORT = {("fsdp2", "gpt2", "accelerate"), ("fsdp2", "t5", "ranks")}
 ALL = [(mode, family, kind) for mode in ("fsdp1", "fsdp2") for family in FAMILIES for kind in KINDS]
 
 
