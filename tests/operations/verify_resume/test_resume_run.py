@@ -76,6 +76,46 @@ def test_a_script_that_trains_from_its_start_again_has_not_resumed() -> None:
     assert (report.verdict, report.findings[0].kind) == ("differs", "not resumed"), report.message
 
 
+SILENT = """
+import argparse, torch
+parser = argparse.ArgumentParser()
+for name in ("--out", "--resume"):
+    parser.add_argument(name)
+parser.add_argument("--steps", type=int)
+args = parser.parse_args()
+torch.manual_seed(1)
+model = torch.nn.Linear(3, 3)
+optimizer = torch.optim.AdamW(model.parameters())
+step = 0
+if args.resume and {loads}:
+    saved = torch.load(args.resume)
+    model.load_state_dict(saved["model"])
+    optimizer.load_state_dict(saved["optimizer"])
+    step = saved["step"]
+while step < args.steps:
+    model(torch.full((2, 3), float(step))).sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    step += 1
+saved = {{"model": model.state_dict(), "optimizer": optimizer.state_dict(), "step": step}}
+torch.save(saved, f"{{args.out}}/step-{{step}}.pt")
+"""
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("loads", [True, False])
+def test_a_silent_script_is_told_by_the_number_of_its_steps(loads: bool, tmp_path: Path) -> None:
+    # It prints nothing, and saves at its end only: what it has saved after the resume is that of A in both cases.
+    script = tmp_path / "train.py"
+    script.write_text(SILENT.format(loads=loads))
+    report = runs(command=[sys.executable, str(script), "--out", "OUT"], checkpoints="OUT/step-{step}.pt")
+    if loads:
+        assert (report.verdict, report.findings) == ("same", []), report.message
+    else:
+        assert (report.verdict, report.findings[0].kind) == ("differs", "not resumed"), report.message
+        assert "took 5 optimizer steps after it was resumed from step 3, as many as run A in all" in report.message
+
+
 @pytest.mark.parametrize("stop", ["sigkill", pytest.param("sigterm", marks=pytest.mark.long)])
 def test_a_run_is_stopped_once_its_checkpoint_is_complete(stop: str) -> None:
     report = runs("--pause", "0.2", stop=stop)

@@ -41,6 +41,7 @@ _GLANCE = 0.1  # seconds between two looks at the checkpoints
 _SELDOM = 5.0  # seconds between two looks at the disk
 _PATIENCE = 10.0  # seconds that a command has to end by itself after its last checkpoint
 _GRACE = 30.0  # seconds between SIGTERM and SIGKILL, as a scheduler has
+_COUNTABLE = 2  # steps before a resume, from which on the steps of two runs can be told apart by their number
 _STOPS = ("sigkill", "sigterm")
 _SEED = 1234
 _RAISED = re.compile(r"^(\[\w+\]:\s*)?[\w.]*(Error|Exception)(: |:?$)")
@@ -98,6 +99,7 @@ class _Verification:
     hook: Hook
     hooked: dict[str, Hooked] = field(default_factory=dict)
     seen: dict[str, Checkpoints] = field(default_factory=dict)
+    ended: set[str] = field(default_factory=set)  # runs whose command came to its own end
 
     @property
     def until(self) -> int:
@@ -173,6 +175,10 @@ class _Verification:
         self._collect(run, run.log)
         if again := self._trained_again(run, saved):
             self._tell_again(run, again)
+        elif self._counted_again(run):
+            count = plural(self.hooked[run.name].count, "optimizer step")
+            told = f"run {run.name} took {count} after it was resumed from step {step}, as many as run A in all"
+            self._tell_not_resumed(run, told)
 
     def _saved_before(self, run: ScriptRun) -> dict[int, Fingerprint]:
         """Return the checkpoints of the steps before the one at which a run resumes, as they are now."""
@@ -195,6 +201,18 @@ class _Verification:
                 again.add(earlier.pop())
         return sorted(step for step in again if step > 0)
 
+    def _counted_again(self, run: ScriptRun) -> bool:
+        """Return True if the optimizers took as many steps after the resume as in run A from its start.
+
+        A script may print no loss and save at its end only. DCP takes a step to create the state that it loads, which
+        could be taken for that of the first step; and a command that was ended from outside has taken some too many.
+        """
+        first = self.report.runs[0]
+        comparable = {first.name, run.name} <= self.ended and run.world_size == first.world_size
+        if not comparable or (run.resumed_at or 0) < _COUNTABLE:
+            return False
+        return self.hooked[run.name].count >= self.hooked[first.name].count > 0
+
     def _tell_again(self, run: ScriptRun, again: Sequence[int]) -> None:
         """Add a finding for a run that trained from its start; a note for one that went back to an older checkpoint."""
         report, first = self.report, again[0]
@@ -203,9 +221,12 @@ class _Verification:
         if first > min(step for step in known if step > 0):
             report.notes.append(f"{told}: the command takes another checkpoint than the one of step {run.resumed_at}")
             return
+        self._tell_not_resumed(run, told)
+
+    def _tell_not_resumed(self, run: ScriptRun, told: str) -> None:
         hint = f"what was run: {shlex.join(run.command)}"
-        report.findings.append(Finding("not resumed", f"{told}: it began at the start", run.name, hint=hint))
-        report.cause = f"the command did not resume: {told}"
+        self.report.findings.append(Finding("not resumed", f"{told}: it began at the start", run.name, hint=hint))
+        self.report.cause = f"the command did not resume: {told}"
 
     def limited(self, steps: int, words: Sequence[str] | None = None) -> Sequence[str]:
         """Return the words of a command that ends after some steps, if it has a flag for it."""
@@ -242,6 +263,7 @@ class _Verification:
                     return
             if code := process.poll():
                 raise _Ended(_failure(run, code))
+        self.ended.add(run.name)
 
     def _wait_for_save(self, process: Process, run: ScriptRun, found: Checkpoints) -> None:
         at, of_a = self.report.at, self._of_a(self.report.at)

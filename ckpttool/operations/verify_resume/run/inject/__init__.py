@@ -1,8 +1,8 @@
 """What a command is given by `verify-resume run`: deterministic switches, and the record of its steps.
 
 `environment` puts a `sitecustomize` in front of PYTHONPATH, which sets the switches and, if asked for, observes the
-steps as soon as the script imports torch. A checkpoint that the script writes again and again is copied each time
-before it is written over. `Hooked` reads what it has written.
+steps as soon as the script imports torch; it counts the steps of optimizers always. A checkpoint that the script writes
+again and again is copied each time before it is written over. `Hooked` reads what it has written.
 """
 
 from __future__ import annotations
@@ -72,6 +72,7 @@ class Hooked:
     switches: list[str] = field(default_factory=list)  # what was set in each process
     failures: list[str] = field(default_factory=list)  # what could not be
     processes: int = 0  # that have imported torch
+    count: int = 0  # steps that the optimizers of one process took, at most
     steps: dict[int, list[Observed]] = field(default_factory=dict)  # by rank
 
 
@@ -85,6 +86,8 @@ def read(folder: str) -> Hooked:
     for path in sorted(glob.glob(os.path.join(glob.escape(folder), "failed.*.txt"))):
         with open(path, encoding="utf-8", errors="replace") as stream:
             hooked.failures += [one for one in stream.read().splitlines() if one not in hooked.failures]
+    counts = glob.glob(os.path.join(glob.escape(folder), "count.*"))
+    hooked.count = max(map(os.path.getsize, counts), default=0)
     # A launcher that starts its workers again leaves a file of each attempt: the last counts.
     for path in sorted(glob.glob(os.path.join(glob.escape(folder), "steps.*.jsonl")), key=os.path.getmtime):
         steps = [Observed(**one) for one in _documents(path)]

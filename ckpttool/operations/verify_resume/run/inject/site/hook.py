@@ -1,6 +1,7 @@
 """Sets deterministic switches of torch, and records the steps of optimizers, in the process of a script.
 
     hook.<pid>.json       which process this is, and exactly what was switched
+    count.<pid>           one byte for each step of an optimizer
     steps.<pid>.jsonl     one line for each step of an optimizer, if steps are observed
     failed.<pid>.txt      what could not be done
 
@@ -36,6 +37,10 @@ def install(folder: str, note: Note) -> None:
             did.append(what)
         except Exception as error:
             note(what, error)
+    try:
+        _count_steps(folder, torch)
+    except Exception as error:
+        note("the count of steps", error)
     observed = bool(os.environ.get("CKPTTOOL_HOOK_OBSERVE"))
     if observed:
         Observer(folder, note, torch).start()
@@ -66,6 +71,22 @@ def _switches(torch: Any, seed: int) -> list[tuple[str, Callable[[], Any]]]:
         ("torch.backends.cudnn.benchmark = False", lambda: setattr(torch.backends.cudnn, "benchmark", False)),
         ("torch.backends.cudnn.deterministic = True", lambda: setattr(torch.backends.cudnn, "deterministic", True)),
     ]
+
+
+def _count_steps(folder: str, torch: Any) -> None:
+    """Count the steps of all optimizers, without looking at what is in them."""
+    from torch.optim import optimizer as hooks
+
+    compiling = torch.compiler.is_compiling
+
+    def count(optimizer: Any, args: Any, kwargs: Any) -> None:
+        if compiling():  # a step that is compiled whole may have no write in its graph
+            return
+        # Opened for each step: a process that was forked has a file of its own.
+        with open(os.path.join(folder, f"count.{os.getpid()}"), "ab", buffering=0) as stream:
+            stream.write(b".")
+
+    hooks.register_optimizer_step_post_hook(count)
 
 
 def _rank(torch: Any) -> int:
