@@ -13,7 +13,10 @@ import pytest
 from support import json_schemas
 
 from ckpttool.errors import CkptError, OverwriteError, UsageError
+from ckpttool.layout.mesh import parse_mesh
 from ckpttool.operations.verify_resume.trial import trial
+from ckpttool.operations.verify_resume.trial.job import Job
+from ckpttool.operations.verify_resume.trial.launch import _ended
 
 HERE = Path(__file__).resolve().parent
 RECIPE = str(HERE / "recipe_kinds.py")
@@ -78,6 +81,19 @@ def test_a_rank_that_hangs_fails_the_trial_and_says_where() -> None:
     first = done.stdout.splitlines()[0]
     assert "run A: rank 1 was still in step 2 after 15 s, at recipe_kinds.py:" in first and "in step" in first
     assert "rank 0: step 2" in done.stdout and "distributed_c10d.py" in done.stdout
+
+
+@pytest.mark.parametrize("header", ["Timeout (0:00:15)!\nThread", "Current thread"])
+def test_the_rank_that_the_others_wait_for_is_named_though_another_is_late_first(tmp_path: Path, header: str) -> None:
+    """The other began the step a moment later, and is ended with the first, as the launcher ends all ranks."""
+    job = Job(str(tmp_path), RECIPE, parse_mesh("shard=2"), limit=15.0)
+    waits = 'File "torch/distributed/distributed_c10d.py", line 9 in all_reduce'
+    hangs = f'File "{RECIPE}", line 7 in step'
+    for rank, (first, frame) in enumerate([("Timeout (0:00:15)!\nThread", waits), (header, hangs)]):
+        (tmp_path / f"rank{rank}.stack").write_text(f"{first} 0x1 (most recent call first):\n  {frame}\n")
+        (tmp_path / f"rank{rank}.phase").write_text("step 2")
+    failure = _ended(job, "A", {0: 1}).failure
+    assert failure.message == "run A: rank 1 was still in step 2 after 15 s, at recipe_kinds.py:7 in step"
 
 
 @pytest.mark.parametrize(

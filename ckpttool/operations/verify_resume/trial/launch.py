@@ -187,9 +187,13 @@ def _ended(job: Job, name: str, failed: Mapping[int, int]) -> Ended:
             cause = getattr(errors, error["type"], CkptError)(error["message"], hint=error["hint"], **error["facts"])
         where = f" ({first.where})" if first.where else ""
         message = f"rank {first.rank} failed in {first.phase}{where}: {first.error}"
-    elif late := [one for one in ranks if _text(job, one.rank, "stack").startswith("Timeout")]:
-        # The rank that the others wait for: one in no collective, if any.
-        first = min(late, key=lambda one: any(w in line for line in one.stack[:3] for w in _WAITING))
+    elif late := [rank for rank in range(job.mesh.world) if _text(job, rank, "stack").startswith("Timeout")]:
+        # The rank that the others wait for: one in no collective, if any. Its own time may not have been up: it is
+        # ended with the first, and may have begun the phase later.
+        first = min(
+            (one for one in ranks if one.stack),
+            key=lambda one: (any(w in line for line in one.stack[:3] for w in _WAITING), one.rank not in late),
+        )
         where = f", at {first.where}" if first.where else ""
         message = f"rank {first.rank} was still in {first.phase} after {job.limit:g} s{where}"
     else:
