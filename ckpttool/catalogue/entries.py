@@ -70,6 +70,7 @@ class Extent(NamedTuple):
     `record` is the checksummed run that the extent lies in. An extent with `item` set is a whole DCP item whose
     payload is found only when it is opened: `Source.resolve` turns it into one without. Bytes that had to be decoded
     stay where they are while their `lease` is held; they are `checked` if their CRC was compared then.
+    With a `weave`, the chunk is made of the extents in it, and of this one only the file counts.
     """
 
     file: int
@@ -81,15 +82,36 @@ class Extent(NamedTuple):
     item: bool = False
     checked: bool = False
     lease: object = None
+    weave: Weave | None = None
 
     @property
     def plain(self) -> bool:
         """Whether the bytes are the row-major, native elements themselves."""
-        return self.strides is None and not self.codec and not self.item
+        return self.strides is None and not self.codec and not self.item and self.weave is None
 
     def shifted(self, by: int) -> Extent:
         """The same place when `by` other files come before its own. Pure."""
-        return self._replace(file=self.file + by, record=self.record.shifted(by) if self.record is not None else None)
+        record = self.record.shifted(by) if self.record is not None else None
+        weave = self.weave
+        if weave is not None:
+            weave = weave._replace(parts=tuple((box, extent.shifted(by)) for box, extent in weave.parts))
+        return self._replace(file=self.file + by, record=record, weave=weave)
+
+    def stored(self) -> Iterable[Extent]:
+        """Return the extents that have the elements: of a weave, those in it."""
+        return (self,) if self.weave is None else (extent for _, extent in self.weave.parts)
+
+
+class Weave(NamedTuple):
+    """How the elements of several extents take turns in a chunk: every second row is of another one.
+
+    `fold` has, for each dimension of the chunk, the sizes of the dimensions that it is made into: rows that are the
+    pairs of 8 heads, `((8, 64, 2), (4096,))`. `parts` are boxes in all of these, `((0, 0, 1, 0), (8, 64, 1, 4096))`,
+    each with its extent.
+    """
+
+    fold: tuple[Ints, ...]
+    parts: tuple[tuple[boxes.Box, Extent], ...]
 
 
 class Chunk(NamedTuple):
@@ -185,7 +207,7 @@ class Chunks(Sequence[Chunk]):
         strides = self.strides.get(i) if self.strides else None
         codec = self.codecs.get(i, ()) if self.codecs else ()
         record = self.records.get(i) if self.records else None
-        place = (self.file[i], self.offset[i], self.nbytes[i], strides, codec, record, self.item, False, None)
+        place = (self.file[i], self.offset[i], self.nbytes[i], strides, codec, record, self.item, False, None, None)
         chunk: Chunk = _tuple(Chunk, (self.offsets[i], self.sizes[i], _tuple(Extent, place)))
         return chunk
 

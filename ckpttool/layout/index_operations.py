@@ -14,12 +14,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from math import gcd
-from typing import Any, ClassVar, TypeGuard
+from itertools import product
+from math import gcd, prod
+from typing import Any, ClassVar, TypeGuard, TypeVar
 
+from ckpttool.catalogue import boxes
 from ckpttool.catalogue.boxes import Ints
 from ckpttool.errors import UsageError
-from ckpttool.layout.views import NOWHERE, Piece, Slice, whole
+from ckpttool.layout.views import NOWHERE, Fold, Piece, Slice, plain, whole
+
+_T = TypeVar("_T")
 
 Facts = Mapping[str, int]
 """Numbers of a model's config that operations name: `{"head_dim": 128, "num_key_value_heads": 8}`."""
@@ -31,121 +35,217 @@ ZEROS = -1
 @dataclass(frozen=True, slots=True)
 class Assembly:
     """A tensor of a shape that is made of pieces: `Piece(0, slice)` is of the first source, `Piece(ZEROS, ...)` of
-    none. The boxes of the pieces tile it."""
+    none. The boxes of the pieces tile it.
+
+    With a `fold`, they tile a tensor of more dimensions with the same elements in the same order: rows in another order
+    are `((heads, 2, half), (columns,))`, of which two dimensions of the source have changed places.
+    """
 
     shape: Ints
     pieces: tuple[Piece, ...]
+    fold: Fold
 
     @classmethod
     def of(cls, source: int, shape: Ints) -> Assembly:
         """Return the whole of a source."""
-        return cls(shape, (Piece(source, whole(shape)),))
+        return cls(shape, (Piece(source, whole(shape)),), plain(shape))
 
 
 # Arithmetic -----------------------------------------------------------------------------------------------------------
 
 
-def take(one: Assembly, axis: int, low: int, count: int, step: int = 1) -> Assembly:
-    """Return every `step`-th index of an axis, `count` of them from `low`."""
+def take(one: Assembly, axis: int, low: int, count: int) -> Assembly:
+    """Return `count` indexes of an axis from `low`."""
+    if (low, count) == (0, one.shape[axis]):
+        return one
+    inner = one.fold[axis][1:]
+    unit = prod(inner)
+    if low % unit or count % unit:
+        return take(unfolded(one, axis), axis, low, count)
+    dim, begin, end = _dim(one, axis), low // unit, (low + count) // unit
     pieces = []
     for place, part in one.pieces:
-        offset, size = part.offsets[axis], part.sizes[axis]
-        # Of the new indexes k, those for which offset <= low + k * step < offset + size.
-        first = max(0, -((low - offset) // step))
-        last = min(count, -((low - offset - size) // step))
-        if first < last:
-            start, dim = list(part.start), part.dims[axis]
-            if dim != NOWHERE:
-                start[dim] += (low + first * step - offset) * part.steps[axis]
-            pieces.append(
-                Piece(
-                    place,
-                    Slice(
-                        _put(part.offsets, axis, first),
-                        _put(part.sizes, axis, last - first),
-                        tuple(start),
-                        part.dims,
-                        _put(part.steps, axis, part.steps[axis] * step),
-                    ),
-                )
+        offset = part.offsets[dim]
+        start, stop = max(begin, offset), min(end, offset + part.sizes[dim])
+        if start < stop:
+            moved = _moved(part, dim, start - offset)
+            cut = replace(
+                moved, offsets=_put(part.offsets, dim, start - begin), sizes=_put(part.sizes, dim, stop - start)
             )
-    return Assembly(_put(one.shape, axis, count), tuple(pieces))
+            pieces.append(Piece(place, cut))
+    return Assembly(_put(one.shape, axis, count), tuple(pieces), _put(one.fold, axis, (end - begin, *inner)))
 
 
-def concatenated(parts: Iterable[Assembly], axis: int) -> Assembly:
+def concatenated(parts: Sequence[Assembly], axis: int) -> Assembly:
     """Return assemblies one behind the other along an axis."""
+    parts = _alike(parts, [axis])
+    first = parts[0]
+    dim, inner = _dim(first, axis), first.fold[axis][1:]
     pieces: list[Piece] = []
-    shape: Ints = ()
     end = 0
     for part in parts:
-        shape = part.shape
         pieces += (
-            Piece(place, replace(one, offsets=_put(one.offsets, axis, one.offsets[axis] + end)))
+            Piece(place, replace(one, offsets=_put(one.offsets, dim, one.offsets[dim] + end)))
             for place, one in part.pieces
         )
-        end += part.shape[axis]
-    return Assembly(_put(shape, axis, end), tuple(pieces))
+        end += part.fold[axis][0]
+    return Assembly(_put(first.shape, axis, end * prod(inner)), tuple(pieces), _put(first.fold, axis, (end, *inner)))
 
 
 def stacked(parts: Sequence[Assembly], axis: int) -> Assembly:
     """Return assemblies of one shape with a new axis."""
+    parts = _alike(parts)
+    first = parts[0]
+    dim = _dim(first, axis)
     pieces = []
     for number, part in enumerate(parts):
         for place, one in part.pieces:
             inserted = Slice(
-                _insert(one.offsets, axis, number),
-                _insert(one.sizes, axis, 1),
+                _insert(one.offsets, dim, number),
+                _insert(one.sizes, dim, 1),
                 one.start,
-                _insert(one.dims, axis, NOWHERE),
-                _insert(one.steps, axis, 1),
+                _insert(one.dims, dim, NOWHERE),
+                _insert(one.steps, dim, 1),
             )
             pieces.append(Piece(place, inserted))
-    return Assembly(_insert(parts[0].shape, axis, len(parts)), tuple(pieces))
+    return Assembly(_insert(first.shape, axis, len(parts)), tuple(pieces), _insert(first.fold, axis, (len(parts),)))
 
 
 def index(one: Assembly, axis: int, number: int) -> Assembly:
     """Return what is at one index of an axis, without the axis."""
-    part = take(one, axis, number, 1)
+    part = take(unfolded(one, axis), axis, number, 1)
+    dim = _dim(part, axis)
     pieces = tuple(
         Piece(
-            place,
-            Slice(_drop(s.offsets, axis), _drop(s.sizes, axis), s.start, _drop(s.dims, axis), _drop(s.steps, axis)),
+            place, Slice(_drop(s.offsets, dim), _drop(s.sizes, dim), s.start, _drop(s.dims, dim), _drop(s.steps, dim))
         )
         for place, s in part.pieces
     )
-    return Assembly(_drop(part.shape, axis), pieces)
+    return Assembly(_drop(part.shape, axis), pieces, _drop(part.fold, axis))
 
 
 def transposed(one: Assembly, a: int, b: int) -> Assembly:
     """Return the assembly with two axes in each other's place."""
-    order = list(range(len(one.shape)))
-    order[a], order[b] = order[b], order[a]
-
-    def put(values: Ints) -> Ints:
-        return tuple(values[d] for d in order)
-
-    pieces = tuple(
-        Piece(place, Slice(put(s.offsets), put(s.sizes), s.start, put(s.dims), put(s.steps))) for place, s in one.pieces
-    )
-    return Assembly(put(one.shape), pieces)
+    axes = _exchanged([*range(len(one.shape))], a, b)
+    dims = [_dim(one, axis) + k for axis in axes for k in range(len(one.fold[axis]))]
+    shape, fold = tuple(one.shape[axis] for axis in axes), tuple(one.fold[axis] for axis in axes)
+    return Assembly(shape, _ordered(one.pieces, dims), fold)
 
 
 def zeros(shape: Ints) -> Assembly:
     """Return an assembly of zeros."""
     empty: Ints = ()
     part = Slice((0,) * len(shape), shape, empty, (NOWHERE,) * len(shape), (1,) * len(shape))
-    return Assembly(shape, (Piece(ZEROS, part),))
+    return Assembly(shape, (Piece(ZEROS, part),), plain(shape))
 
 
-def _put(values: Ints, axis: int, value: int) -> Ints:
+# Folding --------------------------------------------------------------------------------------------------------------
+
+
+def folded(one: Assembly, axis: int, sizes: Ints) -> Assembly:
+    """Return the same assembly with several dimensions in place of an axis."""
+    one = unfolded(one, axis)
+    dim, inner = _dim(one, axis), boxes.row_major(sizes)
+    pieces = []
+    for place, part in one.pieces:
+        low, step = part.offsets[dim], part.steps[dim]
+        for box, at in boxes.flat_range(sizes, low, low + part.sizes[dim]):
+            moved = _moved(part, dim, at)
+            cut = Slice(
+                (*part.offsets[:dim], *box[0], *part.offsets[dim + 1 :]),
+                (*part.sizes[:dim], *box[1], *part.sizes[dim + 1 :]),
+                moved.start,
+                (*part.dims[:dim], *(part.dims[dim],) * len(sizes), *part.dims[dim + 1 :]),
+                (*part.steps[:dim], *(step * stride for stride in inner), *part.steps[dim + 1 :]),
+            )
+            pieces.append(Piece(place, cut))
+    return Assembly(one.shape, tuple(pieces), _put(one.fold, axis, sizes))
+
+
+def unfolded(one: Assembly, axis: int) -> Assembly:
+    """Return the same assembly with one dimension for an axis, and as many more pieces."""
+    sizes = one.fold[axis]
+    if len(sizes) == 1:
+        return one
+    dim, inner = _dim(one, axis), boxes.row_major(sizes)
+    last = dim + len(sizes) - 1
+    pieces = []
+    for place, part in one.pieces:
+        for at in product(*map(range, part.sizes[dim:last])):
+            start = part.start
+            for k, number in enumerate(at):
+                start = _moved(replace(part, start=start), dim + k, number).start
+            where = sum((o + i) * s for o, i, s in zip(part.offsets[dim:last], at, inner, strict=False))
+            cut = Slice(
+                (*part.offsets[:dim], where + part.offsets[last], *part.offsets[last + 1 :]),
+                (*part.sizes[:dim], *part.sizes[last:]),
+                start,
+                (*part.dims[:dim], *part.dims[last:]),
+                (*part.steps[:dim], *part.steps[last:]),
+            )
+            pieces.append(Piece(place, cut))
+    return Assembly(one.shape, tuple(pieces), _put(one.fold, axis, (one.shape[axis],)))
+
+
+def _alike(parts: Sequence[Assembly], joined: Sequence[int] = ()) -> Sequence[Assembly]:
+    """Return assemblies with the same fold, the outermost dimension of the axes `joined` aside."""
+    for axis in range(len(parts[0].shape)):
+        outer = 1 if axis in joined else 0
+        inner = {part.fold[axis][outer:] for part in parts}
+        if len(inner) > 1:
+            # One of them only folds, and the others may as well: the value beside query and key.
+            ways = [way for way in inner if len(way) > 1 - outer]
+            size = prod(ways[0])
+            if len(ways) == 1 and not any(part.shape[axis] % size for part in parts):
+                parts = [
+                    part
+                    if part.fold[axis][outer:] == ways[0]
+                    else folded(part, axis, (*(part.shape[axis] // size,) * outer, *ways[0]))
+                    for part in parts
+                ]
+            else:
+                parts = [unfolded(part, axis) for part in parts]
+    return parts
+
+
+def _dim(one: Assembly, axis: int) -> int:
+    """Return the first dimension of the pieces for an axis."""
+    return sum(map(len, one.fold[:axis]))
+
+
+def _moved(part: Slice, dim: int, by: int) -> Slice:
+    """Return a slice that starts some indexes later along a dimension of its box."""
+    of = part.dims[dim]
+    if of == NOWHERE or not by:
+        return part
+    return replace(part, start=_put(part.start, of, part.start[of] + by * part.steps[dim]))
+
+
+def _ordered(pieces: Iterable[Piece], dims: Sequence[int]) -> tuple[Piece, ...]:
+    """Return pieces with their dimensions in another order."""
+
+    def put(values: Ints) -> Ints:
+        return tuple(values[dim] for dim in dims)
+
+    return tuple(
+        Piece(place, Slice(put(s.offsets), put(s.sizes), s.start, put(s.dims), put(s.steps))) for place, s in pieces
+    )
+
+
+def _exchanged(values: list[_T], a: int, b: int) -> list[_T]:
+    values[a], values[b] = values[b], values[a]
+    return values
+
+
+def _put(values: tuple[_T, ...], axis: int, value: _T) -> tuple[_T, ...]:
     return (*values[:axis], value, *values[axis + 1 :])
 
 
-def _insert(values: Ints, axis: int, value: int) -> Ints:
+def _insert(values: tuple[_T, ...], axis: int, value: _T) -> tuple[_T, ...]:
     return (*values[:axis], value, *values[axis:])
 
 
-def _drop(values: Ints, axis: int) -> Ints:
+def _drop(values: tuple[_T, ...], axis: int) -> tuple[_T, ...]:
     return (*values[:axis], *values[axis + 1 :])
 
 
@@ -377,12 +477,11 @@ class Rows(Operation):
             else f"{where} of a tensor of shape {[*one.shape]} are not those of {heads} heads of two halves",
             hint="the config is not this model's" + ("" if heads else ", or pass another `--head-dim`"),
         )
-        begins, half = range(0, size, head), head // 2
-        if self.to == "halves":
-            cuts = [take(one, self.axis, row + side, half, 2) for row in begins for side in (0, 1)]
-        else:
-            cuts = [take(one, self.axis, row + pair, 2, half) for row in begins for pair in range(half)]
-        return concatenated(cuts, self.axis)
+        pairs = (head // 2, 2) if self.to == "halves" else (2, head // 2)
+        one = folded(one, self.axis, (size // head, *pairs))
+        dim = sum(map(len, one.fold[: self.axis])) + 1
+        dims = _exchanged([*range(sum(map(len, one.fold)))], dim, dim + 1)
+        return Assembly(one.shape, _ordered(one.pieces, dims), _put(one.fold, self.axis, (size // head, *pairs[::-1])))
 
     @property
     def inverse(self) -> Operation:

@@ -391,7 +391,7 @@ def _made(keymap: KeyMap, group: _Group, viewed: Viewed, facts: Facts) -> Iterat
             places = {place: number for number, place in enumerate(used)}
             pieces = [piece._replace(tensor=places.get(piece.tensor, -1)) for piece in one.pieces]
             taken = [sources[place] for place in used]
-            origin = viewed.view([tensor.origin or tensor for tensor in taken], path, one.shape, pieces)
+            origin = viewed.view([tensor.origin or tensor for tensor in taken], path, one.shape, pieces, one.fold)
             yield replace(first, path=path, shape=one.shape, alias=None, origin=origin), taken
 
 

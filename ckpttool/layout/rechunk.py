@@ -285,7 +285,8 @@ class _Cutting:
 
 def _is_cut(tensor: Tensor) -> bool:
     """Return whether the source cuts a tensor."""
-    return len((tensor.origin or tensor).chunks) > 1
+    stored = tensor.origin or tensor
+    return len(stored.chunks) > 1 or (stored.origin is not None and _is_cut(stored.origin))
 
 
 def _check_fits(tensor: Tensor, mesh: Mesh, placed: Placements) -> None:

@@ -4,21 +4,23 @@
     one expert of a stacked tensor             [2i, h] <- [e, :, :] of [experts, 2i, h]
     all experts of a layer as one              [e, :, :] <- [2i, h] of expert e
 
-To the rest of the code, a view is a tensor with many chunks, each an extent with strides.
+To the rest of the code, a view is a tensor with many chunks, each an extent with strides. Where pieces take turns, as
+in the rows of rotary heads, it has one chunk that is a weave of extents: there are few of them, however many rows.
 """
 
 from __future__ import annotations
 
 from array import array
 from bisect import bisect_right
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import chain, product
 from typing import NamedTuple
 
 from ckpttool.catalogue import boxes
 from ckpttool.catalogue.boxes import Box, Ints
-from ckpttool.catalogue.entries import Catalogue, Chunk, Chunks, Extent, Path, Tensor
+from ckpttool.catalogue.entries import Catalogue, Chunk, Chunks, Extent, Path, Tensor, Weave
 from ckpttool.catalogue.protocols import Source
 
 _KEPT = 4096
@@ -32,7 +34,8 @@ class Slice:
     every second row of the first 64.
 
     `offsets` and `sizes` are the box; `start` is where its first element lies in the tensor; of each dimension of the
-    box, `dims` is the tensor's dimension (or `NOWHERE`) and `steps` how far apart neighbours lie in it.
+    box, `dims` is the tensor's dimension (or `NOWHERE`) and `steps` how far apart neighbours lie in it. Several may
+    have one dimension of the tensor: heads, halves and pairs are all rows.
     """
 
     offsets: Ints
@@ -55,13 +58,25 @@ class Piece(NamedTuple):
     slice: Slice
 
 
+Fold = tuple[Ints, ...]
+"""For each dimension of a view, the sizes of the dimensions that its pieces have in its place."""
+
+
+def plain(shape: Ints) -> Fold:
+    """Return the fold of which each dimension is one. Pure."""
+    return tuple((size,) for size in shape)
+
+
 class _View(NamedTuple):
-    """For each chunk of a view, the piece and the chunk of its tensor that it comes from."""
+    """For each box of a view that lies in one chunk of a tensor, the piece and that chunk. The boxes are the chunks of
+    the view, or woven into one."""
 
     tensors: Sequence[Tensor]
     pieces: list[Piece]
     chunk: array[int]
     piece: array[int]
+    fold: Fold
+    boxes: Chunks
 
 
 class _Boxes:
@@ -105,28 +120,35 @@ class Viewed:
     def close(self) -> None:
         """Do nothing: the source is closed where it was opened."""
 
-    def view(self, tensors: Sequence[Tensor], path: Path, shape: Ints, pieces: Iterable[Piece]) -> Tensor:
-        """Return a tensor of this shape, made of pieces of `tensors`, which are those of the source, of one dtype."""
-        view_ = _View(tensors, _sharing(pieces), array("l"), array("l"))
+    def view(
+        self, tensors: Sequence[Tensor], path: Path, shape: Ints, pieces: Iterable[Piece], fold: Fold | None = None
+    ) -> Tensor:
+        """Return a tensor of this shape, made of pieces of `tensors`, which are those of the source, of one dtype. With
+        a `fold`, the boxes of the pieces are in its dimensions."""
+        fold = fold or plain(shape)
+        of_piece, of_chunk, files = array("l"), array("l"), array("l")
+        known_pieces = _sharing(pieces)
         offsets: list[Ints] = []
         sizes: list[Ints] = []
-        files: array[int] = array("l")
-        for number, (place, part) in enumerate(view_.pieces):
+        for number, (place, part) in enumerate(known_pieces):
             tensor = tensors[max(place, 0)]
             stored = tensor.chunks
             known = self._boxes.get(tensor) or self._boxes.setdefault(tensor, _Boxes(tensor))
             for k in known.near(part) if place >= 0 else range(1):
-                box = _clip(part, known.boxes[k]) if place >= 0 else (part.offsets, part.sizes)
-                if box is not None:
+                for box in _clip(part, known.boxes[k]) if place >= 0 else [(part.offsets, part.sizes)]:
                     offsets.append(box[0])
                     sizes.append(box[1])
                     files.append(stored.file[k])
-                    view_.chunk.append(k)
-                    view_.piece.append(number)
+                    of_chunk.append(k)
+                    of_piece.append(number)
         # In place of an offset, the extents of a view have the number of the chunk.
         nbytes = array("q", bytes(8 * len(files)))
         chunks = Chunks.from_columns(offsets, sizes, files, array("q", range(len(offsets))), nbytes, item=True)
+        view_ = _View(tensors, known_pieces, of_chunk, of_piece, fold, chunks)
         first = tensors[0]
+        if fold != plain(shape) and files:
+            place_ = array("q", [0])
+            chunks = Chunks.from_columns([(0,) * len(shape)], [shape], files[:1], place_, place_, item=True)
         result = Tensor(path, first.dtype, shape, chunks, part=first.part, origin=first)
         self._views[result] = view_
         return result
@@ -136,17 +158,29 @@ class Viewed:
         view = self._views.get(tensor)
         return (tensor,) if view is None else view.tensors
 
+    def recipe(self, tensor: Tensor) -> object:
+        """Return what tells a view from others with the same boxes: of which tensors its elements are, and which."""
+        view = self._views.get(tensor)
+        return None if view is None else ([one.path for one in view.tensors], view.pieces, view.fold)
+
     def resolve(self, tensor: Tensor, chunk: Chunk) -> Extent:
         """Return the extent of a chunk. Raises CorruptError as the source does."""
         view = self._views.get(tensor)
         if view is None:
             return self._source.resolve(tensor, chunk)
+        if view.boxes is tensor.chunks:
+            return self._extent(view, chunk)
+        parts = tuple([((one.offsets, one.sizes), self._extent(view, one)) for one in view.boxes])
+        return parts[0][1]._replace(strides=None, codec=(), weave=Weave(view.fold, parts))
+
+    def _extent(self, view: _View, chunk: Chunk) -> Extent:
+        """Return where the elements of a box of a view lie."""
         number = chunk.extent.offset
         place, part = view.pieces[view.piece[number]]
         source = view.tensors[max(place, 0)]
         stored = source.chunks.at(view.chunk[number])
         extent = self._stored(source, view.chunk[number])
-        itemsize = tensor.dtype.itemsize
+        itemsize = source.dtype.itemsize
         if place < 0:
             # One element that is there, as often as zeros are needed.
             strides = (0,) * len(chunk.sizes)
@@ -186,20 +220,38 @@ def _sharing(pieces: Iterable[Piece]) -> list[Piece]:
     ]
 
 
-def _clip(part: Slice, chunk: Box) -> Box | None:
-    """Return the part of a slice's box whose elements lie in a chunk, or None."""
-    low, high = [0] * len(part.dims), list(part.sizes)
-    places = {dim: d for d, dim in enumerate(part.dims) if dim != NOWHERE}
+def _clip(part: Slice, chunk: Box) -> Iterator[Box]:
+    """Yield the parts of a slice's box whose elements lie in a chunk."""
+    found: list[Iterable[tuple[tuple[int, int, int], ...]]] = []
     for dim, (start, offset, size) in enumerate(zip(part.start, *chunk, strict=True)):
-        d = places.get(dim)
-        if d is None:
-            if not offset <= start < offset + size:
-                return None
-            continue
-        step = part.steps[d]
-        low[d] = max(low[d], -((start - offset) // step))
-        high[d] = min(high[d], -((start - offset - size) // step))
-        if low[d] >= high[d]:
-            return None
-    offsets = tuple(o + n for o, n in zip(part.offsets, low, strict=True))
-    return offsets, tuple(b - a for a, b in zip(low, high, strict=True))
+        steps = [(step, d) for d, step in enumerate(part.steps) if part.dims[d] == dim]
+        steps.sort(reverse=True)
+        found.append(_within(offset - start, offset - start + size, steps, part.sizes))
+    for choice in product(*found):
+        low, size_ = list(part.offsets), list(part.sizes)
+        for d, first, count in chain.from_iterable(choice):
+            low[d], size_[d] = part.offsets[d] + first, count
+        yield tuple(low), tuple(size_)
+
+
+def _within(
+    low: int, high: int, steps: Sequence[tuple[int, int]], sizes: Ints
+) -> Iterator[tuple[tuple[int, int, int], ...]]:
+    """Yield the boxes of indexes whose steps add up to one of `low..high`, as `(dimension, first, count)` of each
+    dimension; the longest steps come first."""
+    if not steps:
+        if low <= 0 < high:
+            yield ()
+        return
+    (step, d), rest = steps[0], steps[1:]
+    reach = sum((sizes[other] - 1) * shorter for shorter, other in rest)
+    # Indexes of which all elements lie within, and before and behind them those of which some may.
+    inside, end = max(0, -(-low // step)), min(sizes[d], (high - 1 - reach) // step + 1)
+    first, last = max(0, -((reach - low) // step)), min(sizes[d], (high - 1) // step + 1)
+    if inside < end:
+        yield ((d, inside, end - inside), *((other, 0, sizes[other]) for _, other in rest))
+    else:
+        inside = end = last
+    for index in chain(range(first, inside), range(end, last)):
+        for found in _within(low - index * step, high - index * step, rest, sizes):
+            yield ((d, index, 1), *found)

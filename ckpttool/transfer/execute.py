@@ -286,7 +286,8 @@ class _Copier:
 
     def _is_there(self, task: _Task, entry: Entry, done: Done, parts: Sequence[_Part]) -> bool:
         """Return whether what an earlier run wrote for this task is still there, and note in `entry` what it noted."""
-        records = {(e.record.file, e.record.offset): e.record for e, _, _ in parts if e.record is not None}
+        extents = [extent for woven, _, _ in parts for extent in woven.stored()]
+        records = {(e.record.file, e.record.offset): e.record for e in extents if e.record is not None}
         nbytes, crc, entry.checked, entry.unrecorded, entry.overflowed, read = done
         if nbytes != task.nbytes or any((file, offset) not in records for file, offset, *_ in read):
             return False
@@ -337,7 +338,7 @@ class _Copier:
 
     def _gather(self, task: _Task, entry: Entry, parts: Sequence[_Part]) -> None:
         itemsize = max(task.job.source.dtype.itemsize, task.job.tensor.dtype.itemsize)
-        if any(_is_transposed(extent) for extent, _, _ in parts):
+        if any(_is_transposed(extent) for woven, _, _ in parts for extent in woven.stored()):
             with self.turn:
                 self._gather_tiles(task, entry, parts, max(1, self.large // itemsize))
         else:

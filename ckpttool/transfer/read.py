@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from itertools import chain, product
 from math import prod
 from typing import Any, NamedTuple
 
 from ckpttool.catalogue import boxes
 from ckpttool.catalogue.boxes import Box, Ints
 from ckpttool.catalogue.dtypes import Dtype
-from ckpttool.catalogue.entries import Chunk, Extent, File, Tensor
+from ckpttool.catalogue.entries import Chunk, Extent, File, Tensor, Weave
 from ckpttool.catalogue.protocols import Source
 from ckpttool.storage.files import Pool
 from ckpttool.transfer.numbers import Array
@@ -92,13 +93,14 @@ def fill(target: Array, pool: Pool, files: Sequence[File], extent: Extent, chunk
     `target` has the box's sizes and the type `unsigned(kind)`. Raises CorruptError when the file is too short.
     """
     if target.size:
-        _fill(target, pool, files, extent, *_place(extent, chunk, box), kind)
+        for one in series([(extent, chunk, box)], kind.itemsize):
+            one.fill(target, box, pool, files, kind)
 
 
-def _place(extent: Extent, chunk: Chunk, box: Box) -> tuple[int, Ints]:
-    """Return where a box of a chunk begins in its extent, and its strides, in elements."""
-    strides = extent.strides or boxes.row_major(chunk.sizes)
-    return sum((o - c) * s for o, c, s in zip(box[0], chunk.offsets, strides, strict=True)), strides
+def _place(extent: Extent, within: Box, box: Box) -> tuple[int, Ints]:
+    """Return where a box begins in the extent of a box that holds it, and its strides, in elements."""
+    strides = extent.strides or boxes.row_major(within[1])
+    return sum((o - w) * s for o, w, s in zip(box[0], within[0], strides, strict=True)), strides
 
 
 def _fill(
@@ -158,15 +160,59 @@ class Series(NamedTuple):
         return self._replace(dim=dims[0], length=2, apart=apart, step=step)
 
 
-def series(parts: Iterable[tuple[Extent, Chunk, Box]], itemsize: int) -> list[Series]:
+class Woven(NamedTuple):
+    """A part of a weave that one extent has: elements of a box, folded to `sizes`, at the box `inner` of these."""
+
+    extent: Extent
+    first: int
+    strides: Ints
+    box: Box
+    sizes: Ints
+    inner: Box
+
+    @property
+    def numel(self) -> int:
+        """The number of elements."""
+        return prod(self.inner[1])
+
+    def fill(self, target: Array, within: Box, pool: Pool, files: Sequence[File], kind: Dtype) -> None:
+        """Read the elements into an array that holds the box `within`. Raises CorruptError when a file is too short."""
+        # A dimension made into several needs no copy.
+        into = part(target, self.box, within).reshape(self.sizes)
+        into = part(into, self.inner, boxes.whole(self.sizes))
+        _fill(into, pool, files, self.extent, self.first, self.strides, kind)
+
+
+def _unwoven(weave: Weave, chunk: Chunk, box: Box) -> Iterator[Woven]:
+    """Yield the parts of a weave, of which a chunk is made, that lie in a box of it."""
+    ranges = [
+        boxes.flat_range(sizes, low - begin, low - begin + size)
+        for sizes, begin, low, size in zip(weave.fold, chunk.offsets, *box, strict=True)
+    ]
+    for choice in product(*ranges):
+        offsets = tuple(low + at for low, (_, at) in zip(box[0], choice, strict=True))
+        run: Box = offsets, tuple(prod(one[1]) for one, _ in choice)
+        folded: Box = tuple(chain(*(one[0] for one, _ in choice))), tuple(chain(*(one[1] for one, _ in choice)))
+        for place, extent in weave.parts:
+            shared = boxes.overlap(place, folded)
+            if shared is not None:
+                inner = tuple(o - f for o, f in zip(shared[0], folded[0], strict=True)), shared[1]
+                yield Woven(extent, *_place(extent, place, shared), run, folded[1], inner)
+
+
+def series(parts: Iterable[tuple[Extent, Chunk, Box]], itemsize: int) -> list[Series | Woven]:
     """Return parts of a tensor as the series that they are."""
-    found: list[Series] = []
+    found: list[Series | Woven] = []
     last: dict[tuple[object, ...], int] = {}
     for extent, chunk, box in parts:
-        first, strides = _place(extent, chunk, box)
+        if extent.weave is not None:
+            found += _unwoven(extent.weave, chunk, box)
+            continue
+        first, strides = _place(extent, (chunk.offsets, chunk.sizes), box)
         key = extent.file, id(extent.record), extent.checked, extent.codec, strides, box[1]
         at = last.get(key)
-        longer = None if at is None else found[at].longer(extent, first, box, itemsize)
+        before = None if at is None else found[at]
+        longer = before.longer(extent, first, box, itemsize) if isinstance(before, Series) else None
         if at is None or longer is None:
             last[key] = len(found)
             found.append(Series(extent, first, strides, box))

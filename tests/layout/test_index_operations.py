@@ -32,13 +32,16 @@ from ckpttool.layout.index_operations import (
     parse_operation,
 )
 from ckpttool.layout.views import Viewed
+from ckpttool.storage.files import Pool
+from ckpttool.transfer import read
 
 Array = np.ndarray[Any, np.dtype[Any]]
 
 
 def evaluated(one: Assembly, sources: list[Array]) -> Array:
     """The elements that an assembly says, each of which must come from one piece."""
-    found = np.full(one.shape, -7)
+    assert tuple(int(np.prod(sizes)) for sizes in one.fold) == one.shape
+    found = np.full([size for sizes in one.fold for size in sizes], -7)
     for place, part in one.pieces:
         for at in np.ndindex(*part.sizes):
             target = tuple(o + i for o, i in zip(part.offsets, at, strict=True))
@@ -49,7 +52,7 @@ def evaluated(one: Assembly, sources: list[Array]) -> Array:
                     index[dim] += i * step
             found[target] = 0 if place < 0 else sources[place][tuple(index)]
     assert (found != -7).all()
-    return found
+    return found.reshape(one.shape)
 
 
 def numbered(shapes: list[Ints]) -> list[Array]:
@@ -269,14 +272,60 @@ class Sharded:
         found = np.full(tensor.shape, -7)
         for chunk in origin.chunks:
             extent = viewed.resolve(origin, chunk)
-            strides = extent.strides or row_major(chunk.sizes)
-            for at in np.ndindex(*chunk.sizes):
-                target = tuple(o + i for o, i in zip(chunk.offsets, at, strict=True))
-                assert found[target] == -7
-                place = extent.offset + 4 * sum(i * s for i, s in zip(at, strides, strict=True))
-                found[target] = 0 if "zero" in extent.codec else self.memory[place]
+            self.fill(found[tuple(slice(o, o + n) for o, n in zip(*chunk[:2], strict=True))], extent)
         assert (found != -7).all()
         return found
+
+    def fill(self, target: Array, extent: Extent) -> None:
+        """Fill a view of an array with what lies at an extent."""
+        assert (target == -7).all()
+        if extent.weave is not None:
+            folded = target.reshape([size for sizes in extent.weave.fold for size in sizes])
+            assert np.shares_memory(folded, target)
+            for (offsets, sizes), part in extent.weave.parts:
+                self.fill(folded[tuple(slice(o, o + n) for o, n in zip(offsets, sizes, strict=True))], part)
+            return
+        strides = extent.strides or row_major(target.shape)
+        for at in np.ndindex(*target.shape):
+            place = extent.offset + 4 * sum(i * s for i, s in zip(at, strides, strict=True))
+            target[at] = 0 if "zero" in extent.codec else self.memory[place]
+
+
+class Shards(Pool):
+    """The shards as a file."""
+
+    def __init__(self, source: Sharded) -> None:
+        super().__init__()
+        values = [source.memory[place] for place in range(0, 4 * len(source.memory), 4)]
+        self.data = np.array(values, np.uint32).tobytes()
+
+    def read_into(self, path: str, offset: int, buffer: memoryview) -> None:
+        assert offset >= 0 and offset + len(buffer) <= len(self.data)
+        buffer[:] = self.data[offset : offset + len(buffer)]
+
+
+@settings(deadline=None, max_examples=60)
+@given(steps(), st.integers(0, 99), st.data())
+def test_any_box_of_a_view_is_read_from_shards(made: Any, seed: int, data: st.DataObject) -> None:
+    shapes, operations = made
+    arrays = numbered([shape for row in shapes for shape in row.values()])
+    source = Sharded({str(number): array for number, array in enumerate(arrays)}, seed)
+    viewed, pool, tensors = Viewed(source), Shards(source), [*source.catalogue.tensors]
+    numbers = iter(range(len(arrays)))
+    table = [{at: Assembly.of(next(numbers), shape) for at, shape in row.items()} for row in shapes]
+    expected = [{at: arrays[one.pieces[0].tensor] for at, one in row.items()} for row in table]
+    for operation, rows in operations:
+        table, expected = operation.apply(table, {}, rows), by_numpy(operation, expected, rows)
+    which = data.draw(st.integers(0, len(table) - 1))
+    at = data.draw(st.sampled_from([*table[which]]))
+    one, wanted = table[which][at], expected[which][at]
+    seen = viewed.view(tensors, ("seen",), one.shape, one.pieces, one.fold)
+    for _ in range(3):
+        offsets = tuple(data.draw(st.integers(0, size - 1)) for size in one.shape)
+        sizes = tuple(data.draw(st.integers(1, size - low)) for size, low in zip(one.shape, offsets, strict=True))
+        found = read.read_box((offsets, sizes), seen, viewed, pool)
+        within = tuple(slice(low, low + size) for low, size in zip(offsets, sizes, strict=True))
+        assert np.array_equal(found, wanted[within])
 
 
 RULES = [

@@ -8,6 +8,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed.checkpoint as torch_dcp
@@ -21,6 +22,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 import ckpttool
 from ckpttool import errors
+from ckpttool.catalogue.boxes import row_major
 from ckpttool.catalogue.dtypes import DTYPES
 from ckpttool.catalogue.entries import Catalogue, Chunk, Chunks, Extent, File, Tensor
 from ckpttool.layout import views
@@ -332,18 +334,19 @@ def test_each_element_of_a_view_comes_from_where_the_slice_says(data: st.DataObj
     tensor = Tensor(("w",), DTYPES["float32"], (rows, width), Chunks.of(chunks))
     viewed = views.Viewed(Still())
     permuted = Rows("halves", 2 * half).apply([{(): Assembly.of(0, (rows, width))}], {}, 1)[0][()]
-    seen = viewed.view([tensor], ("v",), (rows, width), permuted.pieces)
+    seen = viewed.view([tensor], ("v",), (rows, width), permuted.pieces, permuted.fold)
     expected = (torch.arange(rows)[:, None] * stride + torch.arange(width)).view(heads, half, 2, width)
-    expected = expected.transpose(1, 2).reshape(rows, width)
-    found = torch.full((rows, width), -1)
-    for chunk in seen.chunks:
-        extent = viewed.resolve(seen, chunk)
-        strides = extent.strides or (chunk.sizes[1], 1)
-        for i in range(chunk.sizes[0]):
-            for j in range(chunk.sizes[1]):
-                at = (chunk.offsets[0] + i, chunk.offsets[1] + j)
-                assert found[at] == -1
-                found[at] = extent.offset // 4 + i * strides[0] + j * strides[1]
+    expected = expected.transpose(1, 2)
+    found = torch.full((heads, 2, half, width), -1)
+    (chunk,) = seen.chunks
+    weave = viewed.resolve(seen, chunk).weave
+    assert weave is not None and weave.fold == ((heads, 2, half), (width,))
+    for (offsets, sizes), extent in weave.parts:
+        strides = extent.strides or row_major(sizes)
+        for at in np.ndindex(*sizes):
+            place = tuple(o + i for o, i in zip(offsets, at, strict=True))
+            assert found[place] == -1
+            found[place] = extent.offset // 4 + sum(i * s for i, s in zip(at, strides, strict=True))
     assert torch.equal(found, expected)
 
 
