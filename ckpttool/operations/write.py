@@ -273,7 +273,7 @@ class Write:
     def _journal(self, stage: Stage, sink: Sink) -> journal.Journal:
         before = self.opened.before
         indexes = [path for path in before if is_index(path)]
-        digest = journal.digest(self.opened.source.catalogue, sink.catalogue, self.target.name, before, indexes)
+        digest = journal.digest(self.opened.source, sink.catalogue, self.target.name, before, indexes)
         return journal.begin(stage, sink.catalogue, digest, self.result.notes, every=self.options.resume)
 
     def _fill(self, sink: Sink, partial: str, log: journal.Journal | None = None) -> Transferred:

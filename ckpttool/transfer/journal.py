@@ -19,6 +19,8 @@ from itertools import chain
 from typing import Any
 
 from ckpttool.catalogue.entries import Catalogue, Extent, Record
+from ckpttool.catalogue.protocols import Source
+from ckpttool.layout.views import Viewed
 from ckpttool.storage import files
 from ckpttool.storage.crc import combine
 from ckpttool.storage.errors import os_errors
@@ -124,11 +126,11 @@ def begin(stage: Stage, created: Catalogue, digest: str, notes: list[str], *, ev
 
 
 def digest(
-    source: Catalogue, created: Catalogue, format: str, fingerprint: files.Fingerprint, indexes: Iterable[str]
+    source: Source, created: Catalogue, format: str, fingerprint: files.Fingerprint, indexes: Iterable[str]
 ) -> str:
     """Return a digest of the plan: where each byte comes from and goes to, and the state of the source's files."""
     sha = hashlib.sha256(f"{VERSION} {format}".encode())
-    sha.update(repr([(file.location, file.size) for file in source.files]).encode())
+    sha.update(repr([(file.location, file.size) for file in source.catalogue.files]).encode())
     sha.update(repr([(file.name, file.size) for file in created.files]).encode())
     for tensor in (*created.tensors, *created.replicas):
         sha.update(repr((tensor.path, tensor.dtype.name, tensor.shape, tensor.alias)).encode(errors="surrogatepass"))
@@ -138,6 +140,8 @@ def digest(
                 sha.update(repr((one.chunks.offsets, one.chunks.sizes, one.chunks.strides, one.chunks.codecs)).encode())
                 for column in (one.chunks.file, one.chunks.offset, one.chunks.nbytes):
                     sha.update(column.tobytes())
+                if isinstance(source, Viewed):
+                    sha.update(repr(source.recipe(one)).encode(errors="surrogatepass"))
     for path in sorted(fingerprint):
         sha.update(repr((str(locate(path).real()), fingerprint[path])).encode())
     for path in sorted(indexes):

@@ -266,6 +266,24 @@ def test_other_flags(src: Path, out: Path, monkeypatch: pytest.MonkeyPatch) -> N
     assert len(list(ckpttool.inspect(str(out / "out")).tensors)) == LAYERS - 1
 
 
+def test_another_map(src: Path, out: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The operations of a map do not change where the destination has its bytes."""
+    path, name = tmp_path / "map.json", "layers.{n}.weight"
+    halves, neighbours = ({"rows": {"to": to, "head_dim": 64}} for to in ("halves", "neighbours"))
+    operations = ({"transpose": [0, 1]}, {"trim": {"axis": 0, "size": 256}}), (halves, neighbours)
+    for number, (before, after) in enumerate(operations):
+        target = out / f"{number}.pt"
+        for one in (before, after):
+            rule = {"from": name, "to": name, "operations": [one]}
+            path.write_text(json.dumps({"format": 2, "rules": [rule]}))
+            if one is before:
+                interrupted(src, target, 6, monkeypatch, key_map=str(path))
+        done = ckpttool.convert(str(src), str(target), key_map=str(path), resume=True)
+        assert done.resumed_bytes == 0 and any("other options: starting over" in note for note in done.notes)
+        ckpttool.convert(str(src), str(tmp_path / target.name), key_map=str(path))
+        assert content(target) == content(tmp_path / target.name)
+
+
 @pytest.mark.parametrize("kind", SINKS)
 def test_a_bit_that_flipped_meanwhile(
     kind: str, src: Path, out: Path, whole: Any, monkeypatch: pytest.MonkeyPatch
