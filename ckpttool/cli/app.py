@@ -143,10 +143,18 @@ def collect_rarely() -> None:
     atexit.register(gc.freeze)
 
 
+def calculate_on_one_thread() -> None:
+    """Let numpy start no threads of BLAS: each spins for 0.1 s, and next to nothing is calculated with them."""
+    # Their own where they matter: the scripts of people inherit the environment.
+    if not {"verify-resume", "--spectral"} & {*sys.argv[1:]}:
+        os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
+
+
 def main() -> None:
     """`ckpttool`, as the shell calls it."""
     catch_signals()
     collect_rarely()
+    calculate_on_one_thread()
     silent = False
     if "WORLD_SIZE" in os.environ:
         # Only under torchrun: it imports much of what writes.

@@ -238,6 +238,13 @@ class _Flusher(threading.Thread):
                 start_writing(fd)
 
 
+class _Rooms(threading.local):
+    """What each thread has of its own for a tile and for what it is made of."""
+
+    def __init__(self) -> None:
+        self.rooms = read.Room(), read.Room()
+
+
 @dataclass(slots=True)
 class _Copier:
     """Does the tasks of one transfer, each in the thread that calls `do`."""
@@ -255,7 +262,9 @@ class _Copier:
     flusher: _Flusher
     written: Callable[[int, int], None] | None = None
     buffer: ThreadBuffer = field(default_factory=partial(ThreadBuffer, BUFFER))
+    own: _Rooms = field(default_factory=_Rooms)
     turn: threading.Lock = field(default_factory=threading.Lock)
+    shared: tuple[read.Room, read.Room] = field(default_factory=lambda: (read.Room(), read.Room()))
 
     def do(self, task: _Task) -> None:
         """Copy what a task says, or compare it."""
@@ -340,11 +349,13 @@ class _Copier:
         itemsize = max(task.job.source.dtype.itemsize, task.job.tensor.dtype.itemsize)
         if any(_is_transposed(extent) for woven, _, _ in parts for extent in woven.stored()):
             with self.turn:
-                self._gather_tiles(task, entry, parts, max(1, self.large // itemsize))
+                self._gather_tiles(task, entry, parts, max(1, self.large // itemsize), self.shared)
         else:
-            self._gather_tiles(task, entry, parts, max(1, self.tile // itemsize))
+            self._gather_tiles(task, entry, parts, max(1, self.tile // itemsize), self.own.rooms)
 
-    def _gather_tiles(self, task: _Task, entry: Entry, parts: Sequence[_Part], most: int) -> None:
+    def _gather_tiles(
+        self, task: _Task, entry: Entry, parts: Sequence[_Part], most: int, rooms: tuple[read.Room, read.Room]
+    ) -> None:
         import numpy as np
 
         old, new = task.job.source.dtype, task.job.tensor.dtype
@@ -353,14 +364,15 @@ class _Copier:
         counted = task.job.chunk.extent.record is not None or self.journal is not None
         start = task.start
         for tile in tiles(task.box, most):
-            bits = np.empty(tile[1], read.unsigned(old))
+            nbytes = prod(tile[1]) * old.itemsize
+            bits: Array = np.ndarray(tile[1], read.unsigned(old), rooms[0].take(nbytes))
             inside = [
                 (extent, chunk, shared)
                 for extent, chunk, box in parts
                 if (shared := boxes.overlap(box, tile)) is not None
             ]
             for one in read.series(inside, old.itemsize):
-                one.fill(bits, tile, self.pool, files, old)
+                one.fill(bits, tile, self.pool, files, old, rooms[1])
                 entry.note_read(one.extent, 0, one.numel * old.itemsize, None, self.tally.digested)
             data, overflowed = cast_array(bits, old, new)
             entry.overflowed += overflowed

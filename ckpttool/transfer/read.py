@@ -12,7 +12,7 @@ from ckpttool.catalogue.boxes import Box, Ints
 from ckpttool.catalogue.dtypes import Dtype
 from ckpttool.catalogue.entries import Chunk, Extent, File, Tensor, Weave
 from ckpttool.catalogue.protocols import Source
-from ckpttool.storage.files import Pool
+from ckpttool.storage.files import Pool, pages
 from ckpttool.transfer.numbers import Array
 from ckpttool.transfer.plan import tiles
 
@@ -103,13 +103,34 @@ def _place(extent: Extent, within: Box, box: Box) -> tuple[int, Ints]:
     return sum((o - w) * s for o, w, s in zip(box[0], within[0], strides, strict=True)), strides
 
 
+class Room:
+    """Memory that is used again, for elements on their way: fresh pages cost as much as a copy."""
+
+    def __init__(self) -> None:
+        self._pages = memoryview(b"")
+
+    def take(self, nbytes: int) -> memoryview:
+        """Return so many bytes, which are those of the last call, too."""
+        if len(self._pages) < nbytes:
+            self._pages = memoryview(b"")  # before there is more
+            self._pages = pages(nbytes)
+        return self._pages[:nbytes]
+
+
 def _fill(
-    target: Array, pool: Pool, files: Sequence[File], extent: Extent, first: int, strides: Ints, kind: Dtype
+    target: Array,
+    pool: Pool,
+    files: Sequence[File],
+    extent: Extent,
+    first: int,
+    strides: Ints,
+    kind: Dtype,
+    room: Room | None,
 ) -> None:
     import numpy as np
 
     dense: Array = np.empty(target.shape, target.dtype) if extent.codec else target
-    _read(dense, pool, files[extent.file].location, extent.offset, first, target.shape, strides, kind)
+    _read(dense, pool, files[extent.file].location, extent.offset, first, strides, kind, room or Room())
     if extent.codec:
         _decode(dense, extent.codec, kind)
         target[...] = dense
@@ -133,7 +154,9 @@ class Series(NamedTuple):
         """The number of elements."""
         return self.length * prod(self.box[1])
 
-    def fill(self, target: Array, within: Box, pool: Pool, files: Sequence[File], kind: Dtype) -> None:
+    def fill(
+        self, target: Array, within: Box, pool: Pool, files: Sequence[File], kind: Dtype, room: Room | None = None
+    ) -> None:
         """Read the elements into an array that holds the box `within`. Raises CorruptError when a file is too short."""
         into, strides, dim = part(target, self.box, within), self.strides, self.dim
         if self.length > 1:
@@ -142,7 +165,7 @@ class Series(NamedTuple):
             shape = (*into.shape[:dim], self.length, *into.shape[dim:])
             into = as_strided(into, shape, (*into.strides[:dim], self.apart * into.strides[dim], *into.strides[dim:]))
             strides = (*strides[:dim], self.step, *strides[dim:])
-        _fill(into, pool, files, self.extent, self.first, strides, kind)
+        _fill(into, pool, files, self.extent, self.first, strides, kind, room)
 
     def longer(self, extent: Extent, first: int, box: Box, itemsize: int) -> Series | None:
         """Return the series with one box more, or None if that is not the next one."""
@@ -175,12 +198,14 @@ class Woven(NamedTuple):
         """The number of elements."""
         return prod(self.inner[1])
 
-    def fill(self, target: Array, within: Box, pool: Pool, files: Sequence[File], kind: Dtype) -> None:
+    def fill(
+        self, target: Array, within: Box, pool: Pool, files: Sequence[File], kind: Dtype, room: Room | None = None
+    ) -> None:
         """Read the elements into an array that holds the box `within`. Raises CorruptError when a file is too short."""
         # A dimension made into several needs no copy.
         into = part(target, self.box, within).reshape(self.sizes)
         into = part(into, self.inner, boxes.whole(self.sizes))
-        _fill(into, pool, files, self.extent, self.first, self.strides, kind)
+        _fill(into, pool, files, self.extent, self.first, self.strides, kind, room)
 
 
 def _unwoven(weave: Weave, chunk: Chunk, box: Box) -> Iterator[Woven]:
@@ -222,26 +247,53 @@ def series(parts: Iterable[tuple[Extent, Chunk, Box]], itemsize: int) -> list[Se
 
 
 def _read(
-    target: Array, pool: Pool, location: str, start: int, first: int, sizes: Ints, strides: Ints, kind: Dtype
+    target: Array, pool: Pool, location: str, start: int, first: int, strides: Ints, kind: Dtype, room: Room
 ) -> None:
+    sizes = target.shape
     span = boxes.span(sizes, strides) * kind.itemsize
     dense = prod(sizes) * kind.itemsize
     if span > kind.itemsize and (span > 2 * TILE or (span > 4 * dense and span > 1 << 16)):
         # Mostly other elements in between: halve along the dimension that lies furthest apart.
         dim = max((i for i in range(len(sizes)) if sizes[i] > 1), key=lambda i: strides[i])
         half = sizes[dim] // 2
-        for low, n in ((0, half), (half, sizes[dim] - half)):
-            part = target[(slice(None),) * dim + (slice(low, low + n),)]
-            rest = (*sizes[:dim], n, *sizes[dim + 1 :])
-            _read(part, pool, location, start, first + low * strides[dim], rest, strides, kind)
+        for low, high in ((0, half), (half, sizes[dim])):
+            part = target[(slice(None),) * dim + (slice(low, high),)]
+            _read(part, pool, location, start, first + low * strides[dim], strides, kind, room)
         return
     import numpy as np
     from numpy.lib.stride_tricks import as_strided
 
-    data = bytearray(span)
-    pool.read_into(location, start + first * kind.itemsize, memoryview(data))
+    if dense == span and target.flags.c_contiguous and boxes.is_row_major(sizes, strides):
+        pool.read_into(location, start + first * kind.itemsize, target.reshape(-1).view(np.uint8).data)
+        return
+    data = room.take(span)
+    pool.read_into(location, start + first * kind.itemsize, data)
     flat = np.frombuffer(data, unsigned(kind))
-    target[...] = as_strided(flat, sizes, tuple(s * kind.itemsize for s in strides), writeable=False)
+    _copy(target, as_strided(flat, sizes, tuple(s * kind.itemsize for s in strides), writeable=False))
+
+
+_WIDTH, _HEIGHT = 256, 256  # of a block that is transposed, in bytes and in elements
+
+
+def _copy(target: Array, source: Array) -> None:
+    """Copy elements. Where their order is another, block by block: numpy takes three times as long for a matrix whose
+    neighbours in a column are a page apart."""
+    large = [dim for dim, size in enumerate(target.shape) if size > 1 and source.strides[dim]]
+    across = min(large, key=lambda dim: source.strides[dim], default=0)
+    along = min(large, key=lambda dim: target.strides[dim], default=0)
+    width = _WIDTH // source.itemsize
+    if across == along or min(target.shape[across] // width, target.shape[along] // width) == 0:
+        target[...] = source
+        return
+    import numpy as np
+
+    rows, columns = (np.moveaxis(one, (across, along), (-2, -1)) for one in (source, target))
+    for index in np.ndindex(*rows.shape[:-2]):
+        one, other = rows[index], columns[index]
+        for low in range(0, len(one), width):
+            for left in range(0, one.shape[1], _HEIGHT):
+                block = one[low : low + width, left : left + _HEIGHT].T
+                other[low : low + width, left : left + _HEIGHT] = np.ascontiguousarray(block).T
 
 
 def _decode(dense: Array, codec: tuple[str, ...], kind: Dtype) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -10,6 +11,7 @@ import pytest
 from support.cli import FULL, environment, run, spawn
 from support.paths import ROOT
 
+from ckpttool.cli.app import calculate_on_one_thread
 from ckpttool.version import __version__
 
 LOOK = "import sys, atexit; atexit.register(lambda: print(sorted({'torch', 'numpy', 'rich', 'pydantic'} & set(sys.modules)), file=sys.stderr))"  # noqa: E501
@@ -23,6 +25,18 @@ def test_torch_is_not_imported(words: list[str]) -> None:
     process = spawn(*words, code=LOOK)
     assert process.communicate(timeout=30)[1] == "[]\n"
     assert process.returncode == 0
+
+
+@pytest.mark.parametrize(
+    ("words", "threads"), [("diff a b", "1"), ("stats a --spectral", None), ("verify-resume run", None)]
+)
+def test_threads_of_numpy(words: str, threads: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The environment of a training script is its own."""
+    monkeypatch.setenv("OPENBLAS_NUM_THREADS", "7")
+    monkeypatch.delenv("OPENBLAS_NUM_THREADS")
+    monkeypatch.setattr(sys, "argv", ["ckpttool", *words.split()])
+    calculate_on_one_thread()
+    assert os.environ.get("OPENBLAS_NUM_THREADS") == threads
 
 
 def test_version() -> None:

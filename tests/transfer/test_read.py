@@ -98,6 +98,15 @@ def test_large_views_in_small_tiles(
     assert pool.largest <= max(2 * tile, 4 * view.numel() * 4, 1 << 16)
 
 
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.int16, torch.int32, torch.int64, torch.complex128])
+def test_a_stack_of_matrices_is_transposed_in_blocks(tmp_path: Path, dtype: torch.dtype) -> None:
+    values = checkpoints.random((2, 300, 700), dtype)
+    source = Made(tmp_path)
+    for dims in ((0, 2, 1), (2, 0, 1), (1, 2, 0)):
+        view = values.permute(dims)
+        assert np.array_equal(gathered(source, source.add_view(str(dims), view)), bits(view))
+
+
 def test_what_lies_far_apart_is_not_read_through(tmp_path: Path) -> None:
     view = view_of(2_000_000, [100, 100], [20_000, 1], 0)
     source, pool = Made(tmp_path), Counting()
