@@ -44,7 +44,7 @@ class Option(click.Option):
     """An option, as `--help` shows it: `Option("--threads -j N", "Number of threads.")`, `GLOB...` if it is repeatable.
 
     Without a metavar it is a flag, `--no-card` sets `card` to False, and a pair of flags is None without either. The
-    default is shown, but not a flag's.
+    default is shown, but neither a flag's nor an empty one.
     """
 
     def __init__(self, usage: str, help: str, *, name: str | None = None, **settings: Any) -> None:
@@ -57,7 +57,8 @@ class Option(click.Option):
             settings = {"is_flag": True, "default": None if "/" in usage else False, **settings}
         if usage[2:5] == "no-":
             name, settings = usage[5:], {"flag_value": False, "default": True, **given}
-        super().__init__([*flags, name] if name else flags, help=help, show_default=bool(metavar), **settings)
+        shown = bool(metavar) and settings.get("default") != ""
+        super().__init__([*flags, name] if name else flags, help=help, show_default=shown, **settings)
 
 
 class Command(click.Command):

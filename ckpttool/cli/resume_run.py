@@ -125,7 +125,7 @@ def run(
     command: Any,
     **arguments: Any,
 ) -> None:
-    """Run a training command with and without a stop, and compare every checkpoint.
+    """Compare a training command with and without a stop.
 
     A runs to step N, A2 repeats it, and B is stopped at step K and resumed. Each has an output directory of its own.
     The exit code is 0 if B is the same as A, 1 if it differs, 3 if A2 differs already.
