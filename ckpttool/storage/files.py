@@ -108,6 +108,21 @@ class Pool:
                     raise ends_early(path, offset + done, offset + len(buffer))
                 done += n
 
+    def read_rows(self, path: str, offset: int, step: int, buffer: memoryview, row: int) -> None:
+        """Fill `buffer` with rows of `row` bytes, the first at `offset` and each `step` bytes behind the one before.
+        Raises CorruptError when the file ends before."""
+        starts = range(offset, offset + len(buffer) // row * step, step)
+        if _remote(path) is not None:
+            for number, start in enumerate(starts):
+                Pool.read_into(self, path, start, buffer[number * row : (number + 1) * row])
+            return
+        with self.use(path) as fd:
+            preadv, at = os.preadv, 0
+            for start in starts:
+                if preadv(fd, [buffer[at : at + row]], start) != row:
+                    Pool.read_into(self, path, start, buffer[at : at + row])  # not a subclass's, which may count
+                at += row
+
     def read_counted(self, path: str, offset: int, buffer: memoryview, crc: int = 0) -> int:
         """Fill `buffer` from `offset`, and return its CRC, which goes on from `crc`. Raises CorruptError when the file
         ends before."""

@@ -114,6 +114,11 @@ class Counting(Pool):
         self.nbytes += len(buffer)
         super().read_into(path, offset, buffer)
 
+    def read_rows(self, path: str, offset: int, step: int, buffer: memoryview, row: int) -> None:
+        """As `Pool.read_rows`."""
+        self.nbytes += len(buffer)
+        super().read_rows(path, offset, step, buffer, row)
+
     def read_counted(self, path: str, offset: int, buffer: memoryview, crc: int = 0) -> int:
         """As `Pool.read_counted`."""
         self.nbytes += len(buffer)

@@ -253,23 +253,39 @@ def _read(
     span = boxes.span(sizes, strides) * kind.itemsize
     dense = prod(sizes) * kind.itemsize
     if span > kind.itemsize and (span > 2 * TILE or (span > 4 * dense and span > 1 << 16)):
-        # Mostly other elements in between: halve along the dimension that lies furthest apart.
+        # Mostly other elements in between: rows are read alone.
+        large = [dim for dim, size in enumerate(sizes) if size > 1]
+        row = next((dim for dim in large if strides[dim] == 1), None)
+        if len(large) == 2 and row is not None and dense <= 2 * TILE and span > 4 * dense:
+            down = sum(large) - row
+            data, width = room.take(dense), sizes[row] * kind.itemsize
+            pool.read_rows(location, start + first * kind.itemsize, strides[down] * kind.itemsize, data, width)
+            steps = [0] * len(sizes)
+            steps[row], steps[down] = 1, sizes[row]
+            _copy(target, _strided(data, sizes, steps, kind))
+            return
+        # Halve along the dimension that lies furthest apart.
         dim = max((i for i in range(len(sizes)) if sizes[i] > 1), key=lambda i: strides[i])
         half = sizes[dim] // 2
         for low, high in ((0, half), (half, sizes[dim])):
             part = target[(slice(None),) * dim + (slice(low, high),)]
             _read(part, pool, location, start, first + low * strides[dim], strides, kind, room)
         return
-    import numpy as np
-    from numpy.lib.stride_tricks import as_strided
-
     if dense == span and target.flags.c_contiguous and boxes.is_row_major(sizes, strides):
-        pool.read_into(location, start + first * kind.itemsize, target.reshape(-1).view(np.uint8).data)
+        pool.read_into(location, start + first * kind.itemsize, target.reshape(-1).view("u1").data)
         return
     data = room.take(span)
     pool.read_into(location, start + first * kind.itemsize, data)
+    _copy(target, _strided(data, sizes, strides, kind))
+
+
+def _strided(data: memoryview, sizes: Ints, strides: Sequence[int], kind: Dtype) -> Array:
+    """Return a view of elements with strides."""
+    import numpy as np
+    from numpy.lib.stride_tricks import as_strided
+
     flat = np.frombuffer(data, unsigned(kind))
-    _copy(target, as_strided(flat, sizes, tuple(s * kind.itemsize for s in strides), writeable=False))
+    return as_strided(flat, sizes, tuple(s * kind.itemsize for s in strides), writeable=False)
 
 
 _WIDTH, _HEIGHT = 256, 256  # of a block that is transposed, in bytes and in elements

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +41,10 @@ class Counting(Pool):
         self.nbytes += len(buffer)
         self.largest = max(self.largest, len(buffer))
         super().read_into(path, offset, buffer)
+
+    def read_rows(self, path: str, offset: int, step: int, buffer: memoryview, row: int) -> None:
+        self.nbytes += len(buffer)
+        super().read_rows(path, offset, step, buffer, row)
 
 
 def gathered(source: Made, tensor: Tensor, box: Box | None = None, pool: Pool | None = None) -> np.ndarray[Any, Any]:
@@ -110,8 +115,13 @@ def test_a_stack_of_matrices_is_transposed_in_blocks(tmp_path: Path, dtype: torc
 def test_what_lies_far_apart_is_not_read_through(tmp_path: Path) -> None:
     view = view_of(2_000_000, [100, 100], [20_000, 1], 0)
     source, pool = Made(tmp_path), Counting()
-    assert np.array_equal(gathered(source, source.add_view("w", view), pool=pool), bits(view))
+    tensor = source.add_view("w", view)
+    assert np.array_equal(gathered(source, tensor, pool=pool), bits(view))
     assert pool.nbytes == view.numel() * 4
+    (file,), extent = source.catalogue.files, tensor.chunks[0].extent
+    os.truncate(file.location, extent.offset + extent.nbytes - 100)
+    with pytest.raises(CorruptError, match="ends at byte"):
+        gathered(source, tensor)
 
 
 @pytest.mark.parametrize("name", WHOLE)
