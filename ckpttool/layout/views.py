@@ -183,26 +183,32 @@ class Viewed:
         itemsize = source.dtype.itemsize
         if place < 0:
             # One element that is there, as often as zeros are needed.
-            strides = (0,) * len(chunk.sizes)
-            return extent._replace(nbytes=itemsize, strides=strides, codec=("zero",), record=None)
-        inner = extent.strides or boxes.row_major(stored.sizes)
+            none = (0,) * len(chunk.sizes)
+            return extent._replace(nbytes=itemsize, strides=none, codec=("zero",), record=None)
+        inner = extent.strides or _row_major(stored.sizes)
         index = list(part.start)
         for dim, offset, base, step in zip(part.dims, chunk.offsets, part.offsets, part.steps, strict=True):
             if dim != NOWHERE:
                 index[dim] += (offset - base) * step
         first = sum((i - o) * s for i, o, s in zip(index, stored.offsets, inner, strict=True))
-        # Of a dimension with one index, any stride will do: that which keeps whole rows together.
-        strides_, below = [0] * len(part.dims), 1
-        for d in reversed(range(len(part.dims))):
-            dim = part.dims[d]
-            strides_[d] = inner[dim] * part.steps[d] if dim != NOWHERE else below
-            below = strides_[d] * chunk.sizes[d]
-        strides = tuple(strides_)
-        return extent._replace(
-            offset=extent.offset + first * itemsize,
-            nbytes=boxes.span(chunk.sizes, strides) * itemsize,
-            strides=None if boxes.is_row_major(chunk.sizes, strides) else strides,
-        )
+        strides, span = _strides(part.dims, part.steps, chunk.sizes, inner)
+        return extent._replace(offset=extent.offset + first * itemsize, nbytes=span * itemsize, strides=strides)
+
+
+@lru_cache(_KEPT)
+def _row_major(sizes: Ints) -> Ints:
+    return boxes.row_major(sizes)
+
+
+@lru_cache(_KEPT)
+def _strides(dims: Ints, steps: Ints, sizes: Ints, inner: Ints) -> tuple[Ints | None, int]:
+    """Return the strides of a box, or None for elements without gaps in their order, and how many elements it spans."""
+    # Of a dimension with one index, any stride will do: that which keeps whole rows together.
+    strides, below = [0] * len(dims), 1
+    for d in reversed(range(len(dims))):
+        strides[d] = inner[dims[d]] * steps[d] if dims[d] != NOWHERE else below
+        below = strides[d] * sizes[d]
+    return None if boxes.is_row_major(sizes, strides) else tuple(strides), boxes.span(sizes, strides)
 
 
 def _sharing(pieces: Iterable[Piece]) -> list[Piece]:

@@ -142,6 +142,7 @@ def exports_with_operations(state: Checkpoint, out: Path) -> list[Contender]:
         "transpose": matrix | {"operations": [{"transpose": [0, 1]}]},
         "rows": matrix | {"operations": [{"rows": {"to": "halves", "head_dim": 64}}]},
         "rows back": matrix | {"operations": [{"rows": {"to": "neighbours", "head_dim": 64}}]},
+        "interleave": matrix | {"operations": [{"rows": {"to": "neighbours", "heads": 1}}]},
         "split": matrix | {"to": ["{name*}.a", "{name*}.b"]},
     }
     one_dimension = {"from": "{name*}norm.weight", "to": "{name*}norm.weight"}
