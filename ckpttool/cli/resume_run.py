@@ -43,7 +43,7 @@ _SHOWN = 10
             Option(
                 "--preset NAME",
                 "Fill in the other options for a framework, and add its flags to COMMAND, where they are not given: "
-                "trainer, accelerate, lightning, torchtitan or nanogpt.",
+                "trainer, accelerate, lightning, torchtitan, nanogpt or torchtune.",
             ),
             Option(
                 "--at K",
@@ -60,8 +60,8 @@ _SHOWN = 10
             ),
             Option(
                 "--resume-with COMMAND",
-                "The command that resumes, quoted: '... --resume {checkpoint}', where ... is COMMAND. "
-                "Default: COMMAND itself.",
+                "The command that resumes, quoted: '... --resume {checkpoint}', where ... is COMMAND; {weights} are "
+                "its files of weights. Default: COMMAND itself.",
             ),
             Option("--world N", "The value of {world} in COMMAND.", type=click.IntRange(min=1)),
             Option(
@@ -80,14 +80,15 @@ _SHOWN = 10
             Option(
                 "--checkpoints PATTERN",
                 "Where the checkpoints are: 'OUT/step-{step}'; without {step}, those of 'OUT/*', whose steps are read "
-                "from them, or one that is written again and again. "
-                "Default: as `inspect` finds them in OUT.",
+                "from them, or one that is written again and again; {step-1} counts from 0, and after ` + ` stands a "
+                "file that belongs to the newest. Default: as `inspect` finds them in OUT.",
             ),
             Option("--out WORD", "The word that stands for the output directory, as {out} does.", default="OUT"),
             Option(
                 "--loss REGEX",
                 "The losses in the output: a regular expression with a group for the step and one for the loss. "
-                "Or files: json:FILE[:KEY], csv:, tensorboard:, trainer:. Default: `step 4: loss 2.71` and the like.",
+                "Or files: json:FILE[:KEY], csv:, text:, tensorboard:, trainer:; none. "
+                "Default: `step 4: loss 2.71` and the like.",
             ),
         ),
         "Execution": (

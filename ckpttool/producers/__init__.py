@@ -24,6 +24,7 @@ PRODUCERS: tuple[Producer, ...] = (
     *read_only.OLMO,
     read_only.TORCH_CHECKPOINTING,
     read_only.PYTORCH_EXAMPLE,
+    read_only.TORCHTUNE,
     transformers.PRETRAINED,
 )
 

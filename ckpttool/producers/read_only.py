@@ -8,18 +8,28 @@
     OLMo, unsharded      step10-unsharded/{model,optim,train}.pt, config.yaml
     OLMo, old            step10/rank0.pt, config.yaml                                 FSDP1, one file per rank
     torch_checkpointing  step-10/{app_0.pt, app_1.pt, metadata.pkl}                   written as `tmp_step-10`
+    torchtune            epoch_0/{model-00001-of-00002.bin, adapter_model.pt}         recipe_state.pt is elsewhere
     PyTorch's example    dcp_api/1763882964123/{model,optim}_state_dict.pt            FSDP2, gathered; the time of day
 
 Upstream: composer `utils/checkpoint.py`, DINOv2 `fsdp/__init__.py`, pytorch-lightning `fabric/strategies/fsdp.py`,
 OLMo-core `train/checkpoint.py`, OLMo `checkpoint.py`, torch_checkpointing 0.1.1, pytorch/examples
-`distributed/FSDP2/checkpoint.py`.
+`distributed/FSDP2/checkpoint.py`, torchtune 0.6.1 `training/checkpointing/_checkpointer.py`.
 """
 
 from __future__ import annotations
 
 from ckpttool.catalogue.entries import Catalogue
 from ckpttool.catalogue.warning import Warning
-from ckpttool.producers.components import ASSETS, DCP_FILE, DCP_FILES, Layout, Pattern, Producer, match_components
+from ckpttool.producers.components import (
+    ASSETS,
+    DCP_FILE,
+    DCP_FILES,
+    Layout,
+    Pattern,
+    Producer,
+    match_components,
+    require_indexed_files,
+)
 from ckpttool.producers.directory import Directory
 
 
@@ -83,6 +93,22 @@ PYTORCH_EXAMPLE = Producer(
     "PyTorch FSDP2 example",
     (r"model_state_dict\.pt", r"optim_state_dict\.pt"),
     (Pattern(r"model_state_dict\.pt", "model"), Pattern(r"optim_state_dict\.pt", "optim")),
+)
+
+_OF_TORCHTUNE = r"(ft-)?model-\d+-of-\d+"
+TORCHTUNE = Producer(
+    "torchtune",
+    (rf"recipe_state\.pt|{_OF_TORCHTUNE}\.bin", rf"{_OF_TORCHTUNE}\.(safetensors|bin)|adapter_model\.pt"),
+    (
+        Pattern(rf"{_OF_TORCHTUNE}\.(safetensors|bin)", "model", "shard"),
+        Pattern(r"(model\.safetensors|pytorch_model\.bin)\.index\.json", kind="ignored"),
+        Pattern(r"adapter_model\.pt", "adapter_model"),
+        Pattern(r"adapter_model\.(safetensors|bin)", kind="ignored"),  # the same for PEFT
+        Pattern(r"recipe_state\.pt"),
+        Pattern(r"(?!.*\.(safetensors|bin|pt|pth)$).*[^/]", kind="asset"),  # of the weights that training began with
+        Pattern(r".*/", kind="ignored"),
+    ),
+    adjust=require_indexed_files,
 )
 
 _OF_OLMO = Pattern(r"rank(?P<rank>\d+)\.pt", kind="rank files")

@@ -1,7 +1,8 @@
 """`verify-resume run` with scripts that nobody here wrote, unchanged, with small models and data of our own.
 
 The scripts are in checkouts of transformers, accelerate, nanoGPT, torchtitan and PyTorch's examples in the folder that
-CKPTTOOL_SCRIPTS names; CKPTTOOL_SCRIPTS_PYTHON is a Python that has what they import.
+CKPTTOOL_SCRIPTS names; CKPTTOOL_SCRIPTS_PYTHON is a Python that has what they import. torchtune has its scripts in its
+package; CKPTTOOL_TORCHTUNE_PYTHON is a Python that has it, with torchao 0.13, and is the former by default.
 docs/explanation/what-resumes.md has the findings.
 """
 
@@ -10,6 +11,7 @@ from __future__ import annotations
 import json
 import os
 import random
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -22,6 +24,7 @@ from ckpttool.operations.verify_resume.run.results import Report
 
 CHECKOUTS = Path(os.environ.get("CKPTTOOL_SCRIPTS", "/nowhere"))
 PYTHON = os.environ.get("CKPTTOOL_SCRIPTS_PYTHON", sys.executable)
+TORCHTUNE = os.environ.get("CKPTTOOL_TORCHTUNE_PYTHON", PYTHON)
 FSDP2 = str(Path(__file__).with_name("fsdp2_on_cpu.py"))
 TITAN = str(Path(__file__).with_name("titan_on_cpu.py"))
 pytestmark = [pytest.mark.long, pytest.mark.timeout(900)]
@@ -44,9 +47,9 @@ def script(name: str) -> str:
     return str(path)
 
 
-def verified(preset: str, *words: str, **options: Any) -> Report:
+def verified(preset: str, *words: str, python: str = PYTHON, **options: Any) -> Report:
     """The report of a script, observed in each step."""
-    command, filled = fill(preset, [PYTHON, *words], {"observe": True, "timeout": 600.0, **options})
+    command, filled = fill(preset, [python, *words], {"observe": True, "timeout": 600.0, **options})
     return run(command, **filled)
 
 
@@ -208,6 +211,93 @@ def test_torchtitan_resumes_exactly(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     words += ["--parallelism.spmd_backend", "partial_dtensor"] if ranks > 1 else []
     report = verified("torchtitan", *torchrun(ranks), TITAN, *words)
     assert report.verdict == "same", report.findings
+
+
+@pytest.fixture
+def tune(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder with a small llama2, its data and its configurations, from which `tune` is started."""
+    monkeypatch.chdir(tmp_path)
+    for name in ("HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE"):
+        monkeypatch.setenv(name, "1")
+    monkeypatch.setenv("OMP_NUM_THREADS", "2")
+    made = [TORCHTUNE, str(Path(__file__).with_name("torchtune_model.py"))]
+    done = subprocess.run(made, capture_output=True, text=True, check=False)
+    if "No module named" in done.stderr:
+        pytest.skip(f"{done.stderr.splitlines()[-1]}: CKPTTOOL_TORCHTUNE_PYTHON names a Python that has it")
+    assert not done.returncode, done.stderr
+    return tmp_path
+
+
+def tuned(recipe: str, config: str, *words: str, **options: Any) -> Report:
+    """The report of a recipe for one device, stopped after the first of three epochs."""
+    start = ["-m", "torchtune._cli.tune", "run", recipe, "--config", config, *words]
+    return verified("torchtune", *start, python=TORCHTUNE, **{"at": 1, "until": 3, "observe": False, **options})
+
+
+def test_torchtune_resumes_a_full_finetuning_exactly(tune: Path) -> None:
+    report = tuned("full_finetune_single_device", "full.yaml")
+    assert report.verdict == "same", report.findings
+    assert {row.what for row in report.compared} == {
+        *(f"step 2: {part}" for part in ("model", "optimizer", "dataloader", "progress", "other")),
+        "step 3: model",
+        "loss",
+    }
+    words = ["max_steps_per_epoch=null", "checkpointer.safe_serialization=False"]
+    whole = tuned("full_finetune_single_device", "full.yaml", *words)
+    assert whole.verdict == "same", whole.findings
+    assert {"step 2: model", "step 3: model"} <= {row.what for row in whole.compared}
+
+
+def test_torchtune_saves_no_random_state(tune: Path) -> None:
+    report = tuned("full_finetune_single_device", "full.yaml", "seed=1", observe=True)
+    # Its data loader draws a number at each epoch, and nobody uses it.
+    assert [one.kind for one in report.findings] == ["RNG state differs"]
+    assert all(row.equal for row in report.compared if row.what != "observed: RNG state")
+    report = tuned(*LORA, "save_adapter_weights_only=True", "seed=1", "model.lora_dropout=0.1", observe=True)
+    assert report.verdict == "differs" and "the RNG state of rank 0 was not restored" in report.message
+
+
+def test_torchtune_resumes_a_full_finetuning_on_two_ranks_exactly(tune: Path) -> None:
+    wrapper = str(Path(__file__).with_name("torchtune_on_cpu.py"))
+    words = [*torchrun(2), wrapper, "full_finetune_distributed", "--config", "full.yaml", "seed=1"]
+    report = verified("torchtune", *words, python=TORCHTUNE, at=2, until=4, observe=False)
+    assert report.verdict == "same", report.findings
+
+
+def copied(recipe: str, name: str, text: str, other: str) -> None:
+    """Copy a recipe as its user would, and change one line of it."""
+    words = [TORCHTUNE, "-m", "torchtune._cli.tune", "cp", recipe, f"{name}.py"]
+    subprocess.run(words, capture_output=True, check=True)
+    source = Path(f"{name}.py").read_text()
+    assert source.count(text) == 1
+    Path(f"{name}.py").write_text(source.replace(text, other))
+
+
+LORA = ("lora_finetune_single_device", "lora.yaml")
+
+
+def test_torchtune_begins_the_schedule_of_lora_again(tune: Path) -> None:
+    report = tuned(*LORA, "save_adapter_weights_only=True", "max_steps_per_epoch=null")
+    assert report.verdict == "differs" and "the learning rate of parameter group 0 was not restored" in report.message
+    # Fewer steps than an epoch has take the line that sets the step.
+    assert tuned(*LORA, "save_adapter_weights_only=True").verdict == "same"
+
+
+def test_torchtune_changes_what_it_trains_when_it_saves_merged_weights_on_a_cpu(tune: Path) -> None:
+    # After the first step, whose learning rate is zero, there is nothing to merge.
+    report = tuned(*LORA, at=2, until=4)
+    assert (report.verdict, report.first_step) == ("differs", 3), report.message
+    copied(LORA[0], "merged", "k: v.cpu()", "k: v.cpu().clone()")
+    assert tuned("merged", "lora.yaml", at=2, until=4).verdict == "same"
+
+
+def test_a_recipe_of_torchtune_that_forgets_the_optimizer(tune: Path) -> None:
+    copied("full_finetune_single_device", "forgets", "optimizer.load_state_dict(opt_state_dict)", "pass")
+    config = json.loads((tune / "full.yaml").read_text())
+    del config["lr_scheduler"]
+    (tune / "constant.yaml").write_text(json.dumps(config))
+    report = tuned("forgets", "constant.yaml")
+    assert (report.verdict, report.first_step) == ("differs", 2) and "optimizer" in report.message, report.message
 
 
 def fsdp2(*more: str) -> Report:

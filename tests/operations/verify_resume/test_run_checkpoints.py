@@ -7,10 +7,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from safetensors.numpy import save_file
 
 from ckpttool.operations.verify_resume.run import run
-from ckpttool.operations.verify_resume.run.checkpoints import Checkpoints
+from ckpttool.operations.verify_resume.run.checkpoints import Checkpoints, nbytes
 from ckpttool.operations.verify_resume.run.process import Process, read_log
 
 
@@ -29,6 +30,7 @@ def saved(path: Path) -> str:
         ("*{step}.ckpt", ["epoch=0-step=12.ckpt", "last.ckpt", "7.ckpt"], [7, 12]),
         ("{step}*.pt", ["12-epoch1.pt"], [12]),
         ("s{step}/m-{step}.pt", ["s8/m-8.pt", "s8/m-9.pt"], [8]),
+        ("epoch_{step-1}", ["epoch_0", "epoch_07"], [1, 8]),
         # Only `*` stands for anything.
         ("a[1]?-{step}", ["a[1]?-4", "a1x-5"], [4]),
     ],
@@ -73,3 +75,33 @@ def test_sigterm_reaches_the_child_of_a_shell(tmp_path: Path) -> None:
             time.sleep(0.01)
         assert process.stop(10.0)
     assert read_log(process.log).endswith("told\n")
+
+
+def test_the_file_beside_the_newest_checkpoint_is_put_to_each(tmp_path: Path) -> None:
+    out, copies = tmp_path / "out", tmp_path / "kept"
+    found = Checkpoints("epoch_{step-1} + state.pt", str(out), str(copies))
+
+    def save(step: int) -> bytes:
+        saved(out / f"epoch_{step - 1}" / "model-00001-of-00001.safetensors")
+        assert step not in found.find()  # its file is not written yet
+        torch.save({"epochs_run": step, "optimizer": {"step": 10 * step}}, out / "state.pt")
+        assert found.find()[step] == str(copies / f"step-{step}")
+        return (out / "state.pt").read_bytes()
+
+    states = [save(step) for step in (1, 2)]
+    for step, state in enumerate(states, 1):
+        assert sorted(path.name for path in (copies / f"step-{step}").iterdir()) == [
+            "model-00001-of-00001.safetensors",
+            "state.pt",
+        ]
+        assert (copies / f"step-{step}" / "state.pt").read_bytes() == state
+    # A file with two names counts once.
+    assert nbytes(str(tmp_path)) < 2 * nbytes(str(copies))
+    saved(out / "epoch_2" / "model-00001-of-00001.safetensors")
+    assert [*found.find()] == [1, 2]
+    found.forget()  # the run has ended: nothing more is written
+    assert found.find()[3] == str(out / "epoch_2") and not found.was_missed(1)
+    assert found.put_aside(1, str(tmp_path / "aside")) == 2 and [*found.find()] == [1]
+    # A script that looks for the file where it was finds that of the step.
+    assert sorted(path.name for path in out.iterdir()) == ["epoch_0", "state.pt"]
+    assert (out / "state.pt").read_bytes() == states[0]

@@ -48,6 +48,12 @@ def test_lightnings_table(tmp_path: Path) -> None:
     assert read("csv:**/metrics.csv:val_loss", tmp_path) == {1: 3.5}
 
 
+def test_the_lines_of_a_text(tmp_path: Path) -> None:
+    (tmp_path / "log_1.txt").write_text("Step 1 | loss:2.5 lr:0.1 \nStep 2 | loss:2.25 lr:0.1 \n")
+    assert read("text:log_*.txt", tmp_path) == {1: 2.5, 2: 2.25}
+    assert read("none", tmp_path) == {}
+
+
 def test_the_last_state_of_the_trainer(tmp_path: Path) -> None:
     history = [{"step": 1, "loss": 3.0, "learning_rate": 1e-3}, {"step": 2, "loss": 2.0}, {"step": 2, "eval_loss": 4.0}]
     for step in (1, 2, 10):

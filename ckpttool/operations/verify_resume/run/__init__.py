@@ -112,8 +112,6 @@ class _Verification:
         """Return the checkpoints of a new run, whose output directory is empty."""
         os.makedirs(self.out(name))
         pattern = self.commands.fill(self.pattern, out=self.out(name)) if self.pattern is not None else None
-        if pattern is not None and not os.path.isabs(pattern):
-            pattern = os.path.join(self.out(name), pattern)
         self.seen[name] = Checkpoints(pattern, self.out(name), os.path.join(self.folder, name, "kept"))
         return self.seen[name]
 
@@ -169,7 +167,7 @@ class _Verification:
         run.log, run.source, run.resumed_at = os.path.join(self.folder, run.name, "log.txt"), checkpoint, step
         run.world_size = world if world is not None else run.world_size
         self.tell(f"run {run.name}: resumes from `{os.path.basename(checkpoint)}` and trains to step {self.until}")
-        began, saved = time.monotonic(), self._saved_before(run)
+        began, saved = time.monotonic(), self.seen[run.name].saved_before(step)
         self._to_the_end(run)
         run.seconds += time.monotonic() - began
         self._collect(run, run.log)
@@ -180,19 +178,13 @@ class _Verification:
             told = f"run {run.name} took {count} after it was resumed from step {step}, as many as run A in all"
             self._tell_not_resumed(run, told)
 
-    def _saved_before(self, run: ScriptRun) -> dict[int, Fingerprint]:
-        """Return the checkpoints of the steps before the one at which a run resumes, as they are now."""
-        steps = self.seen[run.name].find()
-        return {step: fingerprint(path) for step, path in steps.items() if step < (run.resumed_at or 0)}
-
     def _trained_again(self, run: ScriptRun, saved: Mapping[int, Fingerprint]) -> list[int]:
-        """Return the steps before the one of the resume that were trained after it: saved, or printed as often as in A.
+        """Return the steps up to the one of the resume that were trained after it: saved, or printed as often as in A.
 
         A script that forgets to load, or does not know the flag, trains from its start, and comes to the end of A.
         """
-        again = {
-            step for step, files in self._saved_before(run).items() if files and not {*files} & {*saved.get(step, ())}
-        }
+        now = self.seen[run.name].saved_before(run.resumed_at or 0)
+        again = {step for step, files in now.items() if files and not {*files} & {*saved.get(step, ())}}
         if isinstance(self.losses, Output):
             expected, printed = (self.losses.printed(one.log) for one in (self.report.runs[0], run))
             earlier = [step for step in sorted(expected) if 0 < step < (run.resumed_at or 0)]

@@ -2,12 +2,15 @@
 
 {out}           the output directory of the run; so is OUT, or another word that `--out` names
 {checkpoint}    the checkpoint to resume from
+{weights}       its files of weights, with commas between them; a word with it is left out if there are none. Beside an
+                adapter they are merged weights, from which nothing resumes
 {world}         the number of ranks
 ...             in `--resume-with`, the command itself
 """
 
 from __future__ import annotations
 
+import os
 import re
 import shlex
 from collections.abc import Sequence
@@ -15,7 +18,8 @@ from dataclasses import dataclass
 
 from ckpttool.errors import UsageError
 
-_PLACEHOLDER = re.compile(r"\{(out|checkpoint|world)\}")
+_PLACEHOLDER = re.compile(r"\{(out|checkpoint|weights|world)\}")
+_WEIGHTS = re.compile(r"((ft-|pytorch_)?model-\d+-of-\d+|model|pytorch_model)\.(safetensors|bin)")
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,7 +32,10 @@ class Commands:
 
     def filled(self, words: Sequence[str], **values: str) -> list[str]:
         """Return words with their placeholders filled. Raises UsageError for one without a value."""
-        return [self.fill(word, **values) for word in words]
+        if "checkpoint" in values:
+            values = {"weights": _weights(values["checkpoint"]), **values}
+        absent = [f"{{{name}}}" for name, value in values.items() if name == "weights" and not value]
+        return [self.fill(word, **values) for word in words if not any(one in word for one in absent)]
 
     def fill(self, text: str, **values: str) -> str:
         """Return a text with its placeholders filled. Raises UsageError for one without a value."""
@@ -44,17 +51,29 @@ class Commands:
         return _PLACEHOLDER.sub(value, text)
 
     def uses(self, name: str, *, resuming: bool = False) -> bool:
-        """Return whether the command has a placeholder."""
+        """Return whether the command has a placeholder; the weights are those of the checkpoint."""
         words = self.resume if resuming else self.start
-        marked = [self.fill(word, out="{out}", checkpoint="{checkpoint}", world="{world}") for word in words]
+        marks = {one: f"{{{one}}}" for one in ("out", "checkpoint", "world")} | {"weights": "{checkpoint}"}
+        marked = [self.fill(word, **marks) for word in words]
         return any(f"{{{name}}}" in word for word in marked)
 
 
 _HINTS = {
     "out": "name the directory itself",
     "checkpoint": "use it in `--resume-with`, which has a checkpoint to resume from",
+    "weights": "use it in `--resume-with`, which has a checkpoint to resume from",
     "world": "pass `--world N`",
 }
+
+
+def _weights(checkpoint: str) -> str:
+    """Return the value of `{weights}` for a checkpoint, which may be a single file; empty if there is an adapter."""
+    if not os.path.isdir(checkpoint):
+        return checkpoint
+    names = sorted(os.listdir(checkpoint))
+    if any(name.startswith("adapter_model.") for name in names):
+        return ""
+    return ",".join(os.path.join(checkpoint, name) for name in names if _WEIGHTS.fullmatch(name))
 
 
 def parse(command: Sequence[str], resume_with: str | None, out: str) -> Commands:
@@ -77,7 +96,7 @@ def parse(command: Sequence[str], resume_with: str | None, out: str) -> Commands
             hint="each run writes to a directory of its own: `python train.py --out {out}`, or `env DIR={out} python "
             "train.py` for a script that reads a variable; `--out WORD` lets another word stand for it",
         )
-    if resume_with is not None and not commands.uses("out", resuming=True) and "{checkpoint}" not in resume_with:
+    if resume_with is not None and not any(commands.uses(one, resuming=True) for one in ("out", "checkpoint")):
         raise UsageError(
             f"`--resume-with {resume_with}` has neither `{{out}}` nor `{{checkpoint}}`",
             hint="`--resume-with '... --resume {checkpoint}'`, where `...` is the command itself",

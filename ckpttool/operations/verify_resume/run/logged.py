@@ -3,7 +3,9 @@
     json:log.jsonl          JSON lines
     csv:metrics.csv         a table, such as Lightning's CSVLogger writes
     tensorboard:runs        event files, in a folder or anywhere below it
+    text:logs/*.txt         lines such as `Step 4 | loss:2.71`
     trainer:.               `log_history` of the last `trainer_state.json` that transformers' Trainer has written
+    none                    no losses
 
 A path is that of a file in the output directory of a run, `*` and `**` in it stand for anything, and `{out}` for the
 directory itself. After a further `:` stands the key, column or tag of the loss: `json:log.jsonl:train/loss`.
@@ -21,7 +23,7 @@ from typing import Any
 
 from ckpttool.errors import UsageError
 from ckpttool.operations.verify_resume.run import event_files
-from ckpttool.operations.verify_resume.run.losses import Losses
+from ckpttool.operations.verify_resume.run.losses import Losses, Output
 from ckpttool.text import meant
 
 _NAMES = ("loss", "train_loss", "train/loss", "train_loss_step", "training_loss", "loss_metrics/global_avg_loss")
@@ -35,6 +37,8 @@ def from_files(text: str) -> Losses | None:
     Raises UsageError if something is logged there,
     but nothing by the name of the loss.
     """
+    if text == "none":
+        return lambda out, log, after: {}
     kind, _, rest = text.partition(":")
     if kind not in _READERS or not rest:
         return None
@@ -86,6 +90,12 @@ def _json_lines(pattern: str) -> Iterator[Row]:
                         yield row
 
 
+def _text(pattern: str) -> Iterator[Row]:
+    usual = Output(None)
+    for path in _files(pattern):
+        yield from ({"step": step, "loss": loss} for step, losses in usual.printed(path).items() for loss in losses)
+
+
 def _table(pattern: str) -> Iterator[Row]:
     for path in _files(pattern):
         with open(path, encoding="utf-8", errors="replace", newline="") as stream:
@@ -113,6 +123,7 @@ def _trainer_state(pattern: str) -> Iterator[Row]:
 _READERS: dict[str, Callable[[str], Iterator[Row]]] = {
     "json": _json_lines,
     "csv": _table,
+    "text": _text,
     "tensorboard": _event_files,
     "trainer": _trainer_state,
 }

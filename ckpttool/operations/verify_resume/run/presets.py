@@ -5,6 +5,7 @@ accelerate    scripts like accelerate's complete_nlp_example.py
 lightning     LightningCLI
 torchtitan    python -m torchtitan.train
 nanogpt       nanoGPT's train.py
+torchtune     tune run with a recipe that saves after each epoch; a step is an epoch of one step
 """
 
 from __future__ import annotations
@@ -23,13 +24,15 @@ AT, UNTIL = 4, 8
 @dataclass(frozen=True, slots=True)
 class Preset:
     """The options of `verify-resume run` for the scripts of a framework. `words` are added to the command, each a flag
-    with its value; `{at}` and `{until}` are steps."""
+    with its value; `{at}` and `{until}` are steps. `one_step` is the word by which a checkpoint comes after each step
+    of the optimizer: with another value, losses and what is observed have other numbers than the checkpoints."""
 
     checkpoints: str
     resume_with: str
     words: Sequence[tuple[str, ...]]
     loss: str | None = None
     stop: str = "sigkill"
+    one_step: str | None = None
 
     def command(self, words: Sequence[str], at: int, until: int) -> list[str]:
         """Return a command with the words that it has not."""
@@ -42,6 +45,12 @@ class Preset:
             for word in row
         ]
         return [*words, *added]
+
+    def other_steps(self, words: Sequence[str]) -> str | None:
+        """Return the word of a command by which a checkpoint comes after another number of steps than one."""
+        flag = (self.one_step or "").partition("=")[0]
+        given = [word for word in words if self.one_step is not None and word.startswith(f"{flag}=")]
+        return next((word for word in given if word != self.one_step), None)
 
 
 PRESETS = {
@@ -105,6 +114,19 @@ PRESETS = {
         ),
         stop="max-steps=--max_iters",
     ),
+    "torchtune": Preset(
+        checkpoints="{out}/epoch_{step-1} + {out}/recipe_state/recipe_state.pt",
+        resume_with="... resume_from_checkpoint=True checkpointer.recipe_checkpoint={checkpoint}/recipe_state.pt "
+        "checkpointer.checkpoint_files=[{weights}]",
+        words=(
+            ("output_dir={out}",),
+            ("epochs={until}",),
+            ("max_steps_per_epoch=1",),
+            ("log_every_n_steps=1",),
+        ),
+        loss="text:logs/log_*.txt",
+        one_step="max_steps_per_epoch=1",
+    ),
 }
 
 
@@ -134,6 +156,11 @@ def fill(name: str | None, command: Sequence[str], given: Mapping[str, Any]) -> 
         "loss": preset.loss,
         "stop": preset.stop,
     }
+    if (other := preset.other_steps(command)) is not None:
+        if options.get("observe"):
+            message = f"`{other}`: steps are observed with `{preset.one_step}`"
+            raise UsageError(message, hint="leave out `--observe`: the checkpoints of whole epochs are compared")
+        filled["loss"] = "none"
     options |= {key: value for key, value in filled.items() if options.get(key) is None}
     words = preset.command(command, options["at"], options["until"])
     return words, {key: value for key, value in options.items() if value is not None}
