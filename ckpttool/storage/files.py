@@ -347,11 +347,16 @@ def check_unchanged(before: Fingerprint) -> None:
         with os_errors(path, "read"), suppress(FileNotFoundError):
             current = _version(path)
         if current != version:
-            raise ReadError(
-                f"`{path}`: changed while it was being read",
-                hint="a checkpoint that is still being written cannot be converted; run this again when it is complete",
-                file=path,
-            )
+            raise changed(path)
+
+
+def changed(path: str) -> ReadError:
+    """Return the error for a file that has changed since it was read."""
+    return ReadError(
+        f"`{path}`: changed while it was being read",
+        hint="a checkpoint that is still being written cannot be converted; run this again when it is complete",
+        file=path,
+    )
 
 
 def copy(path: str, to: str) -> None:

@@ -28,6 +28,7 @@ from ckpttool.storage import files
 from ckpttool.storage.errors import from_os_error
 
 if TYPE_CHECKING:
+    from ckpttool.storage.gathered import GatheredFile
     from ckpttool.storage.staging import Stage
 
 # A scheme, and the module of its store, imported on use: `locate(address)` to read, `destination(address)` to publish.
@@ -60,13 +61,15 @@ class Outgoing:
     `name` is its path below the destination, with `/`; `size` its exact bytes. `write(path)` makes it at a local path
     that does not exist yet; called again, it makes the same bytes. It returns their SHA-256 in hexadecimal if that was
     computed on the way, and raises the errors of `ckpttool.errors`. A file that is on this machine already has its
-    `path` instead, and stays there; one that is only planned has neither.
+    `path` instead, and stays there; one that is only planned has neither. `gather()` returns a file that is read from
+    the source without being written, or None if that cannot be; it raises the errors of `ckpttool.errors`.
     """
 
     name: str
     size: int
     write: Callable[[str], str | None] | None = None
     path: str | None = None
+    gather: Callable[[], GatheredFile | None] | None = None
 
 
 class Store:

@@ -94,7 +94,7 @@ def transfer(
     """
     threads, tile = budget(threads, memory)
     work = Work(total, progress)
-    tally = _Tally(source, earlier)
+    tally = Tally(source, earlier)
     with (
         closing(Pool(whole=True)) as pool,
         closing(Pool(writing=not compare)) as out,
@@ -141,11 +141,11 @@ def digested(source: Source) -> set[int]:
     return {i for i, file in enumerate(source.catalogue.files) if stores.has_digest(file.location)}
 
 
-class _Tally:
+class Tally:
     """Counts what all tasks of a transfer have read and written, and collects the CRCs. Thread-safe."""
 
-    def __init__(self, source: Source, earlier: checksums.Pieces | None) -> None:
-        self.digested = digested(source)
+    def __init__(self, source: Source, earlier: checksums.Pieces | None = None) -> None:
+        self.digested, self._catalogue = digested(source), source.catalogue
         self.read = checksums.Pieces() if earlier is None else earlier
         self._total = Transferred(read=self.read)
         self._written = checksums.Pieces()
@@ -173,7 +173,14 @@ class _Tally:
         flat storage of all)."""
         return record.nbytes <= 4 * self.read.used(record) + (1 << 20)
 
-    def result(self, moved: int, *, check_later: bool) -> Transferred:
+    def check(self, record: Record, crc_of: Callable[[str, int, int], int]) -> None:
+        """Compare the CRC of a record that was read, or most of it, with that of the rest by `crc_of(location, offset,
+        nbytes)`. Raises CorruptError."""
+        if self.is_worth_checking(record):
+            location = self._catalogue.files[record.file].location
+            checksums.check(record, self.read, self._catalogue, partial(crc_of, location))
+
+    def result(self, moved: int, *, check_later: bool = False) -> Transferred:
         """Return the totals."""
         total = self._total
         total.moved = moved
@@ -258,7 +265,7 @@ class _Copier:
     compare: bool
     work: Work
     journal: Journal | None
-    tally: _Tally
+    tally: Tally
     flusher: _Flusher
     written: Callable[[int, int], None] | None = None
     buffer: ThreadBuffer = field(default_factory=partial(ThreadBuffer, BUFFER))
@@ -384,10 +391,7 @@ class _Copier:
 
     def check_record(self, record: Record) -> None:
         """Compare the CRC of a record that was read, or most of it. Raises CorruptError."""
-        catalogue = self.source.catalogue
-        if self.tally.is_worth_checking(record):
-            location = catalogue.files[record.file].location
-            checksums.check(record, self.tally.read, catalogue, partial(self._crc_of, self.pool, location))
+        self.tally.check(record, partial(self._crc_of, self.pool))
 
     def _crc_of(self, pool: Pool, location: str, offset: int, nbytes: int) -> int:
         # Nothing is done by that, but Ctrl-C stops it.

@@ -1,7 +1,8 @@
 """Exports a model as `from_pretrained` and the tools of the Hub expect it: weights, index, config, tokenizer.
 
-The weights of each file are planned and transferred alone, so that a file can be written, sent and removed before the
-next one is begun. An export to a directory is written beside it and renamed once it is complete.
+The weights of each file are planned and transferred alone, so that a file can be written, sent and removed, or sent
+without being written, before the next one is begun. An export to a directory is written beside it and renamed once it
+is complete.
 """
 
 from __future__ import annotations
@@ -123,7 +124,8 @@ def export(
         tag: a tag for the commit, which must not exist in the repository.
         commit_message: message of the commit.
         token: the value of `HF_TOKEN` while this runs.
-        stage: directory for what is sent, which is kept; None uses temporary files, up to three at a time.
+        stage: directory for what is sent, which is kept; None writes only what has to be calculated, to temporary
+            files, up to three at a time.
         announce: called once with the plan, before the first file is written or sent.
         progress: called with the bytes of weights done and in all, several times a second, from this thread.
 
@@ -243,7 +245,7 @@ def _write(plan: Export, how: WriteOptions) -> None:
     )
 
 
-# To a store: each file is written, sent and removed before the next one; one commit publishes all ---------------------
+# To a store: each file is written if needed, sent and removed; one commit publishes all -------------------------------
 
 
 def _check_options(dst: str, remote: HubOptions, how: WriteOptions) -> None:
@@ -261,11 +263,17 @@ def _check_options(dst: str, remote: HubOptions, how: WriteOptions) -> None:
 
 
 def _send(plan: Export, remote: HubOptions, sending: Progress | None) -> None:
-    """Write and send the files of a plan, or note what would be sent. Raises RemoteError and what the files raise."""
+    """Send the files of a plan, or note what would be sent. Raises RemoteError and what the files raise."""
     result = plan.result
     result.free_bytes = free_space.free_bytes(remote.get("stage") or temporary_folder())
+
+    def progress(done: int, total: int) -> None:
+        plan.report()
+        if sending is not None:
+            sending(done, total)
+
     result.sent = stores.destination(result.destination).publish(
-        plan.files, **remote, dry_run=result.dry_run, progress=sending, unless_there=plan.unless_there
+        plan.files, **remote, dry_run=result.dry_run, progress=progress, unless_there=plan.unless_there
     )
     if remote.get("stage") is None:
-        result.file_bytes = max((file.size for file in plan.files), default=0)
+        result.file_bytes = max((file.size for file in plan.files if file.gather is None), default=0)

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -97,9 +97,9 @@ class ExportOptions:
 
 @dataclass(slots=True)
 class Export:
-    """A plan: `files` in the order in which they are written, the result so far, and the sums over written files in
-    `moved`. The source is open as long as the block of `planned` lasts. `unless_there` are names of files that are not
-    written where the destination has one: a model card without `--assets`."""
+    """A plan: `files` in the order in which they are written, the result so far, and the sums over files that were read
+    in `moved`; `report` reports their bytes. The source is open as long as the block of `planned` lasts. `unless_there`
+    are names of files that are not written where the destination has one: a model card without `--assets`."""
 
     files: list[Outgoing]
     result: Exported
@@ -108,6 +108,7 @@ class Export:
     moved: Transferred
     unless_there: tuple[str, ...]
     components: Sequence[Component]
+    report: Callable[[], None]
 
 
 @contextmanager
@@ -157,7 +158,8 @@ def planned(result: Exported, options: ExportOptions, how: WriteOptions) -> Iter
         result.file_bytes = sum(file.size for file in outgoing)
         result.memory_bytes = write.expected_memory(catalogue, result.cast, how.threads, memory)
         named = options.assets is not None and not result.card
-        yield Export(outgoing, result, viewed, catalogue, moving.moved, () if named else (assets.CARD,), components)
+        kept = () if named else (assets.CARD,)
+        yield Export(outgoing, result, viewed, catalogue, moving.moved, kept, components, moving.report)
 
 
 def _with_base(opened: OpenSource, whole: CombinedSource) -> OpenSource:

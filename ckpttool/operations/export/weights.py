@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import partial
 
-from ckpttool.catalogue.entries import Catalogue
+from ckpttool.catalogue.entries import Catalogue, Chunks, Extent
 from ckpttool.catalogue.protocols import SinkOptions, Source
 from ckpttool.errors import LossError
 from ckpttool.formats import named
@@ -14,12 +16,15 @@ from ckpttool.formats.safetensors import sharding
 from ckpttool.layout import rechunk
 from ckpttool.layout.move import rebuilt
 from ckpttool.operations.export.assets import of_bytes
+from ckpttool.serialization import safetensors_header
 from ckpttool.storage import files
+from ckpttool.storage.gathered import GatheredFile
 from ckpttool.storage.stores import Outgoing
 from ckpttool.text import some
 from ckpttool.transfer import plan
 from ckpttool.transfer.execute import Transferred, transfer
 from ckpttool.transfer.file_digest import FileDigest
+from ckpttool.transfer.gather import gathered, may_be
 from ckpttool.transfer.threads import Progress
 
 _SAFE = named("safetensors")
@@ -30,18 +35,37 @@ MODEL, DIFFUSION, ADAPTER = "model", "diffusion_pytorch_model", "adapter_model"
 @dataclass(slots=True)
 class Moving:
     """How bytes are copied: source, fingerprint of its files, threads, memory, and the callback for progress. `total`
-    are the bytes of all files, `done` those of each so far, and `moved` sums up the files that are written. With
-    `digests`, the SHA-256 of each is computed on the way."""
+    are the bytes of all files, `done` those of each so far, and `moved` sums up the files that are read. With `sends`,
+    files are not written where that is not needed, and the SHA-256 of others is computed on the way."""
 
     source: Source
     before: files.Fingerprint
     threads: int | None = None
     memory: int | None = None
     progress: Progress | None = None
-    digests: bool = False
+    sends: bool = False
     total: int = 0
     done: dict[str, int] = field(default_factory=dict)
     moved: Transferred = field(default_factory=Transferred)
+    read: set[str] = field(default_factory=set)
+    lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def report(self) -> None:
+        """Report the bytes of all files so far."""
+        if self.progress is not None:
+            self.progress(sum(self.done.values()), self.total)
+
+    def add(self, name: str, moved: Transferred) -> None:
+        """Add a file that was read, unless the source has changed. Raises ReadError."""
+        files.check_unchanged(self.before)
+        with self.lock:
+            # A file that is sent again is read again.
+            if name in self.read:
+                return
+            self.read.add(name)
+            self.moved.checked += moved.checked
+            self.moved.unchecked += moved.unchecked
+            self.moved.overflowed |= moved.overflowed
 
 
 def outgoing(
@@ -79,7 +103,11 @@ def outgoing(
         head, name = len(file.header()), folder + file.name
         catalogue = rebuilt(planned, tensors, {})
         write = _writer(name, catalogue, head, payload, moving, keep_order=file.keep_order)
-        files_.append(Outgoing(name, head + payload, write))
+        gather = None
+        if moving.sends and may_be(tensors, moving.source):
+            gather = _gatherer(name, file.header(), catalogue, payload, moving)
+        files_.append(Outgoing(name, head + payload, write, gather=gather))
+        moving.done[name] = 0
     return files_ + [of_bytes(folder + name, data) for name, data in placed.indexes.items()]
 
 
@@ -88,14 +116,13 @@ def _writer(
 ) -> Callable[[str], str | None]:
     def progress(done: int, _: int) -> None:
         moving.done[name] = done
-        if moving.progress is not None:
-            moving.progress(sum(moving.done.values()), moving.total)
+        moving.report()
 
     def write(path: str) -> str | None:
         assert _SAFE.create is not None
         sink = _SAFE.create(path, catalogue, SinkOptions(one_file=True, keep_order=keep_order))
         created = sink.catalogue
-        with FileDigest(path, head + payload) if moving.digests else nullcontext() as digest:
+        with FileDigest(path, head + payload) if moving.sends else nullcontext() as digest:
             if digest is not None:
                 digest.note(0, head)
             moved = transfer(
@@ -108,12 +135,28 @@ def _writer(
                 progress=progress,
                 written=None if digest is None else digest.note,
             )
-            files.check_unchanged(moving.before)
+            moving.add(name, moved)
             sink.finish(moved.crcs)
-            sha256 = None if digest is None else digest.result()
-        moving.moved.checked += moved.checked
-        moving.moved.unchecked += moved.unchecked
-        moving.moved.overflowed |= moved.overflowed
-        return sha256
+            return None if digest is None else digest.result()
 
     return write
+
+
+def _gatherer(
+    name: str, head: bytes, catalogue: Catalogue, payload: int, moving: Moving
+) -> Callable[[], GatheredFile | None]:
+    def progress(nbytes: int) -> None:
+        moving.done[name] = max(moving.done[name], nbytes - len(head))
+
+    def gather() -> GatheredFile | None:
+        header = safetensors_header.read_header(lambda at, n: head[at : at + n], 0, len(head) + payload, name=name)
+        extents = {each: Extent(0, at.begin, at.end - at.begin) for each, at in header.tensors.items()}
+        tensors = [
+            replace(tensor, chunks=Chunks.single(tensor.shape, extents[tensor.name]))
+            for tensor in catalogue.tensors
+            if tensor.alias is None
+        ]
+        jobs = plan.plan(rebuilt(catalogue, tensors, {}))
+        return gathered(head, jobs, moving.source, partial(moving.add, name), progress)
+
+    return gather

@@ -52,6 +52,8 @@ def translate_errors(address: str, doing: str = "read", **facts: Any) -> Iterato
         except CAUGHT as error:
             if isinstance(error, TypeError | AttributeError) and not _is_of_client(error):
                 raise
+            if isinstance(error.__cause__, CkptError):
+                raise error.__cause__ from None  # of a file that the client was to send
             raise translate(error, address, doing, **facts) from None
 
 

@@ -1,12 +1,12 @@
 """Upload of files to a repository on the Hub.
 
     prepare   list the repository and check write access
-    write     write a file to this machine
-    send      send its bytes to the storage of the repository, unless the digest is that of the file on the Hub
+    write     write a file to this machine, unless its bytes can be gathered as they are sent
+    send      send them to the storage of the repository, unless the digest is that of the file on the Hub
     commit    publish all files at once, unless the branch has changed
     verify    compare the files that the Hub lists with the local digests
 
-A repeated run writes each file again, with the same bytes, and the Hub does not ask for bytes that it has.
+A repeated run makes each file again, with the same bytes, and the Hub does not ask for bytes that it has.
 """
 
 from __future__ import annotations
@@ -18,21 +18,23 @@ import re
 import threading
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import closing, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from functools import partial
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO, cast
 
 from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi
 from huggingface_hub.errors import HfHubHTTPError, RepositoryNotFoundError, RevisionNotFoundError
+from huggingface_hub.lfs import UploadInfo
 from huggingface_hub.utils._runtime import is_xet_available
 
 from ckpttool.errors import OverwriteError, RemoteError, UsageError, without_credentials
 from ckpttool.storage import free_space, staging
 from ckpttool.storage.errors import os_errors
+from ckpttool.storage.gathered import GatheredFile
 from ckpttool.storage.hub import client, errors, listing, retries, xet
 from ckpttool.storage.hub.address import Address, parse
 from ckpttool.storage.hub.listing import RepoFile
@@ -63,9 +65,11 @@ _STALE = {
     re.compile(r"adapter_model\.safetensors"): _STALE_ADAPTER,
 }
 _OF_REPOSITORY = (".gitattributes", "README.md")
+_SAMPLE = 512  # bytes by which the Hub tells whether git is to keep a file
 _RECENT = 20  # commits or pull requests that are searched for one of an earlier attempt
 _MESSAGE = "Upload with ckpttool"
 _AT_ONCE = 3  # files that are written or sent at once
+_IF_FULL = "write smaller files with `--max-shard-size`, or set `TMPDIR` to a larger disk"
 _Commit = tuple[str, str, str | None]  # hash, address, address of the pull request
 
 
@@ -130,14 +134,15 @@ class Repository(Store):
         """Write files and commit them to the repository, which is created if it does not exist: private, unless
         `public`. With `private`, a public one is refused.
 
-        Up to three files are written or sent at once. Without `stage`, each is removed after it was sent, and one at a
-        time is written if three would take more than half of the disk; files in `stage` are kept. Files named in
+        Up to three files are written or sent at once. Without `stage`, those that can be gathered are not written, each
+        other one is removed after it was sent, and one at a time is written if three would take more than half of the
+        disk; files in `stage` are kept. Files named in
         `unless_there` do not replace those on the Hub. Weights of an earlier upload are removed, unless they match
         `keep`. With `claims`, a file or a folder below this location, all files there
         that are not written are removed instead; without `overwrite`, there must be none. The commit gets the `tag`,
         which must not exist. `progress(done, total)` counts bytes sent. Nothing is visible before the commit. With
-        `dry_run`, return what would be sent; a file is written only if the Hub has one of its size, since only digests
-        can tell them apart.
+        `dry_run`, return what would be sent; a file is read or written only if the Hub has one of its size, since only
+        digests can tell them apart.
 
         Raises RemoteError for failures of the Hub, OverwriteError if the tag or what is claimed exists, UsageError,
         StorageError, and the errors of `Outgoing.write`.
@@ -153,10 +158,13 @@ class Repository(Store):
         if stage is not None:
             _check_stage(stage, {file.name for file in outgoing})
         with staging.scratch_directory("ckpttool-hub-") if stage is None else nullcontext(stage) as folder:
-            hint = "write smaller files with `--max-shard-size`, or set `TMPDIR` to a larger disk"
-            to_write = [file.size for file in outgoing if file.write is not None]
+            to_write = [
+                file.size
+                for file in outgoing
+                if file.write is not None and (stage is not None or file.gather is None or not _can_gather())
+            ]
             largest, free = max(to_write, default=0), free_space.free_bytes(folder)
-            free_space.check(folder, largest if stage is None else sum(to_write), free, hint)
+            free_space.check(folder, largest if stage is None else sum(to_write), free, _IF_FULL)
             # Others need room there, too.
             has_room = stage is not None or _AT_ONCE * largest <= free // 2
             upload.add(outgoing, folder, unless_there, places=_AT_ONCE if has_room else 1, keep_local=stage is not None)
@@ -183,19 +191,6 @@ def _check_names(outgoing: Sequence[Outgoing]) -> None:
     for name, count in Counter(file.name for file in outgoing).items():
         if count > 1 or name.startswith("/") or ".." in name.split("/"):
             raise UsageError(f"`{name}` is not a path in a repository, or occurs twice")
-
-
-def _write(file: Outgoing, path: str) -> str | None:
-    """Write a file, unless it is on this machine already. Return its SHA-256 if that is known."""
-    sha256 = None
-    with os_errors(path, "write"):
-        if file.write is not None:
-            os.makedirs(os.path.dirname(path), exist_ok=True)
-            Path(path).unlink(missing_ok=True)
-            sha256 = file.write(path)
-        size = os.path.getsize(path)
-    assert size == file.size, f"{file.name}: {size} bytes were written, not {file.size}"
-    return sha256
 
 
 @dataclass(slots=True)
@@ -351,12 +346,12 @@ class _Upload:
                     added[file.name] = _Added("new" if existing is None else "changed")
                 else:
                     senders.take_place()
-                    path = file.path or os.path.join(folder, *file.name.split("/"))
-                    sha256 = _write(file, path)
-                    digest = RepoFile(path, file.size, sha256, None) if sha256 is not None else None
-                    is_temporary = file.path is None and not keep_local
+                    local: _Local | None = _gather(file) if not keep_local else None
+                    if local is None and file.gather is not None:
+                        free_space.check(folder, file.size, free_space.free_bytes(folder), _IF_FULL)
+                    local = local or _Written(file, folder, keep=keep_local)
                     added[file.name] = one = _Added("new" if existing is None else "changed")
-                    senders.start(partial(self._add, one, file, existing, path, digest, is_temporary, senders.stopped))
+                    senders.start(partial(self._add, one, file, existing, local, senders.stopped))
         for file in outgoing:
             one = added[file.name]
             self.sent.files.append(SentFile(file.name, file.size, one.status))
@@ -370,32 +365,23 @@ class _Upload:
         self._report()
 
     def _add(
-        self,
-        added: _Added,
-        file: Outgoing,
-        existing: RepoFile | None,
-        path: str,
-        digest: RepoFile | None,
-        is_temporary: bool,
-        stopped: threading.Event,
+        self, added: _Added, file: Outgoing, existing: RepoFile | None, local: _Local, stopped: threading.Event
     ) -> None:
         """Send a file, unless the Hub has it. Runs in a thread of its own."""
-        is_alike = existing is not None and existing.size == file.size
-        if existing is not None and is_alike and (digest is None or existing.sha256 is None):
-            with os_errors(path, "read"):
-                digest = listing.compute_digest(path, in_git=existing.sha256 is None)
-        if is_alike and digest is not None and listing.difference(existing, digest) is None:
-            added.status, added.digest = "unchanged", digest
-        elif not self.sent.dry_run:
-            self._send(added, file, path, digest, stopped)
-        if is_temporary:
-            os.unlink(path)
+        with closing(local):
+            digest, is_alike = local.digest, existing is not None and existing.size == file.size
+            if existing is not None and is_alike and (digest is None or existing.sha256 is None):
+                digest = local.compute_digest(stopped, in_git=existing.sha256 is None)
+            if is_alike and digest is not None and listing.difference(existing, digest) is None:
+                added.status, added.digest = "unchanged", digest
+            elif not self.sent.dry_run:
+                self._send(added, file, local, digest, stopped)
         with self._lock:
             self._done += file.size
             self._parts_sent.pop(file.name, None)
 
     def _send(
-        self, added: _Added, file: Outgoing, path: str, digest: RepoFile | None, stopped: threading.Event
+        self, added: _Added, file: Outgoing, local: _Local, digest: RepoFile | None, stopped: threading.Event
     ) -> None:
         """Send a file, and note its digest of the kind that the Hub names it by. The client computes the SHA-256 of a
         large one, over Xet as it sends it."""
@@ -408,12 +394,10 @@ class _Upload:
                 self._parts_sent[file.name] = max(self._parts_sent.get(file.name, 0), nbytes)
 
         with self._translate_errors(file.name):
-            operation = CommitOperationAdd(path_in_repo=name, path_or_fileobj=path)
-            if digest is not None and digest.sha256 is not None:
-                operation.upload_info.sha256 = bytes.fromhex(digest.sha256)
+            operation = local.operation(name, digest, stopped)
 
             def attempt() -> None:
-                with client.stoppable(stopped), xet.watched(stopped), _reported(operation, path, report):
+                with client.stoppable(stopped), xet.watched(stopped), local.sending(operation, report):
                     self._preupload(operation)
 
             repeat(attempt, stopped)
@@ -424,11 +408,11 @@ class _Upload:
                 )
             if operation._upload_mode == "regular":
                 # The commit itself contains the bytes of a small file.
-                operation.path_or_fileobj = Path(path).read_bytes()
+                operation.path_or_fileobj = local.contents()
                 if digest is None or digest.blob is None:
-                    digest = listing.compute_digest(path, in_git=True)
+                    digest = local.compute_digest(stopped, in_git=True)
             else:
-                digest = RepoFile(path, file.size, operation.upload_info.sha256.hex(), None)
+                digest = RepoFile(name, file.size, operation.upload_info.sha256.hex(), None)
         added.digest, added.operation = digest, operation
 
     # Commit ----------------------------------------------------------------------------------------------------------
@@ -588,22 +572,62 @@ class _Upload:
         return differences + [f"`{name}`: was not deleted" for name in self.deletions if name in repo_files]
 
 
-@contextmanager
-def _reported(operation: CommitOperationAdd, path: str, report: Callable[[int], None]) -> Iterator[None]:
-    """Call `report` with the bytes sent so far while the client sends the file of an operation in the block: it reads
-    from an open file, whose position is the progress. It would not send an open file by Xet, and reports nothing there.
-    """
-    if is_xet_available():
-        yield
-        return
-    with _ReportingReader(io.FileIO(path)) as stream:
-        stream.report = report
-        operation.path_or_fileobj = stream
-        try:
+# Files on this machine ------------------------------------------------------------------------------------------------
+
+
+class _Written:
+    """Class for a file that is on this machine, or is written to `folder` now; without `keep`, the latter is removed by
+    `close`. `digest` is its SHA-256 if that is known."""
+
+    def __init__(self, file: Outgoing, folder: str, *, keep: bool) -> None:
+        self._path = path = file.path or os.path.join(folder, *file.name.split("/"))
+        self._is_temporary = file.path is None and not keep
+        sha256 = None
+        with os_errors(path, "write"):
+            if file.write is not None:
+                os.makedirs(os.path.dirname(path), exist_ok=True)
+                Path(path).unlink(missing_ok=True)
+                sha256 = file.write(path)
+            size = os.path.getsize(path)
+        assert size == file.size, f"{file.name}: {size} bytes were written, not {file.size}"
+        self.digest = RepoFile(path, size, sha256, None) if sha256 is not None else None
+
+    def compute_digest(self, stopped: threading.Event, *, in_git: bool) -> RepoFile:
+        """Read the file, and return the digest by which the Hub names it if git keeps it, or if not."""
+        with os_errors(self._path, "read"):
+            return listing.compute_digest(self._path, in_git)
+
+    def operation(self, name: str, digest: RepoFile | None, stopped: threading.Event) -> CommitOperationAdd:
+        """Return what adds the file to the repository as `name`."""
+        operation = CommitOperationAdd(path_in_repo=name, path_or_fileobj=self._path)
+        if digest is not None and digest.sha256 is not None:
+            operation.upload_info.sha256 = bytes.fromhex(digest.sha256)
+        return operation
+
+    @contextmanager
+    def sending(self, operation: CommitOperationAdd, report: Callable[[int], None]) -> Iterator[None]:
+        """Call `report` with the bytes sent so far while the client sends the file of an operation in the block: it
+        reads from an open file, whose position is the progress. It would not send an open file by Xet, and reports
+        nothing there."""
+        if is_xet_available():
             yield
-        finally:
-            if operation.path_or_fileobj is stream:
-                operation.path_or_fileobj = path
+            return
+        with _ReportingReader(io.FileIO(self._path)) as stream:
+            stream.report = report
+            operation.path_or_fileobj = stream
+            try:
+                yield
+            finally:
+                if operation.path_or_fileobj is stream:
+                    operation.path_or_fileobj = self._path
+
+    def contents(self) -> bytes:
+        """Return all of the file."""
+        return Path(self._path).read_bytes()
+
+    def close(self) -> None:
+        if self._is_temporary:
+            Path(self._path).unlink(missing_ok=True)
 
 
 class _ReportingReader(io.BufferedReader):
@@ -613,3 +637,69 @@ class _ReportingReader(io.BufferedReader):
         data = super().read(size)
         self.report(self.tell())
         return data
+
+
+class _Gathered:
+    """Class for a file that is read from the source as it is sent, with the methods of `_Written`. For LFS, which names
+    a file by its digest before it is sent, it is read twice."""
+
+    digest = None
+
+    def __init__(self, name: str, file: GatheredFile) -> None:
+        self._name, self._file = name, file
+
+    def compute_digest(self, stopped: threading.Event, *, in_git: bool) -> RepoFile:
+        return replace(listing.digest_of(self._blocks(stopped), self._file.size, in_git), name=self._name)
+
+    def _blocks(self, stopped: threading.Event) -> Iterator[bytes]:
+        for block in self._file.blocks():
+            if stopped.is_set():
+                raise Stopped
+            yield block
+
+    def operation(self, name: str, digest: RepoFile | None, stopped: threading.Event) -> CommitOperationAdd:
+        operation = CommitOperationAdd(path_in_repo=name, path_or_fileobj=b"")
+        sha256 = None
+        # Over Xet, it is that of the bytes that are sent, in any case.
+        if not is_xet_available():
+            if digest is None or digest.sha256 is None:
+                digest = self.compute_digest(stopped, in_git=False)
+            assert digest.sha256 is not None
+            sha256 = bytes.fromhex(digest.sha256)
+        sample = self._file.read(_SAMPLE)
+        operation.upload_info = UploadInfo(size=self._file.size, sample=sample, sha256=sha256, source_path="")
+        return operation
+
+    @contextmanager
+    def sending(self, operation: CommitOperationAdd, report: Callable[[int], None]) -> Iterator[None]:
+        if is_xet_available():
+            with xet.streamed(self._file, report):
+                yield
+            return
+        self._file.seek(0)
+        self._file.noted = report
+        operation.path_or_fileobj = cast(BinaryIO, self._file)
+        try:
+            yield
+        finally:
+            operation.path_or_fileobj = b""
+
+    def contents(self) -> bytes:
+        return b"".join(self._file.blocks())
+
+    def close(self) -> None:
+        self._file.close()
+
+
+_Local = _Written | _Gathered
+
+
+def _gather(file: Outgoing) -> _Gathered | None:
+    """Return a file that need not be written, or None."""
+    gathered = file.gather() if file.gather is not None and _can_gather() else None
+    assert gathered is None or gathered.size == file.size, f"{file.name}: {gathered} bytes, not {file.size}"
+    return None if gathered is None else _Gathered(file.name, gathered)
+
+
+def _can_gather() -> bool:
+    return not is_xet_available() or xet.has_streams()

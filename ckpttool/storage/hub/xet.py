@@ -12,10 +12,11 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from functools import cache, partial
-from typing import Any
+from typing import Any, NamedTuple
 
 from huggingface_hub.utils import _xet
 
+from ckpttool.storage.gathered import GatheredFile
 from ckpttool.storage.hub import client
 
 TELL_AFTER = 10.0  # seconds without a byte
@@ -23,6 +24,8 @@ _LOOK = 0.25  # seconds between two looks at a transfer
 
 # In the block of `watched`: the time-out in seconds, and what ends the transfer before.
 _limits: ContextVar[tuple[float, threading.Event] | None] = ContextVar("_limits", default=None)
+# A file that is sent as it is read in place of what the client sends, and what is called with the bytes so far.
+_streamed: ContextVar[tuple[GatheredFile, Callable[[int], object]] | None] = ContextVar("_streamed", default=None)
 _preparing = threading.Lock()
 log = logging.getLogger("ckpttool")
 
@@ -37,6 +40,23 @@ def watched(stopped: threading.Event | None = None) -> Iterator[None]:
         yield
     finally:
         _limits.reset(before)
+
+
+def has_streams() -> bool:
+    """Return whether the library behind Xet takes bytes of files that are not there."""
+    import hf_xet  # type: ignore[import-untyped]
+
+    return hasattr(getattr(hf_xet, "XetUploadCommit", None), "start_upload_stream")
+
+
+@contextmanager
+def streamed(file: GatheredFile, report: Callable[[int], object]) -> Iterator[None]:
+    """Send a file in place of the bytes that the client sends in the block, which is within one of `watched`."""
+    before = _streamed.set((file, report))
+    try:
+        yield
+    finally:
+        _streamed.reset(before)
 
 
 @cache
@@ -58,6 +78,38 @@ class _Session:
         return _Transfer(partial(self._session.new_file_download_group, **arguments))
 
 
+class _Streaming:
+    """Class for a transfer of one file that is sent as it is read."""
+
+    def __init__(self, transfer: Any, file: GatheredFile, report: Callable[[int], object]) -> None:
+        self._transfer, self._file, self._report = transfer, file, report
+
+    def start_upload_bytes(self, data: bytes, **arguments: Any) -> _Streamed:
+        """Send the file in place of `data`, which is empty."""
+        assert not data
+        stream, sent = self._transfer.start_upload_stream(**arguments), 0
+        try:
+            for block in self._file.blocks():
+                stream.write(block)
+                sent += len(block)
+                self._report(sent)
+            return _Streamed(stream.finish())
+        except BaseException:
+            with suppress(RuntimeError):
+                stream.abort()
+            raise
+
+
+class _Streamed(NamedTuple):
+    """A file that was sent."""
+
+    metadata: Any
+
+    def result(self) -> Any:
+        """Return what the client asks for: its digest."""
+        return self.metadata
+
+
 class _Transfer:
     """Context manager for a transfer, which is aborted once nothing has moved for the time-out. Raises ConnectionError
     then."""
@@ -65,6 +117,7 @@ class _Transfer:
     def __init__(self, create: Callable[[], Any]) -> None:
         self._create = create
         self._transfer: Any = None
+        self._streamed = _streamed.get()
         self._is_silent = False
         self._over = threading.Event()
         limits = _limits.get()
@@ -76,7 +129,8 @@ class _Transfer:
         try:
             # It asks for a token.
             self._transfer = self._create()
-            return self._transfer.__enter__()
+            entered = self._transfer.__enter__()
+            return entered if self._streamed is None else _Streaming(entered, *self._streamed)
         except BaseException as error:
             self._end(error)
             raise

@@ -407,7 +407,8 @@ def test_what_a_killed_run_left_in_the_temporary_directory_is_removed(hub: Hub, 
     hub.make("org/long", {"second.safetensors": len(header).to_bytes(8, "little") + header})
     hub.faults[-1].skip = 1
     words = {
-        "export": ("export", str(tmp_path / "x.safetensors"), "hf://me/model"),
+        # What is cast is written before it is sent.
+        "export": ("export", str(tmp_path / "x.safetensors"), "hf://me/model", "--dtype", "bfloat16"),
         "inspect": ("inspect", "hf://org/long"),
     }
     process = start(hub, tmp_path, *words[job])

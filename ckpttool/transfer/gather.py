@@ -1,0 +1,91 @@
+"""Files that are read from the source without being written: those whose bytes lie there as they are to be."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+from math import prod
+
+from ckpttool.catalogue import boxes
+from ckpttool.catalogue.entries import Extent, Tensor
+from ckpttool.catalogue.protocols import Source
+from ckpttool.storage.crc import crc_of
+from ckpttool.storage.files import Pool
+from ckpttool.storage.gathered import GatheredFile, Range
+from ckpttool.storage.stores import is_remote
+from ckpttool.transfer.execute import Tally, Transferred
+from ckpttool.transfer.journal import Entry
+from ckpttool.transfer.plan import Job
+
+
+def may_be(tensors: Iterable[Tensor], source: Source) -> bool:
+    """Return whether a file of these tensors may be gathered, as far as that is known before their items are opened:
+    not if they are remote, cast, or split along another dimension than the first."""
+    remote = {number for number, file in enumerate(source.catalogue.files) if is_remote(file.location)}
+    return all(
+        tensor.dtype == origin.dtype
+        and not (origin.chunks.strides or origin.chunks.codecs)
+        and len({offsets[1:] for offsets in origin.chunks.offsets}) <= 1
+        and remote.isdisjoint(origin.chunks.file)
+        for tensor in tensors
+        if (origin := tensor.origin or tensor).numel
+    )
+
+
+def gathered(
+    head: bytes,
+    jobs: Iterable[Job],
+    source: Source,
+    done: Callable[[Transferred], object],
+    progress: Callable[[int], object],
+) -> GatheredFile | None:
+    """Return a file of `head` and what the jobs copy behind it; None if that is not in order, or not runs of bytes of
+    local files. Once it is read, the checksums of the source are compared, which raises CorruptError, and `done` is
+    called; `progress` is called with the bytes so far. Raises CorruptError as the source does."""
+    files, at = source.catalogue.files, len(head)
+    parts: list[tuple[Job, Extent, int, int]] = []
+    for job in jobs:
+        if job.tensor.dtype != job.source.dtype:
+            return None
+        runs: list[tuple[int, Extent, int, int]] = []
+        whole = job.chunk.offsets, job.chunk.sizes
+        for chunk, box in job.pieces:
+            extent, count = source.resolve(job.source, chunk), prod(box[1])
+            stored = chunk.offsets, chunk.sizes
+            is_run = count == boxes.run_length(box[1], stored[1]) == boxes.run_length(box[1], whole[1])
+            if not is_run or not extent.plain or is_remote(files[extent.file].location):
+                return None
+            (start,), (to,) = boxes.runs(box, stored, count), boxes.runs(box, whole, count)
+            runs.append((to, extent, start, count))
+        for to, extent, start, count in sorted(runs, key=lambda run: run[0]):
+            itemsize = job.tensor.dtype.itemsize
+            if job.chunk.extent.offset + to * itemsize != at:
+                return None
+            parts.append((job, extent, extent.offset + start * itemsize, count * itemsize))
+            at += count * itemsize
+        if at != job.chunk.extent.offset + job.nbytes:
+            return None
+    check = partial(_check, parts, source, done)
+    ranges = [Range(files[extent.file].location, start, nbytes) for _, extent, start, nbytes in parts]
+    return GatheredFile(head, ranges, check, progress)
+
+
+def _check(
+    parts: Sequence[tuple[Job, Extent, int, int]],
+    source: Source,
+    done: Callable[[Transferred], object],
+    crcs: Sequence[int],
+) -> None:
+    """Compare the checksums of what was read, as a transfer does. Raises CorruptError."""
+    tally = Tally(source)
+    for (job, extent, start, nbytes), crc in zip(parts, crcs, strict=True):
+        entry = Entry(0, 0, 0)
+        entry.note_read(extent, start, nbytes, crc, tally.digested)
+        tally.add(entry, job)
+    pool = Pool()
+    try:
+        for record in tally.read.records():
+            tally.check(record, lambda path, *run: crc_of(partial(pool.read_into, path), *run))
+    finally:
+        pool.close()
+    done(tally.result(sum(nbytes for *_, nbytes in parts)))
