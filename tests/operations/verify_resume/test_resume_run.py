@@ -49,6 +49,7 @@ def test_a_script_that_resumes_exactly_is_the_same(tmp_path: Path) -> None:
     report = runs(keep=tmp_path / "kept")
     assert (report.verdict, report.exit_code, report.findings) == ("same", 0, []), report.message
     assert [run.name for run in report.runs] == ["A", "A2", "B"] and report.runs[2].resumed_at == 3
+    assert not report.notes
     assert {row.what for row in report.compared if row.equal} >= {"step 4: model", "step 5: optimizer", "loss"}
     # Each run has written to a directory of its own.
     assert len({run.folder for run in report.runs}) == 3
@@ -120,6 +121,19 @@ def test_a_silent_script_is_told_by_the_number_of_its_steps(loads: bool, tmp_pat
 def test_a_run_is_stopped_once_its_checkpoint_is_complete(stop: str) -> None:
     report = runs("--pause", "0.2", stop=stop)
     assert report.verdict == "same" and stop.upper() in (report.runs[2].stopped or ""), report.message
+
+
+def test_a_python_without_the_hook_is_told_once() -> None:
+    report = runs(command=[FAST[0], "-I", *FAST[1:]], observe=True)
+    assert report.verdict == "same" and [note.partition(":")[0] for note in report.notes] == ["run A"]
+    assert "the hook did not run" in report.notes[0]
+    # Only the command that resumes is without it.
+    report = runs(resume_with=f"{sys.executable} -E {FAST[1]} --out OUT --steps 5 --resume {{checkpoint}}")
+    assert [note.partition(":")[0] for note in report.notes] == ["run B"]
+
+
+def test_a_hook_that_was_turned_off_is_not_told() -> None:
+    assert not runs(command=[FAST[0], "-E", *FAST[1:]], inject_switches=False).notes
 
 
 def test_what_a_killed_run_did_not_print_is_repeated() -> None:

@@ -47,6 +47,10 @@ _SEED = 1234
 _RAISED = re.compile(r"^(\[\w+\]:\s*)?[\w.]*(Error|Exception)(: |:?$)")
 # What a launcher and the other ranks raise when a rank has failed.
 _FOLLOWS = re.compile(r"CalledProcessError|ChildFailedError|DistBackendError|Connection (closed|reset) by peer")
+_NO_HOOK = (
+    "the hook did not run: nothing was seeded, switched, counted or observed; `python -E` and `python -I` ignore "
+    "PYTHONPATH, and so do commands that pass on no variables"
+)
 _RULES = {
     "bitwise": "every checkpoint and loss of B after the resume == those of A, bitwise",
     "control": "B resumes from a converted checkpoint: its steps == those of a run (control) that resumes from the one "
@@ -70,6 +74,10 @@ class Hook:
     inject: bool = True
     observe: bool = False
     seeds: Sequence[str] = ()
+
+    @property
+    def is_on(self) -> bool:
+        return self.inject or self.observe
 
     def environment(self, folder: str, found: Checkpoints, *, resumed: bool = False) -> dict[str, str]:
         """Return the variables for a run, whose hook writes to `folder`, and keeps what is written over."""
@@ -312,9 +320,12 @@ class _Verification:
         """Add the complete checkpoints and the losses of a run up to its last step, and what its hook wrote."""
         found = self.seen[run.name]
         found.forget()
-        hooked = self.hooked[run.name] = inject.read(os.path.join(self.folder, run.name, "hook"))
+        folder = os.path.join(self.folder, run.name, "hook")
+        hooked = self.hooked[run.name] = inject.read(folder)
         report = self.report
         report.settings += [one for one in hooked.switches if one not in report.settings]
+        if not hooked.started and os.path.isdir(folder) and not any(_NO_HOOK in note for note in report.notes):
+            report.notes += [f"run {run.name}: {_NO_HOOK}"] if self.hook.is_on else []
         failed = [f"run {run.name}: the hook could not do everything: {one}" for one in hooked.failures]
         report.notes += [one for one in failed if one not in report.notes]
         run.checkpoints = [
@@ -539,7 +550,7 @@ def _compare_observed(verification: _Verification, reference: ScriptRun, step: i
     a, a2 = (observed.by_step(hooked[name], 0, until) for name in ("A", "A2"))
     b = observed.by_step(hooked["B"], step, until)
     before = a if reference.name == "A" else observed.by_step(hooked[reference.name], step, until)
-    if not b:
+    if not b and hooked["B"].started:
         verification.report.notes.append("no step was observed: the command takes no step of an optimizer of torch")
     return observed.compare_observed(verification.report, before, b, observed.unrepeated(a, a2))
 

@@ -71,6 +71,7 @@ class Hooked:
 
     switches: list[str] = field(default_factory=list)  # what was set in each process
     failures: list[str] = field(default_factory=list)  # what could not be
+    started: bool = False  # in some process, whether or not it imports torch
     processes: int = 0  # that have imported torch
     count: int = 0  # steps that the optimizers of one process took, at most
     steps: dict[int, list[Observed]] = field(default_factory=dict)  # by rank
@@ -78,7 +79,7 @@ class Hooked:
 
 def read(folder: str) -> Hooked:
     """Return what the hook has written to a folder. A line that a killed process has not finished is left out."""
-    hooked = Hooked()
+    hooked = Hooked(started=os.path.exists(os.path.join(folder, "started")))
     for path in sorted(glob.glob(os.path.join(glob.escape(folder), "hook.*.json"))):
         for about in _documents(path):
             hooked.processes += 1

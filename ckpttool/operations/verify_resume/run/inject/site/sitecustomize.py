@@ -109,6 +109,7 @@ def _chain() -> None:
 
 if _FOLDER and __name__ == "sitecustomize":
     try:
+        open(os.path.join(_FOLDER, "started"), "a").close()
         if os.environ.get("CKPTTOOL_HOOK_SEED"):
             import random
 
