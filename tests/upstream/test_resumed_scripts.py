@@ -295,6 +295,7 @@ def test_a_recipe_of_torchtune_that_forgets_the_optimizer(tune: Path) -> None:
     copied("full_finetune_single_device", "forgets", "optimizer.load_state_dict(opt_state_dict)", "pass")
     config = json.loads((tune / "full.yaml").read_text())
     del config["lr_scheduler"]
+    config["checkpointer"]["checkpoint_files"] = ["model-00001-of-00001.safetensors"]
     (tune / "constant.yaml").write_text(json.dumps(config))
     report = tuned("forgets", "constant.yaml")
     assert (report.verdict, report.first_step) == ("differs", 2) and "optimizer" in report.message, report.message

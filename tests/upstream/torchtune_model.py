@@ -32,7 +32,7 @@ sentencepiece.SentencePieceTrainer.train(
 words = sentencepiece.SentencePieceProcessor(model_file="base/tokenizer.model").vocab_size()
 torch.manual_seed(0)
 weights = tune_to_hf(llama2(vocab_size=words, **SIZES).state_dict(), num_heads=2, num_kv_heads=2, dim=32)
-save_file({name: one.contiguous() for name, one in weights.items()}, "base/model.safetensors")
+save_file({name: one.contiguous() for name, one in weights.items()}, "base/model-00001-of-00001.safetensors")
 heads = {"num_attention_heads": 2, "num_key_value_heads": 2, "hidden_size": 32}
 (base / "config.json").write_text(json.dumps({"model_type": "llama", **heads}))
 
@@ -53,7 +53,7 @@ config = {
     "checkpointer": {
         "_component_": "torchtune.training.FullModelHFCheckpointer",
         "checkpoint_dir": "base",
-        "checkpoint_files": ["model.safetensors"],
+        "checkpoint_files": {"filename_format": "model-{}-of-{}.safetensors", "max_filename": "00001"},
         "recipe_checkpoint": None,
         "output_dir": "${output_dir}",
         "model_type": "LLAMA2",

@@ -72,6 +72,7 @@ out, epochs, start = pathlib.Path(config["output_dir"]), int(config["epochs"]), 
 if "resume_from_checkpoint" in config and fault != "forgets":
     recipe = pathlib.Path(config["checkpointer.recipe_checkpoint"]).read_bytes()
     start = next(n for n in range(9) if recipe == (made / f"recipe{n}").read_bytes())
+    assert "~checkpointer.checkpoint_files" in config
     files = config["checkpointer.checkpoint_files"].strip("[]").split(",")
     assert [pathlib.Path(one).read_bytes() for one in files] == [(made / f"model{start}").read_bytes()]
 log = out / "logs" / f"log_{len(words)}.txt"

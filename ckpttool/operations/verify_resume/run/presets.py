@@ -117,7 +117,8 @@ PRESETS = {
     "torchtune": Preset(
         checkpoints="{out}/epoch_{step-1} + {out}/recipe_state/recipe_state.pt",
         resume_with="... resume_from_checkpoint=True checkpointer.recipe_checkpoint={checkpoint}/recipe_state.pt "
-        "checkpointer.checkpoint_files=[{weights}]",
+        # A list cannot take the place of a mapping (`filename_format`), which goes before; torchtune ignores its `=`.
+        "~checkpointer.checkpoint_files={weights} checkpointer.checkpoint_files=[{weights}]",
         words=(
             ("output_dir={out}",),
             ("epochs={until}",),
