@@ -115,4 +115,6 @@ def _facts(result: Matched) -> Iterator[tuple[str, str]]:
     )
     for by, count in result.by.items():
         yield "", f"{count:,} {_BY[by]}"
+    if result.assumed:
+        yield "assumed", f"not to be transposed, which shapes do not tell: {some([one.name for one in result.assumed])}"
     yield "time", duration(result.seconds)

@@ -6,6 +6,7 @@ from __future__ import annotations
 import random
 import re
 from collections import defaultdict
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -174,6 +175,9 @@ class RandomModel:
             self.add(f"{name}.bias", rows)
 
 
+Operation = Callable[["Side"], None]
+
+
 class Side:
     """A state dict to which operations are applied. `rows` is whether queries and keys are in the order of halves."""
 
@@ -184,8 +188,8 @@ class Side:
         self.fused: dict[str, str] = {}
         self.transposed: set[str] = set()
 
-    def operate(self) -> None:
-        operation = self.rng.choice(_OPERATIONS)
+    def operate(self, *others: Operation) -> None:
+        operation = self.rng.choice([*_OPERATIONS, *others])
         before = dict(self.state)
         operation(self)
         if len(self.state) == len(before) and all(self.state.get(n) is a for n, a in before.items()):
@@ -371,8 +375,8 @@ def fuse_qkv(side: Side) -> None:
         side.replace(names, {name.replace(f".{q}.", f".{word}."): one})
 
 
-def transpose(side: Side) -> None:
-    """The weights of all modules of one name, of which some shape shows it."""
+def transpose(side: Side, *, unseen: bool = False) -> None:
+    """The weights of all modules of one name, of which some shape shows it; or those of one that are all square."""
     shapes: dict[str, list[tuple[int, ...]]] = defaultdict(list)
     stem = {name: re.sub(r"\.(weight|kernel|gamma)$", "", name) for name in side.state}
     for name, array in side.state.items():
@@ -382,13 +386,13 @@ def transpose(side: Side) -> None:
         key
         for key, all_ in shapes.items()
         if all(len(shape) in (2, 3) or len(shape) < 2 for shape in all_)
-        and any(len({*shape}) == len(shape) > 1 for shape in all_)
+        and any(len({*shape}) == len(shape) > 1 for shape in all_) is not unseen
         and not key.startswith(("embed", "wte", "wpe", "tok"))
     ]
     if not possible:
         return
     # The parts of what some library fuses lie the same way.
-    chosen = {side.rng.choice(possible)} if side.rng.random() < 0.6 else {*possible}
+    chosen = {side.rng.choice(possible)} if unseen or side.rng.random() < 0.6 else {*possible}
     for together in (
         ("q_proj", "k_proj", "v_proj"),
         ("wq", "wk", "wv"),
@@ -403,6 +407,11 @@ def transpose(side: Side) -> None:
         if key in chosen and array.ndim > 1 and not name.endswith("bias") and "norm" not in name and "ln_" not in name:
             side.state[name] = array.swapaxes(-1, -2)
     side.transposed ^= chosen
+
+
+def transpose_unseen(side: Side) -> None:
+    """What no name and no shape shows."""
+    transpose(side, unseen=True)
 
 
 def pad(side: Side) -> None:
@@ -436,11 +445,11 @@ _OPERATIONS = [
 ]
 
 
-def random_case(seed: int) -> tuple[RandomModel, Side, Side]:
-    """Return a model, and two state dicts of it to which up to five operations were applied in all."""
+def random_case(seed: int, *others: Operation) -> tuple[RandomModel, Side, Side]:
+    """Return a model, and two state dicts of it to which up to five operations were applied in all, also these."""
     rng = random.Random(seed)
     model = RandomModel(rng)
     sides = (Side(model, rng), Side(model, rng))
     for _ in range(rng.randint(1, 5)):
-        rng.choice(sides).operate()
+        rng.choice(sides).operate(*others)
     return model, *sides

@@ -120,7 +120,9 @@ def mapped(
         )
     found = _matched(planned, best, viewed, reference, config, head_dim) if name is None else None
     if found is not None:
-        best, by, counts = found
+        best, by, counts, assumed = found
+        if assumed:
+            notes.append(f"assumed not to be transposed, which neither names nor shapes show: {some(assumed)}")
         notes.append(
             f"the names are as `ckpttool match` finds those of `{reference.path}`, all {sum(counts.values())}: "
             + ", ".join(f"{count} by {how}" for how, count in counts.items())
@@ -138,9 +140,10 @@ def _matched(
     reference: references.Reference,
     config: Mapping[str, Any] | None,
     head_dim: int | None,
-) -> tuple[Catalogue, KeyMap, dict[str, int]] | None:
-    """Return a model as `match` makes the reference of it, its key map, and how many tensors were found by what; None
-    if the `best` so far fits, or anything is ambiguous or missing."""
+) -> tuple[Catalogue, KeyMap, dict[str, int], list[str]] | None:
+    """Return a model as `match` makes the reference of it, its key map, how many tensors were found by what, and the
+    names of those that are assumed not to be transposed; None if the `best` so far fits, or anything is ambiguous or
+    missing."""
     from ckpttool.operations.match import models  # which few exports need
 
     wanted = models.untied(reference, {tensor.name: tensor.shape for tensor in planned.tensors})
@@ -152,7 +155,8 @@ def _matched(
         return None
     keymap = parse(models.key_map(solution, reference.path, config), "match")
     made = apply(keymap, planned, viewed, key_maps.facts(config, rows))[0]
-    return (made, keymap, models.counts(solution)) if _fitting(made, wanted) == len(wanted) else None
+    assumed = [one.name for one in solution.assumed]
+    return (made, keymap, models.counts(solution), assumed) if _fitting(made, wanted) == len(wanted) else None
 
 
 _REVERSED = " reversed"

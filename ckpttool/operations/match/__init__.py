@@ -48,6 +48,7 @@ class Matched(Result):
     map: dict[str, Any] = field(default_factory=dict)  #: the key map, as its file has it
     ambiguous: list[Open] = field(default_factory=list)  #: tensors of the reference that may be made in several ways
     unmatched: list[Open] = field(default_factory=list)  #: tensors of the reference that nothing can make
+    assumed: list[Open] = field(default_factory=list)  #: tensors that are found, but may be transposed all the same
     unused: list[str] = field(default_factory=list)  #: tensors of the checkpoint that no rule takes
     compared: int = 0  #: number of tensors of which values were compared (`--content`)
     destination: str | None = None  #: file of the map, if it was written
@@ -153,3 +154,4 @@ def _fill(result: Matched, solution: Solution, reference: Reference) -> None:
     result.found = sum(result.by.values())
     result.map = models.key_map(solution, f"{result.source} as {result.like}", reference.config)
     result.ambiguous, result.unmatched, result.unused = solution.ambiguous, solution.unmatched, solution.unused
+    result.assumed = solution.assumed

@@ -83,6 +83,8 @@ def by_content(
         better = [key for key in _rules(one) if key in good]
         if json.dumps(one.rules[0]) not in better and len(better) == 1:
             one.rules, one.by = [rules[better[0]]], "content"
+        if len(better) == 1:
+            one.assumed = []
     for key in chosen:
         made, sources = makes[key]
         fitting = [one for one in solution.ambiguous if key in _rules(one)]

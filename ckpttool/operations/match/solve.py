@@ -65,11 +65,15 @@ class Found:
     by: str
     sources: list[str]
     doubted: list[Rule] = field(default_factory=list)  #: rules that hold if names do not mean what they mostly do
+    assumed: list[Open] = field(default_factory=list)  #: what nothing shows of it, with the ways that are left out
 
 
 @dataclass(slots=True)
 class Open:
-    """Tensors of which it is not known how they are made: `name` is their pattern; without candidates, unmatched."""
+    """Tensors of which it is not known how they are made: `name` is their pattern; without candidates, unmatched.
+
+    Of those that are assumed to be made in one way, the candidates are the others.
+    """
 
     name: str  #: their name, with `{n}` for numbers
     names: list[str]  #: their names
@@ -86,6 +90,11 @@ class Solution:
     ambiguous: list[Open] = field(default_factory=list)
     unmatched: list[Open] = field(default_factory=list)
     unused: list[str] = field(default_factory=list)
+
+    @property
+    def assumed(self) -> list[Open]:
+        """What is found in a way that nothing shows, though nothing is against it."""
+        return [each for one in self.found for each in one.assumed]
 
     @property
     def rules(self) -> list[Rule]:
@@ -585,10 +594,10 @@ class _Decision:
     def solution(self) -> Solution:
         solution = Solution()
         used: set[str] = set()
-        pending: list[tuple[_Made, str, Option]] = []
+        pending: list[tuple[_Made, str, Option, list[Option]]] = []
         for (number, leaf), ways in self.ways.items():
             made = self.solver.made[number]
-            ways = self._decided(made, leaf, ways)
+            ways, others = self._decided(made, leaf, ways)
             why = ""
             if len(ways) > 1:
                 why = "its shape is the same transposed" if len({w.transposed for w in ways}) > 1 else ""
@@ -599,15 +608,12 @@ class _Decision:
             why = why or reason
             used |= {name for module in made.sources for name in module.names(leaf)}
             if why:
-                candidates = [
-                    Candidate(_words(made, leaf, way), [rule(made, leaf, way, self.solver.rows, self.facts)])
-                    for way in ways
-                ]
+                candidates = [self._candidate(made, leaf, way) for way in ways]
                 for target in made.targets:
                     solution.ambiguous.append(_open(target, leaf, why, candidates))
             else:
-                pending.append((made, leaf, ways[0]))
-        for made, leaf, decided in pending:
+                pending.append((made, leaf, ways[0], [way._replace(layout=ways[0].layout) for way in others]))
+        for made, leaf, decided, others in pending:
             names = [name for module in made.targets for name in module.names(leaf)]
             sources = [name for module in made.sources for name in module.names(leaf)]
             patterns = [module.parameters[leaf][0] for module in made.sources]
@@ -615,11 +621,18 @@ class _Decision:
                 rules = [rule(made, leaf, decided, self.solver.rows, self.facts)]
             else:
                 rules = self._rules_apart(made, leaf, decided, {*sources})
-            doubted = [rule(made, leaf, way, self.solver.rows, self.facts) for way in self._rows(made, [decided])]
-            solution.found.append(Found(names, rules, made.by, sources, doubted if len(rules) == 1 else []))
+            doubted = [self._candidate(made, leaf, way) for way in (*others, *self._rows(made, [decided]))]
+            why = "its shape is the same transposed, and nothing shows that it is not"
+            left_out = doubted[: len(others)]
+            assumed = [_open(target, leaf, why, left_out) for target in made.targets] if others else []
+            by_content = [each for one in doubted for each in one.rules] if len(rules) == 1 else []
+            solution.found.append(Found(names, rules, made.by, sources, by_content, assumed))
         self._left(solution)
         solution.unused = [name for name in self.solver.source if name not in used]
         return solution
+
+    def _candidate(self, made: _Made, leaf: str, way: Option) -> Candidate:
+        return Candidate(_words(made, leaf, way), [rule(made, leaf, way, self.solver.rows, self.facts)])
 
     def _rules_apart(self, made: _Made, leaf: str, way: Option, sources: set[str]) -> list[Rule]:
         """Return one rule, or one for each layer where the names of other tensors fit the rule too."""
@@ -633,15 +646,16 @@ class _Decision:
         layers = min((made.sources[0].numbers, made.targets[0].numbers), key=lambda numbers: len(numbers[0]))
         return [rule(made, leaf, way, self.solver.rows, self.facts, layer) for layer in layers]
 
-    def _decided(self, made: _Made, leaf: str, ways: list[Option]) -> list[Option]:
-        """Return the ways that are left by what other tensors of the model say."""
+    def _decided(self, made: _Made, leaf: str, ways: list[Option]) -> tuple[list[Option], list[Option]]:
+        """Return the ways that are left by what other tensors of the model say, and those that are left out although
+        they say nothing: a square matrix is not transposed where no other is."""
         if len({way.transposed for way in ways}) > 1 and len({(way.kept, way.axes, way.join) for way in ways}) == 1:
             said = set().union(*(self.transposed.get(key, set()) for key in _last_keys(made)))
-            if not self.any_transposed and not ways[0].join:
-                said = {False}
-            if len(said) == 1:
-                ways = [way for way in ways if way.transposed in said] or ways
-        return ways
+            is_assumed = not said and not self.any_transposed and not ways[0].join
+            if len(said) == 1 or is_assumed:
+                left = [way for way in ways if way.transposed in (said or {False})] or ways
+                return left, [way for way in ways if way not in left] if is_assumed else []
+        return ways, []
 
     def _with_layout(self, made: _Made, ways: list[Option], leaf: str) -> tuple[list[Option], str]:
         """Return the ways with the order in which the parts of a fused weight lie."""
@@ -729,9 +743,7 @@ class _Decision:
             for leaf in target.parameters:
                 made = [_Made((s,), (target,), "") for s in near if leaf in s.parameters]
                 candidates = [
-                    Candidate(_words(each, leaf, way), [rule(each, leaf, way, solver.rows, self.facts)])
-                    for each in made
-                    for way in options(each.sources[0], target, leaf)
+                    self._candidate(each, leaf, way) for each in made for way in options(each.sources[0], target, leaf)
                 ]
                 if candidates:
                     why = f"{len(near)} have its shape, and names do not tell which it is"

@@ -180,6 +180,31 @@ def test_nothing_is_open_where_all_is_found(folder: Path) -> None:
     assert document["verdict"] == "found" and document["reference_tensors"] == 21
 
 
+def test_a_square_matrix_without_a_witness_is_called_assumed(tmp_path: Path) -> None:
+    """Until values show it: of one of them that it is transposed."""
+    released = {f"model.layers.{n}.{one}.weight": torch.randn(64, 64) for n in range(3) for one in ("o_proj", "fc")}
+    released |= {f"model.layers.{n}.down_proj.weight": torch.randn(64, 96) for n in range(3)}
+    tuned = {name[6:]: tensor + torch.randn(tensor.shape) / 100 for name, tensor in released.items()}
+    tuned |= {name: tensor.T.contiguous() for name, tensor in tuned.items() if "o_proj" in name}
+    for name, state in (("tuned", tuned), ("released", released)):
+        save_file(state, tmp_path / f"{name}.safetensors")
+    src, like, out = (tmp_path / name for name in ("tuned.safetensors", "released.safetensors", "out"))
+    blind = ckpttool.match(src, like)
+    assert [one.name for one in blind.assumed] == [f"model.layers.{{n}}.{one}.weight" for one in ("fc", "o_proj")]
+    assert blind.exit_code == 0 and [len(one.names) for one in blind.assumed] == [3, 3]
+    assert blind.assumed[1].candidates[0].rules[0]["operations"] == [{"transpose": [0, 1]}]
+    words = "match", str(src), "--like", str(like)
+    line = "  assumed  not to be transposed, which shapes do not tell: `model.layers.{n}.fc.weight`, `model.layers"
+    assert line in run(*words).stdout
+    exported = ckpttool.export(src, out, like=like)
+    assert any(note.startswith("assumed not to be transposed") for note in exported.notes)
+    found = ckpttool.match(src, like, content=True, output=tmp_path / "map.json")
+    assert found.assumed == [] and found.by["content"] == 3 and "assumed" not in run(*words, "--content").stdout
+    ckpttool.export(src, tmp_path / "again", key_map=str(tmp_path / "map.json"))
+    made = load_file(tmp_path / "again" / "model.safetensors")
+    assert all(torch.allclose(made[name], tensor, atol=0.1) for name, tensor in released.items())
+
+
 def test_the_model_is_selected(folder: Path) -> None:
     meta = torch.load(folder / "meta.pt")["model"]
     both = {"module." + name: tensor for name, tensor in meta.items()}
