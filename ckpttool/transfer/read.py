@@ -92,9 +92,11 @@ def fill(target: Array, pool: Pool, files: Sequence[File], extent: Extent, chunk
 
     `target` has the box's sizes and the type `unsigned(kind)`. Raises CorruptError when the file is too short.
     """
-    if target.size:
-        for one in series([(extent, chunk, box)], kind.itemsize):
+    if extent.weave is not None:
+        for one in _unwoven(extent.weave, chunk, box):
             one.fill(target, box, pool, files, kind)
+    elif target.size:
+        _fill(target, pool, files, extent, *_place(extent, (chunk.offsets, chunk.sizes), box), kind)
 
 
 def _place(extent: Extent, within: Box, box: Box) -> tuple[int, Ints]:
@@ -125,12 +127,12 @@ def _fill(
     first: int,
     strides: Ints,
     kind: Dtype,
-    room: Room | None,
+    room: Room | None = None,
 ) -> None:
     import numpy as np
 
     dense: Array = np.empty(target.shape, target.dtype) if extent.codec else target
-    _read(dense, pool, files[extent.file].location, extent.offset, first, strides, kind, room or Room())
+    _read(dense, pool, files[extent.file].location, extent.offset, first, strides, kind, room)
     if extent.codec:
         _decode(dense, extent.codec, kind)
         target[...] = dense
@@ -247,8 +249,13 @@ def series(parts: Iterable[tuple[Extent, Chunk, Box]], itemsize: int) -> list[Se
 
 
 def _read(
-    target: Array, pool: Pool, location: str, start: int, first: int, strides: Ints, kind: Dtype, room: Room
+    target: Array, pool: Pool, location: str, start: int, first: int, strides: Ints, kind: Dtype, room: Room | None
 ) -> None:
+    import numpy as np
+
+    def take(nbytes: int) -> memoryview:
+        return np.empty(nbytes, np.uint8).data if room is None else room.take(nbytes)
+
     sizes = target.shape
     span = boxes.span(sizes, strides) * kind.itemsize
     dense = prod(sizes) * kind.itemsize
@@ -258,7 +265,7 @@ def _read(
         row = next((dim for dim in large if strides[dim] == 1), None)
         if len(large) == 2 and row is not None and dense <= 2 * TILE and span > 4 * dense:
             down = sum(large) - row
-            data, width = room.take(dense), sizes[row] * kind.itemsize
+            data, width = take(dense), sizes[row] * kind.itemsize
             pool.read_rows(location, start + first * kind.itemsize, strides[down] * kind.itemsize, data, width)
             steps = [0] * len(sizes)
             steps[row], steps[down] = 1, sizes[row]
@@ -274,7 +281,7 @@ def _read(
     if dense == span and target.flags.c_contiguous and boxes.is_row_major(sizes, strides):
         pool.read_into(location, start + first * kind.itemsize, target.reshape(-1).view("u1").data)
         return
-    data = room.take(span)
+    data = take(span)
     pool.read_into(location, start + first * kind.itemsize, data)
     _copy(target, _strided(data, sizes, strides, kind))
 
@@ -294,6 +301,9 @@ _WIDTH, _HEIGHT = 256, 256  # of a block that is transposed, in bytes and in ele
 def _copy(target: Array, source: Array) -> None:
     """Copy elements. Where their order is another, block by block: numpy takes three times as long for a matrix whose
     neighbours in a column are a page apart."""
+    if target.size < _HEIGHT * _WIDTH // source.itemsize:
+        target[...] = source
+        return
     large = [dim for dim, size in enumerate(target.shape) if size > 1 and source.strides[dim]]
     across = min(large, key=lambda dim: source.strides[dim], default=0)
     along = min(large, key=lambda dim: target.strides[dim], default=0)
