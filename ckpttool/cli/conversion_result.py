@@ -87,7 +87,8 @@ def _print_done(terminal: Terminal, result: Conversion, more: Facts, check: bool
     terminal.line("wrote ", bold(result.destination))
     writing = result.seconds - getattr(result, "transformers_seconds", 0.0)  # an export waits for transformers
     rate = f", {size(result.payload_bytes / writing)}/s" if writing >= 1 and result.payload_bytes >= _RATE else ""
-    rows = [*_facts(result, more), ("files", f"{plural(len(result.files), 'file')}, {size(result.file_bytes)}")]
+    written = sum(file.bytes for file in result.files)
+    rows = [*_facts(result, more), ("files", f"{plural(len(result.files), 'file')}, {size(written)}")]
     if result.resumed_bytes:
         rows.append(("resumed", f"{size(result.resumed_bytes)} copied by an interrupted run"))
     rows += [("time", f"{duration(result.seconds)}{rate}"), ("checked", "; ".join(_checks(result, check)))]

@@ -62,7 +62,7 @@ class Conversion(Written):
     tensors: int = 0  #: number of tensors, tied ones counted once
     objects: int = 0  #: number of objects
     payload_bytes: int = 0  #: bytes of values, tied ones counted once
-    file_bytes: int = 0  #: bytes that the files of DST take
+    file_bytes: int = 0  #: bytes that the files of DST take; for the Hub, the largest written to this machine first
     free_bytes: int = 0  #: bytes that were free on the disk
     memory_bytes: int | None = None  #: with `--dry-run`, the expected peak of the process
     renamed: list[tuple[str, str]] = field(default_factory=list)  #: pairs: old name, new name

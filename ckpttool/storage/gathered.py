@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from itertools import accumulate
 from typing import NamedTuple
 
-from ckpttool.storage.crc import crc32
+from ckpttool.storage.crc import crc32, end_vectors
 from ckpttool.storage.files import Pool, changed
 
 _BLOCK = 1 << 20  # stays in the processor's cache between read, checksum and digest
@@ -31,7 +31,7 @@ class GatheredFile(io.BufferedIOBase):
     """Class for a binary stream over `head`, and then ranges of local files.
 
     `blocks` calls `progress` with the number of bytes so far, and `check` with the CRC of each range once it has read
-    all of them; what that raises ends the read. `read` calls `noted` with the position that it has come to.
+    all of them; what that raises ends the read. `read` calls `noted` with the position of each block that it comes to.
     """
 
     def __init__(
@@ -61,6 +61,7 @@ class GatheredFile(io.BufferedIOBase):
                 at += nbytes
             crcs.append(crc32(block))
             self._compare(number, crcs[-1])
+            end_vectors()
             self._progress(min(self.size, (number + 1) * _BLOCK))
             yield block
         self._check(read[1:])
@@ -87,7 +88,6 @@ class GatheredFile(io.BufferedIOBase):
             number, start = divmod(self._at, _BLOCK)
             parts.append(self._same(number)[start : start + end - self._at])
             self._at += len(parts[-1])
-        self.noted(self._at)
         return parts[0] if len(parts) == 1 else b"".join(parts)
 
     def close(self) -> None:
@@ -100,7 +100,9 @@ class GatheredFile(io.BufferedIOBase):
         if self._kept[0] != number:
             block = self._block(number)
             self._compare(number, crc32(block))
+            end_vectors()
             self._kept = number, block
+            self.noted(number * _BLOCK)
         return self._kept[1]
 
     def _compare(self, number: int, crc: int) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import random
+import re
 import signal
 import subprocess
 import sys
@@ -270,7 +271,8 @@ def test_over_xet(hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     over_xet(monkeypatch)
     save_file({"w": torch.randn(400, 400)}, tmp_path / "x.safetensors")
     words = ("export", str(tmp_path / "x.safetensors"), "hf://me/model")
-    assert "2 new" in run(*words)
+    out = run(*words)
+    assert "2 new" in out and re.search(r"files +2 files, 64\d kB", out)
     assert hub.asked("GET", "/xet-write-token/") and not hub.asked("PUT", "/lfs/")
     stored = sum(p.stat().st_size for p in hub.xet.rglob("*") if p.is_file())
     assert stored > 400_000, "its bytes are in the store"
