@@ -37,9 +37,11 @@ class Facts(NamedTuple):
 class Option(NamedTuple):
     """One way in which a tensor is made: the `axes` of stacks, that of the last list first, of all lists but those that
     are `kept`; `join` of the parts, the `layout` of the parts, and the order of the `rows` of a rotary embedding, along
-    the rows of the tensor as it is, if it is transposed after them."""
+    the rows of the tensor as it is, if it is transposed after them. With `outer`, it is a stack along its second axis
+    that is transposed."""
 
     transposed: bool = False
+    outer: bool = False
     axes: Ints = ()
     kept: Ints = ()
     join: int | None = None
@@ -586,7 +588,8 @@ class _Decision:
             if len(said := axes[_stacked_list(made)]) == 1:
                 ways = [way for way in ways if (way.kept, way.axes) in said] or ways
                 self.ways[number, leaf] = ways
-            if leaf == "weight" and len({way.transposed for way in ways}) == 1 and _is_matrix(made, leaf):
+            is_sure = len({way.transposed for way in ways}) == 1 and not _may_be_outer(made, leaf, ways)
+            if leaf == "weight" and is_sure and _is_matrix(made, leaf):
                 for key in _last_keys(made):
                     self.transposed[key].add(ways[0].transposed)
         self.any_transposed = any(True in each for each in self.transposed.values())
@@ -655,6 +658,8 @@ class _Decision:
             if len(said) == 1 or is_assumed:
                 left = [way for way in ways if way.transposed in (said or {False})] or ways
                 return left, [way for way in ways if way not in left] if is_assumed else []
+        if _may_be_outer(made, leaf, ways) and not any(self.transposed.get(key) == {False} for key in _last_keys(made)):
+            return ways, [Option(transposed=True, outer=True)]
         return ways, []
 
     def _with_layout(self, made: _Made, ways: list[Option], leaf: str) -> tuple[list[Option], str]:
@@ -768,6 +773,12 @@ def _is_matrix(made: _Made, leaf: str) -> bool:
     return all(len(m.parameters[leaf][1]) > 1 for m in (*made.sources, *made.targets) if leaf in m.parameters)
 
 
+def _may_be_outer(made: _Made, leaf: str, ways: Sequence[Option]) -> bool:
+    """Return whether it may be a stack of square matrices along its second axis."""
+    shape = made.targets[0].parameters[leaf][1]
+    return leaf == "weight" and [*ways] == [Option()] and len(shape) == 3 and shape[0] == shape[2] > 1 < shape[1]
+
+
 def _leaves(made: _Made) -> list[str]:
     return [leaf for leaf in made.targets[0].parameters if _has_leaf(made, leaf)]
 
@@ -837,7 +848,7 @@ def rule(
         steps += [*permuted, *_fuse("concat", made.sources, leaf, way, facts)]
     steps += [{"unstack": axis} for axis in reversed(way.axes) if depth < target_depth]
     alone = permuted if len(made.sources) == len(made.targets) else []
-    swap: list[Rule] = [{"transpose": [ndim - 2, ndim - 1]}] if way.transposed else []
+    swap: list[Rule] = [{"transpose": [ndim - 3 if way.outer else ndim - 2, ndim - 1]}] if way.transposed else []
     steps += [*alone, *swap] if way.rows_first else [*swap, *alone]
     steps += [{"stack": axis} for axis in way.axes if depth > target_depth]
     if len(made.targets) > 1:
