@@ -244,7 +244,9 @@ def inputs(model: Any) -> dict[str, torch.Tensor]:
     """What a model is asked: tokens, or an image."""
     chosen, generator = model.config, torch.Generator().manual_seed(0)
     if model.main_input_name == "pixel_values":
-        size = chosen.image_size if isinstance(getattr(chosen, "image_size", None), int) else 64
+        towers = chosen, getattr(chosen, "vision_config", None)
+        sizes = [getattr(one, "image_size", None) for one in towers]
+        size = next((size for size in sizes if isinstance(size, int)), 64)
         channels = getattr(chosen, "num_channels", 3)
         return {"pixel_values": torch.randn(2, channels, size, size, generator=generator)}
     asked = {"input_ids": torch.randint(3, 90, (2, 9), generator=generator)}
