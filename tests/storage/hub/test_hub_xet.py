@@ -131,8 +131,8 @@ MET: dict[str, tuple[dict[str, Any], bool, str]] = {
     "drop": ({"act": drop, "times": 1}, True, "nowhere"),
     "truncated": ({"act": halve, "times": 1}, True, "nowhere"),
     "answer lost": ({"after": True, "times": 1}, True, "nowhere"),
-    # For this answer, the library itself waits for ever.
-    "silent": ({"act": stall, "times": 1}, True, "/v1/shards"),
+    # For the answer about shards, the library itself waits for ever; a silent Hub is given up after one time-out.
+    "silent": ({"act": stall, "times": 1}, True, "/v1/shards|/xet-read-token/"),
     # A signed link is asked for again.
     "403": ({"status": 403, "times": 1}, False, "/chunks/|^/xorb/"),
     "403 for ever": ({"status": 403}, False, "/chunks/"),
