@@ -132,7 +132,7 @@ class Histogram:
             return self._used
         if self._counts is None:
             return np.zeros(0, np.uint16), np.zeros(0, np.int64)
-        used = np.flatnonzero(self._counts)
+        used = np.flatnonzero(self._counts != 0)  # of truths, in a third of the time
         return used.astype(np.uint16), self._counts[used]
 
     @property
