@@ -22,7 +22,7 @@ records = st.builds(Record, st.integers(0, 9), numbers, numbers, st.none() | st.
 extents = st.builds(
     Extent, st.integers(0, 9), numbers, numbers, st.none() | ints,
     st.lists(st.sampled_from(["swap", "conj", "neg"])).map(tuple), st.none() | records, st.just(False),
-    st.just(False), st.none(),
+    st.just(False), st.none(), st.none(),
 )  # fmt: skip
 
 

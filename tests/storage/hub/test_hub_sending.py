@@ -6,6 +6,7 @@ import hashlib
 import os
 import re
 import threading
+import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import suppress
@@ -146,15 +147,11 @@ def test_files_are_written_ahead_where_half_of_the_disk_has_room(
 def test_a_failure_of_one_file_ends_the_others(hub: Hub, tmp_path: Path, staged: bool) -> None:
     """The first file meets a silent server, the second is refused: the error is of the second, and does not wait."""
     hub.make("me/model", {})
-    files, refused, over = shards(9), threading.Event(), threading.Event()
+    files, received, over = shards(9), threading.Event(), threading.Event()
 
     def refuse_second(handler: Handler) -> bool:
         second = hashlib.sha256(files.bytes["model-00002-of-00009.safetensors"]).hexdigest()
-        if second in handler.path:
-            refused.set()
-            return False
-        refused.wait(10)
-        return hang(over, handler)
+        return not (second in handler.path and received.wait(10)) and hang(over, received, handler)
 
     hub.fail("PUT", "/lfs/", status=403, act=refuse_second)
     stage = {"stage": str(tmp_path / "stage")} if staged else {}
@@ -167,11 +164,11 @@ def test_a_failure_of_one_file_ends_the_others(hub: Hub, tmp_path: Path, staged:
 
 def test_ctrl_c_does_not_wait_for_a_silent_server(hub: Hub, tmp_path: Path) -> None:
     hub.make("me/model", {})
-    over = threading.Event()
-    hub.fail("PUT", "/lfs/", act=partial(hang, over))
+    over, received = threading.Event(), threading.Event()
+    hub.fail("PUT", "/lfs/", act=partial(hang, over, received))
 
     def interrupt(done: int, total: int) -> None:
-        if hub.failed:
+        if received.is_set():
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
@@ -180,8 +177,11 @@ def test_ctrl_c_does_not_wait_for_a_silent_server(hub: Hub, tmp_path: Path) -> N
     check_no_request_follows(hub, over)
 
 
-def hang(over: threading.Event, handler: Handler) -> bool:
-    """Say nothing until `over`, then hang up."""
+def hang(over: threading.Event, received: threading.Event, handler: Handler) -> bool:
+    """Receive all, and say nothing until `over`; then hang up. A thread that still sends could end at once."""
+    handler.rfile.read(int(handler.headers["Content-Length"]))
+    time.sleep(0.2)  # the client looks once more for bytes to send
+    received.set()
     assert over.wait(60)
     handler.hang_up()
     return True
