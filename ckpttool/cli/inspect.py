@@ -298,8 +298,8 @@ def _tensors(terminal: Terminal, tensors: Sequence[Tensor], catalogue: Catalogue
     lines: list[list[str]] = []
     for tensor in tensors:
         placement = placements.of(tensor)
-        told = "" if placement is None else str(placement)
-        rows.append([bold(tensor.name), tensor.dtype.name, str(list(tensor.shape)), size(tensor.nbytes), told])
+        label = "" if placement is None else str(placement)
+        rows.append([bold(tensor.name), tensor.dtype.name, str(list(tensor.shape)), size(tensor.nbytes), label])
         lines.append([_shard(one, tensor) for one in shards(tensor, catalogue, folded=not terminal.verbose)])
     headers = ["", "dtype", "shape", "bytes", "placement"]
     nbytes = size(sum(tensor.nbytes for tensor in tensors))
@@ -318,10 +318,10 @@ def _tensors(terminal: Terminal, tensors: Sequence[Tensor], catalogue: Catalogue
     if beside:
         headers.append("shard")
     table: Rows = []
-    for row, told_shards in zip(rows, lines, strict=True):
-        is_beside = beside and len(told_shards) == 1
-        table.append([*row, *told_shards] if is_beside else row)
-        table += [[f"  {shard}"] for shard in ([] if is_beside else told_shards)]
+    for row, shard_lines in zip(rows, lines, strict=True):
+        is_beside = beside and len(shard_lines) == 1
+        table.append([*row, *shard_lines] if is_beside else row)
+        table += [[f"  {shard}"] for shard in ([] if is_beside else shard_lines)]
     drop = [(headers.index(title),) for title in ("placement", "dtype", "bytes") if title in headers]
     terminal.table(table, headers, right=(headers.index("bytes"),), wrap=(0, len(headers) - 1), drop=drop)
 

@@ -20,7 +20,7 @@ def write_page(path: str, page_of: Callable[[Any, dict[str, str]], str], documen
     from ckpttool.operations.book import page_file
     from ckpttool.version import __version__
 
-    made = {
+    environment = {
         "command": shlex.join(["ckpttool", *sys.argv[1:]]),
         "date": datetime.now().astimezone().isoformat(" ", "seconds"),
         "ckpttool": __version__,
@@ -28,10 +28,10 @@ def write_page(path: str, page_of: Callable[[Any, dict[str, str]], str], documen
         "system": platform.platform(terse=True),
     }
     try:
-        made["torch"] = version("torch")
+        environment["torch"] = version("torch")
     except PackageNotFoundError:
-        made["torch"] = "not installed"
-    page_file.write(page_of(document, made), path)
+        environment["torch"] = "not installed"
+    page_file.write(page_of(document, environment), path)
 
 
 def check_folder(path: str | None) -> None:

@@ -229,8 +229,8 @@ def _parsed(data: Mapping[str, Any], where: str, version: int) -> Rule | None:
     if rows not in (None, "halves") or any(f"{{{name}*}}" in olds[0] + news[0] for name in only_source + only_target):
         return None
     if (operations := data.get("operations")) is None:
-        made = _default(len(sources), len(targets), len(only_source), len(only_target), rows)
-        return Rule(sources, targets, tuple(made))
+        operations = _default(len(sources), len(targets), len(only_source), len(only_target), rows)
+        return Rule(sources, targets, tuple(operations))
     parsed = [parse_operation(one) for one in operations] if isinstance(operations, list) else [None]
     known = tuple(one for one in parsed if one is not None)
     kinds = [type(one) for one in known]
@@ -349,9 +349,9 @@ def map_tensors(keymap: KeyMap, tensors: Iterable[Tensor], viewed: Viewed, facts
             mapped.tensors.append(again(old, path=(new,)))
             mapped.renamed[old.name], new_path[old.path] = new, (new,)
             continue
-        for made, sources in _made(keymap, one, viewed, facts):
-            mapped.tensors.append(made)
-            mapped.made_of[made.name] = [tensor.name for tensor in sources]
+        for tensor, sources in _apply_rule(keymap, one, viewed, facts):
+            mapped.tensors.append(tensor)
+            mapped.made_of[tensor.name] = [source.name for source in sources]
     unknown = set(mapped.unknown)
     kept = {tensor.path for tensor in tensors if tensor.name in unknown}
     mapped.tensors = [_aliased(tensor, new_path, kept) for tensor in mapped.tensors]
@@ -368,7 +368,7 @@ def matches(keymap: KeyMap, name: str) -> Iterator[tuple[int, Rule, int, dict[st
                 yield number, rule, place, match.groupdict()
 
 
-def _made(keymap: KeyMap, group: _Group, viewed: Viewed, facts: Facts) -> Iterator[tuple[Tensor, list[Tensor]]]:
+def _apply_rule(keymap: KeyMap, group: _Group, viewed: Viewed, facts: Facts) -> Iterator[tuple[Tensor, list[Tensor]]]:
     """Yield the tensors that the operations of a rule make, each with those that it is made of."""
     rule, values = group.rule, group.values
     table, sources = _table(keymap, group)

@@ -263,11 +263,11 @@ def _plan(
         planned = rename_entries(planned, arguments.stripper(selection, planned), within_parts=True)
     planned = arguments.renamed(planned, selection.rename)
     validate(catalogue, respell.origins(planned) | folded)
-    made = False
+    uses_operations = False
     if isinstance(source, Viewed):
         assert options.key_map is not None
         keys = options.optim_keys or ("fqn" if target.even else None)
-        planned, merged, made = mapped_state.mapped(planned, source, src, options.key_map, keys, notes)
+        planned, merged, uses_operations = mapped_state.mapped(planned, source, src, options.key_map, keys, notes)
         folded |= merged
     arguments.check_dtypes(options.dtype, planned)
     planned = _cast(planned, catalogue, options.dtype)
@@ -276,7 +276,7 @@ def _plan(
         planned, target = _arranged(row, planned, source, dst, options, folded)
         tensor_class = tensor_class or row.tensor_class
     # The boxes of what operations make are small: they are put together.
-    planned = _rechunked(planned, catalogue, target, world if made else options.to_world)
+    planned = _rechunked(planned, catalogue, target, world if uses_operations else options.to_world)
     sink = SinkOptions(options.max_shard_size, target.is_file(dst), world, tensor_class or "sharded_tensor")
     return Planned(planned, sink, frozenset(folded)), target
 

@@ -34,7 +34,7 @@ def mapped(
     notes.append(f"the names {of} are by key map `{keymap.name}`")
     keys = optim_keys or _keys(viewed.catalogue, notes)
     catalogue = respell.respell(result.catalogue, keys)
-    return catalogue, result.merged | start.read(viewed, catalogue), result.has_made
+    return catalogue, result.merged | start.read(viewed, catalogue), result.uses_operations
 
 
 def _in_direction(keymap: KeyMap | None, names: list[str]) -> KeyMap:

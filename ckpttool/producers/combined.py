@@ -110,9 +110,9 @@ class CombinedSource:
         ]
         self.mount(other, root, of_kind[0])
         self.catalogue.warnings.append(Warning("chosen", f"{kind} taken from `{name}`"))
-        if strangers := unmatched(self.catalogue):
-            text = f"the optimizer has state of {len(strangers)} parameters that the model does not have: "
-            self.catalogue.warnings.append(Warning("unmatched-optimizer", text + some(strangers)))
+        if unknown := unmatched(self.catalogue):
+            text = f"the optimizer has state of {len(unknown)} parameters that the model does not have: "
+            self.catalogue.warnings.append(Warning("unmatched-optimizer", text + some(unknown)))
 
     def _with_roots(self) -> Catalogue:
         """The catalogue with a model or optimizer at the root moved under a key, so that another part fits beside."""

@@ -118,7 +118,7 @@ def _parameter(data: Any, requires_grad: Any = None, hooks: Any = None, state: A
 
 
 # FSDP1 sets the first on every tensor of a full state dict, `nn.Buffer` and `nn.Parameter` the others on themselves.
-_UNTOLD = {"_has_been_cloned", "persistent", "_is_buffer", "_is_param"}
+_UNREPORTED = {"_has_been_cloned", "persistent", "_is_buffer", "_is_param"}
 
 
 def _with_attributes(data: Any, state: Any) -> Any:
@@ -129,7 +129,7 @@ def _with_attributes(data: Any, state: Any) -> Any:
         return data
     parts = state if isinstance(state, tuple) else (state,)
     charge(4 * sum(len(part) for part in parts if isinstance(part, dict)) + len(data.attributes))
-    names = [str(k) for part in parts if isinstance(part, dict) for k in part if k not in _UNTOLD]
+    names = [str(k) for part in parts if isinstance(part, dict) for k in part if k not in _UNREPORTED]
     return replace(data, attributes=(*data.attributes, *names)) if names else data
 
 

@@ -376,12 +376,12 @@ def scratch_directory(prefix: str, folder: str | None = None) -> Iterator[str]:
     with contextlib.ExitStack() as stack:
         with os_errors(top, "write"):
             os.makedirs(top, exist_ok=True)
-            made = tempfile.mkdtemp(prefix=prefix, dir=top)
+            scratch = tempfile.mkdtemp(prefix=prefix, dir=top)
         # Another run may have removed it before it was locked.
-        while stack.enter_context(_locked_directory(made)) is False:
-            made = tempfile.mkdtemp(prefix=prefix, dir=top)
-        stack.callback(files.remove, made)
-        yield made
+        while stack.enter_context(_locked_directory(scratch)) is False:
+            scratch = tempfile.mkdtemp(prefix=prefix, dir=top)
+        stack.callback(files.remove, scratch)
+        yield scratch
 
 
 @contextmanager

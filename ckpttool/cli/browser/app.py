@@ -137,7 +137,7 @@ class Browser(App[CkptError | KeyboardInterrupt | None]):
         self.sorting = _OWN_ORDER
         self.searched = ""
         self.message = ""
-        self._said_of: Line | None = None
+        self._message_line: Line | None = None
         self._query: Query | None = None
         self._seen: tuple[object, int] = (None, 0)
         self._pictured: tuple[object, ...] = ()
@@ -335,7 +335,7 @@ class Browser(App[CkptError | KeyboardInterrupt | None]):
         """Show the line with the cursor, and read what is on the screen next."""
         if self.opened is not None:
             self.opened.survey.want(self.query_one(Names).on_screen())
-            if self.query_one(Names).line != self._said_of:
+            if self.query_one(Names).line != self._message_line:
                 self.message = ""
             self._draw()
 
@@ -349,7 +349,7 @@ class Browser(App[CkptError | KeyboardInterrupt | None]):
 
     def say(self, text: str) -> None:
         """Show a message in place of the keys, until the cursor moves."""
-        self.message, self._said_of = f" {safe(text)}", self.query_one(Names).line
+        self.message, self._message_line = f" {safe(text)}", self.query_one(Names).line
         self._draw()
 
     def action_tab(self, tab: int) -> None:

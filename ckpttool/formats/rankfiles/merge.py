@@ -92,7 +92,7 @@ class RankMerger:
         self._holders: dict[Path, RankState] = {}
         self._absent: dict[Path, set[int]] = {}
         self._differing: dict[Path, list[int]] = {}
-        self._hollow: dict[Path, list[int]] = {}  # dicts that are empty on some ranks and complete on another
+        self._empty_on: dict[Path, list[int]] = {}  # dicts that are empty on some ranks and complete on another
         self._unread: dict[Path, None] = {}
         self._shapes: dict[Path, CkptError] = {}
         self._counters: Counters = {}
@@ -141,7 +141,7 @@ class RankMerger:
     def _compare(self, state: RankState) -> None:
         entries, merged = state.read.entries, self._catalogue.entries
         own: dict[Path, None] = {}
-        hollow = len(self._hollow)
+        before = len(self._empty_on)
         for path, entry in entries.items():
             if path in merged:
                 if not self._same(path, merged[path], entry, state):
@@ -149,7 +149,7 @@ class RankMerger:
                     own[self._unit(path, state.owner(path))] = None
             elif _is_empty(entry) and path in self._inner:
                 # `full_optim_state_dict` of all ranks but one, or `rank0_only` and every rank saved.
-                self._hollow.setdefault(path, []).append(state.rank)
+                self._empty_on.setdefault(path, []).append(state.rank)
             elif (unit := self._unit(path, state.owner(path))) in self._own or unit in self._inner:
                 own[unit] = None
             else:
@@ -160,7 +160,7 @@ class RankMerger:
                 own[unit] = None
             else:
                 self._absent.setdefault(path, set()).add(state.rank)
-        if len(self._hollow) > hollow:
+        if len(self._empty_on) > before:
             # An empty dict is not a model, but the dict of this rank may be one.
             self._assign_kinds()
         for unit in own:
@@ -172,7 +172,7 @@ class RankMerger:
         for around in above(path):
             if around in merged.entries and _is_empty(merged.entries[around]):
                 del merged.entries[around]
-                self._hollow.setdefault(around, []).extend(self._seen)
+                self._empty_on.setdefault(around, []).extend(self._seen)
         self._take(path, entry, state)
         self._absent[path] = set(self._seen)
         self._holders[path] = state
@@ -259,10 +259,10 @@ class RankMerger:
         assert holder is not None
         return holder
 
-    def _faults(self, blamed: Mapping[Path, CkptError]) -> list[CkptError]:
-        """Return the faults. `blamed` are parts with a more precise fault than that their tensors differ."""
-        errors = [error for path, error in self._shapes.items() if not _is_below(path, blamed)]
-        differing = [path for path in self._differing if not _is_below(path, blamed)]
+    def _faults(self, part_faults: Mapping[Path, CkptError]) -> list[CkptError]:
+        """Return the faults. `part_faults` are parts with a more precise fault than that their tensors differ."""
+        errors = [error for path, error in self._shapes.items() if not _is_below(path, part_faults)]
+        differing = [path for path in self._differing if not _is_below(path, part_faults)]
         hint = self._advice(differing, alone=not errors)
         for path in differing:
             holder, copies = self._holder(path).rank, sorted(set(self._differing[path]))
@@ -272,7 +272,7 @@ class RankMerger:
             errors.append(CorruptError(f"tensor `{name}` differs {what}: {where}", hint=hint, **facts))
         stages = len(self._meshes()) > 1
         mixed = two_saves(self._counters, self._catalogue, self.comparer, self._names, self._absent, stages)
-        faults = [*errors[:_MOST_FAULTS], *_rest(errors[_MOST_FAULTS:]), *blamed.values(), *self._foreign()]
+        faults = [*errors[:_MOST_FAULTS], *_rest(errors[_MOST_FAULTS:]), *part_faults.values(), *self._foreign()]
         return faults if mixed is None else [mixed, *faults]
 
     def _files_of(self, ranks: Iterable[int]) -> str:
@@ -289,9 +289,9 @@ class RankMerger:
             return f"{hint}: {' '.join(flags)}; otherwise {otherwise}"
         return otherwise
 
-    def _hollow_at(self, path: Path) -> set[int]:
+    def _empty_at(self, path: Path) -> set[int]:
         """Return the ranks on which a container above `path` is empty."""
-        return {rank for around in above(path) for rank in self._hollow.get(around, ())}
+        return {rank for around in above(path) for rank in self._empty_on.get(around, ())}
 
     def _meshes(self) -> set[Ints]:
         """Return the ranks of each mesh: with pipeline stages there are several."""
@@ -306,7 +306,7 @@ class RankMerger:
             if not isinstance(entry, Tensor) or entry.embedded or self._kind(path) != "model":
                 continue
             shard = self.shards.get(path)
-            expected = absent - self._hollow_at(path) if shard is None else absent & ({*shard.within} or absent)
+            expected = absent - self._empty_at(path) if shard is None else absent & ({*shard.within} or absent)
             holders = set(self._seen) - absent
             # The smaller group is the wrong one.
             odd, names = (holders, alone) if len(holders) < len(expected) else (expected, lacking)
@@ -327,22 +327,22 @@ class RankMerger:
             if len(meshes) < 2 or rank in full
         ]
 
-    def finish(self, blamed: Mapping[Path, CkptError]) -> None:
-        """Insert the values kept for each rank, and add faults and warnings; `blamed` are the faults of parts that are
-        already known."""
+    def finish(self, part_faults: Mapping[Path, CkptError]) -> None:
+        """Insert the values kept for each rank, and add faults and warnings; `part_faults` are those known of
+        parts."""
         catalogue = self._catalogue
         for path, shard in self.shards.items():
             tensor = catalogue.tensor(path)
             if not tensor.numel and not tensor.chunks:
                 tensor.chunks = Chunks.single(shard.shape, Extent(0, 0, 0))
-        catalogue.faults += self._faults(blamed)
+        catalogue.faults += self._faults(part_faults)
         self._spread()
-        for unit, ranks in self._hollow.items():
+        for unit, ranks in self._empty_on.items():
             absent = (self._absent[path] for path in self._absent if path[: len(unit)] == unit)
             have = self._files_of(sorted(set(self._seen).difference(*absent)))
             what = f"`{dotted(unit)}`" if unit else "the state"
             self._warn(f"{what} is empty on {rank_ranges(ranks)}, and taken from {have}")
-        kept = [path for path in catalogue.entries if self._absent.get(path, set()) - self._hollow_at(path)]
+        kept = [path for path in catalogue.entries if self._absent.get(path, set()) - self._empty_at(path)]
         if kept:
             self._warn(f"{len(kept)} entries are in the files of some ranks only, and kept: {_names(kept)}")
         if self._unread:

@@ -41,7 +41,7 @@ class MappedState:
 
     catalogue: Catalogue
     merged: set[Path] = field(default_factory=set)
-    has_made: bool = False
+    uses_operations: bool = False
 
 
 @dataclass(slots=True)
@@ -50,7 +50,7 @@ class _Change:
 
     moved: dict[Path, Path] = field(default_factory=dict)
     gone: set[Path] = field(default_factory=set)
-    made: dict[Path, list[Entry]] = field(default_factory=lambda: defaultdict(list))
+    replacements: dict[Path, list[Entry]] = field(default_factory=lambda: defaultdict(list))
     merged: set[Path] = field(default_factory=set)
 
 
@@ -111,10 +111,10 @@ def _map_model(
     new_names |= {name: [] for name in mapped.dropped}
     change.moved |= {stored[old].path: (*root, new) for old, new in mapped.renamed.items() if old != new}
     change.gone |= {stored[name].path for name in mapped.dropped}
-    made = {tensor.name: tensor for tensor in mapped.tensors if tensor.name in mapped.made_of}
+    by_name = {tensor.name: tensor for tensor in mapped.tensors if tensor.name in mapped.made_of}
     for new, sources in mapped.made_of.items():
         part = stored[sources[0]].part
-        change.made[stored[sources[0]].path].append(again(made[new], path=(*root, new), part=part))
+        change.replacements[stored[sources[0]].path].append(again(by_name[new], path=(*root, new), part=part))
         change.gone |= {stored[name].path for name in sources}
         for name in sources:
             new_names.setdefault(name, []).append(new)
@@ -211,20 +211,20 @@ def _map_optimizer(
                 _check_equal(optimizer, new, sources, item.below, others, same)
                 change.merged |= {one.origin if isinstance(one, Object) else (one.origin or one).path for one in others}
             kept[new][1].append(item)
-    made = {below: _made(keymap, tensors, viewed, facts, optimizer) for below, tensors in moments.items()}
+    mapped = {below: _map_moments(keymap, tensors, viewed, facts, optimizer) for below, tensors in moments.items()}
     for new, (place, items) in kept.items():
         for below, entry in items:
             path = (*optimizer.root, "state", new, *below)
-            if new in made.get(below, ()):
-                change.made[place].append(again(made[below][new], path=path, part=entry.part))
+            if new in mapped.get(below, ()):
+                change.replacements[place].append(again(mapped[below][new], path=path, part=entry.part))
             elif isinstance(entry, Tensor):
                 # Of its own bytes, since an optimizer counts in place.
-                change.made[place].append(again(entry, path=path, alias=None))
+                change.replacements[place].append(again(entry, path=path, alias=None))
             else:
-                change.made[place].append(entry.at(path))
+                change.replacements[place].append(entry.at(path))
 
 
-def _made(
+def _map_moments(
     keymap: KeyMap, tensors: Mapping[str, Tensor], viewed: Viewed, facts: Facts, optimizer: Optimizer
 ) -> dict[str, Tensor]:
     """Return what a map makes of the moments of parameters."""
@@ -339,7 +339,7 @@ def _changed(planned: Catalogue, change: _Change, new_names: Mapping[str, list[s
     names: set[str] = set()
     for path in planned.entries:
         # An entry that gives its place to others is gone itself.
-        for entry in change.made.get(path, ()) or ([new_entries[path]] if path in new_entries else []):
+        for entry in change.replacements.get(path, ()) or ([new_entries[path]] if path in new_entries else []):
             if entry.name in names:
                 hint = "leave one of them out with `--exclude`"
                 raise UsageError(f"key map: two entries would both be called `{entry.name}`", hint=hint)
@@ -362,8 +362,8 @@ def _listed(value: Any, new_names: Mapping[str, list[str]], key: object = None) 
 
 def _untied(planned: Catalogue, change: _Change) -> list[Warning]:
     tied = [(t.name, dotted(t.alias)) for t in planned.tensors if t.alias is not None and t.part.kind == "model"]
-    made = {dotted(path) for path in change.gone}
-    lost = [pair for pair in tied if made.intersection(pair)]
+    changed = {dotted(path) for path in change.gone}
+    lost = [pair for pair in tied if changed.intersection(pair)]
     if not lost:
         return []
     names = dict.fromkeys(name for pair in lost for name in pair)

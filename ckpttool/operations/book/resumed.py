@@ -32,16 +32,16 @@ _MEASURED = {"loss": "Loss", "gradient_norm": "Gradient norm"}
 _DIGEST = re.compile(r"[0-9a-f]{64}")
 
 
-def trial_page(report: Mapping[str, Any], made: Mapping[str, str] | None = None) -> str:
-    """Return the page of the dict that a trial prints with `--json`; `made` says how and when the report was made,
+def trial_page(report: Mapping[str, Any], environment: Mapping[str, str] | None = None) -> str:
+    """Return the page of the dict that a trial prints with `--json`; `environment` says how it was made,
     `{"torch": "2.9.0"}`."""
     before, after = report.get("steps_before"), plural(report.get("steps_after") or 0, "step")
     trained = f"{plural(before, 'step')}, a save, {after} more" if before else after
     title = f"Resume trial: {trained} on {report.get('device') or 'cpu'}"
-    return _page(report, made, "verify-resume trial", str(report.get("recipe", "")), title)
+    return _page(report, environment, "verify-resume trial", str(report.get("recipe", "")), title)
 
 
-def run_page(report: Mapping[str, Any], made: Mapping[str, str] | None = None) -> str:
+def run_page(report: Mapping[str, Any], environment: Mapping[str, str] | None = None) -> str:
     """Return the page of the dict that `verify-resume run` prints with `--json`."""
     notes = [*report["notes"]]
     if report["nondeterministic"]:
@@ -55,10 +55,10 @@ def run_page(report: Mapping[str, Any], made: Mapping[str, str] | None = None) -
         failure = {"message": failure["message"], "ranks": [{**output, "error": failure["message"]}]}
     report = {**report, "notes": notes, "runs": runs, "failure": failure, "deterministic": report["settings"]}
     title = f"Resume of a command: stopped after step {report['at']}, compared until step {report['until']}"
-    return _page(report, made, "verify-resume run", shlex.join(report["words"]), title)
+    return _page(report, environment, "verify-resume run", shlex.join(report["words"]), title)
 
 
-def _page(report: Mapping[str, Any], made: Mapping[str, str] | None, command: str, path: str, title: str) -> str:
+def _page(report: Mapping[str, Any], environment: Mapping[str, str] | None, command: str, path: str, title: str) -> str:
     verdict = str(report.get("verdict", "failed"))
     book = Book(command, path, title, Stats(path), Catalogue(""))
     book.verdict, book.is_good = _VERDICTS.get(verdict, verdict), _IS_GOOD.get(verdict, False)
@@ -80,7 +80,7 @@ def _page(report: Mapping[str, Any], made: Mapping[str, str] | None, command: st
         "Runs": [
             _runs(runs),
             _memory(runs),
-            _making(report, made or {}),
+            _provenance(report, environment or {}),
         ],
     }
     return render(book)
@@ -312,10 +312,10 @@ def _memory(runs: Sequence[Mapping[str, Any]]) -> Section:
     )
 
 
-def _making(report: Mapping[str, Any], made: Mapping[str, str]) -> Section:
+def _provenance(report: Mapping[str, Any], environment: Mapping[str, str]) -> Section:
     took = [("time", duration(report["seconds"]))] if report.get("seconds") else []
     kept = [("files", str(report["folder"]))] if report.get("folder") else []
-    return Section("How this was made", facts=[*made.items(), *took, *kept])
+    return Section("How this was made", facts=[*environment.items(), *took, *kept])
 
 
 def _figure(value: float | None, digits: int = 9) -> str:

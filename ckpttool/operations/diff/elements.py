@@ -284,8 +284,8 @@ def promoted(data: bytearray, old: Dtype, new: Dtype) -> Array:
         return bits
     if old.kind == "bool":
         # Any byte but 0 is true, and only 1 is written by torch.
-        truths: Array = (bits != 0).astype(new.name)
-        return truths
+        booleans: Array = (bits != 0).astype(new.name)
+        return booleans
     unsigned = bits.view(f"u{old.itemsize}") if old.itemsize <= 8 else bits
     with np.errstate(invalid="ignore"):  # a NaN that signals
         values: Array = numbers(unsigned, old).astype(new.name)

@@ -133,8 +133,8 @@ def _refused(names: Sequence[str], config: Mapping[str, Any] | None, why: str) -
 def _method(matches: Mapping[str, re.Match[str]], config: Mapping[str, Any] | None) -> str:
     kinds = {match["kind"] for match in matches.values() if not (match["module"] or "").endswith("token_adapter")}
     if not kinds:
-        said = (config or {}).get("peft_type")
-        return str(said) if matches or said in _PROMPTS else _PROMPTS[0]
+        kind = (config or {}).get("peft_type")
+        return str(kind) if matches or kind in _PROMPTS else _PROMPTS[0]
     methods = [
         method
         for method, pattern in _METHODS.items()

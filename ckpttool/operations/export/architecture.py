@@ -121,13 +121,13 @@ def compare(shapes: Mapping[str, Ints], model: Expected) -> Compared:
     if not as_they_are.differs:
         return as_they_are
     kept = {name: shape for name, shape in model.memory.items() if name not in model.tied}
-    tries = [_compared(shapes, kept, model, in_memory=True)]
+    attempts = [_compared(shapes, kept, model, in_memory=True)]
     if model.prefix:
         prefix = model.prefix + "."
         on = {prefix + name: shape for name, shape in shapes.items()}
         off = {name.removeprefix(prefix): shape for name, shape in shapes.items()}
-        tries += [_compared(on, model.files, model, f"+{prefix}"), _compared(off, model.files, model, f"-{prefix}")]
-    return next((one for one in tries if not one.differs), as_they_are)
+        attempts += [_compared(on, model.files, model, f"+{prefix}"), _compared(off, model.files, model, f"-{prefix}")]
+    return next((one for one in attempts if not one.differs), as_they_are)
 
 
 def _compared(

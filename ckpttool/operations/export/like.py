@@ -106,13 +106,13 @@ def mapped(
     for candidate in _candidates(name, config):
         keymap = _ending_in(candidate, wanted)
         try:
-            made = apply(keymap, planned, viewed, facts)[0]
+            model = apply(keymap, planned, viewed, facts)[0]
         except UsageError:
             if name is not None and not keymap.name.endswith(_REVERSED):
                 raise
             continue
-        if (fitting := _fitting(made, wanted)) > most:
-            best, by, most = made, keymap, fitting
+        if (fitting := _fitting(model, wanted)) > most:
+            best, by, most = model, keymap, fitting
     if by is None and name is not None:
         raise UsageError(
             f"`--map {name}`: gives no tensor a name of `{reference.path}`, in either direction",
@@ -154,9 +154,9 @@ def _matched(
     if solution.ambiguous or solution.unmatched:
         return None
     keymap = parse(models.key_map(solution, reference.path, config), "match")
-    made = apply(keymap, planned, viewed, key_maps.facts(config, rows))[0]
+    model = apply(keymap, planned, viewed, key_maps.facts(config, rows))[0]
     assumed = [one.name for one in solution.assumed]
-    return (made, keymap, models.counts(solution), assumed) if _fitting(made, wanted) == len(wanted) else None
+    return (model, keymap, models.counts(solution), assumed) if _fitting(model, wanted) == len(wanted) else None
 
 
 _REVERSED = " reversed"
@@ -250,14 +250,14 @@ def _twins(
 ) -> Callable[[str], Tensor | None]:
     """Return a function that returns the tensor which a name of the reference is tied to, if the checkpoint has it
     under that name alone."""
-    said = {name: known.tied_to for name, known in reference.known.items() if known.tied_to is not None} | {**tied}
+    tied_to = {name: known.tied_to for name, known in reference.known.items() if known.tied_to is not None} | {**tied}
     together: dict[str, list[str]] = defaultdict(list)
-    for name, kept in said.items():
+    for name, kept in tied_to.items():
         together[kept].append(name)
     embeddings = [tensor for tensor in own.values() if ties.is_embedding(tensor.name)]
 
     def twin(name: str) -> Tensor | None:
-        kept = said.get(name, name)
+        kept = tied_to.get(name, name)
         found = next((own[other] for other in (kept, *together.get(kept, ())) if other in own), None)
         if found is None and reference.assets.ties_words and ties.is_head(name):
             of_shape = [one for one in embeddings if one.shape == reference.known[name].shape]

@@ -51,12 +51,12 @@ def of_model(model: Any, state: Mapping[str, Any]) -> list[Written]:
         else:
             groups.setdefault(target, (by_pattern[pattern], []))[1].append(name)
     for converter, names in groups.values():
-        made = list(loading.revert_weight_conversion(model, {name: state[name] for name in names}))
+        reverted = list(loading.revert_weight_conversion(model, {name: state[name] for name in names}))
         order = {pattern: at for at, pattern in enumerate(converter.source_patterns)}
         names.sort(key=lambda name: order[loading.apply_converters(name, [converter])[1]])
         if [loading.apply_converters(name, [converter])[1] for name in names] != [*converter.source_patterns]:
             raise NotImplementedError(f"{names[0]}: is not made of one tensor for each of {converter.source_patterns}")
-        written.append(_converted(model, converter, names, made, state))
+        written.append(_converted(model, converter, names, reverted, state))
     return written
 
 
@@ -177,9 +177,9 @@ def _of_group(group: Sequence[Written]) -> list[dict[str, Any]]:
             for one in group:
                 numbers = _DIGITS.findall(one.old[0])
                 split.setdefault(tuple(numbers[at] for at in literal), []).append(one)
-            made = [_rule(each, [at for at in positions if at not in literal]) for each in split.values()]
-            if all(rule is not None for rule in made):
-                return [rule for rule in made if rule]
+            rules = [_rule(each, [at for at in positions if at not in literal]) for each in split.values()]
+            if all(rule is not None for rule in rules):
+                return [rule for rule in rules if rule]
     raise ValueError(f"no rule says how `{group[0].old[0]}` is written")
 
 

@@ -25,19 +25,19 @@ def note_copies(source: Source) -> None:
 
 def _stored_twice(source: Source) -> Iterator[Warning]:
     """Yield a warning for each weight that is probably tied, if the checksums of both copies are the same."""
-    for stranger, partner in islice(probably_tied(source.catalogue), _TIED):
-        places = sorted(zip(stranger.chunks.offsets, range(len(stranger.chunks)), strict=True))
-        others = dict(zip(partner.chunks.offsets, range(len(partner.chunks)), strict=True))
-        if others.keys() != {*stranger.chunks.offsets} or find_aliases((stranger, partner)):
+    for copy, original in islice(probably_tied(source.catalogue), _TIED):
+        places = sorted(zip(copy.chunks.offsets, range(len(copy.chunks)), strict=True))
+        others = dict(zip(original.chunks.offsets, range(len(original.chunks)), strict=True))
+        if others.keys() != {*copy.chunks.offsets} or find_aliases((copy, original)):
             continue
         # Of thousands of shards a few tell as much, and each is two small reads.
         compared = {places[i * (len(places) - 1) // (_COMPARED - 1)] for i in range(_COMPARED)}
         pairs = [(i, others[offsets]) for offsets, i in compared]
         with suppress(CkptError):
-            if all(_checksum(source, stranger, i) == _checksum(source, partner, k) is not None for i, k in pairs):
+            if all(_checksum(source, copy, i) == _checksum(source, original, k) is not None for i, k in pairs):
                 why = "they have the same checksums, and only one has optimizer state"
-                text = f"`{stranger.name}` is `{partner.name}`, stored twice: {why}"
-                yield Warning("stored-twice", text, tensor=stranger.name)
+                text = f"`{copy.name}` is `{original.name}`, stored twice: {why}"
+                yield Warning("stored-twice", text, tensor=copy.name)
 
 
 def _checksum(source: Source, tensor: Tensor, i: int) -> tuple[int, int] | None:

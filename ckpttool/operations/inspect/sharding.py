@@ -76,10 +76,10 @@ def overview(catalogue: Catalogue) -> str:
     found = Counter(placements.of(tensor) for tensor in tensors)
     if not any("Shard" in one for placement in found if placement for one in placement.placements):
         return ""
-    return "; ".join(f"{_told(placement, catalogue)}: {plural(n, 'tensor')}" for placement, n in found.most_common())
+    return "; ".join(f"{_label(placement, catalogue)}: {plural(n, 'tensor')}" for placement, n in found.most_common())
 
 
-def _told(placement: Placement | None, catalogue: Catalogue) -> str:
+def _label(placement: Placement | None, catalogue: Catalogue) -> str:
     if placement is None:
         return "otherwise"
     world = catalogue.world_size

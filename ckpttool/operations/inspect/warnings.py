@@ -68,9 +68,9 @@ def _places(tensors: list[Tensor]) -> int:
 
 
 def _look_tied(catalogue: Catalogue, known_ties: Collection[Path]) -> Iterator[Warning]:
-    for stranger, partner in probably_tied(catalogue):
-        if stranger.path not in known_ties and partner.path not in known_ties:
-            names = f"`{stranger.name}` and `{partner.name}`"
+    for copy, original in probably_tied(catalogue):
+        if copy.path not in known_ties and original.path not in known_ties:
+            names = f"`{copy.name}` and `{original.name}`"
             text = f"{names} look tied, but are stored twice: same dtype and shape, and only one has optimizer state"
             yield Warning("stored-twice", text)
 
@@ -83,15 +83,15 @@ def probably_tied(catalogue: Catalogue) -> Iterator[tuple[Tensor, Tensor]]:
     known = {key.parameter for key in keys if key is not None and key.section == "state" and key.parameter is not None}
     if not known:
         return
-    strangers: dict[tuple[object, ...], list[Tensor]] = defaultdict(list)
-    partners: dict[tuple[object, ...], list[Tensor]] = defaultdict(list)
+    untrained: dict[tuple[object, ...], list[Tensor]] = defaultdict(list)
+    trained: dict[tuple[object, ...], list[Tensor]] = defaultdict(list)
     for tensor in catalogue.tensors:
         if tensor.part.kind == "model" and len(tensor.shape) >= 2:
-            group = partners if tensor.fqn in known else strangers
+            group = trained if tensor.fqn in known else untrained
             group[tensor.part, tensor.dtype.name, tensor.shape].append(tensor)
-    for key, tensors in strangers.items():
-        if len(tensors) == 1 == len(partners.get(key, ())):
-            yield tensors[0], partners[key][0]
+    for key, tensors in untrained.items():
+        if len(tensors) == 1 == len(trained.get(key, ())):
+            yield tensors[0], trained[key][0]
 
 
 def _names(names: list[str]) -> str:

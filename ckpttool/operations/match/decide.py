@@ -34,9 +34,9 @@ def by_map(
     for number, rule in enumerate(keymap.data()["rules"]):
         targets = keymap.rules[number].targets
         if any(target.pattern.fullmatch(name) for target in targets for name in missing):
-            made, sources = _made(rule, tensors, viewed, facts)
-            if made and made.keys() <= missing and all(made[name].shape == wanted[name] for name in made):
-                missing -= _accept(solution, rule, [*made], sources, "map")
+            by_name, sources = _mapped(rule, tensors, viewed, facts)
+            if by_name and by_name.keys() <= missing and all(by_name[n].shape == wanted[n] for n in by_name):
+                missing -= _accept(solution, rule, [*by_name], sources, "map")
 
 
 def by_content(
@@ -53,26 +53,26 @@ def by_content(
     doubted = [one for one in solution.found if one.doubted]
     rules = {json.dumps(rule): rule for one in solution.ambiguous for c in one.candidates for rule in c.rules}
     rules |= {json.dumps(rule): rule for one in doubted for rule in (*one.rules, *one.doubted)}
-    makes = {key: _made(rule, tensors, viewed, facts) for key, rule in rules.items()}
+    outcomes = {key: _mapped(rule, tensors, viewed, facts) for key, rule in rules.items()}
     expected = reference.tensors
     pairs: dict[tuple[str, str], values.Pair] = {}
     open_: list[Open | Found] = [*solution.ambiguous, *doubted]
     for one in open_:
         sampled = {one.names[k * (len(one.names) - 1) // (_SAMPLED - 1)] for k in range(_SAMPLED)}
         for key in _rules(one):
-            for name in sampled & makes[key][0].keys():
-                one_made, like = makes[key][0][name], expected[name]
-                if one_made.shape == like.shape:
-                    pair = values.Pair(f"{len(pairs)} {name}", one_made.origin or one_made, like.origin or like)
+            for name in sampled & outcomes[key][0].keys():
+                candidate, like = outcomes[key][0][name], expected[name]
+                if candidate.shape == like.shape:
+                    pair = values.Pair(f"{len(pairs)} {name}", candidate.origin or candidate, like.origin or like)
                     pairs[key, name] = pair
     alike = {
         one.name: values.same(one)
         for one in values.compare([*pairs.values()], (viewed, reference.with_values()), threads, progress)
     }
-    said: dict[str, list[bool]] = defaultdict(list)
+    samples: dict[str, list[bool]] = defaultdict(list)
     for (key, _), pair in pairs.items():
-        said[key].append(alike.get(pair.name, False))
-    good = {key for key, all_ in said.items() if all(all_)}
+        samples[key].append(alike.get(pair.name, False))
+    good = {key for key, all_ in samples.items() if all(all_)}
     chosen = {
         key: None
         for one in solution.ambiguous
@@ -86,11 +86,11 @@ def by_content(
         if len(better) == 1:
             one.assumed = []
     for key in chosen:
-        made, sources = makes[key]
+        by_name, sources = outcomes[key]
         fitting = [one for one in solution.ambiguous if key in _rules(one)]
         # A rule that makes several tensors holds for all of them, or for none.
         if all([k for k in _rules(one) if k in good] == [key] for one in fitting):
-            _accept(solution, rules[key], [*made], sources, "content")
+            _accept(solution, rules[key], [*by_name], sources, "content")
     return len(alike)
 
 
@@ -99,7 +99,7 @@ def _rules(one: Open | Found) -> list[str]:
     return [json.dumps(rule) for rule in rules]
 
 
-def _made(rule: Rule, tensors: Iterable[Tensor], viewed: Viewed, facts: Facts) -> tuple[dict[str, Tensor], list[str]]:
+def _mapped(rule: Rule, tensors: Iterable[Tensor], viewed: Viewed, facts: Facts) -> tuple[dict[str, Tensor], list[str]]:
     """Return the tensors that a rule makes, by name, and the names of those that it makes them of; nothing if it does
     not fit them."""
     keymap = parse({"format": FORMAT, "rules": [rule]}, "a rule")

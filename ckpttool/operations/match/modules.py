@@ -105,8 +105,10 @@ def modules(shapes: Mapping[str, Ints]) -> list[Module]:
         known[leaf] = (pattern, shape)
     grouped: dict[tuple[str, tuple[tuple[str, tuple[str, Ints]], ...]], list[Ints]] = defaultdict(list)
     for (module, numbers), parameters in concrete.items():
-        spelt = {leaf: _SPELLINGS.get(leaf, leaf) for leaf in parameters}
-        known = {new if new == leaf or new not in parameters else leaf: parameters[leaf] for leaf, new in spelt.items()}
+        spellings = {leaf: _SPELLINGS.get(leaf, leaf) for leaf in parameters}
+        known = {
+            new if new == leaf or new not in parameters else leaf: parameters[leaf] for leaf, new in spellings.items()
+        }
         grouped[module, tuple(sorted(known.items()))].append(numbers)
     return [_module(pattern, sorted(numbers), dict(known)) for (pattern, known), numbers in grouped.items()]
 

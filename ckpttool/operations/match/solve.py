@@ -117,7 +117,9 @@ class _Score(NamedTuple):
     numbers: bool
 
 
-class _Made(NamedTuple):
+class _Pairing(NamedTuple):
+    """Modules of the source and those of the target that are made of them; `by` is what decided."""
+
     sources: tuple[Module, ...]
     targets: tuple[Module, ...]
     by: str
@@ -144,7 +146,7 @@ class _Solver:
         self.allowed = self._lists_that_correspond()
         self.free_sources = dict.fromkeys(self.sources)
         self.free_targets = dict.fromkeys(self.targets)
-        self.made: list[_Made] = []
+        self.pairings: list[_Pairing] = []
 
     def solution(self) -> Solution:
         self._by_equal_names()
@@ -245,12 +247,12 @@ class _Solver:
         return _Score(has_role, end, same_place, len({*one} & {*other}), numbers[0] == numbers[1])
 
     def _take(self, sources: Sequence[Module], targets: Sequence[Module], by: str) -> None:
-        self.made.append(_Made(tuple(sources), tuple(targets), by))
+        self.pairings.append(_Pairing(tuple(sources), tuple(targets), by))
         for module in sources:
             self.free_sources.pop(module, None)
         for module in targets:
             self.free_targets.pop(module, None)
-            rest = {leaf: each for leaf, each in module.parameters.items() if not _has_leaf(self.made[-1], leaf)}
+            rest = {leaf: each for leaf, each in module.parameters.items() if not _has_leaf(self.pairings[-1], leaf)}
             if rest:
                 self.free_targets[self._part(module, module.numbers, rest)] = None
 
@@ -291,7 +293,7 @@ class _Solver:
                     continue
                 part = self._part(target, tuple(number for number, _ in here), {leaf: (pattern, shape)})
                 self._take([of_name[name] for _, name in here], (), "")
-                self.made[-1] = _Made((part,), (part,), "name")
+                self.pairings[-1] = _Pairing((part,), (part,), "name")
                 rest = [left for one in rest for left in self._without(one, part)]
             if rest != [target]:
                 del self.free_targets[target]
@@ -574,100 +576,102 @@ class _Decision:
         self.names_attention = all(side & {"q", "qkv"} for side in sides)
         self._alike = Counter(map(_numberless, solver.source))
         self.ways: dict[tuple[int, str], list[Option]] = {}
-        for number, made in enumerate(solver.made):
-            for leaf in _leaves(made):
-                self.ways[number, leaf] = _ways(made, leaf)
+        for number, pairing in enumerate(solver.pairings):
+            for leaf in _leaves(pairing):
+                self.ways[number, leaf] = _ways(pairing, leaf)
         # What other tensors say: the axes of the same lists, whether a module's last key is transposed, and any is.
         axes: dict[str, set[tuple[Ints, Ints]]] = defaultdict(set)
         for (number, _), ways in self.ways.items():
-            if len(said := {(way.kept, way.axes) for way in ways}) == 1 and ways[0].axes:
-                axes[_stacked_list(solver.made[number])] |= said
+            if len(evidence := {(way.kept, way.axes) for way in ways}) == 1 and ways[0].axes:
+                axes[_stacked_list(solver.pairings[number])] |= evidence
         self.transposed: dict[tuple[str, str], set[bool]] = defaultdict(set)
         for (number, leaf), ways in self.ways.items():
-            made = solver.made[number]
-            if len(said := axes[_stacked_list(made)]) == 1:
-                ways = [way for way in ways if (way.kept, way.axes) in said] or ways
+            pairing = solver.pairings[number]
+            if len(evidence := axes[_stacked_list(pairing)]) == 1:
+                ways = [way for way in ways if (way.kept, way.axes) in evidence] or ways
                 self.ways[number, leaf] = ways
-            is_sure = len({way.transposed for way in ways}) == 1 and not _may_be_outer(made, leaf, ways)
-            if leaf == "weight" and is_sure and _is_matrix(made, leaf):
-                for key in _last_keys(made):
+            is_sure = len({way.transposed for way in ways}) == 1 and not _may_be_outer(pairing, leaf, ways)
+            if leaf == "weight" and is_sure and _is_matrix(pairing, leaf):
+                for key in _last_keys(pairing):
                     self.transposed[key].add(ways[0].transposed)
         self.any_transposed = any(True in each for each in self.transposed.values())
 
     def solution(self) -> Solution:
         solution = Solution()
         used: set[str] = set()
-        pending: list[tuple[_Made, str, Option, list[Option]]] = []
+        pending: list[tuple[_Pairing, str, Option, list[Option]]] = []
         for (number, leaf), ways in self.ways.items():
-            made = self.solver.made[number]
-            ways, others = self._decided(made, leaf, ways)
+            pairing = self.solver.pairings[number]
+            ways, others = self._decided(pairing, leaf, ways)
             why = ""
             if len(ways) > 1:
                 why = "its shape is the same transposed" if len({w.transposed for w in ways}) > 1 else ""
                 why = why or "its shape does not tell which axis is which"
-            ways, reason = self._with_layout(made, ways, leaf)
+            ways, reason = self._with_layout(pairing, ways, leaf)
             why = why or reason
-            ways, reason = self._with_rows(made, ways, leaf)
+            ways, reason = self._with_rows(pairing, ways, leaf)
             why = why or reason
-            used |= {name for module in made.sources for name in module.names(leaf)}
+            used |= {name for module in pairing.sources for name in module.names(leaf)}
             if why:
-                candidates = [self._candidate(made, leaf, way) for way in ways]
-                for target in made.targets:
+                candidates = [self._candidate(pairing, leaf, way) for way in ways]
+                for target in pairing.targets:
                     solution.ambiguous.append(_open(target, leaf, why, candidates))
             else:
-                pending.append((made, leaf, ways[0], [way._replace(layout=ways[0].layout) for way in others]))
-        for made, leaf, decided, others in pending:
-            names = [name for module in made.targets for name in module.names(leaf)]
-            sources = [name for module in made.sources for name in module.names(leaf)]
-            patterns = [module.parameters[leaf][0] for module in made.sources]
+                pending.append((pairing, leaf, ways[0], [way._replace(layout=ways[0].layout) for way in others]))
+        for pairing, leaf, decided, others in pending:
+            names = [name for module in pairing.targets for name in module.names(leaf)]
+            sources = [name for module in pairing.sources for name in module.names(leaf)]
+            patterns = [module.parameters[leaf][0] for module in pairing.sources]
             if sum(self._alike[_numberless(pattern)] for pattern in {*patterns}) == len(sources):
-                rules = [rule(made, leaf, decided, self.solver.rows, self.facts)]
+                rules = [rule(pairing, leaf, decided, self.solver.rows, self.facts)]
             else:
-                rules = self._rules_apart(made, leaf, decided, {*sources})
-            doubted = [self._candidate(made, leaf, way) for way in (*others, *self._rows(made, [decided]))]
+                rules = self._rules_apart(pairing, leaf, decided, {*sources})
+            doubted = [self._candidate(pairing, leaf, way) for way in (*others, *self._rows(pairing, [decided]))]
             why = "its shape is the same transposed, and nothing shows that it is not"
             left_out = doubted[: len(others)]
-            assumed = [_open(target, leaf, why, left_out) for target in made.targets] if others else []
+            assumed = [_open(target, leaf, why, left_out) for target in pairing.targets] if others else []
             by_content = [each for one in doubted for each in one.rules] if len(rules) == 1 else []
-            solution.found.append(Found(names, rules, made.by, sources, by_content, assumed))
+            solution.found.append(Found(names, rules, pairing.by, sources, by_content, assumed))
         self._left(solution)
         solution.unused = [name for name in self.solver.source if name not in used]
         return solution
 
-    def _candidate(self, made: _Made, leaf: str, way: Option) -> Candidate:
-        return Candidate(_words(made, leaf, way), [rule(made, leaf, way, self.solver.rows, self.facts)])
+    def _candidate(self, pairing: _Pairing, leaf: str, way: Option) -> Candidate:
+        return Candidate(_words(pairing, leaf, way), [rule(pairing, leaf, way, self.solver.rows, self.facts)])
 
-    def _rules_apart(self, made: _Made, leaf: str, way: Option, sources: set[str]) -> list[Rule]:
+    def _rules_apart(self, pairing: _Pairing, leaf: str, way: Option, sources: set[str]) -> list[Rule]:
         """Return one rule, or one for each layer where the names of other tensors fit the rule too."""
-        own = rule(made, leaf, way, self.solver.rows, self.facts)
+        own = rule(pairing, leaf, way, self.solver.rows, self.facts)
         both = [
-            re.escape(filled(module.parameters[leaf][0], ["\0"] * len(module.numbers[0]))) for module in made.sources
+            re.escape(filled(module.parameters[leaf][0], ["\0"] * len(module.numbers[0]))) for module in pairing.sources
         ]
         pattern = re.compile("|".join(one.replace(re.escape("\0"), r"\d+") for one in both))
         if all(name in sources for name in self.solver.source if pattern.fullmatch(name)):
             return [own]
-        layers = min((made.sources[0].numbers, made.targets[0].numbers), key=lambda numbers: len(numbers[0]))
-        return [rule(made, leaf, way, self.solver.rows, self.facts, layer) for layer in layers]
+        layers = min((pairing.sources[0].numbers, pairing.targets[0].numbers), key=lambda numbers: len(numbers[0]))
+        return [rule(pairing, leaf, way, self.solver.rows, self.facts, layer) for layer in layers]
 
-    def _decided(self, made: _Made, leaf: str, ways: list[Option]) -> tuple[list[Option], list[Option]]:
+    def _decided(self, pairing: _Pairing, leaf: str, ways: list[Option]) -> tuple[list[Option], list[Option]]:
         """Return the ways that are left by what other tensors of the model say, and those that are left out although
         they say nothing: a square matrix is not transposed where no other is."""
         if len({way.transposed for way in ways}) > 1 and len({(way.kept, way.axes, way.join) for way in ways}) == 1:
-            said = set().union(*(self.transposed.get(key, set()) for key in _last_keys(made)))
-            is_assumed = not said and not self.any_transposed and not ways[0].join
-            if len(said) == 1 or is_assumed:
-                left = [way for way in ways if way.transposed in (said or {False})] or ways
+            evidence = set().union(*(self.transposed.get(key, set()) for key in _last_keys(pairing)))
+            is_assumed = not evidence and not self.any_transposed and not ways[0].join
+            if len(evidence) == 1 or is_assumed:
+                left = [way for way in ways if way.transposed in (evidence or {False})] or ways
                 return left, [way for way in ways if way not in left] if is_assumed else []
-        if _may_be_outer(made, leaf, ways) and not any(self.transposed.get(key) == {False} for key in _last_keys(made)):
+        if _may_be_outer(pairing, leaf, ways) and not any(
+            self.transposed.get(key) == {False} for key in _last_keys(pairing)
+        ):
             return ways, [Option(transposed=True, outer=True)]
         return ways, []
 
-    def _with_layout(self, made: _Made, ways: list[Option], leaf: str) -> tuple[list[Option], str]:
+    def _with_layout(self, pairing: _Pairing, ways: list[Option], leaf: str) -> tuple[list[Option], str]:
         """Return the ways with the order in which the parts of a fused weight lie."""
-        if len(made.sources) == len(made.targets):
-            return ways, self._why_another_order(made, leaf)
-        is_source = len(made.sources) == 1
-        whole, parts = (made.sources[0], made.targets) if is_source else (made.targets[0], made.sources)
+        if len(pairing.sources) == len(pairing.targets):
+            return ways, self._why_another_order(pairing, leaf)
+        is_source = len(pairing.sources) == 1
+        whole, parts = (pairing.sources[0], pairing.targets) if is_source else (pairing.targets[0], pairing.sources)
         layout = words.layout(whole, self.facts.model_type)
         kind = self.solver.roles[whole]
         head = self.facts.head_dim
@@ -686,9 +690,9 @@ class _Decision:
         why = f"whether the parts of `{whole.pattern}` lie one after the other is unknown"
         return [way._replace(layout=each) for each in layouts for way in ways], why
 
-    def _why_another_order(self, made: _Made, leaf: str) -> str:
+    def _why_another_order(self, pairing: _Pairing, leaf: str) -> str:
         """Return why the parts of a fused weight may lie in another order than in its counterpart."""
-        one, other = made.sources[0], made.targets[0]
+        one, other = pairing.sources[0], pairing.targets[0]
         inner = min((one, other), key=lambda module: len(module.parameters[leaf][1])).parameters[leaf][1]
         if len(one.numbers[0]) != len(other.numbers[0]) and len(inner) > 2 and inner[0] == inner[1]:
             # Those may be stacks along different axes.
@@ -700,30 +704,30 @@ class _Decision:
             layouts = [words.layout(module, self.facts.model_type) for module in (one, other)]
             if None in layouts or layouts[0] != layouts[1]:
                 return f"whether the parts of `{one.pattern}` lie as those of `{other.pattern}` is unknown"
-        if roles == [None, None] and made.by == "shape" and not self.names_attention and not words.is_norm(other):
+        if roles == [None, None] and pairing.by == "shape" and not self.names_attention and not words.is_norm(other):
             return "only its shape says what it is, and rows of the attention may lie in another order"
         return ""
 
-    def _with_rows(self, made: _Made, ways: list[Option], leaf: str) -> tuple[list[Option], str]:
+    def _with_rows(self, pairing: _Pairing, ways: list[Option], leaf: str) -> tuple[list[Option], str]:
         """Return the ways with the order of the rows of queries and keys."""
-        rotated = self._rotated(made)
+        rotated = self._rotated(pairing)
         if self.rotary is False or len({*map(words.last, rotated)}) < 2 or all(map(words.rotates_halves, rotated)):
             return ways, ""
         why = "the rows of its heads may lie in another order, for a rotary embedding of neighbours or of halves"
-        return [*ways, *self._rows(made, ways)], why
+        return [*ways, *self._rows(pairing, ways)], why
 
-    def _rows(self, made: _Made, ways: list[Option]) -> list[Option]:
+    def _rows(self, pairing: _Pairing, ways: list[Option]) -> list[Option]:
         """Return the ways with the rows of queries and keys in other orders, if names may mean another order."""
-        rotated = self._rotated(made)
+        rotated = self._rotated(pairing)
         if self.rotary is False or len({*map(words.last, rotated)}) < 2:
             return []
-        if len(made.sources) == len(made.targets) and {self.solver.roles.get(m) for m in rotated} & {"qkv", "kv"}:
+        if len(pairing.sources) == len(pairing.targets) and {self.solver.roles.get(m) for m in rotated} & {"qkv", "kv"}:
             return []  # no rule permutes some rows of a fused weight that stays one
         orders = ["halves", "neighbours"]
-        is_halves, was_halves = (words.rotates_halves(m) for m in (made.targets[0], made.sources[0]))
+        is_halves, was_halves = (words.rotates_halves(m) for m in (pairing.targets[0], pairing.sources[0]))
         if is_halves != was_halves:
             orders = ["halves"] if is_halves else ["neighbours"]
-        firsts = (False, True) if len(made.sources) == len(made.targets) else (False,)
+        firsts = (False, True) if len(pairing.sources) == len(pairing.targets) else (False,)
         return [
             way._replace(rows=order, rows_first=first)
             for order in orders
@@ -731,11 +735,11 @@ class _Decision:
             for first in (firsts if way.transposed else (False,))
         ]
 
-    def _rotated(self, made: _Made) -> list[Module]:
+    def _rotated(self, pairing: _Pairing) -> list[Module]:
         """Return the queries and keys of both sides, whole or fused."""
-        both = [*made.sources, *made.targets]
+        both = [*pairing.sources, *pairing.targets]
         rotated = [module for module in both if self.solver.roles.get(module) in ("q", "k", "qkv", "kv")]
-        return both if rotated and len(made.sources) == len(made.targets) else rotated
+        return both if rotated and len(pairing.sources) == len(pairing.targets) else rotated
 
     def _left(self, solution: Solution) -> None:
         solver = self.solver
@@ -746,9 +750,11 @@ class _Decision:
             same = (s for s in by_size.get(target.size_of(target.main), ()) if solver._may_be(s, target))
             near = [s for s in islice(same, _MOST_NEAR) if solver._fits(s, target)]
             for leaf in target.parameters:
-                made = [_Made((s,), (target,), "") for s in near if leaf in s.parameters]
+                pairings = [_Pairing((s,), (target,), "") for s in near if leaf in s.parameters]
                 candidates = [
-                    self._candidate(each, leaf, way) for each in made for way in options(each.sources[0], target, leaf)
+                    self._candidate(each, leaf, way)
+                    for each in pairings
+                    for way in options(each.sources[0], target, leaf)
                 ]
                 if candidates:
                     why = f"{len(near)} have its shape, and names do not tell which it is"
@@ -769,40 +775,40 @@ def _numberless(text: str) -> str:
     return _NUMBER.sub("#", text.replace("{}", "0"))
 
 
-def _is_matrix(made: _Made, leaf: str) -> bool:
-    return all(len(m.parameters[leaf][1]) > 1 for m in (*made.sources, *made.targets) if leaf in m.parameters)
+def _is_matrix(pairing: _Pairing, leaf: str) -> bool:
+    return all(len(m.parameters[leaf][1]) > 1 for m in (*pairing.sources, *pairing.targets) if leaf in m.parameters)
 
 
-def _may_be_outer(made: _Made, leaf: str, ways: Sequence[Option]) -> bool:
+def _may_be_outer(pairing: _Pairing, leaf: str, ways: Sequence[Option]) -> bool:
     """Return whether it may be a stack of square matrices along its second axis."""
-    shape = made.targets[0].parameters[leaf][1]
+    shape = pairing.targets[0].parameters[leaf][1]
     return leaf == "weight" and [*ways] == [Option()] and len(shape) == 3 and shape[0] == shape[2] > 1 < shape[1]
 
 
-def _leaves(made: _Made) -> list[str]:
-    return [leaf for leaf in made.targets[0].parameters if _has_leaf(made, leaf)]
+def _leaves(pairing: _Pairing) -> list[str]:
+    return [leaf for leaf in pairing.targets[0].parameters if _has_leaf(pairing, leaf)]
 
 
-def _has_leaf(made: _Made, leaf: str) -> bool:
-    return all(leaf in module.parameters for module in (*made.sources, *made.targets))
+def _has_leaf(pairing: _Pairing, leaf: str) -> bool:
+    return all(leaf in module.parameters for module in (*pairing.sources, *pairing.targets))
 
 
-def _ways(made: _Made, leaf: str) -> list[Option]:
-    if len(made.sources) == len(made.targets) == 1:
-        return options(made.sources[0], made.targets[0], leaf)
-    is_source = len(made.sources) == 1
-    whole, parts = (made.sources[0], made.targets) if is_source else (made.targets[0], made.sources)
+def _ways(pairing: _Pairing, leaf: str) -> list[Option]:
+    if len(pairing.sources) == len(pairing.targets) == 1:
+        return options(pairing.sources[0], pairing.targets[0], leaf)
+    is_source = len(pairing.sources) == 1
+    whole, parts = (pairing.sources[0], pairing.targets) if is_source else (pairing.targets[0], pairing.sources)
     return fused_options(whole, parts, leaf, is_source=is_source)
 
 
-def _stacked_list(made: _Made) -> str:
+def _stacked_list(pairing: _Pairing) -> str:
     """Return what stands before the number of the list that is stacked, or unstacked."""
-    deepest = max((made.sources[0], made.targets[0]), key=lambda module: len(module.numbers[0]))
+    deepest = max((pairing.sources[0], pairing.targets[0]), key=lambda module: len(module.numbers[0]))
     return deepest.pattern.rpartition("{}")[0]
 
 
-def _last_keys(made: _Made) -> list[tuple[str, str]]:
-    sides = (("source", made.sources), ("target", made.targets))
+def _last_keys(pairing: _Pairing) -> list[tuple[str, str]]:
+    sides = (("source", pairing.sources), ("target", pairing.targets))
     return [(side, words.last(module)) for side, all_ in sides for module in all_]
 
 
@@ -822,7 +828,7 @@ def _pretty(module: Module, leaf: str) -> str:
 
 
 def rule(
-    made: _Made,
+    pairing: _Pairing,
     leaf: str,
     way: Option,
     rows: Mapping[Module, tuple[int, int]],
@@ -830,29 +836,29 @@ def rule(
     layer: Ints | None = None,
 ) -> Rule:
     """Return the rule of a map that makes a parameter so, in one layer or in all."""
-    source, target = made.sources[0], made.targets[0]
+    source, target = pairing.sources[0], pairing.targets[0]
     depth, target_depth = len(source.numbers[0]), len(target.numbers[0])
     shared = letters(min(depth, target_depth)) if layer is None else [*map(str, layer)]
     fields = [_fields(module, shared, way) for module in (source, target)]
     names = [
         [filled(module.parameters[leaf][0], fields[side]) for module in all_]
-        for side, all_ in enumerate((made.sources, made.targets))
+        for side, all_ in enumerate((pairing.sources, pairing.targets))
     ]
     steps: list[Rule] = []
     if source in rows:
         old, new = rows[source]
         steps.append({"trim" if old > new else "pad": {"axis": 0, "size": new, "from": old}})
     ndim = len(target.parameters[leaf][1]) - max(0, depth - target_depth)
-    permuted = _permuted(made, way, facts)
-    if len(made.sources) > 1:
-        steps += [*permuted, *_fuse("concat", made.sources, leaf, way, facts)]
+    permuted = _permuted(pairing, way, facts)
+    if len(pairing.sources) > 1:
+        steps += [*permuted, *_fuse("concat", pairing.sources, leaf, way, facts)]
     steps += [{"unstack": axis} for axis in reversed(way.axes) if depth < target_depth]
-    alone = permuted if len(made.sources) == len(made.targets) else []
+    alone = permuted if len(pairing.sources) == len(pairing.targets) else []
     swap: list[Rule] = [{"transpose": [ndim - 3 if way.outer else ndim - 2, ndim - 1]}] if way.transposed else []
     steps += [*alone, *swap] if way.rows_first else [*swap, *alone]
     steps += [{"stack": axis} for axis in way.axes if depth > target_depth]
-    if len(made.targets) > 1:
-        steps += [*_fuse("split", made.targets, leaf, way, facts), *permuted]
+    if len(pairing.targets) > 1:
+        steps += [*_fuse("split", pairing.targets, leaf, way, facts), *permuted]
     one = {
         "from": names[0][0] if len(names[0]) == 1 else names[0],
         "to": names[1][0] if len(names[1]) == 1 else names[1],
@@ -869,12 +875,12 @@ def _fields(module: Module, shared: Sequence[str], way: Option) -> list[str]:
     return [next(both) if at in way.kept else next(stacks) for at in range(depth)]
 
 
-def _permuted(made: _Made, way: Option, facts: Facts) -> list[Rule]:
+def _permuted(pairing: _Pairing, way: Option, facts: Facts) -> list[Rule]:
     """Return the operation on the rows of rotary heads; of query, key and value those of the first two."""
     if way.rows is None:
         return []
     values: Rule = {"head_dim": facts.head_dim} if facts.head_dim else {}
-    parts = max(len(made.sources), len(made.targets))
+    parts = max(len(pairing.sources), len(pairing.targets))
     if parts > 1:
         values |= ({"axis": way.join} if way.join else {}) | {"parts": [*range(parts - 1)]}
     return [{"rows": {"to": way.rows, **values} if values else way.rows}]
@@ -890,13 +896,13 @@ def _fuse(word: str, parts: Sequence[Module], leaf: str, way: Option, facts: Fac
     return [{word: {"axis": axis, **more} if more else axis}]
 
 
-def _words(made: _Made, leaf: str, way: Option) -> str:
+def _words(pairing: _Pairing, leaf: str, way: Option) -> str:
     """Return one way in words."""
-    text = ", ".join(f"`{_pretty(module, leaf)}`" for module in made.sources)
+    text = ", ".join(f"`{_pretty(module, leaf)}`" for module in pairing.sources)
     does = []
-    if len(made.sources) > 1:
+    if len(pairing.sources) > 1:
         does.append("concatenated" if way.layout == "parts" else "interleaved by groups of heads")
-    if len(made.targets) > 1:
+    if len(pairing.targets) > 1:
         does.append("split" if way.layout == "parts" else "split by groups of heads")
     if way.transposed:
         does.append("transposed")

@@ -61,8 +61,8 @@ def indices(bits: Array, dtype: Dtype) -> Array:
     import numpy as np
 
     if dtype.kind == "bool":
-        truths: Array = (bits != 0).view(np.uint8)
-        return truths
+        booleans: Array = (bits != 0).view(np.uint8)
+        return booleans
     if dtype.itemsize <= 2 and dtype.kind != "complex":
         return bits
     if dtype.kind == "int":

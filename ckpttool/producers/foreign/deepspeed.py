@@ -55,7 +55,7 @@ def describe(catalogue: Catalogue) -> Recognition | None:
     names = {path[0] for path in catalogue.entries if path}
     if not {"ds_version", "ds_config"} <= names:
         return None
-    values = {entry.name: entry.value for entry in catalogue.objects if _is_told(entry)}
+    values = {entry.name: entry.value for entry in catalogue.objects if _is_descriptive(entry)}
     if "module" not in names:
         name = "file of DeepSpeed ZeRO, the optimizer state of one rank"
         return Recognition(name, str(values.get("ds_version", "")), can=(_LOOKING,), cannot=(_MERGE,))
@@ -82,7 +82,7 @@ def describe(catalogue: Catalogue) -> Recognition | None:
 _MERGE = "merge the partitions of the ranks: DeepSpeed's own `zero_to_fp32.py` merges the weights into float32"
 
 
-def _is_told(entry: Object) -> bool:
+def _is_descriptive(entry: Object) -> bool:
     name = entry.name
     named = ("ds_version", "dp_world_size", "mp_world_size", "global_steps", "buffer_names")
     return name in named or name.startswith((*_SHAPES_OF, "shared_params.", "ds_config.zero_optimization."))

@@ -23,18 +23,18 @@ def describe(catalogue: Catalogue, index: Mapping[str, Any]) -> Recognition | No
     """Return what a weight update is, from its tensors and the `metadata` of its index; None for any other
     checkpoint."""
     header = catalogue.facts.get("metadata")
-    told = {**(header if isinstance(header, dict) else {}), **index}
+    metadata = {**(header if isinstance(header, dict) else {}), **index}
     names = {tensor.name for tensor in catalogue.tensors}
-    if isinstance(encoding := told.get("delta_encoding"), str):
+    if isinstance(encoding := metadata.get("delta_encoding"), str):
         details: dict[str, str | int] = {"changed tensors": len(names), "encoding": encoding}
         for title, key in (("base version", "base_version"), ("compressed", "compression_format")):
-            if isinstance(value := told.get(key), (str, int)):
+            if isinstance(value := metadata.get(key), (str, int)):
                 details[title] = value
-        version = told.get("version")
+        version = metadata.get("version")
         return Recognition("weight update", f"version {version}" if version else "", "", None, details, _CAN, _CANNOT)
-    if told.get("sparse") in ("True", "true", True):
+    if metadata.get("sparse") in ("True", "true", True):
         changed = {name.removesuffix(".indices") for name in names if name.endswith(".indices")}
-        version = told.get("model_version")
+        version = metadata.get("model_version")
         details = {"changed tensors": len(changed), "encoding": "indices and values"}
         return Recognition(
             "weight update of TRL", f"version {version}" if version else "", "", None, details, _CAN, _CANNOT

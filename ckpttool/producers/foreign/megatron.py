@@ -45,7 +45,7 @@ _OPTIMIZERS = {
     "fully_sharded_model_space": "flattened by parameter",
     "dp_reshardable": "in buckets without parameter names",
 }
-_TOLD = ("args", "content_metadata.distrib_optim_sharding_type")
+_DESCRIPTIVE = ("args", "content_metadata.distrib_optim_sharding_type")
 _BRIDGE = "give Hugging Face names to it, or split its stacked layers: Megatron-Bridge does"
 
 
@@ -60,7 +60,7 @@ def recognise(directory: Directory) -> Recognition | None:
 
 def describe(catalogue: Catalogue) -> Recognition:
     """Return what an open DCP directory of Megatron is."""
-    values = {entry.name: entry.value for entry in catalogue.objects if entry.name in _TOLD}
+    values = {entry.name: entry.value for entry in catalogue.objects if entry.name in _DESCRIPTIVE}
     arguments = _arguments(values.get("args"))
     model = [t for t in catalogue.tensors if t.part.kind == "model" and "_extra_state" not in t.name]
     is_fsdp = any(t.name.startswith("model.module.") for t in model)

@@ -151,7 +151,7 @@ class _Transfer:
             raise ConnectionError("the transfer timed out") from error
 
     def _watch_transfer(self, seconds: float, stopped: threading.Event) -> None:
-        before, moved, is_told = self._moved(), time.monotonic(), False
+        before, moved, is_logged = self._moved(), time.monotonic(), False
         while not self._over.wait(min(_LOOK, seconds / 4)):
             now = self._moved()
             silent = time.monotonic() - moved
@@ -161,13 +161,13 @@ class _Transfer:
                     self._abort()
                     return
             elif now != before:
-                before, moved, is_told = now, time.monotonic(), False
+                before, moved, is_logged = now, time.monotonic(), False
             elif silent >= seconds:
                 self._is_silent = True
                 self._abort()
                 return
-            elif silent >= TELL_AFTER and not is_told:
-                is_told = True
+            elif silent >= TELL_AFTER and not is_logged:
+                is_logged = True
                 log.warning(
                     "the storage of large files has been silent for %g s; it is given up after %g s",
                     TELL_AFTER,

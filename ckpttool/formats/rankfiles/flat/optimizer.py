@@ -43,7 +43,7 @@ from ckpttool.text import some
 
 _MOST_DEPTH = 16
 _WRAPPERS = {"_fsdp_wrapped_module", "_checkpoint_wrapped_module", "_orig_mod"}
-_UNTOLD = (
+_HINT = (
     "save the optimizer with `FSDP.optim_state_dict`, or give it names (torch 2.6: `AdamW(model.named_parameters())`)"
 )
 
@@ -222,7 +222,7 @@ def _owners(
         order = f"the order and the sizes of the {len(counted)} of the model"
         message = f"the optimizer's state, of {count} parameters or units, does not follow {order}"
         why = "the files are of different saves, or FSDP wrapped the model in a way that they do not tell"
-        raise CorruptError(message, hint=f"{why}: {_UNTOLD}", found=count, expected=len(counted))
+        raise CorruptError(message, hint=f"{why}: {_HINT}", found=count, expected=len(counted))
     first, *others = ([owner.parameters for owner in answer] for answer in answers)
     if any(other != first for other in others):
         names, *further = map(_names, answers)
@@ -234,7 +234,7 @@ def _owners(
 def _ambiguous(count: int, names: Sequence[str]) -> UsageError:
     what = f"which parameters the {count} ids of the optimizer stand for is not said"
     message = f"{what}, and the sizes fit in more ways than one: {some(names)}"
-    return UsageError(message, hint=_UNTOLD, found=list(names))
+    return UsageError(message, hint=_HINT, found=list(names))
 
 
 def _by_name(groups: Sequence[Mapping[str, Any]], counted: Sequence[Counted]) -> list[Counted] | None:

@@ -183,8 +183,8 @@ class _Verification:
             self._tell_again(run, again)
         elif self._counted_again(run):
             count = plural(self.hooked[run.name].count, "optimizer step")
-            told = f"run {run.name} took {count} after it was resumed from step {step}, as many as run A in all"
-            self._tell_not_resumed(run, told)
+            message = f"run {run.name} took {count} after it was resumed from step {step}, as many as run A in all"
+            self._tell_not_resumed(run, message)
 
     def _trained_again(self, run: ScriptRun, saved: Mapping[int, Fingerprint]) -> list[int]:
         """Return the steps up to the one of the resume that were trained after it: saved, or printed as often as in A.
@@ -217,16 +217,18 @@ class _Verification:
         """Add a finding for a run that trained from its start; a note for one that went back to an older checkpoint."""
         report, first = self.report, again[0]
         known = {one.step for one in report.runs[0].checkpoints} | {one.number for one in report.runs[0].steps}
-        told = f"run {run.name} trained step {first} again after it was resumed from step {run.resumed_at}"
+        message = f"run {run.name} trained step {first} again after it was resumed from step {run.resumed_at}"
         if first > min(step for step in known if step > 0):
-            report.notes.append(f"{told}: the command takes another checkpoint than the one of step {run.resumed_at}")
+            report.notes.append(
+                f"{message}: the command takes another checkpoint than the one of step {run.resumed_at}"
+            )
             return
-        self._tell_not_resumed(run, told)
+        self._tell_not_resumed(run, message)
 
-    def _tell_not_resumed(self, run: ScriptRun, told: str) -> None:
+    def _tell_not_resumed(self, run: ScriptRun, message: str) -> None:
         hint = f"what was run: {shlex.join(run.command)}"
-        self.report.findings.append(Finding("not resumed", f"{told}: it began at the start", run.name, hint=hint))
-        self.report.cause = f"the command did not resume: {told}"
+        self.report.findings.append(Finding("not resumed", f"{message}: it began at the start", run.name, hint=hint))
+        self.report.cause = f"the command did not resume: {message}"
 
     def limited(self, steps: int, words: Sequence[str] | None = None) -> Sequence[str]:
         """Return the words of a command that ends after some steps, if it has a flag for it."""
@@ -369,9 +371,9 @@ def _failure(run: ScriptRun, code: int) -> Failure:
     # A launcher goes on to write after its workers have said what is wrong.
     raised = [at for at, line in enumerate(lines) if _RAISED.search(line)]
     first = [at for at in raised if not _FOLLOWS.search(lines[at])]
-    told = (first or raised or [len(lines) - 1])[-1]
-    last = lines[told : told + 1]
-    output = lines[max(0, told + 1 - LAST_LINES) : told + 1] if first else lines[-LAST_LINES:]
+    at = (first or raised or [len(lines) - 1])[-1]
+    last = lines[at : at + 1]
+    output = lines[max(0, at + 1 - LAST_LINES) : at + 1] if first else lines[-LAST_LINES:]
     return Failure(run.name, f"run {run.name} {how}" + "".join(f": {line.strip()}" for line in last), output)
 
 
@@ -491,20 +493,20 @@ def _all(verification: _Verification, via: str, to_world: int | None) -> compare
         raise _Ended(Failure("B", f"run B saved no checkpoint after step {step}", last_lines(b.log)))
     is_one = verification.seen["B"].written_again is not None
     first = compare.compare_runs(report, reference, b, excused, is_written_again=is_one)
-    told = _compare_observed(verification, reference, step) if verification.hook.observe else None
+    evidence = _compare_observed(verification, reference, step) if verification.hook.observe else None
     if first is not None and report.cause is None:
         paths = compare.shared(reference, b, step)[first.step]
         origin = reference.paths.get(step, saved)
         # What a checkpoint says is more to the point, if it says it of what was seen to differ first.
-        seen = report.findings[0] if told is not None else None
+        seen = report.findings[0] if evidence is not None else None
         is_later = seen is not None and (seen.step or 0) <= first.step
         found = causes.cause(origin, paths, first, seen.kind.removesuffix(" differs") if seen and is_later else None)
-        report.cause = found if found is not None and not (told and causes.is_vague(found)) else told
+        report.cause = found if found is not None and not (evidence and causes.is_vague(found)) else evidence
         generators = [str(one.name).rpartition(".")[2] for one in first.findings if one.part == "rng"]
-        if told and report.cause == told and seen and seen.kind == "next batch differs" and generators:
+        if evidence and report.cause == evidence and seen and seen.kind == "next batch differs" and generators:
             # Which of the two comes of the other cannot be seen: batches are drawn from generators, and orders too.
             report.cause += f"; after it the RNG state differs, too ({', '.join(dict.fromkeys(generators))})"
-    report.cause = report.cause or told
+    report.cause = report.cause or evidence
     if to_world is not None:
         compare.measure_drift(report, a, b)
     return excused

@@ -16,9 +16,9 @@ def junit_xml(report: Report) -> str:
 
     cases = [case for case in report.compared if case.count]
     kind = _KINDS.get(report.verdict)
-    told = [kind, *("failure" if case.equal is False else "skipped" for case in cases if case.equal is not True)]
-    counts = {"tests": len(cases) + 1, "failures": told.count("failure"), "errors": told.count("error")}
-    counts |= {"skipped": told.count("skipped")}
+    outcomes = [kind, *("failure" if case.equal is False else "skipped" for case in cases if case.equal is not True)]
+    counts = {"tests": len(cases) + 1, "failures": outcomes.count("failure"), "errors": outcomes.count("error")}
+    counts |= {"skipped": outcomes.count("skipped")}
     suites = Element("testsuites")
     suite = SubElement(suites, "testsuite", name="ckpttool verify-resume run", time=f"{report.seconds:.3f}")
     for name, count in counts.items():
@@ -32,11 +32,11 @@ def junit_xml(report: Report) -> str:
     for case in cases:
         element = SubElement(suite, "testcase", name=case.what, classname=f"verify-resume.{case.run}", time="0")
         if case.equal is not True:
-            SubElement(element, "failure" if case.equal is False else "skipped", message=_told(case))
+            SubElement(element, "failure" if case.equal is False else "skipped", message=_message(case))
     indent(suites)
     return tostring(suites, encoding="unicode", xml_declaration=True) + "\n"
 
 
-def _told(case: Compared) -> str:
+def _message(case: Compared) -> str:
     differing = f"{case.differing:,} of {case.count:,} differ between {case.run} and {case.against}"
     return safe("; ".join(filter(None, (differing, case.message))))

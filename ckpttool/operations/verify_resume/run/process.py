@@ -77,12 +77,12 @@ class Process:
         self.send(signal.SIGTERM)
         if self.wait(seconds) is None:
             return False
-        told: set[int] = set()
+        signalled: set[int] = set()
         while running := self._running():
-            for pid in {*running} - told:
+            for pid in {*running} - signalled:
                 with suppress(ProcessLookupError, PermissionError):
                     os.kill(pid, signal.SIGTERM)
-            told.update(running)
+            signalled.update(running)
             if time.monotonic() > end:
                 return False
             time.sleep(_GLANCE)
