@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence, Sized
 from itertools import islice
 from math import prod
 
@@ -56,6 +56,11 @@ def duration(seconds: float) -> str:
 def plural(n: int, word: str) -> str:
     """`1 tensor`, `2 tensors`, `1,250 tensors`."""
     return f"{n:,} {word}{'' if n == 1 else 's'}"
+
+
+def is_or_are(things: Sized) -> str:
+    """Return the verb of a sentence about one thing or several."""
+    return "is" if len(things) == 1 else "are"
 
 
 def parse_size(text: str, flag: str) -> int:
@@ -125,6 +130,11 @@ def folded_name(names: Sequence[str], most: int = 8) -> str | None:
     return _NUMBER.sub(lambda _: next(texts), names[0])
 
 
+def is_number(key: str) -> bool:
+    """Return whether a key is the number of a layer or an expert. Pure."""
+    return key.isdecimal() and key.isascii() and len(key) <= 9
+
+
 def natural(name: str) -> list[tuple[str, int]]:
     """Return a key that sorts names with their numbers as numbers: `layers.2` before `layers.10`. Pure."""
     return [(text, int(number or -1)) for text, number in re.findall(r"([^0-9]*)([0-9]{0,18})", name)]
@@ -150,12 +160,12 @@ def cut(text: str, limit: int) -> str:
     return text if len(text) <= limit else text[: max(limit - 3, 0)] + "..."
 
 
-def html_table(title: str, columns: Sequence[str], rows: Iterable[Sequence[object]], limit: int = 20) -> str:
-    """Return a table for a notebook, of at most `limit` rows, with its title above it. All text is escaped. Pure."""
+def html_table(title: str, columns: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
+    """Return a table for a notebook, of at most 20 rows, with its title above it. All text is escaped. Pure."""
     from html import escape
 
     rest = iter(rows)
-    cells = [[f"<td>{escape(safe(str(cell)))}</td>" for cell in row] for row in islice(rest, limit)]
+    cells = [[f"<td>{escape(safe(str(cell)))}</td>" for cell in row] for row in islice(rest, 20)]
     head = "".join(f"<th>{escape(column)}</th>" for column in columns)
     body = "".join(f"<tr>{''.join(row)}</tr>" for row in cells)
     omitted = sum(1 for _ in rest)

@@ -10,7 +10,7 @@ import click
 from ckpttool.cli import options
 from ckpttool.cli.options import Option
 from ckpttool.cli.terminal import Rows, Styled, Terminal, TextLike, answer, bold, box, dim, err
-from ckpttool.text import count, meant, plural, size
+from ckpttool.text import count, is_or_are, meant, plural, size
 
 if TYPE_CHECKING:
     from ckpttool.catalogue.entries import Catalogue, Part, Tensor
@@ -286,7 +286,7 @@ def _tree(terminal: Terminal, part: Part, lines: list[Line]) -> None:
     )
     if closed := [line for line in lines if line.closed]:
         depth = max(line.closed for line in closed)
-        what = f"{plural(len(closed), 'module')} {'is' if len(closed) == 1 else 'are'} closed"
+        what = f"{plural(len(closed), 'module')} {is_or_are(closed)} closed"
         terminal.line(dim(f"  {what}: --depth {depth} opens {'it' if len(closed) == 1 else 'them'}"))
 
 

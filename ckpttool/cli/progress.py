@@ -85,14 +85,13 @@ def progress_on_stderr(shown: bool) -> Iterator[Progress | None]:
 class _Activity:
     """Shows what takes long before there is a bar, in a line of a terminal that is removed at the end."""
 
-    def __init__(self, terminal: Terminal, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, terminal: Terminal) -> None:
         self._terminal = terminal
-        self._clock = clock
-        self._next = clock() + _FIRST
+        self._next = time.monotonic() + _FIRST
         self._is_shown = False
 
     def __call__(self, text: str, done: int, total: int) -> None:
-        now = self._clock()
+        now = time.monotonic()
         if not text:
             if self._is_shown:
                 self._show("")

@@ -21,7 +21,7 @@ from ckpttool.errors import LossError, UsageError
 from ckpttool.layout import select
 from ckpttool.layout.mesh import Mesh
 from ckpttool.layout.move import again, rebuilt, relinked
-from ckpttool.text import meant, plural, rank_ranges
+from ckpttool.text import is_or_are, meant, plural, rank_ranges
 
 CHOICES = {"rng": ("keep", "rank0", "drop"), "dataloader": ("keep", "drop")}
 
@@ -109,7 +109,7 @@ def _kept(kind: str, root: Path, holders: dict[int, Path], world: int, files: bo
     if without:
         message += f"; {rank_ranges(without)} of the new world {'has' if len(without) == 1 else 'have'} none"
     if gone:
-        message += f"; {rank_ranges(gone)} {'is' if len(gone) == 1 else 'are'} not in the new world"
+        message += f"; {rank_ranges(gone)} {is_or_are(gone)} not in the new world"
     return message
 
 

@@ -25,7 +25,7 @@ from ckpttool.errors import UsageError
 from ckpttool.layout.mesh import Mesh, Placements, mesh_boxes, parse_placements, world_mesh
 from ckpttool.layout.move import again, rebuilt
 from ckpttool.layout.optimizer.parse import parse_key
-from ckpttool.text import meant, plural, size, some
+from ckpttool.text import is_or_are, meant, plural, size, some
 
 
 def whole(catalogue: Catalogue) -> Catalogue:
@@ -226,7 +226,7 @@ class _Cutting:
         left = [t for t in whole if len(t.shape) > 1 and str(t.path[-1]).rpartition(".")[2] == "weight"]
         if left:
             weights = f"{plural(len(left), 'weight')} ({size(sum(tensor.nbytes for tensor in left))})"
-            are_whole = f"{'is' if len(left) == 1 else 'are'} replicated, not sharded: {some([t.name for t in left])}"
+            are_whole = f"{is_or_are(left)} replicated, not sharded: {some([t.name for t in left])}"
             how = "`reshard --shard PATTERN` shards frozen parameters"
             text = f"{weights} without optimizer state {are_whole}; {how}"
             self.warnings.append(Warning("placement", text))

@@ -19,7 +19,7 @@ from ckpttool.producers import PRODUCERS, recognise
 from ckpttool.producers.components import DCP_FILE, Producer
 from ckpttool.producers.directory import Directory
 from ckpttool.storage.stores import Location, escape, local_path
-from ckpttool.text import some
+from ckpttool.text import is_or_are, some
 
 _FILE = re.compile(r".*\.(ckpt|pt|pth|bin|safetensors)")
 _DATA = re.compile(rf"{formats.DATA_FILE.pattern}|.*\.pkl")
@@ -271,7 +271,7 @@ def _why_not(directory: Directory, name: str, row: Producer | None, kind: str | 
 
 def _empty(directory: Directory, names: Sequence[str]) -> str | None:
     empty = [name for name in names if not name.endswith("/") and not directory.size(name)]
-    return f"{some(empty)} {'is' if len(empty) == 1 else 'are'} empty" if empty else None
+    return f"{some(empty)} {is_or_are(empty)} empty" if empty else None
 
 
 def _dcp_why_not(directory: Directory, most: int) -> str | None:
@@ -287,7 +287,7 @@ def _dcp_why_not(directory: Directory, most: int) -> str | None:
         with suppress(CkptError):
             named = _named_in(directory.at(index).head(most)) if directory.size(index) <= most else []
         if absent := [name for name in named if name not in directory]:
-            return f"{some(absent)} {'is' if len(absent) == 1 else 'are'} missing"
+            return f"{some(absent)} {is_or_are(absent)} missing"
         if why_not := _empty(directory, named):
             return why_not
     return None

@@ -19,7 +19,7 @@ from ckpttool.errors import CorruptError, LossError
 from ckpttool.serialization.dtensor import Shard, holds_sharded
 from ckpttool.serialization.torch_module import Dropped, is_module, replace_modules
 from ckpttool.serialization.torch_pickle import NewTensor, StorageRef, TensorRef
-from ckpttool.text import plural, some
+from ckpttool.text import is_or_are, plural, some
 
 Place = Callable[[TensorRef], Extent]
 _META_TENSOR = "torch._utils._rebuild_meta_tensor_no_storage"
@@ -107,9 +107,7 @@ def storage_warnings(storages: list[tuple[str, int, int]], used: dict[int, set[S
     warnings = []
     if larger:
         count = plural(len(larger), "storage")
-        text = (
-            f"{count} {'is' if len(larger) == 1 else 'are'} larger than the tensors that use them, by {_total(larger)}"
-        )
+        text = f"{count} {is_or_are(larger)} larger than the tensors that use them, by {_total(larger)}"
         warnings.append(Warning("unused-storage", text))
     if shared:
         text = (

@@ -19,7 +19,7 @@ from ckpttool.formats.rankfiles.rank_file import RankFile
 from ckpttool.serialization import unpickler
 from ckpttool.serialization.dtensor import Shard
 from ckpttool.storage import files
-from ckpttool.text import rank_ranges, some
+from ckpttool.text import is_or_are, rank_ranges, some
 
 
 def open(path: str, options: OpenOptions = NO_HINTS) -> Source:
@@ -133,7 +133,7 @@ class _Opening:
         others = {known: names for known, names in worlds.items() if len(known) != len(kept)}
         faults: list[CkptError] = [
             CorruptError(
-                f"{some(names)} {'is' if len(names) == 1 else 'are'} of a save by {len(known)} ranks, "
+                f"{some(names)} {is_or_are(names)} of a save by {len(known)} ranks, "
                 f"{some(worlds[kept])} by {len(kept)}",
                 hint="these are files of two saves: keep the files of one, or name them with a pattern",
                 files=names,
@@ -157,7 +157,7 @@ class _Opening:
                 faults.append(discover.no_file(names, lacking, len(expected), part, alone))
         if extra and not faults:
             files = some([self._by[rank].strip("`") for rank in extra])
-            what = f"{files} {'is' if len(extra) == 1 else 'are'} of {rank_ranges(extra)}"
+            what = f"{files} {is_or_are(extra)} of {rank_ranges(extra)}"
             message = f"{what}, but the checkpoint is of {rank_ranges(expected)}"
             hint = "a file of an older save by more ranks was left behind: move it away"
             faults.append(CorruptError(message, hint=hint, ranks=extra, expected=sorted(expected)))

@@ -29,7 +29,7 @@ from ckpttool.layout.move import again, embedded_owners, move, rebuilt, retied
 from ckpttool.layout.optimizer.parse import LIKE_PARAMETER, STATE_KINDS, Item, Optimizer, optimizers, parse_key
 from ckpttool.layout.select import models
 from ckpttool.layout.views import Viewed
-from ckpttool.text import some
+from ckpttool.text import is_or_are, some
 
 _HINT = "map the model alone, `--only model`: its optimizer then starts afresh"
 _LISTS = ("params", "param_names")
@@ -253,7 +253,8 @@ def _check_together(
     of = f"`{optimizer.name}`: `{new}` is made of {some(sources)}"
     out = [name for name in sources if name not in groups and name not in state]
     if out:
-        raise LossError(f"{of}, and of these {some(out)} {_is(out)} not in the optimizer", hint=_HINT, lost=[*sources])
+        message = f"{of}, and of these {some(out)} {is_or_are(out)} not in the optimizer"
+        raise LossError(message, hint=_HINT, lost=[*sources])
     if len({groups.get(name) for name in sources}) > 1:
         found = {name: groups.get(name) for name in sources}
         raise LossError(f"{of}, which are in several parameter groups", hint=_HINT, lost=[*sources], found=found)
@@ -312,10 +313,6 @@ def _check_equal(
                 tensor=entry.name,
                 lost=[first.name, entry.name],
             )
-
-
-def _is(names: Sequence[str]) -> str:
-    return "is" if len(names) == 1 else "are"
 
 
 # The result -----------------------------------------------------------------------------------------------------------

@@ -11,9 +11,8 @@ from typing import NamedTuple
 
 from ckpttool.catalogue.boxes import Ints
 from ckpttool.catalogue.entries import Tensor, dotted
-from ckpttool.text import natural, ranges
+from ckpttool.text import is_number, natural, ranges
 
-_DIGITS = 9
 _RANGES = 3
 
 
@@ -92,7 +91,7 @@ class Tree:
     def below(self, node: Node) -> list[Node]:
         """Return the lines below one."""
         if node.is_list:
-            numbers = {i: ".".join(filter(_is_number, self._keys_of(i))) for i in node.members}
+            numbers = {i: ".".join(filter(is_number, self._keys_of(i))) for i in node.members}
             order = sorted(node.members, key=lambda i: natural(numbers[i]))
             return [Node(self, f"[{numbers[i]}]", [i], -1) for i in order]
         groups: dict[tuple[str, bool], list[int]] = {}
@@ -100,7 +99,7 @@ class Tree:
             keys = self._keys_of(i)
             key = keys[node.level] if node.level < len(keys) else keys[-1]
             groups.setdefault((key, len(keys) <= node.level + 1), []).append(i)
-        numbered = len(groups) > 1 and all(_is_number(key) for key, _ in groups)
+        numbered = len(groups) > 1 and all(is_number(key) for key, _ in groups)
         if numbered and not any(ends for _, ends in groups):
             # Layers without a name above them.
             label = _label(key for key, _ in groups)
@@ -120,7 +119,7 @@ class Tree:
         while min(lengths) > level:
             ends = {length == level + 1 for length in lengths}
             names = {each[level] for each in keys}
-            is_layers = len(names) > 1 and all(map(_is_number, names)) and ends == {False}
+            is_layers = len(names) > 1 and all(map(is_number, names)) and ends == {False}
             if not is_layers and (len(names) > 1 or len(ends) > 1):
                 break
             times *= len(names) if is_layers else 1
@@ -139,7 +138,3 @@ class Tree:
 
 def _label(names: Iterable[str]) -> str:
     return ranges({*map(int, names)}, ",", _RANGES)
-
-
-def _is_number(name: str) -> bool:
-    return name.isdecimal() and name.isascii() and len(name) <= _DIGITS

@@ -16,7 +16,7 @@ from ckpttool.producers.open import location_of
 from ckpttool.serialization import strict_json
 from ckpttool.storage import files, stores
 from ckpttool.storage.stores import Location, Outgoing, locate
-from ckpttool.text import plural, some
+from ckpttool.text import is_or_are, plural, some
 
 CONFIG, CARD, ADAPTER = "config.json", "README.md", "adapter_config.json"
 # What makes a directory a model of its own, to which its card belongs.
@@ -115,8 +115,7 @@ def collect(folder: Location | None, source: str, catalogue: Catalogue, include:
         others = [name for name in folder.names() if _is_other(folder, name, assets)]
         if others:
             number = f"{plural(len(others), 'other file')} of `{folder}`"
-            verb = "is" if len(others) == 1 else "are"
-            assets.notes.append(f"{number} {verb} not copied; `--include GLOB` does: {some(others, 5)}")
+            assets.notes.append(f"{number} {is_or_are(others)} not copied; `--include GLOB` does: {some(others, 5)}")
         return assets
     beside = _beside(source, catalogue)
     if beside is None and include:
@@ -125,7 +124,7 @@ def collect(folder: Location | None, source: str, catalogue: Catalogue, include:
     assets = _in(beside, include, strict=False) if beside is not None else Assets()
     if not assets.paths:
         return Assets()
-    taken = f"{plural(len(assets.paths), 'file')} {'is' if len(assets.paths) == 1 else 'are'} taken from `{beside}`"
+    taken = f"{plural(len(assets.paths), 'file')} {is_or_are(assets.paths)} taken from `{beside}`"
     assets.notes.insert(0, f"{taken}: {some(sorted(assets.paths), len(assets.paths))}")
     return assets
 
@@ -234,8 +233,8 @@ def outgoing(assets: Assets, dtype: str | None, *, adapter: bool) -> tuple[list[
             text, changed = with_dtype(assets.text, dtype)
             if changed:
                 keys, old = some([key for key, _ in changed]), some(list(dict.fromkeys(old for _, old in changed)))
-                verb = "is" if len(changed) == 1 else "are"
-                notes.append(f"{keys} of `{name}` {verb} changed from {old} to `{dtype}`, the dtype of the weights")
+                subject = f"{keys} of `{name}` {is_or_are(changed)}"
+                notes.append(f"{subject} changed from {old} to `{dtype}`, the dtype of the weights")
             files_.append(of_bytes(name, text.encode()))
         else:
             files_.append(_copy(name, path))

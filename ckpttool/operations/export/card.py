@@ -12,7 +12,7 @@ from ckpttool.errors import without_credentials
 from ckpttool.operations.export.asset_names import MODULES
 from ckpttool.operations.export.assets import Assets
 from ckpttool.storage.stores import is_remote, locate
-from ckpttool.text import count, plural, size
+from ckpttool.text import count, is_or_are, plural, size
 from ckpttool.version import __version__
 
 if TYPE_CHECKING:
@@ -60,9 +60,8 @@ def _digest(catalogue: Catalogue) -> str:
 
 def _filled(result: Exported) -> str:
     names = ", ".join(f"`{name}`" for name in result.filled)
-    verb = "is" if len(result.filled) == 1 else "are"
-    base = _called(result.filled_from)
-    return f"{plural(len(result.filled), 'tensor')} {verb} not of the checkpoint but of `{base}`: {names}"
+    count = f"{plural(len(result.filled), 'tensor')} {is_or_are(result.filled)}"
+    return f"{count} not of the checkpoint but of `{_called(result.filled_from)}`: {names}"
 
 
 def _called(path: str) -> str:

@@ -29,7 +29,7 @@ from ckpttool.operations import reference as references
 from ckpttool.operations.arguments import Selection
 from ckpttool.operations.export import ties
 from ckpttool.producers.combined import CombinedSource
-from ckpttool.text import plural, some
+from ckpttool.text import is_or_are, plural, some
 
 _MODEL = Part("model")
 _NUMBERED = re.compile(r"(.+)-\d{5}-of-\d{5}\.safetensors")
@@ -280,9 +280,9 @@ def _refusal(
     whats = []
     if missing:
         of = f"{plural(len(missing), 'tensor')} of the reference"
-        whats.append(f"{of} {_is(missing)} missing: {some(missing, _SHOWN)}")
+        whats.append(f"{of} {is_or_are(missing)} missing: {some(missing, _SHOWN)}")
     if extra:
-        whats.append(f"{plural(len(extra), 'tensor')} {_is(extra)} not in the reference: {some(extra, _SHOWN)}")
+        whats.append(f"{plural(len(extra), 'tensor')} {is_or_are(extra)} not in the reference: {some(extra, _SHOWN)}")
     if misshapen:
         name = misshapen[0]
         found, expected = list(chosen[name].shape), list(reference.known[name].shape)
@@ -303,10 +303,6 @@ def _refusal(
     facts = {"missing": [*missing], "unexpected": [*extra], "misshapen": [*misshapen]}
     kind = LossError if extra and not missing and not misshapen else CorruptError
     return kind(f"`{where}` does not fit `{reference.path}`: {'; '.join(whats)}", hint=hint, file=where, **facts)
-
-
-def _is(names: Sequence[str]) -> str:
-    return "is" if len(names) == 1 else "are"
 
 
 def cast(planned: Catalogue, reference: references.Reference) -> Catalogue:
@@ -371,12 +367,12 @@ def check_untrained(
         return
     prefix = f"{selection.strip_prefix.rstrip('.')}." if selection.strip_prefix else ""
     rename = renamer(selection.rename)
-    own = {_own_name(tensor.fqn): tensor for tensor in source.tensors if tensor.part.kind == "model"}
+    own = {strip_wrappers(tensor.fqn): tensor for tensor in source.tensors if tensor.part.kind == "model"}
     tensors = {}
     for name, shape in shapes.items():
-        stored = own.get(_own_name(name))
+        stored = own.get(strip_wrappers(name))
         shape = stored.shape if stored is not None else shape
-        path = (rename(_own_name(name).removeprefix(prefix)),)
+        path = (rename(strip_wrappers(name).removeprefix(prefix)),)
         tensors[path] = Tensor(path, DTYPES["float32"], shape or (), Chunks(), part=_MODEL)
     known = {tensor.name for tensor in mapped(rebuilt(source, tensors.values(), {})).tensors}
     lost = [name for name in filled if name in known]
@@ -389,7 +385,3 @@ def check_untrained(
             file=where,
             lost=lost,
         )
-
-
-def _own_name(name: str) -> str:
-    return strip_wrappers(name)

@@ -44,7 +44,7 @@ from ckpttool.producers.combined import CombinedSource
 from ckpttool.producers.open import chosen_of_run, naming
 from ckpttool.storage import files
 from ckpttool.storage.stores import Outgoing, is_remote, locate
-from ckpttool.text import meant, plural, some
+from ckpttool.text import is_or_are, meant, plural, some
 from ckpttool.transfer.execute import Transferred
 
 NAMES = ("released", "memory")
@@ -289,7 +289,7 @@ def _cast(
     different = [one.name for one, other in zip(kept.tensors, asked.tensors, strict=True) if one.dtype != other.dtype]
     if different:
         result.notes.append(
-            f"{plural(len(different), 'tensor')} {'is' if len(different) == 1 else 'are'} float32, as {who} loads "
+            f"{plural(len(different), 'tensor')} {is_or_are(different)} float32, as {who} loads "
             f"{'it' if len(different) == 1 else 'them'} whatever the dtype: {some(different)}; `--dtype-strict` casts "
             "all"
         )

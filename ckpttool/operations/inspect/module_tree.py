@@ -13,11 +13,10 @@ from dataclasses import dataclass, field
 
 from ckpttool.catalogue.boxes import Ints
 from ckpttool.catalogue.entries import Path, Tensor, dotted
-from ckpttool.text import ranges
+from ckpttool.text import is_number, ranges
 
 RANGES = 4
 _DEPTH = 100  # a name may have any number of dots
-_DIGITS = 9
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,12 +108,12 @@ def _children(node: _Node, spent: int) -> Iterator[tuple[str, int, _Node, int]]:
     modules = sum(child.tensors > 1 for child in node.children.values())
     for names, child in _folded(node):
         name, folded = _label(names), len(names)
-        is_wrapper = spent == 0 and modules == 1 < child.tensors and not _is_number(names[0])
+        is_wrapper = spent == 0 and modules == 1 < child.tensors and not is_number(names[0])
         # A module with one thing in it is one line with that thing.
         while child.tensor is None and len(inner := _folded(child)) == 1:
             more, child = inner[0]
             name, folded = f"{name}.{_label(more)}", folded * len(more)
-            is_wrapper = is_wrapper and not _is_number(more[0])
+            is_wrapper = is_wrapper and not is_number(more[0])
         yield name, folded, child, spent + (not is_wrapper and not _is_list(child))
 
 
@@ -123,23 +122,19 @@ def _deepest(node: _Node, spent: int) -> int:
     return max((_deepest(child, below) for _, _, child, below in _children(node, spent)), default=spent)
 
 
-def _is_number(name: str) -> bool:
-    return name.isdecimal() and name.isascii() and len(name) <= _DIGITS
-
-
 def _is_list(node: _Node) -> bool:
-    return len(node.children) > 1 and all(map(_is_number, node.children))
+    return len(node.children) > 1 and all(map(is_number, node.children))
 
 
 def _folded(node: _Node) -> list[tuple[list[str], _Node]]:
     """The children, numbered ones in ascending order, and those of them that are equal together."""
-    numbers = iter(sorted(filter(_is_number, node.children), key=int))
+    numbers = iter(sorted(filter(is_number, node.children), key=int))
     groups: dict[tuple[str, int], tuple[list[str], _Node]] = {}
     for name in node.children:
-        is_number = _is_number(name)
-        name = next(numbers) if is_number else name
+        numbered = is_number(name)
+        name = next(numbers) if numbered else name
         child = node.children[name]
-        groups.setdefault(("", child.kind) if is_number else (name, 0), ([], child))[0].append(name)
+        groups.setdefault(("", child.kind) if numbered else (name, 0), ([], child))[0].append(name)
     return list(groups.values())
 
 

@@ -26,7 +26,7 @@ from ckpttool.catalogue.warning import Warning
 from ckpttool.errors import CkptError, CorruptError
 from ckpttool.producers.directory import Directory
 from ckpttool.producers.foreign.recognition import Recognition, contents_of, ranks
-from ckpttool.text import plural, some
+from ckpttool.text import is_or_are, plural, some
 
 _WEIGHTS = r"(zero_pp_rank_(?P<dp>\d+)_)?mp_rank_(?P<mp>\d+)_model_states\.pt"
 _OPTIMIZER = r"(bf16_|fp16_)?zero_pp_rank_(?P<dp>\d+)_mp_rank_(?P<mp>\d+)_optim_states\.pt"
@@ -64,7 +64,7 @@ def describe(catalogue: Catalogue) -> Recognition | None:
     faults: tuple[CorruptError, ...] = ()
     if absent:
         weights = [tensor.name for tensor in absent]
-        text = f"{plural(len(absent), 'weight')} of ZeRO-3 {'is' if len(absent) == 1 else 'are'} in partitions, which "
+        text = f"{plural(len(absent), 'weight')} of ZeRO-3 {is_or_are(absent)} in partitions, which "
         text += f"the `*_optim_states.pt` of all ranks have: {some(weights)}"
         hint = "merge them with DeepSpeed's own `zero_to_fp32.py`"
         faults = (CorruptError(text, hint=hint, tensor=weights[0], concerns=weights, needs="other ranks"),)
@@ -195,7 +195,7 @@ def _missing(directory: Directory, values: Mapping[str, Any], stage: int) -> lis
             if (i, j) not in present
         ]
         if absent:
-            text = f"the {what} file of {some(absent)} {'is' if len(absent) == 1 else 'are'} missing"
+            text = f"the {what} file of {some(absent)} {is_or_are(absent)} missing"
             warnings.append(Warning("missing-file", text))
         extra = sorted(place for place in present if place[0] not in every or place[1] >= mp)
         if extra:

@@ -20,7 +20,7 @@ from ckpttool.catalogue.warning import Warning
 from ckpttool.errors import CkptError
 from ckpttool.producers.directory import Directory
 from ckpttool.producers.foreign.recognition import Recognition, contents_of, ranks
-from ckpttool.text import some
+from ckpttool.text import is_or_are, some
 
 _TRACKER = "latest_checkpointed_iteration.txt"
 _RANK = r"mp_rank_(?P<tp>\d{2})(_(?P<pp>\d{3}))?(_(?P<ep>\d{3}))?/"
@@ -107,7 +107,7 @@ def _legacy(directory: Directory) -> Recognition:
             if (i, j) not in present
         ]
         if absent:
-            text = f"{some(absent)} {'is' if len(absent) == 1 else 'are'} missing"
+            text = f"{some(absent)} {is_or_are(absent)} missing"
             warnings.append(Warning("missing-file", text))
     return Recognition(
         "Megatron legacy",

@@ -58,13 +58,13 @@ def info(api: HfApi, repo: str, revision: str | None) -> Any:
     return result
 
 
-def list_files(api: HfApi, repo: str, revision: str, folder: str = "") -> dict[str, RepoFile]:
-    """Return the files below a folder of a revision, by their paths in the repository.
+def list_files(api: HfApi, repo: str, revision: str) -> dict[str, RepoFile]:
+    """Return the files of a revision, by their paths in the repository.
 
     Raises the exceptions of the client, and CorruptError if a path leads out of the repository.
     """
     files: dict[str, RepoFile] = {}
-    items: list[Any] = repeat(lambda: list(api.list_repo_tree(repo, folder or None, recursive=True, revision=revision)))
+    items: list[Any] = repeat(lambda: list(api.list_repo_tree(repo, recursive=True, revision=revision)))
     for item in items:
         if not hasattr(item, "size"):
             continue

@@ -10,13 +10,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from ckpttool.catalogue.dtypes import dtype
 from ckpttool.catalogue.parts import find_rank
 from ckpttool.operations.verify_resume.run.compare import FirstDifference, is_counter
 from ckpttool.operations.verify_resume.run.state import SavedState
-from ckpttool.operations.verify_resume.trial.state import MappedTensor
 from ckpttool.text import plural, some
-from ckpttool.transfer.numbers import numbers
 
 _CLOSE = 1e-3  # of the largest element, by which a moment that was computed back may be off
 _FACTORS = {"exp_avg": "betas", "exp_avg_sq": "betas", "momentum_buffer": "momentum"}
@@ -77,7 +74,7 @@ class _Evidence:
     def _number(self, state: SavedState, name: str) -> float | None:
         tensor = state.tensors.get(name)
         if tensor is not None:
-            values = _numbers(tensor)
+            values = tensor.as_float64()
             return float(values[0]) if values.size == 1 else None
         value = state.objects.get(name)
         return float(value) if isinstance(value, (int, float)) and not isinstance(value, bool) else None
@@ -180,7 +177,7 @@ class _Evidence:
         factor = self._factor(name, leaf)
         if factor is None or any(one is None or one.shape != tensors[0].shape for one in tensors):  # type: ignore[union-attr]
             return None
-        saved, expected, found = (_numbers(one) for one in tensors if one is not None)
+        saved, expected, found = (one.as_float64() for one in tensors if one is not None)
         return saved + (found - expected) / factor
 
     def _factor(self, name: str, leaf: str) -> float | None:
@@ -210,7 +207,7 @@ class _Evidence:
         for name in self.names:
             if name.endswith(".exp_avg") and _parameter(name) == parameter:
                 resumed = self._resumed(name)
-                return resumed is None or _near(resumed, 0.0 * resumed, _numbers(self.saved.tensors[name]))
+                return resumed is None or _near(resumed, 0.0 * resumed, self.saved.tensors[name].as_float64())
         return any(_parameter(name) == parameter and not is_counter(name) for name in self.names)
 
     def _moments(self) -> Iterator[str]:
@@ -221,14 +218,14 @@ class _Evidence:
         zero: list[str] = []
         taken: dict[tuple[str, str], list[str]] = {}
         for name, value in resumed.items():
-            saved = _numbers(self.saved.tensors[name])
+            saved = self.saved.tensors[name].as_float64()
             if _near(value, 0.0 * value, saved) and saved.any():
                 zero.append(name)
                 continue
             leaf = name.rpartition(".")[2]
             for other in every:
                 if other != name and other.endswith(f".{leaf}") and other in self.saved.tensors:
-                    theirs = _numbers(self.saved.tensors[other])
+                    theirs = self.saved.tensors[other].as_float64()
                     if theirs.shape == value.shape and _near(value, theirs, saved):
                         taken.setdefault((_parameter(name), _parameter(other)), []).append(leaf)
         if zero and len(zero) == len(resumed):
@@ -254,7 +251,7 @@ class _Evidence:
         ratios = []
         for name in self.names:
             if self.expected.kind_of(name) == "model" and name in self.saved.tensors and name in self.found.tensors:
-                start, was, now = (_numbers(one.tensors[name]) for one in (self.saved, self.expected, self.found))
+                start, was, now = (one.tensors[name].as_float64() for one in (self.saved, self.expected, self.found))
                 moved = abs(was - start)
                 if start.shape == was.shape == now.shape and moved.size and moved.max() > 0:
                     at = int(moved.argmax())
@@ -290,12 +287,6 @@ class _Evidence:
 def _parameter(name: str) -> str:
     """Return the parameter that a moment or a step counter belongs to."""
     return name.partition(".state.")[2].rpartition(".")[0]
-
-
-def _numbers(tensor: MappedTensor) -> Any:
-    import numpy as np
-
-    return numbers(np.array(tensor.bits), dtype(tensor.dtype)).astype(np.float64)
 
 
 def _near(value: Any, other: Any, scale: Any) -> bool:

@@ -30,9 +30,7 @@ _GLANCE = 0.02
 class Process:
     """A command that is running; `log` has what it writes. A context manager that leaves none of its processes."""
 
-    def __init__(
-        self, words: Sequence[str], log: str, environment: Mapping[str, str], folder: str | None = None
-    ) -> None:
+    def __init__(self, words: Sequence[str], log: str, environment: Mapping[str, str]) -> None:
         import subprocess
         import uuid
 
@@ -48,7 +46,6 @@ class Process:
                     stderr=subprocess.STDOUT,
                     start_new_session=True,
                     env=values,
-                    cwd=folder,
                 )
             except OSError as error:
                 reason = (error.strerror or str(error)).lower()

@@ -16,9 +16,8 @@ from ckpttool.operations.verify_resume.trial import state
 from ckpttool.operations.verify_resume.trial.diagnose import diagnose
 from ckpttool.operations.verify_resume.trial.job import Job, Seen
 from ckpttool.operations.verify_resume.trial.results import Check, Compared, Drift, Finding, Report, Run, Step
-from ckpttool.operations.verify_resume.trial.state import MappedTensor, RecordedState
+from ckpttool.operations.verify_resume.trial.state import RecordedState
 from ckpttool.text import plural, size, some
-from ckpttool.transfer.numbers import numbers
 
 _ORDER = ("model", "optimizer", "scheduler", "scaler", "rng", "dataloader")
 _MOST_OF_END = 3
@@ -312,7 +311,7 @@ def check_gradients(report: Report, run: str, sharded: str, alone: str) -> None:
     factors: list[float] = []
     for name in names:
         # Where one has no gradient, that of the other has to be zero.
-        a, b = (_numbers(side[name]) if name in side else np.zeros(1) for side in (actual, expected))
+        a, b = (side[name].as_float64() if name in side else np.zeros(1) for side in (actual, expected))
         norm = float(np.linalg.norm(b))
         if not norm > _ZERO:
             errors[name] = 0.0 if float(np.linalg.norm(a)) <= _ZERO else math.inf
@@ -335,12 +334,6 @@ def check_gradients(report: Report, run: str, sharded: str, alone: str) -> None:
     else:
         message = f"`{worst.removeprefix('gradient.')}` is {errors[worst]:.2g} of its norm from that of one rank"
     _add(report, Check("gradients reduced", run, len(names), passed, message))
-
-
-def _numbers(tensor: MappedTensor) -> Any:
-    import numpy as np
-
-    return numbers(np.array(tensor.bits), dtype(tensor.dtype)).astype(np.float64)
 
 
 def _add(report: Report, check: Check) -> None:

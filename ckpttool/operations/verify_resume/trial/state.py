@@ -21,7 +21,7 @@ from ckpttool.catalogue.boxes import Box, Ints
 from ckpttool.catalogue.entries import Catalogue, Chunk, Chunks, Extent, File, Object, Part, Tensor
 from ckpttool.catalogue.parts import PER_RANK, find_rank
 from ckpttool.operations.diff import Diff, compare_sources
-from ckpttool.transfer.numbers import Array
+from ckpttool.transfer.numbers import Array, numbers
 
 TENSORS, INDEX = "tensors.bin", "state.json"
 
@@ -42,6 +42,12 @@ class MappedTensor:
     def sha256(self) -> str:
         """The SHA-256 of the elements, which are read when it is first asked for."""
         return hashlib.sha256(self.bits.data).hexdigest()
+
+    def as_float64(self) -> Array:
+        """Return the elements as an array of float64."""
+        import numpy as np
+
+        return numbers(np.array(self.bits), dtypes.dtype(self.dtype)).astype(np.float64)
 
 
 @dataclass(slots=True)
