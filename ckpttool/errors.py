@@ -135,7 +135,7 @@ def why_no_import(package: str, error: Exception) -> str:
 
 
 def in_one_line(error: BaseException) -> str:
-    """`ImportError: cannot import name 'x'`, the first line of the text that is not empty."""
+    """Return `ImportError: cannot import name 'x'`: the first line of the text that is not empty."""
     lines = str(error).strip().splitlines() or ["no reason given"]
     return f"{type(error).__name__}: {lines[0]}"
 

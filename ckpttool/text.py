@@ -19,12 +19,12 @@ _SIZE = re.compile(r"\s*(\d{1,20}(?:\.\d{1,9})?)\s*([A-Za-z]{0,3})\s*", re.ASCII
 
 
 def size(nbytes: float) -> str:
-    """`812 B`, `4.94 kB`, `12.9 GB`: thousands, as disks and `--max-shard-size` count."""
+    """Return `812 B`, `4.94 kB`, `12.9 GB`: thousands, as disks and `--max-shard-size` count."""
     return _scaled(nbytes, "B", _DECIMAL, " ")
 
 
 def count(n: int) -> str:
-    """`9,999`, `12.3k`, `6.74B`: how many parameters."""
+    """Return `9,999`, `12.3k`, `6.74B`: how many parameters."""
     return f"{n:,}" if n < 10_000 else _scaled(n, "", _THOUSANDS, "")
 
 
@@ -41,7 +41,7 @@ def _scaled(value: float, unit: str, larger: tuple[str, ...], space: str) -> str
 
 
 def duration(seconds: float) -> str:
-    """`0.04 s`, `12 s`, `3 min 4 s`, `1 h 2 min`."""
+    """Return `0.04 s`, `12 s`, `3 min 4 s`, `1 h 2 min`."""
     if seconds < 10:
         return f"{seconds:.2f} s"
     whole = round(seconds)
@@ -54,7 +54,7 @@ def duration(seconds: float) -> str:
 
 
 def plural(n: int, word: str) -> str:
-    """`1 tensor`, `2 tensors`, `1,250 tensors`."""
+    """Return `1 tensor`, `2 tensors`, `1,250 tensors`."""
     return f"{n:,} {word}{'' if n == 1 else 's'}"
 
 
@@ -64,7 +64,7 @@ def is_or_are(things: Sized) -> str:
 
 
 def parse_size(text: str, flag: str) -> int:
-    """`5GB` is 5,000,000,000, `512MiB` 536,870,912, `4096` itself. Raises UsageError naming `flag`."""
+    """Return 5,000,000,000 for `5GB`, 536,870,912 for `512MiB`, 4096 for `4096`. Raises UsageError naming `flag`."""
     match = _SIZE.fullmatch(text)
     unit = _UNITS.get(match[2].upper()) if match else None
     if match is None or unit is None:
@@ -80,7 +80,7 @@ def parse_size(text: str, flag: str) -> int:
 
 
 def near_names(name: str, names: Sequence[str], most: int = 3) -> list[str]:
-    """The names most like `name`: those that end in it or hold it first, then by spelling."""
+    """Return the names most like `name`: those that end in it or hold it first, then by spelling."""
     import difflib
 
     ends = [n for n in names if n.endswith("." + name)]
@@ -95,14 +95,14 @@ def meant(name: str, names: Sequence[str], otherwise: str) -> str:
 
 
 def some(names: Sequence[str], most: int = 3) -> str:
-    """Return the first few of many names, for a message. Pure."""
+    """Return the first few of many names, for a message."""
     shown = ", ".join(f"`{name}`" for name in names[:most])
     return shown if len(names) <= most else f"{shown} and {len(names) - most} more"
 
 
 def ranges(numbers: Iterable[int], comma: str = ", ", most: int = 8) -> str:
     """Return numbers in ascending order, those in a row as one range: `0-2, 5`. Of more than `most` ranges, those in
-    the middle are left out. Pure."""
+    the middle are left out."""
     rows: list[list[int]] = []
     for number in sorted(numbers):
         if rows and number == rows[-1][1] + 1:
@@ -114,13 +114,13 @@ def ranges(numbers: Iterable[int], comma: str = ", ", most: int = 8) -> str:
 
 
 def without_numbers(name: str) -> str:
-    """`layers.0.up` is `layers.*.up`: with `*` for each number between two dots. Pure."""
+    """Return `layers.*.up` for `layers.0.up`: with `*` for each number between two dots."""
     return _NUMBER.sub("*", name)
 
 
 def folded_name(names: Sequence[str], most: int = 8) -> str | None:
     """Return one name for several that differ in their numbers only, `layers.0-2.up`, with `most` ranges for each
-    number; None unless all combinations of their numbers are there. Pure."""
+    number; None unless all combinations of their numbers are there."""
     if len(names) == 1:
         return names[0]
     columns = [{*column} for column in zip(*map(_NUMBER.findall, names), strict=True)]
@@ -131,22 +131,22 @@ def folded_name(names: Sequence[str], most: int = 8) -> str | None:
 
 
 def is_number(key: str) -> bool:
-    """Return whether a key is the number of a layer or an expert. Pure."""
+    """Return whether a key is the number of a layer or an expert."""
     return key.isdecimal() and key.isascii() and len(key) <= 9
 
 
 def natural(name: str) -> list[tuple[str, int]]:
-    """Return a key that sorts names with their numbers as numbers: `layers.2` before `layers.10`. Pure."""
+    """Return a key that sorts names with their numbers as numbers: `layers.2` before `layers.10`."""
     return [(text, int(number or -1)) for text, number in re.findall(r"([^0-9]*)([0-9]{0,18})", name)]
 
 
 def rank_ranges(numbers: Collection[int]) -> str:
-    """`rank 3`, `ranks 0-3`, `ranks 0, 2-5`. Pure."""
+    """Return `rank 3`, `ranks 0-3`, `ranks 0, 2-5`."""
     return f"rank{'' if len(numbers) == 1 else 's'} {ranges(numbers)}"
 
 
 def safe(text: str) -> str:
-    """`text` with everything that a terminal would not print as itself written as an escape. Pure."""
+    """Return `text` with everything that a terminal would not print as itself written as an escape."""
     if text.isprintable():
         return text
     # A lone surrogate has no escape in `unicode_escape`'s strict mode, hence the error handler.
@@ -156,12 +156,12 @@ def safe(text: str) -> str:
 
 
 def cut(text: str, limit: int) -> str:
-    """`text`, or its beginning and `...` when it is longer than `limit`. Pure."""
+    """Return `text`, or its beginning and `...` when it is longer than `limit`."""
     return text if len(text) <= limit else text[: max(limit - 3, 0)] + "..."
 
 
 def html_table(title: str, columns: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
-    """Return a table for a notebook, of at most 20 rows, with its title above it. All text is escaped. Pure."""
+    """Return a table for a notebook, of at most 20 rows, with its title above it. All text is escaped."""
     from html import escape
 
     rest = iter(rows)

@@ -10,7 +10,7 @@ from ckpttool.text import some
 
 
 def find_aliases(tensors: Iterable[Tensor]) -> dict[Path, Path]:
-    """Return the path of the first tensor with the same extents, for each later one. Pure. Tensors without elements
+    """Return the path of the first tensor with the same extents, for each later one. Tensors without elements
     have no bytes to share. An alias has the same dtype, shape and boxes too: a transposed view of the same storage is
     another tensor, and so are the same bytes in another order."""
     first: dict[tuple[object, ...], Path] = {}
@@ -28,7 +28,7 @@ def find_aliases(tensors: Iterable[Tensor]) -> dict[Path, Path]:
 
 
 def one_moment_for_two(catalogue: Catalogue, aliases: Mapping[Path, Path]) -> list[Warning]:
-    """A word about optimizer state of which two kinds (`exp_avg`, `exp_avg_sq`) are the same bytes. Pure. No optimizer
+    """Return a word about optimizer state of which two kinds (`exp_avg`, `exp_avg_sq`) are the same bytes. No optimizer
     has that. `full_optim_state_dict` of FSDP1, and `FSDP.optim_state_dict` with `offload_to_cpu`, write it on CPUs:
     what was gathered last, for all."""
     names = {_owner(path) for path, kept in aliases.items() if _owner(path) == _owner(kept) and path[-1] != kept[-1]}
@@ -44,6 +44,6 @@ def one_moment_for_two(catalogue: Catalogue, aliases: Mapping[Path, Path]) -> li
 
 
 def _owner(path: Path) -> Path:
-    """The parameter that a piece of optimizer state is for: all but the last key, or the last word of a flat one."""
+    """Return the path of the parameter of optimizer state: all but the last key, or but the last word of a flat one."""
     last = path[-1] if path else ""
     return (*path[:-1], last.rpartition(".")[0]) if isinstance(last, str) and "." in last else path[:-1]

@@ -15,12 +15,12 @@ Box = tuple[Ints, Ints]
 
 
 def whole(shape: Sequence[int]) -> Box:
-    """Return the box that covers a tensor of `shape`. Pure."""
+    """Return the box that covers a tensor of `shape`."""
     return (0,) * len(shape), tuple(shape)
 
 
 def overlap(a: Box, b: Box) -> Box | None:
-    """Return the intersection of two boxes, or None. Pure."""
+    """Return the intersection of two boxes, or None."""
     offsets, sizes = [], []
     for ao, asz, bo, bsz in zip(a[0], a[1], b[0], b[1], strict=True):
         low, high = max(ao, bo), min(ao + asz, bo + bsz)
@@ -32,7 +32,7 @@ def overlap(a: Box, b: Box) -> Box | None:
 
 
 def row_major(shape: Sequence[int]) -> Ints:
-    """Return the strides of a contiguous tensor, in elements. Pure."""
+    """Return the strides of a contiguous tensor, in elements."""
     strides = [1] * len(shape)
     for i in range(len(shape) - 2, -1, -1):
         strides[i] = strides[i + 1] * max(shape[i + 1], 1)
@@ -40,15 +40,15 @@ def row_major(shape: Sequence[int]) -> Ints:
 
 
 def flat_range(shape: Sequence[int], start: int, stop: int) -> list[tuple[Box, int]]:
-    """Elements `start..stop` of a row-major tensor as boxes in the order of their elements, at most `2 * ndim - 1`,
-    each with where in the range it begins: what a piece of a flattened parameter is of the parameter. Pure.
+    """Return elements `start..stop` of a row-major tensor as boxes in the order of their elements, at most
+    `2 * ndim - 1`, each with where in the range it begins: what a piece of a flattened parameter is of it.
 
     `flat_range((4, 13), 10, 30)` is `[(((0, 10), (1, 3)), 0), (((1, 0), (1, 13)), 3), (((2, 0), (1, 4)), 16)]`.
     """
     pieces: list[tuple[Box, int]] = []
 
     def walk(row: Ints, low: int, high: int) -> None:
-        """Elements `low..high` of the part of the tensor that `row`, its first indexes, leaves."""
+        """Add the elements `low..high` of the part of the tensor that `row`, its first indexes, leaves."""
         depth = len(row)
         if depth == len(shape):
             pieces.append(((row, (1,) * depth), done()))
@@ -78,8 +78,8 @@ def flat_range(shape: Sequence[int], start: int, stop: int) -> list[tuple[Box, i
 
 
 def is_row_major(sizes: Sequence[int], strides: Sequence[int]) -> bool:
-    """Whether these strides lay the elements out without gaps in row-major order; dimensions of size 1 do not count,
-    and no elements are in any order. Pure."""
+    """Return whether these strides lay the elements out without gaps in row-major order; dimensions of size 1 do not
+    count, and no elements are in any order."""
     if 0 in sizes:
         return True
     expected = 1
@@ -91,14 +91,14 @@ def is_row_major(sizes: Sequence[int], strides: Sequence[int]) -> bool:
 
 
 def span(sizes: Sequence[int], strides: Sequence[int]) -> int:
-    """Return the number of elements from the first to the last one: the storage that `as_strided` needs. Pure."""
+    """Return the number of elements from the first to the last one: the storage that `as_strided` needs."""
     if 0 in sizes:
         return 0
     return 1 + sum((size - 1) * stride for size, stride in zip(sizes, strides, strict=True))
 
 
 def run_length(box_sizes: Sequence[int], within: Sequence[int]) -> int:
-    """Return how many elements of a box are contiguous in a row-major box of sizes `within`. Pure."""
+    """Return how many elements of a box are contiguous in a row-major box of sizes `within`."""
     run = 1
     for size, full in zip(reversed(box_sizes), reversed(within), strict=True):
         run *= size
@@ -108,7 +108,7 @@ def run_length(box_sizes: Sequence[int], within: Sequence[int]) -> int:
 
 
 def runs(box: Box, within: Box, run: int) -> Iterator[int]:
-    """Yield where each run of `run` elements of `box` starts in `within`, stored row-major, in elements. Pure. `run` is
+    """Yield where each run of `run` elements of `box` starts in `within`, stored row-major, in elements. `run` is
     `run_length(box[1], within[1])` or a divisor of it that is a product of trailing sizes."""
     strides = row_major(within[1])
     sizes = box[1]
@@ -132,7 +132,7 @@ def _walk(start: int, sizes: Ints, strides: Ints) -> Iterator[int]:
 
 
 def tiling_fault(shape: Sequence[int], offsets: Sequence[Ints], sizes: Sequence[Ints]) -> str | None:
-    """Return why these boxes do not cover a tensor of `shape` exactly once; None if they do. Pure. Boxes without
+    """Return why these boxes do not cover a tensor of `shape` exactly once; None if they do. Boxes without
     elements cover nothing and are fine anywhere inside. The walk is linear for boxes that are slabs along one dimension
     (what FSDP writes) and near linear for grids."""
     if _are_slabs(shape, offsets, sizes):
@@ -159,8 +159,8 @@ def tiling_fault(shape: Sequence[int], offsets: Sequence[Ints], sizes: Sequence[
 
 
 def _are_slabs(shape: Sequence[int], offsets: Sequence[Ints], sizes: Sequence[Ints]) -> bool:
-    """Whether these boxes are whole in all dimensions but one, and follow each other there from end to end: nearly
-    every sharded tensor, at a tenth of the time. False proves nothing."""
+    """Return whether these boxes are whole in all dimensions but one, and follow each other there from end to end:
+    nearly every sharded tensor, at a tenth of the time. False proves nothing."""
     if not shape or set(map(len, offsets)) | set(map(len, sizes)) != {len(shape)}:
         return False
     cut = None
@@ -182,8 +182,8 @@ def _are_slabs(shape: Sequence[int], offsets: Sequence[Ints], sizes: Sequence[In
 
 
 def _first_overlap(boxes: list[Box]) -> tuple[Box, Box] | None:
-    """The first two boxes found that share an element; sweeps along the dimension with the most distinct starts. Where
-    the boxes of a grid have the same range along that dimension, the others tell them apart: a sweep alone would
+    """Return the first two boxes found that share an element; sweeps along the dimension with the most distinct starts.
+    Where the boxes of a grid have the same range along that dimension, the others tell them apart: a sweep alone would
     compare nearly all of a grid of many dimensions with each other."""
     if len(boxes) < 2 or not boxes[0][0]:
         return (boxes[0], boxes[1]) if len(boxes) > 1 else None

@@ -54,7 +54,7 @@ _current: ContextVar[Budget | None] = ContextVar("budget", default=None)
 
 @contextmanager
 def working(nbytes: int = 0) -> Iterator[None]:
-    """While so many bytes are read. Within another one, they are added to that one's budget."""
+    """Context manager in which so many bytes are read. Within another one, they are added to its budget."""
     outer = _current.get()
     if outer is not None:
         outer.add(nbytes)

@@ -27,7 +27,7 @@ MAX_ELEMENTS = 1 << 58  # of 16 bytes each, and no file is longer than 2**63 byt
 
 
 def check_shape(shape: Sequence[int]) -> None:
-    """Raises CorruptError for a shape that no tensor can have: 100,000 sizes of 2**62 take hours to multiply. Pure."""
+    """Raise CorruptError for a shape that no tensor can have: 100,000 sizes of 2**62 take hours to multiply."""
     if len(shape) > MAX_DIMENSIONS:
         message = f"a tensor of {len(shape)} dimensions, more than {MAX_DIMENSIONS}"
         raise CorruptError(message, found=len(shape), expected=MAX_DIMENSIONS)
@@ -38,12 +38,12 @@ def check_shape(shape: Sequence[int]) -> None:
 
 
 def dotted(path: Path) -> str:
-    """The name of a path for people: `("optim", "state", 0, "exp_avg")` is `optim.state.0.exp_avg`. Pure."""
+    """Return the name of a path for people: `("optim", "state", 0, "exp_avg")` is `optim.state.0.exp_avg`."""
     return ".".join(map(str, path))
 
 
 def above(path: Path) -> list[Path]:
-    """The paths of the containers around an entry, the root first: `()` and `("a",)` for `("a", "b")`. Pure."""
+    """Return the paths of the containers around an entry, the root first: `()` and `("a",)` for `("a", "b")`."""
     return [path[:depth] for depth in range(len(path))]
 
 
@@ -57,7 +57,7 @@ class Record(NamedTuple):
     crc: int | None = None
 
     def shifted(self, by: int) -> Record:
-        """The same place when `by` other files come before its own. Pure."""
+        """Return the same place when `by` other files come before its own."""
         return self._replace(file=self.file + by)
 
 
@@ -90,7 +90,7 @@ class Extent(NamedTuple):
         return self.strides is None and not self.codec and not self.item and self.weave is None
 
     def shifted(self, by: int) -> Extent:
-        """The same place when `by` other files come before its own. Pure."""
+        """Return the same place when `by` other files come before its own."""
         record = self.record.shifted(by) if self.record is not None else None
         weave = self.weave
         if weave is not None:
@@ -151,12 +151,12 @@ class Chunks(Sequence[Chunk]):
 
     @classmethod
     def single(cls, shape: Ints, extent: Extent) -> Chunks:
-        """One chunk that is the whole tensor."""
+        """Return one chunk that is the whole tensor."""
         return cls.of([Chunk((0,) * len(shape), shape, extent)])
 
     @classmethod
     def placed(cls, placed: Iterable[tuple[boxes.Box, int]]) -> Chunks:
-        """Boxes with the rank that is to hold each, for a catalogue that is only planned."""
+        """Return boxes with the rank that is to hold each, for a catalogue that is only planned."""
         return cls.of(Chunk(offsets, sizes, Extent(rank, 0, 0)) for (offsets, sizes), rank in placed)
 
     @classmethod
@@ -170,8 +170,8 @@ class Chunks(Sequence[Chunk]):
         *,
         item: bool = False,
     ) -> Chunks:
-        """Plain chunks, or unopened DCP items, from columns that are kept as they are: tensors of one shape may share
-        their boxes. Without `offset` and `nbytes`, for a catalogue that is only planned."""
+        """Return plain chunks, or unopened DCP items, from columns that are kept as they are: tensors of one shape may
+        share their boxes. Without `offset` and `nbytes`, for a catalogue that is only planned."""
         result = cls(item=item)
         result.offsets, result.sizes, result.file = offsets, sizes, file
         zeros = array("q", bytes(8 * len(file)))
@@ -195,14 +195,14 @@ class Chunks(Sequence[Chunk]):
             self.item = True
 
     def shifted(self, by: int) -> Chunks:
-        """The same chunks when `by` other files come before theirs. Pure."""
+        """Return the same chunks when `by` other files come before theirs."""
         result = copy(self)
         result.file = array("l", [file + by for file in self.file])
         result.records = {i: record.shifted(by) for i, record in self.records.items()}
         return result
 
     def at(self, i: int) -> Chunk:
-        """Chunk `i`, which is there: as `chunks[i]`, at half the time."""
+        """Return chunk `i`, which is there: as `chunks[i]`, at half the time."""
         # A plan asks for a million of them: this is `Chunk(..., Extent(...))` at half the time.
         strides = self.strides.get(i) if self.strides else None
         codec = self.codecs.get(i, ()) if self.codecs else ()
@@ -346,7 +346,7 @@ class Object(_Named):
         return self._value
 
     def at(self, path: Path, *, part: Part | None = None, change: Callable[[Any], Any] | None = None) -> Object:
-        """The same value under another path, `change(value)` of it if given. `origin` stays the path in the source."""
+        """Return the value, or `change(value)`, under another path. `origin` stays the path in the source."""
         read = (lambda: change(self.value)) if change is not None else (lambda: self.value)
         moved = Object(path, read=read, part=part or self.part, nbytes=self.nbytes)
         moved.origin = self.origin
@@ -391,7 +391,7 @@ E = TypeVar("E", Tensor, Object)
 
 
 def unknown_name(name: str | Path, names: Sequence[str]) -> KeyError:
-    """Return the error for a dotted name or a key path that no entry has, with the nearest names. Pure."""
+    """Return the error for a dotted name or a key path that no entry has, with the nearest names."""
     near = near_names(str(name), names)
     return KeyError(f"{name}; did you mean {', '.join(near)}?" if near else name)
 
@@ -504,5 +504,5 @@ class Catalogue:
         return [f for f in self.files if not f.scratch]
 
     def nbytes(self) -> int:
-        """Bytes of all files on disk."""
+        """Return the bytes of all files on disk."""
         return sum(f.size for f in self.own_files)

@@ -86,12 +86,12 @@ class _Flattening:
         return any(isinstance(node, self._linked) for node in _nodes(value, CONTAINERS))
 
     def _has_structure(self, value: list[Any]) -> bool:
-        """Whether a dict or a tensor is in this list, or in a list in it. An empty dict is no structure: torch does not
-        read a DCP directory whose list has nothing else in it, such as `lr_lambdas: [{}]`."""
+        """Return whether a dict or a tensor is in this list, or in a list in it. An empty dict is no structure: torch
+        does not read a DCP directory whose list has nothing else in it, such as `lr_lambdas: [{}]`."""
         return any(isinstance(v, self._linked) or (isinstance(v, dict) and v) for v in _nodes(value, (list,)))
 
     def _embed_tensors(self, value: Any, root: Path) -> Any:
-        """A copy of an object's value with a `Link` in place of each tensor."""
+        """Return a copy of an object's value with a `Link` in place of each tensor."""
         taken = self._catalogue.entries
 
         def embed(tensor: Any, path: Path) -> Link:
@@ -113,8 +113,8 @@ def _too_deep(path: Path) -> CorruptError:
 
 
 def _is_key(key: Any) -> bool:
-    """Whether a key is plain, or a tuple of what is. Raises CorruptError for one of thousands of elements: a shared one
-    counts each time, and the path of each entry below is hashed with it."""
+    """Return whether a key is plain, or a tuple of what is. Raises CorruptError for one of thousands of elements: a
+    shared one counts each time, and the path of each entry below is hashed with it."""
     elements, level, depth = 0, [key], 0
     while level:
         if depth > MAX_DEPTH:
@@ -137,7 +137,7 @@ def _as_key(key: Any) -> Hashable:
 
 
 def _nodes(value: Any, containers: tuple[type, ...]) -> Iterator[Any]:
-    """A value and what is in its `containers`, level by level. Raises CorruptError when there are too many levels."""
+    """Yield a value and what is in its `containers`, level by level. Raises CorruptError for too many levels."""
     seen: set[int] = set()
     level, depth = [value], 0
     while level:
@@ -201,14 +201,14 @@ class _Copying:
 
 
 def links(value: Any) -> Iterator[Link]:
-    """The links to tensors in an object's value."""
+    """Return the links to tensors in an object's value."""
     return (node for node in walk(value) if isinstance(node, Link))
 
 
 def unflatten(catalogue: Catalogue, value_of: Callable[[Tensor | Object], Any]) -> Any:
-    """The nested state: `value_of(entry)` at each path, in dicts, OrderedDicts and lists as they were. Embedded tensors
-    are left out: they are reached through the `Link` in their object. Raises LossError when one path runs through
-    another's value."""
+    """Return the nested state: `value_of(entry)` at each path, in dicts, OrderedDicts and lists as they were. Embedded
+    tensors are left out: they are reached through the `Link` in their object. Raises LossError when one path runs
+    through another's value."""
     if () in catalogue.entries:
         return value_of(catalogue.entries[()])
     containers: dict[Path, Any] = {(): _new(catalogue, ())}

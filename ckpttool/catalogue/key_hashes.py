@@ -42,7 +42,7 @@ class Alike:
 
 
 def is_secret(keys: Iterable[Any]) -> bool:
-    """Whether no file can choose the hashes of these: they are text, or objects that are equal to nothing else."""
+    """Return whether no file can choose the hashes of these: of texts, and of objects equal to nothing else."""
     return all(map(_is_secret, set(map(type, keys))))
 
 
@@ -52,7 +52,7 @@ def _is_secret(kind: type) -> bool:
 
 
 def charge_hashing(keys: Collection[Any]) -> None:
-    """Called before values are put into a set or made keys: a tuple of tuples that are shared is worth many."""
+    """Charge for values before they are put into a set or made keys: a tuple of shared tuples is worth many."""
     costs: dict[int, int] = {}
     for key in keys:
         charge(_cost(key, costs) if isinstance(key, tuple) else 1)
@@ -60,20 +60,20 @@ def charge_hashing(keys: Collection[Any]) -> None:
 
 
 def charge_alike(keys: Collection[Any]) -> None:
-    """Called before so many values, each cheap to hash, are made keys."""
+    """Charge for so many values, each cheap to hash, before they are made keys."""
     if len(keys) > MANY and not is_secret(keys):
         Alike().add(keys)
 
 
 def _cost(top: tuple[Any, ...], costs: dict[int, int]) -> int:
-    """What the hash of a tuple computes, in elements; `costs` remembers those of the tuples in it."""
+    """Return what the hash of a tuple computes, in elements; `costs` remembers those of the tuples in it."""
     for node in inner_first(top, costs):
         costs[id(node)] = 1 + sum(costs[id(item)] if isinstance(item, tuple) else 1 for item in node)
     return costs[id(top)]
 
 
 def inner_first(top: tuple[Any, ...], known: dict[int, int]) -> Iterator[tuple[Any, ...]]:
-    """A tuple and those in it, each behind those that it holds, but for `known` ones, which each becomes then."""
+    """Yield a tuple and those in it, each behind those that it holds, but for `known` ones, which each becomes then."""
     todo = [top]
     while todo:
         node = todo[-1]

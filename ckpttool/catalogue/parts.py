@@ -46,7 +46,7 @@ _RANK_KEY = re.compile(r"(?:dp_)?rank_?(\d+)")
 
 
 def kind_of_key(key: object) -> str | None:
-    """Return the kind that a key names, `optim_state_dict` -> `optimizer`; None for any other key. Pure."""
+    """Return the kind that a key names, `optim_state_dict` -> `optimizer`; None for any other key."""
     if not isinstance(key, str):
         return None
     # What is before a dot can only be the `.*` of a pattern: of 100,000 names with few last keys few are looked at.
@@ -103,7 +103,7 @@ def _has_tensor(node: _Node) -> bool:
 
 
 def _shape_of(node: _Node) -> str | None:
-    """The kind that a dict's own keys give away."""
+    """Return the kind that a dict's own keys give away."""
     keys = node.children.keys()
     if {"state", "param_groups"} <= keys:
         return "optimizer"
@@ -118,7 +118,7 @@ def _shape_of(node: _Node) -> str | None:
 
 
 def _parts_below(node: _Node, path: Path, depth: int) -> Iterator[tuple[_Node, Part]]:
-    """Roots of the parts at and below `node`; a later one overrules what an earlier one marked."""
+    """Yield the roots of the parts at and below `node`; a later one overrules what an earlier one marked."""
     kinds = {
         key: (_shape_of(child) if child.children else None) or kind_of_key(key) for key, child in node.children.items()
     }
@@ -153,8 +153,8 @@ def _parts_below(node: _Node, path: Path, depth: int) -> Iterator[tuple[_Node, P
 
 
 def _tells(kind: str, child: _Node) -> bool:
-    """Whether a key of a known name is a part here. A module called `net` or `module` is none unless it holds tensors
-    below it, and a tensor called `scaler` in a model is no grad scaler."""
+    """Return whether a key of a known name is a part here. A module called `net` or `module` is none unless it holds
+    tensors below it, and a tensor called `scaler` in a model is no grad scaler."""
     if kind == "model":
         return bool(child.children) and _has_tensor(child)
     if kind in ("optimizer", "scheduler", "scaler"):
@@ -166,7 +166,7 @@ def _tells(kind: str, child: _Node) -> bool:
 
 
 def _has_parts(node: _Node, depth: int) -> bool:
-    """Whether this dict divides into parts of its own, as `{"app": {"model": ..., "optim": ...}}` does."""
+    """Return whether this dict divides into parts of its own, as `{"app": {"model": ..., "optim": ...}}` does."""
     dicts = {k: c for k, c in node.children.items() if c.children}
     kinds = {_shape_of(c) or kind_of_key(k) for k, c in dicts.items()}
     if {"model", "optimizer"} <= kinds or _shape_of(node) is not None:
@@ -181,7 +181,7 @@ def parts(catalogue: Catalogue) -> list[Part]:
 
 
 def stop_at_absent(catalogue: Catalogue, only: Sequence[str]) -> None:
-    """Raises the error of a part that could not be opened, unless `only` selects others."""
+    """Raise the error of a part that could not be opened, unless `only` selects others."""
     for fault in catalogue.faults:
         root = fault.facts.get("absent")
         if root is not None and (not only or {root, root.partition(".")[0], kind_of_key(root)} & {*only}):
@@ -209,19 +209,19 @@ def matcher(names: Iterable[str], catalogue: Catalogue, other: Catalogue | None 
 
 
 def rank_key(rank: int) -> str:
-    """Return the key of a rank: `rank3`. Pure."""
+    """Return the key of a rank: `rank3`."""
     return f"rank{rank}"
 
 
 def with_rank(path: Path, rank: int) -> Path:
     """Return the path in the catalogue of the value that `rank` has at `path`: the key of the rank stands behind the
-    last key of a kind in `PER_RANK`, else at the end. Pure."""
+    last key of a kind in `PER_RANK`, else at the end."""
     depth = next((i for i in range(len(path), 0, -1) if kind_of_key(path[i - 1]) in PER_RANK), len(path))
     return (*path[:depth], rank_key(rank), *path[depth:])
 
 
 def find_rank(path: Path) -> tuple[int, int] | None:
-    """Return the depth and the number of the rank's key in a path: `("rng", "rank3", "torch")` is `(1, 3)`. Pure."""
+    """Return the depth and the number of the rank's key in a path: `("rng", "rank3", "torch")` is `(1, 3)`."""
     for depth, key in enumerate(path):
         match = _RANK_KEY.fullmatch(key) if isinstance(key, str) else None
         if match is not None:
@@ -230,6 +230,6 @@ def find_rank(path: Path) -> tuple[int, int] | None:
 
 
 def without_rank(path: Path) -> Path:
-    """Return the path that the value has in the file of its own rank. Pure."""
+    """Return the path that the value has in the file of its own rank."""
     match = find_rank(path)
     return path if match is None else (*path[: match[0]], *path[match[0] + 1 :])

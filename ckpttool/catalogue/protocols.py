@@ -26,8 +26,8 @@ class Source(Protocol):
     catalogue: Catalogue
 
     def resolve(self, tensor: Tensor, chunk: Chunk) -> Extent:
-        """Where the elements of `chunk` lie; the chunk's own extent unless that is an unopened item. Thread-safe.
-        Raises CorruptError when what is there does not fit the tensor."""
+        """Return where the elements of `chunk` lie; the chunk's own extent unless that is an unopened item.
+        Thread-safe. Raises CorruptError when what is there does not fit the tensor."""
 
     def close(self) -> None:
         """Let go of files and scratch space."""
@@ -57,7 +57,7 @@ class Itemised(Protocol):
     """A source whose files are made of whole archives, of which the catalogue's chunks are not all."""
 
     def items(self) -> Iterator[tuple[str, Run]]:
-        """The others, each with the name that the index has for it."""
+        """Return the others, each with the name that the index has for it."""
 
 
 class Sink(Protocol):

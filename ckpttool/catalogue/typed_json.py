@@ -27,14 +27,14 @@ _NAN = struct.pack(">d", float("nan"))
 
 
 def encode(value: Any, *, name: str = "value") -> Any:
-    """`value` as what `json.dumps` takes. `name` is what messages call it. Raises LossError for a value that holds
-    itself, is nested too deeply, or has no spelling here."""
+    """Return `value` as what `json.dumps` takes. `name` is what messages call it. Raises LossError for a value that
+    holds itself, is nested too deeply, or has no spelling here."""
     return _Encoder(name).encode(value, 0)
 
 
 def key(value: Any, *, name: str = "value") -> str:
-    """The JSON of `value` as text: equal for two values exactly when they are the same, bit for bit and type for type
-    (1 is not 1.0, a tuple not a list). Raises LossError as `encode` does."""
+    """Return the JSON of `value` as text: equal for two values exactly when they are the same, bit for bit and type for
+    type (1 is not 1.0, a tuple not a list). Raises LossError as `encode` does."""
     return json.dumps(encode(value, name=name))
 
 
@@ -158,8 +158,8 @@ Functions = Mapping[tuple[str, str], Known]
 
 
 def decode(encoded: Any, *, name: str = "value", functions: Functions | None = None) -> Any:
-    """The value that `encode` made this JSON of; `functions` are those that `$function` may name, by module and name.
-    Raises CorruptError for JSON that `encode` does not make."""
+    """Return the value that `encode` made this JSON of; `functions` are those that `$function` may name, by module and
+    name. Raises CorruptError for JSON that `encode` does not make."""
     try:
         return _Decoder(name, functions or {}).decode(encoded)
     except RecursionError:

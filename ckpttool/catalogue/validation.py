@@ -30,8 +30,8 @@ def validate(catalogue: Catalogue, paths: Collection[Path] | None = None) -> Non
 
 
 def faults_of(tensor: Tensor, files: Sequence[File], sizes: list[int] | None = None) -> Iterator[CorruptError]:
-    """What is wrong with one tensor, as far as the index and the sizes of the files tell: its chunks do not tile it, a
-    file is missing, a chunk lies outside of its file or is not as large as its box. Pure."""
+    """Yield what is wrong with one tensor, as far as the index and the sizes of the files tell: its chunks do not tile
+    it, a file is missing, a chunk lies outside of its file or is not as large as its box."""
     chunks = tensor.chunks
     is_whole = len(chunks) == 1 and chunks.sizes[0] == tensor.shape and not any(chunks.offsets[0])
     if not is_whole and (fault := boxes.tiling_fault(tensor.shape, chunks.offsets, chunks.sizes)):
@@ -67,7 +67,7 @@ def _chunk_fault(tensor: Tensor, i: int, files: Sequence[File]) -> CorruptError 
 
 
 def outside(what: str, file: File, offset: int, nbytes: int, tensor: str | None = None) -> CorruptError:
-    """Return the error for bytes that would lie outside their file. Pure."""
+    """Return the error for bytes that would lie outside their file."""
     end = offset + nbytes
     message = f"`{file.name}`: {what}: bytes {offset}..{end} are outside the file, which has {file.size}"
     hint = "the file is truncated, or not the one that the index was written for"
@@ -76,7 +76,7 @@ def outside(what: str, file: File, offset: int, nbytes: int, tensor: str | None 
 
 
 def _inside(chunks: Chunks, sizes: list[int]) -> bool:
-    """Whether every item lies inside its file; a large checkpoint has too many to look at one by one."""
+    """Return whether every item lies inside its file; a large checkpoint has too many to look at one by one."""
     if not chunks:
         return True
     ends = map(add, chunks.offset, chunks.nbytes)
@@ -95,7 +95,7 @@ def stop_at_fault(catalogue: Catalogue, names: Iterable[str]) -> None:
 
 
 def concerns(fault: CkptError, name: str | None) -> bool:
-    """Whether a fault is about the entry of this name; with None, about the checkpoint as a whole. Pure."""
+    """Return whether a fault is about the entry of this name; with None, about the checkpoint as a whole."""
     about = fault.facts.get("concerns")
     if about is None or name is None:
         return about is None
@@ -103,7 +103,7 @@ def concerns(fault: CkptError, name: str | None) -> bool:
 
 
 def _upwards(name: str) -> Iterator[str]:
-    """`a.b.c`, `a.b`, `a` and the name of the root."""
+    """Yield `a.b.c`, `a.b`, `a` and the name of the root."""
     while name:
         yield name
         name = name.rpartition(".")[0]

@@ -105,7 +105,7 @@ class Stub(metaclass=StubType):
 
 
 def check_spelling(module: str, name: str) -> None:
-    """Raises CorruptError for a string that cannot be the name of a module, class or function."""
+    """Raise CorruptError for a string that cannot be the name of a module, class or function."""
     # Opcode GLOBAL ends a name at a newline and takes what follows for opcodes: written out, such a name would run.
     for part in (module, name):
         if " " in part or not part.isprintable():
@@ -123,7 +123,7 @@ def stub_type(module: str, name: str) -> type[Stub]:
 
 
 def stub_name(value: Any) -> str | None:
-    """`torch.float32` for the stub class that stands for it or an instance of that; None for anything else."""
+    """Return `torch.float32` for the stub class that stands for it or an instance of that; None for anything else."""
     kind = type(value) if isinstance(value, Stub) else value
     return f"{kind.module}.{kind.name}" if isinstance(kind, StubType) else None
 
@@ -148,12 +148,12 @@ class Known:
 
 
 def known_names(*rows: tuple[str, str, Callable[..., Any]]) -> dict[tuple[str, str], Known]:
-    """A table for the unpickler of names that are answered, from rows of module, name and answer."""
+    """Return a table for the unpickler of names that are answered, from rows of module, name and answer."""
     return {(module, name): Known(module, name, answer) for module, name, answer in rows}
 
 
 def attributes_of(state: Any) -> dict[str, Any]:
-    """Attributes that an OrderedDict can be given. Raises TypeError for others: one called `items` would hide it."""
+    """Return the attributes of an OrderedDict. Raises TypeError for others: one called `items` would hide it."""
     if not isinstance(state, dict) or not all(isinstance(k, str) and not hasattr(OrderedDict, k) for k in state):
         raise TypeError
     return state
@@ -163,7 +163,7 @@ CONTAINERS = (dict, list, tuple, set, frozenset, Stub)
 
 
 def children(value: Any) -> Iterator[tuple[Any, Any]]:
-    """The keys and values directly inside a value; an attribute of a stub has a string key."""
+    """Yield the keys and values directly inside a value; an attribute of a stub has a string key."""
     if isinstance(value, dict):
         yield from value.items()
         if getattr(value, "__dict__", None):
@@ -183,7 +183,7 @@ _OFTEN = 1023
 
 
 def walk(value: Any) -> Iterator[Any]:
-    """Every value in a tree and every key that is more than a string or a number, each shared one once."""
+    """Yield every value in a tree and every key that is more than a string or a number, each shared one once."""
     seen: set[int] = set()
     todo = [value]
     steps = 0

@@ -64,5 +64,5 @@ class Warning:
         return self.text
 
     def prefixed(self, prefix: str) -> Warning:
-        """Return the same warning with `prefix: ` before its text. Pure."""
+        """Return the same warning with `prefix: ` before its text."""
         return replace(self, text=f"{prefix}: {self.text}")

@@ -225,7 +225,7 @@ def _header(terminal: Terminal, catalogue: Catalogue, path: str, summary: Summar
 
 
 def _recognised(recognised: dict[str, Any], catalogue: Catalogue) -> list[tuple[str, str]]:
-    """The rows of the header on what a checkpoint of another tool is."""
+    """Return the rows of the header on what a checkpoint of another tool is."""
     rows = [("recognised", recognised["title"])] if recognised["title"] != catalogue.format else []
     if recognised["parallelism"]:
         rows.append(("parallelism", recognised["parallelism"]))

@@ -35,7 +35,7 @@ def write_page(path: str, page_of: Callable[[Any, dict[str, str]], str], documen
 
 
 def check_folder(path: str | None) -> None:
-    """Raises UsageError for a file whose folder is absent, before the work that it reports."""
+    """Raise UsageError for a file whose folder is absent, before the work that it reports."""
     folder = os.path.dirname(os.path.abspath(path)) if path else "."
     if not os.path.isdir(folder):
         raise UsageError(f"`{path}` cannot be written: there is no folder `{folder}`")

@@ -60,12 +60,12 @@ Rows = list[list[TextLike]]
 
 
 def bold(text: str) -> Styled:
-    """Text that is bold where the terminal shows colours."""
+    """Return text that is bold where the terminal shows colours."""
     return Styled(text, "bold")
 
 
 def dim(text: str) -> Styled:
-    """Text that is dim where the terminal shows colours."""
+    """Return text that is dim where the terminal shows colours."""
     return Styled(text, "dim")
 
 

@@ -19,7 +19,7 @@ DATA_FILE = re.compile(
 
 
 def named(name: str) -> Format:
-    """The format called `name`. Raises UsageError with the nearest one."""
+    """Return the format called `name`. Raises UsageError with the nearest one."""
     for row in FORMATS:
         if name in (row.name, row.target):
             return row
@@ -36,7 +36,7 @@ def named(name: str) -> Format:
 
 
 def by_suffix(path: str) -> Format | None:
-    """The format that a name says unmistakably."""
+    """Return the format that a name says unmistakably."""
     found = [row for row in FORMATS if row.suffixes and path.endswith(row.suffixes)]
     return found[0] if len(found) == 1 else None
 
@@ -47,7 +47,7 @@ def options(rows: Iterable[Format], comma: str = " or ") -> str:
 
 
 def writable(name: str | None, dst: str) -> Format:
-    """The format to write: the one named, or the one that the suffix of `dst` says unmistakably."""
+    """Return the format to write: the one named, or the one that the suffix of `dst` says unmistakably."""
     row = named(name) if name is not None else by_suffix(dst)
     if row is None:
         raise UsageError(f"cannot infer the output format from `{dst}`", hint=f"pass {options(FORMATS, ', ')}")

@@ -16,11 +16,11 @@ _FLOATS = ("float64", "float32", "float16", "bfloat16", "float8_e4m3fn", "float8
 
 
 def caster(rules: Sequence[str], stays: Callable[[str], bool] = lambda name: False) -> Callable[[Tensor], Dtype | None]:
-    """The dtype that `--dtype` rules give a tensor; None to leave it.
+    """Return the dtype that `--dtype` rules give a tensor; None to leave it.
 
     A rule is `PATTERN=DTYPE` over full names, the first that matches, or a bare `DTYPE` for the floating-point tensors
     of models that match none (8-bit floats stay). Integers and bools are never cast. A bare dtype is not for tensors
-    whose name `stays`: they become float32. Raises UsageError for a dtype that is none. Pure.
+    whose name `stays`: they become float32. Raises UsageError for a dtype that is none.
     """
     compiled: list[tuple[re.Pattern[str] | None, Dtype]] = []
     if sum("=" not in text for text in rules) > 1:
@@ -52,13 +52,13 @@ def caster(rules: Sequence[str], stays: Callable[[str], bool] = lambda name: Fal
 
 
 def general(rules: Sequence[str]) -> str | None:
-    """Return the dtype of the rule without a pattern: `"bfloat16"`. Pure."""
+    """Return the dtype of the rule without a pattern: `"bfloat16"`."""
     short = next((text.removeprefix("torch.") for text in rules if "=" not in text), None)
     return ALIASES.get(short, short) if short is not None else None
 
 
 def cast(catalogue: Catalogue, cast_to: Callable[[Tensor], Dtype | None]) -> Catalogue:
-    """Return the catalogue with the new dtypes. Tied tensors that get different dtypes are untied. Pure."""
+    """Return the catalogue with the new dtypes. Tied tensors that get different dtypes are untied."""
 
     def change(entry: Entry) -> Entry:
         kind = cast_to(entry) if isinstance(entry, Tensor) else None

@@ -93,7 +93,7 @@ def parse_placements(text: str, mesh: Mesh) -> dict[str, int]:
 
 
 def mesh_boxes(shape: Ints, mesh: Mesh, placed: Placements) -> Iterator[tuple[Box, list[int]]]:
-    """Every box of a tensor that is not empty, in row-major order of the mesh, and the ranks that hold it. Pure.
+    """Yield every box of a tensor that is not empty, in row-major order of the mesh, and the ranks that hold it.
 
     `placed` names dimensions that the tensor has. Boxes are disjoint and tile the tensor.
     """
@@ -126,7 +126,7 @@ class Sharding:
 
 def find_sharding(planned: Catalogue, mesh: Mesh | None, world: int) -> Sharding | str:
     """Return how `mesh`, or, if that is None, some mesh of `world` ranks, gives the boxes of a planned catalogue; or a
-    message why none does. Embedded tensors are not sharded. Pure."""
+    message why none does. Embedded tensors are not sharded."""
     if mesh is not None:
         if [name for name in ORDER if name in mesh.names] != list(mesh.names):
             return f"FSDP2 takes the dimensions of a mesh in the order {', '.join(ORDER)}, and this is `{mesh}`"
@@ -166,8 +166,8 @@ def _on(planned: Catalogue, mesh: Mesh) -> Sharding | Tensor:
 
 
 def _candidates(shape: Ints, mesh: Mesh) -> Iterator[Placements]:
-    """FSDP2 cuts no dimension but the first unevenly. A tensor that both cut comes first, as FSDP takes all parameters
-    that nobody keeps from it."""
+    """Yield the placements of a shape. FSDP2 cuts no dimension but the first unevenly. A tensor that both cut comes
+    first, as FSDP takes all parameters that nobody keeps from it."""
     size = mesh.size
     shards, tps = ([*range(len(shape)), None] if name in size else [None] for name in ("shard", "tp"))
     both = [(shard, tp) for shard in shards for tp in tps if shard is not None or tp is not None]
@@ -178,7 +178,7 @@ def _candidates(shape: Ints, mesh: Mesh) -> Iterator[Placements]:
 
 
 def bytes_per_rank(planned: Catalogue, sharding: Sharding) -> tuple[int, int]:
-    """Return the bytes on the fullest rank, and the bytes of the largest tensor. Tied tensors count once. Pure."""
+    """Return the bytes on the fullest rank, and the bytes of the largest tensor. Tied tensors count once."""
     most = largest = 0
     for tensor in (t for t in planned.tensors if t.alias is None and not t.embedded):
         local = list(tensor.shape)
@@ -192,7 +192,7 @@ def bytes_per_rank(planned: Catalogue, sharding: Sharding) -> tuple[int, int]:
 
 
 def same_boxes(one: Tensor, other: Tensor) -> bool:
-    """Return whether two tensors have the same boxes, wherever their chunks are stored. Pure."""
+    """Return whether two tensors have the same boxes, wherever their chunks are stored."""
     # A rank without elements may have a chunk without.
     a, b = (zip(tensor.chunks.offsets, tensor.chunks.sizes, strict=True) for tensor in (one, other))
     return {box for box in a if 0 not in box[1]} == {box for box in b if 0 not in box[1]}

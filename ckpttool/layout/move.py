@@ -13,9 +13,10 @@ from ckpttool.errors import UsageError
 
 
 def move(catalogue: Catalogue, moved: dict[Path, Path]) -> Catalogue:
-    """Entries, containers, aliases, links and part roots under their new paths; what `moved` does not have stays.
+    """Return entries, containers, aliases, links and part roots under their new paths; what `moved` does not have
+    stays.
 
-    Raises UsageError when two entries would have the same name, or one would stand where another needs a dict. Pure.
+    Raises UsageError when two entries would have the same name, or one would stand where another needs a dict.
     """
     owners = embedded_owners(catalogue)
     moved = moved | {path: moved.get(owner, owner) + path[len(owner) :] for path, owner in owners.items()}
@@ -51,12 +52,12 @@ def move(catalogue: Catalogue, moved: dict[Path, Path]) -> Catalogue:
 
 
 def relinked(value: Any, moved: Mapping[Path, Path]) -> Any:
-    """Return an object's value with its links to tensors under their new paths. Pure."""
+    """Return an object's value with its links to tensors under their new paths."""
     return replaced(value, Link, lambda link, _: Link(moved.get(link.path, link.path), link.storage))
 
 
 def moved_root(root: Path, moved: dict[Path, Path]) -> Path:
-    """Where a dict went, seen from what went with it: the prefix that everything below `root` got. Pure."""
+    """Return where a dict went, seen from what went with it: the prefix that everything below `root` got."""
     if not root:
         return root
     for path, new in moved.items():
@@ -69,7 +70,7 @@ def moved_root(root: Path, moved: dict[Path, Path]) -> Path:
 
 
 def again(tensor: Tensor, **changes: Any) -> Tensor:
-    """Return a copy of a tensor with other attributes and its origin. Pure."""
+    """Return a copy of a tensor with other attributes and its origin."""
     # `dataclasses.replace` takes as long again, and a large model has every tensor changed several times.
     changed = Tensor(
         tensor.path,
@@ -87,14 +88,14 @@ def again(tensor: Tensor, **changes: Any) -> Tensor:
 
 
 def rebuilt(catalogue: Catalogue, entries: Iterable[Entry], containers: dict[Path, Container]) -> Catalogue:
-    """Return a copy of a catalogue with other entries and containers. Pure."""
+    """Return a copy of a catalogue with other entries and containers."""
     by_path = {entry.path: entry for entry in entries}
     return Catalogue(catalogue.format, [], by_path, containers, catalogue.facts, catalogue.warnings)
 
 
 def retied(entries: Iterable[Entry]) -> Iterator[Entry]:
     """Return the entries, in which one of those that share their bytes and dtype keeps them, the one that did or the
-    first, and the others are its aliases. Before, `alias` may be any path that they have in common. Pure."""
+    first, and the others are its aliases. Before, `alias` may be any path that they have in common."""
     entries = list(entries)
     tensors = [entry for entry in entries if isinstance(entry, Tensor)]
     firsts = {(tensor.path, tensor.dtype): tensor.path for tensor in tensors if tensor.alias is None}
@@ -107,7 +108,7 @@ def retied(entries: Iterable[Entry]) -> Iterator[Entry]:
 
 
 def close_gaps(catalogue: Catalogue) -> Catalogue:
-    """What is left of each list under the indexes that it has in a list without gaps, as it will be written."""
+    """Return what is left of each list under the indexes that it has in a list without gaps, as it will be written."""
     places: dict[Path, dict[Hashable, int]] = {p: {} for p, c in catalogue.containers.items() if c.kind == "list"}
     moved: dict[Path, Path] = {}
     for path, entry in catalogue.entries.items() if places else ():
@@ -118,7 +119,7 @@ def close_gaps(catalogue: Catalogue) -> Catalogue:
 
 
 def embedded_owners(catalogue: Catalogue) -> dict[Path, Path]:
-    """Of each embedded tensor, the object that links to it: the entry that its path begins with."""
+    """Return for each embedded tensor the object that links to it, with which its path begins."""
     entries = catalogue.entries
     return {
         tensor.path: next(path for path in above(tensor.path) if isinstance(entries.get(path), Object))

@@ -27,7 +27,7 @@ CHOICES = {"rng": ("keep", "rank0", "drop"), "dataloader": ("keep", "drop")}
 
 
 def check_policy(kind: str, policy: str) -> None:
-    """Raises UsageError for an unknown policy."""
+    """Raise UsageError for an unknown policy."""
     if policy not in CHOICES[kind]:
         choices = ", ".join(f"`{choice}`" for choice in CHOICES[kind])
         hint = meant(policy, CHOICES[kind], f"one of {choices}")
@@ -37,8 +37,8 @@ def check_policy(kind: str, policy: str) -> None:
 def apply_policy(
     catalogue: Catalogue, kind: str, policy: str, mesh: Mesh, *, files: bool
 ) -> tuple[Catalogue, list[str]]:
-    """The catalogue with the values of `kind` as the policy says, and what it did. With `files`, each value goes into
-    the file of its rank, and one that has none cannot be kept.
+    """Return the catalogue with the values of `kind` as the policy says, and what it did. With `files`, each value goes
+    into the file of its rank, and one that has none cannot be kept.
 
     Raises UsageError when no rank 0 has what all are to get; LossError for a value without a file.
     """
@@ -66,7 +66,7 @@ def apply_policy(
 
 
 def _count(holders: dict[int, Path], mesh: Mesh) -> int:
-    """How many there are to have such a value: ranks, or, where the key says `dp_rank_3`, data-parallel replicas."""
+    """Return how many are to have such a value: ranks, or data-parallel replicas where the key is `dp_rank_3`."""
     of_replicas = any(str(path[-1]).startswith("dp_") for path in holders.values())
     return mesh.world // mesh.size.get("tp", 1) if of_replicas else mesh.world
 

@@ -29,12 +29,12 @@ from ckpttool.text import is_or_are, meant, plural, size, some
 
 
 def whole(catalogue: Catalogue) -> Catalogue:
-    """Plan every tensor as one chunk on rank 0, for formats without sharding. Pure."""
+    """Plan every tensor as one chunk on rank 0, for formats without sharding."""
     return _placed(catalogue, _whole_on)
 
 
 def as_stored(catalogue: Catalogue, files: Sequence[int | None]) -> Catalogue:
-    """Plan the chunks of the source on the ranks that wrote them; `files[i]` is the rank of file i. Pure."""
+    """Plan the chunks of the source on the ranks that wrote them; `files[i]` is the rank of file i."""
     return _placed(catalogue, lambda tensor: _boxes_of(tensor.origin or tensor, files))
 
 
@@ -51,7 +51,7 @@ def _boxes_of(tensor: Tensor, files: Sequence[int | None]) -> Chunks:
 
 
 def like(catalogue: Catalogue, reference: Catalogue, name: str) -> Catalogue:
-    """Plan the boxes and ranks that each tensor has in another checkpoint, which messages call `name`. Pure.
+    """Plan the boxes and ranks that each tensor has in another checkpoint, which messages call `name`.
 
     Raises UsageError for a tensor that is not there, or has another shape.
     """
@@ -112,13 +112,13 @@ NO_RULES = Rules()
 
 
 def over_world(catalogue: Catalogue, ranks: int, *, everywhere: bool = False) -> Catalogue:
-    """`over_mesh` for ranks in one dimension. Pure."""
+    """Plan as `over_mesh` does, for ranks in one dimension."""
     return over_mesh(catalogue, world_mesh(ranks), everywhere=everywhere)
 
 
 def over_mesh(catalogue: Catalogue, mesh: Mesh, rules: Rules = NO_RULES, *, everywhere: bool = False) -> Catalogue:
     """Plan parameters and their optimizer state as FSDP2 shards them, and the rest whole, balanced over the ranks.
-    With `everywhere`, each rank holds the tensors that are not cut: one file for each rank, as with rank files. Pure.
+    With `everywhere`, each rank holds the tensors that are not cut: one file for each rank, as with rank files.
 
     A box that several ranks hold is planned on the one that holds the least. Tied tensors are on the same ranks.
     Raises UsageError for rules that match nothing, contradict each other or do not fit a tensor.
@@ -217,7 +217,7 @@ class _Cutting:
         return cut
 
     def _note_frozen(self, settled: set[Path]) -> None:
-        """Where the source cuts nothing, nothing tells a frozen weight from a buffer, and a name proves nothing."""
+        """Note weights that may be frozen: where the source cuts nothing, only names tell them from buffers."""
         models = [t for t in self._tensors if t.part.kind == "model"]
         trained = any(t.part.kind == "optimizer" and t.shape for t in self._tensors)
         if not trained or not self._default or any(map(_is_cut, models)):
@@ -232,7 +232,7 @@ class _Cutting:
             self.warnings.append(Warning("placement", text))
 
     def _placements(self, tensor: Tensor, names: Sequence[str]) -> tuple[bool, Placements | None]:
-        """Whether a rule is about the tensor; and what it gets, None to stay whole."""
+        """Return whether a rule is about the tensor; and what it gets, None to stay whole."""
         matching = [(text, placed) for text, matches, placed in self._rules if any(map(matches, names))]
         self._used.update(text for text, _ in matching)
         if not matching:
@@ -247,7 +247,7 @@ class _Cutting:
         return True, placed if tensor.numel else None
 
     def _check_used(self, names: Sequence[str]) -> None:
-        """Raises UsageError for a rule that matched nothing: a misspelt one would change nothing, unseen."""
+        """Raise UsageError for a rule that matched nothing: a misspelt one would change nothing, unseen."""
         unused = next((text for text, *_ in self._rules if text not in self._used), None)
         if unused is not None:
             hint = f"names here are like `{names[len(names) // 2]}`" if names else "there are no tensors"
@@ -290,7 +290,7 @@ def _is_cut(tensor: Tensor) -> bool:
 
 
 def _check_fits(tensor: Tensor, mesh: Mesh, placed: Placements) -> None:
-    """Raises UsageError for placements that FSDP2 refuses."""
+    """Raise UsageError for placements that FSDP2 refuses."""
     shape = list(tensor.shape)
     for name, dim in placed.items():
         if dim >= len(shape):
@@ -312,16 +312,16 @@ def _check_fits(tensor: Tensor, mesh: Mesh, placed: Placements) -> None:
 
 
 def _parameter_of(state: Tensor) -> str | None:
-    """Return the FQN of the parameter that a tensor of the optimizer is about; None where it has an id. Pure."""
+    """Return the FQN of the parameter that a tensor of the optimizer is about; None where it has an id."""
     key = parse_key(state.path, len(state.part.root))
     # DCP makes strings of integer keys.
     return None if key is None or (not key.flat and str(key.parameter).isdecimal()) else key.parameter
 
 
 def _sharded(every: Sequence[Tensor], untrained: bool) -> set[Path]:
-    """What FSDP would have sharded. Whether a tensor is a parameter or a buffer is not always written down: it is a
-    parameter when the optimizer has state of its shape (and, if it names parameters, of its name) or when the source
-    shards it; state is sharded when it is shaped like a parameter. With no optimizer and nothing sharded, every
+    """Return what FSDP would have sharded. Whether a tensor is a parameter or a buffer is not always written down: it
+    is a parameter when the optimizer has state of its shape (and, if it names parameters, of its name) or when the
+    source shards it; state is sharded when it is shaped like a parameter. With no optimizer and nothing sharded, every
     floating-point tensor of a model is taken for a parameter. With `untrained`, so are those that no optimizer has
     state of, frozen ones and second names of tied ones, as far as that can be told."""
     tensors = [t for t in every if t.shape and t.numel]

@@ -20,7 +20,7 @@ def rename_entries(catalogue: Catalogue, new_name: Callable[[str], str], *, with
     """Return the catalogue with every entry under its new name. Raises UsageError if two would have the same.
 
     `new_name` is asked for the dotted full name; or, with `within_parts`, for the name below the part's root (of
-    models only). What the model's parameters are called is then changed wherever the optimizer mentions them. Pure.
+    models only). What the model's parameters are called is then changed wherever the optimizer mentions them.
     """
     moved: dict[Path, Path] = {}
     for path, entry in catalogue.entries.items():
@@ -32,7 +32,7 @@ def rename_entries(catalogue: Catalogue, new_name: Callable[[str], str], *, with
 
 
 def _new_parameters(catalogue: Catalogue, moved: dict[Path, Path]) -> dict[str, str]:
-    """What the model's parameters were called and are called now, each below the root of its part.
+    """Return what the model's parameters were called and are called now, each below the root of its part.
 
     Where several models have a name, the optimizer follows the first in `models`, even if that one keeps it.
     """
@@ -48,7 +48,7 @@ def _new_parameters(catalogue: Catalogue, moved: dict[Path, Path]) -> dict[str, 
 
 
 def _repath(path: Path, name: str) -> Path:
-    """The path of a new dotted name that keeps the keys of `path` at both ends where they are still the same."""
+    """Return the path of a new dotted name that keeps the keys of `path` at both ends where they are still the same."""
     if dotted(path) == name:
         return path
     head = 0
@@ -84,13 +84,13 @@ def _follow_in_optimizer(catalogue: Catalogue, parameters: dict[str, str], moved
 
 
 def strip_wrappers(name: str) -> str:
-    """`module._orig_mod.layers.0._checkpoint_wrapped_module.w` -> `layers.0.w`. Pure."""
+    """Return `layers.0.w` for `module._orig_mod.layers.0._checkpoint_wrapped_module.w`."""
     return _WRAPPERS.sub("", name)
 
 
 def without_root(catalogue: Catalogue, part: Part) -> Catalogue:
-    """One part alone, its root key off every name: `model.w` -> `w`. A part that is one value, such as `step`, keeps
-    its key: without it nothing would be left of the name. Pure."""
+    """Return one part alone, its root key off every name: `model.w` -> `w`. A part that is one value, such as `step`,
+    keeps its key: without it nothing would be left of the name."""
     if not part.root or part.root in catalogue.entries:
         return catalogue
     depth = len(part.root)

@@ -16,7 +16,7 @@ from ckpttool.layout.move import again, close_gaps, embedded_owners, rebuilt, re
 
 
 def start(source: Catalogue) -> Catalogue:
-    """Return a catalogue with all entries of the source, for the functions below. Pure."""
+    """Return a catalogue with all entries of the source, for the functions below."""
     result = Catalogue(source.format, [], {}, dict(source.containers), dict(source.facts), [])
     aliases = find_aliases(source.tensors)
     for entry in source.entries.values():
@@ -26,7 +26,7 @@ def start(source: Catalogue) -> Catalogue:
 
 
 def select(catalogue: Catalogue, keep: Callable[[Entry], bool]) -> Catalogue:
-    """Return the entries for which `keep` is true, and the tensors embedded in them. Pure.
+    """Return the entries for which `keep` is true, and the tensors embedded in them.
 
     A tied tensor whose first name goes keeps its bytes under the next one; what follows in a list moves up.
     """
@@ -39,14 +39,14 @@ def select(catalogue: Catalogue, keep: Callable[[Entry], bool]) -> Catalogue:
 
 def matching(tensors: Sequence[str], exclude: Sequence[str], *catalogues: Catalogue) -> Callable[[Entry], bool]:
     """For `select`: tensors that match one of `tensors` (all, when there is none; objects stay) and nothing that
-    matches one of `exclude`. What matches by its name in the source goes by its name here in all catalogues. Pure."""
+    matches one of `exclude`. What matches by its name in the source goes by its name here in all catalogues."""
     included, excluded = matched(tensors or ["*"], *catalogues), matched(exclude, *catalogues)
     return lambda entry: entry.name not in excluded and (not isinstance(entry, Tensor) or entry.name in included)
 
 
 def matched(patterns: Sequence[str], *catalogues: Catalogue) -> set[str]:
     """Return the names of the entries that match one of the patterns. One that matches none is tried with the names
-    that the entries have in the source. Pure."""
+    that the entries have in the source."""
     entries = [entry for catalogue in catalogues for entry in catalogue.entries.values()]
     names: set[str] = set()
     for pattern in patterns:
@@ -66,14 +66,14 @@ def models(catalogue: Catalogue) -> list[tuple[Path, list[Entry]]]:
 
 
 def model_rank(root: Path) -> int:
-    """Return the rank of a model among those that the optimizer may be about; the lowest is first. Pure."""
+    """Return the rank of a model among those that the optimizer may be about; the lowest is first."""
     key = str(root[-1]).lower() if root else "model"
     return 0 if key == "model" else 2 if re.search(r"(^|_)ema(_|$)", key) else 1
 
 
 def interchangeable(catalogue: Catalogue, aliases: Mapping[Path, Path] | None = None) -> dict[Path, Path]:
     """Return, for `relinked`, one path for tensors that are the same inside an object: tied ones (by `alias`, or by the
-    given `aliases`), and embedded ones of one dtype and shape without elements. Pure."""
+    given `aliases`), and embedded ones of one dtype and shape without elements."""
     if aliases is None:
         aliases = {t.path: catalogue.first(t).path for t in catalogue.tensors if t.alias is not None}
     return {**aliases, **{t.path: (t.dtype.name, *t.shape) for t in catalogue.tensors if t.embedded and not t.numel}}

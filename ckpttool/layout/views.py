@@ -46,7 +46,7 @@ class Slice:
 
 
 def whole(shape: Ints) -> Slice:
-    """Return the slice of all elements in their order. Pure."""
+    """Return the slice of all elements in their order."""
     zeros, ones = (0,) * len(shape), (1,) * len(shape)
     return Slice(zeros, shape, zeros, tuple(range(len(shape))), ones)
 
@@ -63,7 +63,7 @@ Fold = tuple[Ints, ...]
 
 
 def plain(shape: Ints) -> Fold:
-    """Return the fold of which each dimension is one. Pure."""
+    """Return the fold of which each dimension is one."""
     return tuple((size,) for size in shape)
 
 

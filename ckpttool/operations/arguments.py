@@ -83,7 +83,7 @@ def memory(value: int | str | None) -> int | None:
 
 
 def check_source(src: str, dst: str) -> None:
-    """Raises ReadError when there is nothing at `src` but something at `dst`: the two are probably swapped."""
+    """Raise ReadError when there is nothing at `src` but something at `dst`: the two are probably swapped."""
     if is_remote(src) or is_remote(dst):
         return
     location = local_path(src)
@@ -93,7 +93,7 @@ def check_source(src: str, dst: str) -> None:
 
 
 def check_apart(dst: str, *sources: str | None) -> None:
-    """Raises UsageError when `dst` is a source, or one contains the other: `--overwrite` replaces a directory with all
+    """Raise UsageError when `dst` is a source, or one contains the other: `--overwrite` replaces a directory with all
     that it holds."""
     for path in filter(None, sources):
         real, other = local_path(dst).real(), local_path(path).real()
@@ -105,7 +105,7 @@ def check_apart(dst: str, *sources: str | None) -> None:
 
 
 def check_matches(flag: str, patterns: Sequence[str], *planned: Catalogue) -> None:
-    """Raises UsageError for a pattern that matches no name: a misspelled one would select the wrong entries."""
+    """Raise UsageError for a pattern that matches no name: a misspelled one would select the wrong entries."""
     for pattern in patterns:
         if not select.matched([pattern], *planned):
             names = [entry.source_name for catalogue in planned for entry in catalogue.entries.values()]
@@ -140,7 +140,7 @@ def stripper(selection: Selection, *planned: Catalogue) -> Callable[[str], str]:
 
 
 def check_dtypes(dtype: Sequence[str], planned: Catalogue) -> None:
-    """Raises UsageError for a rule of `--dtype` whose pattern matches no name."""
+    """Raise UsageError for a rule of `--dtype` whose pattern matches no name."""
     names = [entry.name for entry in planned.entries.values()]
     for pattern in [rule(text, "--dtype")[0] for text in dtype if "=" in text]:
         if not any(map(any_of([pattern]), names)):

@@ -197,7 +197,7 @@ class ConvertOptions:
 
 
 def _check_like(options: ConvertOptions, *others: str | None) -> None:
-    """Raises UsageError for options that `--like`, which makes a model and nothing else, or `--map` cannot be used
+    """Raise UsageError for options that `--like`, which makes a model and nothing else, or `--map` cannot be used
     with."""
     if options.maps:
         given = {"--producer": options.producer, "--model-from": others[0], "--optim-from": others[1]}
@@ -401,7 +401,7 @@ def _start(
 
 
 def _stop_at_faulty_part(source: Catalogue, planned: Catalogue) -> None:
-    """Raises the fault of an optimizer before its keys are parsed; a damaged tensor may still be excluded."""
+    """Raise the fault of an optimizer before its keys are parsed; a damaged tensor may still be excluded."""
     single = {entry.name for entry in source.entries.values()} if source.faults else set()
     whole = [fault for fault in source.faults if not single.issuperset(fault.facts.get("concerns", ()))]
     stop_at_fault(replace(source, faults=whole), map(dotted, respell.origins(planned)))

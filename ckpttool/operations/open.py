@@ -136,7 +136,7 @@ class Subtree(Mapping[str, Any]):
         return value.torch() if isinstance(value, LazyTensor) else value
 
     def _as_catalogue(self) -> Catalogue:
-        """The entries below the name, by the keys that are left of their paths."""
+        """Return the entries below the name, by the keys that are left of their paths."""
         whole = self._checkpoint.catalogue
         name, path = next(iter(self._names.items()))
         depth = next(depth for depth in range(len(path)) if dotted(path[depth:]) == name)

@@ -64,7 +64,7 @@ def options(
 
 
 def check_options(dst: str, remote: HubOptions) -> None:
-    """Raises UsageError for options of stores at a destination of this machine, and for those that exclude each
+    """Raise UsageError for options of stores at a destination of this machine, and for those that exclude each
     other."""
     tag = remote.get("tag")
     if not stores.is_remote(dst):
@@ -226,7 +226,7 @@ def place(dst: str, remote: HubOptions, token: str | None, how: WriteOptions, *s
 
 
 def _check_secrets(planned: Catalogue, not_secret: Sequence[str]) -> None:
-    """Raises UsageError for a name or a value that has a key or a token in it."""
+    """Raise UsageError for a name or a value that has a key or a token in it."""
     known = [entry.name for entry in planned.entries.values()]
     for name in not_secret:
         if name not in known:

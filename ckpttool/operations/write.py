@@ -334,7 +334,7 @@ def note_overflow(result: Conversion, overflowed: Mapping[str, int]) -> None:
 
 
 def check_free(result: Conversion, target: Format, options: WriteOptions) -> None:
-    """Raises UsageError, OverwriteError or StorageError for a destination that cannot be created; for a dry run, notes
+    """Raise UsageError, OverwriteError or StorageError for a destination that cannot be created; for a dry run, notes
     the latter two."""
     dst = result.destination
     try:
@@ -367,7 +367,7 @@ def note_obstacle(result: DryRun, error: CkptError) -> None:
 
 
 def _check_is_checkpoint(dst: str) -> None:
-    """Raises OverwriteError for a directory of something else: `--overwrite` removes all that is in it."""
+    """Raise OverwriteError for a directory of something else: `--overwrite` removes all that is in it."""
     try:
         if producers.recognise(Directory(dst)) is None:
             detect(dst)
@@ -377,13 +377,13 @@ def _check_is_checkpoint(dst: str) -> None:
 
 
 def check_not_empty(planned: Catalogue) -> None:
-    """Raises UsageError where everything was excluded."""
+    """Raise UsageError where everything was excluded."""
     if not planned.entries:
         raise UsageError("nothing is left to write", hint="look at what is there with `ckpttool inspect`")
 
 
 def check_place(manifest: str | None, dst: str, names: Iterable[str]) -> None:
-    """Raises OverwriteError for a manifest where one of these files of the destination will be."""
+    """Raise OverwriteError for a manifest where one of these files of the destination will be."""
     if manifest is not None:
         path, root = local_path(manifest).real(), local_path(dst)
         taken = any((root / name).real() == path for name in names)
@@ -430,7 +430,7 @@ def is_index(path: str) -> bool:
 
 
 def _check_harmless(planned: Catalogue, src: str) -> None:
-    """Raises CorruptError for an object that runs code where it is loaded. Attributes of a dict are removed, as no
+    """Raise CorruptError for an object that runs code where it is loaded. Attributes of a dict are removed, as no
     option excludes them: opening the source has warned of them."""
     for name, called in harmful(planned.objects):
         raise CorruptError(

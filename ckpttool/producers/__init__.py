@@ -30,5 +30,5 @@ PRODUCERS: tuple[Producer, ...] = (
 
 
 def recognise(directory: Directory) -> Producer | None:
-    """The producer of a directory; None for a directory of no framework."""
+    """Return the producer of a directory; None for a directory of no framework."""
     return next((row for row in PRODUCERS if row.recognise(directory)), None)

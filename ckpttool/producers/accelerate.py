@@ -117,7 +117,7 @@ def _write_rest(builder: LayoutBuilder) -> OutputLayout:
 
 
 def _is_sampler(catalogue: Catalogue, part: Part) -> bool:
-    """Whether this is the sampler of accelerate, which is saved as an object; no other object can take its place."""
+    """Return whether this is the sampler of accelerate, an object in whose place no other one can stand."""
     entry = catalogue.entries.get(part.root)
     return isinstance(entry, Object) and (stub_name(entry.value) or "").startswith("accelerate.")
 
@@ -128,12 +128,12 @@ _DDP = WritableLayout("accelerate:ddp", "id", _write_ddp)  # one process, or DDP
 
 
 def was_saved_as(source: Catalogue, pattern: str) -> bool:
-    """Whether the source has a component whose file or folder matches."""
+    """Return whether the source has a component whose file or folder matches."""
     return any(re.fullmatch(pattern, str(component["path"])) for component in source.facts.get("mounted", ()))
 
 
 def _choose(source: Catalogue, to_world: int | None) -> WritableLayout:
-    """The layout of the source; else the one for FSDP when the source is sharded, or is to be."""
+    """Return the layout of the source; else the one for FSDP when the source is sharded, or is to be."""
     if was_saved_as(source, r"pytorch_model_fsdp(_\d+)?\.bin") and to_world is None:
         return _FULL
     is_sharded = any(len(t.chunks) > 1 for t in source.tensors if not t.embedded)

@@ -55,11 +55,11 @@ class LayoutBuilder:
     # What the state has -----------------------------------------------------------------------------------------------
 
     def parts(self, kind: str) -> list[Part]:
-        """The parts of a kind, in order of appearance."""
+        """Return the parts of a kind, in order of appearance."""
         return [part for part in parts.parts(self.catalogue) if part.kind == kind]
 
     def numbered(self, kind: str) -> Iterator[tuple[int, Part]]:
-        """The parts of a kind with the number in the name of each; the one without a number is the first."""
+        """Yield the parts of a kind with the number in the name of each; the one without a number is the first."""
         of_kind = self.parts(kind)
         numbers = {p: int(m[1]) for p in of_kind if p.root and (m := re.search(r"_(\d+)$", str(p.root[-1])))}
         plain = [p for p in of_kind if p not in numbers]
@@ -72,11 +72,11 @@ class LayoutBuilder:
         yield from ((number, part) for part, number in numbers.items())
 
     def first(self, kind: str) -> Part | None:
-        """The first part of a kind, for layouts with one of it."""
+        """Return the first part of a kind, for layouts with one of it."""
         return next((part for _, part in self.numbered(kind)), None)
 
     def stateful_loaders(self) -> Iterator[Part]:
-        """The data loaders with the keys of torchdata's `StatefulDataLoader`, which accelerate and verl both use."""
+        """Yield the data loaders with the keys of torchdata's `StatefulDataLoader`, as accelerate and verl use."""
         for part in self.parts("dataloader"):
             depth = len(part.root)
             keys = {p[depth] for p, e in self.catalogue.entries.items() if e.part == part and p != part.root}
@@ -84,7 +84,7 @@ class LayoutBuilder:
                 yield part
 
     def remaining(self) -> Iterator[Entry]:
-        """The entries that are neither in a component, nor folded, nor lost."""
+        """Return the entries that are neither in a component, nor folded, nor lost."""
         placed = (self._component_of, self._lost, self._folded)
         return (entry for path, entry in self.catalogue.entries.items() if not any(path in paths for paths in placed))
 
@@ -165,14 +165,14 @@ class LayoutBuilder:
     # Values that several layouts have ---------------------------------------------------------------------------------
 
     def step(self) -> int | None:
-        """The step that the state has."""
+        """Return the step that the state has."""
         steps = (self.integer(entry) for entry in self.catalogue.entries.values() if _is_step(entry))
         step = next((step for step in steps if step is not None), self.catalogue.facts.get("step"))
         return step if isinstance(step, int) else None
 
     def step_or_name(self, reads: str, called: str) -> int:
-        """The step that the state has, else the one in the name of the destination. Raises UsageError when there is
-        none; the message says where the framework `reads` it, and what to have the destination `called`."""
+        """Return the step that the state has, else the one in the name of the destination. Raises UsageError when there
+        is none; the message says where the framework `reads` it, and what to have the destination `called`."""
         step = self.step()
         step = step_in(self.name) if step is None else step
         if step is None:
@@ -180,7 +180,7 @@ class LayoutBuilder:
         return step
 
     def integer(self, entry: Entry) -> int | None:
-        """The value of an entry that is one integer; else None."""
+        """Return the value of an entry that is one integer; else None."""
         if isinstance(entry, Tensor):
             return self._read_integer(entry)
         return entry.value if type(entry.value) is int else None
@@ -242,7 +242,7 @@ def _is_step(entry: Entry) -> bool:
 
 
 def _generator(path: Path, entry: Entry) -> str | None:
-    """Which generator a value belongs to: tensors are torch's, tuples the others'."""
+    """Return which generator a value belongs to: tensors are torch's, tuples the others'."""
     if len(path) != 1:
         return None
     kind = next((k for k, pattern in _GENERATORS.items() if re.fullmatch(pattern, str(path[0]))), None)

@@ -115,7 +115,7 @@ class CombinedSource:
             self.catalogue.warnings.append(Warning("unmatched-optimizer", text + some(unknown)))
 
     def _with_roots(self) -> Catalogue:
-        """The catalogue with a model or optimizer at the root moved under a key, so that another part fits beside."""
+        """Return the catalogue with models and optimizers at the root under a key: another part fits beside."""
         catalogue = self.catalogue
         for part in [part for part in parts.parts(catalogue) if not part.root and part.kind in _ROOTS]:
             root = _ROOTS[part.kind]
@@ -146,7 +146,7 @@ class CombinedSource:
 
 
 def _moved(fault: CkptError, root: Path, depth: int) -> CkptError:
-    """The fault with the names that it concerns under `root`; without names, all that is under it."""
+    """Return the fault with the names that it concerns under `root`; without names, all that is under it."""
     if not root:
         return _concerning(fault) if depth else fault
     if depth or "concerns" not in fault.facts:
@@ -155,7 +155,7 @@ def _moved(fault: CkptError, root: Path, depth: int) -> CkptError:
 
 
 def _concerning(fault: CkptError, names: list[str] | None = None) -> CkptError:
-    """The fault of entries that have other names now, by default as one of the whole checkpoint."""
+    """Return the fault of entries that have other names now, by default as one of the whole checkpoint."""
     facts = {key: value for key, value in fault.facts.items() if key != "concerns"}
     return type(fault)(fault.message, hint=fault.hint, **facts, **({} if names is None else {"concerns": names}))
 

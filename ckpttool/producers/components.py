@@ -146,13 +146,13 @@ class Producer:
     rank_files: str = ""
 
     def recognise(self, directory: Directory) -> bool:
-        """Whether the framework left this directory."""
+        """Return whether the framework left this directory."""
         if not re.fullmatch(self.folder, directory.name, re.DOTALL) or not all(map(directory.has, self.marks)):
             return False
         return self.applies is None or self.applies(directory)
 
     def layout(self, directory: Directory) -> Layout:
-        """The components of a directory."""
+        """Return the components of a directory."""
         layout = match_components(directory, self.patterns, self.expected)
         if self.whole:
             layout.components.insert(0, Component(""))

@@ -38,27 +38,27 @@ class Directory:
         return [name[:-1] for name in self.names if name.endswith("/")]
 
     def matching(self, pattern: str) -> Iterator[re.Match[str]]:
-        """Matches of whole names, in their order."""
+        """Return the matches of whole names, in their order."""
         compiled = re.compile(pattern)
         return (match for name in self.names if (match := compiled.fullmatch(name)) is not None)
 
     def has(self, pattern: str) -> bool:
-        """Whether a whole name matches."""
+        """Return whether a whole name matches."""
         return any(True for _ in self.matching(pattern))
 
     def at(self, name: str) -> Location:
-        """The location of something in it."""
+        """Return the location of something in it."""
         return self.path / name
 
     def folder(self, name: str) -> Directory:
-        """The listing of a directory in it, with or without the slash."""
+        """Return the listing of a directory in it, with or without the slash."""
         name = name.rstrip("/")
         if name not in self._folders:
             self._folders[name] = Directory(self.at(name))
         return self._folders[name]
 
     def size(self, name: str) -> int:
-        """Bytes of a file, 0 for one that does not exist; of all files below a folder."""
+        """Return the bytes of a file, 0 for one that does not exist; of all files below a folder."""
         if name.endswith("/"):
             return self.folder(name).nbytes()
         if name not in self._sizes:
@@ -68,7 +68,7 @@ class Directory:
         return self._sizes[name]
 
     def nbytes(self, depth: int = 0) -> int:
-        """Bytes of all files in it and below, to a few levels: links can lead in a circle."""
+        """Return the bytes of all files in it and below, to a few levels: links can lead in a circle."""
         total = 0
         for name in self.names:
             if not name.endswith("/"):
@@ -79,7 +79,7 @@ class Directory:
         return total
 
     def json(self, name: str) -> Any:
-        """The value of a small JSON file; None when it is not there. Raises ReadError, or CorruptError for no JSON."""
+        """Return the value of a small JSON file, None without one. Raises ReadError, or CorruptError for no JSON."""
         if name not in self:
             return None
         if name not in self._json:
@@ -95,14 +95,14 @@ class Directory:
         return self._json[name]
 
     def facts(self, name: str) -> dict[str, Any]:
-        """The object in a small JSON file; empty when there is none, or it cannot be read."""
+        """Return the object in a small JSON file; empty when there is none, or it cannot be read."""
         with suppress(CkptError):
             if isinstance(value := self.json(name), dict):
                 return value
         return {}
 
     def text(self, name: str) -> str:
-        """The first kilobyte of a file of text; empty when it cannot be read."""
+        """Return the first kilobyte of a file of text; empty when it cannot be read."""
         with suppress(CkptError):
             return self.at(name).head(1024).decode("utf-8", "replace").strip()
         return ""

@@ -70,7 +70,7 @@ def _detect(location: Location, directory: Directory | None) -> Format:
 
 
 def _beside(directory: Directory, producer: Producer) -> runs.Run | None:
-    """The run around a final model that lies beside the checkpoints."""
+    """Return the run around a final model that lies beside the checkpoints."""
     folders = producer.checkpoint_folders
     if folders and directory.has(folders):
         with suppress(CkptError):
@@ -165,7 +165,7 @@ def chosen_of_run(catalogue: Catalogue) -> list[str]:
 
 
 def location_of(path: str, catalogue: Catalogue) -> Location:
-    """The location of an open checkpoint; of a run, that of the checkpoint which was chosen."""
+    """Return the location of an open checkpoint; of a run, that of the checkpoint which was chosen."""
     chosen = next((c["path"] for c in catalogue.facts.get("run", ()) if c["taken"]), path)
     if isinstance(chosen, Location):
         return chosen
@@ -174,8 +174,8 @@ def location_of(path: str, catalogue: Catalogue) -> Location:
 
 
 def shapes_from(path: str) -> OpenOptions:
-    """The shapes of a model's parameters, from a checkpoint of the model or from JSON: `[["embed.weight", [29, 7]],
-    ...]` or `{"embed.weight": [29, 7], ...}` in the order of the model.
+    """Return the shapes of a model's parameters, from a checkpoint of the model or from JSON: `[["embed.weight", [29,
+    7]], ...]` or `{"embed.weight": [29, 7], ...}` in the order of the model.
 
     Raises ReadError, CorruptError or UsageError.
     """
@@ -215,18 +215,18 @@ def opened(path: str, shapes: str | None = None) -> closing[Source]:
 
 
 def harmful(objects: Iterable[Object]) -> Iterator[tuple[str, str]]:
-    """Names of entries whose values name functions that run commands, with each function."""
+    """Return the names of entries whose values name functions that run commands, with each function."""
     return ((entry.name, called) for entry in objects for called in sorted(harmful_names(entry.value)))
 
 
 def harmful_attributes(catalogue: Catalogue) -> Iterator[tuple[Path, str]]:
-    """Paths of dicts whose attributes name functions that run commands, with each function."""
+    """Return the paths of dicts whose attributes name functions that run commands, with each function."""
     with_attributes = ((path, c.attrs) for path, c in catalogue.containers.items() if c.attrs)
     return ((path, called) for path, attributes in with_attributes for called in sorted(harmful_names(attributes)))
 
 
 def _unsafe(catalogue: Catalogue, named: set[str]) -> list[Warning]:
-    """Warnings of functions that run commands: in values, in attributes, and in the pickles where they are `named`."""
+    """Return warnings of functions that run commands: in values, in attributes, or only `named` in pickles."""
     runs_code = "which runs code where it is loaded"
     read = (entry for entry in catalogue.objects if entry.is_read)
     texts = [(f"`{name}` names `{called}`, {runs_code}; not here", called) for name, called in harmful(read)]

@@ -49,7 +49,7 @@ def open_directory(producer: Producer, directory: Directory, options: OpenOption
 
 
 def _too_few_ranks(layout: Layout, catalogue: Catalogue) -> list[tuple[str, dict[str, list[str]]]]:
-    """Sets of one file per rank that end before the last rank of the checkpoint, and the parts that they are."""
+    """Return the sets of one file per rank that end before the last rank of the checkpoint, and their parts."""
     components, world_size = layout.components, catalogue.world_size
     last_file = {c.root[:-1]: c.name for c in components if c.kind == "per rank"}.values()
     sets = [c for c in components if c.kind == "rank files" and "*" in c.name and not c.glob]
@@ -133,7 +133,7 @@ class _Opening:
         return next(filter(None, (self.add(combined, one) for one in of_rank)), None)
 
     def _is_one_format(self, component: Component) -> bool:
-        """Whether a format joins the files of all ranks. It does not join values that each rank has of its own."""
+        """Return whether a format joins the files of all ranks, which it does not do with values of single ranks."""
         if component.glob or _is_rank_local(component):
             return bool(component.glob)
         return any(row.recognise(self._pattern(component)) for row in formats.FORMATS)
@@ -162,7 +162,7 @@ class _Opening:
         return self.directory.path.escaped() / component.pattern
 
     def _digest(self, name: str) -> str:
-        """The contents of a small file, tensors by their checksums."""
+        """Return the contents of a small file, tensors by their checksums."""
         values: list[object] = []
         with closing(self.open(Component(name))) as source:
             for entry in source.catalogue.entries.values():
@@ -177,7 +177,7 @@ class _Opening:
 
 
 def shapes_of_moments(catalogue: Catalogue) -> OpenOptions:
-    """The shapes of parameters, those of their moments (`state.<name>.exp_avg`), in the order of the names in
+    """Return the shapes of parameters, those of their moments (`state.<name>.exp_avg`), in the order of the names in
     `param_groups` if there is one group. Pure."""
     moments: dict[str, Tensor] = {}
     for tensor in catalogue.tensors:
@@ -219,7 +219,7 @@ def _list(combined: Catalogue, component: Component, catalogue: Catalogue) -> No
 
 
 def _part_below(catalogue: Catalogue, key: str) -> Part | None:
-    """Everything as one part below the key around all of it; None when there is no such key."""
+    """Return everything as one part below the key around all of it; None when there is no such key."""
     if not key or any(path[:1] != (key,) or len(path) < 2 for path in catalogue.entries):
         return None
     part = Part("other", (key,))

@@ -86,19 +86,19 @@ class Run:
 
 
 def checkpoints(path: str) -> list[RunCheckpoint]:
-    """The checkpoints of a run, oldest first; none when `path` is no run. Raises ReadError."""
+    """Return the checkpoints of a run, oldest first; none when `path` is no run. Raises ReadError."""
     return _search(Directory(path))[1] if local_path(path).is_dir() else []
 
 
 def find(directory: Directory) -> Run | None:
-    """The run in a directory, with its newest complete checkpoint chosen; None when there is none. Raises ReadError
-    when no checkpoint is complete, or nothing says which is the newest."""
+    """Return the run in a directory, with its newest complete checkpoint chosen; None when there is none. Raises
+    ReadError when no checkpoint is complete, or nothing says which is the newest."""
     inner, checkpoints = _search(directory)
     return Run(inner, checkpoints, _newest(directory.path, checkpoints)) if checkpoints else None
 
 
 def inside(directory: Directory) -> list[RunCheckpoint]:
-    """The checkpoints of the runs in the folders of a directory, one level down, the newest complete one first."""
+    """Return the checkpoints of the runs one level below a directory, the newest complete one first."""
     found: list[RunCheckpoint] = []
     for name in directory.folders[:_MOST_FOLDERS]:
         with suppress(CkptError):
@@ -112,14 +112,14 @@ def _search(directory: Directory) -> tuple[Directory, list[RunCheckpoint]]:
 
 
 def in_directory(directory: Directory) -> list[RunCheckpoint]:
-    """The checkpoints in a directory itself, by step; none when it is no run."""
+    """Return the checkpoints in a directory itself, by step; none when it is no run."""
     checkpoints = [*_folders(directory), *_files(directory), *_rank_files(directory)]
     is_run = any(f.producer or f.format for f in checkpoints)
     return sorted(checkpoints, key=lambda f: (-1 if f.step is None else f.step, f.name)) if is_run else []
 
 
 def _below(directory: Directory, depth: int = 1) -> Iterator[Directory]:
-    """The folders in which frameworks put the checkpoints of a run; the last version first."""
+    """Yield the folders in which frameworks put the checkpoints of a run; the last version first."""
     names = [name for name in directory.folders if _BELOW.fullmatch(name)]
     for name in sorted(names, key=lambda n: (len(n), n), reverse=True):
         inner = directory.folder(name)
@@ -129,8 +129,8 @@ def _below(directory: Directory, depth: int = 1) -> Iterator[Directory]:
 
 
 def _newest(path: str, checkpoints: list[RunCheckpoint]) -> RunCheckpoint:
-    """The complete checkpoint of the highest step. Newer ones whose indexes show that they are not complete are marked
-    in `checkpoints`."""
+    """Return the complete checkpoint of the highest step. Newer ones whose indexes show that they are not complete are
+    marked in `checkpoints`."""
     for i, checkpoint in reversed([*enumerate(checkpoints)]):
         if checkpoint.complete and checkpoint.path.is_dir():
             # By all that its indexes name.
@@ -160,7 +160,7 @@ def _newest(path: str, checkpoints: list[RunCheckpoint]) -> RunCheckpoint:
 
 
 def pointer(directory: Directory) -> tuple[str, int] | None:
-    """The file or link that names the newest checkpoint, and the step in it; None when there is none."""
+    """Return the file or link that names the newest checkpoint, and the step in it; None when there is none."""
     for name in directory.names:
         step = None
         if name.endswith("/") and _is_pointer(directory, name[:-1]):
@@ -195,13 +195,13 @@ def _folders(directory: Directory) -> Iterator[RunCheckpoint]:
 
 
 def _is_pointer(directory: Directory, name: str) -> bool:
-    """Whether a folder is a link to one beside it: `latest` -> `step-20`."""
+    """Return whether a folder is a link to one beside it: `latest` -> `step-20`."""
     path = directory.at(name)
     return path.is_link() and path.real().parent == directory.path.real()
 
 
 def _files(directory: Directory) -> Iterator[RunCheckpoint]:
-    """Checkpoints of one file each: those of Lightning, or `model_step_100.pt` of a script."""
+    """Yield the checkpoints of one file each: those of Lightning, or `model_step_100.pt` of a script."""
     of_ranks = [row.rank_files for row in PRODUCERS if row.rank_files]
     for name in directory.names:
         step = step_in(name, STEPS) if _FILE.fullmatch(name) else None
@@ -212,12 +212,12 @@ def _files(directory: Directory) -> Iterator[RunCheckpoint]:
 
 
 def has_rank_files(directory: Directory) -> bool:
-    """Whether rank files of several checkpoints lie in the directory."""
+    """Return whether rank files of several checkpoints lie in the directory."""
     return sum(1 for _ in _rank_files(directory)) > 1
 
 
 def _rank_files(directory: Directory) -> Iterator[RunCheckpoint]:
-    """Checkpoints of rank files, all in one directory."""
+    """Yield the checkpoints of rank files, all in one directory."""
     for row in PRODUCERS:
         files: dict[tuple[str, str], dict[int, str]] = {}
         for match in directory.matching(row.rank_files) if row.rank_files else ():
@@ -233,7 +233,7 @@ def _rank_files(directory: Directory) -> Iterator[RunCheckpoint]:
 
 
 def _format(directory: Directory, row: Producer | None) -> str | None:
-    """The format of the first component, by its name."""
+    """Return the format of the first component, by its name."""
     if directory.has(DCP_FILE):
         return "dcp"
     if directory.has(r".*\.safetensors(\.index\.json)?") or "sharded/" in directory:
@@ -275,7 +275,7 @@ def _empty(directory: Directory, names: Sequence[str]) -> str | None:
 
 
 def _dcp_why_not(directory: Directory, most: int) -> str | None:
-    """Why a DCP directory is not complete: its index, which is written last, or a file that it names is missing."""
+    """Return why a DCP directory is not complete: it lacks its index, which is written last, or a file of it."""
     indexes = [m.string for m in directory.matching(r"\.metadata|__\d+\.metadata")]
     if not indexes:
         begun = [m.string for m in directory.matching(r".*\.metadata\.tmp")]
@@ -294,7 +294,7 @@ def _dcp_why_not(directory: Directory, most: int) -> str | None:
 
 
 def _named_in(pickle: bytes) -> list[str]:
-    """The data files that a `.metadata` names, found without unpickling it."""
+    """Return the data files that a `.metadata` names, found without unpickling it."""
     lengths = ((match["short"] or match["long"], match["name"]) for match in _NAMED.finditer(pickle))
     return sorted({name.decode() for length, name in lengths if int.from_bytes(length, "little") == len(name)})
 
@@ -303,5 +303,5 @@ def _named_in(pickle: bytes) -> list[str]:
 
 
 def step_in(name: str, patterns: Sequence[re.Pattern[str]] = NUMBERS) -> int | None:
-    """The step in a name: `epoch=0-step=100.ckpt` -> 100; None for a name without one. Pure."""
+    """Return the step in a name: `epoch=0-step=100.ckpt` -> 100; None for a name without one. Pure."""
     return next((int(match[1]) for pattern in patterns if (match := pattern.search(name))), None)

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 def _confirm(catalogue: Catalogue) -> bool:
-    """Whether a model lies at the root with its optimizer beside it; a step with only a model may be anybody's."""
+    """Return whether a model lies at the root with its optimizer beside it; one alone may be anybody's."""
     roots = {str(path[0]).partition(".")[0] for path in catalogue.entries if path}
     return "model" not in roots and ("train_state" in roots or {"optimizer", "lr_scheduler"} <= roots)
 

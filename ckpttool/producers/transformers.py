@@ -84,7 +84,7 @@ _OWN_RNG = re.compile(r"cuda|npu|hpu|mlu|musa|xla")
 
 
 def _write_trainer(builder: LayoutBuilder) -> OutputLayout:
-    """The model whole, the optimizer keyed by parameter ids."""
+    """Return the model whole, the optimizer keyed by parameter ids."""
     for kind, name, format in (("model", "model.safetensors", "safetensors"), ("optimizer", "optimizer.pt", "torch")):
         builder.add_part(builder.first(kind), name, format, (kind,))
     return _write_rest(builder)
@@ -132,7 +132,7 @@ _SHARDED = WritableLayout("trainer:sharded", "fqn", _write_sharded, chunked=True
 
 
 def _choose(source: Catalogue, to_world: int | None) -> WritableLayout:
-    """The layout of the source if the Trainer saved it; else whole tensors."""
+    """Return the layout of the source if the Trainer saved it; else whole tensors."""
     is_sharded = accelerate.was_saved_as(source, r"pytorch_model_fsdp_\d+/")
     return _SHARDED if is_sharded and source.facts.get("producer") == TRAINER.name else _WHOLE
 

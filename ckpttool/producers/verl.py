@@ -37,7 +37,7 @@ _PATTERNS = (
 
 
 def _roles(directory: Directory) -> list[str]:
-    """The models of a step, each a directory of its own."""
+    """Return the models of a step, each a directory of its own."""
     if directory.has(_RANK_FILE):
         return []
     roles = [name for name in ("actor", "critic") if f"{name}/" in directory]
@@ -93,7 +93,7 @@ _RNG = {"python": "random", "numpy": "numpy", "torch": "cpu"}
 
 
 def _write(builder: LayoutBuilder) -> OutputLayout:
-    """A model of FSDP2 in one file per rank; the step is the name of the directory."""
+    """Return a model of FSDP2 in one file per rank; the step is the name of the directory."""
     world_size, name = builder.world_size, builder.name
     if world_size == 1:
         raise UsageError(

@@ -19,8 +19,8 @@ LAYOUTS = tuple(sorted((layout for row in PRODUCERS for layout in row.writes), k
 
 
 def named(name: str) -> WritableLayout:
-    """The layout called `name`; of a framework with several, the first, whose flags are the most that one of them has.
-    Raises UsageError."""
+    """Return the layout called `name`; of a framework with several, the first, whose flags are the most that one of
+    them has. Raises UsageError."""
     for layout in LAYOUTS:
         if name in (layout.name, layout.framework):
             return layout
@@ -30,7 +30,7 @@ def named(name: str) -> WritableLayout:
 
 
 def choose(name: str, source: Catalogue, to_world: int | None) -> WritableLayout:
-    """The layout called `name`, or the one that suits the source when `name` is a framework with several."""
+    """Return the layout called `name`, or the one that suits the source when `name` is a framework with several."""
     layout = named(name)
     producer = _producer_of(layout)
     if name == layout.framework and producer.choose is not None:
@@ -43,14 +43,14 @@ def _producer_of(layout: WritableLayout) -> Producer:
 
 
 def spell_optimizers(layout: WritableLayout, catalogue: Catalogue, source: Catalogue) -> Catalogue:
-    """The catalogue with optimizer state keyed as the framework keys it. Pure."""
+    """Return the catalogue with optimizer state keyed as the framework keys it. Pure."""
     if layout.ordered:
         return model_order.numbered(catalogue, source)
     return respell.respell(catalogue, layout.keys, source)
 
 
 def as_format(layout: WritableLayout, output: OutputLayout | None = None) -> Format:
-    """The layout as a format that a conversion writes; without `output`, for its flags only."""
+    """Return the layout as a format that a conversion writes; without `output`, for its flags only."""
 
     def open_written(path: str, options: OpenOptions = NO_HINTS) -> Source:
         return reader.open_directory(_producer_of(layout), Directory(path), options)

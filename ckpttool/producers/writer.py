@@ -51,11 +51,11 @@ class OutputComponent:
     constants: Sequence[Constant] = ()
 
     def inner(self, path: Path) -> Path:
-        """The path in the component."""
+        """Return the path in the component."""
         return (*self.key, *path[len(self.root) :])
 
     def outer(self, path: Path) -> Path:
-        """The path in the catalogue of the directory."""
+        """Return the path in the catalogue of the directory."""
         return (*self.root, *path[len(self.key) :])
 
 
@@ -69,7 +69,7 @@ class OutputLayout:
     lost: Sequence[Loss]
 
     def losses(self, catalogue: Catalogue, path: str) -> list[Loss]:
-        """The entries that are in no component, or that the format of theirs cannot store."""
+        """Return the entries that are in no component, or that the format of theirs cannot store."""
         losses = list(self.lost)
         for component, contents in self._split(catalogue):
             if component.format is None:
@@ -119,7 +119,7 @@ class OutputLayout:
         return CreatedSink(result, partial(_finish, sinks, crcs))
 
     def _split(self, catalogue: Catalogue) -> Iterator[tuple[OutputComponent, Catalogue]]:
-        """Each component with its contents. There may be one per rank, so the state is walked once for all."""
+        """Yield each component with its contents. There may be one per rank, so the state is walked once for all."""
         entries: list[list[Entry]] = [[] for _ in self.components]
         for path, entry in catalogue.entries.items():
             number = self.component_of.get(path)
@@ -133,7 +133,7 @@ class OutputLayout:
 
 
 def _contents(component: OutputComponent, catalogue: Catalogue, entries: list[Entry], *, alone: bool) -> Catalogue:
-    """The entries of a component, under their paths in it."""
+    """Return the entries of a component, under their paths in it."""
     # The container at the root of the whole state belongs to none of several components.
     within = {entry.path[:depth] for entry in entries for depth in range(0 if alone else 1, len(entry.path) + 1)}
     depth = len(component.root)

@@ -73,19 +73,19 @@ class Shard:
 
 
 def mentions(data: bytes) -> bool:
-    """Whether a pickle, or a part of one, names the class of a sharded tensor. It may have none all the same."""
+    """Return whether a pickle, or a part of one, names the class of a sharded tensor. It may have none all the same."""
     return any(name in data for name in (b"\nDTensor\n", b"\nShardedTensor\n", b"\x07DTensor", b"\x0dShardedTensor"))
 
 
 def holds_sharded(value: Any) -> bool:
-    """Whether an object's value has a sharded tensor in it that could not be replaced."""
+    """Return whether an object's value has a sharded tensor in it that could not be replaced."""
     names = (stub_name(node) or "" for node in walk(value))
     return any(n.startswith("torch.distributed.") and n.rpartition(".")[2] in _CLASSES for n in names)
 
 
 def replace(tree: Any, shards: list[Shard] | None = None) -> Any:
-    """A copy of `tree` with a `Shard` in place of each stub of a sharded tensor, each of which `shards` gets. Raises
-    CorruptError or ReadError for one that is not what torch writes."""
+    """Return a copy of `tree` with a `Shard` in place of each stub of a sharded tensor, each of which `shards` gets.
+    Raises CorruptError or ReadError for one that is not what torch writes."""
     known = _Known({}, {})
 
     def shard_of(stub: Stub, path: Path) -> Any:
@@ -117,7 +117,7 @@ class _Call(NamedTuple):
 
 
 def _wrapper(stub: Stub) -> _Call | None:
-    """The call that rebuilds a sharded tensor, if this is one."""
+    """Return the call that rebuilds a sharded tensor, if this is one."""
     if len(stub.args) != 4:
         return None
     function, kind, args, state = stub.args
@@ -151,7 +151,7 @@ def _shape(value: Any) -> Ints:
 
 
 def _attributes(states: Iterable[Any]) -> dict[str, Any]:
-    """The attributes that an object is given: its state is a dict, or with `__slots__` a pair of two."""
+    """Return the attributes that an object is given: its state is a dict, or with `__slots__` a pair of two."""
     parts = (part for state in states for part in (state if isinstance(state, tuple) else (state,)))
     attributes: dict[str, Any] = {}
     for part in parts:
@@ -272,7 +272,7 @@ def _dtensor(call: _Call, known: _Known) -> Shard:
 
 
 def _mesh_state(value: Any) -> dict[str, Any]:
-    """The attributes of a mesh; of one that we spelt, a call for all ranks in a row, those that the call gives it."""
+    """Return the attributes of a mesh; where it is spelt as a call for all ranks, those that the call gives it."""
     state, args = _state(value), _args(value)
     if len(args) == 2 and isinstance(args[1], list) and type(state.get("_rank")) is int and state["_rank"] in args[1]:
         state |= {"_flatten_rank_map": args[1], "_coordinate_on_dim": [args[1].index(state["_rank"])]}
@@ -318,7 +318,7 @@ def _mesh(state: dict[str, Any]) -> _Mesh:
 
 
 def _layout(stub: Any) -> tuple[Ints, Ints]:
-    """Shape and strides of a mesh: `axes` of a shape and a stride each since 2.13, before two nested tuples."""
+    """Return the shape and strides of a mesh: `axes` with one of each since 2.13, before two nested tuples."""
     state = _state(stub)
     axes = state.get("axes")
     if axes is None:
@@ -359,7 +359,7 @@ def _placement(stub: Any) -> Placement:
 
 
 def _shard_order(value: Any) -> dict[int, Ints]:
-    """Which mesh dimensions cut a dimension of the tensor, in the order in which they do; `((0, (1, 0)),)`."""
+    """Return which mesh dimensions cut a dimension of the tensor, in the order in which they do; `((0, (1, 0)),)`."""
     order: dict[int, Ints] = {}
     for entry in value if isinstance(value, (tuple, list)) else ():
         pair = _args(entry) or entry
@@ -370,7 +370,7 @@ def _shard_order(value: Any) -> dict[int, Ints]:
 
 
 def _boxes(local: TensorRef, runs: list[Runs]) -> Iterator[LocalBox]:
-    """The boxes of a local tensor, one unless a `_StridedShard` was cut from left to right."""
+    """Yield the boxes of a local tensor, one unless a `_StridedShard` was cut from left to right."""
     if all(len(r) == 1 for r in runs):
         yield LocalBox(tuple(r[0][0] for r in runs), local.shape, local)
         return
@@ -389,7 +389,7 @@ def _boxes(local: TensorRef, runs: list[Runs]) -> Iterator[LocalBox]:
 
 
 def _runs(local: Ints, shape: Ints, mesh: Position, placements: list[Placement], order: dict[int, Ints]) -> list[Runs]:
-    """What of each dimension a local tensor of shape `local` has. Raises CorruptError when placements do not fit it."""
+    """Return what a local tensor of shape `local` has of each dimension. Raises CorruptError if it does not fit."""
     tried = []
     for cut in (_runs_by_order, _runs_by_factor):
         runs = [cut(size, dim, mesh, placements, order) for dim, size in enumerate(shape)]
@@ -446,7 +446,7 @@ def _runs_by_factor(size: int, dim: int, mesh: Position, placements: list[Placem
 
 
 def _chunk(runs: Runs, parts: int, index: int) -> Runs:
-    """The `index`th of `parts` as `torch.chunk` makes them: `ceil(n / parts)` each, the last less or nothing."""
+    """Return the `index`th of `parts` as `torch.chunk` makes them: `ceil(n / parts)` each, the last less or nothing."""
     total = sum(length for _, length in runs)
     step = -(-total // parts)
     low, high = min(index * step, total), min((index + 1) * step, total)

@@ -41,18 +41,18 @@ _GETS = (b"h", b"j", b"g")
 
 
 def is_heavy(data: bytes) -> bool:
-    """Whether a pickle could make more than it may: counted in all its bytes, strings too."""
+    """Return whether a pickle could make more than it may: counted in all its bytes, strings too."""
     return len(data) > MAX_OBJECTS and _objects(data) > MAX_OBJECTS + len(data) // BYTES_PER_OBJECT
 
 
 def is_light(data: bytes) -> bool:
-    """Whether a pickle without the opcodes `l`, `d`, `o` and `i` makes no more than it may. A tuple of `t` has a mark;
-    text has fewer of those."""
+    """Return whether a pickle without the opcodes `l`, `d`, `o` and `i` makes no more than it may. A tuple of `t` has a
+    mark; text has fewer of those."""
     return sum(map(data.count, (*_MAKING_LIGHT, b"("))) <= MAX_OBJECTS + len(data) // BYTES_PER_OBJECT
 
 
 def check_objects(code: bytes, size: int) -> None:
-    """Raises CorruptError when the opcodes of a pickle of `size` bytes make more than those of a writer would."""
+    """Raise CorruptError when the opcodes of a pickle of `size` bytes make more than those of a writer would."""
     count, most = _objects(code), MAX_OBJECTS + size // BYTES_PER_OBJECT
     if count > most:
         message = f"it makes up to {count} lists, dicts and other containers in {size} bytes"
@@ -64,12 +64,12 @@ def _objects(data: bytes) -> int:
 
 
 def may_share(data: bytes) -> bool:
-    """Whether there are tuples, and enough mentions of what was memoized that they could be costly as keys."""
+    """Return whether there are tuples, and enough mentions of what was memoized that they could be costly as keys."""
     return any(code in data for code in _TUPLES) and sum(map(data.count, _GETS)) >= _FEW
 
 
 def count_tuples(data: bytes, end: int) -> int:
-    """The most tuples that a pickle which ends there can make."""
+    """Return the most tuples that a pickle which ends there can make."""
     return sum(data.count(code, 0, end) for code in _TUPLES)
 
 
@@ -78,7 +78,7 @@ _TUPLE_ON_TOP = {bytes((code,)) for code in b"\x85\x86\x87thjqr\x94\x80\x9501asu
 
 
 def fixed_length(codes: Iterable[int]) -> dict[int, bytes]:
-    """Patterns for one opcode each, by the length of its argument, of those `codes` whose argument has a fixed one."""
+    """Return patterns for an opcode of `codes` whose argument has a fixed length, by that length."""
     by_length: dict[int, bytes] = {}
     for op in sorted(pickletools.opcodes, key=lambda op: op.code):
         n = 0 if op.arg is None else op.arg.n
@@ -99,9 +99,9 @@ _memoize = re.compile(rb"(" + _tokens(b"\x94") + rb")*(\x94+)", re.S).findall
 
 
 def shares_tuples(pieces: list[bytearray], rows: list[int]) -> bool:
-    """Whether a pickle mentions tuples often enough to look closer. `pieces` are its opcodes, each piece beginning and
-    ending with a whole one; `N` stands for those with text. Behind each piece, `rows` says how many MEMOIZE of no tuple
-    are left out."""
+    """Return whether a pickle mentions tuples often enough to look closer. `pieces` are its opcodes, each piece
+    beginning and ending with a whole one; `N` stands for those with text. Behind each piece, `rows` says how many
+    MEMOIZE of no tuple are left out."""
     mentions: Counter[bytes] = Counter()
     for piece in pieces:
         # The search is to end at the end; else it would begin anew between opcodes.
@@ -122,7 +122,7 @@ def shares_tuples(pieces: list[bytearray], rows: list[int]) -> bool:
 
 
 def _memoized(piece: bytearray) -> list[tuple[bytes, bytes]]:
-    """For each row of MEMOIZE, the opcode before, or nothing at the beginning; and the row itself."""
+    """Yield for each row of MEMOIZE the opcode before, or nothing at the beginning, and the row itself."""
     rows: list[tuple[bytes, bytes]] = _memoize(piece + b"\x94")
     before, row = rows[-1]
     rows[-1] = before, row[1:]
@@ -130,7 +130,7 @@ def _memoized(piece: bytearray) -> list[tuple[bytes, bytes]]:
 
 
 def _tuples_mentioned(pieces: list[bytearray], rows: list[int], mentioned: dict[int, int]) -> int:
-    """How often those are mentioned that MEMOIZE numbers and that may be tuples."""
+    """Return how often those are mentioned that MEMOIZE numbers and that may be tuples."""
     count = number = 0
     indexes = sorted(mentioned)
     for piece, left_out in zip(pieces, rows, strict=True):
@@ -200,7 +200,7 @@ class _Costs:
         return taken
 
     def use(self, costs: list[int]) -> None:
-        """Takes note that these values are keys, or are copied."""
+        """Note that these values are keys, or are copied."""
         self.used += sum(costs) - len(costs)
         if self.used > self._most:
             raise CorruptError(
@@ -235,7 +235,7 @@ def _index(code: int, argument: bytes) -> int:
 
 
 def check_keys(data: bytes, end: int, skip: Skip) -> None:
-    """Raises CorruptError when hashing the keys that a pickle makes would cost far more than the pickle is long.
+    """Raise CorruptError when hashing the keys that a pickle makes would cost far more than the pickle is long.
     `skip(data, at)` is where the opcode after the one at `at` is."""
     machine = _Costs(MAX_HASHED + end)
     at = 0
@@ -257,7 +257,7 @@ _LEAVES = frozenset({str, int, float, bool, type(None), bytes, StubType, Known})
 
 
 def check_depths(tree: Any) -> None:
-    """Raises CorruptError for tuples nested so deep that their hash would end the process: as a key, it was computed on
+    """Raise CorruptError for tuples nested so deep that their hash would end the process: as a key, it was computed on
     the stack above, but whoever puts it into another dict computes it again."""
     seen: set[int] = set()
     depths: dict[int, int] = {}
@@ -282,7 +282,7 @@ def check_depths(tree: Any) -> None:
 
 
 def _inside(top: tuple[Any, ...], depths: dict[int, int]) -> list[Any]:
-    """What is in a tuple and in the tuples in it; `depths` remembers how deep each is."""
+    """Return what is in a tuple and in the tuples in it; `depths` remembers how deep each is."""
     below: list[Any] = []
     for node in inner_first(top, depths):
         depth = depths[id(node)] = 1 + max((depths[id(item)] for item in node if isinstance(item, tuple)), default=0)

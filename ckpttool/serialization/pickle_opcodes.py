@@ -45,7 +45,7 @@ _PUTS = (b"p", b"q", b"r", b"\x94")
 
 
 def _texts(opcode: bytes, length: str) -> bytes:
-    """Matches an opcode with a text of at most 255 bytes."""
+    """Return a pattern of an opcode with a text of at most 255 bytes."""
     return opcode + b"(?:" + b"|".join(re.escape(struct.pack(length, n)) + b".{%d}" % n for n in range(256)) + b")"
 
 
@@ -54,7 +54,7 @@ _SHORT_TEXT = _texts(b"\x8c", "<B")
 
 @lru_cache
 def _run(top: int) -> re.Pattern[bytes]:
-    """Matches many opcodes in a row whose arguments have a fixed length; memo indexes below `(top + 1) << 16`."""
+    """Return a pattern of opcodes whose arguments have a fixed length; memo indexes below `(top + 1) << 16`."""
     by_length = pickle_limits.fixed_length(_CODES - _REFUSED - {_STOP, _BINPUT})
     bare = by_length.pop(0) + b"*"
     fixed = [*by_length.values(), b"r..[\\x00-" + re.escape(bytes((top,))) + b"]\\x00"]
@@ -90,7 +90,7 @@ _LEARNT = 6
 
 
 def _light(top: int, learnt: Iterable[bytes] = ()) -> re.Pattern[bytes]:
-    """Matches many opcodes in a row as `_run` does, but no tuple except a flat one; those of `learnt` at once."""
+    """Return a pattern of opcodes as `_run` does, but no tuple except a flat one; those of `learnt` at once."""
     codes = _CODES - _REFUSED - _UNGUARDED - _TUPLES - _INSERTIONS.keys() - {_STOP, _BINPUT, _FRAME, _MARK}
     by_length = pickle_limits.fixed_length(codes)
     bare = by_length.pop(0) + b"*"
@@ -107,8 +107,8 @@ def _flat(top: int) -> bytes:
 
 
 def _learn(data: bytes, top: int) -> list[bytes]:
-    """Patterns for the most frequent objects in samples of a pickle, of nothing that `_light` would not match without
-    them: a pattern that names most of what it looks for is three times as fast."""
+    """Return patterns for the most frequent objects in samples of a pickle, of nothing that `_light` would not match
+    without them: a pattern that names most of what it looks for is three times as fast."""
     kinds = [_flat(top), b"(?:q.|%b)" % _put(top), _INT, _TEXT]
     parts = [*kinds, _GET, rb"[)}(NRub\x81\x88\x89\x94]"]
     word = re.compile(b"|".join(b"(%b)" % part for part in parts), re.S).match
@@ -141,21 +141,21 @@ _row: Callable[[bytes, int], re.Match[bytes]] = re.compile(b"\\x94*").match  # t
 
 
 def end_of(data: bytes) -> int | None:
-    """Where the pickle at the beginning of `data` ends; None when `data` ends first. Raises CorruptError for what no
-    pickle of its size needs: a memo index or a length past that of `data`, an extension code, an opcode that there is
-    not."""
+    """Return where the pickle at the beginning of `data` ends; None when `data` ends first. Raises CorruptError for
+    what no pickle of its size needs: a memo index or a length past that of `data`, an extension code, an opcode that
+    there is not."""
     end, is_whole = _walk(data, len(data))
     return end if is_whole else None
 
 
 def is_whole(data: bytes, size: int) -> bool:
-    """Whether `data`, a part of a pickle of `size` bytes, has only whole opcodes."""
+    """Return whether `data`, a part of a pickle of `size` bytes, has only whole opcodes."""
     return _walk(data, size, memo=size) == (len(data), False)
 
 
 def find_end(read: Callable[[int, int], bytes], size: int) -> int | None:
-    """Where the pickle that begins `size` bytes ends; None when they end first. Reads windows of them, and never a text
-    that is longer: a text of a tebibyte in a hole costs nothing.
+    """Return where the pickle that begins `size` bytes ends; None when they end first. Reads windows of them, and never
+    a text that is longer: a text of a tebibyte in a hole costs nothing.
 
     `read(offset, nbytes)` gives bytes of it. Raises CorruptError as `end_of` does.
     """
@@ -173,8 +173,8 @@ def find_end(read: Callable[[int, int], bytes], size: int) -> int | None:
 
 
 def check(data: bytes) -> int | None:
-    """`end_of(data)`, once it is known that the machine can run this pickle without taking all the memory or all the
-    time that there is. Raises CorruptError when it cannot."""
+    """Return `end_of(data)`, once it is known that the machine can run this pickle without taking all the memory or all
+    the time that there is. Raises CorruptError when it cannot."""
     heavy, shared = pickle_limits.is_heavy(data), pickle_limits.may_share(data)
     if not (heavy or shared):
         return end_of(data)
@@ -198,9 +198,9 @@ class Answered(NamedTuple):
 
 
 def guarded(data: bytes, seen: Callable[[float], None] = lambda share: None) -> Answered | None:
-    """The large pickle `data`, without its frames, so that each tuple in it that may hold another, and what is put into
-    dicts, is first a persistent id. None for one that is better checked as a whole. `seen` is told the share that has
-    been looked through."""
+    """Return the large pickle `data`, without its frames, so that each tuple in it that may hold another, and what is
+    put into dicts, is first a persistent id. None for one that is better checked as a whole. `seen` is told the share
+    that has been looked through."""
     if len(data) < _GUARDED or not pickle_limits.is_light(data):
         return None
     # Twice what an index of DCP has; counting takes 0.3 s. The reader of such an index leaves rows of MEMOIZE.
@@ -213,8 +213,8 @@ def guarded(data: bytes, seen: Callable[[float], None] = lambda share: None) -> 
 
 
 def answered(data: bytes) -> Answered | None:
-    """The whole pickle `data`, without its frames, so that what is put into dicts and sets is first a persistent id;
-    None where that is not worth looking at."""
+    """Return the whole pickle `data`, without its frames, so that what is put into dicts and sets is first a persistent
+    id; None where that is not worth looking at."""
     if sum(map(data.count, _CHOSEN)) <= MANY:
         return None
     return _answered(data, _inserting(len(data) > _LARGE), len(data), frozenset(), frozenset())
@@ -270,7 +270,7 @@ def _answered(
 
 @lru_cache
 def _inserting(has_texts: bool) -> re.Pattern[bytes]:
-    """Matches many opcodes in a row that put nothing into dicts and sets."""
+    """Return a pattern of opcodes that put nothing into dicts and sets."""
     codes = _CODES - _REFUSED - _INSERTIONS.keys() - _OWN_IDS - {_STOP, _FRAME}
     by_length = pickle_limits.fixed_length(codes)
     bare = by_length.pop(0) + b"*"
@@ -279,7 +279,7 @@ def _inserting(has_texts: bool) -> re.Pattern[bytes]:
 
 
 def check_beginning(window: bytes, size: int) -> None:
-    """Raises CorruptError when a pickle of `size` bytes that begins like this cannot be one, before all of it is read:
+    """Raise CorruptError when a pickle of `size` bytes that begins like this cannot be one, before all of it is read:
     a file may be a hole of any length."""
     if size > MAX_PICKLE:
         message = f"a pickle of {size} bytes is more than the {MAX_PICKLE} that we read"
@@ -298,7 +298,7 @@ class _Code:
         self._before = b""
 
     def add(self, data: bytes, begin: int, at: int, after: int) -> int:
-        """Those at `begin..at`, all of a fixed length, and the one at `at..after`. Returns where the next begins."""
+        """Add those at `begin..at`, of a fixed length, and the one at `at..after`. Returns where the next begins."""
         if not self.pieces or self.rows[-1] or len(self.pieces[-1]) > _PIECE:
             self.pieces.append(bytearray(self._before))
             self.rows.append(0)
@@ -319,8 +319,7 @@ class _Code:
 
 
 def _walk(data: bytes, limit: int, code: _Code | None = None, memo: int | None = None) -> tuple[int, bool]:
-    """Where the last whole opcode ends (a text may end behind `data`), and whether it ends the pickle; `code` gets the
-    opcodes."""
+    """Return where the last whole opcode ends, and whether it ends the pickle; `code` gets the opcodes."""
     if memo is None:
         # Each index is given to something. In a file that is mostly a hole, hardly anything is.
         memo = min(limit, sum(map(data.count, _PUTS))) if limit > _LARGE else limit
@@ -341,7 +340,7 @@ def _walk(data: bytes, limit: int, code: _Code | None = None, memo: int | None =
 
 
 def _after(data: bytes, at: int, code: int, limit: int, memo: int) -> int:
-    """Where the opcode after this one is. Raises IndexError, struct.error or ValueError when `data` ends before."""
+    """Return where the next opcode is. Raises IndexError, struct.error or ValueError if `data` ends before."""
     if code not in _CODES or code in _REFUSED:
         raise CorruptError(f"opcode {code:#04x} at byte {at} is not one that a checkpoint needs")
     n = _ARGUMENT[code]

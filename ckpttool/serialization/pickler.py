@@ -16,7 +16,7 @@ Leaf = Callable[["Writer", Any], bool]
 
 
 def spelt_text(value: str) -> bytes:
-    """A string in a pickle, where nothing refers to it."""
+    """Return a string in a pickle, where nothing refers to it."""
     data = value.encode("utf-8", "surrogatepass")
     return b"X" + struct.pack("<I", len(data)) + data
 
@@ -55,7 +55,7 @@ class Writer:
     # Values --------------------------------------------------------------------------------------------------
 
     def named(self, module: str, name: str) -> None:
-        """A class or function by name."""
+        """Write a class or function by name."""
         key = ("global", module, name)
         if self._get(key):
             return
@@ -71,7 +71,7 @@ class Writer:
         self._put(key)
 
     def call(self, module: str, name: str, args: tuple[Any, ...]) -> None:
-        """`module.name(*args)`, to be called when the pickle is loaded."""
+        """Write `module.name(*args)`, to be called when the pickle is loaded."""
         self.named(module, name)
         self.write_tuple(args)
         self.out += b"R"
@@ -105,7 +105,7 @@ class Writer:
         self.out += (b")", b"\x85", b"\x86", b"\x87")[len(values)] if is_short else b"t"
 
     def write(self, value: Any) -> None:
-        """Any plain value, container or stub. Raises LossError for another value."""
+        """Write any plain value, container or stub. Raises LossError for another value."""
         kind = type(value)
         if value is None:
             self.out += b"N"
@@ -121,14 +121,14 @@ class Writer:
             self._write_new(value)
 
     def remember(self, value: Any) -> None:
-        """What was just written is `value`: the next time it is only referred to."""
+        """Remember `value`, which was just written: the next time it is only referred to."""
         if not self.frozen:
             self._keep.append(value)
             self._put(id(value))
 
     def apart(self, value: Any) -> bytes:
-        """How a value is written here, without writing it: it may be repeated at any later place of this pickle. It
-        refers to what was written before, and nothing can refer into it."""
+        """Return how a value is written here, without writing it: it may be repeated at any later place of this pickle.
+        It refers to what was written before, and nothing can refer into it."""
         start = len(self.out)
         self.frozen = True
         try:
@@ -223,7 +223,7 @@ class Writer:
 
 
 def dump(value: Any, *, protocol: int = 2, leaf: Leaf | None = None) -> bytes:
-    """`value` as a pickle; see `Writer`. Raises LossError for what cannot be pickled or is nested too deeply."""
+    """Return `value` as a pickle; see `Writer`. Raises LossError for what cannot be pickled or is nested too deeply."""
     writer = Writer(protocol, leaf)
     try:
         writer.write(value)

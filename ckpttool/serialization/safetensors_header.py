@@ -74,14 +74,14 @@ class Spec(NamedTuple):
 
 
 def looks_like(head: bytes) -> bool:
-    """Whether a file that begins with these nine bytes or more is a safetensors file."""
+    """Return whether a file that begins with these nine bytes or more is a safetensors file."""
     return len(head) > 8 and head[8:9] == b"{" and 2 <= _LENGTH.unpack_from(head)[0] <= MAX_HEADER
 
 
 def read_header(read: Read, base: int, length: int, *, name: str, exact: bool = True) -> Header:
-    """The header of the safetensors file in the `length` bytes at `base`. `name` goes before each message as it is.
-    With `exact` the payload ends where the bytes do, as in a file of its own; without, other data may follow. Raises
-    CorruptError when the header lies about anything."""
+    """Return the header of the safetensors file in the `length` bytes at `base`. `name` goes before each message as it
+    is. With `exact` the payload ends where the bytes do, as in a file of its own; without, other data may follow.
+    Raises CorruptError when the header lies about anything."""
     text, payload = _read_text(read, base, length, name)
     if text[:1] != b"{":
         message = f"{name}: the header begins with {text[:1]!r}, not with `{{`"
@@ -185,7 +185,7 @@ def _check_tiling(tensors: Mapping[str, Entry], payload: int, name: str) -> int:
 
 
 def why_not(name: str, dtype: Dtype, shape: Ints) -> str | None:
-    """Why no safetensors file can hold this tensor, or None. Pure."""
+    """Return why no safetensors file can hold this tensor, or None. Pure."""
     if dtype.safetensors is None:
         return f"safetensors has no dtype {dtype}"
     if name == METADATA:
@@ -202,9 +202,10 @@ def why_not(name: str, dtype: Dtype, shape: Ints) -> str | None:
 def build_header(
     tensors: Iterable[Spec], metadata: Mapping[str, str] | None = None, *, keep_order: bool = False
 ) -> bytes:
-    """Length and header of a file of these tensors, byte for byte as safetensors 0.8 writes them. Tensors are sorted as
-    upstream sorts them, or with `keep_order` as little as alignment demands: that is the order of the payload. Upstream
-    shuffles the keys of `metadata`; here they keep theirs. Raises LossError for what a header cannot say."""
+    """Return the length and the header of a file of these tensors, byte for byte as safetensors 0.8 writes them.
+    Tensors are sorted as upstream sorts them, or with `keep_order` as little as alignment demands: that is the order of
+    the payload. Upstream shuffles the keys of `metadata`; here they keep theirs. Raises LossError for what a header
+    cannot say."""
     table: dict[str, Any] = {} if metadata is None else {METADATA: dict(metadata)}
     at = 0
     for spec in _aligned(list(tensors)) if keep_order else sorted(tensors, key=lambda t: (_rank(t), t.name)):

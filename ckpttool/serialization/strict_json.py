@@ -30,13 +30,13 @@ _WINDOW = 1 << 16
 
 
 def check_beginning(window: bytes, what: str) -> None:
-    """Raises CorruptError when JSON cannot begin like this: a file may be a hole of any length."""
+    """Raise CorruptError when JSON cannot begin like this: a file may be a hole of any length."""
     if b"\0" in window:
         raise CorruptError(f"{what} is not JSON: a zero at byte {window.index(0)}", hint="the copy did not end")
 
 
 def parse(text: bytes, what: str) -> Any:
-    """The value that `text` spells. Raises CorruptError; `what` is the subject of its message."""
+    """Return the value that `text` spells. Raises CorruptError; `what` is the subject of its message."""
     try:
         return _parsed(text, what)
     except json.JSONDecodeError as error:
@@ -46,7 +46,7 @@ def parse(text: bytes, what: str) -> Any:
 
 
 def parse_written(text: bytes, what: str) -> Any:
-    """As `parse`, for a file that a person writes: raises UsageError, which names the line and the column."""
+    """Parse as `parse` a file that a person writes: raises UsageError, which names the line and the column."""
     try:
         return _parsed(text, what)
     except json.JSONDecodeError as error:

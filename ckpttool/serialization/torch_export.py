@@ -33,7 +33,7 @@ _STRIDED = 7
 
 
 def is_export(archive: Archive) -> bool:
-    """Whether this archive is one of torch.export's."""
+    """Return whether this archive is one of torch.export's."""
     return "data.pkl" not in archive.records and "archive_format" in archive.records
 
 
@@ -86,7 +86,7 @@ class Exported:
         return {name: ref for name, ref in refs.items() if isinstance(ref, TensorRef)}
 
     def _load(self, record: str) -> Any:
-        """What a record that is itself a torch.save archive holds: a tensor, or a dict of them."""
+        """Return what a record that is itself a torch.save archive holds: a tensor, or a dict of them."""
         self.nested.add(record)
         at = self._archive.payload(record)
         name = f"{self._archive.name}: `{record}`"
@@ -119,7 +119,7 @@ class Exported:
             raise error.prefixed(f"{where}: record `{record}`", tensor=name) from None
 
     def extent(self, ref: TensorRef) -> Extent:
-        """Where the elements of a tensor lie."""
+        """Return where the elements of a tensor lie."""
         archive, key = self._inner.get(ref.storage.key, (self._archive, ref.storage.key))
         return archive.extent(replace(ref, storage=replace(ref.storage, key=key)))
 

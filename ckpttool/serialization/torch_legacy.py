@@ -47,7 +47,7 @@ class Stream:
     storages: dict[str, tuple[int, int]] = field(default_factory=dict)
 
     def extent(self, ref: TensorRef) -> Extent:
-        """Where the elements of a tensor lie. Raises CorruptError when the storage is short."""
+        """Return where the elements of a tensor lie. Raises CorruptError when the storage is short."""
         storage = ref.storage
         if 0 in ref.shape:
             return Extent(0, 0, 0)
@@ -65,12 +65,12 @@ class Stream:
 
 
 def is_stream(head: bytes) -> bool:
-    """Whether a file that begins like this (64 bytes are enough) is a legacy stream."""
+    """Return whether a file that begins like this (64 bytes are enough) is a legacy stream."""
     return head.startswith(_SPELT_0) or (head.startswith(b"\x80") and _SPELT[1:] in head[:32])
 
 
 def is_tar(head: bytes, path: Location) -> bool:
-    """Whether a file that begins like this (512 bytes) is torch's tar: other checkpoints are tars as well."""
+    """Return whether a file that begins like this (512 bytes) is torch's tar: other checkpoints are tars as well."""
     try:
         return head[257:262] == b"ustar" and _members(path, "").keys() >= _MEMBERS
     except CkptError:
@@ -78,7 +78,7 @@ def is_tar(head: bytes, path: Location) -> bool:
 
 
 def _members(path: Location, name: str) -> dict[str, tuple[int, int]]:
-    """Where the regular members of a tar begin and end."""
+    """Return where the regular members of a tar begin and end."""
     import tarfile
 
     try:
@@ -100,7 +100,7 @@ class _Cursor:
         return data
 
     def skip(self, nbytes: int) -> int:
-        """Passes over bytes that are not read now; where they are."""
+        """Pass over bytes that are not read now; return where they are."""
         at = self.at
         self.at += self._room(nbytes)
         return at
@@ -128,7 +128,7 @@ class _Cursor:
 
 
 def open_stream(read: Read, size: int, *, name: str) -> Stream:
-    """A legacy file of `size` bytes. Raises CorruptError when it is not one, or not whole."""
+    """Return a legacy file of `size` bytes. Raises CorruptError when it is not one, or not whole."""
     cursor = _Cursor(read, 0, size, name)
     if cursor.pickle("magic number") != MAGIC or cursor.pickle("version") != PROTOCOL:
         raise CorruptError(f"{name}: not a legacy torch.save file of version {PROTOCOL}")
@@ -159,7 +159,7 @@ def open_stream(read: Read, size: int, *, name: str) -> Stream:
 
 
 def open_tar(read: Read, path: Location, *, name: str) -> Stream:
-    """The tar of torch 0.1. Raises CorruptError when a member is missing or cut."""
+    """Return the tar of torch 0.1. Raises CorruptError when a member is missing or cut."""
     members = _members(path, name)
     if missing := sorted(_MEMBERS - members.keys()):
         raise CorruptError(f"{name}: has no member `{missing[0]}`")

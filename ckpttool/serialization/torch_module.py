@@ -33,7 +33,7 @@ class Dropped:
     attributes: set[str] = field(default_factory=set)
 
     def warnings(self) -> list[Warning]:
-        """What a person should know about the view that they get."""
+        """Return what a person should know about the view that they get."""
         if not self.modules:
             return []
         text = f"holds {some(self.modules, 5)} as a whole object; its parameters and buffers are shown as a state dict"
@@ -43,14 +43,14 @@ class Dropped:
         return warnings + self.attribute_warnings()
 
     def attribute_warnings(self) -> list[Warning]:
-        """About what is no tensor."""
+        """Return the warnings about what is no tensor."""
         if not self.attributes:
             return []
         return [Warning("left-out", f"attributes of modules left out: {some(sorted(self.attributes), 5)}")]
 
 
 def is_module(value: Any) -> bool:
-    """Whether this stub was an `nn.Module`."""
+    """Return whether this stub was an `nn.Module`."""
     return all(isinstance(_state(value).get(own), dict) for own in _OWN)
 
 
@@ -60,8 +60,8 @@ def _state(value: Any) -> dict[Any, Any]:
 
 
 def replace_modules(value: Any, dropped: Dropped) -> Any:
-    """`value` with a state dict in place of each module that stands in its dicts and lists. Containers without modules
-    stay the very same objects."""
+    """Return `value` with a state dict in place of each module that stands in its dicts and lists. Containers without
+    modules stay the very same objects."""
     return _replace(value, dropped, {}, 0)
 
 
@@ -87,7 +87,7 @@ _USUAL = {"training", "_is_full_backward_hook", "_non_persistent_buffers_set", "
 
 
 def _state_dict(module: Any, dropped: Dropped, prefix: str = "", depth: int = 0) -> OrderedDict[str, Any]:
-    """The state dict of a module, in the order of `nn.Module.state_dict`."""
+    """Return the state dict of a module, in the order of `nn.Module.state_dict`."""
     if depth > _MAX_DEPTH:
         raise CorruptError(f"the module `{prefix[:80]}` is nested more than {_MAX_DEPTH} deep")
     state = _state(module)
@@ -107,7 +107,7 @@ def _state_dict(module: Any, dropped: Dropped, prefix: str = "", depth: int = 0)
 
 
 def script_tensors(value: Any, dropped: Dropped, prefix: str = "", depth: int = 0) -> OrderedDict[str, Any]:
-    """Every tensor of a TorchScript object, under the dotted path of its attribute."""
+    """Return every tensor of a TorchScript object, under the dotted path of its attribute."""
     if depth > _MAX_DEPTH:
         raise CorruptError(f"the script's object `{prefix[:80]}` is nested more than {_MAX_DEPTH} deep")
     if isinstance(value, (TensorRef, StorageRef)):

@@ -44,7 +44,7 @@ class StorageRef:
         return self.numel * self.itemsize
 
     def whole(self) -> TensorRef:
-        """The storage as a tensor, of bytes if it is untyped."""
+        """Return the storage as a tensor, of bytes if it is untyped."""
         numel = self.view[1] if self.view else self.numel
         return TensorRef(self, self.dtype or DTYPES["uint8"], 0, (numel,), (1,))
 
@@ -65,8 +65,7 @@ class TensorRef:
     attributes: tuple[str, ...] = ()
 
     def span(self) -> tuple[int, int, Ints | None]:
-        """Where its elements begin in the storage, how far they reach, both in bytes, and their strides unless they are
-        contiguous."""
+        """Return begin and length of its elements in the storage, in bytes; and their strides unless contiguous."""
         strides = None if boxes.is_row_major(self.shape, self.strides) else self.strides
         nbytes = boxes.span(self.shape, self.strides) * self.dtype.itemsize
         return self.offset * self.dtype.itemsize, nbytes, strides
@@ -83,7 +82,7 @@ def _ints(value: Any) -> Ints:
 
 
 def rebuild(storage: Any, dtype: Dtype, offset: Any, size: Any, stride: Any, flags: Any = None) -> TensorRef:
-    """A tensor over a storage. Raises CorruptError when the storage is too small for it, or any of this is no such."""
+    """Return a tensor over a storage. Raises CorruptError when this is none, or the storage is too small."""
     shape, strides = _ints(size), _ints(stride)
     if not isinstance(storage, StorageRef) or type(offset) is not int or offset < 0 or len(shape) != len(strides):
         raise CorruptError("a tensor is not rebuilt from a storage, an offset, a size and a stride")
@@ -161,7 +160,7 @@ KNOWN = known_names(
 
 
 def persistent_load(pid: Any) -> Any:
-    """A storage for a persistent id. Legacy files also hold `("module", class, file, source)` for modules."""
+    """Return a storage for a persistent id. Legacy files also hold `("module", class, file, source)` for modules."""
     if not isinstance(pid, tuple) or not pid:
         raise CorruptError("a persistent id is not a tuple")
     if pid[0] == "module" and len(pid) >= 2 and isinstance(pid[1], StubType):
@@ -182,7 +181,7 @@ def persistent_load(pid: Any) -> Any:
 
 
 def storage_dtype(kind: Any) -> Dtype | None:
-    """The dtype of a class of storages; None for the untyped one. Raises CorruptError for another class."""
+    """Return the dtype of a class of storages; None for the untyped one. Raises CorruptError for another class."""
     name = (stub_name(kind) or "").rpartition(".")[2]
     if name not in BY_STORAGE and name != "UntypedStorage":
         raise CorruptError(f"unknown dtype: storage class `{stub_name(kind)}`", found=stub_name(kind))
@@ -190,7 +189,7 @@ def storage_dtype(kind: Any) -> Dtype | None:
 
 
 def load(data: bytes, what: str) -> Any:
-    """The tree of a torch pickle: plain values and stubs, with a `TensorRef` for each tensor."""
+    """Return the tree of a torch pickle: plain values and stubs, with a `TensorRef` for each tensor."""
     return unpickler.load(data, what=what, known=KNOWN, persistent=persistent_load)
 
 
@@ -215,7 +214,7 @@ def _storage_class(name: str | None) -> type[Stub]:
 
 
 def write_tensor(writer: Writer, tensor: NewTensor) -> None:
-    """The call that rebuilds a plain CPU tensor, spelt as torch spells it."""
+    """Write the call that rebuilds a plain CPU tensor, spelt as torch spells it."""
     name = tensor.dtype.storage
     numel = tensor.numel if name is not None else tensor.numel * tensor.dtype.itemsize
     pid = ("storage", _storage_class(name), tensor.key, "cpu", numel)
@@ -290,8 +289,8 @@ class _Leaves:
 
 
 def dump(tree: Any, tensor_of: TensorOf, wrapper_of: WrapperOf | None = None) -> bytes:
-    """A pickle of `tree` as torch.save writes it. `tensor_of` says for each value whether it is a tensor, and where;
-    `wrapper_of`, for each tensor, what else is written there.
+    """Return a pickle of `tree` as torch.save writes it. `tensor_of` says for each value whether it is a tensor, and
+    where; `wrapper_of`, for each tensor, what else is written there.
 
     A tensor that was written before is written with the same key, so that tensors go on sharing a storage.
     """

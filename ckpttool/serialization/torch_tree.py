@@ -89,12 +89,12 @@ Span = tuple[int, int, Ints | None]
 
 
 def span_of(extent: Extent) -> Span:
-    """What tells two views of one storage apart. Pure."""
+    """Return what tells two views of one storage apart. Pure."""
     return extent.offset, extent.nbytes, extent.strides
 
 
 def storage_warnings(storages: list[tuple[str, int, int]], used: dict[int, set[Span]]) -> list[Warning]:
-    """About storages, each `(name, offset, nbytes)`, that do not match the spans used of them by offset. Pure."""
+    """Return warnings about storages, each `(name, offset, nbytes)`, that do not match their spans by offset."""
     unused = [(name, nbytes) for name, offset, nbytes in storages if offset not in used]
     larger, shared = [], []
     for name, offset, nbytes in storages:
@@ -126,7 +126,7 @@ def _total(storages: list[tuple[str, int]], end: str = "") -> str:
 
 
 def covered(spans: Iterable[Span]) -> int:
-    """Bytes that are in at least one span. Pure."""
+    """Return the bytes that are in at least one span. Pure."""
     total, end = 0, 0
     for offset, nbytes, _ in sorted(spans, key=lambda span: span[:2]):
         total += max(0, offset + nbytes - max(offset, end))
@@ -150,7 +150,7 @@ class StorageKeys:
         self.tensors: dict[Path, str] = {}
 
     def new_tensor(self, value: Any) -> NewTensor | None:
-        """For `torch_zip_writer.lay_out`: a tensor, or what a link refers to."""
+        """Return a tensor, or what a link refers to, for `torch_zip_writer.lay_out`."""
         if not isinstance(value, (Tensor, Link)):
             return None
         tensor = value if isinstance(value, Tensor) else self._catalogue.entries.get(value.path)
@@ -162,6 +162,5 @@ class StorageKeys:
         return NewTensor(key, tensor.dtype, self._shape_of(tensor), isinstance(value, Link) and value.storage)
 
     def key(self, tensor: Tensor) -> str | None:
-        """The storage of a tensor; None for one that this file does not mention, such as an embedded one that no object
-        refers to."""
+        """Return the storage of a tensor; None for one that this file does not mention."""
         return self._keys.get(self._catalogue.first(tensor).path)

@@ -62,7 +62,7 @@ class Archive:
     located: dict[str, Record] = field(default_factory=dict)  # the payloads that somebody has asked for
 
     def payload(self, record: str) -> Record:
-        """Where the bytes of a record lie, once its local header has been read."""
+        """Return where the bytes of a record lie, once its local header has been read."""
         if record not in self.located:
             if record not in self.records:
                 raise CorruptError(f"{self.name}: has no record `{record}`", hint="the file is incomplete")
@@ -92,7 +92,7 @@ class Archive:
         return any(record.crc for record in self.records.values())
 
     def content(self, record: str) -> bytes:
-        """The bytes of a small record. Raises CorruptError when they are not those that the writer made the CRC of."""
+        """Return the bytes of a small record. Raises CorruptError unless they have its CRC."""
         at = self.payload(record)
         data = self.read(at.offset, at.nbytes)
         if at.crc and (actual := crc32(data)) != at.crc:
@@ -102,7 +102,7 @@ class Archive:
         return data
 
     def extent(self, ref: TensorRef, folder: str = "data") -> Extent:
-        """Where the elements of a tensor lie. Raises CorruptError when the storage is short. The storages of a
+        """Return where the elements of a tensor lie. Raises CorruptError when the storage is short. The storages of a
         TorchScript file's constants are in a `folder` of their own."""
         if 0 in ref.shape:
             return Extent(self.file, self.base, 0)
@@ -123,7 +123,7 @@ def _not_an_archive(name: str, why: str) -> CorruptError:
 
 
 def open_archive(read: Read, base: int, length: int, *, name: str, file: int = 0) -> Archive:
-    """The archive in `length` bytes at `base`. Raises CorruptError when it is not one, or not whole."""
+    """Return the archive in `length` bytes at `base`. Raises CorruptError when it is not one, or not whole."""
     if length < END.size:
         raise _not_an_archive(name, f"it has {length} bytes")
     tail_at = max(0, length - _TAIL)
@@ -212,7 +212,7 @@ def _read_directory(
 
 
 def _check_apart(taken: list[tuple[int, int]], limit: int, name: str) -> None:
-    """Records lie one behind the other, from the first byte on: what reads from the front finds the same ones."""
+    """Check that records lie one behind the other from the first byte: what reads from there finds the same."""
     before = 0
     for start, end in taken:
         if start < before:
@@ -225,7 +225,7 @@ def _check_apart(taken: list[tuple[int, int]], limit: int, name: str) -> None:
 
 
 def _check_one(records: dict[str, Record], strays: list[str], name: str) -> None:
-    """Other readers ignore case, or take the first root that has one."""
+    """Check that there is one pickle: other readers ignore case, or take the first root that has one."""
     if second := next((s for s in strays if s.lower().rpartition("/")[2] == "data.pkl"), None):
         raise CorruptError(f"{name}: has a second pickle, `{second}`: which is meant cannot be told", found=second)
     lowered: dict[str, str] = {}
@@ -235,7 +235,7 @@ def _check_one(records: dict[str, Record], strays: list[str], name: str) -> None
 
 
 def _kinds(extra: bytes) -> list[int]:
-    """The kinds of the fields of a header."""
+    """Return the kinds of the fields of a header."""
     kinds: list[int] = []
     at = 0
     while at + 4 <= len(extra):
@@ -295,7 +295,7 @@ def _locate(archive: Archive, record: str, listed: Record) -> Record:
 
 
 def load_tree(archive: Archive) -> Any:
-    """The tree of the archive's `data.pkl`, with a `TensorRef` for each tensor; see `torch_pickle`."""
+    """Return the tree of the archive's `data.pkl`, with a `TensorRef` for each tensor; see `torch_pickle`."""
     if "data.pkl" not in archive.records:
         raise CorruptError(f"{archive.name}: a zip file without `data.pkl`", hint="not made by torch.save")
     if "byteorder" in archive.records:
@@ -318,7 +318,7 @@ def load_tree(archive: Archive) -> Any:
 
 
 def resolve_item(read: Read, base: int, length: int, *, name: str, file: int, dtype: Dtype, sizes: Ints) -> Extent:
-    """The extent of the one tensor in a DCP item. Raises CorruptError when it is not what the metadata says."""
+    """Return the extent of the one tensor in a DCP item. Raises CorruptError when it is not what the metadata says."""
     archive = open_archive(read, base, length, name=name, file=file)
     ref = load_tree(archive)
     if not isinstance(ref, TensorRef):

@@ -61,7 +61,7 @@ class Layout:
         self.size = self._columns.end + len(self._directory([0] * len(self._columns.headers)))
 
     def patches(self, crc_of: Callable[[Record], int]) -> list[tuple[int, bytes]]:
-        """Descriptors and central directory, once the CRC of each storage is known."""
+        """Return the descriptors and the central directory, once the CRC of each storage is known."""
         base, columns, known = self.base, self._columns, self._known
         crcs: list[int] = []
         patches: list[tuple[int, bytes]] = []
@@ -132,7 +132,7 @@ def extent_of(record: Record) -> Extent:
 
 
 def _zip64(nbytes: int, at: int) -> bytes:
-    """The extra field with the numbers of a record that 32 bits do not hold."""
+    """Return the extra field with the numbers of a record that 32 bits do not hold."""
     large = [v for v in (nbytes, nbytes, at) if v >= 0xFFFFFFFF]
     return struct.pack(f"<HH{len(large)}Q", 1, 8 * len(large), *large) if large else b""
 
@@ -202,7 +202,7 @@ def _arranged(root: str, names: tuple[str, ...], sizes: tuple[int, ...]) -> _Col
 
 
 def losses(objects: Iterable[Object]) -> list[Loss]:
-    """Values that pickle has no words for; a link is written as the tensor that it refers to."""
+    """Return the values that pickle has no words for; a link is written as the tensor that it refers to."""
     result = []
     for entry in objects:
         try:
@@ -226,7 +226,7 @@ def _flags(nbytes: int) -> int:
 
 
 def _local_header(name: bytes, at: int, nbytes: int) -> tuple[bytes, int]:
-    """The local header of a record at `at`, and where its payload starts, both within the archive."""
+    """Return the local header of a record at `at`, and where its payload starts, both within the archive."""
     zip64 = _zip64(nbytes, at)
     start = at + LOCAL.size + len(name) + len(zip64) + 4
     padding = -start % ALIGNMENT

@@ -129,7 +129,7 @@ _TUPLE = ord("t")
 
 @contextmanager
 def no_garbage_collection() -> Iterator[None]:
-    """For the length of a block that makes millions of objects that all stay: the collector would look through them
+    """Context manager of a block that makes millions of objects that all stay: the collector would look through them
     again and again (9.3 s -> 1.6 s)."""
     was = gc.isenabled()
     gc.disable()
@@ -354,7 +354,7 @@ _stack_size = threading.Lock()
 
 
 def _loaded(count: int, unpickler: _Unpickler) -> Any:
-    """What the machine makes of a pickle of at most `count` tuples: if they are many, on a stack that all fit on."""
+    """Return what a pickle of at most `count` tuples makes; of many, on a stack that all fit on."""
     if count < _FEW_TUPLES:
         return unpickler.load()
     from concurrent.futures import Future
@@ -383,7 +383,7 @@ def _loaded(count: int, unpickler: _Unpickler) -> Any:
 
 
 def stream_of(data: bytes, position: int) -> io.BytesIO:
-    """The stream in memory that a stub of `io.BytesIO` stands for."""
+    """Return the stream in memory that a stub of `io.BytesIO` stands for."""
     stream = io.BytesIO(data)
     stream.seek(position)
     return stream

@@ -30,13 +30,13 @@ _HARMLESS = frozenset({
 
 
 def _is_harmful(name: str) -> bool:
-    """Whether loading a pickle that names this elsewhere could run a command. A courtesy, not a scanner: any name
-    of an unknown class can do that too."""
+    """Return whether loading a pickle that names this elsewhere could run a command. A courtesy, not a scanner: any
+    name of an unknown class can do that too."""
     return name.partition(".")[0] in _HARMFUL_MODULES and name not in _HARMLESS
 
 
 def harmful_names(value: Any) -> set[str]:
-    """The harmful names in this tree."""
+    """Return the harmful names in this tree."""
     return {name for name in map(stub_name, walk(value)) if name and _is_harmful(name)}
 
 
@@ -44,7 +44,7 @@ _noted: ContextVar[set[str] | None] = ContextVar("noted", default=None)
 
 
 def note(name: str) -> None:
-    """Called for each name that a pickle asks for."""
+    """Note a name that a pickle asks for."""
     noted = _noted.get()
     if noted is not None and _is_harmful(name):
         noted.add(name)
@@ -52,7 +52,7 @@ def note(name: str) -> None:
 
 @contextmanager
 def noting_harm() -> Iterator[set[str]]:
-    """The harmful names that any pickle asks for which is loaded in the block, also those that leave no value."""
+    """Context manager with the harmful names that pickles loaded in the block ask for, also those without a value."""
     noted: set[str] = set()
     token = _noted.set(noted)
     try:

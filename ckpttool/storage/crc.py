@@ -47,7 +47,7 @@ _POLYNOMIAL = 0xEDB88320
 
 
 def _multiply(a: int, b: int) -> int:
-    """a * b modulo the CRC polynomial, bits reflected."""
+    """Return a * b modulo the CRC polynomial, bits reflected."""
     product = 0
     bit = 1 << 31
     while bit:
@@ -62,7 +62,7 @@ def _multiply(a: int, b: int) -> int:
 
 @lru_cache(maxsize=4096)
 def _shift(nbytes: int) -> int:
-    """x to the power of 8 * nbytes modulo the polynomial: what appending zero bytes multiplies a CRC by."""
+    """Return x to the power of 8 * nbytes modulo the polynomial: what appending zero bytes multiplies a CRC by."""
     power, result = 1 << 23, 1 << 31  # x**8 and 1
     while nbytes:
         if nbytes & 1:
@@ -73,7 +73,7 @@ def _shift(nbytes: int) -> int:
 
 
 def combine(first: int, second: int, nbytes: int) -> int:
-    """The CRC of two runs of bytes behind each other; `nbytes` is the length of the second. Pure.
+    """Return the CRC of two runs of bytes behind each other; `nbytes` is the length of the second. Pure.
 
     Method: zlib's `crc32_combine` (Mark Adler).
     """
@@ -90,7 +90,7 @@ def _zeros(nbytes: int) -> memoryview:
 
 
 def with_zeros(crc: int, nbytes: int) -> int:
-    """The CRC of the bytes that have this CRC and so many zero bytes behind them. Pure."""
+    """Return the CRC of the bytes that have this CRC and so many zero bytes behind them. Pure."""
     if nbytes <= len(_ZEROS):
         return crc32(_zeros(nbytes), crc)  # called for each row of a shard by columns
     return _multiply(_shift(nbytes), crc ^ _ONES) ^ _ONES

@@ -294,7 +294,7 @@ _SNAPSHOT = re.compile(r"((.*)/(?:models|datasets)--[^/]+)/snapshots/[^/]+(?:/|$
 
 
 def check_name(root: str, name: str) -> None:
-    """Raises CorruptError for a name in an index that leads out of the checkpoint at `root`."""
+    """Raise CorruptError for a name in an index that leads out of the checkpoint at `root`."""
     parts = name.replace("\\", "/").split("/")
     drive = "://" in name or (len(name) > 1 and name[1] == ":")
     try:
@@ -341,7 +341,7 @@ def _version(path: str) -> tuple[int, int, int]:
 
 
 def check_unchanged(before: Fingerprint) -> None:
-    """Raises ReadError if a file has changed or cannot be read any more."""
+    """Raise ReadError if a file has changed or cannot be read any more."""
     for path, version in before.items():
         current = None
         with os_errors(path, "read"), suppress(FileNotFoundError):

@@ -21,7 +21,7 @@ def shortage(path: str, needed: int, free: int, hint: str = HINT) -> StorageErro
 
 
 def check(path: str, needed: int, free: int, hint: str = HINT) -> None:
-    """Raises StorageError when more bytes are needed at `path` than are free."""
+    """Raise StorageError when more bytes are needed at `path` than are free."""
     if error := shortage(path, needed, free, hint):
         raise error
 

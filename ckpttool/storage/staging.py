@@ -230,7 +230,7 @@ def stage(
 
 
 def check_free(dst: str, *, overwrite: bool, is_file: bool) -> None:
-    """Raises UsageError or OverwriteError if `dst` cannot be created."""
+    """Raise UsageError or OverwriteError if `dst` cannot be created."""
     path = Path(dst)
     if is_remote(dst):
         raise UsageError(f"`{dst}` is not on this machine", hint="name a file or a directory")
@@ -258,7 +258,7 @@ def missing_folders(dst: str) -> list[Path]:
 
 
 def check_writable(dst: str) -> None:
-    """Raises StorageError if nothing can be created beside `dst`, and creates nothing itself."""
+    """Raise StorageError if nothing can be created beside `dst`, and creates nothing itself."""
     folder = next(folder for folder in Path(dst).absolute().parents if folder.exists())
     if not os.access(folder, os.W_OK | os.X_OK):
         raise StorageError(f"`{dst}`: cannot write: no permission to write in `{folder}`", file=dst)

@@ -113,7 +113,7 @@ class Store:
         return files.stream(partial(self.read_into, name), 0, self.stat(name).size)
 
     def check_readable(self, name: str) -> None:
-        """Raises OSError for a file that may not be opened."""
+        """Raise OSError for a file that may not be opened."""
 
     def missing(self, name: str) -> int:
         """Return the bytes of a file that `fetch` would bring to this machine."""
@@ -308,7 +308,7 @@ class Location(str):
         return self._ask(self.store.stat).kind
 
     def check_readable(self) -> None:
-        """Raises ReadError for a file that may not be opened."""
+        """Raise ReadError for a file that may not be opened."""
         self._ask(self.store.check_readable)
 
     def entries(self) -> list[Entry]:
@@ -425,7 +425,7 @@ def is_remote(path: str) -> bool:
 
 
 def check_scheme(path: str) -> None:
-    """Raises UsageError for an address of no store, which as a path would be a directory `s3:` of this machine."""
+    """Raise UsageError for an address of no store, which as a path would be a directory `s3:` of this machine."""
     scheme = _SCHEME.match(path)
     if scheme is None or scheme[1] in STORES:
         return

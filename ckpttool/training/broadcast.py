@@ -59,7 +59,7 @@ def send_model(parts: Sequence[tuple[nn.Module, Sequence[tuple[str, Tensor | Non
 def _read_whole(
     reader: Reader, names: Sequence[tuple[str, Tensor | None]], buffer: _Buffer | None
 ) -> dict[str, torch.Tensor]:
-    """Whole tensors of a module by their names, in the buffer or in memory of their own."""
+    """Return the whole tensors of a module by their names, in the buffer or in memory of their own."""
     present = {name: tensor for name, tensor in names if tensor is not None}
     if buffer is None:
         return {name: reader.whole(tensor) for name, tensor in present.items()}
@@ -91,7 +91,7 @@ class _Buffer:
 
 
 def _copies(module: nn.Module) -> bool:
-    """Whether a module copies what it loads, as those of torch do; one with its own method may keep it."""
+    """Return whether a module copies what it loads, as those of torch do; one with its own method may keep it."""
     hooks = [*module._load_state_dict_pre_hooks.values(), *module._load_state_dict_post_hooks.values()]
     # FSDP2 gives each parameter's module one, which looks at the parameter only.
     foreign = any(not str(getattr(hook, "__module__", "")).startswith("torch.") for hook in hooks)
@@ -149,7 +149,7 @@ def send_shares(sent: Sequence[OutgoingTensor], reader: Reader | None) -> None:
 
 
 def _batches(sent: Sequence[OutgoingTensor]) -> list[list[int]]:
-    """Indices of tensors that are sent together: one message costs as much as a few MiB."""
+    """Return indices of tensors that are sent together: one message costs as much as a few MiB."""
     batches: list[list[int]] = []
     remaining = 0
     for i, one in enumerate(sent):
@@ -231,12 +231,11 @@ def send_tiles(shape: Shape, shards: Sequence[LocalShard], tensor: Tensor | None
 
 
 def is_sharded(value: Any) -> bool:
-    """Whether a tensor is sharded, as its placements say on every rank."""
+    """Return whether a tensor is sharded, as its placements say on every rank."""
     return isinstance(value, DTensor) and not all(placement.is_replicate() for placement in value.placements)
 
 
 def travels(value: Any, dtype: str) -> bool:
-    """Whether torch's functions take a tensor, a DTensor or a plain one, and gloo and nccl the dtype that it has in the
-    checkpoint."""
+    """Return whether torch's functions take a tensor or DTensor, and gloo and nccl the dtype of the checkpoint."""
     is_simple = type(value) in (torch.Tensor, nn.Parameter, nn.Buffer) or isinstance(value, DTensor)
     return is_simple and not dtype.startswith(_AS_BYTES)

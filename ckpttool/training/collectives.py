@@ -18,22 +18,22 @@ T = TypeVar("T")
 
 
 def is_distributed() -> bool:
-    """Whether there are other ranks."""
+    """Return whether there are other ranks."""
     return bool(dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1)
 
 
 def rank() -> int:
-    """The rank of this process; 0 for a single process."""
+    """Return the rank of this process; 0 for a single process."""
     return int(dist.get_rank()) if is_distributed() else 0
 
 
 def world_size() -> int:
-    """The number of processes."""
+    """Return the number of processes."""
     return int(dist.get_world_size()) if is_distributed() else 1
 
 
 def all_gather(value: Any) -> list[Any]:
-    """The value of each rank, in order."""
+    """Return the value of each rank, in order."""
     if not is_distributed():
         return [value]
     values: list[Any] = [None] * world_size()
@@ -42,7 +42,7 @@ def all_gather(value: Any) -> list[Any]:
 
 
 def from_first(value: Any) -> Any:
-    """The value of rank 0."""
+    """Return the value of rank 0."""
     if not is_distributed():
         return value
     values = [value]
@@ -51,7 +51,7 @@ def from_first(value: Any) -> Any:
 
 
 def to_first(value: Any) -> list[Any] | None:
-    """The value of each rank, in order, on rank 0; None on others."""
+    """Return the value of each rank, in order, on rank 0; None on others."""
     if not is_distributed():
         return [value]
     values: list[Any] | None = [None] * world_size() if rank() == 0 else None
@@ -79,7 +79,7 @@ def together() -> Iterator[None]:
 
 
 def all_gather_of(value: Callable[[], T]) -> list[T]:
-    """As `all_gather` of what `value` returns, in which ranks may fail, as in `together`."""
+    """Gather what `value` returns, in which ranks may fail as in `together`, as `all_gather` does."""
     own_error: Exception | None = None
     result: Any = None
     try:
@@ -98,14 +98,14 @@ def _gather_or_raise(own_error: Exception | None, value: T) -> list[T]:
 
 
 def check_sees(partial: str, hint: str) -> None:
-    """Raises StorageError, on every rank, if one does not see a directory that rank 0 has created. A collective."""
+    """Raise StorageError, on every rank, if one does not see a directory that rank 0 has created. A collective."""
     with together():
         if not local_path(partial).is_dir():
             raise StorageError(f"rank {rank()} does not see `{local_path(partial).parent}` as rank 0 does", hint=hint)
 
 
 def first_reads(read: Callable[[], T] | None) -> T | None:
-    """The result of `read` on rank 0, the only one that has it; None on others. Its error is raised on all ranks."""
+    """Return the result of `read` on rank 0, and None on others. Its error is raised on all ranks."""
     values: T | None = None
     own_error: Exception | None = None
     if read is not None:
@@ -122,7 +122,7 @@ def first_reads(read: Callable[[], T] | None) -> T | None:
 
 
 def sending_device() -> torch.device:
-    """The device of tensors to be sent: the CPU if the process group has a backend for it."""
+    """Return the device of tensors to be sent: the CPU if the process group has a backend for it."""
     kinds = dist.group.WORLD._device_types
     for kind in kinds:
         if kind.type == "cpu":

@@ -93,7 +93,7 @@ class Contents:
     tensors: dict[Path, Tensor] = field(default_factory=dict)
 
     def for_others(self) -> Contents:
-        """The contents without the tensors, for ranks that do not read."""
+        """Return the contents without the tensors, for ranks that do not read."""
         return replace(self, own=_sendable(self.own), rest=_sendable(self.rest), tensors={})
 
 
@@ -153,7 +153,7 @@ def _value(entry: Tensor | Object, catalogue: Catalogue, read: Read) -> Any:
 
 
 def _shape_or_value(key: Path, entry: Tensor | Object, contents: Contents, catalogue: Catalogue, read: Read) -> Any:
-    """The value of an object, or the shape of a tensor, which is to be read as `key`."""
+    """Return the value of an object, or the shape of a tensor, which is to be read as `key`."""
     if isinstance(entry, Object):
         return with_tensors(entry.value, catalogue, read)
     contents.tensors[key] = entry.origin or entry
@@ -179,8 +179,8 @@ def _without_own(contents: Contents, catalogue: Catalogue, read: Read, own: Mapp
 
 
 def _chosen_part(catalogue: Catalogue, kind: str, name: str | None, path: str) -> Part:
-    """The part under the key `name`, the only one of its kind, or of several models the one that is no EMA. Raises
-    UsageError when it is ambiguous."""
+    """Return the part under the key `name`, the only one of its kind, or of several models the one that is no EMA.
+    Raises UsageError when it is ambiguous."""
     present = {dotted(part.root): part for part in parts.parts(catalogue) if part.kind == kind}
     if name is not None and name not in present:
         there = f"there is {', '.join(f'`{n}`' for n in present)}" if present else "there is none"
@@ -225,7 +225,7 @@ def _add_model(contents: Contents, catalogue: Catalogue, part: Part, read: Read,
 
 
 def _extra_state_path(path: Path, depth: int) -> Path | None:
-    """The path of the `_extra_state` of a module that a path is at or below; DCP flattens one that is a dict."""
+    """Return the path of the `_extra_state` of a module that a path is at or below; DCP flattens one that is a dict."""
     for i, key in enumerate(path[depth:], depth):
         if str(key).rpartition(".")[2] == "_extra_state":
             return path[: i + 1]
@@ -278,7 +278,7 @@ def _add_optimizer(contents: Contents, catalogue: Catalogue, part: Part, read: R
 
 
 def _lists_above(catalogue: Catalogue, path: Path, below: Path) -> Iterator[int]:
-    """How many keys of `below`, the end of `path`, lead to a list."""
+    """Yield how many keys of `below`, the end of `path`, lead to a list."""
     for depth in range(1, len(below)):
         container = catalogue.containers.get(path[: len(path) - len(below) + depth])
         if container is not None and container.kind == "list":
@@ -304,7 +304,7 @@ def put(values: dict[Any, Any], path: Path, value: Any) -> None:
 
 
 def nested_rest(contents: Contents, rank: int) -> dict[Any, Any]:
-    """The rest, nested as it was saved, with the rank-local values of this rank only."""
+    """Return the rest, nested as it was saved, with the rank-local values of this rank only."""
     kept = select.select(contents.rest, lambda entry: _rank_of(entry) in (None, rank))
     moved = {path: parts.without_rank(path) for path, entry in kept.entries.items() if _rank_of(entry) is not None}
     kept = move(kept, moved)
@@ -313,7 +313,7 @@ def nested_rest(contents: Contents, rank: int) -> dict[Any, Any]:
 
 
 def without_own(contents: Contents, rank: int) -> list[str]:
-    """The rank-local parts that other ranks saved and this one did not, as the world size was smaller."""
+    """Return the rank-local parts that other ranks saved and this one did not, as the world size was smaller."""
     by_rank: dict[str, set[int]] = {}
     for entry in contents.rest.entries.values():
         of = _rank_of(entry)
@@ -329,7 +329,7 @@ def _rank_of(entry: Tensor | Object) -> int | None:
 
 
 def with_tensors(value: Any, catalogue: Catalogue, read: Read) -> Any:
-    """The value of an object with its tensors, numpy arrays and scalars, and with the `Counter` of `MultiStepLR`."""
+    """Return the value of an object with its tensors, arrays and scalars, and the `Counter` of `MultiStepLR`."""
     if isinstance(value, Link):
         entry = catalogue.entries.get(value.path)
         return read(entry.origin or entry) if isinstance(entry, Tensor) else value
@@ -345,7 +345,7 @@ def with_tensors(value: Any, catalogue: Catalogue, read: Read) -> Any:
 
 
 def _known_object(value: Stub) -> Any:
-    """The `Counter`, the `BytesIO` or the numpy array of numbers that a stub stands for; any other stub unchanged."""
+    """Return the `Counter`, `BytesIO` or numpy array of numbers that a stub stands for; any other unchanged."""
     import numpy as np
 
     name = values.stub_name(value) or ""
@@ -363,12 +363,12 @@ def _known_object(value: Stub) -> Any:
 
 
 def to_picklable(value: Any) -> Any:
-    """The value in a form that another process can unpickle: classes of stubs exist in this one only."""
+    """Return the value in a form that another process can unpickle: classes of stubs exist in this one only."""
     if any(isinstance(one, (Stub, values.StubType)) for one in values.walk(value)):
         return PickledValue(pickler.dump(value))
     return value
 
 
 def from_picklable(value: Any) -> Any:
-    """The value that `to_picklable` was given."""
+    """Return the value that `to_picklable` was given."""
     return unpickler.load(value.data, what="a value") if isinstance(value, PickledValue) else value

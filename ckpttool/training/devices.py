@@ -21,8 +21,8 @@ from torch.distributed import distributed_c10d
 
 
 def kind() -> str:
-    """The device type that processes compute on together. An accelerator without a backend of its own (Apple's uses
-    gloo on the CPU) does not count."""
+    """Return the device type that processes compute on together. An accelerator without a backend of its own (Apple's
+    uses gloo on the CPU) does not count."""
     if not torch.accelerator.is_available():
         return "cpu"
     kind = str(torch.accelerator.current_accelerator().type)
@@ -31,13 +31,13 @@ def kind() -> str:
 
 
 def count(kind: str) -> int:
-    """The number of accelerators of a kind that this process sees."""
+    """Return the number of accelerators of a kind that this process sees."""
     return int(torch.get_device_module(kind).device_count())
 
 
 def backends(kind: str) -> str:
-    """The backends for `init_process_group`: `cpu:gloo,cuda:nccl`. The CPU's is for Python objects, and reports a
-    process that has died."""
+    """Return the backends for `init_process_group`: `cpu:gloo,cuda:nccl`. The CPU's is for Python objects, and reports
+    a process that has died."""
     return "gloo" if kind == "cpu" else f"cpu:gloo,{kind}:{dist.get_default_backend_for_device(kind)}"
 
 
@@ -51,7 +51,7 @@ def take(kind: str) -> torch.device:
 
 
 def current(kind: str) -> torch.device:
-    """The current device of a kind."""
+    """Return the current device of a kind."""
     return torch.device("cpu") if kind == "cpu" else torch.device(kind, torch.get_device_module(kind).current_device())
 
 
@@ -90,7 +90,7 @@ def close_on_failure() -> Iterator[None]:
 
 
 def _sockets() -> set[int]:
-    """The descriptors of this process that are sockets."""
+    """Return the descriptors of this process that are sockets."""
     sockets: set[int] = set()
     with suppress(OSError):
         for name in os.listdir("/dev/fd"):

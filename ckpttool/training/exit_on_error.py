@@ -24,8 +24,8 @@ _KEY = "ckpttool/said"
 
 @contextmanager
 def exit_on_error() -> Iterator[None]:
-    """A `CkptError` in the block ends the process: rank 0 writes `error:` and `hint:` to stderr, and every rank exits
-    with the error's exit code. A rank that is alone with an error says it itself, with its number."""
+    """Context manager in which a `CkptError` ends the process: rank 0 writes `error:` and `hint:` to stderr, and every
+    rank exits with the error's exit code. A rank that is alone with an error says it itself, with its number."""
     try:
         yield
     except CkptError as error:
@@ -43,7 +43,7 @@ def exit_on_error() -> Iterator[None]:
 
 
 def _is_said() -> bool:
-    """Whether rank 0 has printed its error. torchrun ends the other ranks once one has exited: they wait until then."""
+    """Return whether rank 0 has printed its error, for which others wait: torchrun ends them once one exits."""
     try:
         _get_default_store().wait([_KEY], timedelta(seconds=_WAIT))
     except Exception as error:

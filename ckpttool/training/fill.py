@@ -173,7 +173,7 @@ def fill_state(
 
 
 def _now(optimizer: torch.optim.Optimizer | None, parameter: nn.Parameter, below: Path) -> Any:
-    """The tensor that the optimizer has at this path, if it has stepped."""
+    """Return the tensor that the optimizer has at this path, if it has stepped."""
     value: Any = optimizer.state.get(parameter, {}) if optimizer is not None else {}
     for key in below:
         if isinstance(value, list):
@@ -183,8 +183,8 @@ def _now(optimizer: torch.optim.Optimizer | None, parameter: nn.Parameter, below
 
 
 def room(parameter: Any, saved: Shape, current: Any = None, *, apart: bool = False) -> Any:
-    """Memory for one tensor of a parameter's state: placed like `current`, else like the parameter if it has its shape
-    and is not one `apart`, else replicated, as `step` is."""
+    """Return memory for one tensor of a parameter's state: placed like `current`, else like the parameter if it has its
+    shape and is not one `apart`, else replicated, as `step` is."""
     dtype = getattr(torch, saved.dtype)
     if isinstance(current, DTensor) and tuple(current.shape) == saved.sizes:
         return like(current, dtype)
@@ -224,7 +224,7 @@ def hand_over(optimizer: torch.optim.Optimizer, contents: dict[str, Any], path: 
 
 
 def is_as_saved(parameter: Any, saved: Shape) -> bool:
-    """Whether a parameter has the dtype that it has in the checkpoint."""
+    """Return whether a parameter has the dtype that it has in the checkpoint."""
     return str(parameter.dtype).removeprefix("torch.") == saved.dtype
 
 
@@ -246,8 +246,8 @@ def _uncast(current: Any, loaded: Any) -> Any:
 
 
 def group_of(matches: GroupMatch, params: list[Any]) -> dict[str, Any]:
-    """The checkpoint's hyper-parameters over those that only the optimizer has. Lists become tuples where the optimizer
-    has one, such as `betas`: a run that torch loaded by broadcast has lists."""
+    """Return the checkpoint's hyper-parameters over those that only the optimizer has. Lists become tuples where the
+    optimizer has one, such as `betas`: a run that torch loaded by broadcast has lists."""
     result = {key: value for key, value in matches.group.items() if key != "params"}
     for key, value in matches.saved.values.items():
         if key != "param_names" or key not in result:

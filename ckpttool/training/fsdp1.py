@@ -33,7 +33,7 @@ from ckpttool.training.read import local_shards
 
 
 def is_fsdp1(model: nn.Module) -> bool:
-    """Whether any module is wrapped by FSDP1."""
+    """Return whether any module is wrapped by FSDP1."""
     return any(isinstance(module, FullyShardedDataParallel) for module in model.modules())
 
 
@@ -119,7 +119,7 @@ def _fill_model(matched: ModelMatch, filler: Filler) -> None:
 
 
 def _names_of_groups(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[list[str]]:
-    """The parameters of each group by FSDP1's names; a flat parameter stands for several."""
+    """Return the parameters of each group by FSDP1's names; a flat parameter stands for several."""
     bare = {"state": {}, "param_groups": optimizer.state_dict()["param_groups"]}
     state_dict = FullyShardedDataParallel.optim_state_dict(model, optimizer, bare)
     return [list(group["params"]) for group in state_dict["param_groups"]]
@@ -149,7 +149,7 @@ def _match_groups(optimizer: torch.optim.Optimizer, groups: list[list[str]], con
 
 
 def _without_state(model: nn.Module, matches: list[GroupMatch], filler: Filler) -> list[str]:
-    """As `match.without_state`. Raises UsageError for a flat parameter of which a part has none."""
+    """Return the same as `match.without_state`. Raises UsageError for a flat parameter of which a part has none."""
     contents = filler.contents
     assert contents.optimizer is not None
     trained = [_names_of(*named) for named in model.named_parameters() if named[1].requires_grad]
@@ -168,7 +168,7 @@ def _without_state(model: nn.Module, matches: list[GroupMatch], filler: Filler) 
 
 
 def _names_of(name: str, parameter: nn.Parameter) -> list[str]:
-    """The names of a parameter's FQNs: a flat parameter stands for several."""
+    """Return the names of a parameter's FQNs: a flat parameter stands for several."""
     prefix, _, last = name.rpartition(".")
     return [strip_wrappers(f"{prefix}.{fqn}".lstrip(".")) for fqn in getattr(parameter, "_fqns", (last,))]
 

@@ -136,7 +136,7 @@ def load_parts(
     refuse: Callable[[dict[Any, Any], Contents], None] | None = None,
     fill_own: Callable[[Filler], None] | None = None,
 ) -> Loaded:
-    """As `load`; `refuse` may refuse the rest before anything is changed, `fill_own` fills the other objects."""
+    """Load as `load` does; `refuse` may refuse the rest before any change, `fill_own` fills other objects."""
     strategy = options.strategy
     if strategy not in STRATEGIES:
         hint = meant(strategy, list(STRATEGIES), "one of `auto`, `parallel`, `broadcast`")
@@ -188,7 +188,7 @@ def _fill(model: nn.Module, options: LoadOptions, filler: Filler, loaded: Loaded
 
 @contextmanager
 def _opened(path: str, strategy: str, options: LoadOptions) -> Iterator[tuple[Reader | None, Contents]]:
-    """The reader, on ranks that read, and what the checkpoint says, on all."""
+    """Context manager with the reader, on ranks that read, and what the checkpoint says, on all."""
     reader: Reader | None = None
     contents: Contents | None = None
     with ExitStack() as stack:
@@ -209,7 +209,7 @@ def _opened(path: str, strategy: str, options: LoadOptions) -> Iterator[tuple[Re
 
 
 def _check(catalogue: Catalogue, path: str, options: LoadOptions) -> None:
-    """Raises CorruptError unless what is loaded, and the rest, is complete. A model or an optimizer that is not loaded
+    """Raise CorruptError unless what is loaded, and the rest, is complete. A model or an optimizer that is not loaded
     may be damaged; that is logged as a warning."""
     unused = {kind for kind in ("model", "optimizer") if getattr(options, kind) is None}
     own = {path for path in catalogue.entries for where in options.own if path[: len(where)] == where}
@@ -221,7 +221,7 @@ def _check(catalogue: Catalogue, path: str, options: LoadOptions) -> None:
 
 
 def _check_one_path(path: str, options: LoadOptions) -> None:
-    """Raises UsageError on every rank unless all name one checkpoint: by one path, or by paths of the same files, as
+    """Raise UsageError on every rank unless all name one checkpoint: by one path, or by paths of the same files, as
     ranks do that name each its own file of a set."""
     place = local_path(path)
     views = collectives.all_gather((path, platform.node(), str(place.real()) if place.exists() else None))
@@ -242,14 +242,14 @@ def _check_one_path(path: str, options: LoadOptions) -> None:
 
 
 def _may_differ(view: tuple[str, str, str | None], first: tuple[str, str, str | None]) -> bool:
-    """Whether a rank may name another checkpoint than the first; a path that does not exist is not relative to it."""
+    """Return whether a rank may name another checkpoint than the first; an unseen path is compared as text."""
     (path, host, real), (first_path, first_host, first_real) = view, first
     are_seen = real is not None and first_real is not None
     return real != first_real if are_seen and host == first_host else path.rstrip("/") != first_path.rstrip("/")
 
 
 def _check_one_step(path: str, contents: Contents) -> None:
-    """Raises UsageError on every rank if they read different checkpoints at one path, such as copies on disks of their
+    """Raise UsageError on every rank if they read different checkpoints at one path, such as copies on disks of their
     nodes of which one is old."""
     groups = (
         [(one.params, _plain(one.values.items())) for one in contents.optimizer.groups] if contents.optimizer else []
@@ -270,7 +270,7 @@ def _plain(items: Iterable[tuple[Any, Any]]) -> list[tuple[Any, Any]]:
 
 
 def choose(path: str, strategy: str) -> tuple[str, str]:
-    """The strategy, the same on every rank, and why."""
+    """Return the strategy, the same on every rank, and why."""
     if strategy != "auto":
         return strategy, "asked for"
     if not collectives.is_distributed():
@@ -286,7 +286,7 @@ def choose(path: str, strategy: str) -> tuple[str, str]:
 
 
 def _filesystem(path: str) -> str:
-    """The type of the file system of a path, by its Linux name; empty if it is not known."""
+    """Return the type of the file system of a path, by its Linux name; empty if it is not known."""
     try:
         table = local_path("/proc/self/mounts").read().decode(errors="replace")
     except ReadError:

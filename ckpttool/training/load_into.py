@@ -116,7 +116,7 @@ def _leaves(state: Any, where: Path) -> Iterator[tuple[Path, Any]]:
 def _targets(
     options: LoadOptions, models: dict[Path, nn.Module], optimizers: dict[Path, torch.optim.Optimizer]
 ) -> Iterator[LoadOptions]:
-    """Each model, with the optimizer that has its parameters. Keys name the parts only where there are several: a
+    """Yield each model, with the optimizer that has its parameters. Keys name the parts only where there are several: a
     single model is loaded whatever its key."""
     if not models:
         yield options
@@ -177,7 +177,7 @@ class _CustomObjects:
 
 
 def _tensors(value: Any) -> dict[Path, Any]:
-    """The tensors of an object's state dict."""
+    """Return the tensors of an object's state dict."""
     leaves = _leaves(value.state_dict() if hasattr(value, "state_dict") else {}, ())
     return {where: current for where, current in leaves if isinstance(current, (torch.Tensor, ShardedTensor))}
 
@@ -194,7 +194,7 @@ def _joined(loaded: Loaded, more: Loaded) -> Loaded:
 
 
 def _find(rest: dict[Any, Any], where: Path) -> list[Any]:
-    """The value saved under a key, in a list; empty when there is none."""
+    """Return the value saved under a key, in a list; empty when there is none."""
     node: Any = rest
     for key in where:
         if not isinstance(node, dict):

@@ -108,7 +108,7 @@ def match(
 
 
 def _kind(dtype: torch.dtype | None) -> str:
-    """Whether elements are integers, real or complex: a cast from one to another is not what a weight is for."""
+    """Return whether elements are integers, real or complex: a cast from one to another is not what a weight is for."""
     if dtype is None:
         return "unknown"
     return "complex" if dtype.is_complex else "float" if dtype.is_floating_point else "int"
@@ -124,7 +124,7 @@ def _by_clean_name(names: Iterable[str]) -> dict[str, str]:
 
 
 def check_complete(matched: ModelMatch, contents: Contents, model: nn.Module) -> None:
-    """Raises UsageError with the missing and unexpected keys and the names nearest to them, or with a tensor that is
+    """Raise UsageError with the missing and unexpected keys and the names nearest to them, or with a tensor that is
     integers in the checkpoint and real numbers in the model."""
     for name, kind in matched.unknown_classes.items():
         raise UsageError(
@@ -157,7 +157,7 @@ def check_complete(matched: ModelMatch, contents: Contents, model: nn.Module) ->
 
 
 def check_alike(matched: ModelMatch, matches: Sequence[GroupMatch]) -> None:
-    """Raises UsageError if ranks have different tensors, as in a pipeline. A collective."""
+    """Raise UsageError if ranks have different tensors, as in a pipeline. A collective."""
     names = [place.name for place in matched.targets], [one.names for one in matches]
     contents = collectives.all_gather(crc32(repr(names).encode(errors="surrogatepass")))
     other = next((rank for rank, crc in enumerate(contents) if crc != contents[0]), None)
@@ -170,7 +170,7 @@ def check_alike(matched: ModelMatch, matches: Sequence[GroupMatch]) -> None:
 
 
 def _prefix(matched: ModelMatch) -> str | None:
-    """The prefix that the checkpoint has before all the missing names."""
+    """Return the prefix that the checkpoint has before all the missing names."""
     saved = set(matched.unexpected)
     for name in matched.unexpected:
         if matched.missing and name.endswith("." + matched.missing[0]):
@@ -198,7 +198,7 @@ class GroupMatch:
     names: list[Any]
 
     def pairs(self) -> Iterator[tuple[nn.Parameter, Any]]:
-        """Each parameter with its name in the checkpoint."""
+        """Return each parameter with its name in the checkpoint."""
         return zip(self.group["params"], self.names, strict=True)
 
 
@@ -225,7 +225,7 @@ def match_groups(optimizer: torch.optim.Optimizer, model: nn.Module, contents: C
 def match_names(
     groups: Sequence[dict[str, Any]], names: Sequence[Sequence[Sequence[str]]], saved: Optimizer, path: str
 ) -> list[GroupMatch]:
-    """As `match_groups`, with the names of each parameter of each group."""
+    """Match as `match_groups`, with the names of each parameter of each group."""
     by_name = {strip_wrappers(name): (i, name) for i, group in enumerate(saved.groups) for name in group.params}
     free = [i for i, group in enumerate(saved.groups) if not group.params]
     matches: list[GroupMatch] = []
@@ -283,9 +283,9 @@ def _in_order(optimizer: torch.optim.Optimizer, saved: Optimizer, path: str) -> 
 def without_state(
     groups: Iterable[tuple[Group, Iterable[tuple[Any, str]]]], saved: Optimizer, path: str, *, strict: bool
 ) -> list[str]:
-    """The parameters that are trained and have no state in the checkpoint, though its optimizer keeps state of such:
-    training would begin their moments at zero. `groups` are the checkpoint's, each with its trained parameters by the
-    names of the checkpoint and of the model. Raises UsageError for them when `strict`."""
+    """Return the parameters that are trained and have no state in the checkpoint, though its optimizer keeps state of
+    such: training would begin their moments at zero. `groups` are the checkpoint's, each with its trained parameters by
+    the names of the checkpoint and of the model. Raises UsageError for them when `strict`."""
     state = {_bare(name): of for name, of in saved.state.items() if of}
     kinds = {_kind_of_group(group) for group in saved.groups if not state.keys().isdisjoint(map(_bare, group.params))}
     # LBFGS keeps the state of all parameters at the first.
@@ -313,5 +313,5 @@ def _bare(name: Any) -> Any:
 
 
 def _kind_of_group(group: Group) -> tuple[frozenset[str], bool]:
-    """Groups of one kind keep state or not: SGD keeps none without momentum."""
+    """Return the kind of a group, all of which keep state or none: SGD keeps none without momentum."""
     return frozenset(group.values), bool(group.values.get("momentum", True))

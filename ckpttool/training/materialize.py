@@ -133,6 +133,6 @@ def _tensors(model: nn.Module) -> list[tuple[str, nn.Module, str, torch.Tensor]]
 
 
 def _default_device(model: nn.Module) -> torch.device:
-    """The device of the mesh that a model is sharded over: FSDP2 leaves buffers whole, and they are used together."""
+    """Return the device of the mesh that a model is sharded over, on which its whole buffers are used, too."""
     kinds = [value.device_mesh.device_type for *_, value in _tensors(model) if isinstance(value, DTensor)]
     return devices.current(kinds[0] if kinds else "cpu")

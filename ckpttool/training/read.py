@@ -54,7 +54,7 @@ class LocalShard(NamedTuple):
 
 
 def local_shards(value: Any, name: str) -> list[LocalShard]:
-    """The shards of a tensor that this rank has, without empty ones. Raises UsageError for a partial placement."""
+    """Return the shards of a tensor on this rank, without empty ones. Raises UsageError for a partial placement."""
     if isinstance(value, ShardedTensor):
         local = [(s.metadata, s.tensor.detach()) for s in value.local_shards()]
         shards = [LocalShard((tuple(m.shard_offsets), tuple(m.shard_sizes)), memory) for m, memory in local]
@@ -84,7 +84,7 @@ def _of_dtensor(value: DTensor, name: str) -> list[LocalShard]:
 
 
 def like(value: Any, dtype: torch.dtype) -> Any:
-    """Memory for a tensor that is sharded as `value` is, such as a moment of a parameter."""
+    """Return memory for a tensor that is sharded as `value` is, such as a moment of a parameter."""
     if isinstance(value, ShardedTensor):
         result = value.clone()
         for shard in result.local_shards():
@@ -163,7 +163,7 @@ class Reader:
                     into.copy_(values)
 
     def whole(self, tensor: Tensor) -> torch.Tensor:
-        """A tensor with memory of its own, in the checkpoint's dtype."""
+        """Return a tensor with memory of its own, in the checkpoint's dtype."""
         result = empty(tensor.shape, torch_dtype(tensor.dtype, tensor.name))
         self.read(tensor, boxes.whole(tensor.shape), result)
         return result
@@ -221,13 +221,13 @@ class Reader:
 
 
 def empty(sizes: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-    """Uninitialised memory on the CPU. It is allocated as bytes, which torch can fill under
+    """Return uninitialised memory on the CPU. It is allocated as bytes, which torch can fill under
     `use_deterministic_algorithms`, as it cannot every dtype. Pure."""
     return torch.empty(prod(sizes) * dtype.itemsize, dtype=torch.uint8).view(dtype).view(tuple(sizes))
 
 
 def torch_dtype(kind: Dtype, name: str) -> torch.dtype:
-    """The dtype of torch. Raises UsageError for quantized dtypes, and those that this torch does not have."""
+    """Return the dtype of torch. Raises UsageError for quantized dtypes, and those that this torch does not have."""
     dtype = getattr(torch, kind.name, None)
     if kind.kind == "quantized" or not isinstance(dtype, torch.dtype):
         raise UsageError(f"tensor `{name}`: {kind} cannot be loaded into a model here")
@@ -235,7 +235,7 @@ def torch_dtype(kind: Dtype, name: str) -> torch.dtype:
 
 
 def _bits(memory: torch.Tensor, kind: Dtype) -> Any:
-    """CPU memory as an array of unsigned integers of the elements' size."""
+    """Return CPU memory as an array of unsigned integers of the elements' size."""
     name = unsigned(kind)
     if memory.is_contiguous():
         return memory.reshape(-1).view(torch.uint8).numpy().view(name).reshape(memory.shape)

@@ -87,7 +87,7 @@ def save(
 
 
 def failed(error: BaseException, path: str, partial: str) -> BaseException:
-    """The exception for an error of DCP or torch.save, which was to write `path` at the staging path `partial`."""
+    """Return the exception for an error of DCP or torch.save, writing `path` at the staging path `partial`."""
     if isinstance(error, CheckpointException):
         error = next(iter(error.failures.values()))[0]
     if isinstance(error, OSError):
@@ -118,7 +118,7 @@ def _check(format: str, model: nn.Module, extra: dict[str, Any]) -> None:
 
 @collectives.quiet()
 def _state(model: nn.Module, optimizer: torch.optim.Optimizer | None, format: str) -> dict[str, Any]:
-    """The state dicts of model and optimizer; FSDP1 has its own functions, as `get_state_dict` cannot load them."""
+    """Return the state dicts of model and optimizer, of FSDP1 by its own functions."""
     if is_fsdp1(model) and format != "torch":
         with sharded(model):
             state: dict[str, Any] = {"model": model.state_dict()}
@@ -173,14 +173,14 @@ def _stage(path: str, is_file: bool, overwrite: bool) -> Iterator[str]:
 
 
 def _keys(state: dict[str, Any], extra: Mapping[str, Any]) -> list[tuple[Any, ...]]:
-    """Paths with keys that are not strings, on every rank: `[("scheduler", "milestones", 5)]`. DCP makes strings of
-    them, and a scheduler looks up its milestones by number."""
+    """Return the paths with keys that are not strings, on every rank: `[("scheduler", "milestones", 5)]`. DCP makes
+    strings of them, and a scheduler looks up its milestones by number."""
     own = [path for name in extra for path in _paths(state[name], (name,)) if set(map(type, path)) - {str}]
     return list(dict.fromkeys(chain.from_iterable(collectives.all_gather(own))))
 
 
 def _paths(tree: Any, path: tuple[Any, ...]) -> Iterator[tuple[Any, ...]]:
-    """The paths of the values that torch does not flatten, below dicts only."""
+    """Yield the paths of the values that torch does not flatten, below dicts only."""
     if not isinstance(tree, Mapping):
         yield path
     else:

@@ -74,7 +74,7 @@ class Pieces:
         self._lock = threading.Lock()
 
     def add(self, record: Record, offset: int, nbytes: int, crc: int | None, *, stride: int = 0, rows: int = 1) -> None:
-        """`nbytes` at `offset` (absolute) of the record have this CRC, or were used in a way that gave none; with
+        """Add `nbytes` at `offset` (absolute) of the record, with this CRC, or used in a way that gave none; with
         `rows`, those of a `Piece`."""
         with self._lock:
             self._used[record] += nbytes * rows
@@ -88,11 +88,11 @@ class Pieces:
         return self._used.get(record, 0)
 
     def gaps(self, record: Record) -> list[tuple[int, int]]:
-        """What is not covered yet, as `(offset, nbytes)`."""
+        """Return what is not covered yet, as `(offset, nbytes)`."""
         return [(at, n) for at, n, crc in _runs(record, self._pieces.get(record, ())) if crc is None]
 
     def unread(self, record: Record) -> int:
-        """How many bytes of a record are in no piece, and were not used without one."""
+        """Return how many bytes of a record are in no piece, and were not used without one."""
         pieces = self._pieces.get(record, ())
         if any(piece.nbytes == record.nbytes for piece in pieces):
             return 0
@@ -100,8 +100,8 @@ class Pieces:
         return max(0, sum(n for _, n in self.gaps(record)) - without)
 
     def crc(self, record: Record, crc_of: Callable[[int, int], int] | None = None) -> int:
-        """The CRC of the whole record; gaps are asked of `crc_of(offset, nbytes)`. Of bytes that were read twice and
-        not alike, those that make it differ from the record's are taken."""
+        """Return the CRC of the whole record; gaps are asked of `crc_of(offset, nbytes)`. Of bytes that were read twice
+        and not alike, those that make it differ from the record's are taken."""
         pieces = sorted(set(self._pieces.get(record, ())))
         if len(pieces) == 1 and pieces[0].nbytes == record.nbytes:
             return pieces[0].crc
@@ -110,7 +110,7 @@ class Pieces:
         return crc if crc != record.crc or len(last) == len(pieces) else _crc_of_runs(_runs(record, last), crc_of)
 
     def packed(self, records: Iterable[Record] | None = None) -> bytes:
-        """All of it, or of some records, as a row of 64-bit integers, to be told to another process."""
+        """Return all of it, or of some records, as a row of 64-bit integers, to be told to another process."""
         row = array("q")
         for record in self._used if records is None else records:
             pieces, crc = self._pieces.get(record, ()), -1 if record.crc is None else record.crc
@@ -131,8 +131,8 @@ class Pieces:
 
 
 def _runs(record: Record, pieces: Iterable[Piece]) -> Iterator[tuple[int, int, int | None]]:
-    """The record front to back: runs with a CRC, and gaps between them. A piece that overlaps an earlier one is left
-    out, so that what it adds counts as a gap."""
+    """Yield the record front to back: runs with a CRC, and gaps between them. A piece that overlaps an earlier one is
+    left out, so that what it adds counts as a gap."""
     at, end = record.offset, record.offset + record.nbytes
     for offset, nbytes, crc in sorted(_joined(pieces)):
         if offset < at:
@@ -146,7 +146,7 @@ def _runs(record: Record, pieces: Iterable[Piece]) -> Iterator[tuple[int, int, i
 
 
 def _joined(pieces: Iterable[Piece]) -> Iterator[tuple[int, int, int]]:
-    """The runs that pieces are, and those that pieces side by side are together."""
+    """Yield the runs that pieces are, and those that pieces side by side are together."""
     alike: defaultdict[tuple[int, int], list[Piece]] = defaultdict(list)
     for piece in pieces:
         if piece.rows == 1:
@@ -167,8 +167,8 @@ def _joined(pieces: Iterable[Piece]) -> Iterator[tuple[int, int, int]]:
 
 
 def _crc_of_columns(beside: Sequence[Piece]) -> int:
-    """The CRC of columns that make up whole rows: that of a sum without carries is the sum of those of its parts, and
-    of as many zeros as there are parts too many."""
+    """Return the CRC of columns that make up whole rows: that of a sum without carries is the sum of those of its
+    parts, and of as many zeros as there are parts too many."""
     start, nbytes = beside[0].offset, beside[0].stride * beside[0].rows
     total = 0 if len(beside) % 2 else with_zeros(0, nbytes)
     for piece in beside:
@@ -214,5 +214,5 @@ def compare(record: Record, crc: int, source: Source, name: str) -> None:
 
 
 def of(parts: Iterable[bytes | memoryview]) -> int:
-    """The CRC of several buffers behind each other."""
+    """Return the CRC of several buffers behind each other."""
     return reduce(lambda crc, part: crc32(part, crc), parts, 0)

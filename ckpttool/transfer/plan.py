@@ -76,7 +76,7 @@ class _Finder:
 
 def meeting(one: Chunks, other: Chunks) -> Iterator[tuple[int, int, Box]]:
     """Yield the boxes that lie in one chunk of either of two tilings of a tensor, with the numbers of the two chunks,
-    in the order of the chunks of `one`. Pure."""
+    in the order of the chunks of `one`."""
     finder = _Finder(other)
     for i, box in enumerate(zip(one.offsets, one.sizes, strict=True)):
         for j, shared in finder.touching(box):
@@ -119,7 +119,7 @@ class _Fits:
 
 
 def plan(destination: Catalogue, share: tuple[int, int] = (0, 1)) -> Iterator[Job]:
-    """Yield the jobs that fill a created catalogue from the origins of its tensors, or share `k` of `n` of them. Pure.
+    """Yield the jobs that fill a created catalogue from the origins of its tensors, or share `k` of `n` of them.
 
     Raises CorruptError when the pieces do not fill a chunk exactly (the source was not validated).
     """
@@ -169,7 +169,7 @@ def _share(files: list[_Order], k: int, n: int) -> tuple[int, int | None]:
 
 
 def tiles(box: Box, most: int) -> Iterator[Box]:
-    """Cut a box into boxes of at most `most` elements that follow each other in row-major order. Pure."""
+    """Cut a box into boxes of at most `most` elements that follow each other in row-major order."""
     offsets, sizes = box
     if prod(sizes) <= most or not sizes:
         yield box

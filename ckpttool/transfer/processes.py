@@ -245,7 +245,7 @@ class _SharedWork(Coordinator):
         return self._store.get(key)  # type: ignore[no-any-return] # bytes
 
     def _check_others(self) -> None:
-        """Raises when another process has failed or is gone."""
+        """Raise when another process has failed or is gone."""
         now = time.monotonic()
         if now - self._checked_at < _LOOK:
             return

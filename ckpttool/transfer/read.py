@@ -81,7 +81,7 @@ def unsigned(kind: Dtype) -> str:
 
 
 def part(array: Any, box: Box, within: Box) -> Any:
-    """The view of an array or a torch tensor, which holds the box `within`, that holds `box`."""
+    """Return the view of an array or a torch tensor, which holds the box `within`, that holds `box`."""
     index = tuple(slice(o - w, o - w + s) for o, w, s in zip(box[0], within[0], box[1], strict=True))
     # The ellipsis keeps this a view when there are no dimensions.
     return array[(..., *index)]

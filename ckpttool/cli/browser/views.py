@@ -71,7 +71,7 @@ class Look:
 
 
 def tensor(look: Look) -> Text:
-    """What a tensor is, and its statistics."""
+    """Return what a tensor is, and its statistics."""
     entry, row = look.entry, look.row
     if entry is None:
         return _several(look)
@@ -151,7 +151,7 @@ def _several(look: Look) -> Text:
 
 
 def histogram(look: Look) -> Text:
-    """How many elements there are of each magnitude, negative ones to the left."""
+    """Return how many elements there are of each magnitude, negative ones to the left."""
     entry, row = look.entry, look.row
     if entry is None:
         return Text("a histogram is of one tensor", _DIM)
@@ -212,7 +212,7 @@ def picture_size(look: Look, with_colour: bool) -> tuple[int, int]:
 
 
 def heat_map(look: Look, grid: Array | None, with_colour: bool) -> Text:
-    """The largest magnitude in each cell of a tensor, the brighter the larger."""
+    """Return the largest magnitude in each cell of a tensor, the brighter the larger."""
     entry = look.entry
     assert entry is not None
     text = _title(look, safe(entry.name))
@@ -251,7 +251,7 @@ def _colour(share: float) -> str:
 
 
 def shard_table(look: Look) -> Text:
-    """Where the elements of a tensor lie: ranks, boxes and files."""
+    """Return where the elements of a tensor lie: ranks, boxes and files."""
     entry = look.entry
     if entry is None:
         return Text("shards are of one tensor", _DIM)
@@ -302,7 +302,7 @@ def _holds(entry: Tensor, i: int, row: int, column: int) -> bool:
 
 
 def optimizer(look: Look) -> Text:
-    """What an optimizer keeps of a parameter, and its hyper-parameters."""
+    """Return what an optimizer keeps of a parameter, and its hyper-parameters."""
     entry, opened = look.entry, look.opened
     text = Text()
     if entry is not None:
@@ -332,7 +332,7 @@ def optimizer(look: Look) -> Text:
 
 
 def files(look: Look) -> Text:
-    """The files of the checkpoint, and what of the selected tensors lies in each."""
+    """Return the files of the checkpoint, and what of the selected tensors lies in each."""
     catalogue = look.opened.catalogue
     used: dict[int, int] = {}
     for i in look.members:
@@ -356,7 +356,7 @@ def files(look: Look) -> Text:
 
 
 def findings(look: Look) -> Text:
-    """What stands out, and what is wrong."""
+    """Return what stands out, and what is wrong."""
     survey, catalogue = look.opened.survey, look.opened.catalogue
     text = Text()
     wrong = [*([survey.damage] if survey.damage else []), *(fault.message for fault in catalogue.faults)]
@@ -440,7 +440,7 @@ def _more(text: Text, n: int) -> None:
 def difference(
     found: Difference, titles: Sequence[str], shape: Sequence[int], rows: Sequence[TensorStatistics | None]
 ) -> Text:
-    """How two tensors differ."""
+    """Return how two tensors differ."""
     text = Text(overflow="fold")
     for sign, title in zip("AB", titles, strict=True):
         text.append(f"{sign}  ", _BOLD)

@@ -126,7 +126,7 @@ def checksum(crc: int) -> bytes:
 
 
 def _check_checksum(data: bytes, name: str) -> None:
-    """Raises CorruptError if the index is not as ckpttool wrote it. One of torch's has no checksum."""
+    """Raise CorruptError if the index is not as ckpttool wrote it. One of torch's has no checksum."""
     at = len(data) - _CHECKSUM_LENGTH
     if not data.startswith(_CHECKSUM, max(at, 0)):
         return

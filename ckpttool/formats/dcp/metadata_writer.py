@@ -53,7 +53,7 @@ class _Opcodes:
         return opcodes
 
     def ints(self, values: Ints) -> bytes:
-        """A `torch.Size`."""
+        """Return a `torch.Size`."""
         opcodes = self._sizes.get(values)
         if opcodes is None:
             body = b"".join(map(_integer, values))
@@ -151,7 +151,7 @@ def _describe(writer: Writer, opcodes: _Opcodes, entry: StoredTensor | Item) -> 
 
 
 def _placed(opcodes: _Opcodes, name: bytes, entry: StoredTensor | Item, infos: list[bytes]) -> Iterator[bytes]:
-    """Items of `storage_data`, many at a time."""
+    """Yield the items of `storage_data`, many at a time."""
     key, ints = opcodes.key, opcodes.ints
     index, hint = opcodes.index + key["fqn"] + name, key["index"]
     offset, length = key["offset"], key["length"]

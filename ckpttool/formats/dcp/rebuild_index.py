@@ -109,7 +109,7 @@ def _locate_items(
 
 
 def _check(read: Read, at: int, length: int, name: str, expected: _ExpectedItem) -> None:
-    """Raises CorruptError for an item that differs from the other index."""
+    """Raise CorruptError for an item that differs from the other index."""
     entry = expected.entry
     if isinstance(entry, StoredTensor) and entry.dtype.kind != "quantized":
         sizes = entry.sizes[expected.chunk]

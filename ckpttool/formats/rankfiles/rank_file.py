@@ -51,12 +51,12 @@ class RankFile:
         return tuple(sorted(set().union(*{id(shard.ranks): shard.ranks for shard in self.shards}.values())))
 
     def place(self, ref: TensorRef) -> Extent:
-        """The extent of a tensor, in the catalogue's files."""
+        """Return the extent of a tensor, in the catalogue's files."""
         return self.extent(ref).shifted(self.number)
 
 
 def load(pool: files.Pool, path: Location) -> RankFile:
-    """The file at `path`. Raises CorruptError when it is not whole or no torch.save file."""
+    """Return the file at `path`. Raises CorruptError when it is not whole or no torch.save file."""
     size, name, read = path.size(), f"`{path}`", partial(pool.read, path)
     if torch_legacy.is_stream(read(0, min(size, 512))):
         stream = torch_legacy.open_stream(read, size, name=name)
@@ -75,7 +75,7 @@ def load(pool: files.Pool, path: Location) -> RankFile:
 
 
 def is_torch(path: Location) -> bool:
-    """Whether this begins like a file of torch.save. It may be cut all the same."""
+    """Return whether this begins like a file of torch.save. It may be cut all the same."""
     try:
         head = path.head(64)
     except CkptError:
@@ -84,7 +84,7 @@ def is_torch(path: Location) -> bool:
 
 
 def alike(path: Location, other: Location) -> bool:
-    """Whether two archives hold mostly the same storages: what every rank of DDP saves, but not another epoch."""
+    """Return whether two archives hold mostly the same storages, as those of all ranks of DDP, but no other epoch."""
     try:
         a, b = _storages(path), _storages(other)
     except CkptError:
@@ -93,7 +93,7 @@ def alike(path: Location, other: Location) -> bool:
 
 
 def _storages(path: Location) -> dict[str, tuple[int, int | None]]:
-    """The size and the CRC of each storage in an archive."""
+    """Return the size and the CRC of each storage in an archive."""
     with closing(files.Pool()) as pool:
         archive = torch_zip.open_archive(partial(pool.read, path), 0, path.size(), name=path)
     storages = ((name, record) for name, record in archive.records.items() if name.startswith("data/"))
@@ -101,7 +101,7 @@ def _storages(path: Location) -> dict[str, tuple[int, int | None]]:
 
 
 def mentions_shards(path: Location) -> bool:
-    """Whether the pickle in a file names the class of a sharded tensor; False for what cannot be read."""
+    """Return whether the pickle in a file names the class of a sharded tensor; False for what cannot be read."""
     try:
         with closing(files.Pool()) as pool:
             read, size = partial(pool.read, path), path.size()

@@ -23,7 +23,7 @@ from ckpttool.text import is_or_are, rank_ranges, some
 
 
 def open(path: str, options: OpenOptions = NO_HINTS) -> Source:
-    """The catalogue of a set: of a directory, of the set that a file belongs to, or of a pattern.
+    """Return the catalogue of a set: of a directory, of the set that a file belongs to, or of a pattern.
 
     Raises ReadError if there are several, CorruptError for a file that is not whole.
     """
@@ -127,7 +127,7 @@ class _Opening:
         self._catalogue.faults.append(CorruptError(message, hint=hint, **facts))
 
     def _missing(self) -> list[CkptError]:
-        """What is wrong with the set as a set: no file of a rank, one too many, files of several worlds."""
+        """Return what is wrong with the set as a set: no file of a rank, one too many, files of several worlds."""
         worlds = self._expected
         kept = max(worlds, key=lambda known: len(worlds[known]), default=())
         others = {known: names for known, names in worlds.items() if len(known) != len(kept)}

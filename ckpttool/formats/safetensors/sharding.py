@@ -141,7 +141,7 @@ def _add_group(
 
 
 def file_names(stem: str, count: int) -> list[str]:
-    """Return `["model.safetensors"]`, or `["model-00001-of-00002.safetensors", ...]`. Pure."""
+    """Return `["model.safetensors"]`, or `["model-00001-of-00002.safetensors", ...]`."""
     return [stem + (f"-{n:05d}-of-{count:05d}" if count > 1 else "") + SUFFIX for n in range(1, count + 1)]
 
 
@@ -200,7 +200,7 @@ def _unique_names(tensors: list[Tensor]) -> dict[Path, str]:
 
 
 def split(sizes: Iterable[tuple[str, int]], max_size: int) -> list[list[str]]:
-    """Return the names of each file, in order, for files of at most `max_size` bytes. Pure.
+    """Return the names of each file, in order, for files of at most `max_size` bytes.
 
     A larger tensor gets its own file, and the file before it is filled further, as in
     `split_state_dict_into_shards_factory`.

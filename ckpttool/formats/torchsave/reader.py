@@ -30,7 +30,7 @@ _PK = b"PK\3\4"
 
 
 def recognise(path: str) -> bool:
-    """Whether this is a file of one of the kinds above, whole or not."""
+    """Return whether this is a file of one of the kinds above, whole or not."""
     location = locate(path)
     if not location.is_file():
         return False
@@ -49,7 +49,7 @@ def recognise(path: str) -> bool:
 
 
 def open(path: str, options: OpenOptions = NO_HINTS) -> Source:
-    """The catalogue of one file. Raises CorruptError when it is cut or contradicts itself."""
+    """Return the catalogue of one file. Raises CorruptError when it is cut or contradicts itself."""
     location = locate(path)
     size = location.size()
     catalogue = Catalogue("torch", [File(location, location.name, size)])

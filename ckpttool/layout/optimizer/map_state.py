@@ -158,7 +158,7 @@ def _alone(tensors: Mapping[str, Tensor]) -> list[Tensor]:
 
 
 def _check_known(keymap: KeyMap, optimizer: Optimizer, parameters: _Parameters) -> None:
-    """Raises LossError for a parameter that the model does not have, but the map is about."""
+    """Raise LossError for a parameter that the model does not have, but the map is about."""
     for name in dict.fromkeys((*optimizer.params, *optimizer.state, *optimizer.loose)):
         sources = (source for rule in keymap.rules for source in rule.sources)
         if name not in parameters.shapes and any(source.is_one_of([str(name)]) for source in sources):
@@ -249,7 +249,7 @@ def _is_like(item: Item, shape: Ints) -> bool:
 def _check_together(
     optimizer: Optimizer, new: str, sources: Sequence[str], groups: Mapping[str, int], state: Mapping[str, list[Item]]
 ) -> None:
-    """Raises LossError unless all parameters that one is made of are in one group, and have the same kinds of state."""
+    """Raise LossError unless all parameters that one is made of are in one group, and have the same kinds of state."""
     of = f"`{optimizer.name}`: `{new}` is made of {some(sources)}"
     out = [name for name in sources if name not in groups and name not in state]
     if out:
@@ -267,7 +267,7 @@ def _check_together(
 
 
 def _check_moments(name: str, items: Iterable[Item], shape: Ints, new: str) -> None:
-    """Raises LossError for state that is neither for each element of the parameter nor one value."""
+    """Raise LossError for state that is neither for each element of the parameter nor one value."""
     for item in items:
         entry, kind = item.entry, STATE_KINDS.get(str(item.below[0]))
         if len(item.below) == 1 and not entry.embedded:
@@ -297,7 +297,7 @@ def _check_equal(
     entries: Sequence[Entry],
     same: Callable[[Tensor, Tensor], bool],
 ) -> None:
-    """Raises LossError for values of several parameters that one cannot have together."""
+    """Raise LossError for values of several parameters that one cannot have together."""
     first = entries[0]
     for name, entry in zip(sources, entries, strict=True):
         if isinstance(first, Tensor) and isinstance(entry, Tensor):

@@ -27,7 +27,7 @@ _LISTS = (("params",), ("param_names",))
 
 
 def numbered(catalogue: Catalogue, source: Catalogue) -> Catalogue:
-    """The optimizers spelt by ids in the order of the model in `source`. Those that have ids already keep them.
+    """Return the optimizers spelt by ids in the order of the model in `source`. Those that have ids already keep them.
 
     Raises UsageError when neither the model nor the groups are known to be in that order.
     """
@@ -56,7 +56,7 @@ def numbered(catalogue: Catalogue, source: Catalogue) -> Catalogue:
 
 
 def _order(source: Catalogue) -> Sequence[str]:
-    """The parameters in the order of the model; none when that is not known."""
+    """Return the parameters in the order of the model; none when that is not known."""
     if "parameter order" in source.facts:
         order: Sequence[str] = source.facts["parameter order"]
         return order
@@ -69,7 +69,7 @@ def _order(source: Catalogue) -> Sequence[str]:
 
 
 def _check_own_order(optimizer: Optimizer, source: Catalogue) -> None:
-    """Groups may be in an order that is not the model's, and nothing else here has it."""
+    """Raise UsageError for groups in an order that may not be the model's, where nothing else has that."""
     lists = [group.params for group in optimizer.groups if len(group.params) > 1]
     if not lists:
         return
@@ -83,7 +83,7 @@ def _check_own_order(optimizer: Optimizer, source: Catalogue) -> None:
 
 
 def _ordered(entry: Entry, places: dict[str, int]) -> Entry:
-    """The entry, with its names in order if it lists the parameters of a group."""
+    """Return the entry, with its names in order if it lists the parameters of a group."""
     key = parse_key(entry.path, len(entry.part.root)) if entry.part.kind == "optimizer" else None
     if key is None or key.section != "param_groups" or key.below not in _LISTS or isinstance(entry, Tensor):
         return entry

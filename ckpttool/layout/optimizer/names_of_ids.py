@@ -47,7 +47,7 @@ _OTHER_MODEL = (
 
 
 def name_ids(optimizers: Sequence[Optimizer], source: Catalogue) -> list[dict[int, str]]:
-    """For each of these optimizers, all spelt by ids, the name of each id; `source` has the model.
+    """Return the name of each id of these optimizers, all spelt by ids; `source` has the model.
 
     Raises UsageError when the model does not say which parameter is which, CorruptError when it cannot be the model.
     """
@@ -88,7 +88,7 @@ def _own_names(group: Group) -> list[str]:
 
 
 def _parameters(source: Catalogue) -> dict[str, Ints]:
-    """What may be a parameter of the model, with its shape, in the order of the state dict."""
+    """Return what may be a parameter of the model, with its shape, in the order of the state dict."""
     tensors = _model(source)
     names = {tensor.fqn for tensor in tensors}
     aliases = find_aliases(t.origin or t for t in tensors)
@@ -102,7 +102,7 @@ def _parameters(source: Catalogue) -> dict[str, Ints]:
 
 
 def is_statistic(name: str, names: Collection[str]) -> bool:
-    """Whether this is one of the two buffers of a normalisation layer, which always come together."""
+    """Return whether this is one of the two buffers of a normalisation layer, which always come together."""
     match = _STATISTICS.fullmatch(name)
     return match is not None and all(f"{match[1] or ''}{key}" in names for key in ("running_mean", "running_var"))
 
@@ -121,8 +121,8 @@ def _model(source: Catalogue) -> list[Tensor]:
 
 
 def _check_ordered(source: Catalogue, optimizer: Optimizer, model: dict[str, Ints]) -> None:
-    """safetensors files are sorted by name, and so is what was made of them: a state dict's order is gone, and by shape
-    alone state could be given to another layer that is as large."""
+    """Raise UsageError for a model that may be sorted by name, as safetensors files are: by shape alone state could be
+    given to another layer that is as large."""
     tensors = [t for t in _model(source) if len(t.chunks) and source.files]
     if "parameter order" in source.facts or len(tensors) < 2 or not _is_sorted_by_dtype(tensors):
         return
@@ -138,7 +138,7 @@ def _check_ordered(source: Catalogue, optimizer: Optimizer, model: dict[str, Int
 
 
 def parameter_shape(items: Sequence[Item]) -> Ints | None:
-    """The shape of the parameter that this state is for; None when it does not tell. Pure."""
+    """Return the shape of the parameter that this state is for; None when it does not tell."""
     shapes = {str(i.below[0]): i.entry.shape for i in items if len(i.below) == 1 and isinstance(i.entry, Tensor)}
     like = {shape for name, shape in shapes.items() if name in LIKE_PARAMETER}
     if len(like) == 1:
@@ -191,11 +191,12 @@ State = tuple[int, ...]
 
 
 def ways(groups: Sequence[Sequence[Ints | None]], model: Sequence[Ints]) -> list[list[list[int]]] | None:
-    """The places in `have` that each of `wanted` can take: every group in order, no place twice, shapes the same.
+    """Return the places in `have` that each of `wanted` can take: every group in order, no place twice, shapes the
+    same.
 
     An empty list when there is no way, None when there are too many to follow. `wanted` None fits any shape. A state
     of the search is how far each group has come; places that cannot be passed over, as later ones are too few of
-    their shape, keep the states few. Pure.
+    their shape, keep the states few.
     """
     total, slack, at = sum(map(len, groups)), Counter(model), [*map(_positions, groups)]
     for group in at:
@@ -233,7 +234,7 @@ def _positions(group: Sequence[Ints | None]) -> dict[Ints, list[int]]:
 
 
 def _collected(groups: Sequence[Sequence[Any]], layers: list[dict[State, list[State]]], end: State) -> list[Any]:
-    """Back along every way that came to the end."""
+    """Return every way that came to the end, followed back."""
     places: list[list[set[int]]] = [[set() for _ in row] for row in groups]
     reached = {end}
     for place in range(len(layers) - 1, -1, -1):
@@ -255,14 +256,14 @@ def _collected(groups: Sequence[Sequence[Any]], layers: list[dict[State, list[St
 
 
 def is_model_order(names: Sequence[str]) -> bool:
-    """Whether names come as a model walks them, and are not just sorted, which nothing but chance tells from it: what
-    came from safetensors is. Pure."""
+    """Return whether names come as a model walks them, and are not just sorted, which nothing but chance tells from it:
+    what came from safetensors is."""
     return follows_modules(names) and (len(names) < 3 or list(names) != sorted(names))
 
 
 def follows_modules(names: Sequence[str]) -> bool:
-    """Whether the names of a module come in one run, its own before those of modules in it. DCP without key paths
-    lists tensors by the rank that saved them. Pure."""
+    """Return whether the names of a module come in one run, its own before those of modules in it. DCP without key
+    paths lists tensors by the rank that saved them."""
     done: set[str] = set()
     nested: set[str] = set()
     around: list[str] = []
@@ -277,12 +278,12 @@ def follows_modules(names: Sequence[str]) -> bool:
 
 
 def is_sorted(source: Catalogue, tensors: Sequence[Tensor]) -> bool:
-    """Whether these tensors of a model may be sorted by name: each file of safetensors is. Pure."""
+    """Return whether these tensors of a model may be sorted by name: each file of safetensors is."""
     return any(map(_is_safetensors(source), tensors)) or _is_sorted_by_dtype(tensors)
 
 
 def _is_sorted_by_dtype(tensors: Sequence[Tensor]) -> bool:
-    """Whether tensors are in the order of their names, those of each dtype apart, as safetensors has them."""
+    """Return whether tensors are in the order of their names, those of each dtype apart, as safetensors has them."""
     apart: dict[str, list[str]] = defaultdict(list)
     for tensor in tensors:
         apart[tensor.dtype.name].append(tensor.fqn)
@@ -295,7 +296,7 @@ def _is_safetensors(source: Catalogue) -> Callable[[Tensor], bool]:
 
 
 def order_hint(source: Catalogue) -> str:
-    """Where the order may come from. Pure."""
+    """Return where the order may come from."""
     listed = '`json.dump([[name, list(p.shape)] for name, p in model.named_parameters()], open("order.json", "w"))`'
     tried = source.facts.get("shapes without order")
     if tried is not None:

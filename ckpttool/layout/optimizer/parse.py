@@ -81,7 +81,7 @@ class Group:
     place: int = 0
 
     def value(self, key: str) -> Any:
-        """A hyper-parameter that is one object; None when there is no such object."""
+        """Return a hyper-parameter that is one object; None when there is no such object."""
         values = (i.entry for i in self.items if i.below == (key,))
         return next((entry.value for entry in values if isinstance(entry, Object)), None)
 
@@ -112,8 +112,7 @@ class Optimizer:
 
 
 def optimizers(catalogue: Catalogue) -> list[Optimizer]:
-    """Every optimizer, however it is spelt. Raises CorruptError for groups that list no parameters, and for state that
-    no group lists."""
+    """Return every optimizer. Raises CorruptError for groups that list no parameters, and state of no group."""
     by_root: dict[Path, list[Entry]] = defaultdict(list)
     flat: dict[Path, bool] = {}
     for entry in catalogue.entries.values():
@@ -173,7 +172,7 @@ def _nested(root: Path, entries: list[Entry]) -> Optimizer:
 
 
 def _opened(entries: list[Entry], depth: int) -> Iterator[Entry]:
-    """With `param_groups` that are one value taken apart."""
+    """Return the entries with `param_groups` that are one value taken apart."""
     for entry in entries:
         tail = entry.path[depth:]
         whole = entry.value if isinstance(entry, Object) and tail[:1] == ("param_groups",) and len(tail) < 3 else None
@@ -220,7 +219,7 @@ def _flat(root: Path, entries: list[Entry]) -> Optimizer:
 
 
 def _owner(key: str, names: dict[str, list[Item]]) -> str | None:
-    """The parameter of `layers.0.w.preconditioner.0`: the longest one that it begins with."""
+    """Return the parameter of `layers.0.w.preconditioner.0`: the longest one that it begins with."""
     name, dot, _ = key.rpartition(".")
     while dot and name not in names:
         name, dot, _ = name.rpartition(".")
@@ -228,7 +227,7 @@ def _owner(key: str, names: dict[str, list[Item]]) -> str | None:
 
 
 def _regrouped(root: str, values: dict[str, list[Item]]) -> list[Group]:
-    """Parameters with the same hyper-parameters in one group, in the order in which they come."""
+    """Return parameters with the same hyper-parameters in one group, in the order in which they come."""
     groups: dict[Any, Group] = {}
     for name, items in values.items():
         group = groups.setdefault(frozenset(map(_identity, items)), Group(items=items, place=len(items)))

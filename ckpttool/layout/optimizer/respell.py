@@ -31,7 +31,7 @@ Written = tuple[list[Entry], dict[Path, Container]]
 
 
 def respell(catalogue: Catalogue, style: str, source: Catalogue | None = None) -> Catalogue:
-    """Every optimizer of the catalogue in the given spelling. `source` is where the model is, if not here.
+    """Return every optimizer of the catalogue in the given spelling. `source` is where the model is, if not here.
 
     What is spelt so already stays as it is. Raises UsageError for a spelling that is none, or when ids could be those
     of several parameters; CorruptError when optimizer and model contradict each other.
@@ -62,8 +62,7 @@ def respell(catalogue: Catalogue, style: str, source: Catalogue | None = None) -
 
 
 def respell_root(catalogue: Catalogue, name: str) -> Catalogue:
-    """The one optimizer under the key `name`: `optim` -> `optimizer`. Raises UsageError when there is none, or several.
-    Pure."""
+    """Return the optimizer under the key `name`: `optim` -> `optimizer`. Raises UsageError unless there is one."""
     roots = {e.part.root for e in catalogue.entries.values() if e.part.kind == "optimizer"}
     if len(roots) != 1:
         message = f"`--optim-root {name}`: there are {len(roots) or 'no'} optimizers here, and one is needed"
@@ -82,7 +81,7 @@ def respell_root(catalogue: Catalogue, name: str) -> Catalogue:
 
 
 def origins(catalogue: Catalogue) -> set[Path]:
-    """Where in the source its entries come from. Pure."""
+    """Return where in the source its entries come from."""
     entries = catalogue.entries.values()
     return {entry.origin if isinstance(entry, Object) else (entry.origin or entry).path for entry in entries}
 
@@ -99,7 +98,7 @@ def _name(optimizer: Optimizer, names_of_ids: Mapping[int, str]) -> None:
 
 
 def _replaced(catalogue: Catalogue, changed: list[Optimizer], respelled: dict[Path, Written]) -> Catalogue:
-    """With the new entries of each optimizer where its first one stood."""
+    """Return the catalogue with the new entries of each optimizer where its first one stood."""
     at = {path: optimizer.root for optimizer in changed for path in optimizer.entries}
     gone = {(*optimizer.root, *path) for optimizer in changed for path in optimizer.containers}
     left = {root: written for root, (written, _) in respelled.items()}
@@ -117,7 +116,7 @@ def _replaced(catalogue: Catalogue, changed: list[Optimizer], respelled: dict[Pa
 
 
 def _write_nested(optimizer: Optimizer, keys: Mapping[Any, Any]) -> Written:
-    """`keys` has what each parameter is to be called; state comes in the order of `keys`."""
+    """Return the nested entries. `keys` has what each parameter is to be called; state comes in the order of `keys`."""
     root, entries = optimizer.root, list[Entry]()
     state = {new: optimizer.state.get(key, []) for key, new in keys.items()} | optimizer.loose
     for key, items in state.items():
@@ -167,7 +166,7 @@ def _split(key: str, names: Mapping[str, str]) -> tuple[str | None, list[str]]:
 
 
 def _placed(optimizer: Optimizer, items: Sequence[Item], place: Callable[[Path], Path]) -> list[Entry]:
-    """Entries where `place` says; what is embedded in an object stays below it, and its links follow."""
+    """Return entries where `place` says; what is embedded in an object stays below it, and its links follow."""
     embedding: set[Path] = set()
     if any(isinstance(item.entry, Tensor) and item.entry.embedded for item in items):
         embedding = {item.below for item in items if isinstance(item.entry, Object)}
@@ -185,7 +184,7 @@ def _placed(optimizer: Optimizer, items: Sequence[Item], place: Callable[[Path],
 
 
 def _write_flat(optimizer: Optimizer) -> Written:
-    """Raises LossError for state that belongs to no parameter, which has no place here."""
+    """Raise LossError for state that belongs to no parameter, which has no place here."""
     if optimizer.loose:
         what = f"which has no place in flat keys: {some([*map(str, optimizer.loose)])}"
         message = f"`{optimizer.name}` keeps state that belongs to no parameter, {what}"
@@ -221,7 +220,7 @@ def _write_flat(optimizer: Optimizer) -> Written:
 
 
 def _remarks(optimizer: Optimizer, style: str) -> list[str]:
-    """What the new keys do not say, or the old ones did not."""
+    """Return what the new keys do not say, or the old ones did not."""
     if style != "flat":
         text = (
             "flat keys do not say which parameters were in one group: those with the same hyper-parameters are, which "
@@ -247,7 +246,7 @@ def _remarks(optimizer: Optimizer, style: str) -> list[str]:
 
 
 def _unclear_again(respelt: Catalogue, changed: list[Optimizer]) -> list[str]:
-    """Whether the ids could be given their names again, with what will be in the file."""
+    """Return whether the ids could be given their names again, with what will be in the file."""
     before = {optimizer.root: dict(enumerate(optimizer.params)) for optimizer in changed}
     again = [optimizer for optimizer in optimizers(respelt) if optimizer.root in before]
     try:

@@ -205,7 +205,7 @@ def export(
 
 
 def _check_reference(options: ExportOptions) -> None:
-    """Raises UsageError for options of a reference that do not fit each other."""
+    """Raise UsageError for options of a reference that do not fit each other."""
     if options.fill_from is not None and options.like is None:
         hint = f"`--like {options.fill_from}` has the names of all"
         raise UsageError("`--fill-from` fills what `--like` names, and that is not given", hint=hint)
@@ -216,7 +216,7 @@ def _check_reference(options: ExportOptions) -> None:
 
 
 def _check_name(src: str, dst: str) -> None:
-    """Raises UsageError for a destination with the name of a file: an export is a directory."""
+    """Raise UsageError for a destination with the name of a file: an export is a directory."""
     # A repository on the Hub may be called `org/model.gguf`, and a directory, said to be one with `/`, too.
     suffix = next((suffix for suffix in _FILES if dst.lower().endswith(suffix)), "")
     if not suffix or (stores.is_remote(dst) and suffix != ".safetensors"):
@@ -249,7 +249,7 @@ def _write(plan: Export, how: WriteOptions) -> None:
 
 
 def _check_options(dst: str, remote: HubOptions, how: WriteOptions) -> None:
-    """Raises UsageError for options that do not fit the destination."""
+    """Raise UsageError for options that do not fit the destination."""
     publish.check_options(dst, remote)
     if not stores.is_remote(dst):
         return

@@ -169,7 +169,7 @@ def _rooted(name: str) -> str:
 
 
 def check(planned: Catalogue, method: str, config: Mapping[str, Any], where: str) -> None:
-    """Raises CorruptError unless the tensors of an adapter are those that `adapter_config.json` describes."""
+    """Raise CorruptError unless the tensors of an adapter are those that `adapter_config.json` describes."""
     shapes = {tensor.name: tensor.shape for tensor in planned.tensors}
     for what, found, expected in _differences(shapes, method, config):
         raise CorruptError(
@@ -182,7 +182,7 @@ def check(planned: Catalogue, method: str, config: Mapping[str, Any], where: str
 
 
 def _differences(shapes: Mapping[str, Ints], method: str, config: Mapping[str, Any]) -> Iterator[tuple[str, Any, Any]]:
-    """What the tensors have, and what the config says."""
+    """Yield what the tensors have, and what the config says."""
     if config.get("peft_type") != method:
         yield "`peft_type` of the tensors", method or "no adapter", config.get("peft_type")
         return

@@ -20,10 +20,9 @@ from ckpttool.storage.stores import local_path
 
 
 def describe(folder: str, dtype: str) -> dict[str, Any]:
-    """`{"memory": {name: shape}, "files": {name: shape}, "tied": {name: name}, "prefix", "float32", "missing",
-    "unexpected",
-    "rules"}`, or `{"why_not": text}`. `float32` are the names of tensors that stay float32 in a model of a dtype
-    of 16 bits or less. `missing` and `unexpected` are patterns of names that transformers passes over."""
+    """Return `{"memory": {name: shape}, "files": {name: shape}, "tied": {name: name}, "prefix", "float32", "missing",
+    "unexpected", "rules"}`, or `{"why_not": text}`. `float32` are the names of tensors that stay float32 in a model of
+    a dtype of 16 bits or less. `missing` and `unexpected` are patterns of names that transformers passes over."""
     config = json.loads((local_path(folder) / "config.json").read())
     is_diffusion = "_class_name" in config
     package = "torch"
@@ -128,7 +127,7 @@ def _tied(model: Any, memory: dict[str, Any]) -> dict[str, str]:
 
 
 def _float32_patterns(model: Any, dtype: Any) -> list[re.Pattern[str]]:
-    """The names of what `from_pretrained` loads as float32 when a model of this dtype is asked for."""
+    """Return the names of what `from_pretrained` loads as float32 when a model of this dtype is asked for."""
     plan = getattr(model, "_get_dtype_plan", None)
     if plan is not None:
         return [re.compile(name.replace("*", ".*")) for name, kept in plan(dtype).items() if "32" in str(kept)]
@@ -150,7 +149,7 @@ def _in_files(model: Any, state: dict[str, Any]) -> dict[str, Any]:
 
 
 def _written(model: Any, state: dict[str, Any]) -> list[Written]:
-    """How names in memory are written; nothing where a key map cannot say it."""
+    """Return how names in memory are written; nothing where a key map cannot say it."""
     # It is of what transformers has inside, which each version may name otherwise.
     with suppress(NotImplementedError, ImportError, AttributeError, ValueError, KeyError):
         return written_names.of_model(model, state)
@@ -158,7 +157,7 @@ def _written(model: Any, state: dict[str, Any]) -> list[Written]:
 
 
 def _passed(model: Any) -> list[str]:
-    """Buffers that were saved once and are not any more."""
+    """Return buffers that were saved once and are not any more."""
     names = [name for name, _ in model.named_buffers()]
     passed = [r"rotary_emb\.inv_freq"] if any(name.endswith("rotary_emb.inv_freq") for name in names) else []
     return passed + ([r"(^|\.)position_ids$"] if any(name.endswith("position_ids") for name in names) else [])

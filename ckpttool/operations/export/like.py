@@ -349,7 +349,7 @@ def check_untrained(
     where: str,
     notes: list[str],
 ) -> None:
-    """Raises LossError if the optimizer of the source trained a tensor that is filled from the base. `mapped` gives
+    """Raise LossError if the optimizer of the source trained a tensor that is filled from the base. `mapped` gives
     tensors the names of the reference."""
     filled = [*filled]
     if not filled:

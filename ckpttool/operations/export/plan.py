@@ -404,7 +404,7 @@ def _other_files(
 def _check_secrets(
     files: list[Outgoing], included: Sequence[str], planned: Catalogue, options: ExportOptions, result: Exported
 ) -> None:
-    """Raises UsageError for a file to be sent that has a key or a token in it; for a directory, notes it."""
+    """Raise UsageError for a file to be sent that has a key or a token in it; for a directory, notes it."""
     known = {file.name for file in files}
     for name in options.not_secret:
         if name not in known:

@@ -95,7 +95,7 @@ def _unopened(path: str, recognition: Recognition) -> Catalogue:
 
 
 def _folded(faults: list[CkptError]) -> list[str]:
-    """What to say of faults; those with the same fact `alike`, what is wrong with each tensor, as one. Pure."""
+    """Return what to say of faults; those with the same fact `alike`, what is wrong with each tensor, as one. Pure."""
     groups: dict[object, list[CkptError]] = {}
     for i, fault in enumerate(faults):
         groups.setdefault(fault.facts.get("alike", i), []).append(fault)

@@ -75,7 +75,7 @@ def _lines(items: Iterator[Any]) -> Iterator[str]:
 
 
 def path_json(path: Path) -> list[Any]:
-    """A key path for JSON: strings and integers as they are."""
+    """Return a key path for JSON: strings and integers as they are."""
     return [key if isinstance(key, (str, int)) else describe(key) for key in path]
 
 

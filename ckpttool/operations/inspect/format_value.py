@@ -34,7 +34,7 @@ Tensors = Mapping[Path, Any]
 
 
 def describe(value: Any, tensors: Tensors | None = None, limit: int = LIMIT) -> str:
-    """One line for a value: `(0.9, 0.95)`, `<argparse.Namespace lr=0.1 name='tiny'>`, `<5056 bytes>`. Pure.
+    """Return one line for a value: `(0.9, 0.95)`, `<argparse.Namespace lr=0.1 name='tiny'>`, `<5056 bytes>`.
 
     `tensors` tells what a `Link` stands for.
     """
@@ -116,7 +116,7 @@ def _stub(value: Stub, tokens: Callable[[Any], Iterator[str]]) -> Iterator[str]:
 
 
 def _contents(value: Stub) -> Iterable[tuple[Any, Any]]:
-    """What an object was made with and given after, attributes with their names."""
+    """Yield what an object was made with and given after, attributes with their names."""
     yield from ((None, v) for v in value.args)
     yield from value.kwargs.items()
     for state in value.state:
@@ -132,7 +132,7 @@ def _contents(value: Stub) -> Iterable[tuple[Any, Any]]:
 
 
 def _wrapper(value: Stub) -> str | None:
-    """A tensor subclass that stayed an object: `<torch.distributed.tensor.DTensor float32 [29, 7]>`."""
+    """Return a tensor subclass that stayed an object: `<torch.distributed.tensor.DTensor float32 [29, 7]>`."""
     if stub_name(value) != "torch._tensor._rebuild_from_type_v2":
         return None
     match value.args:
@@ -143,7 +143,7 @@ def _wrapper(value: Stub) -> str | None:
 
 
 def _numpy(value: Stub) -> str | None:
-    """NumPy's own ways to pickle an array, a scalar and a dtype; None for anything else."""
+    """Return one line for what NumPy pickles as an array, a scalar or a dtype; None for anything else."""
     module, _, name = (stub_name(value) or "").rpartition(".")
     if not module.startswith("numpy"):
         return None
@@ -168,7 +168,7 @@ def _numpy_dtype(value: Any) -> str:
 
 
 def peek(entry: Object) -> tuple[Any, str | None]:
-    """An object's value, or None and what to show instead: the size of a large one, why one cannot be read."""
+    """Return an object's value, or None and what to show instead: the size of a large one, why one cannot be read."""
     if entry.nbytes > _LARGE:
         return None, f"<{entry.nbytes} bytes>"
     try:
@@ -179,7 +179,7 @@ def peek(entry: Object) -> tuple[Any, str | None]:
 
 
 def type_name(value: Any) -> str:
-    """`int`, `tuple`, `argparse.Namespace`: what a value is. Pure."""
+    """Return what a value is: `int`, `tuple`, `argparse.Namespace`."""
     if isinstance(value, StubType):
         return "class"
     if isinstance(value, Link):
@@ -188,7 +188,7 @@ def type_name(value: Any) -> str:
 
 
 def jsonable(value: Any, tensors: Tensors | None = None) -> Any:
-    """`value` for JSON: numbers, strings, lists and dicts as they are, everything else as `describe` says. Pure.
+    """Return `value` for JSON: numbers, strings, lists and dicts as they are, everything else as `describe` says.
 
     Infinities and NaN are `"inf"`, `"-inf"`, `"nan"`: JSON has no such numbers. Keys that are not strings become some.
     """

@@ -50,7 +50,7 @@ class Table:
 
 
 def tables(entries: Iterable[Entry], tensors: Tensors) -> list[Table]:
-    """One table for each `param_groups` in `entries`."""
+    """Return one table for each `param_groups` in `entries`."""
     by_root: dict[Path, tuple[Table, dict[str, Column]]] = {}
     for entry in entries:
         if (place := _place(entry)) is None:
@@ -72,7 +72,7 @@ def tables(entries: Iterable[Entry], tensors: Tensors) -> list[Table]:
 
 
 def _place(entry: Entry) -> tuple[Path, str, str, bool] | None:
-    """Root, group, name, and whether the group is a parameter; None for a path without param groups.
+    """Return root, group, name, and whether the group is a parameter; None for a path without param groups.
 
     A flattened optimizer has the whole rest in one key: `("optimizer", "param_groups.layers.0.weight.lr")`.
     """

@@ -54,7 +54,7 @@ class _Node:
 
 
 def lines(tensors: Iterable[Tensor], root: Path, tied: Collection[Path], depth: int) -> list[Line]:
-    """The tree of `tensors`, whose names begin with `root`, down to `depth` levels.
+    """Return the tree of `tensors`, whose names begin with `root`, down to `depth` levels.
 
     The module around almost everything (`model` beside `lm_head.weight`) and a list of differing layers are no levels.
     `tied` are those whose bytes another tensor has; they count as tensors, but not as elements or bytes again.
@@ -127,7 +127,7 @@ def _is_list(node: _Node) -> bool:
 
 
 def _folded(node: _Node) -> list[tuple[list[str], _Node]]:
-    """The children, numbered ones in ascending order, and those of them that are equal together."""
+    """Return the children, numbered ones in ascending order, and those of them that are equal together."""
     numbers = iter(sorted(filter(is_number, node.children), key=int))
     groups: dict[tuple[str, int], tuple[list[str], _Node]] = {}
     for name in node.children:
@@ -139,5 +139,5 @@ def _folded(node: _Node) -> list[tuple[list[str], _Node]]:
 
 
 def _label(names: list[str]) -> str:
-    """`["0", "1", "2", "5"]` is `0-2,5`. Pure."""
+    """Return `0-2,5` for `["0", "1", "2", "5"]`."""
     return names[0] if len(names) == 1 else ranges(map(int, names), ",", RANGES)

@@ -59,7 +59,7 @@ class Summary:
 
 
 def summarise(catalogue: Catalogue, *, depth: int = DEPTH, limit: int = LIMIT) -> Summary:
-    """`depth` is the levels of the module trees, `limit` the characters of a value."""
+    """Summarise a catalogue. `depth` is the levels of the module trees, `limit` the characters of a value."""
     aliases = find_aliases(catalogue.tensors)
     by_part = _by_part(catalogue)
     found = _headline(catalogue, aliases)

@@ -303,7 +303,7 @@ def _opened_like(stack: ExitStack, path: str, target: Format) -> Catalogue:
 
 
 def _check_even(mesh: Mesh, rules: Rules, target: Format) -> None:
-    """Raises UsageError for a mesh that FSDP1's files cannot express: it shards rows over all ranks, and its hybrid
+    """Raise UsageError for a mesh that FSDP1's files cannot express: it shards rows over all ranks, and its hybrid
     sharding saves the same within each group."""
     if target.even and (mesh.names != ("shard",) or rules.placements):
         raise UsageError(

@@ -131,5 +131,5 @@ def _guess(some: Array) -> float:
 
 
 def _or_infinite(total: float) -> float:
-    """A sum of squares, infinity where a term of it was too large: the difference of two infinities is NaN."""
+    """Return a sum of squares, infinity where a term of it was too large: the difference of two infinities is NaN."""
     return total if math.isfinite(total) else math.inf

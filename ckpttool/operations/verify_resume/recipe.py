@@ -53,7 +53,7 @@ def load_recipe(path: str | os.PathLike[str]) -> Recipe:
 
 
 def check_recipe(path: str) -> None:
-    """Raises UsageError unless there is a file at `path`."""
+    """Raise UsageError unless there is a file at `path`."""
     if os.path.isdir(path):
         hint = "the recipe is a Python file: `--recipe recipe.py`; checkpoints are named without an option"
         raise UsageError(f"`{path}` is a directory, and no recipe", hint=hint)

@@ -74,7 +74,7 @@ def describe(catalogue: Catalogue, location: Location) -> Recognition | None:
 
 
 def _is_marked(catalogue: Catalogue) -> bool:
-    """Whether a name is one of quantised weights, adapters or weight updates, or the first tensor is a row of bytes."""
+    """Return whether a name is one of `has_mark`, or the first tensor is a row of bytes."""
     if catalogue.format not in _WEIGHTS:
         return False
     first = next(iter(catalogue.tensors), None)
@@ -105,7 +105,7 @@ def _quantization(location: Location) -> dict[str, Any]:
 
 
 def _facts(location: Location, name: str) -> dict[str, Any]:
-    """The contents of a JSON file in the directory; nothing of one file alone, which may be a copy from anywhere."""
+    """Return the contents of a JSON file in the directory; nothing beside a file alone, which may be a copy."""
     with suppress(CkptError):
         return Directory(location).facts(name) if location.is_dir() else {}
     return {}

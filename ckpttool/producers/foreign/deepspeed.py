@@ -158,7 +158,7 @@ def _stage(values: Mapping[str, Any]) -> int:
 
 
 def _shapes(values: Mapping[str, Any], tensors: Mapping[str, Ints] = MappingProxyType({})) -> dict[str, Ints]:
-    """The shapes of the whole parameters; those that the optimizer does not have, by the `tensors` of the file."""
+    """Return the shapes of whole parameters; of those that the optimizer does not have, by `tensors` of the file."""
     shapes: dict[str, Ints] = {
         re.sub(r"^(frozen_)?param_shapes\.(\d+\.)?", "", name): tuple(value)
         for name, value in values.items()

@@ -96,7 +96,7 @@ class _Header:
         return self.take(self.number("Q")).decode("utf-8", "replace")
 
     def value(self, kind: int) -> Any:
-        """A value of a type; of an array its length alone."""
+        """Return a value of a type; of an array its length alone."""
         if kind == _STRING:
             return self.string()
         if kind in _NUMBERS:

@@ -123,7 +123,7 @@ def _legacy(directory: Directory) -> Recognition:
 
 
 def _arguments(value: Any) -> Mapping[str, Any]:
-    """The attributes of the `argparse.Namespace` of the run."""
+    """Return the attributes of the `argparse.Namespace` of the run."""
     if isinstance(value, Stub) and stub_name(value) == "argparse.Namespace":
         state = value.state[0] if value.state and isinstance(value.state[0], dict) else {}
         return {**value.kwargs, **state}

@@ -43,14 +43,14 @@ class Scheme:
     elements: int | Callable[[Tensor, Companions, int], int] = 1
 
     def count(self, weight: Tensor, companions: Companions, bits: int) -> int:
-        """The elements of the weight before it was quantised, to that many `bits` if the tensors do not tell."""
+        """Return the elements of the weight before it was quantised, to that many `bits` if the tensors do not tell."""
         if isinstance(self.elements, int):
             return weight.numel * self.elements
         return self.elements(weight, companions, bits)
 
 
 def _of_zeros(weight: Tensor, companions: Companions, _: int) -> int:
-    """The elements of a packed weight whose zero points are packed alike: GPTQ and AWQ of 2 to 8 bits."""
+    """Return the elements of a packed weight whose zero points are packed alike: GPTQ and AWQ of 2 to 8 bits."""
     zeros, scales = companions[".qzeros"], companions[".scales"]
     bits = 32 * zeros.numel / max(1, scales.numel)
     return round(weight.numel * 32 / bits) if bits >= 1 else weight.numel
@@ -165,7 +165,7 @@ def _assign(
 
 
 def _bits(config: Mapping[str, Any]) -> int:
-    """The bits of a quantised weight: `bits`, or those of the first group of compressed-tensors, else 4."""
+    """Return the bits of a quantised weight: `bits`, or those of the first group of compressed-tensors, else 4."""
     groups = config.get("config_groups")
     group = next(iter(groups.values()), None) if isinstance(groups, dict) else None
     weights = group.get("weights") if isinstance(group, dict) else None

@@ -176,7 +176,7 @@ class Repository(Store):
 
 
 def _check_stage(stage: str, names: set[str]) -> None:
-    """Raises UsageError if a staging directory contains other files."""
+    """Raise UsageError if a staging directory contains other files."""
     with os_errors(stage, "write"):
         os.makedirs(stage, exist_ok=True)
         in_stage = {path for path in Path(stage).rglob("*") if not path.is_dir() or path.is_symlink()}
@@ -300,7 +300,7 @@ class _Upload:
             return self._info(None)
 
     def _check_no_tag(self, tag: str) -> None:
-        """Raises OverwriteError if there is a tag or a branch of this name."""
+        """Raise OverwriteError if there is a tag or a branch of this name."""
         refs = repeat(partial(self._api.list_repo_refs, self.address.repo))
         kinds = {
             ref.name: kind for kind, some_refs in (("branch", refs.branches), ("tag", refs.tags)) for ref in some_refs

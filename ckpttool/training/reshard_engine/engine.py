@@ -68,13 +68,13 @@ class Resources:
 
 
 def resources() -> Resources:
-    """The free memory of this process."""
+    """Return the free memory of this process."""
     kind = devices.kind()
     return Resources(socket.gethostname(), _free_memory(), kind, devices.free_memory(kind))
 
 
 def _free_memory() -> int:
-    """Bytes that are free without swapping, or that the container may still use."""
+    """Return the bytes that are free without swapping, or that the container may still use."""
     free: list[int] = []
     with suppress(OSError, ValueError, IndexError), open("/proc/meminfo", encoding="ascii") as lines:
         free += [int(line.split()[1]) << 10 for line in lines if line.startswith("MemAvailable:")]
@@ -145,7 +145,7 @@ def _group(rank: Rank) -> Iterator[None]:
 
 
 def _is_of_the_group(error: BaseException) -> bool:
-    """Whether an error is of a broken connection: torch has no class for errors of gloo, nccl, xccl or hccl."""
+    """Return whether an error is of a broken connection: torch has no class for errors of gloo, nccl, xccl or hccl."""
     words = ("gloo", "ccl", "connection", "timed out", "socket", "tcpstore")
     return isinstance(error, (dist.DistError, ConnectionError)) or any(word in str(error).lower() for word in words)
 
@@ -236,7 +236,7 @@ def _check_source(source: Source, catalogue: Catalogue, meta: MetaModel, rank: R
 
 
 def _records(source: Source, catalogue: Catalogue, paths: Iterable[Path]) -> tuple[checksums.Pieces, Entry]:
-    """The records that tensors come from, and an entry of all bytes that count as checked or have no checksum."""
+    """Return the records that tensors come from, and one of all bytes checked or without a checksum."""
     read, counted, checked_whole = checksums.Pieces(), Entry(0, 0, 0), digested(source)
     for path in paths:
         tensor = catalogue.tensor(path)
@@ -250,5 +250,5 @@ def _records(source: Source, catalogue: Catalogue, paths: Iterable[Path]) -> tup
 
 
 def as_error(lost: LostRank) -> CkptError:
-    """The error to raise when no rank has reported why it left."""
+    """Return the error to raise when no rank has reported why it left."""
     return StorageError(f"lost touch with another rank: {lost}", hint="look at what that rank, or its node, says")

@@ -88,7 +88,7 @@ class MetaModel:
             self._shard()
 
     def state(self) -> dict[Path, torch.Tensor]:
-        """The tensors by their path in the catalogue."""
+        """Return the tensors by their path in the catalogue."""
         return {
             path: (target.value if target.key is None else self.optimizer[target.name][target.key]).detach()
             for path, target in self.tensors.items()
@@ -135,8 +135,8 @@ class MetaModel:
         return MetaTensor(node, leaf, ".".join([*names, leaf]))
 
     def _segment(self, node: nn.Module, key: str, *, leaf: bool) -> str:
-        """The name of a key as a module may have it: `type`, `_orig_mod`, an empty key, and a tensor called like a
-        module beside it get other names."""
+        """Return the name of a key as a module may have it: `type`, `_orig_mod`, an empty key, and a tensor called like
+        a module beside it get other names."""
         known = self._segments.get((id(node), leaf, key))
         if known is None:
             odd = _is_odd(key) or (id(node), not leaf, key) in self._segments
@@ -168,8 +168,8 @@ class MetaModel:
     # The optimizer ---------------------------------------------------------------------------------------------------
 
     def _follows(self, tensor: Tensor, parameter: Tensor, key: str) -> bool:
-        """Whether the tensor is state of a parameter that torch can place: sharded as the parameter is, or whole and of
-        another shape."""
+        """Return whether the tensor is state of a parameter that torch can place: sharded as the parameter is, or whole
+        and of another shape."""
         target = self.tensors[parameter.path]
         if target.leaf not in target.node._parameters or not target.value.requires_grad:
             return False
@@ -190,7 +190,7 @@ def _is_odd(key: str) -> bool:
 
 
 def _named(catalogue: Catalogue) -> list[parse.Optimizer]:
-    """The optimizers of a catalogue with state by names, where ids can be mapped to parameters."""
+    """Return the optimizers of a catalogue with state by names, where ids can be mapped to parameters."""
     try:
         catalogue = respell.respell(catalogue, "fqn")
     except CkptError:
@@ -200,7 +200,7 @@ def _named(catalogue: Catalogue) -> list[parse.Optimizer]:
 
 
 def _owners(catalogue: Catalogue) -> dict[Path, tuple[str, str]]:
-    """The parameter that a tensor of optimizer state is of, and its key: `("layers.0.w", "exp_avg")`."""
+    """Return the parameter that a tensor of optimizer state is of, and its key: `("layers.0.w", "exp_avg")`."""
     by_origin = {
         entry.origin.path: (strip_wrappers(str(name)), below[0])
         for optimizer in _named(catalogue)

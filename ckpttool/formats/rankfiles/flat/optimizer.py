@@ -57,14 +57,14 @@ class _Slot(NamedTuple):
     held: Ints | None
 
     def says(self, key: str) -> str:
-        """What messages call one value of the state."""
+        """Return what messages call one value of the state."""
         return f"optimizer state `{key}` of {self.key}"
 
 
 def is_raw(trees: Trees, *, beside_flat: bool = False) -> bool:
-    """Whether these are raw state dicts of optimizers over flat parameters: state by ids, of plain tensors. Beside a
-    model that was saved by name they have nothing of two dimensions; `beside_flat` parameters, what FSDP was told to
-    ignore has. Pure."""
+    """Return whether these are raw state dicts of optimizers over flat parameters: state by ids, of plain tensors.
+    Beside a model that was saved by name they have nothing of two dimensions; `beside_flat` parameters, what FSDP was
+    told to ignore has. Pure."""
     states = [state for tree in trees if isinstance(tree.get("state"), dict) for state in tree["state"].items()]
     values = [v for _, state in states if isinstance(state, dict) for v in state.values() if hasattr(v, "shape")]
     plain = all(isinstance(v, TensorRef) and (beside_flat or len(v.shape) <= 1) for v in values)
@@ -74,7 +74,7 @@ def is_raw(trees: Trees, *, beside_flat: bool = False) -> bool:
 def optimizer(
     trees: Trees, place: Place, counted: Sequence[Counted], ranks: Sequence[int] | None = None
 ) -> dict[str, Any]:
-    """The optimizer's state by name, with a `Rebuilt` for each tensor. Pure.
+    """Return the optimizer's state by name, with a `Rebuilt` for each tensor. Pure.
 
     `counted` is what the model has for it to count, in order: what `flat.model` says, or what `named` makes of a state
     dict of another kind. `ranks` are those that make up one replica, all of them unless told. Raises CorruptError when
@@ -97,7 +97,7 @@ def optimizer(
 
 
 def are_alike(trees: Trees, place: Place) -> bool:
-    """Whether every rank has the same state, by checksums, as under `NO_SHARD`: one of them is enough. Pure."""
+    """Return whether every rank has the same state, by checksums, as under `NO_SHARD`: one of them is enough. Pure."""
     contents = [
         {(id_, key): (value.shape, *_content(place(rank, value))) for id_, key, value in _tensors(tree)}
         for rank, tree in enumerate(trees)
@@ -111,7 +111,8 @@ def _tensors(tree: Mapping[str, Any]) -> Iterator[tuple[Any, str, TensorRef]]:
 
 
 def named(trees: Trees, place: Place) -> list[Parameter]:
-    """The parameters of a model that was saved by name, `DTensor`s or plain tensors, as `optimizer` wants them. Pure.
+    """Return the parameters of a model that was saved by name, `DTensor`s or plain tensors, as `optimizer` wants them.
+    Pure.
 
     FSDP1 copies what it shards, so that a shared parameter is there twice; only the checksums are the same."""
     sharded = any(isinstance(value, Shard) for value in trees[0].values())
@@ -136,7 +137,7 @@ def _refs(value: Any) -> list[TensorRef]:
 
 
 def _content(extent: Extent) -> tuple[object, ...]:
-    """What is the same for the same bytes; without a checksum, only for the same place."""
+    """Return what is the same for the same bytes; without a checksum, only for the same place."""
     record = extent.record
     if record is None or record.crc is None:
         return extent.file, extent.offset, extent.nbytes
@@ -169,7 +170,7 @@ def _check_same_groups(groups: list[dict[str, Any]], trees: Trees, ranks: Sequen
 
 
 def _alike(a: Any, b: Any, depth: int = 0) -> bool:
-    """Whether two ranks say the same, as far as plain values tell. Tensors are compared by who reads them."""
+    """Return whether two ranks say the same, as far as plain values tell. Tensors are compared by who reads them."""
     if type(a) is not type(b):
         return False
     if depth < _MOST_DEPTH and isinstance(a, (list, tuple)):
@@ -205,7 +206,7 @@ def _is_piece(value: Any) -> bool:
 def _owners(
     groups: Sequence[Mapping[str, Any]], slots: Sequence[Sequence[_Slot]], counted: Sequence[Counted], world: int
 ) -> list[Counted]:
-    """What each id stands for, group by group."""
+    """Return what each id stands for, group by group."""
     owners = _by_name(groups, counted)
     if owners is not None:
         return owners
@@ -238,7 +239,7 @@ def _ambiguous(count: int, names: Sequence[str]) -> UsageError:
 
 
 def _by_name(groups: Sequence[Mapping[str, Any]], counted: Sequence[Counted]) -> list[Counted] | None:
-    """By the names that the groups give; None unless all do."""
+    """Return what ids stand for by the names that the groups give; None unless all do."""
     by_name = {f"{c.name}.{flat_pieces.FLAT_PARAM}".lstrip(".") if isinstance(c, Unit) else c.name: c for c in counted}
     owners: list[Counted] = []
     for group in groups:
@@ -255,7 +256,7 @@ def _by_name(groups: Sequence[Mapping[str, Any]], counted: Sequence[Counted]) ->
 
 
 def _matched(slots: Sequence[Sequence[_Slot]], counted: Sequence[Counted]) -> list[list[Counted]]:
-    """Up to two ways to give every id something of the model that is as large on each rank, in the model's order."""
+    """Return up to two ways to give every id, in order, something of the model that is as large on each rank."""
     total = sum(map(len, slots))
     for some_of in ([c for c in counted if c.certain], counted):
         if total > len(some_of):
@@ -276,7 +277,7 @@ def _matched(slots: Sequence[Sequence[_Slot]], counted: Sequence[Counted]) -> li
 
 
 def _derived(slots: Sequence[Sequence[_Slot]], parameters: Sequence[Parameter], world: int) -> list[list[Counted]]:
-    """Up to two ways to make units of the model's modules that are as large as the state of the ids."""
+    """Return up to two ways to make units of the model's modules that are as large as the state of the ids."""
     groups = [group for group in slots if group]
     if not groups or any(len(set(slot.held or ())) > 1 for slot in chain.from_iterable(groups)):
         return []
@@ -288,7 +289,7 @@ def _derived(slots: Sequence[Sequence[_Slot]], parameters: Sequence[Parameter], 
 
 
 def _state(slot: _Slot, owner: Counted, place: Place, ranks: Sequence[int]) -> dict[str, dict[str, Any]]:
-    """The state of each parameter that an id stands for."""
+    """Return the state of each parameter that an id stands for."""
     states: dict[str, dict[str, Any]] = {name: {} for name in _names([owner])}
     for key in dict.fromkeys(key for state in slot.by_rank.values() for key in state):
         values = {rank: state[key] for rank, state in slot.by_rank.items() if key in state}
@@ -310,7 +311,7 @@ def _state(slot: _Slot, owner: Counted, place: Place, ranks: Sequence[int]) -> d
 def _pieces(
     key: str, slot: _Slot, owner: Counted, values: Mapping[int, TensorRef], ranks: Sequence[int]
 ) -> Sequence[Piece]:
-    """The pieces of one tensor of the state, end to end."""
+    """Return the pieces of one tensor of the state, end to end."""
     first = next(iter(values))
     for rank, value in values.items():
         if not is_line(value) or value.dtype != values[first].dtype:
@@ -331,7 +332,7 @@ def _pieces(
 
 
 def _shared(key: str, slot: _Slot, values: Mapping[int, Any], place: Place) -> Any:
-    """A value that is one for all ranks."""
+    """Return a value that is one for all ranks."""
     first, *others = sorted(values)
     value = values[first]
     for rank in others:
@@ -345,7 +346,7 @@ def _shared(key: str, slot: _Slot, values: Mapping[int, Any], place: Place) -> A
 
 
 def _value(value: Any, place: Place, rank: int) -> Any:
-    """A value of one rank, tensors and all."""
+    """Return a value of one rank, tensors and all."""
 
     def rebuilt(ref: TensorRef, _: object) -> Rebuilt:
         return Rebuilt(ref.dtype, ref.shape, Chunks.single(ref.shape, place(rank, ref)))

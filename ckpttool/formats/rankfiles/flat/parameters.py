@@ -66,12 +66,12 @@ class _Flat(NamedTuple):
 
 
 def is_flat(trees: Trees) -> bool:
-    """Whether these are the model state dicts of a `LOCAL_STATE_DICT` set. Pure."""
+    """Return whether these are the model state dicts of a `LOCAL_STATE_DICT` set. Pure."""
     return any(isinstance(value, Shard) and _unit_of(name) is not None for name, value in trees[0].items())
 
 
 def model(trees: Trees, place: Place, options: OpenOptions, files: Sequence[str] = ()) -> Model:
-    """The parameters of a `LOCAL_STATE_DICT` set. `files` are the names of the ranks' files, for messages. Pure.
+    """Return the parameters of a `LOCAL_STATE_DICT` set. `files` are the names of the ranks' files, for messages. Pure.
 
     Raises UsageError when there are no shapes, or their order has to be known and is not; CorruptError when they do not
     fit.
@@ -100,7 +100,7 @@ def model(trees: Trees, place: Place, options: OpenOptions, files: Sequence[str]
 
 
 def _unit_of(name: Any) -> str | None:
-    """The module whose flat parameter this is the name of; the root is ""."""
+    """Return the module whose flat parameter this is the name of; the root is ""."""
     unit, _, last = str(name).rpartition(".")
     return unit if last == flat_pieces.FLAT_PARAM else None
 
@@ -138,7 +138,7 @@ def _described(value: Any) -> str:
 
 
 def _pieces_by_name(trees: Trees, flats: Iterable[_Flat], shapes: Mapping[str, Ints]) -> dict[str, list[TensorRef]]:
-    """What each rank has of every parameter that is there under its own name."""
+    """Return what each rank has of every parameter that is there under its own name."""
     inside = {(p.rank, p.ref.storage.key) for flat in flats for p in flat.pieces}
     pieces: dict[str, list[TensorRef]] = {}
     for name in trees[0]:
@@ -154,13 +154,13 @@ def _pieces_by_name(trees: Trees, flats: Iterable[_Flat], shapes: Mapping[str, I
 
 
 def _owner(name: str, units: Iterable[str]) -> str | None:
-    """The innermost unit that a parameter lies in."""
+    """Return the innermost unit that a parameter lies in."""
     around = [unit for unit in units if not unit or name.startswith(f"{unit}.")]
     return max(around, key=len, default=None)
 
 
 def _spare(trees: Trees, name: str) -> Iterator[Parameter]:
-    """A tensor of which every rank has all: a parameter that FSDP was told to ignore, or a buffer."""
+    """Yield a tensor of which every rank has all: a parameter that FSDP was told to ignore, or a buffer."""
     ref = trees[0][name]
     if isinstance(ref, TensorRef) and ref.dtype.kind in ("float", "complex"):
         yield Parameter(name, ref.shape, (prod(ref.shape),) * len(trees), certain=False)
@@ -212,7 +212,7 @@ def _from_pieces(
 
 
 def _line(parameter: Parameter, refs: Sequence[TensorRef]) -> tuple[Piece, ...]:
-    """The pieces of one parameter, end to end in the order of the ranks."""
+    """Return the pieces of one parameter, end to end in the order of the ranks."""
     name, shape, *_ = parameter
     odd = next((rank for rank, ref in enumerate(refs) if ref.dtype != refs[0].dtype), None)
     if odd is not None:
@@ -226,7 +226,7 @@ def _line(parameter: Parameter, refs: Sequence[TensorRef]) -> tuple[Piece, ...]:
 
 
 def _tied_pieces(pieces: Mapping[str, list[TensorRef]]) -> dict[str, str]:
-    """For each name the first one whose pieces are the same bytes."""
+    """Return for each name the first one whose pieces are the same bytes."""
     names: dict[object, str] = {}
     first: dict[str, str] = {}
     for name, refs in pieces.items():
@@ -263,7 +263,7 @@ def _from_flats(trees: Trees, place: Place, flats: Mapping[str, _Flat], options:
 def _cut(
     flat: _Flat, shapes: Mapping[str, Ints], place: Place, world: int, *, ordered: bool
 ) -> tuple[Unit, dict[str, Rebuilt]]:
-    """What a flat parameter is made of, by the shapes of the parameters that lie in its unit."""
+    """Return what a flat parameter is made of, by the shapes of the parameters that lie in its unit."""
     first = _ties(flat, shapes)
     own = tuple(Parameter(name, shape) for name, shape in shapes.items() if first[name] == name)
     if len(own) > 1 and not ordered:
@@ -277,7 +277,7 @@ def _cut(
 
 
 def _ties(flat: _Flat, shapes: Mapping[str, Ints]) -> dict[str, str]:
-    """For each name of a unit the first one of the same parameter, so that those make up the flat parameter.
+    """Return for each name of a unit the first of the same parameter: those make up the flat parameter.
 
     Nothing says which names are shared; but they are of the same shape, and their elements are not there twice."""
     total = sum(map(prod, shapes.values()))
@@ -300,7 +300,7 @@ def _ties(flat: _Flat, shapes: Mapping[str, Ints]) -> dict[str, str]:
 
 
 def _only_choice(numels: Mapping[str, int], total: int) -> tuple[str, ...] | None:
-    """The names whose numbers of elements make up `total`; None unless there is exactly one choice.
+    """Return the names whose numbers of elements make up `total`; None unless there is exactly one choice.
 
     One name that does is taken whatever else might add up: shared embeddings, beside layers that are all alike."""
     if total <= 0:

@@ -84,7 +84,7 @@ Counted = Unit | Parameter
 def rebuild(
     dtype: Dtype, parameters: Iterable[Parameter], pieces: Iterable[Piece], place: Place
 ) -> Iterator[tuple[str, Rebuilt]]:
-    """A tensor for each of the parameters that lie end to end in the pieces, by its name. Pure."""
+    """Yield a tensor for each of the parameters that lie end to end in the pieces, by its name. Pure."""
     end = 0
     for name, shape, *_ in parameters:
         begin, end = end, end + prod(shape)
@@ -99,7 +99,7 @@ def rebuild(
 
 
 def lined_up(refs: Iterable[tuple[int, TensorRef]]) -> tuple[Piece, ...]:
-    """The pieces of one tensor that the ranks have, `(rank, ref)` each, end to end. Pure."""
+    """Return the pieces of one tensor that the ranks have, `(rank, ref)` each, end to end. Pure."""
     pieces: list[Piece] = []
     for rank, ref in refs:
         end = pieces[-1].stop if pieces else 0
@@ -109,10 +109,10 @@ def lined_up(refs: Iterable[tuple[int, TensorRef]]) -> tuple[Piece, ...]:
 
 
 def of_two_saves(message: str, **facts: Any) -> CorruptError:
-    """The error for ranks whose files contradict each other. Pure."""
+    """Return the error for ranks whose files contradict each other. Pure."""
     return CorruptError(message, hint="the files are of different saves", **facts)
 
 
 def is_line(value: Any) -> bool:
-    """Whether a value is a tensor of one dimension without gaps, as all pieces are. Pure."""
+    """Return whether a value is a tensor of one dimension without gaps, as all pieces are. Pure."""
     return isinstance(value, TensorRef) and len(value.shape) == 1 and boxes.is_row_major(value.shape, value.strides)

@@ -58,7 +58,7 @@ class Rebuilding:
         return bool(node["state"])
 
     def _beside(self) -> Iterator[tuple[Path, list[TensorRef | Shard]]]:
-        """The dicts that are no part of an optimizer, with their tensors."""
+        """Yield the dicts that are no part of an optimizer, with their tensors."""
         roots = [path for path, node in self._dicts.items() if _is_optimizer(node)]
         for path, node in self._dicts.items():
             if not any(path[: len(root)] == root for root in roots):
@@ -93,7 +93,7 @@ class Rebuilding:
                 _replace(tree, marked)
 
     def _optimizer(self, trees: Trees, place: Place, known: Sequence[Counted]) -> dict[str, Any]:
-        """The optimizer by one replica; where all ranks have the same, by the first, or by all if that is no whole."""
+        """Return the optimizer by one replica; where all ranks have the same, by the first, or by all."""
         replica = self._replica()
         if replica is None and flat_optimizer.are_alike(trees, place):
             with suppress(CorruptError):
@@ -109,7 +109,7 @@ class Rebuilding:
         self.faults[optimizer] = error.with_traceback(None)  # whose frames hold the trees of all ranks
 
     def _named(self, optimizer: Path) -> Sequence[Parameter]:
-        """The parameters of the model that an optimizer is of."""
+        """Return the parameters of the model that an optimizer is of."""
         for path, tensors in self._beside():
             if any(tensor.dtype.kind == "float" for tensor in tensors):
                 return flat_optimizer.named(self._nodes(path), self._placer(path))
@@ -122,7 +122,7 @@ class Rebuilding:
         raise UsageError(f"`{files[0]}`: {what}", hint=hint, files=files, needs="--shapes")
 
     def _replica(self) -> list[int] | None:
-        """The ranks, by their place here, that have everything once, where the model's mesh has several replicas."""
+        """Return the places here of ranks that together have everything once, where the mesh has replicas."""
         for value in chain.from_iterable(node.values() for node in self._dicts.values()):
             if isinstance(value, Shard) and "Replicate" in value.placements and len(value.within) > 1:
                 where = {state.rank: i for i, state in enumerate(self._states)}
@@ -166,7 +166,7 @@ class Rebuilding:
 
 
 def is_needed(state: RankState) -> bool:
-    """Whether a rank has flat pieces, as far as it alone can tell. Without state all that it has may be frozen."""
+    """Return whether a rank has flat pieces, as far as it can tell: without state, all of it may be frozen."""
     nodes = [node for _, node in _dicts(state)]
     optimizers = [node for node in nodes if _is_optimizer(node)]
     are_raw = (not node["state"] or flat_optimizer.is_raw([node]) for node in optimizers)
@@ -183,7 +183,7 @@ def _is_optimizer(node: Mapping[Any, Any]) -> bool:
 
 
 def _dicts(state: RankState) -> Iterator[tuple[Path, dict[Any, Any]]]:
-    """The dicts of a rank's trees that may be a model or an optimizer, outer ones first."""
+    """Yield the dicts of a rank's trees that may be a model or an optimizer, outer ones first."""
     todo: list[tuple[Path, Any]] = [(root, file.tree) for root, file in state.files.items()]
     for path, node in todo:
         if isinstance(node, dict):

@@ -46,7 +46,7 @@ class _Module:
         module.own.append(parameter)
 
     def finished(self) -> _Module:
-        """With its kind; a module that is only around another one is that one, as they hold the same."""
+        """Return the module with its kind. One that is only around another one is that one: they hold the same."""
         self.inner = {key: module.finished() for key, module in self.inner.items()}
         if len(self.inner) == 1 and not self.own:
             return next(iter(self.inner.values()))
@@ -73,12 +73,12 @@ def _units(
     world: int,
     visits: Iterator[int],
 ) -> list[Unit]:
-    """The units under one choice of the kinds that are wrapped, which is followed through the model as far as it goes.
-    `steps` are the sizes that each may have. Raises _Unasked or _Unfit."""
+    """Return the units under one choice of the kinds that are wrapped, which is followed through the model as far as it
+    goes. `steps` are the sizes that each may have. Raises _Unasked or _Unfit."""
     units: list[Unit] = []
 
     def visit(module: _Module) -> list[Parameter]:
-        """The parameters that are left to the unit around."""
+        """Return the parameters that are left to the unit around."""
         if next(visits) > _MOST_VISITS:
             message = f"the optimizer has {len(steps)} flat parameters, and there are too many ways to choose modules"
             hint = "save the optimizer with `FSDP.optim_state_dict`, which names the parameters"
@@ -108,8 +108,8 @@ def _units(
 def derive(
     parameters: Sequence[Parameter], groups: Sequence[Sequence[int | None]], world: int
 ) -> list[tuple[Unit, ...]]:
-    """The units that fit ids of these sizes on each of `world` ranks, in the order of the ids: none, the one answer, or
-    two of several. The ids of each group follow the model; `None` is the size of an id that has no state. Pure."""
+    """Return the units that fit ids of these sizes on each of `world` ranks, in the order of the ids: none, the one
+    answer, or two of several. The ids of each group follow the model; `None` is the size of an id that has no state."""
     root = _Module("")
     for parameter in parameters:
         root.put(parameter)

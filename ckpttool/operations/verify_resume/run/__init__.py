@@ -281,7 +281,7 @@ class _Verification:
             raise _Ended(Failure(run.name, message, last_lines(run.log)))
 
     def _check_missed(self, run: ScriptRun, found: Checkpoints) -> None:
-        """Raises UsageError if the checkpoint of the stop is gone already."""
+        """Raise UsageError if the checkpoint of the stop is gone already."""
         if found.was_missed(self.report.at):
             raise UsageError(
                 f"run {run.name}: the checkpoint of step {self.report.at} was overwritten before it was copied",
@@ -358,7 +358,7 @@ class _Verification:
             )
 
     def check_disk(self) -> None:
-        """Raises StorageError if the checkpoints of all runs take more than they may."""
+        """Raise StorageError if the checkpoints of all runs take more than they may."""
         used = nbytes(self.folder)
         if self.max_disk is not None and used > self.max_disk:
             message = f"the runs have written {size(used)}, more than `--max-disk {size(self.max_disk)}`"
@@ -513,7 +513,7 @@ def _all(verification: _Verification, via: str, to_world: int | None) -> compare
 
 
 def _check_route(commands: Commands, via: str, world: int | None, to_world: int | None) -> None:
-    """Raises UsageError where the command cannot resume from another checkpoint, or on another number of ranks."""
+    """Raise UsageError where the command cannot resume from another checkpoint, or on another number of ranks."""
     arguments.parse_route(via, world_mesh(to_world or world or 1), other_mesh=False)
     if to_world is not None and not commands.uses("world", resuming=True):
         hint = "torchrun --nproc-per-node {world} train.py"
@@ -558,7 +558,7 @@ def _compare_observed(verification: _Verification, reference: ScriptRun, step: i
 
 
 def _check_saved(verification: _Verification, run: ScriptRun) -> None:
-    """Raises UsageError if run A has not saved what is needed."""
+    """Raise UsageError if run A has not saved what is needed."""
     steps = [saved.step for saved in run.checkpoints]
     needed = verification.report.at
     # A command that ends at the step of the stop may save at its end only.

@@ -80,7 +80,7 @@ def shared(one: ScriptRun, other: ScriptRun, after: int = -1) -> dict[int, tuple
 
 
 def check_training(run: ScriptRun, stopped: ScriptRun, at: int) -> None:
-    """Raises UsageError if no weight changes after the step of the stop: then nothing would differ, whatever is
+    """Raise UsageError if no weight changes after the step of the stop: then nothing would differ, whatever is
     restored. `stopped` has a checkpoint of that step, which may be `run` itself."""
     first, last = next(one for one in stopped.checkpoints if one.step == at), run.checkpoints[-1]
     with SavedState(first.path) as before, SavedState(last.path) as after:

@@ -210,7 +210,7 @@ def _repeats_differently(trial: _Trial, job: dict[str, Any]) -> bool:
 
 
 def _check_training(trial: _Trial) -> None:
-    """Raises UsageError if no step trains: then nothing would differ, whatever is restored."""
+    """Raise UsageError if no step trains: then nothing would differ, whatever is restored."""
     steps = trial.report.runs[0].steps
     if len({step.digest for step in steps}) < 2:
         raise UsageError(
