@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from ckpttool.cli import options
 from ckpttool.cli.options import Option
 from ckpttool.cli.progress import progress_on_stderr
-from ckpttool.cli.terminal import Styled, Terminal, answer, bold
+from ckpttool.cli.terminal import Styled, Terminal, answer, bold, err
 from ckpttool.text import duration, plural
 
 if TYPE_CHECKING:
@@ -78,6 +78,7 @@ def check(as_json: bool, quiet: bool, verbose: bool, content: bool, **arguments:
                     terminal.line(f"{mismatch.kind}: {mismatch.message}")
         else:
             _print(terminal, result)
+            err().warnings(result.notes)
 
 
 def _print(terminal: Terminal, result: Checked) -> None:

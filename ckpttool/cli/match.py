@@ -10,7 +10,7 @@ import click
 from ckpttool.cli import options
 from ckpttool.cli.options import Option
 from ckpttool.cli.progress import progress_on_stderr
-from ckpttool.cli.terminal import Styled, Terminal, answer, bold
+from ckpttool.cli.terminal import Styled, Terminal, answer, bold, err
 from ckpttool.text import duration, plural, some
 
 if TYPE_CHECKING:
@@ -73,6 +73,7 @@ def match(as_json: bool, quiet: bool, verbose: bool, content: bool, **arguments:
             terminal.write(f"{text(result.map)}\n")
         else:
             _print(terminal, result)
+            err().warnings(result.notes)
 
 
 def _print(terminal: Terminal, result: Matched) -> None:

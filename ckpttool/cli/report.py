@@ -7,7 +7,7 @@ from typing import Any
 from ckpttool.cli import options
 from ckpttool.cli.options import Argument, Option
 from ckpttool.cli.progress import progress_on_stderr
-from ckpttool.cli.terminal import Styled, answer, bold
+from ckpttool.cli.terminal import Styled, answer, bold, err
 from ckpttool.errors import UsageError
 from ckpttool.text import plural, size
 
@@ -71,3 +71,4 @@ def report(
                 for finding in shown:
                     terminal.paragraph(finding.message, mark=Styled("! ", "yellow"))
                 terminal.more(len(result.findings) - len(shown))
+            err().warnings(result.notes)

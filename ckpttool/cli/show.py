@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from ckpttool.cli import options
 from ckpttool.cli.documents import Judged
-from ckpttool.cli.terminal import Terminal, bold, box, out
+from ckpttool.cli.terminal import Terminal, bold, box, err, out
 from ckpttool.errors import DONE
 from ckpttool.text import size
 from ckpttool.version import schema
@@ -41,6 +41,7 @@ def show(path: str, tensor: str, shapes: str | None, as_json: bool, quiet: bool)
             terminal.line(_number(value))
     else:
         _print(terminal, shown)
+        err().warnings(shown.notes)
 
 
 def _print(terminal: Terminal, shown: Shown) -> None:

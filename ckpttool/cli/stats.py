@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from ckpttool.cli import options
 from ckpttool.cli.options import Option
 from ckpttool.cli.progress import progress_on_stderr
-from ckpttool.cli.terminal import Styled, Terminal, answer, bold
+from ckpttool.cli.terminal import Styled, Terminal, answer, bold, err
 from ckpttool.text import count, duration, natural, plural, size
 
 if TYPE_CHECKING:
@@ -75,6 +75,7 @@ def stats(
         else:
             is_list = each or column is not None or arguments["where"] is not None
             _print(terminal, result, is_list, column)
+            err().warnings(result.notes)
 
 
 def _key(row: TensorStatistics, column: str) -> float:

@@ -58,6 +58,7 @@ def audit(as_json: bool, quiet: bool, verbose: bool, **arguments: Any) -> None:
             terminal.line(result.verdict)
         else:
             _print_audit(terminal, result, verbose)
+            err().warnings(result.notes)
 
 
 def _print_audit(terminal: Terminal, result: Audit, verbose: bool) -> None:

@@ -164,6 +164,7 @@ def convert(
                 if reference is not None:
                     viewed = Viewed(opened.source)
                     opened = replace(opened, source=viewed)
+                    result.notes += reference.notes
                     planned = _plan_like(viewed, src, reference, place.path, target, options, result.notes)
                     result.notes.append(start.NO_OPTIMIZER)
                 else:

@@ -21,7 +21,7 @@ from ckpttool.layout.select import models
 from ckpttool.layout.views import Viewed
 from ckpttool.operations.export import architecture, assets, select_model
 from ckpttool.operations.export.assets import Assets
-from ckpttool.producers.open import naming, opened
+from ckpttool.producers.open import naming, notes_of_run, opened
 from ckpttool.serialization import strict_json
 from ckpttool.storage.stores import Location, locate
 from ckpttool.text import some
@@ -49,7 +49,8 @@ class Reference:
     """What is known of a reference: its tensors by name, in its order; without a source, by its config alone.
 
     `files` are the names in each safetensors file, in the order of their bytes: empty for other formats. `folder` is
-    the directory with the files beside the weights, and `assets` are those.
+    the directory with the files beside the weights, and `assets` are those. `notes` say which checkpoint of a run is
+    meant.
     """
 
     path: str
@@ -59,6 +60,7 @@ class Reference:
     source: Viewed | None = None
     tensors: dict[str, Tensor] = field(default_factory=dict)
     files: dict[str, list[str]] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
 
     def with_values(self) -> Viewed:
         """Return the source, for `--content`. Raises UsageError if there is a config alone."""
@@ -93,7 +95,8 @@ def read(stack: ExitStack, path: str, *, is_run: bool = False) -> Reference:
     known = {name: Known.of(tensor) for name, tensor in tensors.items()}
     folder = beside.folder or (location if location.is_dir() else location.parent)
     files = _files(source.catalogue.files, tensors) if source.catalogue.format == "safetensors" else {}
-    return Reference(path, known, folder, beside, Viewed(source), tensors, files)
+    notes = notes_of_run(source.catalogue, path)
+    return Reference(path, known, folder, beside, Viewed(source), tensors, files, notes)
 
 
 def _model(source: Catalogue, path: str, only: list[str]) -> Catalogue:

@@ -22,7 +22,7 @@ from dataclasses import dataclass, field
 from operator import eq
 from typing import ClassVar
 
-from ckpttool.errors import DONE, CorruptError, OverwriteError, ReadError, StorageError, UsageError
+from ckpttool.errors import DONE, CkptError, CorruptError, OverwriteError, ReadError, StorageError, UsageError
 from ckpttool.formats.dcp import manifest as manifests
 from ckpttool.formats.dcp import rebuild_index
 from ckpttool.operations.arguments import check_apart, check_source
@@ -30,6 +30,7 @@ from ckpttool.operations.result import FileSize, Written
 from ckpttool.operations.verify import verify
 from ckpttool.operations.verify.strays import absent_ranks
 from ckpttool.operations.write import note_obstacle
+from ckpttool.producers.open import opened
 from ckpttool.serialization.manifest import NAME as MANIFEST
 from ckpttool.storage import files, free_space, staging
 from ckpttool.storage.stores import Entry, Location, Stat, Store, Write, content, local_path
@@ -125,6 +126,9 @@ def repair(
         if local_path(path).kind() != "dir":
             hint = f"`ckpttool verify {path}` says what is wrong"
             raise UsageError(f"`{path}`: is one file, in which nothing can be repaired", hint=hint)
+        if run := _checkpoints_of_run(path):
+            text = f"`{path}`: a run with {plural(len(run), 'checkpoint')}, of which one is repaired at a time"
+            raise UsageError(text, hint=f"name one: `{run[-1]}`")
     check_apart(result.destination, *sources, result.like)
     originals, before = _gathered(sources, result)
     if dry_run:
@@ -141,6 +145,14 @@ def repair(
             _repair(local_path(stage.path), result, before, threads, manifest)
     result.seconds = time.monotonic() - began
     return result
+
+
+def _checkpoints_of_run(path: str) -> list[str]:
+    """Return the paths of the checkpoints of a run; none for a checkpoint, or for a directory that cannot be opened."""
+    with suppress(CkptError), opened(path) as source:
+        run = source.catalogue.facts.get("run", ())
+        return [str(entry["path"]) for entry in run] if any(entry["taken"] for entry in run) else []
+    return []
 
 
 class _Whole(Exception):

@@ -41,6 +41,7 @@ class HtmlReport(Result):
     file_bytes: int = 0  #: size of the HTML file
     pages: list[str] = field(default_factory=list)  #: names of its pages
     findings: list[Finding] = field(default_factory=list)  #: what stands out, the most severe first
+    notes: list[str] = field(default_factory=list)  #: remarks, such as which checkpoint of a run was read
     seconds: float = 0.0  #: duration
 
     @property
@@ -122,7 +123,7 @@ def report(
         content = render(book).encode()
         local_path(stage.path).put(content)
     seconds = time.monotonic() - began
-    return HtmlReport(path, output, found.headline, len(content), [*book.pages], found.findings, seconds)
+    return HtmlReport(path, output, found.headline, len(content), [*book.pages], found.findings, found.notes, seconds)
 
 
 def _hyperparameters(catalogue: Catalogue) -> dict[str, str]:

@@ -13,7 +13,7 @@ from ckpttool.catalogue.entries import Tensor
 from ckpttool.catalogue.protocols import Source
 from ckpttool.catalogue.validation import validate
 from ckpttool.errors import UsageError
-from ckpttool.producers.open import naming, open_source
+from ckpttool.producers.open import naming, notes_of_run, open_source
 from ckpttool.storage.files import Pool
 from ckpttool.text import meant, size
 from ckpttool.transfer import checksums
@@ -49,6 +49,7 @@ class Shown:
     norm: float | None = None  #: 2-norm, likewise
     nans: int | None = None  #: number of NaN
     infs: int | None = None  #: number of infinities
+    notes: list[str] = field(default_factory=list)  #: remarks, such as which checkpoint of a run was read
 
     @property
     def message(self) -> str:
@@ -87,7 +88,9 @@ def show(path: str | os.PathLike[str], tensor: str, *, shapes: str | None = None
             raise UsageError(f"`{path}`: there is no tensor `{tensor}`", hint=hint)
         with naming(path):
             validate(replace(source.catalogue, entries={matches[0].path: matches[0]}))
-            return look(matches[0], source)
+            shown = look(matches[0], source)
+    shown.notes += notes_of_run(source.catalogue)
+    return shown
 
 
 def look(tensor: Tensor, source: Source) -> Shown:

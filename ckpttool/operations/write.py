@@ -33,7 +33,7 @@ from ckpttool.operations.manifest import check_wanted, write_for
 from ckpttool.operations.result import FileSize, Written
 from ckpttool.producers.combined import CombinedSource
 from ckpttool.producers.directory import Directory
-from ckpttool.producers.open import chosen_of_run, harmful, harmful_attributes, naming, open_source
+from ckpttool.producers.open import chosen_of_run, harmful, harmful_attributes, naming, notes_of_run, open_source
 from ckpttool.storage import files, free_space, staging, stores
 from ckpttool.storage.staging import After, Stage
 from ckpttool.storage.stores import Location, local_path
@@ -138,7 +138,9 @@ def open_sources(
     with closing(CombinedSource.over(open_source(src, shapes)) if given else open_source(src, shapes)) as source:
         if isinstance(source, CombinedSource):
             for kind, path in given.items():
-                source.replace_part(kind, open_source(path), path)
+                other = open_source(path)
+                source.replace_part(kind, other, path)
+                source.catalogue.warnings += (Warning("chosen", note) for note in notes_of_run(other.catalogue, path))
         # Of several sources, an error names the file only.
         yield OpenSource(source, _watched(source.catalogue, before), None if given else src)
 

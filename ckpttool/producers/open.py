@@ -164,6 +164,13 @@ def chosen_of_run(catalogue: Catalogue) -> list[str]:
     return [f"using `{entry['name']}`, {which} in the run" for entry in run if entry["taken"]]
 
 
+def notes_of_run(catalogue: Catalogue, path: str | None = None) -> list[str]:
+    """Return notes on which checkpoint of a run directory this is, and why another may have been meant. With `path`,
+    they begin with it."""
+    notes = chosen_of_run(catalogue) + [str(warning) for warning in catalogue.warnings if warning.kind == "chosen"]
+    return notes if path is None else [f"`{path}`: {note}" for note in notes]
+
+
 def location_of(path: str, catalogue: Catalogue) -> Location:
     """Return the location of an open checkpoint; of a run, that of the checkpoint which was chosen."""
     chosen = next((c["path"] for c in catalogue.facts.get("run", ()) if c["taken"]), path)

@@ -25,7 +25,7 @@ from ckpttool.operations.check.names import Mismatch
 from ckpttool.operations.export import select_model
 from ckpttool.operations.reference import Known, Reference
 from ckpttool.operations.result import Result
-from ckpttool.producers.open import naming, opened
+from ckpttool.producers.open import naming, notes_of_run, opened
 from ckpttool.text import plural
 from ckpttool.transfer.execute import DEFAULT_THREADS
 from ckpttool.transfer.threads import Progress
@@ -48,6 +48,7 @@ class Checked(Result):
     mismatches: list[Mismatch] = field(default_factory=list)  #: in what the model does not fit, the gravest first
     compared: int = 0  #: number of tensors of which values were compared (`--content`)
     similarity: float | None = None  #: lowest cosine of them; null without any
+    notes: list[str] = field(default_factory=list)  #: remarks, such as which checkpoint of a run was read
     seconds: float = 0.0  #: duration
 
     @property
@@ -114,6 +115,7 @@ def check(
         reference = references.read(stack, result.against)
         with naming(result.source):
             source = stack.enter_context(opened(result.source, shapes))
+            result.notes += [*reference.notes, *notes_of_run(source.catalogue, result.source)]
             viewed = Viewed(source)
             model = _model(viewed, selected, key_map, reference, result)
         known = {tensor.name: Known.of(tensor) for tensor in model.tensors}

@@ -114,7 +114,7 @@ def diff(
         sources = _opened(stack, paths[0], shapes), _opened(stack, paths[1], shapes)
         before = files.fingerprint(f.location for s in sources for f in s.catalogue.own_files if not f.missing)
         for path, source in zip(paths, sources, strict=True):
-            result.notes += (f"`{path}`: {text}" for text in open.chosen_of_run(source.catalogue))
+            result.notes += open.notes_of_run(source.catalogue, path)
         catalogues = selection.select(sources, paths, selected, result.notes)
         for side, source, catalogue in zip((result.a, result.b), sources, catalogues, strict=True):
             side.format, side.world_size = source.catalogue.format, source.catalogue.world_size

@@ -120,6 +120,7 @@ def planned(result: Exported, options: ExportOptions, how: WriteOptions) -> Iter
     src, memory = result.source, how.max_memory
     with write.open_sources(src, options.shapes) as opened, ExitStack() as stack:
         reference = references.read(stack, options.like) if options.like is not None else None
+        result.notes += reference.notes if reference is not None else []
         folder = locate(options.assets) if options.assets is not None else None
         if folder is not None:
             stack.callback(folder.store.close)
@@ -133,6 +134,7 @@ def planned(result: Exported, options: ExportOptions, how: WriteOptions) -> Iter
             is_same = reference is not None and options.fill_from == options.like
             from_ = reference if reference and is_same else references.read(stack, options.fill_from, is_run=True)
             base = like.base(whole, from_, options.fill)
+            result.notes += [] if from_ is reference else from_.notes
             opened = _with_base(opened, whole)
         with naming(src):
             viewed = Viewed(opened.source)

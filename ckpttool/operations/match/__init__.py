@@ -23,7 +23,7 @@ from ckpttool.operations.match import decide, models
 from ckpttool.operations.match.solve import Candidate, Open, Solution
 from ckpttool.operations.reference import Reference
 from ckpttool.operations.result import Result
-from ckpttool.producers.open import naming, opened
+from ckpttool.producers.open import naming, notes_of_run, opened
 from ckpttool.storage import staging
 from ckpttool.storage.stores import local_path
 from ckpttool.text import plural
@@ -52,6 +52,7 @@ class Matched(Result):
     unused: list[str] = field(default_factory=list)  #: tensors of the checkpoint that no rule takes
     compared: int = 0  #: number of tensors of which values were compared (`--content`)
     destination: str | None = None  #: file of the map, if it was written
+    notes: list[str] = field(default_factory=list)  #: remarks, such as which checkpoint of a run was read
     seconds: float = 0.0  #: duration
 
     @property
@@ -122,6 +123,7 @@ def match(
         reference = references.read(stack, result.like)
         with naming(result.source):
             source = stack.enter_context(opened(result.source, shapes))
+            result.notes += [*reference.notes, *notes_of_run(source.catalogue, result.source)]
             viewed = Viewed(source)
             model = select_model.model_of(viewed.catalogue, several(selected.only))
             model = select_model.renamed(model, selected)

@@ -144,6 +144,7 @@ def _collect(result: Stats, reading: _Reading) -> list[Finding]:
         before = files.fingerprint(f.location for f in catalogue.own_files if not f.missing)
         headline, _ = summary.head(catalogue, source)
         result.headline, result.step = str(headline), summary.step(catalogue)
+        result.notes += open.notes_of_run(catalogue)
         is_local = all(file.missing or file.location in before for file in catalogue.own_files)
         key = cached.key_of(before, selected, reading.spectral) if reading.cache and is_local else None
         rows = cached.load(key) if key is not None else None

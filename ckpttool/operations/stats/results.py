@@ -140,6 +140,7 @@ class Stats(Result):
     elements: int = 0  #: number of elements that were read
     read_bytes: int = 0  #: bytes of them
     cached: bool = False  #: whether they are from the cache
+    notes: list[str] = field(default_factory=list)  #: remarks, such as which checkpoint of a run was read
     seconds: float = 0.0  #: duration
 
     @property

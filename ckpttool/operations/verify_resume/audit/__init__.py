@@ -27,7 +27,7 @@ from ckpttool.operations.verify_resume.audit.optimizer_state import check_optimi
 from ckpttool.operations.verify_resume.audit.rank_values import check_rank_values
 from ckpttool.operations.verify_resume.audit.values import check_values, read_number, tensors_with_values, trained_names
 from ckpttool.operations.verify_resume.recipe import check_recipe
-from ckpttool.producers.open import opened
+from ckpttool.producers.open import notes_of_run, opened
 from ckpttool.storage.files import Pool
 from ckpttool.text import plural, size
 
@@ -83,6 +83,7 @@ class Audit(Result):
     values_bytes: int = 0  #: how many bytes they are
     hyperparameters: list[Hyperparameters] = field(default_factory=list)  #: those of each optimizer
     recipe: str | None = None  #: recipe whose model was built
+    notes: list[str] = field(default_factory=list)  #: remarks, such as which checkpoint of a run was read
     seconds: float = 0.0  #: duration
     _optimizers: list[Optimizer] = field(default_factory=list)
 
@@ -129,6 +130,7 @@ def audit(
     with opened(path, shapes) as source:
         catalogue = source.catalogue
         result = Audit(path, catalogue.format, catalogue.world_size, checks=checks, recipe=recipe)
+        result.notes += notes_of_run(catalogue)
         result.note_hyperparameters(catalogue)
         _check(result, source, values, checks)
     if recipe is not None:
