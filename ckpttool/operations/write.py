@@ -15,6 +15,7 @@ from typing import Any, ClassVar, Protocol
 from ckpttool import formats, producers
 from ckpttool.catalogue.entries import Catalogue, Container, Object, Path, Tensor, dotted
 from ckpttool.catalogue.protocols import Format, Sink, SinkOptions, Source
+from ckpttool.catalogue.warning import Warning
 from ckpttool.errors import (
     DONE,
     CkptError,

@@ -26,6 +26,7 @@ COMMANDS = (
     "convert run out.pt --dry-run",
     "convert other.pt out --to dcp --like run --dry-run",
     "convert other.pt out.pt --model-from run --dry-run",
+    "convert other.pt out.pt --optim-from run --dry-run",
     "export run out --dry-run",
     "export other.pt out --like run --dry-run",
     "reshard run out --to-world 2 --dry-run",
