@@ -50,9 +50,9 @@ Kind = Literal[
 
 @dataclass(frozen=True, slots=True)
 class Warning:
-    """Class for one warning: ``Warning("missing-file", "file `a.pt` is missing", file="a.pt")``. Code selects warnings
-    by `kind` and never by `text`, which is for people. `names` are the files, objects or globals that the
-    warning is about, where code needs them."""
+    """One warning: ``Warning("missing-file", "file `a.pt` is missing", file="a.pt")``. Code selects warnings by `kind`
+    and never by `text`, which is for people. `names` are the files, objects or globals that the warning is about, where
+    code needs them."""
 
     kind: Kind
     text: str

@@ -238,7 +238,7 @@ def _same(one: Location, other: Location) -> bool:
 
 
 class _Planned(Store):
-    """Class for the directory that a repair would write: files that are read where they are, and indexes in memory."""
+    """The directory that a repair would write: files that are read where they are, and indexes in memory."""
 
     def __init__(self, root: str, originals: dict[str, Location]) -> None:
         self.root = root

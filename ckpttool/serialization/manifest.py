@@ -46,8 +46,8 @@ class Hashed(NamedTuple):
 
 @dataclass(slots=True)
 class Manifest:
-    """Class for a manifest: `Manifest({".metadata": "9f86d0..."}, {".metadata": 4096}, {"__0_0.distcp": 0xcbf43926})`.
-    One of Megatron has `files` alone; one without `crcs` is of all files."""
+    """A manifest: `Manifest({".metadata": "9f86d0..."}, {".metadata": 4096}, {"__0_0.distcp": 0xcbf43926})`. One of
+    Megatron has `files` alone; one without `crcs` is of all files."""
 
     files: dict[str, str] = field(default_factory=dict)
     sizes: dict[str, int] = field(default_factory=dict)

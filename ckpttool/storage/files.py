@@ -42,7 +42,7 @@ def _remote(path: str) -> Location | None:
 
 
 class Pool:
-    """Class for a cache of open file descriptors, shared by threads; the least recently used are closed first.
+    """A cache of open file descriptors, shared by threads; the least recently used are closed first.
 
     A descriptor in use is never closed: `take` hands it out under a count that `put_back` lowers. With `whole`, a file
     that lies in a store is fetched whole and checked before the first of its bytes is read, else only what is read.

@@ -28,7 +28,7 @@ class Range(NamedTuple):
 
 
 class GatheredFile(io.BufferedIOBase):
-    """Class for a binary stream over `head`, and then ranges of local files.
+    """A binary stream over `head`, and then ranges of local files.
 
     `blocks` calls `progress` with the number of bytes so far, and `check` with the CRC of each range once it has read
     all of them; what that raises ends the read. `read` calls `noted` with the position of each block that it comes to.

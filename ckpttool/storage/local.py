@@ -15,7 +15,7 @@ from ckpttool.storage.stores import Entry, Location, Outgoing, Stat, Store, Writ
 
 
 class LocalStore(Store):
-    """Class for the store of local files."""
+    """The store of local files."""
 
     is_local = True
 

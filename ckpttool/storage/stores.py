@@ -41,14 +41,14 @@ _HUB_PAGE = re.compile(r"https?://(?:www\.)?(?:huggingface\.co|hf\.co)/(?:models
 
 
 class Entry(NamedTuple):
-    """Class for an entry of a directory: `Entry("step-100", is_dir=True)`. Links are followed."""
+    """An entry of a directory: `Entry("step-100", is_dir=True)`. Links are followed."""
 
     name: str
     is_dir: bool
 
 
 class Stat(NamedTuple):
-    """Class for size and kind of a file: `Stat(4096, "file")`. `kind` is `file`, `dir` or `other` (a pipe, ...)."""
+    """Size and kind of a file: `Stat(4096, "file")`. `kind` is `file`, `dir` or `other` (a pipe, ...)."""
 
     size: int
     kind: str
@@ -56,7 +56,7 @@ class Stat(NamedTuple):
 
 @dataclass(frozen=True)
 class Outgoing:
-    """Class for a file to publish: `Outgoing("model-00001-of-00004.safetensors", 4998203144, write)`.
+    """A file to publish: `Outgoing("model-00001-of-00004.safetensors", 4998203144, write)`.
 
     `name` is its path below the destination, with `/`; `size` its exact bytes. `write(path)` makes it at a local path
     that does not exist yet; called again, it makes the same bytes. It returns their SHA-256 in hexadecimal if that was

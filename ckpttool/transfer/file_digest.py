@@ -16,8 +16,8 @@ _BLOCK = 1 << 20
 
 
 class FileDigest(threading.Thread):
-    """Class for a thread that reads a file of `size` bytes as far as it is written without a gap, while the system
-    still has it in memory. A context manager: the thread ends with the block."""
+    """A thread that reads a file of `size` bytes as far as it is written without a gap, while the system still has it
+    in memory. A context manager: the thread ends with the block."""
 
     def __init__(self, path: str, size: int) -> None:
         super().__init__(daemon=True)

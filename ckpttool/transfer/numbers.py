@@ -16,9 +16,8 @@ _UNDIVIDED = 8192  # elements
 
 
 class FloatFormat(NamedTuple):
-    """Class for the bits of a floating-point number after its sign: how many exponent and mantissa bits, and what is
-    NaN. `ieee`: the largest exponent with a mantissa (without one, infinity); `last`: all ones; `zero`: negative zero.
-    """
+    """The bits of a floating-point number after its sign: how many exponent and mantissa bits, and what is NaN. `ieee`:
+    the largest exponent with a mantissa (without one, infinity); `last`: all ones; `zero`: negative zero."""
 
     exponent: int
     mantissa: int

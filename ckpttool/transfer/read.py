@@ -47,7 +47,7 @@ def read_box(box: Box, tensor: Tensor, source: Source, pool: Pool) -> Array:
 
 
 class ChunkReader:
-    """Class for reading boxes of one chunk of a validated tensor, one after another, into one buffer."""
+    """A reader of boxes of one chunk of a validated tensor, one after another, into one buffer."""
 
     def __init__(self, source: Source, pool: Pool, tensor: Tensor, chunk: Chunk) -> None:
         self._pool, self._files, self._dtype, self._chunk = pool, source.catalogue.files, tensor.dtype, chunk

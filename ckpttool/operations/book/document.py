@@ -76,7 +76,7 @@ def _shown(tensors: Sequence[TensorStatistics], named: Collection[str]) -> list[
 
 
 class _Numbered:
-    """Class for distinct values, each of which gets a number."""
+    """Distinct values, each of which gets a number."""
 
     def __init__(self) -> None:
         self.numbers: dict[Any, int] = {}

@@ -25,7 +25,7 @@ _SMALL_INTEGER, _INTEGER = 2, 4  # bytes of the largest integers that a float32 
 
 
 class Tolerance(NamedTuple):
-    """Class for how far apart two elements may be and still be close: `Tolerance(1e-8, 1e-5, 0)`.
+    """How far apart two elements may be and still be close: `Tolerance(1e-8, 1e-5, 0)`.
 
     They are close when `|a - b| <= absolute + relative * |b|`, as `torch.isclose` has it, or when they are at most
     `ulp` numbers of a floating-point dtype apart. So are two NaN, and two infinities of one sign.
@@ -65,7 +65,7 @@ class Difference:
 
 
 class Comparison:
-    """Class for the comparison of two arrays of `dtype`, fed in tiles in any order.
+    """The comparison of two arrays of `dtype`, fed in tiles in any order.
 
     comparison = Comparison(dtype("bfloat16"))
     comparison.feed(a, b, at=0)     # flat, of any numpy dtype of the element's size; `at` counts elements

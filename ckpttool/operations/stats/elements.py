@@ -71,7 +71,7 @@ class Statistics:
 
 
 class Accumulator:
-    """Class for the statistics of elements of one dtype, which are fed tile by tile in any order."""
+    """The statistics of elements of one dtype, which are fed tile by tile in any order."""
 
     __slots__ = ("_exact", "_l1", "_limits", "_moments", "_sums", "dtype", "histogram")
 
@@ -234,8 +234,8 @@ class TileMaxima:
 
 
 class ChannelMaxima:
-    """Class for the largest magnitude in each row and column of a tensor, and with `pictured` in each block, fed tile
-    by tile in any order. Elements that are no finite numbers do not count."""
+    """The largest magnitude in each row and column of a tensor, and with `pictured` in each block, fed tile by tile in
+    any order. Elements that are no finite numbers do not count."""
 
     def __init__(self, shape: Ints, dtype: Dtype, *, pictured: bool = False) -> None:
         import numpy as np

@@ -21,7 +21,7 @@ _FEW = 4096  # elements, or bins, of which a list of those that are used takes l
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Bins:
-    """Class for what is counted together: bin `i` has the elements between `low[i]` and `high[i]`, inclusive.
+    """Bins in which elements are counted together: bin `i` has the elements between `low[i]` and `high[i]`, inclusive.
 
     `order` are the bins of finite numbers in ascending order; `middle` is a number of each bin. `places` are where
     each bin is in that order, -1 for those of no finite numbers; `steps` its step in a `Compact`.
@@ -111,7 +111,7 @@ def _steps(numbers: Array) -> Array:
 
 
 class Histogram:
-    """Class for the number of elements in each of some bins. While few bins have any, the others take no memory."""
+    """The number of elements in each of some bins. While few bins have any, the others take no memory."""
 
     __slots__ = ("_counts", "_used", "_waiting", "_waiting_bins", "bins")
 
@@ -233,7 +233,7 @@ class Histogram:
 
 @dataclass(slots=True)
 class Compact:
-    """Class for a small histogram: of each `sign` (-1, 0, 1) and `step` how many elements there are. Elements of step
-    `4 * e + m` have a magnitude from `2**(e-1) * (1 + m/4)` to the next step's."""
+    """A small histogram: of each `sign` (-1, 0, 1) and `step` how many elements there are. Elements of step `4 * e + m`
+    have a magnitude from `2**(e-1) * (1 + m/4)` to the next step's."""
 
     counts: list[tuple[int, int, int]]  #: sign, step and number of elements, of those that have any

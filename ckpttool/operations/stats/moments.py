@@ -18,8 +18,8 @@ _LEAST = 1e-140  # of which the square has all digits
 
 @dataclass(slots=True)
 class Moments:
-    """Class for the moments of `n` numbers: their mean, and the sums of the second, third and fourth power of their
-    distances from it."""
+    """The moments of `n` numbers: their mean, and the sums of the second, third and fourth power of their distances
+    from it."""
 
     n: int = 0
     mean: float = 0.0

@@ -43,7 +43,7 @@ class Thumbnail:
 
 
 class Blocks:
-    """Class for the largest magnitude in each block of a matrix, fed tile by tile in any order."""
+    """The largest magnitude in each block of a matrix, fed tile by tile in any order."""
 
     def __init__(self, shape: Ints, dtype: Dtype) -> None:
         import numpy as np

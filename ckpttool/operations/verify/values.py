@@ -28,7 +28,7 @@ _PARTS_OF_COMPLEX = {"complex128": "float64", "complex64": "float32", "complex32
 
 @dataclass(slots=True)
 class Counts:
-    """Class for the number of elements of each kind; `first` is the index of the first NaN."""
+    """The number of elements of each kind; `first` is the index of the first NaN."""
 
     nans: int = 0
     infs: int = 0

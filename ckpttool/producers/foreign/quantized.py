@@ -29,7 +29,7 @@ Companions = Mapping[str, Tensor]
 
 @dataclass(frozen=True, slots=True)
 class Scheme:
-    """Class for one way of storing a quantised weight: ``Scheme("FP8", ".weight", _FP8, (".weight_scale",))``.
+    """One way of storing a quantised weight: ``Scheme("FP8", ".weight", _FP8, (".weight_scale",))``.
 
     `scales` are the suffixes that tell the scheme and that every weight must have; `optional` are others that belong
     to it. `elements` are those that one stored element holds, or a function of the weight and its companions.

@@ -22,8 +22,7 @@ FACT = "recognised"
 
 @dataclass(frozen=True, slots=True)
 class Recognition:
-    """Class for what a checkpoint was recognised as: ``Recognition("DeepSpeed ZeRO-3", "0.19.8", "2 data-parallel
-    ranks", 384)``.
+    """What a checkpoint was recognised as: ``Recognition("DeepSpeed ZeRO-3", "0.19.8", "2 data-parallel ranks", 384)``.
 
     `parameters` counts those of the model, however they are stored; None if nothing says it. `can` and `cannot` are
     sentences on what ckpttool does with it. `hint` says what to do where it cannot be opened. `warnings` say what is

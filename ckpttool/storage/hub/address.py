@@ -19,7 +19,7 @@ _KINDS = ("datasets/", "spaces/", "buckets/", "kernels/")
 
 @dataclass(frozen=True, slots=True)
 class Address:
-    """Class for an address: `Address("org/name", "main", "step-100")`; `revision` is None when the address has none."""
+    """An address: `Address("org/name", "main", "step-100")`; `revision` is None when the address has none."""
 
     repo: str
     revision: str | None = None

@@ -20,7 +20,7 @@ _BLOCK = 4 << 20
 
 @dataclass(frozen=True, slots=True)
 class RepoFile:
-    """Class for a file of a repository: `RepoFile("model.safetensors", 4998203144, "2cf2…", None)`.
+    """A file of a repository: `RepoFile("model.safetensors", 4998203144, "2cf2…", None)`.
 
     The Hub names a large file by the SHA-256 of its bytes, one that git keeps by its git blob hash.
     """

@@ -64,7 +64,7 @@ def locate(text: str) -> Location:
 
 
 class HubStore(Store):
-    """Class for the store of one commit of a repository."""
+    """The store of one commit of a repository."""
 
     has_digests = True
 

@@ -75,8 +75,8 @@ _Commit = tuple[str, str, str | None]  # hash, address, address of the pull requ
 
 @dataclass(slots=True)
 class SentFile:
-    """Class for a file of an upload: `SentFile("model.safetensors", 4998203144, "changed")`; `status` is `new`,
-    `changed` or `unchanged`."""
+    """A file of an upload: `SentFile("model.safetensors", 4998203144, "changed")`; `status` is `new`, `changed` or
+    `unchanged`."""
 
     path: str  #: path in the repository
     bytes: int  #: its size
@@ -85,7 +85,7 @@ class SentFile:
 
 @dataclass(slots=True)
 class Sent:
-    """Class for the result of an upload, or of a dry run."""
+    """The result of an upload, or of a dry run."""
 
     destination: str  #: address of the repository
     files: list[SentFile] = field(default_factory=list)  #: files of the checkpoint
@@ -108,7 +108,7 @@ def destination(text: str) -> Location:
 
 
 class Repository(Store):
-    """Class for the store of a repository that is written to."""
+    """The store of a repository that is written to."""
 
     def __init__(self, address: Address) -> None:
         self.root, self._address = address.root, address
@@ -203,7 +203,7 @@ class _Added:
 
 
 class _Upload:
-    """Class for one upload to one repository."""
+    """One upload to one repository."""
 
     def __init__(self, address: Address, create_pr: bool, message: str, progress: Progress | None, size: int) -> None:
         self.address = address
@@ -576,8 +576,8 @@ class _Upload:
 
 
 class _Written:
-    """Class for a file that is on this machine, or is written to `folder` now; without `keep`, the latter is removed by
-    `close`. `digest` is its SHA-256 if that is known."""
+    """A file that is on this machine, or is written to `folder` now; without `keep`, the latter is removed by `close`.
+    `digest` is its SHA-256 if that is known."""
 
     def __init__(self, file: Outgoing, folder: str, *, keep: bool) -> None:
         self._path = path = file.path or os.path.join(folder, *file.name.split("/"))
@@ -640,8 +640,8 @@ class _ReportingReader(io.BufferedReader):
 
 
 class _Gathered:
-    """Class for a file that is read from the source as it is sent, with the methods of `_Written`. For LFS, which names
-    a file by its digest before it is sent, it is read twice."""
+    """A file that is read from the source as it is sent, with the methods of `_Written`. For LFS, which names a file by
+    its digest before it is sent, it is read twice."""
 
     digest = None
 

@@ -66,7 +66,7 @@ def _prepare() -> None:
 
 
 class _Session:
-    """Class for a session of Xet whose transfers are watched."""
+    """A session of Xet whose transfers are watched."""
 
     def __init__(self, session: Any) -> None:
         self._session = session
@@ -79,7 +79,7 @@ class _Session:
 
 
 class _Streaming:
-    """Class for a transfer of one file that is sent as it is read."""
+    """A transfer of one file that is sent as it is read."""
 
     def __init__(self, transfer: Any, file: GatheredFile, report: Callable[[int], object]) -> None:
         self._transfer, self._file, self._report = transfer, file, report
