@@ -36,6 +36,7 @@ from ckpttool.producers.combined import CombinedSource
 from ckpttool.producers.directory import Directory
 from ckpttool.producers.open import chosen_of_run, harmful, harmful_attributes, naming, notes_of_run, open_source
 from ckpttool.storage import files, free_space, staging, stores
+from ckpttool.storage.errors import FREE_SPACE
 from ckpttool.storage.staging import After, Stage
 from ckpttool.storage.stores import Location, local_path
 from ckpttool.text import plural, size, some
@@ -100,7 +101,7 @@ class WriteOptions:
     resume: bool = False
     manifest: str | None = None  # where to write one of everything
     carried: bool = True  # whether a DCP directory carries its own
-    if_full: str = free_space.HINT  # what to do if it does not fit on the disk
+    if_full: str = FREE_SPACE  # what to do if it does not fit on the disk
     check_values: Callable[[Catalogue], None] | None = None  # raises an error for what must not be there
 
     def after(self, dst: str) -> After | None:

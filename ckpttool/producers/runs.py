@@ -14,7 +14,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 
 from ckpttool import formats
-from ckpttool.errors import CkptError, ReadError
+from ckpttool.errors import CkptError, ReadError, UsageError
 from ckpttool.producers import PRODUCERS, recognise
 from ckpttool.producers.components import DCP_FILE, Producer
 from ckpttool.producers.directory import Directory
@@ -88,6 +88,29 @@ class Run:
 def checkpoints(path: str) -> list[RunCheckpoint]:
     """Return the checkpoints of a run, oldest first; none when `path` is no run. Raises ReadError."""
     return _search(Directory(path))[1] if local_path(path).is_dir() else []
+
+
+def chosen_steps(path: str, steps: str | Sequence[int | str]) -> list[RunCheckpoint]:
+    """Return the complete checkpoints of the run at `path`, oldest first: `all`, or those of some steps, `500,1000`.
+
+    Raises UsageError if there is no run, or none of a step.
+    """
+    complete = [checkpoint for checkpoint in checkpoints(path) if checkpoint.complete]
+    given = steps.split(",") if isinstance(steps, str) else steps
+    names = [str(name).strip() for name in given]
+    if not complete:
+        hint = "name the directory that has the checkpoints of several steps"
+        raise UsageError(
+            f"`{path}` is no run with complete checkpoints, of which to take steps: {', '.join(names)}", hint=hint
+        )
+    if names == ["all"]:
+        return complete
+    by_step = {str(checkpoint.step): checkpoint for checkpoint in complete}
+    absent = [name for name in names if name not in by_step]
+    if absent:
+        hint = f"the complete ones are {', '.join(by_step)}"
+        raise UsageError(f"`{path}` has no complete checkpoint of step {absent[0]}", hint=hint)
+    return [checkpoint for name, checkpoint in by_step.items() if name in names]
 
 
 def find(directory: Directory) -> Run | None:

@@ -10,6 +10,7 @@ from contextlib import contextmanager
 
 from ckpttool.errors import CkptError, ReadError, StorageError
 
+FREE_SPACE = "free some space, or write somewhere else"
 _REPOSITORY = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")  # org/name
 
 
@@ -17,7 +18,7 @@ def from_os_error(error: OSError, path: str, doing: str) -> CkptError:
     """Return the error of `ckpttool.errors` for an OSError. `doing` is `read` or `write`."""
     reason = (error.strerror or str(error)).lower()
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
-        return StorageError(f"`{path}`: {reason}", hint="free some space, or write somewhere else", file=path)
+        return StorageError(f"`{path}`: {reason}", hint=FREE_SPACE, file=path)
     if doing == "write" or error.errno == errno.EIO:
         return StorageError(f"`{path}`: cannot {doing}: {reason}", file=path)
     hint = None

@@ -6,13 +6,11 @@ import shutil
 from pathlib import Path
 
 from ckpttool.errors import StorageError
-from ckpttool.storage.errors import from_os_error
+from ckpttool.storage.errors import FREE_SPACE, from_os_error
 from ckpttool.text import size
 
-HINT = "free some space, or write somewhere else"
 
-
-def shortage(path: str, needed: int, free: int, hint: str = HINT) -> StorageError | None:
+def shortage(path: str, needed: int, free: int, hint: str = FREE_SPACE) -> StorageError | None:
     """Return the error when more bytes are needed at `path` than are free, else None."""
     if needed <= free:
         return None
@@ -20,7 +18,7 @@ def shortage(path: str, needed: int, free: int, hint: str = HINT) -> StorageErro
     return StorageError(text, hint=hint, file=path, found=free, expected=needed)
 
 
-def check(path: str, needed: int, free: int, hint: str = HINT) -> None:
+def check(path: str, needed: int, free: int, hint: str = FREE_SPACE) -> None:
     """Raise StorageError when more bytes are needed at `path` than are free."""
     if error := shortage(path, needed, free, hint):
         raise error

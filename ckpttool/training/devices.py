@@ -61,7 +61,7 @@ def abort() -> None:
 
 
 def free_memory(kind: str) -> int:
-    """Free bytes of the accelerator of this process; 0 if it shares one, or the number is not known."""
+    """Return the free bytes of the accelerator of this process; 0 if it shares one, or the number is not known."""
     number, processes = int(os.environ.get("LOCAL_RANK", "0")), int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     ask = getattr(torch.get_device_module(kind), "mem_get_info", None) if kind != "cpu" else None
     return int(ask(number)[0]) if ask is not None and count(kind) >= processes else 0

@@ -29,7 +29,7 @@ from ckpttool.catalogue import parts
 from ckpttool.errors import StorageError, UsageError
 from ckpttool.formats.dcp import manifest as manifests
 from ckpttool.storage import files, free_space
-from ckpttool.storage.errors import from_os_error
+from ckpttool.storage.errors import FREE_SPACE, from_os_error
 from ckpttool.storage.stores import local_path
 from ckpttool.text import meant, size
 from ckpttool.training import collectives
@@ -101,7 +101,7 @@ def failed(error: BaseException, path: str, partial: str) -> BaseException:
         return error
     # What torch makes of a full disk.
     free = free_space.free_bytes(local_path(partial).parent)
-    hint = "free some space, or write somewhere else" if free < _LITTLE else None
+    hint = FREE_SPACE if free < _LITTLE else None
     return StorageError(f"`{path}`: cannot save: {error} ({size(free)} are free)", hint=hint)
 
 

@@ -74,7 +74,7 @@ class _Finder:
                 yield i, shared
 
 
-def meeting(one: Chunks, other: Chunks) -> Iterator[tuple[int, int, Box]]:
+def intersections(one: Chunks, other: Chunks) -> Iterator[tuple[int, int, Box]]:
     """Yield the boxes that lie in one chunk of either of two tilings of a tensor, with the numbers of the two chunks,
     in the order of the chunks of `one`."""
     finder = _Finder(other)

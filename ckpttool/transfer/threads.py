@@ -31,7 +31,7 @@ class Work:
         with self.lock:
             self.done += nbytes
 
-    def say(self) -> None:
+    def report(self) -> None:
         """Call `progress`, from the calling thread."""
         if self.progress is not None:
             self.progress(min(self.done, self.total), self.total)
@@ -67,8 +67,8 @@ def on_threads(items: Iterator[T], do: Callable[[T], None], threads: int, work: 
         for worker in workers:
             while worker.is_alive():
                 worker.join(0.1)
-                work.say()
-        work.say()
+                work.report()
+        work.report()
     except BaseException:
         work.stopped.set()
         for worker in workers:

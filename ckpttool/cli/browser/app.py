@@ -29,10 +29,10 @@ from ckpttool.cli.signals import Terminated, catch_signals
 from ckpttool.cli.stats import write_csv
 from ckpttool.cli.terminal import Terminal
 from ckpttool.errors import CkptError, UsageError
-from ckpttool.operations.browse.pairs import difference
 from ckpttool.operations.browse.pixels import pooled
 from ckpttool.operations.browse.search import Query, parse
 from ckpttool.operations.browse.session import Opened, Session
+from ckpttool.operations.diff.tensors import difference
 from ckpttool.operations.stats.results import COLUMNS
 from ckpttool.text import natural, plural, safe, size
 from ckpttool.transfer.numbers import Array

@@ -24,7 +24,7 @@ from ckpttool.catalogue.boxes import Ints
 from ckpttool.catalogue.entries import Catalogue, Tensor, dotted
 from ckpttool.errors import CorruptError, UsageError
 from ckpttool.layout import select
-from ckpttool.layout.optimizer.parse import LIKE_PARAMETER, Group, Item, Optimizer
+from ckpttool.layout.optimizer.parse import LIKE_PARAMETER, Group, Item, Optimizer, optimizers
 from ckpttool.layout.rename import strip_wrappers
 from ckpttool.text import plural, some
 
@@ -149,6 +149,27 @@ def parameter_shape(items: Sequence[Item]) -> Ints | None:
     # What has one element may be a count.
     rest = {shape for shape in shapes.values() if prod(shape) > 1}
     return rest.pop() if len(rest) == 1 and not like else None
+
+
+def trained_parameters(source: Catalogue) -> dict[str, Ints | None] | None:
+    """Return the names and shapes of all parameters that have state or are in a parameter group, without the root of
+    the model; None where there is no optimizer. A shape is None where the state does not tell it.
+
+    Raises UsageError or CorruptError when the names of ids are not clear.
+    """
+    every = optimizers(source)
+    if not every:
+        return None
+    numbered = [optimizer for optimizer in every if optimizer.spelling == "id"]
+    names = iter(name_ids(numbered, source))
+    shapes: dict[str, Ints | None] = {}
+    for optimizer in every:
+        name_of = next(names) if optimizer.spelling == "id" else {}
+        for key in (*optimizer.params, *optimizer.state, *optimizer.loose):
+            name = str(name_of.get(key, key))
+            items = optimizer.state.get(key) or optimizer.loose.get(key, [])
+            shapes[name] = shapes.get(name) or parameter_shape(items)
+    return shapes
 
 
 def _places(

@@ -18,13 +18,13 @@ from ckpttool.catalogue.boxes import Box
 from ckpttool.catalogue.dtypes import Dtype
 from ckpttool.catalogue.entries import Tensor
 from ckpttool.catalogue.protocols import Source
-from ckpttool.errors import CkptError
-from ckpttool.operations.diff.elements import Comparison, Tolerance, promoted
+from ckpttool.errors import CkptError, UsageError
+from ckpttool.operations.diff.elements import Comparison, Difference, Tolerance, common, promoted
 from ckpttool.producers import open
 from ckpttool.storage.files import Pool
 from ckpttool.transfer.execute import DEFAULT_THREADS
 from ckpttool.transfer.numbers import Array, has_numbers
-from ckpttool.transfer.plan import meeting, tiles
+from ckpttool.transfer.plan import intersections, tiles
 from ckpttool.transfer.read import ChunkReader
 from ckpttool.transfer.threads import Progress, Work, on_threads
 
@@ -102,6 +102,21 @@ def compare(
     return walk.results, walk.failures
 
 
+def difference(a: Tensor, b: Tensor, sources: Sources, paths: tuple[str, str]) -> Difference:
+    """Return how the elements of two tensors differ.
+
+    Raises UsageError if they cannot be compared, CorruptError when a file is too short.
+    """
+    if a.shape != b.shape:
+        hint = "tensors of one shape can be compared"
+        raise UsageError(f"shapes {list(a.shape)} and {list(b.shape)} differ", hint=hint)
+    dtype = common(a.dtype, b.dtype)
+    if dtype is None:
+        raise UsageError(f"no dtype has all numbers of {a.dtype} and {b.dtype}")
+    results, _ = compare([Pair(a, b, dtype)], sources, paths, BY_BITS)
+    return results[0].result() if 0 in results else Difference(dtype.name, numel=a.numel)
+
+
 @dataclass(slots=True)
 class _Walk:
     pairs: Sequence[Pair]
@@ -119,7 +134,7 @@ class _Walk:
         """Yield the tasks of these pairs: the same ones each time."""
         for n in numbers:
             pair = self.pairs[n]
-            for i, j, shared in meeting(pair.a.chunks, pair.b.chunks):
+            for i, j, shared in intersections(pair.a.chunks, pair.b.chunks):
                 for box in tiles(shared, pair.elements(TASK)):
                     yield _Task(n, (i, j), box)
 

@@ -21,7 +21,7 @@ from ckpttool.catalogue.patterns import any_of, renamer
 from ckpttool.errors import CkptError, CorruptError, LossError, UsageError
 from ckpttool.layout.key_maps import KeyMap, Rule, apply, parse
 from ckpttool.layout.move import again, rebuilt
-from ckpttool.layout.optimizer import trained
+from ckpttool.layout.optimizer.names_of_ids import trained_parameters
 from ckpttool.layout.rename import strip_wrappers
 from ckpttool.layout.views import Viewed
 from ckpttool.operations import key_maps
@@ -355,7 +355,7 @@ def check_untrained(
     if not filled:
         return
     try:
-        shapes = trained.parameters(source)
+        shapes = trained_parameters(source)
     except CkptError as error:
         raise LossError(
             f"`{where}`: whether the optimizer trained {some(filled, _SHOWN)} is unknown: {error.message}",

@@ -35,8 +35,8 @@ from ckpttool.operations.stats.results import (
     row_of,
 )
 from ckpttool.operations.stats.spectral import spectra
-from ckpttool.operations.stats.steps import chosen_steps
 from ckpttool.producers import open
+from ckpttool.producers.runs import chosen_steps
 from ckpttool.storage import files
 from ckpttool.transfer.execute import DEFAULT_THREADS
 from ckpttool.transfer.threads import Progress

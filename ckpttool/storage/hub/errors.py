@@ -40,7 +40,7 @@ _STATUS = re.compile(r"\b(?:status(?: code)?:?|HTTP(?: status)?(?: \w+ error)?:?
 _CONNECTION_LOST = re.compile(
     r"error sending request|error decoding response body|timed? ?out|connection (closed|reset)", re.I
 )
-_LOG_IN = "log in with `hf auth login`, or set `HF_TOKEN`"
+LOG_IN = "log in with `hf auth login`, or set `HF_TOKEN`"
 
 
 @contextmanager
@@ -190,7 +190,7 @@ def _translate_known(one: BaseException, address: str, doing: str, facts: dict[s
             f"{prefix}: the repository is gated, and its owner has not granted you access", hint=hint, **facts
         )
     if isinstance(one, RepositoryNotFoundError):
-        hint = f"check the name; for a private repository, {_LOG_IN}"
+        hint = f"check the name; for a private repository, {LOG_IN}"
         return RemoteError(f"{prefix}: no such repository, or you have no access to it", hint=hint, **facts)
     if isinstance(one, RevisionNotFoundError):
         hint = "name a branch, a tag or a commit: `hf://org/name@main`"
@@ -221,8 +221,8 @@ def _status_error(status: int, message: str | None, address: str, doing: str, fa
     write_access = "use a token with write access to the repository; `--create-pr` needs none"
     is_broken = status >= 500
     reason, hint = {
-        401: (no_token or "the token is not valid", _LOG_IN),
-        403: (no_token or "the token does not allow this", write_access if doing == "write" else _LOG_IN),
+        401: (no_token or "the token is not valid", LOG_IN),
+        403: (no_token or "the token does not allow this", write_access if doing == "write" else LOG_IN),
         404: ("the Hub does not have this address", "check the name and `HF_ENDPOINT`"),
         409: ("another commit is in progress", _again(doing)),
         412: (

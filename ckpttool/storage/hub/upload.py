@@ -246,7 +246,7 @@ class _Upload:
         if client.token() is None:
             raise RemoteError(
                 f"`{self.address}`: cannot be written: there is no token",
-                hint="log in with `hf auth login`, or set `HF_TOKEN`",
+                hint=errors.LOG_IN,
                 file=str(self.address),
             )
         with self._translate_errors():

@@ -26,10 +26,6 @@ Kind = tuple[tuple[str, Ints], ...]
 """What is in a module: relative names and shapes."""
 
 
-Sizes = Collection[int | None]
-"""The sizes that a unit may have; any with `None`."""
-
-
 class _Module:
     """A module of the model: its own parameters, and the modules in it."""
 
