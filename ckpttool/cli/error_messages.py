@@ -54,6 +54,7 @@ _SYNONYMS = {
 }
 
 # click's words for a number that an option does not take, and ours.
+_EXTRA = re.compile(r"Got unexpected extra arguments? \((.*)\)")
 _NUMBERS = (
     (r"(\S+) is not in the range x>=(\d+)", r"\1 is less than \2"),
     (r"(\S+) is not a valid integer( range)?", r"\1 is not a whole number"),
@@ -205,6 +206,10 @@ def _translate(error: click.UsageError, application: click.Command, words: list[
     elif isinstance(error, click.exceptions.NoSuchCommand):
         message = f"there is no command `{error.command_name}`"
         hint = _command_meant(error.command_name, context)
+    elif extra := _EXTRA.fullmatch(message):
+        message = f"too many arguments: `{extra[1]}`"
+        takes = [param.make_metavar(context) for param in context.command.params if isinstance(param, click.Argument)]
+        hint = f"`{' '.join([command, *takes])}` is all; {hint}"
     for pattern, plain in _NUMBERS:
         message = re.sub(pattern, plain, message)
     message = re.sub(r"(?:^|(?<=: ))[A-Z](?=[a-z])", lambda first: first[0].lower(), message)

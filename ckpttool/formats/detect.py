@@ -29,8 +29,16 @@ def detect(path: str) -> Format:
         if row.recognise(location):
             return row
     if is_pattern:
-        raise ReadError(f"`{path}`: matches no files of ranks", hint="name a file or a directory", file=path)
+        raise _unknown_pattern(path, location)
     raise _unknown_directory(location) if location.is_dir() else _unknown_file(location)
+
+
+def _unknown_pattern(path: str, location: Location) -> ReadError:
+    names = [str(name) for name in location.matches()]
+    text = f"`{path}`: matches no files of ranks"
+    if not names:
+        return ReadError(text, hint="name a file or a directory", file=path)
+    return ReadError(f"{text}, but {some(names)}", hint=f"name one: `{names[0]}`", file=path, found=names)
 
 
 def _unknown_file(location: Location) -> CkptError:
@@ -51,6 +59,9 @@ def _unknown_directory(location: Location) -> ReadError:
     inside = [name for name in names[:1000] if any(row.recognise(location / name) for row in FORMATS)]
     if inside:
         return found_inside(location, inside[::-1])
+    for name in names[:1000]:
+        if (location / name).is_file():
+            (location / name).check_readable()
     more = ", ..." if len(names) > _SHOWN else ""
     text = f"`{location}`: contains no checkpoint of a known format ({', '.join(names[:_SHOWN])}{more})"
     return ReadError(text, hint=_marks(), file=location)

@@ -127,7 +127,7 @@ def repair(
             hint = f"`ckpttool verify {path}` says what is wrong"
             raise UsageError(f"`{path}`: is one file, in which nothing can be repaired", hint=hint)
         if run := _checkpoints_of_run(path):
-            text = f"`{path}`: a run with {plural(len(run), 'checkpoint')}, of which one is repaired at a time"
+            text = f"`{path}`: a run with {plural(len(run), 'checkpoint')}, and not a checkpoint"
             raise UsageError(text, hint=f"name one: `{run[-1]}`")
     check_apart(result.destination, *sources, result.like)
     originals, before = _gathered(sources, result)

@@ -6,12 +6,19 @@ import errno
 import os
 import re
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from itertools import islice
+from pathlib import Path
 
 from ckpttool.errors import CkptError, ReadError, StorageError
+from ckpttool.text import near_names
 
 FREE_SPACE = "free some space, or write somewhere else"
 _REPOSITORY = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")  # org/name
+_HUB = re.compile(r"hf:/{0,3}([^/].*)", re.IGNORECASE)
+_DRIVE = re.compile(r"([A-Za-z]):[\\/](.*)")  # of Windows
+_MOST = 2000  # names of a directory that are compared with one that is not there
+_SHORT = 3  # a shorter name is like too many
 
 
 def from_os_error(error: OSError, path: str, doing: str) -> CkptError:
@@ -19,12 +26,56 @@ def from_os_error(error: OSError, path: str, doing: str) -> CkptError:
     reason = (error.strerror or str(error)).lower()
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
         return StorageError(f"`{path}`: {reason}", hint=FREE_SPACE, file=path)
+    if error.errno in (errno.EEXIST, errno.ENOTDIR) and (above := _file_above(path)) is not None:
+        reason = f"`{above}` is a file, not a directory"
     if doing == "write" or error.errno == errno.EIO:
         return StorageError(f"`{path}`: cannot {doing}: {reason}", file=path)
-    hint = None
-    if error.errno == errno.ENOENT and _REPOSITORY.fullmatch(path) and not os.path.exists(path.partition("/")[0]):
-        hint = f"if it is a repository of the Hub, write `hf://{path}`"
+    hint = _meant(path) if error.errno == errno.ENOENT else None
     return ReadError(f"`{path}`: cannot read: {reason}", hint=hint, file=path)
+
+
+def not_expanded(path: str) -> str | None:
+    """Return the hint for a path with a `~` that no shell has expanded; None if there is such a directory."""
+    expanded = os.path.expanduser(path)
+    if expanded == path or os.path.lexists(path.partition("/")[0]):
+        return None
+    return f"no shell has expanded the `~`: write `{expanded}`"
+
+
+def _meant(path: str) -> str | None:
+    """Return the hint for a path of this machine at which there is nothing."""
+    if hint := not_expanded(path):
+        return hint
+    if address := _HUB.fullmatch(path):
+        return f"write `hf://{address[1]}`"
+    if os.path.exists(slashed := path.replace("\\", "/")) and slashed != path:
+        return f"did you mean `{slashed}`?"
+    if drive := _DRIVE.fullmatch(path):
+        rest = drive[2].replace("\\", "/")
+        return f"drives of Windows are elsewhere here: in WSL, it is `/mnt/{drive[1].lower()}/{rest}`"
+    near = [f"`{one}`" for one in _near(path)]
+    if _REPOSITORY.fullmatch(path) and not os.path.exists(path.partition("/")[0]):
+        if not near:
+            return f"if it is a repository of the Hub, write `hf://{path}`"
+        near[-1] += f", or on the Hub `hf://{path}`"
+    return f"did you mean {', '.join(near)}?" if near else None
+
+
+def _near(path: str) -> list[str]:
+    """Return paths that are there and like one that is not: another name in place of its first that is not there."""
+    parts = Path(path).parts
+    known = next((n for n in range(len(parts)) if not os.path.lexists(Path(*parts[: n + 1]))), None)
+    if known is None or len(parts[known]) < _SHORT:
+        return []
+    with suppress(OSError), os.scandir(Path(*parts[:known])) as entries:
+        names = [entry.name for entry in islice(entries, _MOST) if not entry.name.startswith(".")]
+        near = [Path(*parts[:known], name, *parts[known + 1 :]) for name in near_names(parts[known], sorted(names))]
+        return [str(one) for one in near if one.exists()]
+    return []
+
+
+def _file_above(path: str) -> str | None:
+    return next((str(above) for above in Path(path).parents if above.is_file()), None)
 
 
 @contextmanager

@@ -31,7 +31,7 @@ from typing import Any, NamedTuple
 from ckpttool.errors import CkptError, OverwriteError, RemoteError, StorageError, UsageError
 from ckpttool.storage import files
 from ckpttool.storage.crc import crc32
-from ckpttool.storage.errors import from_os_error, os_errors
+from ckpttool.storage.errors import from_os_error, not_expanded, os_errors
 from ckpttool.storage.stores import is_remote
 
 _MARK = ".journal"
@@ -239,9 +239,10 @@ def check_free(dst: str, *, overwrite: bool, is_file: bool) -> None:
         raise UsageError(message, hint="name a new file or directory")
     if is_file and (dst.endswith("/") or path.is_dir()):
         raise UsageError(
-            f"`{dst}` is a directory, but this format writes one file",
-            hint=f"name the file: `{dst.rstrip('/')}/model.pt`",
+            f"`{dst}` is a directory, and one file is written", hint=f"name the file: `{dst.rstrip('/')}/NAME`"
         )
+    if hint := not_expanded(dst):
+        raise UsageError(f"`{dst}`: there is no directory `{dst.partition('/')[0]}`", hint=hint)
     if path.is_dir() and not is_file and not any(path.iterdir()):
         return
     if os.path.lexists(path) and stat.S_IFMT(path.lstat().st_mode) not in (stat.S_IFREG, stat.S_IFDIR, stat.S_IFLNK):

@@ -362,7 +362,7 @@ def test_an_empty_directory_is_as_good_as_none(tmp_path: Path, slash: str) -> No
 
 def test_a_file_cannot_be_a_directory(tmp_path: Path) -> None:
     for dst in (str(tmp_path), f"{tmp_path}/new/"):
-        with pytest.raises(UsageError, match="is a directory, but this format writes one file"):
+        with pytest.raises(UsageError, match="is a directory, and one file is written"):
             staging.check_free(dst, overwrite=True, is_file=True)
 
 

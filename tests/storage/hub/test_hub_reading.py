@@ -484,7 +484,7 @@ def test_a_server_that_is_not_there(hub: Hub) -> None:
 def test_hf_is_not_a_folder(hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     with pytest.raises(UsageError, match="is not on this machine"):
-        ckpttool.repair(CHECKPOINTS / "dcp/single", "hf://org/name")
+        ckpttool.repair(CHECKPOINTS / "dcp/single/ckpt", "hf://org/name")
     assert not (tmp_path / "hf:").exists()
 
 
