@@ -75,7 +75,7 @@ def tensor(look: Look) -> Text:
     entry, row = look.entry, look.row
     if entry is None:
         return _several(look)
-    text = _title(look, safe(entry.name))
+    text = _title(safe(entry.name))
     placement = look.opened.placements.of(entry)
     facts = [
         ("part", str(entry.part)),
@@ -85,7 +85,7 @@ def tensor(look: Look) -> Text:
         ("placement", str(placement) if placement is not None else ""),
         ("tied to", safe(row.tied_to) if row is not None and row.tied_to else ""),
     ]
-    _facts(text, facts, look.width)
+    _facts(text, facts)
     text.append("\n")
     if row is None:
         text.append(f"{look.waiting}\n", _DIM)
@@ -113,7 +113,7 @@ def _several(look: Look) -> Text:
     node = look.node
     if node is None:
         return Text("nothing is selected", _DIM)
-    text = _title(look, safe(node.label))
+    text = _title(safe(node.label))
     totals = node.totals
     rows = [look.opened.survey.rows[i] for i in node.members]
     known = [row for row in rows if row is not None]
@@ -125,7 +125,7 @@ def _several(look: Look) -> Text:
         ("shape", str(list(totals.shapes[0])) if len(totals.shapes) == 1 else ""),
         ("read", f"{len(known):,} of {len(rows):,}" if len(known) < len(rows) else ""),
     ]
-    _facts(text, facts, look.width)
+    _facts(text, facts)
     if not node.is_list:
         bad = sum(bool(row.statistics.nans or row.statistics.infs) for row in known)
         if bad:
@@ -155,7 +155,7 @@ def histogram(look: Look) -> Text:
     entry, row = look.entry, look.row
     if entry is None:
         return Text("a histogram is of one tensor", _DIM)
-    text = _title(look, safe(entry.name))
+    text = _title(safe(entry.name))
     if row is None or row.histogram is None:
         text.append(look.waiting if row is None else "its elements are no numbers", _DIM)
         return text
@@ -215,7 +215,7 @@ def heat_map(look: Look, grid: Array | None, with_colour: bool) -> Text:
     """Return the largest magnitude in each cell of a tensor, the brighter the larger."""
     entry = look.entry
     assert entry is not None
-    text = _title(look, safe(entry.name))
+    text = _title(safe(entry.name))
     if grid is None:
         text.append("reading ...", _DIM)
         return text
@@ -255,7 +255,7 @@ def shard_table(look: Look) -> Text:
     entry = look.entry
     if entry is None:
         return Text("shards are of one tensor", _DIM)
-    text = _title(look, safe(entry.name))
+    text = _title(safe(entry.name))
     catalogue = look.opened.catalogue
     placement = look.opened.placements.of(entry)
     if placement is not None:
@@ -306,7 +306,7 @@ def optimizer(look: Look) -> Text:
     entry, opened = look.entry, look.opened
     text = Text()
     if entry is not None:
-        text = _title(look, safe(entry.name))
+        text = _title(safe(entry.name))
         for i in opened.moments_of(entry):
             moment, row = opened.tensors[i], opened.survey.rows[i]
             text.append(moment.name.rpartition(".")[2], _BOLD)
@@ -340,7 +340,7 @@ def files(look: Look) -> Text:
         for chunk_sizes, file in zip(entry.chunks.sizes, entry.chunks.file, strict=True):
             used[file] = used.get(file, 0) + prod(chunk_sizes) * entry.dtype.itemsize
     what = safe(look.entry.name) if look.entry is not None else safe(look.node.label) if look.node is not None else ""
-    text = _title(look, what)
+    text = _title(what)
     own = [(i, each) for i, each in enumerate(catalogue.files) if not each.scratch]
     text.append(f"{size(catalogue.nbytes())} in {plural(len(own), 'file')}; ● has what is selected\n\n", _DIM)
     own.sort(key=lambda item: item[0] not in used)
@@ -391,13 +391,13 @@ VIEWS: dict[str, Callable[[Look], Text]] = {
 # Parts of them --------------------------------------------------------------------------------------------------------
 
 
-def _title(look: Look, name: str) -> Text:
+def _title(name: str) -> Text:
     text = Text(overflow="fold")
     text.append(f"{name}\n", _BOLD)
     return text
 
 
-def _facts(text: Text, facts: Iterable[tuple[str, str]], width: int) -> None:
+def _facts(text: Text, facts: Iterable[tuple[str, str]]) -> None:
     for name, value in facts:
         if value:
             text.append(f"{name:<10}", _DIM)
@@ -459,7 +459,7 @@ def difference(
         ("NaN", f"{found.nans:,} on one side only" if found.nans else ""),
         ("first", f"{first}: {found.values[0]} and {found.values[1]}" if found.values is not None else ""),
     ]
-    _facts(text, facts, 0)
+    _facts(text, facts)
     if all(row is not None for row in rows):
         text.append(f"\n{'':<10}{'A':>14}{'B':>14}\n", _DIM)
         a, b = (row.values() for row in rows if row is not None)

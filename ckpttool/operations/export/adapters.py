@@ -90,7 +90,7 @@ def without_base(planned: Catalogue, config: Mapping[str, Any] | None) -> tuple[
     renamed: dict[str, str] = {}
     is_saved = adapter is None and all(name.startswith("base_model.") for name in names)
     for name in names:
-        new = name if is_saved else _as_peft(name, method, adapter, config or {})
+        new = name if is_saved else _as_peft(name, method, config or {})
         if new is not None:
             renamed[name] = new
     if method == "ADALORA" and (config or {}).get("rank_pattern") is not None:
@@ -145,7 +145,7 @@ def _method(matches: Mapping[str, re.Match[str]], config: Mapping[str, Any] | No
     return methods[0]
 
 
-def _as_peft(name: str, method: str, adapter: str | None, config: Mapping[str, Any]) -> str | None:
+def _as_peft(name: str, method: str, config: Mapping[str, Any]) -> str | None:
     """Return the name in PEFT's file; None for a tensor of the base model."""
     if _PROMPT.fullmatch(name):
         return "prompt_embeddings"

@@ -232,7 +232,7 @@ def fitted(
                 result.twins.append((name, kept))
     misshapen = [name for name, tensor in chosen.items() if tensor.shape != reference.known[name].shape]
     if missing or extra or misshapen:
-        raise _refusal(missing, extra, misshapen, chosen, own, reference, base, where)
+        raise _refusal(missing, extra, misshapen, chosen, reference, base, where)
     stored_as = {name: known.tied_to for name, known in reference.known.items()}
     firsts = {name: planned.first(tensor).path for name, tensor in chosen.items() if name not in filled}
 
@@ -272,7 +272,6 @@ def _refusal(
     extra: Sequence[str],
     misshapen: Sequence[str],
     chosen: Mapping[str, Tensor],
-    own: Mapping[str, Tensor],
     reference: references.Reference,
     base: Base | None,
     where: str,

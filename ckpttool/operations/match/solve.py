@@ -609,7 +609,7 @@ class _Decision:
                 why = why or "its shape does not tell which axis is which"
             ways, reason = self._with_layout(pairing, ways, leaf)
             why = why or reason
-            ways, reason = self._with_rows(pairing, ways, leaf)
+            ways, reason = self._with_rows(pairing, ways)
             why = why or reason
             used |= {name for module in pairing.sources for name in module.names(leaf)}
             if why:
@@ -708,7 +708,7 @@ class _Decision:
             return "only its shape says what it is, and rows of the attention may lie in another order"
         return ""
 
-    def _with_rows(self, pairing: _Pairing, ways: list[Option], leaf: str) -> tuple[list[Option], str]:
+    def _with_rows(self, pairing: _Pairing, ways: list[Option]) -> tuple[list[Option], str]:
         """Return the ways with the order of the rows of queries and keys."""
         rotated = self._rotated(pairing)
         if self.rotary is False or len({*map(words.last, rotated)}) < 2 or all(map(words.rotates_halves, rotated)):

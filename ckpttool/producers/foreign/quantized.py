@@ -132,7 +132,7 @@ def analyse(catalogue: Catalogue, config: Mapping[str, Any]) -> Quantization:
         if not _assign(result, base, companions, tensors, config):
             result.orphans += [companions[s].name for s in companions if s in _SURE]
     if result.schemes:
-        _add_missing(result, bases, tensors, config)
+        _add_missing(result, bases, tensors)
     return result
 
 
@@ -173,9 +173,7 @@ def _bits(config: Mapping[str, Any]) -> int:
     return bits if isinstance(bits, int) and 1 <= bits <= 32 else 4
 
 
-def _add_missing(
-    result: Quantization, bases: Mapping[str, Companions], tensors: Mapping[str, Tensor], config: Mapping[str, Any]
-) -> None:
+def _add_missing(result: Quantization, bases: Mapping[str, Companions], tensors: Mapping[str, Tensor]) -> None:
     """Add weights of a quantised dtype that have no companion at all, where others of the checkpoint have some."""
     used = dict.fromkeys(result.schemes.values())
     for name, tensor in tensors.items():
