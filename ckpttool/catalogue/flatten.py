@@ -55,7 +55,7 @@ class _Flattening:
         if numbers > 1:
             self._alike.add((path,))
         if len(self._catalogue.entries) > MAX_ENTRIES:
-            raise CorruptError(f"more than {MAX_ENTRIES} entries")
+            raise CorruptError(f"there are more than {MAX_ENTRIES} entries")
         if isinstance(value, self._leaf):
             self._catalogue.add(self._make(value, path, False))
         elif isinstance(value, dict) and value and all(map(_is_key, value)) and not self._has_leaf(_attributes(value)):
@@ -118,13 +118,13 @@ def _is_key(key: Any) -> bool:
     elements, level, depth = 0, [key], 0
     while level:
         if depth > MAX_DEPTH:
-            raise CorruptError(f"a key of tuples nested more than {MAX_DEPTH} deep")
+            raise CorruptError(f"a key has tuples nested more than {MAX_DEPTH} deep")
         inner: list[Any] = []
         for part in level:
             if isinstance(part, tuple) and not isinstance(part, TorchSize):
                 elements += len(part)
                 if elements > MAX_KEY:
-                    raise CorruptError(f"a key of tuples with more than {MAX_KEY} elements", expected=MAX_KEY)
+                    raise CorruptError(f"a key of tuples has more than {MAX_KEY} elements", expected=MAX_KEY)
                 inner += part
             elif not (part is None or isinstance(part, (str, int, float, bytes))):
                 return False
@@ -142,7 +142,7 @@ def _nodes(value: Any, containers: tuple[type, ...]) -> Iterator[Any]:
     level, depth = [value], 0
     while level:
         if depth > MAX_LEVELS:
-            raise CorruptError(f"values nested more than {MAX_LEVELS} deep")
+            raise CorruptError(f"values are nested more than {MAX_LEVELS} deep")
         charge(len(level))
         yield from level
         nested = {id(node): node for node in level if isinstance(node, containers) and id(node) not in seen}

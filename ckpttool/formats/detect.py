@@ -44,7 +44,7 @@ def _unknown_pattern(path: str, location: Location) -> ReadError:
 def _unknown_file(location: Location) -> CkptError:
     head = location.head(_HEAD)
     if not head:
-        return ReadError(f"`{location}`: is empty", hint=_INCOMPLETE, file=location)
+        return ReadError(f"`{location}` is empty", hint=_INCOMPLETE, file=location)
     low = head.lstrip(b" \t\r\n\xef\xbb\xbf").lower() if head.strip(b"\0") else bytes(_HEAD)
     for begins, what, hint in _OTHER_FILES:
         if low.startswith(begins):

@@ -68,7 +68,7 @@ def like(catalogue: Catalogue, reference: Catalogue, name: str) -> Catalogue:
             hint = meant(tensor.name, list(by_name), other_model)
             if tensor.part.kind == "optimizer" and any(t.part.kind == "optimizer" for t in reference.tensors):
                 hint = "where the two spell the optimizer otherwise, `ckpttool convert --optim-keys fqn` first"
-            raise UsageError(f"`--like {name}`: has no tensor `{tensor.name}`", hint=hint, tensor=tensor.name)
+            raise UsageError(f"`--like {name}` has no tensor `{tensor.name}`", hint=hint, tensor=tensor.name)
         if match.shape != tensor.shape:
             there, here = list(match.shape), list(tensor.shape)
             message = f"`--like {name}`: tensor `{tensor.name}` is {there} there, but {here} here"

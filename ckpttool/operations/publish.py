@@ -81,7 +81,7 @@ def check_options(dst: str, remote: HubOptions) -> None:
     elif tag is not None and _NOT_A_TAG.search(tag):
         raise UsageError(f"`--tag {tag}` is not a name of a tag in git", hint="such as `--tag v1.0`")
     elif (found := secrets.in_text((remote.get("message") or "").encode("utf-8", "replace"))) is not None:
-        raise UsageError(f"`--commit-message`: has what looks like {found[1]}", hint="write another message")
+        raise UsageError(f"`--commit-message` has what looks like {found[1]}", hint="write another message")
 
 
 @contextmanager

@@ -125,7 +125,7 @@ def repair(
     for path in sources:
         if local_path(path).kind() != "dir":
             hint = f"`ckpttool verify {path}` says what is wrong"
-            raise UsageError(f"`{path}`: is one file, in which nothing can be repaired", hint=hint)
+            raise UsageError(f"`{path}` is one file, in which nothing can be repaired", hint=hint)
         if run := _checkpoints_of_run(path):
             text = f"`{path}`: a run with {plural(len(run), 'checkpoint')}, and not a checkpoint"
             raise UsageError(text, hint=f"name one: `{run[-1]}`")

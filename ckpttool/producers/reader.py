@@ -83,7 +83,7 @@ class _Opening:
             combined = on_error.enter_context(closing(CombinedSource(Catalogue(""))))
             faults = [f for component in self.components if (f := self.add(combined, component)) is not None]
             if not combined.catalogue.entries:
-                raise faults[0] if faults else ReadError(f"`{path}`: holds nothing", file=path)
+                raise faults[0] if faults else ReadError(f"`{path}` holds nothing", file=path)
             combined.catalogue.faults += faults
             # Warnings have the name of their component, and appear once where all ranks have the same.
             for warning, (name, *others) in self.warnings.items():

@@ -163,7 +163,7 @@ def _newest(path: str, checkpoints: list[RunCheckpoint]) -> RunCheckpoint:
         complete = [c.name for c in checkpoints if c.complete]
         if checkpoint.complete and checkpoint.step is None and len(complete) > 1:
             raise ReadError(
-                f"`{path}`: has {len(complete)} checkpoints, {some(complete)}, and nothing says which is the newest",
+                f"`{path}` has {len(complete)} checkpoints, {some(complete)}, and nothing says which is the newest",
                 hint=f"name one: `{checkpoint.path}`",
                 file=path,
                 found=complete,

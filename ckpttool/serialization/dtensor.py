@@ -184,7 +184,7 @@ def _local(value: Any, what: str) -> TensorRef:
 
 def _sharded_tensor(call: _Call) -> Shard:
     if len(call.state) < 4 or not isinstance(call.state[0], list):
-        raise CorruptError("a ShardedTensor without its shards, metadata and process group")
+        raise CorruptError("a ShardedTensor lacks its shards, metadata or process group")
     shards, metadata, group = call.state[:3]
     shape = _shape(_state(metadata).get("size", call.shape))
     boxes: list[LocalBox] = []
@@ -201,7 +201,7 @@ def _sharded_tensor(call: _Call) -> Shard:
         boxes.append(LocalBox(offsets, sizes, ref))
     dtype = boxes[0].ref.dtype if boxes else call.dtype
     if dtype is None:
-        raise CorruptError("a ShardedTensor without a dtype")
+        raise CorruptError("a ShardedTensor has no dtype")
     process_group = _state(group)
     rank, world = process_group.get("global_rank"), process_group.get("global_world_size")
     if type(rank) is not int or type(world) is not int or not 0 <= rank < world or world > _MOST_RANKS:

@@ -80,9 +80,9 @@ def read(location: Location, *, tensors: bool = True) -> Manifest:
     document = strict_json.parse(location.read() if tensors else _head(location, size), f"`{location}`")
     if not isinstance(document, dict) or not isinstance(document.get("files"), dict):
         hint = "`--write-manifest` writes one"
-        raise CorruptError(f"`{location}`: is not a manifest: it has no `files`", hint=hint, file=location)
+        raise CorruptError(f"`{location}` is not a manifest: it has no `files`", hint=hint, file=location)
     if document.get("algorithm", _ALGORITHM) != _ALGORITHM:
-        text = f"`{location}`: has hashes of `{document['algorithm']}`, and only sha256 is supported"
+        text = f"`{location}` has hashes of `{document['algorithm']}`, and only sha256 is supported"
         raise ReadError(text, file=location)
     sizes = document.get("sizes", {})
     if not all(_is_hash(value) for value in document["files"].values()) or not isinstance(sizes, dict):

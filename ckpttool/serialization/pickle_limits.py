@@ -287,6 +287,6 @@ def _inside(top: tuple[Any, ...], depths: dict[int, int]) -> list[Any]:
     for node in inner_first(top, depths):
         depth = depths[id(node)] = 1 + max((depths[id(item)] for item in node if isinstance(item, tuple)), default=0)
         if depth > MAX_NESTED:
-            raise CorruptError(f"tuples nested more than {MAX_NESTED} deep")
+            raise CorruptError(f"tuples are nested more than {MAX_NESTED} deep")
         below += [item for item in node if not isinstance(item, tuple)]
     return below

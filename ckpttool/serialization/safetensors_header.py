@@ -97,7 +97,7 @@ def read_header(read: Read, base: int, length: int, *, name: str, exact: bool = 
     limit = base + length
     if end > limit:
         last = next(tensor for tensor, entry in tensors.items() if entry.end > limit)
-        message = f"{name}: tensor `{last}`: ends at byte {tensors[last].end}, but the file ends at {limit}"
+        message = f"{name}: tensor `{last}` ends at byte {tensors[last].end}, but the file ends at {limit}"
         raise CorruptError(message, hint=_TRUNCATED, tensor=last, found=limit, expected=end)
     if exact and end < limit:
         message = f"{name}: the file has {limit} bytes, but the tensors in its header end at {end}"

@@ -52,7 +52,7 @@ class Stream:
         if 0 in ref.shape:
             return Extent(0, 0, 0)
         if storage.key not in self.storages:
-            raise CorruptError(f"{self.name}: has no storage `{storage.key}`", hint="the file is incomplete")
+            raise CorruptError(f"{self.name} has no storage `{storage.key}`", hint="the file is incomplete")
         offset, have = self.storages[storage.key]
         start, numel = storage.view or (0, storage.numel)
         need = (start + numel) * storage.itemsize
@@ -107,7 +107,7 @@ class _Cursor:
 
     def _room(self, nbytes: int) -> int:
         if nbytes < 0 or self.at + nbytes > self._end:
-            message = f"{self._name}: ends at byte {self._end}, but {nbytes} bytes are needed at {self.at}"
+            message = f"{self._name} ends at byte {self._end}, but {nbytes} bytes are needed at {self.at}"
             raise CorruptError(message, hint="the file is truncated", found=self._end, expected=self.at + nbytes)
         return nbytes
 
@@ -162,7 +162,7 @@ def open_tar(read: Read, path: Location, *, name: str) -> Stream:
     """Return the tar of torch 0.1. Raises CorruptError when a member is missing or cut."""
     members = _members(path, name)
     if missing := sorted(_MEMBERS - members.keys()):
-        raise CorruptError(f"{name}: has no member `{missing[0]}`")
+        raise CorruptError(f"{name} has no member `{missing[0]}`")
     stream = Stream(name, "tar", None)
     storages = _tar_storages(_Cursor(read, *members["storages"], name), stream)
     tensors = _tar_tensors(_Cursor(read, *members["tensors"], name), storages)

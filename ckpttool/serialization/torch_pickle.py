@@ -169,7 +169,7 @@ def persistent_load(pid: Any) -> Any:
         raise CorruptError(f"a persistent id of an unknown kind: {pid[0]!r}")
     _, kind, key, location, numel, *rest = pid
     if type(numel) is not int or numel < 0 or not isinstance(key, (str, int)):
-        raise CorruptError("a storage without a key or a size")
+        raise CorruptError("a storage has no key or no size")
     match rest:
         case [] | [None, *_]:
             view = None

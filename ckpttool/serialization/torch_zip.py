@@ -65,7 +65,7 @@ class Archive:
         """Return where the bytes of a record lie, once its local header has been read."""
         if record not in self.located:
             if record not in self.records:
-                raise CorruptError(f"{self.name}: has no record `{record}`", hint="the file is incomplete")
+                raise CorruptError(f"{self.name} has no record `{record}`", hint="the file is incomplete")
             self.located[record] = _locate(self, record, self.records[record])
         return self.located[record]
 
@@ -227,7 +227,7 @@ def _check_apart(taken: list[tuple[int, int]], limit: int, name: str) -> None:
 def _check_one(records: dict[str, Record], strays: list[str], name: str) -> None:
     """Check that there is one pickle: other readers ignore case, or take the first root that has one."""
     if second := next((s for s in strays if s.lower().rpartition("/")[2] == "data.pkl"), None):
-        raise CorruptError(f"{name}: has a second pickle, `{second}`: which is meant cannot be told", found=second)
+        raise CorruptError(f"{name} has a second pickle, `{second}`: which is meant cannot be told", found=second)
     lowered: dict[str, str] = {}
     for short in records:
         if lowered.setdefault(short.lower(), short) != short:
@@ -322,10 +322,10 @@ def resolve_item(read: Read, base: int, length: int, *, name: str, file: int, dt
     archive = open_archive(read, base, length, name=name, file=file)
     ref = load_tree(archive)
     if not isinstance(ref, TensorRef):
-        raise CorruptError(f"{name}: holds a value where the metadata says a tensor")
+        raise CorruptError(f"{name} holds a value where the metadata says a tensor")
     if ref.shape != sizes or ref.dtype != dtype:
         found, expected = f"{ref.dtype} {list(ref.shape)}", f"{dtype} {list(sizes)}"
-        message = f"{name}: holds {found}, but the metadata says {expected}"
+        message = f"{name} holds {found}, but the metadata says {expected}"
         hint = "the data file and `.metadata` are not of the same save"
         raise CorruptError(message, hint=hint, found=found, expected=expected)
     return archive.extent(ref)

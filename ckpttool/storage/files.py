@@ -280,7 +280,7 @@ def aligned(buffer: memoryview, offset: int, nbytes: int) -> memoryview:
 def ends_early(path: str, found: int, expected: int) -> CorruptError:
     """Return the error for a file that ends at byte `found`, before byte `expected`."""
     return CorruptError(
-        f"`{path}`: ends at byte {found}, but bytes up to {expected} are needed",
+        f"`{path}` ends at byte {found}, but bytes up to {expected} are needed",
         hint="the file is truncated or still being written",
         file=path,
         found=found,
@@ -353,7 +353,7 @@ def check_unchanged(before: Fingerprint) -> None:
 def changed(path: str) -> ReadError:
     """Return the error for a file that has changed since it was read."""
     return ReadError(
-        f"`{path}`: changed while it was being read",
+        f"`{path}` changed while it was being read",
         hint="a checkpoint that is still being written cannot be converted; run this again when it is complete",
         file=path,
     )

@@ -14,7 +14,7 @@ def shortage(path: str, needed: int, free: int, hint: str = FREE_SPACE) -> Stora
     """Return the error when more bytes are needed at `path` than are free, else None."""
     if needed <= free:
         return None
-    text = f"`{path}`: needs {size(needed)}, but {size(free)} are free"
+    text = f"`{path}` needs {size(needed)}, but {size(free)} are free"
     return StorageError(text, hint=hint, file=path, found=free, expected=needed)
 
 

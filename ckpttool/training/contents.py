@@ -184,7 +184,7 @@ def _chosen_part(catalogue: Catalogue, kind: str, name: str | None, path: str) -
     present = {dotted(part.root): part for part in parts.parts(catalogue) if part.kind == kind}
     if name is not None and name not in present:
         there = f"there is {', '.join(f'`{n}`' for n in present)}" if present else "there is none"
-        raise UsageError(f"`{path}`: has no {kind} under `{name}`", hint=meant(name, [*present], there))
+        raise UsageError(f"`{path}` has no {kind} under `{name}`", hint=meant(name, [*present], there))
     if name is not None:
         return present[name]
     if kind == "model" and len(present) > 1:
@@ -193,7 +193,7 @@ def _chosen_part(catalogue: Catalogue, kind: str, name: str | None, path: str) -
     if len(present) != 1:
         names = ", ".join(f"`{root}`" for root in present)
         hint = f"say which with `{kind}_key`: {names}" if present else "`ckpttool inspect` shows what is in it"
-        raise UsageError(f"`{path}`: has {len(present) or 'no'} {kind}s, and one is needed", hint=hint)
+        raise UsageError(f"`{path}` has {len(present) or 'no'} {kind}s, and one is needed", hint=hint)
     return next(iter(present.values()))
 
 

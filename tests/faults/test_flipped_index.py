@@ -85,7 +85,7 @@ def test_the_checksum(ours: Path, tmp_path: Path) -> None:
     index.write_bytes(data.replace(b"norm.weight", b"morm.weight"))
     assert "model.layers.0.morm.weight" in pickle.load(io.BytesIO(index.read_bytes())).state_dict_metadata
     assert [finding.gravity for finding in verify(path).findings][:1] == ["damage"]
-    with pytest.raises(CorruptError, match=r"`\.metadata`: has checksum [0-9a-f]{8}, but the writer left [0-9a-f]{8}"):
+    with pytest.raises(CorruptError, match=r"`\.metadata` has checksum [0-9a-f]{8}, but the writer left [0-9a-f]{8}"):
         ckpttool.convert(path, tmp_path / "out", to="torch")
 
 
@@ -153,7 +153,7 @@ def test_a_manifest_beside_it_is_read(tmp_path: Path) -> None:
     index.write_bytes(index.read_bytes().replace(b"norm.weight", b"morm.weight"))
     for use in (ckpttool.inspect, lambda path: ckpttool.convert(path, tmp_path / "out", to="torch")):
         with pytest.raises(
-            CorruptError, match=r"`\.metadata`: has SHA-256 \w{16}\.\.\., but \w{16}\.\.\. in `integrity\.json`"
+            CorruptError, match=r"`\.metadata` has SHA-256 \w{16}\.\.\., but \w{16}\.\.\. in `integrity\.json`"
         ):
             use(path)
     assert verify(path).findings[0].gravity == "damage"

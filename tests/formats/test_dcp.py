@@ -546,7 +546,7 @@ def test_tensors_without_elements(tmp_path: Path) -> None:
     said.size = said.chunks[0].sizes = torch.Size([0])
     (tmp_path / "ckpt" / ".metadata").write_bytes(pickle.dumps(metadata))
     with pytest.raises(
-        CorruptError, match=r"`d`: holds float32 \[3\], but the metadata says a tensor without"
+        CorruptError, match=r"`d` holds float32 \[3\], but the metadata says a tensor without"
     ) as caught:
         opened(tmp_path / "ckpt")
     assert caught.value.facts["concerns"] == ["d"]

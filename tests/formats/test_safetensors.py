@@ -414,7 +414,7 @@ def test_two_ranks_that_wrote_the_same_file(tmp_path: Path) -> None:
 def test_file_of_the_index_missing(tmp_path: Path) -> None:
     indexed(tmp_path)
     (tmp_path / "model-00002-of-00003.safetensors").unlink()
-    with pytest.raises(CorruptError, match=r"model-00002-of-00003.safetensors`: is not there, but the index"):
+    with pytest.raises(CorruptError, match=r"model-00002-of-00003.safetensors` is not there, but the index"):
         read(tmp_path)
 
 
@@ -495,7 +495,7 @@ def test_several_files_without_an_index(tmp_path: Path) -> None:
     assert sorted(t.name for t in catalogue.tensors) == list("abcdef")
     assert any("there is no index: 3 files" in str(w) for w in catalogue.warnings)
     (tmp_path / "model-00002-of-00003.safetensors").unlink()
-    with pytest.raises(CorruptError, match=r"model-00002-of-00003.safetensors`: is not there"):
+    with pytest.raises(CorruptError, match=r"model-00002-of-00003.safetensors` is not there"):
         read(tmp_path)
 
 

@@ -49,7 +49,7 @@ for name, make, pattern in (
     ("the largest header, all holes", file("model.safetensors", spelt(TEXT, length=100_000_000), size=200_000_000), "the header is not JSON: a zero at byte 65"),
     ("a payload that is a hole", header(TEXT, size=1 << 40), "end at"),
     ("bytes behind the tensors", header(TEXT, WEIGHTS + b"more"), "end at"),
-    ("a cut payload", header(TEXT, WEIGHTS[:10]), "tensor `w`: ends at byte 97, but the file ends at 83"),
+    ("a cut payload", header(TEXT, WEIGHTS[:10]), "tensor `w` ends at byte 97, but the file ends at 83"),
     ("nested 200,000 deep", header(DEEP), "the header is not JSON that can be read: it is nested too deeply"),
     ("a value nested 200,000 deep in metadata", header(b'{"__metadata__":' + DEEP + b"}"), "the header is not JSON that can be read: it is nested too deeply"),
     ("a million lists", header(b'{"w":[' + b"[]," * 8_000_000 + b"[]]}"), r"the header has up to \d+ values, more than the \d+ that JSON of \d+ bytes"),

@@ -122,7 +122,7 @@ def planner(**more: Any) -> Change:
 
 
 OUT = "outside the checkpoint"
-NOTHING = r"`w`.*: holds float32 \[2, 3\], but the metadata says a tensor without elements"
+NOTHING = r"`w`.* holds float32 \[2, 3\], but the metadata says a tensor without elements"
 LINK = "a link that leaves"
 SET = setattr
 DIRECTORIES = sys.getrecursionlimit()
@@ -179,16 +179,16 @@ for name, make, pattern in (
     ("an overlap of chunks", indexed(tiles([(0, 0), (0, 1)], (2, 2), (2, 3))), r"tensor `w` \[2, 3\] is not covered exactly: chunks at \[0, 0\] and \[0, 1\] overlap"),
     ("a chunk outside", indexed(tiles([(5, 0)], (2, 3), (2, 3))), r"tensor `w` \[2, 3\] is not covered exactly: chunk \[2, 3\] at \[5, 0\] reaches outside \[2, 3\]"),
     ("a chunk of a negative size", indexed(tiles([(0, 0)], (-2, -3), (2, 3))), r"tensor `w` \[2, 3\] is not covered exactly: chunk \[-2, -3\] at \[0, 0\] reaches outside \[2, 3\]"),
-    ("4,096 chunks in 12 dimensions", indexed(tiles(grid(12), (1,) * 12, (2,) * 12)), r"`__0_0\.distcp`: `w`: holds float32 \[2, 3\], but the metadata says float32 \[1, 1, 1, 1, 1,"),
+    ("4,096 chunks in 12 dimensions", indexed(tiles(grid(12), (1,) * 12, (2,) * 12)), r"`__0_0\.distcp`: `w` holds float32 \[2, 3\], but the metadata says float32 \[1, 1, 1, 1, 1,"),
     ("4,095 chunks in 12 dimensions", indexed(tiles(grid(12)[1:], (1,) * 12, (2,) * 12)), r"tensor `w` \[2, 2, 2, 2, 2, 2, 2, 2, 2, 2, 2, 2\] is not covered exactly: 1 of \d+"),
-    ("a tensor that is larger than said", indexed(tiles([(0, 0)], (2, 2), (2, 2))), r"`__0_0\.distcp`: `w`: holds float32 \[2, 3\], but the metadata says float32 \[2, 2\]"),
+    ("a tensor that is larger than said", indexed(tiles([(0, 0)], (2, 2), (2, 2))), r"`__0_0\.distcp`: `w` holds float32 \[2, 3\], but the metadata says float32 \[2, 2\]"),
     ("a tensor of 2**62 rows of nothing", indexed(tiles([(0, 0)], (2**62, 0), (2**62, 0))), NOTHING),
     ("a tensor of no rows", indexed(tiles([(0, 0)], (0, 3), (0, 3))), NOTHING),
     ("a tensor of nothing in the item of an object", indexed(tiles([(0,)], (0,), (0,)), lambda i: put("w", **vars(place(i, "lr")))(i)), "holds a value, but the metadata says a tensor without elements"),
     ("a tensor of 2**62 elements", indexed(tiles([(0,)], (2**62,), (2**62,))), r"2\*\*58 elements"),
-    ("a tensor of 2**57 elements", indexed(tiles([(0,)], (2**57,), (2**57,))), r"`w`: holds float32|needs [^ ]+ .?B, but [^ ]+ .?B are free|cannot write: file too large"),
-    ("a tensor of 2**40 elements", indexed(tiles([(0,)], (2**40,), (2**40,))), r"`w`: holds float32|needs [^ ]+ .?B, but [^ ]+ .?B are free|cannot write: file too large"),
-    ("the item of another tensor", indexed(lambda i: vars(place(i, "x")).update(vars(place(i, "w")))), r"`__0_0\.distcp`: `x`: holds float32 \[2, 3\], but the metadata says int64 \[4\]"),
+    ("a tensor of 2**57 elements", indexed(tiles([(0,)], (2**57,), (2**57,))), r"`w` holds float32|needs [^ ]+ .?B, but [^ ]+ .?B are free|cannot write: file too large"),
+    ("a tensor of 2**40 elements", indexed(tiles([(0,)], (2**40,), (2**40,))), r"`w` holds float32|needs [^ ]+ .?B, but [^ ]+ .?B are free|cannot write: file too large"),
+    ("the item of another tensor", indexed(lambda i: vars(place(i, "x")).update(vars(place(i, "w")))), r"`__0_0\.distcp`: `x` holds float32 \[2, 3\], but the metadata says int64 \[4\]"),
     ("an item behind the end", indexed(put("w", offset=10**9)), "outside the file"),
     ("an item across the end", indexed(put("w", length=10**9)), "outside the file"),
     ("an item before the beginning", indexed(put("w", offset=-8)), "outside the file"),

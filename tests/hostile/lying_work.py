@@ -186,5 +186,5 @@ for name, make in (
 lie(
     "work: a key of 130,000 elements above 10,000 entries",
     of(doubled(15, 10_000)),
-    r"a key of tuples with more than \d+ elements",
+    r"a key of tuples has more than \d+ elements",
 )

@@ -241,7 +241,7 @@ def test_like_is_another_checkpoint_and_says_what_it_lacks() -> None:
     parts.assign(reference)
     laid = chunking.like(started({"w": torch.zeros(4, 2)}), reference, "other")
     assert boxes_of(laid)["w"] == [(0, ((0, 0), (3, 2))), (1, ((3, 0), (1, 2)))]
-    with pytest.raises(UsageError, match='`like="other"`: has no tensor `u`'):
+    with pytest.raises(UsageError, match='`like="other"` has no tensor `u`'):
         chunking.like(started({"u": torch.zeros(4, 2)}), reference, "other")
     with pytest.raises(UsageError, match=r"tensor `v` is \[2\] there, but \[3\] here"):
         chunking.like(started({"v": torch.zeros(3)}), reference, "other")

@@ -770,7 +770,7 @@ def test_names_that_do_not_say_which_is_the_newest(tmp_path: Path) -> None:
     with pytest.raises(ReadError) as caught:
         inspect(tmp_path)
     assert caught.value.message == (
-        f"`{tmp_path}`: has 2 checkpoints, `best`, `final`, and nothing says which is the newest"
+        f"`{tmp_path}` has 2 checkpoints, `best`, `final`, and nothing says which is the newest"
     )
     (tmp_path / "best" / ".metadata").unlink()
     assert [f["name"] for f in inspect(tmp_path).facts["run"] if f["taken"]] == ["final"]

@@ -764,5 +764,5 @@ def test_what_only_looks_like_tuples_is_read(value: Any) -> None:
 
 def test_a_key_of_many_tuples_is_refused() -> None:
     data = b"\x80\x04}" + b")" + b"\x85" * 1500 + b"K\x01s."
-    with pytest.raises(CorruptError, match="a key of tuples nested more than"):
+    with pytest.raises(CorruptError, match="a key has tuples nested more than"):
         nesting.flatten(load(data), Catalogue("torch"), TensorRef, lambda *_: None)  # type: ignore[arg-type]

@@ -241,7 +241,7 @@ def test_a_file_that_changes_is_noticed(tmp_path: Path) -> None:
     for change in (longer, replaced, paths[1].unlink, lambda: os.utime(paths[1], ns=(1, 2))):
         before = made()
         change()
-        with pytest.raises(ReadError, match="b`: changed while it was being read"):
+        with pytest.raises(ReadError, match="b` changed while it was being read"):
             files.check_unchanged(before)
 
 

@@ -58,7 +58,7 @@ def test_what_changes_after_it_was_read_is_an_error(parts: tuple[list[Range], by
     path.write_bytes(changed)
     os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
     assert file.read(128) == data[:128], "not here"
-    with pytest.raises(ReadError, match=f"`{path}`: changed while it was being read"):
+    with pytest.raises(ReadError, match=f"`{path}` changed while it was being read"):
         file.read(1)
     with pytest.raises(ReadError, match="changed"):
         list(file.blocks())

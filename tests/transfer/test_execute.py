@@ -425,7 +425,7 @@ def test_a_source_that_is_cut_short(tmp_path: Path) -> None:
     source = many(tmp_path / "from")
     with open(source.catalogue.files[1].location, "r+b") as stream:
         stream.truncate(source.catalogue.files[1].size - 1)
-    with pytest.raises(CorruptError, match=r"1\.bin`: ends at byte \d+, but bytes up to \d+ are needed"):
+    with pytest.raises(CorruptError, match=r"1\.bin` ends at byte \d+, but bytes up to \d+ are needed"):
         moved(source, chunking.whole(layout.start(source.catalogue)), tmp_path / "to")
 
 

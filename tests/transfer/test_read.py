@@ -198,5 +198,5 @@ def test_a_file_that_ends_too_early(tmp_path: Path) -> None:
     tensor = source.add("w", torch.zeros(100))
     with open(source.catalogue.files[0].location, "r+b") as stream:
         stream.truncate(200)
-    with pytest.raises(CorruptError, match=r"0\.bin`: ends at byte 200, but bytes up to 403 are needed"):
+    with pytest.raises(CorruptError, match=r"0\.bin` ends at byte 200, but bytes up to 403 are needed"):
         gathered(source, tensor)

@@ -91,7 +91,7 @@ def read_index(path: str) -> Index:
         location = folder / name
         if not location.size():
             hint = "the save did not finish; use an older step"
-            raise CorruptError(f"`{location}`: is empty", hint=hint, file=location)
+            raise CorruptError(f"`{location}` is empty", hint=hint, file=location)
         manifest.check_index(folder, name, listed)
         with location.open() as stream:
             merger.add(metadata.read(stream, name), _rank(name))

@@ -85,7 +85,7 @@ class Items:
         if isinstance(tree, TensorRef) and 0 in tree.shape:
             return
         holds = f"{tree.dtype} {list(tree.shape)}" if isinstance(tree, TensorRef) else "a value"
-        text = f"{self._label(item, name)}: holds {holds}, but the metadata says a tensor without elements"
+        text = f"{self._label(item, name)} holds {holds}, but the metadata says a tensor without elements"
         hint = "the data file and `.metadata` are not of the same save"
         raise CorruptError(text, hint=hint, file=self._files[item.file].name, tensor=name)
 

@@ -32,7 +32,7 @@ def check_index(folder: Location, name: str, manifest: Manifest) -> None:
     expected = manifest.files.get(name, "").lower()
     found = _sha256(folder / name) if expected else ""
     if found != expected:
-        message = f"`{name}`: has SHA-256 {found[:16]}..., but {expected[:16]}... in `{NAME}`"
+        message = f"`{name}` has SHA-256 {found[:16]}..., but {expected[:16]}... in `{NAME}`"
         hint = f"its bytes changed; {_HINT}"
         raise CorruptError(message, hint=hint, file=folder / name, found=found, expected=expected)
 
@@ -43,7 +43,7 @@ def grown(files: Iterable[File], manifest: Manifest) -> Iterator[CorruptError]:
     for file in files:
         expected = manifest.sizes.get(file.name, file.size)
         if file.size > expected:
-            message = f"`{file.name}`: has {file.size} bytes, but {expected} in the manifest"
+            message = f"`{file.name}` has {file.size} bytes, but {expected} in the manifest"
             facts = {"file": file.name, "found": file.size, "expected": expected}
             yield CorruptError(message, hint=f"it is of another save; {_HINT}", **facts)
 

@@ -132,7 +132,7 @@ def _check_checksum(data: bytes, name: str) -> None:
         return
     left, crc = int.from_bytes(data[at + len(_CHECKSUM) : -2], "little"), crc32(memoryview(data)[:at])
     if crc != left:
-        message = f"`{name}`: has checksum {crc:08x}, but the writer left {left:08x}"
+        message = f"`{name}` has checksum {crc:08x}, but the writer left {left:08x}"
         hint = "its bytes changed after they were written; take another copy of the checkpoint"
         raise CorruptError(message, hint=hint, file=name, found=f"{crc:08x}", expected=f"{left:08x}")
 
@@ -251,7 +251,7 @@ class _Reader:
         properties, chunks = value.fields.get("properties"), value.fields.get("chunks")
         shape = _checked([value.fields.get("size")], "size")[0]
         if not isinstance(properties, classes.TensorProperties) or type(chunks) is not list:
-            raise CorruptError("a tensor without properties or chunks")
+            raise CorruptError("a tensor has no properties or chunks")
         check_shape(shape)
         offsets, sizes = _columns(chunks, len(shape))
         charge_alike(offsets)  # chunks are looked up by them, here and in what is done with the tensor
@@ -418,7 +418,7 @@ def _columns(chunks: list[Any], dims: int) -> tuple[list[Ints], list[Ints]]:
             for (columns,) in (run.use(1) for run in group):
                 # Tuples of integers only.
                 if not {"offsets", "sizes"} <= columns.keys():
-                    raise CorruptError("a chunk without offsets or sizes")
+                    raise CorruptError("a chunk has no offsets or sizes")
                 if set(map(len, chain(columns["offsets"], columns["sizes"]))) != {dims}:
                     raise CorruptError(f"a chunk does not have the {dims} dimensions of its tensor")
                 offsets += columns["offsets"]
@@ -446,7 +446,7 @@ def _positions(entry: StoredTensor, offsets: Sequence[Any], hints: Sequence[Any]
         except (TypeError, IndexError):
             is_expected = False
         if not is_expected and (type(at) is not tuple or set(map(type, at)) - {int}):
-            raise CorruptError("an item of a tensor without offsets")
+            raise CorruptError("an item of a tensor has no offsets")
         yield hint if is_expected else by_offsets.get(at)
 
 

@@ -289,4 +289,4 @@ def _raise(error: CkptError) -> NoReturn:
 
 
 def _no_storage(ref: TensorRef) -> NoReturn:
-    raise CorruptError("a tensor in an archive without storages")
+    raise CorruptError("an archive without storages has a tensor")

@@ -117,7 +117,7 @@ def _check(read: Read, at: int, length: int, name: str, expected: _ExpectedItem)
     else:
         tree = torch_zip.load_tree(torch_zip.open_archive(read, at, length, name=name))
         if isinstance(tree, TensorRef) and isinstance(entry, Item):
-            raise CorruptError(f"{name}: holds a tensor, and an object in the other checkpoint")
+            raise CorruptError(f"{name} holds a tensor, and an object in the other checkpoint")
 
 
 def _ends_at(read: Read, at: int, length: int, size: int) -> bool:

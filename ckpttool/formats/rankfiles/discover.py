@@ -127,7 +127,7 @@ def find(path: str) -> RankSet:
     names = _candidates(location)
     members = _rank_files(names, is_named=is_pattern) or _by_contents(_with_shards(names, any_of=is_pattern))
     if not members:
-        raise ReadError(f"`{path}`: has no rank files", hint="name the files: `'run/*rank*.pt'`", file=path)
+        raise ReadError(f"`{path}` has no rank files", hint="name the files: `'run/*rank*.pt'`", file=path)
     groups: dict[tuple[str, int | None, str], list[Member]] = defaultdict(list)
     for m in members:
         groups[m.stem, m.world, m.ending].append(m)
@@ -140,7 +140,7 @@ def find(path: str) -> RankSet:
             what = f"rank files of saves by {' and by '.join(map(str, worlds))} ranks"
             name = f"*world_size_{worlds[-1]}_rank_*"
         hint = f"name one: `'{(location.parent if is_pattern else location) / name}'`"
-        raise ReadError(f"`{location}`: has {what}: {some(patterns, 6)}", hint=hint, file=location, found=patterns)
+        raise ReadError(f"`{location}` has {what}: {some(patterns, 6)}", hint=hint, file=location, found=patterns)
     keys = _keys([stem for stem, _, _ in groups])
     sets = {keys[stem]: _by_rank(group) for (stem, _, _), group in groups.items()}
     used = {m.path for m in members}

@@ -30,7 +30,7 @@ def parse(text: bytes, name: str) -> tuple[dict[str, str], dict[str, Any]]:
     contents = strict_json.parse(text, name)
     weight_map = contents.get("weight_map") if isinstance(contents, dict) else None
     if not isinstance(weight_map, dict) or not all(isinstance(v, str) for v in weight_map.values()):
-        message = f"{name}: has no `weight_map` from tensors to files"
+        message = f"{name} has no `weight_map` from tensors to files"
         raise CorruptError(message, hint="the index was not written by huggingface_hub")
     metadata = contents.get("metadata")
     return weight_map, metadata if isinstance(metadata, dict) else {}

@@ -148,7 +148,7 @@ def _list(catalogue: Catalogue, path: Location, name: str, rank: int | None = No
     except ReadError:
         if path.exists() or path.is_link():
             raise
-        text = f"`{path}`: is not there, but the index names it"
+        text = f"`{path}` is not there, but the index names it"
         raise CorruptError(text, hint="copy the missing file too", file=path) from None
     catalogue.files.append(File(path, name, size, rank))
     return size
@@ -177,7 +177,7 @@ def _saved_offsets(header: Header, where: str) -> dict[str, Ints]:
 def open_file(root: Location, name: str) -> Catalogue:
     """Return the catalogue of one file, which an index may name too."""
     if _RANK_FILE.fullmatch(name) and len(rank_files(root)) > 1:
-        text, hint = f"`{root / name}`: holds one rank's pieces of tensors", f"name the directory: `{root or '.'}`"
+        text, hint = f"`{root / name}` holds one rank's pieces of tensors", f"name the directory: `{root or '.'}`"
         raise ReadError(text, hint=hint, file=name)
     reader = Reader(root, "one file")
     reader.add(name, given=True)
@@ -213,7 +213,7 @@ def _open_whole(
 ) -> Catalogue:
     """Return the catalogue of files of whole tensors: one of them, those of an index, or all."""
     if len(indexes) > 1 and _INDEX not in indexes:
-        text = f"`{root}`: has {len(indexes)} indexes, {some(indexes)}"
+        text = f"`{root}` has {len(indexes)} indexes, {some(indexes)}"
         raise ReadError(text, hint="name one of them itself", file=root)
     index_name = _INDEX if _INDEX in indexes else next(iter(indexes), None)
     if index_name is not None and _SINGLE not in whole:
@@ -231,7 +231,7 @@ def _open_listed(root: Location, names: Sequence[str]) -> Catalogue:
     for (stem, count), present in counts.items():
         if present < count:
             missing = next(n for n in sharding.file_names(stem, count) if n not in names)
-            text = f"`{root / missing}`: is not there, but `{stem}-...` are {count} files"
+            text = f"`{root / missing}` is not there, but `{stem}-...` are {count} files"
             raise CorruptError(text, hint="copy the missing file too", file=missing)
     reader = Reader(root, "one file" if len(names) == 1 else "several files without an index")
     for name in names:
@@ -285,7 +285,7 @@ def _files_of(tensors: Iterable[str], weight_map: Mapping[str, str], ties: Mappi
 def _open_ranks(root: Location, names: Sequence[str]) -> Catalogue:
     """Return the catalogue of rank files (one for each rank and file number of the rank's tensors)."""
     if not names:
-        raise ReadError(f"`{root}`: has no safetensors files", file=root)
+        raise ReadError(f"`{root}` has no safetensors files", file=root)
     numbers = [tuple(map(int, _RANK_FILE.fullmatch(name).groups())) for name in names]  # type: ignore[union-attr]
     present, count = {k for _, k, _ in numbers}, max(n for _, _, n in numbers)
     if len(present) < count:

@@ -111,7 +111,7 @@ def collect(folder: Location | None, source: str, catalogue: Catalogue, include:
                 "an `--assets` directory without weights"
             )
         if not assets.paths:
-            raise UsageError(f"`--assets {folder}`: has no config, tokenizer or anything of the kind")
+            raise UsageError(f"`--assets {folder}` has no config, tokenizer or anything of the kind")
         others = [name for name in folder.names() if _is_other(folder, name, assets)]
         if others:
             number = f"{plural(len(others), 'other file')} of `{folder}`"

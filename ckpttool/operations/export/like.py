@@ -65,7 +65,7 @@ def base(whole: CombinedSource, reference: references.Reference, patterns: Seque
     matches nothing in it."""
     if reference.source is None:
         hint = "name a checkpoint, in place of its config"
-        raise UsageError(f"`--fill-from {reference.path}`: has no weights", hint=hint)
+        raise UsageError(f"`--fill-from {reference.path}` has no weights", hint=hint)
     for pattern in patterns:
         if not any(map(any_of([pattern]), reference.known)):
             raise UsageError(
@@ -115,7 +115,7 @@ def mapped(
             best, by, most = model, keymap, fitting
     if by is None and name is not None:
         raise UsageError(
-            f"`--map {name}`: gives no tensor a name of `{reference.path}`, in either direction",
+            f"`--map {name}` gives no tensor a name of `{reference.path}`, in either direction",
             hint=f"names here are like `{next(iter(planned.tensors)).name}`, there like `{next(iter(wanted), '')}`",
         )
     found = _matched(planned, best, viewed, reference, config, head_dim) if name is None else None

@@ -37,7 +37,7 @@ def model_of(source: Catalogue, only: Sequence[str]) -> Catalogue:
         if not models:
             listed = some([str(part) for part in parts.parts(source)], 5)
             hint = f"the parts are {listed}; `--only PART` takes one of them"
-            raise UsageError("no model in this checkpoint", hint=hint)
+            raise UsageError("there is no model in this checkpoint", hint=hint)
         raise UsageError(
             f"there are {len(models)} models, and one can be exported: {some(names, 5)}",
             hint=f"pass `--only {names[0]}`, or `--only {names[1]}`",

@@ -208,7 +208,7 @@ def _mesh(to_world: int | None, to_mesh: str | None, like: str | None, rules: Ru
     given = [name for name, value in (("--to-world", to_world), ("--to-mesh", to_mesh), ("--like", like)) if value]
     if len(given) != 1:
         names = " and ".join(f"`{name}`" for name in given)
-        message = f"{names} exclude each other" if given else "no target layout given"
+        message = f"{names} exclude each other" if given else "no target layout is given"
         raise UsageError(message, hint="pass one of `--to-world N`, `--to-mesh shard=4,tp=2` and `--like OTHER`")
     if like and rules != rechunk.NO_RULES:
         hint = "leave one out"

@@ -61,7 +61,7 @@ def _files(
             yield damage("missing", name, "is missing, and the manifest has it", "copy it from elsewhere")
     for name in names if not manifest.crcs else ():
         if name not in listed.values():
-            yield Finding(SUSPECT, "unlisted", f"`{name}`: is not in the manifest", name)
+            yield Finding(SUSPECT, "unlisted", f"`{name}` is not in the manifest", name)
     listed = {known_as: name for known_as, name in listed.items() if name not in known}
     sizes = {name: root.inside(name).size() for name in listed.values()}
     for known_as, name in listed.items():
@@ -105,9 +105,9 @@ def _names(listed: list[Hashed], catalogue: Catalogue) -> Iterator[Finding]:
     names, listed_names = {t.name for t in catalogue.tensors}, dict.fromkeys(t.name for t in listed)
     for name in listed_names:
         if name not in names:
-            yield Finding(DAMAGE, "missing", f"tensor `{name}`: is in the manifest and not here", tensor=name)
+            yield Finding(DAMAGE, "missing", f"tensor `{name}` is in the manifest and not here", tensor=name)
     for name in sorted(names - listed_names.keys()):
-        yield Finding(SUSPECT, "unlisted", f"tensor `{name}`: is not in the manifest", tensor=name)
+        yield Finding(SUSPECT, "unlisted", f"tensor `{name}` is not in the manifest", tensor=name)
 
 
 def _tensors(run: Verification, expected: list[Hashed]) -> Iterator[Finding]:

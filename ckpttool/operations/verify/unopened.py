@@ -49,7 +49,7 @@ def check(run: Verification) -> Iterator[Finding]:
                 if file.name.endswith(".safetensors"):
                     read_header(partial(pool.read, file.location), 0, file.size, name=f"`{file.name}`")
                 elif not file.size:
-                    raise CorruptError(f"`{file.name}`: is empty", hint="the save or the copy did not end")
+                    raise CorruptError(f"`{file.name}` is empty", hint="the save or the copy did not end")
             except CkptError as error:
                 yield Finding.of(error, "archive", where=Where(file.name))
     yield from payloads.check(run)

@@ -337,7 +337,7 @@ def _from_cache(address: Address, api: HfApi) -> HubStore:
     snapshot = folder / "snapshots" / commit
     if not snapshot.is_dir() and not repo_files:
         raise ReadError(
-            f"`{address}`: is not in the cache, and `HF_HUB_OFFLINE` disables access to the Hub",
+            f"`{address}` is not in the cache, and `HF_HUB_OFFLINE` disables access to the Hub",
             hint="unset `HF_HUB_OFFLINE`",
             file=str(address),
         )

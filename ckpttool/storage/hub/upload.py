@@ -435,7 +435,7 @@ class _Upload:
         for pattern in keep if stale else ():
             if not fnmatch.filter(there, pattern):
                 raise UsageError(
-                    f"`--keep {pattern}`: matches no file of `{self.address}`",
+                    f"`--keep {pattern}` matches no file of `{self.address}`",
                     hint=f"these are to be removed: {some(sorted(stale), 8)}",
                 )
         self.deletions = sorted(self._path(name) for name in stale if not any(fnmatchcase(name, p) for p in keep))
@@ -508,7 +508,7 @@ class _Upload:
                 if target is None:
                     raise
                 raise OverwriteError(
-                    f"`--tag {tag}`: was created elsewhere during the upload, of commit {target}",
+                    f"`--tag {tag}` was created elsewhere during the upload, of commit {target}",
                     hint=f"the files are in commit {oid}; choose another name and run the command again",
                     file=str(self.address),
                 ) from error
@@ -569,7 +569,7 @@ class _Upload:
             for name, digests in self._digests.items()
             if (difference := listing.difference(repo_files.get(name), digests)) is not None
         ]
-        return differences + [f"`{name}`: was not deleted" for name in self.deletions if name in repo_files]
+        return differences + [f"`{name}` was not deleted" for name in self.deletions if name in repo_files]
 
 
 # Files on this machine ------------------------------------------------------------------------------------------------

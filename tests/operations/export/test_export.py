@@ -100,7 +100,7 @@ def test_of_two_models_one_is_asked_for(tmp_path: Path) -> None:
 
 
 def test_no_model_is_said(tmp_path: Path) -> None:
-    with pytest.raises(errors.UsageError, match="no model in this checkpoint"):
+    with pytest.raises(errors.UsageError, match="there is no model in this checkpoint"):
         ckpttool.export(saved(tmp_path / "a.pt", {"epoch": 3}), tmp_path / "out")
 
 

@@ -141,7 +141,7 @@ def test_a_source_that_changes_on_the_way(store: Hub, tmp_path: Path, touched: b
         ckpttool.export(source, "hf://me/model", card=False)
         assert store.files("me/model")["model.safetensors"] == source.read_bytes()
         return
-    with pytest.raises(ReadError, match=f"`{source}`: changed while it was being read") as raised:
+    with pytest.raises(ReadError, match=f"`{source}` changed while it was being read") as raised:
         ckpttool.export(source, "hf://me/model")
     assert raised.value.exit_code == 3 and raised.value.hint and store.failed == 1
     assert store.history("me/model") == ["initial commit"]
