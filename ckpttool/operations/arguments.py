@@ -6,6 +6,7 @@ import os
 import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from ckpttool.catalogue import parts
 from ckpttool.catalogue.entries import Catalogue, Part
@@ -16,6 +17,9 @@ from ckpttool.layout.rename import rename_entries, strip_wrappers
 from ckpttool.serialization.manifest import NAME
 from ckpttool.storage.stores import is_remote, local_path
 from ckpttool.text import meant, parse_size
+
+if TYPE_CHECKING:
+    import torch
 
 # What Python, the catalogue and the buffers of the standard library need on top of the transfer's own.
 BASE_MEMORY = 48 << 20
@@ -137,6 +141,12 @@ def stripper(selection: Selection, *planned: Catalogue) -> Callable[[str], str]:
     if not any(strip(tensor.fqn).startswith(prefix) for one in planned for tensor in one.tensors):
         raise UsageError(f"`--strip-prefix {selection.strip_prefix}`: no tensor of a model has this prefix")
     return lambda name: strip(name).removeprefix(prefix)
+
+
+def dtypes(value: str | torch.dtype | Sequence[str | torch.dtype] | None) -> list[str]:
+    """Return the rules of `dtype` as text: those that are text, and a dtype of torch by its name."""
+    rules = [value] if isinstance(value, str) or not isinstance(value, Sequence) else value
+    return [str(rule).removeprefix("torch.") for rule in rules if rule is not None]
 
 
 def check_dtypes(dtype: Sequence[str], planned: Catalogue) -> None:

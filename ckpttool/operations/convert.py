@@ -7,11 +7,11 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import TYPE_CHECKING
 
 from ckpttool import formats
 from ckpttool.catalogue import boxes, parts
 from ckpttool.catalogue.entries import Catalogue, Path, Tensor, dotted
-from ckpttool.catalogue.patterns import several
 from ckpttool.catalogue.protocols import TENSOR_CLASS, Format, SinkOptions, Source
 from ckpttool.catalogue.validation import stop_at_fault, validate
 from ckpttool.catalogue.warning import Warning
@@ -35,6 +35,9 @@ from ckpttool.text import plural, some
 from ckpttool.transfer.read import read_box
 from ckpttool.transfer.threads import Progress
 
+if TYPE_CHECKING:
+    import torch
+
 
 def convert(
     src: str | os.PathLike[str],
@@ -49,7 +52,7 @@ def convert(
     rename: str | Sequence[str] = (),
     strip_wrappers: bool = False,
     strip_prefix: str | None = None,
-    dtype: str | Sequence[str] = (),
+    dtype: str | torch.dtype | Sequence[str | torch.dtype] = (),
     max_shard_size: int | str | None = None,
     to_world: int | None = None,
     tensor_class: str | None = None,
@@ -95,8 +98,8 @@ def convert(
         rename: rules `OLD=NEW`, in which `*` captures; `@FILE` reads rules.
         strip_wrappers: whether to remove the wrappers of DDP, FSDP and `torch.compile`, such as `module.`, from names.
         strip_prefix: a prefix to remove from the names of the model.
-        dtype: dtypes to cast floating-point tensors to: `bfloat16`, or `norm*=float32` for some; the first match
-            applies.
+        dtype: dtypes to cast floating-point tensors to: `bfloat16` (also as `torch.bfloat16`), or `norm*=float32` for
+            some; the first match applies.
         max_shard_size: most bytes of a file, a number or text such as `5GB`; None does not split.
         to_world: number of ranks to shard for (`dcp` and `fsdp1`); None keeps the shards.
         tensor_class: class of sharded tensors, `sharded_tensor`, `dtensor`, `dtensor:DEVICE` or `dtensor:DEVICE:NAME`
@@ -144,7 +147,7 @@ def convert(
     most, memory = arguments.size(max_shard_size, "--max-shard-size"), arguments.memory(max_memory)
     run = arguments.path(like)
     options = ConvertOptions(
-        selection, several(dtype), most, to_world, tensor_class, optim_keys, optim_root, producer, run, key_map
+        selection, arguments.dtypes(dtype), most, to_world, tensor_class, optim_keys, optim_root, producer, run, key_map
     )
     how = WriteOptions(overwrite, dry_run, threads, memory, check, progress, resume, *arguments.manifest(manifest, dst))
     hub = publish.options(private, public, tag, commit_message, arguments.path(stage), not_secret)

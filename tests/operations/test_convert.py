@@ -237,7 +237,7 @@ def test_strip_prefix(tmp_path: Path) -> None:
 
 def test_dtype(tmp_path: Path) -> None:
     saved = original("torch/full")
-    found = converted(tmp_path, dtype=["bfloat16"], check=True)
+    found = converted(tmp_path, dtype=torch.bfloat16, check=True)
     assert_same(found["model"], type(saved["model"])(
         (k, v.bfloat16() if v.is_floating_point() else v) for k, v in saved["model"].items()))  # fmt: skip
     assert_same(found["optim"], saved["optim"])

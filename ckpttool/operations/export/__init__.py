@@ -11,6 +11,7 @@ import os
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 from ckpttool import formats
 from ckpttool.catalogue.patterns import several
@@ -25,6 +26,9 @@ from ckpttool.storage.stores import Location, local_path
 from ckpttool.text import meant
 from ckpttool.transfer.check_destination import check_written
 from ckpttool.transfer.threads import Progress
+
+if TYPE_CHECKING:
+    import torch
 
 _SAFETENSORS = formats.named("safetensors")
 # Suffixes of files of weights, and what makes such a file of a directory; nothing where `convert` writes it.
@@ -46,7 +50,7 @@ def export(
     key_map: str | None = None,
     names: str = NAMES[0],
     head_dim: int | None = None,
-    dtype: str | Sequence[str] = (),
+    dtype: str | torch.dtype | Sequence[str | torch.dtype] = (),
     dtype_strict: bool = False,
     max_shard_size: int | str | None = None,
     assets: str | os.PathLike[str] | None = None,
@@ -94,8 +98,8 @@ def export(
         names: whether the names are those of released files (`released`) or those that transformers has in memory
             (`memory`).
         head_dim: elements of an attention head, if no config has it.
-        dtype: dtypes to cast floating-point tensors to: `bfloat16`, or `norm*=float32` for some; the first match
-            applies.
+        dtype: dtypes to cast floating-point tensors to: `bfloat16` (also as `torch.bfloat16`), or `norm*=float32` for
+            some; the first match applies.
         dtype_strict: whether to cast also what the model's library keeps in float32, such as the bias of routers.
         max_shard_size: most bytes of a file of weights, a number or text such as `512MiB`; None is 5 GB.
         assets: directory or Hub repository with config, tokenizer and code; None looks beside the weights.
@@ -152,7 +156,7 @@ def export(
         key_map,
         names,
         head_dim,
-        several(dtype),
+        arguments.dtypes(dtype),
         dtype_strict,
         most,
         beside,
