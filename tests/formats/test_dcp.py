@@ -531,7 +531,7 @@ def test_what_lies_beside_is_said(tmp_path: Path) -> None:
     said = [*map(str, FORMAT.open(str(tmp_path / "ckpt")).catalogue.warnings)]
     assert any("2 data files of 9 bytes are not mentioned" in w and "`__7_0.distcp`" in w for w in said)
     assert any("`.metadata.tmp`" in w for w in said)
-    assert any("1 files are not mentioned by the index: `meta.pt`" in w for w in said)
+    assert any("files that the index does not mention: `meta.pt`" in w for w in said)
     assert any("1 data files are empty" in w and "`__8_0.distcp`" in w for w in said)
 
 

@@ -270,7 +270,7 @@ def test_whole_tensors_beside_pieces(tmp_path: Path) -> None:
     safetensors.torch.save_file(some_state(), tmp_path / "model.safetensors")
     catalogue = read(tmp_path)
     check(catalogue, some_state())
-    assert any("2 safetensors files are left aside" in str(w) for w in catalogue.warnings)
+    assert any("safetensors files that are left aside: `" in str(w) for w in catalogue.warnings)
 
 
 def test_state_whose_state_file_is_gone(tmp_path: Path) -> None:
@@ -279,7 +279,7 @@ def test_state_whose_state_file_is_gone(tmp_path: Path) -> None:
     (tmp_path / "out" / "ckpttool.json").unlink()
     catalogue = read(tmp_path / "out")
     check(catalogue, {k: v for k, v in read_back(tmp_path / "from").items() if isinstance(v, torch.Tensor)})
-    assert any("files are left aside: `model-ema.safetensors`" in str(w) for w in catalogue.warnings)
+    assert any("files that are left aside: `model-ema.safetensors`" in str(w) for w in catalogue.warnings)
 
 
 def read_back(folder: Path) -> Any:
@@ -448,7 +448,7 @@ def test_tensor_that_the_index_forgot(tmp_path: Path) -> None:
     put_index(tmp_path, index)
     catalogue = read(tmp_path)
     assert ("b",) in catalogue.entries
-    assert any("1 tensors are in the files but not in" in str(w) and "`b`" in str(w) for w in catalogue.warnings)
+    assert any("tensors in the files that `" in str(w) and "`b`" in str(w) for w in catalogue.warnings)
 
 
 def test_name_in_two_files_of_the_index(tmp_path: Path) -> None:
@@ -467,6 +467,16 @@ def test_files_beside_the_index(tmp_path: Path) -> None:
     assert any("left aside: `consolidated.safetensors`" in str(w) for w in catalogue.warnings)
 
 
+def test_files_of_torch_beside_the_weights_are_told(tmp_path: Path) -> None:
+    """A script may have saved its optimizer there, which a conversion of the directory leaves out."""
+    safetensors.torch.save_file(some_state(), tmp_path / "model.safetensors")
+    (tmp_path / "README.md").touch()
+    assert read(tmp_path).warnings == []
+    torch.save({"state": {}}, tmp_path / "optimizer.pt")
+    (told,) = read(tmp_path).warnings
+    assert (told.kind, told.text) == ("left-out", "left out, no safetensors: `optimizer.pt`")
+
+
 def test_single_file_before_the_index(tmp_path: Path) -> None:
     """As transformers does."""
     indexed(tmp_path)
@@ -474,7 +484,7 @@ def test_single_file_before_the_index(tmp_path: Path) -> None:
     catalogue = read(tmp_path)
     check(catalogue, {"w": torch.ones(3)})
     assert any("`model.safetensors.index.json` is left aside" in str(w) for w in catalogue.warnings)
-    assert any("3 safetensors files are left aside" in str(w) for w in catalogue.warnings)
+    assert any("safetensors files that are left aside: `" in str(w) for w in catalogue.warnings)
 
 
 def test_two_indexes(tmp_path: Path) -> None:
@@ -971,7 +981,7 @@ def test_state_file_cut(state_folder: Path) -> None:
 def test_state_with_a_tensor_too_many(state_folder: Path) -> None:
     changed(state_folder, lambda s, e: s["entries"].remove(e[("z",)]))
     assert any(
-        "1 tensors are in the files but not in `ckpttool.json`: `z`" in str(w) for w in read(state_folder).warnings
+        "tensors in the files that `ckpttool.json` does not name: `z`" in str(w) for w in read(state_folder).warnings
     )
 
 

@@ -204,7 +204,7 @@ def _other_file_warnings(sizes: Mapping[str, int], mentioned: set[str], indexes:
     if stale_indexes:
         warnings.append(Warning("stale-index", f"stale index files are ignored: {some(stale_indexes)}"))
     if others:
-        text = f"{len(others)} files are not mentioned by the index: {some(others)}"
+        text = f"files that the index does not mention: {some(others)}"
         warnings.append(Warning("unlisted-file", text, names=tuple(others)))
     if empty:
         text = f"{len(empty)} data files are empty, left by an interrupted save: {some(empty)}"

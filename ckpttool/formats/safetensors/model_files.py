@@ -30,6 +30,7 @@ MODEL = Part("model")
 SHARDING = "DCP_SHARDING_INFO"
 _DCP_KEYS = {SHARDING, "DCP_VERSION"}
 _SINGLE, _INDEX = f"model{SUFFIX}", f"model{index.SUFFIX}"
+_OF_TORCH = (".pt", ".pth", ".bin", ".ckpt")  # suffixes that weights and state of optimizers have
 _RANK_FILE = re.compile(r"shard-(\d+)-model-(\d+)-of-(\d+)\.safetensors")
 _NUMBERED = re.compile(r"(.+)-(\d{5})-of-(\d{5})\.safetensors")
 _NO_SIZES = Warning(
@@ -200,8 +201,10 @@ def open_directory(root: Location, names: Sequence[str], only: Collection[str] |
     catalogue = _open_whole(root, whole, indexes, only)
     used = {f.name for f in catalogue.files}
     if unused := [n for n in model_files if n not in used]:
-        text = f"{len(unused)} safetensors files are left aside: {some(unused)}"
+        text = f"safetensors files that are left aside: {some(unused)}"
         catalogue.warnings.append(Warning("unused-file", text))
+    if others := [n for n in names if n.endswith(_OF_TORCH)]:
+        catalogue.warnings.append(Warning("left-out", f"left out, no safetensors: {some(others)}"))
     if rank_files(sharded) and any(not t.shape for t in catalogue.tensors):
         text = f"torch's consolidation writes 0-d tensors as zeros: `{SHARDED}/` has them as they were saved"
         catalogue.warnings.append(Warning("suspect-values", text))
@@ -271,7 +274,7 @@ def open_indexed(root: Location, index_name: str, only: Collection[str] | None =
     if needed is not None and len(needed) < len(names):
         catalogue.facts["partial"] = tuple(weight_map)
     if unlisted:
-        text = f"{len(unlisted)} tensors are in the files but not in `{index_name}`: {some(unlisted)}"
+        text = f"tensors in the files that `{index_name}` does not name: {some(unlisted)}"
         catalogue.warnings.append(Warning("unlisted-tensor", text, file=index_name))
     return catalogue
 

@@ -87,6 +87,6 @@ def _open_state(root: Location) -> Catalogue:
     state_json.parse(read_json(root / state_json.NAME), catalogue, find, where)
     unlisted = [n for file, (_, header) in headers.items() for n in header.tensors if (file, n) not in used]
     if unlisted:
-        text = f"{len(unlisted)} tensors are in the files but not in `{state_json.NAME}`: {some(unlisted)}"
+        text = f"tensors in the files that `{state_json.NAME}` does not name: {some(unlisted)}"
         catalogue.warnings.append(Warning("unlisted-tensor", text, file=state_json.NAME))
     return catalogue
