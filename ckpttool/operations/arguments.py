@@ -6,7 +6,7 @@ import os
 import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 from ckpttool.catalogue import parts
 from ckpttool.catalogue.entries import Catalogue, Part
@@ -17,9 +17,6 @@ from ckpttool.layout.rename import rename_entries, strip_wrappers
 from ckpttool.serialization.manifest import NAME
 from ckpttool.storage.stores import is_remote, local_path
 from ckpttool.text import meant, parse_size
-
-if TYPE_CHECKING:
-    import torch
 
 # What Python, the catalogue and the buffers of the standard library need on top of the transfer's own.
 BASE_MEMORY = 48 << 20
@@ -143,7 +140,15 @@ def stripper(selection: Selection, *planned: Catalogue) -> Callable[[str], str]:
     return lambda name: strip(name).removeprefix(prefix)
 
 
-def dtypes(value: str | torch.dtype | Sequence[str | torch.dtype] | None) -> list[str]:
+class DtypeOfTorch(Protocol):
+    """A dtype of torch, such as `torch.bfloat16`."""
+
+    @property
+    def is_floating_point(self) -> bool:
+        """Whether its elements are floating-point numbers."""
+
+
+def dtypes(value: str | DtypeOfTorch | Sequence[str | DtypeOfTorch] | None) -> list[str]:
     """Return the rules of `dtype` as text: those that are text, and a dtype of torch by its name."""
     rules = [value] if isinstance(value, str) or not isinstance(value, Sequence) else value
     return [str(rule).removeprefix("torch.") for rule in rules if rule is not None]

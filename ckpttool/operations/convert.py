@@ -7,7 +7,6 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING
 
 from ckpttool import formats
 from ckpttool.catalogue import boxes, parts
@@ -23,7 +22,7 @@ from ckpttool.layout.rename import rename_entries, without_root
 from ckpttool.layout.views import Viewed
 from ckpttool.operations import arguments, mapped_state, publish, start, write
 from ckpttool.operations import reference as references
-from ckpttool.operations.arguments import Selection
+from ckpttool.operations.arguments import DtypeOfTorch, Selection
 from ckpttool.operations.write import Conversion, Planned, WriteOptions
 from ckpttool.producers import float32_names, writable
 from ckpttool.producers.arrange import LayoutBuilder
@@ -34,9 +33,6 @@ from ckpttool.storage.stores import local_path
 from ckpttool.text import plural, some
 from ckpttool.transfer.read import read_box
 from ckpttool.transfer.threads import Progress
-
-if TYPE_CHECKING:
-    import torch
 
 
 def convert(
@@ -52,7 +48,7 @@ def convert(
     rename: str | Sequence[str] = (),
     strip_wrappers: bool = False,
     strip_prefix: str | None = None,
-    dtype: str | torch.dtype | Sequence[str | torch.dtype] = (),
+    dtype: str | DtypeOfTorch | Sequence[str | DtypeOfTorch] = (),
     max_shard_size: int | str | None = None,
     to_world: int | None = None,
     tensor_class: str | None = None,

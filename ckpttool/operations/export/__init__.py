@@ -11,12 +11,12 @@ import os
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 from ckpttool import formats
 from ckpttool.catalogue.patterns import several
 from ckpttool.errors import UsageError
 from ckpttool.operations import arguments, publish, write
+from ckpttool.operations.arguments import DtypeOfTorch
 from ckpttool.operations.export.plan import NAMES, Export, Exported, ExportOptions, planned
 from ckpttool.operations.publish import HubOptions
 from ckpttool.operations.write import WriteOptions
@@ -26,9 +26,6 @@ from ckpttool.storage.stores import Location, local_path
 from ckpttool.text import meant
 from ckpttool.transfer.check_destination import check_written
 from ckpttool.transfer.threads import Progress
-
-if TYPE_CHECKING:
-    import torch
 
 _SAFETENSORS = formats.named("safetensors")
 # Suffixes of files of weights, and what makes such a file of a directory; nothing where `convert` writes it.
@@ -50,7 +47,7 @@ def export(
     key_map: str | None = None,
     names: str = NAMES[0],
     head_dim: int | None = None,
-    dtype: str | torch.dtype | Sequence[str | torch.dtype] = (),
+    dtype: str | DtypeOfTorch | Sequence[str | DtypeOfTorch] = (),
     dtype_strict: bool = False,
     max_shard_size: int | str | None = None,
     assets: str | os.PathLike[str] | None = None,
