@@ -11,7 +11,7 @@ from ckpttool.catalogue.patterns import any_of
 from ckpttool.errors import UsageError
 from ckpttool.text import meant
 
-_LONGEST = 1000
+_MAX_LENGTH = 1000
 _OPERATORS: dict[type[ast.cmpop], Callable[[float, float], bool]] = {
     ast.Gt: operator.gt,
     ast.GtE: operator.ge,
@@ -43,7 +43,7 @@ def condition(text: str, columns: Columns, flag: str) -> Condition:
     text.
     """
     try:
-        tree = ast.parse(text.strip(), mode="eval") if len(text) <= _LONGEST else None
+        tree = ast.parse(text.strip(), mode="eval") if len(text) <= _MAX_LENGTH else None
     except (SyntaxError, ValueError, RecursionError, MemoryError):
         tree = None
     parsing = _Parsing(text, columns, flag)

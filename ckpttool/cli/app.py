@@ -19,7 +19,7 @@ from ckpttool.cli.terminal import out
 from ckpttool.errors import INTERRUPTED, TERMINATED, UsageError
 from ckpttool.version import __version__
 
-_WIDEST = 160  # columns of `--help`, on a terminal that has them
+_MAX_WIDTH = 160  # columns of `--help`, on a terminal that has them
 _COMPLETE = "_CKPTTOOL_COMPLETE"  # the variable in which a completion script asks
 
 
@@ -121,7 +121,7 @@ def application() -> Application:
         help="Inspect, convert, reshard, compare, verify and export PyTorch training checkpoints, bit for bit.",
         epilog="`ckpttool COMMAND --help` shows a command's options and examples.\n\nMore: docs/reference/cli.md",
         no_args_is_help=True,
-        context_settings={"help_option_names": ["-h", "--help"], "max_content_width": _WIDEST},
+        context_settings={"help_option_names": ["-h", "--help"], "max_content_width": _MAX_WIDTH},
         params=[
             _immediate("--version", _print_version, "Print the version and exit."),
             _immediate("--install-completion [SHELL]", _install_completion, "Install completion (bash, zsh, fish)."),

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 _SHOWN = 20  # findings, and tensors of a list
 _SPARKS = "▁▂▃▄▅▆▇█"
-_LONGEST = 40  # bars
+_MAX_BARS = 40  # bars
 _PLACE = ("name", "part", "moment", "layer", "expert", "dtype")
 _FIGURES = ("rms", "absmax", "min", "max")
 
@@ -215,7 +215,7 @@ def number(value: float | None) -> str:
     return "-" if value is None else f"{value:.4g}"
 
 
-def spark(values: Sequence[float], longest: int = _LONGEST) -> str:
+def spark(values: Sequence[float], longest: int = _MAX_BARS) -> str:
     """Return a bar for each of several numbers, the longest for the largest; nothing for one number. Pure."""
     if len(values) < 2:
         return ""

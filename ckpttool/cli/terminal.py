@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 _STYLES = {"bold": "bold", "dim": "dim", "red": "bold red", "green": "green", "yellow": "yellow"}  # as rich calls them
 _GAP = 2
-_LEAST = 20  # columns of a clipped text, before others become narrower
+_MIN_WIDTH = 20  # columns of a clipped text, before others become narrower
 _SPACE = "\0"  # for a leading space, which tabulate would remove; `safe` escapes it in the text itself
 
 
@@ -258,7 +258,7 @@ class Terminal:
                 justify="right" if i in right else "left",
                 no_wrap=i not in wrap | clip,
                 overflow="fold" if i in wrap else "ellipsis",
-                max_width=max(room // len(narrowed), _LEAST) if i in clip else None,
+                max_width=max(room // len(narrowed), _MIN_WIDTH) if i in clip else None,
             )
         for row in rows:
             cells = ((i, _as_styled(row[i])) for i in widths)

@@ -35,7 +35,7 @@ def detect(path: str) -> Format:
 
 def _unknown_pattern(path: str, location: Location) -> ReadError:
     names = [str(name) for name in location.matches()]
-    text = f"`{path}`: matches no files of ranks"
+    text = f"`{path}` matches no files of ranks"
     if not names:
         return ReadError(text, hint="name a file or a directory", file=path)
     return ReadError(f"{text}, but {some(names)}", hint=f"name one: `{names[0]}`", file=path, found=names)

@@ -325,7 +325,7 @@ class Unstack(_OfStack):
         for row in table:
             for one in row.values():
                 _check_axis(self.axis, len(one.shape), one.shape)
-                fits = one.shape[self.axis] * len(row) <= _MOST
+                fits = one.shape[self.axis] * len(row) <= _MAX_TENSORS
                 _check(fits, f"a tensor of shape {_listed([one.shape])} is no stack")
         return [
             {
@@ -558,7 +558,7 @@ class Pad(Resize):
         return Trim(self.axis, self._before(), self.size)
 
 
-_MOST = 1 << 18  # tensors that one is unstacked to
+_MAX_TENSORS = 1 << 18  # tensors that one is unstacked to
 
 
 def parse_operation(data: Any) -> Operation | None:
@@ -583,7 +583,7 @@ def parse_operation(data: Any) -> Operation | None:
             return (Concat if name == "concat" else Split)(axis)
         case ("concat" | "split" as name, {"axis": int() as axis, **rest}) if _is_axis(axis):
             parts, groups = rest.pop("parts", []), rest.pop("groups", 1)
-            parts = [1] * parts if type(parts) is int and 0 < parts <= _MOST else parts
+            parts = [1] * parts if type(parts) is int and 0 < parts <= _MAX_TENSORS else parts
             if isinstance(parts, list) and all(map(_is_number, parts)) and _is_number(groups) and not rest:
                 return (Concat if name == "concat" else Split)(axis, tuple(parts), groups)
         case ("trim" | "pad" as name, {"axis": int() as axis, "size": size, **rest}) if _is_axis(axis):

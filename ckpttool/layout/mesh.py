@@ -24,7 +24,7 @@ Placements = Mapping[str, int]
 """Which dimension of a tensor each dimension of the mesh cuts: `{"shard": 0, "tp": 1}`; one not named replicates."""
 
 _NAMES = {"shard": "shard", "dp": "shard", "fsdp": "shard", "replicate": "replicate", "ddp": "replicate", "tp": "tp"}
-_MOST = 1 << 20
+_MAX_WORLD = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,8 +49,8 @@ class Mesh:
 
 def world_mesh(ranks: int) -> Mesh:
     """Return the mesh with all ranks in one sharded dimension. Raises UsageError for an invalid number."""
-    if not 1 <= ranks <= _MOST:
-        raise UsageError(f"`--to-world {ranks}`: a world has at least one rank and at most {_MOST}")
+    if not 1 <= ranks <= _MAX_WORLD:
+        raise UsageError(f"`--to-world {ranks}`: a world has at least one rank and at most {_MAX_WORLD}")
     return Mesh(("shard",), (ranks,))
 
 
@@ -62,14 +62,14 @@ def parse_mesh(text: str) -> Mesh:
         if name not in _NAMES:
             hint = meant(name, list(_NAMES), "the dimensions are `replicate`, `shard` and `tp`, outermost first")
             raise UsageError(f"{flag}: there is no mesh dimension `{name}`", hint=hint)
-        if not _is_number(size) or not 1 <= int(size) <= _MOST:
+        if not _is_number(size) or not 1 <= int(size) <= _MAX_WORLD:
             raise UsageError(f"{flag}: `{part}` is not a dimension and its size", hint="write `shard=4,tp=2`")
         if _NAMES[name] in sizes:
             raise UsageError(f"{flag}: the dimension `{_NAMES[name]}` is there twice")
         sizes[_NAMES[name]] = int(size)
     mesh = Mesh(tuple(sizes), tuple(sizes.values()))
-    if mesh.world > _MOST:
-        raise UsageError(f"{flag}: a world of {mesh.world} ranks; at most {_MOST}")
+    if mesh.world > _MAX_WORLD:
+        raise UsageError(f"{flag}: a world of {mesh.world} ranks; at most {_MAX_WORLD}")
     return mesh
 
 

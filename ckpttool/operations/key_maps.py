@@ -18,7 +18,7 @@ from ckpttool.serialization import strict_json
 from ckpttool.storage.stores import local_path
 from ckpttool.text import meant
 
-_LARGEST = 1 << 24
+_MAX_SIZE = 1 << 24
 # Not `importlib.resources`, which takes ten milliseconds: the package is always a directory.
 FOLDER = local_path(__file__).parent / "keymaps"
 _GENERATED = "-transformers"  # ends the names of generated maps
@@ -64,7 +64,7 @@ def chosen(
             return own if released and not own.fits(reference, config) else None
         return next((keymap for keymap in known() if keymap.fits(names, config)), None)
     if name.endswith(".json"):
-        return parse(strict_json.parse_written(local_path(name).head(_LARGEST), f"`{name}`"), name)
+        return parse(strict_json.parse_written(local_path(name).head(_MAX_SIZE), f"`{name}`"), name)
     maps = {keymap.name: keymap for keymap in known()}
     by_type = generated(name.removesuffix(_GENERATED)) if name.endswith(_GENERATED) else None
     if by_type is not None:

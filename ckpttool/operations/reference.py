@@ -26,7 +26,7 @@ from ckpttool.serialization import strict_json
 from ckpttool.storage.stores import Location, locate
 from ckpttool.text import some
 
-_LARGEST_CONFIG = 16 << 20
+_MAX_CONFIG = 16 << 20
 
 
 @dataclass(slots=True)
@@ -114,7 +114,7 @@ def _model(source: Catalogue, path: str, only: list[str]) -> Catalogue:
 
 
 def _of_config(path: str, location: Location) -> Reference:
-    config = strict_json.parse(location.head(_LARGEST_CONFIG), f"`{path}`")
+    config = strict_json.parse(location.head(_MAX_CONFIG), f"`{path}`")
     expected = architecture.expected(config) if isinstance(config, dict) else "it is no object"
     if isinstance(expected, str):
         hint = "name a checkpoint, or install what is missing: `pip install transformers`"

@@ -55,8 +55,8 @@ _ASSIGNED = re.compile(
 _NETRC = re.compile(rb"(?m)(?:^|\")[ \t]*machine[ \t]+\S+\s+login[ \t]+\S+\s+password[ \t]+(?P<value>\S{6,})")
 _UNPREFIXED = {"a secret": _ASSIGNED, "a password of .netrc": _NETRC}
 # Without a literal to look for, these are searched for in files of people's size only, not in vocabularies.
-_LARGEST_UNPREFIXED = 1 << 20
-_LEAST_ENTROPY = 2.5  # bits of a character; gitleaks has 2 to 3 for most
+_MAX_UNPREFIXED = 1 << 20
+_MIN_ENTROPY = 2.5  # bits of a character; gitleaks has 2 to 3 for most
 _PLACEHOLDER = re.compile(rb"EXAMPLE$|(?i:x{8}|your|placeholder|changeme|^password$|^passwd$|^secret$|^token$)")
 _SHORT = 64  # bytes of a string; each mention of it is looked at
 _BLOCK, _OVERLAP = 8 << 20, 8 << 10
@@ -87,7 +87,7 @@ class Secret(NamedTuple):
 
 def in_text(text: bytes) -> tuple[int, str] | None:
     """Return the line and the kind of the first secret in a text, or None. Pure."""
-    patterns = {**_COMPILED, **_UNPREFIXED} if len(text) <= _LARGEST_UNPREFIXED else _COMPILED
+    patterns = {**_COMPILED, **_UNPREFIXED} if len(text) <= _MAX_UNPREFIXED else _COMPILED
     for what, pattern in patterns.items():
         for match in pattern.finditer(text):
             if not match["value"] or _is_random(match["value"]):
@@ -98,7 +98,7 @@ def in_text(text: bytes) -> tuple[int, str] | None:
 def _is_random(value: bytes) -> bool:
     n = len(value)
     entropy = -sum(count / n * math.log2(count / n) for count in Counter(value).values())
-    return entropy >= min(_LEAST_ENTROPY, math.log2(n) / 2) and _PLACEHOLDER.search(value) is None
+    return entropy >= min(_MIN_ENTROPY, math.log2(n) / 2) and _PLACEHOLDER.search(value) is None
 
 
 def in_name(name: str) -> str | None:
@@ -193,7 +193,7 @@ def _batches(texts: Iterable[tuple[str, bytes]]) -> Iterator[list[tuple[str, byt
     batch: list[tuple[str, bytes]] = []
     nbytes = 0
     for name, text in texts:
-        if batch and nbytes + len(text) > _LARGEST_UNPREFIXED:
+        if batch and nbytes + len(text) > _MAX_UNPREFIXED:
             yield batch
             batch, nbytes = [], 0
         batch.append((name, text))

@@ -13,8 +13,8 @@ from ckpttool.errors import CkptError, CorruptError
 from ckpttool.serialization import strict_json
 from ckpttool.storage.stores import Location, locate
 
-_LARGEST_JSON = 64 << 20
-_DEEPEST = 4
+_MAX_JSON = 64 << 20
+_MAX_DEPTH = 4
 
 
 class Directory:
@@ -73,7 +73,7 @@ class Directory:
         for name in self.names:
             if not name.endswith("/"):
                 total += self.size(name)
-            elif depth < _DEEPEST:
+            elif depth < _MAX_DEPTH:
                 with suppress(CkptError):
                     total += self.folder(name).nbytes(depth + 1)
         return total
@@ -83,9 +83,9 @@ class Directory:
         if name not in self:
             return None
         if name not in self._json:
-            text = self.at(name).head(_LARGEST_JSON + 1)
-            if len(text) > _LARGEST_JSON:
-                raise CorruptError(f"`{self.at(name)}`: more than {_LARGEST_JSON} bytes of JSON", file=self.at(name))
+            text = self.at(name).head(_MAX_JSON + 1)
+            if len(text) > _MAX_JSON:
+                raise CorruptError(f"`{self.at(name)}`: more than {_MAX_JSON} bytes of JSON", file=self.at(name))
             try:
                 # A loss that is not a number is `NaN` in the Trainer's file.
                 with working(len(text)):

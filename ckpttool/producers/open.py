@@ -29,7 +29,7 @@ from ckpttool.serialization.unsafe_globals import harmful_names
 from ckpttool.storage.stores import Location, local_path, locate
 from ckpttool.text import some
 
-_LARGEST_SHAPES = 64 << 20
+_MAX_SHAPES = 64 << 20
 
 
 def open_at(location: Location, options: OpenOptions = NO_HINTS, run: runs.Run | None = None) -> Source:
@@ -200,7 +200,7 @@ def shapes_from(path: str) -> OpenOptions:
 
 def _shapes_in(path: str) -> dict[str, tuple[int, ...]]:
     location = local_path(path)
-    value = strict_json.parse(location.head(_LARGEST_SHAPES), f"`{path}`")
+    value = strict_json.parse(location.head(_MAX_SHAPES), f"`{path}`")
     pairs = list(value.items()) if isinstance(value, dict) else value
     shapes: dict[str, tuple[int, ...]] = {}
     for pair in pairs if isinstance(pairs, list) else [None]:

@@ -28,8 +28,8 @@ _POINTERS = re.compile(
     r"|last_checkpoint\.rank_0"
 )
 _BELOW = re.compile(r"checkpoints?|lightning_logs|version_\d+")
-_DEEPEST = 3
-_MOST_FOLDERS = 100  # in which runs are looked for, to name them in an error
+_MAX_DEPTH = 3
+_MAX_FOLDERS = 100  # in which runs are looked for, to name them in an error
 _INDEX_READ = 1 << 20  # largest `.metadata` whose names are checked, of every checkpoint of a run
 _INDEX_MOST = 1 << 30  # and of the one to open
 # A string in a pickle: its length, its bytes.
@@ -123,7 +123,7 @@ def find(directory: Directory) -> Run | None:
 def inside(directory: Directory) -> list[RunCheckpoint]:
     """Return the checkpoints of the runs one level below a directory, the newest complete one first."""
     found: list[RunCheckpoint] = []
-    for name in directory.folders[:_MOST_FOLDERS]:
+    for name in directory.folders[:_MAX_FOLDERS]:
         with suppress(CkptError):
             found += _search(directory.folder(name))[1]
     return sorted(found, key=lambda checkpoint: (checkpoint.complete, checkpoint.step or 0), reverse=True)
@@ -147,7 +147,7 @@ def _below(directory: Directory, depth: int = 1) -> Iterator[Directory]:
     for name in sorted(names, key=lambda n: (len(n), n), reverse=True):
         inner = directory.folder(name)
         yield inner
-        if depth < _DEEPEST:
+        if depth < _MAX_DEPTH:
             yield from _below(inner, depth + 1)
 
 

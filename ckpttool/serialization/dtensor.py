@@ -41,7 +41,7 @@ Position = list[tuple[int, int]]
 
 _CLASSES = ("DTensor", "ShardedTensor")
 _BOX = 128  # units of work: what is made of a box until it is shown
-_MOST_RANKS, _MOST_PARTS = 1 << 20, 1 << 12  # of a job, of a dimension: what is made of them must not take for ever
+_MAX_RANKS, _MAX_PARTS = 1 << 20, 1 << 12  # of a job, of a dimension: what is made of them must not take for ever
 _SIZE_LIMIT = 1 << 63  # torch's sizes are int64
 
 
@@ -204,7 +204,7 @@ def _sharded_tensor(call: _Call) -> Shard:
         raise CorruptError("a ShardedTensor has no dtype")
     process_group = _state(group)
     rank, world = process_group.get("global_rank"), process_group.get("global_world_size")
-    if type(rank) is not int or type(world) is not int or not 0 <= rank < world or world > _MOST_RANKS:
+    if type(rank) is not int or type(world) is not int or not 0 <= rank < world or world > _MAX_RANKS:
         raise CorruptError(f"its process group says rank {rank!r} of {world!r}")
     return Shard("ShardedTensor", dtype, shape, tuple(boxes), rank, world, ranks=_all_ranks(world))
 
@@ -297,9 +297,9 @@ def _mesh(state: dict[str, Any]) -> _Mesh:
     charge(len(ranks))
     within, rank = ranks, state.get("_rank")
     known = (*ranks, rank) if type(rank) is int else ranks
-    if known and not 0 <= min(known) <= max(known) < _MOST_RANKS:
+    if known and not 0 <= min(known) <= max(known) < _MAX_RANKS:
         found = min(known) if min(known) < 0 else max(known)
-        raise CorruptError(f"its mesh has rank {found}, not one of at most {_MOST_RANKS} ranks", found=found)
+        raise CorruptError(f"its mesh has rank {found}, not one of at most {_MAX_RANKS} ranks", found=found)
     if len(set(ranks)) != len(ranks):
         raise CorruptError(f"its mesh {shown(ranks):.80} has a rank twice", found=shown(ranks)[:80])
     if coordinate is not None and len(ranks) == prod(shape) and not strides:
@@ -349,7 +349,7 @@ def _placement(stub: Any) -> Placement:
             return Placement(-1)
         case "Shard" | "_StridedShard":
             dim, factor = state.get("dim", next(iter(_args(stub)), None)), state.get("split_factor", 1)
-            if type(dim) is int and dim >= 0 and type(factor) is int and 1 <= factor <= _MOST_PARTS:
+            if type(dim) is int and dim >= 0 and type(factor) is int and 1 <= factor <= _MAX_PARTS:
                 return Placement(dim, factor)
         case _ if "Partial" in name:
             message = "a partial DTensor: each rank has a summand of it, not a piece"

@@ -30,7 +30,7 @@ from ckpttool.version import __version__
 NAME = "integrity.json"
 SCHEMA = "ckpttool/manifest/1"
 _ALGORITHM = "sha256"
-_LARGEST = 1 << 30
+_MAX_SIZE = 1 << 30
 _TENSORS = ',\n "tensors": ['
 _BLOCK = 1 << 20
 
@@ -74,8 +74,8 @@ def read(location: Location, *, tensors: bool = True) -> Manifest:
     """Read a manifest of ckpttool or Megatron; without `tensors`, as far as the files. Raises ReadError, or
     CorruptError if it is not one."""
     size = location.size()
-    if size > _LARGEST:
-        message = f"`{location}`: {size} bytes of JSON are more than the {_LARGEST} that are read"
+    if size > _MAX_SIZE:
+        message = f"`{location}`: {size} bytes of JSON are more than the {_MAX_SIZE} that are read"
         raise CorruptError(message, file=location)
     document = strict_json.parse(location.read() if tensors else _head(location, size), f"`{location}`")
     if not isinstance(document, dict) or not isinstance(document.get("files"), dict):

@@ -24,7 +24,7 @@ _TEXTLESS = 15
 _PIECE = 1 << 13  # bytes of opcodes that are looked through at once
 _LONG_ROW = 16
 _WINDOW = 1 << 16
-_LONGEST_LINE = 1 << 26  # bytes; the text of protocol 0 ends where its line does
+_MAX_LINE = 1 << 26  # bytes; the text of protocol 0 ends where its line does
 _TUPLE, _OWN_ID = ord("t"), ord("Q")
 _STOP, _MARK, _BINPUT, _PUT, _PAIR = ord("."), ord("("), ord("r"), ord("p"), frozenset(b"ci")
 # EXT1, EXT2, EXT4; NEXT_BUFFER, READONLY_BUFFER; and DUP, which no pickler writes: 50 of them make a tuple of tuples
@@ -160,7 +160,7 @@ def find_end(read: Callable[[int, int], bytes], size: int) -> int | None:
     `read(offset, nbytes)` gives bytes of it. Raises CorruptError as `end_of` does.
     """
     at, window = 0, _WINDOW
-    while at < size and window <= _LONGEST_LINE:
+    while at < size and window <= _MAX_LINE:
         data = read(at, min(window, size - at))
         end, is_whole = _walk(data, size, memo=size)
         if is_whole:

@@ -42,7 +42,7 @@ _WINDOW = 1 << 20
 _MAX_WORD = 16  # bytes of `byteorder`
 _ENCRYPTED = 0x2041  # bits of the flags: the record, strongly, or its header
 _CLIMBING = re.compile(r"/|(.*/)?\.\.(/|$)", re.DOTALL).match
-_LARGEST_DESCRIPTOR = 24  # bytes
+_MAX_DESCRIPTOR = 24  # bytes
 _BY_HAND = "the file was put together by hand; other readers see something else in it"
 _GAP = 1 << 16  # bytes between two records: a descriptor, and a field that `zip` adds to local headers only
 
@@ -285,7 +285,7 @@ def _locate(archive: Archive, record: str, listed: Record) -> Record:
     if end > archive.end:
         raise _not_an_archive(archive.name, f"record `{record}` is outside")
     following = archive.starts[bisect_right(archive.starts, listed.offset)]
-    if following - end > _LARGEST_DESCRIPTOR:
+    if following - end > _MAX_DESCRIPTOR:
         # Room for a record that only those find who read from the front.
         message = f"{archive.name}: {following - end} bytes behind record `{record}`, at {end}, are in no record"
         raise CorruptError(message, hint=_BY_HAND, offset=end, nbytes=following - end)

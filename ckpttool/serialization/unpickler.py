@@ -184,7 +184,7 @@ class _Shared(Exception):
 class _Guard:
     """Is asked for each tuple that may hold others, before it can be a key: the hash of any is cheap."""
 
-    _MOST = 256  # elements that one hash may take
+    _MAX_COST = 256  # elements that one hash may take
 
     def __init__(self) -> None:
         # Those that are not as small as those that are not asked for; kept, so that another cannot have their id.
@@ -195,7 +195,7 @@ class _Guard:
         for item in value:
             if type(item) is tuple:
                 cost += self._costs[id(item)][0] if id(item) in self._costs else pickle_opcodes.FLAT_COST
-        if cost > self._MOST:
+        if cost > self._MAX_COST:
             raise _Shared
         if cost > pickle_opcodes.FLAT_COST:
             self._costs[id(value)] = cost, value

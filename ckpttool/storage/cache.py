@@ -10,7 +10,7 @@ import contextlib
 import os
 import tempfile
 
-_MOST = 256 << 20  # bytes of a folder, of which the oldest go first
+_MAX_SIZE = 256 << 20  # bytes of a folder, of which the oldest go first
 
 
 def folder_of_results(kind: str) -> str | None:
@@ -56,7 +56,7 @@ def prune(folder: str) -> None:
             found = sorted((entry.stat().st_mtime, entry.stat().st_size, entry.path) for entry in entries)
         total = sum(nbytes for _, nbytes, _ in found)
         for _, nbytes, path in found:
-            if total <= _MOST:
+            if total <= _MAX_SIZE:
                 return
             os.remove(path)
             total -= nbytes

@@ -17,7 +17,7 @@ FREE_SPACE = "free some space, or write somewhere else"
 _REPOSITORY = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")  # org/name
 _HUB = re.compile(r"hf:/{0,3}([^/].*)", re.IGNORECASE)
 _DRIVE = re.compile(r"([A-Za-z]):[\\/](.*)")  # of Windows
-_MOST = 2000  # names of a directory that are compared with one that is not there
+_MAX_NAMES = 2000  # names of a directory that are compared with one that is not there
 _SHORT = 3  # a shorter name is like too many
 
 
@@ -68,7 +68,7 @@ def _near(path: str) -> list[str]:
     if known is None or len(parts[known]) < _SHORT:
         return []
     with suppress(OSError), os.scandir(Path(*parts[:known])) as entries:
-        names = [entry.name for entry in islice(entries, _MOST) if not entry.name.startswith(".")]
+        names = [entry.name for entry in islice(entries, _MAX_NAMES) if not entry.name.startswith(".")]
         near = [Path(*parts[:known], name, *parts[known + 1 :]) for name in near_names(parts[known], sorted(names))]
         return [str(one) for one in near if one.exists()]
     return []

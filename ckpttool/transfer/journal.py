@@ -29,7 +29,7 @@ from ckpttool.storage.stores import locate
 from ckpttool.transfer import checksums
 
 VERSION = 1
-_LEAST = 64 << 10  # copying less again is faster than checking it
+_MIN_COPIED = 64 << 10  # copying less again is faster than checking it
 _BUFFER = 1 << 20
 
 Read = tuple[Record, int, int, int | None]
@@ -98,7 +98,7 @@ class Journal:
 
     def note(self, entry: Entry) -> None:
         """Add an entry, which the next `flush` writes."""
-        if entry.nbytes >= _LEAST and (line := entry.line()) is not None:
+        if entry.nbytes >= _MIN_COPIED and (line := entry.line()) is not None:
             with self._lock:
                 self._pending.append(line)
 

@@ -40,9 +40,9 @@ from ckpttool.transfer.threads import Progress
 _VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 _JOBS = itertools.count()
 _POLL = 0.05
-_LOOK = 0.3
+_CHECK_INTERVAL = 0.3
 _BEAT = 1.0
-_DEAD = 30.0  # seconds without a heartbeat
+_DEAD_AFTER = 30.0  # seconds without a heartbeat
 _MEET = 60.0  # seconds to find the store
 _LEAVE = 5.0  # seconds to wait for a process that ought to have ended
 _INTERRUPTED = "a rank was interrupted"
@@ -247,7 +247,7 @@ class _SharedWork(Coordinator):
     def _check_others(self) -> None:
         """Raise when another process has failed or is gone."""
         now = time.monotonic()
-        if now - self._checked_at < _LOOK:
+        if now - self._checked_at < _CHECK_INTERVAL:
             return
         self._checked_at = now
         if self.is_first and self._store.check(["failed"]):
@@ -256,7 +256,7 @@ class _SharedWork(Coordinator):
             raise _Over
         silent = self._heartbeat.silent(range(1, self.size) if self.is_first else (0,))
         if silent is not None:
-            raise StorageError(f"no heartbeat from rank {silent} for {_DEAD:.0f} s", hint="check that node's log")
+            raise StorageError(f"no heartbeat from rank {silent} for {_DEAD_AFTER:.0f} s", hint="check that node's log")
 
 
 class _Over(Exception):
@@ -319,7 +319,7 @@ def _rendezvous() -> tuple[int, int, Any]:
             f"cannot find the other processes at {os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}: {error}",
             hint="without torchrun, unset RANK, WORLD_SIZE and LOCAL_RANK",
         ) from None
-    store.set_timeout(timedelta(seconds=_DEAD))
+    store.set_timeout(timedelta(seconds=_DEAD_AFTER))
     # Messages of an earlier job of the same processes are still there.
     return rank, size, PrefixStore(f"job{next(_JOBS)}", store)
 
@@ -349,7 +349,7 @@ class _Heartbeat(threading.Thread):
             beat = self._store.get(key) if self._store.check([key]) else b""
             if rank not in self._latest or self._latest[rank][0] != beat:
                 self._latest[rank] = (beat, now)
-            elif now - self._latest[rank][1] > _DEAD:
+            elif now - self._latest[rank][1] > _DEAD_AFTER:
                 return int(rank)
         return None
 

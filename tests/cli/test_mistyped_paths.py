@@ -74,7 +74,7 @@ def test_a_file_in_place_of_a_directory(there: Path) -> None:
 
 def test_a_pattern_of_no_ranks(there: Path) -> None:
     done = run("inspect", "*ll.pt")
-    assert done.stderr == "error: `*ll.pt`: matches no files of ranks, but `full.pt`\nhint: name one: `full.pt`\n"
+    assert done.stderr == "error: `*ll.pt` matches no files of ranks, but `full.pt`\nhint: name one: `full.pt`\n"
 
 
 def test_a_directory_whose_file_may_not_be_read(there: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -36,7 +36,7 @@ ROOT = "archive"  # what torch.save calls it when it writes to a stream
 _WINDOW = 4096  # an archive of one tensor has about 700 bytes before its payload and 900 after
 _BLOCK = 1 << 20  # one read for many bytes items, which are adjacent
 SMALL = 1 << 16
-_LARGEST_OBJECT = 1 << 31
+_MAX_OBJECT = 1 << 31
 _SMALL_OBJECT = 1 << 26  # bytes; any object may decompress to this size
 MAX_RATIO = 1000  # of decompressed to compressed bytes of a larger object
 
@@ -155,7 +155,7 @@ class Items:
         where = self._label(item, name)
         lease = None
         if item.transforms:
-            limit = min(_LARGEST_OBJECT, max(_SMALL_OBJECT, MAX_RATIO * item.length))
+            limit = min(_MAX_OBJECT, max(_SMALL_OBJECT, MAX_RATIO * item.length))
             item, lease = self._scratch.decode(item, limit, where, keep=keep)
         return torch_zip.open_archive(self._window(item, lease), item.offset, item.length, name=where, file=item.file)
 

@@ -146,7 +146,7 @@ class _Texts(dict[bytes, str]):
 # PUT ------------------------------------------------------------------------------------------------------------------
 
 _BEFORE = {"new": (b"", b"}"), "ints": (b"", rb"\x85", b"R"), "text": (b"",)}  # each
-_MOST_PUTS = 1 << 16
+_MAX_PUTS = 1 << 16
 _HALVES = struct.pack("<65536H", *range(1 << 16)) * 2  # the lower halves of consecutive numbers
 
 
@@ -368,7 +368,7 @@ class _Spelling(NamedTuple):
     @property
     def most(self) -> int:
         """How many entries a run may have."""
-        return _MOST_PUTS // self.memos
+        return _MAX_PUTS // self.memos
 
 
 def find(

@@ -25,8 +25,8 @@ from ckpttool.storage.files import Pool
 from ckpttool.text import rank_ranges, some
 
 _TILE = 1 << 20
-_MOST_READ = 1 << 30  # bytes of all comparisons together
-_MOST_GATHERED = 1 << 22  # elements of a tensor that is not row-major
+_MAX_READ = 1 << 30  # bytes of all comparisons together
+_MAX_GATHERED = 1 << 22  # elements of a tensor that is not row-major
 _COUNTERS = {
     "progress": re.compile(
         r"((global|current|total|train|num|last|completed)_)*(step|steps|epoch|epochs|iteration|iterations|iter|iters)"
@@ -45,7 +45,7 @@ class CopyComparer:
     """Compares elements in the files of a catalogue. It reads up to a limit: opening a checkpoint is not reading it."""
 
     def __init__(self, pool: Pool, files: list[File]) -> None:
-        self._pool, self._files, self._left = pool, files, _MOST_READ
+        self._pool, self._files, self._left = pool, files, _MAX_READ
 
     def same(self, itemsize: int, sizes: Ints, a: Extent, b: Extent) -> bool | None:
         """Return whether two copies of a box have the same elements; None if that would take too much reading."""
@@ -63,11 +63,11 @@ class CopyComparer:
         self._left -= a.nbytes + b.nbytes
         if a.strides is None and b.strides is None:
             return all(self.read(a, at, _TILE) == self.read(b, at, _TILE) for at in range(0, a.nbytes, _TILE))
-        if max(a.nbytes, b.nbytes) > _MOST_GATHERED * itemsize:
+        if max(a.nbytes, b.nbytes) > _MAX_GATHERED * itemsize:
             return None
         return self._elements(itemsize, sizes, a) == self._elements(itemsize, sizes, b)
 
-    def read(self, extent: Extent, at: int = 0, most: int = _MOST_READ) -> bytes:
+    def read(self, extent: Extent, at: int = 0, most: int = _MAX_READ) -> bytes:
         """Return up to `most` bytes of an extent, from `at` on, as they lie in the file."""
         nbytes = min(most, extent.nbytes - at)
         return self._pool.read(self._files[extent.file].location, extent.offset + at, nbytes)

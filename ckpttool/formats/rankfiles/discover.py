@@ -39,7 +39,7 @@ _NAMED = re.compile(r"(?P<stem>.*)" + _END)
 _COUNT = re.compile(r"\d+(?:[._-]*of[._-]*\d+)?")
 _PARALLEL = re.compile(r"(^|[._-])(mp|tp|pp|ep|zero|dp)[._-]?$")
 _MODEL = re.compile(r"pytorch_model(_fsdp)?(_0)?")
-_MOST = 100_000
+_MAX_FILES = 100_000
 
 
 class Member(NamedTuple):
@@ -230,7 +230,7 @@ def _by_contents(paths: list[Location]) -> list[Member]:
 
 def _listed(folder: Location) -> list[str]:
     try:
-        return [name for name in folder.names() if not name.startswith(".")][:_MOST]
+        return [name for name in folder.names() if not name.startswith(".")][:_MAX_FILES]
     except CkptError:
         return []
 
@@ -249,7 +249,7 @@ def _candidates(location: Location) -> list[Location]:
     """Return the files of a directory or a pattern."""
     if not location.is_pattern():
         return _files_in(location)
-    return [path for path in location.matches()[:_MOST] if path.is_file()]
+    return [path for path in location.matches()[:_MAX_FILES] if path.is_file()]
 
 
 def _rank_files(paths: Iterable[Location], *, is_named: bool = False) -> list[Member]:

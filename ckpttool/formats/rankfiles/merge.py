@@ -32,8 +32,8 @@ from ckpttool.storage import files
 from ckpttool.text import rank_ranges, some
 
 ONE_SAVE = "the files are not of one save: copy all of them again from the same step"
-_MOST_FAULTS = 100
-_MOST_BUFFERS = 2  # names: `running_mean` and `running_var`
+_MAX_FAULTS = 100
+_MAX_BUFFERS = 2  # names: `running_mean` and `running_var`
 _STATE = ("model", "optimizer")
 _PER_RANK = ("rng", "dataloader")
 
@@ -272,7 +272,7 @@ class RankMerger:
             errors.append(CorruptError(f"tensor `{name}` differs {what}: {where}", hint=hint, **facts))
         stages = len(self._meshes()) > 1
         mixed = two_saves(self._counters, self._catalogue, self.comparer, self._names, self._absent, stages)
-        faults = [*errors[:_MOST_FAULTS], *_rest(errors[_MOST_FAULTS:]), *part_faults.values(), *self._foreign()]
+        faults = [*errors[:_MAX_FAULTS], *_rest(errors[_MAX_FAULTS:]), *part_faults.values(), *self._foreign()]
         return faults if mixed is None else [mixed, *faults]
 
     def _files_of(self, ranks: Iterable[int]) -> str:
@@ -284,7 +284,7 @@ class RankMerger:
         flags, otherwise = _left_out(differing), "the files are not of one save: take all files from one save"
         others = {self._kind(t.path) for t in self._catalogue.tensors if t.path not in self._differing}
         buffers = all(self._kind(path) == "model" and path not in self.shards for path in differing)
-        if alone and buffers and 0 < len(flags) <= _MOST_BUFFERS and "model" in others and not self._counters:
+        if alone and buffers and 0 < len(flags) <= _MAX_BUFFERS and "model" in others and not self._counters:
             hint = "if these are buffers that the ranks do not synchronise, save them from one rank, or leave them out"
             return f"{hint}: {' '.join(flags)}; otherwise {otherwise}"
         return otherwise
@@ -320,7 +320,7 @@ class RankMerger:
                 f"{self._names[rank]}: rank {rank} {text % some(names)}",
                 hint="the file is that of another model or save: copy it again from the same step",
                 ranks=[rank],
-                found=names[:_MOST_FAULTS],
+                found=names[:_MAX_FAULTS],
             )
             for odd_ones, text in ((alone, has), (lacking, lacks))
             for rank, names in sorted(odd_ones.items())
@@ -404,7 +404,7 @@ def _left_out(paths: list[Path]) -> list[str]:
     if {"weight", "bias"} & {*last}:
         return []
     names = list(map(dotted, paths))
-    if len(names) > _MOST_BUFFERS:
+    if len(names) > _MAX_BUFFERS:
         names = [f"*{'.' if '.' in name else ''}{end}" for name, end in zip(names, last, strict=True)]
     return [f"`--exclude '{name}'`" for name in dict.fromkeys(names)]
 

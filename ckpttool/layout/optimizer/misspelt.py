@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from ckpttool.catalogue.entries import Catalogue
 from ckpttool.layout.optimizer.parse import parse_key
 
-_MOST = 16  # names: more do not come from a flipped bit, but from another spelling
+_MAX_NAMES = 16  # names: more do not come from a flipped bit, but from another spelling
 
 MISSPELT = "a bit of the index may have flipped: compare it with another copy of the checkpoint"
 
@@ -26,7 +26,7 @@ def misspelt(catalogue: Catalogue) -> Iterator[str]:
     """Yield what is wrong with each parameter whose name in the optimizer is that of one in the model but for one
     character: a flipped bit of an index without a checksum. Nothing in a checkpoint without a model."""
     names = unmatched(catalogue)
-    if len(names) > _MOST:
+    if len(names) > _MAX_NAMES:
         return
     lengths = {len(name) for name in names}
     models: dict[int, dict[str, None]] = defaultdict(dict)

@@ -31,7 +31,7 @@ from ckpttool.text import plural, some
 # Rows and columns of a factored second moment: torch.optim.Adafactor; transformers, fairseq.
 _FACTORED = (("row_var", "col_var", 1), ("exp_avg_sq_row", "exp_avg_sq_col", 0))
 _STATISTICS = re.compile(r"(.*\.)?(running_mean|running_var)")
-_MOST_WORK = 2_000_000
+_MAX_WORK = 2_000_000
 _MANUAL = (
     "say in the training script which is which: save the optimizer with names (torch 2.6: "
     "`AdamW(model.named_parameters())`), or by `get_state_dict`"
@@ -238,7 +238,7 @@ def ways(groups: Sequence[Sequence[Ints | None]], model: Sequence[Ints]) -> list
             if spare and total - sum(state) < len(model) - place:
                 after[state].append(state)
             followed += len(groups) * len(groups)
-            if followed > _MOST_WORK:
+            if followed > _MAX_WORK:
                 return None
         layers.append(after)
         current = after

@@ -19,7 +19,7 @@ Document = dict[str, Any]
 ALPHABET = "0123456789ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz-_"
 """The digits of the counts in histograms."""
 
-_MOST = 25_000  # tensors on a page
+_MAX_TENSORS = 25_000  # tensors on a page
 _DETAILED = 4_000  # tensors of which every statistic and a histogram are there
 _LISTED = ("rms", "absmax", "nan")
 _COLUMNS_OF_LIST = 4
@@ -68,9 +68,9 @@ def _layout(rows: Sequence[TensorStatistics], catalogue: Catalogue) -> Document:
 
 def _shown(tensors: Sequence[TensorStatistics], named: Collection[str]) -> list[TensorStatistics]:
     """Return the tensors that are listed: all, or those that stand out and the largest."""
-    if len(tensors) <= _MOST:
+    if len(tensors) <= _MAX_TENSORS:
         return [*tensors]
-    largest = sorted(tensors, key=lambda row: (row.name not in named, -row.nbytes))[:_MOST]
+    largest = sorted(tensors, key=lambda row: (row.name not in named, -row.nbytes))[:_MAX_TENSORS]
     kept = {row.name for row in largest}
     return [row for row in tensors if row.name in kept]
 

@@ -23,8 +23,8 @@ from ckpttool.transfer.threads import Progress, Work, on_threads
 
 _BLOCK = 1 << 12  # elements of a block, at most
 _BLOCKS = 8  # of a tensor
-_MOST_BLOCKS = 512  # of one that is stacked: one for each index of its first dimension
-_LEAST = 64  # elements; a cosine of fewer says little
+_MAX_BLOCKS = 512  # of one that is stacked: one for each index of its first dimension
+_MIN_ELEMENTS = 64  # elements; a cosine of fewer says little
 _ALIKE = 0.8  # cosine of matrices that were made one from the other; that of two random ones is all but zero
 _UNLIKE = 0.5  # a block below this is not the same weight
 
@@ -54,7 +54,7 @@ def compare(
 
     Raises CorruptError when a file is too short.
     """
-    chosen = [pair for pair in pairs if pair.tensor.numel >= _LEAST and _has_numbers(pair)]
+    chosen = [pair for pair in pairs if pair.tensor.numel >= _MIN_ELEMENTS and _has_numbers(pair)]
     work = Work(sum(_sampled(pair.tensor) for pair in chosen), progress)
     found: dict[str, Similarity] = {}
     with closing(Pool()) as one, closing(Pool()) as other:
@@ -105,7 +105,7 @@ def _sampled(tensor: Tensor) -> int:
 def blocks(shape: Ints) -> list[Box]:
     """Return the boxes of a tensor that are compared: of a matrix evenly distant rows, of a stack of matrices some of
     each. Pure."""
-    if len(shape) > 2 and shape[0] <= _MOST_BLOCKS:
+    if len(shape) > 2 and shape[0] <= _MAX_BLOCKS:
         inner = [_block(shape[1:], place) for place in (0, 1)]
         return [((i, *offsets), (1, *sizes)) for i in range(shape[0]) for offsets, sizes in dict.fromkeys(inner)]
     return list(dict.fromkeys(_block(shape, i / (_BLOCKS - 1)) for i in range(_BLOCKS)))
@@ -113,7 +113,7 @@ def blocks(shape: Ints) -> list[Box]:
 
 def _block(shape: Ints, place: float) -> Box:
     """Return a box of a part of the elements, at a place from 0 (the first) to 1 (the last)."""
-    sizes, most = list(shape), max(_LEAST, min(_BLOCK, prod(shape) // _BLOCKS))
+    sizes, most = list(shape), max(_MIN_ELEMENTS, min(_BLOCK, prod(shape) // _BLOCKS))
     for dim in range(len(shape)):
         rest = prod(shape[dim + 1 :])
         sizes[dim] = max(1, min(shape[dim], most // max(1, rest * prod(sizes[:dim]))))

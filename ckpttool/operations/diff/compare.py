@@ -24,7 +24,7 @@ from ckpttool.operations.diff.tensors import BY_BITS, Options, Sources
 from ckpttool.operations.result import ABSENT
 from ckpttool.text import rank_ranges
 
-_DEEPEST = 100  # values in values that are compared one by one
+_MAX_DEPTH = 100  # values in values that are compared one by one
 
 
 def compare_sources(
@@ -216,7 +216,7 @@ def differences(
     numbers are equal, 1 and 1.0 too. `at` and `depth` are where in the whole the two values are.
     """
     children: list[tuple[str, Any, Any]] | None = None
-    if type(one) is type(other) and depth <= _DEEPEST:
+    if type(one) is type(other) and depth <= _MAX_DEPTH:
         if isinstance(one, dict):
             keys = dict.fromkeys([*one, *other])
             children = [(f"[{key!r}]", one.get(key, ABSENT), other.get(key, ABSENT)) for key in keys]

@@ -20,8 +20,8 @@ from ckpttool.storage import staging
 from ckpttool.storage.stores import local_path
 from ckpttool.text import some
 
-_PATIENCE = 600.0  # seconds; torch and transformers take five of a quiet machine
-_GLANCE = 0.1
+_TIMEOUT = 600.0  # seconds; torch and transformers take five of a quiet machine
+_POLL = 0.1
 _OFFLINE = {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1", "TRANSFORMERS_VERBOSITY": "error", "USE_TF": "0"}
 
 
@@ -95,7 +95,7 @@ def _run(command: Sequence[str]) -> None:
     """Run a process to its end, and say meanwhile what it does: importing torch and transformers takes seconds."""
     import subprocess
 
-    watcher, end = activity.get(), time.monotonic() + _PATIENCE
+    watcher, end = activity.get(), time.monotonic() + _TIMEOUT
     streams: Any = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.DEVNULL)
     # Only interpreter and module are arguments; the config is a file.
     process = subprocess.Popen(command, env={**os.environ, **_OFFLINE}, **streams)  # noqa: S603
@@ -103,9 +103,9 @@ def _run(command: Sequence[str]) -> None:
         while process.poll() is None:
             watcher("importing transformers to check the tensors", 0, 0)
             with suppress(subprocess.TimeoutExpired):
-                process.wait(_GLANCE)
+                process.wait(_POLL)
             if time.monotonic() > end:
-                raise subprocess.TimeoutExpired(command, _PATIENCE)
+                raise subprocess.TimeoutExpired(command, _TIMEOUT)
     finally:
         process.kill()
         process.wait()

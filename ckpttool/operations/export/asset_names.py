@@ -34,7 +34,7 @@ _NAMES = re.compile(
 )
 _TEMPLATES = "additional_chat_templates"
 MODULES, PIPELINE = "modules.json", "model_index.json"
-_LARGEST = 16 << 20
+_MAX_SIZE = 16 << 20
 _RELATIVE_IMPORT = re.compile(r"^[ \t]*(?:from[ \t]+\.([\w.]+)[ \t]+import\b|import[ \t]+\.([\w.]+))", re.M)
 
 
@@ -130,6 +130,6 @@ def _text(folder: Location, name: str) -> str:
     where it would be copied."""
     try:
         path = folder.inside(name)
-        return path.read().decode("utf-8", "replace") if path.is_file() and path.size() <= _LARGEST else ""
+        return path.read().decode("utf-8", "replace") if path.is_file() and path.size() <= _MAX_SIZE else ""
     except CkptError:
         return ""

@@ -22,7 +22,7 @@ CONFIG, CARD, ADAPTER = "config.json", "README.md", "adapter_config.json"
 # What makes a directory a model of its own, to which its card belongs.
 _WEIGHTS = re.compile(r".*\.(safetensors|gguf|pth)|pytorch_model.*\.bin|adapter_model\.bin")
 _NOT_WITH_ADAPTER = (CONFIG, "generation_config.json")
-_LARGEST_CONFIG = 16 << 20
+_MAX_CONFIG = 16 << 20
 _BLOCK = 1 << 20
 _DTYPE_KEYS = ("dtype", "torch_dtype")
 # Keys of the configs of the models that a model is made of; a `quantization_config` has dtypes of its own.
@@ -201,8 +201,8 @@ def _included(folder: Location, patterns: Sequence[str]) -> list[str]:
 
 
 def _config(path: Location) -> tuple[str, Mapping[str, Any]]:
-    if path.size() > _LARGEST_CONFIG:
-        raise CorruptError(f"`{path}`: a config of more than {_LARGEST_CONFIG} bytes", file=path)
+    if path.size() > _MAX_CONFIG:
+        raise CorruptError(f"`{path}`: a config of more than {_MAX_CONFIG} bytes", file=path)
     try:
         text = path.read().decode()
     except UnicodeDecodeError:

@@ -19,9 +19,9 @@ from ckpttool.operations.match import words
 from ckpttool.operations.match.modules import Module, filled, letters, modules
 
 _NUMBER = re.compile(r"\d+")
-_MOST_PAIRS = 1 << 18  # of which names are compared
+_MAX_PAIRS = 1 << 18  # of which names are compared
 _PADDED = 1.5  # a vocabulary is padded by less than half
-_MOST_NEAR = 64
+_MAX_NEAR = 64
 
 Rule = dict[str, Any]
 
@@ -373,7 +373,7 @@ class _Solver:
         while True:
             taken = 0
             for sources, targets in self._classes():
-                if len(sources) * len(targets) > _MOST_PAIRS:
+                if len(sources) * len(targets) > _MAX_PAIRS:
                     taken += self._by_ends(sources, targets)
                     continue
                 pairs = [
@@ -433,7 +433,7 @@ class _Solver:
         while True:
             taken = 0
             for sources, targets in self._classes():
-                if len(sources) * len(targets) > _MOST_PAIRS:
+                if len(sources) * len(targets) > _MAX_PAIRS:
                     continue
                 edges = {t: [s for s in sources if self._is_possible(s, t)] for t in targets}
                 back = {s: [t for t in targets if s in edges[t]] for s in sources}
@@ -748,7 +748,7 @@ class _Decision:
             by_size[module.size_of(module.main)].append(module)
         for target in solver.free_targets:
             same = (s for s in by_size.get(target.size_of(target.main), ()) if solver._may_be(s, target))
-            near = [s for s in islice(same, _MOST_NEAR) if solver._fits(s, target)]
+            near = [s for s in islice(same, _MAX_NEAR) if solver._fits(s, target)]
             for leaf in target.parameters:
                 pairings = [_Pairing((s,), (target,), "") for s in near if leaf in s.parameters]
                 candidates = [

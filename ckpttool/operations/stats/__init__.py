@@ -52,7 +52,7 @@ __all__ = [
     "stats",
 ]
 
-_MOST_THREADS = 4  # of one interpreter, which counts elements one thread at a time
+_MAX_THREADS = 4  # of one interpreter, which counts elements one thread at a time
 
 
 def stats(
@@ -99,7 +99,7 @@ def stats(
     is_listed = condition(where, CONDITION, "--where") if where is not None else None
     fails = condition(fail_on, CONDITION, "--fail-on") if fail_on is not None else None
     selection = arguments.selection(only, drop, tensors, exclude)
-    reading = _Reading(selection, shapes, spectral, cache, threads or min(DEFAULT_THREADS, _MOST_THREADS), progress)
+    reading = _Reading(selection, shapes, spectral, cache, threads or min(DEFAULT_THREADS, _MAX_THREADS), progress)
     checkpoints = chosen_steps(path, steps) if steps is not None else []
     result = Stats(path, fail_on=fail_on)
     if checkpoints:

@@ -28,7 +28,7 @@ from ckpttool.transfer.threads import Progress, Work, on_threads
 
 _TILE = 1 << 20  # bytes; they, and what is calculated of them, stay in the processor's cache
 _TASK = 32 << 20  # bytes of a tensor that one thread takes at a time
-_LEAST_PIECE = 64 << 10  # bytes
+_MIN_PIECE = 64 << 10  # bytes
 EPS = 1e-8  # Adam's, where no parameter group names another
 
 
@@ -240,7 +240,7 @@ def _has_thumbnail(tensor: Tensor) -> bool:
     """Return whether a tensor is a matrix, and not read in so small pieces that a thumbnail would take most of the
     time."""
     pieces = len(tensor.chunks) if tensor.nbytes > _TILE else 1
-    return has_channels(tensor.shape, tensor.dtype) and (pieces == 1 or tensor.nbytes >= pieces * _LEAST_PIECE)
+    return has_channels(tensor.shape, tensor.dtype) and (pieces == 1 or tensor.nbytes >= pieces * _MIN_PIECE)
 
 
 def _add_to_groups(groups: dict[GroupKey, Group], tensor: Tensor, total: Accumulator) -> None:

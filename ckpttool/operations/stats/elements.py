@@ -20,7 +20,7 @@ from ckpttool.transfer.read import part
 FRACTIONS = (0.001, 0.01, 0.05, 0.25, 0.5, 0.75, 0.95, 0.99, 0.999)
 TILE = 1 << 18  # elements; with fewer, threads wait longer for the interpreter than they calculate
 OUTLYING = 6.0  # times the median
-_MOST_CHANNELS = 1 << 22
+_MAX_CHANNELS = 1 << 22
 _COUNTED = ("numel", "zeros", "nans", "positive_infs", "negative_infs", "subnormals")
 
 
@@ -319,4 +319,4 @@ class ChannelMaxima:
 
 def has_channels(shape: Ints, dtype: Dtype) -> bool:
     """Return whether a tensor is a matrix of numbers with a sign whose rows and columns can be compared. Pure."""
-    return dtype.name in FLOATS and len(shape) > 1 and min(shape) > 1 and math.prod(shape[:-1]) <= _MOST_CHANNELS
+    return dtype.name in FLOATS and len(shape) > 1 and min(shape) > 1 and math.prod(shape[:-1]) <= _MAX_CHANNELS

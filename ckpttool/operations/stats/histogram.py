@@ -15,7 +15,7 @@ from functools import cache
 from ckpttool.catalogue.dtypes import DTYPES, Dtype
 from ckpttool.transfer.numbers import FLOATS, Array, has_numbers, numbers
 
-_MOST_WAITING = 1 << 14  # bins
+_MAX_WAITING = 1 << 14  # bins
 _FEW = 4096  # elements, or bins, of which a list of those that are used takes less time than all bins
 
 
@@ -209,7 +209,7 @@ class Histogram:
         """Add counts of bins later: of thousands of small tensors together, which takes a tenth of the time."""
         self._waiting.append((used, counts))
         self._waiting_bins += len(used)
-        if self._waiting_bins > _MOST_WAITING:
+        if self._waiting_bins > _MAX_WAITING:
             self.pack()
 
     def _add_waiting(self) -> None:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from ckpttool.transfer.numbers import Array, dot
 
 _GUESS = 1024  # elements whose mean is near that of the piece
-_LEAST = 1e-140  # of which the square has all digits
+_MIN_EXACT = 1e-140  # of which the square has all digits
 
 
 @dataclass(slots=True)
@@ -62,7 +62,7 @@ class Moments:
     def kurtosis(self) -> float | None:
         """The excess kurtosis: 0 for a normal distribution. None for equal numbers, and for some so small or large that
         their fourth powers are no float64."""
-        return self.n * self.m4 / (self.m2 * self.m2) - 3 if self.m2 > _LEAST and math.isfinite(self.m4) else None
+        return self.n * self.m4 / (self.m2 * self.m2) - 3 if self.m2 > _MIN_EXACT and math.isfinite(self.m4) else None
 
 
 def of_counts(values: Array, counts: Array) -> Moments:

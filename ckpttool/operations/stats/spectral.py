@@ -24,7 +24,7 @@ _DIMENSIONS = 12  # of the subspace
 _SHOWN = 4
 _PASSES = 4
 _TILE = 1 << 21  # elements
-_WIDEST = 1 << 18  # columns
+_MAX_COLUMNS = 1 << 18  # columns
 
 
 @dataclass(slots=True)
@@ -38,7 +38,7 @@ class Spectrum:
 
 def is_matrix(tensor: Tensor) -> bool:
     """Return whether the singular values of a tensor are estimated. Pure."""
-    return tensor.dtype.kind == "float" and len(tensor.shape) == 2 and 1 < min(tensor.shape) <= _WIDEST
+    return tensor.dtype.kind == "float" and len(tensor.shape) == 2 and 1 < min(tensor.shape) <= _MAX_COLUMNS
 
 
 def spectra(tensors: Sequence[Tensor], source: Source) -> dict[str, Spectrum]:

@@ -17,7 +17,7 @@ from ckpttool.storage import stores
 from ckpttool.storage.files import Pool
 
 _SUFFIXES = tuple(suffix for row in FORMATS for suffix in row.suffixes)
-_MOST = 100_000
+_MAX_FILES = 100_000
 
 
 def is_unfinished(path: str) -> bool:
@@ -34,7 +34,7 @@ def source(path: str) -> PlacedSource:
     if not stores.is_remote(path):
         location = stores.locate(path)
         root, names = (location, location.names()) if location.is_dir() else (location.parent, [location.name])
-        places = (root / name for name in names[:_MOST] if name.endswith(_SUFFIXES))
+        places = (root / name for name in names[:_MAX_FILES] if name.endswith(_SUFFIXES))
         catalogue.files += [File(place, place.name, place.size()) for place in places if place.is_file()]
     return PlacedSource(catalogue)
 

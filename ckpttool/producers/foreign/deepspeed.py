@@ -33,7 +33,7 @@ _OPTIMIZER = r"(bf16_|fp16_)?zero_pp_rank_(?P<dp>\d+)_mp_rank_(?P<mp>\d+)_optim_
 _EXPERT = r"(layer_\d+_)?expert_\d+_mp_rank_\d+_model_states\.pt"
 _PIPELINE = r"layer_\d+-.*model_states\.pt"
 _SHAPES_OF = ("param_shapes.", "frozen_param_shapes.")
-_MOST_RANKS = 1 << 16
+_MAX_RANKS = 1 << 16
 _LOOKING = "inspect, show and diff each file by its own name"
 
 
@@ -182,7 +182,7 @@ def _parallelism(values: Mapping[str, Any]) -> str:
 
 def _missing(directory: Directory, values: Mapping[str, Any], stage: int) -> list[Warning]:
     dp, mp = values.get("dp_world_size"), values.get("mp_world_size")
-    if not stage or not isinstance(dp, int) or not isinstance(mp, int) or dp * mp > _MOST_RANKS:
+    if not stage or not isinstance(dp, int) or not isinstance(mp, int) or dp * mp > _MAX_RANKS:
         return []
     warnings = []
     for what, pattern in (("weights", _WEIGHTS), ("optimizer", _OPTIMIZER)):

@@ -19,8 +19,8 @@ from ckpttool.storage.stores import Location
 from ckpttool.text import plural
 
 _BLOCK = 1 << 20
-_LONGEST_HEADER = 512 << 20
-_MOST_DIMENSIONS = 4
+_MAX_HEADER = 512 << 20
+_MAX_DIMENSIONS = 4
 _SHOWN_STRING = 256
 
 _NUMBERS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
@@ -75,7 +75,7 @@ class _Header:
         self.order = "<"
 
     def take(self, nbytes: int) -> bytes:
-        if self.at + nbytes > min(self.size, _LONGEST_HEADER):
+        if self.at + nbytes > min(self.size, _MAX_HEADER):
             raise CorruptError(
                 f"`{self.location}`: a GGUF file whose header ends at byte {self.at}",
                 file=self.location,
@@ -136,7 +136,7 @@ def recognise(location: Location) -> Recognition | None:
     for _ in range(tensors):
         header.string()
         dimensions = header.number("I")
-        if dimensions > _MOST_DIMENSIONS:
+        if dimensions > _MAX_DIMENSIONS:
             raise CorruptError(f"`{location}`: a GGUF tensor of {dimensions} dimensions", file=location)
         elements = prod(header.number("Q") for _ in range(dimensions))
         kind, block, nbytes = _TYPES.get(header.number("I"), ("unknown", 1, 0))

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-_LOOK = 0.1  # seconds between two reports
+_POLL = 0.1  # seconds between two reports
 _GRACE = 2.0  # seconds that threads get to end once one has failed, or Ctrl-C was pressed
 
 
@@ -40,7 +40,7 @@ class Senders:
 
     def take_place(self) -> None:
         """Wait until another file may be written. Raises what a thread raised."""
-        while not self._free.acquire(timeout=_LOOK):
+        while not self._free.acquire(timeout=_POLL):
             self._check()
         self._check()
 
@@ -70,7 +70,7 @@ class Senders:
         try:
             for thread in self._threads if error is None else ():
                 while thread.is_alive():
-                    thread.join(_LOOK)
+                    thread.join(_POLL)
                     self._check()
             if error is None:
                 self._check()

@@ -20,7 +20,7 @@ from ckpttool.storage.gathered import GatheredFile
 from ckpttool.storage.hub import client
 
 TELL_AFTER = 10.0  # seconds without a byte
-_LOOK = 0.25  # seconds between two looks at a transfer
+_POLL = 0.25  # seconds between two looks at a transfer
 
 # In the block of `watched`: the time-out in seconds, and what ends the transfer before.
 _limits: ContextVar[tuple[float, threading.Event] | None] = ContextVar("_limits", default=None)
@@ -152,7 +152,7 @@ class _Transfer:
 
     def _watch_transfer(self, seconds: float, stopped: threading.Event) -> None:
         before, moved, is_logged = self._moved(), time.monotonic(), False
-        while not self._over.wait(min(_LOOK, seconds / 4)):
+        while not self._over.wait(min(_POLL, seconds / 4)):
             now = self._moved()
             silent = time.monotonic() - moved
             if stopped.is_set():

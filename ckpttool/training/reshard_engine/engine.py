@@ -39,7 +39,7 @@ from ckpttool.transfer.journal import Entry
 from ckpttool.transfer.threads import Progress
 
 # Seconds in which a collective has to end: rank 0 reads a module in the longest of them.
-_PATIENCE = 1800
+_TIMEOUT = 1800
 
 
 class LostRank(Exception):
@@ -128,7 +128,7 @@ def _group(rank: Rank) -> Iterator[None]:
     try:
         with devices.close_on_failure():
             with collectives.quiet():
-                dist.init_process_group(devices.backends(rank.kind), timeout=timedelta(seconds=_PATIENCE), **group)
+                dist.init_process_group(devices.backends(rank.kind), timeout=timedelta(seconds=_TIMEOUT), **group)
             yield
         leave = dist.destroy_process_group
     except torch.OutOfMemoryError as error:

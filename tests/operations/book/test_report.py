@@ -223,7 +223,7 @@ def test_of_many_tensors_there_is_less_of_each() -> None:
 
 
 def test_what_is_left_out_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ckpttool.operations.book.document._MOST", 30)
+    monkeypatch.setattr("ckpttool.operations.book.document._MAX_TENSORS", 30)
     stats = made_up(4, KINDS, (8, 8))
     stats.findings = [Finding("nan", "NaN", [stats.tensors[-1].name])]
     drawn = document(stats, Catalogue("dcp"))

@@ -210,7 +210,7 @@ def test_counts_of_many_tensors_are_added_together_or_one_by_one(monkeypatch: py
     parts = [np.random.default_rng(i).integers(0, 1 << 16, 7 * 3**i % 9000 + 1).astype(np.uint16) for i in range(24)]
     whole = np.bincount(np.concatenate(parts), minlength=1 << 16)
     for most in (0, 5000, 1 << 20):
-        monkeypatch.setattr("ckpttool.operations.stats.histogram._MOST_WAITING", most)
+        monkeypatch.setattr("ckpttool.operations.stats.histogram._MAX_WAITING", most)
         total = Accumulator(DTYPES["bfloat16"])
         for i, part in enumerate(parts):
             one = Accumulator(DTYPES["bfloat16"])

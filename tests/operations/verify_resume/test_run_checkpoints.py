@@ -59,7 +59,7 @@ def test_a_checkpoint_without_a_file_that_another_has_is_not_complete(tmp_path: 
 def test_a_command_that_goes_on_for_ever_ends_after_a_later_checkpoint(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("ckpttool.operations.verify_resume.run._PATIENCE", 0.3)
+    monkeypatch.setattr("ckpttool.operations.verify_resume.run._TIMEOUT", 0.3)
     loop = 'for at in 2 4 6; do cp {} "$1/$at.safetensors"; done; sleep 600'
     words = ["sh", "-c", loop.format(saved(tmp_path / "m.safetensors")), "sh", "OUT"]
     began = time.monotonic()

@@ -89,7 +89,7 @@ def test_what_is_kept_is_bounded(hub: Hub, shards: list[bytes], monkeypatch: pyt
     size = max(path.stat().st_size for path in kept())
     assert len(list(headers._folder().iterdir())) == 4 + 4
     assert size <= 32 + (64 << 10)
-    monkeypatch.setattr(cache, "_MOST", 2 * size)
+    monkeypatch.setattr(cache, "_MAX_SIZE", 2 * size)
     hub.commit("org/name", {"model-00002-of-00004.safetensors": save({"layers.1.weight": torch.zeros(10, 4)})})
     look()
     assert len(kept()) <= 3 and sum(path.stat().st_size for path in kept()) <= 2 * size

@@ -203,7 +203,7 @@ def test_a_file_that_is_given_up_leaves_the_session_to_others(monkeypatch: pytes
     """A transfer that does not exist yet waits for the session: it is aborted once it is there, and nothing else."""
     aborted: list[str] = []
     monkeypatch.setattr(xet._xet, "abort_xet_session", lambda: aborted.append("session"))
-    monkeypatch.setattr(xet, "_LOOK", 0.01)
+    monkeypatch.setattr(xet, "_POLL", 0.01)
     stopped, answered = threading.Event(), threading.Event()
 
     class Commit:

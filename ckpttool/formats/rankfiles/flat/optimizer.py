@@ -41,7 +41,7 @@ from ckpttool.serialization.dtensor import Shard
 from ckpttool.serialization.torch_pickle import TensorRef
 from ckpttool.text import some
 
-_MOST_DEPTH = 16
+_MAX_DEPTH = 16
 _WRAPPERS = {"_fsdp_wrapped_module", "_checkpoint_wrapped_module", "_orig_mod"}
 _HINT = (
     "save the optimizer with `FSDP.optim_state_dict`, or give it names (torch 2.6: `AdamW(model.named_parameters())`)"
@@ -173,9 +173,9 @@ def _alike(a: Any, b: Any, depth: int = 0) -> bool:
     """Return whether two ranks say the same, as far as plain values tell. Tensors are compared by who reads them."""
     if type(a) is not type(b):
         return False
-    if depth < _MOST_DEPTH and isinstance(a, (list, tuple)):
+    if depth < _MAX_DEPTH and isinstance(a, (list, tuple)):
         return len(a) == len(b) and all(_alike(x, y, depth + 1) for x, y in zip(a, b, strict=True))
-    if depth < _MOST_DEPTH and isinstance(a, dict):
+    if depth < _MAX_DEPTH and isinstance(a, dict):
         return a.keys() == b.keys() and all(_alike(a[key], b[key], depth + 1) for key in a)
     # NaN equals nothing, itself included.
     return a == b or repr(a) == repr(b) if isinstance(a, (bool, int, float, complex, str, bytes)) else True

@@ -20,7 +20,7 @@ from ckpttool.errors import UsageError
 from ckpttool.formats.rankfiles.flat.pieces import Parameter, Unit
 from ckpttool.layout.optimizer.names_of_ids import ways
 
-_MOST_VISITS = 2_000_000
+_MAX_VISITS = 2_000_000
 
 Kind = tuple[tuple[str, Ints], ...]
 """What is in a module: relative names and shapes."""
@@ -75,7 +75,7 @@ def _units(
 
     def visit(module: _Module) -> list[Parameter]:
         """Return the parameters that are left to the unit around."""
-        if next(visits) > _MOST_VISITS:
+        if next(visits) > _MAX_VISITS:
             message = f"the optimizer has {len(steps)} flat parameters, and there are too many ways to choose modules"
             hint = "save the optimizer with `FSDP.optim_state_dict`, which names the parameters"
             raise UsageError(f"{message} of those sizes", hint=hint)

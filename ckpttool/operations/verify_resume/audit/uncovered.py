@@ -10,7 +10,7 @@ from typing import Any
 from ckpttool.operations.verify_resume.audit.checks import Checks
 from ckpttool.text import plural
 
-_MOST_DEPTH = 8
+_MAX_DEPTH = 8
 
 
 def check_uncovered(state: Mapping[str, Any], module: Mapping[str, Any], checks: Checks) -> None:
@@ -81,7 +81,7 @@ class _Walk:
     def _tensors(self, name: str, value: Any, depth: int) -> Iterator[tuple[str, Any]]:
         """Yield tensors with the name of the attribute that they are in, or of the container there."""
         torch = self._torch
-        if id(value) in self._seen or depth > _MOST_DEPTH:
+        if id(value) in self._seen or depth > _MAX_DEPTH:
             return
         self._seen.add(id(value))
         self._alive.append(value)

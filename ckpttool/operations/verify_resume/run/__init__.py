@@ -37,9 +37,9 @@ from ckpttool.operations.verify_resume.trial.state import difference_names
 from ckpttool.producers.open import opened
 from ckpttool.text import duration, parse_size, plural, size, some
 
-_GLANCE = 0.1  # seconds between two looks at the checkpoints
-_SELDOM = 5.0  # seconds between two looks at the disk
-_PATIENCE = 10.0  # seconds that a command has to end by itself after its last checkpoint
+_POLL = 0.1  # seconds between two looks at the checkpoints
+_DISK_POLL = 5.0  # seconds between two looks at the disk
+_TIMEOUT = 10.0  # seconds that a command has to end by itself after its last checkpoint
 _GRACE = 30.0  # seconds between SIGTERM and SIGKILL, as a scheduler has
 _COUNTABLE = 2  # steps before a resume, from which on the steps of two runs can be told apart by their number
 _STOPS = ("sigkill", "sigterm")
@@ -261,7 +261,7 @@ class _Verification:
                     continue
                 if (now := fingerprint(paths[step])) != last:
                     last, since = now, time.monotonic()
-                elif time.monotonic() - since > _PATIENCE:
+                elif time.monotonic() - since > _TIMEOUT:
                     return
             if code := process.poll():
                 raise _Ended(_failure(run, code))
@@ -269,7 +269,7 @@ class _Verification:
 
     def _wait_for_save(self, process: Process, run: ScriptRun, found: Checkpoints) -> None:
         at, of_a = self.report.at, self._of_a(self.report.at)
-        for _ in self._while_running(process, run, _GLANCE / 4):
+        for _ in self._while_running(process, run, _POLL / 4):
             if found.complete(at, of_a) is not None:
                 return
             self._check_missed(run, found)
@@ -294,7 +294,7 @@ class _Verification:
         if code := process.poll():
             raise _Ended(_failure(run, code))
 
-    def _while_running(self, process: Process, run: ScriptRun, pause: float = _GLANCE) -> Iterator[None]:
+    def _while_running(self, process: Process, run: ScriptRun, pause: float = _POLL) -> Iterator[None]:
         """Yield now and then until a command has ended. Raises _Ended if it takes too long, and StorageError."""
         began = looked = time.monotonic()
         while process.wait(pause) is None:
@@ -302,7 +302,7 @@ class _Verification:
             if now - began > self.limit:
                 message = f"run {run.name} was still running after {duration(self.limit)}"
                 raise _Ended(Failure(run.name, message, last_lines(run.log)))
-            if now - looked > _SELDOM:
+            if now - looked > _DISK_POLL:
                 self.check_disk()
                 looked = now
             yield

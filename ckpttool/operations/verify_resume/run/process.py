@@ -23,8 +23,8 @@ if TYPE_CHECKING:
 MARK = "CKPTTOOL_RUN"  # the variable that all processes of a command have
 LAST_LINES = 20  # of the output, that are shown
 _GRACE = 5.0  # seconds between SIGTERM and SIGKILL where nothing is tested by it
-_PATIENCE = 60.0  # seconds that processes have to go once they are killed
-_GLANCE = 0.02
+_TIMEOUT = 60.0  # seconds that processes have to go once they are killed
+_POLL = 0.02
 
 
 class Process:
@@ -59,7 +59,7 @@ class Process:
         """Wait for the end, at most for a time, and return the exit code; None if it is still running."""
         end = time.monotonic() + seconds
         while (code := self.poll()) is None and time.monotonic() < end:
-            time.sleep(_GLANCE)
+            time.sleep(_POLL)
         return code
 
     def send(self, number: signal.Signals) -> None:
@@ -82,19 +82,19 @@ class Process:
             signalled.update(running)
             if time.monotonic() > end:
                 return False
-            time.sleep(_GLANCE)
+            time.sleep(_POLL)
         return True
 
     def kill(self) -> None:
         """Kill all processes of the command at once, as a node that fails does."""
-        end = time.monotonic() + _PATIENCE
+        end = time.monotonic() + _TIMEOUT
         while running := self._running():
             # None of them may start another while the others are killed.
             for number in (signal.SIGSTOP, signal.SIGKILL):
                 for pid in running:
                     with suppress(ProcessLookupError, PermissionError):
                         os.kill(pid, number)
-            self.wait(_GLANCE)
+            self.wait(_POLL)
             if time.monotonic() > end:
                 left = ", ".join(map(str, running))
                 raise UsageError(f"processes of the command cannot be killed: {left}", hint="is it run by `sudo`?")

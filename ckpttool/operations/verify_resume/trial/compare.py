@@ -20,7 +20,7 @@ from ckpttool.operations.verify_resume.trial.state import RecordedState
 from ckpttool.text import plural, size, some
 
 _ORDER = ("model", "optimizer", "scheduler", "scaler", "rng", "dataloader")
-_MOST_OF_END = 3
+_MAX_END_FINDINGS = 3
 _STEP_KEYS = ("loss", "batch", "digest", "seconds")
 # Of gradients in float32; those in smaller dtypes may be `_LOOSE` apart.
 _TOLERANCE = {"float32": 1e-3, "float64": 1e-9}
@@ -82,7 +82,7 @@ def compare_ends(
         findings.sort(key=lambda one: (one.name not in before.objects, not one.kind.startswith("hyper-parameter")))
         if findings and findings[0].kind.startswith("hyper-parameter"):
             _explain(report, findings[0].message, run, before)
-    listed = findings if same else findings[:_MOST_OF_END]
+    listed = findings if same else findings[:_MAX_END_FINDINGS]
     for finding in listed:
         finding.message = f"at the end, {finding.message}"
         report.findings.append(finding)

@@ -19,7 +19,7 @@ from ckpttool.operations.verify_resume.trial.state import MappedTensor, Recorded
 from ckpttool.text import plural, some
 from ckpttool.transfer.numbers import Array
 
-_MOST = 20
+_LIMIT = 20
 _BLOCK = 1 << 20  # elements that are rounded at once
 
 
@@ -70,7 +70,7 @@ class _Tensors:
             ("tensor unexpected", difference.only_b, self.after, "did not exist before"),
         ):
             names = {one.name for one in only} | {*difference.kinds}
-            for name in sorted(names & state.tensors.keys())[:_MOST]:
+            for name in sorted(names & state.tensors.keys())[:_LIMIT]:
                 yield Finding(kind, f"`{name}` {message}", name=name, part=kind_of(name))
         for one in difference.tensors:
             if "dtype" in one.kinds or "shape" in one.kinds:
@@ -181,7 +181,7 @@ class _Tensors:
 
     def _others(self) -> Iterator[Finding]:
         for number, (name, difference) in enumerate([*self.left.items()]):
-            if number == _MOST:
+            if number == _LIMIT:
                 message = f"{plural(len(self.left), 'more tensor')} differ"
                 yield Finding("values differ", message, part=self.before.kind_of(name))
                 return

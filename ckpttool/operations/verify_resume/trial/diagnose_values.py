@@ -15,7 +15,7 @@ from ckpttool.operations.diff import ABSENT, Diff
 from ckpttool.operations.verify_resume.trial.results import Finding
 from ckpttool.operations.verify_resume.trial.state import RecordedState, difference_names
 
-_MOST = 20
+_LIMIT = 20
 _TITLES = {"rng": "RNG", "dataloader": "data loader", "scaler": "grad scaler"}
 
 
@@ -46,7 +46,7 @@ def changed_values(
 
 
 def _hyperparameters(root: str, changes: list[_Change]) -> Iterator[Finding]:
-    for change in changes[:_MOST]:
+    for change in changes[:_LIMIT]:
         name, was, now = change
         words = name.removeprefix(f"{root}.").split(".", 2)
         in_group = words[0] == "param_groups" and len(words) > 2
@@ -57,8 +57,8 @@ def _hyperparameters(root: str, changes: list[_Change]) -> Iterator[Finding]:
         elif was is ABSENT:
             message = f"{what} is {_shown(now)} and did not exist before"
         yield _finding(kind, message, "optimizer", change)
-    if len(changes) > _MOST:
-        yield Finding("hyper-parameter", f"{len(changes) - _MOST} more of the optimizer's values differ", part=root)
+    if len(changes) > _LIMIT:
+        yield Finding("hyper-parameter", f"{len(changes) - _LIMIT} more of the optimizer's values differ", part=root)
 
 
 def _of_the_run(root: str, kind: str, changes: list[_Change], fresh: RecordedState | None) -> Iterator[Finding]:
