@@ -30,6 +30,8 @@ _STYLES = {"bold": "bold", "dim": "dim", "red": "bold red", "green": "green", "y
 _GAP = 2
 _MIN_WIDTH = 20  # columns of a clipped text, before others become narrower
 _SPACE = "\0"  # for a leading space, which tabulate would remove; `safe` escapes it in the text itself
+# What a line does not end within: a shape, and a number behind its noun.
+_TOGETHER = re.compile(r"\[[^\[\]]{,40}\]|\b(step|rank|ranks|dimension) (?=\d)")
 
 
 class ReaderGone(Exception):
@@ -164,10 +166,13 @@ class Terminal:
     def paragraph(self, text: str, *, mark: TextLike = "  ", indent: int = 2) -> None:
         """Write `mark` and `text`, on a terminal wrapped with the following lines indented."""
         text = safe(text)
-        room = self.width - indent if self.width else None
-        lines = textwrap.wrap(text, max(room, 20), break_on_hyphens=False, break_long_words=False) if room else [text]
-        for i, line in enumerate(lines or [""]):
-            self.line(mark if i == 0 else " " * indent, line)
+        lines = [text]
+        if self.width:
+            text = _TOGETHER.sub(lambda found: found[0].replace(" ", _SPACE), text)
+            room = max(self.width - indent, 20)
+            lines = textwrap.wrap(text, room, break_on_hyphens=False, break_long_words=False) or [""]
+        for i, line in enumerate(lines):
+            self.line(mark if i == 0 else " " * indent, line.replace(_SPACE, " "))
 
     def table(
         self,

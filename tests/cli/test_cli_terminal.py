@@ -153,6 +153,13 @@ def test_a_name_that_is_too_long_is_continued_on_the_next_line(monkeypatch: pyte
     assert lines == [" model.layer       1", " s.0.weight", "   [b]        20\\x07"]
 
 
+def test_a_line_does_not_end_within_a_shape(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "30")
+    screen = Screen()
+    Terminal(screen).paragraph("`w` is missing (float32 [13, 7]) of what was saved at step 4")
+    assert screen.getvalue() == "  `w` is missing (float32\n  [13, 7]) of what was saved\n  at step 4\n"
+
+
 def test_a_value_that_is_too_long_ends_in_an_ellipsis(monkeypatch: pytest.MonkeyPatch) -> None:
     assert on_screen(12, monkeypatch, [("a", "one two three four")], clip=(1,)) == [" a  one two…"]
 

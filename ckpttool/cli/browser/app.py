@@ -14,6 +14,7 @@ from typing import ClassVar
 
 from rich.cells import cell_len, set_cell_size
 from rich.style import Style
+from rich.table import Table
 from rich.text import Text
 from textual import events, work
 from textual.app import App, ComposeResult
@@ -375,12 +376,10 @@ class Browser(App[CkptError | KeyboardInterrupt | None]):
 
     def action_keys(self) -> None:
         """Show the keys."""
-        text = Text()
+        table = Table.grid(padding=(0, 1))
         for key, what in _KEYS:
-            text.append(f"{key:<15}", Style(bold=True))
-            text.append(f"{what}\n")
-        text.right_crop(1)
-        self.push_screen(Page("keys", text))
+            table.add_row(Text(key, Style(bold=True)), what)
+        self.push_screen(Page("keys", table))
 
     def action_search(self) -> None:
         """Ask what to search."""

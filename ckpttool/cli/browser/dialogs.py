@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import ClassVar
 
+from rich.table import Table
 from rich.text import Text
 from textual.app import ComposeResult
 from textual.binding import Binding, BindingType
@@ -60,7 +61,7 @@ class Page(ModalScreen[None]):
     """  # noqa: E501
     BINDINGS: ClassVar[list[BindingType]] = [Binding("escape,q,enter,question_mark,d", "dismiss(None)", show=False)]
 
-    def __init__(self, title: str, text: Text) -> None:
+    def __init__(self, title: str, text: Text | Table) -> None:
         super().__init__()
         self._title, self._text = title, text
 

@@ -20,7 +20,8 @@ from ckpttool.text import some
 from ckpttool.transfer.plan import tiles
 from ckpttool.transfer.read import read_box
 
-# Names of embeddings and of the heads that may be tied to them; the first that matches is the one to keep.
+# Names of embeddings and of the heads that may be tied to them; the first that matches is the one to keep; of other
+# names, too, before a head.
 _RANKS = tuple(
     re.compile(pattern)
     for pattern in (
@@ -30,6 +31,7 @@ _RANKS = tuple(
         r"(.*\.)?(lm_head|embed_out|output|decoder|output_projection)\.weight",
     )
 )
+_HEAD = len(_RANKS) - 1  # an output head is kept in place of nothing that it is tied to
 _TILE = 1 << 20  # elements
 _FIRST = 1 << 12  # bytes that differ between most tensors
 
@@ -76,9 +78,9 @@ def by_names(planned: Catalogue, config: bool | None, same: SameBytes, notes: li
         if config is False:
             notes.append(f"{some(names)} are the same, but the config ties nothing: each is written")
             continue
-        kept = min(group, key=lambda t: len(_RANKS) if ranked[t.path] is None else ranked[t.path] or 0)
+        kept = min(group, key=lambda t: _HEAD - 0.5 if (rank := ranked[t.path]) is None else rank)
         alias |= {t.path: kept.path for t in group if t is not kept}
-    heads = [t.name for t in planned.tensors if ranked[t.path] == len(_RANKS) - 1 and t.path not in alias]
+    heads = [t.name for t in planned.tensors if ranked[t.path] == _HEAD and t.path not in alias]
     if config and heads and len(merged) > 1 and not alias:
         notes.append(f"`tie_word_embeddings` of the config is true, but {some(heads)} has values of its own")
     return _with(planned, alias)
@@ -86,12 +88,12 @@ def by_names(planned: Catalogue, config: bool | None, same: SameBytes, notes: li
 
 def is_head(name: str) -> bool:
     """Return whether a tensor has the name of an output head. Pure."""
-    return _rank(name) == len(_RANKS) - 1
+    return _rank(name) == _HEAD
 
 
 def is_embedding(name: str) -> bool:
     """Return whether a tensor has the name of an embedding that heads are tied to. Pure."""
-    return _rank(name) not in (None, len(_RANKS) - 1)
+    return _rank(name) not in (None, _HEAD)
 
 
 def _rank(name: str) -> int | None:

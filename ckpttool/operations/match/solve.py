@@ -767,7 +767,7 @@ class _Decision:
         for name in target.names(leaf):
             if name in self.solver.source:
                 return f"it has shape {list(self.solver.source[name])} in the source"
-        return "no tensor of the source that is left can make it"
+        return "no other tensor of the source can make it"
 
 
 def _numberless(text: str) -> str:

@@ -253,6 +253,13 @@ def test_a_head_of_its_own_is_no_tie_whatever_the_config_says(tmp_path: Path) ->
     assert any("has values of its own" in note for note in made.notes)
 
 
+def test_the_embedding_is_kept_in_place_of_the_head_whatever_it_is_called(tmp_path: Path) -> None:
+    weight = torch.randn(29, 7)
+    path = saved(tmp_path / "a.pt", {"lm_head.weight": weight, "embed.weight": weight, "norm.weight": torch.ones(7)})
+    ckpttool.export(path, tmp_path / "out")
+    assert found(tmp_path / "out").keys() == {"embed.weight", "norm.weight"}
+
+
 # Dtypes and files -----------------------------------------------------------------------------------------------------
 
 
