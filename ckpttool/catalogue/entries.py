@@ -172,10 +172,11 @@ class Chunks(Sequence[Chunk]):
     ) -> Chunks:
         """Return plain chunks, or unopened DCP items, from columns that are kept as they are: tensors of one shape may
         share their boxes. Without `offset` and `nbytes`, for a catalogue that is only planned."""
-        result = cls(item=item)
-        result.offsets, result.sizes, result.file = offsets, sizes, file
-        zeros = array("q", bytes(8 * len(file)))
-        result.offset, result.nbytes = offset or zeros, nbytes or zeros
+        result = cls.__new__(cls)
+        result.offsets, result.sizes, result.file, result.item = offsets, sizes, file, item
+        result.offset = offset if offset is not None else array("q", bytes(8 * len(file)))
+        result.nbytes = nbytes if nbytes is not None else result.offset[:]
+        result.strides, result.codecs, result.records = {}, {}, {}
         return result
 
     def add(self, offsets: Ints, sizes: Ints, extent: Extent) -> None:

@@ -87,6 +87,7 @@ _TEXT = b"(?:%b|%b)" % (_SHORT_TEXT, _texts(b"X", "<I"))
 _OBJECT = re.compile(rb"%b\)\x81(?:\x94|q.|r.{4})?}(?:\x94|q.|r.{4})?\(" % _GET, re.S)  # its beginning
 _SAMPLES = 32
 _LEARNT = 6
+_TELL = 1 << 17  # bytes between two looks at how far it is
 
 
 def _light(top: int, learnt: Iterable[bytes] = ()) -> re.Pattern[bytes]:
@@ -103,7 +104,7 @@ def _put(top: int) -> bytes:
 
 
 def _flat(top: int) -> bytes:
-    return b"%b(?:\x94|q.|%b)?\x85?" % (_FLAT, _put(top))
+    return b"(?:%b(?:\x94|q.|%b)?\x85?|\\)\x85)" % (_FLAT, _put(top))
 
 
 def _learn(data: bytes, top: int) -> list[bytes]:
@@ -236,10 +237,12 @@ def _answered(
     whole, persistent = memoryview(data), memoryview(_PERSISTENT)
     pieces: list[memoryview] = []
     calls = bytearray()
-    begin = at = 0
+    begin = at = told = 0
     while True:
         at = run(data, at).end()  # type: ignore[union-attr]
-        seen(at / len(data))
+        if at - told > _TELL:
+            seen(at / len(data))
+            told = at
         opcode = data[at]
         if opcode == _STOP:
             if at + 1 != len(data):

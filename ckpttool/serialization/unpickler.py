@@ -18,6 +18,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from contextvars import copy_context
+from itertools import islice
 from typing import Any
 
 from ckpttool.catalogue.budget import charge, working
@@ -125,6 +126,7 @@ REAL |= {("__builtin__", known.name): known for (module, _), known in REAL.items
 
 _MANY = 100_000
 _TUPLE = ord("t")
+_SMALL = 1 << 9  # bytes of a piece of a stream, and how many of these are joined
 
 
 @contextmanager
@@ -168,6 +170,8 @@ class _Pieces(io.RawIOBase):
                 if following is None:
                     break
                 piece = following
+                if len(piece) < _SMALL:
+                    piece = memoryview(b"".join((piece, *islice(self._pieces, _SMALL))))
             n = min(room - at, len(piece))
             buffer[at : at + n] = piece[:n]
             at, piece = at + n, piece[n:]

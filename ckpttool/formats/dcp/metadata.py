@@ -25,7 +25,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from itertools import chain, groupby, islice
+from itertools import chain, groupby, islice, repeat
 from typing import Any, NamedTuple
 
 from ckpttool.catalogue.boxes import Ints
@@ -207,6 +207,7 @@ class _Reader:
         self._name, self._seen = name, seen
         self._key: Any = None
         self._properties = 5
+        self._dtypes: dict[tuple[int, str], Dtype] = {}  # by the object that stands for it
         self._numbers: dict[str, int] = {}
         self._strays: list[str] = []
 
@@ -221,8 +222,14 @@ class _Reader:
         if type(tensors) is not dict:
             raise CorruptError("it has no `state_dict_metadata`")
         entries: dict[str, Any] = {}
-        for self._key, value in tensors.items():
-            entries[self._key] = self._read_entry(self._key, value)
+        left = iter(tensors.items())
+        while block := list(islice(left, _BLOCK)):
+            try:
+                entries.update(zip((key for key, _ in block), self._read_entries(block), strict=True))
+            except (CkptError, AttributeError):
+                for self._key, value in block:
+                    self._read_entries([(self._key, value)])
+                raise
         self._key = None
         self._assign_items(entries, root.fields.get("storage_data"))
         for self._key, entry in entries.items():
@@ -241,24 +248,54 @@ class _Reader:
             facts=self._facts(root.fields, seen),
         )
 
-    def _read_entry(self, key: Any, value: Any) -> StoredTensor | None:
-        if type(key) is not str:
-            raise CorruptError(f"a name is {type(key).__name__}, not a string")
-        if isinstance(value, classes.BytesStorageMetadata):
-            return None
-        if not isinstance(value, classes.TensorStorageMetadata):
-            raise CorruptError(f"described by a {stub_name(value) or type(value).__name__}, not as a tensor or bytes")
-        properties, chunks = value.fields.get("properties"), value.fields.get("chunks")
-        shape = _checked([value.fields.get("size")], "size")[0]
-        if not isinstance(properties, classes.TensorProperties) or type(chunks) is not list:
-            raise CorruptError("a tensor has no properties or chunks")
-        check_shape(shape)
-        offsets, sizes = _columns(chunks, len(shape))
-        charge_alike(offsets)  # chunks are looked up by them, here and in what is done with the tensor
-        self._properties = max(self._properties, properties.count)
-        n = len(offsets)
-        places = array("l", [-1]) * n, array("q", [0]) * n, array("q", [0]) * n
-        return StoredTensor(_dtype(properties), shape, offsets, sizes, *places)
+    def _read_entries(self, entries: Sequence[tuple[Any, Any]]) -> list[StoredTensor | None]:
+        """Return tensors without their items, and None for bytes. Checked in bulk: of an error, the caller asks for
+        each alone."""
+        tensors: list[tuple[Any, Dtype, list[Any]]] = []
+        is_tensor: list[bool] = []
+        for key, value in entries:
+            if type(key) is not str:
+                raise CorruptError(f"a name is {type(key).__name__}, not a string")
+            is_tensor.append(not isinstance(value, classes.BytesStorageMetadata))
+            if not is_tensor[-1]:
+                continue
+            if not isinstance(value, classes.TensorStorageMetadata):
+                what = stub_name(value) or type(value).__name__
+                raise CorruptError(f"described by a {what}, not as a tensor or bytes")
+            get = value.fields.get
+            properties, chunks = get("properties"), get("chunks")
+            if not isinstance(properties, classes.TensorProperties) or type(chunks) is not list:
+                raise CorruptError("a tensor has no properties or chunks")
+            self._properties = max(self._properties, properties.count)
+            tensors.append((get("size"), self._dtype(properties), chunks))
+        shapes = _checked([shape for shape, _, _ in tensors], "size")
+        for shape in dict.fromkeys(shapes):
+            check_shape(shape)
+        counts = [_count(chunks) for _, _, chunks in tensors]
+        dims = chain.from_iterable(map(repeat, map(len, shapes), counts))
+        offsets, sizes = _columns(list(chain.from_iterable(chunks for _, _, chunks in tensors)), list(dims))
+        made, begin = [], 0
+        for (shape, kind, _), n in zip(tensors, counts, strict=True):
+            end = begin + n
+            places = array("l", [-1]) * n, array("q", [0]) * n, array("q", [0]) * n
+            tensor = StoredTensor(kind, shape, offsets[begin:end], sizes[begin:end], *places)
+            charge_alike(tensor.offsets)  # chunks are looked up by them, here and in what is done with the tensor
+            made.append(tensor)
+            begin = end
+        left = iter(made)
+        return [next(left) if is_one else None for is_one in is_tensor]
+
+    def _dtype(self, properties: classes.TensorProperties) -> Dtype:
+        key = id(properties.dtype), properties.layout
+        found = self._dtypes.get(key)
+        if found is None:
+            name = stub_name(properties.dtype)
+            if name is None or not _DTYPE.fullmatch(name):
+                raise CorruptError("its dtype is not one of torch's")
+            if properties.layout not in ("torch.strided", "torch.jagged"):
+                raise CorruptError(f"layout `{properties.layout}` cannot be read", found=properties.layout)
+            found = self._dtypes[key] = dtype(name)
+        return found
 
     def _assign_items(self, entries: dict[str, StoredTensor | Item | None], storage: Any) -> None:
         """Assign an item to each chunk and to each bytes entry."""
@@ -270,7 +307,8 @@ class _Reader:
             by_key[row[0]].append(row)
         for n, (key, rows) in enumerate(by_key.items()):
             self._key = key
-            self._seen(0.9 + 0.1 * n / len(by_key))
+            if not n % _BLOCK:
+                self._seen(0.9 + 0.1 * n / len(by_key))
             entry = entries.get(key, _ABSENT)
             if type(entry) is StoredTensor:
                 self._assign_chunks(key, entry, rows)
@@ -396,31 +434,29 @@ _MISSING_PART = "the index of a rank is missing: the save did not finish"
 _NO_PLACE = "an item whose offset or length is not an integer"
 
 
-def _dtype(properties: classes.TensorProperties) -> Dtype:
-    name = stub_name(properties.dtype)
-    if name is None or not _DTYPE.fullmatch(name):
-        raise CorruptError("its dtype is not one of torch's")
-    if properties.layout not in ("torch.strided", "torch.jagged"):
-        raise CorruptError(f"layout `{properties.layout}` cannot be read", found=properties.layout)
-    return dtype(name)
+def _count(chunks: list[Any]) -> int:
+    """Return how many chunks these are, of which some may be runs."""
+    return sum(chunk.count if type(chunk) is Run else 1 for chunk in chunks)
 
 
-def _columns(chunks: list[Any], dims: int) -> tuple[list[Ints], list[Ints]]:
-    """Return the offsets and the sizes of a tensor's chunks."""
+def _columns(chunks: list[Any], dims: list[int]) -> tuple[list[Ints], list[Ints]]:
+    """Return the offsets and the sizes of chunks, each of so many dimensions."""
     offsets: list[Ints] = []
     sizes: list[Ints] = []
     for kind, group in groupby(chunks, type):
         if kind is classes.ChunkStorageMetadata:
             columns = classes.columns(list(group), "offsets", "sizes")
-            offsets += _checked(columns[0], "offsets", dims)
-            sizes += _checked(columns[1], "sizes", dims)
+            expected = dims[len(sizes) : len(sizes) + len(columns[0])]
+            offsets += _checked(columns[0], "offsets", expected)
+            sizes += _checked(columns[1], "sizes", expected)
         elif kind is Run:
             for (columns,) in (run.use(1) for run in group):
                 # Tuples of integers only.
                 if not {"offsets", "sizes"} <= columns.keys():
                     raise CorruptError("a chunk has no offsets or sizes")
-                if set(map(len, chain(columns["offsets"], columns["sizes"]))) != {dims}:
-                    raise CorruptError(f"a chunk does not have the {dims} dimensions of its tensor")
+                expected = dims[len(sizes) : len(sizes) + len(columns["sizes"])]
+                if list(map(len, columns["offsets"])) != expected or list(map(len, columns["sizes"])) != expected:
+                    raise CorruptError(f"a chunk does not have the {expected[0]} dimensions of its tensor")
                 offsets += columns["offsets"]
                 sizes += columns["sizes"]
         else:
@@ -428,11 +464,11 @@ def _columns(chunks: list[Any], dims: int) -> tuple[list[Ints], list[Ints]]:
     return offsets, sizes
 
 
-def _checked(values: Sequence[Any], what: str, dims: int | None = None) -> Sequence[Ints]:
+def _checked(values: Sequence[Any], what: str, dims: list[int] | None = None) -> Sequence[Ints]:
     """Return the values if each is a tuple of integers, checked in bulk. Raises CorruptError otherwise."""
     types = set(map(type, values)) - {tuple} or set(map(type, chain.from_iterable(values))) - {int}
-    if types or (dims is not None and set(map(len, values)) - {dims}):
-        count = "" if dims is None else f"{dims} "
+    if types or (dims is not None and list(map(len, values)) != dims):
+        count = "" if dims is None else f"{dims[0]} "
         raise CorruptError(f"`{what}` of a tensor or chunk is not a tuple of {count}integers")
     return values
 

@@ -38,6 +38,7 @@ _VALUES = ("int", "ints", "text", "ref")
 _FIXED = ("class", "field", "size")  # references that are the same in all entries
 _LOOK = 1 << 17  # bytes to find a sample in
 _SAMPLES = 32
+_LEAST = 4  # entries of a run; fewer are sooner unpickled
 _BLOCK = 1 << 17  # bytes that are taken apart at once
 _MODULE = "ckpttool index"
 _TAKEN = _MODULE.encode() + b"\n"
@@ -255,7 +256,7 @@ class Runs:
         items = self._learn(re.escape(found[0]), middle, len(data), 2) if found else None
         # Without those of items, these would not be worth while: items may refer to their parts.
         chunks = self._learn(_GET + rb"\)\x81", 0, middle, 1) if items is not None else None
-        if chunks is not None and items is not None:
+        if chunks is not None and items is not None and self._has_runs(chunks, middle):
             self._take_out(chunks, 0, middle, ("ChunkStorageMetadata",), keeps="ints" not in dict(items))
         else:
             self._rest.append(data[:middle])
@@ -278,6 +279,12 @@ class Runs:
                     break
         return samples.most_common(1)[0][0] if samples else None
 
+    def _has_runs(self, words: Words, end: int) -> bool:
+        """Return whether samples have runs of an entry: where each tensor has one chunk, there are none."""
+        run = re.compile(b"(?:%b){%d}" % (self._put.pattern(words), _LEAST), re.S)
+        places = (end * n // _SAMPLES for n in range(_SAMPLES))
+        return any(run.search(self._source, at, min(at + _LOOK, end)) for at in places)
+
     def _take_out(self, words: Words, begin: int, end: int, names: Sequence[str], *, keeps: bool = False) -> None:
         put = self._put
         if keeps and put.is_numbered:
@@ -285,6 +292,7 @@ class Runs:
         spelling = self._spelling(words, names)
         pattern = re.compile(put.pattern(words), re.S)
         step = pattern.groups + 1
+        text = self._text(pattern, begin, end)
         behind = b"\x940" + b"\x94" * (spelling.memos - 5)
         for at in range(begin, end, _BLOCK):
             parts = pattern.split(self._source[at : min(at + _BLOCK, end)])
@@ -307,6 +315,9 @@ class Runs:
                 bounds += (*range(bounds[-1] + spelling.most, n, spelling.most), n)
             for first, last in pairwise(bounds):
                 self._rest.append(between[first])
+                if last - first < _LEAST:
+                    self._rest += (text % (*parts[n + 1 : n + step],) for n in range(first * step, last * step, step))
+                    continue
                 memo = b""
                 if keeps:
                     # The object, its fields, and what the first `Size` is made of; then that.
@@ -317,6 +328,16 @@ class Runs:
                 self._add(Run([column[first:last] for column in columns], spelling.expected), spelling, number, memo)
             self._rest.append(between[count])
             self._seen(min(at + _BLOCK, end) / len(self._source))
+
+    def _text(self, pattern: re.Pattern[bytes], begin: int, end: int) -> bytes:
+        """Return what an entry is spelt like, with `%b` for each group."""
+        entry = pattern.search(self._source, begin, end)
+        if entry is None:
+            return b""
+        spans = chain.from_iterable(map(entry.span, range(1, 1 + pattern.groups)))
+        bounds = (entry.start(), *spans, entry.end())
+        literals = (self._source[a:b] for a, b in zip(bounds[::2], bounds[1::2], strict=True))
+        return b"%b".join(literal.replace(b"%", b"%%") for literal in literals)
 
     def _spelling(self, words: Words, names: Sequence[str]) -> _Spelling:
         left = iter(names)

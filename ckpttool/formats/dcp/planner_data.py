@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Collection, Iterable
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 from ckpttool.catalogue.entries import Catalogue, Container, Path, dotted
@@ -106,11 +107,15 @@ def _sorted_paths(paths: dict[str, Path], lists: set[Path]) -> dict[str, Path]:
     """Sort lists by index and dicts by first mention: the plans of several ranks are interleaved."""
     first: dict[Path, int] = {}
 
-    def place(path: Path, depth: int) -> Any:
-        is_index = type(path[depth]) is int and path[:depth] in lists
-        return path[depth] if is_index else first.setdefault(path[: depth + 1], len(first))
+    @lru_cache(1024)
+    def above(path: Path) -> tuple[Any, ...]:
+        return (*above(path[:-1]), place(path)) if path else ()
 
-    return dict(sorted(paths.items(), key=lambda item: [place(item[1], depth) for depth in range(len(item[1]))]))
+    def place(path: Path) -> Any:
+        is_index = type(path[-1]) is int and path[:-1] in lists
+        return path[-1] if is_index else first.setdefault(path, len(first))
+
+    return dict(sorted(paths.items(), key=lambda item: (*above(item[1][:-1]), place(item[1]))))
 
 
 def _integer_id_roots(paths: dict[str, Path], value_of: Callable[[str], Any]) -> list[Path]:
