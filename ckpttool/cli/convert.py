@@ -14,10 +14,7 @@ from ckpttool.cli.options import Option
     arguments=(options.SOURCE, options.DESTINATION),
     sections={
         "Selection": (
-            options.ONLY,
-            options.DROP,
-            options.TENSORS,
-            options.EXCLUDE,
+            *options.SELECTION,
             options.SHAPES,
             Option("--model-from PATH", "Read the model from another checkpoint."),
             Option("--optim-from PATH", "Read the optimizer from another checkpoint."),

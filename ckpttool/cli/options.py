@@ -293,6 +293,7 @@ NOT_SECRET = Option(
     "--not-secret NAME...", "Send the value NAME although it seems to have a key or a token in it. Repeatable."
 )
 
+SELECTION = (ONLY, DROP, TENSORS, EXCLUDE)
 HUB = (PUBLIC, PRIVATE, TAG, COMMIT_MESSAGE, TOKEN, STAGE, NOT_SECRET)
 WRITING = (CHECK, MANIFEST, OVERWRITE, DRY_RUN, THREADS, MAX_MEMORY)
 PRINTING = (AS_JSON, QUIET, VERBOSE)

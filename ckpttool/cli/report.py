@@ -24,10 +24,7 @@ _SHOWN = 10  # findings
     ),
     sections={
         "Selection": (
-            options.ONLY,
-            options.DROP,
-            options.TENSORS,
-            options.EXCLUDE,
+            *options.SELECTION,
             options.STEPS,
             options.SHAPES,
         ),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shlex
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -14,7 +15,8 @@ from ckpttool.cli.terminal import Styled, Terminal, TextLike, answer, bold, dim,
 from ckpttool.text import duration, plural, size
 
 if TYPE_CHECKING:
-    from ckpttool.operations.verify_resume.run.results import Report
+    from ckpttool.operations.verify_resume.run.results import Report, ScriptRun
+    from ckpttool.operations.verify_resume.trial.results import Run
 
 _VERDICTS = {
     "same": ("PASS", "green"),
@@ -154,12 +156,12 @@ def run(
         elif quiet:
             terminal.line(result.verdict)
         else:
-            _print(terminal, result, verbose)
+            _print(terminal, result)
             for path in (html, junit):
                 err().wrote(path)
 
 
-def _print(terminal: Terminal, result: Report, verbose: bool) -> None:
+def _print(terminal: Terminal, result: Report) -> None:
     word, colour = _VERDICTS[result.verdict]
     terminal.line(Styled(word, colour), "  ", result.message)
     terminal.write("\n")
@@ -170,7 +172,7 @@ def _print(terminal: Terminal, result: Report, verbose: bool) -> None:
     _print_table(terminal, result)
     if result.findings:
         terminal.heading("found", plural(len(result.findings), "difference"))
-        shown = result.findings if verbose else result.findings[:_SHOWN]
+        shown = result.findings if terminal.verbose else result.findings[:_SHOWN]
         for finding in shown:
             at = f"in step {finding.step}, " if finding.step is not None else ""
             terminal.paragraph(f"{finding.kind}: {at}{finding.message}", mark=Styled("- ", "red"))
@@ -181,8 +183,8 @@ def _print(terminal: Terminal, result: Report, verbose: bool) -> None:
         terminal.heading("output", f"the last lines of run {result.failure.run}")
         for line in result.failure.output:
             terminal.line(dim(f"  {line}"))
-    if verbose:
-        _print_losses(terminal, result)
+    if terminal.verbose:
+        print_losses(terminal, [run for run in result.runs if run.steps])
     for note in result.notes:
         terminal.paragraph(note, mark=Styled("note: ", "yellow"))
 
@@ -234,14 +236,14 @@ def _print_table(terminal: Terminal, result: Report) -> None:
             terminal.line("  losses  ", equal)
 
 
-def _print_losses(terminal: Terminal, result: Report) -> None:
-    runs = [run for run in result.runs if run.steps]
-    numbers = sorted({loss.number for run in runs for loss in run.steps})
+def print_losses(terminal: Terminal, runs: Sequence[Run] | Sequence[ScriptRun]) -> None:
+    """Print a row for each step, and a column for each run."""
+    numbers = sorted({step.number for run in runs for step in run.steps})
     if not numbers:
         return
     terminal.heading("losses")
     rows = []
     for number in numbers:
-        losses = [next((f"{one.loss:.9g}" for one in run.steps if one.number == number), "") for run in runs]
+        losses = [next((f"{s.loss:.9g}" for s in run.steps if s.number == number), "") for run in runs]
         rows.append((f"step {number}", *losses))
     terminal.table(rows, headers=("", *(run.name for run in runs)), right=range(1, len(runs) + 1))

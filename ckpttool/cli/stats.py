@@ -26,10 +26,7 @@ _FIGURES = ("rms", "absmax", "min", "max")
     arguments=(options.CHECKPOINT,),
     sections={
         "Selection": (
-            options.ONLY,
-            options.DROP,
-            options.TENSORS,
-            options.EXCLUDE,
+            *options.SELECTION,
             Option("--where CONDITION", "List tensors of which this is true: 'nan > 0 or absmax > 1e4'."),
             options.STEPS,
             Option("--spectral", "Estimate stable rank and largest singular values of matrices, too."),

@@ -10,6 +10,7 @@ import click
 from ckpttool.cli import options, resume_run
 from ckpttool.cli.options import Argument, Option
 from ckpttool.cli.pages import write_page
+from ckpttool.cli.resume_run import print_losses
 from ckpttool.cli.terminal import Styled, Terminal, TextLike, answer, bold, dim, err, out
 from ckpttool.text import duration, plural, size
 
@@ -57,11 +58,11 @@ def audit(as_json: bool, quiet: bool, verbose: bool, **arguments: Any) -> None:
         elif quiet:
             terminal.line(result.verdict)
         else:
-            _print_audit(terminal, result, verbose)
+            _print_audit(terminal, result)
             err().warnings(result.notes)
 
 
-def _print_audit(terminal: Terminal, result: Audit, verbose: bool) -> None:
+def _print_audit(terminal: Terminal, result: Audit) -> None:
     from ckpttool.cli.inspect import hyperparameters
 
     terminal.line(bold(result.path))
@@ -86,7 +87,7 @@ def _print_audit(terminal: Terminal, result: Audit, verbose: bool) -> None:
         shown.append((Styled(check.state, _STATES[check.state]), check.what, check.message))
         if check.hint and check.state != "ok":
             shown.append(("", "", dim(f"hint: {check.hint}")))
-        if verbose and len(check.names) > 1:
+        if terminal.verbose and len(check.names) > 1:
             shown += [("", "", dim(name)) for name in check.names[:_NAMES]]
     terminal.table(shown, wrap=(2,))
     terminal.write("\n")
@@ -169,11 +170,11 @@ def trial(via: str | None, html: str | None, as_json: bool, quiet: bool, verbose
         elif quiet:
             terminal.line(result.verdict)
         else:
-            _print_trial(terminal, result, verbose)
+            _print_trial(terminal, result)
             err().wrote(html)
 
 
-def _print_trial(terminal: Terminal, result: Report, verbose: bool) -> None:
+def _print_trial(terminal: Terminal, result: Report) -> None:
     terminal.line(
         Styled("PASS" if result.verdict == "same" else "FAIL", _VERDICTS[result.verdict]), "  ", result.message
     )
@@ -193,11 +194,11 @@ def _print_trial(terminal: Terminal, result: Report, verbose: bool) -> None:
         terminal.heading("sharding")
         checks = [(one.what, one.run, Styled(*_MARKS[one.passed]), one.message) for one in result.checks]
         terminal.table(checks, wrap=(3,))
-    if verbose and result.runs:
-        _print_losses(terminal, result)
+    if terminal.verbose and result.runs:
+        print_losses(terminal, result.runs)
     if result.findings:
         terminal.heading("found", plural(len(result.findings), "difference"))
-        shown = result.findings if verbose else result.findings[:_SHOWN]
+        shown = result.findings if terminal.verbose else result.findings[:_SHOWN]
         for finding in shown:
             terminal.paragraph(f"{finding.kind}: {finding.message}", mark=Styled("- ", "red"))
             if finding.hint:
@@ -208,7 +209,7 @@ def _print_trial(terminal: Terminal, result: Report, verbose: bool) -> None:
         for stuck in result.failure.ranks:
             where = stuck.where or "not in the recipe"
             terminal.line(f"  rank {stuck.rank}: {stuck.phase}, {where}", f": {stuck.error}" if stuck.error else "")
-            for frame in stuck.stack if verbose else ():
+            for frame in stuck.stack if terminal.verbose else ():
                 terminal.line(dim(f"    {frame}"))
     for note in result.notes:
         terminal.paragraph(note, mark=Styled("note: ", "yellow"))
@@ -227,15 +228,6 @@ def _about(result: Report) -> Iterator[tuple[str, str]]:
         yield "loss drift", f"{drift.loss_relative:.2%} vs A (informational)"
     yield "determinism", ", ".join(result.deterministic)
     yield "time", duration(result.seconds)
-
-
-def _print_losses(terminal: Terminal, result: Report) -> None:
-    terminal.heading("losses")
-    rows = []
-    for number in sorted({step.number for run in result.runs for step in run.steps}):
-        losses = [next((f"{s.loss:.9g}" for s in run.steps if s.number == number), "") for run in result.runs]
-        rows.append((f"step {number}", *losses))
-    terminal.table(rows, headers=("", *(run.name for run in result.runs)), right=range(1, len(result.runs) + 1))
 
 
 # init -----------------------------------------------------------------------------------------------------------------

@@ -17,7 +17,7 @@ MADE = Report("recipe.py", "control", RULE, deterministic=["torch.use_determinis
 def told(width: int | None) -> list[str]:
     terminal = Terminal(io.StringIO())
     terminal.width = width
-    verify_resume._print_trial(terminal, MADE, False)
+    verify_resume._print_trial(terminal, MADE)
     return terminal.stream.getvalue().splitlines()  # type: ignore[attr-defined]
 
 
