@@ -55,6 +55,13 @@ def test_the_checkpoint_of_a_run_is_named(command: str, there: Path, monkeypatch
     assert "`step-2` is opened; newer checkpoints are incomplete: `step-3`" in said
 
 
+@pytest.mark.parametrize("command", ["report run -o {}", "inspect run --html {}", "diff run other.pt --html {}"])
+def test_pages_name_it_too(command: str, there: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(there)
+    assert run(*command.format(tmp_path / "page.html").split()).exit_code in (0, 1)
+    assert "using <code>step-2</code>, the newest complete of the 3" in (tmp_path / "page.html").read_text()
+
+
 def test_one_checkpoint_of_a_run_is_repaired_at_a_time(there: Path) -> None:
     """The others would be copied and not looked at."""
     with pytest.raises(UsageError, match="a run with 3 checkpoints") as refused:

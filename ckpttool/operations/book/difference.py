@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from ckpttool.catalogue.boxes import Box
 from ckpttool.catalogue.dtypes import DTYPES, Dtype
 from ckpttool.catalogue.entries import Catalogue, Tensor
-from ckpttool.operations.book.page import Book, Item, Section, render
+from ckpttool.operations.book.page import Book, Item, Prose, Section, render
 from ckpttool.operations.book.rows import rows
 from ckpttool.operations.diff.elements import widened
 from ckpttool.operations.stats import Stats, TensorStatistics
@@ -168,7 +168,7 @@ def _sections(result: Diff) -> Iterator[Section]:
         for title, side in (("A", result.a), ("B", result.b))
     ]
     within = [("equal means", result.within)] if result.within else []
-    yield Section("Checkpoints", facts=[*sides, *within, *(("note", note) for note in result.notes)])
+    yield Section("Checkpoints", facts=[*sides, *within, *(("note", Prose(note)) for note in result.notes)])
 
 
 def _what(one: Any) -> Iterator[str]:

@@ -19,6 +19,7 @@ from ckpttool.operations.inspect.sharding import bytes_per_rank, overview
 from ckpttool.operations.inspect.summary import head
 from ckpttool.operations.stats import Finding, Stats
 from ckpttool.operations.templates import environment, verbatim
+from ckpttool.producers.open import chosen_of_run
 from ckpttool.text import size
 from ckpttool.version import __version__
 
@@ -176,6 +177,7 @@ def checkpoint_sections(
     files = sorted(catalogue.own_files, key=lambda file: -file.size)
     writer = catalogue.facts.get("writer")
     facts = [
+        ("run", Prose("; ".join(chosen_of_run(catalogue)))),
         ("format", catalogue.format),
         ("written by", str(writer) if writer else ""),
         ("step", "" if headline.step is None else f"{headline.step:,}"),
@@ -188,7 +190,7 @@ def checkpoint_sections(
         Section("Checkpoint", facts=[(name, value) for name, value in facts if value]),
         Section(
             "Parts",
-            headers=("part", "tensors", "elements", "bytes", "other values", "dtypes"),
+            headers=("part", "tensors", "elements", "bytes", "objects", "dtypes"),
             rows=[
                 (
                     *(str(line.part), f"{line.tensors:,}", f"{line.elements:,}", size(line.nbytes)),

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from ckpttool.catalogue.entries import Catalogue
 from ckpttool.catalogue.protocols import Source
 from ckpttool.operations.book.inspected import COLUMNS
-from ckpttool.operations.book.page import Book, Section, checkpoint_sections, render
+from ckpttool.operations.book.page import Book, Prose, Section, checkpoint_sections, render
 from ckpttool.operations.book.rows import rows
 from ckpttool.operations.stats import Stats
 from ckpttool.text import plural, size
@@ -30,7 +30,7 @@ def resharded_page(result: Resharding, source: Source, after: Catalogue | None) 
         ("bytes", f"{size(result.file_bytes)} in {plural(len(result.files), 'file')}"),
         *(("per rank", policy) for policy in result.policies),
         *(("left out", name) for name in result.dropped),
-        *(("note", note) for note in result.notes),
+        *(("note", Prose(note)) for note in result.notes),
     ]
     files = sorted(result.files, key=lambda file: -file.bytes)
     book.sections = [
