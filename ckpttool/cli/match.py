@@ -47,11 +47,7 @@ _BY = {
             options.THREADS,
         ),
         "Selection": (options.ONLY, options.EXCLUDE, options.STRIP_WRAPPERS, options.SHAPES),
-        "Output": (
-            Option("--output -o FILE", "Write the key map to this file."),
-            options.REPLACE,
-            *options.PRINTING,
-        ),
+        "Output": (Option("--output -o FILE", "Write the key map to this file."), options.REPLACE, *options.PRINTING),
     },
     examples=("step-1000 --like hf://Qwen/Qwen3-30B-A3B -o map.json", "model.pt --like base/config.json"),
 )

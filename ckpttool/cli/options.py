@@ -205,10 +205,7 @@ DESTINATION = Argument(
 )
 
 TENSOR = Argument(
-    "tensor",
-    metavar="TENSOR",
-    help="Its dotted name, as `inspect --tensors` shows it.",
-    shell_complete=_tensor_names,
+    "tensor", metavar="TENSOR", help="Its dotted name, as `inspect --tensors` shows it.", shell_complete=_tensor_names
 )
 
 # What is read and written ---------------------------------------------------------------------------------------------

@@ -15,10 +15,7 @@ _NO_MANIFEST = Option("--no-manifest", "Leave out the manifest that a DCP direct
 
 @options.command(
     "repair",
-    arguments=(
-        options.SOURCE,
-        options.reworded(options.DESTINATION, "The directory to write, with missing parents."),
-    ),
+    arguments=(options.SOURCE, options.reworded(options.DESTINATION, "The directory to write, with missing parents.")),
     sections={
         "Selection": (
             Option("--merge DIR...", "Directory of another node with files of the same save. Repeatable."),

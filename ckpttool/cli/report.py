@@ -23,11 +23,7 @@ _SHOWN = 10  # findings
         ),
     ),
     sections={
-        "Selection": (
-            *options.SELECTION,
-            options.STEPS,
-            options.SHAPES,
-        ),
+        "Selection": (*options.SELECTION, options.STEPS, options.SHAPES),
         "Output": (
             Option("--output -o FILE", "The HTML file to write.", default="report.html"),
             options.REPLACE,

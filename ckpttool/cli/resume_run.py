@@ -94,10 +94,7 @@ _SHOWN = 10
             ),
         ),
         "Execution": (
-            Option(
-                "--no-inject",
-                "Leave torch as the command sets it: no deterministic switches, no seeds.",
-            ),
+            Option("--no-inject", "Leave torch as the command sets it: no deterministic switches, no seeds."),
             Option("--observe", "Record each step of each rank: batch, loss, gradient norm, lr, RNG states."),
             Option("--seed-env NAME[=VALUE]...", "Set this variable to a seed, the same in all runs. Repeatable."),
             Option("--timeout SECONDS", "Time limit for each run.", type=click.IntRange(min=1), default=1800),

@@ -18,10 +18,7 @@ if TYPE_CHECKING:
 
 @options.command(
     "show",
-    arguments=(
-        options.CHECKPOINT,
-        options.TENSOR,
-    ),
+    arguments=(options.CHECKPOINT, options.TENSOR),
     sections={"Selection": (options.SHAPES,), "Output": (options.AS_JSON, options.QUIET)},
     examples=("step-1000 model.embed.weight",),
 )

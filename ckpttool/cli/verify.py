@@ -36,10 +36,7 @@ _TITLES = {
             Option("--values", "Check every element: NaN, infinite, all zero, denormal.", name="check_values"),
         ),
         "Execution": (options.THREADS,),
-        "Output": (
-            options.reworded(options.HTML, "Also write what was found as an HTML page."),
-            *options.PRINTING,
-        ),
+        "Output": (options.reworded(options.HTML, "Also write what was found as an HTML page."), *options.PRINTING),
     },
     examples=("step-1000", "step-1000 --values", "copy --against step-1000"),
 )

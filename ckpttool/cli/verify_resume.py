@@ -238,12 +238,7 @@ _FILE = Argument(
 )
 
 
-@options.command(
-    "init",
-    arguments=(_FILE,),
-    sections={"Output": (options.QUIET,)},
-    examples=("my-recipe.py",),
-)
+@options.command("init", arguments=(_FILE,), sections={"Output": (options.QUIET,)}, examples=("my-recipe.py",))
 def init(path: str, quiet: bool) -> None:
     """Write a commented, runnable recipe template."""
     from ckpttool.operations.verify_resume.recipe import write_template

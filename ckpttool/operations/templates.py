@@ -13,11 +13,7 @@ from ckpttool.text import duration, plural, safe, size
 def environment(package: str) -> Environment:
     """Return the environment of the templates in a package, `ckpttool.operations.book`."""
     templates = Environment(
-        loader=PackageLoader(package, ""),
-        autoescape=True,
-        trim_blocks=True,
-        lstrip_blocks=True,
-        finalize=_printable,
+        loader=PackageLoader(package, ""), autoescape=True, trim_blocks=True, lstrip_blocks=True, finalize=_printable
     )
     templates.filters |= {"duration": duration, "plural": plural, "size": size, "number": _number, "prose": _prose}
     return templates

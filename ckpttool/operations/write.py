@@ -16,16 +16,7 @@ from ckpttool import formats, producers
 from ckpttool.catalogue.entries import Catalogue, Container, Object, Path, Tensor, dotted
 from ckpttool.catalogue.protocols import Format, Sink, SinkOptions, Source
 from ckpttool.catalogue.warning import Warning
-from ckpttool.errors import (
-    DONE,
-    CkptError,
-    CorruptError,
-    LossError,
-    OverwriteError,
-    StorageError,
-    UsageError,
-    require,
-)
+from ckpttool.errors import DONE, CkptError, CorruptError, LossError, OverwriteError, StorageError, UsageError, require
 from ckpttool.formats.detect import detect
 from ckpttool.layout.optimizer import respell
 from ckpttool.layout.optimizer.misspelt import MISSPELT, misspelt

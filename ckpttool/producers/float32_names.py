@@ -21,11 +21,7 @@ _TRANSFORMERS = (
         "e_score_correction_bias",
         "",
     ),
-    (
-        "AXK2 DeepseekV32 GlmMoeDsa",
-        "e_score_correction_bias",
-        "indexer.weights_proj",
-    ),
+    ("AXK2 DeepseekV32 GlmMoeDsa", "e_score_correction_bias", "indexer.weights_proj"),
     (
         "Afmoe",
         "",
@@ -34,41 +30,13 @@ _TRANSFORMERS = (
             "pre_mlp_layernorm|q_norm"
         ),
     ),
-    (
-        "BailingHybrid",
-        r"A_log|conv1d|dt_bias|e_score_correction_bias|gate\.expert_bias$",
-        "",
-    ),
-    (
-        "Beam",
-        "e_score_correction_bias|mlp.gate.weight",
-        "",
-    ),
-    (
-        "Blip2 Blip2TextModelWithProjection Blip2VisionModelWithProjection",
-        "",
-        "qformer|query_tokens",
-    ),
-    (
-        "ClvpModel",
-        r"rotary_pos_emb\.inv_freq$",
-        "",
-    ),
-    (
-        "Csm Mimi",
-        r"codebook\.initialized$",
-        "",
-    ),
-    (
-        "DFine Deimv2",
-        r"encoder_attn\.num_points_scale$",
-        "",
-    ),
-    (
-        "Deberta",
-        r"self\.q_bias$|self\.v_bias$",
-        "",
-    ),
+    ("BailingHybrid", r"A_log|conv1d|dt_bias|e_score_correction_bias|gate\.expert_bias$", ""),
+    ("Beam", "e_score_correction_bias|mlp.gate.weight", ""),
+    ("Blip2 Blip2TextModelWithProjection Blip2VisionModelWithProjection", "", "qformer|query_tokens"),
+    ("ClvpModel", r"rotary_pos_emb\.inv_freq$", ""),
+    ("Csm Mimi", r"codebook\.initialized$", ""),
+    ("DFine Deimv2", r"encoder_attn\.num_points_scale$", ""),
+    ("Deberta", r"self\.q_bias$|self\.v_bias$", ""),
     (
         "DeepseekV4",
         (
@@ -82,11 +50,7 @@ _TRANSFORMERS = (
             "self_attn.compressor.kv_proj"
         ),
     ),
-    (
-        "Dots3Note",
-        r"e_score_correction_bias|mlp\.router_bias$",
-        "",
-    ),
+    ("Dots3Note", r"e_score_correction_bias|mlp\.router_bias$", ""),
     (
         (
             "Ernie4_5_Moe Ernie4_5_VLMoe Ernie4_5_VLMoeVisionTransformerPretrained Ernie4_5_VL_Moe "
@@ -103,16 +67,8 @@ _TRANSFORMERS = (
         ),
         "",
     ),
-    (
-        "Evolla",
-        r"rotary_embeddings\.inv_freq$",
-        "",
-    ),
-    (
-        "Flint",
-        r"gate.weight|self_attn\.softmax_offset$|sinks",
-        "",
-    ),
+    ("Evolla", r"rotary_embeddings\.inv_freq$", ""),
+    ("Flint", r"gate.weight|self_attn\.softmax_offset$|sinks", ""),
     (
         "Glm5Next",
         (
@@ -121,26 +77,14 @@ _TRANSFORMERS = (
         ),
         "",
     ),
-    (
-        "GptOss",
-        "",
-        "input_layernorm|norm|post_attention_layernorm",
-    ),
+    ("GptOss", "", "input_layernorm|norm|post_attention_layernorm"),
     (
         "GradiumPhononTTSForConditionalGeneration",
         r"flow_lm\.emb_mean$|flow_lm\.emb_std$|freqs|latent_mean|latent_std",
         "",
     ),
-    (
-        "GraniteSpeech5 GraniteSpeech5Encoder",
-        "conv.norm",
-        "",
-    ),
-    (
-        "HYV3",
-        r"e_score_correction_bias|mlp\.expert_bias$",
-        "",
-    ),
+    ("GraniteSpeech5 GraniteSpeech5Encoder", "conv.norm", ""),
+    ("HYV3", r"e_score_correction_bias|mlp\.expert_bias$", ""),
     (
         "HYV4",
         (
@@ -149,11 +93,7 @@ _TRANSFORMERS = (
         ),
         "",
     ),
-    (
-        "Inkling",
-        r"attn_sconv|e_score_correction_bias|gate.global_scale|gate\.bias$|k_sconv|mlp_sconv|v_sconv",
-        "",
-    ),
+    ("Inkling", r"attn_sconv|e_score_correction_bias|gate.global_scale|gate\.bias$|k_sconv|mlp_sconv|v_sconv", ""),
     (
         "Inkling2",
         (
@@ -162,101 +102,29 @@ _TRANSFORMERS = (
         ),
         "",
     ),
-    (
-        "InstructBlip InstructBlipVideo",
-        "",
-        "query_tokens",
-    ),
-    (
-        "Kolibri1",
-        r"e_score_correction_bias|router\.expert_bias$",
-        "",
-    ),
-    (
-        "KyutaiSpeechToText",
-        "codec_model",
-        "",
-    ),
-    (
-        "LongcatFlash",
-        "",
-        "classifier.weight",
-    ),
-    (
-        "MT5 MT5Encoder Musicgen MusicgenMelody Pop2Piano T5 T5Encoder UMT5 UMT5Encoder Udop UdopEncoder",
-        "",
-        "wo",
-    ),
-    (
-        "MistralLarge4",
-        r"gate\.weight$|lerope\.alpha$|mlp.gate.weight|rotary_emb",
-        "indexer.weights_proj",
-    ),
+    ("InstructBlip InstructBlipVideo", "", "query_tokens"),
+    ("Kolibri1", r"e_score_correction_bias|router\.expert_bias$", ""),
+    ("KyutaiSpeechToText", "codec_model", ""),
+    ("LongcatFlash", "", "classifier.weight"),
+    ("MT5 MT5Encoder Musicgen MusicgenMelody Pop2Piano T5 T5Encoder UMT5 UMT5Encoder Udop UdopEncoder", "", "wo"),
+    ("MistralLarge4", r"gate\.weight$|lerope\.alpha$|mlp.gate.weight|rotary_emb", "indexer.weights_proj"),
     (
         "MuseSpark",
         ("e_score_correction_bias|mlp.gate.weight|post_attention_residual_gate|post_feedforward_residual_gate"),
         "",
     ),
-    (
-        "Nemotron3_5Transcribe",
-        "audio_tower|e_score_correction_bias|multi_modal_projector",
-        "",
-    ),
-    (
-        "OlmoHybrid",
-        r"linear_attn\.A_log$",
-        "",
-    ),
-    (
-        "OpenAIPrivacyFilter",
-        "sinks",
-        "",
-    ),
-    (
-        "PocketTTSForConditionalGeneration",
-        "freqs|latent_mean|latent_std",
-        "",
-    ),
-    (
-        "RTDetrV2",
-        r"encoder_attn\.n_points_scale$",
-        "",
-    ),
-    (
-        "Reformer",
-        r"weights\.0$|weights\.1$",
-        "",
-    ),
-    (
-        "Rwkv",
-        "",
-        "time_decay|time_first",
-    ),
-    (
-        "SLANeXt SLANeXtBackbone SLANeXtSLAHead",
-        "structure_attention_cell|structure_generator",
-        "",
-    ),
-    (
-        "UniSpeech Wav2Vec2 Wav2Vec2Conformer",
-        r"quantizer\.codevectors$",
-        "",
-    ),
-    (
-        "UniSpeechSat",
-        r"label_embeddings_concat$|quantizer\.codevectors$",
-        "",
-    ),
-    (
-        "VideoPrism VideoPrismClip",
-        r"embeddings\.position_embedding$",
-        "",
-    ),
-    (
-        "Voxtral",
-        "embed_positions",
-        "",
-    ),
+    ("Nemotron3_5Transcribe", "audio_tower|e_score_correction_bias|multi_modal_projector", ""),
+    ("OlmoHybrid", r"linear_attn\.A_log$", ""),
+    ("OpenAIPrivacyFilter", "sinks", ""),
+    ("PocketTTSForConditionalGeneration", "freqs|latent_mean|latent_std", ""),
+    ("RTDetrV2", r"encoder_attn\.n_points_scale$", ""),
+    ("Reformer", r"weights\.0$|weights\.1$", ""),
+    ("Rwkv", "", "time_decay|time_first"),
+    ("SLANeXt SLANeXtBackbone SLANeXtSLAHead", "structure_attention_cell|structure_generator", ""),
+    ("UniSpeech Wav2Vec2 Wav2Vec2Conformer", r"quantizer\.codevectors$", ""),
+    ("UniSpeechSat", r"label_embeddings_concat$|quantizer\.codevectors$", ""),
+    ("VideoPrism VideoPrismClip", r"embeddings\.position_embedding$", ""),
+    ("Voxtral", "embed_positions", ""),
     (
         "XLNet",
         (
@@ -265,16 +133,8 @@ _TRANSFORMERS = (
         ),
         "",
     ),
-    (
-        "Zamba",
-        r"mamba\.A_log$",
-        "",
-    ),
-    (
-        "Zaya",
-        r"gate\.balancing_biases$",
-        "",
-    ),
+    ("Zamba", r"mamba\.A_log$", ""),
+    ("Zaya", r"gate\.balancing_biases$", ""),
 )
 # Parts of names.
 _DIFFUSERS = (
@@ -282,74 +142,26 @@ _DIFFUSERS = (
         "AnyFlowFARTransformer3DModel AnyFlowTransformer3DModel ChronoEditTransformer3DModel",
         "norm1 norm2 norm3 scale_shift_table time_embedder",
     ),
-    (
-        "AutoencoderKLMiniMaxH3",
-        "encoder norm1 norm2 norm_out quant_conv scale1 scale2",
-    ),
-    (
-        "AutoencoderKLMiniMaxH3Audio",
-        "dec_in_proj decoder encoder logs_proj mean_proj pre_block",
-    ),
-    (
-        "Cosmos3OmniTransformer",
-        "time_embedder",
-    ),
-    (
-        "CosmosControlNetModel CosmosTransformer3DModel",
-        "learnable_pos_embed",
-    ),
-    (
-        "Flux3Transformer2DModel",
-        "norm_k norm_q",
-    ),
-    (
-        "HeliosTransformer3DModel",
-        "history_key_scale norm1 norm2 norm3 scale_shift_table time_embedder",
-    ),
-    (
-        "JoyImageEditPlusTransformer3DModel JoyImageEditTransformer3DModel",
-        "norm1 norm2 norm_out time_embedder",
-    ),
-    (
-        "Kandinsky5Transformer3DModel",
-        "modulation text_modulation time_embeddings visual_modulation",
-    ),
-    (
-        "Kandinsky6SRTransformer3DModel",
-        "modulation pooled_bias time_embeddings",
-    ),
-    (
-        "Kandinsky6Transformer3DModel",
-        "modulation time_embeddings",
-    ),
-    (
-        "Krea2Transformer2DModel",
-        "norm norm1 norm2 norm_k norm_q",
-    ),
-    (
-        "MiniMaxH3Transformer3DModel",
-        "audio_proj_in audio_proj_out proj_in proj_out rope time_embedder",
-    ),
-    (
-        "RFD4ProteinaAutoencoder",
-        "latent_decoder_mean_n_log_scale norm",
-    ),
-    (
-        "RFD4ProteinaTransformer",
-        "cond_factory ln_out norm",
-    ),
+    ("AutoencoderKLMiniMaxH3", "encoder norm1 norm2 norm_out quant_conv scale1 scale2"),
+    ("AutoencoderKLMiniMaxH3Audio", "dec_in_proj decoder encoder logs_proj mean_proj pre_block"),
+    ("Cosmos3OmniTransformer", "time_embedder"),
+    ("CosmosControlNetModel CosmosTransformer3DModel", "learnable_pos_embed"),
+    ("Flux3Transformer2DModel", "norm_k norm_q"),
+    ("HeliosTransformer3DModel", "history_key_scale norm1 norm2 norm3 scale_shift_table time_embedder"),
+    ("JoyImageEditPlusTransformer3DModel JoyImageEditTransformer3DModel", "norm1 norm2 norm_out time_embedder"),
+    ("Kandinsky5Transformer3DModel", "modulation text_modulation time_embeddings visual_modulation"),
+    ("Kandinsky6SRTransformer3DModel", "modulation pooled_bias time_embeddings"),
+    ("Kandinsky6Transformer3DModel", "modulation time_embeddings"),
+    ("Krea2Transformer2DModel", "norm norm1 norm2 norm_k norm_q"),
+    ("MiniMaxH3Transformer3DModel", "audio_proj_in audio_proj_out proj_in proj_out rope time_embedder"),
+    ("RFD4ProteinaAutoencoder", "latent_decoder_mean_n_log_scale norm"),
+    ("RFD4ProteinaTransformer", "cond_factory ln_out norm"),
     (
         "SkyReelsV2Transformer3DModel WanTransformer3DModel WanVACETransformer3DModel",
         "norm1 norm2 norm3 rope scale_shift_table time_embedder",
     ),
-    (
-        "WanAnimate2Transformer3DModel",
-        "modulation norm1 norm2 norm3 scale_shift_table time_embedding time_projection",
-    ),
-    (
-        "WanAnimateTransformer3DModel",
-        "motion_synthesis_weight norm1 norm2 norm3 rope scale_shift_table time_embedder",
-    ),
+    ("WanAnimate2Transformer3DModel", "modulation norm1 norm2 norm3 scale_shift_table time_embedding time_projection"),
+    ("WanAnimateTransformer3DModel", "motion_synthesis_weight norm1 norm2 norm3 rope scale_shift_table time_embedder"),
 )
 _UNKNOWN = "e_score_correction_bias"
 _HEAD = re.compile(r"(?<=[a-z0-9])(For[A-Z]\w*|(Text|Vision|Audio)?(LMHead)?Model)$")

@@ -149,11 +149,7 @@ def _sections(result: Diff) -> Iterator[Section]:
         "Tensors that differ",
         headers=("name", "what differs", "elements", "max abs", "max rel"),
         rows=[
-            (
-                one.name,
-                ", ".join(_what(one)),
-                *(("", "", "") if one.values is None else _values(one.values)),
-            )
+            (one.name, ", ".join(_what(one)), *(("", "", "") if one.values is None else _values(one.values)))
             for one in ordered
         ],
         numbers=(2, 3, 4),

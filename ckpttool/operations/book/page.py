@@ -164,11 +164,7 @@ def findings_section(findings: Sequence[Finding], good: str) -> Section:
 
 
 def checkpoint_sections(
-    catalogue: Catalogue,
-    source: Source | None,
-    more: Sequence[tuple[str, str]] = (),
-    *,
-    without: Collection[str] = (),
+    catalogue: Catalogue, source: Source | None, more: Sequence[tuple[str, str]] = (), *, without: Collection[str] = ()
 ) -> list[Section]:
     """Return the sections on what a checkpoint is: warnings `without` some kinds, facts and `more` of them, parts,
     ranks and files. `source` is None of a catalogue that `inspect` returned."""

@@ -77,11 +77,7 @@ def _page(report: Mapping[str, Any], environment: Mapping[str, str] | None, comm
         "Steps": [_steps(name, key, runs) for key, name in _MEASURED.items()],
         "Differences": [_differences(report)],
         "Compared": [_compared(report), _checks(report), _drifts(report)],
-        "Runs": [
-            _runs(runs),
-            _memory(runs),
-            _provenance(report, environment or {}),
-        ],
+        "Runs": [_runs(runs), _memory(runs), _provenance(report, environment or {})],
     }
     return render(book)
 

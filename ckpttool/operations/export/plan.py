@@ -22,17 +22,7 @@ from ckpttool.layout.views import Viewed
 from ckpttool.operations import arguments, key_maps, secrets, write
 from ckpttool.operations import reference as references
 from ckpttool.operations.arguments import Selection
-from ckpttool.operations.export import (
-    adapters,
-    architecture,
-    assets,
-    bundles,
-    card,
-    like,
-    select_model,
-    ties,
-    weights,
-)
+from ckpttool.operations.export import adapters, architecture, assets, bundles, card, like, select_model, ties, weights
 from ckpttool.operations.export.architecture import Expected
 from ckpttool.operations.export.assets import Assets
 from ckpttool.operations.export.bundles import Component
@@ -309,13 +299,7 @@ def _check_adapter(
         result.notes.append(error.message)
 
 
-def _mapped(
-    planned: Catalogue,
-    viewed: Viewed,
-    beside: Assets,
-    options: ExportOptions,
-    result: Exported,
-) -> Catalogue:
+def _mapped(planned: Catalogue, viewed: Viewed, beside: Assets, options: ExportOptions, result: Exported) -> Catalogue:
     names = [tensor.name for tensor in planned.tensors]
     keymap = key_maps.chosen(options.key_map, names, beside.config, released=options.names == "released")
     if keymap is None:

@@ -130,8 +130,7 @@ def _numbered(lists: Sequence[list[str]]) -> tuple[str, ...]:
     for names in lists:
         runs = [list(_DIGITS.finditer(name)) for name in (names[0], names[-1])]
         at = next(
-            (at for at, (one, other) in enumerate(zip(*runs, strict=True)) if one[0] != other[0]),
-            len(runs[0]) - 1,
+            (at for at, (one, other) in enumerate(zip(*runs, strict=True)) if one[0] != other[0]), len(runs[0]) - 1
         )
         run = runs[0][at]
         found.append(names[0][: run.start()] + "{e}" + names[0][run.end() :])

@@ -85,12 +85,7 @@ _SIDE_OF = {
     **dict.fromkeys(("attn", "attention"), "attention"),
     **dict.fromkeys(("mlp", "ffn", "feedforward"), "mlp"),
 }
-_OPPOSED = (
-    {"encoder", "decoder"},
-    {"vision", "text", "audio"},
-    {"self", "cross"},
-    {"attention", "mlp"},
-)
+_OPPOSED = ({"encoder", "decoder"}, {"vision", "text", "audio"}, {"self", "cross"}, {"attention", "mlp"})
 _WHOLE = {
     "self_attn": "self",
     "self_attention": "self",

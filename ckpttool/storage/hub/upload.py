@@ -245,9 +245,7 @@ class _Upload:
         self.sent.dry_run, self.sent.tag = dry_run, tag
         if client.token() is None:
             raise RemoteError(
-                f"`{self.address}`: cannot be written: there is no token",
-                hint=errors.LOG_IN,
-                file=str(self.address),
+                f"`{self.address}`: cannot be written: there is no token", hint=errors.LOG_IN, file=str(self.address)
             )
         with self._translate_errors():
             info = self._find_repository()
@@ -326,13 +324,7 @@ class _Upload:
     # Files -----------------------------------------------------------------------------------------------------------
 
     def add(
-        self,
-        outgoing: Sequence[Outgoing],
-        folder: str,
-        unless_there: Collection[str],
-        *,
-        places: int,
-        keep_local: bool,
+        self, outgoing: Sequence[Outgoing], folder: str, unless_there: Collection[str], *, places: int, keep_local: bool
     ) -> None:
         """Write files, and send their bytes meanwhile, unless the Hub has them."""
         added: dict[str, _Added] = {}

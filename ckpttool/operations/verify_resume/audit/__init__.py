@@ -107,11 +107,7 @@ class Audit(Result):
 
 
 def audit(
-    path: str | os.PathLike[str],
-    *,
-    recipe: str | None = None,
-    values: bool | None = None,
-    shapes: str | None = None,
+    path: str | os.PathLike[str], *, recipe: str | None = None, values: bool | None = None, shapes: str | None = None
 ) -> Audit:
     """Check that the checkpoint at `path` has all the state needed to resume.
 

@@ -119,12 +119,7 @@ PRESETS = {
         resume_with="... resume_from_checkpoint=True checkpointer.recipe_checkpoint={checkpoint}/recipe_state.pt "
         # A list cannot take the place of a mapping (`filename_format`), which goes before; torchtune ignores its `=`.
         "~checkpointer.checkpoint_files={weights} checkpointer.checkpoint_files=[{weights}]",
-        words=(
-            ("output_dir={out}",),
-            ("epochs={until}",),
-            ("max_steps_per_epoch=1",),
-            ("log_every_n_steps=1",),
-        ),
+        words=(("output_dir={out}",), ("epochs={until}",), ("max_steps_per_epoch=1",), ("log_every_n_steps=1",)),
         loss="text:logs/log_*.txt",
         one_step="max_steps_per_epoch=1",
     ),
