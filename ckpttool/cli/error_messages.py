@@ -51,10 +51,11 @@ _SYNONYMS = {
     **dict.fromkeys(("audit", "trial", "resume"), "`verify-resume`"),
     "version": "`ckpttool --version`",
     "help": "`ckpttool --help`",
+    "completion": "`ckpttool --install-completion`",
 }
 
-# click's words for a number that an option does not take, and ours.
 _EXTRA = re.compile(r"Got unexpected extra arguments? \((.*)\)")
+# click's words for a number that an option does not take, and ours.
 _NUMBERS = (
     (r"(\S+) is not in the range x>=(\d+)", r"\1 is less than \2"),
     (r"(\S+) is not a valid integer( range)?", r"\1 is not a whole number"),

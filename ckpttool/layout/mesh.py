@@ -54,12 +54,12 @@ def world_mesh(ranks: int) -> Mesh:
     return Mesh(("shard",), (ranks,))
 
 
-def parse_mesh(text: str) -> Mesh:
+def parse_mesh(text: str, option: str = "--to-mesh") -> Mesh:
     """Return the mesh that `shard=4,tp=2` describes. Raises UsageError for unknown or repeated dimensions."""
-    flag, sizes = f"`--to-mesh {text}`", dict[str, int]()
+    flag, sizes = f"`{option} {text}`", dict[str, int]()
     for part in map(str.strip, text.split(",")):
-        name, _, size = part.partition("=")
-        if name not in _NAMES:
+        name, equals, size = part.partition("=")
+        if equals and name not in _NAMES:
             hint = meant(name, list(_NAMES), "the dimensions are `replicate`, `shard` and `tp`, outermost first")
             raise UsageError(f"{flag}: there is no mesh dimension `{name}`", hint=hint)
         if not _is_number(size) or not 1 <= int(size) <= _MAX_WORLD:

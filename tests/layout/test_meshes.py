@@ -82,7 +82,8 @@ def test_parse() -> None:
         ("shard=-1", "is not a dimension and its size"),
         ("shard=2,dp=2", "`shard` is there twice"),
         ("shard=1048576,tp=2", "at most"),
-        ("", "no mesh dimension ``"),
+        ("", "is not a dimension and its size"),
+        ("2x2", "is not a dimension and its size"),
     ],
 )
 def test_meshes_that_are_none(text: str, said: str) -> None:

@@ -34,7 +34,7 @@ def parse_meshes(
         if ranks is not None and sizes is not None:
             hint = f"pass `--{flag}mesh`, whose sizes give the number of ranks"
             raise UsageError(f"`--{flag}world` and `--{flag}mesh` exclude each other", hint=hint)
-        asked, option = (ranks, "world") if sizes is None else (parse_mesh(sizes).world, "mesh")
+        asked, option = (ranks, "world") if sizes is None else (parse_mesh(sizes, f"--{flag}mesh").world, "mesh")
         if started is not None and asked not in (None, started):
             raise UsageError(
                 f"`--{flag}{option}` asks for {asked} ranks, and torchrun started {started}",
