@@ -9,7 +9,7 @@ from ckpttool.catalogue.dtypes import ALIASES, DTYPES, Dtype
 from ckpttool.catalogue.entries import Catalogue, Entry, Object, Tensor
 from ckpttool.catalogue.patterns import compile_pattern, rule
 from ckpttool.errors import UsageError
-from ckpttool.layout.move import again, rebuilt, retied
+from ckpttool.layout.move import derived, rebuilt, retied
 from ckpttool.text import meant
 
 _FLOATS = ("float64", "float32", "float16", "bfloat16", "float8_e4m3fn", "float8_e5m2")
@@ -62,6 +62,6 @@ def cast(catalogue: Catalogue, cast_to: Callable[[Tensor], Dtype | None]) -> Cat
 
     def change(entry: Entry) -> Entry:
         kind = cast_to(entry) if isinstance(entry, Tensor) else None
-        return entry if kind is None or isinstance(entry, Object) else again(entry, dtype=kind)
+        return entry if kind is None or isinstance(entry, Object) else derived(entry, dtype=kind)
 
     return rebuilt(catalogue, retied(map(change, catalogue.entries.values())), catalogue.containers)

@@ -35,7 +35,7 @@ from ckpttool.layout.index_operations import (
     Unstack,
     parse_operation,
 )
-from ckpttool.layout.move import again, rebuilt
+from ckpttool.layout.move import derived, rebuilt
 from ckpttool.layout.views import Viewed
 from ckpttool.text import some
 
@@ -346,7 +346,7 @@ def map_tensors(keymap: KeyMap, tensors: Iterable[Tensor], viewed: Viewed, facts
             continue
         if one.rule.is_renaming:
             old, new = one.members[0, ()], one.rule.targets[0].filled(one.values)
-            mapped.tensors.append(again(old, path=(new,)))
+            mapped.tensors.append(derived(old, path=(new,)))
             mapped.renamed[old.name], new_path[old.path] = new, (new,)
             continue
         for tensor, sources in _apply_rule(keymap, one, viewed, facts):
@@ -440,7 +440,7 @@ def _aliased(tensor: Tensor, new_path: Mapping[Path, Path], kept: set[Path]) -> 
     if tensor.alias is None:
         return tensor
     alias = new_path.get(tensor.alias, tensor.alias if tensor.alias in kept else None)
-    return again(tensor, alias=alias if tensor.path != alias else None)
+    return derived(tensor, alias=alias if tensor.path != alias else None)
 
 
 def _check_apart(tensors: Iterable[Tensor], keymap: KeyMap) -> None:

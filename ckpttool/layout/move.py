@@ -37,7 +37,7 @@ def move(catalogue: Catalogue, moved: dict[Path, Path]) -> Catalogue:
         part = Part(entry.part.kind, root_of(entry.part.root))
         if isinstance(entry, Tensor):
             alias = moved.get(entry.alias, entry.alias) if entry.alias is not None else None
-            result.entries[new] = again(entry, path=new, part=part, alias=alias)
+            result.entries[new] = derived(entry, path=new, part=part, alias=alias)
         else:
             change = partial(relinked, moved=moved) if path in linking else None
             result.entries[new] = entry.at(new, part=part, change=change)
@@ -69,7 +69,7 @@ def moved_root(root: Path, moved: dict[Path, Path]) -> Path:
     return root
 
 
-def again(tensor: Tensor, **changes: Any) -> Tensor:
+def derived(tensor: Tensor, **changes: Any) -> Tensor:
     """Return a copy of a tensor with other attributes and its origin."""
     # `dataclasses.replace` takes as long again, and a large model has every tensor changed several times.
     changed = Tensor(
@@ -103,7 +103,7 @@ def retied(entries: Iterable[Entry]) -> Iterator[Entry]:
         if isinstance(entry, Tensor):
             first = firsts.setdefault((entry.alias or entry.path, entry.dtype), entry.path)
             alias = None if first == entry.path else first
-            entry = entry if alias == entry.alias else again(entry, alias=alias)
+            entry = entry if alias == entry.alias else derived(entry, alias=alias)
         yield entry
 
 

@@ -20,7 +20,7 @@ from ckpttool.catalogue.entries import Catalogue, Path, Tensor, dotted
 from ckpttool.errors import LossError, UsageError
 from ckpttool.layout import select
 from ckpttool.layout.mesh import Mesh
-from ckpttool.layout.move import again, rebuilt, relinked
+from ckpttool.layout.move import derived, rebuilt, relinked
 from ckpttool.text import is_or_are, meant, plural, rank_ranges
 
 CHOICES = {"rng": ("keep", "rank0", "drop"), "dataloader": ("keep", "drop")}
@@ -88,7 +88,7 @@ def _from_first(catalogue: Catalogue, root: Path, holders: dict[int, Path], worl
         for path, new in moved.items():
             entry = result.entries[path]
             # A tensor gets bytes of its own: in files of one rank, the first is not there to be tied to.
-            own = again(entry, path=new, alias=None) if isinstance(entry, Tensor) else entry.at(new, change=relink)
+            own = derived(entry, path=new, alias=None) if isinstance(entry, Tensor) else entry.at(new, change=relink)
             entries.append(own)
         containers |= {place + p[depth:]: c for p, c in result.containers.items() if p[:depth] == first}
     return rebuilt(result, entries, containers)

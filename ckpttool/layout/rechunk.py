@@ -23,7 +23,7 @@ from ckpttool.catalogue.patterns import any_of
 from ckpttool.catalogue.warning import Warning
 from ckpttool.errors import UsageError
 from ckpttool.layout.mesh import Mesh, Placements, mesh_boxes, parse_placements, world_mesh
-from ckpttool.layout.move import again, rebuilt
+from ckpttool.layout.move import derived, rebuilt
 from ckpttool.layout.optimizer.parse import parse_key
 from ckpttool.text import is_or_are, meant, plural, size, some
 
@@ -86,7 +86,7 @@ def _placed(catalogue: Catalogue, place: Callable[[Tensor], Chunks]) -> Catalogu
             return entry
         chunks = planned.get(entry.alias) if entry.alias is not None else None
         planned[entry.path] = chunks or (_whole_on if entry.embedded else place)(entry)
-        return again(entry, chunks=planned[entry.path])
+        return derived(entry, chunks=planned[entry.path])
 
     return rebuilt(catalogue, map(replan, catalogue.entries.values()), catalogue.containers)
 

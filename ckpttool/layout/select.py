@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from ckpttool.catalogue.aliases import find_aliases, one_moment_for_two
 from ckpttool.catalogue.entries import Catalogue, Entry, Path, Tensor, above
 from ckpttool.catalogue.patterns import any_of
-from ckpttool.layout.move import again, close_gaps, embedded_owners, rebuilt, retied
+from ckpttool.layout.move import close_gaps, derived, embedded_owners, rebuilt, retied
 
 
 def start(source: Catalogue) -> Catalogue:
@@ -20,7 +20,7 @@ def start(source: Catalogue) -> Catalogue:
     result = Catalogue(source.format, [], {}, dict(source.containers), dict(source.facts), [])
     aliases = find_aliases(source.tensors)
     for entry in source.entries.values():
-        result.add(again(entry, alias=aliases.get(entry.path)) if isinstance(entry, Tensor) else entry)
+        result.add(derived(entry, alias=aliases.get(entry.path)) if isinstance(entry, Tensor) else entry)
     result.warnings += one_moment_for_two(source, aliases)
     return result
 

@@ -88,12 +88,12 @@ def show(path: str | os.PathLike[str], tensor: str, *, shapes: str | None = None
             raise UsageError(f"`{path}`: there is no tensor `{tensor}`", hint=hint)
         with naming(path):
             validate(replace(source.catalogue, entries={matches[0].path: matches[0]}))
-            shown = look(matches[0], source)
+            shown = tensor_statistics(matches[0], source)
     shown.notes += notes_of_run(source.catalogue)
     return shown
 
 
-def look(tensor: Tensor, source: Source) -> Shown:
+def tensor_statistics(tensor: Tensor, source: Source) -> Shown:
     """Read a tensor in tiles and compute its statistics, without NaN and infinite elements.
 
     Raises CorruptError when its bytes do not match their checksum.

@@ -13,7 +13,7 @@ from typing import Any
 
 from ckpttool.catalogue.entries import Catalogue, Path, above
 from ckpttool.errors import CkptError, CorruptError, LossError
-from ckpttool.layout.move import again, rebuilt
+from ckpttool.layout.move import derived, rebuilt
 from ckpttool.layout.views import Viewed
 from ckpttool.operations import reference as references
 from ckpttool.operations.arguments import Selection
@@ -51,7 +51,7 @@ def model(
     for tensor in fitted.tensors:
         own = stored[tensor.name]
         alias = stored[str(tensor.alias[0])].path if tensor.alias is not None else None
-        tensors.append(again(tensor, path=own.path, part=own.part, alias=alias))
+        tensors.append(derived(tensor, path=own.path, part=own.part, alias=alias))
     around = {path for tensor in tensors for path in above(tensor.path)}
     assert run.source is not None
     containers = {path: one for path, one in run.source.catalogue.containers.items() if path in around}

@@ -155,7 +155,7 @@ def fill_state(
                 if isinstance(value, Shape):
                     key, shape = ("optimizer", name, *below), value
                     current = None if filler.sends else _now(optimizer, parameter, below)
-                    value = room(parameter, shape, current, apart=len(below) > 1 and below[0] in apart)
+                    value = allocate(parameter, shape, current, apart=len(below) > 1 and below[0] in apart)
                     shards = local_shards(value, f"{name}.{below[-1]}")
                     outgoing = OutgoingTensor(shape, shards, filler.contents.tensors.get(key))
                     if by_cpu and broadcast.is_sharded(value):
@@ -182,7 +182,7 @@ def _now(optimizer: torch.optim.Optimizer | None, parameter: nn.Parameter, below
     return value if isinstance(value, torch.Tensor) else None
 
 
-def room(parameter: Any, saved: Shape, current: Any = None, *, apart: bool = False) -> Any:
+def allocate(parameter: Any, saved: Shape, current: Any = None, *, apart: bool = False) -> Any:
     """Return memory for one tensor of a parameter's state: placed like `current`, else like the parameter if it has its
     shape and is not one `apart`, else replicated, as `step` is."""
     dtype = getattr(torch, saved.dtype)

@@ -249,7 +249,7 @@ class _Rooms(threading.local):
     """What each thread has of its own for a tile and for what it is made of."""
 
     def __init__(self) -> None:
-        self.rooms = read.Room(), read.Room()
+        self.buffers = read.Buffer(), read.Buffer()
 
 
 @dataclass(slots=True)
@@ -271,7 +271,7 @@ class _Copier:
     buffer: ThreadBuffer = field(default_factory=partial(ThreadBuffer, BUFFER))
     own: _Rooms = field(default_factory=_Rooms)
     turn: threading.Lock = field(default_factory=threading.Lock)
-    shared: tuple[read.Room, read.Room] = field(default_factory=lambda: (read.Room(), read.Room()))
+    shared: tuple[read.Buffer, read.Buffer] = field(default_factory=lambda: (read.Buffer(), read.Buffer()))
 
     def do(self, task: _Task) -> None:
         """Copy what a task says, or compare it."""
@@ -358,10 +358,10 @@ class _Copier:
             with self.turn:
                 self._gather_tiles(task, entry, parts, max(1, self.large // itemsize), self.shared)
         else:
-            self._gather_tiles(task, entry, parts, max(1, self.tile // itemsize), self.own.rooms)
+            self._gather_tiles(task, entry, parts, max(1, self.tile // itemsize), self.own.buffers)
 
     def _gather_tiles(
-        self, task: _Task, entry: Entry, parts: Sequence[_Part], most: int, rooms: tuple[read.Room, read.Room]
+        self, task: _Task, entry: Entry, parts: Sequence[_Part], most: int, buffers: tuple[read.Buffer, read.Buffer]
     ) -> None:
         import numpy as np
 
@@ -372,14 +372,14 @@ class _Copier:
         start = task.start
         for tile in tiles(task.box, most):
             nbytes = prod(tile[1]) * old.itemsize
-            bits: Array = np.ndarray(tile[1], read.unsigned(old), rooms[0].take(nbytes))
+            bits: Array = np.ndarray(tile[1], read.unsigned(old), buffers[0].take(nbytes))
             inside = [
                 (extent, chunk, shared)
                 for extent, chunk, box in parts
                 if (shared := boxes.overlap(box, tile)) is not None
             ]
             for one in read.series(inside, old.itemsize):
-                one.fill(bits, tile, self.pool, files, old, rooms[1])
+                one.fill(bits, tile, self.pool, files, old, buffers[1])
                 entry.note_read(one.extent, 0, one.numel * old.itemsize, None, self.tally.digested)
             data, overflowed = cast_array(bits, old, new)
             entry.overflowed += overflowed

@@ -105,7 +105,7 @@ def _place(extent: Extent, within: Box, box: Box) -> tuple[int, Ints]:
     return sum((o - w) * s for o, w, s in zip(box[0], within[0], strides, strict=True)), strides
 
 
-class Room:
+class Buffer:
     """Memory that is used again, for elements on their way: fresh pages cost as much as a copy."""
 
     def __init__(self) -> None:
@@ -127,12 +127,12 @@ def _fill(
     first: int,
     strides: Ints,
     kind: Dtype,
-    room: Room | None = None,
+    buffer: Buffer | None = None,
 ) -> None:
     import numpy as np
 
     dense: Array = np.empty(target.shape, target.dtype) if extent.codec else target
-    _read(dense, pool, files[extent.file].location, extent.offset, first, strides, kind, room)
+    _read(dense, pool, files[extent.file].location, extent.offset, first, strides, kind, buffer)
     if extent.codec:
         _decode(dense, extent.codec, kind)
         target[...] = dense
@@ -157,7 +157,7 @@ class Series(NamedTuple):
         return self.length * prod(self.box[1])
 
     def fill(
-        self, target: Array, within: Box, pool: Pool, files: Sequence[File], kind: Dtype, room: Room | None = None
+        self, target: Array, within: Box, pool: Pool, files: Sequence[File], kind: Dtype, buffer: Buffer | None = None
     ) -> None:
         """Read the elements into an array that holds the box `within`. Raises CorruptError when a file is too short."""
         into, strides, dim = part(target, self.box, within), self.strides, self.dim
@@ -167,7 +167,7 @@ class Series(NamedTuple):
             shape = (*into.shape[:dim], self.length, *into.shape[dim:])
             into = as_strided(into, shape, (*into.strides[:dim], self.apart * into.strides[dim], *into.strides[dim:]))
             strides = (*strides[:dim], self.step, *strides[dim:])
-        _fill(into, pool, files, self.extent, self.first, strides, kind, room)
+        _fill(into, pool, files, self.extent, self.first, strides, kind, buffer)
 
     def longer(self, extent: Extent, first: int, box: Box, itemsize: int) -> Series | None:
         """Return the series with one box more, or None if that is not the next one."""
@@ -201,13 +201,13 @@ class Woven(NamedTuple):
         return prod(self.inner[1])
 
     def fill(
-        self, target: Array, within: Box, pool: Pool, files: Sequence[File], kind: Dtype, room: Room | None = None
+        self, target: Array, within: Box, pool: Pool, files: Sequence[File], kind: Dtype, buffer: Buffer | None = None
     ) -> None:
         """Read the elements into an array that holds the box `within`. Raises CorruptError when a file is too short."""
         # A dimension made into several needs no copy.
         into = part(target, self.box, within).reshape(self.sizes)
         into = part(into, self.inner, boxes.whole(self.sizes))
-        _fill(into, pool, files, self.extent, self.first, self.strides, kind, room)
+        _fill(into, pool, files, self.extent, self.first, self.strides, kind, buffer)
 
 
 def _unwoven(weave: Weave, chunk: Chunk, box: Box) -> Iterator[Woven]:
@@ -249,12 +249,12 @@ def series(parts: Iterable[tuple[Extent, Chunk, Box]], itemsize: int) -> list[Se
 
 
 def _read(
-    target: Array, pool: Pool, location: str, start: int, first: int, strides: Ints, kind: Dtype, room: Room | None
+    target: Array, pool: Pool, location: str, start: int, first: int, strides: Ints, kind: Dtype, buffer: Buffer | None
 ) -> None:
     import numpy as np
 
     def take(nbytes: int) -> memoryview:
-        return np.empty(nbytes, np.uint8).data if room is None else room.take(nbytes)
+        return np.empty(nbytes, np.uint8).data if buffer is None else buffer.take(nbytes)
 
     sizes = target.shape
     span = boxes.span(sizes, strides) * kind.itemsize
@@ -276,7 +276,7 @@ def _read(
         half = sizes[dim] // 2
         for low, high in ((0, half), (half, sizes[dim])):
             part = target[(slice(None),) * dim + (slice(low, high),)]
-            _read(part, pool, location, start, first + low * strides[dim], strides, kind, room)
+            _read(part, pool, location, start, first + low * strides[dim], strides, kind, buffer)
         return
     if dense == span and target.flags.c_contiguous and boxes.is_row_major(sizes, strides):
         pool.read_into(location, start + first * kind.itemsize, target.reshape(-1).view("u1").data)

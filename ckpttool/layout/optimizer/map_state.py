@@ -25,7 +25,7 @@ from ckpttool.catalogue.warning import Warning
 from ckpttool.errors import CkptError, LossError, UsageError
 from ckpttool.layout.index_operations import Facts
 from ckpttool.layout.key_maps import KeyMap, map_tensors, matches
-from ckpttool.layout.move import again, embedded_owners, move, rebuilt, retied
+from ckpttool.layout.move import derived, embedded_owners, move, rebuilt, retied
 from ckpttool.layout.optimizer.parse import LIKE_PARAMETER, STATE_KINDS, Item, Optimizer, optimizers, parse_key
 from ckpttool.layout.select import models
 from ckpttool.layout.views import Viewed
@@ -114,7 +114,7 @@ def _map_model(
     by_name = {tensor.name: tensor for tensor in mapped.tensors if tensor.name in mapped.made_of}
     for new, sources in mapped.made_of.items():
         part = stored[sources[0]].part
-        change.replacements[stored[sources[0]].path].append(again(by_name[new], path=(*root, new), part=part))
+        change.replacements[stored[sources[0]].path].append(derived(by_name[new], path=(*root, new), part=part))
         change.gone |= {stored[name].path for name in sources}
         for name in sources:
             new_names.setdefault(name, []).append(new)
@@ -151,7 +151,7 @@ def _map_objects(keymap: KeyMap, root: Path, objects: Iterable[Object], change: 
 
 def _alone(tensors: Mapping[str, Tensor]) -> list[Tensor]:
     """Return tensors under names of one key, without ties: those are found again from where they were."""
-    return [again(tensor, path=(name,), alias=None) for name, tensor in tensors.items()]
+    return [derived(tensor, path=(name,), alias=None) for name, tensor in tensors.items()]
 
 
 # The optimizers -------------------------------------------------------------------------------------------------------
@@ -216,10 +216,10 @@ def _map_optimizer(
         for below, entry in items:
             path = (*optimizer.root, "state", new, *below)
             if new in mapped.get(below, ()):
-                change.replacements[place].append(again(mapped[below][new], path=path, part=entry.part))
+                change.replacements[place].append(derived(mapped[below][new], path=path, part=entry.part))
             elif isinstance(entry, Tensor):
                 # Of its own bytes, since an optimizer counts in place.
-                change.replacements[place].append(again(entry, path=path, alias=None))
+                change.replacements[place].append(derived(entry, path=path, alias=None))
             else:
                 change.replacements[place].append(entry.at(path))
 

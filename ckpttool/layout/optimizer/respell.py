@@ -20,7 +20,7 @@ from typing import Any
 from ckpttool.catalogue.entries import Catalogue, Container, Entry, Object, Part, Path, Tensor, above
 from ckpttool.catalogue.warning import Warning
 from ckpttool.errors import CkptError, CorruptError, LossError, UsageError
-from ckpttool.layout.move import again, move, rebuilt, relinked, retied
+from ckpttool.layout.move import derived, move, rebuilt, relinked, retied
 from ckpttool.layout.optimizer.names_of_ids import name_ids
 from ckpttool.layout.optimizer.parse import Item, Optimizer, optimizers
 from ckpttool.text import plural, some
@@ -176,7 +176,7 @@ def _placed(optimizer: Optimizer, items: Sequence[Item], place: Callable[[Path],
         moved[entry.path] = (*place(owner), *below[len(owner) :])
     change = partial(relinked, moved=moved) if embedding else None
     return [
-        again(entry, path=moved[entry.path], part=optimizer.part, alias=entry.alias or entry.path)
+        derived(entry, path=moved[entry.path], part=optimizer.part, alias=entry.alias or entry.path)
         if isinstance(entry, Tensor)
         else entry.at(moved[entry.path], part=optimizer.part, change=change)
         for _, entry in items

@@ -20,7 +20,7 @@ from ckpttool.catalogue.entries import Catalogue, Chunks, Part, Tensor
 from ckpttool.catalogue.patterns import any_of, renamer
 from ckpttool.errors import CkptError, CorruptError, LossError, UsageError
 from ckpttool.layout.key_maps import KeyMap, Rule, apply, parse
-from ckpttool.layout.move import again, rebuilt
+from ckpttool.layout.move import derived, rebuilt
 from ckpttool.layout.optimizer.names_of_ids import trained_parameters
 from ckpttool.layout.rename import strip_wrappers
 from ckpttool.layout.views import Viewed
@@ -214,7 +214,7 @@ def fitted(
     for name in reference.known:
         tensor = own.get(name) or twin(name)
         if base and wanted and (named or tensor is None) and name in base.tensors and wanted(name):
-            chosen[name] = again(base.tensors[name], part=_MODEL)
+            chosen[name] = derived(base.tensors[name], part=_MODEL)
             result.filled.append(name)
         elif tensor is not None:
             chosen[name] = tensor
@@ -240,7 +240,7 @@ def fitted(
         first = stored_as[name]
         return (first,) if first is not None and name in firsts and firsts[name] == firsts.get(first) else None
 
-    tensors = [again(tensor, path=(name,), alias=alias(name)) for name, tensor in chosen.items()]
+    tensors = [derived(tensor, path=(name,), alias=alias(name)) for name, tensor in chosen.items()]
     result.catalogue = rebuilt(planned, tensors, {})
     return result
 
@@ -319,7 +319,7 @@ def cast(planned: Catalogue, reference: references.Reference) -> Catalogue:
                     found=tensor.dtype.name,
                     expected=wanted.name,
                 )
-            tensor = again(tensor, dtype=wanted)
+            tensor = derived(tensor, dtype=wanted)
         tensors.append(tensor)
     return rebuilt(planned, tensors, {})
 

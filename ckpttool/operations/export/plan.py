@@ -17,7 +17,7 @@ from ckpttool.errors import CorruptError, LossError, UsageError
 from ckpttool.formats.safetensors.sharding import MAX_SHARD_SIZE
 from ckpttool.layout import dtype_rules
 from ckpttool.layout.key_maps import apply, parse
-from ckpttool.layout.move import again, rebuilt
+from ckpttool.layout.move import derived, rebuilt
 from ckpttool.layout.views import Viewed
 from ckpttool.operations import arguments, key_maps, secrets, write
 from ckpttool.operations import reference as references
@@ -251,7 +251,7 @@ def _like(
 def _combined(components: Sequence[Component]) -> Catalogue:
     """Return all tensors, under names that begin with their folders."""
     tensors = [
-        again(t, path=(one.folder + t.name,), alias=(f"{one.folder}{t.alias[0]}",) if t.alias else None)
+        derived(t, path=(one.folder + t.name,), alias=(f"{one.folder}{t.alias[0]}",) if t.alias else None)
         for one in components
         for t in one.catalogue.tensors
     ]

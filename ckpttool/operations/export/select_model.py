@@ -10,7 +10,7 @@ from ckpttool.catalogue.entries import Catalogue, Part, Path, Tensor, dotted
 from ckpttool.catalogue.validation import validate
 from ckpttool.errors import UsageError
 from ckpttool.layout import select
-from ckpttool.layout.move import again, move, rebuilt
+from ckpttool.layout.move import derived, move, rebuilt
 from ckpttool.layout.rename import rename_entries, strip_wrappers, without_root
 from ckpttool.layout.select import models
 from ckpttool.operations import arguments, write
@@ -87,7 +87,7 @@ def tree_of(source: Catalogue, name: str, notes: list[str], *, strict: bool) -> 
     validate(source, set(paths))
     chosen = move(select.select(select.start(source), lambda entry: entry.path in paths), paths)
     by_name = {tensor.name: tensor for tensor in chosen.tensors}
-    return rebuilt(chosen, [again(by_name[one], part=_MODEL) for one in own if one in by_name], {})
+    return rebuilt(chosen, [derived(by_name[one], part=_MODEL) for one in own if one in by_name], {})
 
 
 def _trees(source: Catalogue, own: Mapping[str, Ints]) -> dict[str, dict[str, Path]]:
@@ -107,7 +107,7 @@ def _flat(catalogue: Catalogue) -> Catalogue:
     """Give each tensor a path of one key, as in files of safetensors."""
     flat = move(catalogue, {path: (dotted(path),) for path in catalogue.entries})
     # Indexes of a list without its prefix, `layers`, stay as they are.
-    return rebuilt(flat, [again(tensor, part=_MODEL) for tensor in flat.tensors], {})
+    return rebuilt(flat, [derived(tensor, part=_MODEL) for tensor in flat.tensors], {})
 
 
 def renamed(planned: Catalogue, selection: Selection) -> Catalogue:

@@ -14,7 +14,7 @@ from contextlib import closing
 from ckpttool.catalogue import boxes
 from ckpttool.catalogue.entries import Catalogue, Path, Tensor
 from ckpttool.catalogue.protocols import Source
-from ckpttool.layout.move import again, rebuilt
+from ckpttool.layout.move import derived, rebuilt
 from ckpttool.storage.files import Pool
 from ckpttool.text import some
 from ckpttool.transfer.plan import tiles
@@ -114,7 +114,7 @@ def _merged(groups: Sequence[list[Tensor]], same: SameBytes) -> list[list[Tensor
 
 
 def _with(planned: Catalogue, alias: Mapping[Path, Path]) -> Catalogue:
-    return rebuilt(planned, [again(t, alias=alias.get(t.path)) for t in planned.tensors], {})
+    return rebuilt(planned, [derived(t, alias=alias.get(t.path)) for t in planned.tensors], {})
 
 
 def same_bytes(source: Source, one: Tensor, other: Tensor) -> bool:

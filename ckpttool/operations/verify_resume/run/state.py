@@ -20,7 +20,7 @@ from ckpttool.catalogue.entries import Catalogue, Chunk, Entry, Extent, Object, 
 from ckpttool.catalogue.protocols import Source
 from ckpttool.errors import CkptError
 from ckpttool.layout import select
-from ckpttool.layout.move import again
+from ckpttool.layout.move import derived
 from ckpttool.layout.optimizer import respell
 from ckpttool.operations.verify_resume.trial.state import MappedTensor, RecordedState
 from ckpttool.producers import open
@@ -99,7 +99,7 @@ class SavedState(RecordedState):
             if entry.part.kind in _OF_TENSORS:
                 self.tensors[name] = saved
                 self.boxes[name] = self._boxes(entry)
-                self.catalogue.add(again(entry, path=path, part=part, alias=None))
+                self.catalogue.add(derived(entry, path=path, part=part, alias=None))
                 return
             values: Mapping[str, Any] = {name: _shown(saved)}
         else:
