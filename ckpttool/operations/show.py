@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import os
 from contextlib import closing
 from dataclasses import dataclass, field, replace
@@ -13,6 +12,7 @@ from ckpttool.catalogue.entries import Tensor
 from ckpttool.catalogue.protocols import Source
 from ckpttool.catalogue.validation import validate
 from ckpttool.errors import UsageError
+from ckpttool.operations.stats.elements import Accumulator
 from ckpttool.producers.open import naming, notes_of_run, open_source
 from ckpttool.storage.files import Pool
 from ckpttool.text import meant, size
@@ -107,34 +107,12 @@ def tensor_statistics(tensor: Tensor, source: Source) -> Shown:
             for chunk in tensor.chunks:
                 # What a storage holds of other tensors is not read for this one.
                 checksums.check_extent(source.resolve(tensor, chunk), tensor.name, source, pool, shared=False)
-            _add_statistics(shown, tensor, source, pool)
+            total = Accumulator(tensor.dtype)
+            for _, bits in read_tiles(tensor, source, pool):
+                shown.values = shown.values or numbers(bits.reshape(-1)[:FIRST], tensor.dtype).tolist()
+                total.feed(bits)
+        found = total.result()
+        shown.nans, shown.infs, shown.mean, shown.norm = found.nans, found.infs, found.mean, found.l2
+        if found.min is not None and found.max is not None:
+            shown.min, shown.max = float(found.min), float(found.max)
     return shown
-
-
-def _add_statistics(shown: Shown, tensor: Tensor, source: Source, pool: Pool) -> None:
-    import numpy as np
-
-    total, norm, count = 0.0, 0.0, 0
-    low, high, nans, infs = math.inf, -math.inf, 0, 0
-    for _, bits in read_tiles(tensor, source, pool):
-        values = numbers(bits.reshape(-1), tensor.dtype)
-        if not shown.values:
-            shown.values = values[:FIRST].tolist()
-        if tensor.dtype.kind == "complex":
-            values = np.abs(values)
-        finite = values[np.isfinite(values)] if tensor.dtype.kind in ("float", "complex") else values
-        nans += int(np.isnan(values).sum()) if finite.size != values.size else 0
-        infs += int(values.size - finite.size)
-        if finite.size:
-            wide = finite.astype(np.float64)
-            largest = float(np.abs(wide).max()) or 1.0
-            # The squares of a float64 may be larger than any, and so may a sum.
-            norm = math.hypot(norm, largest * math.sqrt(float(np.square(wide / largest).sum())))
-            with np.errstate(over="ignore"):
-                total += float(wide.sum())
-            count += wide.size
-            low, high = min(low, float(wide.min())), max(high, float(wide.max()))
-    shown.nans, shown.infs = nans, infs - nans
-    if count:
-        shown.mean, shown.norm = total / count, norm
-        shown.min, shown.max = low, high

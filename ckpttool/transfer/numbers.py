@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from functools import cache
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
@@ -38,6 +39,7 @@ FLOATS = {
     "float8_e4m3fnuz": FloatFormat(4, 3, "zero"),
     "float8_e5m2fnuz": FloatFormat(5, 2, "zero"),
 }
+_PARTS_OF_COMPLEX = {"complex128": "float64", "complex64": "float32", "complex32": "float16"}
 EXPONENT_ONLY = "float8_e8m0fnu"  # no sign, no mantissa; NaN is all ones
 
 
@@ -62,6 +64,53 @@ def numbers(bits: Array, dtype: Dtype) -> Array:
     if dtype.kind == "float" and dtype.itemsize == 1:
         return _table(dtype.name)[bits]
     return bits.reshape(-1).view(np.dtype(dtype.name))
+
+
+class Kinds(NamedTuple):
+    """How many elements are of each kind, and the place of the first NaN. Parts of a complex number that are subnormal
+    count one by one."""
+
+    nans: int = 0
+    infs: int = 0
+    zeros: int = 0
+    subnormals: int = 0
+    first_nan: int | None = None
+
+
+def kinds_of(bits: Array, dtype: Dtype) -> Kinds:
+    """Return how many floating-point elements, given as unsigned integers, are of each kind: by their bits, which are
+    compared in a third of the time that their numbers take."""
+    import numpy as np
+
+    def by_element(parts: Array, join: Callable[..., Array]) -> Array:
+        return join(parts.reshape(-1, 2), axis=1) if dtype.kind == "complex" else parts
+
+    layout, flat = FLOATS.get(_PARTS_OF_COMPLEX.get(dtype.name, dtype.name)), bits.reshape(-1)
+    is_nan: Array | None = None
+    infs = zeros = subnormals = 0
+    if layout is None:
+        is_nan = flat == 0xFF
+    elif layout.nan == "zero":
+        is_nan, magnitudes = flat == 0x80, flat & 0x7F
+        zeros = int((flat == 0).sum())
+        subnormals = int(((magnitudes < 1 << layout.mantissa) & (magnitudes > 0)).sum())
+    else:
+        word = dtype.word
+        words = flat.view(f"u{word}") & np.array((1 << (8 * word - 1)) - 1, f"u{word}")  # without the sign
+        infinity = ((1 << layout.exponent) - 1) << layout.mantissa
+        largest = infinity if layout.nan == "ieee" else infinity | (1 << layout.mantissa) - 2
+        # One look at the largest tells that there is nothing to count, as in nearly every tile.
+        if int(words.max()) >= infinity:
+            is_nan = by_element(words > largest, np.any)
+            infs = int(np.count_nonzero(by_element(words == infinity, np.any))) if layout.nan == "ieee" else 0
+        if int(words.min()) < 1 << layout.mantissa:
+            nonzero = int(np.count_nonzero(words))
+            zeros = len(words) - nonzero
+            subnormals = int(np.count_nonzero(words < 1 << layout.mantissa)) - zeros
+            if dtype.kind == "complex":
+                zeros = int(np.count_nonzero(by_element(words == 0, np.all)))
+    nans = 0 if is_nan is None else int(np.count_nonzero(is_nan))
+    return Kinds(nans, infs, zeros, subnormals, int(np.argmax(is_nan)) if is_nan is not None and nans else None)
 
 
 def dot(a: Array, b: Array) -> float:

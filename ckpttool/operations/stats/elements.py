@@ -10,11 +10,11 @@ import math
 from dataclasses import dataclass, replace
 
 from ckpttool.catalogue.boxes import Box, Ints
-from ckpttool.catalogue.dtypes import Dtype
+from ckpttool.catalogue.dtypes import DTYPES, Dtype
 from ckpttool.operations.stats.histogram import Histogram, bins_of, dtype_of_numbers, indices
 from ckpttool.operations.stats.moments import Moments, of_counts, of_numbers
 from ckpttool.operations.stats.thumbnails import Blocks, Pooled, Thumbnail
-from ckpttool.transfer.numbers import EXPONENT_ONLY, FLOATS, Array, numbers
+from ckpttool.transfer.numbers import EXPONENT_ONLY, FLOATS, Array, kinds_of, numbers
 from ckpttool.transfer.read import part
 
 FRACTIONS = (0.001, 0.01, 0.05, 0.25, 0.5, 0.75, 0.95, 0.99, 0.999)
@@ -73,14 +73,14 @@ class Statistics:
 class Accumulator:
     """The statistics of elements of one dtype, which are fed tile by tile in any order."""
 
-    __slots__ = ("_exact", "_l1", "_limits", "_moments", "_sums", "dtype", "histogram")
+    __slots__ = ("_exact", "_l1", "_l2", "_limits", "_moments", "_sums", "dtype", "histogram")
 
     def __init__(self, dtype: Dtype) -> None:
         bins = bins_of(dtype)
         self.dtype = dtype
         self.histogram = Histogram(bins) if bins is not None else None
         self._exact = bins is not None and bins.exact
-        self._moments, self._l1 = Moments(), 0.0
+        self._moments, self._l1, self._l2 = Moments(), 0.0, 0.0
         self._limits = (math.inf, -math.inf)
         self._sums = Statistics()
 
@@ -118,7 +118,7 @@ class Accumulator:
         if self.histogram is not None and other.histogram is not None:
             self.histogram.merge(other.histogram)
         self._moments.merge(other._moments)
-        self._l1 += other._l1
+        self._l1, self._l2 = self._l1 + other._l1, math.hypot(self._l2, other._l2)
         low, high = zip(self._limits, other._limits, strict=True)
         self._limits = min(low), max(high)
         for name in _COUNTED:
@@ -134,10 +134,11 @@ class Accumulator:
         result, histogram = replace(self._sums), self.histogram
         if histogram is None:
             return result
-        moments, l1, limits = self._moments, self._l1, self._limits
+        moments, l1, l2, limits = self._moments, self._l1, self._l2, self._limits
         if self._exact:
             moments, l1, limits = self._of_counts(result, histogram)
-        _add_figures(result, moments, l1, limits)
+            l2 = math.sqrt(moments.squares)
+        _add_figures(result, moments, l1, l2, limits)
         if moments.n:
             result.quantiles = _named_quantiles(histogram, limits)
             result.quantile_error = histogram.bins.error
@@ -151,9 +152,9 @@ class Accumulator:
         else:
             self._sums.zeros += len(values) - int(np.count_nonzero(values))
             self._add_limits(values.min().item(), values.max().item())
-        moments, magnitudes = of_numbers(values)
+        moments, l1, l2 = of_numbers(values)
         self._moments.merge(moments)
-        self._l1 += magnitudes
+        self._l1, self._l2 = self._l1 + l1, math.hypot(self._l2, l2)
 
     def _add_limits(self, low: float, high: float) -> None:
         self._limits = min(self._limits[0], low), max(self._limits[1], high)
@@ -163,23 +164,18 @@ class Accumulator:
         bits, which are compared in a third of the time: those of positive numbers are in the order of the numbers."""
         import numpy as np
 
-        layout, itemsize = FLOATS[values.dtype.name], values.dtype.itemsize
-        smallest, infinity = 1 << layout.mantissa, ((1 << layout.exponent) - 1) << layout.mantissa
+        itemsize, sums = values.dtype.itemsize, self._sums
         bits = values.view(f"u{itemsize}")
-        magnitudes = bits & np.array((1 << itemsize * 8 - 1) - 1, bits.dtype)
-        if int(magnitudes.max()) >= infinity:
-            self._sums.nans += int((magnitudes > infinity).sum())
-            self._sums.positive_infs += int((values == np.inf).sum())
-            self._sums.negative_infs += int((values == -np.inf).sum())
-            values = values[magnitudes < infinity]
-            bits, magnitudes = values.view(bits.dtype), magnitudes[magnitudes < infinity]
+        kinds = kinds_of(bits, DTYPES[values.dtype.name])
+        sums.zeros, sums.subnormals = sums.zeros + kinds.zeros, sums.subnormals + kinds.subnormals
+        if kinds.nans or kinds.infs:
+            positive = int((values == np.inf).sum())
+            sums.nans, sums.positive_infs = sums.nans + kinds.nans, sums.positive_infs + positive
+            sums.negative_infs += kinds.infs - positive
+            values = values[np.isfinite(values)]
+            bits = values.view(bits.dtype)
             if not len(values):
                 return values
-        least = int(magnitudes.min())
-        if least < smallest:
-            zeros = len(values) - int(np.count_nonzero(magnitudes))
-            self._sums.zeros += zeros
-            self._sums.subnormals += int((magnitudes < smallest).sum()) - zeros
         # As integers with a sign, negative numbers are in descending order; without one, they are behind all others.
         signed = values.view(f"i{itemsize}")
         last, high = bits.max(), signed.max()
@@ -206,14 +202,13 @@ class Accumulator:
         return of_counts(values, counts), float((np.abs(values) * counts).sum()), limits
 
 
-def _add_figures(result: Statistics, moments: Moments, l1: float, limits: tuple[float, float]) -> None:
+def _add_figures(result: Statistics, moments: Moments, l1: float, l2: float, limits: tuple[float, float]) -> None:
     if not moments.n:
         return
     result.min, result.max = limits
     result.absmax = max(-limits[0], limits[1]) if limits[0] < 0 else limits[1]
     result.mean, result.std, result.kurtosis = moments.mean, moments.std, moments.kurtosis
-    result.l1, result.l2 = l1, math.sqrt(moments.squares)
-    result.rms = math.sqrt(moments.squares / moments.n)
+    result.l1, result.l2, result.rms = l1, l2, l2 / math.sqrt(moments.n)
 
 
 def _named_quantiles(histogram: Histogram, limits: tuple[float, float]) -> dict[str, float]:

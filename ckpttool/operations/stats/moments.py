@@ -100,13 +100,13 @@ def buffer(number: int, n: int) -> Array:
     return array[:n]
 
 
-def of_numbers(values: Array) -> tuple[Moments, float]:
-    """Return the moments of finite numbers, and the sum of their magnitudes."""
+def of_numbers(values: Array) -> tuple[Moments, float, float]:
+    """Return the moments of finite numbers, the sum of their magnitudes, and the root of the sum of their squares."""
     import numpy as np
 
     n = len(values)
     if not n:
-        return Moments(), 0.0
+        return Moments(), 0.0, 0.0
     apart, squares = buffer(0, n), buffer(1, n)
     with np.errstate(over="ignore", invalid="ignore"):
         apart[:] = values
@@ -121,7 +121,18 @@ def of_numbers(values: Array) -> tuple[Moments, float]:
     m2 = max(_or_infinite(s2 - s1 * step), 0.0)
     m3 = s3 - 3 * step * s2 + 2 * s1 * step * step
     m4 = max(_or_infinite(s4 - 4 * step * s3 + 6 * step * step * s2 - 3 * s1 * step * step * step), 0.0)
-    return Moments(n, guess + step, m2, m3, m4), magnitudes
+    moments = Moments(n, guess + step, m2, m3, m4)
+    return moments, magnitudes, _norm(values, moments.squares) if magnitudes else 0.0
+
+
+def _norm(values: Array, squares: float) -> float:
+    """Return the root of a sum of squares, which may be too large or too small for a float64 where it is not."""
+    import numpy as np
+
+    if _MIN_EXACT < squares < math.inf:
+        return math.sqrt(squares)
+    largest = max(-float(values.min()), float(values.max()))
+    return largest * math.sqrt(float(np.square(values / largest).sum()))
 
 
 def _guess(some: Array) -> float:

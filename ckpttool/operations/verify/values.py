@@ -3,27 +3,24 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import closing
 from dataclasses import dataclass
-from typing import Any
 
 from ckpttool.catalogue import boxes
 from ckpttool.catalogue.aliases import find_aliases
 from ckpttool.catalogue.boxes import Box
-from ckpttool.catalogue.dtypes import Dtype
 from ckpttool.catalogue.entries import Tensor
 from ckpttool.errors import CkptError
 from ckpttool.operations.verify.findings import NAN, NOTE, SUSPECT, Finding, Verification
 from ckpttool.storage.files import Pool
-from ckpttool.transfer.numbers import EXPONENT_ONLY, FLOATS, Array
+from ckpttool.transfer.numbers import EXPONENT_ONLY, FLOATS, Kinds, kinds_of
 from ckpttool.transfer.plan import tiles
 from ckpttool.transfer.read import read_box
 from ckpttool.transfer.threads import Work, on_threads
 
 _TILE = 1 << 20  # stays in the processor's cache
 _FLOATING = {*FLOATS, EXPONENT_ONLY, "complex128", "complex64", "complex32"}
-_PARTS_OF_COMPLEX = {"complex128": "float64", "complex64": "float32", "complex32": "float16"}
 
 
 @dataclass(slots=True)
@@ -36,11 +33,16 @@ class Counts:
     denormals: int = 0
     first: tuple[int, ...] | None = None
 
-    def add(self, other: Counts) -> None:
-        """Add the counts of other elements of the same tensor."""
-        for kind in ("nans", "infs", "zeros", "denormals"):
-            setattr(self, kind, getattr(self, kind) + getattr(other, kind))
-        self.first = min(filter(None, (self.first, other.first)), default=None)
+    def add(self, kinds: Kinds, box: Box) -> None:
+        """Add the elements of a box of the tensor."""
+        self.nans, self.infs = self.nans + kinds.nans, self.infs + kinds.infs
+        self.zeros, self.denormals = self.zeros + kinds.zeros, self.denormals + kinds.subnormals
+        if kinds.first_nan is not None:
+            import numpy as np
+
+            at = np.unravel_index(kinds.first_nan, box[1])
+            first = tuple(int(i) + o for i, o in zip(at, box[0], strict=True))
+            self.first = min(first, self.first or first)
 
 
 def check(run: Verification) -> Iterator[Finding]:
@@ -62,9 +64,9 @@ def check(run: Verification) -> Iterator[Finding]:
         except CkptError as error:
             failures.append(Finding.of(error, "unreadable", tensor=tensor.name))
             return
-        result = counts(bits, tensor.dtype, box)
+        kinds = kinds_of(bits, tensor.dtype)
         with lock:
-            counted[tensor.name][1].add(result)
+            counted[tensor.name][1].add(kinds, box)
         work.note(bits.nbytes)
 
     tasks = (
@@ -87,38 +89,3 @@ def check(run: Verification) -> Iterator[Finding]:
         ):
             if is_found:
                 yield Finding(gravity, kind, f"tensor `{tensor.name}`: {text}", tensor=tensor.name)
-
-
-def counts(bits: Array, dtype: Dtype, box: Box) -> Counts:
-    """Return the counts of one tile, given as unsigned integers in the sizes of its box."""
-    import numpy as np
-
-    def by_element(parts: Array, join: Callable[..., Array]) -> Array:
-        return join(parts.reshape(-1, 2), axis=1) if dtype.kind == "complex" else parts
-
-    layout, flat, result = FLOATS.get(_PARTS_OF_COMPLEX.get(dtype.name, dtype.name)), bits.reshape(-1), Counts()
-    is_nan: Any = None
-    if layout is None:
-        is_nan = flat == 0xFF
-    elif layout.nan == "zero":
-        is_nan, magnitudes = flat == 0x80, flat & 0x7F
-        result.zeros = int((flat == 0).sum())
-        result.denormals = int(((magnitudes < 1 << layout.mantissa) & (magnitudes > 0)).sum())
-    else:
-        word = dtype.word
-        words = flat.view(f"u{word}") & np.array((1 << (8 * word - 1)) - 1, f"u{word}")  # without the sign
-        infinity = ((1 << layout.exponent) - 1) << layout.mantissa
-        largest = infinity if layout.nan == "ieee" else infinity | (1 << layout.mantissa) - 2
-        # One look at the largest tells that there is nothing to count, as in nearly every tile.
-        if int(words.max()) >= infinity:
-            is_nan = by_element(words > largest, np.any)
-            result.infs = int(by_element(words == infinity, np.any).sum()) if layout.nan == "ieee" else 0
-        if int(words.min()) < 1 << layout.mantissa:
-            is_zero = words == 0
-            result.zeros = int(by_element(is_zero, np.all).sum())
-            result.denormals = int((words < 1 << layout.mantissa).sum()) - int(is_zero.sum())
-    result.nans = 0 if is_nan is None else int(is_nan.sum())
-    if result.nans:
-        at = np.unravel_index(int(np.argmax(is_nan)), bits.shape)
-        result.first = tuple(int(i) + o for i, o in zip(at, box[0], strict=True))
-    return result

@@ -282,21 +282,21 @@ def test_what_elements_are(name: str, tensor: torch.Tensor) -> None:
     import numpy as np
 
     from ckpttool.catalogue.dtypes import dtype
-    from ckpttool.operations.verify.values import counts
+    from ckpttool.transfer.numbers import kinds_of
     from ckpttool.transfer.read import unsigned
 
     kind = dtype(str(tensor.dtype))
     bits = np.frombuffer(tensor.view(torch.uint8).numpy().tobytes(), unsigned(kind))
-    found = counts(bits, kind, ((0,), tuple(tensor.shape)))
+    found = kinds_of(bits, kind)
     plain = tensor if tensor.is_complex() else tensor.double()
     assert found.nans == int(plain.isnan().sum())
     if found.nans:
-        assert found.first == (int(plain.isnan().nonzero()[0]),)
+        assert found.first_nan == int(plain.isnan().nonzero()[0])
     if not tensor.is_complex():
         assert (found.infs, found.zeros) == (int(plain.isinf().sum()), int((plain == 0).sum()))
         if not name.startswith("float8_e8m0"):
             tiny = torch.finfo(tensor.dtype).smallest_normal
-            assert found.denormals == int(((plain != 0) & (plain.abs() < tiny)).sum())
+            assert found.subnormals == int(((plain != 0) & (plain.abs() < tiny)).sum())
 
 
 def test_values_are_looked_at_when_asked(tmp_path: Path) -> None:

@@ -11,12 +11,12 @@ from ckpttool.errors import CkptError, CorruptError
 from ckpttool.layout import select
 from ckpttool.layout.optimizer.parse import STATE_KINDS
 from ckpttool.layout.rename import strip_wrappers
-from ckpttool.operations.verify.values import Counts, counts
+from ckpttool.operations.verify.values import Counts
 from ckpttool.operations.verify_resume.audit.checks import Checks, named
 from ckpttool.operations.verify_resume.audit.optimizer_state import NamedOptimizer
 from ckpttool.storage.files import Pool
 from ckpttool.text import plural, size
-from ckpttool.transfer.numbers import numbers
+from ckpttool.transfer.numbers import kinds_of, numbers
 from ckpttool.transfer.read import read_tiles
 
 _MASKS = "infinities in tensors that are not trained"
@@ -91,7 +91,7 @@ def _count(tensor: Tensor, source: Source, pool: Pool) -> tuple[Counts, int]:
     has_squares = kind is not None and kind.squares and tensor.dtype.kind == "float"
     found, negative = Counts(), 0
     for box, bits in read_tiles(tensor, source, pool):
-        found.add(counts(bits, tensor.dtype, box))
+        found.add(kinds_of(bits, tensor.dtype), box)
         if has_squares:
             negative += int((numbers(bits.reshape(-1), tensor.dtype) < 0).sum())
     return found, negative
