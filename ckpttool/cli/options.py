@@ -18,7 +18,6 @@ _PATHS = (
     "B",
     "DIR",
     "FILE",
-    "FOLDER",
     "OTHER",
     "NAME",
     "FROM",

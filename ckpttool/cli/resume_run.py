@@ -104,7 +104,7 @@ _SHOWN = 10
         "Output": (
             options.reworded(options.HTML, "Also write the report as an HTML page."),
             Option("--junit FILE", "Also write the comparisons as JUnit XML."),
-            Option("--keep FOLDER", "Keep the checkpoints and the output of the runs in this folder."),
+            Option("--keep DIR", "Keep the checkpoints and the output of the runs in this directory."),
             *options.PRINTING,
         ),
     },

@@ -141,7 +141,7 @@ def _print_audit(terminal: Terminal, result: Audit) -> None:
         ),
         "Output": (
             options.reworded(options.HTML, "Also write the report as an HTML page."),
-            Option("--keep FOLDER", "Keep the files of the runs in this folder."),
+            Option("--keep DIR", "Keep the files of the runs in this directory."),
             *options.PRINTING,
         ),
     },
