@@ -25,10 +25,12 @@ from ckpttool.text import safe
 
 if TYPE_CHECKING:
     from rich.console import Console
+    from rich.containers import Lines
 
 _STYLES = {"bold": "bold", "dim": "dim", "red": "bold red", "green": "green", "yellow": "yellow"}  # as rich calls them
 _GAP = 2
 _MIN_WIDTH = 20  # columns of a clipped text, before others become narrower
+_FULL = 0.6  # of a line, at least, that a broken name fills
 _SPACE = "\0"  # for a leading space, which tabulate would remove; `safe` escapes it in the text itself
 # What a line does not end within: a shape, and a number behind its noun.
 _TOGETHER = re.compile(r"\[[^\[\]]{,40}\]|\b(step|rank|ranks|dimension) (?=\d)")
@@ -247,6 +249,14 @@ class Terminal:
         from rich.table import Table
         from rich.text import Text
 
+        class Name(Text):
+            """A text whose words that are too long for a line are broken behind a dot, a slash or an underscore."""
+
+            def wrap(self, console: Console, width: int, **options: Any) -> Lines:
+                is_name = self.plain.isascii() and not (self.no_wrap or options.get("no_wrap"))
+                text = Text(_folded(self.plain, width), self.style) if is_name else self
+                return Text.wrap(text, console, width, **options)
+
         table = Table(box=None, pad_edge=False, padding=(0, _GAP, 0, 0), show_header=bool(headers), header_style="dim")
         texts = [headers, *([safe(_as_styled(cell).text) for cell in row] for row in rows)]
         widths = {
@@ -267,7 +277,7 @@ class Terminal:
             )
         for row in rows:
             cells = ((i, _as_styled(row[i])) for i in widths)
-            table.add_row(*(Text(safe(c.text), _STYLES.get(c.style, ""), no_wrap=i in clip or None) for i, c in cells))
+            table.add_row(*(Name(safe(c.text), _STYLES.get(c.style, ""), no_wrap=i in clip or None) for i, c in cells))
         with self.console.capture() as capture:
             self.console.print(table, width=width)
         return capture.get()
@@ -286,6 +296,17 @@ def _markdown_cell(value: object) -> str:
     fence = "`" * (1 + max(map(len, re.findall("`+", text)), default=0))
     pad = " " if text.startswith("`") or text.endswith("`") else ""
     return f"{fence}{pad}{text}{pad}{fence}"
+
+
+def _folded(text: str, width: int) -> str:
+    """Return the text with line breaks in a last word that is too long, where its last part of a name begins. Pure."""
+    lines = [text]
+    while len(lines[-1]) > width > 1 and " " not in lines[-1].strip():
+        word = lines.pop()
+        end = 1 + max(word.rfind(mark, 0, width) for mark in "._/")
+        end = end if end > _FULL * width else width
+        lines += [word[:end], word[end:]]
+    return "\n".join(lines)
 
 
 def _keep_indent(text: str) -> str:

@@ -75,7 +75,8 @@ def _near(path: str) -> list[str]:
 
 
 def _file_above(path: str) -> str | None:
-    return next((str(above) for above in Path(path).parents if above.is_file()), None)
+    above = [*([Path(path)] if path.endswith("/") else []), *Path(path).parents]
+    return next((str(one) for one in above if one.is_file()), None)
 
 
 @contextmanager

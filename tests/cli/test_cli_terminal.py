@@ -153,6 +153,14 @@ def test_a_name_that_is_too_long_is_continued_on_the_next_line(monkeypatch: pyte
     assert lines == [" model.layer       1", " s.0.weight", "   [b]        20\\x07"]
 
 
+def test_a_name_is_broken_where_one_of_its_parts_begins(monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = [("trainer_state.args.should_save", "True"), ("  a.bc.def_ghijkl", "1"), ("abcdefghijklmnopqrstuvw", "2")]
+    lines = on_screen(26, monkeypatch, rows, wrap=(0,))
+    assert lines[:2] == [" trainer_state.args.  True", " should_save"]
+    lines = on_screen(18, monkeypatch, rows[1:], wrap=(0,))
+    assert lines == ["   a.bc.def_     1", " ghijkl", " abcdefghijklmn  2", " opqrstuvw"]
+
+
 def test_a_line_does_not_end_within_a_shape(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "30")
     screen = Screen()

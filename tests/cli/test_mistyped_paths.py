@@ -67,6 +67,7 @@ def test_a_file_in_place_of_a_directory(there: Path) -> None:
     assert done[1].stderr == (
         "error: `run7/step-500/a.pt/b.pt`: cannot write: `run7/step-500/a.pt` is a file, not a directory\n"
     )
+    assert run("inspect", "full.pt/").stderr.endswith("cannot read: `full.pt` is a file, not a directory\n")
     done = run("inspect", "full.pt/x"), run("report", "full.pt", "-o", "run7")
     assert done[0].stderr == "error: `full.pt/x`: cannot read: `full.pt` is a file, not a directory\n"
     assert "hint: name the file: `run7/NAME`" in done[1].stderr
