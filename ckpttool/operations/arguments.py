@@ -187,7 +187,7 @@ def _of_file(path: str, flag: str) -> Iterator[str]:
     try:
         lines = local_path(path).read().decode("utf-8-sig").splitlines()
     except UnicodeDecodeError:
-        raise ReadError(f"`{path}`: not a text file", hint="write one rule a line", file=path) from None
+        raise ReadError(f"`{path}` is not a text file", hint="write one rule a line", file=path) from None
     for number, line in enumerate(lines, 1):
         # A name may have a `#` in it.
         text = re.sub(r"(^|\s)#.*", "", line).strip()

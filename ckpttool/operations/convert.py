@@ -364,7 +364,7 @@ def _check_arguments(dst: str, target: Format, options: ConvertOptions) -> None:
             raise UsageError(text, hint=f"use it with {known}")
     if options.tensor_class is not None and not TENSOR_CLASS.fullmatch(options.tensor_class):
         raise UsageError(
-            f"unknown tensor class `{options.tensor_class}`",
+            f"there is no tensor class `{options.tensor_class}`",
             hint="one of `sharded_tensor`, `dtensor`, `dtensor:DEVICE`, `dtensor:DEVICE:NAME`",
         )
     if options.max_shard_size is not None and target.is_file(dst):

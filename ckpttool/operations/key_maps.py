@@ -72,7 +72,7 @@ def chosen(
     if name not in maps:
         listed = ", ".join(f"`{known_name}`" for known_name in maps)
         hint = meant(name, [*maps, "none"], f"one of {listed}, `none`, or a file whose name ends in `.json`")
-        raise UsageError(f"unknown key map `{name}`", hint=hint)
+        raise UsageError(f"there is no key map `{name}`", hint=hint)
     return maps[name]
 
 

@@ -214,7 +214,7 @@ def test_the_plan_has_the_sizes_and_the_notes(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["tensor", "dtensor:", "dtensor:cpu:fsdp:more", "sharded_tensor:cpu"])
 def test_a_class_that_is_none(name: str, tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match="unknown tensor class"):
+    with pytest.raises(UsageError, match="there is no tensor class"):
         convert(path_of("torch/full"), tmp_path / "out", to="fsdp1", tensor_class=name)
 
 

@@ -144,7 +144,9 @@ def export(
     src, dst = os.fspath(src), os.fspath(dst)
     arguments.check_source(src, dst)
     if names not in NAMES:
-        raise UsageError(f"`--names {names}`: unknown spelling", hint=meant(names, NAMES, "`released` or `memory`"))
+        raise UsageError(
+            f"`--names {names}`: there is no such spelling", hint=meant(names, NAMES, "`released` or `memory`")
+        )
     selection = arguments.selection(only, exclude=exclude, rename=rename, strip_prefix=strip_prefix)
     most = arguments.size(max_shard_size, "--max-shard-size")
     beside, listed = arguments.path(assets), arguments.path(manifest)

@@ -96,7 +96,9 @@ def collect(folder: Location | None, source: str, catalogue: Catalogue, include:
     """
     if folder is not None:
         if not folder.is_dir():
-            raise UsageError(f"`--assets {folder}`: not a directory", hint="name the directory that has `config.json`")
+            raise UsageError(
+                f"`--assets {folder}` is not a directory", hint="name the directory that has `config.json`"
+            )
         assets = _in(folder, include, strict=True)
         origin = source if stores.is_remote(source) else locate(source).real()
         is_own = f"{origin}/".startswith(f"{folder.real()}/") or not any(map(_WEIGHTS.fullmatch, folder.names()))

@@ -66,5 +66,5 @@ def _dtype(name: str) -> str:
     short = ALIASES.get(short, short)
     if short not in DTYPES:
         hint = meant(short, [*DTYPES, *ALIASES], "dtypes are called as torch calls them: `bfloat16`")
-        raise UsageError(f"`--dtype {name}`: no such dtype", hint=hint)
+        raise UsageError(f"`--dtype {name}`: there is no such dtype", hint=hint)
     return short

@@ -58,7 +58,7 @@ def check_recipe(path: str) -> None:
         hint = "the recipe is a Python file: `--recipe recipe.py`; checkpoints are named without an option"
         raise UsageError(f"`{path}` is a directory, and no recipe", hint=hint)
     if not os.path.isfile(path):
-        raise UsageError(f"`{path}`: no such recipe", hint=_START)
+        raise UsageError(f"`{path}`: there is no such recipe", hint=_START)
 
 
 def _invalid(path: str, what: str, hint: str | None = None, **facts: Any) -> UsageError:

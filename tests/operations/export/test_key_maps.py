@@ -286,7 +286,7 @@ def test_a_map_that_is_no_json(text: bytes, why: str, tmp_path: Path) -> None:
 
 def test_a_map_that_does_not_fit(tmp_path: Path) -> None:
     torch.save({"w": torch.ones(3, 2)}, tmp_path / "a.pt")
-    with pytest.raises(errors.UsageError, match="unknown key map `llama`") as caught:
+    with pytest.raises(errors.UsageError, match="there is no key map `llama`") as caught:
         ckpttool.export(tmp_path / "a.pt", tmp_path / "out", key_map="llama")
     assert "llama-meta" in (caught.value.hint or "")
     with pytest.raises(errors.UsageError, match="no rule of it is about"):

@@ -214,7 +214,7 @@ def test_the_plan_has_every_start_of_the_command() -> None:
         ({"resume_with": None, "via": "dcp"}, "told what to resume from"),
         ({"to_world": 2}, "{world}"),
         ({"resume_with": "sh -c '... --resume {checkpoint}'"}, "stands for the command as a word alone"),
-        ({"via": "onnx"}, "unknown stage"),
+        ({"via": "onnx"}, "there is no such stage"),
         ({"command": ["no-such-program", "OUT", "--steps", "5"]}, "cannot be started"),
         ({"command": [sys.executable, "-c", "raise KeyError(3)", "OUT", "--steps", "5"]}, "KeyError: 3"),
         ({"command": [sys.executable, "-c", FROZEN, "OUT", "--steps", "5"]}, "no weight changes between step 3 and"),

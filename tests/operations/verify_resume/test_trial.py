@@ -208,7 +208,7 @@ def test_what_is_done_to_the_checkpoint_on_its_way_is_seen(tmp_path: Path) -> No
         ({"world": 2, "mesh": "shard=2"}, "`--world` and `--mesh` exclude each other"),
         ({"mesh": "4"}, "`--mesh 4`: `4` is not a dimension and its size"),
         ({"to_world": 2, "to_mesh": "shard=2"}, "`--to-world` and `--to-mesh` exclude each other"),
-        ({"via": "safetensor"}, "`--via safetensor`: unknown stage"),
+        ({"via": "safetensor"}, "`--via safetensor`: there is no such stage"),
         ({"via": "reshard:x=2"}, "there is no mesh dimension `x`"),
         ({"more": 0}, "at least one step"),
         ({"device": "tpu"}, "`--device tpu` is unknown"),

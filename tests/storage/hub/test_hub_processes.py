@@ -153,7 +153,7 @@ def test_assets_may_lie_on_the_hub(hub: Hub, tmp_path: Path) -> None:
         application(), [*words, str(tmp_path / "other"), "--assets", "hf://org/base/tokenizer.json"]
     )
     assert done.exit_code == UsageError.exit_code
-    assert "`--assets hf://org/base/tokenizer.json`: not a directory" in done.stderr
+    assert "`--assets hf://org/base/tokenizer.json` is not a directory" in done.stderr
 
 
 def test_cards_of_others_and_of_ones_own(hub: Hub, tmp_path: Path) -> None:

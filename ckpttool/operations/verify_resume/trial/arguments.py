@@ -102,7 +102,7 @@ def _stage(step: Step, world: int) -> Stage:
     rows = {row.target: row for row in formats.FORMATS if row.create}
     if colon or word not in rows:
         stages = f"stages are {', '.join(f'`{name}`' for name in rows)} and `reshard:N`"
-        raise UsageError(f"`--via {step}`: unknown stage", hint=meant(word, [*rows, "reshard:N"], stages))
+        raise UsageError(f"`--via {step}`: there is no such stage", hint=meant(word, [*rows, "reshard:N"], stages))
     onto = world if rows[word].chunked else None
     message = f"convert --to {word} --to-world {onto}" if onto else f"convert --to {word}"
     return Stage(message, word, partial(convert, to=word, to_world=onto))
