@@ -55,7 +55,10 @@ def report(
         elif quiet:
             terminal.line(result.destination)
         else:
-            terminal.line(bold(result.headline or result.path))
+            terminal.line(bold(result.path))
+            if result.headline:
+                terminal.paragraph(result.headline)
+            terminal.write("\n")
             pages = f"{size(result.file_bytes)}, {plural(len(result.pages), 'page')}"
             terminal.facts([("wrote", f"{result.destination}: {pages}")])
             if result.findings:

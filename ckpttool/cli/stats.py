@@ -96,7 +96,10 @@ def _cells(row: TensorStatistics, columns: Sequence[str]) -> Iterator[object]:
 
 
 def _print(terminal: Terminal, result: Stats, is_list: bool, column: str | None) -> None:
-    terminal.line(bold(result.headline or result.path))
+    terminal.line(bold(result.path))
+    if result.headline:
+        terminal.paragraph(result.headline)
+    terminal.write("\n")
     rate = f", {size(result.read_bytes / result.seconds)}/s" if result.seconds >= 1 else ""
     terminal.facts(
         [

@@ -389,10 +389,10 @@ def test_lists(tmp_path: Path) -> None:
     torch.save(model(), tmp_path / "x.pt")
     lines = run("stats", str(tmp_path / "x.pt"), "--csv", "--only", "model").stdout.splitlines()
     assert len(lines) == 31 and lines[0].split(",")[:4] == ["name", "part", "moment", "layer"]
-    names = [line.split()[0] for line in run("stats", str(tmp_path / "x.pt"), "--sort", "rms").stdout.splitlines()[6:]]
+    names = [line.split()[0] for line in run("stats", str(tmp_path / "x.pt"), "--sort", "rms").stdout.splitlines()[8:]]
     assert names[0].startswith("model.layers.") and len(names) == 21
     done = run("stats", str(tmp_path / "x.pt"), "--where", "absmax > 0.07", "--tensors", "*.up.weight")
-    assert all(".up.weight" in line for line in done.stdout.splitlines()[6:])
+    assert all(".up.weight" in line for line in done.stdout.splitlines()[8:])
     assert run("stats", str(tmp_path / "x.pt"), "--json").exit_code == 0
     assert run("stats", str(tmp_path / "x.pt"), "--sort", "size").exit_code == 2
 
@@ -401,7 +401,7 @@ def test_options(tmp_path: Path) -> None:
     torch.save(model(), tmp_path / "x.pt")
     path = str(tmp_path / "x.pt")
     done = run("stats", path, "--each", "--drop", "optimizer", "--exclude", "*.experts.*", "--threads", "1")
-    assert len(done.stdout.splitlines()) == 12 and "experts" not in done.stdout
+    assert len(done.stdout.splitlines()) == 14 and "experts" not in done.stdout
     assert len(run("stats", path, "--sort", "std", "-v").stdout.splitlines()) > 60
     assert run("stats", path, "--quiet").stdout == ""
     assert run("stats", path, "--shapes", path, "--only", "model", "-q").exit_code == 0
