@@ -196,6 +196,8 @@ class _Guard:
 
     def __call__(self, value: Any) -> Any:
         cost = 1 + len(value)
+        if cost <= pickle_opcodes.FLAT_COST and tuple not in map(type, value):
+            return value
         for item in value:
             if type(item) is tuple:
                 cost += self._costs[id(item)][0] if id(item) in self._costs else pickle_opcodes.FLAT_COST

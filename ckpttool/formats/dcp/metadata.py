@@ -274,10 +274,11 @@ class _Reader:
         counts = [_count(chunks) for _, _, chunks in tensors]
         dims = chain.from_iterable(map(repeat, map(len, shapes), counts))
         offsets, sizes = _columns(list(chain.from_iterable(chunks for _, _, chunks in tensors)), list(dims))
+        nowhere, zero = array("l", [-1]), array("q", [0])
         made, begin = [], 0
         for (shape, kind, _), n in zip(tensors, counts, strict=True):
             end = begin + n
-            places = array("l", [-1]) * n, array("q", [0]) * n, array("q", [0]) * n
+            places = nowhere * n, zero * n, zero * n
             tensor = StoredTensor(kind, shape, offsets[begin:end], sizes[begin:end], *places)
             charge_alike(tensor.offsets)  # chunks are looked up by them, here and in what is done with the tensor
             made.append(tensor)
@@ -399,7 +400,8 @@ class _Reader:
                 raise CorruptError("its path in `planner_data` is not a tuple of keys")
             if len(path) > MAX_PATH:
                 raise CorruptError(f"its path in `planner_data` has {len(path)} keys, more than {MAX_PATH}")
-            if not all(type(k) is str or (type(k) is int and k >= 0) for k in path):
+            kinds = {*map(type, path)} - {str}
+            if kinds and (kinds != {int} or any(type(k) is int and k < 0 for k in path)):
                 raise CorruptError("its path in `planner_data` holds something else than strings and indexes")
         self._key = None
         return planned
@@ -436,6 +438,8 @@ _NO_PLACE = "an item whose offset or length is not an integer"
 
 def _count(chunks: list[Any]) -> int:
     """Return how many chunks these are, of which some may be runs."""
+    if Run not in map(type, chunks):
+        return len(chunks)
     return sum(chunk.count if type(chunk) is Run else 1 for chunk in chunks)
 
 
