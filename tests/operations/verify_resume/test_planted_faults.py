@@ -77,6 +77,6 @@ def test_a_tied_weight_untied(tmp_path: Path) -> None:
 
     report = trial(recipe(tmp_path), via=[untie], steps=2, more=1, gradients=False, limit=120)
     assert report.verdict == "differs"
-    says = "`model.head.weight` was one tensor with `model.embed.weight`"
+    says = "`model.head.weight` was tied with `model.embed.weight` and is a tensor of its own"
     assert told(report.findings, "untied", says), [f.message for f in report.findings]
     assert named(report, "B") == {"untied"}
