@@ -77,6 +77,57 @@ def test_a_script_that_trains_from_its_start_again_has_not_resumed() -> None:
     assert (report.verdict, report.findings[0].kind) == ("differs", "not resumed"), report.message
 
 
+SPARSE = """
+import argparse, os
+import numpy as np
+from safetensors.numpy import load_file, save_file
+parser = argparse.ArgumentParser()
+for name in ("--out", "--resume", "--fault", "--print"):
+    parser.add_argument(name)
+parser.add_argument("--steps", type=int)
+parser.add_argument("--every", type=int, default=2)
+args = parser.parse_args()
+rng = np.random.default_rng(0)
+weight, step = rng.normal(size=5), 0
+if args.resume and args.fault != "ignored":
+    saved = load_file(args.resume)
+    weight, step = saved.get("model.weight", weight), int(saved["global_step"])
+    for _ in range(step):
+        rng.normal(size=5)
+while step < args.steps:
+    weight, step = 0.9 * weight + rng.normal(size=5), step + 1
+    if args.print:
+        print(args.print.format(step=step, loss=weight.sum()))
+    if step % args.every == 0:
+        state = {"global_step": np.array(step)} | ({"model.weight": weight} if args.fault != "step alone" else {})
+        save_file(state, f"{args.out}/step-{step}.safetensors")
+"""
+
+
+def sparse(*more: str, **options: Any) -> Report:
+    return runs(*more, command=[sys.executable, "-c", SPARSE, "--out", "OUT"], **options)
+
+
+@pytest.mark.parametrize("fault", ["", "ignored"])
+def test_a_command_that_nothing_shows_to_resume_is_no_pass(fault: str) -> None:
+    # It saves at the stop and at the end, prints nothing, and has no optimizer that the hook counts.
+    with pytest.raises(UsageError, match="run B ends as run A does, but nothing shows that it resumed") as raised:
+        sparse("--fault", fault, at=2, until=4)
+    assert "print a loss of each step" in (raised.value.hint or "")
+
+
+def test_what_is_printed_or_saved_before_the_stop_shows_the_resume() -> None:
+    assert sparse("--print", "step {step}: loss {loss}", at=2, until=4).verdict == "same"
+    # Losses without a step are counted from the resume on, and are not those of the first steps.
+    bare = sparse("--every", "1", "--print", "loss {loss}", loss=r"loss (\S+)", at=2)
+    assert bare.verdict == "same", bare.message
+
+
+def test_a_checkpoint_of_a_step_alone_shows_nothing() -> None:
+    with pytest.raises(UsageError, match="has neither weights nor an optimizer"):
+        sparse("--every", "1", "--fault", "step alone")
+
+
 SILENT = """
 import argparse, torch
 parser = argparse.ArgumentParser()
@@ -300,17 +351,17 @@ def test_a_script_finds_its_checkpoint_by_itself() -> None:
 
 
 def test_a_checkpoint_that_is_written_again_and_again_is_kept() -> None:
-    report = runs("--one-file", "--pause", "0.15", checkpoints="OUT/model.safetensors", at=1, until=3, stop="sigkill")
+    report = runs("--one-file", "--pause", "0.15", checkpoints="OUT/model.safetensors", at=2, until=3, stop="sigkill")
     assert report.verdict == "same", report.message
     assert {saved.step for saved in report.runs[0].checkpoints} >= {1, 2, 3}
 
 
 def test_no_version_of_a_checkpoint_that_is_written_again_is_missed() -> None:
     # A step takes less than a millisecond, and the looks at the file are a tenth of a second apart.
-    report = runs("--one-file", checkpoints="OUT/model.safetensors", at=1, stop="sigkill")
+    report = runs("--one-file", checkpoints="OUT/model.safetensors", at=2, stop="sigkill")
     assert report.verdict == "same" and not report.notes[1:], report.message
     assert [saved.step for saved in report.runs[0].checkpoints] == [1, 2, 3, 4, 5]
-    assert sum(row.what.startswith("step 2: ") for row in report.compared) > 1
+    assert sum(row.what.startswith("step 3: ") for row in report.compared) > 1
 
 
 def test_a_version_that_was_missed_is_no_difference(monkeypatch: pytest.MonkeyPatch) -> None:

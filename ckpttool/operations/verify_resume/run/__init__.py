@@ -51,6 +51,10 @@ _NO_HOOK = (
     "the hook did not run: nothing was seeded, switched, counted or observed; `python -E` and `python -I` ignore "
     "PYTHONPATH, and so do commands that pass on no variables"
 )
+_NO_STEP = (
+    "the hook ran where torch was imported, and saw no step of an optimizer: workers that are started by `python -E` "
+    "or without its variables are not seeded or observed, and steps that are compiled whole are not counted"
+)
 _RULES = {
     "bitwise": "every checkpoint and loss of B after the resume == those of A, bitwise",
     "control": "B resumes from a converted checkpoint: its steps == those of a run (control) that resumes from the one "
@@ -108,6 +112,7 @@ class _Verification:
     hooked: dict[str, Hooked] = field(default_factory=dict)
     seen: dict[str, Checkpoints] = field(default_factory=dict)
     ended: set[str] = field(default_factory=set)  # runs whose command came to its own end
+    resumed: set[str] = field(default_factory=set)  # runs that left out what came before their resume
 
     @property
     def until(self) -> int:
@@ -185,6 +190,26 @@ class _Verification:
             count = plural(self.hooked[run.name].count, "optimizer step")
             message = f"run {run.name} took {count} after it was resumed from step {step}, as many as run A in all"
             self._tell_not_resumed(run, message)
+        if self._left_out(run, saved):
+            self.resumed.add(run.name)
+
+    def _left_out(self, run: ScriptRun, saved: Mapping[int, Fingerprint]) -> bool:
+        """Return True if something shows that the steps before the resume were not trained again: they were saved and
+        are as they were, or A printed them and this run did not, or its optimizers took fewer steps."""
+        first = self.report.runs[0]
+        counts = [self.hooked[one.name].count for one in (run, first)]
+        if {first.name, run.name} <= self.ended and 0 < counts[0] < counts[1]:
+            return True
+        now, steps = self.seen[run.name].saved_before(run.resumed_at or 0), first.paths
+        if any(files and saved.get(step) == files for step, files in now.items() if step > 0 and step in steps):
+            return True
+        printed = self._printed(first).keys() - self._printed(run).keys()
+        return any(0 < step < (run.resumed_at or 0) for step in printed)
+
+    def _printed(self, run: ScriptRun) -> Mapping[int, list[float]]:
+        """Return the losses that a run printed with their steps, after its resume if it has one."""
+        numbered = isinstance(self.losses, Output) and self.losses.is_numbered
+        return self.losses.printed(run.log) if numbered and isinstance(self.losses, Output) else {}
 
     def _trained_again(self, run: ScriptRun, saved: Mapping[int, Fingerprint]) -> list[int]:
         """Return the steps up to the one of the resume that were trained after it: saved, or printed as often as in A.
@@ -193,12 +218,11 @@ class _Verification:
         """
         now = self.seen[run.name].saved_before(run.resumed_at or 0)
         again = {step for step, files in now.items() if files and not {*files} & {*saved.get(step, ())}}
-        if isinstance(self.losses, Output):
-            expected, printed = (self.losses.printed(one.log) for one in (self.report.runs[0], run))
-            earlier = [step for step in sorted(expected) if 0 < step < (run.resumed_at or 0)]
-            # Not the loss of the best step so far, which some scripts print.
-            while earlier and len(printed.get(earlier[-1], ())) >= len(expected[earlier[-1]]):
-                again.add(earlier.pop())
+        expected, printed = self._printed(self.report.runs[0]), self._printed(run)
+        earlier = [step for step in sorted(expected) if 0 < step < (run.resumed_at or 0)]
+        # Not the loss of the best step so far, which some scripts print.
+        while earlier and len(printed.get(earlier[-1], ())) >= len(expected[earlier[-1]]):
+            again.add(earlier.pop())
         return sorted(step for step in again if step > 0)
 
     def _counted_again(self, run: ScriptRun) -> bool:
@@ -328,6 +352,8 @@ class _Verification:
         report.settings += [one for one in hooked.switches if one not in report.settings]
         if not hooked.started and os.path.isdir(folder) and not any(_NO_HOOK in note for note in report.notes):
             report.notes += [f"run {run.name}: {_NO_HOOK}"] if self.hook.is_on else []
+        if hooked.processes and not hooked.count and not any(_NO_STEP in note for note in report.notes):
+            report.notes.append(f"run {run.name}: {_NO_STEP}")
         failed = [f"run {run.name}: the hook could not do everything: {one}" for one in hooked.failures]
         report.notes += [one for one in failed if one not in report.notes]
         run.checkpoints = [
@@ -445,6 +471,8 @@ def run(
                 raise UsageError(ended.failure.message, hint=hint, run="A", output=ended.failure.output) from None
             report.failure, excused = ended.failure, compare.Unrepeated()
         compare.judge(report, excused)
+        if report.verdict == "same":
+            _check_resumed(verification)
     report.seconds = time.monotonic() - began
     return report
 
@@ -578,6 +606,20 @@ def _check_saved(verification: _Verification, run: ScriptRun) -> None:
             found=steps,
             output=last_lines(run.log),
         )
+
+
+def _check_resumed(verification: _Verification) -> None:
+    """Raise UsageError if a run that ends as A does may have trained all of it from the start again."""
+    report = verification.report
+    for run in report.runs:
+        if run.resumed_at is not None and run.name not in verification.resumed:
+            before = f"before step {run.resumed_at}"
+            raise UsageError(
+                f"run {run.name} ends as run A does, but nothing shows that it resumed: no step {before} was printed "
+                "by A alone, none that was saved is there still, and it was not seen to take fewer optimizer steps",
+                hint=f"print a loss of each step, or save one {before}; a later `--at`; without `--no-inject`, the "
+                "steps of torch's optimizers are counted in commands that come to their end",
+            )
 
 
 def _to_resume(verification: _Verification, before: ScriptRun) -> tuple[str, int]:

@@ -18,7 +18,7 @@ from ckpttool.operations.verify_resume.run.results import Report, ScriptRun
 from ckpttool.operations.verify_resume.run.state import SavedState
 from ckpttool.operations.verify_resume.trial.diagnose import diagnose
 from ckpttool.operations.verify_resume.trial.results import Compared, Drift, Finding
-from ckpttool.operations.verify_resume.trial.state import RecordedState, compare, difference_names
+from ckpttool.operations.verify_resume.trial.state import MappedTensor, RecordedState, compare, difference_names
 from ckpttool.text import plural, some
 
 LOSS = "loss"
@@ -85,11 +85,25 @@ def check_training(run: ScriptRun, stopped: ScriptRun, at: int) -> None:
     first, last = next(one for one in stopped.checkpoints if one.step == at), run.checkpoints[-1]
     with SavedState(first.path) as before, SavedState(last.path) as after:
         weights = {name for name in before.tensors if before.kind_of(name) == "model"}
-        if weights and not weights & difference_names(compare(before, after)):
+        weights = {name for name in weights or before.tensors if not _is_count(before.tensors[name])}
+        # Weights under names that nobody knows are compared by their digests.
+        weights = weights or {name for name in before.objects if before.kind_of(name) == "other"}
+        if not weights:
+            raise UsageError(
+                f"run {run.name}: the checkpoint of step {at} has neither weights nor an optimizer, so nothing can be "
+                "shown",
+                hint="`--checkpoints` says which files are compared",
+            )
+        if not weights & difference_names(compare(before, after)):
             raise UsageError(
                 f"run {run.name}: no weight changes between step {at} and step {last.step}, so nothing can be shown",
                 hint="a later `--at` and `--until`, where the learning rate is no longer zero",
             )
+
+
+def _is_count(tensor: MappedTensor) -> bool:
+    """Return whether a tensor is one integer, as the number of a step is: it changes whatever is trained."""
+    return not tensor.shape and "int" in tensor.dtype
 
 
 @dataclass(slots=True)

@@ -39,6 +39,9 @@ class Output:
         if not self._pattern.groups:
             hint = r"'step (\d+).*loss ([\d.]+)', json:FILE, csv:FILE, tensorboard:FOLDER or trainer:FOLDER"
             raise UsageError(f"`--loss {pattern}` has no group", hint=hint)
+        self.is_numbered = "step" in self._pattern.groupindex or (
+            "loss" not in self._pattern.groupindex and self._pattern.groups > 1
+        )
 
     def __call__(self, out: str, log: str, after: int = 0) -> Mapping[int, float]:
         # Ranks that all print their loss do so in any order.
