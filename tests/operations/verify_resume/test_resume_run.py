@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shlex
 import signal
 import subprocess
 import sys
@@ -111,9 +112,15 @@ def sparse(*more: str, **options: Any) -> Report:
 @pytest.mark.parametrize("fault", ["", "ignored"])
 def test_a_command_that_nothing_shows_to_resume_is_no_pass(fault: str) -> None:
     # It saves at the stop and at the end, prints nothing, and has no optimizer that the hook counts.
-    with pytest.raises(UsageError, match="run B ends as run A does, but nothing shows that it resumed") as raised:
-        sparse("--fault", fault, at=2, until=4)
+    told: list[str] = []
+    with pytest.raises(UsageError, match="run A prints and saves no step before step 2") as raised:
+        sparse("--fault", fault, at=2, until=4, tell=told.append)
     assert "print a loss of each step" in (raised.value.hint or "")
+    assert [line for line in told if line.startswith("run ")] == ["run A: trains 4 steps"]
+    # What finds its checkpoint by itself could resume from a later one.
+    words = f"{sys.executable} -c {shlex.quote(SPARSE)} --out OUT --steps 5 --resume OUT/step-2.safetensors"
+    with pytest.raises(UsageError, match="run B ends as run A does, but nothing shows that it resumed"):
+        sparse("--fault", fault, at=2, until=4, resume_with=f"{words} --fault={fault}")
 
 
 def test_what_is_printed_or_saved_before_the_stop_shows_the_resume() -> None:

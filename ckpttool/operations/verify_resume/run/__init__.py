@@ -55,6 +55,10 @@ _NO_STEP = (
     "the hook ran where torch was imported, and saw no step of an optimizer: workers that are started by `python -E` "
     "or without its variables are not seeded or observed, and steps that are compiled whole are not counted"
 )
+_SHOWN = (
+    "print a loss of each step, or save one {}; a later `--at`; without `--no-inject`, the steps of torch's optimizers "
+    "are counted in commands that come to their end"
+)
 _RULES = {
     "bitwise": "every checkpoint and loss of B after the resume == those of A, bitwise",
     "control": "B resumes from a converted checkpoint: its steps == those of a run (control) that resumes from the one "
@@ -203,10 +207,10 @@ class _Verification:
         now, steps = self.seen[run.name].saved_before(run.resumed_at or 0), first.paths
         if any(files and saved.get(step) == files for step, files in now.items() if step > 0 and step in steps):
             return True
-        printed = self._printed(first).keys() - self._printed(run).keys()
+        printed = self.printed(first).keys() - self.printed(run).keys()
         return any(0 < step < (run.resumed_at or 0) for step in printed)
 
-    def _printed(self, run: ScriptRun) -> Mapping[int, list[float]]:
+    def printed(self, run: ScriptRun) -> Mapping[int, list[float]]:
         """Return the losses that a run printed with their steps, after its resume if it has one."""
         numbered = isinstance(self.losses, Output) and self.losses.is_numbered
         return self.losses.printed(run.log) if numbered and isinstance(self.losses, Output) else {}
@@ -218,7 +222,7 @@ class _Verification:
         """
         now = self.seen[run.name].saved_before(run.resumed_at or 0)
         again = {step for step, files in now.items() if files and not {*files} & {*saved.get(step, ())}}
-        expected, printed = self._printed(self.report.runs[0]), self._printed(run)
+        expected, printed = self.printed(self.report.runs[0]), self.printed(run)
         earlier = [step for step in sorted(expected) if 0 < step < (run.resumed_at or 0)]
         # Not the loss of the best step so far, which some scripts print.
         while earlier and len(printed.get(earlier[-1], ())) >= len(expected[earlier[-1]]):
@@ -498,6 +502,7 @@ def _all(verification: _Verification, via: str, to_world: int | None) -> compare
         compare.check_training(a, a, report.at)
     report.runs.append(a)
     report.cost.seconds = a.seconds * report.cost.steps / report.until
+    _check_shown(verification, a)
     verification.tell(f"run A took {duration(a.seconds)}: about {duration(report.cost.seconds - a.seconds)} more")
     verification.check_disk()
     a2 = verification.uninterrupted("A2")
@@ -608,6 +613,21 @@ def _check_saved(verification: _Verification, run: ScriptRun) -> None:
         )
 
 
+def _check_shown(verification: _Verification, a: ScriptRun) -> None:
+    """Raise UsageError if nothing that run A leaves could show that another resumes, before it is run."""
+    at, counted = verification.report.at, verification.hooked[a.name].count and a.name in verification.ended
+    # One that finds its checkpoint by itself may resume from a later step.
+    if counted or not verification.commands.uses("checkpoint", resuming=True):
+        return
+    steps = {*verification.seen[a.name].saved_before(at), *(one for one in verification.printed(a) if one < at)}
+    if not any(step > 0 for step in steps):
+        raise UsageError(
+            f"run A prints and saves no step before step {at}, and no step of its optimizers was counted to its end: "
+            "nothing could show that run B resumes",
+            hint=_SHOWN.format(f"before step {at}"),
+        )
+
+
 def _check_resumed(verification: _Verification) -> None:
     """Raise UsageError if a run that ends as A does may have trained all of it from the start again."""
     report = verification.report
@@ -617,8 +637,7 @@ def _check_resumed(verification: _Verification) -> None:
             raise UsageError(
                 f"run {run.name} ends as run A does, but nothing shows that it resumed: no step {before} was printed "
                 "by A alone, none that was saved is there still, and it was not seen to take fewer optimizer steps",
-                hint=f"print a loss of each step, or save one {before}; a later `--at`; without `--no-inject`, the "
-                "steps of torch's optimizers are counted in commands that come to their end",
+                hint=_SHOWN.format(before),
             )
 
 
