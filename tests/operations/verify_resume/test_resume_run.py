@@ -175,6 +175,28 @@ def test_a_silent_script_is_told_by_the_number_of_its_steps(loads: bool, tmp_pat
         assert "took 5 optimizer steps after it was resumed from step 3, as many as run A in all" in report.message
 
 
+BUDGET = """
+import sys, torch
+out, steps, weight, step, budget = sys.argv[1], int(sys.argv[3]), torch.zeros(2), 0, 100
+if len(sys.argv) > 4:
+    saved = torch.load(sys.argv[5])
+    weight, step = saved["model"]["weight"], saved["step"]
+while step < steps:
+    weight, step, budget = weight + step + 1, step + 1, budget - 3
+    print(f"step {step}: loss {weight[0]}")
+    state = {"model": {"weight": weight}, "step": step, "budget": budget, "arguments": sys.argv}
+    torch.save(state, f"{out}/step-{step}.pt")
+"""
+
+
+@pytest.mark.long
+def test_a_value_that_changes_in_training_and_is_not_judged_is_told() -> None:
+    report = runs(command=[sys.executable, "-c", BUDGET, "OUT"], checkpoints="OUT/step-{step}.pt")
+    assert report.verdict == "same" and "other.budget" in report.unjudged, report.message
+    told = [note for note in report.notes if "not judged" in note]
+    assert len(told) == 1 and told[0].startswith("`other.budget`: not judged, but run A changes it")
+
+
 @pytest.mark.parametrize("stop", ["sigkill", pytest.param("sigterm", marks=pytest.mark.long)])
 def test_a_run_is_stopped_once_its_checkpoint_is_complete(stop: str) -> None:
     report = runs("--pause", "0.2", stop=stop)

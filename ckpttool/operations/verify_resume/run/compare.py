@@ -132,6 +132,7 @@ def compare_runs(
             for finding in findings:
                 finding.step = step
             first = FirstDifference(step, judged, findings)
+    _tell_changing(report, reference, resumed_at)
     for one, other in ((reference, run), (run, reference)):
         steps = [saved.step for saved in other.checkpoints]
         for saved in one.checkpoints:
@@ -149,6 +150,19 @@ def compare_runs(
     else:
         report.findings += [*([loss] if loss else []), *(first.findings if first else [])]
     return first
+
+
+def _tell_changing(report: Report, reference: ScriptRun, step: int) -> None:
+    """Add a note for values that are not judged, but change while `reference` trains: they may be training state."""
+    last = reference.checkpoints[-1] if reference.checkpoints else None
+    if not report.unjudged or last is None or step not in reference.paths or last.step <= step:
+        return
+    with SavedState(reference.paths[step]) as before, SavedState(last.path) as after:
+        objects = [one for one in report.unjudged if one in before.objects and one in after.objects]
+        changing = [one for one in objects if repr(before.objects[one]) != repr(after.objects[one])]
+    if changing:
+        text = f"{some(changing)}: not judged, but run {reference.name} changes it from step {step} to step {last.step}"
+        report.notes.append(f"{text}, and B has another value; if training uses it, it was not restored")
 
 
 def _rows(
