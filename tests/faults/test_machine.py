@@ -116,7 +116,7 @@ def test_a_file_cannot_be_a_directory(src: Path, out: Path) -> None:
     (out / "dst").mkdir()
     with untouched(out):
         check_words(run("convert", src, out / "dst", "--to", "torch"), USAGE, "directory", "dst/NAME")
-        check_words(run("convert", src, f"{out / 'new'}/", "--to", "torch"), USAGE, "directory", ".pt")
+        check_words(run("convert", src, f"{out / 'new'}/", "--to", "torch"), USAGE, "directory", "new/NAME")
     assert run("convert", src, f"{out / 'new.safetensors'}/", "--to", "safetensors").code == 0
     assert (out / "new.safetensors").is_dir()
 
