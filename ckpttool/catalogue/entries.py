@@ -180,6 +180,7 @@ class Chunks(Sequence[Chunk]):
         return result
 
     def add(self, offsets: Ints, sizes: Ints, extent: Extent) -> None:
+        assert extent.weave is None, "only `Source.resolve` returns extents that are made of others"
         n = len(self.offsets)
         self.offsets.append(offsets)
         self.sizes.append(sizes)

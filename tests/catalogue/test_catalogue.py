@@ -12,7 +12,19 @@ from support import checkpoints
 
 from ckpttool.catalogue.aliases import find_aliases
 from ckpttool.catalogue.dtypes import dtype
-from ckpttool.catalogue.entries import Catalogue, Chunk, Chunks, Extent, File, Object, Part, Record, Tensor, dotted
+from ckpttool.catalogue.entries import (
+    Catalogue,
+    Chunk,
+    Chunks,
+    Extent,
+    File,
+    Object,
+    Part,
+    Record,
+    Tensor,
+    Weave,
+    dotted,
+)
 from ckpttool.catalogue.validation import validate
 from ckpttool.errors import CorruptError
 
@@ -36,6 +48,12 @@ def test_chunks_give_back_what_they_were_given(chunks: list[Chunk]) -> None:
     for outside in (len(chunks), -len(chunks) - 1):
         with pytest.raises(IndexError):
             held[outside]
+
+
+def test_chunks_hold_no_extents_that_are_made_of_others() -> None:
+    woven = Extent(0, 0, 0, weave=Weave(((2,),), ((((0,), (2,)), Extent(0, 0, 8)),)))
+    with pytest.raises(AssertionError, match="made of others"):
+        Chunks.of([Chunk((0,), (2,), woven)])
 
 
 def test_one_unopened_item_makes_them_all_items() -> None:
