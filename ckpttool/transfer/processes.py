@@ -22,7 +22,7 @@ import signal
 import threading
 import time
 from array import array
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from typing import Any
 
@@ -73,6 +73,10 @@ class Coordinator:
         """Return the value that each process passes under this name, in the order of their ranks; values are JSON."""
         return [value]
 
+    def compare(self, name: str, check: Callable[[Any], None], value: Callable[[], Any]) -> None:
+        """Call `check` in every other process with the value of rank 0, which is JSON. Rank 0 returns when it has
+        raised nothing in any of them."""
+
     def store(self) -> Any:
         """Return a store in which torch can make a process group of these processes."""
         from torch.distributed import HashStore
@@ -93,6 +97,7 @@ class _SharedWork(Coordinator):
         self._store = store
         self._heartbeat = _Heartbeat(store, rank)
         self._checked_at = 0.0
+        self._failure_of_first: Exception | None = None
 
     def transfer(
         self, partial: str, created: Catalogue, source: Source, *, progress: Progress | None, **options: Any
@@ -131,6 +136,17 @@ class _SharedWork(Coordinator):
         self._send(f"{name}/{self.rank}", json.dumps(value).encode())
         return [json.loads(self._receive(f"{name}/{rank}")) for rank in range(self.size)]
 
+    def compare(self, name: str, check: Callable[[Any], None], value: Callable[[], Any]) -> None:
+        count = f"{name}/checked"
+        if self.is_first:
+            self._send(name, json.dumps(value()).encode())
+            while self._store.add(count, 0) < self.size - 1:
+                self._check_others()
+                time.sleep(_POLL)
+        else:
+            check(json.loads(self._receive(name)))
+            self._store.add(count, 1)
+
     def store(self) -> Any:
         from torch.distributed import PrefixStore
 
@@ -138,41 +154,42 @@ class _SharedWork(Coordinator):
         return PrefixStore("group", self._store.clone())
 
     def lost(self, error: CkptError) -> Exception:
-        if not self.is_first:
-            return _Over()
         until = time.monotonic() + _LAST_WORDS
         while time.monotonic() < until:
-            if self._store.check(["failed"]):
-                return self._failure()
+            if self._store.check(["failed" if self.is_first else "verdict"]):
+                return self._failure() if self.is_first else self._verdict() or error
             time.sleep(_POLL)
         return error
 
     @contextmanager
     def together(self) -> Iterator[None]:
-        """A block that ends in all processes: after an error in one, with that error in rank 0; and no process leaves
+        """A block that ends in all processes: after an error in one, with that error in each; and no process leaves
         before rank 0 has come to an end."""
         self._heartbeat.start()
         try:
             yield
             if not self.is_first:
-                verdict = self._wait("verdict")
+                self._wait("verdict")
                 self._store.set(f"left/{self.rank}", b"")
-                if verdict != b"done":
-                    raise _Over
+                if (failure := self._verdict()) is not None:
+                    raise failure
         except BaseException as error:
-            earlier = self._earlier_failure(error)
+            reason = self._earlier_failure(error) or error
             with suppress(Exception):
                 if self.is_first:
-                    self._decide(b"failed")
-                elif not isinstance(error, _Over):
+                    self._decide(_as_json(reason))
+                elif error is not self._failure_of_first:
                     self._send(f"failed/{self.rank}", json.dumps(_as_json(error), default=str).encode())
                     self._store.set("failed", str(self.rank))
-            if earlier is not None:
-                raise earlier from None
+            if reason is not error:
+                raise reason from None
+            if not self.is_first and _is_of_the_store(error):
+                hint = "look at what rank 0, or its node, says"
+                raise StorageError(f"rank {self.rank} lost touch with rank 0", hint=hint) from error
             raise
         else:
             if self.is_first:
-                self._decide(b"done")
+                self._decide({})
         finally:
             self._heartbeat.stop()
 
@@ -204,11 +221,13 @@ class _SharedWork(Coordinator):
 
     def _failure(self) -> Exception:
         """Return the error of the process that failed first."""
-        message = json.loads(self._receive(f"failed/{int(self._store.get('failed'))}"))
-        if not message["kind"]:
-            return RuntimeError(message["message"])
-        kind: type[CkptError] = getattr(errors, message["kind"])
-        return kind(message["message"], hint=message["hint"], **message["facts"])
+        return _from_json(json.loads(self._receive(f"failed/{int(self._store.get('failed'))}")))
+
+    def _verdict(self) -> Exception | None:
+        """Return the error with which rank 0 has ended; None if it has done what it was to do."""
+        verdict = json.loads(self._store.get("verdict"))
+        self._failure_of_first = _from_json(verdict) if verdict else None
+        return self._failure_of_first
 
     def _earlier_failure(self, error: BaseException) -> CkptError | None:
         """Return why rank 0 is being ended, where another process has reported an error: torchrun ends all as soon as
@@ -219,12 +238,13 @@ class _SharedWork(Coordinator):
                 return earlier if isinstance(earlier, CkptError) and earlier.message != _INTERRUPTED else None
         return None
 
-    def _decide(self, verdict: bytes) -> None:
-        """Send how it ended. Where rank 0 keeps the store itself, it must outlive those who have yet to read that."""
-        self._store.set("verdict", verdict)
+    def _decide(self, verdict: dict[str, Any]) -> None:
+        """Send how it ended: with an error, or with nothing. Where rank 0 keeps the store itself, it must outlive those
+        who have yet to read that."""
+        self._store.set("verdict", json.dumps(verdict, default=str))
         until = time.monotonic() + _LEAVE
         names = [f"left/{rank}" for rank in range(1, self.size)]
-        while verdict == b"done" and time.monotonic() < until and not self._store.check(names):
+        while not verdict and time.monotonic() < until and not self._store.check(names):
             time.sleep(_POLL)
 
     # Messages --------------------------------------------------------------------------------------------------------
@@ -252,15 +272,11 @@ class _SharedWork(Coordinator):
         self._checked_at = now
         if self.is_first and self._store.check(["failed"]):
             raise self._failure()
-        if not self.is_first and self._store.check(["verdict"]) and self._store.get("verdict") != b"done":
-            raise _Over
+        if not self.is_first and self._store.check(["verdict"]) and (failure := self._verdict()) is not None:
+            raise failure
         silent = self._heartbeat.silent(range(1, self.size) if self.is_first else (0,))
         if silent is not None:
             raise StorageError(f"no heartbeat from rank {silent} for {_DEAD_AFTER:.0f} s", hint="check that node's log")
-
-
-class _Over(Exception):
-    """Another rank failed, and rank 0 reports it."""
 
 
 def is_launched() -> bool:
@@ -397,3 +413,17 @@ def _as_json(error: BaseException) -> dict[str, Any]:
     if isinstance(error, CkptError):
         return {"kind": type(error).__name__, "message": error.message, "hint": error.hint, "facts": error.facts}
     return {"kind": "", "message": f"{type(error).__name__}: {error}"}
+
+
+def _from_json(message: dict[str, Any]) -> Exception:
+    if not message["kind"]:
+        return RuntimeError(message["message"])
+    kind: type[CkptError] = getattr(errors, message["kind"])
+    return kind(message["message"], hint=message["hint"], **message["facts"])
+
+
+def _is_of_the_store(error: BaseException) -> bool:
+    """Return whether an error says that the store is gone, as when the process that keeps it has ended."""
+    from torch.distributed import DistError
+
+    return isinstance(error, (DistError, ConnectionError))

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import io
+import json
 import os
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -167,6 +169,74 @@ def test_a_rank_that_fails_takes_all_with_it(tmp_path: Path, how: str, expected:
         assert said[0].startswith(expected[0])
     if not (how == "dies" and rank == 0):
         assert not out.parent.exists()
+
+
+def started_otherwise(tmp_path: Path, words: list[object], of_rank_1: list[object]) -> tuple[int, str, list[str]]:
+    script = tmp_path / "otherwise.py"
+    script.write_text(
+        "import json, os, sys\nfrom ckpttool.cli.app import main\n"
+        "sys.argv[1:] = json.loads(sys.argv[1])[os.environ['RANK'] == '1']\nmain()\n"
+    )
+    both = json.dumps([[*map(str, words)], [*map(str, of_rank_1)]])
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "COLUMNS": "200"}
+    command = [*TORCHRUN, "--nproc-per-node", "2", str(script), both]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    return ended(subprocess.Popen(command, cwd=ROOT, env=environment, **pipes))
+
+
+def test_ranks_with_other_arguments_or_another_source_do_nothing(tmp_path: Path) -> None:
+    command, other = ["reshard", SOURCE, tmp_path / "out", "--to-world"], tmp_path / "other"
+    code, out, said = started_otherwise(tmp_path, [*command, 2], [*command, 3])
+    assert (code, out) == (1, "")
+    assert said == [
+        "error: rank 1 was started with `--to-world 3`, and rank 0 with `--to-world 2`",
+        "hint: start all ranks with the same arguments",
+    ]
+    shutil.copytree(SOURCE, other)
+    (other / "__3_0.distcp").write_bytes((other / "__3_0.distcp").read_bytes()[:-1] + b"x")
+    code, out, said = started_otherwise(tmp_path, [*command, 2], ["reshard", other, *command[2:], 2])
+    assert (code, out) == (1, "")
+    assert said[0].startswith("error: rank 1 sees another checkpoint at `") and said[0].endswith(
+        "`__3_0.distcp` differs"
+    )
+    assert left(tmp_path) == ["other", "otherwise.py"]
+
+
+DYING = """
+import os, signal
+from ckpttool.transfer import processes
+from ckpttool.cli.app import main
+processes._DEAD_AFTER = 4.0
+imported = processes._SharedWork.exchange
+def dying(self, name, value):
+    if os.environ["RANK"] == "1" and name == "imported":
+        os.kill(os.getpid(), signal.SIGKILL)
+    return imported(self, name, value)
+processes._SharedWork.exchange = dying
+main()
+"""
+
+
+def test_a_rank_that_dies_before_the_group_is_made_is_missed(tmp_path: Path) -> None:
+    """On another node no torchrun of this one sees it, and a collective would wait for it for half an hour."""
+    script = tmp_path / "dying.py"
+    script.write_text(DYING)
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        port = str(free.getsockname()[1])
+    command = [sys.executable, str(script), "reshard", str(SOURCE), str(tmp_path / "out"), "--to-world", "2"]
+    common = {"WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": port, "OMP_NUM_THREADS": "1"}
+    ranks = [
+        subprocess.Popen(
+            [*command, "--engine", "mesh"], env={**os.environ, **common, "RANK": rank, "LOCAL_RANK": rank},
+            stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        )
+        for rank in "01"
+    ]  # fmt: skip
+    code, out, said = ended(ranks[0])
+    ranks[1].communicate(timeout=SECONDS)
+    assert (code, out, said[0]) == (7, "", "error: no heartbeat from rank 1 for 4 s")
+    assert left(tmp_path) == ["dying.py"]
 
 
 @pytest.mark.long

@@ -26,10 +26,13 @@ from ckpttool.operations.book import page_file
 from ckpttool.operations.reshard import engines
 from ckpttool.operations.write import Conversion, OpenSource, Planned, WriteOptions
 from ckpttool.producers.open import naming
-from ckpttool.storage.stores import is_remote
+from ckpttool.storage.stores import is_remote, local_path
 from ckpttool.text import meant
-from ckpttool.transfer import processes
+from ckpttool.transfer import agreement, processes
 from ckpttool.transfer.threads import Progress
+
+# What may differ between ranks: the source, which has a check of its own, and what one node has other than another.
+_OF_ONE_RANK = frozenset(["src", "threads", "token", "stage", "html", "progress"])
 
 
 @dataclass(slots=True, repr=False)
@@ -145,9 +148,12 @@ def reshard(
         StorageError: if `dst` cannot be written, or does not fit on the disk.
         RemoteError: if the Hub cannot be reached, or refuses.
     """
+    passed = {name: value for name, value in locals().items() if name not in _OF_ONE_RANK}
     src, dst = os.fspath(src), os.fspath(dst)
     # In the block, so that a mistake is reported by one process.
     with processes.coordinated() as coordinator:
+        where = local_path(dst).absolute() if not is_remote(dst) else dst
+        agreement.check_arguments(coordinator, {**passed, "dst": where, "max_memory": max_memory is not None})
         arguments.check_source(src, dst)
         memory, other = arguments.memory(max_memory), arguments.path(like) or None
         rules = Rules(_placements(placements), tuple(several(shard)), tuple(several(replicate)))
@@ -174,6 +180,7 @@ def reshard(
             how = place.options
             stack.enter_context(write.destination(result, target, how, src, other, is_first=is_first))
             opened = stack.enter_context(write.open_sources(src, shapes))
+            agreement.check_source(coordinator, src, opened.source.catalogue)
             target = row or _same_format(opened.source.catalogue)
             planned = _plan(opened, options, target, result)
             job = write.Write(opened, planned, target, result, how, coordinator)

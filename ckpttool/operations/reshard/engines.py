@@ -155,6 +155,8 @@ def _save(kind: str, sharding: Sharding, job: Write, partial: str) -> Transferre
     from ckpttool.training.reshard_engine import engine
 
     coordinator, options = job.coordinator, job.options
+    # While torch is imported a rank may be killed, whom a collective would wait for in vain; this looks for heartbeats.
+    coordinator.exchange("imported", True)
     rank = engine.Rank(coordinator.rank, coordinator.size, kind, coordinator.store())
     source, planned, path = job.opened.source, job.planned.catalogue, job.opened.path or "the source"
     threads, memory, progress = options.threads, options.max_memory, options.progress if coordinator.is_first else None

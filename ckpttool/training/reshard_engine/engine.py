@@ -40,6 +40,8 @@ from ckpttool.transfer.threads import Progress
 
 # Seconds in which a collective has to end: rank 0 reads a module in the longest of them.
 _TIMEOUT = 1800
+# Seconds in which ranks that are all there have to connect to each other.
+_MEET = 60
 
 
 class LostRank(Exception):
@@ -125,10 +127,14 @@ def _group(rank: Rank) -> Iterator[None]:
     """Context manager of the process group. A rank that fails leaves it at once."""
     leave = dist.destroy_process_group if rank.kind == "cpu" else devices.abort
     group = {"store": rank.store, "rank": rank.number, "world_size": rank.world}
+    # Other backends connect when they first send something.
+    first_timeout = _MEET if rank.kind == "cpu" else _TIMEOUT
     try:
         with devices.close_on_failure():
             with collectives.quiet():
-                dist.init_process_group(devices.backends(rank.kind), timeout=timedelta(seconds=_TIMEOUT), **group)
+                dist.init_process_group(devices.backends(rank.kind), timeout=timedelta(seconds=first_timeout), **group)
+                if first_timeout != _TIMEOUT:
+                    dist.distributed_c10d._set_pg_timeout(timedelta(seconds=_TIMEOUT))
             yield
         leave = dist.destroy_process_group
     except torch.OutOfMemoryError as error:
