@@ -24,6 +24,7 @@ Kind = Literal[
     "no-index",  # several files were taken as one checkpoint without an index
     "no-values",  # tensors on the meta device
     "not-compared",  # several ranks have stored an entry, and whether it is the same is not known
+    "not-looked",  # a tool whose checkpoints could not be looked for
     "optimizer-keys",  # how the keys of an optimizer were rewritten
     "overlapping-storage",  # tensors that share some of their bytes
     "per-rank",  # entries that only some ranks have, or that each rank has its own of

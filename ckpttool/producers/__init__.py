@@ -31,4 +31,4 @@ PRODUCERS: tuple[Producer, ...] = (
 
 def recognise(directory: Directory) -> Producer | None:
     """Return the producer of a directory; None for a directory of no framework."""
-    return next((row for row in PRODUCERS if row.recognise(directory)), None)
+    return next((row for row in PRODUCERS if directory.probe(row.name, row.recognise)), None)

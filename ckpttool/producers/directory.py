@@ -4,21 +4,24 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
-from typing import Any
+from typing import Any, TypeVar
 
 from ckpttool.catalogue.budget import working
-from ckpttool.errors import CkptError, CorruptError
+from ckpttool.errors import CkptError, CorruptError, in_one_line
 from ckpttool.serialization import strict_json
 from ckpttool.storage.stores import Location, locate
 
 _MAX_JSON = 64 << 20
 _MAX_DEPTH = 4
 
+T = TypeVar("T")
+
 
 class Directory:
-    """`names` are `["optimizer_0/", "random_states_0.pkl", ...]`, sorted, folders with a slash."""
+    """`names` are `["optimizer_0/", "random_states_0.pkl", ...]`, sorted, folders with a slash. `unseen` has, for each
+    tool that could not be looked for in it, the error."""
 
     def __init__(self, path: str) -> None:
         self.path = locate(path)
@@ -28,6 +31,7 @@ class Directory:
         self._json: dict[str, Any] = {}
         self.names = sorted(entry.name + ("/" if entry.is_dir else "") for entry in self.path.entries())
         self._names = frozenset(self.names)
+        self.unseen: dict[str, CkptError] = {}
 
     def __contains__(self, name: str) -> bool:
         return name in self._names
@@ -77,6 +81,19 @@ class Directory:
                 with suppress(CkptError):
                     total += self.folder(name).nbytes(depth + 1)
         return total
+
+    def probe(self, tool: str, recognise: Callable[[Directory], T]) -> T | None:
+        """Return what `recognise` finds here, or None when it fails: whether this is a checkpoint of one tool must not
+        keep the others from being looked for. The error is kept in `unseen`."""
+        try:
+            return recognise(self)
+        except CkptError as error:
+            self.unseen.setdefault(tool, error)
+        # Anything may stand in a file that only looks like one of the tool's.
+        except Exception as error:
+            message = f"`{self.path}`: could not be looked at: {in_one_line(error)}"
+            self.unseen.setdefault(tool, CorruptError(message, file=self.path))
+        return None
 
     def json(self, name: str) -> Any:
         """Return the value of a small JSON file, None without one. Raises ReadError, or CorruptError for no JSON."""

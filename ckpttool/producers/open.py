@@ -49,6 +49,8 @@ def open_at(location: Location, options: OpenOptions = NO_HINTS, run: runs.Run |
         if inner is not None and inner.chosen is not None:
             return open_at(inner.chosen.path, options, run or inner)
         source = (row or _detect(location, directory)).open(location, options)
+    if directory is not None:
+        source.catalogue.warnings += _unseen(directory)
     source.catalogue.facts |= model_config.facts(location, directory, source.catalogue)
     if run is not None:
         _describe_run(source.catalogue, run)
@@ -63,10 +65,21 @@ def _detect(location: Location, directory: Directory | None) -> Format:
     except ReadError as error:
         if directory is None and (found := foreign.recognise(location, None)) is not None:
             raise found.refusal(location) from None
+        if directory is not None and directory.unseen:
+            # It may well be what could not be looked for.
+            raise next(iter(directory.unseen.values())) from None
         if directory is None or not (checkpoints := runs.inside(directory)):
             raise
         below = [checkpoint.path.removeprefix(f"{directory.path}/") for checkpoint in checkpoints]
         raise found_inside(location, [*below, *error.facts.get("found", ())]) from None
+
+
+def _unseen(directory: Directory) -> list[Warning]:
+    """Return warnings of the tools that could not be looked for in a directory."""
+    return [
+        Warning("not-looked", f"{tool}: could not look ({error.message})", file=error.facts.get("file"))
+        for tool, error in directory.unseen.items()
+    ]
 
 
 def _beside(directory: Directory, producer: Producer) -> runs.Run | None:

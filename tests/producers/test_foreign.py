@@ -7,6 +7,7 @@ leave is written here with their names, dtypes and shapes.
 from __future__ import annotations
 
 import json
+import pickle
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -21,6 +22,8 @@ from support.paths import CHECKPOINTS
 import ckpttool
 from ckpttool.catalogue.entries import Catalogue
 from ckpttool.errors import CorruptError, ReadError
+from ckpttool.producers import foreign
+from ckpttool.producers.directory import Directory
 
 TOOLS = CHECKPOINTS / "other"
 # Of the models in `samples/generators/other_tools.py`: counted by hand, tied weights once.
@@ -391,3 +394,69 @@ def test_an_ordinary_checkpoint_has_no_recognition() -> None:
     for name in ("dcp/fsdp2_w2", "hf/llama", "torch/full"):
         path = next((CHECKPOINTS / name).glob("ckpt*"))
         assert "recognised" not in ckpttool.inspect(path).facts
+
+
+# Probes ---------------------------------------------------------------------------------------------------------------
+
+
+def test_steps_with_zeros_before_the_number(tmp_path: Path) -> None:
+    """Names of Meta Lingua, lerobot: a folder is opened by its name, whatever number that is."""
+    shutil.copytree(TOOLS / "orbax" / "10", tmp_path / "orbax" / "0010")
+    shutil.copytree(TOOLS / "orbax" / "10", tmp_path / "orbax" / "009")
+    fact = recognised(tmp_path / "orbax")
+    assert (fact["title"], fact["details"]["step"]) == ("Orbax (JAX)", 10)
+    for step in (500, 1000):
+        shutil.copytree(CHECKPOINTS / "dcp" / "fsdp2_w2" / "ckpt", tmp_path / "run" / "checkpoints" / f"{step:010}")
+    for path in (tmp_path / "run", tmp_path / "run" / "checkpoints"):
+        catalogue = ckpttool.inspect(path)
+        assert [f["step"] for f in catalogue.facts["run"]] == [500, 1000]
+        assert [f["name"] for f in catalogue.facts["run"] if f["taken"]] == ["0000001000"]
+
+
+def test_a_folder_whose_name_is_a_number_is_no_error(tmp_path: Path) -> None:
+    (tmp_path / "run" / "007").mkdir(parents=True)
+    with pytest.raises(ReadError, match=r"contains no checkpoint of a known format \(007\)"):
+        ckpttool.inspect(tmp_path / "run")
+    deep = tmp_path / "deep"
+    (deep / "/".join("1" * 500)).mkdir(parents=True)
+    with pytest.raises(ReadError, match=r"contains no checkpoint of a known format \(1\)"):
+        ckpttool.inspect(deep)
+
+
+def test_data_files_in_a_folder_whose_name_is_a_number(tmp_path: Path) -> None:
+    """As s3torchconnector spreads them over prefixes: `0000000000/__0_0.distcp` in the index."""
+    from torch.distributed.checkpoint import FileSystemReader, load
+
+    saved = CHECKPOINTS / "dcp" / "fsdp2_w2" / "ckpt"
+    path = tmp_path / "ckpt"
+    shutil.copytree(saved, path)
+    metadata = FileSystemReader(str(saved)).read_metadata()
+    for rank in (0, 1):
+        (path / f"{rank:010}").mkdir()
+        shutil.move(path / f"__{rank}_0.distcp", path / f"{rank:010}" / f"__{rank}_0.distcp")
+    for info in metadata.storage_data.values():
+        info.relative_path = f"{info.relative_path[2]:>010}/{info.relative_path}"
+    (path / ".metadata").write_bytes(pickle.dumps(metadata))
+    ckpttool.convert(path, tmp_path / "out.pt", to="torch")
+    found = torch.load(tmp_path / "out.pt", weights_only=False)["model"]
+    expected = {f"model.{name}": torch.zeros_like(value) for name, value in found.items()}
+    load(expected, storage_reader=FileSystemReader(str(path)), no_dist=True)
+    assert found and all(value.equal(expected[f"model.{name}"]) for name, value in found.items())
+
+
+@pytest.mark.parametrize("error", [ReadError("`somewhere/else`: cannot read: permission denied"), KeyError("step")])
+def test_a_probe_that_fails_keeps_no_other_from_looking(
+    error: Exception, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(directory: Directory) -> None:
+        raise error
+
+    monkeypatch.setattr(foreign, "_DIRECTORIES", ((r"\d+/", "Orbax", fails), *foreign._DIRECTORIES))
+    shutil.copytree(CHECKPOINTS / "dcp" / "fsdp2_w2" / "ckpt", tmp_path / "ckpt")
+    (tmp_path / "ckpt" / "0").mkdir()
+    said = [w for w in ckpttool.inspect(tmp_path / "ckpt").warnings if w.kind == "not-looked"]
+    assert len(said) == 1 and str(said[0]).startswith("Orbax: could not look (`")
+    # What is of no known format may be what could not be looked for.
+    (tmp_path / "other" / "0").mkdir(parents=True)
+    with pytest.raises((ReadError, CorruptError), match=r"permission denied|KeyError: 'step'"):
+        ckpttool.inspect(tmp_path / "other")

@@ -42,8 +42,8 @@ def load(key: str, kind: str = _KIND) -> Rows | None:
         document = json.loads(data)
         tensors = [_tensor(row) for row in document["tensors"]]
         return tensors, [_group(row) for row in document["groups"]]
-    except (ValueError, TypeError, KeyError):
-        return None  # somebody else's
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
+        return None  # somebody else's, or damaged
 
 
 def store(key: str, tensors: Sequence[TensorStatistics], groups: Sequence[GroupStatistics], kind: str = _KIND) -> None:

@@ -22,11 +22,15 @@ from ckpttool.storage.stores import Location
 _WEIGHTS = ("safetensors", "torch")
 # Modules are imported for what has a mark of theirs: most checkpoints have none.
 _Recognise = Callable[[Directory], Recognition | None]
-_DIRECTORIES: tuple[tuple[str, _Recognise], ...] = (
-    (r".*mp_rank_\d+_model_states\.pt|latest", deferred(f"{__name__}.deepspeed", "recognise")),
-    (r"mp_rank_\d\d(_\d{3})*/|latest_checkpointed_iteration\.txt", deferred(f"{__name__}.megatron", "recognise")),
-    (r"_CHECKPOINT_METADATA|_METADATA|orbax\.checkpoint|\d+/", deferred(f"{__name__}.orbax", "recognise")),
-    (r"\d+_\d+\.distcp", deferred(f"{__name__}.paddle", "recognise")),
+_DIRECTORIES: tuple[tuple[str, str, _Recognise], ...] = (
+    (r".*mp_rank_\d+_model_states\.pt|latest", "DeepSpeed", deferred(f"{__name__}.deepspeed", "recognise")),
+    (
+        r"mp_rank_\d\d(_\d{3})*/|latest_checkpointed_iteration\.txt",
+        "Megatron-LM",
+        deferred(f"{__name__}.megatron", "recognise"),
+    ),
+    (r"_CHECKPOINT_METADATA|_METADATA|orbax\.checkpoint|\d+/", "Orbax", deferred(f"{__name__}.orbax", "recognise")),
+    (r"\d+_\d+\.distcp", "PaddlePaddle", deferred(f"{__name__}.paddle", "recognise")),
 )
 _MEGATRON = "Megatron Core"
 _NAME = re.compile(r"scale|lora_|qweight$|_blocks$|absmax$|\.SCB$|^__positions__$|\.indices$|^prompt_embeddings$")
@@ -34,16 +38,17 @@ _WORDS = re.findall(r"\w{3,}", _NAME.pattern)  # one of them is in each such nam
 
 
 def recognise(location: Location, directory: Directory | None) -> Recognition | None:
-    """Return what a checkpoint is that is not opened; None for any other. `directory` is its listing, None for a file.
+    """Return what a checkpoint is that is not opened; None for any other. `directory` is its listing, None for a file:
+    a probe of a directory that fails is one of its `unseen`.
 
-    Raises ReadError or CorruptError.
+    Raises ReadError or CorruptError for a file.
     """
     if directory is None:
         from ckpttool.producers.foreign import gguf
 
         return gguf.recognise(location) if location.is_file() else None
-    rows = (row for mark, row in _DIRECTORIES if directory.has(mark))
-    return next((found for row in rows if (found := row(directory)) is not None), None)
+    rows = ((tool, row) for mark, tool, row in _DIRECTORIES if directory.has(mark))
+    return next((found for tool, row in rows if (found := directory.probe(tool, row)) is not None), None)
 
 
 def describe(catalogue: Catalogue, location: Location) -> Recognition | None:

@@ -24,14 +24,20 @@ _UNFINISHED = ".orbax-checkpoint-tmp"
 
 def recognise(directory: Directory) -> Recognition | None:
     """Return what a directory of Orbax is, or the newest step in it; None for any other directory."""
+    found = _step(directory)
+    numbers = [name for name in directory.folders if name.isascii() and name.isdecimal()]
+    if found is None and numbers:
+        newest = max(numbers, key=int)
+        found = _step(directory.folder(newest))
+        found = found and replace(found, details={"step": int(newest), **found.details})
+    return found
+
+
+def _step(directory: Directory) -> Recognition | None:
     if _CHECKPOINT in directory or _MARK in directory:
         return _checkpoint(directory)
     if _TREE in directory and ("manifest.ocdbt" in directory or "_sharding" in directory):
         return _recognition(directory, {"": directory.facts(_TREE)})
-    steps = sorted((int(n) for n in directory.folders if n.isascii() and n.isdecimal()), reverse=True)
-    for step in steps[:1]:
-        inner = recognise(directory.folder(str(step)))
-        return inner and replace(inner, details={"step": step, **inner.details})
     return None
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from ckpttool.errors import UsageError
+from ckpttool.errors import CorruptError, UsageError
 from ckpttool.operations.verify_resume.run.event_files import scalars
 from ckpttool.operations.verify_resume.run.logged import from_files
 from ckpttool.operations.verify_resume.run.losses import Output
@@ -27,7 +27,9 @@ def test_json_lines_with_other_lines_and_a_last_one_that_was_cut(tmp_path: Path)
         {"step": 2, "eval_loss": 9.0},
         {"step": 2, "loss": 2.0},
     ]
-    (tmp_path / "log.jsonl").write_text("start\n" + "\n".join(map(json.dumps, rows)) + '\n{"step": 3, "lo')
+    (tmp_path / "log.jsonl").write_text(
+        "start\n" + "[" * 9000 + "\n" + "\n".join(map(json.dumps, rows)) + '\n{"step": 3, "lo'
+    )
     assert read("json:log.jsonl", tmp_path) == {1: 2.5, 2: 2.0}
     assert read("json:{out}/*.jsonl:eval_loss", tmp_path) == {2: 9.0}
 
@@ -101,8 +103,20 @@ def field(number: int, wire: int, data: bytes) -> bytes:
     return bytes([number << 3 | wire]) + (bytes([len(data)]) if wire == 2 else b"") + data
 
 
+def checksum(data: bytes) -> bytes:
+    """The CRC-32C of RFC 3720, bit by bit, masked as TensorFlow's records have it."""
+    crc = 0xFFFFFFFF
+    for byte in data:
+        crc ^= byte
+        for _ in range(8):
+            crc = crc >> 1 ^ 0x82F63B78 * (crc & 1)
+    crc ^= 0xFFFFFFFF
+    return struct.pack("<I", ((crc >> 15 | crc << 17) + 0xA282EAD8) & 0xFFFFFFFF)
+
+
 def record(event: bytes) -> bytes:
-    return struct.pack("<Q", len(event)) + b"CRC." + event + b"CRC."
+    length = struct.pack("<Q", len(event))
+    return length + checksum(length) + event + checksum(event)
 
 
 def event(step: int, tag: bytes, value: bytes) -> bytes:
@@ -121,13 +135,32 @@ def test_scalars_of_both_kinds() -> None:
     assert list(scalars(data)) == [("loss", 1, 2.5), ("loss", 2, 1.25)]
 
 
+# What tensorboard 2.21 writes for two losses.
+WRITTEN = (
+    b"H\0\0\0\0\0\0\0\xfe\x92H\x9d\t\xb9;\xce\x8f<\xc1\xdaA\x1a\rbrain.Event:2R.\n,tensorboard.summary.writer"
+    b".event_file_writerSQ\xa3\0\x1a\0\0\0\0\0\0\0\x12\x9b\xd8-\t\0\0\0\0\0\0\xe0?\x10\x01*\r\n\x0b\n\x04loss\x15\0\0 @"
+    b"a\xb6\xdd\x7f\x1a\0\0\0\0\0\0\0\x12\x9b\xd8-\t\0\0\0\0\0\0\xe0?\x10\x02*\r\n\x0b\n\x04loss\x15\0\0\x10@\xbdW=\xdc"
+)
+
+
+def test_what_tensorboard_has_written() -> None:
+    assert list(scalars(WRITTEN)) == [("loss", 1, 2.5), ("loss", 2, 2.25)]
+
+
 @pytest.mark.parametrize("length", [0, 5, 11, 12, 20, 40])
-def test_an_event_file_that_was_cut_or_damaged(length: int) -> None:
+def test_an_event_file_that_was_cut(length: int) -> None:
     data = record(event(1, b"loss", field(2, 5, struct.pack("<f", 2.5))))
     assert list(scalars(data[:length])) == []
-    # Whatever a byte is changed to, reading ends.
-    for at in range(len(data)):
-        list(scalars(data[:at] + b"\xff" + data[at + 1 :]))
+    assert list(scalars(WRITTEN[: -length or None]))[:1] == [("loss", 1, 2.5)]
+
+
+def test_a_flipped_bit_of_an_event_file_is_an_error(tmp_path: Path) -> None:
+    for at in range(len(WRITTEN)):
+        with pytest.raises(CorruptError, match=r"the record of the event at byte \d+ has the checksum"):
+            list(scalars(WRITTEN[:at] + bytes((WRITTEN[at] ^ 1,)) + WRITTEN[at + 1 :]))
+    (tmp_path / "a.tfevents.1").write_bytes(WRITTEN[:-1] + b"\0")
+    with pytest.raises(CorruptError, match=r"`.*a\.tfevents\.1`: the record"):
+        read("tensorboard:*", tmp_path)
 
 
 def test_tensorboard_reads_the_same(tmp_path: Path) -> None:

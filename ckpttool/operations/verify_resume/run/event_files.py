@@ -1,6 +1,6 @@
 """Reads the scalars of TensorBoard event files: records of protocol buffers, of which few fields are needed.
 
-file      records: length u64, its checksum u32, the event, its checksum u32
+file      records: length u64, its checksum u32, the event, its checksum u32 (masked CRC-32C)
 Event     2: step    5: Summary
 Summary   1: Value (repeated)
 Value     1: tag    2: simple_value (float)    8: TensorProto
@@ -12,22 +12,63 @@ from __future__ import annotations
 import struct
 from collections.abc import Iterator
 from contextlib import suppress
+from functools import cache
+
+from ckpttool.errors import CorruptError
 
 _VARINT, _FIXED64, _BYTES, _FIXED32 = 0, 1, 2, 5
 _FLOAT, _DOUBLE = 1, 2  # element types of a tensor
 
 
 def scalars(data: bytes) -> Iterator[tuple[str, int, float]]:
-    """Yield the tag, the step and the value of each scalar. What a killed process has not finished is left out."""
+    """Yield the tag, the step and the value of each scalar. What a killed process has not finished is left out.
+
+    Raises CorruptError for a record with another checksum: TensorBoard shows nothing from there on, and a verdict over
+    half of the losses would be none.
+    """
     at = 0
     while at + 12 <= len(data):
         (length,) = struct.unpack_from("<Q", data, at)
+        _check(data, at, at + 8)
         if at + 16 + length > len(data):
             return
         event = data[at + 12 : at + 12 + length]
+        _check(data, at + 12, at + 12 + length)
         at += 16 + length
         with suppress(_Damaged):
             yield from _of_event(event)
+
+
+def _check(data: bytes, begin: int, end: int) -> None:
+    """Raise CorruptError unless the checksum behind these bytes is theirs."""
+    (expected,) = struct.unpack_from("<I", data, end)
+    found = _masked(_crc32c(data[begin:end]))
+    if found != expected:
+        message = f"the record of the event at byte {begin} has the checksum {found:08x}, not {expected:08x}"
+        raise CorruptError(message, hint="the file was damaged after it was written", found=found, expected=expected)
+
+
+_POLYNOMIAL = 0x82F63B78  # Castagnoli, bits reflected
+
+
+@cache
+def _table() -> list[int]:
+    table = list(range(256))
+    for _ in range(8):
+        table = [(crc >> 1) ^ (_POLYNOMIAL if crc & 1 else 0) for crc in table]
+    return table
+
+
+def _crc32c(data: bytes) -> int:
+    table, crc = _table(), 0xFFFFFFFF
+    for byte in data:
+        crc = (crc >> 8) ^ table[(crc ^ byte) & 0xFF]
+    return crc ^ 0xFFFFFFFF
+
+
+def _masked(crc: int) -> int:
+    """Return a checksum as records have it: a CRC of bytes that hold their own CRC would tell nothing."""
+    return (((crc >> 15) | (crc << 17)) + 0xA282EAD8) & 0xFFFFFFFF
 
 
 def _of_event(event: bytes) -> Iterator[tuple[str, int, float]]:

@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from typing import Any
 
-from ckpttool.errors import UsageError
+from ckpttool.errors import CorruptError, UsageError
 from ckpttool.operations.verify_resume.run import event_files
 from ckpttool.operations.verify_resume.run.losses import Losses, Output
 from ckpttool.text import meant
@@ -34,8 +34,8 @@ Row = Mapping[str, Any]
 def from_files(text: str) -> Losses | None:
     """Return a source of the losses in files, as `json:log.jsonl:train/loss` names them; None if it names no files.
 
-    Raises UsageError if something is logged there,
-    but nothing by the name of the loss.
+    The source raises UsageError if something is logged there, but nothing by the name of the loss, and CorruptError for
+    a damaged event file.
     """
     if text == "none":
         return lambda out, log, after: {}
@@ -85,7 +85,7 @@ def _json_lines(pattern: str) -> Iterator[Row]:
     for path in _files(pattern):
         with open(path, encoding="utf-8", errors="replace") as stream:
             for line in stream:
-                with suppress(ValueError):  # other output, or what a killed process has not finished
+                with suppress(ValueError, RecursionError):  # other output, or what a killed process has not finished
                     if isinstance(row := json.loads(line), dict):
                         yield row
 
@@ -105,14 +105,18 @@ def _table(pattern: str) -> Iterator[Row]:
 def _event_files(pattern: str) -> Iterator[Row]:
     for path in _files(pattern, "*tfevents*"):
         with open(path, "rb") as stream:
-            for tag, step, value in event_files.scalars(stream.read()):
+            data = stream.read()
+        try:
+            for tag, step, value in event_files.scalars(data):
                 yield {tag: value, "step": step}
+        except CorruptError as error:
+            raise error.prefixed(f"`{path}`", file=path) from None
 
 
 def _trainer_state(pattern: str) -> Iterator[Row]:
     states = []
     for path in _files(pattern, "trainer_state.json"):
-        with suppress(ValueError), open(path, encoding="utf-8") as stream:
+        with suppress(ValueError, RecursionError), open(path, encoding="utf-8") as stream:
             state = json.load(stream)
             if isinstance(state, dict) and isinstance(state.get("log_history"), list):
                 states.append((int(state.get("global_step") or 0), path, state["log_history"]))
