@@ -1,17 +1,37 @@
 """Options of the whole test run, and what tests in several directories need."""
 
 import os
+import re
 import signal
+import time
 
 import pytest
+from hypothesis import HealthCheck, settings
 
+# What people have set for their own terminal, job and account is not what is tested: a test sets what it is about.
+_THEIRS = re.compile(
+    r"(HF|HUGGING_?FACE|TRANSFORMERS|ACCELERATE|TORCHELASTIC|MASTER|GROUP|ROLE|GITHUB|LC|XDG)_.*|LANG(UAGE)?|TZ|CI|"
+    r"CKPTTOOL_(HUB_.*|DEBUG)|(LOCAL_)?(RANK|WORLD_SIZE)|(NO|FORCE)_COLOR|COLORTERM|COLUMNS|LINES|TERM|TTY_.*|"
+    r"PYTHON(UNBUFFERED|WARNINGS|OPTIMIZE|IOENCODING)|MAKE(FLAGS|LEVEL)"
+)
+for _name in filter(_THEIRS.fullmatch, list(os.environ)):
+    del os.environ[_name]
+os.environ |= {"LC_ALL": "C.UTF-8", "TZ": "UTC"}
+time.tzset()
+# The servers of the tests are on this machine. What is installed from an index may have to come by way of a proxy.
+os.environ["NO_PROXY"] = os.environ["no_proxy"] = "localhost,127.0.0.1"
 # A worker of pytest-xdist has a processor to itself, and so have the ranks and commands that it starts.
-os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ["OMP_NUM_THREADS"] = "1"
 # Nothing is kept in the user's cache.
 os.environ["CKPTTOOL_CACHE"] = ""
 # Under `nohup`, or in the background of a script, these are ignored by all children too, and tests send them.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 signal.signal(signal.SIGHUP, signal.SIG_DFL)
+# How long an example takes says how busy the machine is.
+settings.register_profile(
+    "tests", deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture]
+)
+settings.load_profile("tests")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

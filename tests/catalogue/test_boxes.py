@@ -15,7 +15,7 @@ from support.hang import no_hang
 from ckpttool.catalogue import boxes
 from ckpttool.catalogue.boxes import Box
 
-quick = settings(max_examples=100, deadline=None)
+quick = settings(max_examples=100)
 
 
 @st.composite

@@ -38,7 +38,7 @@ extents = st.builds(
 )  # fmt: skip
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(st.lists(st.builds(Chunk, ints, ints, extents), max_size=6))
 def test_chunks_give_back_what_they_were_given(chunks: list[Chunk]) -> None:
     held = Chunks.of(chunks)

@@ -106,7 +106,7 @@ def test_no_name_becomes_empty(text: str) -> None:
         renamer([text])("a")
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(st.text(max_size=8), st.text(alphabet=st.characters(exclude_characters="*?[="), min_size=1, max_size=8))
 def test_a_star_stands_for_what_it_matched(middle: str, ends: str) -> None:
     assert renamer([f"{ends}*{ends}=<*>"])(ends + middle + ends) == f"<{middle}>" or ends.startswith("re:")

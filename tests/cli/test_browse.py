@@ -25,6 +25,9 @@ import safetensors.numpy
 from support import cli
 from support.paths import ROOT
 from support.upstream_samples import path_of
+
+pytest.importorskip("textual")
+
 from textual.pilot import Pilot
 from textual.widgets import Input
 

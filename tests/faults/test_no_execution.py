@@ -190,7 +190,9 @@ def test_extension_codes(opcode: bytes, tmp_path: Path, marker: Path) -> None:
     """They stand for names that the process has registered, and are kept past `find_class` once they were used."""
     copyreg.add_extension("posix", "system", 0x7B)
     try:
-        path = save({**model(), "evil": Planted(call(opcode, text(f"touch {marker}")))}, tmp_path / "ckpt.pt")
+        path = save(
+            {**model(), "evil": Planted(call(opcode, text(pickle_payloads.touching(marker))))}, tmp_path / "ckpt.pt"
+        )
         pickle.loads(b"\x80\x02" + opcode + b".")
         said = look_at_all(path, marker)
         check_words(said["inspect"], CORRUPT, path, "opcode")
@@ -589,7 +591,7 @@ def test_a_name_in_a_safetensors_directory(tmp_path: Path, marker: Path) -> None
 
 def test_a_name_is_not_written_out_as_opcodes(tmp_path: Path, marker: Path) -> None:
     """STACK_GLOBAL takes a name with newlines; GLOBAL, which we write, would run what is behind the first."""
-    command = f"touch {marker}"
+    command = pickle_payloads.touching(marker)
     name = f"deque\n0cposix\nsystem\n(U{chr(len(command))}{command}tR0cdecimal\nDecimal"
     pickle.loads(b"\x80\x02ccollections\n" + name.encode() + b"\n.")
     assert marker.exists(), "the payload is not live"

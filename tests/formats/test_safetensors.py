@@ -599,7 +599,7 @@ def test_directory_as_huggingface_hub_writes_it(tmp_path: Path, most: int | None
     check(read(tmp_path / "ours"), state)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(st.lists(st.integers(0, 20), min_size=1, max_size=12), st.integers(1, 25))
 def test_split_as_huggingface_hub(sizes: list[int], most: int) -> None:
     table = {str(i): n for i, n in enumerate(sizes)}

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from support import damage
 from support.cli import run
@@ -102,7 +102,7 @@ BESIDE: dict[str, Callable[[Path], Path]] = {
     "step3/config.json": _checkpoint("run/olmo_core_w2"),
 }
 
-_QUICK = settings(max_examples=8, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+_QUICK = settings(max_examples=8, derandomize=True)
 
 
 # What no operation reads strictly: a config that says nothing is left aside.

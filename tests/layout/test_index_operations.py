@@ -178,7 +178,7 @@ def steps(draw: st.DrawFn) -> tuple[list[dict[Ints, Ints]], list[tuple[Operation
     return shapes, operations
 
 
-@settings(deadline=None, max_examples=150)
+@settings(max_examples=150)
 @given(steps())
 def test_operations_are_those_of_numpy_and_their_inverses_undo_them(made: Any) -> None:
     shapes, operations = made
@@ -304,7 +304,7 @@ class Shards(Pool):
         buffer[:] = self.data[offset : offset + len(buffer)]
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(steps(), st.integers(0, 99), st.data())
 def test_any_box_of_a_view_is_read_from_shards(made: Any, seed: int, data: st.DataObject) -> None:
     shapes, operations = made

@@ -408,7 +408,7 @@ def enumerated(wanted: list[list[int | None]], have: list[int]) -> list[list[lis
 shapes = st.sampled_from([0, 1, 2])
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(st.lists(st.lists(st.one_of(st.none(), shapes), max_size=3), max_size=3), st.lists(shapes, max_size=7))
 def test_the_search_finds_what_there_is(wanted: list[list[int | None]], have: list[int]) -> None:
     rows: Any = [[shape if shape is None else (shape,) for shape in row] for row in wanted]

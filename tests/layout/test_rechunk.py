@@ -270,7 +270,7 @@ def cases(draw: st.DrawFn) -> tuple[dict[str, tuple[int, ...]], dict[str, list[i
     return shapes, cuts, mesh, Rules(placements=placements)
 
 
-@settings(deadline=None, max_examples=150)
+@settings(max_examples=150)
 @given(cases(), st.integers(1, 5))
 def test_any_boxes_onto_any_mesh(
     case: tuple[dict[str, tuple[int, ...]], dict[str, list[int]], Mesh, Rules], processes: int

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from same import assert_same
 from support.checkpoints import bits
@@ -160,7 +160,7 @@ def test_a_slice_of_a_sharded_tensor_reads_the_ranks_that_hold_it(read: list[int
 keys = st.one_of(st.integers(-4, 3), st.slices(4).filter(lambda s: s.step is None or s.step > 0))
 
 
-@settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=100)
 @given(st.lists(keys, max_size=3), st.integers(-1, 3), st.slices(4).filter(lambda s: s.step is None or s.step > 0))
 def test_indexing_is_numpys(tmp_path: Path, index: list[Any], ellipsis: int, again: slice) -> None:
     values = np.arange(64).reshape(4, 4, 4)

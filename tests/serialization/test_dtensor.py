@@ -126,7 +126,7 @@ def _strides(shape: Any) -> tuple[int, ...]:
     return tuple(torch.empty(shape, device="meta").stride())
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(data=st.data())
 def test_the_geometry_is_upstreams(data: st.DataObject) -> None:
     on = tuple(data.draw(st.lists(st.integers(1, 4), min_size=1, max_size=3), label="mesh"))

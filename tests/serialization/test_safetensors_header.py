@@ -201,7 +201,7 @@ def test_looks_like() -> None:
     assert not looks_like(struct.pack("<Q", 16) + b"[" * 20)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(st.binary(max_size=120), st.booleans())
 def test_any_bytes_are_read_or_refused(data: bytes, framed: bool) -> None:
     data = blob(data) if framed else data
@@ -238,7 +238,7 @@ def test_every_dtype_sorted_as_upstream() -> None:
     assert {(n, e.dtype, e.shape) for n, e in found.items()} == set(specs)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(
     st.dictionaries(
         st.text(max_size=8).filter(lambda n: n != "__metadata__"),

@@ -190,7 +190,7 @@ def test_cut_anywhere() -> None:
 DAMAGED = saved({"w": torch.arange(6.0), "b": torch.ones(2, 2).t()})
 
 
-@settings(max_examples=500, deadline=None)
+@settings(max_examples=500)
 @given(st.integers(0, 10**6), st.integers(0, 255))
 def test_flipped_anywhere(at: int, value: int) -> None:
     data = bytearray(DAMAGED)

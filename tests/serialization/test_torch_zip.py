@@ -145,7 +145,7 @@ def everything(data: bytes) -> dict[str, bytes]:
     return found
 
 
-@settings(max_examples=500, deadline=None)
+@settings(max_examples=500)
 @given(st.integers(0, 10**6), st.integers(0, 255))
 def test_flipped_anywhere(at: int, value: int) -> None:
     """An error of ours, or bytes of the file: nothing else."""
@@ -155,7 +155,7 @@ def test_flipped_anywhere(at: int, value: int) -> None:
         everything(bytes(data))
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(st.integers(0, 400), st.binary(min_size=1, max_size=8))
 def test_flipped_in_the_directory(at: int, value: bytes) -> None:
     data = bytearray(DAMAGED)

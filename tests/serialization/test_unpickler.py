@@ -288,7 +288,7 @@ def test_cut_pickles() -> None:
             load(data[:n])
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(st.binary(max_size=60))
 def test_random_bytes(data: bytes) -> None:
     for begin in (b"", b"\x80\x02", b"\x80\x04"):
@@ -299,7 +299,7 @@ def test_random_bytes(data: bytes) -> None:
         list(stubs.walk(value))
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(st.integers(0, 2000), st.integers(0, 255))
 def test_flipped_bytes(at: int, value: int) -> None:
     data = bytearray(RICH)
@@ -464,7 +464,7 @@ def same(found: Any, expected: Any) -> bool:
     return bool(found == expected)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(trees, st.sampled_from([2, 4]))
 def test_round_trip(tree: Any, protocol: int) -> None:
     assert same(pickle.loads(picklewriter.dump(tree, protocol=protocol)), tree)

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from ckpttool.storage import crc
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(st.binary(max_size=3000), st.integers(0, 70), st.integers(0, 3000))
 def test_it_is_the_crc_of_zlib(data: bytes, start: int, cut: int) -> None:
     view = memoryview(bytearray(data))[start:]

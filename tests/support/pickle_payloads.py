@@ -9,6 +9,7 @@ from __future__ import annotations
 import io
 import marshal
 import pickle
+import shlex
 import struct
 import types
 from pathlib import Path
@@ -70,9 +71,14 @@ def short(value: str) -> bytes:
     return b"\x8c" + bytes((len(value),)) + value.encode()
 
 
+def touching(marker: Path) -> str:
+    """The command of a shell that makes the marker appear."""
+    return f"touch {shlex.quote(str(marker))}"
+
+
 def payloads(marker: Path) -> dict[str, bytes]:
     """By the opcode or the gadget that it uses."""
-    touch = f"touch {marker}"
+    touch = touching(marker)
     write = f"open({str(marker)!r}, 'w')"
     trap = named(TRAP, "Class")
     code = compile(f"open({str(marker)!r}, 'w')", "x", "exec")
@@ -137,7 +143,7 @@ def payloads(marker: Path) -> dict[str, bytes]:
 
 def getattr_payloads(marker: Path) -> dict[str, bytes]:
     """Chains that need the attribute of something that is not a class."""
-    touch = text(f"touch {marker}")
+    touch = text(touching(marker))
     module = call(named("builtins", "__import__"), text("os"))
     getter = named("builtins", "getattr")
     return {

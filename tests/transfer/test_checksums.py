@@ -17,7 +17,7 @@ from ckpttool.storage.crc import combine, with_zeros
 from ckpttool.transfer import checksums
 from ckpttool.transfer.checksums import Pieces
 
-quick = settings(max_examples=100, deadline=None)
+quick = settings(max_examples=100)
 
 
 @quick

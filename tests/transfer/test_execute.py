@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from support import checkpoints
 from support.checkpoints import Made, bits, grid, laid_down, stored, within
@@ -104,7 +104,7 @@ def test_any_cut_into_any_other(tmp_path: Path, first: tuple[int, ...], second: 
         assert path.read_bytes()[:3] == b"\xff\xff\xff"
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=60)
 @given(st.data())
 def test_any_shape_cut_anyhow(tmp_path_factory: pytest.TempPathFactory, data: st.DataObject) -> None:
     with pytest.MonkeyPatch.context() as patch:

@@ -23,7 +23,7 @@ from ckpttool.errors import CorruptError
 from ckpttool.layout import select as layout
 from ckpttool.transfer.plan import plan, tiles
 
-quick = settings(max_examples=100, deadline=None)
+quick = settings(max_examples=100)
 
 
 def tensor(shape: tuple[int, ...], parts: list[Box], origin: Tensor | None = None, name: str = "w") -> Tensor:

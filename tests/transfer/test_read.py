@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from support import checkpoints
 from support.checkpoints import Made, bits, within
@@ -28,7 +28,7 @@ PLAIN = {name: kind for name, kind in TORCH.items() if DTYPES[name].kind in ("fl
 WHOLE = {name: kind for name, kind in PLAIN.items() if not (DTYPES[name].kind == "int" and name[-1] in "1234567"
          and not name.endswith(("16", "32", "64")))}  # fmt: skip
 
-quick = settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+quick = settings(max_examples=100)
 
 
 class Counting(Pool):

@@ -9,7 +9,7 @@
 
 What writes them: `torch.save` of FSDP1's `SHARDED_STATE_DICT` (ShardedTensor; with a device mesh DTensor), of FSDP2 and
 any other DTensor, on every rank, torch 2.0 to 2.15; verl, accelerate, OLMo, Composer. NO_SHARD and a world of one rank
-save plain tensors. Names: see `sets`. Sharded tensors: see `containers/sharded`. How ranks become one: see `merging`.
+save plain tensors. Names: see `sets`. Sharded tensors: see `sharded_pickle`. How ranks become one: see `merging`.
 """
 
 from __future__ import annotations

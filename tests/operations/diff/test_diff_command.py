@@ -172,7 +172,7 @@ def _names_shown(text: str) -> list[str]:
     modules=st.lists(st.text("abcdefgh_", min_size=1, max_size=90), min_size=1, max_size=3, unique=True),
     layers=st.lists(st.integers(0, 120), min_size=1, max_size=4, unique=True),
 )
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_names_never_become_alike(columns: int, modules: list[str], layers: list[int]) -> None:
     values = Difference("float32", numel=16_777_216, differing=16_777_215, values=(0.123456, -0.123457), relative=0.5)
     names = [f"model.layers.{layer}.mlp.{module}_proj.weight" for layer in layers for module in modules]

@@ -44,7 +44,7 @@ def test_values_are_torchs(name: str) -> None:
         assert found.values[0] == theirs[pattern] or (math.isnan(found.values[0]) and math.isnan(theirs[pattern]))
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(st.sampled_from(FLOATS[:4]), st.integers(1, 40), st.integers(0, 2**31))
 def test_figures_are_those_of_a_plain_calculation(name: str, size: int, seed: int) -> None:
     generator = torch.Generator().manual_seed(seed)
@@ -143,7 +143,7 @@ def test_an_index_is_row_major() -> None:
     assert Difference("float32").index((2,)) is None
 
 
-@settings(deadline=None, max_examples=80)
+@settings(max_examples=80)
 @given(
     st.sampled_from([*FLOATS[:4], "int32", "int64", "uint8", "complex64"]),
     st.sampled_from([0.0, 1e-6, 1e-2, 0.3]),

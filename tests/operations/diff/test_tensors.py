@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.checkpoints import Made, bits, grid, random
 
@@ -32,7 +32,7 @@ def compared(one: tuple[Made, Tensor], other: tuple[Made, Tensor], tolerance: To
     return found[0].result() if 0 in found else Difference(kind.name)
 
 
-@settings(deadline=None, max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=60)
 @given(data=st.data())
 def test_any_two_tilings(data: st.DataObject, tmp_path: Path) -> None:
     shape = data.draw(st.lists(st.integers(1, 9), min_size=0, max_size=3))

@@ -13,7 +13,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as torch_dcp
 import transformers
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import load_file
 from support import model_families
@@ -319,7 +319,6 @@ class Still:
         """Nothing is open."""
 
 
-@settings(deadline=None)
 @given(st.data())
 def test_each_element_of_a_view_comes_from_where_the_slice_says(data: st.DataObject) -> None:
     heads, half, width = (data.draw(st.integers(1, n)) for n in (4, 4, 3))

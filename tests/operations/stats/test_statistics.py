@@ -170,7 +170,7 @@ def test_one_outlier_of_a_billion() -> None:
     assert found.mean == pytest.approx(1 + 65279 / 1_000_000_001, rel=1e-15)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     arrays.arrays(np.float32, st.integers(1, 300), elements=st.floats(width=32)),
     st.lists(st.integers(0, 300), max_size=3).map(sorted),
