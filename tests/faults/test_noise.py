@@ -1,6 +1,6 @@
 """Random damage: a checkpoint with some bytes changed, cut out or put in either works or is refused in our words.
 
-Never another exception, never longer than two seconds, never much memory. The seeds are fixed; `-m long` does more.
+Never another exception, never much work or memory. The seeds are fixed; `-m long` does more.
 """
 
 from __future__ import annotations
@@ -9,11 +9,11 @@ import random
 import shutil
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
 from support.paths import CHECKPOINTS, ROOT
+from support.work import Calls
 
 import ckpttool
 from ckpttool.errors import CkptError
@@ -26,7 +26,8 @@ SOURCES = {
     "pieces": "hf/sharded_w2",
 }  # fmt: skip
 
-SECONDS = 2.0
+MOST_CALLS = 2_000_000
+"""Of functions, of Python and C, in one round; what takes most makes a tenth of them."""
 
 
 def noisy(data: bytes, some: random.Random) -> bytes:
@@ -70,7 +71,6 @@ def spoil(path: Path, some: random.Random) -> None:
 def try_all(kind: str, folder: Path, rounds: int, seed: int) -> None:
     """Inspect and convert `rounds` spoilt copies. Raises AssertionError with the round for what is not ours."""
     original = next((CHECKPOINTS / SOURCES[kind]).glob("ckpt*"))
-    slowest = 0.0
     for number in range(rounds):
         some = random.Random(f"{kind} {seed} {number}")
         copy, dst = folder / original.name, folder / "dst"
@@ -80,20 +80,20 @@ def try_all(kind: str, folder: Path, rounds: int, seed: int) -> None:
             shutil.copyfile(original, copy)
         spoil(copy, some)
         to = some.choice(("torch", "dcp", "safetensors"))
-        began = time.thread_time()
+        work = Calls()
         for act in ("inspect", "convert"):
             try:
-                if act == "inspect":
-                    look(str(copy))
-                else:
-                    ckpttool.convert(str(copy), str(dst), to=to, threads=1)
+                with work:
+                    if act == "inspect":
+                        look(str(copy))
+                    else:
+                        ckpttool.convert(str(copy), str(dst), to=to, threads=1)
             except CkptError as error:
                 assert error.message and error.exit_code in (2, 3, 4, 5), (kind, seed, number, act, error)
                 assert not dst.exists()
             except Exception as error:
                 raise AssertionError(f"{kind}, seed {seed}, round {number}, {act} to {to}: {error!r}") from error
-        slowest = max(slowest, time.thread_time() - began)
-        assert slowest < SECONDS, f"{kind}, seed {seed}, round {number}: {slowest:.1f} s"
+        assert work.count < MOST_CALLS, f"{kind}, seed {seed}, round {number}: {work.count:,} calls"
         remove(copy)
         remove(dst)
         left = [p.name for p in folder.iterdir()]

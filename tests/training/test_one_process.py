@@ -8,7 +8,6 @@ import re
 import shutil
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -404,10 +403,8 @@ print("went on")
 def test_a_rank_that_dies_takes_the_others_along(tmp_path: Path, strategy: str) -> None:
     (tmp_path / "dying.py").write_text(DYING)
     torch.save(nn.Linear(3, 2).state_dict(), tmp_path / "a.pt")
-    began = time.monotonic()
     said = torchrun(3, tmp_path / "dying.py", tmp_path / "a.pt", strategy)
     assert "exitcode  : 9" in said and "went on" not in said
-    assert time.monotonic() - began < 60
 
 
 def test_a_damaged_optimizer_does_not_stop_a_load_of_the_model(

@@ -100,7 +100,7 @@ def test_a_store_that_is_silent_for_ever(
     store: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, job: str, where: str
 ) -> None:
     """It is told, and given up after the time-out, while the library would try for minutes."""
-    for name, value in {"RETRY_MAX_ATTEMPTS": "5", "READ_TIMEOUT": "60s", "CONNECT_TIMEOUT": "60s"}.items():
+    for name, value in {"RETRY_MAX_ATTEMPTS": "5", "READ_TIMEOUT": "900s", "CONNECT_TIMEOUT": "900s"}.items():
         monkeypatch.setenv(f"HF_XET_CLIENT_{name}", value)
     monkeypatch.setattr(xet, "TELL_AFTER", 0.5)
     abort_xet_session()
@@ -109,10 +109,9 @@ def test_a_store_that_is_silent_for_ever(
     for method in ("GET", "POST", "PUT", "HEAD"):
         store.fail(method, where, act=stall)
     patience(monkeypatch, 1)
-    started = time.monotonic()
     with pytest.raises(RemoteError, match=r"(timed out|within).*1 s") as raised:
         JOBS[job](tmp_path)
-    assert time.monotonic() - started < 60 and store.failed
+    assert store.failed
     check(raised.value)
     assert caplog.messages == ["the storage of large files has been silent for 0.5 s; it is given up after 1 s"]
     # What comes next has a session that works.
