@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
-from ckpttool.errors import CkptError, StorageError
+from ckpttool.errors import CkptError, StorageError, UsageError
 from ckpttool.storage.stores import local_path
 from ckpttool.training import devices
 
@@ -95,6 +95,19 @@ def _gather_or_raise(own_error: Exception | None, value: T) -> list[T]:
         if error is not None:
             raise (own_error or error) if number == rank() else error
     return [value for _, value in messages]
+
+
+def same_on_all(arguments: Callable[[], dict[str, Any]]) -> None:
+    """Raise UsageError, on every rank, unless all have the same arguments, each of which is named in the message. With
+    other ones ranks would wait for each other in vain. A collective."""
+    first, *others = all_gather_of(arguments)
+    for number, of_rank in enumerate(others, 1):
+        for name, value in first.items():
+            if of_rank.get(name) != value:
+                raise UsageError(
+                    f"rank {number} passes other {name} than rank 0: {of_rank.get(name)!r:.200}, not {value!r:.200}",
+                    hint="every rank makes the same call",
+                )
 
 
 def check_sees(partial: str, hint: str) -> None:

@@ -5,9 +5,7 @@ Small, and the same on every rank, so that a rank that reads can send it to the 
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import reduce
 from operator import getitem
@@ -23,6 +21,7 @@ from ckpttool.layout.move import move
 from ckpttool.layout.optimizer import parse, respell
 from ckpttool.serialization import pickler, unpickler
 from ckpttool.text import meant
+from ckpttool.training import known_objects
 
 if TYPE_CHECKING:
     import torch
@@ -329,37 +328,13 @@ def _rank_of(entry: Tensor | Object) -> int | None:
 
 
 def with_tensors(value: Any, catalogue: Catalogue, read: Read) -> Any:
-    """Return the value of an object with its tensors, arrays and scalars, and the `Counter` of `MultiStepLR`."""
-    if isinstance(value, Link):
-        entry = catalogue.entries.get(value.path)
-        return read(entry.origin or entry) if isinstance(entry, Tensor) else value
-    if isinstance(value, Stub):
-        return _known_object(value)
-    if isinstance(value, dict):
-        result = type(value)()
-        result.update((key, with_tensors(child, catalogue, read)) for key, child in value.items())
-        return result
-    if type(value) in (list, tuple, set, frozenset):
-        return type(value)(with_tensors(child, catalogue, read) for child in value)
-    return value
+    """Return the value of an object with its tensors, and with the objects of classes that are known."""
 
+    def tensor(link: Link) -> Any:
+        entry = catalogue.entries.get(link.path)
+        return read(entry.origin or entry) if isinstance(entry, Tensor) else link
 
-def _known_object(value: Stub) -> Any:
-    """Return the `Counter`, `BytesIO` or numpy array of numbers that a stub stands for; any other unchanged."""
-    import numpy as np
-
-    name = values.stub_name(value) or ""
-    is_array = name in ("numpy.core.multiarray._reconstruct", "numpy._core.multiarray._reconstruct")
-    match value.args:
-        case (dict() as counts,) if name == "collections.Counter" and {int}.issuperset(map(type, counts.values())):
-            return Counter(counts)
-    match value.state:
-        case [(bytes() as raw, int() as position, _)] if name == "_io.BytesIO":
-            return unpickler.stream_of(raw, position)
-        case [(int(), tuple() as shape, Stub(args=(str() as kind, *_)), bool() as columns, bytes() as raw)] if is_array:
-            with suppress(TypeError, ValueError):
-                return np.frombuffer(bytearray(raw), np.dtype(kind)).reshape(shape, order="F" if columns else "C")
-    return value
+    return known_objects.restore(value, tensor)
 
 
 def to_picklable(value: Any) -> Any:

@@ -12,6 +12,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from itertools import chain
 from typing import Any
 
@@ -26,6 +27,7 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_
 from torch.distributed.fsdp import FullyShardedDataParallel
 
 from ckpttool.catalogue import parts
+from ckpttool.catalogue.entries import Path, dotted
 from ckpttool.errors import StorageError, UsageError
 from ckpttool.formats.dcp import manifest as manifests
 from ckpttool.storage import files, free_space
@@ -34,7 +36,8 @@ from ckpttool.storage.stores import local_path
 from ckpttool.text import meant, size
 from ckpttool.training import collectives
 from ckpttool.training.fsdp1 import is_fsdp1, sharded
-from ckpttool.version import __version__
+from ckpttool.training.sharded_values import gather
+from ckpttool.training.state_notes import Notes, joined, note
 
 FORMATS = ("dcp", "torch", "fsdp1")
 
@@ -69,17 +72,25 @@ def save(
         CkptError: the same on every rank; then there is nothing at `path`, or what was there before.
     """
     path = os.fspath(path)
+    collectives.same_on_all(lambda: _arguments(format, overwrite, manifest, model, optimizer, extra))
     with collectives.together():
-        _check(format, model, extra)
+        # What is the script's own fails here, and not between the collectives below.
+        models = dict(_models(extra))
+        for each in (model, *models.values()):
+            if not is_fsdp1(each):
+                each.state_dict(keep_vars=True)
     with collectives.together():
         state = _state(model, optimizer, format)
-        state |= {name: _value(value, format) for name, value in extra.items()}
+        own = {where: _state(each, None, format)["model"] for where, each in models.items()}
+    with collectives.together():
+        state |= {name: _value(value, (name,), own) for name, value in extra.items()}
+    state = gather(state, format)
     if format != "fsdp1":
         _split_by_rank(state, extra, format)
-    keys = _keys(state, extra) if format == "dcp" else []
+    planner = _planner(state) if format == "dcp" else None
     with _stage(path, format == "torch", overwrite) as partial, collectives.together():
         try:
-            _write(state, partial, format, keys)
+            _write(state, partial, format, planner)
         except (Exception, CheckpointException) as error:  # which is no Exception
             raise failed(error, path, partial) from None
         if manifest and format == "dcp" and collectives.rank() == 0:
@@ -105,7 +116,15 @@ def failed(error: BaseException, path: str, partial: str) -> BaseException:
     return StorageError(f"`{path}`: cannot save: {error} ({size(free)} are free)", hint=hint)
 
 
-def _check(format: str, model: nn.Module, extra: dict[str, Any]) -> None:
+def _arguments(
+    format: str,
+    overwrite: bool,
+    manifest: bool,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | None,
+    extra: dict[str, Any],
+) -> dict[str, Any]:
+    """Return what every rank has to pass alike. Raises UsageError for what cannot be saved."""
     if format not in FORMATS:
         hint = meant(format, list(FORMATS), "one of `dcp`, `torch`, `fsdp1`")
         raise UsageError(f"there is no format `{format}` to save in", hint=hint)
@@ -114,11 +133,19 @@ def _check(format: str, model: nn.Module, extra: dict[str, Any]) -> None:
     reserved = {"model", "optim"} & extra.keys()
     if reserved:
         raise UsageError(f"`{reserved.pop()}` is what the model or its optimizer is saved as")
+    models = [dotted(where) for where, _ in _models(extra)]
+    return {
+        "format": format,
+        "overwrite": overwrite,
+        "manifest": manifest,
+        "optimizer": optimizer is not None,
+        "models": models,
+    }
 
 
 @collectives.quiet()
 def _state(model: nn.Module, optimizer: torch.optim.Optimizer | None, format: str) -> dict[str, Any]:
-    """Return the state dicts of model and optimizer, of FSDP1 by its own functions."""
+    """Return the state dicts of model and optimizer, in shards; of FSDP1 by its own functions, for one file whole."""
     if is_fsdp1(model) and format != "torch":
         with sharded(model):
             state: dict[str, Any] = {"model": model.state_dict()}
@@ -127,18 +154,26 @@ def _state(model: nn.Module, optimizer: torch.optim.Optimizer | None, format: st
         return state
     # Tensors on the CPU must not be offloaded (a segmentation fault or wrong moments in torch 2.13).
     is_off_cpu = any(parameter.device.type != "cpu" for parameter in model.parameters())
-    options = StateDictOptions(full_state_dict=format == "torch", cpu_offload=format == "torch" and is_off_cpu)
+    options = StateDictOptions(full_state_dict=is_fsdp1(model), cpu_offload=is_fsdp1(model) and is_off_cpu)
     state = {"model": get_model_state_dict(model, options=options)}
     if optimizer is not None:
         state["optim"] = get_optimizer_state_dict(model, optimizer, options=options)
     return state
 
 
-def _value(value: Any, format: str) -> Any:
-    if isinstance(value, nn.Module):
-        return _state(value, None, format)["model"]
+def _models(extra: Mapping[Any, Any], path: Path = ()) -> Iterator[tuple[Path, nn.Module]]:
+    for key, value in extra.items():
+        if isinstance(value, nn.Module):
+            yield (*path, key), value
+        elif isinstance(value, Mapping) and not hasattr(value, "state_dict"):
+            yield from _models(value, (*path, key))
+
+
+def _value(value: Any, path: Path, models: Mapping[Path, Any]) -> Any:
+    if path in models:
+        return models[path]
     if isinstance(value, Mapping) and not hasattr(value, "state_dict"):
-        values = {key: _value(below, format) for key, below in value.items()}
+        values = {key: _value(below, (*path, key), models) for key, below in value.items()}
         return values if any(values[key] is not below for key, below in value.items()) else value
     return value.state_dict() if hasattr(value, "state_dict") else value
 
@@ -172,39 +207,40 @@ def _stage(path: str, is_file: bool, overwrite: bool) -> Iterator[str]:
             stack.close()
 
 
-def _keys(state: dict[str, Any], extra: Mapping[str, Any]) -> list[tuple[Any, ...]]:
-    """Return the paths with keys that are not strings, on every rank: `[("scheduler", "milestones", 5)]`. DCP makes
-    strings of them, and a scheduler looks up its milestones by number."""
-    own = [path for name in extra for path in _paths(state[name], (name,)) if set(map(type, path)) - {str}]
-    return list(dict.fromkeys(chain.from_iterable(collectives.all_gather(own))))
-
-
-def _paths(tree: Any, path: tuple[Any, ...]) -> Iterator[tuple[Any, ...]]:
-    """Yield the paths of the values that torch does not flatten, below dicts only."""
-    if not isinstance(tree, Mapping):
-        yield path
-    else:
-        yield from chain.from_iterable(_paths(value, (*path, key)) for key, value in tree.items())
-
-
 class _Planner(DefaultSavePlanner):  # type: ignore[misc]
-    """Saves keys that are not strings where our DCP writer does: in an attribute of the index, which torch ignores."""
+    """Saves what the names of DCP do not say where our DCP writer does: in an attribute of the index, which torch
+    ignores. `extras` are those of all ranks, on rank 0."""
 
-    def __init__(self, keys: list[tuple[Any, ...]]) -> None:
+    def __init__(self, own: Notes, extras: list[dict[str, Any]] | None) -> None:
         super().__init__()
-        self._keys = keys
+        self._own, self._extras = own, extras
+
+    def set_up_planner(self, *arguments: Any, **options: Any) -> None:
+        super().set_up_planner(*arguments, **options)
+        for name, (path, value) in self._own.empty.items():
+            self.state_dict[name], self.mappings[name] = value, path
 
     def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
         plans, metadata = super().create_global_plan(all_plans)
-        if self._keys:
-            setattr(metadata, "ckpttool", {"format": 1, "by": f"ckpttool {__version__}", "keys": self._keys})  # noqa: B010
+        # As in the state dict: the plans of the ranks are interleaved.
+        entries = metadata.state_dict_metadata
+        order = chain.from_iterable(plan.planner_data for plan in all_plans)
+        metadata = replace(metadata, state_dict_metadata={name: entries[name] for name in order if name in entries})
+        setattr(metadata, "ckpttool", joined(self._extras or []))  # noqa: B010
         return plans, metadata
 
 
-def _write(state: dict[str, Any], partial: str, format: str, keys: list[tuple[Any, ...]]) -> None:
-    if format == "dcp":
+def _planner(state: dict[str, Any]) -> _Planner:
+    own = Notes({}, {})
+    with collectives.together():
+        own = note(state)
+    return _Planner(own, collectives.to_first(own.extra))
+
+
+def _write(state: dict[str, Any], partial: str, format: str, planner: _Planner | None) -> None:
+    if planner is not None:
         with collectives.quiet():
-            torch_dcp.save(state, checkpoint_id=partial, planner=_Planner(keys))
+            torch_dcp.save(state, checkpoint_id=partial, planner=planner)
     elif format == "fsdp1" or collectives.rank() == 0:
         path = local_path(partial) if format == "torch" else local_path(partial) / f"rank{collectives.rank()}.pt"
         path.put(lambda stream: torch.save(state, stream))

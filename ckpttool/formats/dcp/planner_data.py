@@ -56,8 +56,6 @@ def restore(
 
         paths = {name: with_integer_id(path) for name, path in paths.items()}
         lists = {with_integer_id(path) for path in lists}
-    if extra is not None:
-        paths, lists = _restore_keys(paths, lists, extra)
     # Sorted: the order of a set depends on the hash seed.
     return paths, {path: Container("list") for path in sorted(lists, key=dotted)}
 
@@ -73,25 +71,6 @@ def _check_names(names: Collection[str], planned: dict[str, KeyPath]) -> None:
     if pathless and nameless:
         message = f"the index has no key path of `{pathless[0]}`, but one of `{nameless[0]}`, which is not in it"
         raise CorruptError(message, hint=hint, tensor=pathless[0], found=pathless[0], expected=nameless[0])
-
-
-def _restore_keys(paths: dict[str, Path], lists: set[Path], extra: dict[str, Any]) -> tuple[dict[str, Path], set[Path]]:
-    """Restore keys that were not strings, such as `("scheduler", "milestones", 5)`, as `ckpttool.save` noted them."""
-    key_paths = extra.get("keys", [])
-    if type(key_paths) is not list:
-        raise CorruptError("`ckpttool` in the index is not as ckpttool writes it")
-    exact: dict[Path, Path] = {}
-    for path in map(_check_path, key_paths):
-        exact |= {tuple(map(str, path[:depth])): path[:depth] for depth in range(1, len(path) + 1)}
-    deepest = max(map(len, exact), default=0)
-
-    def own(path: Path) -> Path:
-        for depth in range(min(len(path), deepest), 0, -1):
-            if path[:depth] in exact:
-                return (*exact[path[:depth]], *path[depth:])
-        return path
-
-    return {name: own(path) for name, path in paths.items()}, {own(path) for path in lists}
 
 
 def _lists(paths: Iterable[Path]) -> set[Path]:
@@ -145,7 +124,7 @@ def _restore_noted(paths: dict[str, Path], extra: dict[str, Any]) -> tuple[dict[
     containers: dict[Path, Container] = {}
     for row in container_rows:
         match row:
-            case (path, "list" | "dict" | "OrderedDict" as kind, None | bytes() as attrs):
+            case (path, "list" | "dict" | "OrderedDict" | "Counter" | "defaultdict" as kind, None | bytes() as attrs):
                 attributes = None if attrs is None else unpickler.load(attrs, what="attributes in the index")
                 containers[_check_path(path)] = Container(kind, attributes)
             case _:

@@ -5,11 +5,24 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import suppress
+from functools import partial
 from itertools import chain
 from typing import Any, NoReturn
 
-from ckpttool.catalogue.entries import Catalogue, Chunk, Chunks, Extent, Object, Path, Tensor, dotted
+from ckpttool.catalogue.entries import (
+    Catalogue,
+    Chunk,
+    Chunks,
+    Container,
+    Entry,
+    Extent,
+    Object,
+    Path,
+    Tensor,
+    dotted,
+)
 from ckpttool.catalogue.protocols import NO_HINTS, OpenOptions, Run
+from ckpttool.catalogue.values import Stub, stub_type
 from ckpttool.catalogue.warning import Warning
 from ckpttool.errors import CkptError, CorruptError, ReadError
 from ckpttool.formats.dcp import planner_data
@@ -107,6 +120,7 @@ class _CatalogueBuilder:
                 catalogue.add(self._tensor(name, path, entry))
             else:
                 self._add_object(name, path)
+        self._join_dicts()
         if self._unread:
             name, error = self._unread[0]
             n, reason = len(self._unread), error.message
@@ -255,6 +269,26 @@ class _CatalogueBuilder:
             self._catalogue.warnings.append(Warning("lost-shards", text))
         self._catalogue.warnings += [w for w in part.warnings if w.kind != "rank-part"]
 
+    def _join_dicts(self) -> None:
+        """Make one object of each `Counter` and `defaultdict`, which they are in a pickle, too."""
+        catalogue = self._catalogue
+        rows = {path: row for path, row in catalogue.containers.items() if row.kind in ("Counter", "defaultdict")}
+        if not rows:
+            return
+        below: dict[Path, list[Object]] = {path: [] for path in rows}
+        entries: dict[Path, Entry] = {}
+        for path, entry in catalogue.entries.items():
+            around = path[:-1]
+            if around in rows and isinstance(entry, Object):
+                below[around].append(entry)
+                read = partial(_dict_of_class, rows[around], below[around])
+                entries.setdefault(around, Object(around, read=read, nbytes=entry.nbytes))
+            else:
+                entries[path] = entry
+        catalogue.entries = entries
+        for path in below:
+            del catalogue.containers[path]
+
     def _read_late(self, item: Item, name: str) -> Any:
         tree, archive = self._items.tree(item, name)
         if archive is not None:
@@ -282,6 +316,18 @@ class _CatalogueBuilder:
         if self._is_safetensors:
             layout.append("tensors as safetensors")
         catalogue.facts["layout"] = ", ".join(layout)
+
+
+def _dict_of_class(row: Container, entries: list[Object]) -> Stub:
+    """Return the stub of a `Counter` or `defaultdict` with the values of these entries."""
+    items = [(entry.path[-1], entry.value) for entry in entries]
+    if row.kind == "Counter":
+        return stub_type("collections", "Counter")(dict(items))
+    factory = (row.attrs or {}).get("default_factory")
+    made = stub_type("collections", "defaultdict")(*([stub_type("builtins", factory)] if factory else []))
+    for key, value in items:
+        made[key] = value
+    return made
 
 
 def _raise(error: CkptError) -> NoReturn:

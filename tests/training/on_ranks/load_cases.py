@@ -9,6 +9,7 @@ from typing import Any
 import error_cases
 import practices
 import runs
+import state_cases
 import torch
 import torch.distributed as dist
 import training_scripts
@@ -282,4 +283,4 @@ def rounds(kind: str, format: str) -> str:
 CASES: dict[str, Callable[..., str]] = {
     f.__name__: f for f in (sample, foreign, directory, own_bytes, casts, apart, wide, rounds)
 }
-CASES |= practices.PRACTICES | error_cases.WRONGS | wrappers.OWN
+CASES |= practices.PRACTICES | error_cases.WRONGS | wrappers.OWN | state_cases.STATES
