@@ -52,9 +52,11 @@ class Place:
                 os.chown(path, 65534, 65534)
 
     def give_back(self) -> None:
-        """Every right that was taken away."""
-        for path in (self.top, *self.top.rglob("*")):
-            path.chmod(0o755)
+        """Every right that was taken away: only then is seen what lies in a folder."""
+        self.top.chmod(0o755)
+        for folder, folders, names in os.walk(self.top):
+            for name in (*folders, *names):
+                Path(folder, name).chmod(0o755)
 
     def run(
         self, words: tuple[str, ...], call: str = "", nth: int = 1, what: str = "0", below: Path | None = None

@@ -11,6 +11,7 @@ import math
 import pickle
 import pickletools
 import re
+import shlex
 import struct
 import subprocess
 import sys
@@ -151,7 +152,7 @@ def test_the_payloads_are_live(route: str) -> None:
 )
 def test_commands_do_not_run(module: str, name: str, tmp_path: Path) -> None:
     mark = tmp_path / "ran"
-    command = f"touch {mark}" if name == "system" else f"open({str(mark)!r}, 'w')"
+    command = f"touch {shlex.quote(str(mark))}" if name == "system" else f"open({str(mark)!r}, 'w')"
     data = b"\x80\x02c" + module.encode() + b"\n" + name.encode() + b"\n" + text(command) + b"\x85R."
     value = load(data)
     assert stub_name(value) == f"{module}.{name}" and value.args == (command,)

@@ -19,7 +19,7 @@ from support.hub_server import WRITER, Hub
 
 
 def use(hub: Hub, monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
-    """The client in this process: its endpoint, cache, token, no Xet, and no waits."""
+    """The client in this process: its endpoint, caches, token, no Xet, and no waits."""
     monkeypatch.setenv("HF_ENDPOINT", hub.url)
     monkeypatch.setenv("HF_TOKEN", WRITER)
     monkeypatch.setenv("TMPDIR", str(folder / "tmp"))
@@ -29,6 +29,7 @@ def use(hub: Hub, monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
     monkeypatch.setenv("CKPTTOOL_HUB_NO_CACHE", "1")
     monkeypatch.setattr(constants, "HF_ASSETS_CACHE", str(folder / "assets"))
     monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", True)
+    monkeypatch.setenv("HF_XET_CACHE", str(folder / "xet"))
     monkeypatch.setattr(constants, "ENDPOINT", hub.url)
     template = constants.HUGGINGFACE_CO_URL_TEMPLATE
     monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", hub.url + template[template.index("/{") :])

@@ -76,9 +76,8 @@ def test_sending(store: Hub, tmp_path: Path, fault: str) -> None:
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-def test_reading(store: Hub, tmp_path: Path, fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_reading(store: Hub, tmp_path: Path, fault: str) -> None:
     how, said = FAULTS[fault]
-    monkeypatch.setattr(constants, "HF_XET_CACHE", str(tmp_path / "xet"))
     store.make("org/name", {"model.safetensors": save({"w": torch.randn(300, 300)})})
     for method in ("GET", "POST", "HEAD"):
         store.fail(method, "^/cas/", **how)
@@ -147,7 +146,6 @@ SHORT = ("503", "truncated", "403", "429 for an hour", "another byte")
 def test_at_every_request(store: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, job: str, met: str) -> None:
     how, succeeds, except_at = MET[met]
     monkeypatch.setenv("HF_XET_XORB_COMPRESSION_POLICY", "none")
-    monkeypatch.setenv("HF_XET_CACHE", str(tmp_path / "xet"))
     # A request that is not answered is made again before the transfer is given up.
     monkeypatch.setenv("HF_XET_CLIENT_READ_TIMEOUT", "200ms")
     patience(monkeypatch, 3)
