@@ -30,7 +30,7 @@ def start(folder: Path, **inputs: str) -> tuple[int, str, str]:
         path.chmod(0o755)
     environment["PATH"] = f"{programs}{os.pathsep}{environment['PATH']}"
     environment["PYTHONPATH"] = str(ROOT)
-    done = subprocess.run(["bash", str(ACTION / "run.sh")], env=environment, check=False, timeout=200)
+    done = subprocess.run(["bash", str(ACTION / "run.sh")], env=environment, check=False, timeout=300)
     return done.returncode, (folder / "output").read_text(), (folder / "summary").read_text()
 
 

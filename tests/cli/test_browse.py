@@ -40,7 +40,7 @@ from ckpttool.operations.stats.results import COLUMNS
 
 SCREENS = Path(__file__).parent / "screens"
 SMALL, LARGE = (80, 24), (200, 50)
-WAIT = 20.0
+WAIT = 300.0
 
 
 def screen(app: Browser) -> str:
@@ -385,7 +385,7 @@ def test_the_terminal_is_as_it_was(ends: str, hsdp: str) -> None:
     else:
         os.write(own, b"\x03" if ends == "ctrl-c" else b"q")
     shown += read_until(own, b"\x1b[?1049l")
-    assert program.wait(20) == (TERMINATED if ends == "term" else 0)
+    assert program.wait(300) == (TERMINATED if ends == "term" else 0)
     while select.select([own], [], [], 0)[0]:
         shown += os.read(own, 65536)
     assert termios.tcgetattr(theirs) == before

@@ -214,7 +214,7 @@ import sys, time
 import ckpttool
 def sleep(*args, **options):
     print("started", file=sys.stderr, flush=True)
-    time.sleep(60)
+    time.sleep(600)
 ckpttool.inspect = sleep
 """
 
@@ -230,7 +230,7 @@ def test_signals(number: signal.Signals, code: int, says: str, as_json: bool) ->
     assert process.stderr is not None
     assert process.stderr.readline() == "started\n"
     process.send_signal(number)
-    stdout, stderr = process.communicate(timeout=20)
+    stdout, stderr = process.communicate(timeout=300)
     assert process.returncode == code
     if as_json:
         assert json.loads(stdout)["error"]["exit_code"] == code
@@ -243,7 +243,7 @@ def test_a_reader_who_leaves_is_no_error() -> None:
     os.close(read)
     process = spawn("inspect", FULL, stdout=write)
     os.close(write)
-    assert process.communicate(timeout=20)[1] == ""
+    assert process.communicate(timeout=300)[1] == ""
     assert process.returncode == 0
 
 
@@ -255,7 +255,7 @@ def test_a_reader_who_leaves_early_is_no_error(tmp_path: Path) -> None:
     assert process.stdout.readline()
     process.stdout.close()
     process.stdout = None
-    assert process.communicate(timeout=20)[1] == ""
+    assert process.communicate(timeout=300)[1] == ""
     assert process.returncode == 0
 
 
@@ -269,7 +269,7 @@ def test_a_closed_stdout_is_no_error() -> None:
 def test_a_full_stdout_is_an_error() -> None:
     with open("/dev/full", "w") as full:
         process = spawn("inspect", FULL, stdout=full)
-        assert process.communicate(timeout=20)[1] == "error: the output cannot be written: no space left on device\n"
+        assert process.communicate(timeout=300)[1] == "error: the output cannot be written: no space left on device\n"
     assert process.returncode == 7
 
 
@@ -277,7 +277,7 @@ def test_names_that_the_locale_cannot_spell() -> None:
     env = environment(LC_ALL="C", PYTHONUTF8="0", PYTHONCOERCECLOCALE="0", PYTHONIOENCODING="ascii")
     env.pop("PYTHONIOENCODING")
     process = spawn("inspect", FULL, env=env)
-    stdout, stderr = process.communicate(timeout=20)
+    stdout, stderr = process.communicate(timeout=300)
     assert (process.returncode, stderr) == (0, "")
     assert r"h\xe9llo" in stdout
 
@@ -301,5 +301,5 @@ ckpttool.inspect = slow
     for _ in range(3):
         process.send_signal(signal.SIGTERM)
         time.sleep(0.2)
-    assert process.communicate(timeout=20)[1] == "cleaned\nterminated, nothing was written\n"
+    assert process.communicate(timeout=300)[1] == "cleaned\nterminated, nothing was written\n"
     assert process.returncode == 143

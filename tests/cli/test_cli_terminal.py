@@ -79,7 +79,7 @@ def on_terminal(columns: int, *words: str, code: int = 0, **env: str) -> str:
     except OSError:  # Linux says EIO when the other side has gone
         pass
     os.close(ours)
-    assert process.wait(timeout=20) == code
+    assert process.wait(timeout=300) == code
     return got.decode().replace("\r\n", "\n")
 
 

@@ -21,7 +21,7 @@ HEAVY = "torch,transformers,safetensors,accelerate,huggingface_hub,rich,jinja2,z
 
 def without(packages: str, code: str, *arguments: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-c", ABSENT + code, packages, *arguments]
-    return subprocess.run(command, capture_output=True, text=True, timeout=60)
+    return subprocess.run(command, capture_output=True, text=True, timeout=300)
 
 
 def ckpttool(packages: str, *arguments: str) -> subprocess.CompletedProcess[str]:

@@ -68,7 +68,7 @@ def kill(job: str, src: Path, folder: Path, rounds: int, *, older: bool = False)
     program = str(Path(__file__).with_name("kill_at_random.py"))
     done = subprocess.run(
         [sys.executable, program, json.dumps(said)],
-        capture_output=True, text=True, cwd=ROOT, check=False, timeout=60 + 20 * rounds,
+        capture_output=True, text=True, cwd=ROOT, check=False, timeout=200 + 20 * rounds,
         env={**os.environ, "PYTHONPATH": str(ROOT)},
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-2000:]

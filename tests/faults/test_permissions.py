@@ -66,7 +66,7 @@ class Place:
         program = [str(ALTERING), call, str(nth), what] if call else ["-m", "ckpttool"]
         done = subprocess.run(
             [*self.prefix, sys.executable, *program, *(names.get(word, word) for word in words)],
-            capture_output=True, cwd=ROOT, text=True, check=False, timeout=60,
+            capture_output=True, cwd=ROOT, text=True, check=False, timeout=300,
             env={**os.environ, "ALTERING": str(below or self.top), "PYTHONPATH": str(ROOT), "HOME": str(self.top)},
         )  # fmt: skip
         return Ran(done.returncode, done.stdout, done.stderr)

@@ -193,6 +193,6 @@ def test_a_payload_is_live(name: str, loader: str, tmp_path: Path) -> None:
     cwd = tmp_path / "cwd"
     cwd.mkdir()
     subprocess.run(
-        [sys.executable, "-c", LOADERS[loader], str(path)], cwd=cwd, capture_output=True, timeout=120, check=False
+        [sys.executable, "-c", LOADERS[loader], str(path)], cwd=cwd, capture_output=True, timeout=300, check=False
     )
     assert [p.name for p in cwd.iterdir()] == [CANARY]

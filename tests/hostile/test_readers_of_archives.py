@@ -47,7 +47,7 @@ def by_zipfile(path: Path) -> str:
 
 
 def by_unzip(path: Path) -> str:
-    done = subprocess.run(["unzip", "-tqq", "-P", "x", path], capture_output=True, check=False, timeout=30)
+    done = subprocess.run(["unzip", "-tqq", "-P", "x", path], capture_output=True, check=False, timeout=300)
     return "refuses" if done.returncode else "reads"
 
 

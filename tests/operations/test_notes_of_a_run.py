@@ -58,7 +58,7 @@ def test_the_checkpoint_of_a_run_is_named(command: str, there: Path, monkeypatch
 @pytest.mark.parametrize("command", ["report run -o {}", "inspect run --html {}", "diff run other.pt --html {}"])
 def test_pages_name_it_too(command: str, there: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(there)
-    assert run(*command.format(tmp_path / "page.html").split()).exit_code in (0, 1)
+    assert run(*(word.format(tmp_path / "page.html") for word in command.split())).exit_code in (0, 1)
     assert "using <code>step-2</code>, the newest complete of the 3" in (tmp_path / "page.html").read_text()
 
 

@@ -70,7 +70,7 @@ class Page:
 
     def receive(self) -> dict[str, Any]:
         while b"\0" not in self.rest:
-            assert select.select([self.inn], [], [], 30)[0], "the browser does not answer"
+            assert select.select([self.inn], [], [], 300)[0], "the browser does not answer"
             got = os.read(self.inn, 1 << 16)
             assert got, "the browser ended"
             self.rest += got

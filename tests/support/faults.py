@@ -54,7 +54,7 @@ def spawn(*words: object, **options: Any) -> subprocess.Popen[str]:
     return subprocess.Popen([*PROGRAM, *map(str, words)], **(piped | options))
 
 
-def shell(*words: object, timeout: float = 60, **options: Any) -> Ran:
+def shell(*words: object, timeout: float = 300, **options: Any) -> Ran:
     """`ckpttool words...` as a program of its own, to its end."""
     process = spawn(*words, **options)
     try:

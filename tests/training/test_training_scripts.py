@@ -53,7 +53,7 @@ def test_a_rank_that_is_alone_with_an_error_says_it(tmp_path: Path) -> None:
         "with ckpttool.exit_on_error():\n"
         "    if dist.get_rank() == 1:\n"
         "        raise ckpttool.CkptError('no \\x1b[31m luck', hint='try another')\n"
-        "time.sleep(20)\n"
+        "time.sleep(300)\n"
     )
     said = torchrun(2, script)
     assert "error: rank 1: no \\x1b[31m luck\nhint: try another\n" in said

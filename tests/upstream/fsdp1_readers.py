@@ -221,7 +221,7 @@ def converted(source: Path, target: Path, *options: str) -> None:
     if dist.get_rank() == 0:
         shutil.rmtree(target, ignore_errors=True)
         command = [sys.executable, "-m", "ckpttool", "convert", str(source), str(target), *options]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+        done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
         if done.returncode:
             (target.parent / "failed").write_text(done.stderr)
     dist.barrier()

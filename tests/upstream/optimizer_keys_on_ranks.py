@@ -86,7 +86,7 @@ def main() -> None:
     folder = Path(sys.argv[1])
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=60))
+    dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=300))
     run = train(wrap=wrapped)
     for spelling in SPELLINGS:
         torch_dcp.save(

@@ -218,7 +218,7 @@ def main() -> None:
     options = parser.parse_args()
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=60))
+    dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=300))
     size = dist.get_world_size()
     meshes = {
         "row": init_device_mesh("cpu", (size,), mesh_dim_names=("row",)),

@@ -224,7 +224,7 @@ def verdict(told: dict[str, Any]) -> str:
 
 def main(folder: Path) -> None:
     """All cases in one launch."""
-    dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=120))
+    dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=300))
     verdicts = {}
     for told in json.loads((folder / "told.json").read_text()):
         try:

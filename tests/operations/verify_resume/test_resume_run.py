@@ -308,7 +308,7 @@ def test_what_cannot_be_run_is_one_error(options: dict[str, Any], message: str) 
         if command is None:
             runs(**options)
         else:
-            run(command, at=3, until=5, stop="max-steps=--steps", timeout=20.0)
+            run(command, at=3, until=5, stop="max-steps=--steps", timeout=300.0)
 
 
 def test_a_run_that_crashes_or_hangs_after_the_resume_has_failed() -> None:
@@ -316,8 +316,8 @@ def test_a_run_that_crashes_or_hangs_after_the_resume_has_failed() -> None:
     assert (report.verdict, report.exit_code) == ("failed", 1)
     assert report.failure is not None and report.failure.run == "B" and "KeyError: 'optimizer'" in report.message
     assert report.runs[-1].name == "B" and "--resume" in report.runs[-1].command
-    report = runs("--hang", timeout=1.5)
-    assert report.verdict == "failed" and "run B was still running after 1.50 s" in report.message
+    report = runs("--hang", timeout=8)
+    assert report.verdict == "failed" and "run B was still running after 8.00 s" in report.message
 
 
 @pytest.mark.parametrize(
@@ -453,7 +453,7 @@ def test_nothing_is_left_running(tmp_path: Path, number: signal.Signals) -> None
             time.sleep(0.02)
         assert len(workers(str(tmp_path))) >= 2
         process.send_signal(number)
-        assert process.wait(30) == 128 + number
+        assert process.wait(300) == 128 + number
     assert workers(str(tmp_path)) == []
 
 

@@ -21,7 +21,7 @@ def start(words: list[str], folder: Path, **how: object) -> inject.Hooked:
     """Start a program with the hook; `folder` gets what it writes."""
     folder.mkdir(exist_ok=True)
     environment = {**os.environ, **inject.environment(str(folder), **how)}  # type: ignore[arg-type]
-    done = subprocess.run([sys.executable, *words], env=environment, capture_output=True, text=True, timeout=120)
+    done = subprocess.run([sys.executable, *words], env=environment, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     assert not done.stderr
     return inject.read(str(folder))
@@ -79,7 +79,7 @@ def test_a_line_is_one_write(tmp_path: Path) -> None:
     environment = {**os.environ, "PYTHONUNBUFFERED": "1", **inject.environment(str(tmp_path))}
     words = [sys.executable, "-c", "print('step', 4, 'loss', 2.5); print('step', 5)"]
     with one, other:
-        subprocess.run(words, env=environment, stdout=other, check=True, timeout=60)
+        subprocess.run(words, env=environment, stdout=other, check=True, timeout=300)
         assert [one.recv(100), one.recv(100)] == [b"step 4 loss 2.5\n", b"step 5\n"]
 
 

@@ -104,7 +104,7 @@ def test_torchtune_saves_a_folder_for_each_epoch_and_its_state_beside_them(
             torch.save({"optimizer": optimizer, "epochs_run": step, "seed": 1}, tmp_path / f"{other}recipe{step}")
     (tmp_path / "train.py").write_text(TORCHTUNE)
     command, options = fill("torchtune", ["train.py", str(tmp_path), fault], {"at": 1, "until": 3})
-    report = verify([sys.executable, str(tmp_path / command[0]), *command[1:]], timeout=60.0, **options)
+    report = verify([sys.executable, str(tmp_path / command[0]), *command[1:]], timeout=300.0, **options)
     assert report.verdict == ("differs" if named else "same"), report.message
     assert named is None or named in " ".join([report.message, *(one.message for one in report.findings)])
     assert [[saved.step for saved in one.checkpoints] for one in report.runs] == [[1, 2, 3]] * 3

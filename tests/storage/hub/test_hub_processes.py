@@ -241,7 +241,7 @@ def test_the_directory_that_hf_download_prints(hub: Hub, tmp_path: Path) -> None
     del variables["HF_HUB_DISABLE_XET"]
 
     def out(*words: str, **more: str) -> str:
-        done = subprocess.run([*words], env=variables | more, text=True, capture_output=True, timeout=120)
+        done = subprocess.run([*words], env=variables | more, text=True, capture_output=True, timeout=300)
         assert done.returncode == 0, (done.stdout, done.stderr)
         return done.stdout
 

@@ -55,7 +55,7 @@ def main() -> None:
     tempfile.tempdir = str(verdicts.resolve().parent)  # which whoever launched this removes
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
-    dist.init_process_group(backends, timeout=datetime.timedelta(seconds=60))
+    dist.init_process_group(backends, timeout=datetime.timedelta(seconds=300))
     found: dict[str, str] = {}
     for case in json.loads(told.read_text()):
         found[" ".join(case)] = verdict(case)
