@@ -1,5 +1,6 @@
 """Options of the whole test run, and what tests in several directories need."""
 
+import locale
 import os
 import re
 import signal
@@ -18,6 +19,7 @@ for _name in filter(_THEIRS.fullmatch, list(os.environ)):
     del os.environ[_name]
 os.environ |= {"LC_ALL": "C.UTF-8", "TZ": "UTC"}
 time.tzset()
+locale.setlocale(locale.LC_ALL, "C.UTF-8")  # what files are read with here; Python took that of the environment
 # The servers of the tests are on this machine. What is installed from an index may have to come by way of a proxy.
 os.environ["NO_PROXY"] = os.environ["no_proxy"] = "localhost,127.0.0.1"
 # A worker of pytest-xdist has a processor to itself, and so have the ranks and commands that it starts.

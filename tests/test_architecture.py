@@ -211,6 +211,8 @@ WITH_OWN_FILES = (
     "training.devices",
     "training.reshard_engine.engine",
 )
+# A path may be a value of a state dict; nothing is opened there.
+WITH_PATHS_AS_VALUES = {"training.known_objects"}
 FILE_MODULES = {"os", "io", "pathlib", "shutil", "glob", "tempfile", "mmap"}
 NO_FILES = {"os.PathLike", "os.cpu_count", "os.environ", "os.fspath"}
 USERS = {"formats", "transfer", "producers", "training", "operations"}
@@ -222,9 +224,10 @@ def test_storage_is_the_one_door_to_a_checkpoints_files(name: str) -> None:
     assert "open" not in calls(tree), f"{name} calls `open`: `locate(path).open()` knows where the bytes are"
     used = {ast.unparse(node) for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
     assert not {one for one in used if one.partition(".")[0] in FILE_MODULES and one.count(".") == 1} - NO_FILES
-    assert foreign(tree) & FILE_MODULES <= {"os"}
+    modules = FILE_MODULES - ({"pathlib"} if name in WITH_PATHS_AS_VALUES else set())
+    assert foreign(tree) & modules <= {"os"}
     for node in ast.walk(tree):
-        assert not isinstance(node, ast.ImportFrom) or node.module not in FILE_MODULES, ast.unparse(node)
+        assert not isinstance(node, ast.ImportFrom) or node.module not in modules, ast.unparse(node)
 
 
 @every
