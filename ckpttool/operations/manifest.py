@@ -33,12 +33,12 @@ def make(root: Location, names: Sequence[str], source: Source, threads: int, pro
     return Manifest(hashes, sizes, tensors=[Hashed(t.name, t.dtype.name, t.shape, values[t.path]) for t in tensors])
 
 
-def write_for(dst: str, path: str, threads: int | None = None) -> None:
-    """Write the manifest of a checkpoint that was just written, read back through its own reader. Raises the errors of
-    `make` and `write`; the checkpoint stays."""
-    with opened(dst) as source:
-        root, names = files_of(local_path(dst), source.catalogue)
-        write(path, make(root, names, source, threads or DEFAULT_THREADS, None))
+def of_checkpoint(path: str, threads: int | None = None) -> Manifest:
+    """Return the manifest of a checkpoint that was just written, read back through its own reader. Raises the errors of
+    `make`."""
+    with opened(path) as source:
+        root, names = files_of(local_path(path), source.catalogue)
+        return make(root, names, source, threads or DEFAULT_THREADS, None)
 
 
 def check_wanted(path: str | None, dst: str, *, is_file: bool, dry_run: bool) -> None:

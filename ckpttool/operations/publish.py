@@ -20,7 +20,7 @@ from ckpttool.errors import CkptError, OverwriteError, UsageError
 from ckpttool.operations import arguments, secrets, write
 from ckpttool.operations.write import Conversion, WriteOptions
 from ckpttool.serialization.manifest import NAME
-from ckpttool.storage import staging, stores
+from ckpttool.storage import stores, workspace
 from ckpttool.storage.stores import Location, Outgoing, local_path
 from ckpttool.text import meant, some
 from ckpttool.transfer.threads import Progress
@@ -211,7 +211,7 @@ def place(dst: str, remote: HubOptions, token: str | None, how: WriteOptions, *s
         arguments.check_apart(dst, *sources)
         location = stores.destination(dst)
         writing, sending = combined(how.progress) if how.progress is not None else (None, None)
-        with staging.scratch_directory("ckpttool-hub-", remote.get("stage")) as scratch:
+        with workspace.scratch_directory("ckpttool-hub-", remote.get("stage")) as scratch:
             # A repository is a directory.
             is_folder = dst.endswith("/") or not location.key
             path = f"{scratch}/{location.name}{'/' * is_folder}"

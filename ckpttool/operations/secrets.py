@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from ckpttool.catalogue.entries import Catalogue, dotted
 from ckpttool.catalogue.values import CONTAINERS, children
-from ckpttool.storage import staging
+from ckpttool.storage import workspace
 from ckpttool.storage.stores import Location, Outgoing, locate
 
 # A pattern begins with a literal, so that `re` finds candidates in large files fast; what must not come before it is
@@ -114,7 +114,7 @@ def in_files(outgoing: Iterable[Outgoing], named: Sequence[str]) -> list[Secret]
     A file is written to a scratch directory, so that the very bytes are looked at that would be sent.
     """
     found = [Secret(name, 0, what) for name in named if (what := in_name(name)) is not None]
-    with staging.scratch_directory("ckpttool-plan-") as scratch:
+    with workspace.scratch_directory("ckpttool-plan-") as scratch:
         path = locate(scratch) / "file"
         for file in outgoing:
             assert file.write is not None

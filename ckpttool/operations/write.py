@@ -21,14 +21,17 @@ from ckpttool.formats.detect import detect
 from ckpttool.layout.optimizer import respell
 from ckpttool.layout.optimizer.misspelt import MISSPELT, misspelt
 from ckpttool.operations import arguments
-from ckpttool.operations.manifest import check_wanted, write_for
+from ckpttool.operations.manifest import check_wanted, of_checkpoint
+from ckpttool.operations.manifest import write as write_manifest
 from ckpttool.operations.result import FileSize, Written
 from ckpttool.producers.combined import CombinedSource
 from ckpttool.producers.directory import Directory
 from ckpttool.producers.open import chosen_of_run, harmful, harmful_attributes, naming, notes_of_run, open_source
-from ckpttool.storage import files, free_space, staging, stores
+from ckpttool.serialization.manifest import content
+from ckpttool.storage import files, free_space, staging, stores, workspace
 from ckpttool.storage.errors import FREE_SPACE
-from ckpttool.storage.staging import After, Stage
+from ckpttool.storage.stage import Stage
+from ckpttool.storage.staging import After
 from ckpttool.storage.stores import Location, local_path
 from ckpttool.text import plural, size, some
 from ckpttool.transfer import journal
@@ -96,9 +99,24 @@ class WriteOptions:
     check_values: Callable[[Catalogue], None] | None = None  # raises an error for what must not be there
 
     def after(self, dst: str) -> After | None:
-        """Return what is done once `dst` is in its place: its manifest is written."""
+        """Return what belongs to `dst` besides what the format writes: its manifest, in it or beside it."""
         path = self.manifest
-        return None if path is None else After(path, lambda: write_for(dst, path, self.threads))
+        if path is None:
+            return None
+        real = local_path(path).real()
+
+        def make(written: str) -> Callable[[], None] | None:
+            made = of_checkpoint(written, self.threads)
+            if local_path(written).is_file():
+                name = local_path(dst).name
+                (digest,), (nbytes,) = made.files.values(), made.sizes.values()
+                made.files, made.sizes = {name: digest}, {name: nbytes}
+            if real.parent == local_path(dst).real():
+                (local_path(written) / real.name).put(content(made))
+                return None
+            return lambda: write_manifest(path, made)
+
+        return After(path, make)
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,12 +179,20 @@ def destination(
 
 def _finish_killed(dst: str, options: WriteOptions) -> None:
     """Write the manifest of a run that was killed when `dst` was in its place. Raises OverwriteError to say so."""
-    missing = [path for path in staging.take_unfinished(dst) if not local_path(path).exists()]
-    for path in missing:
-        write_for(dst, path, options.threads)
-    if missing:
-        message = f"`{dst}` exists: a killed run had written all but its manifest `{missing[0]}`, which is written now"
+    path = options.manifest
+
+    def write() -> None:
+        if path is not None:
+            write_manifest(path, of_checkpoint(dst, options.threads))
+
+    done = staging.finish(dst, path, write)
+    if done:
+        message = f"`{dst}` exists: a killed run had written all but its manifest `{path}`, which is written now"
         raise OverwriteError(message, hint="nothing is left to do; pass `--overwrite` to write it again", file=dst)
+    if done is False:
+        message = f"`{dst}` exists: a killed run had written all but a manifest that was asked for"
+        hint = f"`ckpttool verify {dst} --write-manifest FILE` writes one; pass `--overwrite` to write it again"
+        raise OverwriteError(message, hint=hint, file=dst)
 
 
 @dataclass(frozen=True, slots=True)
@@ -227,15 +253,17 @@ class Write:
             notes=result.notes,
             after=options.after(self.dst),
         ) as stage:
-            sink = self._create(stage.path)
+            # Other processes find it by its name only.
+            path = stage.path if self.coordinator.size == 1 else stage.shared_path
+            sink = self._create(path)
             result.notes += _lost_attributes(self.planned.catalogue, sink.catalogue)
-            self._note_files(sink, stage.path)
+            self._note_files(sink, path)
             free_space.check(self.dst, result.file_bytes, result.free_bytes + stage.held, options.if_full)
             log = self._journal(stage, sink) if self.coordinator.size == 1 else None
-            moved = self._fill(sink, stage.path, log)
+            moved = self._fill(sink, path, log)
             files.check_unchanged(self.opened.before)
             sink.finish(moved.crcs)
-            self.read_back(stage.path, sink.catalogue)
+            self.read_back(path, sink.catalogue)
         result.checked_bytes, result.unchecked_bytes, result.resumed_bytes = (
             moved.checked,
             moved.unchecked,
@@ -283,16 +311,25 @@ class Write:
     def _dry_run(self) -> None:
         """Create the sink for real, but sparse and in a scratch directory: the sizes are then exact."""
         result, options = self.result, self.options
-        with self._scratch() as partial:
-            sink = self._create(partial)
-            self._note_files(sink, partial)
+        before = result.payload_bytes, [*result.notes], [*result.ties]
+        for folder in (*files.temporary_folders(), None):
+            try:
+                with self._scratch(folder) as partial:
+                    sink = self._create(partial)
+                    self._note_files(sink, partial)
+                break
+            except StorageError:
+                if folder is None:
+                    raise
+                # A full one is no reason: nothing is to be written.
+                result.payload_bytes, result.notes[:], result.ties = before
         if error := free_space.shortage(self.dst, result.file_bytes, result.free_bytes, options.if_full):
             note_obstacle(result, error)
         result.memory_bytes = expected_memory(self.planned.catalogue, result.cast, options.threads, options.max_memory)
 
     @contextmanager
-    def _scratch(self) -> Iterator[str]:
-        with staging.scratch_directory("ckpttool-plan-") as scratch:
+    def _scratch(self, folder: str | None = None) -> Iterator[str]:
+        with workspace.scratch_directory("ckpttool-plan-", folder) as scratch:
             yield local_path(scratch) / local_path(self.dst).name
 
     def _note_files(self, sink: Sink, partial: str) -> None:

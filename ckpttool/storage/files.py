@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ckpttool.errors import CorruptError, ReadError
+from ckpttool.storage import tree
 from ckpttool.storage.crc import crc32
 from ckpttool.storage.errors import from_os_error, os_errors
 
@@ -218,6 +219,14 @@ def temporary_folder() -> str:
     import tempfile
 
     return tempfile.gettempdir()
+
+
+def temporary_folders() -> list[str]:
+    """Return directories for temporary files: `temporary_folder()` first, then others of the system."""
+    others = [folder for folder in ("/dev/shm", "/var/tmp") if os.access(folder, os.W_OK | os.X_OK)]  # noqa: S108
+    with suppress(FileNotFoundError):
+        return list(dict.fromkeys([temporary_folder(), *others]))
+    return others
 
 
 class ScratchFile:
@@ -435,13 +444,12 @@ def sync_tree(path: str) -> None:
 
 
 def remove(path: str) -> None:
-    """Remove a file or a directory tree, if it exists."""
-    if os.path.isdir(path) and not os.path.islink(path):
-        shutil.rmtree(path, ignore_errors=True)
-    else:
-        with suppress(OSError):
-            os.unlink(path)
+    """Remove a file, a link or a directory tree, if it exists. Raises StorageError."""
+    with os_errors(path, "write"):
+        tree.remove(path)
 
 
 # Files of an interrupted save: the temporary and backup index of DCP, staging directories, partial downloads.
-REMAINS = re.compile(r".*\.metadata\.(tmp|bck)|\..*\.(partial|old)-\d+|.*\.(tmp|incomplete|part)")
+REMAINS = re.compile(
+    r".*\.metadata\.(tmp|bck)|\..*\.(partial|old)-([0-9a-f]{12}|\d+)(\.journal|\.before)?|.*\.(tmp|incomplete|part)"
+)

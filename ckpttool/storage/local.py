@@ -11,6 +11,7 @@ from typing import Any, BinaryIO
 
 from ckpttool.storage import files, staging
 from ckpttool.storage.errors import from_os_error, os_errors
+from ckpttool.storage.stage import Stage
 from ckpttool.storage.stores import Entry, Location, Outgoing, Stat, Store, Write
 
 
@@ -78,7 +79,7 @@ class LocalStore(Store):
     def remove(self, name: str) -> None:
         files.remove(name)
 
-    def stage(self, name: str, **options: Any) -> AbstractContextManager[staging.Stage]:
+    def stage(self, name: str, **options: Any) -> AbstractContextManager[Stage]:
         return staging.stage(name, **options)
 
     def publish(  # type: ignore[override] # options are the store's own

@@ -29,7 +29,7 @@ from ckpttool.storage.errors import from_os_error
 
 if TYPE_CHECKING:
     from ckpttool.storage.gathered import GatheredFile
-    from ckpttool.storage.staging import Stage
+    from ckpttool.storage.stage import Stage
 
 # A scheme, and the module of its store, imported on use: `locate(address)` to read, `destination(address)` to publish.
 STORES = {"": "ckpttool.storage.local", "hf": "ckpttool.storage.hub"}

@@ -196,7 +196,7 @@ def _stage(path: str, is_file: bool, overwrite: bool) -> Iterator[str]:
         with collectives.together():
             if collectives.rank() == 0:
                 stage = stack.enter_context(local_path(path).stage(overwrite=overwrite, is_file=is_file))
-                partial = local_path(stage.path).absolute()
+                partial = local_path(stage.shared_path)
                 if not is_file:
                     files.make_directory(partial, exist_ok=True)
         partial = str(collectives.from_first(partial))

@@ -1,7 +1,8 @@
 """Records what has been copied while a transfer runs: a resumed run checks that, and copies the rest.
 
-    {"host": "node7", "boot": "0c1a...", "pid": 4242}          the writer
-    {"plan": "9f86d081..."}                                    the digest of the plan
+    {"host": "node7", "boot": "0c1a...", "pid": 4242, "inode": 131}   the writer, and the directory that it writes in
+    {"plan": "9f86d081..."}                                           the digest of the plan
+    {"host": "node7", "boot": "0c1a...", "pid": 4343}                 a writer that goes on
     [file, start, nbytes, crc, checked, unrecorded, overflowed, [[file, record, start, nbytes, crc], ...]]
 
 A line of the last kind is a run of bytes of the destination, with the parts of the source's records that it was copied
@@ -24,7 +25,8 @@ from ckpttool.layout.views import Viewed
 from ckpttool.storage import files
 from ckpttool.storage.crc import combine
 from ckpttool.storage.errors import os_errors
-from ckpttool.storage.staging import Log, Stage
+from ckpttool.storage.log import Log
+from ckpttool.storage.stage import Stage
 from ckpttool.storage.stores import locate
 from ckpttool.transfer import checksums
 
@@ -87,14 +89,14 @@ class Journal:
         self._lock = threading.Lock()
 
     def read(self, digest: str) -> bool:
-        """Return whether an earlier run followed the same plan; `done` is then what it copied."""
-        lines = [*self._log, None, None]
-        if lines[1] != {"plan": digest}:
-            return False
-        for line in filter(_is_valid, lines):
-            self.done[line[0], line[1]] = line[2:]
-        self._log.cut(keep=True)
-        return True
+        """Return whether an earlier run followed another plan; if it followed this one, `done` is what it copied."""
+        lines = [*self._log]
+        plans = [line["plan"] for line in lines if isinstance(line, dict) and "plan" in line]
+        if plans == [digest]:
+            for line in filter(_is_valid, lines):
+                self.done[line[0], line[1]] = line[2:]
+            self._log.cut()
+        return plans not in ([], [digest])
 
     def note(self, entry: Entry) -> None:
         """Add an entry, which the next `flush` writes."""
@@ -114,7 +116,7 @@ def begin(stage: Stage, created: Catalogue, digest: str, notes: list[str], *, ev
     run replace the new ones if it followed the same plan. With `every`, all bytes are checksummed."""
     journal = Journal(stage.log, every=every)
     with os_errors(stage.path, "write"):
-        if stage.resumes and not journal.read(digest):
+        if stage.resumes and journal.read(digest):
             notes.append("partial output is from another source or other options: starting over")
         taken = stage.take_over(_payloads(created, {file for file, _ in journal.done}) if journal.done else {})
         numbers = {number for number, file in enumerate(created.files) if file.location in taken}

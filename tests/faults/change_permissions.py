@@ -6,7 +6,7 @@ runs `ckpttool WORDS...`, and just before the NTH call of `os.CALL` that is abou
 is what that call and all after it get, as from a network file system whose rights were taken away; `555:/some/folder`
 gives the folder, and what is in it, that mode.
 
-Calls about a checkpoint are those with a path below `$ALTERING`, or a descriptor of one.
+Calls about a checkpoint are those with a path below `$ALTERING`, also in an open directory, or a descriptor of one.
 """
 
 from __future__ import annotations
@@ -23,7 +23,12 @@ def main() -> None:
     top, real, seen = os.environ["ALTERING"], getattr(os, name), [0]
 
     def call(first: Any, *rest: Any, **keywords: Any) -> Any:
-        path = os.readlink(f"/proc/self/fd/{first}") if isinstance(first, int) else os.fspath(first)
+        folder = keywords.get("dir_fd", keywords.get("src_dir_fd"))
+        if isinstance(first, int):
+            path = os.readlink(f"/proc/self/fd/{first}")
+        else:
+            path = os.path.join("" if folder is None else os.readlink(f"/proc/self/fd/{folder}"), os.fspath(first))
+            path = os.path.join(os.path.realpath(os.path.dirname(path)), os.path.basename(path))
         if path.startswith(top):
             seen[0] += 1
             code = getattr(errno, what, None)

@@ -43,7 +43,7 @@ from support.paths import ROOT
 
 import ckpttool
 from ckpttool.errors import CkptError, OverwriteError, ReadError
-from ckpttool.storage import staging
+from ckpttool.storage.stage import Stage
 
 KINDS = ("torch", "dcp", "safetensors")
 
@@ -207,7 +207,7 @@ def fail_at(monkeypatch: pytest.MonkeyPatch, when: str, code: int = errno.EIO) -
 
     def rename(old: Any, new: Any, **kwargs: Any) -> None:
         # The old one can still be moved out of the way and back.
-        if ".partial-" in str(old):
+        if str(old).startswith("new/"):
             refuse()
         real_rename(old, new, **kwargs)
 
@@ -425,7 +425,7 @@ def begun(process: subprocess.Popen[str], folder: Path) -> str:
     """Wait until something has been made of DST; its name."""
     until = time.monotonic() + 300
     while time.monotonic() < until:
-        made = [n for n in os.listdir(folder) if ".partial-" in n and not n.endswith(".journal")]
+        made = [path.parent.parent.name for path in Path(folder).glob(".*.partial-*/new/*")]
         if made:
             return made[0]
         if process.poll() is not None:
@@ -498,7 +498,7 @@ def test_killed(to: str, large: Path, out: Path) -> None:
     """No DST, and the next run removes what is left behind and says so."""
     with untouched(large):
         assert stopped(large, out, to, signal.SIGKILL)[0] == -signal.SIGKILL
-        (left,) = {name.removesuffix(".journal") for name in names(out)}
+        (left,) = names(out)
         done = shell("convert", large, out / "dst", "--to", to, "--tensors", "*.1.weight")
         assert done.code == 0, done.err
         assert "what an interrupted run left" in done.err and left in done.err
@@ -708,15 +708,15 @@ def test_another_run_is_done_a_moment_before(
     name: str, src: Path, out: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:  # fmt: skip
     """What it has made is not touched, neither a directory nor a file."""
-    real = staging._swap_in
+    real = Stage.publish
 
-    def swap_in(partial: str, dst: str, *others: Any) -> None:
+    def publish(stage: Stage, **options: bool) -> None:
         if name == "dst":
-            Path(dst).mkdir()
-        Path(dst, "theirs" if name == "dst" else "").write_bytes(b"theirs")
-        real(partial, dst, *others)
+            Path(stage.dst).mkdir()
+        Path(stage.dst, "theirs" if name == "dst" else "").write_bytes(b"theirs")
+        real(stage, **options)
 
-    monkeypatch.setattr(staging, "_swap_in", swap_in)
+    monkeypatch.setattr(Stage, "publish", publish)
     with pytest.raises(OverwriteError, match="another run has written it meanwhile"):
         ckpttool.convert(str(src), str(out / name), to="dcp" if name == "dst" else "torch")
     assert names(out) == [name] and next(path for path in out.rglob("*") if path.is_file()).read_bytes() == b"theirs"

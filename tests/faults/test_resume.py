@@ -20,6 +20,7 @@ from typing import Any
 import pytest
 import torch
 from support.faults import STORAGE, USAGE, check_words, run, save_dcp, save_safetensors, shell, spawn
+from support.remnants import left, lines, write_journal
 
 import ckpttool
 from ckpttool.errors import CkptError, CorruptError, StorageError
@@ -81,12 +82,6 @@ def interrupted(src: Path, dst: Path, after: int, monkeypatch: pytest.MonkeyPatc
             ckpttool.convert(str(src), str(dst), threads=1, resume=True, **keywords)
     assert "run the same command again to continue from what has been copied" in str(caught.value.hint)
     assert not dst.exists()
-
-
-def left(out: Path) -> tuple[Path, Path]:
-    """What lies there: what was being made, and its journal."""
-    (made,) = [p for p in out.iterdir() if ".partial-" in p.name and p.suffix != ".journal"]
-    return made, made.with_name(made.name + ".journal")
 
 
 @pytest.fixture
@@ -169,7 +164,7 @@ def test_as_a_program(number: signal.Signals, tmp_path: Path, shm: Path) -> None
     process = spawn(*words)
     until = time.monotonic() + 300
     while process.poll() is None and time.monotonic() < until:
-        if any(p.stat().st_size > 2000 for p in out.glob("*.journal")):
+        if any(p.stat().st_size > 2000 for p in out.glob(".*/journal")):
             break
         time.sleep(0.001)
     process.send_signal(number)
@@ -204,10 +199,10 @@ def test_only_by_copying_bytes(src: Path, out: Path) -> None:
 def test_without_it_nothing_stays(src: Path, out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What is left is removed by a run that was not told to go on, and it says so."""
     interrupted(src, out / "out", 5, monkeypatch, to="dcp")
-    made, _ = left(out)
+    place = left(out)[1].parent
     done = ckpttool.convert(str(src), str(out / "out"), to="dcp")
     assert os.listdir(out) == ["out"] and done.resumed_bytes == 0
-    assert [note for note in done.notes if made.name in note and "removed what an interrupted run left" in note]
+    assert [note for note in done.notes if place.name in note and "removed what an interrupted run left" in note]
 
 
 # Nothing is believed --------------------------------------------------------------------------------------------------
@@ -227,8 +222,9 @@ def other_inode(src: Path, made: Path, log: Path) -> None:
     (src / "copy").replace(file)
 
 
-def no_journal(src: Path, made: Path, log: Path) -> None:
-    log.write_bytes(b"")
+def no_plan(src: Path, made: Path, log: Path) -> None:
+    """Killed before it had one."""
+    write_journal(log, lines(log)[:1])
 
 
 def another_length(src: Path, made: Path, log: Path) -> None:
@@ -244,7 +240,7 @@ def nothing_there(src: Path, made: Path, log: Path) -> None:
     shutil.rmtree(made)
 
 
-ANEW = [other_source, other_inode, no_journal, another_length, no_file, nothing_there]
+ANEW = [other_source, other_inode, no_plan, another_length, no_file, nothing_there]
 
 
 @pytest.mark.parametrize("change", ANEW)
@@ -256,6 +252,7 @@ def test_it_starts_anew(
     change(src, *left(out))
     done = ckpttool.convert(str(src), str(out / "out"), resume=True, **SINKS["dcp"][1])
     assert done.resumed_bytes == 0 or change in (another_length, no_file)
+    assert any("other options" in note for note in done.notes) == (change in (other_source, other_inode))
     assert content(out / "out") == wanted and os.listdir(out) == ["out"]
 
 
@@ -308,25 +305,25 @@ def test_a_bit_that_flipped_meanwhile(
 @pytest.mark.parametrize("seed", range(10))
 def test_a_journal_that_lies(seed: int, src: Path, out: Path, whole: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Damaged, or with lines whose own checksum is right."""
-    from ckpttool.storage.staging import Log
+    from ckpttool.storage.log import Log
 
     wanted, some = whole("torch"), random.Random(seed)
     interrupted(src, out / "out.pt", 8, monkeypatch, to="torch")
     _, log = left(out)
-    lines = log.read_bytes().splitlines(keepends=True)
-    assert len(lines) > 5
+    found = log.read_bytes().splitlines(keepends=True)
+    assert len(found) > 5
     if seed < 5:
         data = bytearray(log.read_bytes())
         for _ in range(3):
-            data[some.randrange(len(data))] ^= 1 << some.randrange(8)
+            data[some.randrange(len(found[0]), len(data))] ^= 1 << some.randrange(8)
         log.write_bytes(data[: some.randrange(len(data) // 2, len(data))])
     else:
-        said = [json.loads(line[9:]) for line in lines[2:]]
+        said = [json.loads(line[9:]) for line in found[2:]]
         for one in said:
             one[some.randrange(7)] = some.choice((-1, 0, 1, 1 << 18, 1 << 70, None, "x", 1.5))
             one[7] = some.choice((one[7], [[0, 0, 0, 0, 0]], [["a"]], 3, [[0] * 9]))
         with log.open("wb") as stream:
-            stream.write(b"".join(lines[:2]))
+            stream.write(b"".join(found[:2]))
             stream.flush()
             Log(stream.fileno()).append(said)
     ckpttool.convert(str(src), str(out / "out.pt"), to="torch", resume=True)
@@ -367,19 +364,14 @@ def test_a_run_that_is_still_going_on(src: Path, out: Path, monkeypatch: pytest.
 def test_a_run_on_another_machine(src: Path, out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """On a disk that both share: named, not removed; `--resume` takes it over."""
     interrupted(src, out / "out.pt", 6, monkeypatch, to="torch")
-    made, log = left(out)
-    lines = log.read_bytes().splitlines(keepends=True)
-    log.write_bytes(b"")
-    from ckpttool.storage.staging import Log
-
-    with log.open("r+b") as stream:
-        Log(stream.fileno()).append([{"host": "elsewhere", "boot": "other", "pid": 1}])
-    with log.open("ab") as stream:
-        stream.write(b"".join(lines[1:]))
+    log = left(out)[1]
+    place = log.parent
+    first, *rest = lines(log)
+    write_journal(log, [first | {"host": "elsewhere", "boot": "other", "pid": 1}, *rest])
     done = ckpttool.convert(str(src), str(out / "first.pt"))
     assert not any("elsewhere" in note for note in done.notes)
     done = ckpttool.convert(str(src), str(out / "out.pt"))
-    assert any("elsewhere" in note and made.name in note for note in done.notes) and made.exists()
+    assert any("elsewhere" in note and place.name in note for note in done.notes) and place.exists()
     done = ckpttool.convert(str(src), str(out / "out.pt"), overwrite=True, resume=True)
     assert done.resumed_bytes and sorted(os.listdir(out)) == ["first.pt", "out.pt"]
 
@@ -396,12 +388,7 @@ def test_where_there_are_no_locks(src: Path, out: Path, monkeypatch: pytest.Monk
     log = left(out)[1]
     ended = subprocess.Popen(["true"])
     ended.wait()
-    owner = json.loads(log.read_bytes().splitlines()[0][9:])
-    from ckpttool.storage.staging import Log
-
-    log.write_bytes(b"")
-    with log.open("r+b") as stream:
-        Log(stream.fileno()).append([owner | {"pid": ended.pid}])
+    write_journal(log, [lines(log)[0] | {"pid": ended.pid}])
     ckpttool.convert(str(src), str(out / "out.pt"), to="torch", overwrite=True)
     assert os.listdir(out) == ["out.pt"]
 
@@ -412,8 +399,8 @@ def aside(src: Path, out: Path) -> Iterator[Path]:
     old = save_dcp(out / "out", {"w": torch.ones(3)})
     program = (
         "import os, signal, sys\nimport ckpttool\nreal = os.rename\n"
-        "def rename(old, new):\n    if new == sys.argv[2]:\n        os.kill(os.getpid(), signal.SIGKILL)\n"
-        "    real(old, new)\n"
+        "def rename(old, new, **folders):\n    if new == 'out':\n        os.kill(os.getpid(), signal.SIGKILL)\n"
+        "    real(old, new, **folders)\n"
         "os.rename = rename\nckpttool.convert(sys.argv[1], sys.argv[2], to='dcp', overwrite=True)\n"
     )
     before = content(old)
@@ -436,10 +423,10 @@ def test_what_was_replaced_and_not_yet_removed(src: Path, out: Path) -> None:
     """The last moment of a run: the new one is in its place, and the old one is there still."""
     save_dcp(out / "out", {"w": torch.ones(3)})
     program = (
-        "import os, signal, sys\nimport ckpttool\nfrom ckpttool.storage import files\nreal = files.remove\n"
-        "def remove(path):\n    if '.old-' in path:\n        os.kill(os.getpid(), signal.SIGKILL)\n"
-        "    real(path)\n"
-        "files.remove = remove\nckpttool.convert(sys.argv[1], sys.argv[2], to='dcp', overwrite=True)\n"
+        "import os, signal, sys\nimport ckpttool\nfrom ckpttool.storage import tree\nreal = tree.remove\n"
+        "def remove(name, *rest, **how):\n    if '.old-' in name:\n        os.kill(os.getpid(), signal.SIGKILL)\n"
+        "    real(name, *rest, **how)\n"
+        "tree.remove = remove\nckpttool.convert(sys.argv[1], sys.argv[2], to='dcp', overwrite=True)\n"
     )
     done = subprocess.run([sys.executable, "-c", program, str(src), str(out / "out")], capture_output=True, check=False)
     assert done.returncode == -signal.SIGKILL and any(".old-" in name for name in os.listdir(out)), done.stderr
@@ -472,24 +459,43 @@ MANIFESTS = {
 }
 
 
-@pytest.mark.parametrize("inside", [False, True])
+def killed_run(job: str, patch: str, src: Path, dst: Path, manifest: Path) -> list[str]:
+    """Run a job with a manifest that is killed where `patch` says; the words of the same run without that."""
+    program = "import os, signal, sys\nimport ckpttool\nsrc, dst, m = sys.argv[1:]\n" + MANIFESTS[job]
+    kill = "import os, signal\ndef kill(*args, **keywords):\n    os.kill(os.getpid(), signal.SIGKILL)\n"
+    words = [str(src), str(dst), str(manifest)]
+    done = subprocess.run([sys.executable, "-c", kill + patch + program, *words], capture_output=True, check=False)
+    assert done.returncode == -signal.SIGKILL, done.stderr
+    return [sys.executable, "-c", program, *words]
+
+
+BEFORE_MANIFEST = "from ckpttool.operations import write\nwrite.write_manifest = kill\n"
+
+
 @pytest.mark.parametrize("job", MANIFESTS)
-def test_a_kill_before_the_manifest(job: str, inside: bool, src: Path, out: Path) -> None:
+def test_a_kill_before_the_manifest(job: str, src: Path, out: Path) -> None:
     """DST is whole, and its manifest was asked for: the next run writes it and says so."""
-    if inside and job == "file":
-        pytest.skip("a file has no inside")
-    manifest = out / "out/integrity.json" if inside else out / "m.json"
-    program = (
-        "import os, signal, sys\nimport ckpttool\nfrom ckpttool.operations import write\nsrc, dst, m = sys.argv[1:]\n"
-        "if 'killed' in os.environ:\n"
-        "    write.write_for = lambda *args: os.kill(os.getpid(), signal.SIGKILL)\n" + MANIFESTS[job]
-    )
-    words = [sys.executable, "-c", program, str(src), str(out / "out"), str(manifest)]
-    done = subprocess.run(words, capture_output=True, check=False, env={**os.environ, "killed": "1"})
-    assert done.returncode == -signal.SIGKILL and (out / "out").exists() and not manifest.exists(), done.stderr
+    manifest = out / "m.json"
+    words = killed_run(job, BEFORE_MANIFEST, src, out / "out", manifest)
+    assert (out / "out").exists() and not manifest.exists()
+    other = run("convert", src, out / "out", "--to", "dcp", "--manifest", out / "other.json")
+    assert other.code == 6 and "all but a manifest that was asked for" in other.err, other.err
     again = subprocess.run(words, capture_output=True, check=False, text=True)
     assert "all but its manifest" in again.stderr and manifest.exists(), again.stderr
-    assert set(os.listdir(out)) <= {"out", "m.json"}
+    assert set(os.listdir(out)) == {"out", "m.json"}
     checked = run("verify", out / "out", "--manifest", manifest)
     assert checked.code == 0, checked.err
     assert "all but" not in subprocess.run(words, capture_output=True, check=False, text=True).stderr
+
+
+@pytest.mark.parametrize("job", set(MANIFESTS) - {"file"})
+def test_a_manifest_in_a_directory_appears_with_it(job: str, src: Path, out: Path) -> None:
+    """Killed at once after DST has its name."""
+    manifest = out / "out/integrity.json"
+    patch = (
+        "from ckpttool.storage.stage import Stage\nreal = Stage.publish\n"
+        "def publish(*args, **keywords):\n    real(*args, **keywords)\n    kill()\nStage.publish = publish\n"
+    )
+    killed_run(job, patch, src, out / "out", manifest)
+    checked = run("verify", out / "out", "--manifest", manifest)
+    assert checked.code == 0, checked.err

@@ -20,7 +20,7 @@ import ckpttool
 from ckpttool.errors import CorruptError, UsageError
 from ckpttool.operations.repair import repair
 from ckpttool.operations.verify import verify
-from ckpttool.storage import staging
+from ckpttool.storage.stage import Stage
 
 SRC = CHECKPOINTS / "dcp/fsdp2_w4/ckpt"
 NAME = "integrity.json"
@@ -52,13 +52,13 @@ BY_OTHERS = ("save", "repair")  # who read or write no data file themselves
 @pytest.mark.parametrize("job", JOBS)
 def test_what_it_says(job: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It lies there before the directory has its name, so that no kill can come between."""
-    swap, there = staging._swap_in, []
+    publish, there = Stage.publish, []
 
-    def spied(partial: str, *rest: object) -> None:
-        there.append((Path(partial) / NAME).exists())
-        swap(partial, *rest)  # type: ignore[arg-type]
+    def spied(stage: Stage, **options: bool) -> None:
+        there.append((Path(stage.path) / NAME).exists())
+        publish(stage, **options)
 
-    monkeypatch.setattr(staging, "_swap_in", spied)
+    monkeypatch.setattr(Stage, "publish", spied)
     JOBS[job](tmp_path / "out")
     assert there == [True]
     said = json.loads((tmp_path / "out" / NAME).read_text())

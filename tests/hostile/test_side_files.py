@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 import json
+import random
 import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -16,7 +17,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support import damage
+from support import damage, remnants
 from support.cli import run
 from support.paths import CHECKPOINTS
 
@@ -195,8 +196,11 @@ def test_the_journal_of_a_killed_run(tmp_path: Path) -> None:
     @given(spoiled(honest))
     def check(value: Any) -> None:
         texts = [json.dumps(line).encode() for line in (value if isinstance(value, list) else [value])]
-        journal = tmp_path / ".out.partial-1.journal"
-        journal.write_bytes(b"".join(b"%08x %s\n" % (crc32(text), text) for text in texts))
+        shutil.rmtree(tmp_path / ".out.partial-0123456789ab", ignore_errors=True)
+        place = remnants.plant(tmp_path)
+        own = [remnants.line(remnants.owner(place))] * random.randrange(2)
+        journal = place / "journal"
+        journal.write_bytes(b"".join([*own, *(b"%08x %s\n" % (crc32(text), text) for text in texts)]))
         done = run("convert", "--to", "dcp", "--resume", "--overwrite", str(path), str(tmp_path / "out"))
         assert done.exit_code == 0, (done.output, done.exception)
 

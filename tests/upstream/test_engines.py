@@ -409,7 +409,7 @@ def test_a_signal_to_torchrun_leaves_nothing(tmp_path: Path) -> None:
     command = [*TORCHRUN, "--nproc-per-node", "2", script, "reshard", W4, out, "--to-world", "2", "--engine", "mesh"]
     running = subprocess.Popen(list(map(str, command)), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     until = time.monotonic() + 300
-    while time.monotonic() < until and not list(tmp_path.glob("there/.out.partial-*/rest/.metadata")):
+    while time.monotonic() < until and not list(tmp_path.glob("there/.out.partial-*/new/*/rest/.metadata")):
         time.sleep(0.1)
     running.send_signal(signal.SIGTERM)
     _, err = ended(running)

@@ -246,7 +246,7 @@ def test_a_signal_to_torchrun_leaves_nothing(tmp_path: Path) -> None:
     command = [*TORCHRUN, "--nproc-per-node", "2", script, "reshard", SOURCE, out, "--to-world", "2"]
     running = subprocess.Popen(list(map(str, command)), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     until = time.monotonic() + SECONDS
-    while time.monotonic() < until and not list(tmp_path.glob("there/.out.partial-*/__*")):
+    while time.monotonic() < until and not list(tmp_path.glob("there/.out.partial-*/new/*/__*")):
         time.sleep(0.1)
     running.send_signal(signal.SIGTERM)
     code, _, said = ended(running)

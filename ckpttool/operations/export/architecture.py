@@ -16,7 +16,7 @@ from typing import Any
 from ckpttool.catalogue.boxes import Ints
 from ckpttool.catalogue.protocols import activity
 from ckpttool.errors import CorruptError, ReadError
-from ckpttool.storage import staging
+from ckpttool.storage import workspace
 from ckpttool.storage.stores import local_path
 from ckpttool.text import some
 
@@ -75,7 +75,7 @@ def expected(config: Mapping[str, Any], dtype: str | None = None) -> Expected | 
         return "the config names no architecture"
     if find_spec(library) is None:
         return f"{library} is not installed"
-    with staging.scratch_directory("ckpttool-model-") as scratch:
+    with workspace.scratch_directory("ckpttool-model-") as scratch:
         # A directory with the config alone, without a tokenizer or code.
         (local_path(scratch) / "config.json").put(json.dumps(config).encode())
         out = local_path(scratch) / "model.json"

@@ -135,9 +135,9 @@ def write(engine: Engine, job: Write) -> None:
             stage = local_path(job.dst).stage(
                 overwrite=options.overwrite, is_file=False, notes=result.notes, after=after
             )
-            partial = stack.enter_context(stage).path
+            partial = stack.enter_context(stage).shared_path
             files.make_directory(partial)
-        partial = str(coordinator.exchange("partial", str(locate(partial).absolute()) if partial else "")[0])
+        partial = str(coordinator.exchange("partial", partial)[0])
         moved = _save(engine.kind, engine.sharding, job, partial)
         if not coordinator.is_first:
             return

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import os
-import shutil
-import tempfile
 from contextlib import ExitStack
 
 from ckpttool.errors import OverwriteError
+from ckpttool.storage.workspace import scratch_directory
 
 
 def kept_folder(stack: ExitStack, keep: str | os.PathLike[str] | None, prefix: str) -> str:
@@ -16,9 +15,7 @@ def kept_folder(stack: ExitStack, keep: str | os.PathLike[str] | None, prefix: s
     Raises OverwriteError if there is something in it.
     """
     if keep is None:
-        temporary = tempfile.mkdtemp(prefix=prefix)
-        stack.callback(shutil.rmtree, temporary, ignore_errors=True)
-        return temporary
+        return stack.enter_context(scratch_directory(prefix))
     path = checked_folder(keep)
     os.makedirs(path, exist_ok=True)
     return path

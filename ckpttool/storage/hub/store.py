@@ -27,7 +27,7 @@ from huggingface_hub.utils._headers import build_hf_headers
 from huggingface_hub.utils._http import hf_raise_for_status
 
 from ckpttool.errors import ReadError, RemoteError
-from ckpttool.storage import staging
+from ckpttool.storage import workspace
 from ckpttool.storage.errors import os_errors
 from ckpttool.storage.files import Pool
 from ckpttool.storage.hub import client, headers, listing, xet
@@ -223,7 +223,7 @@ class HubStore(Store):
         """Fetch the missing blocks of a range, adjacent ones together, and return the path of the sparse file."""
         with self._files_lock:
             if self._scratch is None:
-                self._scratch = self._cleanup.enter_context(staging.scratch_directory("ckpttool-hub-"))
+                self._scratch = self._cleanup.enter_context(workspace.scratch_directory("ckpttool-hub-"))
         path = os.path.join(self._scratch, *file.name.split("/"))
         if file.name not in self._blocks:
             with os_errors(path, "write"):

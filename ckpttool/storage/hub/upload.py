@@ -32,7 +32,7 @@ from huggingface_hub.lfs import UploadInfo
 from huggingface_hub.utils._runtime import is_xet_available
 
 from ckpttool.errors import OverwriteError, RemoteError, UsageError, without_credentials
-from ckpttool.storage import free_space, staging
+from ckpttool.storage import free_space, workspace
 from ckpttool.storage.errors import os_errors
 from ckpttool.storage.gathered import GatheredFile
 from ckpttool.storage.hub import client, errors, listing, retries, xet
@@ -157,7 +157,7 @@ class Repository(Store):
             upload.replace(claims, outgoing, overwrite)
         if stage is not None:
             _check_stage(stage, {file.name for file in outgoing})
-        with staging.scratch_directory("ckpttool-hub-") if stage is None else nullcontext(stage) as folder:
+        with workspace.scratch_directory("ckpttool-hub-") if stage is None else nullcontext(stage) as folder:
             to_write = [
                 file.size
                 for file in outgoing

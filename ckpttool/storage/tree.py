@@ -1,0 +1,76 @@
+"""Files and directory trees that are looked at, moved and removed by their names in an open directory.
+
+A name is looked up once, and no link is followed: whoever puts a link in its place meanwhile wins nothing.
+"""
+
+from __future__ import annotations
+
+import os
+import stat
+
+# Of a directory; where there is a link or something else instead, this fails.
+DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+
+
+def status(name: str, folder: int | None = None) -> os.stat_result | None:
+    """Return the status of what has a name in an open directory, itself a link or not; None if there is nothing.
+
+    Raises OSError.
+    """
+    try:
+        return os.stat(name, dir_fd=folder, follow_symlinks=False)
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+
+
+def remove(name: str, folder: int | None = None, *, inode: int | None = None) -> None:
+    """Remove a file, a link or a directory tree, if it exists, and if it has this inode.
+
+    What links lead to stays. As much as possible is removed, also from directories of this user that are read-only.
+    Raises the first OSError.
+    """
+    found = status(name, folder)
+    if found is None or inode not in (None, found.st_ino):
+        return
+    if not stat.S_ISDIR(found.st_mode):
+        os.unlink(name, dir_fd=folder)
+        return
+    descriptor = os.open(name, DIRECTORY, dir_fd=folder)
+    try:
+        here = os.fstat(descriptor)
+        if here.st_ino != found.st_ino:
+            return
+        names = os.listdir(descriptor)
+        if names and here.st_uid == os.geteuid() and here.st_mode & stat.S_IRWXU != stat.S_IRWXU:
+            os.fchmod(descriptor, stat.S_IMODE(here.st_mode) | stat.S_IRWXU)
+        first = None
+        for one in names:
+            try:
+                remove(one, descriptor)
+            except OSError as error:
+                first = first or error
+        if first is not None:
+            raise first
+    finally:
+        os.close(descriptor)
+    os.rmdir(name, dir_fd=folder)
+
+
+def disk_bytes(name: str, folder: int | None = None) -> int:
+    """Return the bytes on disk of a file, or of all files below a directory. Raises OSError."""
+    found = status(name, folder)
+    if found is None or not stat.S_ISDIR(found.st_mode):
+        return found.st_blocks * 512 if found is not None and stat.S_ISREG(found.st_mode) else 0
+    descriptor = os.open(name, DIRECTORY, dir_fd=folder)
+    try:
+        return sum(disk_bytes(one, descriptor) for one in os.listdir(descriptor))
+    finally:
+        os.close(descriptor)
+
+
+def files_below(folder: int, name: str) -> list[str]:
+    """Return the names of all files below a directory in `folder`, relative to that directory. Raises OSError."""
+    names = []
+    for below, _, here, _ in os.fwalk(name, dir_fd=folder, follow_symlinks=False):
+        names += [os.path.relpath(os.path.join(below, one), name) for one in here]
+    return names
