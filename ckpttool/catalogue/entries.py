@@ -379,7 +379,8 @@ class Sharding(NamedTuple):
 class File:
     """A file of the checkpoint: `File("/data/run/__0_0.distcp", "__0_0.distcp", 4096, rank=0)`. One that an index names
     but that is not there is `missing`, of size 0. A `scratch` file is room for what has to be decoded first: no part of
-    the checkpoint, and perhaps not there yet."""
+    the checkpoint, and perhaps not there yet. `crcs_at` says where the CRCs of its records are, if not behind each of
+    them: in its header, which another tool may have kept for bytes of its own."""
 
     location: str
     name: str
@@ -387,6 +388,7 @@ class File:
     rank: int | None = None
     missing: bool = False
     scratch: bool = False
+    crcs_at: str | None = None
 
 
 E = TypeVar("E", Tensor, Object)

@@ -114,7 +114,7 @@ class SinkOptions:
     number of ranks, also of those that hold no chunk; `tensor_class` what a sharded tensor is written as in files of
     one rank: `sharded_tensor`, or `dtensor:cuda:fsdp` with the device and the dimension of its mesh, `cpu` and none
     when left out. With `manifest`, a DCP directory carries its own. With `keep_order`, the tensors of a safetensors
-    file have the order of the catalogue."""
+    file have the order of the catalogue; with `bare`, it has nothing but what the library itself writes."""
 
     max_shard_size: int | None = None
     one_file: bool = False
@@ -122,6 +122,7 @@ class SinkOptions:
     tensor_class: str = "sharded_tensor"
     manifest: bool = False
     keep_order: bool = False
+    bare: bool = False
 
 
 def deferred(module: str, name: str) -> Callable[..., Any]:

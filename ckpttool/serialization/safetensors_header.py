@@ -40,12 +40,14 @@ _TRUNCATED = "the file is truncated or still being written"
 
 
 class Entry(NamedTuple):
-    """A tensor of the header: `Entry(float32, (64, 13), 4096, 7424)`; begin and end are absolute in the file."""
+    """A tensor of the header: `Entry(float32, (64, 13), 4096, 7424)`; begin and end are absolute in the file. `crc` is
+    the CRC-32 of its bytes if the writer left one, which is not for a header to know."""
 
     dtype: Dtype
     shape: Ints
     begin: int
     end: int
+    crc: int | None = None
 
 
 class Header(NamedTuple):

@@ -18,14 +18,19 @@ from ckpttool.storage.files import Pool
 from ckpttool.text import some
 
 
-def mismatch(record: Record, crc: int, location: str, names: Sequence[str], what: str = "") -> CorruptError:
+def mismatch(
+    record: Record, crc: int, location: str, names: Sequence[str], what: str = "", crcs_at: str | None = None
+) -> CorruptError:
     """Return the error for a record with another CRC than its writer left. `names` are the tensors in it, `what` names
-    a record that has none."""
+    a record that has none; `crcs_at` is that of its file."""
+    hint = "these bytes changed after they were written; take another copy of the checkpoint"
+    if crcs_at is not None:
+        hint += f"; or, if another tool has rewritten them and kept {crcs_at}, remove that"
     what = f"`{location}`: tensor {some(names)}" if names or not what else what
     return CorruptError(
         f"{what}: bytes {record.offset}..{record.offset + record.nbytes} have CRC {crc:08x}, but the writer left "
         f"{record.crc:08x}",
-        hint="these bytes changed after they were written; take another copy of the checkpoint",
+        hint=hint,
         file=location,
         tensor=names[0] if names else None,
         found=f"{crc:08x}",
@@ -193,7 +198,8 @@ def check(record: Record, read: Pieces, catalogue: Catalogue, crc_of: Callable[[
     CorruptError."""
     crc = read.crc(record, crc_of)
     if crc != record.crc:
-        raise mismatch(record, crc, catalogue.files[record.file].location, tensors_in(record, catalogue))
+        file = catalogue.files[record.file]
+        raise mismatch(record, crc, file.location, tensors_in(record, catalogue), crcs_at=file.crcs_at)
 
 
 def check_extent(extent: Extent, name: str, source: Source, pool: Pool, *, shared: bool) -> None:
@@ -210,7 +216,8 @@ def check_extent(extent: Extent, name: str, source: Source, pool: Pool, *, share
 def compare(record: Record, crc: int, source: Source, name: str) -> None:
     """Compare the CRC of a record of the tensor `name` with the one that its writer left. Raises CorruptError."""
     if crc != record.crc:
-        raise mismatch(record, crc, source.catalogue.files[record.file].location, [name])
+        file = source.catalogue.files[record.file]
+        raise mismatch(record, crc, file.location, [name], crcs_at=file.crcs_at)
 
 
 def of(parts: Iterable[bytes | memoryview]) -> int:

@@ -6,9 +6,11 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from typing import Any
 
 from ckpttool.errors import CorruptError
+from ckpttool.formats.safetensors import checksums
 from ckpttool.serialization import strict_json
 
 SUFFIX = ".safetensors.index.json"
@@ -25,12 +27,22 @@ def build(
     return json.dumps({"metadata": {**totals, **metadata}, "weight_map": weight_map}, indent=2).encode()
 
 
-def parse(text: bytes, name: str) -> tuple[dict[str, str], dict[str, Any]]:
-    """Return the weight map and the metadata of an index. Raises CorruptError, with `name` in its message."""
+def sealed(data: bytes, sums: Mapping[str, int]) -> bytes:
+    """Return an index with its checksum, and with those of the files in it. Pure."""
+    contents = json.loads(data)
+    metadata, weight_map = contents["metadata"], contents["weight_map"]
+    of_files = [sums[name] for name in sorted(set(weight_map.values()))]
+    metadata[checksums.KEY] = checksums.value(checksums.of_index(weight_map, metadata), of_files)
+    return json.dumps(contents, indent=2).encode()
+
+
+def parse(text: bytes, name: str) -> tuple[dict[str, str], dict[str, Any] | None]:
+    """Return the weight map and the metadata of an index, if it has some. Raises CorruptError, with `name` in its
+    message."""
     contents = strict_json.parse(text, name)
     weight_map = contents.get("weight_map") if isinstance(contents, dict) else None
     if not isinstance(weight_map, dict) or not all(isinstance(v, str) for v in weight_map.values()):
         message = f"{name} has no `weight_map` from tensors to files"
         raise CorruptError(message, hint="the index was not written by huggingface_hub")
     metadata = contents.get("metadata")
-    return weight_map, metadata if isinstance(metadata, dict) else {}
+    return weight_map, metadata if isinstance(metadata, dict) else None

@@ -15,10 +15,10 @@ from typing import NamedTuple
 
 from ckpttool.catalogue.boxes import Ints
 from ckpttool.catalogue.budget import charge
-from ckpttool.catalogue.entries import Catalogue, Chunks, Extent, File, Part, Tensor
+from ckpttool.catalogue.entries import Catalogue, Chunks, File, Part, Tensor
 from ckpttool.catalogue.warning import Warning
 from ckpttool.errors import CorruptError, ReadError
-from ckpttool.formats.safetensors import index, sharding
+from ckpttool.formats.safetensors import checksums, index, sharding
 from ckpttool.formats.safetensors.sharding import SUFFIX
 from ckpttool.serialization import safetensors_header, strict_json
 from ckpttool.serialization.safetensors_header import Entry, Header
@@ -28,7 +28,7 @@ from ckpttool.text import some
 SHARDED = "sharded"
 MODEL = Part("model")
 SHARDING = "DCP_SHARDING_INFO"
-_DCP_KEYS = {SHARDING, "DCP_VERSION"}
+_NO_REMARKS = {SHARDING, "DCP_VERSION", checksums.KEY}
 _SINGLE, _INDEX = f"model{SUFFIX}", f"model{index.SUFFIX}"
 _OF_TORCH = (".pt", ".pth", ".bin", ".ckpt")  # suffixes that weights and state of optimizers have
 _RANK_FILE = re.compile(r"shard-(\d+)-model-(\d+)-of-(\d+)\.safetensors")
@@ -69,6 +69,7 @@ class Reader:
         self.catalogue = Catalogue("safetensors", facts={"layout": layout})
         self.metadata: dict[str, str] = {}
         self._root = root
+        self.sums: dict[str, int] = {}  # of files that have checksums
         self.pieces: dict[str, list[Piece]] = {}
 
     def add(self, name: str, rank: int | None = None, *, given: bool = False) -> None:
@@ -78,7 +79,9 @@ class Reader:
         """
         path = self._root / name if given else self._root.inside(name)
         file, header = mount(self.catalogue, path, name, rank)
-        self.metadata |= {k: v for k, v in header.metadata.items() if k not in _DCP_KEYS}
+        self.metadata |= {k: v for k, v in header.metadata.items() if k not in _NO_REMARKS}
+        if checksums.KEY in header.metadata:
+            self.sums[name] = checksums.of_value(header.metadata[checksums.KEY])
         offsets = _saved_offsets(header, f"`{path}`")
         for tensor, entry in header.tensors.items():
             pieces = self.pieces.setdefault(tensor, [])
@@ -113,7 +116,7 @@ class Reader:
         first = pieces[0].entry
         chunks = Chunks()
         if len(pieces) == 1 and not any(pieces[0].offsets):
-            chunks.add(pieces[0].offsets, first.shape, Extent(pieces[0].file, first.begin, first.end - first.begin))
+            chunks.add(pieces[0].offsets, first.shape, checksums.extent(pieces[0].file, first))
             return Tensor((name,), first.dtype, first.shape, chunks, part=MODEL)
         shape = list(first.shape)
         for file, offsets, entry in pieces:
@@ -126,7 +129,7 @@ class Reader:
                     tensor=name,
                 )
             shape = [max(n, o + s) for n, o, s in zip(shape, offsets, entry.shape, strict=True)]
-            chunks.add(offsets, entry.shape, Extent(file, entry.begin, entry.end - entry.begin))
+            chunks.add(offsets, entry.shape, checksums.extent(file, entry))
         return Tensor((name,), first.dtype, tuple(shape), chunks, part=MODEL)
 
 
@@ -139,7 +142,21 @@ def mount(catalogue: Catalogue, path: Location, name: str, rank: int | None = No
     """Add a file to the catalogue, and return its number and header. Raises CorruptError if the header is wrong."""
     size = _list(catalogue, path, name, rank)
     header = safetensors_header.read_header(path.read, 0, size, name=f"`{path}`")
-    return len(catalogue.files) - 1, header
+    return len(catalogue.files) - 1, _with_checksums(catalogue, header, f"`{path}`")
+
+
+def _with_checksums(catalogue: Catalogue, header: Header, where: str) -> Header:
+    """Return the header of the last file with the checksums that ckpttool has left in it. Raises CorruptError if it is
+    not as it was written."""
+    if checksums.KEY not in header.metadata:
+        return header
+    checked = checksums.checked(header, where)
+    if checked is None:
+        text = f"{where}: `{checksums.KEY}` is of another file or of a later version: nothing is checked"
+        catalogue.warnings.append(Warning("unknown-checksums", text, file=catalogue.files[-1].name))
+        return header._replace(metadata={k: v for k, v in header.metadata.items() if k != checksums.KEY})
+    catalogue.files[-1].crcs_at = checksums.PLACE
+    return checked
 
 
 def _list(catalogue: Catalogue, path: Location, name: str, rank: int | None = None) -> int:
@@ -250,8 +267,9 @@ def open_indexed(root: Location, index_name: str, only: Collection[str] | None =
     """Return the catalogue of the files of an index; with `only`, of those that have the tensors of these names, if the
     files are not on this machine. Raises CorruptError if a tensor is not in its file."""
     where = f"`{root / index_name}`"
-    weight_map, metadata = index.parse(read_json(root / index_name), where)
-    ties = {k: v for k, v in metadata.items() if isinstance(v, str)}
+    weight_map, parsed = index.parse(read_json(root / index_name), where)
+    metadata = parsed or {}
+    ties = {k: v for k, v in metadata.items() if isinstance(v, str) and k != checksums.KEY}
     names = dict.fromkeys(weight_map.values())
     needed = _files_of(only, weight_map, ties) if only is not None and not root.store.is_local else None
     reader = Reader(root, "indexed")
@@ -269,6 +287,12 @@ def open_indexed(root: Location, index_name: str, only: Collection[str] | None =
             text = f"{where}: says that tensor `{tensor}` is in `{file}`, {where_it_is}"
             hint = "the index belongs to another save, or two ranks wrote the same file"
             raise CorruptError(text, hint=hint, tensor=tensor, found=actual, expected=file)
+    if parsed is None and reader.sums:
+        text = f"{where} has no `metadata`, in which the writer of its files keeps the names of tied tensors"
+        raise CorruptError(text, hint="take another copy of it; one that you have made yourself needs `metadata: {}`")
+    if checksums.KEY in metadata:
+        sums = checksums.check_index(weight_map, metadata, where)
+        check_sums(reader.catalogue, sums, reader.sums, where, needed)
     unlisted = [name for name in reader.pieces if name not in weight_map]
     catalogue = reader.finish((name for name in weight_map if name in reader.pieces), ties)
     if needed is not None and len(needed) < len(names):
@@ -277,6 +301,32 @@ def open_indexed(root: Location, index_name: str, only: Collection[str] | None =
         text = f"tensors in the files that `{index_name}` does not name: {some(unlisted)}"
         catalogue.warnings.append(Warning("unlisted-tensor", text, file=index_name))
     return catalogue
+
+
+def check_sums(
+    catalogue: Catalogue,
+    expected: Mapping[str, int] | None,
+    actual: Mapping[str, int],
+    where: str,
+    read: Collection[str] | None = None,
+) -> None:
+    """Compare the checksums of files, of those that were `read`, with the ones that their index has; None if it has
+    those of others. A file without any was written by another tool, which is warned of. Raises CorruptError for one of
+    another save."""
+    if expected is None:
+        text = f"{where}: its checksums are of other files or of a later version: nothing in it is checked"
+        catalogue.warnings.append(Warning("unknown-checksums", text))
+    without = []
+    for name in (expected or {}) if read is None else read:
+        if expected is not None and name not in actual:
+            without.append(name)
+        elif expected is not None and actual[name] != expected[name]:
+            text = f"{where}: `{name}` is of another save than the index, by their checksums"
+            hint = f"take all files from one save; if they do belong together, remove `{checksums.KEY}` from the index"
+            raise CorruptError(text, hint=hint, file=name)
+    if without:
+        text = f"{where} has checksums of files that have none themselves, as another tool wrote them: {some(without)}"
+        catalogue.warnings.append(Warning("unknown-checksums", text))
 
 
 def _files_of(tensors: Iterable[str], weight_map: Mapping[str, str], ties: Mapping[str, str]) -> set[str] | None:

@@ -8,9 +8,10 @@ from ckpttool.catalogue.entries import Catalogue
 from ckpttool.catalogue.protocols import NO_HINTS, OpenOptions, PlacedSource, Source
 from ckpttool.catalogue.warning import Warning
 from ckpttool.errors import CorruptError, ReadError
-from ckpttool.formats.safetensors import index, state_json
+from ckpttool.formats.safetensors import checksums, index, state_json
 from ckpttool.formats.safetensors.model_files import (
     SHARDED,
+    check_sums,
     mount,
     open_directory,
     open_file,
@@ -84,7 +85,11 @@ def _open_state(root: Location) -> Catalogue:
         used.add((file, name))
         return number, entry
 
-    state_json.parse(read_json(root / state_json.NAME), catalogue, find, where)
+    sums = state_json.parse(read_json(root / state_json.NAME), catalogue, find, where)
+    if sums is not None:
+        actual = {file: header.metadata.get(checksums.KEY) for file, (_, header) in headers.items()}
+        of_files = {file: checksums.of_value(value) for file, value in actual.items() if value is not None}
+        check_sums(catalogue, sums, of_files, where)
     unlisted = [n for file, (_, header) in headers.items() for n in header.tensors if (file, n) not in used]
     if unlisted:
         text = f"tensors in the files that `{state_json.NAME}` does not name: {some(unlisted)}"

@@ -16,7 +16,7 @@ from typing import NamedTuple
 from ckpttool.catalogue.dtypes import DTYPES
 from ckpttool.catalogue.entries import Catalogue, Part, Path, Tensor, dotted
 from ckpttool.errors import LossError
-from ckpttool.formats.safetensors import index
+from ckpttool.formats.safetensors import checksums, index
 from ckpttool.formats.safetensors.state_json import Place
 from ckpttool.serialization import safetensors_header
 from ckpttool.serialization.safetensors_header import Spec
@@ -26,7 +26,7 @@ MAX_SHARD_SIZE = 5 * 10**9  # huggingface_hub's MAX_SHARD_SIZE; transformers 5 p
 
 FORMAT_PT = {"format": "pt"}
 # Keys of the metadata of a header or of an index, which cannot be names of tied tensors.
-RESERVED = frozenset({"format", "total_size"})
+RESERVED = frozenset({"format", "total_size", checksums.KEY})
 _RAW = DTYPES["uint8"]
 
 
@@ -38,9 +38,11 @@ class FilePlan(NamedTuple):
     metadata: dict[str, str]
     keep_order: bool = False
 
-    def header(self) -> bytes:
-        """Return what the file begins with."""
-        return safetensors_header.build_header(self.tensors, self.metadata, keep_order=self.keep_order)
+    def header(self, more: Mapping[str, str] | None = None) -> bytes:
+        """Return what the file begins with, with `more` metadata."""
+        return safetensors_header.build_header(
+            self.tensors, {**self.metadata, **(more or {})}, keep_order=self.keep_order
+        )
 
 
 @dataclass(slots=True)

@@ -4,11 +4,13 @@
      "containers": [{"path": [..], "kind": "list" | "dict" | "OrderedDict", "attributes": {..}}, ..],
      "entries": [{"path": ["model", "w"], "file": "model.safetensors", "name": "w"},
                  {"path": ["z"], "file": "other.safetensors", "name": "z", "dtype": "complex128", "shape": [2]},
-                 {"path": ["optim", "state", 0], "value": ..}, ..]}
+                 {"path": ["optim", "state", 0], "value": ..}, ..],
+     "files": {"model.safetensors": 305419896, ..}, "crc32": 19088743}
 
 Entries are in the order in which they were saved, one to a line. Keys of a path and values are encoded by `typed_json`.
 A tensor of a dtype that safetensors does not have is stored as U8, with its dtype and shape in this file. Tied tensors
-have the same file and name; `"embedded": true` marks a tensor that an object's value refers to.
+have the same file and name; `"embedded": true` marks a tensor that an object's value refers to. `files` are the CRC-32
+of the checksums in each file, `crc32` is that of all else in this one; see `checksums`.
 """
 
 from __future__ import annotations
@@ -20,10 +22,11 @@ from math import prod
 from typing import Any, NamedTuple
 
 from ckpttool.catalogue import dtypes, flatten, typed_json
-from ckpttool.catalogue.entries import Catalogue, Chunks, Container, Extent, Object, Path, Tensor, dotted
+from ckpttool.catalogue.entries import Catalogue, Chunks, Container, Object, Path, Tensor, dotted
 from ckpttool.catalogue.key_hashes import Alike
 from ckpttool.catalogue.values import attributes_of
 from ckpttool.errors import CorruptError, ReadError
+from ckpttool.formats.safetensors import checksums
 from ckpttool.serialization import strict_json, torch_pickle, unpickler
 from ckpttool.serialization.safetensors_header import Entry
 
@@ -58,6 +61,14 @@ def build(catalogue: Catalogue, places: Mapping[Path, Place], writer: str) -> by
     lines += _array("containers", (_container(p, c) for p, c in catalogue.containers.items()), ",")
     lines += _array("entries", (_entry(e, places) for e in catalogue.entries.values()), "")
     return "\n".join([*lines, "}", ""]).encode()
+
+
+def sealed(data: bytes, sums: Mapping[str, int]) -> bytes:
+    """Return a state file with its checksum, and with those of the files that it names. Pure."""
+    files = dict(sorted(sums.items()))
+    crc = checksums.of_state(json.loads(data) | {"files": files})
+    end = b"\n}\n"
+    return data.removesuffix(end) + f',\n"files": {_line(files)},\n"{checksums.IN_STATE}": {crc}'.encode() + end
 
 
 def _line(value: Any) -> str:
@@ -96,8 +107,11 @@ def _entry(entry: Tensor | Object, places: Mapping[Path, Place]) -> dict[str, An
 # Reading --------------------------------------------------------------------------------------------------------------
 
 
-def parse(text: bytes, catalogue: Catalogue, find: Callable[[str, str], tuple[int, Entry]], name: str) -> None:
+def parse(
+    text: bytes, catalogue: Catalogue, find: Callable[[str, str], tuple[int, Entry]], name: str
+) -> dict[str, int] | None:
     """Add the entries of a state file to the catalogue; `find(file, name)` returns a tensor's file and header entry.
+    Returns the checksums of the files, if it has some.
 
     Raises CorruptError if the file is not valid, ReadError if it is of a later version.
     """
@@ -106,6 +120,7 @@ def parse(text: bytes, catalogue: Catalogue, find: Callable[[str, str], tuple[in
     if schema != SCHEMA:
         message = f"{name}: its schema is `{schema}`, not `{SCHEMA}`"
         raise ReadError(message, hint="it was written by a later ckpttool: update yours")
+    _check(state, name)
     alike = Alike()
     for item in _items(state, "containers", name):
         alike.add((path := _read_path(item, name),))
@@ -122,6 +137,19 @@ def parse(text: bytes, catalogue: Catalogue, find: Callable[[str, str], tuple[in
             if not isinstance(catalogue.entries.get(link.path), Tensor):
                 missing = f"{name}: `{entry.name}` needs the tensor `{dotted(link.path)}`, which is not there"
                 raise CorruptError(missing, tensor=dotted(link.path))
+    return state.get("files") if checksums.IN_STATE in state else None
+
+
+def _check(state: Mapping[str, Any], name: str) -> None:
+    """Raise CorruptError for a state that does not have its checksum, if it has one."""
+    expected, files = state.get(checksums.IN_STATE), state.get("files")
+    if expected is None:
+        return
+    actual = checksums.of_state(state)
+    if actual != expected or not isinstance(files, dict):
+        text = f"{name} has CRC-32 {actual}, but the writer left {expected!r:.20}: something in it has changed"
+        hint = f"take another copy of it; if you have edited it, remove the line `{checksums.IN_STATE}`"
+        raise CorruptError(text, hint=hint, found=actual, expected=expected)
 
 
 def _length(value: Any, path: Path, name: str) -> int:
@@ -176,5 +204,5 @@ def _read_tensor(
             actual, expected = f"{entry.dtype} {list(entry.shape)}", f"{nbytes} bytes of a {dtype} {list(sizes)}"
             text = f"`{catalogue.files[number].location}`: tensor `{stored}` is {actual}, not the {expected}"
             raise CorruptError(text, tensor=dotted(path))
-    chunks = Chunks.single(sizes, Extent(number, entry.begin, entry.end - entry.begin))
+    chunks = Chunks.single(sizes, checksums.extent(number, entry))
     return Tensor(path, dtype, sizes, chunks, embedded=item.get("embedded") is True)

@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from contextlib import closing
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 
 from ckpttool.catalogue import typed_json
-from ckpttool.catalogue.entries import Catalogue, Chunks, Extent, Path, Tensor
+from ckpttool.catalogue.entries import Catalogue, Chunks, Extent, File, Path, Record, Tensor
 from ckpttool.catalogue.protocols import Crcs, CreatedSink, Loss, Sink, SinkOptions
 from ckpttool.errors import LossError
-from ckpttool.formats.safetensors import sharding, state_json
-from ckpttool.formats.safetensors.model_files import MODEL, mount
+from ckpttool.formats.safetensors import checksums, index, sharding, state_json
+from ckpttool.formats.safetensors.model_files import MODEL
 from ckpttool.formats.safetensors.sharding import MAX_SHARD_SIZE, SUFFIX, FilePlan
 from ckpttool.formats.safetensors.state_json import Place
 from ckpttool.serialization import safetensors_header
+from ckpttool.serialization.safetensors_header import Header
 from ckpttool.storage import files
-from ckpttool.storage.stores import locate
+from ckpttool.storage.stores import Location, locate
 from ckpttool.version import __version__
 
 
@@ -24,49 +24,82 @@ def create(path: str, planned: Catalogue, options: SinkOptions) -> Sink:
     """Create files of full size, with headers: a model by the convention of Hugging Face, anything else as a state."""
     one_file = options.one_file or path.endswith(SUFFIX)
     max_size = options.max_shard_size or MAX_SHARD_SIZE
-    model = sharding.is_model(planned)
+    model, state = sharding.is_model(planned), b""
     if one_file and not model:
         raise LossError(f"`{path}`: one safetensors file holds the tensors of one model, and nothing else")
     created = Catalogue("safetensors")
     if model:
         metadata, most = planned.facts.get("metadata", {}), None if one_file else max_size
         plan = sharding.plan_model(planned, most, metadata, keep_order=options.keep_order)
-        late_files = plan.indexes
         created.facts["layout"] = "one file" if len(plan.files) == 1 else "indexed"
     else:
         plan = sharding.plan_state(planned, max_size)
         # What JSON cannot encode is found before anything is written.
         state = state_json.build(planned, plan.places, f"ckpttool {__version__}")
-        late_files = {**plan.indexes, state_json.NAME: state}
         created.facts["layout"], created.containers = "training state", dict(planned.containers)
     if not one_file:
         files.make_directory(path)
-    extents = _write_files(created, path, plan.files, one_file)
-    _fill(created, planned, plan.places, extents, model)
+    written = _Files(created, bare=options.bare)
+    for file in plan.files:
+        written.add(file, locate(path) if one_file else locate(path) / file.name)
+    _fill(created, planned, plan.places, written.extents, model)
 
     def finish(crcs: Crcs) -> None:
+        sums = written.finish(crcs)
+        for name, data in plan.indexes.items():
+            (locate(path) / name).put(data if options.bare else index.sealed(data, sums))
         # The state file last of all: without it the directory is not a checkpoint.
-        for name, data in late_files.items():
-            (locate(path) / name).put(data)
+        if state:
+            (locate(path) / state_json.NAME).put(state_json.sealed(state, sums))
 
     return CreatedSink(created, finish)
 
 
-def _write_files(
-    created: Catalogue, path: str, plans: Sequence[FilePlan], one_file: bool
-) -> dict[tuple[str, str], Extent]:
-    """Write each file with its header, and return where the tensors go, by (file, name), as the reader finds them."""
-    extents: dict[tuple[str, str], Extent] = {}
-    with closing(files.Pool(writing=True)) as pool:
-        for plan in plans:
-            head = plan.header()
-            location = locate(path) if one_file else locate(path) / plan.name
-            location.create(len(head) + sum(s.nbytes for s in plan.tensors))
-            pool.write(location, 0, head)
-            number, header = mount(created, location, location.name)
-            for name, entry in header.tensors.items():
-                extents[plan.name, name] = Extent(number, entry.begin, entry.end - entry.begin)
-    return extents
+@dataclass(slots=True)
+class _Files:
+    """The files of a catalogue, each with a header that has room for the checksums of its tensors, unless it is `bare`.
+    `extents` are where the tensors go, by (file, name), as the reader finds them."""
+
+    created: Catalogue
+    bare: bool
+    extents: dict[tuple[str, str], Extent] = field(default_factory=dict)
+    _written: list[tuple[FilePlan, list[int | None], int]] = field(default_factory=list)
+
+    def add(self, plan: FilePlan, location: Location) -> None:
+        """Create a file of full size, with its header. Raises LossError."""
+        text, number = self._head(plan, checksums.room(len(plan.tensors))), len(self.created.files)
+        size = len(text) + sum(spec.nbytes for spec in plan.tensors)
+        location.create(size)
+        with closing(files.Pool(writing=True)) as pool:
+            pool.write(location, 0, text)
+        self.created.files.append(File(location, location.name, size))
+        header = _parsed(text, size, location)
+        for name, entry in header.tensors.items():
+            nbytes = entry.end - entry.begin
+            record = Record(number, entry.begin, nbytes) if nbytes and not self.bare else None
+            self.extents[plan.name, name] = Extent(number, entry.begin, nbytes, record=record)
+        entries = [header.tensors[name] for name in checksums.in_order(header.tensors)]
+        begins = [entry.begin if entry.end > entry.begin else None for entry in entries]
+        self._written.append((plan, begins, checksums.of_header(header.tensors, header.metadata, header.payload)))
+
+    def finish(self, crcs: Crcs) -> dict[str, int]:
+        """Write the checksums, and return that of each file, by its name."""
+        if self.bare:
+            return {}
+        sums: dict[str, int] = {}
+        with closing(files.Pool(writing=True)) as pool:
+            for number, (plan, begins, rest) in enumerate(self._written):
+                value = checksums.value(rest, [crcs[number, begin] if begin is not None else 0 for begin in begins])
+                pool.write(self.created.files[number].location, 0, self._head(plan, value))
+                sums[plan.name] = checksums.of_value(value)
+        return sums
+
+    def _head(self, plan: FilePlan, value: str) -> bytes:
+        return plan.header({} if self.bare else {checksums.KEY: value})
+
+
+def _parsed(text: bytes, size: int, location: Location) -> Header:
+    return safetensors_header.read_header(lambda at, n: text[at : at + n], 0, size, name=f"`{location}`")
 
 
 def _fill(

@@ -120,7 +120,7 @@ def _writer(
 
     def write(path: str) -> str | None:
         assert _SAFE.create is not None
-        sink = _SAFE.create(path, catalogue, SinkOptions(one_file=True, keep_order=keep_order))
+        sink = _SAFE.create(path, catalogue, SinkOptions(one_file=True, keep_order=keep_order, bare=True))
         created = sink.catalogue
         with FileDigest(path, head + payload) if moving.sends else nullcontext() as digest:
             if digest is not None:

@@ -188,7 +188,8 @@ class _Reading:
         record, buffer, crc = piece.record, self._buffer.view, 0
         file = self._catalogue.files[record.file]
         end = piece.offset + piece.nbytes
-        behind = _DESCRIPTOR_SIZE if record.offset + record.nbytes == end <= file.size - _DESCRIPTOR_SIZE else 0
+        is_last = file.crcs_at is None and record.offset + record.nbytes == end <= file.size - _DESCRIPTOR_SIZE
+        behind = _DESCRIPTOR_SIZE if is_last else 0
         try:
             for at in range(0, piece.nbytes, BUFFER):
                 nbytes = min(BUFFER, piece.nbytes - at)
@@ -220,8 +221,8 @@ class _Reading:
         with self._lock:
             self._report.records += 1
         if crc != record.crc:
-            file = self._catalogue.files[record.file].name
-            error = mismatch(record, crc, file, tensors_in(record, self._catalogue), what)
+            file = self._catalogue.files[record.file]
+            error = mismatch(record, crc, file.name, tensors_in(record, self._catalogue), what, file.crcs_at)
             self.findings.append(Finding.of(error, "checksum"))
 
     def _check_descriptor(self, record: Record, data: bytes) -> None:
