@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import time
 from pathlib import Path
 
@@ -61,7 +62,7 @@ def test_a_command_that_goes_on_for_ever_ends_after_a_later_checkpoint(
 ) -> None:
     monkeypatch.setattr("ckpttool.operations.verify_resume.run._TIMEOUT", 0.3)
     loop = 'for at in 2 4 6; do cp {} "$1/$at.safetensors"; done; sleep 600'
-    words = ["sh", "-c", loop.format(saved(tmp_path / "m.safetensors")), "sh", "OUT"]
+    words = ["sh", "-c", loop.format(shlex.quote(saved(tmp_path / "m.safetensors"))), "sh", "OUT"]
     with pytest.raises(Exception, match="no weight changes between step 2 and step 4"):
         run(words, at=2, until=5, checkpoints="OUT/{step}.safetensors", timeout=300.0)
 
