@@ -14,6 +14,8 @@ from same import assert_same
 
 from ckpttool import convert
 
+STEP = transformers.Trainer.training_step
+
 
 @dataclass
 class Run:
@@ -32,8 +34,10 @@ def end_of(folder: Path, checkpoint: Path) -> dict[str, Any]:
         resume(trainer, resume_from_checkpoint=str(checkpoint))
         logged.extend(trainer.state.log_history)
 
-    with mock.patch.object(transformers.Trainer, "train", go_on):
+    steps = mock.patch.object(transformers.Trainer, "training_step", autospec=True, side_effect=STEP)
+    with mock.patch.object(transformers.Trainer, "train", go_on), steps as counted:
         whole = train(folder, save_steps=4).by_step[4]
+    assert counted.call_count == 2, "it began anew"
     untimed = [{key: value for key, value in one.items() if not key.startswith("train_")} for one in logged]
     return {**whole, "logged": untimed}
 
