@@ -51,9 +51,18 @@ def send_model(parts: Sequence[tuple[nn.Module, Sequence[tuple[str, Tensor | Non
         partial(_read_whole, reader, names, buffers[i % 2] if _copies(module) else None) if reader is not None else None
         for i, (module, names) in enumerate(parts)
     ]
+    failed: Exception | None = None
     with closing(ahead(reads)) as ready:
         for (module, _), read in zip(parts, ready, strict=True):
-            _set(module, collectives.first_reads(read) or {})
+            state = collectives.first_reads(read) or {}
+            try:
+                _set(module, state)
+            except Exception as error:
+                # A hook of this rank's: the others go on, and wait for it in what is sent next.
+                failed = failed or error
+    with collectives.together():
+        if failed is not None:
+            raise failed
 
 
 def _read_whole(
@@ -144,8 +153,9 @@ def send_shares(sent: Sequence[OutgoingTensor], reader: Reader | None) -> None:
             outgoing = collectives.first_reads(read)
             if outgoing is None:
                 _receive([(sent[i].shape, shard) for i in batch for shard in sent[i].shards])
-            for work in [dist.isend(memory, dst=rank) for rank, memory in outgoing or ()]:
-                work.wait()
+            with collectives.connected():
+                for work in [dist.isend(memory, dst=rank) for rank, memory in outgoing or ()]:
+                    work.wait()
 
 
 def _batches(sent: Sequence[OutgoingTensor]) -> list[list[int]]:
@@ -154,7 +164,7 @@ def _batches(sent: Sequence[OutgoingTensor]) -> list[list[int]]:
     remaining = 0
     for i, one in enumerate(sent):
         nbytes = prod(one.shape.sizes) * dtypes.dtype(one.shape.dtype).itemsize
-        if nbytes > remaining:
+        if nbytes > remaining or not batches:
             batches.append([])
             remaining = _BATCH
         batches[-1].append(i)
@@ -184,8 +194,9 @@ def _receive(shards: Sequence[tuple[Shape, LocalShard]]) -> None:
         kind = getattr(torch, shape.dtype)
         is_direct = memory.dtype == kind and memory.is_contiguous() and memory.device.type == "cpu"
         buffers.append(memory if is_direct else empty(box[1], kind))
-    for work in [dist.irecv(_bytes(buffer), src=0) for buffer in buffers]:
-        work.wait()
+    with collectives.connected():
+        for work in [dist.irecv(_bytes(buffer), src=0) for buffer in buffers]:
+            work.wait()
     for (_, shard), buffer in zip(shards, buffers, strict=True):
         if buffer is not shard.memory:
             shard.memory.copy_(buffer)
@@ -222,7 +233,8 @@ def send_tiles(shape: Shape, shards: Sequence[LocalShard], tensor: Tensor | None
 
         collectives.first_reads(read if reader is not None else None)
         raw = _bytes(values).to(device)
-        dist.broadcast(raw, src=0)
+        with collectives.connected():
+            dist.broadcast(raw, src=0)
         values = raw.view(as_torch).reshape(tile[1])
         for shard in shards:
             shared = boxes.overlap(shard.box, tile)

@@ -37,7 +37,8 @@ def all_gather(value: Any) -> list[Any]:
     if not is_distributed():
         return [value]
     values: list[Any] = [None] * world_size()
-    dist.all_gather_object(values, value)
+    with connected():
+        dist.all_gather_object(values, value)
     return values
 
 
@@ -46,7 +47,8 @@ def from_first(value: Any) -> Any:
     if not is_distributed():
         return value
     values = [value]
-    dist.broadcast_object_list(values, src=0)
+    with connected():
+        dist.broadcast_object_list(values, src=0)
     return values[0]
 
 
@@ -55,8 +57,22 @@ def to_first(value: Any) -> list[Any] | None:
     if not is_distributed():
         return [value]
     values: list[Any] | None = [None] * world_size() if rank() == 0 else None
-    dist.gather_object(value, values, dst=0)
+    with connected():
+        dist.gather_object(value, values, dst=0)
     return values
+
+
+@contextmanager
+def connected() -> Iterator[None]:
+    """Context manager of collectives: what they raise when another rank has ended becomes a CkptError."""
+    try:
+        yield
+    except RuntimeError as error:
+        said = str(error).strip().partition("\n")[0]
+        raise CkptError(
+            f"rank {rank()} lost its connection to another rank: {said}",
+            hint="that rank was killed, or failed by itself: what it printed, and the log of the machine, say why",
+        ) from error
 
 
 @contextmanager
@@ -92,8 +108,11 @@ def all_gather_of(value: Callable[[], T]) -> list[T]:
 def _gather_or_raise(own_error: Exception | None, value: T) -> list[T]:
     message = (_sendable(own_error) if is_distributed() else own_error), value
     for number, (error, _) in enumerate(messages := all_gather(message)):
+        if error is not None and number == rank() and (isinstance(own_error, CkptError) or error is own_error):
+            raise own_error or error
         if error is not None:
-            raise (own_error or error) if number == rank() else error
+            # Of this rank's own, the traceback; the class is the same on every rank.
+            raise error from (own_error if number == rank() else None)
     return [value for _, value in messages]
 
 
@@ -127,10 +146,11 @@ def first_reads(read: Callable[[], T] | None) -> T | None:
         except Exception as error:
             own_error = error
     failed = torch.tensor([own_error is not None], dtype=torch.uint8, device=sending_device())
-    dist.broadcast(failed, src=0)
+    with connected():
+        dist.broadcast(failed, src=0)
     if failed.item():
         first_error: Exception = from_first(_sendable(own_error))
-        raise own_error or first_error
+        raise own_error if isinstance(own_error, CkptError) else first_error from own_error
     return values
 
 

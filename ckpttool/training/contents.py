@@ -5,7 +5,7 @@ Small, and the same on every rank, so that a rank that reads can send it to the 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import reduce
 from operator import getitem
@@ -126,9 +126,9 @@ class LoadOptions:
     init_buffers: Callable[[nn.Module], Any] | None = None
 
 
-def describe(catalogue: Catalogue, path: str, read: Read, options: LoadOptions) -> Contents:
-    """Describe the parts of a catalogue that a script loads. Raises UsageError when a part does not exist, or is
-    ambiguous."""
+def describe(catalogue: Catalogue, path: str, read: Read, options: LoadOptions, *, rest: bool = True) -> Contents:
+    """Describe the parts of a catalogue that a script loads, perhaps without the rest. Raises UsageError when a part
+    does not exist, or is ambiguous."""
     contents = Contents(path, catalogue.format)
     catalogue = _without_own(contents, select.start(catalogue), read, options.own)
     chosen: list[Part] = []
@@ -140,6 +140,8 @@ def describe(catalogue: Catalogue, path: str, read: Read, options: LoadOptions) 
         _add_optimizer(contents, catalogue, chosen[-1], read, options.prefix)
     present = [part for part in parts.parts(catalogue) if part.kind in ("model", "optimizer")]
     contents.left = [str(part) for part in present if part not in chosen]
+    if not rest:
+        return contents
     kept = select.select(catalogue, lambda entry: entry.part.kind not in ("model", "optimizer"))
     contents.rest.containers = kept.containers
     for entry in (e for e in kept.entries.values() if not e.embedded):
@@ -159,22 +161,45 @@ def _shape_or_value(key: Path, entry: Tensor | Object, contents: Contents, catal
     return Shape(entry.dtype.name, entry.shape)
 
 
+def own_paths(catalogue: Catalogue, own: Iterable[Path]) -> dict[Path, tuple[Path, Path]]:
+    """Return the paths of the entries that stand at or below keys of the script, by their dotted names as DCP has them:
+    each with the key, and its path below it: `{("model.w",): (("model",), ("model", "w"))}`."""
+    by_name = {dotted(where): where for where in own}
+    if not by_name:
+        return {}
+    found: dict[Path, tuple[Path, Path]] = {}
+    for path, entry in catalogue.entries.items():
+        name = dotted(path)
+        ends = [i for i, letter in enumerate(name) if letter == "."]
+        end = next((end for end in (len(name), *reversed(ends)) if name[:end] in by_name), None)
+        if end is not None and not entry.embedded:
+            where = by_name[name[:end]]
+            is_split_alike = dotted(path[: len(where)]) == dotted(where)
+            tail: Path = path[len(where) :] if is_split_alike else tuple(filter(None, [name[end + 1 :]]))
+            found[path] = where, (*where, *tail)
+    return found
+
+
 def _without_own(contents: Contents, catalogue: Catalogue, read: Read, own: Mapping[Path, bool]) -> Catalogue:
     """Take out the values of the script's other objects, even those of a model or an optimizer by their key (EMA
     weights, or a wrapper around both). Other values that are not sharded stay in the rest."""
-    own_paths: set[Path] = set()
-    for where, is_sharded in own.items():
-        present = {e.path: e.part.kind for e in catalogue.entries.values() if e.path[: len(where)] == where}
-        if is_sharded or not {"model", "optimizer"}.isdisjoint(present.values()):
-            own_paths |= present.keys()
-    if not own_paths:
+    moved = own_paths(catalogue, own)
+    kinds: dict[Path, set[str]] = {}
+    for path, (where, _) in moved.items():
+        kinds.setdefault(where, set()).add(catalogue.entries[path].part.kind)
+    taken = {
+        path: new
+        for path, (where, new) in moved.items()
+        if own[where] or not {"model", "optimizer"}.isdisjoint(kinds[where])
+    }
+    if not taken:
         return catalogue
-    kept = select.select(catalogue, lambda entry: entry.path in own_paths)
+    kept = move(select.select(catalogue, lambda entry: entry.path in taken), taken)
     contents.own.containers = kept.containers
     for entry in (e for e in kept.entries.values() if not e.embedded):
         value = _shape_or_value(("own", *entry.path), entry, contents, kept, read)
         contents.own.add(Object(entry.path, value, part=entry.part))
-    return select.select(catalogue, lambda entry: entry.path not in own_paths)
+    return select.select(catalogue, lambda entry: entry.path not in taken)
 
 
 def _chosen_part(catalogue: Catalogue, kind: str, name: str | None, path: str) -> Part:
@@ -319,6 +344,13 @@ def without_own(contents: Contents, rank: int) -> list[str]:
         if of is not None:
             by_rank.setdefault(str(entry.part), set()).add(of)
     return [part for part, present in by_rank.items() if rank not in present]
+
+
+def paths_of_others(contents: Contents, rank: int) -> set[Path]:
+    """Return the paths at and above the values that other ranks saved for themselves, without the keys of the ranks."""
+    entries = contents.rest.entries.items()
+    of_others = [parts.without_rank(path) for path, entry in entries if _rank_of(entry) not in (None, rank)]
+    return {path[:depth] for path in of_others for depth in range(1, len(path) + 1)}
 
 
 def _rank_of(entry: Tensor | Object) -> int | None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from math import prod
@@ -13,13 +13,13 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from ckpttool.catalogue.entries import Path, Tensor
-from ckpttool.errors import UsageError
+from ckpttool.errors import CkptError, UsageError
 from ckpttool.layout.rename import strip_wrappers
 from ckpttool.training import broadcast, collectives, match
 from ckpttool.training.broadcast import OutgoingTensor
 from ckpttool.training.contents import Contents, Shape, put, with_lists
-from ckpttool.training.match import GroupMatch, ModelMatch
-from ckpttool.training.read import LocalShard, Reader, empty, like, local_shards
+from ckpttool.training.match import GroupMatch, ModelMatch, TensorTarget
+from ckpttool.training.read import LocalShard, Reader, empty, like, local_shards, torch_dtype
 
 # Elements of what is sent in one message with others: there are as many `step`s as parameters.
 _SMALL = 64
@@ -66,6 +66,7 @@ def prepare(
     matched = match.match(model.state_dict(keep_vars=True), contents, owners)
     if filler.strict:
         match.check_complete(matched, contents, model)
+    check_memory(matched.targets, filler)
     if optimizer is None:
         return matched, []
     groups = match.match_groups(optimizer, model, contents)
@@ -78,15 +79,29 @@ def prepare(
     return matched, groups
 
 
-def fill(
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer | None,
-    matched: ModelMatch,
-    groups: Sequence[GroupMatch],
-    filler: Filler,
-) -> None:
-    """Fill a model of tensors or DTensors (FSDP2, tensor parallelism, DDP, plain), and its optimizer."""
-    contents = filler.contents
+def check_memory(targets: Iterable[TensorTarget], filler: Filler) -> None:
+    """Raise UsageError for tensors of a model that cannot be filled, and for those of the checkpoint that no torch
+    tensor holds."""
+    for target in targets:
+        check_fillable(target.value, target.name)
+        tensor = filler.contents.tensors.get(("model", target.name))
+        if tensor is not None:
+            torch_dtype(tensor.dtype, tensor.name)
+
+
+def check_fillable(value: Any, name: str) -> None:
+    """Raise UsageError for a tensor of which several elements are one, and for one with an odd placement."""
+    for _, memory in local_shards(value, name):
+        if any(step == 0 and n > 1 for step, n in zip(memory.stride(), memory.shape, strict=True)):
+            raise UsageError(
+                f"`{name}` is an expanded tensor, of which several elements are one in memory: it cannot be loaded",
+                hint="give it memory of its own with `.contiguous()` or `.clone()`, or make the buffer non-persistent",
+                tensor=name,
+            )
+
+
+def fill(model: nn.Module, matched: ModelMatch, filler: Filler) -> None:
+    """Fill a model of tensors or DTensors (FSDP2, tensor parallelism, DDP, plain)."""
     with torch.no_grad():
         _fill_model(model, matched, filler)
         with collectives.together():
@@ -94,13 +109,21 @@ def fill(
                 key = f"{name}._extra_state".lstrip(".")
                 if key in matched.extra_state:
                     module.set_extra_state(matched.extra_state[key])
-        if optimizer is not None:
-            assert contents.optimizer is not None
-            saved = contents.optimizer.state
-            named = (pair for one in groups for pair in one.pairs())
-            to_fill = [(parameter, name, saved[name]) for parameter, name in named if saved.get(name)]
-            state = fill_state(to_fill, filler, optimizer)
-            as_saved = {id(t.value) for t in matched.targets if is_as_saved(t.value, contents.model[t.name])}
+
+
+def fill_optimizer(
+    optimizer: torch.optim.Optimizer, matched: ModelMatch, groups: Sequence[GroupMatch], filler: Filler
+) -> None:
+    """Fill the optimizer of such a model."""
+    contents = filler.contents
+    assert contents.optimizer is not None
+    saved = contents.optimizer.state
+    named = (pair for one in groups for pair in one.pairs())
+    to_fill = [(parameter, name, saved[name]) for parameter, name in named if saved.get(name)]
+    with torch.no_grad():
+        state = fill_state(to_fill, filler, optimizer)
+        as_saved = {id(t.value) for t in matched.targets if is_as_saved(t.value, contents.model[t.name])}
+        with collectives.together():
             _set_state(optimizer, groups, state, as_saved, contents.path)
 
 
@@ -148,7 +171,9 @@ def fill_state(
     small: list[OutgoingTensor] = []
     shares: list[OutgoingTensor] = []
     by_cpu = filler.sends and collectives.sending_device().type == "cpu"
-    with filler.together():
+    alone: list[tuple[Path, OutgoingTensor]] = []
+    # Memory first: a rank that has none left must not leave the others waiting for it.
+    with collectives.together():
         for parameter, name, state in saved:
             values = result[id(parameter)] = {}
             for below, value in state.items():
@@ -163,9 +188,12 @@ def fill_state(
                     elif filler.sends and not broadcast.is_sharded(value) and prod(shape.sizes) <= _SMALL:
                         small.append(outgoing)
                     else:
-                        filler.fill(key, shape, shards)
+                        alone.append((key, outgoing))
                 put(values, below, value)
             with_lists(values, lists.get(name, ()))
+    with filler.together():
+        for key, outgoing in alone:
+            filler.fill(key, outgoing.shape, outgoing.shards)
     if filler.sends:
         broadcast.send_small(small, filler.reader)
         broadcast.send_shares(shares, filler.reader)
@@ -214,6 +242,8 @@ def hand_over(optimizer: torch.optim.Optimizer, contents: dict[str, Any], path: 
     """Call `Optimizer.load_state_dict`. Raises UsageError for state of another optimizer."""
     try:
         optimizer.load_state_dict(contents)
+    except CkptError:
+        raise
     except (KeyError, TypeError, AttributeError) as error:
         kept = sorted({str(key) for value in contents["state"].values() for key in value})
         raise UsageError(
@@ -221,6 +251,28 @@ def hand_over(optimizer: torch.optim.Optimizer, contents: dict[str, Any], path: 
             f"{type(error).__name__}: {error}",
             hint="make the optimizer as in the run that saved it, or load the model alone",
         ) from None
+    except Exception as error:
+        raise UsageError(
+            f"`{path}`: {type(optimizer).__name__}.load_state_dict failed: {type(error).__name__}: {error}",
+            hint="it is the optimizer's own method, or a hook of it; nothing was changed",
+        ) from error
+
+
+def undo(optimizer: torch.optim.Optimizer) -> Callable[[], None]:
+    """Return a function that gives an optimizer back the state and the groups that it has now."""
+    state, groups = optimizer.state, optimizer.param_groups
+    dicts = [state, *(of for of in state.values() if isinstance(of, dict)), *groups]
+    before = [(one, dict(one)) for one in dicts]
+    listed = list(groups)
+
+    def restore() -> None:
+        optimizer.state, optimizer.param_groups = state, groups
+        groups[:] = listed
+        for one, items in before:
+            one.clear()
+            one.update(items)
+
+    return restore
 
 
 def is_as_saved(parameter: Any, saved: Shape) -> bool:

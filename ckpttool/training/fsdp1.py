@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from itertools import chain
 from typing import Any
 
@@ -27,7 +27,7 @@ from ckpttool.layout.rename import strip_wrappers
 from ckpttool.text import some
 from ckpttool.training import collectives, match
 from ckpttool.training.contents import Contents, Group
-from ckpttool.training.fill import Filler, fill_state, group_of, hand_over, is_as_saved, keep_dtypes
+from ckpttool.training.fill import Filler, check_memory, fill_state, group_of, hand_over, is_as_saved, keep_dtypes
 from ckpttool.training.match import GroupMatch, ModelMatch
 from ckpttool.training.read import local_shards
 
@@ -37,9 +37,20 @@ def is_fsdp1(model: nn.Module) -> bool:
     return any(isinstance(module, FullyShardedDataParallel) for module in model.modules())
 
 
+@dataclass(frozen=True, slots=True)
+class Matched:
+    """A model of FSDP1 with its sharded state dict `values`, and an optimizer, matched with a checkpoint."""
+
+    model: nn.Module
+    optimizer: torch.optim.Optimizer | None
+    values: dict[str, Any]
+    matched: ModelMatch
+    groups: list[GroupMatch]
+
+
 @collectives.quiet(FutureWarning)  # of ShardedTensor at every touch
-def fill(model: nn.Module, optimizer: torch.optim.Optimizer | None, filler: Filler) -> ModelMatch:
-    """Fill model and optimizer. A collective: FSDP1 copies the shards into its flat parameters."""
+def prepare(model: nn.Module, optimizer: torch.optim.Optimizer | None, filler: Filler) -> Matched:
+    """Match names, shapes and groups, and change nothing. Raises UsageError or CorruptError. A collective."""
     with collectives.together():
         meta = [name for name, value in model.named_parameters() if value.is_meta]
         if meta:
@@ -52,22 +63,35 @@ def fill(model: nn.Module, optimizer: torch.optim.Optimizer | None, filler: Fill
         groups = _names_of_groups(model, optimizer) if optimizer is not None else []
     with collectives.together():
         matched = match.match(values, filler.contents, {}, sharded=True)
-        _add_tied(matched, model, values)
+        _add_tied(matched, model, values, filler.contents)
         if filler.strict:
             match.check_complete(matched, filler.contents, model)
+        check_memory(matched.targets, filler)
         matches: list[GroupMatch] = []
         if optimizer is not None and filler.contents.optimizer is not None:
             matches = _match_groups(optimizer, groups, filler.contents)
             matched.without_state = _without_state(model, matches, filler)
     if filler.broadcast:
         match.check_alike(matched, matches)
+    return Matched(model, optimizer, values, matched, matches)
+
+
+@collectives.quiet(FutureWarning)
+def fill(prepared: Matched, filler: Filler) -> None:
+    """Fill the model. A collective: FSDP1 copies the shards into its flat parameters."""
+    model, matched = prepared.model, prepared.matched
     with torch.no_grad():
         _fill_model(matched, filler)
         with sharded(model), collectives.together():
-            model.load_state_dict({**values, **matched.extra_state})
-        if optimizer is not None:
-            _fill_optimizer(model, optimizer, values, matches, filler)
-    return matched
+            model.load_state_dict({**prepared.values, **matched.extra_state})
+
+
+@collectives.quiet(FutureWarning)
+def fill_optimizer(prepared: Matched, filler: Filler) -> None:
+    """Fill the optimizer. A collective."""
+    assert prepared.optimizer is not None
+    with torch.no_grad():
+        _fill_optimizer(prepared.model, prepared.optimizer, prepared.values, prepared.groups, filler)
 
 
 @contextmanager
@@ -79,11 +103,16 @@ def sharded(model: nn.Module) -> Iterator[None]:
         yield
 
 
-def _add_tied(matched: ModelMatch, model: nn.Module, values: dict[str, Any]) -> None:
-    """Add second names of tied weights that the checkpoint lacks: FSDP1 loads both names into the same memory."""
+def _add_tied(matched: ModelMatch, model: nn.Module, values: dict[str, Any], contents: Contents) -> None:
+    """Add second names of tied weights that the checkpoint lacks: FSDP1 loads both names into the same memory. Those
+    that are two tensors there are noted as untied."""
     clean = {strip_wrappers(key): key for key in values}
     saved = {strip_wrappers(target.key): target for target in matched.targets}
     for one, other in _ties(model):
+        if one in saved and other in saved:
+            names = saved[other].name, saved[one].name
+            if len({contents.same.get(name, name) for name in names}) == 2:
+                matched.untied.append(names)
         for name, first in ((one, other), (other, one)):
             if name in matched.missing and first in saved:
                 matched.missing.remove(name)
@@ -189,7 +218,8 @@ def _fill_optimizer(
     saved_state = {"state": state, "param_groups": [group_of(one, one.names) for one in matches]}
     with sharded(model):
         flat = FullyShardedDataParallel.optim_state_dict_to_load(model, optimizer, saved_state)
-    hand_over(optimizer, flat, filler.contents.path)
+    with collectives.together():
+        hand_over(optimizer, flat, filler.contents.path)
     # A flat parameter stands for several, of one dtype.
     shapes = {strip_wrappers(name): shape for name, shape in filler.contents.model.items()}
     for one, group in zip(matches, flat["param_groups"], strict=True):

@@ -12,26 +12,36 @@ from __future__ import annotations
 import logging
 import os
 import platform
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import nn
 
 from ckpttool.catalogue import parts
-from ckpttool.catalogue.entries import Catalogue
+from ckpttool.catalogue.entries import Catalogue, Path, dotted
 from ckpttool.catalogue.validation import validate
-from ckpttool.errors import ReadError, UsageError
+from ckpttool.errors import CkptError, ReadError, UsageError
 from ckpttool.producers.open import naming, open_source
 from ckpttool.storage.crc import crc32
 from ckpttool.storage.stores import local_path
 from ckpttool.text import meant, size, some
 from ckpttool.training import collectives, fill, fsdp1, match
 from ckpttool.training.check_read import check_read
-from ckpttool.training.contents import Contents, LoadOptions, describe, nested_rest, without_own
+from ckpttool.training.check_ties import check_ties
+from ckpttool.training.contents import (
+    Contents,
+    LoadOptions,
+    describe,
+    nested_rest,
+    own_paths,
+    paths_of_others,
+    without_own,
+)
 from ckpttool.training.fill import Filler
+from ckpttool.training.match import GroupMatch, ModelMatch
 from ckpttool.training.materialize import materialize
 from ckpttool.training.read import Reader
 
@@ -111,8 +121,6 @@ def load(
         CkptError: the same on every rank, before anything is changed unless reading itself fails, the optimizer refuses
             the state, or a checksum differs: it is known when all has been read, and the model holds that then.
     """
-    if model is None and optimizer is not None:
-        raise UsageError("an optimizer is loaded with its model, which knows the names of the parameters")
     prefix = f"{strip_prefix.rstrip('.')}." if strip_prefix else ""
     options = LoadOptions(
         model,
@@ -127,92 +135,190 @@ def load(
         shapes=shapes,
         init_buffers=init_buffers,
     )
-    return load_parts(os.fspath(path), options)
+
+    def targets() -> list[LoadOptions]:
+        if model is None and optimizer is not None:
+            raise UsageError("an optimizer is loaded with its model, which knows the names of the parameters")
+        return [options]
+
+    return load_parts(os.fspath(path), targets)
 
 
-def load_parts(
-    path: str,
-    options: LoadOptions,
-    refuse: Callable[[dict[Any, Any], Contents], None] | None = None,
-    fill_own: Callable[[Filler], None] | None = None,
-) -> Loaded:
-    """Load as `load` does; `refuse` may refuse the rest before any change, `fill_own` fills other objects."""
-    strategy = options.strategy
-    if strategy not in STRATEGIES:
-        hint = meant(strategy, list(STRATEGIES), "one of `auto`, `parallel`, `broadcast`")
-        raise UsageError(f"there is no strategy `{strategy}`", hint=hint)
-    _check_one_path(path, options)
-    chosen, why = choose(path, strategy)
+class OwnObjects(Protocol):
+    """Other objects of a script, which `load_parts` loads with its models."""
+
+    def prepare(self, rest: dict[Any, Any], filler: Filler, without_own: set[Path]) -> None:
+        """Find what the checkpoint has of them, and change nothing. May raise on one rank."""
+
+    def read(self, filler: Filler) -> None:
+        """Read what is sharded, or in a model or an optimizer of the checkpoint. A collective."""
+
+    def restore(self) -> None:
+        """Give the objects what was read. May raise on one rank."""
+
+
+@dataclass(slots=True)
+class _Target:
+    """A model with its optimizer, matched with the contents: nothing was changed yet."""
+
+    options: LoadOptions
+    filler: Filler
+    fsdp1: fsdp1.Matched | None
+    matched: ModelMatch
+    groups: list[GroupMatch]
+
+
+def load_parts(path: str, targets: Callable[[], list[LoadOptions]], own: OwnObjects | None = None) -> Loaded:
+    """Load the models that `targets` returns, with their optimizers, and other objects. All of them are matched before
+    the first is changed."""
+    options: list[LoadOptions] = []
+
+    def arguments() -> dict[str, Any]:
+        options.extend(targets())
+        return _arguments(options)
+
+    collectives.same_on_all(arguments)
+    _check_one_path(path, options[0])
+    chosen, why = choose(path, options[0].strategy)
     log.info("loading `%s` by `%s`: %s", path, chosen, why)
+    if chosen == "broadcast":
+        collectives.same_on_all(lambda: {"keys": sorted(map(dotted, options[0].own))})
     with _opened(path, chosen, options) as (reader, contents):
-        loaded = Loaded(path, contents.format, chosen, why, left=contents.left)
+        fillers = [Filler(reader, one, broadcast=chosen == "broadcast", strict=options[0].strict) for one in contents]
+        first, rank = contents[0], collectives.rank()
+        loaded = Loaded(path, first.format, chosen, why, left=_left(contents))
         with collectives.together():
-            loaded.rest = nested_rest(contents, collectives.rank())
-            loaded.without_own = without_own(contents, collectives.rank())
-            if refuse is not None:
-                refuse(loaded.rest, contents)
-        filler = Filler(reader, contents, broadcast=chosen == "broadcast", strict=options.strict)
-        if options.model is not None:
-            _fill(options.model, options, filler, loaded)
-        if fill_own is not None:
-            fill_own(filler)
+            loaded.rest = nested_rest(first, rank)
+            loaded.without_own = without_own(first, rank)
+            if own is not None:
+                own.prepare(loaded.rest, fillers[0], paths_of_others(first, rank))
+        pairs = zip(options, fillers, strict=True)
+        prepared = [_prepare(one, filler) for one, filler in pairs if one.model is not None]
+        _fill(prepared, loaded)
+        if own is not None:
+            own.read(fillers[0])
         loaded.bytes_checked, loaded.unchecked = check_read(reader, in_parts=chosen == "parallel")
         loaded.bytes_read = reader.nbytes if reader is not None else 0
+    if own is not None:
+        with collectives.together():
+            own.restore()
     if loaded.uninitialised:
         log.warning("`%s`: not in the checkpoint, and uninitialised: %s", path, some(loaded.uninitialised))
     if loaded.without_own:
-        log.warning("`%s`: rank %d saved no %s", path, collectives.rank(), ", ".join(loaded.without_own))
+        log.warning("`%s`: rank %d saved no %s", path, rank, ", ".join(loaded.without_own))
     checked = "".join(f", {size(nbytes)} not: {why}" for why, nbytes in loaded.unchecked.items())
-    what = f"{size(loaded.bytes_read)} read by rank {collectives.rank()}, {size(loaded.bytes_checked)} checked{checked}"
+    what = f"{size(loaded.bytes_read)} read by rank {rank}, {size(loaded.bytes_checked)} checked{checked}"
     log.info("loaded `%s`: %s", path, what)
     return loaded
 
 
-def _fill(model: nn.Module, options: LoadOptions, filler: Filler, loaded: Loaded) -> None:
-    optimizer = options.optimizer
-    if fsdp1.is_fsdp1(model):
-        matched = fsdp1.fill(model, optimizer, filler)
+def _arguments(targets: Sequence[LoadOptions]) -> dict[str, Any]:
+    """Return what every rank has to pass alike. Raises UsageError for a strategy that there is none of."""
+    one = targets[0]
+    if one.strategy not in STRATEGIES:
+        hint = meant(one.strategy, list(STRATEGIES), "one of `auto`, `parallel`, `broadcast`")
+        raise UsageError(f"there is no strategy `{one.strategy}`", hint=hint)
+    return {
+        "strategy": one.strategy,
+        "strict": one.strict,
+        "check": one.check,
+        "models": [(t.model is not None, t.model_key) for t in targets],
+        "optimizers": [(t.optimizer is not None, t.optimizer_key) for t in targets],
+        "strip_prefix": one.prefix,
+    }
+
+
+def _left(contents: Sequence[Contents]) -> list[str]:
+    return [part for part in contents[0].left if all(part in one.left for one in contents)]
+
+
+def _prepare(options: LoadOptions, filler: Filler) -> _Target:
+    model, optimizer = options.model, options.optimizer
+    assert model is not None
+    of_fsdp1 = fsdp1.prepare(model, optimizer, filler) if fsdp1.is_fsdp1(model) else None
+    if of_fsdp1 is not None:
+        matched, groups = of_fsdp1.matched, of_fsdp1.groups
     else:
         with collectives.together():
             matched, groups = fill.prepare(model, optimizer, filler)
         if filler.broadcast:
             match.check_alike(matched, groups)
-        # What is not in the checkpoint has no values of its own either.
-        values = model.state_dict(keep_vars=True)
-        without = [name for name in matched.missing if getattr(values.get(name), "is_meta", False)]
-        loaded.uninitialised = without + materialize(model, options.device, filler.strict, options.init_buffers)
-        fill.fill(model, optimizer, matched, groups, filler)
-    loaded.missing, loaded.unexpected = matched.missing, matched.unexpected
-    loaded.other_dtype, loaded.without_state = [*matched.other_dtype], matched.without_state
+    check_ties(matched, filler)
+    return _Target(options, filler, of_fsdp1, matched, groups)
+
+
+def _fill(targets: Sequence[_Target], loaded: Loaded) -> None:
+    """Fill the optimizers, which get back what they had if one of them refuses its state, and then the models."""
+    for target in targets:
+        options, matched = target.options, target.matched
+        assert options.model is not None
+        if target.fsdp1 is None:
+            # What is not in the checkpoint has no values of its own either.
+            values = options.model.state_dict(keep_vars=True)
+            loaded.uninitialised += [n for n in matched.missing if getattr(values.get(n), "is_meta", False)]
+            loaded.uninitialised += materialize(
+                options.model, options.device, target.filler.strict, options.init_buffers
+            )
+        loaded.missing += matched.missing
+        loaded.unexpected += matched.unexpected
+        loaded.other_dtype += matched.other_dtype
+        loaded.without_state += matched.without_state
+    with ExitStack() as undo:
+        for target in targets:
+            if target.options.optimizer is not None:
+                undo.callback(fill.undo(target.options.optimizer))
+                if target.fsdp1 is not None:
+                    fsdp1.fill_optimizer(target.fsdp1, target.filler)
+                else:
+                    fill.fill_optimizer(target.options.optimizer, target.matched, target.groups, target.filler)
+        undo.pop_all()
+    for target in targets:
+        with _said_to_be_partial(loaded.path):
+            if target.fsdp1 is not None:
+                fsdp1.fill(target.fsdp1, target.filler)
+            elif target.options.model is not None:
+                fill.fill(target.options.model, target.matched, target.filler)
 
 
 @contextmanager
-def _opened(path: str, strategy: str, options: LoadOptions) -> Iterator[tuple[Reader | None, Contents]]:
-    """Context manager with the reader, on ranks that read, and what the checkpoint says, on all."""
+def _said_to_be_partial(path: str) -> Iterator[None]:
+    """Context manager in which an error of the script's own code, such as of a hook, says what it leaves behind."""
+    try:
+        yield
+    except CkptError as error:
+        if type(error) is CkptError and error.hint is None:
+            error.hint = f"the model and the optimizer hold a part of `{path}` now: load again, or stop"
+        raise
+
+
+@contextmanager
+def _opened(path: str, strategy: str, targets: Sequence[LoadOptions]) -> Iterator[tuple[Reader | None, list[Contents]]]:
+    """Context manager with the reader, on ranks that read, and what the checkpoint says for each target, on all."""
     reader: Reader | None = None
-    contents: Contents | None = None
+    contents: list[Contents] = []
     with ExitStack() as stack:
         with collectives.together():
             if strategy == "parallel" or collectives.rank() == 0:
-                reader = stack.enter_context(closing(Reader(open_source(path, options.shapes), check=options.check)))
+                source = open_source(path, targets[0].shapes)
+                reader = stack.enter_context(closing(Reader(source, check=targets[0].check)))
                 catalogue = reader.source.catalogue
                 with naming(path):
-                    _check(catalogue, path, options)
-                    contents = describe(catalogue, path, reader.whole, options)
+                    _check(catalogue, path, targets)
+                    contents = [describe(catalogue, path, reader.whole, t, rest=not i) for i, t in enumerate(targets)]
         if strategy == "broadcast":
-            sent = collectives.from_first(contents.for_others() if contents is not None else None)
+            sent = collectives.from_first([one.for_others() for one in contents])
             contents = contents or sent
-        assert contents is not None
         if strategy == "parallel":
-            _check_one_step(path, contents)
+            for one in contents:
+                _check_one_step(path, one)
         yield reader, contents
 
 
-def _check(catalogue: Catalogue, path: str, options: LoadOptions) -> None:
+def _check(catalogue: Catalogue, path: str, targets: Sequence[LoadOptions]) -> None:
     """Raise CorruptError unless what is loaded, and the rest, is complete. A model or an optimizer that is not loaded
     may be damaged; that is logged as a warning."""
-    unused = {kind for kind in ("model", "optimizer") if getattr(options, kind) is None}
-    own = {path for path in catalogue.entries for where in options.own if path[: len(where)] == where}
+    unused = {kind for kind in ("model", "optimizer") if all(getattr(one, kind) is None for one in targets)}
+    own = own_paths(catalogue, targets[0].own)
     entries = {path: e for path, e in catalogue.entries.items() if e.part.kind not in unused or path in own}
     absent = [fault for fault in catalogue.faults if parts.kind_of_key(fault.facts.get("absent")) in unused]
     validate(replace(catalogue, entries=entries, faults=[fault for fault in catalogue.faults if fault not in absent]))

@@ -7,8 +7,7 @@ load_into(path, state)        # state["step"] is 1000 now, the others are as the
 from __future__ import annotations
 
 import os
-from collections import Counter
-from collections.abc import Callable, Iterator, MutableMapping
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from dataclasses import replace
 from functools import reduce
 from operator import getitem
@@ -17,17 +16,17 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed._shard.sharded_tensor import ShardedTensor
-from torch.distributed.tensor import DTensor
 
 from ckpttool.catalogue import flatten, parts
-from ckpttool.catalogue.entries import Path, dotted
-from ckpttool.errors import UsageError
+from ckpttool.catalogue.entries import Object, Path, above, dotted
+from ckpttool.errors import CkptError, UsageError
 from ckpttool.text import meant
-from ckpttool.training import collectives
-from ckpttool.training.contents import Contents, LoadOptions, Shape, from_picklable
-from ckpttool.training.fill import Filler
+from ckpttool.training import collectives, known_objects
+from ckpttool.training.contents import LoadOptions, Shape, from_picklable
+from ckpttool.training.fill import Filler, check_fillable
 from ckpttool.training.load import Loaded, load_parts
 from ckpttool.training.read import empty, like, local_shards
+from ckpttool.training.sharded_values import is_sharded
 
 State = MutableMapping[str, Any]
 
@@ -65,52 +64,40 @@ def load_into(
         CkptError: the same on every rank.
     """
     path = os.fspath(path)
-    leaves = list(_leaves(state, ()))
-    models = {where: value for where, value in leaves if isinstance(value, nn.Module)}
-    optimizers = {where: value for where, value in leaves if isinstance(value, torch.optim.Optimizer)}
-    others = {w: v for w, v in leaves if w not in models and w not in optimizers}
-    if optimizers and not models:
-        raise UsageError("an optimizer is loaded with its model, which knows the names of the parameters")
-    with collectives.together():
-        own = _CustomObjects({where: value for where, value in others.items() if hasattr(value, "load_state_dict")})
-    missing: list[str] = []
+    own = _OwnObjects(path, state, strict)
 
-    def refuse(rest: dict[Any, Any], contents: Contents) -> None:
-        own.find(contents)
-        missing.extend(dotted(where) for where in others if where not in own.found and not _find(rest, where))
-        if missing and strict:
-            present = [dotted(where) for where, _ in _leaves(rest, ())]
-            hint = meant(missing[0], present, "`strict=False` leaves what is not there as it was")
-            raise UsageError(f"`{path}` does not hold `{missing[0]}`", hint=hint, missing=missing)
+    def targets() -> list[LoadOptions]:
+        models, optimizers = own.take_apart()
+        options = LoadOptions(
+            own=own.sharded,
+            strategy=strategy,
+            strict=strict,
+            check=check,
+            device=device,
+            shapes=shapes,
+            init_buffers=init_buffers,
+        )
+        return [*_targets(options, models, optimizers)]
 
-    options = LoadOptions(
-        own=own.sharded,
-        strategy=strategy,
-        strict=strict,
-        check=check,
-        device=device,
-        shapes=shapes,
-        init_buffers=init_buffers,
-    )
-    first, *others_of_kind = _targets(options, models, optimizers)
-    loaded = load_parts(path, first, refuse, own.fill)
-    for target in others_of_kind:
-        loaded = _joined(loaded, load_parts(path, target))
-    with collectives.together():
-        for where, value in others.items():
-            saved = [] if where in own.found else _find(loaded.rest, where)
-            if saved:
-                _restore(state, where, value, saved[0])
-    loaded.missing += missing
+    loaded = load_parts(path, targets, own)
+    loaded.missing += own.missing
     return loaded
 
 
 def _leaves(state: Any, where: Path) -> Iterator[tuple[Path, Any]]:
-    for key, value in state.items():
-        if isinstance(value, MutableMapping) and value and not hasattr(value, "load_state_dict"):
+    """Yield the values of nested dicts; those of a list too if it has sharded tensors."""
+    for key, value in state.items() if isinstance(state, Mapping) else enumerate(state):
+        is_dict = isinstance(value, MutableMapping) and value and not hasattr(value, "load_state_dict")
+        if is_dict or (isinstance(value, list) and _has_sharded(value)):
             yield from _leaves(value, (*where, key))
         else:
             yield (*where, key), value
+
+
+def _has_sharded(value: Any) -> bool:
+    if isinstance(value, (list, Mapping)):
+        return any(map(_has_sharded, value.values() if isinstance(value, Mapping) else value))
+    return is_sharded(value)
 
 
 def _targets(
@@ -139,64 +126,180 @@ def _targets(
         )
 
 
-class _CustomObjects:
-    """Objects of the script with a `load_state_dict`, which are filled in shards: `sharded` says which have sharded
-    tensors, `found` are those that the checkpoint has."""
+class _OwnObjects:
+    """What a script has beside models and optimizers: objects with a `load_state_dict`, tensors and other values.
 
-    def __init__(self, objects: dict[Path, Any]) -> None:
-        self._objects = objects
-        self._now = {where: _tensors(value) for where, value in objects.items()}
-        self.sharded = {where: any(map(_is_sharded, current.values())) for where, current in self._now.items()}
-        self.found: set[Path] = set()
+    Tensors are filled in place, in shards if they are sharded. `missing` are those that the checkpoint lacks.
+    """
 
-    def find(self, contents: Contents) -> None:
-        """Find the objects in the checkpoint."""
-        present = {path[:depth] for path in contents.own.entries for depth in range(1, len(path) + 1)}
-        self.found = self._objects.keys() & present
+    def __init__(self, path: str, state: State, strict: bool) -> None:
+        self._path, self._state, self._strict = path, state, strict
+        self._values: dict[Path, Any] = {}
+        self._now: dict[Path, dict[Path, Any]] = {}
+        self._found: dict[Path, Any] = {}
+        self._to_read: set[Path] = set()
+        self.sharded: dict[Path, bool] = {}
+        self.missing: list[str] = []
 
-    def fill(self, filler: Filler) -> None:
-        """Load the value of each object. A collective."""
+    def take_apart(self) -> tuple[dict[Path, nn.Module], dict[Path, torch.optim.Optimizer]]:
+        """Return the models and the optimizers. Raises UsageError for an optimizer without a model."""
+        # In one order on all ranks, as `dcp.load` has it: methods of objects may call collectives.
+        leaves = dict(sorted(_leaves(self._state, ()), key=lambda leaf: dotted(leaf[0])))
+        models = {where: value for where, value in leaves.items() if isinstance(value, nn.Module)}
+        optimizers = {where: value for where, value in leaves.items() if isinstance(value, torch.optim.Optimizer)}
+        if optimizers and not models:
+            raise UsageError("an optimizer is loaded with its model, which knows the names of the parameters")
+        self._values = {w: v for w, v in leaves.items() if w not in models and w not in optimizers}
+        self._now = {where: _tensors(value, where) for where, value in self._values.items()}
+        self.sharded = {where: any(map(is_sharded, now.values())) for where, now in self._now.items()}
+        # All of a list or none: what is left of one would move up.
+        lists = {path for where, yes in self.sharded.items() if yes for path in self._lists_above(where)}
+        self.sharded |= dict.fromkeys((w for w in leaves if not lists.isdisjoint(self._lists_above(w))), True)
+        self.sharded = {where: yes for where, yes in self.sharded.items() if where in self._values}
+        return models, optimizers
+
+    def _lists_above(self, where: Path) -> list[Path]:
+        state: Any = self._state
+        return [path for path in above(where) if isinstance(reduce(getitem, path, state), list)]
+
+    def prepare(self, rest: dict[Any, Any], filler: Filler, without_own: set[Path]) -> None:
+        """Find each value in the checkpoint. Raises UsageError for those that are missing, or do not fit."""
+        contents = filler.contents
+        below: dict[Path, list[Object]] = {}
+        for entry in contents.own.objects:
+            where = next(
+                entry.path[:depth] for depth in range(len(entry.path), 0, -1) if entry.path[:depth] in self._now
+            )
+            below.setdefault(where, []).append(entry)
+        self._to_read = set(below)
+        for where, value in self._values.items():
+            saved = [] if where in below else _find(rest, where)
+            if saved:
+                self._found[where] = saved[0]
+                self._check(where, value, saved[0])
+            elif where in below:
+                for entry in below[where]:
+                    self._check_entry(where, value, entry)
+            elif contents.format == "dcp" and _is_empty(value):
+                self._found[where] = {} if hasattr(value, "load_state_dict") else value  # DCP leaves it out
+            elif where not in without_own:
+                self.missing.append(dotted(where))
+        if self.missing and self._strict:
+            present = [dotted(where) for where, _ in _leaves(rest, ())]
+            hint = meant(self.missing[0], present, "`strict=False` leaves what is not there as it was")
+            raise UsageError(f"`{self._path}` does not hold `{self.missing[0]}`", hint=hint, missing=self.missing)
+
+    def _check(self, where: Path, value: Any, saved: Any) -> None:
+        if isinstance(value, torch.Tensor) and isinstance(saved, torch.Tensor) and value.shape == saved.shape:
+            check_fillable(value, dotted(where))
+        kind = None if hasattr(value, "load_state_dict") else known_objects.unknown(saved)
+        if kind is not None:
+            self._refuse_class(where, kind)
+
+    def _refuse_class(self, where: Path, kind: str) -> None:
+        if not self._strict:
+            self._found.pop(where, None)
+            self._to_read.discard(where)
+            self.missing.append(dotted(where))
+            return
+        raise UsageError(
+            f"`{self._path}`: `{dotted(where)}` holds an object of the class {kind}, which is not made from a "
+            "checkpoint",
+            hint="tensors, numbers, strings and containers of them are loaded, and an object that has a "
+            "`load_state_dict`; `strict=False` leaves the value as it was",
+            tensor=dotted(where),
+        )
+
+    def _check_entry(self, where: Path, value: Any, entry: Object) -> None:
+        saved = from_picklable(entry.value)
+        if not isinstance(saved, Shape):
+            kind = None if hasattr(value, "load_state_dict") else known_objects.unknown(saved)
+            if kind is not None:
+                self._refuse_class(where, kind)
+            return
+        current, name = self._now[where].get(entry.path), dotted(entry.path)
+        if entry.path == where and current is not None and tuple(current.size()) != saved.sizes:
+            raise UsageError(
+                f"`{self._path}`: tensor `{name}`: {list(saved.sizes)} in the checkpoint, {list(current.size())} here",
+                hint="a tensor is filled in place: make it of the size that was saved",
+                tensor=name,
+                found=list(saved.sizes),
+                expected=list(current.size()),
+            )
+        if current is not None and (entry.path == where or is_sharded(current)):
+            check_fillable(current, name)
+
+    def read(self, filler: Filler) -> None:
+        """Read what is sharded, or in a model or an optimizer of the checkpoint. A collective."""
+        if not self._to_read:
+            return
         own = filler.contents.own
         values = {entry.path: from_picklable(entry.value) for entry in own.objects}
-        with filler.together():
+        with torch.no_grad(), filler.together():
             for path, value in values.items():
                 if isinstance(value, Shape):
                     values[path] = room = self._room(path, value)
                     filler.fill(("own", *path), value, local_shards(room, dotted(path)))
         loaded = flatten.unflatten(own, lambda entry: values[entry.path])
-        with collectives.together():
-            for where in sorted(self.found):
-                self._objects[where].load_state_dict(reduce(getitem, where, loaded))
+        self._found |= {where: reduce(getitem, where, loaded) for where in self._to_read}
 
     def _room(self, path: Path, shape: Shape) -> Any:
-        for where in self.found:
-            current: Any = self._now[where].get(path[len(where) :]) if path[: len(where)] == where else None
-            if _is_sharded(current) and tuple(current.size()) == shape.sizes:
-                return like(current, current.dtype)
+        """Return the memory to read a tensor into: that of the script's own, or of one that lies as an object's."""
+        current: Any = self._values.get(path)
+        if isinstance(current, torch.Tensor) and tuple(current.size()) == shape.sizes and not current.is_meta:
+            return current
+        where = next(path[:depth] for depth in range(len(path), 0, -1) if path[:depth] in self._now)
+        current = self._now[where].get(path)
+        if is_sharded(current) and tuple(current.size()) == shape.sizes:
+            return like(current, current.dtype)
         return empty(shape.sizes, getattr(torch, shape.dtype))
 
+    def restore(self) -> None:
+        """Give the objects their states, and the state of the script its values. Raises CkptError where an object's
+        own method fails."""
+        for where, value in self._values.items():
+            if where not in self._found:
+                continue
+            saved = self._found[where]
+            if not hasattr(value, "load_state_dict"):
+                state: Any = self._state
+                container = reduce(getitem, where[:-1], state)
+                container[where[-1]] = _restored(value, saved)
+                continue
+            try:
+                value.load_state_dict(saved)
+            except CkptError:
+                raise
+            except Exception as error:
+                raise CkptError(
+                    f"`{self._path}`: `load_state_dict` of `{dotted(where)}` failed on rank {collectives.rank()}: "
+                    f"{type(error).__name__}: {error}",
+                    hint="it is the script's own; models, optimizers and the values before it are loaded",
+                ) from error
 
-def _tensors(value: Any) -> dict[Path, Any]:
-    """Return the tensors of an object's state dict."""
-    leaves = _leaves(value.state_dict() if hasattr(value, "state_dict") else {}, ())
-    return {where: current for where, current in leaves if isinstance(current, (torch.Tensor, ShardedTensor))}
+
+def _is_empty(value: Any) -> bool:
+    """Return whether an object has nothing to save now, or a value is an empty dict or list."""
+    state = value.state_dict() if hasattr(value, "state_dict") else value
+    return isinstance(state, (Mapping, list)) and not state
 
 
-def _is_sharded(value: Any) -> bool:
-    return isinstance(value, (DTensor, ShardedTensor))
-
-
-def _joined(loaded: Loaded, more: Loaded) -> Loaded:
-    sums = ("bytes_read", "bytes_checked", "missing", "unexpected", "uninitialised", "other_dtype", "without_state")
-    both = {name: getattr(loaded, name) + getattr(more, name) for name in sums}
-    unchecked = Counter(loaded.unchecked) + Counter(more.unchecked)
-    return replace(loaded, **both, unchecked=dict(unchecked), left=[part for part in loaded.left if part in more.left])
+def _tensors(value: Any, where: Path) -> dict[Path, Any]:
+    """Return the tensors of a value, or of an object's state dict, by their paths."""
+    if isinstance(value, (torch.Tensor, ShardedTensor)):
+        return {where: value}
+    state = value.state_dict() if hasattr(value, "load_state_dict") and hasattr(value, "state_dict") else {}
+    leaves = _leaves(state, where) if isinstance(state, Mapping) else ()
+    return {path: current for path, current in leaves if isinstance(current, (torch.Tensor, ShardedTensor))}
 
 
 def _find(rest: dict[Any, Any], where: Path) -> list[Any]:
     """Return the value saved under a key, in a list; empty when there is none."""
     node: Any = rest
     for key in where:
+        if isinstance(node, list) and type(key) is int and key < len(node):
+            node = node[key]
+            continue
         if not isinstance(node, dict):
             return []
         if key not in node:
@@ -209,12 +312,16 @@ def _find(rest: dict[Any, Any], where: Path) -> list[Any]:
     return [node]
 
 
-def _restore(state: Any, where: Path, value: Any, saved: Any) -> None:
-    if hasattr(value, "load_state_dict"):
-        value.load_state_dict(saved)
-        return
-    if isinstance(value, torch.Tensor) and isinstance(saved, torch.Tensor) and value.shape == saved.shape:
-        value.copy_(saved)
-    else:
-        above: Any = reduce(getitem, where[:-1], state)
-        above[where[-1]] = saved
+def _restored(current: Any, saved: Any) -> Any:
+    """Return the saved value in place of the current one: tensors of the same shape, also in lists, are filled in
+    place, as others may refer to them."""
+    if current is saved:
+        return current
+    both = isinstance(current, torch.Tensor) and isinstance(saved, torch.Tensor)
+    if both and current.shape == saved.shape and not is_sharded(current) and not current.is_meta:
+        current.detach().copy_(saved)
+        return current
+    if type(current) is list and type(saved) is list and len(current) == len(saved):
+        current[:] = [_restored(*pair) for pair in zip(current, saved, strict=True)]
+        return current
+    return saved

@@ -40,7 +40,8 @@ class ModelMatch:
     """`missing` are names of the model, `unexpected` of the checkpoint, `other_dtype` of tensors that are integers in
     one and not in the other, with the dtype in the checkpoint and in the model. `without_state` are parameters that are
     trained, and that the optimizer of the checkpoint has no state of. `extra_state` is for `set_extra_state`, by the
-    model's keys; `unknown_classes` are those that hold an object of another class. Tied weights are one target."""
+    model's keys; `unknown_classes` are those that hold an object of another class. Tied weights are one target;
+    `untied` are the names of those that are two tensors of the checkpoint."""
 
     targets: list[TensorTarget] = field(default_factory=list)
     missing: list[str] = field(default_factory=list)
@@ -49,6 +50,7 @@ class ModelMatch:
     without_state: list[str] = field(default_factory=list)
     extra_state: dict[str, Any] = field(default_factory=dict)
     unknown_classes: dict[str, str] = field(default_factory=dict)
+    untied: list[tuple[str, str]] = field(default_factory=list)
 
 
 _ABSENT = object()
@@ -66,7 +68,7 @@ def match(
     clean_names = _by_clean_name(contents.model)
     extra_state = {strip_wrappers(name): value for name, value in contents.extra_state.items()}
     used: set[str] = set()
-    filled: set[int] = set()
+    filled: dict[int, str] = {}
     without: list[tuple[str, Any]] = []
     for key, value in values.items():
         if key.rpartition(".")[2] == "_extra_state":
@@ -96,8 +98,10 @@ def match(
         if _kind(getattr(torch, contents.model[name].dtype, None)) != _kind(value.dtype):
             found = contents.model[name].dtype, str(value.dtype).removeprefix("torch.")
             matched.other_dtype[strip_wrappers(key)] = found
-        if id(value) not in filled or sharded:
-            filled.add(id(value))
+        first = filled.setdefault(id(value), name)
+        if first != name and contents.same.get(name, name) != contents.same.get(first, first):
+            matched.untied.append((first, name))
+        if first == name or sharded:
             matched.targets.append(TensorTarget(key, name, value, owners.get(key)))
     matched.missing += matched.unknown_classes
     # A second name of tied weights need not be there: safetensors files leave it out.

@@ -42,8 +42,9 @@ def materialize(
     has = [name for name in unsaved if non_persistent.get(name) is False]
     initialised = collectives.all_gather(has) if unsaved else []
     uninitialised = [name for name in unsaved if not any(name in names for names in initialised)]
-    if init_buffers is None:
-        _check(uninitialised, strict)
+    with collectives.together():
+        if init_buffers is None:
+            _check(uninitialised, strict)
     device = _default_device(model) if device is None else torch.device(device)
     with collectives.together():
         _allocate(model, device)
@@ -101,7 +102,8 @@ def _is_unset(buffer: Any) -> bool:
 def _send(buffer: torch.Tensor, holder: int) -> None:
     """Send a buffer from one rank to the others, on whatever device, as bytes: no backend sends every dtype."""
     raw = buffer.detach().reshape(-1).view(torch.uint8).to(collectives.sending_device())
-    dist.broadcast(raw, src=holder)
+    with collectives.connected():
+        dist.broadcast(raw, src=holder)
     if collectives.rank() != holder:
         with torch.no_grad():
             buffer.copy_(raw.view(buffer.dtype).reshape(buffer.shape))

@@ -72,6 +72,7 @@ def save(
         CkptError: the same on every rank; then there is nothing at `path`, or what was there before.
     """
     path = os.fspath(path)
+    extra = dict(sorted(extra.items()))  # in one order on all ranks: methods of objects may call collectives
     collectives.same_on_all(lambda: _arguments(format, overwrite, manifest, model, optimizer, extra))
     with collectives.together():
         # What is the script's own fails here, and not between the collectives below.

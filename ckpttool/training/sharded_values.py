@@ -45,7 +45,7 @@ def gather(state: dict[str, Any], format: str) -> dict[str, Any]:
             )
     if not names[0] and keep_shards:
         return state
-    with torch.no_grad():
+    with torch.no_grad(), collectives.connected():
         return {key: _gathered(value, keep_shards, only_first=not keep_shards) for key, value in state.items()}
 
 

@@ -5,9 +5,22 @@ from __future__ import annotations
 import pytest
 from support.torchrun import Verdicts
 
+STRATEGIES = ("parallel", "broadcast")
 CASES = [
     *(["gathered", "fsdp2", format] for format in ("dcp", "torch")),
     *(["held", "plain", format] for format in ("dcp", "torch")),
+    *([case, format, s] for case in ("in_place",) for format in ("dcp", "torch") for s in STRATEGIES),
+    *(["other_sizes", "dcp", strategy] for strategy in STRATEGIES),
+    *(["empty_state", format, "parallel"] for format in ("dcp", "torch", "theirs")),
+    ["empty_state", "theirs", "broadcast"],
+    *(["nothing_changed", what, s] for what in ("sizes", "expanded", "hook", "hook after") for s in STRATEGIES),
+    *(["load_hook", kind, "broadcast"] for kind in ("plain", "fsdp2")),
+    *([case, "torch", strategy] for case in ("without_own", "unknown_class") for strategy in STRATEGIES),
+    *(["empty_moments", "plain", strategy] for strategy in STRATEGIES),
+    ["other_arguments", "strategy", "broadcast"],
+    ["other_arguments", "strategy", "fastest"],
+    *(["other_arguments", name, "torch"] for name in ("strict", "format", "extra", "optimizer", "names")),
+    *(["untied", kind, strategy] for kind in ("plain", "fsdp2", "fsdp1") for strategy in STRATEGIES),
 ]
 
 

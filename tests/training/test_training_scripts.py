@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
+import torch
 from support.paths import SAMPLES
 from support.torchrun import forked, torchrun
 from support.upstream_readers import path_of
@@ -58,6 +61,38 @@ def test_a_rank_that_is_alone_with_an_error_says_it(tmp_path: Path) -> None:
     said = torchrun(2, script)
     assert "error: rank 1: no \\x1b[31m luck\nhint: try another\n" in said
     assert re.findall(r"rank +: 1 .*\n +exitcode +: 70", said), said
+
+
+KILLED = """
+import os, sys, torch, torch.distributed as dist, ckpttool
+from ckpttool.training import fill
+dist.init_process_group("gloo", store=dist.FileStore(sys.argv[2], 2), rank=int(sys.argv[4]), world_size=2)
+model = torch.nn.Linear(3, 2)
+if dist.get_rank() == 1:
+    fill.fill = lambda *_: os._exit(9)
+with ckpttool.exit_on_error():
+    ckpttool.load(sys.argv[1], model, strategy=sys.argv[3])
+"""
+
+
+def test_a_rank_that_was_killed_is_one_message(tmp_path: Path) -> None:
+    """What gloo raises on the others is an error of ours, at once, whichever rank reads."""
+    script = tmp_path / "killed.py"
+    script.write_text(KILLED)
+    torch.save(torch.nn.Linear(3, 2).state_dict(), tmp_path / "a.pt")
+    started = []
+    for strategy in ("parallel", "broadcast"):
+        command = [sys.executable, str(script), str(tmp_path / "a.pt"), str(tmp_path / strategy), strategy]
+        for rank in "01":
+            options = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+            started.append(subprocess.Popen([*command, rank], **options))
+    for i, process in enumerate(started):
+        said, _ = process.communicate(timeout=120)
+        assert process.returncode == (9 if i % 2 else 70), said
+        if i % 2 == 0:
+            assert "Traceback" not in said
+            errors = [line for line in said.splitlines() if line.startswith(("error:", "hint:"))]
+            assert len(errors) == 2 and "error: rank 0 lost its connection to another rank: " in errors[0], said
 
 
 @pytest.mark.long

@@ -167,7 +167,7 @@ def _fill(meta: MetaModel, source: Source, device: torch.device, progress: Progr
     with collectives.together():
         matched, _ = fill.prepare(meta.model, None, filler)
     materialize(meta.model, device, strict=False)
-    fill.fill(meta.model, None, matched, (), filler)
+    fill.fill(meta.model, matched, filler)
     _fill_optimizer(meta, filler)
 
 

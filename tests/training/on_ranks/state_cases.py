@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -9,9 +10,10 @@ import practices
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as torch_dcp
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
-from training_scripts import HOME, difference
+from training_scripts import HOME, KINDS, difference
 
 import ckpttool
 
@@ -99,4 +101,293 @@ def held(kind: str, format: str) -> str:
     return "equal" if "`holder.a`: a Holder holds a DTensor" in said and not place.exists() else said
 
 
-STATES: dict[str, Callable[..., str]] = {f.__name__: f for f in (gathered, held)}
+def fail(call: Callable[[], Any]) -> ckpttool.CkptError | None:
+    """The error of a call, if it is one of ours, and the same in words on all ranks."""
+    try:
+        call()
+    except ckpttool.CkptError as error:
+        every: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(every, error.message)
+        return error if set(every) == {error.message} else ckpttool.CkptError(f"the ranks say {every}")
+    return None
+
+
+def said(call: Callable[[], Any], *words: str) -> str:
+    """What is wrong with the error of a call, or `equal`."""
+    error = fail(call)
+    missing = [word for word in words if error is None or word not in error.message]
+    return f"no {missing} in {error.message if error else 'nothing'}" if missing else "equal"
+
+
+def plain_state() -> dict[str, Any]:
+    """As `dcp.load` takes one: tensors below the keys of models and optimizers, in lists, and alone."""
+    return {
+        "random": whole(1),
+        "model": {"w": whole(2), "d": sharded(3)},
+        "optim": {"state": {0: {"exp_avg": sharded(4, 1), "step": torch.tensor(7.0)}}, "param_groups": [{"lr": 0.5}]},
+        "module": {"layers.0.w": whole(5)},
+        "list": [sharded(6), whole(7)],
+        "own": {"d": sharded(8, None), "n": 3},
+    }
+
+
+def zeroed(value: Any) -> Any:
+    """The same with zeros for tensors and numbers."""
+    if isinstance(value, dict):
+        return {key: zeroed(below) for key, below in value.items()}
+    if isinstance(value, list):
+        return [*map(zeroed, value)]
+    return blank(value) if isinstance(value, torch.Tensor) else 0
+
+
+def tensors(value: Any) -> list[torch.Tensor]:
+    """All that are in it."""
+    if isinstance(value, torch.Tensor):
+        return [value]
+    below = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+    return [tensor for one in below for tensor in tensors(one)]
+
+
+def in_place(format: str, strategy: str) -> str:
+    """What `dcp.load` fills in place: the same tensors have the same elements after."""
+    place = practices.folder() / "saved"
+    if format == "dcp":
+        torch_dcp.save(plain_state(), checkpoint_id=place)
+    else:
+        ckpttool.save(place, torch.nn.Linear(1, 1), format=format, nested=plain_state())
+    state = zeroed(plain_state())
+    given = state if format == "dcp" else {"nested": state}
+    before = tensors(state)
+    ckpttool.load_into(place, given, strategy=strategy)
+    if any(one is not other for one, other in zip(before, tensors(state), strict=True)):
+        return "a tensor was replaced"
+    wanted = plain_state()
+    if format == "dcp":
+        wanted = zeroed(plain_state())
+        torch_dcp.load(wanted, checkpoint_id=place)
+    return difference(expected(state), expected(wanted))
+
+
+def other_sizes(format: str, strategy: str) -> str:
+    """A tensor of another size is refused before one is filled."""
+    place = practices.folder() / "saved"
+    torch_dcp.save(plain_state(), checkpoint_id=place)
+    state = zeroed(plain_state())
+    state["optim"]["state"][0]["step"] = torch.zeros(3)
+    wrong = said(lambda: ckpttool.load_into(place, state, strategy=strategy), "`optim.state.0.step`: [] in", "[3] here")
+    return wrong if wrong != "equal" else difference(expected(state)["model"], expected(zeroed(plain_state()))["model"])
+
+
+class Scaler:
+    """An object with nothing to save, as a `GradScaler` that is not enabled."""
+
+    def __init__(self) -> None:
+        self.loaded: list[Any] = []
+
+    def state_dict(self) -> dict[str, Any]:
+        """Nothing."""
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Remember it."""
+        self.loaded.append(state)
+
+
+def empty_state(format: str, strategy: str) -> str:
+    """Of ours it is in the checkpoint; DCP leaves it out."""
+    run, place = practices.fresh("fsdp2"), practices.folder() / "saved"
+    disabled = torch.amp.GradScaler("cpu", enabled=False)
+    if format == "theirs":
+        torch_dcp.save({"model": run.model.state_dict(), "scaler": {}, "b": {}, "c": {"d": {}}}, checkpoint_id=place)
+    else:
+        ckpttool.save(place, run.model, format=format, scaler=disabled, b=Scaler(), c={"d": {}})
+    own = Scaler()
+    state = {"model": run.model, "scaler": disabled, "b": own, "c": {"d": {}}}
+    ckpttool.load_into(place, state, strategy=strategy)
+    return "equal" if own.loaded == [{}] and state["c"] == {"d": {}} else f"{own.loaded} {state['c']}"
+
+
+def pair(width: int = 4, **options: Any) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
+    """A model with an optimizer that has stepped."""
+    torch.manual_seed(3)
+    model = torch.nn.Sequential(torch.nn.Linear(3, width), torch.nn.Linear(width, 2))
+    optimizer = torch.optim.AdamW(model.parameters(), **options)
+    model(torch.ones(2, 3)).sum().backward()
+    optimizer.step()
+    return model, optimizer
+
+
+def values(*pairs: tuple[torch.nn.Module, torch.optim.Optimizer]) -> list[Any]:
+    """Everything of models and optimizers."""
+    return copy.deepcopy([(model.state_dict(), optimizer.state_dict()) for model, optimizer in pairs])
+
+
+def nothing_changed(what: str, strategy: str) -> str:
+    """Two models of which the second does not fit, or whose optimizer fails on the last rank: both are as they were."""
+    place, last = practices.folder() / "saved", dist.get_rank() == dist.get_world_size() - 1
+    if dist.get_rank() == 0:
+        (model, optimizer), (other, second) = pair(lr=0.5), pair(lr=0.5)
+        state = {"model": model.state_dict(), "optim": optimizer.state_dict()}
+        torch.save({"a": state, "b": {"model": other.state_dict(), "optim": second.state_dict()}}, place)
+    dist.barrier()
+    one, two = pair(lr=0.1), pair(5 if what == "sizes" else 4, lr=0.1)
+    words = ["[4, 3] in the checkpoint, [5, 3] in the model"]
+    if what == "expanded":
+        two[0][0].register_buffer("scale", torch.ones(1).expand(3))
+        state = torch.load(place) if dist.get_rank() == 0 else {}
+        if dist.get_rank() == 0:
+            state["b"]["model"]["0.scale"] = torch.ones(3)
+            torch.save(state, place)
+        dist.barrier()
+        words = ["`0.scale` is an expanded tensor"]
+    if what.startswith("hook"):
+
+        def hook(*_: Any) -> None:
+            if last:
+                raise ValueError("no luck")
+
+        add = two[1].register_load_state_dict_pre_hook if what == "hook" else two[1].register_load_state_dict_post_hook
+        add(hook)
+        words = ["AdamW.load_state_dict failed: ValueError: no luck"]
+    before = values(one, two)
+    state = {k: {"model": of[0], "optim": of[1]} for k, of in (("a", one), ("b", two))}
+    wrong = said(lambda: ckpttool.load_into(place, state, strategy=strategy), *words)
+    if wrong != "equal":
+        return wrong
+    return difference(values(one, two), before)
+
+
+def load_hook(kind: str, strategy: str) -> str:
+    """A module's hook that fails on the last rank only: all ranks say it, and go on to the next case."""
+    place = practices.folder() / "saved"
+    run = practices.fresh("plain", trained=True)
+    if dist.get_rank() == 0:
+        torch.save({"model": run.model.state_dict()}, place)
+    dist.barrier()
+    model = practices.fresh(kind).model
+
+    def hook(*_: Any) -> None:
+        if dist.get_rank() == dist.get_world_size() - 1:
+            raise ValueError("no luck")
+
+    next(iter(model.children())).register_load_state_dict_post_hook(hook)
+    return said(lambda: ckpttool.load(place, model, strategy=strategy), "rank 1: ", "no luck")
+
+
+def without_own(format: str, strategy: str) -> str:
+    """On more ranks than have saved: what a rank has none of stays, and is named."""
+    place = practices.folder() / "saved"
+    if dist.get_rank() == 0:
+        torch.save({"step": 3, "rng": {"rank0": {"torch": whole(1)}}, "dataloader": {"rank0": {"seen": 5}}}, place)
+    dist.barrier()
+    own = Scaler()
+    state: dict[str, Any] = {"step": 0, "rng": {"torch": blank(whole())}, "dataloader": own}
+    loaded = ckpttool.load_into(place, state, strategy=strategy)
+    first = dist.get_rank() == 0
+    found = state["step"], loaded.without_own, own.loaded, torch.equal(state["rng"]["torch"], whole(1))
+    wanted = (3, [] if first else ["rng", "dataloader"], [{"seen": 5}] if first else [], first)
+    return "equal" if found == wanted and not loaded.missing else f"{found}, {loaded.missing}"
+
+
+def empty_moments(kind: str, strategy: str) -> str:
+    """The first state of an optimizer that is sharded has no elements."""
+    mesh = init_device_mesh(HOME[0].type, (dist.get_world_size(),))
+
+    def made() -> tuple[torch.nn.Module, torch.optim.Optimizer]:
+        model = torch.nn.ParameterDict()
+        for name, value in (("a", torch.zeros(0, 3)), ("b", whole(2))):
+            model[name] = torch.nn.Parameter(distribute_tensor(value.to(HOME[0]), mesh, [Shard(0)]))
+        return model, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+
+    place = practices.folder() / "saved"
+    model, optimizer = made()
+    for number, parameter in enumerate(model.parameters()):
+        optimizer.state[parameter] = {"momentum_buffer": parameter.detach().clone() + number}
+    ckpttool.save(place, model, optimizer)
+    again, fresh = made()
+    ckpttool.load(place, again, fresh, strategy=strategy)
+    found = [fresh.state[p]["momentum_buffer"].full_tensor() for p in again.parameters()]
+    return difference(found, [torch.zeros(0, 3), whole(2) + 1])
+
+
+def other_arguments(name: str, value: str) -> str:
+    """Ranks that pass other arguments are told, and nothing is loaded."""
+    run, place = practices.fresh("plain"), practices.folder() / "saved"
+    ckpttool.save(place, run.model, format="torch")
+    last = dist.get_rank() == dist.get_world_size() - 1
+    options: dict[str, Any] = {"strict": False} if name == "strict" else {name: value}
+    if name in ("format", "extra"):
+        options = {"ema": run.model} if name == "extra" else {"format": value}
+        call = lambda: ckpttool.save(place.with_name("b"), run.model, **(options if last else {}))  # noqa: E731
+        return said(call, "rank 1 passes other")
+    if name == "optimizer":
+        call = lambda: ckpttool.load(place, run.model, run.optimizer if last else None)  # noqa: E731
+    elif name == "names":
+        state = {"other" if last else "step": 0}
+        call = lambda: ckpttool.load_into(place, {"model": run.model, **state}, strategy="broadcast")  # noqa: E731
+    else:
+        call = lambda: ckpttool.load(place, run.model, **(options if last else {}))  # noqa: E731
+    return said(call, "there is no strategy" if value == "fastest" else "rank 1 passes other")
+
+
+class Tied(torch.nn.Module):
+    """Two names of one weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = torch.nn.Embedding(17, 6)
+        self.head = torch.nn.Linear(6, 17, bias=False)
+        self.head.weight = self.embed.weight
+        self.layers = torch.nn.ModuleList()
+
+
+def untied(kind: str, strategy: str) -> str:
+    """Two weights that are tied in the model: refused if they differ, by both names."""
+    place = practices.folder() / "saved"
+    weight = torch.arange(102.0).reshape(17, 6)
+    for name, other in (("equal", weight), ("differ", weight + (torch.arange(17) == 16)[:, None])):
+        if dist.get_rank() == 0:
+            torch.save({"embed.weight": weight, "head.weight": other.clone()}, f"{place}-{name}")
+    dist.barrier()
+    model = KINDS[kind](Tied().to(HOME[0]))
+
+    def found() -> dict[str, Any]:
+        state = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True))
+        return {name: value.detach().clone() for name, value in state.items()}
+
+    before = found()
+    words = ("`embed.weight` and `head.weight` are different tensors",)
+    wrong = said(lambda: ckpttool.load(f"{place}-differ", model, strategy=strategy), *words)
+    if wrong != "equal" or difference(found(), before) != "equal":
+        return f"{wrong}, or it was changed"
+    ckpttool.load(f"{place}-equal", model, strategy=strategy)
+    return difference(found(), {"embed.weight": weight, "head.weight": weight})
+
+
+def unknown_class(kind: str, strategy: str) -> str:
+    """A value of a class of the script's own is never made, and not replaced by something else."""
+    place = practices.folder() / "saved"
+    ckpttool.save(place, practices.fresh("plain").model, format="torch", config={"a": Holder(3)})
+    state = {"config": {"a": 7}}
+    wrong = said(lambda: ckpttool.load_into(place, state, strategy=strategy), "`config.a` holds an object of the class")
+    loaded = ckpttool.load_into(place, state, strategy=strategy, strict=False)
+    return wrong if state == {"config": {"a": 7}} and loaded.missing == ["config.a"] else f"{state} {loaded.missing}"
+
+
+STATES: dict[str, Callable[..., str]] = {
+    f.__name__: f
+    for f in (
+        gathered,
+        held,
+        in_place,
+        other_sizes,
+        empty_state,
+        nothing_changed,
+        load_hook,
+        without_own,
+        empty_moments,
+        other_arguments,
+        untied,
+        unknown_class,
+    )
+}
