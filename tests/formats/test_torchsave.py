@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import shlex
 import struct
 import subprocess
 import sys
@@ -554,7 +555,7 @@ def test_no_code_runs(tmp_path: Path) -> None:
 
     class Payload:
         def __reduce__(self) -> Any:
-            return __import__("os").system, (f"touch {mark}",)
+            return __import__("os").system, (f"touch {shlex.quote(str(mark))}",)
 
     state = {"w": torch.ones(2), "o": Payload(), "deep": [{"x": (Payload(),)}]}
     for zipped in (True, False):

@@ -190,10 +190,13 @@ def test_an_endpoint_that_is_none(monkeypatch: pytest.MonkeyPatch, endpoint: str
 
 def test_what_cannot_be_reached_is_named(monkeypatch: pytest.MonkeyPatch, hub: Hub) -> None:
     """Refused, no such name, and a proxy that is not there."""
+    for name in ("http_proxy", "https_proxy", "all_proxy"):
+        monkeypatch.delenv(name, raising=False)
+        monkeypatch.delenv(name.upper(), raising=False)
     patience(monkeypatch, 5)
     for variables, said in (
         ({"HF_ENDPOINT": "http://user:secret@127.0.0.1:9"}, r"`http://127\.0\.0\.1:9`: .*[Rr]efused"),
-        ({"HF_ENDPOINT": "http://nowhere.invalid"}, r"`http://nowhere\.invalid`: .*(not known|resolution)"),
+        ({"HF_ENDPOINT": "http://nowhere.invalid"}, r"`http://nowhere\.invalid`: .*(not known|resolution|hostname)"),
         (
             {"HF_ENDPOINT": "http://hub.example", "HTTP_PROXY": "http://user:secret@127.0.0.1:9"},
             r"`http://hub\.example` by the proxy `http://127\.0\.0\.1:9`: .*[Rr]efused",
