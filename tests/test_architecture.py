@@ -230,6 +230,48 @@ def test_storage_is_the_one_door_to_a_checkpoints_files(name: str) -> None:
         assert not isinstance(node, ast.ImportFrom) or node.module not in modules, ast.unparse(node)
 
 
+def test_one_door_from_a_catalogue_to_values() -> None:
+    """`Source.resolve` says where elements lie, of tensors that are whole; `lookup` also of others, to report on them.
+    `Pool` reads files of the versions that were opened, and nobody makes arrays of what is not filled."""
+    defined = {
+        (node.name, name)
+        for name, tree in MODULES.items()
+        for node in ast.walk(tree)
+        if isinstance(node, ast.FunctionDef) and node.name in ("resolve", "require")
+    }
+    assert {name for what, name in defined if what == "resolve"} == {"catalogue.protocols", "formats.dcp.metadata_fast"}
+    assert {name for what, name in defined if what == "require"} == {
+        "catalogue.protocols",
+        "catalogue.validation",
+        "errors",
+        "layout.views",
+        "operations.verify_resume.run.state",
+        "producers.combined",
+    }
+    looking = {name for name, tree in MODULES.items() if any(call.endswith(".lookup") for call in calls(tree))}
+    assert {name for name in looking if layer_of(name) not in ("catalogue", "producers", "layout")} == {
+        "operations.inspect.copies",
+        "operations.verify.payloads",
+        "operations.verify_resume.run.state",
+    }
+    reading = {
+        name
+        for name, tree in MODULES.items()
+        if layer_of(name) in ("operations", "training", "transfer")
+        and any(call.endswith((".read_into", ".read_rows", ".read_counted", "pool.read")) for call in calls(tree))
+    }
+    assert reading == {
+        "operations.export.ties",
+        "operations.repair",
+        "operations.verify.payloads",
+        "training.read",
+        "transfer.agreement",
+        "transfer.execute",
+        "transfer.file_digest",
+        "transfer.read",
+    }
+
+
 @every
 def test_only_the_cli_talks(name: str) -> None:
     if layer_of(name) != "cli":

@@ -380,7 +380,8 @@ class File:
     """A file of the checkpoint: `File("/data/run/__0_0.distcp", "__0_0.distcp", 4096, rank=0)`. One that an index names
     but that is not there is `missing`, of size 0. A `scratch` file is room for what has to be decoded first: no part of
     the checkpoint, and perhaps not there yet. `crcs_at` says where the CRCs of its records are, if not behind each of
-    them: in its header, which another tool may have kept for bytes of its own."""
+    them: in its header, which another tool may have kept for bytes of its own. `crc` is
+    the CRC-32 of all of it, where a manifest beside it has that."""
 
     location: str
     name: str
@@ -389,6 +390,7 @@ class File:
     missing: bool = False
     scratch: bool = False
     crcs_at: str | None = None
+    crc: int | None = None
 
 
 E = TypeVar("E", Tensor, Object)
@@ -441,7 +443,8 @@ class Catalogue:
     about what is called so or lies below, and does not stop what is done with the rest; nor does one with the fact
     `absent`, the name of a part that could not be opened, stop `--only` others. `replicas` are further copies of
     tensors, each in a file of its own: a sink of one file per rank has one in every file, and the transfer fills them
-    too. `shardings` are those that the checkpoint itself names.
+    too. `shardings` are those that the checkpoint itself names. `versions` are those of the local files, indexes too,
+    from before anything of them was read; `whole` are tensors whose chunks were shown to tile them.
     """
 
     format: str  #: name of the format: `torch`, `dcp`, ...
@@ -453,6 +456,8 @@ class Catalogue:
     faults: list[CkptError] = field(default_factory=list)  #: what is wrong with the checkpoint as a whole
     replicas: list[Tensor] = field(default_factory=list)  #: further copies of tensors
     shardings: dict[Path, Sharding] = field(default_factory=dict)  #: mesh and placements of DTensors by key path
+    versions: dict[str, Any] = field(default_factory=dict)  #: versions of the files by location
+    whole: set[Tensor] = field(default_factory=set)  #: tensors that were shown to be whole
 
     @property
     def tensors(self) -> Entries[Tensor]:

@@ -188,6 +188,15 @@ def stop_at_absent(catalogue: Catalogue, only: Sequence[str]) -> None:
             raise fault
 
 
+def stop_at_absent_below(catalogue: Catalogue, root: str) -> None:
+    """Raise the error of a part that could not be opened, if it is what the name `root` stands for, around it, or below
+    it; "" is the whole checkpoint."""
+    for fault in catalogue.faults:
+        absent = fault.facts.get("absent")
+        if absent is not None and (not root or f"{absent}.".startswith(f"{root}.") or root.startswith(f"{absent}.")):
+            raise fault
+
+
 def matcher(names: Iterable[str], catalogue: Catalogue, other: Catalogue | None = None) -> Callable[[Part], bool]:
     """Return a predicate for the parts named on the command line: by kind (`model`) or by root key (`ema`). Raises
     UsageError for a name that is not a part of the catalogue, nor of the other, if there is one."""

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 from ckpttool.catalogue.boxes import Ints
 from ckpttool.catalogue.entries import Catalogue, Chunk, Extent, Tensor
+from ckpttool.catalogue.validation import require
 
 Crcs = Mapping[tuple[int, int], int]
 """CRC-32 of each record that was filled, by `(file, offset)` of the destination."""
@@ -20,27 +21,42 @@ activity: ContextVar[Callable[[str, int, int], None]] = ContextVar("activity", d
 done, 0 of 0 if nobody knows. At the end the text is empty."""
 
 
-class Source(Protocol):
-    """An open checkpoint. Everything that its index says is in `catalogue`; payloads are read by the transfer."""
+class Source:
+    """Base class of open checkpoints. Everything that the index says is in `catalogue`; payloads are read by the
+    transfer, from where `resolve` says that they are.
+
+    That is the one door from a catalogue to values: `resolve` and `require` answer for a tensor only after nothing was
+    found to be wrong with it, and the locations of the catalogue's files have the versions that are to be read.
+    """
 
     catalogue: Catalogue
 
+    def require(self, tensor: Tensor) -> None:
+        """Raise CorruptError unless a tensor is whole, as far as the index and the sizes of the files tell."""
+        require(tensor, self.catalogue)
+
     def resolve(self, tensor: Tensor, chunk: Chunk) -> Extent:
-        """Return where the elements of `chunk` lie; the chunk's own extent unless that is an unopened item.
-        Thread-safe. Raises CorruptError when what is there does not fit the tensor."""
+        """Return where the elements of `chunk` lie, to be read; the chunk's own extent unless that is an unopened item.
+        Thread-safe. Raises CorruptError for a tensor that is not whole, and when what is there does not fit it."""
+        self.require(tensor)
+        return self.lookup(tensor, chunk)
+
+    def lookup(self, tensor: Tensor, chunk: Chunk) -> Extent:
+        """Return where the elements of `chunk` lie, also of a tensor that is not whole: for who reports on it."""
+        return chunk.extent
 
     def close(self) -> None:
         """Let go of files and scratch space."""
 
 
-class PlacedSource:
+class PlacedSource(Source):
     """A source whose chunks say where they lie, as those of torch.save files and of safetensors do."""
 
     def __init__(self, catalogue: Catalogue, close: Callable[[], None] = lambda: None) -> None:
-        self.catalogue, self.close = catalogue, close
+        self.catalogue, self._close = catalogue, close
 
-    def resolve(self, tensor: Tensor, chunk: Chunk) -> Extent:
-        return chunk.extent
+    def close(self) -> None:
+        self._close()
 
 
 class Run(NamedTuple):

@@ -3,7 +3,7 @@ certain entries. Pure."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from math import prod
 from operator import add, le
 
@@ -24,9 +24,20 @@ def validate(catalogue: Catalogue, paths: Collection[Path] | None = None) -> Non
     stop_at_fault(catalogue, (entry.name for entry in catalogue.entries.values() if entry.path in checked))
     sizes = [f.size for f in catalogue.files]
     for tensor in catalogue.tensors:
-        if tensor.path in checked:
+        if tensor.path in checked and tensor not in catalogue.whole:
             for fault in faults_of(tensor, catalogue.files, sizes):
                 raise fault
+            catalogue.whole.add(tensor)
+
+
+def require(tensor: Tensor, catalogue: Catalogue) -> None:
+    """Prove of one tensor what `validate` proves, unless that was done before. Raises CorruptError."""
+    if catalogue.faults:
+        stop_at_fault(catalogue, (tensor.source_name,))
+    if tensor not in catalogue.whole:
+        for fault in faults_of(tensor, catalogue.files):
+            raise fault
+        catalogue.whole.add(tensor)
 
 
 def faults_of(tensor: Tensor, files: Sequence[File], sizes: list[int] | None = None) -> Iterator[CorruptError]:
@@ -38,7 +49,7 @@ def faults_of(tensor: Tensor, files: Sequence[File], sizes: list[int] | None = N
         message = f"tensor `{tensor.name}` {list(tensor.shape)} is not covered exactly: {fault}"
         hint = "a rank's file is missing, or the index belongs to another save"
         yield CorruptError(message, hint=hint, tensor=tensor.name, shape=list(tensor.shape))
-    if chunks.item and _inside(chunks, sizes or [f.size for f in files]):
+    if chunks.item and _inside(chunks, sizes.__getitem__ if sizes is not None else lambda i: files[i].size):
         return
     yield from filter(None, (_chunk_fault(tensor, i, files) for i in range(len(chunks))))
 
@@ -75,12 +86,12 @@ def outside(what: str, file: File, offset: int, nbytes: int, tensor: str | None 
     return CorruptError(message, hint=hint, **facts, **({"tensor": tensor} if tensor is not None else {}))
 
 
-def _inside(chunks: Chunks, sizes: list[int]) -> bool:
+def _inside(chunks: Chunks, size_of: Callable[[int], int]) -> bool:
     """Return whether every item lies inside its file; a large checkpoint has too many to look at one by one."""
     if not chunks:
         return True
     ends = map(add, chunks.offset, chunks.nbytes)
-    return min(chunks.offset) >= 0 <= min(chunks.nbytes) and all(map(le, ends, map(sizes.__getitem__, chunks.file)))
+    return min(chunks.offset) >= 0 <= min(chunks.nbytes) and all(map(le, ends, map(size_of, chunks.file)))
 
 
 def stop_at_fault(catalogue: Catalogue, names: Iterable[str]) -> None:

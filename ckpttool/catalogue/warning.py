@@ -34,6 +34,7 @@ Kind = Literal[
     "replicated",  # equal copies, one of which is read
     "stale-file",  # data files of another save
     "stale-index",  # indexes of another save
+    "stale-manifest",  # the manifest of an earlier save into the same directory
     "stored-twice",  # equal tensors that are probably tied
     "superseded-file",  # a file that another one is taken in place of
     "suspect-values",  # values that a known defect of the writer has changed
@@ -44,6 +45,7 @@ Kind = Literal[
     "unlisted-tensor",  # tensors that the index does not mention
     "unmatched-optimizer",  # optimizer state of parameters that the model does not have
     "unreadable",  # an object that cannot be read
+    "unreadable-manifest",  # a manifest that cannot be read
     "unsafe-global",  # a name in a pickle that runs code where it is loaded; `names` has it
     "unused-file",  # files that are not part of what was opened
     "unused-storage",  # bytes that no tensor uses

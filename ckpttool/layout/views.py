@@ -106,7 +106,7 @@ class _Boxes:
         return sorted(self._order[first : bisect_right(self._starts, high)])
 
 
-class Viewed:
+class Viewed(Source):
     """A source with views of its tensors. Itself a `Source`; closing it closes nothing."""
 
     def __init__(self, source: Source) -> None:
@@ -114,6 +114,7 @@ class Viewed:
         self._source = source
         self._views: dict[Tensor, _View] = {}
         self._boxes: dict[Tensor, _Boxes] = {}
+        self._required: set[Tensor] = set()
         # Of the source, each is resolved once for many chunks of a view.
         self._stored = lru_cache(_KEPT)(lambda tensor, number: source.resolve(tensor, tensor.chunks.at(number)))
 
@@ -163,11 +164,18 @@ class Viewed:
         view = self._views.get(tensor)
         return None if view is None else ([one.path for one in view.tensors], view.pieces, view.fold)
 
-    def resolve(self, tensor: Tensor, chunk: Chunk) -> Extent:
+    def require(self, tensor: Tensor) -> None:
+        """Raise CorruptError unless all tensors whose elements a tensor has are whole."""
+        if tensor not in self._required:
+            for one in self.stored(tensor):
+                self._source.require(one)
+            self._required.add(tensor)
+
+    def lookup(self, tensor: Tensor, chunk: Chunk) -> Extent:
         """Return the extent of a chunk. Raises CorruptError as the source does."""
         view = self._views.get(tensor)
         if view is None:
-            return self._source.resolve(tensor, chunk)
+            return self._source.lookup(tensor, chunk)
         if view.boxes is tensor.chunks:
             return self._extent(view, chunk)
         parts = tuple([((one.offsets, one.sizes), self._extent(view, one)) for one in view.boxes])

@@ -256,9 +256,9 @@ def _plan(
     spell = _speller(None, target, "fqn") if options.maps else _speller(row, target, options.optim_keys)
     planned, folded = _start(catalogue, options, spell)
     selection = options.selection
-    write.check_not_empty(planned)
+    write.check_not_empty(planned, catalogue)
     (planned,) = arguments.matching(selection, planned)
-    write.check_not_empty(planned)
+    write.check_not_empty(planned, catalogue)
     if selection.strip_wrappers or selection.strip_prefix:
         planned = rename_entries(planned, arguments.stripper(selection, planned), within_parts=True)
     planned = arguments.renamed(planned, selection.rename)

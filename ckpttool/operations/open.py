@@ -14,13 +14,14 @@ from functools import cached_property
 from math import prod
 from typing import TYPE_CHECKING, Any
 
-from ckpttool.catalogue import boxes
+from ckpttool.catalogue import boxes, parts
 from ckpttool.catalogue.boxes import Box, Ints
 from ckpttool.catalogue.dtypes import Dtype
 from ckpttool.catalogue.entries import Catalogue, Object, Path, Tensor, dotted, unknown_name
 from ckpttool.catalogue.flatten import unflatten
 from ckpttool.catalogue.patterns import any_of
-from ckpttool.errors import UsageError, require
+from ckpttool.catalogue.validation import stop_at_fault
+from ckpttool.errors import CkptError, UsageError, require
 from ckpttool.operations.inspect.rows import Rows
 from ckpttool.operations.inspect.sharding import shards
 from ckpttool.producers.open import open_source
@@ -43,18 +44,20 @@ class Subtree(Mapping[str, Any]):
     A name is that of a tensor, a value or, again, of what lies below: `ckpt["model"]["layers.0"]`.
     """
 
-    def __init__(self, checkpoint: Checkpoint, names: dict[str, Path]) -> None:
-        self._checkpoint, self._names = checkpoint, names
+    def __init__(self, checkpoint: Checkpoint, names: dict[str, Path], root: str) -> None:
+        self._checkpoint, self._names, self._root = checkpoint, names, root
 
     def __getitem__(self, name: str | Path) -> Any:
         """Return the `LazyTensor`, the value or the `Subtree` called `name`, a dotted name or a whole key path.
 
-        Raises KeyError, with the nearest names, for an unknown one.
+        Raises KeyError, with the nearest names, for an unknown one, and CorruptError for a value that is damaged, or of
+        a part that could not be opened.
         """
         path = self._names.get(name) if isinstance(name, str) else name
         entry = self._checkpoint.catalogue.entries.get(path) if path is not None else None
         if isinstance(entry, Object):
             self._checkpoint.check_open()
+            stop_at_fault(self._checkpoint.catalogue, (entry.name,))
             return entry.value
         if entry is not None:
             return LazyTensor(self._checkpoint, entry)
@@ -62,20 +65,30 @@ class Subtree(Mapping[str, Any]):
             below = {n[len(name) + 1 :]: p for n, p in self._names.items() if n.startswith(f"{name}.")}
         else:
             below = {dotted(p[len(name) :]): p for p in self._names.values() if name and p[: len(name)] == name}
+        asked = name if isinstance(name, str) else dotted(name)
+        root = f"{self._root}.{asked}".strip(".")
         if below:
-            return Subtree(self._checkpoint, below)
+            return Subtree(self._checkpoint, below, root)
+        parts.stop_at_absent_below(self._checkpoint.catalogue, root)
         raise unknown_name(name, list(self._names))
 
+    def _listed(self) -> dict[str, Path]:
+        """Return what is here. Raises the error of a part of it that could not be opened: its names are not known."""
+        parts.stop_at_absent_below(self._checkpoint.catalogue, self._root)
+        return self._names
+
     def __iter__(self) -> Iterator[str]:
-        return iter(self._names)
+        return iter(self._listed())
 
     def __len__(self) -> int:
-        return len(self._names)
+        return len(self._listed())
 
     def __repr__(self) -> str:
-        tensors = sum(1 for _ in self.tensors())
-        catalogue = self._checkpoint.catalogue
-        return f"<{self._checkpoint.path}: {catalogue.format}, {tensors} tensors, {len(self) - tensors} objects>"
+        catalogue, names = self._checkpoint.catalogue, self._names
+        tensors = sum(isinstance(catalogue.entries[path], Tensor) for path in names.values())
+        wrong = f", {plural(len(catalogue.faults), 'fault')}" if catalogue.faults else ""
+        counts = f"{tensors} tensors, {len(names) - tensors} objects{wrong}"
+        return f"<{self._checkpoint.path}: {catalogue.format}, {counts}>"
 
     def _repr_html_(self) -> str:
         entries = self._checkpoint.catalogue.entries
@@ -93,14 +106,14 @@ class Subtree(Mapping[str, Any]):
         """
         selected = any_of(patterns) if patterns else None
         entries = self._checkpoint.catalogue.entries
-        for name, path in self._names.items():
+        for name, path in self._listed().items():
             entry = entries[path]
             if isinstance(entry, Tensor) and (selected is None or selected(name)):
                 yield LazyTensor(self._checkpoint, entry)
 
     def objects(self) -> dict[str, Any]:
         """Return every value that is not a tensor, by name."""
-        paths = self._names.items()
+        paths = self._listed().items()
         return {
             name: self[path] for name, path in paths if isinstance(self._checkpoint.catalogue.entries[path], Object)
         }
@@ -112,7 +125,7 @@ class Subtree(Mapping[str, Any]):
         nothing.
         """
         rows, entries = Rows(self._checkpoint.catalogue), self._checkpoint.catalogue.entries
-        tensors = ((name, entries[path]) for name, path in self._names.items())
+        tensors = ((name, entries[path]) for name, path in self._listed().items())
         return [rows.of(tensor, name) for name, tensor in tensors if isinstance(tensor, Tensor)]
 
     def state_dict(self) -> dict[str, Any]:
@@ -123,9 +136,10 @@ class Subtree(Mapping[str, Any]):
 
         Raises:
             UsageError: for quantized tensors, which mean nothing without their scale.
-            CorruptError: if the bytes of a tensor do not match their checksum.
+            CorruptError: if a part is damaged or missing, or the bytes of a tensor do not match their checksum.
+            ReadError: if a file has changed since the checkpoint was opened.
         """
-        entries = [self._checkpoint.catalogue.entries[path] for path in self._names.values()]
+        entries = [self._checkpoint.catalogue.entries[path] for path in self._listed().values()]
         # A tensor embedded in an object has a name of its own, and no place in the tree.
         if entries and all(entry.part.kind == "optimizer" and not entry.embedded for entry in entries):
             return dict(unflatten(self._as_catalogue(), lambda entry: self._loaded(entry.path)))
@@ -155,7 +169,7 @@ class Checkpoint(Subtree):
 
     def __init__(self, path: str, shapes: str | None = None) -> None:
         self.path, self._shapes, self._closed = path, shapes, False
-        self._checkpoint, self._location, self._pool = self, locate(path), Pool()
+        self._checkpoint, self._location, self._pool, self._root = self, locate(path), Pool(), ""
         with ExitStack() as on_error:
             on_error.callback(self._close_store)
             # Of a model on the Hub, the index alone.
@@ -215,8 +229,13 @@ class Checkpoint(Subtree):
 
     @property
     def warnings(self) -> list[str]:
-        """What `inspect` warns of, a sentence each."""
-        return [str(warning) for warning in self.catalogue.warnings]
+        """What `inspect` warns of, a sentence each, and what is wrong."""
+        return [*map(str, self.catalogue.warnings), *(fault.message for fault in self.faults)]
+
+    @property
+    def faults(self) -> list[CkptError]:
+        """What was found to be wrong when the checkpoint was opened. Reading what they concern raises them."""
+        return self.catalogue.faults
 
     def check_open(self) -> None:
         """Do nothing while the checkpoint is open.
@@ -237,7 +256,8 @@ class Checkpoint(Subtree):
 
         Raises:
             UsageError: after `close`.
-            CorruptError: if the bytes do not match their checksum.
+            CorruptError: if the tensor is not whole, or the bytes do not match their checksum.
+            ReadError: if a file has changed since the checkpoint was opened.
         """
         self.check_open()
         bits = read_box(box, tensor, self._source, self._pool)
@@ -286,6 +306,9 @@ class Checkpoint(Subtree):
 class LazyTensor:
     """A tensor of an open checkpoint, or a slice of one. Indexing reads nothing; `numpy()` and `torch()`, and with them
     `np.asarray` and `torch.as_tensor`, read the bytes of the slice and no others.
+
+    A tensor of which the index or the sizes of the files show that a part is missing is not read (CorruptError), nor is
+    a file that has changed since the checkpoint was opened (ReadError).
 
     A whole tensor is compared with the CRC that its writer left, and CorruptError raised if it differs. A slice is not
     checked, nor a tensor that shares its storage, since that would read the other bytes too: with `check=True` they

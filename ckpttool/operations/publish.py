@@ -19,6 +19,7 @@ from ckpttool.catalogue.patterns import several
 from ckpttool.errors import CkptError, OverwriteError, UsageError
 from ckpttool.operations import arguments, secrets, write
 from ckpttool.operations.write import Conversion, WriteOptions
+from ckpttool.producers.open import is_index
 from ckpttool.serialization.manifest import NAME
 from ckpttool.storage import stores, workspace
 from ckpttool.storage.stores import Location, Outgoing, local_path
@@ -187,7 +188,7 @@ class _Staged(Place):
 
 
 def _is_index(name: str) -> bool:
-    return write.is_index(name) or name.rpartition("/")[2] == NAME
+    return is_index(name) or name.rpartition("/")[2] == NAME
 
 
 @contextmanager

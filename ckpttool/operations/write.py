@@ -9,7 +9,6 @@ import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, field, replace
-from fnmatch import fnmatchcase
 from typing import Any, ClassVar, Protocol
 
 from ckpttool import formats, producers
@@ -26,13 +25,21 @@ from ckpttool.operations.manifest import write as write_manifest
 from ckpttool.operations.result import FileSize, Written
 from ckpttool.producers.combined import CombinedSource
 from ckpttool.producers.directory import Directory
-from ckpttool.producers.open import chosen_of_run, harmful, harmful_attributes, naming, notes_of_run, open_source
+from ckpttool.producers.open import (
+    chosen_of_run,
+    harmful,
+    harmful_attributes,
+    is_index,
+    naming,
+    notes_of_run,
+    open_source,
+)
 from ckpttool.serialization.manifest import content
 from ckpttool.storage import files, free_space, staging, stores, workspace
 from ckpttool.storage.errors import FREE_SPACE
 from ckpttool.storage.stage import Stage
 from ckpttool.storage.staging import After
-from ckpttool.storage.stores import Location, local_path
+from ckpttool.storage.stores import local_path
 from ckpttool.text import plural, size, some
 from ckpttool.transfer import journal
 from ckpttool.transfer.check_destination import check_written
@@ -121,7 +128,7 @@ class WriteOptions:
 
 @dataclass(frozen=True, slots=True)
 class OpenSource:
-    """An open source, the fingerprint of its files from before it was opened, and its path if it is only one."""
+    """An open source, the versions of its files from before it was opened, and its path if it is only one."""
 
     source: Source
     before: files.Fingerprint
@@ -143,7 +150,6 @@ def open_sources(
     src: str, shapes: str | None = None, model_from: str | None = None, optim_from: str | None = None
 ) -> Iterator[OpenSource]:
     """Open the source, parts of which may come from other checkpoints. Raises ReadError or CorruptError."""
-    before = _fingerprint(src, model_from, optim_from)
     parts = {"model": model_from, "optimizer": optim_from}
     given = {kind: path for kind, path in parts.items() if path is not None}
     with closing(CombinedSource.over(open_source(src, shapes)) if given else open_source(src, shapes)) as source:
@@ -153,7 +159,7 @@ def open_sources(
                 source.replace_part(kind, other, path)
                 source.catalogue.warnings += (Warning("chosen", note) for note in notes_of_run(other.catalogue, path))
         # Of several sources, an error names the file only.
-        yield OpenSource(source, _watched(source.catalogue, before), None if given else src)
+        yield OpenSource(source, source.catalogue.versions, None if given else src)
 
 
 @contextmanager
@@ -408,9 +414,9 @@ def _check_is_checkpoint(dst: str) -> None:
         raise OverwriteError(text, hint="name another destination, or remove it yourself", file=dst) from None
 
 
-def check_not_empty(planned: Catalogue) -> None:
-    """Raise UsageError where everything was excluded."""
-    if not planned.entries:
+def check_not_empty(planned: Catalogue, source: Catalogue) -> None:
+    """Raise UsageError where everything was excluded; a checkpoint of nothing is one."""
+    if not planned.entries and source.entries:
         raise UsageError("nothing is left to write", hint="look at what is there with `ckpttool inspect`")
 
 
@@ -423,42 +429,6 @@ def check_place(manifest: str | None, dst: str, names: Iterable[str]) -> None:
             raise OverwriteError(
                 f"`{manifest}` is a file of the checkpoint", hint="call the manifest `integrity.json`", file=manifest
             )
-
-
-_INDEXES = (".metadata", "__*.metadata", "*.index.json", "ckpttool.json")
-
-
-def _fingerprint(*sources: str | None) -> files.Fingerprint:
-    """Return the state of the sources' files before they are opened: reading a large index takes seconds, in which a
-    file can be replaced."""
-    paths: list[Location] = []
-    for location in (local_path(source) for source in sources if source and not stores.is_remote(source)):
-        if location.is_dir():
-            below = _children(location)
-            paths += [*below, *(inner for path in below if path.is_dir() for inner in _children(path))]
-        else:
-            paths += [location, *filter(is_index, _children(location.parent))]
-    return files.fingerprint(path for path in paths if path.is_file())
-
-
-def _children(folder: Location) -> list[Location]:
-    try:
-        return [folder / name for name in folder.names()]
-    except CkptError:
-        return []
-
-
-def _watched(catalogue: Catalogue, before: files.Fingerprint) -> files.Fingerprint:
-    """Return the fingerprint of the files that must not change while they are read: those with tensors, and indexes."""
-    data = {f.location for f in catalogue.files if not f.scratch and not f.missing}
-    marks = {path: mark for path, mark in before.items() if path in data or is_index(path)}
-    return marks | files.fingerprint(data - marks.keys())
-
-
-def is_index(path: str) -> bool:
-    """Return whether a file says where the values of others are, by its name."""
-    name = path.rpartition("/")[2]
-    return any(fnmatchcase(name, pattern) for pattern in _INDEXES)
 
 
 def _check_harmless(planned: Catalogue, src: str) -> None:

@@ -24,7 +24,7 @@ from ckpttool.text import some
 _ROOTS = {"model": ("model",), "optimizer": ("optim",)}
 
 
-class CombinedSource:
+class CombinedSource(Source):
     """Several sources with one catalogue, in which their files are numbered one after the other. Itself a `Source`;
     closing it closes them. `replaced` are the paths of entries that were replaced by those of another source."""
 
@@ -32,6 +32,7 @@ class CombinedSource:
         self.catalogue = catalogue
         self.replaced: list[Path] = []
         self._sources: list[tuple[int, Source]] = []  # each with the number of its first file
+        self._attached: dict[Tensor, tuple[Source, Tensor]] = {}
         self._closing = ExitStack()
 
     @classmethod
@@ -65,6 +66,7 @@ class CombinedSource:
         of_part = {path: container for path, container in added.containers.items() if len(path) >= depth}
         self.catalogue.containers |= {(*root, *path[depth:]): container for path, container in of_part.items()}
         self.catalogue.files += other.catalogue.files
+        self.catalogue.versions |= other.catalogue.versions
         self.catalogue.warnings += other.catalogue.warnings
         names = [entry.name for entry in added.entries.values()]
         self.catalogue.faults += [
@@ -78,8 +80,16 @@ class CombinedSource:
         first source stays as it is; closing leaves the other open."""
         shift = len(self.catalogue.files)
         self._sources.append((shift, other))
-        self.catalogue = replace(self.catalogue, files=[*self.catalogue.files, *other.catalogue.files])
-        return [replace(tensor, origin=None, chunks=tensor.chunks.shifted(shift)) for tensor in other.catalogue.tensors]
+        self.catalogue = replace(
+            self.catalogue,
+            files=[*self.catalogue.files, *other.catalogue.files],
+            versions=self.catalogue.versions | other.catalogue.versions,
+        )
+        added: list[Tensor] = []
+        for tensor in other.catalogue.tensors:
+            added.append(replace(tensor, origin=None, chunks=tensor.chunks.shifted(shift)))
+            self._attached[added[-1]] = other, tensor
+        return added
 
     def add_values(self, values: Mapping[str, Any], root: Path = ()) -> None:
         """Add plain values, such as those of a JSON file, under `root`."""
@@ -100,6 +110,7 @@ class CombinedSource:
         root = next((p.root for p in parts.parts(rooted) if p.kind == kind), _ROOTS[kind])
         self.catalogue = select.select(rooted, lambda entry: entry.part.kind != kind)
         self.catalogue.files = list(before.files)
+        self.catalogue.versions = dict(before.versions)
         self.catalogue.warnings = [*before.warnings]
         names = [entry.name for entry in before.entries.values() if entry.part.kind != kind]
         self.catalogue.faults = [
@@ -135,11 +146,18 @@ class CombinedSource:
             if isinstance(source, Itemised):
                 yield from ((name, run._replace(file=run.file + start)) for name, run in source.items())
 
-    def resolve(self, tensor: Tensor, chunk: Chunk) -> Extent:
+    def require(self, tensor: Tensor) -> None:
+        attached = self._attached.get(tensor)
+        if attached is None:
+            super().require(tensor)
+        else:
+            attached[0].require(attached[1])
+
+    def lookup(self, tensor: Tensor, chunk: Chunk) -> Extent:
         start, source = self._sources[bisect_right(self._sources, chunk.extent.file, key=itemgetter(0)) - 1]
         if not start:
-            return source.resolve(tensor, chunk)
-        return source.resolve(tensor, chunk._replace(extent=chunk.extent.shifted(-start))).shifted(start)
+            return source.lookup(tensor, chunk)
+        return source.lookup(tensor, chunk._replace(extent=chunk.extent.shifted(-start))).shifted(start)
 
     def close(self) -> None:
         self._closing.close()

@@ -6,9 +6,10 @@ Nothing in a checkpoint is executed. Names in its pickles that would run code el
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import ExitStack, closing, contextmanager, suppress
 from dataclasses import replace
+from fnmatch import fnmatchcase
 
 from ckpttool import formats, producers
 from ckpttool.catalogue import parts
@@ -26,10 +27,13 @@ from ckpttool.producers.directory import Directory
 from ckpttool.serialization import strict_json, unsafe_globals
 from ckpttool.serialization.unpickler import no_garbage_collection
 from ckpttool.serialization.unsafe_globals import harmful_names
+from ckpttool.storage import files, versions
 from ckpttool.storage.stores import Location, local_path, locate
+from ckpttool.storage.versions import Version
 from ckpttool.text import some
 
 _MAX_SHAPES = 64 << 20
+_INDEXES = (".metadata", "__*.metadata", "*.index.json", "ckpttool.json")
 
 
 def open_at(location: Location, options: OpenOptions = NO_HINTS, run: runs.Run | None = None) -> Source:
@@ -138,7 +142,7 @@ def open_source(path: str, shapes: str | None = None, only: Collection[str] | No
     with ExitStack() as on_error, no_garbage_collection():
         if location is not path:
             on_error.callback(location.store.close)
-        with working(), naming(location), unsafe_globals.noting_harm() as named:
+        with working(), naming(location), unsafe_globals.noting_harm() as named, versions.noting() as seen:
             source = open_at(location, options)
             # What scales and adapters are of is told by all names together.
             if foreign.has_mark(source.catalogue.facts.get("partial", ())):
@@ -153,9 +157,33 @@ def open_source(path: str, shapes: str | None = None, only: Collection[str] | No
         if (found := foreign.describe(catalogue, location_of(location, catalogue))) is not None:
             found.annotate(catalogue)
         catalogue.warnings += _unsafe(catalogue, named)
+        _keep_versions(catalogue, seen)
         on_error.pop_all()
     is_remote = location is not path and not location.store.is_local
     return CombinedSource.over(source, location.store.close) if is_remote else source
+
+
+def _keep_versions(catalogue: Catalogue, seen: Mapping[str, Version]) -> None:
+    """Note of which version the files of a catalogue are, indexes too: that which each had before anything of it was
+    read. Payloads are read of that version only. Raises ReadError if one has changed since."""
+    folders = {""}
+    for file in catalogue.own_files:
+        location = locate(file.location)
+        if not file.missing and location.store.is_local:
+            key = location.key
+            catalogue.versions |= {str(location): seen[key]} if key in seen else files.fingerprint([location])
+            folders.add(location.rpartition("/")[0])
+            file.location = Location(location, location.store, catalogue.versions.get(location))
+    catalogue.versions |= {
+        path: version for path, version in seen.items() if is_index(path) and path.rpartition("/")[0] in folders
+    }
+    files.check_unchanged(catalogue.versions)
+
+
+def is_index(path: str) -> bool:
+    """Return whether a file says where the values of others are, by its name. Pure."""
+    name = path.rpartition("/")[2]
+    return any(fnmatchcase(name, pattern) for pattern in _INDEXES)
 
 
 @contextmanager

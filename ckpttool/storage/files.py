@@ -17,9 +17,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ckpttool.errors import CorruptError, ReadError
-from ckpttool.storage import tree
+from ckpttool.storage import tree, versions
 from ckpttool.storage.crc import crc32
 from ckpttool.storage.errors import from_os_error, os_errors
+from ckpttool.storage.versions import Version
 
 if TYPE_CHECKING:
     from ckpttool.storage.stores import Location
@@ -47,6 +48,9 @@ class Pool:
 
     A descriptor in use is never closed: `take` hands it out under a count that `put_back` lowers. With `whole`, a file
     that lies in a store is fetched whole and checked before the first of its bytes is read, else only what is read.
+
+    A file of a checkpoint that was opened (its location has a `version`) is read only while it is of that version: its
+    descriptor is asked when it is opened, and again after each read. Raises ReadError if it was written again.
     """
 
     def __init__(self, *, writing: bool = False, whole: bool = False) -> None:
@@ -54,7 +58,7 @@ class Pool:
         self._most = min(_OPEN_FILES, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 4)
         self._flags = os.O_RDWR if writing else os.O_RDONLY
         self._doing = "write" if writing else "read"
-        self._open: OrderedDict[str, list[int]] = OrderedDict()  # path -> [descriptor, users]
+        self._open: OrderedDict[str, _Entry] = OrderedDict()
         self._lock = threading.Lock()
 
     def use(self, path: str) -> _Use:
@@ -65,22 +69,26 @@ class Pool:
         """Return a context manager that keeps the descriptor of a local file open; a remote file has none."""
         return self.use(path) if _remote(path) is None else nullcontext()
 
-    def take(self, path: str) -> list[int]:
-        """Return the entry of `path`, its descriptor first, which stays open until `put_back` gets the entry."""
+    def take(self, path: str) -> _Entry:
+        """Return the entry of `path`, whose descriptor stays open until `put_back` gets the entry."""
         with self._lock:
             entry = self._open.get(path)
             if entry is None:
-                entry = self._open[path] = [os.open(path, self._flags | os.O_CLOEXEC), 0]
+                entry = self._open[path] = _Entry(os.open(path, self._flags | os.O_CLOEXEC))
+                versions.note_open(path, entry.descriptor)
+            if entry.version is None and (version := getattr(path, "version", None)) is not None:
+                entry.version = version
+                entry.check(path)
             self._open.move_to_end(path)
-            entry[1] += 1
+            entry.users += 1
             if len(self._open) > self._most:
-                for idle in [p for p in list(self._open)[: -self._most] if not self._open[p][1]]:
-                    os.close(self._open.pop(idle)[0])
+                for idle in [p for p in list(self._open)[: -self._most] if not self._open[p].users]:
+                    os.close(self._open.pop(idle).descriptor)
             return entry
 
-    def put_back(self, entry: list[int]) -> None:
+    def put_back(self, entry: _Entry) -> None:
         with self._lock:
-            entry[1] -= 1
+            entry.users -= 1
 
     def read(self, path: str, offset: int, nbytes: int) -> bytes:
         """Return `nbytes` bytes at `offset`. Raises CorruptError if the file ends before."""
@@ -162,16 +170,35 @@ class Pool:
 
     def close(self) -> None:
         with self._lock:
-            for fd, _ in self._open.values():
-                os.close(fd)
+            for entry in self._open.values():
+                os.close(entry.descriptor)
             self._open.clear()
+
+
+class _Entry:
+    """An open file of a pool: its descriptor, how many use it, and the version that it is to have, if there is one."""
+
+    __slots__ = ("descriptor", "users", "version")
+
+    def __init__(self, descriptor: int) -> None:
+        self.descriptor, self.users = descriptor, 0
+        self.version: Version | None = None
+
+    def check(self, path: str) -> None:
+        """Raise ReadError if the file was written since it had its version."""
+        assert self.version is not None
+        now = versions.of(os.fstat(self.descriptor))
+        if now != self.version:
+            if versions.is_rewritten(self.version, now):
+                raise changed(path)
+            self.version = now  # a link, or other permissions: what is told by ctime is told from here on
 
 
 class _Use:
     """`with pool.use(path) as fd`. A class: a generator takes as long as the read of a small run of bytes."""
 
     __slots__ = ("_doing", "_entry", "_path", "_pool")
-    _entry: list[int]
+    _entry: _Entry
 
     def __init__(self, pool: Pool, path: str, doing: str) -> None:
         self._pool, self._path, self._doing = pool, path, doing
@@ -181,12 +208,15 @@ class _Use:
             self._entry = self._pool.take(self._path)
         except OSError as error:
             raise from_os_error(error, self._path, self._doing) from None
-        return self._entry[0]
+        return self._entry.descriptor
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
         self._pool.put_back(self._entry)
         if isinstance(error, OSError):
             raise from_os_error(error, self._path, self._doing) from None
+        # Also where the read itself failed: a file that was cut meanwhile is not a damaged one.
+        if self._entry.version is not None and (error is None or isinstance(error, CorruptError)):
+            self._entry.check(self._path)
 
 
 class _Stream(io.RawIOBase):
@@ -331,22 +361,17 @@ def inside(root: str, name: str) -> str:
     return str(path)
 
 
-Fingerprint = dict[str, tuple[int, int, int]]
+Fingerprint = dict[str, Version]
 
 
 def fingerprint(paths: Iterable[str]) -> Fingerprint:
-    """Return size, modification time and inode of each file, which differ in a later version."""
+    """Return the version of each local file: that with which a checkpoint was opened, or the present one."""
     result: Fingerprint = {}
     # A remote file belongs to a fixed commit.
     for path in (path for path in paths if _remote(path) is None):
         with suppress(OSError):
-            result[path] = _version(path)
+            result[path] = getattr(path, "version", None) or versions.at(path)
     return result
-
-
-def _version(path: str) -> tuple[int, int, int]:
-    status = os.stat(path)
-    return status.st_size, status.st_mtime_ns, status.st_ino
 
 
 def check_unchanged(before: Fingerprint) -> None:
@@ -354,8 +379,8 @@ def check_unchanged(before: Fingerprint) -> None:
     for path, version in before.items():
         current = None
         with os_errors(path, "read"), suppress(FileNotFoundError):
-            current = _version(path)
-        if current != version:
+            current = versions.at(path)
+        if current is None or versions.is_rewritten(version, current):
             raise changed(path)
 
 

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, BinaryIO
 
-from ckpttool.storage import files, staging
+from ckpttool.storage import files, staging, versions
 from ckpttool.storage.errors import from_os_error, os_errors
 from ckpttool.storage.stage import Stage
 from ckpttool.storage.stores import Entry, Location, Outgoing, Stat, Store, Write
@@ -22,6 +22,7 @@ class LocalStore(Store):
 
     def stat(self, name: str) -> Stat:
         status = os.stat(name)
+        versions.note(name, status)
         mode = status.st_mode
         return Stat(status.st_size, "file" if stat.S_ISREG(mode) else "dir" if stat.S_ISDIR(mode) else "other")
 
@@ -31,19 +32,28 @@ class LocalStore(Store):
 
     def read_into(self, name: str, offset: int, buffer: memoryview) -> int:
         with open(name, "rb", buffering=0) as stream:
+            versions.note_open(name, stream.fileno())
             data = os.pread(stream.fileno(), len(buffer), offset)
         buffer[: len(data)] = data
         return len(data)
 
     def open(self, name: str) -> BinaryIO:
-        return open(name, "rb")
+        stream = open(name, "rb")  # noqa: SIM115 # whoever asked closes it
+        versions.note_open(name, stream.fileno())
+        return stream
 
     def check_readable(self, name: str) -> None:
         os.close(os.open(name, os.O_RDONLY | os.O_CLOEXEC))
 
     def sizes(self, name: str) -> dict[str, int]:
+        found: dict[str, int] = {}
         with os.scandir(name) as entries:
-            return {e.name: e.stat().st_size for e in entries if e.is_file(follow_symlinks=False)}
+            for entry in entries:
+                if entry.is_file(follow_symlinks=False):
+                    status = entry.stat()
+                    versions.note(entry.path.removeprefix("./"), status)
+                    found[entry.name] = status.st_size
+        return found
 
     def glob(self, pattern: str) -> list[str]:
         return sorted(glob.glob(pattern))

@@ -26,6 +26,7 @@ from typing import TYPE_CHECKING, Any, BinaryIO, NamedTuple, TypeVar
 from ckpttool.errors import CkptError, CorruptError, ReadError, UsageError
 from ckpttool.storage import files
 from ckpttool.storage.errors import from_os_error
+from ckpttool.storage.versions import Version
 
 if TYPE_CHECKING:
     from ckpttool.storage.gathered import GatheredFile
@@ -185,12 +186,14 @@ class Location(str):
     the errors of `ckpttool.errors`, the questions (`is_dir`, ...) none. Make one with `locate`.
     """
 
-    __slots__ = ("store",)
+    __slots__ = ("store", "version")
     store: Store
+    version: Version | None
+    """Of a file of a checkpoint that was opened: the version that it had before anything of it was read."""
 
-    def __new__(cls, text: str, store: Store) -> Location:  # noqa: PYI034
+    def __new__(cls, text: str, store: Store, version: Version | None = None) -> Location:  # noqa: PYI034
         location = super().__new__(cls, text)
-        location.store = store
+        location.store, location.version = store, version
         return location
 
     def __copy__(self) -> Location:

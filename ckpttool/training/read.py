@@ -148,6 +148,7 @@ class Reader:
         """Read `box` of a tensor into `memory`, which has the box's sizes; cast if its dtype is another."""
         if 0 in box[1]:
             return
+        self.source.require(tensor)  # so that its chunks fill all of the box
         kind = torch_dtype(tensor.dtype, tensor.name)
         direct = memory.device.type == "cpu" and memory.dtype == kind and memory.is_contiguous()
         for chunk in tensor.chunks:

@@ -145,7 +145,7 @@ def digest(
                 if isinstance(source, Viewed):
                     sha.update(repr(source.recipe(one)).encode(errors="surrogatepass"))
     for path in sorted(fingerprint):
-        sha.update(repr((str(locate(path).real()), fingerprint[path])).encode())
+        sha.update(repr((str(locate(path).real()), fingerprint[path].identity)).encode())
     for path in sorted(indexes):
         sha.update(repr(checksums.of(locate(path).blocks(_BUFFER))).encode())
     return sha.hexdigest()

@@ -30,12 +30,13 @@ def read_tiles(tensor: Tensor, source: Source, pool: Pool, nbytes: int = TILE) -
 
 
 def read_box(box: Box, tensor: Tensor, source: Source, pool: Pool) -> Array:
-    """Return the elements of one box of a validated tensor as a contiguous array of the type `unsigned(tensor.dtype)`.
+    """Return the elements of one box of a tensor as a contiguous array of the type `unsigned(tensor.dtype)`.
 
-    Raises CorruptError when a file is too short.
+    Raises CorruptError for a tensor that is not whole, ReadError when a file has changed since the source was opened.
     """
     import numpy as np
 
+    source.require(tensor)  # so that its chunks fill all of the box
     bits: Array = np.empty(box[1], unsigned(tensor.dtype))
     for i, (offsets, sizes) in enumerate(zip(tensor.chunks.offsets, tensor.chunks.sizes, strict=True)):
         shared = boxes.overlap((offsets, sizes), box)
@@ -47,7 +48,7 @@ def read_box(box: Box, tensor: Tensor, source: Source, pool: Pool) -> Array:
 
 
 class ChunkReader:
-    """A reader of boxes of one chunk of a validated tensor, one after another, into one buffer."""
+    """A reader of boxes of one chunk of a tensor, one after another, into one buffer."""
 
     def __init__(self, source: Source, pool: Pool, tensor: Tensor, chunk: Chunk) -> None:
         self._pool, self._files, self._dtype, self._chunk = pool, source.catalogue.files, tensor.dtype, chunk

@@ -529,10 +529,10 @@ def test_what_lies_beside_is_said(tmp_path: Path) -> None:
     for name, data in {"__7_0.distcp": b"x" * 9, "__8_0.distcp": b"", ".metadata.tmp": b"x", "meta.pt": b"x"}.items():
         (tmp_path / "ckpt" / name).write_bytes(data)
     said = [*map(str, FORMAT.open(str(tmp_path / "ckpt")).catalogue.warnings)]
-    assert any("2 data files of 9 bytes are not mentioned" in w and "`__7_0.distcp`" in w for w in said)
+    assert any("1 data files of 9 bytes are not mentioned" in w and "`__7_0.distcp`" in w for w in said)
     assert any("`.metadata.tmp`" in w for w in said)
     assert any("files that the index does not mention: `meta.pt`" in w for w in said)
-    assert any("1 data files are empty" in w and "`__8_0.distcp`" in w for w in said)
+    assert not any("`__8_0.distcp`" in w for w in said)  # as torch leaves one for a rank that had nothing to write
 
 
 def test_tensors_without_elements(tmp_path: Path) -> None:

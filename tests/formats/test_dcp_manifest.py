@@ -114,11 +114,47 @@ def test_a_directory_that_torch_saved_into_again(use: str, tmp_path: Path) -> No
     ckpttool.save(path, torch.nn.Linear(3, 2))
     USES[use](path, tmp_path / "before.pt")
     dcp.save({"model": torch.nn.Linear(3, 2).state_dict(), "step": 7}, checkpoint_id=path)
-    with pytest.raises(CorruptError, match=r"`\.metadata` has SHA-256 .* in `integrity\.json`") as caught:
-        USES[use](path, tmp_path / "out.pt")
-    assert "remove `integrity.json` if the checkpoint was saved again" in (caught.value.hint or "")
-    (path / NAME).unlink()
     USES[use](path, tmp_path / "out.pt")
+    (warning,) = ckpttool.inspect(path).warnings
+    assert warning.kind == "stale-manifest" and NAME in warning.text
+    report = verify(path)
+    assert report.whole and report.manifest is None and [f.gravity for f in report.findings] == ["note"]
+
+
+@pytest.mark.parametrize("use", USES)
+def test_an_index_that_was_changed(use: str, tmp_path: Path) -> None:
+    """A byte of the index that torch wrote for us: its mark and its size are those of the manifest."""
+    path = tmp_path / "ckpt"
+    ckpttool.save(path, torch.nn.Linear(3, 2))
+    data = (path / ".metadata").read_bytes()
+    (path / ".metadata").write_bytes(data.replace(b"weight", b"weighs"))
+    with pytest.raises(CorruptError, match=r"`\.metadata` has SHA-256 .* in `integrity\.json`"):
+        USES[use](path, tmp_path / "out.pt")
+    # Of an index without our mark, the size is.
+    shutil.rmtree(path)
+    save_dcp(path, {"weight": torch.ones(3)})
+    verify(path, write_manifest=path / NAME)
+    data = (path / ".metadata").read_bytes()
+    (path / ".metadata").write_bytes(data.replace(b"weight", b"weighs"))
+    with pytest.raises(CorruptError, match=r"`\.metadata` has SHA-256 .* in `integrity\.json`"):
+        USES[use](path, tmp_path / "out.pt")
+
+
+@pytest.mark.parametrize("use", USES)
+def test_a_manifest_that_is_damaged(use: str, tmp_path: Path) -> None:
+    """It blocks nothing but what is about it."""
+    path = tmp_path / "ckpt"
+    ckpttool.save(path, torch.nn.Linear(3, 2))
+    data = bytearray((path / NAME).read_bytes())
+    data[3] ^= 0x80
+    (path / NAME).write_bytes(data)
+    USES[use](path, tmp_path / "out.pt")
+    (warning,) = ckpttool.inspect(path).warnings
+    assert warning.kind == "unreadable-manifest" and "nothing is compared" in warning.text
+    report = verify(path)
+    assert [(f.gravity, f.kind, f.file) for f in report.findings] == [("damage", "manifest", NAME)]
+    with pytest.raises(CorruptError):
+        verify(path, manifest=path / NAME)
 
 
 def test_files_that_are_longer_cut_or_gone(tmp_path: Path) -> None:

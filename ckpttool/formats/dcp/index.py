@@ -19,6 +19,7 @@ from ckpttool.errors import CkptError, CorruptError, ReadError
 from ckpttool.formats.dcp import manifest, metadata
 from ckpttool.formats.dcp.metadata import Item, KeyPath, Metadata, StoredTensor
 from ckpttool.serialization.manifest import NAME as MANIFEST
+from ckpttool.serialization.manifest import Manifest
 from ckpttool.storage.stores import Location, locate
 from ckpttool.text import rank_ranges, some
 
@@ -86,18 +87,33 @@ def read_index(path: str) -> Index:
     if not names:
         raise _no_index_error(path, folder)
     sizes = folder.sizes()
-    merger, listed = _IndexMerger(folder, sizes), manifest.carried(folder, sizes)
+    merger, (listed, notes) = _IndexMerger(folder, sizes), manifest.carried(folder, sizes)
     for name in names:
         location = folder / name
         if not location.size():
             hint = "the save did not finish; use an older step"
             raise CorruptError(f"`{location}` is empty", hint=hint, file=location)
-        manifest.check_index(folder, name, listed)
-        with location.open() as stream:
-            merger.add(metadata.read(stream, name), _rank(name))
+        changed = manifest.index_fault(folder, name, listed)
+        try:
+            with location.open() as stream:
+                part = metadata.read(stream, name)
+        except CkptError:
+            if changed is not None:
+                raise changed from None
+            raise
+        if changed is not None:
+            # A flipped bit keeps the size, and our mark in an index that ckpttool wrote.
+            if part.extra is not None or listed.sizes.get(name) in (None, location.size()):
+                raise changed
+            notes.append(Warning("stale-manifest", manifest.STALE, file=MANIFEST))
+            listed = Manifest()
+        merger.add(part, _rank(name))
     index = merger.index
     index.name = names[0]
+    index.warnings += notes
     index.faults += manifest.grown(index.files, listed)
+    for file in index.files:
+        file.crc = listed.crcs.get(file.name)
     if len(names) > 1 or _OF_RANK.fullmatch(names[0]):
         index.facts["layout"] = "an index for each rank"
         # Entries of a rank without an index may be missing unnoticed.
@@ -189,13 +205,15 @@ class _IndexMerger:
 
 
 def _other_file_warnings(sizes: Mapping[str, int], mentioned: set[str], indexes: set[str]) -> list[Warning]:
-    others = sorted(set(sizes) - mentioned - indexes - {MANIFEST})
+    # torch leaves a file of no bytes for each rank that has nothing to write.
+    unused = {name for name, size in sizes.items() if not size and _DATA.fullmatch(name)} - mentioned
+    others = sorted(set(sizes) - mentioned - indexes - unused - {MANIFEST})
     stale = [name for name in others if name.endswith(SUFFIX)]
     stale_indexes = [
         name for ends in ((".metadata.tmp", ".metadata.bck"), NAME) for name in others if name.endswith(ends)
     ]
     others = [name for name in others if name not in {*stale, *stale_indexes}]
-    empty = sorted(name for name, size in sizes.items() if not size and name.endswith(SUFFIX))
+    empty = sorted(name for name, size in sizes.items() if not size and name.endswith(SUFFIX) and name in mentioned)
     warnings = []
     if stale:
         total = sum(sizes[name] for name in stale)
@@ -207,6 +225,6 @@ def _other_file_warnings(sizes: Mapping[str, int], mentioned: set[str], indexes:
         text = f"files that the index does not mention: {some(others)}"
         warnings.append(Warning("unlisted-file", text, names=tuple(others)))
     if empty:
-        text = f"{len(empty)} data files are empty, left by an interrupted save: {some(empty)}"
+        text = f"{len(empty)} data files that the index names are empty: {some(empty)}"
         warnings.append(Warning("empty-file", text))
     return warnings

@@ -9,11 +9,16 @@ from collections.abc import Iterable, Iterator, Mapping
 from hashlib import sha256
 
 from ckpttool.catalogue.entries import File
-from ckpttool.errors import CorruptError
+from ckpttool.catalogue.warning import Warning
+from ckpttool.errors import CorruptError, ReadError
 from ckpttool.serialization.manifest import NAME, Manifest, content, read
 from ckpttool.storage.stores import Location, locate
 
 _INDEX, _DATA = ".metadata", ".distcp"
+STALE = (
+    f"`{NAME}` is of an earlier save into this directory, and nothing is compared with it; "
+    "without it, `ckpttool verify --write-manifest` writes a new one"
+)
 _HINT = f"take another copy, or remove `{NAME}` if the checkpoint was saved again"
 
 
@@ -27,14 +32,15 @@ def write(folder: str, crcs: Mapping[str, int] | None = None) -> None:
     (location / NAME).put(content(manifest))
 
 
-def check_index(folder: Location, name: str, manifest: Manifest) -> None:
-    """Compare an index with its SHA-256, if the manifest beside it has that. Raises CorruptError."""
+def index_fault(folder: Location, name: str, manifest: Manifest) -> CorruptError | None:
+    """Return the error for an index with another SHA-256 than in the manifest beside it, if that has one."""
     expected = manifest.files.get(name, "").lower()
     found = _sha256(folder / name) if expected else ""
-    if found != expected:
-        message = f"`{name}` has SHA-256 {found[:16]}..., but {expected[:16]}... in `{NAME}`"
-        hint = f"its bytes changed; {_HINT}"
-        raise CorruptError(message, hint=hint, file=folder / name, found=found, expected=expected)
+    if found == expected:
+        return None
+    message = f"`{name}` has SHA-256 {found[:16]}..., but {expected[:16]}... in `{NAME}`"
+    hint = f"its bytes changed; {_HINT}"
+    return CorruptError(message, hint=hint, file=folder / name, found=found, expected=expected)
 
 
 def grown(files: Iterable[File], manifest: Manifest) -> Iterator[CorruptError]:
@@ -48,10 +54,16 @@ def grown(files: Iterable[File], manifest: Manifest) -> Iterator[CorruptError]:
             yield CorruptError(message, hint=f"it is of another save; {_HINT}", **facts)
 
 
-def carried(folder: Location, names: Mapping[str, int]) -> Manifest:
-    """Return the manifest among the files of a directory, without tensors; an empty one if there is none. Raises
-    ReadError or CorruptError."""
-    return read(folder / NAME, tensors=False) if NAME in names else Manifest()
+def carried(folder: Location, names: Mapping[str, int]) -> tuple[Manifest, list[Warning]]:
+    """Return the manifest among the files of a directory, without tensors; an empty one if there is none, or if it
+    cannot be read, which is warned of: the checkpoint may be whole all the same."""
+    if NAME not in names:
+        return Manifest(), []
+    try:
+        return read(folder / NAME, tensors=False), []
+    except (CorruptError, ReadError) as error:
+        text = f"`{NAME}` cannot be read, and nothing is compared with it: {error.message}"
+        return Manifest(), [Warning("unreadable-manifest", text, file=NAME)]
 
 
 def _sha256(location: Location) -> str:

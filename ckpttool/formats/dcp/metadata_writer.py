@@ -72,6 +72,7 @@ def _integer(value: int) -> bytes:
 
 def publish(folder: str | Location, metadata: Metadata) -> None:
     """Write `.metadata` in a directory whose other files are on disk: under another name, which is then changed."""
+    files.make_directory(folder, exist_ok=True)  # there is no file yet in that of an empty checkpoint
     draft, final = (locate(folder) / (NAME + end) for end in (".tmp", ""))
     draft.put(lambda stream: write(metadata, stream.write))
     files.rename(draft, final)

@@ -21,7 +21,7 @@ from ckpttool.catalogue.entries import (
     Tensor,
     dotted,
 )
-from ckpttool.catalogue.protocols import NO_HINTS, OpenOptions, Run
+from ckpttool.catalogue.protocols import NO_HINTS, OpenOptions, Run, Source
 from ckpttool.catalogue.values import Stub, stub_type
 from ckpttool.catalogue.warning import Warning
 from ckpttool.errors import CkptError, CorruptError, ReadError
@@ -36,7 +36,7 @@ from ckpttool.serialization.torch_zip import Archive
 _EAGER = 5_000  # bytes items that are decoded at open; 35 us each
 
 
-class DcpSource:
+class DcpSource(Source):
     """An open DCP directory; `index` is its index, with the file numbers of the catalogue."""
 
     def __init__(
@@ -59,7 +59,7 @@ class DcpSource:
         for name, item in others + [(copy.name, copy.again) for copy in self.index.copies]:
             yield name, Run(*item[:3], packed=bool(item.transforms))
 
-    def resolve(self, tensor: Tensor, chunk: Chunk) -> Extent:
+    def lookup(self, tensor: Tensor, chunk: Chunk) -> Extent:
         extent = chunk.extent
         if not extent.item:
             return extent

@@ -80,7 +80,7 @@ class Survey:
 
     def _survey(self, work: Work) -> None:
         catalogue = self._source.catalogue
-        before = files.fingerprint(f.location for f in catalogue.own_files if not f.missing)
+        before = catalogue.versions
         self.is_local = all(file.missing or file.location in before for file in catalogue.own_files)
         is_sound = self._validate()
         work.note(0)

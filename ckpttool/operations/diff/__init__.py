@@ -112,7 +112,6 @@ def diff(
     result = Diff(Side(paths[0]), Side(paths[1]), ", ".join(f"{name} {value}" for name, value in given.items()) or None)
     with ExitStack() as stack:
         sources = _opened(stack, paths[0], shapes), _opened(stack, paths[1], shapes)
-        before = files.fingerprint(f.location for s in sources for f in s.catalogue.own_files if not f.missing)
         for path, source in zip(paths, sources, strict=True):
             result.notes += open.notes_of_run(source.catalogue, path)
         catalogues = selection.select(sources, paths, selected, result.notes)
@@ -123,7 +122,8 @@ def diff(
         compare_sources(sources, catalogues, result, options)
         if result.only_a and result.only_b:
             result.hint = selection.advice(catalogues)
-        files.check_unchanged(before)
+        for source in sources:
+            files.check_unchanged(source.catalogue.versions)
         result.seconds = time.monotonic() - began
         if page is not None and page_path is not None:
             page_file.write(page.text(result, catalogues), page_path)

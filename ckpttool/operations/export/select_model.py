@@ -117,6 +117,6 @@ def renamed(planned: Catalogue, selection: Selection) -> Catalogue:
     """
     model = rename_entries(planned, strip_wrappers)
     (kept,) = arguments.matching(selection, model)
-    write.check_not_empty(kept)
+    write.check_not_empty(kept, planned)
     kept = rename_entries(kept, arguments.stripper(selection, kept))
     return _flat(arguments.renamed(kept, selection.rename))

@@ -281,7 +281,7 @@ def _plan(opened: OpenSource, options: ReshardOptions, target: Format, result: R
             has_root = not any(tensor.name in names for tensor in bare.tensors)
             planned = rechunk.like(planned if has_root else bare, other, result.mesh)
             planned = _without_root(planned, selection.only) if has_root else planned
-    write.check_not_empty(planned)
+    write.check_not_empty(planned, source)
     return Planned(planned, SinkOptions(world=mesh.world), folded)
 
 

@@ -85,7 +85,8 @@ def stats(
         steps: of a run directory, the steps to read too, oldest first, in `Stats.steps`: `"all"` complete ones, or some
             by their numbers, `"500,1000"` or `[500, 1000]`.
         shapes: a checkpoint or JSON file with the shapes of parameters, for FSDP1 flat parameters.
-        cache: whether to keep the result, and to take one that was kept of the same files; not of the Hub's.
+        cache: whether to keep the result, and to take one that was kept of the same files; not of the Hub's. With
+            `fail_on` they are read.
         threads: how many threads read and calculate.
         progress: called with bytes done and in all, from this thread.
 
@@ -99,7 +100,10 @@ def stats(
     is_listed = condition(where, CONDITION, "--where") if where is not None else None
     fails = condition(fail_on, CONDITION, "--fail-on") if fail_on is not None else None
     selection = arguments.selection(only, drop, tensors, exclude)
-    reading = _Reading(selection, shapes, spectral, cache, threads or min(DEFAULT_THREADS, _MAX_THREADS), progress)
+    # A gate reads the bytes: what passes here is not looked at again.
+    may_load = cache and fails is None
+    threads = threads or min(DEFAULT_THREADS, _MAX_THREADS)
+    reading = _Reading(selection, shapes, spectral, cache, may_load, threads, progress)
     checkpoints = chosen_steps(path, steps) if steps is not None else []
     result = Stats(path, fail_on=fail_on)
     if checkpoints:
@@ -129,7 +133,8 @@ class _Reading(NamedTuple):
     selection: Selection
     shapes: str | None
     spectral: bool
-    cache: bool
+    keeps: bool  # the result in the cache
+    may_load: bool  # a result that was kept
     threads: int
     progress: Progress | None
 
@@ -141,13 +146,13 @@ def _collect(result: Stats, reading: _Reading) -> list[Finding]:
         stop_at_absent(catalogue, reading.selection.only)
         validate(catalogue)
         selected = _selected(catalogue, reading.selection)
-        before = files.fingerprint(f.location for f in catalogue.own_files if not f.missing)
+        before = catalogue.versions
         headline, _ = summary.head(catalogue, source)
         result.headline, result.step = str(headline), summary.step(catalogue)
         result.notes += open.notes_of_run(catalogue)
         is_local = all(file.missing or file.location in before for file in catalogue.own_files)
-        key = cached.key_of(before, selected, reading.spectral) if reading.cache and is_local else None
-        rows = cached.load(key) if key is not None else None
+        key = cached.key_of(before, selected, reading.spectral) if reading.keeps and is_local else None
+        rows = cached.load(key) if key is not None and reading.may_load else None
         result.cached = rows is not None
         if rows is None:
             rows = _read(selected, source, reading.threads, reading.progress)

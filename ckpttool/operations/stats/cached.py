@@ -1,4 +1,5 @@
-"""Keeps the statistics of checkpoints in the cache, by what identifies their files: size, modification time, inode."""
+"""Keeps the statistics of checkpoints in the cache, by what identifies their files: size, inode, and the times at which
+the bytes and the inode last changed."""
 
 from __future__ import annotations
 
@@ -28,7 +29,8 @@ Rows = tuple[list[TensorStatistics], list[GroupStatistics]]
 def key_of(fingerprint: Fingerprint, tensors: Sequence[Tensor], spectral: bool) -> str:
     """Return the name of the statistics of these tensors of these files. Pure."""
     names = [(tensor.name, str(tensor.part), tensor.dtype.name, tensor.shape) for tensor in tensors]
-    text = json.dumps([_LAYOUT, __version__, spectral, sorted(fingerprint.items()), names])
+    identities = sorted((path, version.identity) for path, version in fingerprint.items())
+    text = json.dumps([_LAYOUT, __version__, spectral, identities, names])
     return hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()
 
 

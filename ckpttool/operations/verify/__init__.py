@@ -80,7 +80,7 @@ def verify(
         manifests.check_free(os.fspath(write_manifest))
     if manifest is None and not stores.is_remote(path) and (own := stores.locate(path) / NAME).is_file():
         report.manifest = own
-    expected = None if report.manifest is None else read(stores.local_path(report.manifest))
+    expected = _given(report, is_own=manifest is None) if report.manifest is not None else None
     with ExitStack() as stack:
         other = None
         if report.against is not None:
@@ -88,16 +88,15 @@ def verify(
                 other = stack.enter_context(open.opened(report.against, shapes))
                 validate(other.catalogue)
         run = _open(path, shapes, report, threads or DEFAULT_THREADS, progress)
-        if expected is None and run.is_open and not stores.is_remote(path):
-            expected = _carried(run)
+        if manifest is None and run.is_open and not stores.is_remote(path):
+            expected = _current(run, expected)
         if expected is not None and expected.crcs:
             run = run._replace(runs={})
         stack.enter_context(closing(run.source))
         if run.is_open:
-            before = files.fingerprint(f.location for f in run.catalogue.own_files if not f.missing)
             for check in (*CHECKS, values.check) if check_values else CHECKS:
                 report.add(check(run))
-            files.check_unchanged(before)
+            files.check_unchanged(run.catalogue.versions)
             if page is not None:
                 note_copies(run.source)
         if expected is not None:
@@ -118,18 +117,47 @@ def verify(
     return report
 
 
+def _given(report: Report, *, is_own: bool) -> Manifest | None:
+    """Return the manifest to compare with. That of the checkpoint itself may be damaged, which is a finding. Raises
+    ReadError or CorruptError for another."""
+    assert report.manifest is not None
+    try:
+        return read(stores.local_path(report.manifest))
+    except (CorruptError, ReadError) as error:
+        if not is_own:
+            raise
+        report.add([replace(Finding.of(error, "manifest"), file=NAME)])
+        report.manifest = None
+        return None
+
+
+def _current(run: Verification, own: Manifest | None) -> Manifest | None:
+    """Return the manifest in the checkpoint, or those in its directories as one, unless it is of an earlier save."""
+    if any(warning.kind == "stale-manifest" for warning in run.catalogue.warnings):
+        run.report.manifest = None
+        return None
+    return own or _carried(run)
+
+
 def _carried(run: Verification) -> Manifest | None:
     """Return what the DCP directories in a checkpoint carry, as one manifest; None if none does."""
-    root, found = run.root.absolute(), Manifest()
+    root, found, compared = run.root.absolute(), Manifest(), []
     folders = {stores.locate(file.location).absolute().parent for file in run.catalogue.own_files}
     listed = [folder / NAME for folder in sorted(folders) if (folder / NAME).is_file()]
     for location in listed:
-        name, own = location.relative_to(root).removesuffix(NAME), read(location)
+        name = location.relative_to(root)
+        try:
+            own = read(location)
+        except (CorruptError, ReadError) as error:
+            run.report.add([replace(Finding.of(error, "manifest"), file=name)])
+            continue
+        compared.append(location)
+        name = name.removesuffix(NAME)
         found.files |= {name + file: digest for file, digest in own.files.items()}
         found.sizes |= {name + file: nbytes for file, nbytes in own.sizes.items()}
         found.crcs |= {name + file: crc for file, crc in own.crcs.items()}
-    run.report.manifest = ", ".join(listed) or None
-    return found if listed else None
+    run.report.manifest = ", ".join(compared) or None
+    return found if compared else None
 
 
 def _open(path: str, shapes: str | None, report: Report, threads: int, progress: Progress | None) -> Verification:
@@ -162,7 +190,7 @@ def _open(path: str, shapes: str | None, report: Report, threads: int, progress:
 
 # Warnings of the readers for which there are findings, file by file.
 _FOUND_HERE: tuple[str, ...] = ("empty-file", "missing-file", "missing-index", "missing-scale", "no-checksum")
-_FOUND_HERE += ("rank-part", "stale-file", "stale-index", "unused-file")
+_FOUND_HERE += ("unreadable-manifest", "rank-part", "stale-file", "stale-index", "unused-file")
 
 
 def _warnings(run: Verification) -> Iterator[Finding]:

@@ -110,7 +110,7 @@ class _Reading:
             return None  # its shards cannot be merged; its items are among the others
         chunks, sizes = tensor.chunks, tensor.chunks.sizes[i]
         try:
-            extent = self._source.resolve(tensor, chunks.at(i))
+            extent = self._source.lookup(tensor, chunks.at(i))
             file = self._catalogue.files[extent.file]
             if file.scratch:
                 self._count(extent.nbytes, checked=extent.checked)

@@ -49,6 +49,8 @@ def _in(folder: Location, root: Location, listed: Collection[Location], world: i
             kind, text = "remains", "left by a save that stopped"
         elif listed and DATA_FILE.fullmatch(name) and location.is_file():
             size, ranked = location.size(), _DISTCP.fullmatch(name)
+            if not size and ranked is not None:
+                continue  # torch leaves one for each rank that has nothing to write
             if not size:
                 kind, text = "remains", "empty, as a save leaves it that stopped"
             elif ranked is not None and int(ranked[1]) >= world:

@@ -214,7 +214,6 @@ def test_several_at_once(dcp: Path) -> None:
     ("name", "data", "kind", "says"),
     [
         (".metadata.tmp", b"\x80", "remains", "save that stopped"),
-        ("__0_1.distcp", b"", "remains", "empty"),
         ("__9_0.distcp", b"abc", "stale", "left by a larger one"),
         ("__0_3.distcp", b"abc", "stale", "another save"),
         (".model.pt.partial-4242", b"abc", "remains", "save that stopped"),

@@ -119,9 +119,13 @@ class SavedState(RecordedState):
                 found[rank] = (offsets, sizes)
         return found
 
-    def resolve(self, tensor: Tensor, chunk: Chunk) -> Extent:
+    def require(self, tensor: Tensor) -> None:
+        """Raise CorruptError unless a tensor is whole."""
+        self._source.require(tensor.origin or tensor)
+
+    def lookup(self, tensor: Tensor, chunk: Chunk) -> Extent:
         """Return where the elements of a chunk lie."""
-        return self._source.resolve(tensor.origin or tensor, chunk)
+        return self._source.lookup(tensor.origin or tensor, chunk)
 
     def close(self) -> None:
         """Close the checkpoint."""

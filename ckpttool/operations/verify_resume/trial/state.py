@@ -18,8 +18,9 @@ from typing import Any
 
 from ckpttool.catalogue import dtypes
 from ckpttool.catalogue.boxes import Box, Ints
-from ckpttool.catalogue.entries import Catalogue, Chunk, Chunks, Extent, File, Object, Part, Tensor
+from ckpttool.catalogue.entries import Catalogue, Chunks, Extent, File, Object, Part, Tensor
 from ckpttool.catalogue.parts import PER_RANK, find_rank
+from ckpttool.catalogue.protocols import Source
 from ckpttool.operations.diff import Diff, compare_sources
 from ckpttool.transfer.numbers import Array, numbers
 
@@ -51,7 +52,7 @@ class MappedTensor:
 
 
 @dataclass(slots=True)
-class RecordedState:
+class RecordedState(Source):
     """Everything that a run has at one moment.
 
     `tensors` has `model.embed.weight` and `optimizer.state.embed.weight.exp_avg`; `objects` has values that are not
@@ -94,10 +95,6 @@ class RecordedState:
             self.catalogue.add(Object(tuple(name.split(".")), value))
         for entry in self.catalogue.entries.values():
             entry.part = Part(self.kind_of(entry.name), entry.path[:1])
-
-    def resolve(self, tensor: Tensor, chunk: Chunk) -> Extent:
-        """Return where the elements of a chunk lie."""
-        return chunk.extent
 
     def close(self) -> None:
         """Do nothing: files are mapped until nobody refers to them."""
