@@ -20,7 +20,7 @@ from ckpttool.catalogue.warning import Warning
 from ckpttool.errors import CkptError, CorruptError, ReadError, UsageError
 from ckpttool.formats.detect import detect, found_inside
 from ckpttool.layout.optimizer.names_of_ids import is_model_order
-from ckpttool.producers import foreign, model_config, reader, runs
+from ckpttool.producers import flat_parameters, foreign, model_config, reader, runs
 from ckpttool.producers.combined import CombinedSource
 from ckpttool.producers.components import Producer
 from ckpttool.producers.directory import Directory
@@ -154,6 +154,7 @@ def open_source(path: str, shapes: str | None = None, only: Collection[str] | No
         elif options.shapes:
             catalogue.facts["shapes without order"] = shapes
         parts.assign(catalogue)
+        flat_parameters.restore(source, options)
         if (found := foreign.describe(catalogue, location_of(location, catalogue))) is not None:
             found.annotate(catalogue)
         catalogue.warnings += _unsafe(catalogue, named)

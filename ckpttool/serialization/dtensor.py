@@ -39,6 +39,9 @@ Runs = list[tuple[int, int]]
 Position = list[tuple[int, int]]
 """Where a rank is on a mesh, the size and the index of each dimension: `[(2, 0), (4, 3)]`."""
 
+FLAT_PARAM = "_flat_param"
+"""What FSDP1 calls the parameter of a unit that all of its parameters are in."""
+
 _CLASSES = ("DTensor", "ShardedTensor")
 _BOX = 128  # units of work: what is made of a box until it is shown
 _MAX_RANKS, _MAX_PARTS = 1 << 20, 1 << 12  # of a job, of a dimension: what is made of them must not take for ever

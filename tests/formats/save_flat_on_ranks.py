@@ -1,10 +1,11 @@
 """Train small models with FSDP1 on a few gloo ranks; save the rank files and what torch gathers of them.
 
-    python save_flat_on_ranks.py FOLDER WORLD      -> FOLDER/<case>/rank<R>.pt, reference.pt
+    python save_flat_on_ranks.py FOLDER WORLD      -> FOLDER/<case>/rank<R>.pt, dcp/, reference.pt
 
 Each rank saves `{model, optim}`: the `LOCAL_STATE_DICT` of the model (where there is none, of a device mesh and of
-`NO_SHARD`, the `SHARDED_STATE_DICT`) and its own `optimizer.state_dict()`. The reference is `FULL_STATE_DICT` of that
-run. One launch goes through all cases, as starting the ranks is what costs most.
+`NO_SHARD`, the `SHARDED_STATE_DICT`) and its own `optimizer.state_dict()`; a `LOCAL_STATE_DICT` is saved as a DCP
+directory too. The reference is `FULL_STATE_DICT` of that run. One launch goes through all cases, as starting the ranks
+is what costs most.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 import torch.multiprocessing as mp
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -143,6 +145,7 @@ CASES = [
     Case("orig_mesh_frozen", True, mesh=True, frozen=("scale", "embed.", "layers."), **PLAIN),
     Case("flat_mesh_nested", False, mesh=True, units=(*NESTED[:-1], "layers.2.mlp", "layers.2")),
 ]  # fmt: skip
+RAW = ("orig", "flat")  # saved as DCP with the raw state of the optimizer too
 # Two replicas of two shards; what `LOCAL_STATE_DICT` refuses.
 HYBRID = [
     Case("orig_hybrid", True, mesh=True, strategy=ShardingStrategy.HYBRID_SHARD),
@@ -192,6 +195,10 @@ def run(case: Case, folder: Path) -> None:
         local = model.state_dict()
     folder.mkdir(exist_ok=True)
     torch.save({"model": local, "optim": optimizer.state_dict()}, folder / f"rank{dist.get_rank()}.pt")
+    if kind == StateDictType.LOCAL_STATE_DICT:
+        dcp.save({"model": local, "step": 2}, checkpoint_id=folder / "dcp")
+    if case.name in RAW:
+        dcp.save({"model": local, "optim": optimizer.state_dict()}, checkpoint_id=folder / "dcp_raw")
     # With `offload_to_cpu=True` torch 2.13 gathers wrong values on a CPU.
     config = FullOptimStateDictConfig(offload_to_cpu=False, rank0_only=False)
     with FullyShardedDataParallel.state_dict_type(model, StateDictType.FULL_STATE_DICT, optim_state_dict_config=config):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import json
 import os
 import shutil
 import subprocess
@@ -20,6 +21,7 @@ from same import assert_same
 from support.checkpoints import within
 from support.hang import no_hang
 from support.paths import CHECKPOINTS
+from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 import ckpttool
 from ckpttool.catalogue import boxes
@@ -247,6 +249,74 @@ def test_a_raw_optimizer_is_cut_by_the_names_beside_it(ran: Callable[[int], Path
         validate(source.catalogue)
         found = nesting.unflatten(source.catalogue, lambda e: e if isinstance(e, Tensor) else e.value)
     assert_same(ranks.filled(found["optim"]), clean(whole["optim"]))
+
+
+# DCP directories of LOCAL_STATE_DICT ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("world", WORLDS)
+@pytest.mark.parametrize("case", ORIG + FLAT)
+def test_a_dcp_directory_is_restored(ran: Callable[[int], Path], tmp_path: Path, case: str, world: int) -> None:
+    """Of the pieces under the names of parameters, DCP has one rank's; the flat parameter has all."""
+    folder, out = ran(world) / case, tmp_path / "whole.pt"
+    ckpttool.convert(folder / "dcp", out, to="torch", shapes=str(folder / "reference.pt"))
+    found = torch.load(out, weights_only=True)
+    assert_same(found, {"model": clean(reference(folder)["model"]), "step": 2})
+    report = ckpttool.verify(folder / "dcp", shapes=str(folder / "reference.pt"))
+    assert (report.verdict, report.exit_code, report.unchecked_bytes) == ("whole", 0, 0)
+    flat_bytes = 4 * sum(
+        tensor.numel() for tensor in clean(reference(folder)["model"]).values() if tensor.dtype.is_floating_point
+    )
+    assert report.checked_bytes > flat_bytes / 2
+
+
+@pytest.mark.parametrize("case", ["orig", "flat"])
+def test_flat_parameters_are_not_the_model(ran: Callable[[int], Path], tmp_path: Path, case: str) -> None:
+    folder = ran(3) / case
+    out, dcp = tmp_path / "out", str(folder / "dcp")
+    one = tmp_path / "one.pt"
+    dcp_to_torch_save(dcp, one)
+    calls: list[Callable[[str], object]] = [
+        lambda path: ckpttool.convert(path, out, to="dcp"),
+        lambda path: ckpttool.convert(path, out, to="safetensors", only="model"),
+        lambda path: ckpttool.export(path, out),
+        lambda path: ckpttool.reshard(path, out, to_world=2),
+        lambda path: ckpttool.stats(path),
+        lambda path: ckpttool.load(path, torch.nn.Linear(1, 1)),
+        lambda path: ckpttool.diff(path, folder / "reference.pt"),
+    ]
+    for path in (dcp, str(one)):
+        for call in calls:
+            with pytest.raises(UsageError, match="flat parameters of FSDP1") as caught:
+                call(path)
+            assert caught.value.facts["needs"] == "--shapes" and not out.exists()
+        assert "flat parameters of FSDP1" in "".join(map(str, ckpttool.inspect(path).warnings))
+        report = ckpttool.verify(path)
+        assert report.verdict == "unread" and "--shapes" in report.message
+
+
+@pytest.mark.parametrize("case", ["orig", "flat"])
+def test_a_raw_optimizer_in_dcp_is_lost(ran: Callable[[int], Path], tmp_path: Path, case: str) -> None:
+    """DCP has the state of one rank under the number of each parameter."""
+    folder = ran(3) / case
+    shapes, out = str(folder / "reference.pt"), tmp_path / "out.pt"
+    with pytest.raises(CorruptError, match="`optim` is the raw state of an optimizer over flat parameters"):
+        ckpttool.convert(folder / "dcp_raw", out, to="torch", shapes=shapes)
+    ckpttool.convert(folder / "dcp_raw", out, to="torch", shapes=shapes, drop="optim")
+    assert_same(torch.load(out, weights_only=True)["model"], clean(reference(folder)["model"]))
+
+
+def test_shapes_of_another_model_do_not_fit_a_dcp_directory(ran: Callable[[int], Path], tmp_path: Path) -> None:
+    shapes = {name: list(shape) for name, shape in (shapes_of(reference(ran(3) / "orig")).shapes or {}).items()}
+    for case, name, shape, message in [
+        ("orig", "layers.0.up.weight", [11, 8], "elements, and its 3 parameters need"),
+        ("flat", "layers.0.up.weight", [11, 8], "has 89 elements, and its 3 parameters need 100"),
+        ("orig", "layers.0.up.weight", None, "no shape for 1 parameters of the files: `layers.0.up.weight`"),
+    ]:
+        other = {key: size for key, size in shapes.items() if key != name or shape}
+        (tmp_path / "shapes.json").write_text(json.dumps(other | ({name: shape} if shape else {})))
+        with pytest.raises(CorruptError, match=message):
+            ckpttool.convert(ran(3) / case / "dcp", tmp_path / "out", to="dcp", shapes=str(tmp_path / "shapes.json"))
 
 
 # What cannot be, or cannot be known -----------------------------------------------------------------------------------

@@ -49,12 +49,15 @@ class DcpSource(Source):
 
     def items(self) -> Iterator[tuple[str, Run]]:
         """Yield the items that are not chunks of the catalogue: those of objects, and replicas."""
+        # Of flat parameters, what is in them is in the catalogue, and not the pieces beside them.
+        has_flat = any(name.endswith(dtensor.FLAT_PARAM) for name in self.index.entries)
         others = [
             (name, item)
             for name, entry in self.index.entries.items()
             # A quantized tensor is stored as an object.
-            if isinstance(entry, Item) or entry.dtype.kind == "quantized"
+            if isinstance(entry, Item) or entry.dtype.kind == "quantized" or (has_flat and len(entry.shape) == 1)
             for item in items_of(entry)
+            if item.length
         ]
         for name, item in others + [(copy.name, copy.again) for copy in self.index.copies]:
             yield name, Run(*item[:3], packed=bool(item.transforms))

@@ -113,10 +113,16 @@ class Report(Result):
         return DAMAGE not in self.counts
 
     @property
+    def unread(self) -> Finding | None:
+        """What has to be said before the tensors can be read, such as the shapes of flat parameters."""
+        return next((finding for finding in self.findings if finding.kind == "unread"), None)
+
+    @property
     def verdict(self) -> str:
-        """`damaged`, `differs` from the other checkpoint, `nan`, or `whole` for none of these."""
+        """`damaged`, `differs` from the other checkpoint, `nan`, `unread` without `--shapes`, or `whole`."""
         gravities = {DAMAGE: "damaged", DIFFERENCE: "differs", NAN: "nan"}
-        return next((word for gravity, word in gravities.items() if self.counts[gravity]), "whole")
+        found = next((word for gravity, word in gravities.items() if self.counts[gravity]), None)
+        return found or ("unread" if self.unread is not None else "whole")
 
     @property
     def message(self) -> str:
@@ -126,6 +132,8 @@ class Report(Result):
             return f"{self.path} is damaged: {plural(counts[DAMAGE], 'finding')}"
         differs = f", but differs: {plural(counts[DIFFERENCE], 'finding')}" if counts[DIFFERENCE] else ""
         nans = f", but has NaN in {plural(counts[NAN], 'tensor')}" if counts[NAN] else ""
+        if self.verdict == "unread":
+            return f"{self.path} cannot be read without `--shapes`; its files are not damaged"
         return f"{self.path} is whole{differs}{nans}"
 
     @property

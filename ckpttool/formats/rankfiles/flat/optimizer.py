@@ -37,7 +37,7 @@ from ckpttool.formats.rankfiles.flat.pieces import (
     of_two_saves,
 )
 from ckpttool.layout.optimizer.names_of_ids import is_statistic, ways
-from ckpttool.serialization.dtensor import Shard
+from ckpttool.serialization.dtensor import FLAT_PARAM, Shard
 from ckpttool.serialization.torch_pickle import TensorRef
 from ckpttool.text import some
 
@@ -240,7 +240,7 @@ def _ambiguous(count: int, names: Sequence[str]) -> UsageError:
 
 def _by_name(groups: Sequence[Mapping[str, Any]], counted: Sequence[Counted]) -> list[Counted] | None:
     """Return what ids stand for by the names that the groups give; None unless all do."""
-    by_name = {f"{c.name}.{flat_pieces.FLAT_PARAM}".lstrip(".") if isinstance(c, Unit) else c.name: c for c in counted}
+    by_name = {f"{c.name}.{FLAT_PARAM}".lstrip(".") if isinstance(c, Unit) else c.name: c for c in counted}
     owners: list[Counted] = []
     for group in groups:
         names = group.get("param_names")

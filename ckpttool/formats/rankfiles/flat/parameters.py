@@ -38,7 +38,7 @@ from ckpttool.formats.rankfiles.flat.pieces import (
     is_line,
     of_two_saves,
 )
-from ckpttool.serialization.dtensor import Shard
+from ckpttool.serialization.dtensor import FLAT_PARAM, Shard
 from ckpttool.serialization.torch_pickle import TensorRef
 from ckpttool.text import some
 
@@ -67,7 +67,7 @@ class _Flat(NamedTuple):
 
 def is_flat(trees: Trees) -> bool:
     """Return whether these are the model state dicts of a `LOCAL_STATE_DICT` set. Pure."""
-    return any(isinstance(value, Shard) and _unit_of(name) is not None for name, value in trees[0].items())
+    return any(isinstance(value, Shard) and unit_of(name) is not None for name, value in trees[0].items())
 
 
 def model(trees: Trees, place: Place, options: OpenOptions, files: Sequence[str] = ()) -> Model:
@@ -77,14 +77,8 @@ def model(trees: Trees, place: Place, options: OpenOptions, files: Sequence[str]
     fit.
     """
     if options.shapes is None:
-        raise UsageError(
-            f"{some(files, 2) or 'these files'}: a LOCAL_STATE_DICT set has flat parameters, and not the shapes of "
-            "what is in them",
-            hint="pass `--shapes FROM`: a checkpoint of the same model saved by torch or DCP, a safetensors file, or "
-            'JSON of names and shapes in model order, like `{"embed.weight": [29, 7]}`',
-            files=list(files),
-            needs="--shapes",
-        )
+        where = some(files, 2) or "these files"
+        raise shapes_needed(f"{where}: a LOCAL_STATE_DICT set has flat parameters", files=list(files))
     rank = next((rank for rank, tree in enumerate(trees) if tree.keys() != trees[0].keys()), None)
     if rank is not None:
         odd = sorted(map(str, trees[rank].keys() ^ trees[0].keys()))
@@ -96,18 +90,37 @@ def model(trees: Trees, place: Place, options: OpenOptions, files: Sequence[str]
     return _from_flats(trees, place, flats, options)
 
 
+def shapes_needed(what: str, **facts: Any) -> UsageError:
+    """Return the error for flat parameters without the shapes of what is in them. Pure."""
+    return UsageError(
+        f"{what}, and not the shapes of what is in them",
+        hint="pass `--shapes FROM`: a checkpoint of the same model saved by torch or DCP, a safetensors file, or "
+        'JSON of names and shapes in model order, like `{"embed.weight": [29, 7]}`',
+        needs="--shapes",
+        **facts,
+    )
+
+
+def unordered(flat: str, count: int, **facts: Any) -> UsageError:
+    """Return the error for a flat parameter whose parameters are not known in order. Pure."""
+    given = "the shapes that were given are in alphabetical or some other order, not in that of the model"
+    how = "a checkpoint that torch or DCP saved, or JSON of names and shapes in the order of `model.state_dict()`"
+    message = f"{flat} holds {count} parameters one after the other, and {given}"
+    return UsageError(message, hint=f"pass `--shapes` {how}", **facts)
+
+
 # What the files hold --------------------------------------------------------------------------------------------------
 
 
-def _unit_of(name: Any) -> str | None:
+def unit_of(name: Any) -> str | None:
     """Return the module whose flat parameter this is the name of; the root is ""."""
     unit, _, last = str(name).rpartition(".")
-    return unit if last == flat_pieces.FLAT_PARAM else None
+    return unit if last == FLAT_PARAM else None
 
 
 def _flat_parameters(trees: Trees) -> Iterator[_Flat]:
     for name, first in trees[0].items():
-        unit = _unit_of(name)
+        unit = unit_of(name)
         if unit is None or not isinstance(first, Shard):
             continue
         pieces: list[Piece] = []
@@ -153,7 +166,7 @@ def _pieces_by_name(trees: Trees, flats: Iterable[_Flat], shapes: Mapping[str, I
     return pieces
 
 
-def _owner(name: str, units: Iterable[str]) -> str | None:
+def owner_of(name: str, units: Iterable[str]) -> str | None:
     """Return the innermost unit that a parameter lies in."""
     around = [unit for unit in units if not unit or name.startswith(f"{unit}.")]
     return max(around, key=len, default=None)
@@ -198,7 +211,7 @@ def _from_pieces(
         tensors |= flat_pieces.rebuild(refs[0].dtype, [parameter], _line(parameter, refs), place)
         if first[name] == name:
             counted.append(parameter)
-            numels[_owner(name, flats)].append(prod(shape))
+            numels[owner_of(name, flats)].append(prod(shape))
     for unit, flat in flats.items():
         total = sum(numels[unit])
         # How far each parameter is padded depends on the dtype of the computation, which is not in the files.
@@ -207,7 +220,7 @@ def _from_pieces(
                 f"the pieces under the names of its parameters have {total} elements, the flat parameter {flat.numel}"
             )
             raise of_two_saves(f"{flat.module}: {what}", tensor=unit, found=flat.numel, expected=total)
-    whole = tuple(name for name in trees[0] if name not in pieces and _unit_of(name) not in flats)
+    whole = tuple(name for name in trees[0] if name not in pieces and unit_of(name) not in flats)
     return Model(tensors, whole, tuple(counted))
 
 
@@ -244,19 +257,19 @@ def _from_flats(trees: Trees, place: Place, flats: Mapping[str, _Flat], options:
     for name, shape in shapes.items():
         # What the files have under its own name is a buffer, or a parameter that FSDP ignored.
         if name not in trees[0]:
-            members[_owner(name, flats)][name] = shape
+            members[owner_of(name, flats)][name] = shape
     tensors: dict[str, Rebuilt] = {}
     counted: list[Counted] = []
     # The files have everything in the order in which the model has its parameters, flat ones and others.
     for entry in trees[0]:
-        module = _unit_of(entry)
+        module = unit_of(entry)
         if module is not None and module in flats:
             unit, of_unit = _cut(flats[module], members[module], place, len(trees), ordered=options.ordered)
             counted.append(unit)
             tensors |= of_unit
         else:
             counted += _spare(trees, entry)
-    whole = tuple(name for name in trees[0] if _unit_of(name) not in flats)
+    whole = tuple(name for name in trees[0] if unit_of(name) not in flats)
     return Model({name: tensors[name] for name in shapes if name in tensors}, whole, tuple(counted))
 
 
@@ -267,10 +280,7 @@ def _cut(
     first = _ties(flat, shapes)
     own = tuple(Parameter(name, shape) for name, shape in shapes.items() if first[name] == name)
     if len(own) > 1 and not ordered:
-        given = "the shapes that were given are in alphabetical or some other order, not in that of the model"
-        message = f"the flat parameter of {flat.module} holds {len(own)} parameters one after the other, and {given}"
-        how = "a checkpoint that torch or DCP saved, or JSON of names and shapes in the order of `model.state_dict()`"
-        raise UsageError(message, hint=f"pass `--shapes` {how}", unit=flat.unit)
+        raise unordered(f"the flat parameter of {flat.module}", len(own), unit=flat.unit)
     tensors = dict(flat_pieces.rebuild(flat.dtype, own, flat.pieces, place))
     step = max((piece.stop - piece.start for piece in flat.pieces), default=0)
     return Unit(flat.unit, own, (step,) * world), {name: tensors[first[name]] for name in shapes}

@@ -20,7 +20,6 @@ from ckpttool.catalogue.entries import Chunks, Extent
 from ckpttool.errors import CorruptError
 from ckpttool.serialization.torch_pickle import TensorRef
 
-FLAT_PARAM = "_flat_param"
 MISSING = "a rank's file is missing, or of another save"
 
 Trees = Sequence[Mapping[str, Any]]
