@@ -616,6 +616,7 @@ def _number(value: Number, facts: Facts) -> int:
             f"`{value}` of the model is unknown",
             hint="pass `--assets` with the model's `config.json`"
             + (", or `--head-dim 128`" if value == "head_dim" else ", or write the number into the map"),
+            unknown=value,
         )
     return facts[value]
 

@@ -380,7 +380,7 @@ def _apply_rule(keymap: KeyMap, group: _Group, viewed: Viewed, facts: Facts) -> 
         raise UsageError(
             f"key map `{keymap.name}`: `{first.name}` {list(first.shape)} to `{rule.targets[0].text}`: {error.message}",
             hint=error.hint or "`--map none` leaves the names as they are",
-            tensor=first.name,
+            **{**error.facts, "tensor": first.name},
         ) from None
     for numbers in table[0]:
         filled = values | dict(zip(rule.unstacks, map(str, numbers), strict=True))

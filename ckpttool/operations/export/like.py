@@ -103,16 +103,22 @@ def mapped(
     if name == "none" or (name is None and most == len(wanted)):
         return best, None
     facts = key_maps.facts(config, head_dim)
-    for candidate in _candidates(name, config):
+    undecided: dict[str, UsageError] = {}
+    for candidate in _candidates(name, config, [tensor.name for tensor in planned.tensors], [*wanted]):
         keymap = _ending_in(candidate, wanted)
         try:
             model = apply(keymap, planned, viewed, facts)[0]
-        except UsageError:
+        except UsageError as error:
             if name is not None and not keymap.name.endswith(_REVERSED):
                 raise
+            if "unknown" in error.facts:
+                undecided[keymap.name] = error
             continue
         if (fitting := _fitting(model, wanted)) > most:
             best, by, most = model, keymap, fitting
+    if undecided:
+        # That a map cannot be applied for want of a number of the config does not say that another one is right.
+        raise _undecided(undecided, reference)
     if by is None and name is not None:
         raise UsageError(
             f"`--map {name}` gives no tensor a name of `{reference.path}`, in either direction",
@@ -162,16 +168,31 @@ def _matched(
 _REVERSED = " reversed"
 
 
-def _candidates(name: str | None, config: Mapping[str, Any] | None) -> Iterator[KeyMap]:
-    """Yield maps and their inverses, which do not have the tensors that a map drops."""
-    kind = (config or {}).get("model_type")
+def _undecided(undecided: Mapping[str, UsageError], reference: references.Reference) -> UsageError:
+    names, error = [*undecided], next(iter(undecided.values()))
+    return UsageError(
+        f"the names of `{reference.path}` are those of key map {some(names)}, which cannot be applied: {error.message}",
+        hint=error.hint or f"`ckpttool match SRC --like {reference.path} -o map.json` lists what is open, for `--map`",
+        found=names,
+    )
+
+
+def _candidates(
+    name: str | None, config: Mapping[str, Any] | None, own: Sequence[str], wanted: Sequence[str]
+) -> Iterator[KeyMap]:
+    """Yield maps and their inverses, which do not have the tensors that a map drops. Where none is chosen by `name`,
+    these are maps that recognise the names of the checkpoint, and inverses of those that recognise the reference's:
+    that shapes fit is no evidence, as rows in another order have the same shape."""
     chosen = key_maps.chosen(name, (), config) if name is not None else None
-    of_kind = [*key_maps.of_config(config)]
-    of_kind += [one for one in key_maps.known() if kind is None or not one.model_types or kind in one.model_types]
-    for keymap in [chosen] if chosen is not None else of_kind:
-        yield keymap
-        with suppress(UsageError):
-            yield replace(keymap, rules=tuple(rule for rule in keymap.rules if rule.targets)).inverse
+    for keymap in [chosen] if chosen is not None else [*key_maps.of_config(config), *key_maps.known()]:
+        is_own, is_wanted = (chosen is not None or keymap.fits(names, config) for names in (own, wanted))
+        if chosen is None and is_own and is_wanted:
+            continue  # both are spelt alike
+        if is_own:
+            yield keymap
+        if is_wanted:
+            with suppress(UsageError):
+                yield replace(keymap, rules=tuple(rule for rule in keymap.rules if rule.targets)).inverse
 
 
 def _ending_in(keymap: KeyMap, wanted: Collection[str]) -> KeyMap:

@@ -357,3 +357,40 @@ def test_a_reference_of_two_models_names_the_way(checkpoint: Path, tmp_path: Pat
     with pytest.raises(UsageError, match=r"reference is one model, and there are 2: `model`, `ema`") as raised:
         ckpttool.export(checkpoint, tmp_path / "out", only="model", like=tmp_path / "two.pt")
     assert f"ckpttool convert {tmp_path / 'two.pt'} reference.safetensors --only model" in str(raised.value.hint)
+
+
+def test_a_map_that_lacks_a_number_is_an_open_question(tmp_path: Path) -> None:
+    """Meta's files beside no config: rows of query and key lie in another order, which no shape shows, and the map of
+    another family has the same names."""
+    generator = torch.Generator().manual_seed(3)
+    heads, width, hidden, names = 4, 32, 48, ("q", "k", "v", "o")
+    own = {
+        name: torch.randn(20, width, generator=generator) for name in ("model.embed_tokens.weight", "lm_head.weight")
+    }
+    meta = {"tok_embeddings.weight": own["model.embed_tokens.weight"], "output.weight": own["lm_head.weight"]}
+    own["model.norm.weight"] = meta["norm.weight"] = torch.randn(width, generator=generator)
+    for name in names:
+        value = torch.randn(width, width, generator=generator)
+        own[f"model.layers.0.self_attn.{name}_proj.weight"] = value
+        if name in "qk":  # the inverse of `permute` in `convert_llama_weights_to_hf.py` of transformers
+            value = value.view(heads, 2, width // heads // 2, width).transpose(1, 2).reshape(width, width)
+        meta[f"layers.0.attention.w{name}.weight"] = value
+    for new, old, shape in (
+        ("w1", "mlp.gate_proj", (hidden, width)),
+        ("w2", "mlp.down_proj", (width, hidden)),
+        ("w3", "mlp.up_proj", (hidden, width)),
+    ):
+        value = torch.randn(*shape, generator=generator)
+        own[f"model.layers.0.{old}.weight"] = meta[f"layers.0.feed_forward.{new}.weight"] = value
+    for new, old_norm in (("attention_norm", "input_layernorm"), ("ffn_norm", "post_attention_layernorm")):
+        value = torch.randn(width, generator=generator)
+        own[f"model.layers.0.{old_norm}.weight"] = meta[f"layers.0.{new}.weight"] = value
+    torch.save({"model": own}, tmp_path / "x.pt")
+    save_file({name: value.contiguous() for name, value in meta.items()}, tmp_path / "consolidated.safetensors")
+    how = {"like": tmp_path / "consolidated.safetensors"}
+    with pytest.raises(UsageError, match=r"`llama-meta reversed`, which cannot be applied.*`head_dim`") as caught:
+        ckpttool.export(tmp_path / "x.pt", tmp_path / "out", **how)
+    assert "--head-dim" in str(caught.value.hint) and not (tmp_path / "out").exists()
+    ckpttool.export(tmp_path / "x.pt", tmp_path / "out", **how, head_dim=width // heads)
+    made = load_file(tmp_path / "out" / "consolidated.safetensors")
+    assert made.keys() == meta.keys() and all(torch.equal(made[name], meta[name]) for name in meta)
