@@ -3,7 +3,7 @@
 A checkpoint is a catalogue of named tensors, each a tiling of boxes, each box a run of bytes in a file. Opening one
 reads its index and runs nothing; converting one lays out an empty checkpoint of the other format and moves each byte
 once. `open` reads lazily; `inspect`, `show`, `stats`, `report`, `check`, `match`, `diff`, `verify`, `repair`,
-`convert`, `reshard` and `export` are the commands of the same names.
+`convert`, `reshard`, `export` and `clean` are the commands of the same names.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from ckpttool.catalogue.entries import Catalogue
     from ckpttool.errors import CkptError
     from ckpttool.operations.check import Checked, check
+    from ckpttool.operations.clean import Cleaned, clean
     from ckpttool.operations.convert import convert
     from ckpttool.operations.diff import Diff, diff
     from ckpttool.operations.export import export
@@ -45,6 +46,7 @@ _MODULES = {
     "Checked": "operations.check",
     "Checkpoint": "operations.open",
     "CkptError": "errors",
+    "Cleaned": "operations.clean",
     "Conversion": "operations.write",
     "Diff": "operations.diff",
     "Exported": "operations.export.plan",
@@ -60,6 +62,7 @@ _MODULES = {
     "Stats": "operations.stats",
     "Subtree": "operations.open",
     "check": "operations.check",
+    "clean": "operations.clean",
     "convert": "operations.convert",
     "diff": "operations.diff",
     "exit_on_error": "training.exit_on_error",
@@ -121,6 +124,7 @@ __all__ = [
     "Checked",
     "Checkpoint",
     "CkptError",
+    "Cleaned",
     "Conversion",
     "Diff",
     "Exported",
@@ -137,6 +141,7 @@ __all__ = [
     "Subtree",
     "__version__",
     "check",
+    "clean",
     "convert",
     "diff",
     "exit_on_error",

@@ -39,6 +39,7 @@ COMMANDS = {
     "convert": "Convert to another format, bit for bit.",
     "export": "Export the model for transformers, vLLM and the Hub.",
     "reshard": "Reshard for another number of ranks or another mesh.",
+    "clean": "List or remove what failed runs left in a directory.",
     "samples": "Write small real checkpoints to try the commands on.",
     "formats": "List the formats that can be read and written.",
     "verify-resume": "Check that training resumes exactly from a checkpoint.",

@@ -48,6 +48,11 @@ class Remnant:
     running: bool = False
     earlier: bool = False
 
+    @property
+    def workspace(self) -> Workspace | None:
+        """The workspace of a run of this user that has ended."""
+        return self.place if self.stage is None else self.stage.place
+
 
 def beside(folder: str, name: str) -> list[Remnant]:
     """Return what runs left that wrote the destination `name` in a directory. Raises OSError."""

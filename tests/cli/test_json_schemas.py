@@ -75,6 +75,7 @@ def test_inspect(folder: str) -> None:
         (["verify-resume", "audit", SHARDED], 0),
         (["verify-resume", "audit", SINGLE, "--no-values"], 1),
         (["verify-resume", "audit", str(CHECKPOINTS / "run/lightning_w2/ckpt")], None),
+        (["clean", "OUT"], 0),
         (["samples", "OUT/s"], 0),
         (["formats"], 0),
         *(([command, "nothing"], 2) for command in ("convert", "reshard", "export", "repair", "diff", "show")),

@@ -19,6 +19,7 @@ from jsonschema import Draft202012Validator
 
 from ckpttool.cli import documents
 from ckpttool.operations.check import Checked
+from ckpttool.operations.clean import Cleaned
 from ckpttool.operations.diff.results import Diff
 from ckpttool.operations.export.plan import Exported
 from ckpttool.operations.inspect.document_fields import Document
@@ -56,6 +57,7 @@ DOCUMENTS: dict[str, tuple[type, ...]] = {
             Diff,
             Report,
             Repaired,
+            Cleaned,
             Audit,
             trial.Report,
             resume_run.Report,

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import shlex
+import signal
+import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -10,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 from safetensors.numpy import save_file
+from support.paths import ROOT
 
 from ckpttool.operations.verify_resume.run import run
 from ckpttool.operations.verify_resume.run.checkpoints import Checkpoints, nbytes
@@ -74,6 +78,33 @@ def test_sigterm_reaches_the_child_of_a_shell(tmp_path: Path) -> None:
             time.sleep(0.01)
         assert process.stop(10.0)
     assert read_log(process.log).endswith("told\n")
+
+
+@pytest.mark.skipif(not Path("/proc/self").exists(), reason="processes are found by their environment")
+def test_nothing_goes_on_when_the_starter_is_killed(tmp_path: Path) -> None:
+    """Nor what the command has started in a session of its own."""
+    program = (
+        "import os, signal, sys, time\nfrom ckpttool.operations.verify_resume.run.process import Process, read_log\n"
+        "words = ['sh', '-c', 'setsid sleep 600 & echo $!; echo $$; sleep 600']\n"
+        "with Process(words, sys.argv[1], {}) as process:\n"
+        "    while len(read_log(process.log).split()) < 2:\n        time.sleep(0.01)\n"
+        "    os.kill(os.getpid(), signal.SIGKILL)\n"
+    )
+    log = tmp_path / "log"
+    done = subprocess.run([sys.executable, "-c", program, str(log)], cwd=ROOT, capture_output=True, check=False)
+    assert done.returncode == -signal.SIGKILL, done.stderr
+    started = [int(word) for word in log.read_text().split()]
+
+    def is_running(pid: int) -> bool:
+        try:
+            return Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()[0] != b"Z"
+        except (FileNotFoundError, ProcessLookupError):
+            return False
+
+    until = time.monotonic() + 60
+    while any(map(is_running, started)) and time.monotonic() < until:
+        time.sleep(0.02)
+    assert not any(map(is_running, started))
 
 
 def test_the_file_beside_the_newest_checkpoint_is_put_to_each(tmp_path: Path) -> None:

@@ -2,7 +2,7 @@
 
 A launcher (torchrun, accelerate) puts its workers into sessions of their own, so that a signal to a process group does
 not reach them. All processes of a command are found by their parents, and by a variable of their environment if the
-parent is gone.
+parent is gone. If this process is killed, its `guard` ends them.
 """
 
 from __future__ import annotations
@@ -16,8 +16,11 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from ckpttool.errors import UsageError
+from ckpttool.operations.verify_resume.run import guard
 
 if TYPE_CHECKING:
+    import subprocess
+
     from typing_extensions import Self
 
 MARK = "CKPTTOOL_RUN"  # the variable that all processes of a command have
@@ -50,6 +53,18 @@ class Process:
             except OSError as error:
                 reason = (error.strerror or str(error)).lower()
                 raise UsageError(f"`{self.words[0]}` cannot be started: {reason}") from None
+        self._guard = self._start_guard()
+
+    def _start_guard(self) -> subprocess.Popen[bytes] | None:
+        import subprocess
+        import sys
+
+        words = [sys.executable, "-I", "-S", guard.__file__, self._mark]
+        quiet: Any = dict.fromkeys(("stdout", "stderr"), subprocess.DEVNULL)
+        # Where none can be started, only a kill of this process leaves something.
+        with suppress(OSError):
+            return subprocess.Popen(words, stdin=subprocess.PIPE, start_new_session=True, **quiet)  # noqa: S603
+        return None
 
     def poll(self) -> int | None:
         """Return the exit code, negative for a signal; None while it is running."""
@@ -99,6 +114,10 @@ class Process:
                 left = ", ".join(map(str, running))
                 raise UsageError(f"processes of the command cannot be killed: {left}", hint="is it run by `sudo`?")
         self._process.wait()
+        if self._guard is not None:
+            with suppress(OSError):
+                self._guard.communicate(b".")
+            self._guard = None
 
     def end(self) -> None:
         """End the command: SIGTERM, and SIGKILL to what is left."""
@@ -123,8 +142,8 @@ class Process:
         below = {*found}  # what was below it when it ended, has another parent
         while more := {pid for pid, parent in parents.items() if parent in below} - below:
             below |= more
-        own = os.getpid()
-        marked = {pid for pid in parents if pid not in below and _has(pid, self._mark)} if _PROC else set()
+        own, mark = os.getpid(), self._mark.encode()
+        marked = {pid for pid in parents if pid not in below and guard.has(pid, mark)} if _PROC else set()
         return [*found, *sorted((below | marked) - {leader, own})]
 
 
@@ -133,16 +152,7 @@ _PROC = os.path.isdir("/proc/self")
 
 def _parents() -> dict[int, int]:
     """Return the parent of each process that is no zombie."""
-    if not _PROC:
-        return _parents_by_ps()
-    parents = {}
-    for name in os.listdir("/proc"):
-        if name.isdecimal():
-            with suppress(OSError, ValueError, IndexError), open(f"/proc/{name}/stat", "rb") as stream:
-                state, parent = stream.read().rpartition(b")")[2].split()[:2]
-                if state != b"Z":
-                    parents[int(name)] = int(parent)
-    return parents
+    return guard.parents() if _PROC else _parents_by_ps()
 
 
 def _parents_by_ps() -> dict[int, int]:
@@ -152,14 +162,6 @@ def _parents_by_ps() -> dict[int, int]:
     done = subprocess.run(listing, capture_output=True, text=True, check=False)  # noqa: S603
     rows: list[Any] = [line.split() for line in done.stdout.splitlines()]
     return {int(row[0]): int(row[1]) for row in rows if len(row) > 2 and not row[2].startswith("Z")}
-
-
-def _has(pid: int, mark: str) -> bool:
-    try:
-        with open(f"/proc/{pid}/environ", "rb") as stream:
-            return mark.encode() in stream.read().split(b"\0")
-    except OSError:
-        return False
 
 
 def read_log(path: str) -> str:

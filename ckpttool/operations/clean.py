@@ -1,0 +1,151 @@
+"""`clean`: what failed runs left in a directory, and its removal.
+
+ended      of a run of this user that has ended: it is removed
+running    a run is working in it
+foreign    nothing proves that a run of this user made it, or it may be needed: it is left alone, and why is said
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import ClassVar, Literal
+
+from ckpttool.errors import DONE, ReadError, StorageError
+from ckpttool.operations.result import Result
+from ckpttool.storage import remnants, tree
+from ckpttool.storage.errors import os_errors
+from ckpttool.storage.remnants import Kind, Remnant
+from ckpttool.storage.stores import local_path
+from ckpttool.text import plural, size
+
+State = Literal["ended", "running", "foreign"]
+
+
+@dataclass(slots=True)
+class Left:
+    """What one run left."""
+
+    names: list[str]  #: names in the directory
+    kind: Kind  #: `partial output`, `old destination` or `temporary files`
+    state: State  #: `ended`: it can be removed; `running`: a run works in it; `foreign`: it is left alone
+    bytes: int  #: bytes that its files take on the disk
+    age: float  #: seconds since it was changed last
+    why: str | None = None  #: why it is left alone
+    removed: bool = False  #: whether it was removed
+
+
+@dataclass(slots=True, repr=False)
+class Cleaned(Result):
+    """The result of `clean`. Sizes are bytes."""
+
+    command: ClassVar[str] = "clean"
+
+    directory: str  #: path of the directory
+    left: list[Left] = field(default_factory=list)  #: what runs left in it
+    removed_bytes: int = 0  #: bytes that were freed
+    notes: list[str] = field(default_factory=list)  #: remarks on what was done, for people
+    exit_code: int = DONE  #: 7 if something could not be removed
+
+    @property
+    def verdict(self) -> str:
+        """`clean` if nothing is there that can be removed, `left` if something is, `removed` if it was."""
+        if any(one.removed for one in self.left):
+            return "removed"
+        return "left" if any(one.state == "ended" for one in self.left) else "clean"
+
+    @property
+    def message(self) -> str:
+        """What is there, or what was removed."""
+        if self.verdict == "removed":
+            count = sum(one.removed for one in self.left)
+            return f"removed what {plural(count, 'run')} left in {self.directory}: {size(self.removed_bytes)}"
+        ended = [one for one in self.left if one.state == "ended"]
+        if not ended:
+            return f"nothing to remove in {self.directory}"
+        return f"{plural(len(ended), 'run')} left {size(sum(one.bytes for one in ended))} in {self.directory}"
+
+
+def clean(directory: str | os.PathLike[str], *, yes: bool = False) -> Cleaned:
+    """List what failed runs left in a directory: partial outputs, old destinations, temporary files. What lies in the
+    directories below it is not looked at.
+
+    Args:
+        directory: the directory, such as that of a destination or `TMPDIR`.
+        yes: whether to remove what runs of this user left that have ended. An old destination whose place is empty is
+            moved back instead.
+
+    Raises:
+        ReadError: if there is no such directory, or it cannot be read.
+    """
+    folder = os.fspath(directory)
+    if local_path(folder).kind() != "dir":
+        raise ReadError(f"`{folder}`: a file, not a directory", hint="name the directory that it is in", file=folder)
+    result = Cleaned(folder)
+    with os_errors(folder, "read"):
+        found = remnants.within(folder)
+    try:
+        for one in found:
+            result.left.append(_described(folder, one))
+        if yes:
+            for one, left in zip(found, result.left, strict=True):
+                if left.state == "ended":
+                    _remove(folder, one, left, result)
+    finally:
+        for one in found:
+            if (place := one.workspace) is not None:
+                place.close()
+    return result
+
+
+def _described(folder: str, one: Remnant) -> Left:
+    place = one.workspace
+    why: str | None = one.why or None
+    if one.earlier and not one.running:
+        with os_errors(folder, "read"):
+            why = remnants.why_kept(folder, one) or None
+    elif place is not None and place.host is not None:
+        why = f"a run on {place.host} may be working in it"
+    state: State = "running" if one.running else "foreign" if why else "ended"
+    nbytes, changed = 0, 0.0
+    for name in one.names:
+        path = os.path.join(folder, name)
+        # Those of others may be out of reach.
+        with suppress(OSError):
+            changed = max(changed, os.lstat(path).st_mtime)
+            nbytes += tree.disk_bytes(path)
+    if place is not None:
+        changed = max(changed, os.fstat(place.log.descriptor).st_mtime if not place.is_empty else 0.0)
+    return Left(one.names, one.kind, state, nbytes, round(max(0.0, time.time() - changed), 1), why)
+
+
+def _remove(folder: str, one: Remnant, left: Left, result: Cleaned) -> None:
+    try:
+        if one.stage is not None:
+            if one.stage.put_back():
+                result.notes.append(f"restored `{one.stage.dst}`: a run that was to replace it was killed")
+            one.stage.remove()
+        elif one.place is not None:
+            one.place.remove()
+        else:
+            _remove_names(folder, one.names)
+    except OSError as error:
+        result.exit_code = StorageError.exit_code
+        left.why = f"cannot be removed: {(error.strerror or str(error)).lower()}"
+        result.notes.append(f"`{left.names[0]}` {left.why}")
+        return
+    left.removed = True
+    result.removed_bytes += left.bytes
+
+
+def _remove_names(folder: str, names: Sequence[str]) -> None:
+    above = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        # The journal last: as long as that exists, it is seen what the rest is.
+        for name in sorted(names, key=lambda name: name.endswith(".journal")):
+            tree.remove(name, above)
+    finally:
+        os.close(above)
