@@ -14,6 +14,7 @@ from ckpttool.storage.crc import crc_of
 from ckpttool.training import collectives
 from ckpttool.training.read import Reader
 from ckpttool.transfer.checksums import Pieces, check
+from ckpttool.transfer.file_checksums import WholeFiles, compared, listed
 
 NOT_ASKED_FOR = "check=False"
 NO_CHECKSUM = "no checksum there"
@@ -41,12 +42,35 @@ def check_read(reader: Reader | None, *, in_parts: bool) -> tuple[int, dict[str,
     if any(messages):
         shares = [message for message in messages if in_parts or message]
         left.update(*collectives.all_gather_of(lambda: [] if reader is None else _check_parts(shares, reader)))
+    _check_files(reader, pieces, left)
     if reader is None:
         return 0, {}
     without = sum(pieces.used(record) for record in parts if record in left)
     checked = reader.digested + sum(map(pieces.used, pieces.records())) - without
     reasons = {NO_CHECKSUM if reader.check else NOT_ASKED_FOR: reader.unrecorded, READ_IN_PART: without}
     return checked, {why: nbytes for why, nbytes in reasons.items() if nbytes}
+
+
+def _check_files(reader: Reader | None, pieces: Pieces, left: set[Record]) -> None:
+    """Compare the files of which the ranks have read all tensors with the manifest beside them. Raises CorruptError,
+    the same on every rank. A collective."""
+    is_listed = reader is not None and reader.check and bool(listed(reader.source.catalogue))
+    if not any(collectives.all_gather(is_listed)):
+        return
+    rows = collectives.all_gather_of(lambda: compared((r for r in pieces.records() if r not in left), pieces).tobytes())
+
+    def check_own() -> None:
+        if reader is None:
+            return
+        whole, readers = WholeFiles(reader.source.catalogue), [rank for rank, row in enumerate(rows) if row]
+        for row in rows:
+            whole.add(array("q", row))
+        own = readers.index(collectives.rank()) if collectives.rank() in readers else None
+        for i, number in enumerate(whole.numbers if own is not None else ()):
+            if i % len(readers) == own:
+                whole.check(number, lambda location, *run: crc_of(partial(reader.pool.read_into, location), *run))
+
+    collectives.all_gather_of(check_own)
 
 
 def _check_parts(messages: list[bytes], reader: Reader) -> list[Record]:

@@ -29,6 +29,7 @@ from ckpttool.storage.errors import os_errors
 from ckpttool.storage.files import Pool, ThreadBuffer, aligned, start_writing
 from ckpttool.transfer import checksums, read
 from ckpttool.transfer.cast import cast_array
+from ckpttool.transfer.file_checksums import WholeFiles, compared
 from ckpttool.transfer.journal import Done, Entry, Journal
 from ckpttool.transfer.plan import Job, tiles
 from ckpttool.transfer.threads import Progress, Stopped, Work, on_threads
@@ -106,6 +107,8 @@ def transfer(
         on_threads(_tasks(jobs), copier.do, threads, work)
         if not compare and not check_later:
             on_threads(iter(tally.read.records()), copier.check_record, threads, work)
+            whole = tally.whole_files()
+            on_threads(iter(whole.numbers), copier.check_file(whole), threads, work)
     return tally.result(work.done, check_later=check_later)
 
 
@@ -179,6 +182,12 @@ class Tally:
         if self.is_worth_checking(record):
             location = self._catalogue.files[record.file].location
             checksums.check(record, self.read, self._catalogue, partial(crc_of, location))
+
+    def whole_files(self) -> WholeFiles:
+        """Return the files of which all tensors were read, whose checksums are to be compared too."""
+        whole = WholeFiles(self._catalogue)
+        whole.add(compared(filter(self.is_worth_checking, self.read.records()), self.read))
+        return whole
 
     def result(self, moved: int, *, check_later: bool = False) -> Transferred:
         """Return the totals."""
@@ -392,6 +401,10 @@ class _Copier:
     def check_record(self, record: Record) -> None:
         """Compare the CRC of a record that was read, or most of it. Raises CorruptError."""
         self.tally.check(record, partial(self._crc_of, self.pool))
+
+    def check_file(self, whole: WholeFiles) -> Callable[[int], None]:
+        """Return a function that compares a file, by its number. It raises CorruptError."""
+        return partial(whole.check, crc_of=partial(self._crc_of, self.pool))
 
     def _crc_of(self, pool: Pool, location: str, offset: int, nbytes: int) -> int:
         # Nothing is done by that, but Ctrl-C stops it.

@@ -101,6 +101,44 @@ def test_a_file_of_another_save(tmp_path: Path) -> None:
     assert verify(tmp_path / "0.0").whole
 
 
+READERS: dict[str, Callable[[Path, Path], object]] = {
+    "convert": lambda path, out: ckpttool.convert(path, out, to="torch"),
+    "convert, gathered": lambda path, out: ckpttool.convert(path, out, to="torch", dtype="*=float64"),
+    "reshard": lambda path, out: ckpttool.reshard(path, out, to_world=3),
+    "load": lambda path, out: ckpttool.load(path, mixed_model()),
+}
+
+
+def mixed_model() -> torch.nn.Module:
+    model = torch.nn.Module()
+    model.register_parameter("w", torch.nn.Parameter(torch.zeros(50, 40)))
+    for i in range(20):
+        model.register_parameter(f"small{i}", torch.nn.Parameter(torch.zeros(3)))
+    return model
+
+
+@pytest.mark.parametrize("elements", [50 * 40, 1 << 20])
+@pytest.mark.parametrize("reader", READERS)
+def test_who_reads_a_file_of_another_save(reader: str, elements: int, tmp_path: Path) -> None:
+    """Whoever reads all tensors of it compares the file, of small records and of large ones."""
+    if elements > 50 * 40 and reader == "load":
+        elements = 50 * 40
+    for n in (0.0, 1.0):
+        small = {f"small{i}": torch.full((3,), n) for i in range(20 if elements == 50 * 40 else 0)}
+        model = {"w": torch.full((elements // 40, 40), n), **small}
+        torch.save({"model": model, "step": 3}, tmp_path / f"{n}.pt")
+        ckpttool.convert(tmp_path / f"{n}.pt", tmp_path / f"{n}", to="dcp", to_world=2)
+    READERS[reader](tmp_path / "0.0", tmp_path / "whole")
+    shutil.copy(tmp_path / "1.0/__1_0.distcp", tmp_path / "0.0")
+    listed = json.loads((tmp_path / "0.0" / NAME).read_text())["crc32"]["__1_0.distcp"]
+    found = f"{zlib.crc32((tmp_path / '0.0/__1_0.distcp').read_bytes()):08x}"
+    with pytest.raises(CorruptError, match=f"CRC-32 {found}, but {listed} in the manifest") as caught:
+        READERS[reader](tmp_path / "0.0", tmp_path / "out")
+    assert "ckpttool verify" in (caught.value.hint or "") and not (tmp_path / "out").exists()
+    (tmp_path / "0.0" / NAME).unlink()
+    READERS[reader](tmp_path / "0.0", tmp_path / "out")
+
+
 USES: dict[str, Callable[[Path, Path], object]] = {
     "convert": lambda path, out: ckpttool.convert(path, out, to="torch"),
     "open": lambda path, out: ckpttool.open(path),
