@@ -63,7 +63,8 @@ def prepare(
         for prefix, module in model.named_modules()
         for name in [*module._parameters, *module._buffers]
     }
-    matched = match.match(model.state_dict(keep_vars=True), contents, owners)
+    # Of the class: an instance's own may be patched to return another (`_patch_model_state_dict` of torch).
+    matched = match.match(type(model).state_dict(model, keep_vars=True), contents, owners)
     if filler.strict:
         match.check_complete(matched, contents, model)
     check_memory(matched.targets, filler)
@@ -241,7 +242,7 @@ def _set_state(
 def hand_over(optimizer: torch.optim.Optimizer, contents: dict[str, Any], path: str) -> None:
     """Call `Optimizer.load_state_dict`. Raises UsageError for state of another optimizer."""
     try:
-        optimizer.load_state_dict(contents)
+        type(optimizer).load_state_dict(optimizer, contents)
     except CkptError:
         raise
     except (KeyError, TypeError, AttributeError) as error:

@@ -59,7 +59,7 @@ def prepare(model: nn.Module, optimizer: torch.optim.Optimizer | None, filler: F
                 hint="FSDP1 gives them memory when it wraps: pass it a `param_init_fn`",
             )
     with sharded(model):
-        values = model.state_dict()
+        values = type(model).state_dict(model)
         groups = _names_of_groups(model, optimizer) if optimizer is not None else []
     with collectives.together():
         matched = match.match(values, filler.contents, {}, sharded=True)
@@ -83,7 +83,7 @@ def fill(prepared: Matched, filler: Filler) -> None:
     with torch.no_grad():
         _fill_model(matched, filler)
         with sharded(model), collectives.together():
-            model.load_state_dict({**prepared.values, **matched.extra_state})
+            type(model).load_state_dict(model, {**prepared.values, **matched.extra_state})
 
 
 @collectives.quiet(FutureWarning)
@@ -149,7 +149,7 @@ def _fill_model(matched: ModelMatch, filler: Filler) -> None:
 
 def _names_of_groups(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[list[str]]:
     """Return the parameters of each group by FSDP1's names; a flat parameter stands for several."""
-    bare = {"state": {}, "param_groups": optimizer.state_dict()["param_groups"]}
+    bare = {"state": {}, "param_groups": type(optimizer).state_dict(optimizer)["param_groups"]}
     state_dict = FullyShardedDataParallel.optim_state_dict(model, optimizer, bare)
     return [list(group["params"]) for group in state_dict["param_groups"]]
 

@@ -254,7 +254,7 @@ def _fill(targets: Sequence[_Target], loaded: Loaded) -> None:
         assert options.model is not None
         if target.fsdp1 is None:
             # What is not in the checkpoint has no values of its own either.
-            values = options.model.state_dict(keep_vars=True)
+            values = type(options.model).state_dict(options.model, keep_vars=True)
             loaded.uninitialised += [n for n in matched.missing if getattr(values.get(n), "is_meta", False)]
             loaded.uninitialised += materialize(
                 options.model, options.device, target.filler.strict, options.init_buffers

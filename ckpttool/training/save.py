@@ -79,7 +79,7 @@ def save(
         models = dict(_models(extra))
         for each in (model, *models.values()):
             if not is_fsdp1(each):
-                each.state_dict(keep_vars=True)
+                type(each).state_dict(each, keep_vars=True)
     with collectives.together():
         state = _state(model, optimizer, format)
         own = {where: _state(each, None, format)["model"] for where, each in models.items()}
@@ -149,7 +149,7 @@ def _state(model: nn.Module, optimizer: torch.optim.Optimizer | None, format: st
     """Return the state dicts of model and optimizer, in shards; of FSDP1 by its own functions, for one file whole."""
     if is_fsdp1(model) and format != "torch":
         with sharded(model):
-            state: dict[str, Any] = {"model": model.state_dict()}
+            state: dict[str, Any] = {"model": type(model).state_dict(model)}
             if optimizer is not None:
                 state["optim"] = FullyShardedDataParallel.optim_state_dict(model, optimizer)
         return state

@@ -24,7 +24,11 @@ from support.torchrun import torchrun
 from support.upstream_readers import expected_of, path_of
 from torch import nn
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
-from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
+from torch.distributed.checkpoint.state_dict import (
+    _patch_model_state_dict,
+    _patch_optimizer_state_dict,
+    get_optimizer_state_dict,
+)
 from torch.distributed.fsdp import fully_shard
 
 import ckpttool
@@ -300,6 +304,28 @@ def test_a_prefix_is_seen_and_taken_off(tmp_path: Path) -> None:
     assert failed.value.hint and "strip_prefix='inner'" in failed.value.hint
     ckpttool.load(tmp_path / "a.pt", model, strip_prefix="inner")
     assert torch.equal(model[0].weight, saved["inner"][0].weight)
+
+
+@pytest.mark.parametrize("format", ["dcp", "torch"])
+def test_state_dicts_that_torch_has_patched(tmp_path: Path, format: str) -> None:
+    """With them a model and an optimizer go into `dcp.save` themselves; they take other keywords, and other keys."""
+
+    def fresh() -> tuple[nn.Module, torch.optim.Optimizer]:
+        model = net()
+        optimizer = stepped(model)
+        _patch_model_state_dict(model)
+        _patch_optimizer_state_dict(model, optimizers=optimizer)
+        return model, optimizer
+
+    (model, optimizer), (again, other) = fresh(), fresh()
+    if format == "dcp":
+        torch_dcp.save({"model": model, "optim": optimizer}, checkpoint_id=tmp_path / "saved", no_dist=True)
+    else:
+        ckpttool.save(tmp_path / "saved", model, optimizer, format=format)
+    ckpttool.load_into(tmp_path / "saved", {"model": again, "optim": other})
+    for one, loaded in zip(model.parameters(), again.parameters(), strict=True):
+        assert torch.equal(one, loaded)
+        assert torch.equal(optimizer.state[one]["exp_avg"], other.state[loaded]["exp_avg"])
 
 
 def test_what_is_not_there_to_load_into(tmp_path: Path) -> None:
