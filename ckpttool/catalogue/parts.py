@@ -32,6 +32,7 @@ _NAMES = (
     ("model", r"(.*_)?(model|models|network|net|module|ema|state_dict|model_state(_dict)?|params|weights)(_\d+)?"),
 )
 _PATTERNS = tuple((kind, re.compile(pattern, re.IGNORECASE)) for kind, pattern in _NAMES)
+_ANY_NAME = re.compile("|".join(f"(?:{pattern})" for _, pattern in _NAMES), re.IGNORECASE)
 _COUNTER = re.compile(r"(global_|current_|total_)?(step|epoch|iteration)s?", re.IGNORECASE)
 _DEPTH = 4
 
@@ -56,7 +57,9 @@ def kind_of_key(key: object) -> str | None:
 
 @lru_cache(4096)
 def _kind_of_name(key: str) -> str | None:
-    return next((kind for kind, pattern in _PATTERNS if pattern.fullmatch(key)), None)
+    if not _ANY_NAME.fullmatch(key):  # as most names, of which there may be 200,000
+        return None
+    return next(kind for kind, pattern in _PATTERNS if pattern.fullmatch(key))
 
 
 @dataclass(slots=True)

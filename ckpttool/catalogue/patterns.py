@@ -6,6 +6,7 @@ from __future__ import annotations
 import fnmatch
 import re
 from collections.abc import Callable, Sequence
+from operator import add
 
 from ckpttool.errors import UsageError
 
@@ -55,6 +56,40 @@ def renamer(rules: Sequence[str]) -> Callable[[str], str]:
     return rename
 
 
+def _glob_renamer(old: str, new: str) -> Callable[[str], str | None]:
+    """Return what renames by a glob. As a regular expression with `(.*)` for each star, it would take exponential
+    time."""
+    between = new.split("*")
+    # Between stars, each sign matches one character. What fnmatch makes of it is `(?s:...)\Z`.
+    pieces = [re.compile(fnmatch.translate(text)[4:-3], re.DOTALL) for text in old.split("*")]
+
+    def rename(name: str) -> str | None:
+        stars = _stars(pieces, name)
+        return None if stars is None else "".join(map(add, between, [*stars[: len(between) - 1], ""]))
+
+    return rename
+
+
+def _stars(pieces: Sequence[re.Pattern[str]], name: str) -> list[str] | None:
+    """Return what each star between the pieces of a glob matches, the first as much as it can; None if the name does
+    not match. From the last piece to the first, each is put as far right as it goes, and never moved again."""
+    first, *others = pieces
+    if not others:
+        return [] if first.fullmatch(name) else None
+    head, end = first.match(name), len(name)
+    if head is None:
+        return None
+    stars: list[str] = []
+    for number, piece in enumerate(reversed(others)):
+        match = piece.match if number else piece.fullmatch  # the last piece ends where the name does
+        found = next(filter(None, (match(name, at, end) for at in range(end, head.end() - 1, -1))), None)
+        if found is None:
+            return None
+        stars += [name[found.end() : end]] if number else []
+        end = found.start()
+    return [name[head.end() : end], *reversed(stars)]
+
+
 def _rename_rule(old: str, new: str) -> Callable[[str], str | None]:
     flag, leading = f"`--rename {old}={new}`", ""
     pieces = [piece.replace("\\", r"\\") for piece in new.split("*")]
@@ -67,9 +102,7 @@ def _rename_rule(old: str, new: str) -> Callable[[str], str | None]:
     else:
         if new.count("*") > old.count("*"):
             raise UsageError(f"{flag}: the right side has more `*` than the left")
-        # fnmatch has no groups; what it makes of the text between stars is `(?s:...)\Z`.
-        pattern = re.compile("(.*)".join(fnmatch.translate(text)[4:-3] for text in old.split("*")), re.DOTALL)
-        template = pieces[0] + "".join(rf"\g<{n}>{piece}" for n, piece in enumerate(pieces[1:], 1))
+        return _glob_renamer(old, new)
 
     def rename(name: str) -> str | None:
         match = pattern.fullmatch(name)

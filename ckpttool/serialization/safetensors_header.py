@@ -11,11 +11,13 @@ the same; its consolidation neither pads nor sorts.
 from __future__ import annotations
 
 import json
+import re
 import struct
 from collections.abc import Callable, Iterable, Mapping
 from functools import lru_cache
 from itertools import accumulate
-from math import prod
+from math import isinf, prod
+from operator import mul
 from typing import Any, NamedTuple
 
 from ckpttool.catalogue.boxes import Ints
@@ -35,6 +37,7 @@ _ORDER = """BOOL F4 F6_E2M3 F6_E3M2 U8 I8 F8_E5M2 F8_E4M3 F8_E8M0 F8_E4M3FNUZ F8
     C64 F64 I64 U64"""
 _RANK = {name: -n for n, name in enumerate(_ORDER.split())}
 _INTEGERS = {int}
+_HALF = re.compile(rb"\\u[dD][89a-fA-F]")  # a surrogate, half of a pair or alone
 _LENGTH = struct.Struct("<Q")
 _TRUNCATED = "the file is truncated or still being written"
 
@@ -88,7 +91,7 @@ def read_header(read: Read, base: int, length: int, *, name: str, exact: bool = 
     if text[:1] != b"{":
         message = f"{name}: the header begins with {text[:1]!r}, not with `{{`"
         raise CorruptError(message, hint="this may not be a safetensors file")
-    table: dict[str, Any] = strict_json.parse(text, f"{name}: the header")
+    table = _parse(text, f"{name}: the header")
     metadata = {} if table.get(METADATA) is None else table[METADATA]
     if not isinstance(metadata, dict) or not all(isinstance(v, str) for v in metadata.values()):
         raise CorruptError(f"{name}: `{METADATA}` in the header is not an object of strings")
@@ -121,6 +124,29 @@ def _read_text(read: Read, base: int, length: int, name: str) -> tuple[bytes, in
         message = f"{name}: a header of {size} bytes ends at {payload}, but the file ends at {base + length}"
         raise CorruptError(message, hint=_TRUNCATED, found=base + length, expected=payload)
     return read(base + _LENGTH.size, size), payload
+
+
+def _parse(text: bytes, what: str) -> dict[str, Any]:
+    """Return the table of a header. Raises CorruptError, also for what upstream's parser (serde_json) does not read:
+    -0 for an integer, a number that is too large for a float, half a character."""
+    hooks: dict[str, Any] = {"parse_float": _finite}
+    if b"-0" in text:
+        hooks["parse_int"] = lambda digits: -0.0 if digits == "-0" else int(digits)
+    table: dict[str, Any] = strict_json.parse(text, what, **hooks)
+    if _HALF.search(text) is not None:
+        try:
+            json.dumps(table, ensure_ascii=False).encode()
+        except UnicodeEncodeError as error:
+            half = ascii(error.object[error.start])
+            message = f"{what} has {half}, half a character, where a name or a value is to be UTF-8"
+            raise CorruptError(message, hint="safetensors cannot read it either", found=half) from None
+    return table
+
+
+def _finite(digits: str) -> float:
+    if isinf(number := float(digits)):
+        raise CorruptError(f"has the number {digits:.40}, which is too large")
+    return number
 
 
 def _is_ints(value: Any) -> bool:
@@ -162,6 +188,8 @@ def _measured(dtype_name: str, shape: Ints) -> tuple[Ints, int]:
     """Return the sizes of a tensor and its bytes. Raises CorruptError if there can be no such tensor."""
     dtype = BY_SAFETENSORS[dtype_name]
     check_shape(shape)
+    if max(accumulate(shape, mul), default=0) >= 1 << 64:  # before a size of 0 makes it none
+        raise CorruptError(f"the sizes {[*shape]} overflow 64 bits, multiplied in order")
     if dtype.safetensors == "F4":
         # torch counts the bytes of a float4_e2m1fn_x2 tensor, two values each, where safetensors counts values along
         # the last dimension (`bindings/python/src/lib.rs` doubles and halves it).

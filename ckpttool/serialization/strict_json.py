@@ -35,10 +35,11 @@ def check_beginning(window: bytes, what: str) -> None:
         raise CorruptError(f"{what} is not JSON: a zero at byte {window.index(0)}", hint="the copy did not end")
 
 
-def parse(text: bytes, what: str) -> Any:
-    """Return the value that `text` spells. Raises CorruptError; `what` is the subject of its message."""
+def parse(text: bytes, what: str, **hooks: Any) -> Any:
+    """Return the value that `text` spells. Raises CorruptError; `what` is the subject of its message. `hooks` are those
+    of `json.loads` for numbers."""
     try:
-        return _parsed(text, what)
+        return _parsed(text, what, **hooks)
     except json.JSONDecodeError as error:
         message = f"{what} is not JSON: {_why(error)} at byte {error.pos} of {len(text)}"
         hint = "the file is truncated or was changed after it was written"
@@ -60,7 +61,7 @@ def _why(error: json.JSONDecodeError) -> str:
     return error.msg[:1].lower() + error.msg[1:]
 
 
-def _parsed(text: bytes, what: str) -> Any:
+def _parsed(text: bytes, what: str, **hooks: Any) -> Any:
     check_beginning(text[:_WINDOW], what)
     most = MAX_VALUES + len(text) // BYTES_PER_VALUE
     if len(text) > MAX_VALUES and (count := sum(map(text.count, (b",", b"[", b"{")))) > most:
@@ -68,7 +69,7 @@ def _parsed(text: bytes, what: str) -> Any:
         raise CorruptError(message, found=count, expected=most)
     try:
         with working(len(text)):
-            return json.loads(text.decode("utf-8"), object_pairs_hook=_once, parse_constant=_no_constant)
+            return json.loads(text.decode("utf-8"), object_pairs_hook=_once, parse_constant=_no_constant, **hooks)
     except UnicodeDecodeError as error:
         raise CorruptError(f"{what} is not UTF-8 at its byte {error.start}") from None
     except CorruptError as error:

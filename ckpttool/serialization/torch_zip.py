@@ -21,7 +21,7 @@ from typing import Any
 from ckpttool.catalogue.boxes import Ints
 from ckpttool.catalogue.dtypes import Dtype
 from ckpttool.catalogue.entries import Extent, Record
-from ckpttool.errors import CorruptError
+from ckpttool.errors import CorruptError, ReadError
 from ckpttool.serialization import pickle_opcodes, torch_pickle
 from ckpttool.serialization.torch_pickle import TensorRef
 from ckpttool.storage.crc import crc32
@@ -39,6 +39,8 @@ ALIGNMENT = 64
 MAX_DIRECTORY = 1 << 28  # bytes: three million records
 MAX_NAME = 4096  # bytes of a record's name
 _WINDOW = 1 << 20
+_VERSION = re.compile(rb"\s*\+?(\d+)")
+_MAX_VERSION = 10  # kMaxSupportedFileFormatVersion of `caffe2/serialize/versions.h`, torch 1.10 to 2.13
 _MAX_WORD = 16  # bytes of `byteorder`
 _ENCRYPTED = 0x2041  # bits of the flags: the record, strongly, or its header
 _CLIMBING = re.compile(r"/|(.*/)?\.\.(/|$)", re.DOTALL).match
@@ -75,10 +77,18 @@ class Archive:
         return self.starts[-1]
 
     def check_remarks(self) -> None:
-        """Locate the records that are no storages, a few that nobody may ask for. Raises CorruptError as `payload`."""
+        """Locate the records that are no storages, a few that nobody may ask for, and check the version of the archive.
+        Raises CorruptError as `payload`, and ReadError for a version that torch does not read."""
         for name, record in self.records.items():
             if not name.startswith("data/") and record.nbytes >= 0:
                 self.payload(name)
+        if "version" in self.records and self.records["version"].nbytes >= 0:
+            text = self.read(self.payload("version").offset, min(self.payload("version").nbytes, _MAX_WORD))
+            number = _VERSION.match(text)
+            if number is None or not 1 <= int(number[1]) <= _MAX_VERSION:
+                message = f"{self.name}: an archive of version {text.decode('ascii', 'replace').strip()!r}"
+                hint = f"torch reads 1 to {_MAX_VERSION}: the file was changed, or is of a later torch"
+                raise ReadError(f"{message}, which torch does not read", hint=hint)
 
     @property
     def torch_versions(self) -> str:

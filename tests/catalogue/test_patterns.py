@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -110,3 +112,23 @@ def test_no_name_becomes_empty(text: str) -> None:
 @given(st.text(max_size=8), st.text(alphabet=st.characters(exclude_characters="*?[="), min_size=1, max_size=8))
 def test_a_star_stands_for_what_it_matched(middle: str, ends: str) -> None:
     assert renamer([f"{ends}*{ends}=<*>"])(ends + middle + ends) == f"<{middle}>" or ends.startswith("re:")
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.lists(st.sampled_from(["a", "b", "*", "?", "[ab]", "[!a]", "."]), max_size=7), st.text("ab.\n", max_size=9))
+def test_stars_are_those_of_a_regular_expression(signs: list[str], name: str) -> None:
+    """Each takes as much as it can, the first first."""
+    glob = "*" + "".join(signs)
+    made = "|".join("*" * glob.count("*"))
+    text = "".join({"*": "(.*)", "?": ".", "[!a]": "[^a]", ".": r"\."}.get(sign, sign) for sign in ["*", *signs])
+    match = re.fullmatch(text, name, re.DOTALL)
+    expected = name if match is None else "|".join(match.groups())
+    if name and expected:
+        assert renamer([f"{glob}={made}"])(name) == expected
+
+
+def test_many_stars_take_no_exponential_time() -> None:
+    """As a regular expression with a group for each star, this would not end."""
+    name = "a" * 3000 + "c"
+    assert renamer(["*a*a*a*a*a*a*a*b*c=x"])(name) == name
+    assert renamer(["*a*a*a*a*a*a*a*c=*.*"])(name) == "a" * 2993 + "."

@@ -657,3 +657,23 @@ def test_a_hundred_thousand_tensors(tmp_path: Path) -> None:
     assert len(read(tmp_path / "a.pt").entries) == 100_000
     with zipfile.ZipFile(tmp_path / "a.pt") as archive, warnings.catch_warnings():
         assert archive.testzip() is None
+
+
+def test_version_that_torch_does_not_read(tmp_path: Path) -> None:
+    data = io.BytesIO()
+    torch.save({"w": torch.ones(3)}, data)
+    for number, version in enumerate(
+        (b"3\n", b"1", b"2", b"10\n", b"0\n", b"11\n", b"9999\n", b"", b"x", b"-1", b" 3")
+    ):
+        path = tmp_path / f"{number}.pt"
+        with zipfile.ZipFile(data) as old, zipfile.ZipFile(path, "w") as new:
+            for info in old.infolist():
+                content = version if info.filename.endswith("/version") else old.read(info)
+                new.writestr(zipfile.ZipInfo(info.filename), content)
+        try:
+            torch.load(path, weights_only=True)
+        except RuntimeError:
+            with pytest.raises(ReadError, match=r"an archive of version .*, which torch does not read"):
+                read(path)
+        else:
+            assert [tensor.name for tensor in read(path).tensors] == ["w"]

@@ -291,3 +291,38 @@ def test_header_that_upstream_could_not_read(monkeypatch: pytest.MonkeyPatch) ->
     with pytest.raises(LossError, match="more than the 100") as caught:
         build_header([Spec("w" * 100, dtype("float32"), (2,))])
     assert "--max-shard-size" in str(caught.value.hint)
+
+
+def entry(name: str = "w", shape: str = "[2]", offsets: str = "[0,8]", more: str = "", inside: str = "") -> str:
+    return f'{{{more}"{name}":{{{inside}"dtype":"F32","shape":{shape},"data_offsets":{offsets}}}}}'
+
+
+SPELT = [
+    entry(),
+    *(
+        entry(name)
+        for name in (r"\ud800", r"\udfff", r"\udc00\ud800", r"\ud83d\ude00", r"\\ud800", r"\u0077", "\\ud83d")
+    ),
+    *(entry(more=f'"__metadata__":{{{pair}}},') for pair in (r'"a":"\ud800"', r'"\udc00":"a"', r'"a":"\ud83d\ude00"')),
+    *(
+        entry(offsets=f"[{n},8]")
+        for n in ["0", "-0", "0.0", "-0.0", "0e0", "00", "+0", "1e-400", "-1", "true", "null"] + [str(1 << 64)]
+    ),  # noqa: E501
+    *(entry(offsets=f"[0,{n}]") for n in ["8", "8.0", "8e0", "08", "80e-1", "800e-2"]),
+    *(entry(shape=f"[{n}]") for n in ["2", "2.0", "2e0", "02", "-2", "20e-1"]),
+    *(entry(shape=shape, offsets="[0,0]") for shape in ("[0,5]", "[-0,5]", "[2,1,-0]", "[0,4611686018427387904]")),
+    *(entry(shape=f"[{n},{n},0]", offsets="[0,0]") for n in (1 << 31, 1 << 32, 1 << 62)),
+    *(entry(inside=f'"x":{value},') for value in ("-0", "1e999", "1e308", r'"\ud800"', "NaN", "{}")),
+]
+
+
+@pytest.mark.parametrize("text", SPELT)
+def test_what_the_library_refuses(text: str) -> None:
+    data = struct.pack("<Q", len(text)) + text.encode() + bytes(8 if text.find("[0,0]") < 0 else 0)
+    try:
+        safetensors.deserialize(data)
+    except safetensors.SafetensorError:
+        with pytest.raises(CorruptError):
+            read_header(lambda at, n: data[at : at + n], 0, len(data), name="x")
+    else:
+        read_header(lambda at, n: data[at : at + n], 0, len(data), name="x")

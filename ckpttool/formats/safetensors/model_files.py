@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import replace
+from copy import copy
 from functools import cache
 from typing import NamedTuple
 
@@ -105,7 +105,8 @@ class Reader:
             first = self.catalogue.entries.get((kept,))
             if isinstance(first, Tensor) and (name,) not in self.catalogue.entries and name not in sharding.RESERVED:
                 charge(len(first.chunks) * len(first.shape))
-                self.catalogue.add(replace(first, path=(name,)))
+                (tied := copy(first)).path = (name,)
+                self.catalogue.add(tied)
             else:
                 remarks[name] = kept
         if remarks:
