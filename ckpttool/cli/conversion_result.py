@@ -12,6 +12,7 @@ from ckpttool.text import duration, plural, size
 
 if TYPE_CHECKING:
     from ckpttool import Conversion
+    from ckpttool.operations.show import Shown
     from ckpttool.storage.hub import Sent
 
 _SHOWN = 20  # lines of a list, unless -v
@@ -91,21 +92,22 @@ def _print_done(terminal: Terminal, result: Conversion, more: Facts, check: bool
     rows = [*_facts(result, more), ("files", f"{plural(len(result.files), 'file')}, {size(written)}")]
     if result.resumed_bytes:
         rows.append(("resumed", f"{size(result.resumed_bytes)} copied by an interrupted run"))
-    rows += [("time", f"{duration(result.seconds)}{rate}"), ("checked", "; ".join(_checks(result, check)))]
+    rows += [("time", f"{duration(result.seconds)}{rate}"), ("checked", "; ".join(checks(result, check)))]
     terminal.facts([*rows, *_change_counts(result)])
 
 
-def _checks(result: Conversion, check: bool) -> list[str]:
-    checks = []
+def checks(result: Conversion | Shown, check: bool = False) -> list[str]:
+    """Return what was compared with what, for the line `checked`."""
+    done = []
     if result.checked_bytes:
-        checks.append(f"checksums of {size(result.checked_bytes)} of the source")
-    if result.unchecked_bytes and checks:
-        checks.append(f"{size(result.unchecked_bytes)} without checksums")
+        done.append(f"checksums of {size(result.checked_bytes)} of the source")
+    if result.unchecked_bytes and done:
+        done.append(f"{size(result.unchecked_bytes)} without checksums")
     elif result.unchecked_bytes:
-        checks.append(f"no checksums in the source ({size(result.unchecked_bytes)} unverified)")
+        done.append(f"no checksums in the source ({size(result.unchecked_bytes)} unverified)")
     if check:
-        checks.append("everything written was read back and compared")
-    return checks or ["nothing to check"]
+        done.append("everything written was read back and compared")
+    return done or ["nothing to check"]
 
 
 def _print_plan(terminal: Terminal, result: Conversion, more: Facts) -> None:

@@ -6,6 +6,7 @@ from math import prod
 from typing import TYPE_CHECKING, Any
 
 from ckpttool.cli import options
+from ckpttool.cli.conversion_result import checks
 from ckpttool.cli.documents import Judged
 from ckpttool.cli.terminal import Terminal, bold, box, err, out
 from ckpttool.errors import DONE
@@ -48,6 +49,7 @@ def _print(terminal: Terminal, shown: Shown) -> None:
     figures = {"min": shown.min, "max": shown.max, "mean": shown.mean, "norm": shown.norm}
     facts |= {name: _number(value) for name, value in figures.items() if value is not None}
     facts |= {title: f"{n:,}" for title, n in (("NaN", shown.nans), ("inf", shown.infs)) if n}
+    facts["checked"] = "; ".join(checks(shown))
     terminal.facts(facts.items())
     total, first = prod(shown.shape), len(shown.values)
     terminal.heading("values", "" if first == total else f"the first {first} of {total:,}")

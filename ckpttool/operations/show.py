@@ -49,6 +49,8 @@ class Shown:
     norm: float | None = None  #: 2-norm, likewise
     nans: int | None = None  #: number of NaN
     infs: int | None = None  #: number of infinities
+    checked_bytes: int = 0  #: bytes that were compared with a checksum
+    unchecked_bytes: int = 0  #: bytes that were read and have none: whether they are as they were written is unknown
     notes: list[str] = field(default_factory=list)  #: remarks, such as which checkpoint of a run was read
 
     @property
@@ -106,7 +108,11 @@ def tensor_statistics(tensor: Tensor, source: Source) -> Shown:
         with closing(Pool()) as pool:
             for chunk in tensor.chunks:
                 # What a storage holds of other tensors is not read for this one.
-                checksums.check_extent(source.resolve(tensor, chunk), tensor.name, source, pool, shared=False)
+                extent = source.resolve(tensor, chunk)
+                if checksums.check_extent(extent, tensor.name, source, pool, shared=False):
+                    shown.checked_bytes += extent.nbytes
+                else:
+                    shown.unchecked_bytes += extent.nbytes
             total = Accumulator(tensor.dtype)
             for _, bits in read_tiles(tensor, source, pool):
                 shown.values = shown.values or numbers(bits.reshape(-1)[:FIRST], tensor.dtype).tolist()

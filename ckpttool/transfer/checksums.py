@@ -202,15 +202,16 @@ def check(record: Record, read: Pieces, catalogue: Catalogue, crc_of: Callable[[
         raise mismatch(record, crc, file.location, tensors_in(record, catalogue), crcs_at=file.crcs_at)
 
 
-def check_extent(extent: Extent, name: str, source: Source, pool: Pool, *, shared: bool) -> None:
+def check_extent(extent: Extent, name: str, source: Source, pool: Pool, *, shared: bool) -> bool:
     """Read the record that an extent of the tensor `name` lies in, and compare its CRC; one that holds more than the
-    extent only if `shared`. Raises CorruptError."""
+    extent only if `shared`. Return whether there is one. Raises CorruptError."""
     record = extent.record
     if record is None or record.crc is None or not (shared or record.nbytes == extent.nbytes):
-        return
+        return False
     location = source.catalogue.files[record.file].location
     crc = crc_of(partial(pool.read_into, location), record.offset, record.nbytes)
     compare(record, crc, source, name)
+    return True
 
 
 def compare(record: Record, crc: int, source: Source, name: str) -> None:

@@ -14,7 +14,7 @@ import pytest
 from huggingface_hub import constants, file_download
 from huggingface_hub.utils import _http
 
-from ckpttool.storage.hub import retries
+from ckpttool.storage.hub import answers, retries
 from support.hub_server import WRITER, Hub
 
 
@@ -33,6 +33,7 @@ def use(hub: Hub, monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
     monkeypatch.setattr(constants, "ENDPOINT", hub.url)
     template = constants.HUGGINGFACE_CO_URL_TEMPLATE
     monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", hub.url + template[template.index("/{") :])
+    monkeypatch.setattr(answers, "STORAGES", (*answers.STORAGES, "local"))
     patience(monkeypatch, 60)
     huggingface_hub.close_session()
 

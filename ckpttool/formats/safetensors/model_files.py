@@ -211,7 +211,7 @@ def open_directory(root: Location, names: Sequence[str], only: Collection[str] |
     that of `open_indexed`."""
     model_files = [n for n in names if n.endswith(SUFFIX)]
     ranks = [n for n in model_files if _RANK_FILE.fullmatch(n)]
-    whole = [n for n in model_files if n not in ranks]
+    whole = [n for n in model_files if not _RANK_FILE.fullmatch(n)]
     indexes = [n for n in names if n.endswith(index.SUFFIX)]
     sharded = root / SHARDED
     if not whole and not indexes:
@@ -248,10 +248,10 @@ def _open_whole(
 
 
 def _open_listed(root: Location, names: Sequence[str]) -> Catalogue:
-    counts = Counter((m[1], int(m[3])) for n in names if (m := _NUMBERED.fullmatch(n)))
+    counts, there = Counter((m[1], int(m[3])) for n in names if (m := _NUMBERED.fullmatch(n))), set(names)
     for (stem, count), present in counts.items():
         if present < count:
-            missing = next(n for n in sharding.file_names(stem, count) if n not in names)
+            missing = next(n for n in sharding.file_names(stem, count) if n not in there)
             text = f"`{root / missing}` is not there, but `{stem}-...` are {count} files"
             raise CorruptError(text, hint="copy the missing file too", file=missing)
     reader = Reader(root, "one file" if len(names) == 1 else "several files without an index")

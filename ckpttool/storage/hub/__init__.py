@@ -1,9 +1,11 @@
 """The Hugging Face Hub, as a store to read from and as a destination. The only importer of huggingface_hub.
 
 address     parsing of `hf://org/name@revision/path`
+answers     checks of what an endpoint answers, and of where the token goes
 client      the client of the library, quiet and with time-outs
 errors      exceptions of the client as errors of `ckpttool.errors`
 headers     headers and indexes of models, kept for the next look
+limits      sizes and times that an answer may take
 listing     the files of a revision: names, sizes, digests
 retries     attempts after failures that may pass
 store       a repository as a store whose files are fetched as they are read

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from dataclasses import dataclass
 from urllib.parse import quote, unquote
@@ -13,7 +14,10 @@ SCHEME = "hf://"
 _ADDRESS = re.compile(
     r"hf://(?:models/)?(?P<repo>[^/@]+/[^/@]+)(?:@(?P<revision>refs/(?:pr|convert)/[^/]+|[^/]+))?(?:/(?P<path>.*))?"
 )
+_LONGEST = 255  # bytes of a revision
 _HUB_REFERENCE = re.compile(r"refs/(?:pr|convert)/[^/]+")
+# What git refuses in the name of a reference. A revision is also a path in the cache.
+_NO_REVISION = re.compile(r"[\x00-\x20\x7f~^:?*\[\\]|\.\.|@\{|//|^/|/$|(^|/)\.|\.$|\.lock(/|$)|^-")
 _KINDS = ("datasets/", "spaces/", "buckets/", "kernels/")
 
 
@@ -57,4 +61,9 @@ def parse(text: str) -> Address:
     if any(part in (".", "..", "") for part in path.split("/")) and path:
         raise UsageError(f"`{text}`: `{path}` is not a path in a repository", hint="write `hf://org/name/path`")
     revision = unquote(match["revision"]) if match["revision"] else None
+    if revision is not None and (_NO_REVISION.search(revision) or len(os.fsencode(revision)) > _LONGEST):
+        raise UsageError(
+            f"`{text}`: `{revision}` is not the name of a revision",
+            hint="name a branch, a tag or a commit: `hf://org/name@main`",
+        )
     return Address(match["repo"], revision, path)

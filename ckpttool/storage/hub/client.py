@@ -24,13 +24,11 @@ from huggingface_hub.utils import _http, logging
 from huggingface_hub.utils.tqdm import are_progress_bars_disabled, disable_progress_bars, enable_progress_bars
 
 from ckpttool.errors import UsageError
+from ckpttool.storage.hub import answers
+from ckpttool.storage.hub.answers import http
+from ckpttool.storage.hub.limits import timeout
 from ckpttool.version import __version__
 
-# httpx, or httpx2 in later versions of the library.
-http: Any = next(getattr(_http, name) for name in ("httpx2", "httpx") if hasattr(_http, name))
-
-TIMEOUT = 60.0  # seconds without a byte in either direction
-_VARIABLE = "CKPTTOOL_HUB_TIMEOUT"
 _sent: deque[tuple[float, int, str, str]] = deque(maxlen=256)  # time, thread, method, address of the last requests
 # When the requests that are not answered were sent, by method and address, in the block of `bounded`.
 _unanswered: ContextVar[dict[tuple[str, str], float] | None] = ContextVar("_unanswered", default=None)
@@ -45,18 +43,6 @@ class SilentError(http.TransportError):  # type: ignore[misc] # its type is unkn
     instead of any, once the thread is stopped.
 
     The library repeats most requests up to five times after a time-out, without a word, but not after this."""
-
-
-def timeout() -> float:
-    """Return the time-out in seconds. Raises UsageError if `CKPTTOOL_HUB_TIMEOUT` is not a number."""
-    text = os.environ.get(_VARIABLE, "")
-    try:
-        seconds = float(text) if text else TIMEOUT
-    except ValueError:
-        seconds = 0.0
-    if not 0 < seconds < float("inf"):
-        raise UsageError(f"`{_VARIABLE}={text}` is not a number of seconds", hint=f"set `{_VARIABLE}=60`")
-    return seconds
 
 
 def api() -> HfApi:
@@ -133,6 +119,7 @@ def _with_timeout(create: Callable[[], Any]) -> Any:
         "request": [*hooks["request"], _set_timeout, _note_request],
         "response": [*hooks["response"], _note_response],
     }
+    answers.watch(session)
     return session
 
 

@@ -7,6 +7,7 @@ when an upload fails; of the errors of Xet, it keeps the text only.
 from __future__ import annotations
 
 import errno
+import os
 import re
 import time
 from collections.abc import Iterator
@@ -16,6 +17,7 @@ from typing import Any
 from urllib.parse import urlsplit
 from urllib.request import getproxies, proxy_bypass
 
+from huggingface_hub import constants
 from huggingface_hub.errors import (
     EntryNotFoundError,
     GatedRepoError,
@@ -27,11 +29,11 @@ from huggingface_hub.errors import (
     RevisionNotFoundError,
 )
 
-from ckpttool.errors import CkptError, RemoteError, UsageError
+from ckpttool.errors import CkptError, RemoteError, StorageError, UsageError
 from ckpttool.storage.errors import from_os_error
-from ckpttool.storage.hub import client
+from ckpttool.storage.hub import answers, client, limits
 
-_Http = client.http
+_Http = answers.http
 # The last four: the response is no JSON or has other fields, for example because a proxy sent it.
 CAUGHT = (_Http.HTTPError, _Http.InvalidURL, OSError, RuntimeError, ValueError, LookupError, TypeError, AttributeError)
 _OF_ANSWERS = (ValueError, LookupError, TypeError, AttributeError)
@@ -46,7 +48,7 @@ LOG_IN = "log in with `hf auth login`, or set `HF_TOKEN`"
 @contextmanager
 def translate_errors(address: str, doing: str = "read", **facts: Any) -> Iterator[None]:
     """Translate what the client raises in the block. `doing` is `read` or `write`."""
-    with client.quiet, client.bounded():
+    with client.quiet, client.bounded(), answers.checked():
         try:
             yield
         except CAUGHT as error:
@@ -71,10 +73,10 @@ def translate(error: BaseException, address: str, doing: str, **facts: Any) -> C
         return _status_error(status, message, address, doing, facts)
     for one in chain:
         if isinstance(one, OSError) and one.errno is not None and not isinstance(one, ConnectionError):
-            return from_os_error(one, str(one.filename or address), "write" if one.errno == errno.ENOSPC else doing)
+            return _local_error(one, address, doing)
     if any(isinstance(one, ConnectionError | RuntimeError) and _CONNECTION_LOST.search(str(one)) for one in chain):
         hint = f"{_again(doing)}, or with a longer time-out: `CKPTTOOL_HUB_TIMEOUT=300`"
-        message = f"the connection to the storage of large files broke or timed out ({client.timeout():g} s)"
+        message = f"the connection to the storage of large files broke or timed out ({limits.timeout():g} s)"
         return RemoteError(f"`{address}`: {_failure(doing)}: {message}", hint=hint, **facts)
     if isinstance(error, _OF_ANSWERS):
         message = (
@@ -84,6 +86,19 @@ def translate(error: BaseException, address: str, doing: str, **facts: Any) -> C
         return RemoteError(f"`{address}`: {_failure(doing)}: {message}", hint=hint, **facts)
     message = _clean(f"{type(error).__name__}: {error}".partition("\n")[0])
     return RemoteError(f"`{address}`: {_failure(doing)}: {message}", hint=_again(doing), **facts)
+
+
+def _local_error(error: OSError, address: str, doing: str) -> CkptError:
+    """Return the error for a file of this machine. Those in the cache are written by who reads from the Hub."""
+    path, cache = str(error.filename or address), os.path.abspath(constants.HF_HUB_CACHE)
+    if not os.path.abspath(path).startswith(cache):
+        return from_os_error(error, path, "write" if error.errno == errno.ENOSPC else doing)
+    reason = str(from_os_error(error, path, "write")).partition(": ")[2].removeprefix("cannot write: ")
+    return StorageError(
+        f"`{address}`: the cache of the Hub cannot be written: `{path}`: {reason}",
+        hint="set `HF_HUB_CACHE` to a directory that you can write to, with room for the files",
+        file=path,
+    )
 
 
 def status_of(error: BaseException) -> int | None:
@@ -182,6 +197,10 @@ def _chain(error: BaseException | None) -> Iterator[BaseException]:
 
 def _translate_known(one: BaseException, address: str, doing: str, facts: dict[str, Any]) -> CkptError | None:
     prefix = f"`{address}`"
+    if isinstance(one, answers.AnswerError):
+        message = f"{_endpoint(one)} does not answer as the Hub does: {one}"
+        hint = "check the network, the proxy and `HF_ENDPOINT`, and run the command again"
+        return RemoteError(f"{prefix}: {_failure(doing)}: {message}", hint=hint, **facts)
     if isinstance(one, LocalEntryNotFoundError):
         return None  # the reason is its cause
     if isinstance(one, GatedRepoError):
@@ -204,7 +223,7 @@ def _translate_known(one: BaseException, address: str, doing: str, facts: dict[s
         return UsageError(f"{prefix}: {_clean(str(one)).rstrip('.')}", hint="write `hf://org/name`", **facts)
     if isinstance(one, _Http.TimeoutException | client.SilentError):
         hint = f"{_again(doing)}, or with a longer time-out: `CKPTTOOL_HUB_TIMEOUT=300`"
-        message = f"the Hub does not answer within {client.timeout():g} s: {_endpoint(one)}"
+        message = f"the Hub does not answer within {limits.timeout():g} s: {_endpoint(one)}"
         return RemoteError(f"{prefix}: {message}", hint=hint, **facts)
     if isinstance(one, _Http.ConnectError | _Http.ProxyError):
         hint = "check the network, the proxy and `HF_ENDPOINT`; `HF_HUB_OFFLINE=1` reads from the cache"

@@ -12,10 +12,13 @@ from typing import Any
 from huggingface_hub import HfApi
 
 from ckpttool.errors import CorruptError
-from ckpttool.storage.hub import client
+from ckpttool.storage.files import check_name
+from ckpttool.storage.hub import answers, limits
+from ckpttool.storage.hub.answers import AnswerError
 from ckpttool.storage.hub.retries import repeat
 
 _BLOCK = 4 << 20
+_LONGEST, _DEEPEST = 4096, 64  # characters and folders of a path
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,9 +55,8 @@ def digest_of(blocks: Iterable[bytes], size: int, in_git: bool) -> RepoFile:
 def info(api: HfApi, repo: str, revision: str | None) -> Any:
     """Return what the Hub tells about a revision; `sha` is its commit. Raises the exceptions of the client."""
     # The default of the client is no time-out.
-    result = repeat(lambda: api.model_info(repo, revision=revision, timeout=client.timeout()))
-    if not isinstance(result.sha, str) or not result.sha:
-        raise ValueError("the answer names no commit")
+    result = repeat(lambda: api.model_info(repo, revision=revision, timeout=limits.timeout()))
+    answers.check_commit(result.sha)
     return result
 
 
@@ -63,20 +65,39 @@ def list_files(api: HfApi, repo: str, revision: str) -> dict[str, RepoFile]:
 
     Raises the exceptions of the client, and CorruptError if a path leads out of the repository.
     """
-    files: dict[str, RepoFile] = {}
-    items: list[Any] = repeat(lambda: list(api.list_repo_tree(repo, recursive=True, revision=revision)))
-    for item in items:
-        if not hasattr(item, "size"):
-            continue
-        if any(part in ("", ".", "..") for part in item.path.split("/")) or "\0" in item.path or "\\" in item.path:
-            raise CorruptError(
-                f"`hf://{repo}`: the Hub lists a file `{item.path}`, which is not a path in a repository"
-            )
-        size, sha256 = (item.lfs.size, item.lfs.sha256) if item.lfs else (item.size, None)
-        if not isinstance(size, int) or size < 0 or not isinstance(sha256 or item.blob_id, str):
-            raise ValueError(f"`{item.path}` has no size or no digest")
-        files[item.path] = RepoFile(item.path, size, sha256, item.blob_id)
+
+    def read() -> dict[str, RepoFile]:
+        with answers.listing():
+            items = api.list_repo_tree(repo, recursive=True, revision=revision)
+            return {item.path: _repo_file(repo, item) for item in items if hasattr(item, "size")}
+
+    files = repeat(read)
+    for name in files:
+        folder = name.rpartition("/")[0]
+        while folder and folder not in files:
+            folder = folder.rpartition("/")[0]
+        if folder:
+            raise AnswerError(f"it lists `{folder}` as a file, and `{name}` in it")
     return files
+
+
+def _repo_file(repo: str, item: Any) -> RepoFile:
+    """Return a file of a listing. Raises CorruptError for its name, and AnswerError for its size or digest."""
+    name = item.path
+    if not isinstance(name, str) or len(name) > _LONGEST or name.count("/") > _DEEPEST:
+        raise AnswerError(f"it lists a file `{str(name)[:40]}…`, which is no name or too long for one")
+    check_name(f"hf://{repo}", name)
+    if any(part in ("", ".", "..") for part in name.split("/")) or "\\" in name:
+        raise CorruptError(f"`hf://{repo}`: the Hub lists a file `{name}`, which is not a path in a repository")
+    size, sha256 = (item.lfs.size, item.lfs.sha256) if item.lfs else (item.size, None)
+    if type(size) is not int or not 0 <= size <= limits.SIZE:
+        raise AnswerError(f"it lists `{name}` with the size {str(size)[:40]}")
+    for digest, pattern in ((sha256, answers.SHA256), (item.blob_id, answers.COMMIT)):
+        if digest is not None and (not isinstance(digest, str) or not pattern.fullmatch(digest)):
+            raise AnswerError(f"it lists `{name}` with the digest `{str(digest)[:80]}`")
+    if sha256 is None and item.blob_id is None:
+        raise AnswerError(f"it lists `{name}` without a digest")
+    return RepoFile(name, size, sha256, item.blob_id)
 
 
 def difference_to(file: RepoFile, path: str) -> str | None:

@@ -11,11 +11,10 @@ from collections.abc import Callable
 from itertools import count
 from typing import TypeVar
 
-from ckpttool.storage.hub import client, errors
+from ckpttool.storage.hub import client, errors, limits
 
 ATTEMPTS = 5
 _WAIT = 1.0  # seconds before the second attempt; doubled for each further one
-_MAX_WAIT = 300  # seconds that a server may ask for
 
 Result = TypeVar("Result")
 
@@ -47,7 +46,7 @@ def wait(error: BaseException, attempt: int, stopped: threading.Event | None = N
     """Wait before the next attempt, at least as long as the server asks for. Return whether that is not too long, and
     nothing `stopped` it."""
     asked = errors.retry_after(error)
-    if asked > _MAX_WAIT:
+    if asked > limits.WAIT:
         return False
     _pause(max(_WAIT * 2**attempt, asked), stopped)
     return stopped is None or not stopped.is_set()

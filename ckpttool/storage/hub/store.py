@@ -12,10 +12,12 @@ from __future__ import annotations
 import errno
 import os
 import re
+import shlex
+import tempfile
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
 from http import HTTPStatus
 from itertools import count as count_from
@@ -26,16 +28,16 @@ from huggingface_hub import HfApi, constants, get_session, hf_hub_url, try_to_lo
 from huggingface_hub.utils._headers import build_hf_headers
 from huggingface_hub.utils._http import hf_raise_for_status
 
-from ckpttool.errors import ReadError, RemoteError
+from ckpttool.errors import CkptError, CorruptError, ReadError, RemoteError, StorageError
 from ckpttool.storage import workspace
-from ckpttool.storage.errors import os_errors
 from ckpttool.storage.files import Pool
-from ckpttool.storage.hub import client, headers, listing, xet
+from ckpttool.storage.hub import answers, client, headers, listing, xet
 from ckpttool.storage.hub.address import Address, parse
 from ckpttool.storage.hub.errors import translate_errors
 from ckpttool.storage.hub.listing import RepoFile
 from ckpttool.storage.hub.retries import repeat
 from ckpttool.storage.stores import Entry, Location, Stat, Store
+from ckpttool.text import size
 
 BLOCK = 64 << 10  # the first block contains most headers
 _MAX_REQUEST = 8 << 20
@@ -79,6 +81,7 @@ class HubStore(Store):
         self._received: dict[str, int] = {}  # name -> bytes
         self._blocks: dict[str, set[int]] = {}  # name -> blocks in the sparse file
         self._kept: dict[str, int] = {}  # name -> bytes of the header of an earlier look
+        self._tags: dict[str, dict[str, str]] = {}  # name -> host -> ETag there
         self._locks = {name: threading.Lock() for name in repo_files}
         self._families: dict[tuple[str, str], str] = {}  # of shards -> the first one read, "" after their heads
         self._files_lock = threading.Lock()
@@ -107,7 +110,15 @@ class HubStore(Store):
         file = self._file(name)
         nbytes = max(0, min(len(buffer), file.size - offset))
         if nbytes:
-            self._pool.read_into(self._local_path(file, offset, nbytes), offset, buffer[:nbytes])
+            path = self._local_path(file, offset, nbytes)
+            try:
+                self._pool.read_into(path, offset, buffer[:nbytes])
+            except CkptError as error:
+                raise ReadError(
+                    f"`{self.root}/{name}`: cannot be read again where it is on this machine: {error}",
+                    hint="run the command again",
+                    file=f"{self.root}/{name}",
+                ) from error
         return nbytes
 
     def _local_path(self, file: RepoFile, offset: int, nbytes: int) -> str:
@@ -163,7 +174,22 @@ class HubStore(Store):
 
     def _cached(self, file: RepoFile) -> str | None:
         path = try_to_load_from_cache(self._repo, file.name, cache_dir=constants.HF_HUB_CACHE, revision=self._commit)
-        return path if isinstance(path, str) and os.path.getsize(path) == file.size else None
+        return path if isinstance(path, str) and os.path.getsize(self._inside(path)) == file.size else None
+
+    def _inside(self, path: str) -> str:
+        """Return the path of a file in the cache, which may be a link there. Raises CorruptError if the file is
+        elsewhere: it would be read, and removed if it is not the one on the Hub."""
+        folder, real = _cache_folder(self._repo), os.path.realpath(path)
+        # What is a folder in the cache may be a link itself, to another disk.
+        places = (folder / "snapshots" / self._commit, folder / "blobs", Path(constants.HF_HUB_CACHE, "blobs"))
+        if not any(real.startswith(os.path.realpath(place) + os.sep) for place in places):
+            raise CorruptError(
+                f"`{path}`: a link that leaves the cache of the Hub, to `{real}`",
+                hint=f"remove the link with `rm {shlex.quote(path)}` and run the command again",
+                file=path,
+                found=real,
+            )
+        return real
 
     def _fetch_whole(self, file: RepoFile) -> None:
         """Fetch a file into the cache and verify it. A corrupt file in the cache is fetched again."""
@@ -179,7 +205,7 @@ class HubStore(Store):
                 file=address,
             )
         else:
-            with translate_errors(address), xet.watched():
+            with translate_errors(address), xet.watched(), answers.checked(file, self._commit):
                 download = partial(
                     self._api.hf_hub_download,
                     self._repo,
@@ -191,9 +217,10 @@ class HubStore(Store):
                 )
                 path = repeat(download)
             # The library accepts any response body of the right length, and any file in its cache.
+            blob = self._inside(path)
             mismatch = listing.difference_to(file, path)
             if mismatch is not None:
-                for copy in {os.path.realpath(path), path}:
+                for copy in {blob, path}:
                     Path(copy).unlink(missing_ok=True)
                 raise RemoteError(
                     f"`{address}`: the downloaded file is not the one on the Hub: {mismatch}",
@@ -226,14 +253,14 @@ class HubStore(Store):
                 self._scratch = self._cleanup.enter_context(workspace.scratch_directory("ckpttool-hub-"))
         path = os.path.join(self._scratch, *file.name.split("/"))
         if file.name not in self._blocks:
-            with os_errors(path, "write"):
+            with self._keeping(file):
                 os.makedirs(os.path.dirname(path), exist_ok=True)
                 with open(path, "wb") as stream:
                     stream.truncate(file.size)
             # Whole blocks, as they were received.
             head = headers.load(file)
             if len(head) == file.size or len(head) % BLOCK == 0:
-                with os_errors(path, "write"), open(path, "r+b") as stream:
+                with self._keeping(file), open(path, "r+b") as stream:
                     stream.write(head)
                 self._kept[file.name] = len(head)
                 self._blocks[file.name] = set(range(-(-len(head) // BLOCK)))
@@ -245,16 +272,30 @@ class HubStore(Store):
                 count += 1
             start = missing[0] * BLOCK
             data = self._read_range(file, start, min(start + count * BLOCK, file.size))
-            with os_errors(path, "write"), open(path, "r+b") as stream:
+            with self._keeping(file), open(path, "r+b") as stream:
                 stream.seek(start)
                 stream.write(data)
             present.update(missing[:count])
             del missing[:count]
         return path
 
+    @contextmanager
+    def _keeping(self, file: RepoFile) -> Iterator[None]:
+        """Raise StorageError, which names the file on the Hub, if its sparse file cannot be written in the block."""
+        try:
+            yield
+        except OSError as error:
+            place = tempfile.gettempdir()
+            raise StorageError(
+                f"`{self.root}/{file.name}`: what is read of its {size(file.size)} cannot be kept in `{place}`: "
+                + (error.strerror or str(error)).lower(),
+                hint="set `TMPDIR` to a directory with more room",
+                file=f"{self.root}/{file.name}",
+            ) from None
+
     def _read_range(self, file: RepoFile, start: int, end: int) -> bytes:
         address = f"{self.root}/{file.name}"
-        with translate_errors(address):
+        with translate_errors(address), answers.checked(file, self._commit, self._tags.setdefault(file.name, {})):
             data: bytes = repeat(partial(self._request_range, file.name, start, end))
         if len(data) != end - start:
             raise RemoteError(
@@ -269,7 +310,11 @@ class HubStore(Store):
     def _request_range(self, name: str, start: int, end: int) -> bytes:
         """Return a range of a file. Raises the exceptions of the client."""
         url = hf_hub_url(self._repo, name, revision=self._commit, endpoint=self._api.endpoint)
-        headers = {**build_hf_headers(library_name="ckpttool"), "range": f"bytes={start}-{end - 1}"}
+        headers = {
+            **build_hf_headers(library_name="ckpttool"),
+            "range": f"bytes={start}-{end - 1}",
+            "accept-encoding": "identity",  # a range of a compressed body is another one
+        }
         with get_session().stream("GET", url, headers=headers, follow_redirects=True) as response:
             if response.is_error:
                 response.read()  # the message
@@ -333,6 +378,12 @@ def _from_cache(address: Address, api: HfApi) -> HubStore:
     folder = _cache_folder(address.repo)
     ref = folder / "refs" / address.branch
     revision = ref.read_text().strip() if ref.is_file() else address.branch
+    if ref.is_file() and not answers.COMMIT.fullmatch(revision):
+        raise CorruptError(
+            f"`{ref}`: `{revision[:80]}` is not the hash of a commit",
+            hint=f"remove it with `rm {shlex.quote(str(ref))}`",
+            file=str(ref),
+        )
     commit, repo_files = headers.load_listing(api.endpoint, address.repo, revision)
     snapshot = folder / "snapshots" / commit
     if not snapshot.is_dir() and not repo_files:

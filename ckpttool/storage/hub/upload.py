@@ -35,7 +35,7 @@ from ckpttool.errors import OverwriteError, RemoteError, UsageError, without_cre
 from ckpttool.storage import free_space, workspace
 from ckpttool.storage.errors import os_errors
 from ckpttool.storage.gathered import GatheredFile
-from ckpttool.storage.hub import client, errors, listing, retries, xet
+from ckpttool.storage.hub import answers, client, errors, listing, retries, xet
 from ckpttool.storage.hub.address import Address, parse
 from ckpttool.storage.hub.listing import RepoFile
 from ckpttool.storage.hub.retries import repeat
@@ -515,7 +515,7 @@ class _Upload:
             create_pr=self._create_pr,
         )
         return (
-            str(info.oid),
+            answers.check_commit(info.oid),
             without_credentials(str(info.commit_url)),
             info.pr_url and without_credentials(info.pr_url),
         )
@@ -523,7 +523,8 @@ class _Upload:
     def _find_commit(self) -> _Commit | None:
         """Return the commit on the parent that has the message and the files of this upload, or None."""
         try:
-            return repeat(self._find_pull_request if self._create_pr else self._find_on_branch)
+            with answers.checked():
+                return repeat(self._find_pull_request if self._create_pr else self._find_on_branch)
         except RevisionNotFoundError:
             return None
         except errors.CAUGHT as error:
@@ -534,7 +535,10 @@ class _Upload:
             ) from error
 
     def _find_on_branch(self) -> _Commit | None:
-        for commit in self._api.list_repo_commits(self.address.repo, revision=self.address.branch)[:_RECENT]:
+        with answers.listing():
+            commits = self._api.list_repo_commits(self.address.repo, revision=self.address.branch)[:_RECENT]
+        for commit in commits:
+            answers.check_commit(commit.commit_id)
             if commit.commit_id == self._parent:
                 return None
             if commit.title == self._title and not self._differences(commit.commit_id):

@@ -11,13 +11,14 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from contextvars import ContextVar
-from functools import cache, partial
+from functools import cache
 from typing import Any, NamedTuple
 
 from huggingface_hub.utils import _xet
+from huggingface_hub.utils._http import hf_raise_for_status, http_backoff
 
 from ckpttool.storage.gathered import GatheredFile
-from ckpttool.storage.hub import client
+from ckpttool.storage.hub import limits
 
 TELL_AFTER = 10.0  # seconds without a byte
 _POLL = 0.25  # seconds between two looks at a transfer
@@ -35,7 +36,7 @@ def watched(stopped: threading.Event | None = None) -> Iterator[None]:
     """Watch the transfers that the client makes in the block, and abort them once `stopped`."""
     with _preparing:
         _prepare()
-    before = _limits.set((client.timeout(), stopped or threading.Event()))
+    before = _limits.set((limits.timeout(), stopped or threading.Event()))
     try:
         yield
     finally:
@@ -72,10 +73,29 @@ class _Session:
         self._session = session
 
     def new_upload_commit(self, **arguments: Any) -> _Transfer:
-        return _Transfer(partial(self._session.new_upload_commit, **arguments))
+        return _Transfer(lambda: self._session.new_upload_commit(**_connected(arguments)))
 
     def new_file_download_group(self, **arguments: Any) -> _Transfer:
-        return _Transfer(partial(self._session.new_file_download_group, **arguments))
+        return _Transfer(lambda: self._session.new_file_download_group(**_connected(arguments)))
+
+
+def _connected(arguments: dict[str, Any]) -> dict[str, Any]:
+    """Return the arguments of a transfer with the address of the storage and the token for it, so that the first answer
+    about them is one that is checked."""
+    if arguments.get("endpoint") is not None:
+        return arguments
+    address, sent = arguments["token_refresh_url"], arguments["token_refresh_headers"]
+    response = http_backoff("GET", address, headers=sent)
+    hf_raise_for_status(response)
+    found = _xet.parse_xet_connection_info_from_headers(response.headers)
+    if found is None:
+        raise ValueError("it gives no token for the storage of large files")
+    return {
+        **arguments,
+        "endpoint": found.endpoint,
+        "token": found.access_token,
+        "token_expiry_unix_secs": found.expiration_unix_epoch,
+    }
 
 
 class _Streaming:

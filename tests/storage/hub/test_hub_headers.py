@@ -212,6 +212,7 @@ def test_an_index_that_was_damaged_on_the_way_is_not_kept(hub: Hub, shards: list
     def lie(handler: Handler) -> bool:
         handler.send_response(206)
         handler.send_header("Content-Length", str(len(changed)))
+        handler.send_header("Content-Range", f"bytes 0-{len(changed) - 1}/{len(changed)}")
         handler.end_headers()
         handler.wfile.write(changed)
         return True

@@ -56,7 +56,8 @@ def check(error: RemoteError) -> None:
     # The address of the Hub may be there.
     message = re.sub(r"`http://127\.0\.0\.1:\d+`", "", error.message)
     assert message.startswith("`hf://") and "://" not in message[6:]
-    assert "are not" not in error.hint or ("sent" in error.hint) == ("written" in error.message)
+    if "within" not in error.message:
+        assert "are not" not in error.hint or ("sent" in error.hint) == ("written" in error.message)
 
 
 @pytest.mark.parametrize("fault", FAULTS)
@@ -190,8 +191,8 @@ def test_at_every_request(store: Hub, tmp_path: Path, monkeypatch: pytest.Monkey
         store.fail(method, rf"^{path}(\?|$)", **how)
         error = run()
         assert store.failed, path
-        if met == "another byte" and "/xet-read-token/" in path:
-            continue  # of this answer, later clients read the headers, and the oldest hands its body on
+        if met == "another byte" and re.search("/xet-(read|write)-token/", path):
+            continue  # of this answer, the headers are read
         assert (error is None) == (succeeds != bool(re.search(except_at, path))), (path, error)
         assert error is None or met != "another byte" or not path.startswith("/xorb/") or "not the one" in error.message
 
