@@ -65,7 +65,7 @@ def stage(
     except OSError as error:
         _unmake(created)
         raise from_os_error(error, dst, "write") from None
-    kept = False
+    kept = gone = False
     try:
         yield current
         rest = after.make(current.path) if after is not None else None
@@ -90,14 +90,15 @@ def stage(
             rest()
     except CkptError as error:
         kept = resume and current.keep and isinstance(error, (StorageError, RemoteError))
-        raise _renamed(error, current, dst, kept) from None
+        gone = not kept and _remove(current, notes)
+        raise _renamed(error, current, dst, kept, is_left=not (kept or gone)) from None
     except KeyboardInterrupt as stop:
         kept = resume and current.keep
         # For the last message of the command.
         stop.kept = kept  # type: ignore[attr-defined]
         raise
     finally:
-        if not kept:
+        if not (kept or gone):
             _remove(current, notes)
         current.unlock()
         if not kept:
@@ -157,7 +158,7 @@ def check_writable(dst: str) -> None:
         raise StorageError(f"`{dst}`: cannot write: no permission to write in `{folder}`", file=dst)
 
 
-def _renamed(error: CkptError, stage: Stage, dst: str, kept: bool) -> CkptError:
+def _renamed(error: CkptError, stage: Stage, dst: str, kept: bool, *, is_left: bool) -> CkptError:
     """Return the error with the destination in place of the staging path, which is removed."""
 
     def renamed(text: str) -> str:
@@ -165,6 +166,8 @@ def _renamed(error: CkptError, stage: Stage, dst: str, kept: bool) -> CkptError:
 
     facts = {k: renamed(v) if isinstance(v, str) else v for k, v in error.facts.items()}
     hints = [error.hint, "run the same command again to continue from what has been copied" if kept else None]
+    if is_left:
+        hints.append(f"what was written is left: `ckpttool clean {os.path.dirname(dst) or '.'} --yes` removes it")
     return type(error)(renamed(error.message), hint="; ".join(filter(None, hints)) or None, **facts)
 
 

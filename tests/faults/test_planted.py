@@ -5,8 +5,12 @@ Nothing that no run of this user made is followed, believed, moved or removed.
 
 from __future__ import annotations
 
+import errno
 import json
 import os
+import subprocess
+import sys
+import tempfile
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -15,6 +19,7 @@ from typing import Any
 import pytest
 import torch
 from support.faults import mark, run, save_dcp, save_torch
+from support.paths import ROOT
 from support.remnants import line, owner, plant, write_journal
 
 import ckpttool
@@ -290,3 +295,34 @@ def test_an_old_one_that_is_read_only(src: Path, tmp_path: Path) -> None:
     done = run("convert", src, out / "dst", "--to", "dcp", "--overwrite", "--json")
     assert done.code == 0 and os.listdir(out) == ["dst"], done.err
     assert json.loads(done.out)["verdict"] == "written"
+
+
+def test_runs_that_may_open_few_files(src: Path, tmp_path: Path) -> None:
+    """They cannot remove what they made, and say so; the next run finds it."""
+    program = (
+        "import resource, runpy, sys\nresource.setrlimit(resource.RLIMIT_NOFILE, (12, 12))\n"
+        "sys.argv[0] = 'ckpttool'\nrunpy.run_module('ckpttool', run_name='__main__')\n"
+    )
+    words = ["convert", str(src), str(tmp_path / "out"), "--to", "fsdp1", "--to-world", "40"]
+    for _ in range(3):
+        subprocess.run([sys.executable, "-c", program, *words], cwd=ROOT, capture_output=True, check=False)
+    assert run("convert", src, tmp_path / "out", "--to", "dcp", "--overwrite").code == 0
+    assert os.listdir(tmp_path) == ["out"]
+
+
+def test_a_dry_run_where_the_temporary_directory_is_full(
+    src: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    real = os.ftruncate
+
+    def ftruncate(descriptor: int, size: int) -> None:
+        if os.readlink(f"/proc/self/fd/{descriptor}").startswith(str(tmp_path.resolve())):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        real(descriptor, size)
+
+    wanted = ckpttool.convert(str(src), str(tmp_path / "out"), to="dcp", dry_run=True)
+    monkeypatch.setattr(os, "ftruncate", ftruncate)
+    planned = ckpttool.convert(str(src), str(tmp_path / "out"), to="dcp", dry_run=True)
+    assert planned.exit_code == 0 and planned.files == wanted.files and os.listdir(tmp_path) == []
+    assert (planned.payload_bytes, planned.notes) == (wanted.payload_bytes, wanted.notes)
