@@ -17,6 +17,10 @@ from ckpttool.training import devices
 T = TypeVar("T")
 
 
+class LostConnectionError(CkptError):
+    """A collective failed, as another rank has ended. Only ranks that are left raise it."""
+
+
 def is_distributed() -> bool:
     """Return whether there are other ranks."""
     return bool(dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1)
@@ -64,12 +68,12 @@ def to_first(value: Any) -> list[Any] | None:
 
 @contextmanager
 def connected() -> Iterator[None]:
-    """Context manager of collectives: what they raise when another rank has ended becomes a CkptError."""
+    """Context manager of collectives: what they raise when another rank has ended becomes a LostConnectionError."""
     try:
         yield
     except RuntimeError as error:
         said = str(error).strip().partition("\n")[0]
-        raise CkptError(
+        raise LostConnectionError(
             f"rank {rank()} lost its connection to another rank: {said}",
             hint="that rank was killed, or failed by itself: what it printed, and the log of the machine, say why",
         ) from error

@@ -137,8 +137,14 @@ def _group(rank: Rank) -> Iterator[None]:
                     dist.distributed_c10d._set_pg_timeout(timedelta(seconds=_TIMEOUT))
             yield
         leave = dist.destroy_process_group
-    except torch.OutOfMemoryError as error:
-        message = str(error).partition("\n")[0]
+    except collectives.LostConnectionError as error:
+        raise LostRank(str(error.__cause__)) from error
+    except (torch.OutOfMemoryError, CkptError) as error:
+        cause = error.__cause__ if isinstance(error, CkptError) else error
+        if not isinstance(cause, torch.OutOfMemoryError):
+            # A mistake of ours keeps its traceback, on the rank where it was made.
+            raise (cause if cause is not None and type(error) is CkptError else error) from None
+        message = str(cause).partition("\n")[0]
         raise StorageError(f"rank {rank.number}: {message}", hint="`--engine bytes` needs no GPU") from None
     except (RuntimeError, ConnectionError) as error:
         if isinstance(error, NotImplementedError) or not _is_of_the_group(error):
