@@ -36,10 +36,11 @@ from ckpttool.catalogue.entries import Catalogue, Part, Tensor
 from ckpttool.catalogue.protocols import Sink, SinkOptions
 from ckpttool.errors import CkptError, CorruptError, LossError, ReadError
 from ckpttool.formats import torchsave
-from ckpttool.formats.safetensors import FORMAT, sharding
+from ckpttool.formats.safetensors import FORMAT, model_files, sharding
 from ckpttool.formats.safetensors.sharding import split
 from ckpttool.layout import rechunk as chunking
 from ckpttool.layout import select as layout
+from ckpttool.storage.stores import locate
 
 State = dict[str, torch.Tensor]
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -999,3 +1000,16 @@ def test_bare_storage_of_an_object(tmp_path: Path) -> None:
     write(state, tmp_path / "out", tmp_path / "from")
     assert b'"$storage": ["odd", 0' in files_of(tmp_path / "out")["ckpttool.json"]
     assert_same(back_to_torch(tmp_path / "out", tmp_path / "back.pt"), state)
+
+
+class _Listed(list[str]):
+    """A list of names, which may not be searched for each name."""
+
+    def __contains__(self, name: object) -> bool:
+        raise AssertionError("a list is searched once for each name")
+
+
+def test_the_missing_one_of_very_many(tmp_path: Path) -> None:
+    names = _Listed(sharding.file_names("model", 99_999)[:-1])
+    with pytest.raises(CorruptError, match=r"model-99999-of-99999\.safetensors` is not there"):
+        model_files._open_listed(locate(str(tmp_path)), names)
