@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from ckpttool.catalogue.boxes import Ints, row_major
 from ckpttool.catalogue.dtypes import DTYPES
 from ckpttool.catalogue.entries import Catalogue, Chunk, Chunks, Extent, File, Part, Tensor
+from ckpttool.catalogue.protocols import Source
 from ckpttool.errors import UsageError
 from ckpttool.layout import key_maps
 from ckpttool.layout.index_operations import (
@@ -236,7 +237,7 @@ def test_what_is_no_operation(data: Any) -> None:
 # Maps -----------------------------------------------------------------------------------------------------------------
 
 
-class Sharded:
+class Sharded(Source):
     """A source of tensors in memory, each cut into a grid of shards at places of chance."""
 
     def __init__(self, arrays: Mapping[str, Array], seed: int) -> None:
@@ -259,9 +260,6 @@ class Sharded:
             self.catalogue.entries[path] = Tensor(
                 path, DTYPES["float32"], array.shape, Chunks.of(chunks), part=Part("model", ())
             )
-
-    def resolve(self, tensor: Tensor, chunk: Chunk) -> Extent:
-        return chunk.extent
 
     def close(self) -> None:
         """Nothing is open."""

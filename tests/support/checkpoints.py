@@ -17,7 +17,8 @@ import torch
 from ckpttool.catalogue import flatten as nesting
 from ckpttool.catalogue.boxes import Box, whole
 from ckpttool.catalogue.dtypes import DTYPES
-from ckpttool.catalogue.entries import Catalogue, Chunk, Chunks, Extent, File, Path, Record, Tensor
+from ckpttool.catalogue.entries import Catalogue, Chunks, Extent, File, Path, Record, Tensor
+from ckpttool.catalogue.protocols import Source
 
 GAP = b"\xa5\xa5\xa5"  # odd, so that nothing is aligned by luck
 
@@ -56,7 +57,7 @@ def grid(shape: Sequence[int], cuts: Sequence[int]) -> list[Box]:
     return [(tuple(o for o, _ in axis), tuple(s for _, s in axis)) for axis in itertools.product(*axes)]
 
 
-class Made:
+class Made(Source):
     """A source whose chunks lie in plain files, in turn; itself what a format's `open` returns."""
 
     def __init__(self, folder: FilePath, files: int = 1) -> None:
@@ -113,9 +114,6 @@ class Made:
         made = Tensor(key, DTYPES[str(tensor.dtype).removeprefix("torch.")], tuple(tensor.shape), chunks)
         self.catalogue.add(made)
         return made
-
-    def resolve(self, tensor: Tensor, chunk: Chunk) -> Extent:
-        return chunk.extent
 
     def close(self) -> None:
         pass

@@ -22,9 +22,10 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 import ckpttool
 from ckpttool import errors
-from ckpttool.catalogue.boxes import row_major
+from ckpttool.catalogue.boxes import row_major, span
 from ckpttool.catalogue.dtypes import DTYPES
 from ckpttool.catalogue.entries import Catalogue, Chunk, Chunks, Extent, File, Tensor
+from ckpttool.catalogue.protocols import Source
 from ckpttool.layout import views
 from ckpttool.layout.index_operations import Assembly, Rows
 from ckpttool.operations import key_maps as keymaps
@@ -306,14 +307,11 @@ def test_the_maps_that_come_along_name_each_tensor_once() -> None:
 # Views ----------------------------------------------------------------------------------------------------------------
 
 
-class Still:
+class Still(Source):
     """A source whose chunks say where they lie."""
 
     def __init__(self) -> None:
         self.catalogue = Catalogue("torch", [File("/x", "x", 1 << 20)])
-
-    def resolve(self, tensor: Tensor, chunk: Chunk) -> Extent:
-        return chunk.extent
 
     def close(self) -> None:
         """Nothing is open."""
@@ -327,8 +325,9 @@ def test_each_element_of_a_view_comes_from_where_the_slice_says(data: st.DataObj
     # Rows lie in a file with so many elements between them.
     stride = width + data.draw(st.integers(0, 2))
     chunks = [
-        Chunk((low, 0), (high - low, width), Extent(0, 4 * low * stride, 0, (stride, 1)))
+        Chunk((low, 0), sizes, Extent(0, 4 * low * stride, 4 * span(sizes, (stride, 1)), (stride, 1)))
         for low, high in pairwise(cuts)
+        if (sizes := (high - low, width))
     ]
     tensor = Tensor(("w",), DTYPES["float32"], (rows, width), Chunks.of(chunks))
     viewed = views.Viewed(Still())
