@@ -155,6 +155,11 @@ def safe(text: str) -> str:
     )
 
 
+def literal(text: str, limit: int = 72) -> str:
+    """Return the first characters of a text as Python spells them, in quotes: what cannot be printed is escaped."""
+    return repr(text if len(text) <= limit else text[: limit + 1])
+
+
 def cut(text: str, limit: int) -> str:
     """Return `text`, or its beginning and `...` when it is longer than `limit`."""
     return text if len(text) <= limit else text[: max(limit - 3, 0)] + "..."

@@ -15,12 +15,12 @@ from typing import Any
 from ckpttool.catalogue.budget import charge
 from ckpttool.catalogue.entries import Catalogue, Container, Object, Path, Tensor, dotted
 from ckpttool.catalogue.key_hashes import Alike
-from ckpttool.catalogue.values import CONTAINERS, Link, Stub, TorchSize, children, walk
+from ckpttool.catalogue.shown import shown
+from ckpttool.catalogue.values import CONTAINERS, MAX_LEVELS, Link, Stub, TorchSize, children, walk
 from ckpttool.errors import CorruptError, LossError
 
 MAX_KEY = 300  # elements of a key that is a tuple: nested dicts have it in each path below, and hash it again
-MAX_DEPTH = 256
-MAX_LEVELS = 2000  # of a value that holds no tensor: `pickle` itself gives up at half of that
+MAX_DEPTH = MAX_LEVELS
 MAX_ENTRIES = 20_000_000
 MAX_REPEATED = 200_000
 
@@ -133,7 +133,7 @@ def _is_key(key: Any) -> bool:
 
 
 def _as_key(key: Any) -> Hashable:
-    return key if _is_key(key) else str(key)
+    return key if _is_key(key) else shown(key)
 
 
 def _nodes(value: Any, containers: tuple[type, ...]) -> Iterator[Any]:

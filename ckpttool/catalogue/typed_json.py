@@ -21,51 +21,67 @@ from ckpttool.catalogue.values import Known, Link, Stub, StubType, TorchSize, at
 from ckpttool.errors import CorruptError, LossError
 
 MAX_DEPTH = 100
-MAX_VALUES = 10_000_000  # lists that hold one list twice, forty deep, would be 2**40 values once unshared
+MAX_VALUES = 10_000_000
+# What is shared is written again for each mention: lists that hold one list twice, forty deep, would be 2**40 values.
+MAX_REPEATED = 200_000  # and twice as many as there are values that are not repeated
+
+MAX_HEX = 3500  # digits of an integer: Python prints no longer ones, and a pickle may hold none
 
 _NAN = struct.pack(">d", float("nan"))
 
 
-def encode(value: Any, *, name: str = "value") -> Any:
-    """Return `value` as what `json.dumps` takes. `name` is what messages call it. Raises LossError for a value that
-    holds itself, is nested too deeply, or has no spelling here."""
-    return _Encoder(name).encode(value, 0)
+def encode(value: Any, *, name: str = "value", sharing: Sharing | None = None) -> Any:
+    """Return `value` as what `json.dumps` takes. `name` is what messages call it. With `sharing`, what it shares with
+    the values before counts as repeated. Raises LossError for a value that holds itself, is nested too deeply, shares
+    so much that it would become millions of values, or has no spelling here."""
+    return _Encoder(name, sharing or Sharing()).encode(value, 0)
 
 
-def key(value: Any, *, name: str = "value") -> str:
-    """Return the JSON of `value` as text: equal for two values exactly when they are the same, bit for bit and type for
-    type (1 is not 1.0, a tuple not a list). Raises LossError as `encode` does."""
-    return json.dumps(encode(value, name=name))
+class Sharing:
+    """What values share with one another, which JSON repeats: the containers that were written, and how much of them
+    was written again. One for all values of a file."""
 
-
-def same(one: Any, other: Any) -> bool:
-    """Return whether two values are the same, bit for bit and type for type: NaN equals itself, 1 is not 1.0. Values
-    without JSON are the same if their `repr` is."""
-    try:
-        return key(one) == key(other)
-    except LossError:
-        return repr(one) == repr(other)
+    def __init__(self) -> None:
+        self.seen: set[int] = set()
+        self.once = self.again = 0
 
 
 class _Encoder:
-    def __init__(self, name: str) -> None:
-        self._name = name
+    def __init__(self, name: str, sharing: Sharing) -> None:
+        self._name, self._sharing = name, sharing
         self._open: set[int] = set()  # the containers that we are inside of
+        self._repeating = 0  # how many of these were written before
         self._count = 0
 
     def encode(self, value: Any, depth: int) -> Any:
-        self._count += 1
-        if depth > MAX_DEPTH or self._count > MAX_VALUES:
-            what = f"is nested more than {MAX_DEPTH} deep" if depth > MAX_DEPTH else f"has over {MAX_VALUES} values"
-            raise LossError(f"`{self._name}` {what}: it cannot be written as JSON", name=self._name)
+        self._check(depth)
         if not isinstance(value, (dict, list, tuple, set, frozenset, Stub)):
             return self._leaf(value)
         if id(value) in self._open:
             raise self._loss(f"a {_kind(value)} in it holds itself")
         self._open.add(id(value))
+        is_repeated = id(value) in self._sharing.seen
+        self._sharing.seen.add(id(value))
+        self._repeating += is_repeated
         encoded = self._container(value, depth + 1)
+        self._repeating -= is_repeated
         self._open.remove(id(value))
         return encoded
+
+    def _check(self, depth: int) -> None:
+        sharing = self._sharing
+        self._count += 1
+        if self._repeating:
+            sharing.again += 1
+        else:
+            sharing.once += 1
+        if depth > MAX_DEPTH or self._count > MAX_VALUES:
+            what = f"is nested more than {MAX_DEPTH} deep" if depth > MAX_DEPTH else f"has over {MAX_VALUES} values"
+            raise LossError(f"`{self._name}` {what}: it cannot be written as JSON", name=self._name)
+        if sharing.again > MAX_REPEATED + 2 * sharing.once:
+            message = f"`{self._name}` shares lists or dicts which JSON repeats for each mention, to millions of values"
+            hint = "`--to torch` keeps what is shared; `--exclude` leaves the value out"
+            raise LossError(message, hint=hint, name=self._name)
 
     def _leaf(self, value: Any) -> Any:
         match value:
@@ -104,7 +120,7 @@ class _Encoder:
                 return self._all(value, depth)
             case set() | frozenset():
                 # Equal sets make equal files.
-                return {f"${type(value).__name__}": sorted(self._all(value, depth), key=repr)}
+                return {f"${type(value).__name__}": sorted(self._all(value, depth), key=json.dumps)}
             case OrderedDict():
                 encoded: dict[str, Any] = {"$OrderedDict": self._pairs(list(value.items()), depth)}
                 return encoded | {"attributes": self.encode(dict(vars(value)), depth)} if vars(value) else encoded
@@ -250,13 +266,19 @@ def _read_float(text: Any) -> float:
     return float(struct.unpack(">d", bytes.fromhex(text[4:]))[0] if text.startswith("nan:") else text)
 
 
+def _read_int(text: Any) -> int:
+    if not isinstance(text, str) or len(text) > MAX_HEX:
+        raise ValueError
+    return int(text, 16)
+
+
 def _bytes(text: Any) -> bytes:
     return b64decode(text, validate=True)
 
 
 _READERS: dict[str, Callable[[_Decoder, Any, dict[str, Any]], Any]] = {
     "$float": lambda d, made, _: _read_float(made),
-    "$int": lambda d, made, _: int(made, 16),
+    "$int": lambda d, made, _: _read_int(made),
     "$complex": lambda d, made, _: complex(*d.all(made)),
     "$str": lambda d, made, _: _bytes(made).decode("utf-8", "surrogatepass"),
     "$bytes": lambda d, made, _: _bytes(made),

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 from ckpttool.catalogue.budget import charge
 from ckpttool.errors import CorruptError
+from ckpttool.text import cut, literal
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -109,8 +110,7 @@ def check_spelling(module: str, name: str) -> None:
     # Opcode GLOBAL ends a name at a newline and takes what follows for opcodes: written out, such a name would run.
     for part in (module, name):
         if " " in part or not part.isprintable():
-            shown = ascii(part)
-            shown = shown if len(shown) <= 80 else shown[:77] + "..."
+            shown = cut(literal(part, 80), 80)
             raise CorruptError(f"{shown} is not what a module, class or function can be called", found=shown)
 
 
@@ -177,6 +177,72 @@ def children(value: Any) -> Iterator[tuple[Any, Any]]:
         yield from (("state", v) for v in value.state)
         yield from enumerate(value.values)
         yield from value.pairs
+
+
+MAX_LEVELS = 128
+"""How deep containers may be nested in one another, attributes and arguments of objects included."""
+_FEW_LEVELS = 12  # of what most files hold, which are looked at faster
+_LEAVES = frozenset({str, int, float, bool, type(None), bytes, StubType, Known})
+
+
+def check_levels(tree: Any) -> None:
+    """Raise CorruptError for a value that is nested more than `MAX_LEVELS` deep: whoever walks it by calling itself
+    would end at Python's limit, or at that of the stack. Called where values come in, so that nobody else has to ask.
+    One that holds itself is as deep as it is without."""
+    level = [tree] if isinstance(tree, CONTAINERS) else []
+    for _ in range(_FEW_LEVELS):
+        level = [*{id(v): v for node in level for v in _containers_in(node)}.values()]
+    if level:
+        _check_heights(tree)
+
+
+def check_json_levels(tree: Any) -> None:
+    """Raise CorruptError as `check_levels` does, for a value of JSON, in which nothing is shared."""
+    level = [tree]
+    for _ in range(MAX_LEVELS):
+        pairs = ((node.values() if type(node) is dict else node) for node in level if type(node) in (dict, list))
+        level = [v for values in pairs for v in values if type(v) in (dict, list)]
+        if not level:
+            return
+    raise _too_many_levels()
+
+
+def _too_many_levels() -> CorruptError:
+    return CorruptError(f"values are nested more than {MAX_LEVELS} deep", expected=MAX_LEVELS)
+
+
+def _check_heights(tree: Any) -> None:
+    heights = {id(tree): 0}  # of what is done; 0 of what is open
+    stack = [(tree, iter(_containers_in(tree)))]
+    deepest = [0]
+    while stack:
+        for child in stack[-1][1]:
+            height = heights.get(id(child))
+            if len(stack) + (height or 0) >= MAX_LEVELS:
+                raise _too_many_levels()
+            if height is None:
+                heights[id(child)] = 0
+                stack.append((child, iter(_containers_in(child))))
+                deepest.append(0)
+                break
+            deepest[-1] = max(deepest[-1], height)
+        else:
+            heights[id(stack.pop()[0])] = height = deepest.pop() + 1
+            if deepest:
+                deepest[-1] = max(deepest[-1], height)
+
+
+def _containers_in(value: Any) -> list[Any]:
+    if isinstance(value, dict):
+        found = [v for v in value.values() if type(v) not in _LEAVES]
+        found += [k for k in value if type(k) not in _LEAVES]
+        found += getattr(value, "__dict__", {}).values()
+    elif isinstance(value, Stub):
+        found = [value.target, value.args, value.kwargs, *value.state, *value.values]
+        found += [part for pair in value.pairs for part in pair]
+    else:
+        found = [v for v in value if type(v) not in _LEAVES]
+    return [v for v in found if isinstance(v, CONTAINERS)]
 
 
 _OFTEN = 1023

@@ -236,14 +236,14 @@ def _shared_module(names: Sequence[str]) -> str:
 
 
 def _print_objects(terminal: Terminal, result: Diff) -> None:
+    from ckpttool.catalogue.shown import shown
     from ckpttool.operations.diff import ABSENT
-    from ckpttool.operations.inspect.format_value import describe
 
-    def shown(value: Any) -> TextLike:
-        return dim("-") if value is ABSENT else describe(value, limit=_WHOLE if terminal.verbose else _VALUE)
+    def cell(value: Any) -> TextLike:
+        return dim("-") if value is ABSENT else shown(value, limit=_WHOLE if terminal.verbose else _VALUE)
 
     objects = sorted(result.objects, key=lambda entry: natural(entry.name))
-    rows: Rows = [[entry.name + entry.at, shown(entry.a), shown(entry.b)] for entry in objects]
+    rows: Rows = [[entry.name + entry.at, cell(entry.a), cell(entry.b)] for entry in objects]
     _print_list(terminal, "objects", rows, ("value", "A", "B"), wrap=(0,), clip=(1, 2))
 
 

@@ -173,10 +173,13 @@ class Report:
     ) -> int:
         try:
             if self._json:
-                error = failure(kind, message, hint, exit_code, facts)
+                from ckpttool.operations.inspect.format_value import jsonable
+
+                plain = {key: fact.fact() if hasattr(fact, "fact") else fact for key, fact in facts.items()}
+                error = failure(kind, message, hint, exit_code, jsonable(plain))
                 terminal = out()
                 document = {"schema": schema("error"), "exit_code": exit_code, "error": error}
-                terminal.write(json.dumps(document, default=str) + "\n")
+                terminal.write(json.dumps(document) + "\n")
             else:
                 terminal = err()
                 terminal.paragraph(message, mark=Styled(title, "red"), indent=len(title))

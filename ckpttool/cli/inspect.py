@@ -190,8 +190,8 @@ def _run(terminal: Terminal, catalogue: Catalogue, path: str) -> None:
 
 
 def _header(terminal: Terminal, catalogue: Catalogue, path: str, summary: Summary) -> None:
+    from ckpttool.catalogue.shown import shown
     from ckpttool.operations.inspect import sharding
-    from ckpttool.operations.inspect.format_value import describe
 
     terminal.line(bold(path))
     if text := str(summary.headline):
@@ -220,7 +220,7 @@ def _header(terminal: Terminal, catalogue: Catalogue, path: str, summary: Summar
     if facts.get("metadata") == {"format": "pt"}:
         del facts["metadata"]  # which says as little as that the file is one of torch
     others = ((str(key).replace("_", " "), value) for key, value in facts.items() if value not in (None, "", ()))
-    rows += [(title, value if isinstance(value, str) else describe(value)) for title, value in others]
+    rows += [(title, value if isinstance(value, str) else shown(value)) for title, value in others]
     terminal.facts(rows)
 
 

@@ -21,6 +21,7 @@ from typing import Any
 
 from ckpttool.catalogue.boxes import Ints
 from ckpttool.catalogue.entries import Catalogue, Path, Tensor
+from ckpttool.catalogue.shown import shown
 from ckpttool.errors import UsageError
 from ckpttool.layout.index_operations import (
     Assembly,
@@ -37,7 +38,7 @@ from ckpttool.layout.index_operations import (
 )
 from ckpttool.layout.move import derived, rebuilt
 from ckpttool.layout.views import Viewed
-from ckpttool.text import some
+from ckpttool.text import literal, some
 
 FORMAT = 2
 _ANYTHING, _DIGITS = ".*", r"\d+"
@@ -177,7 +178,7 @@ def parse(data: Any, where: str) -> KeyMap:
     version = data.get("format", 1)
     if version not in (1, FORMAT):
         raise UsageError(
-            f"`{where}`: format {version!r:.20} of key maps is unknown", hint=f"this version reads 1 and {FORMAT}"
+            f"`{where}`: format {shown(version)} of key maps is unknown", hint=f"this version reads 1 and {FORMAT}"
         )
     generated = data.get("generated", {})
     needs, never = (
@@ -206,7 +207,7 @@ def _rule(data: Any, where: str, version: int) -> Rule:
     rule = _parsed(data, where, version) if isinstance(data, dict) else None
     if rule is None:
         raise UsageError(
-            f"`{where}`: {data!r:.100} is not a rule of a key map",
+            f"`{where}`: {shown(data, limit=100)} is not a rule of a key map",
             hint=f"{_EXAMPLE}; `to` may be a list, or null to drop it; `operations` are a list",
         )
     return rule
@@ -270,7 +271,7 @@ def _name(text: str, where: str, *, wild: bool = False) -> Name:
     pattern, end = "", 0
     for match in _FIELD.finditer(text):
         if match[1] in seen or not match[1].isidentifier():
-            message = f"`{where}`: a number in {text!r:.100} has no name of its own"
+            message = f"`{where}`: a number in {literal(text)} has no name of its own"
             raise UsageError(message, hint="write `{n}` for the first number of a name, `{m}` for the second")
         seen.add(match[1])
         pattern += _escaped(text[end : match.start()], wild) + f"(?P<{match[1]}>{_ANYTHING if match[2] else _DIGITS})"

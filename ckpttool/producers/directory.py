@@ -9,6 +9,7 @@ from contextlib import suppress
 from typing import Any, TypeVar
 
 from ckpttool.catalogue.budget import working
+from ckpttool.catalogue.values import check_json_levels
 from ckpttool.errors import CkptError, CorruptError, in_one_line
 from ckpttool.serialization import strict_json
 from ckpttool.storage.stores import Location, locate
@@ -106,7 +107,11 @@ class Directory:
             try:
                 # A loss that is not a number is `NaN` in the Trainer's file.
                 with working(len(text)):
-                    self._json[name] = json.loads(text)
+                    value = json.loads(text)
+                    check_json_levels(value)
+                    self._json[name] = value
+            except CorruptError as error:
+                raise error.prefixed(f"`{self.at(name)}`", file=self.at(name)) from None
             except (ValueError, RecursionError):
                 self._json[name] = strict_json.parse(text, f"`{self.at(name)}`")
         return self._json[name]

@@ -16,6 +16,7 @@ from ckpttool.catalogue import parts
 from ckpttool.catalogue.budget import working
 from ckpttool.catalogue.entries import Catalogue, Object, Path, dotted
 from ckpttool.catalogue.protocols import NO_HINTS, Format, OpenOptions, Source
+from ckpttool.catalogue.shown import shown
 from ckpttool.catalogue.warning import Warning
 from ckpttool.errors import CkptError, CorruptError, ReadError, UsageError
 from ckpttool.formats.detect import detect, found_inside
@@ -251,7 +252,7 @@ def _shapes_in(path: str) -> dict[str, tuple[int, ...]]:
                 shapes[name] = tuple(sizes)
             case _:
                 raise CorruptError(
-                    f"`{path}`: {pair!r:.80} is not a name and a shape, or the second of that name",
+                    f"`{path}`: {shown(pair)} is not a name and a shape, or the second of that name",
                     hint='write `[["embed.weight", [29, 7]], ...]` in the order of the model',
                     file=path,
                 )

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from ckpttool import formats
-from ckpttool.catalogue import parts, typed_json
+from ckpttool.catalogue import identity, parts
 from ckpttool.catalogue.entries import Catalogue, File, Part, Tensor, dotted
 from ckpttool.catalogue.protocols import OpenOptions, Source
 from ckpttool.catalogue.warning import Warning
@@ -172,8 +172,8 @@ class _Opening:
                     crcs = [r.crc if r is not None and r.crc else id(entry) for r in records]
                     values.append((entry.name, entry.dtype.name, entry.shape, crcs))
                 else:
-                    values.append((entry.name, typed_json.key(entry.value, name=entry.name)))
-            return repr(values)
+                    values.append((entry.name, identity.key(entry.value)))
+            return identity.key(values)
 
 
 def shapes_of_moments(catalogue: Catalogue) -> OpenOptions:

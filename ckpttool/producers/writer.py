@@ -20,10 +20,11 @@ from functools import partial
 from itertools import chain
 from typing import Any
 
-from ckpttool.catalogue import flatten
+from ckpttool.catalogue import flatten, typed_json
 from ckpttool.catalogue.entries import Catalogue, Chunks, Entry, File, Object, Path, Tensor, above
 from ckpttool.catalogue.protocols import Crcs, CreatedSink, Format, Loss, Sink, SinkOptions
 from ckpttool.catalogue.warning import Warning
+from ckpttool.errors import LossError
 from ckpttool.layout import rechunk, select
 from ckpttool.layout.move import move, rebuilt
 from ckpttool.producers.components import Constant
@@ -222,7 +223,10 @@ def _create_component(
 
 def _is_json(entry: Entry) -> bool:
     try:
+        if not isinstance(entry, Object):
+            return False
+        typed_json.encode(entry.value)  # else it might share more than JSON can repeat
         # JSON changes tuples, and keys that are numbers.
-        return isinstance(entry, Object) and bool(json.loads(json.dumps(entry.value)) == entry.value)
-    except (TypeError, ValueError, RecursionError):
+        return bool(json.loads(json.dumps(entry.value)) == entry.value)
+    except (TypeError, ValueError, RecursionError, LossError):
         return False

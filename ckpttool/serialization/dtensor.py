@@ -19,10 +19,9 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from dataclasses import replace as changed
 from functools import lru_cache
-from itertools import accumulate, chain, product
+from itertools import accumulate, product
 from math import prod
 from operator import mul
-from reprlib import repr as shown
 from typing import Any, NamedTuple
 
 from ckpttool.catalogue.boxes import Ints, row_major
@@ -30,6 +29,7 @@ from ckpttool.catalogue.budget import FEW, charge
 from ckpttool.catalogue.dtypes import DTYPES, Dtype
 from ckpttool.catalogue.entries import Path, dotted
 from ckpttool.catalogue.flatten import replaced
+from ckpttool.catalogue.shown import shown, spelt
 from ckpttool.catalogue.values import Stub, stub_name, walk
 from ckpttool.errors import CkptError, CorruptError, ReadError
 from ckpttool.serialization.torch_pickle import TensorRef
@@ -45,6 +45,7 @@ FLAT_PARAM = "_flat_param"
 _CLASSES = ("DTensor", "ShardedTensor")
 _BOX = 128  # units of work: what is made of a box until it is shown
 _MAX_RANKS, _MAX_PARTS = 1 << 20, 1 << 12  # of a job, of a dimension: what is made of them must not take for ever
+_MAX_MESH_DIMS = 64
 _SIZE_LIMIT = 1 << 63  # torch's sizes are int64
 
 
@@ -143,13 +144,13 @@ def _ints(value: Any, what: str) -> Ints:
         charge(len(value))
     if isinstance(value, (tuple, list)) and all(type(v) is int and v >= 0 for v in value):
         return tuple(value)
-    raise CorruptError(f"its {what} is {shown(value):.80}, not a tuple of integers", found=shown(value)[:80])
+    raise CorruptError(f"its {what} is {shown(value)}, not a tuple of integers", found=shown(value))
 
 
 def _shape(value: Any) -> Ints:
     shape = _ints(value, "size")
     if any(n >= _SIZE_LIMIT for n in shape):
-        raise CorruptError("a tensor with a size of 2**63 or more", found=shown(shape)[:80])
+        raise CorruptError("a tensor with a size of 2**63 or more", found=shown(shape))
     return shape
 
 
@@ -208,7 +209,7 @@ def _sharded_tensor(call: _Call) -> Shard:
     process_group = _state(group)
     rank, world = process_group.get("global_rank"), process_group.get("global_world_size")
     if type(rank) is not int or type(world) is not int or not 0 <= rank < world or world > _MAX_RANKS:
-        raise CorruptError(f"its process group says rank {rank!r} of {world!r}")
+        raise CorruptError(f"its process group says rank {shown(rank)} of {shown(world)}")
     return Shard("ShardedTensor", dtype, shape, tuple(boxes), rank, world, ranks=_all_ranks(world))
 
 
@@ -296,7 +297,10 @@ def _mesh(state: dict[str, Any]) -> _Mesh:
         coordinate = _ints(coordinate, "coordinate")
         if len(coordinate) != len(shape) or any(c >= n for c, n in zip(coordinate, shape, strict=True)):
             raise CorruptError(f"coordinate {list(coordinate)} on a mesh {list(shape)}")
-    names = tuple(map(str, state.get("_mesh_dim_names") or state.get("mesh_dim_names") or ()))
+    names = tuple(spelt(name) for name in state.get("_mesh_dim_names") or state.get("mesh_dim_names") or ())
+    if names and len(names) != len(shape):
+        message = f"its mesh {list(shape)} has {len(names)} names of dimensions"
+        raise CorruptError(message, found=len(names), expected=len(shape))
     charge(len(ranks))
     within, rank = ranks, state.get("_rank")
     known = (*ranks, rank) if type(rank) is int else ranks
@@ -304,7 +308,7 @@ def _mesh(state: dict[str, Any]) -> _Mesh:
         found = min(known) if min(known) < 0 else max(known)
         raise CorruptError(f"its mesh has rank {found}, not one of at most {_MAX_RANKS} ranks", found=found)
     if len(set(ranks)) != len(ranks):
-        raise CorruptError(f"its mesh {shown(ranks):.80} has a rank twice", found=shown(ranks)[:80])
+        raise CorruptError(f"its mesh {shown(ranks)} has a rank twice", found=shown(ranks))
     if coordinate is not None and len(ranks) == prod(shape) and not strides:
         rank = ranks[sum(c * s for c, s in zip(coordinate, row_major(shape), strict=True))]
     elif coordinate is not None and strides and rank in ranks and prod(shape) <= len(ranks):
@@ -330,19 +334,30 @@ def _layout(stub: Any) -> tuple[Ints, Ints]:
         pairs = [(shape, stride)] if isinstance(shape, int) else [*zip(shape, stride, strict=True)]
     else:
         pairs = [(_state(axis).get("shape"), _state(axis).get("stride")) for axis in axes]
-    sizes = [tuple(_flat(size)) for size, _ in pairs]
-    strides = [tuple(_flat(stride)) for _, stride in pairs]
+    if len(pairs) > _MAX_MESH_DIMS:
+        raise CorruptError(f"its mesh has {len(pairs)} dimensions", found=len(pairs))
+    sizes = [_flat(size) for size, _ in pairs]
+    strides = [_flat(stride) for _, stride in pairs]
     # An axis that was made of several is stepped through by several strides; one is right only where it is one.
     plain = all(len(s) == 1 for s in strides)
     return tuple(map(prod, sizes)), tuple(s[0] for s in strides) if plain else ()
 
 
-def _flat(value: Any) -> Iterator[int]:
-    charge(4)
-    if isinstance(value, (tuple, list)):
-        yield from chain.from_iterable(map(_flat, value))
-    else:
-        yield _ints(value, "mesh's layout")[0]
+def _flat(value: Any) -> list[int]:
+    """Return the numbers in nested tuples, which torch may nest as it likes."""
+    numbers: list[int] = []
+    todo = [value]
+    while todo:
+        charge(4)
+        part = todo.pop()
+        if isinstance(part, (tuple, list)):
+            todo += reversed(part)
+        else:
+            numbers += _ints(part, "mesh's layout")
+        if len(numbers) > _MAX_MESH_DIMS or (numbers and numbers[-1] > _MAX_RANKS):
+            message = f"its mesh's layout has {shown(value)}, which is of no job"
+            raise CorruptError(message, found=shown(value))
+    return numbers
 
 
 def _placement(stub: Any) -> Placement:
@@ -358,7 +373,7 @@ def _placement(stub: Any) -> Placement:
             message = "a partial DTensor: each rank has a summand of it, not a piece"
             hint = "sum it up before it is saved: `tensor.redistribute(placements=[Replicate()])`"
             raise ReadError(message, hint=hint, found=name)
-    raise ReadError(f"unknown placement `{stub_name(stub) or shown(stub):.80}`", found=name)
+    raise ReadError(f"unknown placement `{stub_name(stub) or shown(stub)}`", found=name)
 
 
 def _shard_order(value: Any) -> dict[int, Ints]:

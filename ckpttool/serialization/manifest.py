@@ -22,6 +22,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from ckpttool.catalogue.boxes import Ints
+from ckpttool.catalogue.shown import shown
 from ckpttool.errors import CorruptError, ReadError
 from ckpttool.serialization import strict_json
 from ckpttool.storage.stores import Location
@@ -119,4 +120,4 @@ def _hashed(row: Any, path: str) -> Hashed:
         case {"name": str() as name, "dtype": str() as dtype, "shape": [*shape], "sha256": digest}:
             if _is_hash(digest) and all(type(n) is int for n in shape):
                 return Hashed(name, dtype, tuple(shape), digest.lower())
-    raise CorruptError(f"`{path}`: {row!r:.80} is not a tensor of a manifest", file=path)
+    raise CorruptError(f"`{path}`: {shown(row)} is not a tensor of a manifest", file=path)

@@ -19,6 +19,8 @@ from ckpttool.errors import CorruptError
 from ckpttool.serialization import pickle_limits
 
 MAX_PICKLE = 1 << 31  # bytes
+MAX_INTEGER = 1700  # bytes: 4,094 digits
+_LONG = 0x8B
 _LARGE = _GUARDED = 1 << 20  # bytes
 _TEXTLESS = 15
 _PIECE = 1 << 13  # bytes of opcodes that are looked through at once
@@ -360,6 +362,9 @@ def _after(data: bytes, at: int, code: int, limit: int, memo: int) -> int:
         return at + 1 + n
     length_format = _LENGTHS[n]
     length = struct.unpack_from(length_format, data, at + 1)[0]
+    if code == _LONG and length > MAX_INTEGER:
+        message = f"an integer of {length} bytes at byte {at}: Python itself prints none of more than {MAX_INTEGER}"
+        raise CorruptError(message, found=length, expected=MAX_INTEGER)
     if not 0 <= length <= limit:
         raise CorruptError(f"a value of {length} bytes at byte {at}, in a pickle of at most {limit}")
     return at + 1 + struct.calcsize(length_format) + int(length)

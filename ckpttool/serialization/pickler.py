@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from itertools import chain
 from typing import Any
 
+from ckpttool.catalogue import identity
 from ckpttool.catalogue.values import Known, Stub, StubType, TorchSize, check_spelling, stub_type
 from ckpttool.errors import LossError
 
@@ -171,7 +172,7 @@ class Writer:
                 self.remember(value)
             case set() | frozenset():
                 # Sorted where that can be done, so that equal sets make equal files.
-                self.call("builtins", type(value).__name__, (sorted(value, key=repr),))
+                self.call("builtins", type(value).__name__, (sorted(value, key=_order),))
                 self.remember(value)
             case complex():
                 self.call("builtins", "complex", (value.real, value.imag))
@@ -220,6 +221,12 @@ class Writer:
     def _build(self, state: Any) -> None:
         self.write(state)
         self.out += b"b"
+
+
+def _order(value: Any) -> tuple[bool, str]:
+    """Return what the values of a set are sorted by; those of tuples and objects may be shared without end."""
+    is_plain = value is None or isinstance(value, (bool, int, float, complex, str, bytes))
+    return not is_plain, repr(value) if is_plain else identity.key(value)
 
 
 def dump(value: Any, *, protocol: int = 2, leaf: Leaf | None = None) -> bytes:

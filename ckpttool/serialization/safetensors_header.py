@@ -23,8 +23,10 @@ from typing import Any, NamedTuple
 from ckpttool.catalogue.boxes import Ints
 from ckpttool.catalogue.dtypes import BY_SAFETENSORS, Dtype
 from ckpttool.catalogue.entries import check_shape
+from ckpttool.catalogue.shown import shown, spelt
 from ckpttool.errors import CorruptError, LossError
 from ckpttool.serialization import strict_json
+from ckpttool.text import cut, literal
 
 Read = Callable[[int, int], bytes]
 """`read(offset, nbytes)` of the file that the header lies in, absolute offsets."""
@@ -89,7 +91,7 @@ def read_header(read: Read, base: int, length: int, *, name: str, exact: bool = 
     Raises CorruptError when the header lies about anything."""
     text, payload = _read_text(read, base, length, name)
     if text[:1] != b"{":
-        message = f"{name}: the header begins with {text[:1]!r}, not with `{{`"
+        message = f"{name}: the header begins with {shown(text[:1])}, not with `{{`"
         raise CorruptError(message, hint="this may not be a safetensors file")
     table = _parse(text, f"{name}: the header")
     metadata = {} if table.get(METADATA) is None else table[METADATA]
@@ -170,11 +172,11 @@ def _parse_entry(info: Any, payload: int) -> Entry:
     dtype_name, shape, offsets = info["dtype"], info["shape"], info["data_offsets"]
     dtype = BY_SAFETENSORS.get(dtype_name) if isinstance(dtype_name, str) else None
     if dtype is None:
-        raise CorruptError(f"unknown dtype `{dtype_name!s:.80}`", found=dtype_name)
+        raise CorruptError(f"unknown dtype `{cut(spelt(dtype_name), 80)}`", found=dtype_name)
     if not _is_ints(shape):
-        raise CorruptError(f"its shape {shape!r:.80} is not a list of sizes", found=shape)
+        raise CorruptError(f"its shape {shown(shape)} is not a list of sizes", found=shape)
     if not _is_ints(offsets) or len(offsets) != 2 or offsets[0] > offsets[1]:
-        raise CorruptError(f"its data_offsets {offsets!r:.80} are not a begin and an end", found=offsets)
+        raise CorruptError(f"its data_offsets {shown(offsets)} are not a begin and an end", found=offsets)
     sizes, nbytes = _measured(dtype_name, tuple(shape))
     begin, end = payload + offsets[0], payload + offsets[1]
     if end - begin != nbytes:
@@ -252,7 +254,7 @@ def build_header(
         text = json.dumps(table, ensure_ascii=False, separators=(",", ":")).encode()
     except UnicodeEncodeError as error:
         # Names are UTF-8, or `why_not` says so. JSON can spell half a character, and safetensors does not read it back.
-        excerpt = ascii(error.object[max(error.start - 20, 0) : error.end + 20])
+        excerpt = literal(error.object[max(error.start - 20, 0) : error.start + 20])
         message = f"`{METADATA}` has {excerpt}, which is not UTF-8"
         raise LossError(message, hint="torch and DCP keep no such metadata: convert to one of them") from None
     text += b" " * (-len(text) % 8)

@@ -7,6 +7,7 @@ from collections import Counter
 from typing import Any
 
 from ckpttool.catalogue.budget import working
+from ckpttool.catalogue.values import check_json_levels
 from ckpttool.errors import CorruptError, UsageError
 
 
@@ -69,7 +70,9 @@ def _parsed(text: bytes, what: str, **hooks: Any) -> Any:
         raise CorruptError(message, found=count, expected=most)
     try:
         with working(len(text)):
-            return json.loads(text.decode("utf-8"), object_pairs_hook=_once, parse_constant=_no_constant, **hooks)
+            value = json.loads(text.decode("utf-8"), object_pairs_hook=_once, parse_constant=_no_constant, **hooks)
+            check_json_levels(value)
+            return value
     except UnicodeDecodeError as error:
         raise CorruptError(f"{what} is not UTF-8 at its byte {error.start}") from None
     except CorruptError as error:

@@ -18,7 +18,8 @@ from typing import Any
 from ckpttool.catalogue.boxes import Ints
 from ckpttool.catalogue.dtypes import DTYPES
 from ckpttool.catalogue.entries import Extent, check_shape
-from ckpttool.errors import CorruptError
+from ckpttool.catalogue.shown import shown
+from ckpttool.errors import CorruptError, in_one_line
 from ckpttool.serialization import strict_json, torch_pickle, torch_zip
 from ckpttool.serialization.torch_pickle import StorageRef, TensorRef
 from ckpttool.serialization.torch_zip import Archive
@@ -77,7 +78,9 @@ class Exported:
             config = strict_json.parse(self._archive.content(record), f"{self._archive.name}: `{record}`")["config"]
             items = [(name, folder + meta["path_name"], meta) for name, meta in config.items()]
         except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise CorruptError(f"{self._archive.name}: `{record}` is not a table of tensors: {error!r}") from None
+            raise CorruptError(
+                f"{self._archive.name}: `{record}` is not a table of tensors: {in_one_line(error)}"
+            ) from None
         refs = {
             name: self._load(path) if meta.get("use_pickle") else self._described(name, path, meta.get("tensor_meta"))
             for name, path, meta in items
@@ -108,7 +111,7 @@ class Exported:
         dtype = _DTYPES.get(meta.get("dtype", 0))
         where = f"{self._archive.name}: tensor `{name}`"
         if dtype is None:
-            raise CorruptError(f"{where} has the unknown dtype {meta.get('dtype')}")
+            raise CorruptError(f"{where} has the unknown dtype {shown(meta.get('dtype'))}")
         shape, strides = _ints(meta, "sizes", name), _ints(meta, "strides", name)
         (offset,) = _ints({"storage_offset": [meta.get("storage_offset")]}, "storage_offset", name)
         listed = self._archive.records.get(record)
@@ -131,4 +134,4 @@ def _ints(meta: dict[str, Any], key: str, name: str) -> Ints:
         if all(type(n) is int and n >= 0 for n in numbers):
             check_shape(numbers)
             return numbers
-    raise CorruptError(f"tensor `{name}`: its {key} is {values!r:.80}, not integers", tensor=name)
+    raise CorruptError(f"tensor `{name}`: its {key} is {shown(values)}, not integers", tensor=name)

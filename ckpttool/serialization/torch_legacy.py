@@ -22,6 +22,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from ckpttool.catalogue.entries import Extent
+from ckpttool.catalogue.shown import shown, spelt
 from ckpttool.errors import CkptError, CorruptError
 from ckpttool.serialization import pickle_opcodes, torch_pickle, unpickler
 from ckpttool.serialization.torch_pickle import StorageRef, TensorRef
@@ -170,9 +171,10 @@ def open_tar(read: Read, path: Location, *, name: str) -> Stream:
     def persistent(pid: Any) -> Any:
         if isinstance(pid, tuple):
             return pid[0] if pid else None
-        value = tensors.get(str(pid)) or storages.get(str(pid))
+        key = spelt(pid)
+        value = tensors.get(key) or storages.get(key)
         if value is None:
-            raise CorruptError(f"the tree names tensor `{pid}`, which is not there")
+            raise CorruptError(f"the tree names tensor `{key}`, which is not there")
         return value
 
     stream.tree = _Cursor(read, *members["pickle"], name).pickle("tree", persistent)
@@ -219,5 +221,5 @@ def _tar_tensors(cursor: _Cursor, storages: dict[str, StorageRef]) -> dict[str, 
 def _count(cursor: _Cursor, what: str) -> int:
     count = cursor.pickle(f"number of {what}")
     if type(count) is not int or count < 0:
-        raise CorruptError(f"the number of {what} is {count!r}")
+        raise CorruptError(f"the number of {what} is {shown(count)}")
     return count

@@ -14,6 +14,7 @@ from collections import OrderedDict
 from dataclasses import dataclass, field
 from typing import Any
 
+from ckpttool.catalogue.shown import spelt
 from ckpttool.catalogue.values import Stub, stub_name
 from ckpttool.catalogue.warning import Warning
 from ckpttool.errors import CorruptError
@@ -127,5 +128,5 @@ def script_tensors(value: Any, dropped: Dropped, prefix: str = "", depth: int = 
         dropped.attributes.add(name)
     result: OrderedDict[str, Any] = OrderedDict()
     for key, child in items:
-        result |= script_tensors(child, dropped, f"{prefix}.{key}" if prefix else str(key), depth + 1)
+        result |= script_tensors(child, dropped, f"{prefix}.{spelt(key)}" if prefix else spelt(key), depth + 1)
     return result

@@ -18,6 +18,7 @@ from ckpttool.catalogue.boxes import Ints
 from ckpttool.catalogue.budget import charge
 from ckpttool.catalogue.dtypes import BY_STORAGE, DTYPES, Dtype, dtype
 from ckpttool.catalogue.entries import check_shape
+from ckpttool.catalogue.shown import shown, spelt
 from ckpttool.catalogue.values import Known, Stub, StubType, known_names, stub_name, stub_type
 from ckpttool.errors import CorruptError
 from ckpttool.serialization import pickler, unpickler
@@ -78,7 +79,7 @@ def _ints(value: Any) -> Ints:
     if isinstance(value, (tuple, list)) and all(type(v) is int and v >= 0 for v in value):
         check_shape(value)
         return tuple(value)
-    raise CorruptError(f"a tensor's size or stride is {value!r:.80}, not a tuple of integers")
+    raise CorruptError(f"a tensor's size or stride is {shown(value)}, not a tuple of integers")
 
 
 def rebuild(storage: Any, dtype: Dtype, offset: Any, size: Any, stride: Any, flags: Any = None) -> TensorRef:
@@ -128,7 +129,7 @@ def _with_attributes(data: Any, state: Any) -> Any:
         return data
     parts = state if isinstance(state, tuple) else (state,)
     charge(4 * sum(len(part) for part in parts if isinstance(part, dict)) + len(data.attributes))
-    names = [str(k) for part in parts if isinstance(part, dict) for k in part if k not in _UNREPORTED]
+    names = [spelt(k) for part in parts if isinstance(part, dict) for k in part if k not in _UNREPORTED]
     return replace(data, attributes=(*data.attributes, *names)) if names else data
 
 
@@ -166,7 +167,7 @@ def persistent_load(pid: Any) -> Any:
     if pid[0] == "module" and len(pid) >= 2 and isinstance(pid[1], StubType):
         return pid[1]
     if pid[0] != "storage" or len(pid) < 5:
-        raise CorruptError(f"a persistent id of an unknown kind: {pid[0]!r}")
+        raise CorruptError(f"a persistent id of an unknown kind: {shown(pid[0])}")
     _, kind, key, location, numel, *rest = pid
     if type(numel) is not int or numel < 0 or not isinstance(key, (str, int)):
         raise CorruptError("a storage has no key or no size")
@@ -177,7 +178,7 @@ def persistent_load(pid: Any) -> Any:
             view = (start, size)
         case _:
             raise CorruptError("a storage view that is not (key, offset, size)")
-    return StorageRef(str(key), storage_dtype(kind), numel, str(location), view)
+    return StorageRef(str(key), storage_dtype(kind), numel, spelt(location), view)
 
 
 def storage_dtype(kind: Any) -> Dtype | None:

@@ -21,6 +21,7 @@ from typing import Any
 from ckpttool.catalogue.boxes import Ints
 from ckpttool.catalogue.dtypes import Dtype
 from ckpttool.catalogue.entries import Extent, Record
+from ckpttool.catalogue.shown import shown
 from ckpttool.errors import CorruptError, ReadError
 from ckpttool.serialization import pickle_opcodes, torch_pickle
 from ckpttool.serialization.torch_pickle import TensorRef
@@ -313,7 +314,7 @@ def load_tree(archive: Archive) -> Any:
             raise CorruptError(f"{archive.name}: byte order of {nbytes} bytes is neither `little` nor `big`")
         order = archive.content("byteorder")
         if order not in (b"little", b"big"):
-            raise CorruptError(f"{archive.name}: byte order {order!r} is neither `little` nor `big`")
+            raise CorruptError(f"{archive.name}: byte order {shown(order)} is neither `little` nor `big`")
         archive.swapped = order == b"big"
     at = archive.payload("data.pkl")
     if at.nbytes > _WINDOW:

@@ -23,7 +23,7 @@ from typing import Any
 
 from ckpttool.catalogue.budget import charge, working
 from ckpttool.catalogue.key_hashes import MANY, Alike, charge_hashing, is_secret
-from ckpttool.catalogue.values import Stub, StubType, TorchSize, attributes_of, known_names, stub_type
+from ckpttool.catalogue.values import Stub, StubType, TorchSize, attributes_of, check_levels, known_names, stub_type
 from ckpttool.errors import CkptError, CorruptError
 from ckpttool.serialization import pickle_opcodes
 from ckpttool.serialization.pickle_limits import check_depths, count_tuples
@@ -339,7 +339,9 @@ def load(
             found = pickle_opcodes.answered(data)
             whole = io.BytesIO(data) if found is None else _Pieces(found.pieces)
             calls = b"" if found is None else found.calls
-            return _loaded(count_tuples(data, end), _Unpickler(whole, known or {}, persistent, calls=calls))
+            value = _loaded(count_tuples(data, end), _Unpickler(whole, known or {}, persistent, calls=calls))
+            check_levels(value)
+            return value
     except CkptError as error:
         if error.names(what):
             raise

@@ -21,6 +21,7 @@ from ckpttool.storage import tree, versions
 from ckpttool.storage.crc import crc32
 from ckpttool.storage.errors import from_os_error, os_errors
 from ckpttool.storage.versions import Version
+from ckpttool.text import literal
 
 if TYPE_CHECKING:
     from ckpttool.storage.stores import Location
@@ -345,7 +346,7 @@ def check_name(root: str, name: str) -> None:
     except UnicodeEncodeError:
         # JSON and pickles can contain a lone surrogate, which no file name can.
         raise CorruptError(
-            f"`{root}`: the index names the file {name!a:.200}, which is not a valid file name", file=root
+            f"`{root}`: the index names the file {literal(name, 200)}, which is not a valid file name", file=root
         ) from None
     if not name or "\0" in name or name.startswith(("/", "\\")) or ".." in parts or drive:
         raise CorruptError(

@@ -27,6 +27,7 @@ from ckpttool.errors import CkptError, CorruptError, ReadError, UsageError
 from ckpttool.storage import files
 from ckpttool.storage.errors import from_os_error
 from ckpttool.storage.versions import Version
+from ckpttool.text import literal
 
 if TYPE_CHECKING:
     from ckpttool.storage.gathered import GatheredFile
@@ -407,7 +408,7 @@ class Location(str):
         except OSError as error:
             raise from_os_error(error, self, "read") from None
         except ValueError:
-            raise ReadError(f"{str(self)!r}: a path cannot contain a null byte", file=self) from None
+            raise ReadError(f"{literal(self, 200)}: a path cannot contain a null byte", file=self) from None
         except CkptError as error:
             # The failure may be of this machine, such as a full disk, rather than of the file.
             if not self.store.is_local and not isinstance(error, CorruptError):

@@ -19,7 +19,7 @@ from ckpttool.errors import CorruptError, UsageError
 from ckpttool.layout.optimizer.parse import CERTAINLY_LIKE_PARAMETER
 from ckpttool.layout.rename import strip_wrappers
 from ckpttool.storage.crc import crc32
-from ckpttool.text import near_names, some
+from ckpttool.text import literal, near_names, some
 from ckpttool.training import collectives
 from ckpttool.training.contents import Contents, Group, Optimizer, Shape, UnknownClass
 
@@ -141,7 +141,7 @@ def check_complete(matched: ModelMatch, contents: Contents, model: nn.Module) ->
     problems = [f"{what} key{'s' * (len(names) > 1)}: {_with_near(names, near)}" for what, names, near in both if names]
     if problems:
         prefix = _prefix(matched)
-        hint = f"`strip_prefix={prefix!r}` takes that off the checkpoint's names; " if prefix else ""
+        hint = f"`strip_prefix={literal(prefix)}` takes that off the checkpoint's names; " if prefix else ""
         raise UsageError(
             f"`{contents.path}` does not fit the {type(model).__name__}: {'; '.join(problems)}",
             hint=f"{hint}`strict=False` loads what fits and returns the names of the rest",

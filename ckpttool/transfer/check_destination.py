@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from ckpttool.catalogue import typed_json
+from ckpttool.catalogue import identity
 from ckpttool.catalogue.aliases import find_aliases
 from ckpttool.catalogue.entries import Catalogue, Chunks, Object, Path, Tensor, dotted
 from ckpttool.catalogue.protocols import Format, Source
@@ -47,4 +47,4 @@ def check_written(target: Format, partial: str, planned: Catalogue, source: Sour
 
 
 def _spelt(entry: Object, ties: Mapping[Path, Path]) -> str:
-    return typed_json.key(relinked(entry.value, ties), name=entry.name)
+    return identity.key(relinked(entry.value, ties))

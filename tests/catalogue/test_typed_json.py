@@ -159,8 +159,10 @@ def test_spelling(value: Any, text: str) -> None:
     assert same(decode(json.loads(text)), value)
 
 
-def test_integer_that_python_would_not_print() -> None:
-    assert there_and_back(-(10**5000)) == -(10**5000)
+def test_an_integer_of_thousands_of_digits() -> None:
+    assert there_and_back(-(10**4000)) == -(10**4000)
+    with pytest.raises(CorruptError, match=r"a malformed `\$int`"):
+        decode({"$int": hex(10**5000)})  # Python prints no longer one
 
 
 def test_two_lone_surrogates_do_not_become_one_character() -> None:

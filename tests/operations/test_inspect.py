@@ -23,11 +23,12 @@ from ckpttool.catalogue import parts
 from ckpttool.catalogue import values as stubs
 from ckpttool.catalogue.dtypes import DTYPES
 from ckpttool.catalogue.entries import Catalogue, Chunks, Extent, File, Object, Part, Record, Tensor
+from ckpttool.catalogue.shown import shown
 from ckpttool.catalogue.values import Link
 from ckpttool.catalogue.warning import Warning
 from ckpttool.errors import CorruptError
 from ckpttool.operations.inspect.document import document
-from ckpttool.operations.inspect.format_value import describe, jsonable, type_name
+from ckpttool.operations.inspect.format_value import jsonable, type_name
 from ckpttool.operations.inspect.hyperparameters import tables
 from ckpttool.operations.inspect.listing import Listing
 from ckpttool.operations.inspect.module_tree import Line, lines
@@ -251,11 +252,11 @@ def test_a_large_object_is_not_read_and_a_broken_one_is_named() -> None:
      {"a": 1}, {1, 2}, set(), frozenset(), frozenset({"a"}), b"\x00ab"],
 )  # fmt: skip
 def test_plain_values_look_as_python_writes_them(value: Any) -> None:
-    assert describe(value) == repr(value)
+    assert shown(value) == repr(value)
 
 
 def test_a_torch_size_looks_as_torch_writes_it() -> None:
-    assert describe(stubs.TorchSize((2, 3))) == repr(torch.Size([2, 3]))
+    assert shown(stubs.TorchSize((2, 3))) == repr(torch.Size([2, 3]))
 
 
 def stub(module: str, name: str, *args: Any, state: Any = None) -> Any:
@@ -267,20 +268,20 @@ def stub(module: str, name: str, *args: Any, state: Any = None) -> Any:
 
 def test_stubs_say_their_class_and_what_is_in_them() -> None:
     namespace = stub("argparse", "Namespace", state={"lr": 0.1, "name": "tiny"})
-    assert describe(namespace) == "<argparse.Namespace lr=0.1 name='tiny'>"
-    assert describe(stubs.stub_type("torch", "float32")) == "torch.float32"
+    assert shown(namespace) == "<argparse.Namespace lr=0.1 name='tiny'>"
+    assert shown(stubs.stub_type("torch", "float32")) == "torch.float32"
     assert type_name(namespace) == "argparse.Namespace"
 
 
 def test_blobs_are_sizes() -> None:
-    assert describe(b"x" * 5056) == "<5056 bytes>"
-    assert describe((3, tuple(range(625)), None)) == "(3, <625 numbers>, None)"
+    assert shown(b"x" * 5056) == "<5056 bytes>"
+    assert shown((3, tuple(range(625)), None)) == "(3, <625 numbers>, None)"
 
 
 def test_a_link_is_the_tensor_it_stands_for() -> None:
     found = catalogue({"pair": (torch.ones(2, 3), 1)})
     (entry,) = found.objects
-    assert describe(entry.value, found.entries) == "(<tensor float32 [2, 3]>, 1)"
+    assert shown(entry.value, found.entries) == "(<tensor float32 [2, 3]>, 1)"
 
 
 def test_no_value_is_long_or_takes_long() -> None:
@@ -288,7 +289,7 @@ def test_no_value_is_long_or_takes_long() -> None:
     for _ in range(200):
         bomb = [bomb, bomb]
     for value in (bomb, "x" * 10**7, ["y"] * 10**6, dict.fromkeys(range(10**5), "z"), 1 << 10**6):
-        assert len(describe(value, limit=72)) <= 72
+        assert len(shown(value, limit=72)) <= 72
     assert len(json.dumps(jsonable(bomb))) < 20_000_000
 
 
@@ -299,14 +300,14 @@ def test_no_more_of_a_value_is_looked_at_than_is_shown() -> None:
                 yield "word"
             pytest.fail("looked at more")
 
-    assert describe(Long(["word"])).startswith("['word', 'word'")
+    assert shown(Long(["word"])).startswith("['word', 'word'")
 
 
 EVIL = "\x1b]0;owned\x07\x1b[31m\u202e\x9b2J\r\n\x00\ud800"
 
 
 def test_nothing_reaches_a_terminal_raw() -> None:
-    for text in (safe(EVIL), describe(EVIL), describe({EVIL: stub("evil", "Evil", state={EVIL: EVIL})})):
+    for text in (safe(EVIL), shown(EVIL), shown({EVIL: stub("evil", "Evil", state={EVIL: EVIL})})):
         assert text.isprintable()
     assert safe("a\x1b[2J") == r"a\x1b[2J"
     assert safe("layers.0 héllo 日本語") == "layers.0 héllo 日本語"

@@ -15,6 +15,7 @@ from functools import lru_cache
 from typing import Any, NamedTuple
 
 from ckpttool.catalogue.entries import Catalogue, Container, Path, dotted
+from ckpttool.catalogue.shown import shown
 from ckpttool.errors import CorruptError
 from ckpttool.formats.dcp.metadata import KeyPath
 from ckpttool.serialization import pickler, unpickler
@@ -201,4 +202,4 @@ def name_entries(catalogue: Catalogue) -> EntryNames:
 
 def clash(one: Path, other: Path) -> str:
     """Return the message about two paths with the same name."""
-    return f"`{dotted(one)}` {one!r} and {other!r} have the same name in DCP"
+    return f"`{dotted(one)}` {shown(one)} and {shown(other)} have the same name in DCP"

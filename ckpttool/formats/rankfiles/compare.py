@@ -13,11 +13,11 @@ from collections import defaultdict
 from collections.abc import Collection, Mapping
 from typing import Any
 
-from ckpttool.catalogue import boxes, parts, typed_json
+from ckpttool.catalogue import boxes, identity, parts
 from ckpttool.catalogue.boxes import Ints
 from ckpttool.catalogue.entries import Catalogue, Entry, Extent, File, Object, Path, Tensor, dotted
-from ckpttool.catalogue.values import Stub
-from ckpttool.errors import CorruptError, LossError, ReadError
+from ckpttool.catalogue.shown import shown, spelt
+from ckpttool.errors import CorruptError, ReadError
 from ckpttool.formats.rankfiles.rank_file import RankFile
 from ckpttool.serialization.dtensor import Shard
 from ckpttool.serialization.torch_pickle import TensorRef
@@ -83,16 +83,9 @@ class CopyComparer:
 def same_value(a: Object, b: Object) -> bool:
     """Return whether two objects have the same value."""
     x, y = a.value, b.value
-    # Each file's pickle makes stubs of its own for the same class.
-    if type(x) is not type(y) and not (isinstance(x, Stub) and isinstance(y, Stub)):
-        return False
-    if x is None or isinstance(x, (bool, int, str, bytes)):
+    if type(x) is type(y) and (x is None or isinstance(x, (bool, int, str, bytes))):
         return bool(x == y)
-    try:
-        return typed_json.key(x) == typed_json.key(y)
-    except LossError:
-        # A value that contains itself cannot be compared, so each rank keeps its own.
-        return False
+    return identity.same(x, y)
 
 
 Counters = dict[str, dict[Path, dict[int, Entry]]]  # that differ from the catalogue's: kind -> path -> rank -> entry
@@ -169,7 +162,7 @@ def _holds(tree: Any) -> str:
         return "one value"
     if {"state", "param_groups"} <= tree.keys():
         return "optimizer"
-    return ", ".join(map(str, tree)) if len(tree) <= _SHOWN else f"{len(tree):,} entries"
+    return ", ".join(map(spelt, tree)) if len(tree) <= _SHOWN else f"{len(tree):,} entries"
 
 
 def _kinds_in(tree: Any) -> set[str]:
@@ -184,7 +177,7 @@ def _kinds_in(tree: Any) -> set[str]:
 
 def _value(entry: Entry, comparer: CopyComparer) -> str:
     if isinstance(entry, Object):
-        return repr(entry.value)
+        return shown(entry.value)
     code = _STRUCT_CODES.get(entry.dtype.name)
     if code is None or not len(entry.chunks):
         return "another value"

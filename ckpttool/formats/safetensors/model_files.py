@@ -16,6 +16,7 @@ from typing import NamedTuple
 from ckpttool.catalogue.boxes import Ints
 from ckpttool.catalogue.budget import charge
 from ckpttool.catalogue.entries import Catalogue, Chunks, File, Part, Tensor
+from ckpttool.catalogue.shown import shown
 from ckpttool.catalogue.warning import Warning
 from ckpttool.errors import CorruptError, ReadError
 from ckpttool.formats.safetensors import checksums, index, sharding
@@ -185,7 +186,7 @@ def _saved_offsets(header: Header, where: str) -> dict[str, Ints]:
         raise CorruptError(f"{where}: its `{SHARDING}` does not give the offsets of every tensor") from None
     for name, at in offsets.items():
         if len(at) != len(header.tensors[name].shape) or not all(type(n) is int and 0 <= n < 1 << 62 for n in at):
-            text = f"{where}: tensor `{name}`: {list(at)!r:.80} is no offset in its `{SHARDING}`"
+            text = f"{where}: tensor `{name}`: {shown(list(at))} is no offset in its `{SHARDING}`"
             raise CorruptError(text, tensor=name)
     return offsets
 

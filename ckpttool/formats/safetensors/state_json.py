@@ -24,6 +24,7 @@ from typing import Any, NamedTuple
 from ckpttool.catalogue import dtypes, flatten, typed_json
 from ckpttool.catalogue.entries import Catalogue, Chunks, Container, Object, Path, Tensor, dotted
 from ckpttool.catalogue.key_hashes import Alike
+from ckpttool.catalogue.shown import shown, spelt
 from ckpttool.catalogue.values import attributes_of
 from ckpttool.errors import CorruptError, ReadError
 from ckpttool.formats.safetensors import checksums
@@ -57,9 +58,10 @@ def looks_like(head: bytes) -> bool:
 
 def build(catalogue: Catalogue, places: Mapping[Path, Place], writer: str) -> bytes:
     """Return the state file of a catalogue. Raises LossError for a value that JSON cannot represent. Pure."""
+    sharing = typed_json.Sharing()
     lines = ["{", f'"schema": {_line(SCHEMA)},', f'"writer": {_line(writer)},']
-    lines += _array("containers", (_container(p, c) for p, c in catalogue.containers.items()), ",")
-    lines += _array("entries", (_entry(e, places) for e in catalogue.entries.values()), "")
+    lines += _array("containers", (_container(p, c, sharing) for p, c in catalogue.containers.items()), ",")
+    lines += _array("entries", (_entry(e, places, sharing) for e in catalogue.entries.values()), "")
     return "\n".join([*lines, "}", ""]).encode()
 
 
@@ -84,17 +86,17 @@ def _path(path: Path) -> list[Any]:
     return [typed_json.encode(key, name=dotted(path)) for key in path]
 
 
-def _container(path: Path, container: Container) -> dict[str, Any]:
+def _container(path: Path, container: Container, sharing: typed_json.Sharing) -> dict[str, Any]:
     data = {"path": _path(path), "kind": container.kind}
     if container.attrs:
-        data["attributes"] = typed_json.encode(container.attrs, name=dotted(path))
+        data["attributes"] = typed_json.encode(container.attrs, name=dotted(path), sharing=sharing)
     return data
 
 
-def _entry(entry: Tensor | Object, places: Mapping[Path, Place]) -> dict[str, Any]:
+def _entry(entry: Tensor | Object, places: Mapping[Path, Place], sharing: typed_json.Sharing) -> dict[str, Any]:
     data: dict[str, Any] = {"path": _path(entry.path)}
     if isinstance(entry, Object):
-        return data | {"value": typed_json.encode(entry.value, name=entry.name)}
+        return data | {"value": typed_json.encode(entry.value, name=entry.name, sharing=sharing)}
     place = places[entry.path]
     data |= {"file": place.file, "name": place.name}
     if place.raw:
@@ -173,7 +175,7 @@ def _read_path(item: Mapping[str, Any], name: str) -> Path:
         if isinstance(path, list):
             hash(tuple(path))
             return tuple(path)
-    raise CorruptError(f"{name}: {item.get('path')!r} is not a path")
+    raise CorruptError(f"{name}: {shown(item.get('path'))} is not a path")
 
 
 def _read_container(item: Mapping[str, Any], path: Path, name: str) -> Container:
@@ -182,7 +184,7 @@ def _read_container(item: Mapping[str, Any], path: Path, name: str) -> Container
     with suppress(TypeError):
         if kind in ("list", "dict", "OrderedDict"):
             return Container(kind, attributes_of(attributes) or None)
-    raise CorruptError(f"{name}: `{dotted(path)}` is an unknown container: {kind!r} with {attributes!r}")
+    raise CorruptError(f"{name}: `{dotted(path)}` is an unknown container: {shown(kind)} with {shown(attributes)}")
 
 
 def _read_tensor(
@@ -193,8 +195,8 @@ def _read_tensor(
         raise CorruptError(f"{name}: `{dotted(path)}` is neither a value nor a tensor", tensor=dotted(path))
     is_raw = "dtype" in item
     if is_raw and (not isinstance(shape, list) or not all(type(n) is int and n >= 0 for n in shape)):
-        raise CorruptError(f"{name}: tensor `{dotted(path)}`: its shape is {shape!r}", tensor=dotted(path))
-    raw_dtype = dtypes.dtype(str(item["dtype"])) if is_raw else None
+        raise CorruptError(f"{name}: tensor `{dotted(path)}`: its shape is {shown(shape)}", tensor=dotted(path))
+    raw_dtype = dtypes.dtype(spelt(item["dtype"])) if is_raw else None
     number, entry = find(file, stored)
     dtype, sizes = entry.dtype, entry.shape
     if raw_dtype is not None:

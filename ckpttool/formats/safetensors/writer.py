@@ -150,9 +150,10 @@ def _model_losses(tensors: list[Tensor]) -> list[Loss]:
 
 def _state_losses(catalogue: Catalogue) -> list[Loss]:
     unsupported = []
+    sharing = typed_json.Sharing()
     for entry in catalogue.objects:
         try:
-            typed_json.encode(entry.value, name=entry.name)
+            typed_json.encode(entry.value, name=entry.name, sharing=sharing)
         except LossError as error:
             unsupported.append(Loss(entry.name, error.message))
     return unsupported

@@ -18,7 +18,7 @@ from functools import partial
 from math import prod
 from typing import Any
 
-from ckpttool.catalogue import typed_json
+from ckpttool.catalogue import identity
 from ckpttool.catalogue.boxes import Ints
 from ckpttool.catalogue.entries import Catalogue, Entry, Object, Path, Tensor, above, dotted
 from ckpttool.catalogue.warning import Warning
@@ -304,7 +304,7 @@ def _check_equal(
             alike = first is entry or same(first, entry)
         else:
             both = isinstance(first, Object) and isinstance(entry, Object)
-            alike = both and typed_json.same(first.value, entry.value)  # type: ignore[union-attr]
+            alike = both and identity.same(first.value, entry.value)  # type: ignore[union-attr]
         if not alike:
             raise LossError(
                 f"`{optimizer.name}`: `{dotted(below)}` of `{sources[0]}` and `{name}` differ, of which `{new}` is "

@@ -14,7 +14,7 @@ from collections.abc import Hashable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from ckpttool.catalogue import typed_json
+from ckpttool.catalogue import identity
 from ckpttool.catalogue.entries import Catalogue, Container, Entry, Object, Part, Path, Tensor, above, dotted
 from ckpttool.errors import CorruptError, UsageError
 from ckpttool.text import some
@@ -246,13 +246,10 @@ def _bytes_of(items: list[Item]) -> dict[Path, Path]:
 
 
 def _identity(item: Item) -> Any:
-    """Return a key that is equal for the same values only. Plain ones use `repr`: 1 is not 1.0, nor True."""
+    """Return a key that is equal for the same values only."""
     if isinstance(item.entry, Tensor):
         return item.below, item.entry.dtype, item.entry.shape
-    value = item.entry.value
-    if value is None or isinstance(value, (bool, int, float, str)):
-        return item.below, repr(value)
-    return item.below, typed_json.key(value, name=item.entry.name)
+    return item.below, identity.key(item.entry.value)
 
 
 # Kinds of state -------------------------------------------------------------------------------------------------------

@@ -17,6 +17,7 @@ from functools import partial
 from operator import add
 from typing import Any
 
+from ckpttool.catalogue import identity
 from ckpttool.catalogue.entries import Catalogue, Container, Entry, Object, Part, Path, Tensor, above
 from ckpttool.catalogue.warning import Warning
 from ckpttool.errors import CkptError, CorruptError, LossError, UsageError
@@ -232,7 +233,9 @@ def _remarks(optimizer: Optimizer, style: str) -> list[str]:
     if empty:
         losses.append(f"{empty} of its groups are empty, and flat keys do not mention them")
     alike = [
-        tuple((i.below, i.entry.path if isinstance(i.entry, Tensor) else repr(i.entry.value)) for i in group.items)
+        tuple(
+            (i.below, i.entry.path if isinstance(i.entry, Tensor) else identity.key(i.entry.value)) for i in group.items
+        )
         for group in optimizer.groups
         if group.params
     ]
@@ -255,3 +258,7 @@ def _unclear_again(respelt: Catalogue, changed: list[Optimizer]) -> list[str]:
         return [f"optimizer ids cannot be mapped back to parameters: {error.message}"]
     odd = (one.name for one, named in zip(again, names, strict=True) if named != before[one.root])
     return [f"`{name}`: its ids are those of its groups, but the model here is in another order" for name in odd][:1]
+
+
+def _identity(entry: Entry) -> Any:
+    return entry.path if isinstance(entry, Tensor) else identity.key(entry.value)

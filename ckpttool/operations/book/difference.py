@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from ckpttool.catalogue.boxes import Box
 from ckpttool.catalogue.dtypes import DTYPES, Dtype
 from ckpttool.catalogue.entries import Catalogue, Tensor
+from ckpttool.catalogue.shown import shown
 from ckpttool.operations.book.page import Book, Item, Prose, Section, render
 from ckpttool.operations.book.rows import rows
 from ckpttool.operations.diff.elements import widened
@@ -157,7 +158,7 @@ def _sections(result: Diff) -> Iterator[Section]:
     yield Section(
         "Values that differ",
         headers=("name", "A", "B"),
-        rows=[(one.name + one.at, repr(one.a)[:_VALUE], repr(one.b)[:_VALUE]) for one in result.objects],
+        rows=[(one.name + one.at, shown(one.a, limit=_VALUE), shown(one.b, limit=_VALUE)) for one in result.objects],
     )
     sides = [
         (title, f"{side.path} ({side.format}, {side.tensors:,} tensors, {size(side.payload_bytes)})")

@@ -5,14 +5,15 @@ from __future__ import annotations
 import math
 import struct
 from collections import OrderedDict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import zip_longest
 from typing import Any
 
-from ckpttool.catalogue import parts, typed_json
+from ckpttool.catalogue import identity, parts
 from ckpttool.catalogue.boxes import Ints
 from ckpttool.catalogue.entries import Catalogue, Entry, File, Object, Part, Path, Tensor
+from ckpttool.catalogue.shown import shown
 from ckpttool.catalogue.values import TorchSize
 from ckpttool.errors import CkptError
 from ckpttool.layout.move import relinked
@@ -95,7 +96,7 @@ class _Comparing:
             self.options.failures[a.name] = error
             return
         if self.options.exact:
-            found = [] if typed_json.same(*values) else [("", a.value, b.value)]
+            found = [] if identity.same(*values) else [("", a.value, b.value)]
         else:
             found = list(differences(*values, self.options.tolerance))
         self.result.objects += [ObjectDifference(a.name, str(a.part), *difference) for difference in found]
@@ -207,28 +208,47 @@ def _describe(shards: list[_Shard]) -> str:
 
 
 def differences(
-    one: Any, other: Any, tolerance: Tolerance | None = None, at: str = "", depth: int = 0
+    one: Any, other: Any, tolerance: Tolerance | None = None, at: str = ""
 ) -> Iterator[tuple[str, Any, Any]]:
     """Yield where two values differ, and both values there: `("[1]", 0.95, 0.99)`; a missing one is `ABSENT`. Pure.
 
     Dicts are equal in any order, ordered ones only in the same. A list is not a tuple and 1 is neither 1.0 nor
     True; a NaN is equal to itself, and a reference to a tensor to one with the same path. With a tolerance, close
-    numbers are equal, 1 and 1.0 too. `at` and `depth` are where in the whole the two values are.
+    numbers are equal, 1 and 1.0 too. Two containers are compared once, however often both are shared: the first place
+    stands for all. `at` is where in the whole the two values are.
     """
-    children: list[tuple[str, Any, Any]] | None = None
-    if type(one) is type(other) and depth <= _MAX_DEPTH:
-        if isinstance(one, dict):
-            keys = dict.fromkeys([*one, *other])
-            children = [(f"[{key!r}]", one.get(key, ABSENT), other.get(key, ABSENT)) for key in keys]
+    yield from _Differences(tolerance).between(one, other, at, 0)
+
+
+class _Differences:
+    def __init__(self, tolerance: Tolerance | None) -> None:
+        self._tolerance = tolerance
+        self._pairs: set[tuple[int, int]] = set()
+
+    def between(self, one: Any, other: Any, at: str, depth: int) -> Iterator[tuple[str, Any, Any]]:
+        children = _children(one, other) if depth <= _MAX_DEPTH else None
+        if children is None:
+            if not _same(one, other, self._tolerance):
+                yield at, one, other
+        elif (id(one), id(other)) not in self._pairs:
+            self._pairs.add((id(one), id(other)))
             if isinstance(one, OrderedDict) and one.keys() == other.keys() and list(one) != list(other):
                 yield at, list(one), list(other)
-        elif type(one) in (list, tuple, TorchSize):
-            children = [(f"[{i}]", a, b) for i, (a, b) in enumerate(zip_longest(one, other, fillvalue=ABSENT))]
-    if children is not None:
-        for where, a, b in children:
-            yield from differences(a, b, tolerance, at + where, depth + 1)
-    elif not _same(one, other, tolerance):
-        yield at, one, other
+            for where, a, b in children:
+                yield from self.between(a, b, at + where, depth + 1)
+
+
+def _children(one: Any, other: Any) -> Iterable[tuple[str, Any, Any]] | None:
+    """Return the pairs in two containers of one kind, and where; None for other values. What one does not have is
+    `ABSENT` there."""
+    if type(one) is not type(other):
+        return None
+    if isinstance(one, dict):
+        keys = dict.fromkeys([*one, *other])
+        return ((f"[{shown(key)}]", one.get(key, ABSENT), other.get(key, ABSENT)) for key in keys)
+    if type(one) in (list, tuple, TorchSize):
+        return ((f"[{i}]", a, b) for i, (a, b) in enumerate(zip_longest(one, other, fillvalue=ABSENT)))
+    return None
 
 
 def _same(one: Any, other: Any, tolerance: Tolerance | None) -> bool:
@@ -241,4 +261,4 @@ def _same(one: Any, other: Any, tolerance: Tolerance | None) -> bool:
         return struct.pack("<d", one) == struct.pack("<d", other)
     if type(one) is type(other) and isinstance(one, (str, bytes, bytearray, int)):
         return bool(one == other)
-    return one is not ABSENT and other is not ABSENT and typed_json.same(one, other)
+    return one is not ABSENT and other is not ABSENT and identity.same(one, other)

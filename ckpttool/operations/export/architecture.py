@@ -18,7 +18,7 @@ from ckpttool.catalogue.protocols import activity
 from ckpttool.errors import CorruptError, ReadError
 from ckpttool.storage import workspace
 from ckpttool.storage.stores import local_path
-from ckpttool.text import some
+from ckpttool.text import literal, some
 
 _TIMEOUT = 600.0  # seconds; torch and transformers take five of a quiet machine
 _POLL = 0.1
@@ -184,7 +184,7 @@ def _hint(compared: Compared, shapes: Mapping[str, Ints], model: Expected) -> st
     if compared.missing and compared.unexpected:
         return "give them their names with `--rename OLD=NEW` or `--map`; `--no-strict` writes them as they are"
     if compared.unexpected:
-        return f"leave them out with `--exclude {compared.unexpected[0]!r}`, or pass `--no-strict`"
+        return f"leave them out with `--exclude {literal(compared.unexpected[0])}`, or pass `--no-strict`"
     return "is the config this model's? `--no-strict` goes on all the same"
 
 

@@ -29,7 +29,7 @@ from ckpttool.operations import reference as references
 from ckpttool.operations.arguments import Selection
 from ckpttool.operations.export import ties
 from ckpttool.producers.combined import CombinedSource
-from ckpttool.text import is_or_are, plural, some
+from ckpttool.text import is_or_are, literal, plural, some
 
 _MODEL = Part("model")
 _NUMBERED = re.compile(r"(.+)-\d{5}-of-\d{5}\.safetensors")
@@ -317,7 +317,7 @@ def _refusal(
     elif missing and base is not None:
         hint = f"`{base.path}` does not have them, or `--fill` does not name them"
     elif extra:
-        hint = f"leave them out with `--exclude {extra[0]!r}`"
+        hint = f"leave them out with `--exclude {literal(extra[0])}`"
     else:
         hint = "is the reference of this size of model?"
     facts = {"missing": [*missing], "unexpected": [*extra], "misshapen": [*misshapen]}

@@ -20,7 +20,7 @@ from ckpttool.serialization import safetensors_header
 from ckpttool.storage import files
 from ckpttool.storage.gathered import GatheredFile
 from ckpttool.storage.stores import Outgoing
-from ckpttool.text import some
+from ckpttool.text import literal, some
 from ckpttool.transfer import plan
 from ckpttool.transfer.execute import Transferred, transfer
 from ckpttool.transfer.file_digest import FileDigest
@@ -84,7 +84,8 @@ def outgoing(
     if lost:
         raise LossError(
             f"{len(lost)} tensors cannot be written as safetensors ({some([one.name for one in lost])}): {lost[0].why}",
-            hint=f"exclude them with `--exclude {lost[0].name!r}`, or keep them with `ckpttool convert --to torch`",
+            hint=f"exclude them with `--exclude {literal(lost[0].name)}`, or keep them with `ckpttool convert "
+            "--to torch`",
             lost=[loss.name for loss in lost],
         )
     planned = rechunk.whole(planned)

@@ -8,10 +8,11 @@ from typing import Any
 
 from ckpttool.catalogue.aliases import find_aliases
 from ckpttool.catalogue.entries import Catalogue, Object, Path, Tensor, dotted
+from ckpttool.catalogue.shown import shown
 from ckpttool.errors import DONE
 from ckpttool.operations.inspect import sharding, summary, warnings
 from ckpttool.operations.inspect.document_fields import ObjectEntry, TensorEntry
-from ckpttool.operations.inspect.format_value import describe, jsonable, peek, type_name
+from ckpttool.operations.inspect.format_value import jsonable, peek, type_name
 from ckpttool.operations.inspect.listing import ALL, Listing
 from ckpttool.operations.inspect.optimizers import State
 from ckpttool.version import schema
@@ -76,7 +77,7 @@ def _lines(items: Iterator[Any]) -> Iterator[str]:
 
 def path_json(path: Path) -> list[Any]:
     """Return a key path for JSON: strings and integers as they are."""
-    return [key if isinstance(key, (str, int)) else describe(key) for key in path]
+    return [key if isinstance(key, (str, int)) else shown(key) for key in path]
 
 
 def _tensor(tensor: Tensor, catalogue: Catalogue, placement: sharding.Placement | None) -> TensorEntry:

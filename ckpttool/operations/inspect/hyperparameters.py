@@ -10,8 +10,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from ckpttool.catalogue.entries import Entry, Object, Path, Tensor, dotted
+from ckpttool.catalogue.shown import Tensors, shown
 from ckpttool.layout.optimizer.parse import parse_key
-from ckpttool.operations.inspect.format_value import Tensors, describe, peek
+from ckpttool.operations.inspect.format_value import peek
 from ckpttool.operations.inspect.module_tree import RANGES
 from ckpttool.text import ranges
 
@@ -65,7 +66,7 @@ def tables(entries: Iterable[Entry], tensors: Tensors) -> list[Table]:
         elif isinstance(entry, Tensor):
             group.values[key] = f"<tensor {entry.dtype} {list(entry.shape)}>"
         else:
-            group.values[key] = instead or describe(value, tensors, _VALUE)
+            group.values[key] = instead or shown(value, tensors, _VALUE)
     for table, groups in by_root.values():
         table.columns = _folded(groups.values())
     return [table for table, _ in by_root.values()]

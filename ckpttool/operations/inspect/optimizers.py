@@ -18,7 +18,7 @@ from ckpttool.operations.inspect.hyperparameters import Table
 
 class _Class(NamedTuple):
     """A class of torch.optim: keys of its groups and state that tell it from others, kinds of state of which it has
-    one, and the defaults of its keys as `describe` writes them, without `lr` and `weight_decay`."""
+    one, and the defaults of its keys as `shown` writes them, without `lr` and `weight_decay`."""
 
     keys: frozenset[str]
     kinds: frozenset[str]

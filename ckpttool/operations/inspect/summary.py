@@ -9,9 +9,10 @@ from dataclasses import dataclass, field
 from ckpttool.catalogue.aliases import find_aliases
 from ckpttool.catalogue.entries import KINDS, Catalogue, Entry, Object, Part, Path, Tensor, dotted
 from ckpttool.catalogue.protocols import Source
+from ckpttool.catalogue.shown import LIMIT, shown
 from ckpttool.operations.inspect import module_tree
 from ckpttool.operations.inspect.copies import note_copies
-from ckpttool.operations.inspect.format_value import LIMIT, describe, peek
+from ckpttool.operations.inspect.format_value import peek
 from ckpttool.operations.inspect.headline import Headline, headline
 from ckpttool.operations.inspect.optimizers import optimizers
 from ckpttool.operations.inspect.warnings import copies, findings
@@ -152,7 +153,7 @@ def step(catalogue: Catalogue) -> float | None:
 def value_text(entry: Object, catalogue: Catalogue, limit: int = LIMIT) -> str:
     """Return one line for an object's value; its size where it is large, the reason where it cannot be read."""
     value, instead = peek(entry)
-    return describe(value, catalogue.entries, limit) if instead is None else instead
+    return shown(value, catalogue.entries, limit) if instead is None else instead
 
 
 _NUMBER = re.compile(r"\d+")

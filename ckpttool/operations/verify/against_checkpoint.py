@@ -7,6 +7,7 @@ from collections.abc import Iterator
 
 from ckpttool.catalogue.entries import Catalogue, Entry, Tensor
 from ckpttool.catalogue.protocols import Source
+from ckpttool.catalogue.shown import shown
 from ckpttool.errors import CkptError
 from ckpttool.layout import select
 from ckpttool.operations.diff import Diff, Only, Options, TensorDifference, compare_sources
@@ -47,9 +48,9 @@ def _entries(result: Diff, catalogues: tuple[Catalogue, Catalogue], entries: dic
         kinds = ("a tensor", "an object") if is_tensor else ("an object", "a tensor")
         yield _finding("kind", name, f"is {kinds[0]}, but {kinds[1]} in the other", is_tensor)
     for entry in result.objects:
-        values = repr(entry.a), repr(entry.b)
-        shown = f": {values[0]} here, {values[1]} there" if max(map(len, values)) < _SHORT else ""
-        yield _finding("object", entry.name, f"has another value{shown}", False)
+        values = shown(entry.a), shown(entry.b)
+        both = f": {values[0]} here, {values[1]} there" if max(map(len, values)) < _SHORT else ""
+        yield _finding("object", entry.name, f"has another value{both}", False)
 
 
 def _tensor(difference: TensorDifference, tensor: Tensor) -> Iterator[Finding]:

@@ -20,6 +20,7 @@ from operator import attrgetter
 from types import ModuleType
 from typing import Any
 
+from ckpttool.catalogue.shown import shown
 from ckpttool.errors import OverwriteError, UsageError
 from ckpttool.layout.mesh import ORDER, Mesh
 from ckpttool.operations.verify_resume import recipe_template
@@ -119,13 +120,13 @@ def recipe_mesh(recipe: Recipe, world: int) -> Mesh:
         raise _failed(path, f"{call} fails", error) from error
     if not isinstance(sizes, Mapping) or not sizes:
         hint = 'return `{"shard": world}`, or `{"replicate": 2, "shard": world // 2}`'
-        raise _invalid(path, f"{call} is {sizes!r:.80}, not a dict of dimensions", hint)
+        raise _invalid(path, f"{call} is {shown(sizes)}, not a dict of dimensions", hint)
     for name, size in sizes.items():
         if name not in ORDER:
             hint = "the dimensions are `replicate`, `shard` and `tp`, outermost first"
             raise _invalid(path, f"{call} has an unknown dimension `{name}`", hint)
         if type(size) is not int or size < 1:
-            raise _invalid(path, f"{call}: the size of `{name}` is {size!r:.40}")
+            raise _invalid(path, f"{call}: the size of `{name}` is {shown(size)}")
     mesh = Mesh(tuple(sizes), tuple(sizes.values()))
     if mesh.world != world:
         hint = "run it on as many ranks as its mesh allows"

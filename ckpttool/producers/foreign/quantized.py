@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ckpttool.catalogue.entries import Catalogue, Tensor
+from ckpttool.catalogue.shown import shown
 from ckpttool.catalogue.warning import Warning
 from ckpttool.errors import CkptError, CorruptError
 from ckpttool.producers.foreign.recognition import Recognition
@@ -230,7 +231,7 @@ def describe(catalogue: Catalogue, config: Mapping[str, Any], faults: Sequence[C
         if isinstance(value, int):
             details[title] = value
     if isinstance(block := config.get("weight_block_size"), list):
-        details["block"] = " x ".join(map(str, block[:2]))
+        details["block"] = " x ".join(map(shown, block[:2]))
     if isinstance(text := config.get("format"), str):
         details["compression"] = text
     name = method if isinstance(method, str) else counts.most_common(1)[0][0]

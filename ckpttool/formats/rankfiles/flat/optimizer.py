@@ -19,9 +19,11 @@ from itertools import chain, islice
 from math import prod
 from typing import Any, NamedTuple
 
+from ckpttool.catalogue import identity
 from ckpttool.catalogue.boxes import Ints
 from ckpttool.catalogue.entries import Chunks, Extent
 from ckpttool.catalogue.flatten import replaced
+from ckpttool.catalogue.shown import shown, spelt
 from ckpttool.errors import CorruptError, UsageError
 from ckpttool.formats.rankfiles.flat import pieces as flat_pieces
 from ckpttool.formats.rankfiles.flat import units
@@ -164,7 +166,7 @@ def _check_same_groups(groups: list[dict[str, Any]], trees: Trees, ranks: Sequen
         pairs = [*zip(groups, other, strict=False)]
         odd = [k for a, b in pairs for k in a.keys() | b.keys() if k not in a or k not in b or not _alike(a[k], b[k])]
         if odd or len(groups) != len(other):
-            what = some(sorted(map(str, odd))) if odd else f"{len(other)} groups, not {len(groups)}"
+            what = some(sorted(map(spelt, odd))) if odd else f"{len(other)} groups, not {len(groups)}"
             message = f"the optimizer's `param_groups` are others on rank {rank} than on rank {ranks[0]}: {what}"
             raise of_two_saves(message, ranks=[ranks[0], rank])
 
@@ -177,8 +179,7 @@ def _alike(a: Any, b: Any, depth: int = 0) -> bool:
         return len(a) == len(b) and all(_alike(x, y, depth + 1) for x, y in zip(a, b, strict=True))
     if depth < _MAX_DEPTH and isinstance(a, dict):
         return a.keys() == b.keys() and all(_alike(a[key], b[key], depth + 1) for key in a)
-    # NaN equals nothing, itself included.
-    return a == b or repr(a) == repr(b) if isinstance(a, (bool, int, float, complex, str, bytes)) else True
+    return identity.same(a, b) if isinstance(a, (bool, int, float, complex, str, bytes)) else True
 
 
 def _slot(key: Any, trees: Trees, ranks: Sequence[int]) -> _Slot:
@@ -188,7 +189,7 @@ def _slot(key: Any, trees: Trees, ranks: Sequence[int]) -> _Slot:
         shapes = {name: value.shape for name, value in state.items() if _is_piece(value)}
         if len(set(shapes.values())) > 1:
             sizes = ", ".join(f"`{name}` {list(shape)}" for name, shape in shapes.items())
-            message = f"optimizer state {key} of rank {rank} is not of one size: {sizes}"
+            message = f"optimizer state {spelt(key)} of rank {rank} is not of one size: {sizes}"
             hint = "only state with a value for each element of a parameter can be rebuilt"
             raise CorruptError(message, hint=hint, rank=rank)
         if shapes:
@@ -337,7 +338,8 @@ def _shared(key: str, slot: _Slot, values: Mapping[int, Any], place: Place) -> A
     value = values[first]
     for rank in others:
         if not _alike(value, values[rank]):
-            message = f"{slot.says(key)} is {values[rank]!r:.40} on rank {rank}, but {value!r:.40} on rank {first}"
+            found, expected = shown(values[rank], limit=40), shown(value, limit=40)
+            message = f"{slot.says(key)} is {found} on rank {rank}, but {expected} on rank {first}"
             raise of_two_saves(message, key=key, ranks=[first, rank])
     rebuilt = _value(value, place, first)
     if isinstance(rebuilt, Rebuilt):

@@ -25,6 +25,7 @@ from ckpttool.catalogue import boxes
 from ckpttool.catalogue.boxes import Ints
 from ckpttool.catalogue.dtypes import Dtype
 from ckpttool.catalogue.protocols import OpenOptions
+from ckpttool.catalogue.shown import spelt
 from ckpttool.errors import CorruptError, UsageError
 from ckpttool.formats.rankfiles.flat import pieces as flat_pieces
 from ckpttool.formats.rankfiles.flat.pieces import (
@@ -114,7 +115,7 @@ def unordered(flat: str, count: int, **facts: Any) -> UsageError:
 
 def unit_of(name: Any) -> str | None:
     """Return the module whose flat parameter this is the name of; the root is ""."""
-    unit, _, last = str(name).rpartition(".")
+    unit, _, last = spelt(name).rpartition(".")
     return unit if last == FLAT_PARAM else None
 
 
@@ -141,7 +142,7 @@ def _flat_parameters(trees: Trees) -> Iterator[_Flat]:
         yield _Flat(unit, first.dtype, numel, tuple(pieces))
 
 
-def _differing(name: str, rank: int, found: object, expected: object) -> CorruptError:
+def _differing(name: str, rank: int, found: str | Dtype, expected: str | Dtype) -> CorruptError:
     return of_two_saves(f"`{name}`: rank {rank} has {found}, but rank 0 {expected}", tensor=name, ranks=[0, rank])
 
 

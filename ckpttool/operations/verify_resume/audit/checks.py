@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -76,3 +77,13 @@ def trained_model(catalogue: Catalogue) -> dict[str, Tensor]:
     models = select.models(catalogue)
     entries = models[0][1] if models else ()
     return {strip_wrappers(entry.fqn): entry for entry in entries if isinstance(entry, Tensor)}
+
+
+def is_number(value: Any) -> bool:
+    """Return whether a value is a finite number, and one that a float can be."""
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        return False
+    return math.isfinite(value) if isinstance(value, float) else value.bit_length() < _LARGEST
+
+
+_LARGEST = 1000  # bits

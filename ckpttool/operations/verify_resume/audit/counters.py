@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import re
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
@@ -10,10 +9,12 @@ from contextlib import suppress
 from typing import Any
 
 from ckpttool.catalogue.entries import Catalogue, Path, Tensor, dotted
+from ckpttool.catalogue.shown import shown
 from ckpttool.errors import CkptError
 from ckpttool.layout.optimizer.parse import Optimizer
-from ckpttool.operations.verify_resume.audit.checks import Checks, value_of
+from ckpttool.operations.verify_resume.audit.checks import Checks, is_number, value_of
 from ckpttool.operations.verify_resume.audit.optimizer_state import NamedOptimizer, ReadNumber
+from ckpttool.text import natural
 
 _STEPS = re.compile(r"(global_|current_|optimizer_)?(step|steps|iteration|iter|iter_num|num_steps|num_updates)", re.I)
 _EPOCHS = re.compile(r"(current_)?epochs?", re.I)
@@ -36,7 +37,7 @@ def step_counters(catalogue: Catalogue, read: ReadNumber) -> dict[str, float]:
     """Return the counters of steps by name, and the step that the name of the checkpoint says."""
     found = dict(_counters(catalogue, read, _STEPS))
     step: Any = catalogue.facts.get("step")
-    if _is_number(step):
+    if is_number(step):
         found["the name of the checkpoint"] = float(step)
     return found
 
@@ -52,10 +53,6 @@ def _values_of(catalogue: Catalogue, kind: str) -> list[tuple[Path, dict[Path, A
     return [*by_root.items()]
 
 
-def _is_number(value: Any) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
-
-
 def _counters(catalogue: Catalogue, read: ReadNumber, pattern: re.Pattern[str]) -> Iterator[tuple[str, float]]:
     """Yield counters of the progress by name: `trainer_state.global_step`, 4."""
     for entry in catalogue.entries.values():
@@ -65,7 +62,7 @@ def _counters(catalogue: Catalogue, read: ReadNumber, pattern: re.Pattern[str]) 
         if isinstance(entry, Tensor) and entry.numel == 1:
             with suppress(CkptError):
                 yield entry.name, read(entry)
-        elif _is_number(value := value_of(entry)):
+        elif is_number(value := value_of(entry)):
             yield entry.name, float(value)
 
 
@@ -120,15 +117,15 @@ def _one_scheduler(
 ) -> None:
     at, last = own.get(("last_epoch",)), own.get(("_last_lr",))
     if last is None:
-        last = [own[key] for key in sorted(k for k in own if len(k) == 2 and k[0] == "_last_lr")]
-    if optimizer is not None and last and isinstance(last, list) and all(map(_is_number, last)):
+        last = [own[key] for key in sorted((k for k in own if len(k) == 2 and k[0] == "_last_lr"), key=_natural)]
+    if optimizer is not None and last and isinstance(last, list) and all(map(is_number, last)):
         rates = [group.value("lr") for group in optimizer.groups]
         are_sets = optimizer.spelling == "flat"
-        if all(map(_is_number, rates)) and (set(rates) != set(last) if are_sets else rates != last):
+        if all(map(is_number, rates)) and (set(rates) != set(last) if are_sets else rates != last):
             message = f"`{name}` set lr to {_rates(last)}, but the groups have {_rates(rates)}"
             checks.differs("scheduler", message, [name])
             return
-    if not _is_number(at):
+    if not is_number(at):
         checks.note("scheduler", f"`{name}` has no `last_epoch` to compare with the step", [name])
     elif not clocks or at in clocks or any(clock and at == clock * world for clock in clocks):
         # accelerate steps a scheduler once per rank.
@@ -136,6 +133,10 @@ def _one_scheduler(
     else:
         message = f"`{name}` is at {at:g}, but the optimizer or counters are at {_listed(clocks)}"
         checks.differs("scheduler", message, [name])
+
+
+def _natural(path: Path) -> list[tuple[str, int]]:
+    return natural(dotted(path))
 
 
 def _rates(values: Sequence[float]) -> str:
@@ -152,7 +153,7 @@ def _scalers(catalogue: Catalogue, checks: Checks) -> None:
         checks.note("scaler", "no grad scaler; only float16 training uses one")
     for root, values in found:
         scale = values.get(("scale",))
-        if scale is not None and not (_is_number(scale) and scale > 0):
-            checks.fails("scaler", f"the scale of `{dotted(root)}` is {scale!r:.40}", [dotted(root)])
+        if scale is not None and not (is_number(scale) and scale > 0):
+            checks.fails("scaler", f"the scale of `{dotted(root)}` is {shown(scale)}", [dotted(root)])
         else:
-            checks.ok("scaler", f"scale {scale:g}" if _is_number(scale) else "present")
+            checks.ok("scaler", f"scale {scale:g}" if is_number(scale) else "present")

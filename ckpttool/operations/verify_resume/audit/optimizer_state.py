@@ -10,11 +10,12 @@ from typing import Any
 
 from ckpttool.catalogue.aliases import one_moment_for_two
 from ckpttool.catalogue.entries import Catalogue, Path, Tensor
+from ckpttool.catalogue.shown import shown
 from ckpttool.errors import CkptError
 from ckpttool.layout.optimizer import names_of_ids
 from ckpttool.layout.optimizer.parse import LIKE_PARAMETER, Group, Item, Optimizer, optimizers
 from ckpttool.layout.rename import strip_wrappers
-from ckpttool.operations.verify_resume.audit.checks import Checks, named, trained_model
+from ckpttool.operations.verify_resume.audit.checks import Checks, is_number, named, trained_model
 from ckpttool.text import plural, some
 
 # Hyperparameters that the classes of torch.optim read in every step, by one that tells the class.
@@ -149,6 +150,9 @@ def _steps(known: NamedOptimizer, read: ReadNumber, checks: Checks, where: str) 
     for key, items in known.optimizer.state.items():
         for entry in (item.entry for item in items if item.below == ("step",)):
             try:
+                if not isinstance(entry, Tensor) and not is_number(entry.value):
+                    unread.append(f"`{entry.name}` is {shown(entry.value)}, and not a number")
+                    continue
                 step = read(entry) if isinstance(entry, Tensor) else float(entry.value)
             except CkptError as error:
                 unread.append(error.message)
@@ -157,7 +161,7 @@ def _steps(known: NamedOptimizer, read: ReadNumber, checks: Checks, where: str) 
     for i, group in enumerate(known.optimizer.groups):
         # Old fused optimizers have one step per group.
         of_group = group.value("step")
-        if isinstance(of_group, (int, float)) and not isinstance(of_group, bool):
+        if is_number(of_group):
             known.steps[f"group {i}"] = float(of_group)
     if unread:
         checks.fails("step", f"{plural(len(unread), 'step')}{where} cannot be read: {unread[0]}")

@@ -11,6 +11,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from ckpttool.catalogue.parts import find_rank
+from ckpttool.catalogue.shown import shown
 from ckpttool.operations.verify_resume.run.compare import FirstDifference, is_counter
 from ckpttool.operations.verify_resume.run.state import SavedState
 from ckpttool.text import plural, some
@@ -148,7 +149,8 @@ class _Evidence:
             was, now = self.expected.objects.get(name), self.found.objects.get(name)
             group, _, leaf = name.partition(".param_groups.")[2].partition(".")
             what = "the learning rate" if leaf == "lr" else f"`{leaf}`"
-            yield f"{what} of parameter group {group} was not restored: {now!r} and not {was!r} in step {self.step}"
+            values = f"{shown(now)} and not {shown(was)}"
+            yield f"{what} of parameter group {group} was not restored: {values} in step {self.step}"
 
     def _apart(self) -> Iterator[str]:
         """Yield that only what takes no part in the step differs: buffers, averaged weights."""

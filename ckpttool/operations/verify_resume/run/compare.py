@@ -11,6 +11,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from ckpttool.catalogue import identity
 from ckpttool.errors import UsageError
 from ckpttool.operations.diff import Diff
 from ckpttool.operations.verify_resume.run.losses import equal
@@ -159,7 +160,7 @@ def _tell_changing(report: Report, reference: ScriptRun, step: int) -> None:
         return
     with SavedState(reference.paths[step]) as before, SavedState(last.path) as after:
         objects = [one for one in report.unjudged if one in before.objects and one in after.objects]
-        changing = [one for one in objects if repr(before.objects[one]) != repr(after.objects[one])]
+        changing = [one for one in objects if not identity.same(before.objects[one], after.objects[one])]
     if changing:
         text = f"{some(changing)}: not judged, but run {reference.name} changes it from step {step} to step {last.step}"
         report.notes.append(f"{text}, and B has another value; if training uses it, it was not restored")

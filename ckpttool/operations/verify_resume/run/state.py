@@ -8,16 +8,16 @@ is no model and no optimizer is compared by value: an RNG state, which is a tens
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
-from ckpttool.catalogue import boxes
+from ckpttool.catalogue import boxes, identity
 from ckpttool.catalogue.boxes import Box
 from ckpttool.catalogue.entries import Catalogue, Chunk, Entry, Extent, Object, Part, Tensor, dotted
 from ckpttool.catalogue.protocols import Source
+from ckpttool.catalogue.shown import shown
 from ckpttool.errors import CkptError
 from ckpttool.layout import select
 from ckpttool.layout.move import derived
@@ -163,5 +163,4 @@ def _shown(tensor: SavedTensor) -> str:
 
 
 def _digested(value: Any) -> Any:
-    text = repr(value)
-    return hashlib.sha256(text.encode()).hexdigest() if len(text) > _LONG else value
+    return value if len(shown(value, limit=_LONG + 1)) <= _LONG else identity.key(value)

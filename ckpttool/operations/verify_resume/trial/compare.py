@@ -10,7 +10,7 @@ from operator import attrgetter
 from typing import Any
 
 from ckpttool.catalogue.dtypes import dtype
-from ckpttool.catalogue.typed_json import same
+from ckpttool.catalogue.identity import same
 from ckpttool.operations.diff.elements import Comparison
 from ckpttool.operations.verify_resume.trial import state
 from ckpttool.operations.verify_resume.trial.diagnose import diagnose

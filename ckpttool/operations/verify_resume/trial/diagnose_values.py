@@ -9,8 +9,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
+from ckpttool.catalogue.identity import same
 from ckpttool.catalogue.parts import PER_RANK, rank_key
-from ckpttool.catalogue.typed_json import same
+from ckpttool.catalogue.shown import shown
 from ckpttool.operations.diff import ABSENT, Diff
 from ckpttool.operations.verify_resume.trial.results import Finding
 from ckpttool.operations.verify_resume.trial.state import RecordedState, difference_names
@@ -130,4 +131,4 @@ def _finding(kind: str, message: str, part: str, change: _Change, rank: int | No
 
 
 def _shown(value: Any) -> str:
-    return "missing" if value is ABSENT else f"{value!r:.60}"
+    return "missing" if value is ABSENT else shown(value)

@@ -1,0 +1,274 @@
+"""No text is made of what a file holds but by the helpers that look at no more than they show.
+
+A pickle of a hundred bytes can spell a tree of 2**64 leaves, lists nested a thousand deep, or an integer that Python
+does not print: `repr`, `str`, `json.dumps` and a function that calls itself would never end, or end in an internal
+error. `catalogue.shown` is the door for people, `identity` that for comparing, `typed_json` that for JSON.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+
+from test_architecture import MODULES
+
+DOORS = {"text", "catalogue.shown", "catalogue.typed_json"}
+
+
+def outside() -> Iterator[tuple[str, ast.Module]]:
+    """Yield the modules that are no doors. A worker has no file of a stranger: it watches the user's own program."""
+    for name, tree in MODULES.items():
+        watches = name.startswith(("operations.verify_resume.worker", "operations.verify_resume.run.inject"))
+        if name not in DOORS and not watches:
+            yield name, tree
+
+
+def unbounded(tree: ast.AST) -> Iterator[str]:
+    """Yield the code that spells a value whatever it is."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.FormattedValue) and node.conversion in (ord("r"), ord("a")):
+            yield ast.unparse(node)
+        elif isinstance(node, ast.Name) and node.id in ("repr", "ascii"):
+            yield node.id
+        elif isinstance(node, ast.Attribute) and ast.unparse(node) in ("json.dumps", "json.dump"):
+            yield "json.dumps"
+        elif isinstance(node, ast.Attribute) and node.attr == "__repr__":
+            yield "__repr__"
+        elif isinstance(node, (ast.Import, ast.ImportFrom)) and {"reprlib", "pprint"} & {a.name for a in node.names}:
+            yield "reprlib"
+        elif isinstance(node, ast.keyword) and node.arg == "default" and ast.unparse(node.value) in ("str", "repr"):
+            yield "default=str"
+
+
+JSON_OF_OURS = {
+    "producers.writer": "after `typed_json.encode` has taken it; what a framework's JSON has",
+    "formats.safetensors.state_json": "what `typed_json.encode` has made",
+    "formats.safetensors.index": "names and files",
+    "storage.hub.headers": "addresses, names and sizes",
+    "storage.staging": "lines of a journal of ours",
+    "cli.terminal": "a document whose values `jsonable` has bounded",
+    "cli.error_messages": "facts that `jsonable` has bounded",
+    "operations.book.page": "numbers and names of a page",
+    "operations.stats.cached": "results of ours",
+    "operations.verify_resume.trial.compare": "a box of numbers",
+    "operations.verify_resume.trial.job": "arguments of the processes of a trial",
+    "operations.export.architecture": "a config of JSON, of which nothing is shared",
+    "operations.export.assets": "the name of a dtype",
+    "operations.export.architecture_process": "names, shapes and dtypes",
+    "operations.match.decide": "rules of a key map that were made here",
+    "operations.match": "rules of a key map that were made here",
+    "operations.inspect.document": "values that `jsonable` has bounded",
+    "transfer.processes": "messages of our own processes, and facts of errors",
+    "serialization.safetensors_header": "names, dtypes, shapes and offsets",
+    "serialization.manifest": "names, sizes and sums",
+}
+"""Modules that write JSON, and of what."""
+
+REPR_OF_OURS = {
+    ("training.match", "repr"): "names of tensors",
+    ("training.load", "repr"): "names, shapes, and what `_plain` lets through: numbers and text",
+    ("operations.verify_resume.run.observed", "repr"): "sums and numbers that the run of ours has noted",
+    ("operations.verify_resume.run.observed", "{now!r}"): "as above",
+    ("operations.verify_resume.run.observed", "{was!r}"): "as above",
+    ("operations.verify_resume.trial.compare", "repr"): "a loss",
+    ("operations.verify_resume.trial.compare", "{now!r}"): "a loss",
+    ("operations.verify_resume.trial.compare", "{was!r}"): "a loss",
+    ("operations.verify_resume.trial.compare", "{one.steps[i]['loss']!r}"): "a loss",
+    ("operations.book.resumed", "repr"): "a loss",
+    ("operations.export.written_names", "repr"): "rules that were made of a model here",
+    ("operations.open", "repr"): "the class's own",
+    ("operations.open", "{self!r}"): "the class's own",
+    ("catalogue.entries", "repr"): "the class's own",
+    ("serialization.pickler", "repr"): "numbers and text, by which sets are sorted",
+    ("transfer.journal", "repr"): "names, shapes and offsets",
+    ("transfer.processes", "default=str"): "paths in the facts of errors",
+}
+"""Code elsewhere that spells values, and why they are bounded."""
+
+
+def test_values_are_spelt_by_the_bounded_helpers() -> None:
+    found = {(name, code) for name, tree in outside() for code in unbounded(tree)}
+    allowed = {(name, "json.dumps") for name in JSON_OF_OURS} | REPR_OF_OURS.keys()
+    assert not sorted(found - allowed), "use `shown`, `literal`, `identity` or `typed_json`"
+    assert not sorted(allowed - found), "no longer there"
+
+
+# Text of what may be anything -----------------------------------------------------------------------------------------
+
+ANYTHING = {"Any", "object", "Any | None", "dict[str, Any]", "list[Any]", "Sequence[Any]", "Mapping[str, Any]"}
+GETTING = {"get", "pop", "items", "values", "keys"}
+STATED = {"value", "args", "kwargs", "state"}
+NESTED = ("dict", "list", "tuple", "set", "Stub")
+
+
+class Anything:
+    """What of a function's names may be any value of a file: parameters of the type Any, and what is taken out of them.
+    A name whose type is asked for with `isinstance` or `type` is what that says, unless it is a container."""
+
+    def __init__(self, function: ast.FunctionDef) -> None:
+        arguments = function.args
+        parameters = [*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs]
+        self.names = {p.arg for p in parameters if p.annotation is not None and ast.unparse(p.annotation) in ANYTHING}
+        before = None
+        while before != len(self.names):
+            before = len(self.names)
+            for node in ast.walk(function):
+                self._assign(node)
+        self.names -= {name for node in ast.walk(function) for name in self._known(node)}
+
+    def _assign(self, node: ast.AST) -> None:
+        match node:
+            case ast.Assign(targets, value):
+                pass
+            case ast.NamedExpr(target, value) | ast.For(target, value) | ast.comprehension(target, value):
+                targets = [target]
+            case _:
+                return
+        if self.has(value):
+            self.names |= {part.id for one in targets for part in ast.walk(one) if isinstance(part, ast.Name)}
+
+    @staticmethod
+    def _known(node: ast.AST) -> Iterator[str]:
+        match node:
+            case ast.Call(ast.Name("isinstance"), [ast.Name(name), kinds]):
+                if not any(word in ast.unparse(kinds) for word in NESTED):
+                    yield name
+            case ast.Compare(ast.Call(ast.Name("type"), [ast.Name(name)])):
+                yield name
+
+    def has(self, node: ast.expr) -> bool:
+        match node:
+            case ast.Name(name):
+                return name in self.names
+            case ast.Subscript(value) | ast.Starred(value) | ast.NamedExpr(_, value):
+                return self.has(value)
+            case ast.Attribute(value, name):
+                return name in STATED and self.has(value)
+            case ast.Call(ast.Attribute(value, name)):
+                return name in GETTING and self.has(value)
+            case ast.BoolOp(_, values) | ast.Tuple(values) | ast.List(values):
+                return any(map(self.has, values))
+            case ast.IfExp(_, one, other):
+                return self.has(one) or self.has(other)
+        return False
+
+    def spelt_in(self, function: ast.FunctionDef) -> Iterator[str]:
+        for node in ast.walk(function):
+            match node:
+                case ast.FormattedValue(value) if self.has(value):
+                    yield ast.unparse(node)
+                case ast.Call(ast.Name("str" | "format"), [value, *_]) if self.has(value):
+                    yield ast.unparse(node)
+                case ast.Call(ast.Name("map"), [ast.Name("str"), value]) if self.has(value):
+                    yield ast.unparse(node)
+
+
+REPORT = "the report of `verify-resume`, which is a result of ours"
+CONFIG = "JSON, in which nothing is shared"
+SPELT = {
+    "cli.inspect": "what a recognition says",
+    "layout.key_maps": CONFIG,
+    "operations.book.resumed": REPORT,
+    "operations.export.adapters": CONFIG,
+    "operations.export.architecture_process": "a model of transformers",
+    "operations.key_maps": "names of ours",
+    "operations.templates": "sentences of ours",
+    "operations.verify_resume.run.state": "keys, which are hashed",
+    "producers.foreign.quantized": CONFIG,
+    "serialization.safetensors_header": "known to be a list of integers",
+    "training.fill": "keys, which are hashed",
+    "transfer.agreement": "arguments of the command line",
+    "transfer.processes": "ranks",
+}
+"""Modules that make text of what could be anything by its type, and what it is."""
+
+
+def test_what_may_be_anything_is_spelt_by_them_too() -> None:
+    found: dict[str, list[str]] = {}
+    for name, tree in outside():
+        for function in ast.walk(tree):
+            if isinstance(function, ast.FunctionDef):
+                found.setdefault(name, []).extend(Anything(function).spelt_in(function))
+    found = {name: code for name, code in found.items() if code}
+    assert not {name: code for name, code in found.items() if name not in SPELT}, "use `shown` or `spelt`"
+    assert not SPELT.keys() - found.keys(), "no longer there"
+
+
+# Functions that call themselves ---------------------------------------------------------------------------------------
+
+CHECKED = "over a value of a file, which `check_levels` has let in; shared containers are counted or seen once"
+LEVELS = "to a depth of its own"
+SHAPE = "over the dimensions of a tensor, of which there are 64 at most"
+FOLDERS = "over directories, to a depth of its own or as deep as a path can be long"
+TREE = "over the tree of a result, as deep as names have dots"
+RESULT_OF_OURS = "over a result, which `jsonable` bounds"
+OWN = "over what ckpttool, or the program that runs, has made"
+RECURSIVE = {
+    "storage.local.open": "the function of Python of that name",
+    "storage.hub.store.open": "the function of Python of that name",
+    "producers.reader.open": FOLDERS,
+    "producers.open.open_at": FOLDERS,
+    "producers.foreign.deepspeed.recognise": FOLDERS,
+    "producers.runs._below": FOLDERS,
+    "operations.repair._remains": FOLDERS,
+    "formats.rankfiles.discover._files_in": FOLDERS,
+    "training.contents.with_tensors": CHECKED,
+    "training.load_into._leaves": CHECKED,
+    "catalogue.flatten.visit": CHECKED,
+    "transfer.read._read": SHAPE,
+    "layout.views._within": SHAPE,
+    "catalogue.boxes.walk": SHAPE,
+    "catalogue.boxes._walk": SHAPE,
+    "catalogue.conditions._number": "over a condition of the command line",
+    "catalogue.conditions.condition": "over a condition of the command line",
+    "catalogue.parts._has_parts": LEVELS,
+    "catalogue.parts._parts_below": LEVELS,
+    "cli.browser.names._below": TREE,
+    "formats.dcp.planner_data.above": "over a path, of 256 keys at most",
+    "formats.rankfiles.flat.optimizer._alike": LEVELS,
+    "formats.rankfiles.flat.units.visit": "over modules, as deep as names have dots",
+    "layout.index_operations.take": SHAPE,
+    "layout.key_maps._indexes": SHAPE,
+    "layout.optimizer.map_state._listed": CHECKED,
+    "layout.rechunk._is_cut": SHAPE,
+    "operations.diff.compare.between": LEVELS,
+    "operations.inspect.format_value.plain": LEVELS,
+    "operations.inspect.module_tree._count": TREE,
+    "operations.inspect.module_tree._deepest": TREE,
+    "operations.inspect.module_tree._walk": TREE,
+    "operations.match.solve._options": SHAPE,
+    "operations.match.solve._stacked": SHAPE,
+    "operations.result.as_json": RESULT_OF_OURS,
+    "operations.verify_resume.audit.uncovered._tensors": LEVELS,
+    "operations.verify_resume.run.state._leaves": CHECKED,
+    "operations.verify_resume.run.state._with_lists": CHECKED,
+    "producers.foreign.megatron.recognise": FOLDERS,
+    "serialization.pickler.named": "over the dots of a name, which is written once",
+    "serialization.torch_module._replace": LEVELS,
+    "serialization.torch_module._state_dict": LEVELS,
+    "serialization.torch_module.script_tensors": LEVELS,
+    "storage.stores.below": FOLDERS,
+    "training.fill._uncast": OWN,
+    "training.read._fill": SHAPE,
+    "training.save._paths": OWN,
+    "training.save._value": OWN,
+    "transfer.agreement._plain": OWN,
+    "transfer.plan.tiles": SHAPE,
+    "transfer.processes.transfer": OWN,
+}
+
+
+def calls_itself(tree: ast.Module) -> Iterator[str]:
+    for function in ast.walk(tree):
+        if isinstance(function, ast.FunctionDef):
+            for node in ast.walk(function):
+                match node:
+                    case ast.Call(ast.Name(name)) | ast.Call(ast.Attribute(ast.Name("self" | "cls"), name)):
+                        if name == function.name:
+                            yield name
+
+
+def test_functions_that_call_themselves_are_bounded() -> None:
+    found = {f"{name}.{function}" for name, tree in outside() for function in calls_itself(tree)}
+    assert not sorted(found - RECURSIVE.keys()), "say what bounds the depth, and what is shared, or use a loop"
+    assert not sorted(RECURSIVE.keys() - found), "no longer there"
