@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
+from ckpttool.catalogue.shown import shown
 from ckpttool.errors import CkptError, StorageError, UsageError
 from ckpttool.storage.stores import local_path
 from ckpttool.training import devices
@@ -128,7 +129,8 @@ def same_on_all(arguments: Callable[[], dict[str, Any]]) -> None:
         for name, value in first.items():
             if of_rank.get(name) != value:
                 raise UsageError(
-                    f"rank {number} passes other {name} than rank 0: {of_rank.get(name)!r:.200}, not {value!r:.200}",
+                    f"rank {number} passes other {name} than rank 0: "
+                    f"{shown(of_rank.get(name), limit=200)}, not {shown(value, limit=200)}",
                     hint="every rank makes the same call",
                 )
 

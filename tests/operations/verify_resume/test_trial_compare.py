@@ -18,7 +18,7 @@ from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.distributed.tensor.placement_types import _StridedShard
 
-from ckpttool.catalogue.typed_json import same
+from ckpttool.catalogue.identity import same
 from ckpttool.errors import UsageError
 from ckpttool.layout.mesh import parse_mesh
 from ckpttool.operations.verify_resume.trial import arguments, compare
