@@ -177,6 +177,7 @@ SPELT = {
     "operations.verify_resume.run.state": "keys, which are hashed",
     "producers.foreign.quantized": CONFIG,
     "serialization.safetensors_header": "known to be a list of integers",
+    "storage.hub.answers": "JSON of a server, in which nothing is shared",
     "training.fill": "keys, which are hashed",
     "transfer.agreement": "arguments of the command line",
     "transfer.processes": "ranks",

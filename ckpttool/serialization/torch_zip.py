@@ -26,6 +26,7 @@ from ckpttool.errors import CorruptError, ReadError
 from ckpttool.serialization import pickle_opcodes, torch_pickle
 from ckpttool.serialization.torch_pickle import TensorRef
 from ckpttool.storage.crc import crc32
+from ckpttool.text import literal
 
 Read = Callable[[int, int], bytes]
 """`read(offset, nbytes)` of the file that the archive lies in, absolute offsets."""
@@ -87,7 +88,7 @@ class Archive:
             text = self.read(self.payload("version").offset, min(self.payload("version").nbytes, _MAX_WORD))
             number = _VERSION.match(text)
             if number is None or not 1 <= int(number[1]) <= _MAX_VERSION:
-                message = f"{self.name}: an archive of version {text.decode('ascii', 'replace').strip()!r}"
+                message = f"{self.name}: an archive of version {literal(text.decode('ascii', 'replace').strip())}"
                 hint = f"torch reads 1 to {_MAX_VERSION}: the file was changed, or is of a later torch"
                 raise ReadError(f"{message}, which torch does not read", hint=hint)
 
