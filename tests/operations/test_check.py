@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import transformers
 from safetensors.torch import save_file
 from support.cli import run
 
@@ -81,6 +82,7 @@ def swap(state: State, one: str, other: str) -> None:
 LAYER = "model.layers.1"
 EXPERT = f"{LAYER}.mlp.experts.2"
 Q = f"{LAYER}.self_attn.q_proj.weight"
+NORM = f"{LAYER}.input_layernorm.weight"
 
 
 def other_rotary_order(state: State) -> None:
@@ -146,6 +148,20 @@ MISTAKES: dict[str, tuple[Callable[[State], object], str, str]] = {
     "a buffer too many": (lambda s: kept(s, "model.rotary.inv_freq", torch.ones(4)), "extra", "model.rotary.inv_freq"),
     "q and k swapped": (lambda s: swap(s, Q, Q.replace("q_proj", "k_proj")), "content", Q),
     "half of a matrix": (lambda s: s[Q][HIDDEN // 2 :].normal_(std=0.02), "content", Q),
+    "one NaN": (lambda s: s[Q].view(-1)[777:778].fill_(float("nan")), "content", Q),
+    "one infinity": (lambda s: s[Q].view(-1)[777:778].fill_(float("-inf")), "content", Q),
+    "a NaN in a tiny tensor": (
+        lambda s: s[f"{LAYER}.mlp.gate.bias"][1:2].fill_(float("nan")), "content", f"{LAYER}.mlp.gate.bias",
+    ),
+    "a tensor of NaN": (lambda s: s[Q].fill_(float("nan")), "content", Q),
+    "half of the rows zero": (lambda s: s[Q][::2].zero_(), "content", Q),
+    "the second half zero": (lambda s: s[Q][HIDDEN // 2 :].zero_(), "content", Q),
+    "a matrix times 8": (lambda s: s[Q].mul_(8), "content", Q),
+    "a matrix halved": (lambda s: s[Q].mul_(0.5), "content", Q),
+    "codes of int8": (lambda s: kept(s, Q, (s[Q] / s[Q].abs().max() * 127).round()), "content", Q),
+    "a norm of ones": (lambda s: kept(s, NORM, torch.ones(HIDDEN)), "content", NORM),
+    "a norm of zeros": (lambda s: kept(s, NORM, torch.zeros(HIDDEN)), "content", NORM),
+    "two norms swapped": (lambda s: swap(s, NORM, NORM.replace("layers.1", "layers.2")), "content", NORM),
     "the head tied": (lambda s: s.update({"lm_head.weight": s["model.embed_tokens.weight"]}), "tie", "lm_head.weight"),
 }  # fmt: skip
 
@@ -161,9 +177,60 @@ def test_a_mistake_is_named(tmp_path: Path, reference: str, mistake: str) -> Non
     assert found.exit_code == 1
     named = {one for mismatch in found.mismatches if mismatch.kind == kind for one in mismatch.names}
     assert name in named, found.mismatches
-    if mistake not in ("layers off by one", "two experts swapped", "the head tied"):
+    if mistake not in ("layers off by one", "two experts swapped", "the head tied", "two norms swapped"):
         wrong = {one for mismatch in found.mismatches if mismatch.fails for one in mismatch.names}
         assert len(wrong) <= 2, wrong
+
+
+@pytest.mark.parametrize("wrong", [0.5, 2.0, float("nan")])
+def test_a_whole_model_that_is_broken_alike_does_not_fit(tmp_path: Path, reference: str, wrong: float) -> None:
+    found = check({name: value * wrong for name, value in tuned(released()).items()}, reference, tmp_path, content=True)
+    assert found.exit_code == 1 and Q in {name for one in found.mismatches for name in one.names if one.fails}
+
+
+def test_infinities_of_the_reference_are_no_mistake(tmp_path: Path) -> None:
+    state = {"w": torch.randn(64, 64), "mask": torch.full((8, 8), float("-inf")).triu(1)}
+    save_file(state, tmp_path / "base.safetensors")
+    own = tuned(state) | {"mask": state["mask"]}
+    found = check(own, str(tmp_path / "base.safetensors"), tmp_path, content=True)
+    assert not [one for one in found.mismatches if one.fails]
+
+
+def test_trained_models_raise_no_alarm(tmp_path: Path) -> None:
+    """Of transformers, trained for some steps from a model that was trained before: whole, tied, in bfloat16, with a
+    bigger step, weight decay, frozen norms, and an optimizer that moves every element alike."""
+    alarms = {}
+    for tied in (True, False):
+        for optimizer, kind in (
+            (lambda p: torch.optim.AdamW(p, lr=1e-4), torch.float32),
+            (lambda p: torch.optim.AdamW(p, lr=1e-3, weight_decay=0.1), torch.float32),
+            (lambda p: torch.optim.SGD(p, lr=1e-1), torch.bfloat16),
+            (lambda p: torch.optim.AdamW(p, lr=1e-3), torch.bfloat16),
+            (lambda p: torch.optim.Adagrad(p, lr=1e-3), torch.float32),
+        ):
+            torch.manual_seed(5)
+            config = transformers.LlamaConfig(
+                vocab_size=128, hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4,
+                tie_word_embeddings=tied, attention_bias=True,
+            )  # fmt: skip
+            model = transformers.LlamaForCausalLM(config)
+            steps(model, torch.optim.AdamW(model.parameters(), lr=3e-3), 30)
+            base = tmp_path / f"base-{tied}-{len(alarms)}"
+            model.save_pretrained(base)
+            steps(model, optimizer(model.parameters()), 12)
+            state = {name: value.to(kind) for name, value in model.state_dict().items()}
+            found = check(state, str(base), tmp_path, content=True)
+            alarms[base.name] = [one.message for one in found.mismatches if one.fails]
+    assert not any(alarms.values()), alarms
+
+
+def steps(model: torch.nn.Module, optimizer: torch.optim.Optimizer, count: int) -> None:
+    """Train a model on random tokens."""
+    for _ in range(count):
+        tokens = torch.randint(128, (2, 16))
+        model(input_ids=tokens, labels=tokens).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
 
 
 def test_many_of_one_kind_are_one_mismatch(tmp_path: Path, reference: str) -> None:

@@ -26,6 +26,7 @@ from ckpttool.operations.export import select_model
 from ckpttool.operations.reference import Known, Reference
 from ckpttool.operations.result import Result
 from ckpttool.producers.open import naming, notes_of_run, opened
+from ckpttool.storage import stores
 from ckpttool.text import plural
 from ckpttool.transfer.execute import DEFAULT_THREADS
 from ckpttool.transfer.threads import Progress
@@ -164,7 +165,17 @@ def _content(
         for tensor in model.tensors
         if (name := new_names[tensor.name]) in fitting
     ]
-    similarities = values.compare(pairs, (viewed, source), threads or DEFAULT_THREADS, progress)
+    sources, count = (viewed, source), threads or DEFAULT_THREADS
+    similarities = values.compare(pairs, sources, count, progress)
     result.compared = len(similarities)
     result.similarity = min((one.lowest for one in similarities), default=None)
-    return list(values.judged(similarities))
+    found = list(values.judged(similarities))
+    named = {name for one in found for name in one.names}
+    # From scratch, nothing is like anything.
+    for rows in values.vectors(pairs, sources) if any(map(values.same, similarities)) else ():
+        found += [one for one in values.judged_vectors(rows) if named.isdisjoint(one.names)]
+    if all(stores.locate(file.location).store.is_local for file in viewed.catalogue.own_files):
+        found += values.nonfinite(pairs, sources, count, progress)
+    else:
+        result.notes.append(f"`{result.source}` is not on this machine: NaN outside of the samples is not seen")
+    return found

@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import suppress
+from contextlib import closing, suppress
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Any
@@ -19,7 +19,8 @@ from ckpttool.catalogue.dtypes import DTYPES
 from ckpttool.catalogue.entries import Catalogue, Chunks, Part, Tensor
 from ckpttool.catalogue.patterns import any_of, renamer
 from ckpttool.errors import CkptError, CorruptError, LossError, UsageError
-from ckpttool.layout.key_maps import KeyMap, Rule, apply, parse
+from ckpttool.layout.index_operations import Pad, Trim
+from ckpttool.layout.key_maps import KeyMap, Rule, apply, matches, parse
 from ckpttool.layout.move import derived, rebuilt
 from ckpttool.layout.optimizer.names_of_ids import trained_parameters
 from ckpttool.layout.rename import strip_wrappers
@@ -29,7 +30,10 @@ from ckpttool.operations import reference as references
 from ckpttool.operations.arguments import Selection
 from ckpttool.operations.export import ties
 from ckpttool.producers.combined import CombinedSource
+from ckpttool.storage.files import Pool
 from ckpttool.text import is_or_are, literal, plural, some
+from ckpttool.transfer.numbers import Array
+from ckpttool.transfer.read import read_box
 
 _MODEL = Part("model")
 _NUMBERED = re.compile(r"(.+)-\d{5}-of-\d{5}\.safetensors")
@@ -127,6 +131,8 @@ def mapped(
     found = _matched(planned, best, viewed, reference, config, head_dim) if name is None else None
     if found is not None:
         best, by, counts, assumed = found
+        if resized := [rule.targets[0].text for rule in by.rules if any(isinstance(o, Trim) for o in rule.operations)]:
+            notes.append(f"rows at the end that are padding are left out: {some(resized)}")
         if assumed:
             notes.append(f"assumed not to be transposed, which neither names nor shapes show: {some(assumed)}")
         notes.append(
@@ -160,9 +166,43 @@ def _matched(
     if solution.ambiguous or solution.unmatched:
         return None
     keymap = parse(models.key_map(solution, reference.path, config), "match")
+    _check_resized(keymap, planned, viewed, reference)
     model = apply(keymap, planned, viewed, key_maps.facts(config, rows))[0]
     assumed = [one.name for one in solution.assumed]
     return (model, keymap, models.counts(solution), assumed) if _fitting(model, wanted) == len(wanted) else None
+
+
+def _check_resized(keymap: KeyMap, planned: Catalogue, viewed: Viewed, reference: references.Reference) -> None:
+    """Raise LossError for a rule that leaves out rows with values, and for one that makes rows of zeros: of a
+    vocabulary of another size only padding, whose rows are all alike, may go."""
+    hint = f"`ckpttool match SRC --like {reference.path} -o map.json` writes a map that does so, and `--map` applies it"
+    for tensor in planned.tensors:
+        rule = next((found[1] for found in matches(keymap, tensor.name)), None)
+        for resize in rule.operations if rule is not None else ():
+            old = tensor.shape[0]
+            if isinstance(resize, Pad):
+                message = f"`{tensor.name}` has {old} rows, and `{reference.path}` more: they would be zeros"
+                raise LossError(message, hint=f"name a reference of this vocabulary; or {hint}", tensor=tensor.name)
+            if isinstance(resize, Trim) and not _is_padding(tensor, int(resize.size), viewed):
+                message = (
+                    f"rows {resize.size} to {old} of `{tensor.name}` are no padding, and not in `{reference.path}`"
+                )
+                raise LossError(message, hint=f"name a reference of this vocabulary; or {hint}", tensor=tensor.name)
+
+
+def _is_padding(tensor: Tensor, begin: int, viewed: Viewed) -> bool:
+    """Return whether all rows of a tensor from `begin` on are the same."""
+    stored = tensor.origin or tensor
+    first: Array | None = None
+    with closing(Pool()) as pool:
+        for row in range(begin, tensor.shape[0]):
+            offsets, sizes = (row, *[0] * len(tensor.shape[1:])), (1, *tensor.shape[1:])
+            bits = read_box((offsets, sizes), stored, viewed, pool)
+            first = bits if first is None else first
+            if not (bits == first).all():
+                return False
+    # One row says nothing of padding, unless it is zero.
+    return tensor.shape[0] - begin > 1 or first is None or not first.any()
 
 
 _REVERSED = " reversed"

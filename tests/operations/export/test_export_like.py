@@ -394,3 +394,30 @@ def test_a_map_that_lacks_a_number_is_an_open_question(tmp_path: Path) -> None:
     ckpttool.export(tmp_path / "x.pt", tmp_path / "out", **how, head_dim=width // heads)
     made = load_file(tmp_path / "out" / "consolidated.safetensors")
     assert made.keys() == meta.keys() and all(torch.equal(made[name], meta[name]) for name in meta)
+
+
+def test_rows_with_values_are_not_trimmed_nor_invented(tmp_path: Path) -> None:
+    """A vocabulary with added tokens that were trained, one with padding, and a smaller one."""
+    own, released = in_house(3, is_fused=True)
+    rows = torch.randn(96, 8, generator=torch.Generator().manual_seed(1))
+    save_file(released | {"decoder.embed_tokens.weight": rows}, tmp_path / "released.safetensors")
+    added = torch.randn(5, 8, generator=torch.Generator().manual_seed(2))
+    for name, vocabulary, message in (
+        ("trained", torch.cat((rows, added)), r"rows 96 to 101 of `trunk.wte.weight` are no padding"),
+        ("one", torch.cat((rows, added[:1])), r"rows 96 to 97 of `trunk.wte.weight` are no padding"),
+        ("smaller", rows[:90], r"`trunk.wte.weight` has 90 rows"),
+        ("padded", torch.cat((rows, torch.zeros(32, 8))), None),
+        ("alike", torch.cat((rows, added[:1].expand(7, 8))), None),
+    ):
+        torch.save({"model": own | {"trunk.wte.weight": vocabulary.clone()}}, tmp_path / f"{name}.pt")
+        how = {"like": tmp_path / "released.safetensors"}
+        if message is not None:
+            with pytest.raises(LossError, match=message) as caught:
+                ckpttool.export(tmp_path / f"{name}.pt", tmp_path / name, **how)
+            assert "ckpttool match" in str(caught.value.hint) and not (tmp_path / name).exists()
+            ckpttool.match(tmp_path / f"{name}.pt", tmp_path / "released.safetensors", output=tmp_path / f"{name}.json")
+            how["key_map"] = str(tmp_path / f"{name}.json")  # whoever names the map wants it so
+        result = ckpttool.export(tmp_path / f"{name}.pt", tmp_path / name, **how)
+        made = load_file(tmp_path / name / "released.safetensors")["decoder.embed_tokens.weight"]
+        assert torch.equal(made[:90], rows[:90]) and made.shape == rows.shape
+        assert message is not None or "rows at the end that are padding are left out" in " ".join(result.notes)
