@@ -264,8 +264,8 @@ def _similarity(pair: Pair, sources: tuple[Source, Source], pools: tuple[Pool, P
             bits = read_box(box, tensor, source, pool)
             values.append(numbers(bits.reshape(-1), tensor.dtype).astype(np.float64))
         a, b = values
-        own, reference = (one.reshape(-1, box[1][-1]).any(1) for one in values)
-        zeros += list(map(bool, reference & ~own))
+        own, reference = (np.any(one.reshape(-1, box[1][-1]), axis=1).tolist() for one in values)
+        zeros += [there and not here for here, there in zip(own, reference, strict=True)]
         known = np.isfinite(a) & np.isfinite(b)
         a, b = a[known], b[known]
         sums = [dot(a, b), dot(a, a), dot(b, b)]

@@ -138,18 +138,34 @@ def _float32_patterns(model: Any, dtype: Any) -> list[re.Pattern[str]]:
 
 
 def _in_files(model: Any, state: dict[str, Any]) -> dict[str, Any]:
-    """transformers 5 stacks what the files of some families hold apart."""
+    """transformers 5 stacks what the files of some families hold apart; 4 has other names for some in memory."""
     try:
         from transformers.core_model_loading import revert_weight_conversion
     except ImportError:
-        pass
-    else:
-        state = revert_weight_conversion(model, state)
-    return state
+        return {_released(model, name): tensor for name, tensor in state.items()}
+    return dict(revert_weight_conversion(model, state))
+
+
+def _released(model: Any, name: str) -> str:
+    """Return the name under which `save_pretrained` of transformers 4.52 to 4.57 writes a tensor."""
+    from transformers import modeling_utils
+
+    families = getattr(modeling_utils, "VLMS", ())
+    kinds = [kind.__name__.lower() for kind in type(model).__mro__[:-1]]
+    if not any(family in kind for family in families for kind in kinds):
+        return name
+    for released, pattern in getattr(model, "_checkpoint_conversion_mapping", {}).items():
+        spelt, count = re.subn(pattern, re.sub(r"\(.*\)", "", released.lstrip("^")), name)
+        if count:
+            return spelt
+    return name
 
 
 def _written(model: Any, state: dict[str, Any]) -> list[Written]:
     """Return how names in memory are written; nothing where a key map cannot say it."""
+    released = {name: _released(model, name) for name in state}
+    if any(old != new for old, new in released.items()) and len({*released.values()}) == len(released):
+        return [Written((old,), (new,)) for old, new in released.items()]
     # It is of what transformers has inside, which each version may name otherwise.
     with suppress(NotImplementedError, ImportError, AttributeError, ValueError, KeyError):
         return written_names.of_model(model, state)

@@ -8,8 +8,9 @@ from __future__ import annotations
 import contextlib
 import json
 import shutil
+import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -350,3 +351,33 @@ def test_a_sentence_transformer_that_would_not_load_is_refused(
     with pytest.raises(UsageError) as caught:
         ckpttool.export(source, tmp_path / "out", assets=base)
     assert why in str(caught.value) and not (tmp_path / "out").exists()
+
+
+def test_transformers_4_writes_other_names_than_those_in_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What `save_pretrained` of 4.57.6 did with the mapping of Qwen2.5-VL and of Llava."""
+    from transformers import modeling_utils
+
+    from ckpttool.operations.export import architecture_process
+
+    class QwenVLLike:
+        _checkpoint_conversion_mapping: ClassVar = {
+            "^visual": "model.visual",
+            r"^model(?!\.(language_model|visual))": "model.language_model",
+        }
+
+    class Plain(QwenVLLike):
+        pass
+
+    Plain.__mro__[1].__name__ = "Qwen2_5_VLForConditionalGeneration"
+    monkeypatch.setattr(modeling_utils, "VLMS", ["qwen2_5_vl"], raising=False)
+    monkeypatch.setitem(sys.modules, "transformers.core_model_loading", None)
+    names = {
+        "model.visual.blocks.0.attn.qkv.weight": "visual.blocks.0.attn.qkv.weight",
+        "model.language_model.layers.0.mlp.up_proj.weight": "model.layers.0.mlp.up_proj.weight",
+        "lm_head.weight": "lm_head.weight",
+    }
+    for kind in (Plain, QwenVLLike):
+        found = architecture_process._in_files(kind(), dict.fromkeys(names, 1))
+        assert list(found) == list(names.values())
+    monkeypatch.setattr(modeling_utils, "VLMS", ["llava"])
+    assert list(architecture_process._in_files(Plain(), dict.fromkeys(names, 1))) == list(names)
