@@ -39,6 +39,7 @@ Kind = Literal[
     "superseded-file",  # a file that another one is taken in place of
     "suspect-values",  # values that a known defect of the writer has changed
     "uneven-ranks",  # one rank wrote much more than the others
+    "root-key",  # a key around all names that the format does not keep in them
     "unknown-checksums",  # checksums of another file, or of a later version
     "unknown-shape",  # shards without the shape of the whole tensor
     "unlisted-file",  # files that the index does not mention

@@ -88,6 +88,20 @@ def strip_wrappers(name: str) -> str:
     return _WRAPPERS.sub("", name)
 
 
+def rooted(catalogue: Catalogue, notes: list[str]) -> Catalogue:
+    """Return a model with the keys around it that it had before it was written in a format without them, the fact
+    `root`, and note that."""
+    root = catalogue.facts.get("root", ())
+    if not root or any(entry.part.root for entry in catalogue.entries.values()):
+        return catalogue
+    notes.append(f"the names are below `{dotted(root)}` again, as before they were written as safetensors")
+    result = move(catalogue, {path: (*root, *path) for path in catalogue.entries})
+    result.files = catalogue.files
+    for entry in result.entries.values():
+        entry.part = Part(entry.part.kind, root)
+    return result
+
+
 def without_root(catalogue: Catalogue, part: Part) -> Catalogue:
     """Return one part alone, its root key off every name: `model.w` -> `w`. A part that is one value, such as `step`,
     keeps its key: without it nothing would be left of the name."""

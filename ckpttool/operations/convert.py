@@ -18,7 +18,7 @@ from ckpttool.errors import UsageError
 from ckpttool.layout import rechunk, select
 from ckpttool.layout.dtype_rules import cast, caster, general
 from ckpttool.layout.optimizer import respell
-from ckpttool.layout.rename import rename_entries, without_root
+from ckpttool.layout.rename import rename_entries, rooted, without_root
 from ckpttool.layout.views import Viewed
 from ckpttool.operations import arguments, mapped_state, publish, start, write
 from ckpttool.operations import reference as references
@@ -272,6 +272,10 @@ def _plan(
     arguments.check_dtypes(options.dtype, planned)
     planned = _cast(planned, catalogue, options.dtype)
     world, tensor_class = options.to_world or catalogue.world_size, options.tensor_class
+    if selection.only:
+        planned.facts = {name: fact for name, fact in planned.facts.items() if name != "root"}
+    elif row is None and target.name != catalogue.format:
+        planned = rooted(planned, notes)
     if row is not None:
         planned, target = _arranged(row, planned, source, dst, options, folded)
         tensor_class = tensor_class or row.tensor_class

@@ -9,13 +9,14 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from contextlib import suppress
 from copy import copy
 from functools import cache
 from typing import NamedTuple
 
 from ckpttool.catalogue.boxes import Ints
 from ckpttool.catalogue.budget import charge
-from ckpttool.catalogue.entries import Catalogue, Chunks, File, Part, Tensor
+from ckpttool.catalogue.entries import Catalogue, Chunks, File, Part, Path, Tensor
 from ckpttool.catalogue.shown import shown
 from ckpttool.catalogue.warning import Warning
 from ckpttool.errors import CorruptError, ReadError
@@ -102,7 +103,11 @@ class Reader:
         for name in dict.fromkeys([*order, *self.pieces]):
             self.catalogue.add(self._tensor(name, self.pieces[name]))
         remarks: dict[str, str] = {}
-        for name, kept in (self.metadata | (ties or {})).items():
+        metadata = self.metadata | (ties or {})
+        if root := _root(metadata.get(sharding.ROOT)):
+            self.catalogue.facts["root"] = root
+            del metadata[sharding.ROOT]
+        for name, kept in metadata.items():
             first = self.catalogue.entries.get((kept,))
             if isinstance(first, Tensor) and (name,) not in self.catalogue.entries and name not in sharding.RESERVED:
                 charge(len(first.chunks) * len(first.shape))
@@ -133,6 +138,15 @@ class Reader:
             shape = [max(n, o + s) for n, o, s in zip(shape, offsets, entry.shape, strict=True)]
             chunks.add(offsets, entry.shape, checksums.extent(file, entry))
         return Tensor((name,), first.dtype, tuple(shape), chunks, part=MODEL)
+
+
+def _root(text: str | None) -> Path:
+    """Return the keys that were around a model before it was written as safetensors; none if that is not what the text
+    says."""
+    keys = None
+    with suppress(CorruptError):
+        keys = strict_json.parse(text.encode("utf-8", "replace"), sharding.ROOT) if text is not None else None
+    return tuple(keys) if isinstance(keys, list) and all(type(key) in (str, int) for key in keys) else ()
 
 
 @cache

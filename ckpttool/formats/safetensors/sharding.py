@@ -27,6 +27,7 @@ MAX_SHARD_SIZE = 5 * 10**9  # huggingface_hub's MAX_SHARD_SIZE; transformers 5 p
 FORMAT_PT = {"format": "pt"}
 # Keys of the metadata of a header or of an index, which cannot be names of tied tensors.
 RESERVED = frozenset({"format", "total_size", checksums.KEY})
+ROOT = "ckpttool.root"  # the key of the metadata that has the keys around the model, as JSON
 _RAW = DTYPES["uint8"]
 
 

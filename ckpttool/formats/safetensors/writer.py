@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from contextlib import closing
 from dataclasses import dataclass, field, replace
 
 from ckpttool.catalogue import typed_json
-from ckpttool.catalogue.entries import Catalogue, Chunks, Extent, File, Path, Record, Tensor
+from ckpttool.catalogue.entries import Catalogue, Chunks, Extent, File, Path, Record, Tensor, dotted
 from ckpttool.catalogue.protocols import Crcs, CreatedSink, Loss, Sink, SinkOptions
+from ckpttool.catalogue.warning import Warning
 from ckpttool.errors import LossError
 from ckpttool.formats.safetensors import checksums, index, sharding, state_json
 from ckpttool.formats.safetensors.model_files import MODEL
@@ -29,7 +31,7 @@ def create(path: str, planned: Catalogue, options: SinkOptions) -> Sink:
         raise LossError(f"`{path}`: one safetensors file holds the tensors of one model, and nothing else")
     created = Catalogue("safetensors")
     if model:
-        metadata, most = planned.facts.get("metadata", {}), None if one_file else max_size
+        metadata, most = _metadata(planned, created) if not options.bare else {}, None if one_file else max_size
         plan = sharding.plan_model(planned, most, metadata, keep_order=options.keep_order)
         created.facts["layout"] = "one file" if len(plan.files) == 1 else "indexed"
     else:
@@ -53,6 +55,22 @@ def create(path: str, planned: Catalogue, options: SinkOptions) -> Sink:
             (locate(path) / state_json.NAME).put(state_json.sealed(state, sums))
 
     return CreatedSink(created, finish)
+
+
+def _metadata(planned: Catalogue, created: Catalogue) -> dict[str, str]:
+    """Return the metadata of a model: that of the source, and the keys around the model, which its names do not have.
+    That they do not is noted in `created`."""
+    root = next((entry.part.root for entry in planned.entries.values()), ())
+    if root:
+        text = f"`{dotted(root)}` is left off the names, as it is in a model's safetensors"
+        kept = all(type(key) in (str, int) for key in root)
+        created.warnings.append(
+            Warning("root-key", f"{text}; a conversion to another format puts it back" if kept else text)
+        )
+        root = root if kept else ()
+    root = root or planned.facts.get("root", ())
+    metadata: dict[str, str] = dict(planned.facts.get("metadata", {}))
+    return metadata | ({sharding.ROOT: json.dumps(list(root))} if root else {})
 
 
 @dataclass(slots=True)
