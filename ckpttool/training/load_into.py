@@ -246,7 +246,9 @@ class _OwnObjects:
     def _room(self, path: Path, shape: Shape) -> Any:
         """Return the memory to read a tensor into: that of the script's own, or of one that lies as an object's."""
         current: Any = self._values.get(path)
-        if isinstance(current, torch.Tensor) and tuple(current.size()) == shape.sizes and not current.is_meta:
+        fits = isinstance(current, torch.Tensor) and tuple(current.size()) == shape.sizes
+        # A ShardedTensor of several local shards answers to few attributes.
+        if fits and (isinstance(current, ShardedTensor) or not current.is_meta):
             return current
         where = next(path[:depth] for depth in range(len(path), 0, -1) if path[:depth] in self._now)
         current = self._now[where].get(path)
