@@ -165,6 +165,21 @@ def cut(text: str, limit: int) -> str:
     return text if len(text) <= limit else text[: max(limit - 3, 0)] + "..."
 
 
+def csv_cell(text: str) -> str:
+    """Return text for a cell of comma-separated values: safe to print, and no formula where a spreadsheet opens it:
+    a leading apostrophe keeps it from being one."""
+    shown = safe(text)
+    return f"'{shown}" if shown.lstrip(" ").startswith(("=", "+", "-", "@")) else shown
+
+
+def markdown_code(text: str) -> str:
+    """Return text as code of Markdown, in which nothing is markup, for a sentence or the cell of a table."""
+    shown = safe(text).replace("|", "\\|")  # which ends a cell within code too
+    fence = "`" * (1 + max(map(len, re.findall("`+", shown)), default=0))
+    pad = " " if shown.startswith("`") or shown.endswith("`") else ""
+    return f"{fence}{pad}{shown}{pad}{fence}"
+
+
 def html_table(title: str, columns: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
     """Return a table for a notebook, of at most 20 rows, with its title above it. All text is escaped."""
     from html import escape

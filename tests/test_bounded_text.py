@@ -46,6 +46,7 @@ JSON_OF_OURS = {
     "formats.safetensors.index": "names and files",
     "formats.safetensors.checksums": "names and sums",
     "storage.hub.headers": "addresses, names and sizes",
+    "operations.export.card": "a name in the header of a card",
     "storage.log": "lines of a journal of ours",
     "cli.terminal": "a document whose values `jsonable` has bounded",
     "cli.error_messages": "facts that `jsonable` has bounded",

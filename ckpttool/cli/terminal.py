@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TextIO
 import click
 
 from ckpttool.errors import DONE, StorageError
-from ckpttool.text import safe
+from ckpttool.text import csv_cell, markdown_code, safe
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -284,18 +284,12 @@ class Terminal:
 
 
 def _csv_cell(value: object) -> object:
-    # A lone surrogate of a name has no bytes.
-    return value.encode("utf-8", "backslashreplace").decode() if isinstance(value, str) else value
+    return csv_cell(value) if isinstance(value, str) else value
 
 
 def _markdown_cell(value: object) -> str:
-    text = safe(str(value))
-    if isinstance(value, (int, float)) or not text:
-        return text
-    text = text.replace("|", "\\|")  # which ends a cell within code too
-    fence = "`" * (1 + max(map(len, re.findall("`+", text)), default=0))
-    pad = " " if text.startswith("`") or text.endswith("`") else ""
-    return f"{fence}{pad}{text}{pad}{fence}"
+    text = str(value)
+    return text if isinstance(value, (int, float)) or not text else markdown_code(text)
 
 
 def _folded(text: str, width: int) -> str:

@@ -215,7 +215,8 @@ def cells(name: str, value: torch.Tensor) -> list[str]:
 def test_csv(hostile: str) -> None:
     header, *rows = csv.reader(io.StringIO(run("inspect", hostile, "--csv").stdout))
     assert header[:5] == ["name", "part", "dtype", "shape", "ndim"]
-    assert rows == [cells(name, value) for name, value in HOSTILE.items()]
+    assert rows == [cells(csv_cell(name), value) for name, value in HOSTILE.items()]
+    assert all(cell.isprintable() for row in rows for cell in row)
     assert run("inspect", hostile, "--csv", "--top", "1").stdout.splitlines()[1].startswith('"a ""b"", c",model')
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import re
 from collections import Counter
 from typing import TYPE_CHECKING
@@ -12,12 +13,13 @@ from ckpttool.errors import without_credentials
 from ckpttool.operations.export.asset_names import MODULES
 from ckpttool.operations.export.assets import Assets
 from ckpttool.storage.stores import is_remote, locate
-from ckpttool.text import count, is_or_are, plural, size
+from ckpttool.text import count, is_or_are, markdown_code, plural, size
 from ckpttool.version import __version__
 
 if TYPE_CHECKING:
     from ckpttool.operations.export.plan import Exported
 
+_PLAIN = re.compile(r"[A-Za-z0-9][\w./+-]*(?<!/)|https://[\w./%-]+", re.ASCII)
 _PIPELINES = {
     "ForCausalLM": "text-generation",
     "ForSequenceClassification": "text-classification",
@@ -40,8 +42,17 @@ def _header(beside: Assets, library: str, *, is_adapter: bool) -> str:
         rows.append(("base_model_relation", "adapter"))
     rows += [(key, beside.facts.get(key)) for key in ("license", "license_name", "license_link")]
     rows.append(("pipeline_tag", pipeline))
-    lines = [f"{key}: {value}\n" for key, value in rows if value]
+    lines = [f"{key}: {_yaml(value)}\n" for key, value in rows if value]
     return "".join([*lines, "tags:\n", *(f"- {tag}\n" for tag in (["lora"] if is_adapter else []) + ["ckpttool"])])
+
+
+def _yaml(value: str) -> str:
+    """Return text for the header: as it is, or in quotes, which JSON's are, if it could be anything else there."""
+    return value if _PLAIN.fullmatch(value) else json.dumps(value)
+
+
+def _title(text: str) -> str:
+    return text if _PLAIN.fullmatch(text) else markdown_code(text)
 
 
 def _digest(catalogue: Catalogue) -> str:
@@ -59,9 +70,9 @@ def _digest(catalogue: Catalogue) -> str:
 
 
 def _filled(result: Exported) -> str:
-    names = ", ".join(f"`{name}`" for name in result.filled)
+    names = ", ".join(map(markdown_code, result.filled))
     count = f"{plural(len(result.filled), 'tensor')} {is_or_are(result.filled)}"
-    return f"{count} not of the checkpoint but of `{_called(result.filled_from)}`: {names}"
+    return f"{count} not of the checkpoint but of {markdown_code(_called(result.filled_from))}: {names}"
 
 
 def _called(path: str) -> str:
@@ -83,28 +94,31 @@ def text(result: Exported, catalogue: Catalogue, beside: Assets) -> str:
     if MODULES in beside.paths:
         library = "sentence-transformers"
     library = "peft" if result.adapter else library
-    what = "an adapter" if result.adapter else f"a `{architecture}`" if architecture else "a model"
+    what = "an adapter" if result.adapter else f"a {markdown_code(architecture)}" if architecture else "a model"
     producer = catalogue.facts.get("producer")
     run = catalogue.facts.get("run", ())
     source = result.source if is_remote(result.source) else locate(result.source).name
     taken = next((f"{source}/{entry['name']}" for entry in run if entry["taken"]), source)
     rows = [
-        ("Made from", f"`{taken}`, {result.source_format}" + (f" as {producer} leaves it" if producer else "")),
+        (
+            "Made from",
+            f"{markdown_code(taken)}, {result.source_format}" + (f" as {producer} leaves it" if producer else ""),
+        ),
         ("Made by", f"ckpttool {__version__}, `ckpttool export`"),
         ("Parameters", f"{total} in {plural(result.tensors, 'tensor')}, {size(result.payload_bytes)}"),
         ("Dtypes", dtypes or "none"),
         *([("Cast", casts)] if casts else []),
-        *([("Weights", f"tree `{result.take}`, in place of the model")] if result.take else []),
-        *([("Names, dtypes and files", f"those of `{_called(result.like)}`")] if result.like else []),
+        *([("Weights", f"tree {markdown_code(result.take)}, in place of the model")] if result.take else []),
+        *([("Names, dtypes and files", f"those of {markdown_code(_called(result.like))}")] if result.like else []),
         *([("Filled", _filled(result))] if result.filled else []),
-        *([("Names", f"by key map `{result.key_map}`")] if result.key_map else []),
+        *([("Names", f"by key map {markdown_code(result.key_map)}")] if result.key_map else []),
         ("Digest of the source", f"`sha256:{_digest(catalogue)}` over names, sizes and stored checksums of its files"),
     ]
     table = "\n".join(f"| {key} | {value} |" for key, value in rows)
     title = result.destination.rstrip("/").rpartition("/")[2] or "Model"
     header = _header(beside, library, is_adapter=result.adapter)
     return without_credentials(
-        f"---\n{header}---\n\n# {title}\n\nThe weights of {what}, taken out of a training checkpoint"
+        f"---\n{header}---\n\n# {_title(title)}\n\nThe weights of {what}, taken out of a training checkpoint"
         f"{', and cast' if casts else ' bit for bit'}.\n\n| | |\n|---|---|\n{table}\n\n"
         "This page was made by a program. What the model is for, what it was trained on and under which license it "
         "stands is for its author to add.\n"
