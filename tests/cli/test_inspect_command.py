@@ -17,6 +17,8 @@ from support.paths import CHECKPOINTS
 from torch import nn
 from torch.distributed.checkpoint import FileSystemReader
 
+from ckpttool.text import csv_cell
+
 DCP = CHECKPOINTS / "dcp" / "hsdp_w4" / "ckpt"
 
 
