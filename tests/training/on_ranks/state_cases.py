@@ -10,6 +10,9 @@ import practices
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as torch_dcp
+from torch.distributed._shard.sharded_tensor import Shard as Shard_
+from torch.distributed._shard.sharded_tensor import init_from_local_shards
+from torch.distributed._shard.sharding_spec import ShardMetadata
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
@@ -374,6 +377,21 @@ def unknown_class(kind: str, strategy: str) -> str:
     return wrong if state == {"config": {"a": 7}} and loaded.missing == ["config.a"] else f"{state} {loaded.missing}"
 
 
+def several_shards(kind: str, strategy: str) -> str:
+    """A ShardedTensor of which each rank has two shards, as `dcp.load` fills it."""
+    place, rank = practices.folder() / "saved", dist.get_rank()
+    torch_dcp.save({"t": whole()}, checkpoint_id=place)
+    bounds = (0, 1, 2, 4, 5)
+    shards = []
+    for low, high in ((bounds[i], bounds[i + 1]) for i in (rank, rank + 2)):
+        metadata = ShardMetadata([low, 0], [high - low, 3], f"rank:{rank}/cpu")
+        shards.append(Shard_(torch.zeros(high - low, 3), metadata))
+    tensor = init_from_local_shards(shards, 5, 3)
+    ckpttool.load_into(place, {"t": tensor}, strategy=strategy)
+    found = [shard.tensor for shard in tensor.local_shards()]
+    return difference(found, [whole()[bounds[i] : bounds[i + 1]] for i in (rank, rank + 2)])
+
+
 STATES: dict[str, Callable[..., str]] = {
     f.__name__: f
     for f in (
@@ -389,5 +407,6 @@ STATES: dict[str, Callable[..., str]] = {
         other_arguments,
         untied,
         unknown_class,
+        several_shards,
     )
 }
