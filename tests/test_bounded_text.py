@@ -44,6 +44,7 @@ JSON_OF_OURS = {
     "producers.writer": "after `typed_json.encode` has taken it; what a framework's JSON has",
     "formats.safetensors.state_json": "what `typed_json.encode` has made",
     "formats.safetensors.index": "names and files",
+    "formats.safetensors.writer": "names and containers of metadata",
     "formats.safetensors.checksums": "names and sums",
     "storage.hub.headers": "addresses, names and sizes",
     "operations.export.card": "a name in the header of a card",
