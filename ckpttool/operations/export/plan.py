@@ -179,12 +179,14 @@ def _plan(
     planned = select_model.renamed(model, options.selection)
     config = beside.adapter
     planned, method = adapters.without_base(planned, config)
+    unmapped = planned
     result.adapter = bool(method)
     if config is not None:
         _check_adapter(planned, method, config, beside, options, result)
     others: list[Component] = []
     if not result.adapter:
         planned, others = bundles.place(planned, beside)
+        unmapped = planned
         planned = planned if reference is not None else _mapped(planned, viewed, beside, options, result)
     same = partial(ties.same_bytes, viewed)
     if reference is not None:
@@ -192,7 +194,7 @@ def _plan(
         return [Component(beside.main, planned), *others]
     expected = _expected(beside, options, result)
     if expected is not None:
-        planned = _released(planned, expected, viewed, beside, options, result)
+        planned = _released(planned, unmapped, expected, viewed, beside, options, result)
         planned = ties.by_model(planned, expected.tied, same, result.notes)
     elif not result.adapter:
         planned = ties.by_names(planned, beside.ties_words, same, result.notes)
@@ -321,17 +323,32 @@ def _facts(beside: Assets, options: ExportOptions) -> dict[str, int]:
 
 
 def _released(
-    planned: Catalogue, model: Expected, viewed: Viewed, beside: Assets, options: ExportOptions, result: Exported
+    planned: Catalogue,
+    unmapped: Catalogue,
+    model: Expected,
+    viewed: Viewed,
+    beside: Assets,
+    options: ExportOptions,
+    result: Exported,
 ) -> Catalogue:
-    """Return the tensors under the names of files, if the library says how they become of those in memory."""
-    shapes = {tensor.name: tensor.shape for tensor in planned.tensors if tensor.alias is None}
-    asked = options.names == "released" and options.key_map is None and model.rules
-    if not asked or not architecture.compare(shapes, model).in_memory:
+    """Return the tensors under the names of files, if the library says how they become of those in memory: also of
+    those in the memory of another version than a key map is for, which makes files of some."""
+    if options.names != "released" or options.key_map is not None or not model.rules:
+        return planned
+    found = _compared_with(planned, model)
+    if found.differs and not found.in_memory:
+        planned, found = (unmapped, again) if (again := _compared_with(unmapped, model)).in_memory else (planned, found)
+    if not found.in_memory:
         return planned
     keymap = parse({"name": model.library, "rules": model.rules}, model.library)
     result.key_map = keymap.name
     result.notes.append(f"the names are those that {model.library} has in memory; it says those of files, as written")
     return apply(keymap, planned, viewed, _facts(beside, options))[0]
+
+
+def _compared_with(planned: Catalogue, model: Expected) -> architecture.Compared:
+    shapes = {tensor.name: tensor.shape for tensor in planned.tensors if tensor.alias is None}
+    return architecture.compare(shapes, model)
 
 
 def _expected(beside: Assets, options: ExportOptions, result: Exported) -> Expected | None:
