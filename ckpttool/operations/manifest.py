@@ -110,9 +110,13 @@ def write(path: str, manifest: Manifest) -> None:
 
 def files_of(path: Location, catalogue: Catalogue) -> tuple[Location, list[str]]:
     """Return the root of a checkpoint and the names of its files below it: all that are in a directory, indexes, too,
-    without manifests and what an interrupted save left; or the one file. Raises ReadError."""
+    without manifests and what an interrupted save left; or the one file. Raises ReadError, and CorruptError for a link
+    that leaves the directory."""
     if path.is_dir():
-        return path, [name for name in path.below() if name.rpartition("/")[2] != NAME]
+        names = [name for name in path.below() if name.rpartition("/")[2] != NAME]
+        for name in names:
+            path.inside(name)
+        return path, names
     locations = [locate(file.location) for file in catalogue.own_files if not file.missing]
     root = path.absolute().parent
     if len(locations) > 1 or not path.is_file():

@@ -160,9 +160,28 @@ def open_source(path: str, shapes: str | None = None, only: Collection[str] | No
             found.annotate(catalogue)
         catalogue.warnings += _unsafe(catalogue, named)
         _keep_versions(catalogue, seen)
+        _check_links(location_of(location, catalogue), catalogue)
         on_error.pop_all()
     is_remote = location is not path and not location.store.is_local
     return CombinedSource.over(source, location.store.close) if is_remote else source
+
+
+def _check_links(root: Location, catalogue: Catalogue) -> None:
+    """Raise CorruptError for a file that is reached through a link out of the checkpoint, also one that no index names:
+    in a directory of a stranger it may lead to any file of this user. A path that was typed may be a link itself."""
+    if not root.store.is_local or root.is_pattern():
+        return
+    folder = root if root.is_dir() else root.parent
+    top, is_linked = folder.real(), dict[str, bool]()
+    indexes = (locate(path) for path in catalogue.versions if is_index(path))
+    for location in (*(locate(file.location) for file in catalogue.own_files if not file.missing), *indexes):
+        if location == root or not location.store.is_local or not location.is_below(folder):
+            continue
+        above = location.parent
+        if above not in is_linked:
+            is_linked[above] = above != folder and above.real() != top / above.relative_to(folder)
+        if is_linked[above] or location.is_link():
+            folder.inside(location.relative_to(folder))
 
 
 def _keep_versions(catalogue: Catalogue, seen: Mapping[str, Version]) -> None:

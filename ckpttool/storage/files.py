@@ -362,7 +362,8 @@ def inside(root: str, name: str) -> str:
     hub = _SNAPSHOT.match(top)
     allowed = [top, f"{hub[1]}/blobs", f"{hub[2]}/blobs"] if hub else [top]
     if real != top and not any(real.startswith(folder.rstrip("/") + "/") for folder in allowed):
-        raise CorruptError(f"`{path}`: a link that leaves the checkpoint", file=str(path), found=real)
+        hint = "copy what it leads to in its place, or name that itself"
+        raise CorruptError(f"`{path}`: a link that leaves the checkpoint", hint=hint, file=str(path), found=real)
     return str(path)
 
 
