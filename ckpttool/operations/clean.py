@@ -9,14 +9,12 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import ClassVar, Literal
 
 from ckpttool.errors import DONE, ReadError, StorageError
 from ckpttool.operations.result import Result
-from ckpttool.storage import remnants, tree
+from ckpttool.storage import remnants
 from ckpttool.storage.errors import os_errors
 from ckpttool.storage.remnants import Kind, Remnant
 from ckpttool.storage.stores import local_path
@@ -110,15 +108,7 @@ def _described(folder: str, one: Remnant) -> Left:
     elif place is not None and place.host is not None:
         why = f"a run on {place.host} may be working in it"
     state: State = "running" if one.running else "foreign" if why else "ended"
-    nbytes, changed = 0, 0.0
-    for name in one.names:
-        path = os.path.join(folder, name)
-        # Those of others may be out of reach.
-        with suppress(OSError):
-            changed = max(changed, os.lstat(path).st_mtime)
-            nbytes += tree.disk_bytes(path)
-    if place is not None:
-        changed = max(changed, os.fstat(place.log.descriptor).st_mtime if not place.is_empty else 0.0)
+    nbytes, changed = remnants.measure(folder, one)
     return Left(one.names, one.kind, state, nbytes, round(max(0.0, time.time() - changed), 1), why)
 
 
@@ -131,7 +121,7 @@ def _remove(folder: str, one: Remnant, left: Left, result: Cleaned) -> None:
         elif one.place is not None:
             one.place.remove()
         else:
-            _remove_names(folder, one.names)
+            remnants.remove_names(folder, one.names)
     except OSError as error:
         result.exit_code = StorageError.exit_code
         left.why = f"cannot be removed: {(error.strerror or str(error)).lower()}"
@@ -139,13 +129,3 @@ def _remove(folder: str, one: Remnant, left: Left, result: Cleaned) -> None:
         return
     left.removed = True
     result.removed_bytes += left.bytes
-
-
-def _remove_names(folder: str, names: Sequence[str]) -> None:
-    above = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        # The journal last: as long as that exists, it is seen what the rest is.
-        for name in sorted(names, key=lambda name: name.endswith(".journal")):
-            tree.remove(name, above)
-    finally:
-        os.close(above)

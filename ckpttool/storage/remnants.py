@@ -17,6 +17,7 @@ import re
 import stat
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Literal
 
@@ -146,3 +147,29 @@ def why_kept(folder: str, one: Remnant) -> str:
     if any(".old-" in name for name in one.names) and not os.path.lexists(os.path.join(folder, one.of)):
         return f"`{one.of}` is gone, and this may be it: give it its name back, or remove it"
     return ""
+
+
+def measure(folder: str, one: Remnant) -> tuple[int, float]:
+    """Return the bytes on disk of a remnant, and when it was last changed, in seconds since the epoch."""
+    nbytes, changed = 0, 0.0
+    for name in one.names:
+        path = os.path.join(folder, name)
+        # Those of others may be out of reach.
+        with suppress(OSError):
+            changed = max(changed, os.lstat(path).st_mtime)
+            nbytes += tree.disk_bytes(path)
+    place = one.workspace
+    if place is not None and not place.is_empty:
+        changed = max(changed, os.fstat(place.log.descriptor).st_mtime)
+    return nbytes, changed
+
+
+def remove_names(folder: str, names: Iterable[str]) -> None:
+    """Remove a remnant of an earlier version, the journal last: as long as that exists, it is seen what the rest is.
+    Raises OSError."""
+    above = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        for name in sorted(names, key=lambda name: name.endswith(".journal")):
+            tree.remove(name, above)
+    finally:
+        os.close(above)
