@@ -91,6 +91,20 @@ class Rule:
         return [name for name in self.targets[0].fields if name not in self.shared]
 
     @property
+    def rows(self) -> list[int]:
+        """The number of tensors that each operation makes, in each layer and of each number of a stack: a `split` as
+        many as there are targets, or, before a `concat`, as one of both says; 0 if neither does."""
+        rows, made = len(self.sources), []
+        for place, operation in enumerate(self.operations):
+            if isinstance(operation, Concat):
+                rows = 1
+            elif isinstance(operation, Split):
+                later = next((one for one in self.operations[place + 1 :] if isinstance(one, Concat)), None)
+                rows = len(self.targets) if later is None else len(operation.parts or later.parts)
+            made.append(rows)
+        return made
+
+    @property
     def is_renaming(self) -> bool:
         """Whether each tensor only gets another name."""
         return not self.operations and len(self.targets) == 1
@@ -241,7 +255,9 @@ def _parsed(data: Mapping[str, Any], where: str, version: int) -> Rule | None:
         and (len(sources) == 1 or Concat in kinds)
         and (len(targets) == 1 or Split in kinds)
     )
-    return Rule(sources, targets, known) if fits and len(known) == len(parsed) else None
+    rule = Rule(sources, targets, known)
+    fits = fits and len(known) == len(parsed) and rule.rows[-1:] in ([], [len(targets)]) and 0 not in rule.rows
+    return rule if fits else None
 
 
 def _own_fields(side: Sequence[Name], other: Sequence[Name]) -> list[str]:
@@ -375,8 +391,8 @@ def _apply_rule(keymap: KeyMap, group: _Group, viewed: Viewed, facts: Facts) -> 
     table, sources = _table(keymap, group)
     first = sources[0]
     try:
-        for operation in rule.operations:
-            table = operation.apply(table, facts, len(rule.targets))
+        for operation, rows in zip(rule.operations, rule.rows, strict=True):
+            table = operation.apply(table, facts, rows)
     except UsageError as error:
         raise UsageError(
             f"key map `{keymap.name}`: `{first.name}` {list(first.shape)} to `{rule.targets[0].text}`: {error.message}",

@@ -342,6 +342,12 @@ RULES = [
     {"from": "group.{n}.linear_qkv", "to": ["l.{n}.q_proj", "l.{n}.k_proj", "l.{n}.v_proj"],
      "operations": [{"split": {"axis": 0, "parts": ["heads", "kv", "kv"], "groups": "kv"}},
                     {"rows": {"to": "halves", "parts": [0, 1]}}]},
+    {"from": "p.{n}.qkv", "to": "l.{n}.query_key_value",
+     "operations": [{"split": {"axis": 0, "parts": ["heads", "kv", "kv"]}},
+                    {"rows": {"to": "halves", "parts": [0, 1]}},
+                    {"concat": {"axis": 0, "parts": ["heads", "kv", "kv"], "groups": "kv"}}]},
+    {"from": "p.{n}.gates", "to": "l.{n}.interleaved",
+     "operations": [{"split": 1}, {"concat": {"axis": 1, "parts": 2, "groups": 3}}]},
     {"from": "top.{rest*}", "to": "{rest*}"},
 ]  # fmt: skip
 FACTS = {"heads": 4, "kv": 2, "head_dim": 8}
@@ -353,7 +359,7 @@ def model() -> dict[str, Array]:
         shapes |= {f"h.{n}.up": (5, 2), f"h.{n}.qkv": (16, 3), f"h.{n}.rot": (3, 8)}
         for e in range(3):
             shapes |= {f"h.{n}.moe.{e}.gate": (2, 4), f"h.{n}.x.{e}.a": (2, 3), f"h.{n}.x.{e}.b": (2, 3)}
-        shapes[f"group.{n}.linear_qkv"] = (64, 3)
+        shapes |= {f"group.{n}.linear_qkv": (64, 3), f"p.{n}.qkv": (64, 3), f"p.{n}.gates": (2, 6)}
         for e in range(3):
             shapes |= {f"layers.{n}.experts.{e}.down": (2, 4), f"layers.{n}.experts.{e}.up": (4, 2)}
             shapes |= {f"layers.{n}.x.{e}.a": (2, 3), f"layers.{n}.x.{e}.b": (2, 3)}
@@ -393,6 +399,11 @@ def test_a_map_and_its_inverse(seed: int) -> None:
         q, k = (permuted(heads[:, at].reshape(-1, 3), "halves", 8, 0) for at in (slice(0, 2), 2))
         assert np.array_equal(found[f"l.{n}.q_proj"], q) and np.array_equal(found[f"l.{n}.k_proj"], k)
         assert np.array_equal(found[f"l.{n}.v_proj"], heads[:, 3].reshape(-1, 3))
+        q, k, v = np.split(arrays[f"p.{n}.qkv"], [32, 48])
+        parts = (permuted(q, "halves", 8, 0), permuted(k, "halves", 8, 0), v)
+        heads = np.concatenate([part.reshape(2, -1, 3) for part in parts], 1)
+        assert np.array_equal(found[f"l.{n}.query_key_value"], heads.reshape(64, 3))
+        assert np.array_equal(found[f"l.{n}.interleaved"], arrays[f"p.{n}.gates"][:, [0, 3, 1, 4, 2, 5]])
     assert np.array_equal(found["embed"], np.pad(arrays["emb"], ((0, 2), (0, 0)))) and "a.{" in found
     back = Sharded(found, seed + 100)
     again = Viewed(back)
@@ -429,6 +440,20 @@ def test_what_does_not_fit_is_said(rule: Any, without: list[str], why: str) -> N
     source = Sharded({name: array for name, array in model().items() if name not in without}, 2)
     with pytest.raises(UsageError, match=why):
         key_maps.apply(keymap, source.catalogue, Viewed(source), FACTS)
+
+
+@pytest.mark.parametrize(
+    ("targets", "steps"),
+    [
+        ("b", [{"split": 0}, {"concat": 0}]),
+        (["b", "c"], [{"split": {"axis": 0, "parts": 2}}, {"concat": 0}]),
+        ("b", [{"split": {"axis": 0, "parts": 2}}, {"concat": 0}, {"stack": 0}]),
+    ],
+)
+def test_parts_that_are_joined_again_are_counted(targets: Any, steps: list[Any]) -> None:
+    """Nothing says how many the first are, and one tensor has no two names."""
+    with pytest.raises(UsageError, match="is not a rule"):
+        key_maps.parse({"name": "x", "rules": [{"from": "a", "to": targets, "operations": steps}]}, "x")
 
 
 @pytest.mark.parametrize(
