@@ -1,9 +1,9 @@
 """Versions of local files: what tells that one was written again while it is read.
 
 Size, modification time and inode differ in a file that was replaced, and nearly always in one that was rewritten in
-place. `rsync --inplace -t` and `cp -p` put the modification time back; no program can put the time of the last change
-of the inode (ctime) back. But that time also moves when a file is linked, renamed or gets other permissions, and its
-bytes stay: where the number of its links, its mode or its owner differ too, they are why.
+place. rsync, which can write in place, and `cp -p` put the modification time back; no program can put the time of the
+last change of the inode (ctime) back. It also moves when a file is linked, renamed or gets other permissions,
+and its bytes stay: where the number of its links, its mode or its owner differ too, they are why.
 """
 
 from __future__ import annotations
