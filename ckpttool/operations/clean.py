@@ -91,7 +91,7 @@ def clean(directory: str | os.PathLike[str], *, yes: bool = False) -> Cleaned:
         if yes:
             for one, left in zip(found, result.left, strict=True):
                 if left.state == "ended":
-                    _remove(folder, one, left, result)
+                    _remove(one, left, result)
     finally:
         for one in found:
             if (place := one.workspace) is not None:
@@ -102,17 +102,14 @@ def clean(directory: str | os.PathLike[str], *, yes: bool = False) -> Cleaned:
 def _described(folder: str, one: Remnant) -> Left:
     place = one.workspace
     why: str | None = one.why or None
-    if one.earlier and not one.running:
-        with os_errors(folder, "read"):
-            why = remnants.why_kept(folder, one) or None
-    elif place is not None and place.host is not None:
+    if place is not None and place.host is not None:
         why = f"a run on {place.host} may be working in it"
     state: State = "running" if one.running else "foreign" if why else "ended"
     nbytes, changed = remnants.measure(folder, one)
     return Left(one.names, one.kind, state, nbytes, round(max(0.0, time.time() - changed), 1), why)
 
 
-def _remove(folder: str, one: Remnant, left: Left, result: Cleaned) -> None:
+def _remove(one: Remnant, left: Left, result: Cleaned) -> None:
     try:
         if one.stage is not None:
             if one.stage.put_back():
@@ -120,8 +117,6 @@ def _remove(folder: str, one: Remnant, left: Left, result: Cleaned) -> None:
             one.stage.remove()
         elif one.place is not None:
             one.place.remove()
-        else:
-            remnants.remove_names(folder, one.names)
     except OSError as error:
         result.exit_code = StorageError.exit_code
         left.why = f"cannot be removed: {(error.strerror or str(error)).lower()}"

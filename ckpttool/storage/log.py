@@ -9,6 +9,8 @@ from typing import Any
 
 from ckpttool.storage.crc import crc32
 
+_LONGEST = 16 << 20  # bytes of a line: a file of zeros would be one of its whole size
+
 
 class Log:
     """Lines of JSON at an open descriptor, each behind the CRC-32 of its text; one that is torn or damaged ends them.
@@ -44,7 +46,7 @@ class Log:
     def _undamaged(self) -> Iterator[bytes]:
         with open(os.dup(self.descriptor), "rb") as stream:
             stream.seek(0)
-            for line in stream:
+            while line := stream.readline(_LONGEST):
                 if not line.endswith(b"\n") or line[:9] != b"%08x " % crc32(line[9:-1]):
                     return
                 try:

@@ -14,7 +14,6 @@ from __future__ import annotations
 import fcntl
 import os
 import re
-import stat
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
@@ -37,7 +36,6 @@ class Remnant:
     """What one run left in a directory, under these names; `of` is the name of its destination.
 
     `stage` or `place` is that of a run of this user that has ended, locked; else `why` says why it is left alone.
-    `earlier` is whether only earlier versions made such names, so that nothing proves who did.
     """
 
     kind: Kind
@@ -47,7 +45,6 @@ class Remnant:
     place: Workspace | None = None
     why: str = ""
     running: bool = False
-    earlier: bool = False
 
     @property
     def workspace(self) -> Workspace | None:
@@ -101,9 +98,6 @@ def _of_run(folder: str, name: str, run: str, group: Sequence[re.Match[str]]) ->
 def _of_scratch(folder: str, match: re.Match[str]) -> Remnant:
     one = Remnant("temporary files", [match[0]])
     if not re.search(f"-{SUFFIX}$", match[0]):
-        if match["kind"] in ("run", "trial"):
-            one.why = "of an earlier version: nothing tells whether its run has ended"
-            return one
         return _earlier(folder, one, match[0])
     found = workspace.find(folder, match[0])
     one.place, one.why, one.running = found
@@ -111,9 +105,10 @@ def _of_scratch(folder: str, match: re.Match[str]) -> Remnant:
 
 
 def _earlier(folder: str, one: Remnant, locked: str) -> Remnant:
-    """Fill in what can be told of a remnant of an earlier version, which has `locked` locked while its run lives."""
-    one.earlier, one.running = True, _has_lock(os.path.join(folder, locked))
-    one.why = "a run is working in it" if one.running else "of an earlier version, or of no run"
+    """Fill in what can be told of a remnant of an earlier version, which has `locked` locked while its run lives. Its
+    name is that of many a backup, `.out.old-2023`."""
+    one.running = _has_lock(os.path.join(folder, locked))
+    one.why = "a run is working in it" if one.running else "of an earlier version, or of no run: nothing proves which"
     return one
 
 
@@ -133,22 +128,6 @@ def _has_lock(path: str) -> bool:
     return False
 
 
-def why_kept(folder: str, one: Remnant) -> str:
-    """Return why a remnant of an earlier version cannot be removed; empty if it can be: it is this user's, nobody else
-    may write to it, and it is no link. Raises OSError."""
-    for name in one.names:
-        found = tree.status(os.path.join(folder, name))
-        if found is None:
-            continue
-        if stat.S_IFMT(found.st_mode) not in (stat.S_IFREG, stat.S_IFDIR):
-            return f"`{name}` is no file or directory"
-        if why := workspace.not_ours(found):
-            return why
-    if any(".old-" in name for name in one.names) and not os.path.lexists(os.path.join(folder, one.of)):
-        return f"`{one.of}` is gone, and this may be it: give it its name back, or remove it"
-    return ""
-
-
 def measure(folder: str, one: Remnant) -> tuple[int, float]:
     """Return the bytes on disk of a remnant, and when it was last changed, in seconds since the epoch."""
     nbytes, changed = 0, 0.0
@@ -158,18 +137,6 @@ def measure(folder: str, one: Remnant) -> tuple[int, float]:
         with suppress(OSError):
             changed = max(changed, os.lstat(path).st_mtime)
             nbytes += tree.disk_bytes(path)
-    place = one.workspace
-    if place is not None and not place.is_empty:
+    if (place := one.workspace) is not None and not place.is_empty:
         changed = max(changed, os.fstat(place.log.descriptor).st_mtime)
     return nbytes, changed
-
-
-def remove_names(folder: str, names: Iterable[str]) -> None:
-    """Remove a remnant of an earlier version, the journal last: as long as that exists, it is seen what the rest is.
-    Raises OSError."""
-    above = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        for name in sorted(names, key=lambda name: name.endswith(".journal")):
-            tree.remove(name, above)
-    finally:
-        os.close(above)

@@ -15,6 +15,7 @@ import os
 import stat
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 from ckpttool.storage import tree
@@ -36,7 +37,7 @@ class Stage:
 
     def __init__(self, dst: str, place: Workspace) -> None:
         self.dst, self.place, self.log = dst, place, place.log
-        self.name = os.path.basename(os.path.abspath(dst))
+        self.name = Path(dst).name
         self.old = f".{self.name}.old-{place.suffix}"
         # No suffix from which a format would be told.
         self._new, self._before = (f"{root}/{self.name}.partial" for root in (NEW, BEFORE))
@@ -99,8 +100,11 @@ class Stage:
     def is_published(self) -> bool:
         """Return whether the destination is in its place."""
         inside = self.place.descriptor
-        is_left = any(tree.status(name, inside) is not None for name in (self._new, self._before))
-        return not is_left and tree.status(self.name, self.place.above) is not None
+        made, there = tree.status(self._new, inside), tree.status(self.name, self.place.above)
+        if there is None or tree.status(self._before, inside) is not None:
+            return False
+        # A file has both names if the run was killed between them; to resume would write into the destination.
+        return made is None or os.path.samestat(made, there)
 
     def put_back(self) -> bool:
         """Restore the old destination, if it was moved aside and not replaced. Return whether it was. Raises
@@ -167,13 +171,23 @@ class Stage:
         return True
 
     def _move_aside(self, there: os.stat_result) -> None:
-        self.log.record({"old": [there.st_ino, stat.S_IFMT(there.st_mode)]})
         above = self.place.above
+        self._record_old(there)
         try:
             os.rename(self.name, self.old, src_dir_fd=above, dst_dir_fd=above)
+            moved = tree.status(self.old, above)
+            if moved is not None and moved.st_ino != there.st_ino:
+                # What another run has put there meanwhile has to come back, or to be removed, as well.
+                self._record_old(moved)
+        except FileNotFoundError:
+            # Another run is replacing it, too.
+            return
         except BaseException:
             self.put_back()
             raise
+
+    def _record_old(self, old: os.stat_result) -> None:
+        self.log.record({"old": [old.st_ino, stat.S_IFMT(old.st_mode)]})
 
     def _rename_new(self) -> None:
         os.rename(self._new, self.name, src_dir_fd=self.place.descriptor, dst_dir_fd=self.place.above)

@@ -51,7 +51,7 @@ def stage(
     check_free(dst, overwrite=overwrite, is_file=is_file)
     dst = _followed(dst)
     notes = [] if notes is None else notes
-    above = str(Path(dst).absolute().parent)
+    above, name = _place(dst)
     created = missing_folders(dst)
     if created:
         notes.append(f"created the directory `{above}`")
@@ -60,7 +60,6 @@ def stage(
         earlier = _left(dst, notes, resume)
         # `_left` may have restored an old one.
         check_free(dst, overwrite=overwrite, is_file=is_file)
-        name = os.path.basename(os.path.abspath(dst))
         current = earlier or Stage(dst, workspace.create(above, f".{name}.partial-"))
     except OSError as error:
         _unmake(created)
@@ -74,7 +73,7 @@ def stage(
         check_free(dst, overwrite=overwrite, is_file=is_file)
         try:
             if after is not None and rest is not None:
-                current.log.record({"after": os.path.abspath(after.path)})
+                current.log.record({"after": str(Path(after.path).absolute())})
             current.publish(overwrite=overwrite)
             os.fsync(current.place.above)
         except OSError as error:
@@ -105,6 +104,13 @@ def stage(
             _unmake(created)
 
 
+def _place(dst: str) -> tuple[str, str]:
+    """Return the folder of a destination and its name in there."""
+    # `os.path.abspath` would take `link/..` for the folder of the link.
+    path = Path(dst).absolute()
+    return str(path.parent), path.name
+
+
 def _followed(dst: str) -> str:
     # A link to another disk: the target is replaced, and the link stays.
     return os.path.realpath(dst) if os.path.islink(dst) and os.path.isdir(dst) else dst
@@ -127,7 +133,7 @@ def check_free(dst: str, *, overwrite: bool, is_file: bool) -> None:
     path = Path(dst)
     if is_remote(dst):
         raise UsageError(f"`{dst}` is not on this machine", hint="name a file or a directory")
-    if not dst or os.path.basename(os.path.normpath(dst)) in ("", ".", ".."):
+    if not dst or path.name in ("", ".."):
         message = f"`{dst}` cannot be replaced" if dst else "the destination has no name"
         raise UsageError(message, hint="name a new file or directory")
     if is_file and (dst.endswith("/") or path.is_dir()):
@@ -136,6 +142,9 @@ def check_free(dst: str, *, overwrite: bool, is_file: bool) -> None:
         )
     if hint := not_expanded(dst):
         raise UsageError(f"`{dst}`: there is no directory `{dst.partition('/')[0]}`", hint=hint)
+    if os.path.ismount(os.path.realpath(dst)):
+        message = f"`{dst}` is where a file system is mounted, which cannot be replaced"
+        raise UsageError(message, hint=f"name a directory in it: `{dst.rstrip('/')}/NAME`")
     if path.is_dir() and not is_file and not any(path.iterdir()):
         return
     if os.path.lexists(path) and stat.S_IFMT(path.lstat().st_mode) not in (stat.S_IFREG, stat.S_IFDIR, stat.S_IFLNK):
@@ -188,7 +197,7 @@ def finish(dst: str, path: str | None, do: Callable[[], None]) -> bool | None:
     Whatever else a journal says is not believed. Raises StorageError, and the errors of `do`.
     """
     dst = _followed(dst.rstrip("/") or dst)
-    wanted, done = path and os.path.abspath(path), None
+    wanted, done = path and str(Path(path).absolute()), None
     if not os.path.lexists(dst):
         return None
     with os_errors(dst, "write"):
@@ -240,7 +249,7 @@ def _ended(dst: str, notes: list[str], resume: bool) -> list[Stage]:
     """Return what ended runs of this user left at `dst`, the oldest first. What else is there is noted. Raises
     OSError."""
     ended, foreign = [], []
-    folder, name = os.path.split(os.path.abspath(dst))
+    folder, name = _place(dst)
     for one in remnants.beside(folder, name):
         if one.stage is None:
             if not one.running:

@@ -5,11 +5,13 @@ A name is looked up once, and no link is followed: whoever puts a link in its pl
 
 from __future__ import annotations
 
+import errno
 import os
 import stat
 
 # Of a directory; where there is a link or something else instead, this fails.
 DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+_DEEPEST = 200  # directories in one another: each takes a descriptor, and a frame of Python
 
 
 def status(name: str, folder: int | None = None) -> os.stat_result | None:
@@ -23,7 +25,7 @@ def status(name: str, folder: int | None = None) -> os.stat_result | None:
         return None
 
 
-def remove(name: str, folder: int | None = None, *, inode: int | None = None) -> None:
+def remove(name: str, folder: int | None = None, *, inode: int | None = None, depth: int = 0) -> None:
     """Remove a file, a link or a directory tree, if it exists, and if it has this inode.
 
     What links lead to stays. As much as possible is removed, also from directories of this user that are read-only.
@@ -35,7 +37,7 @@ def remove(name: str, folder: int | None = None, *, inode: int | None = None) ->
     if not stat.S_ISDIR(found.st_mode):
         os.unlink(name, dir_fd=folder)
         return
-    descriptor = os.open(name, DIRECTORY, dir_fd=folder)
+    descriptor = _opened(name, folder, depth)
     try:
         here = os.fstat(descriptor)
         if here.st_ino != found.st_ino:
@@ -46,7 +48,7 @@ def remove(name: str, folder: int | None = None, *, inode: int | None = None) ->
         first = None
         for one in names:
             try:
-                remove(one, descriptor)
+                remove(one, descriptor, depth=depth + 1)
             except OSError as error:
                 first = first or error
         if first is not None:
@@ -56,16 +58,22 @@ def remove(name: str, folder: int | None = None, *, inode: int | None = None) ->
     os.rmdir(name, dir_fd=folder)
 
 
-def disk_bytes(name: str, folder: int | None = None) -> int:
+def disk_bytes(name: str, folder: int | None = None, *, depth: int = 0) -> int:
     """Return the bytes on disk of a file, or of all files below a directory. Raises OSError."""
     found = status(name, folder)
     if found is None or not stat.S_ISDIR(found.st_mode):
         return found.st_blocks * 512 if found is not None and stat.S_ISREG(found.st_mode) else 0
-    descriptor = os.open(name, DIRECTORY, dir_fd=folder)
+    descriptor = _opened(name, folder, depth)
     try:
-        return sum(disk_bytes(one, descriptor) for one in os.listdir(descriptor))
+        return sum(disk_bytes(one, descriptor, depth=depth + 1) for one in os.listdir(descriptor))
     finally:
         os.close(descriptor)
+
+
+def _opened(name: str, folder: int | None, depth: int) -> int:
+    if depth > _DEEPEST:
+        raise OSError(errno.ENAMETOOLONG, f"more than {_DEEPEST} directories in one another")
+    return os.open(name, DIRECTORY, dir_fd=folder)
 
 
 def files_below(folder: int, name: str) -> list[str]:

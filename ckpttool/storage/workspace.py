@@ -50,11 +50,12 @@ class Found(NamedTuple):
 class Workspace:
     """A directory `name` in `folder` in which this run works, or one that has ended. `log` is its journal, locked.
 
-    What is in it is reached through open descriptors, so that it does not matter what happens to its name.
+    What is in it is reached through open descriptors, so that it does not matter what happens to its name. `is_bare` is
+    whether it was an empty directory when it was found.
     """
 
-    def __init__(self, folder: str, name: str, above: int, descriptor: int, log: Log) -> None:
-        self.folder, self.name, self.log = folder, name, log
+    def __init__(self, folder: str, name: str, above: int, descriptor: int, log: Log, *, is_bare: bool = False) -> None:
+        self.folder, self.name, self.log, self.is_bare = folder, name, log, is_bare
         self.above, self.descriptor = above, descriptor
 
     @property
@@ -104,6 +105,10 @@ class Workspace:
 
     def remove(self) -> None:
         """Remove it, the journal last: as long as that exists, the next run finds the rest. Raises OSError."""
+        if self.is_bare:
+            # Without a lock: its run may have gone on meanwhile, and then it is not empty.
+            os.rmdir(self.name, dir_fd=self.above)
+            return
         for name in os.listdir(self.descriptor):
             if name != JOURNAL:
                 tree.remove(name, self.descriptor)
@@ -132,7 +137,10 @@ def owner_now() -> dict[str, Any]:
     boot = ""
     with suppress(OSError):
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    return {"host": os.uname().nodename, "boot": boot, "pid": os.getpid()}
+    processes = ""
+    with suppress(OSError):
+        processes = os.readlink("/proc/self/ns/pid")
+    return {"host": os.uname().nodename, "boot": boot, "processes": processes, "pid": os.getpid()}
 
 
 def create(folder: str, prefix: str) -> Workspace:
@@ -192,7 +200,7 @@ def find(folder: str, name: str) -> Found:
             # Its run was killed as it made it.
             journal = os.open(os.devnull, os.O_RDWR | os.O_CLOEXEC)
             stack.pop_all()
-            return Found(Workspace(folder, name, above, descriptor, Log(journal)))
+            return Found(Workspace(folder, name, above, descriptor, Log(journal), is_bare=True))
         except OSError as error:
             return Found(why=f"its journal: {_not_opened(error, 'a file')}")
         stack.callback(os.close, journal)
@@ -258,6 +266,9 @@ def is_running(owner: dict[str, Any]) -> bool:
     if owner.get("boot") != this["boot"]:
         # On the machine itself, it ended when that was started again.
         return bool(owner.get("host") != this["host"])
+    if owner.get("processes") != this["processes"]:
+        # A container sees its own processes only.
+        return True
     try:
         os.kill(int(owner.get("pid", 0)) or os.getpid(), 0)
     except (OSError, ValueError, TypeError, OverflowError) as error:

@@ -326,3 +326,68 @@ def test_a_dry_run_where_the_temporary_directory_is_full(
     planned = ckpttool.convert(str(src), str(tmp_path / "out"), to="dcp", dry_run=True)
     assert planned.exit_code == 0 and planned.files == wanted.files and os.listdir(tmp_path) == []
     assert (planned.payload_bytes, planned.notes) == (wanted.payload_bytes, wanted.notes)
+
+
+def test_large_and_deep_ones_cost_nothing(src: Path, tmp_path: Path) -> None:
+    """An archive can hold a journal of zeros, terabytes of them, and directories in one another without end."""
+    out, _ = place(tmp_path)
+    with (plant(out, "dst") / "journal").open("wb") as stream:
+        stream.truncate(1 << 40)
+    inside = out / f".deep.partial-{RUN}"
+    inside.mkdir(mode=0o700)
+    top = descriptor = os.open(inside, os.O_RDONLY)
+    for _ in range(700):
+        os.mkdir("d", dir_fd=descriptor)
+        below = os.open("d", os.O_RDONLY, dir_fd=descriptor)
+        if descriptor != top:
+            os.close(descriptor)
+        descriptor = below
+    os.close(descriptor)
+    os.close(top)
+    program = (
+        "import resource, runpy, sys\nresource.setrlimit(resource.RLIMIT_AS, (4 << 30, 4 << 30))\n"
+        "sys.argv[0] = 'ckpttool'\nrunpy.run_module('ckpttool', run_name='__main__')\n"
+    )
+    for words in (["convert", str(src), str(out / "dst"), "--to", "dcp"], ["clean", str(out), "--yes"]):
+        done = subprocess.run(
+            [sys.executable, "-c", program, *words], cwd=ROOT, capture_output=True, text=True, check=False
+        )
+        assert done.returncode == 0, done.stderr
+    assert len(os.listdir(out)) == 3
+    # Python's own removal follows no depth like that.
+    subprocess.run(["rm", "-rf", str(inside)], check=True)
+
+
+def test_a_destination_above_a_link(src: Path, tmp_path: Path) -> None:
+    """`link/../dst` lies beside what the link leads to; another `dst`, beside the link, is none of its business."""
+    out, _ = place(tmp_path)
+    (tmp_path / "real/sub").mkdir(parents=True)
+    (out / "link").symlink_to(tmp_path / "real/sub")
+    other = plant(out, "dst")
+    old = out / f".dst.old-{other.name[-12:]}"
+    old.mkdir()
+    write_journal(other / "journal", [owner(other), {"old": [old.stat().st_ino, 0o040000]}])
+    left = plant(tmp_path / "real", "dst")
+    before = mark(out)
+    for _ in range(2):
+        done = ckpttool.convert(str(src), str(out / "link/../dst"), to="dcp", overwrite=True)
+    assert mark(out) == before and sorted(os.listdir(tmp_path / "real")) == ["dst", "sub"], done.notes
+    assert not left.exists()
+
+
+def test_names_that_end_above_themselves(src: Path, tmp_path: Path) -> None:
+    for dst in ("a/b/..", "a/b/c/../.."):
+        said = run("convert", src, tmp_path / dst, "--to", "dcp")
+        assert said.code == 2 and "cannot be replaced" in said.err, said.err
+    assert os.listdir(tmp_path) == []
+
+
+def test_where_a_file_system_is_mounted(src: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It cannot be renamed: that is said before anything is copied."""
+    (tmp_path / "dst").mkdir()
+    (tmp_path / "link").symlink_to("dst")
+    real = os.path.ismount
+    monkeypatch.setattr(os.path, "ismount", lambda path: str(path) == str(tmp_path / "dst") or real(path))
+    for name in ("dst", "link"):
+        said = run("convert", src, tmp_path / name, "--to", "dcp")
+        assert said.code == 2 and "is mounted" in said.err and f"{name}/NAME" in said.err, said.err

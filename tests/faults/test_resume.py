@@ -20,10 +20,12 @@ from typing import Any
 import pytest
 import torch
 from support.faults import STORAGE, USAGE, check_words, run, save_dcp, save_safetensors, shell, spawn
-from support.remnants import left, lines, write_journal
+from support.remnants import left, lines, owner, write_journal
 
 import ckpttool
 from ckpttool.errors import CkptError, CorruptError, StorageError
+from ckpttool.storage import workspace
+from ckpttool.storage.staging import stage
 
 SINKS: dict[str, tuple[str, dict[str, Any]]] = {
     "dcp": ("out", {"to": "dcp", "to_world": 2}),
@@ -391,6 +393,94 @@ def test_where_there_are_no_locks(src: Path, out: Path, monkeypatch: pytest.Monk
     write_journal(log, [lines(log)[0] | {"pid": ended.pid}])
     ckpttool.convert(str(src), str(out / "out.pt"), to="torch", overwrite=True)
     assert os.listdir(out) == ["out.pt"]
+
+
+def test_a_container_sees_its_own_processes(src: Path, out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where there are no locks, a process id of another container on this machine says nothing."""
+
+    def flock(descriptor: int, how: int) -> None:
+        raise OSError(errno.ENOTSUP, os.strerror(errno.ENOTSUP))
+
+    monkeypatch.setattr("fcntl.flock", flock)
+    interrupted(src, out / "out.pt", 6, monkeypatch, to="torch")
+    log = left(out)[1]
+    ended = subprocess.Popen(["true"])
+    ended.wait()
+    write_journal(log, [lines(log)[0] | {"pid": ended.pid, "processes": "pid:[1]"}])
+    ckpttool.convert(str(src), str(out / "out.pt"), to="torch", overwrite=True, resume=True)
+    assert log.exists()
+
+
+def test_a_workspace_that_was_empty_when_it_was_found(tmp_path: Path) -> None:
+    """Its run makes the journal in the next moment: nothing of that is removed."""
+    place = tmp_path / ".out.partial-0123456789ab"
+    place.mkdir(mode=0o700)
+    found = workspace.find(str(tmp_path), place.name).workspace
+    assert found is not None
+    (place / "new/out.partial").mkdir(parents=True)
+    write_journal(place / "journal", [owner(place)])
+    before = content(place)
+    with pytest.raises(OSError, match="not empty"):
+        found.remove()
+    found.close()
+    assert content(place) == before != {}
+
+
+LINKED = (
+    "real = os.unlink\ndef unlink(name, *rest, **how):\n"
+    "    kill() if str(name).startswith('new/') else real(name, *rest, **how)\nos.unlink = unlink\n"
+)
+
+
+def test_a_file_that_has_both_names(src: Path, out: Path) -> None:
+    """Killed between the link that publishes a file and the removal of its other name: to resume writes into DST."""
+    manifest = out / "m.json"
+    words = killed_run("file", LINKED, src, out / "out", manifest)
+    (work,) = out.glob(".out.partial-*")
+    assert (out / "out").samefile(work / "new/out.partial")
+    before, inode = (out / "out").read_bytes(), (out / "out").stat().st_ino
+    again = subprocess.run(words, capture_output=True, check=False, text=True)
+    assert "all but its manifest" in again.stderr and manifest.exists(), again.stderr
+    assert set(os.listdir(out)) == {"out", "m.json"} and (out / "out").read_bytes() == before
+    manifest.unlink()
+    (out / "out").unlink()
+    killed_run("file", LINKED, src, out / "out", manifest)
+    inode = (out / "out").stat().st_ino
+    done = ckpttool.convert(str(src), str(out / "out"), to="torch", overwrite=True, resume=True)
+    assert not done.resumed_bytes and (out / "out").stat().st_ino != inode
+
+
+@pytest.mark.parametrize("is_gone", [False, True])
+def test_two_runs_that_replace_one_destination(is_gone: bool, out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another run replaces DST after this one has looked, or has moved it aside: what is moved is not lost sight of."""
+    (out / "out").mkdir()
+    (out / "out/old").write_text("old")
+    real, moves = os.rename, []
+
+    def rename(name: str, target: str, **folders: int) -> None:
+        if name == "out" and not moves:
+            moves.append(name)
+            shutil.rmtree(out / "out")
+            if not is_gone:
+                (out / "theirs").mkdir()
+                (out / "theirs/new").write_text("theirs")
+                (out / "theirs").rename(out / "out")
+        elif target == "out" and name.startswith("new/") and not is_gone:
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        real(name, target, **folders)
+
+    monkeypatch.setattr(os, "rename", rename)
+    monkeypatch.setattr(Path, "rename", lambda self, target: real(self, target))
+    if is_gone:
+        with stage(str(out / "out"), overwrite=True, is_file=False) as made:
+            os.mkdir(made.path)
+            Path(made.path, "new").write_text("ours")
+        assert content(out / "out") and (out / "out/new").read_text() == "ours"
+    else:
+        with pytest.raises(StorageError), stage(str(out / "out"), overwrite=True, is_file=False) as made:
+            os.mkdir(made.path)
+        assert (out / "out/new").read_text() == "theirs"
+    assert moves and os.listdir(out) == ["out"]
 
 
 @pytest.fixture
