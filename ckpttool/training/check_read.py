@@ -11,10 +11,11 @@ from functools import partial
 
 from ckpttool.catalogue.entries import Record
 from ckpttool.storage.crc import crc_of
+from ckpttool.storage.files import Pool
 from ckpttool.training import collectives
 from ckpttool.training.read import Reader
 from ckpttool.transfer.checksums import Pieces, check
-from ckpttool.transfer.file_checksums import WholeFiles, compared, listed
+from ckpttool.transfer.file_checksums import WholeFiles
 
 NOT_ASKED_FOR = "check=False"
 NO_CHECKSUM = "no checksum there"
@@ -42,7 +43,9 @@ def check_read(reader: Reader | None, *, in_parts: bool) -> tuple[int, dict[str,
     if any(messages):
         shares = [message for message in messages if in_parts or message]
         left.update(*collectives.all_gather_of(lambda: [] if reader is None else _check_parts(shares, reader)))
-    _check_files(reader, pieces, left)
+    whole = WholeFiles(reader.source.catalogue if reader is not None and reader.check else None)
+    whole.note((record for record in pieces.records() if record not in left), pieces)
+    check_files(whole, None if reader is None else reader.pool)
     if reader is None:
         return 0, {}
     without = sum(pieces.used(record) for record in parts if record in left)
@@ -51,24 +54,24 @@ def check_read(reader: Reader | None, *, in_parts: bool) -> tuple[int, dict[str,
     return checked, {why: nbytes for why, nbytes in reasons.items() if nbytes}
 
 
-def _check_files(reader: Reader | None, pieces: Pieces, left: set[Record]) -> None:
-    """Compare the files of which the ranks have read all tensors with the manifest beside them. Raises CorruptError,
-    the same on every rank. A collective."""
-    is_listed = reader is not None and reader.check and bool(listed(reader.source.catalogue))
-    if not any(collectives.all_gather(is_listed)):
+def check_files(whole: WholeFiles, pool: Pool | None) -> None:
+    """Compare the files of which the ranks together have read all tensors with the manifest beside them, each on one of
+    those that have read something: `whole` is what this rank has read, through `pool`. Raises CorruptError, the same on
+    every rank. A collective."""
+    if not any(collectives.all_gather(bool(whole))):
         return
-    rows = collectives.all_gather_of(lambda: compared((r for r in pieces.records() if r not in left), pieces).tobytes())
+    rows = collectives.all_gather_of(whole.packed)
+    readers, own = [rank for rank, row in enumerate(rows) if row], collectives.rank()
 
     def check_own() -> None:
-        if reader is None:
+        if pool is None or own not in readers:
             return
-        whole, readers = WholeFiles(reader.source.catalogue), [rank for rank, row in enumerate(rows) if row]
-        for row in rows:
-            whole.add(array("q", row))
-        own = readers.index(collectives.rank()) if collectives.rank() in readers else None
-        for i, number in enumerate(whole.numbers if own is not None else ()):
-            if i % len(readers) == own:
-                whole.check(number, lambda location, *run: crc_of(partial(reader.pool.read_into, location), *run))
+        for rank in readers:
+            if rank != own:
+                whole.unpack(rows[rank])
+        for number in whole.complete():
+            if number % len(readers) == readers.index(own):
+                whole.check(number, lambda location, *run: crc_of(partial(pool.read_into, location), *run))
 
     collectives.all_gather_of(check_own)
 

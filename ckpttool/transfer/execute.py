@@ -29,7 +29,7 @@ from ckpttool.storage.errors import os_errors
 from ckpttool.storage.files import Pool, ThreadBuffer, aligned, start_writing
 from ckpttool.transfer import checksums, read
 from ckpttool.transfer.cast import cast_array
-from ckpttool.transfer.file_checksums import WholeFiles, compared
+from ckpttool.transfer.file_checksums import WholeFiles
 from ckpttool.transfer.journal import Done, Entry, Journal
 from ckpttool.transfer.plan import Job, tiles
 from ckpttool.transfer.threads import Progress, Stopped, Work, on_threads
@@ -82,6 +82,7 @@ def transfer(
     earlier: checksums.Pieces | None = None,
     journal: Journal | None = None,
     written: Callable[[int, int], None] | None = None,
+    whole: WholeFiles | None = None,
 ) -> Transferred:
     """Do the jobs. `total` is the bytes that they move, for `progress(done, total)`, which is called from this thread.
     `memory` bounds the bytes held in buffers; fewer threads are used when they would not fit.
@@ -90,7 +91,8 @@ def transfer(
     the source's records are not checked here: other processes read parts of them too, and a call without jobs then
     checks `earlier`, what all of them have read. A `journal` records what was copied, and knows what an earlier run
     copied: that is read, and copied again if it has changed. `written(start, nbytes)` is called from all threads with
-    the ranges of the destination, which is one file, as they are written.
+    the ranges of the destination, which is one file, as they are written. `whole` has what other transfers have read of
+    the source, and gets what this one reads: a file is compared by that which reads its last tensor.
     Raises CorruptError for a CRC that does not match, and whatever the files raise.
     """
     threads, tile = budget(threads, memory)
@@ -107,8 +109,8 @@ def transfer(
         on_threads(_tasks(jobs), copier.do, threads, work)
         if not compare and not check_later:
             on_threads(iter(tally.read.records()), copier.check_record, threads, work)
-            whole = tally.whole_files()
-            on_threads(iter(whole.numbers), copier.check_file(whole), threads, work)
+            whole = whole if whole is not None else WholeFiles(source.catalogue)
+            on_threads(iter(tally.now_whole(whole)), copier.check_file(whole), threads, work)
     return tally.result(work.done, check_later=check_later)
 
 
@@ -183,11 +185,11 @@ class Tally:
             location = self._catalogue.files[record.file].location
             checksums.check(record, self.read, self._catalogue, partial(crc_of, location))
 
-    def whole_files(self) -> WholeFiles:
-        """Return the files of which all tensors were read, whose checksums are to be compared too."""
-        whole = WholeFiles(self._catalogue)
-        whole.add(compared(filter(self.is_worth_checking, self.read.records()), self.read))
-        return whole
+    def now_whole(self, whole: WholeFiles) -> list[int]:
+        """Note in `whole` what was compared, and return the numbers of the files that are to be compared now, as all of
+        their tensors were read."""
+        whole.note(filter(self.is_worth_checking, self.read.records()), self.read)
+        return whole.complete()
 
     def result(self, moved: int, *, check_later: bool = False) -> Transferred:
         """Return the totals."""

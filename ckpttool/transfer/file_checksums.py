@@ -6,9 +6,11 @@ put together from those of the records, which were compared as they were read, a
 
 from __future__ import annotations
 
+import threading
 from array import array
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable
+from functools import cached_property
 from math import prod
 
 from ckpttool.catalogue.entries import Catalogue, Record
@@ -20,55 +22,83 @@ _SHORT = 64 << 10  # bytes; to read records again that are shorter takes less ti
 _WIDTH = 5
 
 
-def compared(records: Iterable[Record], read: Pieces) -> array[int]:
-    """Return records whose checksums were compared, as a row of 64-bit integers that another process can be told: file,
-    offset, nbytes, CRC, and how many of its bytes were used. Pure."""
-    rows = ((*record, read.used(record)) for record in records if record.crc is not None)
-    return array("q", (number for row in rows for number in row))  # type: ignore[misc] # those without CRC are left out
-
-
-def listed(catalogue: Catalogue) -> dict[int, int]:
-    """Return the CRC-32 of each file that a manifest has it of, by its number. Pure."""
-    return {
-        number: file.crc for number, file in enumerate(catalogue.files) if file.crc is not None and not file.missing
-    }
-
-
 class WholeFiles:
-    """The files of which all tensors were read, as far as a manifest has their CRC-32."""
+    """The files of which all tensors were read, by one or several transfers or processes, as far as a manifest has
+    their CRC-32; none without a catalogue. Thread-safe."""
 
-    def __init__(self, catalogue: Catalogue) -> None:
-        self._catalogue, self._listed = catalogue, listed(catalogue)
-        self._records: defaultdict[int, dict[tuple[int, int], int]] = defaultdict(dict)
+    def __init__(self, catalogue: Catalogue | None) -> None:
+        self._catalogue = catalogue or Catalogue("")
+        files = enumerate(self._catalogue.files)
+        self._listed = {number: file.crc for number, file in files if file.crc is not None and not file.missing}
+        self._records: defaultdict[int, dict[tuple[int, int], tuple[int, int]]] = defaultdict(dict)
         self._used: Counter[int] = Counter()
+        self._told: set[int] = set()
+        self._lock = threading.Lock()
 
-    def add(self, row: array[int]) -> None:
-        """Add what `compared` returned."""
-        for at in range(0, len(row), _WIDTH):
-            file, offset, nbytes, crc, used = row[at : at + _WIDTH]
-            if file in self._listed:
-                self._records[file][offset, nbytes] = crc
-                self._used[file] += used
+    def __bool__(self) -> bool:
+        """Whether there is any file to compare."""
+        return bool(self._listed)
 
-    @property
-    def numbers(self) -> list[int]:
-        """The numbers of the files, in ascending order."""
+    def note(self, records: Iterable[Record], read: Pieces) -> None:
+        """Add records whose checksums were compared, and how much of them was read."""
+        for record in records if self._listed else ():
+            if record.crc is not None:
+                self._add(*record[:3], record.crc, read.used(record))
+
+    def _add(self, file: int, offset: int, nbytes: int, crc: int, used: int) -> None:
+        if file not in self._listed:
+            return
+        with self._lock:
+            before = self._records[file].get((offset, nbytes), (crc, 0))[1]
+            # What several have read counts once.
+            after = min(nbytes, before + used)
+            self._records[file][offset, nbytes] = crc, after
+            self._used[file] += after - before
+
+    def packed(self) -> bytes:
+        """Return what was added as a row of 64-bit integers, to be told to another process."""
+        row = array("q")
+        for file, records in self._records.items():
+            for (offset, nbytes), (crc, used) in records.items():
+                row.extend((file, offset, nbytes, crc, used))
+        return row.tobytes()
+
+    def unpack(self, row: bytes) -> None:
+        """Add what another process has told."""
+        numbers = array("q", row)
+        for at in range(0, len(numbers), _WIDTH):
+            self._add(*numbers[at : at + _WIDTH])
+
+    def complete(self) -> list[int]:
+        """Return the numbers of the files of which all tensors were read by now, each number once, in ascending
+        order."""
+        if not self._used:
+            return []
+        with self._lock:
+            found = (file for file, payload in self._payload.items() if 0 < payload <= self._used[file])
+            numbers = sorted(set(found) - self._told)
+            self._told.update(numbers)
+        return numbers
+
+    @cached_property
+    def _payload(self) -> Counter[int]:
+        """Bytes of tensors in each file; tied ones count once."""
         payload: Counter[int] = Counter()
         seen: set[tuple[int, int]] = set()
-        for tensor in self._catalogue.tensors if self._listed else ():
+        for tensor in self._catalogue.tensors:
             chunks, itemsize = tensor.chunks, tensor.dtype.itemsize
             for file, offset, sizes in zip(chunks.file, chunks.offset, chunks.sizes, strict=True):
                 if file in self._listed and (file, offset) not in seen:
                     seen.add((file, offset))
                     payload[file] += prod(sizes) * itemsize
-        return sorted(number for number in self._listed if 0 < payload[number] <= self._used[number])
+        return payload
 
     def check(self, number: int, crc_of: CrcOf) -> None:
         """Compare a file; what no record has is read by `crc_of(location, offset, nbytes)`. Raises CorruptError."""
         file, expected, records = self._catalogue.files[number], self._listed[number], self._records[number]
         whole, pieces = Record(number, 0, file.size), Pieces()
         if file.size >= _SHORT * len(records):
-            for (offset, nbytes), crc in records.items():
+            for (offset, nbytes), (crc, _) in records.items():
                 pieces.add(whole, offset, nbytes, crc)
         found = pieces.crc(whole, lambda offset, nbytes: crc_of(file.location, offset, nbytes))
         if found != expected:

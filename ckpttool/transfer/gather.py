@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import closing
 from functools import partial
 from math import prod
 
@@ -14,6 +15,7 @@ from ckpttool.storage.files import Pool
 from ckpttool.storage.gathered import GatheredFile, Range
 from ckpttool.storage.stores import is_remote
 from ckpttool.transfer.execute import Tally, Transferred
+from ckpttool.transfer.file_checksums import WholeFiles
 from ckpttool.transfer.journal import Entry
 from ckpttool.transfer.plan import Job
 
@@ -38,24 +40,26 @@ def gathered(
     source: Source,
     done: Callable[[Transferred], object],
     progress: Callable[[int], object],
+    whole: WholeFiles,
 ) -> GatheredFile | None:
     """Return a file of `head` and what the jobs copy behind it; None if that is not in order, or not runs of bytes of
     local files. Once it is read, the checksums of the source are compared, which raises CorruptError, and `done` is
-    called; `progress` is called with the bytes so far. Raises CorruptError as the source does."""
+    called; `progress` is called with the bytes so far; `whole` is as for `execute.transfer`. Raises CorruptError as
+    the source does."""
     files, at = source.catalogue.files, len(head)
     parts: list[tuple[Job, Extent, int, int]] = []
     for job in jobs:
         if job.tensor.dtype != job.source.dtype:
             return None
         runs: list[tuple[int, Extent, int, int]] = []
-        whole = job.chunk.offsets, job.chunk.sizes
+        target = job.chunk.offsets, job.chunk.sizes
         for chunk, box in job.pieces:
             extent, count = source.resolve(job.source, chunk), prod(box[1])
             stored = chunk.offsets, chunk.sizes
-            is_run = count == boxes.run_length(box[1], stored[1]) == boxes.run_length(box[1], whole[1])
+            is_run = count == boxes.run_length(box[1], stored[1]) == boxes.run_length(box[1], target[1])
             if not is_run or not extent.plain or is_remote(files[extent.file].location):
                 return None
-            (start,), (to,) = boxes.runs(box, stored, count), boxes.runs(box, whole, count)
+            (start,), (to,) = boxes.runs(box, stored, count), boxes.runs(box, target, count)
             runs.append((to, extent, start, count))
         for to, extent, start, count in sorted(runs, key=lambda run: run[0]):
             itemsize = job.tensor.dtype.itemsize
@@ -65,7 +69,7 @@ def gathered(
             at += count * itemsize
         if at != job.chunk.extent.offset + job.nbytes:
             return None
-    check = partial(_check, parts, source, done)
+    check = partial(_check, parts, source, done, whole)
     ranges = [Range(files[extent.file].location, start, nbytes) for _, extent, start, nbytes in parts]
     return GatheredFile(head, ranges, check, progress)
 
@@ -74,6 +78,7 @@ def _check(
     parts: Sequence[tuple[Job, Extent, int, int]],
     source: Source,
     done: Callable[[Transferred], object],
+    whole: WholeFiles,
     crcs: Sequence[int],
 ) -> None:
     """Compare the checksums of what was read, as a transfer does. Raises CorruptError."""
@@ -82,10 +87,13 @@ def _check(
         entry = Entry(0, 0, 0)
         entry.note_read(extent, start, nbytes, crc, tally.digested)
         tally.add(entry, job)
-    pool = Pool()
-    try:
+    with closing(Pool()) as pool:
+
+        def read_again(path: str, offset: int, nbytes: int) -> int:
+            return crc_of(partial(pool.read_into, path), offset, nbytes)
+
         for record in tally.read.records():
-            tally.check(record, lambda path, *run: crc_of(partial(pool.read_into, path), *run))
-    finally:
-        pool.close()
+            tally.check(record, read_again)
+        for number in tally.now_whole(whole):
+            whole.check(number, read_again)
     done(tally.result(sum(nbytes for *_, nbytes in parts)))

@@ -6,6 +6,7 @@ import json
 import shutil
 import zlib
 from collections.abc import Callable
+from contextlib import closing
 from hashlib import sha256
 from pathlib import Path
 
@@ -20,7 +21,10 @@ import ckpttool
 from ckpttool.errors import CorruptError, UsageError
 from ckpttool.operations.repair import repair
 from ckpttool.operations.verify import verify
+from ckpttool.producers.open import open_source
 from ckpttool.storage.stage import Stage
+from ckpttool.transfer.checksums import Pieces
+from ckpttool.transfer.file_checksums import WholeFiles
 
 SRC = CHECKPOINTS / "dcp/fsdp2_w4/ckpt"
 NAME = "integrity.json"
@@ -105,6 +109,8 @@ READERS: dict[str, Callable[[Path, Path], object]] = {
     "convert": lambda path, out: ckpttool.convert(path, out, to="torch"),
     "convert, gathered": lambda path, out: ckpttool.convert(path, out, to="torch", dtype="*=float64"),
     "reshard": lambda path, out: ckpttool.reshard(path, out, to_world=3),
+    "export": lambda path, out: ckpttool.export(path, out),
+    "export, many files": lambda path, out: ckpttool.export(path, out, max_shard_size=4000),
     "load": lambda path, out: ckpttool.load(path, mixed_model()),
 }
 
@@ -137,6 +143,26 @@ def test_who_reads_a_file_of_another_save(reader: str, elements: int, tmp_path: 
     assert "ckpttool verify" in (caught.value.hint or "") and not (tmp_path / "out").exists()
     (tmp_path / "0.0" / NAME).unlink()
     READERS[reader](tmp_path / "0.0", tmp_path / "out")
+
+
+def test_what_several_have_read_counts_once(tmp_path: Path) -> None:
+    """Two ranks with the same half of a file have not read it: the other half is not read for its checksum."""
+    torch.save({"model": {f"w{i}": torch.zeros(100) for i in range(4)}}, tmp_path / "a.pt")
+    ckpttool.convert(tmp_path / "a.pt", tmp_path / "out", to="dcp")
+    with closing(open_source(str(tmp_path / "out"))) as source:
+        records = [source.resolve(tensor, tensor.chunks.at(0)).record for tensor in source.catalogue.tensors]
+        ranks = [WholeFiles(source.catalogue) for _ in range(3)]
+        for rank, part in zip(ranks, (records[::2], records[::2], records[1::2]), strict=True):
+            read = Pieces()
+            for record in part:
+                assert record is not None and record.crc is not None
+                read.add(record, record.offset, record.nbytes, record.crc)
+            rank.note(read.records(), read)
+        whole = ranks[0]
+        whole.unpack(ranks[1].packed())
+        assert whole.complete() == []
+        whole.unpack(ranks[2].packed())
+        assert whole.complete() == [0] and whole.complete() == []
 
 
 USES: dict[str, Callable[[Path, Path], object]] = {

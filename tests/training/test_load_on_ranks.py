@@ -63,6 +63,7 @@ def everyday() -> Cases:
     cases += [["rounds", "fsdp1", "dcp"], ["rounds", "fsdp1", "fsdp1"], ["rounds", "fsdp2", "torch"]]
     for wrong in ("other_shapes", "other_names", "other_groups", "one_rank_blind", "damaged"):
         cases += [[wrong, "fsdp2", strategy] for strategy in STRATEGIES]
+    cases += [["another_save", kind, strategy] for kind in ("fsdp2", "ddp", "columns") for strategy in STRATEGIES]
     for i, flipped in enumerate(FLIPPED):
         cases.append(["flipped", *flipped, STRATEGIES[i % 2]])
     return [

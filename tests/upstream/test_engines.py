@@ -5,10 +5,12 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
 import time
+import zlib
 from collections.abc import Callable, Iterator
 from contextlib import closing
 from pathlib import Path
@@ -213,6 +215,32 @@ def leaves(value: Any, where: tuple[Any, ...]) -> Iterator[tuple[Any, tuple[Any,
             yield from leaves(below, (*where, i))
     else:
         yield value, where
+
+
+# Files of another save -----------------------------------------------------------------------------------------------
+
+
+def test_a_file_of_another_save(once: Once, launched: Launched) -> None:
+    """All ranks together read it, each a share of its records; rank 0 alone what torch does not save. Only the manifest
+    of the source tells."""
+
+    def make(folder: Path) -> None:
+        for n in (0.0, 1.0):
+            model = {f"w{i}": torch.full((100, 40), n) for i in range(5)}
+            torch.save({"model": model, "extra": torch.full((7,), n)}, folder / "state.pt")
+            ckpttool.convert(folder / "state.pt", folder / f"{n}", to="dcp", to_world=2)
+        shutil.copytree(folder / "0.0", folder / "mixed")
+        shutil.copy(folder / "1.0/__1_0.distcp", folder / "mixed")
+
+    sources = once("engine-mixed", make)
+    flags = {"to_world": 2, "engine": "mesh"}
+    cases = [{"name": name, "source": str(sources / name), "flags": flags} for name in ("0.0", "mixed")]
+    folder, said = launched("mixed", 2, cases)
+    assert isinstance(said["0.0"], dict), said
+    listed = json.loads((sources / "mixed/integrity.json").read_text())["crc32"]["__1_0.distcp"]
+    found = f"{zlib.crc32((sources / 'mixed/__1_0.distcp').read_bytes()):08x}"
+    assert f"__1_0.distcp` has CRC-32 {found}, but {listed} in the manifest beside it" in str(said["mixed"])
+    assert (folder / "0").exists() and not (folder / "1").exists()
 
 
 # The choice -----------------------------------------------------------------------------------------------------------

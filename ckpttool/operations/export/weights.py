@@ -23,6 +23,7 @@ from ckpttool.storage.stores import Outgoing
 from ckpttool.text import literal, some
 from ckpttool.transfer import plan
 from ckpttool.transfer.execute import Transferred, transfer
+from ckpttool.transfer.file_checksums import WholeFiles
 from ckpttool.transfer.file_digest import FileDigest
 from ckpttool.transfer.gather import gathered, may_be
 from ckpttool.transfer.threads import Progress
@@ -35,8 +36,9 @@ MODEL, DIFFUSION, ADAPTER = "model", "diffusion_pytorch_model", "adapter_model"
 @dataclass(slots=True)
 class Moving:
     """How bytes are copied: source, fingerprint of its files, threads, memory, and the callback for progress. `total`
-    are the bytes of all files, `done` those of each so far, and `moved` sums up the files that are read. With `sends`,
-    files are not written where that is not needed, and the SHA-256 of others is computed on the way."""
+    are the bytes of all files, `done` those of each so far, `moved` sums up the files that are read, and `whole` knows
+    of which files of the source that is everything. With `sends`, files are not written where that is not needed, and
+    the SHA-256 of others is computed on the way."""
 
     source: Source
     before: files.Fingerprint
@@ -49,6 +51,10 @@ class Moving:
     moved: Transferred = field(default_factory=Transferred)
     read: set[str] = field(default_factory=set)
     lock: threading.Lock = field(default_factory=threading.Lock)
+    whole: WholeFiles = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.whole = WholeFiles(self.source.catalogue)
 
     def report(self) -> None:
         """Report the bytes of all files so far."""
@@ -135,6 +141,7 @@ def _writer(
                 memory=moving.memory,
                 progress=progress,
                 written=None if digest is None else digest.note,
+                whole=moving.whole,
             )
             moving.add(name, moved)
             sink.finish(moved.crcs)
@@ -158,6 +165,6 @@ def _gatherer(
             if tensor.alias is None
         ]
         jobs = plan.plan(rebuilt(catalogue, tensors, {}))
-        return gathered(head, jobs, moving.source, partial(moving.add, name), progress)
+        return gathered(head, jobs, moving.source, partial(moving.add, name), progress, moving.whole)
 
     return gather

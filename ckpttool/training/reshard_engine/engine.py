@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import socket
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from math import prod
@@ -29,12 +29,15 @@ from ckpttool.catalogue.protocols import Source
 from ckpttool.errors import CkptError, StorageError
 from ckpttool.formats.dcp import combine, planner_data
 from ckpttool.layout.mesh import Sharding
+from ckpttool.storage.files import Pool
 from ckpttool.training import collectives, devices, fill, save
+from ckpttool.training.check_read import check_files
 from ckpttool.training.materialize import materialize
 from ckpttool.training.read import Reader
 from ckpttool.training.reshard_engine.meta_model import MetaModel
 from ckpttool.transfer import checksums, plan
 from ckpttool.transfer.execute import Transferred, digested, transfer
+from ckpttool.transfer.file_checksums import WholeFiles
 from ckpttool.transfer.journal import Entry
 from ckpttool.transfer.threads import Progress
 
@@ -106,16 +109,16 @@ def run(
         mesh = init_device_mesh(device.type, sharding.mesh.sizes, mesh_dim_names=sharding.mesh.names)
         with collectives.together():
             meta = MetaModel(catalogue, sharding, mesh, path)
-        moved, rest = Transferred(), None
+        moved, rest, whole = Transferred(), None, WholeFiles(source.catalogue)
         with collectives.together():
             sink = combine.create_rest(partial, catalogue, meta.tensors) if rank.number == 0 else None
             if sink is not None:
                 rest = sink.catalogue
-                moved = transfer(plan.plan(rest), source, rest, total=0, threads=threads, memory=memory)
+                moved = transfer(plan.plan(rest), source, rest, total=0, threads=threads, memory=memory, whole=whole)
                 sink.finish(moved.crcs)
         _fill(meta, source, device, progress)
         _save(catalogue, meta, partial)
-        _check_source(source, catalogue, meta, rank, moved)
+        _check_source(source, catalogue, meta, rank, moved, whole)
         with collectives.together():
             if rank.number == 0:
                 combine.join(partial, catalogue, rest)
@@ -231,20 +234,25 @@ def _save(catalogue: Catalogue, meta: MetaModel, partial: str) -> None:
         raise save.failed(error, partial, partial) from None
 
 
-def _check_source(source: Source, catalogue: Catalogue, meta: MetaModel, rank: Rank, total: Transferred) -> None:
-    """Check the checksums of the source, a share by each rank: torch does not. Add them to `total`."""
+def _check_source(
+    source: Source, catalogue: Catalogue, meta: MetaModel, rank: Rank, total: Transferred, whole: WholeFiles
+) -> None:
+    """Check the checksums of the source, a share by each rank: torch does not. Add them to `total`. `whole` is what was
+    compared before."""
     message = (0, 0)
     with collectives.together():
         read, counted = _records(source, catalogue, meta.tensors)
         share = checksums.Pieces()
         for record in read.records()[rank.number :: rank.world]:
             share.add(record, 0, read.used(record), None)
-        moved = transfer((), source, catalogue, total=0, earlier=share)
+        moved = transfer((), source, catalogue, total=0, earlier=share, whole=whole)
         first = rank.number == 0
         message = (moved.checked + first * counted.checked, moved.unchecked + first * counted.unrecorded)
     for checked, unchecked in collectives.all_gather(message):
         total.checked += checked
         total.unchecked += unchecked
+    with closing(Pool()) as pool:
+        check_files(whole, pool)
 
 
 def _records(source: Source, catalogue: Catalogue, paths: Iterable[Path]) -> tuple[checksums.Pieces, Entry]:

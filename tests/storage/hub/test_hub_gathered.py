@@ -163,6 +163,18 @@ def test_a_damaged_source(store: Hub, tmp_path: Path) -> None:
     assert store.history("me/model") == ["initial commit"] and not store.files("me/model")
 
 
+def test_a_file_of_another_save(store: Hub, tmp_path: Path, written: list[str]) -> None:
+    """Of which several files together have all bytes: the last one of them is not sent."""
+    for n in (0.0, 1.0):
+        torch.save({"model": {f"w{i}": torch.full((100, 40), n) for i in range(3)}}, tmp_path / "a.pt")
+        ckpttool.convert(tmp_path / "a.pt", tmp_path / f"{n}", to="dcp", to_world=2)
+    ckpttool.export(tmp_path / "0.0", "hf://me/model", max_shard_size="20kB", card=False)
+    shutil.copy(tmp_path / "1.0/__1_0.distcp", tmp_path / "0.0")
+    with pytest.raises(CorruptError, match="in the manifest beside it"):
+        ckpttool.export(tmp_path / "0.0", "hf://me/other", max_shard_size="20kB", card=False)
+    assert not written and store.history("me/other") == ["initial commit"] and not store.files("me/other")
+
+
 def test_what_breaks_on_the_way_is_sent_anew(store: Hub, tmp_path: Path) -> None:
     """From its start, or from that of a part, which begins in the middle of a block."""
     store.part = 1_500_000

@@ -192,6 +192,34 @@ def damaged(kind: str, strategy: str) -> str:
     return "it was loaded"
 
 
+def another_save(kind: str, strategy: str) -> str:
+    """A data file of another save, of which every rank reads a part: all of them compare it with the manifest."""
+    folder = practices.folder()
+    if dist.get_rank() == 0:
+        for seed in (0, 1):
+            state = training_scripts.bare(training_scripts.SMALL).state_dict()
+            for value in state.values():
+                value.fill_(seed)
+            torch.save({"model": state}, folder / f"{seed}.pt")
+            ckpttool.convert(folder / f"{seed}.pt", folder / str(seed), to="dcp", to_world=2)
+        shutil.copy(folder / "1/__1_0.distcp", folder / "0")
+    dist.barrier()
+    model = practices.fresh(kind).model
+    ckpttool.load(folder / "1", model, strategy=strategy)
+    try:
+        ckpttool.load(folder / "0", model, strategy=strategy)
+    except ckpttool.CkptError as error:
+        every: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(every, error.message)
+        words = "__1_0.distcp` has CRC-32 ", " in the manifest beside it"
+        if set(every) != {error.message} or error.exit_code != 4 or any(word not in error.message for word in words):
+            return str(every)
+    else:
+        return "it was loaded"
+    ckpttool.load(folder / "0", model, strategy=strategy, check=False)
+    return "equal"
+
+
 # Half a row is long enough to be read by itself.
 WIDE = Sizes(vocab=64, width=256, hidden=512, layers=1)
 
@@ -420,6 +448,7 @@ WRONGS: dict[str, Callable[..., str]] = {
         one_rank_blind,
         two_checkpoints,
         damaged,
+        another_save,
         flipped,
         chance,
         stages,
