@@ -83,7 +83,7 @@ for name, make, pattern in (
     ("metadata that is text", table(__metadata__="x"), "__metadata__"),
     ("a name that talks to the terminal", table(**{"\x1b]0;owned\x07": 3}), r"\\x1b\]0;owned\\x07"),
     ("a name that turns the text around", table(**{"\u202ew": 3}), r"\\u202e"),
-    ("a name of half a character", header(TEXT.replace(b'"w"', b'"\\ud800"') .replace(b"[0, 24]", b"[0, 25]")), r"tensor `\\ud800`: 25 bytes at 78\.\.\d+, but float32 \[2, 3\] needs 24"),
+    ("a name of half a character", header(TEXT.replace(b'"w"', b'"\\ud800"')), r"the header has '\\ud800', half a character"),
     ("not UTF-8", header(b'{"\xff": 1}'), "the header is not UTF-8 at its byte 2"),
     ("UTF-16", header("{".encode("utf-16-le") + b"}"), "the header is not JSON: a zero at byte 1"),
     ("a comment in JSON", header(b"{/* */}"), "the header is not JSON: (?!a zero)"),
