@@ -13,14 +13,17 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import islice
 from typing import Any
 
 from ckpttool.catalogue.boxes import Ints
 from ckpttool.catalogue.entries import Catalogue
+from ckpttool.catalogue.shown import shown
 from ckpttool.errors import CorruptError, LossError, UsageError
 from ckpttool.layout import select
 from ckpttool.layout.rename import rename_entries
 from ckpttool.operations.export.assets import ADAPTER
+from ckpttool.operations.export.module_patterns import ModulePatterns
 from ckpttool.text import some
 
 # The parameters of the methods whose files are the trained tensors, as they are.
@@ -61,6 +64,12 @@ _EMBEDDING = re.compile(r".*(?:embed_tokens|lm_head)\.base_layer\.[^.]+")
 _UNUSED = re.compile(r"(?:.*\.)?(?:ranknum|vera_[AB])(?:\.[^.]+)?")
 _ROOT = "base_model.model."
 _HEADS = {"classifier", "score"}  # PEFT lists both for a classifier that has one of them
+_TYPES: dict[str, tuple[type, ...]] = {
+    "target_modules": (str, list),
+    "modules_to_save": (list,),
+    "layers_to_transform": (int, list),
+    "rank_pattern": (dict,),
+}
 _RANKS = {"lora_A": 0, "lora_embedding_A": 0, "hada_w1_a": 1, "hra_u": 1, "miss_block": 0, "vera_lambda_d": 0}
 
 
@@ -171,7 +180,12 @@ def _rooted(name: str) -> str:
 def check(planned: Catalogue, method: str, config: Mapping[str, Any], where: str) -> None:
     """Raise CorruptError unless the tensors of an adapter are those that `adapter_config.json` describes."""
     shapes = {tensor.name: tensor.shape for tensor in planned.tensors}
-    for what, found, expected in _differences(shapes, method, config):
+    try:
+        _check_types(config)
+        differences = list(islice(_differences(shapes, method, config), 1))
+    except CorruptError as error:
+        raise error.prefixed(f"`{where}`", file=where) from None
+    for what, found, expected in differences:
         raise CorruptError(
             f"`{where}` is not the config of this adapter: {what}: found {found}, expected {expected}",
             hint="pass the `adapter_config.json` of the training with `--assets`; `--no-strict` goes on all the same",
@@ -179,6 +193,18 @@ def check(planned: Catalogue, method: str, config: Mapping[str, Any], where: str
             found=found,
             expected=expected,
         )
+
+
+def _check_types(config: Mapping[str, Any]) -> None:
+    """Raise CorruptError for a field that is not of the type that PEFT gives it."""
+    for key, kinds in _TYPES.items():
+        value = config.get(key)
+        if value is not None and not isinstance(value, kinds):
+            raise CorruptError(f"`{key}` is {shown(value)}, which PEFT does not write", found=shown(value))
+    for key, kind in (("target_modules", str), ("modules_to_save", str), ("layers_to_transform", int)):
+        value = config.get(key)
+        if isinstance(value, list) and not all(isinstance(one, kind) for one in value):
+            raise CorruptError(f"`{key}` has {shown(value)}, which PEFT does not write", found=shown(value))
 
 
 def _differences(shapes: Mapping[str, Ints], method: str, config: Mapping[str, Any]) -> Iterator[tuple[str, Any, Any]]:
@@ -206,6 +232,7 @@ def _differences(shapes: Mapping[str, Ints], method: str, config: Mapping[str, A
 
 
 def _ranks(kinds: Mapping[str, Mapping[str, Ints]], method: str, config: Mapping[str, Any]) -> Iterator[Any]:
+    regular = ModulePatterns()
     flags = {"lora_magnitude_vector": "use_dora", "lora_B.bias": "lora_bias"} if method == "LORA" else {}
     for module, found in kinds.items():
         halves = {kind.partition(".")[0] for kind in found}
@@ -218,7 +245,7 @@ def _ranks(kinds: Mapping[str, Mapping[str, Ints]], method: str, config: Mapping
                 yield f"`{flag}`, by `{module}`", kind in found, config.get(flag)
         rank = config.get("init_r" if method == "ADALORA" else "r")
         patterns = config.get("rank_pattern") or {}
-        rank = next((patterns[key] for key in patterns if re.match(rf"(?:.*\.)?(?:{key})$", module)), rank)
+        rank = next((patterns[key] for key in patterns if regular.match(rf"(?:.*\.)?(?:{key})$", module)), rank)
         for kind, shape in found.items():
             axis = _RANKS.get(kind.partition(".")[0])
             if axis is None or not isinstance(rank, int) or len(shape) <= axis:
@@ -233,7 +260,8 @@ def _targets(modules: Mapping[str, Any], config: Mapping[str, Any]) -> Iterator[
     if config.get("target_parameters") or targets == "all-linear" or not targets:
         return
     if isinstance(targets, str):
-        others = [module for module in modules if not re.fullmatch(targets, module)]
+        regular = ModulePatterns()
+        others = [module for module in modules if not regular.fullmatch(targets, module)]
     else:
         others = [m for m in modules if not any(m == t or m.endswith(f".{t}") for t in targets)]
         absent = [t for t in targets if not any(m == t or m.endswith(f".{t}") for m in modules)]

@@ -145,7 +145,7 @@ def _part(planned: Catalogue, prefix: str, inner: re.Pattern[str] | None = None)
 def _modules(path: Location) -> list[dict[str, Any]]:
     try:
         modules = json.loads(path.read())
-    except ValueError:
+    except (ValueError, RecursionError):
         modules = None
     if not isinstance(modules, list) or not all(isinstance(one, dict) for one in modules):
         raise UsageError(f"`{path}`: not a list of modules", hint="take the one that sentence-transformers saved")

@@ -21,6 +21,7 @@ from ckpttool.storage.hub.listing import RepoFile, difference, digest_of
 
 LARGEST = 32 << 20  # bytes of one header or index
 _HEADED, _INDEXES = ".safetensors", (".json", ".metadata")
+_BYTES_PER_VALUE = 3  # at least: a tensor has ten values, and a dozen letters for each
 _DIGEST = re.compile(r"[0-9a-f]{40}|[0-9a-f]{64}")
 
 
@@ -61,9 +62,13 @@ def load_listing(endpoint: str, repo: str, revision: str) -> tuple[str, dict[str
     """Return the commit of a revision and its files as they were kept; the revision and no files if they were not."""
     for _ in range(2):
         kept = _read(_of_revision(endpoint, repo, revision))
-        revision, rows = json.loads(kept) if kept else (revision, [])
-        if rows is not None:
-            return revision, {row[0]: RepoFile(*row) for row in rows}
+        try:
+            commit, rows = json.loads(kept) if kept else (revision, [])
+            if rows is not None:
+                return str(commit), {row[0]: RepoFile(*row) for row in rows}
+            revision = str(commit)
+        except (ValueError, TypeError, KeyError, IndexError, RecursionError):
+            break  # somebody else's, or of another version
     return revision, {}
 
 
@@ -98,6 +103,8 @@ def _key(file: RepoFile) -> str | None:
 
 
 def _is_header(data: bytes, size: int) -> bool:
+    if sum(map(data.count, (b",", b"[", b"{"))) > len(data) // _BYTES_PER_VALUE:
+        return False  # which its reader refuses: Python makes 72 bytes of the three of `[],`
     try:
         return len(data) == size and isinstance(json.loads(data), dict)
     except (ValueError, RecursionError):

@@ -111,3 +111,27 @@ def test_a_full_model_with_the_config_of_an_adapter(tmp_path: Path) -> None:
     torch.save({"lm_head.weight": torch.ones(2, 2)}, tmp_path / "a.pt")
     with pytest.raises(errors.CorruptError, match="found no adapter, expected LORA"):
         ckpttool.export(tmp_path / "a.pt", tmp_path / "out", assets=assets("lora_tokens", tmp_path / "base"))
+
+
+@pytest.mark.parametrize(
+    ("changed", "why"),
+    [
+        ({"target_modules": "(.*.*)*x("}, r"the regular expression '\(\.\*\.\*\)\*x\('"),
+        ({"rank_pattern": {"(": 3}}, "the regular expression"),
+        ({"rank_pattern": [3]}, r"`rank_pattern` is \[3\]"),
+        ({"target_modules": [{}]}, r"`target_modules` has \[\{\}\]"),
+        ({"target_modules": 3}, "`target_modules` is 3"),
+        ({"modules_to_save": [["a"]]}, "`modules_to_save` has"),
+        ({"layers_to_transform": ["a"]}, "`layers_to_transform` has"),
+        ({"target_modules": "(.+)+[.]no_such"}, "is not the config of this adapter: modules that are no"),
+        ({"rank_pattern": {"(.+)+[.]no_such": 3}}, None),
+    ],
+)
+def test_the_config_of_a_stranger(changed: dict[str, Any], why: str | None, tmp_path: Path) -> None:
+    base = assets("lora_tokens", tmp_path / "base", **changed)
+    if why is None:
+        assert ckpttool.export(PEFT / "lora_tokens" / "state.pt", tmp_path / "out", assets=base).adapter
+        return
+    with pytest.raises(errors.CorruptError, match=why) as caught:
+        ckpttool.export(PEFT / "lora_tokens" / "state.pt", tmp_path / "out", assets=base)
+    assert str(base) in caught.value.message

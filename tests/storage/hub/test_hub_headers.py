@@ -222,3 +222,17 @@ def test_an_index_that_was_damaged_on_the_way_is_not_kept(hub: Hub, shards: list
         look()
     hub.faults.clear()
     assert not entry.exists() and len(look()) == 4 and entry.exists()
+
+
+@pytest.mark.parametrize(
+    "kept", [b"[" * 200_000, b"[", b"3", b"[3]", b'["c", [[]]]', b'["c", [3]]', b'["c", {"a": 1}]', b"\xff"]
+)
+def test_a_listing_of_somebody_else_is_none(kept: bytes, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(constants, "HF_ASSETS_CACHE", str(tmp_path))
+    headers._write(headers._of_revision("https://hub", "org/name", "main"), kept)
+    assert headers.load_listing("https://hub", "org/name", "main") == ("main", {})
+
+
+@pytest.mark.parametrize("header", [b'{"a":' + b"[" * 200_000, b'{"a":[' + b"[]," * 2_000_000 + b"[]]}", b"[]"])
+def test_a_header_of_somebody_else_is_none(header: bytes) -> None:
+    assert not headers._is_header(header, len(header))
