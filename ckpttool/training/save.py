@@ -35,6 +35,7 @@ from ckpttool.storage.errors import FREE_SPACE, from_os_error
 from ckpttool.storage.stores import local_path
 from ckpttool.text import meant, size
 from ckpttool.training import collectives
+from ckpttool.training.counted_files import counting
 from ckpttool.training.fsdp1 import is_fsdp1, sharded
 from ckpttool.training.sharded_values import gather
 from ckpttool.training.state_notes import Notes, joined, note
@@ -89,13 +90,18 @@ def save(
     if format != "fsdp1":
         _split_by_rank(state, extra, format)
     planner = _planner(state) if format == "dcp" else None
-    with _stage(path, format == "torch", overwrite) as partial, collectives.together():
-        try:
-            _write(state, partial, format, planner)
-        except (Exception, CheckpointException) as error:  # which is no Exception
-            raise failed(error, path, partial) from None
-        if manifest and format == "dcp" and collectives.rank() == 0:
-            manifests.write(partial)
+    with _stage(path, format == "torch", overwrite) as partial:
+
+        def write() -> dict[str, int]:
+            try:
+                return _write(state, partial, format, planner)
+            except (Exception, CheckpointException) as error:  # which is no Exception
+                raise failed(error, path, partial) from None
+
+        written = collectives.all_gather_of(write)
+        with collectives.together():
+            if manifest and format == "dcp" and collectives.rank() == 0:
+                manifests.write(partial, dict(chain.from_iterable(crcs.items() for crcs in written)))
 
 
 def failed(error: BaseException, path: str, partial: str) -> BaseException:
@@ -238,10 +244,15 @@ def _planner(state: dict[str, Any]) -> _Planner:
     return _Planner(own, collectives.to_first(own.extra))
 
 
-def _write(state: dict[str, Any], partial: str, format: str, planner: _Planner | None) -> None:
+def _write(state: dict[str, Any], partial: str, format: str, planner: _Planner | None) -> dict[str, int]:
+    """Write what this rank writes, and return the CRC-32 of its files of DCP, by name."""
     if planner is not None:
+        writer = torch_dcp.FileSystemWriter(partial)
+        counted = counting(writer)
         with collectives.quiet():
-            torch_dcp.save(state, checkpoint_id=partial, planner=planner)
-    elif format == "fsdp1" or collectives.rank() == 0:
+            torch_dcp.save(state, storage_writer=writer, planner=planner)
+        return counted.crcs
+    if format == "fsdp1" or collectives.rank() == 0:
         path = local_path(partial) if format == "torch" else local_path(partial) / f"rank{collectives.rank()}.pt"
         path.put(lambda stream: torch.save(state, stream))
+    return {}

@@ -241,6 +241,10 @@ def test_a_file_of_another_save(once: Once, launched: Launched) -> None:
     found = f"{zlib.crc32((sources / 'mixed/__1_0.distcp').read_bytes()):08x}"
     assert f"__1_0.distcp` has CRC-32 {found}, but {listed} in the manifest beside it" in str(said["mixed"])
     assert (folder / "0").exists() and not (folder / "1").exists()
+    # What torch writes is counted as it passes; the file of what it does not save is not.
+    crcs = {path.name: f"{zlib.crc32(path.read_bytes()):08x}" for path in (folder / "0").glob("*.distcp")}
+    rest = "__0_1.distcp"
+    assert len(crcs) == 3 and json.loads((folder / "0/integrity.json").read_text())["crc32"] == {**crcs, rest: None}
 
 
 # The choice -----------------------------------------------------------------------------------------------------------

@@ -138,12 +138,12 @@ def write(engine: Engine, job: Write) -> None:
             partial = stack.enter_context(stage).shared_path
             files.make_directory(partial)
         partial = str(coordinator.exchange("partial", partial)[0])
-        moved = _save(engine.kind, engine.sharding, job, partial)
+        moved, crcs = _save(engine.kind, engine.sharding, job, partial)
         if not coordinator.is_first:
             return
         files.check_unchanged(job.opened.before)
         if options.carried:
-            manifest.write(partial)
+            manifest.write(partial, crcs)
         job.read_back(partial, job.planned.catalogue)
         sizes = locate(partial).sizes()
         result.files = [FileSize(name, sizes[name]) for name in sorted(sizes) if name.endswith(".distcp")]
@@ -151,7 +151,7 @@ def write(engine: Engine, job: Write) -> None:
     result.checked_bytes, result.unchecked_bytes = moved.checked, moved.unchecked
 
 
-def _save(kind: str, sharding: Sharding, job: Write, partial: str) -> Transferred:
+def _save(kind: str, sharding: Sharding, job: Write, partial: str) -> tuple[Transferred, dict[str, int]]:
     from ckpttool.training.reshard_engine import engine
 
     coordinator, options = job.coordinator, job.options

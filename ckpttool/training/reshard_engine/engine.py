@@ -13,6 +13,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
+from itertools import chain
 from math import prod
 from typing import Any
 
@@ -32,6 +33,7 @@ from ckpttool.layout.mesh import Sharding
 from ckpttool.storage.files import Pool
 from ckpttool.training import collectives, devices, fill, save
 from ckpttool.training.check_read import check_files
+from ckpttool.training.counted_files import counting
 from ckpttool.training.materialize import materialize
 from ckpttool.training.read import Reader
 from ckpttool.training.reshard_engine.meta_model import MetaModel
@@ -100,9 +102,9 @@ def run(
     threads: int | None,
     memory: int | None,
     progress: Progress | None,
-) -> Transferred:
-    """Write `catalogue` at `partial`, a directory that every rank sees. Every rank calls it; rank 0 has the figures.
-    Raises CkptError, the same on every rank, or LostRank."""
+) -> tuple[Transferred, dict[str, int]]:
+    """Write `catalogue` at `partial`, a directory that every rank sees. Every rank calls it; rank 0 has the figures
+    and all the CRC-32 of the files that torch writes. Raises CkptError, the same on every rank, or LostRank."""
     device = devices.take(rank.kind)
     with _group(rank):
         collectives.check_sees(partial, "all ranks must write to one shared file system")
@@ -117,12 +119,12 @@ def run(
                 moved = transfer(plan.plan(rest), source, rest, total=0, threads=threads, memory=memory, whole=whole)
                 sink.finish(moved.crcs)
         _fill(meta, source, device, progress)
-        _save(catalogue, meta, partial)
+        own = _save(catalogue, meta, partial)
         _check_source(source, catalogue, meta, rank, moved, whole)
         with collectives.together():
             if rank.number == 0:
                 combine.join(partial, catalogue, rest)
-        return moved
+        return moved, dict(chain.from_iterable(crcs.items() for crcs in collectives.all_gather(own)))
 
 
 @contextmanager
@@ -223,15 +225,18 @@ class _Writer(torch_dcp.FileSystemWriter):  # type: ignore[misc]
         return plan
 
 
-def _save(catalogue: Catalogue, meta: MetaModel, partial: str) -> None:
+def _save(catalogue: Catalogue, meta: MetaModel, partial: str) -> dict[str, int]:
     names = planner_data.name_entries(catalogue).names
     state = {names[path]: value for path, value in meta.state().items()}
     planner = _Planner(flatten_state_dict=False, flatten_sharded_tensors=False)
+    writer = _Writer(partial)
+    counted = counting(writer)
     try:
         with collectives.quiet():
-            torch_dcp.save(state, storage_writer=_Writer(partial), planner=planner)
+            torch_dcp.save(state, storage_writer=writer, planner=planner)
     except CheckpointException as error:
         raise save.failed(error, partial, partial) from None
+    return counted.crcs
 
 
 def _check_source(
