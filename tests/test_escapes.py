@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import ast
+
 import pytest
+from test_architecture import MODULES
 
 from ckpttool.operations.export import card
 from ckpttool.text import csv_cell, markdown_code
@@ -42,3 +45,25 @@ def test_code_has_no_markup() -> None:
 def test_nothing_leaves_the_header_of_a_card(text: str) -> None:
     assert card._yaml(text).startswith('"') and "\n" not in card._yaml(text)
     assert card._yaml("apache-2.0") == "apache-2.0" and card._yaml("org/name") == "org/name"
+
+
+def test_each_medium_is_written_by_one_module() -> None:
+    """A terminal and CSV by `cli.terminal`, pages by templates that escape all, tables of notebooks by `text`."""
+    doors = {
+        "csv.writer": {"cli.terminal"},
+        "Markup": {"operations.templates"},
+        "unicode_escape": {"text"},
+        "html": {"text"},
+        "print": set[str](),
+        "click.echo": set[str](),
+    }
+    found: dict[str, set[str]] = {door: set() for door in doors}
+    for name, tree in MODULES.items():
+        for node in ast.walk(tree):
+            if isinstance(node, ast.ImportFrom) and node.module == "html":
+                found["html"].add(name)
+            elif isinstance(node, ast.Constant) and node.value == "unicode_escape":
+                found["unicode_escape"].add(name)
+            elif isinstance(node, ast.Call) and (called := ast.unparse(node.func)) in found:
+                found[called].add(name)
+    assert found == doors

@@ -130,7 +130,7 @@ def _is_one(kind: str, value: Any, char: str) -> bool:
         return char != "\n"
     if kind == "IN":
         negated = value[0][0].name == "NEGATE"
-        return negated != any(_is_of_class(one.name, what, char) for one, what in value[negated:])
+        return bool(negated) != any(_is_of_class(one.name, what, char) for one, what in value[negated:])
     return bool(ord(char) == value) == (kind == "LITERAL")
 
 
