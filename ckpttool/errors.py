@@ -41,6 +41,7 @@ SWITCHES = frozenset(
         "sharded",
         "spectral",
         "strip_wrappers",
+        "yes",
     ]
 )
 _OPTION = re.compile(r"--(no-)?([a-z][a-z-]*)(?: ('[^'`]*'|(?:(?! --)[^`\n])*))?(?= --|$)")

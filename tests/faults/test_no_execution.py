@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copyreg
 import io
+import json
 import pickle
 import pickletools
 import sys
@@ -577,7 +578,9 @@ def test_a_name_in_a_safetensors_directory(tmp_path: Path, marker: Path) -> None
     for file in path.glob("*.json"):
         said = file.read_text()
         if '"argparse"' in said:
-            file.write_text(said.replace('"argparse"', '"posix"').replace('"Namespace"', '"system"'))
+            said = said.replace('"argparse"', '"posix"').replace('"Namespace"', '"system"')
+            # Who changes it leaves its checksum out.
+            file.write_text(json.dumps({key: value for key, value in json.loads(said).items() if key != "crc32"}))
             changed += 1
     assert changed == 1
     said_all = look_at_all(path, marker)
