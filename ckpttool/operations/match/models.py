@@ -67,4 +67,6 @@ def _facts(config: Mapping[str, Any] | None, head_dim: int | None) -> Facts:
         rotary = False
     elif any(key.startswith(("rope_", "rotary_")) for each in configs for key in each):
         rotary = True
-    return Facts(kind if isinstance(kind, str) else None, head_dim, rotary)
+    numbers = key_maps.facts(config, head_dim)
+    heads = numbers.get("num_attention_heads"), numbers.get("num_key_value_heads")
+    return Facts(kind if isinstance(kind, str) else None, head_dim, rotary, *heads)

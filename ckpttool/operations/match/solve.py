@@ -27,18 +27,22 @@ Rule = dict[str, Any]
 
 
 class Facts(NamedTuple):
-    """What the config of the reference says: whether there is a rotary embedding, if that is known."""
+    """What the config of the reference says: whether there is a rotary embedding, if that is known; how many heads
+    queries have, and keys."""
 
     model_type: str | None = None
     head_dim: int | None = None
     rotary: bool | None = None
+    heads: int | None = None
+    kv_heads: int | None = None
 
 
 class Option(NamedTuple):
     """One way in which a tensor is made: the `axes` of stacks, that of the last list first, of all lists but those that
     are `kept`; `join` of the parts, the `layout` of the parts, and the order of the `rows` of a rotary embedding, along
     the rows of the tensor as it is, if it is transposed after them. With `outer`, it is a stack along its second axis
-    that is transposed."""
+    that is transposed. A query, key and value of `heads` that stay one are taken apart by the first of `layouts`, and
+    joined by the second."""
 
     transposed: bool = False
     outer: bool = False
@@ -48,6 +52,8 @@ class Option(NamedTuple):
     layout: str = "parts"
     rows: str | None = None
     rows_first: bool = False
+    layouts: tuple[str, str] | None = None
+    heads: Ints = ()
 
 
 @dataclass(slots=True)
@@ -573,6 +579,7 @@ class _Decision:
         if self.rotary is None and "positions" in solver.roles.values():
             self.rotary = False
         sides = [{solver.roles.get(module) for module in side} for side in (solver.sources, solver.targets)]
+        self.beside = [_last_keys_of_parents(side) for side in (solver.sources, solver.targets)]
         self.names_attention = all(side & {"q", "qkv"} for side in sides)
         self._alike = Counter(map(_numberless, solver.source))
         self.ways: dict[tuple[int, str], list[Option]] = {}
@@ -609,7 +616,7 @@ class _Decision:
                 why = why or "its shape does not tell which axis is which"
             ways, reason = self._with_layout(pairing, ways, leaf)
             why = why or reason
-            ways, reason = self._with_rows(pairing, ways)
+            ways, reason = self._with_rows(pairing, ways, leaf)
             why = why or reason
             used |= {name for module in pairing.sources for name in module.names(leaf)}
             if why:
@@ -626,7 +633,7 @@ class _Decision:
                 rules = [rule(pairing, leaf, decided, self.solver.rows, self.facts)]
             else:
                 rules = self._rules_apart(pairing, leaf, decided, {*sources})
-            doubted = [self._candidate(pairing, leaf, way) for way in (*others, *self._rows(pairing, [decided]))]
+            doubted = [self._candidate(pairing, leaf, way) for way in (*others, *self._rows(pairing, [decided], leaf))]
             why = "its shape is the same transposed, and nothing shows that it is not"
             left_out = doubted[: len(others)]
             assumed = [_open(target, leaf, why, left_out) for target in pairing.targets] if others else []
@@ -669,7 +676,8 @@ class _Decision:
     def _with_layout(self, pairing: _Pairing, ways: list[Option], leaf: str) -> tuple[list[Option], str]:
         """Return the ways with the order in which the parts of a fused weight lie."""
         if len(pairing.sources) == len(pairing.targets):
-            return ways, self._why_another_order(pairing, leaf)
+            why = self._why_another_order(pairing, leaf)
+            return ([*ways, *self._in_another_layout(pairing, ways, leaf)] if why else ways), why
         is_source = len(pairing.sources) == 1
         whole, parts = (pairing.sources[0], pairing.targets) if is_source else (pairing.targets[0], pairing.sources)
         layout = words.layout(whole, self.facts.model_type)
@@ -697,34 +705,81 @@ class _Decision:
         if len(one.numbers[0]) != len(other.numbers[0]) and len(inner) > 2 and inner[0] == inner[1]:
             # Those may be stacks along different axes.
             return "its shape does not tell which axis is which"
-        if words.last(one) == words.last(other):
+        if words.spelling(one) == words.spelling(other):
             return ""
         roles = [self.solver.roles.get(module) for module in (one, other)]
         if any(role in words.PARTS for role in roles):
             layouts = [words.layout(module, self.facts.model_type) for module in (one, other)]
             if None in layouts or layouts[0] != layouts[1]:
                 return f"whether the parts of `{one.pattern}` lie as those of `{other.pattern}` is unknown"
-        if roles == [None, None] and pairing.by == "shape" and not self.names_attention and not words.is_norm(other):
+        is_same = words.last(one) == words.last(other)
+        if (
+            roles == [None, None]
+            and pairing.by == "shape"
+            and not is_same
+            and not self.names_attention
+            and not words.is_norm(other)
+        ):
             return "only its shape says what it is, and rows of the attention may lie in another order"
         return ""
 
-    def _with_rows(self, pairing: _Pairing, ways: list[Option]) -> tuple[list[Option], str]:
+    def _in_another_layout(self, pairing: _Pairing, ways: list[Option], leaf: str) -> list[Option]:
+        """Return the ways with the heads of a query, key and value that stay one in another order."""
+        of = [self._layouts(module) for module in (pairing.sources[0], pairing.targets[0])]
+        both = [(old, new) for old in of[0] for new in of[1] if old != new]
+        return [each for way in ways for each in self._apart(pairing, way, leaf, both)]
+
+    def _layouts(self, whole: Module) -> list[str]:
+        layout = words.layout(whole, self.facts.model_type)
+        return ["parts", "groups"] if layout is None else [layout]
+
+    def _apart(self, pairing: _Pairing, way: Option, leaf: str, layouts: Sequence[tuple[str, str]]) -> Iterator[Option]:
+        """Yield a way in which query, key and value are taken apart and joined again, if the numbers of their heads are
+        known and there are several groups."""
+        target = pairing.targets[0]
+        if way.axes or "qkv" not in {self.solver.roles.get(module) for module in (pairing.sources[0], target)}:
+            return
+        whole, shape = target.parameters[target.main][1], target.parameters[leaf][1]
+        heads, groups = self.facts.heads, self.facts.kv_heads or self.facts.heads
+        if heads is None or groups is None:
+            # As many keys as queries, if they are as many as there are columns.
+            sides = {max(whole) // 3} if len(whole) == 2 and max(whole) == 3 * min(whole) else set()
+            heads = groups = next((size // head for size in sides if (head := self.facts.head_dim)), 0)
+        both = heads + 2 * groups
+        rows = both * (self.facts.head_dim or max(whole) // max(both, 1))
+        if groups > 1 and heads % groups == 0 and whole.count(rows) == shape.count(rows) == 1:
+            for each in layouts:
+                yield way._replace(join=shape.index(rows), layouts=each, heads=(heads, groups))
+
+    def _with_rows(self, pairing: _Pairing, ways: list[Option], leaf: str) -> tuple[list[Option], str]:
         """Return the ways with the order of the rows of queries and keys."""
         rotated = self._rotated(pairing)
-        if self.rotary is False or len({*map(words.last, rotated)}) < 2 or all(map(words.rotates_halves, rotated)):
+        is_known = all(self._rotates_halves(pairing, module) for module in rotated)
+        if self.rotary is False or self._is_one_library(pairing) or is_known:
             return ways, ""
         why = "the rows of its heads may lie in another order, for a rotary embedding of neighbours or of halves"
-        return [*ways, *self._rows(pairing, ways)], why
+        return [*ways, *self._rows(pairing, ways, leaf)], why
 
-    def _rows(self, pairing: _Pairing, ways: list[Option]) -> list[Option]:
+    def _rows(self, pairing: _Pairing, ways: list[Option], leaf: str) -> list[Option]:
         """Return the ways with the rows of queries and keys in other orders, if names may mean another order."""
         rotated = self._rotated(pairing)
-        if self.rotary is False or len({*map(words.last, rotated)}) < 2:
+        if self.rotary is False or self._is_one_library(pairing):
             return []
-        if len(pairing.sources) == len(pairing.targets) and {self.solver.roles.get(m) for m in rotated} & {"qkv", "kv"}:
-            return []  # no rule permutes some rows of a fused weight that stays one
+        if len(pairing.sources) == len(pairing.targets) and (
+            fused := {self.solver.roles.get(m) for m in rotated} & {"qkv", "kv"}
+        ):
+            of = [self._layouts(module) for module in (pairing.sources[0], pairing.targets[0])]
+            same = [(layout, layout) for layout in of[0] if layout in of[1]]
+            ways = [
+                each
+                for way in ways
+                for each in ([way] if way.layouts else self._apart(pairing, way, leaf, same))
+                if fused == {"qkv"} and not way.transposed
+            ]
         orders = ["halves", "neighbours"]
-        is_halves, was_halves = (words.rotates_halves(m) for m in (pairing.targets[0], pairing.sources[0]))
+        is_halves, was_halves = (
+            self._rotates_halves(pairing, module) for module in (pairing.targets[0], pairing.sources[0])
+        )
         if is_halves != was_halves:
             orders = ["halves"] if is_halves else ["neighbours"]
         firsts = (False, True) if len(pairing.sources) == len(pairing.targets) else (False,)
@@ -734,6 +789,18 @@ class _Decision:
             for way in ways
             for first in (firsts if way.transposed else (False,))
         ]
+
+    def _rotates_halves(self, pairing: _Pairing, module: Module) -> bool:
+        return words.rotates_halves(module, self.beside[module in pairing.targets][_parent(module)])
+
+    def _is_one_library(self, pairing: _Pairing) -> bool:
+        """Return whether queries and keys are spelled alike on both sides, and what is beside them is too: what only
+        one side has says nothing, but that each has its own does."""
+        rotated = self._rotated(pairing)
+        if len(rotated) < 2 or len({*map(words.spelling, rotated)}) > 1:
+            return len(rotated) < 2
+        old, new = (self.beside[side][_parent(all_[0])] for side, all_ in enumerate((pairing.sources, pairing.targets)))
+        return not (old - new and new - old)
 
     def _rotated(self, pairing: _Pairing) -> list[Module]:
         """Return the queries and keys of both sides, whole or fused."""
@@ -812,6 +879,18 @@ def _last_keys(pairing: _Pairing) -> list[tuple[str, str]]:
     return [(side, words.last(module)) for side, all_ in sides for module in all_]
 
 
+def _parent(module: Module) -> str:
+    return module.pattern.removesuffix(words.last(module))
+
+
+def _last_keys_of_parents(all_: Sequence[Module]) -> dict[str, set[str]]:
+    """Return what is beside each module: the last keys below each pattern."""
+    keys: dict[str, set[str]] = defaultdict(set)
+    for module in all_:
+        keys[_parent(module)].add(words.last(module))
+    return keys
+
+
 def _open(target: Module, leaf: str, why: str, candidates: list[Candidate]) -> Open:
     pattern, shape = target.parameters[leaf]
     names = target.names(leaf)
@@ -853,6 +932,13 @@ def rule(
     if len(pairing.sources) > 1:
         steps += [*permuted, *_fuse("concat", pairing.sources, leaf, way, facts)]
     steps += [{"unstack": axis} for axis in reversed(way.axes) if depth < target_depth]
+    if way.layouts:
+        ratio = [way.heads[0] // way.heads[1], 1, 1]
+        how: list[Rule] = [
+            {"axis": way.join or 0, "parts": ratio} | ({"groups": way.heads[1]} if layout == "groups" else {})
+            for layout in way.layouts
+        ]
+        permuted = [{"split": how[0]}, *permuted, {"concat": how[1]}]
     alone = permuted if len(pairing.sources) == len(pairing.targets) else []
     swap: list[Rule] = [{"transpose": [ndim - 3 if way.outer else ndim - 2, ndim - 1]}] if way.transposed else []
     steps += [*alone, *swap] if way.rows_first else [*swap, *alone]
@@ -880,7 +966,7 @@ def _permuted(pairing: _Pairing, way: Option, facts: Facts) -> list[Rule]:
     if way.rows is None:
         return []
     values: Rule = {"head_dim": facts.head_dim} if facts.head_dim else {}
-    parts = max(len(pairing.sources), len(pairing.targets))
+    parts = 3 if way.layouts else max(len(pairing.sources), len(pairing.targets))
     if parts > 1:
         values |= ({"axis": way.join} if way.join else {}) | {"parts": [*range(parts - 1)]}
     return [{"rows": {"to": way.rows, **values} if values else way.rows}]
@@ -906,6 +992,10 @@ def _words(pairing: _Pairing, leaf: str, way: Option) -> str:
         does.append("split" if way.layout == "parts" else "split by groups of heads")
     if way.transposed:
         does.append("transposed")
+    if way.layouts:
+        said = {"parts": "one after the other", "groups": "by groups of heads"}
+        old, new = (said[layout] for layout in way.layouts)
+        does.append(f"its parts {old}" + (f" joined {new}" if old != new else ""))
     if way.axes:
         axes = " and ".join(map(str, way.axes))
         does.append(f"along {'axis' if len(way.axes) == 1 else 'axes'} {axes}")

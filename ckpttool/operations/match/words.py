@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 
 from ckpttool.operations.match.modules import Module
 
@@ -70,10 +70,19 @@ _LAST_NORMS = ("norm", "ln_f", "norm_f", "final_layernorm", "final_layer_norm", 
 # Fused weights that lie part by part, and those whose heads lie group by group.
 _BY_PARTS = ("qkv_proj", "c_attn", "Wqkv", "W_pack", "gate_up_proj", "gate_up", "w13", "linear_fc1", "input_linear")
 _BY_GROUPS = ("linear_qkv",)
-_GROUPS_OF_TYPES = ("gpt_neox", "gpt_neox_japanese", "bloom", "falcon")  # `query_key_value`
+_GROUPS_OF_TYPES = ("gpt_neox", "gpt_neox_japanese", "bloom", "falcon")
+_GROUPS_OF_THEM = ("attention.query_key_value", "self_attention.query_key_value")
 _UNUSUAL_TYPES = ("codegen", "gpt_bigcode", "gpt_oss")  # their parts lie in an order of their own
-# Names of queries and keys whose rotary embedding rotates the two halves of a head.
-_HALVES = ("q_proj", "k_proj", "qkv_proj", "linear_qkv", "query_key_value", "c_attn")
+# Libraries that rotate the two halves of a head: what they call the attention, its queries and keys, and what they have
+# beside them. No word tells it alone: torchtune's `attn.q_proj` and fairseq2's `self_attn.q_proj` are of neighbours.
+_HALVES = (
+    # transformers: `rotate_half` of Llama and most others
+    ("self_attn", ("q_proj", "k_proj", "qkv_proj"), ("o_proj", "dense", "out_proj")),
+    ("attention", ("query_key_value",), ("dense",)),  # GPT-NeoX, there and in its own library
+    ("self_attention", ("query_key_value",), ("dense",)),  # Falcon
+    ("attn", ("c_attn",), ("c_proj",)),  # Qwen
+    ("self_attention", ("linear_qkv",), ("linear_proj",)),  # Megatron Core, without `--rotary-interleaved`
+)
 _SIDE_OF = {
     "encoder": "encoder",
     "decoder": "decoder",
@@ -103,6 +112,19 @@ _WORD = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+|\d+")
 def last(module: Module) -> str:
     """Return the last key of a module's name that is no number."""
     return next((key for key in reversed(module.keys) if not (key.isdigit() or key == "{}")), "")
+
+
+def spelling(module: Module) -> tuple[str, ...]:
+    """Return how a library spells a module: the keys after the number of its layer, or the last two."""
+    keys = [*module.keys]
+    while keys and _is_number(keys[-1]):
+        keys.pop()
+    after = max((place for place, key in enumerate(keys) if _is_number(key)), default=len(keys) - 3)
+    return tuple(keys[max(after, -1) + 1 :])
+
+
+def _is_number(key: str) -> bool:
+    return key.isdigit() or "{}" in key
 
 
 def roles(modules: Sequence[Module]) -> dict[Module, str]:
@@ -184,11 +206,15 @@ def layout(module: Module, model_type: str | None) -> str | None:
     word = last(module)
     if model_type in _UNUSUAL_TYPES:
         return None
-    if word in _BY_GROUPS or (word == "query_key_value" and model_type in _GROUPS_OF_TYPES):
+    if word in _BY_GROUPS or (model_type in _GROUPS_OF_TYPES and ".".join(module.keys[-2:]) in _GROUPS_OF_THEM):
         return "groups"
     return "parts" if word in _BY_PARTS else None
 
 
-def rotates_halves(module: Module) -> bool:
-    """Return whether queries and keys of this name are rotated by halves, not by neighbours."""
-    return last(module) in _HALVES
+def rotates_halves(module: Module, beside: Container[str]) -> bool:
+    """Return whether queries and keys of this name, and with these others beside them, are of a library that rotates
+    halves, not neighbours."""
+    return any(
+        module.keys[-2:-1] == (attention,) and last(module) in own and any(word in beside for word in output)
+        for attention, own, output in _HALVES
+    )

@@ -120,9 +120,9 @@ def test_samples_tell_the_rows_of_a_fused_query_key_and_value(tmp_path: Path, wo
         apart[f"model.layers.{n}.self_attn.o_proj.weight"] = o = torch.randn(width, heads * d)
         q, k = (x.view(-1, 2, d // 2, width).transpose(1, 2).reshape(x.shape) for x in (q, k))
         parts = [x.view(groups, -1, d, width) for x in (q, k, v)] if word != "qkv_proj" else [q, k, v]
-        at = f"model.layers.{n}.self_attn"
+        at = f"model.layers.{n}.{'self_attention' if word == 'linear_qkv' else 'self_attn'}"
         fused |= {f"{at}.{word}.weight": torch.cat(parts, int(word != "qkv_proj")).reshape(-1, width).contiguous()}
-        fused[f"{at}.o_proj.weight"] = o
+        fused[f"{at}.{'linear_proj' if word == 'linear_qkv' else 'o_proj'}.weight"] = o
     for name, state in (("src", fused if is_source else apart), ("ref", apart if is_source else fused)):
         (tmp_path / name).mkdir()
         save_file(state, tmp_path / name / "model.safetensors")

@@ -158,14 +158,17 @@ def test_parameters_that_a_source_lacks_are_unmatched() -> None:
 
 
 def test_megatron_has_queries_keys_and_values_by_groups() -> None:
-    source = layers({"decoder.layers.{n}.self_attention.linear_qkv.weight": (32, 16)})
-    target = layers({f"model.layers.{{n}}.self_attn.{one}_proj.weight": (16 if one == "q" else 8, 16) for one in "qkv"})
+    source = layers({f"decoder.layers.{{n}}.self_attention.linear_{one}.weight": (32, 16) for one in ("qkv", "proj")})
+    source = {name: shape if "qkv" in name else (16, 16) for name, shape in source.items()}
+    rows = {"q": 16, "k": 8, "v": 8, "o": 16}
+    target = layers({f"model.layers.{{n}}.self_attn.{one}_proj.weight": (rows[one], 16) for one in rows})
     solution = solve(source, target, Facts("llama", 4, True))
-    assert [rule["operations"] for rule in solution.rules] == [
-        [{"split": {"axis": 0, "parts": [2, 1, 1], "groups": 2}}]
+    assert [rule.get("operations") for rule in solution.rules] == [
+        [{"split": {"axis": 0, "parts": [2, 1, 1], "groups": 2}}],
+        None,
     ]
     unknown = solve(source, target, Facts("llama", None, True))
-    assert not unknown.found
+    assert [one.rules[0]["to"] for one in unknown.found] == ["model.layers.{n}.self_attn.o_proj.weight"]
     assert "size of a head is unknown" in unknown.ambiguous[0].why
 
 
@@ -192,6 +195,80 @@ def test_rows_of_a_rotary_embedding_are_open_under_other_names() -> None:
     assert len(solve(source, target, Facts("gpt2", 4, False)).rules) == 4
     same = {name.replace("model.", "base."): shape for name, shape in target.items()}
     assert not solve(same, target, Facts("llama", 4, True)).ambiguous
+
+
+def attention(at: str, words: str, d: int = 8, width: int = 32) -> State:
+    """Queries of 4 heads, keys and values of 2, and the output, in two layers of transformers' Llama."""
+    rng = np.random.default_rng(len(words))
+    rows = [4 * d, 2 * d, 2 * d, width]
+    return {
+        f"{at}.{n}.{word}.weight": rng.integers(0, 1 << 30, (size, width))
+        for n in range(2)
+        for word, size in zip(words.split(), rows, strict=True)
+    }
+
+
+HF = "self_attn.q_proj self_attn.k_proj self_attn.v_proj self_attn.o_proj"
+
+
+@pytest.mark.parametrize(
+    ("at", "words"),
+    [
+        ("layers", "attn.q_proj attn.k_proj attn.v_proj attn.output_proj"),  # torchtune
+        ("decoder.layers", "self_attn.q_proj self_attn.k_proj self_attn.v_proj self_attn.output_proj"),  # fairseq2
+        ("model.layers", "self_attn.q_proj self_attn.k_proj self_attn.v_proj self_attn.output_proj"),
+    ],
+)
+@pytest.mark.parametrize("is_source", [True, False])
+def test_rows_of_a_rotary_embedding_are_open_between_libraries(at: str, words: str, is_source: bool) -> None:
+    """torchtune and fairseq2 have those of a Llama in another order under the names `q_proj` and `k_proj`: `hf_to_tune`
+    permutes `t.view(heads, 2, head_dim // 2, dim).transpose(1, 2)`."""
+    hf = attention("model.layers", HF)
+    other = {}
+    for (name, array), word in zip(hf.items(), words.split() * 2, strict=True):
+        heads = {"q_proj": 4, "k_proj": 2}.get(word.split(".")[1])
+        permuted = array.reshape(heads, 2, 4, 32).swapaxes(1, 2).reshape(array.shape) if heads else array
+        other[f"{at}.{name.split('.')[2]}.{word}.weight"] = permuted
+    source, target = (other, hf) if is_source else (hf, other)
+    solution = solve(shapes(source), shapes(target), Facts("llama", 8, True))
+    open_ = {name for one in solution.ambiguous for name in one.names}
+    assert open_ == {name for name in target if "q_proj" in name or "k_proj" in name} and not solution.unmatched
+    for one in solution.ambiguous:
+        made = [applied(candidate.rules[0], source) for candidate in one.candidates]
+        right = [all(np.array_equal(each[name], target[name]) for name in one.names) for each in made]
+        assert right.count(True) == 1
+
+
+def test_rows_under_names_of_one_library_stay() -> None:
+    hf, other = attention("model.layers", HF), attention("language_model.layers", HF)
+    other |= {f"language_model.layers.{n}.self_attn.rotary_emb.inv_freq": np.ones(4) for n in range(2)}
+    solution = solve(shapes(other), shapes(hf), Facts("llama", 8, True))
+    assert len(solution.found) == 4 and not solution.ambiguous
+
+
+@pytest.mark.parametrize("facts", [Facts("gpt_neox", 8, True, 4, 4), Facts("gpt_neox", 8, True)])
+@pytest.mark.parametrize("is_source", [True, False])
+def test_a_fused_query_key_and_value_may_have_another_order(facts: Facts, is_source: bool) -> None:
+    """litgpt has `qkv` of a Pythia part by part; GPT-NeoX views `query_key_value` as `(heads, 3 * head_dim)`."""
+    rng = np.random.default_rng(1)
+    litgpt, neox = {}, {}
+    for n in range(2):
+        for leaf, rest in (("weight", (32,)), ("bias", ())):
+            parts = [rng.integers(0, 1 << 30, (32, *rest)) for _ in "qkv"]
+            litgpt[f"transformer.h.{n}.attn.qkv.{leaf}"] = np.concatenate(parts)
+            heads = np.stack([part.reshape(4, 8, *rest) for part in parts], 1)
+            neox[f"gpt_neox.layers.{n}.attention.query_key_value.{leaf}"] = heads.reshape(96, *rest)
+            out = rng.integers(0, 1 << 30, (32, *rest))
+            litgpt[f"transformer.h.{n}.attn.proj.{leaf}"] = neox[f"gpt_neox.layers.{n}.attention.dense.{leaf}"] = out
+    source, target = (litgpt, neox) if is_source else (neox, litgpt)
+    solution = solve(shapes(source), shapes(target), facts)
+    fused = [one for one in solution.ambiguous if "qkv" in one.name or "query_key_value" in one.name]
+    assert sorted(one.shape for one in fused) == [(96,), (96, 32)]
+    for one in fused:
+        assert len({candidate.text for candidate in one.candidates}) == len(one.candidates) > 1
+        made = [applied(candidate.rules[0], source) for candidate in one.candidates]
+        right = [all(np.array_equal(each[name], target[name]) for name in one.names) for each in made]
+        assert right.count(True) == 1
 
 
 def test_equal_shapes_whose_names_say_nothing_are_open() -> None:
