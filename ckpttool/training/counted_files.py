@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -27,7 +28,7 @@ class CountedFiles(FileSystem):  # type: ignore[misc] # torch is not looked into
             counted = _Counted(stream)
             yield counted
         if mode == "wb" and counted.is_whole:
-            self.crcs[local_path(str(path)).name] = counted.crc
+            self.crcs[local_path(os.fspath(path)).name] = counted.crc
 
 
 class _Counted:
