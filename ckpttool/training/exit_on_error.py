@@ -6,11 +6,14 @@ with ckpttool.exit_on_error():
 
 from __future__ import annotations
 
+import atexit
+import os
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 
+import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_default_store
 
 from ckpttool.errors import CkptError, as_arguments
@@ -39,7 +42,21 @@ def exit_on_error() -> Iterator[None]:
         if rank == 0 and collectives.is_distributed():
             # The store, unlike a collective, is there however few ranks come.
             _get_default_store().set(_KEY, b"")
+        if dist.is_available() and dist.is_initialized():
+            atexit.register(_leave, error.exit_code)
         raise SystemExit(error.exit_code) from None
+
+
+def _leave(exit_code: int) -> None:
+    """End the process after the other functions registered with `atexit`, without tearing the interpreter down: threads
+    of gloo that still hold tensors would abort it then, with another exit code (pytorch#179291)."""
+    atexit.unregister(_leave)
+    atexit._run_exitfuncs()
+    for stream in (sys.stdout, sys.stderr):
+        # A pipe that nobody reads must not change the exit code.
+        with suppress(OSError, ValueError, AttributeError):
+            stream.flush()
+    os._exit(exit_code)
 
 
 def _is_said() -> bool:

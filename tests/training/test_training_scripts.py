@@ -95,6 +95,26 @@ def test_a_rank_that_was_killed_is_one_message(tmp_path: Path) -> None:
             assert len(errors) == 2 and "error: rank 0 lost its connection to another rank: " in errors[0], said
 
 
+ABORTING = """
+import atexit, os, torch.distributed as dist, ckpttool
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+class Teardown:
+    def __del__(self, kill=os.kill, pid=os.getpid()): kill(pid, 6)
+teardown = Teardown()
+atexit.register(print, "closed")
+with ckpttool.exit_on_error():
+    raise ckpttool.CkptError("no luck")
+"""
+
+
+def test_threads_of_gloo_do_not_change_the_exit_code(tmp_path: Path) -> None:
+    """Tearing the interpreter down aborts it now and then: here it always does. What others registered is called."""
+    script = tmp_path / "aborting.py"
+    script.write_text(ABORTING)
+    ended = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=300)
+    assert (ended.returncode, ended.stdout, ended.stderr) == (70, "closed\n", "error: no luck\n")
+
+
 @pytest.mark.long
 @pytest.mark.parametrize("strategy", ["parallel", "broadcast"])
 def test_from_fsdp2_to_fsdp1_and_on(straight: dict[int, float], tmp_path: Path, strategy: str) -> None:
