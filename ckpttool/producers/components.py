@@ -16,6 +16,7 @@ from ckpttool.catalogue import parts
 from ckpttool.catalogue.dtypes import Dtype
 from ckpttool.catalogue.entries import Catalogue, Path
 from ckpttool.catalogue.warning import Warning
+from ckpttool.errors import CkptError
 from ckpttool.producers.directory import Directory
 from ckpttool.storage.stores import escape
 from ckpttool.text import rank_ranges, some
@@ -72,13 +73,27 @@ class Component:
 
 @dataclass(slots=True)
 class Layout:
-    """The components of a directory. `missing` are reasons why the checkpoint is not complete."""
+    """The components of a directory. `missing` are reasons why the checkpoint is not complete, `unreadable` the errors
+    of files that are neither components nor assets."""
 
     components: list[Component] = field(default_factory=list)
     assets: list[str] = field(default_factory=list)
     warnings: list[Warning] = field(default_factory=list)
     missing: list[str] = field(default_factory=list)
     unknown: list[str] = field(default_factory=list)
+    unreadable: dict[str, CkptError] = field(default_factory=dict)
+
+    def add(self, other: Layout) -> None:
+        """Add the components of files that are unknown to this layout."""
+        taken = {component.root for component in self.components}
+        for component in other.components:
+            name = component.name.rpartition("/")[2]
+            free = component if component.root not in taken else replace(component, root=(*component.root[:-1], name))
+            self.components.append(free)
+        self.assets += other.assets
+        self.missing += other.missing
+        self.unreadable |= other.unreadable
+        self.unknown = []
 
     def merge(self, other: Layout, folder: str) -> None:
         """Add the layout of a folder of the directory."""
@@ -92,6 +107,7 @@ class Layout:
         self.assets += map(below, other.assets)
         self.unknown += map(below, other.unknown)
         self.warnings += other.warnings
+        self.unreadable |= {below(name): error for name, error in other.unreadable.items()}
         self.missing += [f"`{folder}/`: {text}" for text in other.missing]
 
 

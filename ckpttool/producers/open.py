@@ -19,11 +19,12 @@ from ckpttool.catalogue.protocols import NO_HINTS, Format, OpenOptions, Source
 from ckpttool.catalogue.shown import shown
 from ckpttool.catalogue.warning import Warning
 from ckpttool.errors import CkptError, CorruptError, ReadError, UsageError
+from ckpttool.formats import rankfiles
 from ckpttool.formats.detect import detect, found_inside
 from ckpttool.layout.optimizer.names_of_ids import is_model_order
-from ckpttool.producers import flat_parameters, foreign, model_config, reader, runs
+from ckpttool.producers import contents, flat_parameters, foreign, model_config, reader, runs
 from ckpttool.producers.combined import CombinedSource
-from ckpttool.producers.components import Producer
+from ckpttool.producers.components import DCP_FILE, Layout, Producer
 from ckpttool.producers.directory import Directory
 from ckpttool.serialization import strict_json, unsafe_globals
 from ckpttool.serialization.unpickler import no_garbage_collection
@@ -34,6 +35,7 @@ from ckpttool.storage.versions import Version
 from ckpttool.text import some
 
 _MAX_SHAPES = 64 << 20
+_WHOLE = rf"{DCP_FILE}|ckpttool\.json"  # of a directory that is one checkpoint, whatever else lies in it
 _INDEXES = (".metadata", "__*.metadata", "*.index.json", "ckpttool.json")
 
 
@@ -41,24 +43,74 @@ def open_at(location: Location, options: OpenOptions = NO_HINTS, run: runs.Run |
     """Recognise what lies at a location, and open it; of a run, its newest complete checkpoint. `run` is the run that
     the location was chosen from. Raises ReadError or CorruptError."""
     directory = Directory(location) if location.is_dir() else None
-    producer = producers.recognise(directory) if directory is not None else None
-    if directory is not None and producer is None and (found := foreign.recognise(location, directory)) is not None:
-        raise found.refusal(location)
-    if directory is not None and producer is not None:
-        source = reader.open_directory(producer, directory, options)
-        run = run or _beside(directory, producer)
+    if directory is None:
+        source = _open_files(location, options, run)
     else:
-        is_single = directory is not None and not runs.has_rank_files(directory)
-        row = next((row for row in formats.FORMATS if row.recognise(location)), None) if is_single else None
-        inner = runs.find(directory) if directory is not None and row is None else None
-        if inner is not None and inner.chosen is not None:
-            return open_at(inner.chosen.path, options, run or inner)
-        source = (row or _detect(location, directory)).open(location, options)
-    if directory is not None:
+        producer = producers.recognise(directory)
+        if producer is None and (found := foreign.recognise(location, directory)) is not None:
+            raise found.refusal(location)
+        if producer is not None:
+            source = reader.open_directory(producer, directory, options)
+            run = run or _beside(directory, producer)
+        else:
+            inner = None if directory.has(_WHOLE) else runs.find(directory)
+            if inner is not None and inner.chosen is not None:
+                return open_at(inner.chosen.path, options, run or inner)
+            source = _open_directory(location, directory, options)
         source.catalogue.warnings += _unseen(directory)
     source.catalogue.facts |= model_config.facts(location, directory, source.catalogue)
     if run is not None:
         _describe_run(source.catalogue, run)
+    return source
+
+
+def _open_files(location: Location, options: OpenOptions, run: runs.Run | None) -> Source:
+    """Open a file, or the files that a pattern matches: those of ranks, or of one step beside those of others."""
+    if not location.is_pattern() or any(row.recognise(location) for row in formats.FORMATS):
+        return _detect(location, None).open(location, options)
+    matches = location.matches()
+    if not matches:
+        return _detect(location, None).open(location, options)
+    folder = matches[0].parent
+    while not all(path.is_below(folder) for path in matches):
+        folder = folder.parent
+    directory = Directory(folder if folder else locate("."))
+    names = [path.relative_to(folder) + ("/" if path.is_dir() else "") for path in matches]
+    step = run.chosen.step if run is not None and run.chosen is not None else None
+    return reader.open_layout(contents.layout(directory, names, step), directory, options)
+
+
+def _open_directory(location: Location, directory: Directory, options: OpenOptions) -> Source:
+    """Open a directory of no framework: by the format that all of it is of, else each of its files as a component."""
+    layout = contents.layout(directory)
+    row = next((row for row in formats.FORMATS if row.recognise(location)), None)
+    if row is not None and not layout.unreadable and (source := _opened_whole(row, location, layout, options)):
+        return source
+    if not layout.components:
+        # Its error says what is there.
+        return _detect(location, directory).open(location, options)
+    return reader.open_layout(layout, directory, options)
+
+
+def _opened_whole(row: Format, location: Location, layout: Layout, options: OpenOptions) -> Source | None:
+    """Open a directory by the format that recognises it; return None if that leaves one of its files unread, or takes
+    what each rank has of its own for copies."""
+    if any(component.name for component in layout.components) and any(not c.name for c in layout.components):
+        return None
+    stems = {component.root for component in layout.components}
+    try:
+        source = row.open(location, options)
+    except (CorruptError, ReadError):
+        if len(stems) < 2:
+            raise
+        return None
+    names = {file.name for file in source.catalogue.files}
+    unread = {name for c in layout.components for name in c.files if name not in names and not is_index(name)}
+    if unread or (row is rankfiles.FORMAT and reader.is_of_each_rank(source.catalogue)):
+        source.close()
+        return None
+    if layout.assets:
+        source.catalogue.facts.setdefault("assets", layout.assets)
     return source
 
 

@@ -13,39 +13,55 @@ from ckpttool.catalogue.entries import Catalogue, File, Part, Tensor, dotted
 from ckpttool.catalogue.protocols import OpenOptions, Source
 from ckpttool.catalogue.warning import Warning
 from ckpttool.errors import CkptError, CorruptError, ReadError
+from ckpttool.formats import rankfiles, torchsave
 from ckpttool.formats.detect import detect
+from ckpttool.formats.rankfiles.rank_file import mentions_shards
 from ckpttool.layout.optimizer.parse import parse_key
+from ckpttool.producers import contents
 from ckpttool.producers.combined import CombinedSource
 from ckpttool.producers.components import Component, Layout, Producer
 from ckpttool.producers.directory import Directory
 from ckpttool.producers.runs import STEPS, step_in
 from ckpttool.storage.stores import Location
-from ckpttool.text import plural, some
+from ckpttool.text import plural
 
 
 def open_directory(producer: Producer, directory: Directory, options: OpenOptions) -> Source:
-    """Open a directory of a framework. A component that cannot be opened is a fault, unless it is the only one. Raises
-    ReadError or CorruptError."""
+    """Open a directory of a framework, with the files that the framework does not know. A component that cannot be
+    opened is a fault, unless it is the only one. Raises ReadError or CorruptError."""
     layout = producer.layout(directory)
+    layout.add(contents.layout(directory, layout.unknown))
+    source = open_layout(layout, directory, options)
+    if producer.confirm is None or producer.confirm(source.catalogue):
+        source.catalogue.facts["producer"] = producer.name
+    return source
+
+
+def open_layout(layout: Layout, directory: Directory, options: OpenOptions) -> Source:
+    """Open the components of a directory. Raises ReadError or CorruptError."""
     source = _Opening(directory, layout.components, options).source()
     catalogue = source.catalogue
-    if producer.confirm is not None and not producer.confirm(catalogue):
-        return source
-    catalogue.facts["producer"] = producer.name
     if (step := step_in(directory.name, STEPS)) is not None:
         catalogue.facts["step"] = step
-    # Files that a DCP index does not mention are other components, or are named as unknown.
+    # Files that an index does not mention are other components or assets, or cannot be read.
     catalogue.warnings[:] = [w for w in catalogue.warnings if w.kind != "unlisted-file"]
     if layout.assets:
         catalogue.facts["assets"] = [name.rstrip("/") for name in layout.assets]
     catalogue.warnings += layout.warnings
-    if layout.unknown:
-        catalogue.warnings.append(Warning("left-out", f"left out, unknown to {producer.name}: {some(layout.unknown)}"))
+    catalogue.faults += [_of_component(error, directory, name, name) for name, error in layout.unreadable.items()]
     catalogue.faults += [
         CorruptError(text, hint="copy what is missing, or name another checkpoint", file=directory.path, **facts)
         for text, facts in [*((text, {}) for text in layout.missing), *_too_few_ranks(layout, catalogue)]
     ]
     return source
+
+
+def _of_component(error: CkptError, directory: Directory, name: str, root: str) -> CkptError:
+    """Return the error of a file as the fault of the part that it would be."""
+    is_named = error.names(directory.path) or not name
+    message = error.message if is_named else f"`{name}`: {error.message}"
+    absent = {"absent": root} if root else {}
+    return type(error)(message, hint=error.hint, **{"file": directory.at(name), **error.facts, **absent})
 
 
 def _too_few_ranks(layout: Layout, catalogue: Catalogue) -> list[tuple[str, dict[str, list[str]]]]:
@@ -65,12 +81,14 @@ def _too_few_ranks(layout: Layout, catalogue: Catalogue) -> list[tuple[str, dict
 
 @dataclass(frozen=True, slots=True)
 class _Opening:
-    """Opens the components of a layout one after the other. `warnings` have the components that each is of."""
+    """Opens the components of a layout one after the other. `warnings` have the components that each is of, `faults`
+    are the errors of those that cannot be opened."""
 
     directory: Directory
     components: list[Component]
     options: OpenOptions
     warnings: dict[Warning, list[str]] = field(default_factory=dict)
+    faults: list[CkptError] = field(default_factory=list)
 
     def source(self) -> Source:
         path = self.directory.path
@@ -81,10 +99,11 @@ class _Opening:
             return self.open(first, only=self.options.only)
         with ExitStack() as on_error:
             combined = on_error.enter_context(closing(CombinedSource(Catalogue(""))))
-            faults = [f for component in self.components if (f := self.add(combined, component)) is not None]
+            for component in self.components:
+                self.add(combined, component)
             if not combined.catalogue.entries:
-                raise faults[0] if faults else ReadError(f"`{path}` holds nothing", file=path)
-            combined.catalogue.faults += faults
+                raise self.faults[0] if self.faults else ReadError(f"`{path}` holds nothing", file=path)
+            combined.catalogue.faults += self.faults
             # Warnings have the name of their component, and appear once where all ranks have the same.
             for warning, (name, *others) in self.warnings.items():
                 named = f"`{name}` and {len(others)} more" if others else f"`{name}`"
@@ -92,23 +111,27 @@ class _Opening:
             on_error.pop_all()
         return combined
 
-    def add(self, combined: CombinedSource, component: Component) -> CkptError | None:
-        """Add one component to the catalogue; return the error if it cannot be opened."""
+    def add(self, combined: CombinedSource, component: Component) -> None:
+        """Add one component to the catalogue, or the error with which it cannot be opened to the faults."""
         name = component.name.rstrip("/")
+        is_set = component.kind == "rank files" and len(component.files) > 1
         try:
             if component.kind == "json":
                 values = self.directory.json(component.name)
                 combined.add_values(values if isinstance(values, dict) else {"value": values}, component.root)
                 _list(combined.catalogue, component, Catalogue("json", [File(component.name, component.name, 0)]))
-                return None
-            if component.kind == "rank files" and len(component.files) > 1 and not self._is_one_format(component):
-                return self._add_by_rank(combined, component)
+                return
+            if is_set and not self._is_one_format(component):
+                self._add_by_rank(combined, component)
+                return
             source = self.open(component, combined.catalogue)
         except (CorruptError, ReadError) as error:
-            is_named = error.names(self.directory.path) or not name
-            message = error.message if is_named else f"`{name}`: {error.message}"
-            absent = {"absent": dotted(component.root)} if component.root else {}
-            return type(error)(message, hint=error.hint, **{"file": self.directory.at(name), **error.facts, **absent})
+            self.faults.append(_of_component(error, self.directory, name, dotted(component.root)))
+            return
+        if is_set and is_of_each_rank(source.catalogue):
+            source.close()
+            self._add_by_rank(combined, component)
+            return
         catalogue = source.catalogue
         if not combined.catalogue.format:
             # The facts of the first component are those of the whole.
@@ -119,18 +142,15 @@ class _Opening:
             self.warnings.setdefault(warning, []).append(name)
         catalogue.warnings = []
         combined.mount(source, component.root, _part_below(catalogue, component.key))
-        return None
 
-    def _add_by_rank(self, combined: CombinedSource, component: Component) -> CkptError | None:
+    def _add_by_rank(self, combined: CombinedSource, component: Component) -> None:
         """Add files of ranks that no format joins: once if they are equal, else one per rank."""
         if not _is_rank_local(component) and len({self._digest(name) for name in component.files}) == 1:
-            single = replace(component, name=component.files[0], files=component.files[:1], kind="single")
-            return self.add(combined, single)
-        of_rank = (
-            replace(component, name=n, files=(n,), root=(*component.root, parts.rank_key(r)), rank=r, kind="per rank")
-            for r, n in _by_rank(component)
-        )
-        return next(filter(None, (self.add(combined, one) for one in of_rank)), None)
+            self.add(combined, replace(component, name=component.files[0], files=component.files[:1], kind="single"))
+            return
+        for rank, name in _by_rank(component):
+            root = (*component.root, parts.rank_key(rank))
+            self.add(combined, replace(component, name=name, files=(name,), root=root, rank=rank, kind="per rank"))
 
     def _is_one_format(self, component: Component) -> bool:
         """Return whether a format joins the files of all ranks, which it does not do with values of single ranks."""
@@ -149,7 +169,11 @@ class _Opening:
         path = self.directory.at(component.name) if component.name else self.directory.path
         if "*" in component.name:
             path = self.directory.at(component.files[0]) if len(component.files) == 1 else self._pattern(component)
-        source = detect(path).open(path, options)
+        row = detect(path)
+        if row is rankfiles.FORMAT and component.kind in ("single", "per rank") and not mentions_shards(path):
+            # By itself, and not with those that are called alike.
+            row = torchsave.FORMAT
+        source = row.open(path, options)
         folder = component.name.rpartition("/")[0]
         for file in source.catalogue.files:
             if folder and not file.scratch:
@@ -174,6 +198,11 @@ class _Opening:
                 else:
                     values.append((entry.name, identity.key(entry.value)))
             return identity.key(values)
+
+
+def is_of_each_rank(catalogue: Catalogue) -> bool:
+    """Return whether files of ranks hold what each rank has of its own: they differ, and no tensor is sharded. Pure."""
+    return bool(catalogue.faults) and all(len(tensor.chunks) < 2 for tensor in catalogue.tensors)
 
 
 def shapes_of_moments(catalogue: Catalogue) -> OpenOptions:

@@ -1,0 +1,246 @@
+"""The components of any directory, by what its files hold: the layout of scripts that follow no framework.
+
+    model.pt optimizer.pt rng.pt            model.*  optimizer.*  rng.*        a file is mounted under its stem
+    state.pt rng_0.pt rng_1.pt              state.*  rng.rank0.*  rng.rank1.*  files of ranks are one set
+    unet/model.safetensors ema/ema.pt       unet.*  ema.*                      a folder with one component is its root
+    .metadata *.distcp extra.pt             keys of DCP at the root, extra.*
+    lit_model.pth config.yaml               one file of tensors alone has its own keys, as if it were named
+
+What is not a component is an asset (configuration, tokenizer, scripts, logs, the model for another library) or cannot
+be read, which is a fault.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from collections.abc import Collection, Iterator
+from dataclasses import replace
+
+from ckpttool import formats
+from ckpttool.catalogue import parts
+from ckpttool.catalogue.entries import Path
+from ckpttool.errors import CkptError, ReadError
+from ckpttool.formats.detect import detect
+from ckpttool.producers.components import ASSET_NAMES, DCP_FILE, DCP_FILES, REPOSITORY, Component, Layout
+from ckpttool.producers.directory import Directory
+from ckpttool.storage import files
+
+_MAX_DEPTH = 8
+_MAX_FILES = 100_000
+_RANK = re.compile(
+    r"(?<![a-z])(?:(?:world_?size[._-]?(?P<world>\d+)[._-])?(?:[a-z]p_)?rank|dp|sdp)[._=-]?(?P<rank>\d{1,6})(?!\d)",
+    re.I,
+)
+_NUMBER = re.compile(r"[._-](?P<rank>\d{1,6})(?=\.[^/]*$|$)")
+_SHARD = re.compile(r"(?P<stem>.+)-(?P<shard>\d{5})-of-(?P<count>\d{5})\.(safetensors|bin|pt|pth)")
+_SUFFIX = re.compile(
+    r"(?<=.)(\.(safetensors|pth?|th|bin|ckpt|tar|pkl|pickle|p|npz?|json|ya?ml|txt|model|state|zip)\b)+"
+)
+_INDEX = re.compile(r".*\.index\.json")
+_PIECES = r"(?:.*/)?(ckpttool\.json|shard-\d+-model-\d+-of-\d+\.safetensors)"
+_OF_PIECES = r".*\.safetensors(\.index\.json)?|ckpttool\.json|sharded/"
+# Of the model for other libraries, and what people look at.
+_OTHER_LIBRARIES = r".*\.(h5|msgpack|onnx|onnx_data|gguf|ot|tflite|pb|engine|mlmodel)"
+_LOOKED_AT = (
+    r".*\.(log|md|py|sh|csv|tsv|jsonl|png|jpe?g|svg|gif|mp4|wav|html|pdf|lock|ply|tiktoken)|events\.out\.tfevents.*"
+)
+_ASSET = re.compile(rf"(?:.*/)?({ASSET_NAMES}|{_OTHER_LIBRARIES}|{_LOOKED_AT}|ckpttool-manifest\.json|integrity\.json)")
+_HEAD = 4096
+_STATE = "it may hold training state; `--only` leaves it out"
+
+
+def layout(directory: Directory, names: Collection[str] | None = None, step: int | None = None) -> Layout:
+    """Return the components of a directory; with `names`, of these files and folders in it. `step` is a number in the
+    names of files that lie beside those of other steps. Raises ReadError for a directory of too many files."""
+    result = Layout()
+    listed = directory.names if names is None else names
+    is_dcp = names is None and directory.has(DCP_FILE)
+    if is_dcp or (names is None and directory.has(_PIECES)):
+        result.components.append(Component(""))
+        listed = [name for name in listed if not re.fullmatch(DCP_FILES.pattern if is_dcp else _OF_PIECES, name)]
+    found = sorted(_below(directory, listed, is_dcp))
+    remaining = dict.fromkeys(found)
+    for components in (_indexed(directory, remaining), _shards(remaining, result), _ranks(remaining, result)):
+        for component in components:
+            result.components.append(component)
+            for name in component.files:
+                remaining.pop(name, None)
+    for name in remaining:
+        _add_file(directory, name, result)
+    _give_roots(result, step)
+    return result
+
+
+def _below(
+    directory: Directory, names: Collection[str], is_dcp: bool, above: str = "", depth: int = 0
+) -> Iterator[str]:
+    """Yield the files below a directory, and with a slash the folders that a format opens as a whole."""
+    if depth > _MAX_DEPTH:
+        raise ReadError(f"`{directory.path}`: folders nested more than {_MAX_DEPTH} deep", file=directory.path)
+    for name in names:
+        if re.fullmatch(REPOSITORY.pattern, name) or files.REMAINS.fullmatch(name.rstrip("/")):
+            continue
+        if not name.endswith("/"):
+            if not (is_dcp and re.fullmatch(DCP_FILES.pattern, name)):
+                yield above + name  # those of a DCP directory may lie in folders of it
+            continue
+        location = directory.at(name[:-1])
+        if location.is_link() and location.real().is_below(directory.path.real()):
+            continue  # `latest`, to a folder beside it
+        inner = directory.folder(name)
+        if inner.has(DCP_FILE) and not (is_dcp and not inner.has(r"\.metadata|__\d+\.metadata")):
+            yield above + name
+            yield from _below(inner, inner.names, True, above + name, depth + 1)
+        elif inner.has(_PIECES):
+            yield above + name
+            rest = [
+                one for one in inner.names if not re.fullmatch(r".*\.safetensors(\.index\.json)?|ckpttool\.json", one)
+            ]
+            yield from _below(inner, rest, False, above + name, depth + 1)
+        else:
+            yield from _below(inner, inner.names, is_dcp, above + name, depth + 1)
+
+
+# Sets of files --------------------------------------------------------------------------------------------------------
+
+
+def _indexed(directory: Directory, names: Collection[str]) -> Iterator[Component]:
+    """Yield the models whose files an index names."""
+    for name in names:
+        if not _INDEX.fullmatch(name):
+            continue
+        folder, _, base = name.rpartition("/")
+        inner = directory.folder(folder) if folder else directory
+        weight_map = inner.facts(base).get("weight_map")
+        if isinstance(weight_map, dict):
+            above = f"{folder}/" if folder else ""
+            shards = sorted({f"{above}{one}" for one in weight_map.values() if isinstance(one, str)})
+            if base.endswith(".safetensors.index.json"):
+                yield Component(name, files=(name, *shards))
+            else:
+                for shard in shards:
+                    yield Component(shard, files=(name, shard), kind="shard")
+
+
+def _shards(names: Collection[str], layout: Layout) -> Iterator[Component]:
+    """Yield the files of models that were split without an index: `model-00001-of-00002.safetensors`."""
+    sets: dict[tuple[str, str], list[str]] = defaultdict(list)
+    for name in names:
+        if (match := _SHARD.fullmatch(name)) is not None:
+            sets[match["stem"], match["count"]].append(name)
+    for (stem, count), shards in sets.items():
+        if len(shards) != int(count):
+            layout.missing.append(f"{int(count) - len(shards)} of {int(count)} files `{stem}-*` are missing")
+        for name in shards:
+            yield Component(name, files=(name,), kind="shard")
+
+
+def _ranks(names: Collection[str], layout: Layout) -> Iterator[Component]:
+    """Yield the sets of files whose names differ in a rank alone."""
+    sets: dict[tuple[str, str], dict[int, tuple[str, int | None]]] = defaultdict(dict)
+    for name in names:
+        if not name.endswith("/") and (match := _rank_in(name)) is not None:
+            begin, end = match.span("rank")
+            world = match.groupdict().get("world")
+            sets[name[:begin], name[end:]][int(match["rank"])] = name, int(world) if world else None
+    for (before, after), of_rank in sets.items():
+        is_named = _RANK.search(f"{before}0") is not None
+        if not is_named and sorted(of_rank) != [*range(max(2, len(of_rank)))]:
+            continue
+        count = next((world for _, world in of_rank.values() if world), max(of_rank) + 1)
+        absent = sorted(set(range(min(count, _MAX_FILES))) - of_rank.keys())
+        if absent:
+            first = next(iter(of_rank.values()))[0]
+            layout.missing.append(f"the file of rank {absent[0]} of {count} is missing beside `{first}`")
+        present = tuple(of_rank[rank][0] for rank in sorted(of_rank))
+        yield Component(f"{before}*{after}", files=present, kind="rank files")
+
+
+def _rank_in(name: str) -> re.Match[str] | None:
+    """Return where a name has a rank: behind a word for it, or as the number of what each rank has of its own."""
+    if (match := [*_RANK.finditer(name)][-1:]) != []:
+        return match[0]
+    numbered = _NUMBER.search(name)
+    stem = name[: numbered.start()].rpartition("/")[2] if numbered is not None else ""
+    return numbered if parts.kind_of_key(stem) in parts.PER_RANK else None
+
+
+# Single files ---------------------------------------------------------------------------------------------------------
+
+
+def _add_file(directory: Directory, name: str, layout: Layout) -> None:
+    """Add a file as a component, as an asset, or as one that cannot be read."""
+    location = directory.at(name.rstrip("/"))
+    if name.endswith("/"):
+        layout.components.append(Component(name, files=(name,)))
+    elif _ASSET.fullmatch(name):
+        layout.assets.append(name)
+    elif any(row.recognise(location) for row in formats.FORMATS):
+        layout.components.append(Component(name, files=(name,)))
+    else:
+        try:
+            location.check_readable()
+            head = location.head(_HEAD)
+            if formats.DATA_FILE.fullmatch(name) or (head and not _is_text(head)):
+                detect(location)
+            layout.assets.append(name)
+        except CkptError as error:
+            layout.unreadable[name] = error
+
+
+def _is_text(head: bytes) -> bool:
+    try:
+        text = head.decode()
+    except UnicodeDecodeError as error:
+        # The end of the head may be the middle of a character.
+        text = head[: error.start].decode() if error.start > len(head) - 4 else "\0"
+    return "\0" not in text
+
+
+# Roots ----------------------------------------------------------------------------------------------------------------
+
+
+def _give_roots(layout: Layout, step: int | None) -> None:
+    """Give each component its root: the folders and the stem of its name, the keys of which nothing else has."""
+    holders = [c for c in layout.components if not _is_document(c)]
+    alone = holders[0] if len({_stem(c, step) for c in holders}) == 1 else None
+    in_folder: dict[Path, set[Path]] = defaultdict(set)
+    for component in layout.components:
+        *folders, stem = _stem(component, step) or ("",)
+        in_folder[tuple(folders)].add((*folders, stem))
+    taken: dict[Path, Component] = {}
+    for i, component in enumerate(layout.components):
+        root = _stem(component, step)
+        while len(root) > 1 and (len(in_folder[root[:-1]]) == 1 or root[-1] == root[-2]) and root[:-1] not in taken:
+            root = root[:-1]
+        if alone is not None and _stem(component, step) == _stem(alone, step) and component in holders:
+            root = ()
+        other = taken.get(root)
+        if other is not None and not (other.kind == component.kind == "shard"):
+            root = (*root[:-1], component.name.rpartition("/")[2].replace("*", ""))
+        taken.setdefault(root, component)
+        layout.components[i] = replace(component, root=root)
+
+
+def _is_document(component: Component) -> bool:
+    return component.name.endswith((".json", ".yaml", ".yml", ".txt")) and not _INDEX.fullmatch(component.name)
+
+
+def _stem(component: Component, step: int | None) -> Path:
+    """Return the folders and the stem of a component, without rank, number of shards, suffixes and step."""
+    name = component.name.rstrip("/")
+    if not name:
+        return ()
+    *folders, base = name.split("/")
+    if component.kind == "shard" and (match := _SHARD.fullmatch(base)) is not None:
+        base = match["stem"]
+    base = re.sub(r"\.(safetensors|bin)\.index\.json$", "", base)
+    base = _SUFFIX.sub("", base)
+    if component.kind == "rank files":
+        base = re.sub(r"[._-]?(world_?size[._-]?\d+[._-])?([a-z]p_?)?(rank|dp|sdp)?[._=-]?\*", "", base, flags=re.I)
+    if step is not None:
+        base = re.sub(rf"(?<!\d)0*{step}(?!\d)", "", base)
+    base = base.strip("._-= ")
+    stem = [re.sub(r"[._-]?\*", "", folder) for folder in folders]
+    return tuple([*filter(None, stem), base] if base or not stem else filter(None, stem))
