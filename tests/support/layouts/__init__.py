@@ -14,6 +14,11 @@ from support.layouts.layout import Expected, Kind, Layout, Written
 MODULES = (
     "own_directories",
     "library_directories",
+    "flat_directories",
+    "language_files",
+    "vision_files",
+    "generative_files",
+    "reinforcement_files",
 )
 LAYOUTS: tuple[Layout, ...] = tuple(
     one

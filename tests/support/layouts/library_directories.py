@@ -1,4 +1,4 @@
-"""Directories of the step that trainers of libraries write, as far as people's own scripts add to them or alter them."""
+"""Directories of the step that trainers of libraries write, and what people's own scripts add to them."""
 
 from __future__ import annotations
 

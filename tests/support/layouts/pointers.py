@@ -32,6 +32,16 @@ def link(name: str, *, best: bool = False) -> Pointer:
     return write
 
 
+def link_to(name: str, target: str) -> Pointer:
+    """A link to a file of the newest step."""
+
+    def write(run: Path, steps: Sequence[Written]) -> None:
+        (run / name).unlink(missing_ok=True)
+        os.symlink(_filled(target, steps[-1]), run / name)
+
+    return write
+
+
 def copy(name: str, *, best: bool = False) -> Pointer:
     """A copy of the newest step, or of the best, which is the first."""
 

@@ -1,6 +1,6 @@
 """Labels for the values of a checkpoint: what a person who reads the script says that each of them is.
 
-A layout wraps each value that it saves in a label; a value without one is an error. A label holds for all that lies below.
+A layout wraps each value that it saves in a label, which holds for all below it; a value without one is an error.
 """
 
 from __future__ import annotations

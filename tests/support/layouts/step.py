@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import os
 import pickle
 import warnings
 import zipfile
@@ -36,7 +35,7 @@ class Expected:
     owner: str | None
     """The model that it is of or belongs to, where there are several."""
     tensors: int
-    """The number of its tensors; of an array file that of its arrays."""
+    """The number of its tensors, or arrays; one that two roots of a file share is counted in the first."""
     nbytes: int
     """Bytes of their elements."""
 
@@ -70,8 +69,9 @@ class Step:
     def expect(self, path: Path, value: Any, keys: tuple[str | int, ...] = ()) -> None:
         """Take down every labelled value of a file."""
         file = path.relative_to(self.run).as_posix()
+        seen: dict[int, Any] = {}
         for below, label in labels(value, keys):
-            tensors = list(tensors_of(bare(label)))
+            tensors = list(tensors_of(bare(label), seen))
             nbytes = sum(one.numel() * one.element_size() for one in tensors)
             self.expected.append(Expected(file, below, label.role, label.owner, len(tensors), nbytes))
 
@@ -159,12 +159,6 @@ class Step:
                     archive.writestr(member, data.getvalue())
                 self.expect(path, value, (member,))
 
-    def link(self, name: str, target: str) -> None:
-        """Make a relative link in the directory of the run."""
-        path = self.run / name
-        path.unlink(missing_ok=True)
-        os.symlink(target, path)
-
 
 def _yaml(value: Any, depth: int) -> Iterator[str]:
     for key, below in value.items():
@@ -175,12 +169,12 @@ def _yaml(value: Any, depth: int) -> Iterator[str]:
             yield f"{'  ' * depth}{key}: {json.dumps(below)}\n"
 
 
-def tensors_of(value: Any, seen: set[int] | None = None) -> Iterator[torch.Tensor]:
+def tensors_of(value: Any, seen: dict[int, Any] | None = None) -> Iterator[torch.Tensor]:
     """Every tensor object in a value, once, however it is held: by containers, modules and other objects."""
-    seen = set() if seen is None else seen
+    seen = {} if seen is None else seen
     if isinstance(value, (str, bytes, int, float, np.ndarray, type, torch.dtype)) or value is None or id(value) in seen:
         return
-    seen.add(id(value))
+    seen[id(value)] = value
     if isinstance(value, torch.Tensor):
         yield value
         return
