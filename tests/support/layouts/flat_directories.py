@@ -169,7 +169,7 @@ def corenet(step: Step) -> None:
     step.torch("checkpoint_last.pt", roles.model(one.model.state_dict()))
     step.torch("checkpoint_ema_last.pt", roles.ema(one.ema.state_dict()))
     best = {name: value + 1 for name, value in one.model.state_dict().items()}
-    step.torch("checkpoint_best.pt", roles.model(best))
+    step.torch("checkpoint_best.pt", roles.ema(best))
 
 
 @layout("OpenNMT/OpenNMT-py safetensors", "flat")
@@ -233,8 +233,7 @@ def espnet(step: Step) -> None:
             "scaler": roles.scaler(None),
         },
     )
-    averaged = {name: value * 0.75 for name, value in one.model.state_dict().items()}
-    step.torch(f"{step.epoch}epoch.pth", roles.model(averaged))
+    step.torch(f"{step.epoch}epoch.pth", roles.model(one.model.state_dict()))
 
 
 @layout("jik876/hifi-gan", "flat")

@@ -106,7 +106,7 @@ def torch_ema(step: Step) -> None:
                 "decay": roles.config(0.995),
                 "num_updates": roles.progress(step.number),
                 "shadow_params": roles.ema(shadows),
-                "collected_params": roles.other(collected),
+                "collected_params": roles.ema(collected),
             },
             "optimizer": roles.optimizer(one.optimizer.state_dict()),
             "global_step": roles.progress(step.number),

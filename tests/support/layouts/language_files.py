@@ -170,7 +170,7 @@ def audiocraft(step: Step) -> None:
     step.torch(
         f"checkpoint_{step.number}.th",
         {
-            "best_state": {"model": roles.other(best)},
+            "best_state": {"model": roles.ema(best)},
             "xp.cfg": roles.config(configs.options()),
             "xp.sig": roles.config("a1b2c3"),
             "history": roles.metrics([{"train": {"loss": 2.5}}, {"train": {"loss": 2.25}}]),

@@ -115,6 +115,7 @@ def rsl_rl(step: Step) -> None:
 def tianshou(step: Step) -> None:
     step.has(step=None)
     ones = agent(step, model=6)
+    step.count("model", ones["model"].model, ones["model"].ema)
     state = {f"model.{n}": v for n, v in ones["model"].model.state_dict().items()}
     state |= {f"model_old.{n}": v for n, v in ones["model"].ema.state_dict().items()}
     step.torch("log/policy.pth", roles.model(state))

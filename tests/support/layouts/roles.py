@@ -28,7 +28,7 @@ def model(value: Any, owner: str | None = None) -> Labelled:
 
 
 def ema(value: Any, owner: str | None = None) -> Labelled:
-    """Label an averaged, target or teacher copy of a model."""
+    """Label a copy beside a model that is not the model: its average, target, teacher, best."""
     return Labelled("ema", value, owner)
 
 

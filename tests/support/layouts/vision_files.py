@@ -44,6 +44,7 @@ def patches(step: Step) -> Trained:
 @layout("facebookresearch/moco", "file", "checkpoint_{epoch:04d}.pth.tar")
 def moco(step: Step) -> None:
     one = classifier(step)
+    step.count("model", one.model, one.ema)
     state = prefixed(one.model, "module.encoder_q.") | prefixed(one.ema, "module.encoder_k.")
     state |= {"module.queue": torch.randn(4, 12), "module.queue_ptr": torch.tensor([4])}
     step.torch(
