@@ -83,11 +83,7 @@ def score_sde(step: Step) -> None:
         {
             "optimizer": roles.optimizer(one.optimizer.state_dict()),
             "model": roles.model(prefixed(one.model, "module.")),
-            "ema": {
-                "decay": roles.config(0.999),
-                "num_updates": roles.progress(step.number),
-                "shadow_params": roles.ema(shadows),
-            },
+            "ema": roles.ema({"decay": 0.999, "num_updates": step.number, "shadow_params": shadows}),
             "step": roles.progress(step.number),
         },
     )
@@ -102,12 +98,9 @@ def torch_ema(step: Step) -> None:
         f"ckpt_{step.number}.pt",
         {
             "net": roles.model(one.model.state_dict()),
-            "ema": {
-                "decay": roles.config(0.995),
-                "num_updates": roles.progress(step.number),
-                "shadow_params": roles.ema(shadows),
-                "collected_params": roles.ema(collected),
-            },
+            "ema": roles.ema(
+                {"decay": 0.995, "num_updates": step.number, "shadow_params": shadows, "collected_params": collected}
+            ),
             "optimizer": roles.optimizer(one.optimizer.state_dict()),
             "global_step": roles.progress(step.number),
         },

@@ -178,7 +178,7 @@ def audiocraft(step: Step) -> None:
             "optimizer": roles.optimizer(one.optimizer.state_dict()),
             "lr_scheduler": roles.scheduler(one.scheduler.state_dict()),
             "scaler": roles.scaler(one.scaler.state_dict()),
-            "ema": {"state": {"model": roles.ema(one.ema.state_dict())}, "count": roles.progress(step.number)},
+            "ema": roles.ema({"state": {"model": one.ema.state_dict()}, "count": step.number}),
         },
     )
 

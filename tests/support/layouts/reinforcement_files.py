@@ -91,6 +91,8 @@ def sheeprl(step: Step) -> None:
 @layout("leggedrobotics/rsl_rl", "file", "logs/model_{step}.pt")
 def rsl_rl(step: Step) -> None:
     actor, critic = networks.Perceptron(), networks.Perceptron(outputs=1)
+    actor.std_param = torch.nn.Parameter(torch.ones(3))
+    actor.std_param.grad = torch.randn(3)
     chained = torch.optim.Adam([*actor.parameters(), *critic.parameters()])
     for one in (actor, critic):
         update(one, chained)
@@ -100,7 +102,7 @@ def rsl_rl(step: Step) -> None:
     step.torch(
         f"logs/model_{step.number}.pt",
         {
-            "actor_state_dict": roles.model(actor.state_dict() | {"distribution.std_param": torch.ones(3)}, "actor"),
+            "actor_state_dict": roles.model(actor.state_dict(), "actor"),
             "critic_state_dict": roles.model(critic.state_dict(), "critic"),
             "optimizer_state_dict": roles.optimizer(chained.state_dict()),
             "iter": roles.progress(step.number),
@@ -159,6 +161,7 @@ def sac(step: Step) -> None:
     alpha = torch.optim.Adam([temperature])
     temperature.sum().backward()
     alpha.step()
+    step.parameters["log_alpha"] = temperature.numel()
     buffer = {"obs": torch.randn(20, 5), "action": torch.randn(20, 3), "reward": torch.randn(20), "size": 20, "ptr": 7}
     step.torch(
         f"sac_{step.number}.pth",
@@ -166,7 +169,7 @@ def sac(step: Step) -> None:
             "actor": roles.model(ones["actor"].model.state_dict(), "actor"),
             "critic": roles.model(ones["critic"].model.state_dict(), "critic"),
             "critic_target": roles.ema(ones["critic"].ema.state_dict(), "critic"),
-            "log_alpha": roles.other(temperature),
+            "log_alpha": roles.model(temperature, "log_alpha"),
             "actor_optimizer": roles.optimizer(ones["actor"].optimizer.state_dict(), "actor"),
             "critic_optimizer": roles.optimizer(ones["critic"].optimizer.state_dict(), "critic"),
             "alpha_optimizer": roles.optimizer(alpha.state_dict()),

@@ -320,7 +320,7 @@ def rt_detr(step: Step) -> None:
             "optimizer": roles.optimizer(one.optimizer.state_dict()),
             "lr_scheduler": roles.scheduler(one.scheduler.state_dict()),
             "lr_warmup_scheduler": roles.scheduler({"last_step": step.number}),
-            "ema": {"module": roles.ema(one.ema.state_dict()), "updates": roles.progress(step.number)},
+            "ema": roles.ema({"module": one.ema.state_dict(), "updates": step.number}),
             "scaler": roles.scaler(one.scaler.state_dict()),
         },
     )
@@ -466,7 +466,7 @@ def openfold(step: Step) -> None:
             "callbacks": roles.metrics({}),
             "optimizer_states": [roles.optimizer(one.optimizer.state_dict())],
             "lr_schedulers": [roles.scheduler(one.scheduler.state_dict())],
-            "ema": {"params": roles.ema(one.ema.state_dict()), "decay": roles.config(0.999)},
+            "ema": roles.ema({"params": one.ema.state_dict(), "decay": 0.999}),
         },
     )
 
