@@ -61,8 +61,8 @@ def layout(directory: Directory, names: Collection[str] | None = None, step: int
         listed = [name for name in listed if not re.fullmatch(DCP_FILES.pattern if is_dcp else _OF_PIECES, name)]
     found = sorted(_below(directory, listed, is_dcp))
     remaining = dict.fromkeys(found)
-    for components in (_indexed(directory, remaining), _shards(remaining, result), _ranks(remaining, result)):
-        for component in components:
+    for sets in (_indexed, _shards, _ranks):
+        for component in [*sets(directory, remaining, result)]:
             result.components.append(component)
             for name in component.files:
                 remaining.pop(name, None)
@@ -105,7 +105,7 @@ def _below(
 # Sets of files --------------------------------------------------------------------------------------------------------
 
 
-def _indexed(directory: Directory, names: Collection[str]) -> Iterator[Component]:
+def _indexed(directory: Directory, names: Collection[str], layout: Layout) -> Iterator[Component]:
     """Yield the models whose files an index names."""
     for name in names:
         if not _INDEX.fullmatch(name):
@@ -123,7 +123,7 @@ def _indexed(directory: Directory, names: Collection[str]) -> Iterator[Component
                     yield Component(shard, files=(name, shard), kind="shard")
 
 
-def _shards(names: Collection[str], layout: Layout) -> Iterator[Component]:
+def _shards(directory: Directory, names: Collection[str], layout: Layout) -> Iterator[Component]:
     """Yield the files of models that were split without an index: `model-00001-of-00002.safetensors`."""
     sets: dict[tuple[str, str], list[str]] = defaultdict(list)
     for name in names:
@@ -136,7 +136,7 @@ def _shards(names: Collection[str], layout: Layout) -> Iterator[Component]:
             yield Component(name, files=(name,), kind="shard")
 
 
-def _ranks(names: Collection[str], layout: Layout) -> Iterator[Component]:
+def _ranks(directory: Directory, names: Collection[str], layout: Layout) -> Iterator[Component]:
     """Yield the sets of files whose names differ in a rank alone."""
     sets: dict[tuple[str, str], dict[int, tuple[str, int | None]]] = defaultdict(dict)
     for name in names:

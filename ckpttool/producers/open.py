@@ -101,7 +101,7 @@ def _opened_whole(row: Format, location: Location, layout: Layout, options: Open
     try:
         source = row.open(location, options)
     except (CorruptError, ReadError):
-        if len(stems) < 2:
+        if len(stems) < 2 and row is not rankfiles.FORMAT:
             raise
         return None
     names = {file.name for file in source.catalogue.files}

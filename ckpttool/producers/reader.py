@@ -95,7 +95,7 @@ class _Opening:
         if not self.components:
             raise ReadError(f"`{path}`: none of the files that it should have", file=path)
         first = self.components[0]
-        if len(self.components) == 1 and not (first.root or first.key) and first.kind != "json":
+        if len(self.components) == 1 and not (first.root or first.key) and first.kind in ("single", "shard"):
             return self.open(first, only=self.options.only)
         with ExitStack() as on_error:
             combined = on_error.enter_context(closing(CombinedSource(Catalogue(""))))
@@ -125,12 +125,15 @@ class _Opening:
                 self._add_by_rank(combined, component)
                 return
             source = self.open(component, combined.catalogue)
+            if is_set and is_of_each_rank(source.catalogue):
+                source.close()
+                self._add_by_rank(combined, component)
+                return
         except (CorruptError, ReadError) as error:
-            self.faults.append(_of_component(error, self.directory, name, dotted(component.root)))
-            return
-        if is_set and is_of_each_rank(source.catalogue):
-            source.close()
-            self._add_by_rank(combined, component)
+            if is_set and not mentions_shards(self.directory.at(component.files[0])):
+                self._add_by_rank(combined, component)
+            else:
+                self.faults.append(_of_component(error, self.directory, name, dotted(component.root)))
             return
         catalogue = source.catalogue
         if not combined.catalogue.format:
