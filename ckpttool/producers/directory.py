@@ -101,7 +101,7 @@ class Directory:
         if name not in self:
             return None
         if name not in self._json:
-            text = self.at(name).head(_MAX_JSON + 1)
+            text = self._head(name, _MAX_JSON + 1)
             if len(text) > _MAX_JSON:
                 raise CorruptError(f"`{self.at(name)}`: more than {_MAX_JSON} bytes of JSON", file=self.at(name))
             try:
@@ -126,5 +126,20 @@ class Directory:
     def text(self, name: str) -> str:
         """Return the first kilobyte of a file of text; empty when it cannot be read."""
         with suppress(CkptError):
-            return self.at(name).head(1024).decode("utf-8", "replace").strip()
+            return self._head(name, 1024).decode("utf-8", "replace").strip()
         return ""
+
+    def leads_out(self, name: str) -> bool:
+        """Return whether a file is reached through a link that leaves the directory."""
+        if not self.path.store.is_local or self.at(name).real() == self.path.real() / name:
+            return False
+        try:
+            self.path.inside(name)
+        except CorruptError:
+            return True
+        return False
+
+    def _head(self, name: str, nbytes: int) -> bytes:
+        """Return the first bytes of a file. Raises ReadError, or CorruptError for a link that leaves the directory:
+        that of a stranger may lead to any file."""
+        return self.path.inside(name).head(nbytes)

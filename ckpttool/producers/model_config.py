@@ -10,7 +10,7 @@ from ckpttool.errors import CkptError
 from ckpttool.producers.directory import Directory
 from ckpttool.storage.stores import Location
 
-_NAME = "config.json"
+NAME = "config.json"
 _TYPES = {"model_type": str, "architectures": list, "num_hidden_layers": int}
 
 
@@ -18,7 +18,7 @@ def facts(location: Location, directory: Directory | None, catalogue: Catalogue)
     """Return `model_type`, `architectures` and `num_hidden_layers` as a config beside the checkpoint has them; nothing
     where there is none, or it cannot be parsed."""
     for folder in _folders(location, directory, catalogue):
-        config = folder.facts(_NAME)
+        config = folder.facts(NAME)
         # The model of an image and a text has the layers of each in a config of its own.
         text = config.get("text_config")
         config = (text if isinstance(text, dict) else {}) | config
@@ -30,7 +30,7 @@ def facts(location: Location, directory: Directory | None, catalogue: Catalogue)
 def _folders(location: Location, directory: Directory | None, catalogue: Catalogue) -> list[Directory]:
     if directory is None:
         # One file of a model that lies in a directory of its own.
-        if catalogue.format == "safetensors" and (location.absolute().parent / _NAME).is_file():
+        if catalogue.format == "safetensors" and (location.absolute().parent / NAME).is_file():
             with suppress(CkptError):
                 return [Directory(location.absolute().parent)]
         return []

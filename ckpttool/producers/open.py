@@ -57,7 +57,7 @@ def open_at(location: Location, options: OpenOptions = NO_HINTS, run: runs.Run |
             if inner is not None and inner.chosen is not None:
                 return open_at(inner.chosen.path, options, run or inner)
             source = _open_directory(location, directory, options)
-        source.catalogue.warnings += _unseen(directory)
+        source.catalogue.warnings += [*_unseen(directory), *_unread(directory, source.catalogue)]
     source.catalogue.facts |= model_config.facts(location, directory, source.catalogue)
     if run is not None:
         _describe_run(source.catalogue, run)
@@ -137,6 +137,15 @@ def _unseen(directory: Directory) -> list[Warning]:
         Warning("not-looked", f"{tool}: could not look ({error.message})", file=error.facts.get("file"))
         for tool, error in directory.unseen.items()
     ]
+
+
+def _unread(directory: Directory, catalogue: Catalogue) -> Iterator[Warning]:
+    """Yield a warning for each file beside the state that is a link out of the directory: it is not read."""
+    for name in dict.fromkeys(
+        (*catalogue.facts.get("assets", ()), *filter(directory.__contains__, (model_config.NAME,)))
+    ):
+        if directory.leads_out(name):
+            yield Warning("left-out", f"`{name}`: a link that leaves the checkpoint, which is not read", file=name)
 
 
 def _beside(directory: Directory, producer: Producer) -> runs.Run | None:

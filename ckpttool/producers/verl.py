@@ -78,6 +78,8 @@ def _join_optimizer(directory: Directory, layout: Layout) -> None:
 
 
 def _check_world_size(directory: Directory, layout: Layout) -> None:
+    if directory.leads_out("fsdp_config.json"):
+        layout.missing.append("`fsdp_config.json` is a link that leaves the checkpoint")
     configured = directory.facts("fsdp_config.json").get("world_size")
     in_names = {int(m["world"]) for m in directory.matching(_RANK_FILE)}
     sizes = ", ".join(map(str, sorted(in_names)))

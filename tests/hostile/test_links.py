@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 from collections.abc import Callable
@@ -12,7 +13,7 @@ import pytest
 from support.paths import CHECKPOINTS
 
 import ckpttool
-from ckpttool.errors import CorruptError
+from ckpttool.errors import CkptError, CorruptError
 
 READERS: list[Callable[[Path, Path], Any]] = [
     lambda path, out: ckpttool.inspect(path),
@@ -85,3 +86,40 @@ def test_a_path_that_was_typed_may_be_a_link(tmp_path: Path, monkeypatch: pytest
     ckpttool.inspect("file.pt")
     ckpttool.verify("file.pt", write_manifest="manifest.json")
     ckpttool.inspect(tmp_path / "folder" / ".." / "ckpt")
+
+
+def test_small_files_of_a_framework_are_refused_too(tmp_path: Path) -> None:
+    """What stands in them would be converted, as what is in a file of tensors."""
+    samples = {"trainer/ckpt/checkpoint-4": "trainer_state.json", "verl_fsdp1_w2/ckpt": "fsdp_config.json"}
+    for sample, pattern in samples.items():
+        path, elsewhere = tmp_path / sample, tmp_path / f"{pattern}.elsewhere"
+        shutil.copytree(CHECKPOINTS / "run" / sample, path)
+        found = next(path.rglob(pattern))
+        shutil.move(found, elsewhere)
+        found.symlink_to(elsewhere)
+        with pytest.raises(CkptError, match="a link that leaves the checkpoint"):
+            ckpttool.convert(path, tmp_path / "out", to="dcp")
+        assert not (tmp_path / "out").exists()
+        found.unlink()
+        shutil.copy(elsewhere, found)
+        ckpttool.convert(path, tmp_path / "out", to="dcp")
+        shutil.rmtree(tmp_path / "out")
+
+
+@pytest.mark.parametrize("name", ["config.json", "adapter_config.json"])
+def test_what_lies_beside_the_state_is_not_read_and_named(name: str, tmp_path: Path) -> None:
+    sample = {"config.json": "hf/llama/ckpt", "adapter_config.json": "other/peft_dora"}[name]
+    path, elsewhere = tmp_path / "ckpt", tmp_path / "elsewhere.json"
+    shutil.copytree(CHECKPOINTS / sample, path)
+    elsewhere.write_text('{"model_type": "secret", "architectures": ["secret"], "peft_type": "secret"}')
+    (path / name).unlink()
+    (path / name).symlink_to(elsewhere)
+    summary = ckpttool.inspect(path)
+    written = ckpttool.convert(path, tmp_path / "out.pt", to="torch")
+    assert "secret" not in str(summary.facts) + json.dumps(written.as_dict())
+    assert any(f"`{name}`: a link that leaves the checkpoint" in str(warning) for warning in summary.warnings)
+    # A link to another file of the checkpoint is followed.
+    (path / name).unlink()
+    shutil.copy(elsewhere, path / "other.json")
+    (path / name).symlink_to("other.json")
+    assert not any("link that leaves" in str(warning) for warning in ckpttool.inspect(path).warnings)
