@@ -95,7 +95,9 @@ class Stage:
     def has_old(self) -> bool:
         """Return whether the old destination lies where this run has moved it."""
         found = tree.status(self.old, self.place.above)
-        return found is not None and self.said("old") == [found.st_ino, stat.S_IFMT(found.st_mode)]
+        if found is None or stat.S_IFMT(found.st_mode) not in (stat.S_IFDIR, stat.S_IFREG, stat.S_IFLNK):
+            return False
+        return bool(self.said("old") == [found.st_ino, stat.S_IFMT(found.st_mode)])
 
     def is_published(self) -> bool:
         """Return whether the destination is in its place."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import stat
 import subprocess
 import sys
 import tempfile
@@ -265,6 +266,17 @@ def test_the_first_run_removes_what_its_like_left(src: Path, tmp_path: Path) -> 
     left = plant(out, "dst")
     done = ckpttool.convert(str(src), str(out / "dst"), to="dcp")
     assert os.listdir(out) == ["dst"] and any(left.name in note for note in done.notes)
+
+
+def test_no_pipe_was_a_destination(src: Path, tmp_path: Path) -> None:
+    """Not even where the journal of a workspace says so, and nothing is made of one."""
+    out, _ = place(tmp_path)
+    left, old = plant(out, "dst"), out / f".dst.old-{RUN}"
+    os.mkfifo(old)
+    status = old.stat()
+    write_journal(left / "journal", [owner(left), {"old": [status.st_ino, stat.S_IFMT(status.st_mode)]}])
+    ckpttool.convert(str(src), str(out / "dst"), to="dcp")
+    assert sorted(os.listdir(out)) == [old.name, "dst"] and stat.S_ISFIFO(old.lstat().st_mode)
 
 
 def test_what_cannot_be_removed_is_found_again(src: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
