@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from ckpttool.catalogue import boxes, parts
 from ckpttool.catalogue.boxes import Box, Ints
 from ckpttool.catalogue.dtypes import Dtype
-from ckpttool.catalogue.entries import Catalogue, Object, Path, Tensor, dotted, unknown_name
+from ckpttool.catalogue.entries import Catalogue, Object, Path, Record, Tensor, dotted, unknown_name
 from ckpttool.catalogue.flatten import unflatten
 from ckpttool.catalogue.patterns import any_of
 from ckpttool.catalogue.validation import stop_at_fault
@@ -170,6 +170,8 @@ class Checkpoint(Subtree):
     def __init__(self, path: str, shapes: str | None = None) -> None:
         self.path, self._shapes, self._closed = path, shapes, False
         self._checkpoint, self._location, self._pool, self._root = self, locate(path), Pool(), ""
+        # Of records that tensors share: what was read of each, and those whose CRC was compared.
+        self._read, self._checked = checksums.Pieces(), set[Record]()
         with ExitStack() as on_error:
             on_error.callback(self._close_store)
             # Of a model on the Hub, the index alone.
@@ -266,7 +268,8 @@ class Checkpoint(Subtree):
         return bits
 
     def _check(self, bits: np.ndarray[Any, np.dtype[Any]], box: Box, tensor: Tensor, *, demanded: bool) -> None:
-        """Compare the CRCs of a whole tensor; if `demanded`, of all records that a box of it has bytes of."""
+        """Compare the CRCs of a whole tensor; if `demanded`, of all records that a box of it has bytes of. One that
+        other tensors share is read whole for that, once, as soon as enough of it was used."""
         import numpy as np
 
         is_whole = box == boxes.whole(tensor.shape)
@@ -281,8 +284,11 @@ class Checkpoint(Subtree):
             if is_whole and extent.plain and record.nbytes == extent.nbytes:  # as it was read just now
                 data = np.ascontiguousarray(part(bits, place, box)).reshape(-1).view(np.uint8)
                 checksums.compare(record, crc32(data), self._source, tensor.name)
-            elif demanded or record.nbytes == extent.nbytes:
-                checksums.check_extent(extent, tensor.name, self._source, self._pool, shared=demanded)
+            elif demanded or record not in self._checked:
+                self._read.add(record, extent.offset, extent.nbytes, None)
+                is_shared = demanded or checksums.is_worth_checking(record, self._read.used(record))
+                if checksums.check_extent(extent, tensor.name, self._source, self._pool, shared=is_shared):
+                    self._checked.add(record)
 
     def close(self) -> None:
         """Close the files. Names and shapes stay; reading raises UsageError. Closing twice does nothing."""
@@ -311,8 +317,8 @@ class LazyTensor:
     a file that has changed since the checkpoint was opened (ReadError).
 
     A whole tensor is compared with the CRC that its writer left, and CorruptError raised if it differs. A slice is not
-    checked, nor a tensor that shares its storage, since that would read the other bytes too: with `check=True` they
-    are, with `check=False` nothing is.
+    checked, nor a tensor that shares a storage of more than 1 MiB of which less than a quarter was read so far, since
+    that would read the other bytes too: with `check=True` they are, with `check=False` nothing is.
     """
 
     def __init__(self, checkpoint: Checkpoint, tensor: Tensor, index: tuple[range | int, ...] | None = None) -> None:

@@ -174,9 +174,8 @@ class Tally:
                 total.overflowed[name] = total.overflowed.get(name, 0) + entry.overflowed
 
     def is_worth_checking(self, record: Record) -> bool:
-        """Return whether to read the rest of a record for its checksum: not if most of it is not used (one tensor of a
-        flat storage of all)."""
-        return record.nbytes <= 4 * self.read.used(record) + (1 << 20)
+        """Return whether to read the rest of a record for its checksum."""
+        return checksums.is_worth_checking(record, self.read.used(record))
 
     def check(self, record: Record, crc_of: Callable[[str, int, int], int]) -> None:
         """Compare the CRC of a record that was read, or most of it, with that of the rest by `crc_of(location, offset,

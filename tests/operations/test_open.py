@@ -20,7 +20,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from same import assert_same
 from support.checkpoints import bits
-from support.damage import flipped_copy
+from support.damage import flip, flipped_copy
 from support.paths import CHECKPOINTS, ROOT
 from support.upstream_samples import NAMES, original, path_of
 
@@ -261,6 +261,35 @@ def test_a_flipped_bit_is_not_read(tmp_path: Path, sample: str, name: str, read:
         with pytest.raises(CorruptError, match=name):
             getattr(bad[name][:1] if differ[0] < good[name].shape[1] else bad[name][-1:], read)(check=True)
         assert getattr(good[name][:1], read)(check=True) is not None
+
+
+def test_flipped_bit_in_a_storage_that_tensors_share(tmp_path: Path, read: list[int]) -> None:
+    """It is read whole for its checksum where it is small, and where a quarter of it was read."""
+    for name, elements in (("small", 300), ("large", 1 << 20)):
+        path = tmp_path / f"{name}.pt"
+        flat = torch.arange(elements, dtype=torch.float32)
+        torch.save({"first": flat[:10], "second": flat[10:20], "rest": flat[20:]}, path)
+        with ckpttool.open(path) as whole:
+            assert all(torch.equal(whole[n].torch(), torch.load(path)[n]) for n in ("second", "rest", "first"))
+        flip(path, path.read_bytes().index(flat[10:20].numpy().tobytes()) + 5)
+    with ckpttool.open(tmp_path / "small.pt") as small:
+        for tensor in ("second", "first", "second"):
+            with pytest.raises(CorruptError, match=f"tensor `{tensor}`: bytes .* have CRC"):
+                small[tensor].torch()
+        assert torch.equal(small["first"].torch(check=False), torch.arange(10.0))
+    with ckpttool.open(tmp_path / "large.pt") as large:
+        read.clear()
+        assert torch.equal(large["first"].torch(), torch.arange(10.0)) and sum(read) < 1000
+        with pytest.raises(CorruptError, match="have CRC"):
+            large["second"].torch(check=True)
+        with pytest.raises(CorruptError, match=r"tensor `rest`: bytes .* have CRC"):
+            large.state_dict()
+    local = CHECKPOINTS / "rank/fsdp1_local_w2"
+    with ckpttool.open(local / "ckpt", shapes=str(local / "reference.pt")) as ranks:
+        read.clear()
+        ranks.state_dict()
+        # Each storage once more than the tensors in it, however many these are.
+        assert sum(read) < 3 * sum(tensor.nbytes for tensor in ranks.tensors())
 
 
 def test_numpy_and_torch_take_a_tensor_for_an_array(tmp_path: Path) -> None:
