@@ -5,7 +5,8 @@
 The child is forked, so that all of its time is the work and none of it the start of Python. After each kill DST must be
 absent or what an undisturbed run makes of it, byte for byte (or, with `overwrite`, the old one, perhaps moved aside),
 SRC untouched; and the next run must succeed and leave nothing else there: every other one with `resume`, where the verb
-has that. Prints what happened as JSON; `wrong` is what must not have.
+has that. After every third kill `clean` comes first: it removes what is left, and moves an old DST back. Prints what
+happened as JSON; `wrong` is what must not have.
 """
 
 from __future__ import annotations
@@ -71,7 +72,7 @@ def main(said: dict[str, Any]) -> dict[str, Any]:
     whole = marks(dst)
     remove(reference)
     dst.rename(reference)
-    told: dict[str, Any] = {"killed": 0, "left": 0, "absent": 0, "moved": 0, "resumed": 0, "wrong": []}
+    told: dict[str, Any] = {"killed": 0, "left": 0, "absent": 0, "moved": 0, "cleaned": 0, "resumed": 0, "wrong": []}
     old = marks(older)
     number = -1
     # One that was done before it could be killed does not count.
@@ -96,6 +97,11 @@ def main(said: dict[str, Any]) -> dict[str, Any]:
                 told["wrong"].append([number, "the old one is gone", names])
         elif there not in (whole, old):
             told["wrong"].append([number, "looks complete and is not", names])
+        if number % 3 == 2:
+            told["cleaned"] += ckpttool.clean(out, yes=True).verdict == "removed"
+            there = marks(dst)
+            if there not in (whole, old) or os.listdir(out) != [said["dst"]] * bool(there):
+                told["wrong"].append([number, "after clean", sorted(os.listdir(out))])
         if said["resumes"] and number % 2:
             more["resume"] = True
         if dst.exists() or old:
