@@ -73,6 +73,8 @@ class Stage:
         """Move the files of an earlier run where `take_over` looks for them. It may have been doing that itself when it
         was killed. Raises OSError."""
         self.resumes, inside = True, self.place.descriptor
+        for root in (NEW, BEFORE):
+            tree.remove_links(root, inside)
         if tree.status(self._before, inside) is not None:
             for name in tree.files_below(inside, NEW):
                 target = f"{BEFORE}/{name}"

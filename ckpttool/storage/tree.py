@@ -58,6 +58,21 @@ def remove(name: str, folder: int | None = None, *, inode: int | None = None, de
     os.rmdir(name, dir_fd=folder)
 
 
+def remove_links(name: str, folder: int, *, depth: int = 0) -> None:
+    """Remove what is neither a directory nor a regular file with one name from a directory tree: what is written to it,
+    or moved from it, would be somewhere else. Raises OSError."""
+    found = status(name, folder)
+    if found is not None and stat.S_ISDIR(found.st_mode):
+        descriptor = _opened(name, folder, depth)
+        try:
+            for one in os.listdir(descriptor):
+                remove_links(one, descriptor, depth=depth + 1)
+        finally:
+            os.close(descriptor)
+    elif found is not None and (found.st_nlink > 1 or not stat.S_ISREG(found.st_mode)):
+        os.unlink(name, dir_fd=folder)
+
+
 def disk_bytes(name: str, folder: int | None = None, *, depth: int = 0) -> int:
     """Return the bytes on disk of a file, or of all files below a directory. Raises OSError."""
     found = status(name, folder)

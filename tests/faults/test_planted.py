@@ -190,6 +190,49 @@ def test_what_is_planted_stays_as_it_is(planted: Plant, job: str, src: Path, tmp
             assert any("left alone: `.dst." in note for note in done.notes), done.notes
 
 
+def link(path: Path, victim: Path) -> None:
+    path.symlink_to(victim)
+
+
+def link_to_file(path: Path, victim: Path) -> None:
+    path.symlink_to(victim / "__0_0.distcp")
+
+
+def dangling_link(path: Path, victim: Path) -> None:
+    path.symlink_to(victim / "nowhere")
+
+
+def pipe(path: Path, victim: Path) -> None:
+    os.mkfifo(path)
+
+
+def other_name(path: Path, victim: Path) -> None:
+    os.link(victim / "__0_0.distcp", path)
+
+
+@pytest.mark.parametrize("planted", [link, link_to_file, dangling_link, pipe, other_name])
+@pytest.mark.parametrize("name", ["new", "new/dst.partial", "before", "before/dst.partial", "before/dst.partial/x"])
+@pytest.mark.parametrize("job", ["convert", "reshard"])
+def test_links_in_a_workspace_lead_nowhere(job: str, name: str, planted: Plant, src: Path, tmp_path: Path) -> None:
+    """Also not where a run of this user made it, and it is resumed: it is in no other way that links came there."""
+    out, victim = place(tmp_path)
+    for file in src.iterdir():
+        (victim / file.name).write_bytes(bytes(file.stat().st_size))
+    workspace = plant(out, "dst")
+    path = workspace / (name.replace("/x", "/__0_0.distcp"))
+    path.parent.mkdir(parents=True, exist_ok=True)
+    if path.is_dir():
+        path.rmdir()
+    planted(path, victim)
+    before = {victim / file: (victim / file).stat() for file in ["", *os.listdir(victim)]}
+    content = mark(victim)
+    work, keywords, _ = JOBS[job]
+    work(str(src), str(out / "dst"), **keywords, resume=True)
+    assert mark(victim) == content
+    assert all(path.stat().st_mtime_ns == status.st_mtime_ns for path, status in before.items())
+    assert os.listdir(out) == ["dst"] and ckpttool.verify(out / "dst").whole
+
+
 @pytest.mark.parametrize("planted", [a_journal_that_names_a_file, a_copy, others_may_write])
 def test_a_journal_is_not_told_where_to_write(planted: Plant, tmp_path: Path) -> None:
     """DST is there: what a journal says is still to be written is not."""
