@@ -221,7 +221,8 @@ class _Use:
             raise from_os_error(error, self._path, self._doing) from None
         # Also where the read itself failed: a file that was cut meanwhile is not a damaged one.
         if self._entry.version is not None and (error is None or isinstance(error, CorruptError)):
-            self._entry.check(self._path)
+            with os_errors(self._path, self._doing):
+                self._entry.check(self._path)
 
 
 class _Stream(io.RawIOBase):

@@ -6,7 +6,7 @@ import shutil
 from pathlib import Path
 
 from ckpttool.errors import StorageError
-from ckpttool.storage.errors import FREE_SPACE, from_os_error
+from ckpttool.storage.errors import FREE_SPACE, os_errors
 from ckpttool.text import size
 
 
@@ -27,9 +27,8 @@ def check(path: str, needed: int, free: int, hint: str = FREE_SPACE) -> None:
 def free_bytes(path: str) -> int:
     """Return the free bytes of the disk on which `path` is or would be created."""
     folder = Path(path).absolute()
-    while not folder.exists() and folder != folder.parent:
-        folder = folder.parent
-    try:
+    with os_errors(path, "write"):
+        while not folder.exists() and folder != folder.parent:
+            folder = folder.parent
+    with os_errors(str(folder), "write"):
         return shutil.disk_usage(folder).free
-    except OSError as error:
-        raise from_os_error(error, str(folder), "write") from None

@@ -68,7 +68,7 @@ class LocalStore(Store):
         for folder, folders, names in os.walk(name, onerror=refuse):
             folders[:] = sorted(one for one in folders if not files.REMAINS.fullmatch(one))
             paths = [os.path.join(folder, one) for one in sorted(names) if not files.REMAINS.fullmatch(one)]
-            result += [os.path.relpath(path, name) for path in paths if os.path.isfile(path)]
+            result += [os.path.relpath(path, name) for path in paths if _is_file(path)]
         return result
 
     def real(self, name: str) -> str:
@@ -111,6 +111,14 @@ class LocalStore(Store):
                 file.write(folder / file.name)
             if check is not None:
                 check(folder)
+
+
+def _is_file(path: str) -> bool:
+    """Return whether a regular file is at a path, or at the end of a link. Raises OSError if that cannot be told."""
+    try:
+        return stat.S_ISREG(os.stat(path).st_mode)
+    except FileNotFoundError:
+        return False
 
 
 def _is_dir(entry: os.DirEntry[str]) -> bool:

@@ -130,9 +130,14 @@ def _remove(one: Stage, notes: list[str]) -> bool:
 
 def check_free(dst: str, *, overwrite: bool, is_file: bool) -> None:
     """Raise UsageError or OverwriteError if `dst` cannot be created."""
-    path = Path(dst)
     if is_remote(dst):
         raise UsageError(f"`{dst}` is not on this machine", hint="name a file or a directory")
+    with os_errors(dst, "write"):
+        _check_free(dst, overwrite=overwrite, is_file=is_file)
+
+
+def _check_free(dst: str, *, overwrite: bool, is_file: bool) -> None:
+    path = Path(dst)
     if not dst or path.name in ("", ".."):
         message = f"`{dst}` cannot be replaced" if dst else "the destination has no name"
         raise UsageError(message, hint="name a new file or directory")
@@ -157,7 +162,8 @@ def check_free(dst: str, *, overwrite: bool, is_file: bool) -> None:
 def missing_folders(dst: str) -> list[Path]:
     """Return the folders above `dst` that do not exist, the innermost first."""
     above = Path(dst).absolute().parent
-    return [folder for folder in (above, *above.parents) if not folder.exists()]
+    with os_errors(dst, "write"):
+        return [folder for folder in (above, *above.parents) if not folder.exists()]
 
 
 def check_writable(dst: str) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import os
 import re
@@ -17,6 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from click.testing import CliRunner
@@ -208,6 +210,37 @@ def save(kind: str, folder: Path, state: Any | None = None) -> Path:
     if kind == "dcp":
         return save_dcp(folder / "ckpt", state)
     return save_safetensors(folder / "ckpt.safetensors", state)
+
+
+@contextmanager
+def failing_read(folder: Path, nth: int) -> Iterator[list[str]]:
+    """The `nth` call that looks at something below a directory, or reads it, fails. Gives the calls that were made."""
+    made: list[str] = []
+    names = ("stat", "lstat", "fstat", "listdir", "scandir", "open", "pread", "preadv", "read")
+    real = {name: getattr(os, name) for name in names}
+
+    def calling(name: str) -> Any:
+        def call(*args: Any, **keywords: Any) -> Any:
+            at = args[0] if args else "."
+            path = real_link(f"/proc/self/fd/{at}") if isinstance(at, int) else os.fspath(at)
+            if str(path).startswith(str(folder)):
+                made.append(name)
+                if len(made) - 1 == nth:
+                    raise OSError(errno.EIO, os.strerror(errno.EIO))
+            return real[name](*args, **keywords)
+
+        return call
+
+    def real_link(path: str) -> str:
+        try:
+            return os.readlink(path)
+        except OSError:
+            return ""
+
+    with pytest.MonkeyPatch.context() as patched:
+        for name in names:
+            patched.setattr(os, name, calling(name))
+        yield made
 
 
 # A disk that fails ----------------------------------------------------------------------------------------------------
