@@ -540,6 +540,15 @@ def test_a_missing_file_of_one_part(tmp_path: Path) -> None:
     assert "no file of `extra_state` of rank 1 of 2" in catalogue.faults[0].message
 
 
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("part", ["model", "optim"])
+@pytest.mark.parametrize("sample", ["rank/verl_fsdp1_w2", "rank/verl_fsdp1_orig_w2"])
+def test_a_missing_file_of_one_part_beside_flat_pieces(sample: str, part: str, rank: int, tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(path_of(sample), tmp_path / "run"))
+    (folder / f"{part}_world_size_2_rank_{rank}.pt").unlink()
+    assert f"no file of `{part}` of rank {rank} of 2" in fault(folder).message
+
+
 @both
 def test_a_file_left_behind_by_more_ranks(kind: str, tmp_path: Path) -> None:
     folder = save(tmp_path / "run", 3, sharded(3, kind))

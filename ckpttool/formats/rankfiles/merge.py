@@ -49,7 +49,11 @@ class RankState:
     shards: dict[Path, Shard] = field(default_factory=dict)
 
     def _root(self, path: Path) -> Path:
-        return next(root for root in self.files if path[: len(root)] == root)
+        """Return the path that the file with `path` begins at. Raises KeyError if the rank has no such file."""
+        for root in self.files:
+            if path[: len(root)] == root:
+                return root
+        raise KeyError(path)
 
     def file_of(self, path: Path) -> RankFile:
         """Return the file with the entry at `path`."""
