@@ -69,12 +69,18 @@ class Subtree(Mapping[str, Any]):
         root = f"{self._root}.{asked}".strip(".")
         if below:
             return Subtree(self._checkpoint, below, root)
-        parts.stop_at_absent_below(self._checkpoint.catalogue, root)
+        self._stop_at_lost_names(root)
         raise unknown_name(name, list(self._names))
 
+    def _stop_at_lost_names(self, root: str) -> None:
+        """Raise the error of a part below `root` that could not be opened, or one that concerns all that is there: not
+        all of the names are known."""
+        parts.stop_at_absent_below(self._checkpoint.catalogue, root)
+        stop_at_fault(self._checkpoint.catalogue, (root,))
+
     def _listed(self) -> dict[str, Path]:
-        """Return what is here. Raises the error of a part of it that could not be opened: its names are not known."""
-        parts.stop_at_absent_below(self._checkpoint.catalogue, self._root)
+        """Return what is here. Raises the error because of which not all of it is known."""
+        self._stop_at_lost_names(self._root)
         return self._names
 
     def __iter__(self) -> Iterator[str]:
@@ -142,8 +148,10 @@ class Subtree(Mapping[str, Any]):
         entries = [self._checkpoint.catalogue.entries[path] for path in self._listed().values()]
         # A tensor embedded in an object has a name of its own, and no place in the tree.
         if entries and all(entry.part.kind == "optimizer" and not entry.embedded for entry in entries):
-            return dict(unflatten(self._as_catalogue(), lambda entry: self._loaded(entry.path)))
-        return {name: self._loaded(path) for name, path in self._names.items()}
+            state = dict(unflatten(self._as_catalogue(), lambda entry: self._loaded(entry.path)))
+        else:
+            state = {name: self._loaded(path) for name, path in self._names.items()}
+        return state
 
     def _loaded(self, path: Path) -> Any:
         value = self[path]
@@ -277,18 +285,18 @@ class Checkpoint(Subtree):
             place = chunk.offsets, chunk.sizes
             if boxes.overlap(place, box) is None:
                 continue
-            extent = self._source.resolve(tensor, chunk)
-            record = extent.record
-            if record is None or record.crc is None or extent.checked:
-                continue
-            if is_whole and extent.plain and record.nbytes == extent.nbytes:  # as it was read just now
-                data = np.ascontiguousarray(part(bits, place, box)).reshape(-1).view(np.uint8)
-                checksums.compare(record, crc32(data), self._source, tensor.name)
-            elif demanded or record not in self._checked:
-                self._read.add(record, extent.offset, extent.nbytes, None)
-                is_shared = demanded or checksums.is_worth_checking(record, self._read.used(record))
-                if checksums.check_extent(extent, tensor.name, self._source, self._pool, shared=is_shared):
-                    self._checked.add(record)
+            for extent in self._source.resolve(tensor, chunk).stored():
+                record = extent.record
+                if record is None or record.crc is None or extent.checked:
+                    continue
+                if is_whole and extent.plain and record.nbytes == extent.nbytes:  # as it was read just now
+                    data = np.ascontiguousarray(part(bits, place, box)).reshape(-1).view(np.uint8)
+                    checksums.compare(record, crc32(data), self._source, tensor.name)
+                elif demanded or record not in self._checked:
+                    self._read.add(record, extent.offset, extent.nbytes, None)
+                    is_shared = demanded or checksums.is_worth_checking(record, self._read.used(record))
+                    if checksums.check_extent(extent, tensor.name, self._source, self._pool, shared=is_shared):
+                        self._checked.add(record)
 
     def close(self) -> None:
         """Close the files. Names and shapes stay; reading raises UsageError. Closing twice does nothing."""

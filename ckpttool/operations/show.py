@@ -107,9 +107,9 @@ def tensor_statistics(tensor: Tensor, source: Source) -> Shown:
     if tensor.numel and (has_numbers(tensor.dtype) or tensor.dtype.kind == "bool"):
         with closing(Pool()) as pool:
             for chunk in tensor.chunks:
-                # What a storage holds of other tensors is not read for this one.
+                # Of a storage that holds much else nothing more is read for this tensor.
                 extent = source.resolve(tensor, chunk)
-                if checksums.check_extent(extent, tensor.name, source, pool, shared=False):
+                if checksums.check_extent(extent, tensor.name, source, pool):
                     shown.checked_bytes += extent.nbytes
                 else:
                     shown.unchecked_bytes += extent.nbytes

@@ -51,6 +51,12 @@ def tensors_in(record: Record, catalogue: Catalogue) -> list[str]:
     ]
 
 
+def is_worth_checking(record: Record, used: int) -> bool:
+    """Return whether to read the rest of a record, of which so many bytes are used, for its checksum: not if most of
+    it is not used (one tensor of a flat storage of all). Pure."""
+    return record.nbytes <= 4 * used + (1 << 20)
+
+
 class Piece(NamedTuple):
     """`nbytes` at `offset`, and `rows` of them in all, one every `stride` bytes: what a rank reads of a tensor that is
     sharded by columns. The CRC is that with zeros in between."""
@@ -208,11 +214,11 @@ def check(record: Record, read: Pieces, catalogue: Catalogue, crc_of: Callable[[
         raise mismatch(record, crc, file.location, tensors_in(record, catalogue), crcs_at=file.crcs_at)
 
 
-def check_extent(extent: Extent, name: str, source: Source, pool: Pool, *, shared: bool) -> bool:
-    """Read the record that an extent of the tensor `name` lies in, and compare its CRC; one that holds more than the
-    extent only if `shared`. Return whether there is one. Raises CorruptError."""
+def check_extent(extent: Extent, name: str, source: Source, pool: Pool, *, shared: bool = False) -> bool:
+    """Read the record that an extent of the tensor `name` lies in, and compare its CRC; one that holds much more than
+    the extent only if `shared`. Return whether that was done. Raises CorruptError."""
     record = extent.record
-    if record is None or record.crc is None or not (shared or record.nbytes == extent.nbytes):
+    if record is None or record.crc is None or not (shared or is_worth_checking(record, extent.nbytes)):
         return False
     location = source.catalogue.files[record.file].location
     crc = crc_of(partial(pool.read_into, location), record.offset, record.nbytes)

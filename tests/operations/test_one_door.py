@@ -8,7 +8,10 @@ from __future__ import annotations
 import os
 import pickle
 import shutil
+import struct
+import zipfile
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -62,9 +65,9 @@ def values(path: Path) -> dict[str, Any]:
     """Each tensor's value, or the error of the library where there is none."""
     found: dict[str, Any] = {}
     with ckpttool.open(path) as ckpt:
-        for tensor in ckpt.tensors():
+        for tensor in ckpt.catalogue.tensors:
             try:
-                found[tensor.name] = tensor.torch().clone()
+                found[tensor.name] = ckpt[tensor.name].torch().clone()
             except CkptError as error:
                 found[tensor.name] = error
     return found
@@ -82,6 +85,65 @@ def test_a_missing_rank_is_no_memory_of_others(rank_files: Path) -> None:
                 whole()
     for name, value in values(rank_files).items():
         assert isinstance(value, CorruptError) or value.equal(true[name]), name
+
+
+@pytest.mark.parametrize("sample", ["rank/fsdp2_w2", "rank/verl_fsdp1_w2", "rank/fsdp1_full_optim_w2"])
+def test_names_that_only_a_damaged_file_of_a_rank_has(sample: str, tmp_path: Path) -> None:
+    """Who looks for the names of a model would find none, and take it for empty."""
+    path = Path(shutil.copytree(CHECKPOINTS / sample / "ckpt", tmp_path / "ckpt"))
+    with ckpttool.open(path) as ckpt:
+        before = set(ckpt)
+    for file in (file for file in sorted(path.iterdir()) if "rank" in file.name and "0.pt" in file.name):
+        whole = file.read_bytes()
+        file.write_bytes(whole[:-100])
+        with ckpttool.open(path) as ckpt:
+            lost = sorted(before - {tensor.name for tensor in ckpt.catalogue.tensors})
+            asked: list[Callable[[], object]] = [
+                lambda: list(ckpt),
+                lambda: len(ckpt),
+                lambda: list(ckpt.tensors("model.*")),
+                ckpt.objects,
+                ckpt.frame,
+                ckpt.state_dict,
+                *(partial(ckpt.__getitem__, name) for name in lost),
+            ]
+            for ask in asked:
+                with pytest.raises(CorruptError):
+                    ask().torch()  # type: ignore[attr-defined] # there is none
+        file.write_bytes(whole)
+
+
+@pytest.mark.parametrize("sample", ["rank/dtensor_torch212_w2", "rank/fsdp2_w2", "torch/storages"])
+def test_a_flipped_bit_in_a_storage_that_is_larger_than_its_tensor(sample: str, tmp_path: Path) -> None:
+    """Shards of the last rank are padded, and tensors lie in the storage of another."""
+    path = Path(shutil.copytree(CHECKPOINTS / sample, tmp_path / "sample"))
+    true = values(next(path.glob("ckpt*")))
+    for file in (file for file in path.rglob("*.pt") if file.name != "reference.pt"):
+        data = file.read_bytes()
+        with zipfile.ZipFile(file) as archive:
+            records = [info for info in archive.infolist() if "/data/" in info.filename]
+        for info in records:
+            start = info.header_offset + 30 + sum(struct.unpack_from("<HH", data, info.header_offset + 26))
+            for at in {start, start + info.file_size // 2, start + info.file_size - 1} if info.file_size else ():
+                file.write_bytes(data[:at] + bytes([data[at] ^ 16]) + data[at + 1 :])
+                for name, value in values(next(path.glob("ckpt*"))).items():
+                    assert isinstance(value, CorruptError) or value.equal(true[name]), (info.filename, name)
+        file.write_bytes(data)
+
+
+def test_a_flipped_bit_in_a_storage_of_all_tensors(tmp_path: Path) -> None:
+    """One of many is not worth reading all of it; all of them are."""
+    flat, path = torch.arange(1 << 20, dtype=torch.float32), tmp_path / "flat.pt"
+    torch.save({f"w{i}": flat[i << 10 : (i + 1) << 10] for i in range(1 << 10)}, path)
+    data = bytearray(path.read_bytes())
+    data[data.index(flat[5 << 10 : (5 << 10) + 64].numpy().tobytes())] ^= 1
+    path.write_bytes(data)
+    with ckpttool.open(path) as ckpt:
+        assert ckpt["w6"].torch().equal(flat[6 << 10 : 7 << 10])
+        with pytest.raises(CorruptError, match="have CRC"):
+            ckpt["w6"].torch(check=True)
+        with pytest.raises(CorruptError, match="have CRC"):
+            ckpt.state_dict()
 
 
 def test_a_hole_in_an_index(tmp_path: Path) -> None:
