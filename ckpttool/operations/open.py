@@ -8,9 +8,9 @@ with ckpttool.open("run7/step-1000") as ckpt:
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import ExitStack
-from functools import cached_property
+from functools import cached_property, partial
 from math import prod
 from typing import TYPE_CHECKING, Any
 
@@ -25,11 +25,12 @@ from ckpttool.errors import CkptError, UsageError, require
 from ckpttool.operations.inspect.rows import Rows
 from ckpttool.operations.inspect.sharding import shards
 from ckpttool.producers.open import open_source
-from ckpttool.storage.crc import crc32
+from ckpttool.storage.crc import crc32, crc_of
 from ckpttool.storage.files import Pool
 from ckpttool.storage.stores import locate
 from ckpttool.text import html_table, plural, size
 from ckpttool.transfer import checksums
+from ckpttool.transfer.file_checksums import WholeFiles
 from ckpttool.transfer.read import part, read_box
 
 if TYPE_CHECKING:
@@ -151,6 +152,7 @@ class Subtree(Mapping[str, Any]):
             state = dict(unflatten(self._as_catalogue(), lambda entry: self._loaded(entry.path)))
         else:
             state = {name: self._loaded(path) for name, path in self._names.items()}
+        self._checkpoint.check_read(entry for entry in entries if isinstance(entry, Tensor))
         return state
 
     def _loaded(self, path: Path) -> Any:
@@ -297,6 +299,19 @@ class Checkpoint(Subtree):
                     is_shared = demanded or checksums.is_worth_checking(record, self._read.used(record))
                     if checksums.check_extent(extent, tensor.name, self._source, self._pool, shared=is_shared):
                         self._checked.add(record)
+
+    def check_read(self, tensors: Iterable[Tensor]) -> None:
+        """Compare the files of which these tensors, which were read, are all that there is with the manifest beside
+        them. Raises CorruptError."""
+        used, files = checksums.Pieces(), WholeFiles(self._source.catalogue)
+        for tensor in tensors:
+            for chunk in tensor.chunks:
+                for extent in self._source.resolve(tensor, chunk).stored():
+                    if extent.record is not None and extent.record.crc is not None:
+                        used.add(extent.record, extent.offset, extent.nbytes, None)
+        files.note(used.records(), used)
+        for number in files.complete():
+            files.check(number, lambda location, *run: crc_of(partial(self._pool.read_into, location), *run))
 
     def close(self) -> None:
         """Close the files. Names and shapes stay; reading raises UsageError. Closing twice does nothing."""

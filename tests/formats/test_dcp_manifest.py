@@ -112,6 +112,8 @@ READERS: dict[str, Callable[[Path, Path], object]] = {
     "export": lambda path, out: ckpttool.export(path, out),
     "export, many files": lambda path, out: ckpttool.export(path, out, max_shard_size=4000),
     "load": lambda path, out: ckpttool.load(path, mixed_model()),
+    "state_dict": lambda path, out: ckpttool.open(path).state_dict(),
+    "state_dict of the model": lambda path, out: ckpttool.open(path)["model"].state_dict(),
 }
 
 
