@@ -14,6 +14,7 @@ from ckpttool.errors import OverwriteError, UsageError
 from ckpttool.producers.open import opened
 from ckpttool.serialization.manifest import NAME, Hashed, Manifest, content
 from ckpttool.storage import files
+from ckpttool.storage.crc import crc32
 from ckpttool.storage.stores import Location, local_path, locate
 from ckpttool.transfer.execute import DEFAULT_THREADS
 from ckpttool.transfer.read import read_tiles
@@ -29,8 +30,9 @@ def make(root: Location, names: Sequence[str], source: Source, threads: int, pro
     """
     sizes, tensors = {name: (root / name).size() for name in names}, list(source.catalogue.tensors)
     work = Work(sum(sizes.values()) + sum(t.nbytes for t in tensors), progress)
-    hashes, values = of_files(root, names, threads, work), of_tensors(source, tensors, threads, work)
-    return Manifest(hashes, sizes, tensors=[Hashed(t.name, t.dtype.name, t.shape, values[t.path]) for t in tensors])
+    (hashes, crcs), values = of_files(root, names, threads, work), of_tensors(source, tensors, threads, work)
+    rows = [Hashed(t.name, t.dtype.name, t.shape, values[t.path]) for t in tensors]
+    return Manifest(hashes, sizes, {**crcs}, rows)
 
 
 def of_checkpoint(path: str, threads: int | None = None) -> Manifest:
@@ -61,19 +63,21 @@ def check_wanted(path: str | None, dst: str, *, is_file: bool, dry_run: bool) ->
         check_free(path)
 
 
-def of_files(root: Location, names: Iterable[str], threads: int, work: Work) -> dict[str, str]:
-    """Return the SHA-256 of each file, in hexadecimal."""
-    hashes: dict[str, str] = dict.fromkeys(names, "")
+def of_files(root: Location, names: Iterable[str], threads: int, work: Work) -> tuple[dict[str, str], dict[str, int]]:
+    """Return the SHA-256 of each file, in hexadecimal, and the CRC-32 of each."""
+    hashes = dict.fromkeys(names, "")
+    crcs = dict.fromkeys(hashes, 0)
 
     def hash_one(name: str) -> None:
-        digest = sha256()
+        digest, crc = sha256(), 0
         for block in (root / name).blocks(_BUFFER):
             digest.update(block)
+            crc = crc32(block, crc)
             work.note(len(block))
-        hashes[name] = digest.hexdigest()
+        hashes[name], crcs[name] = digest.hexdigest(), crc
 
     on_threads(iter([*hashes]), hash_one, threads, work)
-    return hashes
+    return hashes, crcs
 
 
 def of_tensors(source: Source, tensors: Sequence[Tensor], threads: int, work: Work) -> dict[Path, str]:

@@ -4,11 +4,12 @@
      "files": {"__0_0.distcp": "9f86d0...", ".metadata": "..."},
      "schema": "ckpttool/manifest/1", "by": "ckpttool 0.1.0",       ours, from here on
      "sizes": {"__0_0.distcp": 4096, ...},
-     "crc32": {"__0_0.distcp": "cbf43926", ...},                     of the files without SHA-256; null if not known
+     "crc32": {"__0_0.distcp": "cbf43926", ...},                     null if not known
      "tensors": [{"name": "model.w", "dtype": "float32", "shape": [8, 4], "sha256": "..."}, ...]}
 
-One that was asked for has SHA-256 of everything. The one that a DCP directory carries (`formats.dcp.manifest`) has the
-SHA-256 of the index, and of the data files what was known without reading them again.
+One that was asked for has SHA-256 and CRC-32 of everything. The one that a DCP directory carries
+(`formats.dcp.manifest`) has the SHA-256 of the index, and of the data files what was known without reading them again.
+Whoever reads all of a file of DCP compares its CRC-32.
 
 Upstream: `megatron/core/dist_checkpointing/validation.py`, which hashes the files that lie in the directory itself. A
 tensor's hash is of its elements in row-major order, little endian: the same in every format, for any number of ranks.
@@ -48,12 +49,17 @@ class Hashed(NamedTuple):
 @dataclass(slots=True)
 class Manifest:
     """A manifest: `Manifest({".metadata": "9f86d0..."}, {".metadata": 4096}, {"__0_0.distcp": 0xcbf43926})`. One of
-    Megatron has `files` alone; one without `crcs` is of all files."""
+    Megatron has `files` alone."""
 
     files: dict[str, str] = field(default_factory=dict)
     sizes: dict[str, int] = field(default_factory=dict)
     crcs: dict[str, int | None] = field(default_factory=dict)
     tensors: list[Hashed] = field(default_factory=list)
+
+    @property
+    def is_carried(self) -> bool:
+        """Whether a directory carries it: it was not asked for, and has not SHA-256 of all files."""
+        return not self.crcs.keys() <= self.files.keys()
 
     @property
     def names(self) -> list[str]:

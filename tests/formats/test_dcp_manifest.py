@@ -125,9 +125,10 @@ def mixed_model() -> torch.nn.Module:
     return model
 
 
+@pytest.mark.parametrize("asked_for", [False, True])
 @pytest.mark.parametrize("elements", [50 * 40, 1 << 20])
 @pytest.mark.parametrize("reader", READERS)
-def test_who_reads_a_file_of_another_save(reader: str, elements: int, tmp_path: Path) -> None:
+def test_who_reads_a_file_of_another_save(reader: str, elements: int, asked_for: bool, tmp_path: Path) -> None:
     """Whoever reads all tensors of it compares the file, of small records and of large ones."""
     if elements > 50 * 40 and reader == "load":
         elements = 50 * 40
@@ -135,7 +136,8 @@ def test_who_reads_a_file_of_another_save(reader: str, elements: int, tmp_path: 
         small = {f"small{i}": torch.full((3,), n) for i in range(20 if elements == 50 * 40 else 0)}
         model = {"w": torch.full((elements // 40, 40), n), **small}
         torch.save({"model": model, "step": 3}, tmp_path / f"{n}.pt")
-        ckpttool.convert(tmp_path / f"{n}.pt", tmp_path / f"{n}", to="dcp", to_world=2)
+        manifest = tmp_path / f"{n}" / NAME if asked_for else None
+        ckpttool.convert(tmp_path / f"{n}.pt", tmp_path / f"{n}", to="dcp", to_world=2, manifest=manifest)
     READERS[reader](tmp_path / "0.0", tmp_path / "whole")
     shutil.copy(tmp_path / "1.0/__1_0.distcp", tmp_path / "0.0")
     listed = json.loads((tmp_path / "0.0" / NAME).read_text())["crc32"]["__1_0.distcp"]
@@ -251,7 +253,8 @@ def test_other_files_are_nobodys_business(tmp_path: Path) -> None:
 def test_one_that_is_asked_for(tmp_path: Path) -> None:
     """In place of it, or besides."""
     ckpttool.convert(SRC, tmp_path / "a", to="dcp", manifest=tmp_path / "a" / NAME)
-    assert "crc32" not in json.loads((tmp_path / "a" / NAME).read_text())
+    document = json.loads((tmp_path / "a" / NAME).read_text())
+    assert {*document["crc32"]} == {*document["files"]} > {".metadata"}
     ckpttool.convert(SRC, tmp_path / "b", to="dcp", manifest=tmp_path / "m.json")
     assert "crc32" in json.loads((tmp_path / "b" / NAME).read_text())
     assert verify(tmp_path / "a", manifest=tmp_path / "m.json").whole

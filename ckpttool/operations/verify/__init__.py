@@ -90,7 +90,7 @@ def verify(
         run = _open(path, shapes, report, threads or DEFAULT_THREADS, progress)
         if manifest is None and run.is_open and not stores.is_remote(path):
             expected = _current(run, expected)
-        if expected is not None and expected.crcs:
+        if expected is not None and expected.is_carried:
             run = run._replace(runs={})
         stack.enter_context(closing(run.source))
         if run.is_open:

@@ -55,11 +55,11 @@ def _files(
         return Finding(DAMAGE, kind, f"`{name}`: {text}", name, hint=hint)
 
     # What a directory carries repeats what was found without it.
-    known = {f.file for f in run.report.findings if f.gravity == DAMAGE} if manifest.crcs else set()
+    known = {f.file for f in run.report.findings if f.gravity == DAMAGE} if manifest.is_carried else set()
     for name in manifest.names:
         if name not in listed and name not in known:
             yield damage("missing", name, "is missing, and the manifest has it", "copy it from elsewhere")
-    for name in names if not manifest.crcs else ():
+    for name in names if not manifest.is_carried else ():
         if name not in listed.values():
             yield Finding(SUSPECT, "unlisted", f"`{name}` is not in the manifest", name)
     listed = {known_as: name for known_as, name in listed.items() if name not in known}
@@ -73,7 +73,7 @@ def _files(
     same = [(known_as, name) for known_as, name in listed.items() if (root / name).absolute() not in differing]
     hashed = [name for known_as, name in same if known_as in manifest.files]
     work = Work(sum(map(sizes.__getitem__, hashed)), run.progress)
-    hashes = manifests.of_files(root, hashed, run.threads, work)
+    hashes, _ = manifests.of_files(root, hashed, run.threads, work)
     run.report.hashed_bytes += work.done
     for known_as, name in listed.items():
         expected_hash = manifest.files.get(known_as, "").lower()
@@ -81,7 +81,7 @@ def _files(
             differing.add((root / name).absolute())
             text = f"has SHA-256 {hashes[name][:16]}..., but {expected_hash[:16]}... in the manifest"
             yield damage("hash", name, text, f"its bytes changed; {_HINT}")
-    for known_as, name in same:
+    for known_as, name in ((known_as, name) for known_as, name in same if name not in hashes):
         expected_crc = manifest.crcs.get(known_as)
         crc = None if expected_crc is None else _crc(run, root / name, sizes[name])
         if crc != expected_crc:
