@@ -116,8 +116,8 @@ class WriteOptions:
             made = of_checkpoint(written, self.threads)
             if local_path(written).is_file():
                 name = local_path(dst).name
-                (digest,), (nbytes,) = made.files.values(), made.sizes.values()
-                made.files, made.sizes = {name: digest}, {name: nbytes}
+                (digest,), (nbytes,), (crc,) = made.files.values(), made.sizes.values(), made.crcs.values()
+                made.files, made.sizes, made.crcs = {name: digest}, {name: nbytes}, {name: crc}
             if real.parent == local_path(dst).real():
                 (local_path(written) / real.name).put(content(made))
                 return None
