@@ -2,7 +2,7 @@
 
 A dict is always walked. A list is walked when there is a tensor or a dict that is not empty in it, as DCP does;
 anything else (a tuple, a set, a stub) is one object, even with tensors inside: those become `embedded` tensors and the
-object holds a `Link` to each. An empty dict or list is an object whose value is that.
+object holds a `Link` to each. An empty dict or list is an object whose value is that, but for a state that is empty.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class _Flattening:
             raise CorruptError(f"there are more than {MAX_ENTRIES} entries")
         if isinstance(value, self._leaf):
             self._catalogue.add(self._make(value, path, False))
-        elif isinstance(value, dict) and value and all(map(_is_key, value)) and not self._has_leaf(_attributes(value)):
+        elif self._is_walked(value, path):
             self._count_repeated(value, path)
             if isinstance(value, OrderedDict):
                 self._catalogue.containers[path] = Container("OrderedDict", dict(vars(value)) or None)
@@ -72,6 +72,14 @@ class _Flattening:
         else:
             linked = self._embed_tensors(value, path) if self._has_leaf(value) else value
             self._catalogue.add(Object(path, linked))
+
+    def _is_walked(self, value: Any, path: Path) -> bool:
+        """Return whether the items of a dict are entries of their own. Of an empty one only the state itself is: it has
+        none."""
+        is_dict = isinstance(value, dict) and (
+            bool(value) or (not path and (type(value) is dict or isinstance(value, OrderedDict)))
+        )
+        return is_dict and all(map(_is_key, value)) and not self._has_leaf(_attributes(value))
 
     def _count_repeated(self, value: Any, path: Path) -> None:
         # A dict that holds another twice, that one a third twice, and so on: 30 dicts, a billion entries.

@@ -55,7 +55,8 @@ def load_into(
         strategy: `parallel`, where each rank reads its shards, `broadcast`, where one reads for all, or `auto`.
         strict: if false, what is not in the checkpoint stays as it is.
         check: if false, the checksums that the checkpoint has are not compared.
-        device: the device that a model on the meta device gets memory on; None is that of its mesh, else the CPU.
+        device: the device that a model or a tensor on the meta device gets memory on; None is that of its mesh, else
+            the CPU.
         init_buffers: called with each module of which no rank has the non-persistent buffers, to compute them.
         shapes: a checkpoint or a JSON file with the names, shapes and order of the parameters, for FSDP1's flat
             parameters and optimizers keyed by numbers.
@@ -64,7 +65,7 @@ def load_into(
         CkptError: the same on every rank.
     """
     path = os.fspath(path)
-    own = _OwnObjects(path, state, strict)
+    own = _OwnObjects(path, state, strict, device)
 
     def targets() -> list[LoadOptions]:
         models, optimizers = own.take_apart()
@@ -132,8 +133,8 @@ class _OwnObjects:
     Tensors are filled in place, in shards if they are sharded. `missing` are those that the checkpoint lacks.
     """
 
-    def __init__(self, path: str, state: State, strict: bool) -> None:
-        self._path, self._state, self._strict = path, state, strict
+    def __init__(self, path: str, state: State, strict: bool, device: torch.device | str | None) -> None:
+        self._path, self._state, self._strict, self._device = path, state, strict, device
         self._values: dict[Path, Any] = {}
         self._now: dict[Path, dict[Path, Any]] = {}
         self._found: dict[Path, Any] = {}
@@ -228,6 +229,12 @@ class _OwnObjects:
             )
         if current is not None and (entry.path == where or is_sharded(current)):
             check_fillable(current, name)
+        if isinstance(current, ShardedTensor) and any(shard.tensor.is_meta for shard in current.local_shards()):
+            raise UsageError(
+                f"`{name}` is a ShardedTensor on the meta device, which is not given memory",
+                hint="make its shards on a device, or use a DTensor",
+                tensor=name,
+            )
 
     def read(self, filler: Filler) -> None:
         """Read what is sharded, or in a model or an optimizer of the checkpoint. A collective."""
@@ -246,14 +253,14 @@ class _OwnObjects:
     def _room(self, path: Path, shape: Shape) -> Any:
         """Return the memory to read a tensor into: that of the script's own, or of one that lies as an object's."""
         current: Any = self._values.get(path)
-        fits = isinstance(current, torch.Tensor) and tuple(current.size()) == shape.sizes
-        # A ShardedTensor of several local shards answers to few attributes.
-        if fits and (isinstance(current, ShardedTensor) or not current.is_meta):
-            return current
+        if isinstance(current, torch.Tensor) and tuple(current.size()) == shape.sizes:
+            # A ShardedTensor of several local shards answers to few attributes.
+            is_there = isinstance(current, ShardedTensor) or not current.is_meta
+            return current if is_there else like(current, current.dtype, self._device)
         where = next(path[:depth] for depth in range(len(path), 0, -1) if path[:depth] in self._now)
         current = self._now[where].get(path)
         if is_sharded(current) and tuple(current.size()) == shape.sizes:
-            return like(current, current.dtype)
+            return like(current, current.dtype, self._device)
         return empty(shape.sizes, getattr(torch, shape.dtype))
 
     def restore(self) -> None:
@@ -266,7 +273,7 @@ class _OwnObjects:
             if not hasattr(value, "load_state_dict"):
                 state: Any = self._state
                 container = reduce(getitem, where[:-1], state)
-                container[where[-1]] = _restored(value, saved)
+                container[where[-1]] = self._restored(value, saved)
                 continue
             try:
                 value.load_state_dict(saved)
@@ -278,6 +285,21 @@ class _OwnObjects:
                     f"{type(error).__name__}: {error}",
                     hint="it is the script's own; models, optimizers and the values before it are loaded",
                 ) from error
+
+    def _restored(self, current: Any, saved: Any) -> Any:
+        """Return the saved value in place of the current one: tensors of the same shape, also in lists, are filled in
+        place, as others may refer to them."""
+        if current is saved:
+            return current
+        both = isinstance(current, torch.Tensor) and isinstance(saved, torch.Tensor)
+        if both and current.shape == saved.shape and not is_sharded(current):
+            memory = like(current, current.dtype, self._device) if current.is_meta else current
+            memory.detach().copy_(saved)
+            return memory
+        if type(current) is list and type(saved) is list and len(current) == len(saved):
+            current[:] = [self._restored(*pair) for pair in zip(current, saved, strict=True)]
+            return current
+        return saved
 
 
 def _is_empty(value: Any) -> bool:
@@ -312,18 +334,3 @@ def _find(rest: dict[Any, Any], where: Path) -> list[Any]:
             key = alike[0]
         node = node[key]
     return [node]
-
-
-def _restored(current: Any, saved: Any) -> Any:
-    """Return the saved value in place of the current one: tensors of the same shape, also in lists, are filled in
-    place, as others may refer to them."""
-    if current is saved:
-        return current
-    both = isinstance(current, torch.Tensor) and isinstance(saved, torch.Tensor)
-    if both and current.shape == saved.shape and not is_sharded(current) and not current.is_meta:
-        current.detach().copy_(saved)
-        return current
-    if type(current) is list and type(saved) is list and len(current) == len(saved):
-        current[:] = [_restored(*pair) for pair in zip(current, saved, strict=True)]
-        return current
-    return saved

@@ -33,6 +33,7 @@ from ckpttool.catalogue.protocols import Source
 from ckpttool.errors import UsageError
 from ckpttool.storage.crc import with_zeros
 from ckpttool.storage.files import Pool
+from ckpttool.training import devices
 from ckpttool.transfer.checksums import Pieces
 from ckpttool.transfer.execute import digested
 from ckpttool.transfer.plan import tiles
@@ -83,15 +84,18 @@ def _of_dtensor(value: DTensor, name: str) -> list[LocalShard]:
     return [LocalShard((tuple(offsets), tuple(sizes)), memory)]
 
 
-def like(value: Any, dtype: torch.dtype) -> Any:
-    """Return memory for a tensor that is sharded as `value` is, such as a moment of a parameter."""
+def like(value: Any, dtype: torch.dtype, device: torch.device | str | None = None) -> Any:
+    """Return memory for a tensor that is sharded as `value` is, such as a moment of a parameter. For one on the meta
+    device it is on `device`, by default that of its mesh, else the CPU."""
     if isinstance(value, ShardedTensor):
         result = value.clone()
         for shard in result.local_shards():
             shard.tensor = shard.tensor.to(dtype)
         result.metadata().tensor_properties.dtype = dtype
         return result
-    return torch.empty_like(value.detach(), dtype=dtype)
+    if value.is_meta and device is None:
+        device = devices.current(value.device_mesh.device_type if isinstance(value, DTensor) else "cpu")
+    return torch.empty_like(value.detach(), dtype=dtype, device=device if value.is_meta else None)
 
 
 # Reading --------------------------------------------------------------------------------------------------------------

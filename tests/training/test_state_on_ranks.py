@@ -10,6 +10,7 @@ CASES = [
     *(["gathered", "fsdp2", format] for format in ("dcp", "torch")),
     *(["held", "plain", format] for format in ("dcp", "torch")),
     *([case, format, s] for case in ("in_place",) for format in ("dcp", "torch") for s in STRATEGIES),
+    *(["on_meta", "dcp", strategy] for strategy in STRATEGIES),
     *(["other_sizes", "dcp", strategy] for strategy in STRATEGIES),
     *(["empty_state", format, "parallel"] for format in ("dcp", "torch", "theirs")),
     ["empty_state", "theirs", "broadcast"],

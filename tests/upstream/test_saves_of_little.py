@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from collections import OrderedDict
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -63,3 +65,20 @@ def test_a_checkpoint_of_nothing(saved: Path, tmp_path: Path) -> None:
     assert state == {} and verify(tmp_path / "out").verdict == "whole"
     ckpttool.reshard(path, tmp_path / "two", to_world=2)
     assert verify(tmp_path / "two").verdict == "whole"
+
+
+@pytest.mark.parametrize("state", [{}, OrderedDict()], ids=["dict", "OrderedDict"])
+@pytest.mark.parametrize(
+    "options", [{"to": "torch"}, {"to": "safetensors"}, {"to": "dcp"}, {"to": "fsdp1", "to_world": 2}]
+)
+def test_a_file_of_nothing(state: dict[str, torch.Tensor], options: dict[str, Any], tmp_path: Path) -> None:
+    """Through every format, and to DCP."""
+    torch.save(state, tmp_path / "state.pt")
+    ckpttool.convert(tmp_path / "state.pt", tmp_path / "middle", **options)
+    ckpttool.convert(tmp_path / "middle", tmp_path / "out", to="dcp", check=True)
+    dcp.load({}, checkpoint_id=tmp_path / "out", no_dist=True)
+    assert not dcp.FileSystemReader(tmp_path / "out").read_metadata().state_dict_metadata
+    ckpttool.convert(tmp_path / "middle", tmp_path / "again.pt")
+    loaded = torch.load(tmp_path / "again.pt")
+    assert loaded == state
+    assert type(loaded) is type(state) or options["to"] in ("dcp", "fsdp1")

@@ -171,6 +171,27 @@ def in_place(format: str, strategy: str) -> str:
     return difference(expected(state), expected(wanted))
 
 
+def on_meta(format: str, strategy: str) -> str:
+    """As `dcp.load`, tensors of the meta device get memory of their dtype, wherever they are; the others stay."""
+    place = practices.folder() / "saved"
+    torch_dcp.save(plain_state(), checkpoint_id=place)
+
+    def state() -> dict[str, Any]:
+        result = zeroed(plain_state())
+        result["random"] = result["random"].to("meta", torch.bfloat16)
+        result["model"] = {"w": result["model"]["w"].to("meta"), "d": result["model"]["d"].to("meta")}
+        result["list"] = [result["list"][0].to("meta", torch.float64), result["list"][1].to("meta")]
+        return result
+
+    own, wanted = state(), state()
+    ckpttool.load_into(place, own, strategy=strategy)
+    torch_dcp.load(wanted, checkpoint_id=place)
+    pairs = [*zip(tensors(own), tensors(wanted), strict=True)]
+    if any(one.is_meta or (one.device, one.dtype) != (other.device, other.dtype) for one, other in pairs):
+        return f"{[(one.device, one.dtype) for one, _ in pairs]}"
+    return difference(expected(own), expected(wanted))
+
+
 def other_sizes(format: str, strategy: str) -> str:
     """A tensor of another size is refused before one is filled."""
     place = practices.folder() / "saved"
@@ -398,6 +419,7 @@ STATES: dict[str, Callable[..., str]] = {
         gathered,
         held,
         in_place,
+        on_meta,
         other_sizes,
         empty_state,
         nothing_changed,
