@@ -254,8 +254,9 @@ def _fill(targets: Sequence[_Target], loaded: Loaded) -> None:
         assert options.model is not None
         if target.fsdp1 is None:
             # What is not in the checkpoint has no values of its own either.
-            values = type(options.model).state_dict(options.model, keep_vars=True)
-            loaded.uninitialised += [n for n in matched.missing if getattr(values.get(n), "is_meta", False)]
+            with collectives.together():
+                values = type(options.model).state_dict(options.model, keep_vars=True)
+                loaded.uninitialised += [n for n in matched.missing if getattr(values.get(n), "is_meta", False)]
             loaded.uninitialised += materialize(
                 options.model, options.device, target.filler.strict, options.init_buffers
             )
@@ -264,9 +265,12 @@ def _fill(targets: Sequence[_Target], loaded: Loaded) -> None:
         loaded.other_dtype += matched.other_dtype
         loaded.without_state += matched.without_state
     with ExitStack() as undo:
+        with collectives.together():
+            for target in targets:
+                if target.options.optimizer is not None:
+                    undo.callback(fill.undo(target.options.optimizer))
         for target in targets:
             if target.options.optimizer is not None:
-                undo.callback(fill.undo(target.options.optimizer))
                 if target.fsdp1 is not None:
                     fsdp1.fill_optimizer(target.fsdp1, target.filler)
                 else:

@@ -31,11 +31,16 @@ def materialize(
     with each module that owns some; the names of those that it does not compute are returned.
     Raises UsageError for them when `strict`: they would be uninitialised.
     """
-    non_persistent = {
-        key: value.is_meta for key, module, name, value in _tensors(model) if name in module._non_persistent_buffers_set
-    }
-    on_meta = any(value.is_meta for *_, value in _tensors(model))
-    by_rank = collectives.all_gather((on_meta, [name for name, is_meta in non_persistent.items() if is_meta]))
+    non_persistent: dict[str, bool] = {}
+
+    def on_meta() -> tuple[bool, list[str]]:
+        for key, module, name, value in _tensors(model):
+            if name in module._non_persistent_buffers_set:
+                non_persistent[key] = value.is_meta
+        any_tensor = any(value.is_meta for *_, value in _tensors(model))
+        return any_tensor, [name for name, is_meta in non_persistent.items() if is_meta]
+
+    by_rank = collectives.all_gather_of(on_meta)
     if not any(has for has, _ in by_rank):
         return []
     unsaved = sorted({name for _, names in by_rank for name in names})
@@ -45,8 +50,8 @@ def materialize(
     with collectives.together():
         if init_buffers is None:
             _check(uninitialised, strict)
-    device = _default_device(model) if device is None else torch.device(device)
     with collectives.together():
+        device = _default_device(model) if device is None else torch.device(device)
         _allocate(model, device)
         if init_buffers is not None:
             uninitialised = _initialise(model, device, init_buffers, uninitialised, strict)

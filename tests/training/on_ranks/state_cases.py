@@ -298,6 +298,24 @@ def load_hook(kind: str, strategy: str) -> str:
     return said(lambda: ckpttool.load(place, model, strategy=strategy), "rank 1: ", "no luck")
 
 
+def late_hook(kind: str, strategy: str) -> str:
+    """A hook of `state_dict` that fails only when it is called again, on the last rank."""
+    place = practices.folder() / "saved"
+    run = practices.fresh("plain", trained=True)
+    if dist.get_rank() == 0:
+        torch.save({"model": run.model.state_dict()}, place)
+    dist.barrier()
+    model, calls = practices.fresh(kind).model, []
+
+    def hook(*_: Any) -> None:
+        calls.append(1)
+        if len(calls) > 1 and dist.get_rank() == dist.get_world_size() - 1:
+            raise ValueError("no luck")
+
+    next(iter(model.children())).register_state_dict_pre_hook(hook)
+    return said(lambda: ckpttool.load(place, model, strategy=strategy), "rank 1: ", "no luck")
+
+
 def without_own(format: str, strategy: str) -> str:
     """On more ranks than have saved: what a rank has none of stays, and is named."""
     place = practices.folder() / "saved"
@@ -424,6 +442,7 @@ STATES: dict[str, Callable[..., str]] = {
         empty_state,
         nothing_changed,
         load_hook,
+        late_hook,
         without_own,
         empty_moments,
         other_arguments,
