@@ -334,7 +334,7 @@ def _check_one_path(path: str, options: LoadOptions) -> None:
     """Raise UsageError on every rank unless all name one checkpoint: by one path, or by paths of the same files, as
     ranks do that name each its own file of a set."""
     place = local_path(path)
-    views = collectives.all_gather((path, platform.node(), str(place.real()) if place.exists() else None))
+    views = collectives.all_gather_of(lambda: (path, platform.node(), str(place.real()) if place.exists() else None))
     others = [rank for rank, view in enumerate(views) if _may_differ(view, views[0])]
     if not others:
         return
@@ -385,7 +385,7 @@ def choose(path: str, strategy: str) -> tuple[str, str]:
         return strategy, "asked for"
     if not collectives.is_distributed():
         return "parallel", "there is one process"
-    views = collectives.all_gather((local_path(path).exists(), _filesystem(path)))
+    views = collectives.all_gather_of(lambda: (local_path(path).exists(), _filesystem(path)))
     blind = [rank for rank, (exists, _) in enumerate(views) if not exists]
     if views[0][0] and blind:
         return "broadcast", f"rank {blind[0]} does not see the path, rank 0 does"

@@ -16,6 +16,7 @@ CASES = [
     ["empty_state", "theirs", "broadcast"],
     *(["nothing_changed", what, s] for what in ("sizes", "expanded", "hook", "hook after") for s in STRATEGIES),
     *(["load_hook", kind, "broadcast"] for kind in ("plain", "fsdp2")),
+    *(["blind_rank", name, "auto"] for name in ("platform.node", "ckpttool.training.load._filesystem")),
     *(["late_hook", "fsdp2", strategy] for strategy in STRATEGIES),
     *([case, "torch", strategy] for case in ("without_own", "unknown_class") for strategy in STRATEGIES),
     *(["several_shards", "plain", strategy] for strategy in STRATEGIES),

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
+from unittest import mock
 
 import practices
 import torch
@@ -316,6 +318,23 @@ def late_hook(kind: str, strategy: str) -> str:
     return said(lambda: ckpttool.load(place, model, strategy=strategy), "rank 1: ", "no luck")
 
 
+def blind_rank(name: str, strategy: str) -> str:
+    """The last rank cannot even look at the path, as on a mount that is stale."""
+    place = practices.folder() / "saved"
+    if dist.get_rank() == 0:
+        torch.save({"model": practices.fresh("plain").model.state_dict()}, place)
+    dist.barrier()
+
+    def fail_there(*_: Any) -> Any:
+        raise OSError(116, "Stale file handle")
+
+    last = dist.get_rank() == dist.get_world_size() - 1
+    with mock.patch(name, fail_there) if last else nullcontext():
+        return said(
+            lambda: ckpttool.load(place, practices.fresh("plain").model, strategy=strategy), "Stale file handle"
+        )
+
+
 def without_own(format: str, strategy: str) -> str:
     """On more ranks than have saved: what a rank has none of stays, and is named."""
     place = practices.folder() / "saved"
@@ -443,6 +462,7 @@ STATES: dict[str, Callable[..., str]] = {
         nothing_changed,
         load_hook,
         late_hook,
+        blind_rank,
         without_own,
         empty_moments,
         other_arguments,
