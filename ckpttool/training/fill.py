@@ -123,8 +123,8 @@ def fill_optimizer(
     to_fill = [(parameter, name, saved[name]) for parameter, name in named if saved.get(name)]
     with torch.no_grad():
         state = fill_state(to_fill, filler, optimizer)
-        as_saved = {id(t.value) for t in matched.targets if is_as_saved(t.value, contents.model[t.name])}
         with collectives.together():
+            as_saved = {id(t.value) for t in matched.targets if is_as_saved(t.value, contents.model[t.name])}
             _set_state(optimizer, groups, state, as_saved, contents.path)
 
 
