@@ -199,12 +199,6 @@ def _crc_of_runs(runs: Iterable[tuple[int, int, int | None]], crc_of: Callable[[
     return total
 
 
-def is_worth_checking(record: Record, used: int) -> bool:
-    """Return whether to read the rest of a record for its checksum: not if `used`, the bytes of it that are used, is
-    little of it (one tensor of a flat storage of all). Pure."""
-    return record.nbytes <= 4 * used + (1 << 20)
-
-
 def check(record: Record, read: Pieces, catalogue: Catalogue, crc_of: Callable[[int, int], int]) -> None:
     """Compare the CRC of a record with that of what was read of it, and of the rest by `crc_of(offset, nbytes)`. Raises
     CorruptError."""
