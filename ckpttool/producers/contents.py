@@ -22,6 +22,7 @@ from ckpttool.catalogue import parts
 from ckpttool.catalogue.entries import Path
 from ckpttool.errors import CkptError, ReadError
 from ckpttool.formats.detect import detect
+from ckpttool.producers import foreign
 from ckpttool.producers.components import ASSET_NAMES, DCP_FILE, DCP_FILES, REPOSITORY, Component, Layout
 from ckpttool.producers.directory import Directory
 from ckpttool.storage import files
@@ -59,7 +60,7 @@ def layout(directory: Directory, names: Collection[str] | None = None, step: int
     if is_dcp or (names is None and directory.has(_PIECES)):
         result.components.append(Component(""))
         listed = [name for name in listed if not re.fullmatch(DCP_FILES.pattern if is_dcp else _OF_PIECES, name)]
-    found = sorted(_below(directory, listed, is_dcp))
+    found = sorted(_below(directory, listed, is_dcp, result))
     remaining = dict.fromkeys(found)
     for sets in (_indexed, _shards, _ranks):
         for component in [*sets(directory, remaining, result)]:
@@ -73,7 +74,7 @@ def layout(directory: Directory, names: Collection[str] | None = None, step: int
 
 
 def _below(
-    directory: Directory, names: Collection[str], is_dcp: bool, above: str = "", depth: int = 0
+    directory: Directory, names: Collection[str], is_dcp: bool, layout: Layout, above: str = "", depth: int = 0
 ) -> Iterator[str]:
     """Yield the files below a directory, and with a slash the folders that a format opens as a whole."""
     if depth > _MAX_DEPTH:
@@ -89,17 +90,19 @@ def _below(
         if location.is_link() and location.real().is_below(directory.path.real()):
             continue  # `latest`, to a folder beside it
         inner = directory.folder(name)
-        if inner.has(DCP_FILE) and not (is_dcp and not inner.has(r"\.metadata|__\d+\.metadata")):
+        if (recognition := foreign.recognise(location, inner)) is not None:
+            layout.unreadable[above + name] = recognition.refusal(location)
+        elif inner.has(DCP_FILE) and not (is_dcp and not inner.has(r"\.metadata|__\d+\.metadata")):
             yield above + name
-            yield from _below(inner, inner.names, True, above + name, depth + 1)
+            yield from _below(inner, inner.names, True, layout, above + name, depth + 1)
         elif inner.has(_PIECES):
             yield above + name
             rest = [
                 one for one in inner.names if not re.fullmatch(r".*\.safetensors(\.index\.json)?|ckpttool\.json", one)
             ]
-            yield from _below(inner, rest, False, above + name, depth + 1)
+            yield from _below(inner, rest, False, layout, above + name, depth + 1)
         else:
-            yield from _below(inner, inner.names, is_dcp, above + name, depth + 1)
+            yield from _below(inner, inner.names, is_dcp, layout, above + name, depth + 1)
 
 
 # Sets of files --------------------------------------------------------------------------------------------------------

@@ -86,8 +86,7 @@ def _open_directory(location: Location, directory: Directory, options: OpenOptio
     row = next((row for row in formats.FORMATS if row.recognise(location)), None)
     if row is not None and not layout.unreadable and (source := _opened_whole(row, location, layout, options)):
         return source
-    is_above = all("/" in component.name.rstrip("/") for component in layout.components)
-    if not layout.components or (is_above and runs.inside(directory)):
+    if not layout.components or runs.inside(directory):
         # Its error says what is there.
         return _detect(location, directory).open(location, options)
     return reader.open_layout(layout, directory, options)

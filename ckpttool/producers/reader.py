@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
-from contextlib import ExitStack, closing
+from collections.abc import Collection, Sequence
+from contextlib import ExitStack, closing, suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -22,7 +22,7 @@ from ckpttool.producers.combined import CombinedSource
 from ckpttool.producers.components import Component, Layout, Producer
 from ckpttool.producers.directory import Directory
 from ckpttool.producers.runs import STEPS, step_in
-from ckpttool.storage.stores import Location
+from ckpttool.storage.stores import Location, locate
 from ckpttool.text import plural
 
 
@@ -148,7 +148,7 @@ class _Opening:
 
     def _add_by_rank(self, combined: CombinedSource, component: Component) -> None:
         """Add files of ranks that no format joins: once if they are equal, else one per rank."""
-        if not _is_rank_local(component) and len({self._digest(name) for name in component.files}) == 1:
+        if not _is_rank_local(component) and self._are_equal(component.files):
             self.add(combined, replace(component, name=component.files[0], files=component.files[:1], kind="single"))
             return
         for rank, name in _by_rank(component):
@@ -188,6 +188,12 @@ class _Opening:
     def _pattern(self, component: Component) -> Location:
         return self.directory.path.escaped() / component.pattern
 
+    def _are_equal(self, names: Sequence[str]) -> bool:
+        """Return whether files hold the same; not if one of them cannot be opened."""
+        with suppress(CorruptError, ReadError):
+            return len({self._digest(name) for name in names}) == 1
+        return False
+
     def _digest(self, name: str) -> str:
         """Return the contents of a small file, tensors by their checksums."""
         values: list[object] = []
@@ -204,8 +210,13 @@ class _Opening:
 
 
 def is_of_each_rank(catalogue: Catalogue) -> bool:
-    """Return whether files of ranks hold what each rank has of its own: they differ, and no tensor is sharded. Pure."""
-    return bool(catalogue.faults) and all(len(tensor.chunks) < 2 for tensor in catalogue.tensors)
+    """Return whether files of ranks hold what each rank has of its own: they contradict each other, and none has a
+    piece of a tensor."""
+    return (
+        bool(catalogue.faults)
+        and not any(len(tensor.chunks) > 1 or "_flat_param" in tensor.name for tensor in catalogue.tensors)
+        and not any(mentions_shards(locate(file.location)) for file in catalogue.own_files)
+    )
 
 
 def shapes_of_moments(catalogue: Catalogue) -> OpenOptions:
