@@ -23,7 +23,7 @@ _OBJECTS = 40  # lines, unless -v
 _COLUMNS = 6
 _DTYPES = 4
 # Facts that have a place of their own.
-_APART = ("run", "mounted", "assets", "step", "model_type", "architectures", "num_hidden_layers")
+_APART = ("run", "mounted", "components", "assets", "step", "model_type", "architectures", "num_hidden_layers")
 _VALUE = 80  # characters of an object's value, unless -v
 _RUN = 20  # checkpoints of a run, unless -v
 _TITLES = {"producer": "producer", "writer": "written by", "torch": "torch", "layout": "layout"}

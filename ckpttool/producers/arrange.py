@@ -13,7 +13,7 @@ from typing import Any
 from ckpttool import formats
 from ckpttool.catalogue import parts
 from ckpttool.catalogue.entries import Catalogue, Entry, Object, Part, Path, Tensor, dotted
-from ckpttool.catalogue.protocols import Loss
+from ckpttool.catalogue.protocols import Format, Loss
 from ckpttool.errors import LossError, UsageError
 from ckpttool.layout import select
 from ckpttool.layout.move import move
@@ -45,6 +45,7 @@ class LayoutBuilder:
         self.notes: list[str] = []
         self.folded: set[Path] = set()
         self._components: list[OutputComponent] = []
+        self._copies: list[tuple[str, str]] = []
         self._folded: set[Path] = set()
         self._moved: dict[Path, Path] = {}
         self._component_of: dict[Path, int] = {}
@@ -93,17 +94,23 @@ class LayoutBuilder:
     def component(
         self,
         name: str,
-        format: str | None,
+        format: str | Format | None,
         root: Path = (),
         *,
         key: Path = (),
         values: Mapping[str, Any] | None = None,
         constants: Sequence[Constant] = (),
+        digits: int = 1,
     ) -> int:
-        """Add a component and return its number. See `OutputComponent`; `format` is a name, None for JSON."""
-        row = formats.named(format) if format is not None else None
-        self._components.append(OutputComponent(name, row, root, key, values or {}, constants))
+        """Add a component and return its number. See `OutputComponent`; `format` may be a name, and is None for
+        JSON."""
+        row = formats.named(format) if isinstance(format, str) else format
+        self._components.append(OutputComponent(name, row, root, key, values or {}, constants, digits))
         return len(self._components) - 1
+
+    def copy(self, name: str, to: str) -> None:
+        """Have a file that is written copied under another name."""
+        self._copies.append((name, to))
 
     def add_part(self, part: Part | None, name: str, format: str, root: Path, key: Path = ()) -> None:
         """Add a component that has one part, if there is one."""
@@ -160,7 +167,7 @@ class LayoutBuilder:
             moved.entries[value.path] = value
         lost = ((self.catalogue.entries[path], why) for path, why in self._lost.items())
         losses = [Loss(entry.name, why) for entry, why in lost if not entry.embedded]
-        return OutputLayout(moved, self._components, component_of, losses)
+        return OutputLayout(moved, self._components, component_of, losses, self._copies)
 
     # Values that several layouts have ---------------------------------------------------------------------------------
 

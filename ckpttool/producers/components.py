@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from ckpttool.catalogue import parts
 from ckpttool.catalogue.dtypes import Dtype
@@ -22,6 +22,7 @@ from ckpttool.storage.stores import escape
 from ckpttool.text import rank_ranges, some
 
 if TYPE_CHECKING:
+    from ckpttool.catalogue.protocols import OpenOptions, Source
     from ckpttool.producers.arrange import LayoutBuilder
     from ckpttool.producers.writer import OutputLayout
 
@@ -71,6 +72,18 @@ class Component:
         return self.glob or f"{escape(before)}{star}{escape(after)}"
 
 
+class Mounted(NamedTuple):
+    """A component as it was opened: `Mounted("optimizer.pt", ("optimizer",), "", "torch")`. `copies` are files that
+    hold the same as the one that was read, `digits` the least of the number of a rank in the names of the files."""
+
+    name: str
+    root: Path
+    key: str
+    format: str
+    copies: tuple[str, ...] = ()
+    digits: int = 1
+
+
 @dataclass(slots=True)
 class Layout:
     """The components of a directory. `missing` are reasons why the checkpoint is not complete, `unreadable` the errors
@@ -117,6 +130,7 @@ class WritableLayout:
 
     `keys` is how the framework keys optimizer state; `ordered` says that parameter ids always follow the order of the
     model. `chunked`, `even` and `splits` are those of `Format`; `tensor_class` is the default class of sharded tensors.
+    `open` opens such a directory; None for one of the table of producers.
     """
 
     name: str
@@ -127,6 +141,7 @@ class WritableLayout:
     splits: bool = False
     ordered: bool = False
     tensor_class: str = "sharded_tensor"
+    open: Callable[[Directory, OpenOptions], Source] | None = None
 
     @property
     def framework(self) -> str:

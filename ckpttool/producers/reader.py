@@ -19,7 +19,7 @@ from ckpttool.formats.rankfiles.rank_file import mentions_shards
 from ckpttool.layout.optimizer.parse import parse_key
 from ckpttool.producers import contents
 from ckpttool.producers.combined import CombinedSource
-from ckpttool.producers.components import Component, Layout, Producer
+from ckpttool.producers.components import Component, Layout, Mounted, Producer
 from ckpttool.producers.directory import Directory
 from ckpttool.producers.runs import STEPS, step_in
 from ckpttool.storage.stores import Location, locate
@@ -89,6 +89,7 @@ class _Opening:
     options: OpenOptions
     warnings: dict[Warning, list[str]] = field(default_factory=dict)
     faults: list[CkptError] = field(default_factory=list)
+    mounted: list[Mounted] = field(default_factory=list)
 
     def source(self) -> Source:
         path = self.directory.path
@@ -104,6 +105,7 @@ class _Opening:
             if not combined.catalogue.entries:
                 raise self.faults[0] if self.faults else ReadError(f"`{path}` holds nothing", file=path)
             combined.catalogue.faults += self.faults
+            combined.catalogue.facts["components"] = self.mounted
             # Warnings have the name of their component, and appear once where all ranks have the same.
             for warning, (name, *others) in self.warnings.items():
                 named = f"`{name}` and {len(others)} more" if others else f"`{name}`"
@@ -120,6 +122,7 @@ class _Opening:
                 values = self.directory.json(component.name)
                 combined.add_values(values if isinstance(values, dict) else {"value": values}, component.root)
                 _list(combined.catalogue, component, Catalogue("json", [File(component.name, component.name, 0)]))
+                self.mounted.append(_mounted(component, "json"))
                 return
             if is_set and not self._is_one_format(component):
                 self._add_by_rank(combined, component)
@@ -141,6 +144,7 @@ class _Opening:
             combined.catalogue.format = catalogue.format
             combined.catalogue.facts |= {k: v for k, v in catalogue.facts.items() if k == "torch"}
         _list(combined.catalogue, component, catalogue)
+        self.mounted.append(_mounted(component, catalogue.format))
         for warning in catalogue.warnings:
             self.warnings.setdefault(warning, []).append(name)
         catalogue.warnings = []
@@ -149,7 +153,7 @@ class _Opening:
     def _add_by_rank(self, combined: CombinedSource, component: Component) -> None:
         """Add files of ranks that no format joins: once if they are equal, else one per rank."""
         if not _is_rank_local(component) and self._are_equal(component.files):
-            self.add(combined, replace(component, name=component.files[0], files=component.files[:1], kind="single"))
+            self.add(combined, replace(component, name=component.files[0], kind="single"))
             return
         for rank, name in _by_rank(component):
             root = (*component.root, parts.rank_key(rank))
@@ -241,9 +245,20 @@ def _is_rank_local(component: Component) -> bool:
     return bool(component.root) and parts.kind_of_key(component.root[-1]) in parts.PER_RANK
 
 
-def _by_rank(component: Component) -> list[tuple[int, str]]:
+def _ranks_in(component: Component) -> list[str]:
     begin, _, end = component.name.partition("*")
-    return [(int(name[len(begin) : len(name) - len(end)]), name) for name in component.files]
+    return [name[len(begin) : len(name) - len(end)] for name in component.files]
+
+
+def _by_rank(component: Component) -> list[tuple[int, str]]:
+    return [(int(rank), name) for rank, name in zip(_ranks_in(component), component.files, strict=True)]
+
+
+def _mounted(component: Component, format: str) -> Mounted:
+    is_of_ranks = component.kind == "single" and not component.name.endswith(".index.json")
+    copies = component.files[1:] if is_of_ranks and component.name in component.files[:1] else ()
+    digits = min(map(len, _ranks_in(component))) if "*" in component.name and not component.glob else 1
+    return Mounted(component.name, component.root, component.key, format, copies, digits)
 
 
 def _list(combined: Catalogue, component: Component, catalogue: Catalogue) -> None:

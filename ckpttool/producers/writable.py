@@ -5,14 +5,18 @@ A layout is right when the reader of the framework's directories gives back what
 
 from __future__ import annotations
 
+from contextlib import closing
+
 from ckpttool.catalogue.entries import Catalogue
 from ckpttool.catalogue.protocols import NO_HINTS, Format, OpenOptions, Source
 from ckpttool.errors import UsageError
 from ckpttool.layout.optimizer import model_order, respell
-from ckpttool.producers import PRODUCERS, reader
-from ckpttool.producers.components import Producer, WritableLayout
+from ckpttool.producers import PRODUCERS, reader, same
+from ckpttool.producers.components import Mounted, Producer, WritableLayout
 from ckpttool.producers.directory import Directory
+from ckpttool.producers.open import open_source
 from ckpttool.producers.writer import OutputLayout
+from ckpttool.storage.stores import local_path
 from ckpttool.text import meant
 
 LAYOUTS = tuple(sorted((layout for row in PRODUCERS for layout in row.writes), key=lambda layout: layout.framework))
@@ -24,6 +28,9 @@ def named(name: str) -> WritableLayout:
     for layout in LAYOUTS:
         if name in (layout.name, layout.framework):
             return layout
+    if name == same.SAME or local_path(name).is_dir():
+        # Which components it has is known when it is open.
+        return same.layout(Catalogue("", facts={same.COMPONENTS: [Mounted("", (), "", "")]}), name)
     names = [*dict.fromkeys(layout.framework for layout in LAYOUTS), *(x.name for x in LAYOUTS if ":" in x.name)]
     hint = meant(name, names, f"one of {', '.join(f'`{n}`' for n in names)}")
     raise UsageError(f"no layout of a producer is called `{name}`", hint=hint)
@@ -32,6 +39,11 @@ def named(name: str) -> WritableLayout:
 def choose(name: str, source: Catalogue, to_world: int | None) -> WritableLayout:
     """Return the layout called `name`, or the one that suits the source when `name` is a framework with several."""
     layout = named(name)
+    if layout.name == same.SAME:
+        if name == same.SAME:
+            return same.layout(source, name)
+        with closing(open_source(name)) as like:
+            return same.layout(like.catalogue, name)
     producer = _producer_of(layout)
     if name == layout.framework and producer.choose is not None:
         return producer.choose(source, to_world)
@@ -44,6 +56,8 @@ def _producer_of(layout: WritableLayout) -> Producer:
 
 def spell_optimizers(layout: WritableLayout, catalogue: Catalogue, source: Catalogue) -> Catalogue:
     """Return the catalogue with optimizer state keyed as the framework keys it. Pure."""
+    if not layout.keys:
+        return catalogue
     if layout.ordered:
         return model_order.numbered(catalogue, source)
     return respell.respell(catalogue, layout.keys, source)
@@ -53,6 +67,8 @@ def as_format(layout: WritableLayout, output: OutputLayout | None = None) -> For
     """Return the layout as a format that a conversion writes; without `output`, for its flags only."""
 
     def open_written(path: str, options: OpenOptions = NO_HINTS) -> Source:
+        if layout.open is not None:
+            return layout.open(Directory(path), options)
         return reader.open_directory(_producer_of(layout), Directory(path), options)
 
     return Format(

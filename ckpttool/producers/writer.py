@@ -41,7 +41,7 @@ class OutputComponent:
 
     `name` is a path below the destination, with `{rank}` for a file of each rank, empty for the destination itself;
     `root` is its root in the catalogue, `key` the key around everything in it. Without a format it is JSON, and
-    `values` are written in it beside the entries.
+    `values` are written in it beside the entries. A rank in a name has at least so many `digits`.
     """
 
     name: str
@@ -50,6 +50,7 @@ class OutputComponent:
     key: Path = ()
     values: Mapping[str, Any] = field(default_factory=dict)
     constants: Sequence[Constant] = ()
+    digits: int = 1
 
     def inner(self, path: Path) -> Path:
         """Return the path in the component."""
@@ -62,12 +63,14 @@ class OutputComponent:
 
 @dataclass(frozen=True, slots=True)
 class OutputLayout:
-    """What is written where. `component_of` is the number of the component of each entry; `lost` is what has none."""
+    """What is written where. `component_of` is the number of the component of each entry; `lost` is what has none.
+    `copies` are files that are written with the names of others that are to hold the same."""
 
     catalogue: Catalogue
     components: Sequence[OutputComponent]
     component_of: Mapping[Path, int]
     lost: Sequence[Loss]
+    copies: Sequence[tuple[str, str]] = ()
 
     def losses(self, catalogue: Catalogue, path: str) -> list[Loss]:
         """Return the entries that are in no component, or that the format of theirs cannot store."""
@@ -117,7 +120,8 @@ class OutputLayout:
             text = "`--max-shard-size` has no effect: no component is of safetensors"
             result.warnings.append(Warning("no-effect", text))
         result.entries = {path: entries[path] for path in catalogue.entries if path in entries}
-        return CreatedSink(result, partial(_finish, sinks, crcs))
+        copies = [(root / name, root / to) for name, to in self.copies]
+        return CreatedSink(result, partial(_finish, sinks, copies, crcs))
 
     def _split(self, catalogue: Catalogue) -> Iterator[tuple[OutputComponent, Catalogue]]:
         """Yield each component with its contents. There may be one per rank, so the state is walked once for all."""
@@ -172,7 +176,9 @@ def _write_constants(catalogue: Catalogue, constants: Mapping[Path, bytes], star
     return crcs
 
 
-def _finish(sinks: Sequence[tuple[Sink, int]], constants: Crcs, crcs: Crcs) -> None:
+def _finish(
+    sinks: Sequence[tuple[Sink, int]], copies: Sequence[tuple[Location, Location]], constants: Crcs, crcs: Crcs
+) -> None:
     """Finish components in their order, each with the number of its first file; `constants` are checksums too."""
     starts = [start for _, start in sinks]
     shares: list[dict[tuple[int, int], int]] = [{} for _ in starts]
@@ -182,6 +188,8 @@ def _finish(sinks: Sequence[tuple[Sink, int]], constants: Crcs, crcs: Crcs) -> N
         shares[number][file - starts[number], offset] = crc
     for (sink, _), share in zip(sinks, shares, strict=True):
         sink.finish(share)
+    for path, to in copies:
+        files.copy(path, to)
 
 
 def _create_component(
@@ -205,7 +213,8 @@ def _create_component(
     scratch = location.parent / _SCRATCH
     sink = form.create(scratch, contents, options if by_rank else replace(options, one_file=False))
     for file in sink.catalogue.files:
-        name = location.name.replace("{rank}", str(file.rank)) if by_rank else locate(file.location).name
+        number = str(file.rank).zfill(component.digits)
+        name = location.name.replace("{rank}", number) if by_rank else locate(file.location).name
         files.rename(file.location, location.parent / name)
         file.location = location.parent / name
     if by_rank:

@@ -18,7 +18,7 @@ from ckpttool.operations.inspect.optimizers import State
 from ckpttool.version import schema
 
 _LISTED = ("tensors", "objects", "warnings")
-_INNER = ("parameter order", "shapes without order")  # facts for the next step of a conversion
+_INNER = ("components", "parameter order", "shapes without order")  # facts for the next step of a conversion
 
 
 def document(catalogue: Catalogue, path: str, listing: Listing = ALL, exit_code: int = DONE) -> Iterator[str]:
