@@ -1,20 +1,23 @@
 """Classifies keys into parts: model, optimizer, scheduler, rng, dataloader, scaler, progress, other.
 
-By the names that training code uses, and by structure where a name says nothing: a dict with `state` and
-`param_groups` is an optimizer whatever it is called. A part is found at any depth (`app.model`, `app.optim`); tensors
-at the root beside known keys are the model (torchtitan). A value that every rank has under one name has the key of its
-rank behind the key of its part: what rank 3 saved at `rng.torch` is `rng.rank3.torch` in the catalogue.
+By the content first: a dict with `state` and `param_groups` is an optimizer whatever it is called (`signatures`). Names
+that training code uses decide where the content does not. A part is found at any depth (`app.model`, `app.optim`), and
+each of several optimizers is one; tensors at the root beside the optimizer are the model (torchtitan). A value that
+every rank has under one name has the key of its rank behind the key of its part: what rank 3 saved at `rng.torch` is
+`rng.rank3.torch` in the catalogue.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import lru_cache
 from typing import Any
 
 from ckpttool.catalogue.entries import KINDS, OTHER, Catalogue, Object, Part, Path, Tensor, dotted
+from ckpttool.catalogue.signatures import MOMENTS, Node, is_module_name, tree
+from ckpttool.catalogue.values import stub_name
 from ckpttool.errors import UsageError
 from ckpttool.text import meant
 
@@ -27,14 +30,18 @@ _NAMES = (
     (
         "progress",
         r"(global_|current_|train_|total_)?(step|steps|epoch|epochs|iteration|iter|iter_num|num_steps)"
-        r"|progress|train_state|trainer_state|(num_)?tokens(_seen)?|consumed_\w+|best_\w+|loops",
+        r"|progress|train_state|trainer_state|(num_)?tokens(_seen)?|consumed_\w+|best_\w+|loops"
+        r"|ite|itr|it|updates?|num_updates|trained_\w+|(start|last|finished)_epoch|epochs_run|loss(es)?|metrics?|history",
     ),
     ("model", r"(.*_)?(model|models|network|net|module|ema|state_dict|model_state(_dict)?|params|weights)(_\d+)?"),
 )
 _PATTERNS = tuple((kind, re.compile(pattern, re.IGNORECASE)) for kind, pattern in _NAMES)
 _ANY_NAME = re.compile("|".join(f"(?:{pattern})" for _, pattern in _NAMES), re.IGNORECASE)
 _COUNTER = re.compile(r"(global_|current_|total_)?(step|epoch|iteration)s?", re.IGNORECASE)
-_DEPTH = 4
+_REPLAY = re.compile(r"(.*_)?(replay|rb|buffer|memory|rollouts?|experience)(_\w+)?", re.IGNORECASE)
+_EXPERIENCE = {"obs", "observations", "next_obs", "next_observations", "actions", "rewards", "dones", "terminals"}
+_STATISTIC = re.compile(r"(?s)(.*\.)?(running_mean|running_var|num_batches_tracked)")
+_ARGUMENTS = {"argparse.Namespace", "types.SimpleNamespace", "yacs.config.CfgNode", "omegaconf.dictconfig.DictConfig"}
 
 PER_RANK = ("rng", "dataloader")
 """The kinds of which every rank has values of its own."""
@@ -62,27 +69,19 @@ def _kind_of_name(key: str) -> str | None:
     return next(kind for kind, pattern in _PATTERNS if pattern.fullmatch(key))
 
 
-@dataclass(slots=True)
-class _Node:
-    children: dict[Any, _Node] = field(default_factory=dict)
-    entry: Tensor | Object | None = None
-
-
 def assign(catalogue: Catalogue) -> None:
     """Set `part` of every entry."""
-    root = _Node()
-    for path, entry in catalogue.entries.items():
-        node = root
-        for key in path:
-            node = node.children.get(key) or node.children.setdefault(key, _Node())
-        node.entry = entry
-    for node, part in _parts_below(root, (), 0):
-        for entry in _entries(node):
+    root = tree(catalogue)
+    division = _Division()
+    division.divide(root, ())
+    division.divide_rest()
+    for node, part in division.parts:
+        for entry in node.entries():
             entry.part = part
     for key, node in root.children.items():
         kind = _kind_of_whole_name(key)
         if kind is not None:
-            for entry in _entries(node):
+            for entry in node.entries():
                 entry.part = Part(kind)
 
 
@@ -92,89 +91,160 @@ def _kind_of_whole_name(key: object) -> str | None:
     return next((kind for kind, pattern in _WHOLE_NAMES if pattern.fullmatch(key)), None)
 
 
-def _entries(node: _Node) -> Iterator[Tensor | Object]:
-    todo = [node]
-    while todo:
-        node = todo.pop()
-        if node.entry is not None:
-            yield node.entry
-        todo.extend(node.children.values())
+class _Division:
+    """Divides a tree into parts. A later one of `parts` overrules what an earlier one marked."""
+
+    def __init__(self) -> None:
+        self.parts: list[tuple[Node, Part]] = []
+        # Beside parts: what only the shapes of models and optimizers elsewhere can tell.
+        self._rest: list[tuple[Path, Mapping[Any, Node], bool]] = []
+
+    def divide(self, node: Node, path: Path) -> None:
+        kind = node.kind
+        if kind is not None and not (kind == "rng" and any(map(kind_of_key, node.children))):
+            self._add(node, kind, path)
+            return
+        kinds = {key: _kind_of(key, child) for key, child in node.children.items()}
+        telling = {key for key, kind in kinds.items() if kind}
+        if all(isinstance(node.children[key].entry, Tensor) for key in telling):
+            # A state dict whose buffer is called `tokens_seen` is a state dict.
+            telling = set()
+        deeper = {key for key, child in node.children.items() if key not in telling and child.has_parts}
+        if not telling and not deeper:
+            self.parts.append((node, Part(_kind_of_rest(node), path)))
+            return
+        self.parts.append((node, OTHER._replace(root=path)))
+        start = len(self.parts)
+        for key, child in node.children.items():
+            kind = kinds[key] if key in telling else None
+            if kind is not None and not _is_around(kind, child):
+                self._add(child, kind, (*path, key))
+            elif kind is not None or key in deeper:
+                self.divide(child, (*path, key))
+        rest = {key: c for key, c in node.children.items() if key not in telling and key not in deeper and c.has_tensor}
+        has_model = any(part.kind == "model" for _, part in self.parts[start:])
+        if rest:
+            self._rest.append((path, rest, has_model))
+
+    def _add(self, node: Node, kind: str, path: Path) -> None:
+        self.parts.append((node, Part(kind, path)))
+        if kind == "optimizer":
+            several = list(_optimizers(node, path))
+            if len(several) > 1:
+                self.parts += [(one, Part(kind, root)) for one, root in several]
+
+    def divide_rest(self) -> None:
+        """Divide the tensors beside the parts: into models, which have the shapes of others or of an optimizer's state
+        or names that only modules have, replay buffers, and others."""
+        if not self._rest:
+            return
+        known = {shapes for node, part in self.parts if part.kind == "model" for shapes in _sequences(node)}
+        states = [_state_shapes(node) for node, part in self.parts if part.kind == "optimizer"]
+        trained = Counter(shape for shapes in states for shape in shapes)
+        known |= {tuple(shapes) for shapes in states if shapes}
+        is_new = bool(states) and not trained
+        for path, rest, has_model in self._rest:
+            if not has_model and (is_new or _is_trained(rest, trained)):
+                # Tensors beside the optimizer and no model of that name: they are the model (torchtitan).
+                self.parts += [(node, Part("model", path)) for node in rest.values()]
+                continue
+            for key, node in rest.items():
+                if node.children and known & {*_sequences(node)}:
+                    self.parts.append((node, Part("model", (*path, key))))
+                elif node.children and isinstance(key, str) and _REPLAY.fullmatch(key):
+                    self.parts.append((node, Part("dataloader", (*path, key))))
 
 
-def _has_tensor(node: _Node) -> bool:
-    return any(isinstance(entry, Tensor) for entry in _entries(node))
+def _kind_of(key: object, child: Node) -> str | None:
+    """Return the kind of a child by its content, or by its name where that agrees with what it holds."""
+    if child.kind is not None:
+        return child.kind
+    if child.has_metadata and child.is_state_dict:
+        return "model"
+    kind = kind_of_key(key)
+    if kind is not None and _tells(kind, child):
+        return kind
+    return "model" if child.is_state_dict else None
 
 
-def _shape_of(node: _Node) -> str | None:
-    """Return the kind that a dict's own keys give away."""
-    keys = node.children.keys()
-    if {"state", "param_groups"} <= keys:
-        return "optimizer"
-    if keys and all(isinstance(key, str) and key.startswith(("state.", "param_groups.")) for key in keys):
-        # Flattened, as `flatten_optimizer_state_dict=True` makes it.
-        return "optimizer" if any(key.startswith("param_groups.") for key in keys) else None
-    if "last_epoch" in keys and ("_step_count" in keys or "base_lrs" in keys):
-        return "scheduler"
-    if {"scale", "growth_factor"} <= keys:
-        return "scaler"
-    return None
-
-
-def _parts_below(node: _Node, path: Path, depth: int) -> Iterator[tuple[_Node, Part]]:
-    """Yield the roots of the parts at and below `node`; a later one overrules what an earlier one marked."""
-    kinds = {
-        key: (_shape_of(child) if child.children else None) or kind_of_key(key) for key, child in node.children.items()
-    }
-    shape = _shape_of(node)
-    if shape is not None:
-        yield node, Part(shape, path)
-        return
-    telling = {key for key, kind in kinds.items() if kind and _tells(kind, node.children[key])}
-    if all(isinstance(node.children[key].entry, Tensor) for key in telling):
-        # A state dict whose buffer is called `tokens_seen` is a state dict.
-        telling = set()
-    deeper = {
-        key
-        for key, child in node.children.items()
-        if key not in telling and depth < _DEPTH and child.children and _has_parts(child, depth + 1)
-    }
-    if not telling and not deeper:
-        yield node, Part("model" if _has_tensor(node) else "other", path)
-        return
-    yield node, OTHER._replace(root=path)
-    has_model = any(kinds[key] == "model" for key in telling)
-    for key, child in node.children.items():
-        below = (*path, key)
-        kind = kinds[key] if key in telling else None
-        if kind is not None:
-            yield child, Part(kind, below)
-        elif key in deeper:
-            yield from _parts_below(child, below, depth + 1)
-        elif not has_model and (isinstance(child.entry, Tensor) or (_has_tensor(child) and not deeper)):
-            # Tensors beside the optimizer and no model of that name: they are the model (torchtitan).
-            yield child, Part("model", path)
-
-
-def _tells(kind: str, child: _Node) -> bool:
-    """Return whether a key of a known name is a part here. A module called `net` or `module` is none unless it holds
-    tensors below it, and a tensor called `scaler` in a model is no grad scaler."""
+def _is_around(kind: str, child: Node) -> bool:
+    """Return whether a dict called `model` or `train_state` is one around parts of its own."""
+    if child.kind is not None or child.is_state_dict or not child.has_parts or kind == "optimizer":
+        return False
     if kind == "model":
-        return bool(child.children) and _has_tensor(child)
+        dicts = [one for one in child.children.values() if one.children]
+        return child.holds("optimizer") or (len(dicts) > 1 and all(one.is_state_dict for one in dicts))
+    return child.holds("optimizer") or child.holds("model")
+
+
+def _optimizers(node: Node, path: Path) -> Iterator[tuple[Node, Path]]:
+    """Yield the optimizers in a list or a dict of them."""
+    if {"state", "param_groups"} <= node.children.keys():
+        yield node, path
+        return
+    for key, child in node.children.items():
+        if child.kind == "optimizer":
+            yield from _optimizers(child, (*path, key))
+
+
+def _kind_of_rest(node: Node) -> str:
+    """Return the kind of a whole that is not divided: a model, if there are tensors in it and no name of a replay
+    buffer."""
+    names = {key for key in node.children if isinstance(key, str)}
+    if len(names & _EXPERIENCE) > 1 and not any(map(is_module_name, names)):
+        return "dataloader"
+    return "model" if node.has_tensor else "other"
+
+
+Shapes = tuple[tuple[int, ...], ...]
+
+
+def _sequences(node: Node) -> Iterator[Shapes]:
+    """Yield the shapes of the tensors in their order: of all, and of the parameters."""
+    tensors = [entry for entry in node.entries() if isinstance(entry, Tensor) and entry.dtype.kind == "float"]
+    if tensors:
+        yield tuple(tensor.shape for tensor in tensors)
+        yield tuple(tensor.shape for tensor in tensors if not _STATISTIC.fullmatch(str(tensor.path[-1])[-100:]))
+
+
+def _state_shapes(node: Node) -> list[tuple[int, ...]]:
+    """Return the shapes of what an optimizer keeps for each parameter."""
+    shapes: dict[Any, tuple[int, ...]] = {}
+    for entry in node.entries():
+        last = str(entry.path[-1]) if entry.path else ""
+        owner, _, kind = last.replace("/", ".").rpartition(".")
+        if isinstance(entry, Tensor) and kind in MOMENTS:
+            shapes.setdefault((*entry.path[:-1], owner), entry.shape)
+    return [*shapes.values()]
+
+
+def _is_trained(rest: Mapping[Any, Node], trained: Counter[tuple[int, ...]]) -> bool:
+    """Return whether tensors are a model: some have names of modules, or all that optimizers train are among them."""
+    tensors = [e for node in rest.values() for e in node.entries() if isinstance(e, Tensor)]
+    if any(is_module_name(tensor.path[-1]) for tensor in tensors if tensor.path):
+        return True
+    return bool(trained) and trained <= Counter(tensor.shape for tensor in tensors)
+
+
+def _tells(kind: str, child: Node) -> bool:
+    """Return whether a key of a known name is a part here. A module called `net` or `module` is none unless it holds
+    tensors below it, a tensor called `scaler` in a model is no grad scaler, and an `opt` may be a `Namespace`."""
+    if kind == "model":
+        return bool(child.children) and child.has_tensor
     if kind in ("optimizer", "scheduler", "scaler"):
-        return bool(child.children) or isinstance(child.entry, Object)
+        return bool(child.children) or _may_be_state(child.entry)
     if kind == "progress" and isinstance(child.entry, Tensor):
         # Beside the parameters of torchtitan, a tensor `tokens_seen` is a buffer of the model like any other.
         return bool(_COUNTER.fullmatch(str(child.entry.path[-1])))
     return True
 
 
-def _has_parts(node: _Node, depth: int) -> bool:
-    """Return whether this dict divides into parts of its own, as `{"app": {"model": ..., "optim": ...}}` does."""
-    dicts = {k: c for k, c in node.children.items() if c.children}
-    kinds = {_shape_of(c) or kind_of_key(k) for k, c in dicts.items()}
-    if {"model", "optimizer"} <= kinds or _shape_of(node) is not None:
-        return True
-    return depth < _DEPTH and len(node.children) <= 16 and any(_has_parts(c, depth + 1) for c in dicts.values())
+def _may_be_state(entry: Tensor | Object | None) -> bool:
+    """Return whether an object may be the state of an optimizer, or its place: a number, a text or the arguments of a
+    script are none."""
+    if not isinstance(entry, Object) or not entry.is_read:
+        return isinstance(entry, Object)
+    return not isinstance(entry.value, (str, int, float)) and stub_name(entry.value) not in _ARGUMENTS
 
 
 def parts(catalogue: Catalogue) -> list[Part]:

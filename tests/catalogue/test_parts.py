@@ -136,7 +136,7 @@ STATES: dict[str, tuple[dict[Any, Any], Expected]] = {
     "two optimizers, one model": (
         {"generator": MODEL, "optimizer_g": ADAM, "optimizer_d": ADAM},
         {
-            ("generator", "embed.weight"): ("model", ()),
+            ("generator", "embed.weight"): ("model", ("generator",)),
             ("optimizer_g", "state", 0, "exp_avg"): ("optimizer", ("optimizer_g",)),
             ("optimizer_d", "state", 0, "exp_avg"): ("optimizer", ("optimizer_d",)),
         },
