@@ -144,9 +144,10 @@ class _Division:
         known |= {tuple(shapes) for shapes in states if shapes}
         is_new = bool(states) and not trained
         for path, rest, has_model in self._rest:
-            if not has_model and (is_new or _is_trained(rest, trained)):
-                # Tensors beside the optimizer and no model of that name: they are the model (torchtitan).
-                self.parts += [(node, Part("model", path)) for node in rest.values()]
+            chosen = {} if has_model else rest if is_new or _has_module(rest) else _trained_in(rest, trained)
+            # Tensors beside the optimizer and no model of that name: they are the model (torchtitan).
+            self.parts += [(node, Part("model", path)) for node in chosen.values()]
+            if chosen:
                 continue
             for key, node in rest.items():
                 if node.children and known & {*_sequences(node)}:
@@ -218,12 +219,22 @@ def _state_shapes(node: Node) -> list[tuple[int, ...]]:
     return [*shapes.values()]
 
 
-def _is_trained(rest: Mapping[Any, Node], trained: Counter[tuple[int, ...]]) -> bool:
-    """Return whether tensors are a model: some have names of modules, or all that optimizers train are among them."""
+def _has_module(rest: Mapping[Any, Node]) -> bool:
+    """Return whether some tensors have names that only modules have."""
     tensors = [e for node in rest.values() for e in node.entries() if isinstance(e, Tensor)]
-    if any(is_module_name(tensor.path[-1]) for tensor in tensors if tensor.path):
-        return True
-    return bool(trained) and trained <= Counter(tensor.shape for tensor in tensors)
+    return any(is_module_name(tensor.path[-1]) for tensor in tensors if tensor.path)
+
+
+def _trained_in(rest: Mapping[Any, Node], trained: Counter[tuple[int, ...]]) -> dict[Any, Node]:
+    """Return the first tensors of the shapes of what the optimizers train; none if some are not here."""
+    left, chosen = trained.copy(), dict[Any, Node]()
+    for key, node in rest.items():
+        tensors = [entry for entry in node.entries() if isinstance(entry, Tensor)]
+        shapes = Counter(tensor.shape for tensor in tensors)
+        if shapes <= left:
+            left -= shapes
+            chosen[key] = node
+    return chosen if trained and not left else {}
 
 
 def _tells(kind: str, child: Node) -> bool:

@@ -5,10 +5,10 @@ Each step of a layout returns a new catalogue whose tensors know their `origin` 
 
 from __future__ import annotations
 
-import re
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 
+from ckpttool.catalogue import models as catalogue_models
 from ckpttool.catalogue.aliases import find_aliases, one_moment_for_two
 from ckpttool.catalogue.entries import Catalogue, Entry, Path, Tensor, above
 from ckpttool.catalogue.patterns import any_of
@@ -57,18 +57,30 @@ def matched(patterns: Sequence[str], *catalogues: Catalogue) -> set[str]:
 
 
 def models(catalogue: Catalogue) -> list[tuple[Path, list[Entry]]]:
-    """Return the root of each model with its entries: the one called `model` first, averaged weights (EMA) last."""
+    """Return the root of each model with its entries: the one called `model` first, averages (EMA) last."""
+    by_root, averages = _by_root(catalogue)
+    return [(root, by_root[root]) for root in sorted(by_root, key=lambda root: (root in averages, not is_called(root)))]
+
+
+def rivals(catalogue: Catalogue) -> list[Path]:
+    """Return the models that "the model" may mean: the one that is called so, else all that are no averages."""
+    by_root, averages = _by_root(catalogue)
+    trained = [root for root in by_root if root not in averages] or [*by_root]
+    return [root for root in trained if is_called(root)] or trained
+
+
+def _by_root(catalogue: Catalogue) -> tuple[dict[Path, list[Entry]], set[Path]]:
     by_root: dict[Path, list[Entry]] = defaultdict(list)
     for entry in catalogue.entries.values():
         if entry.part.kind == "model" and not entry.embedded:
             by_root[entry.part.root].append(entry)
-    return [(root, by_root[root]) for root in sorted(by_root, key=model_rank)]
+    every = catalogue_models.models(catalogue).models if len(by_root) > 1 else ()
+    return by_root, {model.part.root for model in every if model.is_average}
 
 
-def model_rank(root: Path) -> int:
-    """Return the rank of a model among those that the optimizer may be about; the lowest is first."""
-    key = str(root[-1]).lower() if root else "model"
-    return 0 if key == "model" else 2 if re.search(r"(^|_)ema(_|$)", key) else 1
+def is_called(root: Path) -> bool:
+    """Return whether a model is called `model`, or is all there is."""
+    return not root or str(root[-1]).lower() == "model"
 
 
 def interchangeable(catalogue: Catalogue, aliases: Mapping[Path, Path] | None = None) -> dict[Path, Path]:

@@ -77,7 +77,7 @@ def restore(source: Source, options: OpenOptions) -> None:
 def _models(catalogue: Catalogue) -> list[_Model]:
     models: dict[Path, _Model] = {}
     for tensor in catalogue.tensors:
-        unit = unit_of(tensor.path[-1])
+        unit = unit_of(tensor.path[-1]) if tensor.path else None
         if unit is not None and len(tensor.shape) == 1 and tensor.dtype.kind == "float":
             models.setdefault(tensor.path[:-1], _Model(tensor.path[:-1])).flats[unit] = tensor
     for tensor in catalogue.tensors if models else ():

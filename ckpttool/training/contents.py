@@ -212,8 +212,7 @@ def _chosen_part(catalogue: Catalogue, kind: str, name: str | None, path: str) -
     if name is not None:
         return present[name]
     if kind == "model" and len(present) > 1:
-        best = min(select.model_rank(part.root) for part in present.values())
-        present = {root: part for root, part in present.items() if select.model_rank(part.root) == best}
+        present = {dotted(root): Part("model", root) for root in select.rivals(catalogue)}
     if len(present) != 1:
         names = ", ".join(f"`{root}`" for root in present)
         hint = f"say which with `{kind}_key`: {names}" if present else "`ckpttool inspect` shows what is in it"

@@ -11,10 +11,9 @@ of its state. Every way in which all groups fit is looked at in one pass over th
 
 from __future__ import annotations
 
-import re
 from bisect import bisect_left
 from collections import Counter, defaultdict
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from itertools import accumulate
 from math import prod
 from typing import Any
@@ -22,6 +21,7 @@ from typing import Any
 from ckpttool.catalogue.aliases import find_aliases
 from ckpttool.catalogue.boxes import Ints
 from ckpttool.catalogue.entries import Catalogue, Tensor, dotted
+from ckpttool.catalogue.models import is_statistic
 from ckpttool.errors import CorruptError, UsageError
 from ckpttool.layout import select
 from ckpttool.layout.optimizer.parse import LIKE_PARAMETER, Group, Item, Optimizer, optimizers
@@ -30,7 +30,6 @@ from ckpttool.text import plural, some
 
 # Rows and columns of a factored second moment: torch.optim.Adafactor; transformers, fairseq.
 _FACTORED = (("row_var", "col_var", 1), ("exp_avg_sq_row", "exp_avg_sq_col", 0))
-_STATISTICS = re.compile(r"(.*\.)?(running_mean|running_var)")
 _MAX_WORK = 2_000_000
 _MANUAL = (
     "say in the training script which is which: save the optimizer with names (torch 2.6: "
@@ -101,19 +100,12 @@ def _parameters(source: Catalogue) -> dict[str, Ints]:
     return {name: parameters[name] for name in source.facts.get("parameter order", parameters) if name in parameters}
 
 
-def is_statistic(name: str, names: Collection[str]) -> bool:
-    """Return whether this is one of the two buffers of a normalisation layer, which always come together."""
-    match = _STATISTICS.fullmatch(name)
-    return match is not None and all(f"{match[1] or ''}{key}" in names for key in ("running_mean", "running_var"))
-
-
 def _model(source: Catalogue) -> list[Tensor]:
     models, numbers = select.models(source), "the optimizer calls its parameters by numbers"
     if not models:
         hint = "name one with `--model-from`: the model that was trained with this optimizer"
         raise UsageError(f"{numbers}, and there is no model here to say which they are", hint=hint)
-    rank = select.model_rank(models[0][0])
-    rivals = [dotted(root) for root, _ in models if select.model_rank(root) == rank]
+    rivals = [dotted(root) for root in select.rivals(source)]
     if len(rivals) > 1:
         hint = "take one of them and its optimizer alone: `--only`, then `--optim-from`"
         raise UsageError(f"{numbers}, and there are several models: {some(rivals)}", hint=hint)

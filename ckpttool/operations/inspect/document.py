@@ -45,7 +45,13 @@ def document(catalogue: Catalogue, path: str, listing: Listing = ALL, exit_code:
             for o in headline.optimizers
         ],
         "parts": [
-            {"part": line.part.kind, "root": dotted(line.part.root), **_figures(line, "dtypes", "objects")}
+            {
+                "part": line.part.kind,
+                "root": dotted(line.part.root),
+                **_figures(line, "dtypes", "objects", "parameters"),
+                "average_of": None if line.average_of is None else dotted(line.average_of.root),
+                "optimizer_of": [dotted(part.root) for part in line.optimizer_of],
+            }
             for line in parts
         ],
         "payload_bytes": sum(line.nbytes for line in parts),

@@ -8,21 +8,11 @@ from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from ckpttool.catalogue.entries import Catalogue, Path, Tensor
-from ckpttool.layout.optimizer.names_of_ids import is_statistic
-from ckpttool.layout.select import model_rank
+from ckpttool.catalogue.models import Models
 from ckpttool.operations.inspect.optimizers import Optimizer
 from ckpttool.text import count, plural
 
-_EMA = 2  # `model_rank` of averaged weights
 _DTYPES = 3
-_END = 100  # characters of a name, which may have a million
-# Buffers of transformers, timm, torchvision, Meta's Llama and TransformerEngine. Parameters have real numbers; integers
-# that belong to one are those of a quantised weight.
-_BUFFER = re.compile(
-    r"(.*[._])?(inv_freq|freqs_cis|(cos|sin)_cached|position_ids|relative_position_index|masked_bias|"
-    r"num_batches_tracked|_extra_state|tokens_per_expert)"
-)
-_QUANTIZED = re.compile(r"(.*[._])?(q?weight|packed|weight_packed|blocks|scales?|q?zeros|absmax|codes)(_\w+)?")
 _LAYERS = re.compile(r"((?:[^.]+\.)*?(?:\w*layers?|\w*blocks?|h))\.([0-9]{1,9})\.")
 
 
@@ -62,10 +52,14 @@ class Headline:
 
 
 def headline(
-    catalogue: Catalogue, optimizers: Sequence[Optimizer], step: float | None, tied: Collection[Path]
+    catalogue: Catalogue,
+    every: Models,
+    optimizers: Sequence[Optimizer],
+    step: float | None,
+    tied: Collection[Path],
 ) -> Headline:
     """Return the headline. `tied` are tensors whose bytes another one has, which are not counted again."""
-    found = parameters(catalogue, tied)
+    found = parameters(every, tied)
     dtypes: Counter[str] = Counter()
     for tensor in found:
         dtypes[tensor.dtype.name] += tensor.nbytes
@@ -87,13 +81,10 @@ def headline(
     )
 
 
-def parameters(catalogue: Catalogue, tied: Collection[Path] = ()) -> list[Tensor]:
-    """Return the parameters of the model: its tensors without `tied` ones, without what is known to be a buffer, and
-    without averaged weights (EMA) beside those that are trained."""
-    tensors = [t for t in catalogue.tensors if t.part.kind == "model" and t.path not in tied]
-    trained = [t for t in tensors if model_rank(t.part.root) < _EMA] or tensors
-    names = {tensor.fqn for tensor in trained}
-    return [tensor for tensor in trained if not _is_buffer(tensor, names)]
+def parameters(found: Models, tied: Collection[Path] = ()) -> list[Tensor]:
+    """Return the parameters of the models: their tensors without `tied` ones, without buffers, and without averaged
+    weights (EMA) beside those that are trained."""
+    return [tensor for model in found.trained for tensor in model.parameters(tied)]
 
 
 def _holds_views(catalogue: Catalogue, tensors: Sequence[Tensor]) -> bool:
@@ -102,14 +93,6 @@ def _holds_views(catalogue: Catalogue, tensors: Sequence[Tensor]) -> bool:
         return False
     flat = [tensor.fqn.endswith("_flat_param") for tensor in tensors]
     return any(flat) and not all(flat)
-
-
-def _is_buffer(tensor: Tensor, names: Collection[str]) -> bool:
-    name = tensor.fqn
-    end = name[-_END:]
-    if tensor.dtype.kind in ("int", "bool") and (tensor.dtype.itemsize == 8 or not _QUANTIZED.fullmatch(end)):
-        return True
-    return is_statistic(name, names) or _BUFFER.fullmatch(end) is not None
 
 
 def _layers(tensors: Sequence[Tensor]) -> int | None:

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 
 from ckpttool.catalogue.aliases import find_aliases
 from ckpttool.catalogue.entries import KINDS, Catalogue, Entry, Object, Part, Path, Tensor, dotted
+from ckpttool.catalogue.models import Models, models
 from ckpttool.catalogue.protocols import Source
 from ckpttool.catalogue.shown import LIMIT, shown
 from ckpttool.operations.inspect import module_tree
@@ -24,8 +25,9 @@ _PROGRESS = ("global_step", "step", "steps", "num_steps", "iteration", "iter", "
 
 @dataclass(slots=True)
 class PartLine:
-    """`PartLine(Part("model", ("model",)), 19, 1250, 5000, {"float32": 4992, "int64": 8}, 0)`: tensors, elements and
-    bytes (tied ones once), bytes by dtype, objects."""
+    """`PartLine(Part("model", ("model",)), 19, 1250, 5000, {"float32": 4992, "int64": 8}, 0, 1240)`: tensors, elements
+    and bytes (tied ones once), bytes by dtype, objects; the parameters of a model and, if it is an average, of which
+    model; the models of an optimizer."""
 
     part: Part
     tensors: int = 0
@@ -33,6 +35,9 @@ class PartLine:
     nbytes: int = 0
     dtypes: dict[str, int] = field(default_factory=dict)
     objects: int = 0
+    parameters: int | None = None
+    average_of: Part | None = None
+    optimizer_of: list[Part] = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,18 +68,19 @@ def summarise(catalogue: Catalogue, *, depth: int = DEPTH, limit: int = LIMIT) -
     """Summarise a catalogue. `depth` is the levels of the module trees, `limit` the characters of a value."""
     aliases = find_aliases(catalogue.tensors)
     by_part = _by_part(catalogue)
-    found = _headline(catalogue, aliases)
+    every = models(catalogue)
+    found = _headline(catalogue, every, aliases)
     tables = [optimizer.table for optimizer in found.optimizers if optimizer.table is not None]
     shown = {path for table in tables for path in table.paths}
     values = (e for entries in by_part.values() for e in entries if isinstance(e, Object) and e.path not in shown)
     rest: dict[bool, list[Object]] = {False: [], True: []}
     for value in values:
         rest[_is_internal(value)].append(value)
-    models = {p: [e for e in by_part[p] if isinstance(e, Tensor)] for p in by_part if p.kind == "model"}
+    trees = {p: [e for e in by_part[p] if isinstance(e, Tensor)] for p in by_part if p.kind == "model"}
     return Summary(
         headline=found,
-        parts=_parts(by_part, aliases),
-        trees=[(part, module_tree.lines(tensors, part.root, aliases, depth)) for part, tensors in models.items()],
+        parts=_parts(by_part, every, aliases),
+        trees=[(part, module_tree.lines(tensors, part.root, aliases, depth)) for part, tensors in trees.items()],
         objects=_folded(ObjectLine(e.name, value_text(e, catalogue, limit)) for e in rest[False]),
         internal=[ObjectLine(e.name, value_text(e, catalogue, limit)) for e in rest[True]],
         ties=[(dotted(path), dotted(kept)) for path, kept in aliases.items()],
@@ -99,13 +105,14 @@ def head(catalogue: Catalogue, source: Source | None) -> tuple[Headline, list[Pa
     if source is not None:
         note_copies(source)
     aliases = find_aliases(catalogue.tensors)
-    return _headline(catalogue, aliases), _parts(_by_part(catalogue), aliases)
+    every = models(catalogue)
+    return _headline(catalogue, every, aliases), _parts(_by_part(catalogue), every, aliases)
 
 
-def _headline(catalogue: Catalogue, aliases: Mapping[Path, Path]) -> Headline:
+def _headline(catalogue: Catalogue, every: Models, aliases: Mapping[Path, Path]) -> Headline:
     entries = [entry for entry in catalogue.entries.values() if entry.part.kind == "optimizer"]
     tied = {*aliases, *copies(catalogue)}
-    return headline(catalogue, optimizers(entries, catalogue.entries, aliases), step(catalogue), tied)
+    return headline(catalogue, every, optimizers(entries, catalogue.entries, aliases), step(catalogue), tied)
 
 
 def _by_part(catalogue: Catalogue) -> dict[Part, list[Entry]]:
@@ -115,8 +122,15 @@ def _by_part(catalogue: Catalogue) -> dict[Part, list[Entry]]:
     return {part: by_part[part] for part in sorted(by_part, key=lambda part: KINDS.index(part.kind))}
 
 
-def _parts(by_part: Mapping[Part, Iterable[Entry]], aliases: Mapping[Path, Path]) -> list[PartLine]:
-    return [_part(part, entries, aliases) for part, entries in by_part.items()]
+def _parts(by_part: Mapping[Part, Iterable[Entry]], every: Models, aliases: Mapping[Path, Path]) -> list[PartLine]:
+    lines = {part: _part(part, entries, aliases) for part, entries in by_part.items()}
+    for model in every.models:
+        line = lines[model.part]
+        line.parameters = sum(tensor.numel for tensor in model.parameters(aliases))
+        line.average_of = model.average_of
+    for part, owners in every.optimizer_of.items():
+        lines[part].optimizer_of = owners
+    return [*lines.values()]
 
 
 def _part(part: Part, entries: Iterable[Entry], aliases: Mapping[Path, Path]) -> PartLine:

@@ -23,6 +23,7 @@ from ckpttool.catalogue import identity
 from ckpttool.catalogue.boxes import Ints
 from ckpttool.catalogue.entries import Chunks, Extent
 from ckpttool.catalogue.flatten import replaced
+from ckpttool.catalogue.models import is_statistic
 from ckpttool.catalogue.shown import shown, spelt
 from ckpttool.errors import CorruptError, UsageError
 from ckpttool.formats.rankfiles.flat import pieces as flat_pieces
@@ -38,7 +39,7 @@ from ckpttool.formats.rankfiles.flat.pieces import (
     is_line,
     of_two_saves,
 )
-from ckpttool.layout.optimizer.names_of_ids import is_statistic, ways
+from ckpttool.layout.optimizer.names_of_ids import ways
 from ckpttool.serialization.dtensor import FLAT_PARAM, Shard
 from ckpttool.serialization.torch_pickle import TensorRef
 from ckpttool.text import some

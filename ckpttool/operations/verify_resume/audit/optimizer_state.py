@@ -10,6 +10,7 @@ from typing import Any
 
 from ckpttool.catalogue.aliases import one_moment_for_two
 from ckpttool.catalogue.entries import Catalogue, Path, Tensor
+from ckpttool.catalogue.models import is_statistic
 from ckpttool.catalogue.shown import shown
 from ckpttool.errors import CkptError
 from ckpttool.layout.optimizer import names_of_ids
@@ -207,7 +208,7 @@ def _cover(known: NamedOptimizer, model: Model, aliases: Mapping[Path, Path], ch
         return
     others = [name for name, tensor in model.items() if name not in in_groups and tensor.path not in aliases]
     kinds = ("float", "complex")
-    left = [n for n in others if model[n].dtype.kind in kinds and not names_of_ids.is_statistic(n, names)]
+    left = [n for n in others if model[n].dtype.kind in kinds and not is_statistic(n, names)]
     if left:
         of = f"{plural(len(left), 'model tensor')} in no group{where}: {some(left)}"
         checks.note("param groups", f"{of}; expected for buffers, frozen parameters and tied weights", left)
