@@ -165,8 +165,10 @@ class Format:
 
     `suffixes` are those of a DST in this format, `data_suffixes` those of other files that hold its tensors; `splits`
     says that files are split by `max_shard_size`, `even` that chunks are always those of FSDP, `any_state` that one of
-    every kind is kept, and `sorts_names` that tensors are not in the order of the state. `marks` is a sentence about
-    what the format is known by, for hints. `to` is what `--to` calls the format if that is not its name.
+    every kind is kept, and `sorts_names` that tensors are not in the order of the state. `component_only` says that
+    such files lie beside checkpoints: they are read, and written as a part of a layout, but are no `--to`. `marks` is
+    a sentence about what the format is known by, for hints. `to` is what `--to` calls the format if that is not its
+    name.
     """
 
     name: str
@@ -184,6 +186,7 @@ class Format:
     even: bool = False
     any_state: bool = False
     sorts_names: bool = False
+    component_only: bool = False
     marks: str = ""
 
     @property

@@ -149,9 +149,9 @@ def reworded(param: Param, help: str) -> Param:
 
 
 def _formats(context: click.Context, param: click.Parameter, incomplete: str) -> list[str]:
-    from ckpttool.formats import FORMATS
+    from ckpttool.formats import CHECKPOINTS
 
-    return [row.target for row in FORMATS if row.create and row.target.startswith(incomplete)]
+    return [row.target for row in CHECKPOINTS if row.create and row.target.startswith(incomplete)]
 
 
 def _producers(context: click.Context, param: click.Parameter, incomplete: str) -> list[str]:

@@ -7,37 +7,39 @@ from collections.abc import Iterable
 
 from ckpttool.catalogue.protocols import Format
 from ckpttool.errors import UsageError
-from ckpttool.formats import dcp, rankfiles, safetensors, torchsave
+from ckpttool.formats import dcp, pickles, rankfiles, safetensors, torchsave
 from ckpttool.text import meant
 
 # Rank files are torch.save files too, and recognised by more than that: they come first.
-FORMATS: tuple[Format, ...] = (dcp.FORMAT, safetensors.FORMAT, rankfiles.FORMAT, torchsave.FORMAT)
+FORMATS: tuple[Format, ...] = (dcp.FORMAT, safetensors.FORMAT, rankfiles.FORMAT, torchsave.FORMAT, pickles.FORMAT)
+CHECKPOINTS = tuple(row for row in FORMATS if not row.component_only)
+"""The formats of whole checkpoints."""
 DATA_FILE = re.compile(
-    ".*(" + "|".join(re.escape(s) for row in FORMATS for s in row.suffixes + row.data_suffixes) + ")"
+    ".*(" + "|".join(re.escape(s) for row in CHECKPOINTS for s in row.suffixes + row.data_suffixes) + ")"
 )
 """Names of files that hold tensors in one of the formats."""
 
 
 def named(name: str) -> Format:
     """Return the format called `name`. Raises UsageError with the nearest one."""
-    for row in FORMATS:
+    for row in CHECKPOINTS:
         if name in (row.name, row.target):
             return row
-    names = [row.target for row in FORMATS]
+    names = [row.target for row in CHECKPOINTS]
     if name.lower() in ("hf", "huggingface", "transformers", "vllm"):
         raise UsageError(
             f"there is no format `{name}`", hint="`ckpttool export` writes a model for transformers and vLLM"
         )
     if name.lower() in ("fsdp", "fsdp2", "distcp", "sharded"):
         raise UsageError(f"there is no format `{name}`", hint="did you mean `dcp`, which FSDP2 loads?")
-    meant_by_suffix = next((row.target for row in FORMATS if f".{name.lstrip('.')}" in row.suffixes), name)
+    meant_by_suffix = next((row.target for row in CHECKPOINTS if f".{name.lstrip('.')}" in row.suffixes), name)
     hint = meant(meant_by_suffix, names, f"the formats are {', '.join(f'`{n}`' for n in names)}")
     raise UsageError(f"there is no format `{name}`", hint=hint)
 
 
 def by_suffix(path: str) -> Format | None:
     """Return the format that a name says unmistakably."""
-    found = [row for row in FORMATS if row.suffixes and path.endswith(row.suffixes)]
+    found = [row for row in CHECKPOINTS if row.suffixes and path.endswith(row.suffixes)]
     return found[0] if len(found) == 1 else None
 
 
@@ -50,7 +52,7 @@ def writable(name: str | None, dst: str) -> Format:
     """Return the format to write: the one named, or the one that the suffix of `dst` says unmistakably."""
     row = named(name) if name is not None else by_suffix(dst)
     if row is None:
-        raise UsageError(f"cannot infer the output format from `{dst}`", hint=f"pass {options(FORMATS, ', ')}")
+        raise UsageError(f"cannot infer the output format from `{dst}`", hint=f"pass {options(CHECKPOINTS, ', ')}")
     if row.create is None:
         raise UsageError(f"{row.name} can be read but not written")
     return row

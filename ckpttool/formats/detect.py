@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from ckpttool.catalogue.protocols import Format
 from ckpttool.errors import CkptError, ReadError
-from ckpttool.formats import FORMATS
+from ckpttool.formats import CHECKPOINTS, FORMATS
 from ckpttool.storage.stores import Location, locate
 from ckpttool.text import some
 
@@ -56,7 +56,7 @@ def _unknown_directory(location: Location) -> ReadError:
     names = location.names()
     if not names:
         return ReadError(f"`{location}`: an empty directory", hint=_INCOMPLETE, file=location)
-    inside = [name for name in names[:1000] if any(row.recognise(location / name) for row in FORMATS)]
+    inside = [name for name in names[:1000] if any(row.recognise(location / name) for row in CHECKPOINTS)]
     if inside:
         return found_inside(location, inside[::-1])
     for name in names[:1000]:
@@ -74,7 +74,7 @@ def found_inside(location: Location, names: list[str]) -> ReadError:
 
 
 def _marks() -> str:
-    return f"detected by their first bytes and names: {', '.join(row.marks for row in FORMATS if row.marks)}"
+    return f"detected by their first bytes and names: {', '.join(row.marks for row in CHECKPOINTS if row.marks)}"
 
 
 # Files that are not checkpoints ---------------------------------------------------------------------------------------
@@ -104,5 +104,5 @@ _OTHER_FILES = (
     (b"\x89png", "a picture", _OTHER),
     (b"%pdf", "a PDF", _OTHER),
     (b"\x7felf", "a program", _OTHER),
-    (b"\x80", "a bare pickle, which torch.save does not write", "ask who wrote it how it is to be loaded"),
+    (b"\x80", "a pickle that does not end where the file does", _INCOMPLETE),
 )

@@ -31,7 +31,7 @@ _TUPLE, _OWN_ID = ord("t"), ord("Q")
 _STOP, _MARK, _BINPUT, _PUT, _PAIR = ord("."), ord("("), ord("r"), ord("p"), frozenset(b"ci")
 # EXT1, EXT2, EXT4; NEXT_BUFFER, READONLY_BUFFER; and DUP, which no pickler writes: 50 of them make a tuple of tuples
 # whose hash takes years.
-_REFUSED = frozenset(b"\x82\x83\x84\x97\x982")
+REFUSED = frozenset(b"\x82\x83\x84\x97\x982")
 
 # Bytes of argument behind each opcode; negative: up to a newline, or as many as a length says.
 _LENGTHS = {
@@ -57,7 +57,7 @@ _SHORT_TEXT = _texts(b"\x8c", "<B")
 @lru_cache
 def _run(top: int) -> re.Pattern[bytes]:
     """Return a pattern of opcodes whose arguments have a fixed length; memo indexes below `(top + 1) << 16`."""
-    by_length = pickle_limits.fixed_length(_CODES - _REFUSED - {_STOP, _BINPUT})
+    by_length = pickle_limits.fixed_length(_CODES - REFUSED - {_STOP, _BINPUT})
     bare = by_length.pop(0) + b"*"
     fixed = [*by_length.values(), b"r..[\\x00-" + re.escape(bytes((top,))) + b"]\\x00"]
     if top > _TEXTLESS:
@@ -94,7 +94,7 @@ _TELL = 1 << 17  # bytes between two looks at how far it is
 
 def _light(top: int, learnt: Iterable[bytes] = ()) -> re.Pattern[bytes]:
     """Return a pattern of opcodes as `_run` does, but no tuple except a flat one; those of `learnt` at once."""
-    codes = _CODES - _REFUSED - _UNGUARDED - _TUPLES - _INSERTIONS.keys() - {_STOP, _BINPUT, _FRAME, _MARK}
+    codes = _CODES - REFUSED - _UNGUARDED - _TUPLES - _INSERTIONS.keys() - {_STOP, _BINPUT, _FRAME, _MARK}
     by_length = pickle_limits.fixed_length(codes)
     bare = by_length.pop(0) + b"*"
     others = [*learnt, _flat(top), rb"\(", *by_length.values(), _put(top), _INT, _TEXT]
@@ -276,7 +276,7 @@ def _answered(
 @lru_cache
 def _inserting(has_texts: bool) -> re.Pattern[bytes]:
     """Return a pattern of opcodes that put nothing into dicts and sets."""
-    codes = _CODES - _REFUSED - _INSERTIONS.keys() - _OWN_IDS - {_STOP, _FRAME}
+    codes = _CODES - REFUSED - _INSERTIONS.keys() - _OWN_IDS - {_STOP, _FRAME}
     by_length = pickle_limits.fixed_length(codes)
     bare = by_length.pop(0) + b"*"
     others = [*by_length.values(), *([_TEXT] if has_texts else [])]
@@ -344,9 +344,15 @@ def _walk(data: bytes, limit: int, code: _Code | None = None, memo: int | None =
         return max(begin, at), False
 
 
+def after(data: bytes, at: int, code: int, limit: int) -> int:
+    """Return where the opcode behind the one at `at`, of a pickle of `limit` bytes, is; past `data` if the text of that
+    one is longer. Raises IndexError, struct.error or ValueError if `data` ends before that can be told."""
+    return _after(data, at, code, limit, limit)
+
+
 def _after(data: bytes, at: int, code: int, limit: int, memo: int) -> int:
     """Return where the next opcode is. Raises IndexError, struct.error or ValueError if `data` ends before."""
-    if code not in _CODES or code in _REFUSED:
+    if code not in _CODES or code in REFUSED:
         raise CorruptError(f"opcode {code:#04x} at byte {at} is not one that a checkpoint needs")
     n = _ARGUMENT[code]
     if n == pickletools.UP_TO_NEWLINE:

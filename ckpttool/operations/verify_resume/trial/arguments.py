@@ -99,7 +99,7 @@ def _stage(step: Step, world: int) -> Stage:
     word, colon, rest = step.strip().partition(":")
     if word == "reshard" and colon:
         return _resharding(world_mesh(int(rest)) if rest.isdecimal() else parse_mesh(rest.replace("+", ",")))
-    rows = {row.target: row for row in formats.FORMATS if row.create}
+    rows = {row.target: row for row in formats.CHECKPOINTS if row.create}
     if colon or word not in rows:
         stages = f"stages are {', '.join(f'`{name}`' for name in rows)} and `reshard:N`"
         raise UsageError(f"`--via {step}`: there is no such stage", hint=meant(word, [*rows, "reshard:N"], stages))
