@@ -404,7 +404,7 @@ def _rest(faults: list[CkptError]) -> list[CkptError]:
 
 def _left_out(paths: list[Path]) -> list[str]:
     """Return the options that exclude buffers, each name once; none if one has the name of a parameter. Pure."""
-    last = [str(path[-1]).rpartition(".")[2] for path in paths]
+    last = [str(path[-1] if path else "").rpartition(".")[2] for path in paths]
     if {"weight", "bias"} & {*last}:
         return []
     names = list(map(dotted, paths))

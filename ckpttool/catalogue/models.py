@@ -1,0 +1,307 @@
+"""Tells the models of a checkpoint apart: averages of others, whose each optimizer is, and what the parameters are.
+
+A copy with the names and shapes of a model is its average (EMA, SWA, teacher, target) if a key says so: of two that no
+key tells apart, both are models. An optimizer belongs to the model whose parameters have the names that it lists, or
+the shapes of its state; what it lists are the parameters, what else a module saves are buffers.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter, defaultdict
+from collections.abc import Collection, Hashable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+
+from ckpttool.catalogue.boxes import Ints
+from ckpttool.catalogue.entries import Catalogue, Entry, Object, Part, Path, Tensor, dotted
+from ckpttool.catalogue.signatures import MOMENTS, is_module_name
+from ckpttool.errors import CkptError
+
+# Buffers of transformers, timm, torchvision, Meta's Llama and TransformerEngine. Parameters have real numbers; integers
+# that belong to one are those of a quantised weight.
+_BUFFER = re.compile(
+    r"(.*[._])?(inv_freq|freqs_cis|(cos|sin)_cached|position_ids|relative_position_index|masked_bias|"
+    r"num_batches_tracked|_extra_state|tokens_per_expert)"
+)
+_QUANTIZED = re.compile(r"(.*[._])?(q?weight|packed|weight_packed|blocks|scales?|q?zeros|absmax|codes)(_\w+)?")
+_STATISTICS = re.compile(r"(.*\.)?(running_mean|running_var)")
+_END = 100  # characters of a name, which may have a million
+_WORDS = re.compile(r"[A-Z]?[a-z]+|[A-Z]+|\d+")
+_AVERAGES = {"ema", "avg", "average", "averaged", "swa", "shadow", "polyak", "teacher", "target", "moving", "momentum"}
+_AVERAGES |= {"best", "slow"}
+_HEAD = re.compile(r"(.*\.)?(lm_head|output|decoder|head|proj_out|generator|wte|\w*emb\w*|tok\w*)\.weight")
+_LARGE = 1 << 20  # bytes of an object that is not read
+_MANY = 64  # models that each optimizer is compared with
+
+
+@dataclass(slots=True, eq=False)
+class Model:
+    """A model: `Model(Part("model", ("ema",)), [...], True, Part("model", ("model",)))`. An average is one too where it
+    is not known of which model."""
+
+    part: Part
+    tensors: list[Tensor]
+    is_average: bool = False
+    average_of: Part | None = None
+    optimizers: list[_Trained] = field(default_factory=list)
+    names: dict[str, Ints] = field(default_factory=dict)
+    shapes: tuple[Ints, ...] = ()
+
+    def parameters(self, tied: Collection[Path] = ()) -> list[Tensor]:
+        """Return the parameters: what its optimizers list, and what only a parameter is called; where there is none,
+        what is not known to be a buffer. `tied` are tensors whose bytes another one has."""
+        own = [tensor for tensor in self.tensors if tensor.path not in tied]
+        names = {tensor.fqn for tensor in own}
+        candidates = [tensor for tensor in own if not is_buffer(tensor, names)]
+        return _listed(candidates, self.optimizers) if self.optimizers else candidates
+
+
+@dataclass(slots=True)
+class Models:
+    """The models of a checkpoint, and the models that each optimizer is of: none where several fit equally."""
+
+    models: list[Model]
+    optimizer_of: dict[Part, list[Part]]
+
+    @property
+    def trained(self) -> list[Model]:
+        """The models that are no averages; all, if each is one."""
+        return [model for model in self.models if not model.is_average] or self.models
+
+
+@dataclass(slots=True)
+class _Trained:
+    """What an optimizer says of its parameters: their names or numbers in order, and the shapes of its state."""
+
+    part: Part
+    listed: list[Hashable] = field(default_factory=list)
+    shapes: dict[Hashable, Ints] = field(default_factory=dict)
+
+    @property
+    def names(self) -> list[str]:
+        """The names of the parameters; none where they are numbers."""
+        keys = self.listed or [*self.shapes]
+        return [key for key in keys if isinstance(key, str)] if all(isinstance(key, str) for key in keys) else []
+
+
+def models(catalogue: Catalogue) -> Models:
+    """Return the models of a catalogue, whose entries have their parts."""
+    tensors: dict[Part, list[Tensor]] = {}
+    states: dict[Part, list[Entry]] = {}
+    for entry in catalogue.entries.values():
+        if entry.part.kind == "model" and isinstance(entry, Tensor):
+            tensors.setdefault(entry.part, []).append(entry)
+        elif entry.part.kind == "optimizer":
+            states.setdefault(entry.part, []).append(entry)
+    result = Models([_model(part, of) for part, of in tensors.items()], {})
+    optimizers = [_trained(part, entries) for part, entries in states.items()]
+    _find_averages(result.models, optimizers)
+    _find_owners(result, optimizers)
+    return result
+
+
+def _model(part: Part, tensors: list[Tensor]) -> Model:
+    names = {tensor.fqn for tensor in tensors}
+    floats = [t for t in tensors if t.dtype.kind in ("float", "complex") and not is_buffer(t, names)]
+    return Model(part, tensors, names={t.fqn: t.shape for t in floats}, shapes=tuple(t.shape for t in floats))
+
+
+# Buffers --------------------------------------------------------------------------------------------------------------
+
+
+def is_statistic(name: str, names: Collection[str]) -> bool:
+    """Return whether this is one of the two buffers of a normalisation layer, which always come together."""
+    match = _STATISTICS.fullmatch(name)
+    return match is not None and all(f"{match[1] or ''}{key}" in names for key in ("running_mean", "running_var"))
+
+
+def is_buffer(tensor: Tensor, names: Collection[str]) -> bool:
+    """Return whether a tensor of a model is known to be a buffer; `names` are those of the model."""
+    name = tensor.fqn
+    end = name[-_END:]
+    if tensor.dtype.kind in ("int", "bool") and (tensor.dtype.itemsize == 8 or not _QUANTIZED.fullmatch(end)):
+        return True
+    if tensor.embedded and "_buffers" in tensor.path:
+        return True
+    return is_statistic(name, names) or _BUFFER.fullmatch(end) is not None
+
+
+def _listed(candidates: list[Tensor], optimizers: Sequence[_Trained]) -> list[Tensor]:
+    """Return the candidates that are in an optimizer, or that only a parameter is called: one may be frozen."""
+    names = {name for optimizer in optimizers for name in optimizer.names}
+    shapes = Counter(shape for one in optimizers if not one.names for shape in one.shapes.values())
+    if not names and (not shapes or any(len(one.shapes) < len(one.listed) for one in optimizers)):
+        return candidates
+    known, taken = {*shapes, *(t.shape for t in candidates if t.fqn in names)}, set[Path]()
+    left: list[Tensor] = []
+    for tensor in sorted(candidates, key=lambda t: not is_module_name(t.fqn)):
+        if tensor.fqn in names or shapes[tensor.shape] > 0:
+            shapes[tensor.shape] -= 1
+            taken.add(tensor.path)
+        elif is_module_name(tensor.fqn):
+            left.append(tensor)
+    if len(left) == 1 and left[0].shape in known and _HEAD.fullmatch(left[0].fqn[-_END:]):
+        left = []  # the second name of tied weights, which the optimizer has once
+    taken |= {tensor.path for tensor in left}
+    return [tensor for tensor in candidates if tensor.path in taken]
+
+
+# Averages -------------------------------------------------------------------------------------------------------------
+
+
+def _find_averages(every: Sequence[Model], optimizers: Sequence[_Trained]) -> None:
+    """Mark the models whose keys say that they are copies, and of which one."""
+    words = {model.part: _words(model.part.root) for model in every}
+    copies = [model for model in every if words[model.part] & _AVERAGES]
+    others = [model for model in every if not words[model.part] & _AVERAGES]
+    if not copies or not others:
+        return
+    alike: dict[Hashable, list[Model]] = defaultdict(list)
+    for model in others:
+        for form in _forms(model):
+            alike[form].append(model)
+    trained = [tuple(one.shapes.values()) for one in optimizers]
+    for copy in copies:
+        found = next((alike[form] for form in _forms(copy) if form in alike), [])
+        if not found and copy.shapes in trained and len(others) == 1:
+            found = others  # a list of parameters without the buffers
+        found = found or [one for one in others[:_MANY] if _is_within(copy, one)]
+        rest = words[copy.part] - _AVERAGES
+        named = [one for one in found if words[one.part] & rest] if len(found) > 1 else found
+        copy.average_of = named[0].part if len(named) == 1 else None
+        copy.is_average = bool(found) or "ema" in words[copy.part]
+
+
+def _words(root: Path) -> set[str]:
+    return {word.lower() for key in root if isinstance(key, str) for word in _WORDS.findall(key[-200:])}
+
+
+def _forms(model: Model) -> Iterator[Hashable]:
+    """Yield what models have alike: shapes in order; names without what is before all of them, with their shapes; and
+    the same of what lies below each of a few keys."""
+    yield model.shapes
+    yield _form(model.names)
+    below: dict[str, dict[str, Ints]] = {}
+    for name, shape in model.names.items():
+        first, _, rest = name.partition(".")
+        below.setdefault(first, {})[rest] = shape
+    if len(below) <= 4:
+        yield from map(_form, below.values())
+
+
+def _form(names: dict[str, Ints]) -> Hashable:
+    return frozenset(names.items())
+
+
+def _is_within(copy: Model, model: Model) -> bool:
+    """Return whether everything of a copy is of the model, which has more."""
+    return bool(copy.names) and all(model.names.get(name) == shape for name, shape in copy.names.items())
+
+
+# Optimizers -----------------------------------------------------------------------------------------------------------
+
+
+def _trained(part: Part, entries: Iterable[Entry]) -> _Trained:
+    result, depth = _Trained(part), len(part.root)
+    flat: dict[str, None] = {}
+    for entry in entries:
+        tail = entry.path[depth:]
+        last = str(tail[-1]).replace("/", ".") if tail else ""
+        if isinstance(entry, Tensor):
+            owner, _, kind = last.rpartition(".")
+            if kind in MOMENTS and (owner or len(tail) > 1):
+                result.shapes.setdefault(_key(owner.removeprefix("state.") if owner else tail[-2]), entry.shape)
+        elif last == "params" and "param_groups" in tail:
+            result.listed += map(_key, _list(entry))
+        elif last == "param_groups":
+            groups = [group for group in _list(entry) if isinstance(group, dict)]
+            listed = [group.get("params") for group in groups]
+            result.listed += [_key(key) for keys in listed if isinstance(keys, list) for key in keys]
+        if last.startswith("param_groups."):
+            flat[last.removeprefix("param_groups.").rpartition(".")[0]] = None
+    result.listed = result.listed or [*flat]
+    return result
+
+
+def _key(key: object) -> Hashable:
+    if isinstance(key, str) and key.isdecimal() and len(key) < 10:
+        return int(key)
+    return key if isinstance(key, (str, int)) else str(type(key))
+
+
+def _list(entry: Object) -> list[object]:
+    if entry.nbytes > _LARGE:
+        return []
+    try:
+        value = entry.value
+    except CkptError:
+        return []  # whoever needs it says so
+    return value if isinstance(value, list) else []
+
+
+def _find_owners(found: Models, optimizers: Sequence[_Trained]) -> None:
+    """Set the models that each optimizer is of, by what fits best."""
+    trained = found.trained
+    by_shapes: dict[Hashable, list[Model]] = defaultdict(list)
+    for model in trained:
+        by_shapes[model.shapes].append(model)
+        by_shapes[_counted(model.shapes)].append(model)
+    counts = {model.part: Counter(model.shapes) for model in trained[:_MANY]}
+    unknown: list[_Trained] = []
+    for optimizer in optimizers:
+        owners = _fitting(optimizer, trained, by_shapes, counts)
+        if len(owners) > 1:
+            owners = _named_alike(optimizer.part, owners)
+        found.optimizer_of[optimizer.part] = [model.part for model in owners]
+        for model in owners:
+            model.optimizers.append(optimizer)
+        if not owners:
+            unknown.append(optimizer)
+    left = [model for model in trained if not model.optimizers]
+    if len(unknown) == 1 and len(left) > 1 and unknown[0].shapes:
+        # Of several models at once: `AdamW(chain(a.parameters(), b.parameters()))`.
+        together = Counter(shape for model in left for shape in model.shapes)
+        if together == Counter(unknown[0].shapes.values()):
+            found.optimizer_of[unknown[0].part] = [model.part for model in left]
+            for model in left:
+                model.optimizers.append(unknown[0])
+
+
+def _fitting(
+    optimizer: _Trained,
+    trained: Sequence[Model],
+    by_shapes: dict[Hashable, list[Model]],
+    counts: dict[Part, Counter[Ints]],
+) -> list[Model]:
+    names, shapes = optimizer.names, tuple(optimizer.shapes.values())
+    if names:
+        return [model for model in trained[:_MANY] if all(name in model.names for name in names)]
+    if not shapes:
+        number = len(optimizer.listed)
+        return [model for model in trained if number and len(model.shapes) == number]
+    is_whole = len(shapes) >= len(optimizer.listed)
+    exact = by_shapes.get(shapes) or by_shapes.get(_counted(shapes)) if is_whole else None
+    if exact:
+        return exact
+    wanted = Counter(shapes)
+    within = [model for model in trained[:_MANY] if wanted <= counts[model.part]]
+    closest = min((len(model.shapes) for model in within), default=0)
+    return [model for model in within if len(model.shapes) == closest]
+
+
+def _counted(shapes: Iterable[Ints]) -> Hashable:
+    return frozenset(Counter(shapes).items())
+
+
+def _named_alike(optimizer: Part, owners: list[Model]) -> list[Model]:
+    """Return the one of several models whose key is beside the optimizer's, or in it; none where no key tells."""
+    key = dotted(optimizer.root[-1:])
+    words = _words(optimizer.root[-1:])
+    for fits in (
+        [one for one in owners if one.part.root[:-1] == optimizer.root[:-1] and len(one.part.root) > 1],
+        [one for one in owners if one.part.root and _words(one.part.root[-1:]) <= words],
+        [one for one in owners if one.part.root and key.startswith(dotted(one.part.root[-1:]))],
+    ):
+        if len(fits) == 1:
+            return fits
+    return []
