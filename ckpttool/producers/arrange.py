@@ -18,7 +18,7 @@ from ckpttool.errors import LossError, UsageError
 from ckpttool.layout import select
 from ckpttool.layout.move import move
 from ckpttool.producers.components import Constant
-from ckpttool.producers.runs import step_in
+from ckpttool.producers.step_names import step_in
 from ckpttool.producers.writer import OutputComponent, OutputLayout
 from ckpttool.text import rank_ranges
 

@@ -176,6 +176,11 @@ class Producer:
     checkpoint_folders: str = ""
     rank_files: str = ""
 
+    @property
+    def is_named_by_files(self) -> bool:
+        """Whether a folder of it in a run need not have a step in its name."""
+        return self.name != "transformers"
+
     def recognise(self, directory: Directory) -> bool:
         """Return whether the framework left this directory."""
         if not re.fullmatch(self.folder, directory.name, re.DOTALL) or not all(map(directory.has, self.marks)):

@@ -26,6 +26,7 @@ from ckpttool.producers import contents, flat_parameters, foreign, model_config,
 from ckpttool.producers.combined import CombinedSource
 from ckpttool.producers.components import DCP_FILE, Layout, Producer
 from ckpttool.producers.directory import Directory
+from ckpttool.producers.step_names import steps_of
 from ckpttool.serialization import strict_json, unsafe_globals
 from ckpttool.serialization.unpickler import no_garbage_collection
 from ckpttool.serialization.unsafe_globals import harmful_names
@@ -44,7 +45,7 @@ def open_at(location: Location, options: OpenOptions = NO_HINTS, run: runs.Run |
     the location was chosen from. Raises ReadError or CorruptError."""
     directory = Directory(location) if location.is_dir() else None
     if directory is None:
-        source = _open_files(location, options, run)
+        source = _open_files(location, options)
     else:
         producer = producers.recognise(directory)
         if producer is None and (found := foreign.recognise(location, directory)) is not None:
@@ -55,6 +56,8 @@ def open_at(location: Location, options: OpenOptions = NO_HINTS, run: runs.Run |
         else:
             inner = None if directory.has(_WHOLE) else runs.find(directory)
             if inner is not None and inner.chosen is not None:
+                if inner.chosen.files:
+                    return _open_step(inner.directory, inner.chosen.files, options, run or inner)
                 return open_at(inner.chosen.path, options, run or inner)
             source = _open_directory(location, directory, options)
         source.catalogue.warnings += [*_unseen(directory), *_unread(directory, source.catalogue)]
@@ -64,7 +67,7 @@ def open_at(location: Location, options: OpenOptions = NO_HINTS, run: runs.Run |
     return source
 
 
-def _open_files(location: Location, options: OpenOptions, run: runs.Run | None) -> Source:
+def _open_files(location: Location, options: OpenOptions) -> Source:
     """Open a file, or the files that a pattern matches: those of ranks, or of one step beside those of others."""
     if not location.is_pattern() or any(row.recognise(location) for row in formats.FORMATS):
         return _detect(location, None).open(location, options)
@@ -76,8 +79,19 @@ def _open_files(location: Location, options: OpenOptions, run: runs.Run | None) 
         folder = folder.parent
     directory = Directory(folder if folder else locate("."))
     names = [path.relative_to(folder) + ("/" if path.is_dir() else "") for path in matches]
-    step = run.chosen.step if run is not None and run.chosen is not None else None
-    return reader.open_layout(contents.layout(directory, names, step), directory, options)
+    return _open_step(directory, names, options, None)
+
+
+def _open_step(directory: Directory, names: Collection[str], options: OpenOptions, run: runs.Run | None) -> Source:
+    """Open the files of one step, which lie beside those of others."""
+    steps = {*steps_of(names).values()}
+    step = run.chosen.step if run is not None and run.chosen is not None else steps.pop() if len(steps) == 1 else None
+    source = reader.open_layout(contents.layout(directory, names, step), directory, options)
+    if step is not None:
+        source.catalogue.facts["step"] = step
+    if run is not None:
+        _describe_run(source.catalogue, run)
+    return source
 
 
 def _open_directory(location: Location, directory: Directory, options: OpenOptions) -> Source:
@@ -186,6 +200,8 @@ def _describe_run(catalogue: Catalogue, run: runs.Run) -> None:
         reasons = "; ".join(f"`{c.name}`: {c.why_not}" for c in run.newer[-3:])
         text = f"`{chosen.name}` is opened; newer checkpoints are incomplete: {reasons}"
         catalogue.warnings.insert(0, Warning("chosen", text))
+    if run.beside:
+        catalogue.warnings.append(Warning("chosen", f"not opened, as they are of no step: {some(run.beside)}"))
     name, step = runs.pointer(run.directory) or ("", chosen.step)
     if step != chosen.step:
         text = f"`{name}` names step {step}, but step {chosen.step} is opened"

@@ -21,7 +21,7 @@ from ckpttool.producers import contents
 from ckpttool.producers.combined import CombinedSource
 from ckpttool.producers.components import Component, Layout, Mounted, Producer
 from ckpttool.producers.directory import Directory
-from ckpttool.producers.runs import STEPS, step_in
+from ckpttool.producers.step_names import STEPS, step_in
 from ckpttool.storage.stores import Location, locate
 from ckpttool.text import plural
 

@@ -18,34 +18,25 @@ from ckpttool.errors import CkptError, ReadError, UsageError
 from ckpttool.producers import PRODUCERS, recognise
 from ckpttool.producers.components import DCP_FILE, Producer
 from ckpttool.producers.directory import Directory
+from ckpttool.producers.step_names import pattern_of, step_in, steps_of, time_in
 from ckpttool.storage.stores import Location, escape, local_path
 from ckpttool.text import is_or_are, some
 
-_FILE = re.compile(r".*\.(ckpt|pt|pth|bin|safetensors)")
-_DATA = re.compile(rf"{formats.DATA_FILE.pattern}|.*\.pkl")
+_DATA = re.compile(rf"{formats.DATA_FILE.pattern}|.*\.(pkl|pickle|th|tar|zip|npz|model|state)|[^.]*")
+_BESIDE = re.compile(r".*\.(json|ya?ml)")  # of a step whose other files hold its tensors
 _POINTERS = re.compile(
     r"latest|latest\.txt|last_checkpoint|latest_checkpointed_iteration\.txt|latest_checkpoint.*|.*\.symlink"
     r"|last_checkpoint\.rank_0"
 )
 _BELOW = re.compile(r"checkpoints?|lightning_logs|version_\d+")
 _MAX_DEPTH = 3
+_MAX_PARTS = 16  # folders of one step
 _MAX_FOLDERS = 100  # in which runs are looked for, to name them in an error
 _INDEX_READ = 1 << 20  # largest `.metadata` whose names are checked, of every checkpoint of a run
 _INDEX_MOST = 1 << 30  # and of the one to open
 # A string in a pickle: its length, its bytes.
 _NAMED = re.compile(rb"(?:\x8c(?P<short>.)|X(?P<long>.{4}))(?P<name>[\w.-]+\.distcp)", re.DOTALL)
 
-# Words that count steps, and words that count something else where nothing counts steps.
-STEPS = (
-    re.compile(r"(?:^|[^a-z])(?:global_?)?steps?[-_=]?(\d+)", re.IGNORECASE),
-    re.compile(r"(?:^|[^a-z])ba(\d+)", re.IGNORECASE),
-)
-NUMBERS = (
-    *STEPS,
-    re.compile(r"(?:^|[^a-z])(?:checkpoint|ckpt|iter|iteration)[-_=]?(\d+)", re.IGNORECASE),
-    re.compile(r"^(\d+)$"),
-    re.compile(r"(?:^|[^a-z])(?:epoch|ep)[-_=]?(\d+)", re.IGNORECASE),
-)
 # Names that writers give before they rename: `tmp_step-10`, `.checkpoint-20`.
 _UNFINISHED = re.compile(r"^(tmp[-_.]|\.)|([-_.])(tmp|partial|incomplete|unfinished)$|\.partial-\d+$", re.IGNORECASE)
 
@@ -55,7 +46,8 @@ class RunCheckpoint:
     """A checkpoint of a run: `RunCheckpoint("step-200", "/run/step-200", 200, 4096, "torchtitan", "dcp", None)`.
 
     `why_not` is why it is not complete, None if it is. `path` has a `*` for the ranks of files that are not in a
-    directory of their own. `producer` is None for a layout that is recognised by its contents only.
+    directory of their own, `files` are those of one that is several files. `producer` is None for a layout that is
+    recognised by its contents only.
     """
 
     name: str
@@ -65,6 +57,7 @@ class RunCheckpoint:
     producer: str | None
     format: str | None
     why_not: str | None
+    files: tuple[str, ...] = ()
 
     @property
     def complete(self) -> bool:
@@ -83,6 +76,13 @@ class Run:
     def newer(self) -> list[RunCheckpoint]:
         """The checkpoints after the chosen one, which are not complete."""
         return self.checkpoints[self.checkpoints.index(self.chosen) + 1 :] if self.chosen is not None else []
+
+    @property
+    def beside(self) -> list[str]:
+        """The files beside the checkpoints that hold tensors and are of no step: copies, the best, a final model."""
+        of_steps = {name for checkpoint in self.checkpoints for name in (checkpoint.name, *checkpoint.files)}
+        names = (name for name in self.directory.names if formats.DATA_FILE.fullmatch(name))
+        return [name for name in names if name not in of_steps and not self.directory.at(name).is_link()]
 
 
 def checkpoints(path: str) -> list[RunCheckpoint]:
@@ -136,9 +136,16 @@ def _search(directory: Directory) -> tuple[Directory, list[RunCheckpoint]]:
 
 def in_directory(directory: Directory) -> list[RunCheckpoint]:
     """Return the checkpoints in a directory itself, by step; none when it is no run."""
+    if directory.has(DCP_FILE):
+        return []
     checkpoints = [*_folders(directory), *_files(directory), *_rank_files(directory)]
     is_run = any(f.producer or f.format for f in checkpoints)
-    return sorted(checkpoints, key=lambda f: (-1 if f.step is None else f.step, f.name)) if is_run else []
+    return sorted(checkpoints, key=_order) if is_run else []
+
+
+def _order(checkpoint: RunCheckpoint) -> tuple[int, int, str]:
+    time = time_in(checkpoint.name)
+    return (-1 if checkpoint.step is None else checkpoint.step, -1 if time is None else time, checkpoint.name)
 
 
 def _below(directory: Directory, depth: int = 1) -> Iterator[Directory]:
@@ -161,7 +168,8 @@ def _newest(path: str, checkpoints: list[RunCheckpoint]) -> RunCheckpoint:
             why_not = _why_not(directory, checkpoint.name, recognise(directory), checkpoint.format, _INDEX_MOST)
             checkpoint = checkpoints[i] = replace(checkpoint, why_not=why_not)
         complete = [c.name for c in checkpoints if c.complete]
-        if checkpoint.complete and checkpoint.step is None and len(complete) > 1:
+        is_ordered = checkpoint.step is not None or time_in(checkpoint.name) is not None
+        if checkpoint.complete and not is_ordered and len(complete) > 1:
             raise ReadError(
                 f"`{path}` has {len(complete)} checkpoints, {some(complete)}, and nothing says which is the newest",
                 hint=f"name one: `{checkpoint.path}`",
@@ -200,6 +208,8 @@ def pointer(directory: Directory) -> tuple[str, int] | None:
 
 
 def _folders(directory: Directory) -> Iterator[RunCheckpoint]:
+    """Yield the checkpoints that are a folder each: those with a step or a time in their names, and those that a
+    framework left. Others may be the parts of one checkpoint."""
     for name in directory.folders:
         if _is_pointer(directory, name):
             continue
@@ -208,13 +218,14 @@ def _folders(directory: Directory) -> Iterator[RunCheckpoint]:
         except CkptError:
             continue
         row, step = recognise(inner), step_in(name)
+        if step is None and time_in(name) is None and (row is None or not row.is_named_by_files):
+            continue
         kind = _format(inner, row)
-        if step is not None or row is not None or kind is not None:
-            saved = inner.facts("trainer_state.json").get("global_step") if step is None else None
-            step = saved if isinstance(saved, int) else step
-            why_not = _why_not(inner, name, row, kind, _INDEX_READ)
-            producer = row.name if row is not None and row.confirm is None else None
-            yield RunCheckpoint(name, directory.at(name), step, inner.nbytes(), producer, kind, why_not)
+        saved = inner.facts("trainer_state.json").get("global_step") if step is None else None
+        step = saved if isinstance(saved, int) else step
+        why_not = _why_not(inner, name, row, kind, _INDEX_READ)
+        producer = row.name if row is not None and row.confirm is None else None
+        yield RunCheckpoint(name, directory.at(name), step, inner.nbytes(), producer, kind, why_not)
 
 
 def _is_pointer(directory: Directory, name: str) -> bool:
@@ -224,19 +235,56 @@ def _is_pointer(directory: Directory, name: str) -> bool:
 
 
 def _files(directory: Directory) -> Iterator[RunCheckpoint]:
-    """Yield the checkpoints of one file each: those of Lightning, or `model_step_100.pt` of a script."""
+    """Yield the checkpoints of one file each, `model_step_100.pt`, and those of several files with a step in their
+    names: `G_100.pth D_100.pth`."""
     of_ranks = [row.rank_files for row in PRODUCERS if row.rank_files]
-    for name in directory.names:
-        step = step_in(name, STEPS) if _FILE.fullmatch(name) else None
-        if step is not None and not any(re.fullmatch(pattern, name) for pattern in of_ranks):
-            size = directory.size(name)
-            kind = "safetensors" if name.endswith(".safetensors") else "torch"
-            yield RunCheckpoint(name, directory.at(name), step, size, None, kind, None if size else "an empty file")
+    names = [name for name in _below_parts(directory) if not any(re.fullmatch(pattern, name) for pattern in of_ranks)]
+    files: dict[int, list[str]] = {}
+    for name, step in steps_of(
+        n for n in names if _DATA.fullmatch(n.rpartition("/")[2]) or _BESIDE.fullmatch(n)
+    ).items():
+        files.setdefault(step, []).append(name)
+    files = {step: of_step for step, of_step in files.items() if any(not _BESIDE.fullmatch(n) for n in of_step)}
+    kinds = {step: {_kind_of(name, step): name for name in of_step} for step, of_step in files.items()}
+    for step, of_step in files.items():
+        first, nbytes = of_step[0], sum(map(directory.size, of_step))
+        others = [set(kinds[other]) for other in files if other != step]
+        absent = set.intersection(*others) - kinds[step].keys() if others else set()
+        why_not = _empty(directory, of_step)
+        if why_not is None and absent:
+            why_not = f"`{min(absent).replace('#', str(step))}` is missing, which the others have"
+        kind = "safetensors" if all(name.endswith(".safetensors") for name in of_step) else "torch"
+        if len(of_step) == 1:
+            why_not = "an empty file" if not nbytes else why_not
+            yield RunCheckpoint(first, directory.at(first), step, nbytes, None, kind, why_not)
+            continue
+        pattern = pattern_of(of_step, [name for name in names if name not in of_step]) or f"*{step}*"
+        path = directory.path.escaped() / pattern
+        yield RunCheckpoint(pattern, path, step, nbytes, None, kind, why_not, tuple(of_step))
 
 
-def has_rank_files(directory: Directory) -> bool:
-    """Return whether rank files of several checkpoints lie in the directory."""
-    return sum(1 for _ in _rank_files(directory)) > 1
+def _below_parts(directory: Directory) -> list[str]:
+    """Return the files of a directory; where none has a step, those of its folders too, which may be its parts:
+    `models/net_g_100.pth training_states/100.state`."""
+    names = [name for name in directory.names if not name.endswith("/")]
+    if directory.has(rf"(?:{_DATA.pattern})(?<!/)") and any(_DATA.fullmatch(name) for name in names):
+        return names
+    below: list[str] = []
+    for folder in directory.folders[:_MAX_PARTS]:
+        with suppress(CkptError):
+            inner = directory.folder(folder)
+            if inner.folders or inner.has(DCP_FILE):
+                return names
+            below += [f"{folder}/{name}" for name in inner.names]
+    folders_of: dict[int, set[str]] = {}
+    for name, step in steps_of(below).items():
+        folders_of.setdefault(step, set()).add(name.partition("/")[0])
+    return [*names, *below] if any(len(folders) > 1 for folders in folders_of.values()) else names
+
+
+def _kind_of(name: str, step: int) -> str:
+    """Return a name with `#` in place of its step."""
+    return re.sub(rf"(?<!\d)0*{step}(?!\d)", "#", name)
 
 
 def _rank_files(directory: Directory) -> Iterator[RunCheckpoint]:
@@ -265,9 +313,18 @@ def _format(directory: Directory, row: Producer | None) -> str | None:
         names = [component.name for component in row.layout(directory).components]
         of_ranks = any("*" in name for name in names)
         return "dcp" if any(name.endswith("/") for name in names) else "rankfiles" if of_ranks else "torch"
-    if directory.has(_DATA.pattern):
-        return next((f.name for f in formats.FORMATS if f.recognise(directory.path)), None)
-    return None
+    return next((kind for kind in _kinds_below(directory)), None)
+
+
+def _kinds_below(directory: Directory, depth: int = 0) -> Iterator[str]:
+    """Yield the formats of the files in a directory and its folders, by their names."""
+    for name in directory.names:
+        if not name.endswith("/") and _DATA.fullmatch(name):
+            yield "safetensors" if name.endswith(".safetensors") else "torch"
+    for name in directory.folders if depth < _MAX_DEPTH else ():
+        with suppress(CkptError):
+            inner = directory.folder(name)
+            yield from ["dcp"] if inner.has(DCP_FILE) else _kinds_below(inner, depth + 1)
 
 
 def _why_not(directory: Directory, name: str, row: Producer | None, kind: str | None, most: int) -> str | None:
@@ -320,11 +377,3 @@ def _named_in(pickle: bytes) -> list[str]:
     """Return the data files that a `.metadata` names, found without unpickling it."""
     lengths = ((match["short"] or match["long"], match["name"]) for match in _NAMED.finditer(pickle))
     return sorted({name.decode() for length, name in lengths if int.from_bytes(length, "little") == len(name)})
-
-
-# Names ----------------------------------------------------------------------------------------------------------------
-
-
-def step_in(name: str, patterns: Sequence[re.Pattern[str]] = NUMBERS) -> int | None:
-    """Return the step in a name: `epoch=0-step=100.ckpt` -> 100; None for a name without one. Pure."""
-    return next((int(match[1]) for pattern in patterns if (match := pattern.search(name))), None)

@@ -1,0 +1,133 @@
+"""Which number in the names of files and folders is the step. Pure.
+
+step_100  epoch=3-step=900.ckpt  7epoch.pth       a word says it
+G_100.pth G_200.pth D_100.pth                     the number in which names that are alike differ
+CKPT+2026-01-02+03-04-01+00                       a time, which orders checkpoints and is no step
+ema_0.9999_100.pt  ckpt_100_rank0.pt  model-00001-of-00002.bin      a rate, a rank and a shard are no steps
+"""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+
+_BEFORE, _AFTER = r"(?:^|[^a-z])(?:{})[-_=]?(\d+)", r"(?:^|[^a-z\d.])(\d+)[-_]?(?:{})(?![a-z])"
+_STEP, _ITERATION, _EPOCH = (
+    r"(?:global_?)?steps?",
+    r"checkpoint|ckpt|ckp|chkpnt|iter|iteration|updates?|snapshot",
+    r"epoch|ep",
+)
+
+
+def _patterns(*spelt: str) -> tuple[re.Pattern[str], ...]:
+    return tuple(re.compile(pattern, re.IGNORECASE) for pattern in spelt)
+
+
+# Words that count steps, and words that count something else where nothing counts steps.
+STEPS = _patterns(_BEFORE.format(_STEP), _BEFORE.format("ba"), _AFTER.format("steps?"))
+NUMBERS = (
+    *STEPS,
+    *_patterns(
+        _BEFORE.format(_ITERATION), r"^(\d+)$", _BEFORE.format(_EPOCH), _AFTER.format(f"{_ITERATION}|iters|epochs?")
+    ),
+)
+# What has numbers and is no step; a fraction may be the end of a name and its suffix: `model.0002.pth`.
+_NO_STEPS = re.compile(
+    r"\d{5}-of-\d{5}|(?<![a-z\d])\d+\.\d+(?![\da-z])|(?:rank|world_?size|seed|port|(?<![a-z])(?:[dtpesm]p|sdp|v|lr|of))[-_=.]?\d+",
+    re.IGNORECASE,
+)
+_TIME = re.compile(r"(?<!\d)20\d\d[-_+.]?[01]\d[-_+.]?[0-3]\d\D*[\d\D]*")
+_NUMBER = re.compile(r"\d+")
+
+
+def step_in(name: str, patterns: Sequence[re.Pattern[str]] = NUMBERS) -> int | None:
+    """Return the step in a name: `epoch=0-step=100.ckpt` -> 100; None for a name without one."""
+    plain = _masked(name)
+    return next((int(match[1]) for pattern in patterns if (match := pattern.search(plain))), None)
+
+
+def time_in(name: str) -> int | None:
+    """Return the digits of the time of day in a name, which order checkpoints; None for a name without one."""
+    match = _TIME.search(name)
+    return int("".join(_NUMBER.findall(match[0]))) if match is not None else None
+
+
+def steps_of(names: Iterable[str]) -> dict[str, int]:
+    """Return the steps of names that lie beside each other; a name without one is left out. A word decides, else the
+    number in which names that are alike differ: not if it counts from 0, as ranks and layers do."""
+    alike: dict[str, list[str]] = defaultdict(list)
+    for name in names:
+        alike[_NUMBER.sub("#", _masked(name))].append(name)
+    steps: dict[str, int] = {}
+    undecided: list[list[str]] = []
+    for group in alike.values():
+        found = {name: step for name in group if (step := step_in(_stem(name))) is not None and time_in(name) is None}
+        if not found and (column := _column(group)):
+            found = column
+        steps |= found
+        if not found:
+            undecided.append(group)
+    known = set(steps.values())
+    for group in undecided:
+        # One that has no brother goes with those of the same number.
+        for name in group:
+            numbers = {int(number) for number in _NUMBER.findall(_masked(name))} & known
+            if len(numbers) == 1 and time_in(name) is None:
+                steps[name] = numbers.pop()
+    return steps
+
+
+def _stem(name: str) -> str:
+    """Return a name without its suffixes: `0000100.pth.tar` is a number and nothing else."""
+    return re.sub(r"(\.[a-z_]*[a-z][a-z_]*\d?)+$", "", name, flags=re.IGNORECASE)
+
+
+def _masked(name: str) -> str:
+    """Return a name with letters in place of the digits of what is no step."""
+    return _NO_STEPS.sub(lambda match: re.sub(r"\d", "x", match[0]), name)
+
+
+def _column(names: Sequence[str]) -> dict[str, int]:
+    """Return the number in which names differ that are alike: of several, the one that grows most."""
+    rows = [[int(number) for number in _NUMBER.findall(_masked(name))] for name in names]
+    columns = [column for column in zip(*rows, strict=True) if len({*column}) > 1 and not _counts(column)]
+    if not columns:
+        return {}
+    return dict(zip(names, max(columns, key=max), strict=True))
+
+
+def _counts(column: Sequence[int]) -> bool:
+    """Return whether numbers count from 0 without a gap."""
+    return {*column} == {*range(max(column) + 1)}
+
+
+def pattern_of(names: Sequence[str], others: Iterable[str]) -> str | None:
+    """Return the shortest glob pattern that matches some names and none of the others; None if no simple one does."""
+    numbers = sorted({number for name in names for number in _NUMBER.findall(name)}, key=len, reverse=True)
+    begin, end = _common(names), _common([name[::-1] for name in names])[::-1]
+    candidates = [f"{_escaped(begin)}*{_escaped(end)}"]
+    for number in (n for n in numbers if all(n in name for name in names)):
+        candidates += [f"*{number}*{_escaped(end)}", f"*{number}*", f"{number}*", f"*[!0-9]{number}[!0-9]*"]
+    rest = [*others]
+    for candidate in candidates:
+        matches = re.compile(_as_regex(candidate)).fullmatch
+        if all(map(matches, names)) and not any(map(matches, rest)):
+            return candidate
+    return None
+
+
+def _as_regex(pattern: str) -> str:
+    parts = re.split(r"(\[[^]]*\]|\*)", pattern)
+    return "".join({"*": "[^/]*"}.get(p, p.replace("[!", "[^") if p[:1] == "[" else re.escape(p)) for p in parts)
+
+
+def _escaped(text: str) -> str:
+    return re.sub(r"([*?[])", r"[\1]", text)
+
+
+def _common(names: Sequence[str]) -> str:
+    """Return what names begin with."""
+    first, last = min(names), max(names)
+    n = next((i for i, (a, b) in enumerate(zip(first, last, strict=False)) if a != b), min(len(first), len(last)))
+    return first[:n]
