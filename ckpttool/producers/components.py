@@ -53,7 +53,8 @@ class Component:
 
     `name` may have a `*` for the ranks; `files` are all names that it stands for. `rank` is that of a file of one rank.
     `shapes_from` is another component, an optimizer whose moments have the shapes of the parameters. `glob` is the
-    pattern of rank files of several parts.
+    pattern of rank files of several parts. Of files that nothing but their names says to be those of ranks, `by_name`,
+    each rank may have what is its own.
     """
 
     name: str
@@ -64,6 +65,7 @@ class Component:
     shapes_from: str = ""
     kind: Kind = "single"
     glob: str = ""
+    by_name: bool = False
 
     @property
     def pattern(self) -> str:

@@ -78,7 +78,9 @@ def _below(
 ) -> Iterator[str]:
     """Yield the files below a directory, and with a slash the folders that a format opens as a whole."""
     if depth > _MAX_DEPTH:
-        raise ReadError(f"`{directory.path}`: folders nested more than {_MAX_DEPTH} deep", file=directory.path)
+        text = f"`{directory.path}`: folders nested more than {_MAX_DEPTH} deep"
+        layout.unreadable[above] = ReadError(text, file=directory.path)
+        return
     for name in names:
         if re.fullmatch(REPOSITORY.pattern, name) or files.REMAINS.fullmatch(name.rstrip("/")):
             continue
@@ -157,7 +159,7 @@ def _ranks(directory: Directory, names: Collection[str], layout: Layout) -> Iter
             first = next(iter(of_rank.values()))[0]
             layout.missing.append(f"the file of rank {absent[0]} of {count} is missing beside `{first}`")
         present = tuple(of_rank[rank][0] for rank in sorted(of_rank))
-        yield Component(f"{before}*{after}", files=present, kind="rank files")
+        yield Component(f"{before}*{after}", files=present, kind="rank files", by_name=True)
 
 
 def _rank_in(name: str) -> re.Match[str] | None:

@@ -120,7 +120,9 @@ def _opened_whole(row: Format, location: Location, layout: Layout, options: Open
         return None
     names = {file.name for file in source.catalogue.files}
     unread = {name for c in layout.components for name in c.files if name not in names and not is_index(name)}
-    if unread or (row is rankfiles.FORMAT and reader.is_of_each_rank(source.catalogue)):
+    if (unread and not source.catalogue.faults) or (
+        row is rankfiles.FORMAT and reader.is_of_each_rank(source.catalogue)
+    ):
         source.close()
         return None
     if layout.assets:

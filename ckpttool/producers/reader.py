@@ -32,6 +32,9 @@ def open_directory(producer: Producer, directory: Directory, options: OpenOption
     layout = producer.layout(directory)
     layout.add(contents.layout(directory, layout.unknown))
     source = open_layout(layout, directory, options)
+    source.catalogue.faults += [
+        _incomplete(text, directory, **facts) for text, facts in _too_few_ranks(layout, source.catalogue)
+    ]
     if producer.confirm is None or producer.confirm(source.catalogue):
         source.catalogue.facts["producer"] = producer.name
     return source
@@ -49,11 +52,12 @@ def open_layout(layout: Layout, directory: Directory, options: OpenOptions) -> S
         catalogue.facts["assets"] = [name.rstrip("/") for name in layout.assets]
     catalogue.warnings += layout.warnings
     catalogue.faults += [_of_component(error, directory, name, name) for name, error in layout.unreadable.items()]
-    catalogue.faults += [
-        CorruptError(text, hint="copy what is missing, or name another checkpoint", file=directory.path, **facts)
-        for text, facts in [*((text, {}) for text in layout.missing), *_too_few_ranks(layout, catalogue)]
-    ]
+    catalogue.faults += [_incomplete(text, directory) for text in layout.missing]
     return source
+
+
+def _incomplete(text: str, directory: Directory, **facts: Any) -> CorruptError:
+    return CorruptError(text, hint="copy what is missing, or name another checkpoint", file=directory.path, **facts)
 
 
 def _of_component(error: CkptError, directory: Directory, name: str, root: str) -> CkptError:
@@ -128,12 +132,12 @@ class _Opening:
                 self._add_by_rank(combined, component)
                 return
             source = self.open(component, combined.catalogue)
-            if is_set and is_of_each_rank(source.catalogue):
+            if is_set and component.by_name and is_of_each_rank(source.catalogue):
                 source.close()
                 self._add_by_rank(combined, component)
                 return
         except (CorruptError, ReadError) as error:
-            if is_set and not mentions_shards(self.directory.at(component.files[0])):
+            if is_set and component.by_name and not mentions_shards(self.directory.at(component.files[0])):
                 self._add_by_rank(combined, component)
             else:
                 self.faults.append(_of_component(error, self.directory, name, dotted(component.root)))

@@ -22,7 +22,8 @@ from ckpttool.producers.step_names import pattern_of, step_in, steps_of, time_in
 from ckpttool.storage.stores import Location, escape, local_path
 from ckpttool.text import is_or_are, some
 
-_DATA = re.compile(rf"{formats.DATA_FILE.pattern}|.*\.(pkl|pickle|th|tar|zip|npz|model|state)|[^.]*")
+_DATA = re.compile(rf"{formats.DATA_FILE.pattern}|.*\.(pkl|pickle|th|tar|zip|npz|model|state)|.*\.pth?\.\w+|[^.]*")
+_TAG = re.compile(r"(best|last|latest|final)([-_].*)?", re.IGNORECASE)  # what a checkpoint is called without its step
 _BESIDE = re.compile(r".*\.(json|ya?ml)")  # of a step whose other files hold its tensors
 _POINTERS = re.compile(
     r"latest|latest\.txt|last_checkpoint|latest_checkpointed_iteration\.txt|latest_checkpoint.*|.*\.symlink"
@@ -151,6 +152,8 @@ def _order(checkpoint: RunCheckpoint) -> tuple[int, int, str]:
 def _below(directory: Directory, depth: int = 1) -> Iterator[Directory]:
     """Yield the folders in which frameworks put the checkpoints of a run; the last version first."""
     names = [name for name in directory.folders if _BELOW.fullmatch(name)]
+    if len(directory.folders) == 1 and not any(map(formats.DATA_FILE.fullmatch, directory.names)):
+        names = directory.folders
     for name in sorted(names, key=lambda n: (len(n), n), reverse=True):
         inner = directory.folder(name)
         yield inner
@@ -218,7 +221,8 @@ def _folders(directory: Directory) -> Iterator[RunCheckpoint]:
         except CkptError:
             continue
         row, step = recognise(inner), step_in(name)
-        if step is None and time_in(name) is None and (row is None or not row.is_named_by_files):
+        is_named = step is not None or time_in(name) is not None or _TAG.fullmatch(name) is not None
+        if not is_named and (row is None or not row.is_named_by_files):
             continue
         kind = _format(inner, row)
         saved = inner.facts("trainer_state.json").get("global_step") if step is None else None

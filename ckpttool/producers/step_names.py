@@ -62,7 +62,11 @@ def steps_of(names: Iterable[str]) -> dict[str, int]:
     steps: dict[str, int] = {}
     undecided: list[list[str]] = []
     for group in alike.values():
-        found = {name: step for name in group if (step := step_in(_stem(name))) is not None and time_in(name) is None}
+        found = {
+            name: step
+            for name in group
+            if (step := step_in(_stem(name.rpartition("/")[2]))) is not None and time_in(name) is None
+        }
         if not found and (column := _column(group)):
             found = column
         steps |= found

@@ -801,7 +801,6 @@ def test_what_deepspeed_left_is_named(tmp_path: Path) -> None:
     (folder / "global_step4").mkdir()
     torch.save({"module": {"w": torch.ones(2)}}, folder / "global_step4" / "mp_rank_00_model_states.pt")
     opened = inspect(folder)
-    assert [str(w) for w in opened.warnings] == ["there is no optimizer in it"]
     (fault,) = opened.faults
     assert "global_step4`: DeepSpeed" in fault.message and fault.exit_code == 3
 
