@@ -7,13 +7,14 @@ from collections.abc import Iterable
 
 from ckpttool.catalogue.protocols import Format
 from ckpttool.errors import UsageError
-from ckpttool.formats import dcp, pickles, rankfiles, safetensors, torchsave
+from ckpttool.formats import dcp, documents, numpy_files, pickles, rankfiles, safetensors, torchsave
 from ckpttool.text import meant
 
 # Rank files are torch.save files too, and recognised by more than that: they come first.
-FORMATS: tuple[Format, ...] = (dcp.FORMAT, safetensors.FORMAT, rankfiles.FORMAT, torchsave.FORMAT, pickles.FORMAT)
-CHECKPOINTS = tuple(row for row in FORMATS if not row.component_only)
+CHECKPOINTS: tuple[Format, ...] = (dcp.FORMAT, safetensors.FORMAT, rankfiles.FORMAT, torchsave.FORMAT)
 """The formats of whole checkpoints."""
+FORMATS = (*CHECKPOINTS, numpy_files.NPZ, numpy_files.NPY, documents.JSON, pickles.FORMAT, documents.YAML)
+"""All formats: also those of files that lie beside a checkpoint, `component_only`."""
 DATA_FILE = re.compile(
     ".*(" + "|".join(re.escape(s) for row in CHECKPOINTS for s in row.suffixes + row.data_suffixes) + ")"
 )
@@ -45,7 +46,7 @@ def by_suffix(path: str) -> Format | None:
 
 def options(rows: Iterable[Format], comma: str = " or ") -> str:
     """Return how these formats are asked for: "`--to dcp` or `--to fsdp1`"."""
-    return comma.join(f"`--to {row.target}`" for row in rows if row.create)
+    return comma.join(f"`--to {row.target}`" for row in rows if row.create and not row.component_only)
 
 
 def writable(name: str | None, dst: str) -> Format:

@@ -38,7 +38,7 @@ def check_beginning(window: bytes, what: str) -> None:
 
 def parse(text: bytes, what: str, **hooks: Any) -> Any:
     """Return the value that `text` spells. Raises CorruptError; `what` is the subject of its message. `hooks` are those
-    of `json.loads` for numbers."""
+    of `json.loads` for numbers, and for NaN and Infinity (`parse_constant`)."""
     try:
         return _parsed(text, what, **hooks)
     except json.JSONDecodeError as error:
@@ -70,7 +70,8 @@ def _parsed(text: bytes, what: str, **hooks: Any) -> Any:
         raise CorruptError(message, found=count, expected=most)
     try:
         with working(len(text)):
-            value = json.loads(text.decode("utf-8"), object_pairs_hook=_once, parse_constant=_no_constant, **hooks)
+            hooks = {"parse_constant": _no_constant} | hooks
+            value = json.loads(text.decode("utf-8"), object_pairs_hook=_once, **hooks)
             check_json_levels(value)
             return value
     except UnicodeDecodeError as error:

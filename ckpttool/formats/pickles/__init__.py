@@ -15,6 +15,8 @@ FORMAT = Format(
     title="bare pickle beside a checkpoint",
     recognise=deferred(f"{__name__}.reader", "recognise"),
     open=deferred(f"{__name__}.reader", "open"),
+    create=deferred(f"{__name__}.writer", "create"),
+    losses=deferred(f"{__name__}.writer", "losses"),
     is_file=lambda path: True,
     component_only=True,
 )

@@ -56,6 +56,8 @@ class _Content:
         self._scratch: files.ScratchFile | None = None
         self._places: dict[str, tuple[int, int]] = {}  # file and offset by the key of a storage
         self._storages: dict[tuple[int, int], StorageRef] = {}
+        self._of_torch: set[str] = set()  # keys of storages
+        self._torch_extents: set[Extent] = set()
 
     def close(self) -> None:
         self._pool.close()
@@ -75,6 +77,9 @@ class _Content:
         if answer is not None or b"_reconstruct" in data:
             tree = replaced(tree, (Stub, Payload, Bytes, ByteArray), lambda value, path: self._plain(value))
         torch_tree.fill(catalogue, tree, self._place)
+        # What is written in the same format is an array or a tensor again.
+        of_torch = [t.name for t in catalogue.tensors if t.chunks[0].extent in self._torch_extents]
+        catalogue.facts |= {"torch_tensors": of_torch} if of_torch else {}
         if catalogue.tensors:
             text = "a pickle has no checksums: what it holds cannot be checked"
             catalogue.warnings.append(Warning("no-checksum", text))
@@ -139,6 +144,7 @@ class _Content:
             message = f"{name} has {have} bytes, but {ref.nbytes} are needed"
             raise CorruptError(message, hint="the file is truncated", found=have, expected=ref.nbytes)
         self._storages[file, start] = stored = self._stored(file, start + offset, ref)
+        self._of_torch.add(stored.key)
         return stored
 
     def _stored(self, file: int, offset: int, ref: StorageRef) -> StorageRef:
@@ -165,7 +171,10 @@ class _Content:
     def _place(self, ref: TensorRef) -> Extent:
         file, offset = self._places[ref.storage.key]
         begin, nbytes, strides = ref.span()
-        return Extent(file, offset + begin, nbytes, strides, ref.codec) if nbytes else Extent(0, 0, 0)
+        extent = Extent(file, offset + begin, nbytes, strides if nbytes else None, ref.codec if nbytes else ())
+        if ref.storage.key in self._of_torch:
+            self._torch_extents.add(extent)
+        return extent
 
 
 def _bytearray(content: Any = b"", *encoding: Any) -> Any:

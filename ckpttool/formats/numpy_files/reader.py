@@ -1,0 +1,166 @@
+"""An array of NumPy, or an archive of them, as a catalogue."""
+
+from __future__ import annotations
+
+import zipfile
+import zlib
+from typing import BinaryIO
+
+from ckpttool.catalogue.entries import Catalogue, Chunks, Extent, File, Path, Record, Tensor
+from ckpttool.catalogue.protocols import NO_HINTS, OpenOptions, PlacedSource, Source
+from ckpttool.catalogue.warning import Warning
+from ckpttool.errors import CkptError, CorruptError, ReadError
+from ckpttool.serialization import numpy_arrays
+from ckpttool.serialization.torch_zip import LOCAL, MAX_DIRECTORY
+from ckpttool.storage import files
+from ckpttool.storage.stores import Location, locate
+
+MAX_INFLATED = 4 << 30  # bytes of all deflated arrays of a file
+_SUFFIX = ".npy"
+_BLOCK = 1 << 20
+_BY_HAND = "the file was put together by hand; other readers see something else in it"
+
+
+def is_archive(path: str) -> bool:
+    """Return whether this is a zip archive whose first member is an array."""
+    head = _head(path, LOCAL.size + 1024)
+    if not head.startswith(b"PK\3\4") or len(head) < LOCAL.size:
+        return False
+    name_len = LOCAL.unpack_from(head)[9]
+    return head[LOCAL.size : LOCAL.size + name_len].endswith(_SUFFIX.encode())
+
+
+def is_array(path: str) -> bool:
+    """Return whether this is a `.npy` file."""
+    return _head(path, len(numpy_arrays.MAGIC)) == numpy_arrays.MAGIC
+
+
+def _head(path: str, nbytes: int) -> bytes:
+    location = locate(path)
+    try:
+        return location.head(nbytes) if location.is_file() else b""
+    except CkptError:
+        return b""
+
+
+def open_array(path: str, options: OpenOptions = NO_HINTS) -> Source:
+    """Return the catalogue of a `.npy` file, whose one tensor has no name. Raises CorruptError when it is cut."""
+    location = locate(path)
+    size = location.size()
+    catalogue = Catalogue("npy", [File(location, location.name, size)], facts={"layout": "npy"})
+    head = location.head(numpy_arrays.MAX_HEADER)
+    catalogue.add(_tensor((), head, f"`{location}`", Extent(0, 0, size)))
+    catalogue.warnings.append(Warning("no-checksum", "a .npy file has no checksum: what it holds cannot be checked"))
+    return PlacedSource(catalogue)
+
+
+def _tensor(path: Path, head: bytes, what: str, at: Extent) -> Tensor:
+    """Return the array that lies in an extent and begins with `head`."""
+    found, begin = numpy_arrays.read_header(head, what)
+    if begin + found.nbytes != at.nbytes:
+        message = f"{what} has {at.nbytes - begin} bytes of elements, and {found.dtype} {list(found.shape)} needs"
+        hint = "the file is truncated or was changed after it was written"
+        facts = {"found": at.nbytes - begin, "expected": found.nbytes}
+        raise CorruptError(f"{message} {found.nbytes}", hint=hint, **facts)
+    place = at._replace(offset=at.offset + begin, nbytes=found.nbytes, strides=found.strides, codec=found.codec)
+    return Tensor(path, found.dtype, found.shape, Chunks.single(found.shape, place))
+
+
+# Archives -------------------------------------------------------------------------------------------------------------
+
+
+class _Bounded:
+    """A stream of which no directory of any length is read at once."""
+
+    def __init__(self, stream: BinaryIO, size: int) -> None:
+        self._stream, self._size = stream, size
+        self.seek, self.tell, self.seekable = stream.seek, stream.tell, stream.seekable
+
+    def read(self, nbytes: int = -1) -> bytes:
+        nbytes = self._size - self._stream.tell() if nbytes < 0 else nbytes
+        if nbytes > MAX_DIRECTORY:
+            raise CorruptError(f"a directory of {nbytes} bytes, more than {MAX_DIRECTORY}", found=nbytes)
+        return self._stream.read(nbytes)
+
+
+def open_archive(path: str, options: OpenOptions = NO_HINTS) -> Source:
+    """Return the catalogue of a `.npz` file. Raises CorruptError when it is cut or contradicts itself."""
+    location = locate(path)
+    catalogue = Catalogue("npz", [File(location, location.name, location.size())], facts={"layout": "npz"})
+    inflated = _Inflated(catalogue)
+    try:
+        with location.open() as stream:
+            archive = zipfile.ZipFile(_Bounded(stream, location.size()))
+            for member in archive.infolist():
+                _add(catalogue, archive, member, location, inflated)
+    except BaseException as error:
+        inflated.close()
+        if isinstance(error, CkptError):
+            raise error if error.names(str(location)) else error.prefixed(f"`{location}`") from None
+        if isinstance(error, (zipfile.BadZipFile, zlib.error, EOFError, ValueError, RuntimeError, OverflowError)):
+            raise CorruptError(f"`{location}`: not a whole archive of arrays: {error}".rstrip(".")) from None
+        raise
+    return PlacedSource(catalogue, inflated.close)
+
+
+def _add(
+    catalogue: Catalogue, archive: zipfile.ZipFile, member: zipfile.ZipInfo, location: Location, inflated: _Inflated
+) -> None:
+    what = f"`{location}`: `{member.filename[:80]}`"
+    if not member.filename.endswith(_SUFFIX):
+        raise ReadError(f"{what} is no array", hint="unpack the archive, and name what comes out", file=location)
+    if member.flag_bits & 0x2041:
+        raise ReadError(f"{what} is encrypted", file=location)
+    if member.compress_type == zipfile.ZIP_STORED:
+        at = _stored(member, location, what)
+    else:
+        at = inflated.add(archive, member, what)
+    read = location.read if at.file == 0 else inflated.read
+    head = read(at.offset, min(at.nbytes, numpy_arrays.MAX_HEADER))
+    catalogue.add(_tensor((member.filename.removesuffix(_SUFFIX),), head, what, at))
+
+
+def _stored(member: zipfile.ZipInfo, location: Location, what: str) -> Extent:
+    """Return where a member lies that is not compressed, once its local header says the same."""
+    nbytes, size = member.file_size, location.size()
+    name = member.orig_filename.encode("utf-8" if member.flag_bits & 0x800 else "cp437", "replace")
+    if member.header_offset + LOCAL.size + len(name) + nbytes > size or member.compress_size != nbytes:
+        raise CorruptError(f"{what} is outside of the file", hint="the file is truncated")
+    head = location.read(member.header_offset, LOCAL.size + len(name))
+    signature, _, flags, method, *_, name_len, extra_len = LOCAL.unpack_from(head)
+    if signature != b"PK\3\4" or method or flags & 0x2041 or head[LOCAL.size :] != name or name_len != len(name):
+        raise CorruptError(f"{what} has no local header at {member.header_offset}", hint=_BY_HAND)
+    offset = member.header_offset + LOCAL.size + name_len + extra_len
+    if offset + nbytes > size:
+        raise CorruptError(f"{what} is outside of the file", hint="the file is truncated")
+    return Extent(0, offset, nbytes, record=Record(0, offset, nbytes, member.CRC))
+
+
+class _Inflated:
+    """A temporary file with what was deflated; its CRCs are compared on the way."""
+
+    def __init__(self, catalogue: Catalogue) -> None:
+        self._catalogue = catalogue
+        self._scratch: files.ScratchFile | None = None
+
+    def add(self, archive: zipfile.ZipFile, member: zipfile.ZipInfo, what: str) -> Extent:
+        if self._scratch is None:
+            self._scratch = files.ScratchFile()
+            self._catalogue.files.append(File(self._scratch.location, "(decompressed)", 0, scratch=True))
+        file = self._catalogue.files[1]
+        start = file.size
+        with archive.open(member) as stream:
+            while block := stream.read(_BLOCK):
+                if file.size + len(block) > MAX_INFLATED:
+                    hint = "save it with `numpy.savez`, which does not compress"
+                    raise ReadError(f"{what} decompresses to more than {MAX_INFLATED} bytes", hint=hint)
+                self._scratch.write(file.size, block)
+                file.size += len(block)
+        return Extent(1, start, file.size - start)
+
+    def read(self, offset: int, nbytes: int) -> bytes:
+        return locate(self._catalogue.files[1].location).read(offset, nbytes)
+
+    def close(self) -> None:
+        if self._scratch is not None:
+            self._scratch.close()
