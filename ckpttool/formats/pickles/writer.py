@@ -19,8 +19,8 @@ from ckpttool.serialization.pickler import Writer
 from ckpttool.storage import files
 from ckpttool.storage.stores import locate
 
-# The lowest, by which names of Python 2 (`copy_reg`) are those of Python 3. The bytes of tensors are spelt as protocol 3
-# spells them, which Python 3 reads in any: they would be text.
+# The lowest, by which names of Python 2 (`copy_reg`) are those of Python 3. The bytes of tensors are spelt as protocol
+# 3 spells them, which Python 3 reads in any: they would be text.
 _PROTOCOL = 2
 
 
