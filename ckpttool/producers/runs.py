@@ -9,9 +9,12 @@ Only listings and small files are read, so that a run of hundreds of steps takes
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import reduce
+from operator import and_
 
 from ckpttool import formats
 from ckpttool.errors import CkptError, ReadError, UsageError
@@ -24,6 +27,7 @@ from ckpttool.text import is_or_are, some
 
 _DATA = re.compile(rf"{formats.DATA_FILE.pattern}|.*\.(pkl|pickle|th|tar|zip|npz|model|state)|.*\.pth?\.\w+|[^.]*")
 _TAG = re.compile(r"(best|last|latest|final)([-_].*)?", re.IGNORECASE)  # what a checkpoint is called without its step
+_COPY = re.compile(r"(?<![a-z])(best|last|latest|final)(?![a-z])", re.IGNORECASE)
 _BESIDE = re.compile(r".*\.(json|ya?ml)")  # of a step whose other files hold its tensors
 _POINTERS = re.compile(
     r"latest|latest\.txt|last_checkpoint|latest_checkpointed_iteration\.txt|latest_checkpoint.*|.*\.symlink"
@@ -242,27 +246,28 @@ def _files(directory: Directory) -> Iterator[RunCheckpoint]:
     """Yield the checkpoints of one file each, `model_step_100.pt`, and those of several files with a step in their
     names: `G_100.pth D_100.pth`."""
     of_ranks = [row.rank_files for row in PRODUCERS if row.rank_files]
-    names = [name for name in _below_parts(directory) if not any(re.fullmatch(pattern, name) for pattern in of_ranks)]
+    all_names = _below_parts(directory)
+    names = [n for n in all_names if not _COPY.search(n) and not any(re.fullmatch(p, n) for p in of_ranks)]
     files: dict[int, list[str]] = {}
     for name, step in steps_of(
         n for n in names if _DATA.fullmatch(n.rpartition("/")[2]) or _BESIDE.fullmatch(n)
     ).items():
         files.setdefault(step, []).append(name)
     files = {step: of_step for step, of_step in files.items() if any(not _BESIDE.fullmatch(n) for n in of_step)}
-    kinds = {step: {_kind_of(name, step): name for name in of_step} for step, of_step in files.items()}
+    kinds = {step: Counter(re.sub(r"\d+", "#", name) for name in of_step) for step, of_step in files.items()}
     for step, of_step in files.items():
         first, nbytes = of_step[0], sum(map(directory.size, of_step))
-        others = [set(kinds[other]) for other in files if other != step]
-        absent = set.intersection(*others) - kinds[step].keys() if others else set()
+        others = [kinds[other] for other in files if other != step]
+        absent = reduce(and_, others) - kinds[step] if others else Counter[str]()
         why_not = _empty(directory, of_step)
         if why_not is None and absent:
-            why_not = f"`{min(absent).replace('#', str(step))}` is missing, which the others have"
+            why_not = f"`{min(absent).replace('#', '*')}` is missing, which the others have"
         kind = "safetensors" if all(name.endswith(".safetensors") for name in of_step) else "torch"
         if len(of_step) == 1:
             why_not = "an empty file" if not nbytes else why_not
             yield RunCheckpoint(first, directory.at(first), step, nbytes, None, kind, why_not)
             continue
-        pattern = pattern_of(of_step, [name for name in names if name not in of_step]) or f"*{step}*"
+        pattern = pattern_of(of_step, [name for name in all_names if name not in of_step]) or f"*{step}*"
         path = directory.path.escaped() / pattern
         yield RunCheckpoint(pattern, path, step, nbytes, None, kind, why_not, tuple(of_step))
 
@@ -284,11 +289,6 @@ def _below_parts(directory: Directory) -> list[str]:
     for name, step in steps_of(below).items():
         folders_of.setdefault(step, set()).add(name.partition("/")[0])
     return [*names, *below] if any(len(folders) > 1 for folders in folders_of.values()) else names
-
-
-def _kind_of(name: str, step: int) -> str:
-    """Return a name with `#` in place of its step."""
-    return re.sub(rf"(?<!\d)0*{step}(?!\d)", "#", name)
 
 
 def _rank_files(directory: Directory) -> Iterator[RunCheckpoint]:
