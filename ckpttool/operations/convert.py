@@ -24,7 +24,7 @@ from ckpttool.operations import arguments, mapped_state, publish, start, write
 from ckpttool.operations import reference as references
 from ckpttool.operations.arguments import DtypeOfTorch, Selection
 from ckpttool.operations.write import Conversion, Planned, WriteOptions
-from ckpttool.producers import float32_names, writable
+from ckpttool.producers import float32_names, same, writable
 from ckpttool.producers.arrange import LayoutBuilder
 from ckpttool.producers.components import WritableLayout
 from ckpttool.producers.open import naming
@@ -251,6 +251,9 @@ def _plan(
 ) -> tuple[Planned, Format]:
     """Return what to write, and its format: a framework's layout is a format of its own."""
     catalogue = source.catalogue
+    if options.producer == same.SAME and not same.has_components(catalogue):
+        # One file, or a directory that one format writes.
+        target, options = same.format_of(catalogue), replace(options, producer=None)
     row = writable.choose(options.producer, catalogue, options.to_world) if options.producer is not None else None
     # A map is about names.
     spell = _speller(None, target, "fqn") if options.maps else _speller(row, target, options.optim_keys)

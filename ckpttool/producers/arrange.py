@@ -101,15 +101,16 @@ class LayoutBuilder:
         values: Mapping[str, Any] | None = None,
         constants: Sequence[Constant] = (),
         digits: int = 1,
+        world: int | None = None,
     ) -> int:
         """Add a component and return its number. See `OutputComponent`; `format` may be a name, and is None for
         JSON."""
         row = formats.named(format) if isinstance(format, str) else format
-        self._components.append(OutputComponent(name, row, root, key, values or {}, constants, digits))
+        self._components.append(OutputComponent(name, row, root, key, values or {}, constants, digits, world))
         return len(self._components) - 1
 
     def copy(self, name: str, to: str) -> None:
-        """Have a file that is written copied under another name."""
+        """Have a file, one that is written or one at an absolute path, copied under another name."""
         self._copies.append((name, to))
 
     def add_part(self, part: Part | None, name: str, format: str, root: Path, key: Path = ()) -> None:

@@ -75,13 +75,15 @@ class Component:
 
 
 class Mounted(NamedTuple):
-    """A component as it was opened: `Mounted("optimizer.pt", ("optimizer",), "", "torch")`. `copies` are files that
-    hold the same as the one that was read, `digits` the least of the number of a rank in the names of the files."""
+    """A component as it was opened: `Mounted("optimizer.pt", ("optimizer",), "", "torch")`. `files` are those of ranks
+    or shards, `copies` those that hold the same as the one that was read, `digits` the least of the number of a rank
+    in their names. Of an asset, `format` is "asset" and `copies` where it lies."""
 
     name: str
     root: Path
     key: str
     format: str
+    files: tuple[str, ...] = ()
     copies: tuple[str, ...] = ()
     digits: int = 1
 

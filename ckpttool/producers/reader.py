@@ -50,6 +50,9 @@ def open_layout(layout: Layout, directory: Directory, options: OpenOptions) -> S
     catalogue.warnings[:] = [w for w in catalogue.warnings if w.kind != "unlisted-file"]
     if layout.assets:
         catalogue.facts["assets"] = [name.rstrip("/") for name in layout.assets]
+        places = [(name, directory.at(name).absolute()) for name in layout.assets if not directory.leads_out(name)]
+        assets = [Mounted(name, (), "", "asset", (), (place,)) for name, place in places if place.is_file()]
+        catalogue.facts["components"] = [*catalogue.facts.get("components", ()), *assets]
     catalogue.warnings += layout.warnings
     catalogue.faults += [_of_component(error, directory, name, name) for name, error in layout.unreadable.items()]
     catalogue.faults += [_incomplete(text, directory) for text in layout.missing]
@@ -259,10 +262,16 @@ def _by_rank(component: Component) -> list[tuple[int, str]]:
 
 
 def _mounted(component: Component, format: str) -> Mounted:
-    is_of_ranks = component.kind == "single" and not component.name.endswith(".index.json")
-    copies = component.files[1:] if is_of_ranks and component.name in component.files[:1] else ()
-    digits = min(map(len, _ranks_in(component))) if "*" in component.name and not component.glob else 1
-    return Mounted(component.name, component.root, component.key, format, copies, digits)
+    if component.name.endswith(".index.json"):
+        return Mounted(component.name, component.root, component.key, format, component.files)
+    if component.kind == "single" and component.name in component.files[:1]:
+        return Mounted(component.name, component.root, component.key, format, (), component.files[1:])
+    if "*" not in component.name or component.glob:
+        return Mounted(component.name, component.root, component.key, format)
+    if len(component.files) == 1:
+        return Mounted(component.files[0], component.root, component.key, format)
+    digits = min(map(len, _ranks_in(component)))
+    return Mounted(component.name, component.root, component.key, format, component.files, (), digits)
 
 
 def _list(combined: Catalogue, component: Component, catalogue: Catalogue) -> None:

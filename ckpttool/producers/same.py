@@ -6,23 +6,24 @@ converted to DCP, and trained or changed, becomes again what a script reads.
 
 from __future__ import annotations
 
-import re
-from collections.abc import Mapping
+from collections.abc import Collection
 from typing import TYPE_CHECKING
 
 from ckpttool import formats
-from ckpttool.catalogue.entries import Catalogue, Path
-from ckpttool.catalogue.protocols import OpenOptions, Source
+from ckpttool.catalogue.entries import Catalogue, Path, Tensor
+from ckpttool.catalogue.protocols import Format, OpenOptions, Source
 from ckpttool.errors import UsageError
 from ckpttool.producers import PRODUCERS, contents, reader
 from ckpttool.producers.components import Mounted, WritableLayout
 from ckpttool.producers.directory import Directory
+from ckpttool.storage.stores import locate
 
 if TYPE_CHECKING:
     from ckpttool.producers.arrange import LayoutBuilder
     from ckpttool.producers.writer import OutputLayout
 
 SAME = "same"
+_INDEX = ".index.json"
 COMPONENTS = "components"
 """The fact of a catalogue that has its components, in the order in which they were opened."""
 
@@ -31,13 +32,13 @@ def layout(like: Catalogue, name: str) -> WritableLayout:
     """Return the layout of a checkpoint, called `name` in messages. Raises UsageError for one that is a single file or
     of a single format."""
     mounted: list[Mounted] = like.facts.get(COMPONENTS, [])
-    if not mounted:
+    if not has_components(like):
         hint = f"`--to {formats.named(like.format).target}` writes it" if like.format else ""
         raise UsageError(f"`--producer {name}`: it is of one format, and no directory of several files", hint=hint)
     producer = like.facts.get("producer")
 
     def build(builder: LayoutBuilder) -> OutputLayout:
-        return _build(builder, mounted)
+        return _build(builder, mounted, like)
 
     def opened(directory: Directory, options: OpenOptions) -> Source:
         row = next((row for row in PRODUCERS if row.name == producer), None)
@@ -48,27 +49,54 @@ def layout(like: Catalogue, name: str) -> WritableLayout:
     return WritableLayout(SAME, "", build, chunked=True, splits=True, open=opened)
 
 
-def _build(builder: LayoutBuilder, mounted: list[Mounted]) -> OutputLayout:
-    """Return each entry in the component whose root is the deepest above it."""
+def has_components(catalogue: Catalogue) -> bool:
+    """Return whether a checkpoint is made of several files, of which each is opened by itself."""
+    return any(one.format != "asset" for one in catalogue.facts.get(COMPONENTS, ()))
+
+
+def format_of(catalogue: Catalogue) -> Format:
+    """Return the format of a checkpoint that is of one."""
+    return next(row for row in formats.FORMATS if row.name == catalogue.format)
+
+
+def _build(builder: LayoutBuilder, mounted: list[Mounted], like: Catalogue) -> OutputLayout:
+    """Return each entry in the component whose root is the deepest above it; of a model of several files, in the file
+    that it has there."""
     number_of: dict[Path, int] = {}
+    of_file: dict[tuple[Path, str], int] = {}
     for one in mounted:
-        if one.root not in number_of:
-            row = next((row for row in formats.FORMATS if row.name == one.format), None)
-            key = (one.key,) if one.key else ()
-            number_of[one.root] = builder.component(_name(one), row, one.root, key=key, digits=one.digits)
+        key = (one.key,) if one.key else ()
+        row = next((row for row in formats.FORMATS if row.name == one.format), None)
         for copy in one.copies:
-            builder.copy(one.name, copy)
+            builder.copy(copy, one.name) if one.format == "asset" else builder.copy(one.name, copy)
+        if one.format == "asset":
+            continue
+        if one.name.endswith(_INDEX):
+            for name in one.files[1:]:
+                of_file[one.root, name] = builder.component(name, row, one.root, key=key)
+            # Its tensors are those of the files that it names, also after a conversion.
+            builder.copy(_place(like, one.files[1], one.name), one.name)
+            number_of.setdefault(one.root, of_file[one.root, one.files[1]])
+            continue
+        name, world = one.name.rstrip("/").replace("*", "{rank}"), len(one.files) or None
+        number = builder.component(name, row, one.root, key=key, digits=one.digits, world=world)
+        number_of.setdefault(one.root, number)
+        of_file[one.root, one.name] = number
     for entry in list(builder.remaining()):
-        if not entry.embedded and (number := _deepest(entry.path, number_of)) is not None:
-            builder.add(entry, number, entry.path)
+        if entry.embedded:
+            continue
+        stored, root = like.entries.get(entry.path), _deepest(entry.path, number_of)
+        if root is not None:
+            file = like.files[stored.chunks.file[0]].name if isinstance(stored, Tensor) and stored.chunks else ""
+            builder.add(entry, of_file.get((root, file), number_of[root]), entry.path)
     return builder.finish("the layout has no file for it")
 
 
-def _name(one: Mounted) -> str:
-    """Return the name of a component to write: files that share a model become one again."""
-    name = re.sub(r"(-\d{5}-of-\d{5})?\.(safetensors|bin)\.index\.json$", r".\2", one.name.rstrip("/"))
-    return re.sub(r"-\d{5}-of-\d{5}(?=\.[a-z]+$)", "", name).replace("*", "{rank}")
+def _place(like: Catalogue, file: str, other: str) -> str:
+    """Return where a file lies that is beside another one of a checkpoint."""
+    location = next(locate(f.location) for f in like.files if f.name == file)
+    return location.absolute().parent / other.rpartition("/")[2]
 
 
-def _deepest(path: Path, number_of: Mapping[Path, int]) -> int | None:
-    return next((number_of[path[:n]] for n in range(len(path), -1, -1) if path[:n] in number_of), None)
+def _deepest(path: Path, roots: Collection[Path]) -> Path | None:
+    return next((path[:n] for n in range(len(path), -1, -1) if path[:n] in roots), None)

@@ -21,7 +21,7 @@ from itertools import chain
 from typing import Any
 
 from ckpttool.catalogue import flatten, typed_json
-from ckpttool.catalogue.entries import Catalogue, Chunks, Entry, File, Object, Path, Tensor, above
+from ckpttool.catalogue.entries import Catalogue, Chunks, Entry, File, Object, Part, Path, Tensor, above
 from ckpttool.catalogue.protocols import Crcs, CreatedSink, Format, Loss, Sink, SinkOptions
 from ckpttool.catalogue.warning import Warning
 from ckpttool.errors import LossError
@@ -41,7 +41,8 @@ class OutputComponent:
 
     `name` is a path below the destination, with `{rank}` for a file of each rank, empty for the destination itself;
     `root` is its root in the catalogue, `key` the key around everything in it. Without a format it is JSON, and
-    `values` are written in it beside the entries. A rank in a name has at least so many `digits`.
+    `values` are written in it beside the entries. A rank in a name has at least so many `digits`;
+    `world` is the number of ranks, None for that of the destination.
     """
 
     name: str
@@ -51,6 +52,7 @@ class OutputComponent:
     values: Mapping[str, Any] = field(default_factory=dict)
     constants: Sequence[Constant] = ()
     digits: int = 1
+    world: int | None = None
 
     def inner(self, path: Path) -> Path:
         """Return the path in the component."""
@@ -79,6 +81,8 @@ class OutputLayout:
             if component.format is None:
                 losses += [Loss(e.name, "JSON cannot store it") for e in contents.entries.values() if not _is_json(e)]
             else:
+                if component.world is not None:
+                    contents.files = [File("", "", 0, rank=component.world - 1)]
                 names = {entry.name: component.outer(path) for path, entry in contents.entries.items()}
                 losses += [
                     Loss(".".join(map(str, names.get(loss.name, (loss.name,)))), loss.why)
@@ -154,6 +158,11 @@ def _contents(component: OutputComponent, catalogue: Catalogue, entries: list[En
     contents.containers = {component.inner(path): container for path, container in containers.items()}
     if component.format is None or not component.format.chunked:
         contents = rechunk.whole(contents)
+    if component.format is not None and component.format.name == "safetensors" and component.name:
+        # One file of tensors, whatever they are of.
+        part = Part("model", component.key)
+        for entry in contents.entries.values():
+            entry.part = part if isinstance(entry, Tensor) else entry.part
     # Warnings and facts are those of the whole state.
     contents.files, contents.warnings, contents.facts = catalogue.files, [], {}
     return contents
@@ -189,6 +198,7 @@ def _finish(
     for (sink, _), share in zip(sinks, shares, strict=True):
         sink.finish(share)
     for path, to in copies:
+        files.make_directory(to.parent, exist_ok=True)
         files.copy(path, to)
 
 
@@ -196,6 +206,8 @@ def _create_component(
     component: OutputComponent, location: Location, contents: Catalogue, options: SinkOptions
 ) -> Sink:
     form = component.format
+    options = options if component.world is None else replace(options, world=component.world)
+    folder = location.parent if component.name else location
     if "/" in component.name:
         files.make_directory(location.parent, exist_ok=True)
     if form is None:
@@ -207,16 +219,16 @@ def _create_component(
         return CreatedSink(contents, lambda crcs: None)
     assert form.create is not None
     by_rank = "{rank}" in component.name
-    if not by_rank and not (form.splits and options.max_shard_size is not None):
+    if not by_rank and not (form.splits and (options.max_shard_size is not None or not component.name)):
         return form.create(location, contents, replace(options, one_file=form.is_file(location)))
     # Files of ranks get the names of the framework; split files lie beside the other components, with their index.
-    scratch = location.parent / _SCRATCH
+    scratch = folder / _SCRATCH
     sink = form.create(scratch, contents, options if by_rank else replace(options, one_file=False))
     for file in sink.catalogue.files:
         number = str(file.rank).zfill(component.digits)
         name = location.name.replace("{rank}", number) if by_rank else locate(file.location).name
-        files.rename(file.location, location.parent / name)
-        file.location = location.parent / name
+        files.rename(file.location, folder / name)
+        file.location = folder / name
     if by_rank:
         scratch.remove()
         return sink
