@@ -135,15 +135,8 @@ class _Opening:
                 self._add_by_rank(combined, component)
                 return
             source = self.open(component, combined.catalogue)
-            if is_set and component.by_name and is_of_each_rank(source.catalogue):
-                source.close()
-                self._add_by_rank(combined, component)
-                return
         except (CorruptError, ReadError) as error:
-            if is_set and component.by_name and not mentions_shards(self.directory.at(component.files[0])):
-                self._add_by_rank(combined, component)
-            else:
-                self.faults.append(_of_component(error, self.directory, name, dotted(component.root)))
+            self.faults.append(_of_component(error, self.directory, name, dotted(component.root)))
             return
         catalogue = source.catalogue
         if not combined.catalogue.format:
@@ -170,6 +163,8 @@ class _Opening:
         """Return whether a format joins the files of all ranks, which it does not do with values of single ranks."""
         if component.glob or _is_rank_local(component):
             return bool(component.glob)
+        if component.by_name and not any(mentions_shards(self.directory.at(name)) for name in component.files):
+            return False
         return any(row.recognise(self._pattern(component)) for row in formats.FORMATS)
 
     def open(
