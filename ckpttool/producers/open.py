@@ -75,7 +75,7 @@ def _open_files(location: Location, options: OpenOptions) -> Source:
     if not matches:
         return _detect(location, None).open(location, options)
     folder = matches[0].parent
-    while not all(path.is_below(folder) for path in matches):
+    while folder and not all(path.is_below(folder) for path in matches):
         folder = folder.parent
     directory = Directory(folder if folder else locate("."))
     names = [path.relative_to(folder) + ("/" if path.is_dir() else "") for path in matches]
