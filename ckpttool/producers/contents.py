@@ -125,7 +125,7 @@ def _indexed(directory: Directory, names: Collection[str], layout: Layout) -> It
                 yield Component(name, files=(name, *shards))
             else:
                 for shard in shards:
-                    yield Component(shard, files=(name, shard), kind="shard")
+                    yield Component(shard, files=(shard,), kind="shard")
 
 
 def _shards(directory: Directory, names: Collection[str], layout: Layout) -> Iterator[Component]:

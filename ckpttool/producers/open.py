@@ -56,8 +56,9 @@ def open_at(location: Location, options: OpenOptions = NO_HINTS, run: runs.Run |
         else:
             inner = None if directory.has(_WHOLE) else runs.find(directory)
             if inner is not None and inner.chosen is not None:
-                if inner.chosen.files:
-                    return _open_step(inner.directory, inner.chosen.files, options, run or inner)
+                files_of_step = [*inner.chosen.files, *_of_newest(inner)]
+                if files_of_step:
+                    return _open_step(inner.directory, files_of_step, options, run or inner)
                 return open_at(inner.chosen.path, options, run or inner)
             source = _open_directory(location, directory, options)
         source.catalogue.warnings += [*_unseen(directory), *_unread(directory, source.catalogue)]
@@ -80,6 +81,25 @@ def _open_files(location: Location, options: OpenOptions) -> Source:
     directory = Directory(folder if folder else locate("."))
     names = [path.relative_to(folder) + ("/" if path.is_dir() else "") for path in matches]
     return _open_step(directory, names, options, None)
+
+
+def _of_newest(run: runs.Run) -> list[str]:
+    """Return the files of a run that are written again at each step, such as the optimizer beside the weights of each
+    epoch, with that of the newest step if it is one file; not those that hold what a file of the step holds."""
+    chosen, names = run.chosen, [name for name in run.beside if not runs.COPY.search(name)]
+    if chosen is None or not names or chosen.path.is_dir():
+        return []
+    files_of_step = chosen.files or (chosen.name,)
+    shapes = [_tensors_in(run.directory.at(name)) for name in files_of_step]
+    others = [name for name in names if not any(_tensors_in(run.directory.at(name)) <= one for one in shapes)]
+    return others if chosen.files else [*files_of_step, *others] if others else []
+
+
+def _tensors_in(location: Location) -> set[tuple[Path, tuple[int, ...]]]:
+    """Return the paths and shapes of the tensors in a file; none of one that cannot be opened."""
+    with suppress(CkptError), closing(detect(location).open(location)) as source:
+        return {(tensor.path, tensor.shape) for tensor in source.catalogue.tensors}
+    return set()
 
 
 def _open_step(directory: Directory, names: Collection[str], options: OpenOptions, run: runs.Run | None) -> Source:
@@ -202,8 +222,9 @@ def _describe_run(catalogue: Catalogue, run: runs.Run) -> None:
         reasons = "; ".join(f"`{c.name}`: {c.why_not}" for c in run.newer[-3:])
         text = f"`{chosen.name}` is opened; newer checkpoints are incomplete: {reasons}"
         catalogue.warnings.insert(0, Warning("chosen", text))
-    if run.beside:
-        catalogue.warnings.append(Warning("chosen", f"not opened, as they are of no step: {some(run.beside)}"))
+    opened = {file.name for file in catalogue.own_files}
+    if others := [name for name in run.beside if name not in opened]:
+        catalogue.warnings.append(Warning("chosen", f"not opened, as they are of no step: {some(others)}"))
     name, step = runs.pointer(run.directory) or ("", chosen.step)
     if step != chosen.step:
         text = f"`{name}` names step {step}, but step {chosen.step} is opened"

@@ -27,7 +27,7 @@ from ckpttool.text import is_or_are, some
 
 _DATA = re.compile(rf"{formats.DATA_FILE.pattern}|.*\.(pkl|pickle|th|tar|zip|npz|model|state)|.*\.pth?\.\w+|[^.]*")
 _TAG = re.compile(r"(best|last|latest|final)([-_].*)?", re.IGNORECASE)  # what a checkpoint is called without its step
-_COPY = re.compile(r"(?<![a-z])(best|last|latest|final)(?![a-z])", re.IGNORECASE)
+COPY = re.compile(r"(?<![a-z])(best|last|latest|final)(?![a-z])", re.IGNORECASE)
 _BESIDE = re.compile(r".*\.(json|ya?ml)")  # of a step whose other files hold its tensors
 _POINTERS = re.compile(
     r"latest|latest\.txt|last_checkpoint|latest_checkpointed_iteration\.txt|latest_checkpoint.*|.*\.symlink"
@@ -247,7 +247,7 @@ def _files(directory: Directory) -> Iterator[RunCheckpoint]:
     names: `G_100.pth D_100.pth`."""
     of_ranks = [row.rank_files for row in PRODUCERS if row.rank_files]
     all_names = _below_parts(directory)
-    names = [n for n in all_names if not _COPY.search(n) and not any(re.fullmatch(p, n) for p in of_ranks)]
+    names = [n for n in all_names if not COPY.search(n) and not any(re.fullmatch(p, n) for p in of_ranks)]
     files: dict[int, list[str]] = {}
     for name, step in steps_of(
         n for n in names if _DATA.fullmatch(n.rpartition("/")[2]) or _BESIDE.fullmatch(n)

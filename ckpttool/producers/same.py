@@ -44,7 +44,7 @@ def layout(like: Catalogue, name: str) -> WritableLayout:
         row = next((row for row in PRODUCERS if row.name == producer), None)
         if row is not None:
             return reader.open_directory(row, directory, options)
-        return reader.open_layout(contents.layout(directory), directory, options)
+        return reader.open_layout(contents.layout(directory, step=like.facts.get("step")), directory, options)
 
     return WritableLayout(SAME, "", build, chunked=True, splits=True, open=opened)
 
