@@ -104,7 +104,10 @@ class _Opening:
             raise ReadError(f"`{path}`: none of the files that it should have", file=path)
         first = self.components[0]
         if len(self.components) == 1 and not (first.root or first.key) and first.kind in ("single", "shard"):
-            return self.open(first, only=self.options.only)
+            source = self.open(first, only=self.options.only)
+            if first.name:
+                source.catalogue.facts["components"] = [_mounted(first, source.catalogue.format)]
+            return source
         with ExitStack() as on_error:
             combined = on_error.enter_context(closing(CombinedSource(Catalogue(""))))
             for component in self.components:

@@ -1,4 +1,4 @@
-"""How much of the corpus of layouts ckpttool sees: `python tests/layouts/measure.py [NAME ...] [--convert]`.
+"""How much of the corpus of layouts ckpttool sees: `python tests/support/layouts/measure.py [NAME ...] [--convert]`.
 
 Each layout is written, its step is opened by the path that a person names, and every tensor that its own library reads
 is looked for by the bits of its elements. A NAME is a part of a layout's name, or a kind: file, flat, directory.
@@ -19,16 +19,16 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import torch
-from support import layouts
-from support.layouts import reading
-from support.layouts.step import tensors_of
 
 import ckpttool
 from ckpttool.errors import CkptError
 from ckpttool.operations.inspect.document import document
+from support import layouts
+from support.layouts import reading
+from support.layouts.step import tensors_of
 
 # The kinds of parts under which a person is content to see a role; the first is the right one.
 KINDS = {
@@ -281,7 +281,7 @@ def conversions(
         try:
             ckpttool.convert(str(written.path), str(destination), **options)
         except CkptError as error:
-            return "refused: " + str(error).split("\n")[0].replace(str(scratch), "")[:100]
+            return "refused: " + str(error).split("\n")[0].replace(str(scratch), "")[:200]
         except Exception as error:
             return f"CRASH {error!r}"
         try:
