@@ -54,7 +54,8 @@ class Component:
     `name` may have a `*` for the ranks; `files` are all names that it stands for. `rank` is that of a file of one rank.
     `shapes_from` is another component, an optimizer whose moments have the shapes of the parameters. `glob` is the
     pattern of rank files of several parts. Of files that nothing but their names says to be those of ranks, `by_name`,
-    each rank may have what is its own.
+    each rank may have what is its own. A `spare` one is the same part in another format if it has the same names and
+    shapes, and a part of its own if not.
     """
 
     name: str
@@ -66,6 +67,7 @@ class Component:
     kind: Kind = "single"
     glob: str = ""
     by_name: bool = False
+    spare: bool = False
 
     @property
     def pattern(self) -> str:
@@ -106,7 +108,7 @@ class Layout:
         for component in other.components:
             name = component.name.rpartition("/")[2]
             free = component if component.root not in taken else replace(component, root=(*component.root[:-1], name))
-            self.components.append(free)
+            self.components.append(replace(free, spare=bool(_OTHER_FORMAT.fullmatch(name))))
         self.assets += other.assets
         self.missing += other.missing
         self.unreadable |= other.unreadable
@@ -220,6 +222,8 @@ ASSET_NAMES = (
 # Of a Git repository around the files, not of the model.
 REPOSITORY = Pattern(r"\.git(/|attributes|ignore|keep|modules)", kind="ignored")
 ASSETS = (Pattern(ASSET_NAMES, kind="asset"), REPOSITORY)
+# The weights in the older format of transformers, where `model.safetensors` is there too.
+_OTHER_FORMAT = re.compile(r"pytorch_model.*\.bin")
 # Of DCP, with or without its index.
 DCP_FILE = r"\.metadata|__\d+\.metadata|.*\.distcp"
 DCP_FILES = Pattern(rf"{DCP_FILE}|\.metadata\.tmp|__\d+\.metadata\.tmp|\.metadata\.bck", kind="ignored")
@@ -266,17 +270,13 @@ def match_components(
 
 
 def _drop_duplicates(layout: Layout, root: Path) -> None:
-    """Keep the first of two components of the same part, such as `model.safetensors` beside `pytorch_model.bin`."""
+    """Mark the second of two components of the same part, such as `pytorch_model.bin` beside `model.safetensors`."""
     first_of: dict[Path, Component] = {}
-    kept = []
-    for component in layout.components:
+    for i, component in enumerate(layout.components):
         first = first_of.setdefault(component.root, component)
-        if first is component or component.root == root or first.kind == component.kind == "shard":
-            kept.append(component)
-        else:
-            text = f"`{component.name}` is ignored, as `{first.name}` has the same part"
-            layout.warnings.append(Warning("superseded-file", text, file=component.name))
-    layout.components = kept
+        if first is not component and component.root != root and not (first.kind == component.kind == "shard"):
+            other = (*root, component.name.rstrip("/").rpartition("/")[2])
+            layout.components[i] = replace(component, root=other, spare=True)
 
 
 def _number(match: re.Match[str]) -> tuple[int, int]:

@@ -87,7 +87,7 @@ def _of_newest(run: runs.Run) -> list[str]:
     """Return the files of a run that are written again at each step, such as the optimizer beside the weights of each
     epoch, with that of the newest step if it is one file; not those that hold what a file of the step holds."""
     chosen, names = run.chosen, [name for name in run.beside if not runs.COPY.search(name)]
-    if chosen is None or not names or chosen.path.is_dir():
+    if chosen is None or chosen.producer is not None or not names or chosen.path.is_dir():
         return []
     files_of_step = chosen.files or (chosen.name,)
     shapes = [_tensors_in(run.directory.at(name)) for name in files_of_step]

@@ -9,7 +9,8 @@ from typing import Any
 
 from ckpttool import formats
 from ckpttool.catalogue import identity, parts
-from ckpttool.catalogue.entries import Catalogue, File, Part, Tensor, dotted
+from ckpttool.catalogue.aliases import find_aliases
+from ckpttool.catalogue.entries import Catalogue, File, Part, Path, Tensor, dotted
 from ckpttool.catalogue.protocols import OpenOptions, Source
 from ckpttool.catalogue.warning import Warning
 from ckpttool.errors import CkptError, CorruptError, ReadError
@@ -142,6 +143,11 @@ class _Opening:
             self.faults.append(_of_component(error, self.directory, name, dotted(component.root)))
             return
         catalogue = source.catalogue
+        if component.spare and (twin := _twin(catalogue, combined.catalogue)) is not None:
+            source.close()
+            text = f"`{component.name}` has the names and shapes of `{dotted(twin) or 'the model'}`, and is not read"
+            self.warnings.setdefault(Warning("superseded-file", text, file=component.name), []).append("")
+            return
         if not combined.catalogue.format:
             # The facts of the first component are those of the whole.
             combined.catalogue.format = catalogue.format
@@ -244,6 +250,19 @@ def shapes_of_moments(catalogue: Catalogue) -> OpenOptions:
     order = [name for group in groups if isinstance(group, list) for name in group if isinstance(name, str)]
     shapes = {name: moments[name].shape for name in dict.fromkeys([*order, *moments]) if name in moments}
     return OpenOptions(shapes, ordered=len(groups) == 1 and set(order) == set(moments)) if shapes else OpenOptions()
+
+
+def _twin(catalogue: Catalogue, combined: Catalogue) -> Path | None:
+    """Return the root of the component that has the same tensors by their names and shapes; None without one."""
+    tied = find_aliases(catalogue.tensors)
+    shapes = {(tensor.name, tensor.shape) for tensor in catalogue.tensors}
+    ties = {(tensor.name, tensor.shape) for tensor in catalogue.tensors if tensor.path in tied}
+    for one in combined.facts.get("mounted", ()):
+        root = tuple(one["root"].split(".")) if one["root"] else ()
+        there = {(dotted(t.path[len(root) :]), t.shape) for t in combined.tensors if t.path[: len(root)] == root}
+        if shapes and there - ties == shapes - ties:
+            return root
+    return None
 
 
 def _is_rank_local(component: Component) -> bool:

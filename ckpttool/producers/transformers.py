@@ -51,7 +51,7 @@ _PRETRAINED = (
     Pattern(r"pytorch_model\.bin\.index\.json", kind="ignored"),
     REPOSITORY,
     Pattern(rf"(?!{_WEIGHTS}$).*[^/]", kind="asset"),
-    Pattern(r".*/", kind="ignored"),
+    Pattern(_CHECKPOINT, kind="ignored"),
 )
 
 

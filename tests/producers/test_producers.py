@@ -667,14 +667,19 @@ def test_keys_are_not_doubled(name: str) -> None:
     assert {e.path[1] for e in catalogue.entries.values() if e.path[0] == "optimizer"} == {"state", "param_groups"}
 
 
-def test_of_two_pieces_that_are_the_model_the_first_is_taken(tmp_path: Path) -> None:
+def test_of_two_formats_of_the_model_the_first_is_taken(tmp_path: Path) -> None:
     folder = saved(tmp_path / "checkpoint_0")
-    torch.save({"weight": torch.full((2, 3), 7.0)}, folder / "pytorch_model.bin")
+    state = {"weight": torch.full((2, 3), 7.0), "bias": torch.ones(2)}
+    torch.save(state, folder / "pytorch_model.bin")
     catalogue = inspect(folder)
     assert [str(w) for w in catalogue.warnings] == [
-        "`pytorch_model.bin` is ignored, as `model.safetensors` has the same part"
+        "`pytorch_model.bin` has the names and shapes of `model`, and is not read"
     ]
     assert catalogue.tensor(("model", "bias")).shape == (2,)
+    # With other tensors it is a part of its own.
+    torch.save(state | {"head": torch.ones(5)}, folder / "pytorch_model.bin")
+    catalogue = inspect(folder)
+    assert not catalogue.warnings and catalogue.tensor(("pytorch_model.bin", "head")).shape == (5,)
 
 
 # On the command line -------------------------------------------------------------------------------------------------
@@ -856,5 +861,11 @@ def test_a_directory_above_a_run_opens_or_names_the_newest_checkpoint(path: Path
         assert named is not None and "not a checkpoint; found" in error.message
         with closing(open_source(named[1])) as source:
             found = source.catalogue
+    if path.name == "hf_assets":
+        # A folder without a step in its name is no checkpoint of a run, but a part beside `reference.pt`.
+        found.entries = {entry[1:]: value for entry, value in found.entries.items() if entry[0] == "ckpt"}
+        found.files = [file for file in found.files if file.name.startswith("ckpt/")]
+        for file in found.files:
+            file.name = file.name.removeprefix("ckpt/")
     assert found.entries.keys() == expected.entries.keys()
     assert [f.name for f in found.own_files] == [f.name for f in expected.own_files]
