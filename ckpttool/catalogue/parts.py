@@ -16,10 +16,11 @@ from functools import lru_cache
 from typing import Any
 
 from ckpttool.catalogue.entries import KINDS, OTHER, Catalogue, Object, Part, Path, Tensor, dotted
+from ckpttool.catalogue.models import models
 from ckpttool.catalogue.signatures import MOMENTS, Node, is_module_name, tree
 from ckpttool.catalogue.values import stub_name
 from ckpttool.errors import UsageError
-from ckpttool.text import meant
+from ckpttool.text import meant, some
 
 _NAMES = (
     ("optimizer", r"(.*_)?(optim|optimizer|optimizers|opt)(_state(s|_dict)?)?(_\d+)?|optimizer_\w+|optim_\w+"),
@@ -165,7 +166,14 @@ def _kind_of(key: object, child: Node) -> str | None:
     kind = kind_of_key(key)
     if kind is not None and _tells(kind, child):
         return kind
-    return "model" if child.is_state_dict else None
+    return "model" if child.is_state_dict else "progress" if _is_progress(child) else None
+
+
+def _is_progress(node: Node) -> bool:
+    """Return whether these are plain values, and one of them counts steps or epochs."""
+    values = [one.entry.value if isinstance(one.entry, Object) else node for one in node.children.values()]
+    is_plain = all(value is None or isinstance(value, (bool, int, float, str)) for value in values)
+    return is_plain and any(kind_of_key(key) == "progress" for key in node.children)
 
 
 def _is_around(kind: str, child: Node) -> bool:
@@ -281,14 +289,23 @@ def stop_at_absent_below(catalogue: Catalogue, root: str) -> None:
             raise fault
 
 
-def matcher(names: Iterable[str], catalogue: Catalogue, other: Catalogue | None = None) -> Callable[[Part], bool]:
-    """Return a predicate for the parts named on the command line: by kind (`model`) or by root key (`ema`). Raises
-    UsageError for a name that is not a part of the catalogue, nor of the other, if there is one."""
+def matcher(
+    names: Iterable[str], catalogue: Catalogue, other: Catalogue | None = None, *, single: bool = False
+) -> Callable[[Part], bool]:
+    """Return a predicate for the parts named on the command line: by kind (`model`) or by root key (`ema`); an average
+    is no `model` where there is another. Raises UsageError for a name that is not a part of the catalogue, nor of the
+    other, if there is one, and with `single` for `model` where there are several."""
     present, elsewhere = parts(catalogue), parts(other) if other else []
     chosen: set[Part] = set()
     for name in names:
         # A root key is the more exact name: `--only model` with `model` and `ema` there means `model`.
         matches = [p for p in present if dotted(p.root) == name] or [p for p in present if p.kind == name]
+        if single and name == "model" and len(matches) > 1:
+            matches = [model.part for model in models(catalogue).trained]
+            if len(matches) > 1:
+                roots = [dotted(p.root) for p in matches]
+                hint = f"`--only {roots[0]}` takes one; `{'`, `'.join(roots)}` together take all"
+                raise UsageError(f"there are {len(matches)} models: {some(roots)}", hint=hint, found=roots)
         if not matches and not any(name in (dotted(p.root), p.kind) for p in elsewhere):
             labels = [p.kind if not p.root else dotted(p.root) for p in present]
             known = list(dict.fromkeys([*labels, *(p.kind for p in present)]))

@@ -196,6 +196,8 @@ def _header(terminal: Terminal, catalogue: Catalogue, path: str, summary: Summar
     terminal.line(bold(path))
     if text := str(summary.headline):
         terminal.paragraph(text)
+    if summary.holds and (len(catalogue.facts.get("mounted", ())) > 1 or len(summary.trees) > 1):
+        terminal.paragraph(summary.holds)
     for text in summary.damage:
         terminal.paragraph(text, mark=Styled("! ", "red"))
     terminal.write("\n")

@@ -37,7 +37,7 @@ class Selection:
     def wanted_parts(self, source: Catalogue, other: Catalogue | None = None) -> Callable[[Part], bool]:
         """Return whether `--only` and `--drop` leave a part of the source in. Raises UsageError for one that neither
         has."""
-        is_selected = parts.matcher(self.only, source, other) if self.only else lambda part: True
+        is_selected = parts.matcher(self.only, source, other, single=True) if self.only else lambda part: True
         is_dropped = parts.matcher(self.drop, source, other)
         return lambda part: is_selected(part) and not is_dropped(part)
 

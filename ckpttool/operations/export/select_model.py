@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from ckpttool.catalogue import parts
 from ckpttool.catalogue.boxes import Ints
 from ckpttool.catalogue.entries import Catalogue, Part, Path, Tensor, dotted
+from ckpttool.catalogue.models import models as every
 from ckpttool.catalogue.validation import validate
 from ckpttool.errors import UsageError
 from ckpttool.layout import select
@@ -25,7 +26,7 @@ def model_of(source: Catalogue, only: Sequence[str]) -> Catalogue:
 
     Raises UsageError when there is no model, or more than one; CorruptError when it is damaged.
     """
-    is_selected = parts.matcher(only, source) if only else lambda part: part.kind == "model"
+    is_selected = parts.matcher(only, source) if only else {model.part for model in every(source).trained}.__contains__
     models = [part for part in parts.parts(source) if is_selected(part)]
     for fault in source.faults:
         # A part that could not be opened may be the model.

@@ -15,6 +15,7 @@ from ckpttool.operations.inspect import module_tree
 from ckpttool.operations.inspect.copies import note_copies
 from ckpttool.operations.inspect.format_value import peek
 from ckpttool.operations.inspect.headline import Headline, headline
+from ckpttool.operations.inspect.inventory import inventory
 from ckpttool.operations.inspect.optimizers import optimizers
 from ckpttool.operations.inspect.warnings import copies, findings
 from ckpttool.text import ranges
@@ -51,10 +52,11 @@ class ObjectLine:
 
 @dataclass(slots=True)
 class Summary:
-    """What `inspect` prints. `internal` are attributes that a scheduler keeps for itself; `damage` is what stops every
-    operation but `inspect`."""
+    """What `inspect` prints. `holds` is what there is, in one line; `internal` are attributes that a scheduler keeps for
+    itself; `damage` is what stops every operation but `inspect`."""
 
     headline: Headline
+    holds: str
     parts: list[PartLine]
     trees: list[tuple[Part, list[module_tree.Line]]]
     objects: list[ObjectLine]
@@ -79,6 +81,7 @@ def summarise(catalogue: Catalogue, *, depth: int = DEPTH, limit: int = LIMIT) -
     trees = {p: [e for e in by_part[p] if isinstance(e, Tensor)] for p in by_part if p.kind == "model"}
     return Summary(
         headline=found,
+        holds=inventory(catalogue, every, found.optimizers, {*aliases, *copies(catalogue)}),
         parts=_parts(by_part, every, aliases),
         trees=[(part, module_tree.lines(tensors, part.root, aliases, depth)) for part, tensors in trees.items()],
         objects=_folded(ObjectLine(e.name, value_text(e, catalogue, limit)) for e in rest[False]),
