@@ -14,11 +14,18 @@ _WORDS = (("scheduler", "scheduler"), ("scaler", "gradient scaler"), ("rng", "RN
 _MANY = 6  # models that are named
 
 
-def inventory(catalogue: Catalogue, every: Models, optimizers: Sequence[Optimizer], tied: Collection[Path] = ()) -> str:
-    """Return the models with their numbers of parameters, the averages and optimizers of each, and what else there is;
-    empty where one part is all."""
+def inventory(
+    catalogue: Catalogue,
+    every: Models,
+    optimizers: Sequence[Optimizer],
+    step: float | None = None,
+    tied: Collection[Path] = (),
+) -> str:
+    """Return the models with their numbers of parameters, the averages and optimizers of each, what else there is, and
+    the step; empty where one part is all."""
     words = [*_models(every, tied), *_optimizers(every, optimizers), *_others(catalogue)]
-    return ", ".join(words) if len(words) > 1 else ""
+    steps = [f"step {step:,}"] if step is not None else []
+    return ", ".join([*words, *steps]) if len(words) > 1 else ""
 
 
 def _models(every: Models, tied: Collection[Path]) -> Iterator[str]:

@@ -52,8 +52,8 @@ class ObjectLine:
 
 @dataclass(slots=True)
 class Summary:
-    """What `inspect` prints. `holds` is what there is, in one line; `internal` are attributes that a scheduler keeps for
-    itself; `damage` is what stops every operation but `inspect`."""
+    """What `inspect` prints. `holds` is what there is, in one line; `internal` are attributes that a scheduler keeps
+    for itself; `damage` is what stops every operation but `inspect`."""
 
     headline: Headline
     holds: str
@@ -81,7 +81,7 @@ def summarise(catalogue: Catalogue, *, depth: int = DEPTH, limit: int = LIMIT) -
     trees = {p: [e for e in by_part[p] if isinstance(e, Tensor)] for p in by_part if p.kind == "model"}
     return Summary(
         headline=found,
-        holds=inventory(catalogue, every, found.optimizers, {*aliases, *copies(catalogue)}),
+        holds=inventory(catalogue, every, found.optimizers, found.step, {*aliases, *copies(catalogue)}),
         parts=_parts(by_part, every, aliases),
         trees=[(part, module_tree.lines(tensors, part.root, aliases, depth)) for part, tensors in trees.items()],
         objects=_folded(ObjectLine(e.name, value_text(e, catalogue, limit)) for e in rest[False]),
