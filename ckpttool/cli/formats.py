@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from ckpttool.catalogue import protocols
 from ckpttool.cli import options
 from ckpttool.cli.documents import Format, Formats
 from ckpttool.cli.terminal import bold, out
@@ -22,7 +23,7 @@ def formats(as_json: bool, quiet: bool) -> None:
                 "name": f.name,
                 "title": f.title,
                 "reads": True,
-                "writes": f.create is not None,
+                "writes": _is_target(f),
                 "to": f.target,
                 "suffixes": list(f.suffixes),
             }
@@ -41,8 +42,13 @@ def formats(as_json: bool, quiet: bool) -> None:
             terminal.line(row.name)
     else:
         terminal.table(
-            [(bold(f.name), f"read, write (--to {f.target})" if f.create else "read", f.title) for f in FORMATS],
+            [(bold(f.name), f"read, write (--to {f.target})" if _is_target(f) else "read", f.title) for f in FORMATS],
             ("format", "can", "what it is"),
             wrap=(2,),
             indent=0,
         )
+
+
+def _is_target(row: protocols.Format) -> bool:
+    """Return whether `--to` takes a format; those of files beside a checkpoint are written by `--producer same`."""
+    return row.create is not None and not row.component_only

@@ -25,6 +25,7 @@ from ckpttool.formats.detect import detect
 from ckpttool.producers import foreign
 from ckpttool.producers.components import ASSET_NAMES, DCP_FILE, DCP_FILES, REPOSITORY, Component, Layout
 from ckpttool.producers.directory import Directory
+from ckpttool.serialization.manifest import NAME
 from ckpttool.storage import files
 
 _MAX_DEPTH = 8
@@ -46,7 +47,7 @@ _OTHER_LIBRARIES = r".*\.(h5|msgpack|onnx|onnx_data|gguf|ot|tflite|pb|engine|mlm
 _LOOKED_AT = (
     r".*\.(log|md|py|sh|csv|tsv|jsonl|png|jpe?g|svg|gif|mp4|wav|html|pdf|lock|ply|tiktoken)|events\.out\.tfevents.*"
 )
-_ASSET = re.compile(rf"(?:.*/)?({ASSET_NAMES}|{_OTHER_LIBRARIES}|{_LOOKED_AT}|ckpttool-manifest\.json|integrity\.json)")
+_ASSET = re.compile(rf"(?:.*/)?({ASSET_NAMES}|{_OTHER_LIBRARIES}|{_LOOKED_AT})")
 _HEAD = 4096
 _STATE = "it may hold training state; `--only` leaves it out"
 
@@ -82,7 +83,7 @@ def _below(
         layout.unreadable[above] = ReadError(text, file=directory.path)
         return
     for name in names:
-        if re.fullmatch(REPOSITORY.pattern, name) or files.REMAINS.fullmatch(name.rstrip("/")):
+        if re.fullmatch(rf"{REPOSITORY.pattern}|{re.escape(NAME)}", name) or files.REMAINS.fullmatch(name.rstrip("/")):
             continue
         if not name.endswith("/"):
             if not (is_dcp and re.fullmatch(DCP_FILES.pattern, name)):

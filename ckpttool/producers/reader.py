@@ -38,6 +38,9 @@ def open_directory(producer: Producer, directory: Directory, options: OpenOption
     ]
     if producer.confirm is None or producer.confirm(source.catalogue):
         source.catalogue.facts["producer"] = producer.name
+    else:
+        # Any directory of the format may be called so.
+        source.catalogue.facts.pop("step", None)
     return source
 
 

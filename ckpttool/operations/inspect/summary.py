@@ -161,10 +161,11 @@ def step(catalogue: Catalogue) -> float | None:
     for kind in ("progress", "optimizer"):
         for name in _PROGRESS:
             counter = counters.get((kind, name))
-            value = peek(counter)[0] if counter is not None else catalogue.facts.get("step")
+            value = peek(counter)[0] if counter is not None else None
             if isinstance(value, (int, float)) and not isinstance(value, bool):
                 return int(value) if isinstance(value, float) and value.is_integer() else value
-    return None
+    step = catalogue.facts.get("step")
+    return step if isinstance(step, int) else None
 
 
 def value_text(entry: Object, catalogue: Catalogue, limit: int = LIMIT) -> str:
