@@ -155,7 +155,9 @@ def _nodes(value: Any, containers: tuple[type, ...]) -> Iterator[Any]:
         yield from level
         nested = {id(node): node for node in level if isinstance(node, containers) and id(node) not in seen}
         seen |= nested.keys()
-        level, depth = [child for node in nested.values() for _, child in children(node)], depth + 1
+        pairs = [pair for node in nested.values() for pair in children(node)]
+        keys = [key for key, _ in pairs if not isinstance(key, (str, int))]
+        level, depth = [child for _, child in pairs] + keys, depth + 1
 
 
 def replaced(value: Any, kinds: Kinds, new: Callable[[Any, Path], Any], path: Path = ()) -> Any:
@@ -197,15 +199,19 @@ class _Copying:
                 setattr(copy, name, self.copy(getattr(value, name), (*path, name)))
             copy.state = [self.copy(s, (*path, "state")) for s in value.state]
             copy.values = [self.copy(v, (*path, i)) for i, v in enumerate(value.values)]
-            copy.pairs = [(k, self.copy(v, (*path, _as_key(k)))) for k, v in value.pairs]
+            copy.pairs = [(self._key(k, path), self.copy(v, (*path, _as_key(k)))) for k, v in value.pairs]
         elif isinstance(value, list):
             copy.extend(self.copy(v, (*path, i)) for i, v in enumerate(value))
         else:
             for key, child in value.items():
-                copy[key] = self.copy(child, (*path, _as_key(key)))
+                copy[self._key(key, path)] = self.copy(child, (*path, _as_key(key)))
             if _attributes(value):
                 vars(copy).update(self.copy(_attributes(value), (*path, "__dict__")))
         return copy
+
+    def _key(self, key: Any, path: Path) -> Any:
+        # An optimizer itself has the state of each parameter under the parameter.
+        return key if isinstance(key, (str, int)) else self.copy(key, (*path, "key"))
 
 
 def links(value: Any) -> Iterator[Link]:

@@ -25,6 +25,7 @@ from same import assert_same
 from support.paths import CHECKPOINTS, samples_of
 from torch import nn
 
+import ckpttool
 from ckpttool.catalogue import entries as catalogues
 from ckpttool.catalogue import flatten as nesting
 from ckpttool.catalogue import validation as faults
@@ -677,3 +678,24 @@ def test_version_that_torch_does_not_read(tmp_path: Path) -> None:
                 read(path)
         else:
             assert [tensor.name for tensor in read(path).tensors] == ["w"]
+
+
+@pytest.mark.parametrize("to", ["torch", "dcp"])
+def test_a_scheduler_that_was_saved_as_an_object(to: str, tmp_path: Path) -> None:
+    """It holds its optimizer, whose state has the parameters themselves as keys."""
+    model = torch.nn.Linear(3, 2)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    model(torch.ones(1, 3)).sum().backward()
+    optimizer.step()
+    scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 5)
+    torch.save({"model": model.state_dict(), "scheduler": scheduler}, tmp_path / "a.pt")
+    ckpttool.convert(tmp_path / "a.pt", tmp_path / "there", to=to)
+    ckpttool.convert(tmp_path / "there", tmp_path / "back.pt")
+    back = torch.load(tmp_path / "back.pt", weights_only=False)["scheduler"]
+    assert back.T_max == 5 and back.optimizer.param_groups[0]["lr"] == optimizer.param_groups[0]["lr"]
+    [params] = [group["params"] for group in back.optimizer.param_groups]
+    assert len(params) == len(back.optimizer.state) == 2
+    for parameter, expected in zip(params, model.parameters(), strict=True):
+        assert torch.equal(parameter, expected)
+        state = back.optimizer.state[parameter]
+        assert all(torch.equal(state[name], value) for name, value in optimizer.state[expected].items())
