@@ -199,6 +199,14 @@ def _kind_of_object(entry: Object) -> str | None:
     value = entry.value
     if isinstance(value, Stub):
         return _kind_of_class(value)
+    if kind := _kind_of_sequence(value):
+        return kind
+    # The generators of several ranks or devices: a list of lists of lists may be without end.
+    is_list = isinstance(value, list) and bool(value)
+    return "rng" if is_list and all(_kind_of_sequence(one) == "rng" for one in value[:16]) else None
+
+
+def _kind_of_sequence(value: object) -> str | None:
     if isinstance(value, tuple) and value:
         if len(value) == 3 and value[0] == 3 and isinstance(value[1], tuple) and len(value[1]) == 625:
             return "rng"
@@ -208,11 +216,7 @@ def _kind_of_object(entry: Object) -> str | None:
             return "rng" if all(type(one) is int for one in value) else None
         if len(value) == 3 and value[0] == 3 and isinstance(value[1], list) and len(value[1]) == 625:
             return "rng"
-        if isinstance(value[0], (list, tuple, str)):
-            if value[0] == "MT19937":
-                return "rng"
-            inner = [_kind_of_object(Object((), one)) for one in value[:16] if isinstance(one, (list, tuple))]
-            return "rng" if len(inner) == len(value[:16]) and set(inner) == {"rng"} else None
+        return "rng" if isinstance(value[0], str) and value[0] == "MT19937" else None
     return None
 
 

@@ -180,6 +180,10 @@ def _add_file(directory: Directory, name: str, layout: Layout) -> None:
     location = directory.at(name.rstrip("/"))
     if name.endswith("/"):
         layout.components.append(Component(name, files=(name,)))
+    elif location.exists() and not location.is_file():
+        # Opening a pipe would wait, and reading a device never end.
+        text = f"`{location}`: a pipe or a device, not a regular file"
+        layout.unreadable[name] = ReadError(text, hint=_STATE, file=location)
     elif _ASSET.fullmatch(name):
         layout.assets.append(name)
     elif any(row.recognise(location) for row in formats.FORMATS):
@@ -188,8 +192,11 @@ def _add_file(directory: Directory, name: str, layout: Layout) -> None:
         try:
             location.check_readable()
             head = location.head(_HEAD)
-            if formats.DATA_FILE.fullmatch(name) or (head and not _is_text(head)):
+            if formats.DATA_FILE.fullmatch(name):
                 detect(location)
+            elif head and not _is_text(head):
+                text = f"`{location}`: of no known format, it begins with {head[:8].hex(' ')}"
+                raise ReadError(text, hint=_STATE, file=location)
             layout.assets.append(name)
         except CkptError as error:
             layout.unreadable[name] = error

@@ -1,0 +1,206 @@
+"""Directories of no framework: each file is read, listed as an asset, or named in an error."""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import random
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+import ckpttool
+from ckpttool.errors import CkptError, CorruptError, ReadError, UsageError
+
+
+def saved(folder: Path, *, ranks: int = 2) -> Path:
+    """Write what scripts write for a step, one file for each part."""
+    folder.mkdir(parents=True)
+    model, average = torch.nn.Linear(4, 3), torch.nn.Linear(4, 3)
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.ones(4)).sum().backward()
+    optimizer.step()
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 10)
+    torch.save(model.state_dict(), folder / "model.pt")
+    torch.save(average.state_dict(), folder / "ema.pt")
+    torch.save(optimizer.state_dict(), folder / "optimizer.pt")
+    torch.save(scheduler.state_dict(), folder / "scheduler.pt")
+    for rank in range(ranks):
+        torch.save({"torch": torch.get_rng_state(), "python": random.getstate(), "of": rank}, folder / f"rng_{rank}.pt")
+    (folder / "state.json").write_text(json.dumps({"step": 100, "best_loss": 2.25}))
+    (folder / "config.json").write_text("{}")
+    (folder / "train.log").write_text("step 100 loss 2.25\n")
+    return folder
+
+
+def kinds(path: Path) -> dict[str, set[str]]:
+    """The roots of the parts of each kind."""
+    found: dict[str, set[str]] = {}
+    for entry in ckpttool.inspect(path).entries.values():
+        found.setdefault(entry.part.kind, set()).add(".".join(map(str, entry.part.root)))
+    return found
+
+
+def test_each_file_is_a_part(tmp_path: Path) -> None:
+    opened = ckpttool.inspect(saved(tmp_path / "step_100"))
+    assert kinds(tmp_path / "step_100") == {
+        "model": {"model", "ema"},
+        "optimizer": {"optimizer"},
+        "scheduler": {"scheduler"},
+        "rng": {"rng"},
+        "progress": {"state"},
+    }
+    assert opened.facts["assets"] == ["config.json", "train.log"]
+    assert ("rng", "rank1", "torch") in opened.entries and not opened.faults
+    weight = torch.load(tmp_path / "step_100" / "ema.pt")["weight"]
+    with ckpttool.open(tmp_path / "step_100") as ckpt:
+        assert ckpt["ema.weight"].torch().equal(weight)
+
+
+def cut(folder: Path) -> None:
+    (folder / "optimizer.pt").write_bytes((folder / "optimizer.pt").read_bytes()[:900])
+
+
+def unknown(folder: Path) -> None:
+    (folder / "buffer.dat").write_bytes(bytes(range(128, 256)))
+
+
+def pipe(folder: Path) -> None:
+    os.mkfifo(folder / "pipe")
+
+
+def dangling(folder: Path) -> None:
+    (folder / "teacher.pt").symlink_to(folder / "gone.pt")
+
+
+def empty(folder: Path) -> None:
+    (folder / "teacher.pt").touch()
+
+
+def below(folder: Path) -> None:
+    (folder / "a" / "b").mkdir(parents=True)
+    unknown(folder / "a" / "b")
+
+
+@pytest.mark.parametrize("spoil", [cut, unknown, pipe, dangling, empty, below])
+def test_what_cannot_be_read_is_an_error(spoil: Callable[[Path], None], tmp_path: Path) -> None:
+    """Of every command but `inspect`, unless `--only` leaves it out."""
+    folder = saved(tmp_path / "step_100")
+    spoil(folder)
+    with pytest.raises((CorruptError, ReadError)):
+        ckpttool.convert(folder, tmp_path / "out.pt", to="torch")
+    assert not (tmp_path / "out.pt").exists()
+    assert len(ckpttool.inspect(folder).faults) == 1
+    ckpttool.convert(folder, tmp_path / "model.pt", to="torch", only="model")
+    expected, found = torch.load(folder / "model.pt"), torch.load(tmp_path / "model.pt")
+    assert found.keys() == expected.keys() and all(found[name].equal(expected[name]) for name in expected)
+
+
+def test_a_framework_does_not_know_all(tmp_path: Path) -> None:
+    """`checkpoint-4/ema.pt` of a callback of the Trainer, beside what the Trainer writes."""
+    folder = saved(tmp_path / "checkpoint-4")
+    (folder / "trainer_state.json").write_text(json.dumps({"global_step": 4}))
+    opened = ckpttool.inspect(folder)
+    assert opened.facts["producer"] == "transformers Trainer"
+    assert {"ema", "model"} <= kinds(folder)["model"] and not opened.faults
+
+
+def test_folders_are_parts_of_a_step(tmp_path: Path) -> None:
+    """W4: the folders of a step were taken for checkpoints of a run, of which the last was converted."""
+    step = tmp_path / "step_2"
+    for name in ("model", "optimizer", "trainer"):
+        (step / name).mkdir(parents=True)
+        torch.save({"weight": torch.ones(3)}, step / name / "x.pt")
+    (step / "data_reader").mkdir()
+    for rank in range(2):
+        torch.save({"position": rank}, step / "data_reader" / f"dp_0{rank}.pt")
+    names = {entry.name for entry in ckpttool.inspect(step).entries.values()}
+    assert {"model.weight", "optimizer.weight", "trainer.weight"} <= names
+    assert {"data_reader.rank0.position", "data_reader.rank1.position"} <= names
+
+
+def test_files_of_ranks_beside_whole_files(tmp_path: Path) -> None:
+    """W5 and W7: they were taken for all that there is, and random states for tensors that should agree."""
+    for rank in range(2):
+        torch.save(torch.randint(0, 255, (5056,), dtype=torch.uint8), tmp_path / f"rng_{rank}.pt")
+    torch.save({"model": {"weight": torch.ones(3)}}, tmp_path / "state.pt")
+    opened = ckpttool.inspect(tmp_path)
+    names = {entry.name for entry in opened.entries.values()}
+    assert names == {"state.model.weight", "rng.rank0", "rng.rank1"} and not opened.faults
+
+
+def test_side_files_of_other_kinds(tmp_path: Path) -> None:
+    save_file({"weight": torch.ones(3)}, tmp_path / "model.safetensors")
+    (tmp_path / "replay.pkl").write_bytes(pickle.dumps({"seen": np.arange(5), "position": 3}))
+    np.savez(tmp_path / "normalizer.npz", mean=np.ones(3), count=np.array(7))
+    (tmp_path / "notes.yaml").write_text("step: 12\nlr: 0.1\n")
+    with ckpttool.open(tmp_path) as ckpt:
+        assert ckpt["replay.seen"].numpy().tolist() == [0, 1, 2, 3, 4]
+        assert ckpt["normalizer.mean"].numpy().tolist() == [1, 1, 1]
+        assert ckpt["notes.step"] == 12 and ckpt["replay.position"] == 3
+
+
+def test_the_same_files_again(tmp_path: Path) -> None:
+    """From DCP, which has the names of the state and not those of the files."""
+    folder = saved(tmp_path / "step_100")
+    save_file({"codes": torch.arange(4)}, folder / "codes.safetensors")
+    ckpttool.convert(folder, tmp_path / "dcp", to="dcp")
+    ckpttool.convert(tmp_path / "dcp", tmp_path / "again", producer=str(folder), check=True)
+    assert sorted(p.name for p in folder.iterdir()) == sorted(p.name for p in (tmp_path / "again").iterdir())
+    for name in ("model.pt", "ema.pt", "optimizer.pt", "scheduler.pt", "rng_0.pt", "rng_1.pt"):
+        found, expected = (torch.load(path / name, weights_only=False) for path in (tmp_path / "again", folder))
+        assert str(found) == str(expected), name
+    assert load_file(tmp_path / "again" / "codes.safetensors")["codes"].tolist() == [0, 1, 2, 3]
+    assert json.loads((tmp_path / "again" / "state.json").read_text()) == {"step": 100, "best_loss": 2.25}
+    torch.optim.AdamW(torch.nn.Linear(4, 3).parameters()).load_state_dict(torch.load(tmp_path / "again/optimizer.pt"))
+
+
+def test_several_models_are_asked_for_by_name(tmp_path: Path) -> None:
+    source = tmp_path / "pair"
+    source.mkdir()
+    for name, size in (("netG", 3), ("netD", 5)):
+        torch.save(torch.nn.Linear(size, 2).state_dict(), source / f"{name}.pth")
+    with pytest.raises(UsageError, match="there are 2 models: `netD`, `netG`"):
+        ckpttool.convert(source, tmp_path / "out.pt", to="torch", only="model")
+    ckpttool.convert(source, tmp_path / "out.pt", to="torch", only="netG")
+    assert torch.load(tmp_path / "out.pt")["weight"].shape == (2, 3)
+
+
+def test_an_average_is_not_the_model(tmp_path: Path) -> None:
+    folder = saved(tmp_path / "step_100")
+    (folder / "model.pt").rename(folder / "weights.pt")
+    ckpttool.convert(folder, tmp_path / "out.pt", to="torch", only="model")
+    assert torch.load(tmp_path / "out.pt")["weight"].equal(torch.load(folder / "weights.pt")["weight"])
+
+
+@pytest.mark.parametrize(
+    "names", [("G_{}.pth", "D_{}.pth"), ("{:06}_nets.ckpt", "{:06}_optims.ckpt"), ("g_{:08}", "do_{:08}")]
+)
+def test_files_of_a_step_beside_others(names: tuple[str, str], tmp_path: Path) -> None:
+    for step in (100, 200):
+        for name in names:
+            torch.save({"weight": torch.full((2,), float(step))}, tmp_path / name.format(step))
+    torch.save({"weight": torch.zeros(2)}, tmp_path / "best.pth")
+    (run,) = {one["name"]: one for one in ckpttool.inspect(tmp_path).facts["run"] if one["taken"]}.values()
+    assert run["step"] == 200
+    with ckpttool.open(tmp_path) as ckpt:
+        assert [tensor.torch().tolist() for tensor in ckpt.tensors()] == [[200, 200], [200, 200]]
+    with ckpttool.open(run["path"]) as ckpt:
+        assert len([*ckpt.tensors()]) == 2
+    # A save that did not end.
+    (tmp_path / names[1].format(200)).unlink()
+    with ckpttool.open(tmp_path) as ckpt:
+        assert [tensor.torch().tolist() for tensor in ckpt.tensors()] == [[100, 100], [100, 100]]
+        assert any("is missing, which the others have" in warning for warning in ckpt.warnings)
+
+
+def test_errors_name_the_file(tmp_path: Path) -> None:
+    folder = saved(tmp_path / "step_100")
+    unknown(folder)
+    with pytest.raises(CkptError, match=r"buffer.dat`: of no known format, it begins with 80 81 82 83"):
+        ckpttool.convert(folder, tmp_path / "out.pt", to="torch")
