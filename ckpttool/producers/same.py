@@ -78,6 +78,14 @@ def _build(builder: LayoutBuilder, mounted: list[Mounted], like: Catalogue) -> O
             builder.copy(_place(like, one.files[1], one.name), one.name)
             number_of.setdefault(one.root, of_file[one.root, one.files[1]])
             continue
+        if names := _model_files(one, mounted, like):
+            for name in names:
+                of_file[one.root, name] = builder.component(name, row, one.root, key=key)
+            number_of.setdefault(one.root, of_file[one.root, names[0]])
+            index = _place(like, names[0], f"model.safetensors{_INDEX}")
+            if locate(index).is_file():
+                builder.copy(index, f"model.safetensors{_INDEX}")
+            continue
         name, world = one.name.rstrip("/").replace("*", "{rank}"), len(one.files) or None
         number = builder.component(name, row, one.root, key=key, digits=one.digits, world=world)
         number_of.setdefault(one.root, number)
@@ -90,6 +98,18 @@ def _build(builder: LayoutBuilder, mounted: list[Mounted], like: Catalogue) -> O
             file = like.files[stored.chunks.file[0]].name if isinstance(stored, Tensor) and stored.chunks else ""
             builder.add(entry, of_file.get((root, file), number_of[root]), entry.path)
     return builder.finish("the layout has no file for it")
+
+
+def _model_files(one: Mounted, mounted: list[Mounted], like: Catalogue) -> list[str]:
+    """Return the files of a directory of safetensors that are a model, and nothing else."""
+    if one.name or one.format != "safetensors":
+        return []
+    roots = {other.root for other in mounted if other.format != "asset"}
+    entries = [entry for path, entry in like.entries.items() if _deepest(path, roots) == one.root]
+    tensors = [entry for entry in entries if isinstance(entry, Tensor) and entry.chunks]
+    if len(tensors) < len(entries):
+        return []
+    return sorted({like.files[tensor.chunks.file[0]].name for tensor in tensors})
 
 
 def _place(like: Catalogue, file: str, other: str) -> str:
