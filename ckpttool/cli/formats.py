@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ckpttool.catalogue import protocols
+from ckpttool.catalogue.protocols import Format as Row
 from ckpttool.cli import options
 from ckpttool.cli.documents import Format, Formats
 from ckpttool.cli.terminal import bold, out
@@ -23,7 +23,7 @@ def formats(as_json: bool, quiet: bool) -> None:
                 "name": f.name,
                 "title": f.title,
                 "reads": True,
-                "writes": _is_target(f),
+                "writes": f.create is not None and not f.component_only,
                 "to": f.target,
                 "suffixes": list(f.suffixes),
             }
@@ -42,13 +42,12 @@ def formats(as_json: bool, quiet: bool) -> None:
             terminal.line(row.name)
     else:
         terminal.table(
-            [(bold(f.name), f"read, write (--to {f.target})" if _is_target(f) else "read", f.title) for f in FORMATS],
+            [(bold(row.name), _uses(row), row.title) for row in FORMATS],
             ("format", "can", "what it is"),
             wrap=(2,),
             indent=0,
         )
 
 
-def _is_target(row: protocols.Format) -> bool:
-    """Return whether `--to` takes a format; those of files beside a checkpoint are written by `--producer same`."""
-    return row.create is not None and not row.component_only
+def _uses(row: Row) -> str:
+    return "read" if row.component_only or not row.create else f"read, write (--to {row.target})"

@@ -35,7 +35,7 @@ def parse(text: bytes, what: str) -> Any:
             return loader.construct_document(node)
         finally:
             loader.dispose()
-    except (yaml.YAMLError, ValueError, RecursionError, OverflowError, TypeError, AttributeError) as error:
+    except (yaml.YAMLError, ValueError, LookupError, RecursionError, OverflowError, TypeError, AttributeError) as error:
         problem = getattr(error, "problem", None) or error
         raise CorruptError(f"{what} is not YAML of plain values: {problem}".rstrip(".")) from None
 

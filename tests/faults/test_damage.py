@@ -63,14 +63,14 @@ OTHERS: dict[str, bytes] = {
     "one byte": b"\x80",
     "a magic and no more": b"PK\3\4",
     "an ELF program": b"\x7fELF" + bytes(60),
-    "a bare pickle": pickle.dumps({"a": 1}),
+    "a pickle that was cut": pickle.dumps({"a": 1})[:-2],
     "a PDF": b"%PDF-1.4\n" + bytes(100),
 }
 
 
 NAMED = {
     "a picture": "picture", "an error page": "web page", "a gzip": "gzip", "a pointer of git LFS": "git lfs pull",
-    "zeros": "zeros", "JSON": "JSON", "a bare pickle": "pickle",
+    "zeros": "zeros", "JSON": "JSON", "a pickle that was cut": "pickle",
 }  # fmt: skip
 
 

@@ -161,6 +161,9 @@ def test_a_text_that_is_one_number(text: str, tmp_path: Path) -> None:
     (tmp_path / "step_file.txt").write_text(text)
     source = opened(tmp_path / "step_file.txt", ROWS["json"])
     assert [entry.value for entry in source.catalogue.objects] == [json.loads(text)]
+    ckpttool.convert(tmp_path / "step_file.txt", tmp_path / "out.pt")
+    assert torch.load(tmp_path / "out.pt") == json.loads(text)
+    assert ckpttool.inspect(tmp_path / "step_file.txt") and ckpttool.verify(tmp_path / "step_file.txt").exit_code == 0
 
 
 @pytest.mark.parametrize(
@@ -176,6 +179,8 @@ def test_a_text_that_is_one_number(text: str, tmp_path: Path) -> None:
         "# Title\n\n- one\n- two\n",
         "a line: with words\n",
         '{"a": 1, "a": 2}',
+        '{"error": "not found"}',
+        "note: wait\n",
         "",
     ],
 )
@@ -203,6 +208,7 @@ MERGES = "a0: &a0 {x: 1}\n" + "".join(f"a{n + 1}: &a{n + 1} {{<<: [*a{n}, *a{n}]
         ("a: !!python/object/apply:os.system [id]", "tag"),
         ("a: !mine 1", "tag"),
         ("a: 1\na: 2", "twice"),
+        ("a: !!int ''", "not YAML"),
         ("x" * (1 << 20 | 1), "bytes"),
     ],
 )

@@ -4,20 +4,24 @@ from __future__ import annotations
 
 import io
 import json
+import pickle
 import struct
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import NamedTuple
 
+import numpy as np
 import side_files
+import torch
 from support.paths import CHECKPOINTS
 
 from ckpttool.catalogue import flatten as nesting
 from ckpttool.catalogue.entries import Catalogue
+from ckpttool.catalogue.values import Stub, walk
 from ckpttool.errors import CorruptError
 from ckpttool.formats.dcp import metadata as dcpmetadata
 from ckpttool.formats.safetensors import index
-from ckpttool.serialization import pickle_opcodes
+from ckpttool.serialization import numpy_arrays, pickle_opcodes, pickle_payloads, plain_yaml, unpickler
 from ckpttool.serialization import (
     safetensors_header as stheader,
 )
@@ -130,6 +134,36 @@ def _indexes() -> list[bytes]:
     return [*_found("*.index.json"), json.dumps(made).encode()]
 
 
+def _bare_pickle(data: bytes) -> None:
+    pickle_payloads.is_pickle(_reader(data), len(data))
+    code = pickle_payloads.without_payloads(_reader(data), len(data))
+    tree = unpickler.load(code, what="p", known=torchpickle.KNOWN, persistent=pickle_payloads.answer)
+    for value in walk(tree):
+        if isinstance(value, Stub):
+            numpy_arrays.array_of(value)
+
+
+def _bare_pickles() -> list[bytes]:
+    value = {"a": np.arange(3.0), "s": np.float32(1), "b": bytearray(b"xyz"), "t": torch.ones(2), "n": [1, (2, None)]}
+    return [pickle.dumps(value, protocol=protocol) for protocol in range(6)]
+
+
+def _npy(data: bytes) -> None:
+    numpy_arrays.read_header(data[: numpy_arrays.MAX_HEADER], "n")
+
+
+def _npys() -> list[bytes]:
+    made = []
+    for array in (np.arange(6.0).reshape(2, 3), np.asfortranarray(np.ones((2, 2), ">i4")), np.array(["x"])):
+        np.save(stream := io.BytesIO(), array)
+        made.append(stream.getvalue())
+    return made
+
+
+def _yaml(data: bytes) -> None:
+    plain_yaml.parse(data, "y")
+
+
 _OPCODES = tuple(bytes((n,)) for n in b"()]}tRQbuesa0.\x80\x81\x85\x86\x87\x8c\x8f\x90\x91\x93\x94\x95hqcX\x8a\x8bJ")
 _MACHINE = (
     *_OPCODES,
@@ -143,6 +177,7 @@ _JSON = (b"{", b"}", b"[", b"]", b'"', b",", b":", b"-", b"1e9", b"NaN", b"null"
 
 _SIDE_WORDS = (*_JSON, b'"path"', b'"value"', b'"$tuple"', b'"$dict"', b'"$int"', b'"$tensor"', b'"files"', b'"rules"')
 _INDEX_WORDS = (*_MACHINE, b"MetadataIndex", b"\x8c\x06offset")
+_YAML = (b"a: &a [1, *b]\nb: {<<: *a, c: !!int 1:2}\n", b"- {x: 1.5, y: 2020-01-01}\n")
 TARGETS: dict[str, Target] = {
     "pickle": Target(_pickle, _pickles, _MACHINE),
     "zip": Target(_zip, _zips, (b"PK\3\4", b"PK\1\2", b"PK\5\6", b"PK\6\6", b"PK\6\7", b"data.pkl", b"\xff" * 4)),
@@ -150,5 +185,8 @@ TARGETS: dict[str, Target] = {
     "metadata": Target(_metadata, lambda: _found(".metadata"), _INDEX_WORDS),
     "large-metadata": Target(_large_metadata, lambda: _found(".metadata"), _INDEX_WORDS),
     "index": Target(_index, _indexes, (*_JSON, b'"weight_map"', b"../", b"://", b"C:")),
+    "bare-pickle": Target(_bare_pickle, _bare_pickles, (*_MACHINE, b"C\x01x", b"B\1\0\0\0x", b"\x96\1" + bytes(7))),
+    "npy": Target(_npy, _npys, (b"'descr'", b"'shape'", b"<f4", b"|O", b"(", b")", b"-1", b"\x93NUMPY", b"9" * 30)),
+    "yaml": Target(_yaml, lambda: list(_YAML), (b"&a ", b"*a", b"<<: ", b"? ", b": ", b"- ", b"!!set", b"|\n", b"0x")),
     "json": Target(side_files.read, side_files.seeds, _SIDE_WORDS),
 }  # fmt: skip

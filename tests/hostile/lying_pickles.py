@@ -288,8 +288,10 @@ for name, make, pattern in (
 lie(
     "legacy: a bare pickle",
     file("ckpt.pt", pickled(call(named("os", "system"), text(TOUCH)))),
-    "bare pickle",
-    code=READ,
+    r"`` names `os\.system`, which runs code where it is loaded(, and is not passed on|; not here)",
+    code=(CORRUPT, LOSS, READ),
+    late=True,
+    harmless_at_rest=True,
 )
 lie(
     "pickle: not of torch at all",

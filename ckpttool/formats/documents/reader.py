@@ -11,6 +11,7 @@ from ckpttool.catalogue.budget import working
 from ckpttool.catalogue.entries import Catalogue, File
 from ckpttool.catalogue.flatten import flatten
 from ckpttool.catalogue.protocols import NO_HINTS, OpenOptions, PlacedSource, Source
+from ckpttool.catalogue.values import walk
 from ckpttool.errors import CkptError, CorruptError
 from ckpttool.serialization import plain_yaml, strict_json
 from ckpttool.storage.stores import locate
@@ -56,9 +57,10 @@ def _value(path: str, first: bytes, parse: _Parse) -> Any:
 
 
 def _holds_values(value: Any) -> bool:
-    if isinstance(value, dict):
-        return bool(value) and not _DESCRIBING & value.keys()
-    return isinstance(value, list) or type(value) in (int, float)
+    """Return whether a number is in a value that describes nothing else: words alone are a message, or settings."""
+    if isinstance(value, dict) and _DESCRIBING & value.keys():
+        return False
+    return any(type(node) in (int, float) for node in walk(value))
 
 
 def open_json(path: str, options: OpenOptions = NO_HINTS) -> Source:
