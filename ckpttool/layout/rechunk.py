@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from array import array
 from collections import defaultdict
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 
@@ -109,6 +109,7 @@ class Rules:
 
 
 NO_RULES = Rules()
+NO_TWINS: Mapping[Path, Path] = {}
 
 
 def over_world(catalogue: Catalogue, ranks: int, *, everywhere: bool = False) -> Catalogue:
@@ -116,14 +117,22 @@ def over_world(catalogue: Catalogue, ranks: int, *, everywhere: bool = False) ->
     return over_mesh(catalogue, world_mesh(ranks), everywhere=everywhere)
 
 
-def over_mesh(catalogue: Catalogue, mesh: Mesh, rules: Rules = NO_RULES, *, everywhere: bool = False) -> Catalogue:
+def over_mesh(
+    catalogue: Catalogue,
+    mesh: Mesh,
+    rules: Rules = NO_RULES,
+    *,
+    everywhere: bool = False,
+    twins: Mapping[Path, Path] = NO_TWINS,
+) -> Catalogue:
     """Plan parameters and their optimizer state as FSDP2 shards them, and the rest whole, balanced over the ranks.
     With `everywhere`, each rank holds the tensors that are not cut: one file for each rank, as with rank files.
+    `twins` are tensors with the bytes of a parameter, which they are tied to, by their paths; see `possible_twins`.
 
     A box that several ranks hold is planned on the one that holds the least. Tied tensors are on the same ranks.
     Raises UsageError for rules that match nothing, contradict each other or do not fit a tensor.
     """
-    cutting = _Cutting(catalogue, mesh, rules, untrained=everywhere)
+    cutting = _Cutting(catalogue, mesh, rules, untrained=everywhere, twins=twins)
     cut = cutting.all()
     holders = _Ranks(mesh)
 
@@ -136,6 +145,23 @@ def over_mesh(catalogue: Catalogue, mesh: Mesh, rules: Rules = NO_RULES, *, ever
     planned.warnings = [*planned.warnings, *cutting.warnings]
     planned.files = [File("", f"rank {rank}", 0, rank) for rank in range(mesh.world)] if everywhere else []
     return planned
+
+
+def possible_twins(catalogue: Catalogue, *, everywhere: bool = False) -> Iterator[tuple[Tensor, list[Tensor]]]:
+    """Yield each tensor of a model that nothing says to be a parameter, with the parameters of its shape and dtype: it
+    is the second name of one of them if it has the same bytes. FSDP2 saves each name of tied weights by itself, and
+    the optimizer has state of the first only."""
+    tensors = [tensor for tensor in catalogue.tensors if not tensor.embedded]
+    guessed = _sharded(tensors, everywhere)
+    parameters: dict[tuple[boxes.Ints, str], list[Tensor]] = defaultdict(list)
+    models = [t for t in tensors if t.part.kind == "model" and t.alias is None]
+    for tensor in models:
+        if tensor.path in guessed:
+            parameters[tensor.shape, tensor.dtype.name].append(tensor)
+    for tensor in models:
+        alike = parameters.get((tensor.shape, tensor.dtype.name)) if tensor.path not in guessed else None
+        if alike:
+            yield tensor, alike
 
 
 class _Ranks:
@@ -179,8 +205,11 @@ class _Cutting:
     name, whatever the spelling of the optimizer, or, where parameters have numbers only, one of its shape.
     """
 
-    def __init__(self, catalogue: Catalogue, mesh: Mesh, rules: Rules, *, untrained: bool) -> None:
+    def __init__(
+        self, catalogue: Catalogue, mesh: Mesh, rules: Rules, *, untrained: bool, twins: Mapping[Path, Path]
+    ) -> None:
         self._tensors = [t for t in catalogue.tensors if not t.embedded]
+        self._twins = twins
         self._mesh = mesh
         self._guessed = _sharded(self._tensors, untrained)
         self._default: Placements = {"shard": 0} if "shard" in mesh.names else {}
@@ -210,6 +239,7 @@ class _Cutting:
             if tensor.part.kind == "model":
                 parameters.setdefault(tensor.fqn, (tensor, placed))
             placements[tensor.path] = placed
+        placements |= {path: placements.get(twin) for path, twin in self._twins.items() if path not in ruled}
         placements |= {state.path: placed for state, placed in self._of_states(parameters)}
         self._check_used([*parameters] or [t.name for t in self._tensors])
         cut = {path: placed for path, placed in placements.items() if placed is not None}
@@ -345,7 +375,9 @@ def _sharded(every: Sequence[Tensor], untrained: bool) -> set[Path]:
             return False  # where others are cut, what has rows to cut and is whole is a buffer
         return not states or str(tensor.path[-1]).rpartition(".")[2] in ("weight", "bias")
 
-    parameters = [t for t in models if is_parameter(t) or (untrained and may_be_parameter(t))]
+    # Another name of the same storage is the same parameter.
+    names = {t.alias or t.path for t in models if is_parameter(t)}
+    parameters = [t for t in models if (t.alias or t.path) in names or (untrained and may_be_parameter(t))]
     if not parameters and not states:
         parameters = [t for t in models if t.dtype.kind == "float"]
     like = {t.shape for t in parameters}

@@ -74,7 +74,7 @@ def test_over_world_is_what_fsdp2_saved(name: str) -> None:
     saved = dcp.FileSystemReader(CHECKPOINTS / name / "ckpt").read_metadata().state_dict_metadata
     found = boxes_of(chunking.over_world(started(original(name)), world))
     compared = 0
-    # The tied head was stored twice, so that here nothing says any more that it is a parameter.
+    # The tied head was stored twice: only its bytes say that it is a parameter, and they are not read here.
     del saved["model.lm_head.weight"]
     for key, stored in saved.items():
         if isinstance(stored, dcp.metadata.TensorStorageMetadata):

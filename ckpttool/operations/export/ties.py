@@ -32,7 +32,7 @@ _RANKS = tuple(
     )
 )
 _HEAD = len(_RANKS) - 1  # an output head is kept in place of nothing that it is tied to
-_TILE = 1 << 20  # elements
+TILE = 1 << 20  # elements that are read at once
 _FIRST = 1 << 12  # bytes that differ between most tensors
 
 SameBytes = Callable[[Tensor, Tensor], bool]
@@ -124,17 +124,17 @@ def same_bytes(source: Source, one: Tensor, other: Tensor) -> bool:
     pair = one.origin or one, other.origin or other
     with closing(Pool()) as pool:
         # numpy takes longer to import than comparing the beginnings of most pairs.
-        start, other_start = (_beginning(source, pool, tensor) for tensor in pair)
+        start, other_start = (beginning(source, pool, tensor) for tensor in pair)
         if not start.startswith(other_start) and not other_start.startswith(start):
             return False
-        for box in tiles(boxes.whole(one.shape), _TILE):
+        for box in tiles(boxes.whole(one.shape), TILE):
             bits, other_bits = (read_box(box, tensor, source, pool).tobytes() for tensor in pair)
             if bits != other_bits:
                 return False
     return True
 
 
-def _beginning(source: Source, pool: Pool, tensor: Tensor) -> bytes:
+def beginning(source: Source, pool: Pool, tensor: Tensor) -> bytes:
     """Return the first bytes of a tensor's first row, as far as they lie in the file as they are."""
     if not tensor.chunks:
         return b""  # a tensor without elements may have none

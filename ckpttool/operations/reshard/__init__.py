@@ -24,6 +24,7 @@ from ckpttool.operations import arguments, publish, write
 from ckpttool.operations.arguments import Selection
 from ckpttool.operations.book import page_file
 from ckpttool.operations.reshard import engines
+from ckpttool.operations.reshard.twins import find_twins
 from ckpttool.operations.write import Conversion, OpenSource, Planned, WriteOptions
 from ckpttool.producers.open import naming
 from ckpttool.storage.stores import is_remote, local_path
@@ -272,7 +273,8 @@ def _plan(opened: OpenSource, options: ReshardOptions, target: Format, result: R
             planned, notes = apply_policy(planned, kind, policy, mesh, files=target.even)
             result.policies += notes
         if options.mesh is not None:
-            chunked = rechunk.over_mesh(planned, mesh, options.rules, everywhere=target.even)
+            twins = find_twins(opened.source, planned, everywhere=target.even)
+            chunked = rechunk.over_mesh(planned, mesh, options.rules, everywhere=target.even, twins=twins)
             planned = _without_root(_select(chunked, is_wanted), selection.only)
             planned.files = chunked.files
         else:
