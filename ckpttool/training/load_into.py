@@ -7,7 +7,7 @@ load_into(path, state)        # state["step"] is 1000 now, the others are as the
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Mapping, MutableMapping
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import replace
 from functools import reduce
 from operator import getitem
@@ -45,7 +45,8 @@ def load_into(
     """Load the checkpoint at `path` into every object in `state`, in place. Every rank calls it.
 
     Models and optimizers are loaded as by `load`, an object with `load_state_dict` gets the value saved under its key,
-    and any other value is replaced. Tensors that an object's `state_dict` has in shards are loaded in shards. A key
+    a tensor is filled in place, and any other value is replaced. Tensors that an object's `state_dict` has in shards are
+    loaded in shards. A key
     that the checkpoint lacks is looked up by its kind (`scheduler` for `lr_scheduler`). With `strict=False` values that
     are not in the checkpoint stay as they are, and are named in `missing`.
 
@@ -191,7 +192,8 @@ class _OwnObjects:
             raise UsageError(f"`{self._path}` does not hold `{self.missing[0]}`", hint=hint, missing=self.missing)
 
     def _check(self, where: Path, value: Any, saved: Any) -> None:
-        if isinstance(value, torch.Tensor) and isinstance(saved, torch.Tensor) and value.shape == saved.shape:
+        if isinstance(value, torch.Tensor) and isinstance(saved, torch.Tensor):
+            self._check_sizes(dotted(where), value, tuple(saved.shape))
             check_fillable(value, dotted(where))
         kind = None if hasattr(value, "load_state_dict") else known_objects.unknown(saved)
         if kind is not None:
@@ -219,14 +221,8 @@ class _OwnObjects:
                 self._refuse_class(where, kind)
             return
         current, name = self._now[where].get(entry.path), dotted(entry.path)
-        if entry.path == where and current is not None and tuple(current.size()) != saved.sizes:
-            raise UsageError(
-                f"`{self._path}`: tensor `{name}`: {list(saved.sizes)} in the checkpoint, {list(current.size())} here",
-                hint="a tensor is filled in place: make it of the size that was saved",
-                tensor=name,
-                found=list(saved.sizes),
-                expected=list(current.size()),
-            )
+        if entry.path == where and current is not None:
+            self._check_sizes(name, current, saved.sizes)
         if current is not None and (entry.path == where or is_sharded(current)):
             check_fillable(current, name)
         if isinstance(current, ShardedTensor) and any(shard.tensor.is_meta for shard in current.local_shards()):
@@ -234,6 +230,17 @@ class _OwnObjects:
                 f"`{name}` is a ShardedTensor on the meta device, which is not given memory",
                 hint="make its shards on a device, or use a DTensor",
                 tensor=name,
+            )
+
+    def _check_sizes(self, name: str, current: Any, sizes: Sequence[int]) -> None:
+        """Raise UsageError for a tensor of the script of other sizes than the saved one."""
+        if tuple(current.size()) != tuple(sizes):
+            raise UsageError(
+                f"`{self._path}`: tensor `{name}`: {list(sizes)} in the checkpoint, {list(current.size())} here",
+                hint="a tensor is filled in place: make it of the size that was saved",
+                tensor=name,
+                found=list(sizes),
+                expected=list(current.size()),
             )
 
     def read(self, filler: Filler) -> None:

@@ -91,10 +91,19 @@ def save(
         _split_by_rank(state, extra, format)
     planner = _planner(state) if format == "dcp" else None
     with _stage(path, format == "torch", overwrite) as partial:
+        with collectives.together():
+            # Before the collectives of DCP, which would wait for a rank that fails here.
+            writer = torch_dcp.FileSystemWriter(partial) if format == "dcp" else None
+            counted = counting(writer) if writer is not None else None
 
         def write() -> dict[str, int]:
             try:
-                return _write(state, partial, format, planner)
+                if writer is None or counted is None:
+                    _write_file(state, partial, format)
+                    return {}
+                with collectives.quiet():
+                    torch_dcp.save(state, storage_writer=writer, planner=planner)
+                return counted.crcs
             except (Exception, CheckpointException) as error:  # which is no Exception
                 raise failed(error, path, partial) from None
 
@@ -188,8 +197,11 @@ def _value(value: Any, path: Path, models: Mapping[Path, Any]) -> Any:
 def _split_by_rank(state: dict[str, Any], extra: dict[str, Any], format: str) -> None:
     """Put rank-local state under the key of the rank, `rng.rank3`; for one file, rank 0 gathers all of them. A single
     rank does so too: otherwise several ranks that resume from it would all draw the same numbers."""
-    for name in [name for name in extra if parts.kind_of_key(name) in parts.PER_RANK]:
-        own = {parts.rank_key(collectives.rank()): state[name]}
+    own_states: dict[str, dict[str, Any]] = {}
+    with collectives.together():
+        names = [name for name in extra if parts.kind_of_key(name) in parts.PER_RANK]
+        own_states = {name: {parts.rank_key(collectives.rank()): state[name]} for name in names}
+    for name, own in own_states.items():
         all_ranks = collectives.all_gather(own) if format == "torch" else [own]
         state[name] = {key: value for of_rank in all_ranks for key, value in of_rank.items()}
 
@@ -241,18 +253,16 @@ def _planner(state: dict[str, Any]) -> _Planner:
     own = Notes({}, {})
     with collectives.together():
         own = note(state)
-    return _Planner(own, collectives.to_first(own.extra))
+    extras = collectives.to_first(own.extra)
+    planner = None
+    with collectives.together():
+        planner = _Planner(own, extras)
+    assert planner is not None
+    return planner
 
 
-def _write(state: dict[str, Any], partial: str, format: str, planner: _Planner | None) -> dict[str, int]:
-    """Write what this rank writes, and return the CRC-32 of its files of DCP, by name."""
-    if planner is not None:
-        writer = torch_dcp.FileSystemWriter(partial)
-        counted = counting(writer)
-        with collectives.quiet():
-            torch_dcp.save(state, storage_writer=writer, planner=planner)
-        return counted.crcs
+def _write_file(state: dict[str, Any], partial: str, format: str) -> None:
+    """Write the file of this rank, if it has one."""
     if format == "fsdp1" or collectives.rank() == 0:
         path = local_path(partial) if format == "torch" else local_path(partial) / f"rank{collectives.rank()}.pt"
         path.put(lambda stream: torch.save(state, stream))
-    return {}

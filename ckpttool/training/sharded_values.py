@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import copy
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -45,8 +46,14 @@ def gather(state: dict[str, Any], format: str) -> dict[str, Any]:
             )
     if not names[0] and keep_shards:
         return state
+    failed: list[Exception] = []
+    gathering = _Gathering(not keep_shards, failed)
     with torch.no_grad(), collectives.connected():
-        return {key: _gathered(value, keep_shards, only_first=not keep_shards) for key, value in state.items()}
+        result = {key: gathering.gathered(value, keep_shards) for key, value in state.items()}
+    with collectives.together():
+        if failed:
+            raise failed[0]
+    return result
 
 
 def _to_gather(value: Any, path: Path, keep_shards: bool) -> Iterator[Path]:
@@ -87,30 +94,51 @@ def _holds_sharded(value: Any) -> bool:
     return False
 
 
-def _gathered(value: Any, keep_shards: bool, *, only_first: bool) -> Any:
-    if is_sharded(value):
-        if keep_shards:
-            return value
-        whole = _gather_state_dict({"value": value}, type_check=False)["value"]
-        if only_first and collectives.rank():
+@dataclass(slots=True)
+class _Gathering:
+    """Gathers the sharded tensors of values. What a rank does by itself between two collectives may fail: that is kept
+    in `failed`, and the rank goes on, as the others would wait for it."""
+
+    only_first: bool
+    failed: list[Exception]
+
+    def gathered(self, value: Any, keep_shards: bool) -> Any:
+        """Return the value with whole tensors. A collective."""
+        if is_sharded(value):
+            if keep_shards:
+                return value
+            whole = _gather_state_dict({"value": value}, type_check=False)["value"]
+            return self._own(lambda: self._kept(whole))
+        if isinstance(value, torch.Tensor):
+            is_away = self.only_first and value.device.type not in ("cpu", "meta")
+            return self._own(value.cpu) if is_away else value
+        if isinstance(value, Mapping):
+            below = {key: self.gathered(one, keep_shards) for key, one in value.items()}
+            return self._own(lambda: _with_items(value, {k: one for k, one in below.items() if one is not value[k]}))
+        if isinstance(value, list):
+            items = [self.gathered(one, keep_shards) for one in value]
+            changed = {i: one for i, one in enumerate(items) if one is not value[i]}
+            return self._own(lambda: _with_items(value, changed))
+        if isinstance(value, tuple):
+            items = [self.gathered(one, False) for one in value]
+            if all(one is other for one, other in zip(items, value, strict=True)):
+                return value
+            return self._own(lambda: type(value)(*items) if hasattr(value, "_fields") else type(value)(items))
+        return value
+
+    def _kept(self, whole: torch.Tensor) -> torch.Tensor | None:
+        if self.only_first and collectives.rank():
             return None
         # The memory that shards of other sizes are gathered in is longer, and would be written.
         is_longer = whole.untyped_storage().nbytes() > whole.nbytes
         return whole.cpu() if whole.device.type != "cpu" or not is_longer else whole.clone()
-    if isinstance(value, torch.Tensor):
-        return value.cpu() if only_first and value.device.type not in ("cpu", "meta") else value
-    if isinstance(value, Mapping):
-        below = {key: _gathered(one, keep_shards, only_first=only_first) for key, one in value.items()}
-        return _with_items(value, {key: one for key, one in below.items() if one is not value[key]})
-    if isinstance(value, list):
-        items = [_gathered(one, keep_shards, only_first=only_first) for one in value]
-        return _with_items(value, {i: one for i, one in enumerate(items) if one is not value[i]})
-    if isinstance(value, tuple):
-        items = [_gathered(one, False, only_first=only_first) for one in value]
-        if all(one is other for one, other in zip(items, value, strict=True)):
-            return value
-        return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
-    return value
+
+    def _own(self, step: Callable[[], Any]) -> Any:
+        try:
+            return step()
+        except Exception as error:
+            self.failed.append(error)
+            return None
 
 
 def _with_items(value: Any, changed: Mapping[Any, Any]) -> Any:

@@ -204,6 +204,34 @@ def other_sizes(format: str, strategy: str) -> str:
     return wrong if wrong != "equal" else difference(expected(state)["model"], expected(zeroed(plain_state()))["model"])
 
 
+def other_sizes_at_root(format: str, strategy: str) -> str:
+    """A tensor beside models and optimizers is not replaced by one of another size, as `dcp.load` does not either."""
+    place, state = practices.folder() / "saved", {"random": torch.zeros(3)}
+    ckpttool.save(place, practices.fresh("plain").model, format=format, random=torch.ones(5))
+    wrong = said(lambda: ckpttool.load_into(place, state, strategy=strategy), "`random`: [5] in", "[3] here")
+    return wrong if wrong != "equal" else difference(state, {"random": torch.zeros(3)})
+
+
+def failed_stage(stage: str, format: str) -> str:
+    """A step of `save` that fails on one rank between collectives, on each rank in turn."""
+    module, _, name = stage.rpartition(".")
+    for number in range(dist.get_world_size()):
+        for kind in (MemoryError, ValueError):
+            place = practices.folder() / f"saved-{number}-{kind.__name__}"
+            state: dict[str, Any] = {
+                "average": {"pair": (sharded(1), 1), "one": sharded(2)},
+                "rng": torch.get_rng_state(),
+            }
+            run = practices.fresh("fsdp2")
+            is_there = dist.get_rank() == number
+            injected = mock.patch(f"{module}.{name}", side_effect=kind("no luck")) if is_there else nullcontext()
+            with injected:
+                wrong = said(lambda: ckpttool.save(place, run.model, format=format, **state), "no luck")
+            if wrong != "equal" or place.exists():
+                return f"rank {number}, {kind.__name__}: {wrong}, {place.exists()}"
+    return "equal"
+
+
 class Scaler:
     """An object with nothing to save, as a `GradScaler` that is not enabled."""
 
@@ -462,6 +490,8 @@ STATES: dict[str, Callable[..., str]] = {
         nothing_changed,
         load_hook,
         late_hook,
+        other_sizes_at_root,
+        failed_stage,
         blind_rank,
         without_own,
         empty_moments,
