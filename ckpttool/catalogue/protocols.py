@@ -10,7 +10,7 @@ from importlib import import_module
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 from ckpttool.catalogue.boxes import Ints
-from ckpttool.catalogue.entries import Catalogue, Chunk, Extent, Tensor
+from ckpttool.catalogue.entries import Catalogue, Chunk, Extent, Record, Tensor
 from ckpttool.catalogue.validation import require
 
 Crcs = Mapping[tuple[int, int], int]
@@ -43,7 +43,12 @@ class Source:
 
     def lookup(self, tensor: Tensor, chunk: Chunk) -> Extent:
         """Return where the elements of `chunk` lie, also of a tensor that is not whole: for who reports on it."""
-        return chunk.extent
+        extent = chunk.extent
+        file = self.catalogue.files[extent.file]
+        if extent.record is None and file.crc is not None and extent.plain and extent.nbytes:
+            # The writer left no checksum in the file: that of all of it in a manifest is one.
+            return extent._replace(record=Record(extent.file, 0, file.size, file.crc))
+        return extent
 
     def close(self) -> None:
         """Let go of files and scratch space."""

@@ -22,7 +22,7 @@ from ckpttool.errors import CkptError, CorruptError, ReadError, UsageError
 from ckpttool.formats import rankfiles
 from ckpttool.formats.detect import detect, found_inside
 from ckpttool.layout.optimizer.names_of_ids import is_model_order
-from ckpttool.producers import contents, flat_parameters, foreign, model_config, reader, runs
+from ckpttool.producers import contents, flat_parameters, foreign, listed_files, model_config, reader, runs
 from ckpttool.producers.combined import CombinedSource
 from ckpttool.producers.components import DCP_FILE, Layout, Producer
 from ckpttool.producers.directory import Directory
@@ -261,6 +261,7 @@ def open_source(path: str, shapes: str | None = None, only: Collection[str] | No
         catalogue.warnings += _unsafe(catalogue, named)
         _keep_versions(catalogue, seen)
         _check_links(location_of(location, catalogue), catalogue)
+        listed_files.annotate(location_of(location, catalogue), catalogue)
         on_error.pop_all()
     is_remote = location is not path and not location.store.is_local
     return CombinedSource.over(source, location.store.close) if is_remote else source

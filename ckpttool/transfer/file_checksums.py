@@ -10,12 +10,16 @@ import threading
 from array import array
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable
-from functools import cached_property
+from functools import cached_property, partial
 from math import prod
 
-from ckpttool.catalogue.entries import Catalogue, Record
+from ckpttool.catalogue.entries import Catalogue, Record, Tensor
+from ckpttool.catalogue.protocols import Source
 from ckpttool.errors import CorruptError
-from ckpttool.transfer.checksums import Pieces
+from ckpttool.storage.crc import crc_of
+from ckpttool.storage.files import Pool
+from ckpttool.transfer.checksums import Pieces, check, is_worth_checking
+from ckpttool.transfer.threads import Work, on_threads
 
 CrcOf = Callable[[str, int, int], int]
 _SHORT = 64 << 10  # bytes; to read records again that are shorter takes less time than to put their checksums together
@@ -110,3 +114,26 @@ class WholeFiles:
                 found=f"{found:08x}",
                 expected=f"{expected:08x}",
             )
+
+
+def check_tensors(tensors: Iterable[Tensor], source: Source, pool: Pool, threads: int) -> None:
+    """Compare the records of tensors, which were read without it, with the CRCs that their writer left, and the files
+    of which these are all with the manifest beside them. Raises CorruptError."""
+    catalogue, read, files = source.catalogue, Pieces(), WholeFiles(source.catalogue)
+    for tensor in tensors:
+        for chunk in tensor.chunks:
+            for extent in source.resolve(tensor, chunk).stored():
+                if extent.record is not None and extent.record.crc is not None and not extent.checked:
+                    read.add(extent.record, extent.offset, extent.nbytes, None)
+
+    def crc_at(location: str, offset: int, nbytes: int) -> int:
+        return crc_of(partial(pool.read_into, location), offset, nbytes)
+
+    def check_one(record: Record) -> None:
+        check(record, read, catalogue, partial(crc_at, catalogue.files[record.file].location))
+
+    records = [record for record in read.records() if is_worth_checking(record, read.used(record))]
+    on_threads(iter(records), check_one, threads, Work(sum(record.nbytes for record in records), None))
+    files.note(records, read)
+    for number in files.complete():
+        files.check(number, crc_at)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 
 from ckpttool.catalogue.protocols import Source
 from ckpttool.errors import UsageError
@@ -23,6 +23,7 @@ from ckpttool.operations.result import ABSENT
 from ckpttool.producers import open
 from ckpttool.storage import files
 from ckpttool.transfer.execute import DEFAULT_THREADS
+from ckpttool.transfer.file_checksums import check_tensors
 from ckpttool.transfer.threads import Progress
 
 __all__ = [
@@ -122,7 +123,11 @@ def diff(
         compare_sources(sources, catalogues, result, options)
         if result.only_a and result.only_b:
             result.hint = selection.advice(catalogues)
-        for source in sources:
+        for source, catalogue in zip(sources, catalogues, strict=True):
+            both = catalogues[0].entries.keys() & catalogues[1].entries.keys()
+            compared = [tensor.origin or tensor for tensor in catalogue.tensors if tensor.path in both]
+            with closing(files.Pool()) as pool:
+                check_tensors(compared, source, pool, options.threads)
             files.check_unchanged(source.catalogue.versions)
         result.seconds = time.monotonic() - began
         if page is not None and page_path is not None:

@@ -21,6 +21,7 @@ from ckpttool.operations.stats.moments import buffer
 from ckpttool.operations.stats.places import Place, place_of
 from ckpttool.operations.stats.thumbnails import MOST_THUMBNAILS, Thumbnail
 from ckpttool.storage.files import Pool
+from ckpttool.transfer.file_checksums import check_tensors
 from ckpttool.transfer.numbers import Array, dot, has_numbers, numbers
 from ckpttool.transfer.plan import tiles
 from ckpttool.transfer.read import ChunkReader, read_box, unsigned
@@ -227,6 +228,7 @@ def collect(
 
     with closing(Pool()) as pool:
         on_threads(tasks(), do, threads, work)
+        check_tensors(tensors, source, pool, threads)
     return results, groups
 
 
