@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from ckpttool.operations.inspect.summary import PartLine, Summary
 
 _OBJECTS = 40  # lines, unless -v
+_TREE = 2000  # lines of a module tree, unless -v
 _COLUMNS = 6
 _DTYPES = 4
 # Facts that have a place of their own.
@@ -272,7 +273,8 @@ def _tree(terminal: Terminal, part: Part, lines: list[Line]) -> None:
     shared = _dtypes(dtypes.pop()) if len(dtypes) == 1 else ""
     terminal.heading(str(part), shared)
     rows = []
-    for line in lines:
+    shown = lines if terminal.verbose else lines[:_TREE]
+    for line in shown:
         times, shape = "", plural(line.tensors, "tensor")
         if line.shape is not None:
             shape = f"{f'{line.times:,} x ' if line.times > 1 else ''}{list(line.shape)}"
@@ -286,6 +288,7 @@ def _tree(terminal: Terminal, part: Part, lines: list[Line]) -> None:
     terminal.table(
         rows, headers, right=(1, last - 1, last), wrap=(0,), drop=[(i,) for i in (last - 1, *range(2, last - 1))]
     )
+    terminal.more(len(lines) - len(shown))
     if closed := [line for line in lines if line.closed]:
         depth = max(line.closed for line in closed)
         what = f"{plural(len(closed), 'module')} {is_or_are(closed)} closed"

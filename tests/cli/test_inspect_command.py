@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from markdown_it import MarkdownIt
+from safetensors.torch import save_file
 from support.cli import run
 from support.paths import CHECKPOINTS
 from torch import nn
@@ -255,3 +256,13 @@ def test_objects_alone_may_match_in_json() -> None:
     assert not document["tensors"]
     assert {entry["name"].rpartition(".")[2] for entry in document["objects"]} == {"lr"}
     assert run("inspect", str(DCP), "--tensors", "*.lr").exit_code == 2
+
+
+def test_a_tree_of_very_many_lines_is_cut_and_says_so(tmp_path: Path) -> None:
+    """A small header can name very many tensors, each with a line of its own."""
+    path = str(tmp_path / "a.safetensors")
+    save_file({f"{n:04}_w": torch.zeros(1) for n in range(2100)}, path)
+    lines = section(run("inspect", path).stdout, "model")
+    assert len(lines) == 1 + 2000 + 1 and lines[-2].split()[0] == "1999_w"
+    assert lines[-1] == "  100 more, shown by -v"
+    assert len(section(run("inspect", path, "-v").stdout, "model")) == 1 + 2100

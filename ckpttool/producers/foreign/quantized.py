@@ -126,8 +126,8 @@ def analyse(catalogue: Catalogue, config: Mapping[str, Any]) -> Quantization:
     result = Quantization()
     bases: dict[str, dict[str, Tensor]] = {}
     for name, tensor in tensors.items():
-        suffix = next((s for s in _COMPANIONS if name.endswith(s)), None)
-        if suffix is not None:
+        if name.endswith(_COMPANIONS):
+            suffix = next(s for s in _COMPANIONS if name.endswith(s))
             bases.setdefault(name.removesuffix(suffix), {})[suffix] = tensor
     for base, companions in bases.items():
         if not _assign(result, base, companions, tensors, config):
