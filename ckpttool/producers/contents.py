@@ -68,8 +68,11 @@ def layout(directory: Directory, names: Collection[str] | None = None, step: int
             result.components.append(component)
             for name in component.files:
                 remaining.pop(name, None)
+    # What is left over beside an index is of another save, which the reader of the index says.
+    indexes = _stems_of_indexes(result)
     for name in remaining:
-        _add_file(directory, name, result)
+        if not ((match := _SHARD.fullmatch(name)) and match["stem"] in indexes):
+            _add_file(directory, name, result)
     _give_roots(result, step)
     return result
 
@@ -89,6 +92,8 @@ def _below(
             if not (is_dcp and re.fullmatch(DCP_FILES.pattern, name)):
                 yield above + name  # those of a DCP directory may lie in folders of it
             continue
+        if name == "sharded/" and directory.has(r".*\.safetensors\.index\.json"):
+            continue  # the same model, before torch's writer joined its files
         location = directory.at(name[:-1])
         if location.is_link() and location.real().is_below(directory.path.real()):
             continue  # `latest`, to a folder beside it
@@ -129,11 +134,17 @@ def _indexed(directory: Directory, names: Collection[str], layout: Layout) -> It
                     yield Component(shard, files=(shard,), kind="shard")
 
 
+def _stems_of_indexes(layout: Layout) -> set[str]:
+    names = (component.name for component in layout.components if _INDEX.fullmatch(component.name))
+    return {re.sub(r"\.[a-z]+\.index\.json$", "", name) for name in names}
+
+
 def _shards(directory: Directory, names: Collection[str], layout: Layout) -> Iterator[Component]:
     """Yield the files of models that were split without an index: `model-00001-of-00002.safetensors`."""
     sets: dict[tuple[str, str], list[str]] = defaultdict(list)
+    indexes = _stems_of_indexes(layout)
     for name in names:
-        if (match := _SHARD.fullmatch(name)) is not None:
+        if (match := _SHARD.fullmatch(name)) is not None and match["stem"] not in indexes:
             sets[match["stem"], match["count"]].append(name)
     for (stem, count), shards in sets.items():
         if len(shards) != int(count):

@@ -34,7 +34,7 @@ NUMBERS = (
 )
 # What has numbers and is no step; a fraction may be the end of a name and its suffix: `model.0002.pth`.
 _NO_STEPS = re.compile(
-    r"\d{5}-of-\d{5}|(?<![a-z\d])\d+\.\d+(?![\da-z])|(?:rank|world_?size|seed|port|(?<![a-z])(?:[dtpesm]p|sdp|v|lr|of))[-_=.]?\d+",
+    r"\d{5}-of-\d{5}|(?<![a-z\d])\d+\.\d+(?![\da-z])|(?:rank|shard|world_?size|seed|port|(?<![a-z])(?:[dtpesm]p|sdp|v|lr|of))[-_=.]?\d+",
     re.IGNORECASE,
 )
 _TIME = re.compile(r"(?<!\d)20\d\d[-_+.]?[01]\d[-_+.]?[0-3]\d\D*[\d\D]*")

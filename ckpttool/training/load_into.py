@@ -45,10 +45,9 @@ def load_into(
     """Load the checkpoint at `path` into every object in `state`, in place. Every rank calls it.
 
     Models and optimizers are loaded as by `load`, an object with `load_state_dict` gets the value saved under its key,
-    a tensor is filled in place, and any other value is replaced. Tensors that an object's `state_dict` has in shards are
-    loaded in shards. A key
-    that the checkpoint lacks is looked up by its kind (`scheduler` for `lr_scheduler`). With `strict=False` values that
-    are not in the checkpoint stay as they are, and are named in `missing`.
+    a tensor is filled in place, and any other value is replaced. Tensors that an object's `state_dict` has in shards
+    are loaded in shards. A key that the checkpoint lacks is looked up by its kind (`scheduler` for `lr_scheduler`).
+    With `strict=False` values that are not in the checkpoint stay as they are, and are named in `missing`.
 
     Args:
         path: a checkpoint of any format.

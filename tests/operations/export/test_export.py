@@ -74,7 +74,7 @@ def test_only_the_model_without_wrappers(tmp_path: Path) -> None:
 
 
 def test_what_is_left_out_is_named_as_by_convert(tmp_path: Path) -> None:
-    src = CHECKPOINTS / "dcp/fsdp2_w2"
+    src = CHECKPOINTS / "dcp/fsdp2_w2/ckpt"
     exported = ckpttool.export(src, tmp_path / "out", exclude="tokens_seen", dry_run=True)
     converted = ckpttool.convert(src, tmp_path / "out.safetensors", only="model", exclude="tokens_seen", dry_run=True)
     assert exported.dropped == converted.dropped and "model.tokens_seen" in exported.dropped
@@ -88,13 +88,13 @@ def test_two_names_that_become_one_are_refused(tmp_path: Path) -> None:
 
 
 def test_of_two_models_one_is_asked_for(tmp_path: Path) -> None:
-    state = {"model": weights(), "ema": {name: value * 2 for name, value in weights().items()}}
+    state = {"model": weights(), "critic": {name: value * 2 for name, value in weights().items()}}
     path = saved(tmp_path / "a.pt", state)
     with pytest.raises(errors.UsageError, match="2 models") as caught:
         ckpttool.export(path, tmp_path / "out")
-    assert "--only ema" in (caught.value.hint or "")
-    ckpttool.export(path, tmp_path / "out", only="ema")
-    assert same(found(tmp_path / "out"), state["ema"])
+    assert "--only critic" in (caught.value.hint or "")
+    ckpttool.export(path, tmp_path / "out", only="critic")
+    assert same(found(tmp_path / "out"), state["critic"])
     with pytest.raises(errors.UsageError, match="no part `emu`"):
         ckpttool.export(path, tmp_path / "other", only="emu")
 

@@ -353,8 +353,8 @@ def test_what_may_be_made_in_several_ways_is_not_guessed(tmp_path: Path) -> None
 
 
 def test_a_reference_of_two_models_names_the_way(checkpoint: Path, tmp_path: Path) -> None:
-    torch.save({"model": trained(), "ema": trained()}, tmp_path / "two.pt")
-    with pytest.raises(UsageError, match=r"reference is one model, and there are 2: `model`, `ema`") as raised:
+    torch.save({"model": trained(), "critic": trained()}, tmp_path / "two.pt")
+    with pytest.raises(UsageError, match=r"reference is one model, and there are 2: `model`, `critic`") as raised:
         ckpttool.export(checkpoint, tmp_path / "out", only="model", like=tmp_path / "two.pt")
     assert f"ckpttool convert {tmp_path / 'two.pt'} reference.safetensors --only model" in str(raised.value.hint)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable
 from contextlib import nullcontext
+from functools import partial
 from typing import Any
 from unittest import mock
 
@@ -226,7 +227,8 @@ def failed_stage(stage: str, format: str) -> str:
             is_there = dist.get_rank() == number
             injected = mock.patch(f"{module}.{name}", side_effect=kind("no luck")) if is_there else nullcontext()
             with injected:
-                wrong = said(lambda: ckpttool.save(place, run.model, format=format, **state), "no luck")
+                saving = partial(ckpttool.save, place, run.model, format=format, **state)
+                wrong = said(saving, "no luck")
             if wrong != "equal" or place.exists():
                 return f"rank {number}, {kind.__name__}: {wrong}, {place.exists()}"
     return "equal"
