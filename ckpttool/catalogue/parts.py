@@ -171,9 +171,16 @@ def _kind_of(key: object, child: Node) -> str | None:
 
 def _is_progress(node: Node) -> bool:
     """Return whether these are plain values, and one of them counts steps or epochs."""
-    values = [one.entry.value if isinstance(one.entry, Object) else node for one in node.children.values()]
-    is_plain = all(value is None or isinstance(value, (bool, int, float, str)) for value in values)
-    return is_plain and any(kind_of_key(key) == "progress" for key in node.children)
+    entries = [one.entry for one in node.children.values()]
+    if not all(isinstance(entry, Object) for entry in entries) or not any(map(_counts, node.children)):
+        return False
+    # What was not read yet, as in DCP, is not read for this.
+    values = [entry.value for entry in entries if isinstance(entry, Object) and entry.is_read]
+    return all(value is None or isinstance(value, (bool, int, float, str)) for value in values)
+
+
+def _counts(key: object) -> bool:
+    return kind_of_key(key) == "progress"
 
 
 def _is_around(kind: str, child: Node) -> bool:
