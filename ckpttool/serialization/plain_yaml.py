@@ -85,7 +85,8 @@ def _check_once(node: Any, what: str) -> None:
         return
     seen: set[tuple[str, str]] = set()
     for key, _ in node.value:
-        if isinstance(key.value, str):
-            if (key.tag, key.value) in seen:
-                raise CorruptError(f"{what} names `{key.value[:80]}` twice", tensor=key.value[:80])
-            seen.add((key.tag, key.value))
+        name = key.value
+        if isinstance(name, str):
+            if (key.tag, name) in seen:
+                raise CorruptError(f"{what} names `{name[:80]}` twice", tensor=name[:80])
+            seen.add((key.tag, name))

@@ -261,3 +261,15 @@ def test_losses_name_what_a_format_cannot_store(row: Format, tmp_path: Path) -> 
     planned = select.start(opened(tmp_path / "a.pt").catalogue)
     lost = {loss.name for loss in row.losses(planned, "x")}
     assert lost == (set() if row.name == "pickle" else {"w", "odd.x", "3"})
+
+
+@pytest.mark.parametrize("name", ["json", "yaml"])
+@pytest.mark.parametrize("levels", [34, 3])
+def test_documents_do_not_repeat_what_is_shared_without_end(name: str, levels: int, tmp_path: Path) -> None:
+    value: Any = [1.5]
+    for _ in range(levels):
+        value = [value, value]
+    torch.save({"shared": value}, tmp_path / "a.pt")
+    planned = select.start(opened(tmp_path / "a.pt").catalogue)
+    lost = [loss.name for loss in ROWS[name].losses(planned, "x")]
+    assert lost == (["shared"] if levels > 20 else [])

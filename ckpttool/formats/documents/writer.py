@@ -10,7 +10,7 @@ from datetime import date
 from typing import Any
 
 from ckpttool.catalogue.entries import Catalogue, Entry, File, Object
-from ckpttool.catalogue.flatten import unflatten
+from ckpttool.catalogue.flatten import MAX_REPEATED, unflatten
 from ckpttool.catalogue.protocols import CreatedSink, Loss, Sink, SinkOptions
 from ckpttool.storage.stores import locate
 
@@ -46,12 +46,15 @@ def _losses(
 
 
 def _is_plain(value: Any, is_leaf: Callable[[Any], bool], is_key: Callable[[Any], bool]) -> bool:
-    todo, seen = [value], set()
+    todo, seen, repeated = [value], set(), 0
     while todo:
         node = todo.pop()
         if type(node) in (dict, list, OrderedDict):
             if id(node) in seen:
-                continue
+                # Documents have no references: what is shared is written for each mention.
+                repeated += 1 + len(node)
+                if repeated > MAX_REPEATED:
+                    return False
             seen.add(id(node))
             if isinstance(node, dict) and not all(map(is_key, node)):
                 return False
