@@ -301,8 +301,8 @@ class Checkpoint(Subtree):
                         self._checked.add(record)
 
     def check_read(self, tensors: Iterable[Tensor]) -> None:
-        """Compare the files of which these tensors, which were read, are all that there is with the manifest beside
-        them. Raises CorruptError."""
+        """Compare the files of which `tensors`, which were read, are all that there is with the manifest beside them.
+        Raises CorruptError."""
         used, files = checksums.Pieces(), WholeFiles(self._source.catalogue)
         for tensor in tensors:
             for chunk in tensor.chunks:

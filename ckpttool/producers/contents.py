@@ -52,9 +52,11 @@ _HEAD = 4096
 _STATE = "it may hold training state; `--only` leaves it out"
 
 
-def layout(directory: Directory, names: Collection[str] | None = None, step: int | None = None) -> Layout:
-    """Return the components of a directory; with `names`, of these files and folders in it. `step` is a number in the
-    names of files that lie beside those of other steps. Raises ReadError for a directory of too many files."""
+def layout(
+    directory: Directory, names: Collection[str] | None = None, step: int | None = None, *, beside: bool = False
+) -> Layout:
+    """Return the components of a directory; with `names`, of these files and folders in it, which may lie `beside` what
+    a framework wrote. `step` is a number in the names of files that lie beside those of other steps."""
     result = Layout()
     listed = directory.names if names is None else names
     is_dcp = names is None and directory.has(DCP_FILE)
@@ -73,7 +75,7 @@ def layout(directory: Directory, names: Collection[str] | None = None, step: int
     for name in remaining:
         if not ((match := _SHARD.fullmatch(name)) and match["stem"] in indexes):
             _add_file(directory, name, result)
-    _give_roots(result, step)
+    _give_roots(result, step, beside=beside)
     return result
 
 
@@ -225,10 +227,10 @@ def _is_text(head: bytes) -> bool:
 # Roots ----------------------------------------------------------------------------------------------------------------
 
 
-def _give_roots(layout: Layout, step: int | None) -> None:
+def _give_roots(layout: Layout, step: int | None, *, beside: bool) -> None:
     """Give each component its root: the folders and the stem of its name, the keys of which nothing else has."""
     holders = [c for c in layout.components if not _is_document(c)]
-    alone = holders[0] if len({_stem(c, step) for c in holders}) == 1 else None
+    alone = holders[0] if len({_stem(c, step) for c in holders}) == 1 and not beside else None
     in_folder: dict[Path, set[Path]] = defaultdict(set)
     for component in layout.components:
         *folders, stem = _stem(component, step) or ("",)

@@ -48,7 +48,9 @@ def test_dcp_loads_what_came_back_from_safetensors(tmp_path: Path) -> None:
         saved, back = tmp_path / name, tmp_path / f"{name}-back"
         dcp.save(state, checkpoint_id=saved, no_dist=True)
         result = ckpttool.convert(saved, tmp_path / f"{name}-st", to="safetensors")
-        root = {"model": "model", "module": "module", "deep": "app.model", "nested": "model", "lists": "model"}.get(name)
+        root = {"model": "model", "module": "module", "deep": "app.model", "nested": "model", "lists": "model"}.get(
+            name
+        )
         told = [note for note in result.notes if "left off the names" in note]
         assert [note.split("`")[1] for note in told] == ([root] if root else []), name
         again = tmp_path / f"{name}-again"
