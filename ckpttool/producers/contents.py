@@ -79,6 +79,13 @@ def layout(
     return result
 
 
+def is_of_safetensors(directory: Directory) -> bool:
+    """Return whether a directory has an index of safetensors, and nothing but what such a model is made of, by the
+    names."""
+    rest = [n for n in directory.names if not re.fullmatch(_OF_PIECES, n) and not _ASSET.fullmatch(n)]
+    return directory.has(r".*\.safetensors\.index\.json") and not rest
+
+
 def _below(
     directory: Directory, names: Collection[str], is_dcp: bool, layout: Layout, above: str = "", depth: int = 0
 ) -> Iterator[str]:

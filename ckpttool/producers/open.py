@@ -116,8 +116,11 @@ def _open_step(directory: Directory, names: Collection[str], options: OpenOption
 
 def _open_directory(location: Location, directory: Directory, options: OpenOptions) -> Source:
     """Open a directory of no framework: by the format that all of it is of, else each of its files as a component."""
-    layout = contents.layout(directory)
     row = next((row for row in formats.FORMATS if row.recognise(location)), None)
+    if row is not None and contents.is_of_safetensors(directory):
+        # Nothing else is looked at, which on the Hub would be a request each.
+        return row.open(location, options)
+    layout = contents.layout(directory)
     if row is not None and not layout.unreadable and (source := _opened_whole(row, location, layout, options)):
         return source
     if not layout.components or runs.inside(directory):
@@ -134,15 +137,17 @@ def _opened_whole(row: Format, location: Location, layout: Layout, options: Open
     stems = {component.root for component in layout.components}
     try:
         source = row.open(location, options)
-    except (CorruptError, ReadError):
+    except ReadError:
+        raise
+    except CorruptError:
         if len(stems) < 2 and row is not rankfiles.FORMAT:
             raise
         return None
     names = {file.name for file in source.catalogue.files}
     unread = {name for c in layout.components for name in c.files if name not in names and not is_index(name)}
-    if (unread and not source.catalogue.faults) or (
-        row is rankfiles.FORMAT and reader.is_of_each_rank(source.catalogue)
-    ):
+    parts.assign(source.catalogue)
+    own = all(entry.part.kind in parts.PER_RANK for entry in source.catalogue.entries.values())
+    if (unread and not source.catalogue.faults) or (own and reader.is_of_each_rank(source.catalogue)):
         source.close()
         return None
     if layout.assets:

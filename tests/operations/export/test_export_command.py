@@ -25,7 +25,7 @@ def run(*words: str | Path) -> Result:
 def source(tmp_path: Path) -> Path:
     """A training state with two models of a layer each."""
     model = {"net.layers.0.w": torch.randn(4, 6), "net.layers.1.w": torch.randn(4, 6), "net.extra": torch.ones(3)}
-    torch.save({"model": model, "critic": {"w": torch.ones(2)}, "epoch": 3}, tmp_path / "a.pt")
+    torch.save({"model": model, "network": {"w": torch.ones(2)}, "epoch": 3}, tmp_path / "a.pt")
     return tmp_path / "a.pt"
 
 
@@ -68,7 +68,7 @@ def test_every_option_does_what_it_says(source: Path, tmp_path: Path) -> None:
 
 def test_flat_files_have_shapes_from_elsewhere(source: Path, tmp_path: Path) -> None:
     # What has no flat tensors has no use for them, and is exported all the same.
-    done = run("export", source, tmp_path / "out", "--only", "critic", "--shapes", source)
+    done = run("export", source, tmp_path / "out", "--only", "network", "--shapes", source)
     assert done.exit_code == UsageError.exit_code
     assert "has 2 models" in done.stderr
 
