@@ -140,7 +140,8 @@ def _opened_whole(row: Format, location: Location, layout: Layout, options: Open
     except ReadError:
         raise
     except CorruptError:
-        if len(stems) < 2 and row is not rankfiles.FORMAT:
+        is_indexed = (location / "model.safetensors.index.json").exists()
+        if is_indexed or (len(stems) < 2 and row is not rankfiles.FORMAT):
             raise
         return None
     names = {file.name for file in source.catalogue.files}

@@ -331,7 +331,7 @@ def test_without_shapes_the_files_are_named(name: str) -> None:
 
 
 def test_the_files_are_not_at_fault_when_shapes_are_not_given(tmp_path: Path) -> None:
-    path = CHECKPOINTS / "rank/fsdp1_local_w2"
+    path = CHECKPOINTS / "rank/fsdp1_local_w2" / "ckpt"
     for operation in (
         lambda: ckpttool.diff(path, path),
         lambda: ckpttool.convert(path, tmp_path / "whole.pt"),

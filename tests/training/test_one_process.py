@@ -371,7 +371,7 @@ def test_auto_says_why(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptur
         ([(True, "ext4"), (False, "ext4")], "broadcast", "rank 1 does not see the path"),
         ([(True, "fuse.s3fs"), (True, "fuse.s3fs")], "broadcast", "fuse.s3fs"),
     ):
-        monkeypatch.setattr(loader.collectives, "all_gather", lambda _, seen=seen: seen)
+        monkeypatch.setattr(loader.collectives, "all_gather_of", lambda _, seen=seen: seen)
         chosen = loader.choose("/somewhere", "auto")
         assert chosen[0] == strategy and why in chosen[1]
 
