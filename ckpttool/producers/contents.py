@@ -82,7 +82,8 @@ def layout(
 def is_of_safetensors(directory: Directory) -> bool:
     """Return whether a directory has one file or an index of safetensors, and nothing but what such a model is made of,
     by the names."""
-    rest = [n for n in directory.names if not re.fullmatch(_OF_PIECES, n) and not _ASSET.fullmatch(n)]
+    known = rf"{_OF_PIECES}|{REPOSITORY.pattern}|{re.escape(NAME)}"
+    rest = [n for n in directory.names if not re.fullmatch(known, n) and not _ASSET.fullmatch(n)]
     number = sum(1 for _ in directory.matching(r".*\.safetensors"))
     return not rest and (number == 1 or directory.has(r".*\.safetensors\.index\.json"))
 

@@ -121,7 +121,7 @@ def _open_directory(location: Location, directory: Directory, options: OpenOptio
         # Nothing else is looked at, which on the Hub would be a request each.
         return row.open(location, options)
     layout = contents.layout(directory)
-    if row is not None and not layout.unreadable and (source := _opened_whole(row, location, layout, options)):
+    if row is not None and (source := _opened_whole(row, location, layout, options)):
         return source
     if not layout.components or runs.inside(directory):
         # Its error says what is there.
@@ -148,7 +148,11 @@ def _opened_whole(row: Format, location: Location, layout: Layout, options: Open
     unread = {name for c in layout.components for name in c.files if name not in names and not is_index(name)}
     parts.assign(source.catalogue)
     own = all(entry.part.kind in parts.PER_RANK for entry in source.catalogue.entries.values())
-    if (unread and not source.catalogue.faults) or (own and reader.is_of_each_rank(source.catalogue)):
+    if (
+        layout.unreadable
+        or (unread and not source.catalogue.faults)
+        or (own and reader.is_of_each_rank(source.catalogue))
+    ):
         source.close()
         return None
     if layout.assets:
