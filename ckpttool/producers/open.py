@@ -137,8 +137,6 @@ def _opened_whole(row: Format, location: Location, layout: Layout, options: Open
     stems = {component.root for component in layout.components}
     try:
         source = row.open(location, options)
-    except ReadError:
-        raise
     except CorruptError:
         is_indexed = (location / "model.safetensors.index.json").exists()
         if is_indexed or (len(stems) < 2 and row is not rankfiles.FORMAT):
