@@ -372,6 +372,12 @@ def test_torch_is_not_imported_to_convert(tmp_path: Path, name: str, to: str) ->
     assert (tmp_path / "out").exists()
 
 
+def test_no_two_test_files_have_one_name() -> None:
+    """pytest imports each by its name alone, and leaves out the second with an error only where both are collected."""
+    names = sorted(path.name for path in (ROOT / "tests").rglob("test_*.py"))
+    assert not [name for name, beside in zip(names, names[1:], strict=False) if name == beside]
+
+
 def test_importing_the_library_imports_little() -> None:
     code = "import sys, ckpttool; print(sorted({'torch', 'numpy', 'click'} & set(sys.modules)))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

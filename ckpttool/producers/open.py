@@ -147,7 +147,7 @@ def _opened_whole(row: Format, location: Location, layout: Layout, options: Open
     parts.assign(source.catalogue)
     # Tensors of one name and other shapes are no copies of one: those of an optimizer of what the rank has, of experts.
     own = all(entry.part.kind in parts.PER_RANK for entry in source.catalogue.entries.values())
-    own = own or any(" disagree on " in fault.message for fault in source.catalogue.faults)
+    own = own or any({"ranks", "expected"} <= fault.facts.keys() for fault in source.catalogue.faults)
     if (
         layout.unreadable
         or (unread and not source.catalogue.faults)
