@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import itertools
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -375,7 +376,7 @@ def test_torch_is_not_imported_to_convert(tmp_path: Path, name: str, to: str) ->
 def test_no_two_test_files_have_one_name() -> None:
     """pytest imports each by its name alone, and leaves out the second with an error only where both are collected."""
     names = sorted(path.name for path in (ROOT / "tests").rglob("test_*.py"))
-    assert not [name for name, beside in zip(names, names[1:], strict=False) if name == beside]
+    assert not [name for name, beside in itertools.pairwise(names) if name == beside]
 
 
 def test_importing_the_library_imports_little() -> None:
