@@ -265,6 +265,31 @@ def test_pieces_of_ranks() -> None:
     assert "DCP_VERSION" not in catalogue.facts["metadata"]
 
 
+@pytest.mark.parametrize("number", range(4))
+def test_pieces_of_ranks_without_one_file(tmp_path: Path, number: int) -> None:
+    source = tmp_path / "source"
+    shutil.copytree(sample("hf/sharded_w2"), source)
+    missing = sorted(source.iterdir())[number]
+    missing.unlink()
+    with pytest.raises(CorruptError) as caught:
+        ckpttool.convert(str(source), str(tmp_path / "out"), to="dcp")
+    if missing.name.startswith("shard-00002"):
+        assert missing.name in str(caught.value)
+        # One without tensors says that there were none.
+        safetensors.torch.save_file({}, missing)
+        assert read(source).world_size == 2
+
+
+def test_pieces_of_two_stages(tmp_path: Path) -> None:
+    """Ranks of a pipeline have no files of each other's stages; two of the second share one tensor."""
+    for rank, (number, name) in enumerate([(1, "a"), (2, "b"), (2, "b")]):
+        info = {name: {"saved_offsets": [2 * (rank // 2)]}}
+        metadata = {"DCP_SHARDING_INFO": json.dumps(info), "DCP_VERSION": "1.0", "format": "pt"}
+        path = tmp_path / f"shard-{rank + 1:05d}-model-{number:05d}-of-00002.safetensors"
+        safetensors.torch.save_file({name: torch.arange(2.0) + rank}, path, metadata)
+    check(read(tmp_path), {"a": torch.tensor([0.0, 1.0]), "b": torch.tensor([1.0, 2.0, 2.0, 3.0])})
+
+
 def test_consolidated_files_before_pieces(tmp_path: Path) -> None:
     whole = sample("hf/consolidated_w2")
     assert all(len(t.chunks) == 1 for t in read(whole).tensors)

@@ -17,7 +17,8 @@ from ckpttool.serialization.manifest import NAME
 
 
 def _torch(folder: Path, value: float) -> str:
-    torch.save({"model": {"w": torch.full((40, 50), value)}, "step": 3}, folder / "model.pt")
+    state = {"w": torch.full((40, 50), value), "b": torch.full((40,), value)}
+    torch.save({"model": state, "step": 3}, folder / "model.pt")
     return "model.pt"
 
 
@@ -27,9 +28,19 @@ def _safetensors(folder: Path, value: float) -> str:
 
 
 def _ranks(folder: Path, value: float) -> str:
-    for rank in range(2):
-        torch.save({"model": {"w": torch.full((40, 50), value)}, "rng": rank}, folder / f"rank{rank}.pt")
+    _torch(folder, value)
+    ckpttool.convert(folder / "model.pt", folder / "ranks", to="fsdp1", to_world=2)
+    (folder / "model.pt").unlink()
+    for path in (folder / "ranks").iterdir():
+        path.rename(folder / path.name)
+    (folder / "ranks").rmdir()
     return "rank1.pt"
+
+
+class _Model(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.w, self.b = torch.nn.Parameter(torch.ones(40, 50)), torch.nn.Parameter(torch.ones(40))
 
 
 WRITERS: dict[str, Callable[[Path, float], str]] = {"torch": _torch, "safetensors": _safetensors, "ranks": _ranks}
@@ -39,11 +50,13 @@ READERS: dict[str, Callable[[Path, Path], object]] = {
     "state_dict": lambda path, out: ckpttool.open(path).state_dict(),
     "stats": lambda path, out: ckpttool.stats(path, cache=False),
     "diff": lambda path, out: ckpttool.diff(path, path),
+    "load": lambda path, out: ckpttool.load(path, _Model()),
+    "export": lambda path, out: ckpttool.export(path, out),
 }
 
 
 @pytest.mark.parametrize("reader", READERS)
-@pytest.mark.parametrize("writer", ["torch", "safetensors"])
+@pytest.mark.parametrize("writer", WRITERS)
 def test_a_file_of_another_step(writer: str, reader: str, tmp_path: Path) -> None:
     ours, other = tmp_path / "ours", tmp_path / "other"
     for folder, value in ((ours, 0.0), (other, 1.0)):

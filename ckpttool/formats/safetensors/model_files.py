@@ -364,6 +364,7 @@ def _open_ranks(root: Location, names: Sequence[str]) -> Catalogue:
     reader = Reader(root, "pieces, a file for each rank")
     for name, (shard, _, _) in zip(names, numbers, strict=True):
         reader.add(name, rank=shard - 1)
+    _check_grid(root, dict(zip(numbers, _counts(reader), strict=True)))
     catalogue = reader.finish()
     catalogue.facts["writer"] = "torch HuggingFaceStorageWriter"
     catalogue.warnings.append(_NO_SIZES)
@@ -372,3 +373,36 @@ def _open_ranks(root: Location, names: Sequence[str]) -> Catalogue:
         text = f"the files are of {len(ranks)} ranks, but the last of them is rank {max(ranks) - 1}"
         catalogue.warnings.append(Warning("per-rank", text))
     return catalogue
+
+
+def _counts(reader: Reader) -> list[int]:
+    """Return, for each file, how many pieces the tensor in it has that was cut into most."""
+    counts = [0] * len(reader.catalogue.files)
+    for pieces in reader.pieces.values():
+        for piece in pieces:
+            counts[piece.file] = max(counts[piece.file], len(pieces))
+    return counts
+
+
+def _check_grid(root: Location, counts: Mapping[tuple[int, ...], int]) -> None:
+    """Check that no rank lacks a file. torch writes a piece for each rank that a tensor is sharded over, even one with
+    no elements: where ranks with the same file have cut the tensors of another one into fewer pieces, one is missing.
+
+    `counts` has the most pieces by shard, number of the file and count of files. Raises CorruptError.
+    """
+    ranks: dict[int, set[int]] = {}
+    cuts: Counter[int] = Counter()
+    for (shard, k, _), count in counts.items():
+        ranks.setdefault(k, set()).add(shard)
+        cuts[k] = max(cuts[k], count)
+    for shard, other, of in counts:
+        shared = ranks[other]
+        for k in ranks.keys() - {other} if cuts[other] > min(cuts.values()) else ():
+            if shard not in ranks[k] and ranks[k] & shared and cuts[k] < cuts[other]:
+                name = f"shard-{shard:05}-model-{k:05}-of-{of:05}{SUFFIX}"
+                text = f"`{root / name}` is not there, but rank {shard - 1} has pieces of the tensors in other files"
+                hint = (
+                    "copy the missing file too; if its tensors are not sharded, and none was written, put one without"
+                )
+                hint += " tensors in its place"
+                raise CorruptError(text, hint=hint, file=name, expected=cuts[other], found=cuts[k])
