@@ -59,6 +59,12 @@ def _is_pretrained(directory: Directory) -> bool:
     return "ckpttool.json" not in directory and not directory.has(r"\.metadata|__\d+\.metadata")
 
 
+def _require_files(directory: Directory, layout: Layout) -> None:
+    require_indexed_files(directory, layout)
+    if directory.has(r"rng_state_0\.pth") and not directory.has(r"rng_state_[1-9]\d*\.pth"):
+        layout.missing.append("`rng_state_1.pth` is missing: one process alone saves `rng_state.pth`")
+
+
 def _prefer_safetensors(directory: Directory, layout: Layout) -> None:
     if directory.has(r".*\.safetensors"):
         # The reader of the format joins the files of a model, those of torch.save beside them are left out.
@@ -142,7 +148,7 @@ TRAINER = Producer(
     (r"trainer_state\.json",),
     _TRAINER,
     expected=("model", "optimizer", "rng"),
-    adjust=require_indexed_files,
+    adjust=_require_files,
     writes=(_WHOLE, _SHARDED),
     choose=_choose,
     checkpoint_folders=_CHECKPOINT,

@@ -366,6 +366,15 @@ def test_nothing_complete_is_an_error_with_the_list(tmp_path: Path) -> None:
     assert caught.value.hint == f"name one to open it all the same: `{tmp_path / 'step-2'}`"
 
 
+def test_the_first_of_the_trainers_generators_alone(tmp_path: Path) -> None:
+    """Of one process the Trainer saves `rng_state.pth`, so that a number says that there were several."""
+    folder = shutil.copytree(CHECKPOINTS / "run/trainer_w2/ckpt/checkpoint-4", tmp_path / "checkpoint-4")
+    convert(folder, tmp_path / "whole.pt")
+    (folder / "rng_state_1.pth").unlink()
+    with pytest.raises(CorruptError, match=r"`rng_state_1\.pth` is missing"):
+        convert(folder, tmp_path / "out.pt")
+
+
 def test_an_incomplete_one_that_is_named_is_opened_all_the_same(tmp_path: Path) -> None:
     folder = saved(tmp_path / "checkpoint_1", world=3)
     (folder / "random_states_1.pkl").unlink()
