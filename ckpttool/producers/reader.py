@@ -10,6 +10,7 @@ from typing import Any
 from ckpttool import formats
 from ckpttool.catalogue import identity, parts
 from ckpttool.catalogue.aliases import find_aliases
+from ckpttool.catalogue.boxes import whole
 from ckpttool.catalogue.entries import Catalogue, File, Part, Path, Tensor, dotted
 from ckpttool.catalogue.protocols import OpenOptions, Source
 from ckpttool.catalogue.warning import Warning
@@ -23,8 +24,14 @@ from ckpttool.producers.combined import CombinedSource
 from ckpttool.producers.components import Component, Layout, Mounted, Producer
 from ckpttool.producers.directory import Directory
 from ckpttool.producers.step_names import STEPS, step_in
+from ckpttool.storage import files
 from ckpttool.storage.stores import Location, locate
 from ckpttool.text import plural
+from ckpttool.transfer.plan import tiles
+from ckpttool.transfer.read import read_box
+
+_COMPARED = 1024  # elements at each end of a tensor
+_FEW = 4  # tensors
 
 
 def open_directory(producer: Producer, directory: Directory, options: OpenOptions) -> Source:
@@ -146,9 +153,9 @@ class _Opening:
             self.faults.append(_of_component(error, self.directory, name, dotted(component.root)))
             return
         catalogue = source.catalogue
-        if component.spare and (twin := _twin(catalogue, combined.catalogue)) is not None:
+        if component.spare and (twin := _twin(source, combined)) is not None:
             source.close()
-            text = f"`{component.name}` has the names and shapes of `{dotted(twin) or 'the model'}`, and is not read"
+            text = f"`{component.name}` has the tensors of `{dotted(twin) or 'the model'}`, and is not read"
             self.warnings.setdefault(Warning("superseded-file", text, file=component.name), []).append("")
             return
         if not combined.catalogue.format:
@@ -255,17 +262,30 @@ def shapes_of_moments(catalogue: Catalogue) -> OpenOptions:
     return OpenOptions(shapes, ordered=len(groups) == 1 and set(order) == set(moments)) if shapes else OpenOptions()
 
 
-def _twin(catalogue: Catalogue, combined: Catalogue) -> Path | None:
-    """Return the root of the component that has the same tensors by their names and shapes; None without one."""
-    tied = find_aliases(catalogue.tensors)
-    shapes = {(tensor.name, tensor.shape) for tensor in catalogue.tensors}
-    ties = {(tensor.name, tensor.shape) for tensor in catalogue.tensors if tensor.path in tied}
-    for one in combined.facts.get("mounted", ()):
-        root = tuple(one["root"].split(".")) if one["root"] else ()
-        there = {(dotted(t.path[len(root) :]), t.shape) for t in combined.tensors if t.path[: len(root)] == root}
-        if shapes and there - ties == shapes - ties:
-            return root
+def _twin(source: Source, combined: CombinedSource) -> Path | None:
+    """Return the root of the component that has the same tensors by their names, shapes and elements at both ends, of a
+    few tensors if the files are on another machine; None without one."""
+    is_local = all(locate(file.location).store.is_local for file in source.catalogue.own_files)
+    tied = find_aliases(source.catalogue.tensors)
+    own = {(t.name, t.dtype.name, t.shape): t for t in source.catalogue.tensors}
+    ties = {key for key, tensor in own.items() if tensor.path in tied}
+    with closing(files.Pool()) as pool:
+        for one in combined.catalogue.facts.get("mounted", ()):
+            root = tuple(one["root"].split(".")) if one["root"] else ()
+            below = [t for t in combined.catalogue.tensors if t.path[: len(root)] == root]
+            there = {(dotted(t.path[len(root) :]), t.dtype.name, t.shape): t for t in below}
+            if own and there.keys() - ties == own.keys() - ties:
+                compared = [key for key in own if key in there][-_FEW if not is_local else 0 :]
+                if all(_have_same_ends(own[key], source, there[key], combined, pool) for key in compared):
+                    return root
     return None
+
+
+def _have_same_ends(a: Tensor, of_a: Source, b: Tensor, of_b: Source, pool: files.Pool) -> bool:
+    first = next(tiles(whole(a.shape), _COMPARED))
+    last = (tuple(n - size for n, size in zip(a.shape, first[1], strict=True)), first[1])
+    boxes = (first, last) if a.numel else ()
+    return all((read_box(box, a, of_a, pool) == read_box(box, b, of_b, pool)).all() for box in boxes)
 
 
 def _is_rank_local(component: Component) -> bool:

@@ -678,17 +678,22 @@ def test_keys_are_not_doubled(name: str) -> None:
 
 def test_of_two_formats_of_the_model_the_first_is_taken(tmp_path: Path) -> None:
     folder = saved(tmp_path / "checkpoint_0")
-    state = {"weight": torch.full((2, 3), 7.0), "bias": torch.ones(2)}
-    torch.save(state, folder / "pytorch_model.bin")
+    model = inspect(folder)
+    state = {name: torch.full(model.tensor(("model", name)).shape, 1.0) for name in ("weight", "bias")}
+    convert(folder, tmp_path / "before.pt")
+    before = torch.load(tmp_path / "before.pt")["model"]
+    torch.save(before, folder / "pytorch_model.bin")
     catalogue = inspect(folder)
-    assert [str(w) for w in catalogue.warnings] == [
-        "`pytorch_model.bin` has the names and shapes of `model`, and is not read"
-    ]
+    assert [str(w) for w in catalogue.warnings] == ["`pytorch_model.bin` has the tensors of `model`, and is not read"]
     assert catalogue.tensor(("model", "bias")).shape == (2,)
-    # With other tensors it is a part of its own.
-    torch.save(state | {"head": torch.ones(5)}, folder / "pytorch_model.bin")
-    catalogue = inspect(folder)
-    assert not catalogue.warnings and catalogue.tensor(("pytorch_model.bin", "head")).shape == (5,)
+    # With other tensors it is a part of its own, or with other values.
+    for other in (state | {"head": torch.ones(5)}, before | {"weight": before["weight"] + torch.eye(2, 3)}):
+        torch.save(other, folder / "pytorch_model.bin")
+        catalogue = inspect(folder)
+        assert not catalogue.warnings and catalogue.tensor(("pytorch_model.bin", "weight")).shape == (2, 3)
+        convert(folder, tmp_path / "out.pt", overwrite=True)
+        written = torch.load(tmp_path / "out.pt")["pytorch_model.bin"]
+        assert written.keys() == other.keys() and all(torch.equal(written[name], other[name]) for name in other)
 
 
 # On the command line -------------------------------------------------------------------------------------------------
