@@ -280,6 +280,21 @@ def test_pieces_of_ranks_without_one_file(tmp_path: Path, number: int) -> None:
         assert read(source).world_size == 2
 
 
+def test_pieces_beside_the_files_that_they_were_joined_to(tmp_path: Path) -> None:
+    shutil.copytree(sample("hf/consolidated_w2"), tmp_path, dirs_exist_ok=True)
+    (told,) = read(tmp_path).warnings
+    assert (told.kind, told.text) == (
+        "superseded-file",
+        "`sharded/` is not read: it has the pieces of the same 16 tensors",
+    )
+    piece = sorted((tmp_path / "sharded").iterdir())[0]
+    with safetensors.safe_open(piece, "pt") as opened:
+        metadata, state = opened.metadata(), {name: opened.get_tensor(name) for name in sorted(metadata and opened.keys())}
+    safetensors.torch.save_file({name: tensor.half() for name, tensor in state.items()}, piece, metadata)
+    with pytest.raises(CorruptError, match=r"sharded` has pieces of `|is float16|is float32"):
+        read(tmp_path)
+
+
 def test_pieces_of_two_stages(tmp_path: Path) -> None:
     """Ranks of a pipeline have no files of each other's stages; two of the second share one tensor."""
     for rank, (number, name) in enumerate([(1, "a"), (2, "b"), (2, "b")]):
@@ -508,7 +523,7 @@ def test_files_of_torch_beside_the_weights_are_told(tmp_path: Path) -> None:
     assert read(tmp_path).warnings == []
     torch.save({"state": {}}, tmp_path / "optimizer.pt")
     (told,) = read(tmp_path).warnings
-    assert (told.kind, told.text) == ("left-out", "left out, no safetensors: `optimizer.pt`")
+    assert (told.kind, told.text) == ("unlisted-file", "left out, no safetensors: `optimizer.pt`")
 
 
 def test_single_file_before_the_index(tmp_path: Path) -> None:

@@ -14,6 +14,7 @@ from copy import copy
 from functools import cache
 from typing import NamedTuple
 
+from ckpttool.catalogue.aliases import find_aliases
 from ckpttool.catalogue.boxes import Ints
 from ckpttool.catalogue.budget import charge
 from ckpttool.catalogue.entries import Catalogue, Chunks, File, Part, Path, Tensor
@@ -25,7 +26,7 @@ from ckpttool.formats.safetensors.sharding import SUFFIX
 from ckpttool.serialization import safetensors_header, strict_json
 from ckpttool.serialization.safetensors_header import Entry, Header
 from ckpttool.storage.stores import Location
-from ckpttool.text import some
+from ckpttool.text import plural, some
 
 SHARDED = "sharded"
 MODEL = Part("model")
@@ -237,11 +238,29 @@ def open_directory(root: Location, names: Sequence[str], only: Collection[str] |
         text = f"safetensors files that are left aside: {some(unused)}"
         catalogue.warnings.append(Warning("unused-file", text))
     if others := [n for n in names if n.endswith(_OF_TORCH)]:
-        catalogue.warnings.append(Warning("left-out", f"left out, no safetensors: {some(others)}"))
-    if rank_files(sharded) and any(not t.shape for t in catalogue.tensors):
-        text = f"torch's consolidation writes 0-d tensors as zeros: `{SHARDED}/` has them as they were saved"
-        catalogue.warnings.append(Warning("suspect-values", text))
+        catalogue.warnings.append(Warning("unlisted-file", f"left out, no safetensors: {some(others)}"))
+    if rank_files(sharded):
+        catalogue.warnings.append(_joined(sharded, catalogue))
     return catalogue
+
+
+def _joined(sharded: Location, catalogue: Catalogue) -> Warning:
+    """Return a word about the pieces from which torch's writer has joined the files. Raises CorruptError if they are of
+    another model, by the names, dtypes and shapes of their tensors."""
+    tied = find_aliases(catalogue.tensors)
+    pieces = _open_ranks(sharded, rank_files(sharded))
+    joined = {t.name: (t.dtype, t.shape) for t in catalogue.tensors if t.path not in tied}
+    for tensor in pieces.tensors:
+        found = joined.pop(tensor.name, None)
+        if found != (tensor.dtype, tensor.shape):
+            text = f"`{sharded}` has pieces of `{tensor.name}`, which is another tensor in the files beside it, or none"
+            hint = "they are of another save: name one of them, or move one away"
+            raise CorruptError(text, hint=hint, tensor=tensor.name)
+    if any(not tensor.shape for tensor in pieces.tensors):
+        text = f"torch's consolidation writes 0-d tensors as zeros: `{SHARDED}/` has them as they were saved"
+        return Warning("suspect-values", text)
+    text = f"`{SHARDED}/` is not read: it has the pieces of the same {plural(len(pieces.tensors), 'tensor')}"
+    return Warning("superseded-file", text, file=SHARDED)
 
 
 def _open_whole(
