@@ -7,14 +7,14 @@ A file of torch's `HuggingFaceStorageWriter(save_distributed=True)` holds pieces
 from __future__ import annotations
 
 import re
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from copy import copy
 from functools import cache
+from itertools import product
 from typing import NamedTuple
 
-from ckpttool.catalogue.aliases import find_aliases
 from ckpttool.catalogue.boxes import Ints
 from ckpttool.catalogue.budget import charge
 from ckpttool.catalogue.entries import Catalogue, Chunks, File, Part, Path, Tensor
@@ -246,20 +246,20 @@ def open_directory(root: Location, names: Sequence[str], only: Collection[str] |
 
 def _joined(sharded: Location, catalogue: Catalogue) -> Warning:
     """Return a word about the pieces from which torch's writer has joined the files. Raises CorruptError if they are of
-    another model, by the names, dtypes and shapes of their tensors."""
-    tied = find_aliases(catalogue.tensors)
-    pieces = _open_ranks(sharded, rank_files(sharded))
-    joined = {t.name: (t.dtype, t.shape) for t in catalogue.tensors if t.path not in tied}
-    for tensor in pieces.tensors:
-        found = joined.pop(tensor.name, None)
-        if found != (tensor.dtype, tensor.shape):
-            text = f"`{sharded}` has pieces of `{tensor.name}`, which is another tensor in the files beside it, or none"
-            hint = "they are of another save: name one of them, or move one away"
-            raise CorruptError(text, hint=hint, tensor=tensor.name)
-    if any(not tensor.shape for tensor in pieces.tensors):
+    another model, by the names, dtypes and shapes of their tensors, unless the catalogue is that of some files."""
+    text = f"`{SHARDED}/` is not read, nor compared"
+    if "partial" not in catalogue.facts:
+        pieces = _open_ranks(sharded, rank_files(sharded)).tensors
+        for tensor in pieces:
+            joined = catalogue.entries.get(tensor.path)
+            if not isinstance(joined, Tensor) or (joined.dtype, joined.shape) != (tensor.dtype, tensor.shape):
+                which = f"`{tensor.name}`, which is another tensor in the files beside it, or none"
+                hint = "they are of another save: name one of them, or move one away"
+                raise CorruptError(f"`{sharded}` has pieces of {which}", hint=hint, tensor=tensor.name)
+        text = f"`{SHARDED}/` is not read: it has the pieces of the same {plural(len(pieces), 'tensor')}"
+    if any(not tensor.shape for tensor in catalogue.tensors):
         text = f"torch's consolidation writes 0-d tensors as zeros: `{SHARDED}/` has them as they were saved"
         return Warning("suspect-values", text)
-    text = f"`{SHARDED}/` is not read: it has the pieces of the same {plural(len(pieces.tensors), 'tensor')}"
     return Warning("superseded-file", text, file=SHARDED)
 
 
@@ -383,7 +383,7 @@ def _open_ranks(root: Location, names: Sequence[str]) -> Catalogue:
     reader = Reader(root, "pieces, a file for each rank")
     for name, (shard, _, _) in zip(names, numbers, strict=True):
         reader.add(name, rank=shard - 1)
-    _check_grid(root, dict(zip(numbers, _counts(reader), strict=True)))
+    _check_grid(reader, root, numbers)
     catalogue = reader.finish()
     catalogue.facts["writer"] = "torch HuggingFaceStorageWriter"
     catalogue.warnings.append(_NO_SIZES)
@@ -394,34 +394,26 @@ def _open_ranks(root: Location, names: Sequence[str]) -> Catalogue:
     return catalogue
 
 
-def _counts(reader: Reader) -> list[int]:
-    """Return, for each file, how many pieces the tensor in it has that was cut into most."""
-    counts = [0] * len(reader.catalogue.files)
-    for pieces in reader.pieces.values():
-        for piece in pieces:
-            counts[piece.file] = max(counts[piece.file], len(pieces))
-    return counts
-
-
-def _check_grid(root: Location, counts: Mapping[tuple[int, ...], int]) -> None:
+def _check_grid(reader: Reader, root: Location, numbers: Sequence[tuple[int, ...]]) -> None:
     """Check that no rank lacks a file. torch writes a piece for each rank that a tensor is sharded over, even one with
     no elements: where ranks with the same file have cut the tensors of another one into fewer pieces, one is missing.
 
-    `counts` has the most pieces by shard, number of the file and count of files. Raises CorruptError.
+    `numbers` are the shard, the number and the count in the name of each file. Raises CorruptError.
     """
-    ranks: dict[int, set[int]] = {}
-    cuts: Counter[int] = Counter()
-    for (shard, k, _), count in counts.items():
-        ranks.setdefault(k, set()).add(shard)
-        cuts[k] = max(cuts[k], count)
-    for shard, other, of in counts:
-        shared = ranks[other]
-        for k in ranks.keys() - {other} if cuts[other] > min(cuts.values()) else ():
-            if shard not in ranks[k] and ranks[k] & shared and cuts[k] < cuts[other]:
-                name = f"shard-{shard:05}-model-{k:05}-of-{of:05}{SUFFIX}"
-                text = f"`{root / name}` is not there, but rank {shard - 1} has pieces of the tensors in other files"
-                hint = (
-                    "copy the missing file too; if its tensors are not sharded, and none was written, put one without"
-                )
-                hint += " tensors in its place"
-                raise CorruptError(text, hint=hint, file=name, expected=cuts[other], found=cuts[k])
+    shards: defaultdict[int, set[int]] = defaultdict(set)
+    for shard, k, _ in numbers:
+        shards[k].add(shard)
+    cuts = dict.fromkeys(shards, 0)  # the most pieces of a tensor, by the number of the file
+    for pieces in reader.pieces.values():
+        for piece in pieces:
+            k = numbers[piece.file][1]
+            cuts[k] = max(cuts[k], len(pieces))
+    most = max(cuts.values())
+    for k, other in product((k for k in cuts if cuts[k] < most), cuts):
+        absent = shards[other] - shards[k]
+        if absent and cuts[k] < cuts[other] and shards[k] & shards[other]:
+            shard = min(absent)
+            name = f"shard-{shard:05}-model-{k:05}-of-{numbers[0][2]:05}{SUFFIX}"
+            text = f"`{root / name}` is not there, but rank {shard - 1} has pieces of the tensors in other files"
+            hint = "copy the missing file too; if its tensors are not sharded, and none was written, put one without "
+            raise CorruptError(text, hint=f"{hint}tensors in its place", file=name, expected=cuts[other], found=cuts[k])

@@ -133,6 +133,17 @@ def test_one_tensor_needs_one_header(hub: Hub, shards: list[bytes]) -> None:
             assert torch.equal(again.torch(), one.torch())
 
 
+def test_one_tensor_needs_no_header_of_the_pieces(hub: Hub, shards: list[bytes]) -> None:
+    """torch's writer leaves them in `sharded/`; those of a tensor in a file that was not read are no other save."""
+    pieces = {f"layers.{i}.weight": torch.zeros(200, 200) for i in range(4)}
+    offsets = json.dumps({name: {"saved_offsets": [0, 0]} for name in pieces})
+    metadata = {"DCP_SHARDING_INFO": offsets, "DCP_VERSION": "1.0", "format": "pt"}
+    hub.commit("org/name", {"sharded/shard-00001-model-00001-of-00001.safetensors": save(pieces, metadata)})
+    assert len(look()) == 4
+    asked(hub)
+    assert torch.equal(ckpttool.open("hf://org/name")["layers.2.weight"].torch(), load(shards[2])["layers.2.weight"])
+
+
 def test_a_look_at_one_tensor_takes_nothing_on_trust(hub: Hub, shards: list[bytes]) -> None:
     """Its file must be there, and have it; a name that the index does not have is looked for in all headers."""
     names = {f"layers.{i}.weight": f"model-0000{i + 1}-of-00004.safetensors" for i in range(4)}
