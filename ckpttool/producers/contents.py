@@ -53,18 +53,27 @@ _STATE = "it may hold training state; `--only` leaves it out"
 
 
 def layout(
-    directory: Directory, names: Collection[str] | None = None, step: int | None = None, *, beside: bool = False
+    directory: Directory,
+    names: Collection[str] | None = None,
+    step: int | None = None,
+    *,
+    beside: bool = False,
+    folders: Collection[str] = (),
 ) -> Layout:
     """Return the components of a directory; with `names`, of these files and folders in it, which may lie `beside` what
-    a framework wrote. `step` is a number in the names of files that lie beside those of other steps."""
+    a framework wrote, and of what is in `folders` of it beside DCP. `step` is a number in the names of files that lie
+    beside those of other steps."""
     result = Layout()
     listed = directory.names if names is None else names
     is_dcp = names is None and directory.has(DCP_FILE)
     if is_dcp or (names is None and directory.has(_PIECES)):
         result.components.append(Component(""))
         listed = [name for name in listed if not re.fullmatch(DCP_FILES.pattern if is_dcp else _OF_PIECES, name)]
-    found = sorted(_below(directory, listed, is_dcp, result))
-    remaining = dict.fromkeys(found)
+    found = [*_below(directory, listed, is_dcp, result)]
+    for folder in folders:
+        inner = directory.folder(folder)
+        found += _below(inner, inner.names, True, result, folder)
+    remaining = dict.fromkeys(sorted(found))
     for sets in (_indexed, _shards, _ranks):
         for component in [*sets(directory, remaining, result)]:
             result.components.append(component)

@@ -38,7 +38,8 @@ def open_directory(producer: Producer, directory: Directory, options: OpenOption
     """Open a directory of a framework, with the files that the framework does not know. A component that cannot be
     opened is a fault, unless it is the only one. Raises ReadError or CorruptError."""
     layout = producer.layout(directory)
-    layout.add(contents.layout(directory, layout.unknown, beside=True))
+    folders = [component.name for component in layout.components if component.name.endswith("/")]
+    layout.add(contents.layout(directory, layout.unknown, beside=True, folders=folders))
     source = open_layout(layout, directory, options)
     source.catalogue.faults += [
         _incomplete(text, directory, **facts) for text, facts in _too_few_ranks(layout, source.catalogue)

@@ -696,6 +696,31 @@ def test_of_two_formats_of_the_model_the_first_is_taken(tmp_path: Path) -> None:
         assert written.keys() == other.keys() and all(torch.equal(written[name], other[name]) for name in other)
 
 
+@pytest.mark.parametrize(
+    ("name", "inner"),
+    [
+        ("accelerate_fsdp2_sharded_w2/ckpt", "optimizer_0"),
+        ("accelerate_fsdp2_sharded_w2/ckpt", "pytorch_model_fsdp_0"),
+        ("trainer_fsdp2_w2/ckpt/checkpoint-4", "optimizer_0"),
+        ("olmo_core_w2/ckpt/step3", "model_and_optim"),
+    ],
+)
+def test_files_in_the_folders_of_a_framework_are_components(name: str, inner: str, tmp_path: Path) -> None:
+    folder = shutil.copytree(CHECKPOINTS / "run" / name, tmp_path / Path(name).name)
+    before = inspect(folder)
+    torch.save({"shadow": {"w": torch.arange(3.0)}}, folder / inner / "extra.pt")
+    (folder / inner / "notes.md").write_text("by hand")
+    after = inspect(folder)
+    assert len(after.tensors) == len(before.tensors) + 1
+    assert f"{inner}/notes.md" in after.facts["assets"]
+    convert(folder, tmp_path / "out.pt")
+    assert torch.equal(torch.load(tmp_path / "out.pt", weights_only=False)[inner]["shadow"]["w"], torch.arange(3.0))
+    # What is of no known format is an error there too.
+    (folder / inner / "extra.pt").write_bytes(b"\x93unknown\0" * 9)
+    with pytest.raises(CkptError, match=r"extra\.pt"):
+        convert(folder, tmp_path / "none.pt")
+
+
 # On the command line -------------------------------------------------------------------------------------------------
 
 
