@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from contextlib import ExitStack, closing, suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -10,7 +10,7 @@ from typing import Any
 from ckpttool import formats
 from ckpttool.catalogue import identity, parts
 from ckpttool.catalogue.aliases import find_aliases
-from ckpttool.catalogue.boxes import whole
+from ckpttool.catalogue.boxes import Ints, whole
 from ckpttool.catalogue.entries import Catalogue, File, Part, Path, Tensor, dotted
 from ckpttool.catalogue.protocols import OpenOptions, Source
 from ckpttool.catalogue.warning import Warning
@@ -264,22 +264,30 @@ def shapes_of_moments(catalogue: Catalogue) -> OpenOptions:
 
 
 def _twin(source: Source, combined: CombinedSource) -> Path | None:
-    """Return the root of the component that has the same tensors by their names, shapes and elements at both ends, of a
-    few tensors if the files are on another machine; None without one."""
+    """Return the root of the component that has the same tensors by their names, dtypes, shapes and elements at both
+    ends, of a few tensors if the files are on another machine; None without one, or where it cannot be read."""
     is_local = all(locate(file.location).store.is_local for file in source.catalogue.own_files)
     tied = find_aliases(source.catalogue.tensors)
-    own = {(t.name, t.dtype.name, t.shape): t for t in source.catalogue.tensors}
+    own = _by_kind(source.catalogue.tensors, ())
     ties = {key for key, tensor in own.items() if tensor.path in tied}
-    with closing(files.Pool()) as pool:
-        for one in combined.catalogue.facts.get("mounted", ()):
-            root = tuple(one["root"].split(".")) if one["root"] else ()
-            below = [t for t in combined.catalogue.tensors if t.path[: len(root)] == root]
-            there = {(dotted(t.path[len(root) :]), t.dtype.name, t.shape): t for t in below}
-            if own and there.keys() - ties == own.keys() - ties:
-                compared = [key for key in own if key in there][-_FEW if not is_local else 0 :]
-                if all(_have_same_ends(own[key], source, there[key], combined, pool) for key in compared):
+    for one in combined.catalogue.facts.get("mounted", ()):
+        root = tuple(one["root"].split(".")) if one["root"] else ()
+        there = _by_kind(combined.catalogue.tensors, root)
+        if own and there.keys() - ties == own.keys() - ties:
+            compared = [key for key in own if key in there]
+            with closing(files.Pool()) as pool, suppress(CorruptError, ReadError):
+                if all(
+                    _have_same_ends(own[key], source, there[key], combined, pool)
+                    for key in (compared if is_local else compared[-_FEW:])
+                ):
                     return root
     return None
+
+
+def _by_kind(tensors: Iterable[Tensor], root: Path) -> dict[tuple[str, str, Ints], Tensor]:
+    """Return the tensors below a root by their names there, dtypes and shapes."""
+    depth = len(root)
+    return {(dotted(t.path[depth:]), t.dtype.name, t.shape): t for t in tensors if t.path[:depth] == root}
 
 
 def _have_same_ends(a: Tensor, of_a: Source, b: Tensor, of_b: Source, pool: files.Pool) -> bool:

@@ -696,6 +696,26 @@ def test_of_two_formats_of_the_model_the_first_is_taken(tmp_path: Path) -> None:
         assert written.keys() == other.keys() and all(torch.equal(written[name], other[name]) for name in other)
 
 
+def test_a_twin_of_a_damaged_model_is_read(tmp_path: Path) -> None:
+    """That the values cannot be compared is no evidence that they are the same, and not the end of `inspect`."""
+    folder = shutil.copytree(CHECKPOINTS / "run/accelerate_fsdp2_sharded_w2/ckpt", tmp_path / "ckpt")
+    names = [tensor.name for tensor in inspect(folder).tensors if tensor.part.kind == "model"]
+    convert(folder, tmp_path / "model.pt", only="model")
+    state = torch.load(tmp_path / "model.pt")
+    torch.save(state.get("model", state), folder / "pytorch_model.bin")
+    assert {tensor.path[0] for tensor in inspect(folder).tensors} == {
+        "custom_checkpoint_0",
+        "model",
+        "optimizer",
+        "rng",
+    }
+    (folder / "pytorch_model_fsdp_0/__1_0.distcp").unlink()
+    catalogue = inspect(folder)
+    assert any(warning.kind == "damaged" for warning in catalogue.warnings)
+    roots = [tensor.path[0] for tensor in catalogue.tensors if tensor.part.kind == "model"]
+    assert roots.count("model") == len(names) <= roots.count("pytorch_model.bin")
+
+
 @pytest.mark.parametrize(
     ("name", "inner"),
     [
