@@ -23,7 +23,7 @@ LAYERS: list[set[str]] = [
     {"text"},
     {"storage", "catalogue"},
     {"layout", "serialization"},
-    {"formats", "transfer"},
+    {"formats", "transfer", "key_maps"},
     {"producers"},
     {"training"},
     {"operations"},

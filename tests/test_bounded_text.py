@@ -175,7 +175,7 @@ SPELT = {
     "operations.book.resumed": REPORT,
     "operations.export.adapters": CONFIG,
     "operations.export.architecture_process": "a model of transformers",
-    "operations.key_maps": "names of ours",
+    "key_maps": "names of ours",
     "operations.templates": "sentences of ours",
     "operations.verify_resume.run.state": "keys, which are hashed",
     "producers.foreign.quantized": CONFIG,

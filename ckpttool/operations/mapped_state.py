@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from functools import partial
 
+from ckpttool import key_maps
 from ckpttool.catalogue import parts
 from ckpttool.catalogue.entries import Catalogue, Path
 from ckpttool.layout.key_maps import KeyMap
@@ -12,7 +13,7 @@ from ckpttool.layout.optimizer.map_state import apply_to_state
 from ckpttool.layout.optimizer.parse import optimizers
 from ckpttool.layout.select import models
 from ckpttool.layout.views import Viewed
-from ckpttool.operations import key_maps, start
+from ckpttool.operations import start
 from ckpttool.operations.export import assets, ties
 
 

@@ -19,9 +19,10 @@ from ckpttool.errors import CkptError, UsageError
 from ckpttool.layout import select
 from ckpttool.layout.move import move
 from ckpttool.layout.optimizer import parse, respell
+from ckpttool.layout.views import Viewed
 from ckpttool.serialization import pickler, unpickler
 from ckpttool.text import meant
-from ckpttool.training import known_objects
+from ckpttool.training import known_objects, released_names
 
 if TYPE_CHECKING:
     import torch
@@ -78,7 +79,8 @@ class Contents:
     """The contents of a checkpoint. `extra_state` are the values for `set_extra_state` of modules, with their tensors.
     `same` are second names of tied weights: `{"lm_head.weight": "embed.weight"}`.
     `own` are the values of the script's other objects, with a `Shape` for each tensor. `tensors` are those to read, by
-    `("model", name)`, `("optimizer", name, *below)` and `("own", *path)`, on ranks that read."""
+    `("model", name)`, `("optimizer", name, *below)` and `("own", *path)`, on ranks that read. `advice` is what to do
+    where names are not those of the model."""
 
     path: str
     format: str
@@ -89,6 +91,7 @@ class Contents:
     own: Catalogue = field(default_factory=lambda: Catalogue("own"))
     rest: Catalogue = field(default_factory=lambda: Catalogue("rest"))
     left: list[str] = field(default_factory=list)
+    advice: str | None = None
     tensors: dict[Path, Tensor] = field(default_factory=dict)
 
     def for_others(self) -> Contents:
@@ -126,18 +129,30 @@ class LoadOptions:
     init_buffers: Callable[[nn.Module], Any] | None = None
 
 
-def describe(catalogue: Catalogue, path: str, read: Read, options: LoadOptions, *, rest: bool = True) -> Contents:
-    """Describe the parts of a catalogue that a script loads, perhaps without the rest. Raises UsageError when a part
-    does not exist, or is ambiguous."""
+def describe(
+    catalogue: Catalogue,
+    path: str,
+    read: Read,
+    options: LoadOptions,
+    viewed: Viewed | None = None,
+    *,
+    rest: bool = True,
+) -> Contents:
+    """Describe the parts of a catalogue that a script loads, perhaps without the rest. Names of files become those of a
+    model of transformers, of tensors that are `viewed`. Raises UsageError when a part does not exist, or is
+    ambiguous."""
     contents = Contents(path, catalogue.format)
     catalogue = _without_own(contents, select.start(catalogue), read, options.own)
     chosen: list[Part] = []
+    named = catalogue
     if options.model is not None:
-        chosen.append(_chosen_part(catalogue, "model", options.model_key, path))
-        _add_model(contents, catalogue, chosen[0], read, options.prefix)
+        part = _chosen_part(catalogue, "model", options.model_key, path)
+        named = _in_memory(contents, catalogue, part, read, options, viewed)
+        _add_model(contents, named, part, read, options.prefix)
+        chosen.append(part)
     if options.optimizer is not None:
         chosen.append(_chosen_part(catalogue, "optimizer", options.optimizer_key, path))
-        _add_optimizer(contents, catalogue, chosen[-1], read, options.prefix)
+        _add_optimizer(contents, named, chosen[-1], read, options.prefix)
     present = [part for part in parts.parts(catalogue) if part.kind in ("model", "optimizer")]
     contents.left = [str(part) for part in present if part not in chosen]
     if not rest:
@@ -147,6 +162,25 @@ def describe(catalogue: Catalogue, path: str, read: Read, options: LoadOptions, 
     for entry in (e for e in kept.entries.values() if not e.embedded):
         contents.rest.add(Object(entry.path, _value(entry, kept, read), part=entry.part))
     return contents
+
+
+def _in_memory(
+    contents: Contents, catalogue: Catalogue, part: Part, read: Read, options: LoadOptions, viewed: Viewed | None
+) -> Catalogue:
+    """Return the catalogue with the names that the model has in memory, if files have others."""
+    import torch
+
+    assert options.model is not None
+    if viewed is None:
+        contents.advice = released_names.advice(catalogue, part, options.model, options.prefix, contents.path)
+        return catalogue
+
+    def same(one: Tensor, other: Tensor) -> bool:
+        first, second = (read(tensor.origin or tensor).reshape(-1).view(torch.uint8) for tensor in (one, other))
+        return bool(torch.equal(first, second))
+
+    mapped = released_names.in_memory(catalogue, part, options.model, options.prefix, viewed, same)
+    return catalogue if mapped is None else mapped
 
 
 def _value(entry: Tensor | Object, catalogue: Catalogue, read: Read) -> Any:

@@ -30,6 +30,7 @@ from ckpttool.training.contents import Contents, Group
 from ckpttool.training.fill import Filler, check_memory, fill_state, group_of, hand_over, is_as_saved, keep_dtypes
 from ckpttool.training.match import GroupMatch, ModelMatch
 from ckpttool.training.read import local_shards
+from ckpttool.training.sharded_values import names_of
 
 
 def is_fsdp1(model: nn.Module) -> bool:
@@ -181,7 +182,7 @@ def _without_state(model: nn.Module, matches: list[GroupMatch], filler: Filler) 
     """Return the same as `match.without_state`. Raises UsageError for a flat parameter of which a part has none."""
     contents = filler.contents
     assert contents.optimizer is not None
-    trained = [_names_of(*named) for named in model.named_parameters() if named[1].requires_grad]
+    trained = [names_of(*named) for named in model.named_parameters() if named[1].requires_grad]
     names = set(chain.from_iterable(trained))
     groups = [(one.saved, [(n, n) for n in map(strip_wrappers, one.names) if n in names]) for one in matches]
     result = match.without_state(groups, contents.optimizer, contents.path, strict=filler.strict)
@@ -194,12 +195,6 @@ def _without_state(model: nn.Module, matches: list[GroupMatch], filler: Filler) 
                 hint="FSDP1 with `use_orig_params=True` keeps the state of each",
             )
     return result
-
-
-def _names_of(name: str, parameter: nn.Parameter) -> list[str]:
-    """Return the names of a parameter's FQNs: a flat parameter stands for several."""
-    prefix, _, last = name.rpartition(".")
-    return [strip_wrappers(f"{prefix}.{fqn}".lstrip(".")) for fqn in getattr(parameter, "_fqns", (last,))]
 
 
 def _fill_optimizer(

@@ -24,11 +24,12 @@ from ckpttool.catalogue import parts
 from ckpttool.catalogue.entries import Catalogue, Path, dotted
 from ckpttool.catalogue.validation import validate
 from ckpttool.errors import CkptError, ReadError, UsageError
+from ckpttool.layout.views import Viewed
 from ckpttool.producers.open import naming, open_source
 from ckpttool.storage.crc import crc32
 from ckpttool.storage.stores import local_path
 from ckpttool.text import meant, size, some
-from ckpttool.training import collectives, fill, fsdp1, match
+from ckpttool.training import collectives, fill, fsdp1, match, released_names
 from ckpttool.training.check_read import check_read
 from ckpttool.training.check_ties import check_ties
 from ckpttool.training.contents import (
@@ -303,12 +304,18 @@ def _opened(path: str, strategy: str, targets: Sequence[LoadOptions]) -> Iterato
     with ExitStack() as stack:
         with collectives.together():
             if strategy == "parallel" or collectives.rank() == 0:
-                source = open_source(path, targets[0].shapes)
-                reader = stack.enter_context(closing(Reader(source, check=targets[0].check)))
+                source = stack.enter_context(closing(open_source(path, targets[0].shapes)))
+                # Names of files may become those in memory, and tensors others with them.
+                maps = [one for one in targets if one.model is not None and released_names.key_map(one.model)]
+                viewed = Viewed(source) if maps else None
+                reader = stack.enter_context(closing(Reader(viewed or source, check=targets[0].check)))
                 catalogue = reader.source.catalogue
                 with naming(path):
                     _check(catalogue, path, targets)
-                    contents = [describe(catalogue, path, reader.whole, t, rest=not i) for i, t in enumerate(targets)]
+                    contents = [
+                        describe(catalogue, path, reader.whole, one, viewed if one in maps else None, rest=not i)
+                        for i, one in enumerate(targets)
+                    ]
         if strategy == "broadcast":
             sent = collectives.from_first([one.for_others() for one in contents])
             contents = contents or sent

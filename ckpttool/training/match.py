@@ -142,6 +142,7 @@ def check_complete(matched: ModelMatch, contents: Contents, model: nn.Module) ->
     if problems:
         prefix = _prefix(matched)
         hint = f"`strip_prefix={literal(prefix)}` takes that off the checkpoint's names; " if prefix else ""
+        hint += f"{contents.advice}; " if contents.advice else ""
         raise UsageError(
             f"`{contents.path}` does not fit the {type(model).__name__}: {'; '.join(problems)}",
             hint=f"{hint}`strict=False` loads what fits and returns the names of the rest",

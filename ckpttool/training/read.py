@@ -37,7 +37,7 @@ from ckpttool.training import devices
 from ckpttool.transfer.checksums import Pieces
 from ckpttool.transfer.execute import digested
 from ckpttool.transfer.plan import tiles
-from ckpttool.transfer.read import fill, part, unsigned
+from ckpttool.transfer.read import fill, part, series, unsigned
 
 TILE = 16 << 20
 # A read call costs as much as copying some hundred bytes.
@@ -177,7 +177,10 @@ class Reader:
         run = boxes.run_length(box[1], chunk.sizes) if extent.plain else 0
         if run * kind.itemsize < min(_SHORTEST, prod(box[1]) * kind.itemsize):
             fill(target, self.pool, self.source.catalogue.files, extent, chunk, box, kind)
-            self._note(extent, extent.offset, target.nbytes, None)
+            for one in series([(extent, chunk, box)], kind.itemsize) if extent.weave is not None else ():
+                self._note(one.extent, one.extent.offset, one.numel * kind.itemsize, None)
+            if extent.weave is None:
+                self._note(extent, extent.offset, target.nbytes, None)
         elif target.flags.c_contiguous:
             starts = [start * kind.itemsize for start in boxes.runs(box, (chunk.offsets, chunk.sizes), run)]
             self._read_runs(memoryview(target.reshape(-1).view(np.uint8)), extent, starts)

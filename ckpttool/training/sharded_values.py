@@ -20,6 +20,7 @@ from torch.distributed.tensor import DTensor
 
 from ckpttool.catalogue.entries import Path, dotted
 from ckpttool.errors import UsageError
+from ckpttool.layout.rename import strip_wrappers
 from ckpttool.training import collectives
 
 _PLAIN = (type(None), bool, int, float, complex, str, bytes, bytearray, torch.Tensor, torch.dtype, torch.device)
@@ -28,6 +29,12 @@ _PLAIN = (type(None), bool, int, float, complex, str, bytes, bytearray, torch.Te
 def is_sharded(value: Any) -> bool:
     """Return whether a value is a tensor of several ranks."""
     return isinstance(value, (DTensor, ShardedTensor))
+
+
+def names_of(name: str, parameter: Any) -> list[str]:
+    """Return the names of a parameter's FQNs: a flat parameter of FSDP1 stands for several."""
+    prefix, _, last = name.rpartition(".")
+    return [strip_wrappers(f"{prefix}.{fqn}".lstrip(".")) for fqn in getattr(parameter, "_fqns", (last,))]
 
 
 def gather(state: dict[str, Any], format: str) -> dict[str, Any]:

@@ -18,8 +18,8 @@ from typing import Any
 import torch
 import transformers
 
+from ckpttool import key_maps
 from ckpttool.layout.key_maps import FORMAT
-from ckpttool.operations import key_maps
 from ckpttool.operations.export import written_names
 from ckpttool.operations.export.written_names import Written
 from support import tiny_models

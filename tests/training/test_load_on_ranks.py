@@ -85,6 +85,11 @@ def everyday() -> Cases:
         ["lists", "fsdp1", "parallel"],
         ["average", "fsdp2", "broadcast"],
         ["average", "tp", "parallel"],
+        *(["names_of_files", f"{one} fsdp2", strategy] for one in ("vit", "mixtral") for strategy in STRATEGIES),
+        ["names_of_files", "llava fsdp2", "parallel"],
+        ["names_of_files", "gpt_neox fsdp2", "broadcast"],
+        ["names_of_files", "mixtral fsdp1", "parallel"],
+        ["names_of_files", "vit fsdp1 flat", "broadcast"],
     ]
 
 

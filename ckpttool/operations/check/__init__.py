@@ -12,12 +12,13 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import ClassVar
 
+from ckpttool import key_maps
 from ckpttool.catalogue.entries import Catalogue
 from ckpttool.catalogue.patterns import several
 from ckpttool.errors import DIFFERS, DONE
 from ckpttool.layout.key_maps import apply
 from ckpttool.layout.views import Viewed
-from ckpttool.operations import arguments, key_maps
+from ckpttool.operations import arguments
 from ckpttool.operations import reference as references
 from ckpttool.operations.arguments import Selection
 from ckpttool.operations.check import names, values

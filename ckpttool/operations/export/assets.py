@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from ckpttool import key_maps
 from ckpttool.catalogue.entries import Catalogue
 from ckpttool.errors import CorruptError, ReadError, UsageError
 from ckpttool.operations.export import asset_names
@@ -69,16 +70,8 @@ class Assets:
 
     @property
     def head_dim(self) -> int | None:
-        """The rows of an attention head, by a config of transformers or the `params.json` of Meta."""
-        config = self.config or {}
-        rows = config.get("head_dim")
-        if isinstance(rows, int) and rows > 0:
-            return rows
-        for width, heads in (("hidden_size", "num_attention_heads"), ("dim", "n_heads")):
-            w, h = config.get(width), config.get(heads)
-            if isinstance(w, int) and isinstance(h, int) and h > 0:
-                return w // h
-        return None
+        """The rows of an attention head, as the config has them."""
+        return key_maps.head_dim(self.config)
 
     @property
     def ties_words(self) -> bool | None:

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Any
 
+from ckpttool import key_maps
 from ckpttool.catalogue.boxes import Ints
 from ckpttool.catalogue.dtypes import DTYPES
 from ckpttool.catalogue.entries import Catalogue, Chunks, Part, Tensor
@@ -25,7 +26,6 @@ from ckpttool.layout.move import derived, rebuilt
 from ckpttool.layout.optimizer.names_of_ids import trained_parameters
 from ckpttool.layout.rename import strip_wrappers
 from ckpttool.layout.views import Viewed
-from ckpttool.operations import key_maps
 from ckpttool.operations import reference as references
 from ckpttool.operations.arguments import Selection
 from ckpttool.operations.export import ties

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
+from ckpttool import key_maps
 from ckpttool.catalogue.dtypes import DTYPES
 from ckpttool.catalogue.entries import Catalogue
 from ckpttool.errors import CorruptError, LossError, UsageError
@@ -19,7 +20,7 @@ from ckpttool.layout import dtype_rules
 from ckpttool.layout.key_maps import apply, parse
 from ckpttool.layout.move import derived, rebuilt
 from ckpttool.layout.views import Viewed
-from ckpttool.operations import arguments, key_maps, secrets, write
+from ckpttool.operations import arguments, secrets, write
 from ckpttool.operations import reference as references
 from ckpttool.operations.arguments import Selection
 from ckpttool.operations.export import adapters, architecture, assets, bundles, card, like, select_model, ties, weights

@@ -1,7 +1,7 @@
 """Rules of a key map, from the names that transformers 5 has in memory to those that `save_pretrained` writes.
 
 transformers tells them of a model: it has a registry of what it renames, stacks and splits when it loads one, and turns
-all of it round to save one. `tests/support/generate_key_maps.py` makes the key maps `keymaps/transformers/` of them;
+all of it round to save one. `tests/support/generate_key_maps.py` makes the key maps `key_maps/transformers/` of them;
 where there is none for a model, the process that makes it on the meta device tells the rules of this one.
 """
 
@@ -12,7 +12,7 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from ckpttool.operations import key_maps
+from ckpttool import key_maps
 
 _DIGITS = re.compile(r"\d+")
 _KEY_OR_VALUE = re.compile(r"[kv]_proj")

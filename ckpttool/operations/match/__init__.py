@@ -13,10 +13,11 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
+from ckpttool import key_maps
 from ckpttool.catalogue.patterns import several
 from ckpttool.errors import DIFFERS, DONE
 from ckpttool.layout.views import Viewed
-from ckpttool.operations import arguments, key_maps
+from ckpttool.operations import arguments
 from ckpttool.operations import reference as references
 from ckpttool.operations.export import select_model
 from ckpttool.operations.match import decide, models

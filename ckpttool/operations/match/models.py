@@ -7,11 +7,11 @@ from collections import Counter
 from collections.abc import Mapping
 from typing import Any
 
+from ckpttool import key_maps
 from ckpttool.catalogue.boxes import Ints
 from ckpttool.catalogue.entries import Catalogue
 from ckpttool.layout.key_maps import FORMAT
 from ckpttool.layout.views import Viewed
-from ckpttool.operations import key_maps
 from ckpttool.operations.match import decide, solve
 from ckpttool.operations.match.solve import Facts, Solution
 from ckpttool.operations.reference import Reference

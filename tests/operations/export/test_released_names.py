@@ -13,9 +13,8 @@ from safetensors.torch import load_file
 from support import tiny_models
 
 import ckpttool
-from ckpttool import errors
+from ckpttool import errors, key_maps
 from ckpttool.layout.key_maps import parse
-from ckpttool.operations import key_maps
 from ckpttool.operations.export import written_names
 from ckpttool.operations.export.written_names import Written
 

@@ -260,6 +260,36 @@ def transformers_model(what: str, strategy: str) -> str:
     return said if said != "equal" or torch.equal(found, expected) else "other logits"
 
 
+def names_of_files(what: str, strategy: str) -> str:
+    """A model whose files have other names, stacked experts apart or fused parts, as `from_pretrained` loads it."""
+    from support import tiny_models
+
+    place, (model_type, wrapper) = folder() / "hf", what.split(maxsplit=1)
+    torch.manual_seed(3)
+    saved = tiny_models.made(model_type)
+    if dist.get_rank() == 0:
+        saved.save_pretrained(place)
+    dist.barrier()
+    reference = type(saved).from_pretrained(place).to(HOME[0])
+    torch.manual_seed(4)
+    model: Any = tiny_models.made(model_type).to(HOME[0])
+    kinds = {type(module) for module in model.modules() if type(module).__name__ in (model._no_split_modules or ())}
+    assert kinds
+    if wrapper.startswith("fsdp1"):
+        model = Fsdp(
+            model, auto_wrap_policy=ModuleWrapPolicy(kinds), device_id=HOME[0],
+            use_orig_params=wrapper == "fsdp1",
+        )  # fmt: skip
+    else:
+        for module in (*(one for one in model.modules() if type(one) in kinds), model):
+            fully_shard(module)
+    loaded = ckpttool.load(place, model, strategy=strategy)
+    if loaded.missing or loaded.unexpected:
+        return f"missing {loaded.missing}, unexpected {loaded.unexpected}"
+    state, _ = get_state_dict(model, (), options=StateDictOptions(full_state_dict=True))
+    return difference(training_scripts.detached(dict(state)), training_scripts.detached(dict(reference.state_dict())))
+
+
 def quietly(practice: Callable[[str, str], str]) -> Callable[..., str]:
     """Without what torch says of functions that the guides still teach."""
 
@@ -273,5 +303,5 @@ def quietly(practice: Callable[[str, str], str]) -> Callable[..., str]:
 
 PRACTICES = {
     f.__name__: quietly(f)
-    for f in (fsdp1_full, unwrapped_weights, fsdp1_dcp, fsdp2_dcp, full_broadcast, transformers_model)
+    for f in (fsdp1_full, unwrapped_weights, fsdp1_dcp, fsdp2_dcp, full_broadcast, transformers_model, names_of_files)
 }

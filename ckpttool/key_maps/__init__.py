@@ -1,5 +1,5 @@
 """Key maps by name: those that come with ckpttool, for the producers whose names are not those of Hugging Face, and
-those of users. Each is a file of data in `keymaps/`; `layout.key_maps` is their grammar.
+those of users. Each is a file of data beside this module; `layout.key_maps` is their grammar.
 
 In the files of Meta and torchtitan the rotary embedding rotates neighbours, in transformers the two halves of a head.
 Seen: the adapters of torchtitan (`models/llama3`, `models/qwen3`, 0.2.0 to 0.3.0) and `conversion_mapping` of
@@ -20,7 +20,7 @@ from ckpttool.text import meant
 
 _MAX_SIZE = 1 << 24
 # Not `importlib.resources`, which takes ten milliseconds: the package is always a directory.
-FOLDER = local_path(__file__).parent / "keymaps"
+FOLDER = local_path(__file__).parent
 _GENERATED = "-transformers"  # ends the names of generated maps
 
 
@@ -76,6 +76,19 @@ def chosen(
     return maps[name]
 
 
+def head_dim(config: Mapping[str, Any] | None) -> int | None:
+    """Return the rows of an attention head, by a config of transformers or the `params.json` of Meta."""
+    config = config or {}
+    rows = config.get("head_dim")
+    if isinstance(rows, int) and rows > 0:
+        return rows
+    for width, heads in (("hidden_size", "num_attention_heads"), ("dim", "n_heads")):
+        w, h = config.get(width), config.get(heads)
+        if isinstance(w, int) and isinstance(h, int) and h > 0:
+            return w // h
+    return None
+
+
 def facts(config: Mapping[str, Any] | None, head_dim: int | None) -> dict[str, int]:
     """Return the numbers of a config that operations may name, `vision_config.num_attention_heads` too; those of its
     text model count as its own."""
@@ -86,7 +99,7 @@ def facts(config: Mapping[str, Any] | None, head_dim: int | None) -> dict[str, i
         begin + key: value
         for begin, level in levels
         for key, value in level.items()
-        if type(value) is int and value > 0
+        if isinstance(key, str) and type(value) is int and value > 0
     }
     if "num_attention_heads" in numbers:
         numbers.setdefault("num_key_value_heads", numbers["num_attention_heads"])
