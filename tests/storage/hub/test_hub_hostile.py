@@ -290,6 +290,7 @@ LIES = {
     # Other hosts. They have no token, and what they say is what an endpoint says.
     "next page elsewhere": Lie("GET", TREE, headers(Link=NEXT), TOKEN, READ),
     "info elsewhere": Lie("GET", INFO, says(b"", 307, Location="OTHER/api/models/org/name"), TOKEN, (*READ, "export")),
+    "listing elsewhere": Lie("GET", TREE, says(b"", 307, Location="OTHER/api/models/org/name/tree/main"), TOKEN, READ),
     "file elsewhere": Lie(
         "GET", "/resolve/", headers(Location="{}/org/name/resolve/main/model.safetensors"), TOKEN, ("inspect", "show")
     ),
@@ -326,6 +327,7 @@ LIES = {
     "Xet in a directory, sent": Lie(
         "GET", "/xet-write-token/", headers(X_Xet_Cas_Url="local://VICTIM"), "is no server", SEND, xet=True
     ),
+    "batch elsewhere": Lie("POST", "/objects/batch", says(b"", 307, Location="{}/org/name.git/batch"), TOKEN, SEND),
     "verify elsewhere": Lie("POST", "/objects/batch", body(lambda said: verify_at(said, "{}/lfs-verify")), TOKEN, SEND),
     "upload to a file": Lie(
         "POST",
@@ -350,6 +352,9 @@ LIES = {
     ),
     "commit is text": Lie("POST", "/commit/", says(b"done"), "does not answer as the Hub does", SEND),
     "endless commit": Lie("POST", "/commit/", endless(b" " * 65536), "larger than", SEND),
+    "commit elsewhere": Lie(
+        "POST", "/commit/", says(b"", 307, Location="{}/api/models/org/name/commit/main"), TOKEN, SEND
+    ),
 }
 
 
