@@ -24,7 +24,10 @@ _TREE = 2000  # lines of a module tree, unless -v
 _COLUMNS = 6
 _DTYPES = 4
 # Facts that have a place of their own.
-_APART = ("run", "mounted", "components", "assets", "step", "model_type", "architectures", "num_hidden_layers")
+_APART = (
+    *("counters", "number", "numbers", "step", "epoch", "run", "mounted", "components", "assets"),
+    *("model_type", "architectures", "num_hidden_layers"),
+)
 _VALUE = 80  # characters of an object's value, unless -v
 _RUN = 20  # checkpoints of a run, unless -v
 _TITLES = {"producer": "producer", "writer": "written by", "torch": "torch", "layout": "layout"}
@@ -213,6 +216,8 @@ def _header(terminal: Terminal, catalogue: Catalogue, path: str, summary: Summar
         rows.append(("sharding", sharded))
     if summary.headline.step is not None:
         rows.append(("step", f"{summary.headline.step:,}"))
+    if summary.headline.epoch is not None:
+        rows.append(("epoch", f"{summary.headline.epoch:,}"))
     missing = sum(file.missing for file in catalogue.own_files)
     on_disk = f"{size(catalogue.nbytes())} in {plural(len(catalogue.own_files) - missing, 'file')}"
     rows.append(("on disk", on_disk + (f", {missing:,} missing" if missing else "")))

@@ -12,6 +12,7 @@ from typing import Any
 
 from ckpttool import formats
 from ckpttool.catalogue import parts
+from ckpttool.catalogue.counters import is_step
 from ckpttool.catalogue.entries import Catalogue, Entry, Object, Part, Path, Tensor, dotted
 from ckpttool.catalogue.protocols import Format, Loss
 from ckpttool.errors import LossError, UsageError
@@ -28,7 +29,6 @@ _GENERATORS = {
     "numpy": r"numpy|numpy_random_seed|numpy_(rng|random)(_state)?|np",
     "torch": r"torch|cpu|torch_manual_seed|(torch|cpu)_(rng|random)(_state)?",
 }
-_STEPS = r"(global_|current_|train_|total_)?(step|steps|iteration|iter|iter_num|num_steps)"
 
 
 class LayoutBuilder:
@@ -174,7 +174,7 @@ class LayoutBuilder:
 
     def step(self) -> int | None:
         """Return the step that the state has."""
-        steps = (self.integer(entry) for entry in self.catalogue.entries.values() if _is_step(entry))
+        steps = (self.integer(entry) for entry in self.catalogue.entries.values() if is_step(entry))
         step = next((step for step in steps if step is not None), self.catalogue.facts.get("step"))
         return step if isinstance(step, int) else None
 
@@ -196,7 +196,7 @@ class LayoutBuilder:
     def fold_step(self, step: int | None) -> None:
         """Fold the entries that are the same step as the one that the layout stores."""
         for entry in list(self.remaining()):
-            if step is not None and _is_step(entry) and self.integer(entry) == step:
+            if step is not None and is_step(entry) and self.integer(entry) == step:
                 self.fold(entry)
 
     def add_generators(
@@ -242,11 +242,6 @@ class LayoutBuilder:
         without = [rank for rank in range(self.world_size) if rank not in with_state]
         if with_state and without:
             self.notes.append(f"no states of random number generators for {rank_ranges(without)}")
-
-
-def _is_step(entry: Entry) -> bool:
-    is_progress = entry.part.kind == "progress" and len(entry.path) <= 2
-    return is_progress and re.fullmatch(_STEPS, str(entry.path[-1])) is not None
 
 
 def _generator(path: Path, entry: Entry) -> str | None:

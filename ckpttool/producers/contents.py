@@ -125,9 +125,7 @@ def _below(
             yield from _below(inner, inner.names, True, layout, above + name, depth + 1)
         elif inner.has(_PIECES):
             yield above + name
-            rest = [
-                one for one in inner.names if not re.fullmatch(r".*\.safetensors(\.index\.json)?|ckpttool\.json", one)
-            ]
+            rest = [one for one in inner.names if not re.fullmatch(_OF_PIECES, one)]
             yield from _below(inner, rest, False, layout, above + name, depth + 1)
         else:
             yield from _below(inner, inner.names, is_dcp, layout, above + name, depth + 1)

@@ -26,7 +26,7 @@ from ckpttool.producers import contents, flat_parameters, foreign, listed_files,
 from ckpttool.producers.combined import CombinedSource
 from ckpttool.producers.components import DCP_FILE, Layout, Producer
 from ckpttool.producers.directory import Directory
-from ckpttool.producers.step_names import steps_of
+from ckpttool.producers.step_names import facts_of, steps_of
 from ckpttool.serialization import strict_json, unsafe_globals
 from ckpttool.serialization.unpickler import no_garbage_collection
 from ckpttool.serialization.unsafe_globals import harmful_names
@@ -63,6 +63,7 @@ def open_at(location: Location, options: OpenOptions = NO_HINTS, run: runs.Run |
             source = _open_directory(location, directory, options)
         source.catalogue.warnings += [*_unseen(directory), *_unread(directory, source.catalogue)]
     source.catalogue.facts |= model_config.facts(location, directory, source.catalogue)
+    source.catalogue.facts |= facts_of([location.name], [file.name for file in source.catalogue.own_files])
     if run is not None:
         _describe_run(source.catalogue, run)
     return source
@@ -107,8 +108,7 @@ def _open_step(directory: Directory, names: Collection[str], options: OpenOption
     steps = {*steps_of(names).values()}
     step = run.chosen.step if run is not None and run.chosen is not None else steps.pop() if len(steps) == 1 else None
     source = reader.open_layout(contents.layout(directory, names, step), directory, options)
-    if step is not None:
-        source.catalogue.facts["step"] = step
+    source.catalogue.facts |= facts_of(steps_of(names))
     if run is not None:
         _describe_run(source.catalogue, run)
     return source

@@ -23,7 +23,6 @@ from ckpttool.producers import contents
 from ckpttool.producers.combined import CombinedSource
 from ckpttool.producers.components import Component, Layout, Mounted, Producer
 from ckpttool.producers.directory import Directory
-from ckpttool.producers.step_names import STEPS, step_in
 from ckpttool.storage import files
 from ckpttool.storage.stores import Location, locate
 from ckpttool.text import plural
@@ -46,9 +45,6 @@ def open_directory(producer: Producer, directory: Directory, options: OpenOption
     ]
     if producer.confirm is None or producer.confirm(source.catalogue):
         source.catalogue.facts["producer"] = producer.name
-    else:
-        # Any directory of the format may be called so.
-        source.catalogue.facts.pop("step", None)
     return source
 
 
@@ -56,8 +52,6 @@ def open_layout(layout: Layout, directory: Directory, options: OpenOptions) -> S
     """Open the components of a directory. Raises ReadError or CorruptError."""
     source = _Opening(directory, layout.components, options).source()
     catalogue = source.catalogue
-    if (step := step_in(directory.name, STEPS)) is not None:
-        catalogue.facts["step"] = step
     # Files that an index does not mention are other components or assets, or cannot be read.
     catalogue.warnings[:] = [w for w in catalogue.warnings if w.kind != "unlisted-file"]
     if layout.assets:

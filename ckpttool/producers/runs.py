@@ -26,7 +26,7 @@ from ckpttool.storage.stores import Location, escape, local_path
 from ckpttool.text import is_or_are, some
 
 _DATA = re.compile(rf"{formats.DATA_FILE.pattern}|.*\.(pkl|pickle|th|tar|zip|npz|model|state)|.*\.pth?\.\w+|[^.]*")
-_TAG = re.compile(r"(best|last|latest|final)([-_].*)?", re.IGNORECASE)  # what a checkpoint is called without its step
+# What a checkpoint is called without its step.
 COPY = re.compile(r"(?<![a-z])(best|last|latest|final)(?![a-z])", re.IGNORECASE)
 _BESIDE = re.compile(r".*\.(json|ya?ml)")  # of a step whose other files hold its tensors
 _POINTERS = re.compile(
@@ -225,7 +225,7 @@ def _folders(directory: Directory) -> Iterator[RunCheckpoint]:
         except CkptError:
             continue
         row, step = recognise(inner), step_in(name)
-        is_named = step is not None or time_in(name) is not None or _TAG.fullmatch(name) is not None
+        is_named = step is not None or time_in(name) is not None or COPY.match(name) is not None
         if not is_named and (row is None or not row.is_named_by_files):
             continue
         kind = _format(inner, row)

@@ -11,13 +11,11 @@ from __future__ import annotations
 import re
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 _BEFORE, _AFTER = r"(?:^|[^a-z])(?:{})[-_=]?(\d+)", r"(?:^|[^a-z\d.])(\d+)[-_]?(?:{})(?![a-z])"
-_STEP, _ITERATION, _EPOCH = (
-    r"(?:global_?)?steps?",
-    r"checkpoint|ckpt|ckp|chkpnt|iter|iteration|updates?|snapshot",
-    r"epoch|ep",
-)
+_STEP, _EPOCH = r"(?:global_?)?steps?|iter|iteration|updates?", r"epoch|ep"
+_SAVE = r"checkpoint|ckpt|ckp|chkpnt|snapshot"
 
 
 def _patterns(*spelt: str) -> tuple[re.Pattern[str], ...]:
@@ -25,13 +23,12 @@ def _patterns(*spelt: str) -> tuple[re.Pattern[str], ...]:
 
 
 # Words that count steps, and words that count something else where nothing counts steps.
-STEPS = _patterns(_BEFORE.format(_STEP), _BEFORE.format("ba"), _AFTER.format("steps?"))
-NUMBERS = (
-    *STEPS,
-    *_patterns(
-        _BEFORE.format(_ITERATION), r"^(\d+)$", _BEFORE.format(_EPOCH), _AFTER.format(f"{_ITERATION}|iters|epochs?")
-    ),
-)
+STEPS = _patterns(_BEFORE.format(_STEP), _BEFORE.format("ba"), _AFTER.format(f"{_STEP}|iters"))
+EPOCHS = _patterns(_BEFORE.format(_EPOCH), _AFTER.format("epochs?"))
+NUMBERS = (*STEPS, *_patterns(_BEFORE.format(_SAVE), r"^(\d+)$"), *EPOCHS, *_patterns(_AFTER.format(_SAVE)))
+# Without a word that says what it counts, a small number may be of epochs.
+_COUNT = r"(0\d{4,}|[1-9]\d\d+)"
+_LARGE = _patterns(rf"(?:{_SAVE})[-_=]?{_COUNT}(?![\da-z])", rf"^{_COUNT}$", r"(?<!\d)(0\d{5,})(?![\da-z])")
 # What has numbers and is no step; a fraction may be the end of a name and its suffix: `model.0002.pth`.
 _NO_STEPS = re.compile(
     r"\d{5}-of-\d{5}|(?<![a-z\d])\d+\.\d+(?![\da-z])|(?:rank|shard|world_?size|seed|port|(?<![a-z])(?:[dtpesm]p|sdp|v|lr|of))[-_=.]?\d+",
@@ -45,6 +42,19 @@ def step_in(name: str, patterns: Sequence[re.Pattern[str]] = NUMBERS) -> int | N
     """Return the step in a name: `epoch=0-step=100.ckpt` -> 100; None for a name without one."""
     plain = _masked(name)
     return next((int(match[1]) for pattern in patterns if (match := pattern.search(plain))), None)
+
+
+def facts_of(*groups: Iterable[str]) -> dict[str, Any]:
+    """Return what all names of a group say: `step` and `epoch` by a word, a `number` that may be one, all `numbers`."""
+    facts: dict[str, Any] = {"numbers": ()}
+    for stems in ([_stem(_TIME.sub("", name.rpartition("/")[2])) for name in names] for names in groups):
+        steps, numbers, epochs = ({step_in(stem, of) for stem in stems} for of in (STEPS, _LARGE, EPOCHS))
+        for fact, found in (("step", steps), ("number", numbers if epochs == {None} else {None}), ("epoch", epochs)):
+            if len(found) == 1 and found != {None}:
+                facts.setdefault(fact, *found)
+        common = [{*map(int, _NUMBER.findall(_masked(stem)))} for stem in stems]
+        facts["numbers"] += tuple(set.intersection(*common)) if common else ()
+    return facts
 
 
 def time_in(name: str) -> int | None:

@@ -9,6 +9,7 @@ from ckpttool.catalogue.validation import validate
 from ckpttool.catalogue.warning import Kind, Warning
 from ckpttool.errors import CkptError, CorruptError
 from ckpttool.operations.inspect.copies import note_copies
+from ckpttool.operations.inspect.counters import note_counters
 from ckpttool.producers.foreign.recognition import Recognition, UnsupportedError
 from ckpttool.producers.open import opened
 from ckpttool.storage.stores import locate
@@ -48,6 +49,7 @@ def inspect(path: str | os.PathLike[str], *, shapes: str | None = None) -> Catal
                 *(Warning(_unread_kind(fault), f"{fault.message}; {fault.hint}") for fault in unread),
             ]
         note_copies(source)
+        note_counters(source)
         return catalogue
 
 

@@ -6,6 +6,7 @@ import json
 from collections.abc import Iterator
 from typing import Any
 
+from ckpttool.catalogue import counters
 from ckpttool.catalogue.aliases import find_aliases
 from ckpttool.catalogue.entries import Catalogue, Object, Path, Tensor, dotted
 from ckpttool.catalogue.shown import shown
@@ -18,7 +19,8 @@ from ckpttool.operations.inspect.optimizers import State
 from ckpttool.version import schema
 
 _LISTED = ("tensors", "objects", "warnings")
-_INNER = ("components", "parameter order", "shapes without order")  # facts for the next step of a conversion
+# Facts for the next step of a conversion, and of what the step is told by.
+_INNER = ("components", "parameter order", "shapes without order", *counters.FACTS)
 
 
 def document(catalogue: Catalogue, path: str, listing: Listing = ALL, exit_code: int = DONE) -> Iterator[str]:
@@ -36,6 +38,7 @@ def document(catalogue: Catalogue, path: str, listing: Listing = ALL, exit_code:
         "format": catalogue.format,
         "world_size": headline.world_size,
         "step": headline.step,
+        "epoch": headline.epoch,
         "parameters": headline.parameters,
         "dtypes": headline.dtypes,
         "architecture": headline.architecture,

@@ -147,6 +147,7 @@ class Document(Facts):
     format: str  #: a name listed by `ckpttool formats`
     world_size: int  #: number of ranks that wrote it; 1 if unknown
     step: int | float | None  #: step it was saved at, if known
+    epoch: int | None  #: epoch, if a counter or its name says so
     parameters: int | None  #: number of the model's parameters, without buffers, EMA and ties; null without a model
     dtypes: list[str]  #: dtypes of the parameters, that of most bytes first
     architecture: str | None  #: class of the model, from a `config.json` beside the checkpoint

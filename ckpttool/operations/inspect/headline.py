@@ -30,6 +30,7 @@ class Headline:
     optimizers: Sequence[Optimizer] = field(default=())
     world_size: int = 1
     step: float | None = None
+    epoch: int | None = None
 
     def __str__(self) -> str:
         return ", ".join(self._words())
@@ -49,6 +50,8 @@ class Headline:
             yield f"{self.world_size:,} ranks"
         if self.step is not None:
             yield f"step {self.step:,}"
+        elif self.epoch is not None:
+            yield f"epoch {self.epoch:,}"
 
 
 def headline(
@@ -57,6 +60,7 @@ def headline(
     optimizers: Sequence[Optimizer],
     step: float | None,
     tied: Collection[Path],
+    epoch: int | None = None,
 ) -> Headline:
     """Return the headline. `tied` are tensors whose bytes another one has, which are not counted again."""
     found = parameters(every, tied)
@@ -78,6 +82,7 @@ def headline(
         optimizers=optimizers,
         world_size=catalogue.world_size,
         step=step,
+        epoch=epoch,
     )
 
 

@@ -7,12 +7,14 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 from ckpttool.catalogue.aliases import find_aliases
+from ckpttool.catalogue.counters import epoch, step
 from ckpttool.catalogue.entries import KINDS, Catalogue, Entry, Object, Part, Path, Tensor, dotted
 from ckpttool.catalogue.models import Models, models
 from ckpttool.catalogue.protocols import Source
 from ckpttool.catalogue.shown import LIMIT, shown
 from ckpttool.operations.inspect import module_tree
 from ckpttool.operations.inspect.copies import note_copies
+from ckpttool.operations.inspect.counters import note_counters
 from ckpttool.operations.inspect.format_value import peek
 from ckpttool.operations.inspect.headline import Headline, headline
 from ckpttool.operations.inspect.inventory import inventory
@@ -21,7 +23,6 @@ from ckpttool.operations.inspect.warnings import copies, findings
 from ckpttool.text import ranges
 
 DEPTH = 4
-_PROGRESS = ("global_step", "step", "steps", "num_steps", "iteration", "iter", "current_step", "total_step")
 
 
 @dataclass(slots=True)
@@ -104,9 +105,10 @@ def _is_internal(entry: Object) -> bool:
 
 def head(catalogue: Catalogue, source: Source | None) -> tuple[Headline, list[PartLine]]:
     """Return the headline, and a line for each part. Its `source`, if it is still open, says first which weights are
-    stored twice; of a catalogue that `inspect` returned this is known."""
+    stored twice, and what its counters are; of a catalogue that `inspect` returned this is known."""
     if source is not None:
         note_copies(source)
+        note_counters(source)
     aliases = find_aliases(catalogue.tensors)
     every = models(catalogue)
     return _headline(catalogue, every, aliases), _parts(_by_part(catalogue), every, aliases)
@@ -115,7 +117,9 @@ def head(catalogue: Catalogue, source: Source | None) -> tuple[Headline, list[Pa
 def _headline(catalogue: Catalogue, every: Models, aliases: Mapping[Path, Path]) -> Headline:
     entries = [entry for entry in catalogue.entries.values() if entry.part.kind == "optimizer"]
     tied = {*aliases, *copies(catalogue)}
-    return headline(catalogue, every, optimizers(entries, catalogue.entries, aliases), step(catalogue), tied)
+    return headline(
+        catalogue, every, optimizers(entries, catalogue.entries, aliases), step(catalogue), tied, epoch(catalogue)
+    )
 
 
 def _by_part(catalogue: Catalogue) -> dict[Part, list[Entry]]:
@@ -150,22 +154,6 @@ def _part(part: Part, entries: Iterable[Entry], aliases: Mapping[Path, Path]) ->
             line.dtypes[entry.dtype.name] += entry.nbytes
     line.dtypes = dict(sorted(line.dtypes.items(), key=lambda item: -item[1]))
     return line
-
-
-def step(catalogue: Catalogue) -> float | None:
-    """Return the training step, from a counter in the progress part, else in the optimizer."""
-    counters: dict[tuple[str, object], Object] = {}
-    for entry in catalogue.objects:
-        if entry.part.kind in ("progress", "optimizer") and entry.path and entry.path[-1] in _PROGRESS:
-            counters.setdefault((entry.part.kind, entry.path[-1]), entry)
-    for kind in ("progress", "optimizer"):
-        for name in _PROGRESS:
-            counter = counters.get((kind, name))
-            value = peek(counter)[0] if counter is not None else None
-            if isinstance(value, (int, float)) and not isinstance(value, bool):
-                return int(value) if isinstance(value, float) and value.is_integer() else value
-    step = catalogue.facts.get("step")
-    return step if isinstance(step, int) else None
 
 
 def value_text(entry: Object, catalogue: Catalogue, limit: int = LIMIT) -> str:

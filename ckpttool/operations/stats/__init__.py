@@ -11,6 +11,7 @@ import time
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from ckpttool.catalogue import counters
 from ckpttool.catalogue.aliases import find_aliases
 from ckpttool.catalogue.conditions import condition
 from ckpttool.catalogue.entries import Catalogue, Tensor
@@ -148,7 +149,7 @@ def _collect(result: Stats, reading: _Reading) -> list[Finding]:
         selected = _selected(catalogue, reading.selection)
         before = catalogue.versions
         headline, _ = summary.head(catalogue, source)
-        result.headline, result.step = str(headline), summary.step(catalogue)
+        result.headline, result.step = str(headline), counters.step(catalogue)
         result.notes += open.notes_of_run(catalogue)
         is_local = all(file.missing or file.location in before for file in catalogue.own_files)
         key = cached.key_of(before, selected, reading.spectral) if reading.keeps and is_local else None

@@ -44,6 +44,7 @@ KINDS = {
     "metrics": ("metrics", "progress", "other"),
     "other": ("other",),
 }
+STEP = 100
 Roots = list[tuple[layouts.Expected, list[torch.Tensor], Any]]
 
 
@@ -95,7 +96,7 @@ def measured(layout: layouts.Layout, scratch: Path, *, convert: bool) -> Figures
     """The figures of one layout: of a step alone, and of a run of two."""
     figures = Figures()
     run = scratch / "run"
-    written = layout.write(run, 100)
+    written = layout.write(run, STEP)
     roots: Roots = list(reading.tensors(run, written.expected))
     figures.tensors = sum(len(tensors) for _, tensors, _ in roots)
     figures.unseen = figures.tensors
@@ -145,7 +146,7 @@ def see(figures: Figures, written: layouts.Written, roots: Roots, ckpt: Any, run
         if not tensors:
             kinds = {part.kind for part in parts_of_objects(catalogue, one, value)}
             figures.values[value_verdict(one.role, kinds)] += 1
-    text = json.loads("".join(document(catalogue, str(written.path))))
+    text = json.loads("".join(document(ckpttool.inspect(written.path), str(written.path))))
     text.pop("tensors"), text.pop("objects")
     names = [*strings(text)]
     figures.unnamed = [file for file in written.files if not is_named(run / file, written.path, names)]
@@ -216,9 +217,10 @@ def value_verdict(role: str, kinds: set[str]) -> str:
 
 
 def step_verdict(written: layouts.Written, shown: int | None) -> str:
-    """Whether the step is shown where a file or a name says it; an epoch may stand for it where nothing else does."""
+    """Whether the step is shown where a file or a name says it, and never an epoch; where nothing says it, the number
+    of steps that an optimizer made may stand for it."""
     if written.step is None:
-        return "right" if shown in (None, written.epoch) else f"{shown} for none"
+        return "right" if shown in (None, STEP) else f"{shown} for none"
     return "right" if shown == written.step else "missing" if shown is None else f"{shown} for {written.step}"
 
 

@@ -1,0 +1,151 @@
+"""Which step of training a checkpoint is of: its counters, under the names that people give them. Pure.
+
+trainer_state.global_step  iter_num  meta.iter  optim.training_step        steps, the best name first
+optim.state.0.step  ema.updates                                            how often an optimizer or an average ran
+epoch  last_epoch  train_state.epochs_run                                  epochs, which are no steps
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from functools import cache
+
+from ckpttool.catalogue.entries import Catalogue, Entry, Part, Tensor, dotted
+from ckpttool.errors import CkptError
+
+READ = "counters"
+"""The fact of the values of tensors that `unread` names, by their paths."""
+NUMBER = "number"
+"""The fact of a number in the name of the checkpoint that may be its step, without a word for it."""
+NUMBERS = "numbers"
+"""The fact of all numbers in the name."""
+EPOCH = "epoch"
+"""The fact of a number in the name that a word calls an epoch."""
+FACTS = (EPOCH, READ, NUMBER, NUMBERS)
+_LARGE = 1 << 20  # an object of more bytes is no number
+_STEP = (
+    "global_step",
+    r"((current|train|training|trained|last_train)_)?steps?",
+    "num_steps|global_batch_step|num_updates|updates?|batch_idx_train",
+    r"iterations?|iter(_num)?|it|ite|itr",
+    r"total_steps?|step_count|Timestamp\.batch",
+)
+# By the kind of the part, the best name first. An optimizer and an average count their own updates, which come last.
+_STEPS = {"progress": _STEP, "other": _STEP, "optimizer": ("global_step|training_step|num_updates|iteration",)}
+_OWN = {"optimizer": "step", "model": "(num_)?updates"}
+_EPOCH = ("(current_)?epoch(_number)?", "(last|finished)_epoch|epochs_(run|completed)", "start_epoch|epochs")
+_EPOCHS = {"progress": _EPOCH, "other": _EPOCH}
+# What somebody set, and did not count.
+_SET = r"(.*_)?(config|cfg|args|arguments|hparams|hyper_?parameters|kwargs|settings)(_\w+)?"
+
+
+@cache
+def _pattern(names: str) -> re.Pattern[str]:
+    return re.compile(rf"(?:.*[./])?(?:{names})", re.IGNORECASE | re.DOTALL)
+
+
+def _is(key: str, names: str) -> bool:
+    return _pattern(names).fullmatch(key) is not None
+
+
+def step(catalogue: Catalogue) -> float | None:
+    """Return the step: of a counter or as many as the optimizers made updates, if the name of the checkpoint says the
+    same; else of the counter with the best name, else in the name of the checkpoint, else the number of updates.
+
+    A number in the name that no word calls a step may be an epoch: one that a counter says, or of fewer steps than the
+    optimizers made updates.
+    """
+    counted, own, facts = _counted(catalogue), _own(catalogue), catalogue.facts
+    named, number = facts.get("step"), facts.get(NUMBER)
+    epochs = _counted(catalogue, _EPOCHS)
+    if number is not None and (own is None or own <= number) and all(abs(one - number) > 1 for one in epochs):
+        named = named if isinstance(named, int) else number
+    agreed = (count for count in (*counted, own) if count in facts.get(NUMBERS, ()))
+    numbers = (*agreed, *counted, named if isinstance(named, int) else None, own)
+    return next((number for number in numbers if number is not None), None)
+
+
+def is_step(entry: Entry) -> bool:
+    """Return whether an entry counts the steps of all of training, by its name."""
+    is_progress = entry.part.kind == "progress" and 0 < len(entry.path) <= 2
+    return is_progress and any(_is(str(entry.path[-1]), names) for names in _STEP)
+
+
+def unread(catalogue: Catalogue) -> list[Tensor]:
+    """Return the tensors of one number that `step` has to know: none where an object and the name say the same."""
+    counted, facts = _counted(catalogue), catalogue.facts
+    if counted and (counted[0] in facts.get(NUMBERS, ()) or not facts.keys() & {"step", NUMBER, NUMBERS}):
+        return []
+    rank = min((rank for rank, entry in _counters(catalogue) if isinstance(entry, Tensor)), default=None)
+    counters = (entry for of_rank, entry in _counters(catalogue) if of_rank == rank)
+    return [entry for entry in (*counters, *_of_updates(catalogue)) if isinstance(entry, Tensor)]
+
+
+def epoch(catalogue: Catalogue) -> int | None:
+    """Return the epoch: of a counter, else in the name of the checkpoint."""
+    numbers = [*_counted(catalogue, _EPOCHS), catalogue.facts.get(EPOCH)]
+    return next((number for number in numbers if isinstance(number, int) and number >= 0), None)
+
+
+def _counted(catalogue: Catalogue, names: Mapping[str, Sequence[str]] = _STEPS) -> list[float]:
+    """Return the numbers of the counters, the best name first, and of one name the highest."""
+    known = ((rank, _number(catalogue, entry)) for rank, entry in _counters(catalogue, names))
+    numbers = ((rank, number) for rank, number in known if number is not None)
+    return [number for _, number in sorted(numbers, key=lambda one: (one[0], -one[1]))]
+
+
+def _counters(
+    catalogue: Catalogue, of_kinds: Mapping[str, Sequence[str]] = _STEPS
+) -> Iterator[tuple[tuple[int, int, int], Entry]]:
+    """Yield what may count steps, each with its rank: by its part, its name and its depth."""
+    for entry in catalogue.entries.values():
+        names = of_kinds.get(entry.part.kind)
+        if names is None or not entry.path or (isinstance(entry, Tensor) and entry.numel != 1):
+            continue
+        key = dotted(entry.path[-2:])
+        name = next((i for i, one in enumerate(names) if _is(key, one)), None)
+        if name is not None and _is_counted(entry):
+            yield ([*of_kinds].index(entry.part.kind), name, len(entry.path)), entry
+
+
+def _is_counted(entry: Entry) -> bool:
+    return not any(_is(str(key), _SET) for key in entry.path[:-1])
+
+
+def _own(catalogue: Catalogue) -> float | None:
+    """Return how many updates all optimizers made, else an average of the weights; None if they do not agree."""
+    for kind in _OWN:
+        numbers = {_number(catalogue, e) for e in _of_updates(catalogue) if e.part.kind == kind} - {None}
+        if numbers:
+            return numbers.pop() if len(numbers) == 1 else None
+    return None
+
+
+def _of_updates(catalogue: Catalogue) -> list[Entry]:
+    """Return the counters of updates: the first and the last of each optimizer, as there is one for each parameter."""
+    of_part: dict[Part, list[Entry]] = {}
+    for entry in catalogue.entries.values():
+        name = _OWN.get(entry.part.kind)
+        if (
+            name
+            and entry.path
+            and (not isinstance(entry, Tensor) or entry.numel == 1)
+            and _is(str(entry.path[-1]), name)
+        ):
+            of_part.setdefault(entry.part, [])[1:] = [entry]
+    return [entry for entries in of_part.values() for entry in entries]
+
+
+def _number(catalogue: Catalogue, entry: Entry) -> float | None:
+    """Return the number that an entry is, None if it is none or has not been read."""
+    if isinstance(entry, Tensor):
+        value = catalogue.facts.get(READ, {}).get(entry.path)
+    else:
+        try:
+            value = entry.value if entry.nbytes <= _LARGE else None
+        except CkptError:
+            value = None
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        return None
+    return int(value) if isinstance(value, float) and value.is_integer() else value
