@@ -30,6 +30,7 @@ _WORDS = re.compile(r"[A-Z]?[a-z]+|[A-Z]+|\d+")
 _AVERAGES = {"ema", "avg", "average", "averaged", "swa", "shadow", "polyak", "teacher", "target", "moving", "momentum"}
 _AVERAGES |= {"best", "slow"}
 _HEAD = re.compile(r"(.*\.)?(lm_head|output|decoder|head|proj_out|generator|wte|\w*emb\w*|tok\w*)\.weight")
+_PLAIN = {"optimizer", "optim", "opt", "state", "dict"}
 _LARGE = 1 << 20  # bytes of an object that is not read
 _MANY = 64  # models that each optimizer is compared with
 
@@ -46,6 +47,11 @@ class Model:
     optimizers: list[_Trained] = field(default_factory=list)
     names: dict[str, Ints] = field(default_factory=dict)
     shapes: tuple[Ints, ...] = ()
+
+    @property
+    def is_sorted(self) -> bool:
+        """Whether the names are in alphabetical order, which need not be that of the module."""
+        return [*self.names] == sorted(self.names)
 
     def parameters(self, tied: Collection[Path] = ()) -> list[Tensor]:
         """Return the parameters: what its optimizers list, and what only a parameter is called; where there is none,
@@ -244,7 +250,6 @@ def _find_owners(found: Models, optimizers: Sequence[_Trained]) -> None:
     trained = found.trained
     by_shapes: dict[Hashable, list[Model]] = defaultdict(list)
     for model in trained:
-        by_shapes[model.shapes].append(model)
         by_shapes[_counted(model.shapes)].append(model)
     counts = {model.part: Counter(model.shapes) for model in trained[:_MANY]}
     unknown: list[_Trained] = []
@@ -273,16 +278,17 @@ def _fitting(
     by_shapes: dict[Hashable, list[Model]],
     counts: dict[Part, Counter[Ints]],
 ) -> list[Model]:
-    names, shapes = optimizer.names, tuple(optimizer.shapes.values())
+    names, shapes = optimizer.names, [*optimizer.shapes.values()]
     if names:
         return [model for model in trained[:_MANY] if all(name in model.names for name in names)]
     if not shapes:
         number = len(optimizer.listed)
         return [model for model in trained if number and len(model.shapes) == number]
     is_whole = len(shapes) >= len(optimizer.listed)
-    exact = by_shapes.get(shapes) or by_shapes.get(_counted(shapes)) if is_whole else None
+    exact = by_shapes.get(_counted(shapes)) if is_whole else None
     if exact:
-        return exact
+        # What is sorted by name, as safetensors are, tells nothing by its order.
+        return [one for one in exact if one.shapes == tuple(shapes) or one.is_sorted] or exact
     wanted = Counter(shapes)
     within = [model for model in trained[:_MANY] if wanted <= counts[model.part]]
     closest = min((len(model.shapes) for model in within), default=0)
@@ -301,6 +307,7 @@ def _named_alike(optimizer: Part, owners: list[Model]) -> list[Model]:
         [one for one in owners if one.part.root[:-1] == optimizer.root[:-1] and len(one.part.root) > 1],
         [one for one in owners if one.part.root and _words(one.part.root[-1:]) <= words],
         [one for one in owners if one.part.root and key.startswith(dotted(one.part.root[-1:]))],
+        [one for one in owners if one.part.root[-1:] == ("model",) and words <= _PLAIN],
     ):
         if len(fits) == 1:
             return fits

@@ -32,7 +32,7 @@ _NAMES = (
         "progress",
         r"(global_|current_|train_|total_)?(step|steps|epoch|epochs|iteration|iter|iter_num|num_steps)"
         r"|progress|train_state|trainer_state|(num_)?tokens(_seen)?|consumed_\w+|best_\w+|loops"
-        r"|ite|itr|it|updates?|num_updates|trained_\w+|(start|last|finished)_epoch|epochs_run|loss(es)?|metrics?|history",
+        r"|ite|itr|it|updates?|num_updates|trained_\w+|iterations|training_step|(start|last|finished)_epoch|epochs_run|loss(es)?|metrics?|history",
     ),
     ("model", r"(.*_)?(model|models|network|net|module|ema|state_dict|model_state(_dict)?|params|weights)(_\d+)?"),
 )
@@ -107,7 +107,7 @@ class _Division:
             return
         kinds = {key: _kind_of(key, child) for key, child in node.children.items()}
         telling = {key for key, kind in kinds.items() if kind}
-        if all(isinstance(node.children[key].entry, Tensor) for key in telling):
+        if all(isinstance(node.children[key].entry, Tensor) and not node.children[key].is_part for key in telling):
             # A state dict whose buffer is called `tokens_seen` is a state dict.
             telling = set()
         deeper = {key for key, child in node.children.items() if key not in telling and child.has_parts}
@@ -151,7 +151,9 @@ class _Division:
             if chosen:
                 continue
             for key, node in rest.items():
-                if node.children and known & {*_sequences(node)}:
+                if _has_module({key: node}):
+                    self.parts.append((node, Part("model", (*path, key) if node.children else path)))
+                elif node.children and known & {*_sequences(node)}:
                     self.parts.append((node, Part("model", (*path, key))))
                 elif node.children and isinstance(key, str) and _REPLAY.fullmatch(key):
                     self.parts.append((node, Part("dataloader", (*path, key))))
@@ -188,8 +190,8 @@ def _is_around(kind: str, child: Node) -> bool:
     if child.kind is not None or child.is_state_dict or not child.has_parts or kind == "optimizer":
         return False
     if kind == "model":
-        dicts = [one for one in child.children.values() if one.children]
-        return child.holds("optimizer") or (len(dicts) > 1 and all(one.is_state_dict for one in dicts))
+        is_bare = any(isinstance(one.entry, Tensor) for one in child.children.values())
+        return child.holds("optimizer") or (not is_bare and child.state_dicts > 1)
     return child.holds("optimizer") or child.holds("model")
 
 

@@ -25,7 +25,8 @@ _FLAT_STATE = re.compile(
     r"(?s)(?:state[./]|.+[./])(?:.*[./])?(?:exp_avg|exp_avg_sq|max_exp_avg_sq|momentum_buffer|square_avg)"
 )
 _FLAT_REST = re.compile(r"(?s)(?:state|param_groups)[./].+|.+[./]step")
-_GENERATORS = {5056, 816, 16, 44}  # bytes of a generator's state: CPU, CUDA before 2018, CUDA, MPS
+_GENERATOR = 5056
+_GENERATORS = {_GENERATOR, 816, 16, 44}  # bytes of a generator's state: CPU, CUDA before 2018, CUDA, MPS
 _NUMBERS = {5056, 625, 624}
 _COUNTERS = {"_step_count", "base_lrs", "_last_lr", "step_size", "lr_lambdas", "_get_lr_called_within_step"}
 _SCHEDULERS = ({"patience", "num_bad_epochs"}, {"_schedulers", "last_epoch"}, {"_schedulers", "_milestones"})
@@ -65,8 +66,18 @@ class Node:
 
     @property
     def is_part(self) -> bool:
-        """Whether the content gives away what this is. A tensor alone, however a generator's state, may be a buffer."""
-        return not isinstance(self.entry, Tensor) and (self.kind is not None or self.is_state_dict)
+        """Whether the content gives away what this is. A tensor alone may be a buffer, unless it is as long as the
+        state of torch's generator."""
+        if isinstance(self.entry, Tensor):
+            return self.kind is not None and self.entry.shape == (_GENERATOR,)
+        return self.kind is not None or self.is_state_dict
+
+    @property
+    def state_dicts(self) -> int:
+        """How many state dicts of modules there are at and below the path."""
+        if self.is_state_dict:
+            return 1
+        return sum(one.state_dicts for one in self.children.values() if one.children)
 
     @property
     def has_parts(self) -> bool:

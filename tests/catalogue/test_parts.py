@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import random
 from itertools import product
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from support import checkpoints
@@ -13,6 +15,7 @@ from support.upstream_samples import NAMES, opened
 from ckpttool.catalogue import parts
 from ckpttool.catalogue.entries import Object, Part, Path, dotted
 from ckpttool.catalogue.parts import _PATTERNS, assign, kind_of_key, matcher
+from ckpttool.catalogue.values import stub_type
 from ckpttool.errors import UsageError
 
 W, ONE = torch.zeros(2, 2), torch.tensor(1.0)
@@ -26,6 +29,7 @@ SGD_BEFORE_THE_FIRST_STEP = {"state": {}, "param_groups": [{"lr": 0.1, "params":
 STEP_LR = {"step_size": 3, "base_lrs": [0.1], "last_epoch": 4, "_step_count": 5}
 SCALER = {"scale": 65536.0, "growth_factor": 2.0, "backoff_factor": 0.5, "growth_interval": 2000}
 RNG = {"python": (3, (1, 2), None), "torch": torch.zeros(16, dtype=torch.uint8)}
+NAMESPACE = stub_type("argparse", "Namespace")()
 
 # What was saved, and for some of its paths the part: (kind, root).
 Expected = dict[Path, tuple[str, Path]]
@@ -179,6 +183,66 @@ STATES: dict[str, tuple[dict[Any, Any], Expected]] = {
         ADAM,
         {("state", 0, "exp_avg"): ("optimizer", ()), ("param_groups", 0, "lr"): ("optimizer", ())},
     ),
+    "a generator and a discriminator": (
+        {"G": MODEL, "D": MODEL, "optG": ADAM, "optD": ADAM, "noise": W},
+        {
+            ("G", "embed.weight"): ("model", ("G",)),
+            ("D", "embed.weight"): ("model", ("D",)),
+            ("optG", "state", 0, "exp_avg"): ("optimizer", ("optG",)),
+            ("optD", "param_groups", 0, "lr"): ("optimizer", ("optD",)),
+            ("noise",): ("other", ()),
+        },
+    ),
+    "several optimizers in a list and in a dict": (
+        {"net": MODEL, "optimizers": [ADAM, ADAM], "opts": {"actor": ADAM, "critic": ADAM}, "sched": [STEP_LR]},
+        {
+            ("optimizers", 1, "state", 0, "exp_avg"): ("optimizer", ("optimizers", 1)),
+            ("opts", "critic", "state", 0, "exp_avg"): ("optimizer", ("opts", "critic")),
+            ("sched", 0, "last_epoch"): ("scheduler", ("sched",)),
+        },
+    ),
+    "an actor with its statistics and its buffer": (
+        {"actor": MODEL, "log_alpha": ONE, "obs_rms": {"mean": W, "var": W}, "replay": {"obs": W, "rew": W}},
+        {
+            ("actor", "embed.weight"): ("model", ("actor",)),
+            ("log_alpha",): ("other", ()),
+            ("obs_rms", "mean"): ("other", ()),
+            ("replay", "obs"): ("dataloader", ("replay",)),
+        },
+    ),
+    "models deep in a best state and around": (
+        {"best_state": {"model": MODEL, "ema": MODEL}, "models": {"g": {"params": MODEL}, "d": {"params": MODEL}}},
+        {
+            ("best_state", "model", "embed.weight"): ("model", ("best_state", "model")),
+            ("best_state", "ema", "embed.weight"): ("model", ("best_state", "ema")),
+            ("models", "g", "params", "embed.weight"): ("model", ("models", "g", "params")),
+        },
+    ),
+    "arguments called opt, a state dict of scalars": (
+        {"model": MODEL, "opt": NAMESPACE, "state_dict": {"itr": 3}},
+        {("opt",): ("other", ()), ("state_dict", "itr"): ("progress", ("state_dict",))},
+    ),
+    "generators alone": (
+        {"torch": torch.get_rng_state(), "python": random.getstate(), "cuda": []},
+        {("torch",): ("rng", ()), ("python",): ("rng", ()), ("cuda",): ("rng", ())},
+    ),
+    "generators under any name": (
+        {"model": MODEL, "extra": {"seeds": [torch.get_rng_state()], "np": np.random.get_state()}, "last": 3},
+        {("extra", "seeds", 0): ("rng", ("extra",)), ("extra", "np"): ("rng", ("extra",))},
+    ),
+    "a flat optimizer": (
+        {"state.0.exp_avg": W, "state.0.step": ONE, "state.1.exp_avg": W},
+        {("state.0.exp_avg",): ("optimizer", ()), ("state.0.step",): ("optimizer", ())},
+    ),
+    "the state of an optimizer alone": (ADAM["state"], {(0, "exp_avg"): ("optimizer", ())}),
+    "a plateau and a sequence": (
+        {
+            "model": MODEL,
+            "a": {"best": 1.0, "patience": 3, "num_bad_epochs": 0},
+            "b": {"_schedulers": [STEP_LR], "last_epoch": 4},
+        },
+        {("a", "patience"): ("scheduler", ("a",)), ("b", "last_epoch"): ("scheduler", ("b",))},
+    ),
     "a scheduler alone": (STEP_LR, {("last_epoch",): ("scheduler", ())}),
     "values alone": ({"a": 1, "b": {"c": 2}}, {("a",): ("other", ()), ("b", "c"): ("other", ())}),
     "nothing": ({}, {}),
@@ -216,7 +280,7 @@ def test_samples(name: str) -> None:
         for path, entry in source.catalogue.entries.items():
             if not trained:
                 # What is no training state is a model as a whole, if there is a tensor in it.
-                assert entry.part.root == () or isinstance(entry, Object)
+                assert entry.part.root == () or isinstance(entry, Object) or entry.part.kind == "rng"
             elif path[0] in ROOTS:
                 assert entry.part == Part(ROOTS[str(path[0])], path[:1])
             elif path == ("step",):

@@ -472,3 +472,23 @@ def test_the_order_may_come_from_elsewhere(tmp_path: Path) -> None:
         found = torch.load(tmp_path / f"{name}.out.pt")["optim"]["state"]
         for i, (key, _) in enumerate(model.named_parameters()):
             assert torch.equal(found[key]["exp_avg"], optimizer.state_dict()["state"][i]["exp_avg"])
+
+
+def test_each_of_several_optimizers_is_named_by_the_model_that_fits_it(tmp_path: Path) -> None:
+    state: dict[str, Any] = {}
+    names = {}
+    for key, width in (("G", 4), ("D", 5)):
+        module = torch.nn.Sequential(torch.nn.Linear(3, width), torch.nn.BatchNorm1d(width), torch.nn.Linear(width, 2))
+        optimizer = torch.optim.Adam(module.parameters())
+        module(torch.randn(6, 3)).sum().backward()
+        optimizer.step()
+        state |= {key: module.state_dict(), f"opt{key}": optimizer.state_dict()}
+        names[key] = [name for name, _ in module.named_parameters()]
+    torch.save(state, tmp_path / "a.pt")
+    ckpttool.convert(tmp_path / "a.pt", tmp_path / "b.pt", optim_keys="fqn")
+    named = torch.load(tmp_path / "b.pt")
+    for key, own in names.items():
+        assert named[f"opt{key}"]["param_groups"][0]["params"] == own
+        for i, name in enumerate(own):
+            first = state[f"opt{key}"]["state"][i]["exp_avg"]
+            assert torch.equal(named[f"opt{key}"]["state"][name]["exp_avg"], first)

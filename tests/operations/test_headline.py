@@ -137,6 +137,17 @@ def test_what_is_unknown_is_left_out(tmp_path: Path) -> None:
     assert str(headline(saved(tmp_path / "rng.pt", rng=torch.get_rng_state()))) == ""
 
 
+def test_the_step_is_told_by_the_names_that_scripts_have_for_it(tmp_path: Path) -> None:
+    for name in ("iter_num", "iterations", "training_step", "trained_steps", "num_updates", "update", "ite", "it"):
+        path = saved(tmp_path / "a.pt", model=nn.Linear(2, 3).state_dict(), **{name: 400})
+        assert headline(path).step == 400, name
+    directory = tmp_path / "step_100"
+    directory.mkdir()
+    saved(directory / "model.pt", **nn.Linear(2, 3).state_dict())
+    saved(directory / "state.pt", iter_num=400)
+    assert headline(directory).step == 100  # of micro-batches, there may be several in a step
+
+
 def test_weights_of_integers_are_parameters(tmp_path: Path) -> None:
     path = tmp_path / "m.safetensors"
     tensors = {"a.weight": torch.ones(4, 4, dtype=torch.int8), "mask": torch.ones(9, dtype=torch.uint8)}

@@ -20,8 +20,8 @@ from typing import Any
 
 from ckpttool.catalogue.aliases import find_aliases
 from ckpttool.catalogue.boxes import Ints
-from ckpttool.catalogue.entries import Catalogue, Tensor, dotted
-from ckpttool.catalogue.models import is_statistic
+from ckpttool.catalogue.entries import Catalogue, Part, Tensor, dotted
+from ckpttool.catalogue.models import is_statistic, models
 from ckpttool.errors import CorruptError, UsageError
 from ckpttool.layout import select
 from ckpttool.layout.optimizer.parse import LIKE_PARAMETER, Group, Item, Optimizer, optimizers
@@ -50,6 +50,8 @@ def name_ids(optimizers: Sequence[Optimizer], source: Catalogue) -> list[dict[in
 
     Raises UsageError when the model does not say which parameter is which, CorruptError when it cannot be the model.
     """
+    if len(select.rivals(source)) > 1 and (owners := _owners(optimizers, source)) is not None:
+        return [_names_in(part, one, source) for one, part in zip(optimizers, owners, strict=True)]
     names: list[dict[int, str]] = [{} for _ in optimizers]
     groups = [(i, group) for i, optimizer in enumerate(optimizers) for group in optimizer.groups if group.params]
     # Without a model, all names that the groups give are right.
@@ -77,6 +79,18 @@ def name_ids(optimizers: Sequence[Optimizer], source: Catalogue) -> list[dict[in
     return names
 
 
+def _names_in(part: Part, optimizer: Optimizer, source: Catalogue) -> dict[int, str]:
+    return name_ids([optimizer], select.select(source, lambda entry: entry.part == part))[0]
+
+
+def _owners(optimizers: Sequence[Optimizer], source: Catalogue) -> list[Part] | None:
+    """Return the model of each optimizer, each of another one; None where that is not known of all."""
+    known = models(source).optimizer_of
+    owners = [part for optimizer in optimizers for part in known.get(optimizer.part, [])]
+    is_clear = len(owners) == len(set(owners)) == len(optimizers)
+    return owners if is_clear and all(len(known.get(one.part, [])) == 1 for one in optimizers) else None
+
+
 def _own_names(group: Group) -> list[str]:
     value = group.value("param_names")
     fits = isinstance(value, list) and len(value) == len(group.params) and all(isinstance(v, str) for v in value)
@@ -101,15 +115,15 @@ def _parameters(source: Catalogue) -> dict[str, Ints]:
 
 
 def _model(source: Catalogue) -> list[Tensor]:
-    models, numbers = select.models(source), "the optimizer calls its parameters by numbers"
-    if not models:
+    every, numbers = select.models(source), "the optimizer calls its parameters by numbers"
+    if not every:
         hint = "name one with `--model-from`: the model that was trained with this optimizer"
         raise UsageError(f"{numbers}, and there is no model here to say which they are", hint=hint)
     rivals = [dotted(root) for root in select.rivals(source)]
     if len(rivals) > 1:
         hint = "take one of them and its optimizer alone: `--only`, then `--optim-from`"
         raise UsageError(f"{numbers}, and there are several models: {some(rivals)}", hint=hint)
-    return [entry for entry in models[0][1] if isinstance(entry, Tensor)]
+    return [entry for entry in every[0][1] if isinstance(entry, Tensor)]
 
 
 def _check_ordered(source: Catalogue, optimizer: Optimizer, model: dict[str, Ints]) -> None:
