@@ -32,7 +32,8 @@ _NAMES = (
         "progress",
         r"(global_|current_|train_|total_)?(step|steps|epoch|epochs|iteration|iter|iter_num|num_steps)"
         r"|progress|train_state|trainer_state|(num_)?tokens(_seen)?|consumed_\w+|best_\w+|loops"
-        r"|ite|itr|it|updates?|num_updates|trained_\w+|iterations|training_step|(start|last|finished)_epoch|epochs_run|loss(es)?|metrics?|history",
+        r"|ite|itr|it|updates?|num_updates|trained_\w+|iterations|training_step"
+        r"|(start|last|finished)_epoch|epochs_run|loss(es)?|metrics?|history",
     ),
     ("model", r"(.*_)?(model|models|network|net|module|ema|state_dict|model_state(_dict)?|params|weights)(_\d+)?"),
 )
