@@ -175,7 +175,7 @@ def _kind_of(key: object, child: Node) -> str | None:
 def _is_progress(node: Node) -> bool:
     """Return whether these are plain values, and one of them counts steps or epochs."""
     entries = [one.entry for one in node.children.values()]
-    if len(entries) < 2 or not all(isinstance(e, Object) for e in entries) or not any(map(_counts, node.children)):
+    if not all(isinstance(e, Object) for e in entries) or not any(map(_counts, node.children)):
         return False
     # What was not read yet, as in DCP, is not read for this.
     values = [entry.value for entry in entries if isinstance(entry, Object) and entry.is_read]
