@@ -74,6 +74,14 @@ class Models:
         """The models that are no averages; all, if each is one."""
         return [model for model in self.models if not model.is_average] or self.models
 
+    @property
+    def counted(self) -> list[Model]:
+        """The models whose parameters count: of those with the same names and shapes what is trained, where the model
+        of each optimizer is known."""
+        is_known = bool(self.optimizer_of) and all(self.optimizer_of.values())
+        forms = {_form(model.names) for model in self.trained if is_known and model.optimizers}
+        return [model for model in self.trained if model.optimizers or _form(model.names) not in forms]
+
 
 @dataclass(slots=True)
 class _Trained:
@@ -102,6 +110,7 @@ def models(catalogue: Catalogue) -> Models:
     result = Models([_model(part, of) for part, of in tensors.items()], {})
     optimizers = [_trained(part, entries) for part, entries in states.items()]
     _find_averages(result.models, optimizers)
+    _find_copies(result.models, optimizers)
     _find_owners(result, optimizers)
     return result
 
@@ -202,6 +211,29 @@ def _form(names: dict[str, Ints]) -> Hashable:
 def _is_within(copy: Model, model: Model) -> bool:
     """Return whether everything of a copy is of the model, which has more."""
     return bool(copy.names) and all(model.names.get(name) == shape for name, shape in copy.names.items())
+
+
+def _find_copies(every: Sequence[Model], optimizers: Sequence[_Trained]) -> None:
+    """Mark the models whose bytes another one has, as checksums in the files tell. Each optimizer has one of its own:
+    two models that are all zeros are two."""
+    fitting = Counter(_counted(one.shapes.values()) for one in optimizers)
+    beside = {one.part.root[:-1] for one in optimizers}
+    same: dict[Hashable, list[Model]] = defaultdict(list)
+    for model in sorted(every, key=lambda one: one.part.root[:-1] not in beside):
+        stored = {(tensor.fqn.rpartition(".")[2], checksum(tensor)) for tensor in model.tensors if tensor.numel}
+        if stored and not model.is_average and all(crc for _, crc in stored):
+            same[frozenset(stored), model.shapes].append(model)
+    for first, *others in same.values():
+        for copy in others[max(fitting[_counted(first.shapes)] - 1, 0) :]:
+            copy.is_average, copy.average_of = True, first.part
+
+
+def checksum(tensor: Tensor) -> tuple[str, Ints, int] | None:
+    """Return the dtype, shape and CRC of a tensor that lies in one piece; None where the file has no CRC of it."""
+    extent = tensor.chunks.at(0).extent if len(tensor.chunks) == 1 else None
+    record = extent.record if extent is not None and extent.plain else None
+    is_whole = record is not None and extent is not None and record.nbytes == extent.nbytes == tensor.nbytes
+    return (tensor.dtype.name, tensor.shape, record.crc) if record is not None and is_whole and record.crc else None
 
 
 # Optimizers -----------------------------------------------------------------------------------------------------------

@@ -137,6 +137,36 @@ def test_what_is_unknown_is_left_out(tmp_path: Path) -> None:
     assert str(headline(saved(tmp_path / "rng.pt", rng=torch.get_rng_state()))) == ""
 
 
+def test_a_model_that_lies_in_two_files_is_counted_once(tmp_path: Path) -> None:
+    first, second = Vision(), Vision()
+    own = sum(parameter.numel() for parameter in first.parameters())
+    for name, state in (("a", first.state_dict()), ("b", {"state_dict": first.state_dict()})):
+        torch.save(state, tmp_path / f"{name}.pth")
+    assert headline(tmp_path).parameters == own  # without an optimizer the checksums tell
+    torch.save(second.state_dict(), tmp_path / "b.pth")
+    assert headline(tmp_path).parameters == 2 * own
+    torch.save(stepped(torch.optim.Adam, second).state_dict(), tmp_path / "optimizer.pth")
+    assert headline(tmp_path).parameters == 2 * own  # it fits both
+
+
+def test_two_models_of_the_same_bytes_with_an_optimizer_each_are_two(tmp_path: Path) -> None:
+    model = nn.Linear(2, 3)
+    state = {name: {key: torch.zeros_like(value) for key, value in model.state_dict().items()} for name in ("G", "D")}
+    adam = stepped(torch.optim.Adam, model).state_dict()
+    assert headline(saved(tmp_path / "a.pt", **state, optG=adam, optD=adam)).parameters == 18
+
+
+def test_what_accelerate_saves_beside_the_model_is_not_counted(tmp_path: Path) -> None:
+    model, other = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 4)), nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 4))
+    safetensors.torch.save_file(model.state_dict(), tmp_path / "model.safetensors")
+    torch.save(other.state_dict(), tmp_path / "custom_checkpoint_0.pkl")
+    torch.save(stepped(torch.optim.AdamW, model).state_dict(), tmp_path / "optimizer.bin")
+    torch.save({"last_epoch": 1, "_step_count": 2, "base_lrs": [0.1]}, tmp_path / "scheduler.bin")
+    found, parts = head(ckpttool.inspect(tmp_path), None)
+    assert found.parameters == sum(parameter.numel() for parameter in model.parameters())
+    assert [one.root for part in parts for one in part.optimizer_of] == [("model",)]
+
+
 def test_the_step_is_told_by_the_names_that_scripts_have_for_it(tmp_path: Path) -> None:
     for name in ("iter_num", "iterations", "training_step", "trained_steps", "num_updates", "update", "ite", "it"):
         path = saved(tmp_path / "a.pt", model=nn.Linear(2, 3).state_dict(), **{name: 400})

@@ -26,7 +26,7 @@ class PartFigures(TypedDict):
     dtypes: dict[str, int]  #: those bytes by dtype
     objects: int  #: number of objects
     parameters: int | None  #: number of a model's parameters, without buffers and ties; null for other parts
-    average_of: str | None  #: key of the model that this one is an average of (EMA, SWA, teacher); null for others
+    average_of: str | None  #: key of the model that this one is an average (EMA, SWA) or a copy of; null for others
     optimizer_of: list[str]  #: keys of the models whose parameters this optimizer has; empty if unknown
 
 

@@ -87,9 +87,9 @@ def headline(
 
 
 def parameters(found: Models, tied: Collection[Path] = ()) -> list[Tensor]:
-    """Return the parameters of the models: their tensors without `tied` ones, without buffers, and without averaged
-    weights (EMA) beside those that are trained."""
-    return [tensor for model in found.trained for tensor in model.parameters(tied)]
+    """Return the parameters of the models: their tensors without `tied` ones, without buffers, and without copies
+    (EMA) of those that are trained."""
+    return [tensor for model in found.counted for tensor in model.parameters(tied)]
 
 
 def _holds_views(catalogue: Catalogue, tensors: Sequence[Tensor]) -> bool:

@@ -7,6 +7,7 @@ from collections.abc import Collection, Iterator, Mapping
 
 from ckpttool.catalogue.aliases import one_moment_for_two
 from ckpttool.catalogue.entries import Catalogue, Path, Tensor
+from ckpttool.catalogue.models import checksum
 from ckpttool.catalogue.warning import Warning
 from ckpttool.layout.optimizer.parse import parse_key
 from ckpttool.text import size, some
@@ -52,13 +53,9 @@ def _stored_twice(catalogue: Catalogue, aliases: Collection[Path]) -> list[list[
     """Return tensors with equal checksums in two places. Vectors are skipped: many are all ones or zeros."""
     same: dict[tuple[object, ...], list[Tensor]] = defaultdict(list)
     for tensor in catalogue.tensors:
-        chunks = tensor.chunks
-        if tensor.part.kind != "model" or tensor.path in aliases or len(tensor.shape) < 2 or len(chunks) != 1:
-            continue
-        extent = chunks.at(0).extent
-        record = extent.record
-        if extent.plain and record is not None and record.crc and record.nbytes == extent.nbytes == tensor.nbytes:
-            same[tensor.dtype.name, tensor.shape, record.crc].append(tensor)
+        is_matrix = tensor.part.kind == "model" and tensor.path not in aliases and len(tensor.shape) >= 2
+        if is_matrix and (stored := checksum(tensor)) is not None:
+            same[stored].append(tensor)
     return [tensors for tensors in same.values() if _places(tensors) > 1]
 
 
