@@ -350,7 +350,8 @@ class Object(_Named):
     def at(self, path: Path, *, part: Part | None = None, change: Callable[[Any], Any] | None = None) -> Object:
         """Return the value, or `change(value)`, under another path. `origin` stays the path in the source."""
         read = (lambda: change(self.value)) if change is not None else (lambda: self.value)
-        moved = Object(path, read=read, part=part or self.part, nbytes=self.nbytes)
+        value = self._value if change is None else _UNREAD
+        moved = Object(path, value, read=read, part=part or self.part, nbytes=self.nbytes)
         moved.origin = self.origin
         return moved
 

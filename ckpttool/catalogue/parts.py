@@ -23,17 +23,23 @@ from ckpttool.errors import UsageError
 from ckpttool.text import meant, some
 
 _NAMES = (
-    ("optimizer", r"(.*_)?(optim|optimizer|optimizers|opt)(_state(s|_dict)?)?(_\d+)?|optimizer_\w+|optim_\w+"),
+    (
+        "optimizer",
+        r"(.*_)?(optim|optimizer|optimizers|opt)(_state(s|_dict)?)?(_\d+)?|optimizer_(?!history)\w+|optim_\w+",
+    ),
     ("scheduler", r"(.*_)?(lr_)?schedulers?(_state(_dict)?)?|lr_scheduler\w*|sched|opt_param_scheduler"),
     ("rng", r"(.*_)?rng(_state(s|_dict)?)?|random_states?|rng_\w+|(torch|cuda|numpy|python)_rng\w*"),
-    ("dataloader", r"(train_|val_)?(data_?loaders?|dl|samplers?|dataset)(_state(_dict)?)?|data_iter\w*"),
+    (
+        "dataloader",
+        r"(train_|val_)?((data_?)?loaders?|dl|samplers?|dataset|iterator)(_state(_dict)?)?(_\d+)?|data_iter\w*",
+    ),
     ("scaler", r"(grad_|loss_)?scaler(_state(_dict)?)?"),
     (
         "progress",
-        r"(global_|current_|train_|total_)?(step|steps|epoch|epochs|iteration|iter|iter_num|num_steps)"
+        r"(global_|current_|train_|total_|decay_)?(step|steps|epoch|epochs|iteration|iter|iter_num|num_steps)"
         r"|progress|train_state|trainer_state|(num_)?tokens(_seen)?|consumed_\w+|best_\w+|loops"
         r"|ite|itr|it|updates?|num_updates|trained_\w+|iterations|training_step"
-        r"|(start|last|finished)_epoch|epochs_run|loss(es)?|metrics?|history",
+        r"|(start|last|finished)_epoch|epochs_run|loss(es)?|metrics?|(\w+_)?history",
     ),
     ("model", r"(.*_)?(model|models|network|net|module|ema|state_dict|model_state(_dict)?|params|weights)(_\d+)?"),
 )
@@ -134,6 +140,13 @@ class _Division:
             several = list(_optimizers(node, path))
             if len(several) > 1:
                 self.parts += [(one, Part(kind, root)) for one, root in several]
+        if node.kind is None and (kind == "model" or (kind == "optimizer" and node.holds("optimizer"))):
+            # Beside a state dict is what the module was made from, and around an optimizer are counters.
+            self.parts += [
+                (child, Part("other" if kind == "model" else "progress", (*path, key)))
+                for key, child in node.children.items()
+                if (_is_settings(child) if kind == "model" else _counts(key) and not child.children)
+            ]
 
     def divide_rest(self) -> None:
         """Divide the tensors beside the parts: into models, which have the shapes of others or of an optimizer's state
@@ -194,6 +207,11 @@ def _is_around(kind: str, child: Node) -> bool:
         is_bare = any(isinstance(one.entry, Tensor) for one in child.children.values())
         return child.holds("optimizer") or (not is_bare and child.state_dicts > 1)
     return child.holds("optimizer") or child.holds("model")
+
+
+def _is_settings(node: Node) -> bool:
+    """Return whether this is a dict of plain values, and no extra state of a module."""
+    return bool(node.children) and all(isinstance(e, Object) and e.path[-1] != "_extra_state" for e in node.entries())
 
 
 def _optimizers(node: Node, path: Path) -> Iterator[tuple[Node, Path]]:
@@ -260,6 +278,8 @@ def _tells(kind: str, child: Node) -> bool:
     tensors below it, a tensor called `scaler` in a model is no grad scaler, and an `opt` may be a `Namespace`."""
     if kind == "model":
         return bool(child.children) and child.has_tensor
+    if kind == "optimizer" and child.children and not child.has_tensor:
+        return child.holds("optimizer") or not child.children.keys().isdisjoint(("state", "param_groups"))
     if kind in ("optimizer", "scheduler", "scaler"):
         return bool(child.children) or _may_be_state(child.entry)
     if kind == "progress" and isinstance(child.entry, Tensor):

@@ -92,6 +92,13 @@ def test_an_object_is_read_once_and_only_when_asked_for() -> None:
     assert moved.at(("c",)).origin == ("a", 0)
 
 
+def test_a_value_that_was_read_is_read_under_another_path_too() -> None:
+    held = Object(("opt",), 3)
+    assert held.at(("a", "opt")).is_read
+    changed = held.at(("a", "opt"), change=str)
+    assert (changed.is_read, changed.value) == (False, "3")
+
+
 def test_two_entries_cannot_have_one_path() -> None:
     held = checkpoints.state({"w": torch.zeros(2)})
     with pytest.raises(CorruptError, match="two entries are called `w`"):

@@ -222,6 +222,48 @@ STATES: dict[str, tuple[dict[Any, Any], Expected]] = {
         {"model": MODEL, "opt": NAMESPACE, "state_dict": {"itr": 3}},
         {("opt",): ("other", ()), ("state_dict", "itr"): ("progress", ("state_dict",))},
     ),
+    "settings beside a state dict": (
+        {"weights": {"state_dict": MODEL, "metadata": {"width": 6}}, "net": {"module": MODEL, "updates": 3}},
+        {
+            ("weights", "state_dict", "embed.weight"): ("model", ("weights",)),
+            ("weights", "metadata", "width"): ("other", ("weights", "metadata")),
+            ("net", "updates"): ("model", ("net",)),
+        },
+    ),
+    "extra state of a module": (
+        {"model": {"a": MODEL, "b": {"_extra_state": 3}}},
+        {("model", "b", "_extra_state"): ("model", ("model",))},
+    ),
+    "counters around an optimizer": (
+        {"optim": {"training_step": 100, "decay_step": 7, "optimizer": ADAM}, "model": MODEL},
+        {
+            ("optim", "training_step"): ("progress", ("optim", "training_step")),
+            ("optim", "decay_step"): ("progress", ("optim", "decay_step")),
+            ("optim", "optimizer", "state", 0, "exp_avg"): ("optimizer", ("optim",)),
+        },
+    ),
+    "counters of an optimizer of one's own": (
+        {"optimizer": {"m": {"w": W}, "v": {"w": W}, "step": 3}, "model": MODEL},
+        {("optimizer", "step"): ("optimizer", ("optimizer",))},
+    ),
+    "arguments and a history that are no optimizers": (
+        {"model": MODEL, "opt": {"lr": 0.1, "batch": 8}, "optimizer_history": [{"num_updates": 3, "best": {"a": 1}}]},
+        {
+            ("opt", "lr"): ("other", ()),
+            ("optimizer_history", 0, "num_updates"): ("progress", ("optimizer_history",)),
+        },
+    ),
+    "an optimizer without state": (
+        {"model": MODEL, "optimizer": {"param_groups": [{"lr": 0.1}]}, "opts": {"a": SGD_BEFORE_THE_FIRST_STEP}},
+        {
+            ("optimizer", "param_groups", 0, "lr"): ("optimizer", ("optimizer",)),
+            ("opts", "a", "param_groups", 0, "lr"): ("optimizer", ("opts", "a")),
+        },
+    ),
+    "loaders of ranks": (
+        {"model": MODEL, "loader_state_0": {"it": 7, "reader": 0}},
+        {("loader_state_0", "it"): ("dataloader", ("loader_state_0",))},
+    ),
     "generators alone": (
         {"torch": torch.get_rng_state(), "python": random.getstate(), "cuda": []},
         {("torch",): ("rng", ()), ("python",): ("rng", ()), ("cuda",): ("rng", ())},

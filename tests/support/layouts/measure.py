@@ -187,7 +187,8 @@ def parts_of_objects(catalogue: Any, one: layouts.Expected, value: Any) -> Itera
             above, below = names[:start], names[start + len(keys) :]
             if not all(name in allowed or name.startswith(("rank", *allowed)) for name in above):
                 break
-            if names[start : start + len(keys)] == keys and (keys or above or below) and leads(value, below):
+            is_here = bool(keys or below) or (bool(above) and path.name.startswith(above[-1]))
+            if names[start : start + len(keys)] == keys and is_here and leads(value, below):
                 yield entry.part
                 break
 
