@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import re
 from collections import Counter, defaultdict
-from collections.abc import Collection, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from ckpttool.catalogue.boxes import Ints
 from ckpttool.catalogue.entries import Catalogue, Entry, Object, Part, Path, Tensor, dotted
@@ -47,11 +48,7 @@ class Model:
     optimizers: list[_Trained] = field(default_factory=list)
     names: dict[str, Ints] = field(default_factory=dict)
     shapes: tuple[Ints, ...] = ()
-
-    @property
-    def is_sorted(self) -> bool:
-        """Whether the names are in alphabetical order, which need not be that of the module."""
-        return [*self.names] == sorted(self.names)
+    counts: Counter[Ints] = field(default_factory=Counter)
 
     def parameters(self, tied: Collection[Path] = ()) -> list[Tensor]:
         """Return the parameters: what its optimizers list, and what only a parameter is called; where there is none,
@@ -75,12 +72,17 @@ class Models:
         return [model for model in self.models if not model.is_average] or self.models
 
     @property
+    def originals(self) -> list[Model]:
+        """The trained ones, of those with the same bytes one."""
+        return [model for model in self.trained if model.average_of is None] or self.trained
+
+    @property
     def counted(self) -> list[Model]:
         """The models whose parameters count: of those with the same names and shapes what is trained, where the model
         of each optimizer is known."""
         is_known = bool(self.optimizer_of) and all(self.optimizer_of.values())
-        forms = {_form(model.names) for model in self.trained if is_known and model.optimizers}
-        return [model for model in self.trained if model.optimizers or _form(model.names) not in forms]
+        forms = {_form(model.names) for model in self.originals if is_known and model.optimizers}
+        return [model for model in self.originals if model.optimizers or _form(model.names) not in forms]
 
 
 @dataclass(slots=True)
@@ -108,7 +110,7 @@ def models(catalogue: Catalogue) -> Models:
         elif entry.part.kind == "optimizer":
             states.setdefault(entry.part, []).append(entry)
     result = Models([_model(part, of) for part, of in tensors.items()], {})
-    optimizers = [_trained(part, entries) for part, entries in states.items()]
+    optimizers = [training(part, entries) for part, entries in states.items()]
     _find_averages(result.models, optimizers)
     _find_copies(result.models, optimizers)
     _find_owners(result, optimizers)
@@ -118,7 +120,8 @@ def models(catalogue: Catalogue) -> Models:
 def _model(part: Part, tensors: list[Tensor]) -> Model:
     names = {tensor.fqn for tensor in tensors}
     floats = [t for t in tensors if t.dtype.kind in ("float", "complex") and not is_buffer(t, names)]
-    return Model(part, tensors, names={t.fqn: t.shape for t in floats}, shapes=tuple(t.shape for t in floats))
+    shapes = tuple(tensor.shape for tensor in floats)
+    return Model(part, tensors, names={t.fqn: t.shape for t in floats}, shapes=shapes, counts=Counter(shapes))
 
 
 # Buffers --------------------------------------------------------------------------------------------------------------
@@ -180,7 +183,7 @@ def _find_averages(every: Sequence[Model], optimizers: Sequence[_Trained]) -> No
         found = next((alike[form] for form in _forms(copy) if form in alike), [])
         if not found and copy.shapes in trained and len(others) == 1:
             found = others  # a list of parameters without the buffers
-        found = found or [one for one in others[:_MANY] if _is_within(copy, one)]
+        found = found or [one for one in others[:_MANY] if copy.names and copy.names.items() <= one.names.items()]
         rest = words[copy.part] - _AVERAGES
         named = [one for one in found if words[one.part] & rest] if len(found) > 1 else found
         copy.average_of = named[0].part if len(named) == 1 else None
@@ -204,19 +207,14 @@ def _forms(model: Model) -> Iterator[Hashable]:
         yield from map(_form, below.values())
 
 
-def _form(names: dict[str, Ints]) -> Hashable:
+def _form(names: Mapping[Any, Any]) -> Hashable:
     return frozenset(names.items())
-
-
-def _is_within(copy: Model, model: Model) -> bool:
-    """Return whether everything of a copy is of the model, which has more."""
-    return bool(copy.names) and all(model.names.get(name) == shape for name, shape in copy.names.items())
 
 
 def _find_copies(every: Sequence[Model], optimizers: Sequence[_Trained]) -> None:
     """Mark the models whose bytes another one has, as checksums in the files tell. Each optimizer has one of its own:
     two models that are all zeros are two."""
-    fitting = Counter(_counted(one.shapes.values()) for one in optimizers)
+    fitting = Counter(_form(Counter(one.shapes.values())) for one in optimizers)
     beside = {one.part.root[:-1] for one in optimizers}
     same: dict[Hashable, list[Model]] = defaultdict(list)
     for model in sorted(every, key=lambda one: one.part.root[:-1] not in beside):
@@ -224,22 +222,23 @@ def _find_copies(every: Sequence[Model], optimizers: Sequence[_Trained]) -> None
         if stored and not model.is_average and all(crc for _, crc in stored):
             same[frozenset(stored), model.shapes].append(model)
     for first, *others in same.values():
-        for copy in others[max(fitting[_counted(first.shapes)] - 1, 0) :]:
-            copy.is_average, copy.average_of = True, first.part
+        for copy in others[max(fitting[_form(first.counts)] - 1, 0) :]:
+            copy.average_of = first.part
 
 
 def checksum(tensor: Tensor) -> tuple[str, Ints, int] | None:
     """Return the dtype, shape and CRC of a tensor that lies in one piece; None where the file has no CRC of it."""
     extent = tensor.chunks.at(0).extent if len(tensor.chunks) == 1 else None
     record = extent.record if extent is not None and extent.plain else None
-    is_whole = record is not None and extent is not None and record.nbytes == extent.nbytes == tensor.nbytes
+    is_whole = record is not None and record.nbytes == tensor.nbytes
     return (tensor.dtype.name, tensor.shape, record.crc) if record is not None and is_whole and record.crc else None
 
 
 # Optimizers -----------------------------------------------------------------------------------------------------------
 
 
-def _trained(part: Part, entries: Iterable[Entry]) -> _Trained:
+def training(part: Part, entries: Iterable[Entry]) -> _Trained:
+    """Return what the entries of an optimizer say of its parameters."""
     result, depth = _Trained(part), len(part.root)
     flat: dict[str, None] = {}
     for entry in entries:
@@ -279,14 +278,13 @@ def _list(entry: Object) -> list[object]:
 
 def _find_owners(found: Models, optimizers: Sequence[_Trained]) -> None:
     """Set the models that each optimizer is of, by what fits best."""
-    trained = found.trained
+    trained = found.originals
     by_shapes: dict[Hashable, list[Model]] = defaultdict(list)
     for model in trained:
-        by_shapes[_counted(model.shapes)].append(model)
-    counts = {model.part: Counter(model.shapes) for model in trained[:_MANY]}
+        by_shapes[_form(model.counts)].append(model)
     unknown: list[_Trained] = []
     for optimizer in optimizers:
-        owners = _fitting(optimizer, trained, by_shapes, counts)
+        owners = _fitting(optimizer, trained, by_shapes)
         if len(owners) > 1:
             owners = _named_alike(optimizer.part, owners)
         found.optimizer_of[optimizer.part] = [model.part for model in owners]
@@ -295,40 +293,28 @@ def _find_owners(found: Models, optimizers: Sequence[_Trained]) -> None:
         if not owners:
             unknown.append(optimizer)
     left = [model for model in trained if not model.optimizers]
-    if len(unknown) == 1 and len(left) > 1 and unknown[0].shapes:
+    together = Counter(shape for model in left for shape in model.shapes)
+    if len(unknown) == 1 and len(left) > 1 and together == Counter(unknown[0].shapes.values()):
         # Of several models at once: `AdamW(chain(a.parameters(), b.parameters()))`.
-        together = Counter(shape for model in left for shape in model.shapes)
-        if together == Counter(unknown[0].shapes.values()):
-            found.optimizer_of[unknown[0].part] = [model.part for model in left]
-            for model in left:
-                model.optimizers.append(unknown[0])
+        found.optimizer_of[unknown[0].part] = [model.part for model in left]
+        for model in left:
+            model.optimizers.append(unknown[0])
 
 
-def _fitting(
-    optimizer: _Trained,
-    trained: Sequence[Model],
-    by_shapes: dict[Hashable, list[Model]],
-    counts: dict[Part, Counter[Ints]],
-) -> list[Model]:
+def _fitting(optimizer: _Trained, trained: Sequence[Model], by_shapes: Mapping[Hashable, list[Model]]) -> list[Model]:
     names, shapes = optimizer.names, [*optimizer.shapes.values()]
     if names:
         return [model for model in trained[:_MANY] if all(name in model.names for name in names)]
     if not shapes:
         number = len(optimizer.listed)
         return [model for model in trained if number and len(model.shapes) == number]
-    is_whole = len(shapes) >= len(optimizer.listed)
-    exact = by_shapes.get(_counted(shapes)) if is_whole else None
-    if exact:
-        # What is sorted by name, as safetensors are, tells nothing by its order.
-        return [one for one in exact if one.shapes == tuple(shapes) or one.is_sorted] or exact
     wanted = Counter(shapes)
-    within = [model for model in trained[:_MANY] if wanted <= counts[model.part]]
+    if len(shapes) >= len(optimizer.listed) and (exact := by_shapes.get(_form(wanted))):
+        # What is sorted by name, as safetensors are, tells nothing by its order.
+        return [one for one in exact if one.shapes == tuple(shapes) or [*one.names] == sorted(one.names)] or exact
+    within = [one for one in trained[:_MANY] if wanted <= one.counts and len(optimizer.listed) <= len(one.shapes)]
     closest = min((len(model.shapes) for model in within), default=0)
     return [model for model in within if len(model.shapes) == closest]
-
-
-def _counted(shapes: Iterable[Ints]) -> Hashable:
-    return frozenset(Counter(shapes).items())
 
 
 def _named_alike(optimizer: Part, owners: list[Model]) -> list[Model]:

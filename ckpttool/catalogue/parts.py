@@ -16,8 +16,8 @@ from functools import lru_cache
 from typing import Any
 
 from ckpttool.catalogue.entries import KINDS, OTHER, Catalogue, Object, Part, Path, Tensor, dotted
-from ckpttool.catalogue.models import models
-from ckpttool.catalogue.signatures import MOMENTS, Node, is_module_name, tree
+from ckpttool.catalogue.models import models, training
+from ckpttool.catalogue.signatures import Node, is_module_name, tree
 from ckpttool.catalogue.values import stub_name
 from ckpttool.errors import UsageError
 from ckpttool.text import meant, some
@@ -145,7 +145,7 @@ class _Division:
             self.parts += [
                 (child, Part("other" if kind == "model" else "progress", (*path, key)))
                 for key, child in node.children.items()
-                if (_is_settings(child) if kind == "model" else _counts(key) and not child.children)
+                if (_is_settings(child) if kind == "model" else kind_of_key(key) == "progress" and not child.children)
             ]
 
     def divide_rest(self) -> None:
@@ -154,21 +154,21 @@ class _Division:
         if not self._rest:
             return
         known = {shapes for node, part in self.parts if part.kind == "model" for shapes in _sequences(node)}
-        states = [_state_shapes(node) for node, part in self.parts if part.kind == "optimizer"]
+        states = [
+            tuple(training(part, (e for e in node.entries() if isinstance(e, Tensor))).shapes.values())
+            for node, part in self.parts
+            if part.kind == "optimizer"
+        ]
         trained = Counter(shape for shapes in states for shape in shapes)
-        known |= {tuple(shapes) for shapes in states if shapes}
+        known |= {shapes for shapes in states if shapes}
         is_new = bool(states) and not trained
         for path, rest, has_model in self._rest:
             chosen = {} if has_model else rest if is_new or _has_module(rest) else _trained_in(rest, trained)
             # Tensors beside the optimizer and no model of that name: they are the model (torchtitan).
             self.parts += [(node, Part("model", path)) for node in chosen.values()]
-            if chosen:
-                continue
-            for key, node in rest.items():
-                if _has_module({key: node}):
+            for key, node in rest.items() if not chosen else ():
+                if _has_module({key: node}) or (node.children and known & {*_sequences(node)}):
                     self.parts.append((node, Part("model", (*path, key) if node.children else path)))
-                elif node.children and known & {*_sequences(node)}:
-                    self.parts.append((node, Part("model", (*path, key))))
                 elif node.children and isinstance(key, str) and _REPLAY.fullmatch(key):
                     self.parts.append((node, Part("dataloader", (*path, key))))
 
@@ -188,15 +188,11 @@ def _kind_of(key: object, child: Node) -> str | None:
 def _is_progress(node: Node) -> bool:
     """Return whether these are plain values, and one of them counts steps or epochs."""
     entries = [one.entry for one in node.children.values()]
-    if not all(isinstance(e, Object) for e in entries) or not any(map(_counts, node.children)):
+    if not all(isinstance(e, Object) for e in entries) or "progress" not in map(kind_of_key, node.children):
         return False
     # What was not read yet, as in DCP, is not read for this.
     values = [entry.value for entry in entries if isinstance(entry, Object) and entry.is_read]
     return all(value is None or isinstance(value, (bool, int, float, str)) for value in values)
-
-
-def _counts(key: object) -> bool:
-    return kind_of_key(key) == "progress"
 
 
 def _is_around(kind: str, child: Node) -> bool:
@@ -242,17 +238,6 @@ def _sequences(node: Node) -> Iterator[Shapes]:
     if tensors:
         yield tuple(tensor.shape for tensor in tensors)
         yield tuple(tensor.shape for tensor in tensors if not _STATISTIC.fullmatch(str(tensor.path[-1])[-100:]))
-
-
-def _state_shapes(node: Node) -> list[tuple[int, ...]]:
-    """Return the shapes of what an optimizer keeps for each parameter."""
-    shapes: dict[Any, tuple[int, ...]] = {}
-    for entry in node.entries():
-        last = str(entry.path[-1]) if entry.path else ""
-        owner, _, kind = last.replace("/", ".").rpartition(".")
-        if isinstance(entry, Tensor) and kind in MOMENTS:
-            shapes.setdefault((*entry.path[:-1], owner), entry.shape)
-    return [*shapes.values()]
 
 
 def _has_module(rest: Mapping[Any, Node]) -> bool:

@@ -25,8 +25,7 @@ _FLAT_STATE = re.compile(
     r"(?s)(?:state[./]|.+[./])(?:.*[./])?(?:exp_avg|exp_avg_sq|max_exp_avg_sq|momentum_buffer|square_avg)"
 )
 _FLAT_REST = re.compile(r"(?s)(?:state|param_groups)[./].+|.+[./]step")
-_GENERATOR = 5056
-_GENERATORS = {_GENERATOR, 816, 16, 44}  # bytes of a generator's state: CPU, CUDA before 2018, CUDA, MPS
+_GENERATORS = {5056, 816, 16, 44}  # bytes of a generator's state: CPU, CUDA before 2018, CUDA, MPS
 _NUMBERS = {5056, 625, 624}
 _COUNTERS = {"_step_count", "base_lrs", "_last_lr", "step_size", "lr_lambdas", "_get_lr_called_within_step"}
 _SCHEDULERS = ({"patience", "num_bad_epochs"}, {"_schedulers", "last_epoch"}, {"_schedulers", "_milestones"})
@@ -69,15 +68,13 @@ class Node:
         """Whether the content gives away what this is. A tensor alone may be a buffer, unless it is as long as the
         state of torch's generator."""
         if isinstance(self.entry, Tensor):
-            return self.kind is not None and self.entry.shape == (_GENERATOR,)
+            return self.kind is not None and self.entry.shape == (5056,)
         return self.kind is not None or self.is_state_dict
 
     @property
     def state_dicts(self) -> int:
         """How many state dicts of modules there are at and below the path."""
-        if self.is_state_dict:
-            return 1
-        return sum(one.state_dicts for one in self.children.values() if one.children)
+        return 1 if self.is_state_dict else sum(one.state_dicts for one in self.children.values() if one.children)
 
     @property
     def has_parts(self) -> bool:

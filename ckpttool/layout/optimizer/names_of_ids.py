@@ -86,9 +86,8 @@ def _names_in(part: Part, optimizer: Optimizer, source: Catalogue) -> dict[int, 
 def _owners(optimizers: Sequence[Optimizer], source: Catalogue) -> list[Part] | None:
     """Return the model of each optimizer, each of another one; None where that is not known of all."""
     known = models(source).optimizer_of
-    owners = [part for optimizer in optimizers for part in known.get(optimizer.part, [])]
-    is_clear = len(owners) == len(set(owners)) == len(optimizers)
-    return owners if is_clear and all(len(known.get(one.part, [])) == 1 for one in optimizers) else None
+    owners = [of[0] for one in optimizers if len(of := known.get(one.part, [])) == 1]
+    return owners if len({*owners}) == len(optimizers) else None
 
 
 def _own_names(group: Group) -> list[str]:

@@ -29,7 +29,7 @@ def inventory(
 
 
 def _models(every: Models, tied: Collection[Path]) -> Iterator[str]:
-    trained = every.trained
+    trained = every.originals
     for model in trained[:_MANY]:
         yield f"{_name(model.part)} {count(sum(tensor.numel for tensor in model.parameters(tied)))}"
     if len(trained) > _MANY:
@@ -44,15 +44,12 @@ def _optimizers(every: Models, optimizers: Sequence[Optimizer]) -> Iterator[str]
         (optimizer.name or "optimizer", every.optimizer_of.get(Part("optimizer", optimizer.root), []))
         for optimizer in optimizers
     ]
-    owners = [of for _, of in names]
-    is_each = (
-        len(names) > 1 and all(len(of) == 1 for of in owners) and len({of[0] for of in owners if of}) == len(names)
-    )
-    if is_each and len({name for name, _ in names}) == 1 and len(names) == len(every.trained):
+    alone = {of[0] for _, of in names if len(of) == 1}
+    if len({name for name, _ in names}) == 1 < len(names) == len(alone) == len(every.originals):
         yield f"{names[0][0]} of each"
         return
     for name, of in names:
-        yield _of(name, of, every.trained)
+        yield _of(name, of, every.originals)
 
 
 def _of(name: str, owners: Sequence[Part], trained: Sequence[Model]) -> str:
