@@ -310,8 +310,9 @@ def _fitting(optimizer: _Trained, trained: Sequence[Model], by_shapes: Mapping[H
         return [model for model in trained if number and len(model.shapes) == number]
     wanted = Counter(shapes)
     if len(shapes) >= len(optimizer.listed) and (exact := by_shapes.get(_form(wanted))):
-        # What is sorted by name, as safetensors are, tells nothing by its order.
-        return [one for one in exact if one.shapes == tuple(shapes) or [*one.names] == sorted(one.names)] or exact
+        # What is sorted by name, as safetensors are, tells nothing by its order, nor do two orders of the same names.
+        forms = {_form(one.names) for one in exact if one.shapes == tuple(shapes)}
+        return [one for one in exact if _form(one.names) in forms or [*one.names] == sorted(one.names)] or exact
     within = [one for one in trained[:_MANY] if wanted <= one.counts and len(optimizer.listed) <= len(one.shapes)]
     closest = min((len(model.shapes) for model in within), default=0)
     return [model for model in within if len(model.shapes) == closest]

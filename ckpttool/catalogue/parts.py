@@ -242,8 +242,7 @@ def _sequences(node: Node) -> Iterator[Shapes]:
 
 def _has_module(rest: Mapping[Any, Node]) -> bool:
     """Return whether some tensors have names that only modules have."""
-    tensors = [e for node in rest.values() for e in node.entries() if isinstance(e, Tensor)]
-    return any(is_module_name(tensor.path[-1]) for tensor in tensors if tensor.path)
+    return any(isinstance(e, Tensor) and is_module_name(e.path[-1]) for one in rest.values() for e in one.entries())
 
 
 def _trained_in(rest: Mapping[Any, Node], trained: Counter[tuple[int, ...]]) -> dict[Any, Node]:
