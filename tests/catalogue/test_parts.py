@@ -376,3 +376,10 @@ def test_a_key_with_dots_is_what_all_patterns_say() -> None:
     for key in (above + last for last in pairs for above in ("a.", "a.b_", "optim.x_", "\n.", "rng_1.\n_", ".")):
         expected = next((kind for kind, pattern in _PATTERNS if pattern.fullmatch(key)), None)
         assert kind_of_key(key) == expected, key
+
+
+def test_what_lies_in_a_list_is_named_by_its_place() -> None:
+    catalogue = checkpoints.state([MODEL, ADAM, 3])  # type: ignore[arg-type]
+    assign(catalogue)
+    chosen = matcher(["0"], catalogue)
+    assert {part.kind for part in parts.parts(catalogue) if chosen(part)} == {"model"}
