@@ -24,15 +24,16 @@ EPOCH = "epoch"
 """The fact of a number in the name that a word calls an epoch."""
 FACTS = (EPOCH, READ, NUMBER, NUMBERS)
 _LARGE = 1 << 20  # an object of more bytes is no number
-_STEP = (
+_PLAIN = (
     "global_step",
     r"((current|train|training|trained|last_train)_)?steps?",
     "num_steps|global_batch_step|num_updates|updates?|batch_idx_train",
-    r"iterations?|iter(_num)?|it|ite|itr",
-    r"total_steps?|step_count|Timestamp\.batch",
 )
+# What may count micro-batches or samples: a name that says the step comes before it.
+_STEP = (*_PLAIN, r"iterations?|iter(_num)?|it|ite|itr", r"total_steps?|step_count|Timestamp\.batch")
 # By the kind of the part, the best name first. An optimizer and an average count their own updates, which come last.
 _STEPS = {"progress": _STEP, "other": _STEP, "optimizer": ("global_step|training_step|num_updates|iteration",)}
+_PLAIN_STEPS = {**_STEPS, "progress": _PLAIN, "other": _PLAIN}
 _OWN = {"optimizer": "step", "model": "(num_)?updates"}
 _EPOCH = ("(current_)?epoch(_number)?", "(last|finished)_epoch|epochs_(run|completed)", "start_epoch|epochs")
 _EPOCHS = {"progress": _EPOCH, "other": _EPOCH}
@@ -51,18 +52,20 @@ def _is(key: str, names: str) -> bool:
 
 def step(catalogue: Catalogue) -> float | None:
     """Return the step: of a counter or as many as the optimizers made updates, if the name of the checkpoint says the
-    same; else of the counter with the best name, else in the name of the checkpoint, else the number of updates.
+    same; else of the counter with the best name, else in the name of the checkpoint, before which no counter comes that
+    may count micro-batches (`iter`); else the number of updates.
 
     A number in the name that no word calls a step may be an epoch: one that a counter says, or of fewer steps than the
     optimizers made updates.
     """
     counted, own, facts = _counted(catalogue), _own(catalogue), catalogue.facts
     named, number = facts.get("step"), facts.get(NUMBER)
+    plain = [*_counted(catalogue, _PLAIN_STEPS), *([named] if isinstance(named, int) else [])]
     epochs = _counted(catalogue, _EPOCHS)
     if number is not None and (own is None or own <= number) and all(abs(one - number) > 1 for one in epochs):
         named = named if isinstance(named, int) else number
     agreed = (count for count in (*counted, own) if count in facts.get(NUMBERS, ()))
-    numbers = (*agreed, *counted, named if isinstance(named, int) else None, own)
+    numbers = (*agreed, *plain, *counted, named if isinstance(named, int) else None, own)
     return next((number for number in numbers if number is not None), None)
 
 

@@ -113,7 +113,10 @@ def two_saves(
     """Return the error that proves two saves by the plainest counter that differs; None if none does. With pipeline
     `stages` the groups of one number have other parameters on each, and may have another learning rate."""
     kinds = [*_COUNTERS][: 2 if stages else 3]
-    proofs = {path: of_ranks for kind in kinds for path, of_ranks in counters.get(kind, {}).items()}
+    differing = {path: of_ranks for kind in kinds for path, of_ranks in counters.get(kind, {}).items()}
+    # One at the top that the ranks have alike proves one save, whatever those of its name below it count.
+    alike = catalogue.entries.keys() - differing.keys()
+    proofs = {path: of_ranks for path, of_ranks in differing.items() if path[-1:] not in alike}
     if not proofs:
         return None
     path, *further = proofs
