@@ -183,9 +183,9 @@ class Producer:
     rank_files: str = ""
 
     @property
-    def is_named_by_files(self) -> bool:
-        """Whether a folder of it in a run need not have a step in its name."""
-        return self.name != "transformers"
+    def is_model(self) -> bool:
+        """Whether it writes a model alone, whose folder in a run needs a step in its name."""
+        return self.name == "transformers"
 
     def recognise(self, directory: Directory) -> bool:
         """Return whether the framework left this directory."""

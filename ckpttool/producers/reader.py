@@ -40,6 +40,16 @@ def open_directory(producer: Producer, directory: Directory, options: OpenOption
     folders = [component.name for component in layout.components if component.name.endswith("/")]
     layout.add(contents.layout(directory, layout.unknown, beside=True, folders=folders))
     source = open_layout(layout, directory, options)
+    if producer.is_model and any(
+        one.root for one in source.catalogue.facts.get("components", ()) if one.format != "asset"
+    ):
+        # Beside other state a model is a part like any other.
+        source.close()
+        spare = {component.name for component in layout.components if component.spare}
+        every = contents.layout(directory)
+        every.components = [replace(c, spare=c.name in spare) for c in every.components]
+        every.missing += layout.missing
+        source = open_layout(every, directory, options)
     source.catalogue.faults += [
         _incomplete(text, directory, **facts) for text, facts in _too_few_ranks(layout, source.catalogue)
     ]
@@ -150,7 +160,8 @@ class _Opening:
         catalogue = source.catalogue
         if component.spare and (twin := _twin(source, combined)) is not None:
             source.close()
-            text = f"`{component.name}` has the tensors of `{dotted(twin) or 'the model'}`, and is not read"
+            model = f"`{dotted(twin)}`" if twin else "the model"
+            text = f"`{component.name}` has the tensors of {model}, and is not read"
             self.warnings.setdefault(Warning("superseded-file", text, file=component.name), []).append("")
             return
         if not combined.catalogue.format:

@@ -226,7 +226,7 @@ def _folders(directory: Directory) -> Iterator[RunCheckpoint]:
             continue
         row, step = recognise(inner), step_in(name)
         is_named = step is not None or time_in(name) is not None or COPY.match(name) is not None
-        if not is_named and (row is None or not row.is_named_by_files):
+        if not is_named and (row is None or row.is_model):
             continue
         kind = _format(inner, row)
         saved = inner.facts("trainer_state.json").get("global_step") if step is None else None

@@ -66,6 +66,8 @@ def _require_files(directory: Directory, layout: Layout) -> None:
 
 
 def _prefer_safetensors(directory: Directory, layout: Layout) -> None:
+    if directory.has(r"rng_state(_0)?\.pth"):
+        layout.missing.append("`trainer_state.json` is missing: the Trainer saves it with its generators")
     if directory.has(r".*\.safetensors"):
         # The reader of the format joins the files of a model, those of torch.save beside them are left out.
         layout.unknown = sorted([*layout.unknown, *(name for c in layout.components for name in c.files)])

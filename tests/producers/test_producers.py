@@ -27,6 +27,7 @@ from torch.distributed.checkpoint.default_planner import _EmptyStateDictLoadPlan
 from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
 
 from ckpttool import convert, inspect, producers
+from ckpttool.catalogue.entries import Part
 from ckpttool.errors import CkptError, CorruptError, ReadError
 from ckpttool.producers import PRODUCERS, recognise, runs
 from ckpttool.producers.directory import Directory
@@ -694,6 +695,27 @@ def test_of_two_formats_of_the_model_the_first_is_taken(tmp_path: Path) -> None:
         convert(folder, tmp_path / "out.pt", overwrite=True)
         written = torch.load(tmp_path / "out.pt")["pytorch_model.bin"]
         assert written.keys() == other.keys() and all(torch.equal(written[name], other[name]) for name in other)
+
+
+def test_a_model_of_transformers_beside_its_average_is_the_model(tmp_path: Path) -> None:
+    """The average was `model`, and the model `other`: `convert --only model` took the average."""
+    state = {name: torch.full((2, 3), value) for value, name in enumerate(("a.weight", "b.weight"))}
+    average = {name: tensor + 0.5 for name, tensor in state.items()}
+    folder = tmp_path / "ckpt"
+    folder.mkdir()
+    (folder / "config.json").write_text('{"architectures": ["Net"]}')
+    save_file(state, folder / "model.safetensors")
+    torch.save(average, folder / "ema.pt")
+    torch.save(state, folder / "pytorch_model.bin")
+    catalogue = inspect(folder)
+    assert {tensor.part for tensor in catalogue.tensors} == {Part("model", ("model",)), Part("model", ("ema",))}
+    assert [str(w) for w in catalogue.warnings] == ["`pytorch_model.bin` has the tensors of `model`, and is not read"]
+    convert(folder, tmp_path / "out.pt", only="model")
+    written = torch.load(tmp_path / "out.pt")
+    assert written.keys() == state.keys() and all(torch.equal(written[name], state[name]) for name in state)
+    convert(folder, tmp_path / "whole.pt")
+    whole = torch.load(tmp_path / "whole.pt")
+    assert all(torch.equal(whole["ema"][name], average[name]) for name in state)
 
 
 def test_a_twin_of_a_damaged_model_is_read(tmp_path: Path) -> None:
