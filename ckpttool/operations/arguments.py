@@ -4,42 +4,18 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
 from typing import Protocol
 
-from ckpttool.catalogue import parts
-from ckpttool.catalogue.entries import Catalogue, Part
-from ckpttool.catalogue.patterns import any_of, renamer, rule, several
+from ckpttool.catalogue.patterns import rule, several
 from ckpttool.errors import ReadError, UsageError
-from ckpttool.layout import select
-from ckpttool.layout.rename import rename_entries, strip_wrappers
+from ckpttool.layout.selection import Selection
 from ckpttool.serialization.manifest import NAME
 from ckpttool.storage.stores import is_remote, local_path
-from ckpttool.text import meant, parse_size
+from ckpttool.text import parse_size
 
 # What Python, the catalogue and the buffers of the standard library need on top of the transfer's own.
 BASE_MEMORY = 48 << 20
-
-
-@dataclass(frozen=True, slots=True)
-class Selection:
-    """Options that select and rename: `Selection(only=("model",), rename=("blocks=layers",))`."""
-
-    only: Sequence[str] = ()
-    drop: Sequence[str] = ()
-    tensors: Sequence[str] = ()
-    exclude: Sequence[str] = ()
-    rename: Sequence[str] = ()
-    strip_wrappers: bool = False
-    strip_prefix: str | None = None
-
-    def wanted_parts(self, source: Catalogue, other: Catalogue | None = None) -> Callable[[Part], bool]:
-        """Return whether `--only` and `--drop` leave a part of the source in. Raises UsageError for one that neither
-        has."""
-        is_selected = parts.matcher(self.only, source, other, single=True) if self.only else lambda part: True
-        is_dropped = parts.matcher(self.drop, source, other)
-        return lambda part: is_selected(part) and not is_dropped(part)
 
 
 def selection(
@@ -105,41 +81,6 @@ def check_apart(dst: str, *sources: str | None) -> None:
             raise UsageError(f"the source `{path}` lies inside `{dst}`", hint=hint)
 
 
-def check_matches(flag: str, patterns: Sequence[str], *planned: Catalogue) -> None:
-    """Raise UsageError for a pattern that matches no name: a misspelled one would select the wrong entries."""
-    for pattern in patterns:
-        if not select.matched([pattern], *planned):
-            names = [entry.source_name for catalogue in planned for entry in catalogue.entries.values()]
-            raise _matches_nothing(f"`{flag} {pattern}` matches nothing", pattern, names)
-
-
-def _matches_nothing(message: str, text: str, names: Sequence[str]) -> UsageError:
-    example = f"names here are like `{names[len(names) // 2]}`" if names else "nothing is left"
-    return UsageError(message, hint=meant(text, names, f"{example}; `ckpttool inspect --tensors '*'` lists them"))
-
-
-def matching(selection: Selection, *planned: Catalogue) -> list[Catalogue]:
-    """Return the entries that `--tensors` and `--exclude` leave of each. Raises UsageError as `check_matches` does."""
-    check_matches("--tensors", selection.tensors, *planned)
-    check_matches("--exclude", selection.exclude, *planned)
-    if not selection.tensors and not selection.exclude:
-        return [*planned]
-    is_wanted = select.matching(selection.tensors, selection.exclude, *planned)
-    return [select.select(one, is_wanted) for one in planned]
-
-
-def stripper(selection: Selection, *planned: Catalogue) -> Callable[[str], str]:
-    """Return what `--strip-wrappers` and `--strip-prefix` make of the name of a parameter. Raises UsageError for a
-    prefix that none has."""
-    strip: Callable[[str], str] = strip_wrappers if selection.strip_wrappers else str
-    if not selection.strip_prefix:
-        return strip
-    prefix = selection.strip_prefix.rstrip(".") + "."
-    if not any(strip(tensor.fqn).startswith(prefix) for one in planned for tensor in one.tensors):
-        raise UsageError(f"`--strip-prefix {selection.strip_prefix}`: no tensor of a model has this prefix")
-    return lambda name: strip(name).removeprefix(prefix)
-
-
 class DtypeOfTorch(Protocol):
     """A dtype of torch, such as `torch.bfloat16`."""
 
@@ -152,24 +93,6 @@ def dtypes(value: str | DtypeOfTorch | Sequence[str | DtypeOfTorch] | None) -> l
     """Return the rules of `dtype` as text: those that are text, and a dtype of torch by its name."""
     rules = [value] if isinstance(value, str) or not isinstance(value, Sequence) else value
     return [str(rule).removeprefix("torch.") for rule in rules if rule is not None]
-
-
-def check_dtypes(dtype: Sequence[str], planned: Catalogue) -> None:
-    """Raise UsageError for a rule of `--dtype` whose pattern matches no name."""
-    names = [entry.name for entry in planned.entries.values()]
-    for pattern in [rule(text, "--dtype")[0] for text in dtype if "=" in text]:
-        if not any(map(any_of([pattern]), names)):
-            raise _matches_nothing(f"`--dtype {pattern}` matches nothing", pattern, names)
-
-
-def renamed(planned: Catalogue, rename: Sequence[str]) -> Catalogue:
-    """Return the entries under the names that the rules of `--rename` give. Raises UsageError for a rule that changes
-    none, or for names that collide."""
-    for text in rename:
-        step, names = renamer([text]), [entry.name for entry in planned.entries.values()]
-        if all(step(name) == name for name in names):
-            raise _matches_nothing(f"`--rename {text}` changes no name", text, names)
-    return rename_entries(planned, renamer(rename)) if rename else planned
 
 
 def rules(value: str | Sequence[str], flag: str) -> list[str]:

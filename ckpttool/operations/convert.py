@@ -19,10 +19,11 @@ from ckpttool.layout import rechunk, select
 from ckpttool.layout.dtype_rules import cast, caster, general
 from ckpttool.layout.optimizer import respell
 from ckpttool.layout.rename import rename_entries, rooted, without_root
+from ckpttool.layout.selection import Selection, check_dtypes, check_not_empty, filtered, renamed_by, stripper
 from ckpttool.layout.views import Viewed
 from ckpttool.operations import arguments, mapped_state, publish, start, write
 from ckpttool.operations import reference as references
-from ckpttool.operations.arguments import DtypeOfTorch, Selection
+from ckpttool.operations.arguments import DtypeOfTorch
 from ckpttool.operations.write import Conversion, Planned, WriteOptions
 from ckpttool.producers import float32_names, same, writable
 from ckpttool.producers.arrange import LayoutBuilder
@@ -237,7 +238,7 @@ def _plan_like(
 ) -> Planned:
     """Return the model of the source as the run has it."""
     planned = start.model(viewed, src, run, options.selection, options.key_map, notes, dtypes=not options.dtype)
-    arguments.check_dtypes(options.dtype, planned)
+    check_dtypes(options.dtype, planned)
     planned = _cast(planned, viewed.catalogue, options.dtype) if options.dtype else planned
     assert run.source is not None
     world = options.to_world or run.source.catalogue.world_size
@@ -259,12 +260,12 @@ def _plan(
     spell = _speller(None, target, "fqn") if options.maps else _speller(row, target, options.optim_keys)
     planned, folded = _start(catalogue, options, spell)
     selection = options.selection
-    write.check_not_empty(planned, catalogue)
-    (planned,) = arguments.matching(selection, planned)
-    write.check_not_empty(planned, catalogue)
+    check_not_empty(planned, catalogue)
+    (planned,) = filtered(selection, planned)
+    check_not_empty(planned, catalogue)
     if selection.strip_wrappers or selection.strip_prefix:
-        planned = rename_entries(planned, arguments.stripper(selection, planned), within_parts=True)
-    planned = arguments.renamed(planned, selection.rename)
+        planned = rename_entries(planned, stripper(selection, planned), within_parts=True)
+    planned = renamed_by(planned, selection.rename)
     validate(catalogue, respell.origins(planned) | folded)
     uses_operations = False
     if isinstance(source, Viewed):
@@ -272,7 +273,7 @@ def _plan(
         keys = options.optim_keys or ("fqn" if target.even else None)
         planned, merged, uses_operations = mapped_state.mapped(planned, source, src, options.key_map, keys, notes)
         folded |= merged
-    arguments.check_dtypes(options.dtype, planned)
+    check_dtypes(options.dtype, planned)
     planned = _cast(planned, catalogue, options.dtype)
     world, tensor_class = options.to_world or catalogue.world_size, options.tensor_class
     if selection.only:

@@ -14,9 +14,9 @@ from typing import Any
 from ckpttool.catalogue.entries import Catalogue, Path, above
 from ckpttool.errors import CkptError, CorruptError, LossError
 from ckpttool.layout.move import derived, rebuilt
+from ckpttool.layout.selection import Selection
 from ckpttool.layout.views import Viewed
 from ckpttool.operations import reference as references
-from ckpttool.operations.arguments import Selection
 from ckpttool.operations.export import architecture, assets, like, select_model, ties
 
 NO_OPTIMIZER = "the model alone: there is no optimizer state yet, and the optimizer of the run starts afresh"

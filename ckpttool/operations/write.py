@@ -15,7 +15,7 @@ from ckpttool import formats, producers
 from ckpttool.catalogue.entries import Catalogue, Container, Object, Path, Tensor, dotted
 from ckpttool.catalogue.protocols import Format, Sink, SinkOptions, Source
 from ckpttool.catalogue.warning import Warning
-from ckpttool.errors import DONE, CkptError, CorruptError, LossError, OverwriteError, StorageError, UsageError, require
+from ckpttool.errors import DONE, CkptError, CorruptError, LossError, OverwriteError, StorageError, require
 from ckpttool.formats.detect import detect
 from ckpttool.layout.optimizer import respell
 from ckpttool.layout.optimizer.misspelt import MISSPELT, misspelt
@@ -412,12 +412,6 @@ def _check_is_checkpoint(dst: str) -> None:
     except CkptError:
         text = f"`{dst}` is a directory that holds no checkpoint, and `--overwrite` would remove all that is in it"
         raise OverwriteError(text, hint="name another destination, or remove it yourself", file=dst) from None
-
-
-def check_not_empty(planned: Catalogue, source: Catalogue) -> None:
-    """Raise UsageError where everything was excluded; a checkpoint of nothing is one."""
-    if not planned.entries and source.entries:
-        raise UsageError("nothing is left to write", hint="look at what is there with `ckpttool inspect`")
 
 
 def check_place(manifest: str | None, dst: str, names: Iterable[str]) -> None:

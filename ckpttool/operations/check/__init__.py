@@ -17,10 +17,10 @@ from ckpttool.catalogue.entries import Catalogue
 from ckpttool.catalogue.patterns import several
 from ckpttool.errors import DIFFERS, DONE
 from ckpttool.layout.key_maps import apply
+from ckpttool.layout.selection import Selection
 from ckpttool.layout.views import Viewed
 from ckpttool.operations import arguments
 from ckpttool.operations import reference as references
-from ckpttool.operations.arguments import Selection
 from ckpttool.operations.check import names, values
 from ckpttool.operations.check.names import Mismatch
 from ckpttool.operations.export import select_model

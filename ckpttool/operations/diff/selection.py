@@ -13,8 +13,7 @@ from ckpttool.errors import CkptError, UsageError
 from ckpttool.layout import select as layout
 from ckpttool.layout.optimizer import parse, respell
 from ckpttool.layout.rename import rename_entries, strip_wrappers, without_root
-from ckpttool.operations import arguments
-from ckpttool.operations.arguments import Selection
+from ckpttool.layout.selection import Selection, renamed_by, stripper
 from ckpttool.producers import open
 
 Catalogues = tuple[Catalogue, Catalogue]
@@ -36,7 +35,7 @@ def select(sources: tuple[Source, Source], paths: tuple[str, str], options: Sele
     selected = _same_optimizer_keys(_selected_parts(originals, options), originals, paths, notes)
     if options.only:
         selected = _without_root(selected[0]), _without_root(selected[1])
-    a, b = arguments.matching(options, *_renamed(selected, paths, options))
+    a, b = filtered(options, *_renamed(selected, paths, options))
     if not a.entries and not b.entries:
         raise UsageError("nothing is left to compare", hint="`ckpttool inspect` lists what is in a checkpoint")
     for path, original, catalogue in zip(paths, originals, (a, b), strict=True):
@@ -77,13 +76,13 @@ def _same_optimizer_keys(
 
 def _renamed(catalogues: Catalogues, paths: tuple[str, str], options: Selection) -> Catalogues:
     if options.strip_wrappers or options.strip_prefix:
-        new_name = arguments.stripper(options, *catalogues)
+        new_name = stripper(options, *catalogues)
         with _naming(paths[0]):
             a = rename_entries(catalogues[0], new_name, within_parts=True)
         with _naming(paths[1]):
             catalogues = a, rename_entries(catalogues[1], new_name, within_parts=True)
     with _naming(paths[0]):
-        return arguments.renamed(catalogues[0], options.rename), catalogues[1]
+        return renamed_by(catalogues[0], options.rename), catalogues[1]
 
 
 @contextmanager

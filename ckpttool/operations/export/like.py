@@ -25,9 +25,9 @@ from ckpttool.layout.key_maps import KeyMap, Rule, apply, matches, parse
 from ckpttool.layout.move import derived, rebuilt
 from ckpttool.layout.optimizer.names_of_ids import trained_parameters
 from ckpttool.layout.rename import strip_wrappers
+from ckpttool.layout.selection import Selection
 from ckpttool.layout.views import Viewed
 from ckpttool.operations import reference as references
-from ckpttool.operations.arguments import Selection
 from ckpttool.operations.export import ties
 from ckpttool.producers.combined import CombinedSource
 from ckpttool.storage.files import Pool

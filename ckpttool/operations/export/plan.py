@@ -19,10 +19,10 @@ from ckpttool.formats.safetensors.sharding import MAX_SHARD_SIZE
 from ckpttool.layout import dtype_rules
 from ckpttool.layout.key_maps import apply, parse
 from ckpttool.layout.move import derived, rebuilt
+from ckpttool.layout.selection import Selection, check_dtypes
 from ckpttool.layout.views import Viewed
-from ckpttool.operations import arguments, secrets, write
 from ckpttool.operations import reference as references
-from ckpttool.operations.arguments import Selection
+from ckpttool.operations import secrets, write
 from ckpttool.operations.export import adapters, architecture, assets, bundles, card, like, select_model, ties, weights
 from ckpttool.operations.export.architecture import Expected
 from ckpttool.operations.export.assets import Assets
@@ -199,7 +199,7 @@ def _plan(
         planned = ties.by_model(planned, expected.tied, same, result.notes)
     elif not result.adapter:
         planned = ties.by_names(planned, beside.ties_words, same, result.notes)
-    arguments.check_dtypes(options.dtype, _combined([Component("", planned), *others]) if others else planned)
+    check_dtypes(options.dtype, _combined([Component("", planned), *others]) if others else planned)
     planned = _cast(planned, expected, beside, options, result)
     if expected is not None:
         _compare(planned, expected, beside, options, result)
@@ -245,7 +245,7 @@ def _like(
     for name, twin in found.twins:
         result.notes.append(f"`{name}` is `{twin}`, which is written once, as in the reference")
     result.like, result.compared = reference.path, f"`{reference.path}`"
-    arguments.check_dtypes(options.dtype, found.catalogue)
+    check_dtypes(options.dtype, found.catalogue)
     if options.dtype:
         return _cast(found.catalogue, None, beside, options, result)
     return like.cast(found.catalogue, reference)

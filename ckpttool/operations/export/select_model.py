@@ -14,8 +14,7 @@ from ckpttool.layout import select
 from ckpttool.layout.move import derived, move, rebuilt
 from ckpttool.layout.rename import rename_entries, strip_wrappers, without_root
 from ckpttool.layout.select import models
-from ckpttool.operations import arguments, write
-from ckpttool.operations.arguments import Selection
+from ckpttool.layout.selection import Selection, check_not_empty, filtered, renamed_by, stripper
 from ckpttool.text import plural, some
 
 _MODEL = Part("model")
@@ -117,7 +116,7 @@ def renamed(planned: Catalogue, selection: Selection) -> Catalogue:
     Raises UsageError for a rule that does nothing, or names that collide.
     """
     model = rename_entries(planned, strip_wrappers)
-    (kept,) = arguments.matching(selection, model)
-    write.check_not_empty(kept, planned)
-    kept = rename_entries(kept, arguments.stripper(selection, kept))
-    return _flat(arguments.renamed(kept, selection.rename))
+    (kept,) = filtered(selection, model)
+    check_not_empty(kept, planned)
+    kept = rename_entries(kept, stripper(selection, kept))
+    return _flat(renamed_by(kept, selection.rename))

@@ -20,8 +20,8 @@ from ckpttool.layout.optimizer import respell
 from ckpttool.layout.rank_policies import apply_policy, check_policy
 from ckpttool.layout.rechunk import Rules
 from ckpttool.layout.rename import rooted, without_root
+from ckpttool.layout.selection import Selection, check_not_empty
 from ckpttool.operations import arguments, publish, write
-from ckpttool.operations.arguments import Selection
 from ckpttool.operations.book import page_file
 from ckpttool.operations.reshard import engines
 from ckpttool.operations.reshard.twins import find_twins
@@ -283,7 +283,7 @@ def _plan(opened: OpenSource, options: ReshardOptions, target: Format, result: R
             has_root = not any(tensor.name in names for tensor in bare.tensors)
             planned = rechunk.like(planned if has_root else bare, other, result.mesh)
             planned = _without_root(planned, selection.only) if has_root else planned
-    write.check_not_empty(planned, source)
+    check_not_empty(planned, source)
     if options.mesh is not None and not selection.only:
         planned = rooted(planned, result.notes)
     return Planned(planned, SinkOptions(world=mesh.world), folded)

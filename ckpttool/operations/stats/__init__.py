@@ -20,8 +20,8 @@ from ckpttool.catalogue.protocols import Source
 from ckpttool.catalogue.validation import validate
 from ckpttool.errors import UsageError
 from ckpttool.layout.select import matching
+from ckpttool.layout.selection import Selection
 from ckpttool.operations import arguments
-from ckpttool.operations.arguments import Selection
 from ckpttool.operations.inspect import summary
 from ckpttool.operations.stats import cached
 from ckpttool.operations.stats.collect import Group, GroupKey, collect
