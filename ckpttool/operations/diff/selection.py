@@ -13,7 +13,7 @@ from ckpttool.errors import CkptError, UsageError
 from ckpttool.layout import select as layout
 from ckpttool.layout.optimizer import parse, respell
 from ckpttool.layout.rename import rename_entries, strip_wrappers, without_root
-from ckpttool.layout.selection import Selection, renamed_by, stripper
+from ckpttool.layout.selection import Selection, filtered, renamed_by, stripper
 from ckpttool.producers import open
 
 Catalogues = tuple[Catalogue, Catalogue]
