@@ -17,12 +17,14 @@ from ckpttool.errors import require
 from ckpttool.version import __version__
 
 if TYPE_CHECKING:
+    from ckpttool.analysis.differences.results import Diff
+    from ckpttool.analysis.statistics.results import Stats
     from ckpttool.catalogue.entries import Catalogue
     from ckpttool.errors import CkptError
     from ckpttool.operations.check import Checked, check
     from ckpttool.operations.clean import Cleaned, clean
     from ckpttool.operations.convert import convert
-    from ckpttool.operations.diff import Diff, diff
+    from ckpttool.operations.diff import diff
     from ckpttool.operations.export import export
     from ckpttool.operations.export.plan import Exported
     from ckpttool.operations.inspect import inspect
@@ -32,8 +34,9 @@ if TYPE_CHECKING:
     from ckpttool.operations.report import HtmlReport, report
     from ckpttool.operations.reshard import Resharding, reshard
     from ckpttool.operations.show import Shown, show
-    from ckpttool.operations.stats import Stats, stats
-    from ckpttool.operations.verify import Finding, Report, verify
+    from ckpttool.operations.stats import stats
+    from ckpttool.operations.verify import verify
+    from ckpttool.operations.verify.findings import Finding, Report
     from ckpttool.operations.write import Conversion
     from ckpttool.training.exit_on_error import exit_on_error
     from ckpttool.training.load import Loaded, load
@@ -48,18 +51,18 @@ _MODULES = {
     "CkptError": "errors",
     "Cleaned": "operations.clean",
     "Conversion": "operations.write",
-    "Diff": "operations.diff",
+    "Diff": "analysis.differences.results",
     "Exported": "operations.export.plan",
-    "Finding": "operations.verify",
+    "Finding": "operations.verify.findings",
     "HtmlReport": "operations.report",
     "LazyTensor": "operations.open",
     "Loaded": "training.load",
     "Matched": "operations.match",
     "Repaired": "operations.repair",
-    "Report": "operations.verify",
+    "Report": "operations.verify.findings",
     "Resharding": "operations.reshard",
     "Shown": "operations.show",
-    "Stats": "operations.stats",
+    "Stats": "analysis.statistics.results",
     "Subtree": "operations.open",
     "check": "operations.check",
     "clean": "operations.clean",

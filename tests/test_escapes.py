@@ -51,7 +51,7 @@ def test_each_medium_is_written_by_one_module() -> None:
     """A terminal and CSV by `cli.terminal`, pages by templates that escape all, tables of notebooks by `text`."""
     doors = {
         "csv.writer": {"cli.terminal"},
-        "Markup": {"operations.templates"},
+        "Markup": {"reports.templates"},
         "unicode_escape": {"text"},
         "html": {"text"},
         "print": set[str](),

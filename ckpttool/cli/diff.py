@@ -16,8 +16,8 @@ from ckpttool.text import duration, folded_name, natural, plural, size, without_
 
 if TYPE_CHECKING:
     from ckpttool import Diff
-    from ckpttool.operations.diff import TensorDifference, Total
-    from ckpttool.operations.diff.elements import Difference
+    from ckpttool.analysis.differences.elements import Difference
+    from ckpttool.analysis.differences.results import TensorDifference, Total
 
 _SHOWN = 20
 _VALUE = 40  # characters of an object's value, unless -v
@@ -170,7 +170,7 @@ def _print_layouts(terminal: Terminal, result: Diff) -> None:
 
 
 def _print_values(terminal: Terminal, result: Diff) -> None:
-    from ckpttool.operations.diff.elements import Difference, add_figures
+    from ckpttool.analysis.differences.elements import Difference, add_figures
 
     tensors = [tensor for tensor in result.tensors if "values" in tensor.kinds and tensor.values is not None]
     tensors.sort(key=_by_difference)
@@ -236,8 +236,8 @@ def _shared_module(names: Sequence[str]) -> str:
 
 
 def _print_objects(terminal: Terminal, result: Diff) -> None:
+    from ckpttool.analysis.result import ABSENT
     from ckpttool.catalogue.shown import shown
-    from ckpttool.operations.diff import ABSENT
 
     def cell(value: Any) -> TextLike:
         return dim("-") if value is ABSENT else shown(value, limit=_WHOLE if terminal.verbose else _VALUE)

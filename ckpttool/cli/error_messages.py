@@ -173,7 +173,7 @@ class Report:
     ) -> int:
         try:
             if self._json:
-                from ckpttool.operations.inspect.format_value import jsonable
+                from ckpttool.analysis.describe.format_value import jsonable
 
                 plain = {key: fact.fact() if hasattr(fact, "fact") else fact for key, fact in facts.items()}
                 error = failure(kind, message, hint, exit_code, jsonable(plain))

@@ -13,11 +13,11 @@ from ckpttool.cli.terminal import Rows, Styled, Terminal, TextLike, answer, bold
 from ckpttool.text import count, is_or_are, meant, plural, size
 
 if TYPE_CHECKING:
+    from ckpttool.analysis.describe.module_tree import Line
+    from ckpttool.analysis.describe.optimizers import Optimizer
+    from ckpttool.analysis.describe.sharding import Shards
+    from ckpttool.analysis.describe.summary import PartLine, Summary
     from ckpttool.catalogue.entries import Catalogue, Part, Tensor
-    from ckpttool.operations.inspect.module_tree import Line
-    from ckpttool.operations.inspect.optimizers import Optimizer
-    from ckpttool.operations.inspect.sharding import Shards
-    from ckpttool.operations.inspect.summary import PartLine, Summary
 
 _OBJECTS = 40  # lines, unless -v
 _TREE = 2000  # lines of a module tree, unless -v
@@ -96,10 +96,10 @@ def inspect(
     With an option under Tensors, list those tensors, with the location of their shards.
     """
     import ckpttool
+    from ckpttool.analysis.describe.document import document
+    from ckpttool.analysis.describe.listing import ALL, Listing
+    from ckpttool.analysis.describe.summary import damage
     from ckpttool.errors import DONE, CorruptError, UsageError
-    from ckpttool.operations.inspect.document import document
-    from ckpttool.operations.inspect.listing import ALL, Listing
-    from ckpttool.operations.inspect.summary import damage
 
     listing = Listing(selection.pop("tensors"), selection.pop("dtype"), **selection)
     catalogue = ckpttool.inspect(path, shapes=shapes)
@@ -110,8 +110,8 @@ def inspect(
         hint = meant(listing.globs[0], names, "`--tensors '*'` lists all")
         raise UsageError(f"`{path}`: no tensor matches `{listing.globs[0]}`", hint=hint)
     if html is not None:
-        from ckpttool.operations.book import page_file
-        from ckpttool.operations.book.inspected import inspected_page
+        from ckpttool.reports import page_file
+        from ckpttool.reports.inspected import inspected_page
 
         page_file.write(inspected_page(catalogue, path), html)
     exit_code = CorruptError.exit_code if strict and damage(catalogue) else DONE
@@ -131,7 +131,7 @@ def inspect(
 
 def _table(terminal: Terminal, catalogue: Catalogue, tensors: Sequence[Tensor], as_md: bool) -> None:
     """Print a line for each tensor, of CSV or of Markdown."""
-    from ckpttool.operations.inspect.rows import COLUMNS, Rows
+    from ckpttool.analysis.describe.rows import COLUMNS, Rows
 
     rows = Rows(catalogue)
     lines = ({**row, "shape": "x".join(map(str, row["shape"]))}.values() for row in map(rows.of, tensors))
@@ -142,7 +142,7 @@ def _table(terminal: Terminal, catalogue: Catalogue, tensors: Sequence[Tensor], 
 
 
 def _print(terminal: Terminal, catalogue: Catalogue, path: str, depth: int, listed: Sequence[Tensor] | None) -> None:
-    from ckpttool.operations.inspect.summary import summarise
+    from ckpttool.analysis.describe.summary import summarise
 
     _run(terminal, catalogue, path)
     summary = summarise(catalogue, depth=depth, limit=1000 if terminal.verbose else max(terminal.width or 0, _VALUE))
@@ -194,8 +194,8 @@ def _run(terminal: Terminal, catalogue: Catalogue, path: str) -> None:
 
 
 def _header(terminal: Terminal, catalogue: Catalogue, path: str, summary: Summary) -> None:
+    from ckpttool.analysis.describe import sharding
     from ckpttool.catalogue.shown import shown
-    from ckpttool.operations.inspect import sharding
 
     terminal.line(bold(path))
     if text := str(summary.headline):
@@ -301,7 +301,7 @@ def _tree(terminal: Terminal, part: Part, lines: list[Line]) -> None:
 
 
 def _tensors(terminal: Terminal, tensors: Sequence[Tensor], catalogue: Catalogue) -> None:
-    from ckpttool.operations.inspect.sharding import Placements, shards
+    from ckpttool.analysis.describe.sharding import Placements, shards
 
     placements = Placements(catalogue)
     rows: Rows = []

@@ -14,7 +14,8 @@ from ckpttool.cli.terminal import Styled, Terminal, answer, bold, err
 from ckpttool.text import duration, plural, some
 
 if TYPE_CHECKING:
-    from ckpttool.operations.match import Matched, Open
+    from ckpttool.models.matching.solve import Open
+    from ckpttool.operations.match import Matched
 
 _SHOWN = 20  # of a list
 _CANDIDATES = 4

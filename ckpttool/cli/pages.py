@@ -17,7 +17,7 @@ def write_page(path: str, page_of: Callable[[Any, dict[str, str]], str], documen
     from datetime import datetime
     from importlib.metadata import PackageNotFoundError, version
 
-    from ckpttool.operations.book import page_file
+    from ckpttool.reports import page_file
     from ckpttool.version import __version__
 
     environment = {

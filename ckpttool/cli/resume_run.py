@@ -15,8 +15,8 @@ from ckpttool.cli.terminal import Styled, Terminal, TextLike, answer, bold, dim,
 from ckpttool.text import duration, plural, size
 
 if TYPE_CHECKING:
-    from ckpttool.operations.verify_resume.run.results import Report, ScriptRun
-    from ckpttool.operations.verify_resume.trial.results import Run
+    from ckpttool.resume.run.results import Report, ScriptRun
+    from ckpttool.resume.trial.results import Run
 
 _VERDICTS = {
     "same": ("PASS", "green"),
@@ -130,9 +130,9 @@ def run(
     A runs to step N, A2 repeats it, and B is stopped at step K and resumed. Each has an output directory of its own.
     The exit code is 0 if B is the same as A, 1 if it differs, 3 if A2 differs already.
     """
-    from ckpttool.operations.book import page_file
-    from ckpttool.operations.verify_resume.run import run as operation
-    from ckpttool.operations.verify_resume.run.presets import fill
+    from ckpttool.reports import page_file
+    from ckpttool.resume.run import run as operation
+    from ckpttool.resume.run.presets import fill
 
     page_file.checked(html)
     check_folder(junit)
@@ -140,11 +140,11 @@ def run(
     tell = None if quiet or as_json else lambda message: err().line(dim(message))
     result = operation(command, inject_switches=arguments.pop("inject"), **arguments, tell=tell)
     if html is not None:
-        from ckpttool.operations.book.resumed import run_page
+        from ckpttool.reports.resumed import run_page
 
         write_page(html, run_page, result.as_dict())
     if junit is not None:
-        from ckpttool.operations.verify_resume.run.junit import junit_xml
+        from ckpttool.resume.run.junit import junit_xml
 
         write_text(junit, junit_xml(result))
     with answer(result.exit_code, verbose) as terminal:

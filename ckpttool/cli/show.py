@@ -30,7 +30,7 @@ def show(path: str, tensor: str, shapes: str | None, as_json: bool, quiet: bool)
     shown = ckpttool.show(path, tensor, shapes=shapes)
     terminal = out()
     if as_json:
-        from ckpttool.operations.result import as_json as fields
+        from ckpttool.analysis.result import as_json as fields
 
         head: Judged = {"schema": schema("show"), "exit_code": DONE, "verdict": "shown", "message": shown.message}
         terminal.json({**head, **fields(shown)})

@@ -12,7 +12,7 @@ from ckpttool.cli.terminal import Styled, Terminal, answer, bold, err
 from ckpttool.text import count, duration, natural, plural, size
 
 if TYPE_CHECKING:
-    from ckpttool.operations.stats import GroupStatistics, Stats, TensorStatistics
+    from ckpttool.analysis.statistics.results import GroupStatistics, Stats, TensorStatistics
 
 _SHOWN = 20  # findings, and tensors of a list
 _SPARKS = "▁▂▃▄▅▆▇█"
@@ -52,7 +52,7 @@ def stats(
     tensor, and of the tensors of each part, layer, kind and expert together.
     """
     import ckpttool
-    from ckpttool.operations.stats.results import checked_column
+    from ckpttool.analysis.statistics.results import checked_column
 
     column = checked_column(sort) if sort is not None else None
     with progress_on_stderr(not (quiet or as_json or as_csv)) as progress:
@@ -82,7 +82,7 @@ def _key(row: TensorStatistics, column: str) -> float:
 
 def write_csv(terminal: Terminal, rows: Iterable[TensorStatistics]) -> None:
     """Write a line of comma-separated values for each tensor, below one of titles."""
-    from ckpttool.operations.stats.results import COLUMNS
+    from ckpttool.analysis.statistics.results import COLUMNS
 
     terminal.csv((*_PLACE, "shape", *COLUMNS), ([*_cells(row, COLUMNS)] for row in rows))
 

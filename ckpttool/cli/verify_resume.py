@@ -15,8 +15,8 @@ from ckpttool.cli.terminal import Styled, Terminal, TextLike, answer, bold, dim,
 from ckpttool.text import duration, plural, size
 
 if TYPE_CHECKING:
-    from ckpttool.operations.verify_resume.audit import Audit
-    from ckpttool.operations.verify_resume.trial.results import Report
+    from ckpttool.resume.audit import Audit
+    from ckpttool.resume.trial.results import Report
 
 _VERDICTS = {"same": "green", "differs": "red", "failed": "red"}
 _STATES = {"ok": "green", "note": "dim", "differs": "yellow", "fails": "red"}
@@ -49,7 +49,7 @@ def audit(as_json: bool, quiet: bool, verbose: bool, **arguments: Any) -> None:
 
     Nothing is trained. The exit code is 1 if training cannot resume.
     """
-    from ckpttool.operations.verify_resume import audit as operation
+    from ckpttool.resume import audit as operation
 
     result = operation.audit(**arguments)
     with answer(result.exit_code, verbose) as terminal:
@@ -153,15 +153,15 @@ def trial(via: str | None, html: str | None, as_json: bool, quiet: bool, verbose
     The runs that resume are new processes; state and steps are compared bit for bit. The exit code is 0 if training
     resumes exactly, 1 if it does not.
     """
-    from ckpttool.operations.book import page_file
-    from ckpttool.operations.verify_resume.trial import trial as run
+    from ckpttool.reports import page_file
+    from ckpttool.resume.trial import trial as run
 
     page_file.checked(html)
     tell = None if quiet or as_json else lambda message: err().line(dim(message))
     result = run(**arguments, via=via or (), tell=tell)
     document = result.as_dict()
     if html is not None:
-        from ckpttool.operations.book.resumed import trial_page
+        from ckpttool.reports.resumed import trial_page
 
         write_page(html, trial_page, document)
     with answer(result.exit_code, verbose) as terminal:
@@ -241,7 +241,7 @@ _FILE = Argument(
 @options.command("init", arguments=(_FILE,), sections={"Output": (options.QUIET,)}, examples=("my-recipe.py",))
 def init(path: str, quiet: bool) -> None:
     """Write a commented, runnable recipe template."""
-    from ckpttool.operations.verify_resume.recipe import write_template
+    from ckpttool.resume.recipe import write_template
 
     write_template(path)
     terminal = out()

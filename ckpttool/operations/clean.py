@@ -12,8 +12,8 @@ import time
 from dataclasses import dataclass, field
 from typing import ClassVar, Literal
 
+from ckpttool.analysis.result import Result
 from ckpttool.errors import DONE, ReadError, StorageError
-from ckpttool.operations.result import Result
 from ckpttool.storage import remnants
 from ckpttool.storage.errors import os_errors
 from ckpttool.storage.remnants import Kind, Remnant

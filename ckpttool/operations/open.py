@@ -14,6 +14,8 @@ from functools import cached_property, partial
 from math import prod
 from typing import TYPE_CHECKING, Any
 
+from ckpttool.analysis.describe.rows import Rows
+from ckpttool.analysis.describe.sharding import shards
 from ckpttool.catalogue import boxes, parts
 from ckpttool.catalogue.boxes import Box, Ints
 from ckpttool.catalogue.dtypes import Dtype
@@ -22,8 +24,6 @@ from ckpttool.catalogue.flatten import unflatten
 from ckpttool.catalogue.patterns import any_of
 from ckpttool.catalogue.validation import stop_at_fault
 from ckpttool.errors import CkptError, UsageError, require
-from ckpttool.operations.inspect.rows import Rows
-from ckpttool.operations.inspect.sharding import shards
 from ckpttool.producers.open import open_source
 from ckpttool.storage.crc import crc32, crc_of
 from ckpttool.storage.files import Pool

@@ -22,11 +22,11 @@ from dataclasses import dataclass, field
 from operator import eq
 from typing import ClassVar
 
+from ckpttool.analysis.result import FileSize, Written
 from ckpttool.errors import DONE, CkptError, CorruptError, OverwriteError, ReadError, StorageError, UsageError
 from ckpttool.formats.dcp import manifest as manifests
 from ckpttool.formats.dcp import rebuild_index
 from ckpttool.operations.arguments import check_apart, check_source
-from ckpttool.operations.result import FileSize, Written
 from ckpttool.operations.verify import verify
 from ckpttool.operations.verify.strays import absent_ranks
 from ckpttool.operations.write import note_obstacle

@@ -1,6 +1,6 @@
 """`report`: one HTML file about a checkpoint, or about the steps of a run, that opens offline.
 
-Its pages are those of `operations.book`.
+Its pages are those of `reports`.
 """
 
 from __future__ import annotations
@@ -11,12 +11,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import ClassVar
 
+from ckpttool.analysis.describe.hyperparameters import tables
+from ckpttool.analysis.result import Result
+from ckpttool.analysis.statistics.findings import Finding
 from ckpttool.catalogue.entries import Catalogue
-from ckpttool.operations.book.page import Book, checkpoint_sections, findings_section, render
 from ckpttool.operations.inspect import inspect
-from ckpttool.operations.inspect.hyperparameters import tables
-from ckpttool.operations.result import Result
-from ckpttool.operations.stats import Finding, stats
+from ckpttool.operations.stats import stats
+from ckpttool.reports.page import Book, checkpoint_sections, findings_section, render
 from ckpttool.storage.stores import local_path
 from ckpttool.text import plural, size
 from ckpttool.transfer.threads import Progress

@@ -7,12 +7,12 @@ from contextlib import closing
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
+from ckpttool.analysis.statistics.elements import Accumulator
 from ckpttool.catalogue.boxes import Ints
 from ckpttool.catalogue.entries import Tensor
 from ckpttool.catalogue.protocols import Source
 from ckpttool.catalogue.validation import validate
 from ckpttool.errors import UsageError
-from ckpttool.operations.stats.elements import Accumulator
 from ckpttool.producers.open import naming, notes_of_run, open_source
 from ckpttool.storage.files import Pool
 from ckpttool.text import meant, size

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, Protocol
 
 from ckpttool import formats, producers
+from ckpttool.analysis.result import FileSize, Written
 from ckpttool.catalogue.entries import Catalogue, Container, Object, Path, Tensor, dotted
 from ckpttool.catalogue.protocols import Format, Sink, SinkOptions, Source
 from ckpttool.catalogue.warning import Warning
@@ -22,7 +23,6 @@ from ckpttool.layout.optimizer.misspelt import MISSPELT, misspelt
 from ckpttool.operations import arguments
 from ckpttool.operations.manifest import check_wanted, of_checkpoint
 from ckpttool.operations.manifest import write as write_manifest
-from ckpttool.operations.result import FileSize, Written
 from ckpttool.producers.combined import CombinedSource
 from ckpttool.producers.directory import Directory
 from ckpttool.producers.open import (

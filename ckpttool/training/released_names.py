@@ -3,8 +3,8 @@
     in files     vit.encoder.layer.0.attention.attention.query.weight      as released, and as `save_pretrained` writes
     in memory    vit.layers.0.attention.q_proj.weight                      of transformers 5
 
-A key map of the model's class says how one becomes the other: `ckpttool.key_maps`. Whether a checkpoint has the names
-of files is told by the names themselves: those that the model lacks have to become fewer.
+A key map of the model's class says how one becomes the other: `models.key_maps`. Whether a checkpoint has the names of
+files is told by the names themselves: those that the model lacks have to become fewer.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ from typing import Any
 
 from torch import nn
 
-from ckpttool import key_maps
 from ckpttool.catalogue.entries import Catalogue, Part, dotted
 from ckpttool.errors import UsageError
 from ckpttool.layout import select
@@ -23,6 +22,7 @@ from ckpttool.layout.key_maps import KeyMap
 from ckpttool.layout.optimizer.map_state import apply_to_state
 from ckpttool.layout.rename import rename_entries, strip_wrappers
 from ckpttool.layout.views import Viewed
+from ckpttool.models import key_maps
 from ckpttool.training.sharded_values import names_of
 
 SameBytes = Callable[[Any, Any], bool]

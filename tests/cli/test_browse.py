@@ -32,11 +32,11 @@ from textual.pilot import Pilot
 from textual.widgets import Input
 
 import ckpttool
+from ckpttool.analysis.browsing.session import Opened
+from ckpttool.analysis.statistics.results import COLUMNS
 from ckpttool.cli.browser.app import Browser
 from ckpttool.cli.browser.names import Names
 from ckpttool.errors import TERMINATED, CkptError, ReadError
-from ckpttool.operations.browse.session import Opened
-from ckpttool.operations.stats.results import COLUMNS
 
 SCREENS = Path(__file__).parent / "screens"
 SMALL, LARGE = (80, 24), (200, 50)

@@ -12,7 +12,7 @@ from support.cli import FULL, run
 from support.paths import CHECKPOINTS
 
 import ckpttool
-from ckpttool.operations.result import FileSize
+from ckpttool.analysis.result import FileSize
 
 DEFAULTS = {
     "to": None, "producer": None, "only": (), "drop": (), "tensors": (), "exclude": (), "rename": (),

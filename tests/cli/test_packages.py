@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from support.upstream_samples import path_of
 
-from ckpttool.operations.export import architecture_process
+from ckpttool.models import architecture_process
 
 ABSENT = """
 import sys

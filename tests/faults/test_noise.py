@@ -102,8 +102,8 @@ def try_all(kind: str, folder: Path, rounds: int, seed: int) -> None:
 
 def look(path: str) -> None:
     """Inspect as the command does: the summary looks at more than opening."""
-    from ckpttool.operations.inspect.document import document
-    from ckpttool.operations.inspect.summary import summarise
+    from ckpttool.analysis.describe.document import document
+    from ckpttool.analysis.describe.summary import summarise
 
     catalogue = ckpttool.inspect(path)
     summarise(catalogue, depth=3, limit=100)

@@ -46,7 +46,7 @@ from ckpttool.formats.dcp import decompress as dcpscratch
 from ckpttool.formats.dcp import index as dcpindex
 from ckpttool.formats.dcp import reader as opening
 from ckpttool.formats.dcp.items import Items
-from ckpttool.formats.dcp.metadata import StoredTensor
+from ckpttool.serialization.dcp.metadata import StoredTensor
 
 NAMES = samples_of("dcp")
 pytestmark = pytest.mark.filterwarnings("ignore")

@@ -32,12 +32,12 @@ from torch.distributed.checkpoint.metadata import (
 
 from ckpttool.catalogue.dtypes import DTYPES
 from ckpttool.errors import CkptError, CorruptError
-from ckpttool.formats.dcp import metadata as dcpmetadata
-from ckpttool.formats.dcp import metadata_classes as classes
-from ckpttool.formats.dcp import metadata_fast as dcpruns
 from ckpttool.formats.dcp import metadata_writer as dcpspelling
-from ckpttool.formats.dcp.metadata import Item, StoredTensor
 from ckpttool.serialization import pickle_opcodes
+from ckpttool.serialization.dcp import metadata as dcpmetadata
+from ckpttool.serialization.dcp import metadata_classes as classes
+from ckpttool.serialization.dcp import metadata_fast as dcpruns
+from ckpttool.serialization.dcp.metadata import Item, StoredTensor
 
 
 def by_torch(world: int = 3, names: int = 2) -> Metadata:

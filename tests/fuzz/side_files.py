@@ -17,10 +17,10 @@ from typing import Any, NamedTuple
 
 from support.paths import CHECKPOINTS
 
+from ckpttool.analysis.describe.document import document
 from ckpttool.formats.safetensors.state_json import SCHEMA
 from ckpttool.layout import key_maps
 from ckpttool.operations.inspect import inspect
-from ckpttool.operations.inspect.document import document
 from ckpttool.serialization import manifest, strict_json
 from ckpttool.storage.stores import locate
 

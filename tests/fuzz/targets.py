@@ -19,7 +19,6 @@ from ckpttool.catalogue import flatten as nesting
 from ckpttool.catalogue.entries import Catalogue
 from ckpttool.catalogue.values import Stub, walk
 from ckpttool.errors import CorruptError
-from ckpttool.formats.dcp import metadata as dcpmetadata
 from ckpttool.formats.safetensors import index
 from ckpttool.serialization import numpy_arrays, pickle_opcodes, pickle_payloads, plain_yaml, unpickler
 from ckpttool.serialization import (
@@ -37,6 +36,7 @@ from ckpttool.serialization import (
 from ckpttool.serialization import (
     unsafe_globals as harm,
 )
+from ckpttool.serialization.dcp import metadata as dcpmetadata
 from ckpttool.storage import files
 
 _LARGEST_SEED = 10_000

@@ -28,9 +28,9 @@ from ckpttool.catalogue.budget import working
 from ckpttool.catalogue.entries import Catalogue
 from ckpttool.catalogue.flatten import flatten
 from ckpttool.errors import CorruptError
-from ckpttool.formats.dcp import metadata
 from ckpttool.formats.safetensors import state_json
 from ckpttool.serialization import pickle_opcodes, unpickler
+from ckpttool.serialization.dcp import metadata
 
 MANY = 3_500  # six million comparisons
 PAIRS = pairs_of_one_hash(MANY)

@@ -12,6 +12,7 @@ import torch
 from support import checkpoints
 
 import ckpttool
+from ckpttool.analysis.describe.summary import summarise
 from ckpttool.catalogue import parts
 from ckpttool.catalogue.boxes import Box
 from ckpttool.catalogue.entries import Catalogue, Object, Part, Tensor, dotted
@@ -22,7 +23,6 @@ from ckpttool.errors import UsageError
 from ckpttool.layout import dtype_rules as casting
 from ckpttool.layout import select as layout
 from ckpttool.layout.rename import rename_entries, strip_wrappers, without_root
-from ckpttool.operations.inspect.summary import summarise
 
 
 def started(state: dict[Any, Any], cuts: dict[str, Sequence[Box]] | None = None) -> Catalogue:

@@ -19,10 +19,10 @@ from support.paths import CHECKPOINTS
 from support.upstream_samples import path_of
 
 import ckpttool
-from ckpttool.operations.browse import survey as survey_module
-from ckpttool.operations.browse.folding import Node
-from ckpttool.operations.browse.pixels import as_matrix, pooled
-from ckpttool.operations.browse.session import Opened
+from ckpttool.analysis.browsing import survey as survey_module
+from ckpttool.analysis.browsing.folding import Node
+from ckpttool.analysis.browsing.pixels import as_matrix, pooled
+from ckpttool.analysis.browsing.session import Opened
 from ckpttool.transfer.threads import Work
 
 SAMPLES = ["dcp/hsdp_w4", "dcp/dtypes", "dcp/fsdp2_tp_w4", "torch/full", "torch/layouts", "hf/llama", "rank/fsdp1_w4"]

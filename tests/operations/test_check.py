@@ -13,9 +13,9 @@ from safetensors.torch import save_file
 from support.cli import run
 
 import ckpttool
-from ckpttool.operations.check.names import without_prefix
-from ckpttool.operations.check.values import blocks
-from ckpttool.operations.reference import Known
+from ckpttool.models.fitting.names import without_prefix
+from ckpttool.models.fitting.values import blocks
+from ckpttool.models.reference import Known
 
 State = dict[str, torch.Tensor]
 HIDDEN, HEADS, EXPERTS = 32, 4, 4

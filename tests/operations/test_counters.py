@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import ckpttool
-from ckpttool.operations.inspect.summary import head
+from ckpttool.analysis.describe.summary import head
 
 
 def trained(updates: int) -> tuple[nn.Module, torch.optim.Optimizer]:

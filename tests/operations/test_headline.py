@@ -16,10 +16,10 @@ from support.paths import CHECKPOINTS
 from torch import nn
 
 import ckpttool
+from ckpttool.analysis.describe.headline import Headline, parameters
+from ckpttool.analysis.describe.optimizers import Optimizer
+from ckpttool.analysis.describe.summary import head
 from ckpttool.catalogue.models import models
-from ckpttool.operations.inspect.headline import Headline, parameters
-from ckpttool.operations.inspect.optimizers import Optimizer
-from ckpttool.operations.inspect.summary import head
 
 CLASSES = {
     name: c for name, c in vars(torch.optim).items() if isinstance(c, type) and name not in ("Optimizer", "LBFGS")

@@ -19,6 +19,12 @@ from support.paths import CHECKPOINTS
 from torch import nn
 
 import ckpttool
+from ckpttool.analysis.describe.document import document
+from ckpttool.analysis.describe.format_value import jsonable, type_name
+from ckpttool.analysis.describe.hyperparameters import tables
+from ckpttool.analysis.describe.listing import Listing
+from ckpttool.analysis.describe.module_tree import Line, lines
+from ckpttool.analysis.describe.summary import summarise
 from ckpttool.catalogue import parts
 from ckpttool.catalogue import values as stubs
 from ckpttool.catalogue.dtypes import DTYPES
@@ -27,12 +33,6 @@ from ckpttool.catalogue.shown import shown
 from ckpttool.catalogue.values import Link
 from ckpttool.catalogue.warning import Warning
 from ckpttool.errors import CorruptError
-from ckpttool.operations.inspect.document import document
-from ckpttool.operations.inspect.format_value import jsonable, type_name
-from ckpttool.operations.inspect.hyperparameters import tables
-from ckpttool.operations.inspect.listing import Listing
-from ckpttool.operations.inspect.module_tree import Line, lines
-from ckpttool.operations.inspect.summary import summarise
 from ckpttool.text import cut, ranges, safe
 
 

@@ -86,7 +86,7 @@ def test_the_lowest_declared_versions(tmp_path: Path) -> None:
             "diff exported hf://me/model",
         ):
             _run(python, tmp_path, command, **environment)
-    page = "from ckpttool.operations.book.resumed import trial_page; assert '<html' in trial_page({})"
+    page = "from ckpttool.reports.resumed import trial_page; assert '<html' in trial_page({})"
     subprocess.run([python, "-c", page], check=True)
 
 

@@ -16,8 +16,8 @@ from torch.distributed.tensor import DTensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import ckpttool
+from ckpttool.analysis.describe.sharding import Placements, balance, bytes_per_rank, overview, shards
 from ckpttool.catalogue.entries import Catalogue, File
-from ckpttool.operations.inspect.sharding import Placements, balance, bytes_per_rank, overview, shards
 
 
 def ckpt(name: str) -> Path:

@@ -31,7 +31,6 @@ from ckpttool.catalogue import values as stubs
 from ckpttool.catalogue.entries import Catalogue
 from ckpttool.catalogue.values import Known, Stub, TorchSize, stub_name, stub_type
 from ckpttool.errors import CorruptError, LossError
-from ckpttool.formats.dcp import metadata as dcpmetadata
 from ckpttool.serialization import (
     pickle_limits,
 )
@@ -50,6 +49,7 @@ from ckpttool.serialization import (
 from ckpttool.serialization import (
     unsafe_globals as harm,
 )
+from ckpttool.serialization.dcp import metadata as dcpmetadata
 from ckpttool.serialization.torch_pickle import KNOWN, NewTensor, StorageRef, TensorRef
 
 

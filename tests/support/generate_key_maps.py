@@ -18,10 +18,9 @@ from typing import Any
 import torch
 import transformers
 
-from ckpttool import key_maps
 from ckpttool.layout.key_maps import FORMAT
-from ckpttool.operations.export import written_names
-from ckpttool.operations.export.written_names import Written
+from ckpttool.models import key_maps, written_names
+from ckpttool.models.written_names import Written
 from support import tiny_models
 
 FOLDER = Path(key_maps.FOLDER) / "transformers"

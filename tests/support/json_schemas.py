@@ -17,24 +17,24 @@ from typing import Any, Literal, Union, get_args, get_origin, get_type_hints, is
 
 from jsonschema import Draft202012Validator
 
+from ckpttool.analysis.describe.document_fields import Document
+from ckpttool.analysis.differences.results import Diff
+from ckpttool.analysis.result import Absent
+from ckpttool.analysis.statistics.results import Stats
 from ckpttool.cli import documents
 from ckpttool.operations.check import Checked
 from ckpttool.operations.clean import Cleaned
-from ckpttool.operations.diff.results import Diff
 from ckpttool.operations.export.plan import Exported
-from ckpttool.operations.inspect.document_fields import Document
 from ckpttool.operations.match import Matched
 from ckpttool.operations.repair import Repaired
 from ckpttool.operations.report import HtmlReport
 from ckpttool.operations.reshard import Resharding
-from ckpttool.operations.result import Absent
 from ckpttool.operations.show import Shown
-from ckpttool.operations.stats import Stats
 from ckpttool.operations.verify.findings import Report
-from ckpttool.operations.verify_resume.audit import Audit
-from ckpttool.operations.verify_resume.run import results as resume_run
-from ckpttool.operations.verify_resume.trial import results as trial
 from ckpttool.operations.write import Conversion
+from ckpttool.resume.audit import Audit
+from ckpttool.resume.run import results as resume_run
+from ckpttool.resume.trial import results as trial
 from ckpttool.storage.hub.upload import Sent
 from ckpttool.version import schema
 from support.json_reference import fields

@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from ckpttool.operations.verify_resume.trial.state import RecordedState, read
-from ckpttool.operations.verify_resume.worker.record import Writer
+from ckpttool.resume.trial.state import RecordedState, read
+from ckpttool.resume.worker.record import Writer
 
 FOLDER = tempfile.TemporaryDirectory(prefix="recorded-states-")
 

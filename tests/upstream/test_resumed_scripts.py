@@ -18,9 +18,9 @@ from typing import Any
 
 import pytest
 
-from ckpttool.operations.verify_resume.run import run
-from ckpttool.operations.verify_resume.run.presets import fill
-from ckpttool.operations.verify_resume.run.results import Report
+from ckpttool.resume.run import run
+from ckpttool.resume.run.presets import fill
+from ckpttool.resume.run.results import Report
 
 CHECKOUTS = Path(os.environ.get("CKPTTOOL_SCRIPTS", "/nowhere"))
 PYTHON = os.environ.get("CKPTTOOL_SCRIPTS_PYTHON", sys.executable)

@@ -22,6 +22,11 @@ from textual.binding import Binding, BindingType
 from textual.containers import Horizontal, VerticalScroll
 from textual.widgets import Input, Static
 
+from ckpttool.analysis.browsing.pixels import pooled
+from ckpttool.analysis.browsing.search import Query, parse
+from ckpttool.analysis.browsing.session import Opened, Session
+from ckpttool.analysis.differences.tensors import difference
+from ckpttool.analysis.statistics.results import COLUMNS
 from ckpttool.cli.browser import views
 from ckpttool.cli.browser.dialogs import Choice, Page
 from ckpttool.cli.browser.names import Line, Names
@@ -30,11 +35,6 @@ from ckpttool.cli.signals import Terminated, catch_signals
 from ckpttool.cli.stats import write_csv
 from ckpttool.cli.terminal import Terminal
 from ckpttool.errors import CkptError, UsageError
-from ckpttool.operations.browse.pixels import pooled
-from ckpttool.operations.browse.search import Query, parse
-from ckpttool.operations.browse.session import Opened, Session
-from ckpttool.operations.diff.tensors import difference
-from ckpttool.operations.stats.results import COLUMNS
 from ckpttool.text import natural, plural, safe, size
 from ckpttool.transfer.numbers import Array
 from ckpttool.transfer.threads import Stopped, Work

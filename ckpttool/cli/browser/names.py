@@ -15,10 +15,10 @@ from textual.message import Message
 from textual.scroll_view import ScrollView
 from textual.strip import Strip
 
+from ckpttool.analysis.browsing.folding import Node
+from ckpttool.analysis.browsing.session import Opened
+from ckpttool.analysis.statistics.results import TensorStatistics
 from ckpttool.cli.stats import number, spark
-from ckpttool.operations.browse.folding import Node
-from ckpttool.operations.browse.session import Opened
-from ckpttool.operations.stats.results import TensorStatistics
 from ckpttool.text import count, safe
 
 _SPARK = 10  # bars, at most

@@ -10,15 +10,15 @@ from rich.cells import cell_len, set_cell_size
 from rich.style import Style
 from rich.text import Text
 
+from ckpttool.analysis.browsing.folding import Node
+from ckpttool.analysis.browsing.pixels import as_matrix
+from ckpttool.analysis.browsing.session import Opened
+from ckpttool.analysis.describe.sharding import shards
+from ckpttool.analysis.differences.elements import Difference
+from ckpttool.analysis.statistics.results import TensorStatistics
 from ckpttool.catalogue.entries import Tensor
 from ckpttool.cli.stats import number
 from ckpttool.cli.terminal import box
-from ckpttool.operations.browse.folding import Node
-from ckpttool.operations.browse.pixels import as_matrix
-from ckpttool.operations.browse.session import Opened
-from ckpttool.operations.diff.elements import Difference
-from ckpttool.operations.inspect.sharding import shards
-from ckpttool.operations.stats.results import TensorStatistics
 from ckpttool.text import count, plural, safe, size
 from ckpttool.transfer.numbers import Array, has_numbers
 

@@ -15,8 +15,9 @@ from dataclasses import replace
 from ckpttool.catalogue.entries import Catalogue, Chunks, Entry, Path, Tensor
 from ckpttool.catalogue.protocols import Sink, SinkOptions
 from ckpttool.errors import CorruptError
-from ckpttool.formats.dcp import index, metadata, metadata_writer, planner_data, writer
-from ckpttool.formats.dcp.metadata import Item, Metadata, StoredTensor
+from ckpttool.formats.dcp import index, metadata_writer, planner_data, writer
+from ckpttool.serialization.dcp import metadata
+from ckpttool.serialization.dcp.metadata import Item, Metadata, StoredTensor
 from ckpttool.storage import files
 from ckpttool.storage.stores import locate
 

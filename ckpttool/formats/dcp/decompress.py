@@ -17,7 +17,7 @@ from typing import IO
 
 from ckpttool.catalogue.entries import File
 from ckpttool.errors import CkptError, CorruptError, ReadError, why_no_import
-from ckpttool.formats.dcp.metadata import Item
+from ckpttool.serialization.dcp.metadata import Item
 from ckpttool.storage import files
 from ckpttool.storage.files import Pool, ScratchFile
 

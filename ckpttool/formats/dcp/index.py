@@ -16,8 +16,9 @@ from typing import Any
 from ckpttool.catalogue.entries import File
 from ckpttool.catalogue.warning import Warning
 from ckpttool.errors import CkptError, CorruptError, ReadError
-from ckpttool.formats.dcp import manifest, metadata
-from ckpttool.formats.dcp.metadata import Item, KeyPath, Metadata, StoredTensor
+from ckpttool.formats.dcp import manifest
+from ckpttool.serialization.dcp import metadata
+from ckpttool.serialization.dcp.metadata import Item, KeyPath, Metadata, StoredTensor
 from ckpttool.serialization.manifest import NAME as MANIFEST
 from ckpttool.serialization.manifest import Manifest
 from ckpttool.storage.stores import Location, locate

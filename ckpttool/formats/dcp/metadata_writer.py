@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 
 from ckpttool.catalogue.boxes import Ints
 from ckpttool.formats.dcp.index import NAME
-from ckpttool.formats.dcp.metadata import Item, Metadata, StoredTensor, checksum
+from ckpttool.serialization.dcp.metadata import Item, Metadata, StoredTensor, checksum
 from ckpttool.serialization.pickler import Writer
 from ckpttool.storage import files
 from ckpttool.storage.crc import crc32

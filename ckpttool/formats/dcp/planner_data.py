@@ -17,8 +17,8 @@ from typing import Any, NamedTuple
 from ckpttool.catalogue.entries import Catalogue, Container, Path, dotted
 from ckpttool.catalogue.shown import shown
 from ckpttool.errors import CorruptError
-from ckpttool.formats.dcp.metadata import KeyPath
 from ckpttool.serialization import pickler, unpickler
+from ckpttool.serialization.dcp.metadata import KeyPath
 from ckpttool.version import __version__
 
 _INTEGER = re.compile(r"0|[1-9][0-9]*")

@@ -28,8 +28,8 @@ from ckpttool.errors import CkptError, CorruptError, ReadError
 from ckpttool.formats.dcp import planner_data
 from ckpttool.formats.dcp.index import Index, read_index
 from ckpttool.formats.dcp.items import Items
-from ckpttool.formats.dcp.metadata import Item, StoredTensor, items_of
 from ckpttool.serialization import dtensor, safetensors_header, torch_tree, unpickler
+from ckpttool.serialization.dcp.metadata import Item, StoredTensor, items_of
 from ckpttool.serialization.torch_pickle import TensorRef
 from ckpttool.serialization.torch_zip import Archive
 

@@ -19,8 +19,8 @@ from ckpttool.catalogue.entries import File
 from ckpttool.errors import CkptError, CorruptError, ReadError
 from ckpttool.formats.dcp import metadata_writer, reader
 from ckpttool.formats.dcp.index import NAME, Index
-from ckpttool.formats.dcp.metadata import Item, Metadata, StoredTensor, items_of
 from ckpttool.serialization import torch_zip
+from ckpttool.serialization.dcp.metadata import Item, Metadata, StoredTensor, items_of
 from ckpttool.serialization.torch_pickle import TensorRef
 from ckpttool.serialization.torch_zip import Read
 from ckpttool.storage.files import Pool

@@ -12,8 +12,8 @@ from ckpttool.catalogue.warning import Kind, Warning
 from ckpttool.errors import CkptError
 from ckpttool.formats.dcp.index import Copy, Index
 from ckpttool.formats.dcp.items import SMALL, Items
-from ckpttool.formats.dcp.metadata import Item, StoredTensor
 from ckpttool.serialization import pickler
+from ckpttool.serialization.dcp.metadata import Item, StoredTensor
 from ckpttool.text import some
 
 

@@ -23,8 +23,8 @@ from ckpttool.catalogue.protocols import Crcs, Loss, Sink, SinkOptions
 from ckpttool.errors import LossError
 from ckpttool.formats.dcp import index, items, manifest, metadata_writer, planner_data
 from ckpttool.formats.dcp.items import template
-from ckpttool.formats.dcp.metadata import Item, Metadata, StoredTensor
 from ckpttool.serialization import torch_tree, torch_zip_writer
+from ckpttool.serialization.dcp.metadata import Item, Metadata, StoredTensor
 from ckpttool.storage import files
 from ckpttool.storage.crc import combine, crc32, crc_of
 from ckpttool.storage.stores import locate

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING
 
 from ckpttool.catalogue.entries import Catalogue
 from ckpttool.errors import without_credentials
-from ckpttool.operations.export.asset_names import MODULES
-from ckpttool.operations.export.assets import Assets
+from ckpttool.models.asset_names import MODULES
+from ckpttool.models.assets import Assets
 from ckpttool.storage.stores import is_remote, locate
 from ckpttool.text import count, is_or_are, markdown_code, plural, size
 from ckpttool.version import __version__

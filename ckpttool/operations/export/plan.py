@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
-from ckpttool import key_maps
+from ckpttool.analysis.result import FileSize
 from ckpttool.catalogue.dtypes import DTYPES
 from ckpttool.catalogue.entries import Catalogue
 from ckpttool.errors import CorruptError, LossError, UsageError
@@ -21,13 +21,13 @@ from ckpttool.layout.key_maps import apply, parse
 from ckpttool.layout.move import derived, rebuilt
 from ckpttool.layout.selection import Selection, check_dtypes
 from ckpttool.layout.views import Viewed
-from ckpttool.operations import reference as references
+from ckpttool.models import adapters, architecture, assets, bundles, key_maps, like, select_model, ties
+from ckpttool.models import reference as references
+from ckpttool.models.architecture import Expected
+from ckpttool.models.assets import Assets
+from ckpttool.models.bundles import Component
 from ckpttool.operations import secrets, write
-from ckpttool.operations.export import adapters, architecture, assets, bundles, card, like, select_model, ties, weights
-from ckpttool.operations.export.architecture import Expected
-from ckpttool.operations.export.assets import Assets
-from ckpttool.operations.export.bundles import Component
-from ckpttool.operations.result import FileSize
+from ckpttool.operations.export import card, weights
 from ckpttool.operations.secrets import Secret
 from ckpttool.operations.write import Conversion, OpenSource, WriteOptions
 from ckpttool.producers import float32_names

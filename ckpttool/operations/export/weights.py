@@ -15,7 +15,7 @@ from ckpttool.formats import named
 from ckpttool.formats.safetensors import sharding
 from ckpttool.layout import rechunk
 from ckpttool.layout.move import rebuilt
-from ckpttool.operations.export.assets import of_bytes
+from ckpttool.models.assets import of_bytes
 from ckpttool.serialization import safetensors_header
 from ckpttool.storage import files
 from ckpttool.storage.gathered import GatheredFile

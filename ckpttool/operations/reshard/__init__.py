@@ -22,11 +22,11 @@ from ckpttool.layout.rechunk import Rules
 from ckpttool.layout.rename import rooted, without_root
 from ckpttool.layout.selection import Selection, check_not_empty
 from ckpttool.operations import arguments, publish, write
-from ckpttool.operations.book import page_file
 from ckpttool.operations.reshard import engines
 from ckpttool.operations.reshard.twins import find_twins
 from ckpttool.operations.write import Conversion, OpenSource, Planned, WriteOptions
 from ckpttool.producers.open import naming
+from ckpttool.reports import page_file
 from ckpttool.storage.stores import is_remote, local_path
 from ckpttool.text import meant
 from ckpttool.transfer import agreement, processes
@@ -196,7 +196,7 @@ def reshard(
                 engines.write(chosen, job)
             place.send(result)
             if page is not None and is_first:
-                from ckpttool.operations.book.resharded import resharded_page
+                from ckpttool.operations.reshard.page import resharded_page
 
                 page_file.write(resharded_page(result, opened.source, result._layout), page)
     return result

@@ -11,12 +11,12 @@ from __future__ import annotations
 from contextlib import ExitStack
 from dataclasses import dataclass
 
+from ckpttool.analysis.result import FileSize
 from ckpttool.catalogue.entries import Catalogue
 from ckpttool.catalogue.protocols import Format
 from ckpttool.errors import UsageError
 from ckpttool.formats.dcp import manifest
 from ckpttool.layout.mesh import Mesh, Sharding, bytes_per_rank, find_sharding
-from ckpttool.operations.result import FileSize
 from ckpttool.operations.write import Write
 from ckpttool.storage import files, free_space
 from ckpttool.storage.stores import local_path, locate

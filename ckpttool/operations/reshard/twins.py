@@ -8,7 +8,7 @@ from ckpttool.catalogue import boxes
 from ckpttool.catalogue.entries import Catalogue, Path, Tensor
 from ckpttool.catalogue.protocols import Source
 from ckpttool.layout import rechunk
-from ckpttool.operations.export.ties import TILE, beginning, same_bytes
+from ckpttool.models.ties import TILE, beginning, same_bytes
 from ckpttool.storage.files import Pool
 from ckpttool.transfer.plan import tiles
 from ckpttool.transfer.read import read_box

@@ -11,12 +11,11 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, closing
 from dataclasses import replace
 
+from ckpttool.analysis.describe.copies import note_copies
 from ckpttool.catalogue.validation import validate
 from ckpttool.errors import CorruptError, ReadError
 from ckpttool.operations import arguments
 from ckpttool.operations import manifest as manifests
-from ckpttool.operations.book import page_file
-from ckpttool.operations.inspect.copies import note_copies
 from ckpttool.operations.verify import (
     against_checkpoint,
     against_manifest,
@@ -29,6 +28,7 @@ from ckpttool.operations.verify import (
 from ckpttool.operations.verify.findings import DAMAGE, NOTE, Finding, Report, Verification
 from ckpttool.producers import open
 from ckpttool.producers.foreign.recognition import UnsupportedError
+from ckpttool.reports import page_file
 from ckpttool.serialization.manifest import NAME, Manifest, read
 from ckpttool.storage import files, stores
 from ckpttool.transfer.execute import DEFAULT_THREADS
@@ -111,7 +111,7 @@ def verify(
     report.settle()
     report.seconds = time.monotonic() - began
     if page is not None:
-        from ckpttool.operations.book.verified import verified_page
+        from ckpttool.operations.verify.page import verified_page
 
         page_file.write(verified_page(report, run.catalogue), page)
     return report

@@ -8,10 +8,10 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import ClassVar, NamedTuple
 
+from ckpttool.analysis.result import FileSize, Result
 from ckpttool.catalogue.entries import Catalogue
 from ckpttool.catalogue.protocols import Source
 from ckpttool.errors import DIFFERS, DONE, CkptError, CorruptError, RemoteError
-from ckpttool.operations.result import FileSize, Result
 from ckpttool.storage.stores import Location
 from ckpttool.text import plural
 from ckpttool.transfer.threads import Progress

@@ -18,8 +18,10 @@ from safetensors.torch import save_file
 from support.paths import CHECKPOINTS
 
 from ckpttool import convert
+from ckpttool.analysis.differences.results import Diff
+from ckpttool.analysis.result import ABSENT
 from ckpttool.errors import CorruptError, ReadError, UsageError
-from ckpttool.operations.diff import ABSENT, Diff, diff
+from ckpttool.operations.diff import diff
 from ckpttool.operations.reshard import reshard
 
 FSDP2 = CHECKPOINTS / "dcp/fsdp2_w4" / "ckpt"
@@ -333,7 +335,7 @@ def test_a_file_that_is_damaged_or_missing(tmp_path: Path) -> None:
 def test_a_change_while_it_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     one = saved(tmp_path / "a.safetensors", state())
     other = saved(tmp_path / "b.safetensors", state())
-    from ckpttool.operations.diff import tensors as walking
+    from ckpttool.analysis.differences import tensors as walking
 
     before = walking.compare
 

@@ -18,10 +18,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.paths import CHECKPOINTS
 
+from ckpttool.analysis.differences.elements import Difference
+from ckpttool.analysis.differences.results import Diff, Side, TensorDifference
 from ckpttool.cli.diff import _print_values
 from ckpttool.cli.terminal import Terminal
-from ckpttool.operations.diff import Diff, Side, TensorDifference
-from ckpttool.operations.diff.elements import Difference
 
 DCP = CHECKPOINTS / "dcp/fsdp2_w4" / "ckpt"
 

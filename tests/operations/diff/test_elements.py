@@ -11,8 +11,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from ckpttool.analysis.differences.elements import Comparison, Difference, Tolerance
 from ckpttool.catalogue.dtypes import Dtype, dtype
-from ckpttool.operations.diff.elements import Comparison, Difference, Tolerance
 
 FLOATS = [
     "float64", "float32", "float16", "bfloat16", "float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnuz",

@@ -12,10 +12,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.checkpoints import Made, bits, grid, random
 
+from ckpttool.analysis.differences import tensors as walking
+from ckpttool.analysis.differences.elements import Comparison, Difference, Tolerance, common
 from ckpttool.catalogue.dtypes import DTYPES
 from ckpttool.catalogue.entries import Tensor
-from ckpttool.operations.diff import tensors as walking
-from ckpttool.operations.diff.elements import Comparison, Difference, Tolerance, common
 
 DTYPES_HERE = [
     torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.uint8, torch.bool,

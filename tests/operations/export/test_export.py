@@ -19,8 +19,8 @@ from support.paths import CHECKPOINTS
 
 import ckpttool
 from ckpttool import errors
+from ckpttool.models.assets import CARD, with_dtype
 from ckpttool.operations.export import plan as planning
-from ckpttool.operations.export.assets import CARD, with_dtype
 from ckpttool.operations.write import WriteOptions
 
 

@@ -11,7 +11,7 @@ from click.testing import CliRunner, Result
 from safetensors.torch import load_file
 
 from ckpttool.errors import CorruptError, LossError, OverwriteError, UsageError
-from ckpttool.operations.export import architecture as expected
+from ckpttool.models import architecture as expected
 
 
 def run(*words: str | Path) -> Result:

@@ -18,7 +18,7 @@ from safetensors.torch import load_file, save_file
 
 import ckpttool
 from ckpttool.errors import UsageError
-from ckpttool.operations.export import architecture, architecture_process
+from ckpttool.models import architecture, architecture_process
 from ckpttool.producers import float32_names
 
 
@@ -357,7 +357,7 @@ def test_transformers_4_writes_other_names_than_those_in_memory(monkeypatch: pyt
     """What `save_pretrained` of 4.57.6 did with the mapping of Qwen2.5-VL and of Llava."""
     from transformers import modeling_utils
 
-    from ckpttool.operations.export import architecture_process
+    from ckpttool.models import architecture_process
 
     class QwenVLLike:
         _checkpoint_conversion_mapping: ClassVar = {

@@ -22,13 +22,13 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 import ckpttool
 from ckpttool import errors
-from ckpttool import key_maps as keymaps
 from ckpttool.catalogue.boxes import row_major, span
 from ckpttool.catalogue.dtypes import DTYPES
 from ckpttool.catalogue.entries import Catalogue, Chunk, Chunks, Extent, File, Tensor
 from ckpttool.catalogue.protocols import Source
 from ckpttool.layout import views
 from ckpttool.layout.index_operations import Assembly, Rows
+from ckpttool.models import key_maps as keymaps
 from ckpttool.storage.files import Pool
 from ckpttool.transfer import read
 

@@ -7,8 +7,8 @@ import re
 import pytest
 
 from ckpttool.errors import CorruptError
-from ckpttool.operations.export import module_patterns
-from ckpttool.operations.export.module_patterns import ModulePatterns
+from ckpttool.models import module_patterns
+from ckpttool.models.module_patterns import ModulePatterns
 
 NAMES = ["", "a", "q_proj", "model.layers.0.self_attn.q_proj", "model.layers.12.mlp.up", "vision.layers.1.q_proj", "aa"]
 PATTERNS = [

@@ -13,10 +13,10 @@ from safetensors.torch import load_file
 from support import tiny_models
 
 import ckpttool
-from ckpttool import errors, key_maps
+from ckpttool import errors
 from ckpttool.layout.key_maps import parse
-from ckpttool.operations.export import written_names
-from ckpttool.operations.export.written_names import Written
+from ckpttool.models import key_maps, written_names
+from ckpttool.models.written_names import Written
 
 # Model type, class and number of layers that it takes for one of each kind.
 MODELS = {

@@ -17,7 +17,7 @@ from support import generate_key_maps, tiny_models
 from transformers.core_model_loading import revert_weight_conversion
 
 import ckpttool
-from ckpttool import key_maps
+from ckpttool.models import key_maps
 
 pytestmark = pytest.mark.long
 

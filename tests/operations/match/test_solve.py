@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from support.random_models import Operation, Side, State, applied, random_case, transpose_unseen
 
-from ckpttool.operations.match.solve import Facts, Solution, solve
+from ckpttool.models.matching.solve import Facts, Solution, solve
 
 Shapes = dict[str, tuple[int, ...]]
 

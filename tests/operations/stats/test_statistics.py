@@ -15,9 +15,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
 
+from ckpttool.analysis.statistics.elements import FRACTIONS, Accumulator, ChannelMaxima, Statistics, has_channels
+from ckpttool.analysis.statistics.thumbnails import Thumbnail
 from ckpttool.catalogue.dtypes import DTYPES
-from ckpttool.operations.stats.elements import FRACTIONS, Accumulator, ChannelMaxima, Statistics, has_channels
-from ckpttool.operations.stats.thumbnails import Thumbnail
 from ckpttool.transfer.numbers import has_numbers
 from ckpttool.transfer.read import unsigned
 
@@ -212,7 +212,7 @@ def test_counts_of_many_tensors_are_added_together_or_one_by_one(monkeypatch: py
     parts = [np.random.default_rng(i).integers(0, 1 << 16, 7 * 3**i % 9000 + 1).astype(np.uint16) for i in range(24)]
     whole = np.bincount(np.concatenate(parts), minlength=1 << 16)
     for most in (0, 5000, 1 << 20):
-        monkeypatch.setattr("ckpttool.operations.stats.histogram._MAX_WAITING", most)
+        monkeypatch.setattr("ckpttool.analysis.statistics.histogram._MAX_WAITING", most)
         total = Accumulator(DTYPES["bfloat16"])
         for i, part in enumerate(parts):
             one = Accumulator(DTYPES["bfloat16"])

@@ -14,14 +14,13 @@ from support.cli import run
 from support.paths import CHECKPOINTS, all_samples
 
 import ckpttool
+from ckpttool.analysis.statistics.elements import FRACTIONS, Statistics
+from ckpttool.analysis.statistics.places import place_of
+from ckpttool.analysis.statistics.results import CONDITION
 from ckpttool.catalogue import conditions
 from ckpttool.catalogue.entries import Tensor
 from ckpttool.errors import UsageError
 from ckpttool.operations.inspect import inspect
-from ckpttool.operations.stats import Statistics
-from ckpttool.operations.stats.elements import FRACTIONS
-from ckpttool.operations.stats.places import place_of
-from ckpttool.operations.stats.results import CONDITION
 from ckpttool.transfer.numbers import has_numbers
 
 EVERYDAY = {
@@ -203,7 +202,7 @@ def test_the_second_look_reads_nothing(tmp_path: Path, monkeypatch: pytest.Monke
     first = ckpttool.stats(tmp_path / "x.pt", spectral=True)
     assert not first.cached and len(list((tmp_path / "cache/stats").iterdir())) == 1
     with monkeypatch.context() as patch:
-        patch.setattr("ckpttool.operations.stats.collect", None)
+        patch.setattr("ckpttool.analysis.statistics.collect", None)
         second = ckpttool.stats(tmp_path / "x.pt", spectral=True)
     assert second.cached and second.read_bytes == 0
     assert (second.tensors, second.groups, second.findings) == (first.tensors, first.groups, first.findings)

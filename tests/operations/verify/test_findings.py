@@ -18,7 +18,8 @@ from support.wrapped_store import WrappedStore
 
 import ckpttool
 from ckpttool.errors import CkptError, OverwriteError, ReadError, StorageError
-from ckpttool.operations.verify import Finding, Report, verify
+from ckpttool.operations.verify import verify
+from ckpttool.operations.verify.findings import Finding, Report
 
 EVERY = sorted(str(path.relative_to(CHECKPOINTS)) for path in CHECKPOINTS.glob("*/*/ckpt*"))
 FLAT = ("rank/fsdp1_flat", "rank/fsdp1_local", "rank/fsdp1_dinov2", "run/dinov2")

@@ -236,7 +236,7 @@ def test_every_file_that_transformers_writes_is_an_asset() -> None:
     import re
 
     transformers = pytest.importorskip("transformers")
-    from ckpttool.operations.export import asset_names
+    from ckpttool.models import asset_names
 
     names = set()
     for path in Path(transformers.__file__).parent.rglob("tokenization_*.py"):

@@ -24,8 +24,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 import torch
 
 import ckpttool
+from ckpttool.analysis.describe.document import document
 from ckpttool.errors import CkptError
-from ckpttool.operations.inspect.document import document
 from support import layouts
 from support.layouts import reading
 from support.layouts.step import tensors_of

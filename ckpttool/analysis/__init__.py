@@ -1,0 +1,1 @@
+"""What is in a catalogue and in its values, for people."""

@@ -1,0 +1,1 @@
+"""Describes a catalogue: its header, parts, modules, tensors, sharding and optimizers."""

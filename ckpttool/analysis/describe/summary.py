@@ -1,0 +1,192 @@
+"""Summarises a catalogue for `inspect`: headline, parts, module trees, objects, warnings."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+
+from ckpttool.analysis.describe import module_tree
+from ckpttool.analysis.describe.copies import note_copies
+from ckpttool.analysis.describe.counters import note_counters
+from ckpttool.analysis.describe.format_value import peek
+from ckpttool.analysis.describe.headline import Headline, headline
+from ckpttool.analysis.describe.inventory import inventory
+from ckpttool.analysis.describe.optimizers import optimizers
+from ckpttool.analysis.describe.warnings import copies, findings
+from ckpttool.catalogue.aliases import find_aliases
+from ckpttool.catalogue.counters import epoch, step
+from ckpttool.catalogue.entries import KINDS, Catalogue, Entry, Object, Part, Path, Tensor, dotted
+from ckpttool.catalogue.models import Models, models
+from ckpttool.catalogue.protocols import Source
+from ckpttool.catalogue.shown import LIMIT, shown
+from ckpttool.text import ranges
+
+DEPTH = 4
+
+
+@dataclass(slots=True)
+class PartLine:
+    """`PartLine(Part("model", ("model",)), 19, 1250, 5000, {"float32": 4992, "int64": 8}, 0, 1240)`: tensors, elements
+    and bytes (tied ones once), bytes by dtype, objects; the parameters of a model and, if it is an average, of which
+    model; the models of an optimizer."""
+
+    part: Part
+    tensors: int = 0
+    elements: int = 0
+    nbytes: int = 0
+    dtypes: dict[str, int] = field(default_factory=dict)
+    objects: int = 0
+    parameters: int | None = None
+    average_of: Part | None = None
+    optimizer_of: list[Part] = field(default_factory=list)
+
+
+@dataclass(frozen=True, slots=True)
+class ObjectLine:
+    """`ObjectLine("scheduler.last_epoch", "3", 1)`; `times` > 1 for neighbours whose names differ in one number."""
+
+    name: str
+    text: str
+    times: int = 1
+
+
+@dataclass(slots=True)
+class Summary:
+    """What `inspect` prints. `holds` is what there is, in one line; `internal` are attributes that a scheduler keeps
+    for itself; `damage` is what stops every operation but `inspect`."""
+
+    headline: Headline
+    holds: str
+    parts: list[PartLine]
+    trees: list[tuple[Part, list[module_tree.Line]]]
+    objects: list[ObjectLine]
+    internal: list[ObjectLine]
+    ties: list[tuple[str, str]]
+    damage: list[str]
+    warnings: list[str]
+
+
+def summarise(catalogue: Catalogue, *, depth: int = DEPTH, limit: int = LIMIT) -> Summary:
+    """Summarise a catalogue. `depth` is the levels of the module trees, `limit` the characters of a value."""
+    aliases = find_aliases(catalogue.tensors)
+    by_part = _by_part(catalogue)
+    every = models(catalogue)
+    found = _headline(catalogue, every, aliases)
+    tables = [optimizer.table for optimizer in found.optimizers if optimizer.table is not None]
+    shown = {path for table in tables for path in table.paths}
+    values = (e for entries in by_part.values() for e in entries if isinstance(e, Object) and e.path not in shown)
+    rest: dict[bool, list[Object]] = {False: [], True: []}
+    for value in values:
+        rest[_is_internal(value)].append(value)
+    trees = {p: [e for e in by_part[p] if isinstance(e, Tensor)] for p in by_part if p.kind == "model"}
+    return Summary(
+        headline=found,
+        holds=inventory(catalogue, every, found.optimizers, found.step, {*aliases, *copies(catalogue)}),
+        parts=_parts(by_part, every, aliases),
+        trees=[(part, module_tree.lines(tensors, part.root, aliases, depth)) for part, tensors in trees.items()],
+        objects=_folded(ObjectLine(e.name, value_text(e, catalogue, limit)) for e in rest[False]),
+        internal=[ObjectLine(e.name, value_text(e, catalogue, limit)) for e in rest[True]],
+        ties=[(dotted(path), dotted(kept)) for path, kept in aliases.items()],
+        damage=damage(catalogue),
+        warnings=[str(w) for w in (*catalogue.warnings, *findings(catalogue, aliases)) if w.kind != "damaged"],
+    )
+
+
+def damage(catalogue: Catalogue) -> list[str]:
+    """Return what is wrong with the checkpoint; nothing where everything but its bytes is sound."""
+    return [str(warning) for warning in catalogue.warnings if warning.kind == "damaged"]
+
+
+def _is_internal(entry: Object) -> bool:
+    key = entry.path[-1] if entry.path else None
+    return entry.part.kind == "scheduler" and isinstance(key, str) and key.startswith("_") and key != "_last_lr"
+
+
+def head(catalogue: Catalogue, source: Source | None) -> tuple[Headline, list[PartLine]]:
+    """Return the headline, and a line for each part. Its `source`, if it is still open, says first which weights are
+    stored twice, and what its counters are; of a catalogue that `inspect` returned this is known."""
+    if source is not None:
+        note_copies(source)
+        note_counters(source)
+    aliases = find_aliases(catalogue.tensors)
+    every = models(catalogue)
+    return _headline(catalogue, every, aliases), _parts(_by_part(catalogue), every, aliases)
+
+
+def _headline(catalogue: Catalogue, every: Models, aliases: Mapping[Path, Path]) -> Headline:
+    entries = [entry for entry in catalogue.entries.values() if entry.part.kind == "optimizer"]
+    tied = {*aliases, *copies(catalogue)}
+    return headline(
+        catalogue, every, optimizers(entries, catalogue.entries, aliases), step(catalogue), tied, epoch(catalogue)
+    )
+
+
+def _by_part(catalogue: Catalogue) -> dict[Part, list[Entry]]:
+    by_part: dict[Part, list[Entry]] = {}
+    for entry in catalogue.entries.values():
+        by_part.setdefault(entry.part, []).append(entry)
+    return {part: by_part[part] for part in sorted(by_part, key=lambda part: KINDS.index(part.kind))}
+
+
+def _parts(by_part: Mapping[Part, Iterable[Entry]], every: Models, aliases: Mapping[Path, Path]) -> list[PartLine]:
+    lines = {part: _part(part, entries, aliases) for part, entries in by_part.items()}
+    for model in every.models:
+        line = lines[model.part]
+        line.parameters = sum(tensor.numel for tensor in model.parameters(aliases))
+        line.average_of = model.average_of
+    for part, owners in every.optimizer_of.items():
+        lines[part].optimizer_of = owners
+    return [*lines.values()]
+
+
+def _part(part: Part, entries: Iterable[Entry], aliases: Mapping[Path, Path]) -> PartLine:
+    line = PartLine(part)
+    for entry in entries:
+        if isinstance(entry, Object):
+            line.objects += 1
+            continue
+        line.tensors += 1
+        line.dtypes.setdefault(entry.dtype.name, 0)
+        if entry.path not in aliases:
+            line.elements += entry.numel
+            line.nbytes += entry.nbytes
+            line.dtypes[entry.dtype.name] += entry.nbytes
+    line.dtypes = dict(sorted(line.dtypes.items(), key=lambda item: -item[1]))
+    return line
+
+
+def value_text(entry: Object, catalogue: Catalogue, limit: int = LIMIT) -> str:
+    """Return one line for an object's value; its size where it is large, the reason where it cannot be read."""
+    value, instead = peek(entry)
+    return shown(value, catalogue.entries, limit) if instead is None else instead
+
+
+_NUMBER = re.compile(r"\d+")
+
+
+def _folded(lines: Iterable[ObjectLine]) -> list[ObjectLine]:
+    """Fold neighbours with equal values whose names differ in one number to one line: `state.0-7.step`."""
+    runs: list[tuple[list[ObjectLine], int | None]] = []  # with the number that differs
+    for line in lines:
+        run, place = runs[-1] if runs else ([], None)
+        differing = _differing(run[0].name, line.name) if run and run[0].text == line.text else None
+        if differing is not None and place in (None, differing):
+            run.append(line)
+            runs[-1] = run, differing
+        else:
+            runs.append(([line], None))
+    return [run[0] if place is None else _run(run, place) for run, place in runs]
+
+
+def _differing(a: str, b: str) -> int | None:
+    """Return which number of two names differs, when nothing else does."""
+    pairs = zip(_NUMBER.findall(a), _NUMBER.findall(b), strict=False)
+    differing = [i for i, (x, y) in enumerate(pairs) if x != y] if _NUMBER.sub("#", a) == _NUMBER.sub("#", b) else []
+    return differing[0] if len(differing) == 1 else None
+
+
+def _run(lines: list[ObjectLine], place: int) -> ObjectLine:
+    numbers = ranges((int(_NUMBER.findall(line.name)[place]) for line in lines), ",", module_tree.RANGES)
+    name, at = lines[0].name, list(_NUMBER.finditer(lines[0].name))[place]
+    return ObjectLine(name[: at.start()] + numbers + name[at.end() :], lines[0].text, len(lines))

@@ -1,0 +1,1 @@
+"""Statistics of tensors, collected in one pass and in constant memory."""

@@ -1,0 +1,1 @@
+"""What a released model is: its names, its configuration, its files, and how others become it."""

@@ -1,0 +1,1 @@
+"""Whether a checkpoint fits a released model: names, shapes, dtypes and values."""

@@ -1,0 +1,181 @@
+"""`check`: does the model of a checkpoint fit a reference, by names, shapes and dtypes, and by samples of its values?
+
+The names are those that `export` would write. Of the reference only what its headers say is read, or `config.json`.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from typing import ClassVar
+
+from ckpttool.analysis.result import Result
+from ckpttool.catalogue.entries import Catalogue
+from ckpttool.catalogue.patterns import several
+from ckpttool.errors import DIFFERS, DONE
+from ckpttool.layout.key_maps import apply
+from ckpttool.layout.selection import Selection
+from ckpttool.layout.views import Viewed
+from ckpttool.models import key_maps, select_model
+from ckpttool.models import reference as references
+from ckpttool.models.fitting import names, values
+from ckpttool.models.fitting.names import Mismatch
+from ckpttool.models.reference import Known, Reference
+from ckpttool.operations import arguments
+from ckpttool.producers.open import naming, notes_of_run, opened
+from ckpttool.storage import stores
+from ckpttool.text import plural
+from ckpttool.transfer.execute import DEFAULT_THREADS
+from ckpttool.transfer.threads import Progress
+
+__all__ = ["Checked", "Mismatch", "check"]
+
+
+@dataclass(slots=True, repr=False)
+class Checked(Result):
+    """The result of a check."""
+
+    command: ClassVar[str] = "check"
+
+    source: str  #: path of the checkpoint, as it was typed
+    against: str  #: path of the reference, as it was typed
+    tensors: int = 0  #: number of tensors of the model
+    reference_tensors: int = 0  #: number of tensors of the reference
+    matched: int = 0  #: number of tensors with the same name and shape in both
+    key_map: str = ""  #: key map that was applied, or empty
+    mismatches: list[Mismatch] = field(default_factory=list)  #: in what the model does not fit, the gravest first
+    compared: int = 0  #: number of tensors of which values were compared (`--content`)
+    similarity: float | None = None  #: lowest cosine of them; null without any
+    notes: list[str] = field(default_factory=list)  #: remarks, such as which checkpoint of a run was read
+    seconds: float = 0.0  #: duration
+
+    @property
+    def verdict(self) -> str:
+        """`fits`, or `differs` if the reference's names or shapes are not the model's."""
+        return "differs" if any(one.fails for one in self.mismatches) else "fits"
+
+    @property
+    def message(self) -> str:
+        """The verdict in a sentence."""
+        of = f"{self.matched:,} of {plural(self.reference_tensors, 'tensor')}"
+        if self.verdict == "fits":
+            return f"{self.source} fits {self.against}: {of}"
+        kinds = dict.fromkeys(one.kind for one in self.mismatches if one.fails)
+        return f"{self.source} does not fit {self.against}: {of} match; {', '.join(kinds)}"
+
+    @property
+    def exit_code(self) -> int:
+        """1 if the model does not fit."""
+        return DIFFERS if self.verdict == "differs" else DONE
+
+
+def check(
+    src: str | os.PathLike[str],
+    against: str | os.PathLike[str],
+    *,
+    only: str | Sequence[str] = (),
+    exclude: str | Sequence[str] = (),
+    rename: str | Sequence[str] = (),
+    strip_wrappers: bool = False,
+    strip_prefix: str | None = None,
+    key_map: str | None = None,
+    content: bool = False,
+    shapes: str | None = None,
+    threads: int | None = None,
+    progress: Progress | None = None,
+) -> Checked:
+    """Return in what the model of the checkpoint `src` does not fit the reference `against`.
+
+    Args:
+        src: a checkpoint of any format.
+        against: a checkpoint of any format or `hf://org/name`, of which only headers are read; or a `config.json`, of
+            which transformers makes the model without weights.
+        only: the model, if there are several: its key.
+        exclude: globs of tensors to leave out.
+        rename: rules `OLD=NEW` for names of `src`.
+        strip_wrappers: whether to remove `module.`, `_orig_mod.` and the like from names.
+        strip_prefix: a prefix to remove from names.
+        key_map: name of a key map, or its file; by default the one that fits, as `export` does; `"none"` for none.
+        content: whether to compare samples of the values too.
+        shapes: a checkpoint or JSON file with the shapes of parameters, for FSDP1 flat parameters.
+        threads: how many threads read.
+        progress: called with bytes done and in all, from this thread.
+
+    Raises:
+        UsageError: if there is no model in either, or the options do not fit.
+        ReadError: if there is no checkpoint at `src` or `against`, or it cannot be read.
+        CorruptError: if one of them is damaged.
+    """
+    began = time.monotonic()
+    result = Checked(os.fspath(src), os.fspath(against))
+    selected = arguments.selection(only, (), (), exclude, rename, strip_wrappers, strip_prefix)
+    with ExitStack() as stack:
+        reference = references.read(stack, result.against)
+        with naming(result.source):
+            source = stack.enter_context(opened(result.source, shapes))
+            result.notes += [*reference.notes, *notes_of_run(source.catalogue, result.source)]
+            viewed = Viewed(source)
+            model = _model(viewed, selected, key_map, reference, result)
+        known = {tensor.name: Known.of(tensor) for tensor in model.tensors}
+        new_names, prefix = names.without_prefix(known, reference.known)
+        known = {new_names[name]: one for name, one in known.items()}
+        for one in known.values():
+            one.tied_to = new_names.get(one.tied_to, one.tied_to) if one.tied_to is not None else None
+        result.mismatches += [prefix] if prefix is not None else []
+        result.mismatches += names.mismatches(known, reference.known, ties_words=reference.assets.ties_words)
+        result.tensors, result.reference_tensors = len(known), len(reference.known)
+        fitting = [n for n, one in known.items() if n in reference.known and one.shape == reference.known[n].shape]
+        result.matched = len(fitting)
+        if content:
+            result.mismatches += _content(model, new_names, {*fitting}, viewed, reference, result, threads, progress)
+    result.mismatches.sort(key=Mismatch.order)
+    result.seconds = time.monotonic() - began
+    return result
+
+
+def _model(
+    viewed: Viewed, selected: Selection, key_map: str | None, reference: Reference, result: Checked
+) -> Catalogue:
+    model = select_model.renamed(select_model.model_of(viewed.catalogue, several(selected.only)), selected)
+    own = [tensor.name for tensor in model.tensors]
+    chosen = key_maps.chosen(key_map, own, reference.config, reference=[*reference.known])
+    if chosen is None:
+        return model
+    result.key_map = chosen.name
+    facts = key_maps.facts(reference.config, reference.assets.head_dim)
+    return apply(chosen, model, viewed, facts)[0]
+
+
+def _content(
+    model: Catalogue,
+    new_names: dict[str, str],
+    fitting: set[str],
+    viewed: Viewed,
+    reference: Reference,
+    result: Checked,
+    threads: int | None,
+    progress: Progress | None,
+) -> list[Mismatch]:
+    source = reference.with_values()
+    pairs = [
+        values.Pair(name, tensor.origin or tensor, reference.tensors[name].origin or reference.tensors[name])
+        for tensor in model.tensors
+        if (name := new_names[tensor.name]) in fitting
+    ]
+    sources, count = (viewed, source), threads or DEFAULT_THREADS
+    similarities = values.compare(pairs, sources, count, progress)
+    result.compared = len(similarities)
+    result.similarity = min((one.lowest for one in similarities), default=None)
+    found = list(values.judged(similarities))
+    named = {name for one in found for name in one.names}
+    # From scratch, nothing is like anything.
+    for rows in values.vectors(pairs, sources) if any(map(values.same, similarities)) else ():
+        found += [one for one in values.judged_vectors(rows) if named.isdisjoint(one.names)]
+    if all(stores.locate(file.location).store.is_local for file in viewed.catalogue.own_files):
+        found += values.nonfinite(pairs, sources, count, progress)
+    else:
+        result.notes.append(f"`{result.source}` is not on this machine: NaN outside of the samples is not seen")
+    return found

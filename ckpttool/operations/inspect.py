@@ -1,0 +1,110 @@
+"""`inspect`: what the index of a checkpoint says, without reading its weights."""
+
+from __future__ import annotations
+
+import os
+
+from ckpttool.analysis.describe.copies import note_copies
+from ckpttool.analysis.describe.counters import note_counters
+from ckpttool.catalogue.entries import Catalogue, File, Tensor
+from ckpttool.catalogue.validation import validate
+from ckpttool.catalogue.warning import Kind, Warning
+from ckpttool.errors import CkptError, CorruptError
+from ckpttool.producers.foreign.recognition import Recognition, UnsupportedError
+from ckpttool.producers.open import opened
+from ckpttool.storage.stores import locate
+from ckpttool.text import plural, some
+
+
+def inspect(path: str | os.PathLike[str], *, shapes: str | None = None) -> Catalogue:
+    """Return everything that the index of the checkpoint at `path` says, without reading a weight or running anything.
+
+    What is damaged is in the `warnings`. Of a checkpoint of another tool that is recognised and not opened,
+    `facts["recognised"]` alone says what it is.
+
+    Args:
+        path: a checkpoint of any format; of a run directory, its newest complete one.
+        shapes: a checkpoint or a JSON file with the names, shapes and order of the parameters, for FSDP1's flat
+            parameters and optimizers keyed by numbers.
+
+    Raises:
+        ReadError: if there is no checkpoint at `path`, or it cannot be read.
+        CorruptError: if its index cannot be read.
+    """
+    try:
+        opening = opened(os.fspath(path), shapes)
+    except UnsupportedError as error:
+        return _unopened(os.fspath(path), error.recognition)
+    with opening as source:
+        catalogue = source.catalogue
+        try:
+            validate(catalogue)
+        except CkptError as error:
+            # What is wrong stops a conversion; whoever looks wants to see the rest all the same.
+            faults = _truncated(catalogue, catalogue.faults or [error])
+            unread = [fault for fault in faults if "needs" in fault.facts]  # something else is missing, not a byte
+            damaged = _folded([fault for fault in faults if fault not in unread])
+            catalogue.warnings[:0] = [
+                *(Warning("damaged", f"damaged: {text}") for text in damaged),
+                *(Warning(_unread_kind(fault), f"{fault.message}; {fault.hint}") for fault in unread),
+            ]
+        note_copies(source)
+        note_counters(source)
+        return catalogue
+
+
+def _truncated(catalogue: Catalogue, faults: list[CkptError]) -> list[CkptError]:
+    """Return the faults, with one for all that lies behind the end of a truncated file. The warning of the objects that
+    do is taken out of the catalogue."""
+    cut = [fault for fault in faults if fault.facts.keys() >= {"file", "offset", "nbytes"}]
+    for fault in cut[:1]:
+        place, file = next(((i, f) for i, f in enumerate(catalogue.files) if f.name == fault.facts["file"]), (-1, None))
+        if file is None or fault.facts["offset"] + fault.facts["nbytes"] <= file.size:
+            continue
+        warning = next((w for w in catalogue.warnings if w.kind == "unreadable" and w.file == file.name), None)
+        lost = sum(_ends_behind(tensor, place, file.size) for tensor in catalogue.tensors)
+        if warning is None and lost < 2:
+            continue
+        counts = [plural(lost, "tensor")]
+        if warning is not None:
+            catalogue.warnings.remove(warning)
+            counts.append(plural(len(warning.names), "object"))
+        message = f"`{file.name}`: truncated at {file.size:,} bytes: {' and '.join(counts)} lie behind its end"
+        faults = [CorruptError(message, hint=fault.hint, file=file.name), *(one for one in faults if one is not fault)]
+    return faults
+
+
+def _ends_behind(tensor: Tensor, file: int, size: int) -> bool:
+    chunks = tensor.chunks
+    places = zip(chunks.file, chunks.offset, chunks.nbytes, strict=True)
+    return any(own == file and offset + nbytes > size for own, offset, nbytes in places)
+
+
+def _unread_kind(fault: CkptError) -> Kind:
+    return "unknown-shape" if fault.facts["needs"] == "--shapes" else "lost-shards"
+
+
+def _unopened(path: str, recognition: Recognition) -> Catalogue:
+    location = locate(path)
+    catalogue = Catalogue(recognition.title)
+    if location.is_file():
+        sizes = {location.name: location.size()}
+    else:
+        sizes = {name: (location / name).size() for name in location.below()}
+    catalogue.files = [File(location / name, name, nbytes) for name, nbytes in sizes.items()]
+    recognition.annotate(catalogue)
+    return catalogue
+
+
+def _folded(faults: list[CkptError]) -> list[str]:
+    """Return what to say of faults; those with the same fact `alike`, what is wrong with each tensor, as one. Pure."""
+    groups: dict[object, list[CkptError]] = {}
+    for i, fault in enumerate(faults):
+        groups.setdefault(fault.facts.get("alike", i), []).append(fault)
+    return [
+        one.message
+        if not more
+        else f"{1 + len(more)} tensors {what}: "
+        f"{some([fault.facts['tensor'] for fault in (one, *more)])}; of the first: {one.message}"
+        for what, (one, *more) in groups.items()
+    ]

@@ -1,0 +1,159 @@
+"""`match`: how is each tensor of a reference made of those of a checkpoint? The answer is a key map.
+
+Of both, names and shapes are read, and values only to choose among the ways in which a tensor may be made.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+from ckpttool.analysis.result import Result
+from ckpttool.catalogue.patterns import several
+from ckpttool.errors import DIFFERS, DONE
+from ckpttool.layout.views import Viewed
+from ckpttool.models import key_maps, select_model
+from ckpttool.models import reference as references
+from ckpttool.models.matching import decide, models
+from ckpttool.models.matching.solve import Candidate, Open, Solution
+from ckpttool.models.reference import Reference
+from ckpttool.operations import arguments
+from ckpttool.producers.open import naming, notes_of_run, opened
+from ckpttool.storage import staging
+from ckpttool.storage.stores import local_path
+from ckpttool.text import plural
+from ckpttool.transfer.execute import DEFAULT_THREADS
+from ckpttool.transfer.threads import Progress
+
+__all__ = ["Candidate", "Matched", "Open", "match"]
+
+
+@dataclass(slots=True, repr=False)
+class Matched(Result):
+    """The result of a match: a key map, and what it leaves open."""
+
+    command: ClassVar[str] = "match"
+
+    source: str  #: path of the checkpoint, as it was typed
+    like: str  #: path of the reference, as it was typed
+    tensors: int = 0  #: number of tensors of the model
+    reference_tensors: int = 0  #: number of tensors of the reference
+    found: int = 0  #: number of tensors of the reference of which it is known how they are made
+    by: dict[str, int] = field(default_factory=dict)  #: number of them by what decided, such as `words`
+    map: dict[str, Any] = field(default_factory=dict)  #: the key map, as its file has it
+    ambiguous: list[Open] = field(default_factory=list)  #: tensors of the reference that may be made in several ways
+    unmatched: list[Open] = field(default_factory=list)  #: tensors of the reference that nothing can make
+    assumed: list[Open] = field(default_factory=list)  #: tensors that are found, but may be transposed all the same
+    unused: list[str] = field(default_factory=list)  #: tensors of the checkpoint that no rule takes
+    compared: int = 0  #: number of tensors of which values were compared (`--content`)
+    destination: str | None = None  #: file of the map, if it was written
+    notes: list[str] = field(default_factory=list)  #: remarks, such as which checkpoint of a run was read
+    seconds: float = 0.0  #: duration
+
+    @property
+    def verdict(self) -> str:
+        """`found`, or `open` if something is ambiguous or unmatched."""
+        return "open" if self.ambiguous or self.unmatched else "found"
+
+    @property
+    def message(self) -> str:
+        """The verdict in a sentence."""
+        text = f"{self.found:,} of {plural(self.reference_tensors, 'tensor')} of {self.like} are made of {self.source}"
+        for what, all_ in (("ambiguous", self.ambiguous), ("unmatched", self.unmatched)):
+            number = sum(len(one.names) for one in all_)
+            text += f"; {number:,} {what}" if number else ""
+        return text
+
+    @property
+    def exit_code(self) -> int:
+        """1 if something is ambiguous or unmatched."""
+        return DIFFERS if self.verdict == "open" else DONE
+
+
+def match(
+    src: str | os.PathLike[str],
+    like: str | os.PathLike[str],
+    *,
+    only: str | Sequence[str] = (),
+    exclude: str | Sequence[str] = (),
+    strip_wrappers: bool = False,
+    head_dim: int | None = None,
+    output: str | os.PathLike[str] | None = None,
+    overwrite: bool = False,
+    content: bool = False,
+    shapes: str | None = None,
+    threads: int | None = None,
+    progress: Progress | None = None,
+) -> Matched:
+    """Return how the tensors of the reference `like` are made of those of the checkpoint `src`: a key map.
+
+    Args:
+        src: a checkpoint of any format.
+        like: a checkpoint of any format or `hf://org/name`, of which only headers are read; or a `config.json`, of
+            which transformers makes the model without weights.
+        only: the model, if there are several: its key.
+        exclude: globs of tensors to leave out.
+        strip_wrappers: whether to remove `module.`, `_orig_mod.` and the like from names.
+        head_dim: the rows of an attention head; by default as the config of the reference says.
+        output: the file to write the map to.
+        overwrite: whether to replace that file.
+        content: whether to choose among the ways in which a tensor may be made by samples of the values; those of a
+            fine-tune are like the reference's.
+        shapes: a checkpoint or JSON file with the shapes of parameters, for FSDP1 flat parameters.
+        threads: how many threads read.
+        progress: called with bytes done and in all, from this thread.
+
+    Raises:
+        UsageError: if there is no model in either, or the options do not fit.
+        ReadError: if there is no checkpoint at `src` or `like`, or it cannot be read.
+        CorruptError: if one of them is damaged.
+        OverwriteError: if `output` exists.
+    """
+    began = time.monotonic()
+    result = Matched(os.fspath(src), os.fspath(like), destination=arguments.path(output))
+    if result.destination is not None:
+        staging.check_free(result.destination, overwrite=overwrite, is_file=True)
+    selected = arguments.selection(only, (), (), exclude, (), strip_wrappers, None)
+    with ExitStack() as stack:
+        reference = references.read(stack, result.like)
+        with naming(result.source):
+            source = stack.enter_context(opened(result.source, shapes))
+            result.notes += [*reference.notes, *notes_of_run(source.catalogue, result.source)]
+            viewed = Viewed(source)
+            model = select_model.model_of(viewed.catalogue, several(selected.only))
+            model = select_model.renamed(model, selected)
+        rows = head_dim or reference.assets.head_dim
+        solution = models.solved(model, viewed, reference, reference.config, rows)
+        if content:
+            facts = key_maps.facts(reference.config, rows)
+            how = threads or DEFAULT_THREADS, progress
+            result.compared = decide.by_content(solution, model.tensors, viewed, reference, facts, *how)
+        _fill(result, solution, reference)
+    result.tensors = len(model.tensors)
+    if result.destination is not None:
+        with local_path(result.destination).stage(overwrite=overwrite, is_file=True) as stage:
+            local_path(stage.path).put(f"{text(result.map)}\n".encode())
+    result.seconds = time.monotonic() - began
+    return result
+
+
+def text(keymap: Mapping[str, Any]) -> str:
+    """Return a key map as its file has it: one line for each rule."""
+    head = "".join(f"  {json.dumps(key)}: {json.dumps(value)},\n" for key, value in keymap.items() if key != "rules")
+    rules = ",\n".join(f"    {json.dumps(rule)}" for rule in keymap["rules"])
+    rules = f"[\n{rules}\n  ]" if rules else "[]"
+    return f'{{\n{head}  "rules": {rules}\n}}'
+
+
+def _fill(result: Matched, solution: Solution, reference: Reference) -> None:
+    result.reference_tensors = len(reference.known)
+    result.by = models.counts(solution)
+    result.found = sum(result.by.values())
+    result.map = models.key_map(solution, f"{result.source} as {result.like}", reference.config)
+    result.ambiguous, result.unmatched, result.unused = solution.ambiguous, solution.unmatched, solution.unused
+    result.assumed = solution.assumed

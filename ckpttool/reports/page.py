@@ -1,0 +1,221 @@
+"""Renders pages about checkpoints as one HTML file: `page.html.j2` with `style.css`, `script.js` and the document as
+JSON. A `Book` is what the commands fill in; its first page and its chapters are made of sections, the others are drawn
+by the script."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import json
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from ckpttool.analysis.describe.sharding import bytes_per_rank, overview
+from ckpttool.analysis.describe.summary import head
+from ckpttool.analysis.statistics.findings import Finding
+from ckpttool.analysis.statistics.results import Stats
+from ckpttool.catalogue.entries import Catalogue
+from ckpttool.catalogue.protocols import Source
+from ckpttool.producers.open import chosen_of_run
+from ckpttool.reports.charts import Chart
+from ckpttool.reports.document import Figures, document
+from ckpttool.reports.templates import environment, verbatim
+from ckpttool.text import size
+from ckpttool.version import __version__
+
+PAGES = {
+    "summary": "Summary",
+    "matrix": "Layers",
+    "tensor": "Tensors",
+    "sharding": "Sharding",
+    "after": "After",
+    "bytes": "Bytes",
+    "steps": "Steps",
+    "experts": "Experts",
+}
+"""The pages of a file, by their names in its addresses."""
+
+_MILD = ("moments", "zeros", "rank")
+# What ends a script or starts a comment in one, and the line ends of old JavaScript.
+_ESCAPES = {ord(sign): f"\\u{ord(sign):04x}" for sign in "<>&\u2028\u2029"}
+
+
+@dataclass(slots=True)
+class Item:
+    """One of several findings: `Item("nan", "`model.w`: 3 of 8 elements are NaN", "model.w", grave=True)`."""
+
+    kind: str
+    message: str
+    name: str = ""
+    grave: bool = False
+
+
+class Prose(str):
+    """A fact or a cell in which names stand in backticks."""
+
+    in_prose = True
+
+
+class Mark(NamedTuple):
+    """A fact or a cell that says what came of a check: `Mark("equal", True)`, `Mark("not checked", None)`."""
+
+    word: str
+    passed: bool | None
+
+
+@dataclass(slots=True)
+class Section:
+    """A section of a page: a lead, findings, facts, charts, a table, and texts that unfold under their titles. In the
+    table, the columns in `numbers` are numbers and each row has a bar as long as its number in `bars`. `note` stands
+    below, and `good` in place of findings. A section without any of these is left out."""
+
+    title: str
+    items: Sequence[Item] = ()
+    facts: Sequence[tuple[str, str | Mark]] = ()
+    headers: Sequence[str] = ()
+    rows: Sequence[Sequence[str | Mark]] = ()
+    numbers: Collection[int] = ()
+    bars: Sequence[int] = ()
+    good: str = ""
+    note: str = ""
+    lead: str = ""
+    charts: Sequence[Chart] = ()
+    logs: Sequence[tuple[str, str]] = ()
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether there is nothing below the title."""
+        return not (self.lead or self.items or self.good or self.facts or self.charts or self.rows or self.logs)
+
+
+@dataclass(slots=True)
+class Book:
+    """What the pages of a file are about: a checkpoint, its tensors as rows of `stats`, and what was found. `chapters`
+    are pages of sections by their titles."""
+
+    command: str
+    path: str
+    title: str
+    stats: Stats
+    catalogue: Catalogue
+    sections: list[Section] = field(default_factory=list)
+    chapters: Mapping[str, Sequence[Section]] = field(default_factory=dict)
+    verdict: str = ""  # a sentence
+    detail: str = ""  # another one below it
+    is_good: bool | None = True  # None is neither
+    figures: Figures | None = None
+    columns: Sequence[str] | None = None  # statistics to draw; all without any
+    after: Catalogue | None = None
+    hyperparameters: Sequence[Mapping[str, str]] = ()
+
+    @property
+    def pages(self) -> dict[str, str]:
+        """The pages that have something to show, with their titles."""
+        rows = self.stats.tensors
+        absent = {"steps"} if len(self.stats.steps) < 2 else set()
+        absent |= {"experts"} if not any(row.expert for row in rows) else set()
+        absent |= {"after"} if self.after is None else set()
+        absent |= {*PAGES} - {"summary"} if not rows else set()
+        titles = PAGES | ({"sharding": "Before"} if self.after is not None else {})
+        drawn = {name: title for name, title in titles.items() if name not in absent}
+        chapters = {title.lower(): title for title, sections in self.chapters.items() if _filled(sections)}
+        return {"summary": drawn.pop("summary"), **chapters, **drawn}
+
+
+def render(book: Book) -> str:
+    """Return one self-contained HTML file, light and dark."""
+    drawn = document(book.stats, book.catalogue, figures=book.figures, columns=book.columns, after=book.after)
+    if drawn["steps"]:
+        drawn["steps"]["hyperparameters"] = book.hyperparameters
+    templates = environment(__package__)
+    script = _text(templates, "script.js")
+    digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
+    return templates.get_template("page.html.j2").render(
+        book=book,
+        version=__version__,
+        style=verbatim(_text(templates, "style.css")),
+        script=verbatim(script),
+        digest=digest,
+        data=verbatim(json_in_html(drawn)),
+    )
+
+
+def json_in_html(value: Any) -> str:
+    """Return a value as JSON that can stand in a script element: no text in it ends that."""
+    return json.dumps(value, separators=(",", ":")).translate(_ESCAPES)
+
+
+def _filled(sections: Iterable[Section]) -> bool:
+    return not all(section.is_empty for section in sections)
+
+
+def _text(templates: Any, name: str) -> str:
+    source: str = templates.loader.get_source(templates, name)[0]
+    return source
+
+
+# Sections that commands share -----------------------------------------------------------------------------------------
+
+
+def findings_section(findings: Sequence[Finding], good: str) -> Section:
+    """Return what stands out."""
+    items = [Item(one.kind, one.message, (one.names or [""])[0], one.kind not in _MILD) for one in findings]
+    return Section("Findings", items, good=good)
+
+
+def checkpoint_sections(
+    catalogue: Catalogue, source: Source | None, more: Sequence[tuple[str, str]] = (), *, without: Collection[str] = ()
+) -> list[Section]:
+    """Return the sections on what a checkpoint is: warnings `without` some kinds, facts and `more` of them, parts,
+    ranks and files. `source` is None of a catalogue that `inspect` returned."""
+    headline, parts = head(catalogue, source)
+    loads = bytes_per_rank(catalogue) or []
+    files = sorted(catalogue.own_files, key=lambda file: -file.size)
+    writer = catalogue.facts.get("writer")
+    facts = [
+        ("run", Prose("; ".join(chosen_of_run(catalogue)))),
+        ("format", catalogue.format),
+        ("written by", str(writer) if writer else ""),
+        ("step", "" if headline.step is None else f"{headline.step:,}"),
+        ("ranks", f"{catalogue.world_size:,}" if catalogue.world_size > 1 else ""),
+        ("sharding", overview(catalogue)),
+        *more,
+    ]
+    return [
+        Section("Warnings", [Item(one.kind, str(one)) for one in catalogue.warnings if one.kind not in without]),
+        Section("Checkpoint", facts=[(name, value) for name, value in facts if value]),
+        Section(
+            "Parts",
+            headers=("part", "tensors", "elements", "bytes", "objects", "dtypes"),
+            rows=[
+                (
+                    *(str(line.part), f"{line.tensors:,}", f"{line.elements:,}", size(line.nbytes)),
+                    *(f"{line.objects:,}", ", ".join(f"{name} {size(n)}" for name, n in line.dtypes.items())),
+                )
+                for line in parts
+            ],
+            numbers=(1, 2, 3, 4),
+        ),
+        Section(
+            "Bytes of each rank",
+            headers=("rank", "bytes"),
+            rows=[(f"rank {rank}", size(load)) for rank, load in enumerate(loads)],
+            numbers=(1,),
+            bars=loads,
+        ),
+        Section(
+            "Files",
+            headers=("file", "rank", "bytes"),
+            rows=[
+                (
+                    file.name,
+                    "" if file.rank is None else f"rank {file.rank}",
+                    "missing" if file.missing else size(file.size),
+                )
+                for file in files
+            ],
+            numbers=(2,),
+            bars=[file.size for file in files],
+        ),
+    ]

@@ -1,0 +1,124 @@
+"""Compares what the hook observed in each step of two runs, and names the first difference: `--observe`.
+
+In the order in which a step happens: the batch of each rank, the loss, the norm of the gradient, the learning rate,
+the parameters after the step, the RNG states after it.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any
+
+from ckpttool.resume.run.inject import Hooked, Observed
+from ckpttool.resume.run.results import Report
+from ckpttool.resume.trial.results import Compared, Finding
+
+_SEEN: dict[str, Callable[[Observed], Any]] = {
+    # What was trained on: some loaders fetch a batch ahead, and two in the first step after a resume.
+    "next batch": lambda one: one.batch or one.fetched,
+    "loss": lambda one: one.loss,
+    "gradient norm": lambda one: one.gradient_norm,
+    "learning rate": lambda one: one.lr,
+    "parameters": lambda one: one.parameters,
+    "RNG state": lambda one: one.rng,
+}
+Steps = Mapping[tuple[int, int, int], Observed]
+
+
+def by_step(hooked: Hooked, offset: int, until: int) -> dict[tuple[int, int, int], Observed]:
+    """Return the steps of a run by step, rank and optimizer; `offset` is the step at which it began.
+
+    A step without a batch and a loss trains nothing: DCP takes one to create the state of an optimizer that it loads.
+    """
+    found = {}
+    for rank, steps in hooked.steps.items():
+        numbers: dict[int, int] = defaultdict(lambda: offset)
+        for one in steps:
+            if one.loss is None and one.batch is None:
+                continue
+            numbers[one.optimizer] += 1
+            if numbers[one.optimizer] <= until:
+                found[numbers[one.optimizer], rank, one.optimizer] = one
+    return found
+
+
+def unrepeated(one: Steps, other: Steps) -> dict[str, int]:
+    """Return what differs between two runs of the same steps, with the first step."""
+    found: dict[str, int] = {}
+    for key in sorted(one.keys() & other.keys()):
+        for title, of in _SEEN.items():
+            if repr(of(one[key])) != repr(of(other[key])):
+                found.setdefault(title, key[0])
+    return found
+
+
+def compare_observed(report: Report, before: Steps, after: Steps, excused: Mapping[str, int]) -> str | None:
+    """Add rows and a finding for the first difference of B, and return what it says of the cause."""
+    # What draws no number in the training needs not be restored: few scripts use numpy's or Python's own.
+    drawn = {
+        (key[1], name)
+        for key, one in before.items()
+        for name, digest in one.rng.items()
+        if any(key[1] == other[1] and digest != state.rng.get(name) for other, state in before.items())
+    }
+    before, after = (
+        {
+            key: replace(one, rng={name: one.rng[name] for name in one.rng if (key[1], name) in drawn})
+            for key, one in steps.items()
+        }
+        for steps in (before, after)
+    )
+    first: tuple[int, int, str, tuple[int, int, int]] | None = None
+    shared = sorted(before.keys() & after.keys())
+    for order, (title, of) in enumerate(_SEEN.items()):
+        wrong = [key for key in shared if repr(of(before[key])) != repr(of(after[key]))]
+        since = excused.get(title)
+        counted = [key for key in wrong if since is None or key[0] < since]
+        equal = False if counted else None if wrong or not shared else True
+        message = "of each rank, observed" if len(counted) == len(wrong) else "A2 differs from A"
+        row = Compared(f"observed: {title}", "B", "A", len(shared), len(wrong), message, equal)
+        report.compared.append(row)
+        if counted:
+            first = min(filter(None, (first, (counted[0][0], order, title, counted[0]))))
+    if first is None:
+        return None
+    step, _, title, key = first
+    was, now = _SEEN[title](before[key]), _SEEN[title](after[key])
+    values = f": {now!r} and not {was!r}" if title in ("loss", "gradient norm", "learning rate") else ""
+    message = f"the {title} of rank {key[1]} differs from that of A{values}"
+    report.findings.insert(0, Finding(f"{title} differs", message, "B", rank=key[1], step=step))
+    return _cause(before, after, title, key)
+
+
+def _cause(before: Steps, after: Steps, title: str, key: tuple[int, int, int]) -> str | None:
+    """Return what the first difference says of the cause."""
+    step, rank, _ = key
+    was, now = before[key], after[key]
+    if title == "next batch":
+        same = [one for one in before if _batch(before[one]) == _batch(now)]
+        if any(one[0] == step for one in same):
+            return f"rank {rank} has the batch of rank {next(one[1] for one in same if one[0] == step)} in step {step}"
+        if same:
+            restarted = "restarted" if same[0][0] <= 1 else f"is off by {same[0][0] - step:+d} steps"
+            return f"the data {restarted}: the batch of rank {rank} in step {step} is that of step {same[0][0]} of A"
+        return f"the data was not restored: the batch of rank {rank} in step {step} is another"
+    if title in ("loss", "gradient norm"):
+        if not _batch(was):  # it was not seen, and may be another
+            return None
+        if other := [one for one in now.rng if now.rng.get(one) != was.rng.get(one)]:
+            return (
+                f"the RNG state of rank {rank} was not restored ({', '.join(other)}): the same batch, another {title}"
+            )
+        return f"the weights or buffers of the model were not restored: the same batch, another {title} in step {step}"
+    if title == "learning rate":
+        return f"the learning rate was not restored: {now.lr} and not {was.lr} in step {step}"
+    if title == "parameters":
+        return f"the state of the optimizer was not restored: the same gradient, another update in step {step}"
+    which = [one for one in was.rng if was.rng.get(one) != now.rng.get(one)]
+    return f"the RNG state of rank {rank} was not restored ({', '.join(which)})"
+
+
+def _batch(one: Observed) -> Any:
+    return one.batch or tuple(one.fetched)

@@ -1,0 +1,299 @@
+"""The trial: train, save, resume, train on, and compare with the run that was not interrupted.
+
+    A         trains `steps`, saves, trains `more`
+    B         resumes from that save after its route, in processes of its own, and trains `more`
+    A2        only where B differs: A once more; what it does not repeat is the script's doing, and is not judged
+    control   only where the meshes of A and B differ, as a reference: torch's DCP resumes there from its own save of A
+    alone     only where gradients are checked: one rank, the parameters of A's end, all of its batches
+
+B's state must be A's, bit for bit. On the same mesh so must be its steps. On another mesh nothing is summed in the same
+order, and B's steps must be those of the control. With checkpoints given, each is resumed and must be as the first.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import time
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from ckpttool.errors import BUG, UsageError, require
+from ckpttool.layout.mesh import Mesh
+from ckpttool.resume.recipe import load_recipe
+from ckpttool.resume.scratch import kept_folder
+from ckpttool.resume.trial import arguments, compare, launch, state
+from ckpttool.resume.trial.diagnose import diagnose
+from ckpttool.resume.trial.job import BUILT, END, RESUMED, Job, Seen, read_seen
+from ckpttool.resume.trial.launch import Ended, Launcher, TorchrunLauncher, torchrun_world
+from ckpttool.resume.trial.results import Check, Report, Step
+from ckpttool.resume.trial.state import RecordedState
+from ckpttool.text import plural
+
+_RULES = {
+    "bitwise": "same mesh: the restored state, losses, gradient norms and parameters of B == those of A, bitwise",
+    "control": "mesh changed: restored state == A, later steps == a reference run (control) resumed by torch DCP on "
+    "the same mesh; drift from A is informational",
+    "checkpoints": "each checkpoint is resumed on the same mesh: state and steps == those of the first, bitwise",
+}
+_SEED = 20_240_607
+
+
+@dataclass(slots=True)
+class _Trial:
+    """A trial that is running. `base` is what the jobs of all runs have in common, and its folder that of the trial;
+    `states` are those that were read, by run and moment."""
+
+    base: Job
+    report: Report
+    launcher: Launcher
+    tell: Callable[[str], None]
+    seen: dict[str, list[Seen]] = field(default_factory=dict)
+    states: dict[tuple[str, str], RecordedState] = field(default_factory=dict)
+
+    def run(self, name: str, message: str, **more: Any) -> None:
+        """Start the ranks of a run and wait for them. Raises Ended."""
+        # What is not restored must not come out the same by chance: only A has this seed, and what repeats it.
+        seed = _SEED if name in ("A", "A2", "alone") else _SEED + 1_000
+        job = replace(self.base, folder=self.path(name), seed=seed, **more)
+        self.tell(f"run {name}: {message} on {plural(job.mesh.world, 'rank')}")
+        began = time.monotonic()
+        self.launcher.start(job, name)
+        seen = self.seen[name] = read_seen(job)
+        if not job.gradients_of:
+            run = compare.collect_run(name, job, seen, time.monotonic() - began)
+            run.started = self.launcher.message
+            self.report.runs.append(run)
+            self.report.deterministic = self.report.deterministic or seen[0].switched_on
+
+    def path(self, *names: str) -> str:
+        return os.path.join(self.base.folder, *names)
+
+    def state(self, run: str, moment: str) -> RecordedState:
+        """Return the state that a run recorded at a moment."""
+        if (run, moment) not in self.states:
+            self.states[run, moment] = state.read(self.path(run, moment), len(self.seen[run]))
+        return self.states[run, moment]
+
+    def steps(self, name: str) -> list[Step]:
+        """Return the steps of a run after the save."""
+        return next(run.steps for run in self.report.runs if run.name == name)[-self.base.after :]
+
+
+def trial(
+    recipe: str | os.PathLike[str],
+    checkpoints: Sequence[str | os.PathLike[str]] = (),
+    *,
+    world: int | None = None,
+    mesh: str | None = None,
+    via: str | Sequence[arguments.Step] = (),
+    to_world: int | None = None,
+    to_mesh: str | None = None,
+    steps: int = 4,
+    more: int = 4,
+    first_step: int | None = None,
+    device: str | None = None,
+    deterministic: bool = True,
+    gradients: bool = True,
+    limit: float = 300.0,
+    keep: str | os.PathLike[str] | None = None,
+    tell: Callable[[str], None] | None = None,
+) -> Report:
+    """Train, save, resume and train on, and compare every step. See `docs/reference/cli.md` for the options.
+
+    `via` may hold functions `f(source, destination)` beside the names of stages. `limit` is in seconds, for each phase
+    of a rank. `keep` is a folder for all that the runs leave behind, else it is removed. `tell` is called with a line
+    for each thing that is done. Raises the errors of `ckpttool.errors`; a run that hangs, or fails where A did not, is
+    a verdict and no error.
+    """
+    require("torch", "`verify-resume trial`")
+    began = time.monotonic()
+    if more < 1 or (steps < 1 and not checkpoints):
+        raise UsageError("at least one step is trained before the save and one after it", hint="`--steps 4 --more 4`")
+    if checkpoints and (via or to_world or to_mesh):
+        hint = "`--world` or `--mesh` sets the mesh on which all of them are resumed"
+        raise UsageError("`--via`, `--to-world` and `--to-mesh` cannot be used with checkpoints", hint=hint)
+    if torchrun_world() is None:
+        launch.prepare()
+    loaded = load_recipe(recipe)
+    own, onto = arguments.parse_meshes(loaded, world, mesh, to_world, to_mesh)
+    stages = arguments.parse_route(via, onto, other_mesh=own.size != onto.size)
+    device = arguments.parse_device(device, max(own.world, onto.world))
+    paths = [os.path.abspath(path) for path in checkpoints]
+    rule = "checkpoints" if checkpoints else "bitwise" if own.size == onto.size else "control"
+    report = Report(loaded.path, rule, _RULES[rule], device=device, steps_after=more)
+    report.steps_before = 0 if checkpoints else steps
+    report.folder = os.path.abspath(keep) if keep is not None else None
+    launcher = Launcher() if torchrun_world() is None else TorchrunLauncher(device)
+    with ExitStack() as stack:
+        folder = launcher.from_first(lambda: kept_folder(stack, keep, "ckpttool-trial-"))
+        base = Job(folder, loaded.path, own, device, deterministic=deterministic, limit=limit, after=more)
+        running = _Trial(base, report, launcher, tell or (lambda line: None))
+        if launcher.message != Launcher.message:
+            report.notes.append(f"every run is on {launcher.message}, not in fresh ones")
+        try:
+            if checkpoints:
+                _over_checkpoints(running, paths, first_step)
+            else:
+                _over_a_save(running, onto, stages, steps, _why_no_gradients(base, gradients))
+        except Ended as ended:
+            _fail(report, ended)
+        compare.judge(report)
+        report.verdict = launcher.from_first(lambda: report.verdict)
+    report.seconds = time.monotonic() - began
+    return report
+
+
+def _why_no_gradients(base: Job, wanted: bool) -> str:
+    if base.mesh.world == 1:
+        return "one rank reduces nothing"
+    if torchrun_world() is not None:
+        return "it takes a run on one rank, and torchrun started more"
+    return "" if wanted else "`--no-gradients`"
+
+
+# Runs -----------------------------------------------------------------------------------------------------------------
+
+
+def _over_a_save(
+    trial: _Trial, onto: Mesh, stages: Sequence[arguments.Stage], steps: int, why_no_gradients: str
+) -> None:
+    report, saved, other_mesh = trial.report, trial.path("saved"), trial.report.rule == "control"
+    native = trial.path("native") if other_mesh else None
+    what = f"trains {plural(steps, 'step')}, saves, trains {trial.base.after} more"
+    job = {"before": steps, "keep_gradients": not why_no_gradients}
+    trial.run("A", what, save=saved, save_natively=native, **job)
+    report.route = trial.launcher.from_first(lambda: arguments.follow(stages, saved, trial.path("route"), trial.tell))
+    source = report.route[-1].path if report.route else saved
+    trial.run("B", f"resumes from `{os.path.basename(source)}` and trains", mesh=onto, load=source)
+    if other_mesh:
+        try:
+            trial.run("control", "resumes by torch alone", mesh=onto, load=native, natively=True)
+        except Ended as ended:
+            # Where torch itself cannot resume, B is not at fault, and its steps are not compared.
+            if not ended.raised:
+                raise
+            report.notes.append(f"torch itself cannot resume on that mesh: {ended.failure.message}")
+    _check_gradients(trial, why_no_gradients)
+    _check_training(trial)
+    if trial.launcher.is_first:
+        reference = "control" if other_mesh else "A"
+        equal = _compare_states(trial, "A", "B")
+        rows, findings, drifts = len(report.compared), len(report.findings), len(report.drifts)
+        _compare_training(trial, "A", "B", reference, equal=equal)
+        is_off = len(report.findings) > findings or any(row.equal is False for row in report.compared[rows:])
+        if is_off and _repeats_differently(trial, {**job, "save_natively": native and trial.path("native-again")}):
+            del report.compared[rows:], report.findings[findings:], report.drifts[drifts:]
+            _compare_training(trial, "A", "B", reference, equal=equal)
+        for run in report.runs:
+            if run.name != "A2":
+                _check_shards(trial, run.name)
+
+
+def _repeats_differently(trial: _Trial, job: dict[str, Any]) -> bool:
+    """Run A once more, in fresh processes, and note what of it comes out differently. Return whether anything does."""
+    report = trial.report
+    if trial.launcher.message != Launcher.message:
+        return False  # processes that have trained before prove nothing
+    try:
+        trial.run("A2", "repeats A, as B differs from it,", save=trial.path("saved-again"), **job)
+    except Ended as ended:
+        report.notes.append(f"run A could not be repeated: {ended.failure.message}")
+        return False
+    ends = trial.state("A", END), trial.state("A2", END)
+    report.unrepeated = compare.unrepeated((trial.steps("A"), trial.steps("A2")), ends)
+    if not report.unrepeated:
+        report.notes.append("run A was repeated bit for bit (A2): what differs in B comes from the resume")
+    return bool(report.unrepeated)
+
+
+def _check_training(trial: _Trial) -> None:
+    """Raise UsageError if no step trains: then nothing would differ, whatever is restored."""
+    steps = trial.report.runs[0].steps
+    if len({step.digest for step in steps}) < 2:
+        raise UsageError(
+            f"`{trial.base.recipe}`: no step of {len(steps)} changed a parameter, so nothing can be shown",
+            hint="`step` takes a step of the optimizer that `build` returned; pass more `--steps` where the learning "
+            "rate begins at zero or a grad scaler skips the first ones",
+        )
+    step = next((step for step in steps if not math.isfinite(step.loss)), None)
+    if step is not None:
+        message = f"run A: the loss is {step.loss} in step {step.number}; where all values are NaN, no difference shows"
+        trial.report.notes.append(message)
+
+
+def _over_checkpoints(trial: _Trial, paths: Sequence[str], first_step: int | None) -> None:
+    names = [str(number) for number in range(1, len(paths) + 1)]
+    for name, path in zip(names, paths, strict=True):
+        trial.run(name, f"resumes from `{path}` and trains", load=path, first=first_step)
+    for name in names if trial.launcher.is_first else ():
+        if name != "1":
+            _compare_training(trial, "1", name, "1", equal=_compare_states(trial, "1", name))
+        _check_shards(trial, name)
+
+
+def _compare_states(trial: _Trial, first: str, run: str) -> bool:
+    """Compare the state that `run` resumed with that of `first`. Return whether they are equal."""
+    report, before, after = trial.report, trial.state(first, RESUMED), trial.state(run, RESUMED)
+    equal = compare.compare_states(report, before, after, trial.state(run, BUILT), run, first)
+    first_steps = trial.seen[first][0].first_step, trial.seen[run][0].first_step
+    return equal & compare.compare_progress(report, *first_steps, run, first)
+
+
+def _compare_training(trial: _Trial, first: str, run: str, reference: str, *, equal: bool) -> None:
+    """Compare the steps of `run` with those of `reference`; `equal` is whether the states are."""
+    report = trial.report
+    if reference not in trial.seen:
+        return  # a note says why
+    judged = reference != "control" or _is_restored(trial)
+    steps = trial.steps(run)
+    same = compare.compare_steps(report, trial.steps(reference), steps, run, reference, judged=judged or not equal)
+    if equal and judged:
+        # Buffers and generators that no step shows, and where the difference in a step led, down to an element.
+        compare.compare_ends(report, trial.state(reference, END), trial.state(run, END), run, reference, same=same)
+    if reference == "control":
+        compare.measure_drift(report, trial.steps(first), steps, (trial.state(first, END), trial.state(run, END)), run)
+
+
+def _is_restored(trial: _Trial) -> bool:
+    """Return whether the reference run has A's state: what torch did not restore cannot be a reference."""
+    control = trial.state("control", RESUMED)
+    findings = diagnose(trial.state("A", RESUMED), control, trial.state("control", BUILT), "control")
+    if findings:
+        more = f", and {len(findings) - 1} more" if len(findings) > 1 else ""
+        message = "torch itself did not restore A's state in the reference run, so B's steps are not compared"
+        trial.report.notes.append(f"{message}: {findings[0].message}{more}")
+    return not findings
+
+
+def _check_shards(trial: _Trial, name: str) -> None:
+    compare.check_sharding(trial.report, name, trial.seen[name])
+    compare.check_replicas(trial.report, trial.state(name, RESUMED), name)
+
+
+def _check_gradients(trial: _Trial, why_not: str) -> None:
+    why_not = why_not or trial.seen["A"][0].gradients
+    if not why_not:
+        one = replace(trial.base.mesh, sizes=(1,) * len(trial.base.mesh.sizes))
+        try:
+            trial.run("alone", "the gradients of all batches", mesh=one, gradients_of=trial.path("A"))
+        except Ended as ended:
+            why_not = f"the run on one rank failed: {ended.failure.message}"
+        else:
+            compare.check_gradients(trial.report, "A", *(trial.path(run, "gradients") for run in ("A", "alone")))
+    if why_not:
+        trial.report.checks.append(Check("gradients reduced", "A", 0, None, f"skipped: {why_not}"))
+
+
+def _fail(report: Report, ended: Ended) -> None:
+    """Report a run that did not finish. Raises an error of the recipe where nothing was resumed yet."""
+    failure, cause = ended.failure, ended.cause
+    if cause is not None and cause.exit_code != BUG:
+        raise cause from None
+    if cause is not None or (ended.raised and failure.run == "A"):
+        ranks = [f"rank {one.rank}: {one.phase}" for one in failure.ranks]
+        hint = "`--keep FOLDER` keeps the logs of its ranks"
+        raise UsageError(failure.message, hint=hint, run=failure.run, ranks=ranks) from None
+    report.failure = failure

@@ -1,0 +1,242 @@
+"""Records the state of a run in a folder, whole tensors gathered one at a time by torch, for `trial.state` to read.
+
+ckpttool's own savers and readers are not used: they are under test.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import json
+import os
+import re
+import types
+from collections import deque
+from collections.abc import Iterator, Mapping
+from enum import Enum
+from typing import Any, BinaryIO
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed._shard.sharded_tensor import ShardedTensor
+from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_optimizer_state_dict
+from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+from ckpttool.catalogue import parts
+from ckpttool.layout.rename import strip_wrappers
+from ckpttool.resume.trial.state import INDEX, TENSORS
+from ckpttool.resume.worker.build import Built
+from ckpttool.resume.worker.setup import captured, elements, sha256
+from ckpttool.training import collectives, fsdp1
+
+_SMALL = 64
+_FUNCTIONS = (types.FunctionType, types.BuiltinFunctionType, types.MethodType)
+_ADDRESS = re.compile(r" at 0x[0-9a-f]+")
+
+
+@collectives.quiet()
+def record(built: Built, folder: str, *, optimizer: bool = True) -> dict[str, str]:
+    """Record everything. Every rank calls it. Returns this rank's digest of each value of which one rank's is saved.
+    `optimizer=False` leaves out an optimizer that took no step: reading its state would create one."""
+    rank = dist.get_rank()
+    os.makedirs(folder, exist_ok=True)
+    kinds = dict.fromkeys(built.models, "model") | {"optimizer": "optimizer", "rng": "rng"}
+    kinds |= {key: built.kinds[key] for key in built.others}
+    objects: dict[str, Any] = {}
+    boxes: dict[str, Any] = {}
+    pieces: dict[str, Any] = {}
+    writer = Writer(folder if rank == 0 else None)
+    with torch.no_grad():
+        for name, value in tensors(built, objects, optimizer=optimizer):
+            boxes[name], shard = _shard(value)
+            pieces |= {name: [boxes[name], sha256(shard)]} if shard is not None else {}
+            writer.add(name, gathered(value))
+    shared = _others(built, objects, rank)
+    states = captured(built.generators)
+    objects |= {f"rng.{parts.rank_key(rank)}.{name}": _digest(plain(state)) for name, state in states.items()}
+    with open(os.path.join(folder, f"rank{rank}.json"), "w", encoding="utf-8") as stream:
+        json.dump({"objects": objects, "boxes": boxes, "pieces": pieces}, stream)
+    ties = [names for key, model in built.models.items() for names in tied_names(model, key)]
+    of_buffers = ((key, name) for key, model in built.models.items() for name, _ in model.named_buffers())
+    buffers = [f"{key}.{strip_wrappers(name)}" for key, name in of_buffers]
+    writer.close({"kinds": kinds, "ties": ties, "buffers": buffers})
+    dist.barrier()
+    return shared
+
+
+class Writer:
+    """Writes tensors one after the other into a folder; with None, on ranks other than 0, nothing."""
+
+    def __init__(self, folder: str | None) -> None:
+        self._folder = folder
+        self._index: dict[str, Any] = {}
+        self._at = 0
+        self._stream: BinaryIO | None = None
+        if folder is not None:
+            self._stream = open(os.path.join(folder, TENSORS), "wb")  # noqa: SIM115
+
+    def add(self, name: str, value: torch.Tensor | None) -> None:
+        if self._stream is None or value is None:
+            return
+        data = elements(value)
+        # Aligned to the largest element, so that each tensor can be mapped.
+        self._at += self._stream.write(bytes(-self._at % 16))
+        dtype, shape = str(value.dtype).removeprefix("torch."), list(value.shape)
+        self._index[name] = {"dtype": dtype, "shape": shape, "offset": self._at, "nbytes": data.nbytes}
+        self._at += self._stream.write(data)
+
+    def close(self, more: Mapping[str, Any]) -> None:
+        if self._stream is None or self._folder is None:
+            return
+        self._stream.close()
+        with open(os.path.join(self._folder, INDEX), "w", encoding="utf-8") as stream:
+            json.dump({"tensors": self._index, **more}, stream)
+
+
+def tensors(built: Built, objects: dict[str, Any], *, optimizer: bool = True) -> Iterator[tuple[str, Any]]:
+    """Yield every tensor of models and optimizer by name in torch's state dicts. Other values go into `objects`."""
+    values: dict[str, Any] = {}
+    for root, model in built.models.items():
+        values |= {f"{root}.{name}": value for name, value in _of_model(model).items()}
+    if optimizer:
+        state = _of_optimizer(built)
+        for parameter, own in state["state"].items():
+            values |= {f"optimizer.state.{parameter}.{key}": value for key, value in own.items()}
+    for name, value in values.items():
+        if isinstance(value, torch.Tensor):
+            yield name, value
+        else:
+            objects[name] = plain(value)
+    for number, group in enumerate(state["param_groups"] if optimizer else ()):
+        objects |= {f"optimizer.param_groups.{number}.{key}": plain(value) for key, value in group.items()}
+
+
+def _of_model(model: nn.Module) -> dict[str, Any]:
+    if not fsdp1.is_fsdp1(model):
+        return dict(get_model_state_dict(model))
+    with fsdp1.sharded(model):
+        return dict(model.state_dict())
+
+
+def _of_optimizer(built: Built) -> dict[str, Any]:
+    if not fsdp1.is_fsdp1(built.model):
+        return dict(get_optimizer_state_dict(built.model, built.optimizer))
+    with fsdp1.sharded(built.model):
+        return dict(FullyShardedDataParallel.optim_state_dict(built.model, built.optimizer))
+
+
+def gathered(value: Any) -> torch.Tensor | None:
+    """Return the whole tensor on rank 0. Every rank calls it."""
+    if isinstance(value, DTensor):
+        return value.full_tensor()
+    if not isinstance(value, ShardedTensor):
+        return value if isinstance(value, torch.Tensor) else None
+    # From all ranks, also replicas: its own `gather` is limited to its process group.
+    own = [(one.metadata.shard_offsets, one.tensor.detach().cpu()) for one in value.local_shards()]
+    shards = collectives.to_first(own)
+    if shards is None:
+        return None
+    whole = torch.empty(value.size(), dtype=value.dtype)
+    for offsets, shard in itertools.chain.from_iterable(shards):
+        whole[tuple(slice(low, low + size) for low, size in zip(offsets, shard.shape, strict=True))] = shard
+    return whole
+
+
+def _shard(value: Any) -> tuple[Any, torch.Tensor | None]:
+    """Return this rank's shard and before it its box, `[[4, 0], [4, 13]]`; None for a box that is empty, or where the
+    tensor is not sharded."""
+    if isinstance(value, DTensor):
+        sizes, offsets = compute_local_shape_and_global_offset(value.shape, value.device_mesh, value.placements)
+        box = None if 0 in sizes else [list(offsets), list(sizes)]
+        return box, value.to_local() if box is not None or 0 in value.shape else None
+    if not isinstance(value, ShardedTensor):
+        return None, value
+    for shard in value.local_shards():
+        return [list(shard.metadata.shard_offsets), list(shard.metadata.shard_sizes)], shard.tensor
+    return None, None
+
+
+def tied_names(model: nn.Module, root: str) -> list[list[str]]:
+    """Return the names that are one parameter: `[["model.embed.weight", "model.head.weight"]]`."""
+    by_id: dict[int, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        by_id.setdefault(id(parameter), []).append(f"{root}.{strip_wrappers(name)}")
+    return [sorted(set(names)) for names in by_id.values() if len(set(names)) > 1]
+
+
+def _others(built: Built, objects: dict[str, Any], rank: int) -> dict[str, str]:
+    shared: dict[str, str] = {}
+    for key, value in built.others.items():
+        values = dict(leaves(value.state_dict(), ()))
+        if built.kinds[key] in parts.PER_RANK:
+            objects |= {".".join((key, parts.rank_key(rank), *path)): one for path, one in values.items()}
+            continue
+        shared[key] = _digest(sorted(values.items()))
+        if rank == 0:
+            objects |= {".".join((key, *path)): one for path, one in values.items()}
+    return shared
+
+
+def _digest(value: Any) -> str:
+    return hashlib.sha256(repr(value).encode()).hexdigest()
+
+
+def leaves(tree: Any, path: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...], Any]]:
+    """Yield the values of nested dicts, by their keys."""
+    if isinstance(tree, Mapping) and tree:
+        for key, value in tree.items():
+            yield from leaves(value, (*path, _key(key)))
+    else:
+        yield path, plain(tree)
+
+
+def _key(key: Any) -> str:
+    """Return a key as part of a name. 5 is not "5": `MultiStepLR` looks its milestones up by number."""
+    return key if isinstance(key, str) else f"[{key!r}]"
+
+
+def plain(value: Any) -> Any:
+    """Return a value as JSON, a large tensor by its digest, an object by its attributes. The same in every process:
+    without addresses, and with sets sorted."""
+    if value is None or type(value) in (bool, int, float, str):
+        return value
+    if isinstance(value, Enum):
+        return str(value)
+    if isinstance(value, (type, *_FUNCTIONS)):
+        return f"{value.__module__}.{value.__qualname__}"
+    if isinstance(value, (list, tuple, deque)):
+        return [plain(one) for one in value]
+    if isinstance(value, (set, frozenset)):
+        return {"set": sorted((plain(one) for one in value), key=repr)}
+    if isinstance(value, Mapping):
+        return {_key(key): plain(one) for key, one in value.items()}
+    if isinstance(value, torch.Generator):
+        value = value.get_state()
+    if isinstance(value, np.generic):
+        return plain(value.item())
+    if isinstance(value, np.ndarray):
+        return _plain_array(value)
+    if isinstance(value, DTensor):
+        value = value.to_local()
+    if isinstance(value, torch.Tensor):
+        kind = f"{str(value.dtype).removeprefix('torch.')}{list(value.shape)}"
+        if value.numel() <= _SMALL and not value.is_complex():
+            return f"{kind} {value.tolist()}"
+        return f"{kind} {sha256(value)}"
+    if hasattr(value, "__dict__"):
+        return {"class": type(value).__qualname__, **{key: plain(one) for key, one in vars(value).items()}}
+    return _ADDRESS.sub("", repr(value))
+
+
+def _plain_array(value: Any) -> Any:
+    """Return an array by its digest if it is long, as its `repr` leaves out the middle."""
+    kind = f"numpy {value.dtype}{list(value.shape)}"
+    if value.dtype.hasobject:
+        return f"{kind} {[plain(one) for one in value.reshape(-1).tolist()]}"
+    if value.size <= _SMALL:
+        return f"{kind} {value.tolist()}"
+    return f"{kind} {hashlib.sha256(np.ascontiguousarray(value).tobytes()).hexdigest()}"

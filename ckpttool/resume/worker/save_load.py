@@ -1,0 +1,188 @@
+"""Saves and resumes: by ckpttool, which is under test, and by torch alone, which is the reference."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as torch_dcp
+from torch import nn
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_state_dict,
+    set_model_state_dict,
+    set_state_dict,
+)
+from torch.distributed.fsdp import (
+    FullOptimStateDictConfig,
+    FullStateDictConfig,
+    FullyShardedDataParallel,
+    StateDictType,
+)
+from torch.utils import _pytree
+
+from ckpttool.catalogue import parts
+from ckpttool.resume.worker import setup
+from ckpttool.resume.worker.build import Built
+from ckpttool.resume.worker.record import plain
+from ckpttool.training import collectives, fsdp1
+from ckpttool.training import load as ckpttool_load
+from ckpttool.training import save as ckpttool_save
+
+_COUNTERS = ("step", "global_step", "current_step", "train_step", "iteration", "iter", "iter_num")
+
+
+@dataclass(slots=True)
+class Sealed:
+    """A value that DCP saves as one object, whatever it contains."""
+
+    value: Any
+
+
+def save(built: Built, path: str, step: int) -> None:
+    """Save as DCP with ckpttool."""
+    more = {built.saved_as(key): value for key, value in (built.others | built.averaged).items()}
+    rng = setup.captured(built.generators)
+    ckpttool_save.save(path, built.model, built.optimizer, **more, rng=rng, step=step)
+
+
+def load(built: Built, path: str) -> tuple[int | None, list[str]]:
+    """Load any format with ckpttool. Returns the step it was saved at, if it has one, and notes on missing state."""
+    loaded = ckpttool_load.load(path, built.model, built.optimizer, model_key="model" if built.averaged else None)
+    for key, model in built.averaged.items():
+        ckpttool_load.load(path, model, model_key=built.saved_as(key))
+    states = {key: _part(loaded.rest, built.saved_as(key), kind) for key, kind in built.kinds.items()}
+    notes = _restore(built, states)
+    if missing := setup.restore(_part(loaded.rest, "rng", "rng"), built.generators):
+        notes.append(f"no saved RNG state for rank {dist.get_rank()} ({', '.join(missing)})")
+    return _step(loaded.rest), notes
+
+
+def _restore(built: Built, states: Mapping[str, Any]) -> list[str]:
+    """Load the state of everything but model and optimizer. A rank without a state gets that of the others, if theirs
+    are identical: it is then a state of the run, and not of a rank. Every rank calls it."""
+    notes = []
+    for key, value in built.others.items():
+        own = states[key]
+        saved = [state for state in collectives.all_gather(own) if state is not None]
+        if own is None and len({repr(plain(state)) for state in saved}) == 1:
+            own = saved[0]
+            notes.append(f"`{key}` state is identical on all saved ranks; new rank {dist.get_rank()} uses it")
+        if own is None:
+            notes.append(f"no saved `{key}` state for rank {dist.get_rank()}, which keeps that of `build`")
+        else:
+            value.load_state_dict(own)
+    return notes
+
+
+def _part(rest: Mapping[Any, Any], key: str, kind: str) -> Any:
+    if key in rest:
+        return rest[key]
+    names = [name for name in rest if parts.kind_of_key(name) == kind]
+    return rest[names[0]] if len(names) == 1 else None
+
+
+def _step(rest: Mapping[Any, Any]) -> int | None:
+    for name in _COUNTERS:
+        value = rest.get(name)
+        if isinstance(value, torch.Tensor) and value.numel() == 1:
+            value = value.item()
+        if isinstance(value, int) and not isinstance(value, bool):
+            return value
+    return None
+
+
+# By torch alone -------------------------------------------------------------------------------------------------------
+
+
+@collectives.quiet()
+def save_natively(built: Built, path: str, step: int) -> None:
+    """Save with torch's DCP alone."""
+    others = {key: value.state_dict() for key, value in built.others.items()}
+    own = Sealed({"others": others, "rng": setup.captured(built.generators), "step": step})
+    torch_dcp.save({**_states(built), parts.rank_key(dist.get_rank()): own}, checkpoint_id=path)
+
+
+@collectives.quiet()
+def load_natively(built: Built, path: str) -> int:
+    """Load what `save_natively` saved, with torch's DCP alone. A new rank keeps its own RNG state. Returns the step."""
+    metadata = torch_dcp.FileSystemReader(path).read_metadata()
+    own_key = parts.rank_key(dist.get_rank())
+    is_new = own_key not in metadata.state_dict_metadata
+    key = parts.rank_key(0) if is_new else own_key
+    state: dict[str, Any] = {**_states(built), key: Sealed(None)}
+    torch_dcp.load(state, checkpoint_id=path)
+    _set(built, state)
+    saved, own = state[key].value, parts.PER_RANK if is_new else ()
+    _restore(built, {name: None if built.kinds[name] in own else saved["others"][name] for name in built.others})
+    if not is_new:
+        setup.restore(saved["rng"], built.generators)
+    return int(saved["step"])
+
+
+def _states(built: Built) -> dict[str, Any]:
+    """Return the state dicts of model and optimizer: sharded ones, but full ones under FSDP1, whose sharded ones cannot
+    all be loaded again."""
+    averaged = {built.saved_as(key): _of_model(model) for key, model in built.averaged.items()}
+    if not fsdp1.is_fsdp1(built.model):
+        model, optim = get_state_dict(built.model, built.optimizer)
+        return {"model": model, "optim": optim, **averaged}
+    with _whole(built.model):
+        _step_without_change(built)
+        optim = FullyShardedDataParallel.optim_state_dict(built.model, built.optimizer)
+        # Gathered tensors may share memory, and DCP loads into them.
+        optim = _pytree.tree_map_only(torch.Tensor, torch.clone, optim)
+    return {"model": _of_model(built.model), "optim": optim, **averaged}
+
+
+def _of_model(model: nn.Module) -> dict[str, Any]:
+    if not fsdp1.is_fsdp1(model):
+        return dict(get_model_state_dict(model))
+    with _whole(model):
+        return _pytree.tree_map_only(torch.Tensor, torch.clone, dict(model.state_dict()))  # type: ignore[no-any-return]
+
+
+def _set(built: Built, state: dict[str, Any]) -> None:
+    for key, model in built.averaged.items():
+        set_model(model, state[built.saved_as(key)])
+    if not fsdp1.is_fsdp1(built.model):
+        set_state_dict(built.model, built.optimizer, model_state_dict=state["model"], optim_state_dict=state["optim"])
+        return
+    set_model(built.model, state["model"])
+    with _whole(built.model):
+        ready = FullyShardedDataParallel.optim_state_dict_to_load(built.model, built.optimizer, state["optim"])
+        built.optimizer.load_state_dict(ready)
+
+
+def set_model(model: nn.Module, state: dict[str, Any], options: StateDictOptions | None = None) -> None:
+    """Load a state dict by torch alone: a full one under FSDP1, else one that `options` say."""
+    if not fsdp1.is_fsdp1(model):
+        set_model_state_dict(model, state, options=options)
+        return
+    with _whole(model):
+        model.load_state_dict(state)
+
+
+def _whole(model: nn.Module) -> Any:
+    configs = (kind(rank0_only=False, offload_to_cpu=False) for kind in (FullStateDictConfig, FullOptimStateDictConfig))
+    return FullyShardedDataParallel.state_dict_type(model, StateDictType.FULL_STATE_DICT, *configs)
+
+
+def _step_without_change(built: Built) -> None:
+    """Create the state of an optimizer, which has none before its first step: DCP loads into existing tensors."""
+    if built.optimizer.state:
+        return
+    kept = [dict(group) for group in built.optimizer.param_groups]
+    for group in built.optimizer.param_groups:
+        for parameter in group["params"]:
+            parameter.grad = torch.zeros_like(parameter)
+        group["lr"] = torch.tensor(0.0) if isinstance(group["lr"], torch.Tensor) else 0.0
+        group["weight_decay"] = 0.0
+    built.optimizer.step()
+    built.optimizer.zero_grad(set_to_none=True)
+    for group, before in zip(built.optimizer.param_groups, kept, strict=True):
+        group.update(before)

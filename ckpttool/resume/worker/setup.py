@@ -1,0 +1,174 @@
+"""A rank before anything is trained: process group, mesh, determinism, seeds, and its random number generators.
+
+An RNG state is nested values that every format keeps: `{"python": {"version": 3, "state": tensor}, "torch": tensor}`.
+States that other programs saved as tuples and arrays are read as well.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import random
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
+
+from ckpttool.resume.trial.job import ENVIRONMENT, Job
+from ckpttool.training import devices
+
+
+def deterministic(job: Job) -> list[str]:
+    """Set what makes the same run give the same bits, and return these settings for the report."""
+    settings = [f"{name}={value}" for name, value in ENVIRONMENT.items() if os.environ.get(name) == value]
+    torch.set_num_threads(1)
+    settings.append("torch.set_num_threads(1)")
+    if job.deterministic:
+        torch.use_deterministic_algorithms(True)
+        settings.append("torch.use_deterministic_algorithms(True)")
+    if job.deterministic and job.device == "cuda":
+        torch.backends.cudnn.benchmark = False
+        torch.backends.cudnn.deterministic = True
+        settings += ["torch.backends.cudnn.deterministic = True", "torch.backends.cudnn.benchmark = False"]
+    return settings
+
+
+def join(job: Job) -> DeviceMesh:
+    """Create the process group, if there is none yet, and return the mesh over it."""
+    join_group(job.device)
+    return init_device_mesh(job.device, job.mesh.sizes, mesh_dim_names=job.mesh.names)
+
+
+def join_group(device: str) -> None:
+    """Create the process group, if there is none yet."""
+    devices.take(device)
+    if not dist.is_initialized():
+        dist.init_process_group(devices.backends(device))
+
+
+def seed(job: Job, mesh: DeviceMesh, *, own: bool) -> None:
+    """Seed every generator: the same on all ranks, or with `own` another seed for each data-parallel replica."""
+    value = job.seed + (1 + replica(mesh) if own else 0)
+    random.seed(value)
+    np.random.seed(value)
+    torch.manual_seed(value)  # those of all devices
+
+
+def settle(model: nn.Module) -> list[str]:
+    """Have DDP lay out its buckets now, and not after the first step. The place of a gradient in its bucket decides the
+    order in which more than two ranks add it up, and a run that resumes would be one step behind."""
+    settings: set[str] = set()
+    for module in model.modules():
+        reducer: Any = module.reducer if isinstance(module, DistributedDataParallel) else None
+        if hasattr(reducer, "_push_all_rebuilt_params"):
+            reducer._push_all_rebuilt_params()
+            reducer._rebuild_buckets()
+            settings.add("the buckets of DistributedDataParallel laid out before the first step")
+    return sorted(settings)
+
+
+def replica(mesh: DeviceMesh) -> int:
+    """Return the data-parallel replica that this rank is part of: its coordinate without `tp`."""
+    index = 0
+    for name, size, coordinate in zip(mesh.mesh_dim_names, mesh.mesh.shape, mesh.get_coordinate(), strict=True):
+        if name != "tp":
+            index = index * size + coordinate
+    return index
+
+
+# Tensors --------------------------------------------------------------------------------------------------------------
+
+
+def local(value: torch.Tensor) -> torch.Tensor:
+    """Return the local shard of a tensor."""
+    value = value.detach()
+    return value.to_local() if isinstance(value, DTensor) else value
+
+
+def elements(value: torch.Tensor) -> memoryview:
+    """Return the bytes of a local tensor."""
+    return memoryview(value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy())
+
+
+def sha256(value: torch.Tensor) -> str:
+    """Return a digest of a local tensor."""
+    return hashlib.sha256(elements(value)).hexdigest()
+
+
+# Random number generators ---------------------------------------------------------------------------------------------
+
+
+def captured(generators: Mapping[str, torch.Generator]) -> dict[str, Any]:
+    """Return the RNG states of this rank; `generators` are those of the recipe."""
+    version, words, gauss = random.getstate()
+    legacy: Any = np.random.get_state()
+    kind, keys, position, has_gauss, cached = legacy
+    states: dict[str, Any] = {
+        "python": {"version": version, "state": torch.tensor(words, dtype=torch.int64), "gauss": gauss},
+        "numpy": {
+            "kind": str(kind),
+            "keys": torch.from_numpy(keys.astype(np.int64)),
+            "position": int(position),
+            "has_gauss": int(has_gauss),
+            "cached": float(cached),
+        },
+        "torch": torch.get_rng_state(),
+    }
+    kind = devices.kind()
+    if kind != "cpu" and torch.get_device_module(kind).is_initialized():
+        states[kind] = torch.get_device_module(kind).get_rng_state()
+    return states | {f"generator_{name}": one.get_state() for name, one in generators.items()}
+
+
+def restore(state: Any, generators: Mapping[str, torch.Generator]) -> list[str]:
+    """Restore RNG states. Returns the generators of this rank that `state` has no state of."""
+    if not isinstance(state, Mapping):
+        return [*captured(generators)]
+    missing: list[str] = []
+    for name in captured(generators):
+        saved = next((state[key] for key in (name, *_OTHER_NAMES.get(name, ())) if state.get(key) is not None), None)
+        if saved is None:
+            missing.append(name)
+        elif name == "python":
+            random.setstate(_python(saved))
+        elif name == "numpy":
+            np.random.set_state(_numpy(saved))
+        elif name == "torch":
+            torch.set_rng_state(_bytes(saved))
+        elif name == devices.kind():
+            own = saved[devices.current(name).index] if isinstance(saved, list) else saved
+            torch.get_device_module(name).set_rng_state(_bytes(own))
+        else:
+            generators[name.removeprefix("generator_")].set_state(_bytes(saved))
+    return missing
+
+
+_OTHER_NAMES = {
+    "python": ("random", "random_state", "python_rng_state"),
+    "numpy": ("np", "numpy_random_seed", "numpy_rng_state"),
+    "torch": ("cpu", "torch_manual_seed", "torch_rng_state"),
+    "cuda": ("cuda_rng_state", "torch_cuda_manual_seed", "cuda_all"),
+}
+
+
+def _python(state: Any) -> Any:
+    names = ("version", "state", "gauss")
+    version, words, gauss = [state[name] for name in names] if isinstance(state, Mapping) else state
+    return version, tuple(int(word) for word in words), gauss
+
+
+def _numpy(state: Any) -> Any:
+    if isinstance(state, Mapping):
+        keys = np.asarray(state["keys"]).astype(np.uint32)
+        return state["kind"], keys, state["position"], state["has_gauss"], state["cached"]
+    return tuple(state)
+
+
+def _bytes(state: Any) -> torch.Tensor:
+    return torch.as_tensor(state, dtype=torch.uint8, device="cpu")

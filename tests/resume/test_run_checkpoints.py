@@ -1,0 +1,137 @@
+"""Finding the checkpoints of a run, and telling whether they are complete; stopping a command with its processes."""
+
+from __future__ import annotations
+
+import shlex
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from safetensors.numpy import save_file
+from support.paths import ROOT
+
+from ckpttool.resume.run import run
+from ckpttool.resume.run.checkpoints import Checkpoints, nbytes
+from ckpttool.resume.run.process import Process, read_log
+
+
+def saved(path: Path) -> str:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    save_file({"model.weight": np.ones(3)}, path)
+    return str(path)
+
+
+@pytest.mark.parametrize(
+    ("pattern", "names", "steps"),
+    [
+        ("checkpoint-{step}", ["checkpoint-8", "checkpoint-80"], [8, 80]),
+        ("step-{step}.pt", ["step-0008.pt", "step-00.pt", "step-8.pt.tmp"], [0, 8]),
+        # All digits are the step's.
+        ("*{step}.ckpt", ["epoch=0-step=12.ckpt", "last.ckpt", "7.ckpt"], [7, 12]),
+        ("{step}*.pt", ["12-epoch1.pt"], [12]),
+        ("s{step}/m-{step}.pt", ["s8/m-8.pt", "s8/m-9.pt"], [8]),
+        ("epoch_{step-1}", ["epoch_0", "epoch_07"], [1, 8]),
+        # Only `*` stands for anything.
+        ("a[1]?-{step}", ["a[1]?-4", "a1x-5"], [4]),
+    ],
+)
+def test_the_steps_in_names(pattern: str, names: list[str], steps: list[int], tmp_path: Path) -> None:
+    out = tmp_path / "kept [1]" / "o.t"
+    for name in names:
+        (out / name).parent.mkdir(parents=True, exist_ok=True)
+        (out / name).touch()
+    assert [*Checkpoints(f"{out}/{pattern}", str(out), "").find()] == steps
+
+
+def test_a_checkpoint_without_a_file_that_another_has_is_not_complete(tmp_path: Path) -> None:
+    of_a, of_b = tmp_path / "a" / "step-4", tmp_path / "b" / "step-4"
+    for path in (of_a / "model.safetensors", of_a / "optimizer.safetensors", of_b / "model.safetensors"):
+        saved(path)
+    found = Checkpoints(f"{of_b.parent}/step-{{step}}", "", "")
+    # Whether it can be opened alone has been asked before.
+    assert found.why_not(str(of_b)) is None
+    assert found.why_not(str(of_b), str(of_a)) == "`optimizer.safetensors` is not there yet"
+    assert found.complete(4, str(of_a)) is None
+    saved(of_b / "optimizer.safetensors")
+    assert found.complete(4, str(of_a)) == str(of_b)
+
+
+def test_a_command_that_goes_on_for_ever_ends_after_a_later_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("ckpttool.resume.run._TIMEOUT", 0.3)
+    loop = 'for at in 2 4 6; do cp {} "$1/$at.safetensors"; done; sleep 600'
+    words = ["sh", "-c", loop.format(shlex.quote(saved(tmp_path / "m.safetensors"))), "sh", "OUT"]
+    with pytest.raises(Exception, match="no weight changes between step 2 and step 4"):
+        run(words, at=2, until=5, checkpoints="OUT/{step}.safetensors", timeout=300.0)
+
+
+def test_sigterm_reaches_the_child_of_a_shell(tmp_path: Path) -> None:
+    child = "trap 'echo told; exit' TERM; echo ready; while :; do sleep 0.02; done"
+    with Process(["sh", "-c", 'sh -c "$1"; true', "sh", child], str(tmp_path / "log"), {}) as process:
+        while "ready" not in read_log(process.log) and process.poll() is None:
+            time.sleep(0.01)
+        assert process.stop(10.0)
+    assert read_log(process.log).endswith("told\n")
+
+
+@pytest.mark.skipif(not Path("/proc/self").exists(), reason="processes are found by their environment")
+def test_nothing_goes_on_when_the_starter_is_killed(tmp_path: Path) -> None:
+    """Nor what the command has started in a session of its own."""
+    program = (
+        "import os, signal, sys, time\nfrom ckpttool.resume.run.process import Process, read_log\n"
+        "words = ['sh', '-c', 'setsid sleep 600 & echo $!; echo $$; sleep 600']\n"
+        "with Process(words, sys.argv[1], {}) as process:\n"
+        "    while len(read_log(process.log).split()) < 2:\n        time.sleep(0.01)\n"
+        "    os.kill(os.getpid(), signal.SIGKILL)\n"
+    )
+    log = tmp_path / "log"
+    done = subprocess.run([sys.executable, "-c", program, str(log)], cwd=ROOT, capture_output=True, check=False)
+    assert done.returncode == -signal.SIGKILL, done.stderr
+    started = [int(word) for word in log.read_text().split()]
+
+    def is_running(pid: int) -> bool:
+        try:
+            return Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()[0] != b"Z"
+        except (FileNotFoundError, ProcessLookupError):
+            return False
+
+    until = time.monotonic() + 60
+    while any(map(is_running, started)) and time.monotonic() < until:
+        time.sleep(0.02)
+    assert not any(map(is_running, started))
+
+
+def test_the_file_beside_the_newest_checkpoint_is_put_to_each(tmp_path: Path) -> None:
+    out, copies = tmp_path / "out", tmp_path / "kept"
+    found = Checkpoints("epoch_{step-1} + state.pt", str(out), str(copies))
+
+    def save(step: int) -> bytes:
+        saved(out / f"epoch_{step - 1}" / "model-00001-of-00001.safetensors")
+        assert step not in found.find()  # its file is not written yet
+        torch.save({"epochs_run": step, "optimizer": {"step": 10 * step}}, out / "state.pt")
+        assert found.find()[step] == str(copies / f"step-{step}")
+        return (out / "state.pt").read_bytes()
+
+    states = [save(step) for step in (1, 2)]
+    for step, state in enumerate(states, 1):
+        assert sorted(path.name for path in (copies / f"step-{step}").iterdir()) == [
+            "model-00001-of-00001.safetensors",
+            "state.pt",
+        ]
+        assert (copies / f"step-{step}" / "state.pt").read_bytes() == state
+    # A file with two names counts once.
+    assert nbytes(str(tmp_path)) < 2 * nbytes(str(copies))
+    saved(out / "epoch_2" / "model-00001-of-00001.safetensors")
+    assert [*found.find()] == [1, 2]
+    found.forget()  # the run has ended: nothing more is written
+    assert found.find()[3] == str(out / "epoch_2") and not found.was_missed(1)
+    assert found.put_aside(1, str(tmp_path / "aside")) == 2 and [*found.find()] == [1]
+    # A script that looks for the file where it was finds that of the step.
+    assert sorted(path.name for path in out.iterdir()) == ["epoch_0", "state.pt"]
+    assert (out / "state.pt").read_bytes() == states[0]

@@ -1,0 +1,138 @@
+"""The hook that is put into the process of a script: what it sees, and that the script trains as without it."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from ckpttool.resume.run import inject
+
+SCRIPT = str(Path(__file__).with_name("run_hook.py"))
+
+
+def start(words: list[str], folder: Path, **how: object) -> inject.Hooked:
+    """Start a program with the hook; `folder` gets what it writes."""
+    folder.mkdir(exist_ok=True)
+    environment = {**os.environ, **inject.environment(str(folder), **how)}  # type: ignore[arg-type]
+    done = subprocess.run([sys.executable, *words], env=environment, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    assert not done.stderr
+    return inject.read(str(folder))
+
+
+@pytest.fixture(scope="module")
+def seen(tmp_path_factory: pytest.TempPathFactory) -> tuple[inject.Hooked, list[str]]:
+    folder = tmp_path_factory.mktemp("hooked")
+    hooked = start([SCRIPT, str(folder / "out")], folder / "hook", observe=True)
+    return hooked, (folder / "out").read_text().splitlines()
+
+
+def test_each_step_is_seen(seen: tuple[inject.Hooked, list[str]]) -> None:
+    hooked, lines = seen
+    assert not hooked.failures and hooked.processes == 1
+    assert hooked.count == 9  # three steps of two optimizers, and of the one that steps them
+    assert "torch.manual_seed(0 + rank)" in hooked.switches
+    # The optimizer that steps two others is no third.
+    steps = hooked.steps[0]
+    assert [(one.step, one.optimizer) for one in steps] == [(n, i) for n in (1, 2, 3) for i in (0, 1)]
+    assert [one.lr for one in steps] == [[0.25], [0.5], [0.125], [0.5], [0.0625], [0.5]]
+    body = steps[::2]
+    assert len({one.batch for one in body}) == 3 and all(len(one.fetched) == 1 for one in body)
+    assert len({one.parameters for one in body}) == len({one.rng["torch"] for one in body}) == 3
+    assert {len({one.rng[kind] for one in body}) for kind in ("python", "numpy")} == {3}
+    assert all(one.gradient_norm and one.loss for one in body) and len(lines) == 3
+
+
+@pytest.mark.long
+def test_a_script_trains_as_without_the_hook(seen: tuple[inject.Hooked, list[str]], tmp_path: Path) -> None:
+    plain = start([SCRIPT, str(tmp_path / "out")], tmp_path / "hook", seed=None)
+    assert not plain.processes and not plain.steps
+    assert (tmp_path / "out").read_text().splitlines() == seen[1]
+
+
+def test_a_sitecustomize_that_was_there_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "sitecustomize.py").write_text("import os; os.environ['SEEN'] = __file__\n")
+    (tmp_path / "torch.py").write_text("__version__ = 'none'\n")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    # Looked for first, and imported later, as transformers does.
+    code = (
+        "import importlib.util, os, sys; assert os.environ['SEEN'] == sys.modules['sitecustomize'].__file__\n"
+        "assert importlib.util.find_spec('torch') and importlib.util.find_spec('absent') is None\n"
+        "import torch; assert 'exec_module' not in vars(torch.__spec__.loader)"
+    )
+    hooked = start(["-c", code], tmp_path / "hook", observe=True)
+    # A torch that is another program is not broken either: what could not be done is told.
+    assert hooked.processes == 1 and hooked.switches == ["random.seed(0 + rank)"]
+    assert any("torch.manual_seed" in one for one in hooked.failures)
+    assert any("watch optimizers" in one for one in hooked.failures), hooked.failures
+
+
+def test_a_line_is_one_write(tmp_path: Path) -> None:
+    one, other = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    environment = {**os.environ, "PYTHONUNBUFFERED": "1", **inject.environment(str(tmp_path))}
+    words = [sys.executable, "-c", "print('step', 4, 'loss', 2.5); print('step', 5)"]
+    with one, other:
+        subprocess.run(words, env=environment, stdout=other, check=True, timeout=300)
+        assert [one.recv(100), one.recv(100)] == [b"step 4 loss 2.5\n", b"step 5\n"]
+
+
+def test_what_the_user_has_set_is_kept(tmp_path: Path) -> None:
+    present = {"PYTHONHASHSEED": "7", "PYTHONPATH": "/mine"}
+    variables = inject.environment(str(tmp_path), present=present)
+    assert variables["PYTHONHASHSEED"] == "7" and variables["PYTHONPATH"] == os.pathsep.join((inject.SITE, "/mine"))
+    assert variables["CUBLAS_WORKSPACE_CONFIG"] == ":4096:8"
+    assert inject.environment(str(tmp_path), seed=None) == {}
+    assert "CKPTTOOL_HOOK_SEED" not in inject.environment(str(tmp_path), seed=None, observe=True)
+
+
+def test_a_line_that_was_cut_is_left_out(tmp_path: Path, seen: tuple[inject.Hooked, list[str]]) -> None:
+    import dataclasses
+    import json
+
+    line = json.dumps(dataclasses.asdict(seen[0].steps[0][0]))
+    (tmp_path / "steps.7.jsonl").write_text(f"{line}\n{line[: len(line) // 2]}")
+    assert inject.read(str(tmp_path)).steps == {0: seen[0].steps[0][:1]}
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("backend", ["aot_eager", "eager"])
+def test_a_compiled_model(tmp_path: Path, backend: str) -> None:
+    code = (
+        "import torch; torch.manual_seed(0); m = torch.compile(torch.nn.Sequential(torch.nn.Linear(2, 2), "
+        f"torch.nn.Linear(2, 1)), fullgraph=True, backend={backend!r}); o = torch.optim.SGD(m.parameters())\n"
+        "for n in range(3): m(torch.ones(2, 2) * n).sum().backward(); o.step()"
+    )
+    steps = start(["-c", code], tmp_path / "hook", observe=True).steps[0]
+    assert [one.step for one in steps] == [1, 2, 3] and len({one.batch for one in steps}) == 3
+
+
+def test_a_version_is_copied_before_torch_writes_over_it(tmp_path: Path) -> None:
+    spec = importlib.util.spec_from_file_location("keep", os.path.join(inject.SITE, "keep.py"))
+    assert spec is not None and spec.loader is not None
+    keep = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(keep)
+    failed: list[str] = []
+    keeper = keep.Keeper(str(tmp_path / "ckpt.pt"), str(tmp_path / "kept"), lambda what, error: failed.append(what))
+    # torch's own writer opens the file by itself, which no audit event tells of.
+    torch = SimpleNamespace(save=lambda text, path: Path(path).write_text(text), serialization=SimpleNamespace())
+    keeper.watch(torch)
+    for text in ("1", "2", "3"):
+        torch.save(text, tmp_path / "ckpt.pt")
+        torch.save(text, tmp_path / "model.pt")
+    assert [path.read_text() for path in sorted((tmp_path / "kept").iterdir())] == ["1", "2"]
+    (tmp_path / "new.pt").write_text("4")
+    keeper.audit("os.rename", (str(tmp_path / "new.pt"), str(tmp_path / "ckpt.pt"), -1, -1))
+    keeper.audit("open", (str(tmp_path / "ckpt.pt"), "rb", os.O_RDONLY))
+    keeper.audit("open", (3, "wb", os.O_WRONLY))
+    assert len(list((tmp_path / "kept").iterdir())) == 3
+    # A copy that cannot be made does not end the script.
+    keeper._folder = str(tmp_path / "ckpt.pt" / "no")
+    torch.save("5", str(tmp_path / "ckpt.pt"))
+    assert failed == ["the copy of ckpt.pt"] and (tmp_path / "ckpt.pt").read_text() == "5"

@@ -1,0 +1,47 @@
+"""What the hook has observed in two runs."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+from ckpttool.resume.run.inject import Hooked, Observed
+from ckpttool.resume.run.observed import by_step, compare_observed, unrepeated
+from ckpttool.resume.run.results import Report
+
+ONE = Observed(0, 0, 1, 2.5, 0.5, [0.1], "aa", ["aa"], {"torch": "bb"}, "cc")
+
+
+def test_a_batch_that_is_fetched_ahead_is_no_difference() -> None:
+    # accelerate's loaders are a batch ahead: after a resume, the first step fetches two.
+    ahead = dataclasses.replace(ONE, fetched=["aa", "dd"])
+    for change, found in ((ahead, {}), (dataclasses.replace(ONE, batch="ee"), {"next batch": 5})):
+        runs = [by_step(Hooked(steps={0: [one]}), 4, 8) for one in (ONE, change)]
+        assert unrepeated(*runs) == found
+    # Where no module was called, what was fetched counts.
+    runs = [by_step(Hooked(steps={0: [dataclasses.replace(one, batch=None)]}), 4, 8) for one in (ONE, ahead)]
+    assert unrepeated(*runs) == {"next batch": 5}
+
+
+@pytest.mark.parametrize(("state", "equal"), [("bb", True), ("ff", False)])
+def test_a_generator_that_draws_nothing_needs_not_be_restored(state: str, equal: bool) -> None:
+    first = dataclasses.replace(ONE, rng={"torch": "bb", "python": "gg"})
+    second = dataclasses.replace(first, step=2, rng={"torch": state, "python": "gg"})
+    resumed = dataclasses.replace(first, rng={"torch": "other", "python": "another"})
+    a, b = by_step(Hooked(steps={0: [first, second]}), 0, 2), by_step(Hooked(steps={0: [resumed]}), 1, 2)
+    report = Report([], "bitwise", "", 1, 2, "sigkill")
+    cause = compare_observed(report, a, b, {})
+    assert (cause is None, not report.findings) == (equal, equal), report.findings
+    assert equal or "RNG state of rank 0 was not restored (torch)" in str(cause)
+
+
+@pytest.mark.parametrize(("batch", "cause"), [("aa", "the same batch, another loss"), (None, None)])
+def test_a_batch_that_was_not_seen_is_not_called_the_same(batch: str | None, cause: str | None) -> None:
+    # A script without modules and data loaders of torch.
+    first = dataclasses.replace(ONE, batch=batch, fetched=[])
+    a, b = (by_step(Hooked(steps={0: [one]}), 4, 8) for one in (first, dataclasses.replace(first, loss=3.5)))
+    report = Report([], "bitwise", "", 4, 8, "sigkill")
+    told = compare_observed(report, a, b, {})
+    assert (told is None) if cause is None else cause in str(told)
+    assert report.findings[0].kind == "loss differs" and report.findings[0].step == 5

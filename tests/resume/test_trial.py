@@ -1,0 +1,223 @@
+"""A trial in fresh processes, as it is typed: what it says, when a rank hangs or fails, and where it refuses."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sysconfig
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support import json_schemas
+
+from ckpttool.errors import CkptError, OverwriteError, UsageError
+from ckpttool.layout.mesh import parse_mesh
+from ckpttool.resume.trial import trial
+from ckpttool.resume.trial.job import Job
+from ckpttool.resume.trial.launch import _ended
+
+HERE = Path(__file__).resolve().parent
+RECIPE = str(HERE / "recipe_kinds.py")
+PROGRAM = Path(sysconfig.get_path("scripts")) / "ckpttool"
+
+
+def run(*words: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [PROGRAM, *words],
+        capture_output=True,
+        text=True,
+        timeout=400,
+        env={**os.environ, "NO_COLOR": "1", **environment},
+    )
+
+
+def test_resumed_on_another_world(tmp_path: Path) -> None:
+    """On 3 ranks what 2 saved, in fresh processes: the report, its page, and what is kept."""
+    page, kept = tmp_path / "trial.html", tmp_path / "kept"
+    done = run(
+        "verify-resume", "trial", "--recipe", RECIPE, "--world", "2", "--to-world", "3", "--via", "safetensors",
+        "--steps", "2", "--more", "2", "--device", "cpu", "--time-limit", "200", "--html", str(page), "--keep",
+        str(kept), "--json",
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    said = json_schemas.check(done.stdout)
+    assert (said["schema"], said["verdict"], said["rule"]) == ("ckpttool/trial/2", "same", "control")
+    assert [(one["name"], one["world_size"], one["started"]) for one in said["runs"]] == [
+        ("A", 2, "fresh processes"), ("B", 3, "fresh processes"), ("control", 3, "fresh processes"),
+    ]  # fmt: skip
+    assert [leg["message"] for leg in said["route"]] == ["convert --to safetensors"]
+    assert all(row["equal"] for row in said["compared"]) and all(check["passed"] for check in said["checks"])
+    gradients = next(check for check in said["checks"] if check["what"] == "gradients reduced")
+    assert gradients["count"] == 20 and gradients["passed"]
+    # Uneven pieces, and of one element over three ranks two empty ones.
+    shapes = next(c["message"] for c in said["checks"] if (c["what"], c["run"]) == ("local shapes", "B"))
+    assert int(shapes.split()[0]) > 3
+    memory = next(one["memory"] for one in said["runs"] if one["name"] == "B")
+    assert {one["parameters"] for one in memory} == {one["parameters_expected"] for one in memory}
+    assert page.read_text().startswith("<!doctype html>") or page.read_text().startswith("<!DOCTYPE html>")
+    assert {"A", "B", "control", "alone", "saved", "native", "route"} <= {one.name for one in kept.iterdir()}
+    # What is loaded are full tensors of torch's own: the state of B, read by nobody of ours.
+    import torch
+
+    index = json.loads((kept / "B" / "resumed" / "state.json").read_text())["tensors"]["model.layers.0.up.weight"]
+    raw = (kept / "B" / "resumed" / "tensors.bin").read_bytes()[index["offset"] :][: index["nbytes"]]
+    from safetensors.torch import load_file
+
+    theirs = load_file(kept / "route" / "1-safetensors" / "model.safetensors")["layers.0.up.weight"]
+    assert torch.equal(torch.frombuffer(bytearray(raw), dtype=torch.float32).view(30, 18), theirs)
+    # A kept folder is not written over.
+    with pytest.raises(OverwriteError):
+        trial(RECIPE, keep=kept)
+
+
+def test_a_rank_that_hangs_fails_the_trial_and_says_where() -> None:
+    done = run(
+        "verify-resume", "trial", "--recipe", RECIPE, "--mesh", "shard=2", "--to-mesh", "shard=2", "--steps", "3",
+        "--no-gradients", "--no-deterministic", "--time-limit", "15", "-v", FAULT="hang",
+    )  # fmt: skip
+    assert done.returncode == 1, done.stdout + done.stderr
+    first = done.stdout.splitlines()[0]
+    assert "run A: rank 1 was still in step 2 after 15 s, at recipe_kinds.py:" in first and "in step" in first
+    assert "rank 0: step 2" in done.stdout and "distributed_c10d.py" in done.stdout
+
+
+@pytest.mark.parametrize("header", ["Timeout (0:00:15)!\nThread", "Current thread"])
+def test_the_rank_that_the_others_wait_for_is_named_though_another_is_late_first(tmp_path: Path, header: str) -> None:
+    """The other began the step a moment later, and is ended with the first, as the launcher ends all ranks."""
+    job = Job(str(tmp_path), RECIPE, parse_mesh("shard=2"), limit=15.0)
+    waits = 'File "torch/distributed/distributed_c10d.py", line 9 in all_reduce'
+    hangs = f'File "{RECIPE}", line 7 in step'
+    for rank, (first, frame) in enumerate([("Timeout (0:00:15)!\nThread", waits), (header, hangs)]):
+        (tmp_path / f"rank{rank}.stack").write_text(f"{first} 0x1 (most recent call first):\n  {frame}\n")
+        (tmp_path / f"rank{rank}.phase").write_text("step 2")
+    failure = _ended(job, "A", {0: 1}).failure
+    assert failure.message == "run A: rank 1 was still in step 2 after 15 s, at recipe_kinds.py:7 in step"
+
+
+@pytest.mark.parametrize(
+    ("fault", "verdict", "words"),
+    [
+        ("chance", "same", "state on 1 rank is bit-identical; not judged, as the script differs from itself"),
+        ("hidden", "differs", "resume is not exact"),
+    ],
+)
+def test_what_a_repeated_run_does_not_repeat_is_not_judged(
+    monkeypatch: pytest.MonkeyPatch, fault: str, verdict: str, words: str
+) -> None:
+    """A script that draws from the system's entropy, and one that keeps a number outside its state."""
+    monkeypatch.setenv("FAULT", fault)
+    monkeypatch.setenv("KIND", "ddp")
+    report = trial(RECIPE, world=1, steps=2, more=2)
+    assert (report.verdict, [run.name for run in report.runs]) == (verdict, ["A", "B", "A2"]), report.message
+    assert words in report.message
+    if fault == "chance":
+        unjudged = ["loss", "gradient norm", "parameters"]
+        assert report.unrepeated == [*unjudged, "model", "optimizer"]
+        rows = {row.what: row.equal for row in report.compared if row.run == "B"}
+        assert rows["next batch"] is True and rows["model"] is True and [rows[what] for what in unjudged] == [None] * 3
+    else:
+        assert not report.unrepeated and any("repeated bit for bit" in note for note in report.notes)
+
+
+FORGETFUL = """
+import recipe_kinds
+from recipe_kinds import mesh
+
+def build(mesh):
+    global scheduler
+    state = recipe_kinds.build(mesh)
+    scheduler = state.pop("scheduler")
+    return state
+
+def step(state, i):
+    return recipe_kinds.step(state | {"scheduler": scheduler}, i)
+"""
+
+
+@pytest.mark.long
+def test_a_scheduler_that_is_no_part_of_the_state_is_the_cause(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "recipe.py").write_text(FORGETFUL)
+    monkeypatch.setenv("KIND", "ddp")
+    monkeypatch.setenv("PYTHONPATH", str(HERE), prepend=os.pathsep)
+    report = trial(tmp_path / "recipe.py", world=1, steps=3, more=4)
+    assert report.verdict == "differs"
+    first = report.findings[0]
+    assert first.step is not None and isinstance(first.found, float) and first.found != first.expected
+    assert first.hint is not None and first.hint.startswith("likely cause: at the end, `lr` of parameter group 0 is ")
+    assert first.hint.endswith("so what sets it is not restored: `build` returns no learning-rate scheduler")
+
+
+@pytest.mark.long
+def test_a_mistake_of_the_recipe_is_its_own() -> None:
+    done = run("verify-resume", "trial", "--recipe", RECIPE, "-q", FAULT="raise")
+    assert done.returncode == 2
+    assert "rank 1 failed in step 2 (recipe_kinds.py:" in done.stderr
+    assert "ValueError: a mistake of the recipe" in done.stderr and "Traceback" not in done.stderr
+
+
+@pytest.mark.long
+def test_checkpoints_are_compared_with_the_first(tmp_path: Path) -> None:
+    """One that was converted is the same; one saved a step later is not, and is told to be elsewhere."""
+    kept = tmp_path / "kept"
+    assert trial(RECIPE, steps=2, more=1, via="safetensors", keep=kept, gradients=False).verdict == "same"
+    done = run(
+        "verify-resume", "trial", "--recipe", RECIPE, str(kept / "saved"), str(kept / "route" / "1-safetensors"),
+        "--more", "2", "--first-step", "2", "--json",
+    )  # fmt: skip
+    said = json_schemas.check(done.stdout)
+    assert (done.returncode, said["rule"], said["verdict"]) == (0, "checkpoints", "same"), said["message"]
+    assert [one["name"] for one in said["runs"]] == ["1", "2"]
+    later = tmp_path / "later"
+    trial(RECIPE, steps=3, more=1, keep=later, gradients=False)
+    report = trial(RECIPE, [kept / "saved", later / "saved"], more=1)
+    kinds = {found.kind for found in report.findings}
+    assert report.verdict == "differs" and {"step", "values differ", "scheduler differs", "dataloader differs"} <= kinds
+
+
+@pytest.mark.long
+def test_what_is_done_to_the_checkpoint_on_its_way_is_seen(tmp_path: Path) -> None:
+    """A stage of the route may be a function: here one that flips a bit of a weight."""
+
+    def flipped(source: str, to: str) -> None:
+        import torch
+        from torch.distributed.checkpoint.format_utils import dcp_to_torch_save, torch_save_to_dcp
+
+        whole = tmp_path / "whole.pt"
+        dcp_to_torch_save(source, whole)
+        state = torch.load(whole, weights_only=False)
+        state["model"]["layers.0.up.weight"].view(torch.int32)[0, 1] ^= 4
+        torch.save(state, whole)
+        torch_save_to_dcp(whole, to)
+
+    report = trial(RECIPE, via=[flipped], steps=2, more=1, gradients=False)
+    assert report.verdict == "differs"
+    assert (report.findings[0].kind, report.findings[0].name) == ("flipped bit", "model.layers.0.up.weight")
+    assert (report.findings[0].index, report.findings[0].ulp) == ([0, 1], 4)
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"world": 2, "mesh": "shard=2"}, "`--world` and `--mesh` exclude each other"),
+        ({"mesh": "4"}, "`--mesh 4`: `4` is not a dimension and its size"),
+        ({"to_world": 2, "to_mesh": "shard=2"}, "`--to-world` and `--to-mesh` exclude each other"),
+        ({"via": "safetensor"}, "`--via safetensor`: there is no such stage"),
+        ({"via": "reshard:x=2"}, "there is no mesh dimension `x`"),
+        ({"more": 0}, "at least one step"),
+        ({"device": "tpu"}, "`--device tpu` is unknown"),
+        ({"world": 0}, "a world has at least one rank"),
+        ({"checkpoints": ["a"], "via": "dcp"}, "`--to-mesh` cannot be used with checkpoints"),
+    ],
+)
+def test_what_makes_no_sense_is_refused_before_anything_runs(options: dict[str, Any], says: str) -> None:
+    with pytest.raises(UsageError) as caught:
+        trial(RECIPE, **options)
+    assert says in caught.value.message
+
+
+def test_a_recipe_that_is_none(tmp_path: Path) -> None:
+    with pytest.raises(CkptError) as caught:
+        trial(tmp_path / "nowhere.py")
+    assert "no such recipe" in caught.value.message
