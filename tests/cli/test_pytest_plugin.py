@@ -11,7 +11,7 @@ from support.paths import ROOT
 
 pytest_plugins = ["pytester"]
 
-SCRIPT = ROOT / "tests" / "operations" / "verify_resume" / "scripts" / "train_numpy.py"
+SCRIPT = ROOT / "tests" / "resume" / "scripts" / "train_numpy.py"
 SUITE = f"""
 def test_resumes(resume_check, tmp_path):
     cmd = [{sys.executable!r}, {str(SCRIPT)!r}, "--out", "OUT", "--steps", "3", *FAULT]

@@ -22,7 +22,7 @@ from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 
-sys.path.append(str(Path(__file__).resolve().parents[3] / "samples"))
+sys.path.append(str(Path(__file__).resolve().parents[2] / "samples"))
 
 from recipe_model import Batches, Block, Model, make_optimizer, train_step
 

@@ -148,7 +148,7 @@ TRAIN = """
 import sys
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
-from ckpttool.operations.verify_resume import recipe as recipes
+from ckpttool.resume import recipe as recipes
 
 dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
 recipe = recipes.load_recipe(sys.argv[1])

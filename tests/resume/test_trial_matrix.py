@@ -148,7 +148,7 @@ def test_a_recipe_that_does_not_train_shows_nothing(tmp_path: Path) -> None:
     idle.write_text("from recipe_kinds import build, mesh\n\n\ndef step(state, i):\n    return 1.0\n")
     for name in ("recipe_kinds.py",):
         text = (
-            (HERE / name).read_text().replace("Path(__file__).resolve().parents[3]", f"Path({str(HERE.parents[2])!r})")
+            (HERE / name).read_text().replace("Path(__file__).resolve().parents[2]", f"Path({str(HERE.parents[1])!r})")
         )
         (tmp_path / name).write_text(text)
     with pytest.raises(UsageError, match="no step of 3 changed a parameter"):
