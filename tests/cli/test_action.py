@@ -13,7 +13,7 @@ import pytest
 from support.paths import ROOT
 
 ACTION = ROOT / ".github" / "actions" / "verify-resume"
-SCRIPT = ROOT / "tests" / "operations" / "verify_resume" / "scripts" / "train_numpy.py"
+SCRIPT = ROOT / "tests" / "resume" / "scripts" / "train_numpy.py"
 RESUME = "--resume-with '... --resume {checkpoint}' --checkpoints OUT/step-{step}.safetensors --stop max-steps=--steps"
 
 
