@@ -79,6 +79,12 @@ def _facts(report: Report) -> Iterator[tuple[str, str]]:
         yield "contents", f"{plural(report.tensors, 'tensor')}, {plural(report.objects, 'object')}"
     yield "files", f"{plural(len(report.files), 'file')}, {size(report.file_bytes)}"
     yield "checked", _checked(report)
+    if report.library is not None:
+        refused = sum(finding.kind == "refused" for finding in report.findings)
+        yield (
+            "library",
+            f"{report.library} opens " + ("all of its files" if not refused else f"all but {refused} files"),
+        )
     manifest = report.manifest and f"{report.manifest}, {size(report.hashed_bytes)} hashed"
     facts = (("manifest", manifest), ("wrote", report.wrote), ("against", report.against))
     yield from ((title, text) for title, text in facts if text is not None)

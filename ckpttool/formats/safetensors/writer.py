@@ -15,7 +15,7 @@ from ckpttool.formats.safetensors import checksums, index, sharding, state_json
 from ckpttool.formats.safetensors.model_files import MODEL
 from ckpttool.formats.safetensors.sharding import MAX_SHARD_SIZE, SUFFIX, FilePlan
 from ckpttool.formats.safetensors.state_json import Place
-from ckpttool.serialization import safetensors_header
+from ckpttool.serialization import safetensors_header, safetensors_library
 from ckpttool.serialization.safetensors_header import Header
 from ckpttool.storage import files
 from ckpttool.storage.stores import Location, locate
@@ -101,9 +101,18 @@ class _Files:
         self._written.append((plan, begins, checksums.of_header(header.tensors, header.metadata, header.payload)))
 
     def finish(self, crcs: Crcs) -> dict[str, int]:
-        """Write the checksums, and return that of each file, by its name."""
-        if self.bare:
-            return {}
+        """Write the checksums, and return that of each file, by its name. Raises LossError for a file that the
+        safetensors library cannot open."""
+        sums = {} if self.bare else self._seal(crcs)
+        for file in self.created.files:
+            if reason := safetensors_library.refusal(locate(file.location)):
+                text = (
+                    f"`{file.name}`: safetensors {safetensors_library.version()} cannot open what was written: {reason}"
+                )
+                raise LossError(text, hint="install the newest safetensors, or write another format", file=file.name)
+        return sums
+
+    def _seal(self, crcs: Crcs) -> dict[str, int]:
         sums: dict[str, int] = {}
         with closing(files.Pool(writing=True)) as pool:
             for number, (plan, begins, rest) in enumerate(self._written):

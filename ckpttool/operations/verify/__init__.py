@@ -209,6 +209,7 @@ def _warnings(run: Verification) -> Iterator[Finding]:
 
 CHECKS: tuple[Callable[[Verification], Iterable[Finding]], ...] = (
     structure.faults,
+    structure.official,
     structure.items,
     structure.objects,
     strays.around,

@@ -78,6 +78,7 @@ class Report(Result):
     checked_bytes: int = 0  #: those whose checksum, or whose file's digest on the Hub, was compared
     unchecked_bytes: int = 0  #: those without a checksum
     elements: int = 0  #: elements that were checked (`--values`)
+    library: str | None = None  #: library that was asked to open each safetensors file too, such as `safetensors 0.8.0`
     manifest: str | None = None  #: manifest it was compared with
     wrote: str | None = None  #: manifest that was written
     hashed_bytes: int = 0  #: bytes hashed for a manifest

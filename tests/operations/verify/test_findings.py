@@ -11,13 +11,15 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import safetensors
 import torch
 from support import damage
 from support.paths import CHECKPOINTS
 from support.wrapped_store import WrappedStore
 
 import ckpttool
-from ckpttool.errors import CkptError, OverwriteError, ReadError, StorageError
+from ckpttool import convert
+from ckpttool.errors import CkptError, LossError, OverwriteError, ReadError, StorageError
 from ckpttool.operations.verify import verify
 from ckpttool.operations.verify.findings import Finding, Report
 
@@ -372,3 +374,23 @@ def test_a_run_is_told_by_the_checkpoint_that_is_taken(tmp_path: Path) -> None:
     assert any(finding.message.startswith("using `step-1000`, the newest") for finding in report.findings)
     notes = ckpttool.diff(tmp_path / "run8", tmp_path / "run8" / "step-1000").notes
     assert any("using `step-1000`, the newest complete of the 2 checkpoints in the run" in note for note in notes)
+
+
+def test_the_safetensors_library_is_asked_too(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    report = verify(CHECKPOINTS / "safetensors/indexed/ckpt")
+    assert report.whole and report.library == f"safetensors {safetensors.__version__}"
+    assert verify(CHECKPOINTS / "dcp/fsdp2_w4/ckpt").library is None
+
+    def safe_open(path: str, framework: str) -> None:
+        raise safetensors.SafetensorError("no such dtype")
+
+    source, copy = CHECKPOINTS / "safetensors/single/ckpt.safetensors", tmp_path / "copy"
+    convert(source, copy, to="safetensors")
+    monkeypatch.setattr(safetensors, "safe_open", safe_open)
+    (finding,) = verify(source).findings
+    assert (finding.kind, finding.gravity) == ("refused", "damage") and "no such dtype" in finding.message
+    # What it cannot open is not left where it was written, and what was there stays.
+    before = {path.name: path.read_bytes() for path in copy.iterdir()}
+    with pytest.raises(LossError, match="cannot open what was written: no such dtype"):
+        convert(source, copy, to="safetensors", overwrite=True)
+    assert {path.name: path.read_bytes() for path in copy.iterdir()} == before and len([*tmp_path.iterdir()]) == 1
