@@ -25,7 +25,7 @@ from ckpttool.producers.step_names import pattern_of, step_in, steps_of, time_in
 from ckpttool.storage.stores import Location, escape, local_path
 from ckpttool.text import is_or_are, some
 
-_DATA = re.compile(rf"{formats.DATA_FILE.pattern}|.*\.(pkl|pickle|th|tar|zip|npz|model|state)|.*\.pth?\.\w+|[^.]*")
+_DATA = re.compile(rf"{formats.DATA_FILE.pattern}|.*\.(pi?c?kle?|th|torch|tar|zip|npz|model|state)|.*\.pth?\.\w+|[^.]*")
 # What a checkpoint is called without its step.
 COPY = re.compile(r"(?<![a-z])(best|last|latest|final)(?![a-z])", re.IGNORECASE)
 _BESIDE = re.compile(r".*\.(json|ya?ml)")  # of a step whose other files hold its tensors
@@ -263,13 +263,14 @@ def _files(directory: Directory) -> Iterator[RunCheckpoint]:
         if why_not is None and absent:
             why_not = f"`{min(absent).replace('#', '*')}` is missing, which the others have"
         kind = "safetensors" if all(name.endswith(".safetensors") for name in of_step) else "torch"
+        number = None if step == time_in(first) else step
         if len(of_step) == 1:
             why_not = "an empty file" if not nbytes else why_not
-            yield RunCheckpoint(first, directory.at(first), step, nbytes, None, kind, why_not)
+            yield RunCheckpoint(first, directory.at(first), number, nbytes, None, kind, why_not)
             continue
         pattern = pattern_of(of_step, [name for name in all_names if name not in of_step]) or f"*{step}*"
         path = directory.path.escaped() / pattern
-        yield RunCheckpoint(pattern, path, step, nbytes, None, kind, why_not, tuple(of_step))
+        yield RunCheckpoint(pattern, path, number, nbytes, None, kind, why_not, tuple(of_step))
 
 
 def _below_parts(directory: Directory) -> list[str]:

@@ -15,7 +15,7 @@ from typing import Any
 
 _BEFORE, _AFTER = r"(?:^|[^a-z])(?:{})[-_=]?(\d+)", r"(?:^|[^a-z\d.])(\d+)[-_]?(?:{})(?![a-z])"
 _STEP, _EPOCH = r"(?:global_?)?steps?|iter|iteration|updates?", r"epoch|ep"
-_SAVE = r"checkpoint|ckpt|ckp|chkpnt|snapshot"
+_SAVE = r"checkpoint|ckpt|ckp|chkpnt|snapshot|backup"
 
 
 def _patterns(*spelt: str) -> tuple[re.Pattern[str], ...]:
@@ -25,16 +25,24 @@ def _patterns(*spelt: str) -> tuple[re.Pattern[str], ...]:
 # Words that count steps, and words that count something else where nothing counts steps.
 STEPS = _patterns(_BEFORE.format(_STEP), _BEFORE.format("ba"), _AFTER.format(f"{_STEP}|iters"))
 EPOCHS = _patterns(_BEFORE.format(_EPOCH), _AFTER.format("epochs?"))
+WORDS = (*STEPS, *EPOCHS)
 NUMBERS = (*STEPS, *_patterns(_BEFORE.format(_SAVE), r"^(\d+)$"), *EPOCHS, *_patterns(_AFTER.format(_SAVE)))
 # Without a word that says what it counts, a small number may be of epochs.
 _COUNT = r"(0\d{4,}|[1-9]\d\d+)"
 _LARGE = _patterns(rf"(?:{_SAVE})[-_=]?{_COUNT}(?![\da-z])", rf"^{_COUNT}$", r"(?<!\d)(0\d{5,})(?![\da-z])")
 # What has numbers and is no step; a fraction may be the end of a name and its suffix: `model.0002.pth`.
 _NO_STEPS = re.compile(
-    r"\d{5}-of-\d{5}|(?<![a-z\d])\d+\.\d+(?![\da-z])|(?:rank|shard|world_?size|seed|port|(?<![a-z])(?:[dtpesm]p|sdp|v|lr|of))[-_=.]?\d+",
+    r"\d{5}-of-\d{5}|(?<![a-z\d])\d+\.\d+(?![\da-z])|"
+    r"(?:rank|shard|world_?size|seed|port|(?<![a-z])(?:[dtpsm]p|ep(?=\d+[-_.][dtpsm]p)|(?<=[dtpsm]p\d[-_.])ep|sdp|v|lr|of|bs))[-_=.]?\d+",
     re.IGNORECASE,
 )
-_TIME = re.compile(r"(?<!\d)20\d\d[-_+.]?[01]\d[-_+.]?[0-3]\d\D*[\d\D]*")
+# What numbers the parts of a checkpoint, or is a step: `optimizer_1.pt`, `optimizer_100.pt` beside `model_100.pt`.
+_PARTS = re.compile(r"(?:layer|block|stage|expert|optim|optimizer)[-_]?\d+", re.IGNORECASE)
+# A day, with the time of day if one follows; or the seconds since 1970.
+_TIME = re.compile(
+    r"(?<!\d)20\d\d[-_+.]?[01]\d[-_+.]?[0-3]\d(?:[-_+.T ]+\d\d(?:[-_+.:h]\d\d(?:[-_+.:m]\d\d)?|\d{4}))?(?!\d)"
+    r"|(?<!\d)(?<!(?:step|iter)[-_=])1[5-9]\d{8}(?!\d)"
+)
 _NUMBER = re.compile(r"\d+")
 
 
@@ -72,13 +80,14 @@ def steps_of(names: Iterable[str]) -> dict[str, int]:
     steps: dict[str, int] = {}
     undecided: list[list[str]] = []
     for group in alike.values():
-        found = {
-            name: step
-            for name in group
-            if (step := step_in(_stem(name.rpartition("/")[2]))) is not None and time_in(name) is None
-        }
-        if not found and (column := _column(group)):
-            found = column
+        stems = {name: _stem(name.rstrip("/").rpartition("/")[2]) for name in group}
+        said, spelt = (
+            {n: s for n, stem in stems.items() if (s := step_in(stem, of)) is not None} for of in (WORDS, NUMBERS)
+        )
+        column = _column(group)
+        # Of an epoch there may be several: `checkpoint_1_100.pt checkpoint_1_200.pt`.
+        found = said or (column if len({*column.values()}) > len({*spelt.values()}) else spelt)
+        found = found or {name: time for name in group if (time := time_in(name)) is not None}
         steps |= found
         if not found:
             undecided.append(group)
@@ -87,7 +96,7 @@ def steps_of(names: Iterable[str]) -> dict[str, int]:
         # One that has no brother goes with those of the same number.
         for name in group:
             numbers = {int(number) for number in _NUMBER.findall(_masked(name))} & known
-            if len(numbers) == 1 and time_in(name) is None:
+            if len(numbers) == 1:
                 steps[name] = numbers.pop()
     return steps
 
@@ -97,23 +106,18 @@ def _stem(name: str) -> str:
     return re.sub(r"(\.[a-z_]*[a-z][a-z_]*\d?)+$", "", name, flags=re.IGNORECASE)
 
 
-def _masked(name: str) -> str:
-    """Return a name with letters in place of the digits of what is no step."""
-    return _NO_STEPS.sub(lambda match: re.sub(r"\d", "x", match[0]), name)
+def _masked(name: str, patterns: Sequence[re.Pattern[str]] = (_TIME, _NO_STEPS)) -> str:
+    """Return a name with letters in place of the digits of what is no step, and `200k` in full."""
+    for pattern in patterns:
+        name = pattern.sub(lambda match: re.sub(r"\d", "x", match[0]), name)
+    return re.sub(r"(?<=\d)k(?![a-z\d])", "000", name)
 
 
 def _column(names: Sequence[str]) -> dict[str, int]:
     """Return the number in which names differ that are alike: of several, the one that grows most."""
-    rows = [[int(number) for number in _NUMBER.findall(_masked(name))] for name in names]
-    columns = [column for column in zip(*rows, strict=True) if len({*column}) > 1 and not _counts(column)]
-    if not columns:
-        return {}
-    return dict(zip(names, max(columns, key=max), strict=True))
-
-
-def _counts(column: Sequence[int]) -> bool:
-    """Return whether numbers count from 0 without a gap."""
-    return {*column} == {*range(max(column) + 1)}
+    rows = [[int(n) for n in _NUMBER.findall(_masked(name, (_TIME, _NO_STEPS, _PARTS)))] for name in names]
+    columns = [one for one in zip(*rows, strict=True) if len({*one}) > 1 and {*one} != {*range(max(one) + 1)}]
+    return dict(zip(names, max(columns, key=max, default=()), strict=False))
 
 
 def pattern_of(names: Sequence[str], others: Iterable[str]) -> str | None:

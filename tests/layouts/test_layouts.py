@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 from support import layouts
 from support.layouts.measure import Figures, measured
+from support.layouts.run_names import RUNS, RunNames
 
 # A zip archive of several torch.save files: the error says to unpack it.
 REFUSED = {"DLR-RM/stable-baselines3"}
@@ -42,6 +43,27 @@ def test_a_run_opens_at_its_newest_step(figures: dict[str, Figures]) -> None:
     newest = Counter(one.newest for one in figures.values())
     assert newest["newest"] >= 0.9 * len(figures), newest
     assert not newest["old"], newest
+
+
+# Read as one checkpoint, of which nothing is left out: no word and no time says which of them is the newest.
+NOT_TOLD = {
+    "folders by a number",
+    "folders by an epoch and a step",
+    "a text alone says it",
+    "a link alone says it",
+    "the best by their steps",
+}
+
+
+@pytest.mark.parametrize("run", RUNS, ids=[one.name.replace("/", " ") for one in RUNS])
+def test_the_newest_is_told_by_the_names(run: RunNames, tmp_path: Path) -> None:
+    """A number that is no step is not taken for one: ranks, rates, ports, sizes, layers."""
+    outcome = run.outcome(tmp_path / "run")
+    if run.name in NOT_TOLD:
+        everything = ", ".join(map(str, range(1, len(run.steps) + 1)))
+        assert outcome == f"opened those of [{everything}], the newest is {len(run.steps)}"
+    else:
+        assert outcome == "newest"
 
 
 def each() -> list[object]:

@@ -1,5 +1,7 @@
 """How much of the corpus of layouts ckpttool sees: `python tests/support/layouts/measure.py [NAME ...] [--convert]`.
 
+With the word `runs`, whether the newest step is opened: of the run of each layout, and of each of `run_names`.
+
 Each layout is written, its step is opened by the path that a person names, and every tensor that its own library reads
 is looked for by the bits of its elements. A NAME is a part of a layout's name, or a kind: file, flat, directory.
 """
@@ -28,6 +30,7 @@ from ckpttool.analysis.describe.document import document
 from ckpttool.errors import CkptError
 from support import layouts
 from support.layouts import reading
+from support.layouts.run_names import RUNS
 from support.layouts.step import tensors_of
 
 # The kinds of parts under which a person is content to see a role; the first is the right one.
@@ -74,6 +77,9 @@ def main() -> None:
     parser.add_argument("--convert", action="store_true", help="to DCP, to one torch file, and to the same layout")
     parser.add_argument("--json", type=Path, help="write the figures to this file")
     options = parser.parse_args()
+    if options.names == ["runs"]:
+        print_runs()
+        return
     chosen = [
         one
         for one in layouts.LAYOUTS
@@ -90,6 +96,16 @@ def main() -> None:
             print(totals(kind or "all", some))
     if options.json:
         options.json.write_text(json.dumps({name: vars(one) for name, one in rows.items()}, indent=1, default=dict))
+
+
+def print_runs() -> None:
+    """Print each run that does not open at its newest step, and how many do."""
+    with tempfile.TemporaryDirectory(prefix="runs-") as scratch:
+        of_layouts = {one.name: newest(one, Path(scratch) / str(i)) for i, one in enumerate(layouts.LAYOUTS)}
+        of_names = {one.name: one.outcome(Path(scratch) / f"names-{i}") for i, one in enumerate(RUNS)}
+    for kind, outcomes in (("layouts", of_layouts), ("names", of_names)):
+        print("\n".join(f"{name:48} {outcome}" for name, outcome in outcomes.items() if outcome != "newest"))
+        print(f"{kind}: newest {sum(one == 'newest' for one in outcomes.values())} of {len(outcomes)}")
 
 
 def measured(layout: layouts.Layout, scratch: Path, *, convert: bool) -> Figures:
