@@ -49,6 +49,10 @@ _TENSORS = (
                 type=click.IntRange(min=1),
                 default=4,
             ),
+            options.reworded(
+                options.STEPS,
+                "Of a run, list only some steps (500,1000 or 500..900 or all), and show the newest of them.",
+            ),
             options.SHAPES,
         ),
         "Tensors": (
@@ -81,6 +85,7 @@ _TENSORS = (
 def inspect(
     path: str,
     depth: int,
+    steps: str | None,
     shapes: str | None,
     strict: bool,
     html: str | None,
@@ -102,7 +107,7 @@ def inspect(
     from ckpttool.errors import DONE, CorruptError, UsageError
 
     listing = Listing(selection.pop("tensors"), selection.pop("dtype"), **selection)
-    catalogue = ckpttool.inspect(path, shapes=shapes)
+    catalogue = ckpttool.inspect(path, shapes=shapes, steps=steps)
     tensors = listing.tensors(catalogue)
     by_name = Listing(listing.globs)
     if not (tensors or by_name.tensors(catalogue) or (as_json and listing.objects(catalogue))) and listing.globs:

@@ -251,7 +251,9 @@ DTYPE = Option(
 )
 MAX_SHARD_SIZE = Option("--max-shard-size SIZE", "Split into files of at most this size: 5GB, 512MiB, ...")
 
-STEPS = Option("--steps STEPS", "Of a run, all complete checkpoints (all) or some (500,1000), side by side.")
+STEPS = Option(
+    "--steps STEPS", "Of a run, all complete checkpoints (all) or some (500,1000 or 500..900), side by side."
+)
 
 # Execution and output -------------------------------------------------------------------------------------------------
 

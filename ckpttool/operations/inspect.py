@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 
 from ckpttool.analysis.describe.copies import note_copies
 from ckpttool.analysis.describe.counters import note_counters
@@ -10,13 +11,17 @@ from ckpttool.catalogue.entries import Catalogue, File, Tensor
 from ckpttool.catalogue.validation import validate
 from ckpttool.catalogue.warning import Kind, Warning
 from ckpttool.errors import CkptError, CorruptError
+from ckpttool.producers import runs
+from ckpttool.producers.directory import Directory
 from ckpttool.producers.foreign.recognition import Recognition, UnsupportedError
-from ckpttool.producers.open import opened
+from ckpttool.producers.open import describe_run, opened
 from ckpttool.storage.stores import locate
 from ckpttool.text import plural, some
 
 
-def inspect(path: str | os.PathLike[str], *, shapes: str | None = None) -> Catalogue:
+def inspect(
+    path: str | os.PathLike[str], *, shapes: str | None = None, steps: str | Sequence[int | str] | None = None
+) -> Catalogue:
     """Return everything that the index of the checkpoint at `path` says, without reading a weight or running anything.
 
     What is damaged is in the `warnings`. Of a checkpoint of another tool that is recognised and not opened,
@@ -26,11 +31,16 @@ def inspect(path: str | os.PathLike[str], *, shapes: str | None = None) -> Catal
         path: a checkpoint of any format; of a run directory, its newest complete one.
         shapes: a checkpoint or a JSON file with the names, shapes and order of the parameters, for FSDP1's flat
             parameters and optimizers keyed by numbers.
+        steps: of a run directory, the steps to list, the newest of which is shown: `"all"` complete ones, some by their
+            numbers, `"500,1000"` or `[500, 1000]`, or those from one to another, `"500..1000"`.
 
     Raises:
+        UsageError: if there is no run, or none of its complete checkpoints is of a step.
         ReadError: if there is no checkpoint at `path`, or it cannot be read.
         CorruptError: if its index cannot be read.
     """
+    if steps is not None:
+        return _chosen(os.fspath(path), shapes, steps)
     try:
         opening = opened(os.fspath(path), shapes)
     except UnsupportedError as error:
@@ -51,6 +61,17 @@ def inspect(path: str | os.PathLike[str], *, shapes: str | None = None) -> Catal
         note_copies(source)
         note_counters(source)
         return catalogue
+
+
+def _chosen(path: str, shapes: str | None, steps: str | Sequence[int | str]) -> Catalogue:
+    """Return the catalogue of the newest of some steps of a run, in which the others are listed."""
+    chosen = runs.chosen_steps(path, steps)
+    catalogue = inspect(str(chosen[-1].path), shapes=shapes)
+    directory, checkpoints = runs.search(Directory(path))
+    describe_run(catalogue, runs.Run(directory, checkpoints, chosen[-1]))
+    paths = {checkpoint.path for checkpoint in chosen}
+    catalogue.facts["run"] = [entry for entry in catalogue.facts["run"] if entry["path"] in paths]
+    return catalogue
 
 
 def _truncated(catalogue: Catalogue, faults: list[CkptError]) -> list[CkptError]:

@@ -71,7 +71,7 @@ def stats(
         fail_on: a condition; `failed` has the names of the tensors for which it is true.
         spectral: whether to estimate the largest singular values of matrices too, which reads them four times more.
         steps: of a run directory, the steps to read too, oldest first, in `Stats.steps`: `"all"` complete ones, or some
-            by their numbers, `"500,1000"` or `[500, 1000]`.
+            by their numbers, `"500,1000"`, `"500..900"` or `[500, 1000]`.
         shapes: a checkpoint or JSON file with the shapes of parameters, for FSDP1 flat parameters.
         cache: whether to keep the result, and to take one that was kept of the same files; not of the Hub's. With
             `fail_on` they are read.

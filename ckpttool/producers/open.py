@@ -65,7 +65,7 @@ def open_at(location: Location, options: OpenOptions = NO_HINTS, run: runs.Run |
     source.catalogue.facts |= model_config.facts(location, directory, source.catalogue)
     source.catalogue.facts |= facts_of([location.name], [file.name for file in source.catalogue.own_files])
     if run is not None:
-        _describe_run(source.catalogue, run)
+        describe_run(source.catalogue, run)
     return source
 
 
@@ -105,12 +105,12 @@ def _tensors_in(location: Location) -> set[tuple[Path, tuple[int, ...]]]:
 
 def _open_step(directory: Directory, names: Collection[str], options: OpenOptions, run: runs.Run | None) -> Source:
     """Open the files of one step, which lie beside those of others."""
-    steps = {*steps_of(names).values()}
+    steps = {step for name, step in steps_of({*directory.names, *names}).items() if name in names}
     step = run.chosen.step if run is not None and run.chosen is not None else steps.pop() if len(steps) == 1 else None
     source = reader.open_layout(contents.layout(directory, names, step), directory, options)
     source.catalogue.facts |= facts_of(steps_of(names))
     if run is not None:
-        _describe_run(source.catalogue, run)
+        describe_run(source.catalogue, run)
     return source
 
 
@@ -204,7 +204,7 @@ def _beside(directory: Directory, producer: Producer) -> runs.Run | None:
     return None
 
 
-def _describe_run(catalogue: Catalogue, run: runs.Run) -> None:
+def describe_run(catalogue: Catalogue, run: runs.Run) -> None:
     """Add the checkpoints of a run to the facts, and to the warnings why another may have been meant."""
     chosen = run.chosen
     if chosen is not None and chosen.producer is not None:
@@ -216,11 +216,11 @@ def _describe_run(catalogue: Catalogue, run: runs.Run) -> None:
             "path": c.path,
             "step": c.step,
             "file_bytes": c.nbytes,
-            "producer": catalogue.facts.get("producer") if c is chosen else c.producer,
+            "producer": catalogue.facts.get("producer") if c == chosen else c.producer,
             "format": c.format,
             "complete": c.complete,
             "why_not": c.why_not,
-            "taken": c is chosen,
+            "taken": c == chosen,
         }
         for c in run.checkpoints
     ]

@@ -79,8 +79,9 @@ class Run:
 
     @property
     def newer(self) -> list[RunCheckpoint]:
-        """The checkpoints after the chosen one, which are not complete."""
-        return self.checkpoints[self.checkpoints.index(self.chosen) + 1 :] if self.chosen is not None else []
+        """The checkpoints after the chosen one that are not complete."""
+        first = len(self.checkpoints) if self.chosen is None else self.checkpoints.index(self.chosen)
+        return [checkpoint for checkpoint in self.checkpoints[first:] if not checkpoint.complete]
 
     @property
     def beside(self) -> list[str]:
@@ -92,36 +93,37 @@ class Run:
 
 def checkpoints(path: str) -> list[RunCheckpoint]:
     """Return the checkpoints of a run, oldest first; none when `path` is no run. Raises ReadError."""
-    return _search(Directory(path))[1] if local_path(path).is_dir() else []
+    return search(Directory(path))[1] if local_path(path).is_dir() else []
 
 
 def chosen_steps(path: str, steps: str | Sequence[int | str]) -> list[RunCheckpoint]:
-    """Return the complete checkpoints of the run at `path`, oldest first: `all`, or those of some steps, `500,1000`.
-
-    Raises UsageError if there is no run, or none of a step.
-    """
+    """Return the complete checkpoints of the run at `path`, oldest first: `all`, or those of some steps, `500,1000` or
+    `500..900`. Raises UsageError if there is no run, or none of a step."""
     complete = [checkpoint for checkpoint in checkpoints(path) if checkpoint.complete]
-    given = steps.split(",") if isinstance(steps, str) else steps
-    names = [str(name).strip() for name in given]
+    names = [str(name).strip() for name in (steps.split(",") if isinstance(steps, str) else steps)]
     if not complete:
-        hint = "name the directory that has the checkpoints of several steps"
-        raise UsageError(
-            f"`{path}` is no run with complete checkpoints, of which to take steps: {', '.join(names)}", hint=hint
-        )
+        text = f"`{path}` is no run with complete checkpoints, of which to take steps: {', '.join(names)}"
+        raise UsageError(text, hint="name the directory that has the checkpoints of several steps")
     if names == ["all"]:
         return complete
-    by_step = {str(checkpoint.step): checkpoint for checkpoint in complete}
-    absent = [name for name in names if name not in by_step]
-    if absent:
+    by_step = {str(one.name if one.step is None else one.step): one for one in complete}
+    of_each = {name: {step for step in by_step if _is_among(step, name)} for name in names}
+    for absent in (name for name in names if not of_each[name]):
         hint = f"the complete ones are {', '.join(by_step)}"
-        raise UsageError(f"`{path}` has no complete checkpoint of step {absent[0]}", hint=hint)
-    return [checkpoint for name, checkpoint in by_step.items() if name in names]
+        raise UsageError(f"`{path}` has no complete checkpoint of step {absent}", hint=hint)
+    return [checkpoint for step, checkpoint in by_step.items() if any(step in some for some in of_each.values())]
+
+
+def _is_among(step: str, name: str) -> bool:
+    first, _, last = name.partition("..")
+    is_range = all(map(str.isdecimal, (first, last, step)))
+    return int(first) <= int(step) <= int(last) if is_range else step == name
 
 
 def find(directory: Directory) -> Run | None:
     """Return the run in a directory, with its newest complete checkpoint chosen; None when there is none. Raises
     ReadError when no checkpoint is complete, or nothing says which is the newest."""
-    inner, checkpoints = _search(directory)
+    inner, checkpoints = search(directory)
     return Run(inner, checkpoints, _newest(directory.path, checkpoints)) if checkpoints else None
 
 
@@ -130,11 +132,12 @@ def inside(directory: Directory) -> list[RunCheckpoint]:
     found: list[RunCheckpoint] = []
     for name in directory.folders[:_MAX_FOLDERS]:
         with suppress(CkptError):
-            found += _search(directory.folder(name))[1]
+            found += search(directory.folder(name))[1]
     return sorted(found, key=lambda checkpoint: (checkpoint.complete, checkpoint.step or 0), reverse=True)
 
 
-def _search(directory: Directory) -> tuple[Directory, list[RunCheckpoint]]:
+def search(directory: Directory) -> tuple[Directory, list[RunCheckpoint]]:
+    """Return the directory in or below another that has checkpoints, and them, oldest first."""
     runs = ((inner, in_directory(inner)) for inner in (directory, *_below(directory)))
     return next((run for run in runs if run[1]), (directory, []))
 
@@ -204,8 +207,7 @@ def pointer(directory: Directory) -> tuple[str, int] | None:
         if name.endswith("/") and _is_pointer(directory, name[:-1]):
             step = step_in(directory.at(name[:-1]).real().name)
         elif _POINTERS.fullmatch(name):
-            text = directory.text(name)
-            step = int(text) if text.isascii() and text.isdecimal() else step_in(text.rstrip("/").rpartition("/")[2])
+            step = step_in(directory.text(name).rstrip("/").rpartition("/")[2])
         if step is not None:
             return name.rstrip("/"), step
     return None
@@ -247,11 +249,10 @@ def _files(directory: Directory) -> Iterator[RunCheckpoint]:
     names: `G_100.pth D_100.pth`."""
     of_ranks = [row.rank_files for row in PRODUCERS if row.rank_files]
     all_names = _below_parts(directory)
-    names = [n for n in all_names if not COPY.search(n) and not any(re.fullmatch(p, n) for p in of_ranks)]
     files: dict[int, list[str]] = {}
-    for name, step in steps_of(
-        n for n in names if _DATA.fullmatch(n.rpartition("/")[2]) or _BESIDE.fullmatch(n)
-    ).items():
+    data = [n for n in all_names if _DATA.fullmatch(n.rpartition("/")[2]) or _BESIDE.fullmatch(n)]
+    names = (n for n in data if not COPY.search(n) and not any(re.fullmatch(p, n) for p in of_ranks))
+    for name, step in steps_of(names).items():
         files.setdefault(step, []).append(name)
     files = {step: of_step for step, of_step in files.items() if any(not _BESIDE.fullmatch(n) for n in of_step)}
     kinds = {step: Counter(re.sub(r"\d+", "#", name) for name in of_step) for step, of_step in files.items()}
@@ -315,9 +316,8 @@ def _format(directory: Directory, row: Producer | None) -> str | None:
     if directory.has(r".*\.safetensors(\.index\.json)?") or "sharded/" in directory:
         return "safetensors"
     if row is not None:
-        names = [component.name for component in row.layout(directory).components]
-        of_ranks = any("*" in name for name in names)
-        return "dcp" if any(name.endswith("/") for name in names) else "rankfiles" if of_ranks else "torch"
+        names = "|".join(component.name for component in row.layout(directory).components) + "|"
+        return "dcp" if "/|" in names else "rankfiles" if "*" in names else "torch"
     return next((kind for kind in _kinds_below(directory)), None)
 
 

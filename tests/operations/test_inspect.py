@@ -32,7 +32,7 @@ from ckpttool.catalogue.entries import Catalogue, Chunks, Extent, File, Object, 
 from ckpttool.catalogue.shown import shown
 from ckpttool.catalogue.values import Link
 from ckpttool.catalogue.warning import Warning
-from ckpttool.errors import CorruptError
+from ckpttool.errors import CorruptError, UsageError
 from ckpttool.text import cut, ranges, safe
 
 
@@ -462,3 +462,29 @@ def test_an_entry_is_looked_up_by_its_name(tmp_path: Path) -> None:
         catalogue.tensors["norm.weight"]
     with pytest.raises(KeyError, match="'step'"):
         catalogue.tensors["step"]
+
+
+@pytest.mark.parametrize(
+    "templates", [("step_{}.pt",), ("G_{}.pth", "D_{}.pth"), ("ckpt-{}/model.pt", "ckpt-{}/opt.pt")]
+)
+def test_some_steps_of_a_run(templates: tuple[str, ...], tmp_path: Path) -> None:
+    for step in (200, 900, 1000):
+        for template in templates:
+            path = tmp_path / template.format(step)
+            path.parent.mkdir(exist_ok=True)
+            torch.save({"weight": torch.full((2,), float(step))}, path)
+    names = [tensor.name for tensor in ckpttool.inspect(tmp_path).tensors]
+    for steps, listed in (("200", [200]), ("900,200", [200, 900]), ([1000], [1000]), ("201..1000", [900, 1000])):
+        catalogue = ckpttool.inspect(tmp_path, steps=steps)
+        assert [one["step"] for one in catalogue.facts["run"]] == listed
+        assert [one["step"] for one in catalogue.facts["run"] if one["taken"]] == listed[-1:]
+        assert [tensor.name for tensor in catalogue.tensors] == names
+        files = {file.name for file in catalogue.files}
+        assert files == {template.format(listed[-1]).rpartition("/")[2] for template in templates}
+    assert len(ckpttool.inspect(tmp_path, steps="all").facts["run"]) == 3
+    for absent in ("7", "200,7", "201..899"):
+        with pytest.raises(UsageError, match=f"no complete checkpoint of step {absent.rpartition(',')[2]}") as raised:
+            ckpttool.inspect(tmp_path, steps=absent)
+        assert raised.value.hint == "the complete ones are 200, 900, 1000"
+    with pytest.raises(UsageError, match="is no run"):
+        ckpttool.inspect(tmp_path / templates[0].format(200), steps="200")
