@@ -162,12 +162,14 @@ class _Division:
         trained = Counter(shape for shapes in states for shape in shapes)
         known |= {shapes for shapes in states if shapes}
         is_new = bool(states) and not trained
+        is_alone = not any(part.kind in ("model", "optimizer") for _, part in self.parts)
         for path, rest, has_model in self._rest:
             chosen = {} if has_model else rest if is_new or _has_module(rest) else _trained_in(rest, trained)
             # Tensors beside the optimizer and no model of that name: they are the model (torchtitan).
             self.parts += [(node, Part("model", path)) for node in chosen.values()]
             for key, node in rest.items() if not chosen else ():
-                if _has_module({key: node}) or (node.children and known & {*_sequences(node)}):
+                is_shaped = bool(node.children) and bool(known & {*_sequences(node)})
+                if _has_module({key: node}) or is_shaped or (is_alone and _is_parameters(key, node, rest)):
                     self.parts.append((node, Part("model", (*path, key) if node.children else path)))
                 elif node.children and isinstance(key, str) and _REPLAY.fullmatch(key):
                     self.parts.append((node, Part("dataloader", (*path, key))))
@@ -238,6 +240,15 @@ def _sequences(node: Node) -> Iterator[Shapes]:
     if tensors:
         yield tuple(tensor.shape for tensor in tensors)
         yield tuple(tensor.shape for tensor in tensors if not _STATISTIC.fullmatch(str(tensor.path[-1])[-100:]))
+
+
+def _is_parameters(key: object, node: Node, beside: Mapping[Any, Node]) -> bool:
+    """Return whether tensors beside a counter or a generator are the model of a whole that has no other: those of a
+    dict, as they are where nothing is beside them, and not those inside the objects of other classes."""
+    tensors = [entry for one in beside.values() for entry in one.entries() if isinstance(entry, Tensor)]
+    is_replay = isinstance(key, str) and _REPLAY.fullmatch(key) is not None
+    is_experience = len(beside.keys() & _EXPERIENCE) > 1 or _kind_of_rest(node) == "dataloader"
+    return not (is_replay or is_experience) and all(e.dtype.kind == "float" and not e.embedded for e in tensors)
 
 
 def _has_module(rest: Mapping[Any, Node]) -> bool:

@@ -285,6 +285,26 @@ STATES: dict[str, tuple[dict[Any, Any], Expected]] = {
         },
         {("a", "patience"): ("scheduler", ("a",)), ("b", "last_epoch"): ("scheduler", ("b",))},
     ),
+    "a model of any names beside a generator": (
+        {"splats": {"means": W, "quats": W}, "g": torch.get_rng_state()},
+        {("splats", "means"): ("model", ("splats",)), ("g",): ("rng", ("g",))},
+    ),
+    "parameters of any names beside a counter": (
+        {"theta": W, "step": 3},
+        {("theta",): ("model", ()), ("step",): ("progress", ("step",))},
+    ),
+    "experience beside a counter": (
+        {"obs": W, "actions": W, "memory": {"a": W}, "step": 3},
+        {("obs",): ("other", ()), ("memory", "a"): ("dataloader", ("memory",))},
+    ),
+    "integers beside a generator": (
+        {"order": torch.arange(3), "g": torch.get_rng_state()},
+        {("order",): ("other", ())},
+    ),
+    "a tensor inside an object": (
+        {"lost": {"pair": (W, "second")}, "g": torch.get_rng_state()},
+        {("lost", "pair"): ("other", ())},
+    ),
     "a scheduler alone": (STEP_LR, {("last_epoch",): ("scheduler", ())}),
     "values alone": ({"a": 1, "b": {"c": 2}}, {("a",): ("other", ()), ("b", "c"): ("other", ())}),
     "nothing": ({}, {}),
