@@ -32,6 +32,20 @@ _AVERAGES = {"ema", "avg", "average", "averaged", "swa", "shadow", "polyak", "te
 _AVERAGES |= {"best", "slow"}
 _HEAD = re.compile(r"(.*\.)?(lm_head|output|decoder|head|proj_out|generator|wte|\w*emb\w*|tok\w*)\.weight")
 _PLAIN = {"optimizer", "optim", "opt", "state", "dict"}
+_WHOLE = {
+    "model",
+    "network",
+    "net",
+    "module",
+    "weights",
+    "params",
+    "custom",
+    "checkpoint",
+    "ckpt",
+    "copy",
+    "full",
+} | _PLAIN
+_WHOLE |= {"pytorch", "hf", "huggingface", "safetensors", "pretrained", "consolidated", "export", "exported", "final"}
 _LARGE = 1 << 20  # bytes of an object that is not read
 _MANY = 64  # models that each optimizer is compared with
 
@@ -78,11 +92,15 @@ class Models:
 
     @property
     def counted(self) -> list[Model]:
-        """The models whose parameters count: of those with the same names and shapes what is trained, where the model
-        of each optimizer is known."""
+        """The models whose parameters count: every one that is no copy. Beside what is trained, one with the same names
+        and shapes is a copy where the model of each optimizer is known and its key names nothing else (`D`, `vae`)."""
         is_known = bool(self.optimizer_of) and all(self.optimizer_of.values())
         forms = {_form(model.names) for model in self.originals if is_known and model.optimizers}
-        return [model for model in self.originals if model.optimizers or _form(model.names) not in forms]
+        return [
+            model
+            for model in self.originals
+            if model.optimizers or _form(model.names) not in forms or not _is_plain(model.part.root)
+        ]
 
 
 @dataclass(slots=True)
@@ -192,6 +210,11 @@ def _find_averages(every: Sequence[Model], optimizers: Sequence[_Trained]) -> No
 
 def _words(root: Path) -> set[str]:
     return {word.lower() for key in root if isinstance(key, str) for word in _WORDS.findall(key[-200:])}
+
+
+def _is_plain(root: Path) -> bool:
+    """Return whether a key is one that any model may have: `custom_checkpoint_0`, `hf_ckpt`."""
+    return all(word in _WHOLE or word.isdecimal() for word in _words(root))
 
 
 def _forms(model: Model) -> Iterator[Hashable]:

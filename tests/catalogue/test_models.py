@@ -173,3 +173,31 @@ def test_statistics_and_buffers_are_no_parameters() -> None:
     replay = {"replay": {"obs": torch.zeros(9, 4), "actions": torch.zeros(9)}}
     every = found(actor=state, **rest, **replay)
     assert counts(every) == [numel(model)]
+
+
+def counted(**nets: nn.Module | dict[str, Any]) -> list[str]:
+    """The models whose parameters are in the headline."""
+    every = found(**{key: value.state_dict() if isinstance(value, nn.Module) else value for key, value in nets.items()})
+    return [".".join(map(str, one.part.root)) for one in every.counted]
+
+
+def test_every_model_that_is_no_copy_counts() -> None:
+    one, two, other = net(), net(), net(6)
+    adam = stepped(one).state_dict()
+    for twin in (two, other):  # of the same names and shapes, and of others
+        assert counted(G=one, D=twin, optG=adam) == ["G", "D"]
+        assert counted(actor=twin, critic=one, critic_opt=adam) == ["actor", "critic"]
+        assert counted(model=one, vae=twin.requires_grad_(False), optimizer=adam) == ["model", "vae"]
+        assert counted(model=one, ema=deepcopy(one), vae=twin, optimizer=adam) == ["model", "vae"]
+        assert counted(policy=one, ref_policy=twin, optimizer=adam) == ["policy", "ref_policy"]
+        assert counted(qf1=one, qf2=two, actor=twin, q_optimizer=stepped(one, two).state_dict()) == [
+            "qf1",
+            "qf2",
+            "actor",
+        ]
+        assert counted(G=one, D=twin) == ["G", "D"]
+    assert counted(model=one, ema=deepcopy(one), optimizer=adam) == ["model"]
+    assert counted(actor=one, target_actor=two, critic=other, actor_opt=adam) == ["actor", "critic"]
+    # The Trainer's file of an object of the script, such as an average: nothing but the optimizer tells it.
+    assert counted(model=one, custom_checkpoint_0=deepcopy(one), optimizer=adam) == ["model"]
+    assert counted(model=one, hf_ckpt=deepcopy(one), optimizer=adam) == ["model"]
