@@ -47,7 +47,8 @@ _OTHER_LIBRARIES = r".*\.(h5|msgpack|onnx|onnx_data|gguf|ot|tflite|pb|engine|mlm
 _LOOKED_AT = (
     r".*\.(log|md|py|sh|csv|tsv|jsonl|png|jpe?g|svg|gif|mp4|wav|html|pdf|lock|ply|tiktoken)|events\.out\.tfevents.*"
 )
-_ASSET = re.compile(rf"(?:.*/)?({ASSET_NAMES}|{_OTHER_LIBRARIES}|{_LOOKED_AT})")
+_LOGS = r"(?:.*/)?(runs|logs|wandb|original)/.*"
+_ASSET = re.compile(rf"(?:.*/)?({ASSET_NAMES}|{_OTHER_LIBRARIES}|{_LOOKED_AT})|{_LOGS}\.(json|ya?ml|txt|wandb|db)")
 _HEAD = 4096
 _STATE = "it may hold training state; `--only` leaves it out"
 
@@ -223,7 +224,7 @@ def _add_file(directory: Directory, name: str, layout: Layout) -> None:
             head = location.head(_HEAD)
             if formats.DATA_FILE.fullmatch(name):
                 detect(location)
-            elif head and not _is_text(head):
+            elif head and not _is_text(head) and not re.fullmatch(_LOGS, name):
                 text = f"`{location}`: of no known format, it begins with {head[:8].hex(' ')}"
                 raise ReadError(text, hint=_STATE, file=location)
             layout.assets.append(name)

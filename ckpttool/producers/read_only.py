@@ -106,7 +106,7 @@ TORCHTUNE = Producer(
         Pattern(r"adapter_model\.(safetensors|bin)", kind="ignored"),  # the same for PEFT
         Pattern(r"recipe_state\.pt"),
         Pattern(r"(?!.*\.(safetensors|bin|pt|pth)$).*[^/]", kind="asset"),  # of the weights that training began with
-        Pattern(r".*/", kind="ignored"),
+        Pattern(r"epoch_\d+/", kind="ignored"),
     ),
     adjust=require_indexed_files,
 )

@@ -41,7 +41,6 @@ _TRAINER = (
     Pattern(r"training_args\.bin", "training_args"),
     *accelerate.REST,
     Pattern(_CHECKPOINT, kind="ignored"),
-    Pattern(r"(runs|logs|wandb)/", kind="ignored"),
 )
 _WEIGHTS = r"(?!training_args).*\.(bin|pt|pth|ckpt|h5|msgpack|onnx|gguf|ot)"
 _PRETRAINED = (

@@ -110,6 +110,34 @@ def test_a_framework_does_not_know_all(tmp_path: Path) -> None:
     assert {"ema", "model"} <= kinds(folder)["model"] and not opened.faults
 
 
+@pytest.mark.parametrize("name", ["runs", "logs", "wandb"])
+@pytest.mark.parametrize("framework", ["Trainer", "torchtune"])
+def test_state_among_logs_is_read(framework: str, name: str, tmp_path: Path) -> None:
+    """What a framework does not read itself: state in the folder of the logs was left out without a word."""
+    folder = saved(tmp_path / "checkpoint-4")
+    if framework == "Trainer":
+        (folder / "trainer_state.json").write_text(json.dumps({"global_step": 4}))
+    else:
+        torch.save({"weight": torch.ones(3)}, folder / "model-00001-of-00001.bin")
+        (folder / "model.pt").rename(folder / "adapter_model.pt")
+    before = {entry.name for entry in ckpttool.inspect(folder).entries.values()}
+    logs = folder / name / "Feb14_12-00-00_host"
+    logs.mkdir(parents=True)
+    for log in ("events.out.tfevents.1.host.2.0", "run-1.wandb", "media.bin2"):
+        (logs / log).write_bytes(bytes(range(256)))
+    for log in ("config.yaml", "summary.json", "output.log", "requirements.txt"):
+        (logs / log).write_text('{"step": 3}')
+    catalogue = ckpttool.inspect(folder)
+    assert {entry.name for entry in catalogue.entries.values()} == before and not catalogue.faults
+    assert len([asset for asset in catalogue.facts["assets"] if asset.startswith(f"{name}/")]) == 7
+    torch.save({"weight": torch.full((3,), 7.0)}, logs / "best.pt")
+    ckpttool.convert(folder, tmp_path / "whole.pt", to="torch")
+    assert torch.equal(torch.load(tmp_path / "whole.pt")[name]["Feb14_12-00-00_host"]["weight"], torch.full((3,), 7.0))
+    (logs / "best.pt").write_bytes(b"no checkpoint" * 99)
+    with pytest.raises(CkptError, match=r"best\.pt"):
+        ckpttool.convert(folder, tmp_path / "other.pt", to="torch")
+
+
 def test_folders_are_parts_of_a_step(tmp_path: Path) -> None:
     """W4: the folders of a step were taken for checkpoints of a run, of which the last was converted."""
     step = tmp_path / "step_2"
