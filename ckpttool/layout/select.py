@@ -9,9 +9,12 @@ from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 
 from ckpttool.catalogue import models as catalogue_models
+from ckpttool.catalogue import parts
 from ckpttool.catalogue.aliases import find_aliases, one_moment_for_two
-from ckpttool.catalogue.entries import Catalogue, Entry, Path, Tensor, above
+from ckpttool.catalogue.entries import Catalogue, Entry, Object, Path, Tensor, above
+from ckpttool.catalogue.flatten import flatten, links
 from ckpttool.catalogue.patterns import any_of
+from ckpttool.catalogue.values import Link
 from ckpttool.layout.move import close_gaps, derived, embedded_owners, rebuilt, retied
 
 
@@ -22,6 +25,28 @@ def start(source: Catalogue) -> Catalogue:
     for entry in source.entries.values():
         result.add(derived(entry, alias=aliases.get(entry.path)) if isinstance(entry, Tensor) else entry)
     result.warnings += one_moment_for_two(source, aliases)
+    return result
+
+
+def spread(source: Catalogue) -> Catalogue:
+    """Return a catalogue in which the elements of a tuple that is the whole state are entries, as those of a list are;
+    any other as it is."""
+    state = source.entries.get(())
+    if (
+        not isinstance(state, Object)
+        or type(state.value) is not tuple
+        or any(one.storage for one in links(state.value))
+    ):
+        return source
+    result = rebuilt(source, (), {})
+
+    def make(link: Link, path: Path, embedded: bool) -> Tensor:
+        tensor = source.entries[link.path]
+        assert isinstance(tensor, Tensor)
+        return derived(tensor, path=path, embedded=embedded)
+
+    flatten([*state.value], result, Link, make)
+    parts.assign(result)
     return result
 
 

@@ -386,10 +386,11 @@ def _start(
     """Return the selected parts with the optimizers' keys respelled, and the entries that this folded into others."""
     selection = options.selection
     parts.stop_at_absent(source, selection.only)
-    planned = select.start(source)
+    named = select.spread(source) if selection.only else source
+    planned = select.start(named)
     if selection.only or selection.drop:
         # In one step: selecting can move a part, and both options name the parts of the source.
-        is_wanted = selection.wanted_parts(source)
+        is_wanted = selection.wanted_parts(named)
         planned = select.select(planned, lambda entry: is_wanted(entry.part))
     folded: set[Path] = set()
     if options.optim_keys is not None and not any(part.kind == "optimizer" for part in parts.parts(planned)):

@@ -649,3 +649,24 @@ def test_every_missing_file_is_named(tmp_path: Path) -> None:
         (tmp_path / "ckpt" / f"__{rank}_0.distcp").unlink()
     with pytest.raises(CorruptError, match=r"2 files are missing \(`__1_0.distcp`, `__2_0.distcp`\)"):
         ckpttool.convert(tmp_path / "ckpt", tmp_path / "out.pt")
+
+
+@pytest.mark.parametrize("kind", [list, tuple])
+@pytest.mark.parametrize("sink", ["torch", "safetensors", "dcp"])
+def test_one_of_several_state_dicts_by_its_place(tmp_path: Path, kind: type[list[Any]], sink: str) -> None:
+    """`torch.save((model.state_dict(), optimizer.state_dict()), path)`: a part is named by its place."""
+    model = torch.nn.Sequential(torch.nn.Linear(3, 3), torch.nn.Linear(3, 3))
+    model[1].weight = model[0].weight  # tied
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.ones(1, 3)).sum().backward()
+    optimizer.step()
+    path, out, back = tmp_path / "pair.pt", tmp_path / "out", tmp_path / "back.pt"
+    torch.save(kind([model.state_dict(), optimizer.state_dict()]), path)
+    for number, expected in enumerate([model.state_dict(), optimizer.state_dict()]):
+        ckpttool.convert(path, out, to=sink, only=str(number), overwrite=True, check=True)
+        ckpttool.convert(out, back, to="torch", overwrite=True)
+        assert_same(torch.load(back), expected, ordered=sink == "torch")
+    ckpttool.convert(path, back, only="optimizer", overwrite=True)
+    assert_same(torch.load(back), optimizer.state_dict())
+    with pytest.raises(UsageError, match="there is no part `2`"):
+        ckpttool.convert(path, back, only="2", overwrite=True)
