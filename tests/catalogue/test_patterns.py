@@ -12,6 +12,7 @@ from ckpttool.catalogue.patterns import any_of, compile_pattern, renamer, rule
 from ckpttool.errors import UsageError
 
 NAME = "model.layers.10.attn.weight"
+LITERALS = st.text(alphabet=st.characters(exclude_characters="*?[="), min_size=1, max_size=8)
 
 
 @pytest.mark.parametrize(
@@ -109,9 +110,9 @@ def test_no_name_becomes_empty(text: str) -> None:
 
 
 @settings(max_examples=100)
-@given(st.text(max_size=8), st.text(alphabet=st.characters(exclude_characters="*?[="), min_size=1, max_size=8))
+@given(st.text(max_size=8), LITERALS.filter(lambda ends: not ends.startswith("re:")))
 def test_a_star_stands_for_what_it_matched(middle: str, ends: str) -> None:
-    assert renamer([f"{ends}*{ends}=<*>"])(ends + middle + ends) == f"<{middle}>" or ends.startswith("re:")
+    assert renamer([f"{ends}*{ends}=<*>"])(ends + middle + ends) == f"<{middle}>"
 
 
 @settings(max_examples=300, deadline=None)
