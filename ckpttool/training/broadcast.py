@@ -150,12 +150,31 @@ def send_shares(sent: Sequence[OutgoingTensor], reader: Reader | None) -> None:
             reads[number] = partial(_read_shares, reader, requests, buffers[number % 2])
     with closing(ahead(reads)) as ready:
         for batch, read in zip(batches, ready, strict=True):
-            outgoing = collectives.first_reads(read)
-            if outgoing is None:
-                _receive([(sent[i].shape, shard) for i in batch for shard in sent[i].shards])
-            with collectives.connected():
-                for work in [dist.isend(memory, dst=rank) for rank, memory in outgoing or ()]:
-                    work.wait()
+            incoming = [] if reader is not None else [(sent[i].shape, shard) for i in batch for shard in sent[i].shards]
+            _send_batch(read, incoming)
+
+
+def _send_batch(
+    read: Callable[[], list[tuple[int, torch.Tensor]]] | None, incoming: Sequence[tuple[Shape, LocalShard]]
+) -> None:
+    buffers: list[torch.Tensor] = []
+    outgoing = collectives.first_reads(read, lambda: buffers.extend(map(_receivable, incoming)))
+    with collectives.connected():
+        for work in [dist.irecv(_bytes(buffer), src=0) for buffer in buffers]:
+            work.wait()
+        for work in [dist.isend(memory, dst=rank) for rank, memory in outgoing or ()]:
+            work.wait()
+    for (_, (_, memory)), buffer in zip(incoming, buffers, strict=True):
+        if buffer is not memory:
+            memory.copy_(buffer)
+
+
+def _receivable(incoming: tuple[Shape, LocalShard]) -> torch.Tensor:
+    """Return the memory to receive a shard in: its own, unless that has another dtype, gaps, or is elsewhere."""
+    shape, (box, memory) = incoming
+    kind = getattr(torch, shape.dtype)
+    is_direct = memory.dtype == kind and memory.is_contiguous() and memory.device.type == "cpu"
+    return memory if is_direct else empty(box[1], kind)
 
 
 def _batches(sent: Sequence[OutgoingTensor]) -> list[list[int]]:
@@ -187,21 +206,6 @@ def _read_shares(
     return [(rank, _bytes(read[i, box])) for i, (_, to) in enumerate(requests) for rank, box in to]
 
 
-def _receive(shards: Sequence[tuple[Shape, LocalShard]]) -> None:
-    buffers = []
-    for shape, (box, memory) in shards:
-        # A shard of another dtype, with gaps or on an accelerator is received elsewhere.
-        kind = getattr(torch, shape.dtype)
-        is_direct = memory.dtype == kind and memory.is_contiguous() and memory.device.type == "cpu"
-        buffers.append(memory if is_direct else empty(box[1], kind))
-    with collectives.connected():
-        for work in [dist.irecv(_bytes(buffer), src=0) for buffer in buffers]:
-            work.wait()
-    for (_, shard), buffer in zip(shards, buffers, strict=True):
-        if buffer is not shard.memory:
-            shard.memory.copy_(buffer)
-
-
 def _bytes(memory: torch.Tensor) -> torch.Tensor:
     return memory.reshape(-1).view(torch.uint8)
 
@@ -221,25 +225,30 @@ def send_tiles(shape: Shape, shards: Sequence[LocalShard], tensor: Tensor | None
     """Send a tensor of any dtype in tiles of bytes; each rank copies its shards. A collective."""
     kind = dtypes.dtype(shape.dtype)
     as_torch = torch_dtype(kind, tensor.name if tensor is not None else shape.dtype)
-    device = collectives.sending_device()
     for tile in tiles(boxes.whole(shape.sizes), _TILE // kind.itemsize):
-        if 0 in tile[1]:
-            continue
-        values = empty(tile[1], as_torch)
+        if 0 not in tile[1]:
+            values = _sent_tile(tile, as_torch, tensor, reader)
+            for shard in shards:
+                shared = boxes.overlap(shard.box, tile)
+                if shared is not None:
+                    part(shard.memory, shared, shard.box).copy_(part(values, shared, tile))
 
-        def read(tile: Box = tile, values: torch.Tensor = values) -> None:
-            assert reader is not None and tensor is not None
-            reader.read(tensor, tile, values)
 
-        collectives.first_reads(read if reader is not None else None)
-        raw = _bytes(values).to(device)
-        with collectives.connected():
-            dist.broadcast(raw, src=0)
-        values = raw.view(as_torch).reshape(tile[1])
-        for shard in shards:
-            shared = boxes.overlap(shard.box, tile)
-            if shared is not None:
-                part(shard.memory, shared, shard.box).copy_(part(values, shared, tile))
+def _sent_tile(tile: Box, dtype: torch.dtype, tensor: Tensor | None, reader: Reader | None) -> torch.Tensor:
+    raw = torch.empty(0)
+
+    def allocate() -> None:
+        nonlocal raw
+        raw = empty((prod(tile[1]) * dtype.itemsize,), torch.uint8).to(collectives.sending_device())
+
+    def read() -> None:
+        assert reader is not None and tensor is not None
+        reader.read(tensor, tile, raw.view(dtype).reshape(tile[1]))
+
+    collectives.first_reads(read if reader is not None else None, allocate)
+    with collectives.connected():
+        dist.broadcast(raw, src=0)
+    return raw.view(dtype).reshape(tile[1])
 
 
 def is_sharded(value: Any) -> bool:

@@ -142,21 +142,23 @@ def check_sees(partial: str, hint: str) -> None:
             raise StorageError(f"rank {rank()} does not see `{local_path(partial).parent}` as rank 0 does", hint=hint)
 
 
-def first_reads(read: Callable[[], T] | None) -> T | None:
-    """Return the result of `read` on rank 0, and None on others. Its error is raised on all ranks."""
+def first_reads(read: Callable[[], T] | None, prepare: Callable[[], Any] | None = None) -> T | None:
+    """Return the result of `read` on rank 0, and None on others. Every rank calls its `prepare` before. An error of
+    either is raised on all ranks."""
     values: T | None = None
     own_error: Exception | None = None
-    if read is not None:
-        try:
+    try:
+        if prepare is not None:
+            prepare()
+        if read is not None:
             values = read()
-        except Exception as error:
-            own_error = error
+    except Exception as error:
+        own_error = error
     failed = torch.tensor([own_error is not None], dtype=torch.uint8, device=sending_device())
     with connected():
-        dist.broadcast(failed, src=0)
+        dist.all_reduce(failed, dist.ReduceOp.MAX)
     if failed.item():
-        first_error: Exception = from_first(_sendable(own_error))
-        raise own_error if isinstance(own_error, CkptError) else first_error from own_error
+        _gather_or_raise(own_error, None)
     return values
 
 

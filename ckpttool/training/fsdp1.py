@@ -213,12 +213,12 @@ def _fill_optimizer(
     saved_state = {"state": state, "param_groups": [group_of(one, one.names) for one in matches]}
     with sharded(model):
         flat = FullyShardedDataParallel.optim_state_dict_to_load(model, optimizer, saved_state)
-    with collectives.together():
-        hand_over(optimizer, flat, filler.contents.path)
     # A flat parameter stands for several, of one dtype.
     shapes = {strip_wrappers(name): shape for name, shape in filler.contents.model.items()}
-    for one, group in zip(matches, flat["param_groups"], strict=True):
-        of_group = [shapes[clean] for name in one.names if (clean := strip_wrappers(name)) in shapes]
-        for number, parameter in zip(group["params"], one.group["params"], strict=True):
-            if of_group and all(is_as_saved(parameter, shape) for shape in of_group):
-                keep_dtypes(optimizer, parameter, flat["state"].get(number, {}))
+    with collectives.together():
+        hand_over(optimizer, flat, filler.contents.path)
+        for one, group in zip(matches, flat["param_groups"], strict=True):
+            of_group = [shapes[clean] for name in one.names if (clean := strip_wrappers(name)) in shapes]
+            for number, parameter in zip(group["params"], one.group["params"], strict=True):
+                if of_group and all(is_as_saved(parameter, shape) for shape in of_group):
+                    keep_dtypes(optimizer, parameter, flat["state"].get(number, {}))

@@ -198,7 +198,8 @@ def load_parts(path: str, targets: Callable[[], list[LoadOptions]], own: OwnObje
         _fill(prepared, loaded)
         if own is not None:
             own.read(fillers[0])
-        loaded.bytes_checked, loaded.unchecked = check_read(reader, in_parts=chosen == "parallel")
+        with _said_to_be_partial(path):
+            loaded.bytes_checked, loaded.unchecked = check_read(reader, in_parts=chosen == "parallel")
         loaded.bytes_read = reader.nbytes if reader is not None else 0
     if own is not None:
         with collectives.together():
@@ -368,13 +369,15 @@ def _may_differ(view: tuple[str, str, str | None], first: tuple[str, str, str | 
 def _check_one_step(path: str, contents: Contents) -> None:
     """Raise UsageError on every rank if they read different checkpoints at one path, such as copies on disks of their
     nodes of which one is old."""
-    groups = (
-        [(one.params, _plain(one.values.items())) for one in contents.optimizer.groups] if contents.optimizer else []
-    )
-    rest = _plain((entry.path, entry.value) for entry in contents.rest.objects)
-    own = crc32(repr((contents.model, groups, rest)).encode(errors="surrogatepass"))
-    ranks = collectives.all_gather(own)
-    other = next((rank for rank, crc in enumerate(ranks) if crc != ranks[0]), None)
+
+    def crc() -> int:
+        groups = contents.optimizer.groups if contents.optimizer else []
+        plain = [(one.params, _plain(one.values.items())) for one in groups]
+        rest = _plain((entry.path, entry.value) for entry in contents.rest.objects)
+        return crc32(repr((contents.model, plain, rest)).encode(errors="surrogatepass"))
+
+    ranks = collectives.all_gather_of(crc)
+    other = next((rank for rank, of_rank in enumerate(ranks) if of_rank != ranks[0]), None)
     if other is not None:
         raise UsageError(
             f"`{path}` is another checkpoint on rank {other} than on rank 0",

@@ -164,7 +164,7 @@ def check_complete(matched: ModelMatch, contents: Contents, model: nn.Module) ->
 def check_alike(matched: ModelMatch, matches: Sequence[GroupMatch]) -> None:
     """Raise UsageError if ranks have different tensors, as in a pipeline. A collective."""
     names = [place.name for place in matched.targets], [one.names for one in matches]
-    contents = collectives.all_gather(crc32(repr(names).encode(errors="surrogatepass")))
+    contents = collectives.all_gather_of(lambda: crc32(repr(names).encode(errors="surrogatepass")))
     other = next((rank for rank, crc in enumerate(contents) if crc != contents[0]), None)
     if other is not None:
         raise UsageError(

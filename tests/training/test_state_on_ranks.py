@@ -6,6 +6,12 @@ import pytest
 from support.torchrun import Verdicts
 
 STRATEGIES = ("parallel", "broadcast")
+# Of `ckpttool.training`: what one rank may run into by itself, such as having no memory left.
+STEPS = (
+    "load.describe", "load.nested_rest", "match.match", "fill.check_memory", "fill.undo", "fill.allocate",
+    "fill.hand_over", "fill.keep_dtypes", "check_read.check",
+)  # fmt: skip
+FSDP1_STEPS = ("fsdp1.check_memory", "fsdp1.hand_over", "fsdp1.keep_dtypes")
 CASES = [
     *(["gathered", "fsdp2", format] for format in ("dcp", "torch")),
     *(["held", "plain", format] for format in ("dcp", "torch")),
@@ -17,6 +23,11 @@ CASES = [
     *(["failed_stage", "ckpttool.catalogue.parts.rank_key", format] for format in ("dcp", "torch")),
     ["failed_stage", "ckpttool.training.save._Planner", "dcp"],
     ["failed_stage", "ckpttool.training.save.counting", "dcp"],
+    *(["failed_step", step, "fsdp2", s] for step in STEPS for s in STRATEGIES),
+    *(["failed_step", step, "fsdp1", s] for step in FSDP1_STEPS for s in STRATEGIES),
+    ["failed_step", "load.crc32", "plain", "parallel"],
+    ["failed_step", "match.crc32", "plain", "broadcast"],
+    *(["failed_step", "broadcast.empty", kind, "broadcast"] for kind in ("plain", "fsdp1")),
     *(["empty_state", format, "parallel"] for format in ("dcp", "torch", "theirs")),
     ["empty_state", "theirs", "broadcast"],
     *(["nothing_changed", what, s] for what in ("sizes", "expanded", "hook", "hook after") for s in STRATEGIES),

@@ -13,6 +13,7 @@ import practices
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as torch_dcp
+import training_scripts
 from torch.distributed._shard.sharded_tensor import Shard as Shard_
 from torch.distributed._shard.sharded_tensor import init_from_local_shards
 from torch.distributed._shard.sharding_spec import ShardMetadata
@@ -348,6 +349,34 @@ def late_hook(kind: str, strategy: str) -> str:
     return said(lambda: ckpttool.load(place, model, strategy=strategy), "rank 1: ", "no luck")
 
 
+def failed_step(step: str, kind: str, strategy: str) -> str:
+    """A step of `load` that fails on one rank between collectives, on each rank in turn. The model and the optimizer,
+    which have a state, are as they were, or the error says that they are not."""
+    saved, place = practices.fresh("plain", trained=True), practices.folder() / "saved"
+    ckpttool.save(place, saved.model, saved.optimizer)
+    module, name = step.rsplit(".", 1)
+    for number in range(dist.get_world_size()):
+        run = practices.fresh(kind, trained=True)
+        with torch.no_grad():
+            for parameter in run.model.parameters():
+                parameter.mul_(3)
+        before = copy.deepcopy(training_scripts.whole(run))
+        is_there = dist.get_rank() == number
+        failing = mock.patch(f"ckpttool.training.{module}.{name}", side_effect=MemoryError("no luck"))
+        with failing if is_there else nullcontext():
+            error = fail(lambda run=run: ckpttool.load(place, run.model, run.optimizer, strategy=strategy))
+        if error is None and number and strategy == "broadcast":
+            continue  # only rank 0 reads
+        if error is None or "no luck" not in error.message:
+            return f"rank {number}: {error and error.message}"
+        found = difference(training_scripts.whole(run), before)
+        if found != "equal" and "hold a part of" not in (error.hint or ""):
+            return f"rank {number}: {found}"
+        if found != "equal" and module != "check_read":
+            return f"rank {number}: changed by a step before the model is filled: {found}"
+    return "equal"
+
+
 def blind_rank(name: str, strategy: str) -> str:
     """The last rank cannot even look at the path, as on a mount that is stale."""
     place = practices.folder() / "saved"
@@ -494,6 +523,7 @@ STATES: dict[str, Callable[..., str]] = {
         late_hook,
         other_sizes_at_root,
         failed_stage,
+        failed_step,
         blind_rank,
         without_own,
         empty_moments,
