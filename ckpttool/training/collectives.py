@@ -68,11 +68,14 @@ def to_first(value: Any) -> list[Any] | None:
 
 
 @contextmanager
-def connected() -> Iterator[None]:
-    """Context manager of collectives: what they raise when another rank has ended becomes a LostConnectionError."""
+def connected(*, with_others: bool = False) -> Iterator[None]:
+    """Context manager of collectives: what they raise when another rank has ended becomes a LostConnectionError.
+    `with_others` if they are inside functions of torch, of which other errors are left as they are."""
     try:
         yield
     except RuntimeError as error:
+        if with_others and not isinstance(error, dist.DistError) and "/gloo/" not in str(error):
+            raise
         said = str(error).strip().partition("\n")[0]
         raise LostConnectionError(
             f"rank {rank()} lost its connection to another rank: {said}",

@@ -100,7 +100,7 @@ def sharded(model: nn.Module) -> Iterator[None]:
     """Context manager in which state dicts are sharded, on the device of the shards."""
     configs = ShardedStateDictConfig(), ShardedOptimStateDictConfig()
     as_shards = FullyShardedDataParallel.state_dict_type(model, StateDictType.SHARDED_STATE_DICT, *configs)
-    with collectives.quiet(FutureWarning), as_shards:
+    with collectives.quiet(FutureWarning), collectives.connected(with_others=True), as_shards:
         yield
 
 

@@ -64,12 +64,15 @@ def test_a_rank_that_is_alone_with_an_error_says_it(tmp_path: Path) -> None:
 
 
 KILLED = """
-import os, sys, torch, torch.distributed as dist, ckpttool
-from ckpttool.training import fill
+import os, sys, torch, torch.distributed as dist, torch.distributed.fsdp, ckpttool
+from ckpttool.training import fill, fsdp1
 dist.init_process_group("gloo", store=dist.FileStore(sys.argv[2], 2), rank=int(sys.argv[4]), world_size=2)
 model = torch.nn.Linear(3, 2)
+if len(sys.argv) > 5:
+    model = torch.distributed.fsdp.FullyShardedDataParallel(model, device_id=torch.device("cpu"))
 if dist.get_rank() == 1:
     fill.fill = lambda *_: os._exit(9)
+    fsdp1.sharded = lambda *_: os._exit(9)
 with ckpttool.exit_on_error():
     ckpttool.load(sys.argv[1], model, strategy=sys.argv[3])
 """
@@ -81,11 +84,12 @@ def test_a_rank_that_was_killed_is_one_message(tmp_path: Path) -> None:
     script.write_text(KILLED)
     torch.save(torch.nn.Linear(3, 2).state_dict(), tmp_path / "a.pt")
     started = []
-    for strategy in ("parallel", "broadcast"):
-        command = [sys.executable, str(script), str(tmp_path / "a.pt"), str(tmp_path / strategy), strategy]
+    for strategy, *fsdp1 in (["parallel"], ["broadcast"], ["parallel", "fsdp1"]):
+        store = tmp_path / "".join([strategy, *fsdp1])
         for rank in "01":
+            command = [sys.executable, str(script), str(tmp_path / "a.pt"), str(store), strategy, rank, *fsdp1]
             options = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
-            started.append(subprocess.Popen([*command, rank], **options))
+            started.append(subprocess.Popen(command, **options))
     for i, process in enumerate(started):
         said, _ = process.communicate(timeout=120)
         assert process.returncode == (9 if i % 2 else 70), said
