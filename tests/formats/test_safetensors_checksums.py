@@ -183,6 +183,25 @@ def test_state_file_that_has_changed(tmp_path: Path) -> None:
     assert_state(torch.load(tmp_path / "b.pt")["model"])
 
 
+def test_state_file_whose_schema_has_changed(tmp_path: Path) -> None:
+    """Without it the tensors would be a checkpoint of their own, and all else would be lost in silence."""
+    torch.save({"model": STATE, "step": 3}, tmp_path / "a.pt")
+    ckpttool.convert(tmp_path / "a.pt", tmp_path / "a", to="safetensors")
+    path = tmp_path / "a" / "ckpttool.json"
+    data = path.read_bytes()
+    for at in range(data.index(b"containers")):
+        for bit in (0, 5):
+            flip(path, at, bit)
+            for use in (
+                lambda: ckpttool.convert(tmp_path / "a", tmp_path / "b.pt"),
+                lambda: ckpttool.open(path.parent),
+            ):
+                with pytest.raises(CkptError, match=r"ckpttool\.json"):
+                    use()
+            assert not (tmp_path / "b.pt").exists()
+            path.write_bytes(data)
+
+
 def test_key_that_another_tool_has_kept(source: Path, tmp_path: Path) -> None:
     """The same tensors, written again with the old metadata, have the same checksums. Other values do not, and fewer
     tensors are nobody's damage."""

@@ -36,8 +36,10 @@ _FUNCTIONS = {**unpickler.REAL, **torch_pickle.KNOWN}
 NAME = "ckpttool.json"
 _FAMILY = "ckpttool/state/"
 SCHEMA = f"{_FAMILY}1"
-# `recognise` looks for it at the start of the file only.
+# `recognise` looks for them at the start of the file only. The others tell a file whose schema was damaged: without it
+# the tensors beside it would be a checkpoint of their own, and what only it has would be lost in silence.
 _MARK = f'"schema": "{_FAMILY}'.encode()
+_OTHER_MARKS = (b'"writer": "ckpttool ', b'"containers": [')
 
 
 class Place(NamedTuple):
@@ -49,8 +51,8 @@ class Place(NamedTuple):
 
 
 def looks_like(head: bytes) -> bool:
-    """Return whether a file with these first bytes is a state file of any version."""
-    return head.lstrip().startswith(b"{") and _MARK in head[:256]
+    """Return whether a file with these first bytes is a state file of any version, damaged or not."""
+    return _MARK in head[:256] or all(mark in head[:256] for mark in _OTHER_MARKS)
 
 
 # Writing --------------------------------------------------------------------------------------------------------------
@@ -120,6 +122,8 @@ def parse(
     state = strict_json.parse(text, name)
     schema = state.get("schema") if isinstance(state, dict) else None
     if schema != SCHEMA:
+        if isinstance(state, dict) and not str(schema).startswith(_FAMILY):
+            _check(state, name)
         message = f"{name}: its schema is `{schema}`, not `{SCHEMA}`"
         raise ReadError(message, hint="it was written by a later ckpttool: update yours")
     _check(state, name)
