@@ -200,6 +200,10 @@ def test_state_file_whose_schema_has_changed(tmp_path: Path) -> None:
                     use()
             assert not (tmp_path / "b.pt").exists()
             path.write_bytes(data)
+    for left in (b"", bytes(len(data))):  # as a machine that lost its power leaves a file
+        path.write_bytes(left)
+        with pytest.raises(CkptError, match=r"ckpttool\.json"):
+            ckpttool.convert(tmp_path / "a", tmp_path / "b.pt")
 
 
 def test_key_that_another_tool_has_kept(source: Path, tmp_path: Path) -> None:

@@ -51,8 +51,10 @@ class Place(NamedTuple):
 
 
 def looks_like(head: bytes) -> bool:
-    """Return whether a file with these first bytes is a state file of any version, damaged or not."""
-    return _MARK in head[:256] or all(mark in head[:256] for mark in _OTHER_MARKS)
+    """Return whether a file of this name with these first bytes is a state file of any version, damaged or not: what is
+    no JSON object at all, such as one of zeros, is no other file either."""
+    is_object = head.lstrip().startswith(b"{")
+    return not is_object or _MARK in head[:256] or all(mark in head[:256] for mark in _OTHER_MARKS)
 
 
 # Writing --------------------------------------------------------------------------------------------------------------
