@@ -21,12 +21,12 @@ from ckpttool.layout.optimizer import respell
 from ckpttool.layout.rename import rename_entries, rooted, without_root
 from ckpttool.layout.selection import Selection, check_dtypes, check_not_empty, filtered, renamed_by, stripper
 from ckpttool.layout.views import Viewed
-from ckpttool.models import mapped_state, start
+from ckpttool.models import float32_names, mapped_state, start
 from ckpttool.models import reference as references
 from ckpttool.operations import arguments, publish, write
 from ckpttool.operations.arguments import DtypeOfTorch
 from ckpttool.operations.write import Conversion, Planned, WriteOptions
-from ckpttool.producers import float32_names, same, writable
+from ckpttool.producers import same, writable
 from ckpttool.producers.arrange import LayoutBuilder
 from ckpttool.producers.components import WritableLayout
 from ckpttool.producers.open import naming

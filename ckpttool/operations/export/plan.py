@@ -21,7 +21,7 @@ from ckpttool.layout.key_maps import apply, parse
 from ckpttool.layout.move import derived, rebuilt
 from ckpttool.layout.selection import Selection, check_dtypes
 from ckpttool.layout.views import Viewed
-from ckpttool.models import adapters, architecture, assets, bundles, key_maps, like, select_model, ties
+from ckpttool.models import adapters, architecture, assets, bundles, float32_names, key_maps, like, select_model, ties
 from ckpttool.models import reference as references
 from ckpttool.models.architecture import Expected
 from ckpttool.models.assets import Assets
@@ -30,7 +30,6 @@ from ckpttool.operations import secrets, write
 from ckpttool.operations.export import card, weights
 from ckpttool.operations.secrets import Secret
 from ckpttool.operations.write import Conversion, OpenSource, WriteOptions
-from ckpttool.producers import float32_names
 from ckpttool.producers.combined import CombinedSource
 from ckpttool.producers.open import chosen_of_run, naming
 from ckpttool.storage import files

@@ -18,8 +18,7 @@ from safetensors.torch import load_file, save_file
 
 import ckpttool
 from ckpttool.errors import UsageError
-from ckpttool.models import architecture, architecture_process
-from ckpttool.producers import float32_names
+from ckpttool.models import architecture, architecture_process, float32_names
 
 
 def saved(path: Path, model: dict[str, torch.Tensor]) -> Path:
