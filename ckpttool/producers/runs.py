@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import reduce
@@ -124,7 +124,7 @@ def find(directory: Directory) -> Run | None:
     """Return the run in a directory, with its newest complete checkpoint chosen; None when there is none. Raises
     ReadError when no checkpoint is complete, or nothing says which is the newest."""
     inner, checkpoints = search(directory)
-    return Run(inner, checkpoints, _newest(directory.path, checkpoints)) if checkpoints else None
+    return Run(inner, checkpoints, _newest(directory.path, checkpoints, _pointed(inner))) if checkpoints else None
 
 
 def inside(directory: Directory) -> list[RunCheckpoint]:
@@ -148,12 +148,13 @@ def in_directory(directory: Directory) -> list[RunCheckpoint]:
         return []
     checkpoints = [*_folders(directory), *_files(directory), *_rank_files(directory)]
     is_run = any(f.producer or f.format for f in checkpoints)
-    return sorted(checkpoints, key=_order) if is_run else []
+    pointed = _pointed(directory) if is_run else set()
+    return sorted(checkpoints, key=lambda one: (*_order(one), one.name in pointed, one.name)) if is_run else []
 
 
-def _order(checkpoint: RunCheckpoint) -> tuple[int, int, str]:
+def _order(checkpoint: RunCheckpoint) -> tuple[int, int]:
     time = time_in(checkpoint.name)
-    return (-1 if checkpoint.step is None else checkpoint.step, -1 if time is None else time, checkpoint.name)
+    return -1 if checkpoint.step is None else checkpoint.step, -1 if time is None else time
 
 
 def _below(directory: Directory, depth: int = 1) -> Iterator[Directory]:
@@ -168,9 +169,9 @@ def _below(directory: Directory, depth: int = 1) -> Iterator[Directory]:
             yield from _below(inner, depth + 1)
 
 
-def _newest(path: str, checkpoints: list[RunCheckpoint]) -> RunCheckpoint:
-    """Return the complete checkpoint of the highest step. Newer ones whose indexes show that they are not complete are
-    marked in `checkpoints`."""
+def _newest(path: str, checkpoints: list[RunCheckpoint], pointed: Collection[str]) -> RunCheckpoint:
+    """Return the complete checkpoint of the highest step, or without steps the one that is `pointed` to. Newer ones whose
+    indexes show that they are not complete are marked in `checkpoints`."""
     for i, checkpoint in reversed([*enumerate(checkpoints)]):
         if checkpoint.complete and checkpoint.path.is_dir():
             # By all that its indexes name.
@@ -178,7 +179,7 @@ def _newest(path: str, checkpoints: list[RunCheckpoint]) -> RunCheckpoint:
             why_not = _why_not(directory, checkpoint.name, recognise(directory), checkpoint.format, _INDEX_MOST)
             checkpoint = checkpoints[i] = replace(checkpoint, why_not=why_not)
         complete = [c.name for c in checkpoints if c.complete]
-        is_ordered = checkpoint.step is not None or time_in(checkpoint.name) is not None
+        is_ordered = _order(checkpoint) != (-1, -1) or checkpoint.name in pointed
         if checkpoint.complete and not is_ordered and len(complete) > 1:
             raise ReadError(
                 f"`{path}` has {len(complete)} checkpoints, {some(complete)}, and nothing says which is the newest",
@@ -202,15 +203,22 @@ def _newest(path: str, checkpoints: list[RunCheckpoint]) -> RunCheckpoint:
 
 def pointer(directory: Directory) -> tuple[str, int] | None:
     """Return the file or link that names the newest checkpoint, and the step in it; None when there is none."""
+    steps = ((name, step_in(target)) for name, target in _pointers(directory))
+    return next(((name, step) for name, step in steps if step is not None), None)
+
+
+def _pointers(directory: Directory) -> Iterator[tuple[str, str]]:
+    """Yield the files and links that name the newest checkpoint, and what they name."""
     for name in directory.names:
-        step = None
         if name.endswith("/") and _is_pointer(directory, name[:-1]):
-            step = step_in(directory.at(name[:-1]).real().name)
+            yield name[:-1], directory.at(name[:-1]).real().name
         elif _POINTERS.fullmatch(name):
-            step = step_in(directory.text(name).rstrip("/").rpartition("/")[2])
-        if step is not None:
-            return name.rstrip("/"), step
-    return None
+            yield name, directory.text(name).strip().rstrip("/").rpartition("/")[2]
+
+
+def _pointed(directory: Directory) -> set[str]:
+    """Return the folders that a file or link names as the newest checkpoint."""
+    return {target for _, target in _pointers(directory) if f"{target}/" in directory.names}
 
 
 # Checkpoints ----------------------------------------------------------------------------------------------------------
@@ -218,7 +226,8 @@ def pointer(directory: Directory) -> tuple[str, int] | None:
 
 def _folders(directory: Directory) -> Iterator[RunCheckpoint]:
     """Yield the checkpoints that are a folder each: those with a step or a time in their names, and those that a
-    framework left. Others may be the parts of one checkpoint."""
+    framework left, and all where a file or link names one of them. Others may be the parts of one checkpoint."""
+    is_run = bool(_pointed(directory))
     for name in directory.folders:
         if _is_pointer(directory, name):
             continue
@@ -227,7 +236,7 @@ def _folders(directory: Directory) -> Iterator[RunCheckpoint]:
         except CkptError:
             continue
         row, step = recognise(inner), step_in(name)
-        is_named = step is not None or time_in(name) is not None or COPY.match(name) is not None
+        is_named = is_run or step is not None or time_in(name) is not None or COPY.match(name) is not None
         if not is_named and (row is None or row.is_model):
             continue
         kind = _format(inner, row)

@@ -49,7 +49,6 @@ def test_a_run_opens_at_its_newest_step(figures: dict[str, Figures]) -> None:
 NOT_TOLD = {
     "folders by a number",
     "folders by an epoch and a step",
-    "a text alone says it",
     "a link alone says it",
     "the best by their steps",
 }
