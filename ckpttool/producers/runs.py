@@ -170,8 +170,8 @@ def _below(directory: Directory, depth: int = 1) -> Iterator[Directory]:
 
 
 def _newest(path: str, checkpoints: list[RunCheckpoint], pointed: Collection[str]) -> RunCheckpoint:
-    """Return the complete checkpoint of the highest step, or without steps the one that is `pointed` to. Newer ones whose
-    indexes show that they are not complete are marked in `checkpoints`."""
+    """Return the complete checkpoint of the highest step, or without steps the one that is `pointed` to. Newer ones
+    whose indexes show that they are not complete are marked in `checkpoints`."""
     for i, checkpoint in reversed([*enumerate(checkpoints)]):
         if checkpoint.complete and checkpoint.path.is_dir():
             # By all that its indexes name.
