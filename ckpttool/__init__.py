@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from ckpttool.analysis.differences.results import Diff
     from ckpttool.analysis.statistics.results import Stats
     from ckpttool.catalogue.entries import Catalogue
+    from ckpttool.catalogue.findings import Finding
     from ckpttool.errors import CkptError
     from ckpttool.operations.check import Checked, check
     from ckpttool.operations.clean import Cleaned, clean
@@ -36,7 +37,7 @@ if TYPE_CHECKING:
     from ckpttool.operations.show import Shown, show
     from ckpttool.operations.stats import stats
     from ckpttool.operations.verify import verify
-    from ckpttool.operations.verify.findings import Finding, Report
+    from ckpttool.operations.verify.findings import Report
     from ckpttool.operations.write import Conversion
     from ckpttool.training.exit_on_error import exit_on_error
     from ckpttool.training.load import Loaded, load
@@ -53,7 +54,7 @@ _MODULES = {
     "Conversion": "operations.write",
     "Diff": "analysis.differences.results",
     "Exported": "operations.export.plan",
-    "Finding": "operations.verify.findings",
+    "Finding": "catalogue.findings",
     "HtmlReport": "operations.report",
     "LazyTensor": "operations.open",
     "Loaded": "training.load",

@@ -91,6 +91,10 @@ def as_json(value: Any) -> Any:
     out. Pure."""
     if is_dataclass(value):
         named = {field.name: getattr(value, field.name) for field in fields(value)}
+        for field in fields(value):
+            if "fields" in field.metadata:
+                keys = field.metadata["fields"].__annotations__
+                named[field.name] = [{key: getattr(each, key) for key in keys} for each in named[field.name]]
     elif isinstance(value, tuple) and hasattr(value, "_asdict"):
         named = value._asdict()
     elif isinstance(value, Mapping):

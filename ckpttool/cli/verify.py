@@ -12,7 +12,8 @@ from ckpttool.cli.terminal import Styled, Terminal, answer, bold, dim, err
 from ckpttool.text import duration, plural, size
 
 if TYPE_CHECKING:
-    from ckpttool.operations.verify.findings import Finding, Report
+    from ckpttool.catalogue.findings import Finding
+    from ckpttool.operations.verify.findings import Report
 
 _SHOWN = 20
 _TITLES = {

@@ -14,6 +14,7 @@ from typing import ClassVar
 
 from ckpttool.analysis.result import Result
 from ckpttool.catalogue.entries import Catalogue
+from ckpttool.catalogue.findings import Finding, published
 from ckpttool.catalogue.patterns import several
 from ckpttool.errors import DIFFERS, DONE
 from ckpttool.layout.key_maps import apply
@@ -31,7 +32,7 @@ from ckpttool.text import plural
 from ckpttool.transfer.execute import DEFAULT_THREADS
 from ckpttool.transfer.threads import Progress
 
-__all__ = ["Checked", "Mismatch", "check"]
+__all__ = ["Checked", "check"]
 
 
 @dataclass(slots=True, repr=False)
@@ -46,7 +47,8 @@ class Checked(Result):
     reference_tensors: int = 0  #: number of tensors of the reference
     matched: int = 0  #: number of tensors with the same name and shape in both
     key_map: str = ""  #: key map that was applied, or empty
-    mismatches: list[Mismatch] = field(default_factory=list)  #: in what the model does not fit, the gravest first
+    #: in what the model does not fit, the gravest first
+    mismatches: list[Finding] = field(default_factory=list, metadata=published(Mismatch))
     compared: int = 0  #: number of tensors of which values were compared (`--content`)
     similarity: float | None = None  #: lowest cosine of them; null without any
     notes: list[str] = field(default_factory=list)  #: remarks, such as which checkpoint of a run was read
@@ -131,7 +133,7 @@ def check(
         result.matched = len(fitting)
         if content:
             result.mismatches += _content(model, new_names, {*fitting}, viewed, reference, result, threads, progress)
-    result.mismatches.sort(key=Mismatch.order)
+    result.mismatches.sort(key=names.order)
     result.seconds = time.monotonic() - began
     return result
 
@@ -158,7 +160,7 @@ def _content(
     result: Checked,
     threads: int | None,
     progress: Progress | None,
-) -> list[Mismatch]:
+) -> list[Finding]:
     source = reference.with_values()
     pairs = [
         values.Pair(name, tensor.origin or tensor, reference.tensors[name].origin or reference.tensors[name])

@@ -13,8 +13,9 @@ from typing import ClassVar
 
 from ckpttool.analysis.describe.hyperparameters import tables
 from ckpttool.analysis.result import Result
-from ckpttool.analysis.statistics.findings import Finding
+from ckpttool.analysis.statistics.findings import Outlier
 from ckpttool.catalogue.entries import Catalogue
+from ckpttool.catalogue.findings import Finding, published
 from ckpttool.operations.inspect import inspect
 from ckpttool.operations.stats import stats
 from ckpttool.reports.page import Book, checkpoint_sections, findings_section, render
@@ -41,7 +42,8 @@ class HtmlReport(Result):
     headline: str = ""  #: what the checkpoint holds, for people
     file_bytes: int = 0  #: size of the HTML file
     pages: list[str] = field(default_factory=list)  #: names of its pages
-    findings: list[Finding] = field(default_factory=list)  #: what stands out, the most severe first
+    #: what stands out, the most severe first
+    findings: list[Finding] = field(default_factory=list, metadata=published(Outlier))
     notes: list[str] = field(default_factory=list)  #: remarks, such as which checkpoint of a run was read
     seconds: float = 0.0  #: duration
 

@@ -14,7 +14,7 @@ from typing import NamedTuple
 from ckpttool.analysis.describe import summary
 from ckpttool.analysis.statistics import cached
 from ckpttool.analysis.statistics.collect import Group, GroupKey, collect
-from ckpttool.analysis.statistics.findings import Finding, findings, uneven_ranks
+from ckpttool.analysis.statistics.findings import findings, uneven_ranks
 from ckpttool.analysis.statistics.results import (
     CONDITION,
     GroupStatistics,
@@ -27,6 +27,7 @@ from ckpttool.catalogue import counters
 from ckpttool.catalogue.aliases import find_aliases
 from ckpttool.catalogue.conditions import condition
 from ckpttool.catalogue.entries import Catalogue, Tensor
+from ckpttool.catalogue.findings import Finding
 from ckpttool.catalogue.parts import stop_at_absent
 from ckpttool.catalogue.protocols import Source
 from ckpttool.catalogue.validation import validate

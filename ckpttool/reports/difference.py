@@ -14,8 +14,9 @@ from ckpttool.analysis.statistics.thumbnails import MOST_THUMBNAILS
 from ckpttool.catalogue.boxes import Box
 from ckpttool.catalogue.dtypes import DTYPES, Dtype
 from ckpttool.catalogue.entries import Catalogue, Tensor
+from ckpttool.catalogue.findings import NAN, Finding
 from ckpttool.catalogue.shown import shown
-from ckpttool.reports.page import Book, Item, Prose, Section, render
+from ckpttool.reports.page import Book, Prose, Section, render
 from ckpttool.reports.rows import rows
 from ckpttool.text import natural, plural, size
 from ckpttool.transfer.numbers import Array
@@ -123,11 +124,11 @@ def difference_dtype(dtype: Dtype) -> Dtype | None:
 
 
 def _sections(result: Diff) -> Iterator[Section]:
-    grave: list[Item] = []
+    grave: list[Finding] = []
     for one in result.tensors:
         if one.values is not None and one.values.new_nans:
             text = f"`{one.name}`: new NaN in B, {plural(one.values.new_nans, 'element')}"
-            grave.append(Item("new NaN", text, one.name, grave=True))
+            grave.append(Finding(NAN, "new NaN", text, names=[one.name]))
     yield Section("Findings", grave)
     for title, only in (("Only in A", result.only_a), ("Only in B", result.only_b)):
         listed = sorted(only, key=lambda entry: natural(entry.name))

@@ -5,7 +5,8 @@ from __future__ import annotations
 from ckpttool.analysis.describe.summary import summarise
 from ckpttool.analysis.statistics.results import Stats
 from ckpttool.catalogue.entries import Catalogue
-from ckpttool.reports.page import Book, Item, Section, checkpoint_sections, render
+from ckpttool.catalogue.findings import DAMAGE, Finding
+from ckpttool.reports.page import Book, Section, checkpoint_sections, render
 from ckpttool.reports.rows import rows
 
 COLUMNS = ("numel",)
@@ -18,7 +19,7 @@ def inspected_page(catalogue: Catalogue, path: str) -> str:
     book = Book("inspect", path, str(summary.headline) or path, stats, catalogue, columns=COLUMNS)
     if summary.damage:
         book.verdict, book.is_good = "The checkpoint is damaged", False
-    damaged = [Item("damaged", text, grave=True) for text in summary.damage]
+    damaged = [Finding(DAMAGE, "damaged", text) for text in summary.damage]
     book.sections = [Section("Findings", damaged), *checkpoint_sections(catalogue, None, without=("damaged",))]
     for optimizer in summary.headline.optimizers:
         if (table := optimizer.table) is None:

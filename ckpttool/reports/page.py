@@ -13,9 +13,9 @@ from typing import Any, NamedTuple
 
 from ckpttool.analysis.describe.sharding import bytes_per_rank, overview
 from ckpttool.analysis.describe.summary import head
-from ckpttool.analysis.statistics.findings import Finding
 from ckpttool.analysis.statistics.results import Stats
 from ckpttool.catalogue.entries import Catalogue
+from ckpttool.catalogue.findings import NOTE, Finding
 from ckpttool.catalogue.protocols import Source
 from ckpttool.producers.open import chosen_of_run
 from ckpttool.reports.charts import Chart
@@ -36,19 +36,8 @@ PAGES = {
 }
 """The pages of a file, by their names in its addresses."""
 
-_MILD = ("moments", "zeros", "rank")
 # What ends a script or starts a comment in one, and the line ends of old JavaScript.
 _ESCAPES = {ord(sign): f"\\u{ord(sign):04x}" for sign in "<>&\u2028\u2029"}
-
-
-@dataclass(slots=True)
-class Item:
-    """One of several findings: `Item("nan", "`model.w`: 3 of 8 elements are NaN", "model.w", grave=True)`."""
-
-    kind: str
-    message: str
-    name: str = ""
-    grave: bool = False
 
 
 class Prose(str):
@@ -71,7 +60,7 @@ class Section:
     below, and `good` in place of findings. A section without any of these is left out."""
 
     title: str
-    items: Sequence[Item] = ()
+    findings: Sequence[Finding] = ()
     facts: Sequence[tuple[str, str | Mark]] = ()
     headers: Sequence[str] = ()
     rows: Sequence[Sequence[str | Mark]] = ()
@@ -86,7 +75,7 @@ class Section:
     @property
     def is_empty(self) -> bool:
         """Whether there is nothing below the title."""
-        return not (self.lead or self.items or self.good or self.facts or self.charts or self.rows or self.logs)
+        return not (self.lead or self.findings or self.good or self.facts or self.charts or self.rows or self.logs)
 
 
 @dataclass(slots=True)
@@ -160,8 +149,7 @@ def _text(templates: Any, name: str) -> str:
 
 def findings_section(findings: Sequence[Finding], good: str) -> Section:
     """Return what stands out."""
-    items = [Item(one.kind, one.message, (one.names or [""])[0], one.kind not in _MILD) for one in findings]
-    return Section("Findings", items, good=good)
+    return Section("Findings", findings, good=good)
 
 
 def checkpoint_sections(
@@ -183,7 +171,9 @@ def checkpoint_sections(
         *more,
     ]
     return [
-        Section("Warnings", [Item(one.kind, str(one)) for one in catalogue.warnings if one.kind not in without]),
+        Section(
+            "Warnings", [Finding(NOTE, one.kind, str(one)) for one in catalogue.warnings if one.kind not in without]
+        ),
         Section("Checkpoint", facts=[(name, value) for name, value in facts if value]),
         Section(
             "Parts",

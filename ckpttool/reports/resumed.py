@@ -10,8 +10,9 @@ from typing import Any
 
 from ckpttool.analysis.statistics.results import Stats
 from ckpttool.catalogue.entries import Catalogue
+from ckpttool.catalogue.findings import DIFFERENCE, Finding
 from ckpttool.reports.charts import Curve, charts, styles
-from ckpttool.reports.page import Book, Item, Mark, Prose, Section, render
+from ckpttool.reports.page import Book, Mark, Prose, Section, render
 from ckpttool.text import duration, plural, size
 
 _VERDICTS = {
@@ -133,7 +134,7 @@ def _first_difference(report: Mapping[str, Any]) -> Iterator[Section]:
         "relative": _figure(first.get("relative")),
     }
     shown = [(k, v if isinstance(v, Prose) else str(v)) for k, v in facts.items() if v is not None and v != ""]
-    item = Item(first["kind"], first["message"], grave=True)
+    item = Finding(DIFFERENCE, first["kind"], first["message"])
     yield Section("The first difference", [item], shown, note=first.get("hint") or "")
 
 

@@ -19,11 +19,11 @@ from support.paths import CHECKPOINTS
 
 import ckpttool
 from ckpttool.analysis.statistics.elements import FRACTIONS, Channels, Statistics
-from ckpttool.analysis.statistics.findings import Finding
 from ckpttool.analysis.statistics.histogram import Compact
 from ckpttool.analysis.statistics.results import Stats, TensorStatistics
 from ckpttool.analysis.statistics.thumbnails import Thumbnail
 from ckpttool.catalogue.entries import Catalogue
+from ckpttool.catalogue.findings import Finding
 from ckpttool.errors import OverwriteError
 from ckpttool.reports.document import document, ranges_in_order
 from ckpttool.reports.page import PAGES, Book, json_in_html, render
@@ -182,7 +182,7 @@ def made_up(layers: int, kinds: list[str], shape: tuple[int, int]) -> Stats:
                 row.histogram = Compact(counts)
                 row.thumbnail = Thumbnail(32, 32, seed * 0.01, seed, base64.b64encode(bytes(range(256)) * 4).decode())
                 stats.tensors.append(row)
-    stats.findings = [Finding("nan", f"`{row.name}`: NaN", [row.name]) for row in stats.tensors[:20]]
+    stats.findings = [Finding("nan", "nan", f"`{row.name}`: NaN", names=[row.name]) for row in stats.tensors[:20]]
     return stats
 
 
@@ -205,7 +205,7 @@ def test_a_report_of_70_billion_parameters_is_small() -> None:
 def test_thumbnails_have_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     """They are halved, and then those of tensors that stand out and of the largest ones are there."""
     stats = made_up(4, KINDS, (8, 8))
-    stats.findings = [Finding("nan", "NaN", [stats.tensors[-1].name])]
+    stats.findings = [Finding("nan", "nan", "NaN", names=[stats.tensors[-1].name])]
     stats.tensors[5].nbytes = 1000
     for limit, side, expected in ((1368 * 108, 32, 108), (1368 * 108 - 1, 16, 108), (344 * 2, 16, 2)):
         monkeypatch.setattr("ckpttool.reports.document._THUMBNAILS", limit)
@@ -225,7 +225,7 @@ def test_of_many_tensors_there_is_less_of_each() -> None:
 def test_what_is_left_out_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("ckpttool.reports.document._MAX_TENSORS", 30)
     stats = made_up(4, KINDS, (8, 8))
-    stats.findings = [Finding("nan", "NaN", [stats.tensors[-1].name])]
+    stats.findings = [Finding("nan", "nan", "NaN", names=[stats.tensors[-1].name])]
     drawn = document(stats, Catalogue("dcp"))
     assert (drawn["omitted"], drawn["tensors"]["count"]) == (len(stats.tensors) - 30, 30)
     assert list(drawn["tensors"]["histograms"])[-1] == 29  # of the one that stands out

@@ -5,12 +5,12 @@ A field is described by its comment `#: ...`, as in the tables of docs/reference
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
 import json
 import re
 import types
 from collections.abc import Iterator
-from dataclasses import is_dataclass
 from functools import cache
 from importlib import import_module
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints, is_typeddict
@@ -76,6 +76,7 @@ _SIMPLE: dict[Any, dict[str, Any]] = {
     type(None): {"type": "null"},
     Any: {},
 }
+_TITLES = {"Outlier": "Finding", "Fault": "Finding"}  # of definitions, where the class has another name
 _OPEN = (documents.Failure,)  # has fields that depend on the error
 _OTHER_TYPES = {
     (kind, "sent"): Sent | None for kind in (Conversion, Resharding, Exported)
@@ -129,6 +130,8 @@ def _validator(command: str) -> Draft202012Validator:
 def _object(cls: type, definitions: dict[str, Any]) -> dict[str, Any]:
     described = dict(descriptions(cls))
     hints = get_type_hints(cls)
+    for one in dataclasses.fields(cls) if dataclasses.is_dataclass(cls) else ():
+        hints[one.name] = list[one.metadata["fields"]] if "fields" in one.metadata else hints[one.name]  # type: ignore[misc]
     optional = getattr(cls, "__optional_keys__", frozenset())
     properties, required = {}, []
     for name, description in described.items():
@@ -149,7 +152,7 @@ def descriptions(cls: type) -> Iterator[tuple[str, str]]:
     # A TypedDict does not keep its bases.
     written = re.match(r".*?^class \w+\((\w+)", inspect.getsource(cls), re.DOTALL | re.MULTILINE)
     for base in [getattr(import_module(cls.__module__), written[1])] if written else []:
-        if is_typeddict(base) or is_dataclass(base):
+        if is_typeddict(base) or dataclasses.is_dataclass(base):
             yield from descriptions(base)
     for name, _, description in fields(f"{cls.__module__}.{cls.__qualname__}"):
         yield name, description
@@ -176,7 +179,7 @@ def _schema(hint: Any, definitions: dict[str, Any]) -> dict[str, Any]:
     if origin is tuple:
         items = [_schema(arg, definitions) for arg in args]
         return {"type": "array", "prefixItems": items, "minItems": len(items), "items": False}
-    name = hint.__name__
+    name = _TITLES.get(hint.__name__, hint.__name__)
     if name not in definitions:
         definitions[name] = None  # in its place, before those within it
         definitions[name] = {"description": (hint.__doc__ or "").partition("\n")[0], **_object(hint, definitions)}

@@ -10,10 +10,11 @@ from dataclasses import replace
 
 from ckpttool.analysis.statistics import cached
 from ckpttool.analysis.statistics.collect import EPS, Collected, Job, pictured, second_moments
-from ckpttool.analysis.statistics.findings import Finding, findings
+from ckpttool.analysis.statistics.findings import findings
 from ckpttool.analysis.statistics.results import TensorStatistics, row_of
 from ckpttool.catalogue.aliases import find_aliases
 from ckpttool.catalogue.entries import Path, Tensor
+from ckpttool.catalogue.findings import Finding
 from ckpttool.catalogue.protocols import Source
 from ckpttool.catalogue.validation import validate
 from ckpttool.errors import CkptError

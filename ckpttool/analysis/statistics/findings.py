@@ -5,11 +5,11 @@ from __future__ import annotations
 import statistics as of
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
 from math import prod
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypedDict
 
 from ckpttool.analysis.describe.sharding import bytes_per_rank
+from ckpttool.catalogue.findings import DIFFERENCE, NAN, SUSPECT, Finding
 from ckpttool.text import natural, plural, size
 
 if TYPE_CHECKING:
@@ -24,8 +24,7 @@ _LITTLE = 1 << 20  # bytes that are no load for a rank
 _GRAVITIES = ("nan", "inf", "magnitude", "dead", "moments", "zeros", "rank")
 
 
-@dataclass(slots=True)
-class Finding:
+class Outlier(TypedDict):
     """Something that stands out."""
 
     kind: str  #: `nan`, `inf`, `magnitude`, `dead`, `moments`, `zeros` or `rank`
@@ -46,10 +45,10 @@ def _not_finite(tensors: list[TensorStatistics]) -> Iterator[Finding]:
         s = tensor.statistics
         if s.nans:
             text = f"`{tensor.name}`: {s.nans:,} of {s.numel:,} elements are NaN"
-            yield Finding("nan", text, [tensor.name])
+            yield Finding(NAN, "nan", text, names=[tensor.name])
         if s.infs:
             text = f"`{tensor.name}`: {s.infs:,} of {s.numel:,} elements are infinite"
-            yield Finding("inf", text, [tensor.name])
+            yield Finding(NAN, "inf", text, names=[tensor.name])
 
 
 def _unlike_their_kind(tensors: list[TensorStatistics]) -> Iterator[Finding]:
@@ -68,11 +67,11 @@ def _unlike_their_kind(tensors: list[TensorStatistics]) -> Iterator[Finding]:
                 text = (
                     f"`{tensor.name}`: the largest magnitude is {largest:.3g}, {largest / absmax:.0f} times the median"
                 )
-                yield Finding("magnitude", f"{text} of `{kind}`, {absmax:.3g}", [tensor.name])
+                yield Finding(DIFFERENCE, "magnitude", f"{text} of `{kind}`, {absmax:.3g}", names=[tensor.name])
             if rms > 0 and size < _DEAD * rms and not tensor.moment:
                 what = f"expert {tensor.expert} of {tensor.layer or 'the model'}" if tensor.expert else "it"
                 text = f"`{tensor.name}`: the rms is {size:.3g}, the median of `{kind}` {rms:.3g}: {what} may be dead"
-                yield Finding("dead", text, [tensor.name])
+                yield Finding(DIFFERENCE, "dead", text, names=[tensor.name])
 
 
 def _all_zero(tensors: list[TensorStatistics]) -> Iterator[Finding]:
@@ -83,13 +82,18 @@ def _all_zero(tensors: list[TensorStatistics]) -> Iterator[Finding]:
             if tensor.statistics.numel > 1:
                 moments[tensor.part, tensor.moment].append(tensor)
         elif is_zero and tensor.part.startswith("model") and not tensor.kind.endswith("bias"):
-            yield Finding("zeros", f"`{tensor.name}`: all {tensor.statistics.numel:,} elements are zero", [tensor.name])
+            yield Finding(
+                SUSPECT,
+                "zeros",
+                f"`{tensor.name}`: all {tensor.statistics.numel:,} elements are zero",
+                names=[tensor.name],
+            )
     for (_, moment), members in moments.items():
         names = [tensor.name for tensor in members if tensor.statistics.zeros == tensor.statistics.numel]
         if names:
             text = f"`{moment}` of {len(names)} of {len(members)} parameters is zero everywhere: `{names[0]}`"
             text += f" and {len(names) - 1} more" if len(names) > 1 else ""
-            yield Finding("moments", f"{text}; such a parameter had no gradient yet", names)
+            yield Finding(SUSPECT, "moments", f"{text}; such a parameter had no gradient yet", names=names)
 
 
 def uneven_ranks(catalogue: Catalogue) -> list[Finding]:
@@ -113,7 +117,7 @@ def uneven_ranks(catalogue: Catalogue) -> list[Finding]:
                 f"rank {rank} has {size(load)}, {more} the median of {plural(len(loads), 'rank')}, {size(int(median))}"
             )
             text += f"; {size(int(excess))} of it beyond its share of `{tensor.name}`"
-            found.append(Finding("rank", text, [tensor.name]))
+            found.append(Finding(SUSPECT, "rank", text, names=[tensor.name]))
     return found
 
 

@@ -9,7 +9,7 @@ from typing import ClassVar
 from ckpttool.analysis.result import Result
 from ckpttool.analysis.statistics.collect import Collected, Update
 from ckpttool.analysis.statistics.elements import FRACTIONS, Accumulator, Channels, Statistics
-from ckpttool.analysis.statistics.findings import Finding
+from ckpttool.analysis.statistics.findings import Outlier
 from ckpttool.analysis.statistics.histogram import Compact
 from ckpttool.analysis.statistics.places import place_of
 from ckpttool.analysis.statistics.spectral import Spectrum
@@ -17,6 +17,7 @@ from ckpttool.analysis.statistics.thumbnails import Thumbnail
 from ckpttool.catalogue.boxes import Ints
 from ckpttool.catalogue.conditions import Columns, Values
 from ckpttool.catalogue.entries import Tensor
+from ckpttool.catalogue.findings import Finding, published
 from ckpttool.errors import DIFFERS, DONE, UsageError
 from ckpttool.text import meant, plural, some
 
@@ -119,7 +120,7 @@ class StepStatistics:
     step: int | None  #: its step
     tensors: list[TensorStatistics]  #: statistics of each tensor
     groups: list[GroupStatistics]  #: statistics of each group
-    findings: list[Finding]  #: what stands out
+    findings: list[Finding] = field(metadata=published(Outlier))  #: what stands out
 
 
 @dataclass(slots=True, repr=False)
@@ -133,7 +134,8 @@ class Stats(Result):
     step: float | None = None  #: step it was saved at, if known
     tensors: list[TensorStatistics] = field(default_factory=list)  #: statistics of each tensor
     groups: list[GroupStatistics] = field(default_factory=list)  #: statistics of each group
-    findings: list[Finding] = field(default_factory=list)  #: what stands out, the most severe first
+    #: what stands out, the most severe first
+    findings: list[Finding] = field(default_factory=list, metadata=published(Outlier))
     steps: list[StepStatistics] = field(default_factory=list)  #: of a run (`--steps`), each, the oldest first
     failed: list[str] = field(default_factory=list)  #: names of the tensors for which `--fail-on` is true
     fail_on: str | None = None  #: that condition

@@ -5,9 +5,10 @@ from __future__ import annotations
 import re
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from typing import TypedDict
 
 from ckpttool.catalogue.boxes import Ints
+from ckpttool.catalogue.findings import DIFFERENCE, SUSPECT, Finding
 from ckpttool.models.reference import Known
 from ckpttool.text import folded_name, plural, without_numbers
 
@@ -21,28 +22,41 @@ _WORDS = ("embed", "wte", "lm_head", "output", "tok_")
 _GRAVITIES = ("prefix", "missing", "left over", "extra", "shape", "tie", "content", "dtype", "unknown")
 
 
-@dataclass(slots=True)
-class Mismatch:
+class Mismatch(TypedDict):
     """Something in which a model does not fit the reference."""
 
     kind: str  #: `missing`, `extra`, `left over`, `prefix`, `shape`, `tie`, `content`, `dtype` or `unknown`
     message: str  #: what it is, for people
-    names: list[str] = field(default_factory=list)  #: names of the tensors
-    found: str | None = None  #: what the checkpoint has
-    expected: str | None = None  #: what the reference has
-    fails: bool = True  #: whether the model does not fit because of it; a dtype, by itself, is no reason
+    names: list[str]  #: names of the tensors
+    found: str | None  #: what the checkpoint has
+    expected: str | None  #: what the reference has
+    fails: bool  #: whether the model does not fit because of it; a dtype, by itself, is no reason
 
-    def order(self) -> tuple[int, str]:
-        """Return the place among other mismatches: the gravest first."""
-        return _GRAVITIES.index(self.kind), self.message
+
+def mismatch(
+    kind: str,
+    message: str,
+    names: Sequence[str] = (),
+    found: str | None = None,
+    expected: str | None = None,
+    fails: bool = True,
+) -> Finding:
+    """Return a mismatch as a finding. Pure."""
+    gravity = DIFFERENCE if fails else SUSPECT
+    return Finding(gravity, kind, message, names=names, found=found, expected=expected)
+
+
+def order(finding: Finding) -> tuple[int, str]:
+    """Return the place of a mismatch among others: the gravest first. Pure."""
+    return _GRAVITIES.index(finding.kind), finding.message
 
 
 Model = Mapping[str, Known]
 
 
-def without_prefix(model: Model, reference: Model) -> tuple[dict[str, str], Mismatch | None]:
+def without_prefix(model: Model, reference: Model) -> tuple[dict[str, str], Finding | None]:
     """Return the name in the reference that each name of the model would have if all of them had another prefix, and
-    the mismatch that this is. Where the names fit, they are returned as they are."""
+    the finding that this is. Where the names fit, they are returned as they are."""
     same = {name: name for name in model}
     fitting = sum(name in reference for name in model)
     if 2 * fitting >= min(len(model), len(reference)):
@@ -63,7 +77,7 @@ def without_prefix(model: Model, reference: Model) -> tuple[dict[str, str], Mism
     what = f"names begin with `{old}`" if old else "names have no prefix"
     where = f"with `{new}`" if new else "without one"
     message = f"{what}, and those of the reference {where}: {plural(count, 'tensor')}"
-    return renamed, Mismatch("prefix", message, [], old, new)
+    return renamed, mismatch("prefix", message, [], old, new)
 
 
 def _with_prefix(name: str, old: str, new: str, reference: Model) -> str:
@@ -82,7 +96,7 @@ def _prefixes(name: str, other: str) -> tuple[str, str]:
     return "".join(f"{key}." for key in a), "".join(f"{key}." for key in b)
 
 
-def mismatches(model: Model, reference: Model, *, ties_words: bool | None) -> Iterator[Mismatch]:
+def mismatches(model: Model, reference: Model, *, ties_words: bool | None) -> Iterator[Finding]:
     """Yield in what a model, under the names of the reference, differs from it."""
     missing = [
         name for name in reference if name not in model and not _is_tied_away(name, model, reference, ties_words)
@@ -101,7 +115,7 @@ def mismatches(model: Model, reference: Model, *, ties_words: bool | None) -> It
     dtypes = [name for name in both if reference[name].dtype and model[name].dtype != reference[name].dtype]
     for (found, expected), names in _grouped(dtypes, lambda name: (model[name].dtype, reference[name].dtype)):
         message = f"{plural(len(names), 'tensor')}: {found}, and {expected} in the reference"
-        yield Mismatch("dtype", message, names, found, expected, fails=False)
+        yield mismatch("dtype", message, names, found, expected, fails=False)
     yield from _ties(model, reference, ties_words)
 
 
@@ -120,14 +134,14 @@ def _is_head(name: str) -> bool:
     return name in ("lm_head.weight", "output.weight") or name.endswith(".lm_head.weight")
 
 
-def _ties(model: Model, reference: Model, ties_words: bool | None) -> Iterator[Mismatch]:
+def _ties(model: Model, reference: Model, ties_words: bool | None) -> Iterator[Finding]:
     for name in filter(_is_head, model):
         if ties_words and model[name].tied_to is None and name not in reference:
             text = f"`{name}` has bytes of its own, and the reference ties it to the embedding"
-            yield Mismatch("tie", f"{text}: compare them with `ckpttool diff`", [name], "untied", "tied", fails=False)
+            yield mismatch("tie", f"{text}: compare them with `ckpttool diff`", [name], "untied", "tied", fails=False)
         if ties_words is False and model[name].tied_to is not None:
             text = f"`{name}` is `{model[name].tied_to}`, and the reference does not tie them"
-            yield Mismatch("tie", text, [name], "tied", "untied")
+            yield mismatch("tie", text, [name], "tied", "untied")
 
 
 def _grouped(names: Iterable[str], key: Callable[[str], tuple[str, str]]) -> list[tuple[tuple[str, str], list[str]]]:
@@ -144,7 +158,7 @@ def _folded(
     one: str,
     many: str,
     why: Callable[[str, str, str], str] | None = None,
-) -> Iterator[Mismatch]:
+) -> Iterator[Finding]:
     """Yield one mismatch for all names that differ in their numbers only."""
     groups: dict[tuple[str, str, str], list[str]] = {}
     for name in names:
@@ -156,7 +170,7 @@ def _folded(
         else:
             text = f"{one if len(members) == 1 else many} ({found or expected})"
         count = f" ({plural(len(members), 'tensor')})" if len(members) > 1 else ""
-        yield Mismatch(kind, f"`{name}`{count} {text}", members, found or None, expected or None)
+        yield mismatch(kind, f"`{name}`{count} {text}", members, found or None, expected or None)
 
 
 def _why(pattern: str, found: str, expected: str) -> str:

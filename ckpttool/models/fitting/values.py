@@ -18,8 +18,9 @@ from typing import NamedTuple
 
 from ckpttool.catalogue.boxes import Box, Ints, whole
 from ckpttool.catalogue.entries import Tensor
+from ckpttool.catalogue.findings import Finding
 from ckpttool.catalogue.protocols import Source
-from ckpttool.models.fitting.names import Mismatch
+from ckpttool.models.fitting.names import mismatch
 from ckpttool.storage.files import Pool
 from ckpttool.transfer.numbers import FLOATS, Array, dot, has_numbers, kinds_of, numbers
 from ckpttool.transfer.plan import tiles
@@ -95,7 +96,7 @@ def compare(
     return [found[pair.name] for pair in chosen if pair.name in found]
 
 
-def judged(similarities: Sequence[Similarity]) -> Iterator[Mismatch]:
+def judged(similarities: Sequence[Similarity]) -> Iterator[Finding]:
     """Yield what is unlike, or that it cannot be known."""
     # Norms are alike in any two models.
     matrices = [one for one in similarities if one.is_matrix]
@@ -104,7 +105,7 @@ def judged(similarities: Sequence[Similarity]) -> Iterator[Mismatch]:
         if matrices:
             median = statistics.median(one.mean for one in matrices)
             text = f"no matrix is alike (the median cosine is {median:.2f}): a model that was trained from scratch, or"
-            yield Mismatch("unknown", f"{text} all of them are mistaken; which, values cannot tell", fails=False)
+            yield mismatch("unknown", f"{text} all of them are mistaken; which, values cannot tell", fails=False)
         return
     median = statistics.median(alike)
     for one in similarities:
@@ -113,15 +114,15 @@ def judged(similarities: Sequence[Similarity]) -> Iterator[Mismatch]:
         may_be_unused = any(word in one.name for word in ("embed", "lm_head", "output", "wte", "head"))
         if one.is_matrix and one.zero_rows * (2 if may_be_unused else _BLOCKS) > one.rows:
             text = f"`{one.name}`: {one.zero_rows} of {one.rows} sampled rows are zero, and not in the reference"
-            yield Mismatch("content", text, [one.name], "zero", "values")
+            yield mismatch("content", text, [one.name], "zero", "values")
         elif is_alike and not 1 / _SCALED <= one.ratio <= _SCALED and (one.is_matrix or one.mean > _SURE):
             text = f"`{one.name}` is scaled: its norm is {one.ratio:.3g} times that of the reference"
-            yield Mismatch("content", text, [one.name], f"{one.ratio:.4g}", "1")
+            yield mismatch("content", text, [one.name], f"{one.ratio:.4g}", "1")
         elif one.lowest < _UNLIKE:
             where = f" at {list(one.at)}" if one.mean >= _UNLIKE else ""
             text = f"`{one.name}` is not the same weight{where}: the cosine is {one.lowest:.2f}"
             text += f", and {median:.3f} of those that are"
-            yield Mismatch("content", text, [one.name], f"{one.lowest:.4f}", f"{median:.4f}")
+            yield mismatch("content", text, [one.name], f"{one.lowest:.4f}", f"{median:.4f}")
 
 
 # Vectors --------------------------------------------------------------------------------------------------------------
@@ -145,7 +146,7 @@ def vectors(pairs: Sequence[Pair], sources: tuple[Source, Source]) -> Iterator[V
             yield Vectors([pair.name for pair in of_one[:_MAX_VECTORS]], np.stack(rows[0]), np.stack(rows[1]))
 
 
-def judged_vectors(rows: Vectors) -> Iterator[Mismatch]:
+def judged_vectors(rows: Vectors) -> Iterator[Finding]:
     """Yield vectors that became constant, and those that are like the counterpart of another one."""
     import numpy as np
 
@@ -156,7 +157,7 @@ def judged_vectors(rows: Vectors) -> Iterator[Mismatch]:
         is_constant, changed = np.ptp(own[i]) == 0, np.abs(own[i] - reference[i]).max()
         if is_constant and np.ptp(reference[i]) > 0 and changed > _CONSTANT * np.abs(reference[i]).max():
             text = f"`{name}` is {own[i, 0]:g} everywhere, and the reference is not constant: it was never loaded"
-            yield Mismatch("content", text, [name], f"{own[i, 0]:g}", "values")
+            yield mismatch("content", text, [name], f"{own[i, 0]:g}", "values")
             continue
         nearest = int(distances[i].argmin())
         to_own, to_nearest = distances[i, i], distances[i, nearest]
@@ -164,7 +165,7 @@ def judged_vectors(rows: Vectors) -> Iterator[Mismatch]:
         apart = np.linalg.norm(reference[i] - reference[nearest])
         if to_nearest < _NEARER * to_own and to_own > _NEARER * apart > _CONSTANT * np.linalg.norm(reference[i]) * 0.1:
             text = f"`{name}` is like `{rows.names[nearest]}` of the reference, not like its own counterpart"
-            yield Mismatch("content", text, [name], rows.names[nearest], name)
+            yield mismatch("content", text, [name], rows.names[nearest], name)
 
 
 # NaN and infinities ---------------------------------------------------------------------------------------------------
@@ -172,7 +173,7 @@ def judged_vectors(rows: Vectors) -> Iterator[Mismatch]:
 
 def nonfinite(
     pairs: Sequence[Pair], sources: tuple[Source, Source], threads: int, progress: Progress | None
-) -> Iterator[Mismatch]:
+) -> Iterator[Finding]:
     """Yield the tensors of a model with NaN or infinities where the reference has none. All of the model is read, and
     of the reference those tensors that have some in the model.
 
@@ -192,7 +193,7 @@ def nonfinite(
         for count, known, what in ((nans, known_nans, "NaN"), (infs, known_infs, "infinite")):
             if count > known:
                 text = f"`{pair.name}`: {count:,} of {pair.tensor.numel:,} elements are {what}"
-                yield Mismatch("content", text, [pair.name], f"{count} {what}", f"{known} {what}")
+                yield mismatch("content", text, [pair.name], f"{count} {what}", f"{known} {what}")
 
 
 def _counted(

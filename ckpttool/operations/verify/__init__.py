@@ -12,6 +12,7 @@ from contextlib import ExitStack, closing
 from dataclasses import replace
 
 from ckpttool.analysis.describe.copies import note_copies
+from ckpttool.catalogue.findings import DAMAGE, NOTE, Finding
 from ckpttool.catalogue.validation import validate
 from ckpttool.errors import CorruptError, ReadError
 from ckpttool.operations import arguments
@@ -25,7 +26,7 @@ from ckpttool.operations.verify import (
     unopened,
     values,
 )
-from ckpttool.operations.verify.findings import DAMAGE, NOTE, Finding, Report, Verification
+from ckpttool.operations.verify.findings import Report, Verification
 from ckpttool.producers import open
 from ckpttool.producers.foreign.recognition import UnsupportedError
 from ckpttool.reports import page_file

@@ -9,11 +9,12 @@ from ckpttool.analysis.differences.compare import compare_sources
 from ckpttool.analysis.differences.results import Diff, Only, TensorDifference
 from ckpttool.analysis.differences.tensors import Options
 from ckpttool.catalogue.entries import Catalogue, Entry, Tensor
+from ckpttool.catalogue.findings import DIFFERENCE, Finding
 from ckpttool.catalogue.protocols import Source
 from ckpttool.catalogue.shown import shown
 from ckpttool.errors import CkptError
 from ckpttool.layout import select
-from ckpttool.operations.verify.findings import DIFFERENCE, Finding, Verification
+from ckpttool.operations.verify.findings import Verification
 
 _SHORT = 60  # characters of a value that is shown
 

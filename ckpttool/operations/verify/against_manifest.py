@@ -8,9 +8,10 @@ from contextlib import closing
 from functools import partial
 
 from ckpttool.catalogue.entries import Catalogue, Record, Tensor
+from ckpttool.catalogue.findings import DAMAGE, SUSPECT, Finding, Where
 from ckpttool.errors import CkptError
 from ckpttool.operations import manifest as manifests
-from ckpttool.operations.verify.findings import DAMAGE, SUSPECT, Finding, Verification, Where
+from ckpttool.operations.verify.findings import Verification
 from ckpttool.serialization.manifest import Hashed, Manifest
 from ckpttool.storage.crc import crc_of
 from ckpttool.storage.files import Pool

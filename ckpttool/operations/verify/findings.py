@@ -1,4 +1,4 @@
-"""The findings of a verification, each with its gravity, the report of all of them, and what a check is called with."""
+"""The result of a verification, and what each check is called with."""
 
 from __future__ import annotations
 
@@ -6,58 +6,30 @@ from array import array
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import ClassVar, NamedTuple
+from typing import ClassVar, NamedTuple, TypedDict
 
 from ckpttool.analysis.result import FileSize, Result
 from ckpttool.catalogue.entries import Catalogue
+from ckpttool.catalogue.findings import DAMAGE, DIFFERENCE, GRAVITIES, NAN, Finding, published
 from ckpttool.catalogue.protocols import Source
-from ckpttool.errors import DIFFERS, DONE, CkptError, CorruptError, RemoteError
+from ckpttool.errors import DIFFERS, DONE, CorruptError
 from ckpttool.storage.stores import Location
 from ckpttool.text import plural
 from ckpttool.transfer.threads import Progress
 
-DAMAGE, DIFFERENCE, NAN, SUSPECT, NOTE = "damage", "difference", "nan", "suspect", "note"
-GRAVITIES = (DAMAGE, DIFFERENCE, NAN, SUSPECT, NOTE)
-"""The gravest first. Damage: the bytes are not those that were written, or some are missing. Difference: from the other
-checkpoint. Suspect: nothing that is read is wrong, but something does not belong there, or is not as expected."""
 
-
-class Where(NamedTuple):
-    """A place in a checkpoint: `Where("__0_0.distcp", 704, 4096)`, `nbytes` at `offset` of a file."""
-
-    file: str | None
-    offset: int | None = None
-    nbytes: int | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class Finding:
+class Fault(TypedDict):
     """One thing that is wrong."""
 
     gravity: str  #: `damage`, `difference`, `nan`, `suspect` or `note`
     kind: str  #: see below
     message: str  #: for people
-    file: str | None = None  #: file it is in
-    tensor: str | None = None  #: tensor it concerns
-    offset: int | None = None  #: position in the file
-    nbytes: int | None = None  #: length in the file
-    hint: str | None = None  #: for people
-    names: tuple[str, ...] = ()  #: with `truncated`, the tensors and objects that are cut off
-
-    @classmethod
-    def of(
-        cls, error: CkptError, kind: str, gravity: str = DAMAGE, where: Where | None = None, tensor: str | None = None
-    ) -> Finding:
-        """Return an error as a finding; `where` and `tensor` if the caller knows better than the error.
-
-        Raises an error that came while a file was fetched, as it says nothing about the file.
-        """
-        if isinstance(error, RemoteError) or error.facts.get("fetching"):
-            raise error
-        facts = error.facts
-        place = where or Where(facts.get("file"), facts.get("offset"), facts.get("nbytes"))
-        tensor = tensor or facts.get("tensor")
-        return cls(gravity, kind, error.message, place.file, tensor, place.offset, place.nbytes, error.hint)
+    file: str | None  #: file it is in
+    tensor: str | None  #: tensor it concerns
+    offset: int | None  #: position in the file
+    nbytes: int | None  #: length in the file
+    hint: str | None  #: for people
+    names: tuple[str, ...]  #: with `truncated`, the tensors and objects that are cut off
 
 
 @dataclass(slots=True, repr=False)
@@ -84,7 +56,8 @@ class Report(Result):
     hashed_bytes: int = 0  #: bytes hashed for a manifest
     against: str | None = None  #: checkpoint it was compared with
     seconds: float = 0.0  #: duration
-    findings: list[Finding] = field(default_factory=list)  #: what was found, the most severe first
+    #: what was found, the most severe first
+    findings: list[Finding] = field(default_factory=list, metadata=published(Fault))
 
     def add(self, findings: Iterable[Finding]) -> None:
         """Add those of the `findings` that are not there yet."""

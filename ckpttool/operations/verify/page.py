@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from ckpttool.analysis.statistics.findings import Finding
 from ckpttool.analysis.statistics.results import Stats
 from ckpttool.catalogue.entries import Catalogue
 from ckpttool.reports.inspected import COLUMNS
-from ckpttool.reports.page import Book, Item, Section, checkpoint_sections, render
+from ckpttool.reports.page import Book, Section, checkpoint_sections, render
 from ckpttool.reports.rows import rows
 from ckpttool.text import duration, size
 
 if TYPE_CHECKING:
     from ckpttool.operations.verify import Report
-
-_GRAVE = ("damage", "difference", "nan")
 
 
 def verified_page(report: Report, catalogue: Catalogue) -> str:
@@ -24,14 +22,9 @@ def verified_page(report: Report, catalogue: Catalogue) -> str:
     names = {row.name for row in stats.tensors}
     for one in report.findings:
         of = [name for name in dict.fromkeys([one.tensor, *one.names]) if name in names]
-        stats.findings.append(Finding(one.kind, one.message, [name for name in of if name is not None]))
+        stats.findings.append(replace(one, names=[name for name in of if name is not None]))
     items = [
-        Item(
-            one.gravity,
-            one.message + (f": {one.hint}" if one.hint else ""),
-            one.tensor if one.tensor in names and one.tensor is not None else "",
-            one.gravity in _GRAVE,
-        )
+        replace(one, names=[one.tensor] if one.tensor in names and one.tensor is not None else [])
         for one in report.findings
     ]
     book = Book("verify", report.path, report.path, stats, catalogue, columns=COLUMNS)

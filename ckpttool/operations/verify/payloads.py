@@ -16,10 +16,11 @@ from typing import NamedTuple
 
 from ckpttool.catalogue import boxes
 from ckpttool.catalogue.entries import Catalogue, File, Record, Tensor
+from ckpttool.catalogue.findings import SUSPECT, Finding, Where
 from ckpttool.catalogue.protocols import Itemised, Source
 from ckpttool.catalogue.validation import outside
 from ckpttool.errors import CkptError, CorruptError
-from ckpttool.operations.verify.findings import SUSPECT, Finding, Report, Verification, Where
+from ckpttool.operations.verify.findings import Report, Verification
 from ckpttool.serialization.torch_zip import open_archive
 from ckpttool.storage import stores
 from ckpttool.storage.crc import crc32

@@ -7,11 +7,12 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from ckpttool.catalogue.entries import Catalogue, File
+from ckpttool.catalogue.findings import DAMAGE, SUSPECT, Finding
 from ckpttool.catalogue.protocols import Itemised
 from ckpttool.catalogue.validation import faults_of
 from ckpttool.errors import CkptError
 from ckpttool.layout.optimizer.misspelt import MISSPELT, misspelt
-from ckpttool.operations.verify.findings import DAMAGE, SUSPECT, Finding, Verification
+from ckpttool.operations.verify.findings import Verification
 from ckpttool.producers import foreign
 from ckpttool.serialization import safetensors_library
 from ckpttool.storage.stores import locate

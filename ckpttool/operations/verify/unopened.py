@@ -7,11 +7,12 @@ from contextlib import closing
 from functools import partial
 
 from ckpttool.catalogue.entries import Catalogue, File
+from ckpttool.catalogue.findings import DAMAGE, Finding, Where
 from ckpttool.catalogue.protocols import PlacedSource
 from ckpttool.errors import CkptError, CorruptError
 from ckpttool.formats import FORMATS
 from ckpttool.operations.verify import payloads, strays
-from ckpttool.operations.verify.findings import DAMAGE, Finding, Verification, Where
+from ckpttool.operations.verify.findings import Verification
 from ckpttool.serialization.safetensors_header import read_header
 from ckpttool.storage import stores
 from ckpttool.storage.files import Pool
