@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from ckpttool.operations.show import Shown, show
     from ckpttool.operations.stats import stats
     from ckpttool.operations.verify import verify
-    from ckpttool.operations.verify.findings import Report
+    from ckpttool.operations.verify.report import Report
     from ckpttool.operations.write import Conversion
     from ckpttool.training.exit_on_error import exit_on_error
     from ckpttool.training.load import Loaded, load
@@ -60,7 +60,7 @@ _MODULES = {
     "Loaded": "training.load",
     "Matched": "operations.match",
     "Repaired": "operations.repair",
-    "Report": "operations.verify.findings",
+    "Report": "operations.verify.report",
     "Resharding": "operations.reshard",
     "Shown": "operations.show",
     "Stats": "analysis.statistics.results",

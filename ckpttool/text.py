@@ -53,6 +53,11 @@ def duration(seconds: float) -> str:
     return f"{minutes // 60} h {minutes % 60} min"
 
 
+def with_rate(seconds: float, nbytes: float) -> str:
+    """Return `0.04 s`, or `12 s, 1.2 GB/s` of what takes long enough to have a rate."""
+    return duration(seconds) + (f", {size(nbytes / seconds)}/s" if seconds >= 1 else "")
+
+
 def plural(n: int, word: str) -> str:
     """Return `1 tensor`, `2 tensors`, `1,250 tensors`."""
     return f"{n:,} {word}{'' if n == 1 else 's'}"

@@ -50,7 +50,7 @@ JSON_OF_OURS = {
     "storage.hub.headers": "addresses, names and sizes",
     "operations.export.card": "a name in the header of a card",
     "storage.log": "lines of a journal of ours",
-    "cli.terminal": "a document whose values `jsonable` has bounded",
+    "reports.terminal": "a document whose values `jsonable` has bounded",
     "cli.error_messages": "facts that `jsonable` has bounded",
     "reports.page": "numbers and names of a page",
     "analysis.statistics.cached": "results of ours",

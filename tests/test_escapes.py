@@ -48,9 +48,9 @@ def test_nothing_leaves_the_header_of_a_card(text: str) -> None:
 
 
 def test_each_medium_is_written_by_one_module() -> None:
-    """A terminal and CSV by `cli.terminal`, pages by templates that escape all, tables of notebooks by `text`."""
+    """A terminal and CSV by `reports.terminal`, pages by templates that escape all, tables of notebooks by `text`."""
     doors = {
-        "csv.writer": {"cli.terminal"},
+        "csv.writer": {"reports.terminal"},
         "Markup": {"reports.templates"},
         "unicode_escape": {"text"},
         "html": {"text"},

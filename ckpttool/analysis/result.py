@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import fields, is_dataclass
 from typing import Any, ClassVar, NamedTuple
 
@@ -48,6 +48,11 @@ class Result:
     def exit_code(self) -> int:
         """The exit code of the command."""
         return DONE
+
+    @property
+    def lines(self) -> Iterable[str]:
+        """What the command prints with `--quiet`."""
+        return ()
 
     def __repr__(self) -> str:
         return f"<{type(self).__name__}: {self.message}>"

@@ -57,6 +57,11 @@ class Finding:
         return cls(gravity, kind, error.message, place.file, tensor, place.offset, place.nbytes, error.hint)
 
     @property
+    def subjects(self) -> list[str]:
+        """The names of all tensors and objects that it concerns."""
+        return list(dict.fromkeys(name for name in (self.tensor, *self.names) if name is not None))
+
+    @property
     def fails(self) -> bool:
         """Whether it is grave: neither a note nor a suspicion."""
         return self.gravity in (DAMAGE, DIFFERENCE, NAN)

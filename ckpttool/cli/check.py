@@ -2,30 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from functools import partial
+from typing import Any
 
 from ckpttool.cli import options
+from ckpttool.cli.answer import respond
 from ckpttool.cli.options import Option
-from ckpttool.cli.progress import progress_on_stderr
-from ckpttool.cli.terminal import Styled, Terminal, answer, bold, err
-from ckpttool.text import duration, plural
-
-if TYPE_CHECKING:
-    from ckpttool.operations.check import Checked
-
-_SHOWN = 40
-_TITLES = {
-    "prefix": "prefix",
-    "missing": "missing",
-    "left over": "left over",
-    "extra": "not in the reference",
-    "shape": "shapes",
-    "tie": "ties",
-    "content": "values",
-    "dtype": "dtypes",
-    "unknown": "values",
-}
 
 
 @options.command(
@@ -65,42 +47,7 @@ def check(as_json: bool, quiet: bool, verbose: bool, content: bool, **arguments:
     another shape; another dtype alone is told.
     """
     import ckpttool
+    from ckpttool.operations.check import blocks
 
-    against = arguments.pop("against")
-    with progress_on_stderr(content and not (quiet or as_json)) as progress:
-        result = ckpttool.check(arguments.pop("src"), against, content=content, **arguments, progress=progress)
-    with answer(result.exit_code, verbose) as terminal:
-        if as_json:
-            terminal.json(result.as_dict())
-        elif quiet:
-            for mismatch in result.mismatches:
-                if mismatch.fails:
-                    terminal.line(f"{mismatch.kind}: {mismatch.message}")
-        else:
-            _print(terminal, result)
-            err().warnings(result.notes)
-
-
-def _print(terminal: Terminal, result: Checked) -> None:
-    fits = result.verdict == "fits"
-    verdict = Styled("fits" if fits else "does not fit", "bold" if fits else "red")
-    terminal.line(bold(result.source), " ", verdict, " ", bold(result.against))
-    terminal.facts(_facts(result))
-    for kind in dict.fromkeys(mismatch.kind for mismatch in result.mismatches):
-        mismatches = [mismatch for mismatch in result.mismatches if mismatch.kind == kind]
-        terminal.heading(_TITLES[kind], str(len(mismatches)) if len(mismatches) > 1 else "")
-        for mismatch in mismatches if terminal.verbose else mismatches[:_SHOWN]:
-            terminal.paragraph(mismatch.message, mark=Styled("! ", "red" if mismatch.fails else "yellow"))
-        terminal.more(0 if terminal.verbose else len(mismatches) - _SHOWN)
-    if {"missing", "extra"} <= {mismatch.kind for mismatch in result.mismatches}:
-        command = f"ckpttool match {result.source} --like {result.against}"
-        terminal.paragraph(f"`{command}` finds out whether what is missing is there under other names.")
-
-
-def _facts(result: Checked) -> Iterator[tuple[str, str]]:
-    yield "tensors", f"{result.tensors:,}, and {result.reference_tensors:,} in the reference; {result.matched:,} match"
-    if result.key_map:
-        yield "names", f"those of key map `{result.key_map}`"
-    if result.similarity is not None:
-        yield "values", f"samples of {plural(result.compared, 'tensor')}; the lowest cosine is {result.similarity:.4f}"
-    yield "time", duration(result.seconds)
+    call = partial(ckpttool.check, arguments.pop("src"), arguments.pop("against"), content=content, **arguments)
+    respond(call, blocks, as_json=as_json, quiet=quiet, verbose=verbose, shows_progress=content)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from ckpttool.cli import options
-from ckpttool.cli.conversion_result import run
+from ckpttool.cli.answer import respond_written
 from ckpttool.cli.options import Option
 
 
@@ -60,4 +60,4 @@ def convert(**arguments: Any) -> None:
     The tensors, objects and names stay the same unless options change them. DST is written completely or not at all.
     Data that the format cannot store is an error, unless --only, --drop or --exclude leaves it out.
     """
-    run("convert", **arguments)
+    respond_written("convert", **arguments)

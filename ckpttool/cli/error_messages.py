@@ -20,7 +20,7 @@ import click
 
 from ckpttool.cli.documents import failure
 from ckpttool.cli.signals import Terminated
-from ckpttool.cli.terminal import ReaderGone, Styled, dim, err, out
+from ckpttool.cli.terminal import err, out
 from ckpttool.errors import (
     BUG,
     DONE,
@@ -32,6 +32,8 @@ from ckpttool.errors import (
     UsageError,
     why_no_import,
 )
+from ckpttool.reports.report import Styled, dim
+from ckpttool.reports.terminal import ReaderGone
 from ckpttool.text import near_names
 from ckpttool.version import schema
 

@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from ckpttool.cli import options
-from ckpttool.cli.conversion_result import run
+from ckpttool.cli.answer import respond_written
 from ckpttool.cli.options import Option
 from ckpttool.cli.terminal import err
-from ckpttool.text import count, plural
+from ckpttool.text import plural
 
 if TYPE_CHECKING:
     from ckpttool import Exported
@@ -97,7 +97,7 @@ def export(**arguments: Any) -> None:
     """
     if not (arguments["quiet"] or arguments["as_json"] or arguments["dry_run"]):
         arguments["announce"] = _list_assets
-    run("export", _facts, **arguments)
+    respond_written("export", **arguments)
 
 
 def _list_assets(plan: Exported) -> None:
@@ -107,20 +107,3 @@ def _list_assets(plan: Exported) -> None:
     if is_remote(plan.destination) and plan.assets:
         err().line(f"sending {plural(len(plan.assets), 'file')} beside the weights: {', '.join(plan.assets)}")
         err().flush()
-
-
-def _facts(result: Exported) -> list[tuple[str, str]]:
-    numbers = ", ".join(f"{count(n)} {name}" for name, n in result.parameters.items())
-    rows = [("elements", numbers or "none")]
-    if result.key_map:
-        rows.append(("key map", result.key_map))
-    if result.take:
-        rows.append(("taken", f"tree `{result.take}`, in place of the model"))
-    if result.like:
-        rows.append(("like", result.like))
-    if result.filled:
-        rows.append(("filled", f"{plural(len(result.filled), 'tensor')} from {result.filled_from}"))
-    if result.assets:
-        rows.append(("assets", f"{plural(len(result.assets), 'file')}: {', '.join(result.assets)}"))
-    rows.append(("model", result.compared or f"not compared: {result.not_compared}"))
-    return rows

@@ -5,8 +5,9 @@ from __future__ import annotations
 from ckpttool.catalogue.protocols import Format as Row
 from ckpttool.cli import options
 from ckpttool.cli.documents import Format, Formats
-from ckpttool.cli.terminal import bold, out
+from ckpttool.cli.terminal import out
 from ckpttool.errors import DONE
+from ckpttool.reports.report import bold
 from ckpttool.text import plural
 from ckpttool.version import schema
 

@@ -9,7 +9,9 @@ import click
 
 from ckpttool.cli import options
 from ckpttool.cli.options import Option
-from ckpttool.cli.terminal import Rows, Styled, Terminal, TextLike, answer, bold, box, dim, err
+from ckpttool.cli.terminal import answer, err
+from ckpttool.reports.report import Rows, Styled, TextLike, bold, box, dim
+from ckpttool.reports.terminal import Terminal
 from ckpttool.text import count, is_or_are, meant, plural, size
 
 if TYPE_CHECKING:

@@ -8,7 +8,8 @@ import time
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
-from ckpttool.cli.terminal import ReaderGone, Terminal, err
+from ckpttool.cli.terminal import err
+from ckpttool.reports.terminal import ReaderGone, Terminal
 from ckpttool.text import duration, size
 
 if TYPE_CHECKING:

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 from ckpttool.cli import options
+from ckpttool.cli.answer import respond
 from ckpttool.cli.options import Option
-from ckpttool.cli.progress import progress_on_stderr
-from ckpttool.cli.terminal import answer, bold, err
-from ckpttool.text import duration, plural, size
 
 _NO_MANIFEST = Option("--no-manifest", "Leave out the manifest that a DCP directory carries.")
 
@@ -32,22 +31,6 @@ def repair(as_json: bool, quiet: bool, **arguments: Any) -> None:
     DST is written completely or not at all.
     """
     import ckpttool
+    from ckpttool.operations.repair import blocks
 
-    with progress_on_stderr(not (quiet or as_json)) as progress:
-        result = ckpttool.repair(**arguments, progress=progress)
-    with answer(result.exit_code) as terminal:
-        if as_json:
-            terminal.json(result.as_dict())
-        elif not quiet and not result.done:
-            terminal.line(result.message)
-            terminal.facts([("checked", f"{plural(result.records, 'checksum')} over {size(result.checked_bytes)}")])
-        elif not quiet:
-            terminal.line("would write " if result.dry_run else "wrote ", bold(result.destination))
-            rows = [
-                *zip(("done", *[""] * len(result.done)), result.done, strict=False),
-                ("files", f"{plural(len(result.files), 'file')}, {size(result.file_bytes)}"),
-                ("checked", f"{plural(result.records, 'checksum')} over {size(result.checked_bytes)}"),
-                ("time", duration(result.seconds)),
-            ]
-            terminal.facts(rows)
-            err().warnings(result.notes)
+    respond(partial(ckpttool.repair, **arguments), blocks, as_json=as_json, quiet=quiet)

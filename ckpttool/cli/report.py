@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 from ckpttool.cli import options
+from ckpttool.cli.answer import respond
 from ckpttool.cli.options import Argument, Option
-from ckpttool.cli.progress import progress_on_stderr
-from ckpttool.cli.terminal import Styled, answer, bold, err
 from ckpttool.errors import UsageError
-from ckpttool.text import plural, size
-
-_SHOWN = 10  # findings
 
 
 @options.command(
@@ -42,29 +39,11 @@ def report(
     read once, as `stats` does.
     """
     import ckpttool
+    from ckpttool.operations.report import blocks
 
     if step and steps is not None:
         raise UsageError(
             f"the steps are given twice: `{' '.join(step)}` and `--steps {steps}`", hint="give one of the two"
         )
-    with progress_on_stderr(not (quiet or as_json)) as progress:
-        result = ckpttool.report(**arguments, steps=step or steps, progress=progress)
-    with answer(result.exit_code, verbose) as terminal:
-        if as_json:
-            terminal.json(result.as_dict())
-        elif quiet:
-            terminal.line(result.destination)
-        else:
-            terminal.line(bold(result.path))
-            if result.headline:
-                terminal.paragraph(result.headline)
-            terminal.write("\n")
-            pages = f"{size(result.file_bytes)}, {plural(len(result.pages), 'page')}"
-            terminal.facts([("wrote", f"{result.destination}: {pages}")])
-            if result.findings:
-                terminal.heading("findings", str(len(result.findings)))
-                shown = result.findings if verbose else result.findings[:_SHOWN]
-                for finding in shown:
-                    terminal.paragraph(finding.message, mark=Styled("! ", "yellow"))
-                terminal.more(len(result.findings) - len(shown))
-            err().warnings(result.notes)
+    call = partial(ckpttool.report, **arguments, steps=step or steps)
+    respond(call, blocks, as_json=as_json, quiet=quiet, verbose=verbose)

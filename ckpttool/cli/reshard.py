@@ -2,16 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ckpttool.cli import options
-from ckpttool.cli.conversion_result import run
+from ckpttool.cli.answer import respond_written
 from ckpttool.cli.options import Option
-from ckpttool.text import plural
-
-if TYPE_CHECKING:
-    from ckpttool import Resharding
 
 
 @options.command(
@@ -59,12 +54,4 @@ def reshard(**arguments: Any) -> None:
 
     No process group is needed; under torchrun the processes divide the work. DST is written completely or not at all.
     """
-    run("reshard", _facts, **arguments)
-
-
-def _facts(result: Resharding) -> Iterator[tuple[str, str]]:
-    yield "layout", f"{plural(result.world_size, 'rank')}, {result.mesh}"
-    shared = f", {result.processes} processes" if result.processes > 1 else ""
-    yield "engine", f"{result.engine}{shared} ({result.why})"
-    for policy in result.policies:
-        yield "per rank", policy
+    respond_written("reshard", **arguments)

@@ -11,7 +11,9 @@ import click
 from ckpttool.cli import options
 from ckpttool.cli.options import Argument, Option
 from ckpttool.cli.pages import check_folder, write_page, write_text
-from ckpttool.cli.terminal import Styled, Terminal, TextLike, answer, bold, dim, err
+from ckpttool.cli.terminal import answer, err
+from ckpttool.reports.report import Styled, TextLike, bold, dim
+from ckpttool.reports.terminal import Terminal
 from ckpttool.text import duration, plural, size
 
 if TYPE_CHECKING:

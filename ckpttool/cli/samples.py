@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from ckpttool.cli import options
 from ckpttool.cli.documents import Sample, Samples
-from ckpttool.cli.terminal import bold, out
+from ckpttool.cli.terminal import out
 from ckpttool.errors import DONE
+from ckpttool.reports.report import bold
 from ckpttool.text import plural, size
 from ckpttool.version import schema
 

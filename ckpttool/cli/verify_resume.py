@@ -11,7 +11,9 @@ from ckpttool.cli import options, resume_run
 from ckpttool.cli.options import Argument, Option
 from ckpttool.cli.pages import write_page
 from ckpttool.cli.resume_run import print_losses
-from ckpttool.cli.terminal import Styled, Terminal, TextLike, answer, bold, dim, err, out
+from ckpttool.cli.terminal import answer, err, out
+from ckpttool.reports.report import Styled, TextLike, bold, dim
+from ckpttool.reports.terminal import Terminal
 from ckpttool.text import duration, plural, size
 
 if TYPE_CHECKING:

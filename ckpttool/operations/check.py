@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import ClassVar
@@ -27,8 +27,9 @@ from ckpttool.models.fitting.names import Mismatch
 from ckpttool.models.reference import Known, Reference
 from ckpttool.operations import arguments
 from ckpttool.producers.open import naming, notes_of_run, opened
+from ckpttool.reports.report import Block, Facts, Findings, Line, Styled, Text, bold, known
 from ckpttool.storage import stores
-from ckpttool.text import plural
+from ckpttool.text import duration, plural
 from ckpttool.transfer.execute import DEFAULT_THREADS
 from ckpttool.transfer.threads import Progress
 
@@ -67,6 +68,11 @@ class Checked(Result):
             return f"{self.source} fits {self.against}: {of}"
         kinds = dict.fromkeys(one.kind for one in self.mismatches if one.fails)
         return f"{self.source} does not fit {self.against}: {of} match; {', '.join(kinds)}"
+
+    @property
+    def lines(self) -> Iterable[str]:
+        """What `--quiet` prints: why it does not fit."""
+        return (f"{one.kind}: {one.message}" for one in self.mismatches if one.fails)
 
     @property
     def exit_code(self) -> int:
@@ -181,3 +187,38 @@ def _content(
     else:
         result.notes.append(f"`{result.source}` is not on this machine: NaN outside of the samples is not seen")
     return found
+
+
+# What it looks like ---------------------------------------------------------------------------------------------------
+
+_SHOWN = 40
+_TITLES = {
+    "left over": "left over",
+    "extra": "not in the reference",
+    "shape": "shapes",
+    "tie": "ties",
+    "content": "values",
+    "dtype": "dtypes",
+    "unknown": "values",
+}
+
+
+def blocks(result: Checked, verbose: bool = False) -> Iterator[Block]:
+    """Yield the verdict, how much was compared, the mismatches of each kind, and what to try next."""
+    verdict = Styled("does not fit", "red") if result.exit_code else bold("fits")
+    yield Line([bold(result.source), " ", verdict, " ", bold(result.against)])
+    yield Facts(known(_facts(result)))
+    kinds = dict.fromkeys(one.kind for one in result.mismatches)
+    for kind in kinds:
+        yield Findings(_TITLES.get(kind, kind), [one for one in result.mismatches if one.kind == kind], _SHOWN)
+    if {"missing", "extra"} <= {*kinds}:
+        command = f"ckpttool match {result.source} --like {result.against}"
+        yield Text(f"`{command}` finds out whether what is missing is there under other names.")
+
+
+def _facts(result: Checked) -> Iterator[tuple[str, str | None]]:
+    yield "tensors", f"{result.tensors:,}, and {result.reference_tensors:,} in the reference; {result.matched:,} match"
+    yield "names", result.key_map and f"those of key map `{result.key_map}`"
+    if result.similarity is not None:
+        yield "values", f"samples of {plural(result.compared, 'tensor')}; the lowest cosine is {result.similarity:.4f}"
+    yield "time", duration(result.seconds)

@@ -84,7 +84,7 @@ def diff(
     given = {name: value for name, value in tolerances.items() if value is not None}
     page, page_path = None, page_file.checked(html)
     if page_path is not None:
-        from ckpttool.reports.difference import DifferencePage
+        from ckpttool.reports.differences import DifferencePage
 
         page = DifferencePage()
     options = Options(

@@ -8,12 +8,13 @@ from __future__ import annotations
 import json
 import os
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 from ckpttool.analysis.result import Result
+from ckpttool.catalogue.findings import DIFFERENCE, Finding
 from ckpttool.catalogue.patterns import several
 from ckpttool.errors import DIFFERS, DONE
 from ckpttool.layout.views import Viewed
@@ -24,9 +25,23 @@ from ckpttool.models.matching.solve import Candidate, Open, Solution
 from ckpttool.models.reference import Reference
 from ckpttool.operations import arguments
 from ckpttool.producers.open import naming, notes_of_run, opened
+from ckpttool.reports.report import (
+    SHOWN,
+    Block,
+    Facts,
+    Findings,
+    Line,
+    Styled,
+    Text,
+    Verbatim,
+    bold,
+    dim,
+    how_many,
+    known,
+)
 from ckpttool.storage import staging
 from ckpttool.storage.stores import local_path
-from ckpttool.text import plural
+from ckpttool.text import duration, plural, some
 from ckpttool.transfer.execute import DEFAULT_THREADS
 from ckpttool.transfer.threads import Progress
 
@@ -68,6 +83,11 @@ class Matched(Result):
             number = sum(len(one.names) for one in all_)
             text += f"; {number:,} {what}" if number else ""
         return text
+
+    @property
+    def lines(self) -> Iterable[str]:
+        """What `--quiet` prints: the map."""
+        return text(self.map).splitlines()
 
     @property
     def exit_code(self) -> int:
@@ -157,3 +177,45 @@ def _fill(result: Matched, solution: Solution, reference: Reference) -> None:
     result.map = models.key_map(solution, f"{result.source} as {result.like}", reference.config)
     result.ambiguous, result.unmatched, result.unused = solution.ambiguous, solution.unmatched, solution.unused
     result.assumed = solution.assumed
+
+
+# What it looks like ---------------------------------------------------------------------------------------------------
+
+_BY = {
+    "name": "by their names",
+    "renaming": "by names of which an end is the same",
+    "words": "by what their names say",
+    "shape": "as nothing else of their shapes is left",
+    "map": "by a key map that comes with ckpttool",
+    "content": "by samples of the values",
+}
+
+
+def blocks(result: Matched, verbose: bool = False) -> Iterator[Block]:
+    """Yield the verdict, how much is found by what, what is left open, and the key map or where it is."""
+    verdict = Styled("is matched in part", "red") if result.exit_code else bold("is matched")
+    yield Line([bold(result.like), " ", verdict, " by ", bold(result.source)])
+    yield Facts(known(_facts(result)))
+    yield Findings("ambiguous", [_finding(one, "ambiguous") for one in result.ambiguous])
+    yield Findings("unmatched", [_finding(one, "unmatched") for one in result.unmatched])
+    if result.unused:
+        yield Text(some(result.unused, len(result.unused) if verbose else SHOWN), "not used", how_many(result.unused))
+    if result.destination is None:
+        yield Verbatim("key map", text(result.map))
+    else:
+        yield Line([dim("wrote "), result.destination])
+
+
+def _finding(one: Open, kind: str) -> Finding:
+    of = f" ({plural(len(one.names), 'tensor')})" if len(one.names) > 1 else ""
+    message = f"`{one.name}`{of} {list(one.shape)}: {one.why}"
+    return Finding(DIFFERENCE, kind, message, names=one.names, ways=[way.text for way in one.candidates])
+
+
+def _facts(result: Matched) -> Iterator[tuple[str, str | None]]:
+    found = f"{result.found:,} are found"
+    yield "tensors", f"{result.tensors:,}, and {result.reference_tensors:,} in the reference; {found}"
+    yield from (("", f"{number:,} {_BY[by]}") for by, number in result.by.items())
+    if result.assumed:
+        yield "assumed", f"not to be transposed, which shapes do not tell: {some([one.name for one in result.assumed])}"
+    yield "time", duration(result.seconds)

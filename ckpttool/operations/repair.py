@@ -16,7 +16,7 @@ import os
 import re
 import time
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from operator import eq
@@ -31,10 +31,11 @@ from ckpttool.operations.verify import verify
 from ckpttool.operations.verify.strays import absent_ranks
 from ckpttool.operations.write import note_obstacle
 from ckpttool.producers.open import opened
+from ckpttool.reports.report import Block, Facts, Line, bold
 from ckpttool.serialization.manifest import NAME as MANIFEST
 from ckpttool.storage import files, free_space, staging
 from ckpttool.storage.stores import Entry, Location, Stat, Store, Write, content, local_path
-from ckpttool.text import plural, size, some
+from ckpttool.text import duration, plural, size, some
 from ckpttool.transfer.execute import DEFAULT_THREADS
 from ckpttool.transfer.threads import Progress, Work, on_threads
 
@@ -334,3 +335,16 @@ def _merge_indexes(root: Location, result: Repaired) -> None:
             raise ReadError(text, hint=hint, file=result.source)
     if result.like is not None and not is_like_used:
         raise UsageError(f"`--like {result.like}`: no index is lost", hint="leave it out")
+
+
+def blocks(result: Repaired, verbose: bool = False) -> Iterator[Block]:
+    """Yield what was written or would be, what was repaired, and what was checked."""
+    checked = f"{plural(result.records, 'checksum')} over {size(result.checked_bytes)}"
+    if not result.done:
+        yield Line([result.message])
+        yield Facts([("checked", checked)])
+        return
+    yield Line(["would write " if result.dry_run else "wrote ", bold(result.destination)])
+    done = zip(("done", *[""] * len(result.done)), result.done, strict=False)
+    files = f"{plural(len(result.files), 'file')}, {size(result.file_bytes)}"
+    yield Facts([*done, ("files", files), ("checked", checked), ("time", duration(result.seconds))])

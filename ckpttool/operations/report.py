@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import ClassVar
 
@@ -18,13 +18,15 @@ from ckpttool.catalogue.entries import Catalogue
 from ckpttool.catalogue.findings import Finding, published
 from ckpttool.operations.inspect import inspect
 from ckpttool.operations.stats import stats
-from ckpttool.reports.page import Book, checkpoint_sections, findings_section, render
+from ckpttool.reports.page import Book, Section, checkpoint_sections, render
+from ckpttool.reports.report import Block, Facts, Findings, Line, Text, bold
 from ckpttool.storage.stores import local_path
 from ckpttool.text import plural, size
 from ckpttool.transfer.threads import Progress
 
 __all__ = ["HtmlReport", "report"]
 
+_SHOWN = 10  # findings
 _GOOD = (
     "Nothing stands out: no NaN, no infinity, no layer or expert unlike the others of its kind, no moment or weight "
     "that is all zero."
@@ -56,6 +58,21 @@ class HtmlReport(Result):
     def message(self) -> str:
         """What was written."""
         return f"wrote {self.destination}: {size(self.file_bytes)}, {plural(len(self.findings), 'finding')}"
+
+    @property
+    def lines(self) -> Iterable[str]:
+        """What `--quiet` prints: the HTML file."""
+        return (self.destination,)
+
+
+def blocks(result: HtmlReport, verbose: bool = False) -> Iterator[Block]:
+    """Yield what was written, and what stands out."""
+    yield Line([bold(result.path)])
+    if result.headline:
+        yield Text(result.headline)
+    pages = f"{size(result.file_bytes)}, {plural(len(result.pages), 'page')}"
+    yield Facts([("wrote", f"{result.destination}: {pages}")], is_apart=True)
+    yield Findings("findings", result.findings, _SHOWN, f"{len(result.findings):,}")
 
 
 def report(
@@ -120,7 +137,7 @@ def report(
         title = found.headline or path
         book = Book("report", path, title, found, catalogue, hyperparameters=values)
         book.sections = [
-            findings_section(found.findings, _GOOD),
+            Section("Findings", found.findings, good=_GOOD),
             *checkpoint_sections(catalogue, None, [("read", f"{found.elements:,} elements")]),
         ]
         content = render(book).encode()

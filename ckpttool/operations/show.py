@@ -3,22 +3,27 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 from contextlib import closing
 from dataclasses import dataclass, field, replace
+from math import prod
 from typing import Any, NamedTuple
 
+from ckpttool.analysis.result import as_json
 from ckpttool.analysis.statistics.elements import Accumulator
 from ckpttool.catalogue.boxes import Ints
 from ckpttool.catalogue.entries import Tensor
 from ckpttool.catalogue.protocols import Source
 from ckpttool.catalogue.validation import validate
-from ckpttool.errors import UsageError
+from ckpttool.errors import DONE, UsageError
 from ckpttool.producers.open import naming, notes_of_run, open_source
+from ckpttool.reports.report import Block, Column, Facts, Line, Table, Text, bold, box, checks, known
 from ckpttool.storage.files import Pool
 from ckpttool.text import meant, size
 from ckpttool.transfer import checksums
 from ckpttool.transfer.numbers import has_numbers, numbers
 from ckpttool.transfer.read import read_tiles
+from ckpttool.version import schema
 
 FIRST = 8
 
@@ -57,6 +62,26 @@ class Shown:
     def message(self) -> str:
         """The tensor in a line: `model.norm.weight: float32 [7], 28 B`."""
         return f"{self.name}: {self.dtype} {list(self.shape)}, {size(self.nbytes)}"
+
+    @property
+    def lines(self) -> Iterator[str]:
+        """What `--quiet` prints: the values."""
+        return map(_number, self.values)
+
+    @property
+    def exit_code(self) -> int:
+        """0."""
+        return DONE
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return the document that the command prints with `--json`: docs/reference/json.md."""
+        head: dict[str, Any] = {
+            "schema": schema("show"),
+            "exit_code": DONE,
+            "verdict": "shown",
+            "message": self.message,
+        }
+        return {**head, **as_json(self)}
 
     def __repr__(self) -> str:
         return f"<Shown: {self.message}>"
@@ -122,3 +147,36 @@ def tensor_statistics(tensor: Tensor, source: Source) -> Shown:
         if found.min is not None and found.max is not None:
             shown.min, shown.max = float(found.min), float(found.max)
     return shown
+
+
+# What it looks like ---------------------------------------------------------------------------------------------------
+
+
+def blocks(shown: Shown, verbose: bool = False) -> Iterator[Block]:
+    """Yield the name, facts and figures, the first values, and the chunks."""
+    yield Line([bold(shown.name)])
+    yield Facts(known(_facts(shown)), is_apart=True)
+    total, first = prod(shown.shape), len(shown.values)
+    aside = "" if first == total else f"the first {first} of {total:,}"
+    yield Text("  ".join(shown.lines) or "none", "values", aside)
+    rows = [
+        [*([] if rank is None else [f"rank {rank}"]), box(offsets, sizes, shown.shape), file]
+        for rank, file, offsets, sizes in shown.chunks
+    ]
+    yield Table("chunks", [Column(), Column(fit="wrap"), Column(fit="wrap")], rows, limit=None)
+
+
+def _facts(shown: Shown) -> Iterator[tuple[str, str | None]]:
+    yield "part", shown.part
+    yield "dtype", shown.dtype
+    yield "shape", str(list(shown.shape))
+    yield "bytes", size(shown.nbytes)
+    for title, figure in (("min", shown.min), ("max", shown.max), ("mean", shown.mean), ("norm", shown.norm)):
+        yield title, None if figure is None else _number(figure)
+    yield "NaN", f"{shown.nans:,}" if shown.nans else None
+    yield "inf", f"{shown.infs:,}" if shown.infs else None
+    yield "checked", checks(shown.checked_bytes, shown.unchecked_bytes)
+
+
+def _number(value: Any) -> str:
+    return f"{value:.6g}" if isinstance(value, float) else str(value)

@@ -83,6 +83,16 @@ class Conversion(Written):
     exit_code: int = DONE  #: with `--dry-run`, the exit code of the real run
 
     @property
+    def lines(self) -> Iterable[str]:
+        """What `--quiet` prints: nothing, or the planned files."""
+        return (file.path for file in self.files if self.dry_run)
+
+    @property
+    def facts(self) -> Iterable[tuple[str, str]]:
+        """What there is to say of this operation alone."""
+        return ()
+
+    @property
     def contents(self) -> str:
         """What is in it: `19 tensors, 1 object, 4.86 kB of values`."""
         counts = (plural(self.tensors, "tensor"), plural(self.objects, "object"))

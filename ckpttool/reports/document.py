@@ -47,7 +47,8 @@ def document(
 ) -> Document:
     """Return the document of a checkpoint, or of the steps of a run and the last of them; with the figures, which come
     before the statistics, some columns of these, and the layout that the tensors will have `after` something."""
-    named = {name for finding in stats.findings for name in finding.names}
+    known = {row.name for row in stats.tensors}
+    named = {name for finding in stats.findings for name in finding.subjects if name in known}
     shown = _shown(stats.tensors, named)
     return {
         "omitted": len(stats.tensors) - len(shown),
@@ -202,11 +203,11 @@ def _digits(count: int) -> str:
     return ALPHABET[level // len(ALPHABET)] + ALPHABET[level % len(ALPHABET)]
 
 
-def _messages(stats: Stats, named: Collection[str]) -> dict[str, list[str]]:
+def _messages(stats: Stats, named: set[str]) -> dict[str, list[str]]:
     """Return what stands out of each tensor."""
     messages: dict[str, list[str]] = {safe(name): [] for name in named}
     for finding in stats.findings:
-        for name in finding.names:
+        for name in named.intersection(finding.subjects):
             messages[safe(name)].append(safe(finding.message))
     return messages
 

@@ -3,20 +3,15 @@
 from __future__ import annotations
 
 from ckpttool.analysis.describe.summary import summarise
-from ckpttool.analysis.statistics.results import Stats
 from ckpttool.catalogue.entries import Catalogue
 from ckpttool.catalogue.findings import DAMAGE, Finding
 from ckpttool.reports.page import Book, Section, checkpoint_sections, render
-from ckpttool.reports.rows import rows
-
-COLUMNS = ("numel",)
 
 
 def inspected_page(catalogue: Catalogue, path: str) -> str:
     """Return the page of what the index of the checkpoint at `path` says."""
     summary = summarise(catalogue)
-    stats = Stats(path, tensors=rows(catalogue))
-    book = Book("inspect", path, str(summary.headline) or path, stats, catalogue, columns=COLUMNS)
+    book = Book.of_catalogue("inspect", path, catalogue, str(summary.headline))
     if summary.damage:
         book.verdict, book.is_good = "The checkpoint is damaged", False
     damaged = [Finding(DAMAGE, "damaged", text) for text in summary.damage]

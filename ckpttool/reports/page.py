@@ -7,7 +7,7 @@ from __future__ import annotations
 import base64
 import hashlib
 import json
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -20,6 +20,8 @@ from ckpttool.catalogue.protocols import Source
 from ckpttool.producers.open import chosen_of_run
 from ckpttool.reports.charts import Chart
 from ckpttool.reports.document import Figures, document
+from ckpttool.reports.report import Block, Facts, Findings, Styled, Table, Text, TextLike, Verbatim
+from ckpttool.reports.rows import rows
 from ckpttool.reports.templates import environment, verbatim
 from ckpttool.text import size
 from ckpttool.version import __version__
@@ -98,6 +100,16 @@ class Book:
     after: Catalogue | None = None
     hyperparameters: Sequence[Mapping[str, str]] = ()
 
+    @classmethod
+    def of_catalogue(cls, command: str, path: str, catalogue: Catalogue, title: str = "") -> Book:
+        """Return a book on a checkpoint of which nothing but the index is read."""
+        return cls(command, path, title or path, Stats(path, tensors=rows(catalogue)), catalogue, columns=("numel",))
+
+    @property
+    def names(self) -> set[str]:
+        """The names of the tensors."""
+        return {row.name for row in self.stats.tensors}
+
     @property
     def pages(self) -> dict[str, str]:
         """The pages that have something to show, with their titles."""
@@ -147,9 +159,34 @@ def _text(templates: Any, name: str) -> str:
 # Sections that commands share -----------------------------------------------------------------------------------------
 
 
-def findings_section(findings: Sequence[Finding], good: str) -> Section:
-    """Return what stands out."""
-    return Section("Findings", findings, good=good)
+def sections(blocks: Iterable[Block]) -> Iterator[Section]:
+    """Yield the sections that the blocks of a report are on a page, whose head says the verdict."""
+    for block in blocks:
+        match block:
+            case Facts():
+                yield Section(_title(block.title), facts=[(name, Prose(_plain(text))) for name, text in block.rows])
+            case Findings():
+                yield Section(_title(block.title), block.findings, good=block.good)
+            case Text():
+                yield Section(_title(block.title), lead=block.text)
+            case Verbatim():
+                yield Section(_title(block.title), logs=[(block.title, block.text)])
+            case Table():
+                yield Section(
+                    _title(block.name or block.title),
+                    headers=[column.title for column in block.columns],
+                    rows=[[_plain(cell) for cell in row] for row in block.rows],
+                    numbers=[i for i, column in enumerate(block.columns) if column.is_number],
+                    bars=block.bars,
+                )
+
+
+def _title(title: str) -> str:
+    return title[:1].upper() + title[1:]
+
+
+def _plain(text: TextLike) -> str:
+    return text.text if isinstance(text, Styled) else text
 
 
 def checkpoint_sections(

@@ -31,8 +31,9 @@ from torch.distributed.checkpoint.metadata import (
 from ckpttool.cli import progress
 from ckpttool.cli.app import application
 from ckpttool.cli.progress import Progress
-from ckpttool.cli.terminal import Terminal, bold, wants_colour
 from ckpttool.errors import UsageError
+from ckpttool.reports.report import bold
+from ckpttool.reports.terminal import Terminal, wants_colour
 from ckpttool.text import count, duration, parse_size, plural, size
 
 

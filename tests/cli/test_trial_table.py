@@ -7,7 +7,7 @@ import io
 import pytest
 
 from ckpttool.cli import verify_resume
-from ckpttool.cli.terminal import Terminal
+from ckpttool.reports.terminal import Terminal
 from ckpttool.resume.trial.results import Report
 
 RULE = "the mesh is another one: B's state must be A's, bit for bit, and its steps those of a control run"

@@ -30,7 +30,7 @@ from ckpttool.operations.repair import Repaired
 from ckpttool.operations.report import HtmlReport
 from ckpttool.operations.reshard import Resharding
 from ckpttool.operations.show import Shown
-from ckpttool.operations.verify.findings import Report
+from ckpttool.operations.verify.report import Report
 from ckpttool.operations.write import Conversion
 from ckpttool.resume.audit import Audit
 from ckpttool.resume.run import results as resume_run

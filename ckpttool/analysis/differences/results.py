@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from operator import itemgetter
 from typing import Any, ClassVar
@@ -126,6 +127,14 @@ class Diff(Result):
     def same(self) -> bool:
         """Whether nothing differs."""
         return not (self.only_a or self.only_b or self.tensors or self.objects or self.kinds)
+
+    @property
+    def lines(self) -> Iterator[str]:
+        """What `--quiet` prints: `- x` for a name only in A, `+ x` for one only in B, `! x` for one that differs."""
+        yield from (f"- {entry.name}" for entry in self.only_a)
+        yield from (f"+ {entry.name}" for entry in self.only_b)
+        names = [*self.kinds, *(tensor.name for tensor in self.tensors), *(entry.name for entry in self.objects)]
+        yield from (f"! {name}" for name in dict.fromkeys(names))
 
     @property
     def changed(self) -> str:

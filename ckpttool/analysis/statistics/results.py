@@ -19,7 +19,7 @@ from ckpttool.catalogue.conditions import Columns, Values
 from ckpttool.catalogue.entries import Tensor
 from ckpttool.catalogue.findings import Finding, published
 from ckpttool.errors import DIFFERS, DONE, UsageError
-from ckpttool.text import meant, plural, some
+from ckpttool.text import meant, natural, plural, some
 
 QUANTILES = [f"p{fraction * 100:g}" for fraction in FRACTIONS]
 COLUMNS = [
@@ -162,6 +162,19 @@ class Stats(Result):
     def exit_code(self) -> int:
         """1 if `--fail-on` is true of a tensor."""
         return DIFFERS if self.failed else DONE
+
+    @property
+    def lines(self) -> Iterator[str]:
+        """What `--quiet` prints: what stands out, and why it failed."""
+        yield from (f"{finding.kind}: {finding.message}" for finding in self.findings)
+        yield from [self.message] if self.failed else []
+
+    def sort(self, column: str | None) -> None:
+        """Sort the tensors by a statistic, the largest first; None leaves them as they were saved."""
+        if column is not None:
+            figures = {row.name: row.values()[column] for row in self.tensors}
+            largest = {name: float("-inf") if value is None else value for name, value in figures.items()}
+            self.tensors.sort(key=lambda row: (-largest[row.name], natural(row.name)))
 
     def by(self, what: str) -> Iterator[GroupStatistics]:
         """Return the groups by `what`: `part`, `kind`, `layer` or `expert`."""

@@ -32,9 +32,9 @@ from ckpttool.cli.browser.dialogs import Choice, Page
 from ckpttool.cli.browser.names import Line, Names
 from ckpttool.cli.browser.views import TABS, Look
 from ckpttool.cli.signals import Terminated, catch_signals
-from ckpttool.cli.stats import write_csv
-from ckpttool.cli.terminal import Terminal
 from ckpttool.errors import CkptError, UsageError
+from ckpttool.reports.statistics import write_csv
+from ckpttool.reports.terminal import Terminal
 from ckpttool.text import natural, plural, safe, size
 from ckpttool.transfer.numbers import Array
 from ckpttool.transfer.threads import Stopped, Work

@@ -18,7 +18,7 @@ from textual.strip import Strip
 from ckpttool.analysis.browsing.folding import Node
 from ckpttool.analysis.browsing.session import Opened
 from ckpttool.analysis.statistics.results import TensorStatistics
-from ckpttool.cli.stats import number, spark
+from ckpttool.reports.statistics import number, spark
 from ckpttool.text import count, safe
 
 _SPARK = 10  # bars, at most

@@ -17,8 +17,8 @@ from ckpttool.analysis.describe.sharding import shards
 from ckpttool.analysis.differences.elements import Difference
 from ckpttool.analysis.statistics.results import TensorStatistics
 from ckpttool.catalogue.entries import Tensor
-from ckpttool.cli.stats import number
-from ckpttool.cli.terminal import box
+from ckpttool.reports.report import box
+from ckpttool.reports.statistics import number
 from ckpttool.text import count, plural, safe, size
 from ckpttool.transfer.numbers import Array, has_numbers
 

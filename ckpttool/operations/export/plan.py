@@ -34,7 +34,7 @@ from ckpttool.producers.combined import CombinedSource
 from ckpttool.producers.open import chosen_of_run, naming
 from ckpttool.storage import files
 from ckpttool.storage.stores import Outgoing, is_remote, locate
-from ckpttool.text import is_or_are, meant, plural, some
+from ckpttool.text import count, is_or_are, meant, plural, some
 from ckpttool.transfer.execute import Transferred
 
 NAMES = ("released", "memory")
@@ -60,6 +60,22 @@ class Exported(Conversion):
     not_compared: str = ""  #: reason why they were not compared
     transformers_seconds: float = 0.0  #: part of `seconds` that transformers took to build the model
     card: bool = False  #: whether a model card was written
+
+    @property
+    def facts(self) -> Iterator[tuple[str, str]]:
+        """What is exported, by which names, and what the model was compared with."""
+        yield "elements", ", ".join(f"{count(n)} {name}" for name, n in self.parameters.items()) or "none"
+        if self.key_map:
+            yield "key map", self.key_map
+        if self.take:
+            yield "taken", f"tree `{self.take}`, in place of the model"
+        if self.like:
+            yield "like", self.like
+        if self.filled:
+            yield "filled", f"{plural(len(self.filled), 'tensor')} from {self.filled_from}"
+        if self.assets:
+            yield "assets", f"{plural(len(self.assets), 'file')}: {', '.join(self.assets)}"
+        yield "model", self.compared or f"not compared: {self.not_compared}"
 
 
 @dataclass(frozen=True, slots=True)

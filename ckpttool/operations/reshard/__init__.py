@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 
@@ -11,7 +11,7 @@ from ckpttool import formats
 from ckpttool.catalogue import parts
 from ckpttool.catalogue.entries import Catalogue, Part, Path
 from ckpttool.catalogue.patterns import rule, several
-from ckpttool.catalogue.protocols import Format, SinkOptions
+from ckpttool.catalogue.protocols import Format, SinkOptions, Source
 from ckpttool.catalogue.validation import validate
 from ckpttool.errors import UsageError
 from ckpttool.layout import rechunk, select
@@ -21,14 +21,15 @@ from ckpttool.layout.rank_policies import apply_policy, check_policy
 from ckpttool.layout.rechunk import Rules
 from ckpttool.layout.rename import rooted, without_root
 from ckpttool.layout.selection import Selection, check_not_empty
-from ckpttool.operations import arguments, publish, write
+from ckpttool.operations import arguments, publish, write, written
 from ckpttool.operations.reshard import engines
 from ckpttool.operations.reshard.twins import find_twins
 from ckpttool.operations.write import Conversion, OpenSource, Planned, WriteOptions
 from ckpttool.producers.open import naming
 from ckpttool.reports import page_file
+from ckpttool.reports.report import Facts
 from ckpttool.storage.stores import is_remote, local_path
-from ckpttool.text import meant
+from ckpttool.text import meant, plural
 from ckpttool.transfer import agreement, processes
 from ckpttool.transfer.threads import Progress
 
@@ -48,6 +49,14 @@ class Resharding(Conversion):
     why: str = ""  #: reason for the engine, for people; `asked for` with `--engine`
     processes: int = 1  #: number of processes that divided the work
     policies: list[str] = field(default_factory=list)  #: what became of the values of single ranks, for people
+
+    @property
+    def facts(self) -> Iterator[tuple[str, str]]:
+        """The layout, the engine, and what became of the values of single ranks."""
+        yield "layout", f"{plural(self.world_size, 'rank')}, {self.mesh}"
+        shared = f", {self.processes} processes" if self.processes > 1 else ""
+        yield "engine", f"{self.engine}{shared} ({self.why})"
+        yield from (("per rank", policy) for policy in self.policies)
 
 
 @dataclass(frozen=True, slots=True)
@@ -196,10 +205,24 @@ def reshard(
                 engines.write(chosen, job)
             place.send(result)
             if page is not None and is_first:
-                from ckpttool.operations.reshard.page import resharded_page
-
-                page_file.write(resharded_page(result, opened.source, result._layout), page)
+                page_file.write(_page(result, opened.source), page)
     return result
+
+
+def _page(result: Resharding, source: Source) -> str:
+    """Return the page of a reshard, done or planned, with the layouts of both checkpoints if they are known."""
+    from ckpttool.reports.page import Book, checkpoint_sections, render, sections
+
+    before = source.catalogue
+    ranks = [plural(max(one, 1), "rank") for one in (before.world_size, result.world_size)]
+    path = f"{result.source}, {result.destination}"
+    book = Book.of_catalogue("reshard", path, before, f"{ranks[0]} to {ranks[1]}")
+    book.verdict, book.after = result.message, result._layout
+    listed = [] if result.dry_run else [written.files(result)]
+    notes = Facts([("note", note) for note in result.notes], "Notes")
+    after = sections([*written.blocks(result, verbose=True), *listed, notes])
+    book.sections = [*after, *checkpoint_sections(before, source)]
+    return render(book)
 
 
 # The options ----------------------------------------------------------------------------------------------------------

@@ -26,7 +26,8 @@ from ckpttool.operations.verify import (
     unopened,
     values,
 )
-from ckpttool.operations.verify.findings import Report, Verification
+from ckpttool.operations.verify.report import Report, Verification
+from ckpttool.operations.verify.report import page as drawn
 from ckpttool.producers import open
 from ckpttool.producers.foreign.recognition import UnsupportedError
 from ckpttool.reports import page_file
@@ -112,9 +113,7 @@ def verify(
     report.settle()
     report.seconds = time.monotonic() - began
     if page is not None:
-        from ckpttool.operations.verify.page import verified_page
-
-        page_file.write(verified_page(report, run.catalogue), page)
+        page_file.write(drawn(report, run.catalogue), page)
     return report
 
 

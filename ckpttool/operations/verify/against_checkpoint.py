@@ -14,7 +14,7 @@ from ckpttool.catalogue.protocols import Source
 from ckpttool.catalogue.shown import shown
 from ckpttool.errors import CkptError
 from ckpttool.layout import select
-from ckpttool.operations.verify.findings import Verification
+from ckpttool.operations.verify.report import Verification
 
 _SHORT = 60  # characters of a value that is shown
 

@@ -11,7 +11,7 @@ from ckpttool.catalogue.entries import Catalogue, Record, Tensor
 from ckpttool.catalogue.findings import DAMAGE, SUSPECT, Finding, Where
 from ckpttool.errors import CkptError
 from ckpttool.operations import manifest as manifests
-from ckpttool.operations.verify.findings import Verification
+from ckpttool.operations.verify.report import Verification
 from ckpttool.serialization.manifest import Hashed, Manifest
 from ckpttool.storage.crc import crc_of
 from ckpttool.storage.files import Pool

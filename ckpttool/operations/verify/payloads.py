@@ -20,7 +20,7 @@ from ckpttool.catalogue.findings import SUSPECT, Finding, Where
 from ckpttool.catalogue.protocols import Itemised, Source
 from ckpttool.catalogue.validation import outside
 from ckpttool.errors import CkptError, CorruptError
-from ckpttool.operations.verify.findings import Report, Verification
+from ckpttool.operations.verify.report import Report, Verification
 from ckpttool.serialization.torch_zip import open_archive
 from ckpttool.storage import stores
 from ckpttool.storage.crc import crc32

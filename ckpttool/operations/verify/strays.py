@@ -8,7 +8,7 @@ from collections.abc import Collection, Iterator
 from ckpttool.catalogue.findings import DAMAGE, SUSPECT, Finding
 from ckpttool.errors import CkptError
 from ckpttool.formats import DATA_FILE
-from ckpttool.operations.verify.findings import Verification
+from ckpttool.operations.verify.report import Verification
 from ckpttool.storage.files import REMAINS
 from ckpttool.storage.stores import Location, locate
 

@@ -12,7 +12,7 @@ from ckpttool.catalogue.protocols import Itemised
 from ckpttool.catalogue.validation import faults_of
 from ckpttool.errors import CkptError
 from ckpttool.layout.optimizer.misspelt import MISSPELT, misspelt
-from ckpttool.operations.verify.findings import Verification
+from ckpttool.operations.verify.report import Verification
 from ckpttool.producers import foreign
 from ckpttool.serialization import safetensors_library
 from ckpttool.storage.stores import locate

@@ -12,7 +12,7 @@ from ckpttool.catalogue.protocols import PlacedSource
 from ckpttool.errors import CkptError, CorruptError
 from ckpttool.formats import FORMATS
 from ckpttool.operations.verify import payloads, strays
-from ckpttool.operations.verify.findings import Verification
+from ckpttool.operations.verify.report import Verification
 from ckpttool.serialization.safetensors_header import read_header
 from ckpttool.storage import stores
 from ckpttool.storage.files import Pool

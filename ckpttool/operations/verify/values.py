@@ -13,7 +13,7 @@ from ckpttool.catalogue.boxes import Box
 from ckpttool.catalogue.entries import Tensor
 from ckpttool.catalogue.findings import NAN, NOTE, SUSPECT, Finding
 from ckpttool.errors import CkptError
-from ckpttool.operations.verify.findings import Verification
+from ckpttool.operations.verify.report import Verification
 from ckpttool.storage.files import Pool
 from ckpttool.transfer.numbers import EXPONENT_ONLY, FLOATS, Kinds, kinds_of
 from ckpttool.transfer.plan import tiles

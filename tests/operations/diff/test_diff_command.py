@@ -20,8 +20,8 @@ from support.paths import CHECKPOINTS
 
 from ckpttool.analysis.differences.elements import Difference
 from ckpttool.analysis.differences.results import Diff, Side, TensorDifference
-from ckpttool.cli.diff import _print_values
-from ckpttool.cli.terminal import Terminal
+from ckpttool.reports.differences import _values
+from ckpttool.reports.terminal import Terminal
 
 DCP = CHECKPOINTS / "dcp/fsdp2_w4" / "ckpt"
 
@@ -151,7 +151,7 @@ def _printed(result: Any, columns: int | None, verbose: bool = False) -> str:
     stream = io.StringIO()
     terminal = Terminal(stream, verbose)
     terminal.width = columns
-    _print_values(terminal, result)
+    terminal.blocks([_values(result, verbose)])
     return stream.getvalue()
 
 

@@ -22,7 +22,7 @@ from ckpttool import convert
 from ckpttool.catalogue.findings import Finding
 from ckpttool.errors import CkptError, LossError, OverwriteError, ReadError, StorageError
 from ckpttool.operations.verify import verify
-from ckpttool.operations.verify.findings import Report
+from ckpttool.operations.verify.report import Report
 
 EVERY = sorted(str(path.relative_to(CHECKPOINTS)) for path in CHECKPOINTS.glob("*/*/ckpt*"))
 FLAT = ("rank/fsdp1_flat", "rank/fsdp1_local", "rank/fsdp1_dinov2", "run/dinov2")

@@ -4,17 +4,18 @@ from __future__ import annotations
 
 from array import array
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import ClassVar, NamedTuple, TypedDict
 
 from ckpttool.analysis.result import FileSize, Result
 from ckpttool.catalogue.entries import Catalogue
-from ckpttool.catalogue.findings import DAMAGE, DIFFERENCE, GRAVITIES, NAN, Finding, published
+from ckpttool.catalogue.findings import DAMAGE, DIFFERENCE, GRAVITIES, NAN, NOTE, SUSPECT, Finding, published
 from ckpttool.catalogue.protocols import Source
 from ckpttool.errors import DIFFERS, DONE, CorruptError
+from ckpttool.reports.report import Block, Facts, Findings, Line, Styled, bold, known
 from ckpttool.storage.stores import Location
-from ckpttool.text import plural
+from ckpttool.text import plural, size, with_rate
 from ckpttool.transfer.threads import Progress
 
 
@@ -92,6 +93,11 @@ class Report(Result):
         return next((finding for finding in self.findings if finding.kind == "unread"), None)
 
     @property
+    def lines(self) -> Iterable[str]:
+        """What `--quiet` prints: all but the notes."""
+        return (f"{one.gravity}: {one.message}" for one in self.findings if one.gravity != NOTE)
+
+    @property
     def verdict(self) -> str:
         """`damaged`, `differs` from the other checkpoint, `nan`, `unread` without `--shapes`, or `whole`."""
         gravities = {DAMAGE: "damaged", DIFFERENCE: "differs", NAN: "nan"}
@@ -142,3 +148,53 @@ class Verification(NamedTuple):
     def damaged(self) -> set[str]:
         """The names of tensors that are damaged so far, whose values are not compared."""
         return {f.tensor for f in self.report.findings if f.gravity == DAMAGE and f.tensor is not None}
+
+
+# What it looks like ---------------------------------------------------------------------------------------------------
+
+_TITLES = {
+    DAMAGE: "damaged",
+    DIFFERENCE: "other than in the other checkpoint",
+    NAN: "not a number",
+    SUSPECT: "suspect",
+    NOTE: "notes",
+}
+
+
+def blocks(report: Report, verbose: bool = False) -> Iterator[Block]:
+    """Yield the verdict, what was checked, and the findings of each gravity."""
+    verdict = report.message.removeprefix(f"{report.path} is ")
+    yield Line([bold(report.path), " is ", Styled(verdict, "red" if report.exit_code else "bold")])
+    yield Facts(known(_facts(report)), "What was checked")
+    for gravity, title in _TITLES.items():
+        yield Findings(title, [finding for finding in report.findings if finding.gravity == gravity])
+
+
+def _facts(report: Report) -> Iterator[tuple[str, str | None]]:
+    if report.format:
+        yield "format", report.format + (f", {report.layout}" if report.layout else "")
+        yield "contents", f"{plural(report.tensors, 'tensor')}, {plural(report.objects, 'object')}"
+    yield "files", f"{plural(len(report.files), 'file')}, {size(report.file_bytes)}"
+    checked = [f"{plural(report.records, 'checksum')} over {size(report.checked_bytes)}"] if report.records else []
+    checked += [f"{size(report.unchecked_bytes)} without checksums"] if report.unchecked_bytes else []
+    checked += [f"{report.elements:,} values"] if report.elements else []
+    yield "checked", "; ".join(checked) or "nothing"
+    refused = sum(finding.kind == "refused" for finding in report.findings)
+    opened = f"all but {plural(refused, 'file')}" if refused else "all of its files"
+    yield "library", report.library and f"{report.library} opens {opened}"
+    yield "manifest", report.manifest and f"{report.manifest}, {size(report.hashed_bytes)} hashed"
+    yield "wrote", report.wrote
+    yield "against", report.against
+    yield "time", with_rate(report.seconds, report.read_bytes)
+
+
+def page(report: Report, catalogue: Catalogue) -> str:
+    """Return the page of a verification."""
+    from ckpttool.reports.page import Book, Section, checkpoint_sections, render, sections
+
+    book = Book.of_catalogue("verify", report.path, catalogue)
+    book.stats.findings = report.findings
+    book.verdict, book.is_good = report.message, not report.exit_code
+    good = [] if report.findings else [Section("Findings", good="Nothing is wrong with it.")]
+    book.sections = [*good, *sections(blocks(report)), *checkpoint_sections(catalogue, None, without=("damaged",))]
+    return render(book)

@@ -1,0 +1,48 @@
+"""The frame in which a command answers: it calls, shows progress, and writes the result as JSON, lines or blocks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from functools import partial
+from typing import Any
+
+from ckpttool.cli.progress import progress_on_stderr
+from ckpttool.cli.terminal import answer, err
+from ckpttool.reports.report import Block, dim
+
+
+def respond(
+    call: Callable[..., Any],
+    blocks: Callable[[Any, bool], Iterable[Block]],
+    *,
+    as_json: bool,
+    quiet: bool,
+    verbose: bool = False,
+    shows_progress: bool = True,
+    html: str | None = None,
+) -> None:
+    """Call `call(progress=...)` and end with the exit code of its result. Of that, stdout gets its JSON, its
+    `lines` with `--quiet`, or its `blocks`, and with these stderr gets its notes, its hint, and where its page is."""
+    with progress_on_stderr(shows_progress and not (quiet or as_json)) as progress:
+        result = call() if progress is None else call(progress=progress)
+    with answer(result.exit_code, verbose) as terminal:
+        if as_json:
+            terminal.json(result.as_dict())
+        elif quiet:
+            for line in result.lines:
+                terminal.line(line)
+        else:
+            terminal.blocks(blocks(result, verbose))
+            err().warnings(getattr(result, "notes", ()))
+            if hint := getattr(result, "hint", None):
+                err().paragraph(hint, mark=dim("hint: "), indent=6)
+            err().wrote(html)
+
+
+def respond_written(name: str, *, as_json: bool, quiet: bool, verbose: bool, **arguments: Any) -> None:
+    """Call `convert`, `reshard` or `export` and answer with what was written, or would be."""
+    import ckpttool
+    from ckpttool.operations.written import blocks
+
+    call, drawn = partial(getattr(ckpttool, name), **arguments), partial(blocks, check=arguments["check"])
+    respond(call, drawn, as_json=as_json, quiet=quiet, verbose=verbose, html=arguments.get("html"))
