@@ -166,6 +166,8 @@ def blocks(report: Report, verbose: bool = False) -> Iterator[Block]:
     verdict = report.message.removeprefix(f"{report.path} is ")
     yield Line([bold(report.path), " is ", Styled(verdict, "red" if report.exit_code else "bold")])
     yield Facts(known(_facts(report)), "What was checked")
+    if not report.findings:
+        yield Findings("findings", [], good="Nothing is wrong with it.")
     for gravity, title in _TITLES.items():
         yield Findings(title, [finding for finding in report.findings if finding.gravity == gravity])
 
@@ -190,11 +192,10 @@ def _facts(report: Report) -> Iterator[tuple[str, str | None]]:
 
 def page(report: Report, catalogue: Catalogue) -> str:
     """Return the page of a verification."""
-    from ckpttool.reports.page import Book, Section, checkpoint_sections, render, sections
+    from ckpttool.reports.page import Book, checkpoint_sections, render, sections
 
     book = Book.of_catalogue("verify", report.path, catalogue)
     book.stats.findings = report.findings
     book.verdict, book.is_good = report.message, not report.exit_code
-    good = [] if report.findings else [Section("Findings", good="Nothing is wrong with it.")]
-    book.sections = [*good, *sections(blocks(report)), *checkpoint_sections(catalogue, None, without=("damaged",))]
+    book.sections = [*sections(blocks(report)), *checkpoint_sections(catalogue, None, without=("damaged",))]
     return render(book)
