@@ -21,7 +21,7 @@ from typing import Any, ClassVar, TypeGuard, TypeVar
 from ckpttool.catalogue import boxes
 from ckpttool.catalogue.boxes import Ints
 from ckpttool.errors import UsageError
-from ckpttool.layout.views import NOWHERE, Fold, Piece, Slice, plain, whole
+from ckpttool.layout.views import NOWHERE, Fold, Slice, ViewPiece, plain, whole
 
 _T = TypeVar("_T")
 
@@ -34,21 +34,21 @@ ZEROS = -1
 
 @dataclass(frozen=True, slots=True)
 class Assembly:
-    """A tensor of a shape that is made of pieces: `Piece(0, slice)` is of the first source, `Piece(ZEROS, ...)` of
-    none. The boxes of the pieces tile it.
+    """A tensor of a shape that is made of pieces: `ViewPiece(0, slice)` is of the first source, `ViewPiece(ZEROS, ...)`
+    of none. The boxes of the pieces tile it.
 
     With a `fold`, they tile a tensor of more dimensions with the same elements in the same order: rows in another order
     are `((heads, 2, half), (columns,))`, of which two dimensions of the source have changed places.
     """
 
     shape: Ints
-    pieces: tuple[Piece, ...]
+    pieces: tuple[ViewPiece, ...]
     fold: Fold
 
     @classmethod
     def of(cls, source: int, shape: Ints) -> Assembly:
         """Return the whole of a source."""
-        return cls(shape, (Piece(source, whole(shape)),), plain(shape))
+        return cls(shape, (ViewPiece(source, whole(shape)),), plain(shape))
 
 
 # Arithmetic -----------------------------------------------------------------------------------------------------------
@@ -72,7 +72,7 @@ def take(one: Assembly, axis: int, low: int, count: int) -> Assembly:
             cut = replace(
                 moved, offsets=_put(part.offsets, dim, start - begin), sizes=_put(part.sizes, dim, stop - start)
             )
-            pieces.append(Piece(place, cut))
+            pieces.append(ViewPiece(place, cut))
     return Assembly(_put(one.shape, axis, count), tuple(pieces), _put(one.fold, axis, (end - begin, *inner)))
 
 
@@ -81,11 +81,11 @@ def concatenated(parts: Sequence[Assembly], axis: int) -> Assembly:
     parts = _alike(parts, [axis])
     first = parts[0]
     dim, inner = _dim(first, axis), first.fold[axis][1:]
-    pieces: list[Piece] = []
+    pieces: list[ViewPiece] = []
     end = 0
     for part in parts:
         pieces += (
-            Piece(place, replace(one, offsets=_put(one.offsets, dim, one.offsets[dim] + end)))
+            ViewPiece(place, replace(one, offsets=_put(one.offsets, dim, one.offsets[dim] + end)))
             for place, one in part.pieces
         )
         end += part.fold[axis][0]
@@ -107,7 +107,7 @@ def stacked(parts: Sequence[Assembly], axis: int) -> Assembly:
                 _insert(one.dims, dim, NOWHERE),
                 _insert(one.steps, dim, 1),
             )
-            pieces.append(Piece(place, inserted))
+            pieces.append(ViewPiece(place, inserted))
     return Assembly(_insert(first.shape, axis, len(parts)), tuple(pieces), _insert(first.fold, axis, (len(parts),)))
 
 
@@ -116,7 +116,7 @@ def index(one: Assembly, axis: int, number: int) -> Assembly:
     part = take(unfolded(one, axis), axis, number, 1)
     dim = _dim(part, axis)
     pieces = tuple(
-        Piece(
+        ViewPiece(
             place, Slice(_drop(s.offsets, dim), _drop(s.sizes, dim), s.start, _drop(s.dims, dim), _drop(s.steps, dim))
         )
         for place, s in part.pieces
@@ -136,7 +136,7 @@ def zeros(shape: Ints) -> Assembly:
     """Return an assembly of zeros."""
     empty: Ints = ()
     part = Slice((0,) * len(shape), shape, empty, (NOWHERE,) * len(shape), (1,) * len(shape))
-    return Assembly(shape, (Piece(ZEROS, part),), plain(shape))
+    return Assembly(shape, (ViewPiece(ZEROS, part),), plain(shape))
 
 
 # Folding --------------------------------------------------------------------------------------------------------------
@@ -158,7 +158,7 @@ def folded(one: Assembly, axis: int, sizes: Ints) -> Assembly:
                 (*part.dims[:dim], *(part.dims[dim],) * len(sizes), *part.dims[dim + 1 :]),
                 (*part.steps[:dim], *(step * stride for stride in inner), *part.steps[dim + 1 :]),
             )
-            pieces.append(Piece(place, cut))
+            pieces.append(ViewPiece(place, cut))
     return Assembly(one.shape, tuple(pieces), _put(one.fold, axis, sizes))
 
 
@@ -183,7 +183,7 @@ def unfolded(one: Assembly, axis: int) -> Assembly:
                 (*part.dims[:dim], *part.dims[last:]),
                 (*part.steps[:dim], *part.steps[last:]),
             )
-            pieces.append(Piece(place, cut))
+            pieces.append(ViewPiece(place, cut))
     return Assembly(one.shape, tuple(pieces), _put(one.fold, axis, (one.shape[axis],)))
 
 
@@ -221,14 +221,14 @@ def _moved(part: Slice, dim: int, by: int) -> Slice:
     return replace(part, start=_put(part.start, of, part.start[of] + by * part.steps[dim]))
 
 
-def _ordered(pieces: Iterable[Piece], dims: Sequence[int]) -> tuple[Piece, ...]:
+def _ordered(pieces: Iterable[ViewPiece], dims: Sequence[int]) -> tuple[ViewPiece, ...]:
     """Return pieces with their dimensions in another order."""
 
     def put(values: Ints) -> Ints:
         return tuple(values[dim] for dim in dims)
 
     return tuple(
-        Piece(place, Slice(put(s.offsets), put(s.sizes), s.start, put(s.dims), put(s.steps))) for place, s in pieces
+        ViewPiece(place, Slice(put(s.offsets), put(s.sizes), s.start, put(s.dims), put(s.steps))) for place, s in pieces
     )
 
 

@@ -51,7 +51,7 @@ def whole(shape: Ints) -> Slice:
     return Slice(zeros, shape, zeros, tuple(range(len(shape))), ones)
 
 
-class Piece(NamedTuple):
+class ViewPiece(NamedTuple):
     """A box of a view and the tensor whose elements fill it; zeros if that is not in `tensors` of the view."""
 
     tensor: int
@@ -72,7 +72,7 @@ class _View(NamedTuple):
     the view, or woven into one."""
 
     tensors: Sequence[Tensor]
-    pieces: list[Piece]
+    pieces: list[ViewPiece]
     chunk: array[int]
     piece: array[int]
     fold: Fold
@@ -122,7 +122,7 @@ class Viewed(Source):
         """Do nothing: the source is closed where it was opened."""
 
     def view(
-        self, tensors: Sequence[Tensor], path: Path, shape: Ints, pieces: Iterable[Piece], fold: Fold | None = None
+        self, tensors: Sequence[Tensor], path: Path, shape: Ints, pieces: Iterable[ViewPiece], fold: Fold | None = None
     ) -> Tensor:
         """Return a tensor of this shape, made of pieces of `tensors`, which are those of the source, of one dtype. With
         a `fold`, the boxes of the pieces are in its dimensions."""
@@ -219,12 +219,12 @@ def _strides(dims: Ints, steps: Ints, sizes: Ints, inner: Ints) -> tuple[Ints | 
     return None if boxes.is_row_major(sizes, strides) else tuple(strides), boxes.span(sizes, strides)
 
 
-def _sharing(pieces: Iterable[Piece]) -> list[Piece]:
+def _sharing(pieces: Iterable[ViewPiece]) -> list[ViewPiece]:
     """Return pieces that have equal tuples in common: there are tens of thousands of pairs of rows."""
     known: dict[Ints, Ints] = {}
     same = known.setdefault
     return [
-        Piece(
+        ViewPiece(
             place,
             Slice(
                 one.offsets, same(one.sizes, one.sizes), one.start, same(one.dims, one.dims), same(one.steps, one.steps)

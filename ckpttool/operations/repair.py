@@ -34,7 +34,7 @@ from ckpttool.producers.open import opened
 from ckpttool.reports.report import Block, Facts, Line, bold
 from ckpttool.serialization.manifest import NAME as MANIFEST
 from ckpttool.storage import files, free_space, staging
-from ckpttool.storage.stores import Entry, Location, Stat, Store, Write, content, local_path
+from ckpttool.storage.stores import DirectoryEntry, Location, Stat, Store, Write, content, local_path
 from ckpttool.text import duration, plural, size, some
 from ckpttool.transfer.execute import DEFAULT_THREADS
 from ckpttool.transfer.threads import Progress, Work, on_threads
@@ -253,12 +253,12 @@ class _Planned(Store):
             return Stat(0, "dir")
         raise FileNotFoundError(errno.ENOENT, "no such file or directory", name)
 
-    def entries(self, name: str) -> list[Entry]:
+    def entries(self, name: str) -> list[DirectoryEntry]:
         if self.stat(name).kind != "dir":
             raise NotADirectoryError(errno.ENOTDIR, "not a directory", name)
         start = f"{name}/" if name else ""
         below = (other[len(start) :].partition("/") for other in self._files if other.startswith(start))
-        return sorted({Entry(first, is_dir=bool(slash)) for first, slash, _ in below})
+        return sorted({DirectoryEntry(first, is_dir=bool(slash)) for first, slash, _ in below})
 
     def read_into(self, name: str, offset: int, buffer: memoryview) -> int:
         self.stat(name)

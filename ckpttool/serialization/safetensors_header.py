@@ -44,9 +44,9 @@ _LENGTH = struct.Struct("<Q")
 _TRUNCATED = "the file is truncated or still being written"
 
 
-class Entry(NamedTuple):
-    """A tensor of the header: `Entry(float32, (64, 13), 4096, 7424)`; begin and end are absolute in the file. `crc` is
-    the CRC-32 of its bytes if the writer left one, which is not for a header to know."""
+class HeaderEntry(NamedTuple):
+    """A tensor of the header: `HeaderEntry(float32, (64, 13), 4096, 7424)`; begin and end are absolute in the file.
+    `crc` is the CRC-32 of its bytes if the writer left one, which is not for a header to know."""
 
     dtype: Dtype
     shape: Ints
@@ -56,10 +56,10 @@ class Entry(NamedTuple):
 
 
 class Header(NamedTuple):
-    """A header that was read and found true: `Header({"w": Entry(...)}, {"format": "pt"}, 4096, 7424)`. `tensors` are
-    in the order of their bytes; `payload` and `end` are where those begin and end, absolute."""
+    """A header that was read and found true: `Header({"w": HeaderEntry(...)}, {"format": "pt"}, 4096, 7424)`. `tensors`
+    are in the order of their bytes; `payload` and `end` are where those begin and end, absolute."""
 
-    tensors: dict[str, Entry]
+    tensors: dict[str, HeaderEntry]
     metadata: dict[str, str]
     payload: int
     end: int
@@ -156,14 +156,14 @@ def _is_ints(value: Any) -> bool:
     return isinstance(value, list) and {*map(type, value)} <= _INTEGERS and (not value or min(value) >= 0)
 
 
-def _entry(tensor: str, info: Any, payload: int, name: str) -> Entry:
+def _entry(tensor: str, info: Any, payload: int, name: str) -> HeaderEntry:
     try:
         return _parse_entry(info, payload)
     except CorruptError as error:
         raise error.prefixed(f"{name}: tensor `{tensor}`", tensor=tensor) from None
 
 
-def _parse_entry(info: Any, payload: int) -> Entry:
+def _parse_entry(info: Any, payload: int) -> HeaderEntry:
     if not isinstance(info, dict):
         raise CorruptError("its entry in the header is not an object")
     for key in ("dtype", "shape", "data_offsets"):
@@ -182,7 +182,7 @@ def _parse_entry(info: Any, payload: int) -> Entry:
     if end - begin != nbytes:
         message = f"{end - begin} bytes at {begin}..{end}, but {dtype} {shape} needs {nbytes}"
         raise CorruptError(message, found=end - begin, expected=nbytes)
-    return Entry(dtype, sizes, begin, end)
+    return HeaderEntry(dtype, sizes, begin, end)
 
 
 @lru_cache(4096)
@@ -201,7 +201,7 @@ def _measured(dtype_name: str, shape: Ints) -> tuple[Ints, int]:
     return shape, prod(shape) * dtype.itemsize
 
 
-def _check_tiling(tensors: Mapping[str, Entry], payload: int, name: str) -> int:
+def _check_tiling(tensors: Mapping[str, HeaderEntry], payload: int, name: str) -> int:
     at, before = payload, "the header"
     for tensor, entry in tensors.items():
         if entry.begin != at:

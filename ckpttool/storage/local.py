@@ -12,7 +12,7 @@ from typing import Any, BinaryIO
 from ckpttool.storage import files, staging, versions
 from ckpttool.storage.errors import from_os_error, os_errors
 from ckpttool.storage.stage import Stage
-from ckpttool.storage.stores import Entry, Location, Outgoing, Stat, Store, Write
+from ckpttool.storage.stores import DirectoryEntry, Location, Outgoing, Stat, Store, Write
 
 
 class LocalStore(Store):
@@ -26,9 +26,9 @@ class LocalStore(Store):
         mode = status.st_mode
         return Stat(status.st_size, "file" if stat.S_ISREG(mode) else "dir" if stat.S_ISDIR(mode) else "other")
 
-    def entries(self, name: str) -> list[Entry]:
+    def entries(self, name: str) -> list[DirectoryEntry]:
         with os.scandir(name) as entries:
-            return sorted(Entry(entry.name, _is_dir(entry)) for entry in entries)
+            return sorted(DirectoryEntry(entry.name, _is_dir(entry)) for entry in entries)
 
     def read_into(self, name: str, offset: int, buffer: memoryview) -> int:
         with open(name, "rb", buffering=0) as stream:

@@ -42,8 +42,8 @@ _SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://")
 _HUB_PAGE = re.compile(r"https?://(?:www\.)?(?:huggingface\.co|hf\.co)/(?:models/)?([^/?#]+/[^/?#]+)[^?#]*", re.I)
 
 
-class Entry(NamedTuple):
-    """An entry of a directory: `Entry("step-100", is_dir=True)`. Links are followed."""
+class DirectoryEntry(NamedTuple):
+    """An entry of a directory: `DirectoryEntry("step-100", is_dir=True)`. Links are followed."""
 
     name: str
     is_dir: bool
@@ -98,7 +98,7 @@ class Store:
         """Return size and kind. Raises FileNotFoundError."""
         raise NotImplementedError
 
-    def entries(self, name: str) -> list[Entry]:
+    def entries(self, name: str) -> list[DirectoryEntry]:
         """Return the entries of a directory, sorted by name."""
         raise NotImplementedError
 
@@ -315,7 +315,7 @@ class Location(str):
         """Raise ReadError for a file that may not be opened."""
         self._ask(self.store.check_readable)
 
-    def entries(self) -> list[Entry]:
+    def entries(self) -> list[DirectoryEntry]:
         """Return the entries of a directory, sorted by name."""
         return self._ask(self.store.entries)
 

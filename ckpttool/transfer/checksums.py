@@ -57,7 +57,7 @@ def is_worth_checking(record: Record, used: int) -> bool:
     return record.nbytes <= 4 * used + (1 << 20)
 
 
-class Piece(NamedTuple):
+class RecordPiece(NamedTuple):
     """`nbytes` at `offset`, and `rows` of them in all, one every `stride` bytes: what a rank reads of a tensor that is
     sharded by columns. The CRC is that with zeros in between."""
 
@@ -80,17 +80,17 @@ class Pieces:
     """CRCs of parts of records, collected until a record is whole. Thread-safe."""
 
     def __init__(self) -> None:
-        self._pieces: defaultdict[Record, list[Piece]] = defaultdict(list)
+        self._pieces: defaultdict[Record, list[RecordPiece]] = defaultdict(list)
         self._used: defaultdict[Record, int] = defaultdict(int)
         self._lock = threading.Lock()
 
     def add(self, record: Record, offset: int, nbytes: int, crc: int | None, *, stride: int = 0, rows: int = 1) -> None:
         """Add `nbytes` at `offset` (absolute) of the record, with this CRC, or used in a way that gave none; with
-        `rows`, those of a `Piece`."""
+        `rows`, those of a `RecordPiece`."""
         with self._lock:
             self._used[record] += nbytes * rows
             if crc is not None:
-                self._pieces[record].append(Piece(offset, nbytes, stride, rows, crc))
+                self._pieces[record].append(RecordPiece(offset, nbytes, stride, rows, crc))
 
     def records(self) -> list[Record]:
         return list(self._used)
@@ -130,18 +130,18 @@ class Pieces:
 
     def unpack(self, row: Sequence[int], is_wanted: Callable[[Record], bool] = lambda record: True) -> None:
         """Add what another process has told, of records that are wanted."""
-        at, width = 0, len(Piece._fields)
+        at, width = 0, len(RecordPiece._fields)
         while at < len(row):
             file, offset, nbytes, crc, used, count = row[at : at + _HEAD]
             record, at = Record(file, offset, nbytes, None if crc < 0 else crc), at + _HEAD
             end = at + width * count
             if is_wanted(record):
                 self._used[record] += used
-                self._pieces[record] += (Piece(*row[i : i + width]) for i in range(at, end, width))
+                self._pieces[record] += (RecordPiece(*row[i : i + width]) for i in range(at, end, width))
             at = end
 
 
-def _runs(record: Record, pieces: Iterable[Piece]) -> Iterator[tuple[int, int, int | None]]:
+def _runs(record: Record, pieces: Iterable[RecordPiece]) -> Iterator[tuple[int, int, int | None]]:
     """Yield the record front to back: runs with a CRC, and gaps between them. A piece that overlaps an earlier one is
     left out, so that what it adds counts as a gap."""
     at, end = record.offset, record.offset + record.nbytes
@@ -156,16 +156,16 @@ def _runs(record: Record, pieces: Iterable[Piece]) -> Iterator[tuple[int, int, i
         yield at, end - at, None
 
 
-def _joined(pieces: Iterable[Piece]) -> Iterator[tuple[int, int, int]]:
+def _joined(pieces: Iterable[RecordPiece]) -> Iterator[tuple[int, int, int]]:
     """Yield the runs that pieces are, and those that pieces side by side are together."""
-    alike: defaultdict[tuple[int, int], list[Piece]] = defaultdict(list)
+    alike: defaultdict[tuple[int, int], list[RecordPiece]] = defaultdict(list)
     for piece in pieces:
         if piece.rows == 1:
             yield piece.offset, piece.nbytes, piece.crc
         else:
             alike[piece.stride, piece.rows].append(piece)
     for (stride, rows), columns in alike.items():
-        beside: list[Piece] = []
+        beside: list[RecordPiece] = []
         for piece in sorted(columns):
             end = beside[-1].offset + beside[-1].nbytes if beside else piece.offset
             if piece.offset < end:
@@ -177,7 +177,7 @@ def _joined(pieces: Iterable[Piece]) -> Iterator[tuple[int, int, int]]:
                 beside = []
 
 
-def _crc_of_columns(beside: Sequence[Piece]) -> int:
+def _crc_of_columns(beside: Sequence[RecordPiece]) -> int:
     """Return the CRC of columns that make up whole rows: that of a sum without carries is the sum of those of its
     parts, and of as many zeros as there are parts too many."""
     start, nbytes = beside[0].offset, beside[0].stride * beside[0].rows

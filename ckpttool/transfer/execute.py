@@ -30,8 +30,8 @@ from ckpttool.storage.files import Pool, ThreadBuffer, aligned, start_writing
 from ckpttool.transfer import checksums, read
 from ckpttool.transfer.cast import cast_array
 from ckpttool.transfer.file_checksums import WholeFiles
-from ckpttool.transfer.journal import Done, Entry, Journal
-from ckpttool.transfer.plan import Job, tiles
+from ckpttool.transfer.journal import CopiedRange, Done, Journal
+from ckpttool.transfer.plan import ChunkCopy, tiles
 from ckpttool.transfer.threads import Progress, Stopped, Work, on_threads
 
 if TYPE_CHECKING:
@@ -69,7 +69,7 @@ class Transferred:
 
 
 def transfer(
-    jobs: Iterable[Job],
+    jobs: Iterable[ChunkCopy],
     source: Source,
     destination: Catalogue,
     *,
@@ -124,13 +124,13 @@ def budget(threads: int | None, memory: int | None) -> tuple[int, int]:
 
 @dataclass(frozen=True, slots=True)
 class _Task:
-    job: Job
+    job: ChunkCopy
     box: Box  # of the job's chunk; contiguous there
     start: int  # byte in the destination file
     nbytes: int
 
 
-def _tasks(jobs: Iterable[Job]) -> Iterator[_Task]:
+def _tasks(jobs: Iterable[ChunkCopy]) -> Iterator[_Task]:
     for job in jobs:
         chunk = job.chunk
         itemsize = job.tensor.dtype.itemsize
@@ -156,7 +156,7 @@ class Tally:
         self._written = checksums.Pieces()
         self._lock = threading.Lock()
 
-    def add(self, entry: Entry, job: Job, resumed: int = 0) -> None:
+    def add(self, entry: CopiedRange, job: ChunkCopy, resumed: int = 0) -> None:
         """Add what one task has done; `resumed` of its bytes were there before."""
         for part in entry.read:
             self.read.add(*part)
@@ -293,7 +293,7 @@ class _Copier:
         ]
         number = job.chunk.extent.file
         done = self.journal.done.get((number, task.start)) if self.journal is not None else None
-        entry = Entry(number, task.start, task.nbytes)
+        entry = CopiedRange(number, task.start, task.nbytes)
         if done is not None and self._is_there(task, entry, done, parts):
             self.tally.add(entry, job, task.nbytes)
             self.work.note(task.nbytes)
@@ -310,7 +310,7 @@ class _Copier:
         if self.journal is not None:
             self.journal.note(entry)
 
-    def _is_there(self, task: _Task, entry: Entry, done: Done, parts: Sequence[_Part]) -> bool:
+    def _is_there(self, task: _Task, entry: CopiedRange, done: Done, parts: Sequence[_Part]) -> bool:
         """Return whether what an earlier run wrote for this task is still there, and note in `entry` what it noted."""
         extents = [extent for woven, _, _ in parts for extent in woven.stored()]
         records = {(e.record.file, e.record.offset): e.record for e in extents if e.record is not None}
@@ -325,7 +325,7 @@ class _Copier:
 
     # Runs of bytes ---------------------------------------------------------------------------------------------------
 
-    def _stream(self, task: _Task, entry: Entry, extent: Extent, chunk: Chunk, box: Box) -> None:
+    def _stream(self, task: _Task, entry: CopiedRange, extent: Extent, chunk: Chunk, box: Box) -> None:
         itemsize = task.job.tensor.dtype.itemsize
         run = _run_length(task, chunk, box)
         starts = zip(boxes.runs(box, (chunk.offsets, chunk.sizes), run), boxes.runs(box, task.box, run), strict=True)
@@ -362,7 +362,7 @@ class _Copier:
 
     # Gathering -------------------------------------------------------------------------------------------------------
 
-    def _gather(self, task: _Task, entry: Entry, parts: Sequence[_Part]) -> None:
+    def _gather(self, task: _Task, entry: CopiedRange, parts: Sequence[_Part]) -> None:
         itemsize = max(task.job.source.dtype.itemsize, task.job.tensor.dtype.itemsize)
         if any(_is_transposed(extent) for woven, _, _ in parts for extent in woven.stored()):
             with self.turn:
@@ -371,7 +371,12 @@ class _Copier:
             self._gather_tiles(task, entry, parts, max(1, self.tile // itemsize), self.own.buffers)
 
     def _gather_tiles(
-        self, task: _Task, entry: Entry, parts: Sequence[_Part], most: int, buffers: tuple[read.Buffer, read.Buffer]
+        self,
+        task: _Task,
+        entry: CopiedRange,
+        parts: Sequence[_Part],
+        most: int,
+        buffers: tuple[read.Buffer, read.Buffer],
     ) -> None:
         import numpy as np
 

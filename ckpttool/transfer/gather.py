@@ -16,8 +16,8 @@ from ckpttool.storage.gathered import GatheredFile, Range
 from ckpttool.storage.stores import is_remote
 from ckpttool.transfer.execute import Tally, Transferred
 from ckpttool.transfer.file_checksums import WholeFiles
-from ckpttool.transfer.journal import Entry
-from ckpttool.transfer.plan import Job
+from ckpttool.transfer.journal import CopiedRange
+from ckpttool.transfer.plan import ChunkCopy
 
 
 def may_be(tensors: Iterable[Tensor], source: Source) -> bool:
@@ -36,7 +36,7 @@ def may_be(tensors: Iterable[Tensor], source: Source) -> bool:
 
 def gathered(
     head: bytes,
-    jobs: Iterable[Job],
+    jobs: Iterable[ChunkCopy],
     source: Source,
     done: Callable[[Transferred], object],
     progress: Callable[[int], object],
@@ -47,7 +47,7 @@ def gathered(
     called; `progress` is called with the bytes so far; `whole` is as for `execute.transfer`. Raises CorruptError as
     the source does."""
     files, at = source.catalogue.files, len(head)
-    parts: list[tuple[Job, Extent, int, int]] = []
+    parts: list[tuple[ChunkCopy, Extent, int, int]] = []
     for job in jobs:
         if job.tensor.dtype != job.source.dtype:
             return None
@@ -75,7 +75,7 @@ def gathered(
 
 
 def _check(
-    parts: Sequence[tuple[Job, Extent, int, int]],
+    parts: Sequence[tuple[ChunkCopy, Extent, int, int]],
     source: Source,
     done: Callable[[Transferred], object],
     whole: WholeFiles,
@@ -84,7 +84,7 @@ def _check(
     """Compare the checksums of what was read, as a transfer does. Raises CorruptError."""
     tally = Tally(source)
     for (job, extent, start, nbytes), crc in zip(parts, crcs, strict=True):
-        entry = Entry(0, 0, 0)
+        entry = CopiedRange(0, 0, 0)
         entry.note_read(extent, start, nbytes, crc, tally.digested)
         tally.add(entry, job)
     with closing(Pool()) as pool:

@@ -39,7 +39,7 @@ Done = list[Any]  # a line from `nbytes` on
 
 
 @dataclass(slots=True)
-class Entry:
+class CopiedRange:
     """One run of bytes that was copied: `nbytes` at `start` of the file of that number, with their CRC; and what the
     transfer counted on the way. `read` is what was read of records: `(record, start, nbytes, crc)`."""
 
@@ -98,7 +98,7 @@ class Journal:
             self._log.cut()
         return plans not in ([], [digest])
 
-    def note(self, entry: Entry) -> None:
+    def note(self, entry: CopiedRange) -> None:
         """Add an entry, which the next `flush` writes."""
         if entry.nbytes >= _MIN_COPIED and (line := entry.line()) is not None:
             with self._lock:
@@ -181,7 +181,7 @@ def _merged(read: list[Read]) -> list[Read]:
 
 
 def _is_valid(line: Any) -> bool:
-    """Return whether a line is one of `Entry.line`. Pure."""
+    """Return whether a line is one of `CopiedRange.line`. Pure."""
     try:
         *numbers, read = line
         crcs = [part[4] for part in read if part[4] is not None]

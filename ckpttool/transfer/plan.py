@@ -20,8 +20,9 @@ from ckpttool.catalogue.entries import Catalogue, Chunk, Chunks, Tensor
 from ckpttool.errors import CorruptError
 
 
-class Piece(NamedTuple):
-    """Part of a source chunk: `Piece(chunk 3 of the source tensor, rows 4..7)`. `box` is in the tensor's elements."""
+class ChunkPiece(NamedTuple):
+    """Part of a source chunk: `ChunkPiece(chunk 3 of the source tensor, rows 4..7)`. `box` is in the tensor's
+    elements."""
 
     chunk: Chunk
     box: Box
@@ -31,13 +32,13 @@ _Parts = tuple[tuple[int, Box], ...]
 _Order = list[tuple[int, Tensor, int]]  # offset, tensor, number of the chunk
 
 
-class Job(NamedTuple):
+class ChunkCopy(NamedTuple):
     """One destination chunk, the tensor that it belongs to, and the pieces that fill it exactly."""
 
     tensor: Tensor
     source: Tensor
     chunk: Chunk
-    pieces: tuple[Piece, ...]
+    pieces: tuple[ChunkPiece, ...]
 
     @property
     def nbytes(self) -> int:
@@ -118,7 +119,7 @@ class _Fits:
         return self._tilings.setdefault((tuple(chunks.offsets), tuple(chunks.sizes)), len(self._tilings))
 
 
-def plan(destination: Catalogue, share: tuple[int, int] = (0, 1)) -> Iterator[Job]:
+def plan(destination: Catalogue, share: tuple[int, int] = (0, 1)) -> Iterator[ChunkCopy]:
     """Yield the jobs that fill a created catalogue from the origins of its tensors, or share `k` of `n` of them.
 
     Raises CorruptError when the pieces do not fill a chunk exactly (the source was not validated).
@@ -133,7 +134,7 @@ def plan(destination: Catalogue, share: tuple[int, int] = (0, 1)) -> Iterator[Jo
             raise CorruptError(
                 f"tensor `{tensor.name}`: {list(chunk.sizes)} at {list(chunk.offsets)} is not covered exactly"
             )
-        yield Job(tensor, source, chunk, tuple([Piece(source.chunks.at(j), box) for j, box in parts]))
+        yield ChunkCopy(tensor, source, chunk, tuple([ChunkPiece(source.chunks.at(j), box) for j, box in parts]))
 
 
 def _in_order(destination: Catalogue) -> list[_Order]:

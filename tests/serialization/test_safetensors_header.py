@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from ckpttool.catalogue.dtypes import BY_SAFETENSORS, dtype
 from ckpttool.errors import CorruptError, LossError
 from ckpttool.serialization import safetensors_header as stheader
-from ckpttool.serialization.safetensors_header import Entry, Spec, build_header, looks_like, read_header
+from ckpttool.serialization.safetensors_header import HeaderEntry, Spec, build_header, looks_like, read_header
 
 NAME = "`Model.safetensors`"
 
@@ -179,7 +179,7 @@ def test_reads_at_an_offset_inside_a_file() -> None:
     data = safetensors.torch.save({"w": w}, {"format": "pt"})
     found = read(b"x" * 13 + data + b"yy", 13, len(data))
     assert found.metadata == {"format": "pt"}
-    assert found.tensors == {"w": Entry(dtype("float32"), (2, 3), found.payload, found.payload + 24)}
+    assert found.tensors == {"w": HeaderEntry(dtype("float32"), (2, 3), found.payload, found.payload + 24)}
     assert found.end == 13 + len(data)
 
 

@@ -25,7 +25,7 @@ import ckpttool
 from ckpttool.errors import CkptError, CorruptError, ReadError, StorageError
 from ckpttool.operations import repair
 from ckpttool.storage.files import Pool
-from ckpttool.storage.stores import Entry, Location, Outgoing, Stat, destination, local_path, locate
+from ckpttool.storage.stores import DirectoryEntry, Location, Outgoing, Stat, destination, local_path, locate
 
 FILES = {
     "config.json": b"{}",
@@ -88,7 +88,7 @@ def seen(names: list[str]) -> list[str]:
 
 def test_names(root: Location) -> None:
     assert seen(root.names()) == ["config.json", "empty.bin", "large.bin", "step-10"]
-    assert [entry for entry in root.entries() if entry.is_dir] == [Entry("step-10", is_dir=True)]
+    assert [entry for entry in root.entries() if entry.is_dir] == [DirectoryEntry("step-10", is_dir=True)]
     assert seen(root.below()) == sorted(FILES)
     assert {name: size for name, size in root.sizes().items() if name in FILES} == {
         name: len(data) for name, data in FILES.items() if "/" not in name

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 
 from ckpttool.storage.local import LocalStore
-from ckpttool.storage.stores import Entry, Location, Stat, Store
+from ckpttool.storage.stores import DirectoryEntry, Location, Stat, Store
 
 
 class WrappedStore(Store):
@@ -26,7 +26,7 @@ class WrappedStore(Store):
     def stat(self, name: str) -> Stat:
         return self._files.stat(self.path(name))
 
-    def entries(self, name: str) -> list[Entry]:
+    def entries(self, name: str) -> list[DirectoryEntry]:
         return self._files.entries(self.path(name))
 
     def read_into(self, name: str, offset: int, buffer: memoryview) -> int:

@@ -18,7 +18,7 @@ from typing import Any
 
 from ckpttool.catalogue.entries import Extent, Record
 from ckpttool.errors import CorruptError
-from ckpttool.serialization.safetensors_header import Entry, Header
+from ckpttool.serialization.safetensors_header import Header, HeaderEntry
 from ckpttool.storage.crc import crc32
 
 KEY = "ckpttool.crc32"
@@ -41,7 +41,7 @@ def value(rest: int, crcs: Sequence[int]) -> str:
     return _VERSION + b64encode(struct.pack(f">{1 + len(crcs)}I", rest, *crcs)).decode()
 
 
-def of_header(tensors: Mapping[str, Entry], metadata: Mapping[str, str], payload: int) -> int:
+def of_header(tensors: Mapping[str, HeaderEntry], metadata: Mapping[str, str], payload: int) -> int:
     """Return the CRC of what a header says, however it is spelt. Pure."""
     crc = 0
     for name in in_order(tensors):
@@ -51,7 +51,7 @@ def of_header(tensors: Mapping[str, Entry], metadata: Mapping[str, str], payload
     return crc32(_spelt(metadata), crc)
 
 
-def in_order(tensors: Mapping[str, Entry]) -> list[str]:
+def in_order(tensors: Mapping[str, HeaderEntry]) -> list[str]:
     """Return the names in the order of the checksums. Pure."""
     return sorted(tensors, key=lambda name: (tensors[name].begin, tensors[name].end, name))
 
@@ -127,7 +127,7 @@ def check_index(weight_map: Mapping[str, str], metadata: Mapping[str, Any], wher
     return dict(zip(names, crcs[1:], strict=True))
 
 
-def extent(file: int, entry: Entry) -> Extent:
+def extent(file: int, entry: HeaderEntry) -> Extent:
     """Return where the bytes of a tensor lie, with their CRC if that is known."""
     nbytes = entry.end - entry.begin
     record = Record(file, entry.begin, nbytes, entry.crc) if entry.crc is not None and nbytes else None

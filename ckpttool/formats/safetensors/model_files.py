@@ -24,7 +24,7 @@ from ckpttool.errors import CorruptError, ReadError
 from ckpttool.formats.safetensors import checksums, index, sharding
 from ckpttool.formats.safetensors.sharding import SUFFIX
 from ckpttool.serialization import safetensors_header, strict_json
-from ckpttool.serialization.safetensors_header import Entry, Header
+from ckpttool.serialization.safetensors_header import Header, HeaderEntry
 from ckpttool.storage.stores import Location
 from ckpttool.text import plural, some
 
@@ -57,12 +57,12 @@ def rank_files(root: Location) -> list[str]:
     return [n for n in root.names() if _RANK_FILE.fullmatch(n)] if root.is_dir() else []
 
 
-class Piece(NamedTuple):
-    """A tensor of one file, or a box of a larger one: `Piece(0, (4, 0), Entry(...))`."""
+class FilePiece(NamedTuple):
+    """A tensor of one file, or a box of a larger one: `FilePiece(0, (4, 0), HeaderEntry(...))`."""
 
     file: int
     offsets: Ints
-    entry: Entry
+    entry: HeaderEntry
 
 
 class Reader:
@@ -73,7 +73,7 @@ class Reader:
         self.metadata: dict[str, str] = {}
         self._root = root
         self.sums: dict[str, int] = {}  # of files that have checksums
-        self.pieces: dict[str, list[Piece]] = {}
+        self.pieces: dict[str, list[FilePiece]] = {}
 
     def add(self, name: str, rank: int | None = None, *, given: bool = False) -> None:
         """Add the tensors of a file, which may be a link out of the directory if the user has `given` it.
@@ -93,7 +93,7 @@ class Reader:
                 text = f"`{self._root}`: tensor `{tensor}` is in `{first}` and in `{name}`"
                 hint = "the directory has files of two checkpoints; name one of the files itself"
                 raise CorruptError(text, hint=hint, tensor=tensor, found=[first, name])
-            pieces.append(Piece(file, offsets.get(tensor) or _zeros(len(entry.shape)), entry))
+            pieces.append(FilePiece(file, offsets.get(tensor) or _zeros(len(entry.shape)), entry))
 
     def add_unread(self, name: str) -> None:
         """Add a file without its tensors. Raises CorruptError if it is not there."""
@@ -120,7 +120,7 @@ class Reader:
             self.catalogue.facts["metadata"] = remarks
         return self.catalogue
 
-    def _tensor(self, name: str, pieces: list[Piece]) -> Tensor:
+    def _tensor(self, name: str, pieces: list[FilePiece]) -> Tensor:
         first = pieces[0].entry
         chunks = Chunks()
         if len(pieces) == 1 and not any(pieces[0].offsets):

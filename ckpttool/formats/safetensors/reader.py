@@ -21,7 +21,7 @@ from ckpttool.formats.safetensors.model_files import (
 )
 from ckpttool.formats.safetensors.sharding import SUFFIX
 from ckpttool.serialization import safetensors_header
-from ckpttool.serialization.safetensors_header import Entry, Header
+from ckpttool.serialization.safetensors_header import Header, HeaderEntry
 from ckpttool.storage.stores import Location, locate
 from ckpttool.text import some
 
@@ -74,7 +74,7 @@ def _open_state(root: Location) -> Catalogue:
     used: set[tuple[str, str]] = set()
     where = f"`{root / state_json.NAME}`"
 
-    def find(file: str, name: str) -> tuple[int, Entry]:
+    def find(file: str, name: str) -> tuple[int, HeaderEntry]:
         if file not in headers:
             headers[file] = mount(catalogue, root.inside(file), file)
         number, header = headers[file]

@@ -29,7 +29,7 @@ from ckpttool.catalogue.values import attributes_of
 from ckpttool.errors import CorruptError, ReadError
 from ckpttool.formats.safetensors import checksums
 from ckpttool.serialization import strict_json, torch_pickle, unpickler
-from ckpttool.serialization.safetensors_header import Entry
+from ckpttool.serialization.safetensors_header import HeaderEntry
 
 _FUNCTIONS = {**unpickler.REAL, **torch_pickle.KNOWN}
 
@@ -114,7 +114,7 @@ def _entry(entry: Tensor | Object, places: Mapping[Path, Place], sharing: typed_
 
 
 def parse(
-    text: bytes, catalogue: Catalogue, find: Callable[[str, str], tuple[int, Entry]], name: str
+    text: bytes, catalogue: Catalogue, find: Callable[[str, str], tuple[int, HeaderEntry]], name: str
 ) -> dict[str, int] | None:
     """Add the entries of a state file to the catalogue; `find(file, name)` returns a tensor's file and header entry.
     Returns the checksums of the files, if it has some.
@@ -194,7 +194,11 @@ def _read_container(item: Mapping[str, Any], path: Path, name: str) -> Container
 
 
 def _read_tensor(
-    item: Mapping[str, Any], path: Path, catalogue: Catalogue, find: Callable[[str, str], tuple[int, Entry]], name: str
+    item: Mapping[str, Any],
+    path: Path,
+    catalogue: Catalogue,
+    find: Callable[[str, str], tuple[int, HeaderEntry]],
+    name: str,
 ) -> Tensor:
     file, stored, shape = item.get("file"), item.get("name"), item.get("shape")
     if not isinstance(file, str) or not isinstance(stored, str):

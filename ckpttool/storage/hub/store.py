@@ -36,7 +36,7 @@ from ckpttool.storage.hub.address import Address, parse
 from ckpttool.storage.hub.errors import translate_errors
 from ckpttool.storage.hub.listing import RepoFile
 from ckpttool.storage.hub.retries import repeat
-from ckpttool.storage.stores import Entry, Location, Stat, Store
+from ckpttool.storage.stores import DirectoryEntry, Location, Stat, Store
 from ckpttool.text import size
 
 BLOCK = 64 << 10  # the first block contains most headers
@@ -95,7 +95,7 @@ class HubStore(Store):
     def stat(self, name: str) -> Stat:
         return Stat(0, "dir") if name in self._folders else Stat(self._file(name).size, "file")
 
-    def entries(self, name: str) -> list[Entry]:
+    def entries(self, name: str) -> list[DirectoryEntry]:
         if name not in self._folders:
             raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), name)
         return self._folders[name]
@@ -360,15 +360,15 @@ def _cache_folder(repo: str) -> Path:
     return Path(constants.HF_HUB_CACHE, f"models--{repo.replace('/', '--')}")
 
 
-def _folders(names: Iterable[str]) -> dict[str, list[Entry]]:
+def _folders(names: Iterable[str]) -> dict[str, list[DirectoryEntry]]:
     """Return the entries of each folder of a repository, by the name of the folder."""
-    folders: dict[str, dict[str, Entry]] = {"": {}}
+    folders: dict[str, dict[str, DirectoryEntry]] = {"": {}}
     for name in names:
         folder, _, last = name.rpartition("/")
-        folders.setdefault(folder, {})[last] = Entry(last, is_dir=False)
+        folders.setdefault(folder, {})[last] = DirectoryEntry(last, is_dir=False)
         while folder:
             folder, _, last = folder.rpartition("/")
-            folders.setdefault(folder, {})[last] = Entry(last, is_dir=True)
+            folders.setdefault(folder, {})[last] = DirectoryEntry(last, is_dir=True)
     return {folder: sorted(entries.values()) for folder, entries in folders.items()}
 
 

@@ -40,7 +40,7 @@ from ckpttool.training.reshard_engine.meta_model import MetaModel
 from ckpttool.transfer import checksums, plan
 from ckpttool.transfer.execute import Transferred, digested, transfer
 from ckpttool.transfer.file_checksums import WholeFiles
-from ckpttool.transfer.journal import Entry
+from ckpttool.transfer.journal import CopiedRange
 from ckpttool.transfer.threads import Progress
 
 # Seconds in which a collective has to end: rank 0 reads a module in the longest of them.
@@ -260,9 +260,9 @@ def _check_source(
         check_files(whole, pool)
 
 
-def _records(source: Source, catalogue: Catalogue, paths: Iterable[Path]) -> tuple[checksums.Pieces, Entry]:
+def _records(source: Source, catalogue: Catalogue, paths: Iterable[Path]) -> tuple[checksums.Pieces, CopiedRange]:
     """Return the records that tensors come from, and one of all bytes checked or without a checksum."""
-    read, counted, checked_whole = checksums.Pieces(), Entry(0, 0, 0), digested(source)
+    read, counted, checked_whole = checksums.Pieces(), CopiedRange(0, 0, 0), digested(source)
     for path in paths:
         tensor = catalogue.tensor(path)
         origin = tensor.origin or tensor

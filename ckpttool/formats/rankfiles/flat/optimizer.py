@@ -30,8 +30,8 @@ from ckpttool.formats.rankfiles.flat import pieces as flat_pieces
 from ckpttool.formats.rankfiles.flat import units
 from ckpttool.formats.rankfiles.flat.pieces import (
     Counted,
+    FlatPiece,
     Parameter,
-    Piece,
     Place,
     Rebuilt,
     Trees,
@@ -312,7 +312,7 @@ def _state(slot: _Slot, owner: Counted, place: Place, ranks: Sequence[int]) -> d
 
 def _pieces(
     key: str, slot: _Slot, owner: Counted, values: Mapping[int, TensorRef], ranks: Sequence[int]
-) -> Sequence[Piece]:
+) -> Sequence[FlatPiece]:
     """Return the pieces of one tensor of the state, end to end."""
     first = next(iter(values))
     for rank, value in values.items():

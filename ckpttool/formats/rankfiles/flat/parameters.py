@@ -30,8 +30,8 @@ from ckpttool.errors import CorruptError, UsageError
 from ckpttool.formats.rankfiles.flat import pieces as flat_pieces
 from ckpttool.formats.rankfiles.flat.pieces import (
     Counted,
+    FlatPiece,
     Parameter,
-    Piece,
     Place,
     Rebuilt,
     Trees,
@@ -59,7 +59,7 @@ class _Flat(NamedTuple):
     unit: str
     dtype: Dtype
     numel: int
-    pieces: tuple[Piece, ...]
+    pieces: tuple[FlatPiece, ...]
 
     @property
     def module(self) -> str:
@@ -124,7 +124,7 @@ def _flat_parameters(trees: Trees) -> Iterator[_Flat]:
         unit = unit_of(name)
         if unit is None or not isinstance(first, Shard):
             continue
-        pieces: list[Piece] = []
+        pieces: list[FlatPiece] = []
         for rank, tree in enumerate(trees):
             shard = tree[name]
             if not isinstance(shard, Shard) or (shard.dtype, shard.shape) != (first.dtype, first.shape):
@@ -133,7 +133,7 @@ def _flat_parameters(trees: Trees) -> Iterator[_Flat]:
                 if not is_line(ref) or len(offsets) != 1 or len(first.shape) != 1:
                     message = f"a flat parameter has one dimension, this has {_described(shard)}"
                     raise CorruptError(f"`{name}`: rank {rank}: {message}", tensor=name, rank=rank)
-                pieces.append(Piece(offsets[0], offsets[0] + ref.shape[0], rank, ref))
+                pieces.append(FlatPiece(offsets[0], offsets[0] + ref.shape[0], rank, ref))
         numel = first.shape[0]
         fault = boxes.tiling_fault((numel,), [(p.start,) for p in pieces], [(p.stop - p.start,) for p in pieces])
         if fault is not None:
@@ -225,7 +225,7 @@ def _from_pieces(
     return Model(tensors, whole, tuple(counted))
 
 
-def _line(parameter: Parameter, refs: Sequence[TensorRef]) -> tuple[Piece, ...]:
+def _line(parameter: Parameter, refs: Sequence[TensorRef]) -> tuple[FlatPiece, ...]:
     """Return the pieces of one parameter, end to end in the order of the ranks."""
     name, shape, *_ = parameter
     odd = next((rank for rank, ref in enumerate(refs) if ref.dtype != refs[0].dtype), None)

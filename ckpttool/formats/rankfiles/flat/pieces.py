@@ -39,8 +39,8 @@ class Rebuilt(NamedTuple):
     copies: tuple[tuple[int, Extent], ...] = ()
 
 
-class Piece(NamedTuple):
-    """Elements `start..stop` of a flattened tensor: `Piece(0, 106, 0, TensorRef(...))`."""
+class FlatPiece(NamedTuple):
+    """Elements `start..stop` of a flattened tensor: `FlatPiece(0, 106, 0, TensorRef(...))`."""
 
     start: int
     stop: int
@@ -81,7 +81,7 @@ Counted = Unit | Parameter
 
 
 def rebuild(
-    dtype: Dtype, parameters: Iterable[Parameter], pieces: Iterable[Piece], place: Place
+    dtype: Dtype, parameters: Iterable[Parameter], pieces: Iterable[FlatPiece], place: Place
 ) -> Iterator[tuple[str, Rebuilt]]:
     """Yield a tensor for each of the parameters that lie end to end in the pieces, by its name. Pure."""
     end = 0
@@ -97,13 +97,13 @@ def rebuild(
         yield name, Rebuilt(dtype, shape, chunks)
 
 
-def lined_up(refs: Iterable[tuple[int, TensorRef]]) -> tuple[Piece, ...]:
+def lined_up(refs: Iterable[tuple[int, TensorRef]]) -> tuple[FlatPiece, ...]:
     """Return the pieces of one tensor that the ranks have, `(rank, ref)` each, end to end. Pure."""
-    pieces: list[Piece] = []
+    pieces: list[FlatPiece] = []
     for rank, ref in refs:
         end = pieces[-1].stop if pieces else 0
         if ref.shape[0]:
-            pieces.append(Piece(end, end + ref.shape[0], rank, ref))
+            pieces.append(FlatPiece(end, end + ref.shape[0], rank, ref))
     return tuple(pieces)
 
 
