@@ -12,7 +12,7 @@ from hashlib import sha256
 from itertools import chain
 from typing import Any
 
-from ckpttool.catalogue.values import CONTAINERS, Known, Link, Stub, StubType, TorchSize
+from ckpttool.catalogue.values import CONTAINERS, KnownName, Link, Stub, StubType, TorchSize
 
 
 def key(value: Any) -> str:
@@ -119,7 +119,7 @@ def _leaf(value: Any) -> bytes:
             return b"b" + value
         case bytearray():
             return b"a" + value
-    if isinstance(value, (StubType, Known)):
+    if isinstance(value, (StubType, KnownName)):
         kind = "name" if isinstance(value, StubType) else "function"
         return f"{kind} {value.module}\n{value.name}".encode("utf-8", "surrogatepass")
     return b"@%d" % id(value)

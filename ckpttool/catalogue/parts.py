@@ -17,7 +17,7 @@ from typing import Any
 
 from ckpttool.catalogue.entries import KINDS, OTHER, Catalogue, Object, Part, Path, Tensor, dotted
 from ckpttool.catalogue.models import models, training
-from ckpttool.catalogue.signatures import Node, is_module_name, tree
+from ckpttool.catalogue.signatures import KeyNode, is_module_name, tree
 from ckpttool.catalogue.values import stub_name
 from ckpttool.errors import UsageError
 from ckpttool.text import meant, some
@@ -103,11 +103,11 @@ class _Division:
     """Divides a tree into parts. A later one of `parts` overrules what an earlier one marked."""
 
     def __init__(self) -> None:
-        self.parts: list[tuple[Node, Part]] = []
+        self.parts: list[tuple[KeyNode, Part]] = []
         # Beside parts: what only the shapes of models and optimizers elsewhere can tell.
-        self._rest: list[tuple[Path, Mapping[Any, Node], bool]] = []
+        self._rest: list[tuple[Path, Mapping[Any, KeyNode], bool]] = []
 
-    def divide(self, node: Node, path: Path) -> None:
+    def divide(self, node: KeyNode, path: Path) -> None:
         kind = node.kind
         if kind is not None and not (kind == "rng" and any(map(kind_of_key, node.children))):
             self._add(node, kind, path)
@@ -134,7 +134,7 @@ class _Division:
         if rest:
             self._rest.append((path, rest, has_model))
 
-    def _add(self, node: Node, kind: str, path: Path) -> None:
+    def _add(self, node: KeyNode, kind: str, path: Path) -> None:
         self.parts.append((node, Part(kind, path)))
         if kind == "optimizer":
             several = list(_optimizers(node, path))
@@ -175,7 +175,7 @@ class _Division:
                     self.parts.append((node, Part("dataloader", (*path, key))))
 
 
-def _kind_of(key: object, child: Node) -> str | None:
+def _kind_of(key: object, child: KeyNode) -> str | None:
     """Return the kind of a child by its content, or by its name where that agrees with what it holds."""
     if child.kind is not None:
         return child.kind
@@ -187,7 +187,7 @@ def _kind_of(key: object, child: Node) -> str | None:
     return "model" if child.is_state_dict else "progress" if _is_progress(child) else None
 
 
-def _is_progress(node: Node) -> bool:
+def _is_progress(node: KeyNode) -> bool:
     """Return whether these are plain values, and one of them counts steps or epochs."""
     entries = [one.entry for one in node.children.values()]
     if not all(isinstance(e, Object) for e in entries) or "progress" not in map(kind_of_key, node.children):
@@ -197,7 +197,7 @@ def _is_progress(node: Node) -> bool:
     return all(value is None or isinstance(value, (bool, int, float, str)) for value in values)
 
 
-def _is_around(kind: str, child: Node) -> bool:
+def _is_around(kind: str, child: KeyNode) -> bool:
     """Return whether a dict called `model` or `train_state` is one around parts of its own."""
     if child.kind is not None or child.is_state_dict or not child.has_parts or kind == "optimizer":
         return False
@@ -207,12 +207,12 @@ def _is_around(kind: str, child: Node) -> bool:
     return child.holds("optimizer") or child.holds("model")
 
 
-def _is_settings(node: Node) -> bool:
+def _is_settings(node: KeyNode) -> bool:
     """Return whether this is a dict of plain values, and no extra state of a module."""
     return bool(node.children) and all(isinstance(e, Object) and e.path[-1] != "_extra_state" for e in node.entries())
 
 
-def _optimizers(node: Node, path: Path) -> Iterator[tuple[Node, Path]]:
+def _optimizers(node: KeyNode, path: Path) -> Iterator[tuple[KeyNode, Path]]:
     """Yield the optimizers in a list or a dict of them."""
     if {"state", "param_groups"} <= node.children.keys():
         yield node, path
@@ -222,7 +222,7 @@ def _optimizers(node: Node, path: Path) -> Iterator[tuple[Node, Path]]:
             yield from _optimizers(child, (*path, key))
 
 
-def _kind_of_rest(node: Node) -> str:
+def _kind_of_rest(node: KeyNode) -> str:
     """Return the kind of a whole that is not divided: a model, if there are tensors in it and no name of a replay
     buffer."""
     names = {key for key in node.children if isinstance(key, str)}
@@ -234,7 +234,7 @@ def _kind_of_rest(node: Node) -> str:
 Shapes = tuple[tuple[int, ...], ...]
 
 
-def _sequences(node: Node) -> Iterator[Shapes]:
+def _sequences(node: KeyNode) -> Iterator[Shapes]:
     """Yield the shapes of the tensors in their order: of all, and of the parameters."""
     tensors = [entry for entry in node.entries() if isinstance(entry, Tensor) and entry.dtype.kind == "float"]
     if tensors:
@@ -242,7 +242,7 @@ def _sequences(node: Node) -> Iterator[Shapes]:
         yield tuple(tensor.shape for tensor in tensors if not _STATISTIC.fullmatch(str(tensor.path[-1])[-100:]))
 
 
-def _is_parameters(key: object, node: Node, beside: Mapping[Any, Node]) -> bool:
+def _is_parameters(key: object, node: KeyNode, beside: Mapping[Any, KeyNode]) -> bool:
     """Return whether tensors beside a counter or a generator are the model of a whole that has no other: those of a
     dict, as they are where nothing is beside them, and not those inside the objects of other classes."""
     tensors = [entry for one in beside.values() for entry in one.entries() if isinstance(entry, Tensor)]
@@ -251,14 +251,14 @@ def _is_parameters(key: object, node: Node, beside: Mapping[Any, Node]) -> bool:
     return not (is_replay or is_experience) and all(e.dtype.kind == "float" and not e.embedded for e in tensors)
 
 
-def _has_module(rest: Mapping[Any, Node]) -> bool:
+def _has_module(rest: Mapping[Any, KeyNode]) -> bool:
     """Return whether some tensors have names that only modules have."""
     return any(isinstance(e, Tensor) and is_module_name(e.path[-1]) for one in rest.values() for e in one.entries())
 
 
-def _trained_in(rest: Mapping[Any, Node], trained: Counter[tuple[int, ...]]) -> dict[Any, Node]:
+def _trained_in(rest: Mapping[Any, KeyNode], trained: Counter[tuple[int, ...]]) -> dict[Any, KeyNode]:
     """Return the first tensors of the shapes of what the optimizers train; none if some are not here."""
-    left, chosen = trained.copy(), dict[Any, Node]()
+    left, chosen = trained.copy(), dict[Any, KeyNode]()
     for key, node in rest.items():
         tensors = [entry for entry in node.entries() if isinstance(entry, Tensor)]
         shapes = Counter(tensor.shape for tensor in tensors)
@@ -268,7 +268,7 @@ def _trained_in(rest: Mapping[Any, Node], trained: Counter[tuple[int, ...]]) -> 
     return chosen if trained and not left else {}
 
 
-def _tells(kind: str, child: Node) -> bool:
+def _tells(kind: str, child: KeyNode) -> bool:
     """Return whether a key of a known name is a part here. A module called `net` or `module` is none unless it holds
     tensors below it, a tensor called `scaler` in a model is no grad scaler, and an `opt` may be a `Namespace`."""
     if kind == "model":

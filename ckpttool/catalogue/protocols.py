@@ -104,8 +104,8 @@ class CreatedSink:
 
 
 @dataclass(frozen=True, slots=True)
-class Loss:
-    """One thing that a format cannot hold: `Loss("lr_scheduler.last_epoch", "not a tensor")`."""
+class FormatLoss:
+    """One thing that a format cannot hold: `FormatLoss("lr_scheduler.last_epoch", "not a tensor")`."""
 
     name: str
     why: str
@@ -181,7 +181,7 @@ class Format:
     recognise: Callable[[str], bool]
     open: Callable[..., Source]
     create: Callable[[str, Catalogue, SinkOptions], Sink] | None = None
-    losses: Callable[[Catalogue, str], list[Loss]] = lambda planned, path: []
+    losses: Callable[[Catalogue, str], list[FormatLoss]] = lambda planned, path: []
     is_file: Callable[[str], bool] = lambda path: False
     chunked: bool = False
     splits: bool = False  # by `max_shard_size`

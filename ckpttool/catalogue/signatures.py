@@ -37,13 +37,13 @@ _MERGED = {"optimizer", "scheduler", "scaler", "rng"}
 _UNKNOWN: Any = object()
 
 
-class Node:
+class KeyNode:
     """A key path: what lies below it, and the entry at it."""
 
     __slots__ = ("_has_parts", "_is_state_dict", "_kind", "children", "entry", "has_metadata")
 
     def __init__(self) -> None:
-        self.children: dict[Hashable, Node] = {}
+        self.children: dict[Hashable, KeyNode] = {}
         self.entry: Tensor | Object | None = None
         self.has_metadata = False
         self._kind = self._has_parts = self._is_state_dict = _UNKNOWN
@@ -105,17 +105,17 @@ class Node:
         return any(one.kind == kind or (is_model and one.is_state_dict) or one.holds(kind) for one in below)
 
 
-def tree(catalogue: Catalogue) -> Node:
+def tree(catalogue: Catalogue) -> KeyNode:
     """Return the entries of a catalogue as the tree of their keys."""
-    root = Node()
+    root = KeyNode()
     for path, entry in catalogue.entries.items():
         node = root
         for key in path:
-            node = node.children.get(key) or node.children.setdefault(key, Node())
+            node = node.children.get(key) or node.children.setdefault(key, KeyNode())
         node.entry = entry
     for path, container in catalogue.containers.items():
         if isinstance(container.attrs, dict) and "_metadata" in container.attrs:
-            below: Node | None = root
+            below: KeyNode | None = root
             for key in path:
                 below = below.children.get(key) if below is not None else None
             if below is not None:
@@ -128,7 +128,7 @@ def is_module_name(key: object) -> bool:
     return isinstance(key, str) and _MODULE.fullmatch(key[-200:]) is not None
 
 
-def _kind(node: Node) -> str | None:
+def _kind(node: KeyNode) -> str | None:
     if isinstance(node.entry, Tensor):
         return "rng" if _is_generator(node.entry) else None
     if isinstance(node.entry, Object):
@@ -148,7 +148,7 @@ def _kind(node: Node) -> str | None:
     return _merged(node)
 
 
-def _kind_of_keys(children: dict[Hashable, Node], keys: set[Any]) -> str | None:
+def _kind_of_keys(children: dict[Hashable, KeyNode], keys: set[Any]) -> str | None:
     if "state" in children and "param_groups" in children:
         return "optimizer"
     if ("last_epoch" in keys and keys & _COUNTERS) or any(known <= keys for known in _SCHEDULERS) or keys in _ALONE:
@@ -162,7 +162,7 @@ def _kind_of_keys(children: dict[Hashable, Node], keys: set[Any]) -> str | None:
     return None
 
 
-def _is_flat_optimizer(node: Node) -> bool:
+def _is_flat_optimizer(node: KeyNode) -> bool:
     """Return whether the names are those of flattened optimizer state: `state.0.exp_avg`, `param_groups.w.lr`."""
     names = [key for key, one in node.children.items() if isinstance(key, str) and not one.children]
     if len(names) < len(node.children) or not any(
@@ -172,7 +172,7 @@ def _is_flat_optimizer(node: Node) -> bool:
     return all(_FLAT_STATE.fullmatch(name) or _FLAT_REST.fullmatch(name) for name in names)
 
 
-def _merged(node: Node) -> str | None:
+def _merged(node: KeyNode) -> str | None:
     """Return the one kind of everything in a list, but for what says nothing; of a dict, if all are generators."""
     kinds: set[str] = set()
     mergeable = _MERGED if all(isinstance(key, int) for key in node.children) else {"rng"}
@@ -185,7 +185,7 @@ def _merged(node: Node) -> str | None:
     return kinds.pop() if len(kinds) == 1 else None
 
 
-def _is_nothing(node: Node) -> bool:
+def _is_nothing(node: KeyNode) -> bool:
     entry = node.entry
     return isinstance(entry, Object) and entry.is_read and entry.value in (None, [], {}, ())
 
@@ -240,7 +240,7 @@ def _kind_of_class(value: Stub) -> str | None:
     return "model" if isinstance(state, dict) and {"_parameters", "_modules"} <= state.keys() else None
 
 
-def _is_state_dict(node: Node) -> bool:
+def _is_state_dict(node: KeyNode) -> bool:
     if not node.children or isinstance(node.entry, Tensor):
         return False
     tensors = telling = 0

@@ -17,7 +17,7 @@ from math import isfinite, isnan
 from typing import Any
 
 from ckpttool.catalogue.key_hashes import charge_hashing
-from ckpttool.catalogue.values import Known, Link, Stub, StubType, TorchSize, attributes_of, stub_name, stub_type
+from ckpttool.catalogue.values import KnownName, Link, Stub, StubType, TorchSize, attributes_of, stub_name, stub_type
 from ckpttool.errors import CorruptError, LossError
 
 MAX_DEPTH = 100
@@ -101,7 +101,7 @@ class _Encoder:
                 return {"$bytearray": _base64(value)}
         if isinstance(value, StubType):
             return {"$name": [value.module, value.name]}
-        if isinstance(value, Known):
+        if isinstance(value, KnownName):
             return {"$function": [value.module, value.name]}
         raise self._loss(f"it holds a {_kind(value)}")
 
@@ -170,7 +170,7 @@ def _base64(data: bytes | bytearray) -> str:
 # Back -----------------------------------------------------------------------------------------------------------------
 
 
-Functions = Mapping[tuple[str, str], Known]
+Functions = Mapping[tuple[str, str], KnownName]
 
 
 def decode(encoded: Any, *, name: str = "value", functions: Functions | None = None) -> Any:

@@ -3,7 +3,7 @@
 TorchSize            a `torch.Size`
 a subclass of Stub   a name that was only mentioned: a class, `torch.float32`
 a Stub               a name that was called, and what was put into it after
-Known                a name that is answered with something real
+KnownName            a name that is answered with something real
 """
 
 from __future__ import annotations
@@ -128,7 +128,7 @@ def stub_name(value: Any) -> str | None:
     return f"{kind.module}.{kind.name}" if isinstance(kind, StubType) else None
 
 
-class Known:
+class KnownName:
     """A name that is answered with something real. A pickle may mention it and call it, but not change it."""
 
     __slots__ = ("answer", "module", "name")
@@ -147,9 +147,9 @@ class Known:
         raise CorruptError(f"a pickle changes `{self.module}.{self.name}`")
 
 
-def known_names(*rows: tuple[str, str, Callable[..., Any]]) -> dict[tuple[str, str], Known]:
+def known_names(*rows: tuple[str, str, Callable[..., Any]]) -> dict[tuple[str, str], KnownName]:
     """Return a table for the unpickler of names that are answered, from rows of module, name and answer."""
-    return {(module, name): Known(module, name, answer) for module, name, answer in rows}
+    return {(module, name): KnownName(module, name, answer) for module, name, answer in rows}
 
 
 def attributes_of(state: Any) -> dict[str, Any]:
@@ -182,7 +182,7 @@ def children(value: Any) -> Iterator[tuple[Any, Any]]:
 MAX_LEVELS = 128
 """How deep containers may be nested in one another, attributes and arguments of objects included."""
 _FEW_LEVELS = 12  # of what most files hold, which are looked at faster
-_LEAVES = frozenset({str, int, float, bool, type(None), bytes, StubType, Known})
+_LEAVES = frozenset({str, int, float, bool, type(None), bytes, StubType, KnownName})
 
 
 def check_levels(tree: Any) -> None:

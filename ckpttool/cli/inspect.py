@@ -15,8 +15,8 @@ from ckpttool.reports.terminal import Terminal
 from ckpttool.text import count, is_or_are, meant, plural, size
 
 if TYPE_CHECKING:
-    from ckpttool.analysis.describe.module_tree import Line
-    from ckpttool.analysis.describe.optimizers import Optimizer
+    from ckpttool.analysis.describe.module_tree import ModuleLine
+    from ckpttool.analysis.describe.optimizers import OptimizerSummary
     from ckpttool.analysis.describe.sharding import Shards
     from ckpttool.analysis.describe.summary import PartLine, Summary
     from ckpttool.catalogue.entries import Catalogue, Part, Tensor
@@ -280,7 +280,7 @@ def _dtypes(names: Sequence[str]) -> str:
     return f"{', '.join(names[: _DTYPES - 1])} and {len(names) - _DTYPES + 1} more"
 
 
-def _tree(terminal: Terminal, part: Part, lines: list[Line]) -> None:
+def _tree(terminal: Terminal, part: Part, lines: list[ModuleLine]) -> None:
     dtypes = {line.dtypes for line in lines}
     shared = _dtypes(dtypes.pop()) if len(dtypes) == 1 else ""
     terminal.heading(str(part), shared)
@@ -371,14 +371,14 @@ def _objects(terminal: Terminal, summary: Summary) -> None:
         terminal.line(dim(f"  {plural(len(summary.internal), 'internal field')} of the scheduler, shown by -v"))
 
 
-def _optimizer_state(terminal: Terminal, optimizer: Optimizer) -> None:
+def _optimizer_state(terminal: Terminal, optimizer: OptimizerSummary) -> None:
     if optimizer.state:
         terminal.heading("optimizer state", ".".join(map(str, optimizer.root)))
         rows = [(s.kind, s.dtype, f"{s.tensors:,}", count(s.elements), size(s.nbytes)) for s in optimizer.state]
         terminal.table(rows, ("", "dtype", "tensors", "elements", "bytes"), right=(2, 3, 4), wrap=(0,))
 
 
-def hyperparameters(terminal: Terminal, optimizer: Optimizer) -> None:
+def hyperparameters(terminal: Terminal, optimizer: OptimizerSummary) -> None:
     """Print the hyper-parameters of an optimizer, with a column for each distinct set of values; on one line those that
     are the defaults of its class."""
     table = optimizer.table

@@ -47,7 +47,7 @@ _EXAMPLE = '`{"from": "blocks.{n}.w", "to": "model.layers.{n}.weight"}`'
 
 
 @dataclass(frozen=True, slots=True)
-class Name:
+class NamePattern:
     """A name with fields: `{n}` stands for a number, `{rest*}` for anything."""
 
     text: str
@@ -71,8 +71,8 @@ class Name:
 class Rule:
     """The tensors of some names become those of others, by operations; none if there are no others."""
 
-    sources: tuple[Name, ...]
-    targets: tuple[Name, ...]
+    sources: tuple[NamePattern, ...]
+    targets: tuple[NamePattern, ...]
     operations: tuple[Operation, ...] = ()
 
     @property
@@ -118,8 +118,8 @@ class KeyMap:
     title: str = ""
     model_types: tuple[str, ...] = ()
     needs_config: bool = False
-    needs: tuple[Name, ...] = ()
-    never: tuple[Name, ...] = ()
+    needs: tuple[NamePattern, ...] = ()
+    never: tuple[NamePattern, ...] = ()
     rules: tuple[Rule, ...] = ()
     generated: Mapping[str, str] = field(default_factory=dict)  # by which version of which library, and when
 
@@ -160,7 +160,7 @@ class KeyMap:
 _sources, _targets = attrgetter("sources"), attrgetter("targets")
 
 
-def _any_of(names: Iterable[Name]) -> re.Pattern[str]:
+def _any_of(names: Iterable[NamePattern]) -> re.Pattern[str]:
     return re.compile("|".join(re.sub(r"\?P<\w+>", "?:", name.pattern.pattern) for name in names), re.DOTALL)
 
 
@@ -172,7 +172,7 @@ def _inverse(rule: Rule) -> Rule:
 
 
 def _data(rule: Rule) -> dict[str, Any]:
-    def text(names: Sequence[Name]) -> Any:
+    def text(names: Sequence[NamePattern]) -> Any:
         return names[0].text if len(names) == 1 else [one.text for one in names] or None
 
     done = [{one.name: one.data()} for one in rule.operations]
@@ -260,7 +260,7 @@ def _parsed(data: Mapping[str, Any], where: str, version: int) -> Rule | None:
     return rule if fits else None
 
 
-def _own_fields(side: Sequence[Name], other: Sequence[Name]) -> list[str]:
+def _own_fields(side: Sequence[NamePattern], other: Sequence[NamePattern]) -> list[str]:
     others = other[0].fields if other else {}
     return [name for name in side[0].fields if name not in others] if side and other else []
 
@@ -282,7 +282,7 @@ def _listed(value: Any) -> list[str]:
     return values if isinstance(values, list) and all(isinstance(one, str) for one in values) else []
 
 
-def _name(text: str, where: str, *, wild: bool = False) -> Name:
+def _name(text: str, where: str, *, wild: bool = False) -> NamePattern:
     seen: set[str] = set()
     pattern, end = "", 0
     for match in _FIELD.finditer(text):
@@ -292,7 +292,7 @@ def _name(text: str, where: str, *, wild: bool = False) -> Name:
         seen.add(match[1])
         pattern += _escaped(text[end : match.start()], wild) + f"(?P<{match[1]}>{_ANYTHING if match[2] else _DIGITS})"
         end = match.end()
-    return Name(text, re.compile(pattern + _escaped(text[end:], wild), re.DOTALL))
+    return NamePattern(text, re.compile(pattern + _escaped(text[end:], wild), re.DOTALL))
 
 
 def _escaped(text: str, wild: bool) -> str:

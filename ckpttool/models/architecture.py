@@ -48,7 +48,7 @@ class Expected:
 
 
 @dataclass(slots=True)
-class Compared:
+class ArchitectureDifferences:
     """What differs: names, and for `misshapen` what was found and expected. `prefix` would go on or off every name
     (`+model.`, `-model.`), as transformers does by itself; `in_memory` when the names are not those of files."""
 
@@ -112,7 +112,7 @@ def _run(command: Sequence[str]) -> None:
         watcher("", 0, 0)
 
 
-def compare(shapes: Mapping[str, Ints], model: Expected) -> Compared:
+def compare(shapes: Mapping[str, Ints], model: Expected) -> ArchitectureDifferences:
     """Compare the tensors to write, `{"lm_head.weight": (32, 8)}`, with the model of the config. Pure.
 
     A tied tensor may have any of its names. Names may be those in memory, which transformers loads too.
@@ -132,8 +132,8 @@ def compare(shapes: Mapping[str, Ints], model: Expected) -> Compared:
 
 def _compared(
     shapes: Mapping[str, Ints], names: Mapping[str, Ints], model: Expected, prefix: str = "", *, in_memory: bool = False
-) -> Compared:
-    result = Compared(prefix=prefix, in_memory=in_memory)
+) -> ArchitectureDifferences:
+    result = ArchitectureDifferences(prefix=prefix, in_memory=in_memory)
     missing, unexpected = (_any(patterns) for patterns in (model.missing, model.unexpected))
     twins: dict[str, set[str]] = {}
     for name, kept in model.tied.items():
@@ -159,7 +159,7 @@ def _any(patterns: Sequence[str]) -> Any:
     return lambda name: any(pattern.search(name) for pattern in compiled)
 
 
-def refusal(compared: Compared, shapes: Mapping[str, Ints], model: Expected, where: str) -> CorruptError:
+def refusal(compared: ArchitectureDifferences, shapes: Mapping[str, Ints], model: Expected, where: str) -> CorruptError:
     """Return the error for tensors that are not those of the config. Pure."""
     kinds = (("missing", compared.missing), ("unexpected", compared.unexpected))
     lines = [f"{len(names)} {what}: {some(names)}" for what, names in kinds if names]
@@ -177,7 +177,7 @@ def refusal(compared: Compared, shapes: Mapping[str, Ints], model: Expected, whe
     )
 
 
-def _hint(compared: Compared, shapes: Mapping[str, Ints], model: Expected) -> str:
+def _hint(compared: ArchitectureDifferences, shapes: Mapping[str, Ints], model: Expected) -> str:
     prefix = _prefix(shapes, model)
     if prefix:
         return f"every name begins with `{prefix}`: pass `--strip-prefix {prefix.rstrip('.')}`"

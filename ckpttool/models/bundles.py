@@ -35,14 +35,14 @@ _INNER = re.compile(r"(auto_model|model)\.")
 
 
 @dataclass(frozen=True, slots=True)
-class Component:
-    """Tensors with the names that they have in the files of a folder: `Component("2_Dense/", catalogue)`."""
+class BundleModule:
+    """Tensors with the names that they have in the files of a folder: `BundleModule("2_Dense/", catalogue)`."""
 
     folder: str
     catalogue: Catalogue
 
 
-def place(planned: Catalogue, beside: Assets) -> tuple[Catalogue, list[Component]]:
+def place(planned: Catalogue, beside: Assets) -> tuple[Catalogue, list[BundleModule]]:
     """Return the tensors of the model that the config is of, and those of other modules. `main` of the assets becomes
     the folder of that model. Raises UsageError for a directory that would not load."""
     if beside.folder is None:
@@ -88,7 +88,7 @@ def _place_component(planned: Catalogue, beside: Assets, folder: Location) -> Ca
 # Modules of sentence-transformers -------------------------------------------------------------------------------------
 
 
-def _place_modules(planned: Catalogue, beside: Assets, folder: Location) -> tuple[Catalogue, list[Component]]:
+def _place_modules(planned: Catalogue, beside: Assets, folder: Location) -> tuple[Catalogue, list[BundleModule]]:
     modules = _modules(beside.paths[asset_names.MODULES])
     paths = {str(one.get("name", one.get("idx"))): str(one.get("path") or "") for one in modules}
     kinds = {str(one.get("name", one.get("idx"))): str(one.get("type")) for one in modules}
@@ -121,14 +121,14 @@ def _place_modules(planned: Catalogue, beside: Assets, folder: Location) -> tupl
     return (_part(planned, f"{main}.", _INNER) if is_indexed else planned), others
 
 
-def _module(planned: Catalogue, key: str, path: str, folder: Location) -> Component:
+def _module(planned: Catalogue, key: str, path: str, folder: Location) -> BundleModule:
     own = _part(planned, f"{key}.")
     if not path:
         raise _incomplete(folder, f"module `{key}` has tensors, and no folder in `{asset_names.MODULES}`")
     files = _weights(folder, path, strict=False) if (folder / path).is_dir() else []
     if files and _stored(folder, files) != _shapes(own):
         raise _incomplete(folder, f"the tensors of module `{key}` are not those of `{path}`")
-    return Component(f"{path}/", own)
+    return BundleModule(f"{path}/", own)
 
 
 def _part(planned: Catalogue, prefix: str, inner: re.Pattern[str] | None = None) -> Catalogue:

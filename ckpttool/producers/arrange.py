@@ -14,7 +14,7 @@ from ckpttool import formats
 from ckpttool.catalogue import parts
 from ckpttool.catalogue.counters import is_step
 from ckpttool.catalogue.entries import Catalogue, Entry, Object, Part, Path, Tensor, dotted
-from ckpttool.catalogue.protocols import Format, Loss
+from ckpttool.catalogue.protocols import Format, FormatLoss
 from ckpttool.errors import LossError, UsageError
 from ckpttool.layout import select
 from ckpttool.layout.move import move
@@ -167,7 +167,7 @@ class LayoutBuilder:
                 raise LossError(f"`{value.name}` is there already, with another value")
             moved.entries[value.path] = value
         lost = ((self.catalogue.entries[path], why) for path, why in self._lost.items())
-        losses = [Loss(entry.name, why) for entry, why in lost if not entry.embedded]
+        losses = [FormatLoss(entry.name, why) for entry, why in lost if not entry.embedded]
         return OutputLayout(moved, self._components, component_of, losses, self._copies)
 
     # Values that several layouts have ---------------------------------------------------------------------------------

@@ -22,7 +22,7 @@ from typing import Any
 
 from ckpttool.catalogue import flatten, typed_json
 from ckpttool.catalogue.entries import Catalogue, Chunks, Entry, File, Object, Part, Path, Tensor, above
-from ckpttool.catalogue.protocols import Crcs, CreatedSink, Format, Loss, Sink, SinkOptions
+from ckpttool.catalogue.protocols import Crcs, CreatedSink, Format, FormatLoss, Sink, SinkOptions
 from ckpttool.catalogue.warning import Warning
 from ckpttool.errors import LossError
 from ckpttool.layout import rechunk, select
@@ -71,21 +71,23 @@ class OutputLayout:
     catalogue: Catalogue
     components: Sequence[OutputComponent]
     component_of: Mapping[Path, int]
-    lost: Sequence[Loss]
+    lost: Sequence[FormatLoss]
     copies: Sequence[tuple[str, str]] = ()
 
-    def losses(self, catalogue: Catalogue, path: str) -> list[Loss]:
+    def losses(self, catalogue: Catalogue, path: str) -> list[FormatLoss]:
         """Return the entries that are in no component, or that the format of theirs cannot store."""
         losses = list(self.lost)
         for component, contents in self._split(catalogue):
             if component.format is None:
-                losses += [Loss(e.name, "JSON cannot store it") for e in contents.entries.values() if not _is_json(e)]
+                losses += [
+                    FormatLoss(e.name, "JSON cannot store it") for e in contents.entries.values() if not _is_json(e)
+                ]
             else:
                 if component.world is not None:
                     contents.files = [File("", "", 0, rank=component.world - 1)]
                 names = {entry.name: component.outer(path) for path, entry in contents.entries.items()}
                 losses += [
-                    Loss(".".join(map(str, names.get(loss.name, (loss.name,)))), loss.why)
+                    FormatLoss(".".join(map(str, names.get(loss.name, (loss.name,)))), loss.why)
                     for loss in component.format.losses(contents, component.name)
                 ]
         return losses

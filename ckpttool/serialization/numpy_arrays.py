@@ -38,8 +38,8 @@ _RECONSTRUCT = {f"numpy.{core}.multiarray._reconstruct" for core in ("core", "_c
 _FROM_BUFFER = {f"numpy.{core}.numeric._frombuffer" for core in ("core", "_core")}
 
 
-class Layout(NamedTuple):
-    """How the elements of an array lie: `Layout(float32, (3, 2), None, ())`; see `Extent`."""
+class ArrayLayout(NamedTuple):
+    """How the elements of an array lie: `ArrayLayout(float32, (3, 2), None, ())`; see `Extent`."""
 
     dtype: Dtype
     shape: Ints
@@ -51,7 +51,7 @@ class Layout(NamedTuple):
         return prod(self.shape) * self.dtype.itemsize
 
 
-def layout(code: str, order: str, shape: Any, is_fortran: Any) -> Layout | None:
+def layout(code: str, order: str, shape: Any, is_fortran: Any) -> ArrayLayout | None:
     """Return the layout of an array of dtype `code`, its bytes in `order`; None for elements that no tensor has. Raises
     CorruptError for a shape that is none."""
     if not isinstance(shape, tuple) or not all(type(n) is int and n >= 0 for n in shape):
@@ -62,13 +62,15 @@ def layout(code: str, order: str, shape: Any, is_fortran: Any) -> Layout | None:
     dtype = DTYPES[_DTYPES[code]]
     strides = boxes.row_major(shape[::-1])[::-1] if is_fortran else boxes.row_major(shape)
     is_plain = boxes.is_row_major(shape, strides)
-    return Layout(dtype, shape, None if is_plain else strides, ("swap",) if order == ">" and dtype.word > 1 else ())
+    return ArrayLayout(
+        dtype, shape, None if is_plain else strides, ("swap",) if order == ">" and dtype.word > 1 else ()
+    )
 
 
 # .npy -----------------------------------------------------------------------------------------------------------------
 
 
-def read_header(data: bytes, what: str) -> tuple[Layout, int]:
+def read_header(data: bytes, what: str) -> tuple[ArrayLayout, int]:
     """Return the layout of a `.npy` file that begins with `data` (`MAX_HEADER` bytes or all), and where its elements
     begin. Raises CorruptError for what is none, and ReadError for elements that no tensor has."""
     if len(data) < 10 or not data.startswith(MAGIC) or data[6] not in (1, 2, 3):
@@ -114,7 +116,7 @@ def header(dtype: Dtype, shape: Ints) -> bytes:
 class PickledArray:
     """An array in a pickle: its layout, and the bytes of its elements as the unpickler found them."""
 
-    layout: Layout
+    layout: ArrayLayout
     content: Any
 
 

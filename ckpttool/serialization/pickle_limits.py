@@ -24,7 +24,7 @@ from operator import itemgetter
 from typing import Any
 
 from ckpttool.catalogue.key_hashes import inner_first
-from ckpttool.catalogue.values import MAX_LEVELS, Known, Stub, StubType
+from ckpttool.catalogue.values import MAX_LEVELS, KnownName, Stub, StubType
 from ckpttool.errors import CorruptError
 
 MAX_OBJECTS = 1_000_000  # and one for every `BYTES_PER_OBJECT` of the pickle; the indexes of DCP have one for seven
@@ -253,7 +253,7 @@ def check_keys(data: bytes, end: int, skip: Skip) -> None:
 # Python's hash of a tuple calls itself for each tuple in it, in C and with nothing to stop it, until the stack is full:
 # a SIGSEGV at 100,000 or so.
 MAX_NESTED = MAX_LEVELS
-_LEAVES = frozenset({str, int, float, bool, type(None), bytes, StubType, Known})
+_LEAVES = frozenset({str, int, float, bool, type(None), bytes, StubType, KnownName})
 
 
 def check_depths(tree: Any) -> None:

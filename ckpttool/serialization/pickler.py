@@ -9,7 +9,7 @@ from itertools import chain
 from typing import Any
 
 from ckpttool.catalogue import identity
-from ckpttool.catalogue.values import Known, Stub, StubType, TorchSize, check_spelling, stub_type
+from ckpttool.catalogue.values import KnownName, Stub, StubType, TorchSize, check_spelling, stub_type
 from ckpttool.errors import LossError
 
 _BATCH = 1000
@@ -178,7 +178,7 @@ class Writer:
                 self.call("builtins", "complex", (value.real, value.imag))
             case Stub():
                 self._stub(value)
-            case StubType() | Known():
+            case StubType() | KnownName():
                 self.named(value.module, value.name)
             case _:
                 raise LossError(f"a value of class `{type(value).__module__}.{type(value).__name__}` cannot be pickled")

@@ -38,7 +38,7 @@ def is_export(archive: Archive) -> bool:
     return "data.pkl" not in archive.records and "archive_format" in archive.records
 
 
-class Exported:
+class ProgramTree:
     """The tree of an exported program, `{name: tensor, ..., "constants": {...}}`, and where its tensors lie. With
     several models in the archive each has a dict of its own. `left_out` names what is no tensor."""
 

@@ -19,7 +19,7 @@ from ckpttool.catalogue.budget import charge
 from ckpttool.catalogue.dtypes import BY_STORAGE, DTYPES, Dtype, dtype
 from ckpttool.catalogue.entries import check_shape
 from ckpttool.catalogue.shown import shown, spelt
-from ckpttool.catalogue.values import Known, Stub, StubType, known_names, stub_name, stub_type
+from ckpttool.catalogue.values import KnownName, Stub, StubType, known_names, stub_name, stub_type
 from ckpttool.errors import CorruptError
 from ckpttool.serialization import pickler, unpickler
 from ckpttool.serialization.pickler import Writer, spelt_text
@@ -141,7 +141,7 @@ _WRAPPED = stub_type("torch._tensor", "_rebuild_from_type_v2")
 
 
 def _from_type_v2(function: Any, kind: Any, args: Any, state: Any) -> Any:
-    if isinstance(function, Known) and function.module == "torch._utils" and isinstance(args, tuple):
+    if isinstance(function, KnownName) and function.module == "torch._utils" and isinstance(args, tuple):
         tensor = _with_attributes(function(*args), state)
         name = stub_name(kind)
         if isinstance(tensor, TensorRef):

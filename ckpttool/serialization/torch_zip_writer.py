@@ -15,7 +15,7 @@ from itertools import pairwise
 from typing import Any, NamedTuple
 
 from ckpttool.catalogue.entries import Catalogue, Extent, Object, Record
-from ckpttool.catalogue.protocols import Crcs, Loss
+from ckpttool.catalogue.protocols import Crcs, FormatLoss
 from ckpttool.catalogue.values import Link
 from ckpttool.errors import LossError
 from ckpttool.serialization import pickler, torch_pickle
@@ -42,7 +42,7 @@ class _Columns(NamedTuple):
 
 
 @dataclass(slots=True)
-class Layout:
+class ArchiveLayout:
     """An archive of `size` bytes at `base`, payloads still empty.
 
     `pieces` are the bytes that are known now, `(offset, data)`: local headers, `data.pkl`, `version`, ...
@@ -93,7 +93,7 @@ class Layout:
 class ArchiveSink:
     """A sink of archives that lie there but for their payloads: a layout for each file of the catalogue."""
 
-    def __init__(self, catalogue: Catalogue, layouts: Sequence[Layout]) -> None:
+    def __init__(self, catalogue: Catalogue, layouts: Sequence[ArchiveLayout]) -> None:
         self.catalogue = catalogue
         self._layouts = layouts
 
@@ -103,7 +103,7 @@ class ArchiveSink:
                 pool.write_all(file.location, layout.patches(lambda record: crcs[record.file, record.offset]))
 
 
-def write(layout: Layout, location: Location) -> None:
+def write(layout: ArchiveLayout, location: Location) -> None:
     """Create the archive of a layout, with holes where the payloads go, and forget its pieces: for many ranks they are
     large."""
     location.create(layout.size)
@@ -147,7 +147,7 @@ _crc = lru_cache(maxsize=4096)(crc32)
 
 def lay_out(
     tree: Any, tensor_of: TensorOf, *, base: int = 0, file: int = 0, root: str, wrapper_of: WrapperOf | None = None
-) -> Layout:
+) -> ArchiveLayout:
     """Lay out an archive of `tree` at `base` of a file. `tensor_of` says which values are tensors, and `wrapper_of`
     what is written around one; see `torch_pickle`.
 
@@ -181,7 +181,7 @@ def lay_out(
         key: Record(file, base + columns.payloads[i], nbytes, None if nbytes else 0)
         for i, (key, nbytes) in enumerate(sizes.items(), len(before))
     }
-    return Layout(base, file, pieces, storages, columns, known)
+    return ArchiveLayout(base, file, pieces, storages, columns, known)
 
 
 # Most ranks of a checkpoint have archives that differ in a few bytes of the pickle and in nothing else.
@@ -201,14 +201,14 @@ def _arranged(root: str, names: tuple[str, ...], sizes: tuple[int, ...]) -> _Col
     return _Columns(b"\n".join(full_names), headers, payloads, array("q", sizes), bytes(heads), ends, at)
 
 
-def losses(objects: Iterable[Object]) -> list[Loss]:
+def losses(objects: Iterable[Object]) -> list[FormatLoss]:
     """Return the values that pickle has no words for; a link is written as the tensor that it refers to."""
     result = []
     for entry in objects:
         try:
             pickler.dump(entry.value, leaf=lambda writer, value: isinstance(value, Link))
         except LossError as error:
-            result.append(Loss(entry.name, error.message))
+            result.append(FormatLoss(entry.name, error.message))
     return result
 
 

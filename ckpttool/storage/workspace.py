@@ -38,7 +38,7 @@ _NO_LOCKS = (errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.ENOLCK, errno.
 _FILE = os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 
 
-class Found(NamedTuple):
+class FoundWorkspace(NamedTuple):
     """What lies at the name of a workspace: `workspace` if it is one of this user whose run has ended, else why it is
     left alone. `running` is whether a run works in it."""
 
@@ -180,7 +180,7 @@ def _quietly(call: Callable[..., None], *args: Any, **keywords: Any) -> None:
         call(*args, **keywords)
 
 
-def find(folder: str, name: str) -> Found:
+def find(folder: str, name: str) -> FoundWorkspace:
     """Return what lies at the name of a workspace. One that holds nothing needs no proof."""
     with contextlib.ExitStack() as stack:
         try:
@@ -188,37 +188,37 @@ def find(folder: str, name: str) -> Found:
             stack.callback(os.close, above)
             descriptor = os.open(name, tree.DIRECTORY, dir_fd=above)
         except OSError as error:
-            return Found(why=_not_opened(error, "a directory"))
+            return FoundWorkspace(why=_not_opened(error, "a directory"))
         stack.callback(os.close, descriptor)
         if why := not_ours(os.fstat(descriptor)):
-            return Found(why=why)
+            return FoundWorkspace(why=why)
         try:
             journal = os.open(JOURNAL, os.O_RDWR | _FILE, dir_fd=descriptor)
         except FileNotFoundError:
             if os.listdir(descriptor):
-                return Found(why="no journal is in it")
+                return FoundWorkspace(why="no journal is in it")
             # Its run was killed as it made it.
             journal = os.open(os.devnull, os.O_RDWR | os.O_CLOEXEC)
             stack.pop_all()
-            return Found(Workspace(folder, name, above, descriptor, Log(journal), is_bare=True))
+            return FoundWorkspace(Workspace(folder, name, above, descriptor, Log(journal), is_bare=True))
         except OSError as error:
-            return Found(why=f"its journal: {_not_opened(error, 'a file')}")
+            return FoundWorkspace(why=f"its journal: {_not_opened(error, 'a file')}")
         stack.callback(os.close, journal)
         status, log = os.fstat(journal), Log(journal)
         if not stat.S_ISREG(status.st_mode):
-            return Found(why="its journal: not a file")
+            return FoundWorkspace(why="its journal: not a file")
         if why := not_ours(status):
-            return Found(why=f"its journal: {why}")
+            return FoundWorkspace(why=f"its journal: {why}")
         is_locked = _is_locked(journal, descriptor)
         if is_locked is False or (is_locked is None and is_running(_last_owner(log))):
-            return Found(why="a run is working in it", running=True)
+            return FoundWorkspace(why="a run is working in it", running=True)
         first = next(iter(log), None)
         is_empty = is_locked and not status.st_size and os.listdir(descriptor) == [JOURNAL]
         is_of_it = isinstance(first, dict) and first.get("inode") == os.fstat(descriptor).st_ino
         if not is_of_it and not is_empty:
-            return Found(why="its journal is not of this directory: it is a copy, or no run made it")
+            return FoundWorkspace(why="its journal is not of this directory: it is a copy, or no run made it")
         stack.pop_all()
-        return Found(Workspace(folder, name, above, descriptor, log))
+        return FoundWorkspace(Workspace(folder, name, above, descriptor, log))
 
 
 def not_ours(status: os.stat_result) -> str:

@@ -39,15 +39,15 @@ class Shape(NamedTuple):
 
 
 @dataclass(slots=True)
-class Group:
-    """`Group(["layers.0.w", "layers.0.b"], {"lr": 0.1, "betas": (0.9, 0.95)})`."""
+class SavedGroup:
+    """`SavedGroup(["layers.0.w", "layers.0.b"], {"lr": 0.1, "betas": (0.9, 0.95)})`."""
 
     params: list[Any]
     values: dict[str, Any]
 
 
 @dataclass(slots=True)
-class Optimizer:
+class SavedOptimizer:
     """The optimizer: `state["layers.0.w"][("exp_avg",)]` is a `Shape`, or a value other than a tensor. With
     `by_number`, parameters are the integer ids of `optimizer.state_dict()`, as no model has their names.
 
@@ -55,7 +55,7 @@ class Optimizer:
     their parameters: what is in them is never sharded as these are.
     """
 
-    groups: list[Group]
+    groups: list[SavedGroup]
     state: dict[Any, dict[Path, Any]]
     by_number: bool = False
     lists: dict[Any, list[Path]] = field(default_factory=dict)
@@ -87,7 +87,7 @@ class Contents:
     model: dict[str, Shape] = field(default_factory=dict)
     extra_state: dict[str, Any] = field(default_factory=dict)
     same: dict[str, str] = field(default_factory=dict)
-    optimizer: Optimizer | None = None
+    optimizer: SavedOptimizer | None = None
     own: Catalogue = field(default_factory=lambda: Catalogue("own"))
     rest: Catalogue = field(default_factory=lambda: Catalogue("rest"))
     left: list[str] = field(default_factory=list)
@@ -305,7 +305,7 @@ def _add_optimizer(contents: Contents, catalogue: Catalogue, part: Part, read: R
             f"`{contents.path}`: `{part}` has {len(optimizers) or 'no'} optimizers, and one is needed",
             hint="name one with `optimizer_key`",
         )
-    contents.optimizer = Optimizer([], {}, by_number)
+    contents.optimizer = SavedOptimizer([], {}, by_number)
 
     def bare(name: Any) -> Any:
         return name.removeprefix(prefix) if isinstance(name, str) else name
@@ -315,7 +315,7 @@ def _add_optimizer(contents: Contents, catalogue: Catalogue, part: Part, read: R
         for below, entry in group.items:
             if not entry.embedded:
                 put(values, below, _value(entry, alone, read))
-        contents.optimizer.groups.append(Group([bare(name) for name in group.params], values))
+        contents.optimizer.groups.append(SavedGroup([bare(name) for name in group.params], values))
     for name, items in ((bare(called), items) for called, items in optimizers[0].state.items()):
         state = contents.optimizer.state[name] = {
             below: _shape_or_value(("optimizer", name, *below), entry, contents, alone, read)

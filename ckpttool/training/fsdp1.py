@@ -26,7 +26,7 @@ from ckpttool.errors import UsageError
 from ckpttool.layout.rename import strip_wrappers
 from ckpttool.text import some
 from ckpttool.training import collectives, match
-from ckpttool.training.contents import Contents, Group
+from ckpttool.training.contents import Contents, SavedGroup
 from ckpttool.training.fill import Filler, check_memory, fill_state, group_of, hand_over, is_as_saved, keep_dtypes
 from ckpttool.training.match import GroupMatch, ModelMatch
 from ckpttool.training.read import local_shards
@@ -39,7 +39,7 @@ def is_fsdp1(model: nn.Module) -> bool:
 
 
 @dataclass(frozen=True, slots=True)
-class Matched:
+class FlatModelMatch:
     """A model of FSDP1 with its sharded state dict `values`, and an optimizer, matched with a checkpoint."""
 
     model: nn.Module
@@ -50,7 +50,7 @@ class Matched:
 
 
 @collectives.quiet(FutureWarning)  # of ShardedTensor at every touch
-def prepare(model: nn.Module, optimizer: torch.optim.Optimizer | None, filler: Filler) -> Matched:
+def prepare(model: nn.Module, optimizer: torch.optim.Optimizer | None, filler: Filler) -> FlatModelMatch:
     """Match names, shapes and groups, and change nothing. Raises UsageError or CorruptError. A collective."""
     with collectives.together():
         meta = [name for name, value in model.named_parameters() if value.is_meta]
@@ -74,11 +74,11 @@ def prepare(model: nn.Module, optimizer: torch.optim.Optimizer | None, filler: F
             matched.without_state = _without_state(model, matches, filler)
     if filler.broadcast:
         match.check_alike(matched, matches)
-    return Matched(model, optimizer, values, matched, matches)
+    return FlatModelMatch(model, optimizer, values, matched, matches)
 
 
 @collectives.quiet(FutureWarning)
-def fill(prepared: Matched, filler: Filler) -> None:
+def fill(prepared: FlatModelMatch, filler: Filler) -> None:
     """Fill the model. A collective: FSDP1 copies the shards into its flat parameters."""
     model, matched = prepared.model, prepared.matched
     with torch.no_grad():
@@ -88,7 +88,7 @@ def fill(prepared: Matched, filler: Filler) -> None:
 
 
 @collectives.quiet(FutureWarning)
-def fill_optimizer(prepared: Matched, filler: Filler) -> None:
+def fill_optimizer(prepared: FlatModelMatch, filler: Filler) -> None:
     """Fill the optimizer. A collective."""
     assert prepared.optimizer is not None
     with torch.no_grad():
@@ -172,7 +172,7 @@ def _match_groups(optimizer: torch.optim.Optimizer, groups: list[list[str]], con
     clean = [list(map(strip_wrappers, names)) for names in groups]
     # A second name of tied weights need not be listed, and an empty group need not be there.
     named = [[[name] for name in names if name in listed or name not in contents.same] for names in clean]
-    empty = [Group([], {}) for names in groups if not names]
+    empty = [SavedGroup([], {}) for names in groups if not names]
     saved = replace(contents.optimizer, groups=[*contents.optimizer.groups, *empty])
     matches = match.match_names(optimizer.param_groups, named, saved, contents.path)
     return [replace(one, names=names) for one, names in zip(matches, groups, strict=True)]

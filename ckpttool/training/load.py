@@ -164,7 +164,7 @@ class _Target:
 
     options: LoadOptions
     filler: Filler
-    fsdp1: fsdp1.Matched | None
+    fsdp1: fsdp1.FlatModelMatch | None
     matched: ModelMatch
     groups: list[GroupMatch]
 

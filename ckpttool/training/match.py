@@ -21,7 +21,7 @@ from ckpttool.layout.rename import strip_wrappers
 from ckpttool.storage.crc import crc32
 from ckpttool.text import literal, near_names, some
 from ckpttool.training import collectives
-from ckpttool.training.contents import Contents, Group, Optimizer, Shape, UnknownClass
+from ckpttool.training.contents import Contents, SavedGroup, SavedOptimizer, Shape, UnknownClass
 
 
 @dataclass(slots=True)
@@ -199,7 +199,7 @@ class GroupMatch:
     i, None if it has none."""
 
     group: dict[str, Any]
-    saved: Group
+    saved: SavedGroup
     names: list[Any]
 
     def pairs(self) -> Iterator[tuple[nn.Parameter, Any]]:
@@ -228,7 +228,7 @@ def match_groups(optimizer: torch.optim.Optimizer, model: nn.Module, contents: C
 
 
 def match_names(
-    groups: Sequence[dict[str, Any]], names: Sequence[Sequence[Sequence[str]]], saved: Optimizer, path: str
+    groups: Sequence[dict[str, Any]], names: Sequence[Sequence[Sequence[str]]], saved: SavedOptimizer, path: str
 ) -> list[GroupMatch]:
     """Match as `match_groups`, with the names of each parameter of each group."""
     by_name = {strip_wrappers(name): (i, name) for i, group in enumerate(saved.groups) for name in group.params}
@@ -263,7 +263,7 @@ def match_names(
     return matches
 
 
-def _in_order(optimizer: torch.optim.Optimizer, saved: Optimizer, path: str) -> list[GroupMatch]:
+def _in_order(optimizer: torch.optim.Optimizer, saved: SavedOptimizer, path: str) -> list[GroupMatch]:
     """Match by parameter ids, as `Optimizer.load_state_dict` does; but shapes of the state must fit."""
     group_sizes = [len(group["params"]) for group in optimizer.param_groups]
     saved_sizes = [len(group.params) for group in saved.groups]
@@ -286,7 +286,7 @@ def _in_order(optimizer: torch.optim.Optimizer, saved: Optimizer, path: str) -> 
 
 
 def without_state(
-    groups: Iterable[tuple[Group, Iterable[tuple[Any, str]]]], saved: Optimizer, path: str, *, strict: bool
+    groups: Iterable[tuple[SavedGroup, Iterable[tuple[Any, str]]]], saved: SavedOptimizer, path: str, *, strict: bool
 ) -> list[str]:
     """Return the parameters that are trained and have no state in the checkpoint, though its optimizer keeps state of
     such: training would begin their moments at zero. `groups` are the checkpoint's, each with its trained parameters by
@@ -317,6 +317,6 @@ def _bare(name: Any) -> Any:
     return strip_wrappers(name) if isinstance(name, str) else name
 
 
-def _kind_of_group(group: Group) -> tuple[frozenset[str], bool]:
+def _kind_of_group(group: SavedGroup) -> tuple[frozenset[str], bool]:
     """Return the kind of a group, all of which keep state or none: SGD keeps none without momentum."""
     return frozenset(group.values), bool(group.values.get("momentum", True))

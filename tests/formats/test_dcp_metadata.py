@@ -37,7 +37,7 @@ from ckpttool.serialization import pickle_opcodes
 from ckpttool.serialization.dcp import metadata as dcpmetadata
 from ckpttool.serialization.dcp import metadata_classes as classes
 from ckpttool.serialization.dcp import metadata_fast as dcpruns
-from ckpttool.serialization.dcp.metadata import Item, StoredTensor
+from ckpttool.serialization.dcp.metadata import IndexItem, StoredTensor
 
 
 def by_torch(world: int = 3, names: int = 2) -> Metadata:
@@ -60,11 +60,11 @@ def by_torch(world: int = 3, names: int = 2) -> Metadata:
     return Metadata(tensors, paths, storage, StorageMeta(checkpoint_id=Path("/x")), "1.0.0")
 
 
-def read(value: Any, protocol: int = 4) -> dcpmetadata.Metadata:
+def read(value: Any, protocol: int = 4) -> dcpmetadata.IndexContents:
     return dcpmetadata.read(io.BytesIO(pickle.dumps(value, protocol)), ".metadata")
 
 
-def ours() -> dcpmetadata.Metadata:
+def ours() -> dcpmetadata.IndexContents:
     """One of everything that an index can hold."""
     whole = StoredTensor(
         DTYPES["float8_e4m3fn"], (), [()], [()], array("l", [1]), array("q", [0]), array("q", [10])
@@ -77,13 +77,13 @@ def ours() -> dcpmetadata.Metadata:
         DTYPES["int64"], (1, 1, 1, 1, 2), [(0,) * 5], [(1, 1, 1, 1, 2)],
         array("l", [0]), array("q", [65536]), array("q", [256]),
     )  # fmt: skip
-    entries: dict[str, StoredTensor | Item] = {"a": whole, "b.ü": halves, "c": five, "d": Item(0, 3, 4)}
+    entries: dict[str, StoredTensor | IndexItem] = {"a": whole, "b.ü": halves, "c": five, "d": IndexItem(0, 3, 4)}
     paths = {"a": ("a",), "b.ü": ("b", "ü"), "c": ("c", 0), "d": ("d",)}
     extra = {"format": 1, "paths": {"a": (0,)}, "containers": [((), "dict", None)]}
-    return dcpmetadata.Metadata(".metadata", ["__0_0.distcp", "__1_0.distcp"], entries, paths, extra)
+    return dcpmetadata.IndexContents(".metadata", ["__0_0.distcp", "__1_0.distcp"], entries, paths, extra)
 
 
-def written(metadata: dcpmetadata.Metadata) -> bytes:
+def written(metadata: dcpmetadata.IndexContents) -> bytes:
     out = io.BytesIO()
     dcpspelling.write(metadata, out.write)
     return out.getvalue()
@@ -99,8 +99,8 @@ def test_what_torch_wrote_is_read(protocol: int) -> None:
     assert isinstance(tensor, StoredTensor)
     assert (tensor.dtype.name, tensor.shape) == ("bfloat16", (12, 5))
     assert tensor.offsets == [(0, 0), (4, 0), (8, 0)] and tensor.sizes == [(4, 5)] * 3
-    assert [tensor.item(i) for i in range(3)] == [Item(r, 1000, 900) for r in range(3)]
-    assert found.entries["step"] == Item(0, 5000, 70, ("stream.zstd/1",))
+    assert [tensor.item(i) for i in range(3)] == [IndexItem(r, 1000, 900) for r in range(3)]
+    assert found.entries["step"] == IndexItem(0, 5000, 70, ("stream.zstd/1",))
     assert found.paths == {"w0": ("model", "w0"), "w1": ("model", 1), "step": ("step",)}
     assert found.files == [f"__{r}_0.distcp" for r in range(3)] and found.extra is None and not found.strays
 
@@ -204,7 +204,7 @@ def test_we_read_what_we_write() -> None:
     assert found.paths == expected.paths and found.extra == expected.extra
     for name, entry in expected.entries.items():
         have = found.entries[name]
-        if isinstance(entry, Item):
+        if isinstance(entry, IndexItem):
             assert have == entry._replace(file=1 - entry.file)
             continue
         assert isinstance(have, StoredTensor)
@@ -222,14 +222,14 @@ def test_large_indexes_take_seconds() -> None:
     files = [f"__{r}_0.distcp" for r in range(256)]
     n = len(files)
     offsets, sizes = [(16 * r, 0) for r in range(n)], [(16, 4096)] * n
-    entries: dict[str, StoredTensor | Item] = {
+    entries: dict[str, StoredTensor | IndexItem] = {
         f"layers.{i}.weight": StoredTensor(
             DTYPES["float32"], (16 * n, 4096), offsets, sizes,
             array("l", range(n)), array("q", [i * 263_000] * n), array("q", [263_000] * n),
         )
         for i in range(293)
     }  # fmt: skip
-    metadata = dcpmetadata.Metadata(".metadata", files, entries, {k: (k,) for k in entries}, {})
+    metadata = dcpmetadata.IndexContents(".metadata", files, entries, {k: (k,) for k in entries}, {})
     with no_hang():
         found = dcpmetadata.read(io.BytesIO(written(metadata)), ".metadata")
     assert len(found.entries) == 293 and found.files == files
@@ -248,7 +248,7 @@ def outcome(data: bytes) -> Any:
     except CorruptError:
         return None
     entries = {
-        name: e if isinstance(e, Item) else
+        name: e if isinstance(e, IndexItem) else
         (e.dtype, e.shape, e.offsets, e.sizes, e.files, e.starts, e.lengths, e.transforms)
         for name, e in found.entries.items()
     }  # fmt: skip

@@ -134,7 +134,7 @@ def shapes_of(whole: Mapping[str, Any]) -> OpenOptions:
     return OpenOptions({name: tuple(tensor.shape) for name, tensor in whole["model"].items()})
 
 
-def rebuilt(folder: Path, options: OpenOptions | None = None) -> tuple[Opened, flat.Model]:
+def rebuilt(folder: Path, options: OpenOptions | None = None) -> tuple[Opened, flat.ModelParameters]:
     ranks = opened(folder)
     return ranks, flat.model(ranks.part("model"), ranks.place, options or shapes_of(reference(folder)))
 
@@ -460,7 +460,7 @@ def test_ranks_that_disagree_are_named() -> None:
         flatoptim.optimizer(optim, ranks.place, counted)
 
 
-def rebuilt_sample(name: str) -> flat.Model:
+def rebuilt_sample(name: str) -> flat.ModelParameters:
     ranks = sampled(name)
     return flat.model(ranks.part("model"), ranks.place, shapes(name))
 

@@ -17,7 +17,7 @@ from torch import nn
 
 import ckpttool
 from ckpttool.analysis.describe.headline import Headline, parameters
-from ckpttool.analysis.describe.optimizers import Optimizer
+from ckpttool.analysis.describe.optimizers import OptimizerSummary
 from ckpttool.analysis.describe.summary import head
 from ckpttool.catalogue.models import models
 
@@ -232,7 +232,7 @@ def test_classes_before_torch_27_do_not_tell_adam_from_adamw(tmp_path: Path) -> 
     state = stepped(torch.optim.AdamW, nn.Linear(5, 3)).state_dict()
     del state["param_groups"][0]["decoupled_weight_decay"]
     (found,) = headline(saved(tmp_path / "a.pt", optim=state)).optimizers
-    assert isinstance(found, Optimizer)
+    assert isinstance(found, OptimizerSummary)
     assert str(found) == "Adam state (exp_avg, exp_avg_sq) float32"
     assert {"betas", "eps", "amsgrad"} <= {*found.defaults}
 

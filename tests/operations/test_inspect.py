@@ -23,7 +23,7 @@ from ckpttool.analysis.describe.document import document
 from ckpttool.analysis.describe.format_value import jsonable, type_name
 from ckpttool.analysis.describe.hyperparameters import tables
 from ckpttool.analysis.describe.listing import Listing
-from ckpttool.analysis.describe.module_tree import Line, lines
+from ckpttool.analysis.describe.module_tree import ModuleLine, lines
 from ckpttool.analysis.describe.summary import summarise
 from ckpttool.catalogue import parts
 from ckpttool.catalogue import values as stubs
@@ -103,7 +103,7 @@ def test_step_comes_from_the_optimizer_when_nothing_else_says_it() -> None:
 # The tree ------------------------------------------------------------------------------------------------------------
 
 
-def tree_of(module: nn.Module, depth: int = 9) -> list[Line]:
+def tree_of(module: nn.Module, depth: int = 9) -> list[ModuleLine]:
     found = catalogue(module.state_dict())
     return lines(found.tensors, (), {}, depth)
 

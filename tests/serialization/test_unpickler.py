@@ -29,7 +29,7 @@ from support.hang import no_hang
 from ckpttool.catalogue import flatten as nesting
 from ckpttool.catalogue import values as stubs
 from ckpttool.catalogue.entries import Catalogue
-from ckpttool.catalogue.values import Known, Stub, TorchSize, stub_name, stub_type
+from ckpttool.catalogue.values import KnownName, Stub, TorchSize, stub_name, stub_type
 from ckpttool.errors import CorruptError, LossError
 from ckpttool.serialization import (
     pickle_limits,
@@ -581,7 +581,7 @@ def test_tensors_outside_their_storage(bad: Any) -> None:
             return True
         return False
 
-    known = Known("torch._utils", "_rebuild_tensor_v2", lambda: None)
+    known = KnownName("torch._utils", "_rebuild_tensor_v2", lambda: None)
     writer = picklewriter.Writer(2, leaf)
     writer.named(known.module, known.name)
     writer.write_tuple((["storage"], offset, size, stride, False, OrderedDict()))

@@ -40,7 +40,7 @@ class StateFigures(TypedDict):
     payload_bytes: int  #: bytes of values
 
 
-class Optimizer(TypedDict):
+class OptimizerFigures(TypedDict):
     """An optimizer."""
 
     root: str  #: its key
@@ -48,7 +48,7 @@ class Optimizer(TypedDict):
     state: list[StateFigures]  #: its state
 
 
-class RunCheckpoint(TypedDict):
+class CheckpointEntry(TypedDict):
     """A checkpoint of a run."""
 
     name: str  #: its name
@@ -62,7 +62,7 @@ class RunCheckpoint(TypedDict):
     taken: bool  #: whether it is the one that the rest of the document describes
 
 
-class Component(TypedDict):
+class ComponentEntry(TypedDict):
     """A checkpoint within a run directory."""
 
     path: str  #: its path there; `*` stands for the rank
@@ -72,7 +72,7 @@ class Component(TypedDict):
     file_count: int  #: number of its files
 
 
-class Shard(TypedDict):
+class ShardEntry(TypedDict):
     """Where a shard of a tensor is."""
 
     offsets: Ints  #: its first element in each dimension
@@ -92,7 +92,7 @@ class TensorEntry(TypedDict):
     nbytes: int  #: bytes
     placements: tuple[str, ...] | None  #: `Shard(DIM)` or `Replicate` for each dimension of `mesh`; null if unknown
     mesh: Ints | None  #: sizes of the mesh, by the DTensor or else by the shards, without replicas; null if unknown
-    chunks: list[Shard]  #: its shards
+    chunks: list[ShardEntry]  #: its shards
 
 
 class ObjectEntry(TypedDict):
@@ -132,8 +132,8 @@ class Facts(TypedDict, total=False):
     producer: str  #: the framework that wrote a run directory
     recognised: Recognised  #: what a checkpoint of another tool is
     assets: list[str]  #: files of a run directory that are not part of the state
-    mounted: list[Component]  #: components of a run directory
-    run: list[RunCheckpoint]  #: checkpoints of a run, if `path` is one
+    mounted: list[ComponentEntry]  #: components of a run directory
+    run: list[CheckpointEntry]  #: checkpoints of a run, if `path` is one
 
 
 class Document(Facts):
@@ -152,7 +152,7 @@ class Document(Facts):
     dtypes: list[str]  #: dtypes of the parameters, that of most bytes first
     architecture: str | None  #: class of the model, from a `config.json` beside the checkpoint
     layers: int | None  #: number of layers, by the config or by the names; null if unknown
-    optimizers: list[Optimizer]  #: the optimizers
+    optimizers: list[OptimizerFigures]  #: the optimizers
     parts: list[PartFigures]  #: the parts
     payload_bytes: int  #: bytes of values, tied ones counted once
     file_bytes: int  #: bytes of `files`, which do not include a `.metadata` or a JSON index

@@ -7,7 +7,7 @@ from collections import Counter, defaultdict
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 
-from ckpttool.analysis.describe.optimizers import Optimizer
+from ckpttool.analysis.describe.optimizers import OptimizerSummary
 from ckpttool.catalogue.entries import Catalogue, Path, Tensor
 from ckpttool.catalogue.models import Models
 from ckpttool.text import count, plural
@@ -20,14 +20,14 @@ _LAYERS = re.compile(r"((?:[^.]+\.)*?(?:\w*layers?|\w*blocks?|h))\.([0-9]{1,9})\
 class Headline:
     """What a checkpoint is in a few figures; what is unknown is None or empty.
 
-    `Headline(404_000_000, ["bfloat16"], "Qwen3ForCausalLM", 28, [Optimizer(...)], 4, 3)`.
+    `Headline(404_000_000, ["bfloat16"], "Qwen3ForCausalLM", 28, [OptimizerSummary(...)], 4, 3)`.
     """
 
     parameters: int | None = None
     dtypes: Sequence[str] = ()
     architecture: str | None = None
     layers: int | None = None
-    optimizers: Sequence[Optimizer] = field(default=())
+    optimizers: Sequence[OptimizerSummary] = field(default=())
     world_size: int = 1
     step: float | None = None
     epoch: int | None = None
@@ -57,7 +57,7 @@ class Headline:
 def headline(
     catalogue: Catalogue,
     every: Models,
-    optimizers: Sequence[Optimizer],
+    optimizers: Sequence[OptimizerSummary],
     step: float | None,
     tied: Collection[Path],
     epoch: int | None = None,

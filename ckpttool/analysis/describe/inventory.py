@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Sequence
 
-from ckpttool.analysis.describe.optimizers import Optimizer
+from ckpttool.analysis.describe.optimizers import OptimizerSummary
 from ckpttool.catalogue.entries import Catalogue, Part, Path, dotted
 from ckpttool.catalogue.models import Model, Models
 from ckpttool.catalogue.parts import find_rank
@@ -17,7 +17,7 @@ _MANY = 6  # models that are named
 def inventory(
     catalogue: Catalogue,
     every: Models,
-    optimizers: Sequence[Optimizer],
+    optimizers: Sequence[OptimizerSummary],
     step: float | None = None,
     tied: Collection[Path] = (),
 ) -> str:
@@ -39,7 +39,7 @@ def _models(every: Models, tied: Collection[Path]) -> Iterator[str]:
             yield _of(_name(model.part), [model.average_of] if model.average_of else [], trained)
 
 
-def _optimizers(every: Models, optimizers: Sequence[Optimizer]) -> Iterator[str]:
+def _optimizers(every: Models, optimizers: Sequence[OptimizerSummary]) -> Iterator[str]:
     names = [
         (optimizer.name or "optimizer", every.optimizer_of.get(Part("optimizer", optimizer.root), []))
         for optimizer in optimizers

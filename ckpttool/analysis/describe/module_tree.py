@@ -20,8 +20,8 @@ _DEPTH = 100  # a name may have any number of dots
 
 
 @dataclass(frozen=True, slots=True)
-class Line:
-    """One line: `Line(1, "qkv.weight", 1, 2, 2, ("float32",), (21, 7), 294, 1176)`.
+class ModuleLine:
+    """One line: `ModuleLine(1, "qkv.weight", 1, 2, 2, ("float32",), (21, 7), 294, 1176)`.
 
     `folded` is how many equal ones this line folds, `times` how many it stands for with those of the lines above it;
     `tensors`, `elements` and `nbytes` count all of them, so that a column adds up. `shape` is None for a module.
@@ -53,7 +53,7 @@ class _Node:
     tied: bool = False
 
 
-def lines(tensors: Iterable[Tensor], root: Path, tied: Collection[Path], depth: int) -> list[Line]:
+def lines(tensors: Iterable[Tensor], root: Path, tied: Collection[Path], depth: int) -> list[ModuleLine]:
     """Return the tree of `tensors`, whose names begin with `root`, down to `depth` levels.
 
     The module around almost everything (`model` beside `lm_head.weight`) and a list of differing layers are no levels.
@@ -91,14 +91,14 @@ def _count(node: _Node, kinds: dict[object, int]) -> None:
     node.kind = kinds.setdefault(same, len(kinds) + 1)
 
 
-def _walk(node: _Node, level: int, times: int, depth: int, spent: int) -> Iterator[Line]:
+def _walk(node: _Node, level: int, times: int, depth: int, spent: int) -> Iterator[ModuleLine]:
     """Yield the lines below `node`, which are indented by `level`; `spent` of the `depth` levels are above them."""
     for name, folded, child, below in _children(node, spent):
         count = times * folded
         tensors, elements, nbytes = (n * count for n in (child.tensors, child.elements, child.nbytes))
         shape = child.tensor.shape if child.tensor and not child.children else None
         closed = _deepest(child, below) if child.children and below >= depth else 0
-        yield Line(level, name, folded, count, tensors, child.dtypes, shape, elements, nbytes, child.tied, closed)
+        yield ModuleLine(level, name, folded, count, tensors, child.dtypes, shape, elements, nbytes, child.tied, closed)
         if not closed:
             yield from _walk(child, level + 1, count, depth, below)
 

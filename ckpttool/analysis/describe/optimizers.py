@@ -73,9 +73,9 @@ class State:
 
 
 @dataclass(slots=True)
-class Optimizer:
-    """One optimizer: `Optimizer(("optim",), "AdamW", [State("exp_avg", ...), ...], Table(...))`. `name` is its class in
-    torch.optim, None where that cannot be told; `table` has its hyper-parameters, None where it has none."""
+class OptimizerSummary:
+    """One optimizer: `OptimizerSummary(("optim",), "AdamW", [State("exp_avg", ...), ...], Table(...))`. `name` is its
+    class in torch.optim, None where that cannot be told; `table` has its hyper-parameters, None where it has none."""
 
     root: Path
     name: str | None
@@ -113,7 +113,7 @@ class Optimizer:
 
 def optimizers(
     entries: Collection[Entry], catalogue: Mapping[Path, Entry], tied: Collection[Path] = ()
-) -> list[Optimizer]:
+) -> list[OptimizerSummary]:
     """Return the optimizers among `entries`, those of `catalogue` that belong to one. `tied` are tensors whose bytes
     another one has."""
     found: dict[Path, dict[tuple[str, str], State]] = {}
@@ -132,7 +132,7 @@ def optimizers(
     results = []
     for root in {**found, **tables}:
         state_of, table = list(found.get(root, {}).values()), tables.get(root)
-        results.append(Optimizer(root, _name(table, {state.kind for state in state_of}), state_of, table))
+        results.append(OptimizerSummary(root, _name(table, {state.kind for state in state_of}), state_of, table))
     return results
 
 

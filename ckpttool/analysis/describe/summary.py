@@ -59,7 +59,7 @@ class Summary:
     headline: Headline
     holds: str
     parts: list[PartLine]
-    trees: list[tuple[Part, list[module_tree.Line]]]
+    trees: list[tuple[Part, list[module_tree.ModuleLine]]]
     objects: list[ObjectLine]
     internal: list[ObjectLine]
     ties: list[tuple[str, str]]

@@ -46,7 +46,7 @@ class Pair(NamedTuple):
         return max(1, nbytes // max(self.a.dtype.itemsize, self.b.dtype.itemsize, self.common.itemsize))
 
 
-class Observer(Protocol):
+class TileObserver(Protocol):
     """Called with the elements of a tile that differ somewhere, as bits of the dtype in which they are compared, flat;
     from several threads."""
 
@@ -70,7 +70,7 @@ class Options(NamedTuple):
     failures: dict[str, CkptError] | None = None
     threads: int = DEFAULT_THREADS
     progress: Progress | None = None
-    observe: Observer | None = None
+    observe: TileObserver | None = None
 
 
 BY_BITS = Options()

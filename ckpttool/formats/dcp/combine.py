@@ -17,7 +17,7 @@ from ckpttool.catalogue.protocols import Sink, SinkOptions
 from ckpttool.errors import CorruptError
 from ckpttool.formats.dcp import index, metadata_writer, planner_data, writer
 from ckpttool.serialization.dcp import metadata
-from ckpttool.serialization.dcp.metadata import Item, Metadata, StoredTensor
+from ckpttool.serialization.dcp.metadata import IndexContents, IndexItem, StoredTensor
 from ckpttool.storage import files
 from ckpttool.storage.stores import locate
 
@@ -58,13 +58,13 @@ def join(folder: str, planned: Catalogue, rest: Catalogue | None) -> None:
     Raises CorruptError if torch saved other boxes than planned.
     """
     saved = _read(folder)
-    own, own_names = Metadata(index.NAME, [], {}), dict[Path, str]()
+    own, own_names = IndexContents(index.NAME, [], {}), dict[Path, str]()
     if rest is not None:
         own, own_names = _read(locate(folder) / REST), planner_data.name_entries(rest).names
         _move_in(folder, own)
     keys, keeper = planner_data.name_entries(planned), keepers(planned)
     numbers = range(len(saved.files), len(saved.files) + len(own.files))
-    entries: dict[str, StoredTensor | Item] = {}
+    entries: dict[str, StoredTensor | IndexItem] = {}
     for path, name in keys.names.items():
         kept = keeper.get(path, path)
         if kept in own_names:
@@ -75,15 +75,17 @@ def join(folder: str, planned: Catalogue, rest: Catalogue | None) -> None:
         if not isinstance(entry, StoredTensor) or not isinstance(tensor, Tensor) or not _is_as_planned(entry, tensor):
             raise CorruptError(f"tensor `{name}` was not saved by torch as planned", tensor=name)
         entries[name] = entry
-    metadata_writer.publish(folder, Metadata(index.NAME, saved.files + own.files, entries, keys.planned, keys.extra))
+    metadata_writer.publish(
+        folder, IndexContents(index.NAME, saved.files + own.files, entries, keys.planned, keys.extra)
+    )
 
 
-def _read(folder: str) -> Metadata:
+def _read(folder: str) -> IndexContents:
     with (locate(folder) / index.NAME).open() as stream:
         return metadata.read(stream, index.NAME)
 
 
-def _move_in(folder: str, own: Metadata) -> None:
+def _move_in(folder: str, own: IndexContents) -> None:
     """Move the file of the rest to a name that torch gives to no rank."""
     location = locate(folder)
     for i, name in enumerate(own.files):

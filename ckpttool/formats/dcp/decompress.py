@@ -17,7 +17,7 @@ from typing import IO
 
 from ckpttool.catalogue.entries import File
 from ckpttool.errors import CkptError, CorruptError, ReadError, why_no_import
-from ckpttool.serialization.dcp.metadata import Item
+from ckpttool.serialization.dcp.metadata import IndexItem
 from ckpttool.storage import files
 from ckpttool.storage.files import Pool, ScratchFile
 
@@ -70,7 +70,7 @@ class _Segment:
 
     def __init__(self, file: int, entry: File) -> None:
         self.scratch = ScratchFile()
-        self.items: list[Item] = []
+        self.items: list[IndexItem] = []
         self.size = 0
         self.file = file
         self._entry = entry
@@ -112,8 +112,8 @@ class Scratch:
     def __init__(self, entries: list[File], pool: Pool) -> None:
         self._files, self._pool = entries, pool
         self._free: list[int] = []
-        self._decoded: dict[Item, tuple[Item, _Segment]] = {}
-        self._item_locks: dict[Item, threading.Lock] = {}
+        self._decoded: dict[IndexItem, tuple[IndexItem, _Segment]] = {}
+        self._item_locks: dict[IndexItem, threading.Lock] = {}
         self._idle: list[_Segment] = []
         self._full: list[_Segment] = []
         self._segments: list[_Segment] = []
@@ -133,8 +133,14 @@ class Scratch:
         return segment
 
     def decode(
-        self, item: Item, limit: int, name: str, *, keep: bool = False, check: Callable[[Item], None] | None = None
-    ) -> tuple[Item, Lease]:
+        self,
+        item: IndexItem,
+        limit: int,
+        name: str,
+        *,
+        keep: bool = False,
+        check: Callable[[IndexItem], None] | None = None,
+    ) -> tuple[IndexItem, Lease]:
         """Decode an item, and return its place and a lease that keeps it there; with `keep` it is never evicted.
 
         `limit` is the most bytes it may decode to. `check` is called after each decoding, and raises if the bytes are
@@ -166,7 +172,7 @@ class Scratch:
                         self._changed.notify()
             return decoded, lease
 
-    def _lease_decoded(self, item: Item) -> tuple[Item, Lease]:
+    def _lease_decoded(self, item: IndexItem) -> tuple[IndexItem, Lease]:
         decoded, segment = self._decoded[item]
         return decoded, segment.lease()
 
@@ -195,8 +201,8 @@ class Scratch:
             self._changed.wait()
 
     def _decompress(
-        self, item: Item, segment: _Segment, limit: int, name: str, check: Callable[[Item], None] | None
-    ) -> Item:
+        self, item: IndexItem, segment: _Segment, limit: int, name: str, check: Callable[[IndexItem], None] | None
+    ) -> IndexItem:
         read_into = partial(self._pool.read_some, self._files[item.file].location)
         stream = _decompressed_stream(files.stream(read_into, item.offset, item.length), item.transforms, name)
         start = segment.size
@@ -205,7 +211,7 @@ class Scratch:
                 segment.add(data)
                 if segment.size - start > limit:
                     raise CorruptError(f"{name}: decompresses to more than {limit} bytes", expected=limit)
-            decoded = Item(segment.file, start, segment.size - start)
+            decoded = IndexItem(segment.file, start, segment.size - start)
             segment.note(segment.size)
             if check is not None:
                 check(decoded)

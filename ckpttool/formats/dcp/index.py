@@ -18,7 +18,7 @@ from ckpttool.catalogue.warning import Warning
 from ckpttool.errors import CkptError, CorruptError, ReadError
 from ckpttool.formats.dcp import manifest
 from ckpttool.serialization.dcp import metadata
-from ckpttool.serialization.dcp.metadata import Item, KeyPath, Metadata, StoredTensor
+from ckpttool.serialization.dcp.metadata import IndexContents, IndexItem, KeyPath, StoredTensor
 from ckpttool.serialization.manifest import NAME as MANIFEST
 from ckpttool.serialization.manifest import Manifest
 from ckpttool.storage.stores import Location, locate
@@ -32,15 +32,15 @@ _DATA = re.compile(r"__(\d+)_(\d+)\.distcp$")
 
 @dataclass(slots=True)
 class Copy:
-    """A replica of an item of another rank: `Copy("step", 1, Item(...), Item(...))`.
+    """A replica of an item of another rank: `Copy("step", 1, IndexItem(...), IndexItem(...))`.
 
     `chunk` is the number of the tensor's chunk; None for bytes.
     """
 
     name: str
     rank: int
-    first: Item
-    again: Item
+    first: IndexItem
+    again: IndexItem
     chunk: int | None = None
 
 
@@ -51,7 +51,7 @@ class Index:
     folder: Location
     name: str
     files: list[File]
-    entries: dict[str, StoredTensor | Item]
+    entries: dict[str, StoredTensor | IndexItem]
     paths: dict[str, KeyPath] | None
     extra: dict[str, Any] | None
     copies: list[Copy] = field(default_factory=list)
@@ -140,7 +140,7 @@ class _IndexMerger:
         self._numbers: dict[str, int] = {}
         self.index = Index(folder, NAME, [], {}, None, None)
 
-    def add(self, part: Metadata, rank: int) -> None:
+    def add(self, part: IndexContents, rank: int) -> None:
         numbers = [self._file(name) for name in part.files]
         is_unchanged = numbers == list(range(len(numbers)))
         index = self.index
@@ -149,9 +149,9 @@ class _IndexMerger:
             existing = index.entries.get(name)
             if existing is None:
                 index.entries[name] = renumbered
-            elif isinstance(existing, Item) and isinstance(renumbered, Item):
+            elif isinstance(existing, IndexItem) and isinstance(renumbered, IndexItem):
                 index.copies.append(Copy(name, rank, existing, renumbered))
-            elif isinstance(existing, Item) or isinstance(renumbered, Item):
+            elif isinstance(existing, IndexItem) or isinstance(renumbered, IndexItem):
                 raise CorruptError(f"`{part.name}`: `{name}` is bytes on one rank and a tensor on another")
             else:
                 self._join(name, existing, renumbered, part.name, rank)

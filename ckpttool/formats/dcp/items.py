@@ -25,7 +25,7 @@ from ckpttool.catalogue.validation import outside
 from ckpttool.errors import CorruptError
 from ckpttool.formats.dcp import decompress
 from ckpttool.serialization import pickle_opcodes, safetensors_header, torch_pickle, torch_zip, torch_zip_writer
-from ckpttool.serialization.dcp.metadata import Item
+from ckpttool.serialization.dcp.metadata import IndexItem
 from ckpttool.serialization.safetensors_header import Header
 from ckpttool.serialization.torch_pickle import NewTensor, TensorRef
 from ckpttool.serialization.torch_zip import Archive, Read
@@ -62,7 +62,7 @@ class Items:
         self._scratch.close()
         self._pool.close()
 
-    def tensor(self, item: Item, dtype: Dtype, sizes: Ints, name: str) -> Extent:
+    def tensor(self, item: IndexItem, dtype: Dtype, sizes: Ints, name: str) -> Extent:
         """Return the extent of the tensor in an item. Raises CorruptError if its dtype or size differs."""
         if 0 in sizes:
             return Extent(item.file, item.offset, 0)
@@ -71,7 +71,7 @@ class Items:
         # What torch.save adds grows only with Python attributes.
         limit = 2 * prod(sizes) * dtype.itemsize + (1 << 20)
 
-        def check(decoded: Item) -> None:
+        def check(decoded: IndexItem) -> None:
             self._check_decoded(item, self._resolve(decoded, dtype, sizes, name), name)
 
         decoded, lease = self._scratch.decode(item, limit, self._label(item, name), check=check)
@@ -79,7 +79,7 @@ class Items:
         checked = extent.record is not None and extent.record.crc is not None
         return extent._replace(record=None, checked=checked, lease=lease)
 
-    def check_empty(self, item: Item, name: str) -> None:
+    def check_empty(self, item: IndexItem, name: str) -> None:
         """Raise CorruptError if the item of a tensor without elements has elements, or cannot be read."""
         tree = torch_zip.load_tree(self.archive(item, name))
         if isinstance(tree, TensorRef) and 0 in tree.shape:
@@ -89,7 +89,7 @@ class Items:
         hint = "the data file and `.metadata` are not of the same save"
         raise CorruptError(text, hint=hint, file=self._files[item.file].name, tensor=name)
 
-    def _check_decoded(self, item: Item, extent: Extent, name: str) -> None:
+    def _check_decoded(self, item: IndexItem, extent: Extent, name: str) -> None:
         """Compare the CRC of decoded bytes now: when the transfer ends, other bytes may be in their place."""
         record = extent.record
         if record is None or record.crc is None:
@@ -106,7 +106,7 @@ class Items:
         """Reserve file numbers for decoded items, after the data files of the catalogue are added."""
         self._scratch.reserve(decompress.RESERVED)
 
-    def _resolve(self, item: Item, dtype: Dtype, sizes: Ints, name: str) -> Extent:
+    def _resolve(self, item: IndexItem, dtype: Dtype, sizes: Ints, name: str) -> Extent:
         pattern = self._patterns.get((dtype, sizes, item.length))
         if pattern is not None:
             self._check_inside(item, name)
@@ -121,7 +121,7 @@ class Items:
             self._patterns[dtype, sizes, item.length] = pattern
         return opened
 
-    def _read_ends(self, item: Item, head: int, tail: int) -> tuple[bytes, bytes]:
+    def _read_ends(self, item: IndexItem, head: int, tail: int) -> tuple[bytes, bytes]:
         """Return the first and the last bytes of an item.
 
         Items are adjacent, so the read of the last bytes includes the first bytes of the next item.
@@ -138,7 +138,7 @@ class Items:
         self._read_ahead[item.file] = (end, last[tail:])
         return first, last[:tail]
 
-    def tree(self, item: Item, name: str) -> tuple[Any, Archive | None]:
+    def tree(self, item: IndexItem, name: str) -> tuple[Any, Archive | None]:
         """Return the value of a bytes item as a tree, and its archive if it contains tensors."""
         if item.length <= SMALL and not item.transforms:
             tree = _plain_tree(self._read_small(item, name), self._label(item, name))
@@ -151,7 +151,7 @@ class Items:
         # The extents of its tensors must stay valid while the source is open.
         return tree, self.archive(item, name, keep=True) if item.transforms else archive
 
-    def archive(self, item: Item, name: str, *, keep: bool = False) -> Archive:
+    def archive(self, item: IndexItem, name: str, *, keep: bool = False) -> Archive:
         where = self._label(item, name)
         lease = None
         if item.transforms:
@@ -159,15 +159,15 @@ class Items:
             item, lease = self._scratch.decode(item, limit, where, keep=keep)
         return torch_zip.open_archive(self._window(item, lease), item.offset, item.length, name=where, file=item.file)
 
-    def head(self, item: Item, nbytes: int) -> bytes:
+    def head(self, item: IndexItem, nbytes: int) -> bytes:
         return self._pool.read(self._files[item.file].location, item.offset, nbytes)
 
-    def bytes_of(self, item: Item, name: str) -> bytes:
+    def bytes_of(self, item: IndexItem, name: str) -> bytes:
         """Return the stored bytes of an item."""
         self._check_inside(item, name)
         return self._pool.read(self._files[item.file].location, item.offset, item.length)
 
-    def blob(self, item: Item) -> Header:
+    def blob(self, item: IndexItem) -> Header:
         """Return the header of the safetensors file that contains a tensor's item."""
         header = self._blobs.get((item.file, item.offset))
         if header is None:
@@ -183,17 +183,17 @@ class Items:
         """Return the computed CRC of a range of bytes."""
         return crc_of(partial(self._pool.read_into, self._files[file].location), begin, end - begin)
 
-    def _label(self, item: Item, name: str) -> str:
+    def _label(self, item: IndexItem, name: str) -> str:
         return f"`{self._files[item.file].name}`: `{name}`"
 
-    def _check_inside(self, item: Item, name: str) -> None:
+    def _check_inside(self, item: IndexItem, name: str) -> None:
         file = self._files[item.file]
         if file.missing:
             raise CorruptError(f"`{file.name}` is missing, and with it `{name}`", hint=MISSING, file=file.location)
         if item.offset < 0 or item.length < 0 or item.offset + item.length > file.size:
             raise outside(f"`{name}`", file, item.offset, item.length)
 
-    def _read_small(self, item: Item, name: str) -> bytes:
+    def _read_small(self, item: IndexItem, name: str) -> bytes:
         """Return the bytes of a small item, from a larger read that includes its neighbours."""
         self._check_inside(item, name)
         number, start, block = self._block
@@ -204,7 +204,7 @@ class Items:
             self._block, begin = (item.file, item.offset, block), 0
         return block[begin : begin + item.length]
 
-    def _window(self, item: Item, lease: decompress.Lease | None = None) -> Read:
+    def _window(self, item: IndexItem, lease: decompress.Lease | None = None) -> Read:
         """Return a read function with both ends of an archive cached. The function keeps the lease."""
         location, base, length, pool = self._files[item.file].location, item.offset, item.length, self._pool
         if length <= 4 * _WINDOW:
@@ -238,7 +238,7 @@ class _ItemPattern(NamedTuple):
     opened: Extent
     base: int
 
-    def extent(self, item: Item, head: bytes, tail: bytes) -> Extent | None:
+    def extent(self, item: IndexItem, head: bytes, tail: bytes) -> Extent | None:
         """Return the extent of the payload of `item`, given the bytes around it; None if they do not match."""
         first, second = (tail[at : at + 4] for at in self.crcs)
         if head != self.head or first != second or any(tail[a:b] != self.tail[a:b] for a, b in self.constant):
@@ -250,7 +250,7 @@ class _ItemPattern(NamedTuple):
         return self.opened._replace(file=item.file, offset=self.opened.offset + shift, record=moved)
 
 
-def _item_pattern(item: Item, read: Read, opened: Extent) -> _ItemPattern | None:
+def _item_pattern(item: IndexItem, read: Read, opened: Extent) -> _ItemPattern | None:
     """Return the pattern of an opened item; None if the bytes that vary cannot be determined."""
     record = opened.record
     if record is None or not record.crc:

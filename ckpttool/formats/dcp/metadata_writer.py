@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 
 from ckpttool.catalogue.boxes import Ints
 from ckpttool.formats.dcp.index import NAME
-from ckpttool.serialization.dcp.metadata import Item, Metadata, StoredTensor, checksum
+from ckpttool.serialization.dcp.metadata import IndexContents, IndexItem, StoredTensor, checksum
 from ckpttool.serialization.pickler import Writer
 from ckpttool.storage import files
 from ckpttool.storage.crc import crc32
@@ -70,7 +70,7 @@ def _integer(value: int) -> bytes:
     return b"\x8a\x08" + value.to_bytes(8, "little", signed=True)
 
 
-def publish(folder: str | Location, metadata: Metadata) -> None:
+def publish(folder: str | Location, metadata: IndexContents) -> None:
     """Write `.metadata` in a directory whose other files are on disk: under another name, which is then changed."""
     files.make_directory(folder, exist_ok=True)  # there is no file yet in that of an empty checkpoint
     draft, final = (locate(folder) / (NAME + end) for end in (".tmp", ""))
@@ -79,7 +79,7 @@ def publish(folder: str | Location, metadata: Metadata) -> None:
     files.sync(folder)
 
 
-def write(metadata: Metadata, flush: Callable[[bytes], object]) -> None:
+def write(metadata: IndexContents, flush: Callable[[bytes], object]) -> None:
     """Pass the pickle of `metadata` to `flush`, piece by piece."""
     writer = Writer(protocol=4)
     opcodes = _Opcodes(writer)
@@ -128,8 +128,8 @@ def write(metadata: Metadata, flush: Callable[[bytes], object]) -> None:
     flush(writer.done())
 
 
-def _describe(writer: Writer, opcodes: _Opcodes, entry: StoredTensor | Item) -> None:
-    if isinstance(entry, Item):
+def _describe(writer: Writer, opcodes: _Opcodes, entry: StoredTensor | IndexItem) -> None:
+    if isinstance(entry, IndexItem):
         writer.out += opcodes.bytes
         return
     key, ints = opcodes.key, opcodes.ints
@@ -151,12 +151,12 @@ def _describe(writer: Writer, opcodes: _Opcodes, entry: StoredTensor | Item) -> 
     writer.out += b"ub"
 
 
-def _placed(opcodes: _Opcodes, name: bytes, entry: StoredTensor | Item, infos: list[bytes]) -> Iterator[bytes]:
+def _placed(opcodes: _Opcodes, name: bytes, entry: StoredTensor | IndexItem, infos: list[bytes]) -> Iterator[bytes]:
     """Yield the items of `storage_data`, many at a time."""
     key, ints = opcodes.key, opcodes.ints
     index, hint = opcodes.index + key["fqn"] + name, key["index"]
     offset, length = key["offset"], key["length"]
-    if isinstance(entry, Item):
+    if isinstance(entry, IndexItem):
         place = _integer(entry.offset) + length + _integer(entry.length)
         yield b"(%b%bN%b%bubu" % (index, hint, infos[entry.file], place)
         return

@@ -29,7 +29,7 @@ from ckpttool.formats.dcp import planner_data
 from ckpttool.formats.dcp.index import Index, read_index
 from ckpttool.formats.dcp.items import Items
 from ckpttool.serialization import dtensor, safetensors_header, torch_tree, unpickler
-from ckpttool.serialization.dcp.metadata import Item, StoredTensor, items_of
+from ckpttool.serialization.dcp.metadata import IndexItem, StoredTensor, items_of
 from ckpttool.serialization.torch_pickle import TensorRef
 from ckpttool.serialization.torch_zip import Archive
 
@@ -55,7 +55,7 @@ class DcpSource(Source):
             (name, item)
             for name, entry in self.index.entries.items()
             # A quantized tensor is stored as an object.
-            if isinstance(entry, Item) or entry.dtype.kind == "quantized" or (has_flat and len(entry.shape) == 1)
+            if isinstance(entry, IndexItem) or entry.dtype.kind == "quantized" or (has_flat and len(entry.shape) == 1)
             for item in items_of(entry)
             if item.length
         ]
@@ -69,7 +69,9 @@ class DcpSource(Source):
         if tensor.dtype.kind == "quantized":
             text = f"tensor `{tensor.name}`: {tensor.dtype} in chunks, each quantized by itself, cannot be merged"
             raise ReadError(text, hint="leave it out with `--exclude`", tensor=tensor.name)
-        item = Item(extent.file, extent.offset, extent.nbytes, self._transforms.get((extent.file, extent.offset), ()))
+        item = IndexItem(
+            extent.file, extent.offset, extent.nbytes, self._transforms.get((extent.file, extent.offset), ())
+        )
         return self._items.tensor(item, tensor.dtype, chunk.sizes, tensor.name)
 
     def close(self) -> None:
@@ -103,7 +105,7 @@ class _CatalogueBuilder:
     def source(self) -> DcpSource:
         index, catalogue = self._index, self._catalogue
         for entry in index.entries.values():
-            for item in [entry] if isinstance(entry, Item) else map(entry.item, entry.transforms):
+            for item in [entry] if isinstance(entry, IndexItem) else map(entry.item, entry.transforms):
                 if item.transforms:
                     self._transforms[item.file, item.offset] = item.transforms
         if self._transforms:
@@ -204,7 +206,7 @@ class _CatalogueBuilder:
             chunks.add(offsets, sizes, Extent(entry.files[i], stored.begin, stored.end - stored.begin))
         return chunks
 
-    def _check_empty_blob(self, name: str, item: Item) -> None:
+    def _check_empty_blob(self, name: str, item: IndexItem) -> None:
         stored, file = self._items.blob(item).tensors.get(name), self._index.files[item.file].name
         if stored is not None and 0 not in stored.shape:
             actual = f"{stored.dtype} {list(stored.shape)}"
@@ -218,13 +220,13 @@ class _CatalogueBuilder:
         blobs = [
             (next(items_of(entry)), name)
             for name, entry in self._index.entries.items()
-            if isinstance(entry, Item)
+            if isinstance(entry, IndexItem)
             or (entry.dtype.kind == "quantized" and len(entry.files) == 1 and not self._is_safetensors)
         ]
         for item, name in sorted(blobs)[:_EAGER]:
             self._decode(item, name)
 
-    def _decode(self, item: Item, name: str) -> None:
+    def _decode(self, item: IndexItem, name: str) -> None:
         try:
             self._trees[name] = self._items.tree(item, name)
         except CkptError as error:
@@ -232,7 +234,7 @@ class _CatalogueBuilder:
 
     def _value(self, name: str) -> Any:
         entry = self._index.entries[name]
-        if name not in self._trees and isinstance(entry, Item):
+        if name not in self._trees and isinstance(entry, IndexItem):
             self._decode(entry, name)
         decoded = self._trees.get(name)
         return decoded[0] if isinstance(decoded, tuple) else None
@@ -251,7 +253,7 @@ class _CatalogueBuilder:
         else:
             self._fill(path, item, *decoded)
 
-    def _fill(self, path: Path, item: Item, tree: Any, archive: Archive | None) -> None:
+    def _fill(self, path: Path, item: IndexItem, tree: Any, archive: Archive | None) -> None:
         part = Catalogue("dcp")
         place: torch_tree.Place = _no_storage
         if archive is not None:
@@ -292,7 +294,7 @@ class _CatalogueBuilder:
         for path in below:
             del catalogue.containers[path]
 
-    def _read_late(self, item: Item, name: str) -> Any:
+    def _read_late(self, item: IndexItem, name: str) -> Any:
         tree, archive = self._items.tree(item, name)
         if archive is not None:
             text = f"`{name}`: an object with tensors, one of more than {_EAGER} objects, cannot be read"
@@ -308,7 +310,7 @@ class _CatalogueBuilder:
             catalogue.facts["writer"] = writer
             catalogue.facts.pop("torch", None)
         files_per_rank = max(Counter(file.rank for file in index.files if file.rank is not None).values(), default=1)
-        items = sum(1 if isinstance(e, Item) else len(e.files) for e in index.entries.values())
+        items = sum(1 if isinstance(e, IndexItem) else len(e.files) for e in index.entries.values())
         layout = [catalogue.facts["layout"]] if "layout" in catalogue.facts else []
         if files_per_rank > 1:
             one_each = items == len(index.files)

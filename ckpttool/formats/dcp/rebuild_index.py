@@ -20,7 +20,7 @@ from ckpttool.errors import CkptError, CorruptError, ReadError
 from ckpttool.formats.dcp import metadata_writer, reader
 from ckpttool.formats.dcp.index import NAME, Index
 from ckpttool.serialization import torch_zip
-from ckpttool.serialization.dcp.metadata import Item, Metadata, StoredTensor, items_of
+from ckpttool.serialization.dcp.metadata import IndexContents, IndexItem, StoredTensor, items_of
 from ckpttool.serialization.torch_pickle import TensorRef
 from ckpttool.serialization.torch_zip import Read
 from ckpttool.storage.files import Pool
@@ -38,7 +38,7 @@ class _ExpectedItem(NamedTuple):
     offset: int
     length: int
     name: str
-    entry: StoredTensor | Item
+    entry: StoredTensor | IndexItem
     chunk: int
 
 
@@ -60,9 +60,9 @@ def rebuild(folder: str, like: str) -> None:
         _write(folder, other, {name: _relocated(entry, placed) for name, entry in other.entries.items()})
 
 
-def _write(folder: str, index: Index, entries: dict[str, StoredTensor | Item]) -> None:
+def _write(folder: str, index: Index, entries: dict[str, StoredTensor | IndexItem]) -> None:
     names = [file.name for file in index.files if not file.scratch]
-    metadata = Metadata(NAME, names, entries, index.paths, index.extra)
+    metadata = IndexContents(NAME, names, entries, index.paths, index.extra)
     (locate(folder) / NAME).put(lambda stream: metadata_writer.write(metadata, stream.write))
 
 
@@ -116,7 +116,7 @@ def _check(read: Read, at: int, length: int, name: str, expected: _ExpectedItem)
         torch_zip.resolve_item(read, at, length, name=name, file=0, dtype=entry.dtype, sizes=sizes)
     else:
         tree = torch_zip.load_tree(torch_zip.open_archive(read, at, length, name=name))
-        if isinstance(tree, TensorRef) and isinstance(entry, Item):
+        if isinstance(tree, TensorRef) and isinstance(entry, IndexItem):
             raise CorruptError(f"{name} holds a tensor, and an object in the other checkpoint")
 
 
@@ -155,8 +155,10 @@ def _is_end_record_of(read: Read, base: int, length: int) -> bool:
     return base + at64 + 56 + _LOCATOR == end and read(base + at64, 4) == b"PK\6\6"
 
 
-def _relocated(entry: StoredTensor | Item, placed: dict[tuple[int, int], tuple[int, int]]) -> StoredTensor | Item:
-    if isinstance(entry, Item):
-        return Item(entry.file, *placed[entry.file, entry.offset], entry.transforms)
+def _relocated(
+    entry: StoredTensor | IndexItem, placed: dict[tuple[int, int], tuple[int, int]]
+) -> StoredTensor | IndexItem:
+    if isinstance(entry, IndexItem):
+        return IndexItem(entry.file, *placed[entry.file, entry.offset], entry.transforms)
     places = [placed.get((file, start), (0, 0)) for file, start in zip(entry.files, entry.starts, strict=True)]
     return replace(entry, starts=array("q", [at for at, _ in places]), lengths=array("q", [n for _, n in places]))

@@ -13,7 +13,7 @@ from ckpttool.errors import CkptError
 from ckpttool.formats.dcp.index import Copy, Index
 from ckpttool.formats.dcp.items import SMALL, Items
 from ckpttool.serialization import pickler
-from ckpttool.serialization.dcp.metadata import Item, StoredTensor
+from ckpttool.serialization.dcp.metadata import IndexItem, StoredTensor
 from ckpttool.text import some
 
 
@@ -36,7 +36,7 @@ class Replicas:
             results = [self._is_same(copy) for copy in copies]
             if False in results:
                 entry = self._index.entries[name]
-                is_whole = isinstance(entry, Item) or entry.sizes == [entry.shape]
+                is_whole = isinstance(entry, IndexItem) or entry.sizes == [entry.shape]
                 (per_rank if is_whole else differing).append(name)
             elif None in results:
                 unknown.append(name)
@@ -95,7 +95,7 @@ class Replicas:
         rank = index.files[copies[0].first.file].rank or 0
         entries = {f"rank_{rank}": first}
         for copy in copies:
-            entries[f"rank_{copy.rank}"] = copy.again if isinstance(first, Item) else _again(first, copy.again)
+            entries[f"rank_{copy.rank}"] = copy.again if isinstance(first, IndexItem) else _again(first, copy.again)
         index.entries = _with_in_place(index.entries, name, {f"{name}.{key}": entries[key] for key in entries})
         if index.paths is not None:
             index.paths = _with_in_place(index.paths, name, {f"{name}.{key}": (*path, key) for key in entries})
@@ -106,7 +106,7 @@ def _with_in_place(table: dict[str, Any], name: str, replacement: dict[str, Any]
     return dict(chain.from_iterable(change.items() for change in changes))
 
 
-def _again(tensor: StoredTensor, item: Item) -> StoredTensor:
+def _again(tensor: StoredTensor, item: IndexItem) -> StoredTensor:
     """Return the same tensor, whole, in another item."""
     files, starts, lengths = array("l", [item.file]), array("q", [item.offset]), array("q", [item.length])
     transforms = {0: item.transforms} if item.transforms else {}

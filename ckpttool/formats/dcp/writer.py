@@ -19,29 +19,30 @@ from functools import partial
 from ckpttool.catalogue.boxes import Ints
 from ckpttool.catalogue.dtypes import Dtype
 from ckpttool.catalogue.entries import Catalogue, Chunks, File, Object, Path, Record, Tensor, dotted
-from ckpttool.catalogue.protocols import Crcs, Loss, Sink, SinkOptions
+from ckpttool.catalogue.protocols import Crcs, FormatLoss, Sink, SinkOptions
 from ckpttool.errors import LossError
 from ckpttool.formats.dcp import index, items, manifest, metadata_writer, planner_data
 from ckpttool.formats.dcp.items import template
 from ckpttool.serialization import torch_tree, torch_zip_writer
-from ckpttool.serialization.dcp.metadata import Item, Metadata, StoredTensor
+from ckpttool.serialization.dcp.metadata import IndexContents, IndexItem, StoredTensor
 from ckpttool.storage import files
 from ckpttool.storage.crc import combine, crc32, crc_of
 from ckpttool.storage.stores import locate
 
 
-def losses(catalogue: Catalogue, path: str) -> list[Loss]:
+def losses(catalogue: Catalogue, path: str) -> list[FormatLoss]:
     """Return what DCP cannot store."""
     unsupported = [
-        Loss(entry.name, "DCP cannot store a quantized tensor outside an object")
+        FormatLoss(entry.name, "DCP cannot store a quantized tensor outside an object")
         for entry in catalogue.tensors
         if entry.dtype.kind == "quantized" and not entry.embedded
     ]
     if () in catalogue.entries:
-        unsupported.append(Loss("the whole state", "a DCP state is a dict"))
+        unsupported.append(FormatLoss("the whole state", "a DCP state is a dict"))
         return unsupported
     return unsupported + [
-        Loss(dotted(one), planner_data.clash(one, other)) for one, other in planner_data.name_entries(catalogue).clashes
+        FormatLoss(dotted(one), planner_data.clash(one, other))
+        for one, other in planner_data.name_entries(catalogue).clashes
     ]
 
 
@@ -78,8 +79,8 @@ class _DcpSink:
         self.catalogue = replace(planned, format="dcp", files=[], entries={}, facts=facts, warnings=[])
         self._numbers: dict[int, int] = {}
         self._ends: list[int] = []
-        self._late_layouts: list[torch_zip_writer.Layout] = []
-        self._entries: dict[str, StoredTensor | Item] = {}
+        self._late_layouts: list[torch_zip_writer.ArchiveLayout] = []
+        self._entries: dict[str, StoredTensor | IndexItem] = {}
         self._keepers: dict[Path, Path] = {}
         self._create_files()
         # Bytes items come first, but entries stay in the order of the state.
@@ -98,7 +99,7 @@ class _DcpSink:
             files.resize(file.location, size)
         names = [file.name for file in self.catalogue.files]
         entries = {name: self._entry(entry_path, name) for entry_path, name in keys.names.items()}
-        self._metadata = Metadata(index.NAME, names, entries, keys.planned, keys.extra)
+        self._metadata = IndexContents(index.NAME, names, entries, keys.planned, keys.extra)
 
     def _create_files(self) -> None:
         ranks = {rank for t in self._planned.tensors if not t.embedded for rank in set(t.chunks.file)}
@@ -120,7 +121,7 @@ class _DcpSink:
             base = self._ends[0]
             layout = torch_zip_writer.lay_out(entry.value, keys.new_tensor, base=base, file=0, root=items.ROOT)
             self._ends[0] += layout.size
-            self._entries[self._keys.names[entry.path]] = Item(0, base, layout.size)
+            self._entries[self._keys.names[entry.path]] = IndexItem(0, base, layout.size)
             entries[entry.path] = entry
             entries |= _embedded(self._planned, keys, layout.storages)
             if layout.storages:
@@ -159,7 +160,7 @@ class _DcpSink:
         chunks.records = records
         return replace(tensor, chunks=chunks, alias=None)
 
-    def _entry(self, path: Path, name: str) -> StoredTensor | Item:
+    def _entry(self, path: Path, name: str) -> StoredTensor | IndexItem:
         if name in self._entries:
             return self._entries[name]
         tensor = self.catalogue.tensor(path)

@@ -11,19 +11,19 @@ from typing import Any
 
 from ckpttool.catalogue.entries import Catalogue, Entry, File, Object
 from ckpttool.catalogue.flatten import MAX_REPEATED, unflatten
-from ckpttool.catalogue.protocols import CreatedSink, Loss, Sink, SinkOptions
+from ckpttool.catalogue.protocols import CreatedSink, FormatLoss, Sink, SinkOptions
 from ckpttool.storage.stores import locate
 
 _JSON = frozenset({type(None), bool, int, float, str})
 _YAML = _JSON | {bytes, date}
 
 
-def json_losses(catalogue: Catalogue, path: str) -> list[Loss]:
+def json_losses(catalogue: Catalogue, path: str) -> list[FormatLoss]:
     """Return what JSON has no words for: tensors, tuples, keys that are numbers."""
     return _losses(catalogue, "JSON", lambda value: type(value) in _JSON, lambda key: type(key) is str)
 
 
-def yaml_losses(catalogue: Catalogue, path: str) -> list[Loss]:
+def yaml_losses(catalogue: Catalogue, path: str) -> list[FormatLoss]:
     """Return what YAML has no words for without tags of its own."""
     return _losses(catalogue, "YAML", _is_yaml, lambda key: type(key) in _JSON and key == key)
 
@@ -34,14 +34,14 @@ def _is_yaml(value: Any) -> bool:
 
 def _losses(
     catalogue: Catalogue, name: str, is_leaf: Callable[[Any], bool], is_key: Callable[[Any], bool]
-) -> list[Loss]:
+) -> list[FormatLoss]:
     why = f"{name} has no words for it"
     lists = {path for path, container in catalogue.containers.items() if container.kind == "list"}
     lost = []
     for entry in catalogue.entries.values():
         keys = (key for depth, key in enumerate(entry.path) if entry.path[:depth] not in lists)
         if not isinstance(entry, Object) or not all(map(is_key, keys)) or not _is_plain(entry.value, is_leaf, is_key):
-            lost.append(Loss(entry.name, why))
+            lost.append(FormatLoss(entry.name, why))
     return lost
 
 

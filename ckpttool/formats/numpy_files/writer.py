@@ -7,7 +7,7 @@ from contextlib import closing
 from dataclasses import replace
 
 from ckpttool.catalogue.entries import Catalogue, Chunks, Extent, File, Record, Tensor
-from ckpttool.catalogue.protocols import Crcs, CreatedSink, Loss, Sink, SinkOptions
+from ckpttool.catalogue.protocols import Crcs, CreatedSink, FormatLoss, Sink, SinkOptions
 from ckpttool.serialization import numpy_arrays
 from ckpttool.serialization.torch_zip import CENTRAL, END, END64, LOCAL, LOCATOR64
 from ckpttool.storage import files
@@ -18,22 +18,24 @@ _UTF8, _VERSION = 0x0800, 45
 _WIDE = 0xFFFFFFFF
 
 
-def array_losses(catalogue: Catalogue, path: str) -> list[Loss]:
+def array_losses(catalogue: Catalogue, path: str) -> list[FormatLoss]:
     """Return what is not the one array."""
     others = [entry for entry in catalogue.entries.values() if entry.path]
-    return [Loss(entry.name, "a .npy file holds one array without a name") for entry in others] + _losses(catalogue)
+    return [FormatLoss(entry.name, "a .npy file holds one array without a name") for entry in others] + _losses(
+        catalogue
+    )
 
 
-def archive_losses(catalogue: Catalogue, path: str) -> list[Loss]:
+def archive_losses(catalogue: Catalogue, path: str) -> list[FormatLoss]:
     """Return what is no array, or has a name that no member of an archive has."""
     unnamed = [e for e in catalogue.entries.values() if len(e.path) != 1 or not isinstance(e.path[0], str)]
-    return [Loss(entry.name, "a .npz file has no dicts in it") for entry in unnamed] + _losses(catalogue)
+    return [FormatLoss(entry.name, "a .npz file has no dicts in it") for entry in unnamed] + _losses(catalogue)
 
 
-def _losses(catalogue: Catalogue) -> list[Loss]:
-    lost = [Loss(entry.name, "not an array") for entry in catalogue.objects]
+def _losses(catalogue: Catalogue) -> list[FormatLoss]:
+    lost = [FormatLoss(entry.name, "not an array") for entry in catalogue.objects]
     unknown = [tensor for tensor in catalogue.tensors if tensor.dtype not in numpy_arrays.CODES]
-    return lost + [Loss(tensor.name, f"NumPy has no {tensor.dtype}") for tensor in unknown]
+    return lost + [FormatLoss(tensor.name, f"NumPy has no {tensor.dtype}") for tensor in unknown]
 
 
 def create_array(path: str, planned: Catalogue, options: SinkOptions) -> Sink:

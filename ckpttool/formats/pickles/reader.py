@@ -11,7 +11,7 @@ from ckpttool.catalogue.budget import charge, working
 from ckpttool.catalogue.entries import Catalogue, Extent, File
 from ckpttool.catalogue.flatten import replaced
 from ckpttool.catalogue.protocols import NO_HINTS, OpenOptions, PlacedSource, Source
-from ckpttool.catalogue.values import Known, Stub, known_names
+from ckpttool.catalogue.values import KnownName, Stub, known_names
 from ckpttool.catalogue.warning import Warning
 from ckpttool.errors import CkptError, CorruptError, ReadError
 from ckpttool.serialization import numpy_arrays, pickle_payloads, torch_legacy, torch_pickle, torch_tree, unpickler
@@ -84,7 +84,7 @@ class _Content:
             text = "a pickle has no checksums: what it holds cannot be checked"
             catalogue.warnings.append(Warning("no-checksum", text))
 
-    def _known(self) -> dict[tuple[str, str], Known]:
+    def _known(self) -> dict[tuple[str, str], KnownName]:
         own = known_names(("torch.storage", "_load_from_bytes", self._storage), ("builtins", "bytearray", _bytearray))
         return torch_pickle.KNOWN | own | {("__builtin__", "bytearray"): own["builtins", "bytearray"]}
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from ckpttool.catalogue import boxes, flatten
 from ckpttool.catalogue.entries import Catalogue, Chunks, Entry, Extent, File, Path, Tensor, dotted
-from ckpttool.catalogue.protocols import CreatedSink, Loss, Sink, SinkOptions
+from ckpttool.catalogue.protocols import CreatedSink, FormatLoss, Sink, SinkOptions
 from ckpttool.catalogue.values import Link, Stub, stub_type
 from ckpttool.errors import LossError
 from ckpttool.serialization import numpy_arrays, pickler, torch_legacy, torch_zip_writer
@@ -124,10 +124,10 @@ def _placed(entry: Entry, places: dict[Path, int], planned: Catalogue) -> Entry:
     return replace(entry, chunks=Chunks.single(entry.shape, extent))
 
 
-def losses(catalogue: Catalogue, path: str) -> list[Loss]:
+def losses(catalogue: Catalogue, path: str) -> list[FormatLoss]:
     """Return the values that cannot be pickled, and storages of torch without a tensor."""
     bare = [e for e in catalogue.objects if any(link.storage for link in flatten.links(e.value))]
-    lost = [Loss(entry.name, "a storage of torch without a tensor") for entry in bare]
+    lost = [FormatLoss(entry.name, "a storage of torch without a tensor") for entry in bare]
     untyped = [t for t in catalogue.tensors if t.dtype.storage is None and t.dtype not in numpy_arrays.CODES]
-    lost += [Loss(tensor.name, f"torch does not unpickle tensors of {tensor.dtype}") for tensor in untyped]
+    lost += [FormatLoss(tensor.name, f"torch does not unpickle tensors of {tensor.dtype}") for tensor in untyped]
     return lost + torch_zip_writer.losses(catalogue.objects)

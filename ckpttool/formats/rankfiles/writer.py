@@ -22,7 +22,7 @@ from typing import Any
 from ckpttool.catalogue import flatten, parts
 from ckpttool.catalogue.boxes import Ints
 from ckpttool.catalogue.entries import Catalogue, Chunks, Entry, File, Path, Tensor, above, dotted
-from ckpttool.catalogue.protocols import Loss, Sink, SinkOptions
+from ckpttool.catalogue.protocols import FormatLoss, Sink, SinkOptions
 from ckpttool.catalogue.warning import Warning
 from ckpttool.errors import LossError
 from ckpttool.formats.rankfiles import sharded_pickle
@@ -42,7 +42,7 @@ def create(path: str, planned: Catalogue, options: SinkOptions) -> Sink:
     created.warnings += _left_without(planned, options.world)
     cut = {tensor.path: Chunks() for tensor in planned.tensors if _is_cut(tensor, options.world)}
     whole: dict[Path, list[Tensor]] = defaultdict(list)
-    layouts: list[torch_zip_writer.Layout] = []
+    layouts: list[torch_zip_writer.ArchiveLayout] = []
     for rank in range(options.world):
         name = f"rank{rank}.pt"
         created.files.append(File(locate(path) / name, name, 0, rank))
@@ -71,7 +71,7 @@ def create(path: str, planned: Catalogue, options: SinkOptions) -> Sink:
 
 def _write(
     file: File, rank: int, planned: Catalogue, keys: torch_tree.StorageKeys, options: SinkOptions
-) -> torch_zip_writer.Layout:
+) -> torch_zip_writer.ArchiveLayout:
     spelled = sharded_pickle.speller(options.tensor_class, rank, options.world)
 
     def wrapper_of(value: Any) -> Wrapper | None:
@@ -145,12 +145,12 @@ def _left_without(planned: Catalogue, world: int) -> list[Warning]:
     ]
 
 
-def losses(catalogue: Catalogue, path: str) -> list[Loss]:
+def losses(catalogue: Catalogue, path: str) -> list[FormatLoss]:
     """Return the values of ranks that have no file, and values that cannot be pickled."""
     world = catalogue.world_size
     lost = []
     for root, rank, entry in _owned(catalogue):
         if rank >= world:
             why = f"it belongs to rank {rank}, and {world} ranks have no file for it"
-            lost.append(Loss(entry.name, f"{why} (`--drop {entry.part.kind}` leaves `{dotted(root)}` out)"))
+            lost.append(FormatLoss(entry.name, f"{why} (`--drop {entry.part.kind}` leaves `{dotted(root)}` out)"))
     return lost + torch_zip_writer.losses(catalogue.objects)

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 
 from ckpttool.catalogue import typed_json
 from ckpttool.catalogue.entries import Catalogue, Chunks, Extent, File, Path, Record, Tensor, dotted
-from ckpttool.catalogue.protocols import Crcs, CreatedSink, Loss, Sink, SinkOptions
+from ckpttool.catalogue.protocols import Crcs, CreatedSink, FormatLoss, Sink, SinkOptions
 from ckpttool.catalogue.warning import Warning
 from ckpttool.errors import LossError
 from ckpttool.formats.safetensors import checksums, index, sharding, state_json
@@ -150,7 +150,7 @@ def _fill(
         created.add(replace(entry, path=path, part=part, chunks=chunks, alias=None if target == path else target))
 
 
-def losses(catalogue: Catalogue, path: str) -> list[Loss]:
+def losses(catalogue: Catalogue, path: str) -> list[FormatLoss]:
     """Return what one file, or a directory, cannot store."""
     if sharding.is_model(catalogue):
         return _model_losses(list(catalogue.tensors))
@@ -160,27 +160,27 @@ def losses(catalogue: Catalogue, path: str) -> list[Loss]:
     models = [p for p in parts if p.kind == "model"]
     model = models[0] if len(models) == 1 else None
     unsupported = [
-        Loss(e.name, "one safetensors file holds the tensors of one model, and nothing else")
+        FormatLoss(e.name, "one safetensors file holds the tensors of one model, and nothing else")
         for e in catalogue.entries.values()
         if e.part != model or not isinstance(e, Tensor) or e.embedded
     ]
     return unsupported + _model_losses([t for t in catalogue.tensors if t.part == model and not t.embedded])
 
 
-def _model_losses(tensors: list[Tensor]) -> list[Loss]:
+def _model_losses(tensors: list[Tensor]) -> list[FormatLoss]:
     reasons = ((t, safetensors_header.why_not(t.fqn, t.dtype, t.shape)) for t in tensors)
-    return [Loss(t.name, reason) for t, reason in reasons if reason is not None] + [
-        Loss(other.name, f"keys {list(one.path)} and {list(other.path)} make the same name")
+    return [FormatLoss(t.name, reason) for t, reason in reasons if reason is not None] + [
+        FormatLoss(other.name, f"keys {list(one.path)} and {list(other.path)} make the same name")
         for one, other in sharding.collisions(tensors)
     ]
 
 
-def _state_losses(catalogue: Catalogue) -> list[Loss]:
+def _state_losses(catalogue: Catalogue) -> list[FormatLoss]:
     unsupported = []
     sharing = typed_json.Sharing()
     for entry in catalogue.objects:
         try:
             typed_json.encode(entry.value, name=entry.name, sharing=sharing)
         except LossError as error:
-            unsupported.append(Loss(entry.name, error.message))
+            unsupported.append(FormatLoss(entry.name, error.message))
     return unsupported

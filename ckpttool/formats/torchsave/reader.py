@@ -94,7 +94,7 @@ def _read_zip(catalogue: Catalogue, archive: Archive) -> None:
     nested: Collection[str] = ()
     if torch_export.is_export(archive):
         catalogue.facts |= {"layout": "pt2", "writer": "torch.export", "torch": "2.7 or later"}
-        exported = torch_export.Exported(archive)
+        exported = torch_export.ProgramTree(archive)
         torch_tree.fill(catalogue, exported.tree, exported.extent)
         nested = exported.nested
         text = "a torch.export program: its graph is left out, only its tensors are shown"

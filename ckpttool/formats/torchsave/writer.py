@@ -7,7 +7,7 @@ from typing import Any
 
 from ckpttool.catalogue import flatten
 from ckpttool.catalogue.entries import Catalogue, Chunks, Entry, File, Tensor
-from ckpttool.catalogue.protocols import Loss, Sink, SinkOptions
+from ckpttool.catalogue.protocols import FormatLoss, Sink, SinkOptions
 from ckpttool.serialization import torch_tree, torch_zip_writer
 from ckpttool.storage.stores import locate
 
@@ -37,6 +37,6 @@ def create(path: str, planned: Catalogue, options: SinkOptions) -> Sink:
     return torch_zip_writer.ArchiveSink(created, [layout])
 
 
-def losses(catalogue: Catalogue, path: str) -> list[Loss]:
+def losses(catalogue: Catalogue, path: str) -> list[FormatLoss]:
     """Return the values that cannot be pickled."""
     return torch_zip_writer.losses(catalogue.objects)

@@ -26,7 +26,14 @@ from ckpttool.errors import CkptError, LossError, UsageError
 from ckpttool.layout.index_operations import Facts
 from ckpttool.layout.key_maps import KeyMap, map_tensors, matches
 from ckpttool.layout.move import derived, embedded_owners, move, rebuilt, retied
-from ckpttool.layout.optimizer.parse import LIKE_PARAMETER, STATE_KINDS, Item, Optimizer, optimizers, parse_key
+from ckpttool.layout.optimizer.parse import (
+    LIKE_PARAMETER,
+    STATE_KINDS,
+    Optimizer,
+    OptimizerEntry,
+    optimizers,
+    parse_key,
+)
 from ckpttool.layout.select import models
 from ckpttool.layout.views import Viewed
 from ckpttool.text import is_or_are, some
@@ -179,7 +186,7 @@ def _map_optimizer(
     parameters: _Parameters,
 ) -> None:
     """Note what becomes of an optimizer's state."""
-    state: dict[Any, list[Item]] = optimizer.state | optimizer.loose
+    state: dict[Any, list[OptimizerEntry]] = optimizer.state | optimizer.loose
     groups = {name: number for number, group in enumerate(optimizer.groups) for name in group.params}
     used = {name for sources in parameters.made_of.values() for name in sources}
     for name, items in state.items():
@@ -190,7 +197,7 @@ def _map_optimizer(
         elif name in used or parameters.new_names.get(name) == []:
             change.gone |= {item.entry.path for item in items}
     moments: dict[Path, dict[str, Tensor]] = defaultdict(dict)
-    kept: dict[str, tuple[Path, list[Item]]] = {}
+    kept: dict[str, tuple[Path, list[OptimizerEntry]]] = {}
     for new, sources in parameters.made_of.items():
         trained = [name for name in sources if name in groups or name in state]
         if not trained:
@@ -234,11 +241,11 @@ def _map_moments(
         raise error.prefixed(f"`{optimizer.name}`") from None
 
 
-def _item(items: Iterable[Item], below: Path) -> Entry:
+def _item(items: Iterable[OptimizerEntry], below: Path) -> Entry:
     return next(item.entry for item in items if item.below == below)
 
 
-def _is_like(item: Item, shape: Ints) -> bool:
+def _is_like(item: OptimizerEntry, shape: Ints) -> bool:
     """Return whether a tensor is for the elements of its parameter, not for the whole. Of a parameter with one element,
     only the name tells."""
     entry = item.entry
@@ -247,7 +254,11 @@ def _is_like(item: Item, shape: Ints) -> bool:
 
 
 def _check_together(
-    optimizer: Optimizer, new: str, sources: Sequence[str], groups: Mapping[str, int], state: Mapping[str, list[Item]]
+    optimizer: Optimizer,
+    new: str,
+    sources: Sequence[str],
+    groups: Mapping[str, int],
+    state: Mapping[str, list[OptimizerEntry]],
 ) -> None:
     """Raise LossError unless all parameters that one is made of are in one group, and have the same kinds of state."""
     of = f"`{optimizer.name}`: `{new}` is made of {some(sources)}"
@@ -266,7 +277,7 @@ def _check_together(
         raise LossError(f"{of}, {what}", hint=_HINT, lost=[*sources])
 
 
-def _check_moments(name: str, items: Iterable[Item], shape: Ints, new: str) -> None:
+def _check_moments(name: str, items: Iterable[OptimizerEntry], shape: Ints, new: str) -> None:
     """Raise LossError for state that is neither for each element of the parameter nor one value."""
     for item in items:
         entry, kind = item.entry, STATE_KINDS.get(str(item.below[0]))

@@ -24,7 +24,7 @@ from ckpttool.catalogue.entries import Catalogue, Part, Tensor, dotted
 from ckpttool.catalogue.models import is_statistic, models
 from ckpttool.errors import CorruptError, UsageError
 from ckpttool.layout import select
-from ckpttool.layout.optimizer.parse import LIKE_PARAMETER, Group, Item, Optimizer, optimizers
+from ckpttool.layout.optimizer.parse import LIKE_PARAMETER, Optimizer, OptimizerEntry, ParameterGroup, optimizers
 from ckpttool.layout.rename import strip_wrappers
 from ckpttool.text import plural, some
 
@@ -57,7 +57,7 @@ def name_ids(optimizers: Sequence[Optimizer], source: Catalogue) -> list[dict[in
     # Without a model, all names that the groups give are right.
     alone = all(_own_names(group) for _, group in groups) and not select.models(source)
     known = set() if alone or not groups else {tensor.fqn for tensor in _model(source)}
-    left: list[tuple[int, Group]] = []
+    left: list[tuple[int, ParameterGroup]] = []
     for i, group in groups:
         own = _own_names(group)
         clean = own if alone else [name if name in known else strip_wrappers(name) for name in own]
@@ -90,7 +90,7 @@ def _owners(optimizers: Sequence[Optimizer], source: Catalogue) -> list[Part] | 
     return owners if len({*owners}) == len(optimizers) else None
 
 
-def _own_names(group: Group) -> list[str]:
+def _own_names(group: ParameterGroup) -> list[str]:
     value = group.value("param_names")
     fits = isinstance(value, list) and len(value) == len(group.params) and all(isinstance(v, str) for v in value)
     return value if fits else []
@@ -142,7 +142,7 @@ def _check_ordered(source: Catalogue, optimizer: Optimizer, model: dict[str, Int
 # Shapes ---------------------------------------------------------------------------------------------------------------
 
 
-def parameter_shape(items: Sequence[Item]) -> Ints | None:
+def parameter_shape(items: Sequence[OptimizerEntry]) -> Ints | None:
     """Return the shape of the parameter that this state is for; None when it does not tell."""
     shapes = {str(i.below[0]): i.entry.shape for i in items if len(i.below) == 1 and isinstance(i.entry, Tensor)}
     like = {shape for name, shape in shapes.items() if name in LIKE_PARAMETER}
@@ -178,7 +178,7 @@ def trained_parameters(source: Catalogue) -> dict[str, Ints | None] | None:
 
 
 def _places(
-    left: list[tuple[int, Group]], optimizers: Sequence[Optimizer], model: dict[str, Ints], source: Catalogue
+    left: list[tuple[int, ParameterGroup]], optimizers: Sequence[Optimizer], model: dict[str, Ints], source: Catalogue
 ) -> list[list[int]]:
     shapes = [[parameter_shape(optimizers[i].state.get(key, ())) for key in group.params] for i, group in left]
     names, optimizer = list(model), optimizers[left[0][0]].name

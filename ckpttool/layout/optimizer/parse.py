@@ -60,23 +60,23 @@ def parse_key(path: Path, start: int = 0) -> Key | None:
     return None
 
 
-class Item(NamedTuple):
-    """An entry and its path below its parameter or group: `Item(("exp_avg",), Tensor(...))`."""
+class OptimizerEntry(NamedTuple):
+    """An entry and its path below its parameter or group: `OptimizerEntry(("exp_avg",), Tensor(...))`."""
 
     below: Path
     entry: Entry
 
 
 @dataclass(slots=True)
-class Group:
-    """A parameter group: `Group(params=["w", "b"], items=[Item(("lr",), Object(...))], listed=Object(...), place=1)`.
+class ParameterGroup:
+    """A parameter group: `ParameterGroup(["w", "b"], [OptimizerEntry(("lr",), Object(...))], Object(...), 1)`.
 
     `params` are ids or names, `items` the hyper-parameters without the list of `params` itself: that is `listed`
     (flat optimizers have none), before which `place` of the items stood.
     """
 
     params: list[Any] = field(default_factory=list)
-    items: list[Item] = field(default_factory=list)
+    items: list[OptimizerEntry] = field(default_factory=list)
     listed: Object | None = None
     place: int = 0
 
@@ -88,7 +88,7 @@ class Group:
 
 @dataclass(slots=True)
 class Optimizer:
-    """One optimizer: `Optimizer(("optim",), Part("optimizer", ("optim",)), "id", [Group(...)], {0: [Item(...)]})`.
+    """One optimizer: `Optimizer(("optim",), Part(...), "id", [ParameterGroup(...)], {0: [OptimizerEntry(...)]})`.
 
     `loose` is state that belongs to no parameter, by its key. `containers` have paths below `root`, spelt as they were.
     """
@@ -96,9 +96,9 @@ class Optimizer:
     root: Path
     part: Part
     spelling: str
-    groups: list[Group] = field(default_factory=list)
-    state: dict[Any, list[Item]] = field(default_factory=dict)
-    loose: dict[Any, list[Item]] = field(default_factory=dict)
+    groups: list[ParameterGroup] = field(default_factory=list)
+    state: dict[Any, list[OptimizerEntry]] = field(default_factory=dict)
+    loose: dict[Any, list[OptimizerEntry]] = field(default_factory=dict)
     containers: dict[Path, Container] = field(default_factory=dict)
     entries: set[Path] = field(default_factory=set)
 
@@ -132,21 +132,21 @@ def optimizers(catalogue: Catalogue) -> list[Optimizer]:
 
 def _nested(root: Path, entries: list[Entry]) -> Optimizer:
     optimizer = Optimizer(root, entries[0].part, "fqn", entries={entry.path for entry in entries})
-    groups: dict[Hashable, Group] = defaultdict(Group)
+    groups: dict[Hashable, ParameterGroup] = defaultdict(ParameterGroup)
     for entry in _opened(entries, len(root)):
         key, *tail = entry.path[len(root) :]
         if not tail:
             if not isinstance(entry, Object) or entry.value not in ({}, []):
                 raise CorruptError(f"`{entry.name}` is not the {key} of an optimizer", found=entry.name)
         elif key == "state":
-            optimizer.state.setdefault(tail[0], []).append(Item(tuple(tail[1:]), entry))
+            optimizer.state.setdefault(tail[0], []).append(OptimizerEntry(tuple(tail[1:]), entry))
         elif tail[1:] == ["params"] and isinstance(entry, Object):
             group = groups[tail[0]]
             if not isinstance(entry.value, list):
                 raise CorruptError(f"`{entry.name}` is not a list of parameters", found=entry.name)
             group.listed, group.params, group.place = entry, [*entry.value], len(group.items)
         else:
-            groups[tail[0]].items.append(Item(tuple(tail[1:]), entry))
+            groups[tail[0]].items.append(OptimizerEntry(tuple(tail[1:]), entry))
     optimizer.groups = list(groups.values())
     unlisted = next((i for i, group in enumerate(optimizer.groups) if group.listed is None), None)
     if unlisted is not None:
@@ -198,12 +198,12 @@ def _as_id(key: Any) -> Any:
 def _flat(root: Path, entries: list[Entry]) -> Optimizer:
     optimizer = Optimizer(root, entries[0].part, "flat", entries={entry.path for entry in entries})
     depth = len(root)
-    values: dict[str, list[Item]] = defaultdict(list)
+    values: dict[str, list[OptimizerEntry]] = defaultdict(list)
     states: list[tuple[str, Entry]] = []
     for entry in entries:
         key = parse_key(entry.path, depth)
         if key is not None and key.section == "param_groups":
-            values[str(key.owner)].append(Item(key.below, entry))
+            values[str(key.owner)].append(OptimizerEntry(key.below, entry))
         else:
             states.append((str(entry.path[depth]).removeprefix("state."), entry))
     for name, entry in states:
@@ -213,12 +213,12 @@ def _flat(root: Path, entries: list[Entry]) -> Optimizer:
             hint = "its `param_groups.` keys are missing; `--drop optimizer` leaves the optimizer out"
             raise CorruptError(message, hint=hint, found=entry.name)
         rest = name[len(owner) + 1 :].split(".")
-        optimizer.state.setdefault(owner, []).append(Item((*rest, *entry.path[depth + 1 :]), entry))
+        optimizer.state.setdefault(owner, []).append(OptimizerEntry((*rest, *entry.path[depth + 1 :]), entry))
     optimizer.groups = _regrouped(optimizer.name, values)
     return optimizer
 
 
-def _owner(key: str, names: dict[str, list[Item]]) -> str | None:
+def _owner(key: str, names: dict[str, list[OptimizerEntry]]) -> str | None:
     """Return the parameter of `layers.0.w.preconditioner.0`: the longest one that it begins with."""
     name, dot, _ = key.rpartition(".")
     while dot and name not in names:
@@ -226,11 +226,11 @@ def _owner(key: str, names: dict[str, list[Item]]) -> str | None:
     return name if dot or name in names else None
 
 
-def _regrouped(root: str, values: dict[str, list[Item]]) -> list[Group]:
+def _regrouped(root: str, values: dict[str, list[OptimizerEntry]]) -> list[ParameterGroup]:
     """Return parameters with the same hyper-parameters in one group, in the order in which they come."""
-    groups: dict[Any, Group] = {}
+    groups: dict[Any, ParameterGroup] = {}
     for name, items in values.items():
-        group = groups.setdefault(frozenset(map(_identity, items)), Group(items=items, place=len(items)))
+        group = groups.setdefault(frozenset(map(_identity, items)), ParameterGroup(items=items, place=len(items)))
         group.params.append(name)
         tensors = _bytes_of(items)
         differing = [below for below, path in _bytes_of(group.items).items() if tensors.get(below) != path]
@@ -241,11 +241,11 @@ def _regrouped(root: str, values: dict[str, list[Item]]) -> list[Group]:
     return list(groups.values())
 
 
-def _bytes_of(items: list[Item]) -> dict[Path, Path]:
+def _bytes_of(items: list[OptimizerEntry]) -> dict[Path, Path]:
     return {item.below: item.entry.alias or item.entry.path for item in items if isinstance(item.entry, Tensor)}
 
 
-def _identity(item: Item) -> Any:
+def _identity(item: OptimizerEntry) -> Any:
     """Return a key that is equal for the same values only."""
     if isinstance(item.entry, Tensor):
         return item.below, item.entry.dtype, item.entry.shape

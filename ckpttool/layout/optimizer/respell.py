@@ -23,7 +23,7 @@ from ckpttool.catalogue.warning import Warning
 from ckpttool.errors import CkptError, CorruptError, LossError, UsageError
 from ckpttool.layout.move import derived, move, rebuilt, relinked, retied
 from ckpttool.layout.optimizer.names_of_ids import name_ids
-from ckpttool.layout.optimizer.parse import Item, Optimizer, optimizers
+from ckpttool.layout.optimizer.parse import Optimizer, OptimizerEntry, optimizers
 from ckpttool.text import plural, some
 
 SPELLINGS = ("fqn", "id", "flat")
@@ -166,7 +166,7 @@ def _split(key: str, names: Mapping[str, str]) -> tuple[str | None, list[str]]:
     return names.get(head), rest
 
 
-def _placed(optimizer: Optimizer, items: Sequence[Item], place: Callable[[Path], Path]) -> list[Entry]:
+def _placed(optimizer: Optimizer, items: Sequence[OptimizerEntry], place: Callable[[Path], Path]) -> list[Entry]:
     """Return entries where `place` says; what is embedded in an object stays below it, and its links follow."""
     embedding: set[Path] = set()
     if any(isinstance(item.entry, Tensor) and item.entry.embedded for item in items):

@@ -13,7 +13,7 @@ from ckpttool.layout.key_maps import FORMAT
 from ckpttool.layout.views import Viewed
 from ckpttool.models import key_maps
 from ckpttool.models.matching import decide, solve
-from ckpttool.models.matching.solve import Facts, Solution
+from ckpttool.models.matching.solve import ConfigFacts, Solution
 from ckpttool.models.reference import Reference
 
 # Models without a rotary embedding, whose configs do not say so.
@@ -57,7 +57,7 @@ def counts(solution: Solution) -> dict[str, int]:
     return dict(Counter(one.by for one in solution.found for _ in one.names))
 
 
-def _facts(config: Mapping[str, Any] | None, head_dim: int | None) -> Facts:
+def _facts(config: Mapping[str, Any] | None, head_dim: int | None) -> ConfigFacts:
     config = config or {}
     inner = config.get("text_config")
     configs = [config, inner] if isinstance(inner, Mapping) else [config]
@@ -69,4 +69,4 @@ def _facts(config: Mapping[str, Any] | None, head_dim: int | None) -> Facts:
         rotary = True
     numbers = key_maps.facts(config, head_dim)
     heads = numbers.get("num_attention_heads"), numbers.get("num_key_value_heads")
-    return Facts(kind if isinstance(kind, str) else None, head_dim, rotary, *heads)
+    return ConfigFacts(kind if isinstance(kind, str) else None, head_dim, rotary, *heads)

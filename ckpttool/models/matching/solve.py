@@ -26,7 +26,7 @@ _MAX_NEAR = 64
 Rule = dict[str, Any]
 
 
-class Facts(NamedTuple):
+class ConfigFacts(NamedTuple):
     """What the config of the reference says: whether there is a rotary embedding, if that is known; how many heads
     queries have, and keys."""
 
@@ -37,7 +37,7 @@ class Facts(NamedTuple):
     kv_heads: int | None = None
 
 
-class Option(NamedTuple):
+class Construction(NamedTuple):
     """One way in which a tensor is made: the `axes` of stacks, that of the last list first, of all lists but those that
     are `kept`; `join` of the parts, the `layout` of the parts, and the order of the `rows` of a rotary embedding, along
     the rows of the tensor as it is, if it is transposed after them. With `outer`, it is a stack along its second axis
@@ -131,13 +131,13 @@ class _Pairing(NamedTuple):
     by: str
 
 
-def solve(source: Mapping[str, Ints], target: Mapping[str, Ints], facts: Facts = Facts()) -> Solution:  # noqa: B008
+def solve(source: Mapping[str, Ints], target: Mapping[str, Ints], facts: ConfigFacts = ConfigFacts()) -> Solution:  # noqa: B008
     """Return how the tensors of `target` are made of those of `source`."""
     return _Solver(source, target, facts).solution()
 
 
 class _Solver:
-    def __init__(self, source: Mapping[str, Ints], target: Mapping[str, Ints], facts: Facts) -> None:
+    def __init__(self, source: Mapping[str, Ints], target: Mapping[str, Ints], facts: ConfigFacts) -> None:
         self.source, self.target = source, target
         self.facts = facts
         self.sources = modules(source)
@@ -480,13 +480,13 @@ def _swapped(shape: Ints) -> Ints | None:
     return (*shape[:-2], shape[-1], shape[-2]) if len(shape) in (2, 3) else None
 
 
-def options(source: Module, target: Module, leaf: str) -> list[Option]:
+def options(source: Module, target: Module, leaf: str) -> list[Construction]:
     """Return in which ways index operations make a parameter of one module of the same one of another."""
     found = _options(source, source.parameters[leaf][1], target, target.parameters[leaf][1])
     return [way for way in found if not way.transposed or leaf == "weight"]
 
 
-def _options(source: Module, shape: Ints, target: Module, target_shape: Ints) -> list[Option]:
+def _options(source: Module, shape: Ints, target: Module, target_shape: Ints) -> list[Construction]:
     if len(source.numbers[0]) < len(target.numbers[0]):
         # An unstack is a stack the other way round.
         return _options(target, target_shape, source, shape)
@@ -541,12 +541,12 @@ def _is_of_experts(name: str) -> bool:
     return "expert" in name.lower() or name == "moe"
 
 
-def _alike(source: Ints, target: Ints) -> list[Option]:
-    found = [Option()] if source == target else []
-    return found + ([Option(transposed=True)] if _swapped(source) == target else [])
+def _alike(source: Ints, target: Ints) -> list[Construction]:
+    found = [Construction()] if source == target else []
+    return found + ([Construction(transposed=True)] if _swapped(source) == target else [])
 
 
-def fused_options(whole: Module, parts: Sequence[Module], leaf: str, *, is_source: bool) -> list[Option]:
+def fused_options(whole: Module, parts: Sequence[Module], leaf: str, *, is_source: bool) -> list[Construction]:
     """Return in which ways parts make a whole, or a whole parts, along which axis of the parts."""
     if any(leaf not in part.parameters for part in parts):
         return []
@@ -582,7 +582,7 @@ class _Decision:
         self.beside = [_last_keys_of_parents(side) for side in (solver.sources, solver.targets)]
         self.names_attention = all(side & {"q", "qkv"} for side in sides)
         self._alike = Counter(map(_numberless, solver.source))
-        self.ways: dict[tuple[int, str], list[Option]] = {}
+        self.ways: dict[tuple[int, str], list[Construction]] = {}
         for number, pairing in enumerate(solver.pairings):
             for leaf in _leaves(pairing):
                 self.ways[number, leaf] = _ways(pairing, leaf)
@@ -606,7 +606,7 @@ class _Decision:
     def solution(self) -> Solution:
         solution = Solution()
         used: set[str] = set()
-        pending: list[tuple[_Pairing, str, Option, list[Option]]] = []
+        pending: list[tuple[_Pairing, str, Construction, list[Construction]]] = []
         for (number, leaf), ways in self.ways.items():
             pairing = self.solver.pairings[number]
             ways, others = self._decided(pairing, leaf, ways)
@@ -643,10 +643,10 @@ class _Decision:
         solution.unused = [name for name in self.solver.source if name not in used]
         return solution
 
-    def _candidate(self, pairing: _Pairing, leaf: str, way: Option) -> Candidate:
+    def _candidate(self, pairing: _Pairing, leaf: str, way: Construction) -> Candidate:
         return Candidate(_words(pairing, leaf, way), [rule(pairing, leaf, way, self.solver.rows, self.facts)])
 
-    def _rules_apart(self, pairing: _Pairing, leaf: str, way: Option, sources: set[str]) -> list[Rule]:
+    def _rules_apart(self, pairing: _Pairing, leaf: str, way: Construction, sources: set[str]) -> list[Rule]:
         """Return one rule, or one for each layer where the names of other tensors fit the rule too."""
         own = rule(pairing, leaf, way, self.solver.rows, self.facts)
         both = [
@@ -658,7 +658,9 @@ class _Decision:
         layers = min((pairing.sources[0].numbers, pairing.targets[0].numbers), key=lambda numbers: len(numbers[0]))
         return [rule(pairing, leaf, way, self.solver.rows, self.facts, layer) for layer in layers]
 
-    def _decided(self, pairing: _Pairing, leaf: str, ways: list[Option]) -> tuple[list[Option], list[Option]]:
+    def _decided(
+        self, pairing: _Pairing, leaf: str, ways: list[Construction]
+    ) -> tuple[list[Construction], list[Construction]]:
         """Return the ways that are left by what other tensors of the model say, and those that are left out although
         they say nothing: a square matrix is not transposed where no other is."""
         if len({way.transposed for way in ways}) > 1 and len({(way.kept, way.axes, way.join) for way in ways}) == 1:
@@ -670,10 +672,10 @@ class _Decision:
         if _may_be_outer(pairing, leaf, ways) and not any(
             self.transposed.get(key) == {False} for key in _last_keys(pairing)
         ):
-            return ways, [Option(transposed=True, outer=True)]
+            return ways, [Construction(transposed=True, outer=True)]
         return ways, []
 
-    def _with_layout(self, pairing: _Pairing, ways: list[Option], leaf: str) -> tuple[list[Option], str]:
+    def _with_layout(self, pairing: _Pairing, ways: list[Construction], leaf: str) -> tuple[list[Construction], str]:
         """Return the ways with the order in which the parts of a fused weight lie."""
         if len(pairing.sources) == len(pairing.targets):
             why = self._why_another_order(pairing, leaf)
@@ -723,7 +725,7 @@ class _Decision:
             return "only its shape says what it is, and rows of the attention may lie in another order"
         return ""
 
-    def _in_another_layout(self, pairing: _Pairing, ways: list[Option], leaf: str) -> list[Option]:
+    def _in_another_layout(self, pairing: _Pairing, ways: list[Construction], leaf: str) -> list[Construction]:
         """Return the ways with the heads of a query, key and value that stay one in another order."""
         of = [self._layouts(module) for module in (pairing.sources[0], pairing.targets[0])]
         both = [(old, new) for old in of[0] for new in of[1] if old != new]
@@ -733,7 +735,9 @@ class _Decision:
         layout = words.layout(whole, self.facts.model_type)
         return ["parts", "groups"] if layout is None else [layout]
 
-    def _apart(self, pairing: _Pairing, way: Option, leaf: str, layouts: Sequence[tuple[str, str]]) -> Iterator[Option]:
+    def _apart(
+        self, pairing: _Pairing, way: Construction, leaf: str, layouts: Sequence[tuple[str, str]]
+    ) -> Iterator[Construction]:
         """Yield a way in which query, key and value are taken apart and joined again, if the numbers of their heads are
         known and there are several groups."""
         target = pairing.targets[0]
@@ -751,7 +755,7 @@ class _Decision:
             for each in layouts:
                 yield way._replace(join=shape.index(rows), layouts=each, heads=(heads, groups))
 
-    def _with_rows(self, pairing: _Pairing, ways: list[Option], leaf: str) -> tuple[list[Option], str]:
+    def _with_rows(self, pairing: _Pairing, ways: list[Construction], leaf: str) -> tuple[list[Construction], str]:
         """Return the ways with the order of the rows of queries and keys."""
         rotated = self._rotated(pairing)
         is_known = all(self._rotates_halves(pairing, module) for module in rotated)
@@ -760,7 +764,7 @@ class _Decision:
         why = "the rows of its heads may lie in another order, for a rotary embedding of neighbours or of halves"
         return [*ways, *self._rows(pairing, ways, leaf)], why
 
-    def _rows(self, pairing: _Pairing, ways: list[Option], leaf: str) -> list[Option]:
+    def _rows(self, pairing: _Pairing, ways: list[Construction], leaf: str) -> list[Construction]:
         """Return the ways with the rows of queries and keys in other orders, if names may mean another order."""
         rotated = self._rotated(pairing)
         if self.rotary is False or self._is_one_library(pairing):
@@ -846,10 +850,10 @@ def _is_matrix(pairing: _Pairing, leaf: str) -> bool:
     return all(len(m.parameters[leaf][1]) > 1 for m in (*pairing.sources, *pairing.targets) if leaf in m.parameters)
 
 
-def _may_be_outer(pairing: _Pairing, leaf: str, ways: Sequence[Option]) -> bool:
+def _may_be_outer(pairing: _Pairing, leaf: str, ways: Sequence[Construction]) -> bool:
     """Return whether it may be a stack of square matrices along its second axis."""
     shape = pairing.targets[0].parameters[leaf][1]
-    return leaf == "weight" and [*ways] == [Option()] and len(shape) == 3 and shape[0] == shape[2] > 1 < shape[1]
+    return leaf == "weight" and [*ways] == [Construction()] and len(shape) == 3 and shape[0] == shape[2] > 1 < shape[1]
 
 
 def _leaves(pairing: _Pairing) -> list[str]:
@@ -860,7 +864,7 @@ def _has_leaf(pairing: _Pairing, leaf: str) -> bool:
     return all(leaf in module.parameters for module in (*pairing.sources, *pairing.targets))
 
 
-def _ways(pairing: _Pairing, leaf: str) -> list[Option]:
+def _ways(pairing: _Pairing, leaf: str) -> list[Construction]:
     if len(pairing.sources) == len(pairing.targets) == 1:
         return options(pairing.sources[0], pairing.targets[0], leaf)
     is_source = len(pairing.sources) == 1
@@ -909,9 +913,9 @@ def _pretty(module: Module, leaf: str) -> str:
 def rule(
     pairing: _Pairing,
     leaf: str,
-    way: Option,
+    way: Construction,
     rows: Mapping[Module, tuple[int, int]],
-    facts: Facts,
+    facts: ConfigFacts,
     layer: Ints | None = None,
 ) -> Rule:
     """Return the rule of a map that makes a parameter so, in one layer or in all."""
@@ -952,7 +956,7 @@ def rule(
     return one | ({"operations": steps} if steps else {})
 
 
-def _fields(module: Module, shared: Sequence[str], way: Option) -> list[str]:
+def _fields(module: Module, shared: Sequence[str], way: Construction) -> list[str]:
     """Return what stands for each number of a name: a field of both sides, or of a stack."""
     depth = len(module.numbers[0])
     if depth == len(shared):
@@ -961,7 +965,7 @@ def _fields(module: Module, shared: Sequence[str], way: Option) -> list[str]:
     return [next(both) if at in way.kept else next(stacks) for at in range(depth)]
 
 
-def _permuted(pairing: _Pairing, way: Option, facts: Facts) -> list[Rule]:
+def _permuted(pairing: _Pairing, way: Construction, facts: ConfigFacts) -> list[Rule]:
     """Return the operation on the rows of rotary heads; of query, key and value those of the first two."""
     if way.rows is None:
         return []
@@ -972,7 +976,7 @@ def _permuted(pairing: _Pairing, way: Option, facts: Facts) -> list[Rule]:
     return [{"rows": {"to": way.rows, **values} if values else way.rows}]
 
 
-def _fuse(word: str, parts: Sequence[Module], leaf: str, way: Option, facts: Facts) -> list[Rule]:
+def _fuse(word: str, parts: Sequence[Module], leaf: str, way: Construction, facts: ConfigFacts) -> list[Rule]:
     axis = way.join or 0
     sizes = [part.parameters[leaf][1][axis] for part in parts]
     ratio = [size // gcd(*sizes) for size in sizes]
@@ -982,7 +986,7 @@ def _fuse(word: str, parts: Sequence[Module], leaf: str, way: Option, facts: Fac
     return [{word: {"axis": axis, **more} if more else axis}]
 
 
-def _words(pairing: _Pairing, leaf: str, way: Option) -> str:
+def _words(pairing: _Pairing, leaf: str, way: Construction) -> str:
     """Return one way in words."""
     text = ", ".join(f"`{_pretty(module, leaf)}`" for module in pairing.sources)
     does = []

@@ -25,7 +25,7 @@ from ckpttool.models import adapters, architecture, assets, bundles, float32_nam
 from ckpttool.models import reference as references
 from ckpttool.models.architecture import Expected
 from ckpttool.models.assets import Assets
-from ckpttool.models.bundles import Component
+from ckpttool.models.bundles import BundleModule
 from ckpttool.operations import secrets, write
 from ckpttool.operations.export import card, weights
 from ckpttool.operations.secrets import Secret
@@ -113,7 +113,7 @@ class Export:
     planned: Catalogue
     moved: Transferred
     unless_there: tuple[str, ...]
-    components: Sequence[Component]
+    components: Sequence[BundleModule]
     report: Callable[[], None]
 
 
@@ -185,7 +185,7 @@ def _plan(
     base: like.Base | None,
     options: ExportOptions,
     result: Exported,
-) -> list[Component]:
+) -> list[BundleModule]:
     """Return the tensors to write, each with its origin in the source, by folder: the model of the config first."""
     if options.take is not None:
         model = select_model.tree_of(source, options.take, result.notes, strict=options.strict and reference is None)
@@ -199,7 +199,7 @@ def _plan(
     result.adapter = bool(method)
     if config is not None:
         _check_adapter(planned, method, config, beside, options, result)
-    others: list[Component] = []
+    others: list[BundleModule] = []
     if not result.adapter:
         planned, others = bundles.place(planned, beside)
         unmapped = planned
@@ -207,20 +207,20 @@ def _plan(
     same = partial(ties.same_bytes, viewed)
     if reference is not None:
         planned = _like(planned, source, viewed, beside, reference, base, options, result)
-        return [Component(beside.main, planned), *others]
+        return [BundleModule(beside.main, planned), *others]
     expected = _expected(beside, options, result)
     if expected is not None:
         planned = _released(planned, unmapped, expected, viewed, beside, options, result)
         planned = ties.by_model(planned, expected.tied, same, result.notes)
     elif not result.adapter:
         planned = ties.by_names(planned, beside.ties_words, same, result.notes)
-    check_dtypes(options.dtype, _combined([Component("", planned), *others]) if others else planned)
+    check_dtypes(options.dtype, _combined([BundleModule("", planned), *others]) if others else planned)
     planned = _cast(planned, expected, beside, options, result)
     if expected is not None:
         _compare(planned, expected, beside, options, result)
     general = dtype_rules.caster(options.dtype)
-    others = [Component(one.folder, dtype_rules.cast(one.catalogue, general)) for one in others]
-    return [Component(beside.main, planned), *others]
+    others = [BundleModule(one.folder, dtype_rules.cast(one.catalogue, general)) for one in others]
+    return [BundleModule(beside.main, planned), *others]
 
 
 def _like(
@@ -266,7 +266,7 @@ def _like(
     return like.cast(found.catalogue, reference)
 
 
-def _combined(components: Sequence[Component]) -> Catalogue:
+def _combined(components: Sequence[BundleModule]) -> Catalogue:
     """Return all tensors, under names that begin with their folders."""
     tensors = [
         derived(t, path=(one.folder + t.name,), alias=(f"{one.folder}{t.alias[0]}",) if t.alias else None)
@@ -362,7 +362,7 @@ def _released(
     return apply(keymap, planned, viewed, _facts(beside, options))[0]
 
 
-def _compared_with(planned: Catalogue, model: Expected) -> architecture.Compared:
+def _compared_with(planned: Catalogue, model: Expected) -> architecture.ArchitectureDifferences:
     shapes = {tensor.name: tensor.shape for tensor in planned.tensors if tensor.alias is None}
     return architecture.compare(shapes, model)
 

@@ -81,20 +81,20 @@ class UnsupportedError(ReadError):
         return found
 
 
-class Contents(NamedTuple):
+class FileContents(NamedTuple):
     """What one torch.save file holds, by name: values, and the shapes of tensors, tied ones once."""
 
     values: dict[str, Any]
     shapes: dict[str, Ints]
 
 
-def contents_of(location: Location) -> Contents:
+def contents_of(location: Location) -> FileContents:
     """Return what a torch.save file holds. Raises ReadError or CorruptError."""
     with closing(torchsave.FORMAT.open(location, NO_HINTS)) as source:
         catalogue = source.catalogue
         tied = find_aliases(catalogue.tensors)
         shapes = {t.name: t.shape for t in catalogue.tensors if t.path not in tied}
-        return Contents({o.name: o.value for o in catalogue.objects}, shapes)
+        return FileContents({o.name: o.value for o in catalogue.objects}, shapes)
 
 
 def ranks(n: int, what: str = "") -> str:

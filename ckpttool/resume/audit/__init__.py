@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import ClassVar
 
-from ckpttool.analysis.describe.optimizers import Optimizer, optimizers
+from ckpttool.analysis.describe.optimizers import OptimizerSummary, optimizers
 from ckpttool.analysis.result import Result
 from ckpttool.catalogue.aliases import find_aliases
 from ckpttool.catalogue.entries import KINDS, Catalogue, Entry, Path, Tensor, dotted
@@ -85,10 +85,10 @@ class Audit(Result):
     recipe: str | None = None  #: recipe whose model was built
     notes: list[str] = field(default_factory=list)  #: remarks, such as which checkpoint of a run was read
     seconds: float = 0.0  #: duration
-    _optimizers: list[Optimizer] = field(default_factory=list)
+    _optimizers: list[OptimizerSummary] = field(default_factory=list)
 
     @property
-    def optimizers(self) -> list[Optimizer]:
+    def optimizers(self) -> list[OptimizerSummary]:
         """The optimizers, with their hyper-parameters."""
         return self._optimizers
 

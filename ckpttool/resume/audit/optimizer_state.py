@@ -14,7 +14,7 @@ from ckpttool.catalogue.models import is_statistic
 from ckpttool.catalogue.shown import shown
 from ckpttool.errors import CkptError
 from ckpttool.layout.optimizer import names_of_ids
-from ckpttool.layout.optimizer.parse import LIKE_PARAMETER, Group, Item, Optimizer, optimizers
+from ckpttool.layout.optimizer.parse import LIKE_PARAMETER, Optimizer, OptimizerEntry, ParameterGroup, optimizers
 from ckpttool.layout.rename import strip_wrappers
 from ckpttool.resume.audit.checks import Checks, is_number, named, trained_model
 from ckpttool.text import plural, some
@@ -105,11 +105,11 @@ def _named(optimizer: Optimizer, catalogue: Catalogue, checks: Checks) -> NamedO
 # State ----------------------------------------------------------------------------------------------------------------
 
 
-def _kinds(items: list[Item]) -> set[str]:
+def _kinds(items: list[OptimizerEntry]) -> set[str]:
     return {str(item.below[0]) for item in items if item.below}
 
 
-def _state_of_group(group: Group, known: NamedOptimizer, checks: Checks, where: str) -> None:
+def _state_of_group(group: ParameterGroup, known: NamedOptimizer, checks: Checks, where: str) -> None:
     have = {key: _kinds(known.optimizer.state.get(key, [])) for key in group.params}
     kinds: set[str] = set().union(*have.values())
     has_betas = any(item.below[:1] == ("betas",) for item in group.items)

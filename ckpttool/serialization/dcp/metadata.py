@@ -50,8 +50,8 @@ _LARGE = 1 << 16  # bytes; a larger index is searched for regular runs
 _BEGINNING = 1 << 20  # bytes that are read before the file is known to be an index
 
 
-class Item(NamedTuple):
-    """The place of an item, and the transforms of its bytes: `Item(0, 1398, 1462, ("stream.zstd/1",))`."""
+class IndexItem(NamedTuple):
+    """The place of an item, and the transforms of its bytes: `IndexItem(0, 1398, 1462, ("stream.zstd/1",))`."""
 
     file: int
     offset: int
@@ -76,24 +76,24 @@ class StoredTensor:
     lengths: array[int]
     transforms: dict[int, tuple[str, ...]] = field(default_factory=dict)
 
-    def item(self, i: int) -> Item:
-        return Item(self.files[i], self.starts[i], self.lengths[i], self.transforms.get(i, ()))
+    def item(self, i: int) -> IndexItem:
+        return IndexItem(self.files[i], self.starts[i], self.lengths[i], self.transforms.get(i, ()))
 
 
-def items_of(entry: StoredTensor | Item) -> Iterator[Item]:
+def items_of(entry: StoredTensor | IndexItem) -> Iterator[IndexItem]:
     """Return the items of an entry: one of each chunk, or that of bytes."""
-    return iter((entry,)) if isinstance(entry, Item) else map(entry.item, range(len(entry.files)))
+    return iter((entry,)) if isinstance(entry, IndexItem) else map(entry.item, range(len(entry.files)))
 
 
-def in_files(entry: StoredTensor | Item, numbers: Sequence[int]) -> StoredTensor | Item:
+def in_files(entry: StoredTensor | IndexItem, numbers: Sequence[int]) -> StoredTensor | IndexItem:
     """Return an entry with other file numbers: `numbers[i]` for `i`."""
-    if isinstance(entry, Item):
+    if isinstance(entry, IndexItem):
         return entry._replace(file=numbers[entry.file])
     return replace(entry, files=array("l", [numbers[i] for i in entry.files]))
 
 
 @dataclass(slots=True, eq=False)
-class Metadata:
+class IndexContents:
     """The checked contents of a `.metadata`.
 
     `files` are the relative paths of the data files; `entries` are in the order of the index, `paths` (planner_data)
@@ -105,7 +105,7 @@ class Metadata:
 
     name: str
     files: list[str]
-    entries: dict[str, StoredTensor | Item]
+    entries: dict[str, StoredTensor | IndexItem]
     paths: dict[str, KeyPath] | None = None
     extra: dict[str, Any] | None = None
     strays: list[str] = field(default_factory=list)
@@ -145,7 +145,7 @@ def looks_like(head: bytes) -> bool:
     return head[:1] == b"\x80" and re.search(rb"Metadata.{0,400}state_dict_metadata", head, re.DOTALL) is not None
 
 
-def read(stream: Any, name: str) -> Metadata:
+def read(stream: Any, name: str) -> IndexContents:
     """Return the contents of the pickle in `stream`, without running any of it; `name` is the name of the file.
 
     Raises CorruptError, with the file and the key, if the index is not valid.
@@ -180,8 +180,8 @@ def read(stream: Any, name: str) -> Metadata:
         watcher("", 0, 0)
 
 
-def _read(data: bytes, name: str, seen: Callable[[float], None], runs: Runs | None = None) -> Metadata:
-    names = classes.Names({("torch", "Size"): classes.size, **(runs.names if runs is not None else {})})
+def _read(data: bytes, name: str, seen: Callable[[float], None], runs: Runs | None = None) -> IndexContents:
+    names = classes.Replacements({("torch", "Size"): classes.size, **(runs.names if runs is not None else {})})
     reader = _Reader(name, seen)
     try:
         with unsafe_globals.noting_harm() as harmful:
@@ -214,7 +214,7 @@ class _Reader:
     def at(self) -> str:
         return f": `{self._key}`" if isinstance(self._key, str) else ""
 
-    def metadata(self, root: Any, seen: Mapping[str, str]) -> Metadata:
+    def metadata(self, root: Any, seen: Mapping[str, str]) -> IndexContents:
         if not isinstance(root, classes.Metadata):
             text = f"a pickle of {stub_name(root) or type(root).__name__}, not of a DCP `Metadata`"
             raise CorruptError(text, hint="this is not the index of a torch.distributed.checkpoint directory")
@@ -238,7 +238,7 @@ class _Reader:
         paths = self._paths(root.fields.get("planner_data"))
         extra = root.fields.get("ckpttool")
         check_depths(extra)
-        return Metadata(
+        return IndexContents(
             self._name,
             list(self._numbers),
             entries,
@@ -298,7 +298,7 @@ class _Reader:
             found = self._dtypes[key] = dtype(name)
         return found
 
-    def _assign_items(self, entries: dict[str, StoredTensor | Item | None], storage: Any) -> None:
+    def _assign_items(self, entries: dict[str, StoredTensor | IndexItem | None], storage: Any) -> None:
         """Assign an item to each chunk and to each bytes entry."""
         if type(storage) is not dict:
             raise CorruptError("it has no `storage_data`", hint="the writer of this checkpoint is not a file system's")
@@ -320,7 +320,7 @@ class _Reader:
             for _, _, _, number, start, length, transforms in rows:
                 if type(start) is not int or type(length) is not int:
                     raise CorruptError(_NO_PLACE)
-                entries[key] = Item(number, start, length, _transforms(transforms))
+                entries[key] = IndexItem(number, start, length, _transforms(transforms))
         self._key = None
 
     def _assign_chunks(self, key: str, entry: StoredTensor, rows: list[tuple[Any, ...]]) -> None:
@@ -373,10 +373,10 @@ class _Reader:
             self._key, value = next(pair for pair in zip(names, values, strict=True) if type(pair[1]) is not str)
             raise CorruptError(text.format(type(value).__name__))
 
-    def _check_assigned(self, entry: StoredTensor | Item | None) -> None:
+    def _check_assigned(self, entry: StoredTensor | IndexItem | None) -> None:
         if entry is None:
             raise CorruptError("its bytes are in no file", hint=_MISSING_PART)
-        if isinstance(entry, Item) or -1 not in entry.files:
+        if isinstance(entry, IndexItem) or -1 not in entry.files:
             return
         by_offsets = {o: i for i, o in enumerate(entry.offsets) if entry.files[i] >= 0}
         for i, file in enumerate(entry.files):

@@ -125,7 +125,7 @@ EXPECTED = {name: (replacement,) for name, replacement in CLASSES.items()} | {"S
 """What may stand for each class."""
 
 
-class Names(dict[tuple[str, str], Any]):
+class Replacements(dict[tuple[str, str], Any]):
     """The replacements for the names that a pickle has looked up, and others.
 
     Every class has a `__setstate__`, so that a pickle cannot set attributes on objects or on the classes themselves.

@@ -26,7 +26,7 @@ from ckpttool.layout.mesh import Placements, Sharding, same_boxes
 from ckpttool.layout.optimizer import parse, respell
 from ckpttool.layout.rename import strip_wrappers
 from ckpttool.training import collectives
-from ckpttool.training.contents import Contents, Optimizer, Shape
+from ckpttool.training.contents import Contents, SavedOptimizer, Shape
 
 # What a module has of its own, and what torch and our loader take off names.
 _TAKEN = {*dir(nn.Module()), *dir(FSDPModule), "module"}
@@ -175,7 +175,7 @@ class MetaModel:
             return False
         has_shape = tensor.shape == parameter.shape
         is_alike = same_boxes(tensor, parameter) if has_shape else not self._placements_of(tensor)
-        optimizer = self.contents.optimizer = self.contents.optimizer or Optimizer([], {})
+        optimizer = self.contents.optimizer = self.contents.optimizer or SavedOptimizer([], {})
         state = optimizer.state.setdefault(target.name, {})
         if not is_alike or (key,) in state:
             return False

@@ -10,7 +10,7 @@ from safetensors.torch import load_file
 from support import tiny_models
 from support.random_models import State, applied
 
-from ckpttool.models.matching.solve import Facts, solve
+from ckpttool.models.matching.solve import ConfigFacts, solve
 
 FAMILIES = [
     *("bart", "bert", "deepseek_v3", "dinov2", "gemma3", "glm4_moe", "gpt2", "gpt_neox", "jamba", "llama", "mixtral"),
@@ -37,7 +37,7 @@ def test_in_memory_and_written_are_made_of_each_other(family: str, tmp_path: Pat
     ]
     for source, target in (sides, sides[::-1]):
         shapes = ({name: array.shape for name, array in side.items()} for side in (source, target))
-        solution = solve(*shapes, Facts(family))
+        solution = solve(*shapes, ConfigFacts(family))
         assert not solution.unmatched
         # Of SegFormer, queries and keys have other names, and its config does not say that nothing is rotated.
         assert not solution.ambiguous or family == "segformer"

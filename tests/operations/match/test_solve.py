@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from support.random_models import Operation, Side, State, applied, random_case, transpose_unseen
 
-from ckpttool.models.matching.solve import Facts, Solution, solve
+from ckpttool.models.matching.solve import ConfigFacts, Solution, solve
 
 Shapes = dict[str, tuple[int, ...]]
 
@@ -18,7 +18,7 @@ def shapes(state: State) -> Shapes:
 def solved(seed: int, *others: Operation) -> tuple[Solution, Side, Side]:
     model, source, target = random_case(seed, *others)
     rotary = None if model.positions or seed % 2 else True
-    facts = Facts(None, model.head_dim if seed % 3 else None, rotary)
+    facts = ConfigFacts(None, model.head_dim if seed % 3 else None, rotary)
     return solve(shapes(source.state), shapes(target.state), facts), source, target
 
 
@@ -151,7 +151,7 @@ def test_parameters_that_a_source_lacks_are_unmatched() -> None:
         }
     )
     target |= layers({"l.{n}.fc.weight": (16, 8), "l.{n}.fc.bias": (16,)})
-    solution = solve(source, target, Facts(None, 4, False))
+    solution = solve(source, target, ConfigFacts(None, 4, False))
     open_ = [name for one in (*solution.ambiguous, *solution.unmatched) for name in one.names]
     assert sorted([*open_, *(name for one in solution.found for name in one.names)]) == sorted(target)
     assert {name.split(".", 2)[2] for name in open_} == {*(f"self_attn.{one}_proj.weight" for one in "qkv"), "fc.bias"}
@@ -162,12 +162,12 @@ def test_megatron_has_queries_keys_and_values_by_groups() -> None:
     source = {name: shape if "qkv" in name else (16, 16) for name, shape in source.items()}
     rows = {"q": 16, "k": 8, "v": 8, "o": 16}
     target = layers({f"model.layers.{{n}}.self_attn.{one}_proj.weight": (rows[one], 16) for one in rows})
-    solution = solve(source, target, Facts("llama", 4, True))
+    solution = solve(source, target, ConfigFacts("llama", 4, True))
     assert [rule.get("operations") for rule in solution.rules] == [
         [{"split": {"axis": 0, "parts": [2, 1, 1], "groups": 2}}],
         None,
     ]
-    unknown = solve(source, target, Facts("llama", None, True))
+    unknown = solve(source, target, ConfigFacts("llama", None, True))
     assert [one.rules[0]["to"] for one in unknown.found] == ["model.layers.{n}.self_attn.o_proj.weight"]
     assert "size of a head is unknown" in unknown.ambiguous[0].why
 
@@ -189,12 +189,12 @@ def test_a_square_matrix_is_transposed_if_the_others_of_its_name_are() -> None:
 def test_rows_of_a_rotary_embedding_are_open_under_other_names() -> None:
     source = layers({f"layers.{{n}}.attention.w{one}.weight": (8, 8) for one in "qkvo"})
     target = layers({f"model.layers.{{n}}.self_attn.{one}_proj.weight": (8, 8) for one in "qkvo"})
-    solution = solve(source, target, Facts("llama", 4, True))
+    solution = solve(source, target, ConfigFacts("llama", 4, True))
     assert [one.name[-13:] for one in solution.ambiguous] == ["q_proj.weight", "k_proj.weight"]
     assert solution.ambiguous[0].candidates[1].rules[0]["operations"] == [{"rows": {"to": "halves", "head_dim": 4}}]
-    assert len(solve(source, target, Facts("gpt2", 4, False)).rules) == 4
+    assert len(solve(source, target, ConfigFacts("gpt2", 4, False)).rules) == 4
     same = {name.replace("model.", "base."): shape for name, shape in target.items()}
-    assert not solve(same, target, Facts("llama", 4, True)).ambiguous
+    assert not solve(same, target, ConfigFacts("llama", 4, True)).ambiguous
 
 
 def attention(at: str, words: str, d: int = 8, width: int = 32) -> State:
@@ -230,7 +230,7 @@ def test_rows_of_a_rotary_embedding_are_open_between_libraries(at: str, words: s
         permuted = array.reshape(heads, 2, 4, 32).swapaxes(1, 2).reshape(array.shape) if heads else array
         other[f"{at}.{name.split('.')[2]}.{word}.weight"] = permuted
     source, target = (other, hf) if is_source else (hf, other)
-    solution = solve(shapes(source), shapes(target), Facts("llama", 8, True))
+    solution = solve(shapes(source), shapes(target), ConfigFacts("llama", 8, True))
     open_ = {name for one in solution.ambiguous for name in one.names}
     assert open_ == {name for name in target if "q_proj" in name or "k_proj" in name} and not solution.unmatched
     for one in solution.ambiguous:
@@ -242,13 +242,13 @@ def test_rows_of_a_rotary_embedding_are_open_between_libraries(at: str, words: s
 def test_rows_under_names_of_one_library_stay() -> None:
     hf, other = attention("model.layers", HF), attention("language_model.layers", HF)
     other |= {f"language_model.layers.{n}.self_attn.rotary_emb.inv_freq": np.ones(4) for n in range(2)}
-    solution = solve(shapes(other), shapes(hf), Facts("llama", 8, True))
+    solution = solve(shapes(other), shapes(hf), ConfigFacts("llama", 8, True))
     assert len(solution.found) == 4 and not solution.ambiguous
 
 
-@pytest.mark.parametrize("facts", [Facts("gpt_neox", 8, True, 4, 4), Facts("gpt_neox", 8, True)])
+@pytest.mark.parametrize("facts", [ConfigFacts("gpt_neox", 8, True, 4, 4), ConfigFacts("gpt_neox", 8, True)])
 @pytest.mark.parametrize("is_source", [True, False])
-def test_a_fused_query_key_and_value_may_have_another_order(facts: Facts, is_source: bool) -> None:
+def test_a_fused_query_key_and_value_may_have_another_order(facts: ConfigFacts, is_source: bool) -> None:
     """litgpt has `qkv` of a Pythia part by part; GPT-NeoX views `query_key_value` as `(heads, 3 * head_dim)`."""
     rng = np.random.default_rng(1)
     litgpt, neox = {}, {}

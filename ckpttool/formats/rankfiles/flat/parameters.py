@@ -44,7 +44,7 @@ from ckpttool.serialization.torch_pickle import TensorRef
 from ckpttool.text import some
 
 
-class Model(NamedTuple):
+class ModelParameters(NamedTuple):
     """What became of a model's state dict. `tensors` are the parameters, under every name they have; `whole`, the names
     that each rank has a whole tensor (or another value) under; `counted`, what the optimizer has ids for, in order."""
 
@@ -71,7 +71,7 @@ def is_flat(trees: Trees) -> bool:
     return any(isinstance(value, Shard) and unit_of(name) is not None for name, value in trees[0].items())
 
 
-def model(trees: Trees, place: Place, options: OpenOptions, files: Sequence[str] = ()) -> Model:
+def model(trees: Trees, place: Place, options: OpenOptions, files: Sequence[str] = ()) -> ModelParameters:
     """Return the parameters of a `LOCAL_STATE_DICT` set. `files` are the names of the ranks' files, for messages. Pure.
 
     Raises UsageError when there are no shapes, or their order has to be known and is not; CorruptError when they do not
@@ -189,7 +189,7 @@ def _from_pieces(
     flats: Mapping[str, _Flat],
     pieces: Mapping[str, list[TensorRef]],
     shapes: Mapping[str, Ints],
-) -> Model:
+) -> ModelParameters:
     first = _tied_pieces(pieces)
     known = {name: shapes[name] for name in pieces if name in shapes}
     # A shared parameter may be in the source of the shapes under one of its names only.
@@ -222,7 +222,7 @@ def _from_pieces(
             )
             raise of_two_saves(f"{flat.module}: {what}", tensor=unit, found=flat.numel, expected=total)
     whole = tuple(name for name in trees[0] if name not in pieces and unit_of(name) not in flats)
-    return Model(tensors, whole, tuple(counted))
+    return ModelParameters(tensors, whole, tuple(counted))
 
 
 def _line(parameter: Parameter, refs: Sequence[TensorRef]) -> tuple[FlatPiece, ...]:
@@ -252,7 +252,7 @@ def _tied_pieces(pieces: Mapping[str, list[TensorRef]]) -> dict[str, str]:
 # use_orig_params=False ------------------------------------------------------------------------------------------------
 
 
-def _from_flats(trees: Trees, place: Place, flats: Mapping[str, _Flat], options: OpenOptions) -> Model:
+def _from_flats(trees: Trees, place: Place, flats: Mapping[str, _Flat], options: OpenOptions) -> ModelParameters:
     shapes = options.shapes or {}
     members: dict[str | None, dict[str, Ints]] = {unit: {} for unit in (*flats, None)}
     for name, shape in shapes.items():
@@ -271,7 +271,7 @@ def _from_flats(trees: Trees, place: Place, flats: Mapping[str, _Flat], options:
         else:
             counted += _spare(trees, entry)
     whole = tuple(name for name in trees[0] if unit_of(name) not in flats)
-    return Model({name: tensors[name] for name in shapes if name in tensors}, whole, tuple(counted))
+    return ModelParameters({name: tensors[name] for name in shapes if name in tensors}, whole, tuple(counted))
 
 
 def _cut(
