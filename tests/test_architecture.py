@@ -58,6 +58,20 @@ def modules() -> dict[str, ast.Module]:
     return found
 
 
+# Class names of several modules. It only shrinks: a new class is named after what it is of.
+SHARED_CLASS_NAMES = {
+    "Check",
+    "Commands",
+    "Failure",
+    "Finding",
+    "Format",
+    "Group",
+    "Job",
+    "Observer",
+    "Place",
+    "Report",
+    "_Reading",
+}
 MODULES = modules()
 every = pytest.mark.parametrize("name", MODULES)
 
@@ -453,3 +467,15 @@ def test_commands_answer_in_one_frame() -> None:
     users = {name for name, tree in MODULES.items() if layer_of(name) == "cli" and "answer" in calls(tree)}
     # `inspect` looks at two kinds of things, `stats` writes comma-separated values; the others run scripts or clean up.
     assert users - {"cli.answer"} == {"cli.clean", "cli.inspect", "cli.resume_run", "cli.stats", "cli.verify_resume"}
+
+
+def test_a_class_name_is_of_one_class() -> None:
+    """One name for one thing, and no class is named as another: a reader who searches for it finds it."""
+    defined: dict[str, set[str]] = {}
+    for name, tree in MODULES.items():
+        for node in ast.walk(tree):
+            if isinstance(node, ast.ClassDef):
+                defined.setdefault(node.name, set()).add(name)
+    shared = {name: sorted(where) for name, where in defined.items() if len(where) > 1}
+    assert {n: w for n, w in shared.items() if n not in SHARED_CLASS_NAMES} == {}, "name them after what they are of"
+    assert shared.keys() >= SHARED_CLASS_NAMES, "take these out of SHARED_CLASS_NAMES: only one class has the name now"

@@ -64,8 +64,8 @@ class PlacedSource(Source):
         self._close()
 
 
-class Run(NamedTuple):
-    """Bytes of a file of the catalogue: `Run(file=0, offset=704, nbytes=1462)`. A `packed` one is compressed."""
+class ByteRange(NamedTuple):
+    """Bytes of a file of the catalogue: `ByteRange(file=0, offset=704, nbytes=1462)`. A `packed` one is compressed."""
 
     file: int
     offset: int
@@ -77,7 +77,7 @@ class Run(NamedTuple):
 class Itemised(Protocol):
     """A source whose files are made of whole archives, of which the catalogue's chunks are not all."""
 
-    def items(self) -> Iterator[tuple[str, Run]]:
+    def items(self) -> Iterator[tuple[str, ByteRange]]:
         """Return the others, each with the name that the index has for it."""
 
 

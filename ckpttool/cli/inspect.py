@@ -138,9 +138,9 @@ def inspect(
 
 def _table(terminal: Terminal, catalogue: Catalogue, tensors: Sequence[Tensor], as_md: bool) -> None:
     """Print a line for each tensor, of CSV or of Markdown."""
-    from ckpttool.analysis.describe.rows import COLUMNS, Rows
+    from ckpttool.analysis.describe.rows import COLUMNS, TensorRows
 
-    rows = Rows(catalogue)
+    rows = TensorRows(catalogue)
     lines = ({**row, "shape": "x".join(map(str, row["shape"]))}.values() for row in map(rows.of, tensors))
     if as_md:
         terminal.markdown(COLUMNS, ([*line] for line in lines), right=range(4, 9))

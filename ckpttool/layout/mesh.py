@@ -116,15 +116,15 @@ ORDER = ("replicate", "shard", "tp")
 
 
 @dataclass(frozen=True, slots=True)
-class Sharding:
-    """A mesh, and how it cuts each tensor: `Placing(Mesh(("shard",), (4,)), {("model", "w"): {"shard": 0}})`. Tensors
-    that are whole are not listed."""
+class CheckpointSharding:
+    """A mesh, and how it cuts tensors: `CheckpointSharding(Mesh(("shard",), (4,)), {("model", "w"): {"shard": 0}})`.
+    Tensors that are whole are not listed."""
 
     mesh: Mesh
     placements: dict[Path, Placements]
 
 
-def find_sharding(planned: Catalogue, mesh: Mesh | None, world: int) -> Sharding | str:
+def find_sharding(planned: Catalogue, mesh: Mesh | None, world: int) -> CheckpointSharding | str:
     """Return how `mesh`, or, if that is None, some mesh of `world` ranks, gives the boxes of a planned catalogue; or a
     message why none does. Embedded tensors are not sharded."""
     if mesh is not None:
@@ -132,7 +132,7 @@ def find_sharding(planned: Catalogue, mesh: Mesh | None, world: int) -> Sharding
             return f"FSDP2 takes the dimensions of a mesh in the order {', '.join(ORDER)}, and this is `{mesh}`"
         found = _on(planned, mesh)
         return f"FSDP2 does not shard tensor `{found.name}` as planned" if isinstance(found, Tensor) else found
-    shardings = (sharding for mesh in _factors(world) if isinstance(sharding := _on(planned, mesh), Sharding))
+    shardings = (sharding for mesh in _factors(world) if isinstance(sharding := _on(planned, mesh), CheckpointSharding))
     return next(shardings, f"no mesh of {world} ranks has the chunks of that layout")
 
 
@@ -148,7 +148,7 @@ def _factors(world: int) -> list[Mesh]:
     return sorted(meshes, key=lambda mesh: len(mesh.names))
 
 
-def _on(planned: Catalogue, mesh: Mesh) -> Sharding | Tensor:
+def _on(planned: Catalogue, mesh: Mesh) -> CheckpointSharding | Tensor:
     """Return the placements of all tensors on the mesh; or the first tensor that no placements fit."""
     known: dict[object, Placements | None] = {}
     placements: dict[Path, Placements] = {}
@@ -162,7 +162,7 @@ def _on(planned: Catalogue, mesh: Mesh) -> Sharding | Tensor:
         if (placed := known[key]) is None:
             return tensor
         placements[tensor.path] = placed
-    return Sharding(mesh, placements)
+    return CheckpointSharding(mesh, placements)
 
 
 def _candidates(shape: Ints, mesh: Mesh) -> Iterator[Placements]:
@@ -177,7 +177,7 @@ def _candidates(shape: Ints, mesh: Mesh) -> Iterator[Placements]:
             yield {name: dim for name, dim in (("shard", shard), ("tp", tp)) if dim is not None}
 
 
-def bytes_per_rank(planned: Catalogue, sharding: Sharding) -> tuple[int, int]:
+def bytes_per_rank(planned: Catalogue, sharding: CheckpointSharding) -> tuple[int, int]:
     """Return the bytes on the fullest rank, and the bytes of the largest tensor. Tied tensors count once."""
     most = largest = 0
     for tensor in (t for t in planned.tensors if t.alias is None and not t.embedded):

@@ -15,7 +15,7 @@ from typing import Any
 
 from ckpttool.errors import in_one_line, why_no_import
 from ckpttool.models import written_names
-from ckpttool.models.written_names import Written
+from ckpttool.models.written_names import WrittenNames
 from ckpttool.storage.stores import local_path
 
 
@@ -161,11 +161,11 @@ def _released(model: Any, name: str) -> str:
     return name
 
 
-def _written(model: Any, state: dict[str, Any]) -> list[Written]:
+def _written(model: Any, state: dict[str, Any]) -> list[WrittenNames]:
     """Return how names in memory are written; nothing where a key map cannot say it."""
     released = {name: _released(model, name) for name in state}
     if any(old != new for old, new in released.items()) and len({*released.values()}) == len(released):
-        return [Written((old,), (new,)) for old, new in released.items()]
+        return [WrittenNames((old,), (new,)) for old, new in released.items()]
     # It is of what transformers has inside, which each version may name otherwise.
     with suppress(NotImplementedError, ImportError, AttributeError, ValueError, KeyError):
         return written_names.of_model(model, state)

@@ -18,15 +18,15 @@ _DIGITS = re.compile(r"\d+")
 _KEY_OR_VALUE = re.compile(r"[kv]_proj")
 
 
-class Written(NamedTuple):
-    """How tensors are written: `Written(("h.0.q", "h.0.k"), ("h.0.qk",), ({"concat": {"axis": 0}},))`."""
+class WrittenNames(NamedTuple):
+    """How tensors are written: `WrittenNames(("h.0.q", "h.0.k"), ("h.0.qk",), ({"concat": {"axis": 0}},))`."""
 
     old: tuple[str, ...]
     new: tuple[str, ...]
     operations: tuple[dict[str, Any], ...] = ()
 
 
-def of_model(model: Any, state: Mapping[str, Any]) -> list[Written]:
+def of_model(model: Any, state: Mapping[str, Any]) -> list[WrittenNames]:
     """Return how each tensor of `state`, the state dict of a model on the meta device, is written, unchanged ones too.
 
     Raises NotImplementedError for an operation that no key map has, and ImportError where transformers has no registry.
@@ -42,12 +42,12 @@ def of_model(model: Any, state: Mapping[str, Any]) -> list[Written]:
     renamings = [one for one in undone if isinstance(one, loading.WeightRenaming)]
     converters = [one for one in undone if isinstance(one, loading.WeightConverter)]
     by_pattern = {pattern: one for one in converters for pattern in one.source_patterns}
-    written: list[Written] = []
+    written: list[WrittenNames] = []
     groups: dict[str, tuple[Any, list[str]]] = {}
     for name in sorted(state, key=loading.dot_natural_key):
         target, pattern = loading.apply_converters(name, converters)
         if pattern is None:
-            written.append(Written((name,), (loading.apply_renamings(name, renamings),)))
+            written.append(WrittenNames((name,), (loading.apply_renamings(name, renamings),)))
         else:
             groups.setdefault(target, (by_pattern[pattern], []))[1].append(name)
     for converter, names in groups.values():
@@ -60,7 +60,9 @@ def of_model(model: Any, state: Mapping[str, Any]) -> list[Written]:
     return written
 
 
-def _converted(model: Any, converter: Any, old: Sequence[str], new: Sequence[str], state: Mapping[str, Any]) -> Written:
+def _converted(
+    model: Any, converter: Any, old: Sequence[str], new: Sequence[str], state: Mapping[str, Any]
+) -> WrittenNames:
     operations: list[dict[str, Any]] = []
     parts = 1
     for one in converter.operations:
@@ -89,7 +91,7 @@ def _converted(model: Any, converter: Any, old: Sequence[str], new: Sequence[str
         each = len(new) // parts
         new = _numbered([list(new[at * each : (at + 1) * each]) for at in range(parts)])
     is_short = operations in ([{"unstack": 0}], [{"split": 0}], [{"split": 1}, {"unstack": 0}])
-    return Written(tuple(old), tuple(new), () if is_short else tuple(operations))
+    return WrittenNames(tuple(old), tuple(new), () if is_short else tuple(operations))
 
 
 def _rotary(model: Any, operation: Any, sources: Sequence[str]) -> dict[str, Any]:
@@ -140,9 +142,9 @@ def _numbered(lists: Sequence[list[str]]) -> tuple[str, ...]:
 # Numbers of names become `{n}` and `{m}` -----------------------------------------------------------------------------
 
 
-def rules(written: Iterable[Written]) -> list[dict[str, Any]]:
+def rules(written: Iterable[WrittenNames]) -> list[dict[str, Any]]:
     """Return the rules of a key map that say the same: one for all layers that have a name in common."""
-    groups: dict[tuple[str, ...], dict[tuple[str, ...], Written]] = {}
+    groups: dict[tuple[str, ...], dict[tuple[str, ...], WrittenNames]] = {}
     for one in written:
         same = groups.setdefault(tuple(_DIGITS.sub("#", name) for name in one.old), {})
         if same.setdefault(one.old, one) != one:
@@ -167,12 +169,12 @@ def _shape(name: str) -> str:
     return re.sub(r"\{\w\}|\d+", "#", name)
 
 
-def _of_group(group: Sequence[Written]) -> list[dict[str, Any]]:
+def _of_group(group: Sequence[WrittenNames]) -> list[dict[str, Any]]:
     """Return the rules for names that differ in numbers alone, as few as there can be."""
     positions = range(len(_DIGITS.findall(group[0].old[0])))
     for count in range(len(positions) + 1):
         for literal in itertools.combinations(reversed(positions), count):
-            split: dict[tuple[str, ...], list[Written]] = {}
+            split: dict[tuple[str, ...], list[WrittenNames]] = {}
             for one in group:
                 numbers = _DIGITS.findall(one.old[0])
                 split.setdefault(tuple(numbers[at] for at in literal), []).append(one)
@@ -182,7 +184,7 @@ def _of_group(group: Sequence[Written]) -> list[dict[str, Any]]:
     raise ValueError(f"no rule says how `{group[0].old[0]}` is written")
 
 
-def _rule(group: Sequence[Written], free: Sequence[int]) -> dict[str, Any] | None:
+def _rule(group: Sequence[WrittenNames], free: Sequence[int]) -> dict[str, Any] | None:
     """Return one rule for all of a group, in which the numbers at `free` are names; None where there is none."""
     letters = dict(zip(free, "nmklij", strict=False))
     if len(letters) < len(free):

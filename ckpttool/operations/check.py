@@ -169,7 +169,7 @@ def _content(
 ) -> list[Finding]:
     source = reference.with_values()
     pairs = [
-        values.Pair(name, tensor.origin or tensor, reference.tensors[name].origin or reference.tensors[name])
+        values.ReferencePair(name, tensor.origin or tensor, reference.tensors[name].origin or reference.tensors[name])
         for tensor in model.tensors
         if (name := new_names[tensor.name]) in fitting
     ]

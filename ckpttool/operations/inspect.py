@@ -68,7 +68,7 @@ def _chosen(path: str, shapes: str | None, steps: str | Sequence[int | str]) -> 
     chosen = runs.chosen_steps(path, steps)
     catalogue = inspect(str(chosen[-1].path), shapes=shapes)
     directory, checkpoints = runs.search(Directory(path))
-    describe_run(catalogue, runs.Run(directory, checkpoints, chosen[-1]))
+    describe_run(catalogue, runs.RunDirectory(directory, checkpoints, chosen[-1]))
     paths = {checkpoint.path for checkpoint in chosen}
     catalogue.facts["run"] = [entry for entry in catalogue.facts["run"] if entry["path"] in paths]
     return catalogue

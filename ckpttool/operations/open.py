@@ -14,7 +14,7 @@ from functools import cached_property, partial
 from math import prod
 from typing import TYPE_CHECKING, Any
 
-from ckpttool.analysis.describe.rows import Rows
+from ckpttool.analysis.describe.rows import TensorRows
 from ckpttool.analysis.describe.sharding import shards
 from ckpttool.catalogue import boxes, parts
 from ckpttool.catalogue.boxes import Box, Ints
@@ -131,7 +131,7 @@ class Subtree(Mapping[str, Any]):
         The columns are its name here, part, dtype, shape, ndim, numel, nbytes, shards, ranks and placement. Reads
         nothing.
         """
-        rows, entries = Rows(self._checkpoint.catalogue), self._checkpoint.catalogue.entries
+        rows, entries = TensorRows(self._checkpoint.catalogue), self._checkpoint.catalogue.entries
         tensors = ((name, entries[path]) for name, path in self._listed().items())
         return [rows.of(tensor, name) for name, tensor in tensors if isinstance(tensor, Tensor)]
 

@@ -37,7 +37,7 @@ from ckpttool.producers.open import (
 from ckpttool.serialization.manifest import content
 from ckpttool.storage import files, free_space, staging, stores, workspace
 from ckpttool.storage.errors import FREE_SPACE
-from ckpttool.storage.stage import Stage
+from ckpttool.storage.stage import StagingArea
 from ckpttool.storage.staging import After
 from ckpttool.storage.stores import local_path
 from ckpttool.text import plural, size, some
@@ -309,7 +309,7 @@ class Write:
             self.result.payload_bytes += sum(t.nbytes for t in untied)
             self.result.notes.append(f"stored separately, not tied: {some([*names])}")
 
-    def _journal(self, stage: Stage, sink: Sink) -> journal.Journal:
+    def _journal(self, stage: StagingArea, sink: Sink) -> journal.Journal:
         before = self.opened.before
         indexes = [path for path in before if is_index(path)]
         digest = journal.digest(self.opened.source, sink.catalogue, self.target.name, before, indexes)

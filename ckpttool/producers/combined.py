@@ -12,7 +12,7 @@ from typing import Any, NoReturn
 
 from ckpttool.catalogue import flatten, parts
 from ckpttool.catalogue.entries import Catalogue, Chunk, Extent, Part, Path, Tensor, dotted
-from ckpttool.catalogue.protocols import Itemised, Run, Source
+from ckpttool.catalogue.protocols import ByteRange, Itemised, Source
 from ckpttool.catalogue.validation import concerns
 from ckpttool.catalogue.warning import Warning
 from ckpttool.errors import CkptError, UsageError
@@ -140,7 +140,7 @@ class CombinedSource(Source):
                 catalogue.containers[root] = catalogue.containers.pop(())
         return catalogue
 
-    def items(self) -> Iterator[tuple[str, Run]]:
+    def items(self) -> Iterator[tuple[str, ByteRange]]:
         """Yield the items of all sources."""
         for start, source in self._sources:
             if isinstance(source, Itemised):

@@ -40,7 +40,7 @@ _WHOLE = rf"{DCP_FILE}|ckpttool\.json"  # of a directory that is one checkpoint,
 _INDEXES = (".metadata", "__*.metadata", "*.index.json", "ckpttool.json")
 
 
-def open_at(location: Location, options: OpenOptions = NO_HINTS, run: runs.Run | None = None) -> Source:
+def open_at(location: Location, options: OpenOptions = NO_HINTS, run: runs.RunDirectory | None = None) -> Source:
     """Recognise what lies at a location, and open it; of a run, its newest complete checkpoint. `run` is the run that
     the location was chosen from. Raises ReadError or CorruptError."""
     directory = Directory(location) if location.is_dir() else None
@@ -84,7 +84,7 @@ def _open_files(location: Location, options: OpenOptions) -> Source:
     return _open_step(directory, names, options, None)
 
 
-def _of_newest(run: runs.Run) -> list[str]:
+def _of_newest(run: runs.RunDirectory) -> list[str]:
     """Return the files of a run that are written again at each step, such as the optimizer beside the weights of each
     epoch, with that of the newest step if it is one file; not those that hold what a file of the step holds."""
     chosen, names = run.chosen, [name for name in run.beside if not runs.COPY.search(name)]
@@ -103,7 +103,9 @@ def _tensors_in(location: Location) -> set[tuple[Path, tuple[int, ...]]]:
     return set()
 
 
-def _open_step(directory: Directory, names: Collection[str], options: OpenOptions, run: runs.Run | None) -> Source:
+def _open_step(
+    directory: Directory, names: Collection[str], options: OpenOptions, run: runs.RunDirectory | None
+) -> Source:
     """Open the files of one step, which lie beside those of others."""
     steps = {step for name, step in steps_of({*directory.names, *names}).items() if name in names}
     step = run.chosen.step if run is not None and run.chosen is not None else steps.pop() if len(steps) == 1 else None
@@ -194,17 +196,17 @@ def _unread(directory: Directory, catalogue: Catalogue) -> Iterator[Warning]:
             yield Warning("left-out", f"`{name}`: a link that leaves the checkpoint, which is not read", file=name)
 
 
-def _beside(directory: Directory, producer: Producer) -> runs.Run | None:
+def _beside(directory: Directory, producer: Producer) -> runs.RunDirectory | None:
     """Return the run around a final model that lies beside the checkpoints."""
     folders = producer.checkpoint_folders
     if folders and directory.has(folders):
         with suppress(CkptError):
             checkpoints = [c for c in runs.in_directory(directory) if re.fullmatch(folders, f"{c.name}/")]
-            return runs.Run(directory, checkpoints, None) if checkpoints else None
+            return runs.RunDirectory(directory, checkpoints, None) if checkpoints else None
     return None
 
 
-def describe_run(catalogue: Catalogue, run: runs.Run) -> None:
+def describe_run(catalogue: Catalogue, run: runs.RunDirectory) -> None:
     """Add the checkpoints of a run to the facts, and to the warnings why another may have been meant."""
     chosen = run.chosen
     if chosen is not None and chosen.producer is not None:

@@ -70,7 +70,7 @@ class RunCheckpoint:
 
 
 @dataclass(frozen=True, slots=True)
-class Run:
+class RunDirectory:
     """The checkpoints of a run, oldest first, and the one to open; None where the directory has a model of its own."""
 
     directory: Directory
@@ -120,11 +120,13 @@ def _is_among(step: str, name: str) -> bool:
     return int(first) <= int(step) <= int(last) if is_range else step == name
 
 
-def find(directory: Directory) -> Run | None:
+def find(directory: Directory) -> RunDirectory | None:
     """Return the run in a directory, with its newest complete checkpoint chosen; None when there is none. Raises
     ReadError when no checkpoint is complete, or nothing says which is the newest."""
     inner, checkpoints = search(directory)
-    return Run(inner, checkpoints, _newest(directory.path, checkpoints, _pointed(inner))) if checkpoints else None
+    return (
+        RunDirectory(inner, checkpoints, _newest(directory.path, checkpoints, _pointed(inner))) if checkpoints else None
+    )
 
 
 def inside(directory: Directory) -> list[RunCheckpoint]:

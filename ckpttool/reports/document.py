@@ -7,7 +7,7 @@ import re
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-from ckpttool.analysis.describe.sharding import Placement, Placements
+from ckpttool.analysis.describe.sharding import MeshPlacement, Placements
 from ckpttool.analysis.statistics.histogram import Compact
 from ckpttool.analysis.statistics.results import COLUMNS, GroupStatistics, Stats, TensorStatistics
 from ckpttool.catalogue.entries import Catalogue, Tensor
@@ -252,7 +252,7 @@ def _shards(rows: Sequence[TensorStatistics], catalogue: Catalogue) -> Document:
     return named | {"holders": holders}
 
 
-def _holders(tensor: Tensor, placement: Placement | None) -> list[list[int]] | None:
+def _holders(tensor: Tensor, placement: MeshPlacement | None) -> list[list[int]] | None:
     """Return the ranks that hold each box; None where no more than one does."""
     if placement is None or "Replicate" not in placement.placements or not _KNOWN.issuperset(placement.placements):
         return None

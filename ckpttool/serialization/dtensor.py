@@ -58,10 +58,11 @@ class LocalBox(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Shard:
-    """What one rank has of a tensor: `Shard("DTensor", float32, (29, 7), (LocalBox(...),), 1, 2, (2,), ("Shard(0)",))`.
-    `ranks` are those that the tensor's mesh (the mesh that this one was cut out of, where it says) or process group
-    counts; `within` those of the tensor's own mesh."""
+class RankShard:
+    """What one rank has of a tensor:
+    `RankShard("DTensor", float32, (29, 7), (LocalBox(...),), 1, 2, (2,), ("Shard(0)",))`. `ranks` are those that the
+    tensor's mesh (the mesh that this one was cut out of, where it says) or process group counts; `within` those of the
+    tensor's own mesh."""
 
     kind: str
     dtype: Dtype
@@ -87,8 +88,9 @@ def holds_sharded(value: Any) -> bool:
     return any(n.startswith("torch.distributed.") and n.rpartition(".")[2] in _CLASSES for n in names)
 
 
-def replace(tree: Any, shards: list[Shard] | None = None) -> Any:
-    """Return a copy of `tree` with a `Shard` in place of each stub of a sharded tensor, each of which `shards` gets.
+def replace(tree: Any, shards: list[RankShard] | None = None) -> Any:
+    """Return a copy of `tree` with a `RankShard` in place of each stub of a sharded tensor, each of which `shards`
+    gets.
     Raises CorruptError or ReadError for one that is not what torch writes."""
     known = _Known({}, {})
 
@@ -186,7 +188,7 @@ def _local(value: Any, what: str) -> TensorRef:
 # ShardedTensor --------------------------------------------------------------------------------------------------------
 
 
-def _sharded_tensor(call: _Call) -> Shard:
+def _sharded_tensor(call: _Call) -> RankShard:
     if len(call.state) < 4 or not isinstance(call.state[0], list):
         raise CorruptError("a ShardedTensor lacks its shards, metadata or process group")
     shards, metadata, group = call.state[:3]
@@ -210,7 +212,7 @@ def _sharded_tensor(call: _Call) -> Shard:
     rank, world = process_group.get("global_rank"), process_group.get("global_world_size")
     if type(rank) is not int or type(world) is not int or not 0 <= rank < world or world > _MAX_RANKS:
         raise CorruptError(f"its process group says rank {shown(rank)} of {shown(world)}")
-    return Shard("ShardedTensor", dtype, shape, tuple(boxes), rank, world, ranks=_all_ranks(world))
+    return RankShard("ShardedTensor", dtype, shape, tuple(boxes), rank, world, ranks=_all_ranks(world))
 
 
 # DTensor --------------------------------------------------------------------------------------------------------------
@@ -251,7 +253,7 @@ class _Known(NamedTuple):
     runs: dict[tuple[Any, ...], list[Runs]]
 
 
-def _dtensor(call: _Call, known: _Known) -> Shard:
+def _dtensor(call: _Call, known: _Known) -> RankShard:
     attributes = _attributes([call.state])
     stub = attributes.get("_spec")
     # What it was given later, or the arguments of the call that makes it: ours, see `formats/rankfiles/spelling`.
@@ -272,7 +274,7 @@ def _dtensor(call: _Call, known: _Known) -> Shard:
         boxes = tuple(_boxes(local, known.runs[key]))
     names = tuple(map(str, placements))
     mesh_facts = mesh.rank, mesh.world, mesh.shape, names, mesh.names, mesh.ranks, mesh.within
-    return Shard("DTensor", local.dtype, call.shape, boxes, *mesh_facts)
+    return RankShard("DTensor", local.dtype, call.shape, boxes, *mesh_facts)
 
 
 def _mesh_state(value: Any) -> dict[str, Any]:

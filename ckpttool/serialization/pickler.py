@@ -13,7 +13,7 @@ from ckpttool.catalogue.values import KnownName, Stub, StubType, TorchSize, chec
 from ckpttool.errors import LossError
 
 _BATCH = 1000
-Leaf = Callable[["Writer", Any], bool]
+Leaf = Callable[["PickleWriter", Any], bool]
 
 
 def spelt_text(value: str) -> bytes:
@@ -22,7 +22,7 @@ def spelt_text(value: str) -> bytes:
     return b"X" + struct.pack("<I", len(data)) + data
 
 
-class Writer:
+class PickleWriter:
     """Writes a tree as a pickle of protocol 2, as `torch.save` does, or 4. `leaf` is asked first for every value that
     is not a number, a string or None: it may write the value with the writer's own methods (a tensor, as a call with a
     persistent id), `remember` it, and return True."""
@@ -230,8 +230,9 @@ def _order(value: Any) -> tuple[bool, str]:
 
 
 def dump(value: Any, *, protocol: int = 2, leaf: Leaf | None = None) -> bytes:
-    """Return `value` as a pickle; see `Writer`. Raises LossError for what cannot be pickled or is nested too deeply."""
-    writer = Writer(protocol, leaf)
+    """Return `value` as a pickle; see `PickleWriter`. Raises LossError for what cannot be pickled or is nested too
+    deeply."""
+    writer = PickleWriter(protocol, leaf)
     try:
         writer.write(value)
     except RecursionError:

@@ -22,7 +22,7 @@ from ckpttool.catalogue.shown import shown, spelt
 from ckpttool.catalogue.values import KnownName, Stub, StubType, known_names, stub_name, stub_type
 from ckpttool.errors import CorruptError
 from ckpttool.serialization import pickler, unpickler
-from ckpttool.serialization.pickler import Writer, spelt_text
+from ckpttool.serialization.pickler import PickleWriter, spelt_text
 
 
 @dataclass(frozen=True, slots=True)
@@ -214,7 +214,7 @@ def _storage_class(name: str | None) -> type[Stub]:
     return stub_type("torch", name) if name else stub_type("torch.storage", "UntypedStorage")
 
 
-def write_tensor(writer: Writer, tensor: NewTensor) -> None:
+def write_tensor(writer: PickleWriter, tensor: NewTensor) -> None:
     """Write the call that rebuilds a plain CPU tensor, spelt as torch spells it."""
     name = tensor.dtype.storage
     numel = tensor.numel if name is not None else tensor.numel * tensor.dtype.itemsize
@@ -249,7 +249,7 @@ WrapperOf = Callable[[Any], Wrapper | None]
 _KEY = "<storage>"
 
 
-class _Leaves:
+class _TensorLeaves:
     """Writes tensors and their wrappers: a file of 4,000 sharded tensors says much the same 4,000 times, so of each
     kind it is spelt twice, and then repeated (35 s -> 8 s for 64 ranks)."""
 
@@ -258,7 +258,7 @@ class _Leaves:
         self._templates: dict[Hashable, list[bytes]] = {}  # what comes before the key of the storage, and after
         self._is_inside = False
 
-    def __call__(self, writer: Writer, value: Any) -> bool:
+    def __call__(self, writer: PickleWriter, value: Any) -> bool:
         wrapper = self._wrapper_of(value) if self._wrapper_of is not None and not self._is_inside else None
         if wrapper is not None:
             self._is_inside = True
@@ -272,7 +272,7 @@ class _Leaves:
         writer.remember(value)
         return True
 
-    def _write_wrapper(self, writer: Writer, wrapper: Wrapper, value: Any) -> None:
+    def _write_wrapper(self, writer: PickleWriter, wrapper: Wrapper, value: Any) -> None:
         template = self._templates.get(wrapper.kind)
         if template is None:
             # What tensors share is in the memo after this.
@@ -295,4 +295,4 @@ def dump(tree: Any, tensor_of: TensorOf, wrapper_of: WrapperOf | None = None) ->
 
     A tensor that was written before is written with the same key, so that tensors go on sharing a storage.
     """
-    return pickler.dump(tree, protocol=2, leaf=_Leaves(tensor_of, wrapper_of))
+    return pickler.dump(tree, protocol=2, leaf=_TensorLeaves(tensor_of, wrapper_of))

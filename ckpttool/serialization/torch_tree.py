@@ -16,7 +16,7 @@ from ckpttool.catalogue.flatten import flatten
 from ckpttool.catalogue.values import Link, stub_name, walk
 from ckpttool.catalogue.warning import Warning
 from ckpttool.errors import CorruptError, LossError
-from ckpttool.serialization.dtensor import Shard, holds_sharded
+from ckpttool.serialization.dtensor import RankShard, holds_sharded
 from ckpttool.serialization.torch_module import Dropped, is_module, replace_modules
 from ckpttool.serialization.torch_pickle import NewTensor, StorageRef, TensorRef
 from ckpttool.text import is_or_are, plural, some
@@ -26,10 +26,10 @@ _META_TENSOR = "torch._utils._rebuild_meta_tensor_no_storage"
 
 
 def fill(
-    catalogue: Catalogue, tree: Any, place: Place, root: Path = (), *, shards: dict[Path, Shard] | None = None
+    catalogue: Catalogue, tree: Any, place: Place, root: Path = (), *, shards: dict[Path, RankShard] | None = None
 ) -> None:
     """Add a tree to the catalogue at `root`; `place` says where the bytes of a tensor are. Adds warnings on it too.
-    Every `Shard` in the tree becomes a tensor with the chunks that its rank has, and is put into `shards`."""
+    Every `RankShard` in the tree becomes a tensor with the chunks that its rank has, and is put into `shards`."""
     dropped = Dropped()
     if is_module(tree):
         catalogue.facts["layout"] = f"{catalogue.facts.get('layout', '')} nn.Module".strip()
@@ -45,7 +45,7 @@ def fill(
             raise CorruptError(f"{error.message} (tensor `{dotted(path)}`)", hint=error.hint, **facts) from None
 
     def make(ref: Any, path: Path, embedded: bool) -> Tensor:
-        if isinstance(ref, Shard):
+        if isinstance(ref, RankShard):
             if shards is not None:
                 shards[path] = ref
             chunks = Chunks.of(Chunk(p.offsets, p.sizes, placed(p.ref, path)) for p in ref.boxes)
@@ -59,7 +59,7 @@ def fill(
         chunks = Chunks.single(ref.shape, placed(ref, path))
         return Tensor(path, ref.dtype, ref.shape, chunks, embedded=embedded)
 
-    flatten(tree, catalogue, (TensorRef, Shard), make, root, bare=StorageRef)
+    flatten(tree, catalogue, (TensorRef, RankShard), make, root, bare=StorageRef)
     catalogue.warnings += dropped.warnings()
     for kind, names in wrapped.items():
         text = f"{len(names)} tensors of class `{kind}` are taken as plain tensors: {some(names)}"

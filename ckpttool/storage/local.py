@@ -11,7 +11,7 @@ from typing import Any, BinaryIO
 
 from ckpttool.storage import files, staging, versions
 from ckpttool.storage.errors import from_os_error, os_errors
-from ckpttool.storage.stage import Stage
+from ckpttool.storage.stage import StagingArea
 from ckpttool.storage.stores import DirectoryEntry, Location, Outgoing, Stat, Store, Write
 
 
@@ -89,7 +89,7 @@ class LocalStore(Store):
     def remove(self, name: str) -> None:
         files.remove(name)
 
-    def stage(self, name: str, **options: Any) -> AbstractContextManager[Stage]:
+    def stage(self, name: str, **options: Any) -> AbstractContextManager[StagingArea]:
         return staging.stage(name, **options)
 
     def publish(  # type: ignore[override] # options are the store's own

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from ckpttool.storage import tree, workspace
-from ckpttool.storage.stage import Stage
+from ckpttool.storage.stage import StagingArea
 from ckpttool.storage.workspace import SUFFIX, Workspace
 
 Kind = Literal["partial output", "old destination", "temporary files"]
@@ -41,7 +41,7 @@ class Remnant:
     kind: Kind
     names: list[str]
     of: str = ""
-    stage: Stage | None = None
+    stage: StagingArea | None = None
     place: Workspace | None = None
     why: str = ""
     running: bool = False
@@ -86,7 +86,7 @@ def _of_run(folder: str, name: str, run: str, group: Sequence[re.Match[str]]) ->
         found = workspace.find(folder, partial)
         one = Remnant("partial output", [partial], name, why=found.why, running=found.running)
         if found.workspace is not None:
-            one.stage = Stage(os.path.join(folder, name), found.workspace)
+            one.stage = StagingArea(os.path.join(folder, name), found.workspace)
         if old in names and (found.running or (one.stage is not None and one.stage.has_old())):
             one.names.append(old)
         remnants.append(one)

@@ -27,7 +27,7 @@ _NO_LINKS = (errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.E
 _BLOCK = 1 << 20
 
 
-class Stage:
+class StagingArea:
     """Where a destination is written: `path`, a file or a directory in the workspace of the run. The path is for this
     process; others find the same at `shared_path`.
 

@@ -1,8 +1,8 @@
 """Writes a local destination in a workspace beside its place, syncs it, and renames it once it is complete.
 
 What killed runs left there is input: the next run restores, resumes or removes only what a run of this user made, as
-`workspace` proves, and what its journal says of an old destination (`Stage`) or of a file that is still to be written
-(`After`). Whatever else has such a name is left alone, and named.
+`workspace` proves, and what its journal says of an old destination (`StagingArea`) or of a file that is still to be
+written (`After`). Whatever else has such a name is left alone, and named.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import NamedTuple
 from ckpttool.errors import CkptError, OverwriteError, RemoteError, StorageError, UsageError
 from ckpttool.storage import files, remnants, workspace
 from ckpttool.storage.errors import from_os_error, not_expanded, os_errors
-from ckpttool.storage.stage import Stage
+from ckpttool.storage.stage import StagingArea
 from ckpttool.storage.stores import is_remote
 
 
@@ -40,7 +40,7 @@ def stage(
     resume: bool = False,
     notes: list[str] | None = None,
     after: After | None = None,
-) -> Iterator[Stage]:
+) -> Iterator[StagingArea]:
     """Yield where to write `dst`. That is renamed to `dst` when the block ends without an error; else it is removed.
 
     With `overwrite`, the old `dst` is moved aside first and removed last. With `resume`, what an earlier run has kept
@@ -60,7 +60,7 @@ def stage(
         earlier = _left(dst, notes, resume)
         # `_left` may have restored an old one.
         check_free(dst, overwrite=overwrite, is_file=is_file)
-        current = earlier or Stage(dst, workspace.create(above, f".{name}.partial-"))
+        current = earlier or StagingArea(dst, workspace.create(above, f".{name}.partial-"))
     except OSError as error:
         _unmake(created)
         raise from_os_error(error, dst, "write") from None
@@ -116,7 +116,7 @@ def _followed(dst: str) -> str:
     return os.path.realpath(dst) if os.path.islink(dst) and os.path.isdir(dst) else dst
 
 
-def _remove(one: Stage, notes: list[str]) -> bool:
+def _remove(one: StagingArea, notes: list[str]) -> bool:
     """Remove what a run made besides the destination, or note that it is still there. Return whether it is gone."""
     try:
         one.remove()
@@ -173,7 +173,7 @@ def check_writable(dst: str) -> None:
         raise StorageError(f"`{dst}`: cannot write: no permission to write in `{folder}`", file=dst)
 
 
-def _renamed(error: CkptError, stage: Stage, dst: str, kept: bool, *, is_left: bool) -> CkptError:
+def _renamed(error: CkptError, stage: StagingArea, dst: str, kept: bool, *, is_left: bool) -> CkptError:
     """Return the error with the destination in place of the staging path, which is removed."""
 
     def renamed(text: str) -> str:
@@ -225,7 +225,7 @@ def finish(dst: str, path: str | None, do: Callable[[], None]) -> bool | None:
     return done
 
 
-def _left(dst: str, notes: list[str], resume: bool) -> Stage | None:
+def _left(dst: str, notes: list[str], resume: bool) -> StagingArea | None:
     """Remove what killed runs left; with `resume`, return the newest of it instead. A destination that was moved aside
     and not replaced is restored. Raises OSError."""
     ended = _ended(dst, notes, resume)
@@ -251,7 +251,7 @@ def _left(dst: str, notes: list[str], resume: bool) -> Stage | None:
     return taken
 
 
-def _ended(dst: str, notes: list[str], resume: bool) -> list[Stage]:
+def _ended(dst: str, notes: list[str], resume: bool) -> list[StagingArea]:
     """Return what ended runs of this user left at `dst`, the oldest first. What else is there is noted. Raises
     OSError."""
     ended, foreign = [], []

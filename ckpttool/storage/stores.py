@@ -31,7 +31,7 @@ from ckpttool.text import literal
 
 if TYPE_CHECKING:
     from ckpttool.storage.gathered import GatheredFile
-    from ckpttool.storage.stage import Stage
+    from ckpttool.storage.stage import StagingArea
 
 # A scheme, and the module of its store, imported on use: `locate(address)` to read, `destination(address)` to publish.
 STORES = {"": "ckpttool.storage.local", "hf": "ckpttool.storage.hub"}
@@ -167,7 +167,7 @@ class Store:
         """Remove a file or a directory, if it exists."""
         raise NotImplementedError
 
-    def stage(self, name: str, **options: Any) -> AbstractContextManager[Stage]:
+    def stage(self, name: str, **options: Any) -> AbstractContextManager[StagingArea]:
         """Return a context manager of where a file or a directory is written; the end of the block publishes it in one
         step, and an error in it leaves nothing. See `staging.stage`."""
         raise NotImplementedError
@@ -394,7 +394,7 @@ class Location(str):
         """Remove a file or a directory, if it exists."""
         self.store.remove(self.key)
 
-    def stage(self, **options: Any) -> AbstractContextManager[Stage]:
+    def stage(self, **options: Any) -> AbstractContextManager[StagingArea]:
         """Return a context manager of where to write this; the options are those of `staging.stage`."""
         return self.store.stage(self.key, **options)
 

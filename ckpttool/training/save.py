@@ -226,7 +226,7 @@ def _stage(path: str, is_file: bool, overwrite: bool) -> Iterator[str]:
             stack.close()
 
 
-class _Planner(DefaultSavePlanner):  # type: ignore[misc]
+class _NotesPlanner(DefaultSavePlanner):  # type: ignore[misc]
     """Saves what the names of DCP do not say where our DCP writer does: in an attribute of the index, which torch
     ignores. `extras` are those of all ranks, on rank 0."""
 
@@ -249,14 +249,14 @@ class _Planner(DefaultSavePlanner):  # type: ignore[misc]
         return plans, metadata
 
 
-def _planner(state: dict[str, Any]) -> _Planner:
+def _planner(state: dict[str, Any]) -> _NotesPlanner:
     own = Notes({}, {})
     with collectives.together():
         own = note(state)
     extras = collectives.to_first(own.extra)
     planner = None
     with collectives.together():
-        planner = _Planner(own, extras)
+        planner = _NotesPlanner(own, extras)
     assert planner is not None
     return planner
 

@@ -26,7 +26,7 @@ from ckpttool.storage import files
 from ckpttool.storage.crc import combine
 from ckpttool.storage.errors import os_errors
 from ckpttool.storage.log import Log
-from ckpttool.storage.stage import Stage
+from ckpttool.storage.stage import StagingArea
 from ckpttool.storage.stores import locate
 from ckpttool.transfer import checksums
 
@@ -111,7 +111,7 @@ class Journal:
         self._log.append(lines)
 
 
-def begin(stage: Stage, created: Catalogue, digest: str, notes: list[str], *, every: bool) -> Journal:
+def begin(stage: StagingArea, created: Catalogue, digest: str, notes: list[str], *, every: bool) -> Journal:
     """Return the journal of what is copied into `created`, which lies at the path of `stage`. The files of an earlier
     run replace the new ones if it followed the same plan. With `every`, all bytes are checksummed."""
     journal = Journal(stage.log, every=every)

@@ -43,7 +43,7 @@ from support.paths import ROOT
 
 import ckpttool
 from ckpttool.errors import CkptError, OverwriteError, ReadError
-from ckpttool.storage.stage import Stage
+from ckpttool.storage.stage import StagingArea
 
 KINDS = ("torch", "dcp", "safetensors")
 
@@ -708,15 +708,15 @@ def test_another_run_is_done_a_moment_before(
     name: str, src: Path, out: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:  # fmt: skip
     """What it has made is not touched, neither a directory nor a file."""
-    real = Stage.publish
+    real = StagingArea.publish
 
-    def publish(stage: Stage, **options: bool) -> None:
+    def publish(stage: StagingArea, **options: bool) -> None:
         if name == "dst":
             Path(stage.dst).mkdir()
         Path(stage.dst, "theirs" if name == "dst" else "").write_bytes(b"theirs")
         real(stage, **options)
 
-    monkeypatch.setattr(Stage, "publish", publish)
+    monkeypatch.setattr(StagingArea, "publish", publish)
     with pytest.raises(OverwriteError, match="another run has written it meanwhile"):
         ckpttool.convert(str(src), str(out / name), to="dcp" if name == "dst" else "torch")
     assert names(out) == [name] and next(path for path in out.rglob("*") if path.is_file()).read_bytes() == b"theirs"

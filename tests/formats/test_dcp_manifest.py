@@ -22,7 +22,7 @@ from ckpttool.errors import CorruptError, UsageError
 from ckpttool.operations.repair import repair
 from ckpttool.operations.verify import verify
 from ckpttool.producers.open import open_source
-from ckpttool.storage.stage import Stage
+from ckpttool.storage.stage import StagingArea
 from ckpttool.transfer.checksums import Pieces
 from ckpttool.transfer.file_checksums import WholeFiles
 
@@ -56,13 +56,13 @@ BY_OTHERS = ("repair",)  # who copies the data files without reading them
 @pytest.mark.parametrize("job", JOBS)
 def test_what_it_says(job: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It lies there before the directory has its name, so that no kill can come between."""
-    publish, there = Stage.publish, []
+    publish, there = StagingArea.publish, []
 
-    def spied(stage: Stage, **options: bool) -> None:
+    def spied(stage: StagingArea, **options: bool) -> None:
         there.append((Path(stage.path) / NAME).exists())
         publish(stage, **options)
 
-    monkeypatch.setattr(Stage, "publish", spied)
+    monkeypatch.setattr(StagingArea, "publish", spied)
     JOBS[job](tmp_path / "out")
     assert there == [True]
     said = json.loads((tmp_path / "out" / NAME).read_text())

@@ -10,7 +10,7 @@ from ckpttool.catalogue import boxes
 from ckpttool.catalogue.dtypes import dtype
 from ckpttool.catalogue.entries import Catalogue, Chunks, Extent, Part, Tensor
 from ckpttool.layout import rechunk as chunking
-from ckpttool.layout.mesh import Mesh, Sharding, bytes_per_rank, find_sharding, mesh_boxes, parse_mesh
+from ckpttool.layout.mesh import CheckpointSharding, Mesh, bytes_per_rank, find_sharding, mesh_boxes, parse_mesh
 from ckpttool.layout.rechunk import Rules
 
 MODEL = Part("model", ("model",))
@@ -24,7 +24,7 @@ def catalogue(*shapes: boxes.Ints) -> Catalogue:
     return made
 
 
-def boxes_of(tensor: Tensor, found: Sharding) -> set[boxes.Box]:
+def boxes_of(tensor: Tensor, found: CheckpointSharding) -> set[boxes.Box]:
     placed = found.placements.get(tensor.path, {})
     return {box for box, _ in mesh_boxes(tensor.shape, found.mesh, placed)}
 
@@ -40,12 +40,12 @@ def test_the_boxes_of_any_mesh_are_found_again(shapes: list[boxes.Ints], text: s
     rules = [f"w{i}" for i, shape in enumerate(shapes) if dim < len(shape)] if "tp" in text else []
     laid = chunking.over_mesh(catalogue(*shapes), mesh, Rules(tuple((name, f"tp:{dim}") for name in rules)))
     found = find_sharding(laid, mesh, mesh.world)
-    assert isinstance(found, Sharding)
+    assert isinstance(found, CheckpointSharding)
     for tensor in laid.tensors:
         assert boxes_of(tensor, found) == set(zip(tensor.chunks.offsets, tensor.chunks.sizes, strict=True))
     # Without the mesh, one that has the same boxes will do.
     other = find_sharding(laid, None, mesh.world)
-    assert isinstance(other, Sharding) and other.mesh.world == mesh.world
+    assert isinstance(other, CheckpointSharding) and other.mesh.world == mesh.world
     for tensor in laid.tensors:
         assert boxes_of(tensor, other) == set(zip(tensor.chunks.offsets, tensor.chunks.sizes, strict=True))
 
@@ -54,7 +54,7 @@ def test_the_mesh_is_found() -> None:
     for text, rules in (("shard=4", ()), ("replicate=2,shard=2", ()), ("shard=2,tp=2", (("w0", "tp:1"),))):
         mesh = parse_mesh(text)
         found = find_sharding(chunking.over_mesh(catalogue((8, 4), (8, 4)), mesh, Rules(rules)), None, 4)
-        assert isinstance(found, Sharding) and found.mesh == mesh
+        assert isinstance(found, CheckpointSharding) and found.mesh == mesh
 
 
 def test_boxes_of_no_mesh() -> None:
@@ -74,9 +74,9 @@ def test_columns_are_cut_evenly_by_fsdp() -> None:
         return laid
 
     found = find_sharding(columns(4), None, 2)
-    assert isinstance(found, Sharding) and found.placements == {("model", "w0"): {"shard": 1}}
+    assert isinstance(found, CheckpointSharding) and found.placements == {("model", "w0"): {"shard": 1}}
     found = find_sharding(columns(5), None, 2)
-    assert isinstance(found, Sharding) and found.mesh == Mesh(("shard", "tp"), (1, 2))
+    assert isinstance(found, CheckpointSharding) and found.mesh == Mesh(("shard", "tp"), (1, 2))
 
 
 @pytest.mark.parametrize("text", ["shard=2,replicate=2", "tp=2,shard=2"])
@@ -89,5 +89,5 @@ def test_what_a_rank_holds() -> None:
     mesh = parse_mesh("replicate=2,shard=4")
     laid = chunking.over_mesh(catalogue((9, 10), (100,)), mesh, Rules(replicate=("w1",)))
     found = find_sharding(laid, mesh, 8)
-    assert isinstance(found, Sharding)
+    assert isinstance(found, CheckpointSharding)
     assert bytes_per_rank(laid, found) == (3 * 10 * 4 + 400, 400)

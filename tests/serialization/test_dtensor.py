@@ -92,7 +92,7 @@ def test_fsdp2_over_tensor_parallelism_that_is_uneven() -> None:
 
 def _by_hand(
     shape: Any, on: Any, coordinate: Any, names: list[str], local: int, factors: list[int], order: Any = None
-) -> sharded.Shard:
+) -> sharded.RankShard:
     def stub(name: str, **state: Any) -> Stub:
         made = stub_type("torch.distributed.tensor.placement_types", name).__new__(
             stub_type("torch.distributed.tensor.placement_types", name)
@@ -118,7 +118,7 @@ def _by_hand(
         stub_type("torch._utils", "_rebuild_wrapper_subclass"), kind, args, state
     )
     found = sharded.replace([call])[0]
-    assert isinstance(found, sharded.Shard)
+    assert isinstance(found, sharded.RankShard)
     return found
 
 
@@ -173,7 +173,7 @@ def test_sharded_tensors(tmp_path: Path, world: int, rows: int) -> None:
 def test_one_object_twice_is_one_shard_twice(tmp_path: Path) -> None:
     with as_rank(0, 2):
         made = cut(torch.ones(6), mesh(2), Shard(0))
-        shards: list[sharded.Shard] = []
+        shards: list[sharded.RankShard] = []
         tree = sharded.replace(stubs({"a": made, "b": [made, (made, 1)]}, tmp_path / "w.pt"), shards)
     assert tree["a"] is tree["b"][0] is tree["b"][1][0]
     assert len(shards) == 1 and tree["b"][1][1] == 1
@@ -182,7 +182,7 @@ def test_one_object_twice_is_one_shard_twice(tmp_path: Path) -> None:
 def test_a_parameter_is_found_as_well(tmp_path: Path) -> None:
     with as_rank(1, 2):
         made = torch.nn.Parameter(cut(torch.ones(6, 2), mesh(2), Shard(0)))
-        assert isinstance(read({"w": made}, tmp_path / "w.pt")["w"], sharded.Shard)
+        assert isinstance(read({"w": made}, tmp_path / "w.pt")["w"], sharded.RankShard)
 
 
 def test_partial_tensors_are_refused(tmp_path: Path) -> None:

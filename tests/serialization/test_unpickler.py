@@ -573,7 +573,7 @@ def test_tensors_outside_their_storage(bad: Any) -> None:
     offset, size, stride = bad
     pid = ("storage", stub_type("torch", "FloatStorage"), "0", "cpu", 12)
 
-    def leaf(writer: picklewriter.Writer, value: Any) -> bool:
+    def leaf(writer: picklewriter.PickleWriter, value: Any) -> bool:
         if value == "HERE":
             return False
         if isinstance(value, list) and value == ["storage"]:
@@ -582,7 +582,7 @@ def test_tensors_outside_their_storage(bad: Any) -> None:
         return False
 
     known = KnownName("torch._utils", "_rebuild_tensor_v2", lambda: None)
-    writer = picklewriter.Writer(2, leaf)
+    writer = picklewriter.PickleWriter(2, leaf)
     writer.named(known.module, known.name)
     writer.write_tuple((["storage"], offset, size, stride, False, OrderedDict()))
     writer.out += b"R"
@@ -628,8 +628,8 @@ def test_names_that_hold_more_than_a_name(module: str, name: str) -> None:
     for refused in (
         lambda: load(stack_global(module, name)),
         lambda: stub_type(module, name),
-        lambda: picklewriter.Writer(2).named(module, name),
-        lambda: picklewriter.Writer(4).named(module, name),
+        lambda: picklewriter.PickleWriter(2).named(module, name),
+        lambda: picklewriter.PickleWriter(4).named(module, name),
     ):
         with pytest.raises(CorruptError, match="is not what a module, class or function can be called") as caught:
             refused()

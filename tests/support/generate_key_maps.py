@@ -20,7 +20,7 @@ import transformers
 
 from ckpttool.layout.key_maps import FORMAT
 from ckpttool.models import key_maps, written_names
-from ckpttool.models.written_names import Written
+from ckpttool.models.written_names import WrittenNames
 from support import tiny_models
 
 FOLDER = Path(key_maps.FOLDER) / "transformers"
@@ -28,7 +28,7 @@ FOLDER = Path(key_maps.FOLDER) / "transformers"
 
 def generated() -> dict[str, str]:
     """The text of each file, by the model type or class that it is for."""
-    found: dict[str, list[Written]] = {}
+    found: dict[str, list[WrittenNames]] = {}
     titles: dict[str, str] = {}
     for model_type, kind in tiny_models.classes():
         written = [one for model in models(model_type, kind) for one in _written(model)]
@@ -63,7 +63,7 @@ def models(model_type: str, kind: Any) -> Iterator[Any]:
             yield model
 
 
-def _written(model: Any) -> list[Written]:
+def _written(model: Any) -> list[WrittenNames]:
     state = model.state_dict()
     # A config may ask for a bias where the default has none.
     biases = {

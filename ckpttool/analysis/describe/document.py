@@ -89,7 +89,7 @@ def path_json(path: Path) -> list[Any]:
     return [key if isinstance(key, (str, int)) else shown(key) for key in path]
 
 
-def _tensor(tensor: Tensor, catalogue: Catalogue, placement: sharding.Placement | None) -> TensorEntry:
+def _tensor(tensor: Tensor, catalogue: Catalogue, placement: sharding.MeshPlacement | None) -> TensorEntry:
     files, chunks = catalogue.files, tensor.chunks
     return {
         "name": tensor.name,

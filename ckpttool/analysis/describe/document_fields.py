@@ -118,7 +118,7 @@ class Recognised(TypedDict):
     cannot: list[str]  #: what it does not do, for people
 
 
-class Facts(TypedDict, total=False):
+class CheckpointFacts(TypedDict, total=False):
     """What a format or a run directory records; each field may be missing."""
 
     layout: str  #: layout of the format, for people
@@ -136,7 +136,7 @@ class Facts(TypedDict, total=False):
     run: list[CheckpointEntry]  #: checkpoints of a run, if `path` is one
 
 
-class Document(Facts):
+class Document(CheckpointFacts):
     """What `inspect --json` prints."""
 
     schema: str  #: `ckpttool/inspect/2`

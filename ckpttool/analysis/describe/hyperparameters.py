@@ -21,8 +21,8 @@ _VALUE = 24
 
 
 @dataclass(slots=True)
-class Column:
-    """Groups with equal values: `Column(["0"], 14, {"lr": "0.01", "betas": "(0.9, 0.95)"})`. `params` is None when the
+class HyperparameterColumn:
+    """Groups with equal values: `HyperparameterColumn(["0"], 14, {"lr": "0.01", "betas": "(0.9, 0.95)"})`. `params` is None when the
     file does not say how many parameters are in them. The groups of a `flat` optimizer are single parameters."""
 
     groups: list[str]
@@ -32,11 +32,11 @@ class Column:
 
 
 @dataclass(slots=True)
-class Table:
+class HyperparameterTable:
     """The hyper-parameters below one root, `("optim",)`; `paths` are the entries that it shows."""
 
     root: Path
-    columns: list[Column]
+    columns: list[HyperparameterColumn]
     paths: set[Path] = field(default_factory=set)
 
     @property
@@ -50,16 +50,16 @@ class Table:
         return [f"group{'s' if len(group) > 1 else ''} {ranges(group, ',', RANGES)}" for group in numbers]
 
 
-def tables(entries: Iterable[Entry], tensors: Tensors) -> list[Table]:
+def tables(entries: Iterable[Entry], tensors: Tensors) -> list[HyperparameterTable]:
     """Return one table for each `param_groups` in `entries`."""
-    by_root: dict[Path, tuple[Table, dict[str, Column]]] = {}
+    by_root: dict[Path, tuple[HyperparameterTable, dict[str, HyperparameterColumn]]] = {}
     for entry in entries:
         if (place := _place(entry)) is None:
             continue
         root, name, key, flat = place
-        table, groups = by_root.setdefault(root, (Table(root, []), {}))
+        table, groups = by_root.setdefault(root, (HyperparameterTable(root, []), {}))
         table.paths.add(entry.path)
-        group = groups.setdefault(name, Column([name], 1 if flat else None, {}, flat))
+        group = groups.setdefault(name, HyperparameterColumn([name], 1 if flat else None, {}, flat))
         value, instead = peek(entry) if isinstance(entry, Object) else (None, None)
         if key == "params":
             group.params = len(value) if isinstance(value, (list, tuple)) else None
@@ -87,8 +87,8 @@ def _place(entry: Entry) -> tuple[Path, str, str, bool] | None:
     return key.root, group, name, not (group.isdecimal() and len(group) < 6)
 
 
-def _folded(groups: Iterable[Column]) -> list[Column]:
-    columns: dict[tuple[object, ...], Column] = {}
+def _folded(groups: Iterable[HyperparameterColumn]) -> list[HyperparameterColumn]:
+    columns: dict[tuple[object, ...], HyperparameterColumn] = {}
     for group in groups:
         column = columns.setdefault((group.flat, *group.values.items()), group)
         if column is not group:

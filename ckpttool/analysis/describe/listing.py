@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
-from ckpttool.analysis.describe.rows import CONDITION, Rows
+from ckpttool.analysis.describe.rows import CONDITION, TensorRows
 from ckpttool.catalogue.conditions import condition
 from ckpttool.catalogue.dtypes import ALIASES, DTYPES
 from ckpttool.catalogue.entries import Catalogue, Object, Tensor
@@ -38,7 +38,7 @@ class Listing(NamedTuple):
         names = {_dtype(name) for name in self.dtypes}
         least = parse_size(self.min_size, "--min-size") if self.min_size is not None else 0
         holds = condition(self.where, CONDITION, "--where") if self.where is not None else None
-        rows = Rows(catalogue)
+        rows = TensorRows(catalogue)
         found = [
             tensor
             for tensor in catalogue.tensors

@@ -42,9 +42,9 @@ class ModuleLine:
 
 
 @dataclass(slots=True)
-class _Node:
+class _ModuleNode:
     tensor: Tensor | None = None
-    children: defaultdict[str, _Node] = field(default_factory=lambda: defaultdict(_Node))
+    children: defaultdict[str, _ModuleNode] = field(default_factory=lambda: defaultdict(_ModuleNode))
     kind: int = 0  # equal nodes have equal kinds
     tensors: int = 0
     elements: int = 0
@@ -59,7 +59,7 @@ def lines(tensors: Iterable[Tensor], root: Path, tied: Collection[Path], depth: 
     The module around almost everything (`model` beside `lm_head.weight`) and a list of differing layers are no levels.
     `tied` are those whose bytes another tensor has; they count as tensors, but not as elements or bytes again.
     """
-    top = _Node()
+    top = _ModuleNode()
     skip = len(dotted(root)) + 1 if root else 0
     for tensor in tensors:
         node = top
@@ -71,7 +71,7 @@ def lines(tensors: Iterable[Tensor], root: Path, tied: Collection[Path], depth: 
     return list(_walk(top, 0, 1, depth, 0))
 
 
-def _count(node: _Node, kinds: dict[object, int]) -> None:
+def _count(node: _ModuleNode, kinds: dict[object, int]) -> None:
     own, children = node.tensor, node.children.values()
     for child in children:
         _count(child, kinds)
@@ -91,7 +91,7 @@ def _count(node: _Node, kinds: dict[object, int]) -> None:
     node.kind = kinds.setdefault(same, len(kinds) + 1)
 
 
-def _walk(node: _Node, level: int, times: int, depth: int, spent: int) -> Iterator[ModuleLine]:
+def _walk(node: _ModuleNode, level: int, times: int, depth: int, spent: int) -> Iterator[ModuleLine]:
     """Yield the lines below `node`, which are indented by `level`; `spent` of the `depth` levels are above them."""
     for name, folded, child, below in _children(node, spent):
         count = times * folded
@@ -103,7 +103,7 @@ def _walk(node: _Node, level: int, times: int, depth: int, spent: int) -> Iterat
             yield from _walk(child, level + 1, count, depth, below)
 
 
-def _children(node: _Node, spent: int) -> Iterator[tuple[str, int, _Node, int]]:
+def _children(node: _ModuleNode, spent: int) -> Iterator[tuple[str, int, _ModuleNode, int]]:
     """Yield the name of each line below a module, how many it folds, its node, and the levels that are spent below."""
     modules = sum(child.tensors > 1 for child in node.children.values())
     for names, child in _folded(node):
@@ -117,19 +117,19 @@ def _children(node: _Node, spent: int) -> Iterator[tuple[str, int, _Node, int]]:
         yield name, folded, child, spent + (not is_wrapper and not _is_list(child))
 
 
-def _deepest(node: _Node, spent: int) -> int:
+def _deepest(node: _ModuleNode, spent: int) -> int:
     """Return the depth that shows everything below a module."""
     return max((_deepest(child, below) for _, _, child, below in _children(node, spent)), default=spent)
 
 
-def _is_list(node: _Node) -> bool:
+def _is_list(node: _ModuleNode) -> bool:
     return len(node.children) > 1 and all(map(is_number, node.children))
 
 
-def _folded(node: _Node) -> list[tuple[list[str], _Node]]:
+def _folded(node: _ModuleNode) -> list[tuple[list[str], _ModuleNode]]:
     """Return the children, numbered ones in ascending order, and those of them that are equal together."""
     numbers = iter(sorted(filter(is_number, node.children), key=int))
-    groups: dict[tuple[str, int], tuple[list[str], _Node]] = {}
+    groups: dict[tuple[str, int], tuple[list[str], _ModuleNode]] = {}
     for name in node.children:
         numbered = is_number(name)
         name = next(numbers) if numbered else name

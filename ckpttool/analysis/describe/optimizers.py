@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from ckpttool.analysis.describe import hyperparameters
-from ckpttool.analysis.describe.hyperparameters import Table
+from ckpttool.analysis.describe.hyperparameters import HyperparameterTable
 from ckpttool.catalogue.entries import Entry, Path, Tensor
 from ckpttool.layout.optimizer.parse import parse_key
 
@@ -74,13 +74,13 @@ class State:
 
 @dataclass(slots=True)
 class OptimizerSummary:
-    """One optimizer: `OptimizerSummary(("optim",), "AdamW", [State("exp_avg", ...), ...], Table(...))`. `name` is its
+    """One optimizer: `OptimizerSummary(("optim",), "AdamW", [State("exp_avg", ...), ...], HyperparameterTable(...))`. `name` is its
     class in torch.optim, None where that cannot be told; `table` has its hyper-parameters, None where it has none."""
 
     root: Path
     name: str | None
     state: list[State]
-    table: Table | None
+    table: HyperparameterTable | None
 
     def __str__(self) -> str:
         """`AdamW state float32`; `Adam state (exp_avg, exp_avg_sq) float32` where it may be any class like Adam."""
@@ -136,7 +136,7 @@ def optimizers(
     return results
 
 
-def _name(table: Table | None, kinds: set[str]) -> str | None:
+def _name(table: HyperparameterTable | None, kinds: set[str]) -> str | None:
     """Return the class in torch.optim that groups with such keys and state of such kinds belong to, if it is one."""
     if table is None:
         return None

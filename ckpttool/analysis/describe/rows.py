@@ -14,7 +14,7 @@ CONDITION = Columns(_NUMBERS, _TEXTS, "column", "'numel > 1e6 and name != \"*.bi
 COLUMNS = ("name", "part", "dtype", "shape", *_NUMBERS, "placement")
 
 
-class Rows:
+class TensorRows:
     """The rows of a catalogue's tensors."""
 
     def __init__(self, catalogue: Catalogue) -> None:

@@ -17,8 +17,8 @@ _UNEVEN = 1.05  # times the least
 
 
 @dataclass(frozen=True, slots=True)
-class Placement:
-    """Where a tensor is on a mesh: `Placement((2, 2), ("Replicate", "Shard(0)"), ("dp", "tp"))`.
+class MeshPlacement:
+    """Where a tensor is on a mesh: `MeshPlacement((2, 2), ("Replicate", "Shard(0)"), ("dp", "tp"))`.
 
     Where the checkpoint does not name a mesh, it is one that the shards need: four shards of rows are `Shard(0)` on a
     mesh of 4, whether or not other ranks have replicas of them.
@@ -40,25 +40,25 @@ class Placements:
 
     def __init__(self, catalogue: Catalogue) -> None:
         self._catalogue, self._world = catalogue, catalogue.world_size
-        self._known: dict[object, Placement | None] = {}
+        self._known: dict[object, MeshPlacement | None] = {}
 
-    def of(self, tensor: Tensor) -> Placement | None:
+    def of(self, tensor: Tensor) -> MeshPlacement | None:
         """Return the placement of a tensor; None for one of one rank only, and where its shards are no grid."""
         named = self._catalogue.shardings.get(tensor.path)
         if named is not None:
-            return Placement(named.mesh, named.placements, named.names)
+            return MeshPlacement(named.mesh, named.placements, named.names)
         if self._world < 2 or find_rank(tensor.path) is not None:
             return None
         if len(tensor.chunks) == 1:
             rank = self._catalogue.files[tensor.chunks.file[0]].rank
-            return None if rank is None else Placement((self._world,), ("Replicate",))
+            return None if rank is None else MeshPlacement((self._world,), ("Replicate",))
         # In a large index tensors of one shape share their boxes.
         key = id(tensor.chunks.offsets), id(tensor.chunks.sizes), tensor.shape
         if key not in self._known:
             self._known[key] = self._by_boxes(tensor)
         return self._known[key]
 
-    def _by_boxes(self, tensor: Tensor) -> Placement | None:
+    def _by_boxes(self, tensor: Tensor) -> MeshPlacement | None:
         offsets = tensor.chunks.offsets
         cuts = {dim: n for dim in range(len(tensor.shape)) if (n := len({place[dim] for place in offsets})) > 1}
         if len(cuts) == 1:
@@ -66,7 +66,7 @@ class Placements:
             cuts = dict.fromkeys(cuts, len(offsets))
         if prod(cuts.values()) != len(offsets):
             return None
-        return Placement(tuple(cuts.values()), tuple(f"Shard({dim})" for dim in cuts))
+        return MeshPlacement(tuple(cuts.values()), tuple(f"Shard({dim})" for dim in cuts))
 
 
 def overview(catalogue: Catalogue) -> str:
@@ -79,7 +79,7 @@ def overview(catalogue: Catalogue) -> str:
     return "; ".join(f"{_label(placement, catalogue)}: {plural(n, 'tensor')}" for placement, n in found.most_common())
 
 
-def _label(placement: Placement | None, catalogue: Catalogue) -> str:
+def _label(placement: MeshPlacement | None, catalogue: Catalogue) -> str:
     if placement is None:
         return "otherwise"
     world = catalogue.world_size

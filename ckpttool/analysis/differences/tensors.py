@@ -76,7 +76,7 @@ class Options(NamedTuple):
 BY_BITS = Options()
 
 
-class _Task(NamedTuple):
+class _PairTask(NamedTuple):
     pair: int
     chunks: tuple[int, int]
     box: Box
@@ -92,7 +92,7 @@ def compare(
     """
     work = Work(sum(pair.a.nbytes for pair in pairs), options.progress)
     with closing(Pool()) as one, closing(Pool()) as other:
-        walk = _Walk(pairs, sources, paths, (one, other), options, work)
+        walk = _PairWalk(pairs, sources, paths, (one, other), options, work)
         on_threads(walk.tasks(range(len(pairs))), walk.compare, options.threads, work)
         if not options.exact:
             results = sorted(walk.results.items())
@@ -118,7 +118,7 @@ def difference(a: Tensor, b: Tensor, sources: Sources, paths: tuple[str, str]) -
 
 
 @dataclass(slots=True)
-class _Walk:
+class _PairWalk:
     pairs: Sequence[Pair]
     sources: Sources
     paths: tuple[str, str]
@@ -130,24 +130,24 @@ class _Walk:
     unequal: set[tuple[int, Box]] = field(default_factory=set)  # tiles that were compared element by element
     lock: threading.Lock = field(default_factory=threading.Lock)
 
-    def tasks(self, numbers: Iterable[int]) -> Iterator[_Task]:
+    def tasks(self, numbers: Iterable[int]) -> Iterator[_PairTask]:
         """Yield the tasks of these pairs: the same ones each time."""
         for n in numbers:
             pair = self.pairs[n]
             for i, j, shared in intersections(pair.a.chunks, pair.b.chunks):
                 for box in tiles(shared, pair.elements(TASK)):
-                    yield _Task(n, (i, j), box)
+                    yield _PairTask(n, (i, j), box)
 
-    def _tiles(self, task: _Task) -> Iterator[Box]:
+    def _tiles(self, task: _PairTask) -> Iterator[Box]:
         return tiles(task.box, self.pairs[task.pair].elements(TILE))
 
-    def _reader(self, task: _Task, side: int) -> ChunkReader:
+    def _reader(self, task: _PairTask, side: int) -> ChunkReader:
         with open.naming(self.paths[side]):
             pair = self.pairs[task.pair]
             tensor, i = (pair.a, pair.b)[side], task.chunks[side]
             return ChunkReader(self.sources[side], self.pools[side], tensor, tensor.chunks.at(i))
 
-    def compare(self, task: _Task) -> None:
+    def compare(self, task: _PairTask) -> None:
         """Compare the tiles of a task."""
         pair = self.pairs[task.pair]
         same_dtype = pair.a.dtype == pair.b.dtype
@@ -180,7 +180,7 @@ class _Walk:
         with self.lock:
             self.unequal.add((n, tile))
 
-    def add_equal(self, task: _Task) -> None:
+    def add_equal(self, task: _PairTask) -> None:
         """Add the sums of the tiles that are equal, of a tensor that differs."""
         pair, reader = self.pairs[task.pair], self._reader(task, 0)
         for tile in self._tiles(task):

@@ -29,7 +29,7 @@ from ckpttool.analysis.differences.tensors import difference
 from ckpttool.analysis.statistics.results import COLUMNS
 from ckpttool.cli.browser import views
 from ckpttool.cli.browser.dialogs import Choice, Page
-from ckpttool.cli.browser.names import Line, Names
+from ckpttool.cli.browser.names import NameLine, Names
 from ckpttool.cli.browser.views import TABS, Look
 from ckpttool.cli.signals import Terminated, catch_signals
 from ckpttool.errors import CkptError, UsageError
@@ -138,7 +138,7 @@ class Browser(App[CkptError | KeyboardInterrupt | None]):
         self.sorting = _OWN_ORDER
         self.searched = ""
         self.message = ""
-        self._message_line: Line | None = None
+        self._message_line: NameLine | None = None
         self._query: Query | None = None
         self._seen: tuple[object, int] = (None, 0)
         self._pictured: tuple[object, ...] = ()

@@ -25,7 +25,7 @@ _SPARK = 10  # bars, at most
 _UNKNOWN = "·"
 
 
-class Line(NamedTuple):
+class NameLine(NamedTuple):
     """A line of the list. In a list of tensors, `value` is the statistic it is sorted by."""
 
     depth: int
@@ -58,7 +58,7 @@ class Names(ScrollView, can_focus=True):
     def __init__(self) -> None:
         super().__init__(id="names")
         self.opened: Opened | None = None
-        self.lines: list[Line] = []
+        self.lines: list[NameLine] = []
         self.cursor = 0
         self.marked: tuple[Opened, int] | None = None
         self.is_tree = True
@@ -80,7 +80,7 @@ class Names(ScrollView, can_focus=True):
     def show_list(self, tensors: Sequence[tuple[int, float | None]], empty: str) -> None:
         """Show tensors by their numbers, each with the statistic it is sorted by."""
         self.is_tree, self.empty = False, empty
-        self._set([Line(0, None, i, value) for i, value in tensors])
+        self._set([NameLine(0, None, i, value) for i, value in tensors])
 
     def select(self, tensor: int) -> None:
         """Move the cursor to a tensor, and open what is above it."""
@@ -94,7 +94,7 @@ class Names(ScrollView, can_focus=True):
             self.action_go(at)
 
     @property
-    def line(self) -> Line | None:
+    def line(self) -> NameLine | None:
         """The line with the cursor."""
         return self.lines[self.cursor] if self.cursor < len(self.lines) else None
 
@@ -110,14 +110,14 @@ class Names(ScrollView, can_focus=True):
                 found += line.node.members[: 4 * _SPARK * 8]
         return list(dict.fromkeys(found))
 
-    def _below(self, node: Node, depth: int) -> list[Line]:
-        lines = [Line(depth, node, node.tensor)]
+    def _below(self, node: Node, depth: int) -> list[NameLine]:
+        lines = [NameLine(depth, node, node.tensor)]
         if id(node) in self._open:
             for child in node.children:
                 lines += self._below(child, depth + 1)
         return lines
 
-    def _set(self, lines: list[Line]) -> None:
+    def _set(self, lines: list[NameLine]) -> None:
         self.lines = lines
         self.virtual_size = Size(self.size.width, len(lines))
         self.cursor = max(0, min(self.cursor, len(lines) - 1))
@@ -205,7 +205,7 @@ class Names(ScrollView, can_focus=True):
         quiet = style if at == self.cursor else base + right_style
         return Strip([Segment(left + " ", style), Segment(right, quiet)]).adjust_cell_length(width, base)
 
-    def _words(self, line: Line) -> tuple[str, str, Style]:
+    def _words(self, line: NameLine) -> tuple[str, str, Style]:
         """Return what a line says, what stands at its right, and how that looks."""
         assert self.opened is not None
         rows = self.opened.survey.rows

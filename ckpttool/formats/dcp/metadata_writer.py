@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from ckpttool.catalogue.boxes import Ints
 from ckpttool.formats.dcp.index import NAME
 from ckpttool.serialization.dcp.metadata import IndexContents, IndexItem, StoredTensor, checksum
-from ckpttool.serialization.pickler import Writer
+from ckpttool.serialization.pickler import PickleWriter
 from ckpttool.storage import files
 from ckpttool.storage.crc import crc32
 from ckpttool.storage.stores import Location, locate
@@ -23,7 +23,7 @@ _BATCH = 1000  # as pickle does: the reader's stack stays small
 class _Opcodes:
     """Opcodes of the classes and keys that come again and again, each a reference to the pickle's memo."""
 
-    def __init__(self, writer: Writer) -> None:
+    def __init__(self, writer: PickleWriter) -> None:
         self._writer = writer
         self.size = self._named("torch", "Size")
         self.chunk = self._named(_MODULE, "ChunkStorageMetadata") + b")\x81}("
@@ -81,7 +81,7 @@ def publish(folder: str | Location, metadata: IndexContents) -> None:
 
 def write(metadata: IndexContents, flush: Callable[[bytes], object]) -> None:
     """Pass the pickle of `metadata` to `flush`, piece by piece."""
-    writer = Writer(protocol=4)
+    writer = PickleWriter(protocol=4)
     opcodes = _Opcodes(writer)
     out = writer.out
     crc = 0
@@ -128,7 +128,7 @@ def write(metadata: IndexContents, flush: Callable[[bytes], object]) -> None:
     flush(writer.done())
 
 
-def _describe(writer: Writer, opcodes: _Opcodes, entry: StoredTensor | IndexItem) -> None:
+def _describe(writer: PickleWriter, opcodes: _Opcodes, entry: StoredTensor | IndexItem) -> None:
     if isinstance(entry, IndexItem):
         writer.out += opcodes.bytes
         return

@@ -21,7 +21,7 @@ from ckpttool.catalogue.entries import (
     Tensor,
     dotted,
 )
-from ckpttool.catalogue.protocols import NO_HINTS, OpenOptions, Run, Source
+from ckpttool.catalogue.protocols import NO_HINTS, ByteRange, OpenOptions, Source
 from ckpttool.catalogue.values import Stub, stub_type
 from ckpttool.catalogue.warning import Warning
 from ckpttool.errors import CkptError, CorruptError, ReadError
@@ -47,7 +47,7 @@ class DcpSource(Source):
         self._items = items
         self._transforms = transforms
 
-    def items(self) -> Iterator[tuple[str, Run]]:
+    def items(self) -> Iterator[tuple[str, ByteRange]]:
         """Yield the items that are not chunks of the catalogue: those of objects, and replicas."""
         # Of flat parameters, what is in them is in the catalogue, and not the pieces beside them.
         has_flat = any(name.endswith(dtensor.FLAT_PARAM) for name in self.index.entries)
@@ -60,7 +60,7 @@ class DcpSource(Source):
             if item.length
         ]
         for name, item in others + [(copy.name, copy.again) for copy in self.index.copies]:
-            yield name, Run(*item[:3], packed=bool(item.transforms))
+            yield name, ByteRange(*item[:3], packed=bool(item.transforms))
 
     def lookup(self, tensor: Tensor, chunk: Chunk) -> Extent:
         extent = chunk.extent

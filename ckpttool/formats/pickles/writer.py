@@ -15,7 +15,7 @@ from ckpttool.catalogue.protocols import CreatedSink, FormatLoss, Sink, SinkOpti
 from ckpttool.catalogue.values import Link, Stub, stub_type
 from ckpttool.errors import LossError
 from ckpttool.serialization import numpy_arrays, pickler, torch_legacy, torch_zip_writer
-from ckpttool.serialization.pickler import Writer
+from ckpttool.serialization.pickler import PickleWriter
 from ckpttool.storage import files
 from ckpttool.storage.stores import locate
 
@@ -33,7 +33,7 @@ class _Hole:
     nbytes: int
 
 
-class _Leaves:
+class _RebuildCalls:
     """Writes tensors as the calls that rebuild them; `holes` are where their elements go in what is written."""
 
     def __init__(self, catalogue: Catalogue) -> None:
@@ -42,7 +42,7 @@ class _Leaves:
         self._calls: dict[Path, Stub] = {}
         self.holes: list[tuple[int, _Hole]] = []
 
-    def __call__(self, writer: Writer, value: Any) -> bool:
+    def __call__(self, writer: PickleWriter, value: Any) -> bool:
         if isinstance(value, _Hole):
             nbytes = len(value.before) + value.nbytes
             writer.out += b"B" + struct.pack("<I", nbytes) if nbytes < 1 << 32 else b"\x8e" + struct.pack("<Q", nbytes)
@@ -84,7 +84,7 @@ def _torch_call(tensor: Tensor, path: Path) -> Stub:
     return call
 
 
-def _persistent(writer: Writer, value: Any) -> bool:
+def _persistent(writer: PickleWriter, value: Any) -> bool:
     if not isinstance(value, list):
         return False
     writer.persistent(tuple(value))
@@ -93,7 +93,7 @@ def _persistent(writer: Writer, value: Any) -> bool:
 
 def create(path: str, planned: Catalogue, options: SinkOptions) -> Sink:
     """Create a pickle of full size with holes where the payloads go."""
-    leaves = _Leaves(planned)
+    leaves = _RebuildCalls(planned)
     state = flatten.unflatten(planned, lambda entry: entry if isinstance(entry, Tensor) else entry.value)
     protocol = max(_PROTOCOL, planned.facts.get("protocol", 0) if planned.format == "pickle" else 0)
     code = pickler.dump(state, protocol=protocol, leaf=leaves)

@@ -19,7 +19,7 @@ from ckpttool.catalogue.entries import Catalogue, Entry, Extent, File, Object, P
 from ckpttool.catalogue.shown import shown, spelt
 from ckpttool.errors import CorruptError, ReadError
 from ckpttool.formats.rankfiles.rank_file import RankFile
-from ckpttool.serialization.dtensor import Shard
+from ckpttool.serialization.dtensor import RankShard
 from ckpttool.serialization.torch_pickle import TensorRef
 from ckpttool.storage.files import Pool
 from ckpttool.text import rank_ranges, some
@@ -175,7 +175,7 @@ def _kinds_in(tree: Any) -> set[str]:
     if {"state", "param_groups"} <= tree.keys():
         return {"optimizer"}
     kinds = {kind for key, value in tree.items() if isinstance(value, dict) and (kind := parts.kind_of_key(key))}
-    return kinds or {"model" for value in tree.values() if isinstance(value, (TensorRef, Shard))}
+    return kinds or {"model" for value in tree.values() if isinstance(value, (TensorRef, RankShard))}
 
 
 def _value(entry: Entry, comparer: CopyComparer) -> str:

@@ -27,7 +27,7 @@ from ckpttool.errors import CkptError, CorruptError
 from ckpttool.formats.rankfiles.compare import CopyComparer, Counters, is_counter, same_value, two_saves
 from ckpttool.formats.rankfiles.rank_file import RankFile
 from ckpttool.serialization import torch_tree
-from ckpttool.serialization.dtensor import Shard
+from ckpttool.serialization.dtensor import RankShard
 from ckpttool.storage import files
 from ckpttool.text import rank_ranges, some
 
@@ -46,7 +46,7 @@ class RankState:
     rank: int
     files: dict[Path, RankFile]
     read: Catalogue = field(default_factory=lambda: Catalogue("rankfiles"))
-    shards: dict[Path, Shard] = field(default_factory=dict)
+    shards: dict[Path, RankShard] = field(default_factory=dict)
 
     def _root(self, path: Path) -> Path:
         """Return the path that the file with `path` begins at. Raises KeyError if the rank has no such file."""
@@ -88,7 +88,7 @@ class RankMerger:
         self._units: dict[Path, Path] = {}
         self._inner: set[Path] = set()  # paths of containers
         self._boxes: dict[Path, dict[tuple[Ints, Ints], int]] = {}
-        self.shards: dict[Path, Shard] = {}
+        self.shards: dict[Path, RankShard] = {}
         """The sharded tensors, each as in the first rank that has it."""
         self._names: dict[int, str] = {}
         # Values kept for each rank, by their path in its file.
@@ -417,7 +417,7 @@ def _is_empty(entry: Entry) -> bool:
     return isinstance(entry, Object) and isinstance(entry.value, (dict, list)) and not entry.value
 
 
-def _describe(entry: Entry, shard: Shard | None = None) -> str:
+def _describe(entry: Entry, shard: RankShard | None = None) -> str:
     if shard is not None:
         return f"a {shard.kind} of {shard.dtype} {list(shard.shape)}"
     return f"{entry.dtype} {list(entry.shape)}" if isinstance(entry, Tensor) else "no tensor"

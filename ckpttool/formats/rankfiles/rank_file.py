@@ -1,4 +1,4 @@
-"""The file of one rank: an archive or a legacy stream of torch.save, with a `Shard` for each sharded tensor in it."""
+"""The file of one rank: an archive or a legacy stream of torch.save, with a `RankShard` for each sharded one in it."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ckpttool.catalogue.entries import Extent
 from ckpttool.catalogue.warning import Warning
 from ckpttool.errors import CkptError
 from ckpttool.serialization import dtensor, torch_legacy, torch_module, torch_zip
-from ckpttool.serialization.dtensor import Shard
+from ckpttool.serialization.dtensor import RankShard
 from ckpttool.serialization.torch_pickle import TensorRef
 from ckpttool.storage import files
 from ckpttool.storage.stores import Location
@@ -31,7 +31,7 @@ class RankFile:
     tree: Any
     extent: Callable[[TensorRef], Extent]
     torch: str
-    shards: list[Shard] = field(default_factory=list)
+    shards: list[RankShard] = field(default_factory=list)
     warnings: list[Warning] = field(default_factory=list)
     number: int = 0  # in the catalogue
     folder: str = ""  # of the set

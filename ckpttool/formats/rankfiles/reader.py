@@ -17,7 +17,7 @@ from ckpttool.formats.rankfiles.flat.restore import Rebuilding, is_needed
 from ckpttool.formats.rankfiles.merge import ONE_SAVE, RankMerger, RankState
 from ckpttool.formats.rankfiles.rank_file import RankFile
 from ckpttool.serialization import unpickler
-from ckpttool.serialization.dtensor import Shard
+from ckpttool.serialization.dtensor import RankShard
 from ckpttool.storage import files
 from ckpttool.text import is_or_are, rank_ranges, some
 
@@ -32,14 +32,14 @@ def open(path: str, options: OpenOptions = NO_HINTS) -> Source:
     pool = files.Pool()
     try:
         with unpickler.no_garbage_collection():
-            _Opening(catalogue, pool, rank_set, options).run()
+            _RankSetOpening(catalogue, pool, rank_set, options).run()
     except BaseException:
         pool.close()
         raise
     return PlacedSource(catalogue, pool.close)
 
 
-class _Opening:
+class _RankSetOpening:
     """Reads the files of a set one after the other, and finds what contradicts what."""
 
     def __init__(self, catalogue: Catalogue, pool: files.Pool, rank_set: RankSet, options: OpenOptions) -> None:
@@ -178,7 +178,7 @@ class _Opening:
             catalogue.warnings.append(Warning("left-out", text))
 
 
-def _kind(shard: Shard) -> str:
+def _kind(shard: RankShard) -> str:
     if shard.kind == "ShardedTensor":
         return "FSDP1 ShardedTensor"
     names = f" ({', '.join(shard.names)})" if shard.names else ""

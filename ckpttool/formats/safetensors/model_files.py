@@ -65,7 +65,7 @@ class FilePiece(NamedTuple):
     entry: HeaderEntry
 
 
-class Reader:
+class HeaderMerger:
     """Merges the headers of several files into one catalogue, and the pieces of each tensor."""
 
     def __init__(self, root: Location, layout: str) -> None:
@@ -214,7 +214,7 @@ def open_file(root: Location, name: str) -> Catalogue:
     if _RANK_FILE.fullmatch(name) and len(rank_files(root)) > 1:
         text, hint = f"`{root / name}` holds one rank's pieces of tensors", f"name the directory: `{root or '.'}`"
         raise ReadError(text, hint=hint, file=name)
-    reader = Reader(root, "one file")
+    reader = HeaderMerger(root, "one file")
     reader.add(name, given=True)
     catalogue = reader.finish()
     if _RANK_FILE.fullmatch(name):
@@ -288,7 +288,7 @@ def _open_listed(root: Location, names: Sequence[str]) -> Catalogue:
             missing = next(n for n in sharding.file_names(stem, count) if n not in there)
             text = f"`{root / missing}` is not there, but `{stem}-...` are {count} files"
             raise CorruptError(text, hint="copy the missing file too", file=missing)
-    reader = Reader(root, "one file" if len(names) == 1 else "several files without an index")
+    reader = HeaderMerger(root, "one file" if len(names) == 1 else "several files without an index")
     for name in names:
         reader.add(name)
     catalogue = reader.finish()
@@ -307,7 +307,7 @@ def open_indexed(root: Location, index_name: str, only: Collection[str] | None =
     ties = {k: v for k, v in metadata.items() if isinstance(v, str) and k != checksums.KEY}
     names = dict.fromkeys(weight_map.values())
     needed = _files_of(only, weight_map, ties) if only is not None and not root.store.is_local else None
-    reader = Reader(root, "indexed")
+    reader = HeaderMerger(root, "indexed")
     for name in names:
         if needed is None or name in needed:
             reader.add(name)
@@ -380,7 +380,7 @@ def _open_ranks(root: Location, names: Sequence[str]) -> Catalogue:
         missing = next(k for k in range(1, count + 1) if k not in present)
         text = f"`{root}`: no file is number {missing} of {count}, of any rank"
         raise CorruptError(text, hint="copy the missing files too")
-    reader = Reader(root, "pieces, a file for each rank")
+    reader = HeaderMerger(root, "pieces, a file for each rank")
     for name, (shard, _, _) in zip(names, numbers, strict=True):
         reader.add(name, rank=shard - 1)
     _check_grid(reader, root, numbers)
@@ -394,7 +394,7 @@ def _open_ranks(root: Location, names: Sequence[str]) -> Catalogue:
     return catalogue
 
 
-def _check_grid(reader: Reader, root: Location, numbers: Sequence[tuple[int, ...]]) -> None:
+def _check_grid(reader: HeaderMerger, root: Location, numbers: Sequence[tuple[int, ...]]) -> None:
     """Check that no rank lacks a file. torch writes a piece for each rank that a tensor is sharded over, even one with
     no elements: where ranks with the same file have cut the tensors of another one into fewer pieces, one is missing.
 

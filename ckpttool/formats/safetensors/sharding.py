@@ -17,7 +17,7 @@ from ckpttool.catalogue.dtypes import DTYPES
 from ckpttool.catalogue.entries import Catalogue, Part, Path, Tensor, dotted
 from ckpttool.errors import LossError
 from ckpttool.formats.safetensors import checksums, index
-from ckpttool.formats.safetensors.state_json import Place
+from ckpttool.formats.safetensors.state_json import TensorPlace
 from ckpttool.serialization import safetensors_header
 from ckpttool.serialization.safetensors_header import Spec
 
@@ -52,7 +52,7 @@ class Plan:
 
     files: list[FilePlan] = field(default_factory=list)
     indexes: dict[str, bytes] = field(default_factory=dict)
-    places: dict[Path, Place] = field(default_factory=dict)
+    places: dict[Path, TensorPlace] = field(default_factory=dict)
 
 
 def is_model(catalogue: Catalogue) -> bool:
@@ -140,7 +140,7 @@ def _add_group(
         plan.indexes[stem + index.SUFFIX] = index.build(total, remarks, weight_map, parameters)
     for tensor in stored:
         name = names[tensor.path]
-        plan.places[tensor.path] = Place(weight_map[name], name, is_raw(tensor))
+        plan.places[tensor.path] = TensorPlace(weight_map[name], name, is_raw(tensor))
 
 
 def file_names(stem: str, count: int) -> list[str]:

@@ -42,8 +42,8 @@ _MARK = f'"schema": "{_FAMILY}'.encode()
 _OTHER_MARKS = (b'"writer": "ckpttool ', b'"containers": [')
 
 
-class Place(NamedTuple):
-    """The place of a tensor: `Place("model.safetensors", "w")`. `raw`: stored as bytes."""
+class TensorPlace(NamedTuple):
+    """The place of a tensor: `TensorPlace("model.safetensors", "w")`. `raw`: stored as bytes."""
 
     file: str
     name: str
@@ -60,7 +60,7 @@ def looks_like(head: bytes) -> bool:
 # Writing --------------------------------------------------------------------------------------------------------------
 
 
-def build(catalogue: Catalogue, places: Mapping[Path, Place], writer: str) -> bytes:
+def build(catalogue: Catalogue, places: Mapping[Path, TensorPlace], writer: str) -> bytes:
     """Return the state file of a catalogue. Raises LossError for a value that JSON cannot represent. Pure."""
     sharing = typed_json.Sharing()
     lines = ["{", f'"schema": {_line(SCHEMA)},', f'"writer": {_line(writer)},']
@@ -97,7 +97,7 @@ def _container(path: Path, container: Container, sharing: typed_json.Sharing) ->
     return data
 
 
-def _entry(entry: Tensor | Object, places: Mapping[Path, Place], sharing: typed_json.Sharing) -> dict[str, Any]:
+def _entry(entry: Tensor | Object, places: Mapping[Path, TensorPlace], sharing: typed_json.Sharing) -> dict[str, Any]:
     data: dict[str, Any] = {"path": _path(entry.path)}
     if isinstance(entry, Object):
         return data | {"value": typed_json.encode(entry.value, name=entry.name, sharing=sharing)}

@@ -14,7 +14,7 @@ from ckpttool.errors import LossError
 from ckpttool.formats.safetensors import checksums, index, sharding, state_json
 from ckpttool.formats.safetensors.model_files import MODEL
 from ckpttool.formats.safetensors.sharding import MAX_SHARD_SIZE, SUFFIX, FilePlan
-from ckpttool.formats.safetensors.state_json import Place
+from ckpttool.formats.safetensors.state_json import TensorPlace
 from ckpttool.serialization import safetensors_header, safetensors_library
 from ckpttool.serialization.safetensors_header import Header
 from ckpttool.storage import files
@@ -132,12 +132,12 @@ def _parsed(text: bytes, size: int, location: Location) -> Header:
 def _fill(
     created: Catalogue,
     planned: Catalogue,
-    places: dict[Path, Place],
+    places: dict[Path, TensorPlace],
     extents: dict[tuple[str, str], Extent],
     model: bool,
 ) -> None:
     """Add the entries as the reader will find them: a model's by their names, one key each."""
-    first: dict[Place, Path] = {}
+    first: dict[TensorPlace, Path] = {}
     for entry in planned.entries.values():
         if not isinstance(entry, Tensor):
             created.add(entry)

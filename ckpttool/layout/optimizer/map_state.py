@@ -52,7 +52,7 @@ class MappedState:
 
 
 @dataclass(slots=True)
-class _Change:
+class _EntryChanges:
     """What becomes of entries: those that move, those that go, and what stands in their places instead."""
 
     moved: dict[Path, Path] = field(default_factory=dict)
@@ -80,7 +80,7 @@ def apply_to_state(
     Raises UsageError when the map does not fit the model, as `key_maps.apply` does, or has no rule about it; LossError
     for state of an optimizer that operations cannot follow.
     """
-    change, parameters = _Change(), _Parameters()
+    change, parameters = _EntryChanges(), _Parameters()
     known = 0
     for root, entries in models(planned):
         tensors = [entry for entry in entries if isinstance(entry, Tensor)]
@@ -107,7 +107,7 @@ def _map_model(
     tensors: Sequence[Tensor],
     viewed: Viewed,
     facts: Facts,
-    change: _Change,
+    change: _EntryChanges,
     parameters: _Parameters,
 ) -> int:
     """Note what becomes of a model and its parameters, of which the optimizers follow the first; return how many of its
@@ -136,7 +136,7 @@ def _map_model(
     return len(tensors) - len(mapped.unknown)
 
 
-def _map_objects(keymap: KeyMap, root: Path, objects: Iterable[Object], change: _Change) -> None:
+def _map_objects(keymap: KeyMap, root: Path, objects: Iterable[Object], change: _EntryChanges) -> None:
     """Note what becomes of values that are no tensors, such as `_extra_state`. Raises LossError for one that would have
     to become others."""
     for entry in objects:
@@ -182,7 +182,7 @@ def _map_optimizer(
     viewed: Viewed,
     facts: Facts,
     same: Callable[[Tensor, Tensor], bool],
-    change: _Change,
+    change: _EntryChanges,
     parameters: _Parameters,
 ) -> None:
     """Note what becomes of an optimizer's state."""
@@ -329,7 +329,7 @@ def _check_equal(
 # The result -----------------------------------------------------------------------------------------------------------
 
 
-def _changed(planned: Catalogue, change: _Change, new_names: Mapping[str, list[str]]) -> Catalogue:
+def _changed(planned: Catalogue, change: _EntryChanges, new_names: Mapping[str, list[str]]) -> Catalogue:
     """Return the state with all changes, in the order of the first of what each is made of."""
     owners = embedded_owners(planned)
     rewritten = partial(_listed, new_names=new_names)
@@ -368,7 +368,7 @@ def _listed(value: Any, new_names: Mapping[str, list[str]], key: object = None) 
     return [_listed(one, new_names) for one in value] if isinstance(value, list) and key == "param_groups" else value
 
 
-def _untied(planned: Catalogue, change: _Change) -> list[Warning]:
+def _untied(planned: Catalogue, change: _EntryChanges) -> list[Warning]:
     tied = [(t.name, dotted(t.alias)) for t in planned.tensors if t.alias is not None and t.part.kind == "model"]
     changed = {dotted(path) for path in change.gone}
     lost = [pair for pair in tied if changed.intersection(pair)]

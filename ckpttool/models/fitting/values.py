@@ -43,7 +43,7 @@ _SURE = 0.95  # of a vector, whose elements are few
 _UNLIKE = 0.5  # a block below this is not the same weight
 
 
-class Pair(NamedTuple):
+class ReferencePair(NamedTuple):
     """A tensor of the model and its counterpart in the reference, of one shape."""
 
     name: str
@@ -75,7 +75,7 @@ class Vectors(NamedTuple):
 
 
 def compare(
-    pairs: Sequence[Pair], sources: tuple[Source, Source], threads: int, progress: Progress | None
+    pairs: Sequence[ReferencePair], sources: tuple[Source, Source], threads: int, progress: Progress | None
 ) -> list[Similarity]:
     """Return how alike the tensors of each pair are; those without numbers, or too few, are left out.
 
@@ -86,7 +86,7 @@ def compare(
     found: dict[str, Similarity] = {}
     with closing(Pool()) as one, closing(Pool()) as other:
 
-        def do(pair: Pair) -> None:
+        def do(pair: ReferencePair) -> None:
             similarity = _similarity(pair, sources, (one, other))
             if similarity is not None:
                 found[pair.name] = similarity
@@ -128,11 +128,11 @@ def judged(similarities: Sequence[Similarity]) -> Iterator[Finding]:
 # Vectors --------------------------------------------------------------------------------------------------------------
 
 
-def vectors(pairs: Sequence[Pair], sources: tuple[Source, Source]) -> Iterator[Vectors]:
+def vectors(pairs: Sequence[ReferencePair], sources: tuple[Source, Source]) -> Iterator[Vectors]:
     """Yield the vectors of each size, in float64. Raises CorruptError when a file is too short."""
     import numpy as np
 
-    of_size: dict[int, list[Pair]] = defaultdict(list)
+    of_size: dict[int, list[ReferencePair]] = defaultdict(list)
     for pair in pairs:
         if len(pair.tensor.shape) == 1 and _MIN_VECTOR <= pair.tensor.numel <= _MAX_VECTOR and _has_numbers(pair):
             of_size[pair.tensor.numel].append(pair)
@@ -172,7 +172,7 @@ def judged_vectors(rows: Vectors) -> Iterator[Finding]:
 
 
 def nonfinite(
-    pairs: Sequence[Pair], sources: tuple[Source, Source], threads: int, progress: Progress | None
+    pairs: Sequence[ReferencePair], sources: tuple[Source, Source], threads: int, progress: Progress | None
 ) -> Iterator[Finding]:
     """Yield the tensors of a model with NaN or infinities where the reference has none. All of the model is read, and
     of the reference those tensors that have some in the model.
@@ -226,7 +226,7 @@ def same(one: Similarity) -> bool:
     return one.mean >= _ALIKE and one.lowest >= _UNLIKE
 
 
-def _has_numbers(pair: Pair) -> bool:
+def _has_numbers(pair: ReferencePair) -> bool:
     return all(has_numbers(t.dtype) and t.dtype.kind == "float" for t in (pair.tensor, pair.reference))
 
 
@@ -252,7 +252,7 @@ def _block(shape: Ints, place: float) -> Box:
     return tuple(round((full - size) * place) for full, size in zip(shape, sizes, strict=True)), tuple(sizes)
 
 
-def _similarity(pair: Pair, sources: tuple[Source, Source], pools: tuple[Pool, Pool]) -> Similarity | None:
+def _similarity(pair: ReferencePair, sources: tuple[Source, Source], pools: tuple[Pool, Pool]) -> Similarity | None:
     import numpy as np
 
     total, lowest = [0.0, 0.0, 0.0], 2.0

@@ -55,7 +55,7 @@ def by_content(
     rules |= {json.dumps(rule): rule for one in doubted for rule in (*one.rules, *one.doubted)}
     outcomes = {key: _mapped(rule, tensors, viewed, facts) for key, rule in rules.items()}
     expected = reference.tensors
-    pairs: dict[tuple[str, str], values.Pair] = {}
+    pairs: dict[tuple[str, str], values.ReferencePair] = {}
     open_: list[Open | Found] = [*solution.ambiguous, *doubted]
     for one in open_:
         sampled = {one.names[k * (len(one.names) - 1) // (_SAMPLED - 1)] for k in range(_SAMPLED)}
@@ -63,7 +63,9 @@ def by_content(
             for name in sampled & outcomes[key][0].keys():
                 candidate, like = outcomes[key][0][name], expected[name]
                 if candidate.shape == like.shape:
-                    pair = values.Pair(f"{len(pairs)} {name}", candidate.origin or candidate, like.origin or like)
+                    pair = values.ReferencePair(
+                        f"{len(pairs)} {name}", candidate.origin or candidate, like.origin or like
+                    )
                     pairs[key, name] = pair
     alike = {
         one.name: values.same(one)

@@ -16,7 +16,7 @@ from ckpttool.catalogue.entries import Catalogue
 from ckpttool.catalogue.protocols import Format
 from ckpttool.errors import UsageError
 from ckpttool.formats.dcp import manifest
-from ckpttool.layout.mesh import Mesh, Sharding, bytes_per_rank, find_sharding
+from ckpttool.layout.mesh import CheckpointSharding, Mesh, bytes_per_rank, find_sharding
 from ckpttool.operations.write import Write
 from ckpttool.storage import files, free_space
 from ckpttool.storage.stores import local_path, locate
@@ -39,7 +39,7 @@ class Engine:
 
     name: str
     why: str
-    sharding: Sharding | None = None
+    sharding: CheckpointSharding | None = None
     kind: str = "cpu"
     memory: int = 0
 
@@ -96,7 +96,7 @@ def _against_layout(planned: Catalogue, target: Format) -> str:
     return ""
 
 
-def _fits(planned: Catalogue, sharding: Sharding, coordinator: Coordinator) -> tuple[str, int, str]:
+def _fits(planned: Catalogue, sharding: CheckpointSharding, coordinator: Coordinator) -> tuple[str, int, str]:
     """Return the kind of device, the bytes that a process needs, and why they are not there."""
     from ckpttool.training.reshard_engine import engine
 
@@ -151,7 +151,7 @@ def write(engine: Engine, job: Write) -> None:
     result.checked_bytes, result.unchecked_bytes = moved.checked, moved.unchecked
 
 
-def _save(kind: str, sharding: Sharding, job: Write, partial: str) -> tuple[Transferred, dict[str, int]]:
+def _save(kind: str, sharding: CheckpointSharding, job: Write, partial: str) -> tuple[Transferred, dict[str, int]]:
     from ckpttool.training.reshard_engine import engine
 
     coordinator, options = job.coordinator, job.options

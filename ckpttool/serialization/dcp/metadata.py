@@ -38,7 +38,7 @@ from ckpttool.errors import CkptError, CorruptError
 from ckpttool.serialization import pickle_opcodes, unpickler, unsafe_globals
 from ckpttool.serialization.dcp import metadata_classes as classes
 from ckpttool.serialization.dcp import metadata_fast
-from ckpttool.serialization.dcp.metadata_fast import Run, Runs
+from ckpttool.serialization.dcp.metadata_fast import RunColumns, Runs
 from ckpttool.serialization.pickle_limits import check_depths
 from ckpttool.storage.crc import crc32
 from ckpttool.text import safe
@@ -346,9 +346,9 @@ class _Reader:
         numbers, done = self._numbers, 0
         for kind, group in groupby(storage.items(), lambda item: type(item[0])):
             # So many stay in the processor's cache.
-            while block := list(islice(group, 1 if kind is Run else _BLOCK)):
+            while block := list(islice(group, 1 if kind is RunColumns else _BLOCK)):
                 indexes, infos = zip(*block, strict=True)
-                if kind is Run and infos == (None,):
+                if kind is RunColumns and infos == (None,):
                     count, tables = indexes[0].count, indexes[0].use(2)
                     columns = [
                         [table.get(name) or [None] * count for name in fields]
@@ -438,9 +438,9 @@ _NO_PLACE = "an item whose offset or length is not an integer"
 
 def _count(chunks: list[Any]) -> int:
     """Return how many chunks these are, of which some may be runs."""
-    if Run not in map(type, chunks):
+    if RunColumns not in map(type, chunks):
         return len(chunks)
-    return sum(chunk.count if type(chunk) is Run else 1 for chunk in chunks)
+    return sum(chunk.count if type(chunk) is RunColumns else 1 for chunk in chunks)
 
 
 def _columns(chunks: list[Any], dims: list[int]) -> tuple[list[Ints], list[Ints]]:
@@ -453,7 +453,7 @@ def _columns(chunks: list[Any], dims: list[int]) -> tuple[list[Ints], list[Ints]
             expected = dims[len(sizes) : len(sizes) + len(columns[0])]
             offsets += _checked(columns[0], "offsets", expected)
             sizes += _checked(columns[1], "sizes", expected)
-        elif kind is Run:
+        elif kind is RunColumns:
             for (columns,) in (run.use(1) for run in group):
                 # Tuples of integers only.
                 if not {"offsets", "sizes"} <= columns.keys():

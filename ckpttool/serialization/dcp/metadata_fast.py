@@ -10,8 +10,8 @@ names and numbers. In brackets: references to the memo; `PUT` puts a value into 
     PUT      `\\x94`, or in protocols 2 and 3 `r` and a number
 
 Which fields there are, and how their values are spelt, is learnt from samples. A regular expression takes runs of such
-entries apart, into columns. In their place the pickle gets one call, of `Run`, which compares the references, and as
-many entries for the memo, so that all numbers in it stay right. A reference to something inside a run finds a
+entries apart, into columns. In their place the pickle gets one call, of `RunColumns`, which compares the references,
+and as many entries for the memo, so that all numbers in it stay right. A reference to something inside a run finds a
 `Skipped`, which is of no type that a reader of the index accepts: whatever fails here is read again, whole.
 """
 
@@ -58,7 +58,7 @@ class Skipped:
 _SKIPPED = Skipped()
 
 
-class Run:
+class RunColumns:
     """The columns of one run: for each object of an entry, its fields. A column is as long as the run."""
 
     __slots__ = ("_columns", "_expected", "_references", "_tables", "count", "marker", "used")
@@ -79,7 +79,7 @@ class Run:
         """The references in columns, each once."""
         return self._references
 
-    def resolve(self, found: list[Any]) -> Run:
+    def resolve(self, found: list[Any]) -> RunColumns:
         """Check the values of the references of the pattern, and set those in columns. Raises CorruptError if they
         differ."""
         values = iter(found)
@@ -241,7 +241,7 @@ class Runs:
     def __init__(
         self, data: bytes, middle: int, expected: Mapping[str, tuple[Any, ...]], seen: Callable[[float], None]
     ) -> None:
-        self.all: list[Run] = []
+        self.all: list[RunColumns] = []
         self.names: dict[tuple[str, str], Any] = {(_MODULE, "run"): self._resolved}
         self._expected = expected
         self._seen = seen
@@ -325,7 +325,9 @@ class Runs:
                     memo = b"".join(chain.from_iterable(one))
                 parts_of = [column[first:last] for column in numbers]
                 number = _first_number(spelling.numbered, parts_of, spelling.memos) if parts_of else None
-                self._add(Run([column[first:last] for column in columns], spelling.expected), spelling, number, memo)
+                self._add(
+                    RunColumns([column[first:last] for column in columns], spelling.expected), spelling, number, memo
+                )
             self._rest.append(between[count])
             self._seen(min(at + _BLOCK, end) / len(self._source))
 
@@ -352,8 +354,8 @@ class Runs:
         gets = b"".join(token for kind, token in words if kind in _FIXED)
         return _Spelling(expected, gets, numbered, sum(len(_BEFORE[kind]) for kind in numbered), len(names) > 1)
 
-    def _add(self, run: Run, spelling: _Spelling, number: int | None, memo: bytes) -> None:
-        """Put a call of `Run` in the place of entries, and as many into the memo as these."""
+    def _add(self, run: RunColumns, spelling: _Spelling, number: int | None, memo: bytes) -> None:
+        """Put a call of `RunColumns` in the place of entries, and as many into the memo as these."""
         rest = b"".join(self._rest)
         if not pickle_opcodes.is_whole(rest, len(self._source)):
             raise Irregular
@@ -373,7 +375,7 @@ class Runs:
         self._rest = [b"N" if spelling.is_item else b""]
         self.all.append(run)
 
-    def _resolved(self, number: int, found: list[Any]) -> Run:
+    def _resolved(self, number: int, found: list[Any]) -> RunColumns:
         return self.all[number].resolve(found)
 
 

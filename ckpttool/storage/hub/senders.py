@@ -16,7 +16,7 @@ _POLL = 0.1  # seconds between two reports
 _GRACE = 2.0  # seconds that threads get to end once one has failed, or Ctrl-C was pressed
 
 
-class Stopped(Exception):
+class SendingStopped(Exception):
     """Another file failed, or Ctrl-C was pressed."""
 
 

@@ -39,7 +39,7 @@ from ckpttool.storage.hub import answers, client, errors, listing, retries, xet
 from ckpttool.storage.hub.address import Address, parse
 from ckpttool.storage.hub.listing import RepoFile
 from ckpttool.storage.hub.retries import repeat
-from ckpttool.storage.hub.senders import Senders, Stopped
+from ckpttool.storage.hub.senders import Senders, SendingStopped
 from ckpttool.storage.stores import Location, Outgoing, Store
 from ckpttool.text import some
 
@@ -381,7 +381,7 @@ class _Upload:
 
         def report(nbytes: int) -> None:
             if stopped.is_set():
-                raise Stopped
+                raise SendingStopped
             with self._lock:
                 self._parts_sent[file.name] = max(self._parts_sent.get(file.name, 0), nbytes)
 
@@ -608,7 +608,7 @@ class _Written:
         if is_xet_available():
             yield
             return
-        with _ReportingReader(io.FileIO(self._path)) as stream:
+        with _ReportingFile(io.FileIO(self._path)) as stream:
             stream.report = report
             operation.path_or_fileobj = stream
             try:
@@ -626,7 +626,7 @@ class _Written:
             Path(self._path).unlink(missing_ok=True)
 
 
-class _ReportingReader(io.BufferedReader):
+class _ReportingFile(io.BufferedReader):
     report: Callable[[int], None]
 
     def read(self, size: int | None = -1, /) -> bytes:
@@ -650,7 +650,7 @@ class _Gathered:
     def _blocks(self, stopped: threading.Event) -> Iterator[bytes]:
         for block in self._file.blocks():
             if stopped.is_set():
-                raise Stopped
+                raise SendingStopped
             yield block
 
     def operation(self, name: str, digest: RepoFile | None, stopped: threading.Event) -> CommitOperationAdd:

@@ -29,7 +29,7 @@ from ckpttool.catalogue.entries import Catalogue, Path, Tensor
 from ckpttool.catalogue.protocols import Source
 from ckpttool.errors import CkptError, StorageError
 from ckpttool.formats.dcp import combine, planner_data
-from ckpttool.layout.mesh import Sharding
+from ckpttool.layout.mesh import CheckpointSharding
 from ckpttool.storage.files import Pool
 from ckpttool.training import collectives, devices, fill, save
 from ckpttool.training.check_read import check_files
@@ -94,7 +94,7 @@ def _free_memory() -> int:
 def run(
     source: Source,
     catalogue: Catalogue,
-    sharding: Sharding,
+    sharding: CheckpointSharding,
     partial: str,
     rank: Rank,
     *,

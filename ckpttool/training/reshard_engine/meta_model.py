@@ -22,7 +22,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 from ckpttool.catalogue.entries import Catalogue, Path, Tensor
 from ckpttool.errors import CkptError
 from ckpttool.formats.dcp import combine
-from ckpttool.layout.mesh import Placements, Sharding, same_boxes
+from ckpttool.layout.mesh import CheckpointSharding, Placements, same_boxes
 from ckpttool.layout.optimizer import parse, respell
 from ckpttool.layout.rename import strip_wrappers
 from ckpttool.training import collectives
@@ -58,7 +58,7 @@ class MetaModel:
     once it is filled. Args: `mesh` is the device mesh for `sharding.mesh`; `path` is for messages.
     """
 
-    def __init__(self, catalogue: Catalogue, sharding: Sharding, mesh: DeviceMesh, path: str) -> None:
+    def __init__(self, catalogue: Catalogue, sharding: CheckpointSharding, mesh: DeviceMesh, path: str) -> None:
         self.model: nn.Module = _Node()
         self.contents = Contents(path, catalogue.format)
         self.optimizer: dict[str, dict[str, torch.Tensor]] = {}

@@ -16,7 +16,7 @@ import ckpttool
 from ckpttool import errors
 from ckpttool.layout.key_maps import parse
 from ckpttool.models import key_maps, written_names
-from ckpttool.models.written_names import Written
+from ckpttool.models.written_names import WrittenNames
 
 # Model type, class and number of layers that it takes for one of each kind.
 MODELS = {
@@ -133,4 +133,4 @@ def test_heads_of_several_sizes_are_named() -> None:
     ],
 )
 def test_rules_are_as_few_as_there_can_be(written: dict[str, str], expected: list[dict[str, str]]) -> None:
-    assert written_names.rules(Written((old,), (new,)) for old, new in written.items()) == expected
+    assert written_names.rules(WrittenNames((old,), (new,)) for old, new in written.items()) == expected

@@ -40,7 +40,7 @@ from ckpttool.formats.rankfiles.flat.pieces import (
     of_two_saves,
 )
 from ckpttool.layout.optimizer.names_of_ids import ways
-from ckpttool.serialization.dtensor import FLAT_PARAM, Shard
+from ckpttool.serialization.dtensor import FLAT_PARAM, RankShard
 from ckpttool.serialization.torch_pickle import TensorRef
 from ckpttool.text import some
 
@@ -118,23 +118,23 @@ def named(trees: Trees, place: Place) -> list[Parameter]:
     Pure.
 
     FSDP1 copies what it shards, so that a shared parameter is there twice; only the checksums are the same."""
-    sharded = any(isinstance(value, Shard) for value in trees[0].values())
+    sharded = any(isinstance(value, RankShard) for value in trees[0].values())
     seen: set[tuple[object, ...]] = set()
     parameters: list[Parameter] = []
     for name, value in trees[0].items():
-        if not isinstance(value, (Shard, TensorRef)) or value.dtype.kind not in ("float", "complex"):
+        if not isinstance(value, (RankShard, TensorRef)) or value.dtype.kind not in ("float", "complex"):
             continue
         refs = [(rank, ref) for rank, tree in enumerate(trees) for ref in _refs(tree.get(name))]
         places = [(rank, ref.shape, place(rank, ref)) for rank, ref in refs]
         bytes_of = (value.shape, *((r, shape, *_content(extent)) for r, shape, extent in places if prod(shape)))
-        certain = isinstance(value, Shard) or not (sharded or is_statistic(name, trees[0].keys()))
+        certain = isinstance(value, RankShard) or not (sharded or is_statistic(name, trees[0].keys()))
         parameters.append(Parameter(name, value.shape, None, certain, bytes_of in seen))
         seen.add(bytes_of)
     return parameters
 
 
 def _refs(value: Any) -> list[TensorRef]:
-    if isinstance(value, Shard):
+    if isinstance(value, RankShard):
         return [box.ref for box in value.boxes]
     return [value] if isinstance(value, TensorRef) else []
 

@@ -39,7 +39,7 @@ from ckpttool.formats.rankfiles.flat.pieces import (
     is_line,
     of_two_saves,
 )
-from ckpttool.serialization.dtensor import FLAT_PARAM, Shard
+from ckpttool.serialization.dtensor import FLAT_PARAM, RankShard
 from ckpttool.serialization.torch_pickle import TensorRef
 from ckpttool.text import some
 
@@ -68,7 +68,7 @@ class _Flat(NamedTuple):
 
 def is_flat(trees: Trees) -> bool:
     """Return whether these are the model state dicts of a `LOCAL_STATE_DICT` set. Pure."""
-    return any(isinstance(value, Shard) and unit_of(name) is not None for name, value in trees[0].items())
+    return any(isinstance(value, RankShard) and unit_of(name) is not None for name, value in trees[0].items())
 
 
 def model(trees: Trees, place: Place, options: OpenOptions, files: Sequence[str] = ()) -> ModelParameters:
@@ -122,12 +122,12 @@ def unit_of(name: Any) -> str | None:
 def _flat_parameters(trees: Trees) -> Iterator[_Flat]:
     for name, first in trees[0].items():
         unit = unit_of(name)
-        if unit is None or not isinstance(first, Shard):
+        if unit is None or not isinstance(first, RankShard):
             continue
         pieces: list[FlatPiece] = []
         for rank, tree in enumerate(trees):
             shard = tree[name]
-            if not isinstance(shard, Shard) or (shard.dtype, shard.shape) != (first.dtype, first.shape):
+            if not isinstance(shard, RankShard) or (shard.dtype, shard.shape) != (first.dtype, first.shape):
                 raise _differing(name, rank, _described(shard), _described(first))
             for offsets, ref in ((local.offsets, local.ref) for local in shard.boxes):
                 if not is_line(ref) or len(offsets) != 1 or len(first.shape) != 1:
@@ -147,7 +147,7 @@ def _differing(name: str, rank: int, found: str | Dtype, expected: str | Dtype) 
 
 
 def _described(value: Any) -> str:
-    is_tensor = isinstance(value, (Shard, TensorRef))
+    is_tensor = isinstance(value, (RankShard, TensorRef))
     return f"{value.dtype} {list(value.shape)}" if is_tensor else f"a {type(value).__name__}"
 
 

@@ -24,7 +24,7 @@ from ckpttool.formats.rankfiles.flat import optimizer as flat_optimizer
 from ckpttool.formats.rankfiles.flat import parameters
 from ckpttool.formats.rankfiles.flat.pieces import Counted, Parameter, Place, Rebuilt, Trees
 from ckpttool.formats.rankfiles.merge import ONE_SAVE, RankState
-from ckpttool.serialization.dtensor import Shard
+from ckpttool.serialization.dtensor import RankShard
 from ckpttool.serialization.torch_pickle import TensorRef
 from ckpttool.text import rank_ranges
 
@@ -57,12 +57,12 @@ class Rebuilding:
             return flat_optimizer.is_raw(self._nodes(path), beside_flat=beside_flat)
         return bool(node["state"])
 
-    def _beside(self) -> Iterator[tuple[Path, list[TensorRef | Shard]]]:
+    def _beside(self) -> Iterator[tuple[Path, list[TensorRef | RankShard]]]:
         """Yield the dicts that are no part of an optimizer, with their tensors."""
         roots = [path for path, node in self._dicts.items() if _is_optimizer(node)]
         for path, node in self._dicts.items():
             if not any(path[: len(root)] == root for root in roots):
-                yield path, [value for value in node.values() if isinstance(value, (TensorRef, Shard))]
+                yield path, [value for value in node.values() if isinstance(value, (TensorRef, RankShard))]
 
     def run(self) -> None:
         """Put markers into the trees; an optimizer that cannot be rebuilt is left as it is, and among `faults`. Raises
@@ -124,7 +124,7 @@ class Rebuilding:
     def _replica(self) -> list[int] | None:
         """Return the places here of ranks that together have everything once, where the mesh has replicas."""
         for value in chain.from_iterable(node.values() for node in self._dicts.values()):
-            if isinstance(value, Shard) and "Replicate" in value.placements and len(value.within) > 1:
+            if isinstance(value, RankShard) and "Replicate" in value.placements and len(value.within) > 1:
                 where = {state.rank: i for i, state in enumerate(self._states)}
                 every = zip(value.within, product(*map(range, value.mesh)), strict=True)
                 copied = [i for i, placement in enumerate(value.placements) if placement == "Replicate"]
