@@ -74,7 +74,7 @@ class State:
 
 @dataclass(slots=True)
 class OptimizerSummary:
-    """One optimizer: `OptimizerSummary(("optim",), "AdamW", [State("exp_avg", ...), ...], HyperparameterTable(...))`. `name` is its
+    """One optimizer: `OptimizerSummary(("optim",), "AdamW", [State("exp_avg", ...), ...], ...)`. `name` is its
     class in torch.optim, None where that cannot be told; `table` has its hyper-parameters, None where it has none."""
 
     root: Path
