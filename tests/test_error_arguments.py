@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import click
 import pytest
 import torch
 from support.cli import run
@@ -18,6 +17,7 @@ from support.cli_reference import commands
 from support.paths import ROOT
 
 import ckpttool
+from ckpttool.cli.parsing import Option
 from ckpttool.errors import SWITCHES, OverwriteError, UsageError, as_arguments
 
 FUNCTIONS = [
@@ -34,7 +34,7 @@ OPTIONS = {
     for name, command in commands().items()
     for option in command.params
     for flag in (*option.opts, *option.secondary_opts)
-    if isinstance(option, click.Option) and flag.startswith("--")
+    if isinstance(option, Option) and flag.startswith("--")
 }
 # Options of other programs, and the comments of a file that is written for the command line.
 _OF_OTHERS = {"presets.py", "recipe_template.py"}

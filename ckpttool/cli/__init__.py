@@ -1,1 +1,1 @@
-"""The command line: parse, one call of the library, print. The only importer of click, rich and tabulate."""
+"""The command line: parse, one call of the library, print. The only importer of typer, rich and tabulate."""

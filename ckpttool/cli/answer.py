@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any
 
+from ckpttool.cli.parsing import library_arguments
 from ckpttool.cli.progress import progress_on_stderr
 from ckpttool.cli.terminal import answer, err
 from ckpttool.reports.report import Block, dim
@@ -39,10 +40,15 @@ def respond(
             err().wrote(html)
 
 
-def respond_written(name: str, *, as_json: bool, quiet: bool, verbose: bool, **arguments: Any) -> None:
-    """Call `convert`, `reshard` or `export` and answer with what was written, or would be."""
+def respond_written(name: str, arguments: dict[str, Any]) -> None:
+    """Call `convert`, `reshard` or `export` with the arguments of the command, and answer with what was written, or
+    would be."""
     import ckpttool
     from ckpttool.operations.written import blocks
 
-    call, drawn = partial(getattr(ckpttool, name), **arguments), partial(blocks, check=arguments["check"])
+    as_json, quiet, verbose = (arguments[flag] for flag in ("as_json", "quiet", "verbose"))
+    given = library_arguments(arguments, "no_manifest")
+    if arguments.get("no_manifest"):
+        given["manifest"] = False
+    call, drawn = partial(getattr(ckpttool, name), **given), partial(blocks, check=arguments["check"])
     respond(call, drawn, as_json=as_json, quiet=quiet, verbose=verbose, html=arguments.get("html"))

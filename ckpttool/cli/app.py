@@ -6,22 +6,19 @@ import atexit
 import gc
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from importlib import import_module
 from typing import Any
 
-import click
-
+from ckpttool.cli.completion import VARIABLE
 from ckpttool.cli.error_messages import Report, exit_code_of
-from ckpttool.cli.options import Option
+from ckpttool.cli.options import InstallCompletion, ShowCompletion, Version
+from ckpttool.cli.parsing import Commands, app, command, register_shells
 from ckpttool.cli.signals import catch_signals
-from ckpttool.cli.terminal import out
-from ckpttool.errors import INTERRUPTED, TERMINATED, UsageError
-from ckpttool.version import __version__
+from ckpttool.errors import INTERRUPTED, TERMINATED
 
 _MAX_WIDTH = 160  # columns of `--help`, on a terminal that has them
-_COMPLETE = "_CKPTTOOL_COMPLETE"  # the variable in which a completion script asks
-
+_OPTIONAL = ("--install-completion", "--show-completion")
 
 # In the order of `--help`, with their lines there, of at most 60 characters. A command's module is imported when the
 # command is run.
@@ -46,95 +43,51 @@ COMMANDS = {
 }
 
 
-class Application(click.Group):
+class Application(Commands):
     """The group of all commands. It imports the one that is run, and ends in an exit code whatever happens."""
 
-    def list_commands(self, context: click.Context) -> list[str]:
+    def list_commands(self, context: Any) -> list[str]:
         return list(COMMANDS)
 
-    def get_command(self, context: click.Context, name: str) -> click.Command | None:
+    def get_command(self, context: Any, name: str) -> Any:
         if name not in COMMANDS:
             return None
         function = name.replace("-", "_")
-        command: click.Command = getattr(import_module(f"ckpttool.cli.{function}"), function)
-        return command
+        found = getattr(import_module(f"ckpttool.cli.{function}"), function)
+        return found if isinstance(found, Commands) else command(name, found)
 
-    def format_commands(self, context: click.Context, formatter: click.HelpFormatter) -> None:
+    def format_commands(self, context: Any, formatter: Any) -> None:
         with formatter.section("Commands"):
             formatter.write_dl([*COMMANDS.items()])
 
-    def main(self, args: Sequence[str] | None = None, *rest: Any, **extra: Any) -> Any:
-        if instruction := os.environ.get(_COMPLETE):
-            from click.shell_completion import shell_complete
+    def parse_args(self, context: Any, words: list[str]) -> list[str]:
+        # The shell may be left out, which an option of typer cannot.
+        is_left_out = words[:1] and words[0] in _OPTIONAL and (len(words) == 1 or words[1].startswith("-"))
+        return super().parse_args(context, [f"{words[0]}=", *words[1:]] if is_left_out else words)
 
-            sys.exit(shell_complete(self, {}, "ckpttool", _COMPLETE, instruction))
+    def main(self, args: Sequence[str] | None = None, *rest: Any, **extra: Any) -> Any:
+        if VARIABLE in os.environ:
+            register_shells()
+            return super().main([], "ckpttool")
         words = list(sys.argv[1:] if args is None else args)
         sys.exit(exit_code_of(self, words))
 
 
-def _print_version(context: click.Context, param: click.Parameter, value: bool) -> None:
-    if value:
-        out().line(f"ckpttool {__version__}")
-        context.exit()
+def _ckpttool(
+    *, version: Version = False, install_completion: InstallCompletion = None, show_completion: ShowCompletion = None
+) -> None:
+    """Inspect, convert, reshard, compare, verify and export PyTorch training checkpoints, bit for bit."""
 
 
-def _completion_script(shell: str) -> tuple[str, str]:
-    """Return the shell's name (`$SHELL` if `shell` is empty) and its script. Raises UsageError for other shells."""
-    from click.shell_completion import get_completion_class
-
-    name = shell or os.path.basename(os.environ.get("SHELL", ""))
-    complete = get_completion_class(name)
-    if complete is None:
-        raise UsageError(f"there is no completion for the shell `{name}`", hint="name one: bash, zsh or fish")
-    return name, complete(Application(), {}, "ckpttool", _COMPLETE).source()
-
-
-def _show_completion(context: click.Context, param: click.Parameter, shell: str | None) -> None:
-    if shell is not None:
-        out().write(_completion_script(shell)[1])
-        context.exit()
-
-
-def _install_completion(context: click.Context, param: click.Parameter, shell: str | None) -> None:
-    if shell is None:
-        return
-    name, script = _completion_script(shell)
-    config = os.environ.get("XDG_CONFIG_HOME") or os.path.expanduser("~/.config")
-    folder = os.path.join(config, "fish/completions" if name == "fish" else "ckpttool")
-    path = os.path.join(folder, "ckpttool.fish" if name == "fish" else f"completion.{name}")
-    os.makedirs(folder, exist_ok=True)
-    with open(path, "w", encoding="utf-8") as stream:
-        stream.write(script)
-    if name != "fish":  # fish reads its folder by itself
-        startup, line = os.path.expanduser(f"~/.{name}rc"), f'source "{path}"\n'
-        with open(startup, "a+", encoding="utf-8") as stream:
-            stream.seek(0)
-            if line not in stream.read():
-                stream.write(line)
-    out().line(f"wrote {path}; it is used by each new {name}")
-    context.exit()
-
-
-def application() -> Application:
+def application() -> Any:
     """Return the command line."""
-    return Application(
+    return app(
         name="ckpttool",
-        help="Inspect, convert, reshard, compare, verify and export PyTorch training checkpoints, bit for bit.",
+        cls=Application,
+        callback=_ckpttool,
         epilog="`ckpttool COMMAND --help` shows a command's options and examples.\n\nMore: docs/reference/cli.md",
-        no_args_is_help=True,
         context_settings={"help_option_names": ["-h", "--help"], "max_content_width": _MAX_WIDTH},
-        params=[
-            _immediate("--version", _print_version, "Print the version and exit."),
-            _immediate("--install-completion [SHELL]", _install_completion, "Install completion (bash, zsh, fish)."),
-            _immediate("--show-completion [SHELL]", _show_completion, "Print the completion script."),
-        ],
     )
-
-
-def _immediate(usage: str, callback: Callable[..., None], help: str) -> Option:
-    """Return an option that is done at once, whatever else is on the command line. The shell may be left out."""
-    shell: dict[str, Any] = {"flag_value": "", "is_flag": False} if "[" in usage else {}
-    return Option(usage, help, is_eager=True, expose_value=False, callback=callback, **shell)
 
 
 def collect_rarely() -> None:
@@ -168,7 +121,7 @@ def main() -> None:
             return
         sys.stdout = sys.stderr = open(os.devnull, "w")  # noqa: SIM115
     try:
-        application().main()
+        application()()
     except KeyboardInterrupt as stop:
         # No command has begun yet.
         sys.exit(Report([]).stopped(stop))

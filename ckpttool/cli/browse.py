@@ -7,17 +7,14 @@ import sys
 from ckpttool.cli import options
 
 
-@options.command(
-    "browse",
-    arguments=(options.CHECKPOINT,),
-    sections={"Selection": (options.SHAPES,)},
-    examples=("step-1000", "run7"),
-    full_screen=True,
-)
-def browse(path: str, shapes: str | None) -> None:
+def browse(path: options.Checkpoint, *, shapes: options.Shapes = None) -> None:
     """Walk through a checkpoint in the terminal: its tree, statistics, histograms, heat maps and shards.
 
     Values are read in the background, those on the screen first. `?` lists the keys, `q` ends.
+
+    Examples:
+        ckpttool browse step-1000
+        ckpttool browse run7
     """
     from ckpttool.errors import UsageError, require
 

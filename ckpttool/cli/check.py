@@ -3,49 +3,34 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import Any
+from typing import Annotated
 
 from ckpttool.cli import options
 from ckpttool.cli.answer import respond
-from ckpttool.cli.options import Option
+from ckpttool.cli.parsing import Reworded, library_arguments
 
 
-@options.command(
-    "check",
-    arguments=(options.SOURCE,),
-    sections={
-        "Reference": (
-            Option(
-                "--against OTHER",
-                "A released model (a directory, a file, hf://org/name), or its config.json.",
-                required=True,
-            ),
-            Option("--content", "Compare samples of the values too: a fine-tune lies near its base."),
-        ),
-        "Names": (
-            options.ONLY,
-            options.EXCLUDE,
-            options.RENAME,
-            options.STRIP_WRAPPERS,
-            options.STRIP_PREFIX,
-            options.MAP,
-            options.SHAPES,
-        ),
-        "Execution": (options.THREADS,),
-        "Output": options.PRINTING,
-    },
-    examples=(
-        "step-1000 --against hf://Qwen/Qwen3-0.6B",
-        "step-1000 --against base/ --content",
-        "model.safetensors --against base/config.json",
-    ),
-)
-def check(as_json: bool, quiet: bool, verbose: bool, content: bool, **arguments: Any) -> None:
+def check(
+    src: options.Source, *,
+    against: options.AgainstModel, content: options.CompareContent = False,
+    only: Annotated[options.Only, Reworded(section=options.NAMES)] = [],
+    exclude: Annotated[options.Exclude, Reworded(section=options.NAMES)] = [], rename: options.Rename = [],
+    strip_wrappers: options.StripWrappers = False, strip_prefix: options.StripPrefix = None,
+    key_map: options.KeyMap = None, shapes: Annotated[options.Shapes, Reworded(section=options.NAMES)] = None,
+    threads: options.Threads = None,
+    as_json: options.AsJson = False, quiet: options.Quiet = False, verbose: options.Verbose = False,
+) -> None:  # fmt: skip
     """Check that the model of a checkpoint fits a reference: names, shapes, dtypes, ties, leftovers.
 
     Only headers are read, of the Hub a few kilobytes. The exit code is 1 if something is missing, left over or has
     another shape; another dtype alone is told.
+
+    Examples:
+        ckpttool check step-1000 --against hf://Qwen/Qwen3-0.6B
+        ckpttool check step-1000 --against base/ --content
+        ckpttool check model.safetensors --against base/config.json
     """
+    arguments = library_arguments(locals())
     import ckpttool
     from ckpttool.operations.check import blocks
 

@@ -3,25 +3,23 @@
 from __future__ import annotations
 
 from ckpttool.cli import options
-from ckpttool.cli.options import Option
 from ckpttool.cli.terminal import answer, err
 from ckpttool.text import duration, size
 
 
-@options.command(
-    "clean",
-    arguments=(options.Argument("directory", metavar="DIR", help="The directory that runs wrote to, or `TMPDIR`."),),
-    sections={
-        "Execution": (Option("--yes", "Remove what runs of yours left that have ended. Without it, list it."),),
-        "Output": (options.AS_JSON, options.QUIET),
-    },
-    examples=("runs", "runs --yes"),
-)
-def clean(directory: str, yes: bool, as_json: bool, quiet: bool) -> None:
+def clean(
+    directory: options.Directory, *,
+    yes: options.Yes = False,
+    as_json: options.AsJson = False, quiet: options.Quiet = False,
+) -> None:  # fmt: skip
     """List what failed runs left in a directory, or remove it.
 
     These are partial outputs, old destinations that were being replaced, and temporary files. What a run is working in
     is left alone, and so is what nothing proves to be of a run of yours.
+
+    Examples:
+        ckpttool clean runs
+        ckpttool clean runs --yes
     """
     import ckpttool
 

@@ -2,62 +2,38 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from ckpttool.cli import options
 from ckpttool.cli.answer import respond_written
-from ckpttool.cli.options import Option
 
 
-@options.command(
-    "convert",
-    arguments=(options.SOURCE, options.DESTINATION),
-    sections={
-        "Selection": (
-            *options.SELECTION,
-            options.SHAPES,
-            Option("--model-from PATH", "Read the model from another checkpoint."),
-            Option("--optim-from PATH", "Read the optimizer from another checkpoint."),
-        ),
-        "Names": (
-            options.RENAME,
-            options.STRIP_WRAPPERS,
-            options.STRIP_PREFIX,
-            Option("--like FROM", "Give the model the names, dtypes and ranks that this checkpoint of a run has."),
-            options.reworded(
-                options.MAP,
-                "Apply a key map to the model and its optimizer: a name, a .json file, or none. With --like, to the "
-                "model; default: the one that fits.",
-            ),
-        ),
-        "Format": (
-            options.TO,
-            options.PRODUCER,
-            options.DTYPE,
-            options.MAX_SHARD_SIZE,
-            Option("--to-world N", "Shard the tensors for N ranks (dcp and fsdp1 only).", type=int),
-            Option("--tensor-class CLASS", "Class of sharded tensors: sharded_tensor or dtensor (fsdp1 only)."),
-            Option(
-                "--optim-keys KEYS", "Optimizer key style: fqn (parameter names), id (integers) or flat (dotted keys)."
-            ),
-            Option("--optim-root KEY", "Store the optimizer under this key."),
-        ),
-        "Hugging Face Hub": options.HUB,
-        "Execution": (*options.WRITING, options.RESUME, options.NO_MANIFEST),
-        "Output": options.PRINTING,
-    },
-    examples=(
-        "step-1000 model.safetensors --only model",
-        "checkpoint.pt step-1000 --to dcp --to-world 8",
-        "step-1000 hf-resume --producer accelerate --dry-run",
-        "hf://Qwen/Qwen3-0.6B start --to dcp --like run7/step-10",
-        "step-1000 fused --to dcp --map fused.json",
-    ),
-)
-def convert(**arguments: Any) -> None:
+def convert(
+    src: options.Source, dst: options.Destination, *,
+    only: options.Only = [], drop: options.Drop = [], tensors: options.Tensors = [], exclude: options.Exclude = [],
+    shapes: options.Shapes = None, model_from: options.ModelFrom = None, optim_from: options.OptimFrom = None,
+    rename: options.Rename = [], strip_wrappers: options.StripWrappers = False,
+    strip_prefix: options.StripPrefix = None, like: options.LikeRun = None, key_map: options.KeyMapToApply = None,
+    to: options.To = None, producer: options.Producer = None, dtype: options.Dtype = [],
+    max_shard_size: options.MaxShardSize = None, to_world: options.ToWorld = None,
+    tensor_class: options.TensorClass = None, optim_keys: options.OptimKeys = None,
+    optim_root: options.OptimRoot = None,
+    public: options.Public = False, private: options.Private = False, tag: options.Tag = None,
+    commit_message: options.CommitMessage = None, token: options.Token = None, stage: options.Stage = None,
+    not_secret: options.NotSecret = [],
+    check: options.Check = False, manifest: options.Manifest = None, overwrite: options.Overwrite = False,
+    dry_run: options.DryRun = False, threads: options.Threads = None, max_memory: options.MaxMemory = None,
+    resume: options.Resume = False, no_manifest: options.NoManifest = False,
+    as_json: options.AsJson = False, quiet: options.Quiet = False, verbose: options.Verbose = False,
+) -> None:  # fmt: skip
     """Convert a checkpoint to another format, bit for bit.
 
     The tensors, objects and names stay the same unless options change them. DST is written completely or not at all.
     Data that the format cannot store is an error, unless --only, --drop or --exclude leaves it out.
+
+    Examples:
+        ckpttool convert step-1000 model.safetensors --only model
+        ckpttool convert checkpoint.pt step-1000 --to dcp --to-world 8
+        ckpttool convert step-1000 hf-resume --producer accelerate --dry-run
+        ckpttool convert hf://Qwen/Qwen3-0.6B start --to dcp --like run7/step-10
+        ckpttool convert step-1000 fused --to dcp --map fused.json
     """
-    respond_written("convert", **arguments)
+    respond_written("convert", locals())

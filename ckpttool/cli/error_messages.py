@@ -1,7 +1,7 @@
 """Turns exceptions and signals into a message on stderr and an exit code.
 
 CkptError             error: ... / hint: ...            its own code
-click's usage errors  error: ... / hint: ...            2
+usage errors          error: ... / hint: ...            2
 Ctrl-C, SIGTERM       interrupted, nothing was written  130, 143
 stdout was closed     nothing                           that of the answer: `| head` has read what it needs
 anything else         bug: ... / hint: ...              70, with the traceback under -v or CKPTTOOL_DEBUG=1
@@ -16,11 +16,10 @@ import sys
 import traceback
 from typing import Any
 
-import click
-
 from ckpttool.cli.documents import failure
+from ckpttool.cli.parsing import Exit
 from ckpttool.cli.signals import Terminated
-from ckpttool.cli.terminal import err, out
+from ckpttool.cli.terminal import Ended, err, out
 from ckpttool.errors import (
     BUG,
     DONE,
@@ -29,43 +28,14 @@ from ckpttool.errors import (
     CkptError,
     MissingPackageError,
     StorageError,
-    UsageError,
     why_no_import,
 )
 from ckpttool.reports.report import Styled, dim
 from ckpttool.reports.terminal import ReaderGone
-from ckpttool.text import near_names
 from ckpttool.version import schema
 
-# What other tools call the commands.
-_SYNONYMS = {
-    **dict.fromkeys(("info", "ls", "list", "tree", "summary"), "`inspect`"),
-    **dict.fromkeys(("cat", "print", "head"), "`show`"),
-    **dict.fromkeys(("statistics", "describe", "health"), "`stats`"),
-    **dict.fromkeys(("compare", "cmp"), "`diff`"),
-    **dict.fromkeys(("validate", "fsck"), "`verify`"),
-    "fix": "`repair`",
-    "consolidate": "`convert SRC out.pt`, which writes one file",
-    "merge": "`convert SRC out.pt`, which writes one file, or `repair --merge`, for the directories of several nodes",
-    "split": "`convert --max-shard-size` or `reshard --to-world`",
-    **dict.fromkeys(("upload", "push", "publish"), "`export SRC hf://org/name`"),
-    "download": "`convert hf://org/name DST`",
-    **dict.fromkeys(("audit", "trial", "resume"), "`verify-resume`"),
-    "version": "`ckpttool --version`",
-    "help": "`ckpttool --help`",
-    "completion": "`ckpttool --install-completion`",
-}
 
-_EXTRA = re.compile(r"Got unexpected extra arguments? \((.*)\)")
-# click's words for a number that an option does not take, and ours.
-_NUMBERS = (
-    (r"(\S+) is not in the range x>=(\d+)", r"\1 is less than \2"),
-    (r"(\S+) is not a valid integer( range)?", r"\1 is not a whole number"),
-    (r"(\S+) is not a valid float( range)?", r"\1 is not a number"),
-)
-
-
-def exit_code_of(command: click.Command, words: list[str]) -> int:
+def exit_code_of(command: Any, words: list[str]) -> int:
     """Run `command` with the `words` of the command line, report what goes wrong and return the exit code."""
     _make_writable()
     code = _run(command, words, Report(words))
@@ -77,7 +47,7 @@ def exit_code_of(command: click.Command, words: list[str]) -> int:
     return code
 
 
-def _run(command: click.Command, words: list[str], report: Report) -> int:
+def _run(command: Any, words: list[str], report: Report) -> int:
     try:
         code = _invoke(command, words)
         out().flush()
@@ -85,18 +55,18 @@ def _run(command: click.Command, words: list[str], report: Report) -> int:
         return report.stopped(stop)
     except ReaderGone as gone:
         return gone.exit_code
-    except BrokenPipeError:  # click writes the help by itself
+    except BrokenPipeError:  # typer writes the help by itself
         return DONE
     except CkptError as error:
         return report.failed(error)
     except MemoryError:
         return report.failed(StorageError("out of memory", hint="give the process more, or pass `--max-memory`"))
     except Exception as error:
-        return _failed(error, command, words, report)
+        return _failed(error, report)
     return code
 
 
-def _failed(error: Exception, command: click.Command, words: list[str], report: Report) -> int:
+def _failed(error: Exception, report: Report) -> int:
     if (package := _not_imported(error)) is not None:
         why = why_no_import(package, error)
         absent, is_absent, _ = why.partition(" is not installed")
@@ -105,11 +75,6 @@ def _failed(error: Exception, command: click.Command, words: list[str], report: 
     if isinstance(error, OSError):
         reason = (error.strerror or str(error)).lower()
         return report.failed(StorageError(f"`{error.filename}`: {reason}" if error.filename else reason))
-    if isinstance(error, click.exceptions.NoArgsIsHelpError):
-        err().write(f"{error.format_message()}\n")
-        return UsageError.exit_code
-    if isinstance(error, click.UsageError):
-        return report.failed(_translate(error, command, words))
     return report.bug(error)
 
 
@@ -124,12 +89,14 @@ def _not_imported(error: Exception) -> str | None:
     return found if found not in ("", "ckpttool") else None
 
 
-def _invoke(command: click.Command, words: list[str]) -> int:
+def _invoke(command: Any, words: list[str]) -> int:
     try:
         with command.make_context("ckpttool", list(words)) as context:
             command.invoke(context)
-    except click.exceptions.Exit as stop:
+    except Exit as stop:
         return stop.exit_code
+    except Ended as stop:
+        return int(stop.args[0])
     return DONE
 
 
@@ -191,55 +158,3 @@ class Report:
         except (ReaderGone, StorageError):
             pass  # the stream is closed or full, and there is no other
         return exit_code
-
-
-def _translate(error: click.UsageError, application: click.Command, words: list[str]) -> UsageError:
-    """Return click's error with our wording: lower case, backticks, and a hint."""
-    context = error.ctx
-    if context is None:  # the parser raises without one
-        context = click.Context(application, info_name="ckpttool")
-        if isinstance(application, click.Group) and words and (named := application.get_command(context, words[0])):
-            context = click.Context(named, context, words[0])
-    command = context.command_path
-    message = re.sub(r"'([^']*)'", r"`\1`", error.format_message()).strip()
-    hint = f"`{command} --help` shows what it takes"
-    if isinstance(error, click.NoSuchOption):
-        message = f"`{command}` has no option `{error.option_name}`"
-        if error.possibilities:
-            hint = f"did you mean `{error.possibilities[0]}`?"
-    elif isinstance(error, click.MissingParameter) and error.param is not None and error.param.name == "recipe":
-        hint = _recipe_meant(command, words[len(command.split()) - 1 :])
-    elif isinstance(error, click.exceptions.NoSuchCommand):
-        message = f"there is no command `{error.command_name}`"
-        hint = _command_meant(error.command_name, context)
-    elif extra := _EXTRA.fullmatch(message):
-        message = f"too many arguments: `{extra[1]}`"
-        takes = [param.make_metavar(context) for param in context.command.params if isinstance(param, click.Argument)]
-        hint = f"`{' '.join([command, *takes])}` is all; {hint}"
-    for pattern, plain in _NUMBERS:
-        message = re.sub(pattern, plain, message)
-    message = re.sub(r"(?:^|(?<=: ))[A-Z](?=[a-z])", lambda first: first[0].lower(), message)
-    return UsageError(message.rstrip("."), hint=hint)
-
-
-def _recipe_meant(command: str, words: list[str]) -> str:
-    """Return the hint for a recipe that is not given, or given as if it were a checkpoint."""
-    recipe = next((word for word in words if word.endswith(".py")), None)
-    if recipe is None:
-        return "`ckpttool verify-resume init` writes a recipe, a Python file; name it with `--recipe FILE`"
-    rest = [word for word in words if word != recipe]
-    return f"`{' '.join([command, *rest, '--recipe', recipe])}`"
-
-
-def _command_meant(name: str, context: click.Context) -> str:
-    """Return the hint for a word that is not a command."""
-    from ckpttool.storage.stores import is_remote
-
-    group = context.command
-    names = group.list_commands(context) if isinstance(group, click.Group) else []
-    near = near_names(name, names)
-    if meant := _SYNONYMS.get(name) or (f"`{near[0]}`" if near else None):
-        return f"did you mean {meant}?"
-    if names and (os.path.lexists(name) or is_remote(name)):
-        return f"the command comes first: `{context.command_path} {names[0]} {name}`"
-    return f"`{context.command_path} --help` lists the commands"

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
-
-import click
+from typing import TYPE_CHECKING
 
 from ckpttool.cli import options
 from ckpttool.cli.answer import respond_written
-from ckpttool.cli.options import Option
 from ckpttool.cli.terminal import err
 from ckpttool.text import plural
 
@@ -16,88 +13,36 @@ if TYPE_CHECKING:
     from ckpttool import Exported
 
 
-@options.command(
-    "export",
-    arguments=(
-        options.SOURCE,
-        options.reworded(options.DESTINATION, "The directory to write, or hf://org/name on the Hub."),
-    ),
-    sections={
-        "Selection": (
-            options.reworded(options.ONLY, "Which model, if there are two."),
-            options.EXCLUDE,
-            Option("--take TREE", "Export this tree in place of the model: ema, or its whole key."),
-            options.SHAPES,
-        ),
-        "Names": (
-            options.RENAME,
-            options.STRIP_PREFIX,
-            options.MAP,
-            Option(
-                "--names WHICH",
-                "Names as released files have them, or as transformers has them in memory: memory.",
-                type=click.Choice(["released", "memory"]),
-                default="released",
-            ),
-        ),
-        "Reference": (
-            Option(
-                "--like FROM", "Names, order, dtypes, files and config of this model: a directory, hf://org/name, ..."
-            ),
-            Option("--fill-from FROM", "Take the tensors that are missing from this model."),
-            Option("--fill GLOB...", "Take only these tensors from there, also if they are not missing. Repeatable."),
-        ),
-        "Format": (
-            Option(
-                "--assets DIR",
-                "Directory or Hub repository with config, tokenizer and code. Default: beside the weights.",
-            ),
-            Option(
-                "--include GLOB...",
-                "Copy these files too, which are no assets by their names: 'docs/*.md'. Repeatable.",
-            ),
-            Option("--not-secret FILE...", "Send FILE although it seems to have a key or a token in it. Repeatable."),
-            options.DTYPE,
-            Option(
-                "--dtype-strict", "Cast also what the model's library keeps in float32, such as the bias of routers."
-            ),
-            options.reworded(
-                options.MAX_SHARD_SIZE, "Split into files of at most this size: 512MiB, ... Default: 5GB."
-            ),
-            Option("--head-dim N", "Size of an attention head, if no config has it.", type=click.IntRange(min=2)),
-            Option("--no-strict", "Export even if tensors do not match config.json."),
-            Option("--no-card", "Write no model card."),
-        ),
-        "Hugging Face Hub": (
-            options.PUBLIC,
-            options.PRIVATE,
-            Option("--keep GLOB...", "Do not remove these weights of an earlier export. Repeatable."),
-            Option("--create-pr", "Open a pull request; do not change the branch."),
-            options.TAG,
-            options.COMMIT_MESSAGE,
-            options.TOKEN,
-            options.reworded(
-                options.STAGE, "Staging directory for the uploads, kept. Default: up to three temporary files."
-            ),
-        ),
-        "Execution": options.WRITING,
-        "Output": options.PRINTING,
-    },
-    examples=(
-        "step-1000 my-model --assets meta-llama/Llama-3.1-8B --dtype bfloat16",
-        "step-1000 hf://org/my-model --public --dry-run",
-        "step-1000 my-model --like hf://Qwen/Qwen3-0.6B --take ema",
-    ),
-)
-def export(**arguments: Any) -> None:
+def export(
+    src: options.Source, dst: options.ExportDestination, *,
+    only: options.OnlyModel = [], exclude: options.Exclude = [], take: options.Take = None,
+    shapes: options.Shapes = None,
+    rename: options.Rename = [], strip_prefix: options.StripPrefix = None, key_map: options.KeyMap = None,
+    names: options.ExportedNames = "released",
+    like: options.LikeModel = None, fill_from: options.FillFrom = None, fill: options.Fill = [],
+    assets: options.Assets = None, include: options.Include = [], not_secret: options.NotSecretFiles = [],
+    dtype: options.Dtype = [], dtype_strict: options.DtypeStrict = False,
+    max_shard_size: options.MaxExportShardSize = None, head_dim: options.HeadDim = None,
+    strict: options.ConfigStrict = True, card: options.Card = True,
+    public: options.Public = False, private: options.Private = False, keep: options.Keep = [],
+    create_pr: options.CreatePr = False, tag: options.Tag = None, commit_message: options.CommitMessage = None,
+    token: options.Token = None, stage: options.StageUploads = None,
+    check: options.Check = False, manifest: options.Manifest = None, overwrite: options.Overwrite = False,
+    dry_run: options.DryRun = False, threads: options.Threads = None, max_memory: options.MaxMemory = None,
+    as_json: options.AsJson = False, quiet: options.Quiet = False, verbose: options.Verbose = False,
+) -> None:  # fmt: skip
     """Export the model of a checkpoint for transformers, vLLM and the Hugging Face Hub.
 
     Writes indexed safetensors files without wrapper prefixes, with tied weights once, beside config, tokenizer and
     code. The tensors are compared with the config first. DST is written completely or not at all.
+
+    Examples:
+        ckpttool export step-1000 my-model --assets meta-llama/Llama-3.1-8B --dtype bfloat16
+        ckpttool export step-1000 hf://org/my-model --public --dry-run
+        ckpttool export step-1000 my-model --like hf://Qwen/Qwen3-0.6B --take ema
     """
-    if not (arguments["quiet"] or arguments["as_json"] or arguments["dry_run"]):
-        arguments["announce"] = _list_assets
-    respond_written("export", **arguments)
+    announce = None if quiet or as_json or dry_run else _list_assets
+    respond_written("export", {**locals(), "announce": announce})
 
 
 def _list_assets(plan: Exported) -> None:

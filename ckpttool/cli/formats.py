@@ -12,9 +12,12 @@ from ckpttool.text import plural
 from ckpttool.version import schema
 
 
-@options.command("formats", sections={"Output": (options.AS_JSON, options.QUIET)}, examples=("--json",))
-def formats(as_json: bool, quiet: bool) -> None:
-    """List the formats that can be read and written."""
+def formats(*, as_json: options.AsJson = False, quiet: options.Quiet = False) -> None:
+    """List the formats that can be read and written.
+
+    Examples:
+        ckpttool formats --json
+    """
     from ckpttool.formats import FORMATS
 
     terminal = out()

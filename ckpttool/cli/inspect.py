@@ -5,10 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-import click
-
 from ckpttool.cli import options
-from ckpttool.cli.options import Option
 from ckpttool.cli.terminal import answer, err
 from ckpttool.reports.report import Rows, Styled, TextLike, bold, box, dim
 from ckpttool.reports.terminal import Terminal
@@ -35,72 +32,24 @@ _RUN = 20  # checkpoints of a run, unless -v
 _TITLES = {"producer": "producer", "writer": "written by", "torch": "torch", "layout": "layout"}
 
 
-_TENSORS = (
-    "List only tensors whose dotted name matches; `*` also matches dots, `re:` starts a regular expression. Repeatable."
-)
-
-
-@options.command(
-    "inspect",
-    arguments=(options.CHECKPOINT,),
-    sections={
-        "Selection": (
-            Option(
-                "--depth N",
-                "Levels of the module tree to show, not counting `model` and lists of layers.",
-                type=click.IntRange(min=1),
-                default=4,
-            ),
-            options.reworded(
-                options.STEPS,
-                "Of a run, list only some steps (500,1000 or 500..900 or all), and show the newest of them.",
-            ),
-            options.SHAPES,
-        ),
-        "Tensors": (
-            options.reworded(options.TENSORS, _TENSORS),
-            Option("--dtype DTYPE...", "List only tensors of this dtype. Repeatable."),
-            Option("--min-size SIZE", "List only tensors of at least this size: 100MB, 1GiB, ..."),
-            Option(
-                "--where CONDITION",
-                "List only tensors of which this is true: 'numel > 1e6 and ranks > 1 and name != \"*.bias\"'.",
-            ),
-            Option(
-                "--sort KEY",
-                "Sort the list by name, size (largest first), dtype, or order (as they were saved).",
-                type=click.Choice(("name", "size", "dtype", "order")),
-            ),
-            Option(
-                "--top N", "List only the first N tensors, or the N largest without --sort.", type=click.IntRange(min=1)
-            ),
-        ),
-        "Output": (
-            Option("--csv", "Print the list as comma-separated values, one line for each tensor.", name="as_csv"),
-            Option("--md", "Print the list as a table of Markdown.", name="as_md"),
-            options.HTML,
-            Option("--strict", "Exit with code 4 if the checkpoint is damaged. Without this, inspect only says so."),
-            *options.PRINTING,
-        ),
-    },
-    examples=("step-1000", "step-1000 --tensors 'model.layers.0.*'", "step-1000 --top 20", "hf://org/model --depth 6"),
-)
 def inspect(
-    path: str,
-    depth: int,
-    steps: str | None,
-    shapes: str | None,
-    strict: bool,
-    html: str | None,
-    as_csv: bool,
-    as_md: bool,
-    as_json: bool,
-    quiet: bool,
-    verbose: bool,
-    **selection: Any,
-) -> None:
+    path: options.Checkpoint, *,
+    depth: options.Depth = 4, steps: options.ListedSteps = None, shapes: options.Shapes = None,
+    tensors: options.ListedTensors = [], dtype: options.ListedDtypes = [], min_size: options.MinSize = None,
+    where: options.Where = None, sort: options.SortKey = None, top: options.Top = None,
+    as_csv: options.AsCsv = False, as_md: options.AsMarkdown = False, html: options.Html = None,
+    strict: options.Strict = False, as_json: options.AsJson = False, quiet: options.Quiet = False,
+    verbose: options.Verbose = False,
+) -> None:  # fmt: skip
     """Show what a checkpoint holds, without reading its weights or executing its pickles.
 
     With an option under Tensors, list those tensors, with the location of their shards.
+
+    Examples:
+        ckpttool inspect step-1000
+        ckpttool inspect step-1000 --tensors 'model.layers.0.*'
+        ckpttool inspect step-1000 --top 20
+        ckpttool inspect hf://org/model --depth 6
     """
     import ckpttool
     from ckpttool.analysis.describe.document import document
@@ -108,11 +57,11 @@ def inspect(
     from ckpttool.analysis.describe.summary import damage
     from ckpttool.errors import DONE, CorruptError, UsageError
 
-    listing = Listing(selection.pop("tensors"), selection.pop("dtype"), **selection)
+    listing = Listing(tuple(tensors), tuple(dtype), min_size, sort, top, where)
     catalogue = ckpttool.inspect(path, shapes=shapes, steps=steps)
-    tensors = listing.tensors(catalogue)
+    listed = listing.tensors(catalogue)
     by_name = Listing(listing.globs)
-    if not (tensors or by_name.tensors(catalogue) or (as_json and listing.objects(catalogue))) and listing.globs:
+    if not (listed or by_name.tensors(catalogue) or (as_json and listing.objects(catalogue))) and listing.globs:
         names = [tensor.name for tensor in catalogue.tensors]
         hint = meant(listing.globs[0], names, "`--tensors '*'` lists all")
         raise UsageError(f"`{path}`: no tensor matches `{listing.globs[0]}`", hint=hint)
@@ -127,12 +76,12 @@ def inspect(
             for piece in document(catalogue, path, listing, exit_code):
                 terminal.write(piece)
         elif as_csv or as_md:
-            _table(terminal, catalogue, tensors, as_md)
+            _table(terminal, catalogue, listed, as_md)
         elif quiet:
-            for tensor in tensors:
+            for tensor in listed:
                 terminal.line(tensor.name)
         else:
-            _print(terminal, catalogue, path, depth, tensors if listing != ALL else None)
+            _print(terminal, catalogue, path, depth, listed if listing != ALL else None)
             err().wrote(html)
 
 

@@ -3,44 +3,33 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import Any
-
-import click
+from typing import Annotated
 
 from ckpttool.cli import options
 from ckpttool.cli.answer import respond
-from ckpttool.cli.options import Option
+from ckpttool.cli.parsing import Reworded, library_arguments
 
 
-@options.command(
-    "match",
-    arguments=(options.SOURCE,),
-    sections={
-        "Reference": (
-            Option(
-                "--like REF",
-                "A released model (a directory, a file, hf://org/name), or its config.json.",
-                required=True,
-            ),
-            Option(
-                "--head-dim N", "Rows of an attention head. Default: by the config of REF.", type=click.IntRange(min=1)
-            ),
-        ),
-        "Values": (
-            Option("--content", "Choose by samples of the values where names do not tell: a fine-tune lies near REF."),
-            options.THREADS,
-        ),
-        "Selection": (options.ONLY, options.EXCLUDE, options.STRIP_WRAPPERS, options.SHAPES),
-        "Output": (Option("--output -o FILE", "Write the key map to this file."), options.REPLACE, *options.PRINTING),
-    },
-    examples=("step-1000 --like hf://Qwen/Qwen3-30B-A3B -o map.json", "model.pt --like base/config.json"),
-)
-def match(as_json: bool, quiet: bool, verbose: bool, content: bool, **arguments: Any) -> None:
+def match(
+    src: options.Source, *,
+    like: options.LikeReference, head_dim: options.ReferenceHeadDim = None,
+    content: options.MatchContent = False, threads: Annotated[options.Threads, Reworded(section=options.VALUES)] = None,
+    only: options.Only = [], exclude: options.Exclude = [],
+    strip_wrappers: Annotated[options.StripWrappers, Reworded(section=options.SELECTION)] = False,
+    shapes: options.Shapes = None,
+    output: options.KeyMapFile = None, overwrite: options.Replace = False, as_json: options.AsJson = False,
+    quiet: options.Quiet = False, verbose: options.Verbose = False,
+) -> None:  # fmt: skip
     """Find how each tensor of a reference is made of those of a checkpoint, by names and shapes: a key map.
 
     Tensors are renamed, stacked, split, joined, transposed; what may be made in several ways is listed, and never
     guessed. The exit code is 1 if something is left open.
+
+    Examples:
+        ckpttool match step-1000 --like hf://Qwen/Qwen3-30B-A3B -o map.json
+        ckpttool match model.pt --like base/config.json
     """
+    arguments = library_arguments(locals())
     import ckpttool
     from ckpttool.operations.match import blocks
 

@@ -1,297 +1,326 @@
-"""The commands' options: the classes that print `--help` in sections, and each option that several commands share."""
+"""Each option and argument of the commands, once: its type, its flags, its help text, its section and its completion.
+
+    def verify(path: Checkpoint, *, shapes: Shapes = None, threads: Threads = None, ...) -> None:
+
+A command's signature is made of these names, in the order of its `--help`. One whose text or section is another there
+is `Annotated[Only, Reworded(...)]`.
+"""
 
 from __future__ import annotations
 
-import copy
-import inspect
-import sys
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, TypeVar
+from typing import Annotated, Literal
 
-import click
+from ckpttool.cli import completion
+from ckpttool.cli.parsing import Reworded, argument, option
 
-_PATHS = (
-    "PATH",
-    "SRC",
-    "DST",
-    "A",
-    "B",
-    "DIR",
-    "FILE",
-    "OTHER",
-    "NAME",
-    "FROM",
-    "PATTERN",
-    "[CKPT]",
-)  # metavars
-_COMPLETED = 1000  # names that a shell is given to choose from
+Text = str | None
+Number = int | None
+Float = float | None
+Many = list[str]
 
-Param = TypeVar("Param", bound="Argument | Option")
+# The sections of `--help`.
+SELECTION, TENSORS, NAMES, REFERENCE, VALUES = "Selection", "Tensors", "Names", "Reference", "Values"
+COMPARISON, FORMAT, LAYOUT, HUB = "Comparison", "Format", "Layout", "Hugging Face Hub"
+TRAINING, RESUMING, RUNS, COMPARED = "Training", "Resuming", "Runs", "What is compared"
+EXECUTION, OUTPUT = "Execution", "Output"
 
-Sections = Mapping[str, Sequence[click.Parameter]]  # the parameters in each section of `--help`
-
-
-class Argument(click.Argument):
-    """A positional argument with a help text."""
-
-    def __init__(self, name: str, *, help: str, **settings: Any) -> None:
-        super().__init__([name], **settings)
-        self.help = help
-
-
-class Option(click.Option):
-    """An option, as `--help` shows it: `Option("--threads -j N", "Number of threads.")`, `GLOB...` if it is repeatable.
-
-    Without a metavar it is a flag, `--no-card` sets `card` to False, and a pair of flags is None without either. The
-    default is shown, but neither a flag's nor an empty one.
-    """
-
-    def __init__(self, usage: str, help: str, *, name: str | None = None, **settings: Any) -> None:
-        given = settings
-        flags = [word for word in usage.split() if word.startswith("-")]
-        metavar = " ".join(usage.split()[len(flags) :])
-        if metavar:
-            settings |= {"metavar": metavar.removesuffix("..."), "multiple": metavar.endswith("...")}
-        else:
-            settings = {"is_flag": True, "default": None if "/" in usage else False, **settings}
-        if usage[2:5] == "no-":
-            name, settings = usage[5:], {"flag_value": False, "default": True, **given}
-        shown = bool(metavar) and settings.get("default") != ""
-        super().__init__([*flags, name] if name else flags, help=help, show_default=shown, **settings)
-
-
-class Command(click.Command):
-    """A command whose `--help` has titled sections and examples."""
-
-    def __init__(
-        self,
-        name: str,
-        callback: Callable[..., None],
-        sections: Sections,
-        examples: Sequence[str],
-        full_screen: bool = False,
-    ) -> None:
-        params = [param for section in sections.values() for param in section]
-        super().__init__(name, callback=callback, help=inspect.cleandoc(callback.__doc__ or ""), params=params)
-        self.sections = sections
-        self.examples = examples
-        self.full_screen = full_screen
-
-    def invoke(self, context: click.Context) -> Any:
-        from ckpttool.storage.stores import check_scheme
-
-        # Before anything is read or run: some paths are used hours later.
-        for param in self.params:
-            if (param.metavar or "").removesuffix("...") in _PATHS and (value := context.params.get(param.name or "")):
-                for path in value if isinstance(value, tuple) else (value,):
-                    check_scheme(str(path))
-        if self.full_screen or context.params.get("quiet") or not sys.stderr.isatty():
-            return super().invoke(context)
-        from ckpttool.cli.progress import activity_on_stderr
-
-        with activity_on_stderr():
-            return super().invoke(context)
-
-    def format_arguments(self, context: click.Context, formatter: click.HelpFormatter) -> None:
-        """Write nothing: the arguments are the first of the sections."""
-
-    def format_options(self, context: click.Context, formatter: click.HelpFormatter) -> None:
-        for title, params in self.sections.items():
-            help_option = self.get_help_option(context) if title == "Output" else None
-            with formatter.section(title):
-                formatter.write_dl([_help_record(p, context) for p in (*params, help_option) if p is not None])
-
-    def format_epilog(self, context: click.Context, formatter: click.HelpFormatter) -> None:
-        if self.examples:
-            with formatter.section("Examples"):
-                for example in self.examples:
-                    formatter.write(f"{'':>{formatter.current_indent}}{context.command_path} {example}\n")
-        page = "docs/reference/cli.md#" + context.command_path.removeprefix("ckpttool ").replace(" ", "-")
-        formatter.write_paragraph()
-        formatter.write_text(f"More: {page}")
-
-
-class Commands(click.Group):
-    """A group whose `--help` lists the commands in the order in which they were given."""
-
-    def list_commands(self, context: click.Context) -> list[str]:
-        return list(self.commands)
-
-
-def _help_record(param: click.Parameter, context: click.Context) -> tuple[str, str]:
-    if isinstance(param, Argument):
-        return param.make_metavar(context), param.help or ""
-    return param.get_help_record(context) or ("", "")
-
-
-def command(
-    name: str,
-    *,
-    arguments: Sequence[Argument] = (),
-    sections: Sections,
-    examples: Sequence[str] = (),
-    full_screen: bool = False,
-) -> Callable[[Callable[..., None]], Command]:
-    """Make a function a command. Its docstring is the help; it is called with the values of the parameters by name.
-    One that is `full_screen` shows what takes long by itself."""
-    with_arguments = {"Arguments": arguments, **sections} if arguments else sections
-    return lambda callback: Command(name, callback, with_arguments, examples, full_screen)
-
-
-def reworded(param: Param, help: str) -> Param:
-    """Return `param` with another help text."""
-    param = copy.copy(param)
-    param.help = help
-    return param
-
-
-# Completion -----------------------------------------------------------------------------------------------------------
-
-
-def _formats(context: click.Context, param: click.Parameter, incomplete: str) -> list[str]:
-    from ckpttool.formats import CHECKPOINTS
-
-    return [row.target for row in CHECKPOINTS if row.create and row.target.startswith(incomplete)]
-
-
-def _producers(context: click.Context, param: click.Parameter, incomplete: str) -> list[str]:
-    from ckpttool.producers.writable import LAYOUTS
-
-    return [layout.name for layout in LAYOUTS if layout.name.startswith(incomplete)]
-
-
-def _parts(context: click.Context, param: click.Parameter, incomplete: str) -> list[str]:
-    from ckpttool.catalogue.entries import KINDS
-
-    return [kind for kind in KINDS if kind.startswith(incomplete)]
-
-
-def _dtypes(context: click.Context, param: click.Parameter, incomplete: str) -> list[str]:
-    from ckpttool.catalogue.dtypes import DTYPES
-
-    pattern, equals, begun = incomplete.rpartition("=")
-    names = [name for name, dtype in DTYPES.items() if dtype.kind == "float" and name.startswith(begun)]
-    return [f"{pattern}{equals}{name}" for name in names]
-
-
-def _tensor_names(context: click.Context, param: click.Parameter, incomplete: str) -> list[str]:
-    """Return the names in the checkpoint that was typed before, if it is on this machine."""
-    from ckpttool.errors import CkptError
-    from ckpttool.operations.inspect import inspect
-    from ckpttool.storage.stores import is_remote
-
-    # Behind an option without its value, click has not told the arguments apart yet.
-    path = context.params.get("path") or context.params.get("src") or next(iter(context.args), None)
-    if not path or is_remote(path):
-        return []
-    try:
-        names = [tensor.name for tensor in inspect(path).tensors if tensor.name.startswith(incomplete)]
-    except CkptError:
-        return []
-    return names[:_COMPLETED]
-
+# fmt: off
 
 # Arguments ------------------------------------------------------------------------------------------------------------
 
-CHECKPOINT = Argument(
-    "path",
-    metavar="PATH",
-    help="A checkpoint: a file, a directory, a run directory, or a quoted pattern of rank files.",
-)
-SOURCE = Argument("src", metavar="SRC", help="The checkpoint to read. It is never changed.")
-DESTINATION = Argument(
-    "dst", metavar="DST", help="The file or directory to write, with missing parents, or hf://org/name/path."
-)
+Checkpoint = Annotated[str, argument("PATH",
+    "A checkpoint: a file, a directory, a run directory, or a quoted pattern of rank files.")]
+Source = Annotated[str, argument("SRC", "The checkpoint to read. It is never changed.")]
+Destination = Annotated[str, argument("DST",
+    "The file or directory to write, with missing parents, or hf://org/name/path.")]
+ExportDestination = Annotated[Destination, Reworded("The directory to write, or hf://org/name on the Hub.")]
+ReshardDestination = Annotated[Destination, Reworded(
+    "The directory to write, with missing parents, or hf://org/name/path.")]
+RepairDestination = Annotated[Destination, Reworded("The directory to write, with missing parents.")]
+SamplesDestination = Annotated[Destination, Reworded("The directory to write.")]
+TensorName = Annotated[str, argument("TENSOR",
+    "Its dotted name, as `inspect --tensors` shows it.", complete=completion.tensor_names)]
+Directory = Annotated[str, argument("DIR", "The directory that runs wrote to, or `TMPDIR`.")]
+A = Annotated[str, argument("A", "A checkpoint of any format.")]
+B = Annotated[str, argument("B", "The checkpoint to compare it with, of any format.")]
+ReportSteps = Annotated[Many, argument("[STEP]...", "Of a run, the steps to draw side by side, as with --steps.")]
+TrialCheckpoints = Annotated[Many, argument("[CKPT]...",
+    "Checkpoints to resume from; each run is compared with that of the first.")]
+TrainingCommand = Annotated[Many, argument("-- COMMAND...",
+    "The training command, with OUT or {out} for its output directory.")]
+RecipeToWrite = Annotated[str, argument("FILE", "The file to write. An existing one is not replaced.")]
 
-TENSOR = Argument(
-    "tensor", metavar="TENSOR", help="Its dotted name, as `inspect --tensors` shows it.", shell_complete=_tensor_names
-)
+# What is read ---------------------------------------------------------------------------------------------------------
 
-# What is read and written ---------------------------------------------------------------------------------------------
-
-ONLY = Option(
-    "--only PART...", "Include only this part (model, optimizer, ...; or its key). Repeatable.", shell_complete=_parts
-)
-DROP = Option("--drop PART...", "Exclude this part. Repeatable.", shell_complete=_parts)
-TENSORS = Option(
-    "--tensors GLOB...",
+Only = Annotated[Many, option("--only PART", SELECTION,
+    "Include only this part (model, optimizer, ...; or its key). Repeatable.", complete=completion.parts)]
+OnlyModel = Annotated[Only, Reworded("Which model, if there are two.")]
+OnlyWithoutKey = Annotated[Only, Reworded(
+    "Include only this part (model, optimizer, ...; or its key), and strip its key from names. Repeatable.")]
+Drop = Annotated[Many, option("--drop PART", SELECTION, "Exclude this part. Repeatable.", complete=completion.parts)]
+Tensors = Annotated[Many, option("--tensors GLOB", SELECTION,
     "Include only tensors whose dotted name matches; `*` also matches dots, `re:` starts a regular expression. "
-    "Repeatable.",
-    shell_complete=_tensor_names,
-)
-EXCLUDE = Option("--exclude GLOB...", "Exclude matching tensors. Repeatable.", shell_complete=_tensor_names)
-SHAPES = Option(
-    "--shapes FROM",
-    "Parameter names, shapes and order (a checkpoint or JSON); needed for FSDP1 flat parameters and "
-    "integer-keyed optimizers.",
-)
-RENAME = Option("--rename OLD=NEW...", "Rename OLD to NEW; `*` captures; @FILE reads rules. Repeatable.")
-STRIP_WRAPPERS = Option(
-    "--strip-wrappers",
-    "Remove `module.`, `_orig_mod.`, `_fsdp_wrapped_module.` and `_checkpoint_wrapped_module.` from names.",
-)
-STRIP_PREFIX = Option("--strip-prefix P", "Remove this prefix from the names of the model.")
-MAP = Option(
-    "--map --key-map NAME",
-    "Key map of the model's parameters: a name, a .json file, or none. Default: the one that fits.",
-    name="key_map",
-)
-TO = Option(
-    "--to FORMAT", "torch, dcp, safetensors or fsdp1. Default: from the suffix of DST.", shell_complete=_formats
-)
-PRODUCER = Option(
-    "--producer NAME",
-    "Write the directory layout that a framework resumes from: accelerate, torchtitan, verl or trainer. Replaces --to.",
-    shell_complete=_producers,
-)
-DTYPE = Option(
-    "--dtype [PATTERN=]DTYPE...",
+    "Repeatable.", complete=completion.tensor_names)]
+ListedTensors = Annotated[Tensors, Reworded(
+    "List only tensors whose dotted name matches; `*` also matches dots, `re:` starts a regular expression. "
+    "Repeatable.", TENSORS)]
+Exclude = Annotated[Many, option("--exclude GLOB", SELECTION,
+    "Exclude matching tensors. Repeatable.", complete=completion.tensor_names)]
+Shapes = Annotated[Text, option("--shapes FROM", SELECTION,
+    "Parameter names, shapes and order (a checkpoint or JSON); needed for FSDP1 flat parameters and integer-keyed "
+    "optimizers.")]
+Steps = Annotated[Text, option("--steps STEPS", SELECTION,
+    "Of a run, all complete checkpoints (all) or some (500,1000 or 500..900), side by side.")]
+ListedSteps = Annotated[Steps, Reworded(
+    "Of a run, list only some steps (500,1000 or 500..900 or all), and show the newest of them.")]
+ModelFrom = Annotated[Text, option("--model-from PATH", SELECTION, "Read the model from another checkpoint.")]
+OptimFrom = Annotated[Text, option("--optim-from PATH", SELECTION, "Read the optimizer from another checkpoint.")]
+Take = Annotated[Text, option("--take TREE", SELECTION,
+    "Export this tree in place of the model: ema, or its whole key.")]
+Merge = Annotated[Many, option("--merge DIR", SELECTION,
+    "Directory of another node with files of the same save. Repeatable.")]
+LikeStep = Annotated[Text, option("--like OTHER", SELECTION,
+    "Another step of the same run, to rebuild a missing `.metadata` from.")]
+Depth = Annotated[int, option("--depth N", SELECTION,
+    "Levels of the module tree to show, not counting `model` and lists of layers.", least=1)]
+ListedDtypes = Annotated[Many, option("--dtype DTYPE", TENSORS, "List only tensors of this dtype. Repeatable.")]
+MinSize = Annotated[Text, option("--min-size SIZE", TENSORS,
+    "List only tensors of at least this size: 100MB, 1GiB, ...")]
+Where = Annotated[Text, option("--where CONDITION", TENSORS,
+    "List only tensors of which this is true: 'numel > 1e6 and ranks > 1 and name != \"*.bias\"'.")]
+SortKey = Annotated[Literal["name", "size", "dtype", "order"] | None, option("--sort KEY", TENSORS,
+    "Sort the list by name, size (largest first), dtype, or order (as they were saved).")]
+Top = Annotated[Number, option("--top N", TENSORS,
+    "List only the first N tensors, or the N largest without --sort.", least=1)]
+WhereStatistics = Annotated[Text, option("--where CONDITION", SELECTION,
+    "List tensors of which this is true: 'nan > 0 or absmax > 1e4'.")]
+Spectral = Annotated[bool, option("--spectral", SELECTION,
+    "Estimate stable rank and largest singular values of matrices, too.")]
+
+# Names ----------------------------------------------------------------------------------------------------------------
+
+Rename = Annotated[Many, option("--rename OLD=NEW", NAMES,
+    "Rename OLD to NEW; `*` captures; @FILE reads rules. Repeatable.")]
+RenameInA = Annotated[Rename, Reworded("Rename OLD in A to NEW, as in convert; @FILE reads rules. Repeatable.")]
+StripWrappers = Annotated[bool, option("--strip-wrappers", NAMES,
+    "Remove `module.`, `_orig_mod.`, `_fsdp_wrapped_module.` and `_checkpoint_wrapped_module.` from names.")]
+StripPrefix = Annotated[Text, option("--strip-prefix P", NAMES, "Remove this prefix from the names of the model.")]
+KeyMap = Annotated[Text, option("--map --key-map NAME", NAMES,
+    "Key map of the model's parameters: a name, a .json file, or none. Default: the one that fits.")]
+KeyMapToApply = Annotated[KeyMap, Reworded(
+    "Apply a key map to the model and its optimizer: a name, a .json file, or none. With --like, to the model; "
+    "default: the one that fits.")]
+LikeRun = Annotated[Text, option("--like FROM", NAMES,
+    "Give the model the names, dtypes and ranks that this checkpoint of a run has.")]
+ExportedNames = Annotated[Literal["released", "memory"], option("--names WHICH", NAMES,
+    "Names as released files have them, or as transformers has them in memory: memory.")]
+
+# References -----------------------------------------------------------------------------------------------------------
+
+LikeModel = Annotated[Text, option("--like FROM", REFERENCE,
+    "Names, order, dtypes, files and config of this model: a directory, hf://org/name, ...")]
+FillFrom = Annotated[Text, option("--fill-from FROM", REFERENCE, "Take the tensors that are missing from this model.")]
+Fill = Annotated[Many, option("--fill GLOB", REFERENCE,
+    "Take only these tensors from there, also if they are not missing. Repeatable.")]
+AgainstModel = Annotated[str, option("--against OTHER", REFERENCE,
+    "A released model (a directory, a file, hf://org/name), or its config.json.")]
+CompareContent = Annotated[bool, option("--content", REFERENCE,
+    "Compare samples of the values too: a fine-tune lies near its base.")]
+LikeReference = Annotated[str, option("--like REF", REFERENCE,
+    "A released model (a directory, a file, hf://org/name), or its config.json.")]
+ReferenceHeadDim = Annotated[Number, option("--head-dim N", REFERENCE,
+    "Rows of an attention head. Default: by the config of REF.", least=1)]
+MatchContent = Annotated[bool, option("--content", VALUES,
+    "Choose by samples of the values where names do not tell: a fine-tune lies near REF.")]
+
+# Comparison -----------------------------------------------------------------------------------------------------------
+
+Rtol = Annotated[Float, option("--rtol R", COMPARISON, "Relative tolerance of elements, relative to B.")]
+Atol = Annotated[Float, option("--atol A", COMPARISON, "Absolute tolerance of elements.")]
+Ulp = Annotated[Number, option("--ulp N", COMPARISON, "Tolerance in ULPs.", least=0)]
+IgnoreDtype = Annotated[bool, option("--ignore-dtype", COMPARISON,
+    "Do not count a different dtype as a difference if the values are equal.")]
+Sharded = Annotated[bool, option("--sharding", COMPARISON, "Count a different sharding as a difference.")]
+Against = Annotated[Text, option("--against OTHER", COMPARISON, "Compare with a checkpoint that should be equal.")]
+AgainstManifest = Annotated[Text, option("--manifest FILE", COMPARISON,
+    "Compare with a manifest: SHA-256 of each file and tensor.")]
+WriteManifest = Annotated[Text, option("--write-manifest FILE", COMPARISON, "Write a manifest, if nothing is damaged.")]
+CheckValues = Annotated[bool, option("--values", COMPARISON, "Check every element: NaN, infinite, all zero, denormal.")]
+
+# Format and layout ----------------------------------------------------------------------------------------------------
+
+To = Annotated[Text, option("--to FORMAT", FORMAT,
+    "torch, dcp, safetensors or fsdp1. Default: from the suffix of DST.", complete=completion.formats)]
+ToSharded = Annotated[To, Reworded("dcp or fsdp1. Default: the format of SRC; dcp for a single file.")]
+Producer = Annotated[Text, option("--producer NAME", FORMAT,
+    "Write the directory layout that a framework resumes from: accelerate, torchtitan, verl or trainer. Replaces "
+    "--to.", complete=completion.producers)]
+Dtype = Annotated[Many, option("--dtype [PATTERN=]DTYPE", FORMAT,
     "Cast floating-point tensors: bfloat16, or 'norm*=float32' for some. Repeatable; the first match applies.",
-    shell_complete=_dtypes,
-)
-MAX_SHARD_SIZE = Option("--max-shard-size SIZE", "Split into files of at most this size: 5GB, 512MiB, ...")
+    complete=completion.dtypes)]
+DtypeStrict = Annotated[bool, option("--dtype-strict", FORMAT,
+    "Cast also what the model's library keeps in float32, such as the bias of routers.")]
+MaxShardSize = Annotated[Text, option("--max-shard-size SIZE", FORMAT,
+    "Split into files of at most this size: 5GB, 512MiB, ...")]
+MaxExportShardSize = Annotated[MaxShardSize, Reworded(
+    "Split into files of at most this size: 512MiB, ... Default: 5GB.")]
+ToWorld = Annotated[Number, option("--to-world N", FORMAT, "Shard the tensors for N ranks (dcp and fsdp1 only).")]
+TensorClass = Annotated[Text, option("--tensor-class CLASS", FORMAT,
+    "Class of sharded tensors: sharded_tensor or dtensor (fsdp1 only).")]
+OptimKeys = Annotated[Text, option("--optim-keys KEYS", FORMAT,
+    "Optimizer key style: fqn (parameter names), id (integers) or flat (dotted keys).")]
+OptimRoot = Annotated[Text, option("--optim-root KEY", FORMAT, "Store the optimizer under this key.")]
+Assets = Annotated[Text, option("--assets DIR", FORMAT,
+    "Directory or Hub repository with config, tokenizer and code. Default: beside the weights.")]
+Include = Annotated[Many, option("--include GLOB", FORMAT,
+    "Copy these files too, which are no assets by their names: 'docs/*.md'. Repeatable.")]
+HeadDim = Annotated[Number, option("--head-dim N", FORMAT, "Size of an attention head, if no config has it.", least=2)]
+ConfigStrict = Annotated[bool, option("/--no-strict", FORMAT, "Export even if tensors do not match config.json.")]
+Card = Annotated[bool, option("/--no-card", FORMAT, "Write no model card.")]
+ToRanks = Annotated[Number, option("--to-world N", LAYOUT, "Shard for N ranks, as FSDP does.")]
+ToMesh = Annotated[Text, option("--to-mesh MESH", LAYOUT, "Shard for a mesh: shard=4,tp=2 or replicate=2,shard=4.")]
+LikeSharding = Annotated[Text, option("--like OTHER", LAYOUT, "Use the sharding and ranks of another checkpoint.")]
+Placements = Annotated[Many, option("--placements GLOB=DIM:N", LAYOUT,
+    "Shard matching parameters over mesh dimension DIM along tensor dimension N: 'layers.*.wq.weight=tp:0' is "
+    "Shard(0) over tp; @FILE reads rules. Repeatable.")]
+Shard = Annotated[Many, option("--shard GLOB", LAYOUT, "Treat matching tensors as parameters: shard them. Repeatable.")]
+Replicate = Annotated[Many, option("--replicate GLOB", LAYOUT,
+    "Treat matching tensors as buffers: replicate them. Repeatable.")]
+Rng = Annotated[str, option("--rng POLICY", LAYOUT, "RNG states of the ranks: keep, rank0 or drop.")]
+Dataloader = Annotated[str, option("--dataloader POLICY", LAYOUT, "Data loader states of the ranks: keep or drop.")]
 
-STEPS = Option(
-    "--steps STEPS", "Of a run, all complete checkpoints (all) or some (500,1000 or 500..900), side by side."
-)
+# The Hub --------------------------------------------------------------------------------------------------------------
 
-# Execution and output -------------------------------------------------------------------------------------------------
+Public = Annotated[bool, option("--public", HUB, "Make a newly created repository public. Default: private.")]
+Private = Annotated[bool, option("--private", HUB, "Refuse a repository that is public.")]
+Keep = Annotated[Many, option("--keep GLOB", HUB, "Do not remove these weights of an earlier export. Repeatable.")]
+CreatePr = Annotated[bool, option("--create-pr", HUB, "Open a pull request; do not change the branch.")]
+Tag = Annotated[Text, option("--tag NAME", HUB, "Tag of the commit, which must not exist yet.")]
+CommitMessage = Annotated[Text, option("--commit-message TEXT", HUB, "Message of the commit.")]
+Token = Annotated[Text, option("--token TOKEN", HUB,
+    "Token in place of HF_TOKEN, which other users of the machine cannot see.")]
+Stage = Annotated[Text, option("--stage DIR", HUB,
+    "Directory with room for DST, which is written there before it is sent. Default: TMPDIR.")]
+StageUploads = Annotated[Stage, Reworded(
+    "Staging directory for the uploads, kept. Default: up to three temporary files.")]
+NotSecret = Annotated[Many, option("--not-secret NAME", HUB,
+    "Send the value NAME although it seems to have a key or a token in it. Repeatable.")]
+NotSecretFiles = Annotated[Many, option("--not-secret FILE", FORMAT,
+    "Send FILE although it seems to have a key or a token in it. Repeatable.")]
 
-OVERWRITE = Option("--overwrite", "Replace DST. The old one is kept until the new one is complete.")
-RESUME = Option(
-    "--resume",
-    "Continue an interrupted run: check and keep what it has copied. If this run is interrupted, keep its copies.",
-)
-DRY_RUN = Option("--dry-run -n", "Show the plan and write nothing.")
-CHECK = Option("--check", "Verify DST against SRC before committing it.")
-# One argument of the library: a path, or False.
-MANIFEST = Option(
-    "--manifest FILE", "Also write a manifest of DST: SHA-256 of each file and tensor.", type=click.UNPROCESSED
-)
-NO_MANIFEST = Option(
-    "--no-manifest", "Leave out the manifest that a DCP directory carries.", type=click.UNPROCESSED, default=None
-)
-NO_CACHE = Option("--no-cache", "Read all values, and keep no result.")
-THREADS = Option("--threads -j N", "Number of threads that read and write.", type=click.IntRange(min=1))
-MAX_MEMORY = Option("--max-memory SIZE", "Limit the buffers: 2GB, 512MiB, ...")
-AS_JSON = Option("--json", "Print one JSON object, also for an error.", name="as_json")
-REPLACE = Option("--overwrite", "Replace FILE.")
-HTML = Option("--html FILE", "Also write the result as an HTML page that opens offline.")
-QUIET = Option("--quiet -q", "Print bare values only, and no progress.")
-VERBOSE = Option("--verbose -v", "Full output; tracebacks for internal errors.")
+# Execution ------------------------------------------------------------------------------------------------------------
 
-# The Hub.
-PUBLIC = Option("--public", "Make a newly created repository public. Default: private.")
-PRIVATE = Option("--private", "Refuse a repository that is public.")
-TAG = Option("--tag NAME", "Tag of the commit, which must not exist yet.")
-COMMIT_MESSAGE = Option("--commit-message TEXT", "Message of the commit.")
-TOKEN = Option("--token TOKEN", "Token in place of HF_TOKEN, which other users of the machine cannot see.")
-STAGE = Option("--stage DIR", "Directory with room for DST, which is written there before it is sent. Default: TMPDIR.")
-NOT_SECRET = Option(
-    "--not-secret NAME...", "Send the value NAME although it seems to have a key or a token in it. Repeatable."
-)
+Overwrite = Annotated[bool, option("--overwrite", EXECUTION,
+    "Replace DST. The old one is kept until the new one is complete.")]
+Resume = Annotated[bool, option("--resume", EXECUTION,
+    "Continue an interrupted run: check and keep what it has copied. If this run is interrupted, keep its copies.")]
+DryRun = Annotated[bool, option("--dry-run -n", EXECUTION, "Show the plan and write nothing.")]
+DryRunOfRuns = Annotated[DryRun, Reworded("Show the commands and the cost, and run nothing.")]
+Check = Annotated[bool, option("--check", EXECUTION, "Verify DST against SRC before committing it.")]
+Manifest = Annotated[Text, option("--manifest FILE", EXECUTION,
+    "Also write a manifest of DST: SHA-256 of each file and tensor.")]
+NoManifest = Annotated[bool, option("--no-manifest", EXECUTION, "Leave out the manifest that a DCP directory carries.")]
+Cache = Annotated[bool, option("/--no-cache", EXECUTION, "Read all values, and keep no result.")]
+Threads = Annotated[Number, option("--threads -j N", EXECUTION, "Number of threads that read and write.", least=1)]
+MaxMemory = Annotated[Text, option("--max-memory SIZE", EXECUTION, "Limit the buffers: 2GB, 512MiB, ...")]
+Engine = Annotated[Text, option("--engine ENGINE", EXECUTION,
+    "bytes copies files; mesh loads into torch with one process per rank, and is the default there.")]
+Yes = Annotated[bool, option("--yes", EXECUTION,
+    "Remove what runs of yours left that have ended. Without it, list it.")]
 
-SELECTION = (ONLY, DROP, TENSORS, EXCLUDE)
-HUB = (PUBLIC, PRIVATE, TAG, COMMIT_MESSAGE, TOKEN, STAGE, NOT_SECRET)
-WRITING = (CHECK, MANIFEST, OVERWRITE, DRY_RUN, THREADS, MAX_MEMORY)
-PRINTING = (AS_JSON, QUIET, VERBOSE)
+# Output ---------------------------------------------------------------------------------------------------------------
+
+AsJson = Annotated[bool, option("--json", OUTPUT, "Print one JSON object, also for an error.")]
+AsCsv = Annotated[bool, option("--csv", OUTPUT, "Print the list as comma-separated values, one line for each tensor.")]
+StatisticsAsCsv = Annotated[bool, option("--csv", OUTPUT, "Print one line of comma-separated values for each tensor.")]
+AsMarkdown = Annotated[bool, option("--md", OUTPUT, "Print the list as a table of Markdown.")]
+Html = Annotated[Text, option("--html FILE", OUTPUT, "Also write the result as an HTML page that opens offline.")]
+DiffHtml = Annotated[Html, Reworded("Also write an HTML page: a report with the statistics of B minus A.")]
+VerifyHtml = Annotated[Html, Reworded("Also write what was found as an HTML page.")]
+ReshardHtml = Annotated[Html, Reworded("Also write how tensors lie before and after as an HTML page.")]
+ResumeHtml = Annotated[Html, Reworded("Also write the report as an HTML page.")]
+Strict = Annotated[bool, option("--strict", OUTPUT,
+    "Exit with code 4 if the checkpoint is damaged. Without this, inspect only says so.")]
+Each = Annotated[bool, option("--each", OUTPUT, "List each tensor, not groups.")]
+SortStatistic = Annotated[Text, option("--sort STAT", OUTPUT,
+    "List each tensor, that with the largest STAT first: rms, absmax, kurtosis, ...")]
+FailOn = Annotated[Text, option("--fail-on CONDITION", OUTPUT,
+    "End with exit code 1 if this is true of a tensor: 'nan > 0'.")]
+ReportFile = Annotated[str, option("--output -o FILE", OUTPUT, "The HTML file to write.")]
+KeyMapFile = Annotated[Text, option("--output -o FILE", OUTPUT, "Write the key map to this file.")]
+Replace = Annotated[bool, option("--overwrite", OUTPUT, "Replace FILE.")]
+Quiet = Annotated[bool, option("--quiet -q", OUTPUT, "Print bare values only, and no progress.")]
+Verbose = Annotated[bool, option("--verbose -v", OUTPUT, "Full output; tracebacks for internal errors.")]
+Junit = Annotated[Text, option("--junit FILE", OUTPUT, "Also write the comparisons as JUnit XML.")]
+KeepRuns = Annotated[Text, option("--keep DIR", OUTPUT,
+    "Keep the checkpoints and the output of the runs in this directory.")]
+KeepFiles = Annotated[Text, option("--keep DIR", OUTPUT, "Keep the files of the runs in this directory.")]
+
+# verify-resume audit and trial ----------------------------------------------------------------------------------------
+
+Recipe = Annotated[Text, option("--recipe FILE", EXECUTION,
+    "Build the model of this recipe, and compare names and shapes with it.")]
+Values = Annotated[bool | None, option("--values/--no-values", EXECUTION,
+    "Check weights and moments for NaN, infinities and negative moments. Default: up to 1 GiB.")]
+TrialRecipe = Annotated[str, option("--recipe FILE", TRAINING, "Python file that builds and trains a model.")]
+World = Annotated[Number, option("--world N", TRAINING, "Train on N ranks. Default: 2.", least=1)]
+Mesh = Annotated[Text, option("--mesh MESH", TRAINING, "Train on a mesh: shard=2,tp=2 or replicate=2,shard=2.")]
+StepsBefore = Annotated[int, option("--steps N", TRAINING, "Steps to train before the save.", least=1)]
+StepsAfter = Annotated[int, option("--more N", TRAINING, "Steps to train after the save.", least=1)]
+Device = Annotated[Text, option("--device DEVICE", TRAINING, "cpu, cuda, xpu, ...")]
+Deterministic = Annotated[bool, option("/--no-deterministic", TRAINING, "Allow nondeterministic operations in torch.")]
+TrialVia = Annotated[Text, option("--via ROUTE", RESUMING,
+    "Convert or reshard the save before resuming (comma-separated steps): safetensors, dcp, torch, fsdp1, reshard:N.")]
+TrialToWorld = Annotated[Number, option("--to-world N", RESUMING, "Resume on N ranks.")]
+TrialToMesh = Annotated[Text, option("--to-mesh MESH", RESUMING, "Resume on a mesh.")]
+FirstStep = Annotated[Number, option("--first-step I", RESUMING,
+    "The step to resume at, if CKPT does not contain one.", least=0)]
+Gradients = Annotated[bool, option("/--no-gradients", EXECUTION,
+    "Do not compare the gradients with those of one rank.")]
+TimeLimit = Annotated[int, option("--time-limit SECONDS", EXECUTION,
+    "Time limit for each phase and step of a rank.", least=1)]
+
+# verify-resume run ----------------------------------------------------------------------------------------------------
+
+Preset = Annotated[Text, option("--preset NAME", RUNS,
+    "Fill in the other options for a framework, and add its flags to COMMAND, where they are not given: trainer, "
+    "accelerate, lightning, torchtitan, nanogpt or torchtune.")]
+At = Annotated[Number, option("--at K", RUNS,
+    "The step after which B is stopped and resumed. Default with a preset: 4.", least=1)]
+Until = Annotated[Number, option("--until N", RUNS,
+    "The last step that is compared. Default with a preset: 8.", least=2)]
+Stop = Annotated[Text, option("--stop HOW", RUNS,
+    "How B is stopped: sigkill or sigterm once the checkpoint of step K is complete, or max-steps=FLAG: the command's"
+    " own flag for its number of steps is set to K. Default: sigkill.")]
+ResumeWith = Annotated[Text, option("--resume-with COMMAND", RUNS,
+    "The command that resumes, quoted: '... --resume {checkpoint}', where ... is COMMAND; {weights} are its files of "
+    "weights. Default: COMMAND itself.")]
+RunWorld = Annotated[Number, option("--world N", RUNS, "The value of {world} in COMMAND.", least=1)]
+RunToWorld = Annotated[Number, option("--to-world M", RUNS,
+    "Resume B with {world} M, and compare it with a run (control) that torch's DCP reshards.", least=1)]
+RunVia = Annotated[str, option("--via ROUTE", RUNS,
+    "Convert B's checkpoint before it resumes (comma-separated steps): safetensors, dcp, torch, fsdp1, reshard:N.")]
+RunCheckpoints = Annotated[Text, option("--checkpoints PATTERN", COMPARED,
+    "Where the checkpoints are: 'OUT/step-{step}'; without {step}, those of 'OUT/*', whose steps are read from them, "
+    "or one that is written again and again; {step-1} counts from 0, and after ` + ` stands a file that belongs to "
+    "the newest. Default: as `inspect` finds them in OUT.")]
+Out = Annotated[str, option("--out WORD", COMPARED, "The word that stands for the output directory, as {out} does.")]
+Loss = Annotated[Text, option("--loss REGEX", COMPARED,
+    "The losses in the output: a regular expression with a group for the step and one for the loss. Or files: "
+    "json:FILE[:KEY], csv:, text:, tensorboard:, trainer:; none. Default: `step 4: loss 2.71` and the like.")]
+Inject = Annotated[bool, option("/--no-inject", EXECUTION,
+    "Leave torch as the command sets it: no deterministic switches, no seeds.")]
+Observe = Annotated[bool, option("--observe", EXECUTION,
+    "Record each step of each rank: batch, loss, gradient norm, lr, RNG states.")]
+SeedEnv = Annotated[Many, option("--seed-env NAME[=VALUE]", EXECUTION,
+    "Set this variable to a seed, the same in all runs. Repeatable.")]
+Timeout = Annotated[int, option("--timeout SECONDS", EXECUTION, "Time limit for each run.", least=1)]
+MaxDisk = Annotated[Text, option("--max-disk SIZE", EXECUTION, "Limit for the checkpoints of all runs: 50GB, ...")]
+
+# ckpttool itself ------------------------------------------------------------------------------------------------------
+
+Version = Annotated[bool, option("--version", "", "Print the version and exit.", at_once=completion.print_version)]
+InstallCompletion = Annotated[Text, option("--install-completion [SHELL]", "",
+    "Install completion (bash, zsh, fish).", at_once=completion.install)]
+ShowCompletion = Annotated[Text, option("--show-completion [SHELL]", "",
+    "Print the completion script.", at_once=completion.show)]

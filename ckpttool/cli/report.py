@@ -3,41 +3,32 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import Any
 
 from ckpttool.cli import options
 from ckpttool.cli.answer import respond
-from ckpttool.cli.options import Argument, Option
+from ckpttool.cli.parsing import library_arguments
 from ckpttool.errors import UsageError
 
 
-@options.command(
-    "report",
-    arguments=(
-        options.CHECKPOINT,
-        Argument(
-            "step", metavar="[STEP]...", nargs=-1, help="Of a run, the steps to draw side by side, as with --steps."
-        ),
-    ),
-    sections={
-        "Selection": (*options.SELECTION, options.STEPS, options.SHAPES),
-        "Output": (
-            Option("--output -o FILE", "The HTML file to write.", default="report.html"),
-            options.REPLACE,
-            *options.PRINTING,
-        ),
-        "Execution": (options.NO_CACHE, options.THREADS),
-    },
-    examples=("step-1000", "step-1000 --only model -o model.html", "run7 500 1000 -o run7.html"),
-)
 def report(
-    step: tuple[str, ...], steps: str | None, as_json: bool, quiet: bool, verbose: bool, **arguments: Any
-) -> None:
+    path: options.Checkpoint, step: options.ReportSteps = [], *,
+    only: options.Only = [], drop: options.Drop = [], tensors: options.Tensors = [], exclude: options.Exclude = [],
+    steps: options.Steps = None, shapes: options.Shapes = None,
+    output: options.ReportFile = "report.html", overwrite: options.Replace = False, as_json: options.AsJson = False,
+    quiet: options.Quiet = False, verbose: options.Verbose = False,
+    cache: options.Cache = True, threads: options.Threads = None,
+) -> None:  # fmt: skip
     """Write one HTML file about a checkpoint: what stands out, statistics, histograms, shards, bytes.
 
     It opens offline, needs nothing beside it, and holds statistics and thumbnails, not the weights. All values are
     read once, as `stats` does.
+
+    Examples:
+        ckpttool report step-1000
+        ckpttool report step-1000 --only model -o model.html
+        ckpttool report run7 500 1000 -o run7.html
     """
+    arguments = library_arguments(locals(), "step", "steps")
     import ckpttool
     from ckpttool.operations.report import blocks
 

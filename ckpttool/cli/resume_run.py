@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
-
-import click
+from typing import TYPE_CHECKING
 
 from ckpttool.cli import options
-from ckpttool.cli.options import Argument, Option
 from ckpttool.cli.pages import check_folder, write_page, write_text
+from ckpttool.cli.parsing import library_arguments
 from ckpttool.cli.terminal import answer, err
 from ckpttool.reports.report import Styled, TextLike, bold, dim
 from ckpttool.reports.terminal import Terminal
@@ -31,107 +29,28 @@ _CELLS = {True: ("same", "green"), False: ("differs", "red"), None: ("not judged
 _SHOWN = 10
 
 
-@options.command(
-    "run",
-    arguments=(
-        Argument(
-            "command",
-            nargs=-1,
-            metavar="-- COMMAND...",
-            type=click.UNPROCESSED,
-            help="The training command, with OUT or {out} for its output directory.",
-        ),
-    ),
-    sections={
-        "Runs": (
-            Option(
-                "--preset NAME",
-                "Fill in the other options for a framework, and add its flags to COMMAND, where they are not given: "
-                "trainer, accelerate, lightning, torchtitan, nanogpt or torchtune.",
-            ),
-            Option(
-                "--at K",
-                "The step after which B is stopped and resumed. Default with a preset: 4.",
-                type=click.IntRange(min=1),
-            ),
-            Option(
-                "--until N", "The last step that is compared. Default with a preset: 8.", type=click.IntRange(min=2)
-            ),
-            Option(
-                "--stop HOW",
-                "How B is stopped: sigkill or sigterm once the checkpoint of step K is complete, or max-steps=FLAG: "
-                "the command's own flag for its number of steps is set to K. Default: sigkill.",
-            ),
-            Option(
-                "--resume-with COMMAND",
-                "The command that resumes, quoted: '... --resume {checkpoint}', where ... is COMMAND; {weights} are "
-                "its files of weights. Default: COMMAND itself.",
-            ),
-            Option("--world N", "The value of {world} in COMMAND.", type=click.IntRange(min=1)),
-            Option(
-                "--to-world M",
-                "Resume B with {world} M, and compare it with a run (control) that torch's DCP reshards.",
-                type=click.IntRange(min=1),
-            ),
-            Option(
-                "--via ROUTE",
-                "Convert B's checkpoint before it resumes (comma-separated steps): safetensors, dcp, "
-                "torch, fsdp1, reshard:N.",
-                default="",
-            ),
-        ),
-        "What is compared": (
-            Option(
-                "--checkpoints PATTERN",
-                "Where the checkpoints are: 'OUT/step-{step}'; without {step}, those of 'OUT/*', whose steps are read "
-                "from them, or one that is written again and again; {step-1} counts from 0, and after ` + ` stands a "
-                "file that belongs to the newest. Default: as `inspect` finds them in OUT.",
-            ),
-            Option("--out WORD", "The word that stands for the output directory, as {out} does.", default="OUT"),
-            Option(
-                "--loss REGEX",
-                "The losses in the output: a regular expression with a group for the step and one for the loss. "
-                "Or files: json:FILE[:KEY], csv:, text:, tensorboard:, trainer:; none. "
-                "Default: `step 4: loss 2.71` and the like.",
-            ),
-        ),
-        "Execution": (
-            Option("--no-inject", "Leave torch as the command sets it: no deterministic switches, no seeds."),
-            Option("--observe", "Record each step of each rank: batch, loss, gradient norm, lr, RNG states."),
-            Option("--seed-env NAME[=VALUE]...", "Set this variable to a seed, the same in all runs. Repeatable."),
-            Option("--timeout SECONDS", "Time limit for each run.", type=click.IntRange(min=1), default=1800),
-            Option("--max-disk SIZE", "Limit for the checkpoints of all runs: 50GB, ..."),
-            options.reworded(options.DRY_RUN, "Show the commands and the cost, and run nothing."),
-        ),
-        "Output": (
-            options.reworded(options.HTML, "Also write the report as an HTML page."),
-            Option("--junit FILE", "Also write the comparisons as JUnit XML."),
-            Option("--keep DIR", "Keep the checkpoints and the output of the runs in this directory."),
-            *options.PRINTING,
-        ),
-    },
-    examples=(
-        "--checkpoints 'OUT/step-{step}' --at 4 --until 8 --resume-with '... --resume {checkpoint}' "
-        "-- python train.py --out OUT",
-        "--preset trainer -- python run_clm.py --output_dir OUT ...",
-        "--at 4 --until 8 -- torchrun --nproc-per-node 2 train.py --out OUT",
-    ),
-)
 def run(
-    html: str | None,
-    junit: str | None,
-    preset: str | None,
-    as_json: bool,
-    quiet: bool,
-    verbose: bool,
-    command: Any,
-    **arguments: Any,
-) -> None:
+    command: options.TrainingCommand = [], *,
+    preset: options.Preset = None, at: options.At = None, until: options.Until = None, stop: options.Stop = None,
+    resume_with: options.ResumeWith = None, world: options.RunWorld = None, to_world: options.RunToWorld = None,
+    via: options.RunVia = "",
+    checkpoints: options.RunCheckpoints = None, out: options.Out = "OUT", loss: options.Loss = None,
+    inject: options.Inject = True, observe: options.Observe = False, seed_env: options.SeedEnv = [],
+    timeout: options.Timeout = 1800, max_disk: options.MaxDisk = None, dry_run: options.DryRunOfRuns = False,
+    html: options.ResumeHtml = None, junit: options.Junit = None, keep: options.KeepRuns = None,
+    as_json: options.AsJson = False, quiet: options.Quiet = False, verbose: options.Verbose = False,
+) -> None:  # fmt: skip
     """Compare a training command with and without a stop.
 
     A runs to step N, A2 repeats it, and B is stopped at step K and resumed. Each has an output directory of its own.
     The exit code is 0 if B is the same as A, 1 if it differs, 3 if A2 differs already.
-    """
+
+    Examples:
+        ckpttool verify-resume run --checkpoints 'OUT/step-{step}' --at 4 --until 8 --resume-with '... --resume {checkpoint}' -- python train.py --out OUT
+        ckpttool verify-resume run --preset trainer -- python run_clm.py --output_dir OUT ...
+        ckpttool verify-resume run --at 4 --until 8 -- torchrun --nproc-per-node 2 train.py --out OUT
+    """  # noqa: E501
+    arguments = library_arguments(locals(), "command", "preset", "html", "junit", "inject")
     from ckpttool.reports import page_file
     from ckpttool.resume.run import run as operation
     from ckpttool.resume.run.presets import fill
@@ -140,7 +59,7 @@ def run(
     check_folder(junit)
     command, arguments = fill(preset, command, arguments)
     tell = None if quiet or as_json else lambda message: err().line(dim(message))
-    result = operation(command, inject_switches=arguments.pop("inject"), **arguments, tell=tell)
+    result = operation(command, inject_switches=inject, **arguments, tell=tell)
     if html is not None:
         from ckpttool.reports.resumed import run_page
 

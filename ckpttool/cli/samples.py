@@ -11,14 +11,16 @@ from ckpttool.text import plural, size
 from ckpttool.version import schema
 
 
-@options.command(
-    "samples",
-    arguments=(options.reworded(options.DESTINATION, "The directory to write."),),
-    sections={"Execution": (options.OVERWRITE,), "Output": (options.AS_JSON, options.QUIET)},
-    examples=("try",),
-)
-def samples(dst: str, overwrite: bool, as_json: bool, quiet: bool) -> None:
-    """Write the small real checkpoints and the training scripts of the documentation's examples."""
+def samples(
+    dst: options.SamplesDestination, *,
+    overwrite: options.Overwrite = False,
+    as_json: options.AsJson = False, quiet: options.Quiet = False,
+) -> None:  # fmt: skip
+    """Write the small real checkpoints and the training scripts of the documentation's examples.
+
+    Examples:
+        ckpttool samples try
+    """
     from ckpttool.operations.samples import samples as write
 
     sizes = write(dst, overwrite=overwrite)

@@ -8,14 +8,16 @@ from ckpttool.cli import options
 from ckpttool.cli.answer import respond
 
 
-@options.command(
-    "show",
-    arguments=(options.CHECKPOINT, options.TENSOR),
-    sections={"Selection": (options.SHAPES,), "Output": (options.AS_JSON, options.QUIET)},
-    examples=("step-1000 model.embed.weight",),
-)
-def show(path: str, tensor: str, shapes: str | None, as_json: bool, quiet: bool) -> None:
-    """Show one tensor: the location of its shards, the first values, and statistics."""
+def show(
+    path: options.Checkpoint, tensor: options.TensorName, *,
+    shapes: options.Shapes = None,
+    as_json: options.AsJson = False, quiet: options.Quiet = False,
+) -> None:  # fmt: skip
+    """Show one tensor: the location of its shards, the first values, and statistics.
+
+    Examples:
+        ckpttool show step-1000 model.embed.weight
+    """
     import ckpttool
     from ckpttool.operations.show import blocks
 

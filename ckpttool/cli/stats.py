@@ -7,40 +7,31 @@ from typing import Any
 
 from ckpttool.cli import options
 from ckpttool.cli.answer import respond
-from ckpttool.cli.options import Option
+from ckpttool.cli.parsing import library_arguments
 from ckpttool.cli.terminal import answer
 
 
-@options.command(
-    "stats",
-    arguments=(options.CHECKPOINT,),
-    sections={
-        "Selection": (
-            *options.SELECTION,
-            Option("--where CONDITION", "List tensors of which this is true: 'nan > 0 or absmax > 1e4'."),
-            options.STEPS,
-            Option("--spectral", "Estimate stable rank and largest singular values of matrices, too."),
-            options.SHAPES,
-        ),
-        "Output": (
-            Option("--each", "List each tensor, not groups."),
-            Option("--sort STAT", "List each tensor, that with the largest STAT first: rms, absmax, kurtosis, ..."),
-            Option("--csv", "Print one line of comma-separated values for each tensor.", name="as_csv"),
-            Option("--fail-on CONDITION", "End with exit code 1 if this is true of a tensor: 'nan > 0'."),
-            *options.PRINTING,
-        ),
-        "Execution": (options.NO_CACHE, options.THREADS),
-    },
-    examples=("step-1000", "step-1000 --fail-on 'nan > 0 or absmax > 1e4'", "step-1000 --only model --sort kurtosis"),
-)
 def stats(
-    each: bool, sort: str | None, as_csv: bool, as_json: bool, quiet: bool, verbose: bool, **arguments: Any
-) -> None:
+    path: options.Checkpoint, *,
+    only: options.Only = [], drop: options.Drop = [], tensors: options.Tensors = [], exclude: options.Exclude = [],
+    where: options.WhereStatistics = None, steps: options.Steps = None, spectral: options.Spectral = False,
+    shapes: options.Shapes = None,
+    each: options.Each = False, sort: options.SortStatistic = None, as_csv: options.StatisticsAsCsv = False,
+    fail_on: options.FailOn = None, as_json: options.AsJson = False, quiet: options.Quiet = False,
+    verbose: options.Verbose = False,
+    cache: options.Cache = True, threads: options.Threads = None,
+) -> None:  # fmt: skip
     """Show statistics of the values of a checkpoint, and what stands out.
 
     All values are read once: zeros, NaN, infinities, limits, mean, deviation, norms, kurtosis and quantiles of each
     tensor, and of the tensors of each part, layer, kind and expert together.
+
+    Examples:
+        ckpttool stats step-1000
+        ckpttool stats step-1000 --fail-on 'nan > 0 or absmax > 1e4'
+        ckpttool stats step-1000 --only model --sort kurtosis
     """
+    arguments = library_arguments(locals(), "each", "sort", "as_csv")
     import ckpttool
     from ckpttool.analysis.statistics.results import checked_column
     from ckpttool.reports.statistics import blocks, write_csv

@@ -6,9 +6,11 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-import click
-
 from ckpttool.reports.terminal import ReaderGone, Terminal
+
+
+class Ended(Exception):
+    """Raised behind an answer to end the command: `Ended(exit_code)`."""
 
 
 def out(verbose: bool = False) -> Terminal:
@@ -27,7 +29,7 @@ def answer(exit_code: int, verbose: bool = False) -> Iterator[Terminal]:
         gone.exit_code = exit_code
         raise
     if exit_code:
-        raise click.exceptions.Exit(exit_code)
+        raise Ended(exit_code)
 
 
 def err() -> Terminal:

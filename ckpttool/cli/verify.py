@@ -3,35 +3,32 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import Any
 
 from ckpttool.cli import options
 from ckpttool.cli.answer import respond
-from ckpttool.cli.options import Option
+from ckpttool.cli.parsing import library_arguments
 
 
-@options.command(
-    "verify",
-    arguments=(options.CHECKPOINT,),
-    sections={
-        "Selection": (options.SHAPES,),
-        "Comparison": (
-            Option("--against OTHER", "Compare with a checkpoint that should be equal."),
-            Option("--manifest FILE", "Compare with a manifest: SHA-256 of each file and tensor."),
-            Option("--write-manifest FILE", "Write a manifest, if nothing is damaged."),
-            Option("--values", "Check every element: NaN, infinite, all zero, denormal.", name="check_values"),
-        ),
-        "Execution": (options.THREADS,),
-        "Output": (options.reworded(options.HTML, "Also write what was found as an HTML page."), *options.PRINTING),
-    },
-    examples=("step-1000", "step-1000 --values", "copy --against step-1000"),
-)
-def verify(as_json: bool, quiet: bool, verbose: bool, **arguments: Any) -> None:
+def verify(
+    path: options.Checkpoint, *,
+    shapes: options.Shapes = None,
+    against: options.Against = None, manifest: options.AgainstManifest = None,
+    write_manifest: options.WriteManifest = None, check_values: options.CheckValues = False,
+    threads: options.Threads = None,
+    html: options.VerifyHtml = None, as_json: options.AsJson = False, quiet: options.Quiet = False,
+    verbose: options.Verbose = False,
+) -> None:  # fmt: skip
     """Read a whole checkpoint and report all damage.
 
     Every stored checksum is compared, and the index with the files. The exit code is 4 for damage, 1 for NaN or a
     difference, else 0.
+
+    Examples:
+        ckpttool verify step-1000
+        ckpttool verify step-1000 --values
+        ckpttool verify copy --against step-1000
     """
+    arguments = library_arguments(locals())
     import ckpttool
     from ckpttool.operations.verify.report import blocks
 

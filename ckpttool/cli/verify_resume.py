@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
-
-import click
+from typing import TYPE_CHECKING
 
 from ckpttool.cli import options, resume_run
-from ckpttool.cli.options import Argument, Option
 from ckpttool.cli.pages import write_page
+from ckpttool.cli.parsing import group, library_arguments
 from ckpttool.cli.resume_run import print_losses
 from ckpttool.cli.terminal import answer, err, out
 from ckpttool.reports.report import Styled, TextLike, bold, dim
@@ -30,27 +28,21 @@ _NAMES = 20  # names below a check, under -v
 # audit ----------------------------------------------------------------------------------------------------------------
 
 
-@options.command(
-    "audit",
-    arguments=(options.CHECKPOINT,),
-    sections={
-        "Execution": (
-            Option("--recipe FILE", "Build the model of this recipe, and compare names and shapes with it."),
-            Option(
-                "--values/--no-values",
-                "Check weights and moments for NaN, infinities and negative moments. Default: up to 1 GiB.",
-            ),
-        ),
-        "Selection": (options.SHAPES,),
-        "Output": options.PRINTING,
-    },
-    examples=("step-1000", "step-1000 --recipe recipe.py"),
-)
-def audit(as_json: bool, quiet: bool, verbose: bool, **arguments: Any) -> None:
+def audit(
+    path: options.Checkpoint, *,
+    recipe: options.Recipe = None, values: options.Values = None,
+    shapes: options.Shapes = None,
+    as_json: options.AsJson = False, quiet: options.Quiet = False, verbose: options.Verbose = False,
+) -> None:  # fmt: skip
     """Check that all state needed to resume is there.
 
     Nothing is trained. The exit code is 1 if training cannot resume.
+
+    Examples:
+        ckpttool verify-resume audit step-1000
+        ckpttool verify-resume audit step-1000 --recipe recipe.py
     """
+    arguments = library_arguments(locals())
     from ckpttool.resume import audit as operation
 
     result = operation.audit(**arguments)
@@ -99,62 +91,26 @@ def _print_audit(terminal: Terminal, result: Audit) -> None:
 # trial ----------------------------------------------------------------------------------------------------------------
 
 
-@options.command(
-    "trial",
-    arguments=(
-        Argument(
-            "checkpoints",
-            nargs=-1,
-            metavar="[CKPT]...",
-            help="Checkpoints to resume from; each run is compared with that of the first.",
-        ),
-    ),
-    sections={
-        "Training": (
-            Option("--recipe FILE", "Python file that builds and trains a model.", required=True),
-            Option("--world N", "Train on N ranks. Default: 2.", type=click.IntRange(min=1)),
-            Option("--mesh MESH", "Train on a mesh: shard=2,tp=2 or replicate=2,shard=2."),
-            Option("--steps N", "Steps to train before the save.", type=click.IntRange(min=1), default=4),
-            Option("--more N", "Steps to train after the save.", type=click.IntRange(min=1), default=4),
-            Option("--device DEVICE", "cpu, cuda, xpu, ..."),
-            Option("--no-deterministic", "Allow nondeterministic operations in torch."),
-        ),
-        "Resuming": (
-            Option(
-                "--via ROUTE",
-                "Convert or reshard the save before resuming (comma-separated steps): "
-                "safetensors, dcp, torch, fsdp1, reshard:N.",
-            ),
-            Option("--to-world N", "Resume on N ranks.", type=int),
-            Option("--to-mesh MESH", "Resume on a mesh."),
-            Option(
-                "--first-step I", "The step to resume at, if CKPT does not contain one.", type=click.IntRange(min=0)
-            ),
-        ),
-        "Execution": (
-            Option("--no-gradients", "Do not compare the gradients with those of one rank."),
-            Option(
-                "--time-limit SECONDS",
-                "Time limit for each phase and step of a rank.",
-                name="limit",
-                type=click.IntRange(min=1),
-                default=300,
-            ),
-        ),
-        "Output": (
-            options.reworded(options.HTML, "Also write the report as an HTML page."),
-            Option("--keep DIR", "Keep the files of the runs in this directory."),
-            *options.PRINTING,
-        ),
-    },
-    examples=("--recipe recipe.py", "--recipe recipe.py --via safetensors --to-world 4"),
-)
-def trial(via: str | None, html: str | None, as_json: bool, quiet: bool, verbose: bool, **arguments: Any) -> None:
+def trial(
+    checkpoints: options.TrialCheckpoints = [], *,
+    recipe: options.TrialRecipe, world: options.World = None, mesh: options.Mesh = None, steps: options.StepsBefore = 4,
+    more: options.StepsAfter = 4, device: options.Device = None, deterministic: options.Deterministic = True,
+    via: options.TrialVia = None, to_world: options.TrialToWorld = None, to_mesh: options.TrialToMesh = None,
+    first_step: options.FirstStep = None,
+    gradients: options.Gradients = True, limit: options.TimeLimit = 300,
+    html: options.ResumeHtml = None, keep: options.KeepFiles = None, as_json: options.AsJson = False,
+    quiet: options.Quiet = False, verbose: options.Verbose = False,
+) -> None:  # fmt: skip
     """Train, save, convert, resume, and compare every step.
 
     The runs that resume are new processes; state and steps are compared bit for bit. The exit code is 0 if training
     resumes exactly, 1 if it does not.
+
+    Examples:
+        ckpttool verify-resume trial --recipe recipe.py
+        ckpttool verify-resume trial --recipe recipe.py --via safetensors --to-world 4
     """
+    arguments = library_arguments(locals(), "via", "html")
     from ckpttool.reports import page_file
     from ckpttool.resume.trial import trial as run
 
@@ -235,14 +191,12 @@ def _about(result: Report) -> Iterator[tuple[str, str]]:
 # init -----------------------------------------------------------------------------------------------------------------
 
 
-_FILE = Argument(
-    "path", metavar="FILE", default="recipe.py", help="The file to write. An existing one is not replaced."
-)
+def init(path: options.RecipeToWrite = "recipe.py", *, quiet: options.Quiet = False) -> None:
+    """Write a commented, runnable recipe template.
 
-
-@options.command("init", arguments=(_FILE,), sections={"Output": (options.QUIET,)}, examples=("my-recipe.py",))
-def init(path: str, quiet: bool) -> None:
-    """Write a commented, runnable recipe template."""
+    Examples:
+        ckpttool verify-resume init my-recipe.py
+    """
     from ckpttool.resume.recipe import write_template
 
     write_template(path)
@@ -255,10 +209,9 @@ def init(path: str, quiet: bool) -> None:
     terminal.line(dim("  then     "), "replace its model, optimizer and data with yours")
 
 
-verify_resume = options.Commands(
+verify_resume = group(
     "verify-resume",
+    (audit, trial, resume_run.run, init),
     help="Check that training resumes exactly from a checkpoint.",
-    commands=[audit, trial, resume_run.run, init],
     epilog="More: docs/how-to/check-resume.md",
-    no_args_is_help=True,
 )

@@ -10,7 +10,6 @@ import shlex
 from collections.abc import Iterator
 from pathlib import Path
 
-import click
 import pytest
 from support.cli_reference import GENERATED, by_hand, commands, generated, options
 from support.paths import ROOT
@@ -45,16 +44,31 @@ def test_an_option_is_an_argument_of_the_library(name: str) -> None:
     parameters = dict(inspect.signature(getattr(ckpttool, name)).parameters)
     # Callbacks, of which the command shows what they say.
     parameters = {key: value for key, value in parameters.items() if key not in ("progress", "announce")}
-    options = [p for p in commands()[f"ckpttool {name}"].params if p.name not in ("as_json", "quiet", "verbose")]
-    assert {option.name for option in options} == set(parameters)
-    for option in options:
-        default = parameters[option.name].default
-        if default not in (inspect.Parameter.empty, None, ()):
-            assert option.get_default(click.Context(click.Command(name))) == default
+    of_printing = ("as_json", "quiet", "verbose")
+    options = {option.name: option.default for option in commands()[f"ckpttool {name}"].params}
+    options = {key: default for key, default in options.items() if key not in of_printing}
+    if "no_manifest" in options:
+        assert options.pop("no_manifest") is False
+        options.setdefault("manifest", parameters["manifest"].default)
+    assert set(options) == set(parameters)
+    for key, default in options.items():
+        if parameters[key].default not in (inspect.Parameter.empty, None, ()):
+            assert default == parameters[key].default
+
+
+@pytest.mark.parametrize("name", [name for name in COMMANDS if name != "ckpttool verify-resume"])
+def test_a_command_is_a_function_whose_signature_is_its_options(name: str) -> None:
+    """Each is one of `cli/options.py`, where it is declared once."""
+    signature = inspect.signature(commands()[name].callback).parameters.values()
+    assert [p for p in signature if not re.match(r"(Annotated\[)?options\.\w+", str(p.annotation))] == []
+    assert [p for p in signature if p.kind in (p.VAR_POSITIONAL, p.VAR_KEYWORD)] == []
+    # Flags and defaults are said once: a name is that of one option.
+    opts = [spelling for option in options(commands()[name]) for spelling in (*option.opts, *option.secondary_opts)]
+    assert len(opts) == len(set(opts))
 
 
 def spellings(name: str) -> list[tuple[str, ...]]:
-    return [tuple(option.opts) for option in options(commands()[name])]
+    return [tuple(option.opts or option.secondary_opts) for option in options(commands()[name])]
 
 
 @pytest.mark.parametrize("name", COMMANDS)

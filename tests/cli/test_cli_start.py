@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -89,15 +90,36 @@ def test_help_is_as_wide_as_the_terminal_with_sections_examples_and_a_page() -> 
 )  # fmt: skip
 def test_completion(typed: str, expected: str) -> None:
     words = typed.split()
-    env = environment(_CKPTTOOL_COMPLETE="bash_complete", COMP_WORDS=f"ckpttool {typed}", COMP_CWORD=str(len(words)))
+    env = environment(_CKPTTOOL_COMPLETE="complete_bash", COMP_WORDS=f"ckpttool {typed}", COMP_CWORD=str(len(words)))
     process = spawn(env=env)
-    assert f"plain,{expected}" in process.communicate(timeout=300)[0].split()
+    assert expected in process.communicate(timeout=300)[0].split()
 
 
 def test_the_completion_script() -> None:
     for words, shell in ((["--show-completion", "bash"], "/bin/zsh"), (["--show-completion"], "/bin/bash")):
         process = spawn(*words, env=environment(SHELL=shell))
-        assert "_CKPTTOOL_COMPLETE=bash_complete" in process.communicate(timeout=300)[0]
+        assert "_CKPTTOOL_COMPLETE=complete_bash" in process.communicate(timeout=300)[0]
+
+
+def test_a_word_of_another_program_is_not_an_option_of_this_one() -> None:
+    words = [
+        "verify-resume",
+        "run",
+        "--at",
+        "1",
+        "--until",
+        "2",
+        "--dry-run",
+        "--checkpoints",
+        "OUT/{step}",
+        "--",
+        "train",
+        "OUT",
+        "--show-completion",
+    ]
+    result = run(*words)
+    assert result.exit_code == 0, result.output
+    assert re.search(r"train \S+ --show-completion(?!=)", result.stdout)
 
 
 @pytest.mark.parametrize("shell", ["bash", "zsh"])
@@ -108,5 +130,5 @@ def test_completion_is_installed_once(tmp_path: Path, shell: str) -> None:
         assert process.communicate(timeout=300)[1] == ""
         assert process.returncode == 0
     script = tmp_path / ".config" / "ckpttool" / f"completion.{shell}"
-    assert f"_CKPTTOOL_COMPLETE={shell}_complete" in script.read_text()
+    assert f"_CKPTTOOL_COMPLETE=complete_{shell}" in script.read_text()
     assert (tmp_path / f".{shell}rc").read_text() == f'source "{script}"\n'

@@ -318,7 +318,7 @@ def test_a_large_index_is_a_line_that_goes_away(first: float, tmp_path: Path, mo
         monkeypatch.setattr(stream, "reconfigure", lambda **settings: None, raising=False)
         monkeypatch.setattr(sys, "stderr", stream)
         with pytest.raises(SystemExit) as stop:
-            application().main(["inspect", str(tmp_path)])
+            application()(["inspect", str(tmp_path)])
         assert stop.value.code == 0
         seen[stream.isatty()] = stream.getvalue()
     assert seen[False] == ""
@@ -353,7 +353,7 @@ def test_importing_transformers_is_said_on_a_terminal_and_nowhere_else(
     monkeypatch.setattr(stream, "reconfigure", lambda **settings: None, raising=False)
     monkeypatch.setattr(sys, "stderr", stream)
     with pytest.raises(SystemExit) as stop:
-        application().main(["export", path_of("hf/llama"), str(tmp_path / "out"), "--json"])
+        application()(["export", path_of("hf/llama"), str(tmp_path / "out"), "--json"])
     assert stop.value.code == 0
     if not is_terminal:
         assert "importing" not in stream.getvalue()

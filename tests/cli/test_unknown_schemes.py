@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
-import click
 import pytest
-from click.testing import CliRunner
+from support.cli_reference import commands
 from support.paths import CHECKPOINTS
+from typer.testing import CliRunner
 
 import ckpttool
 from ckpttool.cli.app import application
+from ckpttool.cli.parsing import Argument, Option
 from ckpttool.errors import UsageError
 
 SAMPLE = str(CHECKPOINTS / "dcp/single" / "ckpt")
@@ -32,25 +33,15 @@ OTHERS = {
         "I",
         "SECONDS",
         "CONDITION",
-        "STAT",
-        *("STEPS", "[STEP]..."),
-        *("TREE", "WHICH", "-- COMMAND...", "COMMAND", "K", "M", "HOW", "WORD", "REGEX", "NAME[=VALUE]"),
     ),
+    *("STAT", "STEPS", "[STEP]...", "TREE", "WHICH", "-- COMMAND...", "COMMAND", "K", "M", "HOW", "WORD", "REGEX"),
+    *("NAME[=VALUE]", "[SHELL]"),
 }
 
 
-def commands(group: click.Group, words: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], click.Command]]:
-    for name in group.list_commands(click.Context(group)):
-        command = group.get_command(click.Context(group), name)
-        if isinstance(command, click.Group):
-            yield from commands(command, (*words, name))
-        elif command is not None:
-            yield (*words, name), command
-
-
 CASES = [
-    (words, command, param)
-    for words, command in commands(application())
+    (tuple(name.split()[1:]), command, param)
+    for name, command in commands().items()
     for param in command.params
     if param.metavar and param.metavar not in OTHERS and param.name not in ("atol", "sort")
 ]
@@ -59,19 +50,19 @@ CASES = [
 @pytest.mark.parametrize(("words", "command", "param"), CASES, ids=lambda v: getattr(v, "name", None) or " ".join(v))
 def test_every_path(
     words: tuple[str, ...],
-    command: click.Command,
-    param: click.Parameter,
+    command: Any,
+    param: Argument | Option,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.chdir(tmp_path)
     line = [*words]
-    if isinstance(param, click.Option):
+    if isinstance(param, Option):
         line += [param.opts[0], "s3://bucket/out"]
     for other in command.params:
-        if isinstance(other, click.Option) and other.required and other is not param:
+        if isinstance(other, Option) and other.required and other is not param:
             line += [other.opts[0], SAMPLE]
-        if isinstance(other, click.Argument) and (other.required or other is param):
+        if isinstance(other, Argument) and (other.required or other is param):
             line.append("s3://bucket/out" if other is param else SAMPLE if other.name != "dst" else "out")
     done = CliRunner().invoke(application(), line)
     assert (getattr(done.exception, "exit_code", None) or done.exit_code) == 2, (line, done.output)

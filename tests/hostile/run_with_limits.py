@@ -14,8 +14,8 @@ import signal
 import sys
 from pathlib import Path
 
-from click.testing import CliRunner
 from support.work import Calls
+from typer.testing import CliRunner
 
 from ckpttool.catalogue import budget
 from ckpttool.cli.app import application

@@ -12,10 +12,10 @@ from typing import Any
 
 import pytest
 import torch
-from click.testing import CliRunner, Result
 from support import damage
 from support.paths import CHECKPOINTS
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+from typer.testing import CliRunner, Result
 
 from ckpttool.errors import CkptError, CorruptError, OverwriteError, ReadError, UsageError
 from ckpttool.operations.repair import repair

@@ -16,8 +16,8 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed.checkpoint as torch_dcp
-from click.testing import CliRunner, Result
 from support.upstream_samples import path_of, reference
+from typer.testing import CliRunner, Result
 
 from ckpttool import convert
 from ckpttool.cli.app import application

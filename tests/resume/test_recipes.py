@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 import torch
-from click.testing import CliRunner, Result
 from support.paths import ROOT
+from typer.testing import CliRunner, Result
 
 from ckpttool.cli.app import application
 from ckpttool.errors import OverwriteError, StorageError, UsageError

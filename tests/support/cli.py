@@ -8,7 +8,7 @@ import sys
 from collections.abc import Mapping
 from typing import Any
 
-from click.testing import CliRunner, Result
+from typer.testing import CliRunner, Result
 
 from support import json_schemas
 from support.paths import CHECKPOINTS, ROOT

@@ -10,22 +10,24 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
-import click
+from typer.core import TyperGroup
 
 GENERATED = re.compile(r"^<!-- (ckpttool(?: [\w-]+)*) -->\n(.*?)^<!-- end -->\n", re.MULTILINE | re.DOTALL)
 
 
 def commands() -> dict[str, Any]:
     """`{"ckpttool": ..., "ckpttool inspect": ..., ...}`."""
+    from typer.main import get_command
+
     from ckpttool.cli.app import application
 
-    return dict(_below("ckpttool", application()))
+    return dict(_below("ckpttool", get_command(application())))
 
 
 def _below(name: str, command: Any) -> Iterator[tuple[str, Any]]:
     yield name, command
-    if isinstance(command, click.Group):
-        context = click.Context(command)
+    if isinstance(command, TyperGroup):
+        context = command.context_class(command)
         for word in command.list_commands(context):
             yield from _below(f"{name} {word}", command.get_command(context, word))
 
@@ -51,7 +53,7 @@ def _section(name: str, command: Any) -> str:
         name,
         *(p.metavar for p in arguments),
         "[OPTIONS]",
-        *(["COMMAND"] if isinstance(command, click.Group) else []),
+        *(["COMMAND"] if isinstance(command, TyperGroup) else []),
     ]
     lines = ["", f"    {' '.join(filter(None, words))}", "", _prose(command.help), ""]
     if arguments or options(command):
@@ -63,7 +65,7 @@ def _section(name: str, command: Any) -> str:
 
 def _spelt(option: Any) -> str:
     value = "" if option.is_flag or not option.metavar else f" {option.metavar}"
-    return ", ".join(f"`{spelling}{value}`" for spelling in option.opts)
+    return ", ".join(f"`{spelling}{value}`" for spelling in option.opts or option.secondary_opts)
 
 
 def _help(param: Any) -> str:
@@ -73,8 +75,8 @@ def _help(param: Any) -> str:
 def _notes(param: Any) -> Iterator[str]:
     if isinstance(param.default, (int, str)) and not isinstance(param.default, bool):
         yield f"Default: {param.default}"
-    if getattr(param.type, "min", None) is not None:
-        yield f"At least {param.type.min}"
+    if param.least is not None:
+        yield f"At least {param.least}"
 
 
 def _prose(text: str) -> str:

@@ -21,8 +21,8 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from click.testing import CliRunner
 from safetensors.torch import save_file
+from typer.testing import CliRunner
 
 from support.paths import ROOT
 

@@ -23,7 +23,8 @@ _VALUE = 24
 @dataclass(slots=True)
 class HyperparameterColumn:
     """Groups with equal values: `HyperparameterColumn(["0"], 14, {"lr": "0.01", "betas": "(0.9, 0.95)"})`. `params` is
-    None when the file does not say how many parameters are in them. The groups of a `flat` optimizer are single parameters."""
+    None when the file does not say how many parameters are in them. The groups of a `flat` optimizer are single
+    parameters."""
 
     groups: list[str]
     params: int | None

@@ -13,10 +13,10 @@ from typing import Any
 
 import pytest
 import torch
-from click.testing import CliRunner, Result
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.paths import CHECKPOINTS
+from typer.testing import CliRunner, Result
 
 from ckpttool.analysis.differences.elements import Difference
 from ckpttool.analysis.differences.results import Diff, Side, TensorDifference

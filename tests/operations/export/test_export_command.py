@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from click.testing import CliRunner, Result
 from safetensors.torch import load_file
+from typer.testing import CliRunner, Result
 
 from ckpttool.errors import CorruptError, LossError, OverwriteError, UsageError
 from ckpttool.models import architecture as expected

@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 import torch
-from click.testing import CliRunner, Result
 from support import damage
 from support.paths import CHECKPOINTS
+from typer.testing import CliRunner, Result
 
 DCP = CHECKPOINTS / "dcp/fsdp2_w4" / "ckpt"
 

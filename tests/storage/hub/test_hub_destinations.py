@@ -10,12 +10,12 @@ from typing import Any
 
 import pytest
 import torch
-from click.testing import CliRunner
 from huggingface_hub import constants
 from huggingface_hub.utils._xet import abort_xet_session
 from support.hub_server import WRITER, Hub
 from support.paths import CHECKPOINTS
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+from typer.testing import CliRunner
 
 import ckpttool
 from ckpttool.cli.app import application

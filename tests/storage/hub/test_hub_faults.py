@@ -14,12 +14,12 @@ from typing import Any
 
 import pytest
 import torch
-from click.testing import CliRunner
 from huggingface_hub import constants
 from safetensors.torch import load_file, save, save_file
 from support.hub_client import patience
 from support.hub_server import Handler, Hub, drop, stall
 from support.paths import CHECKPOINTS
+from typer.testing import CliRunner
 
 import ckpttool
 from ckpttool.cli.app import application

@@ -16,12 +16,12 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from click.testing import CliRunner
 from huggingface_hub import ModelCard, constants
 from safetensors.torch import load, load_file, save, save_file
 from support.hub_client import patience
 from support.hub_server import WRITER, Handler, Hub, stall
 from support.paths import CHECKPOINTS, ROOT
+from typer.testing import CliRunner
 
 import ckpttool
 from ckpttool.cli.app import application

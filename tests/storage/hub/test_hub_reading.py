@@ -16,12 +16,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from click.testing import CliRunner
 from huggingface_hub import constants, hf_hub_download
 from safetensors.torch import load_file, save_file
 from support.hub_client import check_told_to_nobody, everything_logged, patience
 from support.hub_server import READER, Handler, Hub, cut, drop, freeze, stall
 from support.paths import CHECKPOINTS, all_samples
+from typer.testing import CliRunner
 
 import ckpttool
 from ckpttool.catalogue.entries import Catalogue

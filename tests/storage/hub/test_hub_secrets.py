@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 import torch
-from click.testing import CliRunner, Result
 from safetensors.torch import save_file
 from support.hub_server import Hub
+from typer.testing import CliRunner, Result
 
 import ckpttool
 from ckpttool.cli.app import application

@@ -1,0 +1,76 @@
+"""What is wrong with a command line, in ckpttool's words, and what may be meant."""
+
+from __future__ import annotations
+
+import os
+import re
+from typing import Any
+
+from ckpttool.errors import UsageError
+from ckpttool.text import near_names
+
+# What other tools call the commands.
+_SYNONYMS = {
+    **dict.fromkeys(("info", "ls", "list", "tree", "summary"), "`inspect`"),
+    **dict.fromkeys(("cat", "print", "head"), "`show`"),
+    **dict.fromkeys(("statistics", "describe", "health"), "`stats`"),
+    **dict.fromkeys(("compare", "cmp"), "`diff`"),
+    **dict.fromkeys(("validate", "fsck"), "`verify`"),
+    "fix": "`repair`",
+    "consolidate": "`convert SRC out.pt`, which writes one file",
+    "merge": "`convert SRC out.pt`, which writes one file, or `repair --merge`, for the directories of several nodes",
+    "split": "`convert --max-shard-size` or `reshard --to-world`",
+    **dict.fromkeys(("upload", "push", "publish"), "`export SRC hf://org/name`"),
+    "download": "`convert hf://org/name DST`",
+    **dict.fromkeys(("audit", "trial", "resume"), "`verify-resume`"),
+    "version": "`ckpttool --version`",
+    "help": "`ckpttool --help`",
+    "completion": "`ckpttool --install-completion`",
+}
+
+_EXTRA = re.compile(r"Got unexpected extra argument(?:s|\(s\))? \((.*)\)")
+
+
+def reworded(error: Any, context: Any) -> UsageError:
+    """Return an error of typer's parser with our wording: lower case, backticks, and a hint."""
+    command = context.command_path
+    message = re.sub(r"'([^']*)'", r"`\1`", error.format_message()).strip()
+    hint = f"`{command} --help` shows what it takes"
+    if hasattr(error, "possibilities"):
+        message = f"`{command}` has no option `{error.option_name}`"
+        if error.possibilities:
+            hint = f"did you mean `{error.possibilities[0]}`?"
+    elif extra := _EXTRA.fullmatch(message.rstrip(".")):
+        message = f"too many arguments: `{extra[1]}`"
+        takes = [param.metavar or param.name for param in context.command.params if param.param_type_name == "argument"]
+        hint = f"`{' '.join([command, *takes])}` is all; {hint}"
+    return UsageError(f"{message[:1].lower()}{message[1:]}".rstrip("."), hint=hint)
+
+
+def missing(shown: str, param: Any, context: Any) -> UsageError:
+    """Return the error for an argument or option that is required."""
+    hint = f"`{context.command_path} --help` shows what it takes"
+    if param.name == "recipe":
+        hint = _recipe_meant(context.command_path, context.meta["words"])
+    return UsageError(f"missing {param.param_type_name} {shown}", hint=hint)
+
+
+def _recipe_meant(command: str, words: list[str]) -> str:
+    """Return the hint for a recipe that is not given, or given as if it were a checkpoint."""
+    recipe = next((word for word in words if word.endswith(".py")), None)
+    if recipe is None:
+        return "`ckpttool verify-resume init` writes a recipe, a Python file; name it with `--recipe FILE`"
+    rest = [word for word in words if word != recipe]
+    return f"`{' '.join([command, *rest, '--recipe', recipe])}`"
+
+
+def command_meant(name: str, names: list[str], command: str) -> str:
+    """Return the hint for a word that is none of the `names` of the commands of a `command`."""
+    from ckpttool.storage.stores import is_remote
+
+    near = near_names(name, names)
+    if meant := _SYNONYMS.get(name) or (f"`{near[0]}`" if near else None):
+        return f"did you mean {meant}?"
+    if os.path.lexists(name) or is_remote(name):
+        return f"the command comes first: `{command} {names[0]} {name}`"
+    return f"`{command} --help` lists the commands"
