@@ -102,22 +102,8 @@ def test_the_completion_script() -> None:
 
 
 def test_a_word_of_another_program_is_not_an_option_of_this_one() -> None:
-    words = [
-        "verify-resume",
-        "run",
-        "--at",
-        "1",
-        "--until",
-        "2",
-        "--dry-run",
-        "--checkpoints",
-        "OUT/{step}",
-        "--",
-        "train",
-        "OUT",
-        "--show-completion",
-    ]
-    result = run(*words)
+    words = "verify-resume run --at 1 --until 2 --dry-run --checkpoints OUT/{step}"
+    result = run(*words.split(), "--", "train", "OUT", "--show-completion")
     assert result.exit_code == 0, result.output
     assert re.search(r"train \S+ --show-completion(?!=)", result.stdout)
 
