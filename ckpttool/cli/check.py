@@ -34,5 +34,5 @@ def check(
     import ckpttool
     from ckpttool.operations.check import blocks
 
-    call = partial(ckpttool.check, arguments.pop("src"), arguments.pop("against"), content=content, **arguments)
+    call = partial(ckpttool.check, **arguments)
     respond(call, blocks, as_json=as_json, quiet=quiet, verbose=verbose, shows_progress=content)

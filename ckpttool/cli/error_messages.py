@@ -19,7 +19,7 @@ from typing import Any
 from ckpttool.cli.documents import failure
 from ckpttool.cli.parsing import Exit
 from ckpttool.cli.signals import Terminated
-from ckpttool.cli.terminal import Ended, err, out
+from ckpttool.cli.terminal import CommandEnded, err, out
 from ckpttool.errors import (
     BUG,
     DONE,
@@ -95,7 +95,7 @@ def _invoke(command: Any, words: list[str]) -> int:
             command.invoke(context)
     except Exit as stop:
         return stop.exit_code
-    except Ended as stop:
+    except CommandEnded as stop:
         return int(stop.args[0])
     return DONE
 

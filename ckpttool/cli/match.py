@@ -33,5 +33,5 @@ def match(
     import ckpttool
     from ckpttool.operations.match import blocks
 
-    call = partial(ckpttool.match, arguments.pop("src"), content=content, **arguments)
+    call = partial(ckpttool.match, **arguments)
     respond(call, blocks, as_json=as_json, quiet=quiet, verbose=verbose, shows_progress=content)

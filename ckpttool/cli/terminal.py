@@ -9,8 +9,8 @@ from contextlib import contextmanager
 from ckpttool.reports.terminal import ReaderGone, Terminal
 
 
-class Ended(Exception):
-    """Raised behind an answer to end the command: `Ended(exit_code)`."""
+class CommandEnded(Exception):
+    """Raised behind an answer to end the command: `CommandEnded(exit_code)`."""
 
 
 def out(verbose: bool = False) -> Terminal:
@@ -29,7 +29,7 @@ def answer(exit_code: int, verbose: bool = False) -> Iterator[Terminal]:
         gone.exit_code = exit_code
         raise
     if exit_code:
-        raise Ended(exit_code)
+        raise CommandEnded(exit_code)
 
 
 def err() -> Terminal:

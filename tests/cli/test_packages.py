@@ -45,9 +45,12 @@ def ckpttool(packages: str, *arguments: str) -> subprocess.CompletedProcess[str]
     ids=lambda words: words[0],
 )
 def test_bytes_are_moved_with_none_of_them(words: list[str], tmp_path: Path) -> None:
-    """Not even numpy, but where elements are calculated with: `audit` reads counters."""
+    """Not even numpy, but where elements are calculated with (`audit` reads counters) or safetensors are written."""
     places = {"a": path_of("dcp/fsdp2_w4"), "out": str(tmp_path / "out"), "llama": path_of("hf/llama")}
     heavy = HEAVY if words[0] == "verify-resume" else f"{HEAVY},numpy"
+    if "safetensors" in words or words[0] == "export":
+        # The library opens what was written, and imports numpy.
+        heavy = HEAVY.replace("safetensors,", "")
     done = ckpttool(heavy, *(word.format(**places) for word in words))
     assert done.returncode == 0, done.stderr
 
