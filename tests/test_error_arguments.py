@@ -37,7 +37,7 @@ OPTIONS = {
     if isinstance(option, Option) and flag.startswith("--")
 }
 # Options of other programs, and the comments of a file that is written for the command line.
-_OF_OTHERS = {"presets.py", "recipe_template.py"}
+_OF_OTHERS = {"presets.py"}
 _COMMAND = r"(?:`|^)(?:ckpttool|torchrun|convert|reshard|python) [^`]*"
 
 

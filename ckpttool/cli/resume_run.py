@@ -65,7 +65,7 @@ def run(
 
         write_page(html, run_page, result.as_dict())
     if junit is not None:
-        from ckpttool.resume.run.junit import junit_xml
+        from ckpttool.cli.junit import junit_xml
 
         write_text(junit, junit_xml(result))
     with answer(result.exit_code, verbose) as terminal:

@@ -23,10 +23,10 @@ from typing import Any
 from ckpttool.catalogue.shown import shown
 from ckpttool.errors import OverwriteError, UsageError
 from ckpttool.layout.mesh import ORDER, Mesh
-from ckpttool.resume import recipe_template
 from ckpttool.storage.errors import from_os_error
 from ckpttool.text import meant
 
+_TEMPLATE = os.path.join(os.path.dirname(__file__), "recipe_template.txt")
 _PARAMETERS = {"build": ("mesh",), "step": ("state", "i"), "mesh": ("world",)}
 _START = "`ckpttool verify-resume init` writes a template"
 
@@ -172,9 +172,11 @@ def write_template(path: str | os.PathLike[str]) -> None:
     if not path.endswith(".py"):
         hint = f"name it `{os.path.splitext(path.rstrip('/'))[0]}.py`"
         raise UsageError(f"`{path}`: a recipe is a Python file", hint=hint)
+    with open(_TEMPLATE, encoding="utf-8") as stream:
+        template = stream.read()
     try:
         with open(path, "x", encoding="utf-8") as stream:
-            stream.write(recipe_template.TEXT.format(name=os.path.basename(path)))
+            stream.write(template.replace("{name}", os.path.basename(path)))
     except FileExistsError:
         raise OverwriteError(f"`{path}` exists", hint="name another file", file=path) from None
     except OSError as error:

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from ckpttool.errors import CorruptError, UsageError
-from ckpttool.resume.run.event_files import scalars
 from ckpttool.resume.run.logged import from_files
 from ckpttool.resume.run.losses import Output
+from ckpttool.serialization.event_files import scalars
 
 
 def read(text: str, out: Path) -> dict[int, float]:

@@ -31,17 +31,14 @@ def test_a_generator_that_draws_nothing_needs_not_be_restored(state: str, equal:
     resumed = dataclasses.replace(first, rng={"torch": "other", "python": "another"})
     a, b = by_step(Hooked(steps={0: [first, second]}), 0, 2), by_step(Hooked(steps={0: [resumed]}), 1, 2)
     report = Report([], "bitwise", "", 1, 2, "sigkill")
-    cause = compare_observed(report, a, b, {})
-    assert (cause is None, not report.findings) == (equal, equal), report.findings
-    assert equal or "RNG state of rank 0 was not restored (torch)" in str(cause)
+    compare_observed(report, a, b, {})
+    assert not report.findings if equal else report.findings[0].kind == "RNG state differs", report.findings
 
 
-@pytest.mark.parametrize(("batch", "cause"), [("aa", "the same batch, another loss"), (None, None)])
-def test_a_batch_that_was_not_seen_is_not_called_the_same(batch: str | None, cause: str | None) -> None:
+def test_a_batch_that_was_not_seen_is_no_difference() -> None:
     # A script without modules and data loaders of torch.
-    first = dataclasses.replace(ONE, batch=batch, fetched=[])
+    first = dataclasses.replace(ONE, batch=None, fetched=[])
     a, b = (by_step(Hooked(steps={0: [one]}), 4, 8) for one in (first, dataclasses.replace(first, loss=3.5)))
     report = Report([], "bitwise", "", 4, 8, "sigkill")
-    told = compare_observed(report, a, b, {})
-    assert (told is None) if cause is None else cause in str(told)
+    compare_observed(report, a, b, {})
     assert report.findings[0].kind == "loss differs" and report.findings[0].step == 5

@@ -37,7 +37,7 @@ _SINGLE = (
         "",
         "scheduler was not restored",
     ),
-    ("data not loaded", '    data.load_state_dict(checkpoint["dataloader"])\n', "", "the data restarted"),
+    ("data not loaded", '    data.load_state_dict(checkpoint["dataloader"])\n', "", "data loader.*epoch 0 and not 1"),
     ("average not loaded", '    average = checkpoint["ema"]\n', "", "averaged weights `ema`"),
     ("torch's RNG", '    torch.set_rng_state(checkpoint["rng"]["torch"])\n', "", r"RNG state.*torch"),
     ("numpy's RNG", '    np.random.set_state(checkpoint["rng"]["numpy"])\n', "", r"RNG state.*numpy"),
@@ -85,13 +85,13 @@ _SINGLE = (
         "weights rounded",
         '        "model": model.state_dict(),\n',
         '        "model": {name: value.bfloat16() for name, value in model.state_dict().items()},\n',
-        "weights or buffers",
+        r"weights of the model were not restored",
     ),
     (
         "one weight",
         '    model.load_state_dict(checkpoint["model"])\n',
         '    model.load_state_dict(checkpoint["model"])\n    model.blocks[1].up.weight.data[3, 2] *= 2\n',
-        "weights or buffers",
+        r"weights of the model were not restored \(`model.blocks.1.up.weight`\)",
     ),
 )
 _FSDP2 = (
@@ -126,7 +126,7 @@ _FSDP2 = (
         "    set_state_dict(model",
         "    torch.nn.init.ones_(model.head.bias.to_local())\n"
         '    state["model"]["head.bias"] = model.state_dict()["head.bias"].clone()\n    set_state_dict(model',
-        "weights or buffers",
+        r"weights of the model were not restored \(`model.head.bias`\)",
     ),
     (
         "moments swapped",

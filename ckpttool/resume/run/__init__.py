@@ -23,6 +23,7 @@ from ckpttool.errors import StorageError, UsageError
 from ckpttool.layout.mesh import world_mesh
 from ckpttool.producers.open import opened
 from ckpttool.resume.run import causes, compare, inject, observed
+from ckpttool.resume.run.causes import Begun
 from ckpttool.resume.run.checkpoints import Checkpoints, Fingerprint, fingerprint, nbytes
 from ckpttool.resume.run.commands import Commands, parse, with_steps
 from ckpttool.resume.run.inject import Hooked
@@ -44,6 +45,7 @@ _GRACE = 30.0  # seconds between SIGTERM and SIGKILL, as a scheduler has
 _COUNTABLE = 2  # steps before a resume, from which on the steps of two runs can be told apart by their number
 _STOPS = ("sigkill", "sigterm")
 _SEED = 1234
+_CAUSES = 4  # that are named
 _RAISED = re.compile(r"^(\[\w+\]:\s*)?[\w.]*(Error|Exception)(: |:?$)")
 # What a launcher and the other ranks raise when a rank has failed.
 _FOLLOWS = re.compile(r"CalledProcessError|ChildFailedError|DistBackendError|Connection (closed|reset) by peer")
@@ -74,31 +76,6 @@ class _Ended(Exception):
         self.failure = failure
 
 
-@dataclass(frozen=True, slots=True)
-class Hook:
-    """What the environment of the command gets: deterministic switches (`inject`), an observer of each step, and
-    variables of its own that name a seed."""
-
-    inject: bool = True
-    observe: bool = False
-    seeds: Sequence[str] = ()
-
-    @property
-    def is_on(self) -> bool:
-        return self.inject or self.observe
-
-    def environment(self, folder: str, found: Checkpoints, *, resumed: bool = False) -> dict[str, str]:
-        """Return the variables for a run, whose hook writes to `folder`, and keeps what is written over."""
-        os.makedirs(folder)
-        # What is not restored must not come out the same because it was seeded again.
-        seed = (_SEED + 1_000 if resumed else _SEED) if self.inject else None
-        pairs = (text.partition("=") for text in self.seeds)
-        own = {name: value or str(_SEED) for name, _, value in pairs}
-        keep = (found.written_again, found.kept_by_hook) if found.written_again is not None else None
-        hooked = inject.environment(folder, seed=seed, observe=self.observe, keep=keep)
-        return {"PYTHONUNBUFFERED": "1", **own, **hooked}
-
-
 @dataclass(slots=True)
 class _Verification:
     """Runs that are going on. `folder` has one folder for each of them."""
@@ -112,7 +89,9 @@ class _Verification:
     max_disk: int | None
     losses: Losses
     tell: Callable[[str], None]
-    hook: Hook
+    inject: bool  # deterministic switches
+    observe: bool  # each step
+    seeds: Sequence[str]  # variables of the command that name a seed
     hooked: dict[str, Hooked] = field(default_factory=dict)
     seen: dict[str, Checkpoints] = field(default_factory=dict)
     ended: set[str] = field(default_factory=set)  # runs whose command came to its own end
@@ -121,6 +100,12 @@ class _Verification:
     @property
     def until(self) -> int:
         return self.report.until
+
+    @property
+    def steps_each(self) -> int:
+        """How many steps an optimizer takes for one of the command, which may count epochs."""
+        taken = self.hooked["A"].trained if "A" in self.ended else 0
+        return taken // self.until if taken and not taken % self.until else 1
 
     def out(self, name: str) -> str:
         return os.path.join(self.folder, name, "out")
@@ -265,7 +250,17 @@ class _Verification:
         return words if stop in _STOPS else with_steps(words, stop.partition("=")[2], steps)
 
     def _environment(self, name: str, hook: str, *, resumed: bool = False) -> dict[str, str]:
-        return self.hook.environment(os.path.join(self.folder, name, hook), self.seen[name], resumed=resumed)
+        """Return the variables for a run, whose hook writes to the folder `hook`, and keeps what is written over."""
+        folder, found = os.path.join(self.folder, name, hook), self.seen[name]
+        os.makedirs(folder)
+        # What is not restored must not come out the same because it was seeded again.
+        seed = (_SEED + 1_000 if resumed else _SEED) if self.inject else None
+        # The first step after the resume, and in A the same; where A began tells what is as it was built.
+        states = (1,) if resumed else (1, self.report.at * self.steps_each + 1) if hook == "hook" else ()
+        own = {variable: value or str(_SEED) for variable, _, value in (text.partition("=") for text in self.seeds)}
+        keep = (found.written_again, found.kept_by_hook) if found.written_again is not None else None
+        hooked = inject.environment(folder, seed=seed, observe=self.observe, states=states, keep=keep)
+        return {"PYTHONUNBUFFERED": "1", **own, **hooked}
 
     def _of_a(self, step: int, run: ScriptRun | None = None) -> str | None:
         """Return the checkpoint of run A of a step, whose files show what makes one complete on as many ranks."""
@@ -355,7 +350,7 @@ class _Verification:
         report = self.report
         report.settings += [one for one in hooked.switches if one not in report.settings]
         if not hooked.started and os.path.isdir(folder) and not any(_NO_HOOK in note for note in report.notes):
-            report.notes += [f"run {run.name}: {_NO_HOOK}"] if self.hook.is_on else []
+            report.notes += [f"run {run.name}: {_NO_HOOK}"] if self.inject or self.observe else []
         if hooked.processes and not hooked.count and not any(_NO_STEP in note for note in report.notes):
             report.notes.append(f"run {run.name}: {_NO_STEP}")
         failed = [f"run {run.name}: the hook could not do everything: {one}" for one in hooked.failures]
@@ -459,8 +454,8 @@ def run(
             folder = checked_folder(keep) if keep is not None else "FOLDER"
         else:
             folder = kept_folder(stack, keep, "ckpttool-run-")
-        hooks = Hook(inject_switches, observe, seed_env)
-        verification = _Verification(report, commands, checkpoints, folder, world, timeout, most, source, say, hooks)
+        hook = inject_switches, observe, seed_env
+        verification = _Verification(report, commands, checkpoints, folder, world, timeout, most, source, say, *hook)
         planned = _plan(verification)
         if dry_run:
             report.runs, report.verdict = planned, "planned"
@@ -526,22 +521,12 @@ def _all(verification: _Verification, via: str, to_world: int | None) -> compare
         raise _Ended(Failure("B", f"run B saved no checkpoint after step {step}", last_lines(b.log)))
     is_one = verification.seen["B"].written_again is not None
     first = compare.compare_runs(report, reference, b, excused, is_written_again=is_one)
-    evidence = _compare_observed(verification, reference, step) if verification.hook.observe else None
-    if first is not None and report.cause is None:
-        paths = compare.shared(reference, b, step)[first.step]
-        origin = reference.paths.get(step, saved)
-        # What a checkpoint says is more to the point, if it says it of what was seen to differ first.
-        seen = report.findings[0] if evidence is not None else None
-        is_later = seen is not None and (seen.step or 0) <= first.step
-        found = causes.cause(origin, paths, first, seen.kind.removesuffix(" differs") if seen and is_later else None)
-        report.cause = found if found is not None and not (evidence and causes.is_vague(found)) else evidence
-        generators = [str(one.name).rpartition(".")[2] for one in first.findings if one.part == "rng"]
-        if evidence and report.cause == evidence and seen and seen.kind == "next batch differs" and generators:
-            # Which of the two comes of the other cannot be seen: batches are drawn from generators, and orders too.
-            report.cause += f"; after it the RNG state differs, too ({', '.join(dict.fromkeys(generators))})"
-    report.cause = report.cause or evidence
+    if verification.observe:
+        _compare_observed(verification, reference, step)
+    if report.cause is None and report.findings:
+        report.cause = _cause(verification, reference, first)
     if to_world is not None:
-        compare.measure_drift(report, a, b)
+        compare.add_drift(report, a, b)
     return excused
 
 
@@ -579,7 +564,7 @@ def _converted(verification: _Verification, saved: str, via: str, to_world: int 
     return report.route[-1].path
 
 
-def _compare_observed(verification: _Verification, reference: ScriptRun, step: int) -> str | None:
+def _compare_observed(verification: _Verification, reference: ScriptRun, step: int) -> None:
     """Compare the steps that the hook observed in B with those of its reference."""
     until, hooked = verification.until, verification.hooked
     a, a2 = (observed.by_step(hooked[name], 0, until) for name in ("A", "A2"))
@@ -587,7 +572,61 @@ def _compare_observed(verification: _Verification, reference: ScriptRun, step: i
     before = a if reference.name == "A" else observed.by_step(hooked[reference.name], step, until)
     if not b and hooked["B"].started:
         verification.report.notes.append("no step was observed: the command takes no step of an optimizer of torch")
-    return observed.compare_observed(verification.report, before, b, observed.unrepeated(a, a2))
+    observed.compare_observed(verification.report, before, b, observed.unrepeated(a, a2))
+
+
+def _cause(verification: _Verification, reference: ScriptRun, first: compare.FirstDifference | None) -> str:
+    """Return the cause of the first difference: what differed when the first step after the resume began."""
+    b = verification.report.runs[-1]
+    why_not, differed = _begun(verification, reference, b)
+    if first is not None:
+        # The batch is another; where its loader is saved, its values say more.
+        more = [f" ({one.message})" for one in first.findings if one.part == "dataloader"]
+        differed = [f"{one}{''.join(more[:1])}" if one.startswith("the data") else one for one in differed]
+        path = compare.shared(reference, b)[first.step][0]
+        differed = differed or list(filter(None, [causes.averaged_weights(path, first.names)]))
+    if not differed:
+        return f"{compare.NOT_DETERMINED}: {why_not}"
+    more_of = f"; and {len(differed) - _CAUSES} more" if differed[_CAUSES:] else ""
+    return "; ".join(differed[:_CAUSES]) + more_of
+
+
+def _begun(verification: _Verification, reference: ScriptRun, b: ScriptRun) -> tuple[str, list[str]]:
+    """Return what differed in run B when its first step began, and if nothing, why no cause follows from it."""
+    hooked, step = verification.hooked, b.resumed_at or 0
+    now = hooked[b.name].states.get(1)
+    unseen = "the hook did not see the state of run {} " + f"when step {step + 1} began"
+    if not now:
+        return unseen.format(b.name), []
+    if reference.name != "A":
+        was, start, again = hooked[reference.name].states.get(1), None, None
+    else:
+        at = verification.steps_each * step + 1
+        start, again = hooked["A"].states.get(1), hooked["A2"].states.get(at)
+        was = hooked["A"].states.get(at) or again
+        if was and not _is_aligned(verification, Begun(was), step):
+            return f"the steps of optimizers that run A took are not its steps up to {verification.until}", []
+    if not was:
+        return unseen.format(reference.name), []
+    before, after = Begun(was), Begun(now)
+    others = [Begun(one) if one else None for one in (start, again)]
+    differed = causes.causes(before, after, step + 1, start=others[0], again=others[1])
+    names = sorted(before.unseen | after.unseen)
+    but = f" ({some(names)} could not be seen)" if names else ""
+    return (
+        f"all that the hook saw of run {b.name} when step {step + 1} began is as in run {reference.name}{but}",
+        differed,
+    )
+
+
+def _is_aligned(verification: _Verification, before: Begun, step: int) -> bool:
+    """Return whether the steps that the hook counted in run A are those that its checkpoints are of."""
+    a = verification.report.runs[0]
+    if a.name in verification.ended:
+        return verification.hooked[a.name].trained == verification.until * verification.steps_each
+    with SavedState(a.paths[step]) as saved:
+        numbers = {float(saved.tensors[name].as_float64()[0]) for name in saved.tensors if compare.is_counter(name)}
+    return bool(numbers) and numbers == before.counters
 
 
 def _check_saved(verification: _Verification, run: ScriptRun) -> None:

@@ -6,24 +6,27 @@ once one of them differs, since which ones it is depends on chance. Counters and
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Iterable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from ckpttool.analysis.differences.results import Diff
 from ckpttool.catalogue import identity
+from ckpttool.catalogue.parts import kind_of_key
 from ckpttool.errors import UsageError
 from ckpttool.resume.run.losses import equal
 from ckpttool.resume.run.results import Report, ScriptRun
 from ckpttool.resume.run.state import SavedState
+from ckpttool.resume.trial.compare import measure_drift
 from ckpttool.resume.trial.diagnose import diagnose
-from ckpttool.resume.trial.results import Compared, Drift, Finding
-from ckpttool.resume.trial.state import MappedTensor, RecordedState, compare, difference_names
+from ckpttool.resume.trial.results import Compared, Finding
+from ckpttool.resume.trial.state import MappedTensor, RecordedState, compare, difference_names, names_by_kind
 from ckpttool.text import plural, some
 
 LOSS = "loss"
-_ORDER = ("model", "optimizer", "scheduler", "scaler", "rng", "dataloader", "progress", "other")
+NOT_DETERMINED = "not determined"
+"""How a cause begins that is not known."""
 JUDGED = ("model", "optimizer", "scheduler", "scaler", "rng", "dataloader", LOSS)
 """Kinds of parts that decide whether a command repeats itself. The time of day is in many checkpoints, too."""
 
@@ -178,27 +181,22 @@ def _rows(
 ) -> set[str]:
     """Add a row for each kind of part, and return the names that differ and are judged."""
     differing = difference_names(difference)
-    names: dict[str, list[str]] = defaultdict(list)
-    for name in dict.fromkeys([*before.tensors, *after.tensors, *before.objects, *after.objects]):
-        state = before if name in before.tensors or name in before.objects else after
-        names[state.kind_of(name)].append(name)
     judged: set[str] = set()
-    for kind in sorted(names, key=lambda kind: (_ORDER.index(kind) if kind in _ORDER else len(_ORDER), kind)):
-        own = differing.intersection(names[kind])
-        state = before
-        excusable = {name for name in own if excused.excuses(state, name, step)}
-        if kind == "other":
+    for kind, names in names_by_kind(before, after).items():
+        own = differing.intersection(names)
+        excusable = {name for name in own if excused.excuses(before, name, step)}
+        if kind in ("other", "progress"):
             # What a script keeps beside its state: its arguments, among which is the checkpoint that it resumed from.
-            aside = {name for name in own - excusable if name not in before.tensors and name not in after.tensors}
+            # A number of steps among them makes them progress, but no progress of all.
+            values = {name for name in own - excusable if name not in before.tensors and name not in after.tensors}
+            aside = {name for name in values if not any(kind_of_key(key) == "progress" for key in name.split("."))}
             report.unjudged += [one for one in sorted(aside) if one not in report.unjudged]
             excusable |= aside
         counted = own - excusable
         judged |= counted
         message = f"{plural(len(excusable), 'difference')} not judged" if excusable else ""
         equal = False if counted else None if excusable else True
-        report.compared.append(
-            Compared(f"step {step}: {kind}", run, against, len(names[kind]), len(own), message, equal)
-        )
+        report.compared.append(Compared(f"step {step}: {kind}", run, against, len(names), len(own), message, equal))
     return judged
 
 
@@ -248,22 +246,15 @@ def _tell_distances(report: Report) -> None:
         report.notes.append(text)
 
 
-def measure_drift(report: Report, a: ScriptRun, b: ScriptRun) -> None:
+def add_drift(report: Report, a: ScriptRun, b: ScriptRun) -> None:
     """Add how far B, on another number of ranks, is from A, which does not count for the verdict."""
     expected = {loss.number: loss.loss for loss in a.steps}
-    pairs = [(expected[one.number], one.loss) for one in b.steps if one.number in expected]
-    gaps = [abs(was - now) for was, now in pairs]
-    relative = [gap / max(abs(was), abs(now), 1e-300) for gap, (was, now) in zip(gaps, pairs, strict=True)]
-    parameters: dict[str, float] = {}
-    for paths in list(shared(a, b, b.resumed_at or 0).values())[-1:]:
-        with SavedState(paths[0]) as before, SavedState(paths[1]) as after:
-            for one in compare(before, after).tensors:
-                if before.kind_of(one.name) == "model" and one.values is not None:
-                    parameters[one.name] = float(one.values.absolute or 0.0)
-    most = max(parameters, key=lambda name: parameters[name], default=None)
-    largest = parameters[most] if most is not None else None
-    message = "informational: another number of ranks sums in another order, and has other RNG states"
-    report.drifts.append(Drift("B", max(gaps, default=0.0), max(relative, default=0.0), None, largest, most, message))
+    losses = [(expected[one.number], one.loss) for one in b.steps if one.number in expected]
+    last = [*shared(a, b, b.resumed_at or 0).values()][-1:]
+    with ExitStack() as stack:
+        ends = [(stack.enter_context(SavedState(one)), stack.enter_context(SavedState(two))) for one, two in last]
+        drift = measure_drift("B", losses, ends[0] if ends else None, "number of ranks")
+    report.drifts.append(drift)
 
 
 # Verdict --------------------------------------------------------------------------------------------------------------
@@ -280,8 +271,9 @@ def judge(report: Report, excused: Unrepeated) -> None:
     decisive = [kind for kind in excused.kinds if kind in JUDGED]
     if report.findings:
         first = report.findings[0]
-        message = report.cause or first.message
-        more = f", and {len(report.findings) - 1} more" if len(report.findings) > 1 and report.cause is None else ""
+        cause = report.cause if report.cause and not report.cause.startswith(NOT_DETERMINED) else None
+        message = cause or first.message
+        more = f", and {len(report.findings) - 1} more" if len(report.findings) > 1 and cause is None else ""
         report.verdict = "differs"
         report.message = f"resume is not exact: {message}{more}"
         report.first_step = min((one.step for one in report.findings if one.step is not None), default=None)

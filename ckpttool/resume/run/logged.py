@@ -22,8 +22,8 @@ from contextlib import suppress
 from typing import Any
 
 from ckpttool.errors import CorruptError, UsageError
-from ckpttool.resume.run import event_files
 from ckpttool.resume.run.losses import Losses, Output
+from ckpttool.serialization import event_files
 from ckpttool.text import meant
 
 _NAMES = ("loss", "train_loss", "train/loss", "train_loss_step", "training_loss", "loss_metrics/global_avg_loss")

@@ -54,8 +54,8 @@ def unrepeated(one: Steps, other: Steps) -> dict[str, int]:
     return found
 
 
-def compare_observed(report: Report, before: Steps, after: Steps, excused: Mapping[str, int]) -> str | None:
-    """Add rows and a finding for the first difference of B, and return what it says of the cause."""
+def compare_observed(report: Report, before: Steps, after: Steps, excused: Mapping[str, int]) -> None:
+    """Add rows and a finding for the first difference of B."""
     # What draws no number in the training needs not be restored: few scripts use numpy's or Python's own.
     drawn = {
         (key[1], name)
@@ -83,42 +83,9 @@ def compare_observed(report: Report, before: Steps, after: Steps, excused: Mappi
         if counted:
             first = min(filter(None, (first, (counted[0][0], order, title, counted[0]))))
     if first is None:
-        return None
+        return
     step, _, title, key = first
     was, now = _SEEN[title](before[key]), _SEEN[title](after[key])
     values = f": {now!r} and not {was!r}" if title in ("loss", "gradient norm", "learning rate") else ""
     message = f"the {title} of rank {key[1]} differs from that of A{values}"
     report.findings.insert(0, Finding(f"{title} differs", message, "B", rank=key[1], step=step))
-    return _cause(before, after, title, key)
-
-
-def _cause(before: Steps, after: Steps, title: str, key: tuple[int, int, int]) -> str | None:
-    """Return what the first difference says of the cause."""
-    step, rank, _ = key
-    was, now = before[key], after[key]
-    if title == "next batch":
-        same = [one for one in before if _batch(before[one]) == _batch(now)]
-        if any(one[0] == step for one in same):
-            return f"rank {rank} has the batch of rank {next(one[1] for one in same if one[0] == step)} in step {step}"
-        if same:
-            restarted = "restarted" if same[0][0] <= 1 else f"is off by {same[0][0] - step:+d} steps"
-            return f"the data {restarted}: the batch of rank {rank} in step {step} is that of step {same[0][0]} of A"
-        return f"the data was not restored: the batch of rank {rank} in step {step} is another"
-    if title in ("loss", "gradient norm"):
-        if not _batch(was):  # it was not seen, and may be another
-            return None
-        if other := [one for one in now.rng if now.rng.get(one) != was.rng.get(one)]:
-            return (
-                f"the RNG state of rank {rank} was not restored ({', '.join(other)}): the same batch, another {title}"
-            )
-        return f"the weights or buffers of the model were not restored: the same batch, another {title} in step {step}"
-    if title == "learning rate":
-        return f"the learning rate was not restored: {now.lr} and not {was.lr} in step {step}"
-    if title == "parameters":
-        return f"the state of the optimizer was not restored: the same gradient, another update in step {step}"
-    which = [one for one in was.rng if was.rng.get(one) != now.rng.get(one)]
-    return f"the RNG state of rank {rank} was not restored ({', '.join(which)})"
-
-
-def _batch(one: Observed) -> Any:
-    return one.batch or tuple(one.fetched)

@@ -254,7 +254,13 @@ def _compare_training(trial: _Trial, first: str, run: str, reference: str, *, eq
         # Buffers and generators that no step shows, and where the difference in a step led, down to an element.
         compare.compare_ends(report, trial.state(reference, END), trial.state(run, END), run, reference, same=same)
     if reference == "control":
-        compare.measure_drift(report, trial.steps(first), steps, (trial.state(first, END), trial.state(run, END)), run)
+        pairs = [*zip(trial.steps(first), steps, strict=False)]
+        losses, ends = [(one.loss, two.loss) for one, two in pairs], (trial.state(first, END), trial.state(run, END))
+        drift = compare.measure_drift(run, losses, ends, "mesh")
+        norms = [(one.gradient_norm, two.gradient_norm) for one, two in pairs]
+        gaps = (abs(one - two) for one, two in norms if one is not None and two is not None)
+        drift.gradient_norm = max(gaps, default=None)
+        report.drifts.append(drift)
 
 
 def _is_restored(trial: _Trial) -> bool:

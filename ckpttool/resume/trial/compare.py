@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from collections import defaultdict
 from operator import attrgetter
 from typing import Any
 
@@ -19,7 +18,6 @@ from ckpttool.resume.trial.results import Check, Compared, Drift, Finding, Repor
 from ckpttool.resume.trial.state import RecordedState
 from ckpttool.text import plural, size, some
 
-_ORDER = ("model", "optimizer", "scheduler", "scaler", "rng", "dataloader")
 _MAX_END_FINDINGS = 3
 _STEP_KEYS = ("loss", "batch", "digest", "seconds")
 # Of gradients in float32; those in smaller dtypes may be `_LOOSE` apart.
@@ -53,16 +51,15 @@ def compare_states(
     """Compare two states bit for bit: a row for each part, and findings. Returns whether they are equal."""
     difference = state.compare(before, after)
     unequal = state.difference_names(difference)
-    names: dict[str, list[str]] = defaultdict(list)
-    every = dict.fromkeys([*before.tensors, *after.tensors, *before.objects, *after.objects])
-    shared = [name for name in every if (before.rank_of(name) or 0) < min(before.world, after.world)]
-    for name in shared:
-        names[before.kind_of(name)].append(name)
-    for kind in sorted(names, key=lambda kind: (_ORDER.index(kind) if kind in _ORDER else len(_ORDER), kind)):
-        differing = len(unequal.intersection(names[kind]))
-        message = "bitwise, on whole tensors" if kind in ("model", "optimizer") else ""
-        report.compared.append(Compared(kind, run, against, len(names[kind]), differing, message, equal=not differing))
-    if local := len(every) - len(shared):
+    local = 0
+    for kind, every in state.names_by_kind(before, after).items():
+        names = [name for name in every if (before.rank_of(name) or 0) < min(before.world, after.world)]
+        local += len(every) - len(names)
+        if names:
+            differing = len(unequal.intersection(names))
+            message = "bitwise, on whole tensors" if kind in ("model", "optimizer") else ""
+            report.compared.append(Compared(kind, run, against, len(names), differing, message, equal=not differing))
+    if local:
         of = f"{plural(local, 'rank-local value')} of {against} or {run} alone (world sizes differ)"
         report.notes.append(f"run {run}: {of}, not compared")
     findings = diagnose(before, after, fresh, run, difference)
@@ -202,24 +199,20 @@ def _step_finding(title: str, number: int, was: Any, now: Any, run: str, against
 
 
 def measure_drift(
-    report: Report, before: list[Step], after: list[Step], ends: tuple[RecordedState, RecordedState], run: str
-) -> None:
-    """Add how far a run on another mesh is from A, which does not count for the verdict."""
-    pairs = [*zip(before, after, strict=False)]
-    if not pairs:
-        return
-    gaps = [abs(one.loss - two.loss) for one, two in pairs]
-    relative = [gap / max(abs(one.loss), abs(two.loss), 1e-300) for gap, (one, two) in zip(gaps, pairs, strict=True)]
-    norms = [(one.gradient_norm, two.gradient_norm) for one, two in pairs]
-    norm = max((abs(one - two) for one, two in norms if one is not None and two is not None), default=None)
-    parameters = {name: 0.0 for name in ends[0].tensors if name.startswith("model.")}
-    for one in state.compare(*ends).tensors:
-        if one.name in parameters and one.kinds == ["values"] and one.values is not None:
+    run: str, losses: list[tuple[float, float]], ends: tuple[RecordedState, RecordedState] | None, mesh: str
+) -> Drift:
+    """Return how far a run on another mesh is from A, by the `losses` of both, and by the parameters in the states at
+    their ends; it does not count for the verdict."""
+    gaps = [abs(was - now) for was, now in losses]
+    relative = [gap / max(abs(was), abs(now), 1e-300) for gap, (was, now) in zip(gaps, losses, strict=True)]
+    parameters: dict[str, float] = {}
+    for one in state.compare(*ends).tensors if ends else ():
+        if ends and ends[0].kind_of(one.name) == "model" and one.values is not None:
             parameters[one.name] = float(one.values.absolute or 0.0)
     most = max(parameters, key=lambda name: parameters[name], default=None)
-    parameter = parameters[most] if most is not None else None
-    message = "informational: another mesh sums in another order, and has other RNG states"
-    report.drifts.append(Drift(run, max(gaps), max(relative), norm, parameter, most, message))
+    message = f"informational: another {mesh} sums in another order, and has other RNG states"
+    largest = parameters[most] if most is not None else None
+    return Drift(run, max(gaps, default=0.0), max(relative, default=0.0), None, largest, most, message)
 
 
 # Shards ---------------------------------------------------------------------------------------------------------------

@@ -26,6 +26,8 @@ from ckpttool.catalogue.protocols import Source
 from ckpttool.transfer.numbers import Array, numbers
 
 TENSORS, INDEX = "tensors.bin", "state.json"
+_KINDS = ("model", "optimizer", "scheduler", "scaler", "rng", "dataloader", "progress", "other")
+_ORDER = {kind: number for number, kind in enumerate(_KINDS)}
 
 
 @dataclass
@@ -110,6 +112,15 @@ def difference_names(difference: Diff) -> set[str]:
     """Return the names of everything that differs."""
     rows: list[Any] = [*difference.only_a, *difference.only_b, *difference.tensors, *difference.objects]
     return {row.name for row in rows} | {*difference.kinds}
+
+
+def names_by_kind(before: RecordedState, after: RecordedState) -> dict[str, list[str]]:
+    """Return the names of both states by their kinds, in the order in which these are shown."""
+    names: dict[str, list[str]] = {}
+    for name in dict.fromkeys([*before.tensors, *after.tensors, *before.objects, *after.objects]):
+        state = before if name in before.tensors or name in before.objects else after
+        names.setdefault(state.kind_of(name), []).append(name)
+    return dict(sorted(names.items(), key=lambda one: (_ORDER.get(one[0], len(_ORDER)), one[0])))
 
 
 def _common(state: RecordedState, other: RecordedState) -> Catalogue:

@@ -10,12 +10,13 @@ from __future__ import annotations
 import glob
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
 SITE = os.path.join(os.path.dirname(os.path.abspath(__file__)), "site")
+Record = dict[str, Any]  # the state of one rank, as `site/state.py` writes it
 _SWITCHES = {"PYTHONHASHSEED": "0", "CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
 
 
@@ -24,11 +25,13 @@ def environment(
     *,
     seed: int | None = 0,
     observe: bool = False,
+    states: Iterable[int] = (),
     keep: tuple[str, str] | None = None,
     present: Mapping[str, str] = os.environ,
 ) -> dict[str, str]:
     """Return the variables that the hook needs in the environment of a command. It writes to `folder`, which is there.
 
+    The state is recorded where the steps in `states` begin, counted from 1 in each process.
     `keep` is a file that is written again and again, and the folder for its copies.
     With no `seed`, no switch is set. A run that resumes should have another seed than the run from its start: a script
     that seeds nothing and restores nothing would otherwise draw the numbers of the start again, and seem to be right.
@@ -41,6 +44,8 @@ def environment(
     if seed is not None:
         variables |= {name: present.get(name, value) for name, value in _SWITCHES.items()}
         variables["CKPTTOOL_HOOK_SEED"] = str(seed)
+    if recorded := ",".join(map(str, states)):
+        variables["CKPTTOOL_HOOK_STATES"] = recorded
     if keep is not None:
         variables |= {"CKPTTOOL_HOOK_KEEP": keep[0], "CKPTTOOL_HOOK_KEPT": keep[1]}
     return variables | ({"CKPTTOOL_HOOK_OBSERVE": "1"} if observe else {})
@@ -74,7 +79,9 @@ class Hooked:
     started: bool = False  # in some process, whether or not it imports torch
     processes: int = 0  # that have imported torch
     count: int = 0  # steps that the optimizers of one process took, at most
+    trained: int = 0  # of these, the steps of one optimizer that trained something, at most
     steps: dict[int, list[Observed]] = field(default_factory=dict)  # by rank
+    states: dict[int, list[Record]] = field(default_factory=dict)  # where a step begins, of each rank
 
 
 def read(folder: str) -> Hooked:
@@ -87,8 +94,16 @@ def read(folder: str) -> Hooked:
     for path in sorted(glob.glob(os.path.join(glob.escape(folder), "failed.*.txt"))):
         with open(path, encoding="utf-8", errors="replace") as stream:
             hooked.failures += [one for one in stream.read().splitlines() if one not in hooked.failures]
-    counts = glob.glob(os.path.join(glob.escape(folder), "count.*"))
-    hooked.count = max(map(os.path.getsize, counts), default=0)
+    for path in glob.glob(os.path.join(glob.escape(folder), "count.*")):
+        with open(path, "rb") as counts:
+            letters = counts.read()
+        hooked.count = max(hooked.count, len(letters))
+        hooked.trained = max(hooked.trained, *(letters.count(one) for one in {*letters} - {ord("-")}), 0)
+    states: dict[int, dict[int, Record]] = {}
+    for path in sorted(glob.glob(os.path.join(glob.escape(folder), "state.*.json")), key=os.path.getmtime):
+        for record in _documents(path):
+            states.setdefault(record["step"], {})[record["rank"]] = record
+    hooked.states = {step: [ranks[rank] for rank in sorted(ranks)] for step, ranks in states.items()}
     # A launcher that starts its workers again leaves a file of each attempt: the last counts.
     for path in sorted(glob.glob(os.path.join(glob.escape(folder), "steps.*.jsonl")), key=os.path.getmtime):
         steps = [Observed(**one) for one in _documents(path)]

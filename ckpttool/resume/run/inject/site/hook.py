@@ -1,7 +1,8 @@
 """Sets deterministic switches of torch, and records the steps of optimizers, in the process of a script.
 
     hook.<pid>.json       which process this is, and exactly what was switched
-    count.<pid>           one byte for each step of an optimizer
+    count.<pid>           one byte for each step of an optimizer: a letter for each, `-` if it trains nothing
+    state.<n>.<pid>.json  the state where the n-th step begins, if it is asked for
     steps.<pid>.jsonl     one line for each step of an optimizer, if steps are observed
     failed.<pid>.txt      what could not be done
 
@@ -12,17 +13,19 @@ No collective is called and no random number is drawn, so that training takes th
 import ctypes
 import functools
 import hashlib
+import importlib.util
 import json
 import math
+import operator
 import os
 import random
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 Note = Callable[[str, BaseException], None]
+_STATE = os.path.join(os.path.dirname(os.path.abspath(__file__)), "state.py")
 _DIGITS = 16  # of a digest: enough to tell batches apart, and a line that people can read
-_DIGESTED = 1 << 30  # bytes of parameters up to which they are digested; beyond it, their norms are taken
 
 
 def install(folder: str, note: Note) -> None:
@@ -42,35 +45,32 @@ def install(folder: str, note: Note) -> None:
     except Exception as error:
         note("the count of steps", error)
     observed = bool(os.environ.get("CKPTTOOL_HOOK_OBSERVE"))
-    if observed:
-        Observer(folder, note, torch).start()
+    states = frozenset(int(one) for one in (os.environ.get("CKPTTOOL_HOOK_STATES") or "").split(",") if one)
+    if observed or states:
+        Observer(folder, note, torch, states, observe=observed).start()
     about = {"pid": os.getpid(), "words": sys.argv, "torch": torch.__version__, "did": did, "observed": observed}
     with open(os.path.join(folder, f"hook.{os.getpid()}.json"), "w", encoding="utf-8") as stream:
         json.dump(about, stream)
 
 
-def _switches(torch: Any, seed: int) -> list[tuple[str, Callable[[], Any]]]:
-    numpy = sys.modules.get("numpy")
-    return [
-        (f"random.seed({seed} + rank)", lambda: None),  # by sitecustomize, at the start
-        *(
-            [(f"numpy.random.seed({seed} + rank)", lambda: numpy.random.seed(seed + _rank(torch)))]
-            if numpy is not None
-            else []
-        ),
-        (f"torch.manual_seed({seed} + rank)", lambda: torch.manual_seed(seed + _rank(torch))),
-        (
-            "torch.use_deterministic_algorithms(True, warn_only=True)",
-            lambda: torch.use_deterministic_algorithms(True, warn_only=True),
-        ),
-        # Not to fill memory: a script that reads what it never wrote would get NaN, and end otherwise than by itself.
-        (
-            "torch.utils.deterministic.fill_uninitialized_memory = False",
-            lambda: setattr(torch.utils.deterministic, "fill_uninitialized_memory", False),
-        ),
-        ("torch.backends.cudnn.benchmark = False", lambda: setattr(torch.backends.cudnn, "benchmark", False)),
-        ("torch.backends.cudnn.deterministic = True", lambda: setattr(torch.backends.cudnn, "deterministic", True)),
-    ]
+def _switches(torch: Any, seed: int) -> Iterator[tuple[str, Callable[[], Any]]]:
+    yield f"random.seed({seed} + rank)", lambda: None  # by sitecustomize, at the start
+    if (numpy := sys.modules.get("numpy")) is not None:
+        yield f"numpy.random.seed({seed} + rank)", lambda: numpy.random.seed(seed + _rank(torch))
+    yield f"torch.manual_seed({seed} + rank)", lambda: torch.manual_seed(seed + _rank(torch))
+    deterministic = "torch.use_deterministic_algorithms(True, warn_only=True)"
+    yield deterministic, lambda: torch.use_deterministic_algorithms(True, warn_only=True)
+    # Not to fill memory: a script that reads what it never wrote would get NaN, and end otherwise than by itself.
+    for path, name, value in (
+        ("utils.deterministic", "fill_uninitialized_memory", False),
+        ("backends.cudnn", "benchmark", False),
+        ("backends.cudnn", "deterministic", True),
+    ):
+        yield f"torch.{path}.{name} = {value}", functools.partial(_set, torch, path, name, value)
+
+
+def _set(torch: Any, path: str, name: str, value: bool) -> None:
+    setattr(operator.attrgetter(path)(torch), name, value)
 
 
 def _count_steps(folder: str, torch: Any) -> None:
@@ -78,15 +78,25 @@ def _count_steps(folder: str, torch: Any) -> None:
     from torch.optim import optimizer as hooks
 
     compiling = torch.compiler.is_compiling
+    letters: dict[int, bytes] = {}
 
     def count(optimizer: Any, args: Any, kwargs: Any) -> None:
         if compiling():  # a step that is compiled whole may have no write in its graph
             return
+        letter = letters.setdefault(id(optimizer), b"abcdefghijklmnopqrstuvwxyz"[len(letters) % 26 :][:1])
         # Opened for each step: a process that was forked has a file of its own.
         with open(os.path.join(folder, f"count.{os.getpid()}"), "ab", buffering=0) as stream:
-            stream.write(b".")
+            stream.write(letter if _trains(optimizer) else b"-")
 
     hooks.register_optimizer_step_post_hook(count)
+
+
+def _trains(optimizer: Any) -> bool:
+    """Return whether a step trains: DCP takes one without a learning rate and a gradient to create optimizer state."""
+    if any(float(group.get("lr", 1.0)) for group in optimizer.param_groups):
+        return True
+    gradients = (_local(one.grad) for group in optimizer.param_groups for one in group["params"])
+    return any(gradient is not None and bool(gradient.any()) for gradient in gradients)
 
 
 def _rank(torch: Any) -> int:
@@ -100,11 +110,18 @@ class Observer:
     """Observes the steps of all optimizers of a process.
 
     The loss is the root of a backward pass. The batch is what the outermost module was given, without what has a
-    gradient of its own; what the data loaders gave since the step before is recorded beside it.
+    gradient of its own; what the data loaders gave since the step before is recorded beside it. Without `observe`, only
+    the state is recorded where the steps in `states` begin, and nothing after the last of them.
     """
 
-    def __init__(self, folder: str, note: Note, torch: Any) -> None:
-        self._folder, self._note, self._torch = folder, note, torch
+    def __init__(
+        self, folder: str, note: Note, torch: Any, states: frozenset[int] = frozenset(), *, observe: bool = True
+    ) -> None:
+        self._folder, self._note, self._torch, self._observe = folder, note, torch, observe
+        module: Any = importlib.util.spec_from_file_location("_ckpttool_state", _STATE)
+        recorder = importlib.util.module_from_spec(module)
+        module.loader.exec_module(recorder)
+        self._recorder = recorder.Recorder(folder, torch, states, self._rng)
         self._steps: dict[int, list[int]] = {}  # by the id of an optimizer: its index, and its steps so far
         self._losses: list[float] = []
         self._inputs: list[str] = []
@@ -118,6 +135,10 @@ class Observer:
         """Hook into backward passes, modules, data loaders and optimizers."""
         for what in (self._watch_backward, self._watch_modules, self._watch_loaders, self._watch_optimizers):
             self._try(what)
+
+    @property
+    def _is_over(self) -> bool:
+        return not self._observe and bool(self._recorder.is_done)
 
     def _try(self, what: Callable[..., Any], *arguments: Any) -> Any:
         """Call something; where it fails, note it once."""
@@ -135,7 +156,7 @@ class Observer:
 
         @functools.wraps(backward)
         def observed(*args: Any, **kwargs: Any) -> Any:
-            if not self._in_backward:
+            if self._observe and not self._in_backward:
                 self._try(self._see_loss, kwargs.get("tensors", args[0] if args else ()))
             outer, self._in_backward = self._in_backward, True
             try:
@@ -151,11 +172,12 @@ class Observer:
 
         @functools.wraps(call)
         def observed(module: Any, *args: Any, **kwargs: Any) -> Any:
-            if compiling() or self._in_module or self._in_backward:
+            if compiling() or self._in_module or self._in_backward or self._is_over:
                 return call(module, *args, **kwargs)
             self._in_module = True
             try:
                 if self._torch.is_grad_enabled():
+                    self._try(self._recorder.begin_forward, module)
                     self._try(self._see_inputs, args, kwargs)
                 return call(module, *args, **kwargs)
             finally:
@@ -179,8 +201,10 @@ class Observer:
     def _watch_optimizers(self) -> None:
         from torch.optim import optimizer as hooks
 
-        hooks.register_optimizer_step_pre_hook(lambda one, args, kwargs: self._try(self._before_step, one))
-        hooks.register_optimizer_step_post_hook(lambda one, args, kwargs: self._try(self._after_step, one))
+        hooks.register_optimizer_step_pre_hook(lambda one, args, kwargs: self._try(self._begin_step, one))
+        if self._observe:
+            hooks.register_optimizer_step_pre_hook(lambda one, args, kwargs: self._try(self._before_step, one))
+            hooks.register_optimizer_step_post_hook(lambda one, args, kwargs: self._try(self._after_step, one))
 
     # what is seen -----------------------------------------------------------------------------------------------------
 
@@ -194,8 +218,14 @@ class Observer:
             self._inputs.append(digest)
 
     def _see_fetched(self, batch: Any) -> None:
-        if self._torch.is_grad_enabled() and (digest := self._digest(batch)):
+        if not self._is_over and self._torch.is_grad_enabled() and (digest := self._digest(batch)):
             self._fetched.append(digest)
+
+    def _begin_step(self, optimizer: Any) -> None:
+        if not self._recorder.is_done and not self._torch.compiler.is_compiling() and _trains(optimizer):
+            self._recorder.begin_step(optimizer, _joined(self._inputs) or self._fetched, _rank(self._torch))
+        if not self._observe:
+            self._inputs, self._fetched = [], []
 
     def _before_step(self, optimizer: Any) -> None:
         if any(one is optimizer for one, _ in self._stepping):  # its last step has failed
@@ -244,13 +274,8 @@ class Observer:
         return found
 
     def _parameters(self, optimizer: Any) -> str:
-        tensors = [_local(one.detach()) for group in optimizer.param_groups for one in group["params"]]
-        digest = hashlib.sha256()
-        small = sum(one.numel() * one.element_size() for one in tensors) <= _DIGESTED
-        for one in tensors:
-            norm = () if small else (float(self._torch.linalg.vector_norm(one, dtype=self._torch.float64)),)
-            digest.update(_bytes(one) if small else repr((*norm, float(one.sum(dtype=self._torch.float64)))).encode())
-        return digest.hexdigest()[:_DIGITS]
+        tensors = (one for group in optimizer.param_groups for one in group["params"])
+        return _sha("".join(self._recorder.digest(one)["sha256"] for one in tensors).encode())
 
     def _digest(self, values: Any) -> str | None:
         """Return the digest of the tensors in nested values that have no gradient; None if there are none."""

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
-from ckpttool.resume.run.results import Report
-from ckpttool.resume.trial.results import Compared
+from typing import TYPE_CHECKING
+
 from ckpttool.text import safe
+
+if TYPE_CHECKING:
+    from ckpttool.resume.run.results import Report
+    from ckpttool.resume.trial.results import Compared
 
 _KINDS = {"differs": "failure", "failed": "error", "nondeterministic": "skipped", "planned": "skipped"}
 

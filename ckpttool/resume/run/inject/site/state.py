@@ -1,0 +1,201 @@
+"""Records what a process trains with when a step of an optimizer begins, by digests.
+
+    state.<step>.<pid>.json    weights, buffers, optimizer state, hyperparameters, schedulers, scalers, RNG, batches
+
+A digest depends on the place of each element, its dtype and its shape. Modules, optimizers, schedulers and scalers are
+all that live in the process, so that averaged weights which no optimizer trains are recorded too. Buffers and RNG
+states are recorded where the forward pass of that step begins, too: it draws numbers, and writes to buffers.
+"""
+
+import gc
+import hashlib
+import json
+import os
+from collections.abc import Callable, Iterator
+from typing import Any
+
+_DIGITS = 16  # of a digest
+_CHUNK = 1 << 24  # bytes that are mixed at once
+_ONES = (0x9E3779B97F4A7C15 - (1 << 64), 0xBF58476D1CE4E5B9 - (1 << 64), 0x94D049BB133111EB - (1 << 64))
+_PLAIN = (bool, int, float, str, type(None))
+_TEXT = 200  # characters of a value that is kept as it is
+
+
+class Recorder:
+    """Records the state where steps of these numbers begin. `rng` returns the digests of the generators."""
+
+    def __init__(self, folder: str, torch: Any, steps: frozenset[int], rng: Callable[[], dict[str, str]]) -> None:
+        self._folder, self._torch, self._left, self._rng = folder, torch, set(steps), rng
+        self._counts: dict[int, int] = {}
+        self._forward: dict[str, Any] | None = None
+        self._batches: list[Any] = []
+        self._called: list[Any] = []
+
+    @property
+    def is_done(self) -> bool:
+        """Whether all steps are recorded."""
+        return not self._left
+
+    def begin_forward(self, module: Any) -> None:
+        """Record what the forward pass of a step changes, before the first one since the last step."""
+        if self._forward is None and max(self._counts.values(), default=0) + 1 in self._left:
+            self._called = [module]
+            modules, _ = self._named_modules(self._optimizers())
+            buffers = {name: self.digest(tensor) for name, tensor, kind in modules if kind == "buffer"}
+            self._forward = {"buffers": buffers, "rng": self._rng()}
+
+    def begin_step(self, optimizer: Any, batch: Any, rank: int) -> None:
+        """Record the state if the step that begins is one of those asked for."""
+        step = self._counts[id(optimizer)] = self._counts.get(id(optimizer), 0) + 1
+        if step > len(self._batches):
+            self._batches.append(batch)
+        if step in self._left:
+            self._left.remove(step)
+            with self._torch.no_grad():
+                record = {"rank": rank, "step": step, "batches": self._batches, **self._state(optimizer)}
+            path = os.path.join(self._folder, f"state.{step}.{os.getpid()}.json")
+            with open(f"{path}.tmp", "w", encoding="utf-8") as stream:
+                json.dump(record, stream)
+            os.replace(f"{path}.tmp", path)
+            self._called = []
+        self._forward = None
+
+    # what lives in the process ----------------------------------------------------------------------------------------
+
+    def _state(self, optimizer: Any) -> dict[str, Any]:
+        optimizers = self._optimizers(optimizer)
+        modules, names = self._named_modules(optimizers)
+        values: dict[str, Any] = {}
+        state = {
+            "tensors": {name: self.digest(tensor) for name, tensor, _ in modules},
+            "kinds": {name: kind for name, _, kind in modules},
+            "values": values,
+        }
+        optimizers.sort(
+            key=lambda one: [names.get(id(each), "~") for g in one.param_groups for each in g["params"]][:1]
+        )
+        for number, each in enumerate(optimizers):
+            self._add_optimizer(f"optimizer_{number}" if number else "optimizer", each, names, state)
+        schedulers = self._living(self._torch.optim.lr_scheduler.LRScheduler)
+        scalers = self._living(self._torch.amp.GradScaler) if hasattr(self._torch.amp, "GradScaler") else []
+        for kind, living in (("scheduler", schedulers), ("scaler", scalers)):
+            for number, one in enumerate(living):
+                root = f"{kind}_{number}" if number else kind
+                values |= {f"{root}.{key}": _plain(value) for key, value in one.state_dict().items()}
+        return {**state, "rng": self._rng(), "forward": self._forward}
+
+    def _optimizers(self, *known: Any) -> list[Any]:
+        """Return all optimizers, of those that wrap another one of the two."""
+        optimizers = self._living(self._torch.optim.Optimizer, *known)
+        return [*{id(one.param_groups): one for one in optimizers}.values()]
+
+    def _living(self, kind: Any, *known: Any) -> list[Any]:
+        """Return the objects of a class in the order in which they were made, as far as it can be told."""
+        living = {id(one): one for one in known}
+        for one in gc.get_objects():
+            try:
+                if issubclass(type(one), kind):
+                    living[id(one)] = one
+            except Exception:  # noqa: S112 - an object of the script that does not like to be looked at
+                continue
+        return [*living.values()]
+
+    def _named_modules(self, optimizers: list[Any]) -> tuple[list[tuple[str, Any, str]], dict[int, str]]:
+        """Return the tensors of all modules with their names and kinds, and the names of parameters by their ids."""
+        gc.collect()
+        modules = self._living(self._torch.nn.Module, *self._called)
+        inner = {id(child) for one in modules for child in one.children()}
+        own = {id(one) for each in optimizers for group in each.param_groups for one in group["params"]}
+        roots: list[tuple[bool, str, Any]] = []
+        for one in modules:
+            if id(one) not in inner and (any(True for _ in one.parameters()) or any(True for _ in one.buffers())):
+                is_trained = any(id(each) in own for each in one.parameters())
+                roots.append((not is_trained, type(one).__name__, one))
+        roots.sort(key=lambda row: row[:2])
+        is_one = sum(not row[0] for row in roots) == 1
+        tensors: list[tuple[str, Any, str]] = []
+        names: dict[int, str] = {}
+        seen: dict[str, int] = {}
+        for is_apart, kind, module in roots:
+            number = seen[kind] = seen.get(kind, -1) + 1
+            root = "model" if is_one and not is_apart else f"{kind}_{number}" if number else kind
+            for name, tensor in module.named_parameters(remove_duplicate=False):
+                tensors.append((f"{root}.{name}", tensor, "apart" if is_apart else "weight"))
+                names.setdefault(id(tensor), name if is_one and not is_apart else f"{root}.{name}")
+            for name, tensor in module.named_buffers(remove_duplicate=False):
+                tensors.append((f"{root}.{name}", tensor, "apart" if is_apart else "buffer"))
+        return tensors, names
+
+    def _add_optimizer(self, root: str, optimizer: Any, names: dict[int, str], state: dict[str, Any]) -> None:
+        tensors, kinds, values = state["tensors"], state["kinds"], state["values"]
+        for number, group in enumerate(optimizer.param_groups):
+            prefix = f"{root}.param_groups.{number}"
+            values |= {f"{prefix}.{key}": _plain(value) for key, value in group.items() if key != "params"}
+            for at, parameter in enumerate(group["params"]):
+                own = names.get(id(parameter))
+                if own is None:  # a flat copy that is in no module
+                    own = f"{number}.{at}"
+                    tensors[f"{root}.params.{own}"], kinds[f"{root}.params.{own}"] = self.digest(parameter), "weight"
+                for key, value in optimizer.state.get(parameter, {}).items():
+                    if not isinstance(value, self._torch.Tensor):
+                        values[f"{root}.state.{own}.{key}"] = _plain(value)
+                    else:
+                        name = f"{root}.state.{own}.{key}"
+                        tensors[name], kinds[name] = self.digest(value), f"group {number}"
+
+    # digests ----------------------------------------------------------------------------------------------------------
+
+    def digest(self, tensor: Any) -> dict[str, Any]:
+        """Return the dtype, the shape and the digest of a tensor of this rank, and its number if it is one."""
+        record = {"dtype": str(tensor.dtype).removeprefix("torch."), "shape": list(tensor.shape)}
+        try:
+            with self._torch.no_grad():
+                record |= self._elements(tensor.detach())
+        except Exception as error:  # a class of tensors that has no bytes of its own
+            record["unseen"] = type(error).__name__
+        return record
+
+    def _elements(self, tensor: Any) -> dict[str, Any]:
+        local = tensor.to_local() if hasattr(tensor, "to_local") else tensor
+        local = self._torch.view_as_real(local.resolve_conj()) if local.is_complex() else local
+        flat = local.contiguous().reshape(-1).view(self._torch.uint8)
+        digest = hashlib.sha256(f"{tensor.dtype}{list(tensor.shape)}{list(local.shape)}".encode())
+        is_zero = True
+        for chunk in _chunks(flat):
+            mixed, some = self._mixed(chunk)
+            digest.update(mixed.to_bytes(8, "little", signed=True))
+            is_zero = is_zero and not some
+        record: dict[str, Any] = {"sha256": digest.hexdigest()[:_DIGITS], "zero": is_zero}
+        if tensor.numel() == 1 and local.numel() == 1 and not tensor.is_complex():
+            record["value"] = _plain(local)
+        return record
+
+    def _mixed(self, chunk: Any) -> tuple[int, bool]:
+        """Return the sum of all words, each mixed with its place, and whether any is not zero: on the device, in
+        integers, which come out the same in any order."""
+        torch = self._torch
+        if chunk.numel() % 8:
+            chunk = torch.nn.functional.pad(chunk, (0, -chunk.numel() % 8))
+        words = chunk.clone().view(torch.int64) if chunk.storage_offset() % 8 else chunk.view(torch.int64)
+        mixed = words ^ torch.arange(1, words.numel() + 1, device=words.device, dtype=torch.int64).mul_(_ONES[0])
+        for factor in _ONES[1:]:
+            mixed = (mixed ^ (mixed >> 31)).mul_(factor)
+        return int((mixed ^ (mixed >> 29)).sum()), bool(words.any())
+
+
+def _chunks(flat: Any) -> Iterator[Any]:
+    for low in range(0, flat.numel(), _CHUNK):
+        yield flat[low : low + _CHUNK]
+
+
+def _plain(value: Any) -> Any:
+    """Return a value that JSON and people can read; of a long one its digest."""
+    if hasattr(value, "item") and getattr(value, "numel", lambda: 1)() == 1:
+        value = value.item()
+    if isinstance(value, (list, tuple)):
+        value = [_plain(one) for one in value]
+    elif isinstance(value, dict):
+        value = {str(key): _plain(one) for key, one in value.items()}
+    elif callable(value) or not isinstance(value, _PLAIN):
+        value = type(value).__name__
+    return value if len(text := repr(value)) <= _TEXT else hashlib.sha256(text.encode()).hexdigest()[:_DIGITS]

@@ -1,0 +1,123 @@
+"""What the hook records where a step begins, and the causes that are told from it."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from ckpttool.resume.run import inject
+from ckpttool.resume.run.causes import Begun, causes
+
+SCRIPT = Path(__file__).with_name("states_begun.py")
+
+# The whole of what is said of each fault: what comes of it is no cause.
+TOLD = {
+    "none": [],
+    "weight": ["weights of the model were not restored (`model.norm.weight`): 1 of 4 tensors differ when step 3 began"],
+    "elements swapped": ["1 buffer of the model was not restored: `model.fixed`"],
+    "buffer": ["1 buffer of the model was not restored: `model.norm.num_batches_tracked`"],
+    "average": [
+        "weights of modules that no optimizer trains were not restored (`Average.shadow.0`): 1 of 4 tensors differ "
+        "when step 3 began"
+    ],
+    "optimizer": ["the optimizer was not loaded: it has no state when step 3 began"],
+    "one state": ["the optimizer was loaded in part: `norm.bias` has no state when step 3 began"],
+    "counters": [
+        "the step counters of the optimizer were not restored, its moments were: 0.0 and not 2.0 when step 3 began"
+    ],
+    "second moments": ["the moments of the optimizer were not restored (exp_avg_sq): they are zero when step 3 began"],
+    "moments of a group": [
+        "the moments of `norm.weight` were not restored (exp_avg, exp_avg_sq): they differ when step 3 began"
+    ],
+    "moments swapped": ["the moments of `key.weight` and `query.weight` are swapped (exp_avg, exp_avg_sq)"],
+    "lr": ["the learning rate of parameter group 1 was not restored: 0.5 and not 0.1 when step 3 began"],
+    "betas": ["`betas` of parameter group 0 was not restored: [0.5, 0.9] and not [0.9, 0.999] when step 3 began"],
+    "scheduler": ["the scheduler was not restored: `scheduler.last_epoch` was 0 and not 2 when step 3 began"],
+    "scaler": ["the grad scaler was not restored: `scaler.scale` was 8.0 and not 65536.0 when step 3 began"],
+    "rng": ["the RNG state of rank 0 was not restored (torch)"],
+    "undrawn rng": [],
+    "data restarted": ["the data restarted: the batch of step 3 is that of step 1 of A"],
+    "data": ["the data was not restored: the batch of rank 0 in step 3 is another"],
+}
+
+
+@pytest.fixture(scope="module")
+def recorded(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("begun")
+    subprocess.run([sys.executable, str(SCRIPT), str(folder)], check=True, timeout=300)
+    return folder
+
+
+def begun(folder: Path, step: int = 3) -> Begun:
+    return Begun(inject.read(str(folder)).states[step])
+
+
+def test_each_fault_is_told_alone(recorded: Path) -> None:
+    before, start = begun(recorded / "none"), begun(recorded / "none", 1)
+    told = {name: causes(before, begun(recorded / name), 3, start=start) for name in TOLD}
+    assert told == TOLD
+
+
+def test_what_a_repetition_does_not_repeat_is_no_cause(recorded: Path) -> None:
+    before, lr = begun(recorded / "none"), begun(recorded / "lr")
+    assert causes(before, lr, 3, again=lr) == []
+    # Of weights that come out differently, which ones it is depends on chance.
+    assert causes(before, begun(recorded / "moments swapped"), 3, again=begun(recorded / "weight")) == []
+
+
+def test_weights_as_they_were_built_are_called_so(recorded: Path) -> None:
+    before, start = begun(recorded / "none"), begun(recorded / "none", 1)
+    told = causes(before, start, 3, start=start)
+    assert told[0] == "the weights of the model were not restored: they are as they were built"
+    assert "the optimizer was not loaded: it has no state when step 3 began" in told
+
+
+@pytest.fixture(scope="module")
+def recorder() -> Any:
+    spec = importlib.util.spec_from_file_location("state", os.path.join(inject.SITE, "state.py"))
+    assert spec is not None and spec.loader is not None
+    state = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(state)
+    state._CHUNK = 64
+    return state.Recorder("", torch, frozenset(), dict)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64, torch.complex64, torch.bool])
+def test_a_digest_depends_on_every_element_its_place_its_dtype_and_the_shape(recorder: Any, dtype: torch.dtype) -> None:
+    tensor = torch.randint(2, (5, 23), generator=torch.Generator().manual_seed(0)).to(dtype)
+    digest = recorder.digest(tensor)
+    assert recorder.digest(tensor.t().contiguous().t()) == digest and not digest["zero"]
+    others = [tensor.reshape(23, 5), tensor.flip(0), tensor.roll(1, 1), tensor.clone(), tensor.view(torch.uint8)]
+    others[3][4, 22] = not bool(tensor[4, 22])
+    if dtype.is_floating_point:
+        others += [tensor.clone().index_put_((torch.tensor(2), torch.tensor(3)), torch.tensor(-1.0, dtype=dtype))]
+    digests = [recorder.digest(one)["sha256"] for one in others]
+    assert len({*digests, digest["sha256"]}) == len(others) + 1
+    assert recorder.digest(torch.zeros(3, 4, dtype=dtype))["zero"]
+    # In order, the bytes of two elements that changed places are what they were.
+    pair = torch.tensor([0.5, -0.5] * 100)
+    assert recorder.digest(pair)["sha256"] != recorder.digest(-pair)["sha256"]
+    assert recorder.digest(torch.tensor(7, dtype=torch.int32))["value"] == 7
+
+
+def test_what_cannot_be_read_is_named_and_not_compared(recorder: Any) -> None:
+    assert "unseen" in recorder.digest(torch.empty(3, device="meta"))
+    one = {
+        "rank": 0,
+        "step": 3,
+        "kinds": {"model.w": "weight"},
+        "values": {},
+        "rng": {},
+        "forward": None,
+        "batches": [],
+    }
+    tensors = [{"model.w": {"unseen": "NotImplementedError"}}, {"model.w": {"sha256": "aa"}}]
+    before, after = (Begun([one | {"tensors": own}]) for own in tensors)
+    assert causes(before, after, 3) == [] and before.unseen == {"model.w", "batch"}
