@@ -254,9 +254,19 @@ def test_one_package_speaks_to_the_hub() -> None:
 # Commands that start programs of their own and exchange files with them, and modules that ask the system what it has.
 WITH_OWN_FILES = (
     "reports.terminal",
+    "resume.arguments",
+    "resume.checkpoints",
+    "resume.commands",
+    "resume.guard",
+    "resume.job",
+    "resume.launch",
+    "resume.logged",
+    "resume.observe",
+    "resume.process",
     "resume.recipe",
-    "resume.run",
+    "resume.runs",
     "resume.scratch",
+    "resume.states",
     "resume.trial",
     "resume.worker",
     "training.devices",
@@ -299,14 +309,14 @@ def test_one_door_from_a_catalogue_to_values() -> None:
         "catalogue.validation",
         "errors",
         "layout.views",
-        "resume.run.state",
+        "resume.saved_state",
         "producers.combined",
     }
     looking = {name for name, tree in MODULES.items() if any(call.endswith(".lookup") for call in calls(tree))}
     assert {name for name in looking if layer_of(name) not in ("catalogue", "producers", "layout")} == {
         "analysis.describe.copies",
         "operations.verify.payloads",
-        "resume.run.state",
+        "resume.saved_state",
     }
     reading = {
         name
@@ -349,7 +359,7 @@ def test_nothing_of_a_checkpoint_is_run(name: str) -> None:
     assert not {c for c in called if c.rpartition(".")[2] in unwanted}
     assert not foreign(tree) & {"marshal", "shelve", "dill", "cloudpickle", "joblib", "runpy"}
     # Our own `architecture_process`, which needs torch; a training command that the user gave.
-    if name not in ("models.architecture", "resume.run.process"):
+    if name not in ("models.architecture", "resume.process"):
         assert "subprocess" not in foreign(tree)
     if name != "serialization.unpickler":
         assert "pickle" not in foreign(tree)

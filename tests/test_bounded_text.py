@@ -18,7 +18,7 @@ DOORS = {"text", "catalogue.shown", "catalogue.typed_json"}
 def outside() -> Iterator[tuple[str, ast.Module]]:
     """Yield the modules that are no doors. A worker has no file of a stranger: it watches the user's own program."""
     for name, tree in MODULES.items():
-        watches = name.startswith(("resume.worker", "resume.run.inject"))
+        watches = f"{name}.".startswith(("resume.worker.", "resume.observe."))
         if name not in DOORS and not watches:
             yield name, tree
 
@@ -54,8 +54,8 @@ JSON_OF_OURS = {
     "cli.error_messages": "facts that `jsonable` has bounded",
     "reports.page": "numbers and names of a page",
     "analysis.statistics.cached": "results of ours",
-    "resume.trial.compare": "a box of numbers",
-    "resume.trial.job": "arguments of the processes of a trial",
+    "resume.compare": "a box of numbers",
+    "resume.job": "arguments of the processes of a trial",
     "models.architecture": "a config of JSON, of which nothing is shared",
     "models.assets": "the name of a dtype",
     "models.architecture_process": "names, shapes and dtypes",
@@ -71,13 +71,13 @@ JSON_OF_OURS = {
 REPR_OF_OURS = {
     ("training.match", "repr"): "names of tensors",
     ("training.load", "repr"): "names, shapes, and what `_plain` lets through: numbers and text",
-    ("resume.run.observed", "repr"): "sums and numbers that the run of ours has noted",
-    ("resume.run.observed", "{now!r}"): "as above",
-    ("resume.run.observed", "{was!r}"): "as above",
-    ("resume.trial.compare", "repr"): "a loss",
-    ("resume.trial.compare", "{now!r}"): "a loss",
-    ("resume.trial.compare", "{was!r}"): "a loss",
-    ("resume.trial.compare", "{one.steps[i]['loss']!r}"): "a loss",
+    ("resume.observed_steps", "repr"): "sums and numbers that the run of ours has noted",
+    ("resume.observed_steps", "{now!r}"): "as above",
+    ("resume.observed_steps", "{was!r}"): "as above",
+    ("resume.compare", "repr"): "a loss",
+    ("resume.compare", "{now!r}"): "a loss",
+    ("resume.compare", "{was!r}"): "a loss",
+    ("resume.compare", "{one.steps[i]['loss']!r}"): "a loss",
     ("reports.resumed", "repr"): "a loss",
     ("models.written_names", "repr"): "rules that were made of a model here",
     ("operations.open", "repr"): "the class's own",
@@ -177,7 +177,7 @@ SPELT = {
     "models.architecture_process": "a model of transformers",
     "models.key_maps": "names of ours",
     "reports.templates": "sentences of ours",
-    "resume.run.state": "keys, which are hashed",
+    "resume.saved_state": "keys, which are hashed",
     "producers.foreign.quantized": CONFIG,
     "serialization.safetensors_header": "known to be a list of integers",
     "storage.hub.answers": "JSON of a server, in which nothing is shared",
@@ -256,8 +256,8 @@ RECURSIVE = {
     "models.matching.solve._stacked": SHAPE,
     "analysis.result.as_json": RESULT_OF_OURS,
     "resume.audit.uncovered._tensors": LEVELS,
-    "resume.run.state._leaves": CHECKED,
-    "resume.run.state._with_lists": CHECKED,
+    "resume.saved_state._leaves": CHECKED,
+    "resume.saved_state._with_lists": CHECKED,
     "producers.foreign.megatron.recognise": FOLDERS,
     "serialization.pickler.named": "over the dots of a name, which is written once",
     "serialization.torch_module._replace": LEVELS,

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 from ckpttool.text import safe
 
 if TYPE_CHECKING:
-    from ckpttool.resume.run.results import Report
-    from ckpttool.resume.trial.results import Compared
+    from ckpttool.resume.results import Compared
+    from ckpttool.resume.run_results import Report
 
 _KINDS = {"differs": "failure", "failed": "error", "nondeterministic": "skipped", "planned": "skipped"}
 

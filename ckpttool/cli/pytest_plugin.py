@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 if TYPE_CHECKING:
-    from ckpttool.resume.run.results import Report
+    from ckpttool.resume.run_results import Report
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -43,8 +43,8 @@ def _check(cmd: str | Sequence[str | os.PathLike[str]], *, preset: str | None = 
     import shlex
 
     from ckpttool.errors import CkptError
-    from ckpttool.resume.run import run
-    from ckpttool.resume.run.presets import fill
+    from ckpttool.resume.presets import fill
+    from ckpttool.resume.runs import run
 
     words = shlex.split(cmd) if isinstance(cmd, str) else [os.fspath(word) for word in cmd]
     try:

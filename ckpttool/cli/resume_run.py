@@ -15,8 +15,8 @@ from ckpttool.reports.terminal import Terminal
 from ckpttool.text import duration, plural, size
 
 if TYPE_CHECKING:
-    from ckpttool.resume.run.results import Report, ScriptRun
-    from ckpttool.resume.trial.results import Run
+    from ckpttool.resume.results import Run
+    from ckpttool.resume.run_results import Report, ScriptRun
 
 _VERDICTS = {
     "same": ("PASS", "green"),
@@ -52,8 +52,8 @@ def run(
     """  # noqa: E501
     arguments = library_arguments(locals(), "command", "preset", "html", "junit", "inject")
     from ckpttool.reports import page_file
-    from ckpttool.resume.run import run as operation
-    from ckpttool.resume.run.presets import fill
+    from ckpttool.resume.presets import fill
+    from ckpttool.resume.runs import run as operation
 
     page_file.checked(html)
     check_folder(junit)

@@ -16,7 +16,7 @@ from ckpttool.text import duration, plural, size
 
 if TYPE_CHECKING:
     from ckpttool.resume.audit import Audit
-    from ckpttool.resume.trial.results import Report
+    from ckpttool.resume.results import Report
 
 _VERDICTS = {"same": "green", "differs": "red", "failed": "red"}
 _STATES = {"ok": "green", "note": "dim", "differs": "yellow", "fails": "red"}

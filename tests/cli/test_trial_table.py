@@ -8,7 +8,7 @@ import pytest
 
 from ckpttool.cli import verify_resume
 from ckpttool.reports.terminal import Terminal
-from ckpttool.resume.trial.results import Report
+from ckpttool.resume.results import Report
 
 RULE = "the mesh is another one: B's state must be A's, bit for bit, and its steps those of a control run"
 MADE = Report("recipe.py", "control", RULE, deterministic=["torch.use_deterministic_algorithms", "one thread", "seed"])

@@ -13,8 +13,8 @@ import pytest
 from support.chromium import Page
 
 from ckpttool.reports.resumed import run_page, trial_page
-from ckpttool.resume.run import results
-from ckpttool.resume.trial.results import Check, Compared, Drift, Failure, Finding, Leg, Report, Run, Step, Stuck
+from ckpttool.resume import run_results as results
+from ckpttool.resume.results import Check, Compared, Drift, Failure, Finding, Leg, Report, Run, Step, Stuck
 
 EVIL = 'w"><script>alert(1)</script>\x1b[31m\u202e'
 MEMORY = {"rank": 0, "parameters": 4_000, "parameters_expected": 4_000, "optimizer": 8_000, "optimizer_expected": 8_000}

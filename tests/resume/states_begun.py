@@ -12,7 +12,7 @@ from types import SimpleNamespace
 import torch
 from torch import nn
 
-from ckpttool.resume.run import inject
+from ckpttool.resume import observe as inject
 
 
 class Net(nn.Module):

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 import torch
 
-from ckpttool.resume.run import inject
-from ckpttool.resume.run.causes import Begun, causes
+from ckpttool.resume import observe as inject
+from ckpttool.resume.causes import Begun, causes
 
 SCRIPT = Path(__file__).with_name("states_begun.py")
 

@@ -9,8 +9,8 @@ import pytest
 from support.planted_faults import EXCLUDED, FAULTS, plant, recipe
 
 from ckpttool.reports.resumed import trial_page
+from ckpttool.resume.results import Finding, Report
 from ckpttool.resume.trial import trial
-from ckpttool.resume.trial.results import Finding, Report
 
 STATE = ("model", "optimizer", "scheduler", "rng", "dataloader")
 

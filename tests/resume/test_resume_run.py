@@ -23,9 +23,11 @@ from support.cli import run as run_command
 from support.script_faults import FAULTS, ScriptFault
 
 from ckpttool.errors import OverwriteError, StorageError, UsageError
-from ckpttool.resume.run import _failure, checkpoints, compare, observed, run
-from ckpttool.resume.run.inject import Observed
-from ckpttool.resume.run.results import Loss, Report, Saved, ScriptRun
+from ckpttool.resume import checkpoints, observed_steps
+from ckpttool.resume import compare_checkpoints as compare
+from ckpttool.resume.observe import Observed
+from ckpttool.resume.run_results import Loss, Report, Saved, ScriptRun
+from ckpttool.resume.runs import _failure, run
 
 SCRIPTS = Path(__file__).parent / "scripts"
 FAST = [sys.executable, str(SCRIPTS / "train_numpy.py"), "--out", "OUT"]
@@ -484,10 +486,10 @@ def test_a_generator_that_nobody_draws_from_needs_not_be_restored() -> None:
     report = Report(["t.py"], "bitwise", "", 1, 3, "sigkill")
     before = {(step, 0, 0): seen(step, f"b{step}", f"t{step}", "seeded") for step in (1, 2, 3)}
     after = {(step, 0, 0): seen(step - 1, f"b{step}", f"t{step}", "anew") for step in (2, 3)}
-    observed.compare_observed(report, before, after, {})
+    observed_steps.compare_observed(report, before, after, {})
     assert not report.findings
     after[2, 0, 0] = seen(1, "b2", "another", "anew")
-    observed.compare_observed(report, before, after, {})
+    observed_steps.compare_observed(report, before, after, {})
     assert [(one.kind, one.step) for one in report.findings] == [("RNG state differs", 2)]
 
 

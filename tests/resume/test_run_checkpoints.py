@@ -15,9 +15,9 @@ import torch
 from safetensors.numpy import save_file
 from support.paths import ROOT
 
-from ckpttool.resume.run import run
-from ckpttool.resume.run.checkpoints import Checkpoints, nbytes
-from ckpttool.resume.run.process import Process, read_log
+from ckpttool.resume.checkpoints import Checkpoints, nbytes
+from ckpttool.resume.process import Process, read_log
+from ckpttool.resume.runs import run
 
 
 def saved(path: Path) -> str:
@@ -64,7 +64,7 @@ def test_a_checkpoint_without_a_file_that_another_has_is_not_complete(tmp_path: 
 def test_a_command_that_goes_on_for_ever_ends_after_a_later_checkpoint(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("ckpttool.resume.run._TIMEOUT", 0.3)
+    monkeypatch.setattr("ckpttool.resume.runs._TIMEOUT", 0.3)
     loop = 'for at in 2 4 6; do cp {} "$1/$at.safetensors"; done; sleep 600'
     words = ["sh", "-c", loop.format(shlex.quote(saved(tmp_path / "m.safetensors"))), "sh", "OUT"]
     with pytest.raises(Exception, match="no weight changes between step 2 and step 4"):
@@ -84,7 +84,7 @@ def test_sigterm_reaches_the_child_of_a_shell(tmp_path: Path) -> None:
 def test_nothing_goes_on_when_the_starter_is_killed(tmp_path: Path) -> None:
     """Nor what the command has started in a session of its own."""
     program = (
-        "import os, signal, sys, time\nfrom ckpttool.resume.run.process import Process, read_log\n"
+        "import os, signal, sys, time\nfrom ckpttool.resume.process import Process, read_log\n"
         "words = ['sh', '-c', 'setsid sleep 600 & echo $!; echo $$; sleep 600']\n"
         "with Process(words, sys.argv[1], {}) as process:\n"
         "    while len(read_log(process.log).split()) < 2:\n        time.sleep(0.01)\n"

@@ -12,7 +12,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from ckpttool.resume.run import inject
+from ckpttool.resume import observe as inject
 
 SCRIPT = str(Path(__file__).with_name("run_hook.py"))
 

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from ckpttool.errors import CorruptError, UsageError
-from ckpttool.resume.run.logged import from_files
-from ckpttool.resume.run.losses import Output
+from ckpttool.resume.logged import from_files
+from ckpttool.resume.losses import Output
 from ckpttool.serialization.event_files import scalars
 
 

@@ -6,9 +6,9 @@ import dataclasses
 
 import pytest
 
-from ckpttool.resume.run.inject import Hooked, Observed
-from ckpttool.resume.run.observed import by_step, compare_observed, unrepeated
-from ckpttool.resume.run.results import Report
+from ckpttool.resume.observe import Hooked, Observed
+from ckpttool.resume.observed_steps import by_step, compare_observed, unrepeated
+from ckpttool.resume.run_results import Report
 
 ONE = Observed(0, 0, 1, 2.5, 0.5, [0.1], "aa", ["aa"], {"torch": "bb"}, "cc")
 

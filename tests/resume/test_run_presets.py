@@ -13,11 +13,11 @@ from safetensors.numpy import save_file
 from support.cli import run
 
 from ckpttool.errors import UsageError
-from ckpttool.resume.run import run as verify
-from ckpttool.resume.run.commands import parse
-from ckpttool.resume.run.logged import from_files
-from ckpttool.resume.run.losses import Output
-from ckpttool.resume.run.presets import PRESETS, fill
+from ckpttool.resume.commands import parse
+from ckpttool.resume.logged import from_files
+from ckpttool.resume.losses import Output
+from ckpttool.resume.presets import PRESETS, fill
+from ckpttool.resume.runs import run as verify
 
 STEPS = {"at": None, "until": None}
 

@@ -14,9 +14,9 @@ from support import json_schemas
 
 from ckpttool.errors import CkptError, OverwriteError, UsageError
 from ckpttool.layout.mesh import parse_mesh
+from ckpttool.resume.job import Job
+from ckpttool.resume.launch import _ended
 from ckpttool.resume.trial import trial
-from ckpttool.resume.trial.job import Job
-from ckpttool.resume.trial.launch import _ended
 
 HERE = Path(__file__).resolve().parent
 RECIPE = str(HERE / "recipe_kinds.py")

@@ -21,11 +21,11 @@ from torch.distributed.tensor.placement_types import _StridedShard
 from ckpttool.catalogue.identity import same
 from ckpttool.errors import UsageError
 from ckpttool.layout.mesh import parse_mesh
-from ckpttool.resume.trial import arguments, compare
-from ckpttool.resume.trial.compare import judge
-from ckpttool.resume.trial.job import Seen
-from ckpttool.resume.trial.results import Check, Compared, Finding, Report, Step
-from ckpttool.resume.trial.state import RecordedState
+from ckpttool.resume import arguments, compare
+from ckpttool.resume.compare import judge
+from ckpttool.resume.job import Seen
+from ckpttool.resume.results import Check, Compared, Finding, Report, Step
+from ckpttool.resume.states import RecordedState
 from ckpttool.resume.worker.gradients import _joined
 from ckpttool.resume.worker.record import Writer, leaves, plain
 from ckpttool.resume.worker.shard_checks import shape_of_shard

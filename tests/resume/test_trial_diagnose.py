@@ -9,8 +9,8 @@ import pytest
 import torch
 from support.recorded_states import State
 
-from ckpttool.resume.trial.diagnose import diagnose as diagnose_recorded
-from ckpttool.resume.trial.results import Finding
+from ckpttool.resume.diagnose import diagnose as diagnose_recorded
+from ckpttool.resume.results import Finding
 
 SHAPES = {"embed.weight": (8, 4), "up.weight": (4, 4), "down.weight": (4, 4), "norm.weight": (4,), "one.bias": (1,)}
 

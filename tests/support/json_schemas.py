@@ -32,9 +32,9 @@ from ckpttool.operations.reshard import Resharding
 from ckpttool.operations.show import Shown
 from ckpttool.operations.verify.report import Report
 from ckpttool.operations.write import Conversion
+from ckpttool.resume import results as trial
+from ckpttool.resume import run_results as resume_run
 from ckpttool.resume.audit import Audit
-from ckpttool.resume.run import results as resume_run
-from ckpttool.resume.trial import results as trial
 from ckpttool.storage.hub.upload import Sent
 from ckpttool.version import schema
 from support.json_reference import fields

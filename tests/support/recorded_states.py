@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from ckpttool.resume.trial.state import RecordedState, read
+from ckpttool.resume.states import RecordedState, read
 from ckpttool.resume.worker.record import Writer
 
 FOLDER = tempfile.TemporaryDirectory(prefix="recorded-states-")

@@ -18,9 +18,9 @@ from typing import Any
 
 import pytest
 
-from ckpttool.resume.run import run
-from ckpttool.resume.run.presets import fill
-from ckpttool.resume.run.results import Report
+from ckpttool.resume.presets import fill
+from ckpttool.resume.run_results import Report
+from ckpttool.resume.runs import run
 
 CHECKOUTS = Path(os.environ.get("CKPTTOOL_SCRIPTS", "/nowhere"))
 PYTHON = os.environ.get("CKPTTOOL_SCRIPTS_PYTHON", sys.executable)

@@ -12,8 +12,8 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from ckpttool.catalogue import parts
 from ckpttool.errors import UsageError
+from ckpttool.resume.job import Job
 from ckpttool.resume.recipe import Recipe, build_state, load_recipe
-from ckpttool.resume.trial.job import Job
 from ckpttool.resume.worker import setup
 
 

@@ -21,8 +21,8 @@ from torch.distributed.tensor import DTensor
 from torch.utils import _pytree
 
 from ckpttool.layout.rename import strip_wrappers
-from ckpttool.resume.trial.job import END, Job
-from ckpttool.resume.trial.state import MappedTensor, read_tensors
+from ckpttool.resume.job import END, Job
+from ckpttool.resume.states import MappedTensor, read_tensors
 from ckpttool.resume.worker import save_load, setup
 from ckpttool.resume.worker.build import Built
 from ckpttool.resume.worker.observe import flat_handles

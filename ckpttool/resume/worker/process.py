@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from typing import Any, TextIO
 
 from ckpttool.errors import CkptError
-from ckpttool.resume.trial.job import Job
+from ckpttool.resume.job import Job
 
 # Variables that the launcher sets for each rank, in place of those of an outer one.
 _OWN = ("RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "ROLE_RANK", "MASTER_", "WORLD_SIZE", "TORCHELASTIC_")

@@ -28,7 +28,7 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 
 from ckpttool.catalogue import parts
 from ckpttool.layout.rename import strip_wrappers
-from ckpttool.resume.trial.state import INDEX, TENSORS
+from ckpttool.resume.states import INDEX, TENSORS
 from ckpttool.resume.worker.build import Built
 from ckpttool.resume.worker.setup import captured, elements, sha256
 from ckpttool.training import collectives, fsdp1

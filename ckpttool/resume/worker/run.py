@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import torch.distributed as dist
 
 from ckpttool.errors import ReadError
-from ckpttool.resume.trial.job import BUILT, END, RESUMED, Job, Seen
+from ckpttool.resume.job import BUILT, END, RESUMED, Job, Seen
 from ckpttool.resume.worker import gradients, save_load, setup, shard_checks
 from ckpttool.resume.worker.build import Built, build
 from ckpttool.resume.worker.observe import Observer

@@ -20,7 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
-from ckpttool.resume.trial.job import ENVIRONMENT, Job
+from ckpttool.resume.job import ENVIRONMENT, Job
 from ckpttool.training import devices
 
 

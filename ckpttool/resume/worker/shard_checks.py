@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from ckpttool.resume.trial.job import Seen
+from ckpttool.resume.job import Seen
 from ckpttool.resume.worker.build import Built
 from ckpttool.resume.worker.observe import flat_handles, shards_of
 from ckpttool.resume.worker.setup import local

@@ -22,8 +22,8 @@ from typing import Any, TypeVar
 from ckpttool import errors
 from ckpttool.errors import CkptError
 from ckpttool.resume import worker
-from ckpttool.resume.trial.job import ENVIRONMENT, Job
-from ckpttool.resume.trial.results import Failure, Stuck
+from ckpttool.resume.job import ENVIRONMENT, Job
+from ckpttool.resume.results import Failure, Stuck
 
 T = TypeVar("T")
 _FRAME = re.compile(r'\s*File "([^"]+)", line (\d+) in (.+)')

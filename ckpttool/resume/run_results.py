@@ -7,7 +7,7 @@ from typing import ClassVar, Literal
 
 from ckpttool.analysis.result import Result
 from ckpttool.errors import DIFFERS, DONE
-from ckpttool.resume.trial.results import Compared, Drift, Finding, Leg
+from ckpttool.resume.results import Compared, Drift, Finding, Leg
 
 Verdict = Literal["same", "differs", "nondeterministic", "failed", "planned"]
 NONDETERMINISTIC = 3

@@ -19,9 +19,9 @@ from ckpttool.errors import UsageError
 from ckpttool.layout.mesh import Mesh, parse_mesh, world_mesh
 from ckpttool.operations.convert import convert
 from ckpttool.operations.reshard import reshard
+from ckpttool.resume.launch import torchrun_world
 from ckpttool.resume.recipe import Recipe, recipe_mesh
-from ckpttool.resume.trial.launch import torchrun_world
-from ckpttool.resume.trial.results import Leg
+from ckpttool.resume.results import Leg
 from ckpttool.text import meant, plural
 
 

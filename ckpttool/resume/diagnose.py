@@ -13,9 +13,9 @@ from typing import Any
 from ckpttool.analysis.differences.elements import Difference
 from ckpttool.analysis.differences.results import Diff
 from ckpttool.layout.optimizer.parse import STATE_KINDS
-from ckpttool.resume.trial.diagnose_values import changed_values
-from ckpttool.resume.trial.results import Finding
-from ckpttool.resume.trial.state import MappedTensor, RecordedState, compare
+from ckpttool.resume.diagnose_values import changed_values
+from ckpttool.resume.results import Finding
+from ckpttool.resume.states import MappedTensor, RecordedState, compare
 from ckpttool.text import plural, some
 from ckpttool.transfer.numbers import Array
 

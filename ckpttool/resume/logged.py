@@ -22,7 +22,7 @@ from contextlib import suppress
 from typing import Any
 
 from ckpttool.errors import CorruptError, UsageError
-from ckpttool.resume.run.losses import Losses, Output
+from ckpttool.resume.losses import Losses, Output
 from ckpttool.serialization import event_files
 from ckpttool.text import meant
 

@@ -14,8 +14,8 @@ from ckpttool.analysis.result import ABSENT
 from ckpttool.catalogue.identity import same
 from ckpttool.catalogue.parts import PER_RANK, rank_key
 from ckpttool.catalogue.shown import shown
-from ckpttool.resume.trial.results import Finding
-from ckpttool.resume.trial.state import RecordedState, difference_names
+from ckpttool.resume.results import Finding
+from ckpttool.resume.states import RecordedState, difference_names
 
 _LIMIT = 20
 _TITLES = {"rng": "RNG", "dataloader": "data loader", "scaler": "grad scaler"}

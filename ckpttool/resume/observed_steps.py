@@ -11,9 +11,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
-from ckpttool.resume.run.inject import Hooked, Observed
-from ckpttool.resume.run.results import Report
-from ckpttool.resume.trial.results import Compared, Finding
+from ckpttool.resume.observe import Hooked, Observed
+from ckpttool.resume.results import Compared, Finding
+from ckpttool.resume.run_results import Report
 
 _SEEN: dict[str, Callable[[Observed], Any]] = {
     # What was trained on: some loaders fetch a batch ahead, and two in the first step after a resume.

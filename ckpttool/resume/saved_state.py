@@ -23,7 +23,7 @@ from ckpttool.layout import select
 from ckpttool.layout.move import derived
 from ckpttool.layout.optimizer import respell
 from ckpttool.producers import open
-from ckpttool.resume.trial.state import MappedTensor, RecordedState
+from ckpttool.resume.states import MappedTensor, RecordedState
 from ckpttool.storage.files import Pool
 from ckpttool.transfer.numbers import Array
 from ckpttool.transfer.read import read_box

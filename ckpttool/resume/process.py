@@ -16,7 +16,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from ckpttool.errors import UsageError
-from ckpttool.resume.run import guard
+from ckpttool.resume import guard
 
 if TYPE_CHECKING:
     import subprocess

@@ -22,14 +22,15 @@ from typing import Any
 
 from ckpttool.errors import BUG, UsageError, require
 from ckpttool.layout.mesh import Mesh
+from ckpttool.resume import arguments, compare, launch
+from ckpttool.resume import states as state
+from ckpttool.resume.diagnose import diagnose
+from ckpttool.resume.job import BUILT, END, RESUMED, Job, Seen, read_seen
+from ckpttool.resume.launch import Ended, Launcher, TorchrunLauncher, torchrun_world
 from ckpttool.resume.recipe import load_recipe
+from ckpttool.resume.results import Check, Report, Step
 from ckpttool.resume.scratch import kept_folder
-from ckpttool.resume.trial import arguments, compare, launch, state
-from ckpttool.resume.trial.diagnose import diagnose
-from ckpttool.resume.trial.job import BUILT, END, RESUMED, Job, Seen, read_seen
-from ckpttool.resume.trial.launch import Ended, Launcher, TorchrunLauncher, torchrun_world
-from ckpttool.resume.trial.results import Check, Report, Step
-from ckpttool.resume.trial.state import RecordedState
+from ckpttool.resume.states import RecordedState
 from ckpttool.text import plural
 
 _RULES = {

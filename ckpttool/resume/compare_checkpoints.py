@@ -15,13 +15,13 @@ from ckpttool.analysis.differences.results import Diff
 from ckpttool.catalogue import identity
 from ckpttool.catalogue.parts import kind_of_key
 from ckpttool.errors import UsageError
-from ckpttool.resume.run.losses import equal
-from ckpttool.resume.run.results import Report, ScriptRun
-from ckpttool.resume.run.state import SavedState
-from ckpttool.resume.trial.compare import measure_drift
-from ckpttool.resume.trial.diagnose import diagnose
-from ckpttool.resume.trial.results import Compared, Finding
-from ckpttool.resume.trial.state import MappedTensor, RecordedState, compare, difference_names, names_by_kind
+from ckpttool.resume.compare import measure_drift
+from ckpttool.resume.diagnose import diagnose
+from ckpttool.resume.losses import equal
+from ckpttool.resume.results import Compared, Finding
+from ckpttool.resume.run_results import Report, ScriptRun
+from ckpttool.resume.saved_state import SavedState
+from ckpttool.resume.states import MappedTensor, RecordedState, compare, difference_names, names_by_kind
 from ckpttool.text import plural, some
 
 LOSS = "loss"

@@ -12,7 +12,7 @@ from collections import defaultdict
 from collections.abc import Callable, Mapping
 
 from ckpttool.errors import UsageError
-from ckpttool.resume.run.process import read_log
+from ckpttool.resume.process import read_log
 
 Losses = Callable[[str, str, int], Mapping[int, float]]
 

@@ -22,20 +22,22 @@ from dataclasses import dataclass, field
 from ckpttool.errors import StorageError, UsageError
 from ckpttool.layout.mesh import world_mesh
 from ckpttool.producers.open import opened
-from ckpttool.resume.run import causes, compare, inject, observed
-from ckpttool.resume.run.causes import Begun
-from ckpttool.resume.run.checkpoints import Checkpoints, Fingerprint, fingerprint, nbytes
-from ckpttool.resume.run.commands import Commands, parse, with_steps
-from ckpttool.resume.run.inject import Hooked
-from ckpttool.resume.run.logged import from_files
-from ckpttool.resume.run.losses import Losses, Output
-from ckpttool.resume.run.process import LAST_LINES, Process, last_lines, read_log
-from ckpttool.resume.run.results import Cost, Failure, Loss, Report, Saved, ScriptRun
-from ckpttool.resume.run.state import SavedState
+from ckpttool.resume import arguments, causes, observed_steps
+from ckpttool.resume import compare_checkpoints as compare
+from ckpttool.resume import observe as inject
+from ckpttool.resume import states as state
+from ckpttool.resume.causes import Begun
+from ckpttool.resume.checkpoints import Checkpoints, Fingerprint, fingerprint, nbytes
+from ckpttool.resume.commands import Commands, parse, with_steps
+from ckpttool.resume.logged import from_files
+from ckpttool.resume.losses import Losses, Output
+from ckpttool.resume.observe import Hooked
+from ckpttool.resume.process import LAST_LINES, Process, last_lines, read_log
+from ckpttool.resume.results import Compared, Finding
+from ckpttool.resume.run_results import Cost, Failure, Loss, Report, Saved, ScriptRun
+from ckpttool.resume.saved_state import SavedState
 from ckpttool.resume.scratch import checked_folder, kept_folder
-from ckpttool.resume.trial import arguments, state
-from ckpttool.resume.trial.results import Compared, Finding
-from ckpttool.resume.trial.state import difference_names
+from ckpttool.resume.states import difference_names
 from ckpttool.text import duration, parse_size, plural, size, some
 
 _POLL = 0.1  # seconds between two looks at the checkpoints
@@ -362,7 +364,7 @@ class _Verification:
         ]
         losses = dict(self.losses(run.folder, log, run.resumed_at or 0))
         if not losses:
-            seen = observed.by_step(hooked, run.resumed_at or 0, self.until)
+            seen = observed_steps.by_step(hooked, run.resumed_at or 0, self.until)
             losses = {step: one.loss for (step, rank, _), one in seen.items() if rank == 0 and one.loss is not None}
         run.steps = [Loss(step, loss) for step, loss in sorted(losses.items()) if step <= self.until]
 
@@ -567,12 +569,12 @@ def _converted(verification: _Verification, saved: str, via: str, to_world: int 
 def _compare_observed(verification: _Verification, reference: ScriptRun, step: int) -> None:
     """Compare the steps that the hook observed in B with those of its reference."""
     until, hooked = verification.until, verification.hooked
-    a, a2 = (observed.by_step(hooked[name], 0, until) for name in ("A", "A2"))
-    b = observed.by_step(hooked["B"], step, until)
-    before = a if reference.name == "A" else observed.by_step(hooked[reference.name], step, until)
+    a, a2 = (observed_steps.by_step(hooked[name], 0, until) for name in ("A", "A2"))
+    b = observed_steps.by_step(hooked["B"], step, until)
+    before = a if reference.name == "A" else observed_steps.by_step(hooked[reference.name], step, until)
     if not b and hooked["B"].started:
         verification.report.notes.append("no step was observed: the command takes no step of an optimizer of torch")
-    observed.compare_observed(verification.report, before, b, observed.unrepeated(a, a2))
+    observed_steps.compare_observed(verification.report, before, b, observed_steps.unrepeated(a, a2))
 
 
 def _cause(verification: _Verification, reference: ScriptRun, first: compare.FirstDifference | None) -> str:

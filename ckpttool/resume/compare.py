@@ -11,11 +11,11 @@ from typing import Any
 from ckpttool.analysis.differences.elements import Comparison
 from ckpttool.catalogue.dtypes import dtype
 from ckpttool.catalogue.identity import same
-from ckpttool.resume.trial import state
-from ckpttool.resume.trial.diagnose import diagnose
-from ckpttool.resume.trial.job import Job, Seen
-from ckpttool.resume.trial.results import Check, Compared, Drift, Finding, Report, Run, Step
-from ckpttool.resume.trial.state import RecordedState
+from ckpttool.resume import states as state
+from ckpttool.resume.diagnose import diagnose
+from ckpttool.resume.job import Job, Seen
+from ckpttool.resume.results import Check, Compared, Drift, Finding, Report, Run, Step
+from ckpttool.resume.states import RecordedState
 from ckpttool.text import plural, size, some
 
 _MAX_END_FINDINGS = 3

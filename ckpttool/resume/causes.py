@@ -12,9 +12,9 @@ from typing import Any
 from ckpttool.catalogue.identity import same
 from ckpttool.catalogue.shown import shown
 from ckpttool.layout.rename import strip_wrappers
-from ckpttool.resume.run.compare import is_counter
-from ckpttool.resume.run.inject import Record
-from ckpttool.resume.run.state import SavedState
+from ckpttool.resume.compare_checkpoints import is_counter
+from ckpttool.resume.observe import Record
+from ckpttool.resume.saved_state import SavedState
 from ckpttool.text import plural, some
 
 _LIMIT = 4  # causes that are named
