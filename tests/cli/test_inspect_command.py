@@ -266,3 +266,10 @@ def test_a_tree_of_very_many_lines_is_cut_and_says_so(tmp_path: Path) -> None:
     assert len(lines) == 1 + 2000 + 1 and lines[-2].split()[0] == "1999_w"
     assert lines[-1] == "  100 more, shown by -v"
     assert len(section(run("inspect", path, "-v").stdout, "model")) == 1 + 2100
+
+
+def test_some_steps_of_a_run_by_an_option() -> None:
+    result = run("inspect", str(CHECKPOINTS / "run/trainer/ckpt"), "--steps", "2", "--json")
+    assert result.exit_code == 0 and [one["step"] for one in json.loads(result.stdout)["run"]] == [2]
+    result = run("inspect", str(CHECKPOINTS / "run/trainer/ckpt"), "--steps", "3")
+    assert result.exit_code == 2 and "has no complete checkpoint of step 3" in result.stderr
