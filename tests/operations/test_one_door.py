@@ -25,6 +25,7 @@ import ckpttool
 from ckpttool.errors import CkptError, CorruptError, ReadError
 from ckpttool.operations.open import LazyTensor
 from ckpttool.producers.open import open_source
+from ckpttool.storage.files import Pool
 
 STATE = {f"layers.{i}": torch.arange(4096.0) + 10_000 * i for i in range(4)}
 OTHER = {name: tensor + 0.5 for name, tensor in STATE.items()}
@@ -290,3 +291,43 @@ def test_a_gate_reads_the_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     again = ckpttool.stats(path)
     assert not again.cached and again.tensors[0].statistics.nans == 4096
     assert ckpttool.stats(path, fail_on="nan > 0").failed == ["w"]
+
+
+MOMENTS = 16
+
+
+@pytest.mark.parametrize("format", WRITERS)
+@pytest.mark.parametrize("name", ["convert", "state_dict", "diff"])
+def test_what_changes_at_any_read(tmp_path: Path, name: str, format: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The file is rewritten before the first read of it, before the second, and so on: what comes of it is an error, or
+    all of one of the two."""
+    path, other = saved(tmp_path, format)
+    first, second = (data_of(one).read_bytes() for one in (path, other))
+    read_into, reads, rewritten = Pool.read_into, 0, 0
+
+    def read(self: Pool, location: str, offset: int, buffer: memoryview) -> None:
+        nonlocal reads
+        if str(location).endswith(data_of(path).name):
+            if reads == moment:
+                rewrite(data_of(path), data_of(other))
+            reads += 1
+        read_into(self, location, offset, buffer)
+
+    monkeypatch.setattr(Pool, "read_into", read)
+    for moment in range(MOMENTS):
+        data_of(path).write_bytes(first)
+        reads, out = 0, tmp_path / f"{moment}.pt"
+        try:
+            result = READERS[name](path, out)
+        except ReadError as error:
+            assert "changed while it was being read" in error.message and not out.exists()
+            rewritten += 1
+            continue
+        assert name != "diff" or result.same  # type: ignore[attr-defined]
+        found = torch.load(out) if name == "convert" else result
+        if name != "diff":
+            assert any(
+                all(found[key].equal(tensor) for key, tensor in state.items())  # type: ignore[index]
+                for state in (STATE, OTHER)
+            )
+    assert rewritten and data_of(other).read_bytes() == second
