@@ -21,7 +21,7 @@ CASES = [
     *(["other_sizes_at_root", format, s] for format in ("dcp", "torch") for s in STRATEGIES),
     *(["failed_stage", "ckpttool.training.sharded_values._with_items", format] for format in ("dcp", "torch")),
     *(["failed_stage", "ckpttool.catalogue.parts.rank_key", format] for format in ("dcp", "torch")),
-    ["failed_stage", "ckpttool.training.save._Planner", "dcp"],
+    ["failed_stage", "ckpttool.training.save._NotesPlanner", "dcp"],
     ["failed_stage", "ckpttool.training.save.counting", "dcp"],
     *(["failed_step", step, "fsdp2", s] for step in STEPS for s in STRATEGIES),
     *(["failed_step", step, "fsdp1", s] for step in FSDP1_STEPS for s in STRATEGIES),
