@@ -28,4 +28,5 @@ def repair(
     import ckpttool
     from ckpttool.operations.repair import blocks
 
-    respond(partial(ckpttool.repair, **arguments), blocks, as_json=as_json, quiet=quiet)
+    call = partial(ckpttool.repair, **arguments, manifest=not no_manifest)
+    respond(call, blocks, as_json=as_json, quiet=quiet)

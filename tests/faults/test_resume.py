@@ -583,8 +583,8 @@ def test_a_manifest_in_a_directory_appears_with_it(job: str, src: Path, out: Pat
     """Killed at once after DST has its name."""
     manifest = out / "out/integrity.json"
     patch = (
-        "from ckpttool.storage.stage import StagingArea\nreal = Stage.publish\n"
-        "def publish(*args, **keywords):\n    real(*args, **keywords)\n    kill()\nStage.publish = publish\n"
+        "from ckpttool.storage.stage import StagingArea\nreal = StagingArea.publish\n"
+        "def publish(*args, **keywords):\n    real(*args, **keywords)\n    kill()\nStagingArea.publish = publish\n"
     )
     killed_run(job, patch, src, out / "out", manifest)
     checked = run("verify", out / "out", "--manifest", manifest)

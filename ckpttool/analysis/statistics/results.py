@@ -134,8 +134,9 @@ class Stats(Result):
     step: float | None = None  #: step it was saved at, if known
     tensors: list[TensorStatistics] = field(default_factory=list)  #: statistics of each tensor
     groups: list[GroupStatistics] = field(default_factory=list)  #: statistics of each group
-    #: what stands out, the most severe first
-    findings: list[Finding] = field(default_factory=list, metadata=published(Outlier))
+    findings: list[Finding] = field(
+        default_factory=list, metadata=published(Outlier)
+    )  #: what was found, the gravest first
     steps: list[StepStatistics] = field(default_factory=list)  #: of a run (`--steps`), each, the oldest first
     failed: list[str] = field(default_factory=list)  #: names of the tensors for which `--fail-on` is true
     fail_on: str | None = None  #: that condition
@@ -170,7 +171,7 @@ class Stats(Result):
         yield from [self.message] if self.failed else []
 
     def sort(self, column: str | None) -> None:
-        """Sort the tensors by a statistic, the largest first; None leaves them as they were saved."""
+        """Sort the tensors by the statistic `column`, the largest first; None leaves them as they were saved."""
         if column is not None:
             figures = {row.name: row.values()[column] for row in self.tensors}
             largest = {name: float("-inf") if value is None else value for name, value in figures.items()}

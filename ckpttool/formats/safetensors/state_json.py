@@ -126,7 +126,8 @@ def parse(
     if schema != SCHEMA:
         if isinstance(state, dict) and not str(schema).startswith(_FAMILY):
             _check(state, name)
-        message = f"{name}: its schema is `{schema}`, not `{SCHEMA}`"
+        found = "it has no schema" if schema is None else f"its schema is `{schema}`"
+        message = f"{name}: {found}, not `{SCHEMA}`"
         raise ReadError(message, hint="it was written by a later ckpttool: update yours")
     _check(state, name)
     alike = Alike()
