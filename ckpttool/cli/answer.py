@@ -48,7 +48,7 @@ def respond_written(name: str, arguments: dict[str, Any]) -> None:
 
     as_json, quiet, verbose = (arguments[flag] for flag in ("as_json", "quiet", "verbose"))
     given = library_arguments(arguments, "no_manifest")
-    if arguments.get("no_manifest"):
+    if arguments.get("no_manifest") and given["manifest"] is None:
         given["manifest"] = False
     call, drawn = partial(getattr(ckpttool, name), **given), partial(blocks, check=arguments["check"])
     respond(call, drawn, as_json=as_json, quiet=quiet, verbose=verbose, html=arguments.get("html"))

@@ -48,9 +48,7 @@ class Checked(Result):
     reference_tensors: int = 0  #: number of tensors of the reference
     matched: int = 0  #: number of tensors with the same name and shape in both
     key_map: str = ""  #: key map that was applied, or empty
-    mismatches: list[Finding] = field(
-        default_factory=list, metadata=published(Mismatch)
-    )  #: what was found, the gravest first
+    mismatches: list[Finding] = field(default_factory=list, metadata=published(Mismatch))  #: the gravest first
     compared: int = 0  #: number of tensors of which values were compared (`--content`)
     similarity: float | None = None  #: lowest cosine of them; null without any
     notes: list[str] = field(default_factory=list)  #: remarks, such as which checkpoint of a run was read

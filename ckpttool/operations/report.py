@@ -44,9 +44,7 @@ class HtmlReport(Result):
     headline: str = ""  #: what the checkpoint holds, for people
     file_bytes: int = 0  #: size of the HTML file
     pages: list[str] = field(default_factory=list)  #: names of its pages
-    findings: list[Finding] = field(
-        default_factory=list, metadata=published(Outlier)
-    )  #: what was found, the gravest first
+    findings: list[Finding] = field(default_factory=list, metadata=published(Outlier))  #: the gravest first
     notes: list[str] = field(default_factory=list)  #: remarks, such as which checkpoint of a run was read
     seconds: float = 0.0  #: duration
 

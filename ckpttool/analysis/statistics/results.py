@@ -134,9 +134,7 @@ class Stats(Result):
     step: float | None = None  #: step it was saved at, if known
     tensors: list[TensorStatistics] = field(default_factory=list)  #: statistics of each tensor
     groups: list[GroupStatistics] = field(default_factory=list)  #: statistics of each group
-    findings: list[Finding] = field(
-        default_factory=list, metadata=published(Outlier)
-    )  #: what was found, the gravest first
+    findings: list[Finding] = field(default_factory=list, metadata=published(Outlier))  #: the gravest first
     steps: list[StepStatistics] = field(default_factory=list)  #: of a run (`--steps`), each, the oldest first
     failed: list[str] = field(default_factory=list)  #: names of the tensors for which `--fail-on` is true
     fail_on: str | None = None  #: that condition

@@ -57,9 +57,7 @@ class Report(Result):
     hashed_bytes: int = 0  #: bytes hashed for a manifest
     against: str | None = None  #: checkpoint it was compared with
     seconds: float = 0.0  #: duration
-    findings: list[Finding] = field(
-        default_factory=list, metadata=published(Fault)
-    )  #: what was found, the gravest first
+    findings: list[Finding] = field(default_factory=list, metadata=published(Fault))  #: the gravest first
 
     def add(self, findings: Iterable[Finding]) -> None:
         """Add those of the `findings` that are not there yet."""
