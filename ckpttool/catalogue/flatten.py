@@ -12,11 +12,11 @@ from collections.abc import Callable, Hashable, Iterator
 from itertools import chain, count
 from typing import Any
 
-from ckpttool.catalogue.budget import charge
 from ckpttool.catalogue.entries import Catalogue, Container, Object, Path, Tensor, dotted
 from ckpttool.catalogue.key_hashes import Alike
 from ckpttool.catalogue.shown import shown
 from ckpttool.catalogue.values import CONTAINERS, MAX_LEVELS, Link, Stub, TorchSize, children, walk
+from ckpttool.catalogue.work_limit import charge
 from ckpttool.errors import CorruptError, LossError
 
 MAX_KEY = 300  # elements of a key that is a tuple: nested dicts have it in each path below, and hash it again

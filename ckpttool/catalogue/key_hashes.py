@@ -16,7 +16,7 @@ from collections.abc import Collection, Iterable, Iterator
 from functools import lru_cache
 from typing import Any
 
-from ckpttool.catalogue.budget import FEW, charge
+from ckpttool.catalogue.work_limit import FEW, charge
 
 MANY = 1000  # keys; fewer are not worth looking at, whatever their hashes
 

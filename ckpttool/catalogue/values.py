@@ -12,7 +12,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
-from ckpttool.catalogue.budget import charge
+from ckpttool.catalogue.work_limit import charge
 from ckpttool.errors import CorruptError
 from ckpttool.text import cut, literal
 

@@ -8,8 +8,8 @@ from collections.abc import Callable, Iterator
 from contextlib import suppress
 from typing import Any, TypeVar
 
-from ckpttool.catalogue.budget import working
 from ckpttool.catalogue.values import check_json_levels
+from ckpttool.catalogue.work_limit import working
 from ckpttool.errors import CkptError, CorruptError, in_one_line
 from ckpttool.serialization import strict_json
 from ckpttool.storage.stores import Location, locate

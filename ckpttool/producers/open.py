@@ -13,11 +13,11 @@ from fnmatch import fnmatchcase
 
 from ckpttool import formats, producers
 from ckpttool.catalogue import parts
-from ckpttool.catalogue.budget import working
 from ckpttool.catalogue.entries import Catalogue, Object, Path, dotted
 from ckpttool.catalogue.protocols import NO_HINTS, Format, OpenOptions, Source
 from ckpttool.catalogue.shown import shown
 from ckpttool.catalogue.warning import Warning
+from ckpttool.catalogue.work_limit import working
 from ckpttool.errors import CkptError, CorruptError, ReadError, UsageError
 from ckpttool.formats import rankfiles
 from ckpttool.formats.detect import detect, found_inside

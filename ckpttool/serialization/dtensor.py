@@ -25,12 +25,12 @@ from operator import mul
 from typing import Any, NamedTuple
 
 from ckpttool.catalogue.boxes import Ints, row_major
-from ckpttool.catalogue.budget import FEW, charge
 from ckpttool.catalogue.dtypes import DTYPES, Dtype
 from ckpttool.catalogue.entries import Path, dotted
 from ckpttool.catalogue.flatten import replaced
 from ckpttool.catalogue.shown import shown, spelt
 from ckpttool.catalogue.values import Stub, stub_name, walk
+from ckpttool.catalogue.work_limit import FEW, charge
 from ckpttool.errors import CkptError, CorruptError, ReadError
 from ckpttool.serialization.torch_pickle import TensorRef
 

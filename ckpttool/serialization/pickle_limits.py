@@ -1,8 +1,8 @@
 """Limits on the memory and the time that one pickle may take.
 
 before it runs   counted in its opcodes: containers to make, and tuples to hash as keys or to call with
-while it runs    `catalogue.budget`: what our functions copy of values that the pickle has already made, and keys that
-                 have the same hash (`catalogue.key_hashes`)
+while it runs    `catalogue.work_limit`: what our functions copy of values that the pickle has already made, and keys
+                 that have the same hash (`catalogue.key_hashes`)
 after it ran     `check_depths`: tuples nested so deep that hashing them again would overflow the stack
 
 A byte of a pickle can ask for 72 bytes of memory (`]`), and 60 tuples that each hold the one before twice, 300 bytes of

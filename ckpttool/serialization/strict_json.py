@@ -6,8 +6,8 @@ import json
 from collections import Counter
 from typing import Any
 
-from ckpttool.catalogue.budget import working
 from ckpttool.catalogue.values import check_json_levels
+from ckpttool.catalogue.work_limit import working
 from ckpttool.errors import CorruptError, UsageError
 
 

@@ -15,11 +15,11 @@ from typing import Any
 
 from ckpttool.catalogue import boxes
 from ckpttool.catalogue.boxes import Ints
-from ckpttool.catalogue.budget import charge
 from ckpttool.catalogue.dtypes import BY_STORAGE, DTYPES, Dtype, dtype
 from ckpttool.catalogue.entries import check_shape
 from ckpttool.catalogue.shown import shown, spelt
 from ckpttool.catalogue.values import KnownName, Stub, StubType, known_names, stub_name, stub_type
+from ckpttool.catalogue.work_limit import charge
 from ckpttool.errors import CorruptError
 from ckpttool.serialization import pickler, unpickler
 from ckpttool.serialization.pickler import PickleWriter, spelt_text

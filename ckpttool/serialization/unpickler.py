@@ -21,9 +21,9 @@ from contextvars import copy_context
 from itertools import islice
 from typing import Any
 
-from ckpttool.catalogue.budget import charge, working
 from ckpttool.catalogue.key_hashes import MANY, Alike, charge_hashing, is_secret
 from ckpttool.catalogue.values import Stub, StubType, TorchSize, attributes_of, check_levels, known_names, stub_type
+from ckpttool.catalogue.work_limit import charge, working
 from ckpttool.errors import CkptError, CorruptError
 from ckpttool.serialization import pickle_opcodes
 from ckpttool.serialization.pickle_limits import check_depths, count_tuples

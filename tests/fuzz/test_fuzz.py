@@ -10,7 +10,7 @@ import pytest
 from fuzz import Broken, Fuzzer, fuzz
 from targets import TARGETS, Target
 
-from ckpttool.catalogue.budget import charge
+from ckpttool.catalogue.work_limit import charge
 
 HERE = Path(__file__).resolve().parent
 

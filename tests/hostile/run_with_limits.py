@@ -17,13 +17,13 @@ from pathlib import Path
 from support.work import Calls
 from typer.testing import CliRunner
 
-from ckpttool.catalogue import budget
+from ckpttool.catalogue import work_limit
 from ckpttool.cli.app import application
 
 ROOM = 1 << 30  # bytes of address space: what is asked for and not used counts there
 ALARM = 200  # seconds by the clock, for what waits
 PROCESSOR = 60.0  # seconds of the processor, for what does not end
-LEAST = budget.LEAST
+LEAST = work_limit.LEAST
 SHARE = 16  # of the work that a file of no bytes may take, for what opens it as `inspect` does: a sixteenth
 
 STATUS = Path("/proc/self/status")
@@ -55,7 +55,7 @@ def main() -> None:
         before = field("VmRSS")
         signal.alarm(ALARM)
         signal.setitimer(signal.ITIMER_PROF, PROCESSOR)
-        budget.LEAST = LEAST if words[0] == "inspect" else LEAST // SHARE
+        work_limit.LEAST = LEAST if words[0] == "inspect" else LEAST // SHARE
         calls = Calls()
         with calls:
             done = runner.invoke(application(), words)

@@ -1,4 +1,4 @@
-"""The largest files that people really have use a fifth of the budget of work at most, of which a lie uses all.
+"""The largest files that people really have use a fifth of the limit of work at most, of which a lie uses all.
 
 Each is made by torch, as its kind is written. Small ones have a share of it by their bytes, as large ones have; what is
 allowed to any file, however small, does not count there.
@@ -24,7 +24,7 @@ from support.simulated_ranks import as_rank, chunked, cut, mesh, save
 from torch.distributed.tensor import Replicate, Shard
 
 import ckpttool
-from ckpttool.catalogue import budget
+from ckpttool.catalogue import work_limit
 from ckpttool.errors import CkptError
 
 sys.path.append(str(ROOT / "tests" / "bench"))
@@ -34,8 +34,8 @@ import metadata as index_of_bench  # type: ignore[import-not-found]
 MARGIN = 5
 
 
-class Used(budget.Budget):
-    """A budget that remembers how much of all was used at the worst time."""
+class Used(work_limit.WorkLimit):
+    """A limit that remembers how much of all was used at the worst time."""
 
     __slots__ = ("least", "share")
     made: list[Used] = []  # noqa: RUF012
@@ -46,24 +46,24 @@ class Used(budget.Budget):
         Used.made.append(self)
 
     def charge(self, count: int) -> None:
-        most = budget.LEAST + budget.PER_BYTE * self.nbytes
+        most = work_limit.LEAST + work_limit.PER_BYTE * self.nbytes
         self.share = max(self.share, (most - self.left + count) / most)
         super().charge(count)
 
 
 @pytest.fixture
 def used(monkeypatch: pytest.MonkeyPatch) -> Callable[..., float]:
-    """Opens a checkpoint, and returns the share of the budget that it used; prints it."""
-    monkeypatch.setattr(budget, "Budget", Used)
+    """Opens a checkpoint, and returns the share of the limit that it used; prints it."""
+    monkeypatch.setattr(work_limit, "WorkLimit", Used)
 
     def open_it(path: Path, what: str = "", *, least: int | None = None) -> float:
         Used.made.clear()
         if least is not None:
-            monkeypatch.setattr(budget, "LEAST", least)
+            monkeypatch.setattr(work_limit, "LEAST", least)
         ckpttool.open(path).close()
         share = max((made.share for made in Used.made), default=0.0)
         nbytes = max((made.nbytes for made in Used.made), default=0)
-        print(f"{100 * share:6.2f} % of the budget of {nbytes:11,} bytes: {what or path.name}")
+        print(f"{100 * share:6.2f} % of the limit of {nbytes:11,} bytes: {what or path.name}")
         return share
 
     return open_it

@@ -23,10 +23,10 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 import ckpttool
-from ckpttool.catalogue import budget, key_hashes
-from ckpttool.catalogue.budget import working
+from ckpttool.catalogue import key_hashes, work_limit
 from ckpttool.catalogue.entries import Catalogue
 from ckpttool.catalogue.flatten import flatten
+from ckpttool.catalogue.work_limit import working
 from ckpttool.errors import CorruptError
 from ckpttool.formats.safetensors import state_json
 from ckpttool.serialization import pickle_opcodes, unpickler
@@ -157,14 +157,14 @@ def test_other_keys_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
     """As many, with hashes of their own: hardly any work."""
     left: list[int] = []
 
-    class Used(budget.Budget):
+    class Used(work_limit.WorkLimit):
         __slots__ = ()
 
         def charge(self, count: int) -> None:
             super().charge(count)
             left.append(count)
 
-    monkeypatch.setattr(budget, "Budget", Used)
+    monkeypatch.setattr(work_limit, "WorkLimit", Used)
     honest = [(n, n + 1) for n in range(MANY)]
     made = unpickler.load(pickled(put(map(pair, honest)), 4), what="x")
     assert list(made) == honest and sum(left) < 10
@@ -176,7 +176,7 @@ def test_a_file_with_such_keys(tmp_path: Path) -> None:
         ckpttool.open(tmp_path / "x.pt")
 
 
-def test_equal_shares_of_the_budget_are_left_alone() -> None:
+def test_equal_shares_of_the_limit_are_left_alone() -> None:
     """A thousand keys of one hash cost no more than a thousand others."""
     assert key_hashes.MANY < MANY
     few = dict.fromkeys(PAIRS[: key_hashes.MANY])

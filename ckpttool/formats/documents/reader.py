@@ -7,11 +7,11 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
-from ckpttool.catalogue.budget import working
 from ckpttool.catalogue.entries import Catalogue, File
 from ckpttool.catalogue.flatten import flatten
 from ckpttool.catalogue.protocols import NO_HINTS, OpenOptions, PlacedSource, Source
 from ckpttool.catalogue.values import walk
+from ckpttool.catalogue.work_limit import working
 from ckpttool.errors import CkptError, CorruptError
 from ckpttool.serialization import plain_yaml, strict_json
 from ckpttool.storage.stores import locate

@@ -7,12 +7,12 @@ from functools import partial
 from typing import Any
 
 from ckpttool.catalogue import boxes
-from ckpttool.catalogue.budget import charge, working
 from ckpttool.catalogue.entries import Catalogue, Extent, File
 from ckpttool.catalogue.flatten import replaced
 from ckpttool.catalogue.protocols import NO_HINTS, OpenOptions, PlacedSource, Source
 from ckpttool.catalogue.values import KnownName, Stub, known_names
 from ckpttool.catalogue.warning import Warning
+from ckpttool.catalogue.work_limit import charge, working
 from ckpttool.errors import CkptError, CorruptError, ReadError
 from ckpttool.serialization import numpy_arrays, pickle_payloads, torch_legacy, torch_pickle, torch_tree, unpickler
 from ckpttool.serialization.numpy_arrays import PickledArray

@@ -16,10 +16,10 @@ from itertools import product
 from typing import NamedTuple
 
 from ckpttool.catalogue.boxes import Ints
-from ckpttool.catalogue.budget import charge
 from ckpttool.catalogue.entries import Catalogue, Chunks, File, Part, Path, Tensor
 from ckpttool.catalogue.shown import shown
 from ckpttool.catalogue.warning import Warning
+from ckpttool.catalogue.work_limit import charge
 from ckpttool.errors import CorruptError, ReadError
 from ckpttool.formats.safetensors import checksums, index, sharding
 from ckpttool.formats.safetensors.sharding import SUFFIX

@@ -1,6 +1,6 @@
 """The work that reading a checkpoint may take, in proportion to the bytes that ask for it.
 
-    with working():                    # a source is opened: one budget for all its files
+    with working():                    # a source is opened: one limit for all its files
         with working(len(data)):       # a pickle, a header or JSON of it is read: its bytes are added
             charge(len(ranks))         # what is done again for each mention of something shared
 
@@ -21,8 +21,8 @@ PER_BYTE = 8
 FEW = 64  # what is that short is not worth counting
 
 
-class Budget:
-    """What is left of the work: `Budget(60_000).charge(1)`."""
+class WorkLimit:
+    """What is left of the work: `WorkLimit(60_000).charge(1)`."""
 
     __slots__ = ("left", "nbytes")
 
@@ -49,18 +49,18 @@ class Budget:
             raise CorruptError(message, hint=hint, found=most - self.left, expected=most)
 
 
-_current: ContextVar[Budget | None] = ContextVar("budget", default=None)
+_current: ContextVar[WorkLimit | None] = ContextVar("work_limit", default=None)
 
 
 @contextmanager
 def working(nbytes: int = 0) -> Iterator[None]:
-    """Context manager in which so many bytes are read. Within another one, they are added to its budget."""
+    """Context manager in which so many bytes are read. Within another one, they are added to its limit."""
     outer = _current.get()
     if outer is not None:
         outer.add(nbytes)
         yield
         return
-    token = _current.set(Budget(nbytes))
+    token = _current.set(WorkLimit(nbytes))
     try:
         yield
     finally:
@@ -68,7 +68,7 @@ def working(nbytes: int = 0) -> Iterator[None]:
 
 
 def charge(count: int) -> None:
-    """Charge the budget of what is being read, if something is. Raises CorruptError when nothing is left of it."""
-    budget = _current.get()
-    if budget is not None:
-        budget.charge(count)
+    """Charge the limit of what is being read, if something is. Raises CorruptError when nothing is left of it."""
+    limit = _current.get()
+    if limit is not None:
+        limit.charge(count)
