@@ -47,8 +47,10 @@ _OTHER_LIBRARIES = r".*\.(h5|msgpack|onnx|onnx_data|gguf|ot|tflite|pb|engine|mlm
 _LOOKED_AT = (
     r".*\.(log|md|py|sh|csv|tsv|jsonl|png|jpe?g|svg|gif|mp4|wav|html|pdf|lock|ply|tiktoken)|events\.out\.tfevents.*"
 )
+_ASSET = re.compile(rf"(?:.*/)?({ASSET_NAMES}|{_OTHER_LIBRARIES}|{_LOOKED_AT})")
+# Folders of frameworks; in those of other directories there may be state.
 _LOGS = r"(?:.*/)?(runs|logs|wandb|original)/.*"
-_ASSET = re.compile(rf"(?:.*/)?({ASSET_NAMES}|{_OTHER_LIBRARIES}|{_LOOKED_AT})|{_LOGS}\.(json|ya?ml|txt|wandb|db)")
+_LOG = re.compile(rf"{_LOGS}\.(json|ya?ml|txt|wandb|db)")
 _HEAD = 4096
 _STATE = "it may hold training state; `--only` leaves it out"
 
@@ -84,7 +86,7 @@ def layout(
     indexes = _stems_of_indexes(result)
     for name in remaining:
         if not ((match := _SHARD.fullmatch(name)) and match["stem"] in indexes):
-            _add_file(directory, name, result)
+            _add_file(directory, name, result, beside=beside)
     _give_roots(result, step, beside=beside)
     return result
 
@@ -205,8 +207,9 @@ def _rank_in(name: str) -> re.Match[str] | None:
 # Single files ---------------------------------------------------------------------------------------------------------
 
 
-def _add_file(directory: Directory, name: str, layout: Layout) -> None:
-    """Add a file as a component, as an asset, or as one that cannot be read."""
+def _add_file(directory: Directory, name: str, layout: Layout, *, beside: bool) -> None:
+    """Add a file as a component, as an asset, or as one that cannot be read; `beside` what a framework wrote also what
+    it logs."""
     location = directory.at(name.rstrip("/"))
     if name.endswith("/"):
         layout.components.append(Component(name, files=(name,)))
@@ -214,7 +217,7 @@ def _add_file(directory: Directory, name: str, layout: Layout) -> None:
         # Opening a pipe would wait, and reading a device never end.
         text = f"`{location}`: a pipe or a device, not a regular file"
         layout.unreadable[name] = ReadError(text, hint=_STATE, file=location)
-    elif _ASSET.fullmatch(name):
+    elif _ASSET.fullmatch(name) or (beside and _LOG.fullmatch(name)):
         layout.assets.append(name)
     elif any(row.recognise(location) for row in formats.FORMATS):
         layout.components.append(Component(name, files=(name,)))
@@ -224,7 +227,7 @@ def _add_file(directory: Directory, name: str, layout: Layout) -> None:
             head = location.head(_HEAD)
             if formats.DATA_FILE.fullmatch(name):
                 detect(location)
-            elif head and not _is_text(head) and not re.fullmatch(_LOGS, name):
+            elif head and not _is_text(head) and not (beside and re.fullmatch(_LOGS, name)):
                 text = f"`{location}`: of no known format, it begins with {head[:8].hex(' ')}"
                 raise ReadError(text, hint=_STATE, file=location)
             layout.assets.append(name)

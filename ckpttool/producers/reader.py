@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection, Iterable, Sequence
 from contextlib import ExitStack, closing, suppress
 from dataclasses import dataclass, field, replace
@@ -39,23 +40,34 @@ def open_directory(producer: Producer, directory: Directory, options: OpenOption
     layout = producer.layout(directory)
     folders = [component.name for component in layout.components if component.name.endswith("/")]
     layout.add(contents.layout(directory, layout.unknown, beside=True, folders=folders))
-    source = open_layout(layout, directory, options)
-    if producer.is_model and any(
-        one.root for one in source.catalogue.facts.get("components", ()) if one.format != "asset"
-    ):
-        # Beside other state a model is a part like any other.
+    is_alone = all(component.spare or not component.root for component in layout.components)
+    opened = layout if is_alone or not producer.is_model else _beside_state(layout, producer, directory)
+    source = open_layout(opened, directory, options)
+    if producer.is_model and is_alone and _has_state(source.catalogue):
+        # A second file of the model has turned out to be another one.
         source.close()
-        spare = {component.name for component in layout.components if component.spare}
-        every = contents.layout(directory)
-        every.components = [replace(c, spare=c.name in spare) for c in every.components]
-        every.missing += layout.missing
-        source = open_layout(every, directory, options)
+        source = open_layout(_beside_state(layout, producer, directory), directory, options)
     source.catalogue.faults += [
         _incomplete(text, directory, **facts) for text, facts in _too_few_ranks(layout, source.catalogue)
     ]
     if producer.confirm is None or producer.confirm(source.catalogue):
         source.catalogue.facts["producer"] = producer.name
     return source
+
+
+def _beside_state(layout: Layout, producer: Producer, directory: Directory) -> Layout:
+    """Return the layout by contents of a model that lies beside other state, of which it is a part like any other; the
+    checkpoints of its run are none."""
+    names = [name for name in directory.names if not re.fullmatch(producer.checkpoint_folders, name)]
+    spare = {component.name for component in layout.components if component.spare}
+    every = contents.layout(directory, names if len(names) < len(directory.names) else None, beside=True)
+    every.components = [replace(component, spare=component.name in spare) for component in every.components]
+    every.missing += layout.missing
+    return every
+
+
+def _has_state(catalogue: Catalogue) -> bool:
+    return any(one.root for one in catalogue.facts.get("components", ()) if one.format != "asset")
 
 
 def open_layout(layout: Layout, directory: Directory, options: OpenOptions) -> Source:

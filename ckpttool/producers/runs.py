@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import reduce
@@ -52,7 +52,7 @@ class RunCheckpoint:
 
     `why_not` is why it is not complete, None if it is. `path` has a `*` for the ranks of files that are not in a
     directory of their own, `files` are those of one that is several files. `producer` is None for a layout that is
-    recognised by its contents only.
+    recognised by its contents only. `pointed`: a file or link names it as the newest.
     """
 
     name: str
@@ -63,6 +63,7 @@ class RunCheckpoint:
     format: str | None
     why_not: str | None
     files: tuple[str, ...] = ()
+    pointed: bool = False
 
     @property
     def complete(self) -> bool:
@@ -124,9 +125,7 @@ def find(directory: Directory) -> RunDirectory | None:
     """Return the run in a directory, with its newest complete checkpoint chosen; None when there is none. Raises
     ReadError when no checkpoint is complete, or nothing says which is the newest."""
     inner, checkpoints = search(directory)
-    return (
-        RunDirectory(inner, checkpoints, _newest(directory.path, checkpoints, _pointed(inner))) if checkpoints else None
-    )
+    return RunDirectory(inner, checkpoints, _newest(directory.path, checkpoints)) if checkpoints else None
 
 
 def inside(directory: Directory) -> list[RunCheckpoint]:
@@ -150,13 +149,12 @@ def in_directory(directory: Directory) -> list[RunCheckpoint]:
         return []
     checkpoints = [*_folders(directory), *_files(directory), *_rank_files(directory)]
     is_run = any(f.producer or f.format for f in checkpoints)
-    pointed = _pointed(directory) if is_run else set()
-    return sorted(checkpoints, key=lambda one: (*_order(one), one.name in pointed, one.name)) if is_run else []
+    return sorted(checkpoints, key=lambda one: (_order(one), one.name)) if is_run else []
 
 
-def _order(checkpoint: RunCheckpoint) -> tuple[int, int]:
+def _order(checkpoint: RunCheckpoint) -> tuple[int, int, bool]:
     time = time_in(checkpoint.name)
-    return -1 if checkpoint.step is None else checkpoint.step, -1 if time is None else time
+    return -1 if checkpoint.step is None else checkpoint.step, -1 if time is None else time, checkpoint.pointed
 
 
 def _below(directory: Directory, depth: int = 1) -> Iterator[Directory]:
@@ -171,9 +169,9 @@ def _below(directory: Directory, depth: int = 1) -> Iterator[Directory]:
             yield from _below(inner, depth + 1)
 
 
-def _newest(path: str, checkpoints: list[RunCheckpoint], pointed: Collection[str]) -> RunCheckpoint:
-    """Return the complete checkpoint of the highest step, or without steps the one that is `pointed` to. Newer ones
-    whose indexes show that they are not complete are marked in `checkpoints`."""
+def _newest(path: str, checkpoints: list[RunCheckpoint]) -> RunCheckpoint:
+    """Return the complete checkpoint of the highest step, or without steps the one that is pointed to. Newer ones whose
+    indexes show that they are not complete are marked in `checkpoints`."""
     for i, checkpoint in reversed([*enumerate(checkpoints)]):
         if checkpoint.complete and checkpoint.path.is_dir():
             # By all that its indexes name.
@@ -181,7 +179,7 @@ def _newest(path: str, checkpoints: list[RunCheckpoint], pointed: Collection[str
             why_not = _why_not(directory, checkpoint.name, recognise(directory), checkpoint.format, _INDEX_MOST)
             checkpoint = checkpoints[i] = replace(checkpoint, why_not=why_not)
         complete = [c.name for c in checkpoints if c.complete]
-        is_ordered = _order(checkpoint) != (-1, -1) or checkpoint.name in pointed
+        is_ordered = _order(checkpoint) != (-1, -1, False)
         if checkpoint.complete and not is_ordered and len(complete) > 1:
             raise ReadError(
                 f"`{path}` has {len(complete)} checkpoints, {some(complete)}, and nothing says which is the newest",
@@ -218,18 +216,13 @@ def _pointers(directory: Directory) -> Iterator[tuple[str, str]]:
             yield name, directory.text(name).strip().rstrip("/").rpartition("/")[2]
 
 
-def _pointed(directory: Directory) -> set[str]:
-    """Return the folders that a file or link names as the newest checkpoint."""
-    return {target for _, target in _pointers(directory) if f"{target}/" in directory.names}
-
-
 # Checkpoints ----------------------------------------------------------------------------------------------------------
 
 
 def _folders(directory: Directory) -> Iterator[RunCheckpoint]:
     """Yield the checkpoints that are a folder each: those with a step or a time in their names, and those that a
     framework left, and all where a file or link names one of them. Others may be the parts of one checkpoint."""
-    is_run = bool(_pointed(directory))
+    pointed = {target for _, target in _pointers(directory) if f"{target}/" in directory}
     for name in directory.folders:
         if _is_pointer(directory, name):
             continue
@@ -238,7 +231,7 @@ def _folders(directory: Directory) -> Iterator[RunCheckpoint]:
         except CkptError:
             continue
         row, step = recognise(inner), step_in(name)
-        is_named = is_run or step is not None or time_in(name) is not None or COPY.match(name) is not None
+        is_named = bool(pointed) or step is not None or time_in(name) is not None or COPY.match(name) is not None
         if not is_named and (row is None or row.is_model):
             continue
         kind = _format(inner, row)
@@ -246,7 +239,8 @@ def _folders(directory: Directory) -> Iterator[RunCheckpoint]:
         step = saved if isinstance(saved, int) else step
         why_not = _why_not(inner, name, row, kind, _INDEX_READ)
         producer = row.name if row is not None and row.confirm is None else None
-        yield RunCheckpoint(name, directory.at(name), step, inner.nbytes(), producer, kind, why_not)
+        path, nbytes = directory.at(name), inner.nbytes()
+        yield RunCheckpoint(name, path, step, nbytes, producer, kind, why_not, pointed=name in pointed)
 
 
 def _is_pointer(directory: Directory, name: str) -> bool:

@@ -188,6 +188,17 @@ def test_the_same_files_again(tmp_path: Path) -> None:
     torch.optim.AdamW(torch.nn.Linear(4, 3).parameters()).load_state_dict(torch.load(tmp_path / "again/optimizer.pt"))
 
 
+def test_what_lies_in_folders_of_any_name_is_state(tmp_path: Path) -> None:
+    """`logs/`, `original/` and their like are those of frameworks in directories of frameworks only."""
+    folder = saved(tmp_path / "step_100")
+    for name in ("logs", "runs", "original"):
+        (folder / name).mkdir()
+        (folder / name / "state.json").write_text('{"tokens_seen": 7}')
+    catalogue = ckpttool.inspect(folder)
+    assert not any("state.json" in asset for asset in catalogue.facts.get("assets", ()))
+    assert {catalogue.entries[(name, "tokens_seen")].value for name in ("logs", "runs", "original")} == {7}
+
+
 def test_several_models_are_asked_for_by_name(tmp_path: Path) -> None:
     source = tmp_path / "pair"
     source.mkdir()

@@ -718,6 +718,18 @@ def test_a_model_of_transformers_beside_its_average_is_the_model(tmp_path: Path)
     assert all(torch.equal(whole["ema"][name], average[name]) for name in state)
 
 
+def test_checkpoints_beside_a_model_are_no_parts_of_it(tmp_path: Path) -> None:
+    """Whatever else lies there: the last model of a Trainer, in the directory of its run."""
+    folder = Path(shutil.copytree(path_of("run/trainer"), tmp_path / "run"))
+    (folder / "config.json").write_text('{"architectures": ["Net"]}')
+    save_file({"a.weight": torch.ones(2, 3)}, folder / "model.safetensors")
+    for beside in ({}, {"a.weight": torch.zeros(2, 3)}):
+        if beside:
+            torch.save(beside, folder / "ema.pt")
+        names = {tensor.name for tensor in inspect(folder).tensors}
+        assert names == ({"model.a.weight", "ema.a.weight"} if beside else {"a.weight"})
+
+
 def test_a_twin_of_a_damaged_model_is_read(tmp_path: Path) -> None:
     """That the values cannot be compared is no evidence that they are the same, and not the end of `inspect`."""
     folder = shutil.copytree(CHECKPOINTS / "run/accelerate_fsdp2_sharded_w2/ckpt", tmp_path / "ckpt")
