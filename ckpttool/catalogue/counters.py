@@ -33,12 +33,13 @@ _PLAIN = (
 _STEP = (*_PLAIN, r"iterations?|iter(_num)?|it|ite|itr", r"total_steps?|step_count|Timestamp\.batch")
 # By the kind of the part, the best name first. An optimizer and an average count their own updates, which come last.
 _STEPS = {"progress": _STEP, "other": _STEP, "optimizer": ("global_step|training_step|num_updates|iteration",)}
-_PLAIN_STEPS = {**_STEPS, "progress": _PLAIN, "other": _PLAIN}
 _OWN = {"optimizer": "step", "model": "(num_)?updates"}
 _EPOCH = ("(current_)?epoch(_number)?", "(last|finished)_epoch|epochs_(run|completed)", "start_epoch|epochs")
 _EPOCHS = {"progress": _EPOCH, "other": _EPOCH}
 # What somebody set, and did not count.
 _SET = r"(.*_)?(config|cfg|args|arguments|hparams|hyper_?parameters|kwargs|settings)(_\w+)?"
+
+_Rank = tuple[int, int, int]  # by the part, the name and the depth
 
 
 @cache
@@ -58,9 +59,11 @@ def step(catalogue: Catalogue) -> float | None:
     A number in the name that no word calls a step may be an epoch: one that a counter says, or of fewer steps than the
     optimizers made updates.
     """
-    counted, own, facts = _counted(catalogue), _own(catalogue), catalogue.facts
+    ranked, own, facts = _ranked(catalogue), _own(catalogue), catalogue.facts
+    counted = [number for _, number in ranked]
     named, number = facts.get("step"), facts.get(NUMBER)
-    plain = [*_counted(catalogue, _PLAIN_STEPS), *([named] if isinstance(named, int) else [])]
+    plain = [number for (_, name, _), number in ranked if name < len(_PLAIN)]
+    plain += [named] if isinstance(named, int) else []
     epochs = _counted(catalogue, _EPOCHS)
     if number is not None and (own is None or own <= number) and all(abs(one - number) > 1 for one in epochs):
         named = named if isinstance(named, int) else number
@@ -92,15 +95,17 @@ def epoch(catalogue: Catalogue) -> int | None:
 
 
 def _counted(catalogue: Catalogue, names: Mapping[str, Sequence[str]] = _STEPS) -> list[float]:
-    """Return the numbers of the counters, the best name first, and of one name the highest."""
+    return [number for _, number in _ranked(catalogue, names)]
+
+
+def _ranked(catalogue: Catalogue, names: Mapping[str, Sequence[str]] = _STEPS) -> list[tuple[_Rank, float]]:
+    """Return the numbers of the counters with their ranks, the best name first, and of one name the highest."""
     known = ((rank, _number(catalogue, entry)) for rank, entry in _counters(catalogue, names))
     numbers = ((rank, number) for rank, number in known if number is not None)
-    return [number for _, number in sorted(numbers, key=lambda one: (one[0], -one[1]))]
+    return sorted(numbers, key=lambda one: (one[0], -one[1]))
 
 
-def _counters(
-    catalogue: Catalogue, of_kinds: Mapping[str, Sequence[str]] = _STEPS
-) -> Iterator[tuple[tuple[int, int, int], Entry]]:
+def _counters(catalogue: Catalogue, of_kinds: Mapping[str, Sequence[str]] = _STEPS) -> Iterator[tuple[_Rank, Entry]]:
     """Yield what may count steps, each with its rank: by its part, its name and its depth."""
     for entry in catalogue.entries.values():
         names = of_kinds.get(entry.part.kind)
@@ -118,8 +123,9 @@ def _is_counted(entry: Entry) -> bool:
 
 def _own(catalogue: Catalogue) -> float | None:
     """Return how many updates all optimizers made, else an average of the weights; None if they do not agree."""
+    updates = _of_updates(catalogue)
     for kind in _OWN:
-        numbers = {_number(catalogue, e) for e in _of_updates(catalogue) if e.part.kind == kind} - {None}
+        numbers = {_number(catalogue, entry) for entry in updates if entry.part.kind == kind} - {None}
         if numbers:
             return numbers.pop() if len(numbers) == 1 else None
     return None
@@ -130,12 +136,8 @@ def _of_updates(catalogue: Catalogue) -> list[Entry]:
     of_part: dict[Part, list[Entry]] = {}
     for entry in catalogue.entries.values():
         name = _OWN.get(entry.part.kind)
-        if (
-            name
-            and entry.path
-            and (not isinstance(entry, Tensor) or entry.numel == 1)
-            and _is(str(entry.path[-1]), name)
-        ):
+        is_named = name and entry.path and _is(str(entry.path[-1]), name)
+        if is_named and (not isinstance(entry, Tensor) or entry.numel == 1):
             of_part.setdefault(entry.part, [])[1:] = [entry]
     return [entry for entries in of_part.values() for entry in entries]
 
