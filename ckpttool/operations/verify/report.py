@@ -180,9 +180,10 @@ def _facts(report: Report) -> Iterator[tuple[str, str | None]]:
     checked += [f"{size(report.unchecked_bytes)} without checksums"] if report.unchecked_bytes else []
     checked += [f"{report.elements:,} values"] if report.elements else []
     yield "checked", "; ".join(checked) or "nothing"
-    refused = sum(finding.kind == "refused" for finding in report.findings)
-    opened = f"all but {plural(refused, 'file')}" if refused else "all of its files"
-    yield "library", report.library and f"{report.library} opens {opened}"
+    closed = {finding.file for finding in report.findings if finding.kind in ("missing", "refused")}
+    asked = [file.path for file in report.files if file.path.endswith(".safetensors")]
+    opened = len(asked) - len(closed.intersection(asked))
+    yield "library", report.library and f"{report.library} opens {opened:,} of {plural(len(asked), 'safetensors file')}"
     yield "manifest", report.manifest and f"{report.manifest}, {size(report.hashed_bytes)} hashed"
     yield "wrote", report.wrote
     yield "against", report.against

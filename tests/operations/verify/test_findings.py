@@ -14,6 +14,7 @@ import pytest
 import safetensors
 import torch
 from support import damage
+from support.cli import run
 from support.paths import CHECKPOINTS
 from support.wrapped_store import WrappedStore
 
@@ -381,6 +382,12 @@ def test_the_safetensors_library_is_asked_too(monkeypatch: pytest.MonkeyPatch, t
     report = verify(CHECKPOINTS / "safetensors/indexed/ckpt")
     assert report.whole and report.library == f"safetensors {safetensors.__version__}"
     assert verify(CHECKPOINTS / "dcp/fsdp2_w4/ckpt").library is None
+    # It is said of the files that it was asked to open.
+    mixed = Path(shutil.copytree(CHECKPOINTS / "safetensors/indexed/ckpt", tmp_path / "mixed"))
+    torch.save({"shadow": torch.ones(2)}, mixed / "ema.pt")
+    count = len([*mixed.glob("*.safetensors")])
+    assert f"opens {count} of {count} safetensors files" in run("verify", str(mixed)).stdout
+    shutil.rmtree(mixed)
 
     def safe_open(path: str, framework: str) -> None:
         raise safetensors.SafetensorError("no such dtype")
