@@ -18,6 +18,7 @@ from ckpttool.catalogue.boxes import Ints
 from ckpttool.catalogue.dtypes import Dtype
 from ckpttool.catalogue.warning import Warning
 from ckpttool.errors import CkptError, CorruptError
+from ckpttool.storage.stores import Location
 from ckpttool.text import html_table, near_names, plural, size
 
 Path = tuple[Hashable, ...]
@@ -384,7 +385,7 @@ class File:
     them: in its header, which another tool may have kept for bytes of its own. `crc` is
     the CRC-32 of all of it, where a manifest beside it has that."""
 
-    location: str
+    location: Location
     name: str
     size: int
     rank: int | None = None
@@ -459,6 +460,7 @@ class Catalogue:
     shardings: dict[Path, Sharding] = field(default_factory=dict)  #: mesh and placements of DTensors by key path
     versions: dict[str, Any] = field(default_factory=dict)  #: versions of the files by location
     whole: set[Tensor] = field(default_factory=set)  #: tensors that were shown to be whole
+    location: Location | None = None  #: where it was opened; of a run, the checkpoint that was chosen
 
     @property
     def tensors(self) -> Entries[Tensor]:

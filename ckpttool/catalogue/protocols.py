@@ -12,6 +12,7 @@ from typing import Any, NamedTuple, Protocol, runtime_checkable
 from ckpttool.catalogue.boxes import Ints
 from ckpttool.catalogue.entries import Catalogue, Chunk, Extent, Record, Tensor
 from ckpttool.catalogue.validation import require
+from ckpttool.storage.stores import Location
 
 Crcs = Mapping[tuple[int, int], int]
 """CRC-32 of each record that was filled, by `(file, offset)` of the destination."""
@@ -178,9 +179,9 @@ class Format:
 
     name: str
     title: str
-    recognise: Callable[[str], bool]
+    recognise: Callable[[Location], bool]
     open: Callable[..., Source]
-    create: Callable[[str, Catalogue, SinkOptions], Sink] | None = None
+    create: Callable[[Location, Catalogue, SinkOptions], Sink] | None = None
     losses: Callable[[Catalogue, str], list[FormatLoss]] = lambda planned, path: []
     is_file: Callable[[str], bool] = lambda path: False
     chunked: bool = False

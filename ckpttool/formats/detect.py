@@ -5,7 +5,7 @@ from __future__ import annotations
 from ckpttool.catalogue.protocols import Format
 from ckpttool.errors import CkptError, ReadError
 from ckpttool.formats import CHECKPOINTS, FORMATS
-from ckpttool.storage.stores import Location, locate
+from ckpttool.storage.stores import Location
 from ckpttool.text import some
 
 _SHOWN = 4
@@ -13,9 +13,8 @@ _HEAD = 64  # bytes of a file that say what it is
 _INCOMPLETE = "the save or the copy did not end; take another copy, or an older step"
 
 
-def detect(path: str) -> Format:
-    """Return the format of the checkpoint at `path`, by its content. Raises ReadError."""
-    location = locate(path)
+def detect(location: Location) -> Format:
+    """Return the format of the checkpoint at `location`, by its content. Raises ReadError."""
     is_pattern = location.is_pattern()
     kind = None if is_pattern else location.kind()
     # `recognise` only answers no to what cannot be opened; opening a pipe would wait, and reading a device never end.
@@ -29,7 +28,7 @@ def detect(path: str) -> Format:
         if row.recognise(location):
             return row
     if is_pattern:
-        raise _unknown_pattern(path, location)
+        raise _unknown_pattern(location, location)
     raise _unknown_directory(location) if location.is_dir() else _unknown_file(location)
 
 

@@ -25,6 +25,7 @@ from ckpttool.errors import UsageError
 from ckpttool.layout.mesh import Mesh, Placements, mesh_boxes, parse_placements, world_mesh
 from ckpttool.layout.move import derived, rebuilt
 from ckpttool.layout.optimizer.parse import parse_key
+from ckpttool.storage.stores import local_path
 from ckpttool.text import is_or_are, meant, plural, size, some
 
 
@@ -143,7 +144,7 @@ def over_mesh(
 
     planned = _placed(catalogue, place)
     planned.warnings = [*planned.warnings, *cutting.warnings]
-    planned.files = [File("", f"rank {rank}", 0, rank) for rank in range(mesh.world)] if everywhere else []
+    planned.files = [File(local_path(""), f"rank {rank}", 0, rank) for rank in range(mesh.world)] if everywhere else []
     return planned
 
 

@@ -12,9 +12,8 @@ from typing import Any
 from ckpttool.catalogue.entries import Catalogue
 from ckpttool.errors import CorruptError, ReadError, UsageError
 from ckpttool.models import asset_names, key_maps
-from ckpttool.producers.open import location_of
 from ckpttool.serialization import strict_json
-from ckpttool.storage import files, stores
+from ckpttool.storage import files
 from ckpttool.storage.stores import Location, Outgoing, locate
 from ckpttool.text import is_or_are, plural, some
 
@@ -79,7 +78,7 @@ class Assets:
         return value if isinstance(value, bool) else None
 
 
-def collect(folder: Location | None, source: str, catalogue: Catalogue, include: Sequence[str] = ()) -> Assets:
+def collect(folder: Location | None, catalogue: Catalogue, include: Sequence[str] = ()) -> Assets:
     """Return the assets in a folder; without one, those beside the weights in the run directory that is the source.
 
     A model card in the folder of another model, as the base model of the training, is not copied. Raises UsageError for
@@ -92,11 +91,12 @@ def collect(folder: Location | None, source: str, catalogue: Catalogue, include:
                 f"`--assets {folder}` is not a directory", hint="name the directory that has `config.json`"
             )
         assets = _in(folder, include, strict=True)
-        origin = source if stores.is_remote(source) else locate(source).real()
-        is_own = f"{origin}/".startswith(f"{folder.real()}/") or not any(map(_WEIGHTS.fullmatch, folder.names()))
+        is_own = f"{catalogue.location and catalogue.location.real()}/".startswith(f"{folder.real()}/") or not any(
+            map(_WEIGHTS.fullmatch, folder.names())
+        )
         if CARD in assets.paths:
             assets.facts = _facts(assets.paths[CARD])
-        if not is_own and stores.is_remote(folder):
+        if not is_own and folder.is_remote:
             assets.base = folder.store.root.partition("://")[2].partition("@")[0]
         if CARD in assets.paths and not is_own:
             del assets.paths[CARD]
@@ -111,7 +111,7 @@ def collect(folder: Location | None, source: str, catalogue: Catalogue, include:
             number = f"{plural(len(others), 'other file')} of `{folder}`"
             assets.notes.append(f"{number} {is_or_are(others)} not copied; `--include GLOB` does: {some(others, 5)}")
         return assets
-    beside = _beside(source, catalogue)
+    beside = _beside(catalogue)
     if beside is None and include:
         hint = "name their directory: `--assets DIR`"
         raise UsageError(f"`--include {include[0]}`: no config or tokenizer lies beside the weights", hint=hint)
@@ -131,9 +131,11 @@ def _is_other(folder: Location, name: str, assets: Assets) -> bool:
     return not _WEIGHTS.fullmatch(name) and (folder / name).is_file()
 
 
-def _beside(source: str, catalogue: Catalogue) -> Location | None:
+def _beside(catalogue: Catalogue) -> Location | None:
     names = catalogue.facts.get("assets") or ()
-    base = location_of(source, catalogue)
+    base = catalogue.location
+    if base is None:
+        return None
     if not base.is_dir():
         # One file of a model that lies in a directory of its own.
         base = base.absolute().parent

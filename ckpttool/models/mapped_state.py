@@ -16,7 +16,7 @@ from ckpttool.models import assets, key_maps, start, ties
 
 
 def mapped(
-    planned: Catalogue, viewed: Viewed, src: str, name: str, optim_keys: str | None, notes: list[str]
+    planned: Catalogue, viewed: Viewed, name: str, optim_keys: str | None, notes: list[str]
 ) -> tuple[Catalogue, set[Path], bool]:
     """Return a state, whose optimizers name their parameters, as a key map makes it, in the direction in which its
     rules are about the names here, with the paths of the source that it is made of, and whether operations made some of
@@ -24,7 +24,7 @@ def mapped(
 
     Raises UsageError for a map that does not fit, LossError for state of an optimizer that cannot follow.
     """
-    beside = assets.collect(None, src, viewed.catalogue)
+    beside = assets.collect(None, viewed.catalogue)
     names = [entry.fqn for _, entries in models(planned) for entry in entries]
     keymap = _in_direction(key_maps.chosen(name, names, beside.config), names)
     facts = key_maps.facts(beside.config, beside.head_dim)

@@ -83,14 +83,15 @@ def read(stack: ExitStack, path: str, *, is_run: bool = False) -> Reference:
     UsageError for a config whose model is unknown, ReadError and CorruptError.
     """
     location = locate(path)
+    stack.callback(location.store.close)
     if location.name.endswith(".json") and location.is_file() and not location.name.endswith(".index.json"):
         return _of_config(path, location)
     with naming(path):
-        source = stack.enter_context(opened(path))
+        source = stack.enter_context(opened(location))
         of_run = [dotted(root) for root, _ in models(source.catalogue)[:1] if root] if is_run else []
         model = _model(source.catalogue, path, of_run)
         model = rename_entries(model, strip_wrappers) if is_run else model
-        beside = assets.collect(None, path, source.catalogue)
+        beside = assets.collect(None, source.catalogue)
     tensors = {tensor.name: tensor for tensor in model.tensors}
     known = {name: Known.of(tensor) for name, tensor in tensors.items()}
     folder = beside.folder or (location if location.is_dir() else location.parent)

@@ -39,7 +39,7 @@ def model(
     have, UsageError for dtypes that no cast makes.
     """
     source = viewed.catalogue
-    beside = assets.collect(None, src, source)
+    beside = assets.collect(None, source)
     same = partial(ties.same_bytes, viewed)
     planned = select_model.renamed(select_model.model_of(source, selection.only), selection)
     planned, _ = like.mapped(planned, viewed, run, key_map, beside.config, beside.head_dim, notes)

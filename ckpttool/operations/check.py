@@ -28,7 +28,6 @@ from ckpttool.models.reference import Known, Reference
 from ckpttool.operations import arguments
 from ckpttool.producers.open import naming, notes_of_run, opened
 from ckpttool.reports.report import Block, Facts, Findings, Line, Styled, Text, bold, known
-from ckpttool.storage import stores
 from ckpttool.text import duration, plural
 from ckpttool.transfer.execute import DEFAULT_THREADS
 from ckpttool.transfer.threads import Progress
@@ -181,7 +180,7 @@ def _content(
     # From scratch, nothing is like anything.
     for rows in values.vectors(pairs, sources) if any(map(values.same, similarities)) else ():
         found += [one for one in values.judged_vectors(rows) if named.isdisjoint(one.names)]
-    if all(stores.locate(file.location).store.is_local for file in viewed.catalogue.own_files):
+    if all(file.location.store.is_local for file in viewed.catalogue.own_files):
         found += values.nonfinite(pairs, sources, count, progress)
     else:
         result.notes.append(f"`{result.source}` is not on this machine: NaN outside of the samples is not seen")

@@ -272,7 +272,7 @@ def _plan(
     if isinstance(source, Viewed):
         assert options.key_map is not None
         keys = options.optim_keys or ("fqn" if target.even else None)
-        planned, merged, uses_operations = mapped_state.mapped(planned, source, src, options.key_map, keys, notes)
+        planned, merged, uses_operations = mapped_state.mapped(planned, source, options.key_map, keys, notes)
         folded |= merged
     check_dtypes(options.dtype, planned)
     planned = _cast(planned, catalogue, options.dtype)

@@ -65,9 +65,10 @@ def inspect(
 
 def _chosen(path: str, shapes: str | None, steps: str | Sequence[int | str]) -> Catalogue:
     """Return the catalogue of the newest of some steps of a run, in which the others are listed."""
-    chosen = runs.chosen_steps(path, steps)
+    location = locate(path)
+    chosen = runs.chosen_steps(location, steps)
     catalogue = inspect(str(chosen[-1].path), shapes=shapes)
-    directory, checkpoints = runs.search(Directory(path))
+    directory, checkpoints = runs.search(Directory(location))
     describe_run(catalogue, runs.RunDirectory(directory, checkpoints, chosen[-1]))
     paths = {checkpoint.path for checkpoint in chosen}
     catalogue.facts["run"] = [entry for entry in catalogue.facts["run"] if entry["path"] in paths]

@@ -15,7 +15,7 @@ from ckpttool.producers.open import opened
 from ckpttool.serialization.manifest import NAME, Hashed, Manifest, content
 from ckpttool.storage import files
 from ckpttool.storage.crc import crc32
-from ckpttool.storage.stores import Location, local_path, locate
+from ckpttool.storage.stores import Location, local_path
 from ckpttool.transfer.execute import DEFAULT_THREADS
 from ckpttool.transfer.read import read_tiles
 from ckpttool.transfer.threads import Progress, Work, on_threads
@@ -109,7 +109,7 @@ def write(path: str, manifest: Manifest) -> None:
     """Write a manifest to a new file, atomically. Raises OverwriteError or StorageError."""
     check_free(path)
     with local_path(path).stage(overwrite=False, is_file=True) as stage:
-        local_path(stage.path).put(content(manifest))
+        stage.path.put(content(manifest))
 
 
 def files_of(path: Location, catalogue: Catalogue) -> tuple[Location, list[str]]:
@@ -121,7 +121,7 @@ def files_of(path: Location, catalogue: Catalogue) -> tuple[Location, list[str]]
         for name in names:
             path.inside(name)
         return path, names
-    locations = [locate(file.location) for file in catalogue.own_files if not file.missing]
+    locations = [file.location for file in catalogue.own_files if not file.missing]
     root = path.absolute().parent
     if len(locations) > 1 or not path.is_file():
         return root, sorted({location.absolute().relative_to(root) for location in locations})

@@ -157,7 +157,7 @@ def match(
     result.tensors = len(model.tensors)
     if result.destination is not None:
         with local_path(result.destination).stage(overwrite=overwrite, is_file=True) as stage:
-            local_path(stage.path).put(f"{text(result.map)}\n".encode())
+            stage.path.put(f"{text(result.map)}\n".encode())
     result.seconds = time.monotonic() - began
     return result
 

@@ -143,7 +143,7 @@ def repair(
             local_path(result.destination).stage(overwrite=overwrite, is_file=False, notes=result.notes) as stage,
         ):
             _copy(originals, stage.path, result, threads, progress)
-            _repair(local_path(stage.path), result, before, threads, manifest)
+            _repair(stage.path, result, before, threads, manifest)
     result.seconds = time.monotonic() - began
     return result
 

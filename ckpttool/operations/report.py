@@ -140,7 +140,7 @@ def report(
             *checkpoint_sections(catalogue, None, [("read", f"{found.elements:,} elements")]),
         ]
         content = render(book).encode()
-        local_path(stage.path).put(content)
+        stage.path.put(content)
     seconds = time.monotonic() - began
     return HtmlReport(path, output, found.headline, len(content), [*book.pages], found.findings, found.notes, seconds)
 

@@ -38,6 +38,7 @@ from ckpttool.operations import arguments
 from ckpttool.producers import open
 from ckpttool.producers.runs import chosen_steps
 from ckpttool.storage import files
+from ckpttool.storage.stores import locate
 from ckpttool.transfer.execute import DEFAULT_THREADS
 from ckpttool.transfer.threads import Progress
 
@@ -93,7 +94,7 @@ def stats(
     may_load = cache and fails is None
     threads = threads or min(DEFAULT_THREADS, _MAX_THREADS)
     reading = _Reading(selection, shapes, spectral, cache, may_load, threads, progress)
-    checkpoints = chosen_steps(path, steps) if steps is not None else []
+    checkpoints = chosen_steps(locate(path), steps) if steps is not None else []
     result = Stats(path, fail_on=fail_on)
     if checkpoints:
         for checkpoint in checkpoints:

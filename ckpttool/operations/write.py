@@ -39,7 +39,7 @@ from ckpttool.storage import files, free_space, staging, stores, workspace
 from ckpttool.storage.errors import FREE_SPACE
 from ckpttool.storage.stage import StagingArea
 from ckpttool.storage.staging import After
-from ckpttool.storage.stores import local_path
+from ckpttool.storage.stores import Location, local_path
 from ckpttool.text import plural, size, some
 from ckpttool.transfer import journal
 from ckpttool.transfer.check_destination import check_written
@@ -122,14 +122,14 @@ class WriteOptions:
             return None
         real = local_path(path).real()
 
-        def make(written: str) -> Callable[[], None] | None:
+        def make(written: Location) -> Callable[[], None] | None:
             made = of_checkpoint(written, self.threads)
-            if local_path(written).is_file():
+            if written.is_file():
                 name = local_path(dst).name
                 (digest,), (nbytes,), (crc,) = made.files.values(), made.sizes.values(), made.crcs.values()
                 made.files, made.sizes, made.crcs = {name: digest}, {name: nbytes}, {name: crc}
             if real.parent == local_path(dst).real():
-                (local_path(written) / real.name).put(content(made))
+                (written / real.name).put(content(made))
                 return None
             return lambda: write_manifest(path, made)
 
@@ -226,8 +226,8 @@ class Write:
     coordinator: Coordinator = field(default_factory=Coordinator)
 
     @property
-    def dst(self) -> str:
-        return self.result.destination
+    def dst(self) -> Location:
+        return local_path(self.result.destination)
 
     def run(self) -> None:
         """Write the destination. Raises the errors of `ckpttool.errors`; then there is nothing at the destination."""
@@ -251,7 +251,7 @@ class Write:
                 self.options.check_values(planned)
         _summarise(self.result, source, self.planned, self.target)
 
-    def read_back(self, partial: str, catalogue: Catalogue) -> None:
+    def read_back(self, partial: Location, catalogue: Catalogue) -> None:
         """With `--check`, compare what was written to `partial` with the source. Raises CorruptError."""
         options = self.options
         if options.check:
@@ -262,7 +262,7 @@ class Write:
     def _write(self) -> None:
         result, options = self.result, self.options
         is_file = self.target.is_file(self.dst)
-        with local_path(self.dst).stage(
+        with self.dst.stage(
             overwrite=options.overwrite,
             is_file=is_file,
             resume=options.resume,
@@ -289,7 +289,7 @@ class Write:
             result.notes.append("nothing to resume: copied everything")
         note_overflow(result, moved.overflowed)
 
-    def _create(self, partial: str) -> Sink:
+    def _create(self, partial: Location) -> Sink:
         assert self.target.create is not None
         how = replace(self.planned.options, manifest=self.options.carried)
         sink = self.target.create(partial, self.planned.catalogue, how)
@@ -315,7 +315,7 @@ class Write:
         digest = journal.digest(self.opened.source, sink.catalogue, self.target.name, before, indexes)
         return journal.begin(stage, sink.catalogue, digest, self.result.notes, every=self.options.resume)
 
-    def _fill(self, sink: Sink, partial: str, log: journal.Journal | None = None) -> Transferred:
+    def _fill(self, sink: Sink, partial: Location, log: journal.Journal | None = None) -> Transferred:
         created, source, total = sink.catalogue, self.opened.source, self.result.payload_bytes
         threads, memory = self.options.threads, self.options.max_memory
         with naming(self.opened.path):
@@ -344,14 +344,14 @@ class Write:
         result.memory_bytes = expected_memory(self.planned.catalogue, result.cast, options.threads, options.max_memory)
 
     @contextmanager
-    def _scratch(self, folder: str | None = None) -> Iterator[str]:
+    def _scratch(self, folder: str | None = None) -> Iterator[Location]:
         with workspace.scratch_directory("ckpttool-plan-", folder) as scratch:
-            yield local_path(scratch) / local_path(self.dst).name
+            yield local_path(scratch) / self.dst.name
 
-    def _note_files(self, sink: Sink, partial: str) -> None:
+    def _note_files(self, sink: Sink, partial: Location) -> None:
         self.result._layout = sink.catalogue
         # Users see the destination in place of the staging path.
-        name = local_path(self.dst).name
+        name = self.dst.name
         self.result.files = [FileSize(name if f.location == partial else f.name, f.size) for f in sink.catalogue.files]
         self.result.file_bytes = sum(file.bytes for file in self.result.files)
         check_place(self.options.manifest, self.dst, (file.path for file in self.result.files))
@@ -397,8 +397,9 @@ def check_free(result: Conversion, target: Format, options: WriteOptions) -> Non
             raise
         note_obstacle(result, error)
         return
-    if options.overwrite and local_path(dst).is_dir() and local_path(dst).names():
-        _check_is_checkpoint(dst)
+    location = local_path(dst)
+    if options.overwrite and location.is_dir() and location.names():
+        _check_is_checkpoint(location)
 
 
 class DryRun(Protocol):
@@ -414,7 +415,7 @@ def note_obstacle(result: DryRun, error: CkptError) -> None:
     result.exit_code = result.exit_code or error.exit_code
 
 
-def _check_is_checkpoint(dst: str) -> None:
+def _check_is_checkpoint(dst: Location) -> None:
     """Raise OverwriteError for a directory of something else: `--overwrite` removes all that is in it."""
     try:
         if producers.recognise(Directory(dst)) is None:

@@ -12,7 +12,7 @@ from ckpttool.catalogue.values import check_json_levels
 from ckpttool.catalogue.work_limit import working
 from ckpttool.errors import CkptError, CorruptError, in_one_line
 from ckpttool.serialization import strict_json
-from ckpttool.storage.stores import Location, locate
+from ckpttool.storage.stores import Location
 
 _MAX_JSON = 64 << 20
 _MAX_DEPTH = 4
@@ -24,9 +24,9 @@ class Directory:
     """`names` are `["optimizer_0/", "random_states_0.pkl", ...]`, sorted, folders with a slash. `unseen` has, for each
     tool that could not be looked for in it, the error."""
 
-    def __init__(self, path: str) -> None:
-        self.path = locate(path)
-        self.name = self.path.name
+    def __init__(self, path: Location) -> None:
+        self.path = path
+        self.name = path.name
         self._folders: dict[str, Directory] = {}
         self._sizes: dict[str, int] = {}
         self._json: dict[str, Any] = {}

@@ -13,7 +13,7 @@ from ckpttool.errors import CkptError, CorruptError
 from ckpttool.formats.dcp import manifest
 from ckpttool.serialization.manifest import NAME, Manifest
 from ckpttool.storage.crc import crc_of
-from ckpttool.storage.stores import Location, locate
+from ckpttool.storage.stores import Location
 
 _OF_DCP = ".distcp"
 
@@ -33,7 +33,7 @@ def annotate(root: Location, catalogue: Catalogue) -> None:
 def _compared(folder: Location, listed: Manifest, catalogue: Catalogue) -> Iterator[CkptError]:
     with_tensors = {number for tensor in catalogue.tensors for number in tensor.chunks.file}
     for number, file in enumerate(catalogue.files):
-        location = locate(file.location)
+        location = file.location
         if file.missing or file.scratch or file.name.endswith(_OF_DCP) or not location.is_below(folder):
             continue
         expected = listed.crcs.get(location.relative_to(folder))

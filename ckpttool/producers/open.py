@@ -79,7 +79,7 @@ def _open_files(location: Location, options: OpenOptions) -> Source:
     folder = matches[0].parent
     while folder and not all(path.is_below(folder) for path in matches):
         folder = folder.parent
-    directory = Directory(folder if folder else locate("."))
+    directory = Directory(folder or local_path("."))
     names = [path.relative_to(folder) + ("/" if path.is_dir() else "") for path in matches]
     return _open_step(directory, names, options, None)
 
@@ -268,12 +268,14 @@ def open_source(path: str, shapes: str | None = None, only: Collection[str] | No
             catalogue.facts["shapes without order"] = shapes
         parts.assign(catalogue)
         flat_parameters.restore(source, options)
-        if (found := foreign.describe(catalogue, location_of(location, catalogue))) is not None:
+        chosen = next((c["path"] for c in catalogue.facts.get("run", ()) if c["taken"]), location)
+        catalogue.location = chosen
+        if (found := foreign.describe(catalogue, chosen)) is not None:
             found.annotate(catalogue)
         catalogue.warnings += _unsafe(catalogue, named)
         _keep_versions(catalogue, seen)
-        _check_links(location_of(location, catalogue), catalogue)
-        listed_files.annotate(location_of(location, catalogue), catalogue)
+        _check_links(chosen, catalogue)
+        listed_files.annotate(chosen, catalogue)
         on_error.pop_all()
     is_remote = location is not path and not location.store.is_local
     return CombinedSource.over(source, location.store.close) if is_remote else source
@@ -287,7 +289,7 @@ def _check_links(root: Location, catalogue: Catalogue) -> None:
     folder = root if root.is_dir() else root.parent
     top, is_linked = folder.real(), dict[str, bool]()
     indexes = (locate(path) for path in catalogue.versions if is_index(path))
-    for location in (*(locate(file.location) for file in catalogue.own_files if not file.missing), *indexes):
+    for location in (*(file.location for file in catalogue.own_files if not file.missing), *indexes):
         if location == root or not location.store.is_local or not location.is_below(folder):
             continue
         above = location.parent
@@ -302,7 +304,7 @@ def _keep_versions(catalogue: Catalogue, seen: Mapping[str, Version]) -> None:
     read. Payloads are read of that version only. Raises ReadError if one has changed since."""
     folders = {""}
     for file in catalogue.own_files:
-        location = locate(file.location)
+        location = file.location
         if not file.missing and location.store.is_local:
             key = location.key
             catalogue.versions |= {str(location): seen[key]} if key in seen else files.fingerprint([location])
@@ -344,15 +346,6 @@ def notes_of_run(catalogue: Catalogue, path: str | None = None) -> list[str]:
     they begin with it."""
     notes = chosen_of_run(catalogue) + [str(warning) for warning in catalogue.warnings if warning.kind == "chosen"]
     return notes if path is None else [f"`{path}`: {note}" for note in notes]
-
-
-def location_of(path: str, catalogue: Catalogue) -> Location:
-    """Return the location of an open checkpoint; of a run, that of the checkpoint which was chosen."""
-    chosen = next((c["path"] for c in catalogue.facts.get("run", ()) if c["taken"]), path)
-    if isinstance(chosen, Location):
-        return chosen
-    store = next((locate(file.location).store for file in catalogue.own_files if not file.missing), None)
-    return locate(chosen) if store is None or store.is_local else store.locate(chosen)
 
 
 def shapes_from(path: str) -> OpenOptions:

@@ -25,7 +25,7 @@ from ckpttool.producers.combined import CombinedSource
 from ckpttool.producers.components import Component, Layout, Mounted, Producer
 from ckpttool.producers.directory import Directory
 from ckpttool.storage import files
-from ckpttool.storage.stores import Location, locate
+from ckpttool.storage.stores import Location
 from ckpttool.text import plural
 from ckpttool.transfer.plan import tiles
 from ckpttool.transfer.read import read_box
@@ -159,7 +159,11 @@ class _Opening:
             if component.kind == "json":
                 values = self.directory.json(component.name)
                 combined.add_values(values if isinstance(values, dict) else {"value": values}, component.root)
-                _list(combined.catalogue, component, Catalogue("json", [File(component.name, component.name, 0)]))
+                _list(
+                    combined.catalogue,
+                    component,
+                    Catalogue("json", [File(self.directory.at(component.name), component.name, 0)]),
+                )
                 self.mounted.append(_mounted(component, "json"))
                 return
             if is_set and not self._is_one_format(component):
@@ -258,7 +262,7 @@ def is_of_each_rank(catalogue: Catalogue) -> bool:
     return (
         bool(catalogue.faults)
         and not any(len(tensor.chunks) > 1 or "_flat_param" in tensor.name for tensor in catalogue.tensors)
-        and not any(mentions_shards(locate(file.location)) for file in catalogue.own_files)
+        and not any(mentions_shards(file.location) for file in catalogue.own_files)
     )
 
 
@@ -283,7 +287,7 @@ def shapes_of_moments(catalogue: Catalogue) -> OpenOptions:
 def _twin(source: Source, combined: CombinedSource) -> Path | None:
     """Return the root of the component that has the same tensors by their names, dtypes, shapes and elements at both
     ends, of a few tensors if the files are on another machine; None without one, or where it cannot be read."""
-    is_local = all(locate(file.location).store.is_local for file in source.catalogue.own_files)
+    is_local = all(file.location.store.is_local for file in source.catalogue.own_files)
     tied = find_aliases(source.catalogue.tensors)
     own = _by_kind(source.catalogue.tensors, ())
     ties = {key for key, tensor in own.items() if tensor.path in tied}

@@ -22,7 +22,7 @@ from ckpttool.producers import PRODUCERS, recognise
 from ckpttool.producers.components import DCP_FILE, Producer
 from ckpttool.producers.directory import Directory
 from ckpttool.producers.step_names import pattern_of, step_in, steps_of, time_in
-from ckpttool.storage.stores import Location, escape, local_path
+from ckpttool.storage.stores import Location, escape
 from ckpttool.text import is_or_are, some
 
 _DATA = re.compile(rf"{formats.DATA_FILE.pattern}|.*\.(pi?c?kle?|th|torch|tar|zip|npz|model|state)|.*\.pth?\.\w+|[^.]*")
@@ -92,18 +92,18 @@ class RunDirectory:
         return [name for name in names if name not in of_steps and not self.directory.at(name).is_link()]
 
 
-def checkpoints(path: str) -> list[RunCheckpoint]:
-    """Return the checkpoints of a run, oldest first; none when `path` is no run. Raises ReadError."""
-    return search(Directory(path))[1] if local_path(path).is_dir() else []
+def checkpoints(location: Location) -> list[RunCheckpoint]:
+    """Return the checkpoints of a run, oldest first; none when it is no run. Raises ReadError."""
+    return search(Directory(location))[1] if location.is_dir() else []
 
 
-def chosen_steps(path: str, steps: str | Sequence[int | str]) -> list[RunCheckpoint]:
-    """Return the complete checkpoints of the run at `path`, oldest first: `all`, or those of some steps, `500,1000` or
-    `500..900`. Raises UsageError if there is no run, or none of a step."""
-    complete = [checkpoint for checkpoint in checkpoints(path) if checkpoint.complete]
+def chosen_steps(location: Location, steps: str | Sequence[int | str]) -> list[RunCheckpoint]:
+    """Return the complete checkpoints of a run, oldest first: `all`, or those of some steps, `500,1000` or `500..900`.
+    Raises UsageError if there is no run, or none of a step."""
+    complete = [checkpoint for checkpoint in checkpoints(location) if checkpoint.complete]
     names = [str(name).strip() for name in (steps.split(",") if isinstance(steps, str) else steps)]
     if not complete:
-        text = f"`{path}` is no run with complete checkpoints, of which to take steps: {', '.join(names)}"
+        text = f"`{location}` is no run with complete checkpoints, of which to take steps: {', '.join(names)}"
         raise UsageError(text, hint="name the directory that has the checkpoints of several steps")
     if names == ["all"]:
         return complete
@@ -111,7 +111,7 @@ def chosen_steps(path: str, steps: str | Sequence[int | str]) -> list[RunCheckpo
     of_each = {name: {step for step in by_step if _is_among(step, name)} for name in names}
     for absent in (name for name in names if not of_each[name]):
         hint = f"the complete ones are {', '.join(by_step)}"
-        raise UsageError(f"`{path}` has no complete checkpoint of step {absent}", hint=hint)
+        raise UsageError(f"`{location}` has no complete checkpoint of step {absent}", hint=hint)
     return [checkpoint for step, checkpoint in by_step.items() if any(step in some for some in of_each.values())]
 
 

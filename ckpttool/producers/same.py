@@ -16,7 +16,7 @@ from ckpttool.errors import UsageError
 from ckpttool.producers import PRODUCERS, contents, reader
 from ckpttool.producers.components import Mounted, WritableLayout
 from ckpttool.producers.directory import Directory
-from ckpttool.storage.stores import locate
+from ckpttool.storage.stores import Location
 
 if TYPE_CHECKING:
     from ckpttool.producers.arrange import LayoutBuilder
@@ -83,7 +83,7 @@ def _build(builder: LayoutBuilder, mounted: list[Mounted], like: Catalogue) -> O
                 of_file[one.root, name] = builder.component(name, row, one.root, key=key)
             number_of.setdefault(one.root, of_file[one.root, names[0]])
             index = _place(like, names[0], f"model.safetensors{_INDEX}")
-            if locate(index).is_file():
+            if index.is_file():
                 builder.copy(index, f"model.safetensors{_INDEX}")
             continue
         name, world = one.name.rstrip("/").replace("*", "{rank}"), len(one.files) or None
@@ -112,9 +112,9 @@ def _model_files(one: Mounted, mounted: list[Mounted], like: Catalogue) -> list[
     return sorted({like.files[tensor.chunks.file[0]].name for tensor in tensors})
 
 
-def _place(like: Catalogue, file: str, other: str) -> str:
+def _place(like: Catalogue, file: str, other: str) -> Location:
     """Return where a file lies that is beside another one of a checkpoint."""
-    location = next(locate(f.location) for f in like.files if f.name == file)
+    location = next(f.location for f in like.files if f.name == file)
     return location.absolute().parent / other.rpartition("/")[2]
 
 

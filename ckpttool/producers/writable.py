@@ -16,7 +16,7 @@ from ckpttool.producers.components import Mounted, Producer, WritableLayout
 from ckpttool.producers.directory import Directory
 from ckpttool.producers.open import open_source
 from ckpttool.producers.writer import OutputLayout
-from ckpttool.storage.stores import local_path
+from ckpttool.storage.stores import Location, local_path
 from ckpttool.text import meant
 
 LAYOUTS = tuple(sorted((layout for row in PRODUCERS for layout in row.writes), key=lambda layout: layout.framework))
@@ -66,10 +66,10 @@ def spell_optimizers(layout: WritableLayout, catalogue: Catalogue, source: Catal
 def as_format(layout: WritableLayout, output: OutputLayout | None = None) -> Format:
     """Return the layout as a format that a conversion writes; without `output`, for its flags only."""
 
-    def open_written(path: str, options: OpenOptions = NO_HINTS) -> Source:
+    def open_written(location: Location, options: OpenOptions = NO_HINTS) -> Source:
         if layout.open is not None:
-            return layout.open(Directory(path), options)
-        return reader.open_directory(_producer_of(layout), Directory(path), options)
+            return layout.open(Directory(location), options)
+        return reader.open_directory(_producer_of(layout), Directory(location), options)
 
     return Format(
         name=layout.name,

@@ -30,7 +30,7 @@ from ckpttool.layout.move import move, rebuilt
 from ckpttool.producers.components import Constant
 from ckpttool.storage import files
 from ckpttool.storage.crc import crc32
-from ckpttool.storage.stores import Location, locate
+from ckpttool.storage.stores import Location, local_path
 
 _SCRATCH = ".component"
 
@@ -84,7 +84,7 @@ class OutputLayout:
                 ]
             else:
                 if component.world is not None:
-                    contents.files = [File("", "", 0, rank=component.world - 1)]
+                    contents.files = [File(local_path(""), "", 0, rank=component.world - 1)]
                 names = {entry.name: component.outer(path) for path, entry in contents.entries.items()}
                 losses += [
                     FormatLoss(".".join(map(str, names.get(loss.name, (loss.name,)))), loss.why)
@@ -92,9 +92,8 @@ class OutputLayout:
                 ]
         return losses
 
-    def create(self, path: str, catalogue: Catalogue, options: SinkOptions) -> Sink:
-        """Create every component at its full size below `path`, which does not exist yet."""
-        root = locate(path)
+    def create(self, root: Location, catalogue: Catalogue, options: SinkOptions) -> Sink:
+        """Create every component at its full size below `root`, which does not exist yet."""
         files.make_directory(root)
         result = Catalogue("", facts={"layout": f"{len(self.components)} pieces"})
         sinks: list[tuple[Sink, int]] = []
@@ -106,7 +105,7 @@ class OutputLayout:
             written, start = sink.catalogue, len(result.files)
             sinks.append((sink, start))
             for file in written.files:
-                file.name = locate(file.location).relative_to(root)
+                file.name = file.location.relative_to(root)
             result.files += written.files
             result.warnings += [w.prefixed(f"`{name.replace('{rank}', '*')}`") if name else w for w in written.warnings]
             constants = {component.inner(c.path): c.data for c in component.constants}
@@ -228,7 +227,7 @@ def _create_component(
     sink = form.create(scratch, contents, options if by_rank else replace(options, one_file=False))
     for file in sink.catalogue.files:
         number = str(file.rank).zfill(component.digits)
-        name = location.name.replace("{rank}", number) if by_rank else locate(file.location).name
+        name = location.name.replace("{rank}", number) if by_rank else file.location.name
         files.rename(file.location, folder / name)
         file.location = folder / name
     if by_rank:

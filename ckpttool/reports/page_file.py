@@ -27,4 +27,4 @@ def write(text: str, path: str) -> None:
     """Write a page to a file. Raises OverwriteError if there is one that is no page of ckpttool's, and StorageError."""
     checked(path)
     with local_path(path).stage(overwrite=True, is_file=True) as stage:
-        local_path(stage.path).put(text.encode())
+        stage.path.put(text.encode())

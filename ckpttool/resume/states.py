@@ -23,6 +23,7 @@ from ckpttool.catalogue.boxes import Box, Ints
 from ckpttool.catalogue.entries import Catalogue, Chunks, Extent, File, Object, Part, Tensor
 from ckpttool.catalogue.parts import PER_RANK, find_rank
 from ckpttool.catalogue.protocols import Source
+from ckpttool.storage.stores import local_path
 from ckpttool.transfer.numbers import Array, numbers
 
 TENSORS, INDEX = "tensors.bin", "state.json"
@@ -89,7 +90,7 @@ class RecordedState(Source):
 
     def __post_init__(self) -> None:
         path = os.path.join(self.folder, TENSORS)
-        self.catalogue = Catalogue("recorded state", [File(path, TENSORS, os.path.getsize(path))])
+        self.catalogue = Catalogue("recorded state", [File(local_path(path), TENSORS, os.path.getsize(path))])
         for name, tensor in self.tensors.items():
             chunks = Chunks.single(tensor.shape, Extent(0, tensor.offset, tensor.bits.nbytes))
             kind = dtypes.dtype(tensor.dtype)

@@ -20,6 +20,7 @@ from typing import Any
 
 from ckpttool.storage import tree
 from ckpttool.storage.errors import os_errors
+from ckpttool.storage.stores import local_path
 from ckpttool.storage.workspace import BEFORE, NEW, Workspace
 
 # Errors of file systems without hard links, or with none from one directory to another.
@@ -41,7 +42,7 @@ class StagingArea:
         self.old = f".{self.name}.old-{place.suffix}"
         # No suffix from which a format would be told.
         self._new, self._before = (f"{root}/{self.name}.partial" for root in (NEW, BEFORE))
-        self.path, self.shared_path = (os.path.join(root, self._new) for root in (place.anchor, place.path))
+        self.path, self.shared_path = (local_path(os.path.join(root, self._new)) for root in (place.anchor, place.path))
         self.held = 0
         self.resumes = self.keep = False
 

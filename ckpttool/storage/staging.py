@@ -19,7 +19,7 @@ from ckpttool.errors import CkptError, OverwriteError, RemoteError, StorageError
 from ckpttool.storage import files, remnants, workspace
 from ckpttool.storage.errors import from_os_error, not_expanded, os_errors
 from ckpttool.storage.stage import StagingArea
-from ckpttool.storage.stores import is_remote
+from ckpttool.storage.stores import Location, is_remote
 
 
 class After(NamedTuple):
@@ -28,7 +28,7 @@ class After(NamedTuple):
     is nothing left to do. If the process is killed before that has ended, `finish` does it."""
 
     path: str
-    make: Callable[[str], Callable[[], None] | None]
+    make: Callable[[Location], Callable[[], None] | None]
 
 
 @contextmanager

@@ -69,7 +69,7 @@ class Outgoing:
 
     name: str
     size: int
-    write: Callable[[str], str | None] | None = None
+    write: Callable[[Location], str | None] | None = None
     path: str | None = None
     gather: Callable[[], GatheredFile | None] | None = None
 
@@ -268,6 +268,11 @@ class Location(str):
             return Location(files.inside(self, name), self.store)
         files.check_name(self, name)
         return self / name
+
+    @property
+    def is_remote(self) -> bool:
+        """Whether this is in a store that is not of this machine."""
+        return not self.store.is_local
 
     # Questions -------------------------------------------------------------------------------------------------------
 

@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from ckpttool.catalogue.shown import shown
 from ckpttool.errors import CkptError, StorageError, UsageError
-from ckpttool.storage.stores import local_path
+from ckpttool.storage.stores import Location
 from ckpttool.training import devices
 
 T = TypeVar("T")
@@ -138,11 +138,11 @@ def same_on_all(arguments: Callable[[], dict[str, Any]]) -> None:
                 )
 
 
-def check_sees(partial: str, hint: str) -> None:
+def check_sees(partial: Location, hint: str) -> None:
     """Raise StorageError, on every rank, if one does not see a directory that rank 0 has created. A collective."""
     with together():
-        if not local_path(partial).is_dir():
-            raise StorageError(f"rank {rank()} does not see `{local_path(partial).parent}` as rank 0 does", hint=hint)
+        if not partial.is_dir():
+            raise StorageError(f"rank {rank()} does not see `{partial.parent}` as rank 0 does", hint=hint)
 
 
 def first_reads(read: Callable[[], T] | None, prepare: Callable[[], Any] | None = None) -> T | None:

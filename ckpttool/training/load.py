@@ -348,7 +348,7 @@ def _check_one_path(path: str, options: LoadOptions) -> None:
         return
     files: list[str] = []
     with collectives.together(), closing(open_source(path, options.shapes)) as source:
-        files = sorted(local_path(file.location).real() for file in source.catalogue.files)
+        files = sorted(file.location.real() for file in source.catalogue.files)
     own_files = collectives.all_gather(crc32("\n".join(files).encode(errors="surrogatepass")))
     other = next((rank for rank in others if own_files[rank] != own_files[0]), None)
     if other is not None:

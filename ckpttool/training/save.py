@@ -32,7 +32,7 @@ from ckpttool.errors import StorageError, UsageError
 from ckpttool.formats.dcp import manifest as manifests
 from ckpttool.storage import files, free_space
 from ckpttool.storage.errors import FREE_SPACE, from_os_error
-from ckpttool.storage.stores import local_path
+from ckpttool.storage.stores import Location, local_path
 from ckpttool.text import meant, size
 from ckpttool.training import collectives
 from ckpttool.training.counted_files import counting
@@ -113,7 +113,7 @@ def save(
                 manifests.write(partial, dict(chain.from_iterable(crcs.items() for crcs in written)))
 
 
-def failed(error: BaseException, path: str, partial: str) -> BaseException:
+def failed(error: BaseException, path: str, partial: Location) -> BaseException:
     """Return the exception for an error of DCP or torch.save, writing `path` at the staging path `partial`."""
     if isinstance(error, CheckpointException):
         error = next(iter(error.failures.values()))[0]
@@ -127,7 +127,7 @@ def failed(error: BaseException, path: str, partial: str) -> BaseException:
     if not isinstance(error, RuntimeError):
         return error
     # What torch makes of a full disk.
-    free = free_space.free_bytes(local_path(partial).parent)
+    free = free_space.free_bytes(partial.parent)
     hint = FREE_SPACE if free < _LITTLE else None
     return StorageError(f"`{path}`: cannot save: {error} ({size(free)} are free)", hint=hint)
 
@@ -207,7 +207,7 @@ def _split_by_rank(state: dict[str, Any], extra: dict[str, Any], format: str) ->
 
 
 @contextmanager
-def _stage(path: str, is_file: bool, overwrite: bool) -> Iterator[str]:
+def _stage(path: str, is_file: bool, overwrite: bool) -> Iterator[Location]:
     """Context manager of the staging path that all ranks write to. Rank 0 renames it to `path` at the end."""
     hint = 'all ranks must write to one shared file system; `format="torch"` is written by rank 0 alone'
     with ExitStack() as stack:
@@ -215,13 +215,13 @@ def _stage(path: str, is_file: bool, overwrite: bool) -> Iterator[str]:
         with collectives.together():
             if collectives.rank() == 0:
                 stage = stack.enter_context(local_path(path).stage(overwrite=overwrite, is_file=is_file))
-                partial = local_path(stage.shared_path)
+                partial = stage.shared_path
                 if not is_file:
                     files.make_directory(partial, exist_ok=True)
-        partial = str(collectives.from_first(partial))
+        folder = local_path(collectives.from_first(partial))
         if not is_file:
-            collectives.check_sees(partial, hint)
-        yield partial
+            collectives.check_sees(folder, hint)
+        yield folder
         with collectives.together():
             stack.close()
 
@@ -261,8 +261,8 @@ def _planner(state: dict[str, Any]) -> _NotesPlanner:
     return planner
 
 
-def _write_file(state: dict[str, Any], partial: str, format: str) -> None:
+def _write_file(state: dict[str, Any], partial: Location, format: str) -> None:
     """Write the file of this rank, if it has one."""
     if format == "fsdp1" or collectives.rank() == 0:
-        path = local_path(partial) if format == "torch" else local_path(partial) / f"rank{collectives.rank()}.pt"
+        path = partial if format == "torch" else partial / f"rank{collectives.rank()}.pt"
         path.put(lambda stream: torch.save(state, stream))

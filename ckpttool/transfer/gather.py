@@ -13,7 +13,6 @@ from ckpttool.catalogue.protocols import Source
 from ckpttool.storage.crc import crc_of
 from ckpttool.storage.files import Pool
 from ckpttool.storage.gathered import GatheredFile, Range
-from ckpttool.storage.stores import is_remote
 from ckpttool.transfer.execute import Tally, Transferred
 from ckpttool.transfer.file_checksums import WholeFiles
 from ckpttool.transfer.journal import CopiedRange
@@ -23,7 +22,7 @@ from ckpttool.transfer.plan import ChunkCopy
 def may_be(tensors: Iterable[Tensor], source: Source) -> bool:
     """Return whether a file of these tensors may be gathered, as far as that is known before their items are opened:
     not if they are remote, cast, or split along another dimension than the first."""
-    remote = {number for number, file in enumerate(source.catalogue.files) if is_remote(file.location)}
+    remote = {number for number, file in enumerate(source.catalogue.files) if file.location.is_remote}
     return all(
         tensor.dtype == origin.dtype
         and not (origin.chunks.strides or origin.chunks.codecs)
@@ -57,7 +56,7 @@ def gathered(
             extent, count = source.resolve(job.source, chunk), prod(box[1])
             stored = chunk.offsets, chunk.sizes
             is_run = count == boxes.run_length(box[1], stored[1]) == boxes.run_length(box[1], target[1])
-            if not is_run or not extent.plain or is_remote(files[extent.file].location):
+            if not is_run or not extent.plain or files[extent.file].location.is_remote:
                 return None
             (start,), (to,) = boxes.runs(box, stored, count), boxes.runs(box, target, count)
             runs.append((to, extent, start, count))

@@ -204,7 +204,7 @@ class _SharedWork(Coordinator):
                 hint="all nodes need the same files and the same version of ckpttool",
             )
         for file in created.files:
-            location = (shared / local_path(file.location).relative_to(partial)).absolute()
+            location = (shared / file.location.relative_to(partial)).absolute()
             file.location, size = location, location.size() if location.exists() else None
             if size != file.size:
                 state = "missing" if size is None else f"of {size} bytes"

@@ -28,6 +28,7 @@ from ckpttool.catalogue.protocols import Format, SinkOptions
 from ckpttool.errors import CkptError, CorruptError, LossError, OverwriteError, ReadError, StorageError, UsageError
 from ckpttool.formats import CHECKPOINTS, FORMATS
 from ckpttool.formats.detect import detect
+from ckpttool.storage.stores import locate
 
 WRITABLE = [row for row in CHECKPOINTS if row.create]
 every_format = pytest.mark.parametrize("row", FORMATS, ids=lambda row: row.name)
@@ -215,14 +216,14 @@ def test_the_same_source_makes_the_same_bytes(row: Format, tmp_path: Path) -> No
 
 @every_format
 def test_a_checkpoint_is_recognised_by_its_format(row: Format, tmp_path: Path) -> None:
-    assert detect(str(sample(row, tmp_path))) is row
+    assert detect(locate(str(sample(row, tmp_path)))) is row
 
 
 @every_sink
 def test_what_is_written_is_recognised_and_whole(row: Format, tmp_path: Path) -> None:
     source, out = saved(held(row), tmp_path), tmp_path / "out"
     ckpttool.convert(source, out, to=row.target)
-    assert detect(str(out)) is row
+    assert detect(locate(str(out))) is row
     report = ckpttool.verify(out)
     assert report.whole and report.exit_code == 0
 
@@ -299,7 +300,7 @@ def test_a_sink_is_never_laid_over_a_file(row: Format, tmp_path: Path) -> None:
     planned = Catalogue(row.name)
     planned.add(Tensor(("w",), dtype("float32"), (), Chunks.placed([(((), ()), 0)])))
     with pytest.raises(CkptError):
-        row.create(str(tmp_path / "a"), planned, SinkOptions())
+        row.create(locate(str(tmp_path / "a")), planned, SinkOptions())
     assert (tmp_path / "a").read_bytes() == b"mine"
 
 

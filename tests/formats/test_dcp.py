@@ -47,6 +47,7 @@ from ckpttool.formats.dcp import index as dcpindex
 from ckpttool.formats.dcp import reader as opening
 from ckpttool.formats.dcp.items import Items
 from ckpttool.serialization.dcp.metadata import StoredTensor
+from ckpttool.storage.stores import locate
 
 NAMES = samples_of("dcp")
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -57,7 +58,7 @@ def sample(name: str) -> Path:
 
 
 def opened(path: Path) -> Source:
-    source = FORMAT.open(str(path))
+    source = FORMAT.open(locate(str(path)))
     validate(source.catalogue)
     return source
 
@@ -166,7 +167,7 @@ def test_the_index_file_stands_for_its_directory(tmp_path: Path) -> None:
     shutil.copytree(sample("dcp/fsdp2_w2"), tmp_path / "ckpt")
     renamed = tmp_path / "ckpt" / "index of step 3"
     (tmp_path / "ckpt" / ".metadata").rename(renamed)
-    assert FORMAT.recognise(str(renamed))
+    assert FORMAT.recognise(locate(str(renamed)))
     assert_alike(tree_of(opened(renamed)), original("dcp/fsdp2_w2"))
 
 
@@ -174,7 +175,7 @@ def test_what_is_no_dcp_is_not_recognised(tmp_path: Path) -> None:
     torch.save({"Metadata": "state_dict_metadata"}, tmp_path / "a.pt")
     (tmp_path / "b").write_bytes(pickle.dumps({"Metadata": 1}))
     for path in (tmp_path, tmp_path / "a.pt", tmp_path / "b", tmp_path / "nothing"):
-        assert not FORMAT.recognise(str(path))
+        assert not FORMAT.recognise(locate(str(path)))
 
 
 def test_integer_ids_of_an_optimizer_are_integers() -> None:
@@ -226,7 +227,7 @@ def test_decoded_items_make_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 def test_zstd_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "zstandard", None)
     monkeypatch.setitem(sys.modules, "compression", None)
-    source = FORMAT.open(str(sample("dcp/zstd_w2")))
+    source = FORMAT.open(locate(str(sample("dcp/zstd_w2"))))
     tensor = source.catalogue.tensors[0]
     with pytest.raises(ReadError, match="zstd") as caught:
         source.resolve(tensor, tensor.chunks[0])
@@ -297,7 +298,7 @@ def test_a_rank_whose_index_is_missing(tmp_path: Path) -> None:
     with pytest.raises(CorruptError, match="not covered exactly"):
         opened(tmp_path / "ckpt")
     (tmp_path / "ckpt" / "__0.metadata").rename(tmp_path / "ckpt" / "__1.metadata")
-    source = FORMAT.open(str(tmp_path / "ckpt"))
+    source = FORMAT.open(locate(str(tmp_path / "ckpt")))
     assert any("no index of rank 0" in str(w) for w in source.catalogue.warnings)
 
 
@@ -453,7 +454,7 @@ def test_damage_is_refused(what: str, tmp_path: Path) -> None:
 def test_a_missing_file_is_a_warning_and_then_an_error(tmp_path: Path) -> None:
     shutil.copytree(sample("dcp/fsdp2_w2"), tmp_path / "ckpt")
     (tmp_path / "ckpt" / "__1_0.distcp").unlink()
-    source = FORMAT.open(str(tmp_path / "ckpt"))
+    source = FORMAT.open(locate(str(tmp_path / "ckpt")))
     assert "file `__1_0.distcp` is missing" in map(str, source.catalogue.warnings)
     with pytest.raises(CorruptError, match=r"`__1_0.distcp` is missing, and with it a part of tensor `model\."):
         validate(source.catalogue)
@@ -467,7 +468,7 @@ def test_a_truncated_file(tmp_path: Path) -> None:
     shutil.copytree(sample("dcp/fsdp2_w2"), tmp_path / "ckpt")
     path = tmp_path / "ckpt" / "__1_0.distcp"
     path.write_bytes(path.read_bytes()[:-100])
-    source = FORMAT.open(str(tmp_path / "ckpt"))
+    source = FORMAT.open(locate(str(tmp_path / "ckpt")))
     with pytest.raises(CorruptError, match=r"__1_0.distcp.*outside the file"):
         validate(source.catalogue)
 
@@ -477,7 +478,7 @@ def test_an_item_of_another_save(tmp_path: Path) -> None:
     torch_dcp.save({"w": torch.zeros(6), "v": 3}, checkpoint_id=tmp_path / "a", no_dist=True)
     torch_dcp.save({"w": torch.zeros(3, dtype=torch.float64), "v": 3}, checkpoint_id=tmp_path / "b", no_dist=True)
     shutil.copy(tmp_path / "b" / "__0_0.distcp", tmp_path / "a" / "__0_0.distcp")
-    source = FORMAT.open(str(tmp_path / "a"))
+    source = FORMAT.open(locate(str(tmp_path / "a")))
     tensor = source.catalogue.tensor(("w",))
     with pytest.raises(CorruptError, match=r"`w`.*float64 \[3\], but the metadata says float32 \[6\]|not a whole"):
         source.resolve(tensor, tensor.chunks[0])
@@ -490,7 +491,7 @@ def test_every_cut_of_the_index_is_refused(tmp_path: Path) -> None:
     for size in range(0, len(whole), 97):
         index.write_bytes(whole[:size])
         with pytest.raises(CkptError):
-            FORMAT.open(str(tmp_path / "ckpt"))
+            FORMAT.open(locate(str(tmp_path / "ckpt")))
 
 
 def test_every_changed_byte_of_the_index_is_harmless(tmp_path: Path) -> None:
@@ -504,7 +505,7 @@ def test_every_changed_byte_of_the_index_is_harmless(tmp_path: Path) -> None:
         changed[at] = int(generator.integers(256))
         index.write_bytes(changed)
         try:
-            source = FORMAT.open(str(tmp_path / "ckpt"))
+            source = FORMAT.open(locate(str(tmp_path / "ckpt")))
             validate(source.catalogue)
             source.close()
         except CkptError:
@@ -515,12 +516,12 @@ def test_an_incomplete_save(tmp_path: Path) -> None:
     shutil.copytree(sample("dcp/fsdp2_w2"), tmp_path / "ckpt")
     folder = tmp_path / "ckpt"
     (folder / ".metadata").rename(folder / ".metadata.tmp")
-    assert FORMAT.recognise(str(folder))
+    assert FORMAT.recognise(locate(str(folder)))
     with pytest.raises(ReadError, match=r"without `\.metadata`") as caught:
-        FORMAT.open(str(folder))
+        FORMAT.open(locate(str(folder)))
     assert caught.value.hint is not None and "written last" in caught.value.hint
     with pytest.raises(ReadError, match="a single data file") as caught:
-        FORMAT.open(str(folder / "__0_0.distcp"))
+        FORMAT.open(locate(str(folder / "__0_0.distcp")))
     assert caught.value.hint == f"name the directory: `{folder}`"
 
 
@@ -528,7 +529,7 @@ def test_what_lies_beside_is_said(tmp_path: Path) -> None:
     shutil.copytree(sample("dcp/fsdp2_w2"), tmp_path / "ckpt")
     for name, data in {"__7_0.distcp": b"x" * 9, "__8_0.distcp": b"", ".metadata.tmp": b"x", "meta.pt": b"x"}.items():
         (tmp_path / "ckpt" / name).write_bytes(data)
-    said = [*map(str, FORMAT.open(str(tmp_path / "ckpt")).catalogue.warnings)]
+    said = [*map(str, FORMAT.open(locate(str(tmp_path / "ckpt"))).catalogue.warnings)]
     assert any("1 data files of 9 bytes are not mentioned" in w and "`__7_0.distcp`" in w for w in said)
     assert any("`.metadata.tmp`" in w for w in said)
     assert any("files that the index does not mention: `meta.pt`" in w for w in said)
@@ -584,7 +585,7 @@ def test_two_chunks_under_one_name_in_a_blob(tmp_path: Path) -> None:
 
     path = change(tmp_path / "ckpt", "dcp/safetensors_w2", edit)
     with pytest.raises(CorruptError, match="two of its chunks have the same name"):
-        FORMAT.open(str(path))
+        FORMAT.open(locate(str(path)))
 
 
 # Writing --------------------------------------------------------------------------------------------------------------
@@ -612,7 +613,7 @@ def write(laid: Catalogue, values: Mapping[Key, np.ndarray[Any, Any]], path: Pat
     assert FORMAT.create is not None and FORMAT.losses is not None
     assert FORMAT.losses(laid, str(path)) == []
     path.mkdir()
-    sink = FORMAT.create(str(path), laid, SinkOptions())
+    sink = FORMAT.create(locate(str(path)), laid, SinkOptions())
     validate(sink.catalogue)
     crcs: dict[tuple[int, int], int] = {}
     for tensor in sink.catalogue.tensors:
@@ -648,7 +649,7 @@ def state_in(tmp_path: Path, state: Any) -> Source:
     from ckpttool.formats.torchsave import FORMAT as TORCH
 
     torch.save(state, tmp_path / "state.pt")
-    return TORCH.open(str(tmp_path / "state.pt"))
+    return TORCH.open(locate(str(tmp_path / "state.pt")))
 
 
 def upstream(path: Path) -> Any:
@@ -790,7 +791,7 @@ def test_names_that_are_spelt_alike(tmp_path: Path) -> None:
         laid = lay_out(by_hand.state(state))
         assert len(FORMAT.losses(laid, "out")) == 1
         with pytest.raises(LossError, match="have the same name in DCP"):
-            FORMAT.create(str(tmp_path / "out"), laid, SinkOptions())
+            FORMAT.create(locate(str(tmp_path / "out")), laid, SinkOptions())
 
 
 def test_what_dcp_cannot_hold(tmp_path: Path) -> None:
@@ -821,7 +822,7 @@ def test_empty_pieces_are_left_out(tmp_path: Path) -> None:
 def test_what_was_read_ahead_in_a_scratch_file_is_read_again(tmp_path: Path) -> None:
     """Scratch files are filled anew under their number."""
     torch_dcp.save({f"t{i}": torch.randn(16, 16) for i in range(3)}, checkpoint_id=tmp_path / "a", no_dist=True)
-    index = dcpindex.read_index(str(tmp_path / "a"))
+    index = dcpindex.read_index(locate(str(tmp_path / "a")))
     index.files[0].scratch = True
     stored = [entry for entry in index.entries.values() if isinstance(entry, StoredTensor)]
     stored.sort(key=lambda entry: entry.starts[0])

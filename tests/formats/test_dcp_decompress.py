@@ -23,6 +23,7 @@ import ckpttool
 from ckpttool.errors import CorruptError, StorageError
 from ckpttool.formats.dcp import decompress as scratch
 from ckpttool.formats.detect import detect
+from ckpttool.storage.stores import locate
 from ckpttool.transfer import execute as transfer
 
 SOURCE = path_of("dcp/zstd_w2")
@@ -103,7 +104,7 @@ def test_two_compressed_sources(tmp_path: Path) -> None:
 def test_what_is_held_stays(monkeypatch: pytest.MonkeyPatch, numbers: int) -> None:
     """All extents of the checkpoint held at once, by more threads than there are files for."""
     monkeypatch.setattr(scratch, "RESERVED", numbers)
-    source = detect(SOURCE).open(SOURCE)
+    source = detect(locate(SOURCE)).open(locate(SOURCE))
     files = len(source.catalogue.files)
     expected = tensors(original("dcp/zstd_w2"))
     wanted = [(t, chunk) for t in source.catalogue.tensors for chunk in t.chunks if chunk.extent.item]

@@ -41,6 +41,7 @@ from ckpttool.serialization import dtensor as sharded
 from ckpttool.serialization import torch_zip as torchzip
 from ckpttool.serialization.torch_pickle import TensorRef
 from ckpttool.storage import files
+from ckpttool.storage.stores import locate
 
 HERE = Path(__file__).resolve().parent
 
@@ -232,7 +233,7 @@ def test_the_files_of_all_ranks_are_one_checkpoint(ran: Callable[[int], Path], c
     folder = ran(world) / case
     whole, ranks = reference(folder), opened(folder)
     options = NO_HINTS if case.endswith("mesh") else shapes_of(whole)
-    with closing(FORMAT.open(str(folder / "rank*.pt"), options)) as source:
+    with closing(FORMAT.open(locate(str(folder / "rank*.pt")), options)) as source:
         validate(source.catalogue)
         found = nesting.unflatten(source.catalogue, lambda e: e if isinstance(e, Tensor) else e.value)
         assert [file.name for file in source.catalogue.files] == [path.name for path in ranks.paths]
@@ -245,7 +246,7 @@ def test_a_raw_optimizer_is_cut_by_the_names_beside_it(ran: Callable[[int], Path
     """`NO_SHARD`, flat parameters in two groups, and a first rank that has no state."""
     folder = ran(world) / case
     whole, ranks = reference(folder), opened(folder)
-    with closing(FORMAT.open(str(folder / "rank*.pt"), NO_HINTS)) as source:
+    with closing(FORMAT.open(locate(str(folder / "rank*.pt")), NO_HINTS)) as source:
         validate(source.catalogue)
         found = nesting.unflatten(source.catalogue, lambda e: e if isinstance(e, Tensor) else e.value)
     assert_same(ranks.filled(found["optim"]), clean(whole["optim"]))

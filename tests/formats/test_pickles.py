@@ -20,6 +20,7 @@ from ckpttool.catalogue.entries import Catalogue
 from ckpttool.errors import CkptError, CorruptError
 from ckpttool.formats import pickles
 from ckpttool.formats.detect import detect
+from ckpttool.storage.stores import locate
 
 PROTOCOLS = range(pickle.HIGHEST_PROTOCOL + 1)
 TABLE = np.arange(5000, dtype=np.float32).reshape(50, 100)
@@ -53,7 +54,7 @@ def written(value: Any, folder: Path, protocol: int = 4) -> Path:
 
 
 def catalogue(path: Path) -> Catalogue:
-    return pickles.FORMAT.open(str(path)).catalogue
+    return pickles.FORMAT.open(locate(str(path))).catalogue
 
 
 @pytest.mark.parametrize("protocol", PROTOCOLS)
@@ -61,7 +62,7 @@ def test_arrays_are_tensors_and_values_are_values(protocol: int, tmp_path: Path)
     values = {"step": 7, "lr": 0.5, "name": "run", "none": None, "list": [1, (2, "x")], "b": b"x" * 9000, "few": b"y"}
     values |= {"rng": random.getstate(), "array": bytearray(b"z" * 9000), "set": {1, b"a" * 300}, (1, 2): "key"}
     path = written({"arrays": ARRAYS, **values}, tmp_path, protocol)
-    assert detect(str(path)) is pickles.FORMAT
+    assert detect(locate(str(path))) is pickles.FORMAT
     with ckpttool.open(path) as checkpoint:
         for name, expected in ARRAYS.items():
             array = checkpoint[f"arrays.{name}"].numpy()
@@ -152,7 +153,7 @@ def test_what_is_no_whole_pickle_is_an_error(kind: str, tmp_path: Path) -> None:
     path = tmp_path / "state.pkl"
     path.write_bytes(changed)
     with pytest.raises(CorruptError) as caught:
-        pickles.FORMAT.open(str(path))
+        pickles.FORMAT.open(locate(str(path)))
     assert "state.pkl" in str(caught.value)
     with pytest.raises(CkptError):
         ckpttool.inspect(path)
@@ -163,7 +164,7 @@ def test_what_is_no_whole_pickle_is_an_error(kind: str, tmp_path: Path) -> None:
 )
 def test_prose_is_no_pickle(text: bytes, tmp_path: Path) -> None:
     (tmp_path / "notes").write_bytes(text)
-    assert not pickles.FORMAT.recognise(str(tmp_path / "notes"))
+    assert not pickles.FORMAT.recognise(locate(str(tmp_path / "notes")))
 
 
 def test_pickles_are_no_target(tmp_path: Path) -> None:

@@ -35,6 +35,7 @@ from ckpttool.errors import CkptError, CorruptError, ReadError, UsageError
 from ckpttool.formats.detect import detect
 from ckpttool.formats.rankfiles import FORMAT
 from ckpttool.formats.rankfiles import discover as sets
+from ckpttool.storage.stores import locate
 from ckpttool.text import rank_ranges
 
 NAMES = [name for name in samples_of("rank") if (CHECKPOINTS / name / "ckpt").is_dir()]
@@ -42,9 +43,9 @@ pytestmark = pytest.mark.filterwarnings("ignore")
 
 
 def source_of(path: str | Path, options: OpenOptions = NO_HINTS) -> Source:
-    row = detect(str(path))
+    row = detect(locate(str(path)))
     assert row is FORMAT
-    return row.open(str(path), options)
+    return row.open(locate(str(path)), options)
 
 
 def is_flat(name: str) -> bool:
@@ -253,7 +254,7 @@ def test_what_is_said_of_a_set() -> None:
     ],
 )  # fmt: skip
 def test_names(name: str, stem: str, rank: int, world: int | None, numbered: bool) -> None:
-    found = sets.member(f"/run/{name}")
+    found = sets.member(locate(f"/run/{name}"))
     assert found is not None
     assert found[1:4] + found[5:] == (stem, rank, world, numbered)
 
@@ -266,7 +267,7 @@ def test_names(name: str, stem: str, rank: int, world: int | None, numbered: boo
     ],
 )  # fmt: skip
 def test_other_peoples_names(name: str) -> None:
-    assert sets.member(f"/run/{name}") is None
+    assert sets.member(locate(f"/run/{name}")) is None
 
 
 def test_any_name_of_a_set_will_do(tmp_path: Path) -> None:
@@ -351,7 +352,7 @@ def test_no_file_of_the_set_is_written_over(named: str, tmp_path: Path) -> None:
 
 def test_a_pattern_that_matches_nothing(tmp_path: Path) -> None:
     with pytest.raises(ReadError, match="matches no files of ranks"):
-        detect(f"{tmp_path}/*.pt")
+        detect(locate(f"{tmp_path}/*.pt"))
 
 
 def test_other_files_of_a_pattern_are_left_out_and_said(tmp_path: Path) -> None:
@@ -365,8 +366,8 @@ def test_other_files_of_a_pattern_are_left_out_and_said(tmp_path: Path) -> None:
 
 
 def test_parts_are_mounted_under_their_names() -> None:
-    row = detect(path_of("rank/fsdp2_w2"))
-    source = row.open(path_of("rank/fsdp2_w2"))
+    row = detect(locate(path_of("rank/fsdp2_w2")))
+    source = row.open(locate(path_of("rank/fsdp2_w2")))
     source.close()
     assert {path[0] for path in source.catalogue.entries} == {"model", "optim", "extra_state"}
     one = read(f"{path_of('rank/fsdp2_w2')}/model_world_size_2_rank_1.pt")
@@ -447,14 +448,14 @@ def test_several_steps_in_one_directory(tmp_path: Path) -> None:
 def test_ordinary_files_are_none_of_ours(names: list[str], tmp_path: Path) -> None:
     for i, name in enumerate(names):
         torch.save({"w": torch.full((4,), i), "b": torch.full((3,), i + 9)}, tmp_path / name)
-    assert detect(str(tmp_path / names[0])).name == "torch"
+    assert detect(locate(str(tmp_path / names[0]))).name == "torch"
     with pytest.raises(ReadError):
-        detect(str(tmp_path))
+        detect(locate(str(tmp_path)))
 
 
 @pytest.mark.parametrize("name", samples_of("torch"))
 def test_samples_of_one_file_are_none_of_ours(name: str) -> None:
-    assert not FORMAT.recognise(path_of(name))
+    assert not FORMAT.recognise(locate(path_of(name)))
 
 
 def test_contents_are_believed_before_names(tmp_path: Path) -> None:
@@ -536,7 +537,7 @@ def test_a_missing_file_of_plain_ones(tmp_path: Path) -> None:
 def test_a_missing_file_of_one_part(tmp_path: Path) -> None:
     folder = Path(shutil.copytree(path_of("rank/fsdp2_w2"), tmp_path / "run"))
     (folder / "extra_state_world_size_2_rank_1.pt").unlink()
-    catalogue = FORMAT.open(str(folder)).catalogue
+    catalogue = FORMAT.open(locate(str(folder))).catalogue
     assert "no file of `extra_state` of rank 1 of 2" in catalogue.faults[0].message
 
 

@@ -57,8 +57,8 @@ def reference(name: str) -> Any:
 
 
 def read(path: Path) -> Catalogue:
-    assert FORMAT.recognise(str(path))
-    source = FORMAT.open(str(path))
+    assert FORMAT.recognise(locate(str(path)))
+    source = FORMAT.open(locate(str(path)))
     source.close()
     faults.validate(source.catalogue)
     return source.catalogue
@@ -94,7 +94,7 @@ def lay(state: Any, folder: Path) -> Catalogue:
     """What `convert` would hand to `create` for a torch.save file of this state."""
     folder.mkdir(exist_ok=True)
     torch.save(state, folder / "state.pt")
-    source = torchsave.FORMAT.open(str(folder / "state.pt"))
+    source = torchsave.FORMAT.open(locate(str(folder / "state.pt")))
     parts.assign(source.catalogue)
     source.close()
     return chunking.whole(layout.start(source.catalogue))
@@ -125,7 +125,7 @@ def write(state: Any, path: Path, folder: Path, **options: Any) -> Catalogue:
     assert FORMAT.create is not None
     assert FORMAT.losses is not None
     assert FORMAT.losses(laid, str(path)) == []
-    sink = FORMAT.create(str(path), laid, SinkOptions(**options))
+    sink = FORMAT.create(locate(str(path)), laid, SinkOptions(**options))
     faults.validate(sink.catalogue)
     fill(sink, folder)
     return sink.catalogue
@@ -583,21 +583,21 @@ def test_recognise(tmp_path: Path) -> None:
         return str(tmp_path / name)
 
     whole = safetensors.torch.save({"w": torch.zeros(3)})
-    assert FORMAT.recognise(put("noname", whole))
-    assert FORMAT.recognise(put("cut", whole[:20]))
-    assert FORMAT.recognise(put("empty.safetensors", b""))
-    assert FORMAT.recognise(put("long.safetensors", b"\xff" * 8 + b"{"))
-    assert not FORMAT.recognise(put("empty.bin", b""))
-    assert not FORMAT.recognise(put("zip.safetensors", b"PK\3\4" + b"x" * 20))
-    assert not FORMAT.recognise(put("text.json", b'{"a": 1, "b": 2}'))
-    assert not FORMAT.recognise(str(tmp_path / "nowhere"))
-    assert not FORMAT.recognise("/dev/null")
+    assert FORMAT.recognise(locate(put("noname", whole)))
+    assert FORMAT.recognise(locate(put("cut", whole[:20])))
+    assert FORMAT.recognise(locate(put("empty.safetensors", b"")))
+    assert FORMAT.recognise(locate(put("long.safetensors", b"\xff" * 8 + b"{")))
+    assert not FORMAT.recognise(locate(put("empty.bin", b"")))
+    assert not FORMAT.recognise(locate(put("zip.safetensors", b"PK\3\4" + b"x" * 20)))
+    assert not FORMAT.recognise(locate(put("text.json", b'{"a": 1, "b": 2}')))
+    assert not FORMAT.recognise(locate(str(tmp_path / "nowhere")))
+    assert not FORMAT.recognise(locate("/dev/null"))
     (tmp_path / "folder" / "sharded").mkdir(parents=True)
-    assert not FORMAT.recognise(str(tmp_path / "folder"))
+    assert not FORMAT.recognise(locate(str(tmp_path / "folder")))
     (tmp_path / "folder" / "ckpttool.json").write_text('{"schema": "ckpttool/inspect/2"}')
-    assert not FORMAT.recognise(str(tmp_path / "folder"))
+    assert not FORMAT.recognise(locate(str(tmp_path / "folder")))
     (tmp_path / "folder" / "ckpttool.json").write_text('{"schema": "ckpttool/state/1"}')
-    assert FORMAT.recognise(str(tmp_path / "folder"))
+    assert FORMAT.recognise(locate(str(tmp_path / "folder")))
 
 
 @pytest.mark.parametrize("name", ["safetensors/single", "hf/llama"])
@@ -762,7 +762,7 @@ def test_two_names_that_become_one(tmp_path: Path) -> None:
     state = {"a": {"b": torch.zeros(1)}, "a.b": torch.ones(1)}
     assert "['a', 'b'] and ['a.b']" in lost_of(state, "x.safetensors", tmp_path)["a.b"]
     with pytest.raises(LossError, match=r"tensors `a`/`b` and `a.b` would both be called `a.b`"):
-        FORMAT.create(str(tmp_path / "out"), lay(state, tmp_path), SinkOptions())  # type: ignore[misc]
+        FORMAT.create(locate(str(tmp_path / "out")), lay(state, tmp_path), SinkOptions())  # type: ignore[misc]
     assert not (tmp_path / "out").exists()
 
 
@@ -773,7 +773,7 @@ def test_dtypes_that_safetensors_does_not_have(tmp_path: Path) -> None:
     assert "no dtype complex128" in lost["z"]
     assert lost_of(state, "folder", tmp_path) == lost
     with pytest.raises(LossError, match="`__metadata__` float32"):
-        FORMAT.create(str(tmp_path / "out.safetensors"), lay(state, tmp_path), SinkOptions())  # type: ignore[misc]
+        FORMAT.create(locate(str(tmp_path / "out.safetensors")), lay(state, tmp_path), SinkOptions())  # type: ignore[misc]
     assert not (tmp_path / "out.safetensors").exists()
 
 
@@ -786,7 +786,7 @@ def test_state_into_one_file(tmp_path: Path) -> None:
     lost = lost_of(state, "x.safetensors", tmp_path)
     assert set(lost) == {"model.z", "model.e._extra_state", "optimizer.state.0", "optimizer.param_groups", "n"}
     with pytest.raises(LossError, match="one safetensors file holds the tensors of one model"):
-        FORMAT.create(str(tmp_path / "x.safetensors"), lay(state, tmp_path), SinkOptions())  # type: ignore[misc]
+        FORMAT.create(locate(str(tmp_path / "x.safetensors")), lay(state, tmp_path), SinkOptions())  # type: ignore[misc]
     assert lost_of(state, "folder", tmp_path) == {}
 
 
@@ -803,7 +803,7 @@ def test_value_that_json_cannot_hold(tmp_path: Path) -> None:
     assert set(lost) == {"loop"}
     assert "holds itself" in lost["loop"]
     with pytest.raises(LossError, match="`loop` cannot be written"):
-        FORMAT.create(str(tmp_path / "out"), lay(state, tmp_path), SinkOptions())  # type: ignore[misc]
+        FORMAT.create(locate(str(tmp_path / "out")), lay(state, tmp_path), SinkOptions())  # type: ignore[misc]
     assert not (tmp_path / "out").exists()
 
 
@@ -926,7 +926,7 @@ def test_state_file_is_for_people(tmp_path: Path) -> None:
 
 def test_state_file_comes_last(tmp_path: Path) -> None:
     laid = lay(training_state(), tmp_path)
-    sink = FORMAT.create(str(tmp_path / "out"), laid, SinkOptions())  # type: ignore[misc]
+    sink = FORMAT.create(locate(str(tmp_path / "out")), laid, SinkOptions())  # type: ignore[misc]
     assert "ckpttool.json" not in files_of(tmp_path / "out")
     sizes = {f.name: f.size for f in sink.catalogue.files}
     assert {name: len(data) for name, data in files_of(tmp_path / "out").items()} == sizes

@@ -25,6 +25,7 @@ from ckpttool.errors import CkptError, ReadError
 from ckpttool.formats import FORMATS, by_suffix, options
 from ckpttool.formats.detect import detect
 from ckpttool.layout import select
+from ckpttool.storage.stores import locate
 from ckpttool.transfer import execute, plan
 
 ROWS = {row.name: row for row in FORMATS if row.component_only}
@@ -41,18 +42,18 @@ ARRAYS: dict[str, Any] = {
 
 
 def opened(path: Path, row: Format | None = None) -> Source:
-    found = detect(str(path))
+    found = detect(locate(str(path)))
     assert row is None or found is row
-    return found.open(str(path))
+    return found.open(locate(str(path)))
 
 
 def written_again(path: Path, target: Path) -> None:
     """The file in its own format again, by the writer of its row."""
-    row = detect(str(path))
-    with closing(row.open(str(path))) as source:
+    row = detect(locate(str(path)))
+    with closing(row.open(locate(str(path)))) as source:
         planned = select.start(source.catalogue)
         assert row.create is not None and not row.losses(planned, str(target))
-        sink = row.create(str(target), planned, SinkOptions(one_file=True))
+        sink = row.create(locate(str(target)), planned, SinkOptions(one_file=True))
         total = sum(tensor.nbytes for tensor in sink.catalogue.tensors)
         done = execute.transfer(plan.plan(sink.catalogue), source, sink.catalogue, total=total)
         sink.finish(done.crcs)
@@ -72,7 +73,7 @@ def test_archives_of_arrays(save: Callable[..., None], tmp_path: Path) -> None:
     path, again = tmp_path / "state", tmp_path / "again.npz"
     with path.open("wb") as file:
         save(file, **ARRAYS)
-    assert detect(str(path)) is ROWS["npz"]
+    assert detect(locate(str(path))) is ROWS["npz"]
     with ckpttool.open(path) as checkpoint:
         assert [tensor.path for tensor in checkpoint.catalogue.tensors] == [(name,) for name in ARRAYS]
         assert all(same(checkpoint[name].numpy(), array) for name, array in ARRAYS.items())
@@ -101,7 +102,7 @@ def test_arrays(name: str, tmp_path: Path) -> None:
     path, again = tmp_path / "state", tmp_path / "again"
     with path.open("wb") as file:
         np.save(file, ARRAYS[name])
-    assert detect(str(path)) is ROWS["npy"]
+    assert detect(locate(str(path))) is ROWS["npy"]
     ckpttool.convert(path, tmp_path / "out.pt", check=True)
     assert same(torch.load(tmp_path / "out.pt").numpy(), ARRAYS[name])
     written_again(path, again)
@@ -146,7 +147,7 @@ def test_documents(name: str, tmp_path: Path) -> None:
     path, again = tmp_path / "state", tmp_path / "again"
     path.write_text(json.dumps(STATE) if name == "json" else yaml.safe_dump(STATE, sort_keys=False))
     load = json.loads if name == "json" else yaml.safe_load
-    assert detect(str(path)) is ROWS[name]
+    assert detect(locate(str(path))) is ROWS[name]
     with ckpttool.open(path) as checkpoint:
         values = {entry.name: entry.value for entry in checkpoint.catalogue.objects}
     assert values["step"] == 4000 and values["param_groups.1.lr"] == 0.2 and values["rng"] == STATE["rng"]
@@ -186,7 +187,7 @@ def test_a_text_that_is_one_number(text: str, tmp_path: Path) -> None:
 )
 def test_prose_logs_and_configurations_are_no_documents(text: str, tmp_path: Path) -> None:
     (tmp_path / "file").write_text(text)
-    assert not any(row.recognise(str(tmp_path / "file")) for row in FORMATS)
+    assert not any(row.recognise(locate(str(tmp_path / "file"))) for row in FORMATS)
     with pytest.raises(ReadError):
         ckpttool.inspect(tmp_path / "file")
 
@@ -214,9 +215,9 @@ MERGES = "a0: &a0 {x: 1}\n" + "".join(f"a{n + 1}: &a{n + 1} {{<<: [*a{n}, *a{n}]
 )
 def test_hostile_yaml_is_refused(text: str, why: str, tmp_path: Path) -> None:
     (tmp_path / "file.yaml").write_text(text)
-    assert not ROWS["yaml"].recognise(str(tmp_path / "file.yaml"))
+    assert not ROWS["yaml"].recognise(locate(str(tmp_path / "file.yaml")))
     with pytest.raises(CkptError, match=why):
-        ROWS["yaml"].open(str(tmp_path / "file.yaml"))
+        ROWS["yaml"].open(locate(str(tmp_path / "file.yaml")))
 
 
 # Pickles --------------------------------------------------------------------------------------------------------------

@@ -36,6 +36,7 @@ from ckpttool.catalogue.protocols import SinkOptions
 from ckpttool.catalogue.values import Link, Stub, stub_name
 from ckpttool.errors import CkptError, CorruptError, LossError, ReadError
 from ckpttool.formats.torchsave import FORMAT
+from ckpttool.storage.stores import locate
 
 # What FSDP1 saved as a whole has an `OrderedDict` where its reference has a dict: see test_convert.
 NAMES = [name for name in samples_of("torch") if name != "torch/fsdp1_full_w2"]
@@ -60,7 +61,7 @@ def save(state: Any, path: Path, **options: Any) -> Path:
 
 
 def read(path: Path) -> Catalogue:
-    source = FORMAT.open(str(path))
+    source = FORMAT.open(locate(str(path)))
     source.close()
     faults.validate(source.catalogue)
     return source.catalogue
@@ -105,7 +106,7 @@ def write(laid: Catalogue, data: bytes, path: Path) -> Catalogue:
     """Create, fill, finish; what the sink says it holds."""
     assert FORMAT.create is not None and FORMAT.losses is not None
     assert FORMAT.losses(laid, str(path)) == []
-    sink = FORMAT.create(str(path), laid, SinkOptions())
+    sink = FORMAT.create(locate(str(path)), laid, SinkOptions())
     crcs: dict[tuple[int, int], int] = {}
     with open(path, "r+b") as stream:
         for tensor in sink.catalogue.tensors:
@@ -151,7 +152,7 @@ def expected_of(name: str) -> Any:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_samples_survive(name: str, tmp_path: Path) -> None:
-    assert FORMAT.recognise(str(sample(name)))
+    assert FORMAT.recognise(locate(str(sample(name))))
     out = tmp_path / "out.pt"
     made = convert(sample(name), out)
     back = torch.load(out, weights_only=False)
@@ -579,14 +580,14 @@ def test_cut_files(name: str, tmp_path: Path) -> None:
         with pytest.raises(CkptError) as caught:
             read(path)
         assert str(path) in caught.value.message
-        FORMAT.recognise(str(path))
+        FORMAT.recognise(locate(str(path)))
 
 
 @pytest.mark.parametrize("name", ["torch/full", "torch/legacy", "torch/script"])
 def test_truncated_files_are_still_recognised(name: str, tmp_path: Path) -> None:
     data = sample(name).read_bytes()
     (tmp_path / "cut").write_bytes(data[: len(data) // 2])
-    assert FORMAT.recognise(str(tmp_path / "cut"))
+    assert FORMAT.recognise(locate(str(tmp_path / "cut")))
 
 
 def test_other_files_are_not_ours(tmp_path: Path) -> None:
@@ -596,12 +597,12 @@ def test_other_files_are_not_ours(tmp_path: Path) -> None:
     }  # fmt: skip
     for name, data in others.items():
         (tmp_path / name).write_bytes(data)
-        assert not FORMAT.recognise(str(tmp_path / name))
+        assert not FORMAT.recognise(locate(str(tmp_path / name)))
     np.savez(tmp_path / "numpy.npz", a=np.ones(2))
-    assert not FORMAT.recognise(str(tmp_path / "numpy.npz"))
-    assert not FORMAT.recognise(str(tmp_path)) and not FORMAT.recognise(str(tmp_path / "absent"))
+    assert not FORMAT.recognise(locate(str(tmp_path / "numpy.npz")))
+    assert not FORMAT.recognise(locate(str(tmp_path))) and not FORMAT.recognise(locate(str(tmp_path / "absent")))
     with pytest.raises(ReadError):
-        FORMAT.open(str(tmp_path / "absent"))
+        FORMAT.open(locate(str(tmp_path / "absent")))
 
 
 def test_a_storage_that_is_missing_names_its_tensor(tmp_path: Path) -> None:
@@ -634,7 +635,7 @@ def test_an_object_without_its_tensor_is_refused(tmp_path: Path) -> None:
     del laid.entries["pair", 0]
     assert FORMAT.create is not None
     with pytest.raises(LossError, match=r"pair\.0"):
-        FORMAT.create(str(tmp_path / "b.pt"), laid, SinkOptions())
+        FORMAT.create(locate(str(tmp_path / "b.pt")), laid, SinkOptions())
     assert not (tmp_path / "b.pt").exists()
 
 
@@ -653,7 +654,7 @@ def test_a_hundred_thousand_tensors(tmp_path: Path) -> None:
     for i in range(100_000):
         laid.add(Tensor((f"layers.{i}", "weight"), DTYPES["uint8"], (), Chunks.placed([(((), ()), 0)])))
     assert FORMAT.create is not None
-    sink = FORMAT.create(str(tmp_path / "a.pt"), laid, SinkOptions())
+    sink = FORMAT.create(locate(str(tmp_path / "a.pt")), laid, SinkOptions())
     sink.finish({(0, t.chunks.offset[0]): 0xD202EF8D for t in sink.catalogue.tensors})
     assert len(read(tmp_path / "a.pt").entries) == 100_000
     with zipfile.ZipFile(tmp_path / "a.pt") as archive, warnings.catch_warnings():

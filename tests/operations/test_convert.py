@@ -29,6 +29,7 @@ import ckpttool
 from ckpttool.errors import CkptError, CorruptError, LossError, OverwriteError, ReadError, StorageError, UsageError
 from ckpttool.formats.detect import detect
 from ckpttool.storage.files import Pool
+from ckpttool.storage.stores import locate
 
 FULL, MODEL, DDP = (path_of(name) for name in ("torch/full", "torch/model", "torch/ddp"))
 SHARDED = path_of("dcp/fsdp2_w4")
@@ -73,7 +74,7 @@ REFUSED = {
 
 def readable(name: str) -> bool:
     try:
-        detect(path_of(name))
+        detect(locate(path_of(name)))
     except ReadError:
         return False
     return True

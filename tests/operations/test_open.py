@@ -30,6 +30,7 @@ from ckpttool.catalogue.entries import Tensor
 from ckpttool.errors import CkptError, CorruptError, ReadError, UsageError
 from ckpttool.formats.detect import detect
 from ckpttool.storage.files import Pool
+from ckpttool.storage.stores import locate
 from ckpttool.text import size
 
 
@@ -58,7 +59,7 @@ def by_text(path: Key) -> tuple[str, ...]:
 @pytest.mark.parametrize("name", NAMES)
 def test_samples_hold_what_was_saved(name: str) -> None:
     try:
-        detect(path_of(name))
+        detect(locate(path_of(name)))
     except ReadError:
         pytest.skip(f"no format reads {name}")
     with ckpttool.open(path_of(name)) as ckpt:

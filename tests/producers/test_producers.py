@@ -202,7 +202,7 @@ def test_every_sample_is_known_by_its_producer(name: str) -> None:
 
 @pytest.mark.parametrize("name", SAMPLES)
 def test_names_and_small_json_are_all_that_is_looked_at(name: str, tmp_path: Path) -> None:
-    there, shell = Directory(path_of(name)), Directory(str(shelled(path_of(name), tmp_path)))
+    there, shell = Directory(locate(path_of(name))), Directory(locate(str(shelled(path_of(name), tmp_path))))
     assert [recognise(x) for x in (there,)] == [recognise(x) for x in (shell,)]
     row = recognise(there)
     if row is not None:
@@ -221,7 +221,7 @@ def test_a_row_is_whole(row: producers.Producer) -> None:
 
 @every_row
 def test_a_row_knows_no_empty_directory(row: producers.Producer, tmp_path: Path) -> None:
-    assert not row.recognise(Directory(str(tmp_path)))
+    assert not row.recognise(Directory(locate(str(tmp_path))))
 
 
 FILES = sorted(
@@ -299,7 +299,7 @@ def test_the_highest_step_is_taken_not_the_last_written(tmp_path: Path) -> None:
     run = tmp_path / "run"
     for step in (10, 9, 100, 20):
         saved(run / f"checkpoint_{step}", float(step))
-    found = runs.checkpoints(str(run))
+    found = runs.checkpoints(locate(str(run)))
     assert [(f.step, f.complete, f.producer) for f in found] == [(s, True, "accelerate") for s in (9, 10, 20, 100)]
     assert [f.nbytes for f in found] == [
         sum(f.stat().st_size for f in (run / f"checkpoint_{s}").iterdir()) for s in (9, 10, 20, 100)
@@ -342,7 +342,7 @@ def test_what_is_not_complete_is_passed_over(
 ) -> None:
     make(tmp_path / "run" / "step-1")
     spoil(make(tmp_path / "run" / "step-2"))
-    first, second = runs.checkpoints(str(tmp_path / "run"))
+    first, second = runs.checkpoints(locate(str(tmp_path / "run")))
     assert first.complete
     assert second.why_not is not None
     assert why in second.why_not
@@ -355,7 +355,7 @@ def test_what_is_not_complete_is_passed_over(
 def test_a_name_that_says_so_is_not_complete(name: str, tmp_path: Path) -> None:
     saved_dcp(tmp_path / "step-1")
     saved_dcp(tmp_path / name)
-    assert [f.complete for f in runs.checkpoints(str(tmp_path))] == [True, False]
+    assert [f.complete for f in runs.checkpoints(locate(str(tmp_path)))] == [True, False]
 
 
 def test_nothing_complete_is_an_error_with_the_list(tmp_path: Path) -> None:
@@ -432,7 +432,7 @@ def test_checkpoints_of_one_file_each(tmp_path: Path) -> None:
     for step in (5, 10):
         torch.save({"state_dict": {"w": torch.full((2,), float(step))}}, run / f"epoch=1-step={step}.ckpt")
     (run / "epoch=2-step=15.ckpt").touch()
-    found = [(f.step, f.why_not) for f in runs.checkpoints(str(run))]
+    found = [(f.step, f.why_not) for f in runs.checkpoints(locate(str(run)))]
     assert found == [(5, None), (10, None), (15, "an empty file")]
     convert(run, tmp_path / "out.pt")
     assert torch.load(tmp_path / "out.pt")["state_dict"]["w"][0] == 10
@@ -441,7 +441,7 @@ def test_checkpoints_of_one_file_each(tmp_path: Path) -> None:
 def test_a_directory_of_other_things_is_no_run(tmp_path: Path) -> None:
     (tmp_path / "step-1").mkdir()
     (tmp_path / "logs").mkdir()
-    assert runs.checkpoints(str(tmp_path)) == []
+    assert runs.checkpoints(locate(str(tmp_path))) == []
     with pytest.raises(ReadError, match="contains no checkpoint of a known format"):
         inspect(tmp_path)
 
@@ -452,7 +452,7 @@ def test_a_long_run_is_listed_without_reading_its_checkpoints(tmp_path: Path, mo
         shutil.copytree(first, tmp_path / "run" / f"checkpoint_{step}", copy_function=os.link)
     monkeypatch.setattr("ckpttool.formats.detect.detect", None)
     monkeypatch.setattr("builtins.open", None)
-    found = runs.checkpoints(str(tmp_path / "run"))
+    found = runs.checkpoints(locate(str(tmp_path / "run")))
     assert len(found) == 300
     assert all(f.complete for f in found)
 
@@ -534,7 +534,7 @@ def test_the_one_to_be_taken_is_looked_into_however_large_its_index_is(
     for step in (1, 2):
         saved_dcp(tmp_path / f"step-{step}", float(step))
     (tmp_path / "step-2" / "__0_0.distcp").unlink()
-    assert [f.complete for f in runs.checkpoints(str(tmp_path))] == [True, True]
+    assert [f.complete for f in runs.checkpoints(locate(str(tmp_path)))] == [True, True]
     catalogue = inspect(tmp_path)
     assert [f["taken"] for f in catalogue.facts["run"]] == [True, False]
     said = "`step-1` is opened; newer checkpoints are incomplete: `step-2`: `__0_0.distcp` is missing"
@@ -546,7 +546,7 @@ def test_the_files_that_an_index_names_are_found_without_building_it(name: str) 
     folder = Path(path_of(name))
     named = {n for index in folder.glob("*.metadata") for n in runs._named_in(index.read_bytes())}
     assert named == {file.name for file in folder.glob("*.distcp")}
-    assert runs._dcp_why_not(Directory(str(folder)), 1 << 20) is None
+    assert runs._dcp_why_not(Directory(locate(str(folder))), 1 << 20) is None
 
 
 def test_steps_of_dinov2_in_one_directory(tmp_path: Path) -> None:
@@ -557,7 +557,7 @@ def test_steps_of_dinov2_in_one_directory(tmp_path: Path) -> None:
         for rank in (0, 1):
             shutil.copy(sample / f"model_0000003.rank_{rank}.pth", run / f"model_{step:07}.rank_{rank}.pth")
     (run / "model_0000009.rank_0.pth").unlink()
-    found = runs.checkpoints(str(run))
+    found = runs.checkpoints(locate(str(run)))
     assert [(f.step, f.why_not) for f in found] == [(3, None), (7, None), (9, "the file of rank 0 is missing")]
     ref = reference("run/dinov2_w2")
     catalogue = inspect(run, shapes=_shapes("dinov2", ref, tmp_path))
@@ -654,14 +654,14 @@ def test_two_worlds_of_verl_in_one_directory(tmp_path: Path) -> None:
     folder = Path(shutil.copytree(path_of("run/verl_fsdp2_w2"), tmp_path / "run")) / "global_step_3" / "actor"
     for part in ("model", "optim", "extra_state"):
         shutil.copy(folder / f"{part}_world_size_2_rank_0.pt", folder / f"{part}_world_size_4_rank_0.pt")
-    (found,) = runs.checkpoints(str(tmp_path / "run"))
+    (found,) = runs.checkpoints(locate(str(tmp_path / "run")))
     assert not found.complete
     with pytest.raises(CkptError):
         convert(folder, tmp_path / "out.pt")
 
 
 def test_a_directory_of_very_many_files_is_told_fast(tmp_path: Path) -> None:
-    listing = Directory(str(tmp_path))
+    listing = Directory(locate(str(tmp_path)))
     listing.names = [".metadata", *(f"__0_{i}.distcp" for i in range(100_000))]
     with no_hang():
         assert recognise(listing) is None
@@ -855,7 +855,7 @@ def test_a_link_to_the_newest_is_no_checkpoint_of_its_own(tmp_path: Path) -> Non
     for step in (1, 2):
         saved_dcp(tmp_path / f"step-{step}")
     (tmp_path / "last").symlink_to("step-2")
-    assert [f.name for f in runs.checkpoints(str(tmp_path))] == ["step-1", "step-2"]
+    assert [f.name for f in runs.checkpoints(locate(str(tmp_path)))] == ["step-1", "step-2"]
     assert not any("last" in str(w) for w in inspect(tmp_path).warnings)
     (tmp_path / "last").unlink()
     (tmp_path / "last").symlink_to("step-1")
@@ -910,7 +910,7 @@ def test_damage_ends_in_one_of_our_errors(name: str, file: str, tmp_path: Path) 
     for spoilt in (whole[: len(whole) // 2], b"\x80\x02" + whole[5:100], b""):
         (copy / file).write_bytes(spoilt)
         try:
-            runs.checkpoints(str(copy))
+            runs.checkpoints(locate(str(copy)))
             inspect(copy)
         except CkptError as error:
             assert error.message

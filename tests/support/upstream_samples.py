@@ -13,6 +13,7 @@ import torch
 from ckpttool.catalogue.protocols import Source
 from ckpttool.errors import ReadError
 from ckpttool.formats.detect import detect
+from ckpttool.storage.stores import locate
 from support.paths import CHECKPOINTS, all_samples
 
 # Run directories and rank files have references of their own making: see test_producers, test_rankfiles.
@@ -48,7 +49,7 @@ def opened(name: str) -> closing[Source]:
     """A sample as a source; the test is skipped where no format reads it yet."""
     path = path_of(name)
     try:
-        row = detect(path)
+        row = detect(locate(path))
     except ReadError:
         pytest.skip(f"no format reads {name} yet")
-    return closing(row.open(path))
+    return closing(row.open(locate(path)))

@@ -30,6 +30,7 @@ import ckpttool
 from ckpttool.catalogue import typed_json
 from ckpttool.catalogue.entries import Tensor
 from ckpttool.producers.open import open_source
+from ckpttool.storage.stores import locate
 from ckpttool.training.read import Reader
 
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0"]
@@ -477,7 +478,7 @@ def test_what_torch_saves_otherwise_is_refused(tmp_path: Path) -> None:
     with closing(open_source(str(tmp_path / "w.pt"))) as source:
         laid = layout.start(source.catalogue)
         with pytest.raises(CorruptError, match=r"tensor `model\.w` was not saved by torch as planned"):
-            joining.join(str(tmp_path / "saved"), chunking.over_world(laid, 2), None)
-        joining.join(str(tmp_path / "saved"), chunking.over_world(laid, 1), None)
+            joining.join(locate(str(tmp_path / "saved")), chunking.over_world(laid, 2), None)
+        joining.join(locate(str(tmp_path / "saved")), chunking.over_world(laid, 1), None)
     with closing(open_source(str(tmp_path / "saved"))) as source:
         assert [tensor.path for tensor in source.catalogue.tensors] == [("model", "w")]

@@ -19,7 +19,7 @@ from ckpttool.formats.dcp import index, metadata_writer, planner_data, writer
 from ckpttool.serialization.dcp import metadata
 from ckpttool.serialization.dcp.metadata import IndexContents, IndexItem, StoredTensor
 from ckpttool.storage import files
-from ckpttool.storage.stores import locate
+from ckpttool.storage.stores import Location
 
 REST = "rest"
 
@@ -30,7 +30,7 @@ def keepers(planned: Catalogue) -> dict[Path, Path]:
     return {t.path: first.setdefault(planned.first(t).path, t.path) for t in planned.tensors if not t.embedded}
 
 
-def create_rest(folder: str, planned: Catalogue, saved: Iterable[Path]) -> Sink | None:
+def create_rest(folder: Location, planned: Catalogue, saved: Iterable[Path]) -> Sink | None:
     """Create a directory for the entries of `planned` that torch does not save; return None if there are none.
 
     `saved` are the paths that torch saves.
@@ -49,10 +49,10 @@ def create_rest(folder: str, planned: Catalogue, saved: Iterable[Path]) -> Sink 
             entry = replace(entry, chunks=chunks, alias=None if leader == path else leader)
         entries[path] = entry
     rest = replace(planned, entries=entries, files=[])
-    return writer.create(locate(folder) / REST, rest, SinkOptions()) if entries else None
+    return writer.create(folder / REST, rest, SinkOptions()) if entries else None
 
 
-def join(folder: str, planned: Catalogue, rest: Catalogue | None) -> None:
+def join(folder: Location, planned: Catalogue, rest: Catalogue | None) -> None:
     """Combine the directory that torch saved at `folder` with the finished rest; write `.metadata` last.
 
     Raises CorruptError if torch saved other boxes than planned.
@@ -60,7 +60,7 @@ def join(folder: str, planned: Catalogue, rest: Catalogue | None) -> None:
     saved = _read(folder)
     own, own_names = IndexContents(index.NAME, [], {}), dict[Path, str]()
     if rest is not None:
-        own, own_names = _read(locate(folder) / REST), planner_data.name_entries(rest).names
+        own, own_names = _read(folder / REST), planner_data.name_entries(rest).names
         _move_in(folder, own)
     keys, keeper = planner_data.name_entries(planned), keepers(planned)
     numbers = range(len(saved.files), len(saved.files) + len(own.files))
@@ -80,19 +80,18 @@ def join(folder: str, planned: Catalogue, rest: Catalogue | None) -> None:
     )
 
 
-def _read(folder: str) -> IndexContents:
-    with (locate(folder) / index.NAME).open() as stream:
+def _read(folder: Location) -> IndexContents:
+    with (folder / index.NAME).open() as stream:
         return metadata.read(stream, index.NAME)
 
 
-def _move_in(folder: str, own: IndexContents) -> None:
+def _move_in(folder: Location, own: IndexContents) -> None:
     """Move the file of the rest to a name that torch gives to no rank."""
-    location = locate(folder)
     for i, name in enumerate(own.files):
         new = f"__0_{i + 1}{index.SUFFIX}"
-        files.rename(location / REST / name, location / new)
+        files.rename(folder / REST / name, folder / new)
         own.files[i] = new
-    files.remove(location / REST)
+    files.remove(folder / REST)
 
 
 def _is_as_planned(entry: StoredTensor, tensor: Tensor) -> bool:

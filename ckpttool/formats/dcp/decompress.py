@@ -20,6 +20,7 @@ from ckpttool.errors import CkptError, CorruptError, ReadError, why_no_import
 from ckpttool.serialization.dcp.metadata import IndexItem
 from ckpttool.storage import files
 from ckpttool.storage.files import Pool, ScratchFile
+from ckpttool.storage.stores import local_path
 
 _BLOCK = 1 << 20
 _SEGMENT = 1 << 30
@@ -75,7 +76,7 @@ class _Segment:
         self.file = file
         self._entry = entry
         self._lease: Callable[[], Lease | None] = lambda: None
-        entry.location, entry.size = self.scratch.location, 0
+        entry.location, entry.size = local_path(self.scratch.location), 0
 
     def add(self, data: bytes) -> None:
         self.scratch.write(self.size, data)
@@ -124,7 +125,7 @@ class Scratch:
         self._free += [self._add_file() for _ in range(segments)]
 
     def _add_file(self) -> int:
-        self._files.append(File("", "(decompressed)", 0, scratch=True))
+        self._files.append(File(local_path(""), "(decompressed)", 0, scratch=True))
         return len(self._files) - 1
 
     def _new_segment(self, file: int) -> _Segment:

@@ -21,7 +21,7 @@ from ckpttool.serialization.dcp import metadata
 from ckpttool.serialization.dcp.metadata import IndexContents, IndexItem, KeyPath, StoredTensor
 from ckpttool.serialization.manifest import NAME as MANIFEST
 from ckpttool.serialization.manifest import Manifest
-from ckpttool.storage.stores import Location, locate
+from ckpttool.storage.stores import Location
 from ckpttool.text import rank_ranges, some
 
 NAME = ".metadata"
@@ -66,37 +66,36 @@ def _rank(name: str) -> int:
     return int(match[1]) if match else 0
 
 
-def looks_like(path: str) -> bool:
-    """Return whether a path is a DCP directory, complete or not, or its index."""
-    location = locate(path)
+def looks_like(location: Location) -> bool:
+    """Return whether a location is a DCP directory, complete or not, or its index."""
     try:
         if location.is_dir():
             return any(n == NAME or _OF_RANK.fullmatch(n) or n.endswith(SUFFIX) for n in location.names())
-        return path.endswith(SUFFIX) or (location.is_file() and metadata.looks_like(location.head(2048)))
+        return location.endswith(SUFFIX) or (location.is_file() and metadata.looks_like(location.head(2048)))
     except CkptError:
         return False
 
 
-def read_index(path: str) -> Index:
+def read_index(location: Location) -> Index:
     """Return the index, merged from all ranks. Raises ReadError if there is none."""
-    folder = locate(path)
-    if folder.is_dir():
+    folder = location
+    if location.is_dir():
         present = folder.names()
         names = [NAME] if NAME in present else sorted(filter(_OF_RANK.fullmatch, present), key=_rank)
     else:
-        folder, names = folder.parent, [] if path.endswith(SUFFIX) else [folder.name]
+        folder, names = location.parent, [] if location.endswith(SUFFIX) else [location.name]
     if not names:
-        raise _no_index_error(path, folder)
+        raise _no_index_error(location, folder)
     sizes = folder.sizes()
     merger, (listed, notes) = _IndexMerger(folder, sizes), manifest.carried(folder, sizes)
     for name in names:
-        location = folder / name
-        if not location.size():
+        file = folder / name
+        if not file.size():
             hint = "the save did not finish; use an older step"
-            raise CorruptError(f"`{location}` is empty", hint=hint, file=location)
+            raise CorruptError(f"`{file}` is empty", hint=hint, file=file)
         changed = manifest.index_fault(folder, name, listed)
         try:
-            with location.open() as stream:
+            with file.open() as stream:
                 part = metadata.read(stream, name)
         except CkptError:
             if changed is not None:
@@ -104,7 +103,7 @@ def read_index(path: str) -> Index:
             raise
         if changed is not None:
             # A flipped bit keeps the size, and our mark in an index that ckpttool wrote.
-            if part.extra is not None or listed.sizes.get(name) in (None, location.size()):
+            if part.extra is not None or listed.sizes.get(name) in (None, file.size()):
                 raise changed
             notes.append(Warning("stale-manifest", manifest.STALE, file=MANIFEST))
             listed = Manifest()
@@ -113,8 +112,8 @@ def read_index(path: str) -> Index:
     index.name = names[0]
     index.warnings += notes
     index.faults += manifest.grown(index.files, listed)
-    for file in index.files:
-        file.crc = listed.crcs.get(file.name)
+    for data in index.files:
+        data.crc = listed.crcs.get(data.name)
     if len(names) > 1 or _OF_RANK.fullmatch(names[0]):
         index.facts["layout"] = "an index for each rank"
         # Entries of a rank without an index may be missing unnoticed.

@@ -12,7 +12,7 @@ from ckpttool.catalogue.entries import File
 from ckpttool.catalogue.warning import Warning
 from ckpttool.errors import CorruptError, ReadError
 from ckpttool.serialization.manifest import NAME, Manifest, content, read
-from ckpttool.storage.stores import Location, locate
+from ckpttool.storage.stores import Location
 
 _INDEX, _DATA = ".metadata", ".distcp"
 STALE = (
@@ -22,14 +22,13 @@ STALE = (
 _HINT = f"take another copy, or remove `{NAME}` if the checkpoint was saved again"
 
 
-def write(folder: str, crcs: Mapping[str, int] | None = None) -> None:
+def write(folder: Location, crcs: Mapping[str, int] | None = None) -> None:
     """Write the manifest of a directory that is complete; `crcs` are those of its data files, as far as they are known.
     Raises StorageError."""
-    location = locate(folder)
-    sizes = {name: n for name, n in sorted(location.sizes().items()) if name == _INDEX or name.endswith(_DATA)}
+    sizes = {name: n for name, n in sorted(folder.sizes().items()) if name == _INDEX or name.endswith(_DATA)}
     known = {name: (crcs or {}).get(name) for name in sizes if name != _INDEX}
-    manifest = Manifest({_INDEX: _sha256(location / _INDEX)}, sizes, known)
-    (location / NAME).put(content(manifest))
+    manifest = Manifest({_INDEX: _sha256(folder / _INDEX)}, sizes, known)
+    (folder / NAME).put(content(manifest))
 
 
 def index_fault(folder: Location, name: str, manifest: Manifest) -> CorruptError | None:

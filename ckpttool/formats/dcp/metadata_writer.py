@@ -14,7 +14,7 @@ from ckpttool.serialization.dcp.metadata import IndexContents, IndexItem, Stored
 from ckpttool.serialization.pickler import PickleWriter
 from ckpttool.storage import files
 from ckpttool.storage.crc import crc32
-from ckpttool.storage.stores import Location, locate
+from ckpttool.storage.stores import Location
 
 _MODULE = "torch.distributed.checkpoint.metadata"
 _BATCH = 1000  # as pickle does: the reader's stack stays small
@@ -70,10 +70,10 @@ def _integer(value: int) -> bytes:
     return b"\x8a\x08" + value.to_bytes(8, "little", signed=True)
 
 
-def publish(folder: str | Location, metadata: IndexContents) -> None:
+def publish(folder: Location, metadata: IndexContents) -> None:
     """Write `.metadata` in a directory whose other files are on disk: under another name, which is then changed."""
     files.make_directory(folder, exist_ok=True)  # there is no file yet in that of an empty checkpoint
-    draft, final = (locate(folder) / (NAME + end) for end in (".tmp", ""))
+    draft, final = (folder / (NAME + end) for end in (".tmp", ""))
     draft.put(lambda stream: write(metadata, stream.write))
     files.rename(draft, final)
     files.sync(folder)

@@ -32,6 +32,7 @@ from ckpttool.serialization import dtensor, safetensors_header, torch_tree, unpi
 from ckpttool.serialization.dcp.metadata import IndexItem, StoredTensor, items_of
 from ckpttool.serialization.torch_pickle import TensorRef
 from ckpttool.serialization.torch_zip import Archive
+from ckpttool.storage.stores import Location
 
 _EAGER = 5_000  # bytes items that are decoded at open; 35 us each
 
@@ -78,10 +79,10 @@ class DcpSource(Source):
         self._items.close()
 
 
-def open(path: str, options: OpenOptions = NO_HINTS) -> DcpSource:
-    """Return the source of a DCP directory, or of the directory that contains the index file `path`."""
+def open(location: Location, options: OpenOptions = NO_HINTS) -> DcpSource:
+    """Return the source of a DCP directory, or of the directory that contains an index file."""
     with unpickler.no_garbage_collection():
-        index = read_index(path)
+        index = read_index(location)
         items = Items(index.files)
         try:
             return _CatalogueBuilder(index, items).source()

@@ -24,7 +24,7 @@ from ckpttool.serialization.dcp.metadata import IndexContents, IndexItem, Stored
 from ckpttool.serialization.torch_pickle import TensorRef
 from ckpttool.serialization.torch_zip import Read
 from ckpttool.storage.files import Pool
-from ckpttool.storage.stores import locate
+from ckpttool.storage.stores import Location
 
 _WINDOW = 1 << 20
 _END = b"PK\5\6"  # of a record of 22 bytes
@@ -42,13 +42,13 @@ class _ExpectedItem(NamedTuple):
     chunk: int
 
 
-def merge(folder: str) -> None:
+def merge(folder: Location) -> None:
     """Write `.metadata`, merged from the indexes of the ranks. Raises CorruptError when they do not agree."""
     with closing(reader.open(folder)) as source:
         _write(folder, source.index, source.index.entries)
 
 
-def rebuild(folder: str, like: str) -> None:
+def rebuild(folder: Location, like: Location) -> None:
     """Write `.metadata` for the data files in `folder`, after that of the checkpoint at `like`. Raises ReadError when
     that has none, CorruptError when the items of a file differ from it."""
     with closing(reader.open(like)) as source:
@@ -60,10 +60,10 @@ def rebuild(folder: str, like: str) -> None:
         _write(folder, other, {name: _relocated(entry, placed) for name, entry in other.entries.items()})
 
 
-def _write(folder: str, index: Index, entries: dict[str, StoredTensor | IndexItem]) -> None:
+def _write(folder: Location, index: Index, entries: dict[str, StoredTensor | IndexItem]) -> None:
     names = [file.name for file in index.files if not file.scratch]
     metadata = IndexContents(NAME, names, entries, index.paths, index.extra)
-    (locate(folder) / NAME).put(lambda stream: metadata_writer.write(metadata, stream.write))
+    (folder / NAME).put(lambda stream: metadata_writer.write(metadata, stream.write))
 
 
 def _expected_items(index: Index) -> dict[int, list[_ExpectedItem]]:
@@ -79,7 +79,7 @@ def _expected_items(index: Index) -> dict[int, list[_ExpectedItem]]:
 
 
 def _locate_items(
-    folder: str,
+    folder: Location,
     file: File,
     number: int,
     expected: list[_ExpectedItem],
@@ -87,7 +87,7 @@ def _locate_items(
     placed: dict[tuple[int, int], tuple[int, int]],
 ) -> None:
     """Find the items of one file; `placed` gets `(file, old offset) -> (offset, length)`."""
-    location = locate(folder) / file.name
+    location = folder / file.name
     if not location.is_file():
         raise CorruptError(f"`{file.name}` is missing, and the other checkpoint has it", hint=_HINT, file=file.name)
     size, at = location.size(), 0

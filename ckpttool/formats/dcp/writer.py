@@ -27,7 +27,7 @@ from ckpttool.serialization import torch_tree, torch_zip_writer
 from ckpttool.serialization.dcp.metadata import IndexContents, IndexItem, StoredTensor
 from ckpttool.storage import files
 from ckpttool.storage.crc import combine, crc32, crc_of
-from ckpttool.storage.stores import locate
+from ckpttool.storage.stores import Location
 
 
 def losses(catalogue: Catalogue, path: str) -> list[FormatLoss]:
@@ -46,12 +46,12 @@ def losses(catalogue: Catalogue, path: str) -> list[FormatLoss]:
     ]
 
 
-def create(path: str, planned: Catalogue, options: SinkOptions) -> Sink:
+def create(location: Location, planned: Catalogue, options: SinkOptions) -> Sink:
     """Create a file of full size for each rank that holds anything; objects are written at once."""
     keys = planner_data.name_entries(planned)
     if keys.clashes:
         raise LossError(planner_data.clash(*keys.clashes[0]), hint="rename one of them with `--rename`")
-    return _DcpSink(path, planned, keys, with_manifest=options.manifest)
+    return _DcpSink(location, planned, keys, with_manifest=options.manifest)
 
 
 @dataclass(slots=True)
@@ -73,8 +73,10 @@ class _Sum:
 
 
 class _DcpSink:
-    def __init__(self, path: str, planned: Catalogue, keys: planner_data.EntryNames, *, with_manifest: bool) -> None:
-        self._path, self._planned, self._keys, self._with_manifest = path, planned, keys, with_manifest
+    def __init__(
+        self, folder: Location, planned: Catalogue, keys: planner_data.EntryNames, *, with_manifest: bool
+    ) -> None:
+        self._folder, self._planned, self._keys, self._with_manifest = folder, planned, keys, with_manifest
         facts = {"layout": "one file per rank"}
         self.catalogue = replace(planned, format="dcp", files=[], entries={}, facts=facts, warnings=[])
         self._numbers: dict[int, int] = {}
@@ -106,7 +108,7 @@ class _DcpSink:
         ranks |= {0 for _ in self._planned.objects}
         for rank in sorted(ranks):
             name = f"__{rank}_0{index.SUFFIX}"
-            location = locate(self._path) / name
+            location = self._folder / name
             location.create(0)
             self._numbers[rank] = len(self.catalogue.files)
             self.catalogue.files.append(File(location, name, 0, rank))
@@ -187,10 +189,10 @@ class _DcpSink:
                     sums[number].add_frame(offset, data, crcs.get((number, sums[number].end), 0))
         for file in self.catalogue.files:
             files.sync(file.location)
-        metadata_writer.publish(self._path, self._metadata)
+        metadata_writer.publish(self._folder, self._metadata)
         if self._with_manifest:
-            names = [locate(file.location).name for file in self.catalogue.files]
-            manifest.write(self._path, {names[number]: one.crc for number, one in sums.items()})
+            names = [file.location.name for file in self.catalogue.files]
+            manifest.write(self._folder, {names[number]: one.crc for number, one in sums.items()})
 
     def _add_objects(self, sums: Mapping[int, _Sum], crcs: Crcs) -> None:
         """Add what lies before the tensors of the first file: read back, but for the tensors in it."""

@@ -14,7 +14,7 @@ from ckpttool.catalogue.values import walk
 from ckpttool.catalogue.work_limit import working
 from ckpttool.errors import CkptError, CorruptError
 from ckpttool.serialization import plain_yaml, strict_json
-from ckpttool.storage.stores import locate
+from ckpttool.storage.stores import Location
 
 MAX_SIZE = 1 << 20  # bytes
 # Words of documents that describe a model, its tokenizer or other files, and are no state.
@@ -31,14 +31,14 @@ def _json(text: bytes, what: str) -> Any:
     return strict_json.parse(text, what, parse_constant=float)
 
 
-def is_json(path: str) -> bool:
+def is_json(location: Location) -> bool:
     """Return whether this is a JSON document of values: an object, an array or a number."""
-    return _holds_values(_value(path, rb"[{\[\d+-]", _json))
+    return _holds_values(_value(location, rb"[{\[\d+-]", _json))
 
 
-def is_yaml(path: str) -> bool:
+def is_yaml(location: Location) -> bool:
     """Return whether this is a YAML document of values: a mapping of names, or a sequence of mappings."""
-    value = _value(path, rb"[^\x00-\x08<%@`*&!|>]", plain_yaml.parse)
+    value = _value(location, rb"[^\x00-\x08<%@`*&!|>]", plain_yaml.parse)
     if isinstance(value, list):
         return bool(value) and all(isinstance(one, dict) for one in value) and _holds_values(value)
     return (
@@ -48,8 +48,7 @@ def is_yaml(path: str) -> bool:
     )
 
 
-def _value(path: str, first: bytes, parse: _Parse) -> Any:
-    location = locate(path)
+def _value(location: Location, first: bytes, parse: _Parse) -> Any:
     with suppress(CkptError):
         if location.is_file() and 0 < location.size() <= MAX_SIZE and re.match(rb"\s*" + first, location.head(4096)):
             return parse(location.read(), f"`{location}`")
@@ -63,18 +62,17 @@ def _holds_values(value: Any) -> bool:
     return any(type(node) in (int, float) for node in walk(value))
 
 
-def open_json(path: str, options: OpenOptions = NO_HINTS) -> Source:
+def open_json(location: Location, options: OpenOptions = NO_HINTS) -> Source:
     """Return the catalogue of a JSON document. Raises CorruptError for what is none."""
-    return _open("json", path, _json)
+    return _open("json", location, _json)
 
 
-def open_yaml(path: str, options: OpenOptions = NO_HINTS) -> Source:
+def open_yaml(location: Location, options: OpenOptions = NO_HINTS) -> Source:
     """Return the catalogue of a YAML document. Raises CorruptError for what is none."""
-    return _open("yaml", path, plain_yaml.parse)
+    return _open("yaml", location, plain_yaml.parse)
 
 
-def _open(format: str, path: str, parse: _Parse) -> Source:
-    location = locate(path)
+def _open(format: str, location: Location, parse: _Parse) -> Source:
     size = location.size()
     if size > MAX_SIZE:
         raise CorruptError(f"`{location}` has {size} bytes, more than {MAX_SIZE} of a document", expected=MAX_SIZE)

@@ -12,7 +12,7 @@ from typing import Any
 from ckpttool.catalogue.entries import Catalogue, Entry, File, Object
 from ckpttool.catalogue.flatten import MAX_REPEATED, unflatten
 from ckpttool.catalogue.protocols import CreatedSink, FormatLoss, Sink, SinkOptions
-from ckpttool.storage.stores import locate
+from ckpttool.storage.stores import Location
 
 _JSON = frozenset({type(None), bool, int, float, str})
 _YAML = _JSON | {bytes, date}
@@ -64,12 +64,12 @@ def _is_plain(value: Any, is_leaf: Callable[[Any], bool], is_key: Callable[[Any]
     return True
 
 
-def create_json(path: str, planned: Catalogue, options: SinkOptions) -> Sink:
+def create_json(location: Location, planned: Catalogue, options: SinkOptions) -> Sink:
     """Create a JSON document."""
-    return _create("json", path, planned, lambda value: json.dumps(value, indent=2, ensure_ascii=False) + "\n")
+    return _create("json", location, planned, lambda value: json.dumps(value, indent=2, ensure_ascii=False) + "\n")
 
 
-def create_yaml(path: str, planned: Catalogue, options: SinkOptions) -> Sink:
+def create_yaml(location: Location, planned: Catalogue, options: SinkOptions) -> Sink:
     """Create a YAML document."""
     import yaml
 
@@ -79,19 +79,18 @@ def create_yaml(path: str, planned: Catalogue, options: SinkOptions) -> Sink:
 
     Dumper.add_representer(OrderedDict, lambda dumper, value: dumper.represent_dict(dict(value)))
     return _create(
-        "yaml", path, planned, lambda value: yaml.dump(value, Dumper=Dumper, sort_keys=False, allow_unicode=True)
+        "yaml", location, planned, lambda value: yaml.dump(value, Dumper=Dumper, sort_keys=False, allow_unicode=True)
     )
 
 
-def _create(format: str, path: str, planned: Catalogue, spell: Callable[[Any], str]) -> Sink:
+def _create(format: str, location: Location, planned: Catalogue, spell: Callable[[Any], str]) -> Sink:
     def value_of(entry: Entry) -> Any:
         assert isinstance(entry, Object)
         return entry.value
 
-    location = locate(path)
     text = spell(unflatten(planned, value_of)).encode("utf-8", "surrogatepass")
     location.put(text)
-    created = Catalogue(format, [File(path, location.name, len(text))], facts={"layout": "document"})
+    created = Catalogue(format, [File(location, location.name, len(text))], facts={"layout": "document"})
     created.containers = dict(planned.containers)
     for entry in planned.entries.values():
         created.add(entry)

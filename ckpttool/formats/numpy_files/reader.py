@@ -13,7 +13,7 @@ from ckpttool.errors import CkptError, CorruptError, ReadError
 from ckpttool.serialization import numpy_arrays
 from ckpttool.serialization.torch_zip import LOCAL, MAX_DIRECTORY
 from ckpttool.storage import files
-from ckpttool.storage.stores import Location, locate
+from ckpttool.storage.stores import Location, local_path
 
 MAX_INFLATED = 4 << 30  # bytes of all deflated arrays of a file
 _SUFFIX = ".npy"
@@ -21,31 +21,29 @@ _BLOCK = 1 << 20
 _BY_HAND = "the file was put together by hand; other readers see something else in it"
 
 
-def is_archive(path: str) -> bool:
+def is_archive(location: Location) -> bool:
     """Return whether this is a zip archive whose first member is an array."""
-    head = _head(path, LOCAL.size + 1024)
+    head = _head(location, LOCAL.size + 1024)
     if not head.startswith(b"PK\3\4") or len(head) < LOCAL.size:
         return False
     name_len = LOCAL.unpack_from(head)[9]
     return head[LOCAL.size : LOCAL.size + name_len].endswith(_SUFFIX.encode())
 
 
-def is_array(path: str) -> bool:
+def is_array(location: Location) -> bool:
     """Return whether this is a `.npy` file."""
-    return _head(path, len(numpy_arrays.MAGIC)) == numpy_arrays.MAGIC
+    return _head(location, len(numpy_arrays.MAGIC)) == numpy_arrays.MAGIC
 
 
-def _head(path: str, nbytes: int) -> bytes:
-    location = locate(path)
+def _head(location: Location, nbytes: int) -> bytes:
     try:
         return location.head(nbytes) if location.is_file() else b""
     except CkptError:
         return b""
 
 
-def open_array(path: str, options: OpenOptions = NO_HINTS) -> Source:
+def open_array(location: Location, options: OpenOptions = NO_HINTS) -> Source:
     """Return the catalogue of a `.npy` file, whose one tensor has no name. Raises CorruptError when it is cut."""
-    location = locate(path)
     size = location.size()
     catalogue = Catalogue("npy", [File(location, location.name, size)], facts={"layout": "npy"})
     head = location.head(numpy_arrays.MAX_HEADER)
@@ -83,9 +81,8 @@ class _Bounded:
         return self._stream.read(nbytes)
 
 
-def open_archive(path: str, options: OpenOptions = NO_HINTS) -> Source:
+def open_archive(location: Location, options: OpenOptions = NO_HINTS) -> Source:
     """Return the catalogue of a `.npz` file. Raises CorruptError when it is cut or contradicts itself."""
-    location = locate(path)
     catalogue = Catalogue("npz", [File(location, location.name, location.size())], facts={"layout": "npz"})
     inflated = _Inflated(catalogue)
     try:
@@ -146,7 +143,7 @@ class _Inflated:
     def add(self, archive: zipfile.ZipFile, member: zipfile.ZipInfo, what: str) -> Extent:
         if self._scratch is None:
             self._scratch = files.ScratchFile()
-            self._catalogue.files.append(File(self._scratch.location, "(decompressed)", 0, scratch=True))
+            self._catalogue.files.append(File(local_path(self._scratch.location), "(decompressed)", 0, scratch=True))
         file = self._catalogue.files[1]
         start = file.size
         with archive.open(member) as stream:
@@ -159,7 +156,7 @@ class _Inflated:
         return Extent(1, start, file.size - start)
 
     def read(self, offset: int, nbytes: int) -> bytes:
-        return locate(self._catalogue.files[1].location).read(offset, nbytes)
+        return self._catalogue.files[1].location.read(offset, nbytes)
 
     def close(self) -> None:
         if self._scratch is not None:

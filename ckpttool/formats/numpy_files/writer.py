@@ -12,7 +12,7 @@ from ckpttool.serialization import numpy_arrays
 from ckpttool.serialization.torch_zip import CENTRAL, END, END64, LOCAL, LOCATOR64
 from ckpttool.storage import files
 from ckpttool.storage.crc import combine, crc32
-from ckpttool.storage.stores import locate
+from ckpttool.storage.stores import Location
 
 _UTF8, _VERSION = 0x0800, 45
 _WIDE = 0xFFFFFFFF
@@ -38,21 +38,19 @@ def _losses(catalogue: Catalogue) -> list[FormatLoss]:
     return lost + [FormatLoss(tensor.name, f"NumPy has no {tensor.dtype}") for tensor in unknown]
 
 
-def create_array(path: str, planned: Catalogue, options: SinkOptions) -> Sink:
+def create_array(location: Location, planned: Catalogue, options: SinkOptions) -> Sink:
     """Create a `.npy` file of full size with a hole for the elements."""
-    location = locate(path)
     tensor = planned.tensor(())
     head = numpy_arrays.header(tensor.dtype, tensor.shape)
-    created = Catalogue("npy", [File(path, location.name, len(head) + tensor.nbytes)], facts={"layout": "npy"})
+    created = Catalogue("npy", [File(location, location.name, len(head) + tensor.nbytes)], facts={"layout": "npy"})
     created.add(_placed(tensor, Extent(0, len(head), tensor.nbytes)))
     location.create(created.files[0].size)
-    _write(path, [(0, head)])
+    _write(location, [(0, head)])
     return CreatedSink(created, lambda crcs: None)
 
 
-def create_archive(path: str, planned: Catalogue, options: SinkOptions) -> Sink:
+def create_archive(location: Location, planned: Catalogue, options: SinkOptions) -> Sink:
     """Create a `.npz` file of full size with holes for the elements."""
-    location = locate(path)
     heads = {tensor.path: numpy_arrays.header(tensor.dtype, tensor.shape) for tensor in planned.tensors}
     created = Catalogue("npz", facts={"layout": "npz"})
     begins: list[int] = []
@@ -66,7 +64,7 @@ def create_archive(path: str, planned: Catalogue, options: SinkOptions) -> Sink:
         created.add(replace(_placed(tensor, Extent(0, at, tensor.nbytes, record=record)), alias=None))
         at += tensor.nbytes
     directory = b"".join(_central(tensor, 0, 0, 0) for tensor in planned.tensors)
-    created.files.append(File(path, location.name, at + len(directory) + len(_end(0, 0, 0))))
+    created.files.append(File(location, location.name, at + len(directory) + len(_end(0, 0, 0))))
     location.create(created.files[0].size)
 
     def finish(crcs: Crcs) -> None:
@@ -79,7 +77,7 @@ def create_archive(path: str, planned: Catalogue, options: SinkOptions) -> Sink:
                 crc = combine(crc, crcs[0, chunk.extent.offset], tensor.nbytes)
             pieces.append((begin, _local(tensor, crc, nbytes) + head))
             central += _central(tensor, crc, nbytes, begin)
-        _write(path, [*pieces, (at, central + _end(len(begins), len(central), at))])
+        _write(location, [*pieces, (at, central + _end(len(begins), len(central), at))])
 
     return CreatedSink(created, finish)
 
@@ -88,9 +86,9 @@ def _placed(tensor: Tensor, extent: Extent) -> Tensor:
     return replace(tensor, chunks=Chunks.single(tensor.shape, extent))
 
 
-def _write(path: str, pieces: list[tuple[int, bytes]]) -> None:
+def _write(location: Location, pieces: list[tuple[int, bytes]]) -> None:
     with closing(files.Pool(writing=True)) as pool:
-        pool.write_all(path, pieces)
+        pool.write_all(location, pieces)
 
 
 def _name(tensor: Tensor) -> bytes:

@@ -19,23 +19,21 @@ from ckpttool.serialization.numpy_arrays import PickledArray
 from ckpttool.serialization.pickle_payloads import ByteArray, Bytes, Payload
 from ckpttool.serialization.torch_pickle import StorageRef, TensorRef
 from ckpttool.storage import files
-from ckpttool.storage.stores import locate
+from ckpttool.storage.stores import Location, local_path
 
 _MAX_BYTES = 1 << 28  # of bytes that are a value and no array
 
 
-def recognise(path: str) -> bool:
+def recognise(location: Location) -> bool:
     """Return whether this is a file of one pickle, by its content."""
-    location = locate(path)
     try:
         return location.is_file() and pickle_payloads.is_pickle(location.read, location.size())
     except CkptError:
         return False
 
 
-def open(path: str, options: OpenOptions = NO_HINTS) -> Source:
+def open(location: Location, options: OpenOptions = NO_HINTS) -> Source:
     """Return the catalogue of one file. Raises CorruptError when it is cut or contradicts itself."""
-    location = locate(path)
     catalogue = Catalogue("pickle", [File(location, location.name, location.size())])
     content = _Content(catalogue, f"`{location}`")
     try:
@@ -161,7 +159,7 @@ class _Content:
         charge(len(content))
         if self._scratch is None:
             self._scratch = files.ScratchFile()
-            self._catalogue.files.append(File(self._scratch.location, "(decoded)", 0, scratch=True))
+            self._catalogue.files.append(File(local_path(self._scratch.location), "(decoded)", 0, scratch=True))
         scratch = self._catalogue.files[1]
         offset = scratch.size
         self._scratch.write(offset, bytes(content))

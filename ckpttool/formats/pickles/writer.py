@@ -17,7 +17,7 @@ from ckpttool.errors import LossError
 from ckpttool.serialization import numpy_arrays, pickler, torch_legacy, torch_zip_writer
 from ckpttool.serialization.pickler import PickleWriter
 from ckpttool.storage import files
-from ckpttool.storage.stores import locate
+from ckpttool.storage.stores import Location
 
 # The lowest, by which names of Python 2 (`copy_reg`) are those of Python 3. The bytes of tensors are spelt as protocol
 # 3 spells them, which Python 3 reads in any: they would be text.
@@ -91,7 +91,7 @@ def _persistent(writer: PickleWriter, value: Any) -> bool:
     return True
 
 
-def create(path: str, planned: Catalogue, options: SinkOptions) -> Sink:
+def create(location: Location, planned: Catalogue, options: SinkOptions) -> Sink:
     """Create a pickle of full size with holes where the payloads go."""
     leaves = _RebuildCalls(planned)
     state = flatten.unflatten(planned, lambda entry: entry if isinstance(entry, Tensor) else entry.value)
@@ -105,15 +105,14 @@ def create(path: str, planned: Catalogue, options: SinkOptions) -> Sink:
         places[hole.path] = end + shift
         at, shift = end, shift + hole.nbytes
     pieces.append((at + shift, code[at:]))
-    location = locate(path)
     facts = {"layout": "pickle", "protocol": code[1]}
-    created = Catalogue("pickle", [File(path, location.name, len(code) + shift)], facts=facts)
+    created = Catalogue("pickle", [File(location, location.name, len(code) + shift)], facts=facts)
     created.containers = dict(planned.containers)
     for entry in planned.entries.values():
         created.add(_placed(entry, places, planned))
     location.create(created.files[0].size)
     with closing(files.Pool(writing=True)) as pool:
-        pool.write_all(path, pieces)
+        pool.write_all(location, pieces)
     return CreatedSink(created, lambda crcs: None)
 
 

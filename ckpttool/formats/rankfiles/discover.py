@@ -24,7 +24,7 @@ from typing import NamedTuple
 from ckpttool.errors import CkptError, CorruptError, ReadError
 from ckpttool.formats.rankfiles import rank_file as reading
 from ckpttool.storage import files
-from ckpttool.storage.stores import Location, locate
+from ckpttool.storage.stores import Location
 from ckpttool.text import rank_ranges, some
 
 _END = r"\.(?P<ending>(?:pt|pth|bin|ckpt|th)(?:\.tar)?|tar)"
@@ -82,9 +82,8 @@ class RankSet:
         return path.parent.parent / "rank*" / path.name
 
 
-def member(path: str) -> Member | None:
+def member(path: Location) -> Member | None:
     """Parse the name of a file; None for a name without a rank."""
-    path = locate(path)
     name = path.name
     for pattern in _NAMES:
         match = pattern.fullmatch(name)
@@ -103,9 +102,8 @@ def member(path: str) -> Member | None:
     return Member(path, match["stem"].strip("._-"), int(match["rank"]), None, match["ending"], numbered=True)
 
 
-def recognise(path: str) -> bool:
-    """Return whether a path is a rank file, or a directory or pattern of rank files."""
-    location = locate(path)
+def recognise(location: Location) -> bool:
+    """Return whether a location is a rank file, or a directory or pattern of rank files."""
     is_pattern = location.is_pattern()
     if is_pattern or location.is_dir():
         names = _candidates(location)
@@ -118,16 +116,15 @@ def recognise(path: str) -> bool:
     return this is not None and not this.numbered and (this.world is not None or len(_like(this)) > 1)
 
 
-def find(path: str) -> RankSet:
+def find(location: Location) -> RankSet:
     """Return the set in a directory, around one file, or of a pattern. Raises ReadError if there are several."""
-    location = locate(path)
     is_pattern = location.is_pattern()
     if not is_pattern and not location.is_dir():
         return _around(location)
     names = _candidates(location)
     members = _rank_files(names, is_named=is_pattern) or _by_contents(_with_shards(names, any_of=is_pattern))
     if not members:
-        raise ReadError(f"`{path}` has no rank files", hint="name the files: `'run/*rank*.pt'`", file=path)
+        raise ReadError(f"`{location}` has no rank files", hint="name the files: `'run/*rank*.pt'`", file=location)
     groups: dict[tuple[str, int | None, str], list[Member]] = defaultdict(list)
     for m in members:
         groups[m.stem, m.world, m.ending].append(m)

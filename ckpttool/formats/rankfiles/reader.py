@@ -19,15 +19,16 @@ from ckpttool.formats.rankfiles.rank_file import RankFile
 from ckpttool.serialization import unpickler
 from ckpttool.serialization.dtensor import RankShard
 from ckpttool.storage import files
+from ckpttool.storage.stores import Location
 from ckpttool.text import is_or_are, rank_ranges, some
 
 
-def open(path: str, options: OpenOptions = NO_HINTS) -> Source:
+def open(location: Location, options: OpenOptions = NO_HINTS) -> Source:
     """Return the catalogue of a set: of a directory, of the set that a file belongs to, or of a pattern.
 
     Raises ReadError if there are several, CorruptError for a file that is not whole.
     """
-    rank_set = discover.find(path)
+    rank_set = discover.find(location)
     catalogue = Catalogue("rankfiles")
     pool = files.Pool()
     try:

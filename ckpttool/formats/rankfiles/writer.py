@@ -29,15 +29,15 @@ from ckpttool.formats.rankfiles import sharded_pickle
 from ckpttool.serialization import torch_tree, torch_zip_writer
 from ckpttool.serialization.torch_pickle import Wrapper
 from ckpttool.storage import files
-from ckpttool.storage.stores import locate
+from ckpttool.storage.stores import Location
 from ckpttool.text import rank_ranges
 
 _ROOT = "archive"  # what torch calls it when it saves to a buffer
 
 
-def create(path: str, planned: Catalogue, options: SinkOptions) -> Sink:
+def create(location: Location, planned: Catalogue, options: SinkOptions) -> Sink:
     """Create an archive of full size for each rank, with holes where the payloads go."""
-    files.make_directory(path)
+    files.make_directory(location)
     created = Catalogue("rankfiles", facts={"layout": "rank files"}, containers=dict(planned.containers))
     created.warnings += _left_without(planned, options.world)
     cut = {tensor.path: Chunks() for tensor in planned.tensors if _is_cut(tensor, options.world)}
@@ -45,7 +45,7 @@ def create(path: str, planned: Catalogue, options: SinkOptions) -> Sink:
     layouts: list[torch_zip_writer.ArchiveLayout] = []
     for rank in range(options.world):
         name = f"rank{rank}.pt"
-        created.files.append(File(locate(path) / name, name, 0, rank))
+        created.files.append(File(location / name, name, 0, rank))
         keys = torch_tree.StorageKeys(planned, partial(_local_shape, rank=rank, world=options.world))
         layouts.append(_write(created.files[-1], rank, planned, keys, options))
         storages, layouts[-1].storages = layouts[-1].storages, {}
@@ -83,7 +83,7 @@ def _write(
     tree = flatten.unflatten(_seen_by(planned, rank), lambda entry: entry if isinstance(entry, Tensor) else entry.value)
     layout = torch_zip_writer.lay_out(tree, keys.new_tensor, file=rank, root=_ROOT, wrapper_of=wrapper_of)
     file.size = layout.size
-    torch_zip_writer.write(layout, locate(file.location))
+    torch_zip_writer.write(layout, file.location)
     return layout
 
 

@@ -22,19 +22,20 @@ from ckpttool.formats.safetensors.model_files import (
 from ckpttool.formats.safetensors.sharding import SUFFIX
 from ckpttool.serialization import safetensors_header
 from ckpttool.serialization.safetensors_header import Header, HeaderEntry
-from ckpttool.storage.stores import Location, locate
+from ckpttool.storage.stores import Location
 from ckpttool.text import some
 
 
-def recognise(path: str) -> bool:
-    """Return whether `path` is a safetensors file, complete or not, or a directory with such files."""
-    location = locate(path)
+def recognise(location: Location) -> bool:
+    """Return whether `location` is a safetensors file, complete or not, or a directory with such files."""
     try:
         if not location.is_dir():
             head = location.head(9)
             # A file that ends before its header, or whose header is too long, is recognised by its name only.
-            named = path.endswith(SUFFIX) and head[8:9] in (b"", b"{")
-            return safetensors_header.looks_like(head) or named or (path.endswith(index.SUFFIX) and head[:1] == b"{")
+            named = location.endswith(SUFFIX) and head[8:9] in (b"", b"{")
+            return (
+                safetensors_header.looks_like(head) or named or (location.endswith(index.SUFFIX) and head[:1] == b"{")
+            )
         names = location.names()
         return (
             _is_state(location, names)
@@ -49,15 +50,14 @@ def _is_state(root: Location, names: Sequence[str]) -> bool:
     return state_json.NAME in names and state_json.looks_like((root / state_json.NAME).head(4096))
 
 
-def open(path: str, options: OpenOptions = NO_HINTS) -> Source:
+def open(location: Location, options: OpenOptions = NO_HINTS) -> Source:
     """Return the source of a file, an index or a directory.
 
     Raises CorruptError if the files are inconsistent.
     """
-    location = locate(path)
     if not location.is_dir():
         root, name = location.parent, location.name
-        is_index = path.endswith(index.SUFFIX)
+        is_index = location.endswith(index.SUFFIX)
         return PlacedSource(open_indexed(root, name, options.only) if is_index else open_file(root, name))
     names = location.names()
     if _is_state(location, names):

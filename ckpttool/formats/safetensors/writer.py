@@ -18,17 +18,17 @@ from ckpttool.formats.safetensors.state_json import TensorPlace
 from ckpttool.serialization import safetensors_header, safetensors_library
 from ckpttool.serialization.safetensors_header import Header
 from ckpttool.storage import files
-from ckpttool.storage.stores import Location, locate
+from ckpttool.storage.stores import Location
 from ckpttool.version import __version__
 
 
-def create(path: str, planned: Catalogue, options: SinkOptions) -> Sink:
+def create(location: Location, planned: Catalogue, options: SinkOptions) -> Sink:
     """Create files of full size, with headers: a model by the convention of Hugging Face, anything else as a state."""
-    one_file = options.one_file or path.endswith(SUFFIX)
+    one_file = options.one_file or location.endswith(SUFFIX)
     max_size = options.max_shard_size or MAX_SHARD_SIZE
     model, state = sharding.is_model(planned), b""
     if one_file and not model:
-        raise LossError(f"`{path}`: one safetensors file holds the tensors of one model, and nothing else")
+        raise LossError(f"`{location}`: one safetensors file holds the tensors of one model, and nothing else")
     created = Catalogue("safetensors")
     if model:
         metadata, most = _metadata(planned, created) if not options.bare else {}, None if one_file else max_size
@@ -40,19 +40,19 @@ def create(path: str, planned: Catalogue, options: SinkOptions) -> Sink:
         state = state_json.build(planned, plan.places, f"ckpttool {__version__}")
         created.facts["layout"], created.containers = "training state", dict(planned.containers)
     if not one_file:
-        files.make_directory(path)
+        files.make_directory(location)
     written = _Files(created, bare=options.bare)
     for file in plan.files:
-        written.add(file, locate(path) if one_file else locate(path) / file.name)
+        written.add(file, location if one_file else location / file.name)
     _fill(created, planned, plan.places, written.extents, model)
 
     def finish(crcs: Crcs) -> None:
         sums = written.finish(crcs)
         for name, data in plan.indexes.items():
-            (locate(path) / name).put(data if options.bare else index.sealed(data, sums))
+            (location / name).put(data if options.bare else index.sealed(data, sums))
         # The state file last of all: without it the directory is not a checkpoint.
         if state:
-            (locate(path) / state_json.NAME).put(state_json.sealed(state, sums))
+            (location / state_json.NAME).put(state_json.sealed(state, sums))
 
     return CreatedSink(created, finish)
 
@@ -105,7 +105,7 @@ class _Files:
         safetensors library cannot open."""
         sums = {} if self.bare else self._seal(crcs)
         for file in self.created.files:
-            if reason := safetensors_library.refusal(locate(file.location)):
+            if reason := safetensors_library.refusal(file.location):
                 text = (
                     f"`{file.name}`: safetensors {safetensors_library.version()} cannot open what was written: {reason}"
                 )

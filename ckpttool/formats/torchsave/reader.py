@@ -23,15 +23,14 @@ from ckpttool.serialization import (
 )
 from ckpttool.serialization.torch_zip import Archive
 from ckpttool.storage import files
-from ckpttool.storage.stores import Location, locate
+from ckpttool.storage.stores import Location
 from ckpttool.text import some
 
 _PK = b"PK\3\4"
 
 
-def recognise(path: str) -> bool:
+def recognise(location: Location) -> bool:
     """Return whether this is a file of one of the kinds above, whole or not."""
-    location = locate(path)
     if not location.is_file():
         return False
     try:
@@ -48,9 +47,8 @@ def recognise(path: str) -> bool:
         return False
 
 
-def open(path: str, options: OpenOptions = NO_HINTS) -> Source:
+def open(location: Location, options: OpenOptions = NO_HINTS) -> Source:
     """Return the catalogue of one file. Raises CorruptError when it is cut or contradicts itself."""
-    location = locate(path)
     size = location.size()
     catalogue = Catalogue("torch", [File(location, location.name, size)])
     pool = files.Pool()

@@ -144,7 +144,7 @@ def planned(result: Exported, options: ExportOptions, how: WriteOptions) -> Iter
             opened = _with_base(opened, whole)
         with naming(src):
             viewed = Viewed(opened.source)
-            beside = assets.collect(folder, src, source, options.include)
+            beside = assets.collect(folder, source, options.include)
             components = _plan(source, viewed, beside, reference, base, options, result)
         catalogue = components[0].catalogue if len(components) == 1 else _combined(components)
         if memory is None and any(t.dtype != (t.origin or t).dtype for t in catalogue.tensors):
@@ -173,7 +173,7 @@ def planned(result: Exported, options: ExportOptions, how: WriteOptions) -> Iter
 def _with_base(opened: OpenSource, whole: CombinedSource) -> OpenSource:
     """Return the source with the files of a base, which must not change while they are read either."""
     added = whole.catalogue.files[len(opened.source.catalogue.files) :]
-    before = opened.before | files.fingerprint(file.location for file in added if not is_remote(file.location))
+    before = opened.before | files.fingerprint(file.location for file in added if not file.location.is_remote)
     return replace(opened, source=whole, before=before)
 
 

@@ -19,7 +19,7 @@ from ckpttool.models.assets import of_bytes
 from ckpttool.serialization import safetensors_header
 from ckpttool.storage import files
 from ckpttool.storage.gathered import GatheredFile
-from ckpttool.storage.stores import Outgoing
+from ckpttool.storage.stores import Location, Outgoing
 from ckpttool.text import literal, some
 from ckpttool.transfer import plan
 from ckpttool.transfer.execute import Transferred, transfer
@@ -120,12 +120,12 @@ def outgoing(
 
 def _writer(
     name: str, catalogue: Catalogue, head: int, payload: int, moving: Moving, *, keep_order: bool
-) -> Callable[[str], str | None]:
+) -> Callable[[Location], str | None]:
     def progress(done: int, _: int) -> None:
         moving.done[name] = done
         moving.report()
 
-    def write(path: str) -> str | None:
+    def write(path: Location) -> str | None:
         assert _SAFE.create is not None
         sink = _SAFE.create(path, catalogue, SinkOptions(one_file=True, keep_order=keep_order, bare=True))
         created = sink.catalogue

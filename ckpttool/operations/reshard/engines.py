@@ -19,7 +19,7 @@ from ckpttool.formats.dcp import manifest
 from ckpttool.layout.mesh import CheckpointSharding, Mesh, bytes_per_rank, find_sharding
 from ckpttool.operations.write import Write
 from ckpttool.storage import files, free_space
-from ckpttool.storage.stores import local_path, locate
+from ckpttool.storage.stores import Location, local_path
 from ckpttool.text import plural, size
 from ckpttool.transfer import processes
 from ckpttool.transfer.execute import Transferred
@@ -137,21 +137,21 @@ def write(engine: Engine, job: Write) -> None:
             )
             partial = stack.enter_context(stage).shared_path
             files.make_directory(partial)
-        partial = str(coordinator.exchange("partial", partial)[0])
-        moved, crcs = _save(engine.kind, engine.sharding, job, partial)
+        folder = local_path(coordinator.exchange("partial", partial)[0])
+        moved, crcs = _save(engine.kind, engine.sharding, job, folder)
         if not coordinator.is_first:
             return
         files.check_unchanged(job.opened.before)
         if options.carried:
-            manifest.write(partial, crcs)
-        job.read_back(partial, job.planned.catalogue)
-        sizes = locate(partial).sizes()
+            manifest.write(folder, crcs)
+        job.read_back(folder, job.planned.catalogue)
+        sizes = folder.sizes()
         result.files = [FileSize(name, sizes[name]) for name in sorted(sizes) if name.endswith(".distcp")]
         result.file_bytes = sum(file.bytes for file in result.files)
     result.checked_bytes, result.unchecked_bytes = moved.checked, moved.unchecked
 
 
-def _save(kind: str, sharding: CheckpointSharding, job: Write, partial: str) -> tuple[Transferred, dict[str, int]]:
+def _save(kind: str, sharding: CheckpointSharding, job: Write, partial: Location) -> tuple[Transferred, dict[str, int]]:
     from ckpttool.training.reshard_engine import engine
 
     coordinator, options = job.coordinator, job.options

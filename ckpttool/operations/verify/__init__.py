@@ -142,7 +142,7 @@ def _current(run: Verification, own: Manifest | None) -> Manifest | None:
 def _carried(run: Verification) -> Manifest | None:
     """Return what the DCP directories in a checkpoint carry, as one manifest; None if none does."""
     root, found, compared = run.root.absolute(), Manifest(), []
-    folders = {stores.locate(file.location).absolute().parent for file in run.catalogue.own_files}
+    folders = {file.location.absolute().parent for file in run.catalogue.own_files}
     listed = [folder / NAME for folder in sorted(folders) if (folder / NAME).is_file()]
     for location in listed:
         name = location.relative_to(root)
@@ -182,7 +182,8 @@ def _open(path: str, shapes: str | None, report: Report, threads: int, progress:
     report.format, report.layout = catalogue.format, str(catalogue.facts.get("layout") or "")
     report.note_files(catalogue)
     report.tensors, report.objects = sum(1 for _ in catalogue.tensors), sum(1 for _ in catalogue.objects)
-    root = open.location_of(path, catalogue)
+    root = catalogue.location
+    assert root is not None
     if open.chosen_of_run(catalogue):
         report.path = root
     return Verification(source, root, report, threads, progress)

@@ -15,7 +15,7 @@ from ckpttool.operations.verify.report import Verification
 from ckpttool.serialization.manifest import Hashed, Manifest
 from ckpttool.storage.crc import crc_of
 from ckpttool.storage.files import Pool
-from ckpttool.storage.stores import Location, locate
+from ckpttool.storage.stores import Location
 from ckpttool.transfer.checksums import Pieces
 from ckpttool.transfer.threads import Work
 
@@ -38,7 +38,7 @@ def check(run: Verification, manifest: Manifest) -> Iterator[Finding]:
     if listed or not manifest.tensors:
         differing: set[str] = set()
         yield from _files(run, manifest, root, names, listed, differing)
-        numbers = {i for i, f in enumerate(run.catalogue.files) if locate(f.location).absolute() in differing}
+        numbers = {i for i, f in enumerate(run.catalogue.files) if f.location.absolute() in differing}
         inside = {t.name for t in run.catalogue.tensors if numbers & set(t.chunks.file)}
         expected = [t for t in manifest.tensors if t.name in inside]
     elif run.is_open:
@@ -92,7 +92,7 @@ def _files(
 
 def _crc(run: Verification, location: Location, nbytes: int) -> int:
     """Return the CRC of a file, of which `runs` were read. Raises ReadError or StorageError."""
-    numbers = [i for i, f in enumerate(run.catalogue.files) if locate(f.location).absolute() == location.absolute()]
+    numbers = [i for i, f in enumerate(run.catalogue.files) if f.location.absolute() == location.absolute()]
     whole, read, at = Record(0, 0, nbytes), Pieces(), iter((run.runs or {}).get(numbers[0], ()) if numbers else ())
     for offset, length, crc in zip(at, at, at, strict=True):
         read.add(whole, offset, length, crc)

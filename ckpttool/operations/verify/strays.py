@@ -10,7 +10,7 @@ from ckpttool.errors import CkptError
 from ckpttool.formats import DATA_FILE
 from ckpttool.operations.verify.report import Verification
 from ckpttool.storage.files import REMAINS
-from ckpttool.storage.stores import Location, locate
+from ckpttool.storage.stores import Location
 
 _DISTCP = re.compile(r"__(\d+)_\d+\.distcp")
 _OF_RANK = re.compile(r"__(\d+)\.metadata")
@@ -27,7 +27,7 @@ def around(run: Verification) -> Iterator[Finding]:
             yield Finding(SUSPECT, "remains", f"`{place}`: left by a ckpttool that was killed; remove it", place)
     if run.root.is_dir():
         files = run.catalogue.own_files if run.is_open else ()
-        listed = {locate(file.location).absolute(): file for file in files}
+        listed = {file.location.absolute(): file for file in files}
         folders = {location.parent for location, file in listed.items() if not file.missing}
         for folder in sorted(folders | {root}):
             yield from _in(folder, root, listed, run.catalogue.world_size)

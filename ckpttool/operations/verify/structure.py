@@ -15,7 +15,6 @@ from ckpttool.layout.optimizer.misspelt import MISSPELT, misspelt
 from ckpttool.operations.verify.report import Verification
 from ckpttool.producers import foreign
 from ckpttool.serialization import safetensors_library
-from ckpttool.storage.stores import locate
 from ckpttool.text import plural
 
 
@@ -42,11 +41,11 @@ def faults(run: Verification) -> Iterator[Finding]:
 def official(run: Verification) -> Iterator[Finding]:
     """Yield a finding for each safetensors file that the safetensors library cannot open, though it was opened here."""
     files = [file for file in run.catalogue.own_files if file.name.endswith(".safetensors") and not file.missing]
-    local = [file for file in files if locate(file.location).store.is_local]
+    local = [file for file in files if file.location.store.is_local]
     if local:
         run.report.library = f"safetensors {safetensors_library.version()}"
     for file in local:
-        if reason := safetensors_library.refusal(locate(file.location)):
+        if reason := safetensors_library.refusal(file.location):
             text = f"`{file.name}`: {run.report.library} cannot open it: {reason}"
             yield Finding(DAMAGE, "refused", text, file.name)
 

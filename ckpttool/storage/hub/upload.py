@@ -40,7 +40,7 @@ from ckpttool.storage.hub.address import Address, parse
 from ckpttool.storage.hub.listing import RepoFile
 from ckpttool.storage.hub.retries import repeat
 from ckpttool.storage.hub.senders import Senders, SendingStopped
-from ckpttool.storage.stores import Location, Outgoing, Store
+from ckpttool.storage.stores import Location, Outgoing, Store, local_path
 from ckpttool.text import some
 
 Progress = Callable[[int, int], None]
@@ -583,7 +583,7 @@ class _Written:
             if file.write is not None:
                 os.makedirs(os.path.dirname(path), exist_ok=True)
                 Path(path).unlink(missing_ok=True)
-                sha256 = file.write(path)
+                sha256 = file.write(local_path(path))
             size = os.path.getsize(path)
         assert size == file.size, f"{file.name}: {size} bytes were written, not {file.size}"
         self.digest = RepoFile(path, size, sha256, None) if sha256 is not None else None

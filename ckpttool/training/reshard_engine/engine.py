@@ -31,6 +31,7 @@ from ckpttool.errors import CkptError, StorageError
 from ckpttool.formats.dcp import combine, planner_data
 from ckpttool.layout.mesh import CheckpointSharding
 from ckpttool.storage.files import Pool
+from ckpttool.storage.stores import Location
 from ckpttool.training import collectives, devices, fill, save
 from ckpttool.training.check_read import check_files
 from ckpttool.training.counted_files import counting
@@ -95,7 +96,7 @@ def run(
     source: Source,
     catalogue: Catalogue,
     sharding: CheckpointSharding,
-    partial: str,
+    partial: Location,
     rank: Rank,
     *,
     path: str,
@@ -225,7 +226,7 @@ class _Writer(torch_dcp.FileSystemWriter):  # type: ignore[misc]
         return plan
 
 
-def _save(catalogue: Catalogue, meta: MetaModel, partial: str) -> dict[str, int]:
+def _save(catalogue: Catalogue, meta: MetaModel, partial: Location) -> dict[str, int]:
     names = planner_data.name_entries(catalogue).names
     state = {names[path]: value for path, value in meta.state().items()}
     planner = _Planner(flatten_state_dict=False, flatten_sharded_tensors=False)

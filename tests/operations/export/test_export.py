@@ -22,6 +22,7 @@ from ckpttool import errors
 from ckpttool.models.assets import CARD, with_dtype
 from ckpttool.operations.export import plan as planning
 from ckpttool.operations.write import WriteOptions
+from ckpttool.storage.stores import local_path
 
 
 def weights() -> dict[str, torch.Tensor]:
@@ -323,7 +324,7 @@ def test_the_same_source_gives_the_same_bytes_and_each_file_alone(tmp_path: Path
     with planning.planned(result, options, how) as plan:
         # Backwards, and twice: none needs another.
         for i, file in enumerate([*reversed(plan.files), plan.files[0]]):
-            file.write(str(tmp_path / str(i)))
+            file.write(local_path(str(tmp_path / str(i))))
             assert (tmp_path / str(i)).read_bytes() == folders[0][file.name]
             assert (tmp_path / str(i)).stat().st_size == file.size
     assert max(done for done, _ in seen) == seen[0][1]
