@@ -171,7 +171,7 @@ def convert(
                 else:
                     if options.maps:
                         opened = replace(opened, source=Viewed(opened.source))
-                    planned, target = _plan(opened.source, src, place.path, target, options, result.notes)
+                    planned, target = _plan(opened.source, place.path, target, options, result.notes)
             write.Write(opened, planned, target, result, place.options).run()
             place.send(result)
     return result
@@ -249,7 +249,7 @@ def _plan_like(
 
 
 def _plan(
-    source: Source, src: str, dst: str, target: Format, options: ConvertOptions, notes: list[str]
+    source: Source, dst: str, target: Format, options: ConvertOptions, notes: list[str]
 ) -> tuple[Planned, Format]:
     """Return what to write, and its format: a framework's layout is a format of its own."""
     catalogue = source.catalogue
