@@ -27,7 +27,7 @@ import ckpttool
 from ckpttool.catalogue import work_limit
 from ckpttool.errors import CkptError
 
-sys.path.append(str(ROOT / "tests" / "bench"))
+sys.path.append(str(ROOT / "samples" / "bench"))
 
 import metadata as index_of_bench  # type: ignore[import-not-found]
 

@@ -2,7 +2,7 @@
 
 Both ask one server on this machine, which waits 50 ms before each answer. The first round is not counted.
 
-    python tests/bench/hub_headers.py [SHARDS] [MILLISECONDS] [ROUNDS]
+    python samples/bench/hub_headers.py [SHARDS] [MILLISECONDS] [ROUNDS]
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tests"))
 
 from support.hub_server import WRITER, Handler, Hub
 

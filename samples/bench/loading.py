@@ -1,6 +1,6 @@
 """Measures `ckpttool.load` against `dcp.load` on the ranks of one run: time, bytes read, and rank 0's memory.
 
-    python -m torch.distributed.run --nproc-per-node 2 tests/bench/loading.py --width 1024 --layers 8 --rounds 5
+    python -m torch.distributed.run --nproc-per-node 2 samples/bench/loading.py --width 1024 --layers 8 --rounds 5
 
 An FSDP2 model and AdamW are saved by `dcp.save`, and loaded by turns, each time into a fresh model and an optimizer
 that has not stepped; `unchecked` is `parallel` with `check=False`. Of torch's way two times are taken: `dcp.load`

@@ -4,7 +4,7 @@ Both are new processes, which send to one server on this machine, over LFS and o
 and to an empty store. What `hf upload` does not do, the conversion of a checkpoint, is in the time of the export. On a
 busy machine, the best round and the processor time tell more than the median.
 
-    python tests/bench/hub_upload.py [MIB] [ROUNDS] [FOLDER]
+    python samples/bench/hub_upload.py [MIB] [ROUNDS] [FOLDER]
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import tempfile
 import time
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tests"))
 
 from support.hub_server import WRITER, Hub
 
