@@ -38,6 +38,7 @@ from ckpttool.serialization.dcp import metadata as dcpmetadata
 from ckpttool.serialization.dcp import metadata_classes as classes
 from ckpttool.serialization.dcp import metadata_fast as dcpruns
 from ckpttool.serialization.dcp.metadata import IndexItem, StoredTensor
+from ckpttool.storage.stores import locate
 
 
 def by_torch(world: int = 3, names: int = 2) -> Metadata:
@@ -85,7 +86,7 @@ def ours() -> dcpmetadata.IndexContents:
 
 def written(metadata: dcpmetadata.IndexContents) -> bytes:
     out = io.BytesIO()
-    dcpspelling.write(metadata, out.write)
+    dcpspelling.write(locate(metadata), out.write)
     return out.getvalue()
 
 

@@ -194,22 +194,6 @@ def ties(value: Any) -> set[frozenset[str]]:
     return {frozenset(g) for g in groups.values() if len(g) > 1}
 
 
-PLAIN = ["torch/full", "torch/model", "torch/dtypes", "torch/legacy", "torch/old20", "torch/bigendian", "torch/script"]
-
-
-@pytest.mark.parametrize("mmap", [False, True])
-@pytest.mark.parametrize("name", PLAIN)
-def test_what_we_write_loads_safely(name: str, mmap: bool, tmp_path: Path) -> None:
-    convert(sample(name), tmp_path / "out.pt")
-    if name in ("torch/full", "torch/legacy", "torch/old20"):
-        allowed = [Namespace, np.ndarray, np.dtype, np._core.multiarray._reconstruct, type(np.dtype(np.uint32))]
-        context: Any = torch.serialization.safe_globals(allowed)
-    else:
-        context = torch.serialization.safe_globals([])
-    with context:
-        assert_same(torch.load(tmp_path / "out.pt", weights_only=True, mmap=mmap), expected_of(name))
-
-
 @pytest.mark.parametrize("name", ["torch/full", "torch/model", "torch/dtypes", "torch/buffer", "torch/ddp"])
 def test_what_we_write_is_what_torch_writes(name: str, tmp_path: Path) -> None:
     """The same records in the same order at the same alignment, with the same flags and the same bytes, for the state

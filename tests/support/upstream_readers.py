@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 import sys
 import warnings
 from collections.abc import Mapping
@@ -145,6 +146,34 @@ def safetensors_in(path: str | Path, framework: str = "pt") -> dict[str, Any]:
             for name in opened.keys():  # noqa: SIM118 - not a mapping
                 assert name not in found, f"{name} is in two files"
                 found[name] = opened.get_tensor(name)
+    return found
+
+
+def safetensors_by_path(out: Path) -> dict[str, torch.Tensor]:
+    """Every tensor of a directory by its name in the state: the files as `safe_open` reads them, put in place by
+    `ckpttool.json` where there is one, and by the metadata that tell the other names of a tied tensor."""
+    files = {file.name: safetensors_in(file) for file in out.glob("*.safetensors")}
+    if not (out / "ckpttool.json").exists():
+        found = {name: tensor for tensors in files.values() for name, tensor in tensors.items()}
+        index = out / "model.safetensors.index.json"
+        tied = (
+            json.loads(index.read_text())["metadata"] if index.exists() else header(next(out.iterdir()))["__metadata__"]
+        )
+        return {**found, **{name: found[other] for name, other in tied.items() if other in found}}
+    found = {}
+    for entry in json.loads((out / "ckpttool.json").read_text())["entries"]:
+        if "file" in entry:
+            tensor = files[entry["file"]][entry["name"]]
+            if "dtype" in entry:
+                tensor = tensor.view(getattr(torch, entry["dtype"])).reshape(entry["shape"])
+            found[".".join(map(str, entry["path"]))] = tensor
+    return found
+
+
+def header(file: Path) -> dict[str, Any]:
+    """The JSON at the head of a safetensors file."""
+    data = file.read_bytes()
+    found: dict[str, Any] = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])
     return found
 
 

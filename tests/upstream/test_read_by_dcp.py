@@ -1,6 +1,6 @@
 """What we write as a DCP directory is read by `torch.distributed.checkpoint` in one process, bit for bit.
 
-On several ranks: `test_on_ranks.py`.
+On several ranks: `test_read_on_ranks.py`.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ import pytest
 import torch
 import torch.distributed.checkpoint as torch_dcp
 from support import large_state
-from support.paths import all_samples
 from support.upstream_readers import (
     dcp_into,
     dcp_whole,
@@ -35,15 +34,6 @@ from ckpttool import convert
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")
 
-ALL = all_samples()
-# Its objects hold tensors that are pieces of DTensors, which nothing can put together.
-LOST = {"dcp/unflattened_w2"}
-SOURCES = [
-    *(name for name in ALL if name.startswith(("dcp/", "safetensors/", "hf/")) and name not in LOST),
-    "torch/full", "torch/model", "torch/dtypes", "torch/layouts", "torch/legacy", "torch/tar", "torch/bigendian",
-    "torch/proto4", "torch/fsdp1_full_w2",
-]  # fmt: skip
-
 
 def written(source: str, folder: Path, **options: Any) -> str:
     """`source` as a DCP directory."""
@@ -54,21 +44,6 @@ def written(source: str, folder: Path, **options: Any) -> str:
 def expected(sample: str) -> Any:
     """What DCP can spell of what was saved."""
     return spelled(detached(expected_of(sample)))
-
-
-@pytest.mark.parametrize("world", [None, 3])
-@pytest.mark.parametrize("sample", SOURCES)
-def test_read_whole_and_into_a_state(sample: str, world: int | None, tmp_path: Path) -> None:
-    out = written(path_of(sample), tmp_path, to_world=world)
-    wanted = expected(sample)
-    found = dcp_whole(out)
-    for name in set(found) - set(wanted):
-        # A tied weight that safetensors holds once, and mentions in its metadata.
-        assert sample.startswith(("safetensors/", "hf/"))
-        assert any(found[name].equal(value) for value in wanted.values() if value.shape == found[name].shape)
-        del found[name]
-    assert difference(found, wanted) == "equal"
-    assert difference(dcp_into(out, hollow(wanted)), wanted) == "equal"
 
 
 @pytest.mark.parametrize("sample", ["dcp/fsdp2_w4", "dcp/fsdp2_tp_w4", "torch/full", "hf/sharded_w2", "torch/dtypes"])

@@ -7,13 +7,20 @@ from pathlib import Path
 from typing import Any
 
 import huggingface_hub
-import numpy as np
 import pytest
 import safetensors.torch
 import torch
-from same import raw_bytes
 from support import large_state
-from support.upstream_readers import detached, difference, expected_of, named, path_of, safetensors_in
+from support.upstream_readers import (
+    detached,
+    difference,
+    expected_of,
+    header,
+    named,
+    path_of,
+    safetensors_by_path,
+    safetensors_in,
+)
 from training import Sizes, Transformer
 
 from ckpttool import convert
@@ -21,13 +28,6 @@ from ckpttool.errors import LossError
 
 # They have dtypes that safetensors does not have.
 UNSAFE = ["dcp/dtypes", "torch/dtypes"]
-STATES = [
-    "dcp/fsdp2_w2", "dcp/fsdp2_w4", "dcp/hsdp_w4", "dcp/fsdp2_tp_w4", "dcp/fsdp1_w2", "dcp/flat_optim_w2", "dcp/single",
-    "dcp/int_keys", "dcp/zstd_w2", "dcp/safetensors_w2", "dcp/nocollectives_w2", "dcp/meta_torch20_w2",
-    "dcp/meta_torch215_w2", "dcp/shard1_w2", "dcp/grid_w4", "dcp/strided_w2", "dcp/foreign_storage_info_w2",
-    "torch/full", "torch/legacy", "torch/tar", "torch/bigendian", "torch/layouts",
-    "safetensors/single", "safetensors/indexed", "hf/sharded_w2", "hf/consolidated_w2", "hf/llama", "hf/gpt2",
-]  # fmt: skip
 MODELS = ["dcp/fsdp2_w2", "dcp/fsdp2_w4", "dcp/fsdp1_w2", "dcp/hsdp_w4", "torch/full", "torch/model", "torch/legacy"]
 
 
@@ -50,27 +50,6 @@ def without_checksums(path: Path) -> bytes:
     return len(text).to_bytes(8, "little") + text + data[start:]
 
 
-def by_path(out: Path) -> dict[str, torch.Tensor]:
-    """Every tensor of a directory by its name in the state: the files as `safe_open` reads them, put in place by
-    `ckpttool.json` where there is one, and by the metadata that tell the other names of a tied tensor."""
-    files = {file.name: safetensors_in(file) for file in out.glob("*.safetensors")}
-    if not (out / "ckpttool.json").exists():
-        found = {name: tensor for tensors in files.values() for name, tensor in tensors.items()}
-        index = out / "model.safetensors.index.json"
-        tied = (
-            json.loads(index.read_text())["metadata"] if index.exists() else header(next(out.iterdir()))["__metadata__"]
-        )
-        return {**found, **{name: found[other] for name, other in tied.items() if other in found}}
-    found = {}
-    for entry in json.loads((out / "ckpttool.json").read_text())["entries"]:
-        if "file" in entry:
-            tensor = files[entry["file"]][entry["name"]]
-            if "dtype" in entry:
-                tensor = tensor.view(getattr(torch, entry["dtype"])).reshape(entry["shape"])
-            found[".".join(map(str, entry["path"]))] = tensor
-    return found
-
-
 def same_values(found: dict[str, torch.Tensor], state: Any) -> None:
     """The same names, and bit for bit the same tensors."""
     wanted = {name: detached(tensor) for name, tensor in named(state).items()}
@@ -82,42 +61,6 @@ def model_of(sample: str) -> Any:
     """The state dict of the model in a sample."""
     state = expected_of(sample)
     return state.get("model", state)
-
-
-@pytest.mark.parametrize("sample", STATES)
-def test_every_tensor_of_a_whole_state(sample: str, tmp_path: Path) -> None:
-    out = written(path_of(sample), tmp_path / "out")
-    found = by_path(out)
-    if sample == "safetensors/indexed":
-        del found["lm_head.weight"]  # tied, and left out of the reference
-    same_values(found, expected_of(sample))
-    for file in out.glob("*.safetensors"):
-        assert difference(safetensors.torch.load_file(file), safetensors_in(file)) == "equal"
-
-
-@pytest.mark.parametrize("sample", STATES)
-def test_numpy_reads_the_same(sample: str, tmp_path: Path) -> None:
-    out = written(path_of(sample), tmp_path / "out")
-    theirs = {name: tensor for name, tensor in safetensors_in(out).items() if has_numpy(tensor)}
-    files = list(out.glob("*.safetensors"))
-    for file in files:
-        with safetensors.safe_open(file, framework="numpy") as opened:
-            for name in opened.keys():  # noqa: SIM118 - not a mapping
-                if name in theirs:
-                    array = opened.get_tensor(name)
-                    assert array.shape == tuple(theirs[name].shape)
-                    assert np.ascontiguousarray(array).tobytes() == raw_bytes(theirs.pop(name)), name
-    assert files
-    assert not theirs
-
-
-def has_numpy(tensor: torch.Tensor) -> bool:
-    """Whether NumPy has the dtype."""
-    try:
-        tensor[..., :0].numpy() if tensor.ndim else tensor.numpy()
-    except TypeError:
-        return False
-    return True
 
 
 @pytest.mark.parametrize("sample", MODELS)
@@ -171,18 +114,11 @@ def test_same_files_as_huggingface_hub(sample: str, most: int, tmp_path: Path) -
             assert difference(safetensors_in(out / file.name), safetensors_in(file)) == "equal"
 
 
-def header(file: Path) -> dict[str, Any]:
-    """The JSON at the head of a safetensors file."""
-    data = file.read_bytes()
-    found: dict[str, Any] = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])
-    return found
-
-
 @pytest.mark.parametrize("source", ["large.pt", "dcp"])
 @pytest.mark.parametrize("most", [None, 10_000_000])
 def test_large_state(source: str, most: int | None, large_folder: Path, tmp_path: Path) -> None:
     out = written(str(large_folder / source), tmp_path / "out", max_shard_size=most, threads=3)
-    same_values(by_path(out), large_state.state())
+    same_values(safetensors_by_path(out), large_state.state())
     assert (len(list(out.glob("*.safetensors"))) > 3) is (most is not None)
     held = sum(file.stat().st_size for file in out.glob("*.safetensors"))
     names = named(large_state.state()["model"])
@@ -203,4 +139,4 @@ def test_a_state_may_have_other_dtypes(tmp_path: Path) -> None:
     state = {"model": {"w": torch.ones(3)}, "step": 3, "wave": torch.tensor([1 + 2j, -0.0], dtype=torch.complex128)}
     torch.save(state, tmp_path / "state.pt")
     out = written(str(tmp_path / "state.pt"), tmp_path / "out")
-    same_values(by_path(out), state)
+    same_values(safetensors_by_path(out), state)

@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 import torch
 from support import large_state
-from support.paths import all_samples
 from support.upstream_readers import (
     PLAIN,
     detached,
@@ -21,23 +20,9 @@ from support.upstream_readers import (
     load,
     path_of,
     safetensors_in,
-    trusted,
 )
 
 from ckpttool import convert
-
-ALL = all_samples()
-
-DCP = [name for name in ALL if name.startswith("dcp/")]
-SAFETENSORS = [name for name in ALL if name.startswith(("safetensors/", "hf/"))]
-# Files of torch whose content is plain: tensors, containers, and what `PLAIN` allows.
-TORCH = [
-    "torch/align4096", "torch/bigendian", "torch/buffer", "torch/dtypes", "torch/full", "torch/layouts", "torch/legacy",
-    "torch/model", "torch/numpy1", "torch/old20", "torch/proto4", "torch/proto5", "torch/tar",
-    "torch/fsdp1_full_w2",
-]  # fmt: skip
-# Objects of these are tuples and instances with tensors inside, of classes that `weights_only=True` does not build.
-NOT_PLAIN = {"dcp/tuples", "dcp/unflattened_w2"}
 
 
 def written(source: str, folder: Path, **options: Any) -> Path:
@@ -62,35 +47,6 @@ def unzipped(file: Path) -> str:
         if ran.returncode:
             return f"unzip: {ran.stdout}{ran.stderr}"
     return "sound"
-
-
-@pytest.mark.parametrize("sample", [name for name in DCP if name not in NOT_PLAIN])
-def test_dcp_to_torch(sample: str, tmp_path: Path) -> None:
-    out = written(path_of(sample), tmp_path)
-    assert difference(load(out), expected_of(sample)) == "equal"
-    assert difference(load(out, mmap=True), expected_of(sample)) == "equal"
-    assert unzipped(out) == "sound"
-
-
-@pytest.mark.parametrize("sample", SAFETENSORS)
-def test_safetensors_to_torch(sample: str, tmp_path: Path) -> None:
-    out = written(path_of(sample), tmp_path)
-    for options in ({}, {"mmap": True}):
-        found = load(out, **options)
-        # A tied weight that safetensors holds once, and mentions in its metadata, comes back under both names.
-        tied = set(found) - set(expected_of(sample))
-        assert all(storage(found.pop(name)) in map(storage, found.values()) for name in tied)
-        assert difference(dict(found), dict(expected_of(sample))) == "equal"
-    assert unzipped(out) == "sound"
-
-
-@pytest.mark.parametrize("sample", TORCH)
-def test_torch_to_torch(sample: str, tmp_path: Path) -> None:
-    out = written(path_of(sample), tmp_path)
-    expected = plain(trusted(path_of(sample)))
-    assert difference(plain(load(out)), expected) == "equal"
-    assert difference(plain(load(out, mmap=True)), expected) == "equal"
-    assert unzipped(out) == "sound"
 
 
 def plain(tree: Any) -> Any:
