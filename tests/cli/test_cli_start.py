@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 from support.cli import FULL, environment, run, spawn
 from support.paths import ROOT
+from support.upstream_samples import path_of
 
 from ckpttool.cli.app import calculate_on_one_thread
 from ckpttool.version import __version__
@@ -20,8 +21,9 @@ LOOK = "import sys, atexit; atexit.register(lambda: print(sorted({'torch', 'nump
 
 @pytest.mark.parametrize(
     "words",
-    [["--help"], ["--version"], ["inspect", FULL], ["inspect", FULL, "--json"], ["formats"], ["convert", "--help"]],
-)
+    [["--help"], ["--version"], ["formats"], ["convert", "--help"], ["inspect", FULL, "--json"],
+     *(["inspect", path_of(name)] for name in ("torch/layouts", "dcp/fsdp2_w4", "safetensors/indexed"))],
+)  # fmt: skip
 def test_torch_is_not_imported(words: list[str]) -> None:
     process = spawn(*words, code=LOOK)
     assert process.communicate(timeout=300)[1] == "[]\n"

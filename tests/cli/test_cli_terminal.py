@@ -84,7 +84,7 @@ def on_terminal(columns: int, *words: str, code: int = 0, **env: str) -> str:
     return got.decode().replace("\r\n", "\n")
 
 
-@pytest.mark.parametrize("columns", [60, 80, 160])
+@pytest.mark.parametrize("columns", [60, *(pytest.param(n, marks=pytest.mark.long) for n in (80, 160))])
 def test_tables_fit_the_terminal(columns: int) -> None:
     for words in (["inspect", FULL], ["inspect", FULL, "--tensors", "*"], ["show", FULL, "model.embed.weight"]):
         text = on_terminal(columns, *words)
@@ -332,7 +332,7 @@ def test_a_large_index_is_a_line_that_goes_away(first: float, tmp_path: Path, mo
     assert all(line.startswith("reading .metadata  ") for line in lines)
 
 
-@pytest.mark.parametrize("columns", [80, 100, 120, 160, 200])
+@pytest.mark.parametrize("columns", [80, 120, *(pytest.param(n, marks=pytest.mark.long) for n in (100, 160, 200))])
 def test_a_difference_has_both_values_or_none(columns: int) -> None:
     run = CHECKPOINTS / "run" / "trainer" / "ckpt"
     text = on_terminal(columns, "diff", str(run / "checkpoint-2"), str(run / "checkpoint-4"), "--only", "model", code=1)
@@ -340,7 +340,7 @@ def test_a_difference_has_both_values_or_none(columns: int) -> None:
     assert [title in header.split() for title in ("first", "A", "B")].count(True) in (0, 3), header
 
 
-@pytest.mark.parametrize("is_terminal", [True, False])
+@pytest.mark.parametrize("is_terminal", [True, pytest.param(False, marks=pytest.mark.long)])
 def test_importing_transformers_is_said_on_a_terminal_and_nowhere_else(
     is_terminal: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

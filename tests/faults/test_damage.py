@@ -10,7 +10,6 @@ import pickle
 import random
 import shutil
 import struct
-import subprocess
 import tempfile
 import zipfile
 from pathlib import Path
@@ -20,10 +19,9 @@ import torch
 from support.faults import (
     CORRUPT,
     FORMATS,
-    PROGRAM,
     READ,
     STORAGE,
-    Ran,
+    as_nobody,
     check_words,
     model,
     out_folder,
@@ -33,9 +31,8 @@ from support.faults import (
     save_dcp,
     save_safetensors,
     save_torch,
-    shell,
 )  # fmt: skip
-from support.paths import CHECKPOINTS, ROOT
+from support.paths import CHECKPOINTS
 
 import ckpttool
 from ckpttool.errors import ReadError
@@ -225,20 +222,7 @@ def test_a_name_with_a_zero(tmp_path: Path) -> None:
 # No permission --------------------------------------------------------------------------------------------------------
 
 
-def as_nobody(*words: object) -> Ran:
-    """The command as a user who may not read everything; root may."""
-    if os.geteuid():
-        return shell(*words)
-    if shutil.which("setpriv") is None:
-        pytest.skip("run by root, and there is no setpriv to be somebody else")
-    prefix = ["setpriv", "--reuid=65534", "--regid=65534", "--clear-groups"]
-    if subprocess.run([*prefix, *PROGRAM, "--version"], capture_output=True, cwd=ROOT, check=False).returncode:
-        pytest.skip("run by root, and the interpreter is out of reach for others")
-    done = subprocess.run([*prefix, *PROGRAM, *map(str, words)], capture_output=True, cwd=ROOT, text=True, check=False)
-    return Ran(done.returncode, done.stdout, done.stderr)
-
-
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", ["torch", "dcp"])
 def test_no_permission_to_read(kind: str) -> None:
     folder = Path(tempfile.mkdtemp(prefix="ckpt-"))
     try:
@@ -358,7 +342,7 @@ def payload_bytes(kind: str, src: Path) -> tuple[Path, list[int]]:
     return file, found
 
 
-@pytest.mark.parametrize("flips", [25, pytest.param(100, marks=pytest.mark.long)])
+@pytest.mark.parametrize("flips", [8, pytest.param(100, marks=pytest.mark.long)])
 @pytest.mark.parametrize("to", FORMATS)
 @pytest.mark.parametrize("kind", ["torch", "dcp"])
 def test_a_flipped_bit(kind: str, to: str, flips: int, tmp_path: Path) -> None:

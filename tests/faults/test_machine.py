@@ -28,6 +28,7 @@ from support.faults import (
     STORAGE,
     USAGE,
     Ran,
+    as_nobody,
     check_words,
     mark,
     model,
@@ -267,15 +268,11 @@ def test_a_read_only_directory(src: Path) -> None:
     folder = Path(tempfile.mkdtemp(prefix="out-"))
     try:
         folder.chmod(0o555)
-        if os.geteuid():
-            check_words(run("convert", src, folder / "dst.pt"), STORAGE, folder, "permission denied")
-        else:
-            done = as_nobody("convert", public(src), folder / "dst.pt")
-            said = check_words(done, STORAGE, folder, "permission denied")
-            assert ".partial-" not in said
-            check_words(as_nobody("convert", public(src), folder / "new" / "dst.pt"), STORAGE, folder)
-            planned = as_nobody("convert", public(src), folder / "dst.pt", "-n")
-            assert planned.code == STORAGE and "would write" in planned.out and "no permission" in planned.err
+        said = check_words(as_nobody("convert", public(src), folder / "dst.pt"), STORAGE, folder, "permission denied")
+        assert ".partial-" not in said
+        check_words(as_nobody("convert", public(src), folder / "new" / "dst.pt"), STORAGE, folder)
+        planned = as_nobody("convert", public(src), folder / "dst.pt", "-n")
+        assert planned.code == STORAGE and "would write" in planned.out and "no permission" in planned.err
         assert names(folder) == []
     finally:
         folder.chmod(0o755)
@@ -294,16 +291,6 @@ def public(src: Path) -> Path:
 def _clean() -> Iterator[None]:
     yield
     Path(tempfile.gettempdir(), f"ckpt-{os.getpid()}.pt").unlink(missing_ok=True)
-
-
-def as_nobody(*words: object) -> Ran:
-    if shutil.which("setpriv") is None:
-        pytest.skip("run by root, and there is no setpriv to be somebody else")
-    prefix = ["setpriv", "--reuid=65534", "--regid=65534", "--clear-groups"]
-    if subprocess.run([*prefix, *PROGRAM, "--version"], capture_output=True, cwd=ROOT, check=False).returncode:
-        pytest.skip("run by root, and the interpreter is out of reach for others")
-    done = subprocess.run([*prefix, *PROGRAM, *map(str, words)], capture_output=True, cwd=ROOT, text=True, check=False)
-    return Ran(done.returncode, done.stdout, done.stderr)
 
 
 def test_where_nothing_can_be_made(src: Path, out: Path) -> None:
@@ -398,7 +385,7 @@ def test_the_space_goes_while_the_others_write(
     assert run("diff", src, small_disk / "dst", "-q").out == ""
 
 
-@pytest.mark.parametrize("to", FORMATS)
+@pytest.mark.parametrize("to", [FORMATS[0], *(pytest.param(to, marks=pytest.mark.long) for to in FORMATS[1:])])
 def test_a_limit_on_the_size_of_files(to: str, tmp_path: Path, out: Path) -> None:
     """`ulimit -f`, as some clusters have: the system sends a signal before it refuses."""
     src = save_torch(tmp_path / "big.pt", {"w": torch.ones(1 << 18)})
@@ -458,16 +445,19 @@ def stopped(large: Path, out: Path, to: str, *numbers: signal.Signals) -> tuple[
     return process.returncode, said
 
 
-@pytest.mark.parametrize("to", FORMATS)
+SIGNALS = {signal.SIGINT: (130, "interrupted"), signal.SIGTERM: (143, "terminated"), signal.SIGHUP: (143, "terminated")}
+
+
 @pytest.mark.parametrize(
-    ("number", "code", "word"),
+    ("number", "to"),
     [
-        (signal.SIGINT, 130, "interrupted"),
-        (signal.SIGTERM, 143, "terminated"),
-        pytest.param(signal.SIGHUP, 143, "terminated", marks=pytest.mark.long),
+        pytest.param(number, to, marks=[pytest.mark.long] * (i != j))
+        for i, number in enumerate(SIGNALS)
+        for j, to in enumerate(FORMATS)
     ],
 )
-def test_a_signal(number: signal.Signals, code: int, word: str, to: str, large: Path, out: Path) -> None:
+def test_a_signal(number: signal.Signals, to: str, large: Path, out: Path) -> None:
+    code, word = SIGNALS[number]
     with untouched(large):
         assert stopped(large, out, to, number) == (code, f"{word}, nothing was written\n")
     assert names(out) == []
@@ -493,7 +483,7 @@ def test_a_signal_before_anything(large: Path, out: Path) -> None:
         shutil.rmtree(out / "dst", ignore_errors=True)
 
 
-@pytest.mark.parametrize("to", FORMATS)
+@pytest.mark.parametrize("to", [FORMATS[0], *(pytest.param(to, marks=pytest.mark.long) for to in FORMATS[1:])])
 def test_killed(to: str, large: Path, out: Path) -> None:
     """No DST, and the next run removes what is left behind and says so."""
     with untouched(large):
@@ -619,7 +609,7 @@ def alone(*words: object) -> tuple[int, str]:
     return process.wait(300), said
 
 
-@pytest.mark.parametrize("flags", [(), ("--json",)])
+@pytest.mark.parametrize("flags", [(), pytest.param(("--json",), marks=pytest.mark.long)])
 @pytest.mark.parametrize("words", [("convert", "--to", "dcp"), *OTHERS.values()], ids=["convert", *OTHERS])
 def test_a_closed_pipe_and_something_to_write(
     words: tuple[str, ...], flags: tuple[str, ...], src: Path, out: Path
@@ -630,7 +620,7 @@ def test_a_closed_pipe_and_something_to_write(
     assert run("diff", src, out / "dst").code == 0
 
 
-@pytest.mark.parametrize("flags", [(), ("-v",)])
+@pytest.mark.parametrize("flags", [(), pytest.param(("-v",), marks=pytest.mark.long)])
 def test_a_closed_pipe_and_a_verdict(flags: tuple[str, ...], tmp_path: Path, out: Path) -> None:
     """`set -o pipefail` and `ckpttool verify ... | head`: damage is not success because the list of it was too long."""
     block = torch.ones(2, 2)
@@ -689,7 +679,7 @@ def test_umask(mask: int, file: int, folder: int, to: str, src: Path, out: Path)
 # Two at once ----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("to", FORMATS)
+@pytest.mark.parametrize("to", [FORMATS[0], *(pytest.param(to, marks=pytest.mark.long) for to in FORMATS[1:])])
 def test_two_runs_into_one_dst(to: str, large: Path, out: Path) -> None:
     """One of them wins and the other says so, or the second finds it there; never a mixture."""
     both = [spawn("convert", large, out / "dst", "--to", to) for _ in range(2)]

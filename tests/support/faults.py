@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import functools
 import hashlib
 import os
 import re
@@ -54,6 +55,26 @@ def spawn(*words: object, **options: Any) -> subprocess.Popen[str]:
     """`ckpttool words...` as a program of its own."""
     piped: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "cwd": ROOT, "text": True}
     return subprocess.Popen([*PROGRAM, *map(str, words)], **(piped | options))
+
+
+@functools.cache
+def _as_somebody_else() -> list[str]:
+    """What goes before a command that is to be run by a user who may not read everything."""
+    if os.geteuid():
+        return []
+    if shutil.which("setpriv") is None:
+        pytest.skip("run by root, and there is no setpriv to be somebody else")
+    prefix = ["setpriv", "--reuid=65534", "--regid=65534", "--clear-groups"]
+    if subprocess.run([*prefix, *PROGRAM, "--version"], capture_output=True, cwd=ROOT, check=False).returncode:
+        pytest.skip("run by root, and the interpreter is out of reach for others")
+    return prefix
+
+
+def as_nobody(*words: object) -> Ran:
+    """The command as a user who may not read everything; root may."""
+    command = [*_as_somebody_else(), *PROGRAM, *map(str, words)]
+    done = subprocess.run(command, capture_output=True, cwd=ROOT, text=True, check=False)
+    return Ran(done.returncode, done.stdout, done.stderr)
 
 
 def shell(*words: object, timeout: float = 300, **options: Any) -> Ran:
