@@ -5,6 +5,7 @@ import os
 import re
 import signal
 import time
+from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -38,6 +39,23 @@ settings.load_profile("tests")
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--accept", action="store_true", help="rewrite the transcripts of the CLI with what it prints now")
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _models_of_configs_in_this_process() -> Any:
+    """`export` starts a process that imports torch and transformers, which takes seconds each time; here they are. The
+    value is what starts it."""
+    from ckpttool.models import architecture, architecture_process
+
+    start = architecture._run
+    architecture._run = lambda command: architecture_process.main(*command[3:])
+    return start
+
+
+@pytest.fixture
+def process_for_the_model(_models_of_configs_in_this_process: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As people have it, where the process is the point."""
+    monkeypatch.setattr("ckpttool.models.architecture._run", _models_of_configs_in_this_process)
 
 
 @pytest.fixture(scope="session", params=["one", "all"])

@@ -342,7 +342,7 @@ def test_a_difference_has_both_values_or_none(columns: int) -> None:
 
 @pytest.mark.parametrize("is_terminal", [True, pytest.param(False, marks=pytest.mark.long)])
 def test_importing_transformers_is_said_on_a_terminal_and_nowhere_else(
-    is_terminal: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    is_terminal: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, process_for_the_model: None
 ) -> None:
     """The process that is asked imports torch, which takes a second, and then this instead of transformers."""
     (tmp_path / "transformers.py").write_text("raise ImportError")

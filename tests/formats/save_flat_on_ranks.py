@@ -1,6 +1,6 @@
 """Train small models with FSDP1 on a few gloo ranks; save the rank files and what torch gathers of them.
 
-    python save_flat_on_ranks.py FOLDER WORLD      -> FOLDER/<case>/rank<R>.pt, dcp/, reference.pt
+    python save_flat_on_ranks.py FOLDER WORLD [hybrid]    -> FOLDER/<case>/rank<R>.pt, dcp/, reference.pt
 
 Each rank saves `{model, optim}`: the `LOCAL_STATE_DICT` of the model (where there is none, of a device mesh and of
 `NO_SHARD`, the `SHARDED_STATE_DICT`) and its own `optimizer.state_dict()`; a `LOCAL_STATE_DICT` is saved as a DCP
@@ -213,7 +213,7 @@ def rank_main(rank: int, folder: Path, world: int) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", store=dist.FileStore(str(folder / "store"), world), rank=rank, world_size=world)
     cases = CASES if world > 1 else [case for case in CASES if by_name(case)]
-    for case in cases + (HYBRID if world == 4 else []):
+    for case in HYBRID if "hybrid" in sys.argv else cases:
         run(case, folder / case.name)
     dist.destroy_process_group()
 

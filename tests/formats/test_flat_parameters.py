@@ -51,25 +51,27 @@ ORIG = ["orig", "orig_one_unit", "orig_groups", "orig_names", "orig_frozen", "or
 FLAT = ["flat", "flat_one_unit", "flat_untied", "flat_groups", "flat_names", "flat_dtypes", "flat_ignored",
         "flat_momentum"]  # fmt: skip
 MESH = ["orig_mesh", "flat_mesh", "flat_mesh_nested"]
-WORLDS = [pytest.param(2, marks=pytest.mark.long), 3, 4]
+WORLDS = [pytest.param(2, marks=pytest.mark.long), 3, pytest.param(4, marks=pytest.mark.long)]
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
 
 @pytest.fixture(scope="module")
-def ran(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], Path]:
-    """The folder of all cases for a number of ranks, made once for all workers of pytest-xdist."""
+def ran(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
+    """The folder of all cases for a number of ranks, or of `HYBRID`, made once for all workers of pytest-xdist."""
     base = tmp_path_factory.getbasetemp()
     shared = base.parent if "PYTEST_XDIST_WORKER" in os.environ else base
 
-    def run(world: int) -> Path:
-        folder, done = shared / f"flat-{world}", shared / f"flat-{world}.done"
-        with open(shared / f"flat-{world}.lock", "w") as lock:
+    def run(world: int, *which: str) -> Path:
+        folder, done, lock_of = (
+            shared / f"flat-{'-'.join((str(world), *which))}{end}" for end in ("", ".done", ".lock")
+        )
+        with open(lock_of, "w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
             if not done.exists():
                 shutil.rmtree(folder, ignore_errors=True)  # somebody failed in the middle of it
                 folder.mkdir()
-                command = [sys.executable, str(HERE / "save_flat_on_ranks.py"), str(folder), str(world)]
+                command = [sys.executable, str(HERE / "save_flat_on_ranks.py"), str(folder), str(world), *which]
                 result = subprocess.run(command, capture_output=True, text=True, timeout=900)
                 assert result.returncode == 0, result.stderr[-4000:]
                 done.touch()
@@ -189,8 +191,8 @@ def test_raw_optimizer_beside_a_model_by_name(ran: Callable[[int], Path], case: 
 
 @pytest.mark.parametrize("case", ["orig_hybrid", "flat_hybrid"])
 @pytest.mark.parametrize("replica", [(0, 1), (2, 3)])
-def test_each_replica_is_enough(ran: Callable[[int], Path], case: str, replica: tuple[int, int]) -> None:
-    folder = ran(4) / case
+def test_each_replica_is_enough(ran: Callable[..., Path], case: str, replica: tuple[int, int]) -> None:
+    folder = ran(4, "hybrid") / case
     ranks, whole = opened(folder), reference(folder)
     found = flatoptim.optimizer(ranks.part("optim"), ranks.place, named_of(ranks), replica)
     assert_same(ranks.filled(found), clean(whole["optim"]))
@@ -240,7 +242,7 @@ def test_the_files_of_all_ranks_are_one_checkpoint(ran: Callable[[int], Path], c
     assert_same(ranks.filled({"model": dict(found["model"]), "optim": found["optim"]}), clean(whole))
 
 
-@pytest.mark.parametrize("world", [1, 2, 3])
+@pytest.mark.parametrize("world", [1, pytest.param(2, marks=pytest.mark.long), 3])
 @pytest.mark.parametrize("case", ["flat_copies", "flat_mesh_groups", "orig_mesh_frozen"])
 def test_a_raw_optimizer_is_cut_by_the_names_beside_it(ran: Callable[[int], Path], case: str, world: int) -> None:
     """`NO_SHARD`, flat parameters in two groups, and a first rank that has no state."""

@@ -81,10 +81,18 @@ def sources(once: Once) -> dict[str, str]:
         for name, state in ODD.items():
             torch.save(state(), folder / f"{name}.pt")
         ckpttool.reshard(folder / "odd.pt", folder / "odd dcp", to_world=3)
+        torch.save({"model": {"w": torch.empty(4, 2, dtype=torch.bits8)}}, folder / "packed.pt")
+        for n in (0.0, 1.0):
+            model = {f"w{i}": torch.full((100, 40), n) for i in range(5)}
+            torch.save({"model": model, "extra": torch.full((7,), n)}, folder / "state.pt")
+            ckpttool.convert(folder / "state.pt", folder / f"{n}", to="dcp", to_world=2)
+        shutil.copytree(folder / "0.0", folder / "mixed")
+        shutil.copy(folder / "1.0/__1_0.distcp", folder / "mixed")
 
     folder = once("engine-sources", make)
     found = {name: path_of(sample) for name, sample in SAMPLES.items()} | {"ranks": path_of("rank/fsdp1_w2")}
-    return found | {name: str(folder / f"{name}.pt") for name in ODD} | {"odd dcp": str(folder / "odd dcp")}
+    found |= {name: str(folder / f"{name}.pt") for name in (*ODD, "packed")}
+    return found | {name: str(folder / name) for name in ("odd dcp", "0.0", "mixed")}
 
 
 @pytest.fixture(scope="session")
@@ -108,14 +116,40 @@ def launched(once: Once) -> Callable[[str, int, list[Case]], tuple[Path, dict[st
 Launched = Callable[[str, int, list[Case]], tuple[Path, dict[str, Any]]]
 
 
-def check_case(source: str, onto: str, sources: dict[str, str], launched: Launched, name: str, tmp_path: Path) -> None:
-    world = WORLDS.get(onto, 4)
+def cases_of(name: str, world: int, sources: dict[str, str]) -> list[Case]:
+    """What the ranks of a world do in their one launch."""
     pairs = [pair for pair in (BRIEF if name == "brief" else LONG) if WORLDS.get(pair[1], 4) == world]
     cases = [
         {"name": f"{s} {o}", "source": sources[s], "flags": {**flags_of(s, o), "engine": "mesh", "check": True}}
         for s, o in pairs
     ]
-    folder, said = launched(name, world, cases)
+    if (name, world) != ("brief", 2):
+        return cases
+    for choice, (flags, _) in CHOICES.items():
+        given = {key: value for key, value in flags.items() if key not in ("source", "free")}
+        source = sources[flags["source"]] if "source" in flags else W4
+        cases.append({"name": choice, "source": source, "free": flags.get("free"), "flags": given})
+    flags = {"to_world": 2, "engine": "mesh"}
+    return cases + [{"name": name, "source": sources[name], "flags": flags} for name in ("0.0", "mixed")]
+
+
+@pytest.fixture(scope="session")
+def on_ranks(sources: dict[str, str], launched: Launched) -> Callable[[str, int], tuple[dict[str, Path], Any]]:
+    """`on_ranks(name, world)`: where each case was written, and what rank 0 says of it."""
+
+    def get(name: str, world: int) -> tuple[dict[str, Path], dict[str, Any]]:
+        cases = cases_of(name, world, sources)
+        folder, said = launched(name, world, cases)
+        return {case["name"]: folder / str(i) for i, case in enumerate(cases)}, said
+
+    return get
+
+
+OnRanks = Callable[[str, int], tuple[dict[str, Path], dict[str, Any]]]
+
+
+def check_case(source: str, onto: str, sources: dict[str, str], on_ranks: OnRanks, name: str, tmp_path: Path) -> None:
+    written, said = on_ranks(name, WORLDS.get(onto, 4))
     there = said[f"{source} {onto}"]
     assert isinstance(there, dict), there
     assert there["engine"] == "mesh"
@@ -123,20 +157,20 @@ def check_case(source: str, onto: str, sources: dict[str, str], launched: Launch
     same = ("checked_bytes", "unchecked_bytes", "tensors", "objects", "payload_bytes", "ties", "dropped")
     same += ("policies", "world_size", "mesh")
     assert {key: there[key] for key in same} == {key: json.loads(json.dumps(getattr(made, key))) for key in same}
-    assert_equal(tmp_path / "bytes", folder / str(pairs.index((source, onto))))
+    assert_equal(tmp_path / "bytes", written[f"{source} {onto}"])
 
 
 @pytest.mark.parametrize(("source", "onto"), BRIEF)
-def test_the_engines_agree(source: str, onto: str, sources: dict[str, str], launched: Launched, tmp_path: Path) -> None:
-    check_case(source, onto, sources, launched, "brief", tmp_path)
+def test_the_engines_agree(source: str, onto: str, sources: dict[str, str], on_ranks: OnRanks, tmp_path: Path) -> None:
+    check_case(source, onto, sources, on_ranks, "brief", tmp_path)
 
 
 @pytest.mark.long
 @pytest.mark.parametrize(("source", "onto"), LONG)
 def test_the_engines_agree_on_everything(
-    source: str, onto: str, sources: dict[str, str], launched: Launched, tmp_path: Path
+    source: str, onto: str, sources: dict[str, str], on_ranks: OnRanks, tmp_path: Path
 ) -> None:
-    check_case(source, onto, sources, launched, "all", tmp_path)
+    check_case(source, onto, sources, on_ranks, "all", tmp_path)
 
 
 @pytest.mark.gpu
@@ -221,31 +255,20 @@ def leaves(value: Any, where: tuple[Any, ...]) -> Iterator[tuple[Any, tuple[Any,
 # Files of another save -----------------------------------------------------------------------------------------------
 
 
-def test_a_file_of_another_save(once: Once, launched: Launched) -> None:
+def test_a_file_of_another_save(sources: dict[str, str], on_ranks: OnRanks) -> None:
     """All ranks together read it, each a share of its records; rank 0 alone what torch does not save. Only the manifest
     of the source tells."""
-
-    def make(folder: Path) -> None:
-        for n in (0.0, 1.0):
-            model = {f"w{i}": torch.full((100, 40), n) for i in range(5)}
-            torch.save({"model": model, "extra": torch.full((7,), n)}, folder / "state.pt")
-            ckpttool.convert(folder / "state.pt", folder / f"{n}", to="dcp", to_world=2)
-        shutil.copytree(folder / "0.0", folder / "mixed")
-        shutil.copy(folder / "1.0/__1_0.distcp", folder / "mixed")
-
-    sources = once("engine-mixed", make)
-    flags = {"to_world": 2, "engine": "mesh"}
-    cases = [{"name": name, "source": str(sources / name), "flags": flags} for name in ("0.0", "mixed")]
-    folder, said = launched("mixed", 2, cases)
+    written, said = on_ranks("brief", 2)
+    mixed, whole = Path(sources["mixed"]), written["0.0"]
     assert isinstance(said["0.0"], dict), said
-    listed = json.loads((sources / "mixed/integrity.json").read_text())["crc32"]["__1_0.distcp"]
-    found = f"{zlib.crc32((sources / 'mixed/__1_0.distcp').read_bytes()):08x}"
+    listed = json.loads((mixed / "integrity.json").read_text())["crc32"]["__1_0.distcp"]
+    found = f"{zlib.crc32((mixed / '__1_0.distcp').read_bytes()):08x}"
     assert f"__1_0.distcp` has CRC-32 {found}, but {listed} in the manifest beside it" in str(said["mixed"])
-    assert (folder / "0").exists() and not (folder / "1").exists()
+    assert whole.exists() and not written["mixed"].exists()
     # What torch writes is counted as it passes; the file of what it does not save is not.
-    crcs = {path.name: f"{zlib.crc32(path.read_bytes()):08x}" for path in (folder / "0").glob("*.distcp")}
+    crcs = {path.name: f"{zlib.crc32(path.read_bytes()):08x}" for path in whole.glob("*.distcp")}
     rest = "__0_1.distcp"
-    assert len(crcs) == 3 and json.loads((folder / "0/integrity.json").read_text())["crc32"] == {**crcs, rest: None}
+    assert len(crcs) == 3 and json.loads((whole / "integrity.json").read_text())["crc32"] == {**crcs, rest: None}
 
 
 # The choice -----------------------------------------------------------------------------------------------------------
@@ -283,27 +306,10 @@ CHOICES: dict[str, tuple[dict[str, Any], Any]] = {
 }
 
 
-@pytest.fixture(scope="session")
-def chosen(once: Once, launched: Launched) -> tuple[Path, dict[str, Any]]:
-    def make(folder: Path) -> None:
-        torch.save({"model": {"w": torch.empty(4, 2, dtype=torch.bits8)}}, folder / "packed.pt")
-
-    folder = once("choice-sources", make)
-    cases = []
-    for name, (flags, _) in CHOICES.items():
-        flags = dict(flags)
-        source = W4
-        if "source" in flags:
-            source = str(folder / f"{flags.pop('source')}.pt")
-        cases.append({"name": name, "source": source, "free": flags.pop("free", None), "flags": flags})
-    return launched("choice", 2, cases)
-
-
 @pytest.mark.parametrize("name", CHOICES)
-def test_the_engine_is_chosen_and_said(name: str, chosen: tuple[Path, dict[str, Any]]) -> None:
-    folder, said = chosen
-    expected, there = CHOICES[name][1], said[name]
-    out = folder / str([*CHOICES].index(name))
+def test_the_engine_is_chosen_and_said(name: str, on_ranks: OnRanks) -> None:
+    written, said = on_ranks("brief", 2)
+    expected, there, out = CHOICES[name][1], said[name], written[name]
     if isinstance(expected, str):
         assert isinstance(there, str) and there.startswith(expected), there
         assert not out.exists()

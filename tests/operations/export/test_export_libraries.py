@@ -135,7 +135,6 @@ def test_what_transformers_keeps_in_float32_stays(
     own = type(model).from_pretrained(tmp_path / "base", dtype=getattr(torch, dtype))
     own.save_pretrained(tmp_path / "own")
     # In this process, which has imported transformers.
-    monkeypatch.setattr(architecture, "_run", lambda command: architecture_process.main(*command[3:]))
     made = ckpttool.export(source, tmp_path / "out", assets=tmp_path / "base", dtype=dtype)
     assert made.compared and same(tensors(tmp_path / "out"), tensors(tmp_path / "own"))
     assert any(BIAS in note and "transformers" in note and "--dtype-strict" in note for note in made.notes)
@@ -159,7 +158,6 @@ def test_what_transformers_4_would_round_stays(tmp_path: Path, monkeypatch: pyte
     model.save_pretrained(tmp_path / "base")
     source = saved(tmp_path / "a.pt", model.state_dict())
     monkeypatch.setattr(transformers, "__version__", "4.57.6")
-    monkeypatch.setattr(architecture, "_run", lambda command: architecture_process.main(*command[3:]))
     monkeypatch.setattr(architecture_process, "_float32_patterns", lambda model, dtype: [])
     made = ckpttool.export(source, tmp_path / "out", assets=tmp_path / "base", dtype="bfloat16")
     assert made.compared and any(BIAS in note and "--dtype-strict" in note for note in made.notes)

@@ -57,7 +57,12 @@ def test_a_dcp_with_its_optimizer(hub: Hub, tmp_path: Path, monkeypatch: pytest.
     run("convert", SAMPLE, tmp_path / "w8", "--to", "dcp", "--to-world", "8")
     words = ("convert", SAMPLE, "hf://me/run/step-1", "--to", "dcp", "--to-world", "8", "--check")
     planned = run(*words, "--dry-run")
-    assert planned["sent"]["created"] and planned["destination"] == "hf://me/run/step-1" and not hub.repos
+    assert (
+        planned["sent"]["created"]
+        and planned["sent"]["commit"] is None
+        and planned["destination"] == "hf://me/run/step-1"
+        and not hub.repos
+    )
     done = run(
         "convert",
         SAMPLE,
