@@ -31,12 +31,8 @@ class Case:
     long: bool = False
 
     def long_on(self, world: int) -> bool:
-        """Whether it is left to `make test-all`: what 2 ranks load by each route, more load by one; 1 and 3 ranks."""
-        return (
-            self.long
-            or world in (1, 3)
-            or (world == 4 and 2 in self.worlds and self.route[-1:] not in ((over(3),), (TP_MESH,)))
-        )
+        """Whether it is left to `make test-all`, as is all that is not loaded on 2 ranks."""
+        return self.long or world != 2
 
 
 SAME: Step = ("dcp", {})

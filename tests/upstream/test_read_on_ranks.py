@@ -13,7 +13,7 @@ TABLE = [
         world,
         case.name,
         id=f"{world} ranks-{case.name}",
-        marks=[pytest.mark.long] if world == 4 or case.long_on(world) else [],
+        marks=[pytest.mark.long] if case.long_on(world) else [],
     )
     for world in (1, 2, 3, 4, 8)
     for case in CASES.values()
