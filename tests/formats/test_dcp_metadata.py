@@ -38,7 +38,6 @@ from ckpttool.serialization.dcp import metadata as dcpmetadata
 from ckpttool.serialization.dcp import metadata_classes as classes
 from ckpttool.serialization.dcp import metadata_fast as dcpruns
 from ckpttool.serialization.dcp.metadata import IndexItem, StoredTensor
-from ckpttool.storage.stores import locate
 
 
 def by_torch(world: int = 3, names: int = 2) -> Metadata:
@@ -86,7 +85,7 @@ def ours() -> dcpmetadata.IndexContents:
 
 def written(metadata: dcpmetadata.IndexContents) -> bytes:
     out = io.BytesIO()
-    dcpspelling.write(locate(metadata), out.write)
+    dcpspelling.write(metadata, out.write)
     return out.getvalue()
 
 

@@ -221,7 +221,7 @@ def test_a_row_is_whole(row: producers.Producer) -> None:
 
 @every_row
 def test_a_row_knows_no_empty_directory(row: producers.Producer, tmp_path: Path) -> None:
-    assert not row.recognise(locate(Directory(locate(str(tmp_path)))))
+    assert not row.recognise(Directory(locate(str(tmp_path))))
 
 
 FILES = sorted(
