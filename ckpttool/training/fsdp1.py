@@ -6,9 +6,10 @@ FSDP.optim_state_dict_to_load       takes moments that are sharded like their pa
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
+from functools import wraps
 from itertools import chain
 from typing import Any
 
@@ -32,6 +33,8 @@ from ckpttool.training.match import GroupMatch, ModelMatch
 from ckpttool.training.read import local_shards
 from ckpttool.training.sharded_values import names_of
 
+_FSDP1 = FullyShardedDataParallel.__module__.rpartition(".")[0]
+
 
 def is_fsdp1(model: nn.Module) -> bool:
     """Return whether any module is wrapped by FSDP1."""
@@ -52,6 +55,7 @@ class FlatModelMatch:
 @collectives.quiet(FutureWarning)  # of ShardedTensor at every touch
 def prepare(model: nn.Module, optimizer: torch.optim.Optimizer | None, filler: Filler) -> FlatModelMatch:
     """Match names, shapes and groups, and change nothing. Raises UsageError or CorruptError. A collective."""
+    bare: dict[str, Any] = {}
     with collectives.together():
         meta = [name for name, value in model.named_parameters() if value.is_meta]
         if meta:
@@ -59,9 +63,11 @@ def prepare(model: nn.Module, optimizer: torch.optim.Optimizer | None, filler: F
                 f"FSDP1 has parameters on the meta device: {some(meta)}",
                 hint="FSDP1 gives them memory when it wraps: pass it a `param_init_fn`",
             )
-    with sharded(model):
+        if optimizer is not None:
+            bare = {"state": {}, "param_groups": type(optimizer).state_dict(optimizer)["param_groups"]}
+    with collectives.together(), own_errors_last(model), sharded(model):
         values = type(model).state_dict(model)
-        groups = _names_of_groups(model, optimizer) if optimizer is not None else []
+        groups = _names_of_groups(model, optimizer, bare) if optimizer is not None else []
     with collectives.together():
         matched = match.match(values, filler.contents, {}, sharded=True)
         _add_tied(matched, model, values, filler.contents)
@@ -102,6 +108,40 @@ def sharded(model: nn.Module) -> Iterator[None]:
     as_shards = FullyShardedDataParallel.state_dict_type(model, StateDictType.SHARDED_STATE_DICT, *configs)
     with collectives.quiet(FutureWarning), collectives.connected(with_others=True), as_shards:
         yield
+
+
+@contextmanager
+def own_errors_last(*models: nn.Module) -> Iterator[None]:
+    """Context manager of state dicts that raises an error of the script's own hooks and extra states at its end: FSDP1
+    gathers one module after the other, and a rank that left between two would be waited for."""
+    errors: list[Exception] = []
+
+    def late(call: Callable[..., Any]) -> Callable[..., Any]:
+        @wraps(call)
+        def guarded(*arguments: Any, **options: Any) -> Any:
+            try:
+                return call(*arguments, **options)
+            except Exception as error:
+                errors.append(error)
+                return None
+
+        return guarded
+
+    with ExitStack() as stack:
+        for module in dict.fromkeys(chain.from_iterable(model.modules() for model in models)):
+            for hooks in (module._state_dict_pre_hooks, module._state_dict_hooks):
+                stack.callback(hooks.update, dict(hooks))
+                # FSDP1's own hooks are the collectives.
+                of_script = (n for n, hook in hooks.items() if not getattr(hook, "__module__", "").startswith(_FSDP1))
+                hooks.update({n: late(hooks[n]) for n in of_script})
+            if type(module).get_extra_state is not nn.Module.get_extra_state:
+                stack.callback(delattr, module, "get_extra_state")
+                module.get_extra_state = late(module.get_extra_state)
+        try:
+            yield
+        finally:
+            if errors:
+                raise errors[0]
 
 
 def _add_tied(matched: ModelMatch, model: nn.Module, values: dict[str, Any], contents: Contents) -> None:
@@ -148,9 +188,9 @@ def _fill_model(matched: ModelMatch, filler: Filler) -> None:
 # The optimizer --------------------------------------------------------------------------------------------------------
 
 
-def _names_of_groups(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[list[str]]:
-    """Return the parameters of each group by FSDP1's names; a flat parameter stands for several."""
-    bare = {"state": {}, "param_groups": type(optimizer).state_dict(optimizer)["param_groups"]}
+def _names_of_groups(model: nn.Module, optimizer: torch.optim.Optimizer, bare: dict[str, Any]) -> list[list[str]]:
+    """Return the parameters of each group by FSDP1's names; a flat parameter stands for several. `bare` is the state
+    dict without states."""
     state_dict = FullyShardedDataParallel.optim_state_dict(model, optimizer, bare)
     return [list(group["params"]) for group in state_dict["param_groups"]]
 

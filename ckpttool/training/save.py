@@ -36,7 +36,7 @@ from ckpttool.storage.stores import Location, local_path
 from ckpttool.text import meant, size
 from ckpttool.training import collectives
 from ckpttool.training.counted_files import counting
-from ckpttool.training.fsdp1 import is_fsdp1, sharded
+from ckpttool.training.fsdp1 import is_fsdp1, own_errors_last, sharded
 from ckpttool.training.sharded_values import gather
 from ckpttool.training.state_notes import Notes, joined, note
 
@@ -81,7 +81,9 @@ def save(
         for each in (model, *models.values()):
             if not is_fsdp1(each):
                 type(each).state_dict(each, keep_vars=True)
-    with collectives.together():
+        if optimizer is not None:
+            type(optimizer).state_dict(optimizer)
+    with collectives.together(), own_errors_last(model, *models.values()):
         state = _state(model, optimizer, format)
         own = {where: _state(each, None, format)["model"] for where, each in models.items()}
     with collectives.together():

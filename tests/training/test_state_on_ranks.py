@@ -28,6 +28,8 @@ CASES = [
     ["failed_step", "load.crc32", "plain", "parallel"],
     ["failed_step", "match.crc32", "plain", "broadcast"],
     *(["failed_step", "broadcast.empty", kind, "broadcast"] for kind in ("plain", "fsdp1")),
+    *(["own_hook", call, "before"] for call in ("dcp", "torch", "fsdp1", "load")),
+    *(["own_hook", "dcp", what] for what in ("after", "extra", "optimizer")),
     *(["empty_state", format, "parallel"] for format in ("dcp", "torch", "theirs")),
     ["empty_state", "theirs", "broadcast"],
     *(["nothing_changed", what, s] for what in ("sizes", "expanded", "hook", "hook after") for s in STRATEGIES),

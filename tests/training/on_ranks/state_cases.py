@@ -349,6 +349,32 @@ def late_hook(kind: str, strategy: str) -> str:
     return said(lambda: ckpttool.load(place, model, strategy=strategy), "rank 1: ", "no luck")
 
 
+def own_hook(call: str, what: str) -> str:
+    """What of FSDP1's model is the script's own fails on the last rank, with modules below it yet to be gathered."""
+    run, place = practices.fresh("fsdp1", trained=True), practices.folder() / "saved"
+    ckpttool.save(place, run.model, run.optimizer)
+    is_there, first = dist.get_rank() == dist.get_world_size() - 1, next(iter(run.model.modules()))
+
+    def hook(*_: Any) -> Any:
+        raise ValueError("no luck")
+
+    if is_there and what == "optimizer":
+        run.optimizer.register_state_dict_pre_hook(hook)
+    elif is_there and what == "extra":
+        run.model.__class__ = type("Extra", (type(run.model),), {"get_extra_state": hook})
+    elif is_there:
+        (first.register_state_dict_pre_hook if what == "before" else first.register_state_dict_post_hook)(hook)
+    hooks = [*first._state_dict_pre_hooks.values(), *first._state_dict_hooks.values()]
+    if call == "load":
+        wrong = said(lambda: ckpttool.load(place, run.model, run.optimizer), "rank 1: ", "no luck")
+    else:
+        saving = partial(ckpttool.save, place.with_name("b"), run.model, run.optimizer, format=call, other=run.model)
+        wrong = said(saving, "rank 1: ", "no luck")
+    if hooks != [*first._state_dict_pre_hooks.values(), *first._state_dict_hooks.values()]:
+        return "its hooks are others now"
+    return wrong if not place.with_name("b").exists() else "it was saved"
+
+
 def failed_step(step: str, kind: str, strategy: str) -> str:
     """A step of `load` that fails on one rank between collectives, on each rank in turn. The model and the optimizer,
     which have a state, are as they were, or the error says that they are not."""
@@ -524,6 +550,7 @@ STATES: dict[str, Callable[..., str]] = {
         other_sizes_at_root,
         failed_stage,
         failed_step,
+        own_hook,
         blind_rank,
         without_own,
         empty_moments,
