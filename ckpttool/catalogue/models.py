@@ -29,7 +29,8 @@ _STATISTICS = re.compile(r"(.*\.)?(running_mean|running_var)")
 _END = 100  # characters of a name, which may have a million
 _WORDS = re.compile(r"[A-Z]?[a-z]+|[A-Z]+|\d+")
 _AVERAGES = {"ema", "avg", "average", "averaged", "swa", "shadow", "polyak", "teacher", "target", "moving", "momentum"}
-_AVERAGES |= {"best", "slow"}
+_AVERAGES |= {"slow"}
+_COPIES = {*_AVERAGES, "best"}
 _HEAD = re.compile(r"(.*\.)?(lm_head|output|decoder|head|proj_out|generator|wte|\w*emb\w*|tok\w*)\.weight")
 _PLAIN = {"optimizer", "optim", "opt", "state", "dict"}
 _WHOLE = {
@@ -188,8 +189,8 @@ def _listed(candidates: list[Tensor], optimizers: Sequence[_Trained]) -> list[Te
 def _find_averages(every: Sequence[Model], optimizers: Sequence[_Trained]) -> None:
     """Mark the models whose keys say that they are copies, and of which one."""
     words = {model.part: _words(model.part.root) for model in every}
-    copies = [model for model in every if words[model.part] & _AVERAGES]
-    others = [model for model in every if not words[model.part] & _AVERAGES]
+    copies = [model for model in every if words[model.part] & _COPIES]
+    others = [model for model in every if not words[model.part] & _COPIES]
     if not copies or not others:
         return
     alike: dict[Hashable, list[Model]] = defaultdict(list)
@@ -202,10 +203,15 @@ def _find_averages(every: Sequence[Model], optimizers: Sequence[_Trained]) -> No
         if not found and copy.shapes in trained and len(others) == 1:
             found = others  # a list of parameters without the buffers
         found = found or [one for one in others[:_MANY] if copy.names and copy.names.items() <= one.names.items()]
-        rest = words[copy.part] - _AVERAGES
+        rest = words[copy.part] - _COPIES
         named = [one for one in found if words[one.part] & rest] if len(found) > 1 else found
         copy.average_of = named[0].part if len(named) == 1 else None
         copy.is_average = bool(found) or "ema" in words[copy.part]
+
+
+def is_averaged(root: Path) -> bool:
+    """Return whether a key says that a model is an average of another, or follows it."""
+    return not _AVERAGES.isdisjoint(_words(root))
 
 
 def _words(root: Path) -> set[str]:

@@ -8,7 +8,7 @@ Pattern(r"model_world_size_(?P<world>\\d+)_rank_(?P<rank>\\d+)\\.pt", "model", "
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Container, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
@@ -236,6 +236,11 @@ def require_indexed_files(directory: Directory, layout: Layout) -> None:
         if isinstance(weight_map, dict):
             absent = sorted({str(name) for name in weight_map.values()} - set(directory.names))
             layout.missing += [f"`{name}` is missing, but `{index}` names it" for name in absent[:3]]
+
+
+def deepest(path: Path, roots: Container[Path]) -> Path | None:
+    """Return the longest root that is above a path, or is it; None without one."""
+    return next((path[:n] for n in range(len(path), -1, -1) if path[:n] in roots), None)
 
 
 # Matching -------------------------------------------------------------------------------------------------------------

@@ -27,6 +27,7 @@ from ckpttool.producers.components import ASSET_NAMES, DCP_FILE, DCP_FILES, REPO
 from ckpttool.producers.directory import Directory
 from ckpttool.serialization.manifest import NAME
 from ckpttool.storage import files
+from ckpttool.storage.stores import Location
 
 _MAX_DEPTH = 8
 _MAX_FILES = 100_000
@@ -62,10 +63,11 @@ def layout(
     *,
     beside: bool = False,
     folders: Collection[str] = (),
+    without: Collection[str] = (),
 ) -> Layout:
     """Return the components of a directory; with `names`, of these files and folders in it, which may lie `beside` what
-    a framework wrote, and of what is in `folders` of it beside DCP. `step` is a number in the names of files that lie
-    beside those of other steps."""
+    a framework wrote, of what is in `folders` of it beside DCP, and not of the files `without`. `step` is a number in
+    the names of files that lie beside those of other steps."""
     result = Layout()
     listed = directory.names if names is None else names
     is_dcp = names is None and directory.has(DCP_FILE)
@@ -76,7 +78,7 @@ def layout(
     for folder in folders:
         inner = directory.folder(folder)
         found += _below(inner, inner.names, True, result, folder)
-    remaining = dict.fromkeys(sorted(found))
+    remaining = dict.fromkeys(sorted({*found}.difference(without)))
     for sets in (_indexed, _shards, _ranks):
         for component in [*sets(directory, remaining, result)]:
             result.components.append(component)
@@ -111,15 +113,15 @@ def _below(
     for name in names:
         if re.fullmatch(rf"{REPOSITORY.pattern}|{re.escape(NAME)}", name) or files.REMAINS.fullmatch(name.rstrip("/")):
             continue
+        location = directory.at(name.rstrip("/"))
+        if location.is_link() and _is_beside(location.real(), directory.path.real(), names):
+            continue  # `latest`, to what lies beside it
         if not name.endswith("/"):
             if not (is_dcp and re.fullmatch(DCP_FILES.pattern, name)):
                 yield above + name  # those of a DCP directory may lie in folders of it
             continue
         if name == "sharded/" and directory.has(r".*\.safetensors\.index\.json"):
             continue  # the same model, before torch's writer joined its files
-        location = directory.at(name[:-1])
-        if location.is_link() and location.real().is_below(directory.path.real()):
-            continue  # `latest`, to a folder beside it
         inner = directory.folder(name)
         if (recognition := foreign.recognise(location, inner)) is not None:
             layout.unreadable[above + name] = recognition.refusal(location)
@@ -132,6 +134,14 @@ def _below(
             yield from _below(inner, rest, False, layout, above + name, depth + 1)
         else:
             yield from _below(inner, inner.names, is_dcp, layout, above + name, depth + 1)
+
+
+def _is_beside(target: Location, directory: Location, names: Collection[str]) -> bool:
+    """Return whether what a link names is, or lies in, one of the names in a directory."""
+    if not target.is_below(directory) or not target.exists():
+        return False
+    first = target.relative_to(directory).partition("/")[0]
+    return first in names or f"{first}/" in names
 
 
 # Sets of files --------------------------------------------------------------------------------------------------------

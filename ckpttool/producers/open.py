@@ -22,11 +22,20 @@ from ckpttool.errors import CkptError, CorruptError, ReadError, UsageError
 from ckpttool.formats import rankfiles
 from ckpttool.formats.detect import detect, found_inside
 from ckpttool.layout.optimizer.names_of_ids import is_model_order
-from ckpttool.producers import contents, flat_parameters, foreign, listed_files, model_config, reader, runs
+from ckpttool.producers import (
+    alternatives,
+    contents,
+    flat_parameters,
+    foreign,
+    listed_files,
+    model_config,
+    reader,
+    runs,
+)
 from ckpttool.producers.combined import CombinedSource
 from ckpttool.producers.components import DCP_FILE, Layout, Producer
 from ckpttool.producers.directory import Directory
-from ckpttool.producers.step_names import facts_of, steps_of
+from ckpttool.producers.step_names import facts_of, places_of
 from ckpttool.serialization import strict_json, unsafe_globals
 from ckpttool.serialization.unpickler import no_garbage_collection
 from ckpttool.serialization.unsafe_globals import harmful_names
@@ -61,6 +70,10 @@ def open_at(location: Location, options: OpenOptions = NO_HINTS, run: runs.RunDi
                     return _open_step(inner.directory, files_of_step, options, run or inner)
                 return open_at(inner.chosen.path, options, run or inner)
             source = _open_directory(location, directory, options)
+            if run is None and (run := alternatives.run_in(directory, source.catalogue)) is not None:
+                source.close()
+                others = {name for one in run.checkpoints if one != run.chosen for name in one.files}
+                source = reader.open_layout(contents.layout(directory, without=others), directory, options)
         source.catalogue.warnings += [*_unseen(directory), *_unread(directory, source.catalogue)]
     source.catalogue.facts |= model_config.facts(location, directory, source.catalogue)
     source.catalogue.facts |= facts_of([location.name], [file.name for file in source.catalogue.own_files])
@@ -107,10 +120,11 @@ def _open_step(
     directory: Directory, names: Collection[str], options: OpenOptions, run: runs.RunDirectory | None
 ) -> Source:
     """Open the files of one step, which lie beside those of others."""
-    steps = {step for name, step in steps_of({*directory.names, *names}).items() if name in names}
-    step = run.chosen.step if run is not None and run.chosen is not None else steps.pop() if len(steps) == 1 else None
-    source = reader.open_layout(contents.layout(directory, names, step), directory, options)
-    source.catalogue.facts |= facts_of(steps_of(names))
+    places = {place for name, place in places_of({*directory.names, *names}).items() if name in names}
+    step = run.chosen.order[-1:] if run is not None and run.chosen is not None else ()
+    step = step or places.pop().order[-1:] if len(places) == 1 else step
+    source = reader.open_layout(contents.layout(directory, names, *step), directory, options)
+    source.catalogue.facts |= facts_of(places_of(names))
     if run is not None:
         describe_run(source.catalogue, run)
     return source
@@ -237,6 +251,9 @@ def describe_run(catalogue: Catalogue, run: runs.RunDirectory) -> None:
     opened = {file.name for file in catalogue.own_files}
     if others := [name for name in run.beside if name not in opened]:
         catalogue.warnings.append(Warning("chosen", f"not opened, as they are of no step: {some(others)}"))
+    if of_step := [c.name for c in run.checkpoints if c.order == chosen.order and c.step is not None and c != chosen]:
+        text = f"`{chosen.name}` is opened; of the same step there are also {some(of_step)}"
+        catalogue.warnings.append(Warning("chosen", text))
     name, step = runs.pointer(run.directory) or ("", chosen.step)
     if step != chosen.step:
         text = f"`{name}` names step {step}, but step {chosen.step} is opened"

@@ -17,17 +17,20 @@ from functools import reduce
 from operator import and_
 
 from ckpttool import formats
+from ckpttool.catalogue.parts import kind_of_key
 from ckpttool.errors import CkptError, ReadError, UsageError
 from ckpttool.producers import PRODUCERS, recognise
 from ckpttool.producers.components import DCP_FILE, Producer
 from ckpttool.producers.directory import Directory
-from ckpttool.producers.step_names import pattern_of, step_in, steps_of, time_in
+from ckpttool.producers.step_names import Place, pattern_of, places_of, step_in, time_in
 from ckpttool.storage.stores import Location, escape
 from ckpttool.text import is_or_are, some
 
 _DATA = re.compile(rf"{formats.DATA_FILE.pattern}|.*\.(pi?c?kle?|th|torch|tar|zip|npz|model|state)|.*\.pth?\.\w+|[^.]*")
 # What a checkpoint is called without its step.
 COPY = re.compile(r"(?<![a-z])(best|last|latest|final)(?![a-z])", re.IGNORECASE)
+LAST = re.compile(r"(?<![a-z])(last|latest|final)(?![a-z])", re.IGNORECASE)
+_BEST = re.compile(r"(?<![a-z])best(?![a-z])", re.IGNORECASE)
 _BESIDE = re.compile(r".*\.(json|ya?ml)")  # of a step whose other files hold its tensors
 _POINTERS = re.compile(
     r"latest|latest\.txt|last_checkpoint|latest_checkpointed_iteration\.txt|latest_checkpoint.*|.*\.symlink"
@@ -52,7 +55,8 @@ class RunCheckpoint:
 
     `why_not` is why it is not complete, None if it is. `path` has a `*` for the ranks of files that are not in a
     directory of their own, `files` are those of one that is several files. `producer` is None for a layout that is
-    recognised by its contents only. `pointed`: a file or link names it as the newest.
+    recognised by its contents only. `order` are the numbers that place it among others, `pointed`: a file or link names
+    it as the newest.
     """
 
     name: str
@@ -63,6 +67,7 @@ class RunCheckpoint:
     format: str | None
     why_not: str | None
     files: tuple[str, ...] = ()
+    order: tuple[int, ...] = ()
     pointed: bool = False
 
     @property
@@ -86,10 +91,23 @@ class RunDirectory:
 
     @property
     def beside(self) -> list[str]:
-        """The files beside the checkpoints that hold tensors and are of no step: copies, the best, a final model."""
+        """The files beside the checkpoints that are of no step: those with tensors, such as copies, the best or a final
+        model, and those with counters."""
         of_steps = {name for checkpoint in self.checkpoints for name in (checkpoint.name, *checkpoint.files)}
-        names = (name for name in self.directory.names if formats.DATA_FILE.fullmatch(name))
-        return [name for name in names if name not in of_steps and not self.directory.at(name).is_link()]
+        return [
+            name
+            for name in self.directory.names
+            if (
+                (formats.DATA_FILE.fullmatch(name) and not self.directory.at(name).is_link())
+                or _counts(self.directory, name)
+            )
+            and name not in of_steps
+        ]
+
+
+def _counts(directory: Directory, name: str) -> bool:
+    facts = directory.facts(name) if name.endswith(".json") and not _POINTERS.fullmatch(name) else {}
+    return any(kind_of_key(key) == "progress" for key in facts)
 
 
 def checkpoints(location: Location) -> list[RunCheckpoint]:
@@ -125,7 +143,13 @@ def find(directory: Directory) -> RunDirectory | None:
     """Return the run in a directory, with its newest complete checkpoint chosen; None when there is none. Raises
     ReadError when no checkpoint is complete, or nothing says which is the newest."""
     inner, checkpoints = search(directory)
-    return RunDirectory(inner, checkpoints, _newest(directory.path, checkpoints)) if checkpoints else None
+    return with_newest(inner, checkpoints, directory.path) if checkpoints else None
+
+
+def with_newest(directory: Directory, checkpoints: list[RunCheckpoint], path: str | None = None) -> RunDirectory:
+    """Return the run with its newest complete checkpoint chosen; `path` is its name in errors. Raises ReadError."""
+    ordered = sorted(checkpoints, key=_order)
+    return RunDirectory(directory, ordered, _newest(path or directory.path, ordered))
 
 
 def inside(directory: Directory) -> list[RunCheckpoint]:
@@ -149,12 +173,15 @@ def in_directory(directory: Directory) -> list[RunCheckpoint]:
         return []
     checkpoints = [*_folders(directory), *_files(directory), *_rank_files(directory)]
     is_run = any(f.producer or f.format for f in checkpoints)
-    return sorted(checkpoints, key=lambda one: (_order(one), one.name)) if is_run else []
+    most = {one.step: one.nbytes for one in sorted(checkpoints, key=lambda one: one.nbytes)}
+    # Of what lies there for a step, all of its state is more than the average of the weights alone.
+    places = {one: (_order(one), 2 * one.nbytes > most[one.step], one.name) for one in checkpoints}
+    return sorted(checkpoints, key=lambda one: places[one]) if is_run else []
 
 
-def _order(checkpoint: RunCheckpoint) -> tuple[int, int, bool]:
+def _order(checkpoint: RunCheckpoint) -> tuple[tuple[int, ...], int, bool]:
     time = time_in(checkpoint.name)
-    return -1 if checkpoint.step is None else checkpoint.step, -1 if time is None else time, checkpoint.pointed
+    return checkpoint.order, -1 if time is None else time, checkpoint.pointed
 
 
 def _below(directory: Directory, depth: int = 1) -> Iterator[Directory]:
@@ -179,11 +206,11 @@ def _newest(path: str, checkpoints: list[RunCheckpoint]) -> RunCheckpoint:
             why_not = _why_not(directory, checkpoint.name, recognise(directory), checkpoint.format, _INDEX_MOST)
             checkpoint = checkpoints[i] = replace(checkpoint, why_not=why_not)
         complete = [c.name for c in checkpoints if c.complete]
-        is_ordered = _order(checkpoint) != (-1, -1, False)
+        is_ordered = _order(checkpoint) != ((), -1, False)
         if checkpoint.complete and not is_ordered and len(complete) > 1:
             raise ReadError(
                 f"`{path}` has {len(complete)} checkpoints, {some(complete)}, and nothing says which is the newest",
-                hint=f"name one: `{checkpoint.path}`",
+                hint=f"name one: `{checkpoint.path}`{_all_as_one(path, checkpoints)}",
                 file=path,
                 found=complete,
             )
@@ -201,19 +228,33 @@ def _newest(path: str, checkpoints: list[RunCheckpoint]) -> RunCheckpoint:
     )
 
 
+def _all_as_one(path: str, checkpoints: Sequence[RunCheckpoint]) -> str:
+    """Return the end of a hint: the pattern that opens all of them as one checkpoint, if they are files."""
+    names = [name for checkpoint in checkpoints for name in checkpoint.files]
+    pattern = pattern_of(names, ()) if names else None
+    return "" if pattern is None else f"; `'{path.rstrip('/')}/{pattern}'`, in quotes, is all of them as one"
+
+
 def pointer(directory: Directory) -> tuple[str, int] | None:
     """Return the file or link that names the newest checkpoint, and the step in it; None when there is none."""
-    steps = ((name, step_in(target)) for name, target in _pointers(directory))
+    steps = ((name, step_in(target)) for name, target in pointers(directory))
     return next(((name, step) for name, step in steps if step is not None), None)
 
 
-def _pointers(directory: Directory) -> Iterator[tuple[str, str]]:
+def pointers(directory: Directory) -> Iterator[tuple[str, str]]:
     """Yield the files and links that name the newest checkpoint, and what they name."""
-    for name in directory.names:
-        if name.endswith("/") and _is_pointer(directory, name[:-1]):
-            yield name[:-1], directory.at(name[:-1]).real().name
+    for name in (one.rstrip("/") for one in directory.names):
+        if is_link_beside(directory, name):
+            if not _BEST.search(name):
+                yield name, directory.at(name).real().name
         elif _POINTERS.fullmatch(name):
             yield name, directory.text(name).strip().rstrip("/").rpartition("/")[2]
+
+
+def is_link_beside(directory: Directory, name: str) -> bool:
+    """Return whether a file or a folder is a link to one beside it: `latest` -> `step-20`."""
+    path = directory.at(name)
+    return path.is_link() and path.real().parent == directory.path.real()
 
 
 # Checkpoints ----------------------------------------------------------------------------------------------------------
@@ -222,31 +263,27 @@ def _pointers(directory: Directory) -> Iterator[tuple[str, str]]:
 def _folders(directory: Directory) -> Iterator[RunCheckpoint]:
     """Yield the checkpoints that are a folder each: those with a step or a time in their names, and those that a
     framework left, and all where a file or link names one of them. Others may be the parts of one checkpoint."""
-    pointed = {target for _, target in _pointers(directory) if f"{target}/" in directory}
+    pointed = {target for _, target in pointers(directory) if f"{target}/" in directory}
+    places = places_of(name for name in directory.folders if step_in(name) is not None)
     for name in directory.folders:
-        if _is_pointer(directory, name):
+        if is_link_beside(directory, name):
             continue
         try:
             inner = directory.folder(name)
         except CkptError:
             continue
-        row, step = recognise(inner), step_in(name)
-        is_named = bool(pointed) or step is not None or time_in(name) is not None or COPY.match(name) is not None
+        row, (order, step) = recognise(inner), places.get(name, ((), None))
+        is_named = bool(pointed or order) or time_in(name) is not None or COPY.match(name) is not None
         if not is_named and (row is None or row.is_model):
             continue
         kind = _format(inner, row)
-        saved = inner.facts("trainer_state.json").get("global_step") if step is None else None
-        step = saved if isinstance(saved, int) else step
+        saved = inner.facts("trainer_state.json").get("global_step") if not order else None
+        order, step = ((saved,), saved) if isinstance(saved, int) else (order, step)
         why_not = _why_not(inner, name, row, kind, _INDEX_READ)
         producer = row.name if row is not None and row.confirm is None else None
         path, nbytes = directory.at(name), inner.nbytes()
-        yield RunCheckpoint(name, path, step, nbytes, producer, kind, why_not, pointed=name in pointed)
-
-
-def _is_pointer(directory: Directory, name: str) -> bool:
-    """Return whether a folder is a link to one beside it: `latest` -> `step-20`."""
-    path = directory.at(name)
-    return path.is_link() and path.real().parent == directory.path.real()
+        is_last = name in pointed or LAST.match(name) is not None
+        yield RunCheckpoint(name, path, step, nbytes, producer, kind, why_not, (), order, is_last)
 
 
 def _files(directory: Directory) -> Iterator[RunCheckpoint]:
@@ -254,29 +291,30 @@ def _files(directory: Directory) -> Iterator[RunCheckpoint]:
     names: `G_100.pth D_100.pth`."""
     of_ranks = [row.rank_files for row in PRODUCERS if row.rank_files]
     all_names = _below_parts(directory)
-    files: dict[int, list[str]] = {}
+    files: dict[Place, list[str]] = {}
     data = [n for n in all_names if _DATA.fullmatch(n.rpartition("/")[2]) or _BESIDE.fullmatch(n)]
-    names = (n for n in data if not COPY.search(n) and not any(re.fullmatch(p, n) for p in of_ranks))
-    for name, step in steps_of(names).items():
-        files.setdefault(step, []).append(name)
-    files = {step: of_step for step, of_step in files.items() if any(not _BESIDE.fullmatch(n) for n in of_step)}
-    kinds = {step: Counter(re.sub(r"\d+", "#", name) for name in of_step) for step, of_step in files.items()}
-    for step, of_step in files.items():
-        first, nbytes = of_step[0], sum(map(directory.size, of_step))
-        others = [kinds[other] for other in files if other != step]
-        absent = reduce(and_, others) - kinds[step] if others else Counter[str]()
+    data = [n for n in data if not any(re.fullmatch(p, n) for p in of_ranks)]
+    places, every = places_of(n for n in data if not COPY.search(n)), places_of(data)
+    # The best of several steps may be all that there is: `best_model_9_acc=0.77.pt best_model_12_acc=0.81.pt`.
+    for name, place in (places or (every if every.keys() == {*data} else {})).items():
+        files.setdefault(place, []).append(name)
+    files = {place: of_step for place, of_step in files.items() if any(not _BESIDE.fullmatch(n) for n in of_step)}
+    kinds = {place: Counter(re.sub(r"\d+", "#", name) for name in of_step) for place, of_step in files.items()}
+    for place, of_step in files.items():
+        first, nbytes, (order, step) = of_step[0], sum(map(directory.size, of_step)), place
+        others = [kinds[other] for other in files if other != place]
+        absent = reduce(and_, others) - kinds[place] if others else Counter[str]()
         why_not = _empty(directory, of_step)
         if why_not is None and absent:
             why_not = f"`{min(absent).replace('#', '*')}` is missing, which the others have"
         kind = "safetensors" if all(name.endswith(".safetensors") for name in of_step) else "torch"
-        number = None if step == time_in(first) else step
         if len(of_step) == 1:
             why_not = "an empty file" if not nbytes else why_not
-            yield RunCheckpoint(first, directory.at(first), number, nbytes, None, kind, why_not)
+            yield RunCheckpoint(first, directory.at(first), step, nbytes, None, kind, why_not, order=order)
             continue
-        pattern = pattern_of(of_step, [name for name in all_names if name not in of_step]) or f"*{step}*"
+        pattern = pattern_of(of_step, [name for name in all_names if name not in of_step]) or f"*{order[-1]}*"
         path = directory.path.escaped() / pattern
-        yield RunCheckpoint(pattern, path, number, nbytes, None, kind, why_not, tuple(of_step))
+        yield RunCheckpoint(pattern, path, step, nbytes, None, kind, why_not, tuple(of_step), order)
 
 
 def _below_parts(directory: Directory) -> list[str]:
@@ -292,9 +330,9 @@ def _below_parts(directory: Directory) -> list[str]:
             if inner.folders or inner.has(DCP_FILE):
                 return names
             below += [f"{folder}/{name}" for name in inner.names]
-    folders_of: dict[int, set[str]] = {}
-    for name, step in steps_of(below).items():
-        folders_of.setdefault(step, set()).add(name.partition("/")[0])
+    folders_of: dict[Place, set[str]] = {}
+    for name, place in places_of(name for name in below if step_in(name.partition("/")[0]) is None).items():
+        folders_of.setdefault(place, set()).add(name.partition("/")[0])
     return [*names, *below] if any(len(folders) > 1 for folders in folders_of.values()) else names
 
 
@@ -311,7 +349,8 @@ def _rank_files(directory: Directory) -> Iterator[RunCheckpoint]:
             number = re.search(r"(\d+)\D*$", before)
             step, nbytes = int(number[1]) if number else None, sum(map(directory.size, names.values()))
             path = directory.path.escaped() / f"{escape(before)}*{escape(after)}"
-            yield RunCheckpoint(f"{before}*{after}", path, step, nbytes, row.name, "torch", why_not)
+            order = () if step is None else (step,)
+            yield RunCheckpoint(f"{before}*{after}", path, step, nbytes, row.name, "torch", why_not, order=order)
 
 
 def _format(directory: Directory, row: Producer | None) -> str | None:

@@ -6,7 +6,6 @@ converted to DCP, and trained or changed, becomes again what a script reads.
 
 from __future__ import annotations
 
-from collections.abc import Collection
 from typing import TYPE_CHECKING
 
 from ckpttool import formats
@@ -14,7 +13,7 @@ from ckpttool.catalogue.entries import Catalogue, Path, Tensor
 from ckpttool.catalogue.protocols import Format, OpenOptions, Source
 from ckpttool.errors import UsageError
 from ckpttool.producers import PRODUCERS, contents, reader
-from ckpttool.producers.components import Mounted, WritableLayout
+from ckpttool.producers.components import Mounted, WritableLayout, deepest
 from ckpttool.producers.directory import Directory
 from ckpttool.storage.stores import Location
 
@@ -93,7 +92,7 @@ def _build(builder: LayoutBuilder, mounted: list[Mounted], like: Catalogue) -> O
     for entry in list(builder.remaining()):
         if entry.embedded:
             continue
-        stored, root = like.entries.get(entry.path), _deepest(entry.path, number_of)
+        stored, root = like.entries.get(entry.path), deepest(entry.path, number_of)
         if root is not None:
             file = like.files[stored.chunks.file[0]].name if isinstance(stored, Tensor) and stored.chunks else ""
             builder.add(entry, of_file.get((root, file), number_of[root]), entry.path)
@@ -105,7 +104,7 @@ def _model_files(one: Mounted, mounted: list[Mounted], like: Catalogue) -> list[
     if one.name or one.format != "safetensors":
         return []
     roots = {other.root for other in mounted if other.format != "asset"}
-    entries = [entry for path, entry in like.entries.items() if _deepest(path, roots) == one.root]
+    entries = [entry for path, entry in like.entries.items() if deepest(path, roots) == one.root]
     tensors = [entry for entry in entries if isinstance(entry, Tensor) and entry.chunks]
     if len(tensors) < len(entries):
         return []
@@ -116,7 +115,3 @@ def _place(like: Catalogue, file: str, other: str) -> Location:
     """Return where a file lies that is beside another one of a checkpoint."""
     location = next(f.location for f in like.files if f.name == file)
     return location.absolute().parent / other.rpartition("/")[2]
-
-
-def _deepest(path: Path, roots: Collection[Path]) -> Path | None:
-    return next((path[:n] for n in range(len(path), -1, -1) if path[:n] in roots), None)

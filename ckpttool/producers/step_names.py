@@ -1,6 +1,8 @@
 """Which number in the names of files and folders is the step. Pure.
 
 step_100  epoch=3-step=900.ckpt  7epoch.pth       a word says it
+checkpoint_3_900.pt  3-900/                       of an epoch and a step, the larger count is the step
+epoch_1_iter_900.pt  epoch_2_iter_50.pt           within an epoch: both order checkpoints, and neither is the step
 G_100.pth G_200.pth D_100.pth                     the number in which names that are alike differ
 CKPT+2026-01-02+03-04-01+00                       a time, which orders checkpoints and is no step
 ema_0.9999_100.pt  ckpt_100_rank0.pt  model-00001-of-00002.bin      a rate, a rank and a shard are no steps
@@ -10,8 +12,9 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
-from typing import Any
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import pairwise
+from typing import Any, NamedTuple
 
 _BEFORE, _AFTER = r"(?:^|[^a-z])(?:{})[-_=]?(\d+)", r"(?:^|[^a-z\d.])(\d+)[-_]?(?:{})(?![a-z])"
 _STEP, _EPOCH = r"(?:global_?)?steps?|iter|iteration|updates?", r"epoch|ep"
@@ -37,18 +40,31 @@ _NO_STEPS = re.compile(
     re.IGNORECASE,
 )
 # What numbers the parts of a checkpoint, or is a step: `optimizer_1.pt`, `optimizer_100.pt` beside `model_100.pt`.
-_PARTS = re.compile(r"(?:layer|block|stage|expert|optim|optimizer)[-_]?\d+", re.IGNORECASE)
+_PARTS = re.compile(r"(?:layer|block|stage|expert|fold|optim|optimizer)[-_]?\d+", re.IGNORECASE)
+_SEVERAL = re.compile(r"(?<![a-z])(?:agent|actor|critic|policy|player|member|head|worker|qf?)[-_]?\d", re.IGNORECASE)
+_NUMBERED = re.compile(r".*(?=\.)")
 # A day, with the time of day if one follows; or the seconds since 1970.
 _TIME = re.compile(
     r"(?<!\d)20\d\d[-_+.]?[01]\d[-_+.]?[0-3]\d(?:[-_+.T ]+\d\d(?:[-_+.:h]\d\d(?:[-_+.:m]\d\d)?|\d{4}))?(?!\d)"
     r"|(?<!\d)(?<!(?:step|iter)[-_=])1[5-9]\d{8}(?!\d)"
 )
 _NUMBER = re.compile(r"\d+")
+# An epoch and a step, in either order.
+_PAIR = re.compile(rf"(?:(?:^|[^a-z])(?:{_SAVE})[-_=]?|^)(\d+)[-_](\d+)(?![\da-z])", re.IGNORECASE)
+
+
+class Place(NamedTuple):
+    """Where a name stands among others: `Place((1000,), 1000)`; of what is no step, `Place((2, 50), None)`."""
+
+    order: tuple[int, ...]
+    step: int | None
 
 
 def step_in(name: str, patterns: Sequence[re.Pattern[str]] = NUMBERS) -> int | None:
     """Return the step in a name: `epoch=0-step=100.ckpt` -> 100; None for a name without one."""
     plain = _masked(name)
+    if patterns is NUMBERS and (pair := _PAIR.search(plain)) and step_in(name, WORDS) is None:
+        return max(int(pair[1]), int(pair[2]))
     return next((int(match[1]) for pattern in patterns if (match := pattern.search(plain))), None)
 
 
@@ -71,34 +87,64 @@ def time_in(name: str) -> int | None:
     return int("".join(_NUMBER.findall(match[0]))) if match is not None else None
 
 
-def steps_of(names: Iterable[str]) -> dict[str, int]:
-    """Return the steps of names that lie beside each other; a name without one is left out. A word decides, else the
+def places_of(names: Iterable[str]) -> dict[str, Place]:
+    """Return the places of names that lie beside each other; a name without one is left out. A word decides, else the
     number in which names that are alike differ: not if it counts from 0, as ranks and layers do."""
     alike: dict[str, list[str]] = defaultdict(list)
-    for name in names:
+    for name in (names := [*names]):
         alike[_NUMBER.sub("#", _masked(name))].append(name)
-    steps: dict[str, int] = {}
+    places: dict[str, Place] = {}
     undecided: list[list[str]] = []
     for group in alike.values():
         stems = {name: _stem(name.rstrip("/").rpartition("/")[2]) for name in group}
         said, spelt = (
             {n: s for n, stem in stems.items() if (s := step_in(stem, of)) is not None} for of in (WORDS, NUMBERS)
         )
-        column = _column(group)
+        epochs = {name: epoch for name, stem in stems.items() if (epoch := step_in(stem, EPOCHS)) is not None}
+        first, column = _columns(group)
         # Of an epoch there may be several: `checkpoint_1_100.pt checkpoint_1_200.pt`.
         found = said or (column if len({*column.values()}) > len({*spelt.values()}) else spelt)
-        found = found or {name: time for name in group if (time := time_in(name)) is not None}
-        steps |= found
-        if not found:
+        within = epochs if said else first if _is_even(first.values()) else {}
+        if not (said or spelt) and _are_parts(column, group, names):
+            continue
+        if within.keys() == found.keys() and not _agree(within, found):
+            places |= {name: Place((within[name], found[name]), None) for name in found}
+        elif found:
+            places |= {name: Place((step,), step) for name, step in found.items()}
+        elif times := {name: time for name in group if (time := time_in(name)) is not None}:
+            places |= {name: Place((time,), None) for name, time in times.items()}
+        else:
             undecided.append(group)
-    known = set(steps.values())
+    known = {place.step for place in places.values()}
     for group in undecided:
         # One that has no brother goes with those of the same number.
         for name in group:
             numbers = {int(number) for number in _NUMBER.findall(_masked(name))} & known
             if len(numbers) == 1:
-                steps[name] = numbers.pop()
-    return steps
+                places[name] = Place((step := numbers.pop(),), step)
+    return places
+
+
+def _are_parts(column: Mapping[str, int], group: Sequence[str], names: Sequence[str]) -> bool:
+    """Return whether a number counts from 1 what a checkpoint has several of: by its name, or beside a file that has no
+    number: `actor.pt critic_1.pt critic_2.pt`."""
+    if sorted(column.values()) != [*range(1, len(column) + 1)]:
+        return False
+    suffix = _NUMBERED.sub("", group[0])
+    beside = (name for name in names if name.endswith(suffix) and not _NUMBER.search(name))
+    return _SEVERAL.search(group[0]) is not None or any(suffix and name not in group for name in beside)
+
+
+def _agree(epochs: Mapping[str, int], steps: Mapping[str, int]) -> bool:
+    """Return whether epochs do not fall as steps grow; if they do, each epoch has steps of its own."""
+    pairs = sorted((steps[name], epoch) for name, epoch in epochs.items())
+    return all(a <= b for (_, a), (_, b) in pairwise(pairs))
+
+
+def _is_even(numbers: Iterable[int]) -> bool:
+    """Return whether numbers count something: they are equally far from each other."""
+    steps = sorted({*numbers})
+    return len({b - a for a, b in pairwise(steps)}) < 2
 
 
 def _stem(name: str) -> str:
@@ -113,11 +159,13 @@ def _masked(name: str, patterns: Sequence[re.Pattern[str]] = (_TIME, _NO_STEPS))
     return re.sub(r"(?<=\d)k(?![a-z\d])", "000", name)
 
 
-def _column(names: Sequence[str]) -> dict[str, int]:
-    """Return the number in which names differ that are alike: of several, the one that grows most."""
+def _columns(names: Sequence[str]) -> tuple[dict[str, int], dict[str, int]]:
+    """Return the numbers in which names differ that are alike: of several, the first, and the one that grows most."""
     rows = [[int(n) for n in _NUMBER.findall(_masked(name, (_TIME, _NO_STEPS, _PARTS)))] for name in names]
     columns = [one for one in zip(*rows, strict=True) if len({*one}) > 1 and {*one} != {*range(max(one) + 1)}]
-    return dict(zip(names, max(columns, key=max, default=()), strict=False))
+    most = max(columns, key=max, default=())
+    first = next((one for one in columns if one is not most), ())
+    return dict(zip(names, first, strict=False)), dict(zip(names, most, strict=False))
 
 
 def pattern_of(names: Sequence[str], others: Iterable[str]) -> str | None:

@@ -863,15 +863,15 @@ def test_a_link_to_the_newest_is_no_checkpoint_of_its_own(tmp_path: Path) -> Non
 
 
 def test_names_that_do_not_say_which_is_the_newest(tmp_path: Path) -> None:
-    for name in ("best", "final"):
+    for name in ("best_acc", "best_loss"):
         saved_dcp(tmp_path / name)
     with pytest.raises(ReadError) as caught:
         inspect(tmp_path)
     assert caught.value.message == (
-        f"`{tmp_path}` has 2 checkpoints, `best`, `final`, and nothing says which is the newest"
+        f"`{tmp_path}` has 2 checkpoints, `best_acc`, `best_loss`, and nothing says which is the newest"
     )
-    (tmp_path / "best" / ".metadata").unlink()
-    assert [f["name"] for f in inspect(tmp_path).facts["run"] if f["taken"]] == ["final"]
+    (tmp_path / "best_acc" / ".metadata").unlink()
+    assert [f["name"] for f in inspect(tmp_path).facts["run"] if f["taken"]] == ["best_loss"]
     saved_dcp(tmp_path / "step-1")
     assert [f["name"] for f in inspect(tmp_path).facts["run"] if f["taken"]] == ["step-1"]
 

@@ -94,6 +94,7 @@ def _listed(name: str, *steps: str, step: int | None = None, epoch: int | None =
     return RunNames(name, tuple(tuple(one.split()) for one in steps), step, epoch, {})
 
 
+_IN_EPOCHS = ((1, 100), (1, 200), (2, 50), (2, 100))
 RUNS = (
     # A step or an epoch, by a word.
     _run("step_N.pt", "step_{s}.pt"),
@@ -118,15 +119,20 @@ RUNS = (
     _run("model_N_steps.pt", "model_{s}_steps.pt"),
     _run("batch_N.pt", "batch_{s}.pt"),
     _run("round_E.pt", "round_{e}.pt", says="e"),
-    _run("checkpoint_E_S.pt", "checkpoint_{e}_{s}.pt", says="e"),
+    _run("checkpoint_E_S.pt", "checkpoint_{e}_{s}.pt", says="s"),
+    _run("checkpoint_E_S/", "checkpoint_{e}_{s}/a.pt", "checkpoint_{e}_{s}/b.pt", steps=(310, 320, 400), says="s"),
     _run("checkpoint_E_S.pt within an epoch", "checkpoint_{e}_{s}.pt", steps=(310, 320, 390), says="se"),
     _run("E-S.ckpt", "{e}-{s}.ckpt", says="se"),
+    _listed("epoch_E_iter_S.pt, counted anew in each epoch", *(f"epoch_{e}_iter_{i}.pt" for e, i in _IN_EPOCHS)),
+    _listed("eE_bS.th, counted anew in each epoch", *(f"w_e{e}_b{i}.th t_e{e}_b{i}.th" for e, i in _IN_EPOCHS)),
     _run("model_state_eE_bS.th", "model_state_e{e}_b{s}.th", "training_state_e{e}_b{s}.th", says="se"),
     _run("date-backup-S-E-0/", "date-backup-{s}-{e}-0/model.pt", "date-backup-{s}-{e}-0/opt.pt", says="se"),
     # A number alone.
     _run("N.pt", "{s}.pt"),
     _run("NNNNNN.tar", "{s:06d}.tar"),
     _run("NNNNNN/", "{s:06d}/model.pt", "{s:06d}/optimizer.pt"),
+    _run("N/", "{s}/model.pt", "{s}/optimizer.pt", steps=(100, 200, 300)),
+    _run("step_N/ and step_N_ema/", "step_{s}/a.pt", "step_{s}/b.pt", beside={"step_1000_ema/a.pt": None}),
     _run("chkpntN.pth", "chkpnt{s}.pth"),
     _run("network-snapshot-NNNNNN.pkl", "network-snapshot-{s:06d}.pkl"),
     _run("G_N.pth D_N.pth", "G_{s}.pth", "D_{s}.pth"),
@@ -190,5 +196,8 @@ RUNS = (
     _listed("optimizers from 1", "model.pt optimizer_1.pt optimizer_2.pt"),
     _listed("experts", "expert_1/a.pt expert_2/a.pt expert_3/a.pt"),
     _listed("stages", "stage_1.pt stage_2.pt"),
+    _listed("critics beside an actor", "actor.pt critic_1.pt critic_2.pt"),
+    _listed("networks beside an optimizer", "net_1.pt net_2.pt net_3.pt optimizer.pt"),
+    _listed("agents", "agent_1.pt agent_2.pt"),
     _listed("blocks", "block1.pt block2.pt head.pt"),
 )

@@ -1,0 +1,117 @@
+"""Files of a directory each of which is a checkpoint of a run, and no part of one: told by what they hold.
+
+best_acc.pt best_loss.pt last.pt         the same tensors, and all names say which of the run it is
+checkpoint.pth.tar model_best.pth.tar    the same tensors, a model with its optimizer each
+a.pt b.pt c.pt latest.pt -> b.pt         the same tensors, and a link or a text names one of them
+G_A.pth G_B.pth model.pt ema.pt          the same tensors, and parts of one checkpoint
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+
+from ckpttool.catalogue import parts
+from ckpttool.catalogue.entries import Catalogue, Entry, Object, Tensor
+from ckpttool.catalogue.models import is_averaged
+from ckpttool.producers import runs
+from ckpttool.producers.components import Mounted, deepest
+from ckpttool.producers.directory import Directory
+from ckpttool.producers.runs import COPY, LAST, RunCheckpoint, RunDirectory
+from ckpttool.producers.step_names import pattern_of, step_in
+
+
+def run_in(directory: Directory, catalogue: Catalogue) -> RunDirectory | None:
+    """Return the run whose checkpoints are files of a directory that was opened whole, with the newest chosen; None if
+    they are parts. Raises ReadError when nothing says which is the newest."""
+    components: list[Mounted] = catalogue.facts.get("components", [])
+    holders = {one.root: one for one in components if one.format != "asset" and one.name and not one.name.endswith("/")}
+    if len(holders) < 2 or step_in(directory.name) is not None:
+        return None
+    parts.assign(catalogue)
+    entries: dict[str, list[Entry]] = {one.name: [] for one in holders.values()}
+    for path, entry in catalogue.entries.items():
+        if (root := deepest(path, holders)) is not None:
+            entries[holders[root].name].append(entry)
+    alike: dict[object, list[str]] = defaultdict(list)
+    for root, one in holders.items():
+        form = frozenset((e.path[len(root) :], e.shape) for e in entries[one.name] if isinstance(e, Tensor))
+        if form and not one.files:
+            alike[one.name.rpartition("/")[0], is_averaged(root), form].append(one.name)
+    groups = [names for names in alike.values() if len(names) > 1]
+    pointed = {name for group in groups[:1] for name in _pointed(directory, group)}
+    all_said = all(len(names) > 1 and all(map(_said, names)) for names in alike.values())
+    if not groups or not all(_are_apart(names, entries, pointed, all_said=all_said) for names in groups):
+        return None
+    every = _checkpoints(groups)
+    newest = _newest(every, pointed)
+    listed = [
+        RunCheckpoint(
+            names[0] if len(names) == 1 else pattern_of(names, others) or " ".join(names),
+            directory.at(names[0]),
+            step=None,
+            nbytes=sum(map(directory.size, names)),
+            producer=None,
+            format=catalogue.format,
+            why_not=None,
+            files=tuple(names),
+            pointed=names is newest,
+        )
+        for names in every
+        for others in [[one.name for one in holders.values() if one.name not in names]]
+    ]
+    return runs.with_newest(directory, listed) if listed else None
+
+
+def _pointed(directory: Directory, names: Sequence[str]) -> list[str]:
+    """Return the files that a link or a text beside them names as the newest."""
+    folder, _, _ = names[0].rpartition("/")
+    targets = {target for _, target in runs.pointers(directory.folder(folder) if folder else directory)}
+    return [name for name in names if name.rpartition("/")[2] in targets]
+
+
+def _are_apart(
+    names: Sequence[str], entries: Mapping[str, Sequence[Entry]], pointed: set[str], *, all_said: bool
+) -> bool:
+    """Return whether files with the same tensors are checkpoints of a run each."""
+    said = [name for name in names if _said(name)]
+    if not pointed.isdisjoint(names) or (all_said and len(said) == len(names)):
+        return True
+    is_whole = all({"model", "optimizer"} <= {entry.part.kind for entry in entries[name]} for name in names)
+    return is_whole and (bool(said) or len({_counted(entries[name]) for name in names}) > 1)
+
+
+def _said(name: str) -> str:
+    """Return the word in a name for which of a run it is, "" without one."""
+    match = COPY.search(name.rpartition("/")[2])
+    return match[0].lower() if match is not None else ""
+
+
+def _counted(entries: Iterable[Entry]) -> frozenset[tuple[object, int]]:
+    """Return the counters of a file, of steps or of epochs."""
+    objects = (e for e in entries if isinstance(e, Object) and parts.kind_of_key(e.path[-1]) == "progress")
+    return frozenset((e.path[-1], e.value) for e in objects if type(e.value) is int)
+
+
+def _checkpoints(groups: Sequence[Sequence[str]]) -> list[list[str]]:
+    """Return the files of each checkpoint: of several that are alike in more than one way those of one word; none where
+    the words do not say which belong together."""
+    if len(groups) == 1:
+        return [[name] for name in groups[0]]
+    by_word = [{_said(name): name for name in names} for names in groups]
+    if any(len(of) < len(names) or of.keys() != by_word[0].keys() for of, names in zip(by_word, groups, strict=True)):
+        return []
+    return [[of[word] for of in by_word] for word in by_word[0]]
+
+
+def _newest(every: Sequence[list[str]], pointed: set[str]) -> list[str] | None:
+    """Return the newest: the one that is pointed to, else the last by its name, else the only one that is no best."""
+    words = {names[0]: _said(names[0]) for names in every}
+    for chosen in (
+        [names for names in every if not pointed.isdisjoint(names)],
+        [names for names in every if LAST.search(words[names[0]])],
+        [names for names in every if not words[names[0]]],
+    ):
+        if chosen:
+            return chosen[0] if len(chosen) == 1 else None
+    return None

@@ -1,0 +1,108 @@
+"""Files that are checkpoints of a run each are no parts of one; parts that are alike stay parts."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import ckpttool
+from ckpttool.errors import ReadError
+
+
+def model(seed: int) -> dict[str, torch.Tensor]:
+    return {"weight": torch.full((3, 2), float(seed)), "bias": torch.full((3,), float(seed))}
+
+
+def state(seed: int) -> dict[str, Any]:
+    """A whole training state, of an epoch of its own."""
+    network = torch.nn.Linear(2, 3)
+    network.load_state_dict(model(seed))
+    optimizer = torch.optim.SGD(network.parameters(), momentum=0.5)
+    network(torch.ones(2)).sum().backward()
+    optimizer.step()
+    return {"model": model(seed), "optimizer": optimizer.state_dict(), "epoch": seed}
+
+
+def save(folder: Path, names: str, of: Any = state) -> None:
+    for seed, name in enumerate(names.split(), 1):
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        torch.save(of(seed), folder / name)
+
+
+def opened(folder: Path) -> set[str]:
+    return {file.name for file in ckpttool.inspect(folder).files}
+
+
+@pytest.mark.parametrize("of", [state, model])
+@pytest.mark.parametrize(
+    ("names", "newest"),
+    [
+        ("best_acc.pt best_loss.pt last.pt", "last.pt"),
+        ("weights/best.pt weights/last.pt", "weights/last.pt"),
+        ("netG_best.pt netG_final.pt", "netG_final.pt"),
+    ],
+)
+def test_the_last_of_several(of: Any, names: str, newest: str, tmp_path: Path) -> None:
+    save(tmp_path, names, of)
+    (tmp_path / "args.yaml").write_text("epoch: 3\n")
+    catalogue = ckpttool.inspect(tmp_path)
+    assert {file.name for file in catalogue.files} == {newest, "args.yaml"}
+    assert [one["name"] for one in catalogue.facts["run"] if one["taken"]] == [newest]
+    assert {one["name"] for one in catalogue.facts["run"]} == {*names.split()}
+
+
+def test_a_whole_state_and_the_best(tmp_path: Path) -> None:
+    save(tmp_path, "checkpoint.pth.tar model_best.pth.tar")
+    assert opened(tmp_path) == {"checkpoint.pth.tar"}
+    ckpttool.convert(tmp_path, tmp_path.with_suffix(".out"), to="dcp")
+    with ckpttool.open(tmp_path.with_suffix(".out")) as ckpt:
+        assert ckpt["model.bias"].torch().tolist() == [1, 1, 1]
+
+
+@pytest.mark.parametrize("of", [state, model])
+def test_a_link_or_a_text_says_which(of: Any, tmp_path: Path) -> None:
+    save(tmp_path, "a.pt b.pt c.pt", of)
+    (tmp_path / "best.pt").symlink_to("a.pt")
+    (tmp_path / "latest.pt").symlink_to("b.pt")
+    assert opened(tmp_path) == {"b.pt"}
+    (tmp_path / "latest.pt").unlink()
+    (tmp_path / "latest").write_text("/elsewhere/c.pt\n")
+    assert opened(tmp_path) == {"c.pt"}
+
+
+@pytest.mark.parametrize("names", ["best_acc.pt best_loss.pt", "a.pt b.pt", "fold_1.pt fold_2.pt fold_3.pt"])
+def test_they_are_asked_for_by_name(names: str, tmp_path: Path) -> None:
+    save(tmp_path, names)
+    with pytest.raises(ReadError, match="nothing says which is the newest") as caught:
+        ckpttool.inspect(tmp_path)
+    assert caught.value.facts["found"] == names.split()
+    pattern = str(caught.value.hint).split("'")[1]
+    assert opened(Path(pattern)) == {*names.split()}
+
+
+def test_several_files_by_a_word(tmp_path: Path) -> None:
+    save(tmp_path, "netG_best.pt netG_last.pt", model)
+    save(tmp_path, "netD_best.pt netD_last.pt", lambda seed: {"0.weight": torch.ones(seed * 0 + 5, 2)})
+    assert opened(tmp_path) == {"netD_last.pt", "netG_last.pt"}
+
+
+@pytest.mark.parametrize(
+    ("names", "of"),
+    [
+        ("model.pt ema.pt", model),
+        ("best.pt best_ema.pt", model),
+        ("student.pt teacher.pt", model),
+        ("G_A.pth G_B.pth", model),
+        ("G_A.pth G_B.pth", lambda seed: {**state(seed), "epoch": 5}),
+        ("actor.pt critic_1.pt critic_2.pt", model),
+        ("model.pt model_best.pt optimizer.pt", model),
+    ],
+)
+def test_parts_that_are_alike_stay_parts(names: str, of: Any, tmp_path: Path) -> None:
+    save(tmp_path, names, of)
+    assert opened(tmp_path) == {*names.split()}
+    save(tmp_path / "step_100", "best.pt last.pt", of)
+    assert opened(tmp_path / "step_100") == {"best.pt", "last.pt"}
