@@ -29,7 +29,7 @@ _STATISTICS = re.compile(r"(.*\.)?(running_mean|running_var)")
 _END = 100  # characters of a name, which may have a million
 _WORDS = re.compile(r"[A-Z]?[a-z]+|[A-Z]+|\d+")
 _AVERAGES = {"ema", "avg", "average", "averaged", "swa", "shadow", "polyak", "teacher", "target", "moving", "momentum"}
-_AVERAGES |= {"slow"}
+_AVERAGES |= {"phema", "slow"}
 _COPIES = {*_AVERAGES, "best"}
 _HEAD = re.compile(r"(.*\.)?(lm_head|output|decoder|head|proj_out|generator|wte|\w*emb\w*|tok\w*)\.weight")
 _PLAIN = {"optimizer", "optim", "opt", "state", "dict"}
@@ -189,8 +189,9 @@ def _listed(candidates: list[Tensor], optimizers: Sequence[_Trained]) -> list[Te
 def _find_averages(every: Sequence[Model], optimizers: Sequence[_Trained]) -> None:
     """Mark the models whose keys say that they are copies, and of which one."""
     words = {model.part: _words(model.part.root) for model in every}
-    copies = [model for model in every if words[model.part] & _COPIES]
-    others = [model for model in every if not words[model.part] & _COPIES]
+    said = _COPIES if any(not words[model.part] & _COPIES for model in every) else _AVERAGES
+    copies = [model for model in every if words[model.part] & said]
+    others = [model for model in every if not words[model.part] & said]
     if not copies or not others:
         return
     alike: dict[Hashable, list[Model]] = defaultdict(list)

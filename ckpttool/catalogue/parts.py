@@ -49,6 +49,7 @@ _COUNTER = re.compile(r"(global_|current_|total_)?(step|epoch|iteration)s?", re.
 _REPLAY = re.compile(r"(.*_)?(replay|rb|buffer|memory|rollouts?|experience)(_\w+)?", re.IGNORECASE)
 _EXPERIENCE = {"obs", "observations", "next_obs", "next_observations", "actions", "rewards", "dones", "terminals"}
 _STATISTIC = re.compile(r"(?s)(.*\.)?(running_mean|running_var|num_batches_tracked)")
+_SEEN = re.compile(r"(?s)(.*\.)?_?((running|current)_)?(mean|var|variance|std|count|num_batches_tracked)")
 _ARGUMENTS = {"argparse.Namespace", "types.SimpleNamespace", "yacs.config.CfgNode", "omegaconf.dictconfig.DictConfig"}
 
 PER_RANK = ("rng", "dataloader")
@@ -179,12 +180,20 @@ def _kind_of(key: object, child: KeyNode) -> str | None:
     """Return the kind of a child by its content, or by its name where that agrees with what it holds."""
     if child.kind is not None:
         return child.kind
-    if child.has_metadata and child.is_state_dict:
-        return "model"
     kind = kind_of_key(key)
+    if child.has_metadata and child.is_state_dict and not _is_statistics(child, kind):
+        return "model"
     if kind is not None and _tells(kind, child):
         return kind
+    if _is_statistics(child, kind):
+        return "other"
     return "model" if child.is_state_dict else "progress" if _is_progress(child) else None
+
+
+def _is_statistics(node: KeyNode, kind: str | None) -> bool:
+    """Return whether these are the means and variances of what a normaliser has seen, which nothing trains."""
+    names = map(str, node.children)
+    return kind is None and node.has_tensor and all(_SEEN.fullmatch(name[-100:]) for name in names)
 
 
 def _is_progress(node: KeyNode) -> bool:

@@ -475,7 +475,8 @@ def left_out(source: Catalogue, kept: Collection[Path], replaced: Iterable[Path]
     stored |= dict.fromkeys(
         e.origin if isinstance(e, Object) else (e.origin or e).path for e in source.entries.values()
     )
-    return [dotted(path) for path in stored if path not in kept]
+    # A tuple that is the whole state has no name: of its elements each is an entry.
+    return [dotted(path) for path in stored if path and path not in kept]
 
 
 def _summarise(result: Conversion, source: Source, plan: Planned, target: Format) -> None:

@@ -224,6 +224,8 @@ REPOSITORY = Pattern(r"\.git(/|attributes|ignore|keep|modules)", kind="ignored")
 ASSETS = (Pattern(ASSET_NAMES, kind="asset"), REPOSITORY)
 # The weights in the older format of transformers, where `model.safetensors` is there too.
 _OTHER_FORMAT = re.compile(r"pytorch_model.*\.bin")
+# What may hold tensors, by its suffix or for want of one.
+STATE_FILE = r"(?!training_args).*\.(bin|pth?|th|ckpt|tar|pkl|pickle|p|npz|npy|state|zip)|[^.]+"
 # Of DCP, with or without its index.
 DCP_FILE = r"\.metadata|__\d+\.metadata|.*\.distcp"
 DCP_FILES = Pattern(rf"{DCP_FILE}|\.metadata\.tmp|__\d+\.metadata\.tmp|\.metadata\.bck", kind="ignored")

@@ -24,6 +24,7 @@ from ckpttool.producers.components import (
     ASSETS,
     DCP_FILE,
     DCP_FILES,
+    STATE_FILE,
     Layout,
     Pattern,
     Producer,
@@ -105,7 +106,8 @@ TORCHTUNE = Producer(
         Pattern(r"adapter_model\.pt", "adapter_model"),
         Pattern(r"adapter_model\.(safetensors|bin)", kind="ignored"),  # the same for PEFT
         Pattern(r"recipe_state\.pt"),
-        Pattern(r"(?!.*\.(safetensors|bin|pt|pth)$).*[^/]", kind="asset"),  # of the weights that training began with
+        *ASSETS,  # of the weights that training began with
+        Pattern(rf"(?!({STATE_FILE}|.*\.safetensors)$).*[^/]", kind="asset"),
         Pattern(r"epoch_\d+/", kind="ignored"),
     ),
     adjust=require_indexed_files,

@@ -17,8 +17,8 @@ from itertools import pairwise
 from typing import Any, NamedTuple
 
 _BEFORE, _AFTER = r"(?:^|[^a-z])(?:{})[-_=]?(\d+)", r"(?:^|[^a-z\d.])(\d+)[-_]?(?:{})(?![a-z])"
-_STEP, _EPOCH = r"(?:global_?)?steps?|iter|iteration|updates?", r"epoch|ep"
-_SAVE = r"checkpoint|ckpt|ckp|chkpnt|snapshot|backup"
+_STEP, _EPOCH = r"(?:global_?)?steps?|iter|iteration|updates?", r"epoch|ep|round"
+_SAVE = r"checkpoint|ckpt|ckp|chkpnt|snapshot|backup|weights"
 
 
 def _patterns(*spelt: str) -> tuple[re.Pattern[str], ...]:

@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING
 from ckpttool.catalogue.entries import Catalogue
 from ckpttool.producers import accelerate
 from ckpttool.producers.components import (
-    REPOSITORY,
+    ASSETS,
+    STATE_FILE,
     Component,
     Layout,
     Pattern,
@@ -42,14 +43,13 @@ _TRAINER = (
     *accelerate.REST,
     Pattern(_CHECKPOINT, kind="ignored"),
 )
-_WEIGHTS = r"(?!training_args).*\.(bin|pt|pth|ckpt|h5|msgpack|onnx|gguf|ot)"
 _PRETRAINED = (
     Pattern(r".*\.safetensors(\.index\.json)?", kind="ignored"),
     Pattern(r"pytorch_model\.bin"),
     Pattern(r"pytorch_model-\d+-of-\d+\.bin", kind="shard"),
     Pattern(r"pytorch_model\.bin\.index\.json", kind="ignored"),
-    REPOSITORY,
-    Pattern(rf"(?!{_WEIGHTS}$).*[^/]", kind="asset"),
+    *ASSETS,
+    Pattern(rf"(?!({STATE_FILE}|.*\.(h5|msgpack|onnx|gguf|ot))$).*[^/]", kind="asset"),
     Pattern(_CHECKPOINT, kind="ignored"),
 )
 
