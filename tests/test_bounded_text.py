@@ -61,6 +61,7 @@ JSON_OF_OURS = {
     "models.architecture_process": "names, shapes and dtypes",
     "models.matching.decide": "rules of a key map that were made here",
     "operations.match": "rules of a key map that were made here",
+    "analysis.result": "documents, whose values `jsonable` has bounded",
     "analysis.describe.document": "values that `jsonable` has bounded",
     "transfer.processes": "messages of our own processes, and facts of errors",
     "serialization.safetensors_header": "names, dtypes, shapes and offsets",
@@ -170,7 +171,6 @@ class Anything:
 REPORT = "the report of `verify-resume`, which is a result of ours"
 CONFIG = "JSON, in which nothing is shared"
 SPELT = {
-    "cli.inspect": "what a recognition says",
     "layout.key_maps": CONFIG,
     "reports.resumed": REPORT,
     "models.adapters": CONFIG,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Mapping
 from dataclasses import fields, is_dataclass
 from typing import Any, ClassVar, NamedTuple
@@ -56,6 +57,10 @@ class Result:
 
     def __repr__(self) -> str:
         return f"<{type(self).__name__}: {self.message}>"
+
+    def json(self) -> Iterable[str]:
+        """Return the document as JSON text, in pieces."""
+        return (json.dumps(self.as_dict()), "\n")
 
     def as_dict(self) -> dict[str, Any]:
         """Return the document that the command prints with `--json`: docs/reference/json.md."""

@@ -56,6 +56,9 @@ class Finding:
         tensor = tensor or facts.get("tensor")
         return cls(gravity, kind, error.message, place.file, tensor, place.offset, place.nbytes, error.hint)
 
+    def __str__(self) -> str:
+        return self.message
+
     @property
     def subjects(self) -> list[str]:
         """The names of all tensors and objects that it concerns."""

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
 from typing import Literal
+
+from ckpttool.catalogue.findings import DAMAGE, NOTE, SUSPECT, Finding
 
 Kind = Literal[
     "byte-order",  # values are stored in the other byte order
@@ -53,21 +55,28 @@ Kind = Literal[
 ]
 
 
-@dataclass(frozen=True, slots=True)
-class Warning:
-    """One warning: ``Warning("missing-file", "file `a.pt` is missing", file="a.pt")``. Code selects warnings by `kind`
-    and never by `text`, which is for people. `names` are the files, objects or globals that the warning is about, where
-    code needs them."""
+_REMARKS = ("chosen", "converted", "framework", "no-effect", "optimizer-keys", "placement")
 
+
+class Warning(Finding):
+    """A finding that the reader of a checkpoint leaves in its catalogue: ``Warning("missing-file", "file `a.pt` is
+    missing", file="a.pt")``. Code selects warnings by `kind` and never by `message`, which is for people. `names` are
+    the files, objects or globals that the warning is about, where code needs them."""
+
+    __slots__ = ()
     kind: Kind
-    text: str
-    file: str | None = None
-    tensor: str | None = None
-    names: tuple[str, ...] = ()
 
-    def __str__(self) -> str:
-        return self.text
+    def __init__(
+        self, kind: Kind, text: str, file: str | None = None, tensor: str | None = None, names: Sequence[str] = ()
+    ) -> None:
+        gravity = DAMAGE if kind == "damaged" else NOTE if kind in _REMARKS else SUSPECT
+        super().__init__(gravity, kind, text, file, tensor, names=names)
+
+    @property
+    def text(self) -> str:
+        """The message."""
+        return self.message
 
     def prefixed(self, prefix: str) -> Warning:
         """Return the same warning with `prefix: ` before its text."""
-        return replace(self, text=f"{prefix}: {self.text}")
+        return Warning(self.kind, f"{prefix}: {self.message}", self.file, self.tensor, self.names)

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any
 
 from ckpttool.cli.parsing import library_arguments
 from ckpttool.cli.progress import progress_on_stderr
 from ckpttool.cli.terminal import answer, err
-from ckpttool.reports.report import Block, dim
+from ckpttool.reports.report import Block, Column, dim
 
 
 def respond(
@@ -21,14 +21,20 @@ def respond(
     verbose: bool = False,
     shows_progress: bool = True,
     html: str | None = None,
+    rows: Callable[[Any], tuple[Sequence[Column], Iterable[Sequence[object]]]] | None = None,
+    as_md: bool = False,
 ) -> None:
     """Call `call(progress=...)` and end with the exit code of its result. Of that, stdout gets its JSON, its
-    `lines` with `--quiet`, or its `blocks`, and with these stderr gets its notes, its hint, and where its page is."""
+    `lines` with `--quiet`, or its `blocks`, and with these stderr gets its notes, its hint, and where its page is. With
+    `rows`, columns and rows of it, stdout gets these as comma-separated values, or as a table of Markdown."""
     with progress_on_stderr(shows_progress and not (quiet or as_json)) as progress:
         result = call() if progress is None else call(progress=progress)
     with answer(result.exit_code, verbose) as terminal:
         if as_json:
-            terminal.json(result.as_dict())
+            for piece in result.json():
+                terminal.write(piece)
+        elif rows is not None:
+            terminal.rows(*rows(result), as_md=as_md)
         elif quiet:
             for line in result.lines:
                 terminal.line(line)

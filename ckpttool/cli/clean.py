@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 from ckpttool.cli import options
-from ckpttool.cli.terminal import answer, err
-from ckpttool.text import duration, size
+from ckpttool.cli.answer import respond
 
 
 def clean(
@@ -22,22 +23,7 @@ def clean(
         ckpttool clean runs --yes
     """
     import ckpttool
+    from ckpttool.operations.clean import blocks
 
-    result = ckpttool.clean(directory, yes=yes)
-    with answer(result.exit_code) as terminal:
-        if as_json:
-            terminal.json(result.as_dict())
-            return
-        for one in result.left:
-            if quiet:
-                if one.state == "ended":
-                    terminal.line(one.names[0])
-                continue
-            words = [one.kind, size(one.bytes), f"{duration(one.age)} old", "removed" if one.removed else one.state]
-            terminal.line(one.names[0])
-            terminal.line(f"  {', '.join(words)}" + (f": {one.why}" if one.why else ""))
-        if not quiet:
-            terminal.line(result.message)
-            if result.verdict == "left":
-                terminal.line(f"`ckpttool clean {directory} --yes` removes it")
-            err().warnings(result.notes)
+    call = partial(ckpttool.clean, directory, yes=yes)
+    respond(call, blocks, as_json=as_json, quiet=quiet, shows_progress=False)

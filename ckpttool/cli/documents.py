@@ -19,37 +19,6 @@ class Judged(Head):
     message: str  #: the result in a sentence, for people
 
 
-class Format(TypedDict):
-    """A format."""
-
-    name: str  #: its name, as in `format` of other documents
-    title: str  #: for people
-    reads: bool  #: whether it can be read
-    writes: bool  #: whether it can be written
-    to: str | None  #: its name for `--to`
-    suffixes: list[str]  #: suffixes of files from which `convert` chooses it
-
-
-class Formats(Judged):
-    """What `formats --json` prints."""
-
-    formats: list[Format]  #: the formats
-
-
-class Sample(TypedDict):
-    """A sample checkpoint."""
-
-    path: str  #: its path below `destination`
-    bytes: int  #: bytes of its files
-
-
-class Samples(Judged):
-    """What `samples --json` prints."""
-
-    destination: str  #: path of the directory, as it was typed
-    samples: list[Sample]  #: the checkpoints
-
-
 class Failure(TypedDict):
     """What is wrong; with other fields (`file`, `tensor`, `found`, `expected`, `lost`) that depend on the error."""
 

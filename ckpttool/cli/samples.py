@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 from ckpttool.cli import options
-from ckpttool.cli.documents import Sample, Samples
-from ckpttool.cli.terminal import out
-from ckpttool.errors import DONE
-from ckpttool.reports.report import bold
-from ckpttool.text import plural, size
-from ckpttool.version import schema
+from ckpttool.cli.answer import respond
 
 
 def samples(
@@ -21,22 +18,7 @@ def samples(
     Examples:
         ckpttool samples try
     """
+    from ckpttool.operations.samples import blocks
     from ckpttool.operations.samples import samples as write
 
-    sizes = write(dst, overwrite=overwrite)
-    contents = f"{plural(len(sizes), 'sample')}, {size(sum(sizes.values()))}"
-    terminal = out()
-    if as_json:
-        rows: list[Sample] = [{"path": name, "bytes": nbytes} for name, nbytes in sizes.items()]
-        document: Samples = {
-            "schema": schema("samples"),
-            "exit_code": DONE,
-            "verdict": "written",
-            "message": f"wrote {dst}: {contents}",
-            "destination": dst,
-            "samples": rows,
-        }
-        terminal.json(document)
-    elif not quiet:
-        terminal.line("wrote ", bold(dst), f": {contents}")
-        terminal.facts([(name, size(nbytes)) for name, nbytes in sizes.items()])
+    respond(partial(write, dst, overwrite=overwrite), blocks, as_json=as_json, quiet=quiet, shows_progress=False)

@@ -8,7 +8,6 @@ from typing import Any
 from ckpttool.cli import options
 from ckpttool.cli.answer import respond
 from ckpttool.cli.parsing import library_arguments
-from ckpttool.cli.terminal import answer
 
 
 def stats(
@@ -34,7 +33,7 @@ def stats(
     arguments = library_arguments(locals(), "each", "sort", "as_csv")
     import ckpttool
     from ckpttool.analysis.statistics.results import checked_column
-    from ckpttool.reports.statistics import blocks, write_csv
+    from ckpttool.reports.statistics import blocks, rows
 
     column = checked_column(sort) if sort is not None else None
     is_list = each or column is not None or arguments["where"] is not None
@@ -44,10 +43,8 @@ def stats(
         result.sort(column)
         return result
 
-    if as_csv and not as_json:
-        result = call()
-        with answer(result.exit_code) as terminal:
-            write_csv(terminal, result.tensors)
-        return
-    drawn = partial(blocks, is_list=is_list, column=column)
-    respond(call, drawn, as_json=as_json, quiet=quiet, verbose=verbose, shows_progress=not as_csv)
+    drawn, of_csv = (
+        partial(blocks, is_list=is_list, column=column),
+        (lambda result: rows(result.tensors)) if as_csv else None,
+    )
+    respond(call, drawn, as_json=as_json, quiet=quiet, verbose=verbose, shows_progress=not as_csv, rows=of_csv)

@@ -57,7 +57,7 @@ def audit(
 
 
 def _print_audit(terminal: Terminal, result: Audit) -> None:
-    from ckpttool.cli.inspect import hyperparameters
+    from ckpttool.reports.description import hyperparameters
 
     terminal.line(bold(result.path))
     terminal.write("\n")
@@ -74,7 +74,7 @@ def _print_audit(terminal: Terminal, result: Audit) -> None:
         rows.append((bold(part.part), *(("present", *numbers) if part.present else (absent,))))
     terminal.table(rows, ("part", "", "tensors", "objects", "bytes"), right=(2, 3, 4))
     for optimizer in result.optimizers:
-        hyperparameters(terminal, optimizer)
+        terminal.blocks(hyperparameters(optimizer, terminal.verbose))
     terminal.heading("checks")
     shown: list[tuple[TextLike, ...]] = []
     for check in result.checks:

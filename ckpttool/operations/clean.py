@@ -9,16 +9,18 @@ from __future__ import annotations
 
 import os
 import time
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import ClassVar, Literal
 
 from ckpttool.analysis.result import Result
 from ckpttool.errors import DONE, ReadError, StorageError
+from ckpttool.reports.report import Block, Line
 from ckpttool.storage import remnants
 from ckpttool.storage.errors import os_errors
 from ckpttool.storage.remnants import Kind, Remnant
 from ckpttool.storage.stores import local_path
-from ckpttool.text import plural, size
+from ckpttool.text import duration, plural, size
 
 State = Literal["ended", "running", "foreign"]
 
@@ -65,6 +67,22 @@ class Cleaned(Result):
         if not ended:
             return f"nothing to remove in {self.directory}"
         return f"{plural(len(ended), 'run')} left {size(sum(one.bytes for one in ended))} in {self.directory}"
+
+    @property
+    def lines(self) -> Iterable[str]:
+        """What `--quiet` prints: the names of what can be removed, or was."""
+        return (one.names[0] for one in self.left if one.state == "ended")
+
+
+def blocks(result: Cleaned, verbose: bool = False) -> Iterator[Block]:
+    """Yield what runs left, and what becomes of it."""
+    for one in result.left:
+        words = [one.kind, size(one.bytes), f"{duration(one.age)} old", "removed" if one.removed else one.state]
+        yield Line([one.names[0]])
+        yield Line([f"  {', '.join(words)}", f": {one.why}" if one.why else ""])
+    yield Line([result.message])
+    if result.verdict == "left":
+        yield Line([f"`ckpttool clean {result.directory} --yes` removes it"])
 
 
 def clean(directory: str | os.PathLike[str], *, yes: bool = False) -> Cleaned:

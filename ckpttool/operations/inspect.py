@@ -3,20 +3,96 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import ClassVar
 
 from ckpttool.analysis.describe.copies import note_copies
 from ckpttool.analysis.describe.counters import note_counters
+from ckpttool.analysis.describe.document import document
+from ckpttool.analysis.describe.listing import ALL, Listing
+from ckpttool.analysis.describe.summary import damage, summarise
+from ckpttool.analysis.result import Result
 from ckpttool.catalogue.entries import Catalogue, File, Tensor
 from ckpttool.catalogue.validation import validate
 from ckpttool.catalogue.warning import Kind, Warning
-from ckpttool.errors import CkptError, CorruptError
+from ckpttool.errors import DONE, CkptError, CorruptError, UsageError
 from ckpttool.producers import runs
 from ckpttool.producers.directory import Directory
 from ckpttool.producers.foreign.recognition import Recognition, UnsupportedError
 from ckpttool.producers.open import describe_run, opened
+from ckpttool.reports import description
+from ckpttool.reports.report import Block, Column, Findings
 from ckpttool.storage.stores import locate
-from ckpttool.text import plural, some
+from ckpttool.text import meant, plural, some
+
+
+@dataclass(repr=False)
+class Inspection(Result):
+    """What `ckpttool inspect` answers: a catalogue, and which of its tensors to list."""
+
+    command: ClassVar[str] = "inspect"
+
+    path: str
+    catalogue: Catalogue
+    listing: Listing
+    strict: bool = False  # whether damage is an error
+
+    @property
+    def exit_code(self) -> int:
+        """4 for damage if that is an error, else 0."""
+        return CorruptError.exit_code if self.strict and damage(self.catalogue) else DONE
+
+    @cached_property
+    def tensors(self) -> list[Tensor]:
+        """The tensors to list."""
+        return self.listing.tensors(self.catalogue)
+
+    @property
+    def lines(self) -> Iterator[str]:
+        """What `--quiet` prints: the names of the tensors."""
+        return (tensor.name for tensor in self.tensors)
+
+    def check(self, *, with_objects: bool) -> None:
+        """Raise UsageError for a condition that is none, and if no tensor, nor object, has such a name."""
+        by_name = Listing(self.listing.globs)
+        objects = self.listing.objects(self.catalogue) if with_objects else []
+        if not (self.tensors or by_name.tensors(self.catalogue) or objects) and by_name.globs:
+            names = [tensor.name for tensor in self.catalogue.tensors]
+            hint = meant(by_name.globs[0], names, "`--tensors '*'` lists all")
+            raise UsageError(f"`{self.path}`: no tensor matches `{by_name.globs[0]}`", hint=hint)
+
+    def json(self) -> Iterator[str]:
+        """Yield the document of `--json`."""
+        return document(self.catalogue, self.path, self.listing, self.exit_code)
+
+
+def blocks(result: Inspection, verbose: bool = False, **how: int) -> Iterator[Block]:
+    """Yield what is in the checkpoint; with a listing, its tensors. `how` is that of `reports.description`."""
+    tensors = result.tensors if result.listing != ALL else None
+    return description.blocks(result.catalogue, result.path, tensors, verbose=verbose, **how)
+
+
+def rows(result: Inspection) -> tuple[list[Column], Iterator[list[object]]]:
+    """Return the columns of `--csv` and `--md`, and a row for each tensor."""
+    return description.rows(result.tensors, result.catalogue)
+
+
+def page(result: Inspection) -> str:
+    """Return the page of `--html`, of which nothing but the index of the checkpoint is read."""
+    from ckpttool.reports.page import Book, render, sections
+
+    summary = summarise(result.catalogue)
+    book = Book.of_catalogue("inspect", result.path, result.catalogue, str(summary.headline))
+    damaged = damage(result.catalogue)
+    if damaged:
+        book.verdict, book.is_good = "The checkpoint is damaged", False
+    found = [Findings("findings", damaged, None), Findings("warnings", summary.warnings, None)]
+    contents = description.contents(summary, verbose=True, exact=True)
+    about = description.about(result.catalogue, summary)
+    book.sections = [*sections([*found, *about, *contents, *description.ranks_and_files(result.catalogue)])]
+    return render(book)
 
 
 def inspect(

@@ -18,7 +18,8 @@ from ckpttool.catalogue.entries import Catalogue
 from ckpttool.catalogue.findings import Finding, published
 from ckpttool.operations.inspect import inspect
 from ckpttool.operations.stats import stats
-from ckpttool.reports.page import Book, Section, checkpoint_sections, render
+from ckpttool.reports import description
+from ckpttool.reports.page import Book, Section, render, sections
 from ckpttool.reports.report import Block, Facts, Findings, Line, Text, bold
 from ckpttool.storage.stores import local_path
 from ckpttool.text import plural, size
@@ -137,7 +138,7 @@ def report(
         book = Book("report", path, title, found, catalogue, hyperparameters=values)
         book.sections = [
             Section("Findings", found.findings, good=_GOOD),
-            *checkpoint_sections(catalogue, None, [("read", f"{found.elements:,} elements")]),
+            *sections(description.on_page(catalogue, None, ("read", f"{found.elements:,} elements"))),
         ]
         content = render(book).encode()
         stage.path.put(content)

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from dataclasses import dataclass
 from functools import partial
 from importlib import resources
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar, NamedTuple
 
+from ckpttool.analysis.result import Result
 from ckpttool.errors import ReadError
+from ckpttool.reports.report import Block, Facts, Line, bold
 from ckpttool.storage.stores import Location, Outgoing, destination, locate
+from ckpttool.text import plural, size
 
 if TYPE_CHECKING:
     import os
@@ -31,19 +36,57 @@ NAMES = {
 SCRIPTS = ("train_fsdp2.py", "training.py", "recipe_fsdp2.py", "recipe_model.py")
 
 
-def samples(directory: str | os.PathLike[str], *, overwrite: bool = False) -> dict[str, int]:
-    """Write sample checkpoints and scripts into a new directory. Return the size of each in bytes, by its name there.
+class Sample(NamedTuple):
+    """A sample checkpoint."""
+
+    path: str  #: its path below `destination`
+    bytes: int  #: bytes of its files
+
+
+@dataclass(slots=True, repr=False)
+class Samples(Result):
+    """The samples that were written."""
+
+    command: ClassVar[str] = "samples"
+
+    destination: str  #: path of the directory, as it was typed
+    samples: list[Sample]  #: the checkpoints
+
+    @property
+    def verdict(self) -> str:
+        """`written`."""
+        return "written"
+
+    @property
+    def message(self) -> str:
+        """What was written."""
+        return f"wrote {self.destination}: {self.contents}"
+
+    @property
+    def contents(self) -> str:
+        """How many there are, and their bytes."""
+        return f"{plural(len(self.samples), 'sample')}, {size(sum(one.bytes for one in self.samples))}"
+
+
+def blocks(result: Samples, verbose: bool = False) -> Iterator[Block]:
+    """Yield what was written."""
+    yield Line(["wrote ", bold(result.destination), f": {result.contents}"])
+    yield Facts([(one.path, size(one.bytes)) for one in result.samples])
+
+
+def samples(directory: str | os.PathLike[str], *, overwrite: bool = False) -> Samples:
+    """Write sample checkpoints and scripts into a new directory.
 
     Raises OverwriteError if `directory` exists and is not to be replaced, StorageError if it cannot be written.
     """
-    outgoing, sizes = [], {}
+    outgoing, written = [], []
     for name, below in {**NAMES, **{name: name for name in SCRIPTS}}.items():
         source = _root() / below
         files = {f"{name}/{file}": source / file for file in source.below()} if source.is_dir() else {name: source}
-        sizes[name] = sum(file.size() for file in files.values())
+        written.append(Sample(name, sum(file.size() for file in files.values())))
         outgoing += [Outgoing(target, file.size(), partial(_copy, file)) for target, file in files.items()]
     destination(str(directory)).publish(outgoing, overwrite=overwrite)
-    return sizes
+    return Samples(str(directory), written)
 
 
 def _root() -> Location:

@@ -7,15 +7,15 @@ from collections.abc import Iterator
 from contextlib import closing
 from dataclasses import dataclass, field, replace
 from math import prod
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
-from ckpttool.analysis.result import as_json
+from ckpttool.analysis.result import Result
 from ckpttool.analysis.statistics.elements import Accumulator
 from ckpttool.catalogue.boxes import Ints
 from ckpttool.catalogue.entries import Tensor
 from ckpttool.catalogue.protocols import Source
 from ckpttool.catalogue.validation import validate
-from ckpttool.errors import DONE, UsageError
+from ckpttool.errors import UsageError
 from ckpttool.producers.open import naming, notes_of_run, open_source
 from ckpttool.reports.report import Block, Column, Facts, Line, Table, Text, bold, box, checks, known
 from ckpttool.storage.files import Pool
@@ -23,7 +23,6 @@ from ckpttool.text import meant, size
 from ckpttool.transfer import checksums
 from ckpttool.transfer.numbers import has_numbers, numbers
 from ckpttool.transfer.read import read_tiles
-from ckpttool.version import schema
 
 FIRST = 8
 
@@ -38,8 +37,10 @@ class Shard(NamedTuple):
 
 
 @dataclass(slots=True, repr=False)
-class Shown:
+class Shown(Result):
     """One tensor. Figures are None where the dtype has none."""
+
+    command: ClassVar[str] = "show"
 
     name: str  #: dotted name
     part: str  #: part, with its key if that has another name: `optimizer (optim)`
@@ -59,6 +60,11 @@ class Shown:
     notes: list[str] = field(default_factory=list)  #: remarks, such as which checkpoint of a run was read
 
     @property
+    def verdict(self) -> str:
+        """`shown`."""
+        return "shown"
+
+    @property
     def message(self) -> str:
         """The tensor in a line: `model.norm.weight: float32 [7], 28 B`."""
         return f"{self.name}: {self.dtype} {list(self.shape)}, {size(self.nbytes)}"
@@ -67,24 +73,6 @@ class Shown:
     def lines(self) -> Iterator[str]:
         """What `--quiet` prints: the values."""
         return map(_number, self.values)
-
-    @property
-    def exit_code(self) -> int:
-        """0."""
-        return DONE
-
-    def as_dict(self) -> dict[str, Any]:
-        """Return the document that the command prints with `--json`: docs/reference/json.md."""
-        head: dict[str, Any] = {
-            "schema": schema("show"),
-            "exit_code": DONE,
-            "verdict": "shown",
-            "message": self.message,
-        }
-        return {**head, **as_json(self)}
-
-    def __repr__(self) -> str:
-        return f"<Shown: {self.message}>"
 
 
 def show(path: str | os.PathLike[str], tensor: str, *, shapes: str | None = None) -> Shown:

@@ -11,19 +11,14 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from ckpttool.analysis.describe.sharding import bytes_per_rank, overview
-from ckpttool.analysis.describe.summary import head
 from ckpttool.analysis.statistics.results import Stats
 from ckpttool.catalogue.entries import Catalogue
-from ckpttool.catalogue.findings import NOTE, Finding
-from ckpttool.catalogue.protocols import Source
-from ckpttool.producers.open import chosen_of_run
+from ckpttool.catalogue.findings import Finding
 from ckpttool.reports.charts import Chart
 from ckpttool.reports.document import Figures, document
 from ckpttool.reports.report import Block, Facts, Findings, Styled, Table, Text, TextLike, Verbatim
 from ckpttool.reports.rows import rows
 from ckpttool.reports.templates import environment, verbatim
-from ckpttool.text import size
 from ckpttool.version import __version__
 
 PAGES = {
@@ -173,7 +168,7 @@ def sections(blocks: Iterable[Block]) -> Iterator[Section]:
                 yield Section(_title(block.title), logs=[(block.title, block.text)])
             case Table():
                 yield Section(
-                    _title(block.name or block.title),
+                    _title(block.name or block.title or ""),
                     headers=[column.title for column in block.columns],
                     rows=[[_plain(cell) for cell in row] for row in block.rows],
                     numbers=[i for i, column in enumerate(block.columns) if column.is_number],
@@ -185,64 +180,7 @@ def _title(title: str) -> str:
     return title[:1].upper() + title[1:]
 
 
-def _plain(text: TextLike) -> str:
-    return text.text if isinstance(text, Styled) else text
-
-
-def checkpoint_sections(
-    catalogue: Catalogue, source: Source | None, more: Sequence[tuple[str, str]] = (), *, without: Collection[str] = ()
-) -> list[Section]:
-    """Return the sections on what a checkpoint is: warnings `without` some kinds, facts and `more` of them, parts,
-    ranks and files. `source` is None of a catalogue that `inspect` returned."""
-    headline, parts = head(catalogue, source)
-    loads = bytes_per_rank(catalogue) or []
-    files = sorted(catalogue.own_files, key=lambda file: -file.size)
-    writer = catalogue.facts.get("writer")
-    facts = [
-        ("run", Prose("; ".join(chosen_of_run(catalogue)))),
-        ("format", catalogue.format),
-        ("written by", str(writer) if writer else ""),
-        ("step", "" if headline.step is None else f"{headline.step:,}"),
-        ("ranks", f"{catalogue.world_size:,}" if catalogue.world_size > 1 else ""),
-        ("sharding", overview(catalogue)),
-        *more,
-    ]
-    return [
-        Section(
-            "Warnings", [Finding(NOTE, one.kind, str(one)) for one in catalogue.warnings if one.kind not in without]
-        ),
-        Section("Checkpoint", facts=[(name, value) for name, value in facts if value]),
-        Section(
-            "Parts",
-            headers=("part", "tensors", "elements", "bytes", "objects", "dtypes"),
-            rows=[
-                (
-                    *(str(line.part), f"{line.tensors:,}", f"{line.elements:,}", size(line.nbytes)),
-                    *(f"{line.objects:,}", ", ".join(f"{name} {size(n)}" for name, n in line.dtypes.items())),
-                )
-                for line in parts
-            ],
-            numbers=(1, 2, 3, 4),
-        ),
-        Section(
-            "Bytes of each rank",
-            headers=("rank", "bytes"),
-            rows=[(f"rank {rank}", size(load)) for rank, load in enumerate(loads)],
-            numbers=(1,),
-            bars=loads,
-        ),
-        Section(
-            "Files",
-            headers=("file", "rank", "bytes"),
-            rows=[
-                (
-                    file.name,
-                    "" if file.rank is None else f"rank {file.rank}",
-                    "missing" if file.missing else size(file.size),
-                )
-                for file in files
-            ],
-            numbers=(2,),
-            bars=[file.size for file in files],
-        ),
-    ]
+def _plain(cell: TextLike) -> str:
+    text = cell.text if isinstance(cell, Styled) else cell
+    bare = text.lstrip(" ")
+    return "\u2003" * (len(text) - len(bare)) + bare  # a browser shows no spaces at the beginning

@@ -64,22 +64,25 @@ class Facts:
 
 @dataclass(frozen=True, slots=True)
 class Findings:
-    """Findings below a title, beside which is how many they are; on a page, `good` where there are none."""
+    """Findings below a title, if it has one, beside which is how many they are unless `aside` is given; on a page,
+    `good` where there are none."""
 
     title: str
     findings: Sequence[Finding]
-    limit: int = SHOWN
-    aside: str = ""
+    limit: int | None = SHOWN
+    aside: str | None = None
     good: str = ""
 
 
 @dataclass(frozen=True, slots=True)
 class Table:
     """A table, `Table("chunks", [Column(), Column(fit="wrap")], [["rank 0", "__0_0.distcp"]])`; nothing without rows
-    and `aside`. With `is_folded`, modules that all names in the first column have in common are said once where there
-    is no room. On a page its title is `name`, if it has one, and each row has a bar as long as its number in `bars`."""
+    and `aside`. Without a title, even an empty one, it is all that a terminal shows. With `is_folded`, modules that all
+    names in the first column have in common are said once where there is no room. `below` has lines that follow each
+    row; where there is room, a single one stands beside its row under `below_title`. On a page its title is `name`, if
+    it has one, and each row has a bar as long as its number in `bars`."""
 
-    title: str
+    title: str | None
     columns: Sequence[Column]
     rows: Sequence[Sequence[TextLike]]
     aside: str = ""
@@ -87,15 +90,18 @@ class Table:
     is_folded: bool = False
     bars: Sequence[int] = ()
     name: str = ""
+    below: Sequence[Sequence[str]] = ()
+    below_title: str = ""
 
 
 @dataclass(frozen=True, slots=True)
 class Text:
-    """A paragraph, in which names stand in backticks."""
+    """A paragraph, in which names stand in backticks, behind a `mark`."""
 
     text: str
     title: str = ""
     aside: str = ""
+    mark: TextLike = "  "
 
 
 @dataclass(frozen=True, slots=True)

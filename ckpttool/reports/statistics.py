@@ -11,7 +11,6 @@ from ckpttool.text import count, natural, plural, size, with_rate
 
 if TYPE_CHECKING:
     from ckpttool.analysis.statistics.results import GroupStatistics, Stats, TensorStatistics
-    from ckpttool.reports.terminal import Terminal
 
 _SPARKS = "▁▂▃▄▅▆▇█"
 _MAX_BARS = 40  # bars
@@ -118,9 +117,9 @@ def _figures(row: TensorStatistics | GroupStatistics) -> Iterator[TextLike]:
     yield Styled(count(statistics.infs), "red") if statistics.infs else ""
 
 
-def write_csv(terminal: Terminal, rows: Iterable[TensorStatistics]) -> None:
-    """Write a line of comma-separated values for each tensor, below one of titles."""
-    terminal.csv((*_PLACE, "shape", *COLUMNS), ([*_cells(row)] for row in rows))
+def rows(tensors: Iterable[TensorStatistics]) -> tuple[list[Column], Iterator[list[object]]]:
+    """Return the columns of `--csv`, and a row for each tensor."""
+    return [*map(Column, (*_PLACE, "shape", *COLUMNS))], ([*_cells(row)] for row in tensors)
 
 
 def _cells(row: TensorStatistics) -> Iterator[object]:

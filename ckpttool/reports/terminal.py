@@ -23,6 +23,7 @@ from ckpttool.catalogue.findings import SUSPECT
 from ckpttool.errors import DONE, StorageError
 from ckpttool.reports.report import (
     Block,
+    Column,
     Facts,
     Findings,
     Line,
@@ -118,22 +119,21 @@ class Terminal:
         """Write a JSON document as one line."""
         self.write(json.dumps(document) + "\n")
 
-    def csv(self, columns: Sequence[str], rows: Iterable[Sequence[object]]) -> None:
-        """Write lines of comma-separated values (RFC 4180), the first with the names of the columns."""
+    def rows(self, columns: Sequence[Column], rows: Iterable[Sequence[object]], *, as_md: bool = False) -> None:
+        """Write lines of comma-separated values (RFC 4180), the first with the titles of the columns; or a table of
+        Markdown, in which text is as it is and has no markup."""
+        titles = [column.title for column in columns]
+        if as_md:
+            lines = [titles, ["---:" if column.is_number else "---" for column in columns]]
+            for line in (*lines, *([_markdown_cell(value) for value in row] for row in rows)):
+                self.write(f"| {' | '.join(line)} |\n")
+            return
         import csv
 
         with _writing():
             writer = csv.writer(self.stream, lineterminator="\n")
-            writer.writerow(columns)
+            writer.writerow(titles)
             writer.writerows([_csv_cell(value) for value in row] for row in rows)
-
-    def markdown(self, columns: Sequence[str], rows: Iterable[Sequence[object]], *, right: Iterable[int] = ()) -> None:
-        """Write a table of Markdown, in which text is as it is and has no markup. Columns `right` are aligned to the
-        right."""
-        aligned = {*right}
-        lines = [columns, ["---:" if i in aligned else "---" for i in range(len(columns))]]
-        for line in (*lines, *([_markdown_cell(value) for value in row] for row in rows)):
-            self.write(f"| {' | '.join(line)} |\n")
 
     def flush(self) -> None:
         """Flush the stream. Raises ReaderGone or StorageError, as `write`."""
@@ -216,7 +216,7 @@ class Terminal:
                 case Text():
                     if block.title:
                         self.heading(block.title, block.aside)
-                    self.paragraph(block.text)
+                    self.paragraph(block.text, mark=block.mark)
                 case Findings():
                     self._findings(block)
                 case Table():
@@ -231,8 +231,8 @@ class Terminal:
 
     def _findings(self, block: Findings) -> None:
         findings = block.findings if self.verbose else block.findings[: block.limit]
-        if findings:
-            self.heading(block.title, block.aside or how_many(block.findings))
+        if findings and block.title:
+            self.heading(block.title, how_many(block.findings) if block.aside is None else block.aside)
         for i, finding in enumerate(findings):
             style = "red" if finding.fails else "yellow" if finding.gravity == SUSPECT else "dim"
             self.paragraph(finding.message, mark=Styled("! ", style))
@@ -247,7 +247,7 @@ class Terminal:
         self.more(len(block.findings) - len(findings))
 
     def _table(self, block: Table) -> None:
-        rows, aside = block.rows, block.aside
+        rows, columns, aside = block.rows, block.columns, block.aside
         if not (rows or aside):
             return
         if block.is_folded and self.width is not None and (within := _shared_module([_text(row[0]) for row in rows])):
@@ -255,19 +255,38 @@ class Terminal:
             aside += f", in {within[:-1]}"
         if block.title:
             self.heading(block.title, aside)
-        else:
+        elif block.title is not None:
             self.write("\n")
-        of = {fit: [i for i, column in enumerate(block.columns) if column.fit == fit] for fit in ("wrap", "clip")}
-        drop = {column.drop for column in block.columns if column.drop}
+            if aside:
+                self.line(dim(f"  {aside}"))
+        if block.below:
+            rows, columns = self._with_lines_below(block)
+        of = {fit: [i for i, column in enumerate(columns) if column.fit == fit] for fit in ("wrap", "clip")}
+        drop = {column.drop for column in columns if column.drop}
         self.table(
             rows,
-            [column.title for column in block.columns] if any(column.title for column in block.columns) else (),
-            right=[i for i, column in enumerate(block.columns) if column.is_number],
+            [column.title for column in columns] if any(column.title for column in columns) else (),
+            right=[i for i, column in enumerate(columns) if column.is_number],
             wrap=of["wrap"],
             clip=of["clip"],
-            drop=[[i for i, column in enumerate(block.columns) if column.drop == one] for one in sorted(drop)],
+            drop=[[i for i, column in enumerate(columns) if column.drop == one] for one in sorted(drop)],
             limit=block.limit,
+            indent=2 if block.title is not None else 0,
         )
+
+    def _with_lines_below(self, block: Table) -> tuple[Sequence[Sequence[TextLike]], Sequence[Column]]:
+        """Return the rows with the lines below them, and single ones beside them where there is room."""
+        texts = [[column.title for column in block.columns], *([_text(cell) for cell in row] for row in block.rows)]
+        width = sum(_GAP + max(map(len, column)) for column in zip(*texts, strict=True))
+        beside = max((len(lines[0]) for lines in block.below if len(lines) == 1), default=0)
+        is_room = beside and (self.width is None or width + beside + 2 * _GAP <= self.width)
+        rows: list[Sequence[TextLike]] = []
+        for row, lines in zip(block.rows, block.below, strict=True):
+            if is_room and len(lines) == 1:
+                rows.append([*row, *lines])
+            else:
+                rows += [row, *([f"  {line}"] for line in lines)]
+        return rows, [*block.columns, *([Column(block.below_title, fit="wrap")] if is_room else [])]
 
     def facts(self, rows: Iterable[tuple[str, TextLike]]) -> None:
         """Write a table of titles and texts."""

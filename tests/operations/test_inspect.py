@@ -340,7 +340,7 @@ def test_json_values(value: Any, expected: Any) -> None:
 
 
 def warnings_of(found: Catalogue) -> list[str]:
-    return summarise(found).warnings
+    return [str(warning) for warning in summarise(found).warnings]
 
 
 def test_uneven_ranks() -> None:

@@ -23,7 +23,7 @@ from ckpttool.operations.samples import NAMES, SCRIPTS, samples
 
 
 def test_they_are_the_samples_of_the_checkout(tmp_path: Path) -> None:
-    sizes = samples(tmp_path / "try")
+    sizes = dict(samples(tmp_path / "try").samples)
     for name, below in NAMES.items():
         assert subprocess.run(["diff", "-r", tmp_path / "try" / name, SAMPLES / below]).returncode == 0
         assert ckpttool.inspect(tmp_path / "try" / name).files

@@ -25,10 +25,12 @@ from ckpttool.cli import documents
 from ckpttool.operations.check import Checked
 from ckpttool.operations.clean import Cleaned
 from ckpttool.operations.export.plan import Exported
+from ckpttool.operations.formats import Formats
 from ckpttool.operations.match import Matched
 from ckpttool.operations.repair import Repaired
 from ckpttool.operations.report import HtmlReport
 from ckpttool.operations.reshard import Resharding
+from ckpttool.operations.samples import Samples
 from ckpttool.operations.show import Shown
 from ckpttool.operations.verify.report import Report
 from ckpttool.operations.write import Conversion
@@ -43,7 +45,6 @@ from support.paths import ROOT
 FOLDER = ROOT / "docs" / "reference" / "schemas"
 DOCUMENTS: dict[str, tuple[type, ...]] = {
     "inspect": (Document,),
-    "show": (documents.Judged, Shown),
     **{
         made.command: (documents.Judged, made)
         for made in (
@@ -58,13 +59,14 @@ DOCUMENTS: dict[str, tuple[type, ...]] = {
             Report,
             Repaired,
             Cleaned,
+            Shown,
+            Samples,
+            Formats,
             Audit,
             trial.Report,
             resume_run.Report,
         )
     },
-    "samples": (documents.Samples,),
-    "formats": (documents.Formats,),
     "error": (documents.Error,),
 }
 _NUMBER = {"anyOf": [{"type": "number"}, {"enum": ["nan", "inf", "-inf"]}]}

@@ -8,10 +8,10 @@ from ckpttool.analysis.describe.sharding import Placements
 from ckpttool.catalogue.conditions import Columns
 from ckpttool.catalogue.entries import Catalogue, Tensor
 
-_NUMBERS = ("ndim", "numel", "nbytes", "shards", "ranks")
+NUMBERS = ("ndim", "numel", "nbytes", "shards", "ranks")
 _TEXTS = ("name", "part", "dtype", "placement")
-CONDITION = Columns(_NUMBERS, _TEXTS, "column", "'numel > 1e6 and name != \"*.bias\"'")
-COLUMNS = ("name", "part", "dtype", "shape", *_NUMBERS, "placement")
+CONDITION = Columns(NUMBERS, _TEXTS, "column", "'numel > 1e6 and name != \"*.bias\"'")
+COLUMNS = ("name", "part", "dtype", "shape", *NUMBERS, "placement")
 
 
 class TensorRows:

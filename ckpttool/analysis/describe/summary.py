@@ -17,9 +17,11 @@ from ckpttool.analysis.describe.warnings import copies, findings
 from ckpttool.catalogue.aliases import find_aliases
 from ckpttool.catalogue.counters import epoch, step
 from ckpttool.catalogue.entries import KINDS, Catalogue, Entry, Object, Part, Path, Tensor, dotted
+from ckpttool.catalogue.findings import DAMAGE
 from ckpttool.catalogue.models import Models, models
 from ckpttool.catalogue.protocols import Source
 from ckpttool.catalogue.shown import LIMIT, shown
+from ckpttool.catalogue.warning import Warning
 from ckpttool.text import ranges
 
 DEPTH = 4
@@ -54,7 +56,7 @@ class ObjectLine:
 @dataclass(slots=True)
 class Summary:
     """What `inspect` prints. `holds` is what there is, in one line; `internal` are attributes that a scheduler keeps
-    for itself; `damage` is what stops every operation but `inspect`."""
+    for itself."""
 
     headline: Headline
     holds: str
@@ -63,8 +65,7 @@ class Summary:
     objects: list[ObjectLine]
     internal: list[ObjectLine]
     ties: list[tuple[str, str]]
-    damage: list[str]
-    warnings: list[str]
+    warnings: list[Warning]
 
 
 def summarise(catalogue: Catalogue, *, depth: int = DEPTH, limit: int = LIMIT) -> Summary:
@@ -88,14 +89,14 @@ def summarise(catalogue: Catalogue, *, depth: int = DEPTH, limit: int = LIMIT) -
         objects=_folded(ObjectLine(e.name, value_text(e, catalogue, limit)) for e in rest[False]),
         internal=[ObjectLine(e.name, value_text(e, catalogue, limit)) for e in rest[True]],
         ties=[(dotted(path), dotted(kept)) for path, kept in aliases.items()],
-        damage=damage(catalogue),
-        warnings=[str(w) for w in (*catalogue.warnings, *findings(catalogue, aliases)) if w.kind != "damaged"],
+        warnings=[w for w in (*catalogue.warnings, *findings(catalogue, aliases)) if w.gravity != DAMAGE],
     )
 
 
-def damage(catalogue: Catalogue) -> list[str]:
-    """Return what is wrong with the checkpoint; nothing where everything but its bytes is sound."""
-    return [str(warning) for warning in catalogue.warnings if warning.kind == "damaged"]
+def damage(catalogue: Catalogue) -> list[Warning]:
+    """Return what is wrong with the checkpoint, which stops every operation but `inspect`; nothing where everything but
+    its bytes is sound."""
+    return [warning for warning in catalogue.warnings if warning.gravity == DAMAGE]
 
 
 def _is_internal(entry: Object) -> bool:

@@ -33,7 +33,7 @@ from ckpttool.cli.browser.names import NameLine, Names
 from ckpttool.cli.browser.views import TABS, Look
 from ckpttool.cli.signals import Terminated, catch_signals
 from ckpttool.errors import CkptError, UsageError
-from ckpttool.reports.statistics import write_csv
+from ckpttool.reports.statistics import rows as statistics_rows
 from ckpttool.reports.terminal import Terminal
 from ckpttool.text import natural, plural, safe, size
 from ckpttool.transfer.numbers import Array
@@ -510,7 +510,7 @@ class Browser(App[CkptError | KeyboardInterrupt | None]):
         numbers = chosen or look.members
         rows = [row for i in numbers if (row := look.opened.survey.rows[i]) is not None]
         text = io.StringIO()
-        write_csv(Terminal(text), rows)
+        Terminal(text).rows(*statistics_rows(rows))
         path = _written("csv", text.getvalue())
         left = len(numbers) - len(rows)
         self.say(f"wrote {path}: {plural(len(rows), 'tensor')}" + (f"; {left:,} not read yet" if left else ""))

@@ -211,7 +211,8 @@ def reshard(
 
 def _page(result: Resharding, source: Source) -> str:
     """Return the page of a reshard, done or planned, with the layouts of both checkpoints if they are known."""
-    from ckpttool.reports.page import Book, checkpoint_sections, render, sections
+    from ckpttool.reports import description
+    from ckpttool.reports.page import Book, render, sections
 
     before = source.catalogue
     ranks = [plural(max(one, 1), "rank") for one in (before.world_size, result.world_size)]
@@ -221,7 +222,7 @@ def _page(result: Resharding, source: Source) -> str:
     listed = [] if result.dry_run else [written.files(result)]
     notes = Facts([("note", note) for note in result.notes], "Notes")
     after = sections([*written.blocks(result, verbose=True), *listed, notes])
-    book.sections = [*after, *checkpoint_sections(before, source)]
+    book.sections = [*after, *sections(description.on_page(before, source))]
     return render(book)
 
 

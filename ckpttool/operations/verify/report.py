@@ -192,10 +192,11 @@ def _facts(report: Report) -> Iterator[tuple[str, str | None]]:
 
 def page(report: Report, catalogue: Catalogue) -> str:
     """Return the page of a verification."""
-    from ckpttool.reports.page import Book, checkpoint_sections, render, sections
+    from ckpttool.reports.description import on_page
+    from ckpttool.reports.page import Book, render, sections
 
     book = Book.of_catalogue("verify", report.path, catalogue)
     book.stats.findings = report.findings
     book.verdict, book.is_good = report.message, not report.exit_code
-    book.sections = [*sections(blocks(report)), *checkpoint_sections(catalogue, None, without=("damaged",))]
+    book.sections = [*sections([*blocks(report), *on_page(catalogue)])]
     return render(book)
