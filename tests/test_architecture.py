@@ -22,7 +22,8 @@ PACKAGE = ROOT / "ckpttool"
 LAYERS: list[set[str]] = [
     {"errors", "version"},
     {"text"},
-    {"storage", "catalogue"},
+    {"storage"},
+    {"catalogue"},
     {"layout", "serialization"},
     {"formats", "transfer"},
     {"producers"},

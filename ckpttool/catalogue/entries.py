@@ -11,15 +11,17 @@ from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Seq
 from copy import copy
 from dataclasses import dataclass, field
 from math import prod
-from typing import Any, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from ckpttool.catalogue import boxes
 from ckpttool.catalogue.boxes import Ints
 from ckpttool.catalogue.dtypes import Dtype
 from ckpttool.catalogue.warning import Warning
 from ckpttool.errors import CkptError, CorruptError
-from ckpttool.storage.stores import Location
 from ckpttool.text import html_table, near_names, plural, size
+
+if TYPE_CHECKING:
+    from ckpttool.storage.stores import Location
 
 Path = tuple[Hashable, ...]
 

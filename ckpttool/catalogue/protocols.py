@@ -7,12 +7,14 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from contextvars import ContextVar
 from dataclasses import dataclass
 from importlib import import_module
-from typing import Any, NamedTuple, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, runtime_checkable
 
 from ckpttool.catalogue.boxes import Ints
 from ckpttool.catalogue.entries import Catalogue, Chunk, Extent, Record, Tensor
 from ckpttool.catalogue.validation import require
-from ckpttool.storage.stores import Location
+
+if TYPE_CHECKING:
+    from ckpttool.storage.stores import Location
 
 Crcs = Mapping[tuple[int, int], int]
 """CRC-32 of each record that was filled, by `(file, offset)` of the destination."""
