@@ -178,9 +178,11 @@ class _SharedWork(Coordinator):
             with suppress(Exception):
                 if self.is_first:
                     self._decide(_as_json(reason))
-                elif error is not self._failure_of_first:
-                    self._send(f"failed/{self.rank}", json.dumps(_as_json(error), default=str).encode())
-                    self._store.set("failed", str(self.rank))
+                else:
+                    if error is not self._failure_of_first:
+                        self._send(f"failed/{self.rank}", json.dumps(_as_json(error), default=str).encode())
+                        self._store.set("failed", str(self.rank))
+                    self._store.set(f"left/{self.rank}", b"")
             if reason is not error:
                 raise reason from None
             if not self.is_first and _is_of_the_store(error):
@@ -208,7 +210,7 @@ class _SharedWork(Coordinator):
             file.location, size = location, location.size() if location.exists() else None
             if size != file.size:
                 state = "missing" if size is None else f"of {size} bytes"
-                raise StorageError(
+                error = StorageError(
                     f"rank {self.rank} does not see `{shared.parent}` as rank 0 does: "
                     f"`{location.name}` is {state} there",
                     hint="all ranks must write to one shared file system; without one, run `ckpttool reshard` alone",
@@ -216,6 +218,8 @@ class _SharedWork(Coordinator):
                     found=size,
                     expected=file.size,
                 )
+                # Rank 0 may have failed, and removed it.
+                raise self.lost(error)
 
     # The end ---------------------------------------------------------------------------------------------------------
 
@@ -244,7 +248,7 @@ class _SharedWork(Coordinator):
         self._store.set("verdict", json.dumps(verdict, default=str))
         until = time.monotonic() + _LEAVE
         names = [f"left/{rank}" for rank in range(1, self.size)]
-        while not verdict and time.monotonic() < until and not self._store.check(names):
+        while time.monotonic() < until and not self._store.check(names):
             time.sleep(_POLL)
 
     # Messages --------------------------------------------------------------------------------------------------------

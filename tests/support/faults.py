@@ -234,7 +234,7 @@ def save(kind: str, folder: Path, state: Any | None = None) -> Path:
 
 
 @contextmanager
-def failing_read(folder: Path, nth: int) -> Iterator[list[str]]:
+def failing_read(folder: Path, nth: int, code: int = errno.EIO) -> Iterator[list[str]]:
     """The `nth` call that looks at something below a directory, or reads it, fails. Gives the calls that were made."""
     made: list[str] = []
     names = ("stat", "lstat", "fstat", "listdir", "scandir", "open", "pread", "preadv", "read")
@@ -247,7 +247,7 @@ def failing_read(folder: Path, nth: int) -> Iterator[list[str]]:
             if str(path).startswith(str(folder)):
                 made.append(name)
                 if len(made) - 1 == nth:
-                    raise OSError(errno.EIO, os.strerror(errno.EIO))
+                    raise OSError(code, os.strerror(code))
             return real[name](*args, **keywords)
 
         return call

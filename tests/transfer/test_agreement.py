@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -112,3 +113,20 @@ def test_what_rank_0_refuses_is_what_every_rank_raises() -> None:
 
     for error in outcomes(3, work):
         assert isinstance(error, UsageError) and (error.message, error.hint) == ("no", "yes")
+
+
+def test_rank_0_stays_until_others_have_read_why_it_failed() -> None:
+    """It may keep the store itself: without it they would only say that rank 0 is gone."""
+    store = HashStore()
+
+    def other() -> None:
+        time.sleep(0.3)
+        with pytest.raises(UsageError, match="no"), _SharedWork(1, 2, store).together():
+            pass
+
+    with ThreadPoolExecutor() as threads:
+        running = threads.submit(other)
+        with pytest.raises(UsageError), _SharedWork(0, 2, store).together():
+            raise UsageError("no")
+        assert store.check(["left/1"])
+        running.result()
