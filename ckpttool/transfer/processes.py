@@ -182,6 +182,9 @@ class _SharedWork(Coordinator):
                     if error is not self._failure_of_first:
                         self._send(f"failed/{self.rank}", json.dumps(_as_json(error), default=str).encode())
                         self._store.set("failed", str(self.rank))
+                        if isinstance(error, StorageError):
+                            # Rank 0 may have failed, and removed what this process was to write to.
+                            reason = self.lost(error)
                     self._store.set(f"left/{self.rank}", b"")
             if reason is not error:
                 raise reason from None
@@ -210,7 +213,7 @@ class _SharedWork(Coordinator):
             file.location, size = location, location.size() if location.exists() else None
             if size != file.size:
                 state = "missing" if size is None else f"of {size} bytes"
-                error = StorageError(
+                raise StorageError(
                     f"rank {self.rank} does not see `{shared.parent}` as rank 0 does: "
                     f"`{location.name}` is {state} there",
                     hint="all ranks must write to one shared file system; without one, run `ckpttool reshard` alone",
@@ -218,8 +221,6 @@ class _SharedWork(Coordinator):
                     found=size,
                     expected=file.size,
                 )
-                # Rank 0 may have failed, and removed it.
-                raise self.lost(error)
 
     # The end ---------------------------------------------------------------------------------------------------------
 
