@@ -2,7 +2,8 @@
 
     python forked_ranks.py WORLD script.py arguments...
 
-Importing torch in every rank, and in torchrun, is what a launch costs most. When a rank fails the others are ended.
+Importing torch in every rank, and in torchrun, is what a launch costs most. When a rank fails the others are ended as
+torchrun ends them: by SIGTERM, and by SIGKILL when they are still there later.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import os
 import runpy
 import signal
 import sys
+import time
 import traceback
 from datetime import timedelta
 from typing import Any
@@ -20,6 +22,8 @@ import torch.distributed as dist
 import torch.distributed.checkpoint.state_dict
 import torch.distributed.fsdp
 import torch.distributed.tensor.parallel
+
+GRACE = 30  # seconds, as torchrun has them
 
 
 def store(ready: int) -> None:
@@ -63,6 +67,18 @@ def fork(function: Any, *arguments: Any) -> int:
     os._exit(code)
 
 
+def end(running: set[int]) -> None:
+    """End what still runs."""
+    for pid in running:
+        os.kill(pid, signal.SIGTERM)
+    until = time.monotonic() + GRACE
+    while running and time.monotonic() < until:
+        running -= {pid for pid in running if os.waitpid(pid, os.WNOHANG)[0]}
+        time.sleep(0.01)
+    for pid in running:
+        os.kill(pid, signal.SIGKILL)
+
+
 def main(world: int, script: str, *arguments: str) -> int:
     """Start the ranks and wait for them; the exit code is that of the first that failed."""
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
@@ -79,8 +95,8 @@ def main(world: int, script: str, *arguments: str) -> int:
                 return abs(os.waitstatus_to_exitcode(status))
         return 0
     finally:
-        for pid in (*running, server):
-            os.kill(pid, signal.SIGKILL)
+        os.kill(server, signal.SIGKILL)
+        end(running)
 
 
 if __name__ == "__main__":

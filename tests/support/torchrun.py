@@ -12,6 +12,7 @@ from typing import Any
 # Seconds; a launch takes 20 on a machine that has nothing else to do.
 LAUNCH = 500
 
+FORKED = [sys.executable, str(Path(__file__).with_name("forked_ranks.py"))]
 Verdicts = Callable[..., dict[str, str]]
 
 
@@ -24,8 +25,7 @@ def torchrun(world: int, *arguments: Any) -> str:
 
 def forked(world: int, *arguments: Any, within: float = LAUNCH) -> str:
     """The same without torchrun, and faster: for the CPU, and where the launcher is not the point."""
-    script = str(Path(__file__).with_name("forked_ranks.py"))
-    return _output([sys.executable, script, str(world), *map(str, arguments)], within)
+    return _output([*FORKED, str(world), *map(str, arguments)], within)
 
 
 def _output(command: list[str], within: float = LAUNCH) -> str:
