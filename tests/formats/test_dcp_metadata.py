@@ -411,7 +411,7 @@ def test_runs_whose_numbers_are_others(monkeypatch: pytest.MonkeyPatch) -> None:
     assert by_runs == whole
 
 
-@pytest.mark.parametrize("times", [150, pytest.param(1000, marks=pytest.mark.long)])
+@pytest.mark.parametrize("times", [60, pytest.param(1000, marks=pytest.mark.long)])
 @pytest.mark.parametrize("framed", [True, False, None])
 def test_runs_of_a_broken_index(framed: bool | None, times: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever byte is another: what the runs say is what the unpickler alone says."""

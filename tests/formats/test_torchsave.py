@@ -5,8 +5,6 @@ from __future__ import annotations
 import io
 import shlex
 import struct
-import subprocess
-import sys
 import warnings
 import zipfile
 import zlib
@@ -23,7 +21,10 @@ import pytest
 import torch
 from same import assert_same
 from support.paths import CHECKPOINTS, samples_of
+from support.simulated_ranks import cut, mesh
+from support.simulated_ranks import save as save_ranks
 from torch import nn
+from torch.distributed.tensor import Shard
 
 import ckpttool
 from ckpttool.catalogue import entries as catalogues
@@ -514,21 +515,13 @@ def test_classes_made_with_keywords_are_named() -> None:
 
 
 def test_one_ranks_part_of_a_sharded_checkpoint(tmp_path: Path) -> None:
-    code = """
-import sys, torch, torch.distributed as dist
-from torch.distributed.tensor import Shard, distribute_tensor, init_device_mesh
-dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-mesh = init_device_mesh("cpu", (1,))
-torch.save({"w": distribute_tensor(torch.arange(6.0), mesh, [Shard(0)]), "p": torch.ones(2)}, sys.argv[1])
-"""
-    subprocess.run([sys.executable, "-c", code, tmp_path / "a.pt"], check=True, capture_output=True)
+    whole = torch.arange(6.0)
+    save_ranks(tmp_path, 1, lambda rank: {"w": cut(whole, mesh(1), Shard(0)), "p": torch.ones(2)}, "a.pt")
     found = read(tmp_path / "a.pt")
     assert any("one rank's part of a sharded checkpoint" in str(w) and "`w`" in str(w) for w in found.warnings)
     assert isinstance(found.entries[("w",)], Object)
     assert any(t.embedded and t.shape == (6,) for t in found.tensors)
     convert(tmp_path / "a.pt", tmp_path / "b.pt")
-    import torch.distributed.tensor  # its classes must be there to load them
-
     back = torch.load(tmp_path / "b.pt", weights_only=False)
     assert torch.equal(back["w"]._local_tensor, torch.arange(6.0))
 

@@ -95,8 +95,8 @@ def main(world: int, script: str, *arguments: str) -> int:
                 return abs(os.waitstatus_to_exitcode(status))
         return 0
     finally:
-        os.kill(server, signal.SIGKILL)
         end(running)
+        os.kill(server, signal.SIGKILL)  # last, or one that waits for an answer of it hears no signal
 
 
 if __name__ == "__main__":

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+from support.torchrun import forked
 from support.upstream_readers import path_of, reference_of
 
 from ckpttool import convert
@@ -69,12 +67,8 @@ def resumed(once: Once) -> dict[str, str]:
             })  # fmt: skip
         (folder / "told.json").write_text(json.dumps(told, indent=2))
         script = Path(__file__).with_name("resume_on_ranks.py")
-        command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
-        command += ["--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0", str(script), str(folder)]
-        done = subprocess.run(
-            command, env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=400
-        )
-        assert (folder / "verdicts.json").exists(), done.stdout[-3000:] + done.stderr[-3000:]
+        said = forked(2, script, folder)
+        assert (folder / "verdicts.json").exists(), said
 
     found: dict[str, str] = json.loads((once("resumed", make) / "verdicts.json").read_text())
     return found
