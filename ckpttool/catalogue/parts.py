@@ -191,9 +191,10 @@ def _kind_of(key: object, child: KeyNode) -> str | None:
 
 
 def _is_statistics(node: KeyNode, kind: str | None) -> bool:
-    """Return whether these are the means and variances of what a normaliser has seen, which nothing trains."""
-    names = map(str, node.children)
-    return kind is None and node.has_tensor and all(_SEEN.fullmatch(name[-100:]) for name in names)
+    """Return whether a module has nothing but the means and variances of what it has seen, which nothing trains."""
+    names = [*map(str, node.children)] if kind is None and node.has_tensor else []
+    is_module = node.has_metadata or any(map(is_module_name, names))
+    return bool(names) and is_module and all(_SEEN.fullmatch(name[-100:]) for name in names)
 
 
 def _is_progress(node: KeyNode) -> bool:
@@ -207,9 +208,11 @@ def _is_progress(node: KeyNode) -> bool:
 
 
 def _is_around(kind: str, child: KeyNode) -> bool:
-    """Return whether a dict called `model` or `train_state` is one around parts of its own."""
-    if child.kind is not None or child.is_state_dict or not child.has_parts or kind == "optimizer":
+    """Return whether a dict called `model`, `optimizer` or `train_state` is one around parts of its own."""
+    if child.kind is not None or child.is_state_dict or not child.has_parts:
         return False
+    if kind == "optimizer":
+        return any(one.kind not in (None, kind) for one in child.children.values())
     if kind == "model":
         is_bare = any(isinstance(one.entry, Tensor) for one in child.children.values())
         return child.holds("optimizer") or (not is_bare and child.state_dicts > 1)
