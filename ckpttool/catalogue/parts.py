@@ -292,7 +292,8 @@ def _tells(kind: str, child: KeyNode) -> bool:
     if kind == "progress" and isinstance(child.entry, Tensor):
         # Beside the parameters of torchtitan, a tensor `tokens_seen` is a buffer of the model like any other.
         return bool(_COUNTER.fullmatch(str(child.entry.path[-1])))
-    return True
+    # A copy of the best weights by a dict of one's own: `best_state = {name: value.clone() for ...}`.
+    return kind != "progress" or not child.is_state_dict
 
 
 def _may_be_state(entry: Tensor | Object | None) -> bool:

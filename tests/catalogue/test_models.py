@@ -89,6 +89,7 @@ def test_an_average_is_told_by_its_key() -> None:
     assert averages(found(model=model.state_dict(), ema={"decay": 0.9, "module": copy})) == {"ema": "model"}
     prefixed = {f"ema_model.{name}": value for name, value in copy.items()}
     assert averages(found(model=model.state_dict(), ema=prefixed)) == {"ema": "model"}
+    assert averages(found(best=model.state_dict(), best_ema=copy)) == {"best_ema": "best"}
 
 
 def test_a_list_of_tensors_is_an_average_by_the_order_of_its_shapes() -> None:

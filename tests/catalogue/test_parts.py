@@ -246,6 +246,22 @@ STATES: dict[str, tuple[dict[Any, Any], Expected]] = {
         {"optimizer": {"m": {"w": W}, "v": {"w": W}, "step": 3}, "model": MODEL},
         {("optimizer", "step"): ("optimizer", ("optimizer",))},
     ),
+    "an optimizer and its scheduler in a file called optimizer": (
+        {"optimizer": {"optimizer": ADAM, "scheduler": STEP_LR, "step": 3, "opt": NAMESPACE}, "model": MODEL},
+        {
+            ("optimizer", "optimizer", "state", 0, "exp_avg"): ("optimizer", ("optimizer", "optimizer")),
+            ("optimizer", "scheduler", "last_epoch"): ("scheduler", ("optimizer", "scheduler")),
+            ("optimizer", "step"): ("progress", ("optimizer", "step")),
+        },
+    ),
+    "the best weights in a dict of one's own": (
+        {"model": MODEL, "best_state": dict(MODEL), "best_loss": 0.5, "optimizer": ADAM},
+        {("best_state", "embed.weight"): ("model", ("best_state",)), ("best_loss",): ("progress", ("best_loss",))},
+    ),
+    "a normaliser that is a module": (
+        {"policy": MODEL, "norm": {"running_mean": W, "running_variance": W, "current_count": ONE}, "optimizer": ADAM},
+        {("norm", "running_mean"): ("other", ("norm",)), ("policy", "embed.weight"): ("model", ("policy",))},
+    ),
     "arguments and a history that are no optimizers": (
         {"model": MODEL, "opt": {"lr": 0.1, "batch": 8}, "optimizer_history": [{"num_updates": 3, "best": {"a": 1}}]},
         {

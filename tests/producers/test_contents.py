@@ -138,6 +138,21 @@ def test_state_among_logs_is_read(framework: str, name: str, tmp_path: Path) -> 
         ckpttool.convert(folder, tmp_path / "other.pt", to="torch")
 
 
+@pytest.mark.parametrize("name", ["optimizer.pth.tar", "optimizer.th", "optimizer.pkl", "optimizer"])
+@pytest.mark.parametrize("weights", ["pytorch_model.bin", "model.safetensors"])
+def test_state_of_any_suffix_beside_a_pretrained_model(name: str, weights: str, tmp_path: Path) -> None:
+    model = torch.nn.Linear(4, 3)
+    torch.save(model.state_dict(), tmp_path / weights) if weights[-3:] == "bin" else save_file(
+        model.state_dict(), tmp_path / weights
+    )
+    torch.save({"state": {0: {"exp_avg": torch.ones(3, 4)}}, "param_groups": [{"params": [0, 1]}]}, tmp_path / name)
+    for asset in ("config.json", "LICENSE", "NOTICE", "tokenizer.json"):
+        (tmp_path / asset).write_text("{}")
+    opened = ckpttool.inspect(tmp_path)
+    assert {entry.part.kind for entry in opened.entries.values()} == {"model", "optimizer"}
+    assert {*opened.facts["assets"]} == {"config.json", "LICENSE", "NOTICE", "tokenizer.json"}
+
+
 def test_folders_are_parts_of_a_step(tmp_path: Path) -> None:
     """W4: the folders of a step were taken for checkpoints of a run, of which the last was converted."""
     step = tmp_path / "step_2"
