@@ -14,11 +14,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from ckpttool.catalogue import parts
 from ckpttool.catalogue.entries import Catalogue, Entry, Object, Tensor
 from ckpttool.catalogue.models import is_averaged
+from ckpttool.catalogue.step_names import pattern_of, step_in
 from ckpttool.producers import runs
 from ckpttool.producers.components import Mounted, deepest
 from ckpttool.producers.directory import Directory
 from ckpttool.producers.runs import COPY, LAST, RunCheckpoint, RunDirectory
-from ckpttool.producers.step_names import pattern_of, step_in
 
 
 def run_in(directory: Directory, catalogue: Catalogue) -> RunDirectory | None:
@@ -43,23 +43,15 @@ def run_in(directory: Directory, catalogue: Catalogue) -> RunDirectory | None:
     all_said = all(len(names) > 1 and all(map(_said, names)) for names in alike.values())
     if not groups or not all(_are_apart(names, entries, pointed, all_said=all_said) for names in groups):
         return None
-    every = _checkpoints(groups)
-    newest = _newest(every, pointed)
-    listed = [
-        RunCheckpoint(
-            names[0] if len(names) == 1 else pattern_of(names, others) or " ".join(names),
-            directory.at(names[0]),
-            step=None,
-            nbytes=sum(map(directory.size, names)),
-            producer=None,
-            format=catalogue.format,
-            why_not=None,
-            files=tuple(names),
-            pointed=names is newest,
-        )
-        for names in every
-        for others in [[one.name for one in holders.values() if one.name not in names]]
-    ]
+    checkpoints = _checkpoints(groups)
+    newest = _newest(checkpoints, pointed)
+    listed: list[RunCheckpoint] = []
+    for names in checkpoints:
+        others = [one.name for one in holders.values() if one.name not in names]
+        name = names[0] if len(names) == 1 else pattern_of(names, others) or " ".join(names)
+        at, nbytes, is_newest = directory.at(names[0]), sum(map(directory.size, names)), names is newest
+        of = tuple(names)
+        listed.append(RunCheckpoint(name, at, None, nbytes, None, catalogue.format, None, of, (), is_newest))
     return runs.with_newest(directory, listed) if listed else None
 
 
@@ -107,11 +99,10 @@ def _checkpoints(groups: Sequence[Sequence[str]]) -> list[list[str]]:
 def _newest(every: Sequence[list[str]], pointed: set[str]) -> list[str] | None:
     """Return the newest: the one that is pointed to, else the last by its name, else the only one that is no best."""
     words = {names[0]: _said(names[0]) for names in every}
-    for chosen in (
+    candidates = (
         [names for names in every if not pointed.isdisjoint(names)],
         [names for names in every if LAST.search(words[names[0]])],
         [names for names in every if not words[names[0]]],
-    ):
-        if chosen:
-            return chosen[0] if len(chosen) == 1 else None
-    return None
+    )
+    chosen = next(filter(None, candidates), [])
+    return chosen[0] if len(chosen) == 1 else None

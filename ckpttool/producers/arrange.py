@@ -15,11 +15,11 @@ from ckpttool.catalogue import parts
 from ckpttool.catalogue.counters import is_step
 from ckpttool.catalogue.entries import Catalogue, Entry, Object, Part, Path, Tensor, dotted
 from ckpttool.catalogue.protocols import Format, FormatLoss
+from ckpttool.catalogue.step_names import step_in
 from ckpttool.errors import LossError, UsageError
 from ckpttool.layout import select
 from ckpttool.layout.move import move
 from ckpttool.producers.components import Constant
-from ckpttool.producers.step_names import step_in
 from ckpttool.producers.writer import OutputComponent, OutputLayout
 from ckpttool.text import rank_ranges
 

@@ -266,7 +266,7 @@ def match_components(
         elif pattern.kind != "ignored":
             layout.components += [_component(pattern, m, root) for m in sorted(matches, key=_number)]
             if pattern.kind == "per rank" and matches:
-                _check_ranks(layout, [m.string for m in matches], [int(m["rank"]) for m in matches], None)
+                check_ranks(layout, [m.string for m in matches], [int(m["rank"]) for m in matches], None)
     layout.unknown += remaining
     _drop_duplicates(layout, root)
     present = {c.root[len(root)] for c in layout.components if len(c.root) > len(root)}
@@ -313,11 +313,11 @@ def _add_rank_files(layout: Layout, pattern: Pattern, all_matches: list[re.Match
         matches.sort(key=_number)
         files = tuple(m.string for m in matches)
         world_size = matches[0].groupdict().get("world")
-        _check_ranks(layout, files, [int(m["rank"]) for m in matches], int(world_size) if world_size else None)
+        check_ranks(layout, files, [int(m["rank"]) for m in matches], int(world_size) if world_size else None)
         layout.components.append(replace(_component(pattern, matches[0], above), name=name, files=files))
 
 
-def _check_ranks(layout: Layout, files: Sequence[str], present: list[int], world_size: int | None) -> None:
+def check_ranks(layout: Layout, files: Sequence[str], present: list[int], world_size: int | None) -> None:
     """Add the ranks to `missing` that have no file. Ranks count from 0."""
     count = world_size if world_size is not None else max(present) + 1
     absent = sorted(set(range(count)) - set(present)) if world_size is None or count <= 1 << 20 else []

@@ -23,14 +23,13 @@ from ckpttool.catalogue.entries import Path
 from ckpttool.errors import CkptError, ReadError
 from ckpttool.formats.detect import detect
 from ckpttool.producers import foreign
-from ckpttool.producers.components import ASSET_NAMES, DCP_FILE, DCP_FILES, REPOSITORY, Component, Layout
+from ckpttool.producers.components import ASSET_NAMES, DCP_FILE, DCP_FILES, REPOSITORY, Component, Layout, check_ranks
 from ckpttool.producers.directory import Directory
 from ckpttool.serialization.manifest import NAME
 from ckpttool.storage import files
 from ckpttool.storage.stores import Location
 
 _MAX_DEPTH = 8
-_MAX_FILES = 100_000
 _RANK = re.compile(
     r"(?<![a-z])(?:(?:world_?size[._-]?(?P<world>\d+)[._-])?(?:[a-z]p_)?rank|dp|sdp)[._=-]?(?P<rank>\d{1,6})(?!\d)",
     re.I,
@@ -84,10 +83,9 @@ def layout(
             result.components.append(component)
             for name in component.files:
                 remaining.pop(name, None)
-    # What is left over beside an index is of another save, which the reader of the index says.
-    indexes = _stems_of_indexes(result)
     for name in remaining:
-        if not ((match := _SHARD.fullmatch(name)) and match["stem"] in indexes):
+        # What is left over beside an index is of another save, which the reader of the index says.
+        if not _is_beside_index(name, result):
             _add_file(directory, name, result, beside=beside)
     _give_roots(result, step, beside=beside)
     return result
@@ -165,17 +163,18 @@ def _indexed(directory: Directory, names: Collection[str], layout: Layout) -> It
                     yield Component(shard, files=(shard,), kind="shard")
 
 
-def _stems_of_indexes(layout: Layout) -> set[str]:
-    names = (component.name for component in layout.components if _INDEX.fullmatch(component.name))
-    return {re.sub(r"\.[a-z]+\.index\.json$", "", name) for name in names}
+def _is_beside_index(name: str, layout: Layout) -> bool:
+    """Return whether a file is called as those that an index of the layout names."""
+    match = _SHARD.fullmatch(name)
+    stem = re.escape(match["stem"]) if match is not None else "(?!)"
+    return any(re.fullmatch(rf"{stem}\.[a-z]+\.index\.json", component.name) for component in layout.components)
 
 
 def _shards(directory: Directory, names: Collection[str], layout: Layout) -> Iterator[Component]:
     """Yield the files of models that were split without an index: `model-00001-of-00002.safetensors`."""
     sets: dict[tuple[str, str], list[str]] = defaultdict(list)
-    indexes = _stems_of_indexes(layout)
     for name in names:
-        if (match := _SHARD.fullmatch(name)) is not None and match["stem"] not in indexes:
+        if (match := _SHARD.fullmatch(name)) is not None and not _is_beside_index(name, layout):
             sets[match["stem"], match["count"]].append(name)
     for (stem, count), shards in sets.items():
         if len(shards) != int(count):
@@ -196,12 +195,8 @@ def _ranks(directory: Directory, names: Collection[str], layout: Layout) -> Iter
         is_named = _RANK.search(f"{before}0") is not None
         if not is_named and sorted(of_rank) != [*range(max(2, len(of_rank)))]:
             continue
-        count = next((world for _, world in of_rank.values() if world), max(of_rank) + 1)
-        absent = sorted(set(range(min(count, _MAX_FILES))) - of_rank.keys())
-        if absent:
-            first = next(iter(of_rank.values()))[0]
-            layout.missing.append(f"the file of rank {absent[0]} of {count} is missing beside `{first}`")
         present = tuple(of_rank[rank][0] for rank in sorted(of_rank))
+        check_ranks(layout, present, [*of_rank], next((world for _, world in of_rank.values() if world), None))
         yield Component(f"{before}*{after}", files=present, kind="rank files", by_name=True)
 
 

@@ -16,6 +16,7 @@ from ckpttool.catalogue import parts
 from ckpttool.catalogue.entries import Catalogue, Object, Path, dotted
 from ckpttool.catalogue.protocols import NO_HINTS, Format, OpenOptions, Source
 from ckpttool.catalogue.shown import shown
+from ckpttool.catalogue.step_names import facts_of, places_of
 from ckpttool.catalogue.warning import Warning
 from ckpttool.catalogue.work_limit import working
 from ckpttool.errors import CkptError, CorruptError, ReadError, UsageError
@@ -35,7 +36,6 @@ from ckpttool.producers import (
 from ckpttool.producers.combined import CombinedSource
 from ckpttool.producers.components import DCP_FILE, Layout, Producer
 from ckpttool.producers.directory import Directory
-from ckpttool.producers.step_names import facts_of, places_of
 from ckpttool.serialization import strict_json, unsafe_globals
 from ckpttool.serialization.unpickler import no_garbage_collection
 from ckpttool.serialization.unsafe_globals import harmful_names

@@ -18,11 +18,11 @@ from operator import and_
 
 from ckpttool import formats
 from ckpttool.catalogue.parts import kind_of_key
+from ckpttool.catalogue.step_names import Place, pattern_of, places_of, step_in, time_in
 from ckpttool.errors import CkptError, ReadError, UsageError
 from ckpttool.producers import PRODUCERS, recognise
 from ckpttool.producers.components import DCP_FILE, Producer
 from ckpttool.producers.directory import Directory
-from ckpttool.producers.step_names import Place, pattern_of, places_of, step_in, time_in
 from ckpttool.storage.stores import Location, escape
 from ckpttool.text import is_or_are, some
 
@@ -94,20 +94,10 @@ class RunDirectory:
         """The files beside the checkpoints that are of no step: those with tensors, such as copies, the best or a final
         model, and those with counters."""
         of_steps = {name for checkpoint in self.checkpoints for name in (checkpoint.name, *checkpoint.files)}
-        return [
-            name
-            for name in self.directory.names
-            if (
-                (formats.DATA_FILE.fullmatch(name) and not self.directory.at(name).is_link())
-                or _counts(self.directory, name)
-            )
-            and name not in of_steps
-        ]
-
-
-def _counts(directory: Directory, name: str) -> bool:
-    facts = directory.facts(name) if name.endswith(".json") and not _POINTERS.fullmatch(name) else {}
-    return any(kind_of_key(key) == "progress" for key in facts)
+        names = [name for name in self.directory.names if name not in of_steps and not _POINTERS.fullmatch(name)]
+        counting = {n for n in names if n.endswith(".json") and "progress" in map(kind_of_key, self.directory.facts(n))}
+        with_tensors = {n for n in names if formats.DATA_FILE.fullmatch(n) and not self.directory.at(n).is_link()}
+        return [name for name in names if name in counting | with_tensors]
 
 
 def checkpoints(location: Location) -> list[RunCheckpoint]:
