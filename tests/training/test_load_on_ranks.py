@@ -31,8 +31,16 @@ FLIPPED = (
 )
 
 
+def by_turns(cases: Cases) -> Cases:
+    """Of those that differ in the strategy alone one, with one strategy and the other by turns: for `make test`."""
+    alike: dict[tuple[str, ...], Cases] = {}
+    for case in cases:
+        alike.setdefault(tuple(word for word in case if word not in STRATEGIES), []).append(case)
+    return [same[i % len(same)] for i, same in enumerate(alike.values())]
+
+
 def everyday() -> Cases:
-    """Two ranks, for `make test`: each practice, each kind of model, each way to fail, once or twice."""
+    """Two ranks: each practice, each kind of model, each way to fail, once or twice."""
     cases = [
         ["fsdp1_full", "fsdp1", "parallel"],
         ["fsdp1_full", "fsdp1 flat", "broadcast"],
@@ -128,9 +136,22 @@ def ids(cases: Cases) -> list[str]:
     return [" ".join(case) for case in cases]
 
 
-@pytest.mark.parametrize("case", ids(everyday()))
+# Compiling takes ten seconds, and these kinds of FSDP1 are saved as the others.
+BRIEF = [case for case in by_turns(everyday()) if not {"compiled", "fsdp1 grad", "fsdp1 none", "fsdp1 mixed"} & {*case}]
+
+
+@pytest.mark.parametrize("case", ids(BRIEF))
 def test_two_ranks(verdicts: Verdicts, case: str) -> None:
-    assert verdicts("everyday", 2, everyday())[case] == "equal"
+    assert verdicts("brief", 2, BRIEF)[case] == "equal"
+
+
+REST = [case for case in everyday() if case not in BRIEF]
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("case", ids(REST))
+def test_two_ranks_with_the_other_strategy(verdicts: Verdicts, case: str) -> None:
+    assert verdicts("rest", 2, REST)[case] == "equal"
 
 
 @pytest.mark.long

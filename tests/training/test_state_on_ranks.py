@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 from support.torchrun import Verdicts
+from test_load_on_ranks import STRATEGIES, by_turns, ids
 
-STRATEGIES = ("parallel", "broadcast")
 # Of `ckpttool.training`: what one rank may run into by itself, such as having no memory left.
 STEPS = (
     "load.describe", "load.nested_rest", "match.match", "fill.check_memory", "fill.undo", "fill.allocate",
@@ -46,6 +46,16 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize("case", [" ".join(case) for case in CASES])
+BRIEF = by_turns(CASES)
+REST = [case for case in CASES if case not in BRIEF]
+
+
+@pytest.mark.parametrize("case", ids(BRIEF))
 def test_two_ranks(verdicts: Verdicts, case: str) -> None:
-    assert verdicts("states", 2, CASES)[case] == "equal"
+    assert verdicts("states", 2, BRIEF)[case] == "equal"
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("case", ids(REST))
+def test_two_ranks_with_the_other_strategy(verdicts: Verdicts, case: str) -> None:
+    assert verdicts("other-states", 2, REST)[case] == "equal"
