@@ -80,6 +80,7 @@ def _marks() -> str:
 
 
 _UNPACK = "unpack it, then name what comes out"
+_UNZIP = "unpack it, `unzip FILE -d DIR`, and name the directory: each file in it is read"
 _PAGE = "the download was refused or went astray: look at it in a text editor"
 _OTHER = "neither we nor torch can read it"
 
@@ -96,7 +97,7 @@ _OTHER_FILES = (
     (b"\xfd7zxz\0", "compressed with xz", _UNPACK),
     (b"bzh", "compressed with bzip2", _UNPACK),
     (b"7z\xbc\xaf", "a 7z archive", _UNPACK),
-    (b"pk\3\4", "a zip archive, but not one of torch.save", _UNPACK),
+    (b"pk\3\4", "a zip archive, but not one of torch.save", _UNZIP),
     (b"gguf", "a GGUF model of llama.cpp", _OTHER),
     (b"\x89hdf\r\n", "an HDF5 file, as Keras writes", _OTHER),
     (b"\x93numpy", "a NumPy array", "load it with `numpy.load`"),

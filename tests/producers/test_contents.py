@@ -153,6 +153,12 @@ def test_state_of_any_suffix_beside_a_pretrained_model(name: str, weights: str, 
     assert {*opened.facts["assets"]} == {"config.json", "LICENSE", "NOTICE", "tokenizer.json"}
 
 
+def test_what_is_not_taken_of_a_tuple_is_named(tmp_path: Path) -> None:
+    torch.save((torch.nn.Linear(2, 3).state_dict(), torch.nn.Linear(3, 1).state_dict()), tmp_path / "pair.pt")
+    result = ckpttool.convert(tmp_path / "pair.pt", tmp_path / "one.pt", to="torch", only="0")
+    assert result.dropped == ["1.weight", "1.bias"]
+
+
 def test_folders_are_parts_of_a_step(tmp_path: Path) -> None:
     """W4: the folders of a step were taken for checkpoints of a run, of which the last was converted."""
     step = tmp_path / "step_2"
