@@ -28,6 +28,8 @@ def run_in(directory: Directory, catalogue: Catalogue) -> RunDirectory | None:
     holders = {one.root: one for one in components if one.format != "asset" and one.name and not one.name.endswith("/")}
     if len(holders) < 2 or step_in(directory.name) is not None:
         return None
+    if any(directory.leads_out(one.name) for one in holders.values()):
+        return None  # which is an error of the whole
     parts.assign(catalogue)
     entries: dict[str, list[Entry]] = {one.name: [] for one in holders.values()}
     for path, entry in catalogue.entries.items():

@@ -161,7 +161,7 @@ def in_directory(directory: Directory) -> list[RunCheckpoint]:
     """Return the checkpoints in a directory itself, by step; none when it is no run."""
     if directory.has(DCP_FILE):
         return []
-    checkpoints = [*_folders(directory), *_files(directory), *_rank_files(directory)]
+    checkpoints = [*_compared(directory, [*_folders(directory)]), *_files(directory), *_rank_files(directory)]
     is_run = any(f.producer or f.format for f in checkpoints)
     most = {one.step: one.nbytes for one in sorted(checkpoints, key=lambda one: one.nbytes)}
     # Of what lies there for a step, all of its state is more than the average of the weights alone.
@@ -276,6 +276,25 @@ def _folders(directory: Directory) -> Iterator[RunCheckpoint]:
         yield RunCheckpoint(name, path, step, nbytes, producer, kind, why_not, (), order, is_last)
 
 
+def _compared(directory: Directory, folders: Sequence[RunCheckpoint]) -> Iterator[RunCheckpoint]:
+    """Yield folders, those of no framework as not complete that lack a file which all others have that are called
+    alike."""
+    own = [one for one in folders if one.producer is None and one.complete]
+    names_of = {
+        one: {_masked(name) for name in directory.folder(one.name).names if name[-1] == "/" or _DATA.fullmatch(name)}
+        for one in own
+    }
+    for one in folders:
+        others = [names_of[other] for other in own if other != one and _masked(other.name) == _masked(one.name)]
+        absent = set.intersection(*others) - names_of[one] if one in names_of and others else set()
+        why_not = f"`{min(absent).replace('#', '*')}` is missing, which the others have" if absent else one.why_not
+        yield replace(one, why_not=why_not)
+
+
+def _masked(name: str) -> str:
+    return re.sub(r"\d+", "#", name)
+
+
 def _files(directory: Directory) -> Iterator[RunCheckpoint]:
     """Yield the checkpoints of one file each, `model_step_100.pt`, and those of several files with a step in their
     names: `G_100.pth D_100.pth`."""
@@ -289,7 +308,7 @@ def _files(directory: Directory) -> Iterator[RunCheckpoint]:
     for name, place in (places or (every if every.keys() == {*data} else {})).items():
         files.setdefault(place, []).append(name)
     files = {place: of_step for place, of_step in files.items() if any(not _BESIDE.fullmatch(n) for n in of_step)}
-    kinds = {place: Counter(re.sub(r"\d+", "#", name) for name in of_step) for place, of_step in files.items()}
+    kinds = {place: Counter(map(_masked, of_step)) for place, of_step in files.items()}
     for place, of_step in files.items():
         first, nbytes, (order, step) = of_step[0], sum(map(directory.size, of_step)), place
         others = [kinds[other] for other in files if other != place]

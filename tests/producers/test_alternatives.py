@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import ckpttool
-from ckpttool.errors import ReadError
+from ckpttool.errors import CorruptError, ReadError
 
 
 def model(seed: int) -> dict[str, torch.Tensor]:
@@ -87,6 +87,21 @@ def test_several_files_by_a_word(tmp_path: Path) -> None:
     save(tmp_path, "netG_best.pt netG_last.pt", model)
     save(tmp_path, "netD_best.pt netD_last.pt", lambda seed: {"0.weight": torch.ones(seed * 0 + 5, 2)})
     assert opened(tmp_path) == {"netD_last.pt", "netG_last.pt"}
+
+
+def test_a_link_that_leaves_the_directory_is_not_followed(tmp_path: Path) -> None:
+    save(tmp_path / "run", "a.pt b.pt")
+    save(tmp_path, "elsewhere.pt")
+    (tmp_path / "run" / "latest.pt").symlink_to(tmp_path / "elsewhere.pt")
+    with pytest.raises(CorruptError, match="a link that leaves the checkpoint"):
+        ckpttool.inspect(tmp_path / "run")
+
+
+def test_a_step_with_fewer_files_is_not_complete(tmp_path: Path) -> None:
+    save(tmp_path, "step_1/model.pt step_1/opt.pt step_2/model.pt step_2/opt.pt step_3/model.pt")
+    catalogue = ckpttool.inspect(tmp_path)
+    assert [one["name"] for one in catalogue.facts["run"] if one["taken"]] == ["step_2"]
+    assert "`step_3`: `opt.pt` is missing, which the others have" in str(catalogue.warnings[0])
 
 
 @pytest.mark.parametrize(
