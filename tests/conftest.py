@@ -1,14 +1,19 @@
 """Options of the whole test run, and what tests in several directories need."""
 
+import fcntl
 import locale
 import os
 import re
+import shutil
 import signal
 import time
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, settings
+from support.torchrun import Once
 
 # What people have set for their own terminal, job and account is not what is tested: a test sets what it is about.
 _THEIRS = re.compile(
@@ -39,6 +44,26 @@ settings.load_profile("tests")
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--accept", action="store_true", help="rewrite the transcripts of the CLI with what it prints now")
+
+
+@pytest.fixture(scope="session")
+def once(tmp_path_factory: pytest.TempPathFactory) -> Once:
+    """`once(name, make)`: the folder that `make(folder)` filled, in whichever worker of pytest-xdist came first."""
+    base = tmp_path_factory.getbasetemp()
+    shared = base.parent if "PYTEST_XDIST_WORKER" in os.environ else base
+
+    def get(name: str, make: Callable[[Path], None]) -> Path:
+        folder, done = shared / name, shared / f"{name}.done"
+        with open(shared / f"{name}.lock", "w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            if not done.exists():
+                shutil.rmtree(folder, ignore_errors=True)  # somebody failed in the middle of it
+                folder.mkdir()
+                make(folder)
+                done.touch()
+        return folder
+
+    return get
 
 
 @pytest.fixture(scope="session", autouse=True)

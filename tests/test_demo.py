@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
 import json
 import os
 import shutil
@@ -15,9 +14,9 @@ import pytest
 import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
+from support.torchrun import FORKED, Once
 
 DEMO = Path(__file__).resolve().parent.parent / "samples" / "demo.py"
-FORKED = Path(__file__).resolve().parent / "support" / "forked_ranks.py"
 
 
 def demo(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
@@ -26,18 +25,15 @@ def demo(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.fixture(scope="module")
-def done(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, subprocess.CompletedProcess[str]]:
-    """One run of it, which processes of pytest-xdist share: whoever comes first makes it. It is not to be changed."""
-    base = tmp_path_factory.getbasetemp()
-    place = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "demo"
-    place.mkdir(exist_ok=True)
-    with open(place / "lock", "w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        told = place / "told.json"
-        if not told.exists():
-            run = demo("--dir", place / "out")
-            told.write_text(json.dumps([run.args, run.returncode, run.stdout, run.stderr]))
-        return place / "out", subprocess.CompletedProcess(*json.loads(told.read_text()))
+def done(once: Once) -> tuple[Path, subprocess.CompletedProcess[str]]:
+    """One run of it, which is not to be changed."""
+
+    def make(folder: Path) -> None:
+        run = demo("--dir", folder / "out")
+        (folder / "told.json").write_text(json.dumps([run.args, run.returncode, run.stdout, run.stderr]))
+
+    folder = once("demo", make)
+    return folder / "out", subprocess.CompletedProcess(*json.loads((folder / "told.json").read_text()))
 
 
 def checked(folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> tuple[int, str]:
@@ -46,7 +42,7 @@ def checked(folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Captur
     import demo as program
 
     def forked(title: str, script: str, folder: Path) -> None:
-        command = [sys.executable, str(FORKED), str(program.RANKS), str(DEMO.parent / script)]
+        command = [*FORKED, str(program.RANKS), str(DEMO.parent / script)]
         program.step(title, command, folder, {**os.environ, "OMP_NUM_THREADS": "1"})
 
     monkeypatch.setattr(program, "torchrun", forked)
@@ -143,6 +139,7 @@ def test_a_difference_fails(
     assert verdicts["run/full-again.pt", "torch.load"].startswith("cannot be read: ")
 
 
+@pytest.mark.long
 def test_a_checkpoint_that_is_incomplete_fails(
     done: tuple[Path, subprocess.CompletedProcess[str]],
     tmp_path: Path,

@@ -653,14 +653,6 @@ def test_closed_streams(closed: int, src: Path, out: Path) -> None:
         assert done.returncode == READ
 
 
-def test_a_full_stdout(src: Path) -> None:
-    """The answer could not be given: that is no success."""
-    if not os.path.exists("/dev/full"):
-        pytest.skip("no /dev/full here")
-    with open("/dev/full", "w") as full:
-        check_words(shell("inspect", src, stdout=full), STORAGE, "no space left")
-
-
 @pytest.mark.parametrize("to", FORMATS)
 @pytest.mark.parametrize(
     ("mask", "file", "folder"), [(0o022, 0o644, 0o755), (0o077, 0o600, 0o700), (0o002, 0o664, 0o775)]

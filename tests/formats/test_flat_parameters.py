@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import fcntl
 import json
-import os
-import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Mapping
@@ -21,6 +18,7 @@ from same import assert_same
 from support.checkpoints import within
 from support.hang import no_hang
 from support.paths import CHECKPOINTS
+from support.torchrun import Once
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 import ckpttool
@@ -57,25 +55,16 @@ pytestmark = pytest.mark.filterwarnings("ignore")
 
 
 @pytest.fixture(scope="module")
-def ran(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
-    """The folder of all cases for a number of ranks, or of `HYBRID`, made once for all workers of pytest-xdist."""
-    base = tmp_path_factory.getbasetemp()
-    shared = base.parent if "PYTEST_XDIST_WORKER" in os.environ else base
+def ran(once: Once) -> Callable[..., Path]:
+    """The folder of all cases for a number of ranks, or of `HYBRID`."""
 
     def run(world: int, *which: str) -> Path:
-        folder, done, lock_of = (
-            shared / f"flat-{'-'.join((str(world), *which))}{end}" for end in ("", ".done", ".lock")
-        )
-        with open(lock_of, "w") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX)
-            if not done.exists():
-                shutil.rmtree(folder, ignore_errors=True)  # somebody failed in the middle of it
-                folder.mkdir()
-                command = [sys.executable, str(HERE / "save_flat_on_ranks.py"), str(folder), str(world), *which]
-                result = subprocess.run(command, capture_output=True, text=True, timeout=900)
-                assert result.returncode == 0, result.stderr[-4000:]
-                done.touch()
-        return folder
+        def make(folder: Path) -> None:
+            command = [sys.executable, str(HERE / "save_flat_on_ranks.py"), str(folder), str(world), *which]
+            result = subprocess.run(command, capture_output=True, text=True, timeout=900)
+            assert result.returncode == 0, result.stderr[-4000:]
+
+        return once("-".join(("flat", str(world), *which)), make)
 
     return run
 

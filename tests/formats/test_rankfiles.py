@@ -213,7 +213,9 @@ def test_a_flat_optimizer_of_a_world_of_one_beside_normalisation(tmp_path: Path)
     assert torch.equal(found["0.bias"]["exp_avg"], torch.arange(15.0, 20.0))
 
 
-@pytest.mark.parametrize("name", ["rank/fsdp1_w2", "rank/hsdp_w4", "rank/fsdp2_tp_w4"])
+@pytest.mark.parametrize(
+    "name", ["rank/hsdp_w4", *(pytest.param(f"rank/{n}", marks=pytest.mark.long) for n in ("fsdp1_w2", "fsdp2_tp_w4"))]
+)
 def test_torch_is_not_needed(name: str, tmp_path: Path) -> None:
     code = (
         "import sys, ckpttool; ckpttool.convert(sys.argv[1], sys.argv[2], to='dcp', check=True); "

@@ -13,6 +13,7 @@ from typing import Any
 LAUNCH = 500
 
 FORKED = [sys.executable, str(Path(__file__).with_name("forked_ranks.py"))]
+Once = Callable[[str, Callable[[Path], None]], Path]
 Verdicts = Callable[..., dict[str, str]]
 
 

@@ -1,11 +1,8 @@
-"""What takes seconds to make is made once for all workers of pytest-xdist."""
+"""What is converted and loaded on ranks, made once."""
 
 from __future__ import annotations
 
-import fcntl
 import json
-import os
-import shutil
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -15,29 +12,7 @@ import torch
 import torch.distributed.checkpoint as torch_dcp
 from conversion_cases import CASES, description
 from support import large_state
-from support.torchrun import forked
-
-Once = Callable[[str, Callable[[Path], None]], Path]
-
-
-@pytest.fixture(scope="session")
-def once(tmp_path_factory: pytest.TempPathFactory) -> Once:
-    """`once(name, make)`: the folder that `make(folder)` filled, in whichever worker came first."""
-    base = tmp_path_factory.getbasetemp()
-    shared = base.parent if "PYTEST_XDIST_WORKER" in os.environ else base
-
-    def get(name: str, make: Callable[[Path], None]) -> Path:
-        folder, done = shared / name, shared / f"{name}.done"
-        with open(shared / f"{name}.lock", "w") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX)
-            if not done.exists():
-                shutil.rmtree(folder, ignore_errors=True)  # somebody failed in the middle of it
-                folder.mkdir()
-                make(folder)
-                done.touch()
-        return folder
-
-    return get
+from support.torchrun import Once, forked
 
 
 @pytest.fixture(scope="session")

@@ -21,7 +21,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from support import unusual_state
 from support.paths import ROOT
-from support.torchrun import FORKED, forked
+from support.torchrun import FORKED, Once, forked
 from support.upstream_readers import path_of
 from torch.distributed.checkpoint.default_planner import _EmptyStateDictLoadPlanner
 from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
@@ -37,7 +37,6 @@ TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--rdzv-backend", "c1
 SECONDS = 300
 
 Case = dict[str, Any]
-Once = Callable[[str, Callable[[Path], None]], Path]
 
 TP = ["*.up.weight=tp:0", "*.down.weight=tp:1"]
 ONTO: dict[str, dict[str, Any]] = {

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed.checkpoint as torch_dcp
-from conftest import Once
 from support.optimizers import OPTIMIZERS, Net, Tree, spelt, step, trained
+from support.torchrun import Once
 from support.upstream_readers import difference
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_optimizer_state_dict
 

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-from support.torchrun import forked
+from support.torchrun import Once, forked
 from support.upstream_readers import path_of, reference_of
 
 from ckpttool import convert
@@ -48,7 +47,6 @@ CASES: dict[str, Case] = {
     ),
 }  # fmt: skip
 INNER = {"run/torchtitan_w2": "step-3", "run/verl_fsdp2_w2": "global_step_3/actor"}
-Once = Callable[[str, Callable[[Path], None]], Path]
 
 
 @pytest.fixture(scope="session")
