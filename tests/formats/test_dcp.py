@@ -25,12 +25,11 @@ import torch.distributed.checkpoint as torch_dcp
 from same import assert_same
 from support import checkpoints as by_hand
 from support.paths import CHECKPOINTS, samples_of
+from support.upstream_readers import dcp_whole, spelled
 from support.upstream_samples import original
 from torch.distributed.checkpoint import filesystem
-from torch.distributed.checkpoint.default_planner import _EmptyStateDictLoadPlanner
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, MetadataIndex
-from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
 
 from ckpttool.catalogue import flatten as nesting
 from ckpttool.catalogue import typed_json
@@ -653,13 +652,6 @@ def state_in(tmp_path: Path, state: Any) -> Source:
     return TORCH.open(locate(str(tmp_path / "state.pt")))
 
 
-def upstream(path: Path) -> Any:
-    """Everything, as torch reads it."""
-    state: dict[str, Any] = {}
-    _load_state_dict(state, torch_dcp.FileSystemReader(path), planner=_EmptyStateDictLoadPlanner(), no_dist=True)
-    return state
-
-
 def full_state() -> dict[str, Any]:
     weight = torch.randn(9, 4)
     return {
@@ -677,13 +669,6 @@ def full_state() -> dict[str, Any]:
     }  # fmt: skip
 
 
-def spelled(tree: Any) -> Any:
-    """What is left of it in torch's own reader: keys are strings, dicts plain."""
-    if isinstance(tree, Mapping):
-        return {str(key): spelled(value) for key, value in tree.items()}
-    return [spelled(value) for value in tree] if type(tree) is list else tree
-
-
 @pytest.mark.parametrize("ranks", [1, 3])
 def test_a_state_is_written_as_torch_reads_it(ranks: int, tmp_path: Path) -> None:
     torch.manual_seed(0)
@@ -692,7 +677,7 @@ def test_a_state_is_written_as_torch_reads_it(ranks: int, tmp_path: Path) -> Non
     sink = convert(source, tmp_path / "out", ranks)
     expected = spelled(state)
     expected["model"]["c"] = expected["model"]["c"].contiguous()
-    assert_same(upstream(tmp_path / "out"), expected)
+    assert_same(dcp_whole(tmp_path / "out"), expected)
     dcp_to_torch_save(tmp_path / "out", tmp_path / "again.pt")
     assert_same(torch.load(tmp_path / "again.pt", weights_only=False), expected)
     assert sorted(f.name for f in sink.files) == [f"__{r}_0.distcp" for r in range(ranks)]
@@ -769,7 +754,7 @@ def test_an_object_keeps_its_own_copy_of_a_tied_tensor(tmp_path: Path) -> None:
     shared = torch.arange(6.0)
     state = {"pair": (shared, shared), "w": shared, "again": shared, "other": (shared,)}
     convert(state_in(tmp_path, state), tmp_path / "out")
-    found = upstream(tmp_path / "out")
+    found = dcp_whole(tmp_path / "out")
     assert_same(found, state)
     assert found["pair"][0].data_ptr() == found["pair"][1].data_ptr()
 
@@ -795,7 +780,7 @@ def test_a_list_with_gaps_moves_up(tmp_path: Path) -> None:
     laid = lay_out(by_hand.state({"l": [{"a": 1}, {"a": 2}, {"a": 3}]}))
     del laid.entries["l", 1, "a"]
     write(laid, {}, tmp_path / "out")
-    assert upstream(tmp_path / "out") == {"l": [{"a": 1}, {"a": 3}]}
+    assert dcp_whole(tmp_path / "out") == {"l": [{"a": 1}, {"a": 3}]}
 
 
 def test_empty_pieces_are_left_out(tmp_path: Path) -> None:
@@ -805,7 +790,7 @@ def test_empty_pieces_are_left_out(tmp_path: Path) -> None:
     laid.add(Tensor(("w",), DTYPES["float32"], (2, 3), Chunks.placed(boxes)))
     value = torch.randn(2, 3)
     write(laid, {("w",): by_hand.bits(value)}, tmp_path / "out")
-    assert_same(upstream(tmp_path / "out"), {"w": value})
+    assert_same(dcp_whole(tmp_path / "out"), {"w": value})
 
 
 def test_what_was_read_ahead_in_a_scratch_file_is_read_again(tmp_path: Path) -> None:
