@@ -54,7 +54,7 @@ JSON_OF_OURS = {
     "cli.error_messages": "facts that `jsonable` has bounded",
     "reports.page": "numbers and names of a page",
     "analysis.statistics.cached": "results of ours",
-    "resume.compare": "a box of numbers",
+    "resume.checks": "a box of numbers",
     "resume.job": "arguments of the processes of a trial",
     "models.architecture": "a config of JSON, of which nothing is shared",
     "models.assets": "the name of a dtype",
@@ -72,13 +72,10 @@ JSON_OF_OURS = {
 REPR_OF_OURS = {
     ("training.match", "repr"): "names of tensors",
     ("training.load", "repr"): "names, shapes, and what `_plain` lets through: numbers and text",
-    ("resume.observed_steps", "repr"): "sums and numbers that the run of ours has noted",
-    ("resume.observed_steps", "{now!r}"): "as above",
-    ("resume.observed_steps", "{was!r}"): "as above",
-    ("resume.compare", "repr"): "a loss",
-    ("resume.compare", "{now!r}"): "a loss",
-    ("resume.compare", "{was!r}"): "a loss",
-    ("resume.compare", "{one.steps[i]['loss']!r}"): "a loss",
+    ("resume.steps", "{one!r}"): "numbers that the run of ours has noted",
+    ("resume.steps", "{other!r}"): "as above",
+    ("resume.checks", "repr"): "a loss",
+    ("resume.checks", "{one.steps[i]['loss']!r}"): "a loss",
     ("reports.resumed", "repr"): "a loss",
     ("models.written_names", "repr"): "rules that were made of a model here",
     ("operations.open", "repr"): "the class's own",
@@ -168,11 +165,9 @@ class Anything:
                     yield ast.unparse(node)
 
 
-REPORT = "the report of `verify-resume`, which is a result of ours"
 CONFIG = "JSON, in which nothing is shared"
 SPELT = {
     "layout.key_maps": CONFIG,
-    "reports.resumed": REPORT,
     "models.adapters": CONFIG,
     "models.architecture_process": "a model of transformers",
     "models.key_maps": "names of ours",

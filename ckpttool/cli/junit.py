@@ -7,13 +7,12 @@ from typing import TYPE_CHECKING
 from ckpttool.text import safe
 
 if TYPE_CHECKING:
-    from ckpttool.resume.results import Compared
-    from ckpttool.resume.run_results import Report
+    from ckpttool.resume.results import Compared, RunReport
 
 _KINDS = {"differs": "failure", "failed": "error", "nondeterministic": "skipped", "planned": "skipped"}
 
 
-def junit_xml(report: Report) -> str:
+def junit_xml(report: RunReport) -> str:
     """Return the report as a document of one test suite. What is not judged is skipped; what was not reached because a
     run failed is an error."""
     from xml.etree.ElementTree import Element, SubElement, indent, tostring

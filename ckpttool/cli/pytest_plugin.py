@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 if TYPE_CHECKING:
-    from ckpttool.resume.run_results import Report
+    from ckpttool.resume.results import RunReport
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -28,7 +28,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 @pytest.fixture
-def resume_check(request: pytest.FixtureRequest) -> Callable[..., Report]:
+def resume_check(request: pytest.FixtureRequest) -> Callable[..., RunReport]:
     """Return `resume_check(cmd=..., preset=None, **options)`, which fails the test if training does not resume exactly.
 
     `cmd` is a command line or its words. `options` are those of `ckpttool verify-resume run`: `at`, `until`,
@@ -39,7 +39,7 @@ def resume_check(request: pytest.FixtureRequest) -> Callable[..., Report]:
     return _check
 
 
-def _check(cmd: str | Sequence[str | os.PathLike[str]], *, preset: str | None = None, **options: Any) -> Report:
+def _check(cmd: str | Sequence[str | os.PathLike[str]], *, preset: str | None = None, **options: Any) -> RunReport:
     import shlex
 
     from ckpttool.errors import CkptError

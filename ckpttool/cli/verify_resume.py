@@ -2,27 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from ckpttool.cli import options, resume_run
+from ckpttool.cli.answer import respond
 from ckpttool.cli.pages import write_page
 from ckpttool.cli.parsing import group, library_arguments
-from ckpttool.cli.resume_run import print_losses
+from ckpttool.cli.resume_run import document_blocks, progress_lines
 from ckpttool.cli.terminal import answer, err, out
 from ckpttool.reports.report import Styled, TextLike, bold, dim
 from ckpttool.reports.terminal import Terminal
-from ckpttool.text import duration, plural, size
+from ckpttool.text import size
 
 if TYPE_CHECKING:
     from ckpttool.resume.audit import Audit
-    from ckpttool.resume.results import Report
+    from ckpttool.resume.results import TrialReport
 
-_VERDICTS = {"same": "green", "differs": "red", "failed": "red"}
 _STATES = {"ok": "green", "note": "dim", "differs": "yellow", "fails": "red"}
 _RESUMABLE = {"exactly": "green", "with differences": "yellow", "no": "red"}
-_MARKS = {True: ("same", "green"), False: ("differs", "red"), None: ("no verdict", "dim")}
-_SHOWN = 10
 _NAMES = 20  # names below a check, under -v
 
 # audit ----------------------------------------------------------------------------------------------------------------
@@ -112,80 +109,18 @@ def trial(
     """
     arguments = library_arguments(locals(), "via", "html")
     from ckpttool.reports import page_file
+    from ckpttool.reports.resumed import page
     from ckpttool.resume.trial import trial as run
 
     page_file.checked(html)
-    tell = None if quiet or as_json else lambda message: err().line(dim(message))
-    result = run(**arguments, via=via or (), tell=tell)
-    document = result.as_dict()
-    if html is not None:
-        from ckpttool.reports.resumed import trial_page
 
-        write_page(html, trial_page, document)
-    with answer(result.exit_code, verbose) as terminal:
-        if as_json:
-            terminal.json(document)
-        elif quiet:
-            terminal.line(result.verdict)
-        else:
-            _print_trial(terminal, result)
-            err().wrote(html)
+    def call() -> TrialReport:
+        result = run(**arguments, via=via or (), tell=progress_lines(quiet or as_json))
+        if html is not None:
+            write_page(html, page, result.as_dict())
+        return result
 
-
-def _print_trial(terminal: Terminal, result: Report) -> None:
-    terminal.line(
-        Styled("PASS" if result.verdict == "same" else "FAIL", _VERDICTS[result.verdict]), "  ", result.message
-    )
-    terminal.write("\n")
-    about = list(_about(result))
-    indent = max(len(title) for title, _ in about) + 4
-    for title, text in about:
-        terminal.paragraph(text, mark=dim(f"  {title}".ljust(indent)), indent=indent)
-    if result.compared:
-        terminal.heading("compared")
-        rows = []
-        for row in result.compared:
-            equal = f"{row.count - row.differing:,} of {row.count:,} equal"
-            rows.append((row.what, f"{row.run} with {row.against}", equal, Styled(*_MARKS[row.equal]), row.message))
-        terminal.table(rows, wrap=(4,))
-    if result.checks:
-        terminal.heading("sharding")
-        checks = [(one.what, one.run, Styled(*_MARKS[one.passed]), one.message) for one in result.checks]
-        terminal.table(checks, wrap=(3,))
-    if terminal.verbose and result.runs:
-        print_losses(terminal, result.runs)
-    if result.findings:
-        terminal.heading("found", plural(len(result.findings), "difference"))
-        shown = result.findings if terminal.verbose else result.findings[:_SHOWN]
-        for finding in shown:
-            terminal.paragraph(f"{finding.kind}: {finding.message}", mark=Styled("- ", "red"))
-            if finding.hint:
-                terminal.paragraph(finding.hint, mark=dim("  hint: "), indent=8)
-        terminal.more(len(result.findings) - len(shown))
-    if result.failure is not None:
-        terminal.heading("ranks")
-        for stuck in result.failure.ranks:
-            where = stuck.where or "not in the recipe"
-            terminal.line(f"  rank {stuck.rank}: {stuck.phase}, {where}", f": {stuck.error}" if stuck.error else "")
-            for frame in stuck.stack if terminal.verbose else ():
-                terminal.line(dim(f"    {frame}"))
-    for note in result.notes:
-        terminal.paragraph(note, mark=Styled("note: ", "yellow"))
-
-
-def _about(result: Report) -> Iterator[tuple[str, str]]:
-    yield "criterion", result.rule_message
-    for leg in result.route:
-        yield "route", f"{leg.message}  {duration(leg.seconds)}"
-    for run in result.runs:
-        rate = f", {run.steps_per_second:.3g} steps/s" if run.steps_per_second else ""
-        since = f", resumed at step {run.resumed_at}" if run.resumed_at is not None else ""
-        ranks, steps = plural(run.world_size, "rank"), plural(len(run.steps), "step")
-        yield f"run {run.name}", f"{ranks}, {run.mesh}{since}, {steps}{rate}"
-    for drift in result.drifts:
-        yield "loss drift", f"{drift.loss_relative:.2%} vs A (informational)"
-    yield "determinism", ", ".join(result.deterministic)
-    yield "time", duration(result.seconds)
+    respond(call, document_blocks, as_json=as_json, quiet=quiet, verbose=verbose, shows_progress=False, html=html)
 
 
 # init -----------------------------------------------------------------------------------------------------------------

@@ -34,6 +34,7 @@ PAGES = {
 """The pages of a file, by their names in its addresses."""
 
 # What ends a script or starts a comment in one, and the line ends of old JavaScript.
+_JUDGED = {"green": True, "red": False}
 _ESCAPES = {ord(sign): f"\\u{ord(sign):04x}" for sign in "<>&\u2028\u2029"}
 
 
@@ -170,7 +171,7 @@ def sections(blocks: Iterable[Block]) -> Iterator[Section]:
                 yield Section(
                     _title(block.name or block.title or ""),
                     headers=[column.title for column in block.columns],
-                    rows=[[_plain(cell) for cell in row] for row in block.rows],
+                    rows=[[_cell(cell) for cell in row] for row in block.rows],
                     numbers=[i for i, column in enumerate(block.columns) if column.is_number],
                     bars=block.bars,
                 )
@@ -178,6 +179,12 @@ def sections(blocks: Iterable[Block]) -> Iterator[Section]:
 
 def _title(title: str) -> str:
     return title[:1].upper() + title[1:]
+
+
+def _cell(text: TextLike) -> str | Mark:
+    if isinstance(text, Styled) and text.style in _JUDGED:
+        return Mark(text.text, _JUDGED[text.style])
+    return Prose(_plain(text))
 
 
 def _plain(cell: TextLike) -> str:

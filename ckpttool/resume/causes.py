@@ -1,7 +1,8 @@
-"""Names the cause of the first difference: what differed when the first step after the resume began.
+"""Names the causes of a difference: what differed in memory when the first step after the resume began.
 
-The hook records the state of each rank there, in A and in B. What comes of a difference is no cause. Averaged weights
-that are no module are not seen there; the first checkpoint that differs tells of them.
+The state of each rank is recorded there, in A and in B, and what is said of B is read off: not restored, as it was
+built, zero, rounded, swapped, of another rank. What comes of a difference is no cause. Averaged weights that are no
+module are not seen in a command; the first checkpoint that differs tells of them.
 """
 
 from __future__ import annotations
@@ -11,91 +12,36 @@ from typing import Any
 
 from ckpttool.catalogue.identity import same
 from ckpttool.catalogue.shown import shown
-from ckpttool.layout.rename import strip_wrappers
-from ckpttool.resume.compare_checkpoints import is_counter
-from ckpttool.resume.observe import Record
-from ckpttool.resume.saved_state import SavedState
+from ckpttool.resume.results import Finding
+from ckpttool.resume.states import RunState, is_counter
 from ckpttool.text import plural, some
 
-_LIMIT = 4  # causes that are named
+_LIMIT = 4  # values of parameter groups that are named
 # Values of a scheduler that no learning rate depends on.
 _ASIDE = ("_step_count", "_last_lr", "_get_lr_called_within_step", "_is_initial", "verbose")
-
-
-class Begun:
-    """The state of all ranks where a step began. `tensors` and `values` are of each rank, by name."""
-
-    def __init__(self, ranks: Sequence[Record]) -> None:
-        self.ranks, self.step = ranks, int(ranks[0]["step"])
-        self.kinds = {strip_wrappers(name): kind for one in ranks for name, kind in one["kinds"].items()}
-        self.tensors = [{strip_wrappers(name): value for name, value in one["tensors"].items()} for one in ranks]
-        self.values = [{strip_wrappers(name): value for name, value in one["values"].items()} for one in ranks]
-        forward = [one["forward"] for one in ranks]
-        self.forward: list[dict[str, Any]] | None = forward if all(forward) else None
-        self.buffers = [
-            {strip_wrappers(name): value for name, value in (one or {"buffers": {}})["buffers"].items()}
-            for one in forward
-        ]
-
-    def digests(self, name: str) -> list[str | None]:
-        """Return the digest of a tensor on each rank; None where there is none."""
-        return [one[name].get("sha256") if name in one else None for one in self.tensors]
-
-    def number(self, name: str) -> Any:
-        """Return the value of a tensor that is one number."""
-        return next((one[name]["value"] for one in self.tensors if "value" in one.get(name, {})), None)
-
-    def is_zero(self, name: str) -> bool:
-        return all(one[name].get("zero", False) for one in self.tensors if name in one)
-
-    def rng(self, rank: int) -> dict[str, str]:
-        """Return the RNG states of a rank, before the forward pass if that was seen."""
-        found: dict[str, str] = (self.forward or self.ranks)[rank]["rng"]
-        return found
-
-    def batch(self, rank: int) -> Any:
-        return (self.ranks[rank]["batches"] or [None])[-1]
-
-    @property
-    def unseen(self) -> set[str]:
-        """The names of what could not be recorded."""
-        names = {name for one in self.tensors for name, record in one.items() if "unseen" in record}
-        return names | ({"batch"} if any(not self.batch(rank) for rank in range(len(self.ranks))) else set())
-
-    @property
-    def counters(self) -> set[Any]:
-        """The values of all step counters."""
-        return {self.number(name) for name in self.kinds if is_counter(name)} - {None}
-
-
-def averaged_weights(path: str, names: set[str]) -> str | None:
-    """Return that averaged weights were not restored, if these names in the checkpoint at `path` are of such alone."""
-    with SavedState(path) as state:
-        tensors = sorted(name for name in names if name in state.tensors)
-        models = {name.partition(".")[0] for name in state.tensors if state.kind_of(name) == "model"}
-        are_weights = all(state.kind_of(name) == "model" for name in tensors)
-    roots = {name.partition(".")[0] for name in tensors}
-    if are_weights and len(roots) == 1 < len(models) and not roots & {"model", "state_dict", "module", "net"}:
-        return f"the averaged weights `{roots.pop()}` were not restored: {some(tensors)}"
-    return None
+_TITLES = {"rng": "RNG state", "dataloader": "data loader", "scaler": "grad scaler"}
+_MISSING = "missing"
 
 
 def causes(
-    before: Begun, after: Begun, step: int, *, start: Begun | None = None, again: Begun | None = None
-) -> list[str]:
-    """Return what differed in run B (`after`) when step `step` began, in sentences; none if nothing did.
+    before: RunState, after: RunState, step: int, *, start: RunState | None = None, again: RunState | None = None
+) -> list[Finding]:
+    """Return what differed in a run (`after`) when step `step` began; nothing if it had what A had (`before`).
 
-    `start` is what A had when its first step began, `again` what a repetition of A had: what differs there is no cause.
+    `start` is what was there as built: of a command what A had when its first step began. `again` is what a repetition
+    of A had: what differs there is no cause.
     """
     return list(_Causes(before, after, step, start, again).all())
 
 
 class _Causes:
-    def __init__(self, before: Begun, after: Begun, step: int, start: Begun | None, again: Begun | None) -> None:
+    def __init__(
+        self, before: RunState, after: RunState, step: int, start: RunState | None, again: RunState | None
+    ) -> None:
         self.before, self.after, self.start, self.again = before, after, start, again
         self.when = f"when step {step} began"
         self.step = step
-        self.world = min(len(before.ranks), len(after.ranks))
+        self.world = min(before.world, after.world)
         excused = {name for name in before.kinds if again is not None and again.digests(name) != before.digests(name)}
         if any(before.kinds[name] != "buffer" for name in excused):  # which ones it is depends on chance
             excused = set(before.kinds)
@@ -113,33 +59,73 @@ class _Causes:
     def _of_kind(self, kind: str) -> list[str]:
         return [name for name in self.differing if self.before.kinds[name] == kind]
 
-    def all(self) -> Iterator[str]:
+    def _finding(self, kind: str, message: str, names: Sequence[str], **more: Any) -> Finding:
+        return Finding(kind, message, name=names[0], part=self.before.part(names[0]), **more)
+
+    def all(self) -> Iterator[Finding]:
         """Yield all that differed, what the update is made of first."""
+        yield from self._untied()
         yield from self._weights("weight", "of the model")
         yield from self._buffers()
-        is_lost = list(self._state())
-        yield from is_lost
-        yield from self._values(skip_groups=any(one.startswith("the optimizer was not loaded") for one in is_lost))
+        state = list(self._state())
+        yield from state
+        yield from self._groups(is_lost=any(one.kind == "optimizer not loaded" for one in state))
+        yield from self._of_the_run()
+        yield from self._loaders()
         yield from self._batches()
         yield from self._weights("apart", "of modules that no optimizer trains")
 
     # Tensors ----------------------------------------------------------------------------------------------------------
 
-    def _weights(self, kind: str, of: str) -> Iterator[str]:
+    def _untied(self) -> Iterator[Finding]:
+        for names in self.before.ties:
+            if any(set(names) <= set(group) for group in self.after.ties) or not {*names} <= self.after.kinds.keys():
+                continue
+            # What differs because of it is not named again.
+            self.differing = [name for name in self.differing if name not in names]
+            message = f"{some(names[1:])} was tied with `{names[0]}` and is a tensor of its own"
+            hint = "tie the weights where the model is built, before the optimizer"
+            yield self._finding("untied", message, names[1:], hint=hint)
+
+    def _weights(self, kind: str, of: str) -> Iterator[Finding]:
         names = self._of_kind(kind)
         every = [name for name, one in self.before.kinds.items() if one == kind]
         pairs, names = self._swapped(names)
         for one, other in pairs:
-            yield f"the weights `{one}` and `{other}` are swapped"
-        if not names:
-            return
-        as_built = self.start is not None and all(self.start.digests(n) == self.after.digests(n) for n in names)
-        how = ": they are as they were built" if as_built else f" {self.when}"
-        if len(names) == len(every) and kind == "weight":
-            yield f"the weights {of} were not restored{how}"
-        else:
-            which = f"{len(names):,} of {plural(len(every), 'tensor')} differ" if len(every) > 1 else "it differs"
-            yield f"weights {of} were not restored ({some(names)}): {which}{how}"
+            yield self._finding("swapped", f"the weights `{one}` and `{other}` are swapped", [one])
+        for own, instead in self._alike(names):
+            is_all = len(own) == len(every) and kind == "weight"
+            differ = f"{len(own):,} of {plural(len(every), 'tensor')} differ" if len(every) > 1 else "it differs"
+            how = instead or ("" if is_all else f"{differ} {self.when}")
+            message = f"{'the ' if is_all else ''}weights {of} were not restored{'' if is_all else f' ({some(own)})'}"
+            yield self._finding("weights not restored", f"{message}: {how}" if how else f"{message} {self.when}", own)
+
+    def _alike(self, names: list[str]) -> Iterator[tuple[list[str], str]]:
+        """Yield names, and what their tensors are instead: zero, as they were built, ...; "" if that is unknown."""
+        found: dict[str, list[str]] = {}
+        for name in names:
+            found.setdefault(self._instead(name), []).append(name)
+        for how, own in found.items():
+            yield own, how
+
+    def _instead(self, name: str) -> str:
+        before, after = self.before, self.after
+        if name not in after.kinds:
+            return ""
+        if before.kind(name) != after.kind(name):
+            return f"{after.kind(name)} and not {before.kind(name)}"
+        if self.start is not None and self.start.digests(name) == after.digests(name):
+            return "they are as they were built"
+        if after.is_zero(name):
+            return f"they are zero {self.when}"
+        now = after.digests(name)[: self.world]
+        for dtype in ("bfloat16", "float16"):
+            if any(now) and before.digests(name, dtype)[: self.world] == now:
+                return f"they were rounded to {dtype}"
+        was = [before.shard(name, rank) for rank in range(before.world)]
+        own = {rank: after.shard(name, rank) for rank in range(self.world)}
+        origins = {rank: _place(was, one) for rank, one in own.items() if one != was[rank]}
+        return _taken("shard", origins) if before.world == after.world else ""
 
     def _swapped(self, names: list[str]) -> tuple[list[tuple[str, str]], list[str]]:
         """Return pairs of names that changed places, and the other names."""
@@ -152,16 +138,16 @@ class _Causes:
                 left = [one for one in left if one not in (name, other)]
         return pairs, left
 
-    def _buffers(self) -> Iterator[str]:
+    def _buffers(self) -> Iterator[Finding]:
         names = self._of_kind("buffer")
         if self.before.forward is not None and self.after.forward is not None:
             pairs = [*zip(self.before.buffers, self.after.buffers, strict=False)]
             names = [name for name in names if any(one.get(name) != other.get(name) for one, other in pairs)]
         if names:
-            verb = "was" if len(names) == 1 else "were"
-            yield f"{plural(len(names), 'buffer')} of the model {verb} not restored: {some(names)}"
+            message = f"{plural(len(names), 'buffer')} of the model {_was(names)} not restored: {some(names)}"
+            yield self._finding("buffers not restored", message, names)
 
-    def _state(self) -> Iterator[str]:
+    def _state(self) -> Iterator[Finding]:
         """Yield what differs in the state of optimizers."""
         names = [name for name in self.differing if self.before.kinds[name].startswith("group")]
         every = [name for name, kind in self.before.kinds.items() if kind.startswith("group")]
@@ -171,22 +157,26 @@ class _Causes:
         moments = [name for name in names if not is_counter(name)]
         if names and (len(missing) == len(every) or (len(lost) == len(names) == len(every) and counters)):
             how = "it has no state" if missing else "its state is zero"
-            yield f"the optimizer was not loaded: {how} {self.when}"
+            message = f"the optimizer was not loaded: {how} {self.when}"
+            yield self._finding("optimizer not loaded", message, names)
             return
         if missing:
             parameters = [*dict.fromkeys(map(_parameter, missing))]
-            yield f"the optimizer was loaded in part: {some(parameters)} {_has(parameters)} no state {self.when}"
+            has = "has" if len(parameters) == 1 else "have"
+            message = f"the optimizer was loaded in part: {some(parameters)} {has} no state {self.when}"
+            yield self._finding("optimizer loaded in part", message, missing)
         moments = [name for name in moments if name not in missing]
         yield from self._counters(counters, every, alone=not moments)
         pairs, left = self._swapped(moments)
         by_pair: dict[tuple[str, str], list[str]] = {}
         for one, other in pairs:
-            by_pair.setdefault((_parameter(one), _parameter(other)), []).append(_leaf(one))
-        for (one, other), leaves in by_pair.items():
-            yield f"the moments of `{one}` and `{other}` are swapped ({', '.join(leaves)})"
+            by_pair.setdefault((_parameter(one), _parameter(other)), []).append(one)
+        for (first, second), own in by_pair.items():
+            message = f"the moments of `{first}` and `{second}` are swapped ({', '.join(map(_leaf, own))})"
+            yield self._finding("swapped", message, own)
         yield from self._moments(left, every)
 
-    def _counters(self, names: list[str], every: list[str], *, alone: bool) -> Iterator[str]:
+    def _counters(self, names: list[str], every: list[str], *, alone: bool) -> Iterator[Finding]:
         by_values: dict[tuple[Any, Any], list[str]] = {}
         for name in names:
             by_values.setdefault((self.before.number(name), self.after.number(name)), []).append(name)
@@ -195,17 +185,13 @@ class _Causes:
                 continue
             of = "" if len(own) == sum(map(is_counter, every)) else f" of {some([_parameter(name) for name in own])}"
             rest = ", its moments were" if alone else ""
-            yield (
-                f"the step counters of the optimizer{of} were not restored{rest}: {shown(now)} and not {shown(was)} "
-                f"{self.when}"
-            )
+            values = f"{shown(now)} and not {shown(was)} {self.when}"
+            message = f"the step counters of the optimizer{of} were not restored{rest}: {values}"
+            yield self._finding("step counters not restored", message, own, expected=was, found=now)
 
-    def _moments(self, names: list[str], every: list[str]) -> Iterator[str]:
+    def _moments(self, names: list[str], every: list[str]) -> Iterator[Finding]:
         """Yield moments that were not restored, those of one kind and group together."""
-        zero = [name for name in names if self.after.is_zero(name)]
-        for own, how in ((zero, "they are zero"), ([name for name in names if name not in zero], "they differ")):
-            if not own:
-                continue
+        for own, instead in self._alike(names):
             leaves = [*dict.fromkeys(map(_leaf, own))]
             groups = sorted({self.before.kinds[name] for name in own})
             of = [name for name in every if _leaf(name) in leaves]
@@ -216,11 +202,12 @@ class _Causes:
                 which = f"parameter {', '.join(groups)}"
             else:
                 which = some([*dict.fromkeys(map(_parameter, own))])
-            origins = self._origins(own) if how == "they differ" else []
-            taken = f"; they are those of {some(origins)}" if origins else f": {how} {self.when}"
-            yield f"the moments of {which} were not restored ({', '.join(leaves)}){taken}"
+            origins = [] if instead else self._parameters_of(own)
+            taken = f"they are those of {some(origins)}" if origins else instead or f"they differ {self.when}"
+            message = f"the moments of {which} were not restored ({', '.join(leaves)}): {taken}"
+            yield self._finding("moments not restored", message, own)
 
-    def _origins(self, names: list[str]) -> list[str]:
+    def _parameters_of(self, names: list[str]) -> list[str]:
         """Return the parameters whose moments these are; none if one has values of its own."""
         origins = []
         for name in names:
@@ -231,66 +218,110 @@ class _Causes:
 
     # Values -----------------------------------------------------------------------------------------------------------
 
-    def _changed(self, belongs: Callable[[str], bool]) -> list[tuple[str, Any, Any]]:
+    def _changed(self, rank: int, belongs: Callable[[str], bool]) -> list[tuple[str, Any, Any]]:
+        """Return the values of a rank that differ, numbers first, which say more than digests."""
+        was, now = self.before.values[rank], self.after.values[rank]
+        other = self.again.values[rank] if self.again is not None and rank < self.again.world else was
+        found = [
+            (name, was[name], now.get(name, _MISSING))
+            for name in was
+            if belongs(name) and name in other and same(was[name], other[name])
+            if not (name in now and same(was[name], now[name]))
+        ]
+        return sorted(found, key=lambda one: not isinstance(one[1], (int, float)))
+
+    def _on_any(self, belongs: Callable[[str], bool]) -> list[tuple[str, Any, Any]]:
         """Return values that differ on any rank, with those of the first such rank."""
+        every = (one for rank in range(self.world) for one in self._changed(rank, belongs))
         found: dict[str, tuple[str, Any, Any]] = {}
-        for rank in range(self.world):
-            was, now = self.before.values[rank], self.after.values[rank]
-            other = self.again.values[rank] if self.again is not None and rank < len(self.again.values) else was
-            for name in was:
-                is_repeated = name in other and same(was[name], other[name])
-                if belongs(name) and is_repeated and not (name in now and same(was[name], now[name])):
-                    found.setdefault(name, (name, was[name], now.get(name)))
+        for one in every:
+            found.setdefault(one[0], one)
         return [*found.values()]
 
-    def _values(self, *, skip_groups: bool) -> Iterator[str]:
-        """Yield hyperparameters, schedulers and grad scalers."""
-        groups = [] if skip_groups else self._changed(lambda name: ".param_groups." in name)
+    def _groups(self, *, is_lost: bool) -> Iterator[Finding]:
+        """Yield hyperparameters, and numbers that an optimizer keeps beside its tensors."""
+        groups = [] if is_lost else self._on_any(lambda name: self.before.part(name) == "optimizer")
         for name, was, now in sorted(groups, key=lambda one: not one[0].endswith(".lr"))[:_LIMIT]:
             group, _, leaf = name.partition(".param_groups.")[2].partition(".")
-            what = "the learning rate" if leaf == "lr" else f"`{leaf}`"
-            values = f"{shown(now)} and not {shown(was)} {self.when}"
-            yield f"{what} of parameter group {group} was not restored: {values}"
-        for kind, title in (("scheduler", "the scheduler"), ("scaler", "the grad scaler")):
-            changed = [one for one in self._changed(lambda name: _leaf(name) not in _ASIDE) if one[0].startswith(kind)]
-            changed.sort(key=lambda one: not isinstance(one[1], (int, float)))
-            if changed:
-                name, was, now = changed[0]
-                yield f"{title} was not restored: `{name}` was {shown(now)} and not {shown(was)} {self.when}"
+            what = "the learning rate" if leaf == "lr" else f"`{leaf or name}`"
+            of = f" of parameter group {group}" if group else ""
+            message = f"{what}{of} was not restored: {_values(now, was)} {self.when}"
+            yield self._finding("hyper-parameter", message, [name], expected=was, found=now)
 
-    def _batches(self) -> Iterator[str]:
-        """Yield the data and the generators of ranks."""
-        pairs = [(rank, self.before.batch(rank), self.after.batch(rank)) for rank in range(self.world)]
-        if self.again is not None:
-            pairs = [one for one in pairs if one[0] < len(self.again.ranks) and self.again.batch(one[0]) == one[1]]
-        other = [(rank, now) for rank, was, now in pairs if was and now and was != now]
-        kinds: dict[str, list[int]] = {}
+    def _of_the_run(self) -> Iterator[Finding]:
+        """Yield schedulers, grad scalers, and what else a recipe keeps that is of no rank."""
+        for root in dict.fromkeys(name.partition(".")[0] for name in self.before.values[0]):
+            kind = self.before.part(root)
+            if kind in ("optimizer", "dataloader"):
+                continue
+            changed = self._on_any(lambda name, root=root: name.partition(".")[0] == root)  # type: ignore[misc]
+            if kind == "scheduler":
+                changed = [one for one in changed if _leaf(one[0]) not in _ASIDE]
+            for name, was, now in changed[:1]:
+                title = f"the {_TITLES.get(kind, kind)}" if kind != "other" else f"`{root}`"
+                message = f"{title} was not restored: `{name}` was {_values(now, was)} {self.when}"
+                yield self._finding(f"{kind} not restored", message, [name], expected=was, found=now)
+
+    def _loaders(self) -> Iterator[Finding]:
+        """Yield the data loaders of a recipe."""
+        ranks = {rank: self._changed(rank, self._is_of_loader) for rank in range(self.world)}
+        ranks = {rank: changed for rank, changed in ranks.items() if changed}
+        if ranks:
+            every = [{name: v for name, v in one.items() if self._is_of_loader(name)} for one in self.before.values]
+            now = {rank: {name: self.after.values[rank].get(name) for name in every[rank]} for rank in ranks}
+            name, was, value = next(iter(ranks.values()))[0]
+            how = _taken("data loader", {rank: _place(every, one) for rank, one in now.items()})
+            how = how or f"`{name}` was {_values(value, was)} {self.when}"
+            message = f"the data loader of rank {', '.join(map(str, ranks))} was not restored: {how}"
+            rank = min(ranks)
+            yield self._finding("dataloader not restored", message, [name], rank=rank, expected=was, found=value)
+
+    def _is_of_loader(self, name: str) -> bool:
+        return self.before.part(name) == "dataloader"
+
+    def _generators(self) -> dict[int, list[str]]:
+        """Return the generators whose states differ and matter, by rank."""
+        kinds: dict[int, list[str]] = {}
         for rank in range(self.world):
             was, now = self.before.rng(rank), self.after.rng(rank)
-            for kind in was.keys() & now.keys():
+            for kind in sorted(was.keys() & now.keys()):
                 is_drawn = self.start is None or self.start.rng(rank).get(kind) != was[kind]
                 is_repeated = self.again is None or self.again.rng(rank).get(kind) == was[kind]
                 later = [one.ranks[rank]["rng"].get(kind) for one in (self.before, self.after)]
                 if is_drawn and is_repeated and was[kind] != now[kind] and later[0] != later[1]:
-                    kinds.setdefault(kind, []).append(rank)
-        ranks = sorted({rank for own in kinds.values() for rank in own})
-        of = f" of rank {', '.join(map(str, ranks))}"
-        generators = ", ".join(sorted(kinds))
+                    kinds.setdefault(rank, []).append(kind)
+        return kinds
+
+    def _batches(self) -> Iterator[Finding]:
+        """Yield the data and the generators of ranks."""
+        pairs = [(rank, self.before.batch(rank), self.after.batch(rank)) for rank in range(self.world)]
+        if self.again is not None:
+            pairs = [one for one in pairs if one[0] < self.again.world and self.again.batch(one[0]) == one[1]]
+        other = [(rank, now) for rank, was, now in pairs if was and now and was != now]
+        kinds = self._generators()
+        of = f" of rank {', '.join(map(str, kinds))}"
+        generators = ", ".join(sorted({kind for own in kinds.values() for kind in own}))
         data = self._data(other) if other else None
+        rank = min(kinds, default=None)
         if other and data is None:
             # Of the RNG state and the data, either may come of the other.
             either = f"the data, or the RNG state{of} ({generators})," if kinds else "the data"
             ranks_of = ", ".join(str(rank) for rank, _ in other)
-            yield f"{either} was not restored: the batch of rank {ranks_of} in step {self.step} is another"
+            message = f"{either} was not restored: the batch of rank {ranks_of} in step {self.step} is another"
+            yield Finding("data not restored", message, rank=other[0][0])
         elif data:
-            yield data + (f"; the RNG state{of} differs, too ({generators})" if kinds else "")
+            more = f"; the RNG state{of} differs, too ({generators})" if kinds else ""
+            yield Finding("data not restored", data + more, rank=other[0][0])
         elif kinds:
-            yield f"the RNG state{of} was not restored ({generators})"
+            was = [self.before.rng(one) for one in range(self.before.world)]
+            how = _taken("RNG state", {one: _place(was, self.after.rng(one)) for one in kinds})
+            message = f"the RNG state{of} was not restored ({generators}){': ' if how else ''}{how}"
+            yield Finding("rng not restored", message, part="rng", rank=rank)
 
     def _data(self, other: list[tuple[int, Any]]) -> str | None:
         """Return what the batches of ranks are, which are not those of A: of another step or rank; None if unknown."""
         origins = {rank: self._origin(now) for rank, now in other}
-        of = f" of rank {', '.join(map(str, origins))}" if len(self.before.ranks) > 1 else ""
+        of = f" of rank {', '.join(map(str, origins))}" if self.before.world > 1 else ""
         ranks = {origin[1] for origin in origins.values() if origin}
         steps = {origin[0] for origin in origins.values() if origin}
         if all(origins.values()) and steps == {1}:
@@ -304,9 +335,7 @@ class _Causes:
 
     def _origin(self, batch: Any) -> tuple[int, int] | None:
         """Return the step and the rank of A that had this batch, first those of the step itself."""
-        of_step = [
-            (self.before.step, rank) for rank in range(len(self.before.ranks)) if self.before.batch(rank) == batch
-        ]
+        of_step = [(self.before.step, rank) for rank in range(self.before.world) if self.before.batch(rank) == batch]
         every = (
             (step, rank)
             for rank, one in enumerate(self.before.ranks)
@@ -314,6 +343,24 @@ class _Causes:
             if had == batch
         )
         return next(iter([*of_step, *every]), None)
+
+
+def _place(every: Sequence[Any], one: Any) -> int | None:
+    """Return the rank that had something; None if none had it."""
+    return next((rank for rank, had in enumerate(every) if one and had == one), None)
+
+
+def _taken(what: str, origins: dict[int, int | None]) -> str:
+    """Return that ranks have what other ranks had, `{0: 1, 1: 0}`; nothing if one has something else."""
+    if not origins or any(other is None or other == rank for rank, other in origins.items()):
+        return ""
+    if len(origins) == 2 and [*origins] == [*origins.values()][::-1]:
+        return f"those of ranks {' and '.join(map(str, origins))} are swapped"
+    return ", ".join(f"rank {rank} has the {what} of rank {other}" for rank, other in origins.items())
+
+
+def _values(now: Any, was: Any) -> str:
+    return f"{shown(now) if now != _MISSING else _MISSING} and not {shown(was)}"
 
 
 def _parameter(name: str) -> str:
@@ -324,5 +371,5 @@ def _leaf(name: str) -> str:
     return name.rpartition(".")[2]
 
 
-def _has(names: Sequence[str]) -> str:
-    return "has" if len(names) == 1 else "have"
+def _was(names: Sequence[str]) -> str:
+    return "was" if len(names) == 1 else "were"

@@ -1,108 +1,90 @@
-"""Compares what the runs of a trial left behind, into the report: states, steps, sharding, and the verdict of them."""
+"""Compares what two runs had and saved, into a report: states in memory, checkpoints, and the verdict of it all.
+
+What a repetition (A2) does not repeat of A is not judged in B: values that differ by name, and the values of all
+weights and moments once one of them differs, since which ones it is depends on chance. Counters and hyperparameters are
+judged still.
+"""
 
 from __future__ import annotations
 
-import hashlib
-import json
-import math
-from operator import attrgetter
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
 from typing import Any
 
-from ckpttool.analysis.differences.elements import Comparison
-from ckpttool.catalogue.dtypes import dtype
-from ckpttool.catalogue.identity import same
-from ckpttool.resume import states as state
-from ckpttool.resume.diagnose import diagnose
-from ckpttool.resume.job import Job, Seen
-from ckpttool.resume.results import Check, Compared, Drift, Finding, Report, Run, Step
-from ckpttool.resume.states import RecordedState
-from ckpttool.text import plural, size, some
+from ckpttool.analysis.differences.results import Diff, ObjectDifference
+from ckpttool.analysis.result import ABSENT
+from ckpttool.catalogue import identity
+from ckpttool.catalogue.parts import kind_of_key
+from ckpttool.catalogue.shown import shown
+from ckpttool.errors import UsageError
+from ckpttool.resume import states, steps
+from ckpttool.resume.causes import causes
+from ckpttool.resume.results import Compared, Drift, Finding, RunReport, ScriptRun, TrialReport
+from ckpttool.resume.saved_state import SavedState, SavedTensor, compare, difference_names, names_by_kind
+from ckpttool.resume.states import RunState, is_counter
+from ckpttool.resume.steps import LOSS, compare_steps, of_losses
+from ckpttool.text import plural, some
 
-_MAX_END_FINDINGS = 3
-_STEP_KEYS = ("loss", "batch", "digest", "seconds")
-# Of gradients in float32; those in smaller dtypes may be `_LOOSE` apart.
-_TOLERANCE = {"float32": 1e-3, "float64": 1e-9}
-_LOOSE = 5e-2
-_ZERO = 1e-12
+NOT_DETERMINED = "not determined"
+"""How a cause begins that is not known."""
+JUDGED = ("model", "optimizer", "scheduler", "scaler", "rng", "dataloader", LOSS)
+"""Kinds of parts that decide whether a command repeats itself. The time of day is in many checkpoints, too."""
+_LIMIT = 20
+_NO_DRIFT = 1e-300
 
-
-def collect_run(name: str, job: Job, seen: list[Seen], seconds: float) -> Run:
-    """Return a run as the report has it, from what its ranks saw step by step."""
-    run = Run(name, str(job.mesh), len(seen), job.load, seconds=seconds)
-    if job.load is not None:
-        run.first_step = run.resumed_at = seen[0].first_step
-    for ranks in zip(*(one.steps for one in seen), strict=True):
-        losses, batches, digests, seconds_of = ([step[key] for step in ranks] for key in _STEP_KEYS)
-        digest = hashlib.sha256("".join(digests).encode()).hexdigest()
-        number, norm = ranks[0]["number"], ranks[0]["gradient_norm"]
-        run.steps.append(Step(number, losses, norm, digest, batches, max(seconds_of), digests))
-    after = sorted(step.seconds for step in run.steps[-job.after :]) if job.after else []
-    run.steps_per_second = 1 / after[len(after) // 2] if after and after[len(after) // 2] else None
-    run.memory = [{"rank": one.rank, **one.memory} for one in seen if one.memory]
-    return run
-
-
-# States ---------------------------------------------------------------------------------------------------------------
+# States in memory -----------------------------------------------------------------------------------------------------
 
 
 def compare_states(
-    report: Report, before: RecordedState, after: RecordedState, fresh: RecordedState | None, run: str, against: str
-) -> bool:
-    """Compare two states bit for bit: a row for each part, and findings. Returns whether they are equal."""
-    difference = state.compare(before, after)
-    unequal = state.difference_names(difference)
-    local = 0
-    for kind, every in state.names_by_kind(before, after).items():
-        names = [name for name in every if (before.rank_of(name) or 0) < min(before.world, after.world)]
-        local += len(every) - len(names)
-        if names:
-            differing = len(unequal.intersection(names))
-            message = "bitwise, on whole tensors" if kind in ("model", "optimizer") else ""
-            report.compared.append(Compared(kind, run, against, len(names), differing, message, equal=not differing))
-    if local:
-        of = f"{plural(local, 'rank-local value')} of {against} or {run} alone (world sizes differ)"
-        report.notes.append(f"run {run}: {of}, not compared")
-    findings = diagnose(before, after, fresh, run, difference)
-    report.findings += findings
-    return not findings and not unequal
+    report: TrialReport,
+    before: RunState,
+    after: RunState,
+    start: RunState | None,
+    run: str,
+    against: str,
+    *,
+    rows: bool = True,
+) -> list[Finding]:
+    """Compare what two runs had when a step began, bit for bit: a row for each part, and the causes of differences,
+    which are returned."""
+    parts = states.differing(before, after)
+    findings = causes(before, after, after.step, start=start)
+    for part, (names, unequal) in parts.items():
+        message = "bitwise, on whole tensors" if part in ("model", "optimizer") else ""
+        if rows:
+            row = Compared(part, run, against, len(names), len(unequal), message, equal=not unequal)
+            report.compared.append(row)
+        if unequal and not any(finding.part == part for finding in findings):
+            # What differs counts even if no cause explains it.
+            finding = Finding(f"{part} differs", f"{some(sorted(unequal))} of the {part} differs", part=part)
+            findings.append(finding)
+    for finding in findings:
+        finding.run = run
+    if rows and before.world != after.world:
+        larger = max(before, after, key=lambda state: state.world)
+        if local := len(larger.entries(larger.world)) - sum(len(names) for names, _ in parts.values()):
+            of = f"{plural(local, 'rank-local value')} of {against} or {run} alone (world sizes differ)"
+            report.notes.append(f"run {run}: {of}, not compared")
+    return findings
 
 
-def compare_ends(
-    report: Report, before: RecordedState, after: RecordedState, run: str, against: str, *, same: bool
-) -> None:
-    """Compare the states after the last step: a row, and findings, of steps that were not the `same` only a few."""
-    findings = diagnose(before, after, None, run)
-    if report.unrepeated:
-        findings = [one for one in findings if one.name and before.kind_of(one.name) not in report.unrepeated]
-    if not same:
-        # A learning rate that differs says more than the first of all the weights, which differ because of it.
-        findings.sort(key=lambda one: (one.name not in before.objects, not one.kind.startswith("hyper-parameter")))
-        if findings and findings[0].kind.startswith("hyper-parameter"):
-            _explain(report, findings[0].message, run, before)
-    listed = findings if same else findings[:_MAX_END_FINDINGS]
-    for finding in listed:
-        finding.message = f"at the end, {finding.message}"
-        report.findings.append(finding)
-    if len(listed) < len(findings):
-        more = f"the first {len(listed)} of {len(findings)} differences after the last step are listed"
-        report.notes.append(f"run {run}: {more}; they follow from the earlier ones (`--keep FOLDER` keeps the states)")
-    count = len(before.tensors.keys() | after.tensors.keys()) + len(before.objects.keys() | after.objects.keys())
+def compare_ends(report: TrialReport, before: RunState, after: RunState, run: str, against: str) -> None:
+    """Compare what two runs had after the last step: a row, and a finding for each part that no step has shown to
+    differ."""
+    parts = states.differing(before, after)
+    judged = {part: unequal for part, (_, unequal) in parts.items() if part not in report.unrepeated}
+    count, differing = sum(len(names) for names, _ in parts.values()), sum(map(len, judged.values()))
     message = "the whole state, bitwise" if not report.unrepeated else "what A2 repeats of the state, bitwise"
-    report.compared.append(Compared("end", run, against, count, len(findings), message, equal=not findings))
+    report.compared.append(Compared("end", run, against, count, differing, message, equal=not differing))
+    for part, unequal in judged.items():
+        if unequal:
+            of = f"{len(unequal):,} of {plural(len(parts[part][0]), 'value')} of the {part} differ"
+            text = f"at the end, {of}: {some(sorted(unequal))}"
+            report.findings.append(Finding(f"{part} differs", text, run, name=min(unequal), part=part))
 
 
-def _explain(report: Report, message: str, run: str, before: RecordedState) -> None:
-    """Give the first step that differs its likely cause: another hyperparameter after the last step."""
-    why = "what sets it is not restored"
-    if "scheduler" not in before.kinds.values():
-        why += ": `build` returns no learning-rate scheduler"
-    for finding in report.findings:
-        if finding.run == run and finding.step is not None and finding.hint is None:
-            finding.hint = f"likely cause: at the end, {message}, so {why}"
-            return
-
-
-def compare_progress(report: Report, was: int, now: int, run: str, against: str) -> bool:
+def compare_progress(report: TrialReport, was: int, now: int, run: str, against: str) -> bool:
     """Compare the step at which a run resumed with that at which the other one was saved."""
     report.compared.append(Compared("progress", run, against, 1, int(was != now), f"step {now}", was == now))
     if was != now:
@@ -111,265 +93,360 @@ def compare_progress(report: Report, was: int, now: int, run: str, against: str)
     return was == now
 
 
-def unrepeated(steps: tuple[list[Step], list[Step]], ends: tuple[RecordedState, RecordedState]) -> list[str]:
-    """Return what a repetition of a run did not repeat: of its steps, and kinds of parts of its last state."""
-    pairs = [*zip(*steps, strict=True)]
-    titles = [title for title, of in _SEEN.items() if any(not same(of(one), of(two)) for one, two in pairs)]
-    if titles:
-        # What follows from it is different by chance in one run, and alike in another.
-        titles = [*_SEEN][0 if titles[0] == "next batch" else 1 :]
-    names = state.difference_names(state.compare(*ends))
-    kinds = {ends[0].kind_of(name) for name in names} | ({"model", "optimizer"} if titles else set())
-    return [*titles, *sorted(kinds)]
+# Checkpoints ----------------------------------------------------------------------------------------------------------
 
 
-# Steps ----------------------------------------------------------------------------------------------------------------
+@dataclass(slots=True)
+class Unrepeated:
+    """What a repetition did not repeat, by the step at which it was seen first: names, kinds of parts and losses."""
 
-_SEEN = {
-    "next batch": attrgetter("batches"),
-    "loss": attrgetter("losses"),
-    "gradient norm": attrgetter("gradient_norm"),
-    "parameters": attrgetter("digests"),
-}
+    names: dict[str, int] = field(default_factory=dict)
+    kinds: dict[str, int] = field(default_factory=dict)
+    run: str = ""  # that was seen to repeat less, first
+
+    def add(self, state: SavedState, names: Iterable[str], step: int) -> None:
+        """Add names that differ at a step."""
+        for name in names:
+            self.names.setdefault(name, min(step, self.names.get(name, step)))
+            kind = state.kind_of(name)
+            self.kinds[kind] = min(step, self.kinds.get(kind, step))
+
+    def excuses(self, state: SavedState, name: str, step: int) -> bool:
+        """Return whether a difference of this name at a step is no fault of the resume."""
+        if self.names.get(name, step + 1) <= step:
+            return True
+        kind = state.kind_of(name)
+        if name in state.tensors and not is_counter(name):
+            return min(self.kinds.get(one, step + 1) for one in ("model", "optimizer")) <= step
+        return kind in ("rng", "dataloader") and self.kinds.get(kind, step + 1) <= step
 
 
-def compare_steps(
-    report: Report, before: list[Step], after: list[Step], run: str, against: str, *, judged: bool = True
-) -> bool:
-    """Compare two runs step by step, bit for bit: rows, and a finding for the first difference if it is `judged`."""
-    pairs = [*zip(before, after, strict=False)]
-    firsts: list[tuple[int, int, str]] = []
-    for order, (title, of) in enumerate(_SEEN.items()):
-        if all(of(step) in (None, [None] * len(step.losses)) for pair in pairs for step in pair):
-            why = "`step` does not call the model" if title == "next batch" else "the optimizer took no step"
-            report.compared.append(Compared(title, run, against, 0, 0, f"not observed: {why}", equal=None))
+def unrepeated(pairs: Sequence[tuple[ScriptRun, ScriptRun]]) -> Unrepeated:
+    """Return what differs between runs that train the same steps without interruption."""
+    found = Unrepeated()
+    for one, other in pairs:
+        for step, paths in shared(one, other).items():
+            with SavedState(paths[0]) as before, SavedState(paths[1]) as after:
+                found.add(before, difference_names(compare(before, after)), step)
+        since = steps.unrepeated(of_losses(one.steps), of_losses(other.steps)).get(LOSS)
+        if since is not None:
+            found.kinds[LOSS] = min(since, found.kinds.get(LOSS, since))
+        if not found.run and any(kind in JUDGED for kind in found.kinds):
+            found.run = other.name
+    return found
+
+
+def shared(one: ScriptRun, other: ScriptRun, after: int = -1) -> dict[int, tuple[str, str]]:
+    """Return the checkpoints that two runs both have, by step."""
+    paths = other.paths
+    return {step: (path, paths[step]) for step, path in one.paths.items() if step in paths and step > after}
+
+
+def check_training(run: ScriptRun, stopped: ScriptRun, at: int) -> None:
+    """Raise UsageError if no weight changes after the step of the stop: then nothing would differ, whatever is
+    restored. `stopped` has a checkpoint of that step, which may be `run` itself."""
+    first, last = next(one for one in stopped.checkpoints if one.step == at), run.checkpoints[-1]
+    with SavedState(first.path) as before, SavedState(last.path) as after:
+        weights = {name for name in before.tensors if before.kind_of(name) == "model"}
+        weights = {name for name in weights or before.tensors if not _is_count(before.tensors[name])}
+        # Weights under names that nobody knows are compared by their digests.
+        weights = weights or {name for name in before.objects if before.kind_of(name) == "other"}
+        if not weights:
+            raise UsageError(
+                f"run {run.name}: the checkpoint of step {at} has neither weights nor an optimizer, so nothing can be "
+                "shown",
+                hint="`--checkpoints` says which files are compared",
+            )
+        if not weights & difference_names(compare(before, after)):
+            raise UsageError(
+                f"run {run.name}: no weight changes between step {at} and step {last.step}, so nothing can be shown",
+                hint="a later `--at` and `--until`, where the learning rate is no longer zero",
+            )
+
+
+def _is_count(tensor: SavedTensor) -> bool:
+    """Return whether a tensor is one integer, as the number of a step is: it changes whatever is trained."""
+    return not tensor.shape and "int" in tensor.dtype
+
+
+@dataclass(slots=True)
+class FirstDifference:
+    """What differs at the first step at which anything does. `names` are those that are judged."""
+
+    step: int
+    names: set[str]
+    findings: list[Finding]
+
+
+def compare_runs(
+    report: RunReport, reference: ScriptRun, run: ScriptRun, excused: Unrepeated, *, is_written_again: bool = False
+) -> FirstDifference | None:
+    """Compare the steps of `run` after its resume with those of `reference`: rows, and findings of the first step whose
+    checkpoint differs. Of a checkpoint that is written again a copy may be missed, but not that of the last step."""
+    first: FirstDifference | None = None
+    resumed_at = run.resumed_at or 0
+    for step, paths in shared(reference, run, resumed_at).items():
+        with SavedState(paths[0]) as before, SavedState(paths[1]) as after:
+            difference = compare(before, after)
+            judged = _rows(report, run.name, reference.name, step, before, after, difference, excused)
+            if judged and first is None:
+                first = FirstDifference(step, judged, [*elements(difference, before, judged)])
+                for finding in first.findings:
+                    finding.step, finding.message = step, f"in the checkpoint of step {step}, {finding.message}"
+    _tell_changing(report, reference, resumed_at)
+    for one, other in ((reference, run), (run, reference)):
+        numbers = [saved.step for saved in other.checkpoints]
+        for saved in one.checkpoints:
+            if saved.step <= resumed_at or saved.step in numbers:
+                continue
+            if is_written_again and saved.step < max(numbers):
+                name = f"step {saved.step} of run {other.name}"
+                report.notes.append(f"{name} was overwritten before it was copied, and is not compared")
+            elif one is reference:
+                message = f"there is no checkpoint of step {saved.step} in run {run.name}"
+                report.findings.append(Finding("checkpoint missing", message, run.name, step=saved.step))
+    later = [loss for loss in run.steps if loss.number > resumed_at]
+    losses = of_losses(reference.steps), of_losses(later)
+    loss = compare_steps(report, *losses, run.name, reference.name, excused.kinds, titles=(LOSS,))
+    found = [*([loss] if loss else []), *(first.findings if first else [])]
+    report.findings += sorted(found, key=lambda one: (one.step, one is not loss))
+    return first
+
+
+def _tell_changing(report: RunReport, reference: ScriptRun, step: int) -> None:
+    """Add a note for values that are not judged, but change while `reference` trains: they may be training state."""
+    last = reference.checkpoints[-1] if reference.checkpoints else None
+    if not report.unjudged or last is None or step not in reference.paths or last.step <= step:
+        return
+    with SavedState(reference.paths[step]) as before, SavedState(last.path) as after:
+        objects = [one for one in report.unjudged if one in before.objects and one in after.objects]
+        changing = [one for one in objects if not identity.same(before.objects[one], after.objects[one])]
+    if changing:
+        text = f"{some(changing)}: not judged, but run {reference.name} changes it from step {step} to step {last.step}"
+        report.notes.append(f"{text}, and B has another value; if training uses it, it was not restored")
+
+
+def _rows(
+    report: RunReport,
+    run: str,
+    against: str,
+    step: int,
+    before: SavedState,
+    after: SavedState,
+    difference: Diff,
+    excused: Unrepeated,
+) -> set[str]:
+    """Add a row for each kind of part, and return the names that differ and are judged."""
+    differing = difference_names(difference)
+    judged: set[str] = set()
+    for kind, names in names_by_kind(before, after).items():
+        own = differing.intersection(names)
+        excusable = {name for name in own if excused.excuses(before, name, step)}
+        if kind in ("other", "progress"):
+            # What a script keeps beside its state: its arguments, among which is the checkpoint that it resumed from.
+            # A number of steps among them makes them progress, but no progress of all.
+            values = {name for name in own - excusable if name not in before.tensors and name not in after.tensors}
+            aside = {name for name in values if not any(kind_of_key(key) == "progress" for key in name.split("."))}
+            report.unjudged += [one for one in sorted(aside) if one not in report.unjudged]
+            excusable |= aside
+        counted = own - excusable
+        judged |= counted
+        message = f"{plural(len(excusable), 'difference')} not judged" if excusable else ""
+        equal = False if counted else None if excusable else True
+        report.compared.append(Compared(f"step {step}: {kind}", run, against, len(names), len(own), message, equal))
+    return judged
+
+
+def elements(difference: Diff, before: SavedState, names: Collection[str]) -> Iterator[Finding]:
+    """Yield what differs between two checkpoints: of tensors with the first element, of values with those of a part
+    together."""
+    for kind, only, how in (
+        ("tensor missing", difference.only_a, "is missing"),
+        ("tensor unexpected", difference.only_b, "did not exist before"),
+    ):
+        for row in [one for one in only if one.name in names and one.dtype is not None][:_LIMIT]:
+            yield Finding(kind, f"`{row.name}` {how}", name=row.name, part=row.part)
+    place: dict[str, Any]
+    tensors = [one for one in difference.tensors if one.name in names]
+    for one in tensors[:_LIMIT]:
+        part, values = before.kind_of(one.name), one.values
+        if values is None or values.values is None:
+            kinds = [f"{kind} {list(shape)}" for kind, shape in zip(one.dtypes, one.shapes, strict=True)]
+            how = f"was {kinds[0]} and is {kinds[1]}" if kinds[0] != kinds[1] else "differs"
+            place = {"name": one.name, "part": part, "expected": kinds[0], "found": kinds[1]}
+            yield Finding("tensor differs", f"`{one.name}` {how}", **place)
             continue
-        wrong = [one.number for one, two in pairs if not same(of(one), of(two))]
-        message = "each step, bitwise" if judged else "the reference run does not have A's state"
-        equal = not wrong if judged else None
-        if title in report.unrepeated:
-            message, equal = "skipped: the script does not repeat it (A2 differs from A)", None
-        report.compared.append(Compared(title, run, against, len(pairs), len(wrong), message, equal))
-        if title in report.unrepeated:
-            continue
-        firsts += [(number, order, title) for number in wrong[:1]]
-    if firsts and judged:
-        number, _, title = min(firsts)
-        one, two = next(pair for pair in pairs if pair[0].number == number)
-        finding = _step_finding(title, number, _SEEN[title](one), _SEEN[title](two), run, against)
-        if isinstance(finding.found, str):
-            _show_in_loss(finding, [] if "loss" in report.unrepeated else pairs)
-        report.findings.append(finding)
-    return not firsts
+        # JSON has no complex numbers.
+        was, now = (str(v) if isinstance(v, complex) else v for v in values.values)
+        of = f"{values.differing:,} of {plural(values.numel, 'element')} of `{one.name}` differ"
+        at = f", the first at {one.index}" if one.index else ""
+        figures = {name: getattr(values, name) for name in ("ulp", "differing", "absolute", "relative")}
+        apart = f", {values.ulp:,} ULP apart" if values.ulp else ""
+        message = f"{of}{at}: {shown(now)} and not {shown(was)}{apart}"
+        place = {"name": one.name, "part": part, "index": one.index, "of": values.numel}
+        yield Finding("values differ", message, expected=was, found=now, **place, **figures)
+    if tensors[_LIMIT:]:
+        yield Finding("values differ", f"{plural(len(tensors) - _LIMIT, 'more tensor')} differ")
+    by_root: dict[str, list[ObjectDifference]] = {}
+    for value in difference.objects:
+        if value.name in names:
+            by_root.setdefault(value.name.partition(".")[0], []).append(value)
+    for root, rows in by_root.items():
+        # Numbers first: they say more than digests.
+        rows.sort(key=lambda row: not isinstance(row.a, (int, float)))
+        first, part = rows[0], before.kind_of(rows[0].name)
+        texts = [f"{row.name.partition('.')[2] or root} {_shown(row.b)} and not {_shown(row.a)}" for row in rows[:3]]
+        title = {"rng": "RNG state", "dataloader": "data loader", "scaler": "grad scaler"}.get(part, part)
+        message = f"the {title} is not as it was: {', '.join(texts)}"
+        was, now = (None if value is ABSENT else value for value in (first.a, first.b))
+        yield Finding(f"{part} differs", message, name=first.name, part=part, expected=was, found=now)
 
 
-def _show_in_loss(finding: Finding, pairs: list[tuple[Step, Step]]) -> None:
-    """Give a finding about digests, which say nothing, the values of the first loss that differs after it."""
-    finding.expected = finding.found = None
-    for one, two in pairs:
-        if one.number >= (finding.step or 0) and not same(one.loss, two.loss):
-            finding.expected, finding.found = one.loss, two.loss
-            finding.message += f"; the loss in step {one.number} is {two.loss:.9g} and not {one.loss:.9g}"
-            for name, value in _figures(one.loss, two.loss).items():
-                setattr(finding, name, value)
-            return
+def compare_converted(saved: str, converted: str, *, tensors: bool = False) -> tuple[Compared, list[Finding]]:
+    """Compare a checkpoint with what a route made of it, and return a row and findings; with `tensors` of those alone,
+    as formats keep other values in their own ways."""
+    with SavedState(saved) as before, SavedState(converted) as after:
+        # On fewer ranks, the values of all ranks are kept.
+        before.world = after.world = max(before.world, after.world)
+        difference = compare(before, after)
+        names = difference_names(difference)
+        names = names & before.tensors.keys() & after.tensors.keys() if tensors else names
+        findings = [*elements(difference, before, names)]
+        count = len(before.tensors) + len(before.objects)
+    for finding in findings:
+        finding.message = f"in the converted checkpoint, {finding.message}"
+    return Compared("converted state", "B", "the saved one", count, len(names), "bitwise", not names), findings
 
 
-def _figures(was: float, now: float) -> dict[str, Any]:
-    import numpy as np
-
-    comparison = Comparison(dtype("float64"))
-    comparison.feed(np.array([was]), np.array([now]))
-    return {name: getattr(comparison.result(), name) for name in ("absolute", "relative", "ulp")}
+def _shown(value: Any) -> str:
+    return "missing" if value is ABSENT else shown(value)
 
 
-def _step_finding(title: str, number: int, was: Any, now: Any, run: str, against: str) -> Finding:
-    rank = None
-    if isinstance(was, list) and isinstance(now, list) and len(was) == len(now):
-        rank = next(r for r, (a, b) in enumerate(zip(was, now, strict=True)) if not same(a, b))
-        was, now = was[rank], now[rank]
-    of_rank = f" of rank {rank}" if rank is not None else ""
-    values = f": {now!r} and not {was!r}" if isinstance(was, float) else ""
-    verb, that = ("differ", "those") if title == "parameters" else ("differs", "that")
-    message = f"the {title}{of_rank} {verb} from {that} of {against} in step {number}{values}"
-    figures: dict[str, Any] = {}
-    if isinstance(was, float) and isinstance(now, float):
-        figures = _figures(was, now)
-    return Finding(f"{title} {verb}", message, run, rank=rank, step=number, expected=was, found=now, **figures)
+def averaged_weights(path: str, names: set[str]) -> str | None:
+    """Return that averaged weights were not restored, if these names in the checkpoint at `path` are of such alone."""
+    with SavedState(path) as state:
+        tensors = sorted(name for name in names if name in state.tensors)
+        models = {name.partition(".")[0] for name in state.tensors if state.kind_of(name) == "model"}
+        are_weights = all(state.kind_of(name) == "model" for name in tensors)
+    roots = {name.partition(".")[0] for name in tensors}
+    if are_weights and len(roots) == 1 < len(models) and not roots & {"model", "state_dict", "module", "net"}:
+        return f"the averaged weights `{roots.pop()}` were not restored: {some(tensors)}"
+    return None
 
 
-def measure_drift(
-    run: str, losses: list[tuple[float, float]], ends: tuple[RecordedState, RecordedState] | None, mesh: str
-) -> Drift:
-    """Return how far a run on another mesh is from A, by the `losses` of both, and by the parameters in the states at
-    their ends; it does not count for the verdict."""
+# Drift ----------------------------------------------------------------------------------------------------------------
+
+
+def measure_drift(run: str, losses: Sequence[tuple[float, float]], mesh: str) -> Drift:
+    """Return how far the losses of a run on another mesh are from those of A; it does not count for the verdict."""
     gaps = [abs(was - now) for was, now in losses]
-    relative = [gap / max(abs(was), abs(now), 1e-300) for gap, (was, now) in zip(gaps, losses, strict=True)]
-    parameters: dict[str, float] = {}
-    for one in state.compare(*ends).tensors if ends else ():
-        if ends and ends[0].kind_of(one.name) == "model" and one.values is not None:
-            parameters[one.name] = float(one.values.absolute or 0.0)
-    most = max(parameters, key=lambda name: parameters[name], default=None)
+    relative = [gap / max(abs(was), abs(now), _NO_DRIFT) for gap, (was, now) in zip(gaps, losses, strict=True)]
     message = f"informational: another {mesh} sums in another order, and has other RNG states"
-    largest = parameters[most] if most is not None else None
-    return Drift(run, max(gaps, default=0.0), max(relative, default=0.0), None, largest, most, message)
+    return Drift(run, max(gaps, default=0.0), max(relative, default=0.0), None, None, None, message)
 
 
-# Shards ---------------------------------------------------------------------------------------------------------------
+def add_drift(report: RunReport, a: ScriptRun, b: ScriptRun) -> None:
+    """Add how far B, on another number of ranks, is from A, by losses and by the weights of their last checkpoints."""
+    expected = {loss.number: loss.loss for loss in a.steps}
+    losses = [(expected[one.number], one.loss) for one in b.steps if one.number in expected]
+    drift = measure_drift("B", losses, "number of ranks")
+    last = [*shared(a, b, b.resumed_at or 0).values()][-1:]
+    with ExitStack() as stack:
+        for paths in last:
+            before, after = (stack.enter_context(SavedState(path)) for path in paths)
+            weights = {
+                one.name: float(one.values.absolute or 0.0)
+                for one in compare(before, after).tensors
+                if before.kind_of(one.name) == "model" and one.values is not None
+            }
+            drift.parameter = max(weights, key=lambda name: weights[name], default=None)
+            drift.parameters = weights[drift.parameter] if drift.parameter is not None else None
+    report.drifts.append(drift)
 
 
-def check_replicas(report: Report, recorded: RecordedState, run: str) -> None:
-    """Check that ranks that have the same box of a tensor have the same values in it."""
-    digests: dict[tuple[str, str], list[str]] = {}
-    for rank in range(recorded.world):
-        for name, (box, digest) in state.read_rank(recorded.folder, rank)["pieces"].items():
-            digests.setdefault((name, json.dumps(box)), []).append(digest)
-    shared = {key: values for key, values in digests.items() if len(values) > 1}
-    if not shared:
-        return
-    wrong = [name for (name, _), values in shared.items() if len({*values}) > 1]
-    judged = [name for name in wrong if name not in recorded.buffers]
-    if own := [name for name in wrong if name in recorded.buffers]:
-        report.notes.append(f"run {run}: buffers that differ between ranks: {some(own)}")
-    _add(report, Check("replicas agree", run, len(shared), not judged, f"differ in {some(judged)}" if judged else ""))
-
-
-def check_sharding(report: Report, run: str, seen: list[Seen]) -> None:
-    """Check what each rank holds, and that the ranks agree."""
-    wrong = [(one.rank, shape) for one in seen for shape in one.shapes]
-    uneven = sum(one.uneven for one in seen)
-    message = f"rank {wrong[0][0]}: {wrong[0][1]}" if wrong else f"{plural(uneven, 'shard')} uneven or empty"
-    _add(report, Check("local shapes", run, max(one.parameters for one in seen), not wrong, message))
-    _check_memory(report, run, seen)
-    _check_losses(report, run, seen)
-    if seen[0].shared:
-        keys = [key for key in seen[0].shared if len({one.shared.get(key) for one in seen}) > 1]
-        message = f"the ranks have different values of {some(keys)}, of which one is saved" if keys else ""
-        _add(report, Check("values of the run", run, len(seen[0].shared), not keys, message))
-    for note in dict.fromkeys(note for one in seen for note in one.notes):
-        report.notes.append(f"run {run}: {note}")
-
-
-def _check_memory(report: Report, run: str, seen: list[Seen]) -> None:
-    parts = ("parameters", "optimizer")
-    totals = [sum(one.memory.get(part, 0) for part in parts) for one in seen]
-    low, high = size(min(totals)), size(max(totals))
-    message = f"{low if low == high else f'{low} to {high}'} per rank, equals the sum of its shards"
-    wrong = [one for one in seen if any(one.memory.get(part) != one.memory.get(f"{part}_expected") for part in parts)]
-    if wrong:
-        memory = wrong[0].memory
-        both = (f"{part} {memory[part]} B and not {memory[f'{part}_expected']}" for part in parts)
-        message = f"rank {wrong[0].rank}: {', '.join(both)}"
-    _add(report, Check("memory", run, len(seen), not wrong, message))
-
-
-def _check_losses(report: Report, run: str, seen: list[Seen]) -> None:
-    """Ranks of one replica have one batch, and one loss; a recipe may have averaged it over all."""
-    steps = range(len(seen[0].steps))
-    if len(seen) == 1:
-        return
-
-    def agree(ranks: list[Seen], i: int) -> bool:
-        return len({repr(one.steps[i]["loss"]) for one in ranks}) == 1
-
-    if steps and all(agree(seen, i) for i in steps):
-        _add(report, Check("losses agree", run, len(steps), passed=True, message="on all ranks"))
-        return
-    replicas: dict[int, list[Seen]] = {}
-    for one in seen:
-        replicas.setdefault(one.replica, []).append(one)
-    shared = [ranks for ranks in replicas.values() if len(ranks) > 1]
-    if not shared:
-        message = "each rank has its own batch and loss: `step` does not average them"
-        report.checks.append(Check("losses agree", run, 0, None, message))
-        return
-    wrong = [(ranks, i) for ranks in shared for i in steps if not agree(ranks, i)]
-    message = "on the ranks of each replica"
-    if wrong:
-        ranks, i = wrong[0]
-        losses = ", ".join(f"rank {one.rank}: {one.steps[i]['loss']!r}" for one in ranks)
-        message = f"in step {ranks[0].steps[i]['number']}, {losses}"
-    _add(report, Check("losses agree", run, len(shared) * len(steps), not wrong, message))
-
-
-def check_gradients(report: Report, run: str, sharded: str, alone: str) -> None:
-    """Check the gradients that the mesh reduced against those of one rank, by the norm of their difference."""
-    import numpy as np
-
-    actual, index = state.read_tensors(sharded)
-    expected, _ = state.read_tensors(alone)
-    names = sorted(name for name in actual.keys() | expected.keys() if name.startswith("gradient."))
-    tolerance = _TOLERANCE.get(index["compute"], _LOOSE)
-    errors: dict[str, float] = {}
-    factors: list[float] = []
-    for name in names:
-        # Where one has no gradient, that of the other has to be zero.
-        a, b = (side[name].as_float64() if name in side else np.zeros(1) for side in (actual, expected))
-        norm = float(np.linalg.norm(b))
-        if not norm > _ZERO:
-            errors[name] = 0.0 if float(np.linalg.norm(a)) <= _ZERO else math.inf
-        elif a.shape != b.shape:
-            errors[name] = 1.0 if name not in actual else math.inf
-        else:
-            errors[name] = float(np.linalg.norm(a - b)) / norm
-            factors.append(float(np.dot(a, b)) / norm**2)
-    if not errors:
-        _add(report, Check("gradients reduced", run, 0, passed=False, message="there are none"))
-        return
-    worst = max(errors, key=lambda name: errors[name])
-    factor = sum(factors) / len(factors) if len(factors) == len(errors) else None
-    passed: bool | None = errors[worst] <= tolerance
-    if passed:
-        message = f"at most {errors[worst]:.2g} of the norm apart, in {index['compute']}"
-    elif factor is not None and max(factors) - min(factors) <= tolerance * abs(factor):
-        passed = None
-        message = f"all are {factor:.3g} times those of one rank: `step` scales them otherwise than by a mean"
-    else:
-        message = f"`{worst.removeprefix('gradient.')}` is {errors[worst]:.2g} of its norm from that of one rank"
-    _add(report, Check("gradients reduced", run, len(names), passed, message))
-
-
-def _add(report: Report, check: Check) -> None:
-    report.checks.append(check)
-    if check.passed is False:
-        report.findings.append(Finding(check.what, f"run {check.run}: {check.what}: {check.message}", check.run))
+def _tell_distances(report: RunReport) -> None:
+    """Add a note on how far A2 and B are from A: a resume that loses something is often much farther."""
+    losses = {run.name: {one.number: one.loss for one in run.steps} for run in report.runs}
+    far = {}
+    for name in ("A2", "B"):
+        pairs = [(losses["A"][step], loss) for step, loss in losses.get(name, {}).items() if step in losses["A"]]
+        pairs = pairs[report.at :] if name == "A2" else pairs
+        far[name] = measure_drift(name, pairs, "").loss_relative if pairs else None
+    if far["A2"] is not None and far["B"] is not None:
+        text = f"the losses of A2 are up to {far['A2']:.2%} from those of A, those of B after the resume {far['B']:.2%}"
+        report.notes.append(text)
 
 
 # Verdict --------------------------------------------------------------------------------------------------------------
 
 
-def judge(report: Report) -> None:
-    """Set the verdict of the report, by all that was compared and checked."""
+def judge(report: TrialReport | RunReport, excused: Unrepeated | None = None) -> None:
+    """Set the verdict of a report, by all that was compared and checked."""
     if report.failure is not None:
         report.verdict, report.message = "failed", report.failure.message
         return
     unequal = [f"{row.what} of {row.run}" for row in report.compared if row.equal is False]
-    unequal += [f"{check.what} of {check.run}" for check in report.checks if check.passed is False]
+    if isinstance(report, TrialReport):
+        unequal += [f"{check.what} of {check.run}" for check in report.checks if check.passed is False]
+        unjudged, cause = _not_judged(report), None
+    else:
+        since = excused.kinds.items() if excused is not None else ()
+        report.nondeterministic = [f"{kind} (from step {step})" for kind, step in sorted(since, key=lambda o: o[::-1])]
+        unjudged, cause = "", report.cause
+        report.first_step = min((one.step for one in report.findings if one.step is not None), default=None)
     if report.findings or unequal:
         # What differs counts even if no finding explains it.
         first = report.findings[0].message if report.findings else f"{', '.join(unequal)}: not as it was"
         more = f", and {len(report.findings) - 1} more" if len(report.findings) > 1 else ""
-        report.verdict, report.message = "differs", f"resume is not exact: {first}{more}{_not_judged(report)}"
-        return
+        is_known = cause is not None and not cause.startswith(NOT_DETERMINED)
+        what = cause if is_known else f"{first}{more}"
+        report.verdict, report.message = "differs", f"resume is not exact: {what}{unjudged}"
+    elif isinstance(report, TrialReport):
+        report.message = _what_is_exact(report)
+    elif excused is not None and any(kind in JUDGED for kind in excused.kinds):
+        _tell_nondeterministic(report, excused)
+    else:
+        numbers = {int(row.what.split()[1][:-1]) for row in report.compared if row.what.startswith("step ")}
+        losses = sum(row.count for row in report.compared if row.what == LOSS)
+        equal = [f"the checkpoints of {plural(len(numbers), 'step')} after it"] if numbers else []
+        equal += [f"{losses} losses" if losses > 1 else "1 loss"] if losses else []
+        report.message = f"exact resume: {' and '.join(equal)} are bit-identical"
+
+
+def _what_is_exact(report: TrialReport) -> str:
     resumed = [run for run in report.runs if run.resumed_at is not None and run.name != "control"]
     on = f"state on {plural(resumed[0].world_size, 'rank')}" if resumed else "state"
-    steps = plural(report.steps_after, "step")
+    after = plural(report.steps_after, "step")
     rows = [row for row in report.compared if row.against == "control"]
     if report.unrepeated:
-        report.message = f"{on} is bit-identical{_not_judged(report)}"
-    elif report.rule == "checkpoints":
+        return f"{on} is bit-identical{_not_judged(report)}"
+    if report.rule == "checkpoints":
         of = plural(len(resumed), "checkpoint")
-        report.message = f"exact resume: {of} and the next {steps} of each are bit-identical"
-    elif report.rule == "control" and (not rows or any(row.equal is None and row.count for row in rows)):
-        report.message = f"{on} is bit-identical; the next steps could not be compared, for want of a reference run"
-    else:
-        against = " (vs. reference run)" if report.rule == "control" else ""
-        verb = "is" if report.steps_after == 1 else "are"
-        report.message = f"exact resume: {on} is bit-identical, and so {verb} the next {steps}{against}"
+        return f"exact resume: {of} and the next {after} of each are bit-identical"
+    if report.rule == "control" and (not rows or any(row.equal is None and row.count for row in rows)):
+        return f"{on} is bit-identical; the next steps could not be compared, for want of a reference run"
+    against = " (vs. reference run)" if report.rule == "control" else ""
+    verb = "is" if report.steps_after == 1 else "are"
+    return f"exact resume: {on} is bit-identical, and so {verb} the next {after}{against}"
 
 
-def _not_judged(report: Report) -> str:
+def _not_judged(report: TrialReport) -> str:
     if not report.unrepeated:
         return ""
     what = ", ".join(report.unrepeated)
     return f"; not judged, as the script differs from itself when run A is repeated (A2): {what}"
+
+
+def _tell_nondeterministic(report: RunReport, excused: Unrepeated) -> None:
+    decisive = [kind for kind in excused.kinds if kind in JUDGED]
+    since = min(excused.kinds[kind] for kind in decisive)
+    report.verdict = "nondeterministic"
+    _tell_distances(report)
+    report.message = (
+        f"the command does not repeat itself: {some(decisive)} of run {excused.run} differ from those of run A "
+        f"from step {since} on, so that bit for bit nothing can be said of the resume; nothing else differs"
+    )
+    if excused.run == "B" and (flag := report.stop.partition("=")[2]):
+        flags = f"with `{flag} {report.at}` than with `{flag} {report.until}`"
+        text = f"run B differs before it was stopped, and A2 does not: the command may train otherwise {flags}"
+        report.notes.append(f"{text}, such as by its learning rate; `--stop sigkill` changes no flag")

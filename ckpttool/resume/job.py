@@ -54,7 +54,8 @@ class Job:
 class Seen:
     """What one rank saw, as a part of a data-parallel replica. `steps` are dicts with `number`, `loss`,
     `gradient_norm`, `batch`, `digest`, `seconds`; `shapes` are parameters whose shards are not of the shape that their
-    placements say, of `parameters` in all. `shared` has a digest of each value of which one rank's is saved."""
+    placements say, of `parameters` in all. `shared` has a digest of each value of which one rank's is saved. `alone` is
+    how far gradients are from those of a run."""
 
     rank: int
     replica: int = 0
@@ -68,6 +69,7 @@ class Seen:
     shared: dict[str, str] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
     gradients: str = ""
+    alone: dict[str, Any] = field(default_factory=dict)
 
     def write(self, folder: str) -> None:
         with open(os.path.join(folder, f"rank{self.rank}.json"), "w", encoding="utf-8") as stream:

@@ -1,14 +1,17 @@
-"""The result of a trial as data, for the terminal, `--json` and the page of `--html`."""
+"""The results of a trial and of the runs of a command as data, for the terminal, `--json`, JUnit and pages."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal
 
 from ckpttool.analysis.result import Result
 from ckpttool.errors import DIFFERS, DONE
 
-Verdict = Literal["same", "differs", "failed"]
+TrialVerdict = Literal["same", "differs", "failed"]
+RunVerdict = Literal["same", "differs", "nondeterministic", "failed", "planned"]
+NONDETERMINISTIC = 3
 
 
 @dataclass(slots=True)
@@ -45,6 +48,7 @@ class Step:
     batches: list[str | None] = field(default_factory=list)  #: digest of each rank's batch
     seconds: float = 0.0  #: duration on the slowest rank
     digests: list[str] = field(default_factory=list)  #: digest of each rank's parameters
+    learning_rates: list[float] = field(default_factory=list)  #: of each parameter group
     loss: float = field(init=False)  #: mean of `losses`
 
     def __post_init__(self) -> None:
@@ -136,34 +140,126 @@ class Failure:
     ranks: list[Stuck] = field(default_factory=list)  #: `rank`, `phase`, `where`, `stack` and `error` of each rank
 
 
-@dataclass(slots=True, repr=False)
-class Report(Result):
+@dataclass(slots=True)
+class Cost:
+    """What the runs take, as far as it is known: before the first checkpoint nothing is known of the disk."""
+
+    runs: int  #: number of times that the command is started
+    steps: int  #: steps that all runs train together
+    checkpoint_bytes: int | None = None  #: bytes of one checkpoint
+    disk_bytes: int | None = None  #: bytes that all checkpoints take
+    seconds: float | None = None  #: seconds that all runs take, from the time of run A
+
+
+@dataclass(slots=True)
+class Loss:
+    """The loss of a step: `Loss(5, 2.71)`."""
+
+    number: int  #: number of the step
+    loss: float  #: its loss
+
+
+@dataclass(slots=True)
+class Saved:
+    """A checkpoint of a run."""
+
+    step: int  #: step
+    path: str  #: its path
+    nbytes: int  #: bytes of its files
+
+
+@dataclass(slots=True)
+class ScriptRun:
+    """One run of the command."""
+
+    name: str  #: `A` (uninterrupted), `A2` (A repeated), `B` (stopped and resumed) or `control` (by torch's DCP)
+    command: list[str]  #: words of the command; of B, of the one that resumed
+    folder: str  #: output directory
+    log: str  #: file with its output
+    world_size: int | None = None  #: value of `{world}`
+    stopped: str | None = None  #: how B was stopped, for people
+    source: str | None = None  #: checkpoint that B resumed from
+    resumed_at: int | None = None  #: step of that checkpoint
+    steps: list[Loss] = field(default_factory=list)  #: losses
+    checkpoints: list[Saved] = field(default_factory=list)  #: complete checkpoints
+    seconds: float = 0.0  #: duration
+
+    @property
+    def paths(self) -> dict[int, str]:
+        """The paths of its checkpoints, by step."""
+        return {saved.step: saved.path for saved in self.checkpoints}
+
+
+@dataclass(slots=True)
+class FailedCommand:
+    """A run that did not get to its end."""
+
+    run: str  #: run
+    message: str  #: for people
+    output: list[str] = field(default_factory=list)  #: last lines that it wrote
+
+
+@dataclass(slots=True, repr=False, kw_only=True)
+class Outcome(Result):
+    """What the results of a trial and of the runs of a command have in common."""
+
+    rule_message: str  #: what must be equal under this rule, for people
+    message: str = ""  #: the verdict, for people
+    route: list[Leg] = field(default_factory=list)  #: stages between save and resume
+    compared: list[Compared] = field(default_factory=list)  #: comparisons, one each
+    findings: list[Finding] = field(default_factory=list)  #: differences
+    drifts: list[Drift] = field(default_factory=list)  #: how far runs on another mesh are from A
+    notes: list[str] = field(default_factory=list)  #: for people
+    seconds: float = 0.0  #: duration
+    folder: str | None = None  #: folder of `--keep`
+
+    @property
+    def exit_code(self) -> int:
+        """0 if training resumes exactly, 3 if a command does not repeat itself, else 1."""
+        return {"same": DONE, "planned": DONE, "nondeterministic": NONDETERMINISTIC}.get(self.verdict, DIFFERS)
+
+    @property
+    def lines(self) -> Iterable[str]:
+        """The verdict."""
+        return (self.verdict,)
+
+
+@dataclass(slots=True, repr=False, kw_only=True)
+class TrialReport(Outcome):
     """The result of a trial."""
 
     command: ClassVar[str] = "trial"
 
     recipe: str  #: path of the recipe
     rule: str  #: `bitwise` (same mesh), `control` (other mesh) or `checkpoints`
-    rule_message: str  #: what must be equal under this rule, for people
-    verdict: Verdict = "same"  #: `same`, `differs` or `failed`
-    message: str = ""  #: the verdict, for people
+    verdict: TrialVerdict = "same"  #: `same`, `differs` or `failed`
     device: str = "cpu"  #: device type
     steps_before: int = 0  #: steps before the save
     steps_after: int = 0  #: steps after the save
     deterministic: list[str] = field(default_factory=list)  #: determinism settings
     runs: list[Run] = field(default_factory=list)  #: the runs
-    route: list[Leg] = field(default_factory=list)  #: stages between save and resume
-    compared: list[Compared] = field(default_factory=list)  #: comparisons, one each
-    findings: list[Finding] = field(default_factory=list)  #: differences
     checks: list[Check] = field(default_factory=list)  #: checks of the sharding
-    drifts: list[Drift] = field(default_factory=list)  #: how far runs on another mesh are from A
     unrepeated: list[str] = field(default_factory=list)  #: what A2 did not repeat of A, and is not judged
-    notes: list[str] = field(default_factory=list)  #: for people
     failure: Failure | None = None  #: run that did not finish
-    seconds: float = 0.0  #: duration
-    folder: str | None = None  #: folder of `--keep`
 
-    @property
-    def exit_code(self) -> int:
-        """0 if training resumes exactly, else 1."""
-        return DONE if self.verdict == "same" else DIFFERS
+
+@dataclass(slots=True, repr=False, kw_only=True)
+class RunReport(Outcome):
+    """The result of the runs of a command."""
+
+    command: ClassVar[str] = "resume-run"
+
+    words: list[str]  #: words of the command
+    rule: str  #: `bitwise` (same world size) or `control` (another one, or a converted checkpoint)
+    verdict: RunVerdict = "same"  #: `same`, `differs`, `nondeterministic`, `failed`, or `planned` with `--dry-run`
+    at: int  #: step after which B is stopped
+    until: int  #: last step that is compared
+    stop: str  #: `max-steps=FLAG`, `sigterm` or `sigkill`
+    cause: str | None = None  #: likely cause of the first difference, for people
+    first_step: int | None = None  #: first step at which B differs
+    cost: Cost = field(default_factory=lambda: Cost(0, 0))  #: what the runs take
+    settings: list[str] = field(default_factory=list)  #: what was set in the environment of the command
+    runs: list[ScriptRun] = field(default_factory=list)  #: the runs
+    nondeterministic: list[str] = field(default_factory=list)  #: what A2 did not repeat of A, and is not judged
+    unjudged: list[str] = field(default_factory=list)  #: values of the script that differ and are no training state
+    failure: FailedCommand | None = None  #: run that did not get to its end

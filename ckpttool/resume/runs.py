@@ -22,22 +22,19 @@ from dataclasses import dataclass, field
 from ckpttool.errors import StorageError, UsageError
 from ckpttool.layout.mesh import world_mesh
 from ckpttool.producers.open import opened
-from ckpttool.resume import arguments, causes, observed_steps
-from ckpttool.resume import compare_checkpoints as compare
+from ckpttool.resume import arguments, causes, compare
 from ckpttool.resume import observe as inject
-from ckpttool.resume import states as state
-from ckpttool.resume.causes import Begun
 from ckpttool.resume.checkpoints import Checkpoints, Fingerprint, fingerprint, nbytes
 from ckpttool.resume.commands import Commands, parse, with_steps
 from ckpttool.resume.logged import from_files
 from ckpttool.resume.losses import Losses, Output
 from ckpttool.resume.observe import Hooked
 from ckpttool.resume.process import LAST_LINES, Process, last_lines, read_log
-from ckpttool.resume.results import Compared, Finding
-from ckpttool.resume.run_results import Cost, Failure, Loss, Report, Saved, ScriptRun
+from ckpttool.resume.results import Cost, FailedCommand, Finding, Loss, RunReport, Saved, ScriptRun
 from ckpttool.resume.saved_state import SavedState
 from ckpttool.resume.scratch import checked_folder, kept_folder
-from ckpttool.resume.states import difference_names
+from ckpttool.resume.states import RunState, is_counter
+from ckpttool.resume.steps import LOSS, compare_steps, drawn, of_hook, unrepeated
 from ckpttool.text import duration, parse_size, plural, size, some
 
 _POLL = 0.1  # seconds between two looks at the checkpoints
@@ -73,7 +70,7 @@ _RULES = {
 class _Ended(Exception):
     """Raised if a run does not get to its end."""
 
-    def __init__(self, failure: Failure) -> None:
+    def __init__(self, failure: FailedCommand) -> None:
         super().__init__(failure.message)
         self.failure = failure
 
@@ -82,7 +79,7 @@ class _Ended(Exception):
 class _Verification:
     """Runs that are going on. `folder` has one folder for each of them."""
 
-    report: Report
+    report: RunReport
     commands: Commands
     pattern: str | None
     folder: str
@@ -155,7 +152,7 @@ class _Verification:
                 run.stopped = f"by its own end, with {report.stop.partition('=')[2]} {report.at}"
         if found.complete(report.at, self._of_a(report.at)) is None:
             raise _Ended(
-                Failure(name, f"run {name}: the checkpoint of step {report.at} is not complete", last_lines(log))
+                FailedCommand(name, f"run {name}: the checkpoint of step {report.at} is not complete", last_lines(log))
             )
         self._collect(run, log)
         if report.stop in _STOPS:
@@ -303,7 +300,7 @@ class _Verification:
             if code := process.poll():
                 raise _Ended(_failure(run, code))
             message = f"run {run.name} ended before the checkpoint of step {at} was complete"
-            raise _Ended(Failure(run.name, message, last_lines(run.log)))
+            raise _Ended(FailedCommand(run.name, message, last_lines(run.log)))
 
     def _check_missed(self, run: ScriptRun, found: Checkpoints) -> None:
         """Raise UsageError if the checkpoint of the stop is gone already."""
@@ -326,7 +323,7 @@ class _Verification:
             now = time.monotonic()
             if now - began > self.limit:
                 message = f"run {run.name} was still running after {duration(self.limit)}"
-                raise _Ended(Failure(run.name, message, last_lines(run.log)))
+                raise _Ended(FailedCommand(run.name, message, last_lines(run.log)))
             if now - looked > _DISK_POLL:
                 self.check_disk()
                 looked = now
@@ -364,8 +361,9 @@ class _Verification:
         ]
         losses = dict(self.losses(run.folder, log, run.resumed_at or 0))
         if not losses:
-            seen = observed_steps.by_step(hooked, run.resumed_at or 0, self.until)
-            losses = {step: one.loss for (step, rank, _), one in seen.items() if rank == 0 and one.loss is not None}
+            seen = of_hook(hooked, run.resumed_at or 0, self.until)
+            first = {step: next(iter(sorted(one[LOSS].items())), None) for step, one in seen.items()}
+            losses = {step: one[1] for step, one in first.items() if one is not None and one[1] is not None}
         run.steps = [Loss(step, loss) for step, loss in sorted(losses.items()) if step <= self.until]
 
     # Cost -------------------------------------------------------------------------------------------------------------
@@ -392,7 +390,7 @@ class _Verification:
             raise StorageError(message, hint="save less often, or compare fewer steps: `--until`")
 
 
-def _failure(run: ScriptRun, code: int) -> Failure:
+def _failure(run: ScriptRun, code: int) -> FailedCommand:
     how = f"was ended by signal {-code}" if code < 0 else f"ended with exit code {code}"
     lines = [line for line in read_log(run.log).splitlines() if line.strip()]
     # A launcher goes on to write after its workers have said what is wrong.
@@ -401,7 +399,7 @@ def _failure(run: ScriptRun, code: int) -> Failure:
     at = (first or raised or [len(lines) - 1])[-1]
     last = lines[at : at + 1]
     output = lines[max(0, at + 1 - LAST_LINES) : at + 1] if first else lines[-LAST_LINES:]
-    return Failure(run.name, f"run {run.name} {how}" + "".join(f": {line.strip()}" for line in last), output)
+    return FailedCommand(run.name, f"run {run.name} {how}" + "".join(f": {line.strip()}" for line in last), output)
 
 
 def run(
@@ -425,7 +423,7 @@ def run(
     keep: str | os.PathLike[str] | None = None,
     dry_run: bool = False,
     tell: Callable[[str], None] | None = None,
-) -> Report:
+) -> RunReport:
     """Run a command to its end, and again with a stop and a resume, and compare the checkpoints and the losses.
 
     See `docs/reference/cli.md` for the options. Raises the errors of `ckpttool.errors`; a run B that hangs or fails
@@ -444,7 +442,8 @@ def run(
     rule = "control" if other_world else "bitwise"
     more = (1, until - at) if other_world else (0, 0)
     cost = Cost(4 + more[0], 3 * until + more[1])
-    report = Report(list(command), rule, _RULES[rule], at, until, stop, cost=cost)
+    report = RunReport(words=list(command), rule=rule, rule_message=_RULES[rule], at=at, until=until, stop=stop)
+    report.cost = cost
     report.folder = os.path.abspath(keep) if keep is not None else None
     most = parse_size(max_disk, "--max-disk") if max_disk is not None else None
     source = from_files(loss or "") or Output(loss)
@@ -520,7 +519,7 @@ def _all(verification: _Verification, via: str, to_world: int | None) -> compare
     report.runs.append(b)
     verification.resume(b, source, step, to_world)
     if not compare.shared(reference, b, step):
-        raise _Ended(Failure("B", f"run B saved no checkpoint after step {step}", last_lines(b.log)))
+        raise _Ended(FailedCommand("B", f"run B saved no checkpoint after step {step}", last_lines(b.log)))
     is_one = verification.seen["B"].written_again is not None
     first = compare.compare_runs(report, reference, b, excused, is_written_again=is_one)
     if verification.observe:
@@ -553,81 +552,76 @@ def _converted(verification: _Verification, saved: str, via: str, to_world: int 
     report.route = arguments.follow(stages, saved, os.path.join(verification.folder, "route"), verification.tell)
     if not report.route:
         return saved
-    with SavedState(saved) as before, SavedState(report.route[-1].path) as after:
-        # On fewer ranks, the values of all ranks are kept.
-        before.world = after.world = max(before.world, after.world)
-        differing = sorted(difference_names(state.compare(before, after)))
-    count = len(before.tensors) + len(before.objects)
-    row = Compared("converted state", "B", "the saved one", count, len(differing), "bitwise", not differing)
+    row, findings = compare.compare_converted(saved, report.route[-1].path)
     report.compared.append(row)
-    if differing:
-        message = f"the converted checkpoint is not the saved one: {some(differing)}"
-        report.findings.append(Finding("converted state", message, "B"))
+    report.findings += findings
     return report.route[-1].path
 
 
 def _compare_observed(verification: _Verification, reference: ScriptRun, step: int) -> None:
     """Compare the steps that the hook observed in B with those of its reference."""
     until, hooked = verification.until, verification.hooked
-    a, a2 = (observed_steps.by_step(hooked[name], 0, until) for name in ("A", "A2"))
-    b = observed_steps.by_step(hooked["B"], step, until)
-    before = a if reference.name == "A" else observed_steps.by_step(hooked[reference.name], step, until)
+    a, a2 = (of_hook(hooked[name], 0, until) for name in ("A", "A2"))
+    b = of_hook(hooked["B"], step, until)
+    before = a if reference.name == "A" else of_hook(hooked[reference.name], step, until)
     if not b and hooked["B"].started:
         verification.report.notes.append("no step was observed: the command takes no step of an optimizer of torch")
-    observed_steps.compare_observed(verification.report, before, b, observed_steps.unrepeated(a, a2))
+    one, other = (drawn(steps, before) for steps in (before, b))
+    names = "B", reference.name
+    finding = compare_steps(verification.report, one, other, *names, unrepeated(a, a2), prefix="observed: ")
+    if finding is not None:
+        verification.report.findings.insert(0, finding)
 
 
 def _cause(verification: _Verification, reference: ScriptRun, first: compare.FirstDifference | None) -> str:
     """Return the cause of the first difference: what differed when the first step after the resume began."""
     b = verification.report.runs[-1]
-    why_not, differed = _begun(verification, reference, b)
+    why_not, found = _begun(verification, reference, b)
+    differed = [one.message for one in found]
     if first is not None:
         # The batch is another; where its loader is saved, its values say more.
         more = [f" ({one.message})" for one in first.findings if one.part == "dataloader"]
         differed = [f"{one}{''.join(more[:1])}" if one.startswith("the data") else one for one in differed]
         path = compare.shared(reference, b)[first.step][0]
-        differed = differed or list(filter(None, [causes.averaged_weights(path, first.names)]))
+        differed = differed or list(filter(None, [compare.averaged_weights(path, first.names)]))
     if not differed:
         return f"{compare.NOT_DETERMINED}: {why_not}"
     more_of = f"; and {len(differed) - _CAUSES} more" if differed[_CAUSES:] else ""
     return "; ".join(differed[:_CAUSES]) + more_of
 
 
-def _begun(verification: _Verification, reference: ScriptRun, b: ScriptRun) -> tuple[str, list[str]]:
+def _begun(verification: _Verification, reference: ScriptRun, b: ScriptRun) -> tuple[str, list[Finding]]:
     """Return what differed in run B when its first step began, and if nothing, why no cause follows from it."""
     hooked, step = verification.hooked, b.resumed_at or 0
-    now = hooked[b.name].states.get(1)
+    after = hooked[b.name].states.get(1)
     unseen = "the hook did not see the state of run {} " + f"when step {step + 1} began"
-    if not now:
+    if not after:
         return unseen.format(b.name), []
     if reference.name != "A":
-        was, start, again = hooked[reference.name].states.get(1), None, None
+        before, start, again = hooked[reference.name].states.get(1), None, None
     else:
         at = verification.steps_each * step + 1
         start, again = hooked["A"].states.get(1), hooked["A2"].states.get(at)
-        was = hooked["A"].states.get(at) or again
-        if was and not _is_aligned(verification, Begun(was), step):
+        before = hooked["A"].states.get(at) or again
+        if before and not _is_aligned(verification, before, step):
             return f"the steps of optimizers that run A took are not its steps up to {verification.until}", []
-    if not was:
+    if not before:
         return unseen.format(reference.name), []
-    before, after = Begun(was), Begun(now)
-    others = [Begun(one) if one else None for one in (start, again)]
-    differed = causes.causes(before, after, step + 1, start=others[0], again=others[1])
     names = sorted(before.unseen | after.unseen)
     but = f" ({some(names)} could not be seen)" if names else ""
     return (
         f"all that the hook saw of run {b.name} when step {step + 1} began is as in run {reference.name}{but}",
-        differed,
+        causes.causes(before, after, step + 1, start=start, again=again),
     )
 
 
-def _is_aligned(verification: _Verification, before: Begun, step: int) -> bool:
+def _is_aligned(verification: _Verification, before: RunState, step: int) -> bool:
     """Return whether the steps that the hook counted in run A are those that its checkpoints are of."""
     a = verification.report.runs[0]
     if a.name in verification.ended:
         return verification.hooked[a.name].trained == verification.until * verification.steps_each
     with SavedState(a.paths[step]) as saved:
-        numbers = {float(saved.tensors[name].as_float64()[0]) for name in saved.tensors if compare.is_counter(name)}
+        numbers = {float(saved.tensors[name].as_float64()[0]) for name in saved.tensors if is_counter(name)}
     return bool(numbers) and numbers == before.counters
 
 

@@ -1,4 +1,4 @@
-"""A checkpoint as a recorded state: under the names that the states of a trial have, for the same diagnosis.
+"""A checkpoint as the state of a run: under the names that it has in memory, so that `diff` compares those of two runs.
 
     model.embed.weight    optimizer.state.embed.weight.exp_avg    optimizer.param_groups.0.lr    rng.rank1.torch
 
@@ -8,14 +8,17 @@ is no model and no optimizer is compared by value: an RNG state, which is a tens
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
-from ckpttool.catalogue import boxes, identity
-from ckpttool.catalogue.boxes import Box
+from ckpttool.analysis.differences.compare import compare_sources
+from ckpttool.analysis.differences.results import Diff
+from ckpttool.catalogue import boxes, dtypes, identity
 from ckpttool.catalogue.entries import Catalogue, Chunk, Entry, Extent, Object, Part, Tensor, dotted
+from ckpttool.catalogue.parts import PER_RANK, find_rank
 from ckpttool.catalogue.protocols import Source
 from ckpttool.catalogue.shown import shown
 from ckpttool.errors import CkptError
@@ -23,9 +26,9 @@ from ckpttool.layout import select
 from ckpttool.layout.move import derived
 from ckpttool.layout.optimizer import respell
 from ckpttool.producers import open
-from ckpttool.resume.states import MappedTensor, RecordedState
+from ckpttool.resume.states import in_order
 from ckpttool.storage.files import Pool
-from ckpttool.transfer.numbers import Array
+from ckpttool.transfer.numbers import Array, numbers
 from ckpttool.transfer.read import read_box
 
 if TYPE_CHECKING:
@@ -36,48 +39,55 @@ _OF_TENSORS = ("model", "optimizer")
 _SMALL = 16  # elements of a tensor whose values are shown
 
 
-class SavedTensor(MappedTensor):
+class SavedTensor:
     """A tensor of an open checkpoint. `bits` are read whenever they are asked for."""
 
     def __init__(self, tensor: Tensor, source: Source, pool: Pool) -> None:
-        self.dtype, self.shape, self.offset = tensor.dtype.name, tensor.shape, 0
+        self.dtype, self.shape = tensor.dtype.name, tensor.shape
         self._tensor, self._source, self._pool = tensor.origin or tensor, source, pool
 
     @property
-    def bits(self) -> Array:  # type: ignore[override]
-        """The elements, flat and unsigned."""
+    def bits(self) -> Array:
+        """The elements, flat and unsigned; elements of 16 bytes are two of 8."""
         read = read_box(boxes.whole(self._tensor.shape), self._tensor, self._source, self._pool).reshape(-1)
         return read.view("u8") if read.dtype.itemsize == 16 else read
 
+    def as_float64(self) -> Array:
+        """Return the elements as an array of float64."""
+        import numpy as np
 
-class SavedState(RecordedState):
-    """The state in a checkpoint. A context manager that closes it. `notes` are sentences for people."""
+        return numbers(np.array(self.bits), dtypes.dtype(self.dtype)).astype(np.float64)
+
+
+class SavedState(Source):
+    """The state in a checkpoint. A context manager that closes it. `objects` are values that are no tensors, `kinds`
+    the kind of part of each root: `{"sched": "scheduler"}`. `notes` are sentences for people."""
 
     def __init__(self, path: str) -> None:
-        self.folder = path
         self._stack = ExitStack()
         with open.naming(path):
             self._source = self._stack.enter_context(open.opened(path))
         self._pool = Pool()
         self._stack.callback(self._pool.close)
         self.notes: list[str] = []
-        self.tensors, self.objects, self.kinds, self.boxes = {}, {}, {}, {}
+        self.tensors: dict[str, SavedTensor] = {}
+        self.objects: dict[str, Any] = {}
+        self.kinds: dict[str, str] = {}
         original = self._source.catalogue
         self.world = original.world_size or 1
         self.catalogue = Catalogue(original.format, original.files)
         for entry in self._named(original).entries.values():
             self._add(entry)
-        names = {entry.origin or entry: entry.name for entry in self.catalogue.tensors}
-        parameters = {name.partition(".state.")[2].rpartition(".")[0] for name in self.tensors}
-        models = [name for name in self.tensors if self.kind_of(name) == "model"]
-        of_optimizer = [name for name in models if name.partition(".")[2] in parameters]
-        self.buffers = frozenset(models) - frozenset(of_optimizer) if of_optimizer else frozenset()
-        tied: dict[str, list[str]] = {}
-        for tensor in select.start(original).tensors:
-            if tensor.alias is not None and tensor.origin in names:
-                first = original.tensor(tensor.alias)
-                tied.setdefault(names.get(first, ""), []).append(names[tensor.origin])
-        self.ties = [tuple(sorted((first, *others))) for first, others in tied.items() if first]
+
+    def kind_of(self, name: str) -> str:
+        """Return the kind of part that a name belongs to: `rng` for `rng.rank3.torch`."""
+        root = name.partition(".")[0]
+        return self.kinds.get(root, root)
+
+    def rank_of(self, name: str) -> int | None:
+        """Return the rank that a value belongs to: 3 for `rng.rank3.torch`; None if it belongs to the run."""
+        match = find_rank(tuple(name.split("."))) if self.kind_of(name) in PER_RANK else None
+        return match[1] if match is not None else None
 
     def _named(self, original: Catalogue) -> Catalogue:
         """Return the entries, with the optimizers keyed by the names of parameters where these are known."""
@@ -98,7 +108,6 @@ class SavedState(RecordedState):
             saved = SavedTensor(entry, self._source, self._pool)
             if entry.part.kind in _OF_TENSORS:
                 self.tensors[name] = saved
-                self.boxes[name] = self._boxes(entry)
                 self.catalogue.add(derived(entry, path=path, part=part, alias=None))
                 return
             values: Mapping[str, Any] = {name: _shown(saved)}
@@ -108,16 +117,6 @@ class SavedState(RecordedState):
             digested = _digested(value)
             self.objects[one] = digested
             self.catalogue.add(Object(tuple(one.split(".")), digested, part=part))
-
-    def _boxes(self, tensor: Tensor) -> list[Box | None]:
-        """Return the box of each rank, as far as the files say whose they are."""
-        found: list[Box | None] = [None] * self.world
-        chunks = (tensor.origin or tensor).chunks
-        for offsets, sizes, file in zip(chunks.offsets, chunks.sizes, chunks.file, strict=True):
-            rank = self._source.catalogue.files[file].rank
-            if rank is not None and rank < self.world:
-                found[rank] = (offsets, sizes)
-        return found
 
     def require(self, tensor: Tensor) -> None:
         """Raise CorruptError unless a tensor is whole."""
@@ -136,6 +135,32 @@ class SavedState(RecordedState):
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         self.close()
+
+
+def compare(before: SavedState, after: SavedState) -> Diff:
+    """Return how two states differ. Values of a rank that only one of them has are left out: worlds differ in size."""
+    return compare_sources((before, after), (_common(before, after), _common(after, before)))
+
+
+def _common(state: SavedState, other: SavedState) -> Catalogue:
+    entries = state.catalogue.entries.items()
+    shared = {path: entry for path, entry in entries if (state.rank_of(entry.name) or 0) < other.world}
+    return Catalogue(state.catalogue.format, state.catalogue.files, shared)
+
+
+def difference_names(difference: Diff) -> set[str]:
+    """Return the names of everything that differs."""
+    rows: list[Any] = [*difference.only_a, *difference.only_b, *difference.tensors, *difference.objects]
+    return {row.name for row in rows} | {*difference.kinds}
+
+
+def names_by_kind(before: SavedState, after: SavedState) -> dict[str, list[str]]:
+    """Return the names of both states by their kinds, in the order in which these are shown."""
+    names: dict[str, list[str]] = {}
+    for name in dict.fromkeys([*before.tensors, *after.tensors, *before.objects, *after.objects]):
+        state = before if name in before.tensors or name in before.objects else after
+        names.setdefault(state.kind_of(name), []).append(name)
+    return in_order(names)
 
 
 def _with_lists(value: Any) -> Any:
@@ -159,7 +184,7 @@ def _shown(tensor: SavedTensor) -> str:
     shape = list(tensor.shape)
     if bits.size <= _SMALL and tensor.dtype in ("float32", "float64", "int64", "int32"):
         return f"{tensor.dtype}{shape} {bits.view(tensor.dtype).tolist()}"
-    return f"{tensor.dtype}{shape} {tensor.sha256}"
+    return f"{tensor.dtype}{shape} {hashlib.sha256(bits.data).hexdigest()}"
 
 
 def _digested(value: Any) -> Any:

@@ -1,166 +1,148 @@
-"""Recorded states: everything that a run has in memory at one moment, as a checkpoint that `diff` compares.
+"""What the ranks of a run had at one moment, by digests: as the hook records it in the processes of a command, and the
+ranks of a trial in theirs.
 
-    folder/tensors.bin        the elements of each tensor, one after the other
-    folder/state.json         names, dtypes, shapes, offsets; tied weights, buffers
-    folder/rank3.json         what rank 3 records of itself: objects, RNG states, digests of its shards
-
-The ranks write it with torch's own gathering. No reader or writer of checkpoints is involved: those are under test.
+    model.embed.weight    optimizer.state.embed.weight.exp_avg    optimizer.param_groups.0.lr    scheduler.last_epoch
 """
 
 from __future__ import annotations
 
-import hashlib
+import glob
 import json
 import os
-from dataclasses import dataclass, field
-from functools import cached_property
-from typing import Any
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from typing import Any, TypeVar
 
-from ckpttool.analysis.differences.compare import compare_sources
-from ckpttool.analysis.differences.results import Diff
-from ckpttool.catalogue import dtypes
-from ckpttool.catalogue.boxes import Box, Ints
-from ckpttool.catalogue.entries import Catalogue, Chunks, Extent, File, Object, Part, Tensor
-from ckpttool.catalogue.parts import PER_RANK, find_rank
-from ckpttool.catalogue.protocols import Source
-from ckpttool.storage.stores import local_path
-from ckpttool.transfer.numbers import Array, numbers
+from ckpttool.catalogue.identity import same
+from ckpttool.layout.rename import strip_wrappers
 
-TENSORS, INDEX = "tensors.bin", "state.json"
-_KINDS = ("model", "optimizer", "scheduler", "scaler", "rng", "dataloader", "progress", "other")
-_ORDER = {kind: number for number, kind in enumerate(_KINDS)}
+T = TypeVar("T")
+Record = dict[str, Any]
+"""The state of one rank, as `observe/site/state.py` and `worker/record.py` write it."""
+PARTS = ("model", "optimizer", "scheduler", "scaler", "rng", "dataloader", "progress", "other")
 
 
-@dataclass
-class MappedTensor:
-    """A whole tensor in a file: `MappedTensor("float32", (29, 7), bits, 704)`.
+class RunState:
+    """The state of all ranks: `tensors` and `values` are of each rank, by name, `kinds` those of the tensors: `weight`,
+    `buffer`, `apart` (of a model that no optimizer trains), `group 0` (of an optimizer). A trial records whole tensors
+    as those of rank 0, and what each rank has of them as its `shards`."""
 
-    `bits` are its elements, flat and unsigned; elements of 16 bytes are two of 8. `offset` is in bytes.
-    """
+    def __init__(self, ranks: Sequence[Record]) -> None:
+        self.ranks, self.step, self.world = ranks, int(ranks[0]["step"]), len(ranks)
+        self.kinds = {strip_wrappers(name): kind for one in ranks for name, kind in one["kinds"].items()}
+        self.tensors = [_stripped(one["tensors"]) for one in ranks]
+        self.values = [_stripped(one["values"]) for one in ranks]
+        self.shards = [_stripped(one["shards"]) for one in ranks] if "shards" in ranks[0] else self.tensors
+        self.ties = [tuple(sorted(map(strip_wrappers, names))) for names in ranks[0].get("ties", ())]
+        forward = [one["forward"] for one in ranks]
+        self.forward: list[dict[str, Any]] | None = forward if all(forward) else None
+        self.buffers = [_stripped(one["buffers"]) if one else {} for one in forward]
 
-    dtype: str
-    shape: Ints
-    bits: Array
-    offset: int
-
-    @cached_property
-    def sha256(self) -> str:
-        """The SHA-256 of the elements, which are read when it is first asked for."""
-        return hashlib.sha256(self.bits.data).hexdigest()
-
-    def as_float64(self) -> Array:
-        """Return the elements as an array of float64."""
-        import numpy as np
-
-        return numbers(np.array(self.bits), dtypes.dtype(self.dtype)).astype(np.float64)
-
-
-@dataclass(slots=True)
-class RecordedState(Source):
-    """Everything that a run has at one moment.
-
-    `tensors` has `model.embed.weight` and `optimizer.state.embed.weight.exp_avg`; `objects` has values that are not
-    tensors: `optimizer.param_groups.0.lr`, `scheduler.last_epoch`, and those of a rank, `rng.rank3.torch` (a digest),
-    `dataloader.rank0.position`. `kinds` is the kind of part of each root: `{"sched": "scheduler"}`. `ties` are names of
-    the model that are one tensor, `buffers` those that are no parameters. `boxes` is the box of a tensor that each rank
-    has.
-    """
-
-    folder: str
-    tensors: dict[str, MappedTensor] = field(default_factory=dict)
-    objects: dict[str, Any] = field(default_factory=dict)
-    kinds: dict[str, str] = field(default_factory=dict)
-    ties: list[tuple[str, ...]] = field(default_factory=list)
-    buffers: frozenset[str] = frozenset()
-    boxes: dict[str, list[Box | None]] = field(default_factory=dict)
-    world: int = 1
-    catalogue: Catalogue = field(init=False)
-
-    def kind_of(self, name: str) -> str:
-        """Return the kind of part that a name belongs to: `rng` for `rng.rank3.torch`."""
+    def part(self, name: str) -> str:
+        """Return the part of a training state that a tensor or a value belongs to."""
+        if name in self.kinds:
+            return "optimizer" if self.kinds[name].startswith("group") else "model"
         root = name.partition(".")[0]
-        return self.kinds.get(root, root)
+        known: str = self.ranks[0].get("parts", {}).get(root, root)
+        return known if known in PARTS else root.rpartition("_")[0] or root
 
-    def rank_of(self, name: str) -> int | None:
-        """Return the rank that a value belongs to: 3 for `rng.rank3.torch`; None if it belongs to the run."""
-        match = find_rank(tuple(name.split("."))) if self.kind_of(name) in PER_RANK else None
-        return match[1] if match is not None else None
+    def digests(self, name: str, of: str = "") -> list[str | None]:
+        """Return the digest of a tensor on each rank; None where there is none. With `of`, that of its values as they
+        are when they were rounded to this dtype."""
+        found = [one.get(name, {}) for one in self.tensors]
+        return [one.get("rounded", {}).get(of) if of else one.get("sha256") for one in found]
 
-    # As a source of `diff` -------------------------------------------------------------------------------------------
+    def shard(self, name: str, rank: int) -> str | None:
+        """Return the digest of what a rank has of a tensor."""
+        found: str | None = self.shards[rank].get(name, {}).get("sha256")
+        return found
 
-    def __post_init__(self) -> None:
-        path = os.path.join(self.folder, TENSORS)
-        self.catalogue = Catalogue("recorded state", [File(local_path(path), TENSORS, os.path.getsize(path))])
-        for name, tensor in self.tensors.items():
-            chunks = Chunks.single(tensor.shape, Extent(0, tensor.offset, tensor.bits.nbytes))
-            kind = dtypes.dtype(tensor.dtype)
-            self.catalogue.add(Tensor(tuple(name.split(".")), kind, tensor.shape, chunks))
-        for name, value in self.objects.items():
-            self.catalogue.add(Object(tuple(name.split(".")), value))
-        for entry in self.catalogue.entries.values():
-            entry.part = Part(self.kind_of(entry.name), entry.path[:1])
+    def number(self, name: str) -> Any:
+        """Return the value of a tensor that is one number."""
+        return next((one[name]["value"] for one in self.tensors if "value" in one.get(name, {})), None)
 
-    def close(self) -> None:
-        """Do nothing: files are mapped until nobody refers to them."""
+    def kind(self, name: str) -> str:
+        """Return the dtype and the shape of a tensor: `float32 [4, 4]`."""
+        one: Record = next(one[name] for one in self.tensors if name in one)
+        return f"{one['dtype']} {one['shape']}"
 
+    def is_zero(self, name: str) -> bool:
+        """Return whether all elements of a tensor are zero."""
+        return all(one[name].get("zero", False) for one in self.tensors if name in one)
 
-def compare(before: RecordedState, after: RecordedState) -> Diff:
-    """Return how two states differ. Values of a rank that only one of them has are left out: worlds differ in size."""
-    return compare_sources((before, after), (_common(before, after), _common(after, before)))
+    def rng(self, rank: int) -> dict[str, str]:
+        """Return the RNG states of a rank, before the forward pass if that was seen."""
+        found: dict[str, str] = (self.forward or self.ranks)[rank]["rng"]
+        return found
 
+    def batch(self, rank: int) -> Any:
+        """Return the batch of a rank in the step that began."""
+        return (self.ranks[rank]["batches"] or [None])[-1]
 
-def difference_names(difference: Diff) -> set[str]:
-    """Return the names of everything that differs."""
-    rows: list[Any] = [*difference.only_a, *difference.only_b, *difference.tensors, *difference.objects]
-    return {row.name for row in rows} | {*difference.kinds}
+    @property
+    def unseen(self) -> set[str]:
+        """The names of what could not be recorded."""
+        names = {name for one in self.tensors for name, record in one.items() if "unseen" in record}
+        return names | ({"batch"} if any(not self.batch(rank) for rank in range(self.world)) else set())
 
+    @property
+    def counters(self) -> set[Any]:
+        """The values of all step counters."""
+        return {self.number(name) for name in self.kinds if is_counter(name)} - {None}
 
-def names_by_kind(before: RecordedState, after: RecordedState) -> dict[str, list[str]]:
-    """Return the names of both states by their kinds, in the order in which these are shown."""
-    names: dict[str, list[str]] = {}
-    for name in dict.fromkeys([*before.tensors, *after.tensors, *before.objects, *after.objects]):
-        state = before if name in before.tensors or name in before.objects else after
-        names.setdefault(state.kind_of(name), []).append(name)
-    return dict(sorted(names.items(), key=lambda one: (_ORDER.get(one[0], len(_ORDER)), one[0])))
-
-
-def _common(state: RecordedState, other: RecordedState) -> Catalogue:
-    entries = state.catalogue.entries.items()
-    shared = {path: entry for path, entry in entries if (state.rank_of(entry.name) or 0) < other.world}
-    return Catalogue(state.catalogue.format, state.catalogue.files, shared)
-
-
-def read(folder: str, world: int) -> RecordedState:
-    """Return the state that `world` ranks recorded in a folder. Tensors are mapped, and not read."""
-    tensors, index = read_tensors(folder)
-    objects: dict[str, Any] = {}
-    boxes: dict[str, list[Box | None]] = {}
-    for rank in range(world):
-        record = read_rank(folder, rank)
-        objects |= record["objects"]
-        for name, box in record["boxes"].items():
-            boxes.setdefault(name, [None] * world)[rank] = (tuple(box[0]), tuple(box[1])) if box else None
-    ties = [tuple(names) for names in index["ties"]]
-    return RecordedState(folder, tensors, objects, index["kinds"], ties, frozenset(index["buffers"]), boxes, world)
+    def entries(self, world: int) -> dict[str, tuple[str, Any]]:
+        """Return everything by name, with its part, as far as it is of the first ranks or of no rank."""
+        found: dict[str, tuple[str, Any]] = {
+            name: (self.part(name), [self.kind(name), *self.digests(name)[:1]]) for name in self.kinds
+        }
+        for rank in range(min(world, self.world)):
+            for name, value in self.values[rank].items():
+                found[name if rank == 0 else f"{name} of rank {rank}"] = self.part(name), value
+            found |= {f"rng.{kind} of rank {rank}": ("rng", value) for kind, value in self.rng(rank).items()}
+        return found
 
 
-def read_rank(folder: str, rank: int) -> dict[str, Any]:
-    """Return what one rank recorded of itself."""
-    with open(os.path.join(folder, f"rank{rank}.json"), encoding="utf-8") as stream:
-        return json.load(stream)  # type: ignore[no-any-return]
+def differing(before: RunState, after: RunState) -> dict[str, tuple[list[str], set[str]]]:
+    """Return the names of each part of two states of a trial, and those that differ. What only one of them has is
+    different, but for that of ranks which the other one does not have."""
+    world = min(before.world, after.world)
+    one, other = before.entries(world), after.entries(world)
+    found: dict[str, tuple[list[str], set[str]]] = {}
+    for name in dict.fromkeys([*one, *other]):
+        names, unequal = found.setdefault((one.get(name) or other[name])[0], ([], set()))
+        names.append(name)
+        if not (name in one and name in other and same(one[name][1], other[name][1])):
+            unequal.add(name)
+    return in_order(found)
 
 
-def read_tensors(folder: str) -> tuple[dict[str, MappedTensor], dict[str, Any]]:
-    """Return the tensors in a folder, mapped, and the index that lists them."""
-    import numpy as np
+def in_order(by_part: Mapping[str, T]) -> dict[str, T]:
+    """Return what there is of each part, in the order in which parts are shown."""
+    order = {part: number for number, part in enumerate(PARTS)}
+    return dict(sorted(by_part.items(), key=lambda row: (order.get(row[0], len(PARTS)), row[0])))
 
-    with open(os.path.join(folder, INDEX), encoding="utf-8") as stream:
-        index = json.load(stream)
-    path = os.path.join(folder, TENSORS)
-    data: Array = np.memmap(path, np.uint8, "r") if os.path.getsize(path) else np.empty(0, np.uint8)
-    tensors = {}
-    for name, row in index["tensors"].items():
-        elements = data[row["offset"] : row["offset"] + row["nbytes"]]
-        bits: Array = elements.view(np.dtype(f"u{min(dtypes.dtype(row['dtype']).itemsize, 8)}"))
-        tensors[name] = MappedTensor(row["dtype"], tuple(row["shape"]), bits, row["offset"])
-    return tensors, index
+
+def is_counter(name: str) -> bool:
+    """Return whether a tensor of the optimizer counts its steps, which no kernel makes different."""
+    return ".state." in name and name.endswith(".step")
+
+
+def read(folder: str) -> dict[int, RunState]:
+    """Return the states in a folder by the number of the step that began."""
+    found: dict[int, dict[int, Record]] = {}
+    for path in sorted(glob.glob(os.path.join(glob.escape(folder), "state.*.json")), key=os.path.getmtime):
+        for record in documents(path):
+            found.setdefault(record["step"], {})[record["rank"]] = record
+    return {step: RunState([ranks[rank] for rank in sorted(ranks)]) for step, ranks in found.items()}
+
+
+def documents(path: str) -> Iterator[dict[str, Any]]:
+    """Yield the JSON documents of a file, one a line; not one that a killed process has not finished."""
+    with open(path, encoding="utf-8", errors="replace") as stream:
+        for line in stream:
+            with suppress(ValueError):
+                yield json.loads(line)
+
+
+def _stripped(named: Record) -> Record:
+    return {strip_wrappers(name): value for name, value in named.items()}

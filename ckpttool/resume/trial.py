@@ -12,6 +12,7 @@ order, and B's steps must be those of the control. With checkpoints given, each 
 
 from __future__ import annotations
 
+import hashlib
 import math
 import os
 import time
@@ -22,15 +23,14 @@ from typing import Any
 
 from ckpttool.errors import BUG, UsageError, require
 from ckpttool.layout.mesh import Mesh
-from ckpttool.resume import arguments, compare, launch
-from ckpttool.resume import states as state
-from ckpttool.resume.diagnose import diagnose
+from ckpttool.resume import arguments, checks, compare, launch, states
 from ckpttool.resume.job import BUILT, END, RESUMED, Job, Seen, read_seen
 from ckpttool.resume.launch import Ended, Launcher, TorchrunLauncher, torchrun_world
 from ckpttool.resume.recipe import load_recipe
-from ckpttool.resume.results import Check, Report, Step
+from ckpttool.resume.results import Check, Run, Step, TrialReport
 from ckpttool.resume.scratch import kept_folder
-from ckpttool.resume.states import RecordedState
+from ckpttool.resume.states import RunState
+from ckpttool.resume.steps import TITLES, compare_steps, of_ranks, unrepeated
 from ckpttool.text import plural
 
 _RULES = {
@@ -39,6 +39,8 @@ _RULES = {
     "the same mesh; drift from A is informational",
     "checkpoints": "each checkpoint is resumed on the same mesh: state and steps == those of the first, bitwise",
 }
+_NO_REFERENCE = "the reference run does not have A's state"
+_STEP_KEYS = ("loss", "batch", "digest", "seconds")
 _SEED = 20_240_607
 
 
@@ -48,11 +50,12 @@ class _Trial:
     `states` are those that were read, by run and moment."""
 
     base: Job
-    report: Report
+    report: TrialReport
     launcher: Launcher
     tell: Callable[[str], None]
     seen: dict[str, list[Seen]] = field(default_factory=dict)
-    states: dict[tuple[str, str], RecordedState] = field(default_factory=dict)
+    states: dict[tuple[str, str], RunState] = field(default_factory=dict)
+    excused: dict[str, int] = field(default_factory=dict)
 
     def run(self, name: str, message: str, **more: Any) -> None:
         """Start the ranks of a run and wait for them. Raises Ended."""
@@ -64,7 +67,7 @@ class _Trial:
         self.launcher.start(job, name)
         seen = self.seen[name] = read_seen(job)
         if not job.gradients_of:
-            run = compare.collect_run(name, job, seen, time.monotonic() - began)
+            run = _collected(name, job, seen, time.monotonic() - began)
             run.started = self.launcher.message
             self.report.runs.append(run)
             self.report.deterministic = self.report.deterministic or seen[0].switched_on
@@ -72,10 +75,10 @@ class _Trial:
     def path(self, *names: str) -> str:
         return os.path.join(self.base.folder, *names)
 
-    def state(self, run: str, moment: str) -> RecordedState:
+    def state(self, run: str, moment: str) -> RunState:
         """Return the state that a run recorded at a moment."""
         if (run, moment) not in self.states:
-            self.states[run, moment] = state.read(self.path(run, moment), len(self.seen[run]))
+            [self.states[run, moment]] = states.read(self.path(run, moment)).values()
         return self.states[run, moment]
 
     def steps(self, name: str) -> list[Step]:
@@ -101,7 +104,7 @@ def trial(
     limit: float = 300.0,
     keep: str | os.PathLike[str] | None = None,
     tell: Callable[[str], None] | None = None,
-) -> Report:
+) -> TrialReport:
     """Train, save, resume and train on, and compare every step. See `docs/reference/cli.md` for the options.
 
     `via` may hold functions `f(source, destination)` beside the names of stages. `limit` is in seconds, for each phase
@@ -124,7 +127,7 @@ def trial(
     device = arguments.parse_device(device, max(own.world, onto.world))
     paths = [os.path.abspath(path) for path in checkpoints]
     rule = "checkpoints" if checkpoints else "bitwise" if own.size == onto.size else "control"
-    report = Report(loaded.path, rule, _RULES[rule], device=device, steps_after=more)
+    report = TrialReport(recipe=loaded.path, rule=rule, rule_message=_RULES[rule], device=device, steps_after=more)
     report.steps_before = 0 if checkpoints else steps
     report.folder = os.path.abspath(keep) if keep is not None else None
     launcher = Launcher() if torchrun_world() is None else TorchrunLauncher(device)
@@ -153,6 +156,23 @@ def _why_no_gradients(base: Job, wanted: bool) -> str:
     if torchrun_world() is not None:
         return "it takes a run on one rank, and torchrun started more"
     return "" if wanted else "`--no-gradients`"
+
+
+def _collected(name: str, job: Job, seen: list[Seen], seconds: float) -> Run:
+    """Return a run as the report has it, from what its ranks saw step by step."""
+    run = Run(name, str(job.mesh), len(seen), job.load, seconds=seconds)
+    if job.load is not None:
+        run.first_step = run.resumed_at = seen[0].first_step
+    for ranks in zip(*(one.steps for one in seen), strict=True):
+        losses, batches, digests, seconds_of = ([step[key] for step in ranks] for key in _STEP_KEYS)
+        digest = hashlib.sha256("".join(digests).encode()).hexdigest()
+        number, norm = ranks[0]["number"], ranks[0]["gradient_norm"]
+        rates = ranks[0]["learning_rates"]
+        run.steps.append(Step(number, losses, norm, digest, batches, max(seconds_of), digests, rates))
+    after = sorted(step.seconds for step in run.steps[-job.after :]) if job.after else []
+    run.steps_per_second = 1 / after[len(after) // 2] if after and after[len(after) // 2] else None
+    run.memory = [{"rank": one.rank, **one.memory} for one in seen if one.memory]
+    return run
 
 
 # Runs -----------------------------------------------------------------------------------------------------------------
@@ -203,8 +223,11 @@ def _repeats_differently(trial: _Trial, job: dict[str, Any]) -> bool:
     except Ended as ended:
         report.notes.append(f"run A could not be repeated: {ended.failure.message}")
         return False
-    ends = trial.state("A", END), trial.state("A2", END)
-    report.unrepeated = compare.unrepeated((trial.steps("A"), trial.steps("A2")), ends)
+    trial.excused = unrepeated(*(of_ranks(trial.steps(name)) for name in ("A", "A2")))
+    parts = states.differing(trial.state("A", END), trial.state("A2", END))
+    kinds = {part for part, (_, unequal) in parts.items() if unequal}
+    kinds |= {"model", "optimizer"} if trial.excused else set()
+    report.unrepeated = [*(title for title in TITLES if title in trial.excused), *sorted(kinds)]
     if not report.unrepeated:
         report.notes.append("run A was repeated bit for bit (A2): what differs in B comes from the resume")
     return bool(report.unrepeated)
@@ -238,9 +261,12 @@ def _over_checkpoints(trial: _Trial, paths: Sequence[str], first_step: int | Non
 def _compare_states(trial: _Trial, first: str, run: str) -> bool:
     """Compare the state that `run` resumed with that of `first`. Return whether they are equal."""
     report, before, after = trial.report, trial.state(first, RESUMED), trial.state(run, RESUMED)
-    equal = compare.compare_states(report, before, after, trial.state(run, BUILT), run, first)
+    findings = compare.compare_states(report, before, after, trial.state(run, BUILT), run, first)
+    report.findings += findings
+    if findings and report.route:
+        report.findings += compare.compare_converted(trial.path("saved"), report.route[-1].path, tensors=True)[1]
     first_steps = trial.seen[first][0].first_step, trial.seen[run][0].first_step
-    return equal & compare.compare_progress(report, *first_steps, run, first)
+    return compare.compare_progress(report, *first_steps, run, first) and not findings
 
 
 def _compare_training(trial: _Trial, first: str, run: str, reference: str, *, equal: bool) -> None:
@@ -248,16 +274,22 @@ def _compare_training(trial: _Trial, first: str, run: str, reference: str, *, eq
     report = trial.report
     if reference not in trial.seen:
         return  # a note says why
-    judged = reference != "control" or _is_restored(trial)
-    steps = trial.steps(run)
-    same = compare.compare_steps(report, trial.steps(reference), steps, run, reference, judged=judged or not equal)
-    if equal and judged:
-        # Buffers and generators that no step shows, and where the difference in a step led, down to an element.
-        compare.compare_ends(report, trial.state(reference, END), trial.state(run, END), run, reference, same=same)
+    why_not = "" if not equal or reference != "control" or _is_restored(trial) else _NO_REFERENCE
+    before, after = (of_ranks(trial.steps(name)) for name in (reference, run))
+    finding = compare_steps(report, before, after, run, reference, trial.excused, titles=TITLES[:-1], why_not=why_not)
+    if finding is not None:
+        if (
+            finding.kind.startswith("learning rate")
+            and "scheduler" not in trial.state(run, RESUMED).ranks[0]["parts"].values()
+        ):
+            finding.hint = "`build` returns no learning-rate scheduler, so that what sets it is not restored"
+        report.findings.append(finding)
+    if equal and not why_not:
+        # Buffers and generators that no step shows.
+        compare.compare_ends(report, trial.state(reference, END), trial.state(run, END), run, reference)
     if reference == "control":
-        pairs = [*zip(trial.steps(first), steps, strict=False)]
-        losses, ends = [(one.loss, two.loss) for one, two in pairs], (trial.state(first, END), trial.state(run, END))
-        drift = compare.measure_drift(run, losses, ends, "mesh")
+        pairs = [*zip(trial.steps(first), trial.steps(run), strict=False)]
+        drift = compare.measure_drift(run, [(one.loss, two.loss) for one, two in pairs], "mesh")
         norms = [(one.gradient_norm, two.gradient_norm) for one, two in pairs]
         gaps = (abs(one - two) for one, two in norms if one is not None and two is not None)
         drift.gradient_norm = max(gaps, default=None)
@@ -266,8 +298,8 @@ def _compare_training(trial: _Trial, first: str, run: str, reference: str, *, eq
 
 def _is_restored(trial: _Trial) -> bool:
     """Return whether the reference run has A's state: what torch did not restore cannot be a reference."""
-    control = trial.state("control", RESUMED)
-    findings = diagnose(trial.state("A", RESUMED), control, trial.state("control", BUILT), "control")
+    states = (trial.state("A", RESUMED), trial.state("control", RESUMED), trial.state("control", BUILT))
+    findings = compare.compare_states(trial.report, *states, "control", "A", rows=False)
     if findings:
         more = f", and {len(findings) - 1} more" if len(findings) > 1 else ""
         message = "torch itself did not restore A's state in the reference run, so B's steps are not compared"
@@ -276,8 +308,8 @@ def _is_restored(trial: _Trial) -> bool:
 
 
 def _check_shards(trial: _Trial, name: str) -> None:
-    compare.check_sharding(trial.report, name, trial.seen[name])
-    compare.check_replicas(trial.report, trial.state(name, RESUMED), name)
+    checks.check_sharding(trial.report, name, trial.seen[name])
+    checks.check_replicas(trial.report, trial.state(name, RESUMED), name)
 
 
 def _check_gradients(trial: _Trial, why_not: str) -> None:
@@ -289,13 +321,13 @@ def _check_gradients(trial: _Trial, why_not: str) -> None:
         except Ended as ended:
             why_not = f"the run on one rank failed: {ended.failure.message}"
         else:
-            compare.check_gradients(trial.report, "A", *(trial.path(run, "gradients") for run in ("A", "alone")))
+            checks.check_gradients(trial.report, "A", trial.seen["alone"][0].alone)
     if why_not:
         trial.report.checks.append(Check("gradients reduced", "A", 0, None, f"skipped: {why_not}"))
 
 
-def _fail(report: Report, ended: Ended) -> None:
-    """Report a run that did not finish. Raises an error of the recipe where nothing was resumed yet."""
+def _fail(report: TrialReport, ended: Ended) -> None:
+    """TrialReport a run that did not finish. Raises an error of the recipe where nothing was resumed yet."""
     failure, cause = ended.failure, ended.cause
     if cause is not None and cause.exit_code != BUG:
         raise cause from None

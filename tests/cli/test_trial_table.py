@@ -6,18 +6,19 @@ import io
 
 import pytest
 
-from ckpttool.cli import verify_resume
+from ckpttool.reports.resumed import blocks
 from ckpttool.reports.terminal import Terminal
-from ckpttool.resume.results import Report
+from ckpttool.resume.results import TrialReport
 
 RULE = "the mesh is another one: B's state must be A's, bit for bit, and its steps those of a control run"
-MADE = Report("recipe.py", "control", RULE, deterministic=["torch.use_deterministic_algorithms", "one thread", "seed"])
+SETTINGS = ["torch.use_deterministic_algorithms", "one thread", "seed"]
+MADE = TrialReport(recipe="recipe.py", rule="control", rule_message=RULE, deterministic=SETTINGS, seconds=2.0)
 
 
 def told(width: int | None) -> list[str]:
     terminal = Terminal(io.StringIO())
     terminal.width = width
-    verify_resume._print_trial(terminal, MADE)
+    terminal.blocks(blocks(MADE.as_dict()))
     return terminal.stream.getvalue().splitlines()  # type: ignore[attr-defined]
 
 

@@ -86,7 +86,11 @@ def test_the_lowest_declared_versions(tmp_path: Path) -> None:
             "diff exported hf://me/model",
         ):
             _run(python, tmp_path, command, **environment)
-    page = "from ckpttool.reports.resumed import trial_page; assert '<html' in trial_page({})"
+    report = "TrialReport(recipe='r.py', rule='bitwise', rule_message='').as_dict()"
+    page = (
+        "from ckpttool.reports.resumed import page; from ckpttool.resume.results import TrialReport; "
+        f"assert '<html' in page({report})"
+    )
     subprocess.run([python, "-c", page], check=True)
 
 

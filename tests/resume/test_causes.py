@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -13,7 +11,9 @@ import pytest
 import torch
 
 from ckpttool.resume import observe as inject
-from ckpttool.resume.causes import Begun, causes
+from ckpttool.resume.causes import causes
+from ckpttool.resume.observe.site import state
+from ckpttool.resume.states import RunState
 
 SCRIPT = Path(__file__).with_name("states_begun.py")
 
@@ -24,8 +24,8 @@ TOLD = {
     "elements swapped": ["1 buffer of the model was not restored: `model.fixed`"],
     "buffer": ["1 buffer of the model was not restored: `model.norm.num_batches_tracked`"],
     "average": [
-        "weights of modules that no optimizer trains were not restored (`Average.shadow.0`): 1 of 4 tensors differ "
-        "when step 3 began"
+        "weights of modules that no optimizer trains were not restored (`Average.shadow.0`): they are zero when step 3 "
+        "began"
     ],
     "optimizer": ["the optimizer was not loaded: it has no state when step 3 began"],
     "one state": ["the optimizer was loaded in part: `norm.bias` has no state when step 3 began"],
@@ -55,14 +55,17 @@ def recorded(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def begun(folder: Path, step: int = 3) -> Begun:
-    return Begun(inject.read(str(folder)).states[step])
+def begun(folder: Path, step: int = 3) -> RunState:
+    return inject.read(str(folder)).states[step]
+
+
+def told(*arguments: Any, **options: Any) -> list[str]:
+    return [finding.message for finding in causes(*arguments, **options)]
 
 
 def test_each_fault_is_told_alone(recorded: Path) -> None:
     before, start = begun(recorded / "none"), begun(recorded / "none", 1)
-    told = {name: causes(before, begun(recorded / name), 3, start=start) for name in TOLD}
-    assert told == TOLD
+    assert {name: told(before, begun(recorded / name), 3, start=start) for name in TOLD} == TOLD
 
 
 def test_what_a_repetition_does_not_repeat_is_no_cause(recorded: Path) -> None:
@@ -74,41 +77,42 @@ def test_what_a_repetition_does_not_repeat_is_no_cause(recorded: Path) -> None:
 
 def test_weights_as_they_were_built_are_called_so(recorded: Path) -> None:
     before, start = begun(recorded / "none"), begun(recorded / "none", 1)
-    told = causes(before, start, 3, start=start)
-    assert told[0] == "the weights of the model were not restored: they are as they were built"
-    assert "the optimizer was not loaded: it has no state when step 3 began" in told
+    found = told(before, start, 3, start=start)
+    assert found[0] == "the weights of the model were not restored: they are as they were built"
+    assert "the optimizer was not loaded: it has no state when step 3 began" in found
 
 
-@pytest.fixture(scope="module")
-def recorder() -> Any:
-    spec = importlib.util.spec_from_file_location("state", os.path.join(inject.SITE, "state.py"))
-    assert spec is not None and spec.loader is not None
-    state = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(state)
-    state._CHUNK = 64
-    return state.Recorder("", torch, frozenset(), dict)
+def test_what_was_rounded_is_known_by_what_rounding_makes_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(state, "_CHUNK", 64)
+    tensor = torch.randn(5, 23, generator=torch.Generator().manual_seed(0))
+    rounded = state.digest(torch, tensor, rounded=True)["rounded"]
+    for name in ("bfloat16", "float16"):
+        assert rounded[name] == state.digest(torch, tensor.to(getattr(torch, name)).float())["sha256"]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64, torch.complex64, torch.bool])
-def test_a_digest_depends_on_every_element_its_place_its_dtype_and_the_shape(recorder: Any, dtype: torch.dtype) -> None:
+def test_a_digest_depends_on_every_element_its_place_its_dtype_and_the_shape(
+    dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(state, "_CHUNK", 64)
     tensor = torch.randint(2, (5, 23), generator=torch.Generator().manual_seed(0)).to(dtype)
-    digest = recorder.digest(tensor)
-    assert recorder.digest(tensor.t().contiguous().t()) == digest and not digest["zero"]
+    digest = state.digest(torch, tensor)
+    assert state.digest(torch, tensor.t().contiguous().t()) == digest and not digest["zero"]
     others = [tensor.reshape(23, 5), tensor.flip(0), tensor.roll(1, 1), tensor.clone(), tensor.view(torch.uint8)]
     others[3][4, 22] = not bool(tensor[4, 22])
     if dtype.is_floating_point:
         others += [tensor.clone().index_put_((torch.tensor(2), torch.tensor(3)), torch.tensor(-1.0, dtype=dtype))]
-    digests = [recorder.digest(one)["sha256"] for one in others]
+    digests = [state.digest(torch, one)["sha256"] for one in others]
     assert len({*digests, digest["sha256"]}) == len(others) + 1
-    assert recorder.digest(torch.zeros(3, 4, dtype=dtype))["zero"]
+    assert state.digest(torch, torch.zeros(3, 4, dtype=dtype))["zero"]
     # In order, the bytes of two elements that changed places are what they were.
     pair = torch.tensor([0.5, -0.5] * 100)
-    assert recorder.digest(pair)["sha256"] != recorder.digest(-pair)["sha256"]
-    assert recorder.digest(torch.tensor(7, dtype=torch.int32))["value"] == 7
+    assert state.digest(torch, pair)["sha256"] != state.digest(torch, -pair)["sha256"]
+    assert state.digest(torch, torch.tensor(7, dtype=torch.int32))["value"] == 7
 
 
-def test_what_cannot_be_read_is_named_and_not_compared(recorder: Any) -> None:
-    assert "unseen" in recorder.digest(torch.empty(3, device="meta"))
+def test_what_cannot_be_read_is_named_and_not_compared() -> None:
+    assert "unseen" in state.digest(torch, torch.empty(3, device="meta"))
     one = {
         "rank": 0,
         "step": 3,
@@ -119,5 +123,5 @@ def test_what_cannot_be_read_is_named_and_not_compared(recorder: Any) -> None:
         "batches": [],
     }
     tensors = [{"model.w": {"unseen": "NotImplementedError"}}, {"model.w": {"sha256": "aa"}}]
-    before, after = (Begun([one | {"tensors": own}]) for own in tensors)
+    before, after = (RunState([one | {"tensors": own}]) for own in tensors)
     assert causes(before, after, 3) == [] and before.unseen == {"model.w", "batch"}

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 from support.planted_faults import EXCLUDED, FAULTS, plant, recipe
 
-from ckpttool.reports.resumed import trial_page
-from ckpttool.resume.results import Finding, Report
+from ckpttool.reports.resumed import page as page_of
+from ckpttool.resume.results import Finding, TrialReport
 from ckpttool.resume.trial import trial
 
 STATE = ("model", "optimizer", "scheduler", "rng", "dataloader")
@@ -19,11 +19,10 @@ def told(findings: list[Finding], kind: str, says: str) -> list[Finding]:
     return [found for found in findings if found.kind == kind and says in found.message]
 
 
-def named(report: Report, run: str) -> set[str]:
+def named(report: TrialReport, run: str) -> set[str]:
     """The kinds of what was found in the state of a run, before its first step."""
-    return {
-        f.kind for f in report.findings if f.run == run and f.step is None and not f.message.startswith("at the end")
-    }
+    later = ("at the end", "in the converted checkpoint")
+    return {f.kind for f in report.findings if f.run == run and f.step is None and not f.message.startswith(later)}
 
 
 def test_each_of_many_faults_is_named(tmp_path: Path) -> None:
@@ -38,12 +37,13 @@ def test_each_of_many_faults_is_named(tmp_path: Path) -> None:
     for fault in faults:
         assert told(report.findings, *FAULTS[fault]), f"{fault.__name__} is not among\n{said}"
     assert named(report, "B") == {FAULTS[fault][0] for fault in faults}
-    flipped = told(report.findings, *FAULTS[faults[0]])[0]
+    # What the route did to the checkpoint is told down to the element.
+    [flipped] = told(report.findings, "values differ", "in the converted checkpoint, 1 of 540 elements of `model.")
     assert (flipped.index, flipped.ulp, flipped.differing, flipped.of) == ([3, 5], 1 << 12, 1, 18 * 30)
     differing = {row.what for row in report.compared if row.differing}
     assert differing >= set(STATE) - {"rng"}, differing
-    page = trial_page(report.as_dict())
-    assert "4,096 ULP" in page
+    page = page_of(report.as_dict())
+    assert "4,096 ULP apart" in page
     assert "Resume is not exact" in page
 
 

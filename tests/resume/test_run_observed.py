@@ -7,21 +7,31 @@ import dataclasses
 import pytest
 
 from ckpttool.resume.observe import Hooked, Observed
-from ckpttool.resume.observed_steps import by_step, compare_observed, unrepeated
-from ckpttool.resume.run_results import Report
+from ckpttool.resume.results import Finding, RunReport
+from ckpttool.resume.steps import Steps, compare_steps, drawn, of_hook, unrepeated
 
 ONE = Observed(0, 0, 1, 2.5, 0.5, [0.1], "aa", ["aa"], {"torch": "bb"}, "cc")
+FOLLOWS = ("loss", "gradient norm", "parameters")  # what comes of another batch
+
+
+def compared(a: Steps, b: Steps) -> list[Finding]:
+    report = RunReport(words=[], rule="bitwise", rule_message="", at=1, until=2, stop="sigkill")
+    found = compare_steps(report, drawn(a, a), drawn(b, a), "B", "A", {})
+    return [found] if found is not None else []
 
 
 def test_a_batch_that_is_fetched_ahead_is_no_difference() -> None:
     # accelerate's loaders are a batch ahead: after a resume, the first step fetches two.
     ahead = dataclasses.replace(ONE, fetched=["aa", "dd"])
-    for change, found in ((ahead, {}), (dataclasses.replace(ONE, batch="ee"), {"next batch": 5})):
-        runs = [by_step(Hooked(steps={0: [one]}), 4, 8) for one in (ONE, change)]
+    for change, found in (
+        (ahead, {}),
+        (dataclasses.replace(ONE, batch="ee"), {"next batch": 5, **dict.fromkeys(FOLLOWS, 5)}),
+    ):
+        runs = [of_hook(Hooked(steps={0: [one]}), 4, 8) for one in (ONE, change)]
         assert unrepeated(*runs) == found
     # Where no module was called, what was fetched counts.
-    runs = [by_step(Hooked(steps={0: [dataclasses.replace(one, batch=None)]}), 4, 8) for one in (ONE, ahead)]
-    assert unrepeated(*runs) == {"next batch": 5}
+    runs = [of_hook(Hooked(steps={0: [dataclasses.replace(one, batch=None)]}), 4, 8) for one in (ONE, ahead)]
+    assert unrepeated(*runs) == {"next batch": 5, **dict.fromkeys(FOLLOWS, 5)}
 
 
 @pytest.mark.parametrize(("state", "equal"), [("bb", True), ("ff", False)])
@@ -29,16 +39,14 @@ def test_a_generator_that_draws_nothing_needs_not_be_restored(state: str, equal:
     first = dataclasses.replace(ONE, rng={"torch": "bb", "python": "gg"})
     second = dataclasses.replace(first, step=2, rng={"torch": state, "python": "gg"})
     resumed = dataclasses.replace(first, rng={"torch": "other", "python": "another"})
-    a, b = by_step(Hooked(steps={0: [first, second]}), 0, 2), by_step(Hooked(steps={0: [resumed]}), 1, 2)
-    report = Report([], "bitwise", "", 1, 2, "sigkill")
-    compare_observed(report, a, b, {})
-    assert not report.findings if equal else report.findings[0].kind == "RNG state differs", report.findings
+    a, b = of_hook(Hooked(steps={0: [first, second]}), 0, 2), of_hook(Hooked(steps={0: [resumed]}), 1, 2)
+    found = compared(a, b)
+    assert not found if equal else found[0].kind == "RNG state differs", found
 
 
 def test_a_batch_that_was_not_seen_is_no_difference() -> None:
     # A script without modules and data loaders of torch.
     first = dataclasses.replace(ONE, batch=None, fetched=[])
-    a, b = (by_step(Hooked(steps={0: [one]}), 4, 8) for one in (first, dataclasses.replace(first, loss=3.5)))
-    report = Report([], "bitwise", "", 4, 8, "sigkill")
-    compare_observed(report, a, b, {})
-    assert report.findings[0].kind == "loss differs" and report.findings[0].step == 5
+    a, b = (of_hook(Hooked(steps={0: [one]}), 4, 8) for one in (first, dataclasses.replace(first, loss=3.5)))
+    [found] = compared(a, b)
+    assert (found.kind, found.step, found.rank) == ("loss differs", 5, 0)

@@ -6,7 +6,6 @@ import dataclasses
 import json
 from collections import deque
 from enum import Enum
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -21,18 +20,19 @@ from torch.distributed.tensor.placement_types import _StridedShard
 from ckpttool.catalogue.identity import same
 from ckpttool.errors import UsageError
 from ckpttool.layout.mesh import parse_mesh
-from ckpttool.resume import arguments, compare
+from ckpttool.resume import arguments, checks, compare
 from ckpttool.resume.compare import judge
 from ckpttool.resume.job import Seen
-from ckpttool.resume.results import Check, Compared, Finding, Report, Step
-from ckpttool.resume.states import RecordedState
+from ckpttool.resume.results import Check, Compared, Finding, Step, TrialReport
+from ckpttool.resume.states import RunState
+from ckpttool.resume.steps import TITLES, compare_steps, of_ranks
 from ckpttool.resume.worker.gradients import _joined
-from ckpttool.resume.worker.record import Writer, leaves, plain
+from ckpttool.resume.worker.record import leaves, plain
 from ckpttool.resume.worker.shard_checks import shape_of_shard
 
 
-def report() -> Report:
-    return Report("recipe.py", "bitwise", "")
+def report() -> TrialReport:
+    return TrialReport(recipe="recipe.py", rule="bitwise", rule_message="")
 
 
 def step(number: int, *losses: float, **changed: Any) -> Step:
@@ -40,14 +40,20 @@ def step(number: int, *losses: float, **changed: Any) -> Step:
     return dataclasses.replace(made, **changed)
 
 
+def steps_compared(made: TrialReport, other: list[Step], before: int = 3, **options: Any) -> list[Finding]:
+    sides = (of_ranks(steps) for steps in (RUN[:before], other))
+    found = compare_steps(made, *sides, "B", "A", titles=TITLES[:-1], **options)  # type: ignore[misc]
+    return [found] if found is not None else []
+
+
 RUN = [step(4, 2.5, 2.25), step(5, 2.0, 1.75), step(6, 1.5, 1.25)]
 
 
 def test_equal_steps_are_equal() -> None:
     made = report()
-    assert compare.compare_steps(made, RUN, [*RUN], "B", "A")
+    assert not steps_compared(made, [*RUN])
     assert made.findings == [] and {row.what: row.count for row in made.compared} == {
-        "next batch": 3, "loss": 3, "gradient norm": 3, "parameters": 3,
+        "next batch": 3, "loss": 3, "gradient norm": 3, "learning rate": 3, "parameters": 3,
     }  # fmt: skip
 
 
@@ -64,8 +70,7 @@ def test_equal_steps_are_equal() -> None:
 def test_the_first_difference_is_named(changed: dict[str, Any], kind: str, rank: int | None) -> None:
     made = report()
     other = [RUN[0], dataclasses.replace(RUN[1], **changed), step(6, 9.0, 9.0, digests=["x", "y"])]
-    assert not compare.compare_steps(made, RUN, other, "B", "A")
-    [found] = made.findings
+    [found] = steps_compared(made, other)
     assert (found.kind, found.rank, found.step, found.run) == (kind, rank, 5, "B")
     if changed.get("losses") == [2.0, 1.75 + 2**-52]:
         assert (found.expected, found.found, found.ulp) == (1.75, 1.75 + 2**-52, 1)
@@ -74,20 +79,20 @@ def test_the_first_difference_is_named(changed: dict[str, Any], kind: str, rank:
 def test_a_digest_is_shown_in_the_loss_that_follows_from_it() -> None:
     made = report()
     other = [RUN[0], dataclasses.replace(RUN[1], digests=["other", "digest"]), step(6, 1.5, 1.5, digests=["x", "y"])]
-    compare.compare_steps(made, RUN, other, "B", "A")
-    [found] = made.findings
+    [found] = steps_compared(made, other)
     assert (found.kind, found.expected, found.found, found.absolute) == ("parameters differ", 1.375, 1.5, 0.125)
     assert found.message.endswith("in step 5; the loss in step 6 is 1.5 and not 1.375")
-    made = report()
-    compare.compare_steps(made, RUN[:2], other[:2], "B", "A")
-    [found] = made.findings
+    [found] = steps_compared(report(), other[:2], 2)
     assert (found.expected, found.found) == (None, None), "two digests say nothing"
 
 
 def test_what_is_not_judged_is_no_finding() -> None:
     made = report()
-    assert not compare.compare_steps(made, RUN, [step(4, 0.0, 0.0)], "B", "control", judged=False)
-    assert made.findings == [] and {row.equal for row in made.compared} == {None}
+    assert not steps_compared(made, [step(4, 0.0, 0.0)], why_not="the reference run does not have A's state")
+    assert {row.equal for row in made.compared} == {None}
+    made = report()
+    assert not steps_compared(made, [step(4, 0.0, 0.0)], excused={"loss": 4})
+    assert {row.what: row.equal for row in made.compared}["loss"] is None
 
 
 def seen(rank: int, **changed: Any) -> Seen:
@@ -110,83 +115,51 @@ def seen(rank: int, **changed: Any) -> Seen:
 def test_each_check_sees_what_it_is_for(changed: dict[str, Any], kind: str, says: str) -> None:
     same = {"steps": [{"number": 4, "loss": 2.5}]}
     made = report()
-    compare.check_sharding(made, "B", [seen(0, **same), seen(1, **same)])
+    checks.check_sharding(made, "B", [seen(0, **same), seen(1, **same)])
     assert made.findings == [] and all(check.passed for check in made.checks)
     made = report()
-    compare.check_sharding(made, "B", [seen(0, **same), seen(1, **{**same, **changed})])
+    checks.check_sharding(made, "B", [seen(0, **same), seen(1, **{**same, **changed})])
     [found] = made.findings
     assert found.kind == kind and says in found.message
 
 
 def test_losses_of_ranks_with_batches_of_their_own_are_not_judged() -> None:
     made = report()
-    compare.check_sharding(made, "A", [seen(0), seen(1, replica=1)])
+    checks.check_sharding(made, "A", [seen(0), seen(1, replica=1)])
     [check] = [check for check in made.checks if check.what == "losses agree"]
     assert check.passed is None and made.findings == []
 
 
-def gradients(folder: Path, name: str, *values: torch.Tensor) -> str:
-    place = folder / name
-    place.mkdir()
-    writer = Writer(str(place))
-    for number, value in enumerate(values):
-        writer.add(f"gradient.{number}", value)
-    writer.close({"compute": "float32", "leaves": [], "spec": ""})
-    return str(place)
-
-
-def checked(
-    folder: Path, ours: list[torch.Tensor], alone: list[torch.Tensor]
-) -> tuple[bool | None, str, list[Finding]]:
+def checked(*rows: list[float] | None) -> tuple[bool | None, str, list[Finding]]:
+    """What is said of gradients by their distance from those of one rank, the norm of these, and the projection."""
     made = report()
-    compare.check_gradients(made, "A", gradients(folder, "ours", *ours), gradients(folder, "alone", *alone))
+    checks.check_gradients(made, "A", {"compute": "float32", "rows": {f"gradient.{n}": r for n, r in enumerate(rows)}})
     [check] = made.checks
     return check.passed, check.message, made.findings
 
 
-def test_gradients_that_are_reduced_wrongly_are_seen(tmp_path: Path) -> None:
-    one, two = torch.randn(50), torch.randn(4, 4)
-    for name in "abcd":
-        (tmp_path / name).mkdir()
-    assert checked(tmp_path / "a", [one, two], [one * (1 + 1e-6), two])[0] is True
-    passed, says, found = checked(tmp_path / "b", [one, two * 0.5], [one, two])
+def test_gradients_that_are_reduced_wrongly_are_seen() -> None:
+    same = [2e-6, 2.0, 4.0]
+    assert checked(same, same)[0] is True and checked(same, [0.0, 0.0, 0.0])[0] is True
+    passed, says, found = checked(same, [2.0, 4.0, 8.0])
     assert passed is False and "`1` is 0.5 of its norm" in says and found[0].kind == "gradients reduced"
-    assert checked(tmp_path / "c", [one * 2, two * 2], [one, two])[:2] == (
-        None, "all are 2 times those of one rank: `step` scales them otherwise than by a mean",
-    )  # fmt: skip
-    assert checked(tmp_path / "d", [one, torch.zeros(4, 4)], [one, two])[0] is False
-
-
-def test_a_gradient_that_only_one_of_them_has_is_seen(tmp_path: Path) -> None:
-    one, two = torch.randn(5), torch.randn(4)
-    for name in "abc":
-        (tmp_path / name).mkdir()
-    assert checked(tmp_path / "a", [one], [one, two])[0] is False
-    assert checked(tmp_path / "b", [one, two], [one])[0] is False
-    # None at all is the same as zero.
-    assert checked(tmp_path / "c", [one], [one, torch.zeros(4)])[0] is True
-
-
-class Kept:
-    def __init__(self) -> None:
-        self.tensors: dict[str, torch.Tensor] = {}
-
-    def add(self, name: str, value: torch.Tensor) -> None:
-        self.tensors[name] = value
+    twice = (None, "all are 2 times those of one rank: `step` scales them otherwise than by a mean")
+    assert checked([2.0, 2.0, 8.0], [3.0, 3.0, 18.0])[:2] == twice
+    # A gradient that only one of them has.
+    assert checked(same, None)[0] is False and checked(same, [1.0, 0.0, 0.0])[0] is False
+    assert checked()[0] is False
 
 
 def test_batches_of_ranks_are_joined_with_their_masks() -> None:
     """What each row of a batch has is joined, what all ranks share is not; where both may be, nothing is checked."""
-    kept = Kept()
     batches = [[torch.full((3, 5), rank), torch.ones(3, 5), torch.ones(5, 5).tril(), True] for rank in range(2)]
-    why, leaves = _joined(batches, kept)
-    assert why == "" and leaves == [{"tensor": f"input.{i}"} for i in range(3)] + [{"value": True}]
-    assert [tuple(kept.tensors[f"input.{i}"].shape) for i in range(3)] == [(6, 5), (6, 5), (5, 5)]
-    assert kept.tensors["input.0"][:, 0].tolist() == [0, 0, 0, 1, 1, 1]
+    why, joined = _joined(batches)
+    assert why == "" and [one if one is True else tuple(one.shape) for one in joined] == [(6, 5), (6, 5), (5, 5), True]
+    assert joined[0][:, 0].tolist() == [0, 0, 0, 1, 1, 1]
     square = [[torch.full((5, 5), rank), torch.ones(5, 5).tril()] for rank in range(2)]
-    assert "may be part of the batch" in _joined(square, Kept())[0]
+    assert "may be part of the batch" in _joined(square)[0]
     other = [[torch.zeros(3, 5), torch.full((7,), rank)] for rank in range(2)]
-    assert "different inputs" in _joined(other, Kept())[0]
+    assert "different inputs" in _joined(other)[0]
 
 
 class Marks(Enum):
@@ -215,35 +188,29 @@ def test_values_are_told_apart_and_alike_in_every_process() -> None:
     assert same(float("nan"), float("nan")) and not same(0.0, -0.0) and not same(1, 1.0) and not same(1, True)
 
 
-def state(**tensors: Any) -> RecordedState:
-    arrays = {f"model.{name}": np.array(value) for name, value in tensors.items()}
-    return State(arrays, {"scheduler.last_epoch": 3}).recorded()
+def state(*weights: float) -> RunState:
+    return State({"model.w": torch.tensor(weights)}, values=[{"scheduler.last_epoch": 3}]).recorded()
 
 
-def test_a_learning_rate_that_differs_at_the_end_is_named_before_the_weights() -> None:
-    def at_the_end(rate: float, weight: float) -> RecordedState:
-        arrays = {f"model.{i}": np.array([weight]) for i in range(5)}
-        return State(arrays, {"optimizer.param_groups.0.lr": rate}).recorded()
-
-    made = report()
-    compare.compare_ends(made, at_the_end(0.1, 1.0), at_the_end(0.2, 2.0), "B", "A", same=False)
-    assert "`lr` of parameter group 0 is 0.2 and not 0.1" in made.findings[0].message
-    assert made.findings[1].kind == "values differ"
+def test_a_learning_rate_that_differs_is_named_before_what_comes_of_it() -> None:
+    other = [step(4, 2.5, 2.25, learning_rates=[0.2], digests=["x", "y"]), *RUN[1:]]
+    [found] = steps_compared(report(), other)
+    assert found.message.startswith("the learning rate differs from that of A in step 4: [0.2] and not []")
 
 
 def test_the_end_and_the_step_it_went_on_at_are_compared() -> None:
     made = report()
     assert compare.compare_progress(made, 4, 4, "B", "A")
-    compare.compare_ends(made, state(w=[1.0, 2.0]), state(w=[1.0, 2.0]), "B", "A", same=True)
+    compare.compare_ends(made, state(1.0, 2.0), state(1.0, 2.0), "B", "A")
     assert made.findings == [] and [(row.what, row.equal, row.count) for row in made.compared] == [
         ("progress", True, 1), ("end", True, 2),
     ]  # fmt: skip
     assert not compare.compare_progress(made, 4, 5, "B", "A")
     # A buffer that no step shows.
-    compare.compare_ends(made, state(w=[1.0, 2.0]), state(w=[1.0, 2.3]), "B", "A", same=True)
-    assert [found.kind for found in made.findings] == ["progress", "values differ"]
+    compare.compare_ends(made, state(1.0, 2.0), state(1.0, 2.3), "B", "A")
+    assert [found.kind for found in made.findings] == ["progress", "model differs"]
     assert made.findings[0].message == "training resumed at step 5, and was saved at step 4"
-    assert made.findings[1].message.startswith("at the end, 1 of 2 elements of `model.w` differ")
+    assert made.findings[1].message == "at the end, 1 of 1 value of the model differ: `model.w`"
     assert [row.equal for row in made.compared[2:]] == [False, False]
 
 
@@ -293,8 +260,8 @@ def test_stages_that_are_none(via: str) -> None:
         arguments.parse_route(via, parse_mesh("shard=2"), other_mesh=False)
 
 
-def test_the_report_is_json(tmp_path: Path) -> None:
+def test_the_report_is_json() -> None:
     made = report()
-    compare.compare_steps(made, RUN, [step(4, float("inf"), 2.25)], "B", "A")
+    made.findings += steps_compared(made, [step(4, float("inf"), 2.25)])
     said = made.as_dict()
     assert json.loads(json.dumps(said))["schema"] == "ckpttool/trial/2"

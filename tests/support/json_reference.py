@@ -19,7 +19,7 @@ _FIELD = re.compile(
     re.MULTILINE,
 )
 _JSON = {"str": "string", "int": "integer", "float": "number", "bool": "boolean", "Any": "any", "None": "null"}
-_STRINGS = ("Kind", "State", "Verdict")  # which are literals
+_STRINGS = ("Kind", "State", "TrialVerdict", "RunVerdict")  # which are literals
 
 
 def generated(page: str) -> str:

@@ -34,8 +34,7 @@ from ckpttool.operations.samples import Samples
 from ckpttool.operations.show import Shown
 from ckpttool.operations.verify.report import Report
 from ckpttool.operations.write import Conversion
-from ckpttool.resume import results as trial
-from ckpttool.resume import run_results as resume_run
+from ckpttool.resume import results as resume
 from ckpttool.resume.audit import Audit
 from ckpttool.storage.hub.upload import Sent
 from ckpttool.version import schema
@@ -63,8 +62,8 @@ DOCUMENTS: dict[str, tuple[type, ...]] = {
             Samples,
             Formats,
             Audit,
-            trial.Report,
-            resume_run.Report,
+            resume.TrialReport,
+            resume.RunReport,
         )
     },
     "error": (documents.Error,),

@@ -128,19 +128,19 @@ def take_wrong_shard(state: State) -> None:
 
 # What it is, and what has to be said of it.
 FAULTS: dict[Callable[[State], None], tuple[str, str]] = {
-    flip_bit: ("flipped bit", "bit 12 of `model.layers.0.down.weight`[3, 5]"),
-    zero_second_moment: ("zeroed", "the second moment of `layers.0.up.bias` is all zeros"),
-    step_off_by_one: ("step", "the step of `layers.0.norm.weight` is off by +1: 3 and not 2"),
-    swap_moments: ("swapped", "of `layers.0.key.weight` and `layers.0.query.weight` are swapped"),
-    lose_lr: ("hyper-parameter", "`lr` of parameter group 1 is 0.01 and not 0.00996"),
-    lose_betas: ("hyper-parameter", "`betas` of parameter group 0 is "),
-    restart_scheduler: ("scheduler not restored", "the scheduler `scheduler` was not restored"),
+    flip_bit: ("weights not restored", "(`model.layers.0.down.weight`)"),
+    zero_second_moment: ("moments not restored", "of `layers.0.up.bias` were not restored (exp_avg_sq): they are zero"),
+    step_off_by_one: ("step counters not restored", "of `layers.0.norm.weight` were not restored"),
+    swap_moments: ("swapped", "the moments of `layers.0.key.weight` and `layers.0.query.weight` are swapped"),
+    lose_lr: ("hyper-parameter", "the learning rate of parameter group 1 was not restored: 0.01 and not 0.00996"),
+    lose_betas: ("hyper-parameter", "`betas` of parameter group 0 was not restored"),
+    restart_scheduler: ("scheduler not restored", "`scheduler.last_epoch` was 0 and not 2"),
     lose_generators: ("rng not restored", "of rank 1 was not restored"),
-    swap_generators: ("rng swapped", "of ranks 0 and 1 are swapped"),
-    restart_dataloader: ("dataloader restarted", "of rank 0 was restarted"),
-    restart_buffer: ("buffer not restored", "1 buffer was not restored: `model.batches_seen`"),
-    round_moments: ("rounded", "were rounded to bfloat16"),
-    take_wrong_shard: ("wrong shard", "the shard of rank 0 of `model.layers.0.up.weight` is that of rank 1"),
+    swap_generators: ("rng not restored", "those of ranks 0 and 1 are swapped"),
+    restart_dataloader: ("dataloader not restored", "the data loader of rank 0, 1 was not restored: `dataloader."),
+    restart_buffer: ("buffers not restored", "1 buffer of the model was not restored: `model.batches_seen`"),
+    round_moments: ("moments not restored", "they were rounded to bfloat16"),
+    take_wrong_shard: ("weights not restored", "(`model.layers.0.up.weight`): rank 0 has the shard of rank 1"),
 }
 EXCLUDED = {swap_generators}  # where lose_generators is
 

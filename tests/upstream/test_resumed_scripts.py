@@ -19,7 +19,7 @@ from typing import Any
 import pytest
 
 from ckpttool.resume.presets import fill
-from ckpttool.resume.run_results import Report
+from ckpttool.resume.results import RunReport
 from ckpttool.resume.runs import run
 
 CHECKOUTS = Path(os.environ.get("CKPTTOOL_SCRIPTS", "/nowhere"))
@@ -47,7 +47,7 @@ def script(name: str) -> str:
     return str(path)
 
 
-def verified(preset: str, *words: str, python: str = PYTHON, **options: Any) -> Report:
+def verified(preset: str, *words: str, python: str = PYTHON, **options: Any) -> RunReport:
     """The report of a script, observed in each step."""
     command, filled = fill(preset, [python, *words], {"observe": True, "timeout": 600.0, **options})
     return run(command, **filled)
@@ -228,7 +228,7 @@ def tune(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def tuned(recipe: str, config: str, *words: str, **options: Any) -> Report:
+def tuned(recipe: str, config: str, *words: str, **options: Any) -> RunReport:
     """The report of a recipe for one device, stopped after the first of three epochs."""
     start = ["-m", "torchtune._cli.tune", "run", recipe, "--config", config, *words]
     return verified("torchtune", *start, python=TORCHTUNE, **{"at": 1, "until": 3, "observe": False, **options})
@@ -301,7 +301,7 @@ def test_a_recipe_of_torchtune_that_forgets_the_optimizer(tune: Path) -> None:
     assert (report.verdict, report.first_step) == ("differs", 2) and "optimizer" in report.message, report.message
 
 
-def fsdp2(*more: str) -> Report:
+def fsdp2(*more: str) -> RunReport:
     """The report of PyTorch's FSDP2 example: A trains 20 steps at once, B starts twice as it is."""
     command = [*torchrun(2), FSDP2, script("fsdp2"), "--steps", "20", *more]
     where, stop = "OUT/checkpoints/*_api/*", "max-steps=--steps"

@@ -8,15 +8,14 @@ again and again is copied each time before it is written over. `Hooked` reads wh
 from __future__ import annotations
 
 import glob
-import json
 import os
 from collections.abc import Iterable, Mapping
-from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Any
+
+from ckpttool.resume import states
+from ckpttool.resume.states import RunState, documents
 
 SITE = os.path.join(os.path.dirname(os.path.abspath(__file__)), "site")
-Record = dict[str, Any]  # the state of one rank, as `site/state.py` writes it
 _SWITCHES = {"PYTHONHASHSEED": "0", "CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
 
 
@@ -81,14 +80,14 @@ class Hooked:
     count: int = 0  # steps that the optimizers of one process took, at most
     trained: int = 0  # of these, the steps of one optimizer that trained something, at most
     steps: dict[int, list[Observed]] = field(default_factory=dict)  # by rank
-    states: dict[int, list[Record]] = field(default_factory=dict)  # where a step begins, of each rank
+    states: dict[int, RunState] = field(default_factory=dict)  # where a step begins
 
 
 def read(folder: str) -> Hooked:
     """Return what the hook has written to a folder. A line that a killed process has not finished is left out."""
     hooked = Hooked(started=os.path.exists(os.path.join(folder, "started")))
     for path in sorted(glob.glob(os.path.join(glob.escape(folder), "hook.*.json"))):
-        for about in _documents(path):
+        for about in documents(path):
             hooked.processes += 1
             hooked.switches += [one for one in about["did"] if one not in hooked.switches]
     for path in sorted(glob.glob(os.path.join(glob.escape(folder), "failed.*.txt"))):
@@ -99,23 +98,10 @@ def read(folder: str) -> Hooked:
             letters = counts.read()
         hooked.count = max(hooked.count, len(letters))
         hooked.trained = max(hooked.trained, *(letters.count(one) for one in {*letters} - {ord("-")}), 0)
-    states: dict[int, dict[int, Record]] = {}
-    for path in sorted(glob.glob(os.path.join(glob.escape(folder), "state.*.json")), key=os.path.getmtime):
-        for record in _documents(path):
-            states.setdefault(record["step"], {})[record["rank"]] = record
-    hooked.states = {step: [ranks[rank] for rank in sorted(ranks)] for step, ranks in states.items()}
+    hooked.states = states.read(folder)
     # A launcher that starts its workers again leaves a file of each attempt: the last counts.
     for path in sorted(glob.glob(os.path.join(glob.escape(folder), "steps.*.jsonl")), key=os.path.getmtime):
-        steps = [Observed(**one) for one in _documents(path)]
+        steps = [Observed(**one) for one in documents(path)]
         if steps:
             hooked.steps[steps[0].rank] = steps
     return hooked
-
-
-def _documents(path: str) -> list[dict[str, Any]]:
-    found = []
-    with open(path, encoding="utf-8", errors="replace") as stream:
-        for line in stream:
-            with suppress(ValueError):
-                found.append(json.loads(line))
-    return found

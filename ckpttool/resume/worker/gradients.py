@@ -7,6 +7,7 @@ concatenated batches of all ranks must compute the same gradients, up to the ord
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Mapping
 from contextlib import nullcontext
@@ -14,76 +15,103 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as torch_dcp
 from torch import nn
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict import StateDictOptions
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 from torch.utils import _pytree
 
 from ckpttool.layout.rename import strip_wrappers
-from ckpttool.resume.job import END, Job
-from ckpttool.resume.states import MappedTensor, read_tensors
+from ckpttool.resume.job import Job
 from ckpttool.resume.worker import save_load, setup
 from ckpttool.resume.worker.build import Built
 from ckpttool.resume.worker.observe import flat_handles
-from ckpttool.resume.worker.record import Writer, gathered
+from ckpttool.resume.worker.record import gathered
 from ckpttool.training import collectives, fsdp1
 
-FOLDER = "gradients"
+FOLDER, INDEX = "gradients", "index.json"
+_GRADIENT, _MODEL, _INPUT = "gradient.", "model.", "input."
 
 
 def keep(job: Job, built: Built, inputs: tuple[Any, Any] | None) -> str:
-    """Record the inputs of each rank and the reduced gradients. Returns the reason if that is not possible, or ""."""
-    folder = os.path.join(job.folder, FOLDER)
-    os.makedirs(folder, exist_ok=True)
+    """Save the inputs of each rank, the parameters and the reduced gradients by torch alone. Returns the reason if that
+    is not possible, or ""."""
     leaves, spec = _pytree.tree_flatten(inputs) if inputs is not None else ([], None)
     why = next(filter(None, collectives.all_gather(_why_not(built, leaves))), "")
     if why or spec is None or inputs is None:
         return why or "`step` does not call the model"
-    writer = Writer(folder if dist.get_rank() == 0 else None)
     values = [leaf.detach().cpu() if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
-    gathered = collectives.to_first((setup.replica(built.mesh), values))
-    joined: list[Any] = []
-    if gathered is not None:
-        # Ranks of one replica share a batch.
-        why, joined = _joined([batch for _, batch in sorted(dict(gathered).items())], writer)
-    if why := str(collectives.from_first(why)):
-        writer.close({})
+    batches = collectives.to_first((setup.replica(built.mesh), values))
+    # Ranks of one replica share a batch.
+    joined = _joined([batch for _, batch in sorted(dict(batches).items())]) if batches is not None else ("", [])
+    if why := str(collectives.from_first(joined[0])):
         return why
-    write(built, inputs, writer)
-    writer.close({"leaves": joined, "spec": _pytree.treespec_dumps(spec), "compute": _compute(built.model)})
+    folder = os.path.join(job.folder, FOLDER)
+    state = {f"{_MODEL}{name}": value for name, value in save_load.model_state(built.model).items()}
+    state |= _gradients(built, inputs) | {f"{_INPUT}{i}": v for i, v in enumerate(joined[1]) if torch.is_tensor(v)}
+    with collectives.quiet():
+        torch_dcp.save(state, checkpoint_id=folder)
+    if dist.get_rank() == 0:
+        leaves = [None if torch.is_tensor(value) else value for value in joined[1]]
+        index = {"leaves": leaves, "spec": _pytree.treespec_dumps(spec), "compute": _compute(built.model)}
+        with open(os.path.join(folder, INDEX), "w", encoding="utf-8") as stream:
+            json.dump(index, stream)
     return ""
 
 
 @collectives.quiet()
-def again(job: Job, built: Built) -> None:
-    """Compute on one rank the gradients of the run in `job.gradients_of`."""
-    other, folder = job.gradients_of or "", os.path.join(job.folder, FOLDER)
-    tensors, index = read_tensors(os.path.join(other, FOLDER))
-    found = ((leaf, tensors.get(leaf.get("tensor"))) for leaf in index["leaves"])
-    leaves = [_tensor(tensor).to(job.device) if tensor is not None else leaf["value"] for leaf, tensor in found]
-    # Parameters and buffers of the end of the other run.
-    at_end, _ = read_tensors(os.path.join(other, END))
-    state = {name[len("model.") :]: _tensor(one) for name, one in at_end.items() if name.startswith("model.")}
+def again(job: Job, built: Built) -> dict[str, Any]:
+    """Compute on one rank the gradients of the run in `job.gradients_of`. Returns the dtype that the model computes in,
+    and of each gradient its distance from that of the other run, its norm, and the projection of the other one on it;
+    None of one that only the other run has, or only this one."""
+    folder = os.path.join(job.gradients_of or "", FOLDER)
+    with open(os.path.join(folder, INDEX), encoding="utf-8") as stream:
+        kept = json.load(stream)
+    index = torch_dcp.FileSystemReader(folder).read_metadata().state_dict_metadata
+    saved: dict[str, Any] = {
+        name: torch.empty(one.size, dtype=one.properties.dtype)
+        for name, one in index.items()
+        if isinstance(one, TensorStorageMetadata)
+    }
+    torch_dcp.load(saved, checkpoint_id=folder)
+    theirs = {name: value.double() for name, value in saved.items() if name.startswith(_GRADIENT)}
+    state = {name.removeprefix(_MODEL): value for name, value in saved.items() if name.startswith(_MODEL)}
     save_load.set_model(built.model, state, StateDictOptions(full_state_dict=True))
-    os.makedirs(folder, exist_ok=True)
-    writer = Writer(folder)
-    write(built, _pytree.tree_unflatten(leaves, _pytree.treespec_loads(index["spec"])), writer)
-    writer.close({})
+    tensors = {int(name.removeprefix(_INPUT)): one for name, one in saved.items() if name.startswith(_INPUT)}
+    leaves = [tensors[i].to(job.device) if i in tensors else value for i, value in enumerate(kept["leaves"])]
+    inputs = _pytree.tree_unflatten(leaves, _pytree.treespec_loads(kept["spec"]))
+    whole = ((name, gathered(value)) for name, value in _gradients(built, inputs).items())
+    own = {name: value.detach().cpu().double() for name, value in whole if value is not None}
+    rows: dict[str, list[float] | None] = {}
+    for name in sorted(own.keys() | theirs.keys()):
+        if name in own and name in theirs and own[name].shape == theirs[name].shape:
+            one, other = own[name], theirs[name]
+            norms = (torch.linalg.vector_norm(value) for value in (one - other, one))
+            rows[name] = [*map(float, norms), float((one * other).sum())]
+        else:
+            # Where one has no gradient, that of the other has to be zero.
+            is_zero = not any(bool(side[name].any()) for side in (own, theirs) if name in side)
+            rows[name] = [0.0, 0.0, 0.0] if is_zero else None
+    return {"compute": kept["compute"], "rows": rows}
 
 
-def write(built: Built, inputs: tuple[Any, Any], writer: Any) -> None:
-    """Run forward and backward, and write every gradient as a whole tensor. Every rank calls it."""
+def _gradients(built: Built, inputs: tuple[Any, Any]) -> dict[str, Any]:
+    """Run forward and backward, and return every gradient. Every rank calls it."""
     built.model.eval()
     built.optimizer.zero_grad()
     args, kwargs = inputs
     _scalar(built.model(*args, **kwargs)).backward()
     flat = FullyShardedDataParallel.summon_full_params(built.model, with_grads=True, writeback=False)
+    found: dict[str, Any] = {}
     with collectives.quiet(), flat if fsdp1.is_fsdp1(built.model) else nullcontext():
         for name, parameter in built.model.named_parameters():
-            writer.add(f"gradient.{strip_wrappers(name)}", gathered(parameter.grad))
+            if parameter.grad is not None:
+                found[f"{_GRADIENT}{strip_wrappers(name)}"] = parameter.grad.detach().clone()
     built.optimizer.zero_grad()
     built.model.train()
+    return found
 
 
 def _why_not(built: Built, leaves: list[Any]) -> str:
@@ -98,7 +126,7 @@ def _why_not(built: Built, leaves: list[Any]) -> str:
     return ""
 
 
-def _joined(batches: list[list[Any]], writer: Any) -> tuple[str, list[Any]]:
+def _joined(batches: list[list[Any]]) -> tuple[str, list[Any]]:
     """Concatenate the batches of all replicas along dimension 0. Returns the reason if that is not possible, or "", and
     the inputs."""
     leading = next(i for i, one in enumerate(batches[0]) if isinstance(one, torch.Tensor) and one.ndim)
@@ -107,7 +135,7 @@ def _joined(batches: list[list[Any]], writer: Any) -> tuple[str, list[Any]]:
     for number, column in enumerate(zip(*batches, strict=True)):
         one = column[0]
         if not isinstance(one, torch.Tensor):
-            inputs.append({"value": one})
+            inputs.append(one)
             continue
         if len({(tuple(t.shape), t.dtype) for t in column}) > 1:
             return "the ranks have batches of different shapes", []
@@ -118,8 +146,7 @@ def _joined(batches: list[list[Any]], writer: Any) -> tuple[str, list[Any]]:
         if batched and is_shared and number != leading and one.ndim > 1 and one.shape[0] == one.shape[1]:
             # Either a causal mask, or one row for each element of the batch.
             return "a square tensor that all ranks share may be part of the batch or a mask", []
-        writer.add(f"input.{number}", torch.cat(column) if batched else one)
-        inputs.append({"tensor": f"input.{number}"})
+        inputs.append(torch.cat(column) if batched else one)
     return "", inputs
 
 
@@ -148,10 +175,3 @@ def _compute(model: nn.Module) -> str:
             kinds.add(getattr(policy, name, None) or torch.float32)
     smallest = min((kind for kind in kinds if kind.is_floating_point), key=lambda kind: torch.finfo(kind).bits)
     return str(smallest).removeprefix("torch.")
-
-
-def _tensor(tensor: MappedTensor) -> torch.Tensor:
-    import numpy as np
-
-    data = torch.from_numpy(np.array(tensor.bits).view(np.uint8))
-    return data.view(getattr(torch, tensor.dtype)).reshape(tensor.shape)

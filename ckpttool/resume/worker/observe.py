@@ -31,13 +31,14 @@ class Observer:
         self._built = built
         self._batch = hashlib.sha256()
         self._norms: list[float] = []
+        self._rates: list[float] = []
         self.inputs: tuple[Any, Any] | None = None
         built.model.register_forward_pre_hook(self._see_batch, with_kwargs=True)
         built.optimizer.register_step_pre_hook(self._see_gradients)
 
     def step(self, number: int) -> dict[str, Any]:
         """Take a step of the recipe, and return what was observed. Raises UsageError if it returns no loss."""
-        self._batch, self._norms, self.inputs = hashlib.sha256(), [], None
+        self._batch, self._norms, self._rates, self.inputs = hashlib.sha256(), [], [], None
         began = time.perf_counter()
         loss = _number(self._built.recipe.step(self._built.state, number), self._built.recipe.path)
         if self._built.mesh.device_type != "cpu":
@@ -51,6 +52,7 @@ class Observer:
             "number": number,
             "loss": loss,
             "gradient_norm": self._norms[-1] if self._norms else None,
+            "learning_rates": self._rates,
             "batch": self._batch.hexdigest() if self.inputs is not None else None,
             "digest": digest.hexdigest(),
             "seconds": seconds,
@@ -65,6 +67,7 @@ class Observer:
 
     def _see_gradients(self, optimizer: Any, args: Any, kwargs: Any) -> None:
         self._norms.append(gradient_norm(self._built))
+        self._rates = [float(group["lr"]) for group in optimizer.param_groups if "lr" in group]
 
 
 def _number(loss: Any, path: str) -> float:

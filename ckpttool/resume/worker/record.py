@@ -1,6 +1,6 @@
-"""Records the state of a run in a folder, whole tensors gathered one at a time by torch, for `trial.state` to read.
-
-ckpttool's own savers and readers are not used: they are under test.
+"""Records the state of a run by digests, as the hook does in a command, for `resume.states` to read: of whole tensors,
+which torch gathers one at a time, and of what each rank has of them. No saver or reader of ckpttool is used: they are
+under test.
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ import os
 import re
 import types
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from enum import Enum
-from typing import Any, BinaryIO
+from typing import Any
 
 import numpy as np
 import torch
@@ -28,9 +28,9 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 
 from ckpttool.catalogue import parts
 from ckpttool.layout.rename import strip_wrappers
-from ckpttool.resume.states import INDEX, TENSORS
+from ckpttool.resume.observe.site.state import digest, tied
 from ckpttool.resume.worker.build import Built
-from ckpttool.resume.worker.setup import captured, elements, sha256
+from ckpttool.resume.worker.setup import captured, sha256
 from ckpttool.training import collectives, fsdp1
 
 _SMALL = 64
@@ -39,62 +39,60 @@ _ADDRESS = re.compile(r" at 0x[0-9a-f]+")
 
 
 @collectives.quiet()
-def record(built: Built, folder: str, *, optimizer: bool = True) -> dict[str, str]:
-    """Record everything. Every rank calls it. Returns this rank's digest of each value of which one rank's is saved.
-    `optimizer=False` leaves out an optimizer that took no step: reading its state would create one."""
+def record(built: Built, folder: str, step: int, *, optimizer: bool = True, rounded: bool = False) -> dict[str, str]:
+    """Record everything where a step begins. Every rank calls it. Returns this rank's digest of each value of which one
+    rank's is saved. `optimizer=False` leaves out an optimizer that took no step: reading its state would create one.
+    `rounded` adds digests of the values in smaller dtypes."""
     rank = dist.get_rank()
     os.makedirs(folder, exist_ok=True)
-    kinds = dict.fromkeys(built.models, "model") | {"optimizer": "optimizer", "rng": "rng"}
-    kinds |= {key: built.kinds[key] for key in built.others}
-    objects: dict[str, Any] = {}
-    boxes: dict[str, Any] = {}
-    pieces: dict[str, Any] = {}
-    writer = Writer(folder if rank == 0 else None)
+    values: dict[str, Any] = {}
+    whole: dict[str, Any] = {}
+    shards: dict[str, Any] = {}
     with torch.no_grad():
-        for name, value in tensors(built, objects, optimizer=optimizer):
-            boxes[name], shard = _shard(value)
-            pieces |= {name: [boxes[name], sha256(shard)]} if shard is not None else {}
-            writer.add(name, gathered(value))
-    shared = _others(built, objects, rank)
-    states = captured(built.generators)
-    objects |= {f"rng.{parts.rank_key(rank)}.{name}": _digest(plain(state)) for name, state in states.items()}
-    with open(os.path.join(folder, f"rank{rank}.json"), "w", encoding="utf-8") as stream:
-        json.dump({"objects": objects, "boxes": boxes, "pieces": pieces}, stream)
-    ties = [names for key, model in built.models.items() for names in tied_names(model, key)]
-    of_buffers = ((key, name) for key, model in built.models.items() for name, _ in model.named_buffers())
-    buffers = [f"{key}.{strip_wrappers(name)}" for key, name in of_buffers]
-    writer.close({"kinds": kinds, "ties": ties, "buffers": buffers})
+        for name, value in tensors(built, values, optimizer=optimizer):
+            box, shard = _shard(value)
+            shards |= {name: {**digest(torch, shard), "box": box}} if shard is not None else {}
+            tensor = gathered(value)
+            if rank == 0 and tensor is not None:
+                whole[name] = digest(torch, tensor, rounded=rounded)
+    values = values if rank == 0 else {}
+    shared = _others(built, values, rank)
+    ties = [names for key, model in built.models.items() for names in tied(_parameters(model, key))]
+    kinds = _kinds(built, whole, values)
+    document = {
+        "rank": rank,
+        "step": step,
+        "tensors": whole,
+        "kinds": kinds,
+        "values": values,
+        "shards": shards,
+        "ties": ties,
+        "parts": {key: built.kinds[key] for key in built.others},
+        "batches": [],
+        "forward": None,
+        "rng": {name: _digest(plain(state)) for name, state in captured(built.generators).items()},
+    }
+    with open(os.path.join(folder, f"state.{step}.{rank}.json"), "w", encoding="utf-8") as stream:
+        json.dump(document, stream)
     dist.barrier()
     return shared
 
 
-class Writer:
-    """Writes tensors one after the other into a folder; with None, on ranks other than 0, nothing."""
-
-    def __init__(self, folder: str | None) -> None:
-        self._folder = folder
-        self._index: dict[str, Any] = {}
-        self._at = 0
-        self._stream: BinaryIO | None = None
-        if folder is not None:
-            self._stream = open(os.path.join(folder, TENSORS), "wb")  # noqa: SIM115
-
-    def add(self, name: str, value: torch.Tensor | None) -> None:
-        if self._stream is None or value is None:
-            return
-        data = elements(value)
-        # Aligned to the largest element, so that each tensor can be mapped.
-        self._at += self._stream.write(bytes(-self._at % 16))
-        dtype, shape = str(value.dtype).removeprefix("torch."), list(value.shape)
-        self._index[name] = {"dtype": dtype, "shape": shape, "offset": self._at, "nbytes": data.nbytes}
-        self._at += self._stream.write(data)
-
-    def close(self, more: Mapping[str, Any]) -> None:
-        if self._stream is None or self._folder is None:
-            return
-        self._stream.close()
-        with open(os.path.join(self._folder, INDEX), "w", encoding="utf-8") as stream:
-            json.dump({"tensors": self._index, **more}, stream)
+def _kinds(built: Built, names: Iterable[str], values: Mapping[str, Any]) -> dict[str, str]:
+    """Return the kinds of tensors, as `resume.states` has them."""
+    of_buffers = ((key, name) for key, model in built.models.items() for name, _ in model.named_buffers())
+    buffers = {f"{key}.{strip_wrappers(name)}" for key, name in of_buffers}
+    groups: dict[str, str] = {}
+    for number in range(len(built.optimizer.param_groups)):
+        groups |= dict.fromkeys(values.get(f"optimizer.param_groups.{number}.params", ()), f"group {number}")
+    kinds = {}
+    for name in names:
+        root, _, rest = name.partition(".")
+        if root == "optimizer":
+            kinds[name] = groups.get(rest.partition(".")[2].rpartition(".")[0], "group 0")
+        else:
+            kinds[name] = "apart" if root in built.averaged else "buffer" if name in buffers else "weight"
+    return kinds
 
 
 def tensors(built: Built, objects: dict[str, Any], *, optimizer: bool = True) -> Iterator[tuple[str, Any]]:
@@ -160,12 +158,9 @@ def _shard(value: Any) -> tuple[Any, torch.Tensor | None]:
     return None, None
 
 
-def tied_names(model: nn.Module, root: str) -> list[list[str]]:
-    """Return the names that are one parameter: `[["model.embed.weight", "model.head.weight"]]`."""
-    by_id: dict[int, list[str]] = {}
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        by_id.setdefault(id(parameter), []).append(f"{root}.{strip_wrappers(name)}")
-    return [sorted(set(names)) for names in by_id.values() if len(set(names)) > 1]
+def _parameters(model: nn.Module, root: str) -> Iterator[tuple[str, Any]]:
+    named = model.named_parameters(remove_duplicate=False)
+    return ((f"{root}.{strip_wrappers(name)}", parameter) for name, parameter in named)
 
 
 def _others(built: Built, objects: dict[str, Any], rank: int) -> dict[str, str]:
@@ -173,7 +168,7 @@ def _others(built: Built, objects: dict[str, Any], rank: int) -> dict[str, str]:
     for key, value in built.others.items():
         values = dict(leaves(value.state_dict(), ()))
         if built.kinds[key] in parts.PER_RANK:
-            objects |= {".".join((key, parts.rank_key(rank), *path)): one for path, one in values.items()}
+            objects |= {".".join((key, *path)): one for path, one in values.items()}
             continue
         shared[key] = _digest(sorted(values.items()))
         if rank == 0:

@@ -30,7 +30,7 @@ def run(job: Job, watch: Watch, *, leave: bool = True) -> None:
         seen.switched_on += setup.settle(built.model)
     if job.gradients_of is not None:
         watch.enter("gradients")
-        gradients.again(job, built)
+        seen.alone = gradients.again(job, built)
     else:
         _train(job, watch, built, seen)
     watch.enter("end")
@@ -49,7 +49,7 @@ def _train(job: Job, watch: Watch, built: Built, seen: Seen) -> None:
     number = seen.first_step = job.before if job.load is None else _resume(job, job.load, watch, built, seen)
     watch.enter("recording the state")
     # Recorded before it is saved: changes by the save itself then show in the next steps.
-    seen.shared = record(built, os.path.join(job.folder, RESUMED))
+    seen.shared = record(built, os.path.join(job.folder, RESUMED), number, rounded=True)
     shard_checks.check(built, seen)
     if job.save_natively is not None:
         watch.enter("saving by torch")
@@ -61,7 +61,7 @@ def _train(job: Job, watch: Watch, built: Built, seen: Seen) -> None:
         watch.enter(f"step {after}")
         seen.steps.append(observer.step(after))
     watch.enter("recording the end")
-    record(built, os.path.join(job.folder, END))
+    record(built, os.path.join(job.folder, END), number + job.after)
     if job.keep_gradients:
         watch.enter("gradients")
         seen.gradients = gradients.keep(job, built, observer.inputs)
@@ -69,7 +69,7 @@ def _train(job: Job, watch: Watch, built: Built, seen: Seen) -> None:
 
 def _resume(job: Job, path: str, watch: Watch, built: Built, seen: Seen) -> int:
     watch.enter("recording what was built")
-    record(built, os.path.join(job.folder, BUILT), optimizer=False)
+    record(built, os.path.join(job.folder, BUILT), 0, optimizer=False)
     watch.enter("loading")
     if job.natively:
         return save_load.load_natively(built, path)

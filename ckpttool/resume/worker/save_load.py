@@ -127,7 +127,7 @@ def load_natively(built: Built, path: str) -> int:
 def _states(built: Built) -> dict[str, Any]:
     """Return the state dicts of model and optimizer: sharded ones, but full ones under FSDP1, whose sharded ones cannot
     all be loaded again."""
-    averaged = {built.saved_as(key): _of_model(model) for key, model in built.averaged.items()}
+    averaged = {built.saved_as(key): model_state(model) for key, model in built.averaged.items()}
     if not fsdp1.is_fsdp1(built.model):
         model, optim = get_state_dict(built.model, built.optimizer)
         return {"model": model, "optim": optim, **averaged}
@@ -136,10 +136,11 @@ def _states(built: Built) -> dict[str, Any]:
         optim = FullyShardedDataParallel.optim_state_dict(built.model, built.optimizer)
         # Gathered tensors may share memory, and DCP loads into them.
         optim = _pytree.tree_map_only(torch.Tensor, torch.clone, optim)
-    return {"model": _of_model(built.model), "optim": optim, **averaged}
+    return {"model": model_state(built.model), "optim": optim, **averaged}
 
 
-def _of_model(model: nn.Module) -> dict[str, Any]:
+def model_state(model: nn.Module) -> dict[str, Any]:
+    """Return the state dict of a model: a sharded one, under FSDP1 a full one."""
     if not fsdp1.is_fsdp1(model):
         return dict(get_model_state_dict(model))
     with _whole(model):

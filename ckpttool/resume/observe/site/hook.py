@@ -119,9 +119,9 @@ class Observer:
     ) -> None:
         self._folder, self._note, self._torch, self._observe = folder, note, torch, observe
         module: Any = importlib.util.spec_from_file_location("_ckpttool_state", _STATE)
-        recorder = importlib.util.module_from_spec(module)
-        module.loader.exec_module(recorder)
-        self._recorder = recorder.Recorder(folder, torch, states, self._rng)
+        self._state = importlib.util.module_from_spec(module)
+        module.loader.exec_module(self._state)
+        self._recorder = self._state.Recorder(folder, torch, states, self._rng)
         self._steps: dict[int, list[int]] = {}  # by the id of an optimizer: its index, and its steps so far
         self._losses: list[float] = []
         self._inputs: list[str] = []
@@ -275,7 +275,7 @@ class Observer:
 
     def _parameters(self, optimizer: Any) -> str:
         tensors = (one for group in optimizer.param_groups for one in group["params"])
-        return _sha("".join(self._recorder.digest(one)["sha256"] for one in tensors).encode())
+        return _sha("".join(self._state.digest(self._torch, one)["sha256"] for one in tensors).encode())
 
     def _digest(self, values: Any) -> str | None:
         """Return the digest of the tensors in nested values that have no gradient; None if there are none."""

@@ -4,14 +4,16 @@
 
 A digest depends on the place of each element, its dtype and its shape. Modules, optimizers, schedulers and scalers are
 all that live in the process, so that averaged weights which no optimizer trains are recorded too. Buffers and RNG
-states are recorded where the forward pass of that step begins, too: it draws numbers, and writes to buffers.
+states are recorded where the forward pass of that step begins, too: it draws numbers, and writes to buffers. Of a run
+that goes on, the digests of its values in smaller dtypes are recorded beside: what a save may have made of them.
 """
 
+import functools
 import gc
 import hashlib
 import json
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable
 from typing import Any
 
 _DIGITS = 16  # of a digest
@@ -19,6 +21,7 @@ _CHUNK = 1 << 24  # bytes that are mixed at once
 _ONES = (0x9E3779B97F4A7C15 - (1 << 64), 0xBF58476D1CE4E5B9 - (1 << 64), 0x94D049BB133111EB - (1 << 64))
 _PLAIN = (bool, int, float, str, type(None))
 _TEXT = 200  # characters of a value that is kept as it is
+_SMALLER = ("bfloat16", "float16")
 
 
 class Recorder:
@@ -30,6 +33,7 @@ class Recorder:
         self._forward: dict[str, Any] | None = None
         self._batches: list[Any] = []
         self._called: list[Any] = []
+        self._digest: Callable[[Any], dict[str, Any]] = functools.partial(digest, torch)
 
     @property
     def is_done(self) -> bool:
@@ -41,7 +45,7 @@ class Recorder:
         if self._forward is None and max(self._counts.values(), default=0) + 1 in self._left:
             self._called = [module]
             modules, _ = self._named_modules(self._optimizers())
-            buffers = {name: self.digest(tensor) for name, tensor, kind in modules if kind == "buffer"}
+            buffers = {name: self._digest(tensor) for name, tensor, kind in modules if kind == "buffer"}
             self._forward = {"buffers": buffers, "rng": self._rng()}
 
     def begin_step(self, optimizer: Any, batch: Any, rank: int) -> None:
@@ -52,6 +56,7 @@ class Recorder:
         if step in self._left:
             self._left.remove(step)
             with self._torch.no_grad():
+                self._digest = functools.partial(digest, self._torch, rounded=step > 1)
                 record = {"rank": rank, "step": step, "batches": self._batches, **self._state(optimizer)}
             path = os.path.join(self._folder, f"state.{step}.{os.getpid()}.json")
             with open(f"{path}.tmp", "w", encoding="utf-8") as stream:
@@ -67,9 +72,10 @@ class Recorder:
         modules, names = self._named_modules(optimizers)
         values: dict[str, Any] = {}
         state = {
-            "tensors": {name: self.digest(tensor) for name, tensor, _ in modules},
+            "tensors": {name: self._digest(tensor) for name, tensor, _ in modules},
             "kinds": {name: kind for name, _, kind in modules},
             "values": values,
+            "ties": tied((name, tensor) for name, tensor, kind in modules if kind == "weight"),
         }
         optimizers.sort(
             key=lambda one: [names.get(id(each), "~") for g in one.param_groups for each in g["params"]][:1]
@@ -135,57 +141,69 @@ class Recorder:
                 own = names.get(id(parameter))
                 if own is None:  # a flat copy that is in no module
                     own = f"{number}.{at}"
-                    tensors[f"{root}.params.{own}"], kinds[f"{root}.params.{own}"] = self.digest(parameter), "weight"
+                    tensors[f"{root}.params.{own}"], kinds[f"{root}.params.{own}"] = self._digest(parameter), "weight"
                 for key, value in optimizer.state.get(parameter, {}).items():
                     if not isinstance(value, self._torch.Tensor):
                         values[f"{root}.state.{own}.{key}"] = _plain(value)
                     else:
                         name = f"{root}.state.{own}.{key}"
-                        tensors[name], kinds[name] = self.digest(value), f"group {number}"
-
-    # digests ----------------------------------------------------------------------------------------------------------
-
-    def digest(self, tensor: Any) -> dict[str, Any]:
-        """Return the dtype, the shape and the digest of a tensor of this rank, and its number if it is one."""
-        record = {"dtype": str(tensor.dtype).removeprefix("torch."), "shape": list(tensor.shape)}
-        try:
-            with self._torch.no_grad():
-                record |= self._elements(tensor.detach())
-        except Exception as error:  # a class of tensors that has no bytes of its own
-            record["unseen"] = type(error).__name__
-        return record
-
-    def _elements(self, tensor: Any) -> dict[str, Any]:
-        local = tensor.to_local() if hasattr(tensor, "to_local") else tensor
-        local = self._torch.view_as_real(local.resolve_conj()) if local.is_complex() else local
-        flat = local.contiguous().reshape(-1).view(self._torch.uint8)
-        digest = hashlib.sha256(f"{tensor.dtype}{list(tensor.shape)}{list(local.shape)}".encode())
-        is_zero = True
-        for chunk in _chunks(flat):
-            mixed, some = self._mixed(chunk)
-            digest.update(mixed.to_bytes(8, "little", signed=True))
-            is_zero = is_zero and not some
-        record: dict[str, Any] = {"sha256": digest.hexdigest()[:_DIGITS], "zero": is_zero}
-        if tensor.numel() == 1 and local.numel() == 1 and not tensor.is_complex():
-            record["value"] = _plain(local)
-        return record
-
-    def _mixed(self, chunk: Any) -> tuple[int, bool]:
-        """Return the sum of all words, each mixed with its place, and whether any is not zero: on the device, in
-        integers, which come out the same in any order."""
-        torch = self._torch
-        if chunk.numel() % 8:
-            chunk = torch.nn.functional.pad(chunk, (0, -chunk.numel() % 8))
-        words = chunk.clone().view(torch.int64) if chunk.storage_offset() % 8 else chunk.view(torch.int64)
-        mixed = words ^ torch.arange(1, words.numel() + 1, device=words.device, dtype=torch.int64).mul_(_ONES[0])
-        for factor in _ONES[1:]:
-            mixed = (mixed ^ (mixed >> 31)).mul_(factor)
-        return int((mixed ^ (mixed >> 29)).sum()), bool(words.any())
+                        tensors[name], kinds[name] = self._digest(value), f"group {number}"
 
 
-def _chunks(flat: Any) -> Iterator[Any]:
-    for low in range(0, flat.numel(), _CHUNK):
-        yield flat[low : low + _CHUNK]
+def tied(named: Iterable[tuple[str, Any]]) -> list[list[str]]:
+    """Return the names that are one tensor: `[["model.embed.weight", "model.head.weight"]]`."""
+    by_id: dict[int, list[str]] = {}
+    for name, tensor in named:
+        by_id.setdefault(id(tensor), []).append(name)
+    return [sorted(names) for names in by_id.values() if len(names) > 1]
+
+
+# digests --------------------------------------------------------------------------------------------------------------
+
+
+def digest(torch: Any, tensor: Any, *, rounded: bool = False) -> dict[str, Any]:
+    """Return the dtype, the shape and the digest of a tensor of this rank, and its number if it is one; with `rounded`
+    also the digests of float32 values that were rounded to smaller dtypes, as `bfloat16` and `float16`."""
+    record: dict[str, Any] = {"dtype": str(tensor.dtype).removeprefix("torch."), "shape": list(tensor.shape)}
+    try:
+        with torch.no_grad():
+            record |= _elements(torch, tensor.detach())
+            if rounded and tensor.dtype == torch.float32 and tensor.numel() > 1:
+                smaller = {name: _elements(torch, tensor.detach(), getattr(torch, name)) for name in _SMALLER}
+                record["rounded"] = {name: one["sha256"] for name, one in smaller.items()}
+    except Exception as error:  # a class of tensors that has no bytes of its own
+        record["unseen"] = type(error).__name__
+    return record
+
+
+def _elements(torch: Any, tensor: Any, dtype: Any = None) -> dict[str, Any]:
+    local = tensor.to_local() if hasattr(tensor, "to_local") else tensor
+    local = torch.view_as_real(local.resolve_conj()) if local.is_complex() else local
+    flat, count = local.contiguous().reshape(-1), _CHUNK // local.element_size()
+    whole = hashlib.sha256(f"{tensor.dtype}{list(tensor.shape)}{list(local.shape)}".encode())
+    is_zero = True
+    for low in range(0, flat.numel(), count):
+        chunk = flat[low : low + count]
+        chunk = chunk if dtype is None else chunk.to(dtype).to(local.dtype)
+        mixed, some = _mixed(torch, chunk.view(torch.uint8))
+        whole.update(mixed.to_bytes(8, "little", signed=True))
+        is_zero = is_zero and not some
+    record: dict[str, Any] = {"sha256": whole.hexdigest()[:_DIGITS], "zero": is_zero}
+    if tensor.numel() == 1 and local.numel() == 1 and not tensor.is_complex():
+        record["value"] = _plain(local)
+    return record
+
+
+def _mixed(torch: Any, chunk: Any) -> tuple[int, bool]:
+    """Return the sum of all words, each mixed with its place, and whether any is not zero: on the device, in integers,
+    which come out the same in any order."""
+    if chunk.numel() % 8:
+        chunk = torch.nn.functional.pad(chunk, (0, -chunk.numel() % 8))
+    words = chunk.clone().view(torch.int64) if chunk.storage_offset() % 8 else chunk.view(torch.int64)
+    mixed = words ^ torch.arange(1, words.numel() + 1, device=words.device, dtype=torch.int64).mul_(_ONES[0])
+    for factor in _ONES[1:]:
+        mixed = (mixed ^ (mixed >> 31)).mul_(factor)
+    return int((mixed ^ (mixed >> 29)).sum()), bool(words.any())
 
 
 def _plain(value: Any) -> Any:

@@ -1,0 +1,194 @@
+"""Compares what was seen in each step of two runs, and names the first difference.
+
+    {5: {"next batch": {0: "9f2c"}, "loss": {0: 2.71, 1: 2.69}, "gradient norm": {None: 0.53}}}
+
+By step, title and rank: what the ranks of a trial return, what the hook observes in a command (there by rank and
+optimizer), or the losses that a command prints.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, Protocol
+
+from ckpttool.analysis.differences.elements import Comparison
+from ckpttool.catalogue.dtypes import dtype
+from ckpttool.catalogue.identity import same
+from ckpttool.resume.observe import Hooked
+from ckpttool.resume.results import Compared, Finding, Step
+
+LOSS, RNG = "loss", "RNG state"
+# In the order in which a step happens.
+TITLES = ("next batch", LOSS, "gradient norm", "learning rate", "parameters", RNG)
+_FOLLOWS = (LOSS, "gradient norm", "parameters")  # what comes of another batch, and of another loss
+_UNSEEN = {"next batch": "`step` does not call the model"}
+Steps = Mapping[int, Mapping[str, Mapping[Any, Any]]]
+
+
+class _WithLoss(Protocol):
+    number: int
+    loss: float
+
+
+class _Findings(Protocol):
+    compared: list[Compared]
+    findings: list[Finding]
+
+
+def of_ranks(steps: Iterable[Step]) -> Steps:
+    """Return the steps of a trial."""
+    return {
+        one.number: {
+            "next batch": dict(enumerate(one.batches)),
+            LOSS: dict(enumerate(one.losses)),
+            "gradient norm": {None: one.gradient_norm},
+            "learning rate": {None: one.learning_rates},
+            "parameters": dict(enumerate(one.digests)),
+        }
+        for one in steps
+    }
+
+
+def of_losses(losses: Iterable[_WithLoss]) -> Steps:
+    """Return the steps of a command of which only the loss is known."""
+    return {one.number: {LOSS: {None: one.loss}} for one in losses}
+
+
+def of_hook(hooked: Hooked, offset: int, until: int) -> Steps:
+    """Return the steps that were observed in a command; `offset` is the step at which it began.
+
+    A step without a batch and a loss trains nothing: DCP takes one to create the state of an optimizer that it loads.
+    """
+    found: dict[int, dict[str, dict[Any, Any]]] = defaultdict(lambda: {title: {} for title in TITLES})
+    for rank, steps in hooked.steps.items():
+        numbers: dict[int, int] = defaultdict(lambda: offset)
+        for one in steps:
+            if one.loss is None and one.batch is None:
+                continue
+            numbers[one.optimizer] += 1
+            # What was trained on: some loaders fetch a batch ahead, and two in the first step after a resume.
+            seen = (one.batch or one.fetched, one.loss, one.gradient_norm, one.lr, one.parameters, one.rng)
+            if numbers[one.optimizer] <= until:
+                for title, value in zip(TITLES, seen, strict=True):
+                    found[numbers[one.optimizer]][title][rank, one.optimizer] = value
+    return found
+
+
+def drawn(steps: Steps, only: Steps) -> Steps:
+    """Return steps without the generators that draw no number in the steps `only`, and need not be restored: few
+    scripts use numpy's or Python's own."""
+    states: dict[tuple[Any, str], set[str]] = defaultdict(set)
+    for seen in only.values():
+        for key, rng in seen[RNG].items():
+            for name, digest in rng.items():
+                states[key[0], name].add(digest)
+    return {
+        number: {
+            **seen,
+            RNG: {key: {n: rng[n] for n in rng if len(states[key[0], n]) > 1} for key, rng in seen[RNG].items()},
+        }
+        for number, seen in steps.items()
+    }
+
+
+def unrepeated(one: Steps, other: Steps) -> dict[str, int]:
+    """Return what differs between two runs of the same steps, with the first step; and what comes of that, which is
+    different by chance in one run, and alike in another."""
+    found: dict[str, int] = {}
+    for title in TITLES:
+        for number in _shared(one, other, title):
+            if not _is_same(one[number][title], other[number][title]):
+                found.setdefault(title, number)
+    since = min((found[title] for title in ("next batch", *_FOLLOWS) if title in found), default=None)
+    return found if since is None else {**found, **dict.fromkeys(_FOLLOWS, since)}
+
+
+def compare_steps(
+    report: _Findings,
+    before: Steps,
+    after: Steps,
+    run: str,
+    against: str,
+    excused: Mapping[str, int] | None = None,
+    *,
+    titles: Sequence[str] = TITLES,
+    prefix: str = "",
+    why_not: str = "",
+) -> Finding | None:
+    """Add a row for what was seen in the steps of two runs, and return a finding for the first difference.
+
+    Nothing counts from the step on at which it is `excused`, and with `why_not` nothing at all.
+    """
+    firsts: list[tuple[int, int, str]] = []
+    for order, title in enumerate(titles):
+        shared = _shared(before, after, title)
+        seen = [value for steps in (before, after) for number in shared for value in steps[number][title].values()]
+        if not any(value is not None for value in seen):
+            why = f"not observed: {_UNSEEN.get(title, 'the optimizer took no step')}" if shared else "none was found"
+            report.compared.append(Compared(prefix + title, run, against, 0, 0, why, equal=None))
+            continue
+        wrong = [number for number in shared if not _is_same(before[number][title], after[number][title])]
+        since = (excused or {}).get(title)
+        counted = [number for number in wrong if since is None or number < since] if not why_not else []
+        aside = f"{len(wrong) - len(counted)} not judged: A2 differs from A" if wrong != counted else ""
+        equal = False if counted else None if wrong or why_not else True
+        message = why_not or aside or "each step, bitwise"
+        report.compared.append(Compared(prefix + title, run, against, len(shared), len(wrong), message, equal))
+        firsts += [(number, order, title) for number in counted[:1]]
+    if not firsts:
+        return None
+    number, _, title = min(firsts)
+    finding = _finding(title, number, before[number][title], after[number][title], run, against)
+    if finding.absolute is None and LOSS not in (excused or {}):
+        _show_in_loss(finding, before, after)
+    return finding
+
+
+def figures(was: float, now: float) -> dict[str, Any]:
+    """Return how far two numbers are apart."""
+    import numpy as np
+
+    comparison = Comparison(dtype("float64"))
+    comparison.feed(np.array([was]), np.array([now]))
+    return {name: getattr(comparison.result(), name) for name in ("absolute", "relative", "ulp")}
+
+
+def _shared(one: Steps, other: Steps, title: str) -> list[int]:
+    return sorted(number for number in one.keys() & other.keys() if title in one[number] and title in other[number])
+
+
+def _is_same(one: Mapping[Any, Any], other: Mapping[Any, Any]) -> bool:
+    return all(same(one[key], other[key]) for key in one.keys() & other.keys())
+
+
+def _finding(
+    title: str, number: int, was: Mapping[Any, Any], now: Mapping[Any, Any], run: str, against: str
+) -> Finding:
+    key = next(key for key in was if key in now and not same(was[key], now[key]))
+    rank = key[0] if isinstance(key, tuple) else key
+    one, other = was[key], now[key]
+    values = f": {other!r} and not {one!r}" if isinstance(one, float) or title == "learning rate" else ""
+    of_rank = f" of rank {rank}" if rank is not None else ""
+    verb, that = ("differ", "those") if title == "parameters" else ("differs", "that")
+    message = f"the {title}{of_rank} {verb} from {that} of {against} in step {number}{values}"
+    far = figures(one, other) if isinstance(one, float) and isinstance(other, float) else {}
+    shown = (one, other) if values else (None, None)
+    return Finding(f"{title} {verb}", message, run, rank=rank, step=number, expected=shown[0], found=shown[1], **far)
+
+
+def _show_in_loss(finding: Finding, before: Steps, after: Steps) -> None:
+    """Give a finding about digests, which say nothing, the values of the first loss that differs after it."""
+    for number in _shared(before, after, LOSS):
+        was, now = (_mean([*steps[number][LOSS].values()]) for steps in (before, after))
+        if number >= (finding.step or 0) and was is not None and now is not None and not same(was, now):
+            finding.expected, finding.found = was, now
+            finding.message += f"; the loss in step {number} is {now:.9g} and not {was:.9g}"
+            for name, value in figures(was, now).items():
+                setattr(finding, name, value)
+            return
+
+
+def _mean(losses: Sequence[float | None]) -> float | None:
+    seen = [loss for loss in losses if loss is not None]
+    return sum(seen) / len(seen) if seen else None
