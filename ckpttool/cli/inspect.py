@@ -46,5 +46,7 @@ def inspect(
 
     drawn = partial(blocks, depth=depth, limit=max(out().width or 0, _VALUE))
     of_table = rows if as_csv or as_md else None
-    flags = {"as_json": as_json, "quiet": quiet, "verbose": verbose}
-    respond(call, drawn, **flags, shows_progress=False, html=html, rows=of_table, as_md=as_md)
+    respond(
+        call, drawn, as_json=as_json, quiet=quiet, verbose=verbose, shows_progress=False,
+        html=html, rows=of_table, as_md=as_md,
+    )  # fmt: skip
