@@ -16,7 +16,6 @@ import textwrap
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cached_property
-from itertools import zip_longest
 from typing import TYPE_CHECKING, Any, TextIO
 
 from ckpttool.catalogue.findings import SUSPECT
@@ -173,32 +172,22 @@ class Terminal:
 
     def table(
         self,
+        columns: Sequence[Column],
         rows: Iterable[Sequence[TextLike]],
-        headers: Sequence[str] = (),
         *,
-        right: Iterable[int] = (),
-        wrap: Iterable[int] = (),
-        clip: Iterable[int] = (),
-        drop: Iterable[Iterable[int]] = (),
         limit: int | None = None,
         indent: int = 2,
     ) -> None:
-        """Write a table, of at most `limit` rows unless this terminal is verbose, and how many more there are.
-
-        Columns `right` are aligned to the right. To fit a terminal, groups of columns in `drop` are left out one after
-        another, as far as needed; then the columns `clip` become narrower, whose text ends with `…`; then the widest of
-        the columns `wrap`, whose text is continued on the next line.
-        """
-        lines = [list(row) for row in rows]
+        """Write a table, of at most `limit` rows unless this terminal is verbose, and how many more there are."""
+        lines = [[*row, *[""] * (len(columns) - len(row))] for row in rows]
         if not lines:
             return
         omitted = max(len(lines) - limit, 0) if limit and not self.verbose else 0
         del lines[len(lines) - omitted :]
-        lines = [list(row) for row in zip(*zip_longest(*lines, fillvalue=""), strict=True)]
         if self.width is None:
-            text = self._plain_table(lines, headers, {*right})
+            text = self._plain_table(columns, lines)
         else:
-            text = self._fitted_table(lines, headers, {*right}, {*wrap}, {*clip}, drop, self.width - indent)
+            text = self._fitted_table(columns, lines, self.width - indent)
         for line in text.splitlines():
             self.write(" " * indent + line.rstrip() + "\n")
         self.more(omitted)
@@ -261,18 +250,7 @@ class Terminal:
                 self.line(dim(f"  {aside}"))
         if block.below:
             rows, columns = self._with_lines_below(block)
-        of = {fit: [i for i, column in enumerate(columns) if column.fit == fit] for fit in ("wrap", "clip")}
-        drop = {column.drop for column in columns if column.drop}
-        self.table(
-            rows,
-            [column.title for column in columns] if any(column.title for column in columns) else (),
-            right=[i for i, column in enumerate(columns) if column.is_number],
-            wrap=of["wrap"],
-            clip=of["clip"],
-            drop=[[i for i, column in enumerate(columns) if column.drop == one] for one in sorted(drop)],
-            limit=block.limit,
-            indent=2 if block.title is not None else 0,
-        )
+        self.table(columns, rows, limit=block.limit, indent=2 if block.title is not None else 0)
 
     def _with_lines_below(self, block: Table) -> tuple[Sequence[Sequence[TextLike]], Sequence[Column]]:
         """Return the rows with the lines below them, and single ones beside them where there is room."""
@@ -290,7 +268,7 @@ class Terminal:
 
     def facts(self, rows: Iterable[tuple[str, TextLike]]) -> None:
         """Write a table of titles and texts."""
-        self.table([(dim(title), text) for title, text in rows], wrap=(1,))
+        self.table([Column(), Column(fit="wrap")], [(dim(title), text) for title, text in rows])
 
     def more(self, omitted: int) -> None:
         """Write how many lines are omitted, if any."""
@@ -307,24 +285,14 @@ class Terminal:
         if path:
             self.line(dim("wrote "), path)
 
-    def _plain_table(self, rows: Rows, headers: Sequence[str], right: set[int]) -> str:
+    def _plain_table(self, columns: Sequence[Column], rows: Rows) -> str:
         from tabulate import tabulate
 
-        titles: Rows = [[dim(title) for title in headers]] if headers else []
-        cells = [[_keep_indent(self.render(cell)) for cell in row] for row in [*titles, *rows]]
-        align = ["right" if i in right else "left" for i in range(len(rows[0]))]
+        cells = [[_keep_indent(self.render(cell)) for cell in row] for row in [*_titles(columns), *rows]]
+        align = ["right" if column.is_number else "left" for column in columns]
         return tabulate(cells, tablefmt="plain", colalign=align, disable_numparse=True).replace(_SPACE, " ")
 
-    def _fitted_table(
-        self,
-        rows: Rows,
-        headers: Sequence[str],
-        right: set[int],
-        wrap: set[int],
-        clip: set[int],
-        drop: Iterable[Iterable[int]],
-        width: int,
-    ) -> str:
+    def _fitted_table(self, columns: Sequence[Column], rows: Rows, width: int) -> str:
         from rich.cells import cell_len
         from rich.table import Table
         from rich.text import Text
@@ -337,30 +305,37 @@ class Terminal:
                 text = Text(_folded(self.plain, width), self.style) if is_name else self
                 return Text.wrap(text, console, width, **options)
 
-        table = Table(box=None, pad_edge=False, padding=(0, _GAP, 0, 0), show_header=bool(headers), header_style="dim")
-        texts = [headers, *([safe(_as_styled(cell).text) for cell in row] for row in rows)]
-        widths = {
-            i: max(cell_len(text) for text in column) for i, column in enumerate(zip_longest(*texts, fillvalue=""))
-        }
-        for group in drop:
+        titles = _titles(columns)
+        table = Table(box=None, pad_edge=False, padding=(0, _GAP, 0, 0), show_header=bool(titles), header_style="dim")
+        texts = [[safe(_text(cell)) for cell in row] for row in [*titles, *rows]]
+        widths = {i: max(map(cell_len, column)) for i, column in enumerate(zip(*texts, strict=True))}
+        for dropped in sorted({column.drop for column in columns if column.drop}):
             if sum(widths.values()) + _GAP * len(widths) > width:
-                widths = {i: n for i, n in widths.items() if i not in group}
-        narrowed = [i for i in widths if i in clip]
-        room = width - sum(widths[i] for i in widths if i not in clip) - _GAP * len(widths)
+                widths = {i: n for i, n in widths.items() if columns[i].drop != dropped}
+        clipped = [i for i in widths if columns[i].fit == "clip"]
+        room = width - sum(widths[i] for i in widths if i not in clipped) - _GAP * len(widths)
         for i in widths:
+            column = columns[i]
             table.add_column(
-                headers[i] if i < len(headers) else "",
-                justify="right" if i in right else "left",
-                no_wrap=i not in wrap | clip,
-                overflow="fold" if i in wrap else "ellipsis",
-                max_width=max(room // len(narrowed), _MIN_WIDTH) if i in clip else None,
+                column.title,
+                justify="right" if column.is_number else "left",
+                no_wrap=not column.fit,
+                overflow="fold" if column.fit == "wrap" else "ellipsis",
+                max_width=max(room // len(clipped), _MIN_WIDTH) if i in clipped else None,
             )
         for row in rows:
             cells = ((i, _as_styled(row[i])) for i in widths)
-            table.add_row(*(Name(safe(c.text), _STYLES.get(c.style, ""), no_wrap=i in clip or None) for i, c in cells))
+            table.add_row(
+                *(Name(safe(c.text), _STYLES.get(c.style, ""), no_wrap=i in clipped or None) for i, c in cells)
+            )
         with self.console.capture() as capture:
             self.console.print(table, width=width)
         return capture.get()
+
+
+def _titles(columns: Sequence[Column]) -> Rows:
+    """Return the titles of the columns as a row, if there are any."""
+    return [[dim(column.title) for column in columns]] if any(column.title for column in columns) else []
 
 
 def _csv_cell(value: object) -> object:

@@ -12,7 +12,6 @@ import struct
 import sys
 import termios
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -32,7 +31,7 @@ from ckpttool.cli import progress
 from ckpttool.cli.app import application
 from ckpttool.cli.progress import Progress
 from ckpttool.errors import UsageError
-from ckpttool.reports.report import bold
+from ckpttool.reports.report import Column, bold
 from ckpttool.reports.terminal import Terminal, wants_colour
 from ckpttool.text import count, duration, parse_size, plural, size
 
@@ -134,31 +133,35 @@ def test_a_pipe_gets_everything_and_no_colours() -> None:
 
 def test_a_table() -> None:
     stream = io.StringIO()
-    Terminal(stream).table([("  a", "1"), (bold("bbb"), "20\x07")], ("name", "n"), right=(1,), indent=1)
+    Terminal(stream).table(
+        [Column("name"), Column("n", is_number=True)], [("  a", "1"), (bold("bbb"), "20\x07")], indent=1
+    )
     assert stream.getvalue() == " name       n\n   a        1\n bbb   20\\x07\n"
 
 
-def on_screen(columns: int, monkeypatch: pytest.MonkeyPatch, rows: list[tuple[str, ...]], **options: Any) -> list[str]:
+def on_screen(
+    columns: int, monkeypatch: pytest.MonkeyPatch, rows: list[tuple[str, ...]], second: Column | None = None
+) -> list[str]:
     monkeypatch.setenv("NO_COLOR", "1")
     monkeypatch.setenv("COLUMNS", str(columns))
     screen = Screen()
-    Terminal(screen).table(rows, indent=1, **options)
+    Terminal(screen).table([Column(fit="wrap"), second or Column()], rows, indent=1)
     return screen.getvalue().splitlines()
 
 
 def test_a_name_that_is_too_long_is_continued_on_the_next_line(monkeypatch: pytest.MonkeyPatch) -> None:
     rows = [("model.layers.0.weight", "1"), ("  [b]", "20\x07")]
     whole = [" model.layers.0.weight       1", "   [b]                  20\\x07"]
-    assert on_screen(40, monkeypatch, rows, wrap=(0,), right=(1,)) == whole
-    lines = on_screen(20, monkeypatch, rows, wrap=(0,), right=(1,))
+    assert on_screen(40, monkeypatch, rows, Column(is_number=True)) == whole
+    lines = on_screen(20, monkeypatch, rows, Column(is_number=True))
     assert lines == [" model.layer       1", " s.0.weight", "   [b]        20\\x07"]
 
 
 def test_a_name_is_broken_where_one_of_its_parts_begins(monkeypatch: pytest.MonkeyPatch) -> None:
     rows = [("trainer_state.args.should_save", "True"), ("  a.bc.def_ghijkl", "1"), ("abcdefghijklmnopqrstuvw", "2")]
-    lines = on_screen(26, monkeypatch, rows, wrap=(0,))
+    lines = on_screen(26, monkeypatch, rows)
     assert lines[:2] == [" trainer_state.args.  True", " should_save"]
-    lines = on_screen(18, monkeypatch, rows[1:], wrap=(0,))
+    lines = on_screen(18, monkeypatch, rows[1:])
     assert lines == ["   a.bc.def_     1", " ghijkl", " abcdefghijklmn  2", " opqrstuvw"]
 
 
@@ -170,7 +173,7 @@ def test_a_line_does_not_end_within_a_shape(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_a_value_that_is_too_long_ends_in_an_ellipsis(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert on_screen(12, monkeypatch, [("a", "one two three four")], clip=(1,)) == [" a  one two…"]
+    assert on_screen(12, monkeypatch, [("a", "one two three four")], Column(fit="clip")) == [" a  one two…"]
 
 
 # Numbers -------------------------------------------------------------------------------------------------------------
