@@ -9,8 +9,7 @@ from ckpttool.catalogue.entries import Tensor
 from ckpttool.catalogue.protocols import Source
 from ckpttool.storage.files import Pool
 from ckpttool.transfer.numbers import Array, has_numbers, numbers
-from ckpttool.transfer.plan import tiles
-from ckpttool.transfer.read import read_box
+from ckpttool.transfer.read import read_tiles
 from ckpttool.transfer.threads import Work
 
 _TILE = 1 << 20  # bytes
@@ -39,8 +38,7 @@ def pooled(tensor: Tensor, source: Source, height: int, width: int, work: Work) 
     column_of = np.arange(columns) * width // columns
     pool = Pool()
     try:
-        for box in tiles(boxes.whole(tensor.shape), max(1, _TILE // tensor.dtype.itemsize)):
-            bits = read_box(box, tensor, source, pool)
+        for box, bits in read_tiles(tensor, source, pool, _TILE):
             work.note(bits.nbytes)
             with np.errstate(invalid="ignore", over="ignore"):
                 flat = bits.reshape(-1)

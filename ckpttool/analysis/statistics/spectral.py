@@ -12,13 +12,11 @@ from contextlib import closing
 from dataclasses import dataclass
 from typing import Any
 
-from ckpttool.catalogue import boxes
 from ckpttool.catalogue.entries import Tensor
 from ckpttool.catalogue.protocols import Source
 from ckpttool.storage.files import Pool
 from ckpttool.transfer.numbers import numbers
-from ckpttool.transfer.plan import tiles
-from ckpttool.transfer.read import read_box
+from ckpttool.transfer.read import read_tiles
 
 _DIMENSIONS = 12  # of the subspace
 _SHOWN = 4
@@ -59,8 +57,7 @@ def _spectrum(tensor: Tensor, source: Source, pool: Pool) -> Spectrum | None:
     subspace: Any = np.linalg.qr(start)[0].astype(np.float32)
     for number in range(_PASSES):
         product, squares = np.zeros(subspace.shape), 0.0
-        for box in tiles(boxes.whole(tensor.shape), max(columns, _TILE)):
-            bits = read_box(box, tensor, source, pool)
+        for _, bits in read_tiles(tensor, source, pool, max(columns, _TILE) * tensor.dtype.itemsize):
             tile = numbers(bits.reshape(-1), tensor.dtype).reshape(bits.shape).astype(np.float32, copy=False)
             if number == 0 and not np.isfinite(tile).all():
                 return None

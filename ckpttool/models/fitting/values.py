@@ -13,7 +13,6 @@ from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import closing
 from math import prod
-from threading import Lock
 from typing import NamedTuple
 
 from ckpttool.catalogue.boxes import Box, Ints, whole
@@ -22,12 +21,11 @@ from ckpttool.catalogue.findings import Finding
 from ckpttool.catalogue.protocols import Source
 from ckpttool.models.fitting.names import mismatch
 from ckpttool.storage.files import Pool
-from ckpttool.transfer.numbers import FLOATS, Array, dot, has_numbers, kinds_of, numbers
-from ckpttool.transfer.plan import tiles
+from ckpttool.transfer.counts import Counts, counted
+from ckpttool.transfer.numbers import FLOATS, Array, dot, has_numbers, numbers
 from ckpttool.transfer.read import read_box
 from ckpttool.transfer.threads import Progress, Work, on_threads
 
-_TILE = 1 << 20  # bytes that are looked at for NaN at a time
 _BLOCK = 1 << 12  # elements of a block, at most
 _BLOCKS = 8  # of a tensor
 _MAX_BLOCKS = 512  # of one that is stacked: one for each index of its first dimension
@@ -180,45 +178,16 @@ def nonfinite(
     Raises CorruptError when a file is too short.
     """
     chosen = [pair for pair in pairs if pair.tensor.dtype.name in FLOATS and pair.tensor.numel]
-    found = _counted([(pair.name, pair.tensor) for pair in chosen], sources[0], threads, progress)
-    suspects = [pair for pair in chosen if any(found[pair.name])]
-    expected = _counted(
-        [(pair.name, pair.reference) for pair in suspects if pair.reference.dtype.name in FLOATS],
-        sources[1],
-        threads,
-        None,
-    )
-    for pair in suspects:
-        (nans, infs), (known_nans, known_infs) = found[pair.name], expected.get(pair.name, (0, 0))
-        for count, known, what in ((nans, known_nans, "NaN"), (infs, known_infs, "infinite")):
-            if count > known:
+    counts = counted([pair.tensor for pair in chosen], sources[0], threads, progress)
+    suspects = [(pair, own) for pair, own in zip(chosen, counts, strict=True) if own.nans or own.infs]
+    known = [pair.reference for pair, _ in suspects if pair.reference.dtype.name in FLOATS]
+    expected = dict(zip((tensor.path for tensor in known), counted(known, sources[1], threads, None), strict=True))
+    for pair, own in suspects:
+        theirs = expected.get(pair.reference.path, Counts())
+        for count, known_count, what in ((own.nans, theirs.nans, "NaN"), (own.infs, theirs.infs, "infinite")):
+            if count > known_count:
                 text = f"`{pair.name}`: {count:,} of {pair.tensor.numel:,} elements are {what}"
-                yield mismatch("content", text, [pair.name], f"{count} {what}", f"{known} {what}")
-
-
-def _counted(
-    tensors: Sequence[tuple[str, Tensor]], source: Source, threads: int, progress: Progress | None
-) -> dict[str, tuple[int, int]]:
-    """Return how many elements of each tensor are NaN, and infinite."""
-    counts = {name: (0, 0) for name, _ in tensors}
-    work, lock = Work(sum(tensor.nbytes for _, tensor in tensors), progress), Lock()
-    with closing(Pool()) as pool:
-
-        def do(task: tuple[str, Tensor, Box]) -> None:
-            name, tensor, box = task
-            kinds = kinds_of(read_box(box, tensor, source, pool), tensor.dtype)
-            with lock:
-                nans, infs = counts[name]
-                counts[name] = nans + kinds.nans, infs + kinds.infs
-            work.note(prod(box[1]) * tensor.dtype.itemsize)
-
-        tasks = (
-            (name, tensor, box)
-            for name, tensor in tensors
-            for box in tiles(whole(tensor.shape), max(1, _TILE // tensor.dtype.itemsize))
-        )
-        on_threads(tasks, do, threads, work)
-    return counts
+                yield mismatch("content", text, [pair.name], f"{count} {what}", f"{known_count} {what}")
 
 
 def same(one: Similarity) -> bool:

@@ -11,11 +11,11 @@ from ckpttool.errors import CkptError, CorruptError
 from ckpttool.layout import select
 from ckpttool.layout.optimizer.parse import STATE_KINDS
 from ckpttool.layout.rename import strip_wrappers
-from ckpttool.operations.verify.values import Counts
 from ckpttool.resume.audit.checks import Checks, named
 from ckpttool.resume.audit.optimizer_state import NamedOptimizer
 from ckpttool.storage.files import Pool
 from ckpttool.text import plural, size
+from ckpttool.transfer.counts import Counts
 from ckpttool.transfer.numbers import kinds_of, numbers
 from ckpttool.transfer.read import read_tiles
 
