@@ -10,7 +10,7 @@ from ckpttool.analysis.describe.module_tree import ModuleLine
 from ckpttool.analysis.describe.optimizers import OptimizerSummary
 from ckpttool.analysis.describe.rows import COLUMNS, NUMBERS, TensorRows
 from ckpttool.analysis.describe.sharding import Placements, Shards, shards
-from ckpttool.analysis.describe.summary import DEPTH, PartLine, Summary, damage, head, summarise
+from ckpttool.analysis.describe.summary import DEPTH, PartFigures, Summary, damage, head, summarise
 from ckpttool.catalogue.entries import Catalogue, Part, Tensor, dotted
 from ckpttool.catalogue.findings import DAMAGE
 from ckpttool.catalogue.protocols import Source
@@ -176,12 +176,12 @@ def contents(summary: Summary, verbose: bool, *, exact: bool = False) -> Iterato
     yield Table("tied weights", [_NAME, _NAME], ties, "shared storage" if ties else "", _OBJECTS)
 
 
-def _parts(parts: Sequence[PartLine], *, exact: bool = False) -> Table:
+def _parts(parts: Sequence[PartFigures], *, exact: bool = False) -> Table:
     """Return the table of the parts; if `exact`, with all digits and the bytes of each dtype."""
     number = "{:,}".format if exact else count
     rows: list[list[TextLike]] = [
         [
-            bold(str(line.part)),
+            bold(str(line)),
             *_numbers([line], number),
             ", ".join(f"{name} {size(n)}" for name, n in line.dtypes.items()) if exact else _dtypes([*line.dtypes]),
         ]
@@ -193,9 +193,9 @@ def _parts(parts: Sequence[PartLine], *, exact: bool = False) -> Table:
     return Table("", [Column("part", fit="wrap"), *numbers, Column("dtypes", fit="wrap")], rows, "", None, name="Parts")
 
 
-def _numbers(parts: Sequence[PartLine], number: Callable[[int], str]) -> list[str]:
+def _numbers(parts: Sequence[PartFigures], number: Callable[[int], str]) -> list[str]:
     tensors, objects = sum(p.tensors for p in parts), sum(p.objects for p in parts)
-    elements, nbytes = sum(p.elements for p in parts), sum(p.nbytes for p in parts)
+    elements, nbytes = sum(p.elements for p in parts), sum(p.payload_bytes for p in parts)
     return [f"{tensors:,}", number(elements), size(nbytes), f"{objects:,}"]
 
 
@@ -273,7 +273,7 @@ def _objects(summary: Summary, verbose: bool) -> Iterator[Block]:
 
 
 def _optimizer_state(optimizer: OptimizerSummary) -> Table:
-    rows = [(s.kind, s.dtype, f"{s.tensors:,}", count(s.elements), size(s.nbytes)) for s in optimizer.state]
+    rows = [(s.kind, s.dtype, f"{s.tensors:,}", count(s.elements), size(s.payload_bytes)) for s in optimizer.state]
     columns = [_NAME, Column("dtype"), *(Column(title, is_number=True) for title in ("tensors", "elements", "bytes"))]
     return Table("optimizer state", columns, rows, dotted(optimizer.root) if rows else "", None)
 

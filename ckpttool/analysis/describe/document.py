@@ -10,7 +10,7 @@ from ckpttool.analysis.describe import sharding, summary, warnings
 from ckpttool.analysis.describe.document_fields import ObjectEntry, TensorEntry
 from ckpttool.analysis.describe.format_value import jsonable, peek, type_name
 from ckpttool.analysis.describe.listing import ALL, Listing
-from ckpttool.analysis.describe.optimizers import State
+from ckpttool.analysis.result import as_json
 from ckpttool.catalogue import counters
 from ckpttool.catalogue.aliases import find_aliases
 from ckpttool.catalogue.entries import Catalogue, Object, Path, Tensor, dotted
@@ -44,20 +44,10 @@ def document(catalogue: Catalogue, path: str, listing: Listing = ALL, exit_code:
         "architecture": headline.architecture,
         "layers": headline.layers,
         "optimizers": [
-            {"root": dotted(o.root), "name": o.name, "state": [_figures(state, "kind", "dtype") for state in o.state]}
-            for o in headline.optimizers
+            {"root": dotted(o.root), "name": o.name, "state": as_json(o.state)} for o in headline.optimizers
         ],
-        "parts": [
-            {
-                "part": line.part.kind,
-                "root": dotted(line.part.root),
-                **_figures(line, "dtypes", "objects", "parameters"),
-                "average_of": None if line.average_of is None else dotted(line.average_of.root),
-                "optimizer_of": [dotted(part.root) for part in line.optimizer_of],
-            }
-            for line in parts
-        ],
-        "payload_bytes": sum(line.nbytes for line in parts),
+        "parts": as_json(parts),
+        "payload_bytes": sum(line.payload_bytes for line in parts),
         "file_bytes": catalogue.nbytes(),
         "bytes_per_rank": sharding.bytes_per_rank(catalogue),
         "files": [{"path": f.name, "bytes": f.size, "rank": f.rank} for f in catalogue.own_files],
@@ -72,11 +62,6 @@ def document(catalogue: Catalogue, path: str, listing: Listing = ALL, exit_code:
     yield '],\n "objects": ['
     yield from _lines(_object(o, catalogue) for o in listing.objects(catalogue))
     yield f'],\n "warnings": {json.dumps([str(warning) for warning in found])}}}\n'
-
-
-def _figures(line: State | summary.PartLine, *others: str) -> dict[str, Any]:
-    figures = {"tensors": line.tensors, "elements": line.elements, "payload_bytes": line.nbytes}
-    return figures | {name: getattr(line, name) for name in others}
 
 
 def _lines(items: Iterator[Any]) -> Iterator[str]:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any, TypedDict
 
+from ckpttool.analysis.describe.optimizers import StateFigures
+from ckpttool.analysis.describe.summary import PartFigures
 from ckpttool.catalogue.boxes import Ints
 
 
@@ -13,31 +15,6 @@ class FileEntry(TypedDict):
     path: str  #: path below the checkpoint
     bytes: int  #: its size
     rank: int | None  #: rank that wrote it; null if it does not belong to a rank
-
-
-class PartFigures(TypedDict):
-    """The figures of a part."""
-
-    part: str  #: `model`, `optimizer`, `scheduler`, `rng`, `dataloader`, `scaler`, `progress` or `other`
-    root: str  #: its key
-    tensors: int  #: number of tensors
-    elements: int  #: number of their elements, tied ones counted once
-    payload_bytes: int  #: bytes of values, tied ones counted once
-    dtypes: dict[str, int]  #: those bytes by dtype
-    objects: int  #: number of objects
-    parameters: int | None  #: number of a model's parameters, without buffers and ties; null for other parts
-    average_of: str | None  #: key of the model that this one is an average (EMA, SWA) or a copy of; null for others
-    optimizer_of: list[str]  #: keys of the models whose parameters this optimizer has; empty if unknown
-
-
-class StateFigures(TypedDict):
-    """The tensors of one kind and dtype in an optimizer's state."""
-
-    kind: str  #: `exp_avg`, `momentum_buffer`, ...
-    dtype: str  #: dtype, as torch calls it
-    tensors: int  #: number of tensors
-    elements: int  #: number of their elements
-    payload_bytes: int  #: bytes of values
 
 
 class OptimizerFigures(TypedDict):

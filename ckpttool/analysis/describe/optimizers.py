@@ -62,24 +62,24 @@ CLASSES = {
 
 
 @dataclass(slots=True)
-class State:
-    """The tensors of one kind and dtype in an optimizer's state: `State("exp_avg", "float32", 14, 1008, 4032)`."""
+class StateFigures:
+    """The tensors of one kind and dtype in an optimizer's state."""
 
-    kind: str
-    dtype: str
-    tensors: int = 0
-    elements: int = 0
-    nbytes: int = 0
+    kind: str  #: `exp_avg`, `momentum_buffer`, ...
+    dtype: str  #: dtype, as torch calls it
+    tensors: int = 0  #: number of tensors
+    elements: int = 0  #: number of their elements
+    payload_bytes: int = 0  #: bytes of values
 
 
 @dataclass(slots=True)
 class OptimizerSummary:
-    """One optimizer: `OptimizerSummary(("optim",), "AdamW", [State("exp_avg", ...), ...], ...)`. `name` is its
+    """One optimizer: `OptimizerSummary(("optim",), "AdamW", [StateFigures("exp_avg", ...), ...], ...)`. `name` is its
     class in torch.optim, None where that cannot be told; `table` has its hyper-parameters, None where it has none."""
 
     root: Path
     name: str | None
-    state: list[State]
+    state: list[StateFigures]
     table: HyperparameterTable | None
 
     def __str__(self) -> str:
@@ -116,18 +116,18 @@ def optimizers(
 ) -> list[OptimizerSummary]:
     """Return the optimizers among `entries`, those of `catalogue` that belong to one. `tied` are tensors whose bytes
     another one has."""
-    found: dict[Path, dict[tuple[str, str], State]] = {}
+    found: dict[Path, dict[tuple[str, str], StateFigures]] = {}
     for entry in entries:
         key = parse_key(entry.path, len(entry.part.root)) if isinstance(entry, Tensor) else None
         if not isinstance(entry, Tensor) or key is None or key.section != "state":
             continue
         kind = str(key.below[0] if key.below else key.owner)
         states = found.setdefault(key.root, {})
-        state = states.setdefault((kind, entry.dtype.name), State(kind, entry.dtype.name))
+        state = states.setdefault((kind, entry.dtype.name), StateFigures(kind, entry.dtype.name))
         state.tensors += 1
         if entry.path not in tied:
             state.elements += entry.numel
-            state.nbytes += entry.nbytes
+            state.payload_bytes += entry.nbytes
     tables = {table.root: table for table in hyperparameters.tables(entries, catalogue)}
     results = []
     for root in {**found, **tables}:

@@ -28,20 +28,25 @@ DEPTH = 4
 
 
 @dataclass(slots=True)
-class PartLine:
-    """`PartLine(Part("model", ("model",)), 19, 1250, 5000, {"float32": 4992, "int64": 8}, 0, 1240)`: tensors, elements
-    and bytes (tied ones once), bytes by dtype, objects; the parameters of a model and, if it is an average, of which
-    model; the models of an optimizer."""
+class PartFigures:
+    """The figures of a part."""
 
-    part: Part
-    tensors: int = 0
-    elements: int = 0
-    nbytes: int = 0
-    dtypes: dict[str, int] = field(default_factory=dict)
-    objects: int = 0
-    parameters: int | None = None
-    average_of: Part | None = None
-    optimizer_of: list[Part] = field(default_factory=list)
+    part: str  #: `model`, `optimizer`, `scheduler`, `rng`, `dataloader`, `scaler`, `progress` or `other`
+    root: str  #: its key
+    _name: str = ""  # with its key if that has another name
+    tensors: int = 0  #: number of tensors
+    elements: int = 0  #: number of their elements, tied ones counted once
+    payload_bytes: int = 0  #: bytes of values, tied ones counted once
+    dtypes: dict[str, int] = field(default_factory=dict)  #: those bytes by dtype
+    objects: int = 0  #: number of objects
+    parameters: int | None = None  #: number of a model's parameters, without buffers and ties; null for other parts
+    #: key of the model that this one is an average (EMA, SWA) or a copy of; null for others
+    average_of: str | None = None
+    #: keys of the models whose parameters this optimizer has; empty if unknown
+    optimizer_of: list[str] = field(default_factory=list)
+
+    def __str__(self) -> str:
+        return self._name
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +65,7 @@ class Summary:
 
     headline: Headline
     holds: str
-    parts: list[PartLine]
+    parts: list[PartFigures]
     trees: list[tuple[Part, list[module_tree.ModuleLine]]]
     objects: list[ObjectLine]
     internal: list[ObjectLine]
@@ -104,7 +109,7 @@ def _is_internal(entry: Object) -> bool:
     return entry.part.kind == "scheduler" and isinstance(key, str) and key.startswith("_") and key != "_last_lr"
 
 
-def head(catalogue: Catalogue, source: Source | None) -> tuple[Headline, list[PartLine]]:
+def head(catalogue: Catalogue, source: Source | None) -> tuple[Headline, list[PartFigures]]:
     """Return the headline, and a line for each part. Its `source`, if it is still open, says first which weights are
     stored twice, and what its counters are; of a catalogue that `inspect` returned this is known."""
     if source is not None:
@@ -130,19 +135,19 @@ def _by_part(catalogue: Catalogue) -> dict[Part, list[Entry]]:
     return {part: by_part[part] for part in sorted(by_part, key=lambda part: KINDS.index(part.kind))}
 
 
-def _parts(by_part: Mapping[Part, Iterable[Entry]], every: Models, aliases: Mapping[Path, Path]) -> list[PartLine]:
+def _parts(by_part: Mapping[Part, Iterable[Entry]], every: Models, aliases: Mapping[Path, Path]) -> list[PartFigures]:
     lines = {part: _part(part, entries, aliases) for part, entries in by_part.items()}
     for model in every.models:
         line = lines[model.part]
         line.parameters = sum(tensor.numel for tensor in model.parameters(aliases))
-        line.average_of = model.average_of
+        line.average_of = None if model.average_of is None else dotted(model.average_of.root)
     for part, owners in every.optimizer_of.items():
-        lines[part].optimizer_of = owners
+        lines[part].optimizer_of = [dotted(owner.root) for owner in owners]
     return [*lines.values()]
 
 
-def _part(part: Part, entries: Iterable[Entry], aliases: Mapping[Path, Path]) -> PartLine:
-    line = PartLine(part)
+def _part(part: Part, entries: Iterable[Entry], aliases: Mapping[Path, Path]) -> PartFigures:
+    line = PartFigures(part.kind, dotted(part.root), str(part))
     for entry in entries:
         if isinstance(entry, Object):
             line.objects += 1
@@ -151,7 +156,7 @@ def _part(part: Part, entries: Iterable[Entry], aliases: Mapping[Path, Path]) ->
         line.dtypes.setdefault(entry.dtype.name, 0)
         if entry.path not in aliases:
             line.elements += entry.numel
-            line.nbytes += entry.nbytes
+            line.payload_bytes += entry.nbytes
             line.dtypes[entry.dtype.name] += entry.nbytes
     line.dtypes = dict(sorted(line.dtypes.items(), key=lambda item: -item[1]))
     return line
