@@ -63,7 +63,7 @@ class Place(NamedTuple):
 def step_in(name: str, patterns: Sequence[re.Pattern[str]] = NUMBERS) -> int | None:
     """Return the step in a name: `epoch=0-step=100.ckpt` -> 100; None for a name without one."""
     plain = _masked(name)
-    if patterns is NUMBERS and (pair := _PAIR.search(plain)) and step_in(name, WORDS) is None:
+    if patterns is NUMBERS and (pair := _PAIR.search(plain)) and not any(word.search(plain) for word in WORDS):
         return max(int(pair[1]), int(pair[2]))
     return next((int(match[1]) for pattern in patterns if (match := pattern.search(plain))), None)
 

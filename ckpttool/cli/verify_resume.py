@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from functools import partial
 from typing import TYPE_CHECKING
 
 from ckpttool.cli import options, resume_run
@@ -9,9 +11,8 @@ from ckpttool.cli.answer import respond
 from ckpttool.cli.pages import write_page
 from ckpttool.cli.parsing import group, library_arguments
 from ckpttool.cli.resume_run import document_blocks, progress_lines
-from ckpttool.cli.terminal import answer, err, out
-from ckpttool.reports.report import Styled, TextLike, bold, dim
-from ckpttool.reports.terminal import Terminal
+from ckpttool.cli.terminal import out
+from ckpttool.reports.report import Block, Column, Facts, Line, Rows, Styled, Table, bold, dim, known
 from ckpttool.text import size
 
 if TYPE_CHECKING:
@@ -42,47 +43,41 @@ def audit(
     arguments = library_arguments(locals())
     from ckpttool.resume import audit as operation
 
-    result = operation.audit(**arguments)
-    with answer(result.exit_code, verbose) as terminal:
-        if as_json:
-            terminal.json(result.as_dict())
-        elif quiet:
-            terminal.line(result.verdict)
-        else:
-            _print_audit(terminal, result)
-            err().warnings(result.notes)
+    call = partial(operation.audit, **arguments)
+    respond(call, audit_blocks, as_json=as_json, quiet=quiet, verbose=verbose, shows_progress=False, lines=_verdict)
 
 
-def _print_audit(terminal: Terminal, result: Audit) -> None:
+def audit_blocks(result: Audit, verbose: bool) -> Iterator[Block]:
+    """Yield the parts that are there, the hyper-parameters, and each check."""
     from ckpttool.reports.description import hyperparameters
 
-    terminal.line(bold(result.path))
-    terminal.write("\n")
+    yield Line([bold(result.path)])
     world_size = str(result.world_size) if result.world_size > 1 else None
     step = f"{result.step:,g}" if result.step is not None else None
-    facts = (("format", result.format), ("world size", world_size), ("step", step))
-    terminal.facts((title, text) for title, text in facts if text is not None)
-    terminal.write("\n")
-    rows: list[tuple[TextLike, ...]] = []
+    yield Facts(known((("format", result.format), ("world size", world_size), ("step", step))), is_apart=True)
+    rows: Rows = []
     can_resume = {check.what for check in result.checks if check.state in ("ok", "note")}
     for part in result.parts:
         numbers = (f"{part.tensors:,}", f"{part.objects:,}", size(part.payload_bytes) if part.tensors else "")
         absent = dim("none") if part.part in can_resume else Styled("missing", "yellow")
-        rows.append((bold(part.part), *(("present", *numbers) if part.present else (absent,))))
-    terminal.table(rows, ("part", "", "tensors", "objects", "bytes"), right=(2, 3, 4))
+        rows.append([bold(part.part), *(("present", *numbers) if part.present else (absent,))])
+    figures = [Column(title, is_number=True) for title in ("tensors", "objects", "bytes")]
+    yield Table("", [Column("part"), Column(), *figures], rows, limit=None)
     for optimizer in result.optimizers:
-        terminal.blocks(hyperparameters(optimizer, terminal.verbose))
-    terminal.heading("checks")
-    shown: list[tuple[TextLike, ...]] = []
+        yield from hyperparameters(optimizer, verbose)
+    checks: Rows = []
     for check in result.checks:
-        shown.append((Styled(check.state, _STATES[check.state]), check.what, check.message))
+        checks.append([Styled(check.state, _STATES[check.state]), check.what, check.message])
         if check.hint and check.state != "ok":
-            shown.append(("", "", dim(f"hint: {check.hint}")))
-        if terminal.verbose and len(check.names) > 1:
-            shown += [("", "", dim(name)) for name in check.names[:_NAMES]]
-    terminal.table(shown, wrap=(2,))
-    terminal.write("\n")
-    terminal.line(Styled(result.message, _RESUMABLE[result.verdict]))
+            checks.append(["", "", dim(f"hint: {check.hint}")])
+        if verbose and len(check.names) > 1:
+            checks += [["", "", dim(name)] for name in check.names[:_NAMES]]
+    yield Table("checks", [Column(), Column(), Column(fit="wrap")], checks, limit=None)
+    yield Line([Styled(result.message, _RESUMABLE[result.verdict])], is_apart=True)
+
+
+def _verdict(result: Audit) -> Iterator[str]:
+    yield result.verdict
 
 
 # trial ----------------------------------------------------------------------------------------------------------------
