@@ -11,9 +11,9 @@ from importlib import import_module
 from typing import Any
 
 from ckpttool.cli.completion import VARIABLE
-from ckpttool.cli.error_messages import Report, exit_code_of
+from ckpttool.cli.error_messages import ErrorPrinter, exit_code_of
 from ckpttool.cli.options import InstallCompletion, ShowCompletion, Version
-from ckpttool.cli.parsing import Commands, app, command, register_shells
+from ckpttool.cli.parsing import CommandGroup, app, command, register_shells
 from ckpttool.cli.signals import catch_signals
 from ckpttool.errors import INTERRUPTED, TERMINATED
 
@@ -43,7 +43,7 @@ COMMANDS = {
 }
 
 
-class Application(Commands):
+class Application(CommandGroup):
     """The group of all commands. It imports the one that is run, and ends in an exit code whatever happens."""
 
     def list_commands(self, context: Any) -> list[str]:
@@ -54,7 +54,7 @@ class Application(Commands):
             return None
         function = name.replace("-", "_")
         found = getattr(import_module(f"ckpttool.cli.{function}"), function)
-        return found if isinstance(found, Commands) else command(name, found)
+        return found if isinstance(found, CommandGroup) else command(name, found)
 
     def format_commands(self, context: Any, formatter: Any) -> None:
         with formatter.section("Commands"):
@@ -124,7 +124,7 @@ def main() -> None:
         application()()
     except KeyboardInterrupt as stop:
         # No command has begun yet.
-        sys.exit(Report([]).stopped(stop))
+        sys.exit(ErrorPrinter([]).stopped(stop))
     except SystemExit as stop:
         if stop.code in (INTERRUPTED, TERMINATED):
             # A thread may be in the middle of importing torch, whose own threads abort an ordinary exit.

@@ -19,7 +19,7 @@ class Judged(Head):
     message: str  #: the result in a sentence, for people
 
 
-class Failure(TypedDict):
+class ErrorFields(TypedDict):
     """What is wrong; with other fields (`file`, `tensor`, `found`, `expected`, `lost`) that depend on the error."""
 
     kind: str  #: kind of error: errors.md
@@ -31,10 +31,10 @@ class Failure(TypedDict):
 class Error(Head):
     """What every command prints with `--json` if something is wrong."""
 
-    error: Failure  #: what is wrong
+    error: ErrorFields  #: what is wrong
 
 
 def failure(kind: str, message: str, hint: str | None, exit_code: int, facts: dict[str, Any]) -> dict[str, Any]:
     """Return the field `error` of an error."""
-    own: Failure = {"kind": kind, "message": message, "hint": hint, "exit_code": exit_code}
+    own: ErrorFields = {"kind": kind, "message": message, "hint": hint, "exit_code": exit_code}
     return {**facts, **own}

@@ -38,7 +38,7 @@ from ckpttool.version import schema
 def exit_code_of(command: Any, words: list[str]) -> int:
     """Run `command` with the `words` of the command line, report what goes wrong and return the exit code."""
     _make_writable()
-    code = _run(command, words, Report(words))
+    code = _run(command, words, ErrorPrinter(words))
     try:
         sys.stdout.flush()
     except OSError:
@@ -47,7 +47,7 @@ def exit_code_of(command: Any, words: list[str]) -> int:
     return code
 
 
-def _run(command: Any, words: list[str], report: Report) -> int:
+def _run(command: Any, words: list[str], report: ErrorPrinter) -> int:
     try:
         code = _invoke(command, words)
         out().flush()
@@ -66,7 +66,7 @@ def _run(command: Any, words: list[str], report: Report) -> int:
     return code
 
 
-def _failed(error: Exception, report: Report) -> int:
+def _failed(error: Exception, report: ErrorPrinter) -> int:
     if (package := _not_imported(error)) is not None:
         why = why_no_import(package, error)
         absent, is_absent, _ = why.partition(" is not installed")
@@ -108,7 +108,7 @@ def _make_writable() -> None:
         getattr(sys, name).reconfigure(errors="backslashreplace")
 
 
-class Report:
+class ErrorPrinter:
     """Prints an error: on stderr for people, on stdout for `--json`."""
 
     def __init__(self, words: list[str]) -> None:
@@ -121,7 +121,7 @@ class Report:
         return self._print("error: ", error.kind, error.message, error.hint, error.exit_code, error.facts)
 
     def stopped(self, stop: KeyboardInterrupt) -> int:
-        """Report a signal. Return the exit code."""
+        """ErrorPrinter a signal. Return the exit code."""
         kind, exit_code = ("terminated", TERMINATED) if isinstance(stop, Terminated) else ("interrupted", INTERRUPTED)
         if err().is_terminal and not self._json:
             err().write("\n")  # behind the `^C` that the terminal shows

@@ -204,7 +204,7 @@ class Command(TyperCommand):
         formatter.write_text(f"More: {page}")
 
 
-class Commands(TyperGroup):
+class CommandGroup(TyperGroup):
     """A group of commands, which says which command may be meant by another word. Without a word it shows its help."""
 
     def __init__(self, **settings: Any) -> None:
@@ -249,7 +249,7 @@ def command(name: str, function: Callable[..., None]) -> Any:
 
 def group(name: str, functions: Sequence[Callable[..., None]], *, help: str, epilog: str) -> Any:
     """Return a group of the commands of functions, which have their names."""
-    several = app(name=name, cls=Commands, help=help, epilog=epilog)
+    several = app(name=name, cls=CommandGroup, help=help, epilog=epilog)
     for function in functions:
         several.command(function.__name__, cls=Command)(function)
     return get_command(several)

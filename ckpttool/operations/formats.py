@@ -12,7 +12,7 @@ from ckpttool.reports.report import Block, Column, Rows, Table, bold
 from ckpttool.text import plural
 
 
-class Format(NamedTuple):
+class FormatFacts(NamedTuple):
     """A format."""
 
     name: str  #: its name, as in `format` of other documents
@@ -29,7 +29,7 @@ class Formats(Result):
 
     command: ClassVar[str] = "formats"
 
-    formats: list[Format]  #: the formats
+    formats: list[FormatFacts]  #: the formats
 
     @property
     def verdict(self) -> str:
@@ -59,7 +59,7 @@ def formats() -> Formats:
     """Return the formats that can be read and written."""
     return Formats(
         [
-            Format(f.name, f.title, True, f.create is not None and not f.component_only, f.target, [*f.suffixes])
+            FormatFacts(f.name, f.title, True, f.create is not None and not f.component_only, f.target, [*f.suffixes])
             for f in FORMATS
         ]
     )

@@ -121,7 +121,7 @@ def combined(progress: Progress) -> tuple[Progress, Progress]:
 
 
 @dataclass(slots=True)
-class Place:
+class LocalDestination:
     """Where a destination is written, and how: `path` is on this machine. `send` is called once it is complete."""
 
     dst: str
@@ -133,7 +133,7 @@ class Place:
 
 
 @dataclass(slots=True)
-class _Staged(Place):
+class _Staged(LocalDestination):
     """A destination in a store, which is written to a temporary directory first."""
 
     location: Location
@@ -192,7 +192,9 @@ def _is_index(name: str) -> bool:
 
 
 @contextmanager
-def place(dst: str, remote: HubOptions, token: str | None, how: WriteOptions, *sources: str | None) -> Iterator[Place]:
+def place(
+    dst: str, remote: HubOptions, token: str | None, how: WriteOptions, *sources: str | None
+) -> Iterator[LocalDestination]:
     """Yield where to write a destination. One on the Hub is written to a temporary directory, which is removed, and
     sent in one commit.
 
@@ -201,7 +203,7 @@ def place(dst: str, remote: HubOptions, token: str | None, how: WriteOptions, *s
     check_options(dst, remote)
     with user(token):
         if not stores.is_remote(dst):
-            yield Place(dst, dst, how)
+            yield LocalDestination(dst, dst, how)
             return
         if how.resume:
             hint = "leave it out: what was sent is not sent again"

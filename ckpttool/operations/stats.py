@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from ckpttool.analysis.describe import summary
 from ckpttool.analysis.statistics import cached
-from ckpttool.analysis.statistics.collect import Group, GroupKey, collect
+from ckpttool.analysis.statistics.collect import GroupKey, TensorGroup, collect
 from ckpttool.analysis.statistics.findings import findings, uneven_ranks
 from ckpttool.analysis.statistics.results import (
     CONDITION,
@@ -93,7 +93,7 @@ def stats(
     # A gate reads the bytes: what passes here is not looked at again.
     may_load = cache and fails is None
     threads = threads or min(DEFAULT_THREADS, _MAX_THREADS)
-    reading = _Reading(selection, shapes, spectral, cache, may_load, threads, progress)
+    reading = _ReadOptions(selection, shapes, spectral, cache, may_load, threads, progress)
     checkpoints = chosen_steps(locate(path), steps) if steps is not None else []
     result = Stats(path, fail_on=fail_on)
     if checkpoints:
@@ -119,7 +119,7 @@ def stats(
     return result
 
 
-class _Reading(NamedTuple):
+class _ReadOptions(NamedTuple):
     selection: Selection
     shapes: str | None
     spectral: bool
@@ -129,7 +129,7 @@ class _Reading(NamedTuple):
     progress: Progress | None
 
 
-def _collect(result: Stats, reading: _Reading) -> list[Finding]:
+def _collect(result: Stats, reading: _ReadOptions) -> list[Finding]:
     """Set what is known of the checkpoint at the path of `result`, and return what stands out of its ranks."""
     with open.opened(result.path, reading.shapes) as source, open.naming(result.path):
         catalogue = source.catalogue
@@ -179,7 +179,7 @@ def _selected(catalogue: Catalogue, selection: Selection) -> list[Tensor]:
     return selected
 
 
-def _group(key: GroupKey, group: Group) -> GroupStatistics:
+def _group(key: GroupKey, group: TensorGroup) -> GroupStatistics:
     histogram = group.total.histogram
     row = GroupStatistics(*key, len(group.names), group.total.result())
     row.histogram = histogram.compact() if histogram is not None else None

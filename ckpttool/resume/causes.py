@@ -12,7 +12,7 @@ from typing import Any
 
 from ckpttool.catalogue.identity import same
 from ckpttool.catalogue.shown import shown
-from ckpttool.resume.results import Finding
+from ckpttool.resume.results import RunDifference
 from ckpttool.resume.states import RunState, is_counter
 from ckpttool.text import plural, some
 
@@ -25,7 +25,7 @@ _MISSING = "missing"
 
 def causes(
     before: RunState, after: RunState, step: int, *, start: RunState | None = None, again: RunState | None = None
-) -> list[Finding]:
+) -> list[RunDifference]:
     """Return what differed in a run (`after`) when step `step` began; nothing if it had what A had (`before`).
 
     `start` is what was there as built: of a command what A had when its first step began. `again` is what a repetition
@@ -59,10 +59,10 @@ class _Causes:
     def _of_kind(self, kind: str) -> list[str]:
         return [name for name in self.differing if self.before.kinds[name] == kind]
 
-    def _finding(self, kind: str, message: str, names: Sequence[str], **more: Any) -> Finding:
-        return Finding(kind, message, name=names[0], part=self.before.part(names[0]), **more)
+    def _finding(self, kind: str, message: str, names: Sequence[str], **more: Any) -> RunDifference:
+        return RunDifference(kind, message, name=names[0], part=self.before.part(names[0]), **more)
 
-    def all(self) -> Iterator[Finding]:
+    def all(self) -> Iterator[RunDifference]:
         """Yield all that differed, what the update is made of first."""
         yield from self._untied()
         yield from self._weights("weight", "of the model")
@@ -77,7 +77,7 @@ class _Causes:
 
     # Tensors ----------------------------------------------------------------------------------------------------------
 
-    def _untied(self) -> Iterator[Finding]:
+    def _untied(self) -> Iterator[RunDifference]:
         for names in self.before.ties:
             if any(set(names) <= set(group) for group in self.after.ties) or not {*names} <= self.after.kinds.keys():
                 continue
@@ -87,7 +87,7 @@ class _Causes:
             hint = "tie the weights where the model is built, before the optimizer"
             yield self._finding("untied", message, names[1:], hint=hint)
 
-    def _weights(self, kind: str, of: str) -> Iterator[Finding]:
+    def _weights(self, kind: str, of: str) -> Iterator[RunDifference]:
         names = self._of_kind(kind)
         every = [name for name, one in self.before.kinds.items() if one == kind]
         pairs, names = self._swapped(names)
@@ -138,7 +138,7 @@ class _Causes:
                 left = [one for one in left if one not in (name, other)]
         return pairs, left
 
-    def _buffers(self) -> Iterator[Finding]:
+    def _buffers(self) -> Iterator[RunDifference]:
         names = self._of_kind("buffer")
         if self.before.forward is not None and self.after.forward is not None:
             pairs = [*zip(self.before.buffers, self.after.buffers, strict=False)]
@@ -147,7 +147,7 @@ class _Causes:
             message = f"{plural(len(names), 'buffer')} of the model {_was(names)} not restored: {some(names)}"
             yield self._finding("buffers not restored", message, names)
 
-    def _state(self) -> Iterator[Finding]:
+    def _state(self) -> Iterator[RunDifference]:
         """Yield what differs in the state of optimizers."""
         names = [name for name in self.differing if self.before.kinds[name].startswith("group")]
         every = [name for name, kind in self.before.kinds.items() if kind.startswith("group")]
@@ -176,7 +176,7 @@ class _Causes:
             yield self._finding("swapped", message, own)
         yield from self._moments(left, every)
 
-    def _counters(self, names: list[str], every: list[str], *, alone: bool) -> Iterator[Finding]:
+    def _counters(self, names: list[str], every: list[str], *, alone: bool) -> Iterator[RunDifference]:
         by_values: dict[tuple[Any, Any], list[str]] = {}
         for name in names:
             by_values.setdefault((self.before.number(name), self.after.number(name)), []).append(name)
@@ -189,7 +189,7 @@ class _Causes:
             message = f"the step counters of the optimizer{of} were not restored{rest}: {values}"
             yield self._finding("step counters not restored", message, own, expected=was, found=now)
 
-    def _moments(self, names: list[str], every: list[str]) -> Iterator[Finding]:
+    def _moments(self, names: list[str], every: list[str]) -> Iterator[RunDifference]:
         """Yield moments that were not restored, those of one kind and group together."""
         for own, instead in self._alike(names):
             leaves = [*dict.fromkeys(map(_leaf, own))]
@@ -238,7 +238,7 @@ class _Causes:
             found.setdefault(one[0], one)
         return [*found.values()]
 
-    def _groups(self, *, is_lost: bool) -> Iterator[Finding]:
+    def _groups(self, *, is_lost: bool) -> Iterator[RunDifference]:
         """Yield hyperparameters, and numbers that an optimizer keeps beside its tensors."""
         groups = [] if is_lost else self._on_any(lambda name: self.before.part(name) == "optimizer")
         for name, was, now in sorted(groups, key=lambda one: not one[0].endswith(".lr"))[:_LIMIT]:
@@ -248,7 +248,7 @@ class _Causes:
             message = f"{what}{of} was not restored: {_values(now, was)} {self.when}"
             yield self._finding("hyper-parameter", message, [name], expected=was, found=now)
 
-    def _of_the_run(self) -> Iterator[Finding]:
+    def _of_the_run(self) -> Iterator[RunDifference]:
         """Yield schedulers, grad scalers, and what else a recipe keeps that is of no rank."""
         for root in dict.fromkeys(name.partition(".")[0] for name in self.before.values[0]):
             kind = self.before.part(root)
@@ -262,7 +262,7 @@ class _Causes:
                 message = f"{title} was not restored: `{name}` was {_values(now, was)} {self.when}"
                 yield self._finding(f"{kind} not restored", message, [name], expected=was, found=now)
 
-    def _loaders(self) -> Iterator[Finding]:
+    def _loaders(self) -> Iterator[RunDifference]:
         """Yield the data loaders of a recipe."""
         ranks = {rank: self._changed(rank, self._is_of_loader) for rank in range(self.world)}
         ranks = {rank: changed for rank, changed in ranks.items() if changed}
@@ -292,7 +292,7 @@ class _Causes:
                     kinds.setdefault(rank, []).append(kind)
         return kinds
 
-    def _batches(self) -> Iterator[Finding]:
+    def _batches(self) -> Iterator[RunDifference]:
         """Yield the data and the generators of ranks."""
         pairs = [(rank, self.before.batch(rank), self.after.batch(rank)) for rank in range(self.world)]
         if self.again is not None:
@@ -308,15 +308,15 @@ class _Causes:
             either = f"the data, or the RNG state{of} ({generators})," if kinds else "the data"
             ranks_of = ", ".join(str(rank) for rank, _ in other)
             message = f"{either} was not restored: the batch of rank {ranks_of} in step {self.step} is another"
-            yield Finding("data not restored", message, rank=other[0][0])
+            yield RunDifference("data not restored", message, rank=other[0][0])
         elif data:
             more = f"; the RNG state{of} differs, too ({generators})" if kinds else ""
-            yield Finding("data not restored", data + more, rank=other[0][0])
+            yield RunDifference("data not restored", data + more, rank=other[0][0])
         elif kinds:
             was = [self.before.rng(one) for one in range(self.before.world)]
             how = _taken("RNG state", {one: _place(was, self.after.rng(one)) for one in kinds})
             message = f"the RNG state{of} was not restored ({generators}){': ' if how else ''}{how}"
-            yield Finding("rng not restored", message, part="rng", rank=rank)
+            yield RunDifference("rng not restored", message, part="rng", rank=rank)
 
     def _data(self, other: list[tuple[int, Any]]) -> str | None:
         """Return what the batches of ranks are, which are not those of A: of another step or rank; None if unknown."""

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from ckpttool.resume.job import Seen
-from ckpttool.resume.results import Check, Finding, TrialReport
+from ckpttool.resume.results import RankCheck, RunDifference, TrialReport
 from ckpttool.resume.states import RunState
 from ckpttool.text import plural, size, some
 
@@ -19,7 +19,7 @@ _ZERO = 1e-12
 
 
 def check_replicas(report: TrialReport, recorded: RunState, run: str) -> None:
-    """Check that ranks that have the same box of a tensor have the same values in it."""
+    """RankCheck that ranks that have the same box of a tensor have the same values in it."""
     digests: dict[tuple[str, str], list[str]] = {}
     for shards in recorded.shards:
         for name, shard in shards.items():
@@ -31,21 +31,23 @@ def check_replicas(report: TrialReport, recorded: RunState, run: str) -> None:
     judged = [name for name in wrong if recorded.kinds[name] != "buffer"]
     if own := [name for name in wrong if recorded.kinds[name] == "buffer"]:
         report.notes.append(f"run {run}: buffers that differ between ranks: {some(own)}")
-    _add(report, Check("replicas agree", run, len(shared), not judged, f"differ in {some(judged)}" if judged else ""))
+    _add(
+        report, RankCheck("replicas agree", run, len(shared), not judged, f"differ in {some(judged)}" if judged else "")
+    )
 
 
 def check_sharding(report: TrialReport, run: str, seen: list[Seen]) -> None:
-    """Check what each rank holds, and that the ranks agree."""
+    """RankCheck what each rank holds, and that the ranks agree."""
     wrong = [(one.rank, shape) for one in seen for shape in one.shapes]
     uneven = sum(one.uneven for one in seen)
     message = f"rank {wrong[0][0]}: {wrong[0][1]}" if wrong else f"{plural(uneven, 'shard')} uneven or empty"
-    _add(report, Check("local shapes", run, max(one.parameters for one in seen), not wrong, message))
+    _add(report, RankCheck("local shapes", run, max(one.parameters for one in seen), not wrong, message))
     _check_memory(report, run, seen)
     _check_losses(report, run, seen)
     if seen[0].shared:
         keys = [key for key in seen[0].shared if len({one.shared.get(key) for one in seen}) > 1]
         message = f"the ranks have different values of {some(keys)}, of which one is saved" if keys else ""
-        _add(report, Check("values of the run", run, len(seen[0].shared), not keys, message))
+        _add(report, RankCheck("values of the run", run, len(seen[0].shared), not keys, message))
     for note in dict.fromkeys(note for one in seen for note in one.notes):
         report.notes.append(f"run {run}: {note}")
 
@@ -60,7 +62,7 @@ def _check_memory(report: TrialReport, run: str, seen: list[Seen]) -> None:
         memory = wrong[0].memory
         both = (f"{part} {memory[part]} B and not {memory[f'{part}_expected']}" for part in parts)
         message = f"rank {wrong[0].rank}: {', '.join(both)}"
-    _add(report, Check("memory", run, len(seen), not wrong, message))
+    _add(report, RankCheck("memory", run, len(seen), not wrong, message))
 
 
 def _check_losses(report: TrialReport, run: str, seen: list[Seen]) -> None:
@@ -73,7 +75,7 @@ def _check_losses(report: TrialReport, run: str, seen: list[Seen]) -> None:
         return len({repr(one.steps[i]["loss"]) for one in ranks}) == 1
 
     if steps and all(agree(seen, i) for i in steps):
-        _add(report, Check("losses agree", run, len(steps), passed=True, message="on all ranks"))
+        _add(report, RankCheck("losses agree", run, len(steps), passed=True, message="on all ranks"))
         return
     replicas: dict[int, list[Seen]] = {}
     for one in seen:
@@ -81,7 +83,7 @@ def _check_losses(report: TrialReport, run: str, seen: list[Seen]) -> None:
     shared = [ranks for ranks in replicas.values() if len(ranks) > 1]
     if not shared:
         message = "each rank has its own batch and loss: `step` does not average them"
-        report.checks.append(Check("losses agree", run, 0, None, message))
+        report.checks.append(RankCheck("losses agree", run, 0, None, message))
         return
     wrong = [(ranks, i) for ranks in shared for i in steps if not agree(ranks, i)]
     message = "on the ranks of each replica"
@@ -89,7 +91,7 @@ def _check_losses(report: TrialReport, run: str, seen: list[Seen]) -> None:
         ranks, i = wrong[0]
         losses = ", ".join(f"rank {one.rank}: {one.steps[i]['loss']!r}" for one in ranks)
         message = f"in step {ranks[0].steps[i]['number']}, {losses}"
-    _add(report, Check("losses agree", run, len(shared) * len(steps), not wrong, message))
+    _add(report, RankCheck("losses agree", run, len(shared) * len(steps), not wrong, message))
 
 
 def check_gradients(report: TrialReport, run: str, alone: Mapping[str, Any]) -> None:
@@ -107,7 +109,7 @@ def check_gradients(report: TrialReport, run: str, alone: Mapping[str, Any]) -> 
         else:
             errors[name] = 0.0 if distance <= _ZERO else math.inf
     if not errors:
-        _add(report, Check("gradients reduced", run, 0, passed=False, message="there are none"))
+        _add(report, RankCheck("gradients reduced", run, 0, passed=False, message="there are none"))
         return
     worst = max(errors, key=lambda name: errors[name])
     factor = sum(factors) / len(factors) if len(factors) == len(errors) else None
@@ -119,10 +121,10 @@ def check_gradients(report: TrialReport, run: str, alone: Mapping[str, Any]) -> 
         message = f"all are {factor:.3g} times those of one rank: `step` scales them otherwise than by a mean"
     else:
         message = f"`{worst.removeprefix('gradient.')}` is {errors[worst]:.2g} of its norm from that of one rank"
-    _add(report, Check("gradients reduced", run, len(errors), passed, message))
+    _add(report, RankCheck("gradients reduced", run, len(errors), passed, message))
 
 
-def _add(report: TrialReport, check: Check) -> None:
+def _add(report: TrialReport, check: RankCheck) -> None:
     report.checks.append(check)
     if check.passed is False:
-        report.findings.append(Finding(check.what, f"run {check.run}: {check.what}: {check.message}", check.run))
+        report.findings.append(RunDifference(check.what, f"run {check.run}: {check.what}: {check.message}", check.run))

@@ -20,7 +20,7 @@ from ckpttool.catalogue.shown import shown
 from ckpttool.errors import UsageError
 from ckpttool.resume import states, steps
 from ckpttool.resume.causes import causes
-from ckpttool.resume.results import Compared, Drift, Finding, RunReport, ScriptRun, TrialReport
+from ckpttool.resume.results import Compared, Drift, RunDifference, RunReport, ScriptRun, TrialReport
 from ckpttool.resume.saved_state import SavedState, SavedTensor, compare, difference_names, names_by_kind
 from ckpttool.resume.states import RunState, is_counter
 from ckpttool.resume.steps import LOSS, compare_steps, of_losses
@@ -45,7 +45,7 @@ def compare_states(
     against: str,
     *,
     rows: bool = True,
-) -> list[Finding]:
+) -> list[RunDifference]:
     """Compare what two runs had when a step began, bit for bit: a row for each part, and the causes of differences,
     which are returned."""
     parts = states.differing(before, after)
@@ -57,7 +57,7 @@ def compare_states(
             report.compared.append(row)
         if unequal and not any(finding.part == part for finding in findings):
             # What differs counts even if no cause explains it.
-            finding = Finding(f"{part} differs", f"{some(sorted(unequal))} of the {part} differs", part=part)
+            finding = RunDifference(f"{part} differs", f"{some(sorted(unequal))} of the {part} differs", part=part)
             findings.append(finding)
     for finding in findings:
         finding.run = run
@@ -81,7 +81,7 @@ def compare_ends(report: TrialReport, before: RunState, after: RunState, run: st
         if unequal:
             of = f"{len(unequal):,} of {plural(len(parts[part][0]), 'value')} of the {part} differ"
             text = f"at the end, {of}: {some(sorted(unequal))}"
-            report.findings.append(Finding(f"{part} differs", text, run, name=min(unequal), part=part))
+            report.findings.append(RunDifference(f"{part} differs", text, run, name=min(unequal), part=part))
 
 
 def compare_progress(report: TrialReport, was: int, now: int, run: str, against: str) -> bool:
@@ -89,7 +89,7 @@ def compare_progress(report: TrialReport, was: int, now: int, run: str, against:
     report.compared.append(Compared("progress", run, against, 1, int(was != now), f"step {now}", was == now))
     if was != now:
         message = f"training resumed at step {now}, and was saved at step {was}"
-        report.findings.append(Finding("progress", message, run, step=now, expected=was, found=now))
+        report.findings.append(RunDifference("progress", message, run, step=now, expected=was, found=now))
     return was == now
 
 
@@ -175,7 +175,7 @@ class FirstDifference:
 
     step: int
     names: set[str]
-    findings: list[Finding]
+    findings: list[RunDifference]
 
 
 def compare_runs(
@@ -204,7 +204,7 @@ def compare_runs(
                 report.notes.append(f"{name} was overwritten before it was copied, and is not compared")
             elif one is reference:
                 message = f"there is no checkpoint of step {saved.step} in run {run.name}"
-                report.findings.append(Finding("checkpoint missing", message, run.name, step=saved.step))
+                report.findings.append(RunDifference("checkpoint missing", message, run.name, step=saved.step))
     later = [loss for loss in run.steps if loss.number > resumed_at]
     losses = of_losses(reference.steps), of_losses(later)
     loss = compare_steps(report, *losses, run.name, reference.name, excused.kinds, titles=(LOSS,))
@@ -257,7 +257,7 @@ def _rows(
     return judged
 
 
-def elements(difference: Diff, before: SavedState, names: Collection[str]) -> Iterator[Finding]:
+def elements(difference: Diff, before: SavedState, names: Collection[str]) -> Iterator[RunDifference]:
     """Yield what differs between two checkpoints: of tensors with the first element, of values with those of a part
     together."""
     for kind, only, how in (
@@ -265,7 +265,7 @@ def elements(difference: Diff, before: SavedState, names: Collection[str]) -> It
         ("tensor unexpected", difference.only_b, "did not exist before"),
     ):
         for row in [one for one in only if one.name in names and one.dtype is not None][:_LIMIT]:
-            yield Finding(kind, f"`{row.name}` {how}", name=row.name, part=row.part)
+            yield RunDifference(kind, f"`{row.name}` {how}", name=row.name, part=row.part)
     place: dict[str, Any]
     tensors = [one for one in difference.tensors if one.name in names]
     for one in tensors[:_LIMIT]:
@@ -274,7 +274,7 @@ def elements(difference: Diff, before: SavedState, names: Collection[str]) -> It
             kinds = [f"{kind} {list(shape)}" for kind, shape in zip(one.dtypes, one.shapes, strict=True)]
             how = f"was {kinds[0]} and is {kinds[1]}" if kinds[0] != kinds[1] else "differs"
             place = {"name": one.name, "part": part, "expected": kinds[0], "found": kinds[1]}
-            yield Finding("tensor differs", f"`{one.name}` {how}", **place)
+            yield RunDifference("tensor differs", f"`{one.name}` {how}", **place)
             continue
         # JSON has no complex numbers.
         was, now = (str(v) if isinstance(v, complex) else v for v in values.values)
@@ -284,9 +284,9 @@ def elements(difference: Diff, before: SavedState, names: Collection[str]) -> It
         apart = f", {values.ulp:,} ULP apart" if values.ulp else ""
         message = f"{of}{at}: {shown(now)} and not {shown(was)}{apart}"
         place = {"name": one.name, "part": part, "index": one.index, "of": values.numel}
-        yield Finding("values differ", message, expected=was, found=now, **place, **figures)
+        yield RunDifference("values differ", message, expected=was, found=now, **place, **figures)
     if tensors[_LIMIT:]:
-        yield Finding("values differ", f"{plural(len(tensors) - _LIMIT, 'more tensor')} differ")
+        yield RunDifference("values differ", f"{plural(len(tensors) - _LIMIT, 'more tensor')} differ")
     by_root: dict[str, list[ObjectDifference]] = {}
     for value in difference.objects:
         if value.name in names:
@@ -299,10 +299,10 @@ def elements(difference: Diff, before: SavedState, names: Collection[str]) -> It
         title = {"rng": "RNG state", "dataloader": "data loader", "scaler": "grad scaler"}.get(part, part)
         message = f"the {title} is not as it was: {', '.join(texts)}"
         was, now = (None if value is ABSENT else value for value in (first.a, first.b))
-        yield Finding(f"{part} differs", message, name=first.name, part=part, expected=was, found=now)
+        yield RunDifference(f"{part} differs", message, name=first.name, part=part, expected=was, found=now)
 
 
-def compare_converted(saved: str, converted: str, *, tensors: bool = False) -> tuple[Compared, list[Finding]]:
+def compare_converted(saved: str, converted: str, *, tensors: bool = False) -> tuple[Compared, list[RunDifference]]:
     """Compare a checkpoint with what a route made of it, and return a row and findings; with `tensors` of those alone,
     as formats keep other values in their own ways."""
     with SavedState(saved) as before, SavedState(converted) as after:

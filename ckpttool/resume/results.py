@@ -15,8 +15,8 @@ NONDETERMINISTIC = 3
 
 
 @dataclass(slots=True)
-class Finding:
-    """One difference: `Finding("flipped bit", "bit 22 of `model.w`[0, 3] is flipped", "B", name="model.w",
+class RunDifference:
+    """One difference: `RunDifference("flipped bit", "bit 22 of `model.w`[0, 3] is flipped", "B", name="model.w",
     index=[0, 3], found=0.25, expected=0.5, ulp=4194304, differing=1, of=64)`. Fields that do not apply are None."""
 
     kind: str  #: kind of difference
@@ -96,8 +96,8 @@ class Compared:
 
 
 @dataclass(slots=True)
-class Check:
-    """A check of the sharding of a run: `Check("local shapes", "A", 31, True, "")`. If it was not
+class RankCheck:
+    """A check of the sharding of a run: `RankCheck("local shapes", "A", 31, True, "")`. If it was not
     checked, `message` says why."""
 
     what: str  #: what was checked
@@ -207,7 +207,7 @@ class Outcome(Result):
     message: str = ""  #: the verdict, for people
     route: list[Leg] = field(default_factory=list)  #: stages between save and resume
     compared: list[Compared] = field(default_factory=list)  #: comparisons, one each
-    findings: list[Finding] = field(default_factory=list)  #: differences
+    findings: list[RunDifference] = field(default_factory=list)  #: differences
     drifts: list[Drift] = field(default_factory=list)  #: how far runs on another mesh are from A
     notes: list[str] = field(default_factory=list)  #: for people
     seconds: float = 0.0  #: duration
@@ -238,7 +238,7 @@ class TrialReport(Outcome):
     steps_after: int = 0  #: steps after the save
     deterministic: list[str] = field(default_factory=list)  #: determinism settings
     runs: list[Run] = field(default_factory=list)  #: the runs
-    checks: list[Check] = field(default_factory=list)  #: checks of the sharding
+    checks: list[RankCheck] = field(default_factory=list)  #: checks of the sharding
     unrepeated: list[str] = field(default_factory=list)  #: what A2 did not repeat of A, and is not judged
     failure: Failure | None = None  #: run that did not finish
 

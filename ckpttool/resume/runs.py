@@ -30,7 +30,7 @@ from ckpttool.resume.logged import from_files
 from ckpttool.resume.losses import Losses, Output
 from ckpttool.resume.observe import Hooked
 from ckpttool.resume.process import LAST_LINES, Process, last_lines, read_log
-from ckpttool.resume.results import Cost, FailedCommand, Finding, Loss, RunReport, Saved, ScriptRun
+from ckpttool.resume.results import Cost, FailedCommand, Loss, RunDifference, RunReport, Saved, ScriptRun
 from ckpttool.resume.saved_state import SavedState
 from ckpttool.resume.scratch import checked_folder, kept_folder
 from ckpttool.resume.states import RunState, is_counter
@@ -239,7 +239,9 @@ class _Verification:
 
     def _tell_not_resumed(self, run: ScriptRun, message: str) -> None:
         hint = f"what was run: {shlex.join(run.command)}"
-        self.report.findings.append(Finding("not resumed", f"{message}: it began at the start", run.name, hint=hint))
+        self.report.findings.append(
+            RunDifference("not resumed", f"{message}: it began at the start", run.name, hint=hint)
+        )
         self.report.cause = f"the command did not resume: {message}"
 
     def limited(self, steps: int, words: Sequence[str] | None = None) -> Sequence[str]:
@@ -590,7 +592,7 @@ def _cause(verification: _Verification, reference: ScriptRun, first: compare.Fir
     return "; ".join(differed[:_CAUSES]) + more_of
 
 
-def _begun(verification: _Verification, reference: ScriptRun, b: ScriptRun) -> tuple[str, list[Finding]]:
+def _begun(verification: _Verification, reference: ScriptRun, b: ScriptRun) -> tuple[str, list[RunDifference]]:
     """Return what differed in run B when its first step began, and if nothing, why no cause follows from it."""
     hooked, step = verification.hooked, b.resumed_at or 0
     after = hooked[b.name].states.get(1)

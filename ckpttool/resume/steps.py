@@ -16,7 +16,7 @@ from ckpttool.analysis.differences.elements import Comparison
 from ckpttool.catalogue.dtypes import dtype
 from ckpttool.catalogue.identity import same
 from ckpttool.resume.observe import Hooked
-from ckpttool.resume.results import Compared, Finding, Step
+from ckpttool.resume.results import Compared, RunDifference, Step
 
 LOSS, RNG = "loss", "RNG state"
 # In the order in which a step happens.
@@ -33,7 +33,7 @@ class _WithLoss(Protocol):
 
 class _Findings(Protocol):
     compared: list[Compared]
-    findings: list[Finding]
+    findings: list[RunDifference]
 
 
 def of_ranks(steps: Iterable[Step]) -> Steps:
@@ -115,7 +115,7 @@ def compare_steps(
     titles: Sequence[str] = TITLES,
     prefix: str = "",
     why_not: str = "",
-) -> Finding | None:
+) -> RunDifference | None:
     """Add a row for what was seen in the steps of two runs, and return a finding for the first difference.
 
     Nothing counts from the step on at which it is `excused`, and with `why_not` nothing at all.
@@ -164,7 +164,7 @@ def _is_same(one: Mapping[Any, Any], other: Mapping[Any, Any]) -> bool:
 
 def _finding(
     title: str, number: int, was: Mapping[Any, Any], now: Mapping[Any, Any], run: str, against: str
-) -> Finding:
+) -> RunDifference:
     key = next(key for key in was if key in now and not same(was[key], now[key]))
     rank = key[0] if isinstance(key, tuple) else key
     one, other = was[key], now[key]
@@ -174,10 +174,12 @@ def _finding(
     message = f"the {title}{of_rank} {verb} from {that} of {against} in step {number}{values}"
     far = figures(one, other) if isinstance(one, float) and isinstance(other, float) else {}
     shown = (one, other) if values else (None, None)
-    return Finding(f"{title} {verb}", message, run, rank=rank, step=number, expected=shown[0], found=shown[1], **far)
+    return RunDifference(
+        f"{title} {verb}", message, run, rank=rank, step=number, expected=shown[0], found=shown[1], **far
+    )
 
 
-def _show_in_loss(finding: Finding, before: Steps, after: Steps) -> None:
+def _show_in_loss(finding: RunDifference, before: Steps, after: Steps) -> None:
     """Give a finding about digests, which say nothing, the values of the first loss that differs after it."""
     for number in _shared(before, after, LOSS):
         was, now = (_mean([*steps[number][LOSS].values()]) for steps in (before, after))

@@ -27,7 +27,7 @@ from ckpttool.resume import arguments, checks, compare, launch, states
 from ckpttool.resume.job import BUILT, END, RESUMED, Job, Seen, read_seen
 from ckpttool.resume.launch import Ended, Launcher, TorchrunLauncher, torchrun_world
 from ckpttool.resume.recipe import load_recipe
-from ckpttool.resume.results import Check, Run, Step, TrialReport
+from ckpttool.resume.results import RankCheck, Run, Step, TrialReport
 from ckpttool.resume.scratch import kept_folder
 from ckpttool.resume.states import RunState
 from ckpttool.resume.steps import TITLES, compare_steps, of_ranks, unrepeated
@@ -323,7 +323,7 @@ def _check_gradients(trial: _Trial, why_not: str) -> None:
         else:
             checks.check_gradients(trial.report, "A", trial.seen["alone"][0].alone)
     if why_not:
-        trial.report.checks.append(Check("gradients reduced", "A", 0, None, f"skipped: {why_not}"))
+        trial.report.checks.append(RankCheck("gradients reduced", "A", 0, None, f"skipped: {why_not}"))
 
 
 def _fail(report: TrialReport, ended: Ended) -> None:

@@ -9,7 +9,7 @@ import torch
 from support.recorded_states import State
 
 from ckpttool.resume.compare import compare_states
-from ckpttool.resume.results import Finding, TrialReport
+from ckpttool.resume.results import RunDifference, TrialReport
 
 SHAPES = {"embed.weight": (8, 4), "up.weight": (4, 4), "down.weight": (4, 4), "norm.weight": (4,)}
 WHEN = "when step 3 began"
@@ -44,7 +44,7 @@ def state(seed: int, steps: int = 3) -> State:
     return made
 
 
-def seen(change: Callable[[State], object], built: State | None = None) -> list[Finding]:
+def seen(change: Callable[[State], object], built: State | None = None) -> list[RunDifference]:
     """What is said after `change` was done to the state that came back."""
     after, report = state(1), TrialReport(recipe="recipe.py", rule="bitwise", rule_message="")
     change(after)

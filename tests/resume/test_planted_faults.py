@@ -9,13 +9,13 @@ import pytest
 from support.planted_faults import EXCLUDED, FAULTS, plant, recipe
 
 from ckpttool.reports.resumed import page as page_of
-from ckpttool.resume.results import Finding, TrialReport
+from ckpttool.resume.results import RunDifference, TrialReport
 from ckpttool.resume.trial import trial
 
 STATE = ("model", "optimizer", "scheduler", "rng", "dataloader")
 
 
-def told(findings: list[Finding], kind: str, says: str) -> list[Finding]:
+def told(findings: list[RunDifference], kind: str, says: str) -> list[RunDifference]:
     return [found for found in findings if found.kind == kind and says in found.message]
 
 

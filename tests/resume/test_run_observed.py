@@ -7,14 +7,14 @@ import dataclasses
 import pytest
 
 from ckpttool.resume.observe import Hooked, Observed
-from ckpttool.resume.results import Finding, RunReport
+from ckpttool.resume.results import RunDifference, RunReport
 from ckpttool.resume.steps import Steps, compare_steps, drawn, of_hook, unrepeated
 
 ONE = Observed(0, 0, 1, 2.5, 0.5, [0.1], "aa", ["aa"], {"torch": "bb"}, "cc")
 FOLLOWS = ("loss", "gradient norm", "parameters")  # what comes of another batch
 
 
-def compared(a: Steps, b: Steps) -> list[Finding]:
+def compared(a: Steps, b: Steps) -> list[RunDifference]:
     report = RunReport(words=[], rule="bitwise", rule_message="", at=1, until=2, stop="sigkill")
     found = compare_steps(report, drawn(a, a), drawn(b, a), "B", "A", {})
     return [found] if found is not None else []

@@ -23,7 +23,7 @@ from ckpttool.layout.mesh import parse_mesh
 from ckpttool.resume import arguments, checks, compare
 from ckpttool.resume.compare import judge
 from ckpttool.resume.job import Seen
-from ckpttool.resume.results import Check, Compared, Finding, Step, TrialReport
+from ckpttool.resume.results import Compared, RankCheck, RunDifference, Step, TrialReport
 from ckpttool.resume.states import RunState
 from ckpttool.resume.steps import TITLES, compare_steps, of_ranks
 from ckpttool.resume.worker.gradients import _joined
@@ -40,7 +40,7 @@ def step(number: int, *losses: float, **changed: Any) -> Step:
     return dataclasses.replace(made, **changed)
 
 
-def steps_compared(made: TrialReport, other: list[Step], before: int = 3, **options: Any) -> list[Finding]:
+def steps_compared(made: TrialReport, other: list[Step], before: int = 3, **options: Any) -> list[RunDifference]:
     sides = (of_ranks(steps) for steps in (RUN[:before], other))
     found = compare_steps(made, *sides, "B", "A", titles=TITLES[:-1], **options)  # type: ignore[misc]
     return [found] if found is not None else []
@@ -130,7 +130,7 @@ def test_losses_of_ranks_with_batches_of_their_own_are_not_judged() -> None:
     assert check.passed is None and made.findings == []
 
 
-def checked(*rows: list[float] | None) -> tuple[bool | None, str, list[Finding]]:
+def checked(*rows: list[float] | None) -> tuple[bool | None, str, list[RunDifference]]:
     """What is said of gradients by their distance from those of one rank, the norm of these, and the projection."""
     made = report()
     checks.check_gradients(made, "A", {"compute": "float32", "rows": {f"gradient.{n}": r for n, r in enumerate(rows)}})
@@ -220,7 +220,7 @@ def test_nothing_passes_for_want_of_words() -> None:
     judge(made)
     assert (made.verdict, made.message) == ("differs", "resume is not exact: model of B: not as it was")
     made = report()
-    made.checks.append(Check("memory", "B", 3, passed=False))
+    made.checks.append(RankCheck("memory", "B", 3, passed=False))
     judge(made)
     assert made.verdict == "differs"
 

@@ -77,8 +77,16 @@ _SIMPLE: dict[Any, dict[str, Any]] = {
     type(None): {"type": "null"},
     Any: {},
 }
-_TITLES = {"Outlier": "Finding", "Fault": "Finding"}  # of definitions, where the class has another name
-_OPEN = (documents.Failure,)  # has fields that depend on the error
+# Of definitions, where the class has another name.
+_TITLES = {
+    "Outlier": "Finding",
+    "Fault": "Finding",
+    "RunDifference": "Finding",
+    "RankCheck": "Check",
+    "ErrorFields": "Failure",
+    "FormatFacts": "Format",
+}
+_OPEN = (documents.ErrorFields,)  # has fields that depend on the error
 _OTHER_TYPES = {
     (kind, "sent"): Sent | None for kind in (Conversion, Resharding, Exported)
 }  # which is not imported there

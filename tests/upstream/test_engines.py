@@ -410,7 +410,7 @@ def test_a_rank_that_fails_need_not_end_for_others_to_hear_of_it(
     script = tmp_path / "staying.py"
     script.write_text(
         "import os, time\nfrom ckpttool.transfer import processes\nfrom ckpttool.cli import error_messages\n"
-        "said, telling = os.environ['SAID'], error_messages.Report.failed\n"
+        "said, telling = os.environ['SAID'], error_messages.ErrorPrinter.failed\n"
         "def noting(report, error):\n"
         "    code = telling(report, error)\n"
         "    os.environ['RANK'] == '0' and open(said, 'w').close()\n"
@@ -418,7 +418,7 @@ def test_a_rank_that_fails_need_not_end_for_others_to_hear_of_it(
         "def waiting():\n"
         "    while not os.path.exists(said):\n"
         "        time.sleep(0.05)\n"
-        "error_messages.Report.failed, processes.wait_to_be_ended = noting, waiting\n"
+        "error_messages.ErrorPrinter.failed, processes.wait_to_be_ended = noting, waiting\n"
         + FAILING.format(module="engine", function="_fill_optimizer")
     )
     monkeypatch.setenv("FAILING", "1")

@@ -9,7 +9,7 @@ from contextlib import closing
 from dataclasses import replace
 
 from ckpttool.analysis.statistics import cached
-from ckpttool.analysis.statistics.collect import EPS, Collected, Job, pictured, second_moments
+from ckpttool.analysis.statistics.collect import EPS, Collected, TensorReading, pictured, second_moments
 from ckpttool.analysis.statistics.findings import findings
 from ckpttool.analysis.statistics.results import TensorStatistics, row_of
 from ckpttool.catalogue.aliases import find_aliases
@@ -153,7 +153,7 @@ class Survey:
     ) -> Collected:
         if not is_sound:
             validate(replace(self._source.catalogue, entries={tensor.path: tensor}))
-        job = Job(tensor, *seconds.get(tensor.path, (None, EPS)), pictured=tensor.path in self._pictured)
+        job = TensorReading(tensor, *seconds.get(tensor.path, (None, EPS)), pictured=tensor.path in self._pictured)
         for task in job.tasks():
             job.read(task, self._source, pool, work)
         return job.result()[1]

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 from ckpttool.analysis.statistics.elements import Accumulator, ChannelMaxima, Channels, Statistics, has_channels
 from ckpttool.analysis.statistics.histogram import Compact
 from ckpttool.analysis.statistics.moments import buffer
-from ckpttool.analysis.statistics.places import Place, place_of
+from ckpttool.analysis.statistics.places import ModelPlace, place_of
 from ckpttool.analysis.statistics.thumbnails import MOST_THUMBNAILS, Thumbnail
 from ckpttool.catalogue import boxes
 from ckpttool.catalogue.boxes import Box
@@ -83,7 +83,7 @@ class GroupKey(NamedTuple):
 
 
 @dataclass(slots=True)
-class Group:
+class TensorGroup:
     """A group of tensors while it grows."""
 
     total: Accumulator
@@ -93,13 +93,13 @@ class Group:
 class Task(NamedTuple):
     """Elements of a tensor that one thread reads at a time."""
 
-    job: Job
+    job: TensorReading
     number: int
     box: Box
     chunk: int | None  # None for a box that may lie in several
 
 
-class Job:
+class TensorReading:
     """A tensor that is being read, in tasks. Their results are merged in order, so that a sum does not depend on which
     thread was first. With `pictured` there is a thumbnail of a matrix."""
 
@@ -191,7 +191,7 @@ class Job:
 
 def collect(
     tensors: Sequence[Tensor], source: Source, threads: int, progress: Progress | None
-) -> tuple[dict[Path, Collected], dict[GroupKey, Group]]:
+) -> tuple[dict[Path, Collected], dict[GroupKey, TensorGroup]]:
     """Return the statistics of each tensor of a validated catalogue, and those of their groups.
 
     Raises CorruptError when a file is too short, and whatever the source raises.
@@ -199,7 +199,7 @@ def collect(
     seconds = second_moments(source.catalogue, tensors)
     results: dict[Path, Collected] = {}
     finished: dict[Path, Accumulator] = {}
-    groups: dict[GroupKey, Group] = {}
+    groups: dict[GroupKey, TensorGroup] = {}
     waiting = iter([tensor.path for tensor in tensors if tensor.numel])
     expected: Path | None = next(waiting, None)
     lock = threading.Lock()
@@ -210,7 +210,9 @@ def collect(
     def tasks() -> Iterator[Task]:
         for tensor in tensors:
             if tensor.numel:
-                job = Job(tensor, *seconds.get(tensor.path, (None, EPS)), pictured=tensor.path in with_thumbnails)
+                job = TensorReading(
+                    tensor, *seconds.get(tensor.path, (None, EPS)), pictured=tensor.path in with_thumbnails
+                )
                 yield from job.tasks()
 
     def do(task: Task) -> None:
@@ -245,16 +247,16 @@ def _has_thumbnail(tensor: Tensor) -> bool:
     return has_channels(tensor.shape, tensor.dtype) and (pieces == 1 or tensor.nbytes >= pieces * _MIN_PIECE)
 
 
-def _add_to_groups(groups: dict[GroupKey, Group], tensor: Tensor, total: Accumulator) -> None:
+def _add_to_groups(groups: dict[GroupKey, TensorGroup], tensor: Tensor, total: Accumulator) -> None:
     for key in group_keys(place_of(tensor), tensor.dtype.name):
         group = groups.get(key)
         if group is None:
-            group = groups[key] = Group(Accumulator(tensor.dtype))
+            group = groups[key] = TensorGroup(Accumulator(tensor.dtype))
         group.total.merge(total)
         group.names.append(tensor.name)
 
 
-def group_keys(place: Place, dtype: str) -> Iterator[GroupKey]:
+def group_keys(place: ModelPlace, dtype: str) -> Iterator[GroupKey]:
     """Yield the groups of a tensor. Pure."""
     part, moment, layer, kind, expert = place
     yield GroupKey("part", part, moment, part, dtype)

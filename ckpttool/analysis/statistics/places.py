@@ -11,8 +11,8 @@ _NUMBER = re.compile(r"[0-9]{1,9}", re.ASCII)
 _EXPERTS = re.compile(r"(local_|routed_)?experts?", re.IGNORECASE)
 
 
-class Place(NamedTuple):
-    """Where a tensor stands: `Place("optimizer", "exp_avg", "layers.3", "layers.*.experts.*.up.weight", "17")`."""
+class ModelPlace(NamedTuple):
+    """Where a tensor stands: `ModelPlace("optimizer", "exp_avg", "layers.3", "layers.*.experts.*.up.weight", "7")`."""
 
     part: str  #: part, with its key if that has another name: `optimizer (optim)`
     moment: str  #: of optimizer state, which; else empty
@@ -30,7 +30,7 @@ def parameter_of(tensor: Tensor) -> tuple[list[str], str]:
     return keys[1:] if keys[0] == "state" and len(keys) > 1 else keys, moment
 
 
-def place_of(tensor: Tensor) -> Place:
+def place_of(tensor: Tensor) -> ModelPlace:
     """Return where a tensor stands, by its name."""
     keys, moment = parameter_of(tensor)
     layer, expert, kind = "", "", []
@@ -43,4 +43,4 @@ def place_of(tensor: Tensor) -> Place:
             expert = expert or key
         elif not layer:
             layer = ".".join(keys[: i + 1])
-    return Place(str(tensor.part), moment, layer, ".".join(kind), expert)
+    return ModelPlace(str(tensor.part), moment, layer, ".".join(kind), expert)

@@ -24,7 +24,7 @@ from ckpttool.resume.worker.build import Built
 from ckpttool.resume.worker.setup import elements, local
 
 
-class Observer:
+class RankObserver:
     """Takes steps of a run and observes each. `inputs` are the last inputs of the model."""
 
     def __init__(self, built: Built) -> None:

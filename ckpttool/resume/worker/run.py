@@ -11,7 +11,7 @@ from ckpttool.errors import ReadError
 from ckpttool.resume.job import BUILT, END, RESUMED, Job, Seen
 from ckpttool.resume.worker import gradients, save_load, setup, shard_checks
 from ckpttool.resume.worker.build import Built, build
-from ckpttool.resume.worker.observe import Observer
+from ckpttool.resume.worker.observe import RankObserver
 from ckpttool.resume.worker.record import record
 
 if TYPE_CHECKING:
@@ -42,7 +42,7 @@ def run(job: Job, watch: Watch, *, leave: bool = True) -> None:
 
 
 def _train(job: Job, watch: Watch, built: Built, seen: Seen) -> None:
-    observer = Observer(built)
+    observer = RankObserver(built)
     for before in range(job.before if job.load is None else 0):
         watch.enter(f"step {before}")
         seen.steps.append(observer.step(before))
