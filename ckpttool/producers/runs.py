@@ -23,7 +23,7 @@ from ckpttool.errors import CkptError, ReadError, UsageError
 from ckpttool.producers import PRODUCERS, recognise
 from ckpttool.producers.components import DCP_FILE, Producer
 from ckpttool.producers.directory import Directory
-from ckpttool.storage.stores import Location, escape
+from ckpttool.storage.stores import Location, escape, locate
 from ckpttool.text import is_or_are, some
 
 _DATA = re.compile(rf"{formats.DATA_FILE.pattern}|.*\.(pi?c?kle?|th|torch|tar|zip|npz|model|state)|.*\.pth?\.\w+|[^.]*")
@@ -100,8 +100,9 @@ class RunDirectory:
         return [name for name in names if name in counting | with_tensors]
 
 
-def checkpoints(location: Location) -> list[RunCheckpoint]:
+def checkpoints(path: str) -> list[RunCheckpoint]:
     """Return the checkpoints of a run, oldest first; none when it is no run. Raises ReadError."""
+    location = locate(path)
     return search(Directory(location))[1] if location.is_dir() else []
 
 

@@ -26,7 +26,6 @@ from ckpttool.producers.open import opened
 from ckpttool.resume.audit.counters import step_counters
 from ckpttool.resume.audit.values import read_number
 from ckpttool.storage.files import Pool
-from ckpttool.storage.stores import local_path
 
 _STEP = re.compile(r"\{step(?:-1)?(?::[^}]*)?\}")
 _DATA = re.compile(r".*\.(safetensors|bin|pt|pth|distcp)")
@@ -107,7 +106,7 @@ class Checkpoints:
 
     def _of_framework(self) -> dict[int, str]:
         with suppress(CkptError, OSError):
-            return {one.step: str(one.path) for one in runs.checkpoints(local_path(self._out)) if one.step is not None}
+            return {one.step: str(one.path) for one in runs.checkpoints(self._out) if one.step is not None}
         return {}
 
     def _with_those_beside(self, beside: Mapping[int, str]) -> dict[int, str]:

@@ -17,7 +17,6 @@ from ckpttool.errors import CkptError
 from ckpttool.layout.optimizer.names_of_ids import name_ids
 from ckpttool.layout.optimizer.parse import optimizers
 from ckpttool.producers import open, runs
-from ckpttool.storage.stores import locate
 
 
 class Opened:
@@ -91,7 +90,7 @@ class Session:
         """Open the checkpoint at the path; of a run, the newest complete one. Raises ReadError or CorruptError."""
         opened = self._opened[self.path] = Opened(self.path, self.shapes)
         if "run" in opened.catalogue.facts:
-            self.steps = [step for step in runs.checkpoints(locate(self.path)) if step.complete]
+            self.steps = [step for step in runs.checkpoints(self.path) if step.complete]
             taken = [row["path"] for row in opened.catalogue.facts["run"] if row["taken"]]
             if taken:
                 opened.path = str(taken[0])
