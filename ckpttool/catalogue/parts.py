@@ -48,6 +48,7 @@ _ANY_NAME = re.compile("|".join(f"(?:{pattern})" for _, pattern in _NAMES), re.I
 _COUNTER = re.compile(r"(global_|current_|total_)?(step|epoch|iteration)s?", re.IGNORECASE)
 _REPLAY = re.compile(r"(.*_)?(replay|rb|buffer|memory|rollouts?|experience)(_\w+)?", re.IGNORECASE)
 _EXPERIENCE = {"obs", "observations", "next_obs", "next_observations", "actions", "rewards", "dones", "terminals"}
+_EXPERIENCE |= {"obs2", "act", "action", "rew", "reward", "done", "terminated"}
 _STATISTIC = re.compile(r"(?s)(.*\.)?(running_mean|running_var|num_batches_tracked)")
 _SEEN = re.compile(r"(?s)(.*\.)?_?((running|current)_)?(mean|var|variance|std|count|num_batches_tracked)")
 _ARGUMENTS = {"argparse.Namespace", "types.SimpleNamespace", "yacs.config.CfgNode", "omegaconf.dictconfig.DictConfig"}

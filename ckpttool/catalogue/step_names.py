@@ -29,10 +29,10 @@ def _patterns(*spelt: str) -> tuple[re.Pattern[str], ...]:
 STEPS = _patterns(_BEFORE.format(_STEP), _BEFORE.format("ba"), _AFTER.format(f"{_STEP}|iters"))
 EPOCHS = _patterns(_BEFORE.format(_EPOCH), _AFTER.format("epochs?"))
 WORDS = (*STEPS, *EPOCHS)
-NUMBERS = (*STEPS, *_patterns(_BEFORE.format(_SAVE), r"^(\d+)$"), *EPOCHS, *_patterns(_AFTER.format(_SAVE)))
 # Without a word that says what it counts, a small number may be of epochs.
 _COUNT = r"(0\d{4,}|[1-9]\d\d+)"
 _LARGE = _patterns(rf"(?:{_SAVE})[-_=]?{_COUNT}(?![\da-z])", rf"^{_COUNT}$", r"(?<!\d)(0\d{5,})(?![\da-z])")
+NUMBERS = (*STEPS, *_patterns(_BEFORE.format(_SAVE), r"^(\d+)$"), *EPOCHS, *_patterns(_AFTER.format(_SAVE)), _LARGE[2])
 # What has numbers and is no step; a fraction may be the end of a name and its suffix: `model.0002.pth`.
 _NO_STEPS = re.compile(
     r"\d{5}-of-\d{5}|(?<![a-z\d])\d+\.\d+(?![\da-z])|"

@@ -108,7 +108,7 @@ class Layout:
         for component in other.components:
             name = component.name.rpartition("/")[2]
             free = component if component.root not in taken else replace(component, root=(*component.root[:-1], name))
-            self.components.append(replace(free, spare=bool(_OTHER_FORMAT.fullmatch(name))))
+            self.components.append(replace(free, spare=bool(_OTHER_FORMAT.fullmatch(component.name))))
         self.assets += other.assets
         self.missing += other.missing
         self.unreadable |= other.unreadable
@@ -217,15 +217,15 @@ class Constant:
 ASSET_NAMES = (
     r"(config|generation_config|added_tokens|special_tokens_map|chat_template|adapter_config|quantization_config"
     r"|[a-z_]*processor_config|[a-z_]*tokenizer_config|tokenizer|vocab|modules|preprocessor)\.json"
-    r"|(all|train|eval|predict|test)_results\.json|vocab\.txt|merges\.txt|.*\.model|.*\.jinja|.*\.tiktoken|README\.md|LICENSE.*|.*\.py"
+    r"|(all|train|eval|predict|test)_results\.json|vocab\.txt|merges\.txt|(tokenizer|spiece|sentencepiece\.bpe)\.model|.*\.jinja|.*\.tiktoken|README\.md|LICENSE.*|.*\.py"
 )
 # Of a Git repository around the files, not of the model.
 REPOSITORY = Pattern(r"\.git(/|attributes|ignore|keep|modules)", kind="ignored")
 ASSETS = (Pattern(ASSET_NAMES, kind="asset"), REPOSITORY)
-# The weights in the older format of transformers, where `model.safetensors` is there too.
-_OTHER_FORMAT = re.compile(r"pytorch_model.*\.bin")
-# What may hold tensors, by its suffix or for want of one.
-STATE_FILE = r"(?!training_args).*\.(bin|pth?|th|ckpt|tar|pkl|pickle|p|npz|npy|state|zip)|[^.]+"
+# The weights in the older format of transformers, where `model.safetensors` is there too; for transformers, of verl.
+_OTHER_FORMAT = re.compile(r"(.*/)?(pytorch_model[^/]*\.bin|huggingface/[^/]*\.safetensors(\.index\.json)?)")
+# Beside a model these are no state, whatever they are called.
+TEXTS = Pattern(r".*\.(json|ya?ml|txt)", kind="asset")
 # Of DCP, with or without its index.
 DCP_FILE = r"\.metadata|__\d+\.metadata|.*\.distcp"
 DCP_FILES = Pattern(rf"{DCP_FILE}|\.metadata\.tmp|__\d+\.metadata\.tmp|\.metadata\.bck", kind="ignored")

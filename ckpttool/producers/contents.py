@@ -232,12 +232,17 @@ def _add_file(directory: Directory, name: str, layout: Layout, *, beside: bool) 
             head = location.head(_HEAD)
             if formats.DATA_FILE.fullmatch(name):
                 detect(location)
-            elif head and not _is_text(head) and not (beside and re.fullmatch(_LOGS, name)):
+            elif head and not (_is_text(head) or _is_vocabulary(name, head) or (beside and re.fullmatch(_LOGS, name))):
                 text = f"`{location}`: of no known format, it begins with {head[:8].hex(' ')}"
                 raise ReadError(text, hint=_STATE, file=location)
             layout.assets.append(name)
         except CkptError as error:
             layout.unreadable[name] = error
+
+
+def _is_vocabulary(name: str, head: bytes) -> bool:
+    """Return whether a file is a vocabulary of sentencepiece, which begins with its first piece."""
+    return name.endswith((".model", ".spm")) and head[:1] == b"\n"
 
 
 def _is_text(head: bytes) -> bool:

@@ -20,7 +20,7 @@ from ckpttool.catalogue.step_names import facts_of, places_of
 from ckpttool.catalogue.warning import Warning
 from ckpttool.catalogue.work_limit import working
 from ckpttool.errors import CkptError, CorruptError, ReadError, UsageError
-from ckpttool.formats import rankfiles
+from ckpttool.formats import rankfiles, torchsave
 from ckpttool.formats.detect import detect, found_inside
 from ckpttool.layout.optimizer.names_of_ids import is_model_order
 from ckpttool.producers import (
@@ -85,7 +85,15 @@ def open_at(location: Location, options: OpenOptions = NO_HINTS, run: runs.RunDi
 def _open_files(location: Location, options: OpenOptions) -> Source:
     """Open a file, or the files that a pattern matches: those of ranks, or of one step beside those of others."""
     if not location.is_pattern() or any(row.recognise(location) for row in formats.FORMATS):
-        return _detect(location, None).open(location, options)
+        source = _detect(location, None).open(location, options)
+        if (
+            source.catalogue.format == rankfiles.FORMAT.name
+            and location.is_file()
+            and reader.is_of_each_rank(source.catalogue)
+        ):
+            source.close()
+            return torchsave.FORMAT.open(location, options)  # what one rank has of its own, by itself
+        return source
     matches = location.matches()
     if not matches:
         return _detect(location, None).open(location, options)
@@ -166,7 +174,7 @@ def _opened_whole(row: Format, location: Location, layout: Layout, options: Open
     own = own or any({"ranks", "expected"} <= fault.facts.keys() for fault in source.catalogue.faults)
     if (
         layout.unreadable
-        or (unread and not source.catalogue.faults)
+        or (unread and (row is rankfiles.FORMAT or not source.catalogue.faults))
         or (own and reader.is_of_each_rank(source.catalogue))
     ):
         source.close()

@@ -24,7 +24,7 @@ from ckpttool.producers.components import (
     ASSETS,
     DCP_FILE,
     DCP_FILES,
-    STATE_FILE,
+    TEXTS,
     Layout,
     Pattern,
     Producer,
@@ -59,7 +59,7 @@ MEGATRON = Producer(
     (
         DCP_FILES,
         Pattern(r"common\.pt"),
-        Pattern(r"(metadata|integrity)\.json|(modelopt_)?run_config\.yaml|train_state\.pt", kind="asset"),
+        Pattern(r"(metadata|integrity)\.json|(modelopt_)?run_config\.yaml", kind="asset"),
         *ASSETS,
     ),
     whole=True,
@@ -107,7 +107,7 @@ TORCHTUNE = Producer(
         Pattern(r"adapter_model\.(safetensors|bin)", kind="ignored"),  # the same for PEFT
         Pattern(r"recipe_state\.pt"),
         *ASSETS,  # of the weights that training began with
-        Pattern(rf"(?!({STATE_FILE}|.*\.safetensors)$).*[^/]", kind="asset"),
+        TEXTS,
         Pattern(r"epoch_\d+/", kind="ignored"),
     ),
     adjust=require_indexed_files,
@@ -146,7 +146,7 @@ OLMO = (
     ),
     Producer(
         "OLMo",
-        (r"config\.yaml", r"model\.(pt|safetensors)"),
+        (r"config\.yaml", r"model\.(pt|safetensors)", r"optim\.(pt|safetensors)|train\.pt"),
         (
             Pattern(r"model\.(pt|safetensors)", "model"),
             Pattern(r"optim\.(pt|safetensors)", "optim"),

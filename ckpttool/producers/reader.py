@@ -27,11 +27,13 @@ from ckpttool.producers.directory import Directory
 from ckpttool.storage import files
 from ckpttool.storage.stores import Location
 from ckpttool.text import plural
+from ckpttool.transfer.numbers import numbers
 from ckpttool.transfer.plan import tiles
 from ckpttool.transfer.read import read_box
 
 _COMPARED = 1024  # elements at each end of a tensor
 _FEW = 4  # tensors
+_ROUNDED, _TINY = 2**-8, 2**-24  # how far rounding moves a number: of bfloat16, and near zero of float16
 
 
 def open_directory(producer: Producer, directory: Directory, options: OpenOptions) -> Source:
@@ -180,8 +182,8 @@ class _Opening:
             text = f"`{component.name}` has the tensors of {model}, and is not read"
             self.warnings.setdefault(Warning("superseded-file", text, file=component.name), []).append("")
             return
-        if not combined.catalogue.format:
-            # The facts of the first component are those of the whole.
+        if not any(True for _ in combined.catalogue.tensors):
+            # The facts of the first component with tensors are those of the whole.
             combined.catalogue.format = catalogue.format
             combined.catalogue.facts |= {k: v for k, v in catalogue.facts.items() if k == "torch"}
         _list(combined.catalogue, component, catalogue)
@@ -285,16 +287,18 @@ def shapes_of_moments(catalogue: Catalogue) -> OpenOptions:
 
 
 def _twin(source: Source, combined: CombinedSource) -> Path | None:
-    """Return the root of the component that has the same tensors by their names, dtypes, shapes and elements at both
-    ends, of a few tensors if the files are on another machine; None without one, or where it cannot be read."""
+    """Return the root of the component that has the same tensors by their names, shapes and elements at both ends, of a
+    few tensors if the files are on another machine, in the same dtype or one of more bytes; None without one, or where
+    it cannot be read."""
     is_local = all(file.location.store.is_local for file in source.catalogue.own_files)
     tied = find_aliases(source.catalogue.tensors)
-    own = _by_kind(source.catalogue.tensors, ())
+    own = _by_shape(source.catalogue.tensors, ())
     ties = {key for key, tensor in own.items() if tensor.path in tied}
-    for one in combined.catalogue.facts.get("mounted", ()):
-        root = tuple(one["root"].split(".")) if one["root"] else ()
-        there = _by_kind(combined.catalogue.tensors, root)
-        if own and there.keys() - ties == own.keys() - ties:
+    mounted = (one["root"] for one in combined.catalogue.facts.get("mounted", ()))
+    roots = [tuple(root.split(".")) if root else () for root in mounted]
+    for root in dict.fromkeys(root for one in roots for root in (one, (*one, "model"))):
+        there = _by_shape(combined.catalogue.tensors, root)
+        if own and own.keys() - ties <= there.keys():
             compared = [key for key in own if key in there]
             with closing(files.Pool()) as pool, suppress(CorruptError, ReadError):
                 if all(
@@ -305,17 +309,22 @@ def _twin(source: Source, combined: CombinedSource) -> Path | None:
     return None
 
 
-def _by_kind(tensors: Iterable[Tensor], root: Path) -> dict[tuple[str, str, Ints], Tensor]:
-    """Return the tensors below a root by their names there, dtypes and shapes."""
+def _by_shape(tensors: Iterable[Tensor], root: Path) -> dict[tuple[str, Ints], Tensor]:
+    """Return the tensors below a root by their names there, and shapes."""
     depth = len(root)
-    return {(dotted(t.path[depth:]), t.dtype.name, t.shape): t for t in tensors if t.path[:depth] == root}
+    return {(dotted(t.path[depth:]), t.shape): t for t in tensors if t.path[:depth] == root}
 
 
 def _have_same_ends(a: Tensor, of_a: Source, b: Tensor, of_b: Source, pool: files.Pool) -> bool:
     first = next(tiles(whole(a.shape), _COMPARED))
     last = (tuple(n - size for n, size in zip(a.shape, first[1], strict=True)), first[1])
-    boxes = (first, last) if a.numel else ()
-    return all((read_box(box, a, of_a, pool) == read_box(box, b, of_b, pool)).all() for box in boxes)
+    pairs = [(read_box(x, a, of_a, pool), read_box(x, b, of_b, pool)) for x in ((first, last) if a.numel else ())]
+    if a.dtype == b.dtype:
+        return all((x == y).all() for x, y in pairs)
+    if not (a.dtype.kind == b.dtype.kind == "float" and a.dtype.itemsize < b.dtype.itemsize):
+        return False
+    values = ((numbers(x, a.dtype).ravel(), numbers(y, b.dtype).ravel()) for x, y in pairs)
+    return all((abs(x - y) <= _ROUNDED * abs(y) + _TINY).all() for x, y in values)
 
 
 def _is_rank_local(component: Component) -> bool:

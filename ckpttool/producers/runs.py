@@ -282,11 +282,16 @@ def _compared(directory: Directory, folders: Sequence[RunCheckpoint]) -> Iterato
     alike."""
     own = [one for one in folders if one.producer is None and one.complete]
     names_of = {
-        one: {_masked(name) for name in directory.folder(one.name).names if name[-1] == "/" or _DATA.fullmatch(name)}
+        one: {
+            _masked(name)
+            for name in directory.folder(one.name).names
+            if name.endswith("/") or (_DATA.fullmatch(name) and not re.fullmatch(DCP_FILE, name))
+        }
         for one in own
     }
     for one in folders:
-        others = [names_of[other] for other in own if other != one and _masked(other.name) == _masked(one.name)]
+        alike = (other for other in own if (_masked(other.name), other.format) == (_masked(one.name), one.format))
+        others = [names_of[other] for other in alike if other != one]
         absent = set.intersection(*others) - names_of[one] if one in names_of and others else set()
         why_not = f"`{min(absent).replace('#', '*')}` is missing, which the others have" if absent else one.why_not
         yield replace(one, why_not=why_not)

@@ -16,7 +16,7 @@ from ckpttool.catalogue.entries import Catalogue
 from ckpttool.producers import accelerate
 from ckpttool.producers.components import (
     ASSETS,
-    STATE_FILE,
+    TEXTS,
     Component,
     Layout,
     Pattern,
@@ -49,7 +49,8 @@ _PRETRAINED = (
     Pattern(r"pytorch_model-\d+-of-\d+\.bin", kind="shard"),
     Pattern(r"pytorch_model\.bin\.index\.json", kind="ignored"),
     *ASSETS,
-    Pattern(rf"(?!({STATE_FILE}|.*\.(h5|msgpack|onnx|gguf|ot))$).*[^/]", kind="asset"),
+    Pattern(r"training_args\.bin", kind="asset"),
+    TEXTS,
     Pattern(_CHECKPOINT, kind="ignored"),
 )
 

@@ -31,7 +31,6 @@ _PATTERNS = (
     Pattern(rf"optim{_OF_WORLD}", "optimizer", "rank files"),
     Pattern(rf"extra_state{_OF_WORLD}", kind="rank files"),
     Pattern(r"data\.pt", "dataloader"),
-    Pattern(r"huggingface/|lora_adapter/|lora_train_meta\.json", kind="asset"),
     Pattern(r"fsdp_config\.json", kind="ignored"),
 )
 

@@ -183,6 +183,46 @@ def test_files_of_ranks_beside_whole_files(tmp_path: Path) -> None:
     assert names == {"state.model.weight", "rng.rank0", "rng.rank1"} and not opened.faults
 
 
+def test_files_of_ranks_that_differ_beside_whole_files(tmp_path: Path) -> None:
+    step = saved(tmp_path / "step_100", ranks=0)
+    for rank in (0, 1):
+        torch.save({"order": torch.arange(6) + rank, "position": rank}, step / f"dataloader_rank_{rank}.pth")
+    opened = ckpttool.inspect(step)
+    assert not opened.faults and {("model", "weight"), ("dataloader", "rank1", "order")} <= opened.entries.keys()
+
+
+def test_what_a_rank_has_of_its_own_is_opened_by_itself(tmp_path: Path) -> None:
+    """Points of each rank, as gsplat saves them."""
+    for rank in (0, 1):
+        torch.save({"splats": {"means": torch.ones(5 + rank, 3)}, "step": 9}, tmp_path / f"ckpt_9_rank{rank}.pt")
+    opened = ckpttool.inspect(tmp_path / "ckpt_9_rank1.pt")
+    assert not opened.faults and opened.entries["splats", "means"].shape == (6, 3)
+
+
+def test_a_model_beside_its_configuration_is_of_no_framework(tmp_path: Path) -> None:
+    torch.save({"weight": torch.ones(2)}, tmp_path / "model.pt")
+    (tmp_path / "config.yaml").write_text("lr: 0.1")
+    opened = ckpttool.inspect(tmp_path)
+    assert (opened.facts.get("producer"), opened.format, opened.warnings) == (None, "torch", [])
+
+
+def test_states_of_epochs_beside_the_last_weights(tmp_path: Path) -> None:
+    """As kohya-ss writes them with `--save_state`."""
+    for epoch in (1, 2):
+        saved(tmp_path / f"lora-{epoch:06d}-state")
+    torch.save({"weight": torch.ones(2)}, tmp_path / "lora.pt")
+    taken = [one["name"] for one in ckpttool.inspect(tmp_path).facts["run"] if one["taken"]]
+    assert taken == ["lora-000002-state"]
+
+
+def test_a_suffix_of_tokenizers_says_nothing(tmp_path: Path) -> None:
+    step = saved(tmp_path / "step_100")
+    torch.save({"weight": torch.ones(2)}, step / "critic.model")
+    (step / "source.spm").write_bytes(b"\n\x0e\n\x05<unk>\x15\x00\x00\x00\x00\x18\x02\xff")
+    opened = ckpttool.inspect(step)
+    assert ("critic", "weight") in opened.entries and "source.spm" in opened.facts["assets"]
+
+
 def test_side_files_of_other_kinds(tmp_path: Path) -> None:
     save_file({"weight": torch.ones(3)}, tmp_path / "model.safetensors")
     (tmp_path / "replay.pkl").write_bytes(pickle.dumps({"seen": np.arange(5), "position": 3}))

@@ -26,6 +26,7 @@ from torch import nn
 from torch.distributed.checkpoint.default_planner import _EmptyStateDictLoadPlanner
 from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
 
+import ckpttool
 from ckpttool import convert, inspect, producers
 from ckpttool.catalogue.entries import Part
 from ckpttool.errors import CkptError, CorruptError, ReadError
@@ -505,6 +506,38 @@ def test_two_models_of_verl_hang_under_their_names(tmp_path: Path) -> None:
     catalogue = inspect(tmp_path / "global_step_3")
     roots = {e.part.root for e in catalogue.entries.values() if e.part.kind in ("model", "optimizer")}
     assert roots == {(role, part) for role in ("actor", "critic") for part in ("model", "optim")}
+
+
+@pytest.mark.parametrize(
+    ("dtype", "factor", "is_copy"), [("bfloat16", 1, True), ("float32", 1, True), ("bfloat16", 2, False)]
+)
+def test_the_model_that_verl_saves_for_transformers(dtype: str, factor: int, is_copy: bool, tmp_path: Path) -> None:
+    """`checkpoint.save_contents: [model, optimizer, extra, hf_model]`: a copy is told by its values, and not by its
+    name; what is none is read, and so is an adapter."""
+    run = Path(shutil.copytree(path_of("run/verl_fsdp2_w2"), tmp_path / "run")) / "global_step_3"
+    with ckpttool.open(run) as ckpt:
+        model = {name.removeprefix("model."): ckpt[name].torch() for name in ckpt if name.startswith("model.")}
+    cast = {name: (tensor * factor).to(getattr(torch, dtype)).contiguous() for name, tensor in model.items()}
+    save_file(cast, run / "actor" / "huggingface" / "model.safetensors")
+    (run / "actor" / "lora_adapter").mkdir()
+    save_file({"lora_A": torch.ones(2)}, run / "actor" / "lora_adapter" / "adapter_model.safetensors")
+    catalogue = inspect(run)
+    said = "superseded-file" in {warning.kind for warning in catalogue.warnings}
+    read = {path[-1] for path in catalogue.entries if "huggingface" in path}
+    assert (said, bool(read & model.keys())) == (is_copy, not is_copy)
+    assert any(path[-1] == "lora_A" for path in catalogue.entries) and not catalogue.faults
+
+
+def test_the_train_state_of_megatron_bridge_is_read(tmp_path: Path) -> None:
+    saved_dcp(tmp_path / "iter_0000010")
+    (tmp_path / "iter_0000010" / "metadata.json").write_text('{"sharded_backend": "torch_dist"}')
+    torch.save(
+        {"step": torch.tensor(10), "floating_point_operations_so_far": torch.ones(())},
+        tmp_path / "iter_0000010" / "train_state.pt",
+    )
+    catalogue = inspect(tmp_path / "iter_0000010")
+    assert catalogue.facts["producer"] == "Megatron Core"
+    assert ("train_state", "floating_point_operations_so_far") in catalogue.entries
 
 
 def test_random_states_that_end_too_early_are_missed(tmp_path: Path) -> None:
