@@ -79,7 +79,8 @@ class Component:
 class Mounted(NamedTuple):
     """A component as it was opened: `Mounted("optimizer.pt", ("optimizer",), "", "torch")`. `files` are those of ranks
     or shards, `copies` those that hold the same as the one that was read, `digits` the least of the number of a rank
-    in their names. Of an asset, `format` is "asset" and `copies` where it lies."""
+    in their names, `modules` the classes of those that are in it whole. Of an asset, `format` is "asset" and `copies`
+    where it lies."""
 
     name: str
     root: Path
@@ -88,6 +89,7 @@ class Mounted(NamedTuple):
     files: tuple[str, ...] = ()
     copies: tuple[str, ...] = ()
     digits: int = 1
+    modules: tuple[str, ...] = ()
 
 
 @dataclass(slots=True)

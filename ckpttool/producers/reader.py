@@ -136,7 +136,7 @@ class _Opening:
         if len(self.components) == 1 and not (first.root or first.key) and first.kind in ("single", "shard"):
             source = self.open(first, only=self.options.only)
             if first.name:
-                source.catalogue.facts["components"] = [_mounted(first, source.catalogue.format)]
+                source.catalogue.facts["components"] = [_mounted(first, source.catalogue)]
             return source
         with ExitStack() as on_error:
             combined = on_error.enter_context(closing(CombinedSource(Catalogue(""))))
@@ -161,12 +161,9 @@ class _Opening:
             if component.kind == "json":
                 values = self.directory.json(component.name)
                 combined.add_values(values if isinstance(values, dict) else {"value": values}, component.root)
-                _list(
-                    combined.catalogue,
-                    component,
-                    Catalogue("json", [File(self.directory.at(component.name), component.name, 0)]),
-                )
-                self.mounted.append(_mounted(component, "json"))
+                document = Catalogue("json", [File(self.directory.at(component.name), component.name, 0)])
+                _list(combined.catalogue, component, document)
+                self.mounted.append(_mounted(component, document))
                 return
             if is_set and not self._is_one_format(component):
                 self._add_by_rank(combined, component)
@@ -187,7 +184,7 @@ class _Opening:
             combined.catalogue.format = catalogue.format
             combined.catalogue.facts |= {k: v for k, v in catalogue.facts.items() if k == "torch"}
         _list(combined.catalogue, component, catalogue)
-        self.mounted.append(_mounted(component, catalogue.format))
+        self.mounted.append(_mounted(component, catalogue))
         for warning in catalogue.warnings:
             self.warnings.setdefault(warning, []).append(name)
         catalogue.warnings = []
@@ -340,17 +337,18 @@ def _by_rank(component: Component) -> list[tuple[int, str]]:
     return [(int(rank), name) for rank, name in zip(_ranks_in(component), component.files, strict=True)]
 
 
-def _mounted(component: Component, format: str) -> Mounted:
+def _mounted(component: Component, catalogue: Catalogue) -> Mounted:
+    modules = tuple(name for warning in catalogue.warnings if warning.kind == "converted" for name in warning.names)
+    one = Mounted(component.name, component.root, component.key, catalogue.format, modules=modules)
     if component.name.endswith(".index.json"):
-        return Mounted(component.name, component.root, component.key, format, component.files)
+        return one._replace(files=component.files)
     if component.kind == "single" and component.name in component.files[:1]:
-        return Mounted(component.name, component.root, component.key, format, (), component.files[1:])
+        return one._replace(copies=component.files[1:])
     if "*" not in component.name or component.glob:
-        return Mounted(component.name, component.root, component.key, format)
+        return one
     if len(component.files) == 1:
-        return Mounted(component.files[0], component.root, component.key, format)
-    digits = min(map(len, _ranks_in(component)))
-    return Mounted(component.name, component.root, component.key, format, component.files, (), digits)
+        return one._replace(name=component.files[0])
+    return one._replace(files=component.files, digits=min(map(len, _ranks_in(component))))
 
 
 def _list(combined: Catalogue, component: Component, catalogue: Catalogue) -> None:

@@ -16,12 +16,14 @@ from ckpttool.producers import PRODUCERS, contents, reader
 from ckpttool.producers.components import Mounted, WritableLayout, deepest
 from ckpttool.producers.directory import Directory
 from ckpttool.storage.stores import Location
+from ckpttool.text import some
 
 if TYPE_CHECKING:
     from ckpttool.producers.arrange import LayoutBuilder
     from ckpttool.producers.writer import OutputLayout
 
 SAME = "same"
+_WHOLE = "`{}` has it in a whole object, {}, which cannot be made again without its class, and not as a state dict"
 _INDEX = ".index.json"
 COMPONENTS = "components"
 """The fact of a catalogue that has its components, in the order in which they were opened."""
@@ -63,6 +65,7 @@ def _build(builder: LayoutBuilder, mounted: list[Mounted], like: Catalogue) -> O
     that it has there."""
     number_of: dict[Path, int] = {}
     of_file: dict[tuple[Path, str], int] = {}
+    whole: dict[int, Mounted] = {}
     for one in mounted:
         key = (one.key,) if one.key else ()
         row = next((row for row in formats.FORMATS if row.name == one.format), None)
@@ -89,13 +92,18 @@ def _build(builder: LayoutBuilder, mounted: list[Mounted], like: Catalogue) -> O
         number = builder.component(name, row, one.root, key=key, digits=one.digits, world=world)
         number_of.setdefault(one.root, number)
         of_file[one.root, one.name] = number
+        whole |= {number: one} if one.modules else {}
     for entry in list(builder.remaining()):
         if entry.embedded:
             continue
         stored, root = like.entries.get(entry.path), deepest(entry.path, number_of)
         if root is not None:
             file = like.files[stored.chunks.file[0]].name if isinstance(stored, Tensor) and stored.chunks else ""
-            builder.add(entry, of_file.get((root, file), number_of[root]), entry.path)
+            number = of_file.get((root, file), number_of[root])
+            if number in whole and entry.part.kind == "model":
+                builder.lose(entry, _WHOLE.format(whole[number].name, some(whole[number].modules)))
+            else:
+                builder.add(entry, number, entry.path)
     return builder.finish("the layout has no file for it")
 
 

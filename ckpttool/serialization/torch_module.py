@@ -38,7 +38,7 @@ class Dropped:
         if not self.modules:
             return []
         text = f"holds {some(self.modules, 5)} as a whole object; its parameters and buffers are shown as a state dict"
-        warnings = [Warning("converted", text)]
+        warnings = [Warning("converted", text, names=tuple(self.modules))]
         if self.buffers:
             warnings.append(Warning("left-out", f"non-persistent buffers left out: {some(self.buffers, 5)}"))
         return warnings + self.attribute_warnings()
