@@ -1,4 +1,4 @@
-"""A hook of mkdocs: files of the checkout that pages link to are no part of the site, where their names stand alone."""
+"""A hook of mkdocs: files of the checkout that pages link to are not part of the site, which shows only names."""
 
 import re
 

@@ -16,7 +16,7 @@ DOORS = {"text", "catalogue.shown", "catalogue.typed_json"}
 
 
 def outside() -> Iterator[tuple[str, ast.Module]]:
-    """Yield the modules that are no doors. A worker has no file of a stranger: it watches the user's own program."""
+    """Yield the modules that are not doors. A worker has no file of a stranger: it watches the user's own program."""
     for name, tree in MODULES.items():
         watches = f"{name}.".startswith(("resume.worker.", "resume.observe."))
         if name not in DOORS and not watches:

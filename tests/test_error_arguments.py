@@ -124,7 +124,7 @@ def test_every_option_of_a_function_becomes_its_argument() -> None:
 
 
 def texts(tree: ast.Module) -> Iterator[tuple[int, str]]:
-    """Lines and texts of strings that are no docstrings; what is filled in is `X`."""
+    """Lines and texts of strings that are not docstrings; what is filled in is `X`."""
     is_part = {id(part) for node in ast.walk(tree) if isinstance(node, ast.JoinedStr) for part in node.values}
     is_part |= {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
     for node in ast.walk(tree):
@@ -146,7 +146,7 @@ def untranslated(text: str, arguments: set[str]) -> list[str]:
 
 def test_every_text_names_options_that_become_arguments() -> None:
     arguments = {name for function in (*FUNCTIONS, *METHODS) for name in inspect.signature(function).parameters}
-    arguments |= {str(option.name) for option in OPTIONS.values()}  # of commands that are no functions
+    arguments |= {str(option.name) for option in OPTIONS.values()}  # of commands that are not functions
     paths = sorted((ROOT / "ckpttool").rglob("*.py"))
     files = [path for path in paths if "cli" not in path.parts and path.name not in _OF_OTHERS]
     contents = ((path, content) for path in files if "`--" in (content := path.read_text()) or '"--' in content)

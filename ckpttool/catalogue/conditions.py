@@ -116,7 +116,7 @@ class _Parsing:
         raise self.refused()
 
     def _known(self, name: str, names: Sequence[str]) -> str:
-        """Return `name`, if it is one of `names`. Raises UsageError if it is no column, or one of the other kind."""
+        """Return `name`, if it is one of `names`. Raises UsageError if it is not a column, or one of the other kind."""
         if name in names:
             return name
         known = [*self.columns.numbers, *self.columns.texts]

@@ -2,7 +2,7 @@
 
 trainer_state.global_step  iter_num  meta.iter  optim.training_step        steps, the best name first
 optim.state.0.step  ema.updates                                            how often an optimizer or an average ran
-epoch  last_epoch  train_state.epochs_run                                  epochs, which are no steps
+epoch  last_epoch  train_state.epochs_run                                  epochs, which are not steps
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ NUMBERS = "numbers"
 EPOCH = "epoch"
 """The fact of a number in the name that a word calls an epoch."""
 FACTS = (EPOCH, READ, NUMBER, NUMBERS)
-_LARGE = 1 << 20  # an object of more bytes is no number
+_LARGE = 1 << 20  # an object of more bytes is not a number
 _PLAIN = (
     "global_step",
     r"((current|train|training|trained|last_train)_)?steps?",

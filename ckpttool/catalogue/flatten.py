@@ -94,7 +94,7 @@ class _Flattening:
         return any(isinstance(node, self._linked) for node in _nodes(value, CONTAINERS))
 
     def _has_structure(self, value: list[Any]) -> bool:
-        """Return whether a dict or a tensor is in this list, or in a list in it. An empty dict is no structure: torch
+        """Return whether a dict or a tensor is in this list, or a list in it. An empty dict is not a structure: torch
         does not read a DCP directory whose list has nothing else in it, such as `lr_lambdas: [{}]`."""
         return any(isinstance(v, self._linked) or (isinstance(v, dict) and v) for v in _nodes(value, (list,)))
 

@@ -83,7 +83,7 @@ class Models:
 
     @property
     def trained(self) -> list[Model]:
-        """The models that are no averages; all, if each is one."""
+        """The models that are not averages; all, if each is one."""
         return [model for model in self.models if not model.is_average] or self.models
 
     @property
@@ -93,7 +93,7 @@ class Models:
 
     @property
     def counted(self) -> list[Model]:
-        """The models whose parameters count: every one that is no copy. Beside what is trained, one with the same names
+        """The models whose parameters count: each that is not a copy. Beside what is trained, one with the same names
         and shapes is a copy where the model of each optimizer is known and its key names nothing else (`D`, `vae`)."""
         is_known = bool(self.optimizer_of) and all(self.optimizer_of.values())
         forms = {_form(model.names) for model in self.originals if is_known and model.optimizers}

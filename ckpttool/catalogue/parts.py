@@ -283,7 +283,7 @@ def _trained_in(rest: Mapping[Any, KeyNode], trained: Counter[tuple[int, ...]]) 
 
 def _tells(kind: str, child: KeyNode) -> bool:
     """Return whether a key of a known name is a part here. A module called `net` or `module` is none unless it holds
-    tensors below it, a tensor called `scaler` in a model is no grad scaler, and an `opt` may be a `Namespace`."""
+    tensors below it, a tensor called `scaler` in a model is not a grad scaler, and an `opt` may be a `Namespace`."""
     if kind == "model":
         return bool(child.children) and child.has_tensor
     if kind == "optimizer" and child.children and not child.has_tensor:
@@ -332,7 +332,7 @@ def matcher(
     names: Iterable[str], catalogue: Catalogue, other: Catalogue | None = None, *, single: bool = False
 ) -> Callable[[Part], bool]:
     """Return a predicate for the parts named on the command line: by kind (`model`) or by root key (`ema`); an average
-    is no `model` where there is another. Raises UsageError for a name that is not a part of the catalogue, nor of the
+    is no `model` where there is another. Raises UsageError for a name that is not part of the catalogue, nor of the
     other, if there is one, and with `single` for `model` where there are several."""
     present, elsewhere = parts(catalogue), parts(other) if other else []
     chosen: set[Part] = set()

@@ -4,8 +4,8 @@ step_100  epoch=3-step=900.ckpt  7epoch.pth       a word says it
 checkpoint_3_900.pt  3-900/                       of an epoch and a step, the larger count is the step
 epoch_1_iter_900.pt  epoch_2_iter_50.pt           within an epoch: both order checkpoints, and neither is the step
 G_100.pth G_200.pth D_100.pth                     the number in which names that are alike differ
-CKPT+2026-01-02+03-04-01+00                       a time, which orders checkpoints and is no step
-ema_0.9999_100.pt  ckpt_100_rank0.pt  model-00001-of-00002.bin      a rate, a rank and a shard are no steps
+CKPT+2026-01-02+03-04-01+00                       a time, which orders checkpoints and is not a step
+ema_0.9999_100.pt  ckpt_100_rank0.pt  model-00001-of-00002.bin      a rate, a rank and a shard are not steps
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ WORDS = (*STEPS, *EPOCHS)
 _COUNT = r"(0\d{4,}|[1-9]\d\d+)"
 _LARGE = _patterns(rf"(?:{_SAVE})[-_=]?{_COUNT}(?![\da-z])", rf"^{_COUNT}$", r"(?<!\d)(0\d{5,})(?![\da-z])")
 NUMBERS = (*STEPS, *_patterns(_BEFORE.format(_SAVE), r"^(\d+)$"), *EPOCHS, *_patterns(_AFTER.format(_SAVE)), _LARGE[2])
-# What has numbers and is no step; a fraction may be the end of a name and its suffix: `model.0002.pth`.
+# What has numbers and is not a step; a fraction may be the end of a name and its suffix: `model.0002.pth`.
 _NO_STEPS = re.compile(
     r"\d{5}-of-\d{5}|(?<![a-z\d])\d+\.\d+(?![\da-z])|"
     r"(?:rank|shard|world_?size|seed|port|(?<![a-z])(?:[dtpsm]p|ep(?=\d+[-_.][dtpsm]p)|(?<=[dtpsm]p\d[-_.])ep|sdp|v|lr|of|bs))[-_=.]?\d+",
@@ -54,7 +54,7 @@ _PAIR = re.compile(rf"(?:(?:^|[^a-z])(?:{_SAVE})[-_=]?|^)(\d+)[-_](\d+)(?![\da-z
 
 
 class Place(NamedTuple):
-    """Where a name stands among others: `Place((1000,), 1000)`; of what is no step, `Place((2, 50), None)`."""
+    """Where a name stands among others: `Place((1000,), 1000)`; of what is not a step, `Place((2, 50), None)`."""
 
     order: tuple[int, ...]
     step: int | None
@@ -153,7 +153,7 @@ def _stem(name: str) -> str:
 
 
 def _masked(name: str, patterns: Sequence[re.Pattern[str]] = (_TIME, _NO_STEPS)) -> str:
-    """Return a name with letters in place of the digits of what is no step, and `200k` in full."""
+    """Return a name with letters in place of the digits of what is not a step, and `200k` in full."""
     for pattern in patterns:
         name = pattern.sub(lambda match: re.sub(r"\d", "x", match[0]), name)
     return re.sub(r"(?<=\d)k(?![a-z\d])", "000", name)

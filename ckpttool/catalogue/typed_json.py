@@ -197,7 +197,7 @@ class _Decoder:
             return {k: self.decode(v) for k, v in encoded.items()}
         read = _READERS.get(tags[0])
         if len(tags) > 1 or read is None:
-            message = f"{self._name}: `{'`, `'.join(tags)}` is no kind of value"
+            message = f"{self._name}: `{'`, `'.join(tags)}` is not a kind of value"
             raise CorruptError(message, hint="it was written by a later ckpttool")
         fields = {k: v for k, v in encoded.items() if k != tags[0]}
         try:

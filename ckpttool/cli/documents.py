@@ -1,4 +1,4 @@
-"""The documents of `--json` that are no result of an operation, and what all have in common."""
+"""The documents of `--json` that are not results of an operation, and what all have in common."""
 
 from __future__ import annotations
 

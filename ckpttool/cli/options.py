@@ -87,13 +87,13 @@ ListedDtypes = Annotated[Many, option("--dtype DTYPE", TENSORS, "List only tenso
 MinSize = Annotated[Text, option("--min-size SIZE", TENSORS,
     "List only tensors of at least this size: 100MB, 1GiB, ...")]
 Where = Annotated[Text, option("--where CONDITION", TENSORS,
-    "List only tensors of which this is true: 'numel > 1e6 and ranks > 1 and name != \"*.bias\"'.")]
+    "List only tensors for which this is true: 'numel > 1e6 and ranks > 1 and name != \"*.bias\"'.")]
 SortKey = Annotated[Literal["name", "size", "dtype", "order"] | None, option("--sort KEY", TENSORS,
     "Sort the list by name, size (largest first), dtype, or order (as they were saved).")]
 Top = Annotated[Number, option("--top N", TENSORS,
     "List only the first N tensors, or the N largest without --sort.", least=1)]
 WhereStatistics = Annotated[Text, option("--where CONDITION", SELECTION,
-    "List tensors of which this is true: 'nan > 0 or absmax > 1e4'.")]
+    "List tensors for which this is true: 'nan > 0 or absmax > 1e4'.")]
 Spectral = Annotated[bool, option("--spectral", SELECTION,
     "Estimate stable rank and largest singular values of matrices, too.")]
 
@@ -173,7 +173,7 @@ OptimRoot = Annotated[Text, option("--optim-root KEY", FORMAT, "Store the optimi
 Assets = Annotated[Text, option("--assets DIR", FORMAT,
     "Directory or Hub repository with config, tokenizer and code. Default: beside the weights.")]
 Include = Annotated[Many, option("--include GLOB", FORMAT,
-    "Copy these files too, which are no assets by their names: 'docs/*.md'. Repeatable.")]
+    "Copy these files too, which are not assets by their names: 'docs/*.md'. Repeatable.")]
 HeadDim = Annotated[Number, option("--head-dim N", FORMAT, "Size of an attention head, if no config has it.", least=2)]
 ConfigStrict = Annotated[bool, option("/--no-strict", FORMAT, "Export even if tensors do not match config.json.")]
 Card = Annotated[bool, option("/--no-card", FORMAT, "Write no model card.")]

@@ -10,7 +10,7 @@ from ckpttool.errors import UsageError
 
 
 def write_page(path: str, page_of: Callable[[Any, dict[str, str]], str], document: Any) -> None:
-    """Write the page of a document. Raises OverwriteError if there is a file that is no page, and StorageError."""
+    """Write the page of a document. Raises OverwriteError if there is a file that is not a page, and StorageError."""
     import platform
     import shlex
     import sys

@@ -67,7 +67,7 @@ def _unknown_directory(location: Location) -> ReadError:
 
 
 def found_inside(location: Location, names: list[str]) -> ReadError:
-    """Return the error for a directory that is no checkpoint, but contains these. The first one is the hint."""
+    """Return the error for a directory that is not a checkpoint, but contains these. The first one is the hint."""
     text = f"`{location}`: not a checkpoint; found {len(names)} inside: {some(names)}"
     return ReadError(text, hint=f"name one: `{location / names[0]}`", file=location, found=names)
 

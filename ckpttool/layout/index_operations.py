@@ -326,7 +326,7 @@ class Unstack(_OfStack):
             for one in row.values():
                 _check_axis(self.axis, len(one.shape), one.shape)
                 fits = one.shape[self.axis] * len(row) <= _MAX_TENSORS
-                _check(fits, f"a tensor of shape {_listed([one.shape])} is no stack")
+                _check(fits, f"a tensor of shape {_listed([one.shape])} is not a stack")
         return [
             {
                 (*numbers, k): index(one, self.axis, k)
@@ -472,7 +472,7 @@ class Rows(Operation):
         where = "the rows" if self.axis == 0 else f"those of axis {self.axis}"
         _check(
             fits,
-            f"{where} of a tensor of shape {[*one.shape]} are no multiple of {head}, those of a head"
+            f"{where} of a tensor of shape {[*one.shape]} are not a multiple of {head}, those of a head"
             if not heads
             else f"{where} of a tensor of shape {[*one.shape]} are not those of {heads} heads of two halves",
             hint="the config is not this model's" + ("" if heads else ", or pass another `--head-dim`"),

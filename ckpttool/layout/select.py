@@ -88,7 +88,7 @@ def models(catalogue: Catalogue) -> list[tuple[Path, list[Entry]]]:
 
 
 def rivals(catalogue: Catalogue) -> list[Path]:
-    """Return the models that "the model" may mean: the one that is called so, else all that are no averages."""
+    """Return the models that "the model" may mean: the one that is called so, else all that are not averages."""
     by_root, averages = _by_root(catalogue)
     trained = [root for root in by_root if root not in averages] or [*by_root]
     return [root for root in trained if is_called(root)] or trained

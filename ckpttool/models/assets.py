@@ -83,7 +83,7 @@ def collect(folder: Location | None, catalogue: Catalogue, include: Sequence[str
 
     A model card in the folder of another model, as the base model of the training, is not copied. Raises UsageError for
     a folder that does not exist or has no assets, and ReadError for a link that leads out of it; beside the source,
-    such links are skipped with a note. `include` are patterns of files that are no assets by their names.
+    such links are skipped with a note. `include` are patterns of files that are not assets by their names.
     """
     if folder is not None:
         if not folder.is_dir():

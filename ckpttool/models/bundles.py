@@ -156,7 +156,7 @@ def _modules(path: Location) -> list[dict[str, Any]]:
 
 
 def _weights(folder: Location, inner: str, *, strict: bool = True) -> list[str]:
-    """Return the names of the weights in a folder. Raises UsageError if they are no safetensors."""
+    """Return the names of the weights in a folder. Raises UsageError if they are not safetensors."""
     names = (folder / inner).names()
     found = [f"{inner}/{name}" for name in names if _FILES.fullmatch(name)]
     if strict and not found and any(map(_OTHER_FILES.fullmatch, names)):

@@ -184,7 +184,7 @@ def _check_resized(keymap: KeyMap, planned: Catalogue, viewed: Viewed, reference
                 raise LossError(message, hint=f"name a reference of this vocabulary; or {hint}", tensor=tensor.name)
             if isinstance(resize, Trim) and not _is_padding(tensor, int(resize.size), viewed):
                 message = (
-                    f"rows {resize.size} to {old} of `{tensor.name}` are no padding, and not in `{reference.path}`"
+                    f"rows {resize.size} to {old} of `{tensor.name}` are not padding, and not in `{reference.path}`"
                 )
                 raise LossError(message, hint=f"name a reference of this vocabulary; or {hint}", tensor=tensor.name)
 
@@ -221,7 +221,7 @@ def _candidates(
 ) -> Iterator[KeyMap]:
     """Yield maps and their inverses, which do not have the tensors that a map drops. Where none is chosen by `name`,
     these are maps that recognise the names of the checkpoint, and inverses of those that recognise the reference's:
-    that shapes fit is no evidence, as rows in another order have the same shape."""
+    that shapes fit is not evidence, as rows in another order have the same shape."""
     chosen = key_maps.chosen(name, (), config) if name is not None else None
     for keymap in [chosen] if chosen is not None else [*key_maps.of_config(config), *key_maps.known()]:
         is_own, is_wanted = (chosen is not None or keymap.fits(names, config) for names in (own, wanted))

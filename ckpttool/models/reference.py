@@ -116,7 +116,7 @@ def _model(source: Catalogue, path: str, only: list[str]) -> Catalogue:
 
 def _of_config(path: str, location: Location) -> Reference:
     config = strict_json.parse(location.head(_MAX_CONFIG), f"`{path}`")
-    expected = architecture.expected(config) if isinstance(config, dict) else "it is no object"
+    expected = architecture.expected(config) if isinstance(config, dict) else "it is not an object"
     if isinstance(expected, str):
         hint = "name a checkpoint, or install what is missing: `pip install transformers`"
         raise UsageError(f"`{path}`: the tensors of this config are unknown: {expected}", hint=hint)

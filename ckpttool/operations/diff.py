@@ -63,7 +63,7 @@ def diff(
         rtol: relative tolerance of elements, relative to `b`.
         atol: absolute tolerance of elements.
         ulp: tolerance of elements in ULPs. With none of the three, elements are equal when their bits are.
-        ignore_dtype: whether another dtype is no difference by itself.
+        ignore_dtype: whether another dtype is not a difference by itself.
         sharded: whether another sharding is a difference.
         shapes: a checkpoint or a JSON file with the names, shapes and order of the parameters, for FSDP1's flat
             parameters and optimizers keyed by numbers.
@@ -75,7 +75,7 @@ def diff(
         UsageError: if the arguments do not fit each other or the checkpoints.
         ReadError: if there is no checkpoint at `a` or `b`, or it cannot be read.
         CorruptError: if one of them is damaged.
-        OverwriteError: if `html` exists and is no page of ckpttool's.
+        OverwriteError: if `html` exists and is not a page of ckpttool's.
         StorageError: if `html` cannot be written.
     """
     began = time.monotonic()
@@ -124,7 +124,7 @@ def diff(
 def _tolerance(given: Mapping[str, float]) -> Tolerance | None:
     for name, value in given.items():
         if not 0 <= value < float("inf"):
-            raise UsageError(f"`--{name} {value}` is no distance", hint="write a number that is not negative")
+            raise UsageError(f"`--{name} {value}` is not a distance", hint="write a number that is not negative")
     if given.get("ulp", 0) >= 1 << 64:
         raise UsageError(f"`--ulp {given['ulp']}`: no two numbers are that far apart")
     return Tolerance(given.get("atol", 0.0), given.get("rtol", 0.0), int(given.get("ulp", 0))) if given else None

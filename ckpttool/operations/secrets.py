@@ -102,7 +102,7 @@ def _is_random(value: bytes) -> bool:
 
 
 def in_name(name: str) -> str | None:
-    """Return what a file of this name holds by convention, or what is in the name itself; None if that is no secret."""
+    """Return what a file of this name holds by convention, or its name itself; None if that is not a secret."""
     found = in_text(name.encode("utf-8", "replace"))
     return found[1] if found is not None else "a secret" if _NAMES.fullmatch(name.rpartition("/")[2]) else None
 

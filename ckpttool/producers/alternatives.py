@@ -99,7 +99,7 @@ def _checkpoints(groups: Sequence[Sequence[str]]) -> list[list[str]]:
 
 
 def _newest(every: Sequence[list[str]], pointed: set[str]) -> list[str] | None:
-    """Return the newest: the one that is pointed to, else the last by its name, else the only one that is no best."""
+    """Return the newest: the one that is pointed to, else the last by name, else the only one that is not the best."""
     words = {names[0]: _said(names[0]) for names in every}
     candidates = (
         [names for names in every if not pointed.isdisjoint(names)],

@@ -76,7 +76,7 @@ class CombinedSource(Source):
         ]
 
     def attach(self, other: Source) -> list[Tensor]:
-        """Add the files of another source, and return its tensors, which are no entries here. The catalogue of the
+        """Add the files of another source, and return its tensors, which are not entries here. The catalogue of the
         first source stays as it is; closing leaves the other open."""
         shift = len(self.catalogue.files)
         self._sources.append((shift, other))

@@ -226,7 +226,7 @@ REPOSITORY = Pattern(r"\.git(/|attributes|ignore|keep|modules)", kind="ignored")
 ASSETS = (Pattern(ASSET_NAMES, kind="asset"), REPOSITORY)
 # The weights in the older format of transformers, where `model.safetensors` is there too; for transformers, of verl.
 _OTHER_FORMAT = re.compile(r"(.*/)?(pytorch_model[^/]*\.bin|huggingface/[^/]*\.safetensors(\.index\.json)?)")
-# Beside a model these are no state, whatever they are called.
+# Beside a model these are not state, whatever they are called.
 TEXTS = Pattern(r".*\.(json|ya?ml|txt)", kind="asset")
 # Of DCP, with or without its index.
 DCP_FILE = r"\.metadata|__\d+\.metadata|.*\.distcp"

@@ -169,7 +169,7 @@ def _opened_whole(row: Format, location: Location, layout: Layout, options: Open
     names = {file.name for file in source.catalogue.files}
     unread = {name for c in layout.components for name in c.files if name not in names and not is_index(name)}
     parts.assign(source.catalogue)
-    # Tensors of one name and other shapes are no copies of one: those of an optimizer of what the rank has, of experts.
+    # Tensors of one name and other shapes are not copies of one: an optimizer has those of its rank, experts differ.
     own = all(entry.part.kind in parts.PER_RANK for entry in source.catalogue.entries.values())
     own = own or any({"ranks", "expected"} <= fault.facts.keys() for fault in source.catalogue.faults)
     if (

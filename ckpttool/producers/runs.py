@@ -101,7 +101,7 @@ class RunDirectory:
 
 
 def checkpoints(path: str) -> list[RunCheckpoint]:
-    """Return the checkpoints of a run, oldest first; none when it is no run. Raises ReadError."""
+    """Return the checkpoints of a run, oldest first; none when it is not a run. Raises ReadError."""
     location = locate(path)
     return search(Directory(location))[1] if location.is_dir() else []
 
@@ -112,7 +112,7 @@ def chosen_steps(location: Location, steps: str | Sequence[int | str]) -> list[R
     complete = [checkpoint for checkpoint in checkpoints(location) if checkpoint.complete]
     names = [str(name).strip() for name in (steps.split(",") if isinstance(steps, str) else steps)]
     if not complete:
-        text = f"`{location}` is no run with complete checkpoints, of which to take steps: {', '.join(names)}"
+        text = f"`{location}` is not a run with complete checkpoints, of which to take steps: {', '.join(names)}"
         raise UsageError(text, hint="name the directory that has the checkpoints of several steps")
     if names == ["all"]:
         return complete
@@ -159,7 +159,7 @@ def search(directory: Directory) -> tuple[Directory, list[RunCheckpoint]]:
 
 
 def in_directory(directory: Directory) -> list[RunCheckpoint]:
-    """Return the checkpoints in a directory itself, by step; none when it is no run."""
+    """Return the checkpoints in a directory itself, by step; none when it is not a run."""
     if directory.has(DCP_FILE):
         return []
     checkpoints = [*_compared(directory, [*_folders(directory)]), *_files(directory), *_rank_files(directory)]

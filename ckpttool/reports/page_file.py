@@ -12,19 +12,21 @@ _HEAD = 1 << 12  # bytes of a page that have it
 
 
 def checked(path: str | os.PathLike[str] | None) -> str | None:
-    """Return the path, None without one. Raises OverwriteError if there is a file that is no page of ckpttool's."""
+    """Return the path, None without one. Raises OverwriteError if there is a file that is not a page of ckpttool's."""
     path = None if path is None else os.fspath(path)
     if path is not None:
         location = local_path(path)
         if location.exists() and (not location.is_file() or _GENERATOR not in location.head(_HEAD)):
             raise OverwriteError(
-                f"`{path}` exists and is no page of ckpttool's", hint="write to another file, or remove it", file=path
+                f"`{path}` exists and is not a page of ckpttool's",
+                hint="write to another file, or remove it",
+                file=path,
             )
     return path
 
 
 def write(text: str, path: str) -> None:
-    """Write a page to a file. Raises OverwriteError if there is one that is no page of ckpttool's, and StorageError."""
+    """Write a page to a file. Raises StorageError, or OverwriteError for a file that is not one of ckpttool's pages."""
     checked(path)
     with local_path(path).stage(overwrite=True, is_file=True) as stage:
         stage.path.put(text.encode())

@@ -1,7 +1,7 @@
 """Names the causes of a difference: what differed in memory when the first step after the resume began.
 
 The state of each rank is recorded there, in A and in B, and what is said of B is read off: not restored, as it was
-built, zero, rounded, swapped, of another rank. What comes of a difference is no cause. Averaged weights that are no
+built, zero, rounded, swapped, of another rank. What comes of a difference is not a cause. Averaged weights that are no
 module are not seen in a command; the first checkpoint that differs tells of them.
 """
 

@@ -112,7 +112,7 @@ class Unrepeated:
             self.kinds[kind] = min(step, self.kinds.get(kind, step))
 
     def excuses(self, state: SavedState, name: str, step: int) -> bool:
-        """Return whether a difference of this name at a step is no fault of the resume."""
+        """Return whether a difference of this name at a step is not a fault of the resume."""
         if self.names.get(name, step + 1) <= step:
             return True
         kind = state.kind_of(name)

@@ -18,7 +18,7 @@ _POLL = 0.02
 
 
 def parents() -> dict[int, int]:
-    """Return the parent of each process that is no zombie; none where there is no /proc."""
+    """Return the parent of each process that is not a zombie; none where there is no /proc."""
     found = {}
     for name in os.listdir("/proc") if os.path.isdir("/proc/self") else ():
         if name.isdecimal():

@@ -35,7 +35,7 @@ class Output:
         try:
             self._pattern = re.compile(_USUAL if pattern is None else pattern, re.MULTILINE)
         except re.error as error:
-            raise UsageError(f"`--loss {pattern}` is no regular expression: {error}") from None
+            raise UsageError(f"`--loss {pattern}` is not a regular expression: {error}") from None
         if not self._pattern.groups:
             hint = r"'step (\d+).*loss ([\d.]+)', json:FILE, csv:FILE, tensorboard:FOLDER or trainer:FOLDER"
             raise UsageError(f"`--loss {pattern}` has no group", hint=hint)

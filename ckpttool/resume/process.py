@@ -151,7 +151,7 @@ _PROC = os.path.isdir("/proc/self")
 
 
 def _parents() -> dict[int, int]:
-    """Return the parent of each process that is no zombie."""
+    """Return the parent of each process that is not a zombie."""
     return guard.parents() if _PROC else _parents_by_ps()
 
 

@@ -261,5 +261,5 @@ class RunReport(Outcome):
     settings: list[str] = field(default_factory=list)  #: what was set in the environment of the command
     runs: list[ScriptRun] = field(default_factory=list)  #: the runs
     nondeterministic: list[str] = field(default_factory=list)  #: what A2 did not repeat of A, and is not judged
-    unjudged: list[str] = field(default_factory=list)  #: values of the script that differ and are no training state
+    unjudged: list[str] = field(default_factory=list)  #: values of the script that differ and are not training state
     failure: FailedCommand | None = None  #: run that did not get to its end

@@ -3,7 +3,7 @@
     model.embed.weight    optimizer.state.embed.weight.exp_avg    optimizer.param_groups.0.lr    rng.rank1.torch
 
 Optimizers are keyed by the names of parameters where these are known. Tensors are read when they are looked at. What
-is no model and no optimizer is compared by value: an RNG state, which is a tensor, by its digest.
+is neither a model nor an optimizer is compared by value: an RNG state, which is a tensor, by its digest.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class SavedTensor:
 
 
 class SavedState(Source):
-    """The state in a checkpoint. A context manager that closes it. `objects` are values that are no tensors, `kinds`
+    """The state in a checkpoint. A context manager that closes it. `objects` are values that are not tensors, `kinds`
     the kind of part of each root: `{"sched": "scheduler"}`. `notes` are sentences for people."""
 
     def __init__(self, path: str) -> None:

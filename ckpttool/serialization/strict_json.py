@@ -20,7 +20,7 @@ def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _no_constant(text: str) -> Any:
-    raise CorruptError(f"is not JSON: `{text}` is no number")
+    raise CorruptError(f"is not JSON: `{text}` is not a number")
 
 
 # Python makes 72 bytes of the three of `[],`. An index of a million tensors has a value for each dozen bytes.

@@ -40,7 +40,7 @@ def is_export(archive: Archive) -> bool:
 
 class ProgramTree:
     """The tree of an exported program, `{name: tensor, ..., "constants": {...}}`, and where its tensors lie. With
-    several models in the archive each has a dict of its own. `left_out` names what is no tensor."""
+    several models in the archive each has a dict of its own. `left_out` names what is not a tensor."""
 
     def __init__(self, archive: Archive) -> None:
         self._archive = archive

@@ -44,7 +44,7 @@ class Dropped:
         return warnings + self.attribute_warnings()
 
     def attribute_warnings(self) -> list[Warning]:
-        """Return the warnings about what is no tensor."""
+        """Return the warnings about what is not a tensor."""
         if not self.attributes:
             return []
         return [Warning("left-out", f"attributes of modules left out: {some(sorted(self.attributes), 5)}")]

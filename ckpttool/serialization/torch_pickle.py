@@ -124,7 +124,7 @@ _UNREPORTED = {"_has_been_cloned", "persistent", "_is_buffer", "_is_param"}
 def _with_attributes(data: Any, state: Any) -> Any:
     if not isinstance(data, (TensorRef, Stub)):
         # A tuple that came back from a call would be one more name for it: see `pickle_limits`.
-        raise CorruptError("a parameter is made of something that is no tensor")
+        raise CorruptError("a parameter is made of something that is not a tensor")
     if isinstance(data, Stub):
         return data
     parts = state if isinstance(state, tuple) else (state,)

@@ -79,7 +79,7 @@ class Archive:
         return self.starts[-1]
 
     def check_remarks(self) -> None:
-        """Locate the records that are no storages, a few that nobody may ask for, and check the version of the archive.
+        """Locate the records that are not storages, a few that nobody may ask for; check the version of the archive.
         Raises CorruptError as `payload`, and ReadError for a version that torch does not read."""
         for name, record in self.records.items():
             if not name.startswith("data/") and record.nbytes >= 0:

@@ -32,7 +32,7 @@ def read(folder: str, key: str) -> bytes | None:
 
 
 def write(folder: str, key: str, data: bytes) -> None:
-    """Write `data` under `key`. A cache that cannot be written is no error."""
+    """Write `data` under `key`. A cache that cannot be written is not an error."""
     draft = None
     try:
         os.makedirs(folder, mode=0o700, exist_ok=True)

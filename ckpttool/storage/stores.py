@@ -103,7 +103,7 @@ class Store:
         raise NotImplementedError
 
     def read_into(self, name: str, offset: int, buffer: memoryview) -> int:
-        """Fill a buffer from an offset and return the number of bytes: fewer than asked for is no error, 0 the end."""
+        """Fill a buffer from an offset and return the number of bytes; fewer is not an error, 0 is the end."""
         raise NotImplementedError
 
     def fetch(self, name: str) -> None:
@@ -223,7 +223,7 @@ class Location(str):
         """The last part; of a directory that is typed as `.` or `..`, the name that it has."""
         root = self.store.root
         if root:
-            # Some producers go by the name of the directory, which the revision is no part of.
+            # Some producers go by the name of the directory, which the revision is not part of.
             return posixpath.basename(self.key) or posixpath.basename(root).partition("@")[0]
         name = os.path.basename(self.rstrip("/"))
         return os.path.basename(os.path.abspath(self)) if name in ("", ".", "..") else name

@@ -237,7 +237,7 @@ def _without_own(contents: Contents, catalogue: Catalogue, read: Read, own: Mapp
 
 
 def _chosen_part(catalogue: Catalogue, kind: str, name: str | None, path: str) -> Part:
-    """Return the part under the key `name`, the only one of its kind, or of several models the one that is no EMA.
+    """Return the part under the key `name`, the only one of its kind, or of several models the one that is not an EMA.
     Raises UsageError when it is ambiguous."""
     present = {dotted(part.root): part for part in parts.parts(catalogue) if part.kind == kind}
     if name is not None and name not in present:

@@ -106,7 +106,7 @@ def save(
                 with collectives.quiet():
                     torch_dcp.save(state, storage_writer=writer, planner=planner)
                 return counted.crcs
-            except (Exception, CheckpointException) as error:  # which is no Exception
+            except (Exception, CheckpointException) as error:  # which is not an Exception
                 raise failed(error, path, partial) from None
 
         written = collectives.all_gather_of(write)

@@ -1,4 +1,4 @@
-"""What the names of DCP do not say of a state dict: keys that are no strings, classes of dicts, and empty containers.
+"""What the names of DCP do not say of a state dict: keys that are not strings, classes of dicts, and empty containers.
 
     {"milestones": Counter({4: 1})}      milestones.4      ("milestones", 4), and that `milestones` is a Counter
     {"scaler": {}}                       nothing           an item of its own, which `dcp.load` passes over
@@ -79,7 +79,7 @@ def _holds_anything(catalogue: Catalogue, path: Path) -> bool:
 
 
 def _classes(value: Any, path: Path, catalogue: Catalogue) -> dict[Path, Container]:
-    """Return the classes of the dicts below a path that are no plain ones."""
+    """Return the classes of the dicts below a path that are not plain ones."""
     result: dict[Path, Container] = {}
     if isinstance(value, list):
         for i, below in enumerate(value):

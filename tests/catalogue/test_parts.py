@@ -262,7 +262,7 @@ STATES: dict[str, tuple[dict[Any, Any], Expected]] = {
         {"policy": MODEL, "norm": {"running_mean": W, "running_variance": W, "current_count": ONE}, "optimizer": ADAM},
         {("norm", "running_mean"): ("other", ("norm",)), ("policy", "embed.weight"): ("model", ("policy",))},
     ),
-    "arguments and a history that are no optimizers": (
+    "arguments and a history that are not optimizers": (
         {"model": MODEL, "opt": {"lr": 0.1, "batch": 8}, "optimizer_history": [{"num_updates": 3, "best": {"a": 1}}]},
         {
             ("opt", "lr"): ("other", ()),
@@ -357,7 +357,7 @@ def test_samples(name: str) -> None:
         trained = any(path[:1] and path[0] in ROOTS and len(path) > 1 for path in source.catalogue.entries)
         for path, entry in source.catalogue.entries.items():
             if not trained:
-                # What is no training state is a model as a whole, if there is a tensor in it.
+                # What is not training state is a model as a whole, if there is a tensor in it.
                 assert entry.part.root == () or isinstance(entry, Object) or entry.part.kind == "rng"
             elif path[0] in ROOTS:
                 assert entry.part == Part(ROOTS[str(path[0])], path[:1])

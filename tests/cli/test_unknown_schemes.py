@@ -17,7 +17,7 @@ from ckpttool.cli.parsing import Argument, Option
 from ckpttool.errors import UsageError
 
 SAMPLE = str(CHECKPOINTS / "dcp/single" / "ckpt")
-# Metavars of what is no path; all others are.
+# Metavars of what is not a path; all others are.
 OTHERS = {
     *("N", "GLOB", "DTYPE", "SIZE", "KEY", "TENSOR", "PART", "OLD=NEW", "P", "R", "FORMAT", "[PATTERN=]DTYPE", "CLASS"),
     *(

@@ -173,7 +173,7 @@ def test_a_value(name: str, tmp_path: Path, marker: Path) -> None:
 @pytest.mark.parametrize("protocol", range(6))
 @pytest.mark.parametrize("name", [HARMFUL, "NEWOBJ", "BUILD", "STACK_GLOBAL"])
 def test_every_protocol(name: str, protocol: int, tmp_path: Path, marker: Path) -> None:
-    # torch itself refuses to be saved by protocols 0 and 1: its storages are persistent ids that are no text.
+    # torch itself refuses to be saved by protocols 0 and 1: its storages are persistent ids that are not text.
     tree = {"evil": Planted(every(tmp_path)[name]), "step": 3}
     path = tmp_path / "ckpt.pt"
     if protocol >= 2:
@@ -371,7 +371,7 @@ def test_a_place_that_is_not_passed_on(place: str, name: str, tmp_path: Path, ma
     for to in FORMATS:
         made = said.get(f"{to} made", b"")
         assert b"boobytrap" not in made and b"posix" not in made
-    if place != "legacy, pickle 0":  # so much before the magic number is no checkpoint at all
+    if place != "legacy, pickle 0":  # so much before the magic number is not a checkpoint at all
         assert said["torch"].code == 0, said["torch"].err
 
 

@@ -37,7 +37,7 @@ LAYERS = 12
 
 
 def state() -> dict[str, Any]:
-    """256 KiB a layer, and something that is no tensor."""
+    """256 KiB a layer, and something that is not a tensor."""
     made = torch.Generator().manual_seed(1)
     return {"model": {f"layers.{i}.weight": torch.randn(256, 256, generator=made) for i in range(LAYERS)}, "step": 7}
 

@@ -410,16 +410,16 @@ DAMAGE = {
     "a chunk without an item": (drop_item, r"\.metadata.*: the chunk at .* is in no file"),
     "an item past the end": (lambda m: first_item(m, offset=10**6), "outside the file"),
     "a negative offset": (lambda m: first_item(m, offset=-5), "outside the file"),
-    "an offset that is no number": (
+    "an offset that is not a number": (
         lambda m: first_item(m, offset="7"), r"\.metadata.*offset or length is not an integer"
     ),
     "an enormous offset": (lambda m: first_item(m, offset=2**70), r"\.metadata.*offset or length is not an integer"),
     "a path that leaves": (lambda m: first_item(m, relative_path="../x"), "outside the checkpoint"),
     "an absolute path": (lambda m: first_item(m, relative_path="/etc/passwd"), "outside the checkpoint"),
-    "a path that is no string": (lambda m: first_item(m, relative_path=7), r"\.metadata.*not a path"),
+    "a path that is not a string": (lambda m: first_item(m, relative_path=7), r"\.metadata.*not a path"),
     "a path that is a list": (lambda m: first_item(m, relative_path=[]), r"\.metadata.*not a string"),
     "an unknown transform": (lambda m: first_item(m, transform_descriptors=["stream.rot13/1"]), "stream.rot13/1"),
-    "a transform that is no list": (lambda m: first_item(m, transform_descriptors=7), "not a list of names"),
+    "a transform that is not a list": (lambda m: first_item(m, transform_descriptors=7), "not a list of names"),
     "no dtype": (set_dtype(None), r"\.metadata.*its dtype is not one of torch's"),
     "an unknown dtype": (set_dtype(torch.strided), r"\.metadata.*its dtype|unknown dtype"),
     "another dtype": (set_dtype(torch.int32), "the metadata says int32"),
@@ -430,7 +430,7 @@ DAMAGE = {
     "no storage data": (lambda m: setattr(m, "storage_data", None), "no `storage_data`"),
     "storage data of something else": (lambda m: setattr(m, "storage_data", {1: 2}), "something else"),
     "no tensors": (lambda m: setattr(m, "state_dict_metadata", []), "no `state_dict_metadata`"),
-    "a name that is no string": (lambda m: m.state_dict_metadata.update({7: 8}), "not a string"),
+    "a name that is not a string": (lambda m: m.state_dict_metadata.update({7: 8}), "not a string"),
     "a description of nothing": (lambda m: m.state_dict_metadata.update(x=8), "described by a int"),
     "a shape that is none": (lambda m: setattr(first_sharded(m)[1], "size", "ab"), "tuple of integers"),
     "chunks that are none": (lambda m: setattr(first_sharded(m)[1], "chunks", [1]), "not a `ChunkStorageMetadata`"),

@@ -980,7 +980,7 @@ def lies() -> Iterator[tuple[str, Any, str]]:
         lambda s, e: s["containers"].append({"path": [], "kind": "OrderedDict", "attributes": {"items": 3}}),
         "an unknown container",
     )
-    yield "value", lambda s, e: e[("pair",)].update(value={"$x": 1}), r"ckpttool.json`: `pair`: `\$x` is no kind"
+    yield "value", lambda s, e: e[("pair",)].update(value={"$x": 1}), r"ckpttool.json`: `pair`: `\$x` is not a kind"
     yield "link", lambda s, e: e[("pair",)].update(value={"$tensor": ["q"]}), "`pair` needs the tensor `q`"
 
 

@@ -151,7 +151,7 @@ for name, data, pattern in (
     ("zip: a name that talks to the terminal", with_more(Entry(b"ckpt/\x1b]0;owned\x07", b"x")), r"a record has the name `\\x1b\]0;owned\\x07`, which no record of torch has"),
     ("zip: a name that turns the text around", with_more(Entry("ckpt/\u202etxt.lkp".encode(), b"x")), r"a record has the name `\\u202etxt\.lkp`, which no record of torch has"),
     ("zip: a name of 60,000 bytes", with_more(Entry(b"ckpt/" + b"a" * 60_000, b"x")), "a record has the name"),
-    ("zip: a name that is no UTF-8", with_more(Entry(b"ckpt/\xff\xfe", b"x")), "a record has the name `.*`, which no record of torch has"),
+    ("zip: a name that is not UTF-8", with_more(Entry(b"ckpt/\xff\xfe", b"x")), "a record has the name `.*`, which no record of torch has"),
 ):  # fmt: skip
     lie(name, _pt(data), pattern)  # type: ignore[arg-type]
 

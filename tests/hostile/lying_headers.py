@@ -91,7 +91,7 @@ for name, make, pattern in (
     ("a header and a second one", header(TEXT + TEXT), "the header is not JSON: (?!a zero)"),
     ("no braces", header(b"[]      "), "unrecognised format"),
     ("offsets of pieces that are text", table(__metadata__={"DCP_SHARDING_INFO": "{"}), "its `DCP_SHARDING_INFO` is not JSON: (?!a zero)"),
-    ("offsets of pieces below zero", table(__metadata__={"DCP_SHARDING_INFO": json.dumps({"w": {"saved_offsets": [-1, 0]}})}), r"tensor `w`: \[-1, 0\] is no offset in its `DCP_SHARDING_INFO`"),
+    ("offsets of pieces below zero", table(__metadata__={"DCP_SHARDING_INFO": json.dumps({"w": {"saved_offsets": [-1, 0]}})}), r"tensor `w`: \[-1, 0\] is not an offset in its `DCP_SHARDING_INFO`"),
     ("offsets of pieces of 2**70", table(__metadata__={"DCP_SHARDING_INFO": json.dumps({"w": {"saved_offsets": [2**70, 0]}})}), "no offset in its `DCP_SHARDING_INFO`"),
     ("offsets of two pieces for one", table(__metadata__={"DCP_SHARDING_INFO": '{"w": {"saved_offsets": [0, 0]}, "w": {"saved_offsets": [1, 0]}}'}), "its `DCP_SHARDING_INFO` names `w` twice"),
     ("offsets of pieces, eight million lists", table(__metadata__={"DCP_SHARDING_INFO": '{"w":[' + "[]," * 8_000_000 + "[]]}"}), r"the header has up to \d+ values, more than the \d+ that JSON of \d+ bytes"),

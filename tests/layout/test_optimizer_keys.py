@@ -312,7 +312,7 @@ REFUSED: dict[str, tuple[Tree, type[CkptError], str]] = {
     "params of both kinds": (
         small(state={}, param_groups=[{"params": [0, "a"]}]), CorruptError, "neither names nor numbers",
     ),
-    "params that are no list": (small(state={}, param_groups=[{"params": 3}]), CorruptError, "not a list"),
+    "params that are not a list": (small(state={}, param_groups=[{"params": 3}]), CorruptError, "not a list"),
     "a name twice": (
         small(state={}, param_groups=[{"params": [0, 1], "param_names": ["a", "a"]}]), CorruptError, "two parameters",
     ),

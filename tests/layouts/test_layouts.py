@@ -51,7 +51,7 @@ def test_a_run_opens_at_its_newest_step(figures: dict[str, Figures]) -> None:
 
 @pytest.mark.parametrize("run", RUNS, ids=[one.name.replace("/", " ") for one in RUNS])
 def test_the_newest_is_told_by_the_names(run: RunNames, tmp_path: Path) -> None:
-    """A number that is no step is not taken for one: ranks, rates, ports, sizes, layers."""
+    """A number that is not a step is not taken for one: ranks, rates, ports, sizes, layers."""
     assert run.outcome(tmp_path / "run") == "newest"
 
 

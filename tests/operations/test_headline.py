@@ -122,7 +122,7 @@ def test_a_tied_weight_that_dcp_stores_twice_is_counted_once(name: str, tmp_path
     torch.save(state, tmp_path / "b.pt")
     ckpttool.convert(tmp_path / "b.pt", tmp_path / "changed", to="dcp")
     found = headline(tmp_path / "changed")
-    # It is no parameter of the optimizer, which lists the others.
+    # It is not a parameter of the optimizer, which lists the others.
     assert found.parameters == headline(path).parameters
 
 

@@ -130,7 +130,7 @@ def test_layers_that_differ_are_not_folded() -> None:
 
 @pytest.mark.parametrize(("depth", "deepest", "closed"), [(1, 0, 1), (2, 2, 2), (3, 3, 0), (4, 3, 0)])
 def test_depth_cuts_the_tree_and_keeps_the_totals(depth: int, deepest: int, closed: int) -> None:
-    """`mlp` is a list of modules that differ, which is no level of its own."""
+    """`mlp` is a list of modules that differ, which is not a level of its own."""
     net = Net()
     found = tree_of(net, depth)
     assert max(line.depth for line in found) == deepest
@@ -486,5 +486,5 @@ def test_some_steps_of_a_run(templates: tuple[str, ...], tmp_path: Path) -> None
         with pytest.raises(UsageError, match=f"no complete checkpoint of step {absent.rpartition(',')[2]}") as raised:
             ckpttool.inspect(tmp_path, steps=absent)
         assert raised.value.hint == "the complete ones are 200, 900, 1000"
-    with pytest.raises(UsageError, match="is no run"):
+    with pytest.raises(UsageError, match="is not a run"):
         ckpttool.inspect(tmp_path / templates[0].format(200), steps="200")

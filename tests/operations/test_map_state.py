@@ -168,7 +168,7 @@ def test_what_does_not_fit_is_a_usage_error(tmp_path: Path) -> None:
         rule = {"from": "layers.0.q.weight", "to": "embed.weight", "operations": [{"transpose": [0, 1]}]}
         ckpttool.convert(path, tmp_path / "out.pt", key_map=rules_of(tmp_path, rule))
     torch.save({"model": {"a": torch.ones(4, 6), "a.extra": "recipe"}}, tmp_path / "object.pt")
-    with pytest.raises(LossError, match=r"`model\.a\.extra` is no tensor"):
+    with pytest.raises(LossError, match=r"`model\.a\.extra` is not a tensor"):
         rule = {"from": "a{rest*}", "to": "b{rest*}", "operations": [{"transpose": [0, 1]}]}
         ckpttool.convert(tmp_path / "object.pt", tmp_path / "out.pt", key_map=rules_of(tmp_path, rule))
     done = run("convert", str(path), str(tmp_path / "out.pt"), "--map", "none")

@@ -158,7 +158,7 @@ def refused(error: type[CkptError], match: str, src: Path, **flags: Any) -> None
 
 
 def test_nothing_to_repair(tmp_path: Path) -> None:
-    """A whole checkpoint is no error, and nothing is written."""
+    """A whole checkpoint is not an error, and nothing is written."""
     src = copied("dcp/fsdp2_w4", tmp_path / "src")
     for dry_run in (True, False):
         result = repair(src, tmp_path / "out", dry_run=dry_run)

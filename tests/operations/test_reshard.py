@@ -293,7 +293,7 @@ def test_what_is_left_out_may_be_damaged(tmp_path: Path) -> None:
 def test_a_second_name_of_a_parameter_is_sharded_as_it_is(
     tmp_path: Path, names: tuple[str, str], is_one_storage: bool
 ) -> None:
-    """The optimizer has state of the first name only; a buffer of zeros is no name of a bias of zeros."""
+    """The optimizer has state of the first name only; a buffer of zeros is not a name of a bias of zeros."""
     first, second = names
     weight, bias = torch.arange(102.0).reshape(17, 6), torch.zeros(17)
     model = {first: weight, second: weight if is_one_storage else weight.clone(), "bias": bias}

@@ -1,4 +1,4 @@
-"""Files that are checkpoints of a run each are no parts of one; parts that are alike stay parts."""
+"""Files that are checkpoints of a run each are not parts of one; parts that are alike stay parts."""
 
 from __future__ import annotations
 

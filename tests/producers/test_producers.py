@@ -764,7 +764,7 @@ def test_checkpoints_beside_a_model_are_no_parts_of_it(tmp_path: Path) -> None:
 
 
 def test_a_twin_of_a_damaged_model_is_read(tmp_path: Path) -> None:
-    """That the values cannot be compared is no evidence that they are the same, and not the end of `inspect`."""
+    """That the values cannot be compared is not evidence that they are the same, and not the end of `inspect`."""
     folder = shutil.copytree(CHECKPOINTS / "run/accelerate_fsdp2_sharded_w2/ckpt", tmp_path / "ckpt")
     names = [tensor.name for tensor in inspect(folder).tensors if tensor.part.kind == "model"]
     convert(folder, tmp_path / "model.pt", only="model")
@@ -988,7 +988,7 @@ def test_a_directory_above_a_run_opens_or_names_the_newest_checkpoint(path: Path
         with closing(open_source(named[1])) as source:
             found = source.catalogue
     if path.name == "hf_assets":
-        # A folder without a step in its name is no checkpoint of a run, but a part beside `reference.pt`.
+        # A folder without a step in its name is not a checkpoint of a run, but a part beside `reference.pt`.
         found.entries = {entry[1:]: value for entry, value in found.entries.items() if entry[0] == "ckpt"}
         found.files = [file for file in found.files if file.name.startswith("ckpt/")]
         for file in found.files:

@@ -156,7 +156,7 @@ def test_only_a_page_is_replaced(tmp_path: Path) -> None:
     mine.write_text("mine")
     for words in (["inspect", str(DCP)], ["verify", str(DCP)], ["diff", str(DCP), str(DCP)]):
         done = run(*words, "--html", str(mine))
-        assert done.exit_code == 6 and "is no page of ckpttool's" in done.stderr and mine.read_text() == "mine"
+        assert done.exit_code == 6 and "is not a page of ckpttool's" in done.stderr and mine.read_text() == "mine"
         assert run(*words, "--html", str(page)).exit_code == 0
     with pytest.raises(OverwriteError):
         ckpttool.reshard(DCP, tmp_path / "w2", to_world=2, html=mine)

@@ -127,7 +127,7 @@ def titles(page: str) -> list[str]:
 
 
 def test_small_differences_have_a_logarithmic_chart_of_their_own() -> None:
-    """A difference of 1e-6 is no pixel of the losses; B is compared with what it is judged by, here the control."""
+    """A difference of 1e-6 is not a pixel of the losses; B is compared with what it is judged by, here the control."""
     made = report()
     assert [title.partition(",")[0] for title in titles(page_of(made))] == ["Loss by step", "Gradient norm by step"]
     made["runs"][1]["steps"][1]["loss"] += 1e-6

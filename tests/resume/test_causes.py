@@ -17,7 +17,7 @@ from ckpttool.resume.states import RunState
 
 SCRIPT = Path(__file__).with_name("states_begun.py")
 
-# The whole of what is said of each fault: what comes of it is no cause.
+# The whole of what is said of each fault: what comes of it is not a cause.
 TOLD = {
     "none": [],
     "weight": ["weights of the model were not restored (`model.norm.weight`): 1 of 4 tensors differ when step 3 began"],

@@ -289,7 +289,7 @@ def test_only_a_page_is_replaced(words: list[str], tmp_path: Path) -> None:
     done = run_command(
         "verify-resume", *words, "--html", str(tmp_path / "mine.html"), *(["--", "false"] * (words[0] == "run"))
     )
-    assert done.exit_code == 6 and "is no page of ckpttool's" in done.stderr
+    assert done.exit_code == 6 and "is not a page of ckpttool's" in done.stderr
     assert (tmp_path / "mine.html").read_text() == "mine"
 
 

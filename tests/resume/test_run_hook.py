@@ -39,7 +39,7 @@ def test_each_step_is_seen(seen: tuple[inject.Hooked, list[str]]) -> None:
     assert not hooked.failures and hooked.processes == 1
     assert hooked.count == 9  # three steps of two optimizers, and of the one that steps them
     assert "torch.manual_seed(0 + rank)" in hooked.switches
-    # The optimizer that steps two others is no third.
+    # The optimizer that steps two others is not a third.
     steps = hooked.steps[0]
     assert [(one.step, one.optimizer) for one in steps] == [(n, i) for n in (1, 2, 3) for i in (0, 1)]
     assert [one.lr for one in steps] == [[0.25], [0.5], [0.125], [0.5], [0.0625], [0.5]]

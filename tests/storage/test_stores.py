@@ -261,7 +261,7 @@ def test_nobody_opens_a_remote_file_past_its_store(root: Location) -> None:
             Path(root / "config.json").read_bytes()
 
 
-# Stores that are no good ----------------------------------------------------------------------------------------------
+# Stores that fail ----------------------------------------------------------------------------------------------
 
 SAMPLES = ["dcp/fsdp2_w4", "safetensors/indexed", "torch/full", "rank/fsdp2_w2", "run/accelerate_fsdp2_sharded_w2"]
 

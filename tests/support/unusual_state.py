@@ -35,7 +35,7 @@ def model() -> dict[str, torch.Tensor]:
         "nothing.weight": torch.empty(0, 4),
         "deep.w": values((2, 3, 4)),
     }
-    # What a module has of its own, what wrappers add, and what is no name at all.
+    # What a module has of its own, what wrappers add, and what is not a name at all.
     made |= {
         "type": values((4, 2)),
         "up.forward": values((4, 2)),

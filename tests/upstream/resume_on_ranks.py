@@ -77,7 +77,7 @@ def whole(run: Run) -> dict[str, Any]:
             optim = FullyShardedDataParallel.optim_state_dict(run.model, run.optimizer)
     else:
         model, optim = get_state_dict(run.model, run.optimizer, options=FULL)
-    # Attributes of the state dict are no part of it.
+    # Attributes of the state dict are not part of it.
     return detached({"model": dict(model), "optim": dict(optim), "scheduler": run.scheduler.state_dict()})
 
 

@@ -56,7 +56,7 @@ class _ModuleNode:
 def lines(tensors: Iterable[Tensor], root: Path, tied: Collection[Path], depth: int) -> list[ModuleLine]:
     """Return the tree of `tensors`, whose names begin with `root`, down to `depth` levels.
 
-    The module around almost everything (`model` beside `lm_head.weight`) and a list of differing layers are no levels.
+    The module around almost everything (`model` beside `lm_head.weight`) and a list of differing layers are not levels.
     `tied` are those whose bytes another tensor has; they count as tensors, but not as elements or bytes again.
     """
     top = _ModuleNode()

@@ -43,7 +43,7 @@ class Placements:
         self._known: dict[object, MeshPlacement | None] = {}
 
     def of(self, tensor: Tensor) -> MeshPlacement | None:
-        """Return the placement of a tensor; None for one of one rank only, and where its shards are no grid."""
+        """Return the placement of a tensor; None for one of one rank only, and where its shards are not a grid."""
         named = self._catalogue.shardings.get(tensor.path)
         if named is not None:
             return MeshPlacement(named.mesh, named.placements, named.names)

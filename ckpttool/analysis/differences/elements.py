@@ -134,7 +134,7 @@ class Comparison:
 
     def _measure(self, one: Array, two: Array) -> Array | None:
         """Add the figures of elements, given as bits that differ; with a tolerance, return which are within it. Those
-        that are no numbers never are."""
+        that are not numbers never are."""
         import numpy as np
 
         result, dtype, tolerance = self._result, self.dtype, self._tolerance

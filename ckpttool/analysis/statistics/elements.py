@@ -230,7 +230,7 @@ class TileMaxima:
 
 class ChannelMaxima:
     """The largest magnitude in each row and column of a tensor, and with `pictured` in each block, fed tile by tile in
-    any order. Elements that are no finite numbers do not count."""
+    any order. Elements that are not finite numbers do not count."""
 
     def __init__(self, shape: Ints, dtype: Dtype, *, pictured: bool = False) -> None:
         import numpy as np

@@ -43,7 +43,7 @@ class Bins:
 
 
 def bins_of(dtype: Dtype) -> Bins | None:
-    """Return the bins for elements of a dtype; None if they are no numbers."""
+    """Return the bins for elements of a dtype; None if they are not numbers."""
     if dtype.kind == "bool":
         return _bins("uint8")
     if not has_numbers(dtype):
@@ -171,7 +171,7 @@ class Histogram:
 
     def quantiles(self, fractions: Sequence[float]) -> list[float]:
         """Return the smallest number such that at least each fraction of the elements is not larger; for bins of
-        several numbers, the middle of its bin. Elements that are no finite numbers do not count."""
+        several numbers, the middle of its bin. Elements that are not finite numbers do not count."""
         import numpy as np
 
         used, counts = self.finite

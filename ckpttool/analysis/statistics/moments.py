@@ -61,7 +61,7 @@ class Moments:
     @property
     def kurtosis(self) -> float | None:
         """The excess kurtosis: 0 for a normal distribution. None for equal numbers, and for some so small or large that
-        their fourth powers are no float64."""
+        their fourth powers are not float64."""
         return self.n * self.m4 / (self.m2 * self.m2) - 3 if self.m2 > _MIN_EXACT and math.isfinite(self.m4) else None
 
 

@@ -47,10 +47,10 @@ class TensorStatistics:
     nbytes: int  #: bytes
     tied_to: str | None  #: name of the tensor whose bytes it shares; null if it has its own
     statistics: Statistics  #: statistics of its elements
-    rows: Channels | None = None  #: its rows; null if it is no matrix of floating-point numbers
+    rows: Channels | None = None  #: its rows; null if it is not a matrix of floating-point numbers
     columns: Channels | None = None  #: its columns, likewise
     update: Update | None = None  #: Adam's update, of a first moment with the second beside it; else null
-    histogram: Compact | None = None  #: a small histogram; null if the elements are no numbers
+    histogram: Compact | None = None  #: a small histogram; null if the elements are not numbers
     thumbnail: Thumbnail | None = None  #: a picture of one of the 4,096 largest matrices, of the last step; else null
     spectrum: Spectrum | None = None  #: estimates of singular values (`--spectral`) of a matrix; else null
 
@@ -98,7 +98,7 @@ class GroupStatistics:
     dtype: str  #: dtype
     tensors: int  #: number of tensors, tied ones counted once
     statistics: Statistics  #: statistics of all elements
-    histogram: Compact | None = None  #: a small histogram; null if the elements are no numbers
+    histogram: Compact | None = None  #: a small histogram; null if the elements are not numbers
 
     def values(self) -> dict[str, float | None]:
         """Return the statistics by the names in `COLUMNS`."""

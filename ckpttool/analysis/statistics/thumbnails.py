@@ -73,7 +73,7 @@ class Blocks:
         self._largest[found.at] = np.maximum(self._largest[found.at], found.blocks)
 
     def add_not_finite(self, found: Pooled) -> None:
-        """Add what `of_tile` returned of whether elements are no finite numbers."""
+        """Add what `of_tile` returned of whether elements are not finite numbers."""
         self._not_finite[found.at] |= found.blocks
 
     def result(self) -> Thumbnail:

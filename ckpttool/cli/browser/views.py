@@ -157,7 +157,7 @@ def histogram(look: Look) -> Text:
         return Text("a histogram is of one tensor", _DIM)
     text = _title(safe(entry.name))
     if row is None or row.histogram is None:
-        text.append(look.waiting if row is None else "its elements are no numbers", _DIM)
+        text.append(look.waiting if row is None else "its elements are not numbers", _DIM)
         return text
     sides: dict[int, dict[int, int]] = {-1: {}, 1: {}}
     zeros = 0
@@ -197,7 +197,7 @@ def no_picture(look: Look) -> str:
     if entry is None:
         return "a heat map is of one tensor"
     if not entry.numel or not (has_numbers(entry.dtype) or entry.dtype.kind == "bool"):
-        return "its elements are no numbers"
+        return "its elements are not numbers"
     if survey.damage or look.tensor in survey.errors:
         return look.waiting
     if not survey.is_local and look.row is None:

@@ -17,7 +17,7 @@ from ckpttool.serialization import plain_yaml, strict_json
 from ckpttool.storage.stores import Location
 
 MAX_SIZE = 1 << 20  # bytes
-# Words of documents that describe a model, its tokenizer or other files, and are no state.
+# Words of documents that describe a model, its tokenizer or other files, and are not state.
 _DESCRIBING = {
     *("architectures", "model_type", "transformers_version", "_class_name", "_diffusers_version", "weight_map"),
     *("peft_type", "added_tokens", "added_tokens_decoder", "tokenizer_class", "image_processor_type"),

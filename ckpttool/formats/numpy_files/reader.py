@@ -105,7 +105,7 @@ def _add(
 ) -> None:
     what = f"`{location}`: `{member.filename[:80]}`"
     if not member.filename.endswith(_SUFFIX):
-        raise ReadError(f"{what} is no array", hint="unpack the archive, and name what comes out", file=location)
+        raise ReadError(f"{what} is not an array", hint="unpack the archive, and name what comes out", file=location)
     if member.flag_bits & 0x2041:
         raise ReadError(f"{what} is encrypted", file=location)
     if member.compress_type == zipfile.ZIP_STORED:

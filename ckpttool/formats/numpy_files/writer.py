@@ -27,7 +27,7 @@ def array_losses(catalogue: Catalogue, path: str) -> list[FormatLoss]:
 
 
 def archive_losses(catalogue: Catalogue, path: str) -> list[FormatLoss]:
-    """Return what is no array, or has a name that no member of an archive has."""
+    """Return what is not an array, or has a name that no member of an archive has."""
     unnamed = [e for e in catalogue.entries.values() if len(e.path) != 1 or not isinstance(e.path[0], str)]
     return [FormatLoss(entry.name, "a .npz file has no dicts in it") for entry in unnamed] + _losses(catalogue)
 

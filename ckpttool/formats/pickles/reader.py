@@ -94,7 +94,7 @@ class _Content:
         if isinstance(value, (Bytes, ByteArray)):
             return bytes(value) if isinstance(value, Bytes) else bytearray(value)
         if value.nbytes > _MAX_BYTES:
-            message = f"{self._name}: {value.nbytes} bytes at {value.offset} are no array of numbers or tensor"
+            message = f"{self._name}: {value.nbytes} bytes at {value.offset} are not an array of numbers or a tensor"
             raise ReadError(f"{message}, and more than the {_MAX_BYTES} of a value", found=value.nbytes)
         data = self._pool.read(self._catalogue.files[0].location, value.offset, value.nbytes)
         return bytearray(data) if value.changes else data

@@ -201,7 +201,7 @@ def _saved_offsets(header: Header, where: str) -> dict[str, Ints]:
         raise CorruptError(f"{where}: its `{SHARDING}` does not give the offsets of every tensor") from None
     for name, at in offsets.items():
         if len(at) != len(header.tensors[name].shape) or not all(type(n) is int and 0 <= n < 1 << 62 for n in at):
-            text = f"{where}: tensor `{name}`: {shown(list(at))} is no offset in its `{SHARDING}`"
+            text = f"{where}: tensor `{name}`: {shown(list(at))} is not an offset in its `{SHARDING}`"
             raise CorruptError(text, tensor=name)
     return offsets
 

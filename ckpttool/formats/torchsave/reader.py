@@ -98,7 +98,7 @@ def _read_zip(catalogue: Catalogue, archive: Archive) -> None:
         text = "a torch.export program: its graph is left out, only its tensors are shown"
         catalogue.warnings.append(Warning("left-out", text))
         if exported.left_out:
-            text = f"entries that are no tensors are left out: {some(exported.left_out)}"
+            text = f"entries that are not tensors are left out: {some(exported.left_out)}"
             catalogue.warnings.append(Warning("left-out", text))
     elif "constants.pkl" in archive.records:
         catalogue.facts |= {"layout": "TorchScript", "writer": "torch.jit"}

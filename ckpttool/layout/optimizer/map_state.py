@@ -150,7 +150,7 @@ def _map_objects(keymap: KeyMap, root: Path, objects: Iterable[Object], change: 
             change.moved[entry.path] = (*root, rule.targets[0].filled(values))
         else:
             raise LossError(
-                f"`{entry.name}` is no tensor: key map `{keymap.name}` cannot make `{rule.targets[0].text}` of it",
+                f"`{entry.name}` is not a tensor: key map `{keymap.name}` cannot make `{rule.targets[0].text}` of it",
                 hint=f"leave it out: `--exclude {entry.name}`",
                 tensor=entry.name,
             )

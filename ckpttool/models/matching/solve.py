@@ -693,7 +693,7 @@ class _Decision:
             layout = "parts"  # one group lies as parts do
         if layout == "groups" and not by_groups:
             why = "its heads lie group by group, and the size of a head is unknown" if head is None else ""
-            return ways, why or f"its parts are no multiple of a head of {head}"
+            return ways, why or f"its parts are not a multiple of a head of {head}"
         if layout is not None:
             return [way._replace(layout=layout) for way in ways], ""
         layouts = ["parts", *(["groups"] if by_groups else [])]

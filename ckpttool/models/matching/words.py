@@ -110,7 +110,7 @@ _WORD = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+|\d+")
 
 
 def last(module: Module) -> str:
-    """Return the last key of a module's name that is no number."""
+    """Return the last key of a module's name that is not a number."""
     return next((key for key in reversed(module.keys) if not (key.isdigit() or key == "{}")), "")
 
 

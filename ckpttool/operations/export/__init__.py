@@ -106,7 +106,7 @@ def export(
         fill: globs of the tensors to take from there, also in place of those of `src`; all that are missing, without
             any.
         take: a tree of averaged weights with the names of the model, such as `ema`, to export in place of it.
-        include: globs of further files to copy, which are no assets by their names.
+        include: globs of further files to copy, which are not assets by their names.
         not_secret: files to send although they seem to have a key or a token in them.
         strict: if false, tensors that do not match `config.json` are reported instead of refused.
         card: whether to write a model card where there is none.

@@ -372,7 +372,7 @@ def _expected(beside: Assets, options: ExportOptions, result: Exported) -> Expec
     if result.adapter:
         if assets.ADAPTER not in beside.paths:
             result.notes.append(f"PEFT needs an `{assets.ADAPTER}` too, and there is none: pass `--assets`")
-        result.not_compared = "an adapter is no model of its own"
+        result.not_compared = "an adapter is not a model of its own"
     elif beside.main + assets.CONFIG not in beside.paths or beside.config is None:
         result.not_compared = "there is no `config.json`: pass `--assets` with the directory that has it"
     else:

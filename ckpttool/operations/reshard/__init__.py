@@ -123,7 +123,7 @@ def reshard(
             under torchrun.
         placements: rules `GLOB=DIM:N` that shard parameters over the mesh dimension DIM along tensor dimension N;
             `@FILE` reads rules.
-        shard: globs of tensors to shard although they are no parameters.
+        shard: globs of tensors to shard although they are not parameters.
         replicate: globs of tensors to replicate although they are parameters.
         rng: what becomes of the random states of the ranks: `keep`, `rank0` or `drop`.
         dataloader: what becomes of the data loaders' states of the ranks: `keep` or `drop`.

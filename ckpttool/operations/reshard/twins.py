@@ -17,7 +17,7 @@ from ckpttool.transfer.read import read_box
 def find_twins(source: Source, planned: Catalogue, *, everywhere: bool = False) -> dict[Path, Path]:
     """Return the tensors of a model that have the bytes of a parameter, each with that parameter.
 
-    Tensors of which all elements are one are left out: a mean of zeros is no bias of zeros.
+    Tensors of which all elements are one are left out: a mean of zeros is not a bias of zeros.
     """
     twins: dict[Path, Path] = {}
     begins: dict[Path, bytes] = {}

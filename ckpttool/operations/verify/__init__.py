@@ -71,7 +71,7 @@ def verify(
         UsageError: if the arguments do not fit each other.
         ReadError: if there is no checkpoint at `path`, or it changes meanwhile.
         RemoteError: if a file of the Hub cannot be fetched.
-        OverwriteError: if `html` exists and is no page of ckpttool's.
+        OverwriteError: if `html` exists and is not a page of ckpttool's.
         StorageError: if `html` cannot be written.
     """
     began = time.monotonic()

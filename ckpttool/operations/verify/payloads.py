@@ -41,7 +41,7 @@ _Batch = list[tuple[Tensor, int]]  # chunks that lie behind each other in one fi
 
 
 class _Piece(NamedTuple):
-    """`nbytes` at `offset` of a record; `what` names a record that is no chunk's."""
+    """`nbytes` at `offset` of a record; `what` names a record that is not of a chunk."""
 
     record: Record
     offset: int
@@ -130,7 +130,7 @@ class _Reading:
         return extent.record or Record(extent.file, extent.offset, extent.nbytes, None)
 
     def _other_records(self) -> Iterator[tuple[Record, str]]:
-        """Yield the records that are no chunk's: of objects, and of copies that several ranks have stored."""
+        """Yield the records that are not of a chunk: of objects, and of copies that several ranks have stored."""
         files = self._catalogue.files
         for name, run in self._source.items() if isinstance(self._source, Itemised) else ():
             file, where = files[run.file], Where(files[run.file].name, run.offset, run.nbytes)

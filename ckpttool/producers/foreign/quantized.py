@@ -96,7 +96,7 @@ SCHEMES = (
 )
 _COMPANIONS = tuple(dict.fromkeys(s for scheme in SCHEMES for s in (*scheme.scales, *scheme.optional)))
 _WEIGHTS = tuple(dict.fromkeys(scheme.weight for scheme in SCHEMES))
-# A tensor of these names alone is no scale: `P.scales` may be a parameter of anything.
+# A tensor of these names alone is not a scale: `P.scales` may be a parameter of anything.
 _SURE: tuple[str, ...] = (
     ".weight_scale_inv",
     ".weight_scale_2",

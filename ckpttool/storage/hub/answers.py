@@ -216,7 +216,7 @@ def _asked_wait(response: Any) -> float:
 
 
 def _check_names(response: Any, block: _Block) -> None:
-    """Raise AnswerError if what becomes a name in the cache is no name, or one of another file."""
+    """Raise AnswerError if what becomes a name in the cache is not a name, or one of another file."""
     headers, file = response.headers, block.file
     commit = headers.get(constants.HUGGINGFACE_HEADER_X_REPO_COMMIT)
     if commit is not None and check_commit(commit, response.request) != (block.commit or commit):
@@ -258,7 +258,7 @@ def _check_pages(response: Any, block: _Block) -> None:
 
 def _check_xet(response: Any) -> None:
     """Raise AnswerError if a token for Xet, which is asked for with that of the user, is not given out by the endpoint,
-    or if the storage is no server."""
+    or if the storage is not a server."""
     linked = response.links.get(constants.HUGGINGFACE_HEADER_LINK_XET_AUTH_KEY, {}).get("url")
     for route in (linked, response.headers.get(constants.HUGGINGFACE_HEADER_X_XET_REFRESH_ROUTE)):
         # The client turns to a mirror for what the Hub says of itself.
@@ -267,7 +267,7 @@ def _check_xet(response: Any) -> None:
             raise AnswerError(f"it sends the client elsewhere with the token: `{_server(route)}`", response.request)
     storage = response.headers.get(constants.HUGGINGFACE_HEADER_X_XET_ENDPOINT)
     if storage is not None and urlsplit(storage).scheme not in STORAGES:
-        raise AnswerError(f"its storage of large files is no server: `{_short(storage)}`", response.request)
+        raise AnswerError(f"its storage of large files is not a server: `{_short(storage)}`", response.request)
 
 
 def _size_of_body(response: Any, file: RepoFile) -> int:

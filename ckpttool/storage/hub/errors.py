@@ -34,7 +34,7 @@ from ckpttool.storage.errors import from_os_error
 from ckpttool.storage.hub import answers, client, limits
 
 _Http = answers.http
-# The last four: the response is no JSON or has other fields, for example because a proxy sent it.
+# The last four: the response is not JSON or has other fields, for example because a proxy sent it.
 CAUGHT = (_Http.HTTPError, _Http.InvalidURL, OSError, RuntimeError, ValueError, LookupError, TypeError, AttributeError)
 _OF_ANSWERS = (ValueError, LookupError, TypeError, AttributeError)
 _STATUS = re.compile(r"\b(?:status(?: code)?:?|HTTP(?: status)?(?: \w+ error)?:? ?\(?) ?(4\d\d|5\d\d)\b", re.I)

@@ -85,7 +85,7 @@ def _repo_file(repo: str, item: Any) -> RepoFile:
     """Return a file of a listing. Raises CorruptError for its name, and AnswerError for its size or digest."""
     name = item.path
     if not isinstance(name, str) or len(name) > _LONGEST or name.count("/") > _DEEPEST:
-        raise AnswerError(f"it lists a file `{str(name)[:40]}…`, which is no name or too long for one")
+        raise AnswerError(f"it lists a file `{str(name)[:40]}…`, which is not a name or too long for one")
     check_name(f"hf://{repo}", name)
     if any(part in ("", ".", "..") for part in name.split("/")) or "\\" in name:
         raise CorruptError(f"`hf://{repo}`: the Hub lists a file `{name}`, which is not a path in a repository")

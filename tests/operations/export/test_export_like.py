@@ -403,8 +403,8 @@ def test_rows_with_values_are_not_trimmed_nor_invented(tmp_path: Path) -> None:
     save_file(released | {"decoder.embed_tokens.weight": rows}, tmp_path / "released.safetensors")
     added = torch.randn(5, 8, generator=torch.Generator().manual_seed(2))
     for name, vocabulary, message in (
-        ("trained", torch.cat((rows, added)), r"rows 96 to 101 of `trunk.wte.weight` are no padding"),
-        ("one", torch.cat((rows, added[:1])), r"rows 96 to 97 of `trunk.wte.weight` are no padding"),
+        ("trained", torch.cat((rows, added)), r"rows 96 to 101 of `trunk.wte.weight` are not padding"),
+        ("one", torch.cat((rows, added[:1])), r"rows 96 to 97 of `trunk.wte.weight` are not padding"),
         ("smaller", rows[:90], r"`trunk.wte.weight` has 90 rows"),
         ("padded", torch.cat((rows, torch.zeros(32, 8))), None),
         ("alike", torch.cat((rows, added[:1].expand(7, 8))), None),

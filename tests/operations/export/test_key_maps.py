@@ -128,7 +128,7 @@ def test_without_the_width_of_a_head_there_is_no_guess(tmp_path: Path) -> None:
     with pytest.raises(errors.UsageError, match="`head_dim` of the model is unknown") as caught:
         ckpttool.export(tmp_path / "a.pt", tmp_path / "out")
     assert "--head-dim" in (caught.value.hint or "")
-    with pytest.raises(errors.UsageError, match="are no multiple of 12, those of a head"):
+    with pytest.raises(errors.UsageError, match="are not a multiple of 12, those of a head"):
         ckpttool.export(tmp_path / "a.pt", tmp_path / "out", head_dim=12)
     made = ckpttool.export(tmp_path / "a.pt", tmp_path / "out", key_map="none")
     assert not made.key_map

@@ -78,7 +78,7 @@ def test_by_a_manifest(n: int, tmp_path: Path) -> None:
 
 
 def test_anywhere_in_an_archive(tmp_path: Path) -> None:
-    """What is around the payloads is no value, but most of it is checked too. Nothing of it is a traceback."""
+    """What is around the payloads is not a value, but most of it is checked too. Nothing of it is a traceback."""
     path, file, _ = made("torch", tmp_path)
     data = file.read_bytes()
     found = 0

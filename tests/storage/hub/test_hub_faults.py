@@ -97,7 +97,7 @@ FAULTS: dict[str, tuple[dict[str, Any], bool]] = {
     f"shape {data.decode()}": ({"act": functools.partial(other, data=data)}, False)
     for data in (b"[]", b"null", b'{"error": 1}', b'[{"path": 1}]', b'"x"')
 }  # fmt: skip
-# Those of each kind: what passes, what stays, and what is no answer. Xet repeats the rest as LFS does.
+# Those of each kind: what passes, what stays, and what is not an answer. Xet repeats the rest as LFS does.
 BRIEF = {
     ("send", "lfs"): {"503", "429", "drop", "answer lost", "503 for ever", "429 for an hour", "html", "shape []"},
     ("send", "xet"): {"503", "answer lost", "503 for ever"},

@@ -227,7 +227,7 @@ LIES = {
     "file with a surrogate": Lie("GET", TREE, added("a\ud800"), "not a valid file name", exit_codes=(4,)),
     "file of Windows": Lie("GET", TREE, added("C:/x"), "outside the checkpoint", exit_codes=(4,)),
     "file without a name": Lie("GET", TREE, added(""), "outside the checkpoint", exit_codes=(4,)),
-    "file is a number": Lie("GET", TREE, added(7), "is no name"),
+    "file is a number": Lie("GET", TREE, added(7), "is not a name"),
     "file too deep": Lie("GET", TREE, added("a/" * 90 + "b"), "too long for one"),
     "file in a file": Lie("GET", TREE, added("model.safetensors/x"), "as a file, and"),
     "negative size": Lie("GET", TREE, rows(**lfs(size=-1)), "with the size"),
@@ -317,15 +317,15 @@ LIES = {
         xet=True,
     ),
     "Xet in a directory": Lie(
-        "GET", "/xet-read-token/", headers(X_Xet_Cas_Url="local://VICTIM"), "is no server", FETCH, xet=True
+        "GET", "/xet-read-token/", headers(X_Xet_Cas_Url="local://VICTIM"), "is not a server", FETCH, xet=True
     ),
     "Xet of a file": Lie(
-        "GET", "/xet-read-token/", headers(X_Xet_Cas_Url="file:///VICTIM"), "is no server", FETCH, xet=True
+        "GET", "/xet-read-token/", headers(X_Xet_Cas_Url="file:///VICTIM"), "is not a server", FETCH, xet=True
     ),
     "endless token for Xet": Lie("GET", "/xet-read-token/", endless(b" " * 65536), "larger than", FETCH, xet=True),
     # Uploads.
     "Xet in a directory, sent": Lie(
-        "GET", "/xet-write-token/", headers(X_Xet_Cas_Url="local://VICTIM"), "is no server", SEND, xet=True
+        "GET", "/xet-write-token/", headers(X_Xet_Cas_Url="local://VICTIM"), "is not a server", SEND, xet=True
     ),
     "batch elsewhere": Lie("POST", "/objects/batch", says(b"", 307, Location="{}/org/name.git/batch"), TOKEN, SEND),
     "verify elsewhere": Lie("POST", "/objects/batch", body(lambda said: verify_at(said, "{}/lfs-verify")), TOKEN, SEND),

@@ -357,7 +357,7 @@ def test_a_branch_is_created_when_it_is_asked_for(hub: Hub) -> None:
     sent = send(files.outgoing(), "hf://me/new@v2")
     assert sent.created and sent.branch_created and hub.history("me/new") == ["initial commit"]
     assert hub.files("me/new", "v2") == files.bytes
-    # What is no branch, and what a pull request would be to.
+    # What is not a branch, and what a pull request would be to.
     for revision, options in (("0" * 40, {}), ("refs/pr/7", {}), ("nowhere", {"create_pr": True})):
         with pytest.raises(RemoteError, match="no such revision"):
             send(files.outgoing(), f"hf://me/model@{revision}", **options)

@@ -69,7 +69,7 @@ def renamed(pattern: str, replacement: str, *, best: bool = False) -> Pointer:
 
 
 def beside(name: str, contents: str | bytes) -> Pointer:
-    """A file of the run that is no part of a step, such as a log."""
+    """A file of the run that is not part of a step, such as a log."""
 
     def write(run: Path, steps: Sequence[Written]) -> None:
         (run / name).parent.mkdir(parents=True, exist_ok=True)

@@ -143,7 +143,7 @@ RUNS = (
     _run("modelN, optN and an average", "ema_0.9999_{s:06d}.pt", "model{s:06d}.pt", "opt{s:06d}.pt"),
     _run("folders by a number", "weights-{s}/a.pt", "weights-{s}/b.pt"),
     _run("folders by an epoch and a step", "{e}-{s}/a.pt", "{e}-{s}/b.pt", steps=(310, 320, 390)),
-    # Numbers that are no steps.
+    # Numbers that are not steps.
     _run("a model's size", "resnet50_epoch_{e}.pth", says="e"),
     _run("a model's sizes", "vit_b_16_384_{s}.pth"),
     _run("parameters", "llama-7b-step-{s}/model.pt", "llama-7b-step-{s}/optimizer.pt"),

@@ -116,7 +116,7 @@ def average(kind: str, strategy: str) -> str:
 
 
 class Scales(torch.nn.Module):
-    """A module with state that is no tensor of its own, as TransformerEngine keeps for 8-bit floats. Like its modules
+    """A module whose state is not a tensor of its own, as TransformerEngine keeps for 8-bit floats. Like its modules
     it refuses state in another form than it saves."""
 
     def __init__(self, value: Any) -> None:

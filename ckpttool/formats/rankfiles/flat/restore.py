@@ -58,7 +58,7 @@ class Rebuilding:
         return bool(node["state"])
 
     def _beside(self) -> Iterator[tuple[Path, list[TensorRef | RankShard]]]:
-        """Yield the dicts that are no part of an optimizer, with their tensors."""
+        """Yield the dicts that are not part of an optimizer, with their tensors."""
         roots = [path for path, node in self._dicts.items() if _is_optimizer(node)]
         for path, node in self._dicts.items():
             if not any(path[: len(root)] == root for root in roots):
