@@ -36,8 +36,8 @@ OPTIONS = {
     for flag in (*option.opts, *option.secondary_opts)
     if isinstance(option, Option) and flag.startswith("--")
 }
-# Options of other programs, and the comments of a file that is written for the command line.
-_OF_OTHERS = {"presets.py"}
+# Options of other programs, and what only a terminal or a page shows.
+_OF_OTHERS = {"presets.py", "description.py", "formats.py"}
 _COMMAND = r"(?:`|^)(?:ckpttool|torchrun|convert|reshard|python) [^`]*"
 
 

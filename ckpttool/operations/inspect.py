@@ -90,7 +90,7 @@ def page(result: Inspection) -> str:
         book.verdict, book.is_good = "The checkpoint is damaged", False
     found = [Findings("findings", damaged, None), Findings("warnings", summary.warnings, None)]
     contents = description.contents(summary, verbose=True, exact=True)
-    about = description.about(result.catalogue, summary)
+    about = description.about(result.catalogue, summary, description.chosen(result.catalogue))
     book.sections = [*sections([*found, *about, *contents, *description.ranks_and_files(result.catalogue)])]
     return render(book)
 

@@ -64,15 +64,22 @@ def on_page(catalogue: Catalogue, source: Source | None = None, *more: tuple[str
     files. `source` is None of a catalogue that `inspect` returned."""
     headline, parts = head(catalogue, source)
     yield Findings("warnings", [warning for warning in catalogue.warnings if warning.gravity != DAMAGE], None)
-    run = [("run", run)] if (run := "; ".join(chosen_of_run(catalogue))) else []
-    yield Facts([*run, *_facts(catalogue, headline.step, headline.epoch), *more], "Checkpoint")
+    yield Facts([*chosen(catalogue), *_facts(catalogue, headline.step, headline.epoch), *more], "Checkpoint")
     yield _parts(parts, exact=True)
     yield from ranks_and_files(catalogue)
 
 
-def about(catalogue: Catalogue, summary: Summary) -> Iterator[Block]:
-    """Yield the facts, what ckpttool does with a checkpoint of another tool, and the components of a directory."""
-    yield Facts([*_facts(catalogue, summary.headline.step, summary.headline.epoch)], "Checkpoint", is_apart=True)
+def chosen(catalogue: Catalogue) -> Iterator[tuple[str, str]]:
+    """Yield the fact that says which checkpoint of a run this is, if it is of one."""
+    if which := "; ".join(chosen_of_run(catalogue)):
+        yield "run", which
+
+
+def about(catalogue: Catalogue, summary: Summary, before: Iterable[tuple[str, str]] = ()) -> Iterator[Block]:
+    """Yield the facts, what ckpttool does with a checkpoint of another tool, and the components of a directory. Facts
+    `before` come first."""
+    facts = [*before, *_facts(catalogue, summary.headline.step, summary.headline.epoch)]
+    yield Facts(facts, "Checkpoint", is_apart=True)
     if recognised := catalogue.facts.get("recognised"):
         marked = [(text, Styled("+ ", "green")) for text in recognised["can"]]
         marked += [(f"does not {text}", Styled("- ", "yellow")) for text in recognised["cannot"]]

@@ -109,10 +109,10 @@ def test_a_directory_of_something_else(tmp_path: Path) -> None:
 
 
 def test_a_directory_one_level_too_high(tmp_path: Path) -> None:
-    """Checkpoints are inside, and no step says which is the newest."""
-    for name in ("best", "last"):
+    """Checkpoints are inside, and no step and no word says which is the newest."""
+    for name in ("best_loss", "best_acc"):
         save_dcp(tmp_path / "run" / name)
-    refused(tmp_path / "run", READ, tmp_path / "run", "last")
+    refused(tmp_path / "run", READ, tmp_path / "run", "best_loss")
 
 
 def test_a_dcp_directory_without_its_index(tmp_path: Path) -> None:

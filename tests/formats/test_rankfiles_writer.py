@@ -24,6 +24,7 @@ from torch.distributed.tensor import Shard as Rows
 from ckpttool import convert
 from ckpttool.errors import LossError, UsageError
 from ckpttool.formats import FORMATS
+from ckpttool.storage.stores import locate
 
 WORLDS = (2, 3, 8)
 SAMPLES = ("rank/fsdp1_w2", "torch/fsdp1_full_w2", "dcp/fsdp2_w2")
@@ -225,7 +226,7 @@ def test_the_world_is_that_of_the_source(tmp_path: Path) -> None:
 
 def test_what_is_written_reads_as_what_was_read(tmp_path: Path) -> None:
     folder = written("dcp/fsdp2_w2", tmp_path, 3)
-    source = ROW.open(str(folder))
+    source = ROW.open(locate(str(folder)))
     with opened("dcp/fsdp2_w2") as before:
         theirs = {t.path: (t.dtype, t.shape) for t in before.catalogue.tensors}
     assert {t.path: (t.dtype, t.shape) for t in source.catalogue.tensors} == theirs

@@ -136,7 +136,7 @@ def test_the_command(tmp_path: Path) -> None:
     done = run("report", str(flat), "--output", str(tmp_path / "y.html"), "--shapes", shapes, "--json")
     assert done.exit_code == 0 and json.loads(done.stdout)["verdict"] == "ordinary"
     done = run("report", path, "-o", out, "--overwrite", "--drop", "optimizer", "--steps", "all", "--verbose")
-    assert done.exit_code == 2 and "no run" in done.stderr
+    assert done.exit_code == 2 and "not a run" in done.stderr
 
 
 def test_steps_of_a_run_are_arguments(tmp_path: Path, written: Path) -> None:

@@ -14,7 +14,7 @@ from support.chromium import Page
 
 from ckpttool.reports.resumed import page as page_of
 from ckpttool.resume import results
-from ckpttool.resume.results import Check, Compared, Drift, Failure, Finding, Leg, Run, Step, Stuck
+from ckpttool.resume.results import Compared, Drift, Failure, Leg, RankCheck, Run, RunDifference, Step, Stuck
 
 EVIL = 'w"><script>alert(1)</script>\x1b[31m\u202e'
 MEMORY = {"rank": 0, "parameters": 4_000, "parameters_expected": 4_000, "optimizer": 8_000, "optimizer_expected": 8_000}
@@ -74,14 +74,17 @@ def report(**more: Any) -> dict[str, Any]:
     ]
     made.route = [Leg("saved", "a", "dcp"), Leg("convert --to safetensors", "b", "safetensors")]
     made.compared = [Compared("model", "B", "A", 31, 0), Compared("losses", "control", "A", 3, 3, "drifts", None)]
-    made.checks = [Check("local shapes", "B", 31, True), Check("gradients", "B", 0, None, "the model has dropout")]
+    made.checks = [
+        RankCheck("local shapes", "B", 31, True),
+        RankCheck("gradients", "B", 0, None, "the model has dropout"),
+    ]
     made.drifts = [Drift("control", 1e-6, 2e-7, None, 4e-7, "layers.0.w")]
     for name, value in more.items():
         setattr(made, name, value)
     return made.as_dict()
 
 
-FINDING = Finding(
+FINDING = RunDifference(
     "flipped bit", f"bit 3 of `{EVIL}` is flipped", name=EVIL, index=[2, 5], expected=0.1, found=0.30000000000000004,
     ulp=1234567, differing=1, of=540, absolute=0.2, relative=0.5,
 )  # fmt: skip
@@ -141,7 +144,7 @@ def test_small_differences_have_a_logarithmic_chart_of_their_own() -> None:
 
 
 def test_the_subtitle_does_not_repeat_the_title_and_digests_are_no_values() -> None:
-    digest = Finding("rng differs", "the RNG of rank 0 is not as it was", expected="ab" * 32, found="cd" * 32)
+    digest = RunDifference("rng differs", "the RNG of rank 0 is not as it was", expected="ab" * 32, found="cd" * 32)
     page = page_of(report(verdict="differs", message="resume is not exact: the loss differs", findings=[digest]))
     said = read(page).text
     assert "Resume is not exact The loss differs" in said
@@ -149,7 +152,9 @@ def test_the_subtitle_does_not_repeat_the_title_and_digests_are_no_values() -> N
 
 
 def test_runs_are_columns_of_the_sharding() -> None:
-    checks = [Check("memory", run, 2, run != "B", "8 B") for run in ("A", "B")] + [Check("losses agree", "A", 2, True)]
+    checks = [RankCheck("memory", run, 2, run != "B", "8 B") for run in ("A", "B")] + [
+        RankCheck("losses agree", "A", 2, True)
+    ]
     said = read(page_of(report(checks=checks))).text
     assert "check A B note memory passed failed 8 B losses agree passed" in said
 
@@ -175,7 +180,7 @@ def evil(verdict: str = "differs") -> dict[str, Any]:
         verdict=verdict, recipe=EVIL, rule=EVIL, rule_message=EVIL, message=EVIL, notes=[EVIL], deterministic=[EVIL],
         findings=[FINDING, FINDING], failure=failure, drifts=[Drift(EVIL, 1, 1, 1, 1, EVIL)],
         route=[Leg(EVIL, EVIL, EVIL)], compared=[Compared(EVIL, EVIL, EVIL, 1, 1, EVIL)],
-        checks=[Check(EVIL, EVIL, 1, False, EVIL)], device=EVIL,
+        checks=[RankCheck(EVIL, EVIL, 1, False, EVIL)], device=EVIL,
     )  # fmt: skip
     made["runs"][0]["name"] = made["runs"][0]["mesh"] = made["runs"][0]["started"] = EVIL
     return made
@@ -230,7 +235,9 @@ def run_report(**more: Any) -> dict[str, Any]:
     made.runs = [run("A", 5.0, 4.5, 4.0, 3.5), run("A2", 5.0, 4.5, 4.0, 3.5), run("B", 4.5, 4.25, 3.0)]
     made.runs[2].resumed_at = 5
     made.compared = [Compared("step 6: model", "B", "A", 31, 3, "bitwise", equal=False)]
-    made.findings = [Finding("moments lost", "`exp_avg` is all zero", step=6, hint="save `optimizer.state_dict()`")]
+    made.findings = [
+        RunDifference("moments lost", "`exp_avg` is all zero", step=6, hint="save `optimizer.state_dict()`")
+    ]
     made.settings, made.unjudged, made.nondeterministic = ["PYTHONHASHSEED=0"], ["time"], ["rng"]
     for name, value in more.items():
         setattr(made, name, value)

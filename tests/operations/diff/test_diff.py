@@ -239,9 +239,9 @@ def test_tolerances(tmp_path: Path) -> None:
             assert found.beyond == int((~close).sum()) > 0
         assert made.total.beyond == found.beyond and found.differing >= (found.beyond or 0) > 0
         assert made.total.equal == made.total.tensors - 1
-    with pytest.raises(UsageError, match="no distance"):
+    with pytest.raises(UsageError, match="not a distance"):
         diff(*paths, rtol=-1.0)
-    with pytest.raises(UsageError, match="no distance"):
+    with pytest.raises(UsageError, match="not a distance"):
         diff(*paths, atol=math.nan)
 
 
