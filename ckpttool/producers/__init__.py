@@ -16,7 +16,6 @@ PRODUCERS: tuple[Producer, ...] = (
     transformers.TRAINER,
     accelerate.ACCELERATE,
     verl.VERL,
-    read_only.DINOV2,
     read_only.MEGATRON,
     read_only.LIGHTNING,
     read_only.COMPOSER,

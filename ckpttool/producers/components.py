@@ -166,8 +166,7 @@ class Producer:
     `whole` the directory itself; `adjust` changes them, `expected` are roots that a complete save always has.
     `confirm` checks the opened catalogue where a plain directory of the format has the same files; without it the
     producer is not named. `writes` are the layouts that the framework resumes from; `choose(source, to_world)` picks
-    one of several. `checkpoint_folders` is the pattern of the checkpoints beside a final model; `rank_files` that of
-    rank files of several checkpoints in one directory, with the groups `name` and `rank`.
+    one of several. `checkpoint_folders` is the pattern of the checkpoints beside a final model.
     """
 
     name: str
@@ -182,7 +181,6 @@ class Producer:
     writes: tuple[WritableLayout, ...] = ()
     choose: Callable[[Catalogue, int | None], WritableLayout] | None = None
     checkpoint_folders: str = ""
-    rank_files: str = ""
 
     @property
     def is_model(self) -> bool:

@@ -1,7 +1,6 @@
 """Frameworks whose checkpoints are read and not written.
 
     Composer             ep1-ba20/{.metadata, __R_0.distcp, composer_metadata.json}   everything under `state`
-    DINOv2               model_0009999.rank_3.pth last_checkpoint.rank_0              FSDP1, all steps in one directory
     Megatron Core        iter_0000010/{.metadata, __R_0.distcp, common.pt, metadata.json}
     Lightning, Fabric    x.ckpt/{.metadata, __R_0.distcp, meta.pt}
     OLMo-core, OLMo      step10/{config.json, .metadata.json, train/rank0.pt, model_and_optim/.metadata}
@@ -11,7 +10,7 @@
     torchtune            epoch_0/{model-00001-of-00002.bin, adapter_model.pt}         recipe_state.pt is elsewhere
     PyTorch's example    dcp_api/1763882964123/{model,optim}_state_dict.pt            FSDP2, gathered; the time of day
 
-Upstream: composer `utils/checkpoint.py`, DINOv2 `fsdp/__init__.py`, pytorch-lightning `fabric/strategies/fsdp.py`,
+Upstream: composer `utils/checkpoint.py`, pytorch-lightning `fabric/strategies/fsdp.py`,
 OLMo-core `train/checkpoint.py`, OLMo `checkpoint.py`, torch_checkpointing 0.1.1, pytorch/examples
 `distributed/FSDP2/checkpoint.py`, torchtune 0.6.1 `training/checkpointing/_checkpointer.py`.
 """
@@ -66,26 +65,12 @@ MEGATRON = Producer(
     applies=_is_torch_dist,
 )
 
-_OF_DINO = r"(?P<name>.+)\.rank_(?P<rank>\d+)\.pth"
 
-
-def _is_one_step(directory: Directory) -> bool:
-    return len({match["name"] for match in directory.matching(_OF_DINO)}) == 1
-
-
-DINOV2 = Producer(
-    "DINOv2",
-    (_OF_DINO,),
-    (Pattern(_OF_DINO, kind="rank files"), Pattern(r"last_checkpoint\.rank_\d+", kind="ignored")),
-    applies=_is_one_step,
-    rank_files=_OF_DINO,
-)
 TORCH_CHECKPOINTING = Producer(
     "torch_checkpointing",
     (r"metadata\.pkl", r"\w+_\d+\.pt"),
     (
         Pattern(r"(checkpoint|other)_(?P<rank>\d+)\.pt", kind="rank files"),
-        Pattern(r"(?P<item>model)_(?P<rank>\d+)\.pt", "{item}", "rank files"),
         Pattern(r"(?P<item>\w+?)_(?P<rank>\d+)\.pt", "{item}", "rank files"),
         Pattern(r"metadata\.pkl", kind="ignored"),
     ),
@@ -120,17 +105,9 @@ _CONFIG = Pattern(r"config\.yaml", kind="asset")
 def _add_train(directory: Directory, layout: Layout) -> None:
     if "train/" in directory:
         layout.merge(match_components(directory.folder("train"), (_OF_OLMO,)), "train")
-    else:
-        _warn(layout, "there is no `train/` in it: no progress, no data loader, no random states")
-
-
-def _require_train(directory: Directory, layout: Layout) -> None:
-    if "train.pt" not in directory:
-        _warn(layout, "there is no `train.pt` in it: no progress, no random states")
-
-
-def _warn(layout: Layout, text: str) -> None:
-    layout.warnings.append(Warning("missing-part", text))
+    elif "train.pt" not in directory:
+        text = "there is no `train` in it: no progress, no data loader, no random states"
+        layout.warnings.append(Warning("missing-part", text))
 
 
 OLMO = (
@@ -154,7 +131,7 @@ OLMO = (
             _CONFIG,
         ),
         expected=("model", "optim"),
-        adjust=_require_train,
+        adjust=_add_train,
     ),
     Producer("OLMo, old", (r"config\.yaml", r"rank\d+\.pt"), (_OF_OLMO, _CONFIG)),
 )

@@ -45,7 +45,7 @@ def open_directory(producer: Producer, directory: Directory, options: OpenOption
     is_alone = all(component.spare or not component.root for component in layout.components)
     opened = layout if is_alone or not producer.is_model else _beside_state(layout, producer, directory)
     source = open_layout(opened, directory, options)
-    if producer.is_model and is_alone and _has_state(source.catalogue):
+    if producer.is_model and is_alone and any(one.root for one in source.catalogue.facts.get("components", ())):
         # A second file of the model has turned out to be another one.
         source.close()
         source = open_layout(_beside_state(layout, producer, directory), directory, options)
@@ -66,10 +66,6 @@ def _beside_state(layout: Layout, producer: Producer, directory: Directory) -> L
     every.components = [replace(component, spare=component.name in spare) for component in every.components]
     every.missing += layout.missing
     return every
-
-
-def _has_state(catalogue: Catalogue) -> bool:
-    return any(one.root for one in catalogue.facts.get("components", ()) if one.format != "asset")
 
 
 def open_layout(layout: Layout, directory: Directory, options: OpenOptions) -> Source:

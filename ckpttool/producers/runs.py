@@ -20,10 +20,10 @@ from ckpttool import formats
 from ckpttool.catalogue.parts import kind_of_key
 from ckpttool.catalogue.step_names import Place, pattern_of, places_of, step_in, time_in
 from ckpttool.errors import CkptError, ReadError, UsageError
-from ckpttool.producers import PRODUCERS, recognise
+from ckpttool.producers import recognise
 from ckpttool.producers.components import DCP_FILE, Producer
 from ckpttool.producers.directory import Directory
-from ckpttool.storage.stores import Location, escape, locate
+from ckpttool.storage.stores import Location, locate
 from ckpttool.text import is_or_are, some
 
 _DATA = re.compile(rf"{formats.DATA_FILE.pattern}|.*\.(pi?c?kle?|th|torch|tar|zip|npz|model|state)|.*\.pth?\.\w+|[^.]*")
@@ -162,7 +162,7 @@ def in_directory(directory: Directory) -> list[RunCheckpoint]:
     """Return the checkpoints in a directory itself, by step; none when it is not a run."""
     if directory.has(DCP_FILE):
         return []
-    checkpoints = [*_compared(directory, [*_folders(directory)]), *_files(directory), *_rank_files(directory)]
+    checkpoints = [*_compared(directory, [*_folders(directory)]), *_files(directory)]
     is_run = any(f.producer or f.format for f in checkpoints)
     most = {one.step: one.nbytes for one in sorted(checkpoints, key=lambda one: one.nbytes)}
     # Of what lies there for a step, all of its state is more than the average of the weights alone.
@@ -304,11 +304,9 @@ def _masked(name: str) -> str:
 def _files(directory: Directory) -> Iterator[RunCheckpoint]:
     """Yield the checkpoints of one file each, `model_step_100.pt`, and those of several files with a step in their
     names: `G_100.pth D_100.pth`."""
-    of_ranks = [row.rank_files for row in PRODUCERS if row.rank_files]
     all_names = _below_parts(directory)
     files: dict[Place, list[str]] = {}
     data = [n for n in all_names if _DATA.fullmatch(n.rpartition("/")[2]) or _BESIDE.fullmatch(n)]
-    data = [n for n in data if not any(re.fullmatch(p, n) for p in of_ranks)]
     places, every = places_of(n for n in data if not COPY.search(n)), places_of(data)
     # The best of several steps may be all that there is: `best_model_9_acc=0.77.pt best_model_12_acc=0.81.pt`.
     for name, place in (places or (every if every.keys() == {*data} else {})).items():
@@ -349,23 +347,6 @@ def _below_parts(directory: Directory) -> list[str]:
     for name, place in places_of(name for name in below if step_in(name.partition("/")[0]) is None).items():
         folders_of.setdefault(place, set()).add(name.partition("/")[0])
     return [*names, *below] if any(len(folders) > 1 for folders in folders_of.values()) else names
-
-
-def _rank_files(directory: Directory) -> Iterator[RunCheckpoint]:
-    """Yield the checkpoints of rank files, all in one directory."""
-    for row in PRODUCERS:
-        files: dict[tuple[str, str], dict[int, str]] = {}
-        for match in directory.matching(row.rank_files) if row.rank_files else ():
-            begin, end = match.span("rank")
-            files.setdefault((match.string[:begin], match.string[end:]), {})[int(match["rank"])] = match.string
-        for (before, after), names in files.items():
-            absent = sorted(set(range(max(names) + 1)) - set(names))
-            why_not = f"the file of rank {absent[0]} is missing" if absent else _empty(directory, list(names.values()))
-            number = re.search(r"(\d+)\D*$", before)
-            step, nbytes = int(number[1]) if number else None, sum(map(directory.size, names.values()))
-            path = directory.path.escaped() / f"{escape(before)}*{escape(after)}"
-            order = () if step is None else (step,)
-            yield RunCheckpoint(f"{before}*{after}", path, step, nbytes, row.name, "torch", why_not, order=order)
 
 
 def _format(directory: Directory, row: Producer | None) -> str | None:
