@@ -17,7 +17,6 @@ OLMo-core `train/checkpoint.py`, OLMo `checkpoint.py`, torch_checkpointing 0.1.1
 
 from __future__ import annotations
 
-from ckpttool.catalogue.entries import Catalogue
 from ckpttool.catalogue.warning import Warning
 from ckpttool.producers.components import (
     ASSETS,
@@ -32,24 +31,15 @@ from ckpttool.producers.components import (
 )
 from ckpttool.producers.directory import Directory
 
-
-def _has_state(catalogue: Catalogue) -> bool:
-    return any(path[:1] == ("state",) for path in catalogue.entries)
-
-
 COMPOSER = Producer(
     "Composer",
     (DCP_FILE,),
     (DCP_FILES, Pattern(r".*\.symlink", kind="ignored"), Pattern(r"composer_metadata\.json", kind="asset")),
     folder="ep.*-ba.*",
     whole=True,
-    confirm=_has_state,
+    confirm=lambda catalogue: any(path[:1] == ("state",) for path in catalogue.entries),
 )
 LIGHTNING = Producer("Lightning", (r"meta\.pt", DCP_FILE), (DCP_FILES, Pattern(r"meta\.pt")), whole=True)
-
-
-def _is_torch_dist(directory: Directory) -> bool:
-    return "sharded_backend" in directory.facts("metadata.json")
 
 
 MEGATRON = Producer(
@@ -62,7 +52,7 @@ MEGATRON = Producer(
         *ASSETS,
     ),
     whole=True,
-    applies=_is_torch_dist,
+    applies=lambda directory: "sharded_backend" in directory.facts("metadata.json"),
 )
 
 

@@ -358,7 +358,7 @@ def _format(directory: Directory, row: Producer | None) -> str | None:
     if row is not None:
         names = "|".join(component.name for component in row.layout(directory).components) + "|"
         return "dcp" if "/|" in names else "rankfiles" if "*" in names else "torch"
-    return next((kind for kind in _kinds_below(directory)), None)
+    return next(_kinds_below(directory), None)
 
 
 def _kinds_below(directory: Directory, depth: int = 0) -> Iterator[str]:

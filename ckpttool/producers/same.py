@@ -15,7 +15,6 @@ from ckpttool.errors import UsageError
 from ckpttool.producers import PRODUCERS, contents, reader
 from ckpttool.producers.components import Mounted, WritableLayout, deepest
 from ckpttool.producers.directory import Directory
-from ckpttool.storage.stores import Location
 from ckpttool.text import some
 
 if TYPE_CHECKING:
@@ -24,7 +23,6 @@ if TYPE_CHECKING:
 
 SAME = "same"
 _WHOLE = "`{}` has it in a whole object, {}, which cannot be made again without its class, and not as a state dict"
-_INDEX = ".index.json"
 COMPONENTS = "components"
 """The fact of a catalogue that has its components, in the order in which they were opened."""
 
@@ -73,20 +71,13 @@ def _build(builder: LayoutBuilder, mounted: list[Mounted], like: Catalogue) -> O
             builder.copy(copy, one.name) if one.format == "asset" else builder.copy(one.name, copy)
         if one.format == "asset":
             continue
-        if one.name.endswith(_INDEX):
+        if one.name.endswith(".index.json"):
             for name in one.files[1:]:
                 of_file[one.root, name] = builder.component(name, row, one.root, key=key)
             # Its tensors are those of the files that it names, also after a conversion.
-            builder.copy(_place(like, one.files[1], one.name), one.name)
+            shard = next(file for file in like.files if file.name == one.files[1])
+            builder.copy(shard.location.absolute().parent / one.name.rpartition("/")[2], one.name)
             number_of.setdefault(one.root, of_file[one.root, one.files[1]])
-            continue
-        if names := _model_files(one, mounted, like):
-            for name in names:
-                of_file[one.root, name] = builder.component(name, row, one.root, key=key)
-            number_of.setdefault(one.root, of_file[one.root, names[0]])
-            index = _place(like, names[0], f"model.safetensors{_INDEX}")
-            if index.is_file():
-                builder.copy(index, f"model.safetensors{_INDEX}")
             continue
         name, world = one.name.rstrip("/").replace("*", "{rank}"), len(one.files) or None
         number = builder.component(name, row, one.root, key=key, digits=one.digits, world=world)
@@ -105,21 +96,3 @@ def _build(builder: LayoutBuilder, mounted: list[Mounted], like: Catalogue) -> O
             else:
                 builder.add(entry, number, entry.path)
     return builder.finish("the layout has no file for it")
-
-
-def _model_files(one: Mounted, mounted: list[Mounted], like: Catalogue) -> list[str]:
-    """Return the files of a directory of safetensors that are a model, and nothing else."""
-    if one.name or one.format != "safetensors":
-        return []
-    roots = {other.root for other in mounted if other.format != "asset"}
-    entries = [entry for path, entry in like.entries.items() if deepest(path, roots) == one.root]
-    tensors = [entry for entry in entries if isinstance(entry, Tensor) and entry.chunks]
-    if len(tensors) < len(entries):
-        return []
-    return sorted({like.files[tensor.chunks.file[0]].name for tensor in tensors})
-
-
-def _place(like: Catalogue, file: str, other: str) -> Location:
-    """Return where a file lies that is beside another one of a checkpoint."""
-    location = next(f.location for f in like.files if f.name == file)
-    return location.absolute().parent / other.rpartition("/")[2]

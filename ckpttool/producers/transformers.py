@@ -55,10 +55,6 @@ _PRETRAINED = (
 )
 
 
-def _is_pretrained(directory: Directory) -> bool:
-    return "ckpttool.json" not in directory and not directory.has(r"\.metadata|__\d+\.metadata")
-
-
 def _require_files(directory: Directory, layout: Layout) -> None:
     require_indexed_files(directory, layout)
     if directory.has(r"rng_state_0\.pth") and not directory.has(r"rng_state_[1-9]\d*\.pth"):
@@ -159,7 +155,7 @@ PRETRAINED = Producer(
     "transformers",
     (r"(adapter_)?config\.json", r".*\.safetensors|pytorch_model(-\d+-of-\d+)?\.bin"),
     _PRETRAINED,
-    applies=_is_pretrained,
+    applies=lambda directory: not directory.has(r"ckpttool\.json|(__\d+)?\.metadata"),
     adjust=_prefer_safetensors,
     checkpoint_folders=_CHECKPOINT,
 )
