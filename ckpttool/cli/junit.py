@@ -9,7 +9,13 @@ from ckpttool.text import safe
 if TYPE_CHECKING:
     from ckpttool.resume.results import Compared, RunReport
 
-_KINDS = {"differs": "failure", "failed": "error", "nondeterministic": "skipped", "planned": "skipped"}
+_KINDS = {
+    "differs": "failure",
+    "failed": "error",
+    "unproven": "failure",
+    "nondeterministic": "skipped",
+    "planned": "skipped",
+}
 
 
 def junit_xml(report: RunReport) -> str:

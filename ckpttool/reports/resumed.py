@@ -22,6 +22,7 @@ _VERDICTS = {
     "differs": ("FAIL", "red", "Resume is not exact", False),
     "failed": ("FAIL", "red", "A run did not finish", False),
     "nondeterministic": ("NONDETERMINISTIC", "yellow", "The command does not repeat itself", None),
+    "unproven": ("UNPROVEN", "yellow", "Exact resume is not proven", False),
     "planned": ("PLAN", "dim", "Nothing was run", None),
 }
 _RUNS = {
@@ -109,6 +110,7 @@ def _about(document: Document) -> Iterator[tuple[str, TextLike | None]]:
     for drift in document["drifts"]:
         yield "loss drift", f"{drift['loss_relative']:.2%} vs A (informational)"
     yield "nondeterministic", ", ".join(document.get("nondeterministic") or ())
+    yield "not proven", ", ".join(document.get("unproven") or ())
     yield "not judged", ", ".join(document.get("unjudged") or ())
     yield "determinism", ", ".join(document.get("deterministic") or document.get("settings") or ())
     if (cost := document.get("cost")) is not None:

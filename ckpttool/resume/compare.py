@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any
 
 from ckpttool.analysis.differences.results import Diff, ObjectDifference
@@ -179,21 +180,27 @@ class FirstDifference:
 
 
 def compare_runs(
-    report: RunReport, reference: ScriptRun, run: ScriptRun, excused: Unrepeated, *, is_written_again: bool = False
+    report: RunReport,
+    reference: ScriptRun,
+    run: ScriptRun,
+    excused: Unrepeated,
+    changing: Collection[str] = (),
+    *,
+    is_written_again: bool = False,
 ) -> FirstDifference | None:
     """Compare the steps of `run` after its resume with those of `reference`: rows, and findings of the first step whose
-    checkpoint differs. Of a checkpoint that is written again a copy may be missed, but not that of the last step."""
+    checkpoint differs. `changing` are the values that training changes, see `changed_by`. Of a checkpoint that is
+    written again a copy may be missed, but not that of the last step."""
     first: FirstDifference | None = None
     resumed_at = run.resumed_at or 0
     for step, paths in shared(reference, run, resumed_at).items():
         with SavedState(paths[0]) as before, SavedState(paths[1]) as after:
             difference = compare(before, after)
-            judged = _rows(report, run.name, reference.name, step, before, after, difference, excused)
+            judged = _rows(report, run, reference, step, before, after, difference, excused, changing)
             if judged and first is None:
                 first = FirstDifference(step, judged, [*elements(difference, before, judged)])
                 for finding in first.findings:
                     finding.step, finding.message = step, f"in the checkpoint of step {step}, {finding.message}"
-    _tell_changing(report, reference, resumed_at)
     for one, other in ((reference, run), (run, reference)):
         numbers = [saved.step for saved in other.checkpoints]
         for saved in one.checkpoints:
@@ -213,28 +220,39 @@ def compare_runs(
     return first
 
 
-def _tell_changing(report: RunReport, reference: ScriptRun, step: int) -> None:
-    """Add a note for values that are not judged, but change while `reference` trains: they may be training state."""
-    last = reference.checkpoints[-1] if reference.checkpoints else None
-    if not report.unjudged or last is None or step not in reference.paths or last.step <= step:
-        return
-    with SavedState(reference.paths[step]) as before, SavedState(last.path) as after:
-        objects = [one for one in report.unjudged if one in before.objects and one in after.objects]
-        changing = [one for one in objects if not identity.same(before.objects[one], after.objects[one])]
-    if changing:
-        text = f"{some(changing)}: not judged, but run {reference.name} changes it from step {step} to step {last.step}"
-        report.notes.append(f"{text}, and B has another value; if training uses it, it was not restored")
+def changed_by(run: ScriptRun) -> set[str]:
+    """Return the names of the values that a run has changed from one of its checkpoints to the next: whatever they are
+    called, they are state of the training and not its configuration."""
+    names: set[str] = set()
+    saved = sorted(run.checkpoints, key=lambda one: one.step)
+    for one, other in pairwise(saved):
+        with SavedState(one.path) as before, SavedState(other.path) as after:
+            both = before.objects.keys() & after.objects.keys()
+            names |= {name for name in both - names if not identity.same(before.objects[name], after.objects[name])}
+    return names
+
+
+def is_told(name: str, value: Any, run: ScriptRun, reference: ScriptRun) -> bool:
+    """Return whether the command that resumed says why a value is not that of the other run: the value is one of its
+    words or in one, or an option that only this command has is called so."""
+    words = [word for word in run.command if word not in reference.command]
+    option = name.rpartition(".")[2].replace("_", "-").lower()
+    if any(word.startswith("-") and word.strip("-").partition("=")[0].replace("_", "-") == option for word in words):
+        return True
+    text = str(value)
+    return bool(text) and any(text == word or text == word.rpartition("=")[2] for word in words)
 
 
 def _rows(
     report: RunReport,
-    run: str,
-    against: str,
+    run: ScriptRun,
+    reference: ScriptRun,
     step: int,
     before: SavedState,
     after: SavedState,
     difference: Diff,
     excused: Unrepeated,
+    changing: Collection[str],
 ) -> set[str]:
     """Add a row for each kind of part, and return the names that differ and are judged."""
     differing = difference_names(difference)
@@ -247,13 +265,18 @@ def _rows(
             # A number of steps among them makes them progress, but no progress of all.
             values = {name for name in own - excusable if name not in before.tensors and name not in after.tensors}
             aside = {name for name in values if not any(kind_of_key(key) == "progress" for key in name.split("."))}
-            report.unjudged += [one for one in sorted(aside) if one not in report.unjudged]
+            aside -= set(changing)
+            for name in sorted(aside):
+                explained = is_told(name, after.objects.get(name), run, reference)
+                names_of = report.unjudged if explained else report.unproven
+                names_of += [name] if name not in names_of else []
             excusable |= aside
         counted = own - excusable
         judged |= counted
         message = f"{plural(len(excusable), 'difference')} not judged" if excusable else ""
         equal = False if counted else None if excusable else True
-        report.compared.append(Compared(f"step {step}: {kind}", run, against, len(names), len(own), message, equal))
+        row = Compared(f"step {step}: {kind}", run.name, reference.name, len(names), len(own), message, equal)
+        report.compared.append(row)
     return judged
 
 
@@ -405,6 +428,13 @@ def judge(report: TrialReport | RunReport, excused: Unrepeated | None = None) ->
         report.message = _what_is_exact(report)
     elif excused is not None and any(kind in JUDGED for kind in excused.kinds):
         _tell_nondeterministic(report, excused)
+    elif report.unproven:
+        verb = "differs" if len(report.unproven) == 1 else "differ"
+        report.verdict = "unproven"
+        report.message = (
+            f"not proven: {some(report.unproven)} {verb} in run B, run A never changes it, and nothing in the command "
+            "says why; all else is bit-identical"
+        )
     else:
         numbers = {int(row.what.split()[1][:-1]) for row in report.compared if row.what.startswith("step ")}
         losses = sum(row.count for row in report.compared if row.what == LOSS)

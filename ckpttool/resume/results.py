@@ -10,8 +10,8 @@ from ckpttool.analysis.result import Result
 from ckpttool.errors import DIFFERS, DONE
 
 TrialVerdict = Literal["same", "differs", "failed"]
-RunVerdict = Literal["same", "differs", "nondeterministic", "failed", "planned"]
-NONDETERMINISTIC = 3
+RunVerdict = Literal["same", "differs", "nondeterministic", "unproven", "failed", "planned"]
+NONDETERMINISTIC, UNPROVEN = 3, 9
 
 
 @dataclass(slots=True)
@@ -215,8 +215,10 @@ class Outcome(Result):
 
     @property
     def exit_code(self) -> int:
-        """0 if training resumes exactly, 3 if a command does not repeat itself, else 1."""
-        return {"same": DONE, "planned": DONE, "nondeterministic": NONDETERMINISTIC}.get(self.verdict, DIFFERS)
+        """0 if training resumes exactly, 3 if a command does not repeat itself, 9 if a difference is neither judged nor
+        explained, else 1."""
+        codes = {"same": DONE, "planned": DONE, "nondeterministic": NONDETERMINISTIC, "unproven": UNPROVEN}
+        return codes.get(self.verdict, DIFFERS)
 
     @property
     def lines(self) -> Iterable[str]:
@@ -251,7 +253,7 @@ class RunReport(Outcome):
 
     words: list[str]  #: words of the command
     rule: str  #: `bitwise` (same world size) or `control` (another one, or a converted checkpoint)
-    verdict: RunVerdict = "same"  #: `same`, `differs`, `nondeterministic`, `failed`, or `planned` with `--dry-run`
+    verdict: RunVerdict = "same"  #: `same`, `differs`, `nondeterministic`, `unproven`, `failed`, or `planned`
     at: int  #: step after which B is stopped
     until: int  #: last step that is compared
     stop: str  #: `max-steps=FLAG`, `sigterm` or `sigkill`
@@ -261,5 +263,6 @@ class RunReport(Outcome):
     settings: list[str] = field(default_factory=list)  #: what was set in the environment of the command
     runs: list[ScriptRun] = field(default_factory=list)  #: the runs
     nondeterministic: list[str] = field(default_factory=list)  #: what A2 did not repeat of A, and is not judged
-    unjudged: list[str] = field(default_factory=list)  #: values of the script that differ and are not training state
+    unjudged: list[str] = field(default_factory=list)  #: values that differ because the command that resumed says so
+    unproven: list[str] = field(default_factory=list)  #: values that differ in B, and nothing explains why
     failure: FailedCommand | None = None  #: run that did not get to its end

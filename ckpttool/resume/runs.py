@@ -523,7 +523,8 @@ def _all(verification: _Verification, via: str, to_world: int | None) -> compare
     if not compare.shared(reference, b, step):
         raise _Ended(FailedCommand("B", f"run B saved no checkpoint after step {step}", last_lines(b.log)))
     is_one = verification.seen["B"].written_again is not None
-    first = compare.compare_runs(report, reference, b, excused, is_written_again=is_one)
+    changing = compare.changed_by(a)
+    first = compare.compare_runs(report, reference, b, excused, changing, is_written_again=is_one)
     if verification.observe:
         _compare_observed(verification, reference, step)
     if report.cause is None and report.findings:

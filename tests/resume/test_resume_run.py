@@ -195,26 +195,38 @@ while step < steps:
 """
 
 
-@pytest.mark.long
-def test_a_value_that_changes_in_training_and_is_not_judged_is_told() -> None:
+def test_a_value_that_training_changes_is_judged_whatever_it_is_called() -> None:
     report = runs(command=[sys.executable, "-c", BUDGET, "OUT"], checkpoints="OUT/step-{step}.pt")
-    assert report.verdict == "same" and "other.budget" in report.unjudged, report.message
-    told = [note for note in report.notes if "not judged" in note]
-    assert len(told) == 1 and told[0].startswith("`other.budget`: not judged, but run A changes it")
+    assert (report.verdict, report.exit_code) == ("differs", 1), report.message
+    assert [finding.name for finding in report.findings] == ["other.budget"] and report.unproven == []
 
 
 def test_arguments_beside_a_number_of_steps_are_not_judged(tmp_path: Path) -> None:
     """`vars(args)` has the checkpoint that was resumed from, and `--steps`."""
     report, pair = RunReport(words=[], rule="bitwise", rule_message="", at=3, until=4, stop="sigkill"), []
+    words = {"A": ["python", "train.py"], "B": ["python", "train.py", "--resume=step-3.pt"]}
     for name, resume, counted in (("A", None, 4), ("B", "step-3.pt", 5)):
         path = tmp_path / f"{name}.pt"
         weights = {"w": torch.ones(3)}
         config = {"steps": 6, "resume": resume, "noise": False}
         torch.save({"model": weights, "iter_num": counted, "config": config}, path)
-        pair.append(ScriptRun(name, [], "", "", checkpoints=[Saved(4, str(path), 1)], resumed_at=3))
+        pair.append(ScriptRun(name, words[name], "", "", checkpoints=[Saved(4, str(path), 1)], resumed_at=3))
     first = compare.compare_runs(report, pair[0], pair[1], compare.Unrepeated())
-    assert report.unjudged == ["config.resume"]
+    assert (report.unjudged, report.unproven) == (["config.resume"], [])
     assert first is not None and first.names == {"iter_num"}
+
+
+def test_a_difference_that_nothing_explains_is_not_proven(tmp_path: Path) -> None:
+    """A never changes it, so that it may be configuration; the command that resumed does not say why it is another."""
+    report, pair = RunReport(words=[], rule="bitwise", rule_message="", at=3, until=4, stop="sigkill"), []
+    for name, patience, words in (("A", 5, ["train.py"]), ("B", 7, ["train.py", "--resume", "step-3.pt"])):
+        path = tmp_path / f"{name}.pt"
+        torch.save({"model": {"w": torch.ones(3)}, "config": {"patience": patience}}, path)
+        pair.append(ScriptRun(name, words, "", "", checkpoints=[Saved(4, str(path), 1)], resumed_at=3))
+    assert compare.compare_runs(report, pair[0], pair[1], compare.Unrepeated()) is None
+    compare.judge(report, compare.Unrepeated())
+    assert (report.verdict, report.exit_code, report.unproven) == ("unproven", 9, ["other.config.patience"])
+    assert "not proven: `other.config.patience` differs in run B" in report.message
 
 
 @pytest.mark.parametrize("stop", ["sigkill", pytest.param("sigterm", marks=pytest.mark.long)])
@@ -309,7 +321,7 @@ def test_the_plan_has_every_start_of_the_command() -> None:
         ({"stop": "pause"}, '`stop="pause"` is unknown'),
         ({"stop": "max-steps=--epochs"}, '`stop="max-steps=--epochs"`: the command has no such option'),
         ({"at": 5}, "`at=5, until=5`"),
-        ({"loss": "loss ("}, "no regular expression"),
+        ({"loss": "loss ("}, "not a regular expression"),
         ({"resume_with": "python t.py"}, "neither"),
         ({"resume_with": None, "via": "dcp"}, "told what to resume from"),
         ({"to_world": 2}, "{world}"),
