@@ -84,19 +84,14 @@ def open_at(location: Location, options: OpenOptions = NO_HINTS, run: runs.RunDi
 
 def _open_files(location: Location, options: OpenOptions) -> Source:
     """Open a file, or the files that a pattern matches: those of ranks, or of one step beside those of others."""
-    if not location.is_pattern() or any(row.recognise(location) for row in formats.FORMATS):
+    matches = location.matches() if location.is_pattern() else []
+    if not matches or any(row.recognise(location) for row in formats.FORMATS):
         source = _detect(location, None).open(location, options)
-        if (
-            source.catalogue.format == rankfiles.FORMAT.name
-            and location.is_file()
-            and reader.is_of_each_rank(source.catalogue)
-        ):
-            source.close()
-            return torchsave.FORMAT.open(location, options)  # what one rank has of its own, by itself
-        return source
-    matches = location.matches()
-    if not matches:
-        return _detect(location, None).open(location, options)
+        is_set = source.catalogue.format == rankfiles.FORMAT.name and location.is_file()
+        if not (is_set and reader.is_of_each_rank(source.catalogue)):
+            return source
+        source.close()
+        return torchsave.FORMAT.open(location, options)  # what one rank has of its own, by itself
     folder = matches[0].parent
     while folder and not all(path.is_below(folder) for path in matches):
         folder = folder.parent

@@ -261,20 +261,12 @@ def faults(found: Quantization) -> list[CorruptError]:
             )
         )
     if found.orphans:
-        errors.append(
-            CorruptError(
-                f"{plural(len(found.orphans), 'scale')} without a weight: {some(found.orphans)}",
-                hint="the weight is in another file, or it was dropped and its scale was not",
-                tensor=found.orphans[0],
-            )
-        )
+        text = f"{plural(len(found.orphans), 'scale')} without a weight: {some(found.orphans)}"
+        hint = "the weight is in another file, or it was dropped and its scale was not"
+        errors.append(CorruptError(text, hint=hint, tensor=found.orphans[0]))
     if found.misfits:
-        (scale, text), *_ = found.misfits.items()
-        errors.append(
-            CorruptError(
-                f"{plural(len(found.misfits), 'scale')} that {'does' if len(found.misfits) == 1 else 'do'} not fit: "
-                f"`{scale}` is {text}",
-                tensor=scale,
-            )
-        )
+        (scale, said), *_ = found.misfits.items()
+        does = "does" if len(found.misfits) == 1 else "do"
+        text = f"{plural(len(found.misfits), 'scale')} that {does} not fit: `{scale}` is {said}"
+        errors.append(CorruptError(text, tensor=scale))
     return errors
