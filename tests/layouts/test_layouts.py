@@ -20,7 +20,9 @@ from ckpttool.errors import ReadError
 # A zip archive of several torch.save files: the error says to unpack it.
 REFUSED = {"DLR-RM/stable-baselines3"}
 # A module that was pickled whole cannot be made again without its class.
-WHOLE_MODULES = {"NVlabs/edm"}
+WHOLE_MODULES = {
+    *("NVlabs/edm", "openai/spinningup", "descriptinc/descript-audio-codec", "loose/module and disabled scaler"),
+}
 ALL = [layout for layout in layouts.LAYOUTS if layout.name not in REFUSED]
 
 
