@@ -295,6 +295,9 @@ class Write:
         sink = self.target.create(partial, self.planned.catalogue, how)
         self.result.payload_bytes += sum(tensor.nbytes for tensor in sink.catalogue.replicas)
         self._note_untied(sink)
+        copied = sink.catalogue.facts.get("copied", ())
+        if assets := [name for name in self.opened.source.catalogue.facts.get("assets", ()) if name not in copied]:
+            self.result.notes.append(f"not copied (not part of the state): {some(assets, 5)}")
         self.result.notes += map(str, sink.catalogue.warnings)
         return sink
 
@@ -496,8 +499,6 @@ def _summarise(result: Conversion, source: Source, plan: Planned, target: Format
         names = ", ".join(f"`{name}`" for name in sorted(remarks)[:5])
         result.notes.append(f"`__metadata__` of the source is left out, {target.name} has no place for it: {names}")
     result.notes[:0] = chosen_of_run(source.catalogue)
-    if assets := source.catalogue.facts.get("assets"):
-        result.notes.append(f"not copied (not part of the state): {some(assets, 5)}")
     other = formats.by_suffix(dst)
     if other is not None and other != target:
         result.notes.append(f"`{dst}` has the suffix of {other.title}, but is written as {target.target}")

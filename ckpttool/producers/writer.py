@@ -126,6 +126,7 @@ class OutputLayout:
             result.warnings.append(Warning("no-effect", text))
         result.entries = {path: entries[path] for path in catalogue.entries if path in entries}
         copies = [(root / name, root / to) for name, to in self.copies]
+        result.facts["copied"] = [to for _, to in self.copies]
         return CreatedSink(result, partial(_finish, sinks, copies, crcs))
 
     def _split(self, catalogue: Catalogue) -> Iterator[tuple[OutputComponent, Catalogue]]:
