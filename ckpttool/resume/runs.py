@@ -439,6 +439,11 @@ def run(
     if stop not in _STOPS and not (kind == "max-steps" and flag):
         hint = "`--stop sigkill`, `--stop sigterm`, or `--stop max-steps=FLAG` with the flag of the command"
         raise UsageError(f"`--stop {stop}` is unknown", hint=hint)
+    if checkpoints is not None and os.path.isabs(commands.fill(checkpoints, out="out")):
+        raise UsageError(
+            f"`--checkpoints {checkpoints}` names the same files for every run: A would be compared with itself",
+            hint="begin it with `OUT` or `{out}`, the output directory of each run: `'OUT/step-{step}.pt'`",
+        )
     other_world = to_world is not None and to_world != world
     _check_route(commands, via, world, to_world if other_world else None)
     rule = "control" if other_world else "bitwise"

@@ -330,6 +330,7 @@ def test_the_plan_has_every_start_of_the_command() -> None:
         ({"command": ["no-such-program", "OUT", "--steps", "5"]}, "cannot be started"),
         ({"command": [sys.executable, "-c", "raise KeyError(3)", "OUT", "--steps", "5"]}, "KeyError: 3"),
         ({"command": [sys.executable, "-c", FROZEN, "OUT", "--steps", "5"]}, "no weight changes between step 3 and"),
+        ({"checkpoints": "/tmp/step-{step}.pt"}, "names the same files for every run"),
         ({"stop": "sigkill", "checkpoints": "OUT/ckpt-{step}.pt"}, "no complete checkpoint of step 3"),
         ({"checkpoints": "OUT/ckpt-{step}.pt"}, "no complete checkpoint after step 3 and up to 5"),
     ],
