@@ -89,6 +89,8 @@ def test_what_the_user_has_set_is_kept(tmp_path: Path) -> None:
     assert variables["PYTHONHASHSEED"] == "7" and variables["PYTHONPATH"] == os.pathsep.join((inject.SITE, "/mine"))
     assert variables["CUBLAS_WORKSPACE_CONFIG"] == ":4096:8"
     assert inject.environment(str(tmp_path), seed=None) == {}
+    one, other = (inject.environment(str(tmp_path), seed=seed, present={}) for seed in (1, 2))
+    assert one["PYTHONHASHSEED"] != other["PYTHONHASHSEED"]
     assert "CKPTTOOL_HOOK_SEED" not in inject.environment(str(tmp_path), seed=None, observe=True)
 
 

@@ -16,7 +16,7 @@ from ckpttool.resume import states
 from ckpttool.resume.states import RunState, documents
 
 SITE = os.path.join(os.path.dirname(os.path.abspath(__file__)), "site")
-_SWITCHES = {"PYTHONHASHSEED": "0", "CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
+_CUBLAS = ":4096:8"
 
 
 def environment(
@@ -33,15 +33,16 @@ def environment(
     The state is recorded where the steps in `states` begin, counted from 1 in each process.
     `keep` is a file that is written again and again, and the folder for its copies.
     With no `seed`, no switch is set. A run that resumes should have another seed than the run from its start: a script
-    that seeds nothing and restores nothing would otherwise draw the numbers of the start again, and seem to be right.
-    What the user has set is kept.
+    that seeds nothing and restores nothing would otherwise draw the numbers of the start again, and seem to be right,
+    as would one whose data come from a set. What the user has set is kept.
     """
     if seed is None and not observe:
         return {}
     paths = [SITE, *filter(None, [present.get("PYTHONPATH")])]
     variables = {"PYTHONPATH": os.pathsep.join(paths), "CKPTTOOL_HOOK_FOLDER": os.path.abspath(folder)}
     if seed is not None:
-        variables |= {name: present.get(name, value) for name, value in _SWITCHES.items()}
+        switches = {"PYTHONHASHSEED": str(seed), "CUBLAS_WORKSPACE_CONFIG": _CUBLAS}
+        variables |= {name: present.get(name, value) for name, value in switches.items()}
         variables["CKPTTOOL_HOOK_SEED"] = str(seed)
     if recorded := ",".join(map(str, states)):
         variables["CKPTTOOL_HOOK_STATES"] = recorded
