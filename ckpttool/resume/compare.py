@@ -17,7 +17,7 @@ from ckpttool.analysis.differences.results import Diff, ObjectDifference
 from ckpttool.analysis.result import ABSENT
 from ckpttool.catalogue import identity
 from ckpttool.catalogue.parts import kind_of_key
-from ckpttool.catalogue.shown import shown
+from ckpttool.catalogue.shown import shown, spelt
 from ckpttool.errors import UsageError
 from ckpttool.resume import states, steps
 from ckpttool.resume.causes import causes
@@ -239,7 +239,7 @@ def is_told(name: str, value: Any, run: ScriptRun, reference: ScriptRun) -> bool
     option = name.rpartition(".")[2].replace("_", "-").lower()
     if any(word.startswith("-") and word.strip("-").partition("=")[0].replace("_", "-") == option for word in words):
         return True
-    text = str(value)
+    text = spelt(value)
     return bool(text) and any(text == word or text == word.rpartition("=")[2] for word in words)
 
 

@@ -427,7 +427,7 @@ def test_a_map_and_its_inverse(seed: int) -> None:
         ({"from": "emb", "to": "a", "operations": [{"rows": {"to": "halves", "axis": 1}}]}, [], "those of axis 1 of a"),
         ({"from": "emb", "to": ["a", "b"]}, [], r"`emb` \[7, 3\] to `a`: a tensor of shape \[7, 3\] cannot be split"),
         ({"from": ["emb", "h.0.up"], "to": "a"}, [], r"tensors of shapes \[7, 3\] and \[5, 2\] cannot be joined"),
-        ({"from": "h.0.up", "to": "a", "operations": [{"rows": "halves"}]}, [], "no multiple of 8, those of a head"),
+        ({"from": "h.0.up", "to": "a", "operations": [{"rows": "halves"}]}, [], "not a multiple of 8, those of a head"),
         ({"from": "emb", "to": "a", "operations": [{"rows": {"to": "halves", "head_dim": "dim"}}]}, [], "`dim` of the"),
         ({"from": "emb", "to": "a", "operations": [{"transpose": [0, 2]}]}, [], "has no axis 2"),
         ({"from": "emb", "to": "a", "operations": [{"trim": {"axis": 0, "size": 9}}]}, [], "cannot be trimmed to 9"),

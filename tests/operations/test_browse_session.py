@@ -91,14 +91,14 @@ def test_what_is_wanted_is_read_first(tmp_path: Path, monkeypatch: pytest.Monkey
     read: list[str] = []
     first, may_go_on = threading.Event(), threading.Event()
 
-    class Job(survey_module.Job):
+    class Reading(survey_module.TensorReading):
         def result(self):  # type: ignore[no-untyped-def]
             read.append(self.tensor.name)
             first.set()
             may_go_on.wait(300)
             return super().result()
 
-    monkeypatch.setattr(survey_module, "Job", Job)
+    monkeypatch.setattr(survey_module, "TensorReading", Reading)
     opened.survey.start()
     first.wait(300)
     opened.survey.want([opened.numbers["t090"], opened.numbers["t007"]])
