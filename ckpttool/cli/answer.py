@@ -21,14 +21,12 @@ def respond(
     verbose: bool = False,
     shows_progress: bool = True,
     html: str | None = None,
-    junit: str | None = None,
-    lines: Callable[[Any], Iterable[str]] | None = None,
     rows: Callable[[Any], tuple[Sequence[Column], Iterable[Sequence[object]]]] | None = None,
     as_md: bool = False,
 ) -> None:
     """Call `call(progress=...)` and end with the exit code of its result. Of that, stdout gets its JSON, its `lines`
-    with `--quiet`, or its `blocks`, and with these stderr gets its notes, its hint, and where its page and its JUnit
-    report are. With `rows`, columns and rows of it, stdout gets these as comma-separated values or as Markdown."""
+    with `--quiet`, or its `blocks`, and with these stderr gets its notes, its hint, and where its page is. With
+    `rows`, columns and rows of it, stdout gets these as comma-separated values or as Markdown."""
     with progress_on_stderr(shows_progress and not (quiet or as_json)) as progress:
         result = call() if progress is None else call(progress=progress)
     with answer(result.exit_code, verbose) as terminal:
@@ -38,15 +36,14 @@ def respond(
         elif rows is not None:
             terminal.rows(*rows(result), as_md=as_md)
         elif quiet:
-            for line in result.lines if lines is None else lines(result):
+            for line in result.lines:
                 terminal.line(line)
         else:
             terminal.blocks(blocks(result, verbose))
             err().warnings(getattr(result, "notes", ()))
             if hint := getattr(result, "hint", None):
                 err().paragraph(hint, mark=dim("hint: "), indent=6)
-            for path in (html, junit):
-                err().wrote(path)
+            err().wrote(html)
 
 
 def respond_written(name: str, arguments: dict[str, Any]) -> None:

@@ -44,7 +44,7 @@ def audit(
     from ckpttool.resume import audit as operation
 
     call = partial(operation.audit, **arguments)
-    respond(call, audit_blocks, as_json=as_json, quiet=quiet, verbose=verbose, shows_progress=False, lines=_verdict)
+    respond(call, audit_blocks, as_json=as_json, quiet=quiet, verbose=verbose, shows_progress=False)
 
 
 def audit_blocks(result: Audit, verbose: bool) -> Iterator[Block]:
@@ -74,10 +74,6 @@ def audit_blocks(result: Audit, verbose: bool) -> Iterator[Block]:
             checks += [["", "", dim(name)] for name in check.names[:_NAMES]]
     yield Table("checks", [Column(), Column(), Column(fit="wrap")], checks, limit=None)
     yield Line([Styled(result.message, _RESUMABLE[result.verdict])], is_apart=True)
-
-
-def _verdict(result: Audit) -> Iterator[str]:
-    yield result.verdict
 
 
 # trial ----------------------------------------------------------------------------------------------------------------

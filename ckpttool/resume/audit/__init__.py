@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import closing
 from dataclasses import dataclass, field
 from functools import partial
@@ -86,6 +86,11 @@ class Audit(Result):
     notes: list[str] = field(default_factory=list)  #: remarks, such as which checkpoint of a run was read
     seconds: float = 0.0  #: duration
     _optimizers: list[OptimizerSummary] = field(default_factory=list)
+
+    @property
+    def lines(self) -> Iterable[str]:
+        """What `--quiet` prints: the verdict."""
+        return (self.verdict,)
 
     @property
     def optimizers(self) -> list[OptimizerSummary]:
