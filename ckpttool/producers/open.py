@@ -125,7 +125,8 @@ def _open_step(
     """Open the files of one step, which lie beside those of others."""
     places = {place for name, place in places_of({*directory.names, *names}).items() if name in names}
     step = run.chosen.order[-1:] if run is not None and run.chosen is not None else ()
-    step = step or places.pop().order[-1:] if len(places) == 1 else step
+    if not step and len(places) == 1:
+        step = places.pop().order[-1:]
     source = reader.open_layout(contents.layout(directory, names, *step), directory, options)
     source.catalogue.facts |= facts_of(places_of(names))
     if run is not None:
