@@ -7,7 +7,7 @@ judged still.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -184,13 +184,14 @@ def compare_runs(
     reference: ScriptRun,
     run: ScriptRun,
     excused: Unrepeated,
-    changing: Collection[str] = (),
+    changing: Callable[[], Collection[str]] = tuple,
     *,
     is_written_again: bool = False,
 ) -> FirstDifference | None:
     """Compare the steps of `run` after its resume with those of `reference`: rows, and findings of the first step whose
-    checkpoint differs. `changing` are the values that training changes, see `changed_by`. Of a checkpoint that is
-    written again a copy may be missed, but not that of the last step."""
+    checkpoint differs. `changing` returns the values that training changes, see `changed_by`; it is asked for where a
+    value of the script differs. Of a checkpoint that is written again a copy may be missed, but not that of the last
+    step."""
     first: FirstDifference | None = None
     resumed_at = run.resumed_at or 0
     for step, paths in shared(reference, run, resumed_at).items():
@@ -252,7 +253,7 @@ def _rows(
     after: SavedState,
     difference: Diff,
     excused: Unrepeated,
-    changing: Collection[str],
+    changing: Callable[[], Collection[str]],
 ) -> set[str]:
     """Add a row for each kind of part, and return the names that differ and are judged."""
     differing = difference_names(difference)
@@ -265,7 +266,7 @@ def _rows(
             # A number of steps among them makes them progress, but no progress of all.
             values = {name for name in own - excusable if name not in before.tensors and name not in after.tensors}
             aside = {name for name in values if not any(kind_of_key(key) == "progress" for key in name.split("."))}
-            aside -= set(changing)
+            aside -= set(changing()) if aside else set()
             for name in sorted(aside):
                 explained = is_told(name, after.objects.get(name), run, reference)
                 names_of = report.unjudged if explained else report.unproven

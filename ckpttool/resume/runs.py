@@ -18,6 +18,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from functools import cache, partial
 
 from ckpttool.errors import StorageError, UsageError
 from ckpttool.layout.mesh import world_mesh
@@ -528,7 +529,7 @@ def _all(verification: _Verification, via: str, to_world: int | None) -> compare
     if not compare.shared(reference, b, step):
         raise _Ended(FailedCommand("B", f"run B saved no checkpoint after step {step}", last_lines(b.log)))
     is_one = verification.seen["B"].written_again is not None
-    changing = compare.changed_by(a)
+    changing = cache(partial(compare.changed_by, a))
     first = compare.compare_runs(report, reference, b, excused, changing, is_written_again=is_one)
     if verification.observe:
         _compare_observed(verification, reference, step)
