@@ -7,10 +7,6 @@ gathered is the oracle. Rank files: tests/formats/test_rankfiles.py; run directo
 from __future__ import annotations
 
 import os
-import shutil
-import subprocess
-import zipfile
-from collections import OrderedDict
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -22,7 +18,17 @@ import safetensors.torch
 import same
 import torch
 from same import raw_bytes
-from support.upstream_readers import dcp_into, dcp_whole, detached, hollow, load, safetensors_by_path, spelled
+from support.upstream_readers import (
+    dcp_into,
+    dcp_whole,
+    detached,
+    hollow,
+    load,
+    plain,
+    safetensors_by_path,
+    spelled,
+    unzipped,
+)
 from support.upstream_samples import NAMES, loaded, original, path_of
 
 from ckpttool import convert
@@ -52,20 +58,6 @@ OBJECTS = {
     "torch/nocrc", "torch/pt2", "torch/quantized", "torch/skip_data", "torch/sparse", "torch/storages",
     "torch/unknown_classes", "torch/wrappers", "dcp/tuples", "dcp/unflattened_w2",
 }  # fmt: skip
-
-
-def plain(value: Any, *, ordered: bool = True) -> Any:
-    """Without what is not content: the Parameter class, `requires_grad`, and (if not `ordered`) OrderedDict."""
-    if isinstance(value, torch.Tensor):
-        if value.is_nested:
-            return value
-        return value.detach() if type(value) is torch.Tensor else value.detach().as_subclass(torch.Tensor)
-    if type(value) in (dict, OrderedDict):
-        items = [(key, plain(child, ordered=ordered)) for key, child in value.items()]
-        return OrderedDict(items) if ordered and type(value) is OrderedDict else dict(items)
-    if type(value) in (list, tuple):
-        return type(value)(plain(child, ordered=ordered) for child in value)
-    return value
 
 
 def assert_same(name: str, found: Any, *, ordered: bool = True) -> None:
@@ -108,19 +100,6 @@ def back(out: Path) -> Any:
     """What torch reads of a result that was converted to torch's format again."""
     convert(out, out.with_name("back.pt"), to="torch", check=True)
     return loaded(str(out.with_name("back.pt")))
-
-
-def unzipped(file: Path) -> str:
-    """`sound`, or what a reader of zip files finds: CRCs of all records, sizes, the directory."""
-    with zipfile.ZipFile(file) as archive:
-        wrong = archive.testzip()
-    if wrong is not None:
-        return f"zipfile: {wrong} has another CRC"
-    if shutil.which("unzip"):
-        ran = subprocess.run(["unzip", "-tqq", file], capture_output=True, text=True, check=False)
-        if ran.returncode:
-            return f"unzip: {ran.stdout}{ran.stderr}"
-    return "sound"
 
 
 @pytest.mark.parametrize("name", NAMES)

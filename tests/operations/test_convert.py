@@ -10,7 +10,6 @@ import re
 import shutil
 import threading
 import zipfile
-from collections import OrderedDict
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +21,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from safetensors.torch import save_file
 from support.checkpoints import bits, within
+from support.upstream_readers import plain
 from support.upstream_samples import original, path_of, reference
 
 import ckpttool
@@ -30,20 +30,6 @@ from ckpttool.storage.files import Pool
 
 FULL, MODEL, DDP = (path_of(name) for name in ("torch/full", "torch/model", "torch/ddp"))
 SHARDED = path_of("dcp/fsdp2_w4")
-
-
-def plain(value: Any, *, ordered: bool = True) -> Any:
-    """Without what is not content: the Parameter class, `requires_grad`, and (if not `ordered`) OrderedDict."""
-    if isinstance(value, torch.Tensor):
-        if value.is_nested:
-            return value
-        return value.detach() if type(value) is torch.Tensor else value.detach().as_subclass(torch.Tensor)
-    if type(value) in (dict, OrderedDict):
-        items = [(key, plain(child, ordered=ordered)) for key, child in value.items()]
-        return OrderedDict(items) if ordered and type(value) is OrderedDict else dict(items)
-    if type(value) in (list, tuple):
-        return type(value)(plain(child, ordered=ordered) for child in value)
-    return value
 
 
 def assert_same(found: Any, expected: Any, *, ordered: bool = True) -> None:

@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import argparse
 import json
+import shutil
+import subprocess
 import sys
 import warnings
+import zipfile
+from collections import OrderedDict
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -191,3 +195,30 @@ def named(tree: Any, prefix: str = "") -> dict[str, torch.Tensor]:
     for key, value in pairs:
         found.update(named(value, f"{prefix}.{key}" if prefix else str(key)))
     return found
+
+
+def plain(value: Any, *, ordered: bool = True) -> Any:
+    """Without what is not content: the Parameter class, `requires_grad`, and (if not `ordered`) OrderedDict."""
+    if isinstance(value, torch.Tensor):
+        if value.is_nested:
+            return value
+        return value.detach() if type(value) is torch.Tensor else value.detach().as_subclass(torch.Tensor)
+    if type(value) in (dict, OrderedDict):
+        items = [(key, plain(child, ordered=ordered)) for key, child in value.items()]
+        return OrderedDict(items) if ordered and type(value) is OrderedDict else dict(items)
+    if type(value) in (list, tuple):
+        return type(value)(plain(child, ordered=ordered) for child in value)
+    return value
+
+
+def unzipped(file: Path) -> str:
+    """`sound`, or what a reader of zip files finds: CRCs of all records, sizes, the directory."""
+    with zipfile.ZipFile(file) as archive:
+        wrong = archive.testzip()
+    if wrong is not None:
+        return f"zipfile: {wrong} has another CRC"
+    if shutil.which("unzip"):
+        ran = subprocess.run(["unzip", "-tqq", file], capture_output=True, text=True, check=False)
+        if ran.returncode:
+            return f"unzip: {ran.stdout}{ran.stderr}"
+    return "sound"

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import shutil
-import subprocess
 import warnings
-import zipfile
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +17,7 @@ from support.upstream_readers import (
     load,
     path_of,
     safetensors_in,
+    unzipped,
 )
 
 from ckpttool import convert
@@ -34,19 +32,6 @@ def written(source: str, folder: Path, **options: Any) -> Path:
 def storage(tensor: torch.Tensor) -> int:
     """What two tensors have in common that share memory."""
     return tensor.untyped_storage().data_ptr()
-
-
-def unzipped(file: Path) -> str:
-    """`sound`, or what a reader of zip files finds: CRCs of all records, sizes, the directory."""
-    with zipfile.ZipFile(file) as archive:
-        wrong = archive.testzip()
-    if wrong is not None:
-        return f"zipfile: {wrong} has another CRC"
-    if shutil.which("unzip"):
-        ran = subprocess.run(["unzip", "-tqq", file], capture_output=True, text=True, check=False)
-        if ran.returncode:
-            return f"unzip: {ran.stdout}{ran.stderr}"
-    return "sound"
 
 
 def plain(tree: Any) -> Any:
