@@ -2,11 +2,14 @@
 
 {out}/step-{step}            one for each step, a file or a directory; `*` stands for anything else in a name
 {out}/saved-*                several that are named otherwise, by the time of day: the step is read from each
-{out}/ckpt.pt                one that is written again and again: the step is read from it, and a copy is kept
+{out}/ckpt.pt                one that is written again and again: the step is read from it
 {out}/epoch_{step-1} + {out}/state.pt
                              one for each step, counted from 0, and a file that belongs to the newest of them and is
                              written again and again: the two are put together in a folder
 None                         what `inspect` finds in the output directory of a framework
+
+The output directory is kept as it was after each save, see `observe/site/keep.py`: what is removed or written over
+later is found there.
 """
 
 from __future__ import annotations
@@ -15,7 +18,7 @@ import glob
 import os
 import re
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import closing, suppress
 
 from ckpttool.catalogue.entries import Object
@@ -25,6 +28,7 @@ from ckpttool.producers import runs
 from ckpttool.producers.open import opened
 from ckpttool.resume.audit.counters import step_counters
 from ckpttool.resume.audit.values import read_number
+from ckpttool.resume.observe.site import keep
 from ckpttool.storage.files import Pool
 
 _STEP = re.compile(r"\{step(?:-1)?(?::[^}]*)?\}")
@@ -33,54 +37,89 @@ Fingerprint = tuple[tuple[str, int, int], ...]
 
 
 class Checkpoints:
-    """The checkpoints in the output directory of a run. `copies` is where one that is written again is kept.
+    """The checkpoints in the output directory `out` of a run, which is kept as it was after each save in `kept`.
 
-    `written_again` is the path of such a one, `kept_by_hook` where the hook in the processes of the run copies it to.
-    A checkpoint is complete when it can be opened, nothing in it is missing, and it has the files that `model`, that of
-    the same step in another run, has.
+    `pattern` is a path in it, and `is_kept_by_run` whether the run itself keeps it: otherwise it is kept whenever it is
+    looked at here. A checkpoint is complete when it can be opened, nothing in it is missing, and it has the files that
+    `model`, that of the same step in another run, has.
     """
 
-    def __init__(self, pattern: str | None, out: str, copies: str) -> None:
-        first, _, beside = pattern.partition(" + ") if pattern is not None else (None, "", "")
-        self._pattern = os.path.join(out, first) if first is not None else None
-        self._beside: Checkpoints | None = Checkpoints(beside, out, copies) if beside else None
-        self._joined: dict[int, Fingerprint] = {}
-        self._ended = False
-        self._out, self._copies = out, copies
-        self._complete: dict[str, Fingerprint] = {}
+    def __init__(self, pattern: str | None, out: str, kept: str) -> None:
+        self._pattern, _, self._beside = (pattern or "").partition(" + ")
+        self.out, self.kept_in = out, kept
+        self.is_kept_by_run: Callable[[], bool] = lambda: False
+        self._keeper = keep.Keeper(out, kept)
+        self._views: dict[str, str] = {}  # by snapshot: the directory as it was
+        self._found: dict[int, tuple[str, str]] = {}  # complete ones: as which view of the directory has them first
+        self._complete: set[tuple[str, Fingerprint]] = set()
         self._incomplete: dict[str, tuple[Fingerprint, str]] = {}
-        self._kept: dict[int, str] = {}
-        self._read: dict[str, tuple[Fingerprint, int | None]] = {}
-        is_one = self._pattern is not None and not _STEP.search(self._pattern) and "*" not in self._pattern
-        self.written_again: str | None = (
-            self._beside.written_again if self._beside else self._pattern if is_one else None
-        )
-        self.kept_by_hook = os.path.join(copies, "by-hook")
+        self._steps: dict[Fingerprint, int | None] = {}
+        self._ended = False
+        self.overwritten: set[str] = set()  # files that another writer than Python wrote over
+
+    @property
+    def is_one(self) -> bool:
+        """Whether one file or directory is written again and again."""
+        is_named = _STEP.search(self._pattern) or "*" in self._pattern
+        return bool(self._beside or (self._pattern and not is_named))
+
+    @property
+    def may_miss(self) -> bool:
+        """Whether a checkpoint may have been written over before it was looked at."""
+        return self.is_one and not self.is_kept_by_run()
 
     def find(self) -> dict[int, str]:
         """Return the paths of the checkpoints by step, complete or not."""
-        if self._pattern is None:
-            return self._of_framework()
-        if self._beside is not None:
-            return self._with_those_beside(self._beside.find())
-        if self.written_again is not None:
-            self._keep(self.written_again)
-            self._take_from_hook()
-            return dict(sorted(self._kept.items()))
-        return self._by_name(self._pattern) if _STEP.search(self._pattern) else self._by_their_steps(self._pattern)
+        if not self._ended and not self.is_kept_by_run():
+            self._keeper.keep()
+        for snapshot in keep.snapshots(self.kept_in):
+            if snapshot not in self._views:
+                self._views[snapshot] = self._view(snapshot)
+        kept = {step: path for step, (_, path) in self._found.items()}
+        return dict(sorted({**self._in(self.out), **kept}.items()))
 
-    def _by_name(self, pattern: str) -> dict[int, str]:
-        """Return the paths of the checkpoints whose names say their steps."""
-        found: dict[int, str] = {}
-        parts = _STEP.split(pattern)
-        before_first = [int(one.startswith("{step-1")) for one in _STEP.findall(pattern)]
-        numbers = re.compile(r"0*(\d+)".join(_as_regex(part) for part in parts))
-        for path in sorted(glob.glob("*".join(map(_as_glob, parts))), key=_written):
-            if match := numbers.fullmatch(path):
-                steps = {int(number) + one for number, one in zip(match.groups(), before_first, strict=True)}
-                if len(steps) == 1:
-                    found[steps.pop()] = path
-        return dict(sorted(found.items()))
+    def _view(self, snapshot: str) -> str:
+        """Make the directory as it was, and take what is complete in it."""
+        view = os.path.join(self.kept_in, "views", os.path.basename(snapshot).removesuffix(".json"))
+        try:
+            keep.restore(snapshot, view, is_read_only=True)
+        except ValueError as error:
+            self.overwritten.add(str(error))
+            return view
+        is_needed = False
+        for step, path in self._in(view).items():
+            if step not in self._found and self.why_not(path) is None:
+                self._found[step], is_needed = (snapshot, path), True
+        if not is_needed:
+            shutil.rmtree(view)
+        return view
+
+    def kept(self, step: int) -> bool:
+        """Return whether the output directory was kept as it was when the checkpoint of a step was complete."""
+        return step in self._found
+
+    def began(self, step: int) -> int | None:
+        """Return the number of the optimizer step that began after a checkpoint was saved, as the run counts them."""
+        return keep.step(self._found[step][0]) if step in self._found else None
+
+    def restore(self, step: int, out: str) -> tuple[str | None, int]:
+        """Make a directory as the output directory was when the checkpoint of a step was complete, without later ones.
+
+        Return the path of the checkpoint, None if there is none, and how many later ones were left out.
+        """
+        if step in self._found:
+            keep.restore(self._found[step][0], out)
+        else:
+            shutil.copytree(self.out, out, symlinks=True, copy_function=keep.place, dirs_exist_ok=True)
+        later = {one: path for one, path in self._in(out).items() if one > step}
+        for path in later.values():
+            for each in glob.glob(path) or [path]:
+                _remove(each)
+        return self._in(out).get(step), len(later)
+
+    def moved(self, out: str) -> None:
+        """Follow the output directory of a run that has ended to where it is now."""
+        self._ended, self.out = True, out
 
     def complete(self, step: int, model: str | None = None) -> str | None:
         """Return the path of the checkpoint of a step if it is complete, else None."""
@@ -93,123 +132,86 @@ class Checkpoints:
         files = {name for name, _, _ in now}
         if model is not None and (absent := sorted({name for name, _, _ in fingerprint(model)} - files)):
             return f"`{absent[0]}` is not there yet"
-        if self._complete.get(path) == now:
+        key = os.path.basename(path), now
+        if key in self._complete:
             return None
         if path in self._incomplete and self._incomplete[path][0] == now:
             return self._incomplete[path][1]
         reason = _why_not_opened(path)
         if reason is None and fingerprint(path) == now:
-            self._complete[path] = now
+            self._complete.add(key)
             return None
         self._incomplete[path] = now, reason or "it is being written"
         return self._incomplete[path][1]
 
-    def _of_framework(self) -> dict[int, str]:
-        with suppress(CkptError, OSError):
-            return {one.step: str(one.path) for one in runs.checkpoints(self._out) if one.step is not None}
-        return {}
-
-    def _with_those_beside(self, beside: Mapping[int, str]) -> dict[int, str]:
-        """Return the checkpoints with the file of their step. The last one of a run may have none, as nothing resumes
-        there: only its end tells that none will come."""
-        found = self._by_name(self._pattern or "")
-        joined = {step: self._join(step, path, beside[step]) for step, path in found.items() if step in beside}
-        last = {step: path for step, path in [*found.items()][-1:] if self._ended}
-        return dict(sorted({**last, **joined}.items()))
-
-    def _join(self, step: int, path: str, beside: str) -> str:
-        """Return a folder with the files of a checkpoint, and the one that belongs to it."""
-        folder, now = os.path.join(self._copies, f"step-{step}"), fingerprint(beside)
-        if self._joined.get(step) != now:
-            _remove(folder)
-            shutil.copytree(path, folder, copy_function=_link)
-            _link(beside, os.path.join(folder, os.path.basename(self.written_again or beside)))
-            self._joined[step] = now
-        return folder
-
-    def _by_their_steps(self, pattern: str) -> dict[int, str]:
-        """Return the complete checkpoints whose names do not say their steps."""
-        for path in glob.glob(_as_glob(pattern)):
-            now = fingerprint(path)
-            if self._read.get(path, ((), None))[0] != now and self.why_not(path) is None:
-                self._read[path] = now, step_of(path)
-        found = sorted((step, _written(path), path) for path, (_, step) in self._read.items() if step is not None)
-        return {step: path for step, _, path in found}
-
-    def was_missed(self, step: int) -> bool:
-        """Return whether a checkpoint that is written again is not kept of a step, and of a later one."""
-        kept = self._beside._kept if self._beside is not None else self._kept
-        return self.written_again is not None and step not in kept and any(one > step for one in kept)
-
-    def forget(self) -> None:
-        """Look at the checkpoint that is written again once more, however little it seems to have changed: the run has
-        ended."""
-        self._ended = True
-        self._complete.pop(self.written_again or "", None)
-        if self._beside is not None:
-            self._beside.forget()
-
     def saved_before(self, step: int) -> dict[int, Fingerprint]:
-        """Return the files of the checkpoints before a step as they are now; of that step too, if the script names
-        checkpoints by it and resumes from two places: it is saved once."""
-        if self._beside is None:
-            return {one: fingerprint(path) for one, path in self.find().items() if one < step}
-        found = {one: fingerprint(path) for one, path in self._by_name(self._pattern or "").items() if one <= step}
+        """Return the files of the checkpoints before a step; of that step too, if the script names checkpoints by it
+        and resumes from two places: it is saved once."""
+        if not self._beside:
+            found = {**self.find(), **self._in(self.out)}  # as they are now, if they are there
+            return {one: fingerprint(path) for one, path in found.items() if one < step}
+        found = {one: fingerprint(path) for one, path in self._by_name(self.out).items() if one <= step}
         # Configurations are copied once.
         return {one: tuple(file for file in files if _DATA.fullmatch(file[0])) for one, files in found.items()}
 
-    def put_aside(self, step: int, folder: str) -> int:
-        """Move what was saved after a step to a folder, and return how many steps that were."""
-        found = self.find() if self._beside is None else self._by_name(self._pattern or "")
-        later = {one: path for one, path in found.items() if one > step}
-        paths = [*later.values(), *filter(None, [self.written_again if later else None])]
-        for path in filter(os.path.exists, paths):
-            os.makedirs(folder, exist_ok=True)
-            shutil.move(path, os.path.join(folder, os.path.basename(path)))
-        for one in later:
-            for kept in filter(None, (self, self._beside)):
-                kept._kept.pop(one, None)
-        if self._beside is not None and later and self.written_again is not None:
-            # A script that looks for it where it was finds that of the step.
-            shutil.copyfile(self._beside._kept[step], self.written_again)
-        return len(later)
+    # what is in a directory -------------------------------------------------------------------------------------------
 
-    def _keep(self, path: str) -> None:
-        """Copy the checkpoint that is written again, if it is complete and is not kept yet."""
-        if not os.path.exists(path) or self._complete.get(path) == fingerprint(path):
-            return
-        before = fingerprint(path)
-        if self.why_not(path) is not None:
-            return
-        copy = os.path.join(self._copies, f"copy{os.path.splitext(path)[1]}")
-        os.makedirs(self._copies, exist_ok=True)
-        with suppress(OSError):
-            if os.path.isdir(path):
-                shutil.copytree(path, copy)
-            else:
-                shutil.copyfile(path, copy)
-        if fingerprint(path) != before or not self._take(copy):
-            self._complete.pop(path, None)
+    def _in(self, out: str) -> dict[int, str]:
+        """Return the paths of the checkpoints in the output directory, or in it as it was."""
+        if not self._pattern:
+            return self._of_framework(out)
+        if self._beside:
+            return self._with_that_beside(out)
+        return self._by_name(out) if _STEP.search(self._pattern) else self._by_their_steps(out)
 
-    def _take_from_hook(self) -> None:
-        """Take the versions that the hook has copied before they were written over."""
-        for copy in sorted(glob.glob(os.path.join(glob.escape(self.kept_by_hook), "*"))):
-            self._take(copy)
+    def _by_name(self, out: str) -> dict[int, str]:
+        """Return the paths of the checkpoints whose names say their steps."""
+        found: dict[int, str] = {}
+        pattern = os.path.join(out, self._pattern)
+        parts = _STEP.split(pattern)
+        before_first = [int(one.startswith("{step-1")) for one in _STEP.findall(pattern)]
+        numbers = re.compile(r"0*(\d+)".join(_as_regex(part) for part in parts))
+        for path in sorted(glob.glob("*".join(map(_as_glob, parts))), key=_written):
+            if match := numbers.fullmatch(path):
+                steps = {int(number) + one for number, one in zip(match.groups(), before_first, strict=True)}
+                if len(steps) == 1:
+                    found[steps.pop()] = path
+        return dict(sorted(found.items()))
 
-    def _take(self, copy: str) -> bool:
-        """Give a copy the name of its step, and return whether it is a whole checkpoint of one."""
-        step = step_of(copy) if _why_not_opened(copy) is None else None
-        if step is None:
-            _remove(copy)
-            return False
-        self._kept[step] = os.path.join(self._copies, f"step-{step}{os.path.splitext(copy)[1]}")
-        _remove(self._kept[step])
-        os.replace(copy, self._kept[step])
-        return True
+    def _by_their_steps(self, out: str) -> dict[int, str]:
+        """Return the complete checkpoints whose names do not say their steps."""
+        paths = glob.glob(_as_glob(os.path.join(out, self._pattern)))
+        found = [(step, _written(path), path) for path in paths if (step := self._step_of(path)) is not None]
+        return {step: path for step, _, path in sorted(found)}
+
+    def _step_of(self, path: str) -> int | None:
+        """Return the step of a checkpoint that is complete, as it says itself."""
+        now = fingerprint(path)
+        if now not in self._steps and self.why_not(path) is None:
+            self._steps[now] = step_of(path)
+        return self._steps.get(now)
+
+    def _of_framework(self, out: str) -> dict[int, str]:
+        with suppress(CkptError, OSError):
+            return {one.step: str(one.path) for one in runs.checkpoints(out) if one.step is not None}
+        return {}
+
+    def _with_that_beside(self, out: str) -> dict[int, str]:
+        """Return the newest checkpoint with the file of its step. The last one of a run may have none, as nothing
+        resumes there: only its end tells that none will come."""
+        *_, (step, path) = [*self._by_name(out).items()] or [(-1, "")]
+        beside = os.path.join(out, self._beside)
+        if step < 0 or self._step_of(beside) != step:
+            return {step: path} if step >= 0 and self._ended and step not in self._found else {}
+        folder = os.path.join(self.kept_in, f"step-{step}")
+        if not os.path.exists(folder):
+            shutil.copytree(path, folder, copy_function=_link)
+            _link(beside, os.path.join(folder, os.path.basename(beside)))
+        return {step: folder}
 
 
 def _remove(path: str) -> None:
-    if os.path.isdir(path):
+    if os.path.isdir(path) and not os.path.islink(path):
         shutil.rmtree(path)
     else:
         with suppress(OSError):

@@ -112,6 +112,13 @@ class Unrepeated:
             kind = state.kind_of(name)
             self.kinds[kind] = min(step, self.kinds.get(kind, step))
 
+    def join(self, other: Unrepeated) -> None:
+        """Add what another repetition did not repeat."""
+        for one, more in ((self.names, other.names), (self.kinds, other.kinds)):
+            for name, step in more.items():
+                one[name] = min(step, one.get(name, step))
+        self.run = self.run or other.run
+
     def excuses(self, state: SavedState, name: str, step: int) -> bool:
         """Return whether a difference of this name at a step is not a fault of the resume."""
         if self.names.get(name, step + 1) <= step:
@@ -186,12 +193,12 @@ def compare_runs(
     excused: Unrepeated,
     changing: Callable[[], Collection[str]] = tuple,
     *,
-    is_written_again: bool = False,
+    may_miss: bool = False,
 ) -> FirstDifference | None:
     """Compare the steps of `run` after its resume with those of `reference`: rows, and findings of the first step whose
     checkpoint differs. `changing` returns the values that training changes, see `changed_by`; it is asked for where a
-    value of the script differs. Of a checkpoint that is written again a copy may be missed, but not that of the last
-    step."""
+    value of the script differs. With `may_miss` a checkpoint that is written again may be missed, but not that of the
+    last step."""
     first: FirstDifference | None = None
     resumed_at = run.resumed_at or 0
     for step, paths in shared(reference, run, resumed_at).items():
@@ -207,9 +214,10 @@ def compare_runs(
         for saved in one.checkpoints:
             if saved.step <= resumed_at or saved.step in numbers:
                 continue
-            if is_written_again and saved.step < max(numbers):
+            if may_miss and saved.step < max(numbers):
                 name = f"step {saved.step} of run {other.name}"
-                report.notes.append(f"{name} was overwritten before it was copied, and is not compared")
+                note = f"{name} was overwritten before it was kept, and is not compared"
+                report.notes += [note] if note not in report.notes else []
             elif one is reference:
                 message = f"there is no checkpoint of step {saved.step} in run {run.name}"
                 report.findings.append(RunDifference("checkpoint missing", message, run.name, step=saved.step))
@@ -233,13 +241,15 @@ def changed_by(run: ScriptRun) -> set[str]:
     return names
 
 
-def is_told(name: str, value: Any, run: ScriptRun, reference: ScriptRun) -> bool:
+def is_told(name: str, was: Any, value: Any, run: ScriptRun, reference: ScriptRun) -> bool:
     """Return whether the command that resumed says why a value is not that of the other run: the value is one of its
-    words or in one, or an option that only this command has is called so."""
+    words or in one, such words are added to a list, or an option that only this command has is called so."""
     words = [word for word in run.command if word not in reference.command]
     option = name.rpartition(".")[2].replace("_", "-").lower()
     if any(word.startswith("-") and word.strip("-").partition("=")[0].replace("_", "-") == option for word in words):
         return True
+    if isinstance(was, (list, tuple)) and isinstance(value, (list, tuple)):
+        return [one for one in value if one not in words] == [one for one in was if one not in words]
     text = spelt(value)
     return bool(text) and any(text == word or text == word.rpartition("=")[2] for word in words)
 
@@ -268,7 +278,7 @@ def _rows(
             aside = {name for name in values if not any(kind_of_key(key) == "progress" for key in name.split("."))}
             aside -= set(changing()) if aside else set()
             for name in sorted(aside):
-                explained = is_told(name, after.objects.get(name), run, reference)
+                explained = is_told(name, before.objects.get(name), after.objects.get(name), run, reference)
                 names_of = report.unjudged if explained else report.unproven
                 names_of += [name] if name not in names_of else []
             excusable |= aside

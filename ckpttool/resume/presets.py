@@ -31,7 +31,6 @@ class Preset:
     resume_with: str
     words: Sequence[tuple[str, ...]]
     loss: str | None = None
-    stop: str = "sigkill"
     one_step: str | None = None
 
     def command(self, words: Sequence[str], at: int, until: int) -> list[str]:
@@ -112,7 +111,6 @@ PRESETS = {
             ("--log_interval=1",),
             ("--always_save_checkpoint=True",),
         ),
-        stop="max-steps=--max_iters",
     ),
     "torchtune": Preset(
         checkpoints="{out}/epoch_{step-1} + {out}/recipe_state/recipe_state.pt",
@@ -150,7 +148,6 @@ def fill(name: str | None, command: Sequence[str], given: Mapping[str, Any]) -> 
         "checkpoints": preset.checkpoints,
         "resume_with": preset.resume_with,
         "loss": preset.loss,
-        "stop": preset.stop,
     }
     if (other := preset.other_steps(command)) is not None:
         if options.get("observe"):

@@ -25,7 +25,9 @@ from support.script_faults import FAULTS, ScriptFault
 from ckpttool.errors import OverwriteError, StorageError, UsageError
 from ckpttool.resume import checkpoints, compare
 from ckpttool.resume.results import Loss, RunReport, Saved, ScriptRun
-from ckpttool.resume.runs import _failure, run
+from ckpttool.resume.observe.site import keep
+from ckpttool.resume.runs import run
+from ckpttool.resume.starts import _failure
 
 SCRIPTS = Path(__file__).parent / "scripts"
 FAST = [sys.executable, str(SCRIPTS / "train_numpy.py"), "--out", "OUT"]
@@ -41,8 +43,8 @@ for step in range(1, 6):
 
 
 def runs(*more: str, command: list[str] | None = None, **options: Any) -> RunReport:
-    """The report of the fast script, stopped after step 3 of 5 by its own flag."""
-    given = {"at": 3, "until": 5, "checkpoints": "OUT/step-{step}.safetensors", "stop": "max-steps=--steps"}
+    """The report of the fast script, resumed after step 3 of 5."""
+    given = {"at": 3, "until": 5, "checkpoints": "OUT/step-{step}.safetensors"}
     given |= {"resume_with": RESUME, "timeout": 60.0, **options}
     return run([*(command or FAST), "--steps", "5", *more], **given)  # type: ignore[arg-type]
 
@@ -50,11 +52,12 @@ def runs(*more: str, command: list[str] | None = None, **options: Any) -> RunRep
 def test_a_script_that_resumes_exactly_is_the_same(tmp_path: Path) -> None:
     report = runs(keep=tmp_path / "kept")
     assert (report.verdict, report.exit_code, report.findings) == ("same", 0, []), report.message
-    assert [run.name for run in report.runs] == ["A", "A2", "B"] and report.runs[2].resumed_at == 3
-    assert not report.notes
+    # Two starts: A is not repeated, as B differs in nothing.
+    assert [run.name for run in report.runs] == ["A", "B"] and report.runs[1].resumed_at == 3
+    assert not report.notes and (report.cost.runs, report.cost.steps) == (2, 7)
     assert {row.what for row in report.compared if row.equal} >= {"step 4: model", "step 5: optimizer", "loss"}
     # Each run has written to a directory of its own.
-    assert len({run.folder for run in report.runs}) == 3
+    assert len({run.folder for run in report.runs}) == 2
     assert sorted(os.listdir(tmp_path / "kept" / "A" / "out")) == [f"step-{step}.safetensors" for step in range(1, 6)]
 
 
@@ -232,7 +235,7 @@ def test_a_difference_that_nothing_explains_is_not_proven(tmp_path: Path) -> Non
 @pytest.mark.parametrize("stop", ["sigkill", pytest.param("sigterm", marks=pytest.mark.long)])
 def test_a_run_is_stopped_once_its_checkpoint_is_complete(stop: str) -> None:
     report = runs("--pause", "0.2", stop=stop)
-    assert report.verdict == "same" and stop.upper() in (report.runs[2].stopped or ""), report.message
+    assert report.verdict == "same" and stop.upper() in (report.runs[1].stopped or ""), report.message
 
 
 def test_a_python_without_the_hook_is_told_once() -> None:
@@ -250,7 +253,7 @@ def test_a_hook_that_was_turned_off_is_not_told() -> None:
 
 def test_what_a_killed_run_did_not_print_is_repeated() -> None:
     # It is killed between two lines of step 3, which are all that A says of its loss.
-    report = runs("--pause", "0.15", "--slow-in", "/B/", "--evaluate", stop="sigkill")
+    report = runs("--pause", "0.15", "--evaluate", stop="sigkill")
     assert report.verdict == "same" and not report.nondeterministic, report.message
 
 
@@ -274,8 +277,8 @@ def test_the_command_writes_every_form_of_the_report(tmp_path: Path) -> None:
     words += given[2:]
     command = ["--", sys.executable, FAST[1], "--out", "RUN", "--steps", "3", "--fault", "optimizer"]
     planned = run_command("verify-resume", "run", *words[2:], "--dry-run", *command)
-    assert planned.exit_code == 0 and "PLAN" in planned.stdout and "4 starts, 9 steps" in planned.stdout
-    assert "A/out" in planned.stdout and not list(tmp_path.iterdir())
+    assert planned.exit_code == 0 and "PLAN" in planned.stdout and "3 starts, 6 steps" in planned.stdout
+    assert "FOLDER/out" in planned.stdout and not list(tmp_path.iterdir())
     more = ["verify-resume", "run", "--loss", r"step (\d+): loss (\S+)", "--resume-with", RESUME, "--max-disk", "1GB"][
         2:
     ]
@@ -289,7 +292,7 @@ def test_the_command_writes_every_form_of_the_report(tmp_path: Path) -> None:
     assert {case.get("name") for case in suite} >= {"resume", "step 3: model", "loss"}
     # `run_command` checks the document of `--json` against its schema.
     told = json.loads(run_command("verify-resume", "run", "--json", *words[2:], *more, *command).stdout)
-    assert (told["verdict"], told["exit_code"], told["runs"][2]["resumed_at"]) == ("differs", 1, 2)
+    assert (told["verdict"], told["exit_code"], told["runs"][-1]["resumed_at"]) == ("differs", 1, 2)
     quiet = run_command("verify-resume", "run", "--quiet", "--dry-run", *words[2:], *command)
     assert quiet.stdout == "planned\n"
 
@@ -309,8 +312,8 @@ def test_the_plan_has_every_start_of_the_command() -> None:
     words = ["verify-resume", "run", "--via", "dcp", "--to-world", "4", "--no-inject", "--observe", "--seed-env", "S=3"]
     words += ["--at", "2", "--until", "3", "--resume-with", RESUME, "--world", "2", "--dry-run", "--json"]
     planned = json.loads(run_command(*words, "--", "torchrun", "--nproc-per-node", "{world}", "t.py", "OUT").stdout)
-    assert (planned["verdict"], planned["rule"], planned["cost"]["runs"]) == ("planned", "control", 5)
-    assert planned["runs"][0]["command"][2] == "2" and planned["runs"][2]["command"][-2] == "--resume"
+    assert (planned["verdict"], planned["rule"], planned["cost"]["runs"]) == ("planned", "control", 3)
+    assert planned["runs"][0]["command"][2] == "2" and planned["runs"][1]["command"][-2] == "--resume"
 
 
 @pytest.mark.parametrize(
@@ -331,8 +334,8 @@ def test_the_plan_has_every_start_of_the_command() -> None:
         ({"command": [sys.executable, "-c", "raise KeyError(3)", "OUT", "--steps", "5"]}, "KeyError: 3"),
         ({"command": [sys.executable, "-c", FROZEN, "OUT", "--steps", "5"]}, "no weight changes between step 3 and"),
         ({"checkpoints": "/tmp/step-{step}.pt"}, "names the same files for every run"),
-        ({"stop": "sigkill", "checkpoints": "OUT/ckpt-{step}.pt"}, "no complete checkpoint of step 3"),
-        ({"checkpoints": "OUT/ckpt-{step}.pt"}, "no complete checkpoint after step 3 and up to 5"),
+        ({"checkpoints": "OUT/ckpt-{step}.pt"}, "no complete checkpoint of step 3"),
+        ({"stop": "max-steps=--steps", "checkpoints": "OUT/c-{step}.pt"}, "no complete checkpoint after step 3 and up"),
     ],
 )
 def test_what_cannot_be_run_is_one_error(options: dict[str, Any], message: str) -> None:
@@ -360,7 +363,7 @@ def test_a_run_that_crashes_or_hangs_after_the_resume_has_failed() -> None:
 def test_what_resumes_is_checked_before_anything_runs(resume_with: str, message: str, tmp_path: Path) -> None:
     told: list[str] = []
     with pytest.raises(UsageError, match=re.escape(message)):
-        runs(resume_with=resume_with, tell=told.append)
+        runs(resume_with=resume_with, stop="max-steps=--steps", tell=told.append)
     assert not [line for line in told if line.startswith("run ")]
 
 
@@ -409,47 +412,48 @@ def test_the_error_is_that_of_the_script_and_not_of_its_launcher(lines: str, tol
 @pytest.mark.long
 def test_a_script_finds_its_checkpoint_by_itself() -> None:
     report = runs("--auto", resume_with=None)
-    assert report.verdict == "same" and report.runs[2].resumed_at == 3, report.message
+    assert report.verdict == "same" and report.runs[1].resumed_at == 3, report.message
 
 
 def test_a_checkpoint_that_is_written_again_and_again_is_kept() -> None:
-    report = runs("--one-file", "--pause", "0.15", checkpoints="OUT/model.safetensors", at=2, until=3, stop="sigkill")
+    report = runs("--one-file", "--pause", "0.15", checkpoints="OUT/model.safetensors", at=2, until=3)
     assert report.verdict == "same", report.message
     assert {saved.step for saved in report.runs[0].checkpoints} >= {1, 2, 3}
 
 
 def test_no_version_of_a_checkpoint_that_is_written_again_is_missed() -> None:
     # A step takes less than a millisecond, and the looks at the file are a tenth of a second apart.
-    report = runs("--one-file", checkpoints="OUT/model.safetensors", at=2, stop="sigkill")
-    assert report.verdict == "same" and not report.notes[1:], report.message
+    report = runs("--one-file", checkpoints="OUT/model.safetensors", at=2)
+    assert report.verdict == "same" and not report.notes, report.message
     assert [saved.step for saved in report.runs[0].checkpoints] == [1, 2, 3, 4, 5]
     assert sum(row.what.startswith("step 3: ") for row in report.compared) > 1
 
 
 def test_a_version_that_was_missed_is_no_difference(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of steps that follow each other fast, the looks at the file of run B miss some."""
-    keep, missed = checkpoints.Checkpoints._keep, {4}
+    look, missed, run_of = keep.Keeper.keep, {4}, "/B/"
 
-    def seldom(self: checkpoints.Checkpoints, path: str) -> None:
-        if "/B/" not in path or not os.path.exists(path) or checkpoints.step_of(path) not in missed:
-            keep(self, path)
+    def seldom(self: keep.Keeper, step: int | None = None) -> int:
+        path = os.path.join(self._out, "model.safetensors")
+        is_missed = run_of in (self._folder or "") and os.path.exists(path) and checkpoints.step_of(path) in missed
+        return 0 if is_missed else look(self, step)
 
-    monkeypatch.setattr(checkpoints.Checkpoints, "_keep", seldom)
+    monkeypatch.setattr(keep.Keeper, "keep", seldom)
     slow = ["--one-file", "--pause", "0.2"]
     given: dict[str, Any] = {"checkpoints": "OUT/model.safetensors", "inject_switches": False}
     report = runs(*slow, **given)
     assert report.verdict == "same", report.message
-    assert "step 4 of run B was overwritten before it was copied, and is not compared" in report.notes
-    missed.add(3)
-    with pytest.raises(UsageError, match="the checkpoint of step 3 was overwritten before it was copied"):
-        runs(*slow, stop="sigkill", **given)
+    assert "step 4 of run B was overwritten before it was kept, and is not compared" in report.notes
+    run_of, missed = "/A/", {3}
+    with pytest.raises(UsageError, match="no complete checkpoint of step 3 and of a later one"):
+        runs(*slow, **given)
 
 
 @pytest.mark.parametrize(("fault", "verdict"), [("", "same"), ("swapped", "differs")])
 def test_a_script_that_saves_at_its_end_names_it_by_the_time_of_day(fault: str, verdict: str) -> None:
-    report = runs("--at-end", "--fault", fault, checkpoints="OUT/*.safetensors")
+    report = runs("--at-end", "--fault", fault, checkpoints="OUT/*.safetensors", stop="max-steps=--steps")
     assert report.verdict == verdict, report.message
-    assert [[saved.step for saved in run.checkpoints] for run in report.runs] == [[5], [5], [3, 5]]
+    assert [[saved.step for saved in run.checkpoints] for run in report.runs if run.name != "A2"] == [[5], [3, 5]]
 
 
 def test_the_disk_and_the_folder_of_the_user_are_kept(tmp_path: Path) -> None:
@@ -481,7 +485,7 @@ def workers(folder: str) -> list[str]:
 def test_nothing_is_left_running(tmp_path: Path, number: signal.Signals) -> None:
     words = ["--at", "1", "--until", "2", "--keep", str(tmp_path), "--", sys.executable, "-c", LAUNCHER, "OUT"]
     with subprocess.Popen([sys.executable, "-m", "ckpttool", "verify-resume", "run", *words]) as process:
-        started = tmp_path / "A" / "out" / "started"
+        started = tmp_path / "out" / "started"
         while not started.exists() and process.poll() is None:
             time.sleep(0.02)
         assert len(workers(str(tmp_path))) >= 2
@@ -498,7 +502,7 @@ TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "
 def trained(script: Path, **options: Any) -> RunReport:
     """The report of a script of torch, stopped after step 4 of 6 by its own flag."""
     on_ranks = script.name == "train_fsdp2.py"
-    given = {"at": 4, "until": 6, "stop": "max-steps=--steps", "resume_with": RESUME, "world": 2, "timeout": 300.0}
+    given = {"at": 4, "until": 6, "resume_with": RESUME, "world": 2, "timeout": 300.0}
     given["checkpoints"] = "OUT/step-{step}" if on_ranks else "OUT/ckpt-{step}.pt"
     start = TORCHRUN if on_ranks else [sys.executable]
     return run([*start, str(script), "--out", "OUT", "--steps", "6"], **{**given, **options})  # type: ignore[arg-type]
@@ -536,7 +540,7 @@ def test_a_converted_checkpoint_resumes_alike() -> None:
 def test_another_number_of_ranks_is_compared_with_what_torch_reshards(to_world: int) -> None:
     report = trained(SCRIPTS / "train_fsdp2.py", to_world=to_world)
     assert report.verdict == "same", report.message
-    assert [run.name for run in report.runs] == ["A", "A2", "control", "B"] and report.route
+    assert [run.name for run in report.runs] == ["A", "control", "B"] and report.route
     assert report.drifts[0].loss_relative > 0
 
 

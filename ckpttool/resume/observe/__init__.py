@@ -1,8 +1,8 @@
 """What a command is given by `verify-resume run`: deterministic switches, and the record of its steps.
 
 `environment` puts a `sitecustomize` in front of PYTHONPATH, which sets the switches and, if asked for, observes the
-steps as soon as the script imports torch; it counts the steps of optimizers always. A checkpoint that the script writes
-again and again is copied each time before it is written over. `Hooked` reads what it has written.
+steps as soon as the script imports torch; it counts the steps of optimizers always, and keeps the output directory as
+it is after each save. `Hooked` reads what it has written.
 """
 
 from __future__ import annotations
@@ -26,12 +26,14 @@ def environment(
     observe: bool = False,
     states: Iterable[int] = (),
     keep: tuple[str, str] | None = None,
+    is_resumed: bool = False,
     present: Mapping[str, str] = os.environ,
 ) -> dict[str, str]:
     """Return the variables that the hook needs in the environment of a command. It writes to `folder`, which is there.
 
-    The state is recorded where the steps in `states` begin, counted from 1 in each process.
-    `keep` is a file that is written again and again, and the folder for its copies.
+    The state is recorded where the steps in `states` begin, counted from 1 in each process. `keep` is the output
+    directory and the folder in which it is kept as it is after each save; in a run that was not resumed, the state is
+    recorded where the first step after each save begins, too. A run that was resumed lists directories backwards.
     With no `seed`, no switch is set. A run that resumes should have another seed than the run from its start: a script
     that seeds nothing and restores nothing would otherwise draw the numbers of the start again, and seem to be right,
     as would one whose data come from a set. What the user has set is kept.
@@ -47,7 +49,10 @@ def environment(
     if recorded := ",".join(map(str, states)):
         variables["CKPTTOOL_HOOK_STATES"] = recorded
     if keep is not None:
-        variables |= {"CKPTTOOL_HOOK_KEEP": keep[0], "CKPTTOOL_HOOK_KEPT": keep[1]}
+        variables |= {"CKPTTOOL_HOOK_OUT": keep[0], "CKPTTOOL_HOOK_KEPT": keep[1]}
+        variables |= {} if is_resumed else {"CKPTTOOL_HOOK_SAVES": keep[0]}
+    if is_resumed and seed is not None:
+        variables["CKPTTOOL_HOOK_BACKWARDS"] = "1"
     return variables | ({"CKPTTOOL_HOOK_OBSERVE": "1"} if observe else {})
 
 
@@ -82,6 +87,12 @@ class Hooked:
     trained: int = 0  # of these, the steps of one optimizer that trained something, at most
     steps: dict[int, list[Observed]] = field(default_factory=dict)  # by rank
     states: dict[int, RunState] = field(default_factory=dict)  # where a step begins
+    events: list[tuple[str, int]] = field(default_factory=list)  # what else happened, and after how many steps
+
+
+def counts_steps(folder: str) -> bool:
+    """Return whether the hook that writes to a folder has seen a step of an optimizer."""
+    return next(glob.iglob(os.path.join(glob.escape(folder), "count.*")), None) is not None
 
 
 def read(folder: str) -> Hooked:
@@ -100,6 +111,8 @@ def read(folder: str) -> Hooked:
         hooked.count = max(hooked.count, len(letters))
         hooked.trained = max(hooked.trained, *(letters.count(one) for one in {*letters} - {ord("-")}), 0)
     hooked.states = states.read(folder)
+    for path in sorted(glob.glob(os.path.join(glob.escape(folder), "events.*.jsonl"))):
+        hooked.events += [(one["event"], one["step"]) for one in documents(path)]
     # A launcher that starts its workers again leaves a file of each attempt: the last counts.
     for path in sorted(glob.glob(os.path.join(glob.escape(folder), "steps.*.jsonl")), key=os.path.getmtime):
         steps = [Observed(**one) for one in documents(path)]

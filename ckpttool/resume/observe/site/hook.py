@@ -4,6 +4,7 @@
     count.<pid>           one byte for each step of an optimizer: a letter for each, `-` if it trains nothing
     state.<n>.<pid>.json  the state where the n-th step begins, if it is asked for
     steps.<pid>.jsonl     one line for each step of an optimizer, if steps are observed
+    events.<pid>.jsonl    what else happens, and after how many steps: {"event": "epoch", "step": 3}
     failed.<pid>.txt      what could not be done
 
 It runs in the environment of the script: nothing of ckpttool can be imported, and torch has only just been imported.
@@ -25,11 +26,13 @@ from typing import Any
 
 Note = Callable[[str, BaseException], None]
 _STATE = os.path.join(os.path.dirname(os.path.abspath(__file__)), "state.py")
+_KEEP = os.path.join(os.path.dirname(os.path.abspath(__file__)), "keep.py")
+_SMALL = 8  # a save of fewer bytes, by this factor, than the largest is of no whole state
 _DIGITS = 16  # of a digest: enough to tell batches apart, and a line that people can read
 
 
-def install(folder: str, note: Note) -> None:
-    """Do what the environment asks for, and write down what was done."""
+def install(folder: str, note: Note, keeper: Any = None) -> None:
+    """Do what the environment asks for, and write down what was done. `keeper` keeps what is saved."""
     import torch
 
     did: list[str] = []
@@ -47,7 +50,7 @@ def install(folder: str, note: Note) -> None:
     observed = bool(os.environ.get("CKPTTOOL_HOOK_OBSERVE"))
     states = frozenset(int(one) for one in (os.environ.get("CKPTTOOL_HOOK_STATES") or "").split(",") if one)
     if observed or states:
-        Observer(folder, note, torch, states, observe=observed).start()
+        Observer(folder, note, torch, states, keeper, observe=observed).start()
     about = {"pid": os.getpid(), "words": sys.argv, "torch": torch.__version__, "did": did, "observed": observed}
     with open(os.path.join(folder, f"hook.{os.getpid()}.json"), "w", encoding="utf-8") as stream:
         json.dump(about, stream)
@@ -111,16 +114,27 @@ class Observer:
 
     The loss is the root of a backward pass. The batch is what the outermost module was given, without what has a
     gradient of its own; what the data loaders gave since the step before is recorded beside it. Without `observe`, only
-    the state is recorded where the steps in `states` begin, and nothing after the last of them.
+    the state is recorded where the steps in `states` begin, and the first step after each save to the directory in
+    CKPTTOOL_HOOK_SAVES; without saves, nothing after the last of the steps.
     """
 
     def __init__(
-        self, folder: str, note: Note, torch: Any, states: frozenset[int] = frozenset(), *, observe: bool = True
+        self,
+        folder: str,
+        note: Note,
+        torch: Any,
+        states: frozenset[int] = frozenset(),
+        keeper: Any = None,
+        *,
+        observe: bool = True,
     ) -> None:
         self._folder, self._note, self._torch, self._observe = folder, note, torch, observe
-        module: Any = importlib.util.spec_from_file_location("_ckpttool_state", _STATE)
-        self._state = importlib.util.module_from_spec(module)
-        module.loader.exec_module(self._state)
+        self._keeper, saves = keeper, os.environ.get("CKPTTOOL_HOOK_SAVES")
+        self._saves = _load("_ckpttool_saves", _KEEP).Keeper(saves, None) if saves else None
+        self._is_saved, self._largest, self._lr = False, 1, [0.0]
+        self._events: set[str] = set()  # since the last step
+        self._backward = 0  # passes since the last step
+        self._state = _load("_ckpttool_state", _STATE)
         self._recorder = self._state.Recorder(folder, torch, states, self._rng)
         self._steps: dict[int, list[int]] = {}  # by the id of an optimizer: its index, and its steps so far
         self._losses: list[float] = []
@@ -138,7 +152,7 @@ class Observer:
 
     @property
     def _is_over(self) -> bool:
-        return not self._observe and bool(self._recorder.is_done)
+        return not self._observe and self._saves is None and bool(self._recorder.is_done)
 
     def _try(self, what: Callable[..., Any], *arguments: Any) -> Any:
         """Call something; where it fails, note it once."""
@@ -156,8 +170,10 @@ class Observer:
 
         @functools.wraps(backward)
         def observed(*args: Any, **kwargs: Any) -> Any:
-            if self._observe and not self._in_backward:
-                self._try(self._see_loss, kwargs.get("tensors", args[0] if args else ()))
+            if not self._in_backward:
+                self._backward += 1
+                if self._observe:
+                    self._try(self._see_loss, kwargs.get("tensors", args[0] if args else ()))
             outer, self._in_backward = self._in_backward, True
             try:
                 return backward(*args, **kwargs)
@@ -177,8 +193,10 @@ class Observer:
             self._in_module = True
             try:
                 if self._torch.is_grad_enabled():
-                    self._try(self._recorder.begin_forward, module)
+                    self._try(self._begin_forward, module)
                     self._try(self._see_inputs, args, kwargs)
+                else:
+                    self._try(self._see, "evaluation")
                 return call(module, *args, **kwargs)
             finally:
                 self._in_module = False
@@ -192,7 +210,12 @@ class Observer:
 
         @functools.wraps(fetch)
         def observed(iterator: Any) -> Any:
-            batch = fetch(iterator)
+            try:
+                batch = fetch(iterator)
+            except StopIteration:
+                if self._torch.is_grad_enabled():
+                    self._try(self._see, "epoch")
+                raise
             self._try(self._see_fetched, batch)
             return batch
 
@@ -221,9 +244,41 @@ class Observer:
         if not self._is_over and self._torch.is_grad_enabled() and (digest := self._digest(batch)):
             self._fetched.append(digest)
 
+    def _see(self, event: str) -> None:
+        """Write down that something happens, once a step."""
+        if event not in self._events and self._saves is not None and _rank(self._torch) == 0:
+            self._events.add(event)
+            with open(os.path.join(self._folder, f"events.{os.getpid()}.jsonl"), "a", encoding="utf-8") as stream:
+                stream.write(json.dumps({"event": event, "step": self._recorder.count}) + "\n")
+
+    def _look_for_saves(self) -> bool:
+        """Return whether something of the size of a whole state was saved since the last step."""
+        if self._saves is not None and (nbytes := self._saves.keep()):
+            self._largest = max(self._largest, nbytes)
+            self._is_saved = self._is_saved or nbytes * _SMALL >= self._largest
+        return self._is_saved
+
+    def _begin_forward(self, module: Any) -> None:
+        if not self._recorder.is_forward_seen:
+            self._recorder.begin_forward(module, is_saved=self._look_for_saves())
+
     def _begin_step(self, optimizer: Any) -> None:
-        if not self._recorder.is_done and not self._torch.compiler.is_compiling() and _trains(optimizer):
-            self._recorder.begin_step(optimizer, _joined(self._inputs) or self._fetched, _rank(self._torch))
+        if not self._torch.compiler.is_compiling() and _trains(optimizer):
+            rank, batch = _rank(self._torch), _joined(self._inputs) or self._fetched
+            is_saved = self._look_for_saves()
+            step = self._recorder.begin_step(optimizer, batch, rank, is_saved=is_saved)
+            self._is_saved = False
+            if self._keeper is not None:
+                if rank:
+                    self._keeper.stop()
+                self._keeper.keep(step)
+            if self._backward > 1:
+                self._see("accumulation")
+            rates = [float(group["lr"]) for group in optimizer.param_groups if "lr" in group]
+            if self._recorder.count > 1 and rates != self._lr:
+                self._see("learning rate")
+            self._lr, self._backward = rates, 0
+            self._events.clear()
         if not self._observe:
             self._inputs, self._fetched = [], []
 
@@ -291,6 +346,14 @@ class Observer:
         # One write for each step: what a run has recorded is there when it is killed.
         with open(os.path.join(self._folder, f"steps.{os.getpid()}.jsonl"), "a", encoding="utf-8") as stream:
             stream.write(json.dumps(record) + "\n")
+
+
+def _load(name: str, path: str) -> Any:
+    """Return a module of this folder, which is on no path."""
+    spec: Any = importlib.util.spec_from_file_location(name, path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
 
 
 def _plain(values: Any) -> Any:

@@ -33,12 +33,36 @@ def _load(name: str, path: str) -> Any:
 
 
 def _keep() -> None:
-    """Keep each version of a file that is written again and again."""
+    """Keep the output directory as it is after each save: in rank 0 of a launcher, or any process without a rank."""
     global _keeper
-    if path := os.environ.get("CKPTTOOL_HOOK_KEEP"):
+    if (out := os.environ.get("CKPTTOOL_HOOK_OUT")) and not int(os.environ.get("RANK") or 0):
         keep = _load("_ckpttool_keep", os.path.join(_HERE, "keep.py"))
-        _keeper = keep.Keeper(path, os.environ["CKPTTOOL_HOOK_KEPT"], _failed)
+        _keeper = keep.Keeper(out, os.environ["CKPTTOOL_HOOK_KEPT"], _failed)
         sys.addaudithook(_keeper.audit)
+
+
+def _list_backwards() -> None:
+    """List directories in the opposite order, which no file system promises."""
+    system: Any = os
+    listdir, scandir = os.listdir, os.scandir
+
+    class Backwards(list):  # type: ignore[type-arg]
+        """The entries of a directory, as `os.scandir` returns them."""
+
+        def __enter__(self) -> Any:
+            return iter(self)
+
+        def __exit__(self, *error: object) -> None:
+            pass
+
+        close = __exit__
+
+    def backwards(path: Any = ".") -> Any:
+        with scandir(path) as entries:
+            return Backwards([*entries][::-1])
+
+    system.listdir = lambda path=".": listdir(path)[::-1]
+    system.scandir = backwards
 
 
 def _hook() -> None:
@@ -46,7 +70,7 @@ def _hook() -> None:
         if _keeper is not None:
             _keeper.watch(sys.modules["torch"])
         module = _load("_ckpttool_hook", os.path.join(_HERE, "hook.py"))
-        module.install(_FOLDER, _failed)
+        module.install(_FOLDER, _failed, _keeper)
     except Exception as error:
         _failed("the hook", error)
 
@@ -114,6 +138,8 @@ if _FOLDER and __name__ == "sitecustomize":
             import random
 
             random.seed(int(os.environ["CKPTTOOL_HOOK_SEED"]) + int(os.environ.get("RANK") or 0))
+        if os.environ.get("CKPTTOOL_HOOK_BACKWARDS"):
+            _list_backwards()
         _keep()
         sys.meta_path.insert(0, _WaitForTorch())
         _write_lines()

@@ -40,21 +40,33 @@ class Recorder:
         """Whether all steps are recorded."""
         return not self._left
 
-    def begin_forward(self, module: Any) -> None:
-        """Record what the forward pass of a step changes, before the first one since the last step."""
-        if self._forward is None and max(self._counts.values(), default=0) + 1 in self._left:
+    @property
+    def count(self) -> int:
+        """How many steps have begun."""
+        return max(self._counts.values(), default=0)
+
+    @property
+    def is_forward_seen(self) -> bool:
+        """Whether a forward pass was recorded since the last step."""
+        return self._forward is not None
+
+    def begin_forward(self, module: Any, *, is_saved: bool = False) -> None:
+        """Record what the forward pass of a step changes, before the first one since the last step, if the step is one
+        of those asked for, or something was saved before."""
+        if self._forward is None and (is_saved or self.count + 1 in self._left):
             self._called = [module]
             modules, _ = self._named_modules(self._optimizers())
             buffers = {name: self._digest(tensor) for name, tensor, kind in modules if kind == "buffer"}
             self._forward = {"buffers": buffers, "rng": self._rng()}
 
-    def begin_step(self, optimizer: Any, batch: Any, rank: int) -> None:
-        """Record the state if the step that begins is one of those asked for."""
+    def begin_step(self, optimizer: Any, batch: Any, rank: int, *, is_saved: bool = False) -> int:
+        """Record the state if the step that begins is one of those asked for, or something was saved before; return the
+        number of the step."""
         step = self._counts[id(optimizer)] = self._counts.get(id(optimizer), 0) + 1
         if step > len(self._batches):
             self._batches.append(batch)
-        if step in self._left:
-            self._left.remove(step)
+        if is_saved or step in self._left:
+            self._left.discard(step)
             with self._torch.no_grad():
                 self._digest = functools.partial(digest, self._torch, rounded=step > 1)
                 record = {"rank": rank, "step": step, "batches": self._batches, **self._state(optimizer)}
@@ -64,6 +76,7 @@ class Recorder:
             os.replace(f"{path}.tmp", path)
             self._called = []
         self._forward = None
+        return step
 
     # what lives in the process ----------------------------------------------------------------------------------------
 

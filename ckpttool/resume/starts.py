@@ -1,0 +1,416 @@
+"""Starts a command that is verified: to its end, to a stop, and from a checkpoint, each in a directory of its own.
+
+All of them run at one path, `FOLDER/out`, so that paths which the command writes down are the same in each; what one
+has written is moved to `FOLDER/<run>/out` before the next begins. It is kept as it was after each save, too.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import shutil
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from ckpttool.errors import StorageError, UsageError
+from ckpttool.resume import observe as inject
+from ckpttool.resume.checkpoints import Checkpoints, Fingerprint, fingerprint, nbytes
+from ckpttool.resume.commands import Commands, with_steps
+from ckpttool.resume.losses import Losses, Output
+from ckpttool.resume.observe import Hooked
+from ckpttool.resume.process import LAST_LINES, Process, last_lines, read_log
+from ckpttool.resume.results import FailedCommand, Loss, RunDifference, RunReport, Saved, ScriptRun
+from ckpttool.resume.steps import LOSS, of_hook
+from ckpttool.text import duration, plural, size
+
+COPY = "copy"
+"""How B begins unless it is asked to be stopped: in a copy of what A had written when it had saved the step."""
+SIGNALS = ("sigkill", "sigterm")
+_POLL = 0.1  # seconds between two looks at the checkpoints
+_DISK_POLL = 5.0  # seconds between two looks at the disk
+_TIMEOUT = 10.0  # seconds that a command has to end by itself after its last checkpoint
+_GRACE = 30.0  # seconds between SIGTERM and SIGKILL, as a scheduler has
+_COUNTABLE = 2  # steps before a resume, from which on the steps of two runs can be told apart by their number
+_LONGEST = 60  # characters of a path for temporary files, among which are sockets
+_SEED = 1234
+_RAISED = re.compile(r"^(\[\w+\]:\s*)?[\w.]*(Error|Exception)(: |:?$)")
+# What a launcher and the other ranks raise when a rank has failed.
+_FOLLOWS = re.compile(r"CalledProcessError|ChildFailedError|DistBackendError|Connection (closed|reset) by peer")
+_NO_HOOK = (
+    "the hook did not run: nothing was seeded, switched, counted or observed; `python -E` and `python -I` ignore "
+    "PYTHONPATH, and so do commands that pass on no variables"
+)
+_NO_STEP = (
+    "the hook ran where torch was imported, and saw no step of an optimizer: workers that are started by `python -E` "
+    "or without its variables are not seeded or observed, and steps that are compiled whole are not counted"
+)
+
+
+class Ended(Exception):
+    """Raised if a run does not get to its end."""
+
+    def __init__(self, failure: FailedCommand) -> None:
+        super().__init__(failure.message)
+        self.failure = failure
+
+
+@dataclass(slots=True)
+class Starts:
+    """The runs of a command so far. `folder` has one folder for each of them."""
+
+    report: RunReport
+    commands: Commands
+    pattern: str | None
+    folder: str
+    world: int | None
+    limit: float
+    max_disk: int | None
+    losses: Losses
+    tell: Callable[[str], None]
+    inject: bool  # deterministic switches
+    observe: bool  # each step
+    seeds: Sequence[str]  # variables of the command that name a seed
+    hooked: dict[str, Hooked] = field(default_factory=dict)
+    seen: dict[str, Checkpoints] = field(default_factory=dict)
+    ended: set[str] = field(default_factory=set)  # runs whose command came to its own end
+    resumed: set[str] = field(default_factory=set)  # runs that left out what came before their resume
+
+    @property
+    def out(self) -> str:
+        """The output directory of the run that is going on."""
+        return os.path.join(self.folder, "out")
+
+    def written(self, name: str) -> str:
+        """Return where the output directory of a run is when it has ended."""
+        return os.path.join(self.folder, name, "out")
+
+    def words(self, words: Sequence[str], **values: str) -> list[str]:
+        """Return the words of a command for a run that begins."""
+        world = {"world": str(self.world)} if self.world is not None else {}
+        return self.commands.filled(words, **{**world, "out": self.out, **values})
+
+    def limited(self, steps: int, words: Sequence[str] | None = None) -> Sequence[str]:
+        """Return the words of a command that ends after some steps, if it is stopped by a flag for them."""
+        words = self.commands.start if words is None else words
+        flag = self.report.stop.partition("=")[2]
+        return with_steps(words, flag, steps) if flag else words
+
+    # Runs -------------------------------------------------------------------------------------------------------------
+
+    def begin(self, name: str, kept: str = "kept") -> Checkpoints:
+        """Return the checkpoints of a run whose output directory is there, or is made."""
+        os.makedirs(self.out, exist_ok=True)
+        os.makedirs(os.path.join(self.folder, name), exist_ok=True)
+        pattern = self.commands.fill(self.pattern, out=self.out) if self.pattern is not None else None
+        relative = os.path.relpath(pattern, self.out) if pattern is not None and os.path.isabs(pattern) else pattern
+        self.seen[name] = Checkpoints(relative, self.out, os.path.join(self.folder, name, kept))
+        return self.seen[name]
+
+    def uninterrupted(self, name: str) -> ScriptRun:
+        """Run the command to the last step. Raises UsageError, or Ended if a run before it came to its end."""
+        self.begin(name)
+        self.tell(f"run {name}: trains {self.report.until} steps")
+        began = time.monotonic()
+        log = os.path.join(self.folder, name, "log.txt")
+        run = ScriptRun(name, self.words(self.limited(self.report.until)), self.written(name), log, self.world)
+        self._to_the_end(run)
+        run.seconds = time.monotonic() - began
+        self._move(run, run.folder)
+        self._collect(run, log)
+        return run
+
+    def interrupted(self, name: str = "B") -> ScriptRun:
+        """Run the command to the step of the stop, stop it, and return the run so far."""
+        report, found = self.report, self.begin(name, "kept-before-stop")
+        log, folder = os.path.join(self.folder, name, "log-before-stop.txt"), os.path.join(self.folder, name, "stopped")
+        run = ScriptRun(name, self.words(self.limited(report.at)), folder, log, self.world)
+        by = report.stop if report.stop in SIGNALS else "its own number of steps"
+        self.tell(f"run {name}: trains until step {report.at} is saved, is stopped by {by}")
+        began = time.monotonic()
+        with Process(run.command, log, self._environment(name, "hook-before-stop")) as process:
+            if report.stop in SIGNALS:
+                self._wait_for_save(process, run, found)
+                run.stopped = self._stop(process)
+            else:
+                self._wait_for_end(process, run)
+                run.stopped = f"by its own end, with {report.stop.partition('=')[2]} {report.at}"
+        run.seconds = time.monotonic() - began
+        self._move(run, folder)
+        if found.complete(report.at, self._of_a(report.at)) is None:
+            raise Ended(
+                FailedCommand(name, f"run {name}: the checkpoint of step {report.at} is not complete", last_lines(log))
+            )
+        self._collect(run, log)
+        if report.stop in SIGNALS:
+            run.steps = run.steps[:-1]  # of its last step it may not have printed all
+        return run
+
+    def restored(self, name: str, origin: str) -> str:
+        """Make the output directory of a run as that of another one, `origin`, was when the checkpoint of step `at` was
+        complete, and return the path of the checkpoint. Raises UsageError if it was not kept."""
+        found, at = self.seen[origin], self.report.at
+        try:
+            path, later = found.restore(at, self.out)
+        except ValueError as error:
+            raise UsageError(
+                f"run {origin}: `{error}` of step {at} was written over in place by another writer than Python",
+                hint="`--stop sigkill`, or a command that saves to another file each time",
+            ) from None
+        if path is None:
+            raise UsageError(
+                f"run {origin}: the checkpoint of step {at} was overwritten before it was kept",
+                hint="a later `--at`, a command that saves less often, or `--stop max-steps=FLAG`",
+            )
+        if later and self.report.stop in SIGNALS:
+            note = f"run {name} had saved {plural(later, 'later step')} when it was stopped; put aside"
+            self.report.notes += [note] if note not in self.report.notes else []
+        return path
+
+    def resume(self, run: ScriptRun, checkpoint: str, world: int | None = None) -> None:
+        """Resume a run from a checkpoint in the output directory, and train on to the last step.
+
+        Raises Ended if it does not get there.
+        """
+        step, until = run.resumed_at or 0, self.report.until
+        self.begin(run.name)
+        values = {"world": str(world)} if world is not None else {}
+        run.command = self.words(self.limited(until, self.commands.resume), checkpoint=checkpoint, **values)
+        run.log, run.source = os.path.join(self.folder, run.name, "log.txt"), checkpoint
+        run.world_size = world if world is not None else run.world_size
+        self.tell(f"run {run.name}: resumes from `{os.path.basename(checkpoint)}` and trains to step {until}")
+        began, saved = time.monotonic(), self.seen[run.name].saved_before(step)
+        self._to_the_end(run)
+        run.seconds += time.monotonic() - began
+        self._move(run, run.folder)
+        self._collect(run, run.log)
+        if again := self._trained_again(run, saved):
+            self._tell_again(run, again)
+        elif self._counted_again(run):
+            count = plural(self.hooked[run.name].count, "optimizer step")
+            message = f"run {run.name} took {count} after it was resumed from step {step}, as many as run A in all"
+            self._tell_not_resumed(run, message)
+        if self._left_out(run, saved):
+            self.resumed.add(run.name)
+
+    def _left_out(self, run: ScriptRun, saved: Mapping[int, Fingerprint]) -> bool:
+        """Return True if something shows that the steps before the resume were not trained again: they were saved and
+        are as they were, or A printed them and this run did not, or its optimizers took fewer steps."""
+        first = self.report.runs[0]
+        counts = [self.hooked[one.name].count for one in (run, first)]
+        if {first.name, run.name} <= self.ended and 0 < counts[0] < counts[1]:
+            return True
+        now, steps = self.seen[run.name].saved_before(run.resumed_at or 0), first.paths
+        if any(files and saved.get(step) == files for step, files in now.items() if step > 0 and step in steps):
+            return True
+        printed = self.printed(first).keys() - self.printed(run).keys()
+        return any(0 < step < (run.resumed_at or 0) for step in printed)
+
+    def printed(self, run: ScriptRun) -> Mapping[int, list[float]]:
+        """Return the losses that a run printed with their steps, after its resume if it has one."""
+        numbered = isinstance(self.losses, Output) and self.losses.is_numbered
+        return self.losses.printed(run.log) if numbered and isinstance(self.losses, Output) else {}
+
+    def _trained_again(self, run: ScriptRun, saved: Mapping[int, Fingerprint]) -> list[int]:
+        """Return the steps up to the one of the resume that were trained after it: saved, or printed as often as in A.
+
+        A script that forgets to load, or does not know the flag, trains from its start, and comes to the end of A.
+        """
+        now = self.seen[run.name].saved_before(run.resumed_at or 0)
+        again = {step for step, files in now.items() if files and not {*files} & {*saved.get(step, ())}}
+        expected, printed = self.printed(self.report.runs[0]), self.printed(run)
+        earlier = [step for step in sorted(expected) if 0 < step < (run.resumed_at or 0)]
+        # Not the loss of the best step so far, which some scripts print.
+        while earlier and len(printed.get(earlier[-1], ())) >= len(expected[earlier[-1]]):
+            again.add(earlier.pop())
+        return sorted(step for step in again if step > 0)
+
+    def _counted_again(self, run: ScriptRun) -> bool:
+        """Return True if the optimizers took as many steps after the resume as in run A from its start.
+
+        A script may print no loss and save at its end only. DCP takes a step to create the state that it loads, which
+        could be taken for that of the first step; and a command that was ended from outside has taken some too many.
+        """
+        first = self.report.runs[0]
+        comparable = {first.name, run.name} <= self.ended and run.world_size == first.world_size
+        if not comparable or (run.resumed_at or 0) < _COUNTABLE:
+            return False
+        return self.hooked[run.name].count >= self.hooked[first.name].count > 0
+
+    def _tell_again(self, run: ScriptRun, again: Sequence[int]) -> None:
+        """Add a finding for a run that trained from its start; a note for one that went back to an older checkpoint."""
+        report, first = self.report, again[0]
+        known = {one.step for one in report.runs[0].checkpoints} | {one.number for one in report.runs[0].steps}
+        message = f"run {run.name} trained step {first} again after it was resumed from step {run.resumed_at}"
+        if first > min(step for step in known if step > 0):
+            report.notes.append(
+                f"{message}: the command takes another checkpoint than the one of step {run.resumed_at}"
+            )
+            return
+        self._tell_not_resumed(run, message)
+
+    def _tell_not_resumed(self, run: ScriptRun, message: str) -> None:
+        hint = f"what was run: {shlex.join(run.command)}"
+        self.report.findings.append(
+            RunDifference("not resumed", f"{message}: it began at the start", run.name, hint=hint)
+        )
+        self.report.cause = f"the command did not resume: {message}"
+
+    def _environment(self, name: str, hook: str, *, is_resumed: bool = False) -> dict[str, str]:
+        """Return the variables for a run, whose hook writes to the folder `hook`, and keeps the output directory."""
+        folder, found = os.path.join(self.folder, name, hook), self.seen[name]
+        os.makedirs(folder)
+        # What is not restored must not come out the same because it was seeded again.
+        seed = (_SEED + 1_000 if is_resumed else _SEED) if self.inject else None
+        own = {variable: value or str(_SEED) for variable, _, value in (text.partition("=") for text in self.seeds)}
+        temporary = os.path.join(self.folder, name, "tmp")
+        if self.inject and len(temporary) <= _LONGEST:
+            os.makedirs(temporary, exist_ok=True)
+            own.setdefault("TMPDIR", temporary)
+        hooked = inject.environment(
+            folder,
+            seed=seed,
+            observe=self.observe,
+            states=(1,),  # where A begins, what is as it was built; the first step after the resume
+            keep=(self.out, found.kept_in),
+            is_resumed=is_resumed,
+        )
+        if hooked:
+            found.is_kept_by_run = lambda: inject.counts_steps(folder)
+        return {"PYTHONUNBUFFERED": "1", **own, **hooked}
+
+    def _of_a(self, step: int, run: ScriptRun | None = None) -> str | None:
+        """Return the checkpoint of run A of a step, whose files show what makes one complete on as many ranks."""
+        world = run.world_size if run is not None else self.world
+        runs = [one for one in self.report.runs if one.name == "A" and one.world_size == world]
+        return next((run.paths[step] for run in runs if step in run.paths), None)
+
+    def _to_the_end(self, run: ScriptRun) -> None:
+        """Start a command and wait until it ends, or has saved the last step and goes on."""
+        found, priced, until = self.seen[run.name], run.name != "A", self.report.until
+        environment = self._environment(run.name, "hook", is_resumed=run.resumed_at is not None)
+        with Process(run.command, run.log, environment) as process:
+            last, since = None, 0.0
+            for _ in self._while_running(process, run):
+                paths = found.find()
+                if not priced and (first := next(iter(paths.values()), None)) and not found.why_not(first):
+                    self._price(nbytes(first))
+                    priced = True
+                step = next((step for step in paths if step >= until), None)
+                if step is None or found.why_not(paths[step], self._of_a(step, run)) is not None:
+                    continue
+                if found.is_kept_by_run() and found.began(step):  # a step after it has begun
+                    return
+                if (now := fingerprint(paths[step])) != last:
+                    last, since = now, time.monotonic()
+                elif time.monotonic() - since > _TIMEOUT:
+                    return
+            if code := process.poll():
+                raise Ended(_failure(run, code))
+        self.ended.add(run.name)
+
+    def _wait_for_save(self, process: Process, run: ScriptRun, found: Checkpoints) -> None:
+        at, of_a = self.report.at, self._of_a(self.report.at)
+        for _ in self._while_running(process, run, _POLL / 4):
+            if found.complete(at, of_a) is not None:
+                return
+        if found.complete(at, of_a) is None:
+            if code := process.poll():
+                raise Ended(_failure(run, code))
+            message = f"run {run.name} ended before the checkpoint of step {at} was complete"
+            raise Ended(FailedCommand(run.name, message, last_lines(run.log)))
+
+    def _wait_for_end(self, process: Process, run: ScriptRun) -> None:
+        for _ in self._while_running(process, run):
+            self.seen[run.name].find()
+        if code := process.poll():
+            raise Ended(_failure(run, code))
+
+    def _while_running(self, process: Process, run: ScriptRun, pause: float = _POLL) -> Iterator[None]:
+        """Yield now and then until a command has ended. Raises Ended if it takes too long, and StorageError."""
+        began = looked = time.monotonic()
+        while process.wait(pause) is None:
+            now = time.monotonic()
+            if now - began > self.limit:
+                message = f"run {run.name} was still running after {duration(self.limit)}"
+                raise Ended(FailedCommand(run.name, message, last_lines(run.log)))
+            if now - looked > _DISK_POLL:
+                self.check_disk()
+                looked = now
+            yield
+
+    def _stop(self, process: Process) -> str:
+        """Stop a command as a scheduler or a failing node does, and return how."""
+        if self.report.stop == "sigkill":
+            process.kill()
+            return "SIGKILL to all of its processes"
+        grace = min(_GRACE, self.limit)
+        if process.stop(grace):
+            return "SIGTERM"
+        process.kill()
+        return f"SIGTERM, and SIGKILL after {duration(grace)}"
+
+    def _move(self, run: ScriptRun, folder: str) -> None:
+        """Move the output directory of a run that has ended to where it stays."""
+        os.rename(self.out, folder)
+        self.seen[run.name].moved(folder)
+
+    def _collect(self, run: ScriptRun, log: str) -> None:
+        """Add the complete checkpoints and the losses of a run up to its last step, and what its hook wrote."""
+        found, report, until = self.seen[run.name], self.report, self.report.until
+        folder = os.path.join(self.folder, run.name, "hook")
+        hooked = self.hooked[run.name] = inject.read(folder)
+        report.settings += [one for one in hooked.switches if one not in report.settings]
+        if not hooked.started and os.path.isdir(folder) and not any(_NO_HOOK in note for note in report.notes):
+            report.notes += [f"run {run.name}: {_NO_HOOK}"] if self.inject or self.observe else []
+        if hooked.processes and not hooked.count and not any(_NO_STEP in note for note in report.notes):
+            report.notes.append(f"run {run.name}: {_NO_STEP}")
+        failed = [f"run {run.name}: the hook could not do everything: {one}" for one in hooked.failures]
+        report.notes += [one for one in failed if one not in report.notes]
+        run.checkpoints = [
+            Saved(step, path, nbytes(path))
+            for step, path in found.find().items()
+            if step <= until and found.why_not(path, self._of_a(step, run)) is None
+        ]
+        losses = dict(self.losses(run.folder, log, run.resumed_at or 0))
+        if not losses:
+            seen = of_hook(hooked, run.resumed_at or 0, until)
+            first = {step: next(iter(sorted(one[LOSS].items())), None) for step, one in seen.items()}
+            losses = {step: one[1] for step, one in first.items() if one is not None and one[1] is not None}
+        run.steps = [Loss(step, loss) for step, loss in sorted(losses.items()) if step <= until]
+
+    # Cost -------------------------------------------------------------------------------------------------------------
+
+    def _price(self, one: int) -> None:
+        """Say what all checkpoints take, now that the first is there. Raises StorageError if that is too much."""
+        cost = self.report.cost
+        cost.checkpoint_bytes, cost.disk_bytes = one, one * cost.steps
+        free = shutil.disk_usage(self.folder).free
+        self.tell(f"a checkpoint has {size(one)}: at most {size(cost.disk_bytes)} if each step is saved")
+        most = self.max_disk if self.max_disk is not None else free
+        if cost.disk_bytes > most and one * 3 * 2 > most:
+            limit = f"`--max-disk {size(most)}`" if self.max_disk is not None else f"the {size(free)} that are free"
+            raise StorageError(
+                f"one checkpoint has {size(one)}, and the runs write at least 6 of them: more than {limit}",
+                hint="`--keep FOLDER` on a larger disk, or a larger `--max-disk`",
+            )
+
+    def check_disk(self) -> None:
+        """Raise StorageError if the checkpoints of all runs take more than they may."""
+        used = nbytes(self.folder)
+        if self.max_disk is not None and used > self.max_disk:
+            message = f"the runs have written {size(used)}, more than `--max-disk {size(self.max_disk)}`"
+            raise StorageError(message, hint="save less often, or compare fewer steps: `--until`")
+
+
+def _failure(run: ScriptRun, code: int) -> FailedCommand:
+    how = f"was ended by signal {-code}" if code < 0 else f"ended with exit code {code}"
+    lines = [line for line in read_log(run.log).splitlines() if line.strip()]
+    # A launcher goes on to write after its workers have said what is wrong.
+    raised = [at for at, line in enumerate(lines) if _RAISED.search(line)]
+    first = [at for at in raised if not _FOLLOWS.search(lines[at])]
+    at = (first or raised or [len(lines) - 1])[-1]
+    last = lines[at : at + 1]
+    output = lines[max(0, at + 1 - LAST_LINES) : at + 1] if first else lines[-LAST_LINES:]
+    return FailedCommand(run.name, f"run {run.name} {how}" + "".join(f": {line.strip()}" for line in last), output)
