@@ -15,6 +15,7 @@ later is found there.
 from __future__ import annotations
 
 import glob
+import hashlib
 import os
 import re
 import shutil
@@ -33,7 +34,7 @@ from ckpttool.storage.files import Pool
 
 _STEP = re.compile(r"\{step(?:-1)?(?::[^}]*)?\}")
 _DATA = re.compile(r".*\.(safetensors|bin|pt|pth|distcp)")
-Fingerprint = tuple[tuple[str, int, int], ...]
+Fingerprint = tuple[tuple[str, int, int, int], ...]
 
 
 class Checkpoints:
@@ -45,7 +46,8 @@ class Checkpoints:
     """
 
     def __init__(self, pattern: str | None, out: str, kept: str) -> None:
-        self._pattern, _, self._beside = (pattern or "").partition(" + ")
+        first, _, beside = (pattern or "").partition(" + ")
+        self._pattern, self._beside = (os.path.normpath(one) if one else "" for one in (first, beside))
         self.out, self.kept_in = out, kept
         self.is_kept_by_run: Callable[[], bool] = lambda: False
         self._keeper = keep.Keeper(out, kept)
@@ -88,15 +90,18 @@ class Checkpoints:
             return view
         is_needed = False
         for step, path in self._in(view).items():
-            if step not in self._found and self.why_not(path) is None:
+            if self._is_further(step, path) and self.why_not(path) is None:
                 self._found[step], is_needed = (snapshot, path), True
         if not is_needed:
             shutil.rmtree(view)
         return view
 
-    def kept(self, step: int) -> bool:
-        """Return whether the output directory was kept as it was when the checkpoint of a step was complete."""
-        return step in self._found
+    def _is_further(self, step: int, path: str) -> bool:
+        """Return whether more of a checkpoint was written than was found, and none of it is being removed."""
+        if step not in self._found:
+            return True
+        now, before = fingerprint(path), fingerprint(self._found[step][1])
+        return now != before and {one[0] for one in now} >= {one[0] for one in before}
 
     def began(self, step: int) -> int | None:
         """Return the number of the optimizer step that began after a checkpoint was saved, as the run counts them."""
@@ -111,7 +116,8 @@ class Checkpoints:
             keep.restore(self._found[step][0], out)
         else:
             shutil.copytree(self.out, out, symlinks=True, copy_function=keep.place, dirs_exist_ok=True)
-        later = {one: path for one, path in self._in(out).items() if one > step}
+        found = self._by_name(out) if self._beside else self._in(out)
+        later = {one: path for one, path in found.items() if one > step}
         for path in later.values():
             for each in glob.glob(path) or [path]:
                 _remove(each)
@@ -129,8 +135,8 @@ class Checkpoints:
     def why_not(self, path: str, model: str | None = None) -> str | None:
         """Return why a checkpoint is not complete; None if it is."""
         now = fingerprint(path)
-        files = {name for name, _, _ in now}
-        if model is not None and (absent := sorted({name for name, _, _ in fingerprint(model)} - files)):
+        files = {one[0] for one in now}
+        if model is not None and (absent := sorted({one[0] for one in fingerprint(model)} - files)):
             return f"`{absent[0]}` is not there yet"
         key = os.path.basename(path), now
         if key in self._complete:
@@ -197,17 +203,18 @@ class Checkpoints:
         return {}
 
     def _with_that_beside(self, out: str) -> dict[int, str]:
-        """Return the newest checkpoint with the file of its step. The last one of a run may have none, as nothing
-        resumes there: only its end tells that none will come."""
-        *_, (step, path) = [*self._by_name(out).items()] or [(-1, "")]
-        beside = os.path.join(out, self._beside)
-        if step < 0 or self._step_of(beside) != step:
-            return {step: path} if step >= 0 and self._ended and step not in self._found else {}
-        folder = os.path.join(self.kept_in, f"step-{step}")
+        """Return the checkpoint that the file beside is of. The last one of a run may have none, as nothing resumes
+        there: only its end tells that none will come."""
+        found, beside = self._by_name(out), os.path.join(out, self._beside)
+        last = {step: path for step, path in [*found.items()][-1:] if self._ended and out == self.out}
+        if (step := self._step_of(beside)) not in found:
+            return last
+        key = hashlib.sha256(repr((fingerprint(found[step]), fingerprint(beside))).encode()).hexdigest()[:16]
+        folder = os.path.join(self.kept_in, "joined", key, f"step-{step}")
         if not os.path.exists(folder):
-            shutil.copytree(path, folder, copy_function=_link)
+            shutil.copytree(found[step], folder, copy_function=_link)
             _link(beside, os.path.join(folder, os.path.basename(beside)))
-        return {step: folder}
+        return {**last, step: folder}
 
 
 def _remove(path: str) -> None:
@@ -244,8 +251,8 @@ def _why_not_opened(path: str) -> str | None:
 
 
 def fingerprint(path: str) -> Fingerprint:
-    """Return the names, sizes and times of all files of a checkpoint."""
-    return tuple(sorted((name, status.st_size, status.st_mtime_ns) for name, status in _files(path)))
+    """Return the names, sizes, times and inodes of all files of a checkpoint."""
+    return tuple(sorted((name, s.st_size, s.st_mtime_ns, s.st_ino) for name, s in _files(path)))
 
 
 def nbytes(path: str) -> int:

@@ -103,9 +103,8 @@ class Starts:
         """Return the checkpoints of a run whose output directory is there, or is made."""
         os.makedirs(self.out, exist_ok=True)
         os.makedirs(os.path.join(self.folder, name), exist_ok=True)
-        pattern = self.commands.fill(self.pattern, out=self.out) if self.pattern is not None else None
-        relative = os.path.relpath(pattern, self.out) if pattern is not None and os.path.isabs(pattern) else pattern
-        self.seen[name] = Checkpoints(relative, self.out, os.path.join(self.folder, name, kept))
+        pattern = self.commands.fill(self.pattern, out=".") if self.pattern is not None else None
+        self.seen[name] = Checkpoints(pattern, self.out, os.path.join(self.folder, name, kept))
         return self.seen[name]
 
     def uninterrupted(self, name: str) -> ScriptRun:

@@ -24,8 +24,8 @@ from support.script_faults import FAULTS, ScriptFault
 
 from ckpttool.errors import OverwriteError, StorageError, UsageError
 from ckpttool.resume import checkpoints, compare
-from ckpttool.resume.results import Loss, RunReport, Saved, ScriptRun
 from ckpttool.resume.observe.site import keep
+from ckpttool.resume.results import Loss, RunReport, Saved, ScriptRun
 from ckpttool.resume.runs import run
 from ckpttool.resume.starts import _failure
 

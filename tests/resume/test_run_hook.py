@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import socket
 import subprocess
@@ -13,6 +12,7 @@ from types import SimpleNamespace
 import pytest
 
 from ckpttool.resume import observe as inject
+from ckpttool.resume.observe.site import keep
 
 SCRIPT = str(Path(__file__).with_name("run_hook.py"))
 
@@ -115,26 +115,67 @@ def test_a_compiled_model(tmp_path: Path, backend: str) -> None:
     assert [one.step for one in steps] == [1, 2, 3] and len({one.batch for one in steps}) == 3
 
 
-def test_a_version_is_copied_before_torch_writes_over_it(tmp_path: Path) -> None:
-    spec = importlib.util.spec_from_file_location("keep", os.path.join(inject.SITE, "keep.py"))
-    assert spec is not None and spec.loader is not None
-    keep = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(keep)
+def test_what_was_saved_is_kept_before_it_is_written_over(tmp_path: Path) -> None:
     failed: list[str] = []
-    keeper = keep.Keeper(str(tmp_path / "ckpt.pt"), str(tmp_path / "kept"), lambda what, error: failed.append(what))
+    out, kept = tmp_path / "out", tmp_path / "kept"
+    out.mkdir()
+    keeper = keep.Keeper(str(out), str(kept), lambda what, error: failed.append(what))
     # torch's own writer opens the file by itself, which no audit event tells of.
     torch = SimpleNamespace(save=lambda text, path: Path(path).write_text(text), serialization=SimpleNamespace())
     keeper.watch(torch)
     for text in ("1", "2", "3"):
-        torch.save(text, tmp_path / "ckpt.pt")
-        torch.save(text, tmp_path / "model.pt")
-    assert [path.read_text() for path in sorted((tmp_path / "kept").iterdir())] == ["1", "2"]
+        torch.save(text, out / "ckpt.pt")
+        torch.save(text, tmp_path / "elsewhere.pt")
     (tmp_path / "new.pt").write_text("4")
-    keeper.audit("os.rename", (str(tmp_path / "new.pt"), str(tmp_path / "ckpt.pt"), -1, -1))
-    keeper.audit("open", (str(tmp_path / "ckpt.pt"), "rb", os.O_RDONLY))
+    for event in (("os.rename", (str(tmp_path / "new.pt"), str(out / "ckpt.pt"), -1, -1)), ("os.remove", ("no", -1))):
+        keeper.audit(*event)
+    keeper.audit("open", (str(out / "ckpt.pt"), "rb", os.O_RDONLY))
     keeper.audit("open", (3, "wb", os.O_WRONLY))
-    assert len(list((tmp_path / "kept").iterdir())) == 3
+    texts = []
+    for number, snapshot in enumerate(keep.snapshots(str(kept))):
+        keep.restore(snapshot, str(tmp_path / f"{number}"))
+        texts.append((tmp_path / f"{number}" / "ckpt.pt").read_text())
+    assert texts == ["1", "2", "3"] and keep.step(keep.snapshots(str(kept))[0]) is None
     # A copy that cannot be made does not end the script.
-    keeper._folder = str(tmp_path / "ckpt.pt" / "no")
-    torch.save("5", str(tmp_path / "ckpt.pt"))
-    assert failed == ["the copy of ckpt.pt"] and (tmp_path / "ckpt.pt").read_text() == "5"
+    keeper._folder = str(out / "ckpt.pt" / "no")
+    (out / "ckpt.pt").write_text("4")
+    torch.save("5", str(out / "ckpt.pt"))
+    assert failed == ["a copy of what was saved"] and (out / "ckpt.pt").read_text() == "5"
+
+
+def test_a_directory_is_kept_as_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Links, folders, and logs that only grow, which alone are no save; a large file has two names until it is written
+    into."""
+    monkeypatch.setattr(keep, "_LARGE", 4)
+    out, kept = tmp_path / "out", tmp_path / "kept"
+    (out / "step-1").mkdir(parents=True)
+    keeper = keep.Keeper(str(out), str(kept))
+    assert keeper.keep(1)  # there is a folder now
+    assert not keeper.keep(2)
+    (out / "step-1" / "model.pt").write_text("weights")
+    (out / "latest").symlink_to("step-1")
+    (out / "log").write_text("1\n")
+    assert keeper.keep(3) >= len("weights1\n")
+    for step in range(4, 6):
+        with open(out / "log", "a") as log:
+            log.write(f"{step}\n")
+        assert not keeper.keep(step)
+    before = os.stat(out / "step-1" / "model.pt")
+    assert before.st_nlink == 2
+    keeper.audit("open", (str(out / "step-1" / "model.pt"), "r+b", os.O_RDWR))
+    with open(out / "step-1" / "model.pt", "r+") as stream:
+        stream.write("W")
+    assert keeper.keep(6)
+    _, third, _, last = keep.snapshots(str(kept))
+    assert (keep.step(third), keep.step(last)) == (3, 6)
+    for number, (snapshot, text, log_of) in enumerate([(third, "weights", "1\n"), (last, "Weights", "1\n4\n5\n")]):
+        was = tmp_path / f"was {number}"
+        keep.restore(snapshot, str(was))
+        assert (was / "latest" / "model.pt").read_text() == text and os.readlink(was / "latest") == "step-1"
+        assert (was / "log").read_text() == log_of
+    assert os.stat(tmp_path / "was 0" / "step-1" / "model.pt").st_mtime_ns == before.st_mtime_ns
+    # Another writer than Python has written over a file that has two names.
+    [version] = [one for one in (kept / "versions").iterdir() if one.read_text() == "Weights"]
+    version.write_text("nothing")
+    with pytest.raises(ValueError, match="step-1/model"):
+        keep.restore(last, str(tmp_path / "no"))

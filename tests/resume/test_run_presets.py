@@ -31,8 +31,6 @@ def test_a_preset_fills_in_a_command_that_can_be_run(name: str) -> None:
     assert "{" not in " ".join(words).replace("{out}", "")
     loss = options.get("loss")
     assert from_files(loss or "") or Output(loss)
-    if options["stop"] != "sigkill":
-        assert any(word.startswith(options["stop"].partition("=")[2]) for word in words)
 
 
 def test_what_the_command_and_the_options_say_is_kept() -> None:
@@ -59,7 +57,7 @@ def test_usage() -> None:
 def test_the_command_line_shows_what_is_added() -> None:
     done = run("verify-resume", "run", "--preset", "trainer", "--dry-run", "--json", "--", "train.py", "--o=OUT")
     assert done.exit_code == 0, done.stderr
-    a, _, b = json.loads(done.stdout)["runs"]
+    a, b = json.loads(done.stdout)["runs"]
     assert " ".join(a["command"][2:]).startswith("--max_steps 8 --save_strategy steps --save_steps 1")
     assert b["command"][-2:] == ["--resume_from_checkpoint", "<checkpoint of step 4>"]
 
@@ -107,7 +105,9 @@ def test_torchtune_saves_a_folder_for_each_epoch_and_its_state_beside_them(
     report = verify([sys.executable, str(tmp_path / command[0]), *command[1:]], timeout=300.0, **options)
     assert report.verdict == ("differs" if named else "same"), report.message
     assert named is None or named in " ".join([report.message, *(one.message for one in report.findings)])
-    assert [[saved.step for saved in one.checkpoints] for one in report.runs] == [[1, 2, 3]] * 3
+    assert [[saved.step for saved in one.checkpoints] for one in report.runs] == [[1, 2, 3]] * (
+        3 if fault == "optimizer" else 2
+    )
     # The last epoch has weights alone.
     compared = {row.what for row in report.compared if row.equal is not None}
     assert {"step 2: model", "step 2: optimizer", "step 3: model", "loss"} <= compared
