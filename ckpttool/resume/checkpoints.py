@@ -154,8 +154,8 @@ class Checkpoints:
         """Return the files of the checkpoints before a step; of that step too, if the script names checkpoints by it
         and resumes from two places: it is saved once."""
         if not self._beside:
-            found = {**self.find(), **self._in(self.out)}  # as they are now, if they are there
-            return {one: fingerprint(path) for one, path in found.items() if one < step}
+            as_now = {**self.find(), **self._in(self.out)}  # if it is there still
+            return {one: fingerprint(path) for one, path in as_now.items() if one < step}
         found = {one: fingerprint(path) for one, path in self._by_name(self.out).items() if one <= step}
         # Configurations are copied once.
         return {one: tuple(file for file in files if _DATA.fullmatch(file[0])) for one, files in found.items()}
