@@ -32,6 +32,7 @@ LAYERS: list[set[str]] = [
     {"analysis"},
     {"reports"},
     {"operations"},
+    {"audit"},
     {"resume"},
     {""},
     {"cli"},
@@ -250,9 +251,10 @@ WITH_OWN_FILES = (
     "resume.logged",
     "resume.observe",
     "resume.process",
-    "resume.recipe",
+    "audit.recipe",
     "resume.runs",
     "resume.scratch",
+    "resume.starts",
     "resume.states",
     "resume.trial",
     "resume.worker",
@@ -263,7 +265,18 @@ WITH_OWN_FILES = (
 WITH_PATHS_AS_VALUES = {"training.known_objects"}
 FILE_MODULES = {"os", "io", "pathlib", "shutil", "glob", "tempfile", "mmap"}
 NO_FILES = {"os.PathLike", "os._exit", "os.cpu_count", "os.environ", "os.fspath"}
-USERS = {"formats", "transfer", "producers", "models", "training", "analysis", "reports", "operations", "resume"}
+USERS = {
+    "formats",
+    "transfer",
+    "producers",
+    "models",
+    "training",
+    "analysis",
+    "reports",
+    "operations",
+    "audit",
+    "resume",
+}
 
 
 @pytest.mark.parametrize("name", [n for n in MODULES if layer_of(n) in USERS and not n.startswith(WITH_OWN_FILES)])

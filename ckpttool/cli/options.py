@@ -286,12 +286,13 @@ Preset = Annotated[Text, option("--preset NAME", RUNS,
     "Fill in the other options for a framework, and add its flags to COMMAND, where they are not given: trainer, "
     "accelerate, lightning, torchtitan, nanogpt or torchtune.")]
 At = Annotated[Number, option("--at K", RUNS,
-    "The step after which B is stopped and resumed. Default with a preset: 4.", least=1)]
+    "The step that B is resumed from. Default: one that A saves within an epoch; with a preset 4.", least=1)]
 Until = Annotated[Number, option("--until N", RUNS,
-    "The last step that is compared. Default with a preset: 8.", least=2)]
+    "The last step that is compared. Default: once an epoch has ended and two steps were saved; with a preset 8.",
+    least=2)]
 Stop = Annotated[Text, option("--stop HOW", RUNS,
-    "How B is stopped: sigkill or sigterm once the checkpoint of step K is complete, or max-steps=FLAG: the command's"
-    " own flag for its number of steps is set to K. Default: sigkill.")]
+    "How B begins: copy, in a copy of what A had written when it had saved step K; or it trains to step K and is "
+    "stopped by sigkill, sigterm, or max-steps=FLAG, the command's own flag for its number of steps. Default: copy.")]
 ResumeWith = Annotated[Text, option("--resume-with COMMAND", RUNS,
     "The command that resumes, quoted: '... --resume {checkpoint}', where ... is COMMAND; {weights} are its files of "
     "weights. Default: COMMAND itself.")]
@@ -310,8 +311,8 @@ Loss = Annotated[Text, option("--loss REGEX", COMPARED,
     "json:FILE[:KEY], csv:, text:, tensorboard:, trainer:; none. Default: `step 4: loss 2.71` and the like.")]
 Inject = Annotated[bool, option("/--no-inject", EXECUTION,
     "Leave torch as the command sets it: no deterministic switches, no seeds.")]
-Observe = Annotated[bool, option("--observe", EXECUTION,
-    "Record each step of each rank: batch, loss, gradient norm, lr, RNG states.")]
+Observe = Annotated[bool | None, option("--observe/--no-observe", EXECUTION,
+    "Compare each step of each rank: batch, loss, gradient norm, lr, parameters, with --observe RNG states, too.")]
 SeedEnv = Annotated[Many, option("--seed-env NAME[=VALUE]", EXECUTION,
     "Set this variable to a seed, the same in all runs. Repeatable.")]
 Timeout = Annotated[int, option("--timeout SECONDS", EXECUTION, "Time limit for each run.", least=1)]

@@ -22,15 +22,15 @@ def run(
     resume_with: options.ResumeWith = None, world: options.RunWorld = None, to_world: options.RunToWorld = None,
     via: options.RunVia = "",
     checkpoints: options.RunCheckpoints = None, out: options.Out = "OUT", loss: options.Loss = None,
-    inject: options.Inject = True, observe: options.Observe = False, seed_env: options.SeedEnv = [],
+    inject: options.Inject = True, observe: options.Observe = None, seed_env: options.SeedEnv = [],
     timeout: options.Timeout = 1800, max_disk: options.MaxDisk = None, dry_run: options.DryRunOfRuns = False,
     html: options.ResumeHtml = None, junit: options.Junit = None, keep: options.KeepRuns = None,
     as_json: options.AsJson = False, quiet: options.Quiet = False, verbose: options.Verbose = False,
 ) -> None:  # fmt: skip
     """Compare a training command with and without a stop.
 
-    A runs to step N, A2 repeats it, and B is stopped at step K and resumed. Each has an output directory of its own.
-    The exit code is 0 if B is the same as A, 1 if it differs, 3 if A2 differs already.
+    A runs to step N, and B begins in a copy of what A had written at step K, and is resumed; if it differs, A2 repeats
+    A. The exit code is 0 if B is the same as A, 1 if it differs, 3 if A2 differs already, 9 if it is not proven.
 
     Examples:
         ckpttool verify-resume run --checkpoints 'OUT/step-{step}' --at 4 --until 8 --resume-with '... --resume {checkpoint}' -- python train.py --out OUT

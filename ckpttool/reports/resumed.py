@@ -91,7 +91,7 @@ def page(document: Document, environment: Mapping[str, str] | None = None) -> st
 def _title(document: Document) -> str:
     if "recipe" not in document:
         at, until = document["at"], document["until"]
-        return f"Resume of a command: stopped after step {at}, compared until step {until}"
+        return f"Resume of a command: from step {at}, compared up to step {until}"
     before, after = document["steps_before"], plural(document["steps_after"], "step")
     trained = f"{plural(before, 'step')}, a save, {after} more" if before else after
     return f"Resume trial: {trained} on {document['device']}"
@@ -109,6 +109,8 @@ def _about(document: Document) -> Iterator[tuple[str, TextLike | None]]:
             yield "before stop", run["stopped"]
     for drift in document["drifts"]:
         yield "loss drift", f"{drift['loss_relative']:.2%} vs A (informational)"
+    yield "crossed", ", ".join(document.get("crossed") or ())
+    yield "not crossed", ", ".join(document.get("not_crossed") or ())
     yield "nondeterministic", ", ".join(document.get("nondeterministic") or ())
     yield "not proven", ", ".join(document.get("unproven") or ())
     yield "not judged", ", ".join(document.get("unjudged") or ())

@@ -15,12 +15,12 @@ from dataclasses import dataclass
 from functools import partial
 
 from ckpttool import formats
+from ckpttool.audit.recipe import Recipe, recipe_mesh
 from ckpttool.errors import UsageError
 from ckpttool.layout.mesh import Mesh, parse_mesh, world_mesh
 from ckpttool.operations.convert import convert
 from ckpttool.operations.reshard import reshard
 from ckpttool.resume.launch import torchrun_world
-from ckpttool.resume.recipe import Recipe, recipe_mesh
 from ckpttool.resume.results import Leg
 from ckpttool.text import meant, plural
 

@@ -15,20 +15,19 @@ later is found there.
 from __future__ import annotations
 
 import glob
-import hashlib
 import os
 import re
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing, suppress
 
+from ckpttool.audit.counters import step_counters
+from ckpttool.audit.values import read_number
 from ckpttool.catalogue.entries import Object
 from ckpttool.catalogue.validation import validate
 from ckpttool.errors import CkptError
 from ckpttool.producers import runs
 from ckpttool.producers.open import opened
-from ckpttool.resume.audit.counters import step_counters
-from ckpttool.resume.audit.values import read_number
 from ckpttool.resume.observe.site import keep
 from ckpttool.storage.files import Pool
 
@@ -103,9 +102,18 @@ class Checkpoints:
         now, before = fingerprint(path), fingerprint(self._found[step][1])
         return now != before and {one[0] for one in now} >= {one[0] for one in before}
 
-    def began(self, step: int) -> int | None:
-        """Return the number of the optimizer step that began after a checkpoint was saved, as the run counts them."""
-        return keep.step(self._found[step][0]) if step in self._found else None
+    @property
+    def kept(self) -> Mapping[int, tuple[str, str]]:
+        """The steps whose checkpoints are complete in the directory as it was, with the snapshot and their paths."""
+        return self._found
+
+    def began(self) -> dict[int, int | None]:
+        """Return the optimizer step that began after each checkpoint was saved, as the run counts them."""
+        return {
+            step: keep.step(self._found[step][0]) if step in self._found else None
+            for step, path in self.find().items()
+            if self.why_not(path) is None
+        }
 
     def restore(self, step: int, out: str) -> tuple[str | None, int]:
         """Make a directory as the output directory was when the checkpoint of a step was complete, without later ones.
@@ -209,8 +217,8 @@ class Checkpoints:
         last = {step: path for step, path in [*found.items()][-1:] if self._ended and out == self.out}
         if (step := self._step_of(beside)) not in found:
             return last
-        key = hashlib.sha256(repr((fingerprint(found[step]), fingerprint(beside))).encode()).hexdigest()[:16]
-        folder = os.path.join(self.kept_in, "joined", key, f"step-{step}")
+        [(_, _, written, inode)] = fingerprint(beside)
+        folder = os.path.join(self.kept_in, f"{inode}-{written}", f"step-{step}")
         if not os.path.exists(folder):
             shutil.copytree(found[step], folder, copy_function=_link)
             _link(beside, os.path.join(folder, os.path.basename(beside)))

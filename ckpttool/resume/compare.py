@@ -268,6 +268,7 @@ def _rows(
     """Add a row for each kind of part, and return the names that differ and are judged."""
     differing = difference_names(difference)
     judged: set[str] = set()
+    report.values = report.judged = 0
     for kind, names in names_by_kind(before, after).items():
         own = differing.intersection(names)
         excusable = {name for name in own if excused.excuses(before, name, step)}
@@ -284,6 +285,8 @@ def _rows(
             excusable |= aside
         counted = own - excusable
         judged |= counted
+        report.values += len(names)
+        report.judged += len(names) - len(excusable)
         message = f"{plural(len(excusable), 'difference')} not judged" if excusable else ""
         equal = False if counted else None if excusable else True
         row = Compared(f"step {step}: {kind}", run.name, reference.name, len(names), len(own), message, equal)
@@ -444,14 +447,22 @@ def judge(report: TrialReport | RunReport, excused: Unrepeated | None = None) ->
         report.verdict = "unproven"
         report.message = (
             f"not proven: {some(report.unproven)} {verb} in run B, run A never changes it, and nothing in the command "
-            "says why; all else is bit-identical"
+            f"says why{_extent(report)}"
         )
     else:
         numbers = {int(row.what.split()[1][:-1]) for row in report.compared if row.what.startswith("step ")}
         losses = sum(row.count for row in report.compared if row.what == LOSS)
         equal = [f"the checkpoints of {plural(len(numbers), 'step')} after it"] if numbers else []
         equal += [f"{losses} losses" if losses > 1 else "1 loss"] if losses else []
-        report.message = f"exact resume: {' and '.join(equal)} are bit-identical"
+        report.message = f"exact resume: {' and '.join(equal)} are bit-identical{_extent(report)}"
+
+
+def _extent(report: RunReport) -> str:
+    """Return how much was judged, and whether the end of an epoch lies in the window that was compared."""
+    judged = f", {report.judged:,} of {plural(report.values, 'value')} in each" if report.values else ""
+    aside = f" (not judged: {some(report.unjudged)})" if report.unjudged else ""
+    crossed = "; an epoch's end was not crossed" if "epoch" in report.not_crossed else ""
+    return f"{judged}{aside}{crossed}"
 
 
 def _what_is_exact(report: TrialReport) -> str:

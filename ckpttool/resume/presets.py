@@ -127,15 +127,10 @@ PRESETS = {
 def fill(name: str | None, command: Sequence[str], given: Mapping[str, Any]) -> tuple[list[str], dict[str, Any]]:
     """Return a command with what a preset adds, and the options of `run` with what it fills in for those that are None.
 
-    Raises UsageError for an unknown preset, and if there are no steps without one.
+    Raises UsageError for an unknown preset.
     """
     options = dict(given)
     if name is None:
-        if absent := [flag for flag in ("at", "until") if options.get(flag) is None]:
-            hint = (
-                f"--at {AT} --until {UNTIL}: stop after step {AT}, and compare up to step {UNTIL}; or `--preset NAME`"
-            )
-            raise UsageError(f"`--{absent[0]}` is missing", hint=hint)
         return list(command), {key: value for key, value in options.items() if value is not None}
     if name not in PRESETS:
         names = list(PRESETS)

@@ -254,9 +254,9 @@ class RunReport(Outcome):
     words: list[str]  #: words of the command
     rule: str  #: `bitwise` (same world size) or `control` (another one, or a converted checkpoint)
     verdict: RunVerdict = "same"  #: `same`, `differs`, `nondeterministic`, `unproven`, `failed`, or `planned`
-    at: int  #: step after which B is stopped
+    at: int  #: step that B is resumed from
     until: int  #: last step that is compared
-    stop: str  #: `max-steps=FLAG`, `sigterm` or `sigkill`
+    stop: str  #: `copy` (B begins in a copy of what A had written), `sigkill`, `sigterm` or `max-steps=FLAG`
     cause: str | None = None  #: likely cause of the first difference, for people
     first_step: int | None = None  #: first step at which B differs
     cost: Cost = field(default_factory=lambda: Cost(0, 0))  #: what the runs take
@@ -265,4 +265,8 @@ class RunReport(Outcome):
     nondeterministic: list[str] = field(default_factory=list)  #: what A2 did not repeat of A, and is not judged
     unjudged: list[str] = field(default_factory=list)  #: values that differ because the command that resumed says so
     unproven: list[str] = field(default_factory=list)  #: values that differ in B, and nothing explains why
+    values: int = 0  #: number of tensors and values of the last checkpoint that was compared
+    judged: int = 0  #: of these, those that are judged
+    crossed: list[str] = field(default_factory=list)  #: what lies between `at` and `until`: `epoch`, `evaluation`, ...
+    not_crossed: list[str] = field(default_factory=list)  #: what does not
     failure: FailedCommand | None = None  #: run that did not get to its end

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import os
 import shlex
+import sys
 import time
 from collections.abc import Callable, Collection, Sequence
 from contextlib import ExitStack
@@ -21,7 +22,7 @@ from functools import cache, partial
 from ckpttool.errors import UsageError
 from ckpttool.layout.mesh import world_mesh
 from ckpttool.producers.open import opened
-from ckpttool.resume import arguments, causes, compare
+from ckpttool.resume import arguments, causes, compare, window
 from ckpttool.resume.commands import Commands, parse
 from ckpttool.resume.logged import from_files
 from ckpttool.resume.losses import Output
@@ -29,9 +30,9 @@ from ckpttool.resume.process import last_lines
 from ckpttool.resume.results import Cost, FailedCommand, RunDifference, RunReport, ScriptRun
 from ckpttool.resume.saved_state import SavedState
 from ckpttool.resume.scratch import checked_folder, kept_folder
-from ckpttool.resume.starts import COPY, SIGNALS, Ended, Starts
+from ckpttool.resume.starts import COPY, SIGNALS, RunEnded, Starts
 from ckpttool.resume.states import RunState, is_counter
-from ckpttool.resume.steps import compare_steps, drawn, of_hook, unrepeated
+from ckpttool.resume.steps import RNG, TITLES, compare_steps, drawn, of_hook, unrepeated
 from ckpttool.text import duration, parse_size, plural, some
 
 _CAUSES = 4  # that are named
@@ -49,8 +50,8 @@ _RULES = {
 def run(
     command: Sequence[str],
     *,
-    at: int,
-    until: int,
+    at: int | None = None,
+    until: int | None = None,
     checkpoints: str | None = None,
     stop: str = COPY,
     resume_with: str | None = None,
@@ -60,7 +61,7 @@ def run(
     to_world: int | None = None,
     via: str = "",
     inject_switches: bool = True,
-    observe: bool = False,
+    observe: bool | None = None,
     seed_env: Sequence[str] = (),
     timeout: float = 1800.0,
     max_disk: str | None = None,
@@ -75,12 +76,16 @@ def run(
     """
     began = time.monotonic()
     commands = parse(list(command), resume_with, out)
-    if not 0 < at < until:
+    if not 0 < (at or 1) < (until or (at or 1) + 1):
         raise UsageError(f"`--at {at} --until {until}`: B is stopped at a step after 0, and trains at least one more")
     kind, _, flag = stop.partition("=")
     if stop not in (COPY, *SIGNALS) and not (kind == "max-steps" and flag):
         hint = f"{', '.join(f'`--stop {one}`' for one in (COPY, *SIGNALS))}, or `--stop max-steps=FLAG`"
         raise UsageError(f"`--stop {stop}` is unknown", hint=hint)
+    if until is None and flag:
+        raise UsageError(f"`--stop {stop}` needs `--until N`, the last step that is compared", hint="pass `--until N`")
+    if at is None and stop != COPY:
+        raise UsageError(f"`--stop {stop}` needs `--at K`, the step after which B is stopped", hint="pass `--at K`")
     if checkpoints is not None and os.path.isabs(commands.fill(checkpoints, out="out")):
         raise UsageError(
             f"`--checkpoints {checkpoints}` names the same files for every run: A would be compared with itself",
@@ -89,19 +94,16 @@ def run(
     other_world = to_world is not None and to_world != world
     _check_route(commands, via, world, to_world if other_world else None)
     rule = "control" if other_world else "bitwise"
-    more = (1, until - at) if other_world else (0, 0)
-    first = 0 if stop == COPY else until  # B, which trains to the stop by itself
-    cost = Cost(2 + bool(first) + more[0], until + first + (0 if first else until - at) + more[1])
-    report = RunReport(words=list(command), rule=rule, rule_message=_RULES[rule], at=at, until=until, stop=stop)
-    report.cost = cost
+    report = RunReport(
+        words=list(command), rule=rule, rule_message=_RULES[rule], at=at or 0, until=until or 0, stop=stop
+    )
+    report.cost = cost = _cost(report)
     report.folder = os.path.abspath(keep) if keep is not None else None
     most = parse_size(max_disk, "--max-disk") if max_disk is not None else None
     source = from_files(loss or "") or Output(loss)
     say = tell or (lambda line: None)
-    say(
-        f"{cost.runs} starts of the command, {plural(cost.steps, 'step')} in all, at most {duration(timeout)} each; "
-        f"one more if B differs"
-    )
+    trains = f" and {plural(cost.steps, 'step')}" if until and at else ""
+    say(f"{cost.runs} starts of the command{trains}, at most {duration(timeout)} each; one more if B differs")
     with ExitStack() as stack:
         if dry_run:
             folder = checked_folder(keep) if keep is not None else "FOLDER"
@@ -112,12 +114,11 @@ def run(
         planned = _plan(starts)
         if dry_run:
             report.runs, report.verdict = planned, "planned"
-            steps = plural(cost.steps, "step")
-            report.message = f"would start the command {cost.runs} times, and train {steps} in all"
+            report.message = f"would start the command {cost.runs} times{trains.replace(' and ', ', and train ')}"
             return report
         try:
             excused = _all(starts, via, to_world if other_world else None)
-        except Ended as ended:
+        except RunEnded as ended:
             if not report.runs:
                 hint = f"the last lines of its output: {' | '.join(ended.failure.output[-3:])}"
                 raise UsageError(ended.failure.message, hint=hint, run="A", output=ended.failure.output) from None
@@ -127,6 +128,14 @@ def run(
             _check_resumed(starts)
     report.seconds = time.monotonic() - began
     return report
+
+
+def _cost(report: RunReport) -> Cost:
+    """Return how often the command is started if B does not differ, and how many steps it trains, as far as known."""
+    is_stopped, has_control = report.stop != COPY, report.rule == "control"
+    resumed = report.until - report.at
+    steps = report.until + (report.at if is_stopped else 0) + resumed * (1 + has_control)
+    return Cost(2 + is_stopped + has_control, steps)
 
 
 def _plan(starts: Starts) -> list[ScriptRun]:
@@ -144,6 +153,7 @@ def _all(starts: Starts, via: str, to_world: int | None) -> compare.Unrepeated:
     """Run all that is needed for a verdict, compare, and return what the command does not repeat."""
     report = starts.report
     a = starts.uninterrupted("A")
+    _choose(starts, a)
     _check_saved(starts, a)
     saves_at = any(one.step == report.at for one in a.checkpoints)
     if saves_at:
@@ -173,7 +183,7 @@ def _all(starts: Starts, via: str, to_world: int | None) -> compare.Unrepeated:
     report.runs.append(b)
     starts.resume(b, source, to_world)
     if not compare.shared(reference, b, report.at):
-        raise Ended(FailedCommand("B", f"run B saved no checkpoint after step {report.at}", last_lines(b.log)))
+        raise RunEnded(FailedCommand("B", f"run B saved no checkpoint after step {report.at}", last_lines(b.log)))
     changing = cache(partial(compare.changed_by, a))
     rows, findings = len(report.compared), len(report.findings)
     first = _compare(starts, reference, b, excused, changing)
@@ -204,8 +214,8 @@ def _compare(
 ) -> compare.FirstDifference | None:
     may_miss = starts.seen[b.name].may_miss
     first = compare.compare_runs(starts.report, reference, b, excused, changing, may_miss=may_miss)
-    if starts.observe:
-        _compare_observed(starts, reference, starts.report.at)
+    if starts.observe is not False and (starts.observe or starts.hooked[b.name].steps):
+        _compare_observed(starts, reference)
     return first
 
 
@@ -236,19 +246,28 @@ def _converted(starts: Starts, saved: str, via: str, to_world: int | None) -> st
     return report.route[-1].path
 
 
-def _compare_observed(starts: Starts, reference: ScriptRun, step: int) -> None:
-    """Compare the steps that the hook observed in B with those of its reference."""
-    until, hooked = starts.report.until, starts.hooked
-    a, a2 = (of_hook(hooked[name], 0, until) for name in ("A", "A2" if "A2" in hooked else "A"))
-    b = of_hook(hooked["B"], step, until)
-    before = a if reference.name == "A" else of_hook(hooked[reference.name], step, until)
-    if not b and hooked["B"].started:
-        starts.report.notes.append("no step was observed: the command takes no step of an optimizer of torch")
+def _compare_observed(starts: Starts, reference: ScriptRun) -> None:
+    """Compare the optimizer steps that the hook observed in B with those of its reference."""
+    hooked, first = starts.hooked, _offset(starts)
+    a, a2 = (of_hook(hooked[name], 0, sys.maxsize) for name in ("A", "A2" if "A2" in hooked else "A"))
+    b = of_hook(hooked["B"], first, sys.maxsize)
+    before = a if reference.name == "A" else of_hook(hooked[reference.name], first, sys.maxsize)
+    if not b and starts.observe and hooked["B"].started:
+        note = "no step was observed: the command takes no step of an optimizer of torch"
+        starts.report.notes += [note] if note not in starts.report.notes else []
     one, other = (drawn(steps, before) for steps in (before, b))
-    names = "B", reference.name
-    finding = compare_steps(starts.report, one, other, *names, unrepeated(a, a2), prefix="observed: ")
+    # An RNG state from which nothing is drawn until the end makes no difference.
+    titles = TITLES if starts.observe else [title for title in TITLES if title != RNG]
+    excused = unrepeated(a, a2)
+    finding = compare_steps(starts.report, one, other, "B", reference.name, excused, titles=titles, prefix="observed: ")
     if finding is not None:
         starts.report.findings.insert(0, finding)
+
+
+def _offset(starts: Starts) -> int:
+    """Return how many optimizer steps A had taken when it had saved the step of the resume."""
+    began = starts.seen["A"].began().get(starts.report.at)
+    return began - 1 if began is not None else starts.report.at
 
 
 def _cause(starts: Starts, reference: ScriptRun, first: compare.FirstDifference | None) -> str:
@@ -263,9 +282,22 @@ def _cause(starts: Starts, reference: ScriptRun, first: compare.FirstDifference 
         path = compare.shared(reference, b)[first.step][0]
         differed = differed or list(filter(None, [compare.averaged_weights(path, first.names)]))
     if not differed:
-        return f"{compare.NOT_DETERMINED}: {why_not}"
+        return _later_cause(starts) or f"{compare.NOT_DETERMINED}: {why_not}"
     more_of = f"; and {len(differed) - _CAUSES} more" if differed[_CAUSES:] else ""
     return "; ".join(differed[:_CAUSES]) + more_of
+
+
+def _later_cause(starts: Starts) -> str | None:
+    """Return what differs first in a step after the first one, and what happened in A just before; None if that was not
+    observed, or is no more than a loss."""
+    report, offset = starts.report, _offset(starts)
+    observed = [one for one in report.findings if one.kind.startswith(("next batch", "learning rate"))]
+    for finding in [one for one in observed if one.step is not None and one.step > offset + 1][:1]:
+        before = {event for event, step in starts.hooked["A"].events if step + 1 == finding.step}
+        after = "".join(f", after {text}" for event, text in window.EVENTS.items() if event in before)
+        what = "the data" if finding.kind.startswith("next batch") else "the learning rate"
+        return f"{what} differed from step {finding.step} on{after}; in the steps before, as in run A"
+    return None
 
 
 def _begun(starts: Starts, reference: ScriptRun, b: ScriptRun) -> tuple[str, list[RunDifference]]:
@@ -294,7 +326,7 @@ def _after_save(starts: Starts, name: str) -> RunState | None:
     was not seen, or if its steps are not those that the checkpoint counts."""
     if name not in starts.hooked:
         return None
-    states, began = starts.hooked[name].states, starts.seen[name].began(starts.report.at)
+    states, began = starts.hooked[name].states, starts.seen[name].began().get(starts.report.at)
     run = next(one for one in starts.report.runs if one.name == name)
     with SavedState(run.paths[starts.report.at]) as saved:
         counters = {float(saved.tensors[one].as_float64()[0]) for one in saved.tensors if is_counter(one)}
@@ -302,6 +334,20 @@ def _after_save(starts: Starts, name: str) -> RunState | None:
     alike = [number for number, state in states.items() if counters and state.counters == counters]
     known = [number for number in (began, *alike) if number in states and (number in alike or not counters)]
     return states[known[0]] if known else None
+
+
+def _choose(starts: Starts, a: ScriptRun) -> None:
+    """Set the steps of the resume and of the end, where they were not asked for, and what lies between them."""
+    report, began, events = starts.report, starts.seen[a.name].began(), starts.hooked[a.name].events
+    asked = report.at and report.until
+    if not asked and (chosen := window.choose(began, events, at=report.at or None, until=report.until or None)):
+        report.at, report.until = chosen
+        cost, report.cost = report.cost, _cost(report)
+        report.cost.checkpoint_bytes = cost.checkpoint_bytes
+        starts.tell(f"B will resume from step {report.at}, and be compared up to step {report.until}")
+    if starts.hooked[a.name].count and report.at and report.until:
+        report.crossed = window.crossed(began, events, report.at, report.until)
+        report.not_crossed = [event for event in window.EVENTS if event not in report.crossed]
 
 
 def _check_saved(starts: Starts, run: ScriptRun) -> None:
@@ -313,14 +359,18 @@ def _check_saved(starts: Starts, run: ScriptRun) -> None:
     if (needed not in steps and not stops_there) or not [step for step in steps if step > needed]:
         where = starts.pattern or "{out}"
         all_steps = ", ".join(map(str, starts.seen["A"].find())) or "none"
+        there = sorted(os.listdir(run.folder))
+        if not starts.seen["A"].find():
+            all_steps += f"; `{{out}}` has {some(there)}" if there else "; `{out}` is empty"
         hint = "`--checkpoints '{out}/step-{step}'` says where they are, `--at` and `--until` which steps are saved"
         if starts.seen["A"].is_one:
             hint = (
                 "one file for all steps must say its step, and be there for a moment before the next: save less often"
             )
         wanted = f"after step {needed} and" if stops_there else f"of step {needed} and of a later one"
+        wanted = f"{wanted} up to {starts.report.until}" if needed else "of two steps"
         raise UsageError(
-            f"run A left no complete checkpoint {wanted} up to {starts.report.until} at `{where}`: found {all_steps}",
+            f"run A left no complete checkpoint {wanted} at `{where}`: found {all_steps}",
             hint=hint,
             found=steps,
             output=last_lines(run.log),

@@ -10,12 +10,14 @@ import os
 import re
 import shlex
 import shutil
+import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from ckpttool.errors import StorageError, UsageError
 from ckpttool.resume import observe as inject
+from ckpttool.resume import window
 from ckpttool.resume.checkpoints import Checkpoints, Fingerprint, fingerprint, nbytes
 from ckpttool.resume.commands import Commands, with_steps
 from ckpttool.resume.losses import Losses, Output
@@ -48,7 +50,7 @@ _NO_STEP = (
 )
 
 
-class Ended(Exception):
+class RunEnded(Exception):
     """Raised if a run does not get to its end."""
 
     def __init__(self, failure: FailedCommand) -> None:
@@ -70,7 +72,7 @@ class Starts:
     losses: Losses
     tell: Callable[[str], None]
     inject: bool  # deterministic switches
-    observe: bool  # each step
+    observe: bool | None  # each step; None, without its RNG states
     seeds: Sequence[str]  # variables of the command that name a seed
     hooked: dict[str, Hooked] = field(default_factory=dict)
     seen: dict[str, Checkpoints] = field(default_factory=dict)
@@ -108,9 +110,10 @@ class Starts:
         return self.seen[name]
 
     def uninterrupted(self, name: str) -> ScriptRun:
-        """Run the command to the last step. Raises UsageError, or Ended if a run before it came to its end."""
+        """Run the command to the last step. Raises UsageError, or RunEnded if a run before it came to its end."""
         self.begin(name)
-        self.tell(f"run {name}: trains {self.report.until} steps")
+        until = f"{self.report.until} steps" if self.report.until else "until enough is saved, or to its end"
+        self.tell(f"run {name}: trains {until}")
         began = time.monotonic()
         log = os.path.join(self.folder, name, "log.txt")
         run = ScriptRun(name, self.words(self.limited(self.report.until)), self.written(name), log, self.world)
@@ -138,7 +141,7 @@ class Starts:
         run.seconds = time.monotonic() - began
         self._move(run, folder)
         if found.complete(report.at, self._of_a(report.at)) is None:
-            raise Ended(
+            raise RunEnded(
                 FailedCommand(name, f"run {name}: the checkpoint of step {report.at} is not complete", last_lines(log))
             )
         self._collect(run, log)
@@ -170,7 +173,7 @@ class Starts:
     def resume(self, run: ScriptRun, checkpoint: str, world: int | None = None) -> None:
         """Resume a run from a checkpoint in the output directory, and train on to the last step.
 
-        Raises Ended if it does not get there.
+        Raises RunEnded if it does not get there.
         """
         step, until = run.resumed_at or 0, self.report.until
         self.begin(run.name)
@@ -270,7 +273,7 @@ class Starts:
         hooked = inject.environment(
             folder,
             seed=seed,
-            observe=self.observe,
+            observe=self.inject if self.observe is None else self.observe,
             states=(1,),  # where A begins, what is as it was built; the first step after the resume
             keep=(self.out, found.kept_in),
             is_resumed=is_resumed,
@@ -290,23 +293,27 @@ class Starts:
         found, priced, until = self.seen[run.name], run.name != "A", self.report.until
         environment = self._environment(run.name, "hook", is_resumed=run.resumed_at is not None)
         with Process(run.command, run.log, environment) as process:
-            last, since = None, 0.0
+            last, since, looked, hook = None, 0.0, 0, environment.get("CKPTTOOL_HOOK_FOLDER", "")
             for _ in self._while_running(process, run):
                 paths = found.find()
                 if not priced and (first := next(iter(paths.values()), None)) and not found.why_not(first):
                     self._price(nbytes(first))
                     priced = True
-                step = next((step for step in paths if step >= until), None)
+                if not until and len(found.kept) > looked:
+                    looked = len(found.kept)
+                    if window.is_enough(found.began(), inject.events(hook), self.report.at or None):
+                        return
+                step = next((step for step in paths if until and step >= until), None)
                 if step is None or found.why_not(paths[step], self._of_a(step, run)) is not None:
                     continue
-                if found.is_kept_by_run() and found.began(step):  # a step after it has begun
+                if found.is_kept_by_run() and step in found.kept:  # a step after it has begun
                     return
                 if (now := fingerprint(paths[step])) != last:
                     last, since = now, time.monotonic()
                 elif time.monotonic() - since > _TIMEOUT:
                     return
             if code := process.poll():
-                raise Ended(_failure(run, code))
+                raise RunEnded(_failure(run, code))
         self.ended.add(run.name)
 
     def _wait_for_save(self, process: Process, run: ScriptRun, found: Checkpoints) -> None:
@@ -316,24 +323,24 @@ class Starts:
                 return
         if found.complete(at, of_a) is None:
             if code := process.poll():
-                raise Ended(_failure(run, code))
+                raise RunEnded(_failure(run, code))
             message = f"run {run.name} ended before the checkpoint of step {at} was complete"
-            raise Ended(FailedCommand(run.name, message, last_lines(run.log)))
+            raise RunEnded(FailedCommand(run.name, message, last_lines(run.log)))
 
     def _wait_for_end(self, process: Process, run: ScriptRun) -> None:
         for _ in self._while_running(process, run):
             self.seen[run.name].find()
         if code := process.poll():
-            raise Ended(_failure(run, code))
+            raise RunEnded(_failure(run, code))
 
     def _while_running(self, process: Process, run: ScriptRun, pause: float = _POLL) -> Iterator[None]:
-        """Yield now and then until a command has ended. Raises Ended if it takes too long, and StorageError."""
+        """Yield now and then until a command has ended. Raises RunEnded if it takes too long, and StorageError."""
         began = looked = time.monotonic()
         while process.wait(pause) is None:
             now = time.monotonic()
             if now - began > self.limit:
                 message = f"run {run.name} was still running after {duration(self.limit)}"
-                raise Ended(FailedCommand(run.name, message, last_lines(run.log)))
+                raise RunEnded(FailedCommand(run.name, message, last_lines(run.log)))
             if now - looked > _DISK_POLL:
                 self.check_disk()
                 looked = now
@@ -370,14 +377,14 @@ class Starts:
         run.checkpoints = [
             Saved(step, path, nbytes(path))
             for step, path in found.find().items()
-            if step <= until and found.why_not(path, self._of_a(step, run)) is None
+            if step <= (until or step) and found.why_not(path, self._of_a(step, run)) is None
         ]
         losses = dict(self.losses(run.folder, log, run.resumed_at or 0))
         if not losses:
-            seen = of_hook(hooked, run.resumed_at or 0, until)
+            seen = of_hook(hooked, run.resumed_at or 0, until or sys.maxsize)
             first = {step: next(iter(sorted(one[LOSS].items())), None) for step, one in seen.items()}
             losses = {step: one[1] for step, one in first.items() if one is not None and one[1] is not None}
-        run.steps = [Loss(step, loss) for step, loss in sorted(losses.items()) if step <= until]
+        run.steps = [Loss(step, loss) for step, loss in sorted(losses.items()) if step <= (until or step)]
 
     # Cost -------------------------------------------------------------------------------------------------------------
 
@@ -386,7 +393,8 @@ class Starts:
         cost = self.report.cost
         cost.checkpoint_bytes, cost.disk_bytes = one, one * cost.steps
         free = shutil.disk_usage(self.folder).free
-        self.tell(f"a checkpoint has {size(one)}: at most {size(cost.disk_bytes)} if each step is saved")
+        in_all = f": at most {size(cost.disk_bytes)} if each step is saved" if cost.steps else ""
+        self.tell(f"a checkpoint has {size(one)}{in_all}")
         most = self.max_disk if self.max_disk is not None else free
         if cost.disk_bytes > most and one * 3 * 2 > most:
             limit = f"`--max-disk {size(most)}`" if self.max_disk is not None else f"the {size(free)} that are free"

@@ -21,12 +21,12 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from ckpttool.audit.recipe import load_recipe
 from ckpttool.errors import BUG, UsageError, require
 from ckpttool.layout.mesh import Mesh
 from ckpttool.resume import arguments, checks, compare, launch, states
 from ckpttool.resume.job import BUILT, END, RESUMED, Job, Seen, read_seen
 from ckpttool.resume.launch import Ended, Launcher, TorchrunLauncher, torchrun_world
-from ckpttool.resume.recipe import load_recipe
 from ckpttool.resume.results import RankCheck, Run, Step, TrialReport
 from ckpttool.resume.scratch import kept_folder
 from ckpttool.resume.states import RunState

@@ -250,7 +250,7 @@ def test_the_page_of_a_command_has_the_causes_and_each_step() -> None:
         "Resume is not exact", "The moments of exp_avg were lost", "likely cause exp_avg is all zero", "B must be A",
         "save optimizer.state_dict()", "step A A2 B B with A 5 5.0 5.0 6 4.5 4.5 4.5 equal 7 4.0 4.0 4.25 differs",
         "model step 6 differs 3 of 31", "PYTHONHASHSEED=0", "not judged time",
-        "python train.py --out A2", "stopped after step 4, compared until step 8",
+        "python train.py --out A2", "from step 4, compared up to step 8",
     ):  # fmt: skip
         assert words in said, words
     failure = results.FailedCommand("B", "it ended with exit code 1", ["KeyError: 3"])

@@ -21,6 +21,7 @@ from ckpttool.analysis.describe.document_fields import Document
 from ckpttool.analysis.differences.results import Diff
 from ckpttool.analysis.result import Absent
 from ckpttool.analysis.statistics.results import Stats
+from ckpttool.audit import Audit
 from ckpttool.cli import documents
 from ckpttool.operations.check import Checked
 from ckpttool.operations.clean import Cleaned
@@ -35,7 +36,6 @@ from ckpttool.operations.show import Shown
 from ckpttool.operations.verify.report import Report
 from ckpttool.operations.write import Conversion
 from ckpttool.resume import results as resume
-from ckpttool.resume.audit import Audit
 from ckpttool.storage.hub.upload import Sent
 from ckpttool.version import schema
 from support.json_reference import fields

@@ -95,6 +95,12 @@ def counts_steps(folder: str) -> bool:
     return next(glob.iglob(os.path.join(glob.escape(folder), "count.*")), None) is not None
 
 
+def events(folder: str) -> list[tuple[str, int]]:
+    """Return what happened beside the steps in a process of rank 0, and after how many steps."""
+    paths = sorted(glob.glob(os.path.join(glob.escape(folder), "events.*.jsonl")))
+    return [(one["event"], one["step"]) for path in paths for one in documents(path)]
+
+
 def read(folder: str) -> Hooked:
     """Return what the hook has written to a folder. A line that a killed process has not finished is left out."""
     hooked = Hooked(started=os.path.exists(os.path.join(folder, "started")))
@@ -111,8 +117,7 @@ def read(folder: str) -> Hooked:
         hooked.count = max(hooked.count, len(letters))
         hooked.trained = max(hooked.trained, *(letters.count(one) for one in {*letters} - {ord("-")}), 0)
     hooked.states = states.read(folder)
-    for path in sorted(glob.glob(os.path.join(glob.escape(folder), "events.*.jsonl"))):
-        hooked.events += [(one["event"], one["step"]) for one in documents(path)]
+    hooked.events = events(folder)
     # A launcher that starts its workers again leaves a file of each attempt: the last counts.
     for path in sorted(glob.glob(os.path.join(glob.escape(folder), "steps.*.jsonl")), key=os.path.getmtime):
         steps = [Observed(**one) for one in documents(path)]

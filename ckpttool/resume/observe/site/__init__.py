@@ -1,0 +1,1 @@
+"""What runs in the processes of a command, where nothing of ckpttool can be imported."""

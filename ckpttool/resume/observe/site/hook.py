@@ -133,7 +133,7 @@ class Observer:
         self._saves = _load("_ckpttool_saves", _KEEP).Keeper(saves, None) if saves else None
         self._is_saved, self._largest, self._lr = False, 1, [0.0]
         self._events: set[str] = set()  # since the last step
-        self._backward = 0  # passes since the last step
+        self._has_loader, self._backward = False, 0  # backward passes since the last step
         self._state = _load("_ckpttool_state", _STATE)
         self._recorder = self._state.Recorder(folder, torch, states, self._rng)
         self._steps: dict[int, list[int]] = {}  # by the id of an optimizer: its index, and its steps so far
@@ -241,6 +241,9 @@ class Observer:
             self._inputs.append(digest)
 
     def _see_fetched(self, batch: Any) -> None:
+        if not self._has_loader and self._torch.is_grad_enabled():
+            self._has_loader = True
+            self._see("loader")
         if not self._is_over and self._torch.is_grad_enabled() and (digest := self._digest(batch)):
             self._fetched.append(digest)
 

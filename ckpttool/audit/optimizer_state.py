@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any
 
+from ckpttool.audit.checks import Checks, is_number, named, trained_model
 from ckpttool.catalogue.aliases import one_moment_for_two
 from ckpttool.catalogue.entries import Catalogue, Path, Tensor
 from ckpttool.catalogue.models import is_statistic
@@ -16,7 +17,6 @@ from ckpttool.errors import CkptError
 from ckpttool.layout.optimizer import names_of_ids
 from ckpttool.layout.optimizer.parse import LIKE_PARAMETER, Optimizer, OptimizerEntry, ParameterGroup, optimizers
 from ckpttool.layout.rename import strip_wrappers
-from ckpttool.resume.audit.checks import Checks, is_number, named, trained_model
 from ckpttool.text import plural, some
 
 # Hyperparameters that the classes of torch.optim read in every step, by one that tells the class.

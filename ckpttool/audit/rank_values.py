@@ -6,10 +6,10 @@ import re
 from collections import defaultdict
 from typing import Any
 
+from ckpttool.audit.checks import Checks, value_of
 from ckpttool.catalogue import parts
 from ckpttool.catalogue.entries import Catalogue, Entry, Path, Tensor, dotted
 from ckpttool.catalogue.values import Stub
-from ckpttool.resume.audit.checks import Checks, value_of
 from ckpttool.text import plural, rank_ranges
 
 KINDS = ("python", "numpy", "torch", "cuda")

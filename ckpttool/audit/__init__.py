@@ -16,18 +16,18 @@ from typing import ClassVar
 
 from ckpttool.analysis.describe.optimizers import OptimizerSummary, optimizers
 from ckpttool.analysis.result import Result
+from ckpttool.audit.checks import Check, Checks
+from ckpttool.audit.counters import check_counters
+from ckpttool.audit.optimizer_state import check_optimizers
+from ckpttool.audit.rank_values import check_rank_values
+from ckpttool.audit.recipe import check_recipe
+from ckpttool.audit.values import check_values, read_number, tensors_with_values, trained_names
 from ckpttool.catalogue.aliases import find_aliases
 from ckpttool.catalogue.entries import KINDS, Catalogue, Entry, Path, Tensor, dotted
 from ckpttool.catalogue.protocols import Source
 from ckpttool.catalogue.validation import validate
 from ckpttool.errors import DIFFERS, DONE, CkptError, UsageError
 from ckpttool.producers.open import notes_of_run, opened
-from ckpttool.resume.audit.checks import Check, Checks
-from ckpttool.resume.audit.counters import check_counters
-from ckpttool.resume.audit.optimizer_state import check_optimizers
-from ckpttool.resume.audit.rank_values import check_rank_values
-from ckpttool.resume.audit.values import check_values, read_number, tensors_with_values, trained_names
-from ckpttool.resume.recipe import check_recipe
 from ckpttool.storage.files import Pool
 from ckpttool.text import plural, size
 
@@ -135,7 +135,7 @@ def audit(
         result.note_hyperparameters(catalogue)
         _check(result, source, values, checks)
     if recipe is not None:
-        from ckpttool.resume.audit.model_fit import check_model
+        from ckpttool.audit.model_fit import check_model
 
         check_model(recipe, catalogue, checks)
     _judge(result, checks)

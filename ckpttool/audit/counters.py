@@ -8,12 +8,12 @@ from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from typing import Any
 
+from ckpttool.audit.checks import Checks, is_number, value_of
+from ckpttool.audit.optimizer_state import NamedOptimizer, ReadNumber
 from ckpttool.catalogue.entries import Catalogue, Path, Tensor, dotted
 from ckpttool.catalogue.shown import shown
 from ckpttool.errors import CkptError
 from ckpttool.layout.optimizer.parse import Optimizer
-from ckpttool.resume.audit.checks import Checks, is_number, value_of
-from ckpttool.resume.audit.optimizer_state import NamedOptimizer, ReadNumber
 from ckpttool.text import natural
 
 _STEPS = re.compile(r"(global_|current_|optimizer_)?(step|steps|iteration|iter|iter_num|num_steps|num_updates)", re.I)

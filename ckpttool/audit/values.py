@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import closing
 
+from ckpttool.audit.checks import Checks, named
+from ckpttool.audit.optimizer_state import NamedOptimizer
 from ckpttool.catalogue.entries import Catalogue, Path, Tensor
 from ckpttool.catalogue.protocols import Source
 from ckpttool.errors import CkptError, CorruptError
 from ckpttool.layout import select
 from ckpttool.layout.optimizer.parse import STATE_KINDS
 from ckpttool.layout.rename import strip_wrappers
-from ckpttool.resume.audit.checks import Checks, named
-from ckpttool.resume.audit.optimizer_state import NamedOptimizer
 from ckpttool.storage.files import Pool
 from ckpttool.text import plural, size
 from ckpttool.transfer.counts import Counts

@@ -9,15 +9,15 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from typing import Any
 
+from ckpttool.audit.checks import Checks, named, trained_model
+from ckpttool.audit.recipe import Recipe, build_state, load_recipe, recipe_mesh
+from ckpttool.audit.uncovered import check_uncovered
 from ckpttool.catalogue.entries import Catalogue
 from ckpttool.catalogue.parts import kind_of_key
 from ckpttool.errors import CkptError, UsageError
 from ckpttool.layout.optimizer import names_of_ids
 from ckpttool.layout.optimizer.parse import optimizers
 from ckpttool.layout.rename import strip_wrappers
-from ckpttool.resume.audit.checks import Checks, named, trained_model
-from ckpttool.resume.audit.uncovered import check_uncovered
-from ckpttool.resume.recipe import Recipe, build_state, load_recipe, recipe_mesh
 from ckpttool.text import plural
 
 _Kind = tuple[list[int], str]  # shape and dtype
