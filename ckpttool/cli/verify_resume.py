@@ -16,7 +16,7 @@ from ckpttool.reports.report import Block, Column, Facts, Line, Rows, Styled, Ta
 from ckpttool.text import size
 
 if TYPE_CHECKING:
-    from ckpttool.audit import Audit
+    from ckpttool.analysis.audit import Audit
     from ckpttool.resume.results import TrialReport
 
 _STATES = {"ok": "green", "note": "dim", "differs": "yellow", "fails": "red"}
@@ -41,7 +41,7 @@ def audit(
         ckpttool verify-resume audit step-1000 --recipe recipe.py
     """
     arguments = library_arguments(locals())
-    from ckpttool import audit as operation
+    from ckpttool.analysis import audit as operation
 
     call = partial(operation.audit, **arguments)
     respond(call, audit_blocks, as_json=as_json, quiet=quiet, verbose=verbose, shows_progress=False)
@@ -123,7 +123,7 @@ def init(path: options.RecipeToWrite = "recipe.py", *, quiet: options.Quiet = Fa
     Examples:
         ckpttool verify-resume init my-recipe.py
     """
-    from ckpttool.audit.recipe import write_template
+    from ckpttool.analysis.audit.recipe import write_template
 
     write_template(path)
     terminal = out()

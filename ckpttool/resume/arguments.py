@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from ckpttool import formats
-from ckpttool.audit.recipe import Recipe, recipe_mesh
+from ckpttool.analysis.audit.recipe import Recipe, recipe_mesh
 from ckpttool.errors import UsageError
 from ckpttool.layout.mesh import Mesh, parse_mesh, world_mesh
 from ckpttool.operations.convert import convert

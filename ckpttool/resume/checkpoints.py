@@ -21,8 +21,8 @@ import shutil
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing, suppress
 
-from ckpttool.audit.counters import step_counters
-from ckpttool.audit.values import read_number
+from ckpttool.analysis.audit.counters import step_counters
+from ckpttool.analysis.audit.values import read_number
 from ckpttool.catalogue.entries import Object
 from ckpttool.catalogue.validation import validate
 from ckpttool.errors import CkptError

@@ -21,7 +21,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from ckpttool.audit.recipe import load_recipe
+from ckpttool.analysis.audit.recipe import load_recipe
 from ckpttool.errors import BUG, UsageError, require
 from ckpttool.layout.mesh import Mesh
 from ckpttool.resume import arguments, checks, compare, launch, states

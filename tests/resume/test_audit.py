@@ -19,9 +19,9 @@ import torch.distributed.checkpoint as torch_dcp
 from support.upstream_samples import path_of, reference
 from typer.testing import CliRunner, Result
 
-from ckpttool import audit as auditing
 from ckpttool import convert
-from ckpttool.audit import Audit, audit
+from ckpttool.analysis import audit as auditing
+from ckpttool.analysis.audit import Audit, audit
 from ckpttool.cli.app import application
 from ckpttool.errors import CorruptError, ReadError, UsageError
 

@@ -13,7 +13,7 @@ import torch
 from support.paths import ROOT
 from typer.testing import CliRunner, Result
 
-from ckpttool.audit import recipe as recipes
+from ckpttool.analysis.audit import recipe as recipes
 from ckpttool.cli.app import application
 from ckpttool.errors import OverwriteError, StorageError, UsageError
 
@@ -148,7 +148,7 @@ TRAIN = """
 import sys
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
-from ckpttool.audit import recipe as recipes
+from ckpttool.analysis.audit import recipe as recipes
 
 dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
 recipe = recipes.load_recipe(sys.argv[1])

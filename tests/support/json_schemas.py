@@ -17,11 +17,11 @@ from typing import Any, Literal, Union, get_args, get_origin, get_type_hints, is
 
 from jsonschema import Draft202012Validator
 
+from ckpttool.analysis.audit import Audit
 from ckpttool.analysis.describe.document_fields import Document
 from ckpttool.analysis.differences.results import Diff
 from ckpttool.analysis.result import Absent
 from ckpttool.analysis.statistics.results import Stats
-from ckpttool.audit import Audit
 from ckpttool.cli import documents
 from ckpttool.operations.check import Checked
 from ckpttool.operations.clean import Cleaned

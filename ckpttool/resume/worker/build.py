@@ -10,7 +10,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
-from ckpttool.audit.recipe import Recipe, build_state, load_recipe
+from ckpttool.analysis.audit.recipe import Recipe, build_state, load_recipe
 from ckpttool.catalogue import parts
 from ckpttool.errors import UsageError
 from ckpttool.resume.job import Job

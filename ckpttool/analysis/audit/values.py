@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import closing
 
-from ckpttool.audit.checks import Checks, named
-from ckpttool.audit.optimizer_state import NamedOptimizer
+from ckpttool.analysis.audit.checks import Checks, named
+from ckpttool.analysis.audit.optimizer_state import NamedOptimizer
 from ckpttool.catalogue.entries import Catalogue, Path, Tensor
 from ckpttool.catalogue.protocols import Source
 from ckpttool.errors import CkptError, CorruptError

@@ -6,7 +6,7 @@ import re
 from collections import defaultdict
 from typing import Any
 
-from ckpttool.audit.checks import Checks, value_of
+from ckpttool.analysis.audit.checks import Checks, value_of
 from ckpttool.catalogue import parts
 from ckpttool.catalogue.entries import Catalogue, Entry, Path, Tensor, dotted
 from ckpttool.catalogue.values import Stub

@@ -14,14 +14,14 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import ClassVar
 
+from ckpttool.analysis.audit.checks import Check, Checks
+from ckpttool.analysis.audit.counters import check_counters
+from ckpttool.analysis.audit.optimizer_state import check_optimizers
+from ckpttool.analysis.audit.rank_values import check_rank_values
+from ckpttool.analysis.audit.recipe import check_recipe
+from ckpttool.analysis.audit.values import check_values, read_number, tensors_with_values, trained_names
 from ckpttool.analysis.describe.optimizers import OptimizerSummary, optimizers
 from ckpttool.analysis.result import Result
-from ckpttool.audit.checks import Check, Checks
-from ckpttool.audit.counters import check_counters
-from ckpttool.audit.optimizer_state import check_optimizers
-from ckpttool.audit.rank_values import check_rank_values
-from ckpttool.audit.recipe import check_recipe
-from ckpttool.audit.values import check_values, read_number, tensors_with_values, trained_names
 from ckpttool.catalogue.aliases import find_aliases
 from ckpttool.catalogue.entries import KINDS, Catalogue, Entry, Path, Tensor, dotted
 from ckpttool.catalogue.protocols import Source
@@ -135,7 +135,7 @@ def audit(
         result.note_hyperparameters(catalogue)
         _check(result, source, values, checks)
     if recipe is not None:
-        from ckpttool.audit.model_fit import check_model
+        from ckpttool.analysis.audit.model_fit import check_model
 
         check_model(recipe, catalogue, checks)
     _judge(result, checks)

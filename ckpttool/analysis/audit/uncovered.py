@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from types import FunctionType, MethodType, ModuleType
 from typing import Any
 
-from ckpttool.audit.checks import Checks
+from ckpttool.analysis.audit.checks import Checks
 from ckpttool.text import plural
 
 _MAX_DEPTH = 8

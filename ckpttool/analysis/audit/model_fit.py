@@ -9,9 +9,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from typing import Any
 
-from ckpttool.audit.checks import Checks, named, trained_model
-from ckpttool.audit.recipe import Recipe, build_state, load_recipe, recipe_mesh
-from ckpttool.audit.uncovered import check_uncovered
+from ckpttool.analysis.audit.checks import Checks, named, trained_model
+from ckpttool.analysis.audit.recipe import Recipe, build_state, load_recipe, recipe_mesh
+from ckpttool.analysis.audit.uncovered import check_uncovered
 from ckpttool.catalogue.entries import Catalogue
 from ckpttool.catalogue.parts import kind_of_key
 from ckpttool.errors import CkptError, UsageError

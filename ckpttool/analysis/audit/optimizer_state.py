@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any
 
-from ckpttool.audit.checks import Checks, is_number, named, trained_model
+from ckpttool.analysis.audit.checks import Checks, is_number, named, trained_model
 from ckpttool.catalogue.aliases import one_moment_for_two
 from ckpttool.catalogue.entries import Catalogue, Path, Tensor
 from ckpttool.catalogue.models import is_statistic

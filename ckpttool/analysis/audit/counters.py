@@ -8,8 +8,8 @@ from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from typing import Any
 
-from ckpttool.audit.checks import Checks, is_number, value_of
-from ckpttool.audit.optimizer_state import NamedOptimizer, ReadNumber
+from ckpttool.analysis.audit.checks import Checks, is_number, value_of
+from ckpttool.analysis.audit.optimizer_state import NamedOptimizer, ReadNumber
 from ckpttool.catalogue.entries import Catalogue, Path, Tensor, dotted
 from ckpttool.catalogue.shown import shown
 from ckpttool.errors import CkptError
