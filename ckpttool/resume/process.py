@@ -1,86 +1,89 @@
 """Starts a command in a session of its own, and ends it with everything that it started.
 
 A launcher (torchrun, accelerate) puts its workers into sessions of their own, so that a signal to a process group does
-not reach them. All processes of a command are found by their parents, and by a variable of their environment if the
-parent is gone. If this process is killed, its `guard` ends them.
+not reach them. All processes of a command are below its `guard`, which ends them if this process is killed.
 """
 
 from __future__ import annotations
 
+import errno
 import os
+import select
 import signal
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from ckpttool.errors import UsageError
 from ckpttool.resume import guard
+from ckpttool.text import cut, safe, some
 
 if TYPE_CHECKING:
-    import subprocess
-
     from typing_extensions import Self
 
 MARK = "CKPTTOOL_RUN"  # the variable that all processes of a command have
 LAST_LINES = 20  # of the output, that are shown
 _GRACE = 5.0  # seconds between SIGTERM and SIGKILL where nothing is tested by it
-_TIMEOUT = 60.0  # seconds that processes have to go once they are killed
-_POLL = 0.02
+_LINGER = 2.0  # seconds that helpers of a command have to end after it by themselves
+_LONGEST = 160  # characters of a command line
 
 
 class Process:
-    """A command that is running; `log` has what it writes. A context manager that leaves none of its processes."""
+    """A command that is running; `log` has what it writes. A context manager that leaves none of its processes.
+
+    `left` names those that went on when the command had ended, such as a daemon, until they were ended too.
+    """
 
     def __init__(self, words: Sequence[str], log: str, environment: Mapping[str, str]) -> None:
         import subprocess
+        import sys
         import uuid
 
-        self.words, self.log = list(words), log
+        self.words, self.log, self.left = list(words), log, ""
         self._mark = f"{MARK}={uuid.uuid4().hex}"
+        self._code: int | None = None
         values = {**os.environ, **environment, MARK: self._mark.partition("=")[2]}
         with open(log, "ab") as stream:
             try:
-                self._process = subprocess.Popen(  # noqa: S603
-                    self.words,
-                    stdin=subprocess.DEVNULL,
-                    stdout=stream,
-                    stderr=subprocess.STDOUT,
+                self._guard = subprocess.Popen(  # noqa: S603
+                    [sys.executable, "-I", "-S", guard.__file__, self._mark, *self.words],
+                    bufsize=0,
+                    stdin=subprocess.PIPE,
+                    stdout=subprocess.PIPE,
+                    stderr=stream,
                     start_new_session=True,
                     env=values,
                 )
+                assert self._guard.stdout is not None
+                self._told = self._guard.stdout
+                self._pid, number = map(int, self._told.readline().split() or (0, errno.ECHILD))
+                if number:
+                    self._release()
+                    raise OSError(number, os.strerror(number))
             except OSError as error:
                 reason = (error.strerror or str(error)).lower()
                 raise UsageError(f"`{self.words[0]}` cannot be started: {reason}") from None
-        self._guard = self._start_guard()
-
-    def _start_guard(self) -> subprocess.Popen[bytes] | None:
-        import subprocess
-        import sys
-
-        words = [sys.executable, "-I", "-S", guard.__file__, self._mark]
-        quiet: Any = dict.fromkeys(("stdout", "stderr"), subprocess.DEVNULL)
-        # Where none can be started, only a kill of this process leaves something.
-        with suppress(OSError):
-            return subprocess.Popen(words, stdin=subprocess.PIPE, start_new_session=True, **quiet)  # noqa: S603
-        return None
+        self._ended = select.poll()
+        self._ended.register(self._told, select.POLLIN)
 
     def poll(self) -> int | None:
         """Return the exit code, negative for a signal; None while it is running."""
-        return self._process.poll()
+        return self.wait(0)
 
     def wait(self, seconds: float) -> int | None:
         """Wait for the end, at most for a time, and return the exit code; None if it is still running."""
-        end = time.monotonic() + seconds
-        while (code := self.poll()) is None and time.monotonic() < end:
-            time.sleep(_POLL)
-        return code
+        if self._code is None and self._ended.poll(seconds * 1000):
+            # The kernel kills the command with its guard.
+            self._code = int(self._told.readline() or -signal.SIGKILL)
+        return self._code
 
     def send(self, number: signal.Signals) -> None:
         """Send a signal to the command itself, which passes it on if it is a launcher."""
-        with suppress(ProcessLookupError):
-            self._process.send_signal(number)
+        if self.poll() is None:
+            with suppress(ProcessLookupError):
+                os.kill(self._pid, number)
 
     def stop(self, seconds: float) -> bool:
         """Send SIGTERM to the command, and to what it left when it has ended, such as the child of a shell. Return
@@ -97,32 +100,22 @@ class Process:
             signalled.update(running)
             if time.monotonic() > end:
                 return False
-            time.sleep(_POLL)
+            time.sleep(guard.POLL)
         return True
 
     def kill(self) -> None:
         """Kill all processes of the command at once, as a node that fails does."""
-        end = time.monotonic() + _TIMEOUT
-        while running := self._running():
-            # None of them may start another while the others are killed.
-            for number in (signal.SIGSTOP, signal.SIGKILL):
-                for pid in running:
-                    with suppress(ProcessLookupError, PermissionError):
-                        os.kill(pid, number)
-            self.wait(_POLL)
-            if time.monotonic() > end:
-                left = ", ".join(map(str, running))
-                raise UsageError(f"processes of the command cannot be killed: {left}", hint="is it run by `sudo`?")
-        self._process.wait()
-        if self._guard is not None:
-            with suppress(OSError):
-                self._guard.communicate(b".")
-            self._guard = None
+        if running := guard.kill(self._root(), self._mark):
+            left = ", ".join(map(str, running))
+            raise UsageError(f"processes of the command cannot be killed: {left}", hint="is it run by `sudo`?")
+        self.wait(_GRACE)
+        self._release()
 
     def end(self) -> None:
         """End the command: SIGTERM, and SIGKILL to what is left."""
-        if self.poll() is None:
-            self.stop(_GRACE)
+        if self.poll() is not None:
+            self.left = self._outlasting()
+        self.stop(_GRACE)
         self.kill()
 
     def __enter__(self) -> Self:
@@ -134,34 +127,24 @@ class Process:
         else:
             self.end()
 
+    def _root(self) -> int | None:
+        return self._guard.pid if self._guard.poll() is None else None
+
     def _running(self) -> list[int]:
-        """Return the process ids of the command and of all that it started, itself first."""
-        leader = self._process.pid
-        parents = _parents()
-        found = [leader] if self.poll() is None else []
-        below = {*found}  # what was below it when it ended, has another parent
-        while more := {pid for pid, parent in parents.items() if parent in below} - below:
-            below |= more
-        own, mark = os.getpid(), self._mark.encode()
-        marked = {pid for pid in parents if pid not in below and guard.has(pid, mark)} if _PROC else set()
-        return [*found, *sorted((below | marked) - {leader, own})]
+        """Return the process ids of the command and of all that it started."""
+        return guard.processes(self._root(), self._mark)
 
+    def _outlasting(self) -> str:
+        """Return the names of the processes that go on after the command has ended."""
+        end = time.monotonic() + _LINGER
+        while (running := self._running()) and time.monotonic() < end:
+            time.sleep(guard.POLL)
+        names = [f"{pid} {safe(cut(guard.command_line(pid), _LONGEST))}" for pid in running]
+        return some(names)
 
-_PROC = os.path.isdir("/proc/self")
-
-
-def _parents() -> dict[int, int]:
-    """Return the parent of each process that is not a zombie."""
-    return guard.parents() if _PROC else _parents_by_ps()
-
-
-def _parents_by_ps() -> dict[int, int]:
-    import subprocess
-
-    listing = ["/bin/ps", "-A", "-o", "pid=,ppid=,stat="]
-    done = subprocess.run(listing, capture_output=True, text=True, check=False)  # noqa: S603
-    rows: list[Any] = [line.split() for line in done.stdout.splitlines()]
-    return {int(row[0]): int(row[1]) for row in rows if len(row) > 2 and not row[2].startswith("Z")}
+    def _release(self) -> None:
+        with self._guard:  # its pipe ends, and so does it
+            pass
 
 
 def read_log(path: str) -> str:

@@ -314,7 +314,9 @@ class Starts:
                     return
             if code := process.poll():
                 raise RunEnded(_failure(run, code))
-        self.ended.add(run.name)
+            self.ended.add(run.name)
+        if process.left:
+            self.report.notes.append(f"run {run.name} left processes running, which were ended: {process.left}")
 
     def _wait_for_save(self, process: Process, run: ScriptRun, found: Checkpoints) -> None:
         at, of_a = self.report.at, self._of_a(self.report.at)

@@ -25,6 +25,7 @@ from support.remnants import line, owner, plant, write_journal
 
 import ckpttool
 from ckpttool.errors import CkptError
+from ckpttool.storage import workspace
 
 RUN = "0123456789ab"
 VICTIM = {"notes.txt": "mine", "__0_0.distcp": "precious", ".metadata": "precious", "sub/deep.txt": "mine, too"}
@@ -188,6 +189,24 @@ def test_what_is_planted_stays_as_it_is(planted: Plant, job: str, src: Path, tmp
             assert outside(top) == before
             assert (out / "dst").is_dir()
             assert any("left alone: `.dst." in note for note in done.notes), done.notes
+
+
+@pytest.mark.parametrize("planted", PLANTED)
+def test_what_is_planted_among_temporary_directories_stays(
+    planted: Plant, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where everybody may write: only what a killed run of this user left is removed."""
+    top, _ = place(tmp_path)
+    planted(top, tmp_path / "victim")
+    for path in [*top.iterdir()]:
+        path.rename(top / path.name.replace(".dst.partial", f"ckpttool-run-{os.uname().nodename}"))
+    before = mark(tmp_path)
+    left = plant(top, "left")
+    left.rename(top / f"ckpttool-run-{os.uname().nodename}-{'f' * 12}")
+    monkeypatch.setattr(tempfile, "tempdir", str(top))
+    with workspace.scratch_directory("ckpttool-run-") as own:
+        assert os.listdir(own) == []
+    assert mark(tmp_path) == before
 
 
 def link(path: Path, victim: Path) -> None:

@@ -1,22 +1,16 @@
-"""Finding the checkpoints of a run, and telling whether they are complete; stopping a command with its processes."""
+"""Finding the checkpoints of a run, and telling whether they are complete."""
 
 from __future__ import annotations
 
 import shlex
-import signal
-import subprocess
-import sys
-import time
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from safetensors.numpy import save_file
-from support.paths import ROOT
 
 from ckpttool.resume.checkpoints import Checkpoints, nbytes
-from ckpttool.resume.process import Process, read_log
 from ckpttool.resume.runs import run
 
 
@@ -69,42 +63,6 @@ def test_a_command_that_goes_on_for_ever_ends_after_a_later_checkpoint(
     words = ["sh", "-c", loop.format(shlex.quote(saved(tmp_path / "m.safetensors"))), "sh", "OUT"]
     with pytest.raises(Exception, match="no weight changes between step 2 and step 4"):
         run(words, at=2, until=5, checkpoints="OUT/{step}.safetensors", timeout=300.0)
-
-
-def test_sigterm_reaches_the_child_of_a_shell(tmp_path: Path) -> None:
-    child = "trap 'echo told; exit' TERM; echo ready; while :; do sleep 0.02; done"
-    with Process(["sh", "-c", 'sh -c "$1"; true', "sh", child], str(tmp_path / "log"), {}) as process:
-        while "ready" not in read_log(process.log) and process.poll() is None:
-            time.sleep(0.01)
-        assert process.stop(10.0)
-    assert read_log(process.log).endswith("told\n")
-
-
-@pytest.mark.skipif(not Path("/proc/self").exists(), reason="processes are found by their environment")
-def test_nothing_goes_on_when_the_starter_is_killed(tmp_path: Path) -> None:
-    """Nor what the command has started in a session of its own."""
-    program = (
-        "import os, signal, sys, time\nfrom ckpttool.resume.process import Process, read_log\n"
-        "words = ['sh', '-c', 'setsid sleep 600 & echo $!; echo $$; sleep 600']\n"
-        "with Process(words, sys.argv[1], {}) as process:\n"
-        "    while len(read_log(process.log).split()) < 2:\n        time.sleep(0.01)\n"
-        "    os.kill(os.getpid(), signal.SIGKILL)\n"
-    )
-    log = tmp_path / "log"
-    done = subprocess.run([sys.executable, "-c", program, str(log)], cwd=ROOT, capture_output=True, check=False)
-    assert done.returncode == -signal.SIGKILL, done.stderr
-    started = [int(word) for word in log.read_text().split()]
-
-    def is_running(pid: int) -> bool:
-        try:
-            return Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()[0] != b"Z"
-        except (FileNotFoundError, ProcessLookupError):
-            return False
-
-    until = time.monotonic() + 60
-    while any(map(is_running, started)) and time.monotonic() < until:
-        time.sleep(0.02)
-    assert not any(map(is_running, started))
 
 
 def test_the_file_beside_the_newest_checkpoint_is_put_to_each(tmp_path: Path) -> None:

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import faulthandler
 import json
+import multiprocessing
 import os
 import signal
 import sys
+import threading
 import time
 import traceback
 from collections.abc import Mapping
 from typing import Any, TextIO
 
 from ckpttool.errors import CkptError
+from ckpttool.resume import guard
 from ckpttool.resume.job import Job
 
 # Variables that the launcher sets for each rank, in place of those of an outer one.
@@ -46,6 +49,7 @@ def begin(job: Job, environment: Mapping[str, str]) -> None:
     own = {name: value for name, value in os.environ.items() if name not in environment or name.startswith(_OWN)}
     os.environ.update({**environment, **own})
     rank = int(os.environ["RANK"])
+    threading.Thread(target=_end_with_launcher, daemon=True).start()
     with open(os.path.join(job.folder, f"rank{rank}.stack"), "w", encoding="utf-8") as stack:
         faulthandler.enable(file=stack)
         # When one rank fails the others are terminated, and record their stacks too.
@@ -67,6 +71,14 @@ def begin(job: Job, environment: Mapping[str, str]) -> None:
             os._exit(1)
         finally:
             watch.end()
+
+
+def _end_with_launcher() -> None:
+    """Kill this rank, and what it started, once the calling process is gone, however that ended."""
+    if (launcher := multiprocessing.parent_process()) is not None:
+        launcher.join()
+        guard.kill(os.getpid())
+        os.kill(os.getpid(), signal.SIGKILL)
 
 
 def _described(error: Exception, recipe: str) -> dict[str, Any]:
