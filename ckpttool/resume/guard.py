@@ -19,6 +19,7 @@ import signal
 import sys
 import threading
 import time
+from collections.abc import Iterable
 from contextlib import suppress
 
 POLL = 0.02
@@ -69,8 +70,7 @@ def _has(pid: int, mark: str) -> bool:
 
 def processes(root: int | None, mark: str = "") -> list[int]:
     """Return the ids of all processes below `root`, of those that have `mark`, and of those below them."""
-    tree = parents()
-    top = {root} if root is not None else set()
+    tree, top = parents(), {*filter(None, [root])}
     below = top | {pid for pid in tree if mark and _has(pid, mark)}
     while more := {pid for pid, parent in tree.items() if parent in below} - below:
         below |= more
@@ -82,21 +82,25 @@ def kill(root: int | None, mark: str = "") -> list[int]:
     end = time.monotonic() + _TIMEOUT
     while (running := processes(root, mark)) and time.monotonic() < end:
         # None of them may start another while the others are killed.
-        for number in (signal.SIGSTOP, signal.SIGKILL):
-            for pid in running:
-                with suppress(ProcessLookupError, PermissionError):
-                    os.kill(pid, number)
+        send(signal.SIGSTOP, running)
+        send(signal.SIGKILL, running)
         time.sleep(POLL)
     return running
 
 
-def _set_attribute(option: int, value: int) -> None:
-    """Set an attribute of this process, where the system has it."""
-    if sys.platform == "linux":
-        with suppress(ImportError, OSError, AttributeError):
-            import ctypes
+def send(number: signal.Signals, pids: Iterable[int]) -> None:
+    """Send a signal to those that are there still, and of this user."""
+    for pid in pids:
+        with suppress(ProcessLookupError, PermissionError):
+            os.kill(pid, number)
 
-            ctypes.CDLL(None).prctl(option, value, 0, 0, 0)
+
+def _set_attribute(option: int, value: int) -> None:
+    """Set an attribute of this process, where the system has it: no other than Linux does."""
+    with suppress(ImportError, OSError, AttributeError):
+        import ctypes
+
+        ctypes.CDLL(None).prctl(option, value, 0, 0, 0)
 
 
 def _start(words: list[str]) -> tuple[int, int]:

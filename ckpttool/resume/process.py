@@ -12,7 +12,6 @@ import select
 import signal
 import time
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from types import TracebackType
 from typing import TYPE_CHECKING
 
@@ -82,8 +81,7 @@ class Process:
     def send(self, number: signal.Signals) -> None:
         """Send a signal to the command itself, which passes it on if it is a launcher."""
         if self.poll() is None:
-            with suppress(ProcessLookupError):
-                os.kill(self._pid, number)
+            guard.send(number, [self._pid])
 
     def stop(self, seconds: float) -> bool:
         """Send SIGTERM to the command, and to what it left when it has ended, such as the child of a shell. Return
@@ -94,9 +92,7 @@ class Process:
             return False
         signalled: set[int] = set()
         while running := self._running():
-            for pid in {*running} - signalled:
-                with suppress(ProcessLookupError, PermissionError):
-                    os.kill(pid, signal.SIGTERM)
+            guard.send(signal.SIGTERM, {*running} - signalled)
             signalled.update(running)
             if time.monotonic() > end:
                 return False
@@ -139,8 +135,7 @@ class Process:
         end = time.monotonic() + _LINGER
         while (running := self._running()) and time.monotonic() < end:
             time.sleep(guard.POLL)
-        names = [f"{pid} {safe(cut(guard.command_line(pid), _LONGEST))}" for pid in running]
-        return some(names)
+        return some([f"{pid} {safe(cut(guard.command_line(pid), _LONGEST))}" for pid in running])
 
     def _release(self) -> None:
         with self._guard:  # its pipe ends, and so does it

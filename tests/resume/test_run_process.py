@@ -177,7 +177,9 @@ def interrupt(request: pytest.FixtureRequest) -> Iterator[None]:
 
 def test_a_command_is_as_subprocess_starts_it(interrupt: None, log: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its signals, files, session, directory and variables, and the order of what it writes."""
-    words = [sys.executable, "-c", SEEN, "a word", "", "ü\udcff", "--", "-I"]
+    # Python ignores some signals itself.
+    words = ["sh", "-c", 'grep ^Sig /proc/$$/status; exec "$@"', "sh"]
+    words += [sys.executable, "-c", SEEN, "a word", "", "ü\udcff", "--", "-I"]
     monkeypatch.setenv("UNUSUAL", "\udcfe")
     with Process(words, log, {"PYTHONHASHSEED": "3"}) as command:
         assert command.wait(60) == 0
