@@ -238,11 +238,15 @@ def with_variable(text: str) -> list[int]:
 
 def killed(top: Path, words: list[str], has_begun: Callable[[], bool]) -> None:
     """Kill ckpttool with `kill -9` once something has begun, and wait for the end of all that it started."""
-    program = spawn(*words, env={**os.environ, "TMPDIR": str(top), "FAULT": "hang"})
-    assert wait(has_begun, 120), program.communicate()
-    program.kill()
-    program.communicate()
-    assert wait(lambda: not with_variable(f"TMPDIR={top}"), 20), with_variable(f"TMPDIR={top}")
+    with open(top / "output", "w+") as output:  # a pipe would have an end only when all have ended
+        environment = {**os.environ, "TMPDIR": str(top), "FAULT": "hang"}
+        program = spawn(*words, env=environment, stdout=output, stderr=output)
+        assert wait(has_begun, 120), output.read()
+        program.kill()
+        program.wait()
+    wait(lambda: not with_variable(f"TMPDIR={top}"), 20)
+    guard.send(signal.SIGKILL, left := with_variable(f"TMPDIR={top}"))
+    assert not left
 
 
 @LINUX
