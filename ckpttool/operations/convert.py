@@ -26,7 +26,7 @@ from ckpttool.models import reference as references
 from ckpttool.operations import arguments, publish, write
 from ckpttool.operations.arguments import DtypeOfTorch
 from ckpttool.operations.write import Conversion, Planned, WriteOptions
-from ckpttool.producers import same, writable
+from ckpttool.producers import writable
 from ckpttool.producers.arrange import LayoutBuilder
 from ckpttool.producers.components import WritableLayout
 from ckpttool.producers.open import naming
@@ -253,10 +253,10 @@ def _plan(
 ) -> tuple[Planned, Format]:
     """Return what to write, and its format: a framework's layout is a format of its own."""
     catalogue = source.catalogue
-    if options.producer == same.SAME and not same.has_components(catalogue):
-        # One file, or a directory that one format writes.
-        target, options = same.format_of(catalogue), replace(options, producer=None)
     row = writable.choose(options.producer, catalogue, options.to_world) if options.producer is not None else None
+    if isinstance(row, Format):
+        # One file, or a directory that one format writes.
+        target, row = row, None
     # A map is about names.
     spell = _speller(None, target, "fqn") if options.maps else _speller(row, target, options.optim_keys)
     planned, folded = _start(catalogue, options, spell)

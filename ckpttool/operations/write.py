@@ -500,7 +500,7 @@ def _summarise(result: Conversion, source: Source, plan: Planned, target: Format
         result.notes.append(f"`__metadata__` of the source is left out, {target.name} has no place for it: {names}")
     result.notes[:0] = chosen_of_run(source.catalogue)
     other = formats.by_suffix(dst)
-    if other is not None and other != target:
+    if other is not None and other.name != target.name:
         result.notes.append(f"`{dst}` has the suffix of {other.title}, but is written as {target.target}")
     result.free_bytes = free_space.free_bytes(dst)
 

@@ -77,19 +77,22 @@ class Component:
 
 
 class Mounted(NamedTuple):
-    """A component as it was opened: `Mounted("optimizer.pt", ("optimizer",), "", "torch")`. `files` are those of ranks
-    or shards, `copies` those that hold the same as the one that was read, `digits` the least of the number of a rank
-    in their names, `modules` the classes of those that are in it whole. Of an asset, `format` is "asset" and `copies`
+    """A component as it was opened: `Mounted(component, "optimizer.pt", "torch")`. `files` are those of ranks or
+    shards, `copies` those that hold the same as the one that was read, `digits` the least of the number of a rank in
+    their names; one that `is_copied` is written as a `template` says. Of an asset, `format` is "asset" and `copies`
     where it lies."""
 
+    component: Component
     name: str
-    root: Path
-    key: str
     format: str
     files: tuple[str, ...] = ()
     copies: tuple[str, ...] = ()
     digits: int = 1
-    modules: tuple[str, ...] = ()
+    is_copied: bool = False
+
+    @property
+    def root(self) -> Path:
+        return self.component.root
 
 
 @dataclass(slots=True)

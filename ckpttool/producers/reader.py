@@ -24,6 +24,7 @@ from ckpttool.producers import contents
 from ckpttool.producers.combined import CombinedSource
 from ckpttool.producers.components import Component, Layout, Mounted, Producer
 from ckpttool.producers.directory import Directory
+from ckpttool.producers.template import is_copied
 from ckpttool.storage import files
 from ckpttool.storage.stores import Location
 from ckpttool.text import plural
@@ -77,7 +78,7 @@ def open_layout(layout: Layout, directory: Directory, options: OpenOptions) -> S
     if layout.assets:
         catalogue.facts["assets"] = [name.rstrip("/") for name in layout.assets]
         places = [(name, directory.at(name).absolute()) for name in layout.assets if not directory.leads_out(name)]
-        assets = [Mounted(name, (), "", "asset", (), (place,)) for name, place in places if place.is_file()]
+        assets = [Mounted(Component(name), name, "asset", (), (place,)) for name, place in places if place.is_file()]
         catalogue.facts["components"] = [*catalogue.facts.get("components", ()), *assets]
     catalogue.warnings += layout.warnings
     catalogue.faults += [_of_component(error, directory, name, name) for name, error in layout.unreadable.items()]
@@ -334,8 +335,8 @@ def _by_rank(component: Component) -> list[tuple[int, str]]:
 
 
 def _mounted(component: Component, catalogue: Catalogue) -> Mounted:
-    modules = tuple(name for warning in catalogue.warnings if warning.kind == "converted" for name in warning.names)
-    one = Mounted(component.name, component.root, component.key, catalogue.format, modules=modules)
+    copied = is_copied(catalogue)
+    one = Mounted(component, component.name, catalogue.format, is_copied=copied)
     if component.name.endswith(".index.json"):
         return one._replace(files=component.files)
     if component.kind == "single" and component.name in component.files[:1]:

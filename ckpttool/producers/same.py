@@ -1,61 +1,63 @@
 """The layout that another checkpoint has: `--producer same`, that of the source; `--producer DIR`, that of a directory.
 
 Each component is written in the format and under the name that it has there, and the assets are copied: what was
-converted to DCP, and trained or changed, becomes again what a script reads.
+converted to DCP, and trained or changed, becomes again what a script reads. A file of pickled modules, which take their
+classes, is a copy of the one that is there, with the elements of the state (`template`).
 """
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from ckpttool import formats
 from ckpttool.catalogue.entries import Catalogue, Path, Tensor
 from ckpttool.catalogue.protocols import Format, OpenOptions, Source
 from ckpttool.errors import UsageError
-from ckpttool.producers import PRODUCERS, contents, reader
-from ckpttool.producers.components import Mounted, WritableLayout, deepest
+from ckpttool.producers import reader
+from ckpttool.producers.components import Layout, Mounted, WritableLayout, deepest
 from ckpttool.producers.directory import Directory
-from ckpttool.text import some
+from ckpttool.producers.template import FileTemplate, is_copied
 
 if TYPE_CHECKING:
     from ckpttool.producers.arrange import LayoutBuilder
     from ckpttool.producers.writer import OutputLayout
 
 SAME = "same"
-_WHOLE = "`{}` has it in a whole object, {}, which cannot be made again without its class, and not as a state dict"
+LAYOUT = WritableLayout(SAME, "", lambda builder: builder.finish(""), chunked=True, splits=True)
+"""What is known of it before the other checkpoint is open."""
 COMPONENTS = "components"
 """The fact of a catalogue that has its components, in the order in which they were opened."""
 
 
-def layout(like: Catalogue, name: str) -> WritableLayout:
-    """Return the layout of a checkpoint, called `name` in messages. Raises UsageError for one that is a single file or
-    of a single format."""
+def layout(like: Catalogue, name: str) -> WritableLayout | Format:
+    """Return the layout of a checkpoint, called `name` in messages, or the format of one that is a single file or of a
+    single format. Raises UsageError for another one than the source that `--to` writes."""
     mounted: list[Mounted] = like.facts.get(COMPONENTS, [])
-    if not has_components(like):
-        hint = f"`--to {formats.named(like.format).target}` writes it" if like.format else ""
-        raise UsageError(f"`--producer {name}`: it is of one format, and no directory of several files", hint=hint)
-    producer = like.facts.get("producer")
+    if not any(one.format != "asset" for one in mounted):
+        row = next(row for row in formats.FORMATS if row.name == like.format)
+        if is_copied(like):
+            return _like_file(row, like, like.files[0].name)
+        if name == SAME:
+            return row
+        text = f"`--producer {name}`: it is of one format, and no directory of several files"
+        raise UsageError(text, hint=f"`--to {row.target}` writes it")
 
     def build(builder: LayoutBuilder) -> OutputLayout:
         return _build(builder, mounted, like)
 
     def opened(directory: Directory, options: OpenOptions) -> Source:
-        row = next((row for row in PRODUCERS if row.name == producer), None)
-        if row is not None:
-            return reader.open_directory(row, directory, options)
-        return reader.open_layout(contents.layout(directory, step=like.facts.get("step")), directory, options)
+        components = (one.component for one in mounted if one.format != "asset")
+        written = [one for one in components if directory.at((one.files or (one.name,))[0]).exists()]
+        return reader.open_layout(Layout(written), directory, options)
 
-    return WritableLayout(SAME, "", build, chunked=True, splits=True, open=opened)
-
-
-def has_components(catalogue: Catalogue) -> bool:
-    """Return whether a checkpoint is made of several files, of which each is opened by itself."""
-    return any(one.format != "asset" for one in catalogue.facts.get(COMPONENTS, ()))
+    return replace(LAYOUT, build=build, open=opened)
 
 
-def format_of(catalogue: Catalogue) -> Format:
-    """Return the format of a checkpoint that is of one."""
-    return next(row for row in formats.FORMATS if row.name == catalogue.format)
+def _like_file(row: Format, like: Catalogue, name: str) -> Format:
+    """Return the format of copies of a file, with other elements."""
+    location = next(file.location for file in like.files if file.name == name)
+    return FileTemplate(location.absolute(), row).as_format
 
 
 def _build(builder: LayoutBuilder, mounted: list[Mounted], like: Catalogue) -> OutputLayout:
@@ -63,9 +65,12 @@ def _build(builder: LayoutBuilder, mounted: list[Mounted], like: Catalogue) -> O
     that it has there."""
     number_of: dict[Path, int] = {}
     of_file: dict[tuple[Path, str], int] = {}
-    whole: dict[int, Mounted] = {}
+    roots = {one.root for one in mounted if one.format != "asset"}
+    had, has = ({deepest(path, roots) for path in paths} for paths in (like.entries, builder.catalogue.entries))
     for one in mounted:
-        key = (one.key,) if one.key else ()
+        if one.format != "asset" and one.root in had - has:
+            continue  # nothing of it is left
+        key = (one.component.key,) if one.component.key else ()
         row = next((row for row in formats.FORMATS if row.name == one.format), None)
         for copy in one.copies:
             builder.copy(copy, one.name) if one.format == "asset" else builder.copy(one.name, copy)
@@ -79,20 +84,17 @@ def _build(builder: LayoutBuilder, mounted: list[Mounted], like: Catalogue) -> O
             builder.copy(shard.location.absolute().parent / one.name.rpartition("/")[2], one.name)
             number_of.setdefault(one.root, of_file[one.root, one.files[1]])
             continue
+        if row is not None and one.is_copied:
+            row = _like_file(row, like, one.name)
         name, world = one.name.rstrip("/").replace("*", "{rank}"), len(one.files) or None
         number = builder.component(name, row, one.root, key=key, digits=one.digits, world=world)
         number_of.setdefault(one.root, number)
         of_file[one.root, one.name] = number
-        whole |= {number: one} if one.modules else {}
     for entry in list(builder.remaining()):
         if entry.embedded:
             continue
         stored, root = like.entries.get(entry.path), deepest(entry.path, number_of)
         if root is not None:
             file = like.files[stored.chunks.file[0]].name if isinstance(stored, Tensor) and stored.chunks else ""
-            number = of_file.get((root, file), number_of[root])
-            if number in whole and entry.part.kind == "model":
-                builder.lose(entry, _WHOLE.format(whole[number].name, some(whole[number].modules)))
-            else:
-                builder.add(entry, number, entry.path)
+            builder.add(entry, of_file.get((root, file), number_of[root]), entry.path)
     return builder.finish("the layout has no file for it")

@@ -12,7 +12,7 @@ from ckpttool.catalogue.protocols import NO_HINTS, Format, OpenOptions, Source
 from ckpttool.errors import UsageError
 from ckpttool.layout.optimizer import model_order, respell
 from ckpttool.producers import PRODUCERS, reader, same
-from ckpttool.producers.components import Mounted, Producer, WritableLayout
+from ckpttool.producers.components import Producer, WritableLayout
 from ckpttool.producers.directory import Directory
 from ckpttool.producers.open import open_source
 from ckpttool.producers.writer import OutputLayout
@@ -28,20 +28,20 @@ def named(name: str) -> WritableLayout:
     for layout in LAYOUTS:
         if name in (layout.name, layout.framework):
             return layout
-    if name == same.SAME or local_path(name).is_dir():
-        # Which components it has is known when it is open.
-        return same.layout(Catalogue("", facts={same.COMPONENTS: [Mounted("", (), "", "")]}), name)
+    if name == same.SAME or local_path(name).exists():
+        return same.LAYOUT
     names = [*dict.fromkeys(layout.framework for layout in LAYOUTS), *(x.name for x in LAYOUTS if ":" in x.name)]
     hint = meant(name, names, f"one of {', '.join(f'`{n}`' for n in names)}")
     raise UsageError(f"no layout of a producer is called `{name}`", hint=hint)
 
 
-def choose(name: str, source: Catalogue, to_world: int | None) -> WritableLayout:
-    """Return the layout called `name`, or the one that suits the source when `name` is a framework with several."""
+def choose(name: str, source: Catalogue, to_world: int | None) -> WritableLayout | Format:
+    """Return the layout called `name`, or the one that suits the source when `name` is a framework with several; the
+    format of a checkpoint that is of one."""
     layout = named(name)
+    if name == same.SAME:
+        return same.layout(source, name)
     if layout.name == same.SAME:
-        if name == same.SAME:
-            return same.layout(source, name)
         with closing(open_source(name)) as like:
             return same.layout(like.catalogue, name)
     producer = _producer_of(layout)

@@ -38,16 +38,16 @@ class Dropped:
         if not self.modules:
             return []
         text = f"holds {some(self.modules, 5)} as a whole object; its parameters and buffers are shown as a state dict"
-        warnings = [Warning("converted", text, names=tuple(self.modules))]
+        warnings = [Warning("converted", text)]
         if self.buffers:
-            warnings.append(Warning("left-out", f"non-persistent buffers left out: {some(self.buffers, 5)}"))
+            warnings.append(Warning("left-out", f"non-persistent buffers are not read: {some(self.buffers, 5)}"))
         return warnings + self.attribute_warnings()
 
     def attribute_warnings(self) -> list[Warning]:
         """Return the warnings about what is not a tensor."""
         if not self.attributes:
             return []
-        return [Warning("left-out", f"attributes of modules left out: {some(sorted(self.attributes), 5)}")]
+        return [Warning("left-out", f"attributes of modules are not read: {some(sorted(self.attributes), 5)}")]
 
 
 def is_module(value: Any) -> bool:

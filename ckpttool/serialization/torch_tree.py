@@ -61,6 +61,7 @@ def fill(
 
     flatten(tree, catalogue, (TensorRef, RankShard), make, root, bare=StorageRef)
     catalogue.warnings += dropped.warnings()
+    catalogue.facts |= {"whole objects": True} if dropped.modules else {}
     for kind, names in wrapped.items():
         text = f"{len(names)} tensors of class `{kind}` are taken as plain tensors: {some(names)}"
         catalogue.warnings.append(Warning("converted", text))

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import struct
 from array import array
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from functools import lru_cache
@@ -20,11 +20,12 @@ from ckpttool.catalogue.values import Link
 from ckpttool.errors import LossError
 from ckpttool.serialization import pickler, torch_pickle
 from ckpttool.serialization.torch_pickle import NewTensor, TensorOf, WrapperOf
-from ckpttool.serialization.torch_zip import ALIGNMENT, CENTRAL, END, END64, LOCAL, LOCATOR64
+from ckpttool.serialization.torch_zip import ALIGNMENT, CENTRAL, END, END64, LOCAL, LOCATOR64, Archive
 from ckpttool.storage import files
 from ckpttool.storage.crc import crc32
 from ckpttool.storage.stores import Location
 
+_CRC_LISTED, _CRC_LOCAL = 16, 14  # where a row of the directory has it, and a local header
 _GAP, _RUN = 4096, 1 << 20  # what is written at once: pieces so near, so many bytes
 
 
@@ -124,6 +125,24 @@ def joined(pieces: Iterable[tuple[int, bytes]]) -> Iterator[tuple[int, bytes]]:
             start, gap = offset, 0
         run += bytes(gap) + data
     yield start, bytes(run)
+
+
+def checksum_patches(archive: Archive, size: int, crcs: Mapping[Record, int]) -> Iterator[tuple[int, bytes]]:
+    """Yield the offsets at which an archive has the CRCs of its records, with new ones: in the directory at the end of
+    its `size` bytes, and in the header or the descriptor of each record."""
+    directory, at = archive.read(archive.end, size - archive.end), 0
+    while directory[at : at + 4] == b"PK\1\2":
+        *_, name_len, extra_len, comment_len, _, _, _, _ = CENTRAL.unpack_from(directory, at)
+        name = directory[at + CENTRAL.size : at + CENTRAL.size + name_len].decode().partition("/")[2]
+        listed = archive.records.get(name)
+        if listed is not None and listed.nbytes > 0 and (record := archive.payload(name)) in crcs:
+            data = struct.pack("<L", crcs[record])
+            yield archive.end + at + _CRC_LISTED, data
+            if any(archive.read(listed.offset + _CRC_LOCAL, 4)):
+                yield listed.offset + _CRC_LOCAL, data
+            if archive.read(record.offset + record.nbytes, 4) == b"PK\7\10":
+                yield record.offset + record.nbytes + 4, data
+        at += CENTRAL.size + name_len + extra_len + comment_len
 
 
 def extent_of(record: Record) -> Extent:

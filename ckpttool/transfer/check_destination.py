@@ -16,6 +16,7 @@ from ckpttool.layout import select
 from ckpttool.layout.move import relinked
 from ckpttool.transfer import plan
 from ckpttool.transfer.execute import Transferred, transfer
+from ckpttool.transfer.read import are_equal
 
 
 def check_written(target: Format, partial: str, planned: Catalogue, source: Source, **options: Any) -> Transferred:
@@ -29,7 +30,13 @@ def check_written(target: Format, partial: str, planned: Catalogue, source: Sour
             stored = written.catalogue.entries.get(tensor.path)
             if not isinstance(stored, Tensor) or (stored.dtype, stored.shape) != (tensor.dtype, tensor.shape):
                 raise CorruptError(f"tensor `{tensor.name}` was not written as it was read", tensor=tensor.name)
-            chunks = Chunks.of(chunk._replace(extent=written.resolve(stored, chunk)) for chunk in stored.chunks)
+            if any(not chunk.extent.plain and not chunk.extent.item for chunk in stored.chunks):
+                # Its elements are not in rows, as those that a transfer writes are.
+                if tensor.origin is None or not are_equal(tensor.origin, source, stored, written):
+                    raise CorruptError(f"tensor `{tensor.name}` was not written as it was read", tensor=tensor.name)
+                continue
+            extents = (written.resolve(stored, chunk)._replace(record=None) for chunk in stored.chunks)
+            chunks = Chunks.of(c._replace(extent=extent) for c, extent in zip(stored.chunks, extents, strict=True))
             again.entries[tensor.path] = replace(stored, chunks=chunks, origin=tensor.origin, alias=tensor.alias)
         ties = select.interchangeable(written.catalogue, find_aliases(written.catalogue.tensors))
         same = select.interchangeable(planned)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import closing
 from itertools import chain, product
 from math import prod
 from typing import Any, NamedTuple
@@ -27,6 +28,13 @@ def read_tiles(tensor: Tensor, source: Source, pool: Pool, nbytes: int = TILE) -
     if tensor.numel:
         for box in tiles(boxes.whole(tensor.shape), max(1, nbytes // tensor.dtype.itemsize)):
             yield box, read_box(box, tensor, source, pool)
+
+
+def are_equal(tensor: Tensor, source: Source, other: Tensor, other_source: Source) -> bool:
+    """Return whether two tensors of one dtype and shape have the same bits, wherever they lie."""
+    with closing(Pool()) as pool:
+        pairs = zip(read_tiles(tensor, source, pool), read_tiles(other, other_source, pool), strict=True)
+        return all(one.tobytes() == another.tobytes() for (_, one), (_, another) in pairs)
 
 
 def read_box(box: Box, tensor: Tensor, source: Source, pool: Pool) -> Array:

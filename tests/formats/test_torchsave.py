@@ -262,13 +262,13 @@ def test_facts(name: str, facts: dict[str, Any]) -> None:
         ("torch/layouts", "2 storages are larger than the tensors that use them, by 1001 bytes"),
         ("torch/layouts", "overlap in 3 storages"),
         ("torch/module", "`lost_package.models.TinyNet` as a whole object"),
-        ("torch/module", "non-persistent buffers left out: `scratch`"),
+        ("torch/module", "non-persistent buffers are not read: `scratch`"),
         ("torch/module", "1 storage of 12 bytes not used by any tensor: `data/1`"),
         ("torch/meta", "2 tensors are on the meta device"),
         ("torch/wrappers", "2 tensors of class `lost_package.models.Scaled` are taken as plain tensors"),
         ("torch/wrappers", "`parameter_with_attributes (sequence_parallel, names_of)`"),
-        ("torch/script", "its code is left out"),
-        ("torch/pt2", "its graph is left out"),
+        ("torch/script", "its code is not read"),
+        ("torch/pt2", "its graph is not read"),
     ],
 )
 def test_warnings(name: str, words: str) -> None:

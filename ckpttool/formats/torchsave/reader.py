@@ -91,17 +91,17 @@ def _read_zip(catalogue: Catalogue, archive: Archive) -> None:
     catalogue.facts |= {"layout": "zip", "writer": "torch.save", "torch": archive.torch_versions}
     nested: Collection[str] = ()
     if torch_export.is_export(archive):
-        catalogue.facts |= {"layout": "pt2", "writer": "torch.export", "torch": "2.7 or later"}
+        catalogue.facts |= {"layout": "pt2", "writer": "torch.export", "torch": "2.7 or later", "whole objects": True}
         exported = torch_export.ProgramTree(archive)
         torch_tree.fill(catalogue, exported.tree, exported.extent)
         nested = exported.nested
-        text = "a torch.export program: its graph is left out, only its tensors are shown"
+        text = "a torch.export program: its graph is not read, only its tensors are shown"
         catalogue.warnings.append(Warning("left-out", text))
         if exported.left_out:
             text = f"entries that are not tensors are left out: {some(exported.left_out)}"
             catalogue.warnings.append(Warning("left-out", text))
     elif "constants.pkl" in archive.records:
-        catalogue.facts |= {"layout": "TorchScript", "writer": "torch.jit"}
+        catalogue.facts |= {"layout": "TorchScript", "writer": "torch.jit", "whole objects": True}
         del catalogue.facts["torch"]
         _read_script(catalogue, archive)
     else:
@@ -125,7 +125,7 @@ def _read_script(catalogue: Catalogue, archive: Archive) -> None:
         tree.setdefault("constants", constants)
     places = ("data", "constants")
     torch_tree.fill(catalogue, tree, lambda ref: archive.extent(ref, places[id(ref.storage) in apart]))
-    text = "a TorchScript program: its code is left out, only its tensors are shown"
+    text = "a TorchScript program: its code is not read, only its tensors are shown"
     catalogue.warnings.append(Warning("left-out", text))
     catalogue.warnings += dropped.attribute_warnings()
 

@@ -321,7 +321,7 @@ def conversions(
     def again() -> Counter[str]:
         return Counter(reading.digest(t) for _, ts, _ in reading.tensors(same, written.expected) for t in ts)
 
-    yield "same", attempt(target, again, producer="same")
+    yield "same", attempt(target, again, producer="same", check=True)
 
 
 def line(layout: layouts.Layout, one: Figures) -> str:
