@@ -41,7 +41,6 @@ def unbounded(tree: ast.AST) -> Iterator[str]:
 
 
 JSON_OF_OURS = {
-    "producers.writer": "after `typed_json.encode` has taken it; what a framework's JSON has",
     "formats.documents.writer": "after `losses`, which bounds what is shared",
     "formats.safetensors.state_json": "what `typed_json.encode` has made",
     "formats.safetensors.index": "names and files",

@@ -94,7 +94,7 @@ class LayoutBuilder:
     def component(
         self,
         name: str,
-        format: str | Format | None,
+        format: str | Format,
         root: Path = (),
         *,
         key: Path = (),
@@ -103,8 +103,7 @@ class LayoutBuilder:
         digits: int = 1,
         world: int | None = None,
     ) -> int:
-        """Add a component and return its number. See `OutputComponent`; `format` may be a name, and is None for
-        JSON."""
+        """Add a component and return its number. See `OutputComponent`; `format` may be a name."""
         row = formats.named(format) if isinstance(format, str) else format
         self._components.append(OutputComponent(name, row, root, key, values or {}, constants, digits, world))
         return len(self._components) - 1

@@ -71,11 +71,11 @@ def _build(builder: LayoutBuilder, mounted: list[Mounted], like: Catalogue) -> O
         if one.format != "asset" and one.root in had - has:
             continue  # nothing of it is left
         key = (one.component.key,) if one.component.key else ()
-        row = next((row for row in formats.FORMATS if row.name == one.format), None)
         for copy in one.copies:
             builder.copy(copy, one.name) if one.format == "asset" else builder.copy(one.name, copy)
         if one.format == "asset":
             continue
+        row = next(row for row in formats.FORMATS if row.name == one.format)
         if one.name.endswith(".index.json"):
             for name in one.files[1:]:
                 of_file[one.root, name] = builder.component(name, row, one.root, key=key)
@@ -84,7 +84,7 @@ def _build(builder: LayoutBuilder, mounted: list[Mounted], like: Catalogue) -> O
             builder.copy(shard.location.absolute().parent / one.name.rpartition("/")[2], one.name)
             number_of.setdefault(one.root, of_file[one.root, one.files[1]])
             continue
-        if row is not None and one.is_copied:
+        if one.is_copied:
             row = _like_file(row, like, one.name)
         name, world = one.name.rstrip("/").replace("*", "{rank}"), len(one.files) or None
         number = builder.component(name, row, one.root, key=key, digits=one.digits, world=world)

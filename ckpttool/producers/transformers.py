@@ -13,6 +13,7 @@ import re
 from typing import TYPE_CHECKING
 
 from ckpttool.catalogue.entries import Catalogue
+from ckpttool.formats import documents
 from ckpttool.producers import accelerate
 from ckpttool.producers.components import (
     ASSETS,
@@ -116,12 +117,14 @@ def _write_state(builder: LayoutBuilder) -> None:
     entries = [e for e in builder.remaining() if e.part.kind == "progress" and e.path[:1] == ("trainer_state",)]
     step = next((builder.integer(e) for e in entries if e.path[1:] == ("global_step",)), None)
     if step is not None:
-        component = builder.component("trainer_state.json", None, ("trainer_state",))
+        component = builder.component("trainer_state.json", documents.JSON, ("trainer_state",))
         for entry in entries:
             builder.add(entry, component, entry.path)
     else:
         step = builder.step_or_name("the Trainer reads the step from `trainer_state.json`", "checkpoint-N")
-        builder.component("trainer_state.json", None, ("trainer_state",), values={"global_step": step, **_REQUIRED})
+        builder.component(
+            "trainer_state.json", documents.JSON, ("trainer_state",), values={"global_step": step, **_REQUIRED}
+        )
         builder.notes.append(
             f"`trainer_state.json` is made with step {step} and no history; other values are the Trainer's defaults, "
             "such as 500 for `logging_steps`, `eval_steps` and `save_steps`"

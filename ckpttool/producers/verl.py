@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 
 from ckpttool.catalogue.entries import Object, Part, Path
 from ckpttool.errors import UsageError
+from ckpttool.formats import documents
 from ckpttool.producers.components import Layout, Pattern, Producer, WritableLayout, match_components
 from ckpttool.producers.directory import Directory
 
@@ -114,7 +115,7 @@ def _write(builder: LayoutBuilder) -> OutputLayout:
         builder.add_value(extra, Object(("lr_scheduler",), None, part=Part("scheduler", ("lr_scheduler",))))
     builder.add_generators(_RNG, lambda below: below == ("cuda",), lambda rank: (extra, ("rng", f"rank{rank}")))
     config = {"FSDP_version": 2, "world_size": world_size}
-    builder.component(f"{folder}fsdp_config.json", None, ("fsdp_config",), values=config)
+    builder.component(f"{folder}fsdp_config.json", documents.JSON, ("fsdp_config",), values=config)
     for part in [*builder.stateful_loaders()][:1] if not is_role else ():
         builder.add_part(part, "data.pt", "torch", ("dataloader",))
     step = builder.step()

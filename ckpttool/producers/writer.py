@@ -3,7 +3,7 @@
     component                                                               catalogue          in the component
     OutputComponent("pytorch_model_fsdp_0", DCP, ("model",), ("model",))    model.w            model.w
     OutputComponent("random_states_1.pkl", TORCH, ("rng", "rank1"))         rng.rank1.step     step
-    OutputComponent("trainer_state.json", None, ("trainer_state",))         trainer_state.x    {"x": 3}
+    OutputComponent("trainer_state.json", JSON, ("trainer_state",))         trainer_state.x    {"x": 3}
 
 The catalogue has the paths that the reader of the framework's directories gives, so that a transfer and `--check` treat
 it like any other. The files of the components are numbered one after the other.
@@ -11,7 +11,6 @@ it like any other. The files of the components are numbered one after the other.
 
 from __future__ import annotations
 
-import json
 from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing
@@ -20,11 +19,9 @@ from functools import partial
 from itertools import chain
 from typing import Any
 
-from ckpttool.catalogue import flatten, typed_json
 from ckpttool.catalogue.entries import Catalogue, Chunks, Entry, File, Object, Part, Path, Tensor, above
 from ckpttool.catalogue.protocols import Crcs, CreatedSink, Format, FormatLoss, Sink, SinkOptions
 from ckpttool.catalogue.warning import Warning
-from ckpttool.errors import LossError
 from ckpttool.layout import rechunk, select
 from ckpttool.layout.move import move, rebuilt
 from ckpttool.producers.components import Constant
@@ -40,13 +37,13 @@ class OutputComponent:
     """A component to write: `OutputComponent("optimizer_0", dcp.FORMAT, ("optimizer",), ("optimizer",))`.
 
     `name` is a path below the destination, with `{rank}` for a file of each rank, empty for the destination itself;
-    `root` is its root in the catalogue, `key` the key around everything in it. Without a format it is JSON, and
-    `values` are written in it beside the entries. A rank in a name has at least so many `digits`;
-    `world` is the number of ranks, None for that of the destination.
+    `root` is its root in the catalogue, `key` the key around everything in it. `values` are written in it beside the
+    entries. A rank in a name has at least so many `digits`; `world` is the number of ranks, None for that of the
+    destination.
     """
 
     name: str
-    format: Format | None
+    format: Format
     root: Path = ()
     key: Path = ()
     values: Mapping[str, Any] = field(default_factory=dict)
@@ -78,18 +75,13 @@ class OutputLayout:
         """Return the entries that are in no component, or that the format of theirs cannot store."""
         losses = list(self.lost)
         for component, contents in self._split(catalogue):
-            if component.format is None:
-                losses += [
-                    FormatLoss(e.name, "JSON cannot store it") for e in contents.entries.values() if not _is_json(e)
-                ]
-            else:
-                if component.world is not None:
-                    contents.files = [File(local_path(""), "", 0, rank=component.world - 1)]
-                names = {entry.name: component.outer(path) for path, entry in contents.entries.items()}
-                losses += [
-                    FormatLoss(".".join(map(str, names.get(loss.name, (loss.name,)))), loss.why)
-                    for loss in component.format.losses(contents, component.name)
-                ]
+            if component.world is not None:
+                contents.files = [File(local_path(""), "", 0, rank=component.world - 1)]
+            names = {entry.name: component.outer(path) for path, entry in contents.entries.items()}
+            losses += [
+                FormatLoss(".".join(map(str, names.get(loss.name, (loss.name,)))), loss.why)
+                for loss in component.format.losses(contents, component.name)
+            ]
         return losses
 
     def create(self, root: Location, catalogue: Catalogue, options: SinkOptions) -> Sink:
@@ -113,15 +105,15 @@ class OutputLayout:
             for inner, entry in written.entries.items():
                 outer = component.outer(inner)
                 if isinstance(entry, Object):
-                    # That of the whole state: its links have the paths there.
-                    entries[outer] = catalogue.entries[outer]
+                    # That of the whole state, unless it is one of `values`: its links have the paths there.
+                    entries |= {outer: catalogue.entries[outer]} if outer in catalogue.entries else {}
                 elif inner not in constants:
                     entries[outer] = _moved(component, entry, start)
             result.replicas += [_moved(component, t, start) for t in written.replicas if t.path not in constants]
             key = component.key
             within = {p: c for p, c in written.containers.items() if p[: len(key)] == key}
             result.containers |= {component.outer(path): container for path, container in within.items()}
-        if options.max_shard_size is not None and not any(c.format and c.format.splits for c in self.components):
+        if options.max_shard_size is not None and not any(c.format.splits for c in self.components):
             text = "`--max-shard-size` has no effect: no component is of safetensors"
             result.warnings.append(Warning("no-effect", text))
         result.entries = {path: entries[path] for path in catalogue.entries if path in entries}
@@ -158,9 +150,11 @@ def _contents(component: OutputComponent, catalogue: Catalogue, entries: list[En
         inner = component.inner(constant.path)
         contents.entries[inner] = Tensor(inner, constant.dtype, (), Chunks.placed([(((), ()), 0)]))
     contents.containers = {component.inner(path): container for path, container in containers.items()}
-    if component.format is None or not component.format.chunked:
+    values = (Object((key,), value) for key, value in component.values.items())
+    contents.entries = {**{value.path: value for value in values}, **contents.entries}
+    if not component.format.chunked:
         contents = rechunk.whole(contents)
-    if component.format is not None and component.format.name == "safetensors" and component.name:
+    if component.format.name == "safetensors" and component.name:
         # One file of tensors, whatever they are of.
         part = Part("model", component.key)
         for entry in contents.entries.values():
@@ -212,13 +206,6 @@ def _create_component(
     folder = location.parent if component.name else location
     if "/" in component.name:
         files.make_directory(location.parent, exist_ok=True)
-    if form is None:
-        values = {entry.path: entry.value for entry in contents.objects}
-        tree = flatten.unflatten(contents, lambda entry: values[entry.path]) if values else {}
-        text = json.dumps({**component.values, **tree}, indent=2).encode() + b"\n"
-        location.put(text)
-        contents.files = [File(location, location.name, len(text))]
-        return CreatedSink(contents, lambda crcs: None)
     assert form.create is not None
     by_rank = "{rank}" in component.name
     if not by_rank and not (form.splits and (options.max_shard_size is not None or not component.name)):
@@ -242,14 +229,3 @@ def _create_component(
         scratch.remove()
 
     return CreatedSink(sink.catalogue, finish)
-
-
-def _is_json(entry: Entry) -> bool:
-    try:
-        if not isinstance(entry, Object):
-            return False
-        typed_json.encode(entry.value)  # else it might share more than JSON can repeat
-        # JSON changes tuples, and keys that are numbers.
-        return bool(json.loads(json.dumps(entry.value)) == entry.value)
-    except (TypeError, ValueError, RecursionError, LossError):
-        return False

@@ -33,7 +33,7 @@ class _Columns(NamedTuple):
     """Where the records of an archive lie within it. Columns, which the archives of many ranks share: one record of
     each of 256 ranks and 4,000 tensors is a million."""
 
-    names: bytes  # with a newline between two
+    names: bytes  # with a zero between two
     headers: array[int]
     payloads: array[int]
     nbytes: array[int]
@@ -78,7 +78,7 @@ class ArchiveLayout:
     def _directory(self, crcs: Sequence[int]) -> bytes:
         out = bytearray()
         columns = self._columns
-        names = columns.names.split(b"\n")
+        names = columns.names.split(b"\0")
         for name, crc, nbytes, header in zip(names, crcs, columns.nbytes, columns.headers, strict=True):
             extra, size, at = _zip64(nbytes, header), min(nbytes, 0xFFFFFFFF), min(header, 0xFFFFFFFF)
             row = crc, size, size, len(name), len(extra)
@@ -186,28 +186,42 @@ def lay_out(
     before = {"data.pkl": data, ".format_version": b"1", ".storage_alignment": alignment, "byteorder": b"little"}
     after = {"version": b"3\n", ".data/serialization_id": _serialization_id(data)}
     names = (*before, *(f"data/{key}" for key in sizes), *after)
-    columns = _arranged(root, names, (*map(len, before.values()), *sizes.values(), *map(len, after.values())))
+    all_sizes = (*map(len, before.values()), *sizes.values(), *map(len, after.values()))
+    contents = [*before.values(), *[b""] * len(sizes), *after.values()]
+    return lay_out_records(f"{root}/", names, all_sizes, contents, dict(enumerate(sizes, len(before))), base, file)
 
+
+def lay_out_records(
+    prefix: str,
+    names: tuple[str, ...],
+    sizes: tuple[int, ...],
+    contents: Sequence[bytes],
+    keys: Mapping[int, str],
+    base: int = 0,
+    file: int = 0,
+) -> ArchiveLayout:
+    """Lay out an archive of records that begin with some contents, which may be all of a record, or nothing of it. By
+    their numbers, `keys` are those of `storages`."""
+    columns = _arranged(prefix, names, sizes)
     known: dict[int, int] = {}
     pieces: list[tuple[int, bytes]] = []
-    contents = [*before.values(), *[None] * len(sizes), *after.values()]
     for i, (content, (begin, end)) in enumerate(zip(contents, pairwise((0, *columns.ends)), strict=True)):
         pieces.append((base + columns.headers[i], columns.locals[begin:end]))
-        if content is not None:
+        if len(content) == sizes[i]:
             known[i] = _crc(content)
+        if content:
             pieces.append((base + columns.payloads[i], content))
     storages = {
-        key: Record(file, base + columns.payloads[i], nbytes, None if nbytes else 0)
-        for i, (key, nbytes) in enumerate(sizes.items(), len(before))
+        key: Record(file, base + columns.payloads[i], sizes[i], None if sizes[i] else 0) for i, key in keys.items()
     }
     return ArchiveLayout(base, file, pieces, storages, columns, known)
 
 
 # Most ranks of a checkpoint have archives that differ in a few bytes of the pickle and in nothing else.
 @lru_cache(maxsize=4)
-def _arranged(root: str, names: tuple[str, ...], sizes: tuple[int, ...]) -> _Columns:
+def _arranged(prefix: str, names: tuple[str, ...], sizes: tuple[int, ...]) -> _Columns:
     headers, payloads, ends = array("q"), array("q"), array("q")
-    full_names = [f"{root}/{name}".encode() for name in names]
+    full_names = [f"{prefix}{name}".encode() for name in names]
     heads = bytearray()
     at = 0
     for name, nbytes in zip(full_names, sizes, strict=True):
@@ -217,7 +231,7 @@ def _arranged(root: str, names: tuple[str, ...], sizes: tuple[int, ...]) -> _Col
         payloads.append(payload)
         ends.append(len(heads))
         at = payload + nbytes + (len(_descriptor(0, nbytes, at)) if nbytes else 0)
-    return _Columns(b"\n".join(full_names), headers, payloads, array("q", sizes), bytes(heads), ends, at)
+    return _Columns(b"\0".join(full_names), headers, payloads, array("q", sizes), bytes(heads), ends, at)
 
 
 def losses(objects: Iterable[Object]) -> list[FormatLoss]:

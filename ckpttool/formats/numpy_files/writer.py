@@ -2,20 +2,15 @@
 
 from __future__ import annotations
 
-import struct
 from contextlib import closing
 from dataclasses import replace
 
 from ckpttool.catalogue.entries import Catalogue, Chunks, Extent, File, Record, Tensor
 from ckpttool.catalogue.protocols import Crcs, CreatedSink, FormatLoss, Sink, SinkOptions
-from ckpttool.serialization import numpy_arrays
-from ckpttool.serialization.torch_zip import CENTRAL, END, END64, LOCAL, LOCATOR64
+from ckpttool.serialization import numpy_arrays, torch_zip_writer
 from ckpttool.storage import files
 from ckpttool.storage.crc import combine, crc32
 from ckpttool.storage.stores import Location
-
-_UTF8, _VERSION = 0x0800, 45
-_WIDE = 0xFFFFFFFF
 
 
 def array_losses(catalogue: Catalogue, path: str) -> list[FormatLoss]:
@@ -51,33 +46,26 @@ def create_array(location: Location, planned: Catalogue, options: SinkOptions) -
 
 def create_archive(location: Location, planned: Catalogue, options: SinkOptions) -> Sink:
     """Create a `.npz` file of full size with holes for the elements."""
-    heads = {tensor.path: numpy_arrays.header(tensor.dtype, tensor.shape) for tensor in planned.tensors}
-    created = Catalogue("npz", facts={"layout": "npz"})
-    begins: list[int] = []
-    at = 0
-    for tensor in planned.tensors:
-        begins.append(at)
-        head = heads[tensor.path]
-        at += len(_local(tensor, 0, 0)) + len(head)
-        record = Record(0, at, tensor.nbytes) if tensor.nbytes else None
+    tensors = {f"{tensor.path[0]}.npy": tensor for tensor in planned.tensors}
+    heads = [numpy_arrays.header(tensor.dtype, tensor.shape) for tensor in tensors.values()]
+    sizes = tuple(len(head) + tensor.nbytes for head, tensor in zip(heads, tensors.values(), strict=True))
+    layout = torch_zip_writer.lay_out_records("", tuple(tensors), sizes, heads, dict(enumerate(tensors)))
+    torch_zip_writer.write(layout, location)
+    created = Catalogue("npz", [File(location, location.name, layout.size)], facts={"layout": "npz"})
+    begins: dict[int, bytes] = {}
+    for (name, member), head in zip(layout.storages.items(), heads, strict=True):
+        begins[member.offset] = head
+        at, nbytes = member.offset + len(head), member.nbytes - len(head)
+        record = Record(0, at, nbytes) if nbytes else None
         # A tied one is written by itself, as NumPy does.
-        created.add(replace(_placed(tensor, Extent(0, at, tensor.nbytes, record=record)), alias=None))
-        at += tensor.nbytes
-    directory = b"".join(_central(tensor, 0, 0, 0) for tensor in planned.tensors)
-    created.files.append(File(location, location.name, at + len(directory) + len(_end(0, 0, 0))))
-    location.create(created.files[0].size)
+        created.add(replace(_placed(tensors[name], Extent(0, at, nbytes, record=record)), alias=None))
 
     def finish(crcs: Crcs) -> None:
-        pieces, central = [], b""
-        for begin, tensor in zip(begins, created.tensors, strict=True):
-            head, [chunk] = heads[tensor.path], tensor.chunks
-            nbytes = len(head) + tensor.nbytes
-            crc = crc32(head)
-            if tensor.nbytes:
-                crc = combine(crc, crcs[0, chunk.extent.offset], tensor.nbytes)
-            pieces.append((begin, _local(tensor, crc, nbytes) + head))
-            central += _central(tensor, crc, nbytes, begin)
-        _write(location, [*pieces, (at, central + _end(len(begins), len(central), at))])
+        def crc_of(member: Record) -> int:
+            head = begins[member.offset]
+            return combine(crc32(head), crcs[0, member.offset + len(head)], member.nbytes - len(head))
+
+        _write(location, layout.patches(crc_of))
 
     return CreatedSink(created, finish)
 
@@ -89,25 +77,3 @@ def _placed(tensor: Tensor, extent: Extent) -> Tensor:
 def _write(location: Location, pieces: list[tuple[int, bytes]]) -> None:
     with closing(files.Pool(writing=True)) as pool:
         pool.write_all(location, pieces)
-
-
-def _name(tensor: Tensor) -> bytes:
-    return f"{tensor.path[0]}.npy".encode()
-
-
-def _local(tensor: Tensor, crc: int, nbytes: int) -> bytes:
-    name, wide = _name(tensor), struct.pack("<HHQQ", 1, 16, nbytes, nbytes)
-    sizes = crc, _WIDE, _WIDE, len(name), len(wide)
-    return LOCAL.pack(b"PK\3\4", _VERSION, _UTF8, 0, 0, 0x21, *sizes) + name + wide
-
-
-def _central(tensor: Tensor, crc: int, nbytes: int, at: int) -> bytes:
-    name, wide = _name(tensor), struct.pack("<HHQQQ", 1, 24, nbytes, nbytes, at)
-    row = crc, _WIDE, _WIDE, len(name), len(wide), 0, 0, 0, 0, _WIDE
-    return CENTRAL.pack(b"PK\1\2", _VERSION, _VERSION, _UTF8, 0, 0, 0x21, *row) + name + wide
-
-
-def _end(count: int, size: int, at: int) -> bytes:
-    end64 = END64.pack(b"PK\6\6", END64.size - 12, _VERSION, _VERSION, 0, 0, count, count, size, at)
-    locator = LOCATOR64.pack(b"PK\6\7", 0, at + size, 1)
-    return end64 + locator + END.pack(b"PK\5\6", 0, 0, 0xFFFF, 0xFFFF, _WIDE, _WIDE, 0)
