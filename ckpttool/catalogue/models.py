@@ -34,19 +34,9 @@ _COPIES = {*_AVERAGES, "best"}
 _HEAD = re.compile(r"(.*\.)?(lm_head|output|decoder|head|proj_out|generator|wte|\w*emb\w*|tok\w*)\.weight")
 _PLAIN = {"optimizer", "optim", "opt", "state", "dict"}
 _WHOLE = {
-    "model",
-    "network",
-    "net",
-    "module",
-    "weights",
-    "params",
-    "custom",
-    "checkpoint",
-    "ckpt",
-    "copy",
-    "full",
+    *("model", "network", "net", "module", "weights", "params", "custom", "checkpoint", "ckpt", "copy", "full"),
+    *("pytorch", "hf", "huggingface", "safetensors", "pretrained", "consolidated", "export", "exported", "final"),
 } | _PLAIN
-_WHOLE |= {"pytorch", "hf", "huggingface", "safetensors", "pretrained", "consolidated", "export", "exported", "final"}
 _LARGE = 1 << 20  # bytes of an object that is not read
 _MANY = 64  # models that each optimizer is compared with
 

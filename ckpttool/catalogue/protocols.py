@@ -201,3 +201,18 @@ class Format:
     def target(self) -> str:
         """What `--to` calls it."""
         return self.to or self.name
+
+
+def beside(package: str, what: str, name: str, title: str) -> Format:
+    """Return the row of files of a format that lie beside checkpoints. `is_WHAT` and `open_WHAT` are functions of the
+    `reader` in its package, `create_WHAT` and `WHAT_losses` of the `writer`."""
+    return Format(
+        name,
+        f"{title} beside a checkpoint",
+        recognise=deferred(f"{package}.reader", f"is_{what}"),
+        open=deferred(f"{package}.reader", f"open_{what}"),
+        create=deferred(f"{package}.writer", f"create_{what}"),
+        losses=deferred(f"{package}.writer", f"{what}_losses"),
+        is_file=lambda path: True,
+        component_only=True,
+    )

@@ -207,25 +207,19 @@ def _kind_of_object(entry: Object) -> str | None:
     value = entry.value
     if isinstance(value, Stub):
         return _kind_of_class(value)
-    if kind := _kind_of_sequence(value):
-        return kind
     # The generators of several ranks or devices: a list of lists of lists may be without end.
-    is_list = isinstance(value, list) and bool(value)
-    return "rng" if is_list and all(_kind_of_sequence(one) == "rng" for one in value[:16]) else None
+    are_several = isinstance(value, list) and bool(value) and all(map(_is_state_of_generator, value[:16]))
+    return "rng" if are_several or _is_state_of_generator(value) else None
 
 
-def _kind_of_sequence(value: object) -> str | None:
-    if isinstance(value, tuple) and value:
-        if len(value) == 3 and value[0] == 3 and isinstance(value[1], tuple) and len(value[1]) == 625:
-            return "rng"
-        return "rng" if len(value) >= 2 and isinstance(value[0], str) and value[0] == "MT19937" else None
-    if isinstance(value, list) and value:
-        if len(value) in _NUMBERS:
-            return "rng" if all(type(one) is int for one in value) else None
-        if len(value) == 3 and value[0] == 3 and isinstance(value[1], list) and len(value[1]) == 625:
-            return "rng"
-        return "rng" if isinstance(value[0], str) and value[0] == "MT19937" else None
-    return None
+def _is_state_of_generator(value: object) -> bool:
+    """Return whether this is the state of a generator of Python or NumPy, or as long as one of torch."""
+    if not isinstance(value, (tuple, list)) or not value:
+        return False
+    if isinstance(value, list) and len(value) in _NUMBERS:
+        return all(type(one) is int for one in value)
+    is_python = len(value) == 3 and value[0] == 3 and isinstance(value[1], (tuple, list)) and len(value[1]) == 625
+    return is_python or (isinstance(value[0], str) and value[0] == "MT19937")
 
 
 def _kind_of_class(value: Stub) -> str | None:

@@ -281,20 +281,21 @@ def _compared(directory: Directory, folders: Sequence[RunCheckpoint]) -> Iterato
     """Yield folders, those of no framework as not complete that lack a file which all others have that are called
     alike."""
     own = [one for one in folders if one.producer is None and one.complete]
-    names_of = {
-        one: {
-            _masked(name)
-            for name in directory.folder(one.name).names
-            if name.endswith("/") or (_DATA.fullmatch(name) and not re.fullmatch(DCP_FILE, name))
-        }
-        for one in own
-    }
+    kinds: dict[RunCheckpoint, Counter[str]] = {}
+    for one in own:
+        names = directory.folder(one.name).names
+        held = {n for n in names if n.endswith("/") or (_DATA.fullmatch(n) and not re.fullmatch(DCP_FILE, n))}
+        kinds[one] = Counter({*map(_masked, held)})
     for one in folders:
         alike = (other for other in own if (_masked(other.name), other.format) == (_masked(one.name), one.format))
-        others = [names_of[other] for other in alike if other != one]
-        absent = set.intersection(*others) - names_of[one] if one in names_of and others else set()
-        why_not = f"`{min(absent).replace('#', '*')}` is missing, which the others have" if absent else one.why_not
-        yield replace(one, why_not=why_not)
+        others = [kinds[other] for other in alike if other != one] if one in kinds else []
+        yield replace(one, why_not=_lacking(kinds[one], others) or one.why_not if others else one.why_not)
+
+
+def _lacking(own: Counter[str], others: Sequence[Counter[str]]) -> str | None:
+    """Return which kind of file a checkpoint lacks that all others have; None without one."""
+    absent = reduce(and_, others) - own if others else own - own
+    return f"`{min(absent).replace('#', '*')}` is missing, which the others have" if absent else None
 
 
 def _masked(name: str) -> str:
@@ -316,10 +317,7 @@ def _files(directory: Directory) -> Iterator[RunCheckpoint]:
     for place, of_step in files.items():
         first, nbytes, (order, step) = of_step[0], sum(map(directory.size, of_step)), place
         others = [kinds[other] for other in files if other != place]
-        absent = reduce(and_, others) - kinds[place] if others else Counter[str]()
-        why_not = _empty(directory, of_step)
-        if why_not is None and absent:
-            why_not = f"`{min(absent).replace('#', '*')}` is missing, which the others have"
+        why_not = _empty(directory, of_step) or _lacking(kinds[place], others)
         kind = "safetensors" if all(name.endswith(".safetensors") for name in of_step) else "torch"
         if len(of_step) == 1:
             why_not = "an empty file" if not nbytes else why_not

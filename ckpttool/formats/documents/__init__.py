@@ -8,27 +8,9 @@ What describes a model or an index of other files (`config.json`) is none: its c
 
 from __future__ import annotations
 
-from ckpttool.catalogue.protocols import Format, deferred
+from ckpttool.catalogue.protocols import beside
 
-JSON = Format(
-    name="json",
-    title="JSON document of values beside a checkpoint",
-    recognise=deferred(f"{__name__}.reader", "is_json"),
-    open=deferred(f"{__name__}.reader", "open_json"),
-    create=deferred(f"{__name__}.writer", "create_json"),
-    losses=deferred(f"{__name__}.writer", "json_losses"),
-    is_file=lambda path: True,
-    component_only=True,
-)
+JSON = beside(__name__, "json", "json", "JSON document of values")
 """A JSON document, or a text that is one number, as a catalogue."""
-YAML = Format(
-    name="yaml",
-    title="YAML document of values beside a checkpoint",
-    recognise=deferred(f"{__name__}.reader", "is_yaml"),
-    open=deferred(f"{__name__}.reader", "open_yaml"),
-    create=deferred(f"{__name__}.writer", "create_yaml"),
-    losses=deferred(f"{__name__}.writer", "yaml_losses"),
-    is_file=lambda path: True,
-    component_only=True,
-)
+YAML = beside(__name__, "yaml", "yaml", "YAML document of values")
 """A YAML document as a catalogue."""

@@ -8,27 +8,9 @@ Stored arrays lie in the file; deflated ones are decompressed into a temporary f
 
 from __future__ import annotations
 
-from ckpttool.catalogue.protocols import Format, deferred
+from ckpttool.catalogue.protocols import beside
 
-NPZ = Format(
-    name="npz",
-    title="NumPy's archive of arrays beside a checkpoint",
-    recognise=deferred(f"{__name__}.reader", "is_archive"),
-    open=deferred(f"{__name__}.reader", "open_archive"),
-    create=deferred(f"{__name__}.writer", "create_archive"),
-    losses=deferred(f"{__name__}.writer", "archive_losses"),
-    is_file=lambda path: True,
-    component_only=True,
-)
+NPZ = beside(__name__, "archive", "npz", "NumPy's archive of arrays")
 """A file of `numpy.savez`, as a catalogue."""
-NPY = Format(
-    name="npy",
-    title="array of NumPy beside a checkpoint",
-    recognise=deferred(f"{__name__}.reader", "is_array"),
-    open=deferred(f"{__name__}.reader", "open_array"),
-    create=deferred(f"{__name__}.writer", "create_array"),
-    losses=deferred(f"{__name__}.writer", "array_losses"),
-    is_file=lambda path: True,
-    component_only=True,
-)
+NPY = beside(__name__, "array", "npy", "array of NumPy")
 """A file of `numpy.save`, as a catalogue."""

@@ -8,16 +8,7 @@ torch too: each is a legacy file of torch inside the pickle. Everything else is 
 
 from __future__ import annotations
 
-from ckpttool.catalogue.protocols import Format, deferred
+from ckpttool.catalogue.protocols import beside
 
-FORMAT = Format(
-    name="pickle",
-    title="bare pickle beside a checkpoint",
-    recognise=deferred(f"{__name__}.reader", "recognise"),
-    open=deferred(f"{__name__}.reader", "open"),
-    create=deferred(f"{__name__}.writer", "create"),
-    losses=deferred(f"{__name__}.writer", "losses"),
-    is_file=lambda path: True,
-    component_only=True,
-)
+FORMAT = beside(__name__, "pickle", "pickle", "bare pickle")
 """A file of `pickle.dump`, as a catalogue."""

@@ -24,7 +24,7 @@ from ckpttool.storage.stores import Location, local_path
 _MAX_BYTES = 1 << 28  # of bytes that are a value and no array
 
 
-def recognise(location: Location) -> bool:
+def is_pickle(location: Location) -> bool:
     """Return whether this is a file of one pickle, by its content."""
     try:
         return location.is_file() and pickle_payloads.is_pickle(location.read, location.size())
@@ -32,7 +32,7 @@ def recognise(location: Location) -> bool:
         return False
 
 
-def open(location: Location, options: OpenOptions = NO_HINTS) -> Source:
+def open_pickle(location: Location, options: OpenOptions = NO_HINTS) -> Source:
     """Return the catalogue of one file. Raises CorruptError when it is cut or contradicts itself."""
     catalogue = Catalogue("pickle", [File(location, location.name, location.size())])
     content = _Content(catalogue, f"`{location}`")

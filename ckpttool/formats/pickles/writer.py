@@ -91,7 +91,7 @@ def _persistent(writer: PickleWriter, value: Any) -> bool:
     return True
 
 
-def create(location: Location, planned: Catalogue, options: SinkOptions) -> Sink:
+def create_pickle(location: Location, planned: Catalogue, options: SinkOptions) -> Sink:
     """Create a pickle of full size with holes where the payloads go."""
     leaves = _RebuildCalls(planned)
     state = flatten.unflatten(planned, lambda entry: entry if isinstance(entry, Tensor) else entry.value)
@@ -123,7 +123,7 @@ def _placed(entry: Entry, places: dict[Path, int], planned: Catalogue) -> Entry:
     return replace(entry, chunks=Chunks.single(entry.shape, extent))
 
 
-def losses(catalogue: Catalogue, path: str) -> list[FormatLoss]:
+def pickle_losses(catalogue: Catalogue, path: str) -> list[FormatLoss]:
     """Return the values that cannot be pickled, and storages of torch without a tensor."""
     bare = [e for e in catalogue.objects if any(link.storage for link in flatten.links(e.value))]
     lost = [FormatLoss(entry.name, "a storage of torch without a tensor") for entry in bare]
