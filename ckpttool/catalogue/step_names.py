@@ -14,6 +14,7 @@ import re
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import pairwise
+from posixpath import commonprefix
 from typing import Any, NamedTuple
 
 _BEFORE, _AFTER = r"(?:^|[^a-z])(?:{})[-_=]?(\d+)", r"(?:^|[^a-z\d.])(\d+)[-_]?(?:{})(?![a-z])"
@@ -171,7 +172,7 @@ def _columns(names: Sequence[str]) -> tuple[dict[str, int], dict[str, int]]:
 def pattern_of(names: Sequence[str], others: Iterable[str]) -> str | None:
     """Return the shortest glob pattern that matches some names and none of the others; None if no simple one does."""
     numbers = sorted({number for name in names for number in _NUMBER.findall(name)}, key=len, reverse=True)
-    begin, end = _common(names), _common([name[::-1] for name in names])[::-1]
+    begin, end = commonprefix(names), commonprefix([name[::-1] for name in names])[::-1]
     candidates = [f"{_escaped(begin)}*{_escaped(end)}"]
     for number in (n for n in numbers if all(n in name for name in names)):
         candidates += [f"*{number}*{_escaped(end)}", f"*{number}*", f"{number}*", f"*[!0-9]{number}[!0-9]*"]
@@ -190,10 +191,3 @@ def _as_regex(pattern: str) -> str:
 
 def _escaped(text: str) -> str:
     return re.sub(r"([*?[])", r"[\1]", text)
-
-
-def _common(names: Sequence[str]) -> str:
-    """Return what names begin with."""
-    first, last = min(names), max(names)
-    n = next((i for i, (a, b) in enumerate(zip(first, last, strict=False)) if a != b), min(len(first), len(last)))
-    return first[:n]
