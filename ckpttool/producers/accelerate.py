@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 
 from ckpttool.catalogue.entries import Catalogue, Object, Part
 from ckpttool.catalogue.values import stub_name
-from ckpttool.producers.components import ASSETS, Pattern, Producer, WritableLayout, require_indexed_files
+from ckpttool.producers.components import Pattern, Producer, WritableLayout, require_indexed_files
 
 if TYPE_CHECKING:
     from ckpttool.producers.arrange import LayoutBuilder
@@ -43,7 +43,7 @@ STATE = (
     Pattern(rf"optimizer{_I}\.(bin|pt)", "optimizer"),
     Pattern(rf"optimizer{_I}_rank(?P<rank>\d+)\.bin", "optimizer", "rank files"),
 )
-REST = (Pattern(rf"scheduler{_I}\.(bin|pt)", "scheduler"), Pattern(r"scaler\.pt", "scaler"), *ASSETS)
+REST = (Pattern(rf"scheduler{_I}\.(bin|pt)", "scheduler"), Pattern(r"scaler\.pt", "scaler"))
 _PATTERNS = (
     *STATE,
     Pattern(rf"sampler{_I}\.bin", "sampler"),

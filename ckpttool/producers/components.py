@@ -114,7 +114,7 @@ class Layout:
             name = component.name.rpartition("/")[2]
             free = component if component.root not in taken else replace(component, root=(*component.root[:-1], name))
             self.components.append(replace(free, spare=bool(_OTHER_FORMAT.fullmatch(component.name))))
-        self.assets += other.assets
+        self.assets = sorted((*self.assets, *other.assets))
         self.missing += other.missing
         self.unreadable |= other.unreadable
         self.unknown = []
@@ -224,7 +224,6 @@ ASSET_NAMES = (
 )
 # Of a Git repository around the files, not of the model.
 REPOSITORY = Pattern(r"\.git(/|attributes|ignore|keep|modules)", kind="ignored")
-ASSETS = (Pattern(ASSET_NAMES, kind="asset"), REPOSITORY)
 # The weights in the older format of transformers, where `model.safetensors` is there too; for transformers, of verl.
 _OTHER_FORMAT = re.compile(r"(.*/)?(pytorch_model[^/]*\.bin|huggingface/[^/]*\.safetensors(\.index\.json)?)")
 # Beside a model these are not state, whatever they are called.

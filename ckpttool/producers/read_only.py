@@ -19,7 +19,6 @@ from __future__ import annotations
 
 from ckpttool.catalogue.warning import Warning
 from ckpttool.producers.components import (
-    ASSETS,
     DCP_FILE,
     DCP_FILES,
     TEXTS,
@@ -49,7 +48,6 @@ MEGATRON = Producer(
         DCP_FILES,
         Pattern(r"common\.pt"),
         Pattern(r"(metadata|integrity)\.json|(modelopt_)?run_config\.yaml", kind="asset"),
-        *ASSETS,
     ),
     whole=True,
     applies=lambda directory: "sharded_backend" in directory.facts("metadata.json"),
@@ -81,8 +79,7 @@ TORCHTUNE = Producer(
         Pattern(r"adapter_model\.pt", "adapter_model"),
         Pattern(r"adapter_model\.(safetensors|bin)", kind="ignored"),  # the same for PEFT
         Pattern(r"recipe_state\.pt"),
-        *ASSETS,  # of the weights that training began with
-        TEXTS,
+        TEXTS,  # of the weights that training began with
         Pattern(r"epoch_\d+/", kind="ignored"),
     ),
     adjust=require_indexed_files,

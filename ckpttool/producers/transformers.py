@@ -16,7 +16,6 @@ from ckpttool.catalogue.entries import Catalogue
 from ckpttool.formats import documents
 from ckpttool.producers import accelerate
 from ckpttool.producers.components import (
-    ASSETS,
     TEXTS,
     Component,
     Layout,
@@ -49,7 +48,6 @@ _PRETRAINED = (
     Pattern(r"pytorch_model\.bin"),
     Pattern(r"pytorch_model-\d+-of-\d+\.bin", kind="shard"),
     Pattern(r"pytorch_model\.bin\.index\.json", kind="ignored"),
-    *ASSETS,
     Pattern(r"training_args\.bin", kind="asset"),
     TEXTS,
     Pattern(_CHECKPOINT, kind="ignored"),
