@@ -4,13 +4,12 @@
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import replace
 from operator import itemgetter
-from typing import Any, NoReturn
 
-from ckpttool.catalogue import flatten, parts
+from ckpttool.catalogue import parts
 from ckpttool.catalogue.entries import Catalogue, Chunk, Extent, Part, Path, Tensor, dotted
 from ckpttool.catalogue.protocols import ByteRange, Itemised, Source
 from ckpttool.catalogue.validation import concerns
@@ -90,10 +89,6 @@ class CombinedSource(Source):
             added.append(replace(tensor, origin=None, chunks=tensor.chunks.shifted(shift)))
             self._attached[added[-1]] = other, tensor
         return added
-
-    def add_values(self, values: Mapping[str, Any], root: Path = ()) -> None:
-        """Add plain values, such as those of a JSON file, under `root`."""
-        flatten.flatten(dict(values), self.catalogue, (), _no_tensor, root)
 
     def replace_part(self, kind: str, other: Source, name: str) -> None:
         """Replace the part `kind` by that of `other`, which is called `name` in messages. Raises UsageError when one of
@@ -176,7 +171,3 @@ def _concerning(fault: CkptError, names: list[str] | None = None) -> CkptError:
     """Return the fault of entries that have other names now, by default as one of the whole checkpoint."""
     facts = {key: value for key, value in fault.facts.items() if key != "concerns"}
     return type(fault)(fault.message, hint=fault.hint, **facts, **({} if names is None else {"concerns": names}))
-
-
-def _no_tensor(value: Any, path: Path, embedded: bool) -> NoReturn:
-    raise AssertionError("a tensor in plain values")

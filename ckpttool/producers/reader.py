@@ -12,11 +12,11 @@ from ckpttool import formats
 from ckpttool.catalogue import identity, parts
 from ckpttool.catalogue.aliases import find_aliases
 from ckpttool.catalogue.boxes import Ints, whole
-from ckpttool.catalogue.entries import Catalogue, File, Part, Path, Tensor, dotted
+from ckpttool.catalogue.entries import Catalogue, Part, Path, Tensor, dotted
 from ckpttool.catalogue.protocols import OpenOptions, Source
 from ckpttool.catalogue.warning import Warning
 from ckpttool.errors import CkptError, CorruptError, ReadError
-from ckpttool.formats import rankfiles, torchsave
+from ckpttool.formats import documents, rankfiles, torchsave
 from ckpttool.formats.detect import detect
 from ckpttool.formats.rankfiles.rank_file import mentions_shards
 from ckpttool.layout.optimizer.parse import parse_key
@@ -155,13 +155,6 @@ class _Opening:
         name = component.name.rstrip("/")
         is_set = component.kind == "rank files" and len(component.files) > 1
         try:
-            if component.kind == "json":
-                values = self.directory.json(component.name)
-                combined.add_values(values if isinstance(values, dict) else {"value": values}, component.root)
-                document = Catalogue("json", [File(self.directory.at(component.name), component.name, 0)])
-                _list(combined.catalogue, component, document)
-                self.mounted.append(_mounted(component, document))
-                return
             if is_set and not self._is_one_format(component):
                 self._add_by_rank(combined, component)
                 return
@@ -215,7 +208,7 @@ class _Opening:
         path = self.directory.at(component.name) if component.name else self.directory.path
         if "*" in component.name:
             path = self.directory.at(component.files[0]) if len(component.files) == 1 else self._pattern(component)
-        row = detect(path)
+        row = documents.JSON if component.kind == "json" else detect(path)
         if row is rankfiles.FORMAT and component.kind in ("single", "per rank") and not mentions_shards(path):
             # By itself, and not with those that are called alike.
             row = torchsave.FORMAT

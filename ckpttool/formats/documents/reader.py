@@ -16,7 +16,8 @@ from ckpttool.errors import CkptError, CorruptError
 from ckpttool.serialization import plain_yaml, strict_json
 from ckpttool.storage.stores import Location
 
-MAX_SIZE = 1 << 20  # bytes
+MAX_SIZE = 1 << 20  # bytes of what may be a document
+_MAX_NAMED = 64 << 20  # and of what a framework's layout says is one: the history of a long run
 # Words of documents that describe a model, its tokenizer or other files, and are not state.
 _DESCRIBING = {
     *("architectures", "model_type", "transformers_version", "_class_name", "_diffusers_version", "weight_map"),
@@ -74,8 +75,8 @@ def open_yaml(location: Location, options: OpenOptions = NO_HINTS) -> Source:
 
 def _open(format: str, location: Location, parse: _Parse) -> Source:
     size = location.size()
-    if size > MAX_SIZE:
-        raise CorruptError(f"`{location}` has {size} bytes, more than {MAX_SIZE} of a document", expected=MAX_SIZE)
+    if size > _MAX_NAMED:
+        raise CorruptError(f"`{location}` has {size} bytes, more than {_MAX_NAMED} of a document", expected=_MAX_NAMED)
     catalogue = Catalogue(format, [File(location, location.name, size)], facts={"layout": "document"})
     with working(size):
         flatten(parse(location.read(), f"`{location}`"), catalogue, (), lambda value, path, embedded: value)
