@@ -92,6 +92,14 @@ class Extent(NamedTuple):
         """Whether the bytes are the row-major, native elements themselves."""
         return self.strides is None and not self.codec and not self.item and self.weave is None
 
+    @property
+    def crc(self) -> int | None:
+        """The CRC-32 that the writer left for these bytes, and for no others; None without one."""
+        record = self.record
+        if record is None or not self.plain or (record.offset, record.nbytes) != (self.offset, self.nbytes):
+            return None
+        return record.crc
+
     def shifted(self, by: int) -> Extent:
         """Return the same place when `by` other files come before its own."""
         record = self.record.shifted(by) if self.record is not None else None

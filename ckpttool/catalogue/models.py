@@ -248,10 +248,8 @@ def _find_copies(every: Sequence[Model], optimizers: Sequence[_Trained]) -> None
 
 def checksum(tensor: Tensor) -> tuple[str, Ints, int] | None:
     """Return the dtype, shape and CRC of a tensor that lies in one piece; None where the file has no CRC of it."""
-    extent = tensor.chunks.at(0).extent if len(tensor.chunks) == 1 else None
-    record = extent.record if extent is not None and extent.plain else None
-    is_whole = record is not None and record.nbytes == tensor.nbytes
-    return (tensor.dtype.name, tensor.shape, record.crc) if record is not None and is_whole and record.crc else None
+    crc = tensor.chunks.at(0).extent.crc if len(tensor.chunks) == 1 else None
+    return (tensor.dtype.name, tensor.shape, crc) if crc else None
 
 
 # Optimizers -----------------------------------------------------------------------------------------------------------
