@@ -85,6 +85,8 @@ class Mounted(NamedTuple):
     component: Component
     name: str
     format: str
+    layout: str | None = None
+    file_count: int = 1
     files: tuple[str, ...] = ()
     copies: tuple[str, ...] = ()
     digits: int = 1

@@ -78,7 +78,7 @@ def open_layout(layout: Layout, directory: Directory, options: OpenOptions) -> S
     if layout.assets:
         catalogue.facts["assets"] = [name.rstrip("/") for name in layout.assets]
         places = [(name, directory.at(name).absolute()) for name in layout.assets if not directory.leads_out(name)]
-        assets = [Mounted(Component(name), name, "asset", (), (place,)) for name, place in places if place.is_file()]
+        assets = [Mounted(Component(name), name, "asset", copies=(place,)) for name, place in places if place.is_file()]
         catalogue.facts["components"] = [*catalogue.facts.get("components", ()), *assets]
     catalogue.warnings += layout.warnings
     catalogue.faults += [_of_component(error, directory, name, name) for name, error in layout.unreadable.items()]
@@ -142,7 +142,7 @@ class _Opening:
             if not combined.catalogue.entries:
                 raise self.faults[0] if self.faults else ReadError(f"`{path}` holds nothing", file=path)
             combined.catalogue.faults += self.faults
-            combined.catalogue.facts["components"] = self.mounted
+            combined.catalogue.facts |= {"mounted": _listed(self.mounted), "components": self.mounted}
             # Warnings have the name of their component, and appear once where all ranks have the same.
             for warning, (name, *others) in self.warnings.items():
                 named = f"`{name}` and {len(others)} more" if others else f"`{name}`"
@@ -163,7 +163,7 @@ class _Opening:
             self.faults.append(_of_component(error, self.directory, name, dotted(component.root)))
             return
         catalogue = source.catalogue
-        if component.spare and (twin := _twin(source, combined)) is not None:
+        if component.spare and (twin := _twin(source, combined, [one.root for one in self.mounted])) is not None:
             source.close()
             model = f"`{dotted(twin)}`" if twin else "the model"
             text = f"`{component.name}` has the tensors of {model}, and is not read"
@@ -173,7 +173,6 @@ class _Opening:
             # The facts of the first component with tensors are those of the whole.
             combined.catalogue.format = catalogue.format
             combined.catalogue.facts |= {k: v for k, v in catalogue.facts.items() if k == "torch"}
-        _list(combined.catalogue, component, catalogue)
         self.mounted.append(_mounted(component, catalogue))
         for warning in catalogue.warnings:
             self.warnings.setdefault(warning, []).append(name)
@@ -273,7 +272,7 @@ def shapes_of_moments(catalogue: Catalogue) -> OpenOptions:
     return OpenOptions(shapes, ordered=len(groups) == 1 and set(order) == set(moments)) if shapes else OpenOptions()
 
 
-def _twin(source: Source, combined: CombinedSource) -> Path | None:
+def _twin(source: Source, combined: CombinedSource, mounted: Sequence[Path]) -> Path | None:
     """Return the root of the component that has the same tensors by their names, shapes and elements at both ends, of a
     few tensors if the files are on another machine, in the same dtype or one of more bytes; None without one, or where
     it cannot be read."""
@@ -281,9 +280,7 @@ def _twin(source: Source, combined: CombinedSource) -> Path | None:
     tied = find_aliases(source.catalogue.tensors)
     own = _by_shape(source.catalogue.tensors, ())
     ties = {key for key, tensor in own.items() if tensor.path in tied}
-    mounted = (one["root"] for one in combined.catalogue.facts.get("mounted", ()))
-    roots = [tuple(root.split(".")) if root else () for root in mounted]
-    for root in dict.fromkeys(root for one in roots for root in (one, (*one, "model"))):
+    for root in dict.fromkeys(root for one in mounted for root in (one, (*one, "model"))):
         there = _by_shape(combined.catalogue.tensors, root)
         if own and own.keys() - ties <= there.keys():
             compared = [key for key in own if key in there]
@@ -328,8 +325,8 @@ def _by_rank(component: Component) -> list[tuple[int, str]]:
 
 
 def _mounted(component: Component, catalogue: Catalogue) -> Mounted:
-    copied = is_copied(catalogue)
-    one = Mounted(component, component.name, catalogue.format, is_copied=copied)
+    layout, count = catalogue.facts.get("layout"), len(catalogue.own_files)
+    one = Mounted(component, component.name, catalogue.format, layout, count, is_copied=is_copied(catalogue))
     if component.name.endswith(".index.json"):
         return one._replace(files=component.files)
     if component.kind == "single" and component.name in component.files[:1]:
@@ -341,19 +338,21 @@ def _mounted(component: Component, catalogue: Catalogue) -> Mounted:
     return one._replace(files=component.files, digits=min(map(len, _ranks_in(component))))
 
 
-def _list(combined: Catalogue, component: Component, catalogue: Catalogue) -> None:
-    """Add a component to the facts, the files of all ranks as one."""
-    mounted: list[dict[str, Any]] = combined.facts.setdefault("mounted", [])
-    root, path = component.root, component.name
-    if component.kind == "per rank":
-        root = root[:-1]
-        if mounted and mounted[-1].get("root") == dotted(root):
-            mounted[-1]["file_count"] += 1
-            return
-        before, _, after = path.rpartition(str(component.rank))
-        path = f"{before}*{after}"
-    of_format = {"format": catalogue.format, "layout": catalogue.facts.get("layout")}
-    mounted.append({"path": path, "root": dotted(root), **of_format, "file_count": len(catalogue.own_files)})
+def _listed(mounted: Iterable[Mounted]) -> list[dict[str, Any]]:
+    """Return the components for people, the files of all ranks as one."""
+    rows: list[dict[str, Any]] = []
+    for one in mounted:
+        root, path = one.root, one.component.name
+        if one.component.kind == "per rank":
+            root = root[:-1]
+            if rows and rows[-1]["root"] == dotted(root):
+                rows[-1]["file_count"] += 1
+                continue
+            before, _, after = path.rpartition(str(one.component.rank))
+            path = f"{before}*{after}"
+        row = {"path": path, "root": dotted(root), "format": one.format, "layout": one.layout}
+        rows.append({**row, "file_count": one.file_count})
+    return rows
 
 
 def _part_below(catalogue: Catalogue, key: str) -> Part | None:
