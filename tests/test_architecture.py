@@ -8,6 +8,7 @@ import subprocess
 import sys
 from collections import Counter
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -60,7 +61,6 @@ def modules() -> dict[str, ast.Module]:
 
 
 MODULES = modules()
-every = pytest.mark.parametrize("name", MODULES)
 
 
 def layer_of(name: str) -> str:
@@ -68,65 +68,56 @@ def layer_of(name: str) -> str:
     return name.partition(".")[0]
 
 
-def imported(tree: ast.AST) -> Iterator[str]:
-    """Full names of the modules that are imported anywhere in a tree."""
-    for node in ast.walk(tree):
+def walk(node: ast.AST, *, typing: bool, functions: bool) -> Iterator[ast.AST]:
+    """`ast.walk`, but for what is for type checkers only and for what runs only when a function is called."""
+    yield node
+    for child in ast.iter_child_nodes(node):
+        if isinstance(child, ast.If) and ast.unparse(child.test) == "TYPE_CHECKING" and not typing:
+            continue
+        if not isinstance(child, ast.FunctionDef) or functions:
+            yield from walk(child, typing=typing, functions=functions)
+
+
+@cache
+def imported(tree: ast.AST, *, typing: bool = True, functions: bool = True) -> frozenset[str]:
+    """Full names of the modules that are imported in a tree: anywhere, or where `walk` goes."""
+    names: set[str] = set()
+    for node in walk(tree, typing=typing, functions=functions):
         if isinstance(node, ast.Import):
-            yield from (alias.name for alias in node.names)
+            names.update(alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
             assert node.level == 0, "a relative import"
             base = node.module or ""
             for alias in node.names:
                 inner = f"{base}.{alias.name}"
-                yield inner if inner.removeprefix("ckpttool.") in MODULES and base.startswith("ckpttool") else base
+                names.add(inner if inner.removeprefix("ckpttool.") in MODULES and base.startswith("ckpttool") else base)
+    return frozenset(names)
 
 
-def ours(tree: ast.AST) -> set[str]:
-    found = {name for name in imported(tree) if name.partition(".")[0] == "ckpttool"}
+def ours(tree: ast.AST, **where: bool) -> set[str]:
+    found = {name for name in imported(tree, **where) if name.partition(".")[0] == "ckpttool"}
     return {name.removeprefix("ckpttool").removeprefix(".") for name in found}
 
 
-def foreign(tree: ast.AST) -> set[str]:
-    return {name.partition(".")[0] for name in imported(tree)} - {"ckpttool", "__future__"}
+def foreign(tree: ast.AST, **where: bool) -> set[str]:
+    return {name.partition(".")[0] for name in imported(tree, **where)} - {"ckpttool", "__future__"}
 
 
-class WithoutTypeChecking(ast.NodeTransformer):
-    """Leaves out what is imported for type checkers only."""
-
-    def visit_If(self, node: ast.If) -> ast.AST | None:
-        if isinstance(node.test, ast.Name) and node.test.id == "TYPE_CHECKING":
-            return None
-        return self.generic_visit(node)
+AT_IMPORT = {"typing": False, "functions": False}
 
 
-def without_type_checking(tree: ast.Module) -> ast.AST:
-    """A module without what it imports for type checkers only."""
-    return WithoutTypeChecking().visit(ast.parse(ast.unparse(tree)))  # type: ignore[no-any-return]
-
-
-def at_import(tree: ast.Module) -> ast.Module:
-    """What runs when a module is imported: no function bodies, nothing for type checkers only."""
-
-    class Stripped(WithoutTypeChecking):
-        def visit_FunctionDef(self, node: ast.FunctionDef) -> None:
-            return None
-
-    copied = ast.parse(ast.unparse(tree))
-    Stripped().visit(copied)
-    return copied
-
-
+@cache
 def calls(tree: ast.AST) -> set[str]:
     """What is called, as it is written: `print`, `pickle.load`."""
     return {ast.unparse(node.func) for node in ast.walk(tree) if isinstance(node, ast.Call)}
 
 
-@every
-def test_imports_go_down(name: str) -> None:
-    layer = layer_of(name)
-    below = set().union(*LAYERS[: next(i for i, row in enumerate(LAYERS) if layer in row)])
-    beyond = {used for used in ours(MODULES[name]) if layer_of(used) not in {layer, *below}}
-    assert not beyond, f"{name} imports {sorted(beyond)}"
+def test_imports_go_down() -> None:
+    for name, tree in MODULES.items():
+        layer = layer_of(name)
+        below = set().union(*LAYERS[: next(i for i, row in enumerate(LAYERS) if layer in row)])
+        beyond = {used for used in ours(tree) if layer_of(used) not in {layer, *below}}
+        assert not beyond, f"{name} imports {sorted(beyond)}"
 
 
 def test_every_layer_is_there() -> None:
@@ -162,12 +153,11 @@ def test_a_command_does_not_import_another() -> None:
     }
 
 
-@every
-def test_a_format_does_not_import_another(name: str) -> None:
-    own = ".".join(name.split(".")[:2])
-    others = {".".join(used.split(".")[:2]) for used in ours(MODULES[name]) if used.startswith("formats.")}
-    if name.startswith("formats."):
-        assert others - {"formats.detect"} <= {own} or name == "formats.detect"
+def test_a_format_does_not_import_another() -> None:
+    for name in MODULES:
+        if name.startswith("formats.") and name != "formats.detect":
+            others = {".".join(used.split(".")[:2]) for used in ours(MODULES[name]) if used.startswith("formats.")}
+            assert others - {"formats.detect"} <= {".".join(name.split(".")[:2])}, name
 
 
 @pytest.mark.parametrize("arrow", ONLY)
@@ -181,35 +171,38 @@ def test_few_modules_import_that(arrow: tuple[str, str]) -> None:
 
 
 def test_no_module_needs_itself() -> None:
-    graph = {name: ours(without_type_checking(tree)) for name, tree in MODULES.items()}
+    graph = {name: ours(tree, typing=False) for name, tree in MODULES.items()}
     done: set[str] = set()
 
-    def walk(name: str, above: tuple[str, ...]) -> None:
+    def follow(name: str, above: tuple[str, ...]) -> None:
         assert name not in above, " -> ".join((*above[above.index(name) :], name))
         if name not in done:
             for used in graph[name]:
-                walk(used, (*above, name))
+                follow(used, (*above, name))
             done.add(name)
 
     for name in graph:
-        walk(name, ())
+        follow(name, ())
 
 
-@pytest.mark.parametrize("name", [name for name in MODULES if layer_of(name) in PURE])
-def test_the_pure_modules_do_no_io(name: str) -> None:
-    assert not foreign(MODULES[name]) & {"os", "io", "pathlib", "threading", "torch", "numpy", "subprocess", "shutil"}
-    assert "open" not in calls(MODULES[name])
+def test_the_pure_modules_do_no_io() -> None:
+    files = {"os", "io", "pathlib", "threading", "torch", "numpy", "subprocess", "shutil"}
+    for name, tree in MODULES.items():
+        if layer_of(name) in PURE:
+            assert not foreign(tree) & files and "open" not in calls(tree), name
 
 
-@pytest.mark.parametrize("name", [*(name for name in MODULES if layer_of(name) in PURE), "storage.files"])
-def test_the_lower_layers_need_the_standard_library_only(name: str) -> None:
-    assert foreign(without_type_checking(MODULES[name])) <= sys.stdlib_module_names
+def test_the_lower_layers_need_the_standard_library_only() -> None:
+    for name, tree in MODULES.items():
+        if layer_of(name) in PURE or name == "storage.files":
+            assert foreign(tree, typing=False) <= sys.stdlib_module_names, name
 
 
-@every
-def test_torch_and_numpy_are_imported_when_they_are_needed(name: str) -> None:
-    if not name.startswith(("training", "storage.hub", "resume.worker")):  # imported on use
-        assert not foreign(at_import(MODULES[name])) & {"torch", "numpy", "safetensors", "zstandard", "huggingface_hub"}
+def test_torch_and_numpy_are_imported_when_they_are_needed() -> None:
+    libraries = {"torch", "numpy", "safetensors", "zstandard", "huggingface_hub"}
+    for name, tree in MODULES.items():
+        if not name.startswith(("training", "storage.hub", "resume.worker")):  # imported on use
+            assert not foreign(tree, **AT_IMPORT) & libraries, name
 
 
 def test_one_module_computes_crcs() -> None:
@@ -273,21 +266,21 @@ USERS = {
     "analysis",
     "reports",
     "operations",
-    "audit",
     "resume",
 }
 
 
-@pytest.mark.parametrize("name", [n for n in MODULES if layer_of(n) in USERS and not n.startswith(WITH_OWN_FILES)])
-def test_storage_is_the_one_door_to_a_checkpoints_files(name: str) -> None:
-    tree = MODULES[name]
-    assert "open" not in calls(tree), f"{name} calls `open`: `locate(path).open()` knows where the bytes are"
-    used = {ast.unparse(node) for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
-    assert not {one for one in used if one.partition(".")[0] in FILE_MODULES and one.count(".") == 1} - NO_FILES
-    modules = FILE_MODULES - ({"pathlib"} if name in WITH_PATHS_AS_VALUES else set())
-    assert foreign(tree) & modules <= {"os"}
-    for node in ast.walk(tree):
-        assert not isinstance(node, ast.ImportFrom) or node.module not in modules, ast.unparse(node)
+def test_storage_is_the_one_door_to_a_checkpoints_files() -> None:
+    for name, tree in MODULES.items():
+        if layer_of(name) not in USERS or name.startswith(WITH_OWN_FILES):
+            continue
+        assert "open" not in calls(tree), f"{name} calls `open`: `locate(path).open()` knows where the bytes are"
+        modules = FILE_MODULES - ({"pathlib"} if name in WITH_PATHS_AS_VALUES else set())
+        assert foreign(tree) & modules <= {"os"}, name
+        for node in ast.walk(tree):
+            assert not isinstance(node, ast.ImportFrom) or node.module not in modules, f"{name}: {ast.unparse(node)}"
+            if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id in FILE_MODULES:
+                assert ast.unparse(node) in NO_FILES, f"{name}: {ast.unparse(node)}"
 
 
 def test_one_door_from_a_catalogue_to_values() -> None:
@@ -335,33 +328,34 @@ def test_one_door_from_a_catalogue_to_values() -> None:
     }
 
 
-@every
-def test_only_the_cli_talks(name: str) -> None:
-    if layer_of(name) != "cli":
-        drawing = set() if name == "reports.terminal" else {"rich", "tabulate"}  # it writes to the stream it is given
-        assert not foreign(MODULES[name]) & {"click", "typer", "argparse", "textual", *drawing}
-    # In its newer releases typer has a click of its own, which is nobody else's business.
-    assert "click" not in foreign(MODULES[name])
-    assert name == "cli.parsing" or "typer" not in foreign(MODULES[name])
-    if layer_of(name) != "cli" and name != "training.exit_on_error":  # which ends the scripts of others
-        assert not calls(MODULES[name]) & {"print", "input", "sys.stdout.write", "sys.stderr.write", "sys.exit", "exit"}
+def test_only_the_cli_talks() -> None:
+    talking = {"print", "input", "sys.stdout.write", "sys.stderr.write", "sys.exit", "exit"}
+    for name, tree in MODULES.items():
+        # In its newer releases typer has a click of its own, which is nobody else's business.
+        unwanted = {"click"} if name == "cli.parsing" else {"click", "typer"}
+        if layer_of(name) != "cli":
+            unwanted |= {"argparse", "textual"}
+            unwanted |= set() if name == "reports.terminal" else {"rich", "tabulate"}  # it writes to a given stream
+        assert not foreign(tree) & unwanted, name
+        if layer_of(name) != "cli" and name != "training.exit_on_error":  # which ends the scripts of others
+            assert not calls(tree) & talking, name
 
 
-@every
-def test_nothing_of_a_checkpoint_is_run(name: str) -> None:
-    tree = MODULES[name]
-    called = calls(tree)
-    assert not called & {"pickle.load", "pickle.loads", "torch.load", "torch.jit.load", "eval", "exec", "__import__"}
-    # The package itself imports its own modules when they are asked for, and so do stores, formats and commands.
-    own = name in ("", "storage.stores", "catalogue.protocols", "cli.app")
-    unwanted = {"find_class", "system", "popen"} | (set() if own else {"import_module"})
-    assert not {c for c in called if c.rpartition(".")[2] in unwanted}
-    assert not foreign(tree) & {"marshal", "shelve", "dill", "cloudpickle", "joblib", "runpy"}
-    # Our own `architecture_process`, which needs torch; a training command that the user gave, and `ps`.
-    if name not in ("models.architecture", "resume.process", "resume.guard"):
-        assert "subprocess" not in foreign(tree)
-    if name != "serialization.unpickler":
-        assert "pickle" not in foreign(tree)
+RUNNING = {"pickle.load", "pickle.loads", "torch.load", "torch.jit.load", "eval", "exec", "__import__"}
+
+
+def test_nothing_of_a_checkpoint_is_run() -> None:
+    for name, tree in MODULES.items():
+        assert not calls(tree) & RUNNING, name
+        # The package itself imports its own modules when they are asked for, and so do stores, formats and commands.
+        own = name in ("", "storage.stores", "catalogue.protocols", "cli.app")
+        unwanted = {"find_class", "system", "popen"} | (set() if own else {"import_module"})
+        assert not {call for call in calls(tree) if call.rpartition(".")[2] in unwanted}, name
+        modules = {"marshal", "shelve", "dill", "cloudpickle", "joblib", "runpy"}
+        # Our own `architecture_process`, which needs torch; a training command that the user gave, and `ps`.
+        modules |= set() if name in ("models.architecture", "resume.process", "resume.guard") else {"subprocess"}
+        modules |= set() if name == "serialization.unpickler" else {"pickle"}
+        assert not foreign(tree) & modules, name
 
 
 def test_one_package_draws_a_screen() -> None:
@@ -370,7 +364,7 @@ def test_one_package_draws_a_screen() -> None:
     # An extra: it is imported when `browse` is run.
     importing = {name for name, tree in MODULES.items() if any(one.startswith("cli.browser") for one in ours(tree))}
     assert {name for name in importing if not name.startswith("cli.browser")} == {"cli.browse"}
-    assert not any(one.startswith("cli.browser") for one in ours(at_import(MODULES["cli.browse"])))
+    assert not any(one.startswith("cli.browser") for one in ours(MODULES["cli.browse"], **AT_IMPORT))
 
 
 def test_one_module_renders_templates() -> None:
@@ -383,13 +377,12 @@ def test_no_module_is_named_like_one_of_the_standard_library() -> None:
     assert not {name for name in MODULES if "." not in name} & set(sys.stdlib_module_names)
 
 
-@every
-def test_what_is_public_is_documented(name: str) -> None:
-    tree = MODULES[name]
-    assert ast.get_docstring(tree), f"{name} has no docstring"
-    for node in tree.body:
-        if isinstance(node, (ast.FunctionDef, ast.ClassDef)) and not node.name.startswith("_"):
-            assert ast.get_docstring(node), f"{name}.{node.name} has no docstring"
+def test_what_is_public_is_documented() -> None:
+    for name, tree in MODULES.items():
+        assert ast.get_docstring(tree), f"{name} has no docstring"
+        for node in tree.body:
+            if isinstance(node, (ast.FunctionDef, ast.ClassDef)) and not node.name.startswith("_"):
+                assert ast.get_docstring(node), f"{name}.{node.name} has no docstring"
 
 
 def test_the_design_page_names_every_package() -> None:
@@ -450,19 +443,17 @@ def test_importing_the_library_imports_little() -> None:
 SEARCHES = {"startswith", "endswith", "match", "fullmatch", "search", "findall", "find", "index", "split", "partition"}
 
 
-@pytest.mark.parametrize("name", [name for name in MODULES if layer_of(name) not in ("cli", "errors")])
-def test_warnings_are_chosen_by_kind(name: str) -> None:
+def test_warnings_are_chosen_by_kind() -> None:
     """No code looks for words in the text of a warning or the message of an error."""
-    for node in ast.walk(MODULES[name]):
-        searched: list[ast.expr] = []
-        if isinstance(node, ast.Compare) and any(isinstance(op, (ast.In, ast.NotIn)) for op in node.ops):
-            searched = node.comparators
-        elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in SEARCHES:
-            searched = [node.func.value, *node.args]
-        read = {ast.unparse(part) for one in searched for part in ast.walk(one)}
-        assert not any(part.endswith((".text", ".message")) or part == "str(warning)" for part in read), ast.unparse(
-            node
-        )
+    for name, tree in MODULES.items():
+        for node in ast.walk(tree) if layer_of(name) not in ("cli", "errors") else ():
+            searched: list[ast.expr] = []
+            if isinstance(node, ast.Compare) and any(isinstance(op, (ast.In, ast.NotIn)) for op in node.ops):
+                searched = node.comparators
+            elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in SEARCHES:
+                searched = [node.func.value, *node.args]
+            for part in {ast.unparse(inner) for one in searched for inner in ast.walk(one)}:
+                assert not part.endswith((".text", ".message")) and part != "str(warning)", f"{name}: {part}"
 
 
 def test_what_is_found_is_one_class() -> None:
