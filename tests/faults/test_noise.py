@@ -9,11 +9,12 @@ import random
 import shutil
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
 from support.paths import CHECKPOINTS, ROOT
-from support.work import Calls
+from support.work import counted
 
 import ckpttool
 from ckpttool.errors import CkptError
@@ -80,24 +81,29 @@ def try_all(kind: str, folder: Path, rounds: int, seed: int) -> None:
             shutil.copyfile(original, copy)
         spoil(copy, some)
         to = some.choice(("torch", "dcp", "safetensors"))
-        work = Calls()
-        for act in ("inspect", "convert"):
-            try:
-                with work:
-                    if act == "inspect":
-                        look(str(copy))
-                    else:
-                        ckpttool.convert(str(copy), str(dst), to=to, threads=1)
-            except CkptError as error:
-                assert error.message and error.exit_code in (2, 3, 4, 5), (kind, seed, number, act, error)
-                assert not dst.exists()
-            except Exception as error:
-                raise AssertionError(f"{kind}, seed {seed}, round {number}, {act} to {to}: {error!r}") from error
-        assert work.count < MOST_CALLS, f"{kind}, seed {seed}, round {number}: {work.count:,} calls"
+        where = f"{kind}, seed {seed}, round {number}, to {to}"
+        _, calls = counted(partial(_try, copy, dst, to, where), MOST_CALLS)
+        assert calls < MOST_CALLS, f"{where}: {calls:,} calls"
         remove(copy)
-        remove(dst)
         left = [p.name for p in folder.iterdir()]
         assert not left, f"{kind}, seed {seed}, round {number}: left {left}"
+
+
+def _try(copy: Path, dst: Path, to: str, where: str) -> None:
+    """Inspect and convert a spoilt copy."""
+    acts = {
+        "inspect": lambda: look(str(copy)),
+        "convert": lambda: ckpttool.convert(str(copy), str(dst), to=to, threads=1),
+    }
+    for name, act in acts.items():
+        try:
+            act()
+        except CkptError as error:
+            assert error.message and error.exit_code in (2, 3, 4, 5), (where, name, error)
+            assert not dst.exists()
+        except Exception as error:
+            raise AssertionError(f"{where}, {name}: {error!r}") from error
+    remove(dst)
 
 
 def look(path: str) -> None:

@@ -12,14 +12,16 @@ import json
 import resource
 import signal
 import sys
+from functools import partial
 from pathlib import Path
 
-from support.work import Calls
-from typer.testing import CliRunner
+from support.work import counted
+from typer.testing import CliRunner, Result
 
 from ckpttool.catalogue import work_limit
 from ckpttool.cli.app import application
 
+MOST_CALLS = 10_000_000  # of functions of Python and C; the most work that an honest error takes is half of it
 ROOM = 1 << 30  # bytes of address space: what is asked for and not used counts there
 ALARM = 200  # seconds by the clock, for what waits
 PROCESSOR = 60.0  # seconds of the processor, for what does not end
@@ -38,10 +40,22 @@ def field(name: str) -> int:
     return int(line.split()[1]) << 10
 
 
+def _limited(runner: CliRunner, words: list[str], before: int) -> tuple[Result, int]:
+    """What the command says, and by how many bytes this process was larger than before."""
+    signal.alarm(ALARM)
+    signal.setitimer(signal.ITIMER_PROF, PROCESSOR)
+    done = runner.invoke(application(), words)
+    signal.alarm(0)
+    signal.setitimer(signal.ITIMER_PROF, 0)
+    return done, field("VmHWM") - before
+
+
 def main() -> None:
     jobs = json.load(sys.stdin)
     runner = CliRunner()
     runner.invoke(application(), ["formats"])  # what is imported late is not a file's fault
+    gc.collect()
+    gc.freeze()  # nor is it looked at again after each
     limit = field("VmSize") + ROOM
     if limit > ROOM:
         resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
@@ -53,17 +67,11 @@ def main() -> None:
         if PEAK.exists():
             PEAK.write_text("5")  # begins the peak anew
         before = field("VmRSS")
-        signal.alarm(ALARM)
-        signal.setitimer(signal.ITIMER_PROF, PROCESSOR)
         work_limit.LEAST = LEAST if words[0] == "inspect" else LEAST // SHARE
-        calls = Calls()
-        with calls:
-            done = runner.invoke(application(), words)
-        signal.alarm(0)
-        signal.setitimer(signal.ITIMER_PROF, 0)
+        (done, taken), calls = counted(partial(_limited, runner, words, before), MOST_CALLS)
         sys.stdout.write(json.dumps({
             "name": name, "words": words, "code": done.exit_code, "out": done.stdout, "err": done.stderr,
-            "calls": calls.count, "taken": field("VmHWM") - before,
+            "calls": calls, "taken": taken,
         }) + "\n")  # fmt: skip
         sys.stdout.flush()
         del done  # its traceback keeps what was read

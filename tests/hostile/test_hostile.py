@@ -24,13 +24,13 @@ import lying_meshes  # noqa: F401
 import lying_pickles  # noqa: F401
 import lying_work  # noqa: F401
 import pytest
+from run_with_limits import MOST_CALLS
 from support.faults import Ran, check_words, mark
 from support.lying_files import CANARY, LIES, Lie
 from support.paths import ROOT
 
 HERE = Path(__file__).resolve().parent
 PATH = os.pathsep.join((str(ROOT), str(HERE.parent)))
-MOST_CALLS = 10_000_000  # of functions of Python and C; the most work that an honest error takes is half of it
 MOST_BYTES = 300 << 20
 LARGE = 4 << 20  # bytes
 BATCH = 20
