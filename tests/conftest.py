@@ -8,6 +8,7 @@ import shutil
 import signal
 import time
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -75,6 +76,20 @@ def _models_of_configs_in_this_process() -> Any:
     start = architecture._run
     architecture._run = lambda command: architecture_process.main(*command[3:])
     return start
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _commands_are_built_once() -> None:
+    """typer takes longer to build a command of its function than most tests need to run it."""
+    from ckpttool.cli import app
+
+    app.command = cache(app.command)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _no_waiting_for_the_disk() -> None:
+    """What is lost when the power fails shows in no test. The programs that tests start wait for it."""
+    os.fsync = lambda descriptor: os.fstat(descriptor) and None
 
 
 @pytest.fixture
