@@ -51,6 +51,7 @@ ONLY = {
 }
 
 
+@cache
 def modules() -> dict[str, ast.Module]:
     """Every module of ours by its name without `ckpttool.`; the package itself is ""."""
     found = {}
@@ -58,9 +59,6 @@ def modules() -> dict[str, ast.Module]:
         name = ".".join(path.relative_to(PACKAGE).with_suffix("").parts)
         found[name.removesuffix("__init__").rstrip(".")] = ast.parse(path.read_text(encoding="utf-8"))
     return found
-
-
-MODULES = modules()
 
 
 def layer_of(name: str) -> str:
@@ -90,7 +88,9 @@ def imported(tree: ast.AST, *, typing: bool = True, functions: bool = True) -> f
             base = node.module or ""
             for alias in node.names:
                 inner = f"{base}.{alias.name}"
-                names.add(inner if inner.removeprefix("ckpttool.") in MODULES and base.startswith("ckpttool") else base)
+                names.add(
+                    inner if inner.removeprefix("ckpttool.") in modules() and base.startswith("ckpttool") else base
+                )
     return frozenset(names)
 
 
@@ -113,7 +113,7 @@ def calls(tree: ast.AST) -> set[str]:
 
 
 def test_imports_go_down() -> None:
-    for name, tree in MODULES.items():
+    for name, tree in modules().items():
         layer = layer_of(name)
         below = set().union(*LAYERS[: next(i for i, row in enumerate(LAYERS) if layer in row)])
         beyond = {used for used in ours(tree) if layer_of(used) not in {layer, *below}}
@@ -121,7 +121,7 @@ def test_imports_go_down() -> None:
 
 
 def test_every_layer_is_there() -> None:
-    assert set().union(*LAYERS) == {layer_of(name) for name in MODULES}
+    assert set().union(*LAYERS) == {layer_of(name) for name in modules()}
 
 
 def test_the_root_is_small() -> None:
@@ -141,7 +141,7 @@ SHARED = {"arguments", "manifest", "publish", "secrets", "write", "written"}
 
 def test_a_command_does_not_import_another() -> None:
     arrows: dict[str, set[str]] = {}
-    for name, tree in MODULES.items():
+    for name, tree in modules().items():
         if name.startswith("operations."):
             command = name.split(".")[1]
             used = {one.split(".")[1] for one in ours(tree) if one.startswith("operations.")}
@@ -154,9 +154,9 @@ def test_a_command_does_not_import_another() -> None:
 
 
 def test_a_format_does_not_import_another() -> None:
-    for name in MODULES:
+    for name in modules():
         if name.startswith("formats.") and name != "formats.detect":
-            others = {".".join(used.split(".")[:2]) for used in ours(MODULES[name]) if used.startswith("formats.")}
+            others = {".".join(used.split(".")[:2]) for used in ours(modules()[name]) if used.startswith("formats.")}
             assert others - {"formats.detect"} <= {".".join(name.split(".")[:2])}, name
 
 
@@ -164,14 +164,14 @@ def test_a_format_does_not_import_another() -> None:
 def test_few_modules_import_that(arrow: tuple[str, str]) -> None:
     above, below = arrow
     users = {
-        name for name, tree in MODULES.items()
+        name for name, tree in modules().items()
         if layer_of(name) == above and any(f"{used}.".startswith(f"{below}.") for used in ours(tree))
     }  # fmt: skip
     assert users == ONLY[arrow]
 
 
 def test_no_module_needs_itself() -> None:
-    graph = {name: ours(tree, typing=False) for name, tree in MODULES.items()}
+    graph = {name: ours(tree, typing=False) for name, tree in modules().items()}
     done: set[str] = set()
 
     def follow(name: str, above: tuple[str, ...]) -> None:
@@ -187,28 +187,28 @@ def test_no_module_needs_itself() -> None:
 
 def test_the_pure_modules_do_no_io() -> None:
     files = {"os", "io", "pathlib", "threading", "torch", "numpy", "subprocess", "shutil"}
-    for name, tree in MODULES.items():
+    for name, tree in modules().items():
         if layer_of(name) in PURE:
             assert not foreign(tree) & files and "open" not in calls(tree), name
 
 
 def test_the_lower_layers_need_the_standard_library_only() -> None:
-    for name, tree in MODULES.items():
+    for name, tree in modules().items():
         if layer_of(name) in PURE or name == "storage.files":
             assert foreign(tree, typing=False) <= sys.stdlib_module_names, name
 
 
 def test_torch_and_numpy_are_imported_when_they_are_needed() -> None:
     libraries = {"torch", "numpy", "safetensors", "zstandard", "huggingface_hub"}
-    for name, tree in MODULES.items():
+    for name, tree in modules().items():
         if not name.startswith(("training", "storage.hub", "resume.worker")):  # imported on use
             assert not foreign(tree, **AT_IMPORT) & libraries, name
 
 
 def test_one_module_computes_crcs() -> None:
-    assert {name for name, tree in MODULES.items() if "isal" in foreign(tree)} == {"storage.crc"}
+    assert {name for name, tree in modules().items() if "isal" in foreign(tree)} == {"storage.crc"}
     # What a server and numpy compress is decompressed by zlib, too.
-    assert {name for name, tree in MODULES.items() if "zlib" in foreign(tree)} == {
+    assert {name for name, tree in modules().items() if "zlib" in foreign(tree)} == {
         "formats.numpy_files.reader",
         "storage.crc",
         "storage.hub.answers",
@@ -216,7 +216,7 @@ def test_one_module_computes_crcs() -> None:
 
 
 def test_torch_is_needed_for_values_only() -> None:
-    users = {name for name, tree in MODULES.items() if "torch" in foreign(tree) and layer_of(name) != "training"}
+    users = {name for name, tree in modules().items() if "torch" in foreign(tree) and layer_of(name) != "training"}
     assert {name for name in users if not name.startswith(("resume", "analysis.audit"))} == {
         "models.architecture_process",
         "operations.open",
@@ -227,7 +227,7 @@ def test_torch_is_needed_for_values_only() -> None:
 
 
 def test_one_package_speaks_to_the_hub() -> None:
-    users = {name for name, tree in MODULES.items() if "huggingface_hub" in foreign(tree)}
+    users = {name for name, tree in modules().items() if "huggingface_hub" in foreign(tree)}
     assert users and all(f"{name}.".startswith("storage.hub.") for name in users)
 
 
@@ -271,14 +271,14 @@ USERS = {
 
 
 def test_storage_is_the_one_door_to_a_checkpoints_files() -> None:
-    for name, tree in MODULES.items():
+    for name, tree in modules().items():
         if layer_of(name) not in USERS or name.startswith(WITH_OWN_FILES):
             continue
         assert "open" not in calls(tree), f"{name} calls `open`: `locate(path).open()` knows where the bytes are"
-        modules = FILE_MODULES - ({"pathlib"} if name in WITH_PATHS_AS_VALUES else set())
-        assert foreign(tree) & modules <= {"os"}, name
+        closed = FILE_MODULES - ({"pathlib"} if name in WITH_PATHS_AS_VALUES else set())
+        assert foreign(tree) & closed <= {"os"}, name
         for node in ast.walk(tree):
-            assert not isinstance(node, ast.ImportFrom) or node.module not in modules, f"{name}: {ast.unparse(node)}"
+            assert not isinstance(node, ast.ImportFrom) or node.module not in closed, f"{name}: {ast.unparse(node)}"
             if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id in FILE_MODULES:
                 assert ast.unparse(node) in NO_FILES, f"{name}: {ast.unparse(node)}"
 
@@ -288,7 +288,7 @@ def test_one_door_from_a_catalogue_to_values() -> None:
     `Pool` reads files of the versions that were opened, and nobody makes arrays of what is not filled."""
     defined = {
         (node.name, name)
-        for name, tree in MODULES.items()
+        for name, tree in modules().items()
         for node in ast.walk(tree)
         if isinstance(node, ast.FunctionDef) and node.name in ("resolve", "require")
     }
@@ -304,7 +304,7 @@ def test_one_door_from_a_catalogue_to_values() -> None:
         "resume.saved_state",
         "producers.combined",
     }
-    looking = {name for name, tree in MODULES.items() if any(call.endswith(".lookup") for call in calls(tree))}
+    looking = {name for name, tree in modules().items() if any(call.endswith(".lookup") for call in calls(tree))}
     assert {name for name in looking if layer_of(name) not in ("catalogue", "producers", "layout")} == {
         "analysis.describe.copies",
         "operations.verify.payloads",
@@ -312,7 +312,7 @@ def test_one_door_from_a_catalogue_to_values() -> None:
     }
     reading = {
         name
-        for name, tree in MODULES.items()
+        for name, tree in modules().items()
         if layer_of(name) in ("transfer", "models", "training", "analysis", "reports", "operations", "resume")
         and any(call.endswith((".read_into", ".read_rows", ".read_counted", "pool.read")) for call in calls(tree))
     }
@@ -330,7 +330,7 @@ def test_one_door_from_a_catalogue_to_values() -> None:
 
 def test_only_the_cli_talks() -> None:
     talking = {"print", "input", "sys.stdout.write", "sys.stderr.write", "sys.exit", "exit"}
-    for name, tree in MODULES.items():
+    for name, tree in modules().items():
         # In its newer releases typer has a click of its own, which is nobody else's business.
         unwanted = {"click"} if name == "cli.parsing" else {"click", "typer"}
         if layer_of(name) != "cli":
@@ -345,40 +345,40 @@ RUNNING = {"pickle.load", "pickle.loads", "torch.load", "torch.jit.load", "eval"
 
 
 def test_nothing_of_a_checkpoint_is_run() -> None:
-    for name, tree in MODULES.items():
+    for name, tree in modules().items():
         assert not calls(tree) & RUNNING, name
         # The package itself imports its own modules when they are asked for, and so do stores, formats and commands.
         own = name in ("", "storage.stores", "catalogue.protocols", "cli.app")
         unwanted = {"find_class", "system", "popen"} | (set() if own else {"import_module"})
         assert not {call for call in calls(tree) if call.rpartition(".")[2] in unwanted}, name
-        modules = {"marshal", "shelve", "dill", "cloudpickle", "joblib", "runpy"}
-        # Our own `architecture_process`, which needs torch; a training command that the user gave, and `ps`.
-        modules |= set() if name in ("models.architecture", "resume.process", "resume.guard") else {"subprocess"}
-        modules |= set() if name == "serialization.unpickler" else {"pickle"}
-        assert not foreign(tree) & modules, name
+        running = {"marshal", "shelve", "dill", "cloudpickle", "joblib", "runpy"}
+        # Our own `architecture_process`, which needs torch; a training command that the user gave.
+        running |= set() if name in ("models.architecture", "resume.process") else {"subprocess"}
+        running |= set() if name == "serialization.unpickler" else {"pickle"}
+        assert not foreign(tree) & running, name
 
 
 def test_one_package_draws_a_screen() -> None:
-    users = {name for name, tree in MODULES.items() if "textual" in foreign(tree)}
+    users = {name for name, tree in modules().items() if "textual" in foreign(tree)}
     assert users and all(name.startswith("cli.browser.") for name in users)
     # An extra: it is imported when `browse` is run.
-    importing = {name for name, tree in MODULES.items() if any(one.startswith("cli.browser") for one in ours(tree))}
+    importing = {name for name, tree in modules().items() if any(one.startswith("cli.browser") for one in ours(tree))}
     assert {name for name in importing if not name.startswith("cli.browser")} == {"cli.browse"}
-    assert not any(one.startswith("cli.browser") for one in ours(MODULES["cli.browse"], **AT_IMPORT))
+    assert not any(one.startswith("cli.browser") for one in ours(modules()["cli.browse"], **AT_IMPORT))
 
 
 def test_one_module_renders_templates() -> None:
-    users = {name for name, tree in MODULES.items() if foreign(tree) & {"jinja2", "markupsafe"}}
+    users = {name for name, tree in modules().items() if foreign(tree) & {"jinja2", "markupsafe"}}
     assert users == {"reports.templates"}
 
 
 def test_no_module_is_named_like_one_of_the_standard_library() -> None:
     # `torchrun ckpttool` puts this directory on `sys.path`.
-    assert not {name for name in MODULES if "." not in name} & set(sys.stdlib_module_names)
+    assert not {name for name in modules() if "." not in name} & set(sys.stdlib_module_names)
 
 
 def test_what_is_public_is_documented() -> None:
-    for name, tree in MODULES.items():
+    for name, tree in modules().items():
         assert ast.get_docstring(tree), f"{name} has no docstring"
         for node in tree.body:
             if isinstance(node, (ast.FunctionDef, ast.ClassDef)) and not node.name.startswith("_"):
@@ -387,7 +387,7 @@ def test_what_is_public_is_documented() -> None:
 
 def test_the_design_page_names_every_package() -> None:
     page = (ROOT / "docs" / "explanation" / "design.md").read_text(encoding="utf-8")
-    packages = {name for name in MODULES if any(other.startswith(f"{name}.") for other in MODULES if name)}
+    packages = {name for name in modules() if any(other.startswith(f"{name}.") for other in modules() if name)}
     assert not {name for name in packages if f"`{name.replace('.', '/')}/`" not in page}
 
 
@@ -445,7 +445,7 @@ SEARCHES = {"startswith", "endswith", "match", "fullmatch", "search", "findall",
 
 def test_warnings_are_chosen_by_kind() -> None:
     """No code looks for words in the text of a warning or the message of an error."""
-    for name, tree in MODULES.items():
+    for name, tree in modules().items():
         for node in ast.walk(tree) if layer_of(name) not in ("cli", "errors") else ():
             searched: list[ast.expr] = []
             if isinstance(node, ast.Compare) and any(isinstance(op, (ast.In, ast.NotIn)) for op in node.ops):
@@ -460,7 +460,7 @@ def test_what_is_found_is_one_class() -> None:
     """`resume` has a difference between two runs of a script, which is in neither checkpoint."""
     classes = {
         (node.name, name)
-        for name, tree in MODULES.items()
+        for name, tree in modules().items()
         for node in ast.walk(tree)
         if isinstance(node, ast.ClassDef) and node.name.endswith("Finding") and layer_of(name) != "resume"
     }
@@ -468,14 +468,14 @@ def test_what_is_found_is_one_class() -> None:
 
 
 def test_commands_answer_in_one_frame() -> None:
-    users = {name for name, tree in MODULES.items() if layer_of(name) == "cli" and "answer" in calls(tree)}
+    users = {name for name, tree in modules().items() if layer_of(name) == "cli" and "answer" in calls(tree)}
     assert users == {"cli.answer"}
 
 
 def test_a_class_name_is_of_one_class() -> None:
     """One name for one thing, and no class is named as another: a reader who searches for it finds it."""
     defined: dict[str, set[str]] = {}
-    for name, tree in MODULES.items():
+    for name, tree in modules().items():
         for node in ast.walk(tree):
             if isinstance(node, ast.ClassDef):
                 defined.setdefault(node.name, set()).add(name)

@@ -58,7 +58,7 @@ def spawn(*words: object, **options: Any) -> subprocess.Popen[str]:
 
 
 @functools.cache
-def _as_somebody_else() -> list[str]:
+def as_somebody_else() -> list[str]:
     """What goes before a command that is to be run by a user who may not read everything."""
     if os.geteuid():
         return []
@@ -72,7 +72,7 @@ def _as_somebody_else() -> list[str]:
 
 def as_nobody(*words: object) -> Ran:
     """The command as a user who may not read everything; root may."""
-    command = [*_as_somebody_else(), *PROGRAM, *map(str, words)]
+    command = [*as_somebody_else(), *PROGRAM, *map(str, words)]
     done = subprocess.run(command, capture_output=True, cwd=ROOT, text=True, check=False)
     return Ran(done.returncode, done.stdout, done.stderr)
 
