@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed.checkpoint as torch_dcp
 from support.optimizers import OPTIMIZERS, Net, Tree, spelt, step, trained
-from support.torchrun import Once
+from support.torchrun import Once, forked
 from support.upstream_readers import difference
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_optimizer_state_dict
 
@@ -84,10 +81,5 @@ def test_fsdp2_goes_on(before: str, after: str, once: Once) -> None:
 
 
 def on_ranks(folder: Path) -> None:
-    script = Path(__file__).with_name("optimizer_keys_on_ranks.py")
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
-    command += ["--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0", str(script), str(folder)]
-    done = subprocess.run(
-        command, env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=300
-    )
-    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    said = forked(2, Path(__file__).with_name("optimizer_keys_on_ranks.py"), folder)
+    assert (folder / "verdicts.json").exists(), said

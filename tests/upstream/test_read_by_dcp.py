@@ -21,13 +21,11 @@ from support.upstream_readers import (
     difference,
     expected_of,
     hollow,
-    load,
     named,
     path_of,
     spelled,
     trusted,
 )
-from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from ckpttool import convert
@@ -82,12 +80,6 @@ def test_items_are_sound_archives(sample: str, tmp_path: Path) -> None:
         whole = sorted(set(spans))  # tied names have one item
         assert [start for start, _ in whole] == [0, *(end for _, end in whole[:-1])]
         assert whole[-1][1] == (Path(out) / name).stat().st_size
-
-
-@pytest.mark.parametrize("sample", ["dcp/fsdp2_w4", "torch/full", "safetensors/single", "dcp/flat_optim_w2"])
-def test_to_one_torch_file_by_torch(sample: str, tmp_path: Path) -> None:
-    dcp_to_torch_save(written(path_of(sample), tmp_path), tmp_path / "whole.pt")
-    assert difference(load(tmp_path / "whole.pt"), expected(sample)) == "equal"
 
 
 @pytest.mark.parametrize("sample", ["torch/full", "torch/model", "dcp/fsdp2_w2"])

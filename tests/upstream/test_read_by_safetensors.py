@@ -24,10 +24,7 @@ from support.upstream_readers import (
 from training import Sizes, Transformer
 
 from ckpttool import convert
-from ckpttool.errors import LossError
 
-# They have dtypes that safetensors does not have.
-UNSAFE = ["dcp/dtypes", "torch/dtypes"]
 MODELS = ["dcp/fsdp2_w2", "dcp/fsdp2_w4", "dcp/fsdp1_w2", "dcp/hsdp_w4", "torch/full", "torch/model", "torch/legacy"]
 
 
@@ -125,14 +122,6 @@ def test_large_state(source: str, most: int | None, large_folder: Path, tmp_path
     del names["head"]
     tied = source == "large.pt"
     assert held < 1.01 * (sum(tensor.nbytes for tensor in names.values()) + (0 if tied else names["embed"].nbytes))
-
-
-@pytest.mark.parametrize("name", ["out", "out.safetensors"])
-@pytest.mark.parametrize("sample", UNSAFE)
-def test_a_model_of_other_dtypes_is_refused(sample: str, name: str, tmp_path: Path) -> None:
-    with pytest.raises(LossError, match="complex128"):
-        written(path_of(sample), tmp_path / name)
-    assert not list(tmp_path.iterdir())
 
 
 def test_a_state_may_have_other_dtypes(tmp_path: Path) -> None:

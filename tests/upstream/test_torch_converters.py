@@ -6,16 +6,12 @@ from pathlib import Path
 
 import pytest
 import torch.distributed.checkpoint as torch_dcp
-from support import large_state
 from support.upstream_readers import (
     dcp_whole,
-    detached,
     difference,
     expected_of,
     load,
     path_of,
-    safetensors_in,
-    spelled,
 )
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save, torch_save_to_dcp
 
@@ -46,29 +42,6 @@ def test_their_torch_file_is_ours(sample: str, tmp_path: Path) -> None:
     dcp_to_torch_save(path_of(sample), tmp_path / "theirs.pt")
     convert(path_of(sample), str(tmp_path / "ours.pt"), to="torch")
     assert difference(load(tmp_path / "ours.pt"), load(tmp_path / "theirs.pt")) == "equal"
-
-
-def test_large_state(large_folder: Path, tmp_path: Path) -> None:
-    convert(str(large_folder / "large.pt"), str(tmp_path / "ours"), to="dcp", to_world=3)
-    dcp_to_torch_save(tmp_path / "ours", tmp_path / "theirs.pt")
-    assert difference(load(tmp_path / "theirs.pt", mmap=True), spelled(detached(large_state.state()))) == "equal"
-    convert(str(tmp_path / "theirs.pt"), str(tmp_path / "ours.pt"), to="torch")
-    torch_save_to_dcp(tmp_path / "ours.pt", tmp_path / "theirs")
-    assert difference(dcp_whole(str(tmp_path / "theirs")), spelled(detached(large_state.state()))) == "equal"
-
-
-@pytest.mark.parametrize("sample", ["hf/sharded_w2", "hf/consolidated_w2"])
-def test_hugging_face_writer_of_torch(sample: str, tmp_path: Path) -> None:
-    """Pieces that `HuggingFaceStorageWriter` wrote on each rank, in all three formats."""
-    wanted = expected_of(sample)
-    convert(path_of(sample), str(tmp_path / "m.pt"), to="torch")
-    convert(path_of(sample), str(tmp_path / "dcp"), to="dcp")
-    convert(path_of(sample), str(tmp_path / "m.safetensors"), to="safetensors")
-    convert(path_of(sample), str(tmp_path / "indexed"), to="safetensors", max_shard_size=1000)
-    assert difference(load(tmp_path / "m.pt"), wanted) == "equal"
-    assert difference(dcp_whole(str(tmp_path / "dcp")), wanted) == "equal"
-    assert difference(safetensors_in(tmp_path / "m.safetensors"), wanted) == "equal"
-    assert difference(safetensors_in(tmp_path / "indexed"), wanted) == "equal"
 
 
 @pytest.mark.parametrize("sample", ["hf/sharded_w2", "dcp/fsdp2_w4"])
