@@ -348,25 +348,6 @@ def test_each_element_of_a_view_comes_from_where_the_slice_says(data: st.DataObj
     assert torch.equal(found, expected)
 
 
-def test_a_transposed_matrix_is_read_in_few_reads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    matrix = torch.arange(1024 * 16384).to(torch.int16).view(1024, 16384)
-    torch.save({"w": matrix}, tmp_path / "a.pt")
-    rules = [{"from": "w", "to": "w", "operations": [{"transpose": [0, 1]}]}]
-    (tmp_path / "map.json").write_text(json.dumps({"format": 2, "rules": rules}))
-    reads: list[int] = []
-    read_into = Pool.read_into
-
-    def counted(pool: Pool, location: str, offset: int, into: memoryview) -> None:
-        reads.append(len(into))
-        read_into(pool, location, offset, into)
-
-    monkeypatch.setattr(Pool, "read_into", counted)
-    ckpttool.export(tmp_path / "a.pt", tmp_path / "out", key_map=str(tmp_path / "map.json"))
-    monkeypatch.undo()
-    assert torch.equal(load_file(tmp_path / "out" / "model.safetensors")["w"], matrix.T)
-    assert len(reads) < 1200  # small tiles take some for each row
-
-
 WAYS: list[dict[str, Any]] = [
     {"to": order, **how}
     for order in ("halves", "neighbours")
@@ -403,10 +384,20 @@ def test_rows_in_another_order_are_gathered_in_tiles_of_any_size(
         assert torch.equal(found[f"w{n}"], expected), way
 
 
-def test_rows_in_another_order_are_read_in_few_reads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    matrix = torch.arange(4096 * 512).to(torch.int16).view(4096, 512)
+@pytest.mark.parametrize(
+    ("shape", "operation", "made", "most"),
+    [
+        ((1024, 16384), {"transpose": [0, 1]}, lambda matrix: matrix.T, 1200),  # small tiles take some for each row
+        ((4096, 512), {"rows": {"to": "neighbours", "head_dim": 128}}, lambda matrix: paired(matrix, 128), 100),
+    ],
+    ids=["transposed", "rows in another order"],
+)
+def test_a_matrix_is_read_in_few_reads(
+    shape: tuple[int, int], operation: Any, made: Any, most: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    matrix = torch.arange(shape[0] * shape[1]).to(torch.int16).view(shape)
     torch.save({"w": matrix}, tmp_path / "a.pt")
-    rules = [{"from": "w", "to": "w", "operations": [{"rows": {"to": "neighbours", "head_dim": 128}}]}]
+    rules = [{"from": "w", "to": "w", "operations": [operation]}]
     (tmp_path / "map.json").write_text(json.dumps({"format": 2, "rules": rules}))
     reads: list[int] = []
     read_into = Pool.read_into
@@ -415,7 +406,8 @@ def test_rows_in_another_order_are_read_in_few_reads(tmp_path: Path, monkeypatch
         reads.append(len(into))
         read_into(pool, location, offset, into)
 
-    monkeypatch.setattr(Pool, "read_into", counted)
-    ckpttool.export(tmp_path / "a.pt", tmp_path / "out", key_map=str(tmp_path / "map.json"))
-    assert torch.equal(load_file(tmp_path / "out" / "model.safetensors")["w"], paired(matrix, 128))
-    assert len(reads) < 100 and sum(reads) <= 2 * matrix.nbytes  # once more for the checksum of the archive
+    with monkeypatch.context() as patched:
+        patched.setattr(Pool, "read_into", counted)
+        ckpttool.export(tmp_path / "a.pt", tmp_path / "out", key_map=str(tmp_path / "map.json"))
+    assert torch.equal(load_file(tmp_path / "out" / "model.safetensors")["w"], made(matrix))
+    assert len(reads) < most and sum(reads) <= 2 * matrix.nbytes  # once more for the checksum of the archive
