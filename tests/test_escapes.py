@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 
 import pytest
-from test_architecture import MODULES
+from test_architecture import modules
 
 from ckpttool.operations.export import card
 from ckpttool.text import csv_cell, markdown_code
@@ -58,7 +58,7 @@ def test_each_medium_is_written_by_one_module() -> None:
         "click.echo": set[str](),
     }
     found: dict[str, set[str]] = {door: set() for door in doors}
-    for name, tree in MODULES.items():
+    for name, tree in modules().items():
         for node in ast.walk(tree):
             if isinstance(node, ast.ImportFrom) and node.module == "html":
                 found["html"].add(name)
