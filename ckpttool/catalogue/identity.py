@@ -15,10 +15,11 @@ from typing import Any
 from ckpttool.catalogue.values import CONTAINERS, KnownName, Link, Stub, StubType, TorchSize
 
 
-def key(value: Any) -> str:
-    """Return a digest of a value: equal for two values exactly when they are the same. A container inside itself counts
-    by how far above it is. A value that no file can hold is the same as itself only."""
-    return _Digests().of(value).hex()
+def key(value: Any, *, ordered: bool = True) -> str:
+    """Return a digest of a value: equal for two values exactly when they are the same; unless `ordered`, in whatever
+    order dicts have their keys. A container inside itself counts by how far above it is. A value that no file can hold
+    is the same as itself only."""
+    return _Digests(ordered).of(value).hex()
 
 
 def same(one: Any, other: Any) -> bool:
@@ -30,28 +31,31 @@ def same(one: Any, other: Any) -> bool:
 class _Open:
     """A container whose digest is not known yet: those of what is in it so far."""
 
-    __slots__ = ("children", "done", "tag", "value")
+    __slots__ = ("children", "done", "ordered", "tag", "value")
 
-    def __init__(self, value: Any) -> None:
-        self.value = value
+    def __init__(self, value: Any, ordered: bool) -> None:
+        self.value, self.ordered = value, ordered
         self.tag, children = _spelling(value)
         self.children = iter(children)
         self.done: list[bytes] = []
 
     def digest(self) -> bytes:
         parts = sorted(self.done) if isinstance(self.value, (set, frozenset)) else self.done
+        if not self.ordered and type(self.value) is dict:
+            parts = [*chain.from_iterable(sorted(zip(parts[::2], parts[1::2], strict=True)))]
         sizes = struct.pack(f"<{len(parts)}Q", *map(len, parts))
         return b"#" + sha256(b"".join((self.tag, b"\0", sizes, *parts))).digest()
 
 
 class _Digests:
-    def __init__(self) -> None:
+    def __init__(self, ordered: bool = True) -> None:
         self._known: dict[int, bytes] = {}
+        self._ordered = ordered
 
     def of(self, value: Any) -> bytes:
         if not isinstance(value, CONTAINERS):
             return _leaf(value)
-        stack = [_Open(value)]
+        stack = [_Open(value, self._ordered)]
         at = {id(value): 0}  # the place of what is open
         while True:
             top = stack[-1]
@@ -64,7 +68,7 @@ class _Digests:
                     top.done.append(b"^%d" % (len(stack) - at[id(child)]))
                 else:
                     at[id(child)] = len(stack)
-                    stack.append(_Open(child))
+                    stack.append(_Open(child, self._ordered))
                     break
             else:
                 stack.pop()

@@ -13,7 +13,7 @@ from typing import Any
 from ckpttool.catalogue.identity import same
 from ckpttool.catalogue.shown import shown
 from ckpttool.resume.results import RunDifference
-from ckpttool.resume.states import RunState, is_counter
+from ckpttool.resume.states import RunState, is_counter, same_batch
 from ckpttool.text import plural, some
 
 _LIMIT = 4  # values of parameter groups that are named
@@ -49,6 +49,7 @@ class _Causes:
             name
             for name, kind in before.kinds.items()
             if name not in excused and (kind.startswith("group") or name in after.kinds) and not self._is_same(name)
+            if not (kind == "apart" and start is not None and start.digests(name) == before.digests(name))
         ]
 
     def _is_same(self, name: str) -> bool:
@@ -64,16 +65,14 @@ class _Causes:
 
     def all(self) -> Iterator[RunDifference]:
         """Yield all that differed, what the update is made of first."""
-        yield from self._untied()
-        yield from self._weights("weight", "of the model")
-        yield from self._buffers()
+        found = [*self._untied(), *self._weights("weight", "of the model"), *self._buffers()]
         state = list(self._state())
-        yield from state
-        yield from self._groups(is_lost=any(one.kind == "optimizer not loaded" for one in state))
-        yield from self._of_the_run()
-        yield from self._loaders()
-        yield from self._batches()
-        yield from self._weights("apart", "of modules that no optimizer trains")
+        found += [*state, *self._groups(is_lost=any(one.kind == "optimizer not loaded" for one in state))]
+        found += [*self._of_the_run(), *self._loaders()]
+        apart = [*self._weights("apart", "of modules that no optimizer trains")]
+        found += [*self._batches(is_alone=not (found or apart))]
+        # A module that no optimizer trains may be one that is not saved, and has no effect.
+        yield from found or apart
 
     # Tensors ----------------------------------------------------------------------------------------------------------
 
@@ -292,13 +291,16 @@ class _Causes:
                     kinds.setdefault(rank, []).append(kind)
         return kinds
 
-    def _batches(self) -> Iterator[RunDifference]:
-        """Yield the data and the generators of ranks."""
+    def _batches(self, *, is_alone: bool) -> Iterator[RunDifference]:
+        """Yield the data and the generators of ranks; with `is_alone` those from which nothing was drawn, too."""
         pairs = [(rank, self.before.batch(rank), self.after.batch(rank)) for rank in range(self.world)]
         if self.again is not None:
-            pairs = [one for one in pairs if one[0] < self.again.world and self.again.batch(one[0]) == one[1]]
-        other = [(rank, now) for rank, was, now in pairs if was and now and was != now]
+            pairs = [one for one in pairs if one[0] < self.again.world and same_batch(self.again.batch(one[0]), one[1])]
+        other = [(rank, now) for rank, was, now in pairs if was and now and not same_batch(was, now)]
         kinds = self._generators()
+        if not (other or is_alone):
+            drawn = {rank: [kind for kind in own if kind in self.before.drawn(rank)] for rank, own in kinds.items()}
+            kinds = {rank: own for rank, own in drawn.items() if own}
         of = f" of rank {', '.join(map(str, kinds))}"
         generators = ", ".join(sorted({kind for own in kinds.values() for kind in own}))
         data = self._data(other) if other else None
@@ -335,12 +337,14 @@ class _Causes:
 
     def _origin(self, batch: Any) -> tuple[int, int] | None:
         """Return the step and the rank of A that had this batch, first those of the step itself."""
-        of_step = [(self.before.step, rank) for rank in range(self.before.world) if self.before.batch(rank) == batch]
+        of_step = [
+            (self.before.step, rank) for rank in range(self.before.world) if same_batch(self.before.batch(rank), batch)
+        ]
         every = (
             (step, rank)
             for rank, one in enumerate(self.before.ranks)
             for step, had in enumerate(one["batches"], 1)
-            if had == batch
+            if same_batch(had, batch)
         )
         return next(iter([*of_step, *every]), None)
 

@@ -87,20 +87,27 @@ class Checkpoints:
         except ValueError as error:
             self.overwritten.add(str(error))
             return view
-        is_needed = False
-        for step, path in self._in(view).items():
-            if self._is_further(step, path) and self.why_not(path) is None:
+        found, is_needed = self._in(view), False
+        for step, path in found.items():
+            if self._is_better(step, path, snapshot, step == max(found)) and self.why_not(path) is None:
                 self._found[step], is_needed = (snapshot, path), True
         if not is_needed:
             shutil.rmtree(view)
         return view
 
-    def _is_further(self, step: int, path: str) -> bool:
-        """Return whether more of a checkpoint was written than was found, and none of it is being removed."""
+    def _is_better(self, step: int, path: str, snapshot: str, is_newest: bool) -> bool:
+        """Return whether a checkpoint is one to take, in place of the same in an earlier snapshot.
+
+        It is if more of it was written since, and none of it is being removed. Otherwise the first snapshot is the best
+        at which a step began, and if there is none the last before the next save: what points to it is written by then.
+        """
         if step not in self._found:
             return True
-        now, before = fingerprint(path), fingerprint(self._found[step][1])
-        return now != before and {one[0] for one in now} >= {one[0] for one in before}
+        earlier, was = self._found[step]
+        now, before = fingerprint(path), fingerprint(was)
+        if now != before:
+            return {one[0] for one in now} >= {one[0] for one in before}
+        return keep.step(earlier) is None and (is_newest or keep.step(snapshot) is not None)
 
     @property
     def kept(self) -> Mapping[int, tuple[str, str]]:
@@ -114,6 +121,40 @@ class Checkpoints:
             for step, path in self.find().items()
             if self.why_not(path) is None
         }
+
+    def beside(self, step: int) -> dict[str, str]:
+        """Return the files that were written with the checkpoint of a step, and are of none: by name, with their paths.
+
+        Those of the last step are all that were written after the directory was kept last.
+        """
+        steps = [*self.find()]
+        root, earlier = self._root(step), self._root(max((one for one in steps if one < step), default=None))
+        if root == earlier and step != max(steps):
+            return {}
+        before = self._beside_in(earlier) if root != earlier else {}
+        now = self._beside_in(root)
+        return {name: path for name, (path, status) in now.items() if before.get(name, ("", None))[1] != status}
+
+    def _root(self, step: int | None) -> str | None:
+        """Return the output directory as it was when the checkpoint of a step was complete."""
+        if step is None or (step not in self._found and not self._ended):
+            return None
+        return self._views[self._found[step][0]] if step in self._found else self.out
+
+    def _beside_in(self, root: str | None) -> dict[str, tuple[str, tuple[int, int]]]:
+        if root is None:
+            return {}
+        own = self._by_name(root) if self._beside else self._in(root)
+        of_checkpoints = {each for path in own.values() for each in glob.glob(path) or [path]}
+        of_checkpoints |= {os.path.join(root, self._beside)} if self._beside else set()
+        found: dict[str, tuple[str, tuple[int, int]]] = {}
+        for folder, folders, names in os.walk(root):
+            folders[:] = [one for one in folders if os.path.join(folder, one) not in of_checkpoints]
+            for path in (os.path.join(folder, name) for name in names):
+                if path not in of_checkpoints and os.path.isfile(path) and not os.path.islink(path):
+                    status = os.stat(path)
+                    found[os.path.relpath(path, root)] = path, (status.st_size, status.st_mtime_ns)
+        return {} if root in of_checkpoints else found
 
     def restore(self, step: int, out: str) -> tuple[str | None, int]:
         """Make a directory as the output directory was when the checkpoint of a step was complete, without later ones.

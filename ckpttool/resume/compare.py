@@ -179,11 +179,13 @@ def _is_count(tensor: SavedTensor) -> bool:
 
 @dataclass(slots=True)
 class FirstDifference:
-    """What differs at the first step at which anything does. `names` are those that are judged."""
+    """What differs at the first step at which anything does: `names` are those that are judged, tensors among them or
+    not."""
 
     step: int
     names: set[str]
     findings: list[RunDifference]
+    has_tensors: bool = True
 
 
 def compare_runs(
@@ -207,6 +209,7 @@ def compare_runs(
             judged = _rows(report, run, reference, step, before, after, difference, excused, changing)
             if judged and first is None:
                 first = FirstDifference(step, judged, [*elements(difference, before, judged)])
+                first.has_tensors = any(name in before.tensors for name in judged)
                 for finding in first.findings:
                     finding.step, finding.message = step, f"in the checkpoint of step {step}, {finding.message}"
     for one, other in ((reference, run), (run, reference)):
@@ -461,7 +464,8 @@ def _extent(report: RunReport) -> str:
     """Return how much was judged, and whether the end of an epoch lies in the window that was compared."""
     judged = f", {report.judged:,} of {plural(report.values, 'value')} in each" if report.values else ""
     aside = f" (not judged: {some(report.unjudged)})" if report.unjudged else ""
-    crossed = "; an epoch's end was not crossed" if "epoch" in report.not_crossed else ""
+    seen = "an epoch's end was not crossed" if report.has_loader else "no epoch's end was seen"
+    crossed = f"; {seen}" if "epoch" in report.not_crossed else ""
     return f"{judged}{aside}{crossed}"
 
 

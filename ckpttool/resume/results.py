@@ -269,4 +269,5 @@ class RunReport(Outcome):
     judged: int = 0  #: of these, those that are judged
     crossed: list[str] = field(default_factory=list)  #: what lies between `at` and `until`: `epoch`, `evaluation`, ...
     not_crossed: list[str] = field(default_factory=list)  #: what does not
+    has_loader: bool = False  #: whether the hook saw a data loader, and could see its end
     failure: FailedCommand | None = None  #: run that did not get to its end

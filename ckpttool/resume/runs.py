@@ -19,16 +19,18 @@ from collections.abc import Callable, Collection, Sequence
 from contextlib import ExitStack
 from functools import cache, partial
 
+from ckpttool.catalogue import identity
+from ckpttool.catalogue.shown import shown
 from ckpttool.errors import UsageError
 from ckpttool.layout.mesh import world_mesh
 from ckpttool.producers.open import opened
-from ckpttool.resume import arguments, causes, compare, window
+from ckpttool.resume import arguments, beside, causes, compare, window
 from ckpttool.resume.commands import Commands, parse
 from ckpttool.resume.logged import from_files
 from ckpttool.resume.losses import Output
 from ckpttool.resume.process import last_lines
 from ckpttool.resume.results import Cost, FailedCommand, RunDifference, RunReport, ScriptRun
-from ckpttool.resume.saved_state import SavedState
+from ckpttool.resume.saved_state import SavedState, digested
 from ckpttool.resume.scratch import checked_folder, kept_folder
 from ckpttool.resume.starts import COPY, SIGNALS, RunEnded, Starts
 from ckpttool.resume.states import RunState, is_counter
@@ -214,9 +216,21 @@ def _compare(
 ) -> compare.FirstDifference | None:
     may_miss = starts.seen[b.name].may_miss
     first = compare.compare_runs(starts.report, reference, b, excused, changing, may_miss=may_miss)
+    _compare_beside(starts, reference, b)
     if starts.observe is not False and (starts.observe or starts.hooked[b.name].steps):
         _compare_observed(starts, reference)
     return first
+
+
+def _compare_beside(starts: Starts, reference: ScriptRun, b: ScriptRun) -> None:
+    """Compare what was written beside the checkpoints of the steps after the resume."""
+    report, seen = starts.report, starts.seen
+    for step in compare.shared(reference, b, report.at):
+        repeated = seen["A2"].beside(step) if "A2" in seen else None
+        files = seen[reference.name].beside(step), seen[b.name].beside(step)
+        if found := beside.judge_files(report, step, *files, repeated, b.name, reference.name):
+            report.findings += found
+            return
 
 
 def _check_route(commands: Commands, via: str, world: int | None, to_world: int | None) -> None:
@@ -274,17 +288,75 @@ def _cause(starts: Starts, reference: ScriptRun, first: compare.FirstDifference 
     """Return the cause of the first difference: what differed when the first step after the resume began."""
     b = starts.report.runs[-1]
     why_not, found = _begun(starts, reference, b)
+    if (taken := _other_checkpoint(starts)) is not None:
+        return f"run B did not resume from step {starts.report.at}: it had the state of step {taken}"
+    names = first.names if first is not None else set()
+    if first is not None and not first.has_tensors and all(one.part == "rng" for one in found):
+        found = []  # what was drawn has changed no weight
     differed = [one.message for one in found]
     if first is not None:
         # The batch is another; where its loader is saved, its values say more.
         more = [f" ({one.message})" for one in first.findings if one.part == "dataloader"]
         differed = [f"{one}{''.join(more[:1])}" if one.startswith("the data") else one for one in differed]
         path = compare.shared(reference, b)[first.step][0]
-        differed = differed or list(filter(None, [compare.averaged_weights(path, first.names)]))
+        differed = differed or list(filter(None, [compare.averaged_weights(path, names)]))
+    if not differed or all(one.part == "rng" or "no optimizer trains" in one.message for one in found):
+        of_script = _of_the_script(starts, names)
+        differed = [*of_script, *(one.message for one in found if one.part == "rng" or not of_script)] or differed
     if not differed:
         return _later_cause(starts) or f"{compare.NOT_DETERMINED}: {why_not}"
     more_of = f"; and {len(differed) - _CAUSES} more" if differed[_CAUSES:] else ""
     return "; ".join(differed[:_CAUSES]) + more_of
+
+
+def _other_checkpoint(starts: Starts) -> int | None:
+    """Return the step of another checkpoint of A whose state B had when its first step began; None if there is none."""
+    a, began, at = starts.hooked["A"].states, starts.seen["A"].began(), starts.report.at
+    after = starts.hooked["B"].states.get(1)
+    weights = [name for name in after.kinds if not name.startswith("apart")] if after is not None else []
+
+    def has_state_of(number: int | None) -> bool:
+        state = a.get(number or 0)
+        alike = [name for name in weights if state is not None and name in state.kinds]
+        return (
+            after is not None
+            and state is not None
+            and bool(alike)
+            and all(state.digests(name) == after.digests(name) for name in alike if state.kinds[name] != "buffer")
+        )
+
+    others = [step for step, number in began.items() if step != at and has_state_of(number)]
+    return others[0] if others and not has_state_of(began.get(at)) else None
+
+
+def _of_the_script(starts: Starts, names: Collection[str]) -> list[str]:
+    """Return which tensors and values of the checkpoint the script of A had when the first step after the resume began,
+    and that of B had not; of values those that differ later, `names`."""
+    before, after = _after_save(starts, "A") or _after_save(starts, "A2"), starts.hooked["B"].states.get(1)
+    if before is None or after is None:
+        return []
+    loose, others = ({*map(digested, one.of_script("loose"))} for one in (before, after))
+    was, now = ({key: digested(v) for key, v in one.of_script("variables").items()} for one in (before, after))
+    when = f"when step {starts.report.at + 1} began"
+    with SavedState(starts.report.runs[0].paths[starts.report.at]) as saved:
+        values = dict(saved.objects)
+        values |= {name: digested(saved.spelt(name)) for name in saved.tensors if saved.kind_of(name) != "optimizer"}
+    changed = {name for name in was.keys() & now.keys() if not identity.same(was[name], now[name])}
+    lost = []
+    for name, text in values.items():
+        if isinstance(text, str) and text in loose:
+            held = [one for one in was if was[one] == text]
+            lost += [name] if (changed.intersection(held) if held else text not in others) else []
+    verb = "were" if lost[1:] else "was"
+    found = [f"{some(lost)} {verb} not restored: no tensor of run B is as it was saved, {when}"] if lost else []
+    for name in sorted({*names, *starts.report.unproven} & values.keys() - {*lost}):
+        value, leaf = values[name], name.rpartition(".")[2]
+        same = [one for one in changed if identity.same(was[one], value)]
+        of = [one for one in same if one.rpartition(".")[2] == leaf]
+        # A value that is no other's tells what it is, whatever it is called.
+        of = of or (same if isinstance(value, float) or (len(same) == 1 and value not in (0, 1)) else [])
+        found += [f"`{name}` was not restored: {shown(now[one])} and not {shown(value)} {when}" for one in of[:1]]
+    return found
 
 
 def _later_cause(starts: Starts) -> str | None:
@@ -347,6 +419,7 @@ def _choose(starts: Starts, a: ScriptRun) -> None:
         starts.tell(f"B will resume from step {report.at}, and be compared up to step {report.until}")
     if starts.hooked[a.name].count and report.at and report.until:
         report.crossed = window.crossed(began, events, report.at, report.until)
+        report.has_loader = any(event == window.LOADER for event, _ in events)
         report.not_crossed = [event for event in window.EVENTS if event not in report.crossed]
 
 

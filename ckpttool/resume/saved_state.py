@@ -114,9 +114,12 @@ class SavedState(Source):
         else:
             values = dict(_leaves(_with_lists(entry.value), name))
         for one, value in values.items():
-            digested = _digested(value)
-            self.objects[one] = digested
-            self.catalogue.add(Object(tuple(one.split(".")), digested, part=part))
+            self.objects[one] = digested(value)
+            self.catalogue.add(Object(tuple(one.split(".")), self.objects[one], part=part))
+
+    def spelt(self, name: str) -> str:
+        """Return a tensor as text: its dtype, its shape, and its few elements or their digest."""
+        return _shown(self.tensors[name])
 
     def require(self, tensor: Tensor) -> None:
         """Raise CorruptError unless a tensor is whole."""
@@ -187,5 +190,7 @@ def _shown(tensor: SavedTensor) -> str:
     return f"{tensor.dtype}{shape} {hashlib.sha256(bits.data).hexdigest()}"
 
 
-def _digested(value: Any) -> Any:
-    return value if len(shown(value, limit=_LONG + 1)) <= _LONG else identity.key(value)
+def digested(value: Any) -> Any:
+    """Return a value as it is compared: a long one by its digest."""
+    # `load_state_dict` gives the keys of parameter groups another order.
+    return value if len(shown(value, limit=_LONG + 1)) <= _LONG else identity.key(value, ordered=False)

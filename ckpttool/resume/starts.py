@@ -382,11 +382,16 @@ class Starts:
             if step <= (until or step) and found.why_not(path, self._of_a(step, run)) is None
         ]
         losses = dict(self.losses(run.folder, log, run.resumed_at or 0))
-        if not losses:
+        if not losses and self._counts_alike:
             seen = of_hook(hooked, run.resumed_at or 0, until or sys.maxsize)
             first = {step: next(iter(sorted(one[LOSS].items())), None) for step, one in seen.items()}
             losses = {step: one[1] for step, one in first.items() if one is not None and one[1] is not None}
         run.steps = [Loss(step, loss) for step, loss in sorted(losses.items()) if step <= (until or step)]
+
+    @property
+    def _counts_alike(self) -> bool:
+        """Whether the steps that A saves are those of its optimizers, and not, say, epochs."""
+        return all(began is None or began == step + 1 for step, began in self.seen["A"].began().items())
 
     # Cost -------------------------------------------------------------------------------------------------------------
 

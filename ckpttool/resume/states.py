@@ -75,6 +75,15 @@ class RunState:
         found: dict[str, str] = (self.forward or self.ranks)[rank]["rng"]
         return found
 
+    def of_script(self, key: str) -> Any:
+        """Return what the script of rank 0 kept beside modules and optimizers: its `loose` tensors, its `variables`."""
+        return ((self.forward or [{}])[0] or {}).get(key) or {}
+
+    def drawn(self, rank: int) -> set[str]:
+        """Return the generators from which the step drew in its forward pass; all of them where that was not seen."""
+        later: dict[str, str] = self.ranks[rank]["rng"]
+        return {kind for kind, was in self.rng(rank).items() if self.forward is None or later.get(kind) != was}
+
     def batch(self, rank: int) -> Any:
         """Return the batch of a rank in the step that began."""
         return (self.ranks[rank]["batches"] or [None])[-1]
@@ -120,6 +129,16 @@ def in_order(by_part: Mapping[str, T]) -> dict[str, T]:
     """Return what there is of each part, in the order in which parts are shown."""
     order = {part: number for number, part in enumerate(PARTS)}
     return dict(sorted(by_part.items(), key=lambda row: (order.get(row[0], len(PARTS)), row[0])))
+
+
+def same_batch(one: Any, other: Any) -> bool:
+    """Return whether two steps had the same batch: the inputs of modules, of which one may have more before them.
+
+    What a script shows its model when it saves, for a picture, it does not after a resume.
+    """
+    if isinstance(one, str) and isinstance(other, str):
+        return bool(one and other) and (one.endswith(other) or other.endswith(one))
+    return bool(one == other)
 
 
 def is_counter(name: str) -> bool:

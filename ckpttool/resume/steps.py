@@ -17,6 +17,7 @@ from ckpttool.catalogue.dtypes import dtype
 from ckpttool.catalogue.identity import same
 from ckpttool.resume.observe import Hooked
 from ckpttool.resume.results import Compared, RunDifference, Step
+from ckpttool.resume.states import same_batch
 
 LOSS, RNG = "loss", "RNG state"
 # In the order in which a step happens.
@@ -128,7 +129,8 @@ def compare_steps(
             why = f"not observed: {_UNSEEN.get(title, 'the optimizer took no step')}" if shared else "none was found"
             report.compared.append(Compared(prefix + title, run, against, 0, 0, why, equal=None))
             continue
-        wrong = [number for number in shared if not _is_same(before[number][title], after[number][title])]
+        is_same = _has_same_batch if title == TITLES[0] else _is_same
+        wrong = [number for number in shared if not is_same(before[number][title], after[number][title])]
         since = (excused or {}).get(title)
         counted = [number for number in wrong if since is None or number < since] if not why_not else []
         aside = f"{len(wrong) - len(counted)} not judged: A2 differs from A" if wrong != counted else ""
@@ -160,6 +162,10 @@ def _shared(one: Steps, other: Steps, title: str) -> list[int]:
 
 def _is_same(one: Mapping[Any, Any], other: Mapping[Any, Any]) -> bool:
     return all(same(one[key], other[key]) for key in one.keys() & other.keys())
+
+
+def _has_same_batch(one: Mapping[Any, Any], other: Mapping[Any, Any]) -> bool:
+    return all(same_batch(one[key], other[key]) for key in one.keys() & other.keys())
 
 
 def _finding(

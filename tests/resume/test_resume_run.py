@@ -232,6 +232,38 @@ def test_a_difference_that_nothing_explains_is_not_proven(tmp_path: Path) -> Non
     assert "not proven: `other.config.patience` differs in run B" in report.message
 
 
+AVERAGE = """
+import json, sys, time, torch
+out, steps, weight, average, step = sys.argv[1], int(sys.argv[3]), torch.zeros(2), torch.zeros(2), 0
+if len(sys.argv) > 4:
+    saved = torch.load(sys.argv[5])
+    weight, step = saved["model"]["weight"], saved["step"]
+    average = average if {forgets} else torch.load(f"{{out}}/average_{{step}}.pt")["weight"]
+while step < steps:
+    weight, step = weight + step + 1, step + 1
+    average = 0.5 * average + 0.5 * weight
+    print(f"step {{step}}: loss {{weight[0]}}")
+    torch.save({{"model": {{"weight": weight}}, "step": step}}, f"{{out}}/step_{{step}}.pt")
+    torch.save({{"weight": average}}, f"{{out}}/average_{{step}}.pt")
+    json.dump({{"time": time.time(), "best": float(average.sum())}}, open(f"{{out}}/state.json", "w"))
+"""
+
+
+@pytest.mark.parametrize("forgets", [False, True])
+def test_a_file_beside_the_checkpoint_is_judged_by_what_it_holds(forgets: bool) -> None:
+    command = [sys.executable, "-c", AVERAGE.format(forgets=forgets), "OUT"]
+    report = runs(command=command, checkpoints="OUT/step_{step}.pt")
+    assert report.verdict == ("differs" if forgets else "same"), report.message
+    # The time of day is not that of A2 either.
+    assert [run.name for run in report.runs] == ["A", "A2", "B"]
+    if forgets:
+        files = {finding.name: finding.message for finding in report.findings}
+        assert {"average_5.pt", "state.json"} <= files.keys() and "best" in files["state.json"]
+        assert "`average_5.pt` of step 5 differs: `model.weight`" in files["average_5.pt"]
+    else:
+        assert report.unjudged == ["other.arguments", "state.json"] or report.unjudged == ["state.json"]
+
+
 @pytest.mark.parametrize("stop", ["sigkill", pytest.param("sigterm", marks=pytest.mark.long)])
 def test_a_run_is_stopped_once_its_checkpoint_is_complete(stop: str) -> None:
     report = runs("--pause", "0.2", stop=stop)

@@ -28,6 +28,7 @@ Note = Callable[[str, BaseException], None]
 _STATE = os.path.join(os.path.dirname(os.path.abspath(__file__)), "state.py")
 _KEEP = os.path.join(os.path.dirname(os.path.abspath(__file__)), "keep.py")
 _SMALL = 8  # a save of fewer bytes, by this factor, than the largest is of no whole state
+_INPUTS = 64  # inputs of modules in a step that are recorded
 _DIGITS = 16  # of a digest: enough to tell batches apart, and a line that people can read
 
 
@@ -131,7 +132,8 @@ class Observer:
         self._folder, self._note, self._torch, self._observe = folder, note, torch, observe
         self._keeper, saves = keeper, os.environ.get("CKPTTOOL_HOOK_SAVES")
         self._saves = _load("_ckpttool_saves", _KEEP).Keeper(saves, None) if saves else None
-        self._is_saved, self._largest, self._lr = False, 1, [0.0]
+        self._is_saved, self._largest = False, 1
+        self._lr: dict[int, list[float]] = {}  # by the id of an optimizer, in its last step
         self._events: set[str] = set()  # since the last step
         self._has_loader, self._backward = False, 0  # backward passes since the last step
         self._state = _load("_ckpttool_state", _STATE)
@@ -267,7 +269,7 @@ class Observer:
 
     def _begin_step(self, optimizer: Any) -> None:
         if not self._torch.compiler.is_compiling() and _trains(optimizer):
-            rank, batch = _rank(self._torch), _joined(self._inputs) or self._fetched
+            rank, batch = _rank(self._torch), " ".join(self._inputs[-_INPUTS:]) or self._fetched
             is_saved = self._look_for_saves()
             step = self._recorder.begin_step(optimizer, batch, rank, is_saved=is_saved)
             self._is_saved = False
@@ -278,9 +280,9 @@ class Observer:
             if self._backward > 1:
                 self._see("accumulation")
             rates = [float(group["lr"]) for group in optimizer.param_groups if "lr" in group]
-            if self._recorder.count > 1 and rates != self._lr:
+            if self._lr.setdefault(id(optimizer), rates) != rates:
                 self._see("learning rate")
-            self._lr, self._backward = rates, 0
+            self._lr[id(optimizer)], self._backward = rates, 0
             self._events.clear()
         if not self._observe:
             self._inputs, self._fetched = [], []
@@ -313,7 +315,7 @@ class Observer:
                 "loss": math.fsum(self._losses) if self._losses else None,
                 "gradient_norm": self._norm,
                 "lr": [float(group["lr"]) for group in optimizer.param_groups if "lr" in group],
-                "batch": _joined(self._inputs),
+                "batch": " ".join(self._inputs[-_INPUTS:]) or None,
                 "fetched": self._fetched,
                 "rng": self._rng(),
                 "parameters": self._parameters(optimizer),
@@ -376,10 +378,6 @@ def _bytes(tensor: Any) -> Any:
     """Return the elements of a tensor as a buffer, without numpy, which knows no bfloat16."""
     plain = tensor.detach().cpu().contiguous()
     return ctypes.string_at(plain.data_ptr(), plain.numel() * plain.element_size()) if plain.numel() else b""
-
-
-def _joined(digests: list[str]) -> str | None:
-    return digests[0] if len(digests) == 1 else _sha("".join(digests).encode()) if digests else None
 
 
 def _sha(data: bytes) -> str:

@@ -139,7 +139,10 @@ class Keeper:
             return
         self._is_busy = True
         try:
-            path = os.path.realpath(os.fsdecode(path))
+            folder, name = os.path.split(os.path.abspath(os.fsdecode(path)))
+            # A link is followed to be written into, and not to be removed.
+            path = os.path.realpath(folder if flags is None else os.path.join(folder, name))
+            path = os.path.join(path, name) if flags is None else path
             if not path.startswith(self._out + os.sep):
                 return
             if os.path.isfile(path) and not (flags or 0) & os.O_APPEND:

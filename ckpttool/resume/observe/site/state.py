@@ -8,19 +8,26 @@ states are recorded where the forward pass of that step begins, too: it draws nu
 that goes on, the digests of its values in smaller dtypes are recorded beside: what a save may have made of them.
 """
 
+import ctypes
 import functools
 import gc
 import hashlib
 import json
 import os
+import sys
 from collections.abc import Callable, Iterable
 from typing import Any
 
 _DIGITS = 16  # of a digest
-_CHUNK = 1 << 24  # bytes that are mixed at once
+_CHUNK = 1 << 24  # bytes that are digested at once
+_SMALL = 1 << 16  # bytes of a tensor that is digested on the CPU, wherever it lies
+_FEW = 1 << 12  # elements, one of which is not zero in most tensors
+_LOOSE = 1 << 30  # bytes of tensors that are in no module, of which a digest is taken
+_SHOWN = 16  # elements of a tensor that is spelt in full
 _ONES = (0x9E3779B97F4A7C15 - (1 << 64), 0xBF58476D1CE4E5B9 - (1 << 64), 0x94D049BB133111EB - (1 << 64))
 _PLAIN = (bool, int, float, str, type(None))
 _TEXT = 200  # characters of a value that is kept as it is
+_MODEL = "model"  # what the only module is called that optimizers train
 _SMALLER = ("bfloat16", "float16")
 
 
@@ -56,8 +63,8 @@ class Recorder:
         if self._forward is None and (is_saved or self.count + 1 in self._left):
             self._called = [module]
             modules, _ = self._named_modules(self._optimizers())
-            buffers = {name: self._digest(tensor) for name, tensor, kind in modules if kind == "buffer"}
-            self._forward = {"buffers": buffers, "rng": self._rng()}
+            buffers = {name: digest(self._torch, tensor) for name, tensor, kind in modules if kind == "buffer"}
+            self._forward = {"buffers": buffers, "rng": self._rng(), **self._of_the_script(modules)}
 
     def begin_step(self, optimizer: Any, batch: Any, rank: int, *, is_saved: bool = False) -> int:
         """Record the state if the step that begins is one of those asked for, or something was saved before; return the
@@ -83,7 +90,7 @@ class Recorder:
     def _state(self, optimizer: Any) -> dict[str, Any]:
         optimizers = self._optimizers(optimizer)
         modules, names = self._named_modules(optimizers)
-        values: dict[str, Any] = {}
+        values: dict[str, Any] = {f"{_MODEL}.training_mode": one.training for one in self._called}
         state = {
             "tensors": {name: self._digest(tensor) for name, tensor, _ in modules},
             "kinds": {name: kind for name, _, kind in modules},
@@ -102,6 +109,39 @@ class Recorder:
                 root = f"{kind}_{number}" if number else kind
                 values |= {f"{root}.{key}": _plain(value) for key, value in one.state_dict().items()}
         return {**state, "rng": self._rng(), "forward": self._forward}
+
+    def _of_the_script(self, modules: Iterable[tuple[str, Any, str]]) -> dict[str, Any]:
+        """Return what a script keeps beside modules and optimizers, before its forward pass: its tensors, `loose`, and
+        the plain values of its variables, by the names that they have there."""
+        known = {id(tensor) for _, tensor, _ in modules}
+        known |= {id(one) for each in self._optimizers() for state in each.state.values() for one in state.values()}
+        loose: dict[int, str] = {}
+        left = _LOOSE
+        for tensor in self._living(self._torch.Tensor):
+            size = tensor.numel() * tensor.element_size()
+            if id(tensor) not in known and tensor.grad_fn is None and size <= left:
+                try:
+                    loose[id(tensor)] = spelt(self._torch, tensor)
+                    left -= size
+                except Exception:  # noqa: S112 - a class of tensors that has no bytes of its own
+                    continue
+        frame: Any = sys._getframe()
+        variables: dict[str, Any] = dict(vars(sys.modules["__main__"]))
+        while frame is not None:
+            if "torch" not in frame.f_globals.get("__name__", "").split("."):
+                variables |= frame.f_locals
+            frame = frame.f_back
+        values: dict[str, Any] = {}
+        for name, value in variables.items():
+            inside = value if isinstance(value, dict) else getattr(value, "__dict__", {})
+            is_module = isinstance(value, (type(sys), type, self._torch.nn.Module)) or not isinstance(inside, dict)
+            for key, one in [("", value), *([] if is_module else [*inside.items()][:_FEW])]:
+                full = f"{name}.{key}" if key else name
+                if id(one) in loose:
+                    values[full] = loose[id(one)]
+                elif isinstance(one, (bool, int, float, str)) or (isinstance(one, list) and len(one) < _FEW):
+                    values[full] = _plain(one)
+        return {"loose": sorted({*loose.values()}), "variables": values}
 
     def _optimizers(self, *known: Any) -> list[Any]:
         """Return all optimizers, of those that wrap another one of the two."""
@@ -137,7 +177,7 @@ class Recorder:
         seen: dict[str, int] = {}
         for is_apart, kind, module in roots:
             number = seen[kind] = seen.get(kind, -1) + 1
-            root = "model" if is_one and not is_apart else f"{kind}_{number}" if number else kind
+            root = _MODEL if is_one and not is_apart else f"{kind}_{number}" if number else kind
             for name, tensor in module.named_parameters(remove_duplicate=False):
                 tensors.append((f"{root}.{name}", tensor, "apart" if is_apart else "weight"))
                 names.setdefault(id(tensor), name if is_one and not is_apart else f"{root}.{name}")
@@ -174,6 +214,18 @@ def tied(named: Iterable[tuple[str, Any]]) -> list[list[str]]:
 # digests --------------------------------------------------------------------------------------------------------------
 
 
+def spelt(torch: Any, tensor: Any) -> str:
+    """Return a tensor as it is compared with one in a checkpoint: `float32[2] [0.5, 1.0]`, of a larger one with the
+    digest of its elements."""
+    dtype, shape, flat = str(tensor.dtype).removeprefix("torch."), list(tensor.shape), tensor.detach().cpu().reshape(-1)
+    flat = flat.resolve_conj().contiguous()
+    if flat.numel() <= _SHOWN and dtype in ("float32", "float64", "int64", "int32"):
+        return f"{dtype}{shape} {flat.tolist()}"
+    size = flat.numel() * flat.element_size()
+    elements = (ctypes.c_char * size).from_address(flat.data_ptr()) if size else b""
+    return f"{dtype}{shape} {hashlib.sha256(elements).hexdigest()}"
+
+
 def digest(torch: Any, tensor: Any, *, rounded: bool = False) -> dict[str, Any]:
     """Return the dtype, the shape and the digest of a tensor of this rank, and its number if it is one; with `rounded`
     also the digests of float32 values that were rounded to smaller dtypes, as `bfloat16` and `float16`."""
@@ -181,7 +233,7 @@ def digest(torch: Any, tensor: Any, *, rounded: bool = False) -> dict[str, Any]:
     try:
         with torch.no_grad():
             record |= _elements(torch, tensor.detach())
-            if rounded and tensor.dtype == torch.float32 and tensor.numel() > 1:
+            if rounded and tensor.dtype == torch.float32:
                 smaller = {name: _elements(torch, tensor.detach(), getattr(torch, name)) for name in _SMALLER}
                 record["rounded"] = {name: one["sha256"] for name, one in smaller.items()}
     except Exception as error:  # a class of tensors that has no bytes of its own
@@ -193,14 +245,21 @@ def _elements(torch: Any, tensor: Any, dtype: Any = None) -> dict[str, Any]:
     local = tensor.to_local() if hasattr(tensor, "to_local") else tensor
     local = torch.view_as_real(local.resolve_conj()) if local.is_complex() else local
     flat, count = local.contiguous().reshape(-1), _CHUNK // local.element_size()
+    if flat.numel() * flat.element_size() <= _SMALL:
+        flat = flat.cpu()
     whole = hashlib.sha256(f"{tensor.dtype}{list(tensor.shape)}{list(local.shape)}".encode())
     is_zero = True
     for low in range(0, flat.numel(), count):
         chunk = flat[low : low + count]
         chunk = chunk if dtype is None else chunk.to(dtype).to(local.dtype)
-        mixed, some = _mixed(torch, chunk.view(torch.uint8))
-        whole.update(mixed.to_bytes(8, "little", signed=True))
-        is_zero = is_zero and not some
+        if chunk.device.type == "cpu":
+            size = chunk.numel() * chunk.element_size()
+            whole.update((ctypes.c_char * size).from_address(chunk.data_ptr()))
+            is_zero = is_zero and not (bool(chunk[:_FEW].any()) or bool(chunk.any()))
+        else:
+            mixed, some = _mixed(torch, chunk.view(torch.uint8))
+            whole.update(mixed.to_bytes(8, "little", signed=True))
+            is_zero = is_zero and not some
     record: dict[str, Any] = {"sha256": whole.hexdigest()[:_DIGITS], "zero": is_zero}
     if tensor.numel() == 1 and local.numel() == 1 and not tensor.is_complex():
         record["value"] = _plain(local)
@@ -208,8 +267,8 @@ def _elements(torch: Any, tensor: Any, dtype: Any = None) -> dict[str, Any]:
 
 
 def _mixed(torch: Any, chunk: Any) -> tuple[int, bool]:
-    """Return the sum of all words, each mixed with its place, and whether any is not zero: on the device, in integers,
-    which come out the same in any order."""
+    """Return the sum of all words, each mixed with its place, and whether any is not zero: on a device, in integers,
+    which come out the same in any order. There SHA-256 would take the tensor to the CPU."""
     if chunk.numel() % 8:
         chunk = torch.nn.functional.pad(chunk, (0, -chunk.numel() % 8))
     words = chunk.clone().view(torch.int64) if chunk.storage_offset() % 8 else chunk.view(torch.int64)

@@ -1,0 +1,103 @@
+"""What a run wrote beside its checkpoint of a step: an average in a file of its own, a state of a sampler, a log.
+
+A file is judged by what it holds: one that opens as a checkpoint or a JSON document by its tensors and values, any
+other is the same if its bytes are. What A and A2 do not have alike is not judged.
+"""
+
+from __future__ import annotations
+
+import filecmp
+import json
+import os
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from ckpttool.catalogue import identity
+from ckpttool.errors import CkptError
+from ckpttool.resume.results import Compared, RunDifference, RunReport
+from ckpttool.resume.saved_state import SavedState, compare, difference_names
+from ckpttool.text import some
+
+Files = Mapping[str, str]
+"""The paths of files by their names in the output directory."""
+_DOCUMENT = 1 << 20  # largest file that is read as a JSON document, in bytes
+
+
+@dataclass(frozen=True, slots=True)
+class BesideDifference:
+    """How a file differs: `names` are its tensors and values that do, none if it has none, as a log."""
+
+    file: str
+    how: str
+    names: tuple[str, ...] = ()
+
+
+def differing(before: Files, after: Files) -> Iterator[BesideDifference]:
+    """Yield the files that are not the same, of those that `before` has."""
+    for name, path in before.items():
+        other = after.get(name)
+        if other is None:
+            yield BesideDifference(name, "is missing", (name,) if _names(path, path) is not None else ())
+        elif not filecmp.cmp(path, other, shallow=False):
+            names = _names(path, other)
+            if names is None:
+                yield BesideDifference(name, "differs")
+            elif names:
+                yield BesideDifference(name, f"differs: {some(sorted(names))}", tuple(sorted(names)))
+
+
+def _names(one: str, other: str) -> set[str] | None:
+    """Return the names of what differs in two files; None if they hold neither tensors nor values."""
+    documents = [_document(path) for path in (one, other)]
+    if all(document is not None for document in documents):
+        before, after = (dict(_leaves(document)) for document in documents)
+        return {name for name in before.keys() | after.keys() if not identity.same(before.get(name), after.get(name))}
+    try:
+        with SavedState(one) as before_state, SavedState(other) as after_state:
+            return difference_names(compare(before_state, after_state))
+    except CkptError:
+        return None
+
+
+def _document(path: str) -> dict[str, Any] | None:
+    if os.path.getsize(path) > _DOCUMENT:
+        return None
+    try:
+        with open(path, encoding="utf-8") as stream:
+            document = json.load(stream)
+    except (ValueError, RecursionError):
+        return None
+    return document if isinstance(document, dict) else {"value": document}
+
+
+def _leaves(value: Any, name: str = "") -> Iterator[tuple[str, Any]]:
+    if isinstance(value, dict) and value:
+        for key, one in value.items():
+            yield from _leaves(one, f"{name}.{key}" if name else key)
+    else:
+        yield name, value
+
+
+def judge_files(
+    report: RunReport, step: int, before: Files, after: Files, repeated: Files | None, run: str, against: str
+) -> list[RunDifference]:
+    """Add a row for the files beside the checkpoint of a step, and return a finding for each that differs and counts.
+
+    `repeated` are those of A2, if it was run.
+    """
+    if not before:
+        return []
+    noise = {one.file: {*one.names} for one in differing(before, repeated)} if repeated is not None else {}
+    found = [*differing(before, after)]
+    judged = [one for one in found if {*one.names} - noise.get(one.file, set())]
+    aside = [one.file for one in found if one not in judged]
+    message = f"not judged: {some(aside)}" if aside else ""
+    equal = False if judged else True if len(aside) < len(before) else None
+    what = f"step {step}: files beside"
+    report.compared.append(Compared(what, run, against, len(before), len(found), message, equal))
+    report.unjudged += [file for file in aside if file not in report.unjudged]
+    return [
+        RunDifference("file differs", f"`{one.file}` of step {step} {one.how}", run, name=one.file, step=step)
+        for one in judged
+    ]

@@ -1,0 +1,738 @@
+# ruff: noqa: E501 - rows of a table
+"""Training scripts in many styles, the faults that are planted in them, and what `verify-resume run` has to say of each.
+
+A fault is the value of FAULT in the environment of a script: the one thing that it then forgets or spoils. Each has what
+the verdict has to be, and a regular expression for every cause that may be named.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import sys
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from ckpttool.errors import CkptError
+from ckpttool.resume.compare import NOT_DETERMINED
+from ckpttool.resume.runs import run
+from support.paths import ROOT
+
+SCRIPTS = ROOT / "tests" / "resume" / "corpus"
+RIGHT = ("right", "named")
+WRONG = ("false pass", "false alarm", "wrong cause")
+
+
+@dataclass(frozen=True, slots=True)
+class Fault:
+    """`cause` is what has to be named; `also` what may stand beside it, since it is lost with it. `expects` is the
+    verdict: "differs"; "refused", by an error; or "told" if the fault does not show in the steps of `window`, so that
+    they may be the same: the report then has to say `cause`. `switch` is the value of FAULT, if that is not the name."""
+
+    name: str
+    what: str
+    cause: str
+    also: str = ""
+    expects: str = "differs"
+    switch: str = ""
+    window: tuple[int, int] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Script:
+    """A way to train and to save: its command, where its checkpoints are, and how it resumes."""
+
+    name: str
+    style: str
+    words: tuple[str, ...]
+    checkpoints: str | None
+    faults: tuple[Fault, ...]
+    resume: str | None = "... --resume {checkpoint}"
+    at: int = 8
+    until: int = 14
+    launcher: tuple[str, ...] = (sys.executable,)
+    options: Mapping[str, Any] = field(default_factory=dict)
+    needs: str = "torch"
+    expects: str = "same"
+    is_long: bool = False
+
+    @property
+    def command(self) -> list[str]:
+        file, *rest = self.words
+        return [*self.launcher, str(SCRIPTS / file), *rest]
+
+    def resumed(self, out: Path, checkpoint: Path) -> list[str]:
+        """The words of the command that resumes."""
+        words = shlex.split(self.resume) if self.resume is not None else ["..."]
+        at = words.index("...") if "..." in words else None
+        words = words if at is None else [*words[:at], *self.command, *words[at + 1 :]]
+        return [word.replace("OUT", str(out)).replace("{checkpoint}", str(checkpoint)) for word in words]
+
+
+@dataclass(slots=True)
+class Outcome:
+    """What was said of a script with a fault, or without one, and how right that is."""
+
+    script: str
+    fault: str
+    expects: str
+    verdict: str
+    said: str
+    cause: str | None
+    grade: str
+    seconds: float
+    findings: list[str] = field(default_factory=list)
+
+    @property
+    def is_right(self) -> bool:
+        return self.grade in RIGHT
+
+
+def verify(script: Script, fault: Fault | None = None, **more: Any) -> Outcome:
+    """Return what `verify-resume run` says of a script. The variables of this process are what the script has."""
+    os.environ["FAULT"] = switch_of(fault)
+    os.environ["OMP_NUM_THREADS"] = "1"
+    began = time.monotonic()
+    at, until = window_of(script, fault)
+    given = {"at": at, "until": until, "checkpoints": script.checkpoints, "resume_with": script.resume}
+    expects = fault.expects if fault is not None else script.expects
+    try:
+        report = run(script.command, **{**given, "timeout": 240.0, **script.options, **more})
+    except CkptError as error:
+        said = f"{error.message} ({error.hint})" if error.hint else error.message
+        grade = "right" if expects == "refused" else "not possible"
+        seconds = time.monotonic() - began
+        return Outcome(script.name, fault.name if fault else "", expects, "error", said, None, grade, seconds)
+    finally:
+        del os.environ["FAULT"]
+    said = " | ".join([report.message, *report.notes])
+    grade = graded(fault, report.verdict, report.message, said, report.cause)
+    seconds, findings = time.monotonic() - began, [one.message for one in report.findings[:6]]
+    name = fault.name if fault is not None else ""
+    return Outcome(script.name, name, expects, report.verdict, said, report.cause, grade, seconds, findings)
+
+
+def switch_of(fault: Fault | None) -> str:
+    """Return the value of FAULT."""
+    return "" if fault is None else fault.switch or fault.name
+
+
+def window_of(script: Script, fault: Fault | None) -> tuple[int, int]:
+    """Return the step of the stop, and the last one."""
+    return fault.window if fault is not None and fault.window is not None else (script.at, script.until)
+
+
+def graded(fault: Fault | None, verdict: str, message: str, said: str, cause: str | None) -> str:
+    """Return how right a report is.
+
+    right       the cause is named, and no other
+    named       no cause is told, but the sentence of the verdict names what differs
+    vague       that it differs is told, and no more
+    wrong cause, false pass, false alarm, not possible
+    """
+    if fault is None:
+        return {"same": "right", "differs": "false alarm"}.get(verdict, "not possible")
+    if verdict in ("failed", "nondeterministic"):
+        return "not possible"
+    if fault.expects == "told" and verdict == "same":
+        return "right" if re.search(fault.cause, said) else "false pass"
+    if verdict == "same":
+        return "false pass"
+    known = cause if cause is not None and not cause.startswith(NOT_DETERMINED) else ""
+    parts = known.split("; ") if known else []
+    allowed = f"{fault.cause}|{fault.also}" if fault.also else fault.cause
+    if any(not re.search(allowed, part) for part in parts):
+        return "wrong cause"
+    if re.search(fault.cause, known):
+        return "right"
+    return "wrong cause" if known else "named" if re.search(fault.cause, message) else "vague"
+
+
+_LOST = r"weights of the model were not restored.*(as they were built)?"
+GENERIC = {
+    one.name: one
+    for one in (
+        Fault("weights", "weights not loaded", _LOST, "buffer"),
+        Fault("prefix", "names with a prefix, `strict=False`", _LOST, "buffer"),
+        Fault("one weight", "one element of one weight is doubled", r"mid\.weight"),
+        Fault("weights rounded", "weights rounded to bfloat16", r"weights of the model.*rounded to bfloat16"),
+        Fault("buffer", "a buffer not loaded", r"buffer.*seen"),
+        Fault("optimizer", "optimizer not loaded", r"optimizer was not loaded", r"learning rate"),
+        Fault("moments", "moments zeroed", r"moments of the optimizer.*zero"),
+        Fault("second moments", "second moments zeroed", r"moments of the optimizer.*exp_avg_sq.*zero"),
+        Fault("step counters", "step counters zeroed", r"step counters"),
+        Fault("moments rounded", "moments rounded to bfloat16", r"moments of the optimizer.*rounded to bfloat16"),
+        Fault("moments swapped", "moments of two parameters swapped", r"moments of .* and .* are swapped"),
+        Fault("moments of a group", "moments of one group zeroed", r"moments of .*group 1.*zero"),
+        Fault("one state", "state of one parameter lost", r"loaded in part|has no state"),
+        Fault("lr", "learning rate of a group reset", r"learning rate of parameter group 0"),
+        Fault("betas", "betas of a group reset", r"`betas` of parameter group 0"),
+        Fault("weight decay", "weight decay of a group changed", r"`weight_decay` of parameter group"),
+        Fault("scheduler", "scheduler not loaded", r"scheduler was not restored", r"learning rate"),
+        Fault("rng", "no RNG state restored", r"RNG state.*(torch|numpy|python)"),
+        Fault("torch rng", "torch's RNG not restored", r"RNG state.*torch"),
+        Fault("numpy rng", "numpy's RNG not restored", r"RNG state.*numpy"),
+        Fault("python rng", "Python's RNG not restored", r"RNG state.*python"),
+        Fault("rng drawn", "a number drawn after the RNG was restored", r"RNG.*torch"),
+        Fault("data", "data from its start", r"\bdata\b|batch"),
+        Fault("one batch on", "one batch skipped", r"\bdata\b|batch"),
+        Fault("epoch of the data", "the order of the first epoch", r"\bdata\b|batch"),
+        Fault("tokens", "the count of tokens not loaded", r"tokens"),
+        Fault("best", "best loss so far not loaded", r"`?best`?"),
+        Fault("step off by one", "one step left out", r"\bstep\b|progress|scheduler"),
+        Fault("eval mode", "trains on in eval mode", r"eval|training.mode|dropout"),
+    )
+}
+
+
+def of(names: str, *own: Fault) -> tuple[Fault, ...]:
+    """Return faults by their names, and those of the script alone."""
+    return (*(GENERIC[name.strip()] for name in names.split(",") if name.strip()), *own)
+
+
+def _within(switch: str, what: str) -> Fault:
+    """Return a fault that shows when the next epoch begins, in a window that lies within the first."""
+    told = r"end of an epoch|epoch's end|epoch.*not crossed"
+    return Fault(
+        f"{switch} (first epoch)", f"{what}; the window ends before the epoch", told, "", "told", switch, (2, 4)
+    )
+
+
+def _saves(style: str, text: str, checkpoints: str | None, faults: tuple[Fault, ...], **more: Any) -> Script:
+    words = ("train_saves.py", "--style", style, "--out", "OUT")
+    return Script(style, text, words, checkpoints, faults, **more)
+
+
+_AUTO = "... --resume auto"
+_STEP = "OUT/ckpt-{step}.pt"
+_TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone")
+CORPUS = (
+    _saves(
+        "one file",
+        "one `ckpt.pt`, written over and over",
+        "OUT/ckpt.pt",
+        of("optimizer, moments, scheduler, torch rng, one weight, best"),
+        resume="... --resume OUT/ckpt.pt",
+    ),
+    _saves(
+        "parts",
+        "`checkpoint-N/` with `model.pt`, `optimizer.pt`, `scheduler.pt`, `rng.pt`, `trainer_state.json`",
+        "OUT/checkpoint-{step}",
+        of("weights, prefix, second moments, scheduler, numpy rng, data, best"),
+    ),
+    _saves(
+        "safetensors",
+        "`step_N/` with `model.safetensors`, `optimizer.pt`, `rng.pt`, `state.json`",
+        "OUT/step_{step}",
+        of("weights, optimizer, moments swapped, python rng, data"),
+    ),
+    _saves(
+        "pickled module",
+        "whole module, optimizer and scheduler pickled",
+        _STEP,
+        of("weights, optimizer, step counters, betas"),
+    ),
+    _saves(
+        "tag file",
+        "`latest` names the newest `global_stepN/`, `--resume auto`",
+        "OUT/global_step{step}",
+        of(
+            "one state, moments rounded",
+            Fault(
+                "stale tag",
+                "`latest` is of an older step",
+                r"another checkpoint|did not resume from step",
+                expects="told",
+            ),
+        ),
+        resume=_AUTO,
+    ),
+    _saves(
+        "thread",
+        "saved by a thread, while training goes on",
+        _STEP,
+        of(
+            "moments of a group, lr",
+            Fault(
+                "saved too late",
+                "what is saved is of a later step",
+                r"weights of the model|moments|optimizer",
+                r"step counters|buffer",
+            ),
+        ),
+    ),
+    _saves(
+        "link",
+        "`latest.pt` is a link to the newest `ckpt-N.pt`",
+        _STEP,
+        of("rng, weight decay, epoch of the data"),
+        resume="... --resume OUT/latest.pt",
+    ),
+    _saves(
+        "rotation",
+        "only the newest `ckpt-N.pt` is kept, `--resume auto`",
+        _STEP,
+        of("buffer, one batch on, optimizer"),
+        resume=_AUTO,
+    ),
+    _saves(
+        "dated folders",
+        "each start has a folder named by the time, `--resume auto`",
+        "OUT/*/ckpt-{step}.pt",
+        of(
+            "rng drawn, eval mode, weights rounded",
+            Fault(
+                "sorted by name",
+                "of steps 8 and 10 the first is taken for newer",
+                r"another checkpoint|did not resume from step",
+                expects="told",
+            ),
+        ),
+        resume=_AUTO,
+        at=10,
+    ),
+    Script(
+        "environment",
+        "configured by variables alone",
+        ("train_saves.py", "--style", "environment"),
+        _STEP,
+        of("step off by one, scheduler, optimizer"),
+        launcher=("env", "RUN_DIR=OUT", "STEPS=14", sys.executable),
+        resume="env RUN_DIR=OUT STEPS=14 RESUME_FROM={checkpoint} "
+        f"{sys.executable} {SCRIPTS / 'train_saves.py'} --style environment",
+    ),
+    Script(
+        "YAML",
+        "configured by a YAML file, the step in the name of a folder",
+        ("train_saves.py", "--style", "yaml", "--config", str(SCRIPTS / "config.yaml"), "--out", "OUT"),
+        _STEP,
+        of("lr, data, numpy rng"),
+    ),
+    Script(
+        "one folder",
+        "writes to one folder, wherever OUT is",
+        ("train_saves.py", "--style", "fixed", "--out", "/nowhere"),
+        "/nowhere/ckpt-{step}.pt",
+        (Fault("optimizer", "optimizer not loaded", r"same files for every run", expects="refused"),),
+        expects="refused",
+    ),
+    *(
+        Script(
+            name,
+            style,
+            ("train_epochs.py", "--schedule", schedule, "--out", "OUT"),
+            "OUT/epoch_{step}.pt",
+            faults,
+            at=2,
+            until=4,
+        )
+        for name, style, schedule, faults in (
+            (
+                "epochs",
+                "`epoch_N.pt`; SGD, BatchNorm, `set_epoch`, StepLR once in an epoch",
+                "step",
+                of(
+                    "optimizer, moments of a group, scheduler",
+                    Fault("batch statistics", "BatchNorm's statistics not loaded", r"buffers? .*running"),
+                    Fault("batches counted", "BatchNorm's count not loaded", r"num_batches_tracked"),
+                    Fault("set_epoch", "`set_epoch` not called after the resume", r"\bdata\b|batch"),
+                    Fault("epoch", "the number of the epoch not loaded", r"epoch|\bdata\b|not resume|step", "batch"),
+                    Fault("classifier", "the last layer not loaded", r"weights of the model.*3\.(weight|bias)"),
+                ),
+            ),
+            (
+                "early stopping",
+                "`epoch_N.pt`; ReduceLROnPlateau, best metric, patience, history of metrics",
+                "plateau",
+                of(
+                    "scheduler, best",
+                    Fault("patience", "the count of bad epochs not loaded", r"waited"),
+                    Fault("history", "the history of metrics not loaded", r"history"),
+                    Fault("moments", "momentum zeroed", r"moments of the optimizer.*momentum_buffer.*zero"),
+                ),
+            ),
+        )
+    ),
+    Script(
+        "GAN",
+        "two models, two optimizers, fixed noise",
+        ("train_gan.py", "--out", "OUT"),
+        "OUT/gan_{step}.pt",
+        of(
+            "torch rng",
+            Fault("generator", "the generator not loaded", r"weights.*built"),
+            Fault("critic", "the critic not loaded", r"weights.*built"),
+            Fault("optimizer of the generator", "its optimizer not loaded", r"optimizer.*(not loaded|no state)"),
+            Fault("optimizer of the critic", "its optimizer not loaded", r"optimizer.*(not loaded|no state)"),
+            Fault("moments of the critic", "first moments of one optimizer zeroed", r"moments.*exp_avg.*zero"),
+            Fault("rate of the other", "one has the learning rate of the other", r"learning rate"),
+            Fault("fixed noise", "the noise for pictures drawn anew", r"fixed_noise|pictures"),
+            Fault("penalty", "a running value that weighs the loss not loaded", r"drift"),
+        ),
+    ),
+    *(
+        Script(
+            name,
+            style,
+            ("train_average.py", "--average", average, "--out", "OUT"),
+            "OUT/step_{step}.pt",
+            faults,
+            **more,
+        )
+        for name, style, average, faults, more in (
+            (
+                "shadow",
+                "average in a dict called `shadow`",
+                "shadow",
+                of(
+                    "optimizer",
+                    Fault("average", "the average begins at the weights", r"shadow"),
+                    Fault("average of the start", "the average begins at weights as they were built", r"shadow"),
+                    Fault("updates", "the count that its decay follows not loaded", r"updates|shadow"),
+                    Fault("average rounded", "the average rounded to bfloat16", r"shadow"),
+                ),
+                {},
+            ),
+            (
+                "teacher",
+                "a teacher that follows the student, and is trained with",
+                "teacher",
+                of(
+                    "moments",
+                    Fault("average", "the teacher begins at the student", r"teacher|no optimizer trains|mean"),
+                    Fault(
+                        "one weight of the average",
+                        "one element of the teacher is doubled",
+                        r"mid\.weight",
+                    ),
+                    Fault("updates", "the count that its decay follows not loaded", r"teacher\.n\b|mean|updates"),
+                ),
+                {},
+            ),
+            (
+                "SWA",
+                "torch's AveragedModel and SWALR, called `polyak`",
+                "swa",
+                of(
+                    "scheduler",
+                    Fault("average", "the average begins at the weights", r"polyak|AveragedModel|no optimizer trains"),
+                    Fault("models averaged", "the count of what is averaged reset", r"n_averaged"),
+                ),
+                {},
+            ),
+            (
+                "average beside",
+                "`ema_N.pt` beside `step_N.pt`",
+                "file",
+                of(
+                    "data",
+                    Fault("average", "the average begins at the weights", r"avg|ema_"),
+                    Fault("updates", "the count that its decay follows not loaded", r"updates|avg"),
+                ),
+                {},
+            ),
+        )
+    ),
+    Script(
+        "MoCo",
+        "a key encoder, a queue of keys and its pointer",
+        ("train_moco.py", "--out", "OUT"),
+        "OUT/moco-{step}.pth",
+        of(
+            "optimizer, torch rng",
+            Fault("queue", "the queue is as it was built", r"queue"),
+            Fault("one key", "one key of the queue has the other sign", r"queue"),
+            Fault("pointer", "the place in the queue reset", r"queue_ptr|queue"),
+            Fault("key encoder", "the key encoder is the query encoder", r"no optimizer trains|encoder_k"),
+        ),
+    ),
+    Script(
+        "actor-critic",
+        "replay buffer, target network, an environment with numpy's generator",
+        ("train_rl.py", "--out", "OUT"),
+        "OUT/agent_{step}.pt",
+        of(
+            "torch rng",
+            Fault("replay buffer", "the replay buffer empty", r"replay|\bdata\b|batch", r"RNG"),
+            Fault("replay position", "the place in it reset", r"replay_at|replay|\bdata\b|batch"),
+            Fault("epsilon", "exploration reset", r"epsilon"),
+            Fault("environment", "the environment's generator seeded anew", r"environment|\bdata\b|batch"),
+            Fault("observation", "the environment begins at its start", r"observation|\bdata\b|batch"),
+            Fault("returns", "the last returns not loaded", r"returns"),
+            Fault("target network", "the target network is the critic", r"no optimizer trains|critic_target"),
+            Fault("optimizer of the actor", "its optimizer not loaded", r"optimizer.*(not loaded|no state)"),
+        ),
+    ),
+    *(
+        Script(name, style, ("train_tricks.py", "--trick", trick, "--out", "OUT"), "OUT/iter-{step}.pt", faults, **more)
+        for name, style, trick, faults, more in (
+            (
+                "GradScaler",
+                "torch's GradScaler on the CPU",
+                "scaler",
+                of(
+                    "step counters",
+                    Fault("scaler", "the scaler not loaded", r"grad scaler was not restored"),
+                    Fault("growth tracker", "its count of good steps reset", r"grad scaler.*growth_tracker"),
+                ),
+                {},
+            ),
+            (
+                "accumulation",
+                "three micro batches to a step, stopped within one",
+                "accumulation",
+                of(
+                    "data",
+                    Fault("gradients", "the gradients so far not restored", r"gradients?"),
+                    Fault("micro step", "the count of micro batches reset", r"micro"),
+                    Fault("optimizer", "optimizer not loaded", r"optimizer was not loaded|no state"),
+                ),
+                {},
+            ),
+            (
+                "AutoClip",
+                "clips to the median of the gradient norms so far",
+                "autoclip",
+                of(
+                    "second moments",
+                    Fault("history of norms", "the norms so far not loaded", r"norms"),
+                ),
+                {},
+            ),
+            (
+                "curriculum",
+                "a temperature, a stage and tokens that were seen",
+                "curriculum",
+                of(
+                    "one weight, betas",
+                    Fault("temperature", "the temperature reset", r"temperature"),
+                    Fault("stage", "the curriculum begins again", r"stage|\bdata\b|batch"),
+                    Fault("tokens", "the count of tokens reset", r"tokens"),
+                ),
+                {},
+            ),
+        )
+    ),
+    *(
+        Script(
+            name, style, ("train_loader.py", "--loader", loader, "--out", "OUT"), "OUT/s{step}/ckpt.pt", faults, **more
+        )
+        for name, style, loader, faults, more in (
+            (
+                "workers",
+                "DataLoader with two workers and a generator; a resume skips batches",
+                "workers",
+                of(
+                    "torch rng, data, one batch on",
+                    Fault("generator", "the loader's generator not restored", r"generator|\bdata\b|batch"),
+                    GENERIC["scheduler"],
+                    _within("generator", "the loader's generator not restored"),
+                    _within("scheduler", "a scheduler that steps once in an epoch not loaded"),
+                ),
+                {},
+            ),
+            (
+                "stream",
+                "IterableDataset with a buffer to shuffle in",
+                "stream",
+                of(
+                    "data, optimizer",
+                    Fault("shuffle buffer", "the buffer begins empty", r"\bdata\b|batch"),
+                    Fault("generator", "the stream's generator not restored", r"generator|\bdata\b|batch"),
+                    Fault("iterator after the RNG", "`iter(DataLoader)` after the RNG is restored", r"RNG.*torch"),
+                ),
+                {},
+            ),
+            (
+                "stateful loader",
+                "a loader with `state_dict`, its order drawn from torch's generator",
+                "stateful",
+                of(
+                    "one batch on",
+                    Fault("order", "the rest of the epoch shuffled anew", r"\bdata\b|batch"),
+                    Fault("torch rng", "torch's RNG not restored", r"RNG state.*torch"),
+                    Fault("epochs counted", "the count of epochs reset", r"epochs"),
+                ),
+                {},
+            ),
+        )
+    ),
+    *(
+        Script(
+            name,
+            style,
+            ("train_optimizers.py", "--optimizer", optimizer, "--out", "OUT"),
+            "OUT/state-{step}.bin",
+            faults,
+        )
+        for name, style, optimizer, faults in (
+            (
+                "one cycle",
+                "OneCycleLR, momentum cycles too",
+                "onecycle",
+                of(
+                    "scheduler",
+                    Fault(
+                        "steps that remain", "a cycle of the steps that remain", r"scheduler", r"learning rate|moment"
+                    ),
+                    Fault("moments", "momentum zeroed", r"moments of the optimizer.*momentum_buffer.*zero"),
+                    Fault("momentum of the cycle", "`momentum` of the group changed", r"`momentum` of parameter group"),
+                ),
+            ),
+            (
+                "LBFGS",
+                "LBFGS with a closure",
+                "lbfgs",
+                of(
+                    "data, one weight",
+                    Fault("history of LBFGS", "its history lost", r"optimizer.*(not loaded|no state|in part)"),
+                    Fault("last gradient", "its last gradient has the other sign", r"prev_flat_grad"),
+                ),
+            ),
+            (
+                "sparse",
+                "SparseAdam for embeddings, AdamW for the rest",
+                "sparse",
+                of(
+                    "data",
+                    Fault("optimizer 0", "SparseAdam not loaded", r"optimizer.*(not loaded|no state|in part)"),
+                    Fault("optimizer 1", "AdamW not loaded", r"optimizer.*(not loaded|no state|in part)"),
+                ),
+            ),
+            (
+                "masters",
+                "a tied model in bfloat16, its masters in float32",
+                "masters",
+                of(
+                    "second moments",
+                    Fault(
+                        "masters from the model", "masters made of the rounded weights", r"weights.*(rounded|masters)"
+                    ),
+                    Fault("untied head", "the head is a tensor of its own", r"tied"),
+                ),
+            ),
+            (
+                "own optimizer",
+                "an optimizer of one's own, with slow weights and a count",
+                "own",
+                of(
+                    "buffer",
+                    Fault("slow weights", "its slow weights lost", r"slow|optimizer.*(not loaded|no state|in part)"),
+                    Fault("count of the optimizer", "its count reset", r"\bk\b"),
+                ),
+            ),
+            (
+                "functional",
+                "no optimizer: momentum in a dict, updates by hand",
+                "functional",
+                of(
+                    "weights",
+                    Fault("velocity", "the momentum not loaded", r"velocity"),
+                ),
+            ),
+        )
+    ),
+    Script(
+        "files of a set",
+        "the list of files is a sorted set, shuffled by Python's generator; numpy's own generator augments",
+        ("train_files.py", "--out", "OUT"),
+        "OUT/{step}.ckpt",
+        of(
+            "optimizer",
+            Fault("order of a set", "the set is not sorted", r"\bdata\b|batch"),
+            Fault("python rng", "Python's RNG not restored", r"RNG state.*python|order"),
+            Fault("augmentation", "numpy's generator seeded anew", r"augmentation|\bdata\b|batch"),
+            Fault("order", "the rest of the epoch shuffled anew", r"order|\bdata\b|batch", r"RNG.*python"),
+            Fault("one optimizer value", "one element of RMSprop's squares is changed", r"square_avg"),
+        ),
+    ),
+    *(
+        Script(
+            name,
+            style,
+            ("train_ranks.py", "--wrap", wrap, "--out", "OUT"),
+            "OUT/step-{step}",
+            faults,
+            launcher=_TORCHRUN,
+            is_long=True,
+        )
+        for name, style, wrap, faults in (
+            (
+                "DDP",
+                "2 ranks, `rng_rankN.pt` for each, DistributedSampler",
+                "ddp",
+                of(
+                    "optimizer, data",
+                    Fault("rng of rank 1", "the RNG of rank 1 not restored", r"RNG state of rank 1"),
+                    Fault("rng of rank 0 on all", "all ranks get the RNG of rank 0", r"RNG state.*rank 1"),
+                    Fault("set_epoch", "`set_epoch` not called after the resume", r"\bdata\b|batch"),
+                    _within("set_epoch", "`set_epoch` not called after the resume"),
+                    Fault(
+                        "data of rank 1",
+                        "the data of rank 1 begins again",
+                        r"data of rank 1|rank 1.*batch|batch.*rank 1",
+                    ),
+                    Fault("tokens", "the count of tokens not loaded", r"tokens"),
+                ),
+            ),
+            (
+                "FSDP2",
+                "2 ranks, DCP, a `Stateful` with tokens and random states",
+                "fsdp2",
+                of(
+                    "rng, moments, one weight",
+                    Fault("tokens", "tokens of the Stateful not loaded", r"tokens"),
+                    Fault(
+                        "moments not in the list",
+                        "the optimizer not among what is loaded",
+                        r"optimizer.*(not loaded|no state)|moments.*zero",
+                        "step counters",
+                    ),
+                ),
+            ),
+            (
+                "FSDP1",
+                "2 ranks, one full file from rank 0",
+                "fsdp1",
+                of(
+                    "optimizer, tokens",
+                    Fault("rng of rank 1", "the RNG of rank 1 not restored", r"RNG state of rank 1"),
+                ),
+            ),
+        )
+    ),
+    Script(
+        "accelerate",
+        "`save_state`, an object of one's own in `custom_checkpoint_0.pkl`",
+        ("train_accelerate.py", "--out", "OUT"),
+        "OUT/step_{step}",
+        of(
+            "weights, optimizer, scheduler, data, best",
+            Fault("set_epoch", "`set_epoch` not called after the resume", r"\bdata\b|batch"),
+            _within("set_epoch", "`set_epoch` not called after the resume"),
+            Fault("average", "the average not loaded", r"polyak|custom_checkpoint"),
+        ),
+        needs="accelerate",
+        is_long=True,
+    ),
+    Script(
+        "Trainer",
+        "transformers' Trainer, a callback writes `ema.pt` into its checkpoints",
+        ("train_trainer.py", "--out", "OUT"),
+        None,
+        of(
+            "rng, data",
+            Fault(
+                "optimizer and scheduler", "neither is loaded", r"optimizer was not loaded", r"scheduler|learning rate"
+            ),
+            Fault("average", "the average of the callback not loaded", r"ema"),
+        ),
+        needs="transformers",
+        is_long=True,
+    ),
+)
+BY_NAME = {script.name: script for script in CORPUS}
