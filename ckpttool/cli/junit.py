@@ -26,8 +26,9 @@ def junit_xml(report: RunReport) -> str:
     cases = [case for case in report.compared if case.count]
     kind = _KINDS.get(report.verdict)
     outcomes = [kind, *("failure" if case.equal is False else "skipped" for case in cases if case.equal is not True)]
-    counts = {"tests": len(cases) + 1, "failures": outcomes.count("failure"), "errors": outcomes.count("error")}
-    counts |= {"skipped": outcomes.count("skipped")}
+    outcomes += [None if control.noticed else "skipped" for control in report.controls]
+    counts = {"tests": len(cases) + len(report.controls) + 1, "failures": outcomes.count("failure")}
+    counts |= {"errors": outcomes.count("error"), "skipped": outcomes.count("skipped")}
     suites = Element("testsuites")
     suite = SubElement(suites, "testsuite", name="ckpttool verify-resume run", time=f"{report.seconds:.3f}")
     for name, count in counts.items():
@@ -42,6 +43,10 @@ def junit_xml(report: RunReport) -> str:
         element = SubElement(suite, "testcase", name=case.what, classname=f"verify-resume.{case.run}", time="0")
         if case.equal is not True:
             SubElement(element, "failure" if case.equal is False else "skipped", message=_message(case))
+    for control in report.controls:
+        element = SubElement(suite, "testcase", name=control.name, classname="verify-resume.control", time="0")
+        if not control.noticed:
+            SubElement(element, "skipped", message=safe(control.message))
     indent(suites)
     return tostring(suites, encoding="unicode", xml_declaration=True) + "\n"
 

@@ -313,6 +313,8 @@ Inject = Annotated[bool, option("/--no-inject", EXECUTION,
     "Leave torch as the command sets it: no deterministic switches, no seeds.")]
 Observe = Annotated[bool | None, option("--observe/--no-observe", EXECUTION,
     "Compare each step of each rank: batch, loss, gradient norm, lr, parameters, with --observe RNG states, too.")]
+WithControls = Annotated[bool | None, option("--control/--no-control", EXECUTION,
+    "Resume again with one part of the state left out at a time, and see that each differs; default with --junit.")]
 SeedEnv = Annotated[Many, option("--seed-env NAME[=VALUE]", EXECUTION,
     "Set this variable to a seed, the same in all runs. Repeatable.")]
 Timeout = Annotated[int, option("--timeout SECONDS", EXECUTION, "Time limit for each run.", least=1)]

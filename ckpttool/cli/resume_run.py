@@ -22,7 +22,8 @@ def run(
     resume_with: options.ResumeWith = None, world: options.RunWorld = None, to_world: options.RunToWorld = None,
     via: options.RunVia = "",
     checkpoints: options.RunCheckpoints = None, out: options.Out = "OUT", loss: options.Loss = None,
-    inject: options.Inject = True, observe: options.Observe = None, seed_env: options.SeedEnv = [],
+    inject: options.Inject = True, observe: options.Observe = None, control: options.WithControls = None,
+    seed_env: options.SeedEnv = [],
     timeout: options.Timeout = 1800, max_disk: options.MaxDisk = None, dry_run: options.DryRunOfRuns = False,
     html: options.ResumeHtml = None, junit: options.Junit = None, keep: options.KeepRuns = None,
     as_json: options.AsJson = False, quiet: options.Quiet = False, verbose: options.Verbose = False,
@@ -37,7 +38,7 @@ def run(
         ckpttool verify-resume run --preset trainer -- python run_clm.py --output_dir OUT ...
         ckpttool verify-resume run --at 4 --until 8 -- torchrun --nproc-per-node 2 train.py --out OUT
     """  # noqa: E501
-    arguments = library_arguments(locals(), "command", "preset", "html", "junit", "inject")
+    arguments = library_arguments(locals(), "command", "preset", "html", "junit", "inject", "control")
     from ckpttool.reports import page_file
     from ckpttool.reports.resumed import page
     from ckpttool.resume.presets import fill
@@ -48,7 +49,9 @@ def run(
     command, arguments = fill(preset, command, arguments)
 
     def call() -> RunReport:
-        result = operation(command, inject_switches=inject, **arguments, tell=progress_lines(quiet or as_json))
+        has_controls = control if control is not None else junit is not None
+        told = progress_lines(quiet or as_json)
+        result = operation(command, inject_switches=inject, control=has_controls, **arguments, tell=told)
         if html is not None:
             write_page(html, page, result.as_dict())
         if junit is not None:

@@ -34,6 +34,7 @@ _RUNS = {
 _MEASURED = {"loss": "Loss", "gradient_norm": "Gradient norm"}
 _DIGEST = re.compile(r"[0-9a-f]{64}")
 _SAME = {True: Styled("same", "green"), False: Styled("differs", "red"), None: Styled("no verdict", "dim")}
+_NOTICED = {True: Styled("noticed", "green"), False: Styled("not noticed", "yellow"), None: Styled("–", "dim")}
 _PASSED = {True: Styled("passed", "green"), False: Styled("failed", "red"), None: Styled("not checked", "dim")}
 _SHOWN = 10  # findings that a terminal shows without `-v`
 
@@ -46,6 +47,7 @@ def blocks(document: Document, verbose: bool = False) -> Iterator[Block]:
     yield Facts(known(_about(document)), "What was run", is_apart=True)
     yield from _compared(document["compared"])
     yield _checks(document.get("checks") or ())
+    yield _controls(document.get("controls") or ())
     differences = [Finding(DIFFERENCE, one["kind"], _told(one), hint=one["hint"]) for one in document["findings"]]
     yield Findings("found", differences, _SHOWN, plural(len(differences), "difference"))
     yield from _failure(document["failure"], verbose)
@@ -183,6 +185,14 @@ def _checks(checks: Sequence[Document]) -> Table:
         results = [_PASSED[by_run[run]["passed"]] if run in by_run else "" for run in runs]
         rows.append([what, *results, "; ".join(notes)])
     return Table("sharding", [Column("check"), *map(Column, runs), Column("note", fit="wrap")], rows, limit=None)
+
+
+def _controls(controls: Sequence[Document]) -> Table:
+    """Return a row for each control, with the first difference that it made."""
+    rows: list[list[TextLike]] = [
+        [one["name"], _NOTICED[one["noticed"]], one["what"] or one["message"]] for one in controls
+    ]
+    return Table("controls", [Column("left out"), Column(), Column("first difference", fit="wrap")], rows, limit=None)
 
 
 def _told(finding: Document) -> str:

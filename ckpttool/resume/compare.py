@@ -460,6 +460,12 @@ def judge(report: TrialReport | RunReport, excused: Unrepeated | None = None) ->
         report.message = f"exact resume: {' and '.join(equal)} are bit-identical{_extent(report)}"
 
 
+def is_same(report: RunReport, excused: Unrepeated) -> bool:
+    """Return whether all that was compared is equal, and the command repeats itself."""
+    differs = report.findings or report.unproven or any(row.equal is False for row in report.compared)
+    return not differs and not any(kind in JUDGED for kind in excused.kinds)
+
+
 def _extent(report: RunReport) -> str:
     """Return how much was judged, and whether the end of an epoch lies in the window that was compared."""
     judged = f", {report.judged:,} of {plural(report.values, 'value')} in each" if report.values else ""

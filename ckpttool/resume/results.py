@@ -191,6 +191,17 @@ class ScriptRun:
 
 
 @dataclass(slots=True)
+class Control:
+    """A resume in which one part of the state was left out, to see that the comparison notices it."""
+
+    name: str  #: what was left out: `weights`, `moments`, `rng`, `scheduler` or `loader`
+    noticed: bool | None  #: whether it differs from A; null if there is none, or it was not possible
+    message: str  #: the outcome, for people
+    step: int | None = None  #: step of the first difference
+    what: str | None = None  #: first difference, for people
+
+
+@dataclass(slots=True)
 class FailedCommand:
     """A run that did not get to its end."""
 
@@ -270,4 +281,5 @@ class RunReport(Outcome):
     crossed: list[str] = field(default_factory=list)  #: what lies between `at` and `until`: `epoch`, `evaluation`, ...
     not_crossed: list[str] = field(default_factory=list)  #: what does not
     has_loader: bool = False  #: whether the hook saw a data loader, and could see its end
+    controls: list[Control] = field(default_factory=list)  #: resumes that leave one part out
     failure: FailedCommand | None = None  #: run that did not get to its end

@@ -5,6 +5,7 @@
               itself; is resumed, and trains on to step `until`
     A2        A once more, if B differs: what it does not repeat is the command's doing, and is not judged
     control   with a converted checkpoint: resumed from the one that the command wrote
+    control-* B in short, with one part of the state left out: see `controls`
 
 Each run has an output directory of its own. Checkpoints are compared by `diff`, and named causes are those of a trial.
 """
@@ -24,7 +25,7 @@ from ckpttool.catalogue.shown import shown
 from ckpttool.errors import UsageError
 from ckpttool.layout.mesh import world_mesh
 from ckpttool.producers.open import opened
-from ckpttool.resume import arguments, beside, causes, compare, window
+from ckpttool.resume import arguments, beside, causes, compare, controls, window
 from ckpttool.resume.commands import Commands, parse
 from ckpttool.resume.logged import from_files
 from ckpttool.resume.losses import Output
@@ -64,6 +65,7 @@ def run(
     via: str = "",
     inject_switches: bool = True,
     observe: bool | None = None,
+    control: bool = False,
     seed_env: Sequence[str] = (),
     timeout: float = 1800.0,
     max_disk: str | None = None,
@@ -105,7 +107,8 @@ def run(
     source = from_files(loss or "") or Output(loss)
     say = tell or (lambda line: None)
     trains = f" and {plural(cost.steps, 'step')}" if until and at else ""
-    say(f"{cost.runs} starts of the command{trains}, at most {duration(timeout)} each; one more if B differs")
+    also = f", up to {len(controls.CONTROLS)} to a save after the resume if it does not" if control else ""
+    say(f"{cost.runs} starts of the command{trains}, at most {duration(timeout)} each; one more if B differs{also}")
     with ExitStack() as stack:
         if dry_run:
             folder = checked_folder(keep) if keep is not None else "FOLDER"
@@ -119,7 +122,7 @@ def run(
             report.message = f"would start the command {cost.runs} times{trains.replace(' and ', ', and train ')}"
             return report
         try:
-            excused = _all(starts, via, to_world if other_world else None)
+            excused = _all(starts, via, to_world if other_world else None, has_controls=control)
         except RunEnded as ended:
             if not report.runs:
                 hint = f"the last lines of its output: {' | '.join(ended.failure.output[-3:])}"
@@ -128,6 +131,7 @@ def run(
         compare.judge(report, excused)
         if report.verdict == "same":
             _check_resumed(starts)
+            controls.judge(report)
     report.seconds = time.monotonic() - began
     return report
 
@@ -151,7 +155,7 @@ def _plan(starts: Starts) -> list[ScriptRun]:
     return [a, b]
 
 
-def _all(starts: Starts, via: str, to_world: int | None) -> compare.Unrepeated:
+def _all(starts: Starts, via: str, to_world: int | None, *, has_controls: bool) -> compare.Unrepeated:
     """Run all that is needed for a verdict, compare, and return what the command does not repeat."""
     report = starts.report
     a = starts.uninterrupted("A")
@@ -172,6 +176,7 @@ def _all(starts: Starts, via: str, to_world: int | None) -> compare.Unrepeated:
         if not saves_at:
             compare.check_training(a, stopped, report.at)
         excused = compare.unrepeated([(a, stopped)])
+        starts.seen["stopped"] = starts.seen["B"]  # which are others when B has been resumed
         b.stopped, b.seconds = stopped.stopped, stopped.seconds
         starts.check_disk()
     reference = a
@@ -204,6 +209,12 @@ def _all(starts: Starts, via: str, to_world: int | None) -> compare.Unrepeated:
         report.cause = _cause(starts, reference, first)
     if to_world is not None:
         compare.add_drift(report, a, b)
+    if has_controls and compare.is_same(report, excused):
+
+        def judged(these: Starts, expected: ScriptRun, run: ScriptRun) -> None:
+            _compare(these, expected, run, excused, changing)
+
+        controls.add_controls(starts, reference, b, "stopped" if origin == "B" else origin, judged)
     return excused
 
 
@@ -218,7 +229,7 @@ def _compare(
     first = compare.compare_runs(starts.report, reference, b, excused, changing, may_miss=may_miss)
     _compare_beside(starts, reference, b)
     if starts.observe is not False and (starts.observe or starts.hooked[b.name].steps):
-        _compare_observed(starts, reference)
+        _compare_observed(starts, reference, b)
     return first
 
 
@@ -260,20 +271,20 @@ def _converted(starts: Starts, saved: str, via: str, to_world: int | None) -> st
     return report.route[-1].path
 
 
-def _compare_observed(starts: Starts, reference: ScriptRun) -> None:
-    """Compare the optimizer steps that the hook observed in B with those of its reference."""
+def _compare_observed(starts: Starts, reference: ScriptRun, run: ScriptRun) -> None:
+    """Compare the optimizer steps that the hook observed in a run that resumed with those of its reference."""
     hooked, first = starts.hooked, _offset(starts)
     a, a2 = (of_hook(hooked[name], 0, sys.maxsize) for name in ("A", "A2" if "A2" in hooked else "A"))
-    b = of_hook(hooked["B"], first, sys.maxsize)
+    b = of_hook(hooked[run.name], first, sys.maxsize)
     before = a if reference.name == "A" else of_hook(hooked[reference.name], first, sys.maxsize)
-    if not b and starts.observe and hooked["B"].started:
+    if not b and starts.observe and hooked[run.name].started:
         note = "no step was observed: the command takes no step of an optimizer of torch"
         starts.report.notes += [note] if note not in starts.report.notes else []
     one, other = (drawn(steps, before) for steps in (before, b))
     # An RNG state from which nothing is drawn until the end makes no difference.
     titles = TITLES if starts.observe else [title for title in TITLES if title != RNG]
-    excused = unrepeated(a, a2)
-    finding = compare_steps(starts.report, one, other, "B", reference.name, excused, titles=titles, prefix="observed: ")
+    names, excused = (run.name, reference.name), unrepeated(a, a2)
+    finding = compare_steps(starts.report, one, other, *names, excused, titles=titles, prefix="observed: ")
     if finding is not None:
         starts.report.findings.insert(0, finding)
 

@@ -78,6 +78,7 @@ class Starts:
     seen: dict[str, Checkpoints] = field(default_factory=dict)
     ended: set[str] = field(default_factory=set)  # runs whose command came to its own end
     resumed: set[str] = field(default_factory=set)  # runs that left out what came before their resume
+    control: str = ""  # part of the state that the hook leaves out
 
     @property
     def out(self) -> str:
@@ -277,6 +278,7 @@ class Starts:
             states=(1,),  # where A begins, what is as it was built; the first step after the resume
             keep=(self.out, found.kept_in),
             is_resumed=is_resumed,
+            control=self.control,
         )
         if hooked:
             found.is_kept_by_run = lambda: inject.counts_steps(folder)

@@ -27,6 +27,7 @@ def environment(
     states: Iterable[int] = (),
     keep: tuple[str, str] | None = None,
     is_resumed: bool = False,
+    control: str = "",
     present: Mapping[str, str] = os.environ,
 ) -> dict[str, str]:
     """Return the variables that the hook needs in the environment of a command. It writes to `folder`, which is there.
@@ -36,7 +37,8 @@ def environment(
     recorded where the first step after each save begins, too. A run that was resumed lists directories backwards.
     With no `seed`, no switch is set. A run that resumes should have another seed than the run from its start: a script
     that seeds nothing and restores nothing would otherwise draw the numbers of the start again, and seem to be right,
-    as would one whose data come from a set. What the user has set is kept.
+    as would one whose data come from a set. What the user has set is kept. `control` names the part of the state that
+    is left out, see `site/control.py`.
     """
     if seed is None and not observe:
         return {}
@@ -53,6 +55,7 @@ def environment(
         variables |= {} if is_resumed else {"CKPTTOOL_HOOK_SAVES": keep[0]}
     if is_resumed and seed is not None:
         variables["CKPTTOOL_HOOK_BACKWARDS"] = "1"
+    variables |= {"CKPTTOOL_HOOK_CONTROL": control} if control else {}
     return variables | ({"CKPTTOOL_HOOK_OBSERVE": "1"} if observe else {})
 
 
@@ -88,6 +91,7 @@ class Hooked:
     steps: dict[int, list[Observed]] = field(default_factory=dict)  # by rank
     states: dict[int, RunState] = field(default_factory=dict)  # where a step begins
     events: list[tuple[str, int]] = field(default_factory=list)  # what else happened, and after how many steps
+    controlled: int = 0  # tensors and the like that a control has changed, on all ranks
 
 
 def counts_steps(folder: str) -> bool:
@@ -118,6 +122,8 @@ def read(folder: str) -> Hooked:
         hooked.trained = max(hooked.trained, *(letters.count(one) for one in {*letters} - {ord("-")}), 0)
     hooked.states = states.read(folder)
     hooked.events = events(folder)
+    changes = glob.glob(os.path.join(glob.escape(folder), "control.*.json"))
+    hooked.controlled = sum(one["count"] for path in changes for one in documents(path))
     # A launcher that starts its workers again leaves a file of each attempt: the last counts.
     for path in sorted(glob.glob(os.path.join(glob.escape(folder), "steps.*.jsonl")), key=os.path.getmtime):
         steps = [Observed(**one) for one in documents(path)]

@@ -6,6 +6,7 @@
     steps.<pid>.jsonl     one line for each step of an optimizer, if steps are observed
     events.<pid>.jsonl    what else happens, and after how many steps: {"event": "epoch", "step": 3}
     failed.<pid>.txt      what could not be done
+    control.<pid>.json    what a control has changed, see `control.py`
 
 It runs in the environment of the script: nothing of ckpttool can be imported, and torch has only just been imported.
 No collective is called and no random number is drawn, so that training takes the same course as without it.
@@ -27,6 +28,7 @@ from typing import Any
 Note = Callable[[str, BaseException], None]
 _STATE = os.path.join(os.path.dirname(os.path.abspath(__file__)), "state.py")
 _KEEP = os.path.join(os.path.dirname(os.path.abspath(__file__)), "keep.py")
+_CONTROL = os.path.join(os.path.dirname(os.path.abspath(__file__)), "control.py")
 _SMALL = 8  # a save of fewer bytes, by this factor, than the largest is of no whole state
 _INPUTS = 64  # inputs of modules in a step that are recorded
 _DIGITS = 16  # of a digest: enough to tell batches apart, and a line that people can read
@@ -50,7 +52,7 @@ def install(folder: str, note: Note, keeper: Any = None) -> None:
         note("the count of steps", error)
     observed = bool(os.environ.get("CKPTTOOL_HOOK_OBSERVE"))
     states = frozenset(int(one) for one in (os.environ.get("CKPTTOOL_HOOK_STATES") or "").split(",") if one)
-    if observed or states:
+    if observed or states or os.environ.get("CKPTTOOL_HOOK_CONTROL"):
         Observer(folder, note, torch, states, keeper, observe=observed).start()
     about = {"pid": os.getpid(), "words": sys.argv, "torch": torch.__version__, "did": did, "observed": observed}
     with open(os.path.join(folder, f"hook.{os.getpid()}.json"), "w", encoding="utf-8") as stream:
@@ -138,6 +140,9 @@ class Observer:
         self._has_loader, self._backward = False, 0  # backward passes since the last step
         self._state = _load("_ckpttool_state", _STATE)
         self._recorder = self._state.Recorder(folder, torch, states, self._rng)
+        what = os.environ.get("CKPTTOOL_HOOK_CONTROL")
+        control = _load("_ckpttool_control", _CONTROL).Control if what else None
+        self._control = control and control(what, folder, torch, lambda: _rank(torch), self._state.living)
         self._steps: dict[int, list[int]] = {}  # by the id of an optimizer: its index, and its steps so far
         self._losses: list[float] = []
         self._inputs: list[str] = []
@@ -197,6 +202,8 @@ class Observer:
                 if self._torch.is_grad_enabled():
                     self._try(self._begin_forward, module)
                     self._try(self._see_inputs, args, kwargs)
+                    if self._control is not None:
+                        self._try(self._control.control_forward)
                 else:
                     self._try(self._see, "evaluation")
                 return call(module, *args, **kwargs)
@@ -213,6 +220,8 @@ class Observer:
         @functools.wraps(fetch)
         def observed(iterator: Any) -> Any:
             try:
+                if self._control is not None and self._try(self._control.control_fetch):
+                    fetch(iterator)
                 batch = fetch(iterator)
             except StopIteration:
                 if self._torch.is_grad_enabled():
@@ -273,6 +282,8 @@ class Observer:
             is_saved = self._look_for_saves()
             step = self._recorder.begin_step(optimizer, batch, rank, is_saved=is_saved)
             self._is_saved = False
+            if self._control is not None:
+                self._try(self._control.control_step, optimizer)
             if self._keeper is not None:
                 if rank:
                     self._keeper.stop()

@@ -102,10 +102,10 @@ class Recorder:
         )
         for number, each in enumerate(optimizers):
             self._add_optimizer(f"optimizer_{number}" if number else "optimizer", each, names, state)
-        schedulers = self._living(self._torch.optim.lr_scheduler.LRScheduler)
-        scalers = self._living(self._torch.amp.GradScaler) if hasattr(self._torch.amp, "GradScaler") else []
-        for kind, living in (("scheduler", schedulers), ("scaler", scalers)):
-            for number, one in enumerate(living):
+        schedulers = living(self._torch.optim.lr_scheduler.LRScheduler)
+        scalers = living(self._torch.amp.GradScaler) if hasattr(self._torch.amp, "GradScaler") else []
+        for kind, objects in (("scheduler", schedulers), ("scaler", scalers)):
+            for number, one in enumerate(objects):
                 root = f"{kind}_{number}" if number else kind
                 values |= {f"{root}.{key}": _plain(value) for key, value in one.state_dict().items()}
         return {**state, "rng": self._rng(), "forward": self._forward}
@@ -117,7 +117,7 @@ class Recorder:
         known |= {id(one) for each in self._optimizers() for state in each.state.values() for one in state.values()}
         loose: dict[int, str] = {}
         left = _LOOSE
-        for tensor in self._living(self._torch.Tensor):
+        for tensor in living(self._torch.Tensor):
             size = tensor.numel() * tensor.element_size()
             if id(tensor) not in known and tensor.grad_fn is None and size <= left:
                 try:
@@ -145,24 +145,13 @@ class Recorder:
 
     def _optimizers(self, *known: Any) -> list[Any]:
         """Return all optimizers, of those that wrap another one of the two."""
-        optimizers = self._living(self._torch.optim.Optimizer, *known)
+        optimizers = living(self._torch.optim.Optimizer, *known)
         return [*{id(one.param_groups): one for one in optimizers}.values()]
-
-    def _living(self, kind: Any, *known: Any) -> list[Any]:
-        """Return the objects of a class in the order in which they were made, as far as it can be told."""
-        living = {id(one): one for one in known}
-        for one in gc.get_objects():
-            try:
-                if issubclass(type(one), kind):
-                    living[id(one)] = one
-            except Exception:  # noqa: S112 - an object of the script that does not like to be looked at
-                continue
-        return [*living.values()]
 
     def _named_modules(self, optimizers: list[Any]) -> tuple[list[tuple[str, Any, str]], dict[int, str]]:
         """Return the tensors of all modules with their names and kinds, and the names of parameters by their ids."""
         gc.collect()
-        modules = self._living(self._torch.nn.Module, *self._called)
+        modules = living(self._torch.nn.Module, *self._called)
         inner = {id(child) for one in modules for child in one.children()}
         own = {id(one) for each in optimizers for group in each.param_groups for one in group["params"]}
         roots: list[tuple[bool, str, Any]] = []
@@ -201,6 +190,18 @@ class Recorder:
                     else:
                         name = f"{root}.state.{own}.{key}"
                         tensors[name], kinds[name] = self._digest(value), f"group {number}"
+
+
+def living(kind: Any, *known: Any) -> list[Any]:
+    """Return the objects of a class in the order in which they were made, as far as it can be told."""
+    found = {id(one): one for one in known}
+    for one in gc.get_objects():
+        try:
+            if issubclass(type(one), kind):
+                found[id(one)] = one
+        except Exception:  # noqa: S112 - an object of the script that does not like to be looked at
+            continue
+    return [*found.values()]
 
 
 def tied(named: Iterable[tuple[str, Any]]) -> list[list[str]]:
