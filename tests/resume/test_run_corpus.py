@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import importlib.util
+from pathlib import Path
 
 import pytest
-from support.resume_corpus import CORPUS, Fault, Script, verify
+from support.resume_corpus import CORPUS, WRONG, Fault, Script, verify
+from support.resume_oracle import differing
 
 _QUICK = ("one file", "link:weight decay", "average beside:average", "epochs:set_epoch")
+_QUICK_BY_TORCH = ("shadow",)
 _PAIRS = [(script, fault) for script in CORPUS for fault in (None, *script.faults)]
 
 
@@ -26,7 +29,25 @@ def test_what_is_said_of_a_script(script: Script, fault: Fault | None) -> None:
     if importlib.util.find_spec(script.needs) is None:
         pytest.skip(f"needs {script.needs}")
     outcome = verify(script, fault)
-    assert outcome.grade not in ("false pass", "false alarm", "wrong cause"), (outcome.said, outcome.cause)
+    assert outcome.grade not in WRONG, (outcome.message, outcome.cause)
+
+
+@pytest.mark.parametrize(
+    "script",
+    [
+        pytest.param(script, id=script.name, marks=[] if script.name in _QUICK_BY_TORCH else [pytest.mark.long])
+        for script in CORPUS
+        if script.expects == "same"
+    ],
+)
+def test_each_fault_shows_and_nothing_else_does(script: Script, tmp_path: Path) -> None:
+    """By torch alone: whether what is asked of the tool is so."""
+    if importlib.util.find_spec(script.needs) is None:
+        pytest.skip(f"needs {script.needs}")
+    assert differing(script, None, tmp_path / "none") == []
+    for fault in script.faults:
+        names = differing(script, fault, tmp_path / fault.name)
+        assert bool(names) == (fault.expects == "differs"), (fault.name, names[:5])
 
 
 def test_the_corpus_is_large_enough() -> None:

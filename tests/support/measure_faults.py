@@ -38,7 +38,7 @@ def chosen(only: list[str]) -> list[tuple[Script, Fault | None]]:
 
 def row(outcome: Outcome) -> str:
     head = f"{outcome.script:<16} {outcome.fault or '-':<20} {outcome.grade:<12} {outcome.verdict:<10}"
-    return f"{head} {outcome.seconds:5.1f}s  {outcome.said[:150]}"
+    return f"{head} {outcome.seconds:5.1f}s  {outcome.message[:150]}"
 
 
 def main() -> None:

@@ -19,12 +19,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch._dynamo  # the first step of an optimizer imports it, which takes longer than the training in each fork
 from safetensors.torch import load_file
+from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 from support.resume_corpus import SCRIPTS, Fault, Script, switch_of, window_of
 
 # What is not the state of a training: the time, and the words of the command.
-_ASIDE = re.compile(r"saved_at|config\.(resume|steps|out)$|\.(resume|steps|out)$")
+_ASIDE = re.compile(r"saved_at|training_args|max_steps|num_train_epochs|(config)?\.(resume|steps|out)$")
 _DATED = re.compile(r"\d{4}-\d\d-\d\d_[\d-]+/")
 
 
@@ -94,9 +96,13 @@ def _values(folder: Path) -> Iterator[tuple[str, Any]]:
     """Yield all values of all files, by the file and the place in it."""
     if str(SCRIPTS) not in sys.path:
         sys.path.insert(0, str(SCRIPTS))  # of pickled modules
+    for metadata in sorted(folder.rglob(".metadata")):
+        name = str(metadata.parent.relative_to(folder))
+        dcp_to_torch_save(metadata.parent, folder.parent / "whole.pt")
+        yield from _leaves(name, torch.load(folder.parent / "whole.pt", weights_only=False))
     for path in sorted(folder.rglob("*")):
         name = _DATED.sub("", str(path.relative_to(folder)))
-        if path.is_dir() or path.is_symlink():
+        if path.is_dir() or path.is_symlink() or (path.parent / ".metadata").exists():
             continue
         if path.suffix == ".json":
             yield from _leaves(name, json.loads(path.read_text()))

@@ -15,7 +15,9 @@ accelerator = Accelerator(cpu=True, dataloader_config=DataLoaderConfiguration(us
 net = Net(dropout=0.0)
 optimizer = torch.optim.AdamW(net.parameters(), lr=1e-2)
 scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=40)
-loader = DataLoader(TensorDataset(*samples()), BATCH, shuffle=True)
+# Without a generator of its own, each `iter(loader)` draws a number of torch's, and more after a resume than before.
+generator = None if fault("no generator") else torch.Generator().manual_seed(0)
+loader = DataLoader(TensorDataset(*samples()), BATCH, shuffle=True, generator=generator)
 model, optimizer, loader, scheduler = accelerator.prepare(net, optimizer, loader, scheduler)
 
 

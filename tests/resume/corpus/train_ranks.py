@@ -67,8 +67,9 @@ def save():
         return
     os.makedirs(f"{args.out}/step-{step}", exist_ok=True)
     if args.wrap == "fsdp1":
-        full = FullStateDictConfig(rank0_only=True), FullOptimStateDictConfig(rank0_only=True)
-        with FullyShardedDataParallel.state_dict_type(model, StateDictType.FULL_STATE_DICT, *full):
+        once = fault("rank0_only")  # torch 2.13 then gathers both moments into one tensor on CPUs
+        whole = FullStateDictConfig(), FullOptimStateDictConfig(rank0_only=once, offload_to_cpu=False)
+        with FullyShardedDataParallel.state_dict_type(model, StateDictType.FULL_STATE_DICT, *whole):
             state = {"model": model.state_dict(), "optim": FullyShardedDataParallel.optim_state_dict(model, optimizer)}
     else:
         state = {"model": net.state_dict(), "optim": optimizer.state_dict()}

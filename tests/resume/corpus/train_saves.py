@@ -30,7 +30,7 @@ from tiny import (
     write,
 )
 
-args = arguments("--style", "--config", "--every", every=2)
+args = arguments("--style", "--config", "--every", "--log", every=2)
 if args.style == "environment":  # nothing is an option
     args.out, args.steps, args.resume = os.environ["RUN_DIR"], int(os.environ["STEPS"]), os.environ.get("RESUME_FROM")
 config = {"lr": 1e-2, "weight_decay": 0.1}

@@ -28,6 +28,7 @@ _ONES = (0x9E3779B97F4A7C15 - (1 << 64), 0xBF58476D1CE4E5B9 - (1 << 64), 0x94D04
 _PLAIN = (bool, int, float, str, type(None))
 _TEXT = 200  # characters of a value that is kept as it is
 _MODEL = "model"  # what the only module is called that optimizers train
+_CLASSES: dict[Any, dict[type, bool]] = {}  # by a class, whether others are below it
 _SMALLER = ("bfloat16", "float16")
 
 
@@ -150,7 +151,8 @@ class Recorder:
 
     def _named_modules(self, optimizers: list[Any]) -> tuple[list[tuple[str, Any, str]], dict[int, str]]:
         """Return the tensors of all modules with their names and kinds, and the names of parameters by their ids."""
-        gc.collect()
+        if self._forward is None:  # else it has been collected since the last step
+            gc.collect()
         modules = living(self._torch.nn.Module, *self._called)
         inner = {id(child) for one in modules for child in one.children()}
         own = {id(one) for each in optimizers for group in each.param_groups for one in group["params"]}
@@ -194,10 +196,13 @@ class Recorder:
 
 def living(kind: Any, *known: Any) -> list[Any]:
     """Return the objects of a class in the order in which they were made, as far as it can be told."""
-    found = {id(one): one for one in known}
+    found, are_of_kind = {id(one): one for one in known}, _CLASSES.setdefault(kind, {})
     for one in gc.get_objects():
+        cls = type(one)
         try:
-            if issubclass(type(one), kind):
+            if cls not in are_of_kind:
+                are_of_kind[cls] = issubclass(cls, kind)
+            if are_of_kind[cls]:
                 found[id(one)] = one
         except Exception:  # noqa: S112 - an object of the script that does not like to be looked at
             continue
