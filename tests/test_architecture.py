@@ -235,6 +235,7 @@ def test_one_package_speaks_to_the_hub() -> None:
 WITH_OWN_FILES = (
     "reports.terminal",
     "resume.arguments",
+    "resume.beside",
     "resume.checkpoints",
     "resume.commands",
     "resume.guard",

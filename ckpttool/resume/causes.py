@@ -21,6 +21,8 @@ _LIMIT = 4  # values of parameter groups that are named
 _ASIDE = ("_step_count", "_last_lr", "_get_lr_called_within_step", "_is_initial", "verbose")
 _TITLES = {"rng": "RNG state", "dataloader": "data loader", "scaler": "grad scaler"}
 _MISSING = "missing"
+OTHER_MODULE = "module not restored"
+"""The kind of difference of weights that no optimizer trains."""
 
 
 def causes(
@@ -97,7 +99,8 @@ class _Causes:
             differ = f"{len(own):,} of {plural(len(every), 'tensor')} differ" if len(every) > 1 else "it differs"
             how = instead or ("" if is_all else f"{differ} {self.when}")
             message = f"{'the ' if is_all else ''}weights {of} were not restored{'' if is_all else f' ({some(own)})'}"
-            yield self._finding("weights not restored", f"{message}: {how}" if how else f"{message} {self.when}", own)
+            of_kind = "weights not restored" if kind == "weight" else OTHER_MODULE
+            yield self._finding(of_kind, f"{message}: {how}" if how else f"{message} {self.when}", own)
 
     def _alike(self, names: list[str]) -> Iterator[tuple[list[str], str]]:
         """Yield names, and what their tensors are instead: zero, as they were built, ...; "" if that is unknown."""

@@ -6,8 +6,6 @@ output directory of its own; the hook changes one part of the state of its proce
 
 from __future__ import annotations
 
-import os
-import shutil
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 
@@ -40,6 +38,7 @@ def add_controls(starts: Starts, reference: ScriptRun, b: ScriptRun, origin: str
     `compare` compares a run with a reference, into the report of its `Starts`.
     """
     report, absent = starts.report, _absent(starts, b)
+    is_seen = 1 in starts.hooked[b.name].states
     first = min(step for step in b.paths if step > report.at)
     until = report.until if report.stop.partition("=")[2] else first  # a flag for the steps may set the schedule
     needed = [name for name in CONTROLS if name not in absent]
@@ -47,7 +46,7 @@ def add_controls(starts: Starts, reference: ScriptRun, b: ScriptRun, origin: str
     starts.tell(f"{plural(len(needed), 'control')}: starts of the command, to step {until}, at most {duration(took)}")
     for name in CONTROLS:
         if name in absent:
-            report.controls.append(Control(name, None, absent[name]))
+            report.controls.append(Control(name, None, absent[name], possible=is_seen))
             continue
         report.cost.runs, report.cost.steps = report.cost.runs + 1, report.cost.steps + until - report.at
         report.controls.append(_control(starts, name, reference, b, origin, until, compare))
@@ -86,18 +85,16 @@ def _control(
         these.resume(own, source, b.world_size if b.world_size != starts.world else None)
         hooked = starts.hooked[own.name]
         if failed := [one for one in hooked.failures if one.startswith("control ")]:
-            return Control(name, None, f"not possible: {failed[0]}")
+            return Control(name, None, f"not possible: {failed[0]}", possible=False)
         if not hooked.controlled:
             return Control(name, None, f"none: {_NONE.get(name, 'there was nothing to change')}")
         aside.findings.clear()
         compare(these, expected, own)
         return _outcome(name, aside)
     except (RunEnded, CkptError) as error:
-        return Control(name, None, f"not possible: {error}")
+        return Control(name, None, f"not possible: {error}", possible=False)
     finally:
-        shutil.rmtree(starts.out, ignore_errors=True)
-        if starts.report.folder is None:
-            shutil.rmtree(os.path.join(starts.folder, own.name), ignore_errors=True)
+        starts.discard(own.name)
 
 
 def _outcome(name: str, aside: RunReport) -> Control:
@@ -128,5 +125,5 @@ def _clauses(noticed: list[str], unnoticed: list[str], report: RunReport) -> Ite
         yield "; no control was possible"
     if unnoticed:
         yield f"; not proven: this run does not depend on {' or '.join(unnoticed)}"
-    if failed := [one.name for one in report.controls if one.message.startswith("not possible") and noticed]:
+    if failed := [one.name for one in report.controls if not one.possible and noticed]:
         yield f"; controls not possible: {', '.join(failed)}"

@@ -199,6 +199,7 @@ class Control:
     message: str  #: the outcome, for people
     step: int | None = None  #: step of the first difference
     what: str | None = None  #: first difference, for people
+    possible: bool = True  #: whether it could be run, or there is nothing to leave out
 
 
 @dataclass(slots=True)

@@ -311,7 +311,7 @@ def _cause(starts: Starts, reference: ScriptRun, first: compare.FirstDifference 
         differed = [f"{one}{''.join(more[:1])}" if one.startswith("the data") else one for one in differed]
         path = compare.shared(reference, b)[first.step][0]
         differed = differed or list(filter(None, [compare.averaged_weights(path, names)]))
-    if not differed or all(one.part == "rng" or "no optimizer trains" in one.message for one in found):
+    if not differed or all(one.part == "rng" or one.kind == causes.OTHER_MODULE for one in found):
         of_script = _of_the_script(starts, names)
         differed = [*of_script, *(one.message for one in found if one.part == "rng" or not of_script)] or differed
     if not differed:

@@ -260,6 +260,12 @@ class Starts:
         )
         self.report.cause = f"the command did not resume: {message}"
 
+    def discard(self, name: str) -> None:
+        """Remove what a run has left, unless it is kept for the user, and the output directory of one that failed."""
+        shutil.rmtree(self.out, ignore_errors=True)
+        if self.report.folder is None:
+            shutil.rmtree(os.path.join(self.folder, name), ignore_errors=True)
+
     def _environment(self, name: str, hook: str, *, is_resumed: bool = False) -> dict[str, str]:
         """Return the variables for a run, whose hook writes to the folder `hook`, and keeps the output directory."""
         folder, found = os.path.join(self.folder, name, hook), self.seen[name]

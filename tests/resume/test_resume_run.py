@@ -311,9 +311,17 @@ def test_the_command_writes_every_form_of_the_report(tmp_path: Path) -> None:
     planned = run_command("verify-resume", "run", *words[2:], "--dry-run", *command)
     assert planned.exit_code == 0 and "PLAN" in planned.stdout and "3 starts, 6 steps" in planned.stdout
     assert "FOLDER/out" in planned.stdout and not list(tmp_path.iterdir())
-    more = ["verify-resume", "run", "--loss", r"step (\d+): loss (\S+)", "--resume-with", RESUME, "--max-disk", "1GB"][
-        2:
-    ]
+    more = [
+        "verify-resume",
+        "run",
+        "--control",
+        "--loss",
+        r"step (\d+): loss (\S+)",
+        "--resume-with",
+        RESUME,
+        "--max-disk",
+        "1GB",
+    ][2:]
     written = ["verify-resume", "run", "--keep", str(tmp_path / "k"), "--html", page, "--junit", xml, "--verbose"]
     done = run_command(*written, *words[2:], *more, *command)
     assert done.exit_code == 1, done.stderr
@@ -341,7 +349,19 @@ def test_only_a_page_is_replaced(words: list[str], tmp_path: Path) -> None:
 
 
 def test_the_plan_has_every_start_of_the_command() -> None:
-    words = ["verify-resume", "run", "--via", "dcp", "--to-world", "4", "--no-inject", "--observe", "--seed-env", "S=3"]
+    words = [
+        "verify-resume",
+        "run",
+        "--via",
+        "dcp",
+        "--to-world",
+        "4",
+        "--no-inject",
+        "--observe",
+        "--seed-env",
+        "S=3",
+        "--no-control",
+    ]
     words += ["--at", "2", "--until", "3", "--resume-with", RESUME, "--world", "2", "--dry-run", "--json"]
     planned = json.loads(run_command(*words, "--", "torchrun", "--nproc-per-node", "{world}", "t.py", "OUT").stdout)
     assert (planned["verdict"], planned["rule"], planned["cost"]["runs"]) == ("planned", "control", 3)

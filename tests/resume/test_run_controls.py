@@ -15,7 +15,7 @@ import torch
 
 from ckpttool.cli.junit import junit_xml
 from ckpttool.resume import controls
-from ckpttool.resume.observe.site.control import Control
+from ckpttool.resume.observe.site.control import Perturbation
 from ckpttool.resume.observe.site.state import living
 from ckpttool.resume.results import Control as Outcome
 from ckpttool.resume.results import RunReport
@@ -123,8 +123,8 @@ def test_each_rank_leaves_out_its_shards() -> None:
 # What is changed ------------------------------------------------------------------------------------------------------
 
 
-def control(what: str, folder: Path) -> Control:
-    return Control(what, str(folder), torch, lambda: 0, living)
+def control(what: str, folder: Path) -> Perturbation:
+    return Perturbation(what, str(folder), torch, lambda: 0, living)
 
 
 def count(folder: Path) -> int:
@@ -177,7 +177,7 @@ def test_a_scheduler_is_at_its_start(tmp_path: Path) -> None:
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
     scheduler.step()
     assert optimizer.param_groups[0]["lr"] == 0.05
-    one = Control("scheduler", str(tmp_path), torch, lambda: 0, lambda kind: [scheduler])
+    one = Perturbation("scheduler", str(tmp_path), torch, lambda: 0, lambda kind: [scheduler])
     one.control_step(optimizer)
     assert (scheduler.last_epoch, optimizer.param_groups[0]["lr"], count(tmp_path)) == (0, 0.1, 1)
 

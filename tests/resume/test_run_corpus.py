@@ -9,8 +9,7 @@ import pytest
 from support.resume_corpus import CORPUS, WRONG, Fault, Script, verify
 from support.resume_oracle import differing
 
-_QUICK = ("one file", "link:weight decay", "average beside:average", "epochs:set_epoch")
-_QUICK_BY_TORCH = ("shadow",)
+_QUICK = ("link:weight decay", "average beside:average")
 _PAIRS = [(script, fault) for script in CORPUS for fault in (None, *script.faults)]
 
 
@@ -32,13 +31,9 @@ def test_what_is_said_of_a_script(script: Script, fault: Fault | None) -> None:
     assert outcome.grade not in WRONG, (outcome.message, outcome.cause)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
-    "script",
-    [
-        pytest.param(script, id=script.name, marks=[] if script.name in _QUICK_BY_TORCH else [pytest.mark.long])
-        for script in CORPUS
-        if script.expects == "same"
-    ],
+    "script", [script for script in CORPUS if script.expects == "same"], ids=lambda script: script.name
 )
 def test_each_fault_shows_and_nothing_else_does(script: Script, tmp_path: Path) -> None:
     """By torch alone: whether what is asked of the tool is so."""

@@ -2,8 +2,8 @@
 
     control.<pid>.json    {"rank": 0, "count": 28}: how many tensors, generators, schedulers, batches were changed
 
-What each control does is in `Control`. It acts where training goes on, after all that the script itself restores, and
-changes nothing but the state of its process.
+What each control does is in `Perturbation`. It acts where training goes on, after all that the script itself restores,
+and changes nothing but the state of its process.
 """
 
 import json
@@ -16,7 +16,7 @@ from typing import Any
 _SEED = 987_654_321
 
 
-class Control:
+class Perturbation:
     """Changes one part of the state of a process, on each rank what this rank has of it:
 
     moments     the tensors of each optimizer are zero where its first step begins; its step counters stay

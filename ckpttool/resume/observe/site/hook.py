@@ -141,7 +141,7 @@ class Observer:
         self._state = _load("_ckpttool_state", _STATE)
         self._recorder = self._state.Recorder(folder, torch, states, self._rng)
         what = os.environ.get("CKPTTOOL_HOOK_CONTROL")
-        control = _load("_ckpttool_control", _CONTROL).Control if what else None
+        control = _load("_ckpttool_control", _CONTROL).Perturbation if what else None
         self._control = control and control(what, folder, torch, lambda: _rank(torch), self._state.living)
         self._steps: dict[int, list[int]] = {}  # by the id of an optimizer: its index, and its steps so far
         self._losses: list[float] = []
