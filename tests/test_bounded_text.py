@@ -250,7 +250,7 @@ RECURSIVE = {
     "models.matching.solve._stacked": SHAPE,
     "analysis.result.as_json": RESULT_OF_OURS,
     "analysis.audit.uncovered._tensors": LEVELS,
-    "resume.saved_state._leaves": CHECKED,
+    "resume.saved_state.leaves": CHECKED,
     "resume.saved_state._with_lists": CHECKED,
     "producers.foreign.megatron.recognise": FOLDERS,
     "serialization.pickler.named": "over the dots of a name, which is written once",

@@ -16,7 +16,7 @@ from typing import Any
 from ckpttool.catalogue import identity
 from ckpttool.errors import CkptError
 from ckpttool.resume.results import Compared, RunDifference, RunReport
-from ckpttool.resume.saved_state import SavedState, compare, difference_names
+from ckpttool.resume.saved_state import SavedState, compare, difference_names, leaves
 from ckpttool.text import some
 
 Files = Mapping[str, str]
@@ -51,7 +51,7 @@ def _names(one: str, other: str) -> set[str] | None:
     """Return the names of what differs in two files; None if they hold neither tensors nor values."""
     documents = [_document(path) for path in (one, other)]
     if all(document is not None for document in documents):
-        before, after = (dict(_leaves(document)) for document in documents)
+        before, after = (dict(leaves(document, "value")) for document in documents)
         return {name for name in before.keys() | after.keys() if not identity.same(before.get(name), after.get(name))}
     try:
         with SavedState(one) as before_state, SavedState(other) as after_state:
@@ -69,14 +69,6 @@ def _document(path: str) -> dict[str, Any] | None:
     except (ValueError, RecursionError):
         return None
     return document if isinstance(document, dict) else {"value": document}
-
-
-def _leaves(value: Any, name: str = "") -> Iterator[tuple[str, Any]]:
-    if isinstance(value, dict) and value:
-        for key, one in value.items():
-            yield from _leaves(one, f"{name}.{key}" if name else key)
-    else:
-        yield name, value
 
 
 def judge_files(

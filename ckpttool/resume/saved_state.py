@@ -112,7 +112,7 @@ class SavedState(Source):
                 return
             values: Mapping[str, Any] = {name: _shown(saved)}
         else:
-            values = dict(_leaves(_with_lists(entry.value), name))
+            values = dict(leaves(_with_lists(entry.value), name))
         for one, value in values.items():
             self.objects[one] = digested(value)
             self.catalogue.add(Object(tuple(one.split(".")), self.objects[one], part=part))
@@ -173,11 +173,11 @@ def _with_lists(value: Any) -> Any:
     return [_with_lists(one) for one in value] if isinstance(value, (tuple, list)) else value
 
 
-def _leaves(value: Any, name: str) -> Iterator[tuple[str, Any]]:
+def leaves(value: Any, name: str) -> Iterator[tuple[str, Any]]:
     """Yield the values of nested dicts by their dotted names."""
     if isinstance(value, dict) and value:
         for key, one in value.items():
-            yield from _leaves(one, f"{name}.{key}")
+            yield from leaves(one, f"{name}.{key}")
     else:
         yield name, value
 
