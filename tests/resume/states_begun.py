@@ -103,6 +103,9 @@ def train(folder: str, fault: str) -> None:
         observer._begin_step(s.optimizer)
         s.optimizer.step()
         s.scheduler.step()
+        with torch.no_grad():  # an average that never changes would be no state of the training
+            for one, weight in zip(s.average.shadow, s.model.parameters(), strict=True):
+                one.lerp_(weight, 0.5)
 
 
 if __name__ == "__main__":
