@@ -22,7 +22,7 @@ from functools import cache, partial
 
 from ckpttool.catalogue import identity
 from ckpttool.catalogue.shown import shown
-from ckpttool.errors import UsageError
+from ckpttool.errors import CkptError, UsageError
 from ckpttool.layout.mesh import world_mesh
 from ckpttool.producers.open import opened
 from ckpttool.resume import arguments, beside, causes, compare, controls, window
@@ -346,28 +346,39 @@ def _of_the_script(starts: Starts, names: Collection[str]) -> list[str]:
     before, after = _after_save(starts, "A") or _after_save(starts, "A2"), starts.hooked["B"].states.get(1)
     if before is None or after is None:
         return []
+    at = starts.report.at
     loose, others = ({*map(digested, one.of_script("loose"))} for one in (before, after))
     was, now = ({key: digested(v) for key, v in one.of_script("variables").items()} for one in (before, after))
-    when = f"when step {starts.report.at + 1} began"
-    with SavedState(starts.report.runs[0].paths[starts.report.at]) as saved:
-        values = dict(saved.objects)
-        values |= {name: digested(saved.spelt(name)) for name in saved.tensors if saved.kind_of(name) != "optimizer"}
     changed = {name for name in was.keys() & now.keys() if not identity.same(was[name], now[name])}
-    lost = []
-    for name, text in values.items():
-        if isinstance(text, str) and text in loose:
-            held = [one for one in was if was[one] == text]
-            lost += [name] if (changed.intersection(held) if held else text not in others) else []
-    verb = "were" if lost[1:] else "was"
-    found = [f"{some(lost)} {verb} not restored: no tensor of run B is as it was saved, {when}"] if lost else []
-    for name in sorted({*names, *starts.report.unproven} & values.keys() - {*lost}):
-        value, leaf = values[name], name.rpartition(".")[2]
-        same = [one for one in changed if identity.same(was[one], value)]
-        of = [one for one in same if one.rpartition(".")[2] == leaf]
-        # A value that is no other's tells what it is, whatever it is called.
-        of = of or (same if isinstance(value, float) or (len(same) == 1 and value not in (0, 1)) else [])
-        found += [f"`{name}` was not restored: {shown(now[one])} and not {shown(value)} {when}" for one in of[:1]]
+    found: list[str] = []
+    for path in [_saved(starts), *starts.seen["A"].beside(at).values()]:
+        try:
+            with SavedState(path) as saved:
+                values = dict(saved.objects)
+                values |= {n: digested(saved.spelt(n)) for n in saved.tensors if saved.kind_of(n) != "optimizer"}
+        except CkptError:  # a log, which no value of the script comes from
+            continue
+        lost = []
+        for name, text in values.items():
+            if isinstance(text, str) and text in loose:
+                held = [one for one in was if was[one] == text]
+                lost += [name] if (changed.intersection(held) if held else text not in others) else []
+        verb, when = "were" if lost[1:] else "was", f"when step {at + 1} began"
+        found += [f"{some(lost)} {verb} not restored: no tensor of run B is as it was saved, {when}"] if lost else []
+        of_file = {*names, *starts.report.unproven} if path == _saved(starts) else {*values}
+        for name in sorted(of_file & values.keys() - {*lost}):
+            value, leaf = values[name], name.rpartition(".")[2]
+            same = [one for one in changed if identity.same(was[one], value)]
+            of = [one for one in same if one.rpartition(".")[2] == leaf]
+            # A value that is no other's tells what it is, whatever it is called.
+            of = of or (same if isinstance(value, float) or (len(same) == 1 and value not in (0, 1)) else [])
+            found += [f"`{name}` was not restored: {shown(now[one])} and not {shown(value)} {when}" for one in of[:1]]
     return found
+
+
+def _saved(starts: Starts) -> str:
+    """Return the checkpoint of the step of the resume, of A if it was saved there."""
+    return next(run.paths[starts.report.at] for run in starts.report.runs if starts.report.at in run.paths)
 
 
 def _later_cause(starts: Starts) -> str | None:
@@ -410,8 +421,7 @@ def _after_save(starts: Starts, name: str) -> RunState | None:
     if name not in starts.hooked:
         return None
     states, began = starts.hooked[name].states, starts.seen[name].began().get(starts.report.at)
-    run = next(one for one in starts.report.runs if one.name == name)
-    with SavedState(run.paths[starts.report.at]) as saved:
+    with SavedState(_saved(starts)) as saved:
         counters = {float(saved.tensors[one].as_float64()[0]) for one in saved.tensors if is_counter(one)}
     # A save may go on in the background while the next steps are taken.
     alike = [number for number, state in states.items() if counters and state.counters == counters]

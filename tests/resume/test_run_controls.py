@@ -220,7 +220,7 @@ def judged(*outcomes: Outcome) -> RunReport:
 
 def test_a_verdict_says_what_the_controls_prove() -> None:
     seen, unseen = Outcome("weights", True, "noticed", 3, "a difference"), Outcome("rng", False, "not proven: it")
-    failed = Outcome("moments", None, "not possible: run control-moments ended with exit code 1")
+    failed = Outcome("moments", None, "not possible: run control-moments ended with exit code 1", possible=False)
     assert judged().message == "exact resume"
     assert judged(failed).message == "exact resume; no control was possible"
     report = judged(seen, unseen, failed)
