@@ -20,25 +20,20 @@ from collections.abc import Callable, Collection, Sequence
 from contextlib import ExitStack
 from functools import cache, partial
 
-from ckpttool.catalogue import identity
-from ckpttool.catalogue.shown import shown
-from ckpttool.errors import CkptError, UsageError
+from ckpttool.errors import UsageError
 from ckpttool.layout.mesh import world_mesh
 from ckpttool.producers.open import opened
-from ckpttool.resume import arguments, beside, causes, compare, controls, window
+from ckpttool.resume import arguments, beside, compare, controls, explain, window
 from ckpttool.resume.commands import Commands, parse
 from ckpttool.resume.logged import from_files
 from ckpttool.resume.losses import Output
 from ckpttool.resume.process import last_lines
-from ckpttool.resume.results import Cost, FailedCommand, RunDifference, RunReport, ScriptRun
-from ckpttool.resume.saved_state import SavedState, digested
+from ckpttool.resume.results import Cost, FailedCommand, RunReport, ScriptRun
 from ckpttool.resume.scratch import checked_folder, kept_folder
 from ckpttool.resume.starts import COPY, SIGNALS, RunEnded, Starts
-from ckpttool.resume.states import RunState, is_counter
 from ckpttool.resume.steps import RNG, TITLES, compare_steps, drawn, of_hook, unrepeated
 from ckpttool.text import duration, parse_size, plural, some
 
-_CAUSES = 4  # that are named
 _SHOWN = (
     "print a loss of each step, or save one {}; a later `--at`; without `--no-inject`, the steps of torch's optimizers "
     "are counted in commands that come to their end"
@@ -206,7 +201,7 @@ def _all(starts: Starts, via: str, to_world: int | None, *, has_controls: bool) 
         excused.join(compare.unrepeated([(a, a2)]))
         first = _compare(starts, reference, b, excused, changing)
     if report.cause is None and report.findings:
-        report.cause = _cause(starts, reference, first)
+        report.cause = explain.cause(starts, reference, first)
     if to_world is not None:
         compare.add_drift(report, a, b)
     if has_controls and compare.is_same(report, excused):
@@ -273,7 +268,7 @@ def _converted(starts: Starts, saved: str, via: str, to_world: int | None) -> st
 
 def _compare_observed(starts: Starts, reference: ScriptRun, run: ScriptRun) -> None:
     """Compare the optimizer steps that the hook observed in a run that resumed with those of its reference."""
-    hooked, first = starts.hooked, _offset(starts)
+    hooked, first = starts.hooked, starts.taken(run.resumed_at or 0)
     a, a2 = (of_hook(hooked[name], 0, sys.maxsize) for name in ("A", "A2" if "A2" in hooked else "A"))
     b = of_hook(hooked[run.name], first, sys.maxsize)
     before = a if reference.name == "A" else of_hook(hooked[reference.name], first, sys.maxsize)
@@ -287,146 +282,6 @@ def _compare_observed(starts: Starts, reference: ScriptRun, run: ScriptRun) -> N
     finding = compare_steps(starts.report, one, other, *names, excused, titles=titles, prefix="observed: ")
     if finding is not None:
         starts.report.findings.insert(0, finding)
-
-
-def _offset(starts: Starts) -> int:
-    """Return how many optimizer steps A had taken when it had saved the step of the resume."""
-    began = starts.seen["A"].began().get(starts.report.at)
-    return began - 1 if began is not None else starts.report.at
-
-
-def _cause(starts: Starts, reference: ScriptRun, first: compare.FirstDifference | None) -> str:
-    """Return the cause of the first difference: what differed when the first step after the resume began."""
-    b = starts.report.runs[-1]
-    why_not, found = _begun(starts, reference, b)
-    if (taken := _other_checkpoint(starts)) is not None:
-        return f"run B did not resume from step {starts.report.at}: it had the state of step {taken}"
-    names = first.names if first is not None else set()
-    if first is not None and not first.has_tensors and all(one.part == "rng" for one in found):
-        found = []  # what was drawn has changed no weight
-    differed = [one.message for one in found]
-    if first is not None:
-        # The batch is another; where its loader is saved, its values say more.
-        more = [f" ({one.message})" for one in first.findings if one.part == "dataloader"]
-        differed = [f"{one}{''.join(more[:1])}" if one.startswith("the data") else one for one in differed]
-        path = compare.shared(reference, b)[first.step][0]
-        differed = differed or list(filter(None, [compare.averaged_weights(path, names)]))
-    if not differed or all(one.part == "rng" or one.kind == causes.OTHER_MODULE for one in found):
-        of_script = _of_the_script(starts, names)
-        differed = [*of_script, *(one.message for one in found if one.part == "rng" or not of_script)] or differed
-    if not differed:
-        return _later_cause(starts) or f"{compare.NOT_DETERMINED}: {why_not}"
-    more_of = f"; and {len(differed) - _CAUSES} more" if differed[_CAUSES:] else ""
-    return "; ".join(differed[:_CAUSES]) + more_of
-
-
-def _other_checkpoint(starts: Starts) -> int | None:
-    """Return the step of another checkpoint of A whose state B had when its first step began; None if there is none."""
-    a, began, at = starts.hooked["A"].states, starts.seen["A"].began(), starts.report.at
-    after = starts.hooked["B"].states.get(1)
-    weights = [name for name in after.kinds if not name.startswith("apart")] if after is not None else []
-
-    def has_state_of(number: int | None) -> bool:
-        state = a.get(number or 0)
-        alike = [name for name in weights if state is not None and name in state.kinds]
-        return (
-            after is not None
-            and state is not None
-            and bool(alike)
-            and all(state.digests(name) == after.digests(name) for name in alike if state.kinds[name] != "buffer")
-        )
-
-    others = [step for step, number in began.items() if step != at and has_state_of(number)]
-    return others[0] if others and not has_state_of(began.get(at)) else None
-
-
-def _of_the_script(starts: Starts, names: Collection[str]) -> list[str]:
-    """Return which tensors and values of the checkpoint the script of A had when the first step after the resume began,
-    and that of B had not; of values those that differ later, `names`."""
-    before, after = _after_save(starts, "A") or _after_save(starts, "A2"), starts.hooked["B"].states.get(1)
-    if before is None or after is None:
-        return []
-    at = starts.report.at
-    loose, others = ({*map(digested, one.of_script("loose"))} for one in (before, after))
-    was, now = ({key: digested(v) for key, v in one.of_script("variables").items()} for one in (before, after))
-    changed = {name for name in was.keys() & now.keys() if not identity.same(was[name], now[name])}
-    found: list[str] = []
-    for path in [_saved(starts), *starts.seen["A"].beside(at).values()]:
-        try:
-            with SavedState(path) as saved:
-                values = dict(saved.objects)
-                values |= {n: digested(saved.spelt(n)) for n in saved.tensors if saved.kind_of(n) != "optimizer"}
-        except CkptError:  # a log, which no value of the script comes from
-            continue
-        lost = []
-        for name, text in values.items():
-            if isinstance(text, str) and text in loose:
-                held = [one for one in was if was[one] == text]
-                lost += [name] if (changed.intersection(held) if held else text not in others) else []
-        verb, when = "were" if lost[1:] else "was", f"when step {at + 1} began"
-        found += [f"{some(lost)} {verb} not restored: no tensor of run B is as it was saved, {when}"] if lost else []
-        of_file = {*names, *starts.report.unproven} if path == _saved(starts) else {*values}
-        for name in sorted(of_file & values.keys() - {*lost}):
-            value, leaf = values[name], name.rpartition(".")[2]
-            same = [one for one in changed if identity.same(was[one], value)]
-            of = [one for one in same if one.rpartition(".")[2] == leaf]
-            # A value that is no other's tells what it is, whatever it is called.
-            of = of or (same if isinstance(value, float) or (len(same) == 1 and value not in (0, 1)) else [])
-            found += [f"`{name}` was not restored: {shown(now[one])} and not {shown(value)} {when}" for one in of[:1]]
-    return found
-
-
-def _saved(starts: Starts) -> str:
-    """Return the checkpoint of the step of the resume, of A if it was saved there."""
-    return next(run.paths[starts.report.at] for run in starts.report.runs if starts.report.at in run.paths)
-
-
-def _later_cause(starts: Starts) -> str | None:
-    """Return what differs first in a step after the first one, and what happened in A just before; None if that was not
-    observed, or is no more than a loss."""
-    report, offset = starts.report, _offset(starts)
-    observed = [one for one in report.findings if one.kind.startswith(("next batch", "learning rate"))]
-    for finding in [one for one in observed if one.step is not None and one.step > offset + 1][:1]:
-        before = {event for event, step in starts.hooked["A"].events if step + 1 == finding.step}
-        after = "".join(f", after {text}" for event, text in window.EVENTS.items() if event in before)
-        what = "the data" if finding.kind.startswith("next batch") else "the learning rate"
-        return f"{what} differed from step {finding.step} on{after}; in the steps before, as in run A"
-    return None
-
-
-def _begun(starts: Starts, reference: ScriptRun, b: ScriptRun) -> tuple[str, list[RunDifference]]:
-    """Return what differed in run B when its first step began, and if nothing, why no cause follows from it."""
-    step = b.resumed_at or 0
-    after, start, again = starts.hooked[b.name].states.get(1), None, None
-    unseen = "the hook did not see the state of run {} " + f"when step {step + 1} began"
-    if not after:
-        return unseen.format(b.name), []
-    if reference.name != "A":
-        before = starts.hooked[reference.name].states.get(1)
-    else:
-        start, before, again = starts.hooked["A"].states.get(1), *(_after_save(starts, name) for name in ("A", "A2"))
-    if not before:
-        return unseen.format(reference.name), []
-    names = sorted(before.unseen | after.unseen)
-    but = f" ({some(names)} could not be seen)" if names else ""
-    return (
-        f"all that the hook saw of run {b.name} when step {step + 1} began is as in run {reference.name}{but}",
-        causes.causes(before, after, step + 1, start=start, again=again),
-    )
-
-
-def _after_save(starts: Starts, name: str) -> RunState | None:
-    """Return the state of an uninterrupted run where the first step began after it had saved step `at`; None if that
-    was not seen, or if its steps are not those that the checkpoint counts."""
-    if name not in starts.hooked:
-        return None
-    states, began = starts.hooked[name].states, starts.seen[name].began().get(starts.report.at)
-    with SavedState(_saved(starts)) as saved:
-        counters = {float(saved.tensors[one].as_float64()[0]) for one in saved.tensors if is_counter(one)}
-    # A save may go on in the background while the next steps are taken.
-    alike = [number for number, state in states.items() if counters and state.counters == counters]
-    known = [number for number in (began, *alike) if number in states and (number in alike or not counters)]
-    return states[known[0]] if known else None
 
 
 def _choose(starts: Starts, a: ScriptRun) -> None:

@@ -210,6 +210,11 @@ class Starts:
         printed = self.printed(first).keys() - self.printed(run).keys()
         return any(0 < step < (run.resumed_at or 0) for step in printed)
 
+    def taken(self, step: int) -> int:
+        """Return how many optimizer steps A had taken when it had saved a step."""
+        began = self.seen["A"].began().get(step)
+        return began - 1 if began is not None else step
+
     def printed(self, run: ScriptRun) -> Mapping[int, list[float]]:
         """Return the losses that a run printed with their steps, after its resume if it has one."""
         numbered = isinstance(self.losses, Output) and self.losses.is_numbered
