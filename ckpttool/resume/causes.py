@@ -7,11 +7,12 @@ module are not seen in a command; the first checkpoint that differs tells of the
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
 
 from ckpttool.catalogue.identity import same
 from ckpttool.catalogue.shown import shown
+from ckpttool.resume import generators
 from ckpttool.resume.results import RunDifference
 from ckpttool.resume.states import RunState, is_counter, same_batch
 from ckpttool.text import plural, some
@@ -26,21 +27,34 @@ OTHER_MODULE = "module not restored"
 
 
 def causes(
-    before: RunState, after: RunState, step: int, *, start: RunState | None = None, again: RunState | None = None
+    before: RunState,
+    after: RunState,
+    step: int,
+    *,
+    start: RunState | None = None,
+    again: RunState | None = None,
+    others: Collection[RunState] = (),
 ) -> list[RunDifference]:
     """Return what differed in a run (`after`) when step `step` began; nothing if it had what A had (`before`).
 
     `start` is what was there as built: of a command what A had when its first step began. `again` is what a repetition
-    of A had: what differs there is no cause.
+    of A had: what differs there is no cause. `others` are what A had when other steps began.
     """
-    return list(_Causes(before, after, step, start, again).all())
+    return list(_Causes(before, after, step, start, again, others).all())
 
 
 class _Causes:
     def __init__(
-        self, before: RunState, after: RunState, step: int, start: RunState | None, again: RunState | None
+        self,
+        before: RunState,
+        after: RunState,
+        step: int,
+        start: RunState | None,
+        again: RunState | None,
+        others: Collection[RunState],
     ) -> None:
         self.before, self.after, self.start, self.again = before, after, start, again
+        self.others = others
         self.when = f"when step {step} began"
         self.step = step
         self.world = min(before.world, after.world)
@@ -300,28 +314,47 @@ class _Causes:
         if self.again is not None:
             pairs = [one for one in pairs if one[0] < self.again.world and same_batch(self.again.batch(one[0]), one[1])]
         other = [(rank, now) for rank, was, now in pairs if was and now and not same_batch(was, now)]
-        kinds = self._generators()
-        if not (other or is_alone):
+        kinds, data = self._generators(), self._data(other) if other else None
+        if data or not (other or is_alone):
+            # From a generator that no forward pass draws from, a loader drew: its batches are known.
             drawn = {rank: [kind for kind in own if kind in self.before.drawn(rank)] for rank, own in kinds.items()}
             kinds = {rank: own for rank, own in drawn.items() if own}
         of = f" of rank {', '.join(map(str, kinds))}"
-        generators = ", ".join(sorted({kind for own in kinds.values() for kind in own}))
-        data = self._data(other) if other else None
+        names = ", ".join(sorted({kind for own in kinds.values() for kind in own}))
+        how = self._drawn(kinds)
+        more = f": {how}" if how else ""
         rank = min(kinds, default=None)
         if other and data is None:
             # Of the RNG state and the data, either may come of the other.
-            either = f"the data, or the RNG state{of} ({generators})," if kinds else "the data"
+            either = f"the data, or the RNG state{of} ({names})," if kinds else "the data"
             ranks_of = ", ".join(str(rank) for rank, _ in other)
             message = f"{either} was not restored: the batch of rank {ranks_of} in step {self.step} is another"
+            message += f" (of the RNG state, {how})" if how else ""
             yield RunDifference("data not restored", message, rank=other[0][0])
         elif data:
-            more = f"; the RNG state{of} differs, too ({generators})" if kinds else ""
-            yield RunDifference("data not restored", data + more, rank=other[0][0])
+            text = f"; the RNG state{of} differs, too ({names}){more}" if kinds else ""
+            yield RunDifference("data not restored", data + text, rank=other[0][0])
         elif kinds:
             was = [self.before.rng(one) for one in range(self.before.world)]
-            how = _taken("RNG state", {one: _place(was, self.after.rng(one)) for one in kinds})
-            message = f"the RNG state{of} was not restored ({generators}){': ' if how else ''}{how}"
+            taken = _taken("RNG state", {one: _place(was, self.after.rng(one)) for one in kinds})
+            verb = "differs" if how and not taken else "was not restored"
+            message = f"the RNG state{of} {verb} ({names}){f': {taken}' if taken else more}"
             yield RunDifference("rng not restored", message, part="rng", rank=rank)
+
+    def _drawn(self, kinds: dict[int, list[str]]) -> str:
+        """Return which states of A the generators of ranks have instead, or how many numbers further; "" if unknown."""
+        found: dict[str, None] = {}
+        for rank, own in kinds.items():
+            for kind in own:
+                now = self.after.words(rank, kind)
+                alike = [one for one in self.others if now is not None and one.words(rank, kind) == now]
+                near = alike[:1] or [one for one in (self.before, self.start) if one is not None]
+                known = {self._when(one): one.words(rank, kind) for one in near}
+                found[generators.origin(kind, now, known)] = None
+        return "; ".join(filter(None, found))
+
+    def _when(self, state: RunState) -> str:
+        return f"run A when step {self.step + state.step - self.before.step} began"
 
     def _data(self, other: list[tuple[int, Any]]) -> str | None:
         """Return what the batches of ranks are, which are not those of A: of another step or rank; None if unknown."""

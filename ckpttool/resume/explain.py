@@ -140,6 +140,7 @@ def _begun(starts: Starts, reference: ScriptRun, b: ScriptRun) -> tuple[str, lis
     unseen = "the hook did not see the state of run {} " + f"when step {step + 1} began"
     if not after:
         return unseen.format(b.name), []
+    others = starts.hooked["A"].states.values() if reference.name == "A" else ()
     if reference.name != "A":
         before = starts.hooked[reference.name].states.get(1)
     else:
@@ -150,7 +151,7 @@ def _begun(starts: Starts, reference: ScriptRun, b: ScriptRun) -> tuple[str, lis
     but = f" ({some(names)} could not be seen)" if names else ""
     return (
         f"all that the hook saw of run {b.name} when step {step + 1} began is as in run {reference.name}{but}",
-        causes.causes(before, after, step + 1, start=start, again=again),
+        causes.causes(before, after, step + 1, start=start, again=again, others=others),
     )
 
 

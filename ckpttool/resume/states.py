@@ -75,6 +75,11 @@ class RunState:
         found: dict[str, str] = (self.forward or self.ranks)[rank]["rng"]
         return found
 
+    def words(self, rank: int, kind: str) -> Any:
+        """Return the words of a generator before the forward pass, see `generators`; None where that was not seen."""
+        found = self.forward[rank] if self.forward and rank < self.world else {}
+        return found.get("words", {}).get(kind)
+
     def of_script(self, key: str) -> Any:
         """Return what the script of rank 0 kept beside modules and optimizers: its `loose` tensors, its `variables`."""
         return ((self.forward or [{}])[0] or {}).get(key) or {}

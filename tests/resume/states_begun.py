@@ -74,6 +74,7 @@ FAULTS = {
     "scheduler": restart,
     "scaler": lambda s: s.scaler.load_state_dict(s.scaler.state_dict() | {"scale": 8.0}),
     "rng": lambda s: torch.manual_seed(9),
+    "rng drawn": lambda s: torch.empty((), dtype=torch.int64).random_(),
     "undrawn rng": lambda s: random.seed(9),
     "data restarted": lambda s: s.batches.update({3: 1}),
     "data": lambda s: s.batches.update({3: 7}),

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import base64
+import copy
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
+from ckpttool.resume import generators
 from ckpttool.resume import observe as inject
 from ckpttool.resume.causes import causes
 from ckpttool.resume.observe.site import state
@@ -42,6 +46,10 @@ TOLD = {
     "scheduler": ["the scheduler was not restored: `scheduler.last_epoch` was 0 and not 2 when step 3 began"],
     "scaler": ["the grad scaler was not restored: `scaler.scale` was 8.0 and not 65536.0 when step 3 began"],
     "rng": ["the RNG state of rank 0 was not restored (torch)"],
+    "rng drawn": [
+        "the RNG state of rank 0 differs (torch): torch's is that of run A when step 3 began, 1 draw of 64 bits "
+        "further: something drew from it after it was restored, such as `iter(DataLoader)`"
+    ],
     "undrawn rng": [],
     "data restarted": ["the data restarted: the batch of step 3 is that of step 1 of A"],
     "data": ["the data was not restored: the batch of rank 0 in step 3 is another"],
@@ -80,6 +88,37 @@ def test_weights_as_they_were_built_are_called_so(recorded: Path) -> None:
     found = told(before, start, 3, start=start)
     assert found[0] == "the weights of the model were not restored: they are as they were built"
     assert "the optimizer was not loaded: it has no state when step 3 began" in found
+
+
+def test_a_generator_is_told_by_how_far_it_was_drawn() -> None:
+    def words(generator: np.random.MT19937) -> list[Any]:
+        state = generator.state["state"]
+        return [int(state["pos"]), base64.b64encode(state["key"].astype("<u4").tobytes()).decode()]
+
+    generator = np.random.MT19937(7)
+    states = [words(generator)]
+    for count in (1, 622, 1, 5000):
+        generator.random_raw(count)
+        states.append(words(generator))
+    expected = [0, 1, 623, 624, 5624]
+    assert [generators.numbers_between(states[0], one) for one in states] == expected
+    assert [generators.numbers_between(one, states[0]) for one in states] == [-one for one in expected]
+    assert generators.numbers_between(states[0], words(np.random.MT19937(8))) is None
+    assert generators.numbers_between([4, "MTIz"], [12, "MTIz"]) == 8 and not generators.origin("cuda", None, {})
+    told = generators.origin("python", states[0], {"run A when step 9 began": states[2]})
+    assert told == (
+        "Python's is that of run A when step 9 began, 623 draws of 32 bits before: run A drew from it what run B did "
+        "not"
+    )
+
+
+def test_a_generator_that_was_restored_from_another_save_is_told_so(recorded: Path) -> None:
+    before, start = begun(recorded / "none"), begun(recorded / "none", 1)
+    anew = copy.deepcopy(before.ranks)
+    anew[0]["rng"] = {**anew[0]["rng"], "torch": "another"}
+    anew[0]["forward"] |= {one: start.ranks[0]["forward"][one] for one in ("rng", "words")}
+    [found] = told(before, RunState(anew), 3, start=start, others=[before, start])
+    assert found == "the RNG state of rank 0 differs (torch): torch's is that of run A when step 1 began"
 
 
 def test_what_was_rounded_is_known_by_what_rounding_makes_of_it(monkeypatch: pytest.MonkeyPatch) -> None:

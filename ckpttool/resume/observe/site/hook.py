@@ -12,6 +12,8 @@ It runs in the environment of the script: nothing of ckpttool can be imported, a
 No collective is called and no random number is drawn, so that training takes the same course as without it.
 """
 
+import array
+import base64
 import ctypes
 import functools
 import hashlib
@@ -21,6 +23,7 @@ import math
 import operator
 import os
 import random
+import struct
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
@@ -31,6 +34,7 @@ _KEEP = os.path.join(os.path.dirname(os.path.abspath(__file__)), "keep.py")
 _CONTROL = os.path.join(os.path.dirname(os.path.abspath(__file__)), "control.py")
 _SMALL = 8  # a save of fewer bytes, by this factor, than the largest is of no whole state
 _INPUTS = 64  # inputs of modules in a step that are recorded
+_MT19937 = 5056  # bytes of the state of torch's generator of the CPU
 _DIGITS = 16  # of a digest: enough to tell batches apart, and a line that people can read
 
 
@@ -139,7 +143,7 @@ class Observer:
         self._events: set[str] = set()  # since the last step
         self._has_loader, self._backward = False, 0  # backward passes since the last step
         self._state = _load("_ckpttool_state", _STATE)
-        self._recorder = self._state.Recorder(folder, torch, states, self._rng)
+        self._recorder = self._state.Recorder(folder, torch, states, self._rng, self._words)
         what = os.environ.get("CKPTTOOL_HOOK_CONTROL")
         control = _load("_ckpttool_control", _CONTROL).Perturbation if what else None
         self._control = control and control(what, folder, torch, lambda: _rank(torch), self._state.living)
@@ -343,6 +347,22 @@ class Observer:
         if self._torch.cuda.is_available() and self._torch.cuda.is_initialized():
             found["cuda"] = _sha(_bytes(self._torch.cuda.get_rng_state()))
         return found
+
+    def _words(self) -> dict[str, Any]:
+        """Return the position and the words of each generator, which tell how far it is from another state."""
+        _, (*keys, position), _ = random.getstate()
+        found: dict[str, tuple[int, bytes]] = {"python": (position, array.array("I", keys).tobytes())}
+        if (numpy := sys.modules.get("numpy")) is not None:
+            _, words, position, *_ = numpy.random.get_state(legacy=True)
+            found["numpy"] = (int(position), words.tobytes())
+        state = self._torch.get_rng_state()
+        if state.numel() == _MT19937:
+            left, words = struct.unpack_from("<8xi", _bytes(state))[0], state.view(self._torch.int64)[3:627]
+            found["torch"] = (625 - left, _bytes(words.to(self._torch.int32)))
+        if self._torch.cuda.is_available() and self._torch.cuda.is_initialized():
+            seed, offset = self._torch.cuda.get_rng_state().view(self._torch.int64).tolist()
+            found["cuda"] = (offset, repr(seed).encode())
+        return {name: [position, base64.b64encode(words).decode()] for name, (position, words) in found.items()}
 
     def _parameters(self, optimizer: Any) -> str:
         tensors = (one for group in optimizer.param_groups for one in group["params"])

@@ -33,10 +33,18 @@ _SMALLER = ("bfloat16", "float16")
 
 
 class Recorder:
-    """Records the state where steps of these numbers begin. `rng` returns the digests of the generators."""
+    """Records the state where steps of these numbers begin. `rng` returns the digests of the generators, `words` the
+    state of each, before the forward pass."""
 
-    def __init__(self, folder: str, torch: Any, steps: frozenset[int], rng: Callable[[], dict[str, str]]) -> None:
-        self._folder, self._torch, self._left, self._rng = folder, torch, set(steps), rng
+    def __init__(
+        self,
+        folder: str,
+        torch: Any,
+        steps: frozenset[int],
+        rng: Callable[[], dict[str, str]],
+        words: Callable[[], dict[str, Any]],
+    ) -> None:
+        self._folder, self._torch, self._left, self._rng, self._words = folder, torch, set(steps), rng, words
         self._counts: dict[int, int] = {}
         self._forward: dict[str, Any] | None = None
         self._batches: list[Any] = []
@@ -65,7 +73,8 @@ class Recorder:
             self._called = [module]
             modules, _ = self._named_modules(self._optimizers())
             buffers = {name: digest(self._torch, tensor) for name, tensor, kind in modules if kind == "buffer"}
-            self._forward = {"buffers": buffers, "rng": self._rng(), **self._of_the_script(modules)}
+            generators = {"rng": self._rng(), "words": self._words()}
+            self._forward = {"buffers": buffers, **generators, **self._of_the_script(modules)}
 
     def begin_step(self, optimizer: Any, batch: Any, rank: int, *, is_saved: bool = False) -> int:
         """Record the state if the step that begins is one of those asked for, or something was saved before; return the
