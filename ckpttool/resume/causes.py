@@ -86,7 +86,7 @@ class _Causes:
         found += [*state, *self._groups(is_lost=any(one.kind == "optimizer not loaded" for one in state))]
         found += [*self._of_the_run(), *self._loaders()]
         apart = [*self._weights("apart", "of modules that no optimizer trains")]
-        found += [*self._batches(is_alone=not (found or apart))]
+        found += [*self._batches(is_alone=not (found or apart), may_follow=self._may_follow(found))]
         # A module that no optimizer trains may be one that is not saved, and has no effect.
         yield from found or apart
 
@@ -308,8 +308,14 @@ class _Causes:
                     kinds.setdefault(rank, []).append(kind)
         return kinds
 
-    def _batches(self, *, is_alone: bool) -> Iterator[RunDifference]:
-        """Yield the data and the generators of ranks; with `is_alone` those from which nothing was drawn, too."""
+    def _may_follow(self, found: Sequence[RunDifference]) -> bool:
+        """Return whether a batch may be what another model made, whose weights are not as they were."""
+        roots = {name.partition(".")[0] for name, kind in self.before.kinds.items() if kind in ("weight", "apart")}
+        return len(roots) > 1 and any(one.part == "model" for one in found)
+
+    def _batches(self, *, is_alone: bool, may_follow: bool) -> Iterator[RunDifference]:
+        """Yield the data and the generators of ranks; with `is_alone` those from which nothing was drawn, too, with
+        `may_follow` no batch that comes of what was named already."""
         pairs = [(rank, self.before.batch(rank), self.after.batch(rank)) for rank in range(self.world)]
         if self.again is not None:
             pairs = [one for one in pairs if one[0] < self.again.world and same_batch(self.again.batch(one[0]), one[1])]
@@ -324,6 +330,8 @@ class _Causes:
         how = self._drawn(kinds)
         more = f": {how}" if how else ""
         rank = min(kinds, default=None)
+        if other and data is None and may_follow and not kinds:
+            return
         if other and data is None:
             # Of the RNG state and the data, either may come of the other.
             either = f"the data, or the RNG state{of} ({names})," if kinds else "the data"
@@ -351,7 +359,7 @@ class _Causes:
                 near = alike[:1] or [one for one in (self.before, self.start) if one is not None]
                 known = {self._when(one): one.words(rank, kind) for one in near}
                 found[generators.origin(kind, now, known)] = None
-        return "; ".join(filter(None, found))
+        return ", and ".join(filter(None, found))
 
     def _when(self, state: RunState) -> str:
         return f"run A when step {self.step + state.step - self.before.step} began"

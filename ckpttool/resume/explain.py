@@ -115,6 +115,18 @@ def _not_restored(
     return found
 
 
+def step_after(starts: Starts) -> int:
+    """Return the optimizer step that began after the one that the checkpoint of the resume is of, which may have been
+    written later: as its counters say."""
+    return int(max(_counters(starts), default=starts.taken(starts.report.at))) + 1
+
+
+def _counters(starts: Starts) -> set[float]:
+    """Return the step counters of optimizers in the checkpoint of the resume."""
+    with SavedState(_saved(starts)) as saved:
+        return {float(saved.tensors[one].as_float64()[0]) for one in saved.tensors if is_counter(one)}
+
+
 def _saved(starts: Starts) -> str:
     """Return the checkpoint of the step of the resume, of A if it was saved there."""
     return next(run.paths[starts.report.at] for run in starts.report.runs if starts.report.at in run.paths)
@@ -145,6 +157,7 @@ def _begun(starts: Starts, reference: ScriptRun, b: ScriptRun) -> tuple[str, lis
         before = starts.hooked[reference.name].states.get(1)
     else:
         start, before, again = starts.hooked["A"].states.get(1), *(_after_save(starts, name) for name in ("A", "A2"))
+        before = before or again  # a save in the background ends some steps later
     if not before:
         return unseen.format(reference.name), []
     names = sorted(before.unseen | after.unseen)
@@ -161,8 +174,7 @@ def _after_save(starts: Starts, name: str) -> RunState | None:
     if name not in starts.hooked:
         return None
     states, began = starts.hooked[name].states, starts.seen[name].began().get(starts.report.at)
-    with SavedState(_saved(starts)) as saved:
-        counters = {float(saved.tensors[one].as_float64()[0]) for one in saved.tensors if is_counter(one)}
+    counters = _counters(starts)
     # A save may go on in the background while the next steps are taken.
     alike = [number for number, state in states.items() if counters and state.counters == counters]
     known = [number for number in (began, *alike) if number in states and (number in alike or not counters)]

@@ -78,6 +78,7 @@ class Starts:
     seen: dict[str, Checkpoints] = field(default_factory=dict)
     ended: set[str] = field(default_factory=set)  # runs whose command came to its own end
     resumed: set[str] = field(default_factory=set)  # runs that left out what came before their resume
+    recorded: tuple[int, ...] = (1,)  # steps whose state is recorded: as it was built, or resumed
     control: str = ""  # part of the state that the hook leaves out
 
     @property
@@ -286,7 +287,7 @@ class Starts:
             folder,
             seed=seed,
             observe=self.inject if self.observe is None else self.observe,
-            states=(1,),  # where A begins, what is as it was built; the first step after the resume
+            states=self.recorded,
             keep=(self.out, found.kept_in),
             is_resumed=is_resumed,
             control=self.control,
