@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from support.resume_corpus import CORPUS, WRONG, Fault, Script, verify
 from support.resume_oracle import differing
+from support.resume_record import PAGE, recorded, with_table
 
 _QUICK = ("link:weight decay", "average beside:average")
 _PAIRS = [(script, fault) for script in CORPUS for fault in (None, *script.faults)]
@@ -29,6 +30,10 @@ def test_what_is_said_of_a_script(script: Script, fault: Fault | None) -> None:
         pytest.skip(f"needs {script.needs}")
     outcome = verify(script, fault)
     assert outcome.grade not in WRONG, (outcome.message, outcome.cause)
+    before = recorded().get((script.name, fault.name if fault is not None else ""))
+    if before is not None:
+        again = "run tests/support/measure_faults.py --record"
+        assert (outcome.verdict, outcome.grade) == (before.verdict, before.grade), (again, outcome.message)
 
 
 @pytest.mark.long
@@ -47,3 +52,12 @@ def test_each_fault_shows_and_nothing_else_does(script: Script, tmp_path: Path) 
 
 def test_the_corpus_is_large_enough() -> None:
     assert len(CORPUS) >= 25 and sum(len(script.faults) for script in CORPUS) >= 120
+    assert all(len({fault.name for fault in script.faults}) == len(script.faults) for script in CORPUS)
+
+
+def test_the_page_shows_what_was_found(request: pytest.FixtureRequest) -> None:
+    record, page = recorded(), PAGE.read_text()
+    assert not record.keys() - {(script.name, fault.name if fault is not None else "") for script, fault in _PAIRS}
+    if request.config.getoption("--accept"):
+        PAGE.write_text(page := with_table(page, record))
+    assert page == with_table(page, record), "run `pytest tests/resume/test_run_corpus.py --accept`"
