@@ -115,9 +115,11 @@ def _not_restored(
     return found
 
 
-def step_after(starts: Starts) -> int:
-    """Return the optimizer step that began after the one that the checkpoint of the resume is of, which may have been
-    written later: as its counters say."""
+def unseen_step(starts: Starts) -> int | None:
+    """Return the optimizer step of A whose state a cause is read off, if it was not recorded: a save in the background
+    is seen some steps later. None if it was."""
+    if _after_save(starts, "A") is not None:
+        return None
     return int(max(_counters(starts), default=starts.taken(starts.report.at))) + 1
 
 

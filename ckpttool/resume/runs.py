@@ -193,7 +193,7 @@ def _all(starts: Starts, via: str, to_world: int | None, *, has_controls: bool) 
     if unequal or report.findings[findings:] or report.unproven:
         # Noise, or a fault: what A does not repeat itself is none.
         starts.check_disk()
-        starts.recorded = (1, explain.step_after(starts))
+        starts.recorded = tuple(filter(None, (1, explain.unseen_step(starts))))
         a2 = starts.uninterrupted("A2")
         report.runs.insert(1, a2)
         report.cost.runs, report.cost.steps = report.cost.runs + 1, report.cost.steps + report.until
