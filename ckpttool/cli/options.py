@@ -251,7 +251,7 @@ KeyMapFile = Annotated[Text, option("--output -o FILE", OUTPUT, "Write the key m
 Replace = Annotated[bool, option("--overwrite", OUTPUT, "Replace FILE.")]
 Quiet = Annotated[bool, option("--quiet -q", OUTPUT, "Print bare values only, and no progress.")]
 Verbose = Annotated[bool, option("--verbose -v", OUTPUT, "Full output; tracebacks for internal errors.")]
-Junit = Annotated[Text, option("--junit FILE", OUTPUT, "Also write the comparisons as JUnit XML.")]
+Junit = Annotated[Text, option("--junit FILE", OUTPUT, "Also write JUnit XML, with one failure for each cause.")]
 KeepRuns = Annotated[Text, option("--keep DIR", OUTPUT,
     "Keep the checkpoints and the output of the runs in this directory.")]
 KeepFiles = Annotated[Text, option("--keep DIR", OUTPUT, "Keep the files of the runs in this directory.")]

@@ -40,21 +40,29 @@ def resume_check(request: pytest.FixtureRequest) -> Callable[..., RunReport]:
 
 
 def _check(cmd: str | Sequence[str | os.PathLike[str]], *, preset: str | None = None, **options: Any) -> RunReport:
+    import inspect
+    import io
     import shlex
 
+    from ckpttool.cli.resume_run import document_blocks
     from ckpttool.errors import CkptError
+    from ckpttool.reports.terminal import Terminal
     from ckpttool.resume.presets import fill
     from ckpttool.resume.runs import run
+    from ckpttool.text import meant
 
     words = shlex.split(cmd) if isinstance(cmd, str) else [os.fspath(word) for word in cmd]
+    known = inspect.signature(run).parameters
+    for name in options.keys() - known:
+        hint = meant(name, [*known], f"they are {', '.join(known)}")
+        pytest.fail(f"`resume_check` has no option `{name}`: {hint}", pytrace=False)
     try:
         words, filled = fill(preset, words, {"at": None, "until": None, **options})
         report = run(words, **filled)
     except CkptError as error:
         pytest.fail(str(error), pytrace=False)
     if report.verdict not in ("same", "planned"):
-        causes = [f"likely cause: {report.cause}"] if report.cause else []
-        found = [f"- {finding.message}" for finding in report.findings[:10]]
-        output = [f"| {line}" for line in report.failure.output[-10:]] if report.failure is not None else []
-        pytest.fail("\n".join((f"{report.verdict}: {report.message}", *causes, *found, *output)), pytrace=False)
+        text = io.StringIO()
+        Terminal(text).blocks(document_blocks(report, False))
+        pytest.fail(f"{report.verdict}: {text.getvalue()}", pytrace=False)
     return report

@@ -13,7 +13,7 @@ from ckpttool.cli.terminal import err
 from ckpttool.reports.report import Block, dim
 
 if TYPE_CHECKING:
-    from ckpttool.resume.results import Outcome, RunReport
+    from ckpttool.resume.results import Outcome, RunReport, TrialReport
 
 
 def run(
@@ -54,15 +54,20 @@ def run(
         result = operation(command, inject_switches=inject, control=has_controls, **arguments, tell=told)
         if html is not None:
             write_page(html, page, result.as_dict())
-        if junit is not None:
-            from ckpttool.cli.junit import junit_xml
-
-            write_text(junit, junit_xml(result))
-            if not (as_json or quiet):
-                err().wrote(junit)
+        write_junit(junit, result, is_silent=as_json or quiet)
         return result
 
     respond(call, document_blocks, as_json=as_json, quiet=quiet, verbose=verbose, shows_progress=False, html=html)
+
+
+def write_junit(path: str | None, result: RunReport | TrialReport, *, is_silent: bool) -> None:
+    """Write the report of a run or a trial as JUnit XML, if that was asked for."""
+    if path is not None:
+        from ckpttool.cli.junit import junit_xml
+
+        write_text(path, junit_xml(result))
+        if not is_silent:
+            err().wrote(path)
 
 
 def progress_lines(is_silent: bool) -> Callable[[str], None] | None:

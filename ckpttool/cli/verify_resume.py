@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING
 
 from ckpttool.cli import options, resume_run
 from ckpttool.cli.answer import respond
-from ckpttool.cli.pages import write_page
+from ckpttool.cli.pages import check_folder, write_page
 from ckpttool.cli.parsing import group, library_arguments
-from ckpttool.cli.resume_run import document_blocks, progress_lines
+from ckpttool.cli.resume_run import document_blocks, progress_lines, write_junit
 from ckpttool.cli.terminal import out
 from ckpttool.reports.report import Block, Column, Facts, Line, Rows, Styled, Table, bold, dim, known
 from ckpttool.text import size
@@ -48,10 +48,10 @@ def audit(
 
 
 def audit_blocks(result: Audit, verbose: bool) -> Iterator[Block]:
-    """Yield the parts that are there, the hyper-parameters, and each check."""
+    """Yield the verdict, the parts that are there, the hyper-parameters, and each check."""
     from ckpttool.reports.description import hyperparameters
 
-    yield Line([bold(result.path)])
+    yield Line([bold(result.path), ": ", Styled(result.message, _RESUMABLE[result.verdict])])
     world_size = str(result.world_size) if result.world_size > 1 else None
     step = f"{result.step:,g}" if result.step is not None else None
     yield Facts(known((("format", result.format), ("world size", world_size), ("step", step))), is_apart=True)
@@ -73,7 +73,6 @@ def audit_blocks(result: Audit, verbose: bool) -> Iterator[Block]:
         if verbose and len(check.names) > 1:
             checks += [["", "", dim(name)] for name in check.names[:_NAMES]]
     yield Table("checks", [Column(), Column(), Column(fit="wrap")], checks, limit=None)
-    yield Line([Styled(result.message, _RESUMABLE[result.verdict])], is_apart=True)
 
 
 # trial ----------------------------------------------------------------------------------------------------------------
@@ -86,29 +85,31 @@ def trial(
     via: options.TrialVia = None, to_world: options.TrialToWorld = None, to_mesh: options.TrialToMesh = None,
     first_step: options.FirstStep = None,
     gradients: options.Gradients = True, limit: options.TimeLimit = 300,
-    html: options.ResumeHtml = None, keep: options.KeepFiles = None, as_json: options.AsJson = False,
-    quiet: options.Quiet = False, verbose: options.Verbose = False,
+    html: options.ResumeHtml = None, junit: options.Junit = None, keep: options.KeepFiles = None,
+    as_json: options.AsJson = False, quiet: options.Quiet = False, verbose: options.Verbose = False,
 ) -> None:  # fmt: skip
     """Train, save, convert, resume, and compare every step.
 
     The runs that resume are new processes; state and steps are compared bit for bit. The exit code is 0 if training
-    resumes exactly, 1 if it does not.
+    resumes exactly, 1 if it does not, 3 if it does not repeat itself.
 
     Examples:
         ckpttool verify-resume trial --recipe recipe.py
         ckpttool verify-resume trial --recipe recipe.py --via safetensors --to-world 4
     """
-    arguments = library_arguments(locals(), "via", "html")
+    arguments = library_arguments(locals(), "via", "html", "junit")
     from ckpttool.reports import page_file
     from ckpttool.reports.resumed import page
     from ckpttool.resume.trial import trial as run
 
     page_file.checked(html)
+    check_folder(junit)
 
     def call() -> TrialReport:
         result = run(**arguments, via=via or (), tell=progress_lines(quiet or as_json))
         if html is not None:
             write_page(html, page, result.as_dict())
+        write_junit(junit, result, is_silent=as_json or quiet)
         return result
 
     respond(call, document_blocks, as_json=as_json, quiet=quiet, verbose=verbose, shows_progress=False, html=html)

@@ -21,7 +21,7 @@ _VERDICTS = {
     "same": ("PASS", "green", "Resume is exact", True),
     "differs": ("FAIL", "red", "Resume is not exact", False),
     "failed": ("FAIL", "red", "A run did not finish", False),
-    "nondeterministic": ("NONDETERMINISTIC", "yellow", "The command does not repeat itself", None),
+    "nondeterministic": ("NONDETERMINISTIC", "yellow", "Training does not repeat itself", None),
     "unproven": ("UNPROVEN", "yellow", "Exact resume is not proven", False),
     "planned": ("PLAN", "dim", "Nothing was run", None),
 }
@@ -113,9 +113,10 @@ def _about(document: Document) -> Iterator[tuple[str, TextLike | None]]:
         yield "loss drift", f"{drift['loss_relative']:.2%} vs A (informational)"
     yield "crossed", ", ".join(document.get("crossed") or ())
     yield "not crossed", ", ".join(document.get("not_crossed") or ())
-    yield "nondeterministic", ", ".join(document.get("nondeterministic") or ())
+    yield "nondeterministic", ", ".join(document.get("nondeterministic") or document.get("unrepeated") or ())
     yield "not proven", ", ".join(document.get("unproven") or ())
-    yield "not judged", ", ".join(document.get("unjudged") or ())
+    reasons = document.get("reasons") or {}
+    yield "not judged", ", ".join(f"{name} ({reasons[name]})" for name in document.get("unjudged") or ())
     yield "determinism", ", ".join(document.get("deterministic") or document.get("settings") or ())
     if (cost := document.get("cost")) is not None:
         disk = f", {size(cost['checkpoint_bytes'])} a checkpoint" if cost["checkpoint_bytes"] is not None else ""
@@ -209,7 +210,7 @@ def _first_difference(document: Document) -> Iterator[Section]:
             "element": None if not first["index"] else f"[{', '.join(map(str, first['index']))}]",
             # All digits: they tell a float from its neighbours.
             **values,
-            "distance": None if first["ulp"] is None else f"{first['ulp']:,} ULP",
+            "distance": _distance(first),
             "differing": None if first["differing"] is None else f"{first['differing']:,}{of}",
             "largest difference": _figure(first["absolute"]),
             "relative": _figure(first["relative"]),
@@ -217,6 +218,15 @@ def _first_difference(document: Document) -> Iterator[Section]:
         shown = [(title, str(value)) for title, value in facts.items() if value is not None and value != ""]
         item = Finding(DIFFERENCE, first["kind"], first["message"])
         yield Section("The first difference", [item], shown, note=first["hint"] or "")
+
+
+def _distance(first: Document) -> str | None:
+    """Return how far two values are apart: a step counter in steps, and others in ULP."""
+    if first["ulp"] is None:
+        return None
+    if (first["name"] or "").endswith(".step"):
+        return plural(round(abs(first["found"] - first["expected"])), "step")
+    return f"{first['ulp']:,} ULP"
 
 
 def _is_digest(value: Any) -> bool:

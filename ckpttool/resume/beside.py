@@ -88,7 +88,8 @@ def judge_files(
     equal = False if judged else True if len(aside) < len(before) else None
     what = f"step {step}: files beside"
     report.compared.append(Compared(what, run, against, len(before), len(found), message, equal))
-    report.unjudged += [file for file in aside if file not in report.unjudged]
+    for file in aside:
+        report.leave_out(file, "run A2 does not repeat it")
     return [
         RunDifference("file differs", f"`{one.file}` of step {step} {one.how}", run, name=one.file, step=step)
         for one in judged

@@ -7,9 +7,11 @@ judged still.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from contextlib import ExitStack
+import time
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
+from datetime import datetime
 from itertools import pairwise
 from typing import Any
 
@@ -32,6 +34,8 @@ NOT_DETERMINED = "not determined"
 JUDGED = ("model", "optimizer", "scheduler", "scaler", "rng", "dataloader", LOSS)
 """Kinds of parts that decide whether a command repeats itself. The time of day is in many checkpoints, too."""
 _LIMIT = 20
+_CAUSES = 4  # that a verdict names
+_DAY = 86_400.0
 _NO_DRIFT = 1e-300
 
 # States in memory -----------------------------------------------------------------------------------------------------
@@ -283,8 +287,13 @@ def _rows(
             aside -= set(changing()) if aside else set()
             for name in sorted(aside):
                 explained = is_told(name, before.objects.get(name), after.objects.get(name), run, reference)
-                names_of = report.unjudged if explained else report.unproven
-                names_of += [name] if name not in names_of else []
+                if explained:
+                    report.leave_out(name, "follows from the command that resumed")
+                else:
+                    report.unproven += [name] if name not in report.unproven else []
+            for name in sorted(excusable & before.objects.keys()):
+                is_time = _is_time(before.objects[name])
+                report.leave_out(name, "a time" if is_time else f"run {excused.run or 'A2'} does not repeat it")
             excusable |= aside
         counted = own - excusable
         judged |= counted
@@ -295,6 +304,14 @@ def _rows(
         row = Compared(f"step {step}: {kind}", run.name, reference.name, len(names), len(own), message, equal)
         report.compared.append(row)
     return judged
+
+
+def _is_time(value: Any) -> bool:
+    """Return whether a value is the time of day at which the runs were: in seconds, or as text."""
+    if isinstance(value, str):
+        with suppress(ValueError):
+            value = datetime.fromisoformat(value).timestamp()
+    return isinstance(value, (int, float)) and abs(value - time.time()) < _DAY
 
 
 def elements(difference: Diff, before: SavedState, names: Collection[str]) -> Iterator[RunDifference]:
@@ -321,7 +338,7 @@ def elements(difference: Diff, before: SavedState, names: Collection[str]) -> It
         of = f"{values.differing:,} of {plural(values.numel, 'element')} of `{one.name}` differ"
         at = f", the first at {one.index}" if one.index else ""
         figures = {name: getattr(values, name) for name in ("ulp", "differing", "absolute", "relative")}
-        apart = f", {values.ulp:,} ULP apart" if values.ulp else ""
+        apart = f", {values.ulp:,} ULP apart" if values.ulp and not is_counter(one.name) else ""
         message = f"{of}{at}: {shown(now)} and not {shown(was)}{apart}"
         place = {"name": one.name, "part": part, "index": one.index, "of": values.numel}
         yield RunDifference("values differ", message, expected=was, found=now, **place, **figures)
@@ -429,9 +446,16 @@ def judge(report: TrialReport | RunReport, excused: Unrepeated | None = None) ->
     if isinstance(report, TrialReport):
         unequal += [f"{check.what} of {check.run}" for check in report.checks if check.passed is False]
         unjudged, cause = _not_judged(report), None
+        if report.findings and not report.causes:
+            report.causes = [report.findings[0].message]
+        failed = [f"run {one.run}: {one.what}: {one.message}" for one in report.checks if one.passed is False]
+        report.causes += [message for message in failed if message not in report.causes]
     else:
         since = excused.kinds.items() if excused is not None else ()
         report.nondeterministic = [f"{kind} (from step {step})" for kind, step in sorted(since, key=lambda o: o[::-1])]
+        if report.causes:
+            more_of = f"; and {len(report.causes) - _CAUSES} more" if report.causes[_CAUSES:] else ""
+            report.cause = "; ".join(report.causes[:_CAUSES]) + more_of
         unjudged, cause = "", report.cause
         report.first_step = min((one.step for one in report.findings if one.step is not None), default=None)
     if report.findings or unequal:
@@ -443,6 +467,7 @@ def judge(report: TrialReport | RunReport, excused: Unrepeated | None = None) ->
         report.verdict, report.message = "differs", f"resume is not exact: {what}{unjudged}"
     elif isinstance(report, TrialReport):
         report.message = _what_is_exact(report)
+        report.verdict = "nondeterministic" if report.unrepeated else "same"
     elif excused is not None and any(kind in JUDGED for kind in excused.kinds):
         _tell_nondeterministic(report, excused)
     elif report.unproven:
@@ -469,10 +494,16 @@ def is_same(report: RunReport, excused: Unrepeated) -> bool:
 def _extent(report: RunReport) -> str:
     """Return how much was judged, and whether the end of an epoch lies in the window that was compared."""
     judged = f", {report.judged:,} of {plural(report.values, 'value')} in each" if report.values else ""
-    aside = f" (not judged: {some(report.unjudged)})" if report.unjudged else ""
+    aside = f" (not judged: {not_judged(report.unjudged, report.reasons)})" if report.unjudged else ""
     seen = "an epoch's end was not crossed" if report.has_loader else "no epoch's end was seen"
     crossed = f"; {seen}" if "epoch" in report.not_crossed else ""
     return f"{judged}{aside}{crossed}"
+
+
+def not_judged(names: Sequence[str], reasons: Mapping[str, str]) -> str:
+    """Return what was not judged, with the reasons: `time` (a time)."""
+    more = f" and {len(names) - _CAUSES} more" if names[_CAUSES:] else ""
+    return ", ".join(f"`{name}` ({reasons.get(name, 'no reason')})" for name in names[:_CAUSES]) + more
 
 
 def _what_is_exact(report: TrialReport) -> str:

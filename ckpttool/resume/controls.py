@@ -43,7 +43,10 @@ def add_controls(starts: Starts, reference: ScriptRun, b: ScriptRun, origin: str
     until = report.until if report.stop.partition("=")[2] else first  # a flag for the steps may set the schedule
     needed = [name for name in CONTROLS if name not in absent]
     took = b.seconds * len(needed)
-    starts.tell(f"{plural(len(needed), 'control')}: starts of the command, to step {until}, at most {duration(took)}")
+    if needed:
+        starts.tell(
+            f"{plural(len(needed), 'control')}: starts of the command, to step {until}, at most {duration(took)}"
+        )
     for name in CONTROLS:
         if name in absent:
             report.controls.append(Control(name, None, absent[name], possible=is_seen))

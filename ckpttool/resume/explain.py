@@ -13,22 +13,21 @@ from typing import Any
 from ckpttool.catalogue import identity
 from ckpttool.catalogue.shown import shown
 from ckpttool.errors import CkptError
-from ckpttool.resume import causes, compare, window
+from ckpttool.resume import causes as state_causes
+from ckpttool.resume import compare, window
 from ckpttool.resume.results import RunDifference, ScriptRun
 from ckpttool.resume.saved_state import SavedState, digested
 from ckpttool.resume.starts import Starts
 from ckpttool.resume.states import RunState, is_counter
 from ckpttool.text import some
 
-_CAUSES = 4  # that are named
 
-
-def cause(starts: Starts, reference: ScriptRun, first: compare.FirstDifference | None) -> str:
-    """Return the cause of the first difference: what differed when the first step after the resume began."""
+def causes(starts: Starts, reference: ScriptRun, first: compare.FirstDifference | None) -> list[str]:
+    """Return the causes of the first difference: what differed when the first step after the resume began."""
     b = starts.report.runs[-1]
     why_not, found = _begun(starts, reference, b)
     if (taken := _other_checkpoint(starts)) is not None:
-        return f"run B did not resume from step {starts.report.at}: it had the state of step {taken}"
+        return [f"run B did not resume from step {starts.report.at}: it had the state of step {taken}"]
     names = first.names if first is not None else set()
     if first is not None and not first.has_tensors and all(one.part == "rng" for one in found):
         found = []  # what was drawn has changed no weight
@@ -39,13 +38,10 @@ def cause(starts: Starts, reference: ScriptRun, first: compare.FirstDifference |
         differed = [f"{one}{''.join(more[:1])}" if one.startswith("the data") else one for one in differed]
         path = compare.shared(reference, b)[first.step][0]
         differed = differed or list(filter(None, [compare.averaged_weights(path, names)]))
-    if not differed or all(one.part == "rng" or one.kind == causes.OTHER_MODULE for one in found):
+    if not differed or all(one.part == "rng" or one.kind == state_causes.OTHER_MODULE for one in found):
         of_script = _of_the_script(starts, names)
         differed = [*of_script, *(one.message for one in found if one.part == "rng" or not of_script)] or differed
-    if not differed:
-        return _later_cause(starts) or f"{compare.NOT_DETERMINED}: {why_not}"
-    more_of = f"; and {len(differed) - _CAUSES} more" if differed[_CAUSES:] else ""
-    return "; ".join(differed[:_CAUSES]) + more_of
+    return differed or [_later_cause(starts) or f"{compare.NOT_DETERMINED}: {why_not}"]
 
 
 def _other_checkpoint(starts: Starts) -> int | None:
@@ -166,7 +162,7 @@ def _begun(starts: Starts, reference: ScriptRun, b: ScriptRun) -> tuple[str, lis
     but = f" ({some(names)} could not be seen)" if names else ""
     return (
         f"all that the hook saw of run {b.name} when step {step + 1} began is as in run {reference.name}{but}",
-        causes.causes(before, after, step + 1, start=start, again=again, others=others),
+        state_causes.causes(before, after, step + 1, start=start, again=again, others=others),
     )
 
 

@@ -9,7 +9,7 @@ from typing import Any, ClassVar, Literal
 from ckpttool.analysis.result import Result
 from ckpttool.errors import DIFFERS, DONE
 
-TrialVerdict = Literal["same", "differs", "failed"]
+TrialVerdict = Literal["same", "differs", "nondeterministic", "failed"]
 RunVerdict = Literal["same", "differs", "nondeterministic", "unproven", "failed", "planned"]
 NONDETERMINISTIC, UNPROVEN = 3, 9
 
@@ -220,6 +220,7 @@ class Outcome(Result):
     route: list[Leg] = field(default_factory=list)  #: stages between save and resume
     compared: list[Compared] = field(default_factory=list)  #: comparisons, one each
     findings: list[RunDifference] = field(default_factory=list)  #: differences
+    causes: list[str] = field(default_factory=list)  #: what they come of, one each, for people
     drifts: list[Drift] = field(default_factory=list)  #: how far runs on another mesh are from A
     notes: list[str] = field(default_factory=list)  #: for people
     seconds: float = 0.0  #: duration
@@ -227,7 +228,7 @@ class Outcome(Result):
 
     @property
     def exit_code(self) -> int:
-        """0 if training resumes exactly, 3 if a command does not repeat itself, 9 if a difference is neither judged nor
+        """0 if training resumes exactly, 3 if training does not repeat itself, 9 if a difference is neither judged nor
         explained, else 1."""
         codes = {"same": DONE, "planned": DONE, "nondeterministic": NONDETERMINISTIC, "unproven": UNPROVEN}
         return codes.get(self.verdict, DIFFERS)
@@ -246,7 +247,7 @@ class TrialReport(Outcome):
 
     recipe: str  #: path of the recipe
     rule: str  #: `bitwise` (same mesh), `control` (other mesh) or `checkpoints`
-    verdict: TrialVerdict = "same"  #: `same`, `differs` or `failed`
+    verdict: TrialVerdict = "same"  #: `same`, `differs`, `nondeterministic` or `failed`
     device: str = "cpu"  #: device type
     steps_before: int = 0  #: steps before the save
     steps_after: int = 0  #: steps after the save
@@ -275,7 +276,8 @@ class RunReport(Outcome):
     settings: list[str] = field(default_factory=list)  #: what was set in the environment of the command
     runs: list[ScriptRun] = field(default_factory=list)  #: the runs
     nondeterministic: list[str] = field(default_factory=list)  #: what A2 did not repeat of A, and is not judged
-    unjudged: list[str] = field(default_factory=list)  #: values that differ because the command that resumed says so
+    unjudged: list[str] = field(default_factory=list)  #: values that differ and are not judged
+    reasons: dict[str, str] = field(default_factory=dict)  #: why each of them is not judged
     unproven: list[str] = field(default_factory=list)  #: values that differ in B, and nothing explains why
     values: int = 0  #: number of tensors and values of the last checkpoint that was compared
     judged: int = 0  #: of these, those that are judged
@@ -284,3 +286,8 @@ class RunReport(Outcome):
     has_loader: bool = False  #: whether the hook saw a data loader, and could see its end
     controls: list[Control] = field(default_factory=list)  #: resumes that leave one part out
     failure: FailedCommand | None = None  #: run that did not get to its end
+
+    def leave_out(self, name: str, reason: str) -> None:
+        """Note that a value is not judged, and why."""
+        self.unjudged += [name] if name not in self.unjudged else []
+        self.reasons.setdefault(name, reason)

@@ -102,7 +102,7 @@ def run(
     source = from_files(loss or "") or Output(loss)
     say = tell or (lambda line: None)
     trains = f" and {plural(cost.steps, 'step')}" if until and at else ""
-    also = f", up to {len(controls.CONTROLS)} to a save after the resume if it does not" if control else ""
+    also = f", up to {plural(len(controls.CONTROLS), 'control')} if it does not" if control else ""
     say(f"{cost.runs} starts of the command{trains}, at most {duration(timeout)} each; one more if B differs{also}")
     with ExitStack() as stack:
         if dry_run:
@@ -198,11 +198,11 @@ def _all(starts: Starts, via: str, to_world: int | None, *, has_controls: bool) 
         report.runs.insert(1, a2)
         report.cost.runs, report.cost.steps = report.cost.runs + 1, report.cost.steps + report.until
         del report.compared[rows:], report.findings[findings:]
-        report.unproven, report.unjudged = [], []
+        report.unproven, report.unjudged, report.reasons = [], [], {}
         excused.join(compare.unrepeated([(a, a2)]))
         first = _compare(starts, reference, b, excused, changing)
-    if report.cause is None and report.findings:
-        report.cause = explain.cause(starts, reference, first)
+    if not report.causes and report.findings:
+        report.causes = explain.causes(starts, reference, first)
     if to_world is not None:
         compare.add_drift(report, a, b)
     if has_controls and compare.is_same(report, excused):

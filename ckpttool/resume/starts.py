@@ -264,7 +264,7 @@ class Starts:
         self.report.findings.append(
             RunDifference("not resumed", f"{message}: it began at the start", run.name, hint=hint)
         )
-        self.report.cause = f"the command did not resume: {message}"
+        self.report.causes = [f"the command did not resume: {message}"]
 
     def discard(self, name: str) -> None:
         """Remove what a run has left, unless it is kept for the user, and the output directory of one that failed."""

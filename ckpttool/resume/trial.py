@@ -263,6 +263,7 @@ def _compare_states(trial: _Trial, first: str, run: str) -> bool:
     report, before, after = trial.report, trial.state(first, RESUMED), trial.state(run, RESUMED)
     findings = compare.compare_states(report, before, after, trial.state(run, BUILT), run, first)
     report.findings += findings
+    report.causes += [one.message for one in findings]
     if findings and report.route:
         report.findings += compare.compare_converted(trial.path("saved"), report.route[-1].path, tensors=True)[1]
     first_steps = trial.seen[first][0].first_step, trial.seen[run][0].first_step

@@ -23,6 +23,9 @@ def test_resumes(resume_check, tmp_path):
 
 def test_usage(resume_check):
     resume_check(cmd="python train.py", preset="traner")
+
+def test_misspelt(resume_check):
+    resume_check(cmd="python train.py", untill=8)
 """
 
 
@@ -36,18 +39,20 @@ def results(pytester: pytest.Pytester, fault: str, *words: str) -> tuple[dict[st
 
 def test_without_the_option_nothing_is_started(pytester: pytest.Pytester) -> None:
     outcomes, _ = results(pytester, "")
-    assert outcomes == {"skipped": 2}
+    assert outcomes == {"skipped": 3}
 
 
 def test_a_script_that_resumes_exactly_and_a_misspelt_preset(pytester: pytest.Pytester) -> None:
     outcomes, text = results(pytester, "", "--ckpt-resume")
-    assert outcomes == {"passed": 1, "failed": 1}, text
+    assert outcomes == {"passed": 1, "failed": 2}, text
+    assert "`resume_check` has no option `untill`: did you mean `until`" in text
     assert '`preset="traner"` is unknown' in text and "did you mean `trainer`?" in text
 
 
 def test_a_script_that_does_not(pytester: pytest.Pytester) -> None:
     outcomes, text = results(pytester, '"--fault", "rng"', "--ckpt-resume", "-k", "resumes")
-    assert outcomes["failed"] == 1 and "differs: resume is not exact" in text
+    assert outcomes["failed"] == 1 and "differs: FAIL  resume is not exact" in text
+    assert "likely cause" in text and "criterion" in text
 
 
 def test_the_entry_point_is_the_plugin() -> None:

@@ -5,6 +5,7 @@ The scripts save with safetensors or torch alone, and the faults are in them: no
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import re
@@ -22,10 +23,13 @@ import torch
 from support.cli import run as run_command
 from support.script_faults import FAULTS, ScriptFault
 
+from ckpttool.cli.junit import junit_xml
 from ckpttool.errors import OverwriteError, StorageError, UsageError
+from ckpttool.reports.resumed import blocks, page
+from ckpttool.reports.terminal import Terminal
 from ckpttool.resume import checkpoints, compare
 from ckpttool.resume.observe.site import keep
-from ckpttool.resume.results import Loss, RunReport, Saved, ScriptRun
+from ckpttool.resume.results import Compared, Loss, RunDifference, RunReport, Saved, ScriptRun
 from ckpttool.resume.runs import run
 from ckpttool.resume.starts import _failure
 
@@ -230,6 +234,57 @@ def test_a_difference_that_nothing_explains_is_not_proven(tmp_path: Path) -> Non
     compare.judge(report, compare.Unrepeated())
     assert (report.verdict, report.exit_code, report.unproven) == ("unproven", 9, ["other.config.patience"])
     assert "not proven: `other.config.patience` differs in run B" in report.message
+    suite = ElementTree.fromstring(junit_xml(report))[0]
+    [(name, failed)] = [(case.get("name"), one) for case in suite for one in case if one.tag == "failure"]
+    assert (name, (failed.text or "").split()) == ("unproven", ["other.config.patience"])
+
+
+def test_what_is_not_judged_is_named_with_its_reason_everywhere(tmp_path: Path) -> None:
+    report = RunReport(words=[], rule="bitwise", rule_message="", at=3, until=4, stop="copy")
+    report.runs = [ScriptRun(name, [name], "", "", resumed_at=3) for name in ("A", "B", "A2")]
+    for number, run_ in enumerate(report.runs):
+        path = tmp_path / f"{run_.name}.pt"
+        config = {"resume": run_.name if run_.name == "B" else None}
+        noted = {"saved_at": time.time() + number, "port": number}
+        torch.save({"model": {"w": torch.ones(3)}, "config": config, "noted": noted}, path)
+        run_.checkpoints = [Saved(4, str(path), 1)]
+    excused = compare.unrepeated([(report.runs[0], report.runs[2])])
+    compare.compare_runs(report, report.runs[0], report.runs[1], excused)
+    compare.judge(report, excused)
+    reasons = {
+        "other.noted.port": "run A2 does not repeat it",
+        "other.noted.saved_at": "a time",
+        "other.config.resume": "follows from the command that resumed",
+    }
+    assert (report.verdict, report.reasons, set(report.unjudged)) == ("same", reasons, {*reasons}), report.message
+    assert "`other.noted.port` (run A2 does not repeat it), `other.noted.saved_at` (a time)" in report.message
+    shown = io.StringIO()
+    Terminal(shown).blocks(blocks(report.as_dict()))
+    suite = ElementTree.fromstring(junit_xml(report))[0]
+    [skipped] = [case[0] for case in suite if case.get("name") == "not judged"]
+    for text in (shown.getvalue(), page(report.as_dict()), skipped.text or "", str(report.as_dict())):
+        assert all(name in text and reason in text for name, reason in reasons.items()), text
+
+
+def test_a_report_fails_once_for_each_cause() -> None:
+    report = RunReport(words=[], rule="bitwise", rule_message="", at=3, until=4, stop="copy")
+    report.causes = [f"the part {number} was not restored: zero" for number in range(5)]
+    report.findings = [RunDifference("values differ", f"`w{number}` differs", step=4) for number in range(9)]
+    report.compared = [Compared("step 4: model", "B", "A", 9, 9, "", equal=False), Compared("loss", "B", "A", 1, 0)]
+    compare.judge(report, compare.Unrepeated())
+    assert report.cause == "; ".join(report.causes[:4]) + "; and 1 more"
+    suite = ElementTree.fromstring(junit_xml(report))[0]
+    failed = [case.get("name") for case in suite if case.find("failure") is not None]
+    assert failed == [f"the part {number} was not restored" for number in range(5)]
+    assert len((suite[0][0].text or "").splitlines()) == 9 and suite[5].get("name") == "loss" and not len(suite[5])
+
+
+def test_a_step_counter_is_steps_away_and_not_ulp() -> None:
+    report = RunReport(words=[], rule="bitwise", rule_message="", at=3, until=4, stop="copy")
+    name = "optimizer.state.w.step"
+    report.findings = [RunDifference("values differ", "", name=name, step=4, expected=4.0, found=1.0, ulp=16777216)]
+    compare.judge(report, compare.Unrepeated())
+    assert "3 steps" in page(report.as_dict()) and "ULP" not in page(report.as_dict())
 
 
 AVERAGE = """
@@ -328,8 +383,10 @@ def test_the_command_writes_every_form_of_the_report(tmp_path: Path) -> None:
     assert "FAIL" in done.stdout and "step 3" in done.stdout and "wrote" in done.stderr
     assert "Resume is not exact" in Path(page).read_text()
     suite = ElementTree.parse(xml).getroot()[0]
-    assert suite.get("failures") == str(len(suite.findall("testcase/failure"))) != "0"
-    assert {case.get("name") for case in suite} >= {"resume", "step 3: model", "loss"}
+    # One failure for one fault, with all that differs in it.
+    [failed] = suite.findall("testcase/failure")
+    assert suite.get("failures") == "1" and "the checkpoint of step 3" in (failed.text or "")
+    assert suite[0].get("name") == "resume" and "not determined" in (failed.get("message") or "")
     # `run_command` checks the document of `--json` against its schema.
     told = json.loads(run_command("verify-resume", "run", "--json", *words[2:], *more, *command).stdout)
     assert (told["verdict"], told["exit_code"], told["runs"][-1]["resumed_at"]) == ("differs", 1, 2)

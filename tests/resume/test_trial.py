@@ -8,10 +8,12 @@ import subprocess
 import sysconfig
 from pathlib import Path
 from typing import Any
+from xml.etree import ElementTree
 
 import pytest
 from support import json_schemas
 
+from ckpttool.cli.junit import junit_xml
 from ckpttool.errors import CkptError, OverwriteError, UsageError
 from ckpttool.layout.mesh import parse_mesh
 from ckpttool.resume.job import Job
@@ -39,7 +41,8 @@ def test_resumed_on_another_world(tmp_path: Path) -> None:
     page, kept = tmp_path / "trial.html", tmp_path / "kept"
     done = run(
         "verify-resume", "trial", "--recipe", RECIPE, "--world", "2", "--to-world", "3", "--via", "safetensors",
-        "--steps", "2", "--more", "2", "--device", "cpu", "--time-limit", "200", "--html", str(page), "--keep",
+        "--steps", "2", "--more", "2", "--device", "cpu", "--time-limit", "200", "--html", str(page), "--junit",
+        str(tmp_path / "trial.xml"), "--keep",
         str(kept), "--json",
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
@@ -52,6 +55,8 @@ def test_resumed_on_another_world(tmp_path: Path) -> None:
     assert all(row["equal"] for row in said["compared"]) and all(check["passed"] for check in said["checks"])
     gradients = next(check for check in said["checks"] if check["what"] == "gradients reduced")
     assert gradients["count"] == 20 and gradients["passed"]
+    suite = ElementTree.parse(tmp_path / "trial.xml").getroot()[0]
+    assert (suite.get("failures"), suite[0].get("name")) == ("0", "resume")
     # Uneven pieces, and of one element over three ranks two empty ones.
     shapes = next(c["message"] for c in said["checks"] if (c["what"], c["run"]) == ("local shapes", "B"))
     assert int(shapes.split()[0]) > 3
@@ -98,7 +103,11 @@ def test_the_rank_that_the_others_wait_for_is_named_though_another_is_late_first
 @pytest.mark.parametrize(
     ("fault", "verdict", "words"),
     [
-        ("chance", "same", "state on 1 rank is bit-identical; not judged, as the script differs from itself"),
+        (
+            "chance",
+            "nondeterministic",
+            "state on 1 rank is bit-identical; not judged, as the script differs from itself",
+        ),
         ("hidden", "differs", "resume is not exact"),
     ],
 )
@@ -112,6 +121,10 @@ def test_what_a_repeated_run_does_not_repeat_is_not_judged(
     assert (report.verdict, [run.name for run in report.runs]) == (verdict, ["A", "B", "A2"]), report.message
     assert words in report.message
     if fault == "chance":
+        suite = ElementTree.fromstring(junit_xml(report))[0]
+        assert report.exit_code == 3 and [case.get("name") for case in suite if case.find("failure") is not None] == [
+            "resume"
+        ]
         unjudged = ["loss", "gradient norm", "parameters"]
         assert report.unrepeated == [*unjudged, "model", "optimizer"]
         rows = {row.what: row.equal for row in report.compared if row.run == "B"}
