@@ -88,6 +88,13 @@ def time_in(name: str) -> int | None:
     return int("".join(_NUMBER.findall(match[0]))) if match is not None else None
 
 
+def without_times(name: str) -> str:
+    """Return a path with a `*` in place of a folder that is named by a time, and of the time in the name of a file."""
+    *folders, last = name.split("/")
+    folders = ["*" if _TIME.search(folder) is not None else folder for folder in folders]
+    return "/".join([*folders, re.sub(rf"({_TIME.pattern})([-_.]?\d+)*", "*", last)])
+
+
 def places_of(names: Iterable[str]) -> dict[str, Place]:
     """Return the places of names that lie beside each other; a name without one is left out. A word decides, else the
     number in which names that are alike differ: not if it counts from 0, as ranks and layers do."""

@@ -295,7 +295,7 @@ Stop = Annotated[Text, option("--stop HOW", RUNS,
     "stopped by sigkill, sigterm, or max-steps=FLAG, the command's own flag for its number of steps. Default: copy.")]
 ResumeWith = Annotated[Text, option("--resume-with COMMAND", RUNS,
     "The command that resumes, quoted: '... --resume {checkpoint}', where ... is COMMAND; {weights} are its files of "
-    "weights. Default: COMMAND itself.")]
+    "weights. Default: as the script has it, else COMMAND itself.")]
 RunWorld = Annotated[Number, option("--world N", RUNS, "The value of {world} in COMMAND.", least=1)]
 RunToWorld = Annotated[Number, option("--to-world M", RUNS,
     "Resume B with {world} M, and compare it with a run (control) that torch's DCP reshards.", least=1)]
@@ -304,8 +304,9 @@ RunVia = Annotated[str, option("--via ROUTE", RUNS,
 RunCheckpoints = Annotated[Text, option("--checkpoints PATTERN", COMPARED,
     "Where the checkpoints are: 'OUT/step-{step}'; without {step}, those of 'OUT/*', whose steps are read from them, "
     "or one that is written again and again; {step-1} counts from 0, and after ` + ` stands a file that belongs to "
-    "the newest. Default: as `inspect` finds them in OUT.")]
-Out = Annotated[str, option("--out WORD", COMPARED, "The word that stands for the output directory, as {out} does.")]
+    "the newest. Default: as they follow from what A writes.")]
+Out = Annotated[str, option("--out WORD", COMPARED,
+    "The word that stands for the output directory, as {out} does; or the folder that COMMAND always writes to.")]
 Loss = Annotated[Text, option("--loss REGEX", COMPARED,
     "The losses in the output: a regular expression with a group for the step and one for the loss. Or files: "
     "json:FILE[:KEY], csv:, text:, tensorboard:, trainer:; none. Default: `step 4: loss 2.71` and the like.")]

@@ -6,7 +6,7 @@
 {out}/epoch_{step-1} + {out}/state.pt
                              one for each step, counted from 0, and a file that belongs to the newest of them and is
                              written again and again: the two are put together in a folder
-None                         what `inspect` finds in the output directory of a framework
+None                         as `patterns` finds it in what the run writes; else what `inspect` finds in the directory
 
 The output directory is kept as it was after each save, see `observe/site/keep.py`: what is removed or written over
 later is found there.
@@ -26,6 +26,7 @@ from ckpttool.analysis.audit.values import read_number
 from ckpttool.catalogue.entries import Object
 from ckpttool.catalogue.validation import validate
 from ckpttool.errors import CkptError
+from ckpttool.producers import run_patterns as patterns
 from ckpttool.producers import runs
 from ckpttool.producers.open import opened
 from ckpttool.resume.observe.site import keep
@@ -45,8 +46,7 @@ class Checkpoints:
     """
 
     def __init__(self, pattern: str | None, out: str, kept: str) -> None:
-        first, _, beside = (pattern or "").partition(" + ")
-        self._pattern, self._beside = (os.path.normpath(one) if one else "" for one in (first, beside))
+        self.pattern, self._written = pattern, patterns.WrittenFiles(kept) if pattern is None else None
         self.out, self.kept_in = out, kept
         self.is_kept_by_run: Callable[[], bool] = lambda: False
         self._keeper = keep.Keeper(out, kept)
@@ -57,6 +57,16 @@ class Checkpoints:
         self._steps: dict[Fingerprint, int | None] = {}
         self._ended = False
         self.overwritten: set[str] = set()  # files that another writer than Python wrote over
+
+    @property
+    def pattern(self) -> str | None:
+        """The pattern, also one that was found; None if there is none."""
+        return " + ".join(filter(None, (self._pattern, self._beside))) or None
+
+    @pattern.setter
+    def pattern(self, pattern: str | None) -> None:
+        first, _, beside = (pattern or "").partition(" + ")
+        self._pattern, self._beside = (os.path.normpath(one) if one else "" for one in (first, beside))
 
     @property
     def is_one(self) -> bool:
@@ -73,11 +83,27 @@ class Checkpoints:
         """Return the paths of the checkpoints by step, complete or not."""
         if not self._ended and not self.is_kept_by_run():
             self._keeper.keep()
+        if self._written is not None and self._written.read(keep.snapshots(self.kept_in)):
+            self._infer(self._written)
         for snapshot in keep.snapshots(self.kept_in):
             if snapshot not in self._views:
                 self._views[snapshot] = self._view(snapshot)
         kept = {step: path for step, (_, path) in self._found.items()}
         return dict(sorted({**self._in(self.out), **kept}.items()))
+
+    def _infer(self, written: patterns.WrittenFiles) -> None:
+        """Take the pattern of what was written so far; what was found by another is looked for anew."""
+        pattern = patterns.infer(written.versions, self._step_of, _is_whole)
+        if pattern != self.pattern:
+            self.pattern = pattern
+            self._found.clear()
+            for view in self._views.values():
+                shutil.rmtree(view, ignore_errors=True)
+            self._views.clear()
+
+    def described(self) -> str:
+        """Return what was written of which no pattern follows, for people."""
+        return patterns.described(self._written.versions, self._step_of) if self._written is not None else ""
 
     def _view(self, snapshot: str) -> str:
         """Make the directory as it was, and take what is complete in it."""
@@ -175,6 +201,10 @@ class Checkpoints:
     def moved(self, out: str) -> None:
         """Follow the output directory of a run that has ended to where it is now."""
         self._ended, self.out = True, out
+        if self._written is not None:
+            self._written.read(keep.snapshots(self.kept_in))
+            self._written.end(out)
+            self._infer(self._written)
 
     def complete(self, step: int, model: str | None = None) -> str | None:
         """Return the path of the checkpoint of a step if it is complete, else None."""
@@ -286,6 +316,13 @@ def step_of(path: str) -> int | None:
             if tensor.part.kind == "optimizer" and tensor.name.endswith(".step") and tensor.numel == 1:
                 return int(read_number(tensor, source, pool))
     return None
+
+
+def _is_whole(path: str) -> bool:
+    """Return whether a file has the weights of a model, and not only what belongs to them."""
+    with suppress(CkptError), opened(path) as source:
+        return any(tensor.part.kind == "model" for tensor in source.catalogue.tensors)
+    return False
 
 
 def _why_not_opened(path: str) -> str | None:

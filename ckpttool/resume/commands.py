@@ -90,12 +90,6 @@ def parse(command: Sequence[str], resume_with: str | None, out: str) -> Commands
         raise UsageError(f"`--resume-with`: `...` stands for the command as a word alone, not in `{quoted}`", hint=hint)
     resume = [word for each in words for word in (command if each == "..." else [each])]
     commands = Commands(list(command), resume, out)
-    if not commands.uses("out"):
-        raise UsageError(
-            f"nothing in the command stands for its output directory: neither `{{out}}` nor `{out or 'OUT'}`",
-            hint="each run writes to a directory of its own: `python train.py --out {out}`, or `env DIR={out} python "
-            "train.py` for a script that reads a variable; `--out WORD` lets another word stand for it",
-        )
     if resume_with is not None and not any(commands.uses(one, resuming=True) for one in ("out", "checkpoint")):
         raise UsageError(
             f"`--resume-with {resume_with}` has neither `{{out}}` nor `{{checkpoint}}`",

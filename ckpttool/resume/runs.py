@@ -18,12 +18,14 @@ import sys
 import time
 from collections.abc import Callable, Collection, Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from functools import cache, partial
 
+from ckpttool.analysis.script import Script
 from ckpttool.errors import UsageError
 from ckpttool.layout.mesh import world_mesh
 from ckpttool.producers.open import opened
-from ckpttool.resume import arguments, beside, compare, controls, explain, window
+from ckpttool.resume import arguments, beside, compare, controls, explain, ways, window
 from ckpttool.resume.commands import Commands, parse
 from ckpttool.resume.logged import from_files
 from ckpttool.resume.losses import Output
@@ -74,7 +76,7 @@ def run(
     where A did not is a verdict and no error.
     """
     began = time.monotonic()
-    commands = parse(list(command), resume_with, out)
+    commands, way = _commands(list(command), resume_with, out)
     if not 0 < (at or 1) < (until or (at or 1) + 1):
         raise UsageError(f"`--at {at} --until {until}`: B is stopped at a step after 0, and trains at least one more")
     kind, _, flag = stop.partition("=")
@@ -109,15 +111,19 @@ def run(
             folder = checked_folder(keep) if keep is not None else "FOLDER"
         else:
             folder = kept_folder(stack, keep, "ckpttool-run-")
+            if not commands.uses("out"):
+                stack.enter_context(ways.linked(out, os.path.join(folder, "out")))
         hook = inject_switches, observe, seed_env
         starts = Starts(report, commands, checkpoints, folder, world, timeout, most, source, say, *hook)
         planned = _plan(starts)
+        if way is not None and way.option is not None:
+            say(f"B is resumed with `{way.shown()}`: {way.option.where}")
         if dry_run:
             report.runs, report.verdict = planned, "planned"
             report.message = f"would start the command {cost.runs} times{trains.replace(' and ', ', and train ')}"
             return report
         try:
-            excused = _all(starts, via, to_world if other_world else None, has_controls=control)
+            excused = _all(starts, via, to_world if other_world else None, way, has_controls=control)
         except RunEnded as ended:
             if not report.runs:
                 hint = f"the last lines of its output: {' | '.join(ended.failure.output[-3:])}"
@@ -129,6 +135,17 @@ def run(
             controls.judge(report)
     report.seconds = time.monotonic() - began
     return report
+
+
+def _commands(command: Sequence[str], resume_with: str | None, out: str) -> tuple[Commands, ways.Way | None]:
+    """Return the commands, and how they were found where the command that resumes was not given."""
+    if command and not Commands(command, [], out).uses("out") and out in ("", "OUT"):
+        out = ways.output(Script(command), command, out)
+    commands = parse(command, resume_with, out)
+    if resume_with is not None:
+        return commands, None
+    way = ways.find(Script(command), command, out)
+    return replace(commands, resume=way.words()), way
 
 
 def _cost(report: RunReport) -> Cost:
@@ -150,7 +167,9 @@ def _plan(starts: Starts) -> list[ScriptRun]:
     return [a, b]
 
 
-def _all(starts: Starts, via: str, to_world: int | None, *, has_controls: bool) -> compare.Unrepeated:
+def _all(
+    starts: Starts, via: str, to_world: int | None, way: ways.Way | None, *, has_controls: bool
+) -> compare.Unrepeated:
     """Run all that is needed for a verdict, compare, and return what the command does not repeat."""
     report = starts.report
     a = starts.uninterrupted("A")
@@ -183,7 +202,11 @@ def _all(starts: Starts, via: str, to_world: int | None, *, has_controls: bool) 
     checkpoint = starts.restored("B", origin)
     source = _converted(starts, checkpoint, via, to_world)
     report.runs.append(b)
-    starts.resume(b, source, to_world)
+    if way is not None:
+        again = partial(starts.restored, "B", origin) if source == checkpoint else None
+        ways.resume(way, starts, b, source, to_world, again)
+    else:
+        starts.resume(b, source, to_world)
     if not compare.shared(reference, b, report.at):
         raise RunEnded(FailedCommand("B", f"run B saved no checkpoint after step {report.at}", last_lines(b.log)))
     changing = cache(partial(compare.changed_by, a))
@@ -311,6 +334,7 @@ def _check_saved(starts: Starts, run: ScriptRun) -> None:
         all_steps = ", ".join(map(str, starts.seen["A"].find())) or "none"
         there = sorted(os.listdir(run.folder))
         if not starts.seen["A"].find():
+            all_steps += f"; {seen}" if (seen := starts.seen["A"].described()) else ""
             all_steps += f"; `{{out}}` has {some(there)}" if there else "; `{out}` is empty"
         hint = "`--checkpoints '{out}/step-{step}'` says where they are, `--at` and `--until` which steps are saved"
         if starts.seen["A"].is_one:

@@ -122,6 +122,7 @@ class Starts:
         self._to_the_end(run)
         run.seconds = time.monotonic() - began
         self._move(run, run.folder)
+        self.pattern = self.seen[name].pattern  # which is that of all others
         self._collect(run, log)
         return run
 
