@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from pathlib import Path
 
@@ -58,3 +59,13 @@ def test_a_script_that_does_not(pytester: pytest.Pytester) -> None:
 def test_the_entry_point_is_the_plugin() -> None:
     text = Path(ROOT, "pyproject.toml").read_text(encoding="utf-8")
     assert '[project.entry-points.pytest11]\nckpttool = "ckpttool.cli.pytest_plugin"' in text
+
+
+def test_the_example_of_the_action_is_one_that_it_takes() -> None:
+    """The inputs of the step in the page are those of the action."""
+    page = Path(ROOT, "docs", "how-to", "check-script.md").read_text(encoding="utf-8")
+    action = Path(ROOT, ".github", "actions", "verify-resume", "action.yml").read_text(encoding="utf-8")
+    step = page.partition("- uses: ckpttool/ckpttool/.github/actions/verify-resume@")[2].partition("```")[0]
+    given = re.findall(r"^    ([a-z-]+): ", step, re.MULTILINE)
+    inputs = re.findall(r"^  ([a-z-]+):$", action.partition("inputs:")[2].partition("outputs:")[0], re.MULTILINE)
+    assert "command" in given and {*given} <= {*inputs}
