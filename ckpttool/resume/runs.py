@@ -33,7 +33,7 @@ from ckpttool.resume.process import last_lines
 from ckpttool.resume.results import Cost, FailedCommand, RunReport, ScriptRun
 from ckpttool.resume.scratch import checked_folder, kept_folder
 from ckpttool.resume.starts import COPY, SIGNALS, RunEnded, Starts
-from ckpttool.resume.steps import RNG, TITLES, compare_steps, drawn, of_hook, unrepeated
+from ckpttool.resume.steps import RNG, TITLES, compare_steps, drawn, of_hook, unrepeated, without_begun
 from ckpttool.text import duration, parse_size, plural, some
 
 _SHOWN = (
@@ -299,7 +299,7 @@ def _compare_observed(starts: Starts, reference: ScriptRun, run: ScriptRun) -> N
     if not b and starts.observe and hooked[run.name].started:
         note = "no step was observed: the command takes no step of an optimizer of torch"
         starts.report.notes += [note] if note not in starts.report.notes else []
-    one, other = (drawn(steps, before) for steps in (before, b))
+    one, other = (drawn(steps, before) for steps in (before, without_begun(before, b)))
     # An RNG state from which nothing is drawn until the end makes no difference.
     titles = TITLES if starts.observe else [title for title in TITLES if title != RNG]
     names, excused = (run.name, reference.name), unrepeated(a, a2)

@@ -93,6 +93,18 @@ def drawn(steps: Steps, only: Steps) -> Steps:
     }
 
 
+def without_begun(before: Steps, after: Steps) -> Steps:
+    """Return the steps of a run that resumed (`after`) without the loss and the gradient norm of the first one, if all
+    parameters are those of `before`: the run has seen a part of that step, where it was stopped between the micro
+    batches of one, and of what an optimizer evaluates anew the gradients of the step before are no state."""
+    titles = {LOSS, "gradient norm"}
+    shared = _shared(before, after, "parameters")
+    if not after or not all(_is_same(before[one]["parameters"], after[one]["parameters"]) for one in shared):
+        return after
+    first = min(after)
+    return {**after, first: {title: seen for title, seen in after[first].items() if title not in titles}}
+
+
 def unrepeated(one: Steps, other: Steps) -> dict[str, int]:
     """Return what differs between two runs of the same steps, with the first step; and what comes of that, which is
     different by chance in one run, and alike in another."""
