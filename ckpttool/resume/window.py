@@ -29,7 +29,7 @@ def choose(
     """Return the step of the resume and the last one to compare, of those that were saved; None if there are too few.
 
     `began` has the optimizer step that began after each save. Chosen are steps between which an epoch ends and two are
-    saved, and a resume within an epoch that is not the first.
+    saved, after another save, and a resume within an epoch that is not the first.
     """
     steps = sorted(step for step in began if step > 0 and step <= (until or step))
     last = until if until is not None else steps[-1] if steps else 0
@@ -46,7 +46,7 @@ def is_enough(began: Mapping[int, int | None], events: Events, at: int | None) -
     after = sum(step > chosen[0] for step in began)
     has_loader = any(event == LOADER for event, _ in events)
     merits = _merits(*chosen, [*began], began, events)
-    return after >= _SAVES and (all(merits) or not has_loader or len(began) >= _ENOUGH)
+    return after >= _SAVES and (all(merits) or (not has_loader and merits[2]) or len(began) >= _ENOUGH)
 
 
 def _merits(
@@ -58,6 +58,7 @@ def _merits(
     return (
         "epoch" in crossed(began, events, at, until),
         sum(at < step <= until for step in steps) >= _SAVES,
+        any(0 < step < at for step in steps),  # which a run that resumes does not save again
         first is not None and first - 1 not in epochs,
         first is not None and any(step < first for step in epochs),
     )
