@@ -134,8 +134,8 @@ class _Causes:
             return "they are as they were built"
         if after.is_zero(name):
             return f"they are zero {self.when}"
-        now = after.digests(name)[: self.world]
         for dtype in ("bfloat16", "float16"):
+            now = after.digests(name, dtype)[: self.world] if after.is_exact(name, dtype) else []
             if any(now) and before.digests(name, dtype)[: self.world] == now:
                 return f"they were rounded to {dtype}"
         was = [before.shard(name, rank) for rank in range(before.world)]

@@ -145,6 +145,16 @@ def compare(before: SavedState, after: SavedState) -> Diff:
     return compare_sources((before, after), (_common(before, after), _common(after, before)))
 
 
+def is_different(before: SavedState, after: SavedState, name: str) -> bool:
+    """Return whether a tensor or a value of one state is another one in the other, or is not there."""
+    if name not in before.tensors:
+        return name not in after.objects or not identity.same(before.objects[name], after.objects[name])
+    one, other = before.tensors[name], after.tensors.get(name)
+    if other is None or (one.dtype, one.shape) != (other.dtype, other.shape):
+        return True
+    return bool((one.bits != other.bits).any())
+
+
 def _common(state: SavedState, other: SavedState) -> Catalogue:
     entries = state.catalogue.entries.items()
     shared = {path: entry for path, entry in entries if (state.rank_of(entry.name) or 0) < other.world}

@@ -48,9 +48,13 @@ class RunState:
 
     def digests(self, name: str, of: str = "") -> list[str | None]:
         """Return the digest of a tensor on each rank; None where there is none. With `of`, that of its values as they
-        are when they were rounded to this dtype."""
+        are in this smaller dtype, rounded if need be."""
         found = [one.get(name, {}) for one in self.tensors]
         return [one.get("rounded", {}).get(of) if of else one.get("sha256") for one in found]
+
+    def is_exact(self, name: str, dtype: str) -> bool:
+        """Return whether a smaller dtype has all values of a tensor."""
+        return all(dtype in one[name].get("exact", ()) for one in self.tensors if name in one)
 
     def shard(self, name: str, rank: int) -> str | None:
         """Return the digest of what a rank has of a tensor."""

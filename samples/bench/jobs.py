@@ -19,6 +19,7 @@ from pathlib import Path
 from checkpoint import Checkpoint
 
 OURS = "ckpttool"
+TRAINING, VERIFIED = "train 12 steps", f"{OURS} verify-resume run"
 HERE = Path(__file__).parent
 
 
@@ -135,6 +136,17 @@ def looking(state: Checkpoint, out: Path) -> list[Contender]:
     return members
 
 
+def training(out: Path) -> list[Contender]:
+    """A training alone, with the hook of `verify-resume run` in its process, and verified, which takes two of them."""
+    script = (sys.executable, str(HERE / "train_resumed.py"))
+    commands = {
+        "alone": (*script, str(out)),
+        "hook": (sys.executable, str(HERE / "train_hooked.py"), str(out / "hook"), *script, str(out / "run")),
+        VERIFIED: ckpttool("verify-resume", "run", "--checkpoints", "OUT/newest.pt", "--", *script, "OUT"),
+    }
+    return [Contender(TRAINING, tool, words, (), None, "none", check=False) for tool, words in commands.items()]
+
+
 def exports_with_operations(state: Checkpoint, out: Path) -> list[Contender]:
     """The export of the same model with each matrix transposed, in another order of rows, and split into tensors."""
     matrix = {"from": "{name*}.weight", "to": "{name*}.weight"}
@@ -230,5 +242,6 @@ def contenders(state: Checkpoint, out: Path) -> list[Contender]:
         *verifying(state.train),
         *comparing(state),
         *looking(state, out),
+        *training(out),
         Contender("inspect dcp", OURS, ckpttool("inspect", state.train), (state.train,), None, "none", check=False),
     ]

@@ -26,7 +26,7 @@ from pathlib import Path
 
 import measure
 from checkpoint import Checkpoint, clean, default_dir, ensure, output_dir, parse_size
-from jobs import OURS, Contender, contenders
+from jobs import OURS, TRAINING, VERIFIED, Contender, contenders
 from measure import MIB, Run, files_under
 
 Key = tuple[str, str]
@@ -57,6 +57,12 @@ class Results:
         """Median seconds, or None for who failed or did not run."""
         runs = self.runs.get((job, tool))
         return statistics.median(run.seconds for run in runs) if runs and (job, tool) not in self.errors else None
+
+    def processor(self, job: str, tool: str) -> float | None:
+        """Median seconds of processor time, of the process and all that it has started."""
+        if self.median(job, tool) is None:
+            return None
+        return statistics.median(run.user_seconds + run.system_seconds for run in self.runs[job, tool])
 
     def inside(self, job: str, tool: str) -> float | None:
         """Median of the seconds that a script of ours has measured itself, and printed."""
@@ -189,6 +195,11 @@ def targets(results: Results) -> list[str]:
         ran = results.median(member.job, OURS) is not None
         rss = max(run.peak_rss for run in results.runs[member.job, OURS]) / MIB if ran else None
         judge(f"{member.job}: peak RSS under 150 MiB", rss, " MiB", most=150)
+    alone, hooked, verified = (results.processor(TRAINING, tool) for tool in ("alone", "hook", VERIFIED))
+    promise = "verify-resume run, a PASS: at most 2.2x of the training alone, in processor time"
+    judge(promise, ratio(verified, alone), "x", most=2.2)
+    promise = "hook of verify-resume run: at most 1.25x of the training alone, in processor time"
+    judge(promise, ratio(hooked, alone), "x", most=1.25)
     judge("inspect dcp: under 0.3 s", results.median("inspect dcp", OURS), " s", most=0.3)
     return lines
 

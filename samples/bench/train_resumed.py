@@ -1,6 +1,6 @@
 """A training that resumes exactly: what `verify-resume run` is measured with.
 
-    python train_resumed.py OUT [--steps 16]
+    python train_resumed.py OUT [--steps 12]
 
 A step takes some tenths of a second on one core, of a transformer of 13 million parameters; every fourth is saved.
 """
@@ -17,7 +17,7 @@ WIDTH, LAYERS, VOCABULARY, LENGTH, BATCH, SAVED = 384, 6, 4096, 128, 4, 4
 
 parser = argparse.ArgumentParser()
 parser.add_argument("out")
-parser.add_argument("--steps", type=int, default=16)
+parser.add_argument("--steps", type=int, default=12)
 args = parser.parse_args()
 torch.set_num_threads(1)
 torch.manual_seed(0)

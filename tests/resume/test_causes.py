@@ -124,9 +124,15 @@ def test_a_generator_that_was_restored_from_another_save_is_told_so(recorded: Pa
 def test_what_was_rounded_is_known_by_what_rounding_makes_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(state, "_CHUNK", 64)
     tensor = torch.randn(5, 23, generator=torch.Generator().manual_seed(0))
-    rounded = state.digest(torch, tensor, rounded=True)["rounded"]
+    before = state.digest(torch, tensor, rounded=True)
+    assert before["exact"] == [] == [*state.digest(torch, tensor, rounded=False)["rounded"]]
     for name in ("bfloat16", "float16"):
-        assert rounded[name] == state.digest(torch, tensor.to(getattr(torch, name)).float())["sha256"]
+        after = state.digest(torch, tensor.to(getattr(torch, name)).float(), rounded=False)
+        # Those of bfloat16 that are neither large nor small are in float16, too.
+        assert after["exact"][0] == name and after["rounded"][name] == before["rounded"][name]
+        assert after["sha256"] != before["sha256"]
+    late = torch.zeros(5000).index_fill_(0, torch.tensor(4999), 1.001)
+    assert state.digest(torch, late, rounded=False)["exact"] == []
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64, torch.complex64, torch.bool])

@@ -124,7 +124,7 @@ def test_each_rank_leaves_out_its_shards() -> None:
 
 
 def control(what: str, folder: Path) -> Perturbation:
-    return Perturbation(what, str(folder), torch, lambda: 0, living)
+    return Perturbation(what, str(folder), torch, lambda: 0, lambda kind: living(kind)[0])
 
 
 def count(folder: Path) -> int:

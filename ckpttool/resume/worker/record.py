@@ -39,7 +39,9 @@ _ADDRESS = re.compile(r" at 0x[0-9a-f]+")
 
 
 @collectives.quiet()
-def record(built: Built, folder: str, step: int, *, optimizer: bool = True, rounded: bool = False) -> dict[str, str]:
+def record(
+    built: Built, folder: str, step: int, *, optimizer: bool = True, rounded: bool | None = None
+) -> dict[str, str]:
     """Record everything where a step begins. Every rank calls it. Returns this rank's digest of each value of which one
     rank's is saved. `optimizer=False` leaves out an optimizer that took no step: reading its state would create one.
     `rounded` adds digests of the values in smaller dtypes."""

@@ -5,7 +5,8 @@
 A digest depends on the place of each element, its dtype and its shape. Modules, optimizers, schedulers and scalers are
 all that live in the process, so that averaged weights which no optimizer trains are recorded too. Buffers and RNG
 states are recorded where the forward pass of that step begins, too: it draws numbers, and writes to buffers. Of a run
-that goes on, the digests of its values in smaller dtypes are recorded beside: what a save may have made of them.
+that goes on, the digests of its values in smaller dtypes are recorded beside: what a save may have made of them; of one
+that begins, those of values that such a dtype has exactly.
 """
 
 import ctypes
@@ -16,7 +17,8 @@ import json
 import os
 import sys
 from collections.abc import Callable, Iterable
-from typing import Any
+from itertools import compress
+from typing import Any, NamedTuple
 
 _DIGITS = 16  # of a digest
 _CHUNK = 1 << 24  # bytes that are digested at once
@@ -28,8 +30,17 @@ _ONES = (0x9E3779B97F4A7C15 - (1 << 64), 0xBF58476D1CE4E5B9 - (1 << 64), 0x94D04
 _PLAIN = (bool, int, float, str, type(None))
 _TEXT = 200  # characters of a value that is kept as it is
 _MODEL = "model"  # what the only module is called that optimizers train
-_CLASSES: dict[Any, dict[type, bool]] = {}  # by a class, whether others are below it
 _SMALLER = ("bfloat16", "float16")
+
+
+class _Living(NamedTuple):
+    """What lives in a process, in the order in which it was made, as far as it can be told."""
+
+    modules: list[Any]
+    optimizers: list[Any]  # of those that wrap another one, one of the two
+    schedulers: list[Any]
+    scalers: list[Any]
+    tensors: list[Any]
 
 
 class Recorder:
@@ -71,10 +82,11 @@ class Recorder:
         of those asked for, or something was saved before."""
         if self._forward is None and (is_saved or self.count + 1 in self._left):
             self._called = [module]
-            modules, _ = self._named_modules(self._optimizers())
+            there = self._look()
+            modules, _ = self._named_modules(there)
             buffers = {name: digest(self._torch, tensor) for name, tensor, kind in modules if kind == "buffer"}
             generators = {"rng": self._rng(), "words": self._words()}
-            self._forward = {"buffers": buffers, **generators, **self._of_the_script(modules)}
+            self._forward = {"buffers": buffers, **generators, **self._of_the_script(there, modules)}
 
     def begin_step(self, optimizer: Any, batch: Any, rank: int, *, is_saved: bool = False) -> int:
         """Record the state if the step that begins is one of those asked for, or something was saved before; return the
@@ -98,8 +110,8 @@ class Recorder:
     # what lives in the process ----------------------------------------------------------------------------------------
 
     def _state(self, optimizer: Any) -> dict[str, Any]:
-        optimizers = self._optimizers(optimizer)
-        modules, names = self._named_modules(optimizers)
+        there = self._look(optimizer)
+        modules, names = self._named_modules(there)
         values: dict[str, Any] = {f"{_MODEL}.training_mode": one.training for one in self._called}
         state = {
             "tensors": {name: self._digest(tensor) for name, tensor, _ in modules},
@@ -107,27 +119,25 @@ class Recorder:
             "values": values,
             "ties": tied((name, tensor) for name, tensor, kind in modules if kind == "weight"),
         }
-        optimizers.sort(
+        there.optimizers.sort(
             key=lambda one: [names.get(id(each), "~") for g in one.param_groups for each in g["params"]][:1]
         )
-        for number, each in enumerate(optimizers):
+        for number, each in enumerate(there.optimizers):
             self._add_optimizer(f"optimizer_{number}" if number else "optimizer", each, names, state)
-        schedulers = living(self._torch.optim.lr_scheduler.LRScheduler)
-        scalers = living(self._torch.amp.GradScaler) if hasattr(self._torch.amp, "GradScaler") else []
-        for kind, objects in (("scheduler", schedulers), ("scaler", scalers)):
+        for kind, objects in (("scheduler", there.schedulers), ("scaler", there.scalers)):
             for number, one in enumerate(objects):
                 root = f"{kind}_{number}" if number else kind
                 values |= {f"{root}.{key}": _plain(value) for key, value in one.state_dict().items()}
         return {**state, "rng": self._rng(), "forward": self._forward}
 
-    def _of_the_script(self, modules: Iterable[tuple[str, Any, str]]) -> dict[str, Any]:
+    def _of_the_script(self, there: _Living, modules: Iterable[tuple[str, Any, str]]) -> dict[str, Any]:
         """Return what a script keeps beside modules and optimizers, before its forward pass: its tensors, `loose`, and
         the plain values of its variables, by the names that they have there."""
         known = {id(tensor) for _, tensor, _ in modules}
-        known |= {id(one) for each in self._optimizers() for state in each.state.values() for one in state.values()}
+        known |= {id(one) for each in there.optimizers for state in each.state.values() for one in state.values()}
         loose: dict[int, str] = {}
         left = _LOOSE
-        for tensor in living(self._torch.Tensor):
+        for tensor in there.tensors:
             size = tensor.numel() * tensor.element_size()
             if id(tensor) not in known and tensor.grad_fn is None and size <= left:
                 try:
@@ -153,20 +163,23 @@ class Recorder:
                     values[full] = _plain(one)
         return {"loose": sorted({*loose.values()}), "variables": values}
 
-    def _optimizers(self, *known: Any) -> list[Any]:
-        """Return all optimizers, of those that wrap another one of the two."""
-        optimizers = living(self._torch.optim.Optimizer, *known)
-        return [*{id(one.param_groups): one for one in optimizers}.values()]
-
-    def _named_modules(self, optimizers: list[Any]) -> tuple[list[tuple[str, Any, str]], dict[int, str]]:
-        """Return the tensors of all modules with their names and kinds, and the names of parameters by their ids."""
+    def _look(self, *stepping: Any) -> _Living:
+        """Look once for all that lives in the process, besides the optimizer that steps."""
         if self._forward is None:  # else it has been collected since the last step
             gc.collect()
-        modules = living(self._torch.nn.Module, *self._called)
-        inner = {id(child) for one in modules for child in one.children()}
-        own = {id(one) for each in optimizers for group in each.param_groups for one in group["params"]}
+        optim, scaler = self._torch.optim, getattr(self._torch.amp, "GradScaler", ())
+        kinds = self._torch.nn.Module, optim.Optimizer, optim.lr_scheduler.LRScheduler, scaler, self._torch.Tensor
+        modules, optimizers, *others = living(*kinds)
+        modules = [*{id(one): one for one in (*self._called, *modules)}.values()]
+        optimizers = [*{id(one): one for one in (*stepping, *optimizers)}.values()]
+        return _Living(modules, [*{id(one.param_groups): one for one in optimizers}.values()], *others)
+
+    def _named_modules(self, there: _Living) -> tuple[list[tuple[str, Any, str]], dict[int, str]]:
+        """Return the tensors of all modules with their names and kinds, and the names of parameters by their ids."""
+        inner = {id(child) for one in there.modules for child in one.children()}
+        own = {id(one) for each in there.optimizers for group in each.param_groups for one in group["params"]}
         roots: list[tuple[bool, str, Any]] = []
-        for one in modules:
+        for one in there.modules:
             if id(one) not in inner and (any(True for _ in one.parameters()) or any(True for _ in one.buffers())):
                 is_trained = any(id(each) in own for each in one.parameters())
                 roots.append((not is_trained, type(one).__name__, one))
@@ -203,19 +216,26 @@ class Recorder:
                         tensors[name], kinds[name] = self._digest(value), f"group {number}"
 
 
-def living(kind: Any, *known: Any) -> list[Any]:
-    """Return the objects of a class in the order in which they were made, as far as it can be told."""
-    found, are_of_kind = {id(one): one for one in known}, _CLASSES.setdefault(kind, {})
-    for one in gc.get_objects():
-        cls = type(one)
-        try:
-            if cls not in are_of_kind:
-                are_of_kind[cls] = issubclass(cls, kind)
-            if are_of_kind[cls]:
-                found[id(one)] = one
-        except Exception:  # noqa: S112 - an object of the script that does not like to be looked at
-            continue
-    return [*found.values()]
+def living(*kinds: Any) -> list[list[Any]]:
+    """Return the objects of each class in the order in which they were made, as far as it can be told."""
+    objects = gc.get_objects()
+    # There are hundreds of thousands of them, and some thousand classes, which need not have a hash.
+    ids = [*map(id, map(type, objects))]
+    classes = {key: type(one) for key, one in zip(ids, objects, strict=True)}
+    wanted = {key: [_is_below(cls, kind) for kind in kinds] for key, cls in classes.items()}
+    wanted = {key: below for key, below in wanted.items() if any(below)}
+    found: list[list[Any]] = [[] for _ in kinds]
+    for one in compress(objects, map(wanted.__contains__, ids)):
+        for own, is_below in zip(found, wanted[id(type(one))], strict=True):
+            own += [one] if is_below else []
+    return found
+
+
+def _is_below(cls: type, kind: Any) -> bool:
+    try:
+        return issubclass(cls, kind)
+    except Exception:  # a class of the script that does not like to be looked at
+        return False
 
 
 def tied(named: Iterable[tuple[str, Any]]) -> list[list[str]]:
@@ -241,23 +261,38 @@ def spelt(torch: Any, tensor: Any) -> str:
     return f"{dtype}{shape} {hashlib.sha256(elements).hexdigest()}"
 
 
-def digest(torch: Any, tensor: Any, *, rounded: bool = False) -> dict[str, Any]:
-    """Return the dtype, the shape and the digest of a tensor of this rank, and its number if it is one; with `rounded`
-    also the digests of float32 values that were rounded to smaller dtypes, as `bfloat16` and `float16`."""
+def digest(torch: Any, tensor: Any, *, rounded: bool | None = None) -> dict[str, Any]:
+    """Return the dtype, the shape and the digest of a tensor of this rank, and its number if it is one.
+
+    With `rounded` also the digests of float32 values that were rounded to smaller dtypes, as `bfloat16` and `float16`,
+    and `exact`, those of the dtypes that have all of the values; if it is False, the digests in these alone.
+    """
     record: dict[str, Any] = {"dtype": str(tensor.dtype).removeprefix("torch."), "shape": list(tensor.shape)}
     try:
         with torch.no_grad():
             record |= _elements(torch, tensor.detach())
-            if rounded and tensor.dtype == torch.float32:
-                smaller = {name: _elements(torch, tensor.detach(), getattr(torch, name)) for name in _SMALLER}
-                record["rounded"] = {name: one["sha256"] for name, one in smaller.items()}
+            if rounded is not None and tensor.dtype == torch.float32:
+                record["exact"] = [name for name in _SMALLER if _is_exact(torch, tensor.detach(), getattr(torch, name))]
+                smaller = {name: getattr(torch, name) for name in (_SMALLER if rounded else record["exact"])}
+                found = {name: _elements(torch, tensor.detach(), dtype) for name, dtype in smaller.items()}
+                record["rounded"] = {name: one["sha256"] for name, one in found.items()}
     except Exception as error:  # a class of tensors that has no bytes of its own
         record["unseen"] = type(error).__name__
     return record
 
 
+def _is_exact(torch: Any, tensor: Any, dtype: Any) -> bool:
+    """Return whether a smaller dtype has all values of a tensor of this rank."""
+    flat = _local(tensor).reshape(-1)
+    # The first elements tell of almost every tensor that it is not.
+    return all(
+        torch.equal(chunk.view(torch.int32), chunk.to(dtype).to(chunk.dtype).view(torch.int32))
+        for chunk in (flat[:_FEW], flat)
+    )
+
+
 def _elements(torch: Any, tensor: Any, dtype: Any = None) -> dict[str, Any]:
-    local = tensor.to_local() if hasattr(tensor, "to_local") else tensor
+    local = _local(tensor)
     local = torch.view_as_real(local.resolve_conj()) if local.is_complex() else local
     flat, count = local.contiguous().reshape(-1), _CHUNK // local.element_size()
     if flat.numel() * flat.element_size() <= _SMALL:
@@ -266,11 +301,11 @@ def _elements(torch: Any, tensor: Any, dtype: Any = None) -> dict[str, Any]:
     is_zero = True
     for low in range(0, flat.numel(), count):
         chunk = flat[low : low + count]
-        chunk = chunk if dtype is None else chunk.to(dtype).to(local.dtype)
+        chunk = chunk if dtype is None else chunk.to(dtype)
         if chunk.device.type == "cpu":
             size = chunk.numel() * chunk.element_size()
             whole.update((ctypes.c_char * size).from_address(chunk.data_ptr()))
-            is_zero = is_zero and not (bool(chunk[:_FEW].any()) or bool(chunk.any()))
+            is_zero = is_zero and dtype is None and not (bool(chunk[:_FEW].any()) or bool(chunk.any()))
         else:
             mixed, some = _mixed(torch, chunk.view(torch.uint8))
             whole.update(mixed.to_bytes(8, "little", signed=True))
@@ -279,6 +314,10 @@ def _elements(torch: Any, tensor: Any, dtype: Any = None) -> dict[str, Any]:
     if tensor.numel() == 1 and local.numel() == 1 and not tensor.is_complex():
         record["value"] = _plain(local)
     return record
+
+
+def _local(tensor: Any) -> Any:
+    return tensor.to_local() if hasattr(tensor, "to_local") else tensor
 
 
 def _mixed(torch: Any, chunk: Any) -> tuple[int, bool]:
