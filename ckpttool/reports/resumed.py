@@ -116,7 +116,8 @@ def _about(document: Document) -> Iterator[tuple[str, TextLike | None]]:
     yield "nondeterministic", ", ".join(document.get("nondeterministic") or document.get("unrepeated") or ())
     yield "not proven", ", ".join(document.get("unproven") or ())
     reasons = document.get("reasons") or {}
-    yield "not judged", ", ".join(f"{name} ({reasons[name]})" for name in document.get("unjudged") or ())
+    unjudged = document.get("unjudged") or ()
+    yield "not judged", ", ".join(f"{one} ({reasons[one]})" if one in reasons else one for one in unjudged)
     yield "determinism", ", ".join(document.get("deterministic") or document.get("settings") or ())
     if (cost := document.get("cost")) is not None:
         disk = f", {size(cost['checkpoint_bytes'])} a checkpoint" if cost["checkpoint_bytes"] is not None else ""

@@ -10,9 +10,9 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
 
+from ckpttool.analysis import generators
 from ckpttool.catalogue.identity import same
 from ckpttool.catalogue.shown import shown
-from ckpttool.resume import generators
 from ckpttool.resume.results import RunDifference
 from ckpttool.resume.states import RunState, is_counter, same_batch
 from ckpttool.text import plural, some

@@ -75,7 +75,7 @@ def _of_the_script(starts: Starts, names: Collection[str]) -> list[str]:
     for name, path in starts.seen["A"].beside(at).items():
         with suppress(CkptError):  # a log, which no value of the script comes from
             values = _values(path)
-            found += _not_restored(values, values.keys(), before, after, at, f" of `{name}`")
+            found += _not_restored(values, values.keys(), before, after, at, f" of {some([name])}")
     return found
 
 
@@ -107,7 +107,8 @@ def _not_restored(
         own = [one for one in same if one.rpartition(".")[2] == leaf]
         # A value that is no other's tells what it is, whatever it is called.
         own = own or (same if isinstance(value, float) or (len(same) == 1 and value not in (0, 1)) else [])
-        found += [f"`{name}`{of} was not restored: {shown(now[one])} and not {shown(value)} {when}" for one in own[:1]]
+        for one in own[:1]:
+            found.append(f"{some([name])}{of} was not restored: {shown(now[one])} and not {shown(value)} {when}")
     return found
 
 

@@ -15,6 +15,7 @@ from collections.abc import Mapping, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING
 
+from ckpttool.analysis.losses import read_log
 from ckpttool.errors import UsageError
 from ckpttool.resume import guard
 from ckpttool.text import cut, safe, some
@@ -140,15 +141,6 @@ class Process:
     def _release(self) -> None:
         with self._guard:  # its pipe ends, and so does it
             pass
-
-
-def read_log(path: str) -> str:
-    """Return what a command has written so far; nothing before it was started."""
-    try:
-        with open(path, encoding="utf-8", errors="replace") as stream:
-            return stream.read()
-    except OSError:
-        return ""
 
 
 def last_lines(path: str) -> list[str]:

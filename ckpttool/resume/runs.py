@@ -21,14 +21,14 @@ from contextlib import ExitStack
 from dataclasses import replace
 from functools import cache, partial
 
+from ckpttool.analysis.logged import from_files
+from ckpttool.analysis.losses import Output
 from ckpttool.analysis.script import Script
 from ckpttool.errors import UsageError
 from ckpttool.layout.mesh import world_mesh
 from ckpttool.producers.open import opened
 from ckpttool.resume import arguments, beside, compare, controls, explain, ways, window
 from ckpttool.resume.commands import Commands, parse
-from ckpttool.resume.logged import from_files
-from ckpttool.resume.losses import Output
 from ckpttool.resume.process import last_lines
 from ckpttool.resume.results import Cost, FailedCommand, RunReport, ScriptRun
 from ckpttool.resume.scratch import checked_folder, kept_folder

@@ -15,14 +15,14 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
+from ckpttool.analysis.losses import Losses, Output, read_log
 from ckpttool.errors import StorageError, UsageError
 from ckpttool.resume import observe as inject
 from ckpttool.resume import window
 from ckpttool.resume.checkpoints import Checkpoints, Fingerprint, fingerprint, nbytes
 from ckpttool.resume.commands import Commands, with_steps
-from ckpttool.resume.losses import Losses, Output
 from ckpttool.resume.observe import Hooked
-from ckpttool.resume.process import LAST_LINES, Process, last_lines, read_log
+from ckpttool.resume.process import LAST_LINES, Process, last_lines
 from ckpttool.resume.results import FailedCommand, Loss, RunDifference, RunReport, Saved, ScriptRun
 from ckpttool.resume.steps import LOSS, of_hook
 from ckpttool.text import duration, plural, size

@@ -313,9 +313,9 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def test_the_command_ends_with_its_verdict(saved: Path) -> None:
+def test_the_command_begins_with_its_verdict(saved: Path) -> None:
     done = run("verify-resume", "audit", str(saved))
-    assert (done.exit_code, done.stdout.splitlines()[-1]) == (0, "resumable exactly")
+    assert (done.exit_code, done.stdout.splitlines()[0]) == (0, f"{saved}: resumable exactly")
     assert "weight_decay" in done.stdout
     assert run("verify-resume", "audit", str(saved), "-q").stdout == "exactly\n"
     assert "(values not read)" in run("verify-resume", "audit", str(saved), "--no-values").stdout
@@ -327,7 +327,7 @@ def test_exit_code_1_when_it_cannot_go_on(tmp_path: Path) -> None:
     torch.save(state, tmp_path / "state.pt")
     done = run("verify-resume", "audit", str(tmp_path / "state.pt"))
     assert done.exit_code == 1
-    assert done.stdout.splitlines()[-1] == "not resumable: 1 reason (parts)"
+    assert done.stdout.splitlines()[0].endswith("state.pt: not resumable: 1 reason (parts)")
 
 
 def test_json_holds_what_is_shown(saved: Path) -> None:

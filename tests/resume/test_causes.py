@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 
-from ckpttool.resume import generators
+from ckpttool.analysis import generators
 from ckpttool.resume import observe as inject
 from ckpttool.resume.causes import causes
 from ckpttool.resume.observe.site import state

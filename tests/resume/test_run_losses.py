@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from ckpttool.analysis.logged import from_files
+from ckpttool.analysis.losses import Output
 from ckpttool.errors import CorruptError, UsageError
-from ckpttool.resume.logged import from_files
-from ckpttool.resume.losses import Output
 from ckpttool.serialization.event_files import scalars
 
 

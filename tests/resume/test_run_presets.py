@@ -12,10 +12,10 @@ import torch
 from safetensors.numpy import save_file
 from support.cli import run
 
+from ckpttool.analysis.logged import from_files
+from ckpttool.analysis.losses import Output
 from ckpttool.errors import UsageError
 from ckpttool.resume.commands import parse
-from ckpttool.resume.logged import from_files
-from ckpttool.resume.losses import Output
 from ckpttool.resume.presets import PRESETS, fill
 from ckpttool.resume.runs import run as verify
 

@@ -15,9 +15,10 @@ import pytest
 from support.faults import spawn
 from support.paths import ROOT
 
+from ckpttool.analysis.losses import read_log
 from ckpttool.errors import UsageError
 from ckpttool.resume import guard, process
-from ckpttool.resume.process import MARK, Process, read_log
+from ckpttool.resume.process import MARK, Process
 from ckpttool.resume.results import RunReport
 from ckpttool.resume.runs import run
 
@@ -89,7 +90,8 @@ def test_what_ends_by_itself_after_the_command_is_not_named(log: str) -> None:
 def test_nothing_goes_on_when_the_starter_is_killed(number: signal.Signals, log: str) -> None:
     """Nor what ignores SIGTERM, is in a session of its own, or a daemon."""
     program = (
-        "import os, sys, time\nfrom ckpttool.resume.process import Process, read_log\n"
+        "import os, sys, time\nfrom ckpttool.analysis.losses import read_log\n"
+        "from ckpttool.resume.process import Process\n"
         f"words = ['sh', '-c', \"trap '' TERM; \" + sys.argv[2] + 'setsid sleep 600 & echo $!; echo $$; sleep 600']\n"
         "with Process(words, sys.argv[1], {}) as process:\n"
         "    while len(read_log(process.log).split()) < 3:\n        time.sleep(0.01)\n"

@@ -12,7 +12,6 @@ from collections import defaultdict
 from collections.abc import Callable, Mapping
 
 from ckpttool.errors import UsageError
-from ckpttool.resume.process import read_log
 
 Losses = Callable[[str, str, int], Mapping[int, float]]
 
@@ -73,3 +72,12 @@ def _number(text: str | None) -> float | None:
 def equal(one: float, other: float) -> bool:
     """Return whether two losses are the same number; NaN is itself."""
     return one == other or (math.isnan(one) and math.isnan(other))
+
+
+def read_log(path: str) -> str:
+    """Return what a command has written so far; nothing before it was started."""
+    try:
+        with open(path, encoding="utf-8", errors="replace") as stream:
+            return stream.read()
+    except OSError:
+        return ""

@@ -21,8 +21,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from typing import Any
 
+from ckpttool.analysis.losses import Losses, Output
 from ckpttool.errors import CorruptError, UsageError
-from ckpttool.resume.losses import Losses, Output
 from ckpttool.serialization import event_files
 from ckpttool.text import meant
 
