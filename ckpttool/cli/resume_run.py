@@ -22,6 +22,7 @@ def run(
     resume_with: options.ResumeWith = None, world: options.RunWorld = None, to_world: options.RunToWorld = None,
     via: options.RunVia = "",
     checkpoints: options.RunCheckpoints = None, out: options.Out = "OUT", loss: options.Loss = None,
+    cross: options.Cross = [],
     inject: options.Inject = True, observe: options.Observe = None, control: options.WithControls = None,
     seed_env: options.SeedEnv = [],
     timeout: options.Timeout = 1800, max_disk: options.MaxDisk = None, dry_run: options.DryRunOfRuns = False,

@@ -34,6 +34,7 @@ from ckpttool.resume.saved_state import (
 )
 from ckpttool.resume.states import RunState, is_counter
 from ckpttool.resume.steps import LOSS, compare_steps, of_losses
+from ckpttool.resume.window import EVENTS
 from ckpttool.text import plural, some
 
 NOT_DETERMINED = "not determined"
@@ -485,6 +486,11 @@ def judge(report: TrialReport | RunReport, excused: Unrepeated | None = None) ->
             f"not proven: {some(report.unproven)} {verb} in run B, run A never changes it, and nothing in the command "
             f"says why{_extent(report)}"
         )
+    elif missing := [one for one in report.cross if one not in report.crossed]:
+        report.verdict = "unproven"
+        words = ", ".join(f"`--cross {one.replace(' ', '-')}`" for one in missing)
+        what = " and ".join(EVENTS[one] for one in missing)
+        report.message = f"not proven: {what} is not in the steps that were compared, as {words} asks"
     else:
         numbers = {int(row.what.split()[1][:-1]) for row in report.compared if row.what.startswith("step ")}
         losses = sum(row.count for row in report.compared if row.what == LOSS)

@@ -63,6 +63,7 @@ def run(
     inject_switches: bool = True,
     observe: bool | None = None,
     control: bool = False,
+    cross: Sequence[str] = (),
     seed_env: Sequence[str] = (),
     timeout: float = 1800.0,
     max_disk: str | None = None,
@@ -98,6 +99,7 @@ def run(
     report = RunReport(
         words=list(command), rule=rule, rule_message=_RULES[rule], at=at or 0, until=until or 0, stop=stop
     )
+    report.cross = [window.event(one) for one in cross]
     report.cost = cost = _cost(report)
     report.folder = os.path.abspath(keep) if keep is not None else None
     most = parse_size(max_disk, "--max-disk") if max_disk is not None else None
@@ -311,8 +313,8 @@ def _compare_observed(starts: Starts, reference: ScriptRun, run: ScriptRun) -> N
 def _choose(starts: Starts, a: ScriptRun) -> None:
     """Set the steps of the resume and of the end, where they were not asked for, and what lies between them."""
     report, began, events = starts.report, starts.seen[a.name].began(), starts.hooked[a.name].events
-    asked = report.at and report.until
-    if not asked and (chosen := window.choose(began, events, at=report.at or None, until=report.until or None)):
+    asked = {"at": report.at or None, "until": report.until or None}
+    if not all(asked.values()) and (chosen := window.choose(began, events, **asked, cross=report.cross)):
         report.at, report.until = chosen
         cost, report.cost = report.cost, _cost(report)
         report.cost.checkpoint_bytes = cost.checkpoint_bytes

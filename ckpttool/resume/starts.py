@@ -316,7 +316,7 @@ class Starts:
                     priced = True
                 if not until and len(found.kept) > looked:
                     looked = len(found.kept)
-                    if window.is_enough(found.began(), inject.events(hook), self.report.at or None):
+                    if window.is_enough(found.began(), inject.events(hook), self.report.at or None, self.report.cross):
                         return
                 step = next((step for step in paths if until and step >= until), None)
                 if step is None or found.why_not(paths[step], self._of_a(step, run)) is not None:

@@ -9,6 +9,9 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 
+from ckpttool.errors import UsageError
+from ckpttool.text import meant
+
 EVENTS = {
     "epoch": "the end of an epoch",
     "evaluation": "an evaluation",
@@ -23,40 +26,61 @@ Events = Collection[tuple[str, int]]
 """What happened, and after how many optimizer steps."""
 
 
+def event(name: str) -> str:
+    """Return what happens in training by its name as an option: `learning-rate`. Raises UsageError."""
+    if (known := name.replace("-", " ")) not in EVENTS:
+        names = [one.replace(" ", "-") for one in EVENTS]
+        raise UsageError(f"`--cross {name}` is unknown", hint=meant(name, names, f"they are {', '.join(names)}"))
+    return known
+
+
 def choose(
-    began: Mapping[int, int | None], events: Events, *, at: int | None = None, until: int | None = None
+    began: Mapping[int, int | None],
+    events: Events,
+    *,
+    at: int | None = None,
+    until: int | None = None,
+    cross: Collection[str] = (),
 ) -> tuple[int, int] | None:
     """Return the step of the resume and the last one to compare, of those that were saved; None if there are too few.
 
     `began` has the optimizer step that began after each save. Chosen are steps between which an epoch ends and two are
-    saved, after another save, and a resume within an epoch that is not the first.
+    saved, after another save, and a resume within an epoch that is not the first; before all else, what is to `cross`.
     """
     steps = sorted(step for step in began if step > 0 and step <= (until or step))
     last = until if until is not None else steps[-1] if steps else 0
     ranked = [
-        (_merits(step, last, steps, began, events), step) for step in ([at] if at is not None else steps) if step < last
+        (_merits(step, last, steps, began, events, cross), step)
+        for step in ([at] if at is not None else steps)
+        if step < last
     ]
     return (max(ranked)[1], last) if ranked else None
 
 
-def is_enough(began: Mapping[int, int | None], events: Events, at: int | None) -> bool:
+def is_enough(began: Mapping[int, int | None], events: Events, at: int | None, cross: Collection[str] = ()) -> bool:
     """Return whether a command that goes on has saved all that is needed to choose from."""
-    if (chosen := choose(began, events, at=at)) is None:
+    if (chosen := choose(began, events, at=at, cross=cross)) is None:
         return False
     after = sum(step > chosen[0] for step in began)
     has_loader = any(event == LOADER for event, _ in events)
-    merits = _merits(*chosen, [*began], began, events)
-    return after >= _SAVES and (all(merits) or (not has_loader and merits[2]) or len(began) >= _ENOUGH)
+    crosses, *merits = _merits(*chosen, [*began], began, events, cross)
+    return after >= _SAVES and crosses and (all(merits) or (not has_loader and merits[2]) or len(began) >= _ENOUGH)
 
 
 def _merits(
-    at: int, until: int, steps: Sequence[int], began: Mapping[int, int | None], events: Events
+    at: int,
+    until: int,
+    steps: Sequence[int],
+    began: Mapping[int, int | None],
+    events: Events,
+    cross: Collection[str],
 ) -> tuple[bool, ...]:
     """Return what speaks for a window, the gravest first."""
     epochs = sorted(step for event, step in events if event == "epoch")
-    first = began.get(at)
+    first, between = began.get(at), crossed(began, events, at, until)
     return (
-        "epoch" in crossed(began, events, at, until),
+        {*cross} <= {*between},
+        "epoch" in between,
         sum(at < step <= until for step in steps) >= _SAVES,
         any(0 < step < at for step in steps),  # which a run that resumes does not save again
         first is not None and first - 1 not in epochs,

@@ -418,6 +418,8 @@ def test_the_plan_has_every_start_of_the_command() -> None:
         "--seed-env",
         "S=3",
         "--no-control",
+        "--cross",
+        "epoch",
     ]
     words += ["--at", "2", "--until", "3", "--resume-with", RESUME, "--world", "2", "--dry-run", "--json"]
     planned = json.loads(run_command(*words, "--", "torchrun", "--nproc-per-node", "{world}", "t.py", "OUT").stdout)
