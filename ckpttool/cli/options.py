@@ -315,7 +315,8 @@ Inject = Annotated[bool, option("/--no-inject", EXECUTION,
 Observe = Annotated[bool | None, option("--observe/--no-observe", EXECUTION,
     "Compare each step of each rank: batch, loss, gradient norm, lr, parameters, with --observe RNG states, too.")]
 WithControls = Annotated[bool | None, option("--control/--no-control", EXECUTION,
-    "Resume again with one part of the state left out at a time, and see that each differs; default with --junit.")]
+    "Resume once more, from what B saved, and with one part of the state left out at a time, and see that each of "
+    "these differs; default with --junit.")]
 Cross = Annotated[Many, option("--cross EVENT", COMPARED,
     "What has to happen in the steps that are compared: epoch (the end of one), evaluation, learning-rate (a change) "
     "or accumulation; else nothing is proven. Repeatable.")]

@@ -41,6 +41,8 @@ NOT_DETERMINED = "not determined"
 """How a cause begins that is not known."""
 JUDGED = ("model", "optimizer", "scheduler", "scaler", "rng", "dataloader", LOSS)
 """Kinds of parts that decide whether a command repeats itself. The time of day is in many checkpoints, too."""
+AGAIN = "B2"
+"""The run that is resumed from a checkpoint that B saved after its resume."""
 _LIMIT = 20
 _CAUSES = 4  # that a verdict names
 _DAY = 86_400.0
@@ -493,10 +495,11 @@ def judge(report: TrialReport | RunReport, excused: Unrepeated | None = None) ->
         report.message = f"not proven: {what} is not in the steps that were compared, as {words} asks"
     else:
         numbers = {int(row.what.split()[1][:-1]) for row in report.compared if row.what.startswith("step ")}
-        losses = sum(row.count for row in report.compared if row.what == LOSS)
+        losses = sum(row.count for row in report.compared if row.what == LOSS and row.run != AGAIN)
         equal = [f"the checkpoints of {plural(len(numbers), 'step')} after it"] if numbers else []
         equal += [f"{losses} losses" if losses > 1 else "1 loss"] if losses else []
-        report.message = f"exact resume: {' and '.join(equal)} are bit-identical{_extent(report)}"
+        again = [f", and after a second one, from step {run.resumed_at}" for run in report.runs if run.name == AGAIN]
+        report.message = f"exact resume: {' and '.join(equal)} are bit-identical{''.join(again)}{_extent(report)}"
 
 
 def is_same(report: RunReport, excused: Unrepeated) -> bool:

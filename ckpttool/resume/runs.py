@@ -231,12 +231,40 @@ def _all(
     if to_world is not None:
         compare.add_drift(report, a, b)
     if has_controls and compare.is_same(report, excused):
+        _resume_again(starts, reference, b, to_world, excused, changing)
+    if has_controls and compare.is_same(report, excused):
 
         def judged(these: Starts, expected: ScriptRun, run: ScriptRun) -> None:
             _compare(these, expected, run, excused, changing)
 
         controls.add_controls(starts, reference, b, "stopped" if origin == "B" else origin, judged)
     return excused
+
+
+def _resume_again(
+    starts: Starts,
+    reference: ScriptRun,
+    b: ScriptRun,
+    to_world: int | None,
+    excused: compare.Unrepeated,
+    changing: Callable[[], Collection[str]],
+) -> None:
+    """Resume from the last checkpoint that B saved itself before the end, and compare that run, too: what only a run
+    that was resumed saves wrongly, and what is not judged of its checkpoints, shows there."""
+    report = starts.report
+    steps = [step for step in compare.shared(reference, b, report.at) if step < report.until]
+    if not steps:
+        return
+    starts.check_disk()
+    again = ScriptRun(compare.AGAIN, [], starts.written(compare.AGAIN), "", b.world_size, resumed_at=max(steps))
+    checkpoint = starts.restored(again.name, b.name, max(steps))
+    report.runs.append(again)
+    report.cost.runs, report.cost.steps = report.cost.runs + 1, report.cost.steps + report.until - max(steps)
+    starts.resume(again, checkpoint, to_world)
+    findings = len(report.findings)
+    _compare(starts, reference, again, excused, changing)
+    for finding in report.findings[findings:]:
+        finding.message = f"after a second resume, from step {max(steps)}, {finding.message}"
 
 
 def _compare(
@@ -257,7 +285,7 @@ def _compare(
 def _compare_beside(starts: Starts, reference: ScriptRun, b: ScriptRun) -> None:
     """Compare what was written beside the checkpoints of the steps after the resume."""
     report, seen = starts.report, starts.seen
-    for step in compare.shared(reference, b, report.at):
+    for step in compare.shared(reference, b, b.resumed_at or 0):
         repeated = seen["A2"].beside(step) if "A2" in seen else None
         files = seen[reference.name].beside(step), seen[b.name].beside(step)
         if found := beside.judge_files(report, step, *files, repeated, b.name, reference.name):

@@ -152,10 +152,10 @@ class Starts:
             run.steps = run.steps[:-1]  # of its last step it may not have printed all
         return run
 
-    def restored(self, name: str, origin: str) -> str:
-        """Make the output directory of a run as that of another one, `origin`, was when the checkpoint of step `at` was
-        complete, and return the path of the checkpoint. Raises UsageError if it was not kept."""
-        found, at = self.seen[origin], self.report.at
+    def restored(self, name: str, origin: str, step: int | None = None) -> str:
+        """Make the output directory of a run as that of another one, `origin`, was when the checkpoint of a step, `at`
+        if no other, was complete, and return the path of the checkpoint. Raises UsageError if it was not kept."""
+        found, at = self.seen[origin], step or self.report.at
         try:
             path, later = found.restore(at, self.out)
         except ValueError as error:

@@ -405,6 +405,14 @@ def test_only_a_page_is_replaced(words: list[str], tmp_path: Path) -> None:
     assert (tmp_path / "mine.html").read_text() == "mine"
 
 
+def test_a_second_resume_shows_what_only_a_resumed_run_leaves() -> None:
+    assert runs("--fault", "twice").verdict == "same"
+    report = runs("--fault", "twice", control=True)
+    assert report.verdict == "differs" and [run.name for run in report.runs] == ["A", "B", "B2"]
+    assert report.message.startswith("resume is not exact: after a second resume, from step 4,"), report.message
+    assert not report.controls
+
+
 def test_the_plan_has_every_start_of_the_command() -> None:
     words = [
         "verify-resume",

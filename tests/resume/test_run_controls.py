@@ -76,10 +76,10 @@ def test_what_a_run_does_not_depend_on_is_said(tmp_path: Path) -> None:
     clause = "; controls noticed: weights, loader; not proven: this run does not depend on its RNG state"
     assert report.message.endswith(clause)
     # What they cost is said before they run, and they go no further than the first save after the resume.
-    assert (report.cost.runs, report.cost.steps) == (5, 9)
+    assert (report.cost.runs, report.cost.steps) == (6, 10)
     assert any(line.startswith("3 controls: starts of the command, to step 3") for line in told)
-    # The runs that are compared are A and B alone, each as it was.
-    assert [one.name for one in report.runs] == ["A", "B"] and not report.findings and not report.notes
+    # The runs that are compared are those that leave nothing out, each as it was.
+    assert [one.name for one in report.runs] == ["A", "B", "B2"] and not report.findings and not report.notes
     assert sorted(os.listdir(report.runs[0].folder)) == [f"step-{step}.pt" for step in range(1, 5)]
 
 
