@@ -111,6 +111,7 @@ def _about(document: Document) -> Iterator[tuple[str, TextLike | None]]:
             yield "before stop", run["stopped"]
     for drift in document["drifts"]:
         yield "loss drift", f"{drift['loss_relative']:.2%} vs A (informational)"
+    yield "resumed with", document.get("resumed_with") or None
     yield "crossed", ", ".join(document.get("crossed") or ())
     yield "not crossed", ", ".join(document.get("not_crossed") or ())
     yield "nondeterministic", ", ".join(document.get("nondeterministic") or document.get("unrepeated") or ())

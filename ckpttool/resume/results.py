@@ -282,6 +282,7 @@ class RunReport(Outcome):
     values: int = 0  #: number of tensors and values of the last checkpoint that was compared
     judged: int = 0  #: of these, those that are judged
     crossed: list[str] = field(default_factory=list)  #: what lies between `at` and `until`: `epoch`, `evaluation`, ...
+    resumed_with: str = ""  #: how B was resumed, and where that was found, if it was not given
     cross: list[str] = field(default_factory=list)  #: what has to lie there, of the same
     not_crossed: list[str] = field(default_factory=list)  #: what does not
     has_loader: bool = False  #: whether the hook saw a data loader, and could see its end

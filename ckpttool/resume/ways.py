@@ -143,7 +143,7 @@ def _values(option: ScriptOption | None, checkpoint: str, step: int | None) -> I
 def _tell(way: Way, starts: Starts, value: str, tried: Sequence[str]) -> None:
     if way.option is not None:
         without = f"; {some(tried)} did not resume" if tried else ""
-        starts.report.notes.append(f"resumed with `{way.shown(value)}`: {way.option.where}{without}")
+        starts.report.resumed_with = f"{way.shown(value)}: {way.option.where}{without}"
 
 
 # Output directory -----------------------------------------------------------------------------------------------------

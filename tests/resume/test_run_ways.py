@@ -103,7 +103,7 @@ def test_a_script_with_a_folder_of_its_own_needs_one_option(
     assert report.verdict == ("same" if loads else "failed"), report.message
     assert not (tmp_path / "runs" / "fixed").exists()
     if loads:
-        assert "resumed with `... --resume {checkpoint}`: train.py line 5" in report.notes
+        assert report.resumed_with == "... --resume {checkpoint}: train.py line 5"
     else:
         # Each value was tried, and a wrong one is never a success.
         assert all(f"with `... --resume {value}`" in report.message for value in ("{checkpoint}", "auto", "{out}"))
