@@ -78,18 +78,23 @@ def judge_files(
 
     `repeated` are those of A2, if it was run.
     """
-    if not before:
-        return []
     noise = {one.file: {*one.names} for one in differing(before, repeated)} if repeated is not None else {}
     found = [*differing(before, after)]
     judged = [one for one in found if {*one.names} - noise.get(one.file, set())]
-    aside = [one.file for one in found if one not in judged]
-    message = f"not judged: {some(aside)}" if aside else ""
-    equal = False if judged else True if len(aside) < len(before) else None
+    reasons = {
+        one.file: "run A2 does not repeat it" if one.names else "it has neither tensors nor values"
+        for one in found
+        if one not in judged
+    }
+    message = f"not judged: {some([*reasons])}" if reasons else ""
+    equal = False if judged else True if len(reasons) < len(before) else None
     what = f"step {step}: files beside"
-    report.compared.append(Compared(what, run, against, len(before), len(found), message, equal))
-    for file in aside:
-        report.leave_out(file, "run A2 does not repeat it")
+    if before:
+        report.compared.append(Compared(what, run, against, len(before), len(found), message, equal))
+    # What only a run that was resumed writes is state of it, which nothing here can be compared with.
+    more = [name for name, path in after.items() if name not in before and _names(path, path) is not None]
+    for file, reason in (reasons | dict.fromkeys(more, f"run {against} did not write it")).items():
+        report.leave_out(file, reason)
     return [
         RunDifference("file differs", f"`{one.file}` of step {step} {one.how}", run, name=one.file, step=step)
         for one in judged

@@ -406,7 +406,8 @@ def test_only_a_page_is_replaced(words: list[str], tmp_path: Path) -> None:
 
 
 def test_a_second_resume_shows_what_only_a_resumed_run_leaves() -> None:
-    assert runs("--fault", "twice").verdict == "same"
+    report = runs("--fault", "twice")
+    assert report.verdict == "same" and report.reasons == {"resumed.json": "run A did not write it"}, report.message
     report = runs("--fault", "twice", control=True)
     assert report.verdict == "differs" and [run.name for run in report.runs] == ["A", "B", "B2"]
     assert report.message.startswith("resume is not exact: after a second resume, from step 4,"), report.message

@@ -56,8 +56,10 @@ def load(path):
     state = load_file(path)
     step = int(state["global_step"])
     model.update({name: state[f"model.{name}"] for name in model})
-    resumed = os.path.exists(f"{args.out}/resumed.txt")  # which only a run that was resumed writes
-    open(f"{args.out}/resumed.txt", "w").close()
+    resumed = os.path.exists(f"{args.out}/resumed.json")  # which only a run that was resumed writes
+    if args.fault == "twice":
+        with open(f"{args.out}/resumed.json", "w") as stream:
+            stream.write("[1]")
     if not (args.fault == "optimizer" or (args.fault == "twice" and resumed)):
         moments.update({name: state[f"optimizer.state.{name}"] for name in moments})
         counts.update({name: state[f"optimizer.state.{name}"] for name in counts})
