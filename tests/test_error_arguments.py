@@ -37,7 +37,7 @@ OPTIONS = {
     if isinstance(option, Option) and flag.startswith("--")
 }
 # Options of other programs, and what only a terminal or a page shows.
-_OF_OTHERS = {"presets.py", "description.py", "formats.py"}
+_OF_OTHERS = {"presets.py", "script.py", "description.py", "formats.py"}
 _COMMAND = r"(?:`|^)(?:ckpttool|torchrun|convert|reshard|python) [^`]*"
 
 
