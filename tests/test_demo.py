@@ -98,6 +98,7 @@ def test_training_goes_on_on_other_ranks(done: tuple[Path, subprocess.CompletedP
         assert "Resume is exact" in page
 
 
+@pytest.mark.long
 def test_a_difference_fails(
     done: tuple[Path, subprocess.CompletedProcess[str]],
     tmp_path: Path,

@@ -35,7 +35,7 @@ OTHERS = {
         "CONDITION",
     ),
     *("STAT", "STEPS", "[STEP]...", "TREE", "WHICH", "-- COMMAND...", "COMMAND", "K", "M", "HOW", "WORD", "REGEX"),
-    *("NAME[=VALUE]", "[SHELL]"),
+    *("NAME[=VALUE]", "[SHELL]", "EVENT"),
 }
 
 

@@ -304,7 +304,7 @@ while step < steps:
 """
 
 
-@pytest.mark.parametrize("forgets", [False, True])
+@pytest.mark.parametrize("forgets", [False, pytest.param(True, marks=pytest.mark.long)])
 def test_a_file_beside_the_checkpoint_is_judged_by_what_it_holds(forgets: bool) -> None:
     command = [sys.executable, "-c", AVERAGE.format(forgets=forgets), "OUT"]
     report = runs(command=command, checkpoints="OUT/step_{step}.pt")
