@@ -31,6 +31,7 @@ _PLAIN = (bool, int, float, str, type(None))
 _TEXT = 200  # characters of a value that is kept as it is
 _MODEL = "model"  # what the only module is called that optimizers train
 _SMALLER = ("bfloat16", "float16")
+_FOLDER = os.path.dirname(__file__)
 
 
 class _Living(NamedTuple):
@@ -148,7 +149,8 @@ class Recorder:
         frame: Any = sys._getframe()
         variables: dict[str, Any] = dict(vars(sys.modules["__main__"]))
         while frame is not None:
-            if "torch" not in frame.f_globals.get("__name__", "").split("."):
+            is_own = os.path.dirname(frame.f_code.co_filename) == _FOLDER
+            if not is_own and "torch" not in frame.f_globals.get("__name__", "").split("."):
                 variables |= frame.f_locals
             frame = frame.f_back
         values: dict[str, Any] = {}
