@@ -35,7 +35,7 @@ def causes(starts: Starts, reference: ScriptRun, first: compare.FirstDifference 
     if first is not None:
         # The batch is another; where its loader is saved, its values say more.
         more = [f" ({one.message})" for one in first.findings if one.part == "dataloader"]
-        if not more and any(one.message.endswith("is another") for one in found):
+        if not more and any(one.kind == "data not restored" for one in found):
             more = [f" ({', '.join(values)})"] if (values := _of_the_script(starts, names)) else []
         differed = [f"{one}{''.join(more[:1])}" if one.startswith("the data") else one for one in differed]
         path = compare.shared(reference, b)[first.step][0]

@@ -285,10 +285,11 @@ def _compare(
 def _compare_beside(starts: Starts, reference: ScriptRun, b: ScriptRun) -> None:
     """Compare what was written beside the checkpoints of the steps after the resume."""
     report, seen = starts.report, starts.seen
+    known = {name for one in (seen["A"], seen[reference.name]) for step in one.find() for name in one.beside(step)}
     for step in compare.shared(reference, b, b.resumed_at or 0):
         repeated = seen["A2"].beside(step) if "A2" in seen else None
         files = seen[reference.name].beside(step), seen[b.name].beside(step)
-        if found := beside.judge_files(report, step, *files, repeated, b.name, reference.name):
+        if found := beside.judge_files(report, step, *files, repeated, b.name, reference.name, known):
             report.findings += found
             return
 
