@@ -96,7 +96,7 @@ def resume(
             shutil.rmtree(os.path.join(starts.folder, run.name), ignore_errors=True)
             checkpoint = again()
         starts.commands = replace(starts.commands, resume=way.words(value))
-        findings, cause, notes = [*report.findings], report.cause, [*report.notes]
+        findings, causes, notes = [*report.findings], report.causes, [*report.notes]
         try:
             starts.resume(run, checkpoint, world)
         except RunEnded as ended:
@@ -108,7 +108,7 @@ def resume(
                 return
             failure = FailedCommand(run.name, new[0].message)
         tried.append((way.shown(value), failure.message, failure))
-        report.findings, report.cause, report.notes = findings, cause, notes
+        report.findings, report.causes, report.notes = findings, causes, notes
     said = "; ".join(f"with `{what}`: {message}" for what, message, _ in tried)
     if way.is_sure:
         first = tried[0][2]

@@ -110,3 +110,19 @@ def test_a_script_with_a_folder_of_its_own_needs_one_option(
     (tmp_path / "runs" / "fixed").mkdir()
     with pytest.raises(UsageError, match="is there already"):
         run(command, out="runs/fixed")
+
+
+def test_what_a_value_that_does_not_resume_leaves_is_no_cause(tmp_path: Path) -> None:
+    """The script knows `auto` alone, and begins at its start with a path."""
+    text = TRAIN.replace('folder = parser.parse_args(), 0, "runs/fixed"', "folder = parser.parse_args(), 0, None")
+    text = text.replace("args, step", 'parser.add_argument("--out")\nargs, step')
+    text = text.replace("os.makedirs", "folder = args.out\nos.makedirs").replace("LOADS", 'args.resume == "auto"')
+    text = text.replace('path = args.resume if args.resume != "auto" else "absent"', "path = newest(folder)")
+    text = text.replace(
+        "weight = numpy",
+        "newest = lambda folder: max(os.path.join(folder, name) for name in os.listdir(folder))\nweight = numpy",
+    )
+    command = [sys.executable, script(tmp_path, text), "--out", "OUT"]
+    report = run(command, timeout=60.0, inject_switches=False)
+    assert report.verdict == "same" and "--resume auto" in report.resumed_with, report.message
+    assert not report.causes and report.cause is None
