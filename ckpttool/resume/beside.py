@@ -9,7 +9,7 @@ from __future__ import annotations
 import filecmp
 import json
 import os
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -79,11 +79,11 @@ def judge_files(
     repeated: Files | None,
     run: str,
     against: str,
-    known: Collection[str] = (),
+    known: Callable[[], Collection[str]],
 ) -> list[RunDifference]:
     """Add a row for the files beside the checkpoint of a step, and return a finding for each that differs and counts.
 
-    `repeated` are those of A2, if it was run, and `known` the files that A had at any step.
+    `repeated` are those of A2, if it was run, and `known` returns the files that A had at any step.
     """
     noise = {one.file: {*one.names} for one in differing(before, repeated)} if repeated is not None else {}
     found = [*differing(before, after)]
@@ -99,7 +99,9 @@ def judge_files(
     if before:
         report.compared.append(Compared(what, run, against, len(before), len(found), message, equal))
     # What only a run that was resumed writes is state of it, which nothing here can be compared with.
-    more = [name for name, path in after.items() if name not in {*before, *known} and _names(path, path) is not None]
+    new = after.keys() - before.keys()
+    new -= {*known()} if new else set()
+    more = [name for name in sorted(new) if _names(after[name], after[name]) is not None]
     for file, reason in (reasons | dict.fromkeys(more, f"run {against} did not write it")).items():
         report.leave_out(file, reason)
     return [

@@ -141,12 +141,13 @@ def run(
 
 def _commands(command: Sequence[str], resume_with: str | None, out: str) -> tuple[Commands, ways.Way | None]:
     """Return the commands, and how they were found where the command that resumes was not given."""
+    script = cache(partial(Script, command))
     if command and not Commands(command, [], out).uses("out") and out in ("", "OUT"):
-        out = ways.output(Script(command), command, out)
+        out = ways.output(script(), command, out)
     commands = parse(command, resume_with, out)
     if resume_with is not None:
         return commands, None
-    way = ways.find(Script(command), command, out)
+    way = ways.find(script(), command, out)
     return replace(commands, resume=way.words()), way
 
 
@@ -285,7 +286,11 @@ def _compare(
 def _compare_beside(starts: Starts, reference: ScriptRun, b: ScriptRun) -> None:
     """Compare what was written beside the checkpoints of the steps after the resume."""
     report, seen = starts.report, starts.seen
-    known = {name for one in (seen["A"], seen[reference.name]) for step in one.find() for name in one.beside(step)}
+
+    @cache
+    def known() -> set[str]:
+        return {name for one in (seen["A"], seen[reference.name]) for step in one.find() for name in one.beside(step)}
+
     for step in compare.shared(reference, b, b.resumed_at or 0):
         repeated = seen["A2"].beside(step) if "A2" in seen else None
         files = seen[reference.name].beside(step), seen[b.name].beside(step)
