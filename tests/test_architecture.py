@@ -306,14 +306,14 @@ def test_one_door_from_a_catalogue_to_values() -> None:
         "catalogue.validation",
         "errors",
         "layout.views",
-        "resume.saved_state",
+        "analysis.saved_state",
         "producers.combined",
     }
     looking = {name for name, tree in modules().items() if any(call.endswith(".lookup") for call in calls(tree))}
     assert {name for name in looking if layer_of(name) not in ("catalogue", "producers", "layout")} == {
         "analysis.describe.copies",
         "operations.verify.payloads",
-        "resume.saved_state",
+        "analysis.saved_state",
     }
     reading = {
         name

@@ -13,10 +13,10 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from ckpttool.analysis.saved_state import SavedState, compare, difference_names, leaves
 from ckpttool.catalogue import identity
 from ckpttool.errors import CkptError
 from ckpttool.resume.results import Compared, RunDifference, RunReport
-from ckpttool.resume.saved_state import SavedState, compare, difference_names, leaves
 from ckpttool.text import some
 
 Files = Mapping[str, str]

@@ -34,13 +34,15 @@ def causes(
     start: RunState | None = None,
     again: RunState | None = None,
     others: Collection[RunState] = (),
+    saved: Callable[[], Collection[str]] = tuple,
 ) -> list[RunDifference]:
     """Return what differed in a run (`after`) when step `step` began; nothing if it had what A had (`before`).
 
     `start` is what was there as built: of a command what A had when its first step began. `again` is what a repetition
-    of A had: what differs there is no cause. `others` are what A had when other steps began.
+    of A had: what differs there is no cause. `others` are what A had when other steps began. `saved` returns the
+    digests of the tensors in the checkpoint.
     """
-    return list(_Causes(before, after, step, start, again, others).all())
+    return list(_Causes(before, after, step, start, again, others, saved).all())
 
 
 class _Causes:
@@ -52,9 +54,10 @@ class _Causes:
         start: RunState | None,
         again: RunState | None,
         others: Collection[RunState],
+        saved: Callable[[], Collection[str]],
     ) -> None:
         self.before, self.after, self.start, self.again = before, after, start, again
-        self.others = others
+        self.others, self.saved = others, saved
         self.when = f"when step {step} began"
         self.step = step
         self.world = min(before.world, after.world)
@@ -104,6 +107,9 @@ class _Causes:
 
     def _weights(self, kind: str, of: str) -> Iterator[RunDifference]:
         names = self._of_kind(kind)
+        if kind == "apart" and names:  # some that a script keeps are of no use, and in no checkpoint
+            known = self.saved()
+            names = [name for name in names if self.before.digests(name)[0] in known] or names
         every = [name for name, one in self.before.kinds.items() if one == kind]
         pairs, names = self._swapped(names)
         for one, other in pairs:
@@ -319,7 +325,9 @@ class _Causes:
         pairs = [(rank, self.before.batch(rank), self.after.batch(rank)) for rank in range(self.world)]
         if self.again is not None:
             pairs = [one for one in pairs if one[0] < self.again.world and same_batch(self.again.batch(one[0]), one[1])]
-        other = [(rank, now) for rank, was, now in pairs if was and now and not same_batch(was, now)]
+        other = [
+            (rank, now) for rank, was, now in pairs if was and now and not (same_batch(was, now) or _begin(was, now))
+        ]
         kinds, data = self._generators(), self._data(other) if other else None
         if data or not (other or is_alone):
             # From a generator that no forward pass draws from, a loader drew: its batches are known.
@@ -391,6 +399,12 @@ class _Causes:
             if same_batch(had, batch)
         )
         return next(iter([*of_step, *every]), None)
+
+
+def _begin(one: Any, other: Any) -> bool:
+    """Return whether of two batches one begins with the other: a step may have had fewer micro batches."""
+    are_inputs = isinstance(one, str) and isinstance(other, str)
+    return are_inputs and bool(one and other) and (one.startswith(other) or other.startswith(one))
 
 
 def _place(every: Sequence[Any], one: Any) -> int | None:

@@ -17,14 +17,7 @@ from typing import Any
 
 from ckpttool.analysis.differences.results import Diff, ObjectDifference
 from ckpttool.analysis.result import ABSENT
-from ckpttool.catalogue import identity
-from ckpttool.catalogue.parts import kind_of_key
-from ckpttool.catalogue.shown import shown, spelt
-from ckpttool.errors import UsageError
-from ckpttool.resume import states, steps
-from ckpttool.resume.causes import causes
-from ckpttool.resume.results import Compared, Drift, RunDifference, RunReport, ScriptRun, TrialReport
-from ckpttool.resume.saved_state import (
+from ckpttool.analysis.saved_state import (
     SavedState,
     SavedTensor,
     compare,
@@ -32,6 +25,13 @@ from ckpttool.resume.saved_state import (
     is_different,
     names_by_kind,
 )
+from ckpttool.catalogue import identity
+from ckpttool.catalogue.parts import kind_of_key
+from ckpttool.catalogue.shown import shown, spelt
+from ckpttool.errors import UsageError
+from ckpttool.resume import states, steps
+from ckpttool.resume.causes import causes
+from ckpttool.resume.results import Compared, Drift, RunDifference, RunReport, ScriptRun, TrialReport
 from ckpttool.resume.states import RunState, is_counter
 from ckpttool.resume.steps import LOSS, compare_steps, of_losses
 from ckpttool.resume.window import EVENTS
@@ -346,7 +346,9 @@ def elements(difference: Diff, before: SavedState, names: Collection[str]) -> It
             continue
         # JSON has no complex numbers.
         was, now = (str(v) if isinstance(v, complex) else v for v in values.values)
-        of = f"{values.differing:,} of {plural(values.numel, 'element')} of `{one.name}` differ"
+        verb = "differs" if values.differing == 1 else "differ"
+        of = f"{values.differing:,} of {plural(values.numel, 'element')} of `{one.name}` {verb}"
+        of = of if values.numel > 1 else f"`{one.name}` differs"
         at = f", the first at {one.index}" if one.index else ""
         figures = {name: getattr(values, name) for name in ("ulp", "differing", "absolute", "relative")}
         apart = f", {values.ulp:,} ULP apart" if values.ulp and not is_counter(one.name) else ""

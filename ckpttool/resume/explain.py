@@ -8,15 +8,16 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 from contextlib import suppress
+from functools import partial
 from typing import Any
 
+from ckpttool.analysis.saved_state import SavedState, digested
 from ckpttool.catalogue import identity
 from ckpttool.catalogue.shown import shown
 from ckpttool.errors import CkptError
 from ckpttool.resume import causes as state_causes
-from ckpttool.resume import compare, window
+from ckpttool.resume import compare, states, window
 from ckpttool.resume.results import RunDifference, ScriptRun
-from ckpttool.resume.saved_state import SavedState, digested
 from ckpttool.resume.starts import Starts
 from ckpttool.resume.states import RunState, is_counter
 from ckpttool.text import some
@@ -37,7 +38,11 @@ def causes(starts: Starts, reference: ScriptRun, first: compare.FirstDifference 
         more = [f" ({one.message})" for one in first.findings if one.part == "dataloader"]
         if not more and any(one.kind == "data not restored" for one in found):
             more = [f" ({', '.join(values)})"] if (values := _of_the_script(starts, names)) else []
-        differed = [f"{one}{''.join(more[:1])}" if one.startswith("the data") else one for one in differed]
+            # Of what a script keeps its batches may come, too.
+            differed = [one.removeprefix("the data was not restored: ") if more else one for one in differed]
+        differed = [
+            f"{one}{''.join(more[:1])}" if one.startswith(("the data", "the batch")) else one for one in differed
+        ]
         path = compare.shared(reference, b)[first.step][0]
         differed = differed or list(filter(None, [compare.averaged_weights(path, names)]))
     if not differed or all(one.part == "rng" or one.kind == state_causes.OTHER_MODULE for one in found):
@@ -102,7 +107,8 @@ def _not_restored(
             held = [one for one in was if was[one] == text]
             lost += [name] if (changed.intersection(held) if held else text not in others) else []
     verb = "were" if lost[1:] else "was"
-    found = [f"{some(lost)}{of} {verb} not restored: no tensor of run B is as it was saved, {when}"] if lost else []
+    them = "them" if lost[1:] else "it"
+    found = [f"{some(lost)}{of} {verb} not restored: run B did not have {them} {when}"] if lost else []
     for name in sorted(values.keys() & {*judged} - {*lost}):
         value, leaf = values[name], name.rpartition(".")[2]
         same = [one for one in changed if identity.same(was[one], value)]
@@ -142,7 +148,7 @@ def _later_cause(starts: Starts) -> str | None:
         before = {event for event, step in starts.hooked["A"].events if step + 1 == finding.step}
         after = "".join(f", after {text}" for event, text in window.EVENTS.items() if event in before)
         what = "the data" if finding.kind.startswith("next batch") else "the learning rate"
-        return f"{what} differed from step {finding.step} on{after}; in the steps before, as in run A"
+        return f"{what} differed from step {finding.step} on{after}, and was that of run A in the steps before"
     return None
 
 
@@ -165,8 +171,16 @@ def _begun(starts: Starts, reference: ScriptRun, b: ScriptRun) -> tuple[str, lis
     but = f" ({some(names)} could not be seen)" if names else ""
     return (
         f"all that the hook saw of run {b.name} when step {step + 1} began is as in run {reference.name}{but}",
-        state_causes.causes(before, after, step + 1, start=start, again=again, others=others),
+        state_causes.causes(
+            before, after, step + 1, start=start, again=again, others=others, saved=partial(_digests, starts)
+        ),
     )
+
+
+def _digests(starts: Starts) -> set[str]:
+    """Return the digests of the tensors in the checkpoint of the resume, as the hook takes them of whole ones."""
+    with SavedState(_saved(starts)) as saved:
+        return {states.digest(one.dtype, one.shape, one.bits) for one in saved.every}
 
 
 def _after_save(starts: Starts, name: str) -> RunState | None:

@@ -33,6 +33,7 @@ SIGNALS = ("sigkill", "sigterm")
 _POLL = 0.1  # seconds between two looks at the checkpoints
 _DISK_POLL = 5.0  # seconds between two looks at the disk
 _TIMEOUT = 10.0  # seconds that a command has to end by itself after its last checkpoint
+_PROGRESS, _RARELY = 15.0, 600.0  # seconds after which a run tells how far it is: 15, 30, 60, ..., then every 600
 _GRACE = 30.0  # seconds between SIGTERM and SIGKILL, as a scheduler has
 _COUNTABLE = 2  # steps before a resume, from which on the steps of two runs can be told apart by their number
 _LONGEST = 60  # characters of a path for temporary files, among which are sockets
@@ -80,6 +81,7 @@ class Starts:
     resumed: set[str] = field(default_factory=set)  # runs that left out what came before their resume
     recorded: tuple[int, ...] = (1,)  # steps whose state is recorded: as it was built, or resumed
     control: str = ""  # part of the state that the hook leaves out
+    _recording: str = ""  # the folder that the hook of the run that goes on writes to
 
     @property
     def out(self) -> str:
@@ -277,6 +279,7 @@ class Starts:
         """Return the variables for a run, whose hook writes to the folder `hook`, and keeps the output directory."""
         folder, found = os.path.join(self.folder, name, hook), self.seen[name]
         os.makedirs(folder)
+        self._recording = folder
         # What is not restored must not come out the same because it was seeded again.
         seed = (_SEED + 1_000 if is_resumed else _SEED) if self.inject else None
         own = {variable: value or str(_SEED) for variable, _, value in (text.partition("=") for text in self.seeds)}
@@ -353,8 +356,12 @@ class Starts:
     def _while_running(self, process: Process, run: ScriptRun, pause: float = _POLL) -> Iterator[None]:
         """Yield now and then until a command has ended. Raises RunEnded if it takes too long, and StorageError."""
         began = looked = time.monotonic()
+        shown = _PROGRESS
         while process.wait(pause) is None:
             now = time.monotonic()
+            if now - began > shown:
+                self._tell_progress(run, now - began)
+                shown = min(2 * shown, shown + _RARELY)
             if now - began > self.limit:
                 message = f"run {run.name} was still running after {duration(self.limit)}"
                 raise RunEnded(FailedCommand(run.name, message, last_lines(run.log)))
@@ -362,6 +369,17 @@ class Starts:
                 self.check_disk()
                 looked = now
             yield
+
+    def _tell_progress(self, run: ScriptRun, seconds: float) -> None:
+        """Say how many steps a run has taken, of how many and how long they take, as far as A shows what it saves."""
+        taken = inject.taken(self._recording)
+        steps = {step: number - 1 for step, number in self.seen["A"].began().items() if number and step > 0}
+        saved = max(steps, default=1)
+        total = round(steps.get(saved, 0) / saved * ((self.report.until or saved) - (run.resumed_at or 0)))
+        left = f" of about {total:,}, {duration(seconds / taken * (total - taken))} left" if 0 < taken < total else ""
+        last = max(self.seen[run.name].find(), default=None)
+        what = plural(taken, "optimizer step") if taken or last is None else f"step {last} is saved"
+        self.tell(f"run {run.name}: {what}{left}, after {duration(seconds)}")
 
     def _stop(self, process: Process) -> str:
         """Stop a command as a scheduler or a failing node does, and return how."""

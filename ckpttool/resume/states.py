@@ -7,19 +7,21 @@ ranks of a trial in theirs.
 from __future__ import annotations
 
 import glob
+import hashlib
 import json
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
-from typing import Any, TypeVar
+from typing import Any
 
+from ckpttool.analysis.saved_state import in_order
+from ckpttool.catalogue.entries import KINDS
 from ckpttool.catalogue.identity import same
 from ckpttool.layout.rename import strip_wrappers
 
-T = TypeVar("T")
+_DIGITS = 16  # of a digest
 Record = dict[str, Any]
 """The state of one rank, as `observe/site/state.py` and `worker/record.py` write it."""
-PARTS = ("model", "optimizer", "scheduler", "scaler", "rng", "dataloader", "progress", "other")
 
 
 class RunState:
@@ -44,7 +46,7 @@ class RunState:
             return "optimizer" if self.kinds[name].startswith("group") else "model"
         root = name.partition(".")[0]
         known: str = self.ranks[0].get("parts", {}).get(root, root)
-        return known if known in PARTS else root.rpartition("_")[0] or root
+        return known if known in KINDS else root.rpartition("_")[0] or root
 
     def digests(self, name: str, of: str = "") -> list[str | None]:
         """Return the digest of a tensor on each rank; None where there is none. With `of`, that of its values as they
@@ -134,12 +136,6 @@ def differing(before: RunState, after: RunState) -> dict[str, tuple[list[str], s
     return in_order(found)
 
 
-def in_order(by_part: Mapping[str, T]) -> dict[str, T]:
-    """Return what there is of each part, in the order in which parts are shown."""
-    order = {part: number for number, part in enumerate(PARTS)}
-    return dict(sorted(by_part.items(), key=lambda row: (order.get(row[0], len(PARTS)), row[0])))
-
-
 def same_batch(one: Any, other: Any) -> bool:
     """Return whether two steps had the same batch: the inputs of modules, of which one may have more before them.
 
@@ -148,6 +144,13 @@ def same_batch(one: Any, other: Any) -> bool:
     if isinstance(one, str) and isinstance(other, str):
         return bool(one and other) and (one.endswith(other) or other.endswith(one))
     return bool(one == other)
+
+
+def digest(dtype: str, shape: Sequence[int], elements: Any) -> str:
+    """Return the digest of a tensor as the hook takes it on the CPU, see `observe/site/state.py`."""
+    whole = hashlib.sha256(f"torch.{dtype}{[*shape]}{[*shape]}".encode())
+    whole.update(elements)
+    return whole.hexdigest()[:_DIGITS]
 
 
 def is_counter(name: str) -> bool:

@@ -27,7 +27,7 @@ from ckpttool.cli.junit import junit_xml
 from ckpttool.errors import OverwriteError, StorageError, UsageError
 from ckpttool.reports.resumed import blocks, page
 from ckpttool.reports.terminal import Terminal
-from ckpttool.resume import checkpoints, compare
+from ckpttool.resume import checkpoints, compare, starts
 from ckpttool.resume.observe.site import keep
 from ckpttool.resume.results import Compared, Loss, RunDifference, RunReport, Saved, ScriptRun
 from ckpttool.resume.runs import run
@@ -467,12 +467,15 @@ def test_what_cannot_be_run_is_one_error(options: dict[str, Any], message: str) 
             run(command, at=3, until=5, stop="max-steps=--steps", timeout=300.0)
 
 
-def test_a_run_that_crashes_or_hangs_after_the_resume_has_failed() -> None:
+def test_a_run_that_crashes_or_hangs_after_the_resume_has_failed(monkeypatch: pytest.MonkeyPatch) -> None:
     report = runs("--fault", "crash")
     assert (report.verdict, report.exit_code) == ("failed", 1)
     assert report.failure is not None and report.failure.run == "B" and "KeyError: 'optimizer'" in report.message
     assert report.runs[-1].name == "B" and "--resume" in report.runs[-1].command
-    report = runs("--hang", timeout=8)
+    told: list[str] = []
+    monkeypatch.setattr(starts, "_PROGRESS", 0.5)
+    report = runs("--hang", timeout=8, tell=told.append)
+    assert any(line.startswith("run B: step 3 is saved, after ") for line in told)
     assert report.verdict == "failed" and "run B was still running after 8.00 s" in report.message
 
 

@@ -37,7 +37,7 @@ def seen(tmp_path_factory: pytest.TempPathFactory) -> tuple[inject.Hooked, list[
 def test_each_step_is_seen(seen: tuple[inject.Hooked, list[str]]) -> None:
     hooked, lines = seen
     assert not hooked.failures and hooked.processes == 1
-    assert hooked.count == 9  # three steps of two optimizers, and of the one that steps them
+    assert (hooked.count, hooked.trained) == (9, 3)  # three steps of two optimizers, and of the one that steps them
     assert "torch.manual_seed(0 + rank)" in hooked.switches
     # The optimizer that steps two others is not a third.
     steps = hooked.steps[0]

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import glob
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 
 from ckpttool.resume import states
@@ -99,6 +99,18 @@ def counts_steps(folder: str) -> bool:
     return next(glob.iglob(os.path.join(glob.escape(folder), "count.*")), None) is not None
 
 
+def taken(folder: str) -> int:
+    """Return how many steps one optimizer of a process has taken that trained something, at most."""
+    return max((letters.count(one) for letters in _letters(folder) for one in {*letters} - {ord("-")}), default=0)
+
+
+def _letters(folder: str) -> Iterator[bytes]:
+    """Yield a letter for each step of the optimizers of a process, as it counts them."""
+    for path in glob.glob(os.path.join(glob.escape(folder), "count.*")):
+        with open(path, "rb") as counts:
+            yield counts.read()
+
+
 def events(folder: str) -> list[tuple[str, int]]:
     """Return what happened beside the steps in a process of rank 0, and after how many steps."""
     paths = sorted(glob.glob(os.path.join(glob.escape(folder), "events.*.jsonl")))
@@ -115,11 +127,7 @@ def read(folder: str) -> Hooked:
     for path in sorted(glob.glob(os.path.join(glob.escape(folder), "failed.*.txt"))):
         with open(path, encoding="utf-8", errors="replace") as stream:
             hooked.failures += [one for one in stream.read().splitlines() if one not in hooked.failures]
-    for path in glob.glob(os.path.join(glob.escape(folder), "count.*")):
-        with open(path, "rb") as counts:
-            letters = counts.read()
-        hooked.count = max(hooked.count, len(letters))
-        hooked.trained = max(hooked.trained, *(letters.count(one) for one in {*letters} - {ord("-")}), 0)
+    hooked.count, hooked.trained = max(map(len, _letters(folder)), default=0), taken(folder)
     hooked.states = states.read(folder)
     hooked.events = events(folder)
     changes = glob.glob(os.path.join(glob.escape(folder), "control.*.json"))

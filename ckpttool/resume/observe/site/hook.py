@@ -273,21 +273,25 @@ class Observer:
                 stream.write(json.dumps({"event": event, "step": self._recorder.count}) + "\n")
 
     def _look_for_saves(self) -> bool:
-        """Return whether something of the size of a whole state was saved since the last step."""
-        if self._saves is not None and (nbytes := self._saves.keep()):
-            self._largest = max(self._largest, nbytes)
-            self._is_saved = self._is_saved or nbytes * _SMALL >= self._largest
-        return self._is_saved
+        """Return whether something of the size of a whole state was saved since it was looked at last."""
+        nbytes = self._saves.keep() if self._saves is not None else 0
+        self._largest = max(self._largest, nbytes)
+        is_new = nbytes > 0 and nbytes * _SMALL >= self._largest
+        self._is_saved = self._is_saved or is_new
+        return is_new
 
     def _begin_forward(self, module: Any) -> None:
-        if not self._recorder.is_forward_seen:
-            self._recorder.begin_forward(module, is_saved=self._look_for_saves())
+        if self._backward or not self._recorder.is_forward_seen:
+            is_between = self._look_for_saves() and self._backward > 0
+            if is_between:  # saved between the micro batches of a step: a run that resumes there has the rest of them
+                self._inputs, self._fetched = [], []
+            self._recorder.begin_forward(module, is_saved=self._is_saved, is_anew=is_between)
 
     def _begin_step(self, optimizer: Any) -> None:
         if not self._torch.compiler.is_compiling() and _trains(optimizer):
             rank, batch = _rank(self._torch), " ".join(self._inputs[-_INPUTS:]) or self._fetched
-            is_saved = self._look_for_saves()
-            step = self._recorder.begin_step(optimizer, batch, rank, is_saved=is_saved)
+            self._look_for_saves()
+            step = self._recorder.begin_step(optimizer, batch, rank, is_saved=self._is_saved)
             self._is_saved = False
             if self._control is not None:
                 self._try(self._control.control_step, optimizer)

@@ -16,7 +16,7 @@ import hashlib
 import json
 import os
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from itertools import compress
 from typing import Any, NamedTuple
 
@@ -78,9 +78,11 @@ class Recorder:
         """Whether a forward pass was recorded since the last step."""
         return self._forward is not None
 
-    def begin_forward(self, module: Any, *, is_saved: bool = False) -> None:
-        """Record what the forward pass of a step changes, before the first one since the last step, if the step is one
-        of those asked for, or something was saved before."""
+    def begin_forward(self, module: Any, *, is_saved: bool = False, is_anew: bool = False) -> None:
+        """Record what the forward pass of a step changes, before the first one since the last step (with `is_anew`
+        before this one), if the step is one of those asked for, or something was saved before."""
+        if is_anew:
+            self._forward = None
         if self._forward is None and (is_saved or self.count + 1 in self._left):
             self._called = [module]
             there = self._look()
@@ -131,14 +133,16 @@ class Recorder:
                 values |= {f"{root}.{key}": _plain(value) for key, value in one.state_dict().items()}
         return {**state, "rng": self._rng(), "forward": self._forward}
 
-    def _of_the_script(self, there: _Living, modules: Iterable[tuple[str, Any, str]]) -> dict[str, Any]:
+    def _of_the_script(self, there: _Living, modules: Sequence[tuple[str, Any, str]]) -> dict[str, Any]:
         """Return what a script keeps beside modules and optimizers, before its forward pass: its tensors, `loose`, and
-        the plain values of its variables, by the names that they have there."""
+        the plain values of its variables and the gradients of parameters, by the names that they have there."""
         known = {id(tensor) for _, tensor, _ in modules}
         known |= {id(one) for each in there.optimizers for state in each.state.values() for one in state.values()}
         loose: dict[int, str] = {}
         left = _LOOSE
-        for tensor in there.tensors:
+        gradients = {f"{name}.grad": tensor.grad for name, tensor, kind in modules if kind == "weight"}
+        tensors = [*there.tensors, *(one for one in gradients.values() if one is not None)]
+        for tensor in {id(one): one for one in tensors}.values():
             size = tensor.numel() * tensor.element_size()
             if id(tensor) not in known and tensor.grad_fn is None and size <= left:
                 try:
@@ -153,7 +157,7 @@ class Recorder:
             if not is_own and "torch" not in frame.f_globals.get("__name__", "").split("."):
                 variables |= frame.f_locals
             frame = frame.f_back
-        values: dict[str, Any] = {}
+        values: dict[str, Any] = {name: loose.get(id(one)) for name, one in gradients.items()}
         for name, value in variables.items():
             inside = value if isinstance(value, dict) else getattr(value, "__dict__", {})
             is_module = isinstance(value, (type(sys), type, self._torch.nn.Module)) or not isinstance(inside, dict)

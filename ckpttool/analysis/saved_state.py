@@ -12,12 +12,12 @@ import hashlib
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
 from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from ckpttool.analysis.differences.compare import compare_sources
 from ckpttool.analysis.differences.results import Diff
 from ckpttool.catalogue import boxes, dtypes, identity
-from ckpttool.catalogue.entries import Catalogue, Chunk, Entry, Extent, Object, Part, Tensor, dotted
+from ckpttool.catalogue.entries import KINDS, Catalogue, Chunk, Entry, Extent, Object, Part, Tensor, dotted
 from ckpttool.catalogue.parts import PER_RANK, find_rank
 from ckpttool.catalogue.protocols import Source
 from ckpttool.catalogue.shown import shown
@@ -26,7 +26,6 @@ from ckpttool.layout import select
 from ckpttool.layout.move import derived
 from ckpttool.layout.optimizer import respell
 from ckpttool.producers import open
-from ckpttool.resume.states import in_order
 from ckpttool.storage.files import Pool
 from ckpttool.transfer.numbers import Array, numbers
 from ckpttool.transfer.read import read_box
@@ -34,6 +33,7 @@ from ckpttool.transfer.read import read_box
 if TYPE_CHECKING:
     from typing_extensions import Self
 
+T = TypeVar("T")
 _LONG = 200  # characters of a value that is compared by its digest
 _OF_TENSORS = ("model", "optimizer")
 _SMALL = 16  # elements of a tensor whose values are shown
@@ -60,8 +60,9 @@ class SavedTensor:
 
 
 class SavedState(Source):
-    """The state in a checkpoint. A context manager that closes it. `objects` are values that are not tensors, `kinds`
-    the kind of part of each root: `{"sched": "scheduler"}`. `notes` are sentences for people."""
+    """The state in a checkpoint. A context manager that closes it. `tensors` are those of models and
+    optimizers, `every` all, `objects` values that are not tensors, `kinds` the kind of part of each root:
+    `{"sched": "scheduler"}`. `notes` are sentences for people."""
 
     def __init__(self, path: str) -> None:
         self._stack = ExitStack()
@@ -70,6 +71,7 @@ class SavedState(Source):
         self._pool = Pool()
         self._stack.callback(self._pool.close)
         self.notes: list[str] = []
+        self.every: list[SavedTensor] = []
         self.tensors: dict[str, SavedTensor] = {}
         self.objects: dict[str, Any] = {}
         self.kinds: dict[str, str] = {}
@@ -106,6 +108,7 @@ class SavedState(Source):
         path, part = tuple(name.split(".")), Part(entry.part.kind, (root,))
         if isinstance(entry, Tensor):
             saved = SavedTensor(entry, self._source, self._pool)
+            self.every.append(saved)
             if entry.part.kind in _OF_TENSORS:
                 self.tensors[name] = saved
                 self.catalogue.add(derived(entry, path=path, part=part, alias=None))
@@ -174,6 +177,12 @@ def names_by_kind(before: SavedState, after: SavedState) -> dict[str, list[str]]
         state = before if name in before.tensors or name in before.objects else after
         names.setdefault(state.kind_of(name), []).append(name)
     return in_order(names)
+
+
+def in_order(by_kind: Mapping[str, T]) -> dict[str, T]:
+    """Return what there is of each kind of part, in the order in which these are shown; kinds of others last."""
+    order = {kind: number for number, kind in enumerate(KINDS)}
+    return dict(sorted(by_kind.items(), key=lambda row: (order.get(row[0], len(KINDS)), row[0])))
 
 
 def _with_lists(value: Any) -> Any:
