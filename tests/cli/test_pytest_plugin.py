@@ -62,10 +62,11 @@ def test_the_entry_point_is_the_plugin() -> None:
 
 
 def test_the_example_of_the_action_is_one_that_it_takes() -> None:
-    """The inputs of the step in the page are those of the action."""
+    """The inputs of the step in the page are those of the action, and the README shows the same step."""
     page = Path(ROOT, "docs", "how-to", "check-script.md").read_text(encoding="utf-8")
     action = Path(ROOT, ".github", "actions", "verify-resume", "action.yml").read_text(encoding="utf-8")
     step = page.partition("- uses: ckpttool/ckpttool/.github/actions/verify-resume@")[2].partition("```")[0]
+    assert step in Path(ROOT, "README.md").read_text(encoding="utf-8")
     given = re.findall(r"^    ([a-z-]+): ", step, re.MULTILINE)
     inputs = re.findall(r"^  ([a-z-]+):$", action.partition("inputs:")[2].partition("outputs:")[0], re.MULTILINE)
     assert "command" in given and {*given} <= {*inputs}
