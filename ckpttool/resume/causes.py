@@ -142,7 +142,7 @@ class _Causes:
             return f"they are zero {self.when}"
         for dtype in ("bfloat16", "float16"):
             now = after.digests(name, dtype)[: self.world] if after.is_exact(name, dtype) else []
-            if any(now) and before.digests(name, dtype)[: self.world] == now:
+            if any(now) and (self.again or before).digests(name, dtype)[: self.world] == now:
                 return f"they were rounded to {dtype}"
         was = [before.shard(name, rank) for rank in range(before.world)]
         own = {rank: after.shard(name, rank) for rank in range(self.world)}

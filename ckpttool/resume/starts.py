@@ -294,6 +294,7 @@ class Starts:
             states=self.recorded,
             keep=(self.out, found.kept_in),
             is_resumed=is_resumed,
+            is_rounded=name == "A2",  # which is run only where B differs
             control=self.control,
         )
         if hooked:

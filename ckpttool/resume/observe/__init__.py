@@ -27,6 +27,7 @@ def environment(
     states: Iterable[int] = (),
     keep: tuple[str, str] | None = None,
     is_resumed: bool = False,
+    is_rounded: bool = False,
     control: str = "",
     present: Mapping[str, str] = os.environ,
 ) -> dict[str, str]:
@@ -34,7 +35,8 @@ def environment(
 
     The state is recorded where the steps in `states` begin, counted from 1 in each process. `keep` is the output
     directory and the folder in which it is kept as it is after each save; in a run that was not resumed, the state is
-    recorded where the first step after each save begins, too. A run that was resumed lists directories backwards.
+    recorded where the first step after each save begins, too; with `is_rounded`, also as it is in smaller
+    dtypes. A run that was resumed lists directories backwards.
     With no `seed`, no switch is set. A run that resumes should have another seed than the run from its start: a script
     that seeds nothing and restores nothing would otherwise draw the numbers of the start again, and seem to be right,
     as would one whose data come from a set. What the user has set is kept. `control` names the part of the state that
@@ -45,7 +47,7 @@ def environment(
     paths = [SITE, *filter(None, [present.get("PYTHONPATH")])]
     variables = {"PYTHONPATH": os.pathsep.join(paths), "CKPTTOOL_HOOK_FOLDER": os.path.abspath(folder)}
     if seed is not None:
-        switches = {"PYTHONHASHSEED": str(seed), "CUBLAS_WORKSPACE_CONFIG": _CUBLAS}
+        switches = {"PYTHONHASHSEED": str(seed), "CUBLAS_WORKSPACE_CONFIG": _CUBLAS, "TORCHINDUCTOR_DETERMINISTIC": "1"}
         variables |= {name: present.get(name, value) for name, value in switches.items()}
         variables["CKPTTOOL_HOOK_SEED"] = str(seed)
     if recorded := ",".join(map(str, states)):
@@ -56,6 +58,7 @@ def environment(
     if is_resumed and seed is not None:
         variables["CKPTTOOL_HOOK_BACKWARDS"] = "1"
     variables |= {"CKPTTOOL_HOOK_CONTROL": control} if control else {}
+    variables |= {"CKPTTOOL_HOOK_ROUNDED": "1"} if is_rounded else {}
     return variables | ({"CKPTTOOL_HOOK_OBSERVE": "1"} if observe else {})
 
 

@@ -16,6 +16,7 @@ import array
 import base64
 import ctypes
 import functools
+import gc
 import hashlib
 import importlib.util
 import json
@@ -58,6 +59,8 @@ def install(folder: str, note: Note, keeper: Any = None) -> None:
     observed = bool(os.environ.get("CKPTTOOL_HOOK_OBSERVE"))
     states = frozenset(int(one) for one in (os.environ.get("CKPTTOOL_HOOK_STATES") or "").split(",") if one)
     if observed or states or os.environ.get("CKPTTOOL_HOOK_CONTROL"):
+        # What imports have made is not searched for what lives in the process: no module and no tensor is there yet.
+        gc.freeze()
         Observer(folder, note, torch, states, keeper, observe=observed).start()
     about = {"pid": os.getpid(), "words": sys.argv, "torch": torch.__version__, "did": did, "observed": observed}
     with open(os.path.join(folder, f"hook.{os.getpid()}.json"), "w", encoding="utf-8") as stream:
@@ -69,8 +72,9 @@ def _switches(torch: Any, seed: int) -> Iterator[tuple[str, Callable[[], Any]]]:
     if (numpy := sys.modules.get("numpy")) is not None:
         yield f"numpy.random.seed({seed} + rank)", lambda: numpy.random.seed(seed + _rank(torch))
     yield f"torch.manual_seed({seed} + rank)", lambda: torch.manual_seed(seed + _rank(torch))
-    deterministic = "torch.use_deterministic_algorithms(True, warn_only=True)"
-    yield deterministic, lambda: torch.use_deterministic_algorithms(True, warn_only=True)
+    # As `use_deterministic_algorithms(True, warn_only=True)`, which imports the compiler for half a second: that has a
+    # variable for it.
+    yield "torch.set_deterministic_debug_mode('warn')", lambda: torch.set_deterministic_debug_mode("warn")
     # Not to fill memory: a script that reads what it never wrote would get NaN, and end otherwise than by itself.
     for path, name, value in (
         ("utils.deterministic", "fill_uninitialized_memory", False),
@@ -144,7 +148,8 @@ class Observer:
         self._events: set[str] = set()  # since the last step
         self._has_loader, self._backward = False, 0  # backward passes since the last step
         self._state = _load("_ckpttool_state", _STATE)
-        self._recorder = self._state.Recorder(folder, torch, states, self._rng, self._words)
+        is_rounded = bool(os.environ.get("CKPTTOOL_HOOK_ROUNDED"))
+        self._recorder = self._state.Recorder(folder, torch, states, self._rng, self._words, is_rounded=is_rounded)
         what = os.environ.get("CKPTTOOL_HOOK_CONTROL")
         control = _load("_ckpttool_control", _CONTROL).Perturbation if what else None
         self._control = control and control(

@@ -5,8 +5,8 @@
 A digest depends on the place of each element, its dtype and its shape. Modules, optimizers, schedulers and scalers are
 all that live in the process, so that averaged weights which no optimizer trains are recorded too. Buffers and RNG
 states are recorded where the forward pass of that step begins, too: it draws numbers, and writes to buffers. Of a run
-that goes on, the digests of its values in smaller dtypes are recorded beside: what a save may have made of them; of one
-that begins, those of values that such a dtype has exactly.
+that repeats another one, the digests of its values in smaller dtypes are recorded beside: what a save may have made of
+them; of one that begins, those of values that such a dtype has exactly.
 """
 
 import ctypes
@@ -46,7 +46,7 @@ class _Living(NamedTuple):
 
 class Recorder:
     """Records the state where steps of these numbers begin. `rng` returns the digests of the generators, `words` the
-    state of each, before the forward pass."""
+    state of each, before the forward pass. With `is_rounded`, values are digested in smaller dtypes, too."""
 
     def __init__(
         self,
@@ -55,10 +55,14 @@ class Recorder:
         steps: frozenset[int],
         rng: Callable[[], dict[str, str]],
         words: Callable[[], dict[str, Any]],
+        *,
+        is_rounded: bool = False,
     ) -> None:
+        self._is_rounded = is_rounded
         self._folder, self._torch, self._left, self._rng, self._words = folder, torch, set(steps), rng, words
         self._counts: dict[int, int] = {}
         self._forward: dict[str, Any] | None = None
+        self._there: _Living | None = None  # before the forward pass, but for tensors, which are not held
         self._batches: list[Any] = []
         self._called: list[Any] = []
         self._digest: Callable[[Any], dict[str, Any]] = functools.partial(digest, torch)
@@ -86,6 +90,7 @@ class Recorder:
         if self._forward is None and (is_saved or self.count + 1 in self._left):
             self._called = [module]
             there = self._look()
+            self._there = there._replace(tensors=[])
             modules, _ = self._named_modules(there)
             buffers = {name: digest(self._torch, tensor) for name, tensor, kind in modules if kind == "buffer"}
             generators = {"rng": self._rng(), "words": self._words()}
@@ -100,20 +105,24 @@ class Recorder:
         if is_saved or step in self._left:
             self._left.discard(step)
             with self._torch.no_grad():
-                self._digest = functools.partial(digest, self._torch, rounded=step > 1)
+                rounded = (self._is_rounded or None) if step > 1 else False
+                self._digest = functools.partial(digest, self._torch, rounded=rounded)
                 record = {"rank": rank, "step": step, "batches": self._batches, **self._state(optimizer)}
             path = os.path.join(self._folder, f"state.{step}.{os.getpid()}.json")
             with open(f"{path}.tmp", "w", encoding="utf-8") as stream:
                 json.dump(record, stream)
             os.replace(f"{path}.tmp", path)
             self._called = []
-        self._forward = None
+        self._forward = self._there = None
         return step
 
     # what lives in the process ----------------------------------------------------------------------------------------
 
     def _state(self, optimizer: Any) -> dict[str, Any]:
-        there = self._look(optimizer)
+        # Once a step, but for the first one, before which a script may still build what it trains.
+        there = self._look() if self._there is None or self.count == 1 else self._there
+        optimizers = [*{id(one): one for one in (optimizer, *there.optimizers)}.values()]
+        there = there._replace(optimizers=[*{id(one.param_groups): one for one in optimizers}.values()])
         modules, names = self._named_modules(there)
         values: dict[str, Any] = {f"{_MODEL}.training_mode": one.training for one in self._called}
         state = {
@@ -169,16 +178,14 @@ class Recorder:
                     values[full] = _plain(one)
         return {"loose": sorted({*loose.values()}), "variables": values}
 
-    def _look(self, *stepping: Any) -> _Living:
-        """Look once for all that lives in the process, besides the optimizer that steps."""
+    def _look(self) -> _Living:
+        """Look for all that lives in the process."""
         if self._forward is None:  # else it has been collected since the last step
             gc.collect()
         optim, scaler = self._torch.optim, getattr(self._torch.amp, "GradScaler", ())
         kinds = self._torch.nn.Module, optim.Optimizer, optim.lr_scheduler.LRScheduler, scaler, self._torch.Tensor
-        modules, optimizers, *others = living(*kinds)
-        modules = [*{id(one): one for one in (*self._called, *modules)}.values()]
-        optimizers = [*{id(one): one for one in (*stepping, *optimizers)}.values()]
-        return _Living(modules, [*{id(one.param_groups): one for one in optimizers}.values()], *others)
+        modules, *others = living(*kinds)
+        return _Living([*{id(one): one for one in (*self._called, *modules)}.values()], *others)
 
     def _named_modules(self, there: _Living) -> tuple[list[tuple[str, Any, str]], dict[int, str]]:
         """Return the tensors of all modules with their names and kinds, and the names of parameters by their ids."""
