@@ -164,9 +164,10 @@ def shared(one: ScriptRun, other: ScriptRun, after: int = -1) -> dict[int, tuple
     return {step: (path, paths[step]) for step, path in one.paths.items() if step in paths and step > after}
 
 
-def check_training(run: ScriptRun, stopped: ScriptRun, at: int) -> None:
+def check_training(run: ScriptRun, stopped: ScriptRun, at: int, *, is_trained: bool) -> str | None:
     """Raise UsageError if no weight changes after the step of the stop: then nothing would differ, whatever is
-    restored. `stopped` has a checkpoint of that step, which may be `run` itself."""
+    restored. `stopped` has a checkpoint of that step, which may be `run` itself. With `is_trained` the hook saw weights
+    change, and a note is returned if those in the checkpoints do not."""
     first, last = next(one for one in stopped.checkpoints if one.step == at), run.checkpoints[-1]
     with SavedState(first.path) as before, SavedState(last.path) as after:
         weights = {name for name in before.tensors if before.kind_of(name) == "model"}
@@ -180,11 +181,15 @@ def check_training(run: ScriptRun, stopped: ScriptRun, at: int) -> None:
                 hint="`--checkpoints` says which files are compared",
             )
         # The first one will do: most differ, in all of their elements.
-        if not any(is_different(before, after, name) for name in sorted(weights)):
-            raise UsageError(
-                f"run {run.name}: no weight changes between step {at} and step {last.step}, so nothing can be shown",
-                hint="a later `--at` and `--until`, where the learning rate is no longer zero",
-            )
+        if any(is_different(before, after, name) for name in sorted(weights)):
+            return None
+        if is_trained:
+            which = f"the checkpoints of step {at} and of step {last.step} of run {run.name} have the same weights"
+            return f"{which}, which the run changed between them: one is of another step"
+        raise UsageError(
+            f"run {run.name}: no weight changes between step {at} and step {last.step}, so nothing can be shown",
+            hint="a later `--at` and `--until`, where the learning rate is no longer zero",
+        )
 
 
 def _is_count(tensor: SavedTensor) -> bool:

@@ -48,7 +48,7 @@ def causes(starts: Starts, reference: ScriptRun, first: compare.FirstDifference 
     if not differed or all(one.part == "rng" or one.kind == state_causes.OTHER_MODULE for one in found):
         of_script = _of_the_script(starts, names)
         differed = [*of_script, *(one.message for one in found if one.part == "rng" or not of_script)] or differed
-    return differed or [_later_cause(starts) or f"{compare.NOT_DETERMINED}: {why_not}"]
+    return differed or [_later_cause(starts) or starts.misplaced or f"{compare.NOT_DETERMINED}: {why_not}"]
 
 
 def _other_checkpoint(starts: Starts) -> int | None:

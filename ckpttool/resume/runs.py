@@ -180,7 +180,7 @@ def _all(
     _check_saved(starts, a)
     saves_at = any(one.step == report.at for one in a.checkpoints)
     if saves_at:
-        compare.check_training(a, a, report.at)
+        _check_training(starts, a, a)
     report.runs.append(a)
     report.cost.seconds = a.seconds * report.cost.steps / report.until
     _check_shown(starts, a)
@@ -191,7 +191,7 @@ def _all(
     if report.stop != COPY:
         origin, stopped = "B", starts.interrupted()
         if not saves_at:
-            compare.check_training(a, stopped, report.at)
+            _check_training(starts, a, stopped)
         excused = compare.unrepeated([(a, stopped)])
         starts.seen["stopped"] = starts.seen["B"]  # which are others when B has been resumed
         b.stopped, b.seconds = stopped.stopped, stopped.seconds
@@ -240,6 +240,14 @@ def _all(
 
         controls.add_controls(starts, reference, b, "stopped" if origin == "B" else origin, judged)
     return excused
+
+
+def _check_training(starts: Starts, a: ScriptRun, saved: ScriptRun) -> None:
+    """Raise UsageError if A trains nothing after the step of the stop, by what it saved and by what the hook saw."""
+    taken, steps = starts.taken(starts.report.at), starts.hooked["A"].steps.values()
+    is_trained = any(len({one.parameters for one in own if one.step > taken}) > 1 for own in steps)
+    starts.misplaced = compare.check_training(a, saved, starts.report.at, is_trained=is_trained)
+    starts.report.notes += [starts.misplaced] if starts.misplaced else []
 
 
 def _resume_again(

@@ -81,6 +81,7 @@ class Starts:
     resumed: set[str] = field(default_factory=set)  # runs that left out what came before their resume
     recorded: tuple[int, ...] = (1,)  # steps whose state is recorded: as it was built, or resumed
     control: str = ""  # part of the state that the hook leaves out
+    misplaced: str | None = None  # why the checkpoint that B resumes from is of another step
     _recording: str = ""  # the folder that the hook of the run that goes on writes to
 
     @property

@@ -253,7 +253,7 @@ CORPUS = (
             Fault(
                 "saved too late",
                 "what is saved is of a later step",
-                r"weights of the model|moments|optimizer",
+                r"weights of the model|moments|optimizer|the same weights",
                 r"step counters|buffer",
             ),
         ),
