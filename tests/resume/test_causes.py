@@ -15,6 +15,7 @@ import torch
 
 from ckpttool.analysis import generators
 from ckpttool.resume import observe as inject
+from ckpttool.resume import states
 from ckpttool.resume.causes import causes
 from ckpttool.resume.observe.site import state
 from ckpttool.resume.states import RunState
@@ -170,3 +171,22 @@ def test_what_cannot_be_read_is_named_and_not_compared() -> None:
     tensors = [{"model.w": {"unseen": "NotImplementedError"}}, {"model.w": {"sha256": "aa"}}]
     before, after = (RunState([one | {"tensors": own}]) for own in tensors)
     assert causes(before, after, 3) == [] and before.unseen == {"model.w", "batch"}
+
+
+@pytest.mark.parametrize("numel", [4, 4_000])
+def test_elements_that_are_gone_are_not_read(numel: int) -> None:
+    freed = torch.ones(numel)
+    freed.untyped_storage().resize_(0)  # as FSDP does with what it has gathered
+    with torch._subclasses.FakeTensorMode():  # type: ignore[attr-defined]
+        fake = torch.ones(numel)
+    for one in (freed, fake):
+        assert "unseen" in state.digest(torch, one)
+        with pytest.raises(Exception, match="."):
+            state.spelt(torch, one)
+
+
+def test_the_digest_of_a_checkpoint_is_that_of_the_hook() -> None:
+    for tensor in (torch.arange(12.0).view(3, 4), torch.tensor(3), torch.ones(2, dtype=torch.bfloat16), torch.ones(0)):
+        dtype = str(tensor.dtype).removeprefix("torch.")
+        elements = tensor.view(torch.uint8).numpy() if tensor.dtype == torch.bfloat16 else tensor.numpy()
+        assert states.digest(dtype, tensor.shape, elements.tobytes()) == state.digest(torch, tensor)["sha256"]

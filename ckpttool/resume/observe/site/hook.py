@@ -431,7 +431,8 @@ def _local(tensor: Any) -> Any:
 def _bytes(tensor: Any) -> Any:
     """Return the elements of a tensor as a buffer, without numpy, which knows no bfloat16."""
     plain = tensor.detach().cpu().contiguous()
-    return ctypes.string_at(plain.data_ptr(), plain.numel() * plain.element_size()) if plain.numel() else b""
+    has_elements = plain.numel() and plain.untyped_storage().nbytes() and plain.data_ptr()
+    return ctypes.string_at(plain.data_ptr(), plain.numel() * plain.element_size()) if has_elements else b""
 
 
 def _sha(data: bytes) -> str:

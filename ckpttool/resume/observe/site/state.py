@@ -265,13 +265,11 @@ def tied(named: Iterable[tuple[str, Any]]) -> list[list[str]]:
 def spelt(torch: Any, tensor: Any) -> str:
     """Return a tensor as it is compared with one in a checkpoint: `float32[2] [0.5, 1.0]`, of a larger one with the
     digest of its elements."""
-    dtype, shape, flat = str(tensor.dtype).removeprefix("torch."), list(tensor.shape), tensor.detach().cpu().reshape(-1)
-    flat = flat.resolve_conj().contiguous()
+    dtype, shape = str(tensor.dtype).removeprefix("torch."), list(tensor.shape)
+    flat = _local(tensor).detach().cpu().resolve_conj().reshape(-1).contiguous()
     if flat.numel() <= _SHOWN and dtype in ("float32", "float64", "int64", "int32"):
         return f"{dtype}{shape} {flat.tolist()}"
-    size = flat.numel() * flat.element_size()
-    elements = (ctypes.c_char * size).from_address(flat.data_ptr()) if size else b""
-    return f"{dtype}{shape} {hashlib.sha256(elements).hexdigest()}"
+    return f"{dtype}{shape} {hashlib.sha256(_bytes(flat)).hexdigest()}"
 
 
 def digest(torch: Any, tensor: Any, *, rounded: bool | None = None) -> dict[str, Any]:
@@ -316,8 +314,7 @@ def _elements(torch: Any, tensor: Any, dtype: Any = None) -> dict[str, Any]:
         chunk = flat[low : low + count]
         chunk = chunk if dtype is None else chunk.to(dtype)
         if chunk.device.type == "cpu":
-            size = chunk.numel() * chunk.element_size()
-            whole.update((ctypes.c_char * size).from_address(chunk.data_ptr()))
+            whole.update(_bytes(chunk))
             is_zero = is_zero and dtype is None and not (bool(chunk[:_FEW].any()) or bool(chunk.any()))
         else:
             mixed, some = _mixed(torch, chunk.view(torch.uint8))
@@ -330,7 +327,19 @@ def _elements(torch: Any, tensor: Any, dtype: Any = None) -> dict[str, Any]:
 
 
 def _local(tensor: Any) -> Any:
-    return tensor.to_local() if hasattr(tensor, "to_local") else tensor
+    """Return what this rank has of a tensor. Raises ValueError for one whose elements are gone, as FSDP frees them."""
+    tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor
+    if tensor.numel() and not tensor.untyped_storage().nbytes():
+        raise ValueError("a tensor without elements")
+    return tensor
+
+
+def _bytes(flat: Any) -> Any:
+    """Return the elements of a contiguous tensor of the CPU. Raises ValueError if it has none, as a fake one."""
+    size = flat.numel() * flat.element_size()
+    if size and not flat.data_ptr():
+        raise ValueError("a tensor without elements")
+    return (ctypes.c_char * size).from_address(flat.data_ptr()) if size else b""
 
 
 def _mixed(torch: Any, chunk: Any) -> tuple[int, bool]:
