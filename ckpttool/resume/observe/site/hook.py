@@ -431,7 +431,7 @@ def _local(tensor: Any) -> Any:
 def _bytes(tensor: Any) -> Any:
     """Return the elements of a tensor as a buffer, without numpy, which knows no bfloat16."""
     plain = tensor.detach().cpu().contiguous()
-    has_elements = plain.numel() and plain.untyped_storage().nbytes() and plain.data_ptr()
+    has_elements = plain.numel() and plain.untyped_storage().nbytes()
     return ctypes.string_at(plain.data_ptr(), plain.numel() * plain.element_size()) if has_elements else b""
 
 

@@ -327,18 +327,17 @@ def _elements(torch: Any, tensor: Any, dtype: Any = None) -> dict[str, Any]:
 
 
 def _local(tensor: Any) -> Any:
-    """Return what this rank has of a tensor. Raises ValueError for one whose elements are gone, as FSDP frees them."""
+    """Return what this rank has of a tensor. Raises ValueError for one whose elements are gone, as FSDP frees them, and
+    for one that never had any, as a compiler has them."""
     tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor
-    if tensor.numel() and not tensor.untyped_storage().nbytes():
+    if hasattr(tensor, "fake_mode") or (tensor.numel() and not tensor.untyped_storage().nbytes()):
         raise ValueError("a tensor without elements")
     return tensor
 
 
 def _bytes(flat: Any) -> Any:
-    """Return the elements of a contiguous tensor of the CPU. Raises ValueError if it has none, as a fake one."""
+    """Return the elements of a contiguous tensor of the CPU."""
     size = flat.numel() * flat.element_size()
-    if size and not flat.data_ptr():
-        raise ValueError("a tensor without elements")
     return (ctypes.c_char * size).from_address(flat.data_ptr()) if size else b""
 
 
