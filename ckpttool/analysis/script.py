@@ -6,6 +6,7 @@ absl, hydra, LightningCLI         DEFINE_string("resume", ...), keys of the file
 HfArgumentParser, simple_parsing  the fields of dataclasses, and those of TrainingArguments; with tyro `--resume-from`
 fire and typer without names      the arguments of the function that is called
 os.environ                        $RESUME_FROM
+globals(), as nanoGPT has them    `--init_from=resume` for the variable `init_from = "scratch"` of the module
 """
 
 from __future__ import annotations
@@ -83,6 +84,8 @@ class Script:
                     waiting += self._imports(path, trees[path])
         for path, tree in trees.items():
             self._read(path, tree)
+        if "globals" in self.calls:
+            self._read_variables(self.files[0], trees[self.files[0]])
         compared = [one for tree in trees.values() for node in ast.walk(tree) for one in _compared(node)]
         for option in self.options:
             option.values += [value for name, value in compared if name == option.name]
@@ -182,6 +185,13 @@ class Script:
         elif leaf in _WRITES:
             self.folders += [text.rpartition("/")[0] if leaf == "save" else text for text in texts[-1:]]
         self.calls.add(leaf)
+
+    def _read_variables(self, path: str, tree: ast.Module) -> None:
+        for node in tree.body:
+            if isinstance(node, ast.Assign) and _texts([node.value]):
+                where = f"{os.path.basename(path)} line {node.lineno}"
+                for name in [one.id for one in node.targets if isinstance(one, ast.Name)]:
+                    self._add(f"--{name}=", "path", where)
 
     def _read_config(self, path: str, given: Mapping[str, ast.expr]) -> None:
         folder, name = ("".join(_texts([given[one]])) if one in given else "" for one in ("config_path", "config_name"))

@@ -37,6 +37,7 @@ def script(folder: Path, text: str, **modules: str) -> str:
         ("import os\nx = os.environ.get('RESUME_FROM')", "env RESUME_FROM={checkpoint} ..."),
         ("from own import parse", "... --resume_from {checkpoint}"),
         ("from transformers import HfArgumentParser, TrainingArguments", "... --resume_from_checkpoint {checkpoint}"),
+        ("init_from = 'scratch'\nconfig = {key: globals()[key] for key in keys}", "... --init_from={checkpoint}"),
         ("import tyro\n@dataclass\nclass A:\n    resume_from: str | None = None", "... --resume-from {checkpoint}"),
         ("raise SystemExit('it is not run')", "..."),
         ("not python(", "..."),
