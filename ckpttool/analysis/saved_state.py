@@ -71,7 +71,7 @@ class SavedState(Source):
         self._pool = Pool()
         self._stack.callback(self._pool.close)
         self.notes: list[str] = []
-        self.every: list[SavedTensor] = []
+        self.every: dict[str, SavedTensor] = {}
         self.tensors: dict[str, SavedTensor] = {}
         self.objects: dict[str, Any] = {}
         self.kinds: dict[str, str] = {}
@@ -108,7 +108,7 @@ class SavedState(Source):
         path, part = tuple(name.split(".")), Part(entry.part.kind, (root,))
         if isinstance(entry, Tensor):
             saved = SavedTensor(entry, self._source, self._pool)
-            self.every.append(saved)
+            self.every[name] = saved
             if entry.part.kind in _OF_TENSORS:
                 self.tensors[name] = saved
                 self.catalogue.add(derived(entry, path=path, part=part, alias=None))

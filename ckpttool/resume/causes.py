@@ -333,6 +333,11 @@ class _Causes:
             # From a generator that no forward pass draws from, a loader drew: its batches are known.
             drawn = {rank: [kind for kind in own if kind in self.before.drawn(rank)] for rank, own in kinds.items()}
             kinds = {rank: own for rank, own in drawn.items() if own}
+        lost = {rank: [kind for kind in own if not self._follows(rank, kind)] for rank, own in kinds.items()}
+        lost = {rank: own for rank, own in lost.items() if own}
+        kinds = (
+            lost if other and lost else kinds
+        )  # from one that was restored, another number was drawn for another batch
         of = f" of rank {', '.join(map(str, kinds))}"
         names = ", ".join(sorted({kind for own in kinds.values() for kind in own}))
         how = self._drawn(kinds)
@@ -368,6 +373,18 @@ class _Causes:
                 known = {self._when(one): one.words(rank, kind) for one in near}
                 found[generators.origin(kind, now, known)] = None
         return ", and ".join(filter(None, found))
+
+    def _follows(self, rank: int, kind: str) -> bool:
+        """Return whether a generator has the state that A had, or one near it, and not near that of the start."""
+        far = [
+            generators.numbers_between(was, now)
+            for one in (self.before, self.start)
+            if one is not None
+            and (was := one.words(rank, kind)) is not None
+            and (now := self.after.words(rank, kind)) is not None
+        ]
+        near = [abs(count) for count in far if count is not None]
+        return bool(far) and far[0] is not None and abs(far[0]) == min(near)
 
     def _when(self, state: RunState) -> str:
         return f"run A when step {self.step + state.step - self.before.step} began"

@@ -11,7 +11,7 @@ from contextlib import suppress
 from functools import partial
 from typing import Any
 
-from ckpttool.analysis.saved_state import SavedState, digested
+from ckpttool.analysis.saved_state import SavedState, SavedTensor, digested
 from ckpttool.catalogue import identity
 from ckpttool.catalogue.shown import shown
 from ckpttool.errors import CkptError
@@ -78,19 +78,22 @@ def _of_the_script(starts: Starts, names: Collection[str]) -> list[str]:
     if before is None or after is None:
         return []
     at, judged = starts.report.at, {*names, *starts.report.unproven}
-    found = _not_restored(_values(_saved(starts)), judged, before, after, at)
+    found = _not_restored(_values(_saved(starts), after), judged, before, after, at)
     for name, path in starts.seen["A"].beside(at).items():
         with suppress(CkptError):  # a log, which no value of the script comes from
-            values = _values(path)
+            values = _values(path, after)
             found += _not_restored(values, values.keys(), before, after, at, f" of {some([name])}")
     return found
 
 
-def _values(path: str) -> dict[str, Any]:
-    """Return what a checkpoint holds beside the state of optimizers, as the hook records it of a script."""
+def _values(path: str, after: RunState) -> dict[str, Any]:
+    """Return what a checkpoint holds beside the state of optimizers, as the hook records it of a script, but for
+    tensors that a module has when a run has resumed (`after`)."""
+    there = {record.get("sha256") for one in after.tensors for record in one.values()}
     with SavedState(path) as saved:
         tensors = {name: digested(saved.spelt(name)) for name in saved.tensors if saved.kind_of(name) != "optimizer"}
-        return {**saved.objects, **tensors}
+        is_there = {name for name, one in saved.every.items() if _digest(one) in there}
+        return {name: value for name, value in {**saved.objects, **tensors}.items() if name not in is_there}
 
 
 def _not_restored(
@@ -180,7 +183,11 @@ def _begun(starts: Starts, reference: ScriptRun, b: ScriptRun) -> tuple[str, lis
 def _digests(starts: Starts) -> set[str]:
     """Return the digests of the tensors in the checkpoint of the resume, as the hook takes them of whole ones."""
     with SavedState(_saved(starts)) as saved:
-        return {states.digest(one.dtype, one.shape, one.bits) for one in saved.every}
+        return {_digest(one) for one in saved.every.values()}
+
+
+def _digest(tensor: SavedTensor) -> str:
+    return states.digest(tensor.dtype, tensor.shape, tensor.bits)
 
 
 def _after_save(starts: Starts, name: str) -> RunState | None:

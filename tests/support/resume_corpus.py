@@ -378,7 +378,7 @@ CORPUS = (
                     "optimizer",
                     Fault("average", "the average begins at the weights", r"shadow"),
                     Fault("average of the start", "the average begins at weights as they were built", r"shadow"),
-                    Fault("updates", "the count that its decay follows not loaded", r"updates|shadow"),
+                    Fault("updates", "the count that its decay follows not loaded", r"updates"),
                     Fault("average rounded", "the average rounded to bfloat16", r"shadow"),
                 ),
             ),
@@ -394,7 +394,7 @@ CORPUS = (
                         "one element of the teacher is doubled",
                         r"mid\.weight",
                     ),
-                    Fault("updates", "the count that its decay follows not loaded", r"teacher\.n\b|mean|updates"),
+                    Fault("updates", "the count that its decay follows not loaded", r"teacher\.n\b|updates"),
                 ),
             ),
             (
@@ -414,7 +414,7 @@ CORPUS = (
                 of(
                     "data",
                     Fault("average", "the average begins at the weights", r"avg|ema_"),
-                    Fault("updates", "the count that its decay follows not loaded", r"updates|avg"),
+                    Fault("updates", "the count that its decay follows not loaded", r"updates"),
                 ),
             ),
         )
