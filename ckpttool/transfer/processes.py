@@ -9,7 +9,7 @@
     verdict                                 -> exit
 
 Each rank computes the whole plan, which is the same everywhere. Messages go through the key-value store of torchrun's
-rendezvous (`torch.distributed.TCPStore`): without a process group there is no collective in which a dead rank could
+rendezvous, see `store`, and need no torch: without a process group there is no collective in which a dead rank could
 leave the others waiting. All look in the store for a failure, and for the heartbeat of rank 0, which looks for theirs.
 """
 
@@ -19,11 +19,13 @@ import itertools
 import json
 import os
 import signal
+import sys
 import threading
 import time
 from array import array
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from datetime import timedelta
 from typing import Any
 
 from ckpttool import errors
@@ -35,6 +37,7 @@ from ckpttool.storage.crc import crc32
 from ckpttool.storage.stores import local_path
 from ckpttool.transfer import plan
 from ckpttool.transfer.execute import Transferred, transfer
+from ckpttool.transfer.store import TorchrunStore, UnknownProtocolError
 from ckpttool.transfer.threads import Progress
 
 _VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
@@ -148,10 +151,12 @@ class _SharedWork(Coordinator):
             self._store.add(count, 1)
 
     def store(self) -> Any:
-        from torch.distributed import PrefixStore
-
         # A connection of its own: waiting in a shared one delays the heartbeat.
-        return PrefixStore("group", self._store.clone())
+        if not isinstance(self._store, TorchrunStore):
+            return imported_torch().distributed.PrefixStore("group", self._store.clone())
+        timeout = timedelta(seconds=_DEAD_AFTER)
+        store = imported_torch().distributed.TCPStore(*self._store.address, is_master=False, timeout=timeout)
+        return imported_torch().distributed.PrefixStore(f"{self._store.prefix}/group", store)
 
     def lost(self, error: CkptError) -> Exception:
         until = time.monotonic() + _LAST_WORDS
@@ -321,19 +326,29 @@ def coordinated() -> Iterator[Coordinator]:
         yield shared
 
 
-def _rendezvous() -> tuple[int, int, Any]:
-    """Return rank, number of processes, and the store of this job."""
-    from datetime import timedelta
-
+def imported_torch() -> Any:
+    """Return torch, with its rendezvous."""
     # Raised while torch is imported, a signal may end the import of numpy inside torch, which then goes on without it.
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM, signal.SIGINT, signal.SIGHUP})
     try:
-        from torch.distributed import PrefixStore
-        from torch.distributed.rendezvous import rendezvous
+        import torch.distributed.rendezvous
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
+    return torch
+
+
+def _rendezvous() -> tuple[int, int, Any]:
+    """Return rank, number of processes, and the store of this job."""
+    prefix = f"job{next(_JOBS)}"  # messages of an earlier job of the same processes are still there
     try:
-        store, rank, size = next(rendezvous("env://", timeout=timedelta(seconds=_MEET)))
+        if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+            with suppress(UnknownProtocolError):
+                rank, size, port = (int(os.environ[name]) for name in ("RANK", "WORLD_SIZE", "MASTER_PORT"))
+                own = TorchrunStore(os.environ["MASTER_ADDR"], port, prefix, timeout=_MEET)
+                own.set_timeout(_DEAD_AFTER)
+                return rank, size, own
+        # Another launcher keeps no store, or one of another version.
+        store, rank, size = next(imported_torch().distributed.rendezvous("env://", timeout=timedelta(seconds=_MEET)))
     # Whatever it is: a wrong address, a port in use, an old torch.
     except Exception as error:
         raise StorageError(
@@ -341,8 +356,7 @@ def _rendezvous() -> tuple[int, int, Any]:
             hint="without torchrun, unset RANK, WORLD_SIZE and LOCAL_RANK",
         ) from None
     store.set_timeout(timedelta(seconds=_DEAD_AFTER))
-    # Messages of an earlier job of the same processes are still there.
-    return rank, size, PrefixStore(f"job{next(_JOBS)}", store)
+    return rank, size, imported_torch().distributed.PrefixStore(prefix, store)
 
 
 class _Heartbeat(threading.Thread):
@@ -429,6 +443,5 @@ def _from_json(message: dict[str, Any]) -> Exception:
 
 def _is_of_the_store(error: BaseException) -> bool:
     """Return whether an error says that the store is gone, as when the process that keeps it has ended."""
-    from torch.distributed import DistError
-
-    return isinstance(error, (DistError, ConnectionError))
+    distributed = sys.modules.get("torch.distributed")
+    return isinstance(error, ConnectionError) or (distributed is not None and isinstance(error, distributed.DistError))

@@ -83,6 +83,18 @@ def test_the_result_is_that_of_one_process(tmp_path: Path, way: str, processes: 
     assert list(files(tmp_path / "out")) == list(files(tmp_path / "alone"))
 
 
+@pytest.mark.long
+def test_processes_that_copy_bytes_need_no_torch(tmp_path: Path) -> None:
+    absent = tmp_path / "absent" / "torch.py"
+    absent.parent.mkdir()
+    absent.write_text("raise ImportError('there is no torch')\n")
+    WAYS["without torch"] = ["--no-python", "env", f"PYTHONPATH={absent.parent}", sys.executable, "-m", "ckpttool"]
+    code, out, said = ended(start(2, "reshard", SOURCE, tmp_path / "out", "--to-world", 3, way="without torch"))
+    assert (code, said) == (0, []) and "2 processes" in out
+    ckpttool.reshard(SOURCE, tmp_path / "alone", to_world=3)
+    assert list(files(tmp_path / "out")) == list(files(tmp_path / "alone"))
+
+
 def test_one_process_speaks_of_what_all_find_wrong(tmp_path: Path) -> None:
     code, out, said = ended(start(2, "reshard", SOURCE, tmp_path / "out", "--to-mesh", "pp=2"))
     assert code and not out

@@ -84,8 +84,7 @@ def _on_mesh(name: str | None, job: Write, mesh: Mesh | None) -> tuple[Engine, s
 def _against_layout(planned: Catalogue, target: Format) -> str:
     if target.name != "dcp":
         return f"DCP saves it, and {target.target} is not DCP's"
-    import torch
-
+    torch = processes.imported_torch()
     for tensor in planned.tensors:
         if tensor.embedded:
             continue
