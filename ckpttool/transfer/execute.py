@@ -351,9 +351,7 @@ class _Copier:
         if not self.compare:
             self.out.write(location, to, data)
             self.flusher.note(location, len(data))
-        elif self.out.read(location, to, len(data)) != bytes(
-            data
-        ):  # of views, Python compares one byte after the other
+        elif self.out.read(location, to, len(data)) != bytes(data):  # of views Python compares byte after byte
             raise CorruptError(
                 f"`{location}`: tensor `{task.job.tensor.name}` was not written as it was read",
                 hint="the disk or the memory of this machine is at fault; nothing was left behind",
