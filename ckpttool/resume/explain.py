@@ -37,7 +37,7 @@ def causes(starts: Starts, reference: ScriptRun, first: compare.FirstDifference 
         # The batch is another; where its loader is saved, its values say more.
         more = [f" ({one.message})" for one in first.findings if one.part == "dataloader"]
         if not more and any(one.kind == "data not restored" for one in found):
-            more = [f" ({', '.join(values)})"] if (values := _of_the_script(starts, names)) else []
+            more = [f" ({', '.join(values)})"] if (values := _of_the_script(starts, None)) else []
             # Of what a script keeps its batches may come, too.
             differed = [one.removeprefix("the data was not restored: ") if more else one for one in differed]
         differed = [
@@ -71,14 +71,16 @@ def _other_checkpoint(starts: Starts) -> int | None:
     return others[0] if others and not has_state_of(began.get(at)) else None
 
 
-def _of_the_script(starts: Starts, names: Collection[str]) -> list[str]:
+def _of_the_script(starts: Starts, names: Collection[str] | None) -> list[str]:
     """Return which tensors and values of the checkpoint, and of the files beside it, the script of A had when the first
-    step after the resume began, and that of B had not; of values of the checkpoint those that differ later, `names`."""
+    step after the resume began, and that of B had not; of values of the checkpoint those that differ later, `names`, or
+    if that is None all which are variables of the same name."""
     before, after = _after_save(starts, "A") or _after_save(starts, "A2"), starts.hooked["B"].states.get(1)
     if before is None or after is None:
         return []
-    at, judged = starts.report.at, {*names, *starts.report.unproven}
-    found = _not_restored(_values(_saved(starts), after), judged, before, after, at)
+    at, values = starts.report.at, _values(_saved(starts), after)
+    judged = {*starts.report.unproven, *(names if names is not None else {*values} - {*starts.report.unjudged})}
+    found = _not_restored(values, judged, before, after, at, are_named=names is None)
     for name, path in starts.seen["A"].beside(at).items():
         with suppress(CkptError):  # a log, which no value of the script comes from
             values = _values(path, after)
@@ -97,10 +99,17 @@ def _values(path: str, after: RunState) -> dict[str, Any]:
 
 
 def _not_restored(
-    values: Mapping[str, Any], judged: Collection[str], before: RunState, after: RunState, at: int, of: str = ""
+    values: Mapping[str, Any],
+    judged: Collection[str],
+    before: RunState,
+    after: RunState,
+    at: int,
+    of: str = "",
+    *,
+    are_named: bool = False,
 ) -> list[str]:
     """Return which of the values that were saved at step `at` a script had then (`before`), and not when it had resumed
-    (`after`). `of` is the file that has them."""
+    (`after`). `of` is the file that has them. With `are_named`, a variable has the name of its value."""
     loose, others = ({*map(digested, one.of_script("loose"))} for one in (before, after))
     was, now = ({key: digested(v) for key, v in one.of_script("variables").items()} for one in (before, after))
     changed = {name for name in was.keys() & now.keys() if not identity.same(was[name], now[name])}
@@ -117,9 +126,11 @@ def _not_restored(
         same = [one for one in changed if identity.same(was[one], value)]
         own = [one for one in same if one.rpartition(".")[2] == leaf]
         # A value that is no other's tells what it is, whatever it is called.
-        own = own or (same if isinstance(value, float) or (len(same) == 1 and value not in (0, 1)) else [])
+        is_unique = isinstance(value, float) or (len(same) == 1 and value not in (0, 1))
+        own = own or (same if is_unique and not are_named else [])
         for one in own[:1]:
-            found.append(f"{some([name])}{of} was not restored: {shown(now[one])} and not {shown(value)} {when}")
+            held = f"`{one}` was " if "." in one and not name.endswith(one) else ""
+            found.append(f"{some([name])}{of} was not restored: {held}{shown(now[one])} and not {shown(value)} {when}")
     return found
 
 
