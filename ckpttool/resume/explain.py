@@ -129,8 +129,10 @@ def _not_restored(
         is_unique = isinstance(value, float) or (len(same) == 1 and value not in (0, 1))
         own = own or (same if is_unique and not are_named else [])
         for one in own[:1]:
-            held = f"`{one}` was " if "." in one and not name.endswith(one) else ""
-            found.append(f"{some([name])}{of} was not restored: {held}{shown(now[one])} and not {shown(value)} {when}")
+            instead = f"`{one}` was " if "." in one and not name.endswith(one) else ""
+            found.append(
+                f"{some([name])}{of} was not restored: {instead}{shown(now[one])} and not {shown(value)} {when}"
+            )
     return found
 
 
