@@ -20,6 +20,8 @@ from checkpoint import Checkpoint
 
 OURS = "ckpttool"
 TRAINING, VERIFIED = "train 12 steps", f"{OURS} verify-resume run"
+ENGINES, LAUNCHED = ("mesh", "bytes"), (2, 4)
+PEER = "dcp.load and dcp.save"
 HERE = Path(__file__).parent
 
 
@@ -84,6 +86,16 @@ def reshards(source: Path, target: Path) -> list[Contender]:
         ),
         Contender(job, "torchrun, dcp.load and dcp.save", theirs, (source,), target, "all", check=False),
     ]
+
+
+def launched(source: Path, target: Path, ranks: int) -> list[Contender]:
+    """Onto as many ranks as torchrun starts: our two engines and torch."""
+    torchrun = (sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(ranks))
+    ours = (*torchrun, "-m", "ckpttool", "reshard", str(source), str(target), "--to-world", str(ranks))
+    theirs = (*torchrun, str(HERE / "resharding_peer.py"), str(source), str(target))
+    commands = {engine: (*ours, "--engine", engine) for engine in ENGINES} | {PEER: theirs}
+    job = f"torchrun, onto {ranks}"
+    return [Contender(job, tool, words, (source,), target, "all", check=False) for tool, words in commands.items()]
 
 
 def verifying(source: Path) -> list[Contender]:
@@ -217,6 +229,7 @@ def contenders(state: Checkpoint, out: Path) -> list[Contender]:
         ours("safetensors -> torch", state.tensors_safetensors, pt, "torch"),
         ours("dcp -> dcp, 2 ranks", state.train, dcp, "dcp", "--to-world", "2"),
         *reshards(state.train, dcp),
+        *(one for ranks in LAUNCHED for one in launched(state.train, dcp, ranks)),
         Contender(
             "export",
             OURS,

@@ -26,7 +26,7 @@ from pathlib import Path
 
 import measure
 from checkpoint import Checkpoint, clean, default_dir, ensure, output_dir, parse_size
-from jobs import OURS, TRAINING, VERIFIED, Contender, contenders
+from jobs import ENGINES, LAUNCHED, OURS, PEER, TRAINING, VERIFIED, Contender, contenders
 from measure import MIB, Run, files_under
 
 Key = tuple[str, str]
@@ -195,6 +195,10 @@ def targets(results: Results) -> list[str]:
         ran = results.median(member.job, OURS) is not None
         rss = max(run.peak_rss for run in results.runs[member.job, OURS]) / MIB if ran else None
         judge(f"{member.job}: peak RSS under 150 MiB", rss, " MiB", most=150)
+    for job, engine in [(f"torchrun, onto {ranks}", engine) for ranks in LAUNCHED for engine in ENGINES]:
+        for what, figure in (("", results.median), (" in processor time", results.processor)):
+            value = ratio(figure(job, PEER), figure(job, engine))
+            judge(f"{job}, {engine}: at least 2x as fast as {PEER}{what}", value, "x", least=2)
     alone, hooked, verified = (results.processor(TRAINING, tool) for tool in ("alone", "hook", VERIFIED))
     promise = "verify-resume run, a PASS: at most 2.2x of the training alone, in processor time"
     judge(promise, ratio(verified, alone), "x", most=2.2)
