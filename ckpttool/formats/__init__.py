@@ -20,6 +20,14 @@ DATA_FILE = re.compile(
 )
 """Names of files that hold tensors in one of the formats."""
 
+NOT_WRITTEN = {
+    ".gguf": "`convert_hf_to_gguf.py` of llama.cpp makes one of what `ckpttool export` writes",
+    ".onnx": "`optimum-cli export onnx` makes one of what `ckpttool export` writes",
+    ".distcp": "a DCP checkpoint is a directory: name that",
+    **dict.fromkeys((".npz", ".npy", ".json", ".yaml", ".yml"), ""),
+}
+"""Suffixes of files that are no checkpoints of a format, and what is written in place of such a file."""
+
 
 def named(name: str) -> Format:
     """Return the format called `name`. Raises UsageError with the nearest one."""
@@ -53,7 +61,9 @@ def writable(name: str | None, dst: str) -> Format:
     """Return the format to write: the one named, or the one that the suffix of `dst` says unmistakably."""
     row = named(name) if name is not None else by_suffix(dst)
     if row is None:
-        raise UsageError(f"cannot infer the output format from `{dst}`", hint=f"pass {options(CHECKPOINTS, ', ')}")
+        hint = next((why for suffix, why in NOT_WRITTEN.items() if why and dst.endswith(suffix)), None)
+        hint = hint or f"pass {options(CHECKPOINTS, ', ')}"
+        raise UsageError(f"cannot infer the output format from `{dst}`", hint=hint)
     if row.create is None:
         raise UsageError(f"{row.name} can be read but not written")
     return row

@@ -16,7 +16,7 @@ from ckpttool.analysis.result import FileSize, Written
 from ckpttool.catalogue.entries import Catalogue, Container, Object, Path, Tensor, dotted
 from ckpttool.catalogue.protocols import Format, Sink, SinkOptions, Source
 from ckpttool.catalogue.warning import Warning
-from ckpttool.errors import DONE, CkptError, CorruptError, LossError, OverwriteError, StorageError, require
+from ckpttool.errors import DONE, CkptError, CorruptError, LossError, OverwriteError, StorageError, UsageError, require
 from ckpttool.formats.detect import detect
 from ckpttool.layout.optimizer import respell
 from ckpttool.layout.optimizer.misspelt import MISSPELT, misspelt
@@ -26,6 +26,7 @@ from ckpttool.operations.manifest import write as write_manifest
 from ckpttool.producers.combined import CombinedSource
 from ckpttool.producers.directory import Directory
 from ckpttool.producers.open import (
+    checkpoint_around,
     chosen_of_run,
     harmful,
     harmful_attributes,
@@ -244,6 +245,7 @@ class Write:
         """Refuse what must not be written, and start the summary. Raises UsageError, CorruptError or LossError."""
         source, planned = self.opened.source, self.planned.catalogue
         arguments.check_apart(self.dst, *(file.location for file in source.catalogue.own_files))
+        _check_suffix(self.result.destination, self.target)
         with naming(self.opened.path):
             _check_harmless(planned, self.result.source)
             _check_losses(planned, self.target, self.result.source, self.dst)
@@ -384,12 +386,36 @@ def note_overflow(result: Conversion, overflowed: Mapping[str, int]) -> None:
 # Before anything is written -------------------------------------------------------------------------------------------
 
 
+def _check_suffix(dst: str, target: Format) -> None:
+    """Raise UsageError for a file with the suffix of another format, by which others choose how to read it, and for a
+    directory with that of a file. A `/` after the name says that a directory is meant."""
+    is_file, rows = target.is_file(dst), {suffix: row for row in formats.FORMATS for suffix in row.suffixes}
+    suffix = next((suffix for suffix in (*rows, *formats.NOT_WRITTEN) if dst.endswith(suffix)), None)
+    row = rows.get(suffix or "")
+    if suffix is None or dst.endswith("/") or (is_file and row is not None and row.name == target.name):
+        return
+    stem = dst.removesuffix(suffix)
+    hint = f"name it `{stem}{target.suffixes[0]}`" if is_file else f"name it `{stem}`, or `{dst}/` to keep the name"
+    other = formats.NOT_WRITTEN[suffix] if row is None else f"`ckpttool convert --to {row.target}` writes such a file"
+    what = f"a {target.title}" if is_file else "a directory"
+    text = f"`{dst}` has the suffix of another kind of file: it would be {what}"
+    raise UsageError(text, hint="; ".join(filter(None, (hint, other))))
+
+
+def _check_not_inside(dst: str) -> None:
+    """Raise UsageError for a destination in the directory of another checkpoint, which would have a file more."""
+    if (around := checkpoint_around(local_path(dst))) is not None:
+        message = f"`{dst}` lies in the checkpoint `{around}`, which would not be what was saved any more"
+        raise UsageError(message, hint=f"write it beside: `{around.parent / local_path(dst).name}`")
+
+
 def check_free(result: Conversion, target: Format, options: WriteOptions) -> None:
     """Raise UsageError, OverwriteError or StorageError for a destination that cannot be created; for a dry run, notes
     the latter two."""
     dst = result.destination
     try:
         staging.check_free(dst, overwrite=options.overwrite, is_file=target.is_file(dst))
+        _check_not_inside(dst)
         if options.dry_run:
             staging.check_writable(dst)
             if missing := staging.missing_folders(dst):
@@ -499,9 +525,6 @@ def _summarise(result: Conversion, source: Source, plan: Planned, target: Format
         names = ", ".join(f"`{name}`" for name in sorted(remarks)[:5])
         result.notes.append(f"`__metadata__` of the source is left out, {target.name} has no place for it: {names}")
     result.notes[:0] = chosen_of_run(source.catalogue)
-    other = formats.by_suffix(dst)
-    if other is not None and other.name != target.name:
-        result.notes.append(f"`{dst}` has the suffix of {other.title}, but is written as {target.target}")
     result.free_bytes = free_space.free_bytes(dst)
 
 

@@ -20,7 +20,7 @@ from ckpttool.catalogue.step_names import facts_of, places_of
 from ckpttool.catalogue.warning import Warning
 from ckpttool.catalogue.work_limit import working
 from ckpttool.errors import CkptError, CorruptError, ReadError, UsageError
-from ckpttool.formats import rankfiles, torchsave
+from ckpttool.formats import dcp, rankfiles, torchsave
 from ckpttool.formats.detect import detect, found_inside
 from ckpttool.layout.optimizer.names_of_ids import is_model_order
 from ckpttool.producers import (
@@ -46,6 +46,8 @@ from ckpttool.text import some
 
 _MAX_SHAPES = 64 << 20
 _WHOLE = rf"{DCP_FILE}|ckpttool\.json"  # of a directory that is one checkpoint, whatever else lies in it
+# Indexes by which a whole directory is one checkpoint. Beside that of a model there may be the directories of a run.
+_OF_A_DIRECTORY = (".metadata", "__0.metadata", "ckpttool.json")
 _INDEXES = (".metadata", "__*.metadata", "*.index.json", "ckpttool.json")
 
 
@@ -341,6 +343,18 @@ def is_index(path: str) -> bool:
     """Return whether a file says where the values of others are, by its name. Pure."""
     name = path.rpartition("/")[2]
     return any(fnmatchcase(name, pattern) for pattern in _INDEXES)
+
+
+def checkpoint_around(location: Location) -> Location | None:
+    """Return the directory around a location that is one checkpoint by its index, if there is one."""
+    above = location.absolute()
+    while above.parent != above:
+        above = above.parent
+        for name in _OF_A_DIRECTORY:
+            # Other programs have a `.metadata`, too.
+            if (above / name).is_file() and (not name.endswith(".metadata") or dcp.FORMAT.recognise(above / name)):
+                return above
+    return None
 
 
 @contextmanager

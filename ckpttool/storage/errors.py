@@ -42,22 +42,28 @@ def not_expanded(path: str) -> str | None:
     return f"no shell has expanded the `~`: write `{expanded}`"
 
 
+def hub_address(path: str) -> str | None:
+    """Return `hf://org/name` for a path `org/name` of which there is nothing on this machine; None for any other."""
+    is_one = _REPOSITORY.fullmatch(path) and not os.path.lexists(path.partition("/")[0])
+    return f"hf://{path}" if is_one else None
+
+
 def _meant(path: str) -> str | None:
     """Return the hint for a path of this machine at which there is nothing."""
     if hint := not_expanded(path):
         return hint
-    if address := _HUB.fullmatch(path):
-        return f"write `hf://{address[1]}`"
+    if remote := _HUB.fullmatch(path):
+        return f"write `hf://{remote[1]}`"
     if os.path.exists(slashed := path.replace("\\", "/")) and slashed != path:
         return f"did you mean `{slashed}`?"
     if drive := _DRIVE.fullmatch(path):
         rest = drive[2].replace("\\", "/")
         return f"drives of Windows are elsewhere here: in WSL, it is `/mnt/{drive[1].lower()}/{rest}`"
     near = [f"`{one}`" for one in _near(path)]
-    if _REPOSITORY.fullmatch(path) and not os.path.exists(path.partition("/")[0]):
+    if address := hub_address(path):
         if not near:
-            return f"if it is a repository of the Hub, write `hf://{path}`"
-        near[-1] += f", or on the Hub `hf://{path}`"
+            return f"if it is a repository of the Hub, write `{address}`"
+        near[-1] += f", or on the Hub `{address}`"
     return f"did you mean {', '.join(near)}?" if near else None
 
 

@@ -530,9 +530,40 @@ def test_arguments_as_people_pass_them_from_python(tmp_path: Path) -> None:
         ckpttool.convert(FULL, tmp_path / "other", to="safetensors", max_shard_size="many")
 
 
-def test_a_name_that_says_another_format_is_told(tmp_path: Path) -> None:
-    made = ckpttool.convert(MODEL, tmp_path / "out.safetensors", to="torch")
-    assert any("has the suffix of" in note for note in made.notes)
+@pytest.mark.parametrize(
+    ("name", "options", "hint"),
+    [
+        ("out.safetensors", {"to": "torch"}, "out.pt`; `ckpttool convert --to safetensors` writes such a file"),
+        ("out.gguf", {"to": "torch"}, "out.pt`; `convert_hf_to_gguf.py` of llama.cpp makes one"),
+        ("out.pt", {"to": "dcp"}, "out.pt/` to keep the name; `ckpttool convert --to torch` writes such a file"),
+        ("out.ckpt", {"to": "safetensors"}, "out.ckpt/` to keep the name"),
+        ("out.safetensors", {"producer": "trainer"}, "out`, or `"),
+    ],
+)
+def test_a_name_with_the_suffix_of_another_format_is_refused(
+    name: str, options: dict[str, str], hint: str, tmp_path: Path
+) -> None:
+    """By the suffix, others choose how to read a file: a pickle called `x.safetensors` was written with a warning."""
+    with pytest.raises(UsageError, match="has the suffix of another kind of file") as raised:
+        ckpttool.convert(FULL, tmp_path / name, **options)
+    assert hint in str(raised.value.hint) and list(tmp_path.iterdir()) == []
+
+
+def test_a_slash_says_that_a_directory_may_have_the_suffix_of_a_file(tmp_path: Path) -> None:
+    ckpttool.convert(MODEL, f"{tmp_path}/epoch=3.ckpt/", to="dcp")
+    assert (tmp_path / "epoch=3.ckpt/.metadata").is_file()
+
+
+@pytest.mark.parametrize("name", ["sub.pt", "a/b.pt"])
+def test_nothing_is_written_into_another_checkpoint(name: str, tmp_path: Path) -> None:
+    ckpttool.convert(MODEL, tmp_path / "dcp", to="dcp")
+    before = sorted(tmp_path.rglob("*"))
+    with pytest.raises(UsageError, match=r"lies in the checkpoint `.*/dcp`") as raised:
+        ckpttool.convert(MODEL, tmp_path / "dcp" / name, dry_run=name == "sub.pt")
+    assert raised.value.hint == f"write it beside: `{tmp_path / Path(name).name}`"
+    assert sorted(tmp_path.rglob("*")) == before
+    (tmp_path / ".metadata").mkdir()  # of another program
+    ckpttool.convert(MODEL, tmp_path / "beside.pt")
 
 
 def test_directories_made_for_nothing_are_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

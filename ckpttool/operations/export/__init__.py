@@ -21,6 +21,7 @@ from ckpttool.operations.export.plan import NAMES, Export, Exported, ExportOptio
 from ckpttool.operations.publish import HubOptions
 from ckpttool.operations.write import WriteOptions
 from ckpttool.storage import free_space, stores
+from ckpttool.storage.errors import hub_address
 from ckpttool.storage.files import temporary_folder
 from ckpttool.storage.stores import Location, local_path
 from ckpttool.text import meant
@@ -173,6 +174,8 @@ def export(
     how = WriteOptions(overwrite, dry_run, threads, arguments.memory(max_memory), check, progress, manifest=listed)
     _check_name(src, dst)
     result = Exported(src, "", dst, "safetensors", dry_run=dry_run)
+    if (address := hub_address(dst)) is not None:
+        result.notes.append(f"`{dst}` is a directory of this machine; a repository of the Hub is written `{address}`")
     remote: HubOptions = {
         "private": private,
         "public": public,

@@ -81,6 +81,14 @@ def test_what_is_left_out_is_named_as_by_convert(tmp_path: Path) -> None:
     assert exported.dropped == converted.dropped and "model.tokens_seen" in exported.dropped
 
 
+def test_a_directory_that_may_be_meant_as_a_repository_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    saved(tmp_path / "a.pt", weights())
+    said = "`org/name` is a directory of this machine; a repository of the Hub is written `hf://org/name`"
+    assert said in ckpttool.export("a.pt", "org/name").notes
+    assert not any("hf://" in note for note in ckpttool.export("a.pt", "org/other").notes)  # `org` is there
+
+
 def test_two_names_that_become_one_are_refused(tmp_path: Path) -> None:
     state = {"a.module.w": torch.ones(2), "a.w": torch.zeros(2)}
     with pytest.raises(errors.UsageError, match=r"would both be called `a\.w`"):
