@@ -148,6 +148,10 @@ class ReadError(CkptError):
     kind = "cannot read"
 
 
+class DeniedError(ReadError):
+    """A file may not be read by this user: nothing is known of what it holds."""
+
+
 class CorruptError(CkptError):
     """The source contradicts itself: a hole, an overlap, a range outside its file, a wrong checksum."""
 

@@ -9,7 +9,7 @@ from operator import add, le
 
 from ckpttool.catalogue import boxes
 from ckpttool.catalogue.entries import Catalogue, Chunks, File, Path, Tensor
-from ckpttool.errors import CkptError, CorruptError
+from ckpttool.errors import CkptError, CorruptError, DeniedError
 from ckpttool.text import some
 
 
@@ -28,6 +28,13 @@ def validate(catalogue: Catalogue, paths: Collection[Path] | None = None) -> Non
             for fault in faults_of(tensor, catalogue.files, sizes):
                 raise fault
             catalogue.whole.add(tensor)
+
+
+def stop_at_denied(catalogue: Catalogue) -> None:
+    """Raise the fault of a file that this user may not read: nobody knows what is in it, and it is no damage."""
+    for fault in catalogue.faults:
+        if isinstance(fault, DeniedError):
+            raise fault
 
 
 def require(tensor: Tensor, catalogue: Catalogue) -> None:

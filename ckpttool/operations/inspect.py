@@ -15,7 +15,7 @@ from ckpttool.analysis.describe.listing import ALL, Listing
 from ckpttool.analysis.describe.summary import damage, summarise
 from ckpttool.analysis.result import Result
 from ckpttool.catalogue.entries import Catalogue, File, Tensor
-from ckpttool.catalogue.validation import validate
+from ckpttool.catalogue.validation import stop_at_denied, validate
 from ckpttool.catalogue.warning import Kind, Warning
 from ckpttool.errors import DONE, CkptError, CorruptError, UsageError
 from ckpttool.producers import runs
@@ -123,6 +123,7 @@ def inspect(
         return _unopened(os.fspath(path), error.recognition)
     with opening as source:
         catalogue = source.catalogue
+        stop_at_denied(catalogue)
         try:
             validate(catalogue)
         except CkptError as error:

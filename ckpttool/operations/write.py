@@ -394,6 +394,8 @@ def _check_suffix(dst: str, target: Format) -> None:
     row = rows.get(suffix or "")
     if suffix is None or dst.endswith("/") or (is_file and row is not None and row.name == target.name):
         return
+    if is_file and not target.suffixes:  # a pickle of `--producer same`, which may be called anything
+        return
     stem = dst.removesuffix(suffix)
     hint = f"name it `{stem}{target.suffixes[0]}`" if is_file else f"name it `{stem}`, or `{dst}/` to keep the name"
     other = formats.NOT_WRITTEN[suffix] if row is None else f"`ckpttool convert --to {row.target}` writes such a file"

@@ -145,7 +145,9 @@ def _open_directory(location: Location, directory: Directory, options: OpenOptio
     layout = contents.layout(directory)
     if row is not None and (source := _opened_whole(row, location, layout, options)):
         return source
-    if not layout.components or runs.inside(directory):
+    if layout.components and (checkpoints := runs.inside(directory)):
+        raise _inside(location, directory, checkpoints, filter(formats.DATA_FILE.fullmatch, directory.names))
+    if not layout.components:
         # Its error says what is there.
         return _detect(location, directory).open(location, options)
     return reader.open_layout(layout, directory, options)
@@ -195,8 +197,15 @@ def _detect(location: Location, directory: Directory | None) -> Format:
             raise next(iter(directory.unseen.values())) from None
         if directory is None or not (checkpoints := runs.inside(directory)):
             raise
-        below = [checkpoint.path.removeprefix(f"{directory.path}/") for checkpoint in checkpoints]
-        raise found_inside(location, [*below, *error.facts.get("found", ())]) from None
+        raise _inside(location, directory, checkpoints, error.facts.get("found", ())) from None
+
+
+def _inside(
+    location: Location, directory: Directory, checkpoints: list[runs.RunCheckpoint], others: Iterable[str]
+) -> ReadError:
+    """Return the error for a directory with the checkpoints of runs one level below, and with other checkpoints."""
+    below = [checkpoint.path.removeprefix(f"{directory.path}/") for checkpoint in checkpoints]
+    return found_inside(location, [*below, *others])
 
 
 def _unseen(directory: Directory) -> list[Warning]:
@@ -255,7 +264,7 @@ def describe_run(catalogue: Catalogue, run: runs.RunDirectory) -> None:
         text = f"`{chosen.name}` is opened; newer checkpoints are incomplete: {reasons}"
         catalogue.warnings.insert(0, Warning("chosen", text))
     opened = {file.name for file in catalogue.own_files}
-    if others := [name for name in run.beside if name not in opened]:
+    if others := [name for name in (*run.beside, *run.folders_beside) if name not in opened]:
         catalogue.warnings.append(Warning("chosen", f"not opened, as they are of no step: {some(others)}"))
     if of_step := [c.name for c in run.checkpoints if c.order == chosen.order and c.step is not None and c != chosen]:
         text = f"`{chosen.name}` is opened; of the same step there are also {some(of_step)}"

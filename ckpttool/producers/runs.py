@@ -99,6 +99,20 @@ class RunDirectory:
         with_tensors = {n for n in names if formats.DATA_FILE.fullmatch(n) and not self.directory.at(n).is_link()}
         return [name for name in names if name in counting | with_tensors]
 
+    @property
+    def folders_beside(self) -> list[str]:
+        """The folders beside the checkpoints that hold tensors, by the names of the files in them: other checkpoints or
+        runs. Links to the checkpoints are not among them."""
+        of_steps = {name.partition("/")[0] for one in self.checkpoints for name in (one.name, *one.files)}
+        others = [name for name in self.directory.folders if name not in of_steps][:_MAX_FOLDERS]
+        return [f"{name}/" for name in others if not is_link_beside(self.directory, name) and _holds(self, name)]
+
+
+def _holds(run: RunDirectory, name: str) -> bool:
+    with suppress(CkptError):
+        return any(True for _ in _kinds_below(run.directory.folder(name), pattern=formats.DATA_FILE))
+    return False
+
 
 def checkpoints(path: str) -> list[RunCheckpoint]:
     """Return the checkpoints of a run, oldest first; none when it is not a run. Raises ReadError."""
@@ -134,7 +148,15 @@ def find(directory: Directory) -> RunDirectory | None:
     """Return the run in a directory, with its newest complete checkpoint chosen; None when there is none. Raises
     ReadError when no checkpoint is complete, or nothing says which is the newest."""
     inner, checkpoints = search(directory)
-    return with_newest(inner, checkpoints, directory.path) if checkpoints else None
+    run = with_newest(inner, checkpoints, directory.path) if checkpoints else None
+    if run is not None and run.chosen is not None and not _is_ordered(run.chosen):
+        # It was taken as the only one.
+        others = [*run.beside, *run.folders_beside]
+        if others and run.chosen.path.is_dir():
+            names = [run.chosen.name, *others]
+            text = f"`{directory.path}`: not a checkpoint; found {len(names)} inside: {some(names)}"
+            raise ReadError(text, hint=f"name one: `{run.chosen.path}`", file=directory.path, found=names)
+    return run
 
 
 def with_newest(directory: Directory, checkpoints: list[RunCheckpoint], path: str | None = None) -> RunDirectory:
@@ -175,6 +197,11 @@ def _order(checkpoint: RunCheckpoint) -> tuple[tuple[int, ...], int, bool]:
     return checkpoint.order, -1 if time is None else time, checkpoint.pointed
 
 
+def _is_ordered(checkpoint: RunCheckpoint) -> bool:
+    """Return whether anything says where a checkpoint stands among others."""
+    return _order(checkpoint) != ((), -1, False)
+
+
 def _below(directory: Directory, depth: int = 1) -> Iterator[Directory]:
     """Yield the folders in which frameworks put the checkpoints of a run; the last version first."""
     names = [name for name in directory.folders if _BELOW.fullmatch(name)]
@@ -197,8 +224,7 @@ def _newest(path: str, checkpoints: list[RunCheckpoint]) -> RunCheckpoint:
             why_not = _why_not(directory, checkpoint.name, recognise(directory), checkpoint.format, _INDEX_MOST)
             checkpoint = checkpoints[i] = replace(checkpoint, why_not=why_not)
         complete = [c.name for c in checkpoints if c.complete]
-        is_ordered = _order(checkpoint) != ((), -1, False)
-        if checkpoint.complete and not is_ordered and len(complete) > 1:
+        if checkpoint.complete and not _is_ordered(checkpoint) and len(complete) > 1:
             raise ReadError(
                 f"`{path}` has {len(complete)} checkpoints, {some(complete)}, and nothing says which is the newest",
                 hint=f"name one: `{checkpoint.path}`{_all_as_one(path, checkpoints)}",
@@ -359,15 +385,15 @@ def _format(directory: Directory, row: Producer | None) -> str | None:
     return next(_kinds_below(directory), None)
 
 
-def _kinds_below(directory: Directory, depth: int = 0) -> Iterator[str]:
-    """Yield the formats of the files in a directory and its folders, by their names."""
+def _kinds_below(directory: Directory, depth: int = 0, pattern: re.Pattern[str] = _DATA) -> Iterator[str]:
+    """Yield the formats of the files in a directory and its folders, by their names, which match `pattern`."""
     for name in directory.names:
-        if not name.endswith("/") and _DATA.fullmatch(name):
+        if not name.endswith("/") and pattern.fullmatch(name):
             yield "safetensors" if name.endswith(".safetensors") else "torch"
     for name in directory.folders if depth < _MAX_DEPTH else ():
         with suppress(CkptError):
             inner = directory.folder(name)
-            yield from ["dcp"] if inner.has(DCP_FILE) else _kinds_below(inner, depth + 1)
+            yield from ["dcp"] if inner.has(DCP_FILE) else _kinds_below(inner, depth + 1, pattern)
 
 
 def _why_not(directory: Directory, name: str, row: Producer | None, kind: str | None, most: int) -> str | None:

@@ -10,7 +10,7 @@ from contextlib import contextmanager, suppress
 from itertools import islice
 from pathlib import Path
 
-from ckpttool.errors import CkptError, ReadError, StorageError
+from ckpttool.errors import CkptError, DeniedError, ReadError, StorageError
 from ckpttool.text import near_names
 
 FREE_SPACE = "free some space, or write somewhere else"
@@ -31,6 +31,8 @@ def from_os_error(error: OSError, path: str, doing: str) -> CkptError:
     if doing == "write" or error.errno == errno.EIO:
         return StorageError(f"`{path}`: cannot {doing}: {reason}", file=path)
     hint = _meant(path) if error.errno == errno.ENOENT else None
+    if error.errno in (errno.EACCES, errno.EPERM):
+        return DeniedError(f"`{path}`: cannot read: {reason}", file=path)
     return ReadError(f"`{path}`: cannot read: {reason}", hint=hint, file=path)
 
 

@@ -244,6 +244,26 @@ def test_no_permission_to_read(kind: str) -> None:
         shutil.rmtree(folder)
 
 
+def test_a_file_that_may_not_be_read_is_no_damage() -> None:
+    """One shard of DCP: `verify` said damaged three times, and `inspect` ended with 0 and other facts."""
+    folder = Path(tempfile.mkdtemp(prefix="ckpt-"))
+    try:
+        folder.chmod(0o777)
+        src = shutil.copytree(CHECKPOINTS / "dcp/fsdp2_w4" / "ckpt", folder / "dcp")
+        files = shutil.copytree(CHECKPOINTS / "run/accelerate_fsdp2_sharded_w2" / "ckpt", folder / "files")
+        (src / "__1_0.distcp").chmod(0)  # has objects
+        (files / "scheduler.bin").chmod(0)
+        for words in (("inspect", src), ("verify", src)):
+            check_words(as_nobody(*words), READ, "__1_0.distcp", "permission denied")
+        for words in (("inspect", files), ("verify", files)):
+            check_words(as_nobody(*words), READ, "scheduler.bin", "permission denied")
+        (src / "__1_0.distcp").chmod(0o644)
+        (src / "__0_0.distcp").chmod(0)  # has tensors only
+        check_words(as_nobody("verify", src), READ, "__0_0.distcp", "permission denied")
+    finally:
+        shutil.rmtree(folder)
+
+
 # Cut ------------------------------------------------------------------------------------------------------------------
 
 

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
+from support.paths import CHECKPOINTS
 
 import ckpttool
 from ckpttool.errors import CorruptError, ReadError
@@ -121,3 +124,30 @@ def test_parts_that_are_alike_stay_parts(names: str, of: Any, tmp_path: Path) ->
     assert opened(tmp_path) == {*names.split()}
     save(tmp_path / "step_100", "best.pt last.pt", of)
     assert opened(tmp_path / "step_100") == {"best.pt", "last.pt"}
+
+
+def test_checkpoints_that_are_not_opened_are_named(tmp_path: Path) -> None:
+    """A file of safetensors beside two runs was all that such a directory was said to be."""
+    save_file(model(1), tmp_path / "model.safetensors")
+    for name in ("a", "b"):
+        save(tmp_path, f"{name}/step_1.pt {name}/step_2.pt")
+    with pytest.raises(ReadError, match="not a checkpoint; found 5 inside") as raised:
+        ckpttool.inspect(tmp_path)
+    assert {"a/step_2.pt", "b/step_1.pt", "model.safetensors"} <= {*raised.value.facts["found"]}
+
+
+def test_other_folders_beside_a_run_are_named(tmp_path: Path) -> None:
+    save(tmp_path, "step_1/state.pt step_2/state.pt pretrained/model.pt stray.pt")
+    (tmp_path / "logs").mkdir()
+    (warning,) = (str(one) for one in ckpttool.inspect(tmp_path).warnings if one.kind == "chosen")
+    assert warning == "not opened, as they are of no step: `stray.pt`, `pretrained/`"
+
+
+def test_the_only_checkpoint_with_a_layout_is_not_taken_among_others(tmp_path: Path) -> None:
+    """It has no step, and was opened as the run's, whatever lay beside it."""
+    shutil.copytree(CHECKPOINTS / "run/accelerate_fsdp2_sharded_w2/ckpt", tmp_path / "saved")
+    catalogue = ckpttool.inspect(tmp_path)
+    assert catalogue.location == str(tmp_path / "saved")
+    save(tmp_path, "stray.pt")
+    with pytest.raises(ReadError, match="not a checkpoint; found 2 inside: `saved`, `stray.pt`"):
+        ckpttool.inspect(tmp_path)

@@ -367,7 +367,7 @@ def test_a_model_that_once_was_sorted_orders_nothing(tmp_path: Path, to: str) ->
     """The groups are in the order of the model; the model that came out of safetensors is not, in any format."""
     source = Path(path_of("run/trainer")) / "checkpoint-4"
     (tmp_path / "order.json").write_text(json.dumps(named_parameters(source)))
-    named, shapes = tmp_path / "named.pt", str(tmp_path / "order.json")
+    named, shapes = tmp_path / "named", str(tmp_path / "order.json")
     convert(source, named, to=to, optim_keys="fqn", shapes=shapes)
     for folder, hint in (("a", None), ("b", shapes)):
         made = convert(named, tmp_path / folder / "checkpoint-4", producer="trainer", shapes=hint, check=True)

@@ -24,7 +24,7 @@ from ckpttool.catalogue.entries import (
 from ckpttool.catalogue.protocols import NO_HINTS, ByteRange, OpenOptions, Source
 from ckpttool.catalogue.values import Stub, stub_type
 from ckpttool.catalogue.warning import Warning
-from ckpttool.errors import CkptError, CorruptError, ReadError
+from ckpttool.errors import CkptError, CorruptError, DeniedError, ReadError
 from ckpttool.formats.dcp import planner_data
 from ckpttool.formats.dcp.index import Index, read_index
 from ckpttool.formats.dcp.items import Items
@@ -230,6 +230,8 @@ class _CatalogueBuilder:
     def _decode(self, item: IndexItem, name: str) -> None:
         try:
             self._trees[name] = self._items.tree(item, name)
+        except DeniedError:
+            raise  # the checkpoint is not at fault
         except CkptError as error:
             self._trees[name] = error
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -15,7 +16,7 @@ from ckpttool.catalogue.protocols import Format, SinkOptions, Source
 from ckpttool.catalogue.validation import validate
 from ckpttool.errors import UsageError
 from ckpttool.layout import rechunk, select
-from ckpttool.layout.mesh import Mesh, parse_mesh, world_mesh
+from ckpttool.layout.mesh import Mesh, parse_mesh, parse_placements, world_mesh
 from ckpttool.layout.optimizer import respell
 from ckpttool.layout.rank_policies import apply_policy, check_policy
 from ckpttool.layout.rechunk import Rules
@@ -64,6 +65,7 @@ class ReshardOptions:
     """The options of a reshard, parsed: the mesh, or the path of the checkpoint whose layout is copied."""
 
     mesh: Mesh | None
+    typed: str  # the mesh, as it was typed
     like: str | None
     rules: Rules
     rng: str
@@ -168,7 +170,7 @@ def reshard(
         memory, other = arguments.memory(max_memory), arguments.path(like) or None
         rules = Rules(_placements(placements), tuple(several(shard)), tuple(several(replicate)))
         mesh = _mesh(to_world, to_mesh, other, rules)
-        options = ReshardOptions(mesh, other, rules, rng, dataloader, arguments.selection(only, drop))
+        options = ReshardOptions(mesh, to_mesh or "", other, rules, rng, dataloader, arguments.selection(only, drop))
         if engine is not None and engine not in engines.ENGINES:
             raise UsageError(f"there is no engine `{engine}`", hint=meant(engine, engines.ENGINES, "`bytes` or `mesh`"))
         check_policy("rng", rng)
@@ -248,6 +250,14 @@ def _mesh(to_world: int | None, to_mesh: str | None, like: str | None, rules: Ru
     return world_mesh(to_world) if to_world else parse_mesh(to_mesh) if to_mesh else None
 
 
+def _mesh_notes(mesh: Mesh, rules: Rules, typed: str) -> Iterator[str]:
+    """Yield what is not obvious of a mesh: what `dp` is, and that nothing is cut over `tp` by itself."""
+    if re.search(r"(^|,)\s*dp=", typed):
+        yield "`dp` is `shard`, over which FSDP cuts parameters; over `replicate` they are copied, as DDP does"
+    if mesh.size.get("tp", 1) > 1 and not any("tp" in parse_placements(text, mesh) for _, text in rules.placements):
+        yield "nothing is cut over `tp`: `--placements 'layers.*.wq.weight=tp:0'` and the like say what is"
+
+
 def _target(to: str) -> Format:
     known = [row for row in formats.FORMATS if row.chunked]
     target = next((row for row in known if to == row.target), None)
@@ -288,6 +298,7 @@ def _plan(opened: OpenSource, options: ReshardOptions, target: Format, result: R
     with ExitStack() as stack:
         if options.mesh is not None:
             mesh, result.mesh = options.mesh, str(options.mesh)
+            result.notes += _mesh_notes(options.mesh, options.rules, options.typed)
             _check_even(mesh, options.rules, target)
         else:
             other = _opened_like(stack, options.like or "", target)

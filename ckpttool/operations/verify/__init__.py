@@ -12,9 +12,10 @@ from contextlib import ExitStack, closing
 from dataclasses import replace
 
 from ckpttool.analysis.describe.copies import note_copies
+from ckpttool.catalogue.entries import Catalogue
 from ckpttool.catalogue.findings import DAMAGE, NOTE, Finding
-from ckpttool.catalogue.validation import validate
-from ckpttool.errors import CorruptError, ReadError
+from ckpttool.catalogue.validation import stop_at_denied, validate
+from ckpttool.errors import CorruptError, DeniedError, ReadError
 from ckpttool.operations import arguments
 from ckpttool.operations import manifest as manifests
 from ckpttool.operations.verify import (
@@ -96,6 +97,7 @@ def verify(
             run = run._replace(runs={})
         stack.enter_context(closing(run.source))
         if run.is_open:
+            _check_readable(run.catalogue)
             for check in (*CHECKS, values.check) if check_values else CHECKS:
                 report.add(check(run))
             files.check_unchanged(run.catalogue.versions)
@@ -115,6 +117,14 @@ def verify(
     if page is not None:
         page_file.write(drawn(report, run.catalogue), page)
     return report
+
+
+def _check_readable(catalogue: Catalogue) -> None:
+    """Raise ReadError for a file that this user may not read: that is no damage, and what it holds is unknown."""
+    stop_at_denied(catalogue)
+    for file in catalogue.own_files:
+        if file.location.store.is_local and not file.missing:
+            file.location.check_readable()
 
 
 def _given(report: Report, *, is_own: bool) -> Manifest | None:
@@ -167,7 +177,7 @@ def _open(path: str, shapes: str | None, report: Report, threads: int, progress:
     except UnsupportedError:
         raise
     except (CorruptError, ReadError) as error:
-        if isinstance(error, ReadError) and not unopened.is_unfinished(path):
+        if isinstance(error, DeniedError) or (isinstance(error, ReadError) and not unopened.is_unfinished(path)):
             raise
         run = Verification(unopened.source(path), stores.local_path(path), report, threads, progress)
         if not stores.is_remote(path):
