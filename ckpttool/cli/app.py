@@ -63,6 +63,8 @@ class Application(CommandGroup):
     def parse_args(self, context: Any, words: list[str]) -> list[str]:
         # The shell may be left out, which an option of typer cannot.
         is_left_out = words[:1] and words[0] in _OPTIONAL and (len(words) == 1 or words[1].startswith("-"))
+        if words[:1] == ["help"]:
+            words = [*words[1:], "--help"]
         return super().parse_args(context, [f"{words[0]}=", *words[1:]] if is_left_out else words)
 
     def main(self, args: Sequence[str] | None = None, *rest: Any, **extra: Any) -> Any:
@@ -85,7 +87,7 @@ def application() -> Any:
         name="ckpttool",
         cls=Application,
         callback=_ckpttool,
-        epilog="`ckpttool COMMAND --help` shows a command's options and examples.\n\nMore: docs/reference/cli.md",
+        epilog="`ckpttool COMMAND --help` shows a command's options and examples.",
         context_settings={"help_option_names": ["-h", "--help"], "max_content_width": _MAX_WIDTH},
     )
 

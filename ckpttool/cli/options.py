@@ -39,7 +39,10 @@ ReshardDestination = Annotated[Destination, Reworded(
 RepairDestination = Annotated[Destination, Reworded("The directory to write, with missing parents.")]
 SamplesDestination = Annotated[Destination, Reworded("The directory to write.")]
 TensorName = Annotated[str, argument("TENSOR",
-    "Its dotted name, as `inspect --tensors` shows it.", complete=completion.tensor_names)]
+    "Its dotted name, as `inspect --tensors` shows it; or that of a value, such as `step`.",
+    complete=completion.tensor_names)]
+Elements = Annotated[Text, argument("[ELEMENTS]",
+    "A slice to show in place of the first values: '[0:4, :8]'.")]
 Directory = Annotated[str, argument("DIR", "The directory that runs wrote to, or `TMPDIR`.")]
 A = Annotated[str, argument("A", "A checkpoint of any format.")]
 B = Annotated[str, argument("B", "The checkpoint to compare it with, of any format.")]

@@ -9,6 +9,7 @@ from __future__ import annotations
 import inspect
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from types import UnionType
 from typing import Annotated, Any, NamedTuple, Union, get_args, get_origin
 
@@ -199,17 +200,23 @@ class Command(TyperCommand):
             with formatter.section("Examples"):
                 for example in self.examples:
                     formatter.write(f"{'':>{formatter.current_indent}}{example}\n")
-        page = "docs/reference/cli.md#" + context.command_path.removeprefix("ckpttool ").replace(" ", "-")
-        formatter.write_paragraph()
-        formatter.write_text(f"More: {page}")
+        page = "reference/cli.md#" + context.command_path.removeprefix("ckpttool ").replace(" ", "-")
+        write_address(formatter, page)
 
 
 class CommandGroup(TyperGroup):
     """A group of commands, which says which command may be meant by another word. Without a word it shows its help."""
 
+    page = "reference/cli.md"
+    """The page of the documentation about it, below `docs/`."""
+
     def __init__(self, **settings: Any) -> None:
         super().__init__(**settings)
         _adopt_all(self)
+
+    def format_epilog(self, context: Any, formatter: Any) -> None:
+        super().format_epilog(context, formatter)
+        write_address(formatter, self.page)
 
     def get_help_option(self, context: Any) -> Any:
         return _adopt(super().get_help_option(context))
@@ -228,11 +235,22 @@ class CommandGroup(TyperGroup):
         return super().resolve_command(context, words)
 
 
+def write_address(formatter: Any, page: str) -> None:
+    """Write the address of a page of the documentation, if the package that is installed has one."""
+    from importlib.metadata import PackageNotFoundError, metadata  # takes longer than the help itself
+
+    with suppress(PackageNotFoundError):
+        pages = dict(url.split(", ", 1) for url in metadata("ckpttool").get_all("Project-URL") or ())
+        if (overview := pages.get("Documentation", "")).endswith("README.md"):
+            formatter.write_paragraph()
+            formatter.write_text(f"More: {overview.removesuffix('README.md')}{page}")
+
+
 def _parsed(parse: Callable[[Any, list[str]], list[str]], context: Any, words: list[str]) -> list[str]:
     try:
-        return parse(context, words)
+        return parse(context, [*words])
     except ParseError as error:
-        raise reworded(error, context) from None
+        raise reworded(error, context, words) from None
 
 
 def app(**settings: Any) -> typer.Typer:
@@ -247,9 +265,10 @@ def command(name: str, function: Callable[..., None]) -> Any:
     return get_command(single)
 
 
-def group(name: str, functions: Sequence[Callable[..., None]], *, help: str, epilog: str) -> Any:
-    """Return a group of the commands of functions, which have their names."""
-    several = app(name=name, cls=CommandGroup, help=help, epilog=epilog)
+def group(name: str, functions: Sequence[Callable[..., None]], *, help: str, page: str) -> Any:
+    """Return a group of the commands of functions, which have their names; `page` is about it."""
+    kind = type(CommandGroup.__name__, (CommandGroup,), {"page": page})
+    several = app(name=name, cls=kind, help=help)
     for function in functions:
         several.command(function.__name__, cls=Command)(function)
     return get_command(several)

@@ -24,26 +24,32 @@ _SYNONYMS = {
     "download": "`convert hf://org/name DST`",
     **dict.fromkeys(("audit", "trial", "resume"), "`verify-resume`"),
     "version": "`ckpttool --version`",
-    "help": "`ckpttool --help`",
     "completion": "`ckpttool --install-completion`",
 }
 
 _EXTRA = re.compile(r"Got unexpected extra argument(?:s|\(s\))? \((.*)\)")
 
 
-def reworded(error: Any, context: Any) -> UsageError:
-    """Return an error of typer's parser with our wording: lower case, backticks, and a hint."""
+def reworded(error: Any, context: Any, words: list[str]) -> UsageError:
+    """Return an error of typer's parser with our wording: lower case, backticks, and a hint. `words` were parsed."""
     command = context.command_path
     message = re.sub(r"'([^']*)'", r"`\1`", error.format_message()).strip()
     hint = f"`{command} --help` shows what it takes"
     if hasattr(error, "possibilities"):
         message = f"`{command}` has no option `{error.option_name}`"
-        if error.possibilities:
+        commands = context.command.list_commands(context) if hasattr(context.command, "list_commands") else []
+        if re.fullmatch(r"--(no-)?colou?r(=.*)?", error.option_name):
+            hint = "`NO_COLOR=1` before the command turns colours off, `FORCE_COLOR=1` on"
+        elif given := next((word for word in words if word in commands), None):
+            hint = f"options come after the command: `{command} {given} ... {error.option_name}`"
+        elif error.possibilities:
             hint = f"did you mean `{error.possibilities[0]}`?"
     elif extra := _EXTRA.fullmatch(message.rstrip(".")):
         message = f"too many arguments: `{extra[1]}`"
         takes = [param.metavar or param.name for param in context.command.params if param.param_type_name == "argument"]
         hint = f"`{' '.join([command, *takes])}` is all; {hint}"
+        if os.path.lexists(extra[1].partition(" ")[0]):
+            hint += "; was it a pattern? In quotes, `'*.pt'`, it is the files of one step; or name the directory"
     return UsageError(f"{message[:1].lower()}{message[1:]}".rstrip("."), hint=hint)
 
 

@@ -140,5 +140,5 @@ verify_resume = group(
     "verify-resume",
     (audit, trial, resume_run.run, init),
     help="Check that training resumes exactly from a checkpoint.",
-    epilog="More: docs/how-to/check-resume.md",
+    page="how-to/check-resume.md",
 )

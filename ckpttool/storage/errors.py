@@ -17,6 +17,7 @@ FREE_SPACE = "free some space, or write somewhere else"
 _REPOSITORY = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")  # org/name
 _HUB = re.compile(r"hf:/{0,3}([^/].*)", re.IGNORECASE)
 _DRIVE = re.compile(r"([A-Za-z]):[\\/](.*)")  # of Windows
+_TEXTS = re.compile(r"\.(txt|md|rst|log|csv|tsv|html|py|sh|png|jpg|pdf|svg|out|err)$")  # which are not meant
 _MAX_NAMES = 2000  # names of a directory that are compared with one that is not there
 _SHORT = 3  # a shorter name is like too many
 
@@ -28,6 +29,8 @@ def from_os_error(error: OSError, path: str, doing: str) -> CkptError:
         return StorageError(f"`{path}`: {reason}", hint=FREE_SPACE, file=path)
     if error.errno in (errno.EEXIST, errno.ENOTDIR) and (above := _file_above(path)) is not None:
         reason = f"`{above}` is a file, not a directory"
+    if error.errno == errno.ENOENT and os.path.islink(path):
+        reason = f"a link to `{os.readlink(path)}`, which does not exist"
     if doing == "write" or error.errno == errno.EIO:
         return StorageError(f"`{path}`: cannot {doing}: {reason}", file=path)
     hint = _meant(path) if error.errno == errno.ENOENT else None
@@ -77,6 +80,8 @@ def _near(path: str) -> list[str]:
         return []
     with suppress(OSError), os.scandir(Path(*parts[:known])) as entries:
         names = [entry.name for entry in islice(entries, _MAX_NAMES) if not entry.name.startswith(".")]
+        typed = Path(parts[known]).suffix
+        names = [name for name in names if Path(name).suffix in (typed, "") or not _TEXTS.search(name)]
         near = [Path(*parts[:known], name, *parts[known + 1 :]) for name in near_names(parts[known], sorted(names))]
         return [str(one) for one in near if one.exists()]
     return []

@@ -434,7 +434,11 @@ def is_remote(path: str) -> bool:
 
 
 def check_scheme(path: str) -> None:
-    """Raise UsageError for an address of no store, which as a path would be a directory `s3:` of this machine."""
+    """Raise UsageError for an address of no store, which as a path would be a directory `s3:` of this machine; and for
+    `-`, which elsewhere is a pipe."""
+    if path == "-":
+        text = "`-`: files are read and written in many places at once, which no pipe can"
+        raise UsageError(text, hint="name a file or a directory; one that is called so is `./-`")
     scheme = _SCHEME.match(path)
     if scheme is None or scheme[1] in STORES:
         return

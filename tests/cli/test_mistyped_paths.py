@@ -95,5 +95,47 @@ def test_too_many_arguments(there: Path) -> None:
     """As of a pattern that the shell expands to several checkpoints."""
     assert run("verify", "run7/step-500", "run7/step-1000").stderr == (
         "error: too many arguments: `run7/step-1000`\n"
-        "hint: `ckpttool verify PATH` is all; `ckpttool verify --help` shows what it takes\n"
+        "hint: `ckpttool verify PATH` is all; `ckpttool verify --help` shows what it takes; was it a pattern? "
+        "In quotes, `'*.pt'`, it is the files of one step; or name the directory\n"
     )
+    assert "pattern" not in run("verify", "run7/step-500", "nothing").stderr
+
+
+@pytest.mark.parametrize("words", ["inspect -", "convert full.pt -", "convert full.pt - --to torch", "diff - full.pt"])
+def test_no_pipe(words: str, there: Path) -> None:
+    """`convert full.pt - --to torch` wrote a file `-`."""
+    done = run(*words.split())
+    assert done.exit_code == 2 and "which no pipe can" in done.stderr and not (there / "-").exists()
+
+
+def test_a_link_to_nothing(there: Path) -> None:
+    os.symlink("/nowhere/full.pt", "linked.pt")
+    said = "error: `linked.pt`: cannot read: a link to `/nowhere/full.pt`, which does not exist\n"
+    assert run("inspect", "linked.pt").stderr == said
+
+
+def test_no_text_is_meant(there: Path) -> None:
+    Path("notes.txt").write_text("a text")
+    assert "did you mean" not in run("inspect", "notes").stderr
+    assert "did you mean `notes.txt`?" in run("inspect", "note.txt").stderr
+
+
+@pytest.mark.parametrize(
+    ("words", "hint"),
+    [
+        ("--verbose inspect full.pt", "options come after the command: `ckpttool inspect ... --verbose`"),
+        ("--json inspect full.pt", "options come after the command: `ckpttool inspect ... --json`"),
+        ("--versoin", "did you mean `--version`?"),
+        ("--color inspect full.pt", "`NO_COLOR=1` before the command turns colours off, `FORCE_COLOR=1` on"),
+        ("inspect --no-color full.pt", "`NO_COLOR=1` before the command turns colours off, `FORCE_COLOR=1` on"),
+    ],
+)
+def test_options_of_no_command(words: str, hint: str, there: Path) -> None:
+    done = run(*words.split())
+    assert done.exit_code == 2 and hint in done.stdout + done.stderr
+
+
+def test_help_of_a_command(there: Path) -> None:
+    assert run("help", "show").stdout == run("show", "--help").stdout != ""
+    assert run("help").stdout == run("--help").stdout != ""
+    assert run("help", "verify-resume", "run").stdout == run("verify-resume", "run", "--help").stdout

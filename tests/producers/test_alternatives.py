@@ -149,5 +149,5 @@ def test_the_only_checkpoint_with_a_layout_is_not_taken_among_others(tmp_path: P
     catalogue = ckpttool.inspect(tmp_path)
     assert catalogue.location == str(tmp_path / "saved")
     save(tmp_path, "stray.pt")
-    with pytest.raises(ReadError, match="not a checkpoint; found 2 inside: `saved`, `stray.pt`"):
+    with pytest.raises(ReadError, match=r"not a checkpoint; found 2 inside: `saved`, `stray\.pt`"):
         ckpttool.inspect(tmp_path)
