@@ -20,6 +20,7 @@ from ckpttool.errors import DIFFERS, DONE
 from ckpttool.layout.views import Viewed
 from ckpttool.models import key_maps, select_model
 from ckpttool.models import reference as references
+from ckpttool.models.fitting.names import is_left_over, is_scale
 from ckpttool.models.matching import decide, models
 from ckpttool.models.matching.solve import Candidate, Open, Solution
 from ckpttool.models.reference import Reference
@@ -65,6 +66,7 @@ class Matched(Result):
     unmatched: list[Open] = field(default_factory=list)  #: tensors of the reference that nothing can make
     assumed: list[Open] = field(default_factory=list)  #: tensors that are found, but may be transposed all the same
     unused: list[str] = field(default_factory=list)  #: tensors of the checkpoint that no rule takes
+    left_over: list[str] = field(default_factory=list)  #: those of an adapter, or the scales of quantised weights
     compared: int = 0  #: number of tensors of which values were compared (`--content`)
     destination: str | None = None  #: file of the map, if it was written
     notes: list[str] = field(default_factory=list)  #: remarks, such as which checkpoint of a run was read
@@ -72,8 +74,8 @@ class Matched(Result):
 
     @property
     def verdict(self) -> str:
-        """`found`, or `open` if something is ambiguous or unmatched."""
-        return "open" if self.ambiguous or self.unmatched else "found"
+        """`found`, or `open` if something is ambiguous or unmatched, or belongs to tensors that a rule takes alone."""
+        return "open" if self.ambiguous or self.unmatched or self.left_over else "found"
 
     @property
     def message(self) -> str:
@@ -82,7 +84,7 @@ class Matched(Result):
         for what, all_ in (("ambiguous", self.ambiguous), ("unmatched", self.unmatched)):
             number = sum(len(one.names) for one in all_)
             text += f"; {number:,} {what}" if number else ""
-        return text
+        return text + (f"; {len(self.left_over):,} left over" if self.left_over else "")
 
     @property
     def lines(self) -> Iterable[str]:
@@ -91,7 +93,7 @@ class Matched(Result):
 
     @property
     def exit_code(self) -> int:
-        """1 if something is ambiguous or unmatched."""
+        """1 unless all is found."""
         return DIFFERS if self.verdict == "open" else DONE
 
 
@@ -177,6 +179,7 @@ def _fill(result: Matched, solution: Solution, reference: Reference) -> None:
     result.map = models.key_map(solution, f"{result.source} as {result.like}", reference.config)
     result.ambiguous, result.unmatched, result.unused = solution.ambiguous, solution.unmatched, solution.unused
     result.assumed = solution.assumed
+    result.left_over = [name for name in solution.unused if is_left_over(name)]
 
 
 # What it looks like ---------------------------------------------------------------------------------------------------
@@ -198,12 +201,22 @@ def blocks(result: Matched, verbose: bool = False) -> Iterator[Block]:
     yield Facts(known(_facts(result)))
     yield Findings("ambiguous", [_finding(one, "ambiguous") for one in result.ambiguous])
     yield Findings("unmatched", [_finding(one, "unmatched") for one in result.unmatched])
+    if result.left_over:
+        yield Findings("left over", [Finding(DIFFERENCE, "left over", _why_left(result.left_over))])
     if result.unused:
         yield Text(some(result.unused, len(result.unused) if verbose else SHOWN), "not used", how_many(result.unused))
     if result.destination is None:
         yield Verbatim("key map", text(result.map))
     else:
         yield Line([dim("wrote "), result.destination])
+
+
+def _why_left(names: Sequence[str]) -> str:
+    if all(is_scale(name) for name in names):
+        return f"{some(names)}: scales of quantised weights, without which these are codes: dequantise the model first"
+    return (
+        f"{some(names)}: an adapter that is not merged into the weights: merge it first, as PEFT's `merge_and_unload`"
+    )
 
 
 def _finding(one: Open, kind: str) -> Finding:

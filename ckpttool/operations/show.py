@@ -142,10 +142,10 @@ def _unknown(path: str, name: str, names: list[str], tensors: list[str]) -> Usag
     if len(matching) == 1:
         hint = f"did you mean `{matching[0]}`?"
     elif matching:
-        rest = f"{quote(path)} --tensors {quote(pattern)}`"
-        hint = f"`ckpttool inspect {rest} lists the {len(matching):,} that match"
+        src, glob, count = quote(path), quote(pattern), f"{len(matching):,}"
+        hint = f"`ckpttool inspect {src} --tensors {glob}` lists the {count} that match"
         if not {*tensors}.isdisjoint(matching):
-            hint += f", `ckpttool stats {rest} reads their values"
+            hint += f", `ckpttool stats {src} --tensors {glob}` reads their values"
     return UsageError(f"`{path}`: there is no tensor `{name}`", hint=hint)
 
 

@@ -311,3 +311,15 @@ def test_a_config_is_a_reference(tmp_path: Path) -> None:
     assert found.verdict == "fits", found.mismatches
     done = run("check", str(tmp_path / "x.pt"), "--against", str(tmp_path / "config.json"), "--content")
     assert done.exit_code == 2 and "has none" in done.stderr
+
+
+def test_codes_without_scales_do_not_fit(reference: str, tmp_path: Path) -> None:
+    """int8 was a note on dtypes, as if the values were cast."""
+    state = released()
+    codes = {n: (v / v.abs().amax() * 127).to(torch.int8) if "proj" in n else v for n, v in state.items()}
+    (first, second) = check(codes, reference, tmp_path).mismatches
+    assert (first.found, first.gravity) == ("int8", "difference") and "whose scales are not there" in first.message
+    assert (second.found, second.gravity) == ("float32", "suspect")
+    small = {n: v.to(torch.float8_e4m3fn) if "proj" in n else v for n, v in state.items()}
+    made = check(small, reference, tmp_path)
+    assert made.exit_code == 0 and any("right if they were cast" in one.message for one in made.mismatches)

@@ -14,9 +14,9 @@ from ckpttool.text import folded_name, plural, without_numbers
 
 _SUFFIX = 3  # keys of a name that tell which tensor it is, wherever the model hangs
 # What is left of an adapter or of quantisation in a model that should have neither.
-_LEFT_OVER = re.compile(
-    r"(.*\.)?(lora_\w+|base_layer|modules_to_save|adapter_\w+)(\..*)?"
-    r"|.*[._](scales?|scale_inv|absmax|quant_map|quant_state\S*|qzeros|g_idx|qweight|amax_history|zero_point|observer\S*)"
+_OF_ADAPTER = re.compile(r"(.*\.)?(lora_\w+|base_layer|modules_to_save|adapter_\w+)(\..*)?")
+_OF_QUANTISED = re.compile(
+    r".*[._](scales?|scale_inv|absmax|quant_map|quant_state\S*|qzeros|g_idx|qweight|amax_history|zero_point|observer\S*)"
 )
 _WORDS = ("embed", "wte", "lm_head", "output", "tok_")
 _GRAVITIES = ("prefix", "missing", "left over", "extra", "shape", "tie", "content", "dtype", "unknown")
@@ -30,7 +30,7 @@ class Mismatch(TypedDict):
     names: list[str]  #: names of the tensors
     found: str | None  #: what the checkpoint has
     expected: str | None  #: what the reference has
-    fails: bool  #: whether the model does not fit because of it; a dtype, by itself, is no reason
+    fails: bool  #: whether the model does not fit because of it; a dtype is no reason, but integers without scales are
 
 
 def mismatch(
@@ -102,7 +102,7 @@ def mismatches(model: Model, reference: Model, *, ties_words: bool | None) -> It
         name for name in reference if name not in model and not _is_tied_away(name, model, reference, ties_words)
     ]
     extra = [name for name in model if name not in reference and not _is_tied_away(name, reference, model, ties_words)]
-    left = [name for name in extra if _LEFT_OVER.fullmatch(name)]
+    left = [name for name in extra if is_left_over(name)]
     yield from _folded("missing", missing, lambda name: ("", _text(reference[name])), "is missing", "are missing")
     text = "is left of an adapter or of quantisation", "are left of an adapter or of quantisation"
     yield from _folded("left over", left, lambda name: (_text(model[name]), ""), *text)
@@ -115,8 +115,26 @@ def mismatches(model: Model, reference: Model, *, ties_words: bool | None) -> It
     dtypes = [name for name in both if reference[name].dtype and model[name].dtype != reference[name].dtype]
     for (found, expected), names in _grouped(dtypes, lambda name: (model[name].dtype, reference[name].dtype)):
         message = f"{plural(len(names), 'tensor')}: {found}, and {expected} in the reference"
-        yield mismatch("dtype", message, names, found, expected, fails=False)
+        is_float = expected.startswith(("float", "bfloat"))
+        # With what is left of their scales, the model does not fit in any case.
+        is_code = is_float and not left and found.startswith(("int", "uint"))
+        if is_code:
+            message += ": codes of quantised weights, whose scales are not there"
+        elif is_float and not left and found.startswith("float8") and not expected.startswith("float8"):
+            message += ": right if they were cast, wrong if they were quantised, as there are no scales; "
+            message += "`--content` compares the values"
+        yield mismatch("dtype", message, names, found, expected, fails=is_code)
     yield from _ties(model, reference, ties_words)
+
+
+def is_left_over(name: str) -> bool:
+    """Return whether a name is that of an adapter's tensor, or of what belongs to a quantised weight. Pure."""
+    return is_scale(name) or _OF_ADAPTER.fullmatch(name) is not None
+
+
+def is_scale(name: str) -> bool:
+    """Return whether a name is that of what belongs to a quantised weight, such as its scale. Pure."""
+    return _OF_QUANTISED.fullmatch(name) is not None
 
 
 def _is_tied_away(name: str, model: Model, other: Model, ties_words: bool | None) -> bool:

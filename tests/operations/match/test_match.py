@@ -180,6 +180,30 @@ def test_nothing_is_open_where_all_is_found(folder: Path) -> None:
     assert document["verdict"] == "found" and document["reference_tensors"] == 21
 
 
+@pytest.mark.parametrize(("kind", "last"), [("lora", "lora_A.default.weight"), ("int8", "weight_scale")])
+def test_what_belongs_to_a_weight_that_is_taken_alone_is_left_over(kind: str, last: str, tmp_path: Path) -> None:
+    """The weights that are taken are others without it: this ended with 0."""
+    released = {"model.embed.weight": torch.randn(9, 8), "model.up.weight": torch.randn(12, 8)}
+    save_file(released, tmp_path / "released.safetensors")
+    if kind == "lora":
+        other = {"model.embed.weight": released["model.embed.weight"], "model.up.base_layer.weight": torch.randn(12, 8)}
+        other |= {
+            "model.up.lora_A.default.weight": torch.ones(2, 8),
+            "model.up.lora_B.default.weight": torch.ones(12, 2),
+        }
+    else:
+        other = released | {
+            "model.up.weight": torch.ones(12, 8, dtype=torch.int8),
+            "model.up.weight_scale": torch.ones(12, 1),
+        }
+    torch.save({"model": other}, tmp_path / "x.pt")
+    found = ckpttool.match(tmp_path / "x.pt", tmp_path / "released.safetensors")
+    assert kind == "lora" or (found.found, found.ambiguous, found.unmatched) == (2, [], [])
+    assert (found.verdict, found.exit_code) == ("open", 1) and f"model.up.{last}" in found.left_over
+    said = run("match", str(tmp_path / "x.pt"), "--like", str(tmp_path / "released.safetensors")).stdout
+    assert ("merge it first" if kind == "lora" else "dequantise the model first") in said
+
+
 def test_a_square_matrix_without_a_witness_is_called_assumed(tmp_path: Path) -> None:
     """Until values show it: of one of them that it is transposed."""
     released = {f"model.layers.{n}.{one}.weight": torch.randn(64, 64) for n in range(3) for one in ("o_proj", "fc")}
