@@ -15,7 +15,7 @@ from ckpttool.errors import CorruptError
 class Dtype:
     """An element type, e.g. `Dtype("bfloat16", 2, "float", "BF16", "BFloat16Storage")`. `itemsize` is bytes per element
     of the tensor as torch counts elements. `word` is the size of the unit that is swapped between little and big endian
-    (half an element for complex types). A dtype equals its name: `dtype("half") == "float16"`."""
+    (half an element for complex types). A dtype equals its name, `dtype("half") == "float16"`, and that of torch."""
 
     name: str
     itemsize: int
@@ -31,6 +31,8 @@ class Dtype:
         return self.name
 
     def __eq__(self, other: object) -> bool:
+        if type(other).__module__ == "torch":
+            return str(other) == f"torch.{self.name}"
         return self.name == (other.name if isinstance(other, Dtype) else other)
 
     def __hash__(self) -> int:

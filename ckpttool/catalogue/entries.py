@@ -410,7 +410,7 @@ E = TypeVar("E", Tensor, Object)
 
 def unknown_name(name: str | Path, names: Sequence[str]) -> KeyError:
     """Return the error for a dotted name or a key path that no entry has, with the nearest names."""
-    near = near_names(str(name), names)
+    near = near_names(str(name), names) or near_names(str(name), [*dict.fromkeys(n.partition(".")[0] for n in names)])
     return KeyError(f"{name}; did you mean {', '.join(near)}?" if near else name)
 
 

@@ -14,9 +14,11 @@ from functools import cached_property, partial
 from math import prod
 from typing import TYPE_CHECKING, Any
 
+from ckpttool.analysis.describe.counters import note_counters
+from ckpttool.analysis.describe.document_fields import ShardEntry
 from ckpttool.analysis.describe.rows import TensorRows
-from ckpttool.analysis.describe.sharding import shards
-from ckpttool.catalogue import boxes, parts
+from ckpttool.analysis.describe.sharding import Placements, shards
+from ckpttool.catalogue import boxes, counters, parts
 from ckpttool.catalogue.boxes import Box, Ints
 from ckpttool.catalogue.dtypes import Dtype
 from ckpttool.catalogue.entries import Catalogue, Object, Path, Record, Tensor, dotted, unknown_name
@@ -31,6 +33,7 @@ from ckpttool.storage.stores import locate
 from ckpttool.text import html_table, plural, size
 from ckpttool.transfer import checksums
 from ckpttool.transfer.file_checksums import WholeFiles
+from ckpttool.transfer.numbers import numbers
 from ckpttool.transfer.read import part, read_box
 
 if TYPE_CHECKING:
@@ -95,7 +98,8 @@ class Subtree(Mapping[str, Any]):
         tensors = sum(isinstance(catalogue.entries[path], Tensor) for path in names.values())
         wrong = f", {plural(len(catalogue.faults), 'fault')}" if catalogue.faults else ""
         counts = f"{tensors} tensors, {len(names) - tensors} objects{wrong}"
-        return f"<{self._checkpoint.path}: {catalogue.format}, {counts}>"
+        root = f", `{self._root}`" if self._root else ""
+        return f"<{self._checkpoint.path}{root}: {catalogue.format}, {counts}>"
 
     def _repr_html_(self) -> str:
         entries = self._checkpoint.catalogue.entries
@@ -240,6 +244,25 @@ class Checkpoint(Subtree):
         return self._source.catalogue.world_size
 
     @property
+    def step(self) -> int | float | None:
+        """The step of training that it is of, by its counters or its name, as `inspect` shows it; None if unknown."""
+        catalogue = self.catalogue
+        self.check_open()
+        note_counters(self._source)
+        found = counters.step(catalogue)
+        return int(found) if found is not None and found == int(found) else found
+
+    @property
+    def epoch(self) -> int | None:
+        """The epoch, if a counter or its name says so."""
+        return counters.epoch(self.catalogue)
+
+    @property
+    def metadata(self) -> dict[str, Any]:
+        """`__metadata__` of safetensors: a dict, empty for other formats."""
+        return dict(self.catalogue.facts.get("metadata", {}))
+
+    @property
     def warnings(self) -> list[str]:
         """What `inspect` warns of, a sentence each, and what is wrong."""
         return [*map(str, self.catalogue.warnings), *(fault.message for fault in self.faults)]
@@ -359,7 +382,7 @@ class LazyTensor:
 
     @property
     def dtype(self) -> Dtype:
-        """The element type, which equals its name: `tensor.dtype == "bfloat16"`."""
+        """The element type, which equals its name, `tensor.dtype == "bfloat16"`, and that of torch."""
         return self._tensor.dtype
 
     @property
@@ -382,6 +405,22 @@ class LazyTensor:
         """The size of the elements in bytes."""
         return self.numel * self.dtype.itemsize
 
+    @property
+    def chunks(self) -> list[ShardEntry]:
+        """Where the shards of the whole tensor are: dicts with `offsets`, `sizes`, `file` and `rank`."""
+        files, chunks = self._checkpoint.catalogue.files, self._tensor.chunks
+        places = zip(chunks.offsets, chunks.sizes, chunks.file, strict=True)
+        return [
+            {"offsets": offsets, "sizes": sizes, "file": files[file].name, "rank": files[file].rank}
+            for offsets, sizes, file in places
+        ]
+
+    @property
+    def placements(self) -> tuple[str, ...] | None:
+        """How the whole tensor is sharded, for each dimension of the mesh: `("Shard(0)",)`; None if unknown."""
+        placement = Placements(self._checkpoint.catalogue).of(self._tensor)
+        return None if placement is None else placement.placements
+
     def __repr__(self) -> str:
         return f"<{self.name}: {self.dtype} {list(self.shape)}>"
 
@@ -400,7 +439,8 @@ class LazyTensor:
         return self.shape[0]
 
     def __getitem__(self, index: Any) -> LazyTensor:
-        """Return a slice, also of a slice; indexes are integers and slices with positive steps, as in numpy.
+        """Return a slice, also of a slice; indexes are integers and slices with positive steps, as in numpy. Its bytes
+        are not compared with a checksum, unless `numpy(check=True)` or `torch(check=True)` reads them.
 
         Raises IndexError for one outside the tensor.
         """
@@ -462,6 +502,19 @@ class LazyTensor:
             return torch.empty(self.shape, dtype=kind)
         raw = np.ascontiguousarray(self.bits(check)).reshape(-1).view(np.uint8)
         return torch.frombuffer(raw, dtype=kind).reshape(self.shape)
+
+    def item(self) -> Any:
+        """Return the number in a tensor or a slice of one element, of any dtype that has numbers.
+
+        Raises:
+            ValueError: if there is not one element.
+            CorruptError: if the bytes do not match their checksum.
+        """
+        if self.numel != 1:
+            raise ValueError(
+                f"tensor `{self.name}` {list(self.shape)} has {self.numel} elements, and `item()` is of one"
+            )
+        return numbers(self.bits().reshape(-1), self.dtype)[0].item()
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray[Any, np.dtype[Any]]:
         if copy is False:

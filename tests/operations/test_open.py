@@ -389,7 +389,8 @@ assert "verify(" in pydoc.plain(pydoc.render_doc(ckpttool)) and "load" not in di
     subprocess.run([sys.executable, "-c", code], check=True, timeout=300)
     page = (ROOT / "docs" / "reference" / "api.md").read_text()
     listed = set(re.findall(r"^::: ckpttool\.(\w+)$", page, re.MULTILINE))
-    assert listed >= {*dir(ckpttool)} - {"CkptError", "__version__"}
+    errors = {name for name in dir(ckpttool) if name.endswith("Error")}  # listed by their module
+    assert listed >= {*dir(ckpttool)} - {*errors, "__version__"}
 
 
 def test_results_are_short(tmp_path: Path) -> None:
@@ -478,3 +479,28 @@ def test_the_garbage_collector_runs_again_after_opening(tmp_path: Path) -> None:
     with pytest.raises(CkptError):
         ckpttool.open(tmp_path / "x.pt")
     assert gc.isenabled()
+
+
+def test_what_is_asked_of_a_checkpoint_and_of_its_tensors() -> None:
+    """All of it was to be had by other functions only, or `False` in silence."""
+    with ckpttool.open(CHECKPOINTS / "dcp/fsdp2_w4/ckpt") as ckpt:
+        weight = ckpt["model.layers.0.qkv.weight"]
+        assert (ckpt.step, ckpt.epoch, ckpt.metadata) == (3, 1, {})
+        assert weight.placements == ("Shard(0)",) and ckpt["model.embed.weight"][3:].placements == ("Shard(0)",)
+        assert [(one["offsets"], one["sizes"], one["file"], one["rank"]) for one in weight.chunks[:1]] == [
+            ((0, 0), (6, 7), "__0_0.distcp", 0)
+        ]
+        assert len(weight.chunks) == 4
+        assert weight.dtype == torch.float32 and torch.float32 == weight.dtype and weight.dtype != torch.float64
+        assert weight[2, 3].item() == float(weight.torch()[2, 3]) and ckpt["model.tokens_seen"].item() == 30
+        with pytest.raises(ValueError, match="has 7 elements"):
+            weight[2].item()
+        assert repr(ckpt["model"]).startswith(f"<{CHECKPOINTS / 'dcp/fsdp2_w4/ckpt'}, `model`: dcp, 19 tensors")
+        for name in ("model.nrm", "model.norm.weigth"):
+            with pytest.raises(KeyError, match=r"did you mean .*norm"):
+                ckpt[name]
+        with pytest.raises(KeyError, match="nrm; did you mean norm"):
+            ckpt["model"]["nrm"]
+    with ckpttool.open(CHECKPOINTS / "safetensors/single/ckpt.safetensors") as ckpt:
+        assert ckpt.metadata["step"] == "3"
+    assert ckpttool.ReadError is ReadError and ckpttool.UsageError is UsageError
