@@ -30,7 +30,7 @@ COMMANDS = {
     "report": "Write statistics, shards and findings as one HTML file.",
     "diff": "Compare two checkpoints of any format and world size.",
     "check": "Check that a model fits a released one: names, shapes, ties.",
-    "match": "Find how a released model's tensors are made: a key map.",
+    "match": "Derive a key map from a checkpoint to a released model.",
     "verify": "Check that a checkpoint is whole: every checksum and range.",
     "repair": "Write a repaired copy, with lossless fixes only.",
     "convert": "Convert to another format, bit for bit.",

@@ -23,7 +23,7 @@ def check(
     """Check that the model of a checkpoint fits a reference: names, shapes, dtypes, ties, leftovers.
 
     Only headers are read, of the Hub a few kilobytes. The exit code is 1 if something is missing, left over or has
-    another shape; another dtype alone is told.
+    another shape; a dtype difference alone is only reported.
 
     Examples:
         ckpttool check step-1000 --against hf://Qwen/Qwen3-0.6B

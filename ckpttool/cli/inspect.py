@@ -22,7 +22,7 @@ def inspect(
 ) -> None:  # fmt: skip
     """Show what a checkpoint holds, without reading its weights or executing its pickles.
 
-    With an option under Tensors, list those tensors, with the location of their shards.
+    Options under Tensors switch to a list of tensors and their shards.
 
     Examples:
         ckpttool inspect step-1000

@@ -20,10 +20,10 @@ def match(
     output: options.KeyMapFile = None, overwrite: options.Replace = False, as_json: options.AsJson = False,
     quiet: options.Quiet = False, verbose: options.Verbose = False,
 ) -> None:  # fmt: skip
-    """Find how each tensor of a reference is made of those of a checkpoint, by names and shapes: a key map.
+    """Derive a key map from a checkpoint to a reference model; ambiguous matches are listed, never guessed.
 
-    Tensors are renamed, stacked, split, joined, transposed; what may be made in several ways is listed, and never
-    guessed. The exit code is 1 if something is left open.
+    By names and shapes, tensors are renamed, stacked, split, joined and transposed. The exit code is 1 if something is
+    left open, or left over of an adapter or of quantisation.
 
     Examples:
         ckpttool match step-1000 --like hf://Qwen/Qwen3-30B-A3B -o map.json

@@ -56,7 +56,7 @@ RecipeToWrite = Annotated[str, argument("FILE", "The file to write. An existing 
 # What is read ---------------------------------------------------------------------------------------------------------
 
 Only = Annotated[Many, option("--only PART", SELECTION,
-    "Include only this part (model, optimizer, ...; or its key). Repeatable.", complete=completion.parts)]
+    "Only this part of the state: model, optimizer, scheduler, ... or a top-level key. Repeatable.", complete=completion.parts)]
 OnlyModel = Annotated[Only, Reworded("Which model, if there are two.")]
 OnlyWithoutKey = Annotated[Only, Reworded(
     "Include only this part (model, optimizer, ...; or its key), and strip its key from names. Repeatable.")]
@@ -124,7 +124,7 @@ LikeModel = Annotated[Text, option("--like FROM", REFERENCE,
     "Names, order, dtypes, files and config of this model: a directory, hf://org/name, ...")]
 FillFrom = Annotated[Text, option("--fill-from FROM", REFERENCE, "Take the tensors that are missing from this model.")]
 Fill = Annotated[Many, option("--fill GLOB", REFERENCE,
-    "Take only these tensors from there, also if they are not missing. Repeatable.")]
+    "Restrict --fill-from to matching tensors; they replace existing ones. Repeatable.")]
 AgainstModel = Annotated[str, option("--against OTHER", REFERENCE,
     "A released model (a directory, a file, hf://org/name), or its config.json.")]
 CompareContent = Annotated[bool, option("--content", REFERENCE,
@@ -201,7 +201,7 @@ CreatePr = Annotated[bool, option("--create-pr", HUB, "Open a pull request; do n
 Tag = Annotated[Text, option("--tag NAME", HUB, "Tag of the commit, which must not exist yet.")]
 CommitMessage = Annotated[Text, option("--commit-message TEXT", HUB, "Message of the commit.")]
 Token = Annotated[Text, option("--token TOKEN", HUB,
-    "Token in place of HF_TOKEN, which other users of the machine cannot see.")]
+    "Hub token. Prefer HF_TOKEN: command-line arguments are visible to other users.")]
 Stage = Annotated[Text, option("--stage DIR", HUB,
     "Directory with room for DST, which is written there before it is sent. Default: TMPDIR.")]
 StageUploads = Annotated[Stage, Reworded(
