@@ -36,7 +36,13 @@ def rule(text: str, flag: str) -> tuple[str, str]:
     """Split `PATTERN=VALUE` into its two sides. Raises UsageError if there is no `=`."""
     left, equals, right = text.rpartition("=") if text.startswith("re:") else text.partition("=")
     if not equals or not left:
-        raise UsageError(f"`{flag} {text}` is not of the form PATTERN=VALUE")
+        hint = (
+            "write OLD=NEW, such as `--rename 'model.*=*'`"
+            if flag == "--rename"
+            else "such as `'*.norm.weight=float32'`"
+        )
+        hint = "such as `'*.wq.weight=tp:0'`" if flag == "--placements" else hint
+        raise UsageError(f"`{flag} {text}` is not of the form PATTERN=VALUE", hint=hint)
     return left, right
 
 

@@ -56,7 +56,8 @@ RecipeToWrite = Annotated[str, argument("FILE", "The file to write. An existing 
 # What is read ---------------------------------------------------------------------------------------------------------
 
 Only = Annotated[Many, option("--only PART", SELECTION,
-    "Only this part of the state: model, optimizer, scheduler, ... or a top-level key. Repeatable.", complete=completion.parts)]
+    "Only this part of the state: model, optimizer, scheduler, ... or a top-level key. Repeatable.",
+    complete=completion.parts)]
 OnlyModel = Annotated[Only, Reworded("Which model, if there are two.")]
 OnlyWithoutKey = Annotated[Only, Reworded(
     "Include only this part (model, optimizer, ...; or its key), and strip its key from names. Repeatable.")]

@@ -27,6 +27,24 @@ _SYNONYMS = {
     "completion": "`ckpttool --install-completion`",
 }
 
+# What other tools call the options, with those of ours that may be meant.
+_OPTIONS = {
+    **dict.fromkeys(("--force", "--replace", "-f"), ("--overwrite",)),
+    **dict.fromkeys(("--format", "--output-format", "-t"), ("--to",)),
+    **dict.fromkeys(("--world-size", "--world", "--ranks", "--num-ranks", "--nproc", "-n"), ("--to-world",)),
+    **dict.fromkeys(("--bf16", "--fp16", "--half", "--precision", "--cast"), ("--dtype",)),
+    **dict.fromkeys(("--filter", "--pattern", "--include", "--keys", "--name", "--names"), ("--tensors",)),
+    **dict.fromkeys(("--ignore", "--skip"), ("--exclude", "--drop")),
+    **dict.fromkeys(("--jobs", "--workers", "--num-threads", "--num-workers"), ("--threads",)),
+    **dict.fromkeys(("--tol", "--tolerance", "--eps"), ("--rtol", "--atol")),
+    **dict.fromkeys(("--model-only", "--weights-only", "--no-optimizer", "--no-optim"), ("--only",)),
+    **dict.fromkeys(("--limit", "--head"), ("--top",)),
+    **dict.fromkeys(("--simulate", "--plan"), ("--dry-run",)),
+    **dict.fromkeys(("--ref", "--reference", "--base"), ("--like", "--against")),
+}
+_VALUES = {"--bf16": " bfloat16", "--fp16": " float16", "--half": " float16"}
+_VALUES |= dict.fromkeys(("--model-only", "--weights-only", "--no-optimizer", "--no-optim"), " model")
+
 _EXTRA = re.compile(r"Got unexpected extra argument(?:s|\(s\))? \((.*)\)")
 
 
@@ -42,15 +60,35 @@ def reworded(error: Any, context: Any, words: list[str]) -> UsageError:
             hint = "`NO_COLOR=1` before the command turns colours off, `FORCE_COLOR=1` on"
         elif given := next((word for word in words if word in commands), None):
             hint = f"options come after the command: `{command} {given} ... {error.option_name}`"
+        elif ours := _ours(error.option_name, context.command):
+            hint = f"did you mean {ours}?"
+        elif error.option_name in ("--output", "--out", "-o", "--dst", "--to-dir"):
+            takes = _arguments(context.command)
+            hint = f"what is written is the last argument: `{' '.join([command, *takes])}`" if "DST" in takes else hint
         elif error.possibilities:
             hint = f"did you mean `{error.possibilities[0]}`?"
     elif extra := _EXTRA.fullmatch(message.rstrip(".")):
         message = f"too many arguments: `{extra[1]}`"
-        takes = [param.metavar or param.name for param in context.command.params if param.param_type_name == "argument"]
-        hint = f"`{' '.join([command, *takes])}` is all; {hint}"
-        if os.path.lexists(extra[1].partition(" ")[0]):
+        hint = f"`{' '.join([command, *_arguments(context.command)])}` is all; {hint}"
+        if extra[1].isdecimal() and "--to-world" in _flags(context.command):
+            hint = f"did you mean `--to-world {extra[1]}`?"
+        elif os.path.lexists(extra[1].partition(" ")[0]):
             hint += "; was it a pattern? In quotes, `'*.pt'`, it is the files of one step; or name the directory"
     return UsageError(f"{message[:1].lower()}{message[1:]}".rstrip("."), hint=hint)
+
+
+def _arguments(command: Any) -> list[str]:
+    return [param.metavar or param.name for param in command.params if param.param_type_name == "argument"]
+
+
+def _flags(command: Any) -> set[str]:
+    return {flag for param in command.params for flag in param.opts}
+
+
+def _ours(flag: str, command: Any) -> str:
+    """Return the options of a command that another tool's option may mean: "`--rtol` or `--atol`"; empty for none."""
+    known = [one for one in _OPTIONS.get(flag, ()) if one in _flags(command)]
+    return " or ".join(f"`{one}{_VALUES.get(flag, '')}`" for one in known)
 
 
 def missing(shown: str, param: Any, context: Any) -> UsageError:
@@ -58,6 +96,9 @@ def missing(shown: str, param: Any, context: Any) -> UsageError:
     hint = f"`{context.command_path} --help` shows what it takes"
     if param.name == "recipe":
         hint = _recipe_meant(context.command_path, context.meta["words"])
+    if param.name == "tensor":
+        path = next((word for word in context.meta["words"] if not word.startswith("-")), "PATH")
+        hint = f"`ckpttool inspect {path} --tensors '*'` lists the tensors"
     return UsageError(f"missing {param.param_type_name} {shown}", hint=hint)
 
 

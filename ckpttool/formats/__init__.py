@@ -28,6 +28,9 @@ NOT_WRITTEN = {
 }
 """Suffixes of files that are no checkpoints of a format, and what is written in place of such a file."""
 
+OF_TRANSFORMERS = ("hf", "huggingface", "transformers", "vllm")
+"""What the directory of a model is called that `export` writes."""
+
 
 def named(name: str) -> Format:
     """Return the format called `name`. Raises UsageError with the nearest one."""
@@ -35,7 +38,9 @@ def named(name: str) -> Format:
         if name in (row.name, row.target):
             return row
     names = [row.target for row in CHECKPOINTS]
-    if name.lower() in ("hf", "huggingface", "transformers", "vllm"):
+    if why := NOT_WRITTEN.get(f".{name.lower().lstrip('.')}"):
+        raise UsageError(f"there is no format `{name}`", hint=why)
+    if name.lower() in OF_TRANSFORMERS:
         raise UsageError(
             f"there is no format `{name}`", hint="`ckpttool export` writes a model for transformers and vLLM"
         )

@@ -9,6 +9,7 @@ from ckpttool.storage.stores import Location
 from ckpttool.text import some
 
 _SHOWN = 4
+_TAR = 257  # where a tar archive says that it is one
 _HEAD = 64  # bytes of a file that say what it is
 _INCOMPLETE = "the save or the copy did not end; take another copy, or an older step"
 
@@ -44,6 +45,8 @@ def _unknown_file(location: Location) -> CkptError:
     head = location.head(_HEAD)
     if not head:
         return ReadError(f"`{location}` is empty", hint=_INCOMPLETE, file=location)
+    if location.head(_TAR + 5)[_TAR:] == b"ustar":
+        return ReadError(f"`{location}`: a tar archive", hint=_UNPACK_ALL, file=location, found="a tar archive")
     low = head.lstrip(b" \t\r\n\xef\xbb\xbf").lower() if head.strip(b"\0") else bytes(_HEAD)
     for begins, what, hint in _OTHER_FILES:
         if low.startswith(begins):
@@ -80,6 +83,7 @@ def _marks() -> str:
 
 
 _UNPACK = "unpack it, then name what comes out"
+_UNPACK_ALL = "unpack it, `tar xf FILE`, and name what comes out"
 _UNZIP = "unpack it, `unzip FILE -d DIR`, and name the directory: each file in it is read"
 _PAGE = "the download was refused or went astray: look at it in a text editor"
 _OTHER = "neither we nor torch can read it"

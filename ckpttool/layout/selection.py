@@ -11,7 +11,7 @@ from ckpttool.catalogue.patterns import any_of, renamer, rule
 from ckpttool.errors import UsageError
 from ckpttool.layout import select
 from ckpttool.layout.rename import rename_entries, strip_wrappers
-from ckpttool.text import meant
+from ckpttool.text import meant, some
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +65,10 @@ def stripper(selection: Selection, *planned: Catalogue) -> Callable[[str], str]:
         return strip
     prefix = selection.strip_prefix.rstrip(".") + "."
     if not any(strip(tensor.fqn).startswith(prefix) for one in planned for tensor in one.tensors):
-        raise UsageError(f"`--strip-prefix {selection.strip_prefix}`: no tensor of a model has this prefix")
+        names = [strip(tensor.fqn) for one in planned for tensor in one.tensors if tensor.part.kind == "model"]
+        firsts = [*dict.fromkeys(name.partition(".")[0] for name in names)]
+        hint = f"names in the model begin with {some(firsts)}" if firsts else None
+        raise UsageError(f"`--strip-prefix {selection.strip_prefix}`: no tensor of a model has this prefix", hint=hint)
     return lambda name: strip(name).removeprefix(prefix)
 
 

@@ -12,8 +12,9 @@ from ckpttool.errors import ReadError, UsageError
 from ckpttool.layout.selection import Selection
 from ckpttool.serialization.manifest import NAME
 from ckpttool.storage.stores import is_remote, local_path
-from ckpttool.text import parse_size
+from ckpttool.text import parse_size, plural
 
+_LEAST = 1000  # a file of fewer bytes is not meant
 # What Python, the catalogue and the buffers of the standard library need on top of the transfer's own.
 BASE_MEMORY = 48 << 20
 
@@ -34,7 +35,10 @@ def selection(
 
 def size(value: int | str | None, flag: str) -> int | None:
     """Return a size in bytes, which may be given as text such as `5GB`. Raises UsageError."""
-    return parse_size(value, flag) if isinstance(value, str) else value
+    nbytes = parse_size(value, flag) if isinstance(value, str) else value
+    if flag == "--max-shard-size" and isinstance(value, str) and value.isdecimal() and int(value) < _LEAST:
+        raise UsageError(f"`{flag} {value}` is {plural(int(value), 'byte')}", hint=f"write a unit: `{flag} {value}GB`")
+    return nbytes
 
 
 def path(value: str | os.PathLike[str] | None) -> str | None:

@@ -96,7 +96,7 @@ def page(result: Inspection) -> str:
 
 
 def inspect(
-    path: str | os.PathLike[str], *, shapes: str | None = None, steps: str | Sequence[int | str] | None = None
+    path: str | os.PathLike[str], *, shapes: str | None = None, steps: int | str | Sequence[int | str] | None = None
 ) -> Catalogue:
     """Return everything that the index of the checkpoint at `path` says, without reading a weight or running anything.
 
@@ -140,7 +140,7 @@ def inspect(
         return catalogue
 
 
-def _chosen(path: str, shapes: str | None, steps: str | Sequence[int | str]) -> Catalogue:
+def _chosen(path: str, shapes: str | None, steps: int | str | Sequence[int | str]) -> Catalogue:
     """Return the catalogue of the newest of some steps of a run, in which the others are listed."""
     location = locate(path)
     chosen = runs.chosen_steps(location, steps)

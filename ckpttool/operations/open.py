@@ -57,6 +57,8 @@ class Subtree(Mapping[str, Any]):
         Raises KeyError, with the nearest names, for an unknown one, and CorruptError for a value that is damaged, or of
         a part that could not be opened.
         """
+        if not isinstance(name, str | tuple):
+            raise TypeError(f"a name is a string, or a tuple of keys, and not {type(name).__name__}")
         path = self._names.get(name) if isinstance(name, str) else name
         entry = self._checkpoint.catalogue.entries.get(path) if path is not None else None
         if isinstance(entry, Object):
@@ -538,6 +540,9 @@ def _select(kept: range, key: Any) -> range | int:
     if isinstance(key, slice):
         if key.step is not None and key.step < 1:
             raise IndexError("a slice with a negative step")
+    elif not hasattr(key, "__index__"):
+        text = f"an index is an integer or a slice, and not {type(key).__name__}: `.torch()[...]` takes others"
+        raise TypeError(text)
     elif not -len(kept) <= key < len(kept):
         raise IndexError(f"{key} is outside a dimension of {len(kept)}")
     selected: range | int = kept[key]

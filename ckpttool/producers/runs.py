@@ -120,11 +120,11 @@ def checkpoints(path: str) -> list[RunCheckpoint]:
     return search(Directory(location))[1] if location.is_dir() else []
 
 
-def chosen_steps(location: Location, steps: str | Sequence[int | str]) -> list[RunCheckpoint]:
+def chosen_steps(location: Location, steps: int | str | Sequence[int | str]) -> list[RunCheckpoint]:
     """Return the complete checkpoints of a run, oldest first: `all`, or those of some steps, `500,1000` or `500..900`.
     Raises UsageError if there is no run, or none of a step."""
     complete = [checkpoint for checkpoint in checkpoints(location) if checkpoint.complete]
-    names = [str(name).strip() for name in (steps.split(",") if isinstance(steps, str) else steps)]
+    names = [str(name).strip() for name in (str(steps).split(",") if isinstance(steps, int | str) else steps)]
     if not complete:
         text = f"`{location}` is not a run with complete checkpoints, of which to take steps: {', '.join(names)}"
         raise UsageError(text, hint="name the directory that has the checkpoints of several steps")

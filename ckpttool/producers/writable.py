@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from contextlib import closing
 
+from ckpttool import formats
 from ckpttool.catalogue.entries import Catalogue
 from ckpttool.catalogue.protocols import NO_HINTS, Format, OpenOptions, Source
 from ckpttool.errors import UsageError
@@ -30,6 +31,9 @@ def named(name: str) -> WritableLayout:
             return layout
     if name == same.SAME or local_path(name).exists():
         return same.LAYOUT
+    if name.lower() in formats.OF_TRANSFORMERS:
+        hint = "`ckpttool export` writes a model for transformers and vLLM"
+        raise UsageError(f"no layout of a producer is called `{name}`", hint=hint)
     names = [*dict.fromkeys(layout.framework for layout in LAYOUTS), *(x.name for x in LAYOUTS if ":" in x.name)]
     hint = meant(name, names, f"one of {', '.join(f'`{n}`' for n in names)}")
     raise UsageError(f"no layout of a producer is called `{name}`", hint=hint)

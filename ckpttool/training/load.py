@@ -140,9 +140,21 @@ def load(
     def targets() -> list[LoadOptions]:
         if model is None and optimizer is not None:
             raise UsageError("an optimizer is loaded with its model, which knows the names of the parameters")
+        if model is not None and not isinstance(model, nn.Module):
+            hint = "`ckpttool.load_into(path, state)` fills a dict of models, tensors and values"
+            raise UsageError(f"`load` fills a `torch.nn.Module`, and this is a {type(model).__name__}", hint=hint)
         return [options]
 
-    return load_parts(os.fspath(path), targets)
+    return load_parts(path_first(path, "load"), targets)
+
+
+def path_first(path: object, name: str) -> str:
+    """Return the path as text. Raises UsageError for a model in its place: torch's own functions take them in another
+    order."""
+    if isinstance(path, str | os.PathLike):
+        return os.fspath(path)
+    text = f"`{name}` takes the path first, and this is a {type(path).__name__}"
+    raise UsageError(text, hint=f"`ckpttool.{name}(path, ...)`")
 
 
 class OwnObjects(Protocol):

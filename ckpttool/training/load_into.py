@@ -24,7 +24,7 @@ from ckpttool.text import meant
 from ckpttool.training import collectives, known_objects
 from ckpttool.training.contents import LoadOptions, Shape, from_picklable
 from ckpttool.training.fill import Filler, check_fillable
-from ckpttool.training.load import Loaded, load_parts
+from ckpttool.training.load import Loaded, load_parts, path_first
 from ckpttool.training.read import empty, like, local_shards
 from ckpttool.training.sharded_values import is_sharded
 
@@ -64,7 +64,7 @@ def load_into(
     Raises:
         CkptError: the same on every rank.
     """
-    path = os.fspath(path)
+    path = path_first(path, "load_into")
     own = _OwnObjects(path, state, strict, device)
 
     def targets() -> list[LoadOptions]:

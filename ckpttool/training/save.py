@@ -37,6 +37,7 @@ from ckpttool.text import meant, size
 from ckpttool.training import collectives
 from ckpttool.training.counted_files import counting
 from ckpttool.training.fsdp1 import is_fsdp1, own_errors_last, sharded
+from ckpttool.training.load import path_first
 from ckpttool.training.sharded_values import gather
 from ckpttool.training.state_notes import Notes, joined, note
 
@@ -72,7 +73,7 @@ def save(
     Raises:
         CkptError: the same on every rank; then there is nothing at `path`, or what was there before.
     """
-    path = os.fspath(path)
+    path = path_first(path, "save")
     extra = dict(sorted(extra.items()))  # in one order on all ranks: methods of objects may call collectives
     collectives.same_on_all(lambda: _arguments(format, overwrite, manifest, model, optimizer, extra))
     with collectives.together():
