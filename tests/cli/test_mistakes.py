@@ -17,7 +17,7 @@ from ckpttool.errors import UsageError
 
 MISTAKES = {
     "convert full.pt o.pt --rename model.embed": "hint: write OLD=NEW, such as `--rename 'model.*=*'`",
-    "convert full.pt o.pt --strip-prefix module.": "hint: names in the model begin with `tokens_seen`, `frozen`, `embed`",
+    "convert full.pt o.pt --strip-prefix module.": "hint: names in the model begin with `tokens_seen`, ",
     "convert full.pt o --to safetensors --max-shard-size 5": "hint: write a unit: `--max-shard-size 5GB`",
     "convert full.pt o --producer hf": "hint: `ckpttool export` writes a model for transformers and vLLM",
     "convert full.pt o --to gguf": "hint: `convert_hf_to_gguf.py` of llama.cpp makes one",
