@@ -29,21 +29,21 @@ _SYNONYMS = {
 
 # What other tools call the options, with those of ours that may be meant.
 _OPTIONS = {
-    **dict.fromkeys(("--force", "--replace", "-f"), ("--overwrite",)),
-    **dict.fromkeys(("--format", "--output-format", "-t"), ("--to",)),
-    **dict.fromkeys(("--world-size", "--world", "--ranks", "--num-ranks", "--nproc", "-n"), ("--to-world",)),
-    **dict.fromkeys(("--bf16", "--fp16", "--half", "--precision", "--cast"), ("--dtype",)),
-    **dict.fromkeys(("--filter", "--pattern", "--include", "--keys", "--name", "--names"), ("--tensors",)),
-    **dict.fromkeys(("--ignore", "--skip"), ("--exclude", "--drop")),
-    **dict.fromkeys(("--jobs", "--workers", "--num-threads", "--num-workers"), ("--threads",)),
-    **dict.fromkeys(("--tol", "--tolerance", "--eps"), ("--rtol", "--atol")),
-    **dict.fromkeys(("--model-only", "--weights-only", "--no-optimizer", "--no-optim"), ("--only",)),
-    **dict.fromkeys(("--limit", "--head"), ("--top",)),
-    **dict.fromkeys(("--simulate", "--plan"), ("--dry-run",)),
-    **dict.fromkeys(("--ref", "--reference", "--base"), ("--like", "--against")),
+    **dict.fromkeys(("force", "replace", "f"), ("--overwrite",)),
+    **dict.fromkeys(("format", "output-format", "t"), ("--to",)),
+    **dict.fromkeys(("world-size", "world", "ranks", "num-ranks", "nproc", "n"), ("--to-world",)),
+    **dict.fromkeys(("bf16", "fp16", "half", "precision", "cast"), ("--dtype",)),
+    **dict.fromkeys(("filter", "pattern", "include", "keys", "name", "names"), ("--tensors",)),
+    **dict.fromkeys(("ignore", "skip"), ("--exclude", "--drop")),
+    **dict.fromkeys(("jobs", "workers", "num-threads", "num-workers"), ("--threads",)),
+    **dict.fromkeys(("tol", "tolerance", "eps"), ("--rtol", "--atol")),
+    **dict.fromkeys(("model-only", "weights-only", "no-optimizer", "no-optim"), ("--only",)),
+    **dict.fromkeys(("limit", "head"), ("--top",)),
+    **dict.fromkeys(("simulate", "plan"), ("--dry-run",)),
+    **dict.fromkeys(("ref", "reference", "base"), ("--like", "--against")),
 }
-_VALUES = {"--bf16": " bfloat16", "--fp16": " float16", "--half": " float16"}
-_VALUES |= dict.fromkeys(("--model-only", "--weights-only", "--no-optimizer", "--no-optim"), " model")
+_VALUES = {"bf16": " bfloat16", "fp16": " float16", "half": " float16"}
+_VALUES |= dict.fromkeys(("model-only", "weights-only", "no-optimizer", "no-optim"), " model")
 
 _EXTRA = re.compile(r"Got unexpected extra argument(?:s|\(s\))? \((.*)\)")
 
@@ -62,7 +62,7 @@ def reworded(error: Any, context: Any, words: list[str]) -> UsageError:
             hint = f"options come after the command: `{command} {given} ... {error.option_name}`"
         elif ours := _ours(error.option_name, context.command):
             hint = f"did you mean {ours}?"
-        elif error.option_name in ("--output", "--out", "-o", "--dst", "--to-dir"):
+        elif error.option_name.lstrip("-") in ("output", "out", "o", "dst", "to-dir"):
             takes = _arguments(context.command)
             hint = f"what is written is the last argument: `{' '.join([command, *takes])}`" if "DST" in takes else hint
         elif error.possibilities:
@@ -87,8 +87,9 @@ def _flags(command: Any) -> set[str]:
 
 def _ours(flag: str, command: Any) -> str:
     """Return the options of a command that another tool's option may mean: "`--rtol` or `--atol`"; empty for none."""
-    known = [one for one in _OPTIONS.get(flag, ()) if one in _flags(command)]
-    return " or ".join(f"`{one}{_VALUES.get(flag, '')}`" for one in known)
+    word = flag.lstrip("-")
+    known = [one for one in _OPTIONS.get(word, ()) if one in _flags(command)]
+    return " or ".join(f"`{one}{_VALUES.get(word, '')}`" for one in known)
 
 
 def missing(shown: str, param: Any, context: Any) -> UsageError:

@@ -38,14 +38,14 @@ def named(name: str) -> Format:
         if name in (row.name, row.target):
             return row
     names = [row.target for row in CHECKPOINTS]
-    if why := NOT_WRITTEN.get(f".{name.lower().lstrip('.')}"):
-        raise UsageError(f"there is no format `{name}`", hint=why)
     if name.lower() in OF_TRANSFORMERS:
         raise UsageError(
             f"there is no format `{name}`", hint="`ckpttool export` writes a model for transformers and vLLM"
         )
     if name.lower() in ("fsdp", "fsdp2", "distcp", "sharded"):
         raise UsageError(f"there is no format `{name}`", hint="did you mean `dcp`, which FSDP2 loads?")
+    if why := NOT_WRITTEN.get(f".{name.lower().lstrip('.')}"):
+        raise UsageError(f"there is no format `{name}`", hint=why)
     meant_by_suffix = next((row.target for row in CHECKPOINTS if f".{name.lstrip('.')}" in row.suffixes), name)
     hint = meant(meant_by_suffix, names, f"the formats are {', '.join(f'`{n}`' for n in names)}")
     raise UsageError(f"there is no format `{name}`", hint=hint)

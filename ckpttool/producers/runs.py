@@ -102,7 +102,10 @@ class RunDirectory:
     @property
     def folders_beside(self) -> list[str]:
         """The folders beside the checkpoints that hold tensors, by the names of the files in them: other checkpoints or
-        runs. Links to the checkpoints are not among them."""
+        runs. Links to the checkpoints are not among them; on the Hub, where each would be a request, none is looked
+        into."""
+        if not self.directory.path.store.is_local:
+            return []
         of_steps = {name.partition("/")[0] for one in self.checkpoints for name in (one.name, *one.files)}
         others = [name for name in self.directory.folders if name not in of_steps][:_MAX_FOLDERS]
         return [f"{name}/" for name in others if not is_link_beside(self.directory, name) and _holds(self, name)]

@@ -91,7 +91,7 @@ def test_a_usage_error_in_json() -> None:
 @pytest.mark.parametrize(
     "words",
     [["inspect"], ["inspect", "x", "--depth", "0"], ["inspect", "x", "--depth", "x"], ["convert", "a", "b", "-j", "0"],
-     ["convert", "a", "b", "--to"], ["-x"], ["show", "x"], ["convert", "a", "b", "c"]],
+     ["convert", "a", "b", "--to"], ["-x"], ["convert", "a", "b", "c"]],
 )  # fmt: skip
 def test_every_usage_error_has_a_hint(words: list[str]) -> None:
     result = run(*words)

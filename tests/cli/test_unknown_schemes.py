@@ -34,7 +34,21 @@ OTHERS = {
         "SECONDS",
         "CONDITION",
     ),
-    *("STAT", "STEPS", "[STEP]...", "TREE", "WHICH", "-- COMMAND...", "COMMAND", "K", "M", "HOW", "WORD", "REGEX"),
+    *(
+        "STAT",
+        "STEPS",
+        "[STEP]...",
+        "[ELEMENTS]",
+        "TREE",
+        "WHICH",
+        "-- COMMAND...",
+        "COMMAND",
+        "K",
+        "M",
+        "HOW",
+        "WORD",
+        "REGEX",
+    ),
     *("NAME[=VALUE]", "[SHELL]", "EVENT"),
 }
 

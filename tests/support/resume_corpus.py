@@ -674,7 +674,7 @@ CORPUS = (
                 of(
                     "optimizer, tokens",
                     Fault("rng of rank 1", "the RNG of rank 1 not restored", r"RNG state of rank 1"),
-                    Fault("rank0_only", "saved in a way in which torch writes one moment for both", r"moments"),
+                    Fault("one moment for both", "the second moments are saved as the first ones, too", r"moments"),
                 ),
             ),
         )

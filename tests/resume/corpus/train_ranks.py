@@ -67,10 +67,12 @@ def save():
         return
     os.makedirs(f"{args.out}/step-{step}", exist_ok=True)
     if args.wrap == "fsdp1":
-        once = fault("rank0_only")  # torch 2.13 then gathers both moments into one tensor on CPUs
-        whole = FullStateDictConfig(), FullOptimStateDictConfig(rank0_only=once, offload_to_cpu=False)
+        whole = FullStateDictConfig(), FullOptimStateDictConfig(rank0_only=False, offload_to_cpu=False)
         with FullyShardedDataParallel.state_dict_type(model, StateDictType.FULL_STATE_DICT, *whole):
             state = {"model": model.state_dict(), "optim": FullyShardedDataParallel.optim_state_dict(model, optimizer)}
+        if fault("one moment for both"):  # as torch 2.13 at times gathers them with `rank0_only` on CPUs
+            for own in state["optim"]["state"].values():
+                own["exp_avg"] = own["exp_avg_sq"]
     else:
         state = {"model": net.state_dict(), "optim": optimizer.state_dict()}
     write({"rng": torch.get_rng_state()}, f"{args.out}/step-{step}/rng_rank{rank}.pt")
