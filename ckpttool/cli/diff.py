@@ -18,6 +18,8 @@ def diff(
     rtol: options.Rtol = None, atol: options.Atol = None, ulp: options.Ulp = None,
     ignore_dtype: options.IgnoreDtype = False, sharded: options.Sharded = False,
     threads: options.Threads = None,
+    sort: options.SortDifference = None, top: options.TopDifferences = None,
+    as_csv: options.DifferencesAsCsv = False, as_md: options.AsMarkdown = False,
     html: options.DiffHtml = None, as_json: options.AsJson = False, quiet: options.Quiet = False,
     verbose: options.Verbose = False,
 ) -> None:  # fmt: skip
@@ -28,10 +30,14 @@ def diff(
     Examples:
         ckpttool diff step-900 step-1000
         ckpttool diff step-1000 model.safetensors --only model --ulp 1
+        ckpttool diff step-900 step-1000 --only model --top 10
     """
-    arguments = library_arguments(locals())
+    arguments = library_arguments(locals(), "sort", "top", "as_csv", "as_md")
     import ckpttool
-    from ckpttool.reports.differences import blocks
+    from ckpttool.reports.differences import blocks, rows_of
 
-    call = partial(ckpttool.diff, **arguments)
-    respond(call, blocks, as_json=as_json, quiet=quiet, verbose=verbose, html=arguments["html"])
+    respond(
+        partial(ckpttool.diff, **arguments), partial(blocks, sort=sort, top=top),
+        as_json=as_json, quiet=quiet, verbose=verbose, html=arguments["html"],
+        rows=partial(rows_of, sort=sort, top=top) if as_csv or as_md else None, as_md=as_md,
+    )  # fmt: skip

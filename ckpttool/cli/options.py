@@ -237,6 +237,13 @@ Yes = Annotated[bool, option("--yes", EXECUTION,
 AsJson = Annotated[bool, option("--json", OUTPUT, "Print one JSON object, also for an error.")]
 AsCsv = Annotated[bool, option("--csv", OUTPUT, "Print the list as comma-separated values, one line for each tensor.")]
 StatisticsAsCsv = Annotated[bool, option("--csv", OUTPUT, "Print one line of comma-separated values for each tensor.")]
+DifferencesAsCsv = Annotated[bool, option("--csv", OUTPUT,
+    "Print what differs as comma-separated values, one line for each tensor.")]
+SortDifference = Annotated[Literal["l2", "abs", "rel", "ulp", "cosine", "differing", "name"] | None, option(
+    "--sort KEY", OUTPUT,
+    "List tensors whose values differ by l2 (||B-A||/||A||, the default), abs, rel, ulp, cosine, differing, or name.")]
+TopDifferences = Annotated[Number, option("--top N", OUTPUT,
+    "List only the N tensors whose values differ most.", least=1)]
 AsMarkdown = Annotated[bool, option("--md", OUTPUT, "Print the list as a table of Markdown.")]
 Html = Annotated[Text, option("--html FILE", OUTPUT, "Also write the result as an HTML page that opens offline.")]
 DiffHtml = Annotated[Html, Reworded("Also write an HTML page: a report with the statistics of B minus A.")]

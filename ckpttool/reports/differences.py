@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, cast
 
 from ckpttool.analysis.differences.elements import Difference, add_figures, widened
+from ckpttool.analysis.differences.results import RELATIVE_DISTANCE, rank
 from ckpttool.analysis.result import ABSENT
 from ckpttool.analysis.statistics.elements import Accumulator, ChannelMaxima, has_channels
 from ckpttool.analysis.statistics.results import Stats, TensorStatistics
@@ -38,7 +39,7 @@ from ckpttool.text import folded_name, natural, plural, size, with_rate, without
 from ckpttool.transfer.numbers import Array
 
 if TYPE_CHECKING:
-    from ckpttool.analysis.differences.results import Diff, TensorDifference, Total
+    from ckpttool.analysis.differences.results import Diff, ModuleDifference, TensorDifference, Total
     from ckpttool.analysis.differences.tensors import Pair
 
 _VALUE = 40  # characters of an object's value, unless -v
@@ -46,13 +47,41 @@ _WHOLE = 400  # the same with -v
 _FOLDED = 3  # layers that differ alike are one row, if they are so many
 _NAME = Column(fit="wrap")
 _FIGURE_COLUMNS = [
-    Column("max abs", is_number=True, drop=5),
-    Column("max rel", is_number=True),
+    Column("rel L2", is_number=True),
+    Column("max abs", is_number=True, drop=7),
+    Column("max rel", is_number=True, drop=5),
     Column("max ulp", is_number=True, drop=1),
     Column("cosine", is_number=True, drop=2),
 ]
+_FIRST = f"{RELATIVE_DISTANCE} ||B-A||/||A||"
+_ORDERS = {
+    "l2": "largest rel L2 first",
+    "abs": "largest max abs first",
+    "rel": "largest max rel first",
+    "ulp": "largest max ulp first",
+    "cosine": "smallest cosine first",
+    "differing": "most differing elements first",
+    "name": "by name",
+}
+_OF_CSV = (
+    *("name", "part", "differs", "dtype_a", "dtype_b", "shape_a", "shape_b", "numel"),
+    *(
+        "differing",
+        "beyond",
+        "new_nans",
+        "relative_distance",
+        "distance",
+        "norm",
+        "absolute",
+        "relative",
+        "ulp",
+        "cosine",
+    ),
+)
+_TEXTS_OF_CSV = 7  # before the numbers
 # Titles of figures, with their attributes and what they are of tensors that are equal.
 _FIGURES = {
+    RELATIVE_DISTANCE: ("relative_distance", 0),
     "max rel": ("relative", 0),
     "max abs": ("absolute", 0),
     "differing elements": ("differing", 0),
@@ -157,14 +186,20 @@ def difference_dtype(dtype: Dtype) -> Dtype | None:
 # What it looks like ---------------------------------------------------------------------------------------------------
 
 
-def blocks(result: Diff, verbose: bool = False) -> Iterator[Block]:
+def blocks(result: Diff, verbose: bool = False, *, sort: str | None = None, top: int | None = None) -> Iterator[Block]:
     """Yield the verdict, how much was compared, and all that differs; with `verbose`, also each of tensors that differ
-    alike, and the parts of checkpoints that are the same."""
+    alike, and the parts of checkpoints that are the same. With `sort`, a key of `Diff.ranked`, or `top`, the tensors
+    are one list."""
     verdict = bold("are the same") if result.same else Styled("differ", "red")
     yield Line([bold(result.a.path), " and ", bold(result.b.path), " ", verdict])
     yield Facts(known(_facts(result)), "Checkpoints")
     if result.total.tensors and (verbose or not result.same):
         yield _parts(result)
+    is_list = sort is not None or top is not None
+    if not is_list:
+        yield _modules(result)
+    else:
+        yield _values(result, result.ranked(sort or "l2", top), is_list=True, order=sort or "l2")
     for title, entries in (("only in A", result.only_a), ("only in B", result.only_b)):
         ordered = sorted(entries, key=lambda entry: natural(entry.name))
         rows = [[e.name] if e.shape is None else [e.name, str(e.dtype), str(list(e.shape))] for e in ordered]
@@ -179,7 +214,12 @@ def blocks(result: Diff, verbose: bool = False) -> Iterator[Block]:
         yield from map(Text, why)
     elif why:
         yield Line([dim(f"  the values of {plural(len(why), 'tensor')} were not compared; `-v` says why")])
-    yield _values(result, verbose)
+    if not is_list:
+        of_parts: dict[str, list[TensorDifference]] = {}
+        for tensor in result.ranked():
+            of_parts.setdefault(tensor.part, []).append(tensor)
+        for part in (total.part for total in result.parts):
+            yield _values(result, of_parts.get(part, []), f"values of {part}", is_list=verbose)
     objects = sorted(result.objects, key=lambda entry: natural(entry.name))
     cells = [[one.name + one.at, *(_shown(each, verbose) for each in (one.a, one.b))] for one in objects]
     columns = [Column("value", fit="wrap"), Column("A", fit="clip"), Column("B", fit="clip")]
@@ -212,7 +252,7 @@ def _parts(result: Diff) -> Table:
 def _figures(figures: Difference | Total) -> list[str]:
     ulp, cosine = figures.ulp, figures.cosine
     return [
-        *("" if value is None else f"{value:.3g}" for value in (figures.absolute, figures.relative)),
+        *("" if f is None else f"{f:.3g}" for f in (figures.relative_distance, figures.absolute, figures.relative)),
         "" if ulp is None else f"{ulp:.3g}" if ulp >= 1_000_000 else f"{ulp:,}",
         "" if cosine is None else f"{cosine:.6f}",
     ]
@@ -230,24 +270,56 @@ def _layouts(result: Diff) -> Iterator[list[TextLike]]:
             yield [tensor.name, "sharding", *tensor.sharding]
 
 
-def _values(result: Diff, verbose: bool) -> Table:
-    """Return the table of values that differ, the largest relative difference first."""
-    tensors = [tensor for tensor in result.tensors if "values" in tensor.kinds and tensor.values is not None]
-    tensors.sort(key=_by_difference)
-    groups = [[tensor] for tensor in tensors] if verbose else _folded(tensors)
+def _modules(result: Diff) -> Table:
+    """Return how far each layer and module is from what it was, with a column for each part and kind of state, those
+    first whose model changed most."""
+    columns: dict[tuple[str, str], None] = {}
+    modules: dict[str, dict[tuple[str, str], ModuleDifference]] = {}
+    for one in result.modules:
+        if one.relative_distance is not None or one.equal < one.tensors:
+            columns[one.part, one.moment] = None
+        modules.setdefault(one.name, {})[one.part, one.moment] = one
+    keys = sorted(columns, key=lambda key: not key[0].startswith("model"))
+    moments = [moment for _, moment in keys]
+    titles = [moment if moment and moments.count(moment) == 1 else f"{part} {moment}".strip() for part, moment in keys]
+
+    def figures(name: str) -> list[float]:
+        of = modules[name]
+        return [(of[key].relative_distance or 0.0) if key in of else -1.0 for key in keys]
+
+    def cell(one: ModuleDifference | None) -> TextLike:
+        if one is None or (one.equal == one.tensors and one.relative_distance is None):
+            return "" if one is None else dim("equal")
+        return "" if one.relative_distance is None else f"{one.relative_distance:.3g}"
+
+    differing = [name for name, of in modules.items() if any(one.equal < one.tensors for one in of.values())]
+    differing.sort(key=lambda name: ([-figure for figure in figures(name)], natural(name)))
+    rows = [[name, *(cell(modules[name].get(key)) for key in keys)] for name in differing] if len(modules) > 1 else []
+    numbers = [Column(title, is_number=True, drop=len(keys) - i if i else 0) for i, title in enumerate(titles)]
+    aside = f"{len(rows):,}, {_FIRST}, largest first" if rows else ""
+    return Table("modules", [Column("module", fit="wrap"), *numbers], rows, aside, name=f"Modules: {_FIRST}")
+
+
+def _values(
+    result: Diff, tensors: list[TensorDifference], title: str = "values", *, is_list: bool = False, order: str = "l2"
+) -> Table:
+    """Return the table of values that differ, of tensors in an `order`; those of layers that are alike in one row,
+    unless `is_list`."""
+    groups = [[tensor] for tensor in tensors] if is_list else _folded(tensors)
     columns = [
         Column("tensor", fit="wrap"),
-        Column("differing" if result.within is None else "beyond", is_number=True),
-        Column("new NaN", is_number=True),
         *_FIGURE_COLUMNS,
+        Column("differing" if result.within is None else "beyond", is_number=True, drop=4),
+        Column("new NaN", is_number=True),
         Column("first at", drop=3),
         *(Column(title, is_number=True, drop=3) for title in "AB"),
     ]
     rows = [_row(group) for group in groups]
-    if not any(row[2] for row in rows):
-        columns, rows = [*columns[:2], *columns[3:]], [[*row[:2], *row[3:]] for row in rows]
-    aside = f"{len(tensors):,}, largest max rel first" if len(tensors) > 1 else ""
-    return Table("values", columns, rows, aside, is_folded=True)
+    new = len(_FIGURE_COLUMNS) + 2
+    if not any(row[new] for row in rows):
+        columns, rows = [*columns[:new], *columns[new + 1 :]], [[*row[:new], *row[new + 1 :]] for row in rows]
+    aside = f"{len(tensors):,}, {_ORDERS[order]}" if len(tensors) > 1 else ""
+    return Table(title, columns, rows, aside, is_folded=True)
 
 
 def _row(group: Sequence[TensorDifference]) -> list[TextLike]:
@@ -260,6 +332,8 @@ def _row(group: Sequence[TensorDifference]) -> list[TextLike]:
         add_figures(figures, values)
     cosines = [t.values.cosine for t in group if t.values and t.values.cosine is not None]
     figures.cosine = min(cosines, default=None)
+    distances = [t.values.relative_distance for t in group if t.values and t.values.relative_distance is not None]
+    figures.relative_distance = max(distances, default=None)
     differing = figures.differing if figures.beyond is None else figures.beyond
     values = cast("Difference", first.values)
     name = folded_name([tensor.name for tensor in group], len(group)) or first.name
@@ -268,13 +342,7 @@ def _row(group: Sequence[TensorDifference]) -> list[TextLike]:
     elements = [f"{v:.6g}" if isinstance(v, float) else str(v) for v in values.values or ("", "")]
     at = [str(first.index), *elements] if len(group) == 1 else [""] * 3
     new = Styled(f"{figures.new_nans:,}", "red") if figures.new_nans else ""
-    return [name, f"{differing:,} of {figures.numel:,}", new, *_figures(figures), *at]
-
-
-def _by_difference(tensor: TensorDifference) -> tuple[bool, float, list[tuple[str, int]]]:
-    """Sort tensors with new NaN first, then by relative difference, the largest first, then by name."""
-    values = cast("Difference", tensor.values)
-    return not values.new_nans, -(values.relative or 0.0), natural(tensor.name)
+    return [name, *_figures(figures), f"{differing:,} of {figures.numel:,}", new, *at]
 
 
 def _folded(tensors: Sequence[TensorDifference]) -> list[list[TensorDifference]]:
@@ -288,7 +356,39 @@ def _folded(tensors: Sequence[TensorDifference]) -> list[list[TensorDifference]]
     for group in alike.values():
         is_whole = len(group) >= _FOLDED and folded_name([tensor.name for tensor in group]) is not None
         groups += [group] if is_whole else [[tensor] for tensor in group]
-    return sorted(groups, key=lambda group: _by_difference(group[0]))
+    return sorted(groups, key=lambda group: rank(group[0]))
+
+
+def rows_of(
+    result: Diff, sort: str | None = None, top: int | None = None
+) -> tuple[list[Column], Iterator[list[object]]]:
+    """Return the columns of `--csv` and `--md`, and a row for everything that differs; with `top`, for so many tensors
+    whose values differ."""
+    columns = [Column(name, i >= _TEXTS_OF_CSV) for i, name in enumerate(_OF_CSV)]
+    return columns, _csv(result, sort or "l2", top)
+
+
+def _csv(result: Diff, sort: str, top: int | None) -> Iterator[list[object]]:
+    ranked = result.ranked(sort, top)
+    others = [one for one in result.tensors if "values" not in one.kinds]
+    for tensor in ranked if top is not None else (*ranked, *sorted(others, key=lambda one: natural(one.name))):
+        values = tensor.values
+        shapes = ("x".join(map(str, shape)) for shape in tensor.shapes)
+        figures = [None if values is None else getattr(values, name) for name in _OF_CSV[_TEXTS_OF_CSV:]]
+        texts = (tensor.name, tensor.part, " ".join(tensor.kinds), *tensor.dtypes, *shapes)
+        yield [*texts, *("" if figure is None else figure for figure in figures)]
+    if top is not None:
+        return
+    empty = [""] * (len(_OF_CSV) - _TEXTS_OF_CSV)
+    for i, entries in enumerate((result.only_a, result.only_b)):
+        for entry in entries:
+            places = [entry.dtype or "", "x".join(map(str, entry.shape or ()))]
+            dtype, shape = ((one, "") if i == 0 else ("", one) for one in places)
+            yield [entry.name, entry.part, f"only in {'AB'[i]}", *dtype, *shape, *empty]
+    for name in result.kinds:
+        yield [name, "", "a tensor in one and an object in the other", *[""] * 4, *empty]
+    for one in result.objects:
+        yield [one.name + one.at, one.part, "object", *[""] * 4, *empty]
 
 
 def _shown(value: Any, verbose: bool) -> TextLike:

@@ -67,10 +67,12 @@ const kindColour = name => { let h = 7; for (const sign of name) h = (h * 31 + s
 function scale(values) {
   const all = values.filter(one => one !== null && Number.isFinite(one)).sort((a, b) => a - b);
   if (!all.length) return {share: () => 0, low: null, high: null, name: ""};
-  const low = all[0], high = all[all.length - 1];
-  if (low > 0 && high / low > 30) {
-    const span = Math.log(high / low);
-    return {share: one => Math.log(one / low) / span, low, high, name: "logarithmic"};
+  const high = all[all.length - 1], least = all.find(one => one > 0), low = all[0];
+  if (low >= 0 && high / least > 30) {
+    // Zeros, as of tensors that are equal, have the first colour.
+    const span = Math.log(high / least), from = low > 0 ? 0 : .1;
+    return {share: one => one > 0 ? from + (1 - from) * Math.log(one / least) / span : 0, low, high,
+      name: low > 0 ? "logarithmic" : `zero, then logarithmic from ${shown(least)}`};
   }
   return {share: one => high > low ? (one - low) / (high - low) : .5, low, high, name: ""};
 }

@@ -352,8 +352,10 @@ def _folded(text: str, width: int) -> str:
     lines = [text]
     while len(lines[-1]) > width > 1 and " " not in lines[-1].strip():
         word = lines.pop()
-        end = 1 + max(word.rfind(mark, 0, width) for mark in "._/")
-        end = end if end > _FULL * width else width
+        bare = len(word) - len(word.lstrip(" "))
+        # Behind a dot or a slash; behind an underscore where that leaves less of the line empty.
+        ends = [1 + max(word.rfind(mark, bare, width) for mark in marks) for marks in ("./", "._/")]
+        end = next((end for end in ends if end > _FULL * width), ends[1] or width)
         lines += [word[:end], word[end:]]
     return "\n".join(lines)
 

@@ -44,7 +44,7 @@ def test_an_option_is_an_argument_of_the_library(name: str) -> None:
     parameters = dict(inspect.signature(getattr(ckpttool, name)).parameters)
     # Callbacks, of which the command shows what they say.
     parameters = {key: value for key, value in parameters.items() if key not in ("progress", "announce")}
-    of_printing = ("as_json", "quiet", "verbose")
+    of_printing = ("as_json", "quiet", "verbose", "sort", "top", "as_csv", "as_md")
     options = {option.name: option.default for option in commands()[f"ckpttool {name}"].params}
     options = {key: default for key, default in options.items() if key not in of_printing}
     if "no_manifest" in options:

@@ -154,7 +154,7 @@ def test_a_name_that_is_too_long_is_continued_on_the_next_line(monkeypatch: pyte
     whole = [" model.layers.0.weight       1", "   [b]                  20\\x07"]
     assert on_screen(40, monkeypatch, rows, Column(is_number=True)) == whole
     lines = on_screen(20, monkeypatch, rows, Column(is_number=True))
-    assert lines == [" model.layer       1", " s.0.weight", "   [b]        20\\x07"]
+    assert lines == [" model.            1", " layers.0.", " weight", "   [b]        20\\x07"]
 
 
 def test_a_name_is_broken_where_one_of_its_parts_begins(monkeypatch: pytest.MonkeyPatch) -> None:

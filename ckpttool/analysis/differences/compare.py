@@ -12,9 +12,18 @@ from typing import Any
 
 from ckpttool.analysis.differences import elements, tensors
 from ckpttool.analysis.differences.elements import Comparison, Tolerance
-from ckpttool.analysis.differences.results import Diff, ObjectDifference, Only, Side, TensorDifference, Total
+from ckpttool.analysis.differences.results import (
+    Diff,
+    ModuleDifference,
+    ObjectDifference,
+    Only,
+    Side,
+    TensorDifference,
+    Total,
+)
 from ckpttool.analysis.differences.tensors import BY_BITS, Options, Sources
 from ckpttool.analysis.result import ABSENT
+from ckpttool.analysis.statistics.places import module_of
 from ckpttool.catalogue import identity, parts
 from ckpttool.catalogue.boxes import Ints
 from ckpttool.catalogue.entries import Catalogue, Entry, File, Object, Part, Path, Tensor
@@ -121,6 +130,7 @@ class _Comparing:
         result.payload_bytes = sum(pair.a.nbytes for pair in pairs)
         compared, failures = tensors.compare(pairs, self.sources, (result.a.path, result.b.path), options)
         totals: dict[Part, Total] = {}
+        modules: dict[tuple[str, str, str], ModuleDifference] = {}
         for a, b in matches:
             number = numbers.get(self._key(a, b))
             if number in failures and options.failures is not None:
@@ -131,9 +141,13 @@ class _Comparing:
             if number is not None:
                 for total in (totals.setdefault(a.part, Total(str(a.part))), result.total):
                     total.count(a.numel, values, "values" in difference.kinds)
+                if (module := module_of(a)) is not None:
+                    of_module = modules.setdefault(module, ModuleDifference(*module))
+                    of_module.count(difference.values, "values" in difference.kinds)
             if difference.kinds:
                 result.tensors.append(difference)
         result.parts = [totals[part] for part in parts.parts(self.a) if part in totals]
+        result.modules = [*modules.values()]
 
     def _key(self, a: Tensor, b: Tensor) -> tuple[int, int]:
         return id(self.a.first(a)), id(self.b.first(b))

@@ -2,6 +2,7 @@
 
 count, first, both values      by their bits: NaN is NaN, and -0.0 is not 0.0
 absolute, relative, cosine     by their values, widened to float64
+distance, norm                 likewise: Euclidean norms, of sums that neither overflow nor vanish
 ulp                            steps from one to the other through the numbers of the dtype
 """
 
@@ -17,10 +18,11 @@ from ckpttool.catalogue.dtypes import DTYPES, Dtype
 from ckpttool.transfer.numbers import Array, dot, has_numbers, numbers
 
 if TYPE_CHECKING:
-    from ckpttool.analysis.differences.results import Total
+    from ckpttool.analysis.differences.results import ModuleDifference, Total
 
 Sums = tuple[float, float, float]  # `a·b`, `a·a` and `b·b`, from which a cosine is computed
 _EXACT = ("int", "bool")
+_SMALLEST_SUM = 1e-280  # of squares, below which those of small elements may have become zero
 _SMALL_INTEGER, _INTEGER = 2, 4  # bytes of the largest integers that a float32 (of 24 bits) and a float64 (of 53) have
 
 
@@ -41,7 +43,8 @@ class Difference:
     """The elements that differ between two tensors, of which `first` is an index in row-major order.
 
     `relative` is to the larger of the two; figures are over the elements that are numbers on both sides. With a
-    tolerance `first` is the first element outside of it.
+    tolerance `first` is the first element outside of it. Norms are Euclidean; that of A is over the elements that are
+    finite on both sides.
     """
 
     dtype: str  #: dtype in which elements were compared
@@ -57,6 +60,9 @@ class Difference:
     nans: int = 0  #: elements that are NaN on one side only
     beyond: int | None = None  #: elements outside of the tolerance; null without one
     new_nans: int = 0  #: elements that are NaN in B and not in A
+    distance: float | None = None  #: norm of B minus A; null for what are not numbers
+    norm: float | None = None  #: norm of A
+    relative_distance: float | None = None  #: norm of B minus A relative to that of A; infinite where A is zero
 
     def index(self, shape: Ints) -> list[int] | None:
         """Return the index of the first differing element in a tensor of this shape. Pure."""
@@ -117,20 +123,34 @@ class Comparison:
         result = self._result
         if self._wants_cosine and has_numbers(self.dtype):
             result.cosine = cosine(*self.sums) if result.differing else 1.0
+            result.distance = result.distance or 0.0
+            result.relative_distance = relative_distance(result.distance, result.norm)
         return result
 
     def _sum_up(self, one: Array, two: Array, same: bool) -> None:
         import numpy as np
 
-        if not self._wants_cosine or not has_numbers(self.dtype) or self.dtype.kind == "complex":
+        if not self._wants_cosine or not has_numbers(self.dtype):
             return
         a = _wide(one, self.dtype)
         b = a if same else _wide(two, self.dtype)
         finite = np.isfinite(a) & np.isfinite(b)
         if not finite.all():
             a, b = a[finite], b[finite]
-        with np.errstate(over="ignore"):
-            self.sums = added(self.sums, (dot(a, b), dot(a, a), dot(b, b)))
+        if self.dtype.kind == "complex":
+            self._add_norm(norm(a.view(np.float64)))
+            return
+        with np.errstate(over="ignore", under="ignore"):
+            squares = dot(a, a)
+            self.sums = added(self.sums, (dot(a, b), squares, dot(b, b)))
+        self._add_norm(norm(a, squares))
+
+    def _add_norm(self, more: float) -> None:
+        self._result.norm = math.hypot(self._result.norm or 0.0, more)
+
+    def _add_distance(self, apart: Array) -> None:
+        if self._wants_cosine:
+            self._result.distance = math.hypot(self._result.distance or 0.0, norm(apart))
 
     def _measure(self, one: Array, two: Array) -> Array | None:
         """Add the figures of elements, given as bits that differ; with a tolerance, return which are within it. Those
@@ -146,6 +166,7 @@ class Comparison:
             a, b = numbers(one, dtype), numbers(two, dtype)
             apart = np.where(a > b, one - two, two - one)
             result.absolute = max(result.absolute or 0, int(apart.max()))
+            self._add_distance(apart.astype(np.float64))
             if tolerance is None:
                 return None
             return apart.astype(np.float64) <= tolerance.absolute + tolerance.relative * np.abs(b.astype(np.float64))
@@ -162,6 +183,7 @@ class Comparison:
             apart, size = np.abs(a - b), np.maximum(np.abs(a), np.abs(b))
             relative = np.where(np.isinf(apart), np.inf, np.where(size > 0, apart / size, 0.0))
         result.absolute = max(result.absolute or 0.0, float(apart.max()))
+        self._add_distance(apart)
         result.relative = max(result.relative or 0.0, float(relative.max()))
         steps = _distances(one[known], two[known], dtype) if dtype.kind == "float" else None
         if steps is not None:
@@ -175,14 +197,45 @@ class Comparison:
         return close
 
 
-def add_figures(total: Difference | Total, more: Difference) -> None:
-    """Add the figures of other elements: counts are added, of the others the largest is kept."""
+def add_figures(total: Difference | Total | ModuleDifference, more: Difference) -> None:
+    """Add the figures of other elements: counts are added, norms as of vectors, of the others the largest is kept."""
     total.differing += more.differing
     if more.beyond is not None:
         total.beyond = (total.beyond or 0) + more.beyond
     for name in ("absolute", "relative", "ulp"):
         known = (value for value in (getattr(total, name), getattr(more, name)) if value is not None)
         setattr(total, name, max(known, default=None))
+    for name in ("distance", "norm"):
+        if (value := getattr(more, name)) is not None:
+            setattr(total, name, math.hypot(getattr(total, name) or 0.0, value))
+    total.relative_distance = relative_distance(total.distance, total.norm)
+
+
+def norm(values: Array, squares: float | None = None) -> float:
+    """Return the Euclidean norm of flat numbers in float64, also where `squares`, the sum of theirs, is out of range.
+    Pure."""
+    import numpy as np
+
+    if not len(values):
+        return 0.0
+    with np.errstate(over="ignore", under="ignore", invalid="ignore"):
+        squares = dot(values, values) if squares is None else squares
+        if _SMALLEST_SUM < squares < math.inf:
+            return math.sqrt(squares)
+        largest = float(np.abs(values).max())
+        if not 0 < largest < math.inf:
+            return largest
+        scaled = values / largest
+        return largest * math.sqrt(dot(scaled, scaled))
+
+
+def relative_distance(distance: float | None, norm: float | None) -> float | None:
+    """Return a distance relative to a norm: infinite of zeros that are so no longer. Pure."""
+    if distance is None or norm is None:
+        return None
+    if distance == 0:
+        return 0.0
+    return distance / norm if norm else math.inf
 
 
 def added(one: Sums, other: Sums) -> Sums:

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from operator import itemgetter
+from functools import partial
 from typing import Any, ClassVar
 
 from ckpttool.analysis.differences.elements import Comparison, Difference, Sums, add_figures, added, cosine
 from ckpttool.analysis.result import Absent, Result
 from ckpttool.catalogue.boxes import Ints
 from ckpttool.errors import DIFFERS, DONE
-from ckpttool.text import html_table, plural
+from ckpttool.text import html_table, natural, plural
+
+RELATIVE_DISTANCE = "relative L2 distance"
+_SORTED_BY = {"l2": "relative_distance", "abs": "absolute", "rel": "relative", "ulp": "ulp", "differing": "differing"}
 
 
 @dataclass(slots=True)
@@ -85,6 +88,9 @@ class Total:
     relative: float | None = None  #: largest relative difference
     ulp: int | None = None  #: largest difference in ULPs
     cosine: float | None = None  #: cosine similarity over the tensors that differ
+    distance: float | None = None  #: norm of B minus A
+    norm: float | None = None  #: norm of A, over the tensors that differ
+    relative_distance: float | None = None  #: the one relative to the other
     _sums: Sums = (0.0, 0.0, 0.0)
 
     def count(self, numel: int, comparison: Comparison | None, differs: bool) -> None:
@@ -101,6 +107,36 @@ class Total:
             self.cosine = cosine(*self._sums)
 
 
+@dataclass(slots=True)
+class ModuleDifference:
+    """The tensors of a layer, or of a module outside of the layers: `ModuleDifference("layers.3", "model", "")`.
+
+    Of an optimizer's state it is those of one kind, of the parameters of the module. Figures are over the tensors that
+    differ.
+    """
+
+    name: str  #: name of the layer or module
+    part: str  #: part
+    moment: str  #: of optimizer state, which: `exp_avg`, ...; else empty
+    tensors: int = 0  #: tensors whose values were compared
+    equal: int = 0  #: those that are equal
+    differing: int = 0  #: elements with different bits
+    beyond: int | None = None  #: elements outside of the tolerance; null without one
+    absolute: float | None = None  #: largest absolute difference
+    relative: float | None = None  #: largest relative difference
+    ulp: int | None = None  #: largest difference in ULPs
+    distance: float | None = None  #: norm of B minus A
+    norm: float | None = None  #: norm of A
+    relative_distance: float | None = None  #: the one relative to the other
+
+    def count(self, values: Difference | None, differs: bool) -> None:
+        """Add a tensor; `values` is None if its bytes are the same."""
+        self.tensors += 1
+        self.equal += not differs
+        if values is not None:
+            add_figures(self, values)
+
+
 @dataclass(slots=True, repr=False)
 class Diff(Result):
     """All differences between two checkpoints."""
@@ -114,6 +150,7 @@ class Diff(Result):
     payload_bytes: int = 0  #: bytes of values that were compared, tied ones counted once
     total: Total = field(default_factory=lambda: Total("total"))  #: figures of all parts
     parts: list[Total] = field(default_factory=list)  #: figures of each part
+    modules: list[ModuleDifference] = field(default_factory=list)  #: figures of each layer and module
     only_a: list[Only] = field(default_factory=list)  #: names in A only
     only_b: list[Only] = field(default_factory=list)  #: names in B only
     kinds: list[str] = field(default_factory=list)  #: names of a tensor on one side and an object on the other
@@ -154,12 +191,21 @@ class Diff(Result):
         figures = [(tensor.name, tensor.values) for tensor in self.tensors if tensor.values is not None]
         if new_nans := sum(values.new_nans for _, values in figures):
             text += f"; {new_nans:,} new NaN in B"
-        name, largest = max(
-            ((n, values.relative or 0.0) for n, values in figures), key=itemgetter(1), default=("", 0.0)
-        )
-        if largest:
-            text += f"; largest relative difference {largest:.3g} in {name}"
+        # What a model is changes less than its moments do, and is what is asked about.
+        ranked = sorted(self.tensors, key=lambda tensor: (not tensor.part.startswith("model"), rank(tensor)))
+        for tensor in ranked[:1]:
+            if tensor.values is not None and (largest := tensor.values.relative_distance):
+                text += f"; largest {RELATIVE_DISTANCE} {largest:.3g} in {tensor.name}"
         return text
+
+    def ranked(self, key: str = "l2", top: int | None = None) -> list[TensorDifference]:
+        """Return the tensors whose values differ, those with new NaN first, and of them the `top`.
+
+        `key` is what they are sorted by, the largest first: `l2` (the norm of B minus A relative to that of A), `abs`,
+        `rel`, `ulp`, `differing`; or `cosine`, the smallest first; or `name`.
+        """
+        tensors = [tensor for tensor in self.tensors if "values" in tensor.kinds]
+        return sorted(tensors, key=partial(rank, key=key))[:top]
 
     @property
     def verdict(self) -> str:
@@ -174,15 +220,32 @@ class Diff(Result):
 
     def _repr_html_(self) -> str:
         rows: list[tuple[object, ...]] = [
-            (tensor.name, ", ".join(tensor.kinds), "" if tensor.values is None else tensor.values.relative or "")
+            (
+                tensor.name,
+                ", ".join(tensor.kinds),
+                "" if tensor.values is None else tensor.values.relative_distance or "",
+            )
             for tensor in self.tensors
         ]
         rows += [(entry.name + entry.at, "object", "") for entry in self.objects]
         for side, entries in (("A", self.only_a), ("B", self.only_b)):
             rows += [(entry.name, f"only in {side}", "") for entry in entries]
-        return html_table(self.message, ("name", "differs", "largest relative difference"), rows)
+        return html_table(self.message, ("name", "differs", RELATIVE_DISTANCE), rows)
 
     @property
     def exit_code(self) -> int:
         """0 when nothing differs, else 1."""
         return DONE if self.same else DIFFERS
+
+
+def rank(tensor: TensorDifference, key: str = "l2") -> tuple[bool, float, list[tuple[str, int]]]:
+    """Return what tensors are sorted by: new NaN, the figure of a `key` of `Diff.ranked`, the name. Pure."""
+    values = tensor.values
+    figure = 0.0
+    if values is not None and key == "cosine":
+        figure = 2.0 if values.cosine is None else values.cosine
+    elif values is not None and key in _SORTED_BY:
+        found = getattr(values, _SORTED_BY[key])
+        figure = 1.0 if found is None else -float(found)  # what is unknown comes last
+    is_first = key != "name" and values is not None and values.new_nans > 0
+    return not is_first, figure, natural(tensor.name)

@@ -44,3 +44,13 @@ def place_of(tensor: Tensor) -> ModelPlace:
         elif not layer:
             layer = ".".join(keys[: i + 1])
     return ModelPlace(str(tensor.part), moment, layer, ".".join(kind), expert)
+
+
+def module_of(tensor: Tensor) -> tuple[str, str, str] | None:
+    """Return the layer of a tensor, outside of the layers its module, with its part and moment; None of what is neither
+    of a model nor state of a parameter."""
+    if tensor.part.kind not in ("model", "optimizer") or (tensor.part.kind == "optimizer" and not tensor.shape):
+        return None
+    place = place_of(tensor)
+    keys, _ = parameter_of(tensor)
+    return place.layer or ".".join(keys[:-1] or keys), place.part, place.moment

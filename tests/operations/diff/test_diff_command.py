@@ -151,7 +151,7 @@ def _printed(result: Any, columns: int | None, verbose: bool = False) -> str:
     stream = io.StringIO()
     terminal = Terminal(stream, verbose)
     terminal.width = columns
-    terminal.blocks([_values(result, verbose)])
+    terminal.blocks([_values(result, result.ranked(), is_list=verbose)])
     return stream.getvalue()
 
 
@@ -160,7 +160,7 @@ def _names_shown(text: str) -> list[str]:
     names: list[str] = []
     for line in text.splitlines()[3:]:
         name = line[2:].split("  ")[0].strip()
-        if re.search(r"\d of ", line):
+        if re.search(r"\s0\.25\b", line):
             names.append(name)
         else:
             names[-1] += name
@@ -175,6 +175,7 @@ def _names_shown(text: str) -> list[str]:
 @settings(max_examples=60)
 def test_names_never_become_alike(columns: int, modules: list[str], layers: list[int]) -> None:
     values = Difference("float32", numel=16_777_216, differing=16_777_215, values=(0.123456, -0.123457), relative=0.5)
+    values.relative_distance = 0.25
     names = [f"model.layers.{layer}.mlp.{module}_proj.weight" for layer in layers for module in modules]
     tensors = [
         TensorDifference(name, "model", ["values"], ("float32",) * 2, ((4096, 4096),) * 2, values, [4095, 4095])
@@ -196,7 +197,7 @@ def test_rows_are_sorted_and_layers_folded(tmp_path: Path) -> None:
         torch.save(state, tmp_path / name)
     lines = run("diff", tmp_path / "a.pt", tmp_path / "b.pt").stdout.splitlines()
     assert any(
-        line.endswith("13 of 14 tensors, all in the part model; largest relative difference 0.667 in head")
+        line.endswith("13 of 14 tensors, all in the part model; largest relative L2 distance 2 in head")
         for line in lines
     )
     assert [line.split()[0] for line in lines[-2:]] == ["head", "layers.0-11.up.weight"] and "x12" in lines[-1]
@@ -219,3 +220,66 @@ def test_lists_are_in_the_order_of_the_layers(tmp_path: Path) -> None:
     _, _, rows = run("diff", str(tmp_path / "a.pt"), str(tmp_path / "b.pt")).stdout.partition("only in B")
     names = [line.split()[0] for line in rows.splitlines() if "layers" in line]
     assert names == [f"layers.{i}.weight" for i in range(12)]
+
+
+@pytest.fixture
+def steps(tmp_path: Path) -> tuple[Path, Path]:
+    """Two steps: in each tensor a sign changes, so that the largest relative difference is 2 in all."""
+    a = {f"layers.{i}.w": torch.tensor([1.0, 2.0, -1e-6]) for i in range(3)} | {"head.weight": torch.ones(3)}
+    b = {name: value * (1 + 0.1 * i) for i, (name, value) in enumerate(a.items())}
+    for value in b.values():
+        value[2] = 1e-6
+    for name, state in (("a.pt", a), ("b.pt", b)):
+        torch.save(
+            {"model": state, "optimizer": {"state": {"layers.0.w": {"exp_avg": state["layers.0.w"]}}}}, tmp_path / name
+        )
+    return tmp_path / "a.pt", tmp_path / "b.pt"
+
+
+def test_what_changed_most_comes_first(steps: tuple[Path, Path]) -> None:
+    document = json.loads(run("diff", *steps, "--json").stdout)
+    a, b = (torch.load(path, weights_only=True)["model"] for path in steps)
+    expected = {name: ((b[name] - a[name]).double().norm() / a[name].double().norm()).item() for name in a}
+    for tensor in document["tensors"]:
+        name = tensor["name"].removeprefix("model.")
+        if name in expected:
+            assert tensor["values"]["relative_distance"] == pytest.approx(expected[name], rel=1e-6)
+    lines = run("diff", *steps).stdout.split("\n\n")
+    assert f"largest relative L2 distance {expected['head.weight']:.3g} in model.head.weight" in lines[0]
+    modules = next(text for text in lines if text.startswith("modules")).splitlines()
+    assert [line.split()[0] for line in modules[2:]] == ["head", "layers.2", "layers.1", "layers.0"]
+    values = next(text for text in lines if text.startswith("values of model")).splitlines()
+    assert [line.split()[0] for line in values[2:]] == ["model.head.weight", "model.layers.0-2.w"]
+    module = {(one["name"], one["moment"]): one for one in document["modules"]}
+    assert module["layers.2", ""]["relative_distance"] == pytest.approx(expected["layers.2.w"])
+    assert module["layers.0", "exp_avg"]["tensors"] == 1
+
+
+def test_lists_are_sorted_and_cut(steps: tuple[Path, Path]) -> None:
+    def names(*words: object) -> list[str]:
+        return [line.split(",")[0] for line in run("diff", *steps, *words, "--csv").stdout.splitlines()[1:]]
+
+    assert names("--top", 2) == ["model.head.weight", "model.layers.2.w"]
+    assert names("--sort", "abs", "--top", 1) == ["model.head.weight"]
+    assert names("--sort", "name", "--only", "model") == ["head.weight", *(f"layers.{i}.w" for i in range(3))]
+    for key in ("l2", "abs", "rel", "ulp", "cosine", "differing", "name"):
+        assert len(names("--sort", key)) == 5
+    head, rule, first = run("diff", *steps, "--top", 1, "--md").stdout.splitlines()
+    assert head.startswith("| name | part | differs |") and "`model.head.weight`" in first and set(rule) <= set("|-: ")
+    assert "modules" not in run("diff", *steps, "--sort", "ulp").stdout
+    assert run("diff", *steps, "--sort", "size").exit_code == 2
+
+
+def test_a_list_has_all_that_differs(two: tuple[Path, Path]) -> None:
+    lines = [line.split(",") for line in run("diff", *two, "--csv").stdout.splitlines()]
+    found = {line[0]: line[2] for line in lines[1:]}
+    expected = {"model.a": "values", "model.b": "dtype", "model.c": "only in A", "model.d": "only in B", "lr": "object"}
+    assert found == expected and {len(line) for line in lines} == {len(lines[0])}
+
+
+def test_the_heat_map_of_the_page_is_of_relative_distances(steps: tuple[Path, Path], tmp_path: Path) -> None:
+    run("diff", *steps, "--html", tmp_path / "page.html")
+    text = (tmp_path / "page.html").read_text()
+    document = json.loads(text.partition('id="document">')[2].partition("</script>")[0])
+    assert document["listed"][0] == "relative L2 distance"
+    assert len({*document["tensors"]["values"]["relative L2 distance"]}) == 4

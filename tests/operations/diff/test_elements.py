@@ -64,6 +64,9 @@ def test_figures_are_those_of_a_plain_calculation(name: str, size: int, seed: in
     larger = torch.maximum(wide[0].abs(), wide[1].abs())[where]
     assert found.relative == (apart[where] / larger).max().item()
     assert found.cosine == pytest.approx(torch.nn.functional.cosine_similarity(*wide, dim=0).item(), rel=1e-12)
+    assert found.distance == pytest.approx((wide[1] - wide[0]).norm().item(), rel=1e-12)
+    assert found.norm == pytest.approx(wide[0].norm().item(), rel=1e-12)
+    assert found.relative_distance == pytest.approx(((wide[1] - wide[0]).norm() / wide[0].norm()).item(), rel=1e-12)
 
 
 @pytest.mark.parametrize("name", ["float64", "float32", "float16"])
@@ -81,6 +84,29 @@ def test_ulp_counts_the_numbers_between(name: str) -> None:
     across = compare(np.array([-5e-324]), np.array([5e-324]), dtype("float64"))
     assert (across.ulp, across.relative) == (2, 2.0)
     assert compare(np.array([-np.inf]), np.array([np.inf]), dtype("float64")).ulp == 2 * 0x7FF0000000000000
+
+
+@pytest.mark.parametrize("scale", [1e-200, 1e-160, 1.0, 1e160, 1e300])
+def test_norms_neither_overflow_nor_vanish(scale: float) -> None:
+    a, b = np.array([3.0, 4.0, 0.0]) * scale, np.array([3.0, 4.0, 0.5]) * scale
+    found = compare(a, b, dtype("float64"))
+    assert found.distance == pytest.approx(0.5 * scale, rel=1e-12, abs=0.0)
+    assert (found.norm, found.relative_distance) == pytest.approx((5.0 * scale, 0.1), rel=1e-12, abs=0.0)
+
+
+def test_norms_of_what_is_not_finite_or_not_there() -> None:
+    new = compare(np.zeros(2), np.ones(2), dtype("float64"))
+    assert (new.norm, new.relative_distance) == (0.0, math.inf)
+    infinite = compare(np.array([1.0, 1.0]), np.array([1.0, np.inf]), dtype("float64"))
+    assert (infinite.norm, infinite.distance, infinite.relative_distance) == (1.0, math.inf, math.inf)
+    nans = compare(np.array([2.0, 1.0]), np.array([2.0, np.nan]), dtype("float64"))
+    assert (nans.norm, nans.distance, nans.relative_distance) == (2.0, 0.0, 0.0)
+    turned = compare(np.array([3 + 4j], "complex64"), np.array([0j], "complex64"), dtype("complex64"))
+    assert (turned.norm, turned.distance, turned.cosine) == (5.0, 5.0, None)
+    far = compare(np.array([2**62], "int64"), np.array([2**62 + 3], "int64"), dtype("int64"))
+    assert (far.distance, far.norm) == (3.0, 2.0**62)
+    truths = compare(np.array([1], np.uint8), np.array([0], np.uint8), dtype("bool"))
+    assert (truths.distance, truths.norm, truths.relative_distance) == (None, None, None)
 
 
 def test_bits_count_and_not_values() -> None:
@@ -132,8 +158,9 @@ def test_tiles_in_any_order_say_what_the_whole_says(sizes: list[int], random: An
     for low, high in tiles:
         made.feed(a[low:high], b[low:high], at=low)
     whole, found = compare(a, b, dtype("float32")), made.result()
-    assert found.cosine == pytest.approx(whole.cosine)
-    found.cosine = whole.cosine
+    for name in ("cosine", "distance", "norm", "relative_distance"):
+        assert getattr(found, name) == pytest.approx(getattr(whole, name))
+        setattr(found, name, getattr(whole, name))
     assert found == whole
 
 
