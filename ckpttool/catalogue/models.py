@@ -153,6 +153,11 @@ def is_buffer(tensor: Tensor, names: Collection[str]) -> bool:
     return is_statistic(name, names) or _BUFFER.fullmatch(end) is not None
 
 
+def is_vocabulary(tensor: Tensor) -> bool:
+    """Return whether a tensor is called as the embedding or the head of a language model is."""
+    return _HEAD.fullmatch(tensor.fqn[-_END:]) is not None
+
+
 def _listed(candidates: list[Tensor], optimizers: Sequence[_Trained]) -> list[Tensor]:
     """Return the candidates that are in an optimizer, or that only a parameter is called: one may be frozen."""
     names = {name for optimizer in optimizers for name in optimizer.names}
@@ -167,7 +172,7 @@ def _listed(candidates: list[Tensor], optimizers: Sequence[_Trained]) -> list[Te
             taken.add(tensor.path)
         elif is_module_name(tensor.fqn):
             left.append(tensor)
-    if len(left) == 1 and left[0].shape in known and _HEAD.fullmatch(left[0].fqn[-_END:]):
+    if len(left) == 1 and left[0].shape in known and is_vocabulary(left[0]):
         left = []  # the second name of tied weights, which the optimizer has once
     taken |= {tensor.path for tensor in left}
     return [tensor for tensor in candidates if tensor.path in taken]

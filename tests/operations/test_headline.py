@@ -126,6 +126,29 @@ def test_a_tied_weight_that_dcp_stores_twice_is_counted_once(name: str, tmp_path
     assert found.parameters == headline(path).parameters
 
 
+@pytest.mark.parametrize("drop", ["", "optimizer"])
+def test_the_same_weights_are_counted_alike_in_every_form(drop: str, tmp_path: Path) -> None:
+    """With and without the optimizer, whose parameters torch counts; the tied weight is stored twice in all of them."""
+    sample = CHECKPOINTS / "dcp/fsdp2_w4"
+    state = torch.load(sample / "reference.pt", weights_only=False)["optim"]["state"].values()
+    expected = sum(one["exp_avg"].numel() for one in state)
+    forms = {"dcp": "dcp", "torch": "a.pt", "safetensors": "files", "fsdp1": "ranks"}
+    for form, name in forms.items():
+        ckpttool.convert(sample / "ckpt", tmp_path / name, to=form, drop=[drop] if drop else [])
+        assert headline(tmp_path / name).parameters == expected, form
+
+
+def test_a_head_with_other_bytes_is_not_tied(tmp_path: Path) -> None:
+    weight = torch.randn(9, 4)
+    names = ("embed.weight", "lm_head.weight")
+    tied = saved(tmp_path / "tied.pt", **dict(zip(names, (weight, weight.clone()), strict=True)))
+    apart = saved(tmp_path / "apart.pt", **dict(zip(names, (weight, weight + 1), strict=True)))
+    alike = saved(
+        tmp_path / "alike.pt", **dict(zip(("up.weight", "down.weight"), (weight, weight.clone()), strict=True))
+    )
+    assert [headline(path).parameters for path in (tied, apart, alike)] == [36, 72, 72]
+
+
 def test_what_is_unknown_is_left_out(tmp_path: Path) -> None:
     path = tmp_path / "m.safetensors"
     safetensors.torch.save_file({"w": torch.ones(2, 3, dtype=torch.float16)}, path)

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import suppress
-from itertools import islice
+from itertools import chain, islice
 
-from ckpttool.analysis.describe.warnings import probably_tied
+from ckpttool.analysis.describe.warnings import probably_tied, untrained_pairs
 from ckpttool.catalogue.aliases import find_aliases
 from ckpttool.catalogue.entries import Tensor
 from ckpttool.catalogue.protocols import Source
@@ -25,7 +25,10 @@ def note_copies(source: Source) -> None:
 
 def _stored_twice(source: Source) -> Iterator[Warning]:
     """Yield a warning for each weight that is probably tied, if the checksums of both copies are the same."""
-    for copy, original in islice(probably_tied(source.catalogue), _TIED):
+    catalogue = source.catalogue
+    of_one = ((*pair, ", and only one has optimizer state") for pair in probably_tied(catalogue))
+    of_none = ((*pair, "") for pair in untrained_pairs(catalogue))
+    for copy, original, more in islice(chain(of_one, of_none), _TIED):
         places = sorted(zip(copy.chunks.offsets, range(len(copy.chunks)), strict=True))
         others = dict(zip(original.chunks.offsets, range(len(original.chunks)), strict=True))
         if others.keys() != {*copy.chunks.offsets} or find_aliases((copy, original)):
@@ -35,8 +38,7 @@ def _stored_twice(source: Source) -> Iterator[Warning]:
         pairs = [(i, others[offsets]) for offsets, i in compared]
         with suppress(CkptError):
             if all(_checksum(source, copy, i) == _checksum(source, original, k) is not None for i, k in pairs):
-                why = "they have the same checksums, and only one has optimizer state"
-                text = f"`{copy.name}` is `{original.name}`, stored twice: {why}"
+                text = f"`{copy.name}` is `{original.name}`, stored twice: they have the same checksums{more}"
                 yield Warning("stored-twice", text, tensor=copy.name)
 
 

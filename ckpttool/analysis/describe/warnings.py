@@ -7,7 +7,7 @@ from collections.abc import Collection, Iterator, Mapping
 
 from ckpttool.catalogue.aliases import one_moment_for_two
 from ckpttool.catalogue.entries import Catalogue, Path, Tensor
-from ckpttool.catalogue.models import checksum
+from ckpttool.catalogue.models import checksum, is_vocabulary
 from ckpttool.catalogue.warning import Warning
 from ckpttool.layout.optimizer.parse import parse_key
 from ckpttool.text import size, some
@@ -72,12 +72,31 @@ def _look_tied(catalogue: Catalogue, known_ties: Collection[Path]) -> Iterator[W
             yield Warning("stored-twice", text)
 
 
+def untrained_pairs(catalogue: Catalogue) -> Iterator[tuple[Tensor, Tensor]]:
+    """Yield the head and the embedding of a model, by their names, dtype and shape, of which no optimizer has any
+    state: a tied weight if they have the same bytes, which a tensor without numbers of its own would have, too."""
+    known = _with_state(catalogue)
+    alike: dict[tuple[object, ...], list[Tensor]] = defaultdict(list)
+    for tensor in catalogue.tensors:
+        is_matrix = tensor.part.kind == "model" and len(tensor.shape) >= 2 and tensor.dtype.kind == "float"
+        if is_matrix and tensor.alias is None and tensor.fqn not in known and is_vocabulary(tensor):
+            alike[tensor.part, tensor.dtype.name, tensor.shape].append(tensor)
+    for tensors in alike.values():
+        if len(tensors) == 2:
+            original, copy = sorted(tensors, key=lambda tensor: "emb" not in tensor.fqn[-100:])
+            yield copy, original
+
+
+def _with_state(catalogue: Catalogue) -> set[str]:
+    state = (tensor for tensor in catalogue.tensors if tensor.part.kind == "optimizer")
+    keys = (parse_key(tensor.path, len(tensor.part.root)) for tensor in state)
+    return {key.parameter for key in keys if key is not None and key.section == "state" and key.parameter is not None}
+
+
 def probably_tied(catalogue: Catalogue) -> Iterator[tuple[Tensor, Tensor]]:
     """Yield a matrix without optimizer state, and the only one of its shape that has some: probably a tied weight that
     was stored twice, as DCP does."""
-    state = (tensor for tensor in catalogue.tensors if tensor.part.kind == "optimizer")
-    keys = (parse_key(tensor.path, len(tensor.part.root)) for tensor in state)
-    known = {key.parameter for key in keys if key is not None and key.section == "state" and key.parameter is not None}
+    known = _with_state(catalogue)
     if not known:
         return
     untrained: dict[tuple[object, ...], list[Tensor]] = defaultdict(list)
