@@ -15,6 +15,7 @@ from typing import Any, ClassVar, NamedTuple
 from ckpttool.analysis.describe.format_value import jsonable, peek, type_name
 from ckpttool.analysis.result import Result
 from ckpttool.analysis.statistics.elements import Accumulator
+from ckpttool.analysis.statistics.histogram import BARS, Central
 from ckpttool.catalogue.boxes import Box, Ints
 from ckpttool.catalogue.entries import Object, Tensor
 from ckpttool.catalogue.patterns import any_of
@@ -24,6 +25,7 @@ from ckpttool.catalogue.validation import stop_at_fault, validate
 from ckpttool.errors import UsageError
 from ckpttool.producers.open import naming, notes_of_run, open_source
 from ckpttool.reports.report import Block, Column, Facts, Line, Table, Text, bold, box, checks, known
+from ckpttool.reports.statistics import spark
 from ckpttool.storage.files import Pool
 from ckpttool.text import meant, size
 from ckpttool.transfer import checksums
@@ -71,6 +73,7 @@ class Shown(Result):
     norm: float | None = None  #: 2-norm, likewise
     nans: int | None = None  #: number of NaN
     infs: int | None = None  #: number of infinities
+    histogram: Central | None = None  #: a linear histogram of the central elements; null if there are no numbers
     checked_bytes: int = 0  #: bytes that were compared with a checksum
     unchecked_bytes: int = 0  #: bytes that were read and have none: whether they are as they were written is unknown
     notes: list[str] = field(default_factory=list)  #: remarks, such as which checkpoint of a run was read
@@ -213,6 +216,7 @@ def tensor_statistics(tensor: Tensor, source: Source, part: Box | None = None) -
                 total.feed(bits)
         found = total.result()
         shown.nans, shown.infs, shown.mean, shown.norm = found.nans, found.infs, found.mean, found.l2
+        shown.histogram = total.histogram.central() if total.histogram is not None and tensor.numel > 1 else None
         if found.min is not None and found.max is not None:
             shown.min, shown.max = float(found.min), float(found.max)
     return shown
@@ -256,6 +260,10 @@ def _facts(shown: Shown) -> Iterator[tuple[str, str | None]]:
         yield title, None if figure is None else _number(figure)
     yield "NaN", f"{shown.nans:,}" if shown.nans else None
     yield "inf", f"{shown.infs:,}" if shown.infs else None
+    if (central := shown.histogram) is not None and len(central.counts) > 1:
+        apart = [f"{n:,} {where}" for n, where in ((central.below, "below"), (central.above, "above")) if n]
+        bars = f"{_number(central.low)} {spark(central.counts, BARS)} {_number(central.high)}"
+        yield "histogram", f"{bars}{'; ' if apart else ''}{', '.join(apart)}"
     yield "checked", checks(shown.checked_bytes, shown.unchecked_bytes)
 
 

@@ -8,7 +8,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from ckpttool.analysis.describe.sharding import MeshPlacement, Placements
-from ckpttool.analysis.statistics.histogram import Compact
+from ckpttool.analysis.statistics.histogram import Central, Compact
 from ckpttool.analysis.statistics.results import COLUMNS, GroupStatistics, Stats, TensorStatistics
 from ckpttool.catalogue.entries import Catalogue, Tensor
 from ckpttool.layout.mesh import Mesh, mesh_boxes
@@ -133,6 +133,11 @@ def _tensors(
             for i, (row, kept) in enumerate(zip(rows, keeps, strict=True))
             if kept and row.histogram is not None and row.statistics.numel > 1
         },
+        "central": {
+            i: _central(row.histogram.central)
+            for i, (row, kept) in enumerate(zip(rows, keeps, strict=True))
+            if kept and row.histogram is not None and row.histogram.central is not None and row.statistics.numel > 1
+        },
         "thumbnails": _thumbnails(rows, named, keeps),
     }
 
@@ -196,6 +201,14 @@ def _histogram(histogram: Compact) -> list[Any]:
     places = [place for _, place in halves]
     first, last = min(places), max(places)
     return [first, *("".join(_digits(halves.get((s, p), 0)) for p in range(first, last + 1)) for s in (-1, 1))]
+
+
+def _central(histogram: Central) -> list[Any]:
+    """Return the limits of a linear histogram, its largest count, each count as a share of it in one digit, and how
+    many elements are below and above."""
+    most, last = max(histogram.counts), len(ALPHABET) - 1
+    shares = "".join(ALPHABET[-(-last * n // most) if most else 0] for n in histogram.counts)
+    return [_figure(histogram.low), _figure(histogram.high), most, shares, histogram.below, histogram.above]
 
 
 def _digits(count: int) -> str:

@@ -211,17 +211,36 @@ draw.experts = section => {
   paint();
 };
 
-// Histograms: the magnitude grows to both sides of zero, in half-octaves; the height is the logarithm of the count.
-function histogram([first, negative, positive], zeros) {
+// A linear histogram of the elements between two quantiles.
+function linear([low, high, most, shares, below, above]) {
+  low = number(low); high = number(high);
+  const n = shares.length, width = 640, height = 180, bar = width / n, step = (high - low) / n;
+  const svg = drawing("svg", {viewBox: `0 0 ${width} ${height + 20}`, role: "img", "aria-label": "histogram"});
+  for (let k = 0; k < n; k++) {
+    const share = DIGITS.indexOf(shares[k]) / (DIGITS.length - 1), from = low + k * step;
+    const title = n > 1 ? `${shown(from)} to ${shown(from + step)}: about ${shown(Math.round(share * most))}` : `${shown(low)}: ${shown(most)}`;
+    if (share) svg.append(told(title, drawing("rect", {class: from + step / 2 < 0 ? "negative" : "positive", x: k * bar, y: height - height * share, width: Math.max(bar - 1, .5), height: height * share})));
+  }
+  svg.append(drawing("line", {class: "axis", x1: 0, x2: width, y1: height, y2: height}));
+  const label = (x, words, anchor) => svg.append(drawing("text", {x, y: height + 14, "text-anchor": anchor}, words));
+  label(0, shown(low), "start");
+  if (n > 1) label(width, shown(high), "end");
+  const zero = -low / (high - low);
+  if (zero > .08 && zero < .92) label(zero * width, "0", "middle");
+  const apart = [below ? `${shown(below)} elements are smaller` : "", above ? `${shown(above)} are larger` : ""].filter(Boolean).join(", ");
+  return [svg, `linear, between the quantiles 0.1 % and 99.9 %${apart ? "; " + apart : ""}`];
+}
+// The magnitude spectrum: magnitudes grow to both sides of zero, in half-octaves; the height is the logarithm of the count.
+function spectrum([first, negative, positive], zeros) {
   const level = (digits, k) => DIGITS.indexOf(digits[2 * k]) * 64 + DIGITS.indexOf(digits[2 * k + 1]);
   const n = Math.max(negative.length, positive.length) / 2;
-  if (!n && !zeros) return element("p", {class: "soft"}, "no finite elements");
+  if (!n && !zeros) return ["", "no finite elements"];
   const edge = k => { const b = first + k; return 2 ** ((b >> 1) - 1) * (1 + (b & 1) / 2); };
   const hasNegative = /[^0]/.test(negative), bars = (hasNegative ? n : 0) + 1 + n, width = 640, height = 180, bar = width / bars;
   const zeroLevel = zeros ? 1 + Math.log2(zeros) * 64 : 0;
   let top = zeroLevel;
   for (let k = 0; k < n; k++) top = Math.max(top, level(negative, k), level(positive, k));
-  const svg = drawing("svg", {viewBox: `0 0 ${width} ${height + 20}`, role: "img", "aria-label": "histogram"});
+  const svg = drawing("svg", {viewBox: `0 0 ${width} ${height + 20}`, role: "img", "aria-label": "magnitude spectrum"});
   const add = (at, high, kind, title) => {
     if (high) svg.append(told(title, drawing("rect", {class: kind, x: at * bar, y: height - height * high / top, width: Math.max(bar - 1, .5), height: height * high / top})));
   };
@@ -236,7 +255,19 @@ function histogram([first, negative, positive], zeros) {
   if (hasNegative) label(0, "-" + shown(edge(n)), "start");
   label(((hasNegative ? n : 0) + .5) * bar, "0", bars > 3 ? "middle" : "start");
   label(width, shown(edge(n)), "end");
-  return svg;
+  return [svg, "magnitudes in half-octaves, away from zero on both sides; heights are logarithms of the counts"];
+}
+let view = "histogram";
+function distribution(i) {
+  const figure = element("figure"), views = [["histogram", "histogram"], ["spectrum", "magnitude spectrum"]].filter(([name]) => name !== "histogram" || i in tensors.central);
+  const paint = () => {
+    const [svg, note] = view === "histogram" && i in tensors.central ? linear(tensors.central[i]) : spectrum(tensors.histograms[i], value("zeros", i));
+    figure.replaceChildren(svg, element("p", {class: "soft"}, note));
+  };
+  paint();
+  const select = choice("", views, view, name => { view = name; paint(); });
+  select.firstElementChild.setAttribute("aria-label", "view of the values");
+  return element("div", {class: "plot"}, element("h3", {}, "Values"), element("div", {class: "controls"}, select), figure);
 }
 
 // A thumbnail: blocks of rows and columns, coloured by the logarithm of the largest magnitude.
@@ -380,8 +411,7 @@ function described(i) {
   for (const message of data.messages[names[i]] || []) parts.push(element("ul", {class: "findings"}, element("li", {class: "grave"}, element("span", {}, ...prose(message)))));
   const made = tensors.histograms[i];
   const picture = tensors.thumbnails[own], pair = element("div", {class: "pair"});
-  if (made) pair.append(element("div", {class: "plot"}, element("h3", {}, "Histogram"), element("figure", {}, histogram(made, value("zeros", i)),
-    element("p", {class: "soft"}, "magnitudes in half-octaves, away from zero on both sides; heights are logarithms of the counts"))));
+  if (made) pair.append(distribution(i));
   if (picture) pair.append(element("div", {}, element("h3", {}, "Thumbnail"), ...thumbnail(picture, text("shape", i).split("×").map(Number))));
   parts.push(pair);
   parts.push(element("h3", {}, "Statistics"), figures(statisticOptions.map(([name, title]) => [title, shown(value(name, i))]).filter(([, figure]) => figure !== "–")));

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from itertools import pairwise
 from typing import TYPE_CHECKING
 
 from ckpttool.analysis.statistics.results import COLUMNS
@@ -14,6 +15,7 @@ if TYPE_CHECKING:
 
 _SPARKS = "▁▂▃▄▅▆▇█"
 _MAX_BARS = 40  # bars
+_BARS_OF_VALUES = 14  # of a histogram in a table
 _PLACE = ("name", "part", "moment", "layer", "expert", "dtype")
 _FIGURES = ("rms", "absmax", "min", "max")
 _NAME = Column("name", fit="clip")
@@ -96,10 +98,16 @@ def _identity(group: GroupStatistics) -> tuple[str, ...]:
 def _of_tensors(tensors: Sequence[TensorStatistics], column: str | None) -> Table:
     own = column if column not in (*_FIGURES, "zeros", "nan", "inf", "numel", None) else None
     rows = [
-        [row.name, count(row.statistics.numel), *_figures(row), *([number(row.values()[own])] if own else [])]
+        [
+            row.name,
+            count(row.statistics.numel),
+            *_figures(row),
+            *([number(row.values()[own])] if own else []),
+            bars(row),
+        ]
         for row in tensors
     ]
-    columns = [_NAME, *_columns(inf=2), *([Column(own, is_number=True)] if own else [])]
+    columns = [_NAME, *_columns(inf=3), *([Column(own, is_number=True)] if own else []), Column("histogram", drop=2)]
     return Table("tensors", columns, rows, f"{len(tensors):,}", SHOWN if column else None)
 
 
@@ -133,6 +141,24 @@ def _cells(row: TensorStatistics) -> Iterator[object]:
 def number(value: float | None) -> str:
     """Return a figure in four digits. Pure."""
     return "-" if value is None else f"{value:.4g}"
+
+
+def bars(row: TensorStatistics | GroupStatistics, most: int = _BARS_OF_VALUES) -> str:
+    """Return bars of a linear histogram of the central elements; nothing where there is none. Pure."""
+    central = row.histogram.central if row.histogram is not None else None
+    return "" if central is None or row.statistics.numel < 2 else spark(summed(central.counts, most), most)
+
+
+def summed(counts: Sequence[int], most: int) -> list[int]:
+    """Return counts of intervals of one width as those of at most so many wider ones. Pure."""
+    n = min(most, len(counts))
+    ends = [len(counts) * i / n for i in range(n + 1)]
+
+    def before(end: float) -> float:
+        whole = int(end)
+        return sum(counts[:whole]) + (end - whole) * (counts[whole] if whole < len(counts) else 0)
+
+    return [round(before(high) - before(low)) for low, high in pairwise(ends)]
 
 
 def spark(values: Sequence[float], longest: int = _MAX_BARS) -> str:

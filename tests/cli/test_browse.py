@@ -316,7 +316,7 @@ def test_what_is_listed_is_written(hsdp: str, tmp_path: Path, monkeypatch: pytes
 def test_the_mouse(hsdp: str) -> None:
     opened, selected = screens(hsdp, [("click #names 0 4",), ("click #names 10 3", "click #tabs 20 0")])
     assert "▾ layers.0-1" in opened
-    assert "negative magnitude" in selected and "model.embed.weight" in selected
+    assert "quantiles 0.1 % to 99.9 %" in selected and "model.embed.weight" in selected
 
 
 def test_names_are_shown_as_they_are(tmp_path: Path) -> None:

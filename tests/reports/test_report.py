@@ -19,7 +19,7 @@ from support.paths import CHECKPOINTS
 
 import ckpttool
 from ckpttool.analysis.statistics.elements import FRACTIONS, Channels, Statistics
-from ckpttool.analysis.statistics.histogram import Compact
+from ckpttool.analysis.statistics.histogram import Central, Compact
 from ckpttool.analysis.statistics.results import Stats, TensorStatistics
 from ckpttool.analysis.statistics.thumbnails import Thumbnail
 from ckpttool.catalogue.entries import Catalogue
@@ -179,7 +179,7 @@ def made_up(layers: int, kinds: list[str], shape: tuple[int, int]) -> Stats:
                 place = part, moment, f"layers.{layer}", f"layers.*.{kind}", ""
                 row = TensorStatistics(full, *place, "bfloat16", shape, 2, None, statistics)
                 row.rows = row.columns = Channels(shape[0], seed * 0.1, seed, layer, 3)
-                row.histogram = Compact(counts)
+                row.histogram = Compact(counts, Central(-0.1, 0.1, [1000 + 7919 * i**2 for i in range(41)], 17, 18))
                 row.thumbnail = Thumbnail(32, 32, seed * 0.01, seed, base64.b64encode(bytes(range(256)) * 4).decode())
                 stats.tensors.append(row)
     stats.findings = [Finding("nan", "nan", f"`{row.name}`: NaN", names=[row.name]) for row in stats.tensors[:20]]
@@ -198,7 +198,7 @@ def test_a_report_of_70_billion_parameters_is_small() -> None:
     text = render(Book("report", "step-1000", "step-1000", stats, Catalogue("dcp")))
     drawn = data_of(text)["tensors"]
     assert len(stats.tensors) == 2160 and len(text) < LIMIT * 0.8
-    assert len(drawn["histograms"]) == len(drawn["thumbnails"]) == 2160
+    assert len(drawn["histograms"]) == len(drawn["central"]) == len(drawn["thumbnails"]) == 2160
     assert all(one[:2] == [16, 16] for one in drawn["thumbnails"].values())
 
 

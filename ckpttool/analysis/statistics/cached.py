@@ -11,7 +11,7 @@ from typing import Any
 from ckpttool.analysis.result import as_json
 from ckpttool.analysis.statistics.collect import Update
 from ckpttool.analysis.statistics.elements import Channels, Statistics
-from ckpttool.analysis.statistics.histogram import Compact
+from ckpttool.analysis.statistics.histogram import Central, Compact
 from ckpttool.analysis.statistics.results import GroupStatistics, TensorStatistics
 from ckpttool.analysis.statistics.spectral import Spectrum
 from ckpttool.analysis.statistics.thumbnails import Thumbnail
@@ -21,7 +21,7 @@ from ckpttool.storage.files import Fingerprint
 from ckpttool.version import __version__
 
 _KIND = "stats"
-_LAYOUT = 2  # of the cached document
+_LAYOUT = 3  # of the cached document
 
 Rows = tuple[list[TensorStatistics], list[GroupStatistics]]
 
@@ -81,4 +81,7 @@ def _statistics(row: dict[str, Any]) -> Statistics:
 
 
 def _histogram(row: dict[str, Any] | None) -> Compact | None:
-    return Compact([(sign, step, count) for sign, step, count in row["counts"]]) if row else None
+    if not row:
+        return None
+    central = Central(**row["central"]) if row["central"] else None
+    return Compact([(sign, step, count) for sign, step, count in row["counts"]], central)

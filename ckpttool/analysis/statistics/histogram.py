@@ -16,6 +16,10 @@ from ckpttool.catalogue.dtypes import DTYPES, Dtype
 from ckpttool.transfer.numbers import FLOATS, Array, has_numbers, numbers
 
 _MAX_WAITING = 1 << 14  # bins
+BARS = 41
+"""Intervals of a `Central`: an odd number, so that zero is within one of them."""
+CENTRAL = 0.998
+"""The share of the elements between the quantiles that a `Central` begins and ends at."""
 _FEW = 4096  # elements, or bins, of which a list of those that are used takes less time than all bins
 
 
@@ -98,6 +102,18 @@ def _bins(name: str) -> Bins:
     places = np.full(len(low), -1, np.int32)
     places[order] = np.arange(len(order))
     return Bins(name, low, high, middle, order, places, _steps(middle), dtype.itemsize <= 2, error)
+
+
+@cache
+def _edges(name: str) -> Array:
+    """Return the middles between neighbouring numbers of the bins. Floating-point numbers are the farther apart the
+    larger they are: each counts where it is the nearest one, so that intervals between two of them are not empty."""
+    import numpy as np
+
+    bins = _bins(name)
+    middles = bins.middle[bins.order]
+    edges: Array = np.concatenate([middles[:1], middles[:-1] / 2 + middles[1:] / 2, middles[-1:]])
+    return edges
 
 
 def _steps(numbers: Array) -> Array:
@@ -183,19 +199,50 @@ class Histogram:
         found = np.searchsorted(ends, ranks, side="left")
         return [float(x) for x in self.bins.middle[used[found]]]
 
+    def central(self) -> Central | None:
+        """Return the counts in intervals of one width between two quantiles; None of elements without finite numbers.
+
+        Where most elements are one number, all others are within the intervals, too.
+        """
+        import numpy as np
+
+        used, counts = self.finite
+        if not len(used):
+            return None
+        ends = np.concatenate([[0], counts.cumsum()])
+        total = int(ends[-1])
+        ranks = [max(1, int(total * (1 - CENTRAL) / 2)), total - int(total * (1 - CENTRAL) / 2)]
+        first, last = (int(i) for i in np.searchsorted(ends[1:], ranks))
+        first, last = (0, len(used) - 1) if first == last else (first, last)
+        if first == last:
+            value = float(self.bins.middle[used[0]])
+            return Central(value, value, [total])
+        places, edges = self.bins.places[used], _edges(self.bins.name)
+        low, high = float(edges[places[first]]), float(edges[places[last] + 1])
+        if not high - low < np.inf:
+            return None
+        at = np.stack([edges[places], edges[places + 1]], axis=1).reshape(-1)
+        sums = np.stack([ends[:-1], ends[1:]], axis=1).reshape(-1)
+        before = np.rint(np.interp(np.linspace(low, high, BARS + 1), at, sums)).astype(np.int64)
+        before[0], before[-1] = ends[first], ends[last + 1]
+        return Central(low, high, np.diff(before).tolist(), int(ends[first]), total - int(ends[last + 1]))
+
     def compact(self) -> Compact:
-        """Return the counts by sign, exponent and 2 bits of the mantissa, for a picture."""
+        """Return the counts by sign, exponent and 2 bits of the mantissa, and in intervals of one width, for
+        pictures."""
         import numpy as np
 
         used, counts = self.finite
         if not len(used):
             return Compact([])
+        central = self.central()
         signs, steps = np.sign(self.bins.middle[used]).astype(np.int64), self.bins.steps[used]
         # Numbers of one step are neighbours.
         changes = (signs[1:] != signs[:-1]) | (steps[1:] != steps[:-1])
         starts = np.concatenate([[0], np.flatnonzero(changes) + 1])
         sums = np.add.reduceat(counts, starts)
-        return Compact(sorted(zip(signs[starts].tolist(), steps[starts].tolist(), sums.tolist(), strict=True)))
+        magnitudes = sorted(zip(signs[starts].tolist(), steps[starts].tolist(), sums.tolist(), strict=True))
+        return Compact(magnitudes, central)
 
     def _all(self) -> Array:
         import numpy as np
@@ -232,8 +279,23 @@ class Histogram:
 
 
 @dataclass(slots=True)
+class Central:
+    """A linear histogram between the quantiles 0.1 % and 99.9 %: `Central(-0.06, 0.06, [3, 18, 4], 0, 1)`.
+
+    Counts are exact to the rounding of the elements to the numbers by which they are counted (`quantile_error`).
+    """
+
+    low: float  #: where the first interval begins
+    high: float  #: where the last interval ends
+    counts: list[int]  #: number of elements in each of the intervals, which have one width
+    below: int = 0  #: number of elements below them
+    above: int = 0  #: number of elements above them
+
+
+@dataclass(slots=True)
 class Compact:
-    """A small histogram: of each `sign` (-1, 0, 1) and `step` how many elements there are. Elements of step `4 * e + m`
-    have a magnitude from `2**(e-1) * (1 + m/4)` to the next step's."""
+    """Two small histograms. Of each `sign` (-1, 0, 1) and `step` how many elements there are: elements of step
+    `4 * e + m` have a magnitude from `2**(e-1) * (1 + m/4)` to the next step's."""
 
     counts: list[tuple[int, int, int]]  #: sign, step and number of elements, of those that have any
+    central: Central | None = None  #: a linear histogram of the central elements

@@ -18,7 +18,7 @@ from textual.strip import Strip
 from ckpttool.analysis.browsing.folding import Node
 from ckpttool.analysis.browsing.session import Opened
 from ckpttool.analysis.statistics.results import TensorStatistics
-from ckpttool.reports.statistics import number, spark
+from ckpttool.reports.statistics import bars, number, spark
 from ckpttool.text import count, safe
 
 _SPARK = 10  # bars, at most
@@ -242,20 +242,14 @@ class Names(ScrollView, can_focus=True):
             return "NaN" if s.nans else "inf"
         if s.numel == 1 and s.max is not None:
             return number(s.max)
-        return magnitudes(row)
+        return values_of(row)
 
 
-def magnitudes(row: TensorStatistics) -> str:
-    """Return bars of how many elements there are of each magnitude, the largest at the right."""
+def values_of(row: TensorStatistics) -> str:
+    """Return bars of a linear histogram of the central elements; where all are one number, that number."""
     if row.histogram is None or row.statistics.absmax is None:
         return ""
-    counts: dict[int, int] = {}
-    for sign, step, n in row.histogram.counts:
-        if sign:
-            counts[step // 4] = counts.get(step // 4, 0) + n
-    top = max(counts, default=0)
-    shown = [counts.get(power, 0) for power in range(top - _SPARK + 3, top + 1)]
-    return spark(shown, _SPARK) if counts else "0"
+    return bars(row, _SPARK) or number(row.statistics.max)
 
 
 def _bars(rows: Sequence[TensorStatistics | None]) -> str:

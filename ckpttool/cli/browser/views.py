@@ -18,7 +18,7 @@ from ckpttool.analysis.differences.elements import Difference
 from ckpttool.analysis.statistics.results import TensorStatistics
 from ckpttool.catalogue.entries import Tensor
 from ckpttool.reports.report import box
-from ckpttool.reports.statistics import number
+from ckpttool.reports.statistics import number, summed
 from ckpttool.text import count, plural, safe, size
 from ckpttool.transfer.numbers import Array, has_numbers
 
@@ -151,7 +151,7 @@ def _several(look: Look) -> Text:
 
 
 def histogram(look: Look) -> Text:
-    """Return how many elements there are of each magnitude, negative ones to the left."""
+    """Return how many elements there are of each value, in intervals of one width; below, the magnitude spectrum."""
     entry, row = look.entry, look.row
     if entry is None:
         return Text("a histogram is of one tensor", _DIM)
@@ -159,6 +159,33 @@ def histogram(look: Look) -> Text:
     if row is None or row.histogram is None:
         text.append(look.waiting if row is None else "its elements are not numbers", _DIM)
         return text
+    _linear(text, row, look)
+    _spectrum(text, row, look)
+    s = row.statistics
+    text.append(f"; {s.nans:,} NaN" if s.nans else "", _BAD)
+    text.append(f"; {s.infs:,} infinite" if s.infs else "", _BAD)
+    return text
+
+
+def _linear(text: Text, row: TensorStatistics, look: Look) -> None:
+    central = row.histogram.central if row.histogram is not None else None
+    if central is None or len(central.counts) < 2:
+        return
+    counts = summed(central.counts, min(len(central.counts), max(7, look.height - 3)))
+    step = (central.high - central.low) / len(counts)
+    room, top = max(3, look.width - 12), max(counts)
+    apart = [f"; {n:,} {where}" for n, where in ((central.below, "smaller"), (central.above, "larger")) if n]
+    text.append(f"quantiles 0.1 % to 99.9 %{''.join(apart)}\n", _DIM)
+    for k, n in enumerate(counts):
+        middle = central.low + (k + 0.5) * step
+        text.append(f"{number(0.0 if abs(middle) < step / 2 else middle):>10}  ", _DIM)
+        text.append(_bar(n, top, room) + "\n", Style(color="magenta" if middle < -step / 2 else "cyan"))
+    text.append("\n")
+
+
+def _spectrum(text: Text, row: TensorStatistics, look: Look) -> None:
+    assert row.histogram is not None
+    text.append("magnitude spectrum\n", _BOLD)
     sides: dict[int, dict[int, int]] = {-1: {}, 1: {}}
     zeros = 0
     for sign, step, n in row.histogram.counts:
@@ -186,9 +213,6 @@ def histogram(look: Look) -> Text:
     s = row.statistics
     text.append(f"{s.numel:,} elements, each line twice the one below")
     text.append(f"; {zeros:,} zeros" if zeros else "")
-    text.append(f"; {s.nans:,} NaN" if s.nans else "", _BAD)
-    text.append(f"; {s.infs:,} infinite" if s.infs else "", _BAD)
-    return text
 
 
 def no_picture(look: Look) -> str:

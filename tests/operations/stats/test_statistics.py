@@ -279,3 +279,41 @@ def test_a_thumbnail_of_equal_elements_and_of_zeros() -> None:
         found = maxima.thumbnail()
         assert found is not None and (found.low, found.high, found.rows, found.columns) == (low, low, 32, 2)
         assert (decoded(found) == value).all()
+
+
+@pytest.mark.parametrize("name", ["float32", "float64", "bfloat16", "float16", "float8_e4m3fn", "int8", "int64"])
+def test_a_gaussian_looks_like_a_bell(name: str) -> None:
+    """In a linear histogram: the counts are those of numpy up to the rounding of the elements, and have one mode."""
+    dtype, generator = DTYPES[name], torch.Generator().manual_seed(0)
+    values = torch.randn(200_000, generator=generator, dtype=torch.float64)
+    values = (values * (20 if dtype.kind == "int" else 1)).to(getattr(torch, name))
+    total = Accumulator(dtype)
+    total.feed(values.view(torch.uint8).numpy().view(unsigned(dtype)))
+    assert total.histogram is not None
+    central = total.histogram.central()
+    assert central is not None and sum(central.counts) + central.below + central.above == values.numel()
+    assert (central.below + central.above) / values.numel() < 0.0021
+    assert central.counts == pytest.approx(central.counts[::-1], abs=0.1 * max(central.counts))
+    smooth = np.convolve(central.counts, np.ones(5) / 5, "valid")
+    middle = len(smooth) // 2
+    assert abs(int(np.argmax(smooth)) - middle) <= 2
+    assert (np.diff(smooth[: middle - 2]) > -0.02 * smooth.max()).all()
+    assert (np.diff(smooth[middle + 2 :]) < 0.02 * smooth.max()).all()
+    if name in ("float32", "float16", "float64", "bfloat16"):
+        expected, _ = np.histogram(values.double().numpy(), bins=len(central.counts), range=(central.low, central.high))
+        assert central.counts == pytest.approx(expected.tolist(), abs=0.03 * max(central.counts))
+
+
+def test_a_linear_histogram_of_few_numbers() -> None:
+    def central(*values: float) -> Any:
+        total = Accumulator(DTYPES["float32"])
+        total.feed(np.array(values, np.float32).view(np.uint32))
+        assert total.histogram is not None
+        return total.histogram.central()
+
+    assert central(*[0.0] * 5).counts == [5] and central(math.nan, math.inf) is None
+    sparse = central(*[0.0] * 5000, 1.0, 2.0)
+    assert sparse.counts[0] == 5000 and sum(sparse.counts) == 5002 and (sparse.below, sparse.above) == (0, 0)
+    tail = central(*np.linspace(-1, 1, 10_000), 1e30, -1e30)
+    assert tail.high < 1.01 and 2 <= tail.below + tail.above <= 20
+    assert central(-3e38, 3e38) is not None
