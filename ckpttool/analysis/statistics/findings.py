@@ -17,26 +17,34 @@ if TYPE_CHECKING:
     from ckpttool.catalogue.entries import Catalogue, Tensor
 
 _NEIGHBOURS = 4  # tensors of one kind, at least, before one is called unlike the others
-_LARGE = 20.0  # times the median of its kind
+_LARGE = 20.0  # times the median of its kind; in healthy young runs weights had 6 times at most
+_LARGE_MOMENT = 1000.0  # the same of momentum; gradients of early and late layers may differ by 30 times
+# Adam's first and second moment of a parameter belong together, whatever its gradients are: their quotient is between
+# these, relative to its kind and at all. The second moments themselves differ by 30,000 times in healthy young runs.
+_UPDATE, _LARGEST_UPDATE = 20.0, 100.0
+_OF_ADAM = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq")
+_OVER_EPSILON = 1e-12  # a second moment that the epsilon of Adam does not hide
+_COPIED = 16  # elements, at least, of tensors that tell a copied layer
 _DEAD = 0.01  # of the median of its kind
 _UNEVEN = 1.25  # times the median of the ranks
 _LITTLE = 1 << 20  # bytes that are no load for a rank
-_GRAVITIES = ("nan", "inf", "magnitude", "dead", "moments", "zeros", "rank")
+_GRAVITIES = ("nan", "inf", "magnitude", "dead", "moments", "zeros", "copy", "rank")
 
 
 class Outlier(TypedDict):
     """Something that stands out."""
 
-    kind: str  #: `nan`, `inf`, `magnitude`, `dead`, `moments`, `zeros` or `rank`
+    kind: str  #: `nan`, `inf`, `magnitude`, `dead`, `moments`, `zeros`, `copy` or `rank`
     message: str  #: what it is, for people
     names: list[str]  #: names of the tensors
 
 
 def findings(tensors: Iterable[TensorStatistics]) -> list[Finding]:
     """Return what stands out, the most severe first: NaN and infinities, magnitudes and deviations that are unlike
-    those of the same kind in other layers and experts, moments and weights that are all zero."""
+    those of the same kind in other layers and experts, moments that do not fit each other, moments and weights that are
+    all zero, layers that are copies of others."""
     own = [tensor for tensor in tensors if tensor.tied_to is None]
-    found = [*_not_finite(own), *_unlike_their_kind(own), *_all_zero(own)]
+    found = [*_not_finite(own), *_unlike_their_kind(own), *_unfitting_moments(own), *_all_zero(own), *_copies(own)]
     return sorted(found, key=lambda finding: (_GRAVITIES.index(finding.kind), natural(finding.names[0])))
 
 
@@ -56,14 +64,16 @@ def _unlike_their_kind(tensors: list[TensorStatistics]) -> Iterator[Finding]:
     for tensor in tensors:
         if tensor.statistics.absmax is not None and tensor.statistics.numel > 1 and "*" in tensor.kind:
             kinds[tensor.part, tensor.moment, tensor.kind].append(tensor)
-    for (_, _, kind), members in kinds.items():
-        if len(members) < _NEIGHBOURS:
+    for (_, moment, kind), members in kinds.items():
+        if len(members) < _NEIGHBOURS or moment in _OF_ADAM:
             continue
+        kind = f"{kind}.{moment}" if moment else kind
+        limit = _LARGE_MOMENT if moment else _LARGE
         absmax = of.median(tensor.statistics.absmax or 0.0 for tensor in members)
         rms = of.median(tensor.statistics.rms or 0.0 for tensor in members)
         for tensor in members:
             largest, size = tensor.statistics.absmax or 0.0, tensor.statistics.rms or 0.0
-            if absmax > 0 and largest > _LARGE * absmax:
+            if absmax > 0 and largest > limit * absmax:
                 text = (
                     f"`{tensor.name}`: the largest magnitude is {largest:.3g}, {largest / absmax:.0f} times the median"
                 )
@@ -74,12 +84,65 @@ def _unlike_their_kind(tensors: list[TensorStatistics]) -> Iterator[Finding]:
                 yield Finding(DIFFERENCE, "dead", text, names=[tensor.name])
 
 
+def _unfitting_moments(tensors: list[TensorStatistics]) -> Iterator[Finding]:
+    """Yield first moments that are far larger or smaller than their second moments allow."""
+    kinds: dict[tuple[str, str], list[TensorStatistics]] = defaultdict(list)
+    second = {}
+    for tensor in tensors:
+        if tensor.update is not None and tensor.update.rms:
+            kinds[tensor.part, tensor.kind].append(tensor)
+        elif tensor.moment == "exp_avg_sq":
+            second[tensor.name] = tensor.statistics.rms or 0.0
+    for (_, kind), members in kinds.items():
+        updates = [tensor.update.rms or 0.0 for tensor in members if tensor.update is not None]
+        median = of.median(updates)
+        for tensor, update in zip(members, updates, strict=True):
+            is_hidden = second.get(f"{tensor.name}_sq", 0.0) < _OVER_EPSILON
+            is_unlike = len(members) >= _NEIGHBOURS and (
+                update > _UPDATE * median or (update < median / _UPDATE and not is_hidden)
+            )
+            if update > _LARGEST_UPDATE or is_unlike:
+                text = f"`{tensor.name}` does not fit its `exp_avg_sq`: the rms of Adam's update is {update:.3g}"
+                text += f", the median of `{kind}` {median:.3g}" if len(members) > 1 else ""
+                yield Finding(DIFFERENCE, "moments", text, names=[tensor.name])
+
+
+def _copies(tensors: list[TensorStatistics]) -> Iterator[Finding]:
+    """Yield layers and experts all of whose weights have the same statistics as those of another one. Kinds of which
+    all are equal do not count: constants, and buffers such as frequencies."""
+    kinds: dict[tuple[str, str, str], list[tuple[TensorStatistics, tuple[float | None, ...]]]] = defaultdict(list)
+    for tensor in tensors:
+        s = tensor.statistics
+        if not tensor.moment and "*" in tensor.kind and s.numel >= _COPIED and s.std:
+            kinds[tensor.part, tensor.kind, tensor.dtype].append((tensor, (s.l1, s.l2, s.mean, s.min, s.max)))
+    weights: dict[tuple[str, str, str], list[str]] = defaultdict(list)
+    values: dict[tuple[str, str, str], set[object]] = defaultdict(set)
+    for kind, members in kinds.items():
+        if len({figures for _, figures in members}) > 1:
+            for tensor, figures in members:
+                place = tensor.part, tensor.layer, tensor.expert
+                weights[place].append(tensor.name)
+                values[place].add((kind, figures))
+    first: dict[object, tuple[str, str, str]] = {}
+    for place, same in values.items():
+        original = first.setdefault((place[0], frozenset(same)), place)
+        if original is not place:
+            names = [
+                f"expert {expert} of `{layer}`" if expert else f"`{layer}`" for _, layer, expert in (place, original)
+            ]
+            text = f"{names[0]} has the values of {names[1]}: {plural(len(weights[place]), 'tensor')}"
+            yield Finding(SUSPECT, "copy", text, names=weights[place])
+
+
 def _all_zero(tensors: list[TensorStatistics]) -> Iterator[Finding]:
     moments: dict[tuple[str, str], list[TensorStatistics]] = defaultdict(list)
+    # After one step a parameter may have had no gradient, as the first matrix of LoRA, whose second one is zero.
+    steps = {tensor.name: tensor.statistics.max for tensor in tensors if tensor.moment == "step"}
     for tensor in tensors:
         is_zero = tensor.statistics.numel > 1 and tensor.statistics.zeros == tensor.statistics.numel
         if tensor.moment:
-            if tensor.statistics.numel > 1:
+            step = steps.get(f"{tensor.name.removesuffix(tensor.moment)}step")
+            if tensor.statistics.numel > 1 and (step is None or step > 1):
                 moments[tensor.part, tensor.moment].append(tensor)
         elif is_zero and tensor.part.startswith("model") and not tensor.kind.endswith("bias"):
             yield Finding(
