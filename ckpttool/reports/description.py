@@ -66,6 +66,8 @@ def on_page(catalogue: Catalogue, source: Source | None = None, *more: tuple[str
     yield Findings("warnings", [warning for warning in catalogue.warnings if warning.gravity != DAMAGE], None)
     yield Facts([*chosen(catalogue), *_facts(catalogue, headline.step, headline.epoch), *more], "Checkpoint")
     yield _parts(parts, exact=True)
+    for part, lines in summarise(catalogue).trees:
+        yield from _tree(part, lines, f"modules of {part}")
     yield from ranks_and_files(catalogue)
 
 
@@ -212,7 +214,7 @@ def _dtypes(names: Sequence[str]) -> str:
     return f"{', '.join(names[: _DTYPES - 1])} and {len(names) - _DTYPES + 1} more"
 
 
-def _tree(part: Part, lines: Sequence[ModuleLine]) -> Iterator[Block]:
+def _tree(part: Part, lines: Sequence[ModuleLine], name: str = "") -> Iterator[Block]:
     dtypes = {line.dtypes for line in lines}
     shared = _dtypes(dtypes.pop()) if len(dtypes) == 1 else ""
     rows = []
@@ -227,7 +229,7 @@ def _tree(part: Part, lines: Sequence[ModuleLine]) -> Iterator[Block]:
         rows.append(("  " * line.depth + line.name + times, shape, *dtype, *numbers))
     columns = [_NAME, Column("shape", is_number=True), *([] if shared else [Column("dtype", drop=2)])]
     columns += [Column("elements", is_number=True, drop=1), Column("bytes", is_number=True)]
-    yield Table(str(part), columns, rows, shared, _TREE)
+    yield Table(str(part), columns, rows, shared, _TREE, name=name)
     if closed := [line for line in lines if line.closed]:
         depth = max(line.closed for line in closed)
         what = f"{plural(len(closed), 'module')} {is_or_are(closed)} closed"
@@ -295,7 +297,7 @@ def hyperparameters(optimizer: OptimizerSummary, verbose: bool) -> Iterator[Bloc
     defaults = [] if verbose else optimizer.defaults
     rows: list[list[TextLike]] = []
     if any(c.params is not None for c in columns):
-        rows.append([dim("parameters"), *("" if c.params is None else f"{c.params:,}" for c in columns)])
+        rows.append([dim("parameters"), *(c.split for c in columns)])
     rows += [[name, *(c.values.get(name, "") for c in columns)] for name in table.names if name not in defaults]
     titles = [_NAME, *(Column(title, fit="wrap") for title in table.titles[: len(columns)])]
     yield Table("hyper-parameters", titles, rows, dotted(table.root), None)

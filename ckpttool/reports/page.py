@@ -7,6 +7,7 @@ from __future__ import annotations
 import base64
 import hashlib
 import json
+import time
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -19,6 +20,7 @@ from ckpttool.reports.document import Figures, document
 from ckpttool.reports.report import Block, Facts, Findings, Styled, Table, Text, TextLike, Verbatim
 from ckpttool.reports.rows import rows
 from ckpttool.reports.templates import environment, verbatim
+from ckpttool.text import size
 from ckpttool.version import __version__
 
 PAGES = {
@@ -39,9 +41,10 @@ _ESCAPES = {ord(sign): f"\\u{ord(sign):04x}" for sign in "<>&\u2028\u2029"}
 
 
 class Prose(str):
-    """A fact or a cell in which names stand in backticks."""
+    """A fact or a cell in which names stand in backticks, `indent` letters to the right."""
 
     in_prose = True
+    indent = 0
 
 
 class Mark(NamedTuple):
@@ -131,11 +134,22 @@ def render(book: Book) -> str:
     return templates.get_template("page.html.j2").render(
         book=book,
         version=__version__,
+        call=f"ckpttool {book.command} {book.path}",
+        date=time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime()),
+        writer=" ".join(_written_by(book.catalogue)),
         style=verbatim(_text(templates, "style.css")),
         script=verbatim(script),
         digest=digest,
         data=verbatim(json_in_html(drawn)),
     )
+
+
+def _written_by(catalogue: Catalogue) -> Iterator[str]:
+    """Yield what made a checkpoint, for the head of its page."""
+    made = [str(catalogue.facts[key]) for key in ("producer", "writer") if catalogue.facts.get(key)][:1]
+    torch = [f"torch {catalogue.facts['torch']}"] if catalogue.facts.get("torch") else []
+    if catalogue.files:
+        yield ", ".join([catalogue.format, *made, *torch, size(catalogue.nbytes())])
 
 
 def json_in_html(value: Any) -> str:
@@ -184,10 +198,10 @@ def _title(title: str) -> str:
 def _cell(text: TextLike) -> str | Mark:
     if isinstance(text, Styled) and text.style in _JUDGED:
         return Mark(text.text, _JUDGED[text.style])
-    return Prose(_plain(text))
+    found = Prose(_plain(text).lstrip(" "))
+    found.indent = len(_plain(text)) - len(found)  # a browser shows no spaces at the beginning
+    return found
 
 
 def _plain(cell: TextLike) -> str:
-    text = cell.text if isinstance(cell, Styled) else cell
-    bare = text.lstrip(" ")
-    return "\u2003" * (len(text) - len(bare)) + bare  # a browser shows no spaces at the beginning
+    return cell.text if isinstance(cell, Styled) else cell

@@ -199,6 +199,7 @@ def test_groups_are_columns_and_equal_ones_share_one() -> None:
     (table,) = tables(catalogue({"optim": optim}).entries.values(), {})
     assert table.root == ("optim",)
     assert table.titles == ["group 0", "groups 1-2"]
+    assert table.columns[1].split == " + ".join(str(len(g["params"])) for g in optim["param_groups"][1:])
     sizes = [len(g["params"]) for g in optim["param_groups"]]
     assert [c.params for c in table.columns] == [sizes[0], sizes[1] + sizes[2]]
     assert table.columns[0].values["lr"] == "0.1"

@@ -180,3 +180,17 @@ def test_every_page_is_drawn(written: Path, page: Page, name: str, width: int) -
         assert len(page.ask(f"document.getElementById('page-{one}').innerText")) > 60, one
         assert page.ask("document.documentElement.scrollWidth") <= width, f"{one} is wider than the window"
     assert page.problems == [] and page.requests == [path.as_uri()]
+
+
+@pytest.mark.parametrize("command", ["inspect", "report"])
+def test_the_head_says_where_a_page_comes_from(command: str, tmp_path: Path) -> None:
+    """The command, date, version, producer and size, also where a page is printed; modules are indented."""
+    path, page = CHECKPOINTS / "run/trainer/ckpt", tmp_path / "a.html"
+    words = ("--html", str(page)) if command == "inspect" else ("-o", str(page))
+    assert run(command, str(path), *words).exit_code == 0
+    head = re.sub(r"<[^>]+>", "", page.read_text().partition("<header>")[2].partition("<nav")[0])
+    assert f"ckpttool {command} {path} \u00b7 " in head and f"ckpttool {ckpttool.__version__}" in head
+    assert re.search(r"\b20\d\d-\d\d-\d\d \d\d:\d\d UTC\b", head)
+    assert re.search(r"safetensors, transformers Trainer, [\d.]+ kB", head)
+    assert '<span style="padding-left: 2ch">embed_tokens.weight</span>' in page.read_text()
+    assert r"\u2003" not in page.read_text()

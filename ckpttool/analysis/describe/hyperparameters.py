@@ -18,6 +18,7 @@ from ckpttool.text import ranges
 
 GROUPS = "param_groups"
 _VALUE = 24
+_SPLIT = 4  # groups in a column whose sizes are shown one by one
 
 
 @dataclass(slots=True)
@@ -30,6 +31,15 @@ class HyperparameterColumn:
     params: int | None
     values: dict[str, str]
     flat: bool = False
+    sizes: list[int] = field(default_factory=list)  # the parameters of each group, if the file says them of all
+
+    @property
+    def split(self) -> str:
+        """How many parameters are in each group, `85 + 25`; of many groups, in all; empty if that is unknown."""
+        if self.params is None:
+            return ""
+        is_split = not self.flat and 1 < len(self.sizes) == len(self.groups) <= _SPLIT
+        return " + ".join(f"{size:,}" for size in self.sizes) if is_split else f"{self.params:,}"
 
 
 @dataclass(slots=True)
@@ -64,6 +74,7 @@ def tables(entries: Iterable[Entry], tensors: Tensors) -> list[HyperparameterTab
         value, instead = peek(entry) if isinstance(entry, Object) else (None, None)
         if key == "params":
             group.params = len(value) if isinstance(value, (list, tuple)) else None
+            group.sizes = [] if group.params is None else [group.params]
         elif isinstance(entry, Tensor):
             group.values[key] = f"<tensor {entry.dtype} {list(entry.shape)}>"
         else:
@@ -94,6 +105,7 @@ def _folded(groups: Iterable[HyperparameterColumn]) -> list[HyperparameterColumn
         column = columns.setdefault((group.flat, *group.values.items()), group)
         if column is not group:
             column.groups += group.groups
+            column.sizes += group.sizes
             if group.params is not None:
                 column.params = (column.params or 0) + group.params
     return list(columns.values())

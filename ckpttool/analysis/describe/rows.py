@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from math import prod
 from typing import Any
 
 from ckpttool.analysis.describe.sharding import Placements
@@ -23,9 +24,11 @@ class TensorRows:
     def of(self, tensor: Tensor, name: str | None = None) -> dict[str, Any]:
         """Return the row of a tensor, by the names in `COLUMNS`; under another `name` if one is given.
 
-        `ranks` is how many ranks have shards of it, and `placement` is empty for a tensor of one rank only.
+        `ranks` is how many ranks hold it or shards of it, replicas included, and `placement` is empty for a tensor of
+        one rank only.
         """
         placement = self._placements.of(tensor)
+        writers = len({self._files[file].rank for file in {*tensor.chunks.file}})
         return {
             "name": tensor.name if name is None else name,
             "part": tensor.part.kind,
@@ -35,6 +38,6 @@ class TensorRows:
             "numel": tensor.numel,
             "nbytes": tensor.nbytes,
             "shards": len(tensor.chunks),
-            "ranks": len({self._files[file].rank for file in {*tensor.chunks.file}}),
+            "ranks": writers if placement is None else max(writers, prod(placement.mesh)),
             "placement": "" if placement is None else str(placement),
         }

@@ -347,7 +347,7 @@ def optimizer(look: Look) -> Text:
     for one in opened.headline.optimizers:
         text.append(f"\n{one}\n", _BOLD)
         for column, title in zip(one.table.columns, one.table.titles, strict=True) if one.table is not None else ():
-            params = f", {plural(column.params, 'parameter')}" if column.params is not None else ""
+            params = f", {column.split} parameter{'' if column.params == 1 else 's'}" if column.split else ""
             text.append(f"{title}{params}\n", _DIM)
             _grid(text, [(safe(name), safe(value)) for name, value in column.values.items()], look.width, indent=2)
     if not opened.headline.optimizers:
