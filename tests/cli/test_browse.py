@@ -412,3 +412,22 @@ def test_it_needs_a_terminal(hsdp: str) -> None:
         done.stderr
         == "error: `browse` needs a terminal\nhint: `ckpttool inspect` and `ckpttool stats` print the same\n"
     )
+
+
+def test_a_group_has_a_heat_map_and_a_histogram_at_once(tmp_path: Path) -> None:
+    """With a cell for each tensor, also of one with NaN, and the elements of all together."""
+    generator = np.random.default_rng(0)
+    state = {
+        f"layers.{i}.{k}.weight": generator.normal(size=(40, 40)).astype(np.float32) for i in range(4) for k in "qk"
+    }
+    state["layers.2.q.weight"][3, 3] = np.nan
+    safetensors.numpy.save_file(state, tmp_path / "a.safetensors")
+    first, histogram, heat_map = screens(tmp_path / "a.safetensors", [(), ("2",), ("3",)], size=LARGE)
+    for text in (first, heat_map):
+        assert re.search(r"layers.1 +████\n", text) and re.search(r"layers.2 +(!██|██ !)\n", text)
+        assert "1 layers.*.q.weight" in text or "1 layers.*.k.weight" in text
+    for text in (first, histogram):
+        assert "quantiles 0.1 % to 99.9 %" in text
+        bars = [line.count("█") for line in text.splitlines() if re.search(r"▕ +-?[0-9.]+  █", line)]
+        assert 0.3 < bars.index(max(bars)) / len(bars) < 0.7
+    assert "of 8 tensors" in histogram

@@ -299,3 +299,24 @@ class Compact:
 
     counts: list[tuple[int, int, int]]  #: sign, step and number of elements, of those that have any
     central: Central | None = None  #: a linear histogram of the central elements
+
+
+def together(histograms: Sequence[Central]) -> Central | None:
+    """Return one histogram of the elements of several, between the lowest and the highest of their limits; None of
+    none. Pure."""
+    import numpy as np
+
+    if not histograms:
+        return None
+    low, high = min(one.low for one in histograms), max(one.high for one in histograms)
+    below, above = (sum(getattr(one, name) for one in histograms) for name in ("below", "above"))
+    if low == high or not high - low < np.inf:
+        return Central(low, high, [sum(sum(one.counts) for one in histograms)], below, above)
+    edges, sums = np.linspace(low, high, BARS + 1), np.zeros(BARS + 1)
+    for one in histograms:
+        total = np.concatenate([[0], np.cumsum(one.counts)])
+        if one.low < one.high:
+            sums += np.interp(edges, np.linspace(one.low, one.high, len(one.counts) + 1), total)
+        else:
+            sums[1 + min(int((one.low - low) / (high - low) * BARS), BARS - 1) :] += total[-1]
+    return Central(low, high, np.diff(np.rint(sums)).astype(np.int64).tolist(), below, above)

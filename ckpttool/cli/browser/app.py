@@ -291,7 +291,8 @@ class Browser(App[CkptError | KeyboardInterrupt | None]):
         names, view = self.query_one(Names), self.query_one("#view")
         line = names.line
         tensor, node = (line.tensor, line.node) if line is not None else (None, None)
-        return Look(self.opened, tensor, node, max(10, view.size.width - 2), max(3, view.size.height))
+        width, height = max(10, view.size.width - 2), max(3, view.size.height)
+        return Look(self.opened, tensor, node, width, height, not self.no_color)
 
     def _draw_view(self) -> None:
         look = self.look()
@@ -306,6 +307,8 @@ class Browser(App[CkptError | KeyboardInterrupt | None]):
         if why_not:
             return Text(why_not, Style(dim=True))
         with_colour = not self.no_color
+        if look.entry is None:
+            return views.heat_map_of_several(look)
         height, width = views.picture_size(look, with_colour)
         key = (look.opened.path, look.tensor, height, width)
         if key != self._pictured:

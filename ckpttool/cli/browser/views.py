@@ -15,6 +15,8 @@ from ckpttool.analysis.browsing.pixels import as_matrix
 from ckpttool.analysis.browsing.session import Opened
 from ckpttool.analysis.describe.sharding import shards
 from ckpttool.analysis.differences.elements import Difference
+from ckpttool.analysis.statistics.histogram import Central, together
+from ckpttool.analysis.statistics.places import place_of
 from ckpttool.analysis.statistics.results import TensorStatistics
 from ckpttool.catalogue.entries import Tensor
 from ckpttool.reports.report import box
@@ -31,6 +33,7 @@ _RAMP = ((0, 0, 4), (87, 16, 110), (188, 55, 84), (249, 142, 9), (252, 255, 164)
 _SHADES = " ░▒▓█"
 _SHOWN = 200  # lines of a table
 _MAP = 12  # lines of a map of shards
+_LABEL = 16  # characters of a layer's name
 _WAIT = "not read yet"
 
 
@@ -43,6 +46,7 @@ class Look:
     node: Node | None
     width: int
     height: int
+    with_colour: bool = True
 
     @property
     def entry(self) -> Tensor | None:
@@ -130,6 +134,10 @@ def _several(look: Look) -> Text:
         bad = sum(bool(row.statistics.nans or row.statistics.infs) for row in known)
         if bad:
             text.append(f"\n! {plural(bad, 'tensor')} with NaN or infinities\n", _BAD)
+        text.append("\n")
+        _cells(text, node, look)
+        text.append("\n")
+        _values(text, look)
         return text
     text.append("\n")
     top = max((row.statistics.rms or 0.0 for row in known), default=0.0)
@@ -154,12 +162,13 @@ def histogram(look: Look) -> Text:
     """Return how many elements there are of each value, in intervals of one width; below, the magnitude spectrum."""
     entry, row = look.entry, look.row
     if entry is None:
-        return Text("a histogram is of one tensor", _DIM)
+        return _histogram_of_several(look)
     text = _title(safe(entry.name))
     if row is None or row.histogram is None:
         text.append(look.waiting if row is None else "its elements are not numbers", _DIM)
         return text
-    _linear(text, row, look)
+    _linear(text, row.histogram.central, look)
+    text.append("\n")
     _spectrum(text, row, look)
     s = row.statistics
     text.append(f"; {s.nans:,} NaN" if s.nans else "", _BAD)
@@ -167,8 +176,28 @@ def histogram(look: Look) -> Text:
     return text
 
 
-def _linear(text: Text, row: TensorStatistics, look: Look) -> None:
-    central = row.histogram.central if row.histogram is not None else None
+def _histogram_of_several(look: Look) -> Text:
+    """Return one histogram of the elements of all tensors of a line, as far as they are read."""
+    if look.node is None:
+        return Text("nothing is selected", _DIM)
+    text = _title(safe(look.node.label))
+    _values(text, look)
+    return text
+
+
+def _values(text: Text, look: Look) -> None:
+    rows = [row for row in (look.opened.survey.rows[i] for i in look.members) if row is not None]
+    known = [row.histogram.central for row in rows if row.histogram is not None and row.statistics.numel > 1]
+    found = together([one for one in known if one is not None])
+    if found is None:
+        text.append("its elements are not numbers" if rows else look.waiting, _DIM)
+        return
+    _linear(text, found, look)
+    text.append(f"of {plural(len(known), 'tensor')}")
+    text.append(f"; {len(look.members) - len(rows):,} not read yet" if len(rows) < len(look.members) else "", _DIM)
+
+
+def _linear(text: Text, central: Central | None, look: Look) -> None:
     if central is None or len(central.counts) < 2:
         return
     counts = summed(central.counts, min(len(central.counts), max(7, look.height - 3)))
@@ -180,7 +209,6 @@ def _linear(text: Text, row: TensorStatistics, look: Look) -> None:
         middle = central.low + (k + 0.5) * step
         text.append(f"{number(0.0 if abs(middle) < step / 2 else middle):>10}  ", _DIM)
         text.append(_bar(n, top, room) + "\n", Style(color="magenta" if middle < -step / 2 else "cyan"))
-    text.append("\n")
 
 
 def _spectrum(text: Text, row: TensorStatistics, look: Look) -> None:
@@ -219,7 +247,7 @@ def no_picture(look: Look) -> str:
     """Return why there is no picture of what is selected; nothing if there is one."""
     entry, survey = look.entry, look.opened.survey
     if entry is None:
-        return "a heat map is of one tensor"
+        return ""
     if not entry.numel or not (has_numbers(entry.dtype) or entry.dtype.kind == "bool"):
         return "its elements are not numbers"
     if survey.damage or look.tensor in survey.errors:
@@ -262,6 +290,59 @@ def heat_map(look: Look, grid: Array | None, with_colour: bool) -> Text:
     text.append(f"largest |x|: {number(low)} dark to {number(top)} bright")
     text.append("; NaN or inf" if known.size < grid.size else "", _BAD)
     return text
+
+
+def heat_map_of_several(look: Look) -> Text:
+    """Return a cell for each tensor of a line: a row for each layer or module, a column for each kind, the brighter the
+    larger the rms is next to the others of its kind."""
+    node = look.node
+    if node is None:
+        return Text("nothing is selected", _DIM)
+    text = _title(safe(node.label))
+    _cells(text, node, look)
+    return text
+
+
+def _cells(text: Text, node: Node, look: Look) -> None:
+    survey = look.opened.survey
+    cells: dict[str, dict[str, TensorStatistics | None]] = {}
+    kinds: dict[str, None] = {}
+    for i in node.members:
+        if (entry := look.opened.tensors[i]).numel > 1:
+            place = place_of(entry)
+            line = ".".join(filter(None, (place.layer, place.expert))) or place.kind.rpartition(".")[0]
+            kind = f"{place.kind}.{place.moment}" if place.moment else place.kind
+            cells.setdefault(line, {})[kind] = survey.rows[i]
+            kinds[kind] = None
+    shown = [*kinds][: max(1, (look.width - _LABEL - 2) // 2)]
+    of_kind = {kind: [row for line in cells.values() if (row := line.get(kind)) is not None] for kind in shown}
+    sizes = {kind: [row.statistics.rms or 0.0 for row in rows] for kind, rows in of_kind.items()}
+    for line, of_line in [*cells.items()][:_SHOWN]:
+        text.append(_end(safe(line), _LABEL).rjust(_LABEL) + " ", _DIM)
+        for kind in shown:
+            _cell(text, of_line.get(kind, ""), sizes[kind], look.with_colour)
+        text.append("\n")
+    _more(text, len(cells) - _SHOWN)
+    text.append(
+        "a row is a layer or module, a column a kind, dark to bright the rms within a kind; ! NaN, · not read\n", _DIM
+    )
+    for k, kind in enumerate(shown):
+        text.append(f"{k + 1:>3} {safe(kind)}\n", _DIM)
+    _more(text, len(kinds) - len(shown))
+
+
+def _cell(text: Text, row: TensorStatistics | str | None, sizes: Sequence[float], with_colour: bool) -> None:
+    if isinstance(row, str) or row is None:
+        text.append("  " if isinstance(row, str) else " ·", _DIM)
+        return
+    s, low, top = row.statistics, min(sizes), max(sizes)
+    share = ((s.rms or 0.0) - low) / (top - low) if low < top < float("inf") else 0.5
+    if s.nans or s.infs:
+        text.append(" !", _BAD)
+    elif with_colour:
+        text.append("██", Style(color=_colour(0.15 + 0.85 * share)))
+    else:
+        text.append(2 * _SHADES[min(4, 1 + int(4 * share))])
 
 
 def _colour(share: float) -> str:

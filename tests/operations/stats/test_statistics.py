@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
 
 from ckpttool.analysis.statistics.elements import FRACTIONS, Accumulator, ChannelMaxima, Statistics, has_channels
+from ckpttool.analysis.statistics.histogram import together
 from ckpttool.analysis.statistics.thumbnails import Thumbnail
 from ckpttool.catalogue.dtypes import DTYPES
 from ckpttool.transfer.numbers import has_numbers
@@ -317,3 +318,19 @@ def test_a_linear_histogram_of_few_numbers() -> None:
     tail = central(*np.linspace(-1, 1, 10_000), 1e30, -1e30)
     assert tail.high < 1.01 and 2 <= tail.below + tail.above <= 20
     assert central(-3e38, 3e38) is not None
+
+
+def test_histograms_of_several_tensors_together() -> None:
+    values = [np.random.default_rng(i).normal(i, 1, 50_000).astype(np.float32) for i in range(3)]
+    histograms = []
+    for one in (*values, np.full(100, 0.5, np.float32)):
+        total = Accumulator(DTYPES["float32"])
+        total.feed(one.view(np.uint32))
+        assert total.histogram is not None
+        histograms.append(total.histogram.central())
+    found = together([one for one in histograms if one is not None])
+    assert found is not None and sum(found.counts) + found.below + found.above == 150_100
+    expected, _ = np.histogram(np.concatenate(values), bins=len(found.counts), range=(found.low, found.high))
+    expected[int((0.5 - found.low) / (found.high - found.low) * len(found.counts))] += 100
+    assert found.counts == pytest.approx(expected.tolist(), abs=0.02 * max(expected))
+    assert together([]) is None
