@@ -1,6 +1,6 @@
 # docker build -t ckpttool .
 # docker run --rm -v "$PWD:/data" ckpttool inspect /data/step-1000
-# With torch, for casts and `verify-resume trial`: docker build -t ckpttool --build-arg EXTRA='[torch]' .
+# With torch, for `verify-resume trial`: docker build -t ckpttool --build-arg EXTRA='[torch]' .
 FROM python:3.12-slim AS build
 WORKDIR /src
 COPY . .

@@ -220,7 +220,6 @@ def test_torch_is_needed_for_values_only() -> None:
     assert {name for name in users if not name.startswith(("resume", "analysis.audit"))} == {
         "models.architecture_process",
         "operations.open",
-        "transfer.cast",
         "transfer.processes",
     }
 

@@ -16,7 +16,7 @@ from ckpttool.analysis.result import FileSize, Written
 from ckpttool.catalogue.entries import Catalogue, Container, Object, Path, Tensor, dotted
 from ckpttool.catalogue.protocols import Format, Sink, SinkOptions, Source
 from ckpttool.catalogue.warning import Warning
-from ckpttool.errors import DONE, CkptError, CorruptError, LossError, OverwriteError, StorageError, UsageError, require
+from ckpttool.errors import DONE, CkptError, CorruptError, LossError, OverwriteError, StorageError, UsageError
 from ckpttool.formats.detect import detect
 from ckpttool.layout.optimizer import respell
 from ckpttool.layout.optimizer.misspelt import MISSPELT, misspelt
@@ -48,7 +48,6 @@ from ckpttool.transfer.execute import BUFFER, Transferred, budget
 from ckpttool.transfer.processes import Coordinator
 from ckpttool.transfer.threads import Progress
 
-_TORCH_MEMORY = 230 << 20
 _NUMPY_MEMORY = 24 << 20
 
 
@@ -377,10 +376,11 @@ def with_downloads(progress: Progress | None, opened: OpenSource, planned: Catal
 
 
 def note_overflow(result: Conversion, overflowed: Mapping[str, int]) -> None:
-    """Note values that became infinite in a cast: their number by the name of the tensor."""
+    """Note values that were out of range in a cast: their number by the name of the tensor."""
     if overflowed:
         values = f"{sum(overflowed.values())} values of {len(overflowed)} tensors"
-        result.notes.append(f"{values} overflowed to inf or NaN in their new dtype: {some(sorted(overflowed))}")
+        became = "out of range of their new dtype, and are inf, NaN or its largest number"
+        result.notes.append(f"{values} were {became}: {some(sorted(overflowed))}")
 
 
 # Before anything is written -------------------------------------------------------------------------------------------
@@ -544,8 +544,6 @@ def count_tensors(result: Conversion, planned: Catalogue) -> None:
             result.ties.append((tensor.name, dotted(tensor.alias)))
         else:
             result.payload_bytes += tensor.nbytes
-    if result.cast:
-        require("torch", "a cast of dtypes")
 
 
 def _lost_attributes(planned: Catalogue, written: Catalogue) -> list[str]:
@@ -566,9 +564,7 @@ def expected_memory(planned: Catalogue, cast: object, threads: int | None, memor
     values change."""
     count, tile = budget(threads, memory)
     total = arguments.BASE_MEMORY + count * BUFFER
-    if cast:
-        total += _TORCH_MEMORY + 4 * count * tile
-    elif any(_may_be_gathered(tensor) for tensor in planned.tensors):
+    if cast or any(_may_be_gathered(tensor) for tensor in planned.tensors):
         total += _NUMPY_MEMORY + 2 * count * tile
     return total
 

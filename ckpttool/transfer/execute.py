@@ -54,7 +54,7 @@ _Part = tuple[Extent, Chunk, Box]  # elements of a source chunk, and where that 
 @dataclass(slots=True)
 class Transferred:
     """The result of a transfer: bytes moved, bytes whose CRC or whose file's digest was checked, bytes of records that
-    have none or were read only in part; `overflowed`, how many finite values of a tensor a cast made infinite; and
+    have none or were read only in part; `overflowed`, how many values of a tensor were out of range in a cast; and
     `crcs`, for `Sink.finish`. `read` is what is known of records that are to be checked later. `resumed` of the bytes
     moved were there already.
     """
@@ -115,8 +115,8 @@ def transfer(
 
 
 def budget(threads: int | None, memory: int | None) -> tuple[int, int]:
-    """Return how many threads, and how large a tile each, fit `memory`: a gathered tile is held as source, as
-    destination, and once more while it is cast. Pure."""
+    """Return how many threads, and how large a tile each, fit `memory`: a gathered tile is held in order,
+    and as it is in the file or cast; the other half is for what is calculated of it. Pure."""
     memory = memory or MEMORY
     threads = max(1, min(threads or DEFAULT_THREADS, memory // (4 * BUFFER)))
     return threads, min(read.TILE, max(BUFFER, memory // threads // 4))
@@ -396,7 +396,7 @@ class _Copier:
             for one in read.series(inside, old.itemsize):
                 one.fill(bits, tile, self.pool, files, old, buffers[1])
                 entry.note_read(one.extent, 0, one.numel * old.itemsize, None, self.tally.digested)
-            data, overflowed = cast_array(bits, old, new)
+            data, overflowed = cast_array(bits, old, new, buffers[1])
             entry.overflowed += overflowed
             self._put(task, start, data)
             entry.wrote.append((start, len(data), crc32(data) if counted else None))

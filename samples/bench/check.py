@@ -1,7 +1,8 @@
-"""Is the output right? `python check.py REFERENCE OUTPUT PART` compares it, tensor by tensor and bit for bit.
+"""Is the output right? `python check.py REFERENCE OUTPUT PART [DTYPE]` compares it, tensor by tensor and bit for bit.
 
 Runs once per contender, outside the timed region, so that nobody is fast by writing the wrong thing. The output is read
-by its format's own library, never by ours. PART is `all` or `model`, whose names may have lost their `model.`.
+by its format's own library, never by ours. PART is `all` or `model`, whose names may have lost their `model.`. After a
+cast, DTYPE is what torch is to cast the floating-point tensors of the reference to.
 """
 
 from __future__ import annotations
@@ -72,7 +73,7 @@ def flat(state: dict[str, object]) -> Iterator[tuple[str, torch.Tensor]]:
             yield name, value
 
 
-def main(reference: str, output: str, part: str) -> str | None:
+def main(reference: str, output: str, part: str, dtype: str = "") -> str | None:
     """None if equal, else what is wrong."""
     with safe_open(reference, "pt") as opened:
         names: list[str] = opened.keys()
@@ -83,6 +84,8 @@ def main(reference: str, output: str, part: str) -> str | None:
                 return f"a tensor that should not be there, or twice: {name}"
             missing.remove(expected)
             truth = opened.get_tensor(expected)
+            if dtype and truth.is_floating_point():
+                truth = truth.to(getattr(torch, dtype))
             if tensor.dtype != truth.dtype or not torch.equal(tensor, truth):
                 return f"wrong value: {name}"
     return f"{len(missing)} tensors missing, such as {min(missing)}" if missing else None

@@ -13,7 +13,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from checkpoint import Checkpoint
@@ -37,6 +37,7 @@ class Contender:
     part: str  # `all`, `model`, `bfloat16` ...: which bytes it moves, so which `cat` is its limit; `none` for none
     check: bool = True
     stdout: Path | None = None
+    dtype: str = ""  # of its floating-point tensors, if it casts them
 
     @property
     def moves(self) -> bool:
@@ -66,6 +67,13 @@ def cat(part: str, source: Path, out: Path) -> Contender:
     files = tuple(sorted(source.glob("*.distcp")))
     target = out / "cat"
     return Contender(f"cat {part}", "cat", ("cat", *map(str, files)), files, target, part, check=False, stdout=target)
+
+
+def casts(source: Path, target: Path) -> list[Contender]:
+    """The model in bfloat16."""
+    job, flags = "dcp -> bfloat16", ("--only", "model", "--dtype", "bfloat16")
+    members = ours(job, source, target, "safetensors", *flags), peer(job, "dcp_load_cast_save_model", source, target)
+    return [replace(member, part="model", dtype="bfloat16") for member in members]
 
 
 def reshards(source: Path, target: Path) -> list[Contender]:
@@ -244,6 +252,7 @@ def contenders(state: Checkpoint, out: Path) -> list[Contender]:
         cat("model", state.accelerate, out),
         ours("dcp -> model", state.train, model, "safetensors", "--only", "model", part="model"),
         peer("dcp -> model", "dcp_load_save_model", state.train, model, "model"),
+        *casts(state.train, model),
         ours("accelerate -> model", state.accelerate, model, "safetensors", "--only", "model", part="model"),
         peer("accelerate -> model", "accelerate_merge", state.accelerate, out / "merged", "model"),
         ours("hf shards -> model", state.hf, model, "safetensors", part="model"),

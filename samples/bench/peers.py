@@ -54,6 +54,14 @@ def dcp_load_save_model(source: str, target: str) -> Job:
     return lambda: save_file(load()["model"], target)
 
 
+def dcp_load_cast_save_model(source: str, target: str) -> Job:
+    """Load everything with DCP, save the model part in bfloat16 with safetensors."""
+    from safetensors.torch import save_file
+
+    load = dcp_loader(source)
+    return lambda: save_file({name: tensor.bfloat16() for name, tensor in load()["model"].items()}, target)
+
+
 def dcp_load_save_pretrained(source: str, target: str) -> Job:
     """Load everything with DCP, save it as `save_pretrained` does: split, tied tensors once, with an index."""
     from huggingface_hub import save_torch_state_dict
@@ -180,6 +188,7 @@ PEERS: dict[str, Callable[[str, str], Job]] = {
         accelerate_merge,
         dcp_load_save_file,
         dcp_load_save_model,
+        dcp_load_cast_save_model,
         dcp_load_save_pretrained,
         torch_load_save_file,
         hf_consolidate,

@@ -117,7 +117,14 @@ def run_rounds(state: Checkpoint, out: Path, rounds: int, only: str, checked: bo
 def check(state: Checkpoint, member: Contender) -> str | None:
     """What is wrong with the result that lies there now."""
     script = Path(__file__).with_name("check.py")
-    command = [sys.executable, str(script), str(state.tensors_safetensors), str(member.result), member.part]
+    command = [
+        sys.executable,
+        str(script),
+        str(state.tensors_safetensors),
+        str(member.result),
+        member.part,
+        member.dtype,
+    ]
     done = subprocess.run(command, capture_output=True, text=True)
     return f"wrong result: {done.stderr.strip().splitlines()[-1]}" if done.returncode else None
 

@@ -38,8 +38,6 @@ from ckpttool.text import count, is_or_are, meant, plural, some
 from ckpttool.transfer.execute import Transferred
 
 NAMES = ("released", "memory")
-# Tiles of a cast are held several times over; smaller ones are as fast, and leave room for torch itself.
-_WHILE_CASTING = 24 << 20
 
 
 @dataclass(slots=True, repr=False)
@@ -147,8 +145,6 @@ def planned(result: Exported, options: ExportOptions, how: WriteOptions) -> Iter
             beside = assets.collect(folder, source, options.include)
             components = _plan(source, viewed, beside, reference, base, options, result)
         catalogue = components[0].catalogue if len(components) == 1 else _combined(components)
-        if memory is None and any(t.dtype != (t.origin or t).dtype for t in catalogue.tensors):
-            memory = _WHILE_CASTING
         progress = write.with_downloads(how.progress, opened, catalogue)
         moving = weights.Moving(viewed, opened.before, how.threads, memory, progress, is_remote(result.destination))
         stem = weights.ADAPTER if result.adapter else weights.DIFFUSION if beside.class_name else weights.MODEL
