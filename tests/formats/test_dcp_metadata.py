@@ -278,14 +278,54 @@ def test_runs_change_nothing(path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     assert by_runs == whole and whole is not None
 
 
-def test_torch_writes_runs() -> None:
+def test_torch_writes_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     """What FSDP2 saves is regular but for the first of each kind, or `inspect` would take twice as long."""
+    monkeypatch.setattr(dcpruns, "_LEAST", 4)
     data = (CHECKPOINTS / "dcp/fsdp2_w4" / "ckpt" / ".metadata").read_bytes()
     found = runs_of(data)
     assert found is not None
     read = dcpmetadata._read(found.data, "x", lambda share: None, found)
     assert sum(run.count for run in found.all if len(run._tables) == 2) >= 183
     assert all(run.used for run in found.all) and len(read.entries) > 50
+
+
+def our_own(world: int, names: int) -> bytes:
+    """An index as ckpttool writes it, with items of all kinds, without its checksum, so that bytes can be changed."""
+    contents = read(by_torch(world, names))
+    for n, tensor in enumerate(e for e in contents.entries.values() if isinstance(e, StoredTensor)):
+        tensor.starts = array("q", [2 ** (4 * n % 62) + start for start in tensor.starts])
+    contents.extra = ours().extra
+    data = written(contents)
+    return data[: -dcpmetadata._CHECKSUM_LENGTH] + b"."
+
+
+@pytest.mark.parametrize(("world", "names"), [(1, 4000), (4, 300), (64, 20)])
+def test_ckpttool_writes_runs(world: int, names: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Across tensors, and of chunks where there are many of one."""
+    data = our_own(world, names)
+    found = runs_of(data)
+    assert found is not None
+    of_items = [run.count for run in found.all if len(run._expected) > 8]
+    of_chunks = [run.count for run in found.all if len(run._expected) <= 8]
+    assert sum(of_items) >= 0.95 * world * names
+    assert sum(of_chunks) >= 0.95 * world * names or world < 8
+    assert len(of_items) < 4 + len(data) / 20_000
+    assert dcpmetadata._read(found.data, "x", lambda share: None, found).extra == ours().extra
+    by_runs, whole = both_ways(data, monkeypatch)
+    assert by_runs == whole and whole is not None
+
+
+def test_an_index_without_runs_is_not_searched_long(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of what looks like an entry a few are tried at each place, not all."""
+    data, tries = our_own(64, 200), 0
+
+    def learn(put: dcpruns._Put, *_: Any) -> None:
+        nonlocal tries
+        tries += 1
+
+    monkeypatch.setattr(dcpruns._Put, "learn", learn)
+    assert runs_of(data) is None
+    assert 0 < tries <= dcpruns._SAMPLES * dcpruns._TRIES
 
 
 def test_chunks_alone_are_left_to_the_unpickler(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -413,15 +453,18 @@ def test_runs_whose_numbers_are_others(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("times", [60, pytest.param(1000, marks=pytest.mark.long)])
-@pytest.mark.parametrize("framed", [True, False, None])
-def test_runs_of_a_broken_index(framed: bool | None, times: int, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("framed", [True, False, None, "ours"])
+def test_runs_of_a_broken_index(framed: bool | str | None, times: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever byte is another: what the runs say is what the unpickler alone says."""
-    good = pickle.dumps(_odd(3), 4) if framed else pickle.dumps(_odd(3), 2) if framed is None else unframed(_odd(3))
+    if framed == "ours":
+        good = our_own(8, 6)
+    else:
+        good = pickle.dumps(_odd(3), 4) if framed else pickle.dumps(_odd(3), 2) if framed is None else unframed(_odd(3))
     chance = random.Random(1)
     differ = 0
     for _ in range(times):
         bad = bytearray(good)
-        bad[chance.randrange(2 if not framed else 11, len(bad))] = chance.choice(
+        bad[chance.randrange(11 if framed is True else 2, len(bad))] = chance.choice(
             (0x94, 0x68, 0x4B, chance.randrange(256))
         )
         by_runs, whole = both_ways(bytes(bad), monkeypatch)

@@ -7,8 +7,11 @@ attributes. In a large index of millions of objects, what comes again and again 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from itertools import chain, islice
 
 from ckpttool.catalogue.boxes import Ints
+from ckpttool.catalogue.dtypes import Dtype
+from ckpttool.catalogue.values import stub_type
 from ckpttool.formats.dcp.index import NAME
 from ckpttool.serialization.dcp.metadata import IndexContents, IndexItem, StoredTensor, checksum
 from ckpttool.serialization.pickler import PickleWriter
@@ -34,6 +37,18 @@ class _Opcodes:
         keys = "offsets sizes properties size chunks fqn offset index relative_path length"
         self.key = {name: self.text(name) for name in keys.split()}
         self._sizes: dict[Ints, bytes] = {}
+        self._new_properties = self._named(_MODULE, "TensorProperties") + b")\x81"
+        self._layout = stub_type("torch.serialization", "_get_layout")("torch.strided")
+        self._memory_format = stub_type(_MODULE, "_MEM_FORMAT_ENCODING")(0)
+        self._states: dict[Dtype, bytes] = {}
+
+    def properties(self, dtype: Dtype) -> bytes:
+        """Return the `TensorProperties` of a dtype, whose state is written once."""
+        state = self._states.get(dtype)
+        if state is None:
+            fields = stub_type("torch", dtype.name), self._layout, False, self._memory_format, False
+            state = self._states[dtype] = self._reference(self._writer.write, fields)
+        return self._new_properties + state + b"b"
 
     def text(self, value: str) -> bytes:
         return self._reference(self._writer.text, value)
@@ -41,7 +56,7 @@ class _Opcodes:
     def _named(self, module: str, name: str) -> bytes:
         return self._reference(self._writer.named, module, name)
 
-    def _reference(self, write: Callable[..., None], *values: str) -> bytes:
+    def _reference(self, write: Callable[..., None], *values: object) -> bytes:
         """Return what `write` writes the second time. The first result is popped off the reader's stack."""
         out = self._writer.out
         write(*values)
@@ -110,10 +125,12 @@ def write(metadata: IndexContents, flush: Callable[[bytes], object]) -> None:
     # What is between the key of an item and its offset.
     info = b"ub" + opcodes.info + opcodes.key["relative_path"]
     infos = [info + opcodes.text(name) + opcodes.key["offset"] for name in metadata.files]
-    for key, entry in metadata.entries.items():
-        for piece in _placed(opcodes, opcodes.text(key), entry, infos):
-            out.extend(piece)
-            drain()
+    places = chain.from_iterable(
+        _placed(opcodes, opcodes.text(key), entry, infos) for key, entry in metadata.entries.items()
+    )
+    while batch := b"".join(islice(places, _BATCH)):
+        out.extend(b"(%bu" % batch)
+        drain()
     writer.text("storage_meta")
     writer.named(_MODULE, "StorageMeta")
     out.extend(b")\x81")
@@ -133,15 +150,8 @@ def _describe(writer: PickleWriter, opcodes: _Opcodes, entry: StoredTensor | Ind
         writer.out += opcodes.bytes
         return
     key, ints = opcodes.key, opcodes.ints
-    writer.out += opcodes.tensor + key["properties"]
-    writer.named(_MODULE, "TensorProperties")
-    writer.out += b")\x81("
-    writer.named("torch", entry.dtype.name)
-    writer.call("torch.serialization", "_get_layout", ("torch.strided",))
-    writer.write(False)
-    writer.call(_MODULE, "_MEM_FORMAT_ENCODING", (0,))
-    writer.write(False)
-    writer.out += b"tb" + key["size"] + ints(entry.shape) + key["chunks"] + b"]"
+    writer.out += opcodes.tensor + key["properties"] + opcodes.properties(entry.dtype)
+    writer.out += key["size"] + ints(entry.shape) + key["chunks"] + b"]"
     first, second = opcodes.chunk + key["offsets"], key["sizes"]
     for at in range(0, len(entry.offsets), _BATCH):
         batch = zip(entry.offsets[at : at + _BATCH], entry.sizes[at : at + _BATCH], strict=True)
@@ -152,19 +162,16 @@ def _describe(writer: PickleWriter, opcodes: _Opcodes, entry: StoredTensor | Ind
 
 
 def _placed(opcodes: _Opcodes, name: bytes, entry: StoredTensor | IndexItem, infos: list[bytes]) -> Iterator[bytes]:
-    """Yield the items of `storage_data`, many at a time."""
+    """Return the items of an entry in `storage_data`."""
     key, ints = opcodes.key, opcodes.ints
     index, hint = opcodes.index + key["fqn"] + name, key["index"]
     offset, length = key["offset"], key["length"]
     if isinstance(entry, IndexItem):
         place = _integer(entry.offset) + length + _integer(entry.length)
-        yield b"(%b%bN%b%bubu" % (index, hint, infos[entry.file], place)
-        return
+        return iter((b"%b%bN%b%bub" % (index, hint, infos[entry.file], place),))
     rows = zip(entry.offsets, entry.files, entry.starts, entry.lengths, strict=True)
-    items = [
+    return (
         b"%b%b%b%b%b%b%b%b%bub"
         % (index, offset, ints(at), hint, _integer(i), infos[file], _integer(start), length, _integer(size))
         for i, (at, file, start, size) in enumerate(rows)
-    ]
-    for at in range(0, len(items), _BATCH):
-        yield b"(" + b"".join(items[at : at + _BATCH]) + b"u"
+    )

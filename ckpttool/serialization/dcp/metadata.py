@@ -189,7 +189,8 @@ def _read(data: bytes, name: str, seen: Callable[[float], None], runs: Runs | No
                 data, what=f"`{name}`", known=names, guarded=_GUARDED, seen=lambda share: seen(0.5 + 0.3 * share)
             )
         metadata = reader.metadata(root, {called: module for module, called in names})
-        if runs is not None and (metadata.extra is not None or not all(run.used for run in runs.all)):
+        may_refer = runs is not None and runs.are_memoized and metadata.extra is not None
+        if may_refer or (runs is not None and not all(run.used for run in runs.all)):
             raise CorruptError("a run of the index is not where it belongs")
         metadata.harmful = sorted(harmful)
         return metadata

@@ -7,7 +7,7 @@ names and numbers. In brackets: references to the memo; `PUT` puts a value into 
     item     [MetadataIndex] NEW  [fqn] VALUE  ...  ub  [_StorageInfo] NEW  [relative_path] VALUE  ...  ub
     NEW      `)\\x81` PUT `}` PUT `(`
     VALUE    an integer | [Size] integers PUT `\\x85` PUT `R` PUT | text PUT | None, True, False | [another]
-    PUT      `\\x94`, or in protocols 2 and 3 `r` and a number
+    PUT      `\\x94`, or in protocols 2 and 3 `r` and a number; nothing, where ckpttool wrote it
 
 Which fields there are, and how their values are spelt, is learnt from samples. A regular expression takes runs of such
 entries apart, into columns. In their place the pickle gets one call, of `RunColumns`, which compares the references,
@@ -21,7 +21,7 @@ import re
 import struct
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from itertools import chain, compress, pairwise, repeat
+from itertools import chain, compress, islice, pairwise, repeat
 from typing import Any, ClassVar, NamedTuple, NoReturn
 
 from ckpttool.catalogue.boxes import Ints
@@ -30,7 +30,7 @@ from ckpttool.serialization import pickle_opcodes
 
 Words = tuple[tuple[str, bytes], ...]
 
-_INT = rb"(?:K.|M..|J....|\x8a\x05.{5}|\x8a\x06.{6})"
+_INT = rb"(?:K.|M..|J....|\x8a\x05.{5}|\x8a\x06.{6}|\x8a\x08.{8})"
 _INTS = rb"\(?" + _INT + rb"+[\x85\x86\x87t]"
 _GET = rb"(?:h.|j....)"
 _CONSTANTS = {b"N": None, b"\x88": True, b"\x89": False}
@@ -38,7 +38,8 @@ _VALUES = ("int", "ints", "text", "ref")
 _FIXED = ("class", "field", "size")  # references that are the same in all entries
 _LOOK = 1 << 17  # bytes to find a sample in
 _SAMPLES = 32
-_LEAST = 4  # entries of a run; fewer are sooner unpickled
+_TRIES = 64  # in each sample
+_LEAST = 8  # entries of a run; fewer are sooner unpickled
 _BLOCK = 1 << 17  # bytes that are taken apart at once
 _MODULE = "ckpttool index"
 _TAKEN = _MODULE.encode() + b"\n"
@@ -204,6 +205,7 @@ class _Put(NamedTuple):
 
 _MEMOIZE = _Put(rb"\x94", rb"(?:\x8c.|X..\0\0)[^\x94]*", is_numbered=False)
 # A text has no zero bytes, and most numbers end with one.
+_PLAIN = _Put(b"", rb"(?!)", is_numbered=False)  # all texts are references
 _BINPUT = _Put(rb"r...[\0-\3]", rb"X..\0\0[^\0]*", is_numbered=True)
 
 
@@ -246,13 +248,15 @@ class Runs:
         self._expected = expected
         self._seen = seen
         self._source = data
-        self._put = _MEMOIZE if data[1] > 3 else _BINPUT
         self._pieces: list[bytes] = []
         self._rest: list[bytes] = []  # since the last run
         numbers = _Numbers()
         self._tables: dict[str, Any] = {"text": _Texts(), "int": numbers, "ints": _Tuples(numbers)}
         # The first class that is referred to is that of the second item.
         found = re.compile(_GET + rb"\)\x81", re.S).search(data, middle)
+        self._put = _MEMOIZE if data[1] > 3 else _BINPUT
+        if found is not None and data.startswith(b"}", found.end()):
+            self._put = _PLAIN
         items = self._learn(re.escape(found[0]), middle, len(data), 2) if found else None
         # Without those of items, these would not be worth while: items may refer to their parts.
         chunks = self._learn(_GET + rb"\)\x81", 0, middle, 1) if items is not None else None
@@ -265,6 +269,11 @@ class Runs:
         self.data = b"".join([*self._pieces, *self._rest])
         self._source, self._pieces = b"", []
 
+    @property
+    def are_memoized(self) -> bool:
+        """Whether something outside may refer to what is in a run."""
+        return self._put is not _PLAIN
+
     def _learn(self, beginning: bytes, begin: int, end: int, objects: int) -> Words | None:
         """Return the most frequent spelling of entries of so many objects, in samples. Of chunks all values are
         sizes."""
@@ -272,7 +281,7 @@ class Runs:
         find = re.compile(beginning, re.S).finditer
         for n in range(_SAMPLES):
             at = begin + (end - begin) * n // _SAMPLES
-            for match in find(self._source, at, min(at + _LOOK, end)):
+            for match in islice(find(self._source, at, min(at + _LOOK, end)), _TRIES):
                 words = self._put.learn(self._source, match.start(), objects)
                 if words is not None and (objects > 1 or not {"int", "text", "constant", "ref"} & {*dict(words)}):
                     samples[words] += 1
@@ -352,7 +361,8 @@ class Runs:
                 expected.append((kind, *self._expected.get(name, (name,))))
         numbered = [kind for kind, _ in words if kind in _BEFORE]
         gets = b"".join(token for kind, token in words if kind in _FIXED)
-        return _Spelling(expected, gets, numbered, sum(len(_BEFORE[kind]) for kind in numbered), len(names) > 1)
+        memos = sum(len(_BEFORE[kind]) for kind in numbered) if self.are_memoized else 0
+        return _Spelling(expected, gets, numbered, memos, len(names) > 1)
 
     def _add(self, run: RunColumns, spelling: _Spelling, number: int | None, memo: bytes) -> None:
         """Put a call of `RunColumns` in the place of entries, and as many into the memo as these."""
@@ -391,7 +401,7 @@ class _Spelling(NamedTuple):
     @property
     def most(self) -> int:
         """How many entries a run may have."""
-        return _MAX_PUTS // self.memos
+        return _MAX_PUTS // max(self.memos, 1)
 
 
 def find(
