@@ -134,6 +134,8 @@ class Chunk(NamedTuple):
 
 
 _tuple: Any = tuple.__new__
+_NONE: dict[int, Any] = {}  # of the columns that most chunks do not have; never added to
+_ORIGINS = [(0,) * dimensions for dimensions in range(MAX_DIMENSIONS + 1)]
 
 
 class Chunks(Sequence[Chunk]):
@@ -148,9 +150,9 @@ class Chunks(Sequence[Chunk]):
         self.file: array[int] = array("l")
         self.offset: array[int] = array("q")
         self.nbytes: array[int] = array("q")
-        self.strides: dict[int, Ints] = {}
-        self.codecs: dict[int, tuple[str, ...]] = {}
-        self.records: dict[int, Record] = {}
+        self.strides: dict[int, Ints] = _NONE
+        self.codecs: dict[int, tuple[str, ...]] = _NONE
+        self.records: dict[int, Record] = _NONE
         self.item = item
 
     @classmethod
@@ -163,12 +165,26 @@ class Chunks(Sequence[Chunk]):
     @classmethod
     def single(cls, shape: Ints, extent: Extent) -> Chunks:
         """Return one chunk that is the whole tensor."""
-        return cls.of([Chunk((0,) * len(shape), shape, extent)])
+        # As `of`, in half of the time and of the memory: a large model has every tensor a few times.
+        assert extent.weave is None, "only `Source.resolve` returns extents that are made of others"
+        file, offset, nbytes, strides, codec, record, item, *_ = extent
+        place = array("l", (file,)), array("q", (offset,)), array("q", (nbytes,))
+        origin = _ORIGINS[len(shape)] if len(shape) <= MAX_DIMENSIONS else (0,) * len(shape)
+        result = cls.from_columns([origin], [shape], *place, item=item)
+        if strides is not None:
+            result.strides = {0: strides}
+        if codec:
+            result.codecs = {0: codec}
+        if record is not None:
+            result.records = {0: record}
+        return result
 
     @classmethod
     def placed(cls, placed: Iterable[tuple[boxes.Box, int]]) -> Chunks:
         """Return boxes with the rank that is to hold each, for a catalogue that is only planned."""
-        return cls.of(Chunk(offsets, sizes, Extent(rank, 0, 0)) for (offsets, sizes), rank in placed)
+        placed = list(placed)
+        offsets, sizes = [offsets for (offsets, _), _ in placed], [sizes for (_, sizes), _ in placed]
+        return cls.from_columns(offsets, sizes, array("l", [rank for _, rank in placed]))
 
     @classmethod
     def from_columns(
@@ -187,7 +203,7 @@ class Chunks(Sequence[Chunk]):
         result.offsets, result.sizes, result.file, result.item = offsets, sizes, file, item
         result.offset = offset if offset is not None else array("q", bytes(8 * len(file)))
         result.nbytes = nbytes if nbytes is not None else result.offset[:]
-        result.strides, result.codecs, result.records = {}, {}, {}
+        result.strides = result.codecs = result.records = _NONE
         return result
 
     def add(self, offsets: Ints, sizes: Ints, extent: Extent) -> None:
@@ -199,10 +215,13 @@ class Chunks(Sequence[Chunk]):
         self.offset.append(extent.offset)
         self.nbytes.append(extent.nbytes)
         if extent.strides is not None:
+            self.strides = self.strides or {}
             self.strides[n] = extent.strides
         if extent.codec:
+            self.codecs = self.codecs or {}
             self.codecs[n] = extent.codec
         if extent.record is not None:
+            self.records = self.records or {}
             self.records[n] = extent.record
         if extent.item:
             self.item = True
@@ -211,7 +230,7 @@ class Chunks(Sequence[Chunk]):
         """Return the same chunks when `by` other files come before theirs."""
         result = copy(self)
         result.file = array("l", [file + by for file in self.file])
-        result.records = {i: record.shifted(by) for i, record in self.records.items()}
+        result.records = {i: record.shifted(by) for i, record in self.records.items()} or _NONE
         return result
 
     def at(self, i: int) -> Chunk:

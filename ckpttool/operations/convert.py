@@ -30,6 +30,7 @@ from ckpttool.producers import writable
 from ckpttool.producers.arrange import LayoutBuilder
 from ckpttool.producers.components import WritableLayout
 from ckpttool.producers.open import naming
+from ckpttool.serialization.unpickler import no_garbage_collection
 from ckpttool.storage import files
 from ckpttool.storage.stores import local_path
 from ckpttool.text import plural, some
@@ -248,6 +249,7 @@ def _plan_like(
     return Planned(planned, sink, start.read(viewed, planned))
 
 
+@no_garbage_collection()
 def _plan(
     source: Source, dst: str, target: Format, options: ConvertOptions, notes: list[str]
 ) -> tuple[Planned, Format]:

@@ -36,6 +36,7 @@ from ckpttool.producers.open import (
     open_source,
 )
 from ckpttool.serialization.manifest import content
+from ckpttool.serialization.unpickler import no_garbage_collection
 from ckpttool.storage import files, free_space, staging, stores, workspace
 from ckpttool.storage.errors import FREE_SPACE
 from ckpttool.storage.stage import StagingArea
@@ -240,6 +241,7 @@ class Write:
             with self._scratch() as partial:
                 self._fill(self._create(partial), partial)
 
+    @no_garbage_collection()
     def prepare(self) -> None:
         """Refuse what must not be written, and start the summary. Raises UsageError, CorruptError or LossError."""
         source, planned = self.opened.source, self.planned.catalogue
@@ -290,6 +292,7 @@ class Write:
             result.notes.append("nothing to resume: copied everything")
         note_overflow(result, moved.overflowed)
 
+    @no_garbage_collection()
     def _create(self, partial: Location) -> Sink:
         assert self.target.create is not None
         how = replace(self.planned.options, manifest=self.options.carried)
@@ -313,6 +316,7 @@ class Write:
             self.result.payload_bytes += sum(t.nbytes for t in untied)
             self.result.notes.append(f"stored separately, not tied: {some([*names])}")
 
+    @no_garbage_collection()
     def _journal(self, stage: StagingArea, sink: Sink) -> journal.Journal:
         before = self.opened.before
         indexes = [path for path in before if is_index(path)]

@@ -35,6 +35,7 @@ END = struct.Struct("<4s4H2LH")
 END64 = struct.Struct("<4sQ2H2L4Q")
 LOCATOR64 = struct.Struct("<4sLQL")
 CENTRAL = struct.Struct("<4s6H3L5H2L")
+_LENGTHS, _LENGTHS_AT = struct.Struct("<3H"), 28  # in it: of the name, of its further fields and of its comment
 LOCAL = struct.Struct("<4s5H3L2H")
 _TAIL = 4096  # the end records and the central directory of a small archive, in one read
 ALIGNMENT = 64
@@ -134,8 +135,30 @@ def _not_an_archive(name: str, why: str) -> CorruptError:
     return CorruptError(f"{name}: not a whole torch.save archive: {why}", hint="the file is truncated or damaged")
 
 
+def listed(read: Read, length: int, record: str, *, name: str) -> bool:
+    """Return whether an archive of `length` bytes lists a record, to ask what a file is. Its directory is not checked,
+    and read no further than to that record. Raises CorruptError when there is none."""
+    directory, _, _ = _directory(read, 0, length, name)
+    at, wanted = 0, b""
+    while at + CENTRAL.size <= len(directory):
+        name_len, extra_len, comment_len = _LENGTHS.unpack_from(directory, at + _LENGTHS_AT)
+        at += CENTRAL.size
+        wanted = wanted or directory[at : at + name_len].partition(b"/")[0] + b"/" + record.encode()
+        if name_len == len(wanted) and directory.startswith(wanted, at):
+            return True
+        at += name_len + extra_len + comment_len
+    return False
+
+
 def open_archive(read: Read, base: int, length: int, *, name: str, file: int = 0) -> Archive:
     """Return the archive in `length` bytes at `base`. Raises CorruptError when it is not one, or not whole."""
+    directory, count, at = _directory(read, base, length, name)
+    records, root, starts = _read_directory(directory, count, name, base, file, at)
+    return Archive(name, file, base, root, records, read, [base + start for start in (*starts, at)])
+
+
+def _directory(read: Read, base: int, length: int, name: str) -> tuple[bytes, int, int]:
+    """Return the central directory, how many records it is to have, and where it is in the archive."""
     if length < END.size:
         raise _not_an_archive(name, f"it has {length} bytes")
     tail_at = max(0, length - _TAIL)
@@ -169,8 +192,7 @@ def open_archive(read: Read, base: int, length: int, *, name: str, file: int = 0
     if size > MAX_DIRECTORY:
         raise _not_an_archive(name, f"its directory has {size} bytes, more than {MAX_DIRECTORY}")
     directory = tail[at - tail_at : at - tail_at + size] if at >= tail_at else read(base + at, size)
-    records, root, starts = _read_directory(directory, count, name, base, file, at)
-    return Archive(name, file, base, root, records, read, [base + start for start in (*starts, at)])
+    return directory, count, at
 
 
 def _read_directory(

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import hashlib
 import threading
+from array import array
 from collections.abc import Container, Iterable
 from dataclasses import dataclass, field
 from itertools import chain
@@ -30,7 +31,7 @@ from ckpttool.storage.stage import StagingArea
 from ckpttool.storage.stores import locate
 from ckpttool.transfer import checksums
 
-VERSION = 1
+VERSION = 2
 _MIN_COPIED = 64 << 10  # copying less again is faster than checking it
 _BUFFER = 1 << 20
 
@@ -135,15 +136,18 @@ def digest(
     sha.update(repr([(file.location, file.size) for file in source.catalogue.files]).encode())
     sha.update(repr([(file.name, file.size) for file in created.files]).encode())
     for tensor in (*created.tensors, *created.replicas):
-        sha.update(repr((tensor.path, tensor.dtype.name, tensor.shape, tensor.alias)).encode(errors="surrogatepass"))
+        # In as few calls as can be: it is done before the first byte is copied.
+        words: list[Any] = [tensor.path, tensor.shape, tensor.alias]
+        columns: list[array[int]] = []
         for one in (tensor, tensor.origin):
             if one is not None:
-                sha.update(one.dtype.name.encode())
-                sha.update(repr((one.chunks.offsets, one.chunks.sizes, one.chunks.strides, one.chunks.codecs)).encode())
-                for column in (one.chunks.file, one.chunks.offset, one.chunks.nbytes):
-                    sha.update(column.tobytes())
+                chunks = one.chunks
+                words += one.dtype.name, chunks.offsets, chunks.sizes, chunks.strides, chunks.codecs
+                columns += chunks.file, chunks.offset, chunks.nbytes
                 if isinstance(source, Viewed):
-                    sha.update(repr(source.recipe(one)).encode(errors="surrogatepass"))
+                    words.append(source.recipe(one))
+        sha.update(repr(words).encode(errors="surrogatepass"))
+        sha.update(b"".join(columns))
     for path in sorted(fingerprint):
         sha.update(repr((str(locate(path).real()), fingerprint[path].identity)).encode())
     for path in sorted(indexes):

@@ -23,6 +23,7 @@ from safetensors.torch import save_file
 from support.checkpoints import bits, within
 from support.upstream_readers import plain
 from support.upstream_samples import original, path_of, reference
+from support.work import Calls
 
 import ckpttool
 from ckpttool.errors import CkptError, CorruptError, LossError, OverwriteError, ReadError, StorageError, UsageError
@@ -633,3 +634,22 @@ def test_one_of_several_state_dicts_by_its_place(tmp_path: Path, kind: type[list
     assert_same(torch.load(back), optimizer.state_dict())
     with pytest.raises(UsageError, match="there is no part `2`"):
         ckpttool.convert(path, back, only="2", overwrite=True)
+
+
+@pytest.mark.parametrize(("suffix", "to", "most"), [("pt", "safetensors", 770), ("safetensors", "pt", 595)])
+def test_what_a_tensor_costs(suffix: str, to: str, most: int, tmp_path: Path) -> None:
+    """In calls of functions, which are the same on every machine: 100,000 tensors are no rarity."""
+    counts = []
+    for n in (200, 500):
+        source, target = tmp_path / f"{n}.{suffix}", tmp_path / f"{n}-out.{to}"
+        tensors = {f"layers.{i}.w": torch.full((4,), float(i)) for i in range(n)}
+        if suffix == "pt":
+            torch.save(tensors, source)
+        else:
+            save_file(tensors, source)
+        ckpttool.convert(source, target)  # what is imported and computed once
+        calls = Calls()
+        with calls:
+            ckpttool.convert(source, target, overwrite=True)
+        counts.append(calls.count)
+    assert (counts[1] - counts[0]) / 300 < most

@@ -488,3 +488,16 @@ def test_records_that_are_known_are_not_asked_for() -> None:
 
     layout.patches(crc_of)
     assert layout.storages["0"].nbytes == 0 and torchzip.ALIGNMENT == 64
+
+
+def test_whether_a_record_is_listed(tmp_path: Path) -> None:
+    path = tmp_path / "a.zip"
+    with zipfile.ZipFile(path, "w") as archive:
+        for name in ("root/version", "root/folder/inner.pkl", "other/stray.pkl", "root/data.pkl", "root/data/0"):
+            archive.writestr(name, b"1")
+    data = path.read_bytes()
+    read = lambda at, nbytes: data[at : at + nbytes]  # noqa: E731
+    wanted = ("version", "data.pkl", "data/0", "inner.pkl", "stray.pkl", "data.pk", "")
+    assert [torchzip.listed(read, len(data), name, name="x") for name in wanted] == [True] * 3 + [False] * 4
+    with pytest.raises(CorruptError, match="no end record"):
+        torchzip.listed(read, len(data) - 30, "data.pkl", name="x")

@@ -68,7 +68,8 @@ def is_model(catalogue: Catalogue) -> bool:
 def collisions(tensors: Iterable[Tensor]) -> list[tuple[Tensor, Tensor]]:
     """Return pairs of tensors with the same name: `("a", "b")` and `("a.b",)`."""
     owners: dict[str, Tensor] = {}
-    return [(owners[n], t) for t in tensors if owners.setdefault(n := t.fqn, t) is not t]
+    first = ((owners.setdefault(tensor.fqn, tensor), tensor) for tensor in tensors)
+    return [(one, tensor) for one, tensor in first if one is not tensor]
 
 
 def plan_model(
@@ -91,8 +92,8 @@ def plan_model(
         raise LossError(text, hint="give one of them another name with `--rename`", tensor=other.fqn)
     plan = Plan()
     # The metadata cannot have a tie named `format`: such a tensor gets its own bytes.
-    owners = {t.path: t if t.fqn in RESERVED else catalogue.first(t) for t in tensors}
     names = {t.path: t.fqn for t in tensors}
+    owners = {t.path: t if names[t.path] in RESERVED else catalogue.first(t) for t in tensors}
     _add_group(plan, stem, names, owners, max_size, metadata, count_parameters=count_parameters, given=files)
     if files is not None or keep_order:
         plan.files = [file._replace(keep_order=True) for file in plan.files]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from contextlib import closing
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 from ckpttool.catalogue import typed_json
 from ckpttool.catalogue.entries import Catalogue, Chunks, Extent, File, Path, Record, Tensor, dotted
@@ -147,7 +147,8 @@ def _fill(
         target = first.setdefault(place, path)
         chunks = Chunks.single(entry.shape, extents[place.file, place.name])
         part = MODEL if model else entry.part
-        created.add(replace(entry, path=path, part=part, chunks=chunks, alias=None if target == path else target))
+        alias = None if target == path else target
+        created.add(Tensor(path, entry.dtype, entry.shape, chunks, part, entry.embedded, entry.origin, alias))
 
 
 def losses(catalogue: Catalogue, path: str) -> list[FormatLoss]:

@@ -38,9 +38,8 @@ def recognise(location: Location) -> bool:
         if not head.startswith(_PK):
             return torch_legacy.is_stream(head) or torch_legacy.is_tar(head, location)
         with suppress(CorruptError), closing(files.Pool()) as pool:
-            name = f"`{location}`"
-            records = torch_zip.open_archive(partial(pool.read, location), 0, location.size(), name=name).records
-            return "data.pkl" in records or "archive_format" in records
+            archive = partial(torch_zip.listed, partial(pool.read, location), location.size(), name=f"`{location}`")
+            return archive("data.pkl") or archive("archive_format")
         # A truncated file has no directory, but its first record tells.
         return b"/data.pkl" in head or b"/data/0" in head
     except (CorruptError, ReadError):

@@ -29,6 +29,7 @@ from ckpttool.operations.write import Conversion, OpenSource, Planned, WriteOpti
 from ckpttool.producers.open import naming
 from ckpttool.reports import page_file
 from ckpttool.reports.report import Facts
+from ckpttool.serialization.unpickler import no_garbage_collection
 from ckpttool.storage.stores import is_remote, local_path
 from ckpttool.text import meant, plural
 from ckpttool.transfer import agreement, processes
@@ -279,6 +280,7 @@ def _same_format(source: Catalogue) -> Format:
 # The layout -----------------------------------------------------------------------------------------------------------
 
 
+@no_garbage_collection()
 def _plan(opened: OpenSource, options: ReshardOptions, target: Format, result: Resharding) -> Planned:
     source, selection = opened.source.catalogue, options.selection
     is_wanted = selection.wanted_parts(source)
