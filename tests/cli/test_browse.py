@@ -44,9 +44,9 @@ WAIT = 300.0
 
 
 def screen(app: Browser) -> str:
-    """The text on the screen."""
-    strips = app.screen._compositor.render_strips()
-    return "\n".join("".join(segment.text for segment in strip).rstrip() for strip in strips) + "\n"
+    """The text on the screen, without the end of a scroll bar, whose place depends on when the text was laid out."""
+    lines = ("".join(segment.text for segment in strip) for strip in app.screen._compositor.render_strips())
+    return "\n".join(re.sub(r" +[▁▂▃▄▅▆▇]$", "", line).rstrip() for line in lines) + "\n"
 
 
 def browse(

@@ -33,6 +33,7 @@ _RAMP = ((0, 0, 4), (87, 16, 110), (188, 55, 84), (249, 142, 9), (252, 255, 164)
 _SHADES = " ░▒▓█"
 _SHOWN = 200  # lines of a table
 _MAP = 12  # lines of a map of shards
+_FEW_BARS = 13  # of a histogram below a heat map
 _LABEL = 16  # characters of a layer's name
 _WAIT = "not read yet"
 
@@ -137,7 +138,7 @@ def _several(look: Look) -> Text:
         text.append("\n")
         _cells(text, node, look)
         text.append("\n")
-        _values(text, look)
+        _values(text, look, _FEW_BARS)
         return text
     text.append("\n")
     top = max((row.statistics.rms or 0.0 for row in known), default=0.0)
@@ -185,22 +186,22 @@ def _histogram_of_several(look: Look) -> Text:
     return text
 
 
-def _values(text: Text, look: Look) -> None:
+def _values(text: Text, look: Look, most: int | None = None) -> None:
     rows = [row for row in (look.opened.survey.rows[i] for i in look.members) if row is not None]
     known = [row.histogram.central for row in rows if row.histogram is not None and row.statistics.numel > 1]
     found = together([one for one in known if one is not None])
     if found is None:
         text.append("its elements are not numbers" if rows else look.waiting, _DIM)
         return
-    _linear(text, found, look)
+    _linear(text, found, look, most)
     text.append(f"of {plural(len(known), 'tensor')}")
     text.append(f"; {len(look.members) - len(rows):,} not read yet" if len(rows) < len(look.members) else "", _DIM)
 
 
-def _linear(text: Text, central: Central | None, look: Look) -> None:
+def _linear(text: Text, central: Central | None, look: Look, most: int | None = None) -> None:
     if central is None or len(central.counts) < 2:
         return
-    counts = summed(central.counts, min(len(central.counts), max(7, look.height - 3)))
+    counts = summed(central.counts, min(len(central.counts), most or max(7, look.height - 3)))
     step = (central.high - central.low) / len(counts)
     room, top = max(3, look.width - 12), max(counts)
     apart = [f"; {n:,} {where}" for n, where in ((central.below, "smaller"), (central.above, "larger")) if n]
