@@ -422,7 +422,7 @@ def test_a_group_has_a_heat_map_and_a_histogram_at_once(tmp_path: Path) -> None:
     }
     state["layers.2.q.weight"][3, 3] = np.nan
     safetensors.numpy.save_file(state, tmp_path / "a.safetensors")
-    first, histogram, heat_map = screens(tmp_path / "a.safetensors", [(), ("2",), ("3",)], size=LARGE)
+    first, histogram, heat_map = screens(tmp_path / "a.safetensors", [("2", "1"), ("2",), ("3",)], size=LARGE)
     for text in (first, heat_map):
         assert re.search(r"layers.1 +████\n", text) and re.search(r"layers.2 +(!██|██ !)\n", text)
         assert "1 layers.*.q.weight" in text or "1 layers.*.k.weight" in text
