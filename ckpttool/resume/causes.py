@@ -84,20 +84,24 @@ class _Causes:
 
     def all(self) -> Iterator[RunDifference]:
         """Yield all that differed, what the update is made of first."""
-        found = [*self._untied(), *self._weights("weight", "of the model"), *self._buffers()]
+        found = [*self._untied("weight"), *self._weights("weight", "of the model"), *self._buffers()]
         state = list(self._state())
         found += [*state, *self._groups(is_lost=any(one.kind == "optimizer not loaded" for one in state))]
         found += [*self._of_the_run(), *self._loaders()]
-        apart = [*self._weights("apart", "of modules that no optimizer trains")]
+        apart = [*self._untied("apart"), *self._weights("apart", "of modules that no optimizer trains")]
         found += [*self._batches(is_alone=not (found or apart), may_follow=self._may_follow(found))]
         # A module that no optimizer trains may be one that is not saved, and has no effect.
         yield from found or apart
 
     # Tensors ----------------------------------------------------------------------------------------------------------
 
-    def _untied(self) -> Iterator[RunDifference]:
+    def _untied(self, kind: str) -> Iterator[RunDifference]:
         for names in self.before.ties:
-            if any(set(names) <= set(group) for group in self.after.ties) or not {*names} <= self.after.kinds.keys():
+            if (
+                self.before.kinds.get(names[0]) != kind
+                or any(set(names) <= set(group) for group in self.after.ties)
+                or not {*names} <= self.after.kinds.keys()
+            ):
                 continue
             # What differs because of it is not named again.
             self.differing = [name for name in self.differing if name not in names]
@@ -263,6 +267,9 @@ class _Causes:
     def _groups(self, *, is_lost: bool) -> Iterator[RunDifference]:
         """Yield hyperparameters, and numbers that an optimizer keeps beside its tensors."""
         groups = [] if is_lost else self._on_any(lambda name: self.before.part(name) == "optimizer")
+        # Of a parameter whose state is gone, its count is, too.
+        gone = {_owner(name) for name in self.before.kinds.keys() - self.after.kinds.keys() if ".state." in name}
+        groups = [one for one in groups if not (one[2] == _MISSING and _owner(one[0]) in gone)]
         for name, was, now in sorted(groups, key=lambda one: not one[0].endswith(".lr"))[:_LIMIT]:
             group, _, leaf = name.partition(".param_groups.")[2].partition(".")
             what = "the learning rate" if leaf == "lr" else f"`{leaf or name}`"
@@ -335,9 +342,8 @@ class _Causes:
             kinds = {rank: own for rank, own in drawn.items() if own}
         lost = {rank: [kind for kind in own if not self._follows(rank, kind)] for rank, own in kinds.items()}
         lost = {rank: own for rank, own in lost.items() if own}
-        kinds = (
-            lost if other and lost else kinds
-        )  # from one that was restored, another number was drawn for another batch
+        # From one that was restored, another number was drawn for another batch.
+        kinds = lost if data or (other and lost) else kinds
         of = f" of rank {', '.join(map(str, kinds))}"
         names = ", ".join(sorted({kind for own in kinds.values() for kind in own}))
         how = self._drawn(kinds)
@@ -444,6 +450,10 @@ def _values(now: Any, was: Any) -> str:
 
 def _parameter(name: str) -> str:
     return name.partition(".state.")[2].rpartition(".")[0] or name
+
+
+def _owner(name: str) -> str:
+    return name.rpartition(".")[0]
 
 
 def _leaf(name: str) -> str:

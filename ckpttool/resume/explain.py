@@ -31,7 +31,8 @@ def causes(starts: Starts, reference: ScriptRun, first: compare.FirstDifference 
         return [f"run B did not resume from step {starts.report.at}: it had the state of step {taken}"]
     names = first.names if first is not None else set()
     if first is not None and not first.has_tensors and all(one.part == "rng" for one in found):
-        found = []  # what was drawn has changed no weight
+        # What was drawn has changed no weight, and may be in no checkpoint.
+        found = found if any(one.part == "rng" for one in first.findings) else []
     differed = [one.message for one in found]
     if first is not None:
         # The batch is another; where its loader is saved, its values say more.
@@ -91,7 +92,7 @@ def _of_the_script(starts: Starts, names: Collection[str] | None) -> list[str]:
 def _values(path: str, after: RunState) -> dict[str, Any]:
     """Return what a checkpoint holds beside the state of optimizers, as the hook records it of a script, but for
     tensors that a module has when a run has resumed (`after`)."""
-    there = {record.get("sha256") for one in after.tensors for record in one.values()}
+    there = {record.get("sha256") for one in (*after.tensors, *after.buffers) for record in one.values()}
     with SavedState(path) as saved:
         tensors = {name: digested(saved.spelt(name)) for name in saved.tensors if saved.kind_of(name) != "optimizer"}
         is_there = {name for name, one in saved.every.items() if _digest(one) in there}
@@ -124,7 +125,8 @@ def _not_restored(
     for name in sorted(values.keys() & {*judged} - {*lost}):
         value, leaf = values[name], name.rpartition(".")[2]
         same = [one for one in changed if identity.same(was[one], value)]
-        own = [one for one in same if one.rpartition(".")[2] == leaf]
+        is_element = are_named and any(part.isdecimal() for part in name.split("."))
+        own = [one for one in same if one.rpartition(".")[2] == leaf and not is_element]
         # A value that is no other's tells what it is, whatever it is called.
         is_unique = isinstance(value, float) or (len(same) == 1 and value not in (0, 1))
         own = own or (same if is_unique and not are_named else [])

@@ -129,7 +129,7 @@ class Recorder:
             "tensors": {name: self._digest(tensor) for name, tensor, _ in modules},
             "kinds": {name: kind for name, _, kind in modules},
             "values": values,
-            "ties": tied((name, tensor) for name, tensor, kind in modules if kind == "weight"),
+            "ties": tied((name, tensor) for name, tensor, kind in modules if kind != "buffer"),
         }
         there.optimizers.sort(
             key=lambda one: [names.get(id(each), "~") for g in one.param_groups for each in g["params"]][:1]
