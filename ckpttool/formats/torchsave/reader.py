@@ -39,8 +39,9 @@ def recognise(location: Location) -> bool:
             return torch_legacy.is_stream(head) or torch_legacy.is_tar(head, location)
         with suppress(CorruptError), closing(files.Pool()) as pool:
             archive = partial(torch_zip.listed, partial(pool.read, location), location.size(), name=f"`{location}`")
-            return archive("data.pkl") or archive("archive_format")
-        # A truncated file has no directory, but its first record tells.
+            if archive("data.pkl") or archive("archive_format"):
+                return True
+        # A truncated file has no directory, and that of a damaged one may list anything, but its first record tells.
         return b"/data.pkl" in head or b"/data/0" in head
     except (CorruptError, ReadError):
         return False
