@@ -151,21 +151,25 @@ class Checkpoints:
     def beside(self, step: int) -> dict[str, str]:
         """Return the files that were written with the checkpoint of a step, and are of none: by name, with their paths.
 
-        Those of the last step are all that were written after the directory was kept last.
+        Those of the last step are all that were written after the directory was kept last; without a hook, which looks
+        at the same moments in each run, there are only those.
         """
         steps = [*self.find()]
         root, earlier = self._root(step), self._root(max((one for one in steps if one < step), default=None))
-        if root == earlier and step != max(steps):
+        if step != max(steps) and (root == earlier or not self.is_kept_by_run()):
             return {}
-        before = self._beside_in(earlier) if root != earlier else {}
+        is_before = earlier is not None and root != earlier and step not in self._in(earlier)
+        before = self._beside_in(earlier) if is_before else {}
         now = self._beside_in(root)
         return {name: path for name, (path, status) in now.items() if before.get(name, ("", None))[1] != status}
 
     def _root(self, step: int | None) -> str | None:
-        """Return the output directory as it was when the checkpoint of a step was complete."""
+        """Return the output directory as it was when the checkpoint of a step was complete; of the last one of a run
+        without a hook as it is, since whether it was looked at once more before the end is chance."""
         if step is None or (step not in self._found and not self._ended):
             return None
-        return self._views[self._found[step][0]] if step in self._found else self.out
+        is_last = self._ended and not self.is_kept_by_run() and step == max(self._in(self.out), default=None)
+        return self.out if is_last or step not in self._found else self._views[self._found[step][0]]
 
     def _beside_in(self, root: str | None) -> dict[str, tuple[str, tuple[int, int]]]:
         if root is None:
