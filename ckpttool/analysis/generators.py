@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import base64
 from collections.abc import Mapping, Sequence
+from functools import lru_cache
 from typing import Any
 
 from ckpttool.text import plural
@@ -26,11 +27,12 @@ def numbers_between(one: Words, other: Words) -> int | None:
     """Return how many numbers have to be drawn from one state to come to the other, negative if it is the other way
     round; None if neither follows from the other."""
     for sign, first, last in ((1, one, other), (-1, other, one)):
-        if (count := _numbers_until(first, last)) is not None:
+        if (count := _numbers_until(tuple(first), tuple(last))) is not None:
             return sign * count
     return None
 
 
+@lru_cache  # whether a state was restored is asked before how far it is from others
 def _numbers_until(first: Words, last: Words) -> int | None:
     import numpy as np
 

@@ -10,6 +10,11 @@ from operator import add
 
 from ckpttool.errors import UsageError
 
+_EXAMPLES = {
+    "--rename": "write OLD=NEW, such as `--rename 'model.*=*'`",
+    "--placements": "such as `'*.wq.weight=tp:0'`",
+}
+
 
 def compile_pattern(pattern: str) -> re.Pattern[str]:
     """Return the compiled pattern. Raises UsageError for an invalid regular expression."""
@@ -36,12 +41,7 @@ def rule(text: str, flag: str) -> tuple[str, str]:
     """Split `PATTERN=VALUE` into its two sides. Raises UsageError if there is no `=`."""
     left, equals, right = text.rpartition("=") if text.startswith("re:") else text.partition("=")
     if not equals or not left:
-        hint = (
-            "write OLD=NEW, such as `--rename 'model.*=*'`"
-            if flag == "--rename"
-            else "such as `'*.norm.weight=float32'`"
-        )
-        hint = "such as `'*.wq.weight=tp:0'`" if flag == "--placements" else hint
+        hint = _EXAMPLES.get(flag, "such as `'*.norm.weight=float32'`")
         raise UsageError(f"`{flag} {text}` is not of the form PATTERN=VALUE", hint=hint)
     return left, right
 

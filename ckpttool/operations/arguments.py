@@ -35,8 +35,14 @@ def selection(
 
 def size(value: int | str | None, flag: str) -> int | None:
     """Return a size in bytes, which may be given as text such as `5GB`. Raises UsageError."""
-    nbytes = parse_size(value, flag) if isinstance(value, str) else value
-    if flag == "--max-shard-size" and isinstance(value, str) and value.isdecimal() and int(value) < _LEAST:
+    return parse_size(value, flag) if isinstance(value, str) else value
+
+
+def max_shard_size(value: int | str | None) -> int | None:
+    """Return `--max-shard-size` in bytes. Raises UsageError, also for text without a unit that is too small to be
+    meant."""
+    flag, nbytes = "--max-shard-size", size(value, "--max-shard-size")
+    if isinstance(value, str) and value.isdecimal() and int(value) < _LEAST:
         raise UsageError(f"`{flag} {value}` is {plural(int(value), 'byte')}", hint=f"write a unit: `{flag} {value}GB`")
     return nbytes
 

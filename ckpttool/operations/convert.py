@@ -143,7 +143,7 @@ def convert(
     src, dst = os.fspath(src), os.fspath(dst)
     arguments.check_source(src, dst)
     selection = arguments.selection(only, drop, tensors, exclude, rename, strip_wrappers, strip_prefix)
-    most, memory = arguments.size(max_shard_size, "--max-shard-size"), arguments.memory(max_memory)
+    most, memory = arguments.max_shard_size(max_shard_size), arguments.memory(max_memory)
     run = arguments.path(like)
     options = ConvertOptions(
         selection, arguments.dtypes(dtype), most, to_world, tensor_class, optim_keys, optim_root, producer, run, key_map

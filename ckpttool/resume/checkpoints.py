@@ -155,8 +155,10 @@ class Checkpoints:
         at the same moments in each run, there are only those.
         """
         steps = [*self.find()]
+        if step != max(steps) and not self.is_kept_by_run():
+            return {}
         root, earlier = self._root(step), self._root(max((one for one in steps if one < step), default=None))
-        if step != max(steps) and (root == earlier or not self.is_kept_by_run()):
+        if root == earlier and step != max(steps):
             return {}
         is_before = earlier is not None and root != earlier and step not in self._in(earlier)
         before = self._beside_in(earlier) if is_before else {}

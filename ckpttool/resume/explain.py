@@ -94,9 +94,9 @@ def _values(path: str, after: RunState) -> dict[str, Any]:
     tensors that a module has when a run has resumed (`after`)."""
     there = {record.get("sha256") for one in (*after.tensors, *after.buffers) for record in one.values()}
     with SavedState(path) as saved:
-        tensors = {name: digested(saved.spelt(name)) for name in saved.tensors if saved.kind_of(name) != "optimizer"}
-        is_there = {name for name, one in saved.every.items() if _digest(one) in there}
-        return {name: value for name, value in {**saved.objects, **tensors}.items() if name not in is_there}
+        names = [*saved.objects, *(name for name in saved.tensors if saved.kind_of(name) != "optimizer")]
+        lost = [name for name in names if name not in saved.every or _digest(saved.every[name]) not in there]
+        return {name: saved.objects[name] if name in saved.objects else digested(saved.spelt(name)) for name in lost}
 
 
 def _not_restored(

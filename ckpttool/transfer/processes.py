@@ -152,11 +152,12 @@ class _SharedWork(Coordinator):
 
     def store(self) -> Any:
         # A connection of its own: waiting in a shared one delays the heartbeat.
+        distributed = imported_torch().distributed
         if not isinstance(self._store, TorchrunStore):
-            return imported_torch().distributed.PrefixStore("group", self._store.clone())
+            return distributed.PrefixStore("group", self._store.clone())
         timeout = timedelta(seconds=_DEAD_AFTER)
-        store = imported_torch().distributed.TCPStore(*self._store.address, is_master=False, timeout=timeout)
-        return imported_torch().distributed.PrefixStore(f"{self._store.prefix}/group", store)
+        store = distributed.TCPStore(*self._store.address, is_master=False, timeout=timeout)
+        return distributed.PrefixStore(f"{self._store.prefix}/group", store)
 
     def lost(self, error: CkptError) -> Exception:
         until = time.monotonic() + _LAST_WORDS

@@ -149,7 +149,7 @@ def export(
             f"`--names {names}`: there is no such spelling", hint=meant(names, NAMES, "`released` or `memory`")
         )
     selection = arguments.selection(only, exclude=exclude, rename=rename, strip_prefix=strip_prefix)
-    most = arguments.size(max_shard_size, "--max-shard-size")
+    most = arguments.max_shard_size(max_shard_size)
     beside, listed = arguments.path(assets), arguments.path(manifest)
     options = ExportOptions(
         selection,
