@@ -37,7 +37,7 @@ _MOST = 1000  # elements of a slice
 _ACROSS = 12  # columns of a table of them
 _TEXT = 4000  # characters of a value that is not a tensor
 _SLICED = re.compile(r"(.+?)(\[[^\[\]]*\])")
-_RANGE = re.compile(r"(-?\d+)?(:)?(-?\d+)?")
+_RANGE = re.compile(r"(-?\d+)?(?:(:)(-?\d+)?)?")
 
 
 class Shard(NamedTuple):
