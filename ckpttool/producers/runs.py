@@ -112,9 +112,10 @@ class RunDirectory:
 
 
 def _holds(run: RunDirectory, name: str) -> bool:
-    with suppress(CkptError):
+    try:
         return any(True for _ in _kinds_below(run.directory.folder(name), pattern=formats.DATA_FILE))
-    return False
+    except CkptError:  # what is in it is unknown
+        return True
 
 
 def checkpoints(path: str) -> list[RunCheckpoint]:

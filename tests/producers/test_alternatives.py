@@ -12,7 +12,8 @@ from safetensors.torch import save_file
 from support.paths import CHECKPOINTS
 
 import ckpttool
-from ckpttool.errors import CorruptError, ReadError
+from ckpttool.errors import CorruptError, DeniedError, ReadError
+from ckpttool.producers.directory import Directory
 
 
 def model(seed: int) -> dict[str, torch.Tensor]:
@@ -141,6 +142,20 @@ def test_other_folders_beside_a_run_are_named(tmp_path: Path) -> None:
     (tmp_path / "logs").mkdir()
     (warning,) = (str(one) for one in ckpttool.inspect(tmp_path).warnings if one.kind == "chosen")
     assert warning == "not opened, as they are of no step: `stray.pt`, `pretrained/`"
+
+
+def test_a_folder_beside_a_run_that_may_not_be_read_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    save(tmp_path, "step_1/state.pt step_2/state.pt locked/model.pt")
+    listing = Directory.folder
+
+    def denied(directory: Directory, name: str) -> Directory:
+        if name == "locked":
+            raise DeniedError("`locked`: cannot read: Permission denied")
+        return listing(directory, name)
+
+    monkeypatch.setattr(Directory, "folder", denied)
+    warnings = [str(one) for one in ckpttool.inspect(tmp_path).warnings]
+    assert "not opened, as they are of no step: `locked/`" in warnings
 
 
 def test_the_only_checkpoint_with_a_layout_is_not_taken_among_others(tmp_path: Path) -> None:
