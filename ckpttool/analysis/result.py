@@ -16,7 +16,7 @@ class FileSize(NamedTuple):
     """A file and its size: `FileSize("model.safetensors", 7226)`."""
 
     path: str  #: path below the checkpoint
-    bytes: int  #: its size
+    nbytes: int  #: its size
 
 
 class Absent:

@@ -58,7 +58,11 @@ def audit_blocks(result: Audit, verbose: bool) -> Iterator[Block]:
     rows: Rows = []
     can_resume = {check.what for check in result.checks if check.state in ("ok", "note")}
     for part in result.parts:
-        numbers = (f"{part.tensors:,}", f"{part.objects:,}", size(part.payload_bytes) if part.tensors else "")
+        numbers = (
+            f"{part.tensor_count:,}",
+            f"{part.object_count:,}",
+            size(part.payload_bytes) if part.tensor_count else "",
+        )
         absent = dim("none") if part.part in can_resume else Styled("missing", "yellow")
         rows.append([bold(part.part), *(("present", *numbers) if part.present else (absent,))])
     figures = [Column(title, is_number=True) for title in ("tensors", "objects", "bytes")]

@@ -41,10 +41,10 @@ class Checked(Result):
 
     command: ClassVar[str] = "check"
 
-    source: str  #: path of the checkpoint, as it was typed
+    path: str  #: path of the checkpoint, as it was typed
     against: str  #: path of the reference, as it was typed
-    tensors: int = 0  #: number of tensors of the model
-    reference_tensors: int = 0  #: number of tensors of the reference
+    tensor_count: int = 0  #: number of tensors of the model
+    reference_tensor_count: int = 0  #: number of tensors of the reference
     matched: int = 0  #: number of tensors with the same name and shape in both
     key_map: str = ""  #: key map that was applied, or empty
     mismatches: list[Finding] = field(default_factory=list, metadata=published(Mismatch))  #: the gravest first
@@ -61,11 +61,11 @@ class Checked(Result):
     @property
     def message(self) -> str:
         """The verdict in a sentence."""
-        of = f"{self.matched:,} of {plural(self.reference_tensors, 'tensor')}"
+        of = f"{self.matched:,} of {plural(self.reference_tensor_count, 'tensor')}"
         if self.verdict == "fits":
-            return f"{self.source} fits {self.against}: {of}"
+            return f"{self.path} fits {self.against}: {of}"
         kinds = dict.fromkeys(one.kind for one in self.mismatches if one.fails)
-        return f"{self.source} does not fit {self.against}: {of} match; {', '.join(kinds)}"
+        return f"{self.path} does not fit {self.against}: {of} match; {', '.join(kinds)}"
 
     @property
     def lines(self) -> Iterable[str]:
@@ -120,9 +120,9 @@ def check(
     selected = arguments.selection(only, (), (), exclude, rename, strip_wrappers, strip_prefix)
     with ExitStack() as stack:
         reference = references.read(stack, result.against)
-        with naming(result.source):
-            source = stack.enter_context(opened(result.source, shapes))
-            result.notes += [*reference.notes, *notes_of_run(source.catalogue, result.source)]
+        with naming(result.path):
+            source = stack.enter_context(opened(result.path, shapes))
+            result.notes += [*reference.notes, *notes_of_run(source.catalogue, result.path)]
             viewed = Viewed(source)
             model = _model(viewed, selected, key_map, reference, result)
         known = {tensor.name: Known.of(tensor) for tensor in model.tensors}
@@ -132,7 +132,7 @@ def check(
             one.tied_to = new_names.get(one.tied_to, one.tied_to) if one.tied_to is not None else None
         result.mismatches += [prefix] if prefix is not None else []
         result.mismatches += names.mismatches(known, reference.known, ties_words=reference.assets.ties_words)
-        result.tensors, result.reference_tensors = len(known), len(reference.known)
+        result.tensor_count, result.reference_tensor_count = len(known), len(reference.known)
         fitting = [n for n, one in known.items() if n in reference.known and one.shape == reference.known[n].shape]
         result.matched = len(fitting)
         if content:
@@ -183,7 +183,7 @@ def _content(
     if all(file.location.store.is_local for file in viewed.catalogue.own_files):
         found += values.nonfinite(pairs, sources, count, progress)
     else:
-        result.notes.append(f"`{result.source}` is not on this machine: NaN outside of the samples is not seen")
+        result.notes.append(f"`{result.path}` is not on this machine: NaN outside of the samples is not seen")
     return found
 
 
@@ -204,18 +204,21 @@ _TITLES = {
 def blocks(result: Checked, verbose: bool = False) -> Iterator[Block]:
     """Yield the verdict, how much was compared, the mismatches of each kind, and what to try next."""
     verdict = Styled("does not fit", "red") if result.exit_code else bold("fits")
-    yield Line([bold(result.source), " ", verdict, " ", bold(result.against)])
+    yield Line([bold(result.path), " ", verdict, " ", bold(result.against)])
     yield Facts(known(_facts(result)))
     kinds = dict.fromkeys(one.kind for one in result.mismatches)
     for kind in kinds:
         yield Findings(_TITLES.get(kind, kind), [one for one in result.mismatches if one.kind == kind], _SHOWN)
     if {"missing", "extra"} <= {*kinds}:
-        command = f"ckpttool match {result.source} --like {result.against}"
+        command = f"ckpttool match {result.path} --like {result.against}"
         yield Text(f"`{command}` finds out whether what is missing is there under other names.")
 
 
 def _facts(result: Checked) -> Iterator[tuple[str, str | None]]:
-    yield "tensors", f"{result.tensors:,}, and {result.reference_tensors:,} in the reference; {result.matched:,} match"
+    yield (
+        "tensors",
+        f"{result.tensor_count:,}, and {result.reference_tensor_count:,} in the reference; {result.matched:,} match",
+    )
     yield "names", result.key_map and f"those of key map `{result.key_map}`"
     if result.similarity is not None:
         yield "values", f"samples of {plural(result.compared, 'tensor')}; the lowest cosine is {result.similarity:.4f}"

@@ -32,7 +32,7 @@ class Left:
     names: list[str]  #: names in the directory
     kind: Kind  #: `partial output`, `old destination` or `temporary files`
     state: State  #: `ended`: it can be removed; `running`: a run works in it; `foreign`: it is left alone
-    bytes: int  #: bytes that its files take on the disk
+    nbytes: int  #: bytes that its files take on the disk
     age: float  #: seconds since it was changed last
     why: str | None = None  #: why it is left alone
     removed: bool = False  #: whether it was removed
@@ -44,7 +44,7 @@ class Cleaned(Result):
 
     command: ClassVar[str] = "clean"
 
-    directory: str  #: path of the directory
+    path: str  #: path, as it was typed
     left: list[Left] = field(default_factory=list)  #: what runs left in it
     removed_bytes: int = 0  #: bytes that were freed
     notes: list[str] = field(default_factory=list)  #: remarks on what was done, for people
@@ -62,11 +62,11 @@ class Cleaned(Result):
         """What is there, or what was removed."""
         if self.verdict == "removed":
             count = sum(one.removed for one in self.left)
-            return f"removed what {plural(count, 'run')} left in {self.directory}: {size(self.removed_bytes)}"
+            return f"removed what {plural(count, 'run')} left in {self.path}: {size(self.removed_bytes)}"
         ended = [one for one in self.left if one.state == "ended"]
         if not ended:
-            return f"nothing to remove in {self.directory}"
-        return f"{plural(len(ended), 'run')} left {size(sum(one.bytes for one in ended))} in {self.directory}"
+            return f"nothing to remove in {self.path}"
+        return f"{plural(len(ended), 'run')} left {size(sum(one.nbytes for one in ended))} in {self.path}"
 
     @property
     def lines(self) -> Iterable[str]:
@@ -77,12 +77,12 @@ class Cleaned(Result):
 def blocks(result: Cleaned, verbose: bool = False) -> Iterator[Block]:
     """Yield what runs left, and what becomes of it."""
     for one in result.left:
-        words = [one.kind, size(one.bytes), f"{duration(one.age)} old", "removed" if one.removed else one.state]
+        words = [one.kind, size(one.nbytes), f"{duration(one.age)} old", "removed" if one.removed else one.state]
         yield Line([one.names[0]])
         yield Line([f"  {', '.join(words)}", f": {one.why}" if one.why else ""])
     yield Line([result.message])
     if result.verdict == "left":
-        yield Line([f"`ckpttool clean {result.directory} --yes` removes it"])
+        yield Line([f"`ckpttool clean {result.path} --yes` removes it"])
 
 
 def clean(directory: str | os.PathLike[str], *, yes: bool = False) -> Cleaned:
@@ -141,4 +141,4 @@ def _remove(one: Remnant, left: Left, result: Cleaned) -> None:
         result.notes.append(f"`{left.names[0]}` {left.why}")
         return
     left.removed = True
-    result.removed_bytes += left.bytes
+    result.removed_bytes += left.nbytes

@@ -104,7 +104,7 @@ def diff(
         catalogues = selection.select(sources, paths, selected, result.notes)
         for side, source, catalogue in zip((result.a, result.b), sources, catalogues, strict=True):
             side.format, side.world_size = source.catalogue.format, source.catalogue.world_size
-            side.tensors, side.objects = sum(1 for _ in catalogue.tensors), sum(1 for _ in catalogue.objects)
+            side.tensor_count, side.object_count = sum(1 for _ in catalogue.tensors), sum(1 for _ in catalogue.objects)
             side.payload_bytes = sum(t.nbytes for t in catalogue.tensors if t.alias is None)
         compare_sources(sources, catalogues, result, options)
         if result.only_a and result.only_b:

@@ -57,8 +57,8 @@ class Matched(Result):
 
     source: str  #: path of the checkpoint, as it was typed
     like: str  #: path of the reference, as it was typed
-    tensors: int = 0  #: number of tensors of the model
-    reference_tensors: int = 0  #: number of tensors of the reference
+    tensor_count: int = 0  #: number of tensors of the model
+    reference_tensor_count: int = 0  #: number of tensors of the reference
     found: int = 0  #: number of tensors of the reference of which it is known how they are made
     by: dict[str, int] = field(default_factory=dict)  #: number of them by what decided, such as `words`
     map: dict[str, Any] = field(default_factory=dict)  #: the key map, as its file has it
@@ -80,7 +80,8 @@ class Matched(Result):
     @property
     def message(self) -> str:
         """The verdict in a sentence."""
-        text = f"{self.found:,} of {plural(self.reference_tensors, 'tensor')} of {self.like} are made of {self.source}"
+        reference = f"{plural(self.reference_tensor_count, 'tensor')} of {self.like}"
+        text = f"{self.found:,} of {reference} are made of {self.source}"
         for what, all_ in (("ambiguous", self.ambiguous), ("unmatched", self.unmatched)):
             number = sum(len(one.names) for one in all_)
             text += f"; {number:,} {what}" if number else ""
@@ -156,7 +157,7 @@ def match(
             how = threads or DEFAULT_THREADS, progress
             result.compared = decide.by_content(solution, model.tensors, viewed, reference, facts, *how)
         _fill(result, solution, reference)
-    result.tensors = len(model.tensors)
+    result.tensor_count = len(model.tensors)
     if result.destination is not None:
         with local_path(result.destination).stage(overwrite=overwrite, is_file=True) as stage:
             stage.path.put(f"{text(result.map)}\n".encode())
@@ -173,7 +174,7 @@ def text(keymap: Mapping[str, Any]) -> str:
 
 
 def _fill(result: Matched, solution: Solution, reference: Reference) -> None:
-    result.reference_tensors = len(reference.known)
+    result.reference_tensor_count = len(reference.known)
     result.by = models.counts(solution)
     result.found = sum(result.by.values())
     result.map = models.key_map(solution, f"{result.source} as {result.like}", reference.config)
@@ -227,7 +228,7 @@ def _finding(one: Open, kind: str) -> Finding:
 
 def _facts(result: Matched) -> Iterator[tuple[str, str | None]]:
     found = f"{result.found:,} are found"
-    yield "tensors", f"{result.tensors:,}, and {result.reference_tensors:,} in the reference; {found}"
+    yield "tensors", f"{result.tensor_count:,}, and {result.reference_tensor_count:,} in the reference; {found}"
     yield from (("", f"{number:,} {_BY[by]}") for by, number in result.by.items())
     if result.assumed:
         yield "assumed", f"not to be transposed, which shapes do not tell: {some([one.name for one in result.assumed])}"

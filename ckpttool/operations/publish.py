@@ -158,7 +158,7 @@ class _Staged(LocalDestination):
         if self.obstacle is not None:
             write.note_obstacle(result, self.obstacle)
         elif result.dry_run:
-            result.sent = self._publish([Outgoing(file.path, file.bytes) for file in result.files], dry_run=True)
+            result.sent = self._publish([Outgoing(file.path, file.nbytes) for file in result.files], dry_run=True)
             # Indexes and manifests are planned with the files that they are about.
             result.sent.removed = [name for name in result.sent.removed if not _is_index(name)]
         else:

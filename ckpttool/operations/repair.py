@@ -198,7 +198,7 @@ def _repair(
             manifests.write((folder / name).parent)
     names = folder.below()
     result.files = [FileSize(name, (folder / name).size()) for name in names]
-    result.file_bytes = sum(file.bytes for file in result.files)
+    result.file_bytes = sum(file.nbytes for file in result.files)
 
 
 def _gathered(sources: Sequence[str], result: Repaired) -> tuple[dict[str, Location], files.Fingerprint]:

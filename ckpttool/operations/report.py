@@ -138,7 +138,7 @@ def report(
         book = Book("report", path, title, found, catalogue, hyperparameters=values)
         book.sections = [
             Section("Findings", found.findings, good=_GOOD),
-            *sections(description.on_page(catalogue, None, ("read", f"{found.elements:,} elements"))),
+            *sections(description.on_page(catalogue, None, ("read", f"{found.numel:,} elements"))),
         ]
         content = render(book).encode()
         stage.path.put(content)

@@ -40,7 +40,7 @@ class Sample(NamedTuple):
     """A sample checkpoint."""
 
     path: str  #: its path below `destination`
-    bytes: int  #: bytes of its files
+    nbytes: int  #: bytes of its files
 
 
 @dataclass(slots=True, repr=False)
@@ -65,13 +65,13 @@ class Samples(Result):
     @property
     def contents(self) -> str:
         """How many there are, and their bytes."""
-        return f"{plural(len(self.samples), 'sample')}, {size(sum(one.bytes for one in self.samples))}"
+        return f"{plural(len(self.samples), 'sample')}, {size(sum(one.nbytes for one in self.samples))}"
 
 
 def blocks(result: Samples, verbose: bool = False) -> Iterator[Block]:
     """Yield what was written."""
     yield Line(["wrote ", bold(result.destination), f": {result.contents}"])
-    yield Facts([(one.path, size(one.bytes)) for one in result.samples])
+    yield Facts([(one.path, size(one.nbytes)) for one in result.samples])
 
 
 def samples(directory: str | os.PathLike[str], *, overwrite: bool = False) -> Samples:

@@ -62,7 +62,7 @@ class Shown(Result):
     nbytes: int  #: bytes
     chunks: list[Shard] = field(default_factory=list)  #: its shards
     values: list[Any] = field(default_factory=list)  #: the first eight elements, or those of the slice, row by row
-    elements: str | None = None  #: the slice, such as `[0:4, 0:8]`; null without one
+    slice: str | None = None  #: the slice, such as `[0:4, 0:8]`; null without one
     type: str | None = None  #: `int`, `tuple`, ... of a value that is not a tensor; null for a tensor
     value: Any = None  #: that value, as `inspect` has it; null for a tensor
     _sizes: Ints = ()  # of the slice
@@ -208,7 +208,7 @@ def tensor_statistics(tensor: Tensor, source: Source, part: Box | None = None) -
                 else:
                     shown.unchecked_bytes += extent.nbytes
             if part is not None:
-                shown.elements, shown._sizes = box(*part, tensor.shape), part[1]
+                shown.slice, shown._sizes = box(*part, tensor.shape), part[1]
                 shown.values = numbers(read_box(part, tensor, source, pool).reshape(-1), tensor.dtype).tolist()
             total = Accumulator(tensor.dtype)
             for _, bits in read_tiles(tensor, source, pool):
@@ -233,13 +233,13 @@ def blocks(shown: Shown, verbose: bool = False) -> Iterator[Block]:
         yield Text(shown._text, "value")
         return
     total, first = prod(shown.shape), len(shown.values)
-    if shown.elements is not None and 0 < shown._sizes[-1:][0] <= _ACROSS:
+    if shown.slice is not None and 0 < shown._sizes[-1:][0] <= _ACROSS:
         across = shown._sizes[-1]
         numbers_ = [_number(value) for value in shown.values]
         rows_ = [numbers_[at : at + across] for at in range(0, first, across)]
-        yield Table("values", [Column(is_number=True)] * across, rows_, shown.elements, limit=None)
+        yield Table("values", [Column(is_number=True)] * across, rows_, shown.slice, limit=None)
     else:
-        aside = shown.elements or ("" if first == total else f"the first {first} of {total:,}")
+        aside = shown.slice or ("" if first == total else f"the first {first} of {total:,}")
         yield Text("  ".join(shown.lines) or "none", "values", aside)
     rows = [
         [*([] if rank is None else [f"rank {rank}"]), box(offsets, sizes, shown.shape), file]

@@ -113,7 +113,7 @@ def stats(
         uneven = _collect(result, reading)
         result.findings = [*findings(result.tensors), *uneven]
     result.failed = [row.name for row in result.tensors if fails is not None and fails(row.known())]
-    result.elements = sum(row.statistics.numel for row in result.tensors if row.tied_to is None)
+    result.numel = sum(row.statistics.numel for row in result.tensors if row.tied_to is None)
     result.tensors = [row for row in result.tensors if is_listed is None or is_listed(row.known())]
     result.seconds = time.monotonic() - began
     return result

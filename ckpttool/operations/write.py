@@ -63,8 +63,8 @@ class Conversion(Written):
     destination: str  #: path of DST
     format: str  #: format of DST
     files: list[FileSize] = field(default_factory=list)  #: files of DST
-    tensors: int = 0  #: number of tensors, tied ones counted once
-    objects: int = 0  #: number of objects
+    tensor_count: int = 0  #: number of tensors, tied ones counted once
+    object_count: int = 0  #: number of objects
     payload_bytes: int = 0  #: bytes of values, tied ones counted once
     file_bytes: int = 0  #: bytes that the files of DST take; for the Hub, the largest written to this machine first
     free_bytes: int = 0  #: bytes that were free on the disk
@@ -96,7 +96,7 @@ class Conversion(Written):
     @property
     def contents(self) -> str:
         """What is in it: `19 tensors, 1 object, 4.86 kB of values`."""
-        counts = (plural(self.tensors, "tensor"), plural(self.objects, "object"))
+        counts = (plural(self.tensor_count, "tensor"), plural(self.object_count, "object"))
         return f"{', '.join(counts)}, {size(self.payload_bytes)} of values"
 
 
@@ -361,7 +361,7 @@ class Write:
         # Users see the destination in place of the staging path.
         name = self.dst.name
         self.result.files = [FileSize(name if f.location == partial else f.name, f.size) for f in sink.catalogue.files]
-        self.result.file_bytes = sum(file.bytes for file in self.result.files)
+        self.result.file_bytes = sum(file.nbytes for file in self.result.files)
         check_place(self.options.manifest, self.dst, (file.path for file in self.result.files))
 
 
@@ -519,7 +519,7 @@ def _summarise(result: Conversion, source: Source, plan: Planned, target: Format
     result.source_format, result.format = source.catalogue.format, target.name
     kept = plan.folded | respell.origins(planned)
     result.renamed = [(dotted(o.origin), o.name) for o in planned.objects if o.origin != o.path]
-    result.objects = sum(1 for _ in planned.objects)
+    result.object_count = sum(1 for _ in planned.objects)
     count_tensors(result, planned)
     # What was replaced by a part from elsewhere is left out too.
     result.dropped = left_out(source.catalogue, kept, source.replaced if isinstance(source, CombinedSource) else ())
@@ -538,7 +538,7 @@ def count_tensors(result: Conversion, planned: Catalogue) -> None:
     """Add the tensors to the result."""
     for tensor in planned.tensors:
         origin = tensor.origin or tensor
-        result.tensors += 1
+        result.tensor_count += 1
         stored = origin.origin or origin  # the origin itself may be a view
         if stored.name != tensor.name:
             result.renamed.append((stored.name, tensor.name))

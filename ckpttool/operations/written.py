@@ -36,9 +36,9 @@ def blocks(result: Conversion, verbose: bool = False, *, check: bool = False) ->
 
 def files(result: Conversion) -> Table:
     """Return the table of the files."""
-    rows = [(file.path, size(file.bytes)) for file in result.files]
+    rows = [(file.path, size(file.nbytes)) for file in result.files]
     columns, count = [Column(fit="wrap"), Column(is_number=True)], plural(len(result.files), "file")
-    return Table("files", columns, rows, count, bars=[file.bytes for file in result.files], name="Files after")
+    return Table("files", columns, rows, count, bars=[file.nbytes for file in result.files], name="Files after")
 
 
 def _facts(result: Conversion) -> Iterator[tuple[str, str]]:
@@ -57,7 +57,7 @@ def _of_plan(result: Conversion) -> Iterator[tuple[str, TextLike]]:
 def _of_copy(result: Conversion, check: bool) -> Iterator[tuple[str, TextLike]]:
     writing = result.seconds - getattr(result, "transformers_seconds", 0.0)  # an export waits for transformers
     rate = f", {size(result.payload_bytes / writing)}/s" if writing >= 1 and result.payload_bytes >= _RATE else ""
-    yield "files", f"{plural(len(result.files), 'file')}, {size(sum(file.bytes for file in result.files))}"
+    yield "files", f"{plural(len(result.files), 'file')}, {size(sum(file.nbytes for file in result.files))}"
     if result.resumed_bytes:
         yield "resumed", f"{size(result.resumed_bytes)} copied by an interrupted run"
     yield "time", f"{duration(result.seconds)}{rate}"

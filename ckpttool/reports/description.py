@@ -203,8 +203,8 @@ def _parts(parts: Sequence[PartFigures], *, exact: bool = False) -> Table:
 
 
 def _numbers(parts: Sequence[PartFigures], number: Callable[[int], str]) -> list[str]:
-    tensors, objects = sum(p.tensors for p in parts), sum(p.objects for p in parts)
-    elements, nbytes = sum(p.elements for p in parts), sum(p.payload_bytes for p in parts)
+    tensors, objects = sum(p.tensor_count for p in parts), sum(p.object_count for p in parts)
+    elements, nbytes = sum(p.numel for p in parts), sum(p.payload_bytes for p in parts)
     return [f"{tensors:,}", number(elements), size(nbytes), f"{objects:,}"]
 
 
@@ -282,7 +282,7 @@ def _objects(summary: Summary, verbose: bool) -> Iterator[Block]:
 
 
 def _optimizer_state(optimizer: OptimizerSummary) -> Table:
-    rows = [(s.kind, s.dtype, f"{s.tensors:,}", count(s.elements), size(s.payload_bytes)) for s in optimizer.state]
+    rows = [(s.kind, s.dtype, f"{s.tensor_count:,}", count(s.numel), size(s.payload_bytes)) for s in optimizer.state]
     columns = [_NAME, Column("dtype"), *(Column(title, is_number=True) for title in ("tensors", "elements", "bytes"))]
     return Table("optimizer state", columns, rows, dotted(optimizer.root) if rows else "", None)
 

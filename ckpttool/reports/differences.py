@@ -193,7 +193,7 @@ def blocks(result: Diff, verbose: bool = False, *, sort: str | None = None, top:
     verdict = bold("are the same") if result.same else Styled("differ", "red")
     yield Line([bold(result.a.path), " and ", bold(result.b.path), " ", verdict])
     yield Facts(known(_facts(result)), "Checkpoints")
-    if result.total.tensors and (verbose or not result.same):
+    if result.total.tensor_count and (verbose or not result.same):
         yield _parts(result)
     is_list = sort is not None or top is not None
     if not is_list:
@@ -229,7 +229,7 @@ def blocks(result: Diff, verbose: bool = False, *, sort: str | None = None, top:
 def _facts(result: Diff) -> Iterator[tuple[str, str | None]]:
     for title, side in (("A", result.a), ("B", result.b)):
         ranks = f" of {side.world_size} ranks" if side.world_size > 1 else ""
-        numbers = (plural(side.tensors, "tensor"), plural(side.objects, "object"), size(side.payload_bytes))
+        numbers = (plural(side.tensor_count, "tensor"), plural(side.object_count, "object"), size(side.payload_bytes))
         yield title, ", ".join((side.format + ranks, *numbers))
     yield "changed", result.changed
     values = f"{size(result.payload_bytes)} of values, by {result.within or 'their bits'}"
@@ -238,10 +238,13 @@ def _facts(result: Diff) -> Iterator[tuple[str, str | None]]:
 
 
 def _parts(result: Diff) -> Table:
-    counts = ["tensors", "equal", "elements", "differing", *(["beyond"] if result.within is not None else [])]
+    counts = {"tensors": "tensor_count", "equal": "equal", "elements": "numel", "differing": "differing"}
+    if result.within is not None:
+        counts["beyond"] = "beyond"
     totals = [*result.parts, *([result.total] if len(result.parts) > 1 else [])]
     rows: Rows = [
-        [bold(one.part), *(f"{getattr(one, name) or 0:,}" for name in counts), *_figures(one)] for one in totals
+        [bold(one.part), *(f"{getattr(one, field) or 0:,}" for field in counts.values()), *_figures(one)]
+        for one in totals
     ]
     if len(result.parts) > 1:
         rows[-1][0] = dim("total")
@@ -276,7 +279,7 @@ def _modules(result: Diff) -> Table:
     columns: dict[tuple[str, str], None] = {}
     modules: dict[str, dict[tuple[str, str], ModuleDifference]] = {}
     for one in result.modules:
-        if one.relative_distance is not None or one.equal < one.tensors:
+        if one.relative_distance is not None or one.equal < one.tensor_count:
             columns[one.part, one.moment] = None
         modules.setdefault(one.name, {})[one.part, one.moment] = one
     keys = sorted(columns, key=lambda key: not key[0].startswith("model"))
@@ -288,11 +291,11 @@ def _modules(result: Diff) -> Table:
         return [(of[key].relative_distance or 0.0) if key in of else -1.0 for key in keys]
 
     def cell(one: ModuleDifference | None) -> TextLike:
-        if one is None or (one.equal == one.tensors and one.relative_distance is None):
+        if one is None or (one.equal == one.tensor_count and one.relative_distance is None):
             return "" if one is None else dim("equal")
         return "" if one.relative_distance is None else f"{one.relative_distance:.3g}"
 
-    differing = [name for name, of in modules.items() if any(one.equal < one.tensors for one in of.values())]
+    differing = [name for name, of in modules.items() if any(one.equal < one.tensor_count for one in of.values())]
     differing.sort(key=lambda name: ([-figure for figure in figures(name)], natural(name)))
     rows = [[name, *(cell(modules[name].get(key)) for key in keys)] for name in differing] if len(modules) > 1 else []
     numbers = [Column(title, is_number=True, drop=len(keys) - i if i else 0) for i, title in enumerate(titles)]

@@ -30,7 +30,7 @@ def blocks(
     if result.headline:
         yield Text(result.headline)
     cache = "from the cache (`--no-cache` reads them again)"
-    read = f"{plural(result.elements, 'element')}, {cache if result.cached else size(result.read_bytes)}"
+    read = f"{plural(result.numel, 'element')}, {cache if result.cached else size(result.read_bytes)}"
     time = with_rate(result.seconds, result.read_bytes)
     yield Facts([("read", read), ("time", time)], is_apart=True)
     yield Findings("findings", result.findings, aside=f"{len(result.findings):,}")
@@ -52,7 +52,7 @@ def _tables(result: Stats, verbose: bool) -> list[tuple[str, str]]:
     for group in result.by("kind"):
         key = group.part, group.moment
         elements[key] = elements.get(key, 0) + group.statistics.numel
-        tensors[key] = tensors.get(key, 0) + group.tensors
+        tensors[key] = tensors.get(key, 0) + group.tensor_count
     return [key for key, count in elements.items() if verbose or not key[1] or count > tensors[key]]
 
 
@@ -61,11 +61,11 @@ def _of_groups(result: Stats, title: str, groups: Sequence[GroupStatistics]) -> 
     for row in sorted(result.tensors, key=lambda row: natural(row.name)):
         if row.statistics.rms is not None:
             rms.setdefault((row.part, row.moment, row.kind, row.dtype), []).append(row.statistics.rms)
-    has_layers = any(group.tensors > 1 for group in groups)
+    has_layers = any(group.tensor_count > 1 for group in groups)
     rows = [
         [
             group.name,
-            str(group.tensors) if group.tensors > 1 else "",
+            str(group.tensor_count) if group.tensor_count > 1 else "",
             count(group.statistics.numel),
             *_figures(group),
             *([spark(rms.get((group.part, group.moment, group.name, group.dtype), []))] if has_layers else []),
@@ -74,7 +74,7 @@ def _of_groups(result: Stats, title: str, groups: Sequence[GroupStatistics]) -> 
     ]
     layers = [Column("rms by layer", drop=2)] if has_layers else []
     columns = [_NAME, Column("tensors", is_number=True), *_columns(inf=3), *layers]
-    return Table(title, columns, rows, plural(sum(group.tensors for group in groups), "tensor"), limit=None)
+    return Table(title, columns, rows, plural(sum(group.tensor_count for group in groups), "tensor"), limit=None)
 
 
 def _of_steps(result: Stats, title: str, groups: Sequence[GroupStatistics]) -> Table:

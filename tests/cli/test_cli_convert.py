@@ -93,7 +93,7 @@ def test_quiet_says_nothing_and_json_everything(tmp_path: Path) -> None:
         str(tmp_path / "b.pt"),
         "torch",
     )
-    assert said["files"] == [{"path": "b.pt", "bytes": (tmp_path / "b.pt").stat().st_size}]
+    assert said["files"] == [{"path": "b.pt", "nbytes": (tmp_path / "b.pt").stat().st_size}]
     # The CLI changed nothing of what the library does.
     ours, theirs = (torch.load(p, weights_only=False) for p in (tmp_path / "b.pt", FULL))
     assert torch.equal(ours["model"]["embed.weight"], theirs["model"]["embed.weight"])

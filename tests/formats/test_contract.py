@@ -316,8 +316,8 @@ def test_a_plan_writes_nothing_and_says_what_would_be(row: Format, tmp_path: Pat
     assert plan.dry_run and not done.dry_run
     for name in (
         "files",
-        "tensors",
-        "objects",
+        "tensor_count",
+        "object_count",
         "payload_bytes",
         "file_bytes",
         "renamed",

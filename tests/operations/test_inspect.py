@@ -82,13 +82,13 @@ def test_parts_count_what_torch_counts() -> None:
     summary = summarise(catalogue(state))
     model, optimizer, *rest = summary.parts
     assert (model.part, model.root) == ("model", "model")
-    assert model.tensors == len(net.state_dict())
+    assert model.tensor_count == len(net.state_dict())
     # Module.parameters() names a tied weight once.
-    assert model.elements == sum(p.numel() for p in net.parameters()) + net.seen.numel()
+    assert model.numel == sum(p.numel() for p in net.parameters()) + net.seen.numel()
     assert model.payload_bytes == sum(p.nbytes for p in net.parameters()) + net.seen.nbytes
     assert model.dtypes == {"float32": model.payload_bytes - 8, "int64": 8}
     moments = [t for s in state["optim"]["state"].values() for t in s.values()]
-    assert (optimizer.tensors, optimizer.payload_bytes) == (len(moments), sum(t.nbytes for t in moments))
+    assert (optimizer.tensor_count, optimizer.payload_bytes) == (len(moments), sum(t.nbytes for t in moments))
     assert [p.part for p in rest] == ["scheduler", "rng", "progress"]
     assert summary.headline.step == 7
     assert summary.ties == [("model.head.weight", "model.embed.weight")]

@@ -23,7 +23,7 @@ def test_the_elements_of_a_slice_are_those_of_torch(text: str, state: dict[str, 
     shown = ckpttool.show(FULL, "model.layers.0.qkv.weight", text)
     assert shown.values == expected.flatten().tolist() and shown.norm == pytest.approx(float(weight.norm()))
     behind = ckpttool.show(FULL, f"model.layers.0.qkv.weight[{text.strip('[]')}]")
-    assert behind.values == shown.values and behind.elements == shown.elements
+    assert behind.values == shown.values and behind.slice == shown.slice
 
 
 @pytest.mark.parametrize("text", ["[0:4, 9]", "[a]", "[]", "[0, 0, 0]", "[4:2]", "[::2]", "[99:]", "[1-2]"])

@@ -153,7 +153,7 @@ def check_case(source: str, onto: str, sources: dict[str, str], on_ranks: OnRank
     assert isinstance(there, dict), there
     assert there["engine"] == "mesh"
     made = ckpttool.reshard(sources[source], tmp_path / "bytes", engine="bytes", **flags_of(source, onto))
-    same = ("checked_bytes", "unchecked_bytes", "tensors", "objects", "payload_bytes", "ties", "dropped")
+    same = ("checked_bytes", "unchecked_bytes", "tensor_count", "object_count", "payload_bytes", "ties", "dropped")
     same += ("policies", "world_size", "mesh")
     assert {key: there[key] for key in same} == {key: json.loads(json.dumps(getattr(made, key))) for key in same}
     assert_equal(tmp_path / "bytes", written[f"{source} {onto}"])

@@ -43,8 +43,8 @@ class PartSummary:
 
     part: str  #: kind of part
     present: bool  #: whether it is there
-    tensors: int  #: number of tensors
-    objects: int  #: number of objects
+    tensor_count: int  #: number of tensors
+    object_count: int  #: number of objects
     payload_bytes: int  #: bytes of values, tied ones counted once
 
 

@@ -50,7 +50,7 @@ def document(catalogue: Catalogue, path: str, listing: Listing = ALL, exit_code:
         "payload_bytes": sum(line.payload_bytes for line in parts),
         "file_bytes": catalogue.nbytes(),
         "bytes_per_rank": sharding.bytes_per_rank(catalogue),
-        "files": [{"path": f.name, "bytes": f.size, "rank": f.rank} for f in catalogue.own_files],
+        "files": [{"path": f.name, "nbytes": f.size, "rank": f.rank} for f in catalogue.own_files],
     }
     for key, value in catalogue.facts.items():
         if key not in (*_INNER, *_LISTED):

@@ -13,7 +13,7 @@ class FileEntry(TypedDict):
     """A file of the checkpoint."""
 
     path: str  #: path below the checkpoint
-    bytes: int  #: its size
+    nbytes: int  #: its size
     rank: int | None  #: rank that wrote it; null if it does not belong to a rank
 
 

@@ -67,8 +67,8 @@ class StateFigures:
 
     kind: str  #: `exp_avg`, `momentum_buffer`, ...
     dtype: str  #: dtype, as torch calls it
-    tensors: int = 0  #: number of tensors
-    elements: int = 0  #: number of their elements
+    tensor_count: int = 0  #: number of tensors
+    numel: int = 0  #: number of their elements
     payload_bytes: int = 0  #: bytes of values
 
 
@@ -85,7 +85,7 @@ class OptimizerSummary:
     def __str__(self) -> str:
         """`AdamW state float32`; `Adam state (exp_avg, exp_avg_sq) float32` where it may be any class like Adam."""
         # The counter of steps has a dtype of its own.
-        kept = [state for state in self.state if state.elements > state.tensors] or self.state
+        kept = [state for state in self.state if state.numel > state.tensor_count] or self.state
         kinds = list(dict.fromkeys(state.kind for state in kept))
         dtypes = " and ".join(dict.fromkeys(state.dtype for state in kept))
         if self.name is not None:
@@ -124,9 +124,9 @@ def optimizers(
         kind = str(key.below[0] if key.below else key.owner)
         states = found.setdefault(key.root, {})
         state = states.setdefault((kind, entry.dtype.name), StateFigures(kind, entry.dtype.name))
-        state.tensors += 1
+        state.tensor_count += 1
         if entry.path not in tied:
-            state.elements += entry.numel
+            state.numel += entry.numel
             state.payload_bytes += entry.nbytes
     tables = {table.root: table for table in hyperparameters.tables(entries, catalogue)}
     results = []

@@ -34,11 +34,11 @@ class PartFigures:
     part: str  #: `model`, `optimizer`, `scheduler`, `rng`, `dataloader`, `scaler`, `progress` or `other`
     root: str  #: its key
     _name: str = ""  # with its key if that has another name
-    tensors: int = 0  #: number of tensors
-    elements: int = 0  #: number of their elements, tied ones counted once
+    tensor_count: int = 0  #: number of tensors
+    numel: int = 0  #: number of their elements, tied ones counted once
     payload_bytes: int = 0  #: bytes of values, tied ones counted once
     dtypes: dict[str, int] = field(default_factory=dict)  #: those bytes by dtype
-    objects: int = 0  #: number of objects
+    object_count: int = 0  #: number of objects
     parameters: int | None = None  #: number of a model's parameters, without buffers and ties; null for other parts
     #: key of the model that this one is an average (EMA, SWA) or a copy of; null for others
     average_of: str | None = None
@@ -150,12 +150,12 @@ def _part(part: Part, entries: Iterable[Entry], aliases: Mapping[Path, Path]) ->
     line = PartFigures(part.kind, dotted(part.root), str(part))
     for entry in entries:
         if isinstance(entry, Object):
-            line.objects += 1
+            line.object_count += 1
             continue
-        line.tensors += 1
+        line.tensor_count += 1
         line.dtypes.setdefault(entry.dtype.name, 0)
         if entry.path not in aliases:
-            line.elements += entry.numel
+            line.numel += entry.numel
             line.payload_bytes += entry.nbytes
             line.dtypes[entry.dtype.name] += entry.nbytes
     line.dtypes = dict(sorted(line.dtypes.items(), key=lambda item: -item[1]))

@@ -24,8 +24,8 @@ class Side:
     path: str  #: path, as it was typed
     format: str = ""  #: its format
     world_size: int = 1  #: number of ranks that wrote it
-    tensors: int = 0  #: tensors that are compared
-    objects: int = 0  #: objects that are compared
+    tensor_count: int = 0  #: tensors that are compared
+    object_count: int = 0  #: objects that are compared
     payload_bytes: int = 0  #: bytes of values that are compared
 
 
@@ -79,9 +79,9 @@ class Total:
     """
 
     part: str  #: part
-    tensors: int = 0  #: tensors whose values were compared
+    tensor_count: int = 0  #: tensors whose values were compared
     equal: int = 0  #: those that are equal
-    elements: int = 0  #: elements of all of them
+    numel: int = 0  #: elements of all of them
     differing: int = 0  #: elements with different bits
     beyond: int | None = None  #: elements outside of the tolerance; null without one
     absolute: float | None = None  #: largest absolute difference
@@ -95,9 +95,9 @@ class Total:
 
     def count(self, numel: int, comparison: Comparison | None, differs: bool) -> None:
         """Add a tensor; `comparison` is None if its bytes are the same."""
-        self.tensors += 1
+        self.tensor_count += 1
         self.equal += not differs
-        self.elements += numel
+        self.numel += numel
         if comparison is None:
             return
         more = comparison.result()
@@ -118,7 +118,7 @@ class ModuleDifference:
     name: str  #: name of the layer or module
     part: str  #: part
     moment: str  #: of optimizer state, which: `exp_avg`, ...; else empty
-    tensors: int = 0  #: tensors whose values were compared
+    tensor_count: int = 0  #: tensors whose values were compared
     equal: int = 0  #: those that are equal
     differing: int = 0  #: elements with different bits
     beyond: int | None = None  #: elements outside of the tolerance; null without one
@@ -131,7 +131,7 @@ class ModuleDifference:
 
     def count(self, values: Difference | None, differs: bool) -> None:
         """Add a tensor; `values` is None if its bytes are the same."""
-        self.tensors += 1
+        self.tensor_count += 1
         self.equal += not differs
         if values is not None:
             add_figures(self, values)
@@ -180,9 +180,9 @@ class Diff(Result):
         objects = {entry.name for entry in self.objects}
         changed = []
         if names:
-            changed.append(f"{len(names):,} of {plural(self.a.tensors, 'tensor')}")
+            changed.append(f"{len(names):,} of {plural(self.a.tensor_count, 'tensor')}")
         if objects:
-            changed.append(f"{len(objects):,} of {plural(self.a.objects, 'object')}")
+            changed.append(f"{len(objects):,} of {plural(self.a.object_count, 'object')}")
         if not changed:
             return ""
         lists: list[list[Any]] = [self.tensors, self.objects, self.only_a, self.only_b]

@@ -96,7 +96,7 @@ class GroupStatistics:
     moment: str  #: of optimizer state, which; else empty
     name: str  #: name of the part, kind, layer or expert
     dtype: str  #: dtype
-    tensors: int  #: number of tensors, tied ones counted once
+    tensor_count: int  #: number of tensors, tied ones counted once
     statistics: Statistics  #: statistics of all elements
     histogram: Compact | None = None  #: a small histogram; null if the elements are not numbers
 
@@ -138,7 +138,7 @@ class Stats(Result):
     steps: list[StepStatistics] = field(default_factory=list)  #: of a run (`--steps`), each, the oldest first
     failed: list[str] = field(default_factory=list)  #: names of the tensors for which `--fail-on` is true
     fail_on: str | None = None  #: that condition
-    elements: int = 0  #: number of elements that were read
+    numel: int = 0  #: number of elements that were read
     read_bytes: int = 0  #: bytes of them
     cached: bool = False  #: whether they are from the cache
     notes: list[str] = field(default_factory=list)  #: remarks, such as which checkpoint of a run was read
@@ -152,7 +152,7 @@ class Stats(Result):
     @property
     def message(self) -> str:
         """The verdict in a sentence."""
-        of = f"{plural(len(self.tensors), 'tensor')}, {self.elements:,} elements"
+        of = f"{plural(len(self.tensors), 'tensor')}, {self.numel:,} elements"
         if self.failed:
             return f"{self.path}: `{self.fail_on}` is true of {plural(len(self.failed), 'tensor')}: {some(self.failed)}"
         return f"{self.path}: {of}; {plural(len(self.findings), 'finding')}"

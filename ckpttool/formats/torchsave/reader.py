@@ -41,8 +41,8 @@ def recognise(location: Location) -> bool:
             archive = partial(torch_zip.listed, partial(pool.read, location), location.size(), name=f"`{location}`")
             if archive("data.pkl") or archive("archive_format"):
                 return True
-        # A truncated file has no directory, and that of a damaged one may list anything, but the name of its first record
-        # tells: the name alone, since the record may be a file of torch.save in an archive of several files.
+        # A truncated file has no directory, and that of a damaged one may list anything, but the name of its first
+        # record tells: the name alone, since the record may be a file of torch.save in an archive of several files.
         first = head[torch_zip.LOCAL.size :][: int.from_bytes(head[26:28], "little")]
         return first.partition(b"/")[2] in (b"data.pkl", b"data/0")
     except (CorruptError, ReadError):

@@ -105,7 +105,7 @@ def text(result: Exported, catalogue: Catalogue, beside: Assets) -> str:
             f"{markdown_code(taken)}, {result.source_format}" + (f" as {producer} leaves it" if producer else ""),
         ),
         ("Made by", f"ckpttool {__version__}, `ckpttool export`"),
-        ("Parameters", f"{total} in {plural(result.tensors, 'tensor')}, {size(result.payload_bytes)}"),
+        ("Parameters", f"{total} in {plural(result.tensor_count, 'tensor')}, {size(result.payload_bytes)}"),
         ("Dtypes", dtypes or "none"),
         *([("Cast", casts)] if casts else []),
         *([("Weights", f"tree {markdown_code(result.take)}, in place of the model")] if result.take else []),

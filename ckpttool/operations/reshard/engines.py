@@ -146,7 +146,7 @@ def write(engine: Engine, job: Write) -> None:
         job.read_back(folder, job.planned.catalogue)
         sizes = folder.sizes()
         result.files = [FileSize(name, sizes[name]) for name in sorted(sizes) if name.endswith(".distcp")]
-        result.file_bytes = sum(file.bytes for file in result.files)
+        result.file_bytes = sum(file.nbytes for file in result.files)
     result.checked_bytes, result.unchecked_bytes = moved.checked, moved.unchecked
 
 

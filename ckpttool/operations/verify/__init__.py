@@ -191,7 +191,7 @@ def _open(path: str, shapes: str | None, report: Report, threads: int, progress:
     catalogue = source.catalogue
     report.format, report.layout = catalogue.format, str(catalogue.facts.get("layout") or "")
     report.note_files(catalogue)
-    report.tensors, report.objects = sum(1 for _ in catalogue.tensors), sum(1 for _ in catalogue.objects)
+    report.tensor_count, report.object_count = sum(1 for _ in catalogue.tensors), sum(1 for _ in catalogue.objects)
     root = catalogue.location
     assert root is not None
     if open.chosen_of_run(catalogue):

@@ -44,13 +44,13 @@ class Report(Result):
     layout: str = ""  #: its layout
     files: list[FileSize] = field(default_factory=list)  #: its files
     file_bytes: int = 0  #: bytes of the files
-    tensors: int = 0  #: number of tensors
-    objects: int = 0  #: number of objects
+    tensor_count: int = 0  #: number of tensors
+    object_count: int = 0  #: number of objects
     records: int = 0  #: number of checksums compared
     read_bytes: int = 0  #: bytes of payloads that were read
     checked_bytes: int = 0  #: those whose checksum, or whose file's digest on the Hub, was compared
     unchecked_bytes: int = 0  #: those without a checksum
-    elements: int = 0  #: elements that were checked (`--values`)
+    numel: int = 0  #: elements that were checked (`--values`)
     library: str | None = None  #: library that was asked to open each safetensors file too, such as `safetensors 0.8.0`
     manifest: str | None = None  #: manifest it was compared with
     wrote: str | None = None  #: manifest that was written
@@ -174,11 +174,11 @@ def blocks(report: Report, verbose: bool = False) -> Iterator[Block]:
 def _facts(report: Report) -> Iterator[tuple[str, str | None]]:
     if report.format:
         yield "format", report.format + (f", {report.layout}" if report.layout else "")
-        yield "contents", f"{plural(report.tensors, 'tensor')}, {plural(report.objects, 'object')}"
+        yield "contents", f"{plural(report.tensor_count, 'tensor')}, {plural(report.object_count, 'object')}"
     yield "files", f"{plural(len(report.files), 'file')}, {size(report.file_bytes)}"
     checked = [f"{plural(report.records, 'checksum')} over {size(report.checked_bytes)}"] if report.records else []
     checked += [f"{size(report.unchecked_bytes)} without checksums"] if report.unchecked_bytes else []
-    checked += [f"{report.elements:,} values"] if report.elements else []
+    checked += [f"{report.numel:,} values"] if report.numel else []
     yield "checked", "; ".join(checked) or "nothing"
     closed = {finding.file for finding in report.findings if finding.kind in ("missing", "refused")}
     asked = [file.path for file in report.files if file.path.endswith(".safetensors")]

@@ -29,7 +29,7 @@ def check(run: Verification) -> Iterator[Finding]:
         failures.append(Finding.of(error, "unreadable", tensor=tensor.name))
 
     counts = counted(tensors, run.source, run.threads, run.progress, failed)
-    run.report.elements += sum(tensor.numel for tensor in tensors)
+    run.report.numel += sum(tensor.numel for tensor in tensors)
     yield from failures
     for tensor, result in zip(tensors, counts, strict=True):
         of = f"of {tensor.numel:,} elements are"

@@ -79,7 +79,7 @@ class SentFile:
     `unchanged`."""
 
     path: str  #: path in the repository
-    bytes: int  #: its size
+    nbytes: int  #: its size
     status: str  #: `new`, `changed` or `unchanged`
 
 

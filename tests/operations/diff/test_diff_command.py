@@ -252,7 +252,7 @@ def test_what_changed_most_comes_first(steps: tuple[Path, Path]) -> None:
     assert [line.split()[0] for line in values[2:]] == ["model.head.weight", "model.layers.0-2.w"]
     module = {(one["name"], one["moment"]): one for one in document["modules"]}
     assert module["layers.2", ""]["relative_distance"] == pytest.approx(expected["layers.2.w"])
-    assert module["layers.0", "exp_avg"]["tensors"] == 1
+    assert module["layers.0", "exp_avg"]["tensor_count"] == 1
 
 
 def test_lists_are_sorted_and_cut(steps: tuple[Path, Path]) -> None:

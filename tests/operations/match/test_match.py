@@ -177,7 +177,7 @@ def test_nothing_is_open_where_all_is_found(folder: Path) -> None:
     found = ckpttool.match(folder / "released", folder / "released")
     assert (found.exit_code, found.verdict, found.by, found.map["rules"]) == (0, "found", {"name": 21}, [])
     document = json.loads(run("match", str(folder / "released"), "--like", str(folder / "released"), "--json").stdout)
-    assert document["verdict"] == "found" and document["reference_tensors"] == 21
+    assert document["verdict"] == "found" and document["reference_tensor_count"] == 21
 
 
 @pytest.mark.parametrize(("kind", "last"), [("lora", "lora_A.default.weight"), ("int8", "weight_scale")])

@@ -138,7 +138,7 @@ def test_groups_are_of_all_their_elements() -> None:
                 and tensor.dtype.name == "float32"
             ]
             values = torch.cat(members).numpy()
-            assert (group.tensors, group.statistics.numel) == (len(members), len(values))
+            assert (group.tensor_count, group.statistics.numel) == (len(members), len(values))
             assert group.statistics.rms == pytest.approx(math.sqrt((values**2).mean()), rel=1e-12)
             assert group.statistics.kurtosis == pytest.approx(
                 ((values - values.mean()) ** 4).mean() / values.var() ** 2 - 3, rel=1e-9
@@ -191,7 +191,7 @@ def test_tied_tensors_are_read_once() -> None:
     found = ckpttool.stats(CHECKPOINTS / "torch/full/ckpt.pt")
     tied = [row for row in found.tensors if row.tied_to is not None]
     assert tied and all(row.statistics.numel for row in tied)
-    assert found.elements == sum(row.statistics.numel for row in found.tensors if row.tied_to is None)
+    assert found.numel == sum(row.statistics.numel for row in found.tensors if row.tied_to is None)
 
 
 def test_the_second_look_reads_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

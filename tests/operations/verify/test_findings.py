@@ -315,7 +315,7 @@ def test_values_are_looked_at_when_asked(tmp_path: Path) -> None:
             ("nan", "nan"), ("suspect", "inf"), ("note", "denormal"), ("note", "zeros"),
         ] and report.exit_code == 1 and report.whole  # fmt: skip
         assert "2 of 12,000 elements are NaN, the first at [7, 3]" in worst(report).message
-        assert report.elements == sum(t.numel() for t in saved.values())
+        assert report.numel == sum(t.numel() for t in saved.values())
 
 
 # Manifests ------------------------------------------------------------------------------------------------------------
@@ -340,7 +340,7 @@ def test_torch_is_not_needed(dcp: Path, tmp_path: Path) -> None:
 import sys
 from ckpttool.operations.verify import verify
 report = verify(sys.argv[1], check_values=True, write_manifest=sys.argv[2], against=sys.argv[1])
-print(report.whole, report.elements > 0, report.hashed_bytes > 0, "torch" in sys.modules)
+print(report.whole, report.numel > 0, report.hashed_bytes > 0, "torch" in sys.modules)
 """
     done = subprocess.run(
         [sys.executable, "-c", code, str(dcp), str(tmp_path / "m.json")], capture_output=True, text=True, check=True
