@@ -17,7 +17,7 @@ from ckpttool.catalogue.protocols import Source
 from ckpttool.catalogue.shown import LIMIT, shown
 from ckpttool.producers.open import chosen_of_run
 from ckpttool.reports.report import Block, Column, Facts, Findings, Line, Styled, Table, Text, TextLike, bold, box, dim
-from ckpttool.text import count, is_or_are, plural, size
+from ckpttool.text import count, plural, size
 
 _OBJECTS = 40  # lines, unless -v
 _TREE = 2000  # lines of a module tree, unless -v
@@ -83,10 +83,12 @@ def about(catalogue: Catalogue, summary: Summary, before: Iterable[tuple[str, st
     facts = [*before, *_facts(catalogue, summary.headline.step, summary.headline.epoch)]
     yield Facts(facts, "Checkpoint", is_apart=True)
     if recognised := catalogue.facts.get("recognised"):
-        marked = [(text, Styled("+ ", "green")) for text in recognised["can"]]
-        marked += [(f"does not {text}", Styled("- ", "yellow")) for text in recognised["cannot"]]
-        for i, (text, mark) in enumerate(marked):
-            yield Text(text, "" if i else "what ckpttool does with it", mark=mark)
+        for title, mark, key in (
+            ("supported", Styled("+ ", "green"), "can"),
+            ("not supported", Styled("- ", "yellow"), "cannot"),
+        ):
+            for i, text in enumerate(recognised[key]):
+                yield Text(text, "" if i else title, mark=mark)
     mounted = catalogue.facts.get("mounted", ())
     rows = [(m["root"] or "-", m["path"] or ".", m["format"], plural(m["file_count"], "file")) for m in mounted]
     yield Table("components", [_NAME, _NAME, Column(), Column()], rows, limit=None)
@@ -232,8 +234,7 @@ def _tree(part: Part, lines: Sequence[ModuleLine], name: str = "") -> Iterator[B
     yield Table(str(part), columns, rows, shared, _TREE, name=name)
     if closed := [line for line in lines if line.closed]:
         depth = max(line.closed for line in closed)
-        what = f"{plural(len(closed), 'module')} {is_or_are(closed)} closed"
-        yield Line([dim(f"  {what}: --depth {depth} opens {'it' if len(closed) == 1 else 'them'}")])
+        yield Line([dim(f"  {plural(len(closed), 'module')} collapsed (--depth {depth} expands)")])
 
 
 def _tensors(tensors: Sequence[Tensor], catalogue: Catalogue, verbose: bool) -> Table:

@@ -167,7 +167,7 @@ function painted(one, state, say, open) {
       + (relative && medians[c] ? `, ${shown(figure / medians[c])} times the median` : "");
     return {title, planted: isPlanted(list), colour: figure === null || Number.isNaN(share) ? "var(--hatch)" : colour(relative ? AWAY : RAMP, share)};
   };
-  const key = relative ? legend(AWAY, "1/32", "32", "times the median of the column") : legend(RAMP, shown(to.low), shown(to.high), to.name);
+  const key = relative ? legend(AWAY, "1/32", "32", "relative to the median across layers") : legend(RAMP, shown(to.low), shown(to.high), to.name);
   return [key, element("div", {class: "scroll"}, matrix(one.rows, shortened(one.columns), cell, (r, c) => open(one.at(r, c)), say))];
 }
 function opened(list) {
@@ -185,14 +185,14 @@ draw.matrix = section => {
     const list = planes.get(state.plane) || [], within = list.filter(i => text("layer", i)), outside = list.filter(i => !text("layer", i));
     area.replaceChildren();
     if (within.length) area.append(...painted(grid(within, i => text("layer", i), i => text("kind", i)), state, say, opened));
-    if (outside.length) area.append(element("h3", {}, "outside of the layers"),
+    if (outside.length) area.append(element("h3", {}, "other tensors"),
       ...painted(grid(outside, i => names[i], () => state.statistic), state, say, opened));
   };
   const relative = element("input", {type: "checkbox", onchange: event => { state.relative = event.target.checked; paint(); }});
   section.append(element("div", {class: "controls"},
     choice("of", planeNames.map(name => [name, name]), state.plane, name => { state.plane = name; paint(); }),
     choice("colour:", statisticOptions, state.statistic, name => { state.statistic = name; paint(); }),
-    element("label", {}, relative, " next to the median of its kind")), line, area);
+    element("label", {}, relative, " relative to the median across layers")), line, area);
   paint();
 };
 draw.experts = section => {
@@ -207,7 +207,7 @@ draw.experts = section => {
   section.append(element("div", {class: "controls"},
     choice("of", kinds.map(name => [name, name]), state.kind, name => { state.kind = name; paint(); }),
     choice("colour:", statisticOptions, state.statistic, name => { state.statistic = name; paint(); }),
-    element("label", {}, relative, " next to the median of the expert")), line, area);
+    element("label", {}, relative, " relative to the median across layers")), line, area);
   paint();
 };
 

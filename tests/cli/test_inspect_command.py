@@ -125,7 +125,7 @@ def test_a_dtype_that_all_rows_share_is_in_the_heading(tmp_path: Path) -> None:
 
 def test_closed_modules_say_how_to_open_them() -> None:
     *_, last = section(run("inspect", str(DCP), "--depth", "1").stdout, "model")
-    assert last == "  1 module is closed: --depth 3 opens it"
+    assert last == "  1 module collapsed (--depth 3 expands)"
     assert "closed" not in run("inspect", str(DCP), "--depth", "3").stdout
 
 
