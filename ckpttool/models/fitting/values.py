@@ -64,6 +64,15 @@ class Similarity(NamedTuple):
     rows: int = 0
 
 
+class _Block(NamedTuple):
+    """What was read of one box of two tensors: the sums of a*b, a*a and b*b, and how many of its rows are zero in the
+    model and not in the reference."""
+
+    sums: tuple[float, float, float]
+    zero_rows: int
+    rows: int
+
+
 class Vectors(NamedTuple):
     """The tensors of one dimension of one shape: a row of each in both models."""
 
@@ -80,18 +89,21 @@ def compare(
     Raises CorruptError when a file is too short.
     """
     chosen = [pair for pair in pairs if pair.tensor.numel >= _MIN_ELEMENTS and _has_numbers(pair)]
-    work = Work(sum(_sampled(pair.tensor) for pair in chosen), progress)
-    found: dict[str, Similarity] = {}
+    samples = [(pair, box) for pair in chosen for box in blocks(pair.tensor.shape)]
+    work = Work(sum(prod(box[1]) * pair.tensor.dtype.itemsize for pair, box in samples), progress)
+    found: dict[tuple[str, Box], _Block] = {}
     with closing(Pool()) as one, closing(Pool()) as other:
 
-        def do(pair: ReferencePair) -> None:
-            similarity = _similarity(pair, sources, (one, other))
-            if similarity is not None:
-                found[pair.name] = similarity
-            work.note(_sampled(pair.tensor))
+        def do(sample: tuple[ReferencePair, Box]) -> None:
+            pair, box = sample
+            found[pair.name, box] = _block_of(pair, box, sources, (one, other))
+            work.note(prod(box[1]) * pair.tensor.dtype.itemsize)
 
-        on_threads(iter(chosen), do, threads, work)
-    return [found[pair.name] for pair in chosen if pair.name in found]
+        on_threads(iter(samples), do, threads, work)
+    of_pairs = (
+        _similarity(pair, [(box, found[pair.name, box]) for box in blocks(pair.tensor.shape)]) for pair in chosen
+    )
+    return [similarity for similarity in of_pairs if similarity is not None]
 
 
 def judged(similarities: Sequence[Similarity]) -> Iterator[Finding]:
@@ -199,20 +211,16 @@ def _has_numbers(pair: ReferencePair) -> bool:
     return all(has_numbers(t.dtype) and t.dtype.kind == "float" for t in (pair.tensor, pair.reference))
 
 
-def _sampled(tensor: Tensor) -> int:
-    return sum(prod(sizes) for _, sizes in blocks(tensor.shape)) * tensor.dtype.itemsize
-
-
 def blocks(shape: Ints) -> list[Box]:
     """Return the boxes of a tensor that are compared: of a matrix evenly distant rows, of a stack of matrices some of
     each. Pure."""
     if len(shape) > 2 and shape[0] <= _MAX_BLOCKS:
-        inner = [_block(shape[1:], place) for place in (0, 1)]
+        inner = [_box(shape[1:], place) for place in (0, 1)]
         return [((i, *offsets), (1, *sizes)) for i in range(shape[0]) for offsets, sizes in dict.fromkeys(inner)]
-    return list(dict.fromkeys(_block(shape, i / (_BLOCKS - 1)) for i in range(_BLOCKS)))
+    return list(dict.fromkeys(_box(shape, i / (_BLOCKS - 1)) for i in range(_BLOCKS)))
 
 
-def _block(shape: Ints, place: float) -> Box:
+def _box(shape: Ints, place: float) -> Box:
     """Return a box of a part of the elements, at a place from 0 (the first) to 1 (the last)."""
     sizes, most = list(shape), max(_MIN_ELEMENTS, min(_BLOCK, prod(shape) // _BLOCKS))
     for dim in range(len(shape)):
@@ -221,36 +229,38 @@ def _block(shape: Ints, place: float) -> Box:
     return tuple(round((full - size) * place) for full, size in zip(shape, sizes, strict=True)), tuple(sizes)
 
 
-def _similarity(pair: ReferencePair, sources: tuple[Source, Source], pools: tuple[Pool, Pool]) -> Similarity | None:
+def _block_of(pair: ReferencePair, box: Box, sources: tuple[Source, Source], pools: tuple[Pool, Pool]) -> _Block:
     import numpy as np
 
-    total, lowest = [0.0, 0.0, 0.0], 2.0
+    values = []
+    for tensor, source, pool in zip(pair[1:], sources, pools, strict=True):
+        bits = read_box(box, tensor, source, pool)
+        values.append(numbers(bits.reshape(-1), tensor.dtype).astype(np.float64))
+    a, b = values
+    own, reference = (np.any(one.reshape(-1, box[1][-1]), axis=1).tolist() for one in values)
+    zeros = [there and not here for here, there in zip(own, reference, strict=True)]
+    known = np.isfinite(a) & np.isfinite(b)
+    a, b = a[known], b[known]
+    return _Block((dot(a, b), dot(a, a), dot(b, b)), sum(zeros), len(zeros))
+
+
+def _similarity(pair: ReferencePair, found: Sequence[tuple[Box, _Block]]) -> Similarity | None:
+    lowest = 2.0
     at: Ints = ()
-    zeros: list[bool] = []
-    for box in blocks(pair.tensor.shape):
-        tensors = (pair.tensor, pair.reference)
-        values = []
-        for tensor, source, pool in zip(tensors, sources, pools, strict=True):
-            bits = read_box(box, tensor, source, pool)
-            values.append(numbers(bits.reshape(-1), tensor.dtype).astype(np.float64))
-        a, b = values
-        own, reference = (np.any(one.reshape(-1, box[1][-1]), axis=1).tolist() for one in values)
-        zeros += [there and not here for here, there in zip(own, reference, strict=True)]
-        known = np.isfinite(a) & np.isfinite(b)
-        a, b = a[known], b[known]
-        sums = [dot(a, b), dot(a, a), dot(b, b)]
-        total = [one + more for one, more in zip(total, sums, strict=True)]
-        cosine = _cosine(sums)
+    for box, block in found:
+        cosine = _cosine(block.sums)
         # The row of a token that was never seen may be zero.
-        is_unused = not (sums[1] and sums[2]) and len(pair.tensor.shape) < 3
+        is_unused = not (block.sums[1] and block.sums[2]) and len(pair.tensor.shape) < 3
         if cosine is not None and cosine < lowest and not is_unused:
             lowest, at = cosine, box[0]
+    total = [sum(sums) for sums in zip(*(block.sums for _, block in found), strict=True)]
     mean = _cosine(total)
     if mean is None:
         return None
     lowest = min(lowest, 1.0) if mean else mean
     ratio = (total[1] / total[2]) ** 0.5 if total[2] else 1.0
-    return Similarity(pair.name, lowest, at, mean, len(pair.tensor.shape) > 1, ratio, sum(zeros), len(zeros))
+    zeros, rows = sum(block.zero_rows for _, block in found), sum(block.rows for _, block in found)
+    return Similarity(pair.name, lowest, at, mean, len(pair.tensor.shape) > 1, ratio, zeros, rows)
 
 
 def _cosine(sums: Sequence[float]) -> float | None:

@@ -15,7 +15,7 @@ import re
 import shlex
 import tempfile
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
@@ -82,7 +82,10 @@ class HubStore(Store):
         self._blocks: dict[str, set[int]] = {}  # name -> blocks in the sparse file
         self._kept: dict[str, int] = {}  # name -> bytes of the header of an earlier look
         self._tags: dict[str, dict[str, str]] = {}  # name -> host -> ETag there
-        self._locks = {name: threading.Lock() for name in repo_files}
+        self._awaited: dict[str, set[int]] = {}  # name -> blocks that a thread is fetching
+        self._changed = {
+            name: threading.Condition(threading.Lock()) for name in repo_files
+        }  # of what is here of a file
         self._families: dict[tuple[str, str], str] = {}  # of shards -> the first one read, "" after their heads
         self._files_lock = threading.Lock()
         self._pool = Pool()
@@ -128,15 +131,15 @@ class HubStore(Store):
             return self._complete[name]
         if offset == 0 and not self._blocks.get(name):
             self._fetch_other_heads(name)
-        with self._locks[name]:
+        with self._changed[name]:
             if name not in self._complete and (cached := self._cached(file)) is not None:
                 self._complete[name] = cached
-            return self._complete.get(name) or self._fetch_blocks(file, offset, offset + nbytes)
+        return self._complete.get(name) or self._fetch_blocks(file, offset, offset + nbytes)
 
     def fetch(self, name: str) -> None:
         file = self._file(name)
         if name not in self._verified:
-            with self._locks[name]:
+            with self._changed[name]:
                 # Another thread may have done so meanwhile.
                 if name not in self._verified:
                     self._fetch_whole(file)
@@ -247,36 +250,53 @@ class HubStore(Store):
             draft.replace(ref)
 
     def _fetch_blocks(self, file: RepoFile, start: int, end: int) -> str:
-        """Fetch the missing blocks of a range, adjacent ones together, and return the path of the sparse file."""
+        """Return the path of the sparse file, with all blocks of a range. Those that are missing are fetched, adjacent
+        ones together, unless another thread is fetching them."""
+        changed = self._changed[file.name]
+        with changed:
+            path = self._sparse_file(file)
+        present, awaited = self._blocks[file.name], self._awaited.setdefault(file.name, set())
+        blocks = range(start // BLOCK, -(-end // BLOCK))
+        while True:
+            with changed:
+                missing = [block for block in blocks if block not in present]
+                own = [block for block in missing if block not in awaited]
+                awaited.update(own)
+                if not own and missing:
+                    changed.wait()
+            if not missing:
+                return path
+            try:
+                for run in _runs(own):
+                    data = self._read_range(file, run.start * BLOCK, min(run.stop * BLOCK, file.size))
+                    with self._keeping(file), open(path, "r+b") as stream:
+                        stream.seek(run.start * BLOCK)
+                        stream.write(data)
+                    with changed:
+                        present.update(run)
+            finally:
+                with changed:
+                    awaited.difference_update(own)
+                    changed.notify_all()
+
+    def _sparse_file(self, file: RepoFile) -> str:
+        """Return the path of the file of which blocks are written as they are fetched. It has the header of an earlier
+        look from the start."""
         with self._files_lock:
             if self._scratch is None:
                 self._scratch = self._cleanup.enter_context(workspace.scratch_directory("ckpttool-hub-"))
         path = os.path.join(self._scratch, *file.name.split("/"))
         if file.name not in self._blocks:
+            head = headers.load(file)
+            # Whole blocks, as they were received.
+            head = head if len(head) == file.size or len(head) % BLOCK == 0 else b""
             with self._keeping(file):
                 os.makedirs(os.path.dirname(path), exist_ok=True)
                 with open(path, "wb") as stream:
-                    stream.truncate(file.size)
-            # Whole blocks, as they were received.
-            head = headers.load(file)
-            if len(head) == file.size or len(head) % BLOCK == 0:
-                with self._keeping(file), open(path, "r+b") as stream:
                     stream.write(head)
-                self._kept[file.name] = len(head)
-                self._blocks[file.name] = set(range(-(-len(head) // BLOCK)))
-        present = self._blocks.setdefault(file.name, set())
-        missing = [block for block in range(start // BLOCK, -(-end // BLOCK)) if block not in present]
-        while missing:
-            count = 1
-            while missing[count : count + 1] == [missing[0] + count] and count * BLOCK < _MAX_REQUEST:
-                count += 1
-            start = missing[0] * BLOCK
-            data = self._read_range(file, start, min(start + count * BLOCK, file.size))
-            with self._keeping(file), open(path, "r+b") as stream:
-                stream.seek(start)
-                stream.write(data)
-            present.update(missing[:count])
-            del missing[:count]
+                    stream.truncate(file.size)
+            self._kept[file.name] = len(head)
+            self._blocks[file.name] = set(range(-(-len(head) // BLOCK)))
         return path
 
     @contextmanager
@@ -399,6 +419,16 @@ def _from_cache(address: Address, api: HfApi) -> HubStore:
             name, digest = path.relative_to(snapshot).as_posix(), (path.readlink() if path.is_symlink() else path).name
             repo_files[name] = RepoFile(name, path.stat().st_size, digest if len(digest) == 64 else None, digest)
     return HubStore(address, api, commit, repo_files)
+
+
+def _runs(blocks: Sequence[int]) -> Iterator[range]:
+    """Yield runs of adjacent blocks, none longer than a request may be. Pure."""
+    while blocks:
+        count = 1
+        while blocks[count : count + 1] == [blocks[0] + count] and count * BLOCK < _MAX_REQUEST:
+            count += 1
+        yield range(blocks[0], blocks[0] + count)
+        blocks = blocks[count:]
 
 
 def progress_bar(report: Callable[[int], None]) -> Any:

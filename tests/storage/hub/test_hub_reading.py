@@ -7,8 +7,10 @@ import re
 import shutil
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -479,6 +481,45 @@ def test_a_server_that_is_not_there(hub: Hub) -> None:
     hub.close()
     with pytest.raises(RemoteError, match="cannot be reached"):
         ckpttool.inspect("hf://org/name")
+
+
+def test_samples_of_two_models_are_fetched_at_the_same_time(hub: Hub, tmp_path: Path) -> None:
+    """`check --content` does not wait for the server once for each sample, and fetches no block twice."""
+    save_file({f"layers.{i}.weight": torch.randn(1024, 1024) for i in range(2)}, tmp_path / "model.safetensors")
+    hub.make("org/name", {"model.safetensors": (tmp_path / "model.safetensors").read_bytes()})
+    several = threading.Barrier(4)
+
+    def wait(handler: Handler) -> bool:
+        several.wait(timeout=60)
+        return False
+
+    hub.fail("GET", "^/cdn/", act=wait, skip=1, times=8)
+    fits = ckpttool.check(tmp_path / "model.safetensors", "hf://org/name", content=True)
+    assert (fits.verdict, fits.compared, fits.similarity) == ("fits", 2, pytest.approx(1.0))
+    assert hub.failed == 8
+    assert fetched(hub) <= 17 * store.BLOCK
+
+
+def test_a_block_that_another_thread_could_not_fetch_is_fetched_again(hub: Hub) -> None:
+    hub.make("org/name", {"model.safetensors": large(1)})
+    location = store.locate("hf://org/name") / "model.safetensors"
+    found: list[int] = []
+
+    def read() -> None:
+        buffer = memoryview(bytearray(100))
+        try:
+            found.append(location.store.read_into(location.name, store.BLOCK, buffer))
+        except RemoteError:
+            found.append(0)
+
+    hub.fail("GET", "/model.safetensors", status=404, times=1)
+    with closing(location.store):
+        readers = [threading.Thread(target=read) for _ in range(4)]
+        for one in readers:
+            one.start()
+        for one in readers:
+            one.join()
+    assert sorted(found) == [0, 100, 100, 100]
 
 
 def test_hf_is_not_a_folder(hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
