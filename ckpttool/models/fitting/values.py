@@ -64,7 +64,7 @@ class Similarity(NamedTuple):
     rows: int = 0
 
 
-class _Block(NamedTuple):
+class _Sample(NamedTuple):
     """What was read of one box of two tensors: the sums of a*b, a*a and b*b, and how many of its rows are zero in the
     model and not in the reference."""
 
@@ -91,12 +91,12 @@ def compare(
     chosen = [pair for pair in pairs if pair.tensor.numel >= _MIN_ELEMENTS and _has_numbers(pair)]
     samples = [(pair, box) for pair in chosen for box in blocks(pair.tensor.shape)]
     work = Work(sum(prod(box[1]) * pair.tensor.dtype.itemsize for pair, box in samples), progress)
-    found: dict[tuple[str, Box], _Block] = {}
+    found: dict[tuple[str, Box], _Sample] = {}
     with closing(Pool()) as one, closing(Pool()) as other:
 
         def do(sample: tuple[ReferencePair, Box]) -> None:
             pair, box = sample
-            found[pair.name, box] = _block_of(pair, box, sources, (one, other))
+            found[pair.name, box] = _sample(pair, box, sources, (one, other))
             work.note(prod(box[1]) * pair.tensor.dtype.itemsize)
 
         on_threads(iter(samples), do, threads, work)
@@ -229,7 +229,7 @@ def _box(shape: Ints, place: float) -> Box:
     return tuple(round((full - size) * place) for full, size in zip(shape, sizes, strict=True)), tuple(sizes)
 
 
-def _block_of(pair: ReferencePair, box: Box, sources: tuple[Source, Source], pools: tuple[Pool, Pool]) -> _Block:
+def _sample(pair: ReferencePair, box: Box, sources: tuple[Source, Source], pools: tuple[Pool, Pool]) -> _Sample:
     import numpy as np
 
     values = []
@@ -241,10 +241,10 @@ def _block_of(pair: ReferencePair, box: Box, sources: tuple[Source, Source], poo
     zeros = [there and not here for here, there in zip(own, reference, strict=True)]
     known = np.isfinite(a) & np.isfinite(b)
     a, b = a[known], b[known]
-    return _Block((dot(a, b), dot(a, a), dot(b, b)), sum(zeros), len(zeros))
+    return _Sample((dot(a, b), dot(a, a), dot(b, b)), sum(zeros), len(zeros))
 
 
-def _similarity(pair: ReferencePair, found: Sequence[tuple[Box, _Block]]) -> Similarity | None:
+def _similarity(pair: ReferencePair, found: Sequence[tuple[Box, _Sample]]) -> Similarity | None:
     lowest = 2.0
     at: Ints = ()
     for box, block in found:
