@@ -2,6 +2,7 @@
 what `ckpttool samples` writes, and nothing of ckpttool but the installed wheel.
 
 All `console`, `python` and `sh` blocks are run, those with torchrun too, but for a block below a comment `not run`.
+README.md and the tutorial are read without torch, too, as after `pip install ckpttool`: only what names torch is left out.
 """
 
 from __future__ import annotations
@@ -31,6 +32,8 @@ PAGES = [
 BLOCK = re.compile(
     r"(?P<not_run><!-- not run[^>]*-->\n+)?^```(?P<kind>console|python|sh)\n(?P<text>.*?)^```$", re.M | re.S
 )
+# What a reader without torch does not paste.
+NEEDS_TORCH = re.compile(r"^(import torch\b|from (torch|safetensors\.torch) |torchrun )", re.M)
 # The number of this machine's processors is in it; `test_docs` compares it, with that of a page.
 MEMORY = re.compile(r"^  memory +about .* at most$", re.M)
 # Runs what it is sent, each a length in a line and as many bytes of code, in one scope.
@@ -77,6 +80,19 @@ def hub(tmp_path: Path) -> Iterator[Hub]:
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
 def test_a_page_as_a_reader_pastes_it(page: Path, programs: Path, hub: Hub, tmp_path: Path) -> None:
+    paste(page, programs, hub, tmp_path)
+
+
+@pytest.mark.parametrize("page", PAGES[:2], ids=lambda page: page.stem)
+def test_a_page_without_torch(page: Path, programs: Path, hub: Hub, tmp_path: Path) -> None:
+    (tmp_path / "absent").mkdir()
+    (tmp_path / "absent" / "sitecustomize.py").write_text("import sys; sys.modules['torch'] = None")
+    paste(page, programs, hub, tmp_path, not_pasted=NEEDS_TORCH, PYTHONPATH=str(tmp_path / "absent"))
+
+
+def paste(
+    page: Path, programs: Path, hub: Hub, tmp_path: Path, not_pasted: re.Pattern[str] | None = None, **variables: str
+) -> None:
     keep = ("HOME", "LANG", "TMPDIR")
     environment = {
         **{name: os.environ[name] for name in keep if name in os.environ},
@@ -87,6 +103,7 @@ def test_a_page_as_a_reader_pastes_it(page: Path, programs: Path, hub: Hub, tmp_
         "HF_ENDPOINT": hub.url,
         "HF_HUB_CACHE": str(tmp_path / "cache"),
         "HF_HUB_DISABLE_XET": "1",
+        **variables,
     }
     folder = tmp_path / "empty"
     folder.mkdir()
@@ -104,7 +121,7 @@ def test_a_page_as_a_reader_pastes_it(page: Path, programs: Path, hub: Hub, tmp_
     interpreter = None
     for block in BLOCK.finditer(page.read_text()):
         kind, text = block["kind"], block["text"]
-        if block["not_run"]:
+        if block["not_run"] or not_pasted is not None and not_pasted.search(text):
             continue
         if kind == "sh":
             lines = [line for line in text.splitlines() if not re.match(r"(pip|make) ", line)]
