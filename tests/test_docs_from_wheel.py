@@ -2,7 +2,7 @@
 what `ckpttool samples` writes, and nothing of ckpttool but the installed wheel.
 
 All `console`, `python` and `sh` blocks are run, those with torchrun too, but for a block below a comment `not run`.
-README.md and the tutorial are read without torch, too, as after `pip install ckpttool`: only what names torch is left out.
+README.md and the tutorial are pasted without torch, too, as after `pip install ckpttool`, but for what names torch.
 """
 
 from __future__ import annotations
@@ -121,7 +121,7 @@ def paste(
     interpreter = None
     for block in BLOCK.finditer(page.read_text()):
         kind, text = block["kind"], block["text"]
-        if block["not_run"] or not_pasted is not None and not_pasted.search(text):
+        if block["not_run"] or (not_pasted is not None and not_pasted.search(text)):
             continue
         if kind == "sh":
             lines = [line for line in text.splitlines() if not re.match(r"(pip|make) ", line)]
