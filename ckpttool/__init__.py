@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from importlib import import_module
 from importlib.util import find_spec
-from os import PathLike, fspath
+from os import PathLike
 from typing import TYPE_CHECKING, Any
 
 from ckpttool.errors import require
@@ -103,7 +103,11 @@ _MODULES = {
 
 def __getattr__(name: str) -> Any:
     if name not in _MODULES:
-        raise AttributeError(f"module `ckpttool` has no attribute `{name}`")
+        from ckpttool.text import near_names
+
+        near = [] if name.startswith("_") else near_names(name, [*_MODULES, "open"])
+        meant = f": did you mean {' or '.join(f'`{one}`' for one in near)}?" if near else ""
+        raise AttributeError(f"module `ckpttool` has no attribute `{name}`{meant}", name=name)
     if _needs_torch(name):
         require("torch", f"`ckpttool.{name}`")
     return getattr(import_module(f"ckpttool.{_MODULES[name]}"), name)
@@ -134,8 +138,9 @@ def open(path: str | PathLike[str], *, shapes: str | None = None) -> Checkpoint:
         CorruptError: if its index is damaged.
     """
     from ckpttool.operations.open import Checkpoint
+    from ckpttool.storage.stores import path_text
 
-    return Checkpoint(fspath(path), shapes)
+    return Checkpoint(path_text(path), shapes)
 
 
 # Without `open`: `from ckpttool import *` must not replace the built-in function.

@@ -49,7 +49,7 @@ def duration(seconds: float) -> str:
         return f"{whole} s"
     minutes, rest = divmod(whole, 60)
     if minutes < 60:
-        return f"{minutes} min {rest} s"
+        return f"{minutes} min {rest} s" if rest else f"{minutes} min"
     return f"{minutes // 60} h {minutes % 60} min"
 
 

@@ -56,7 +56,7 @@ def test_a_hint_names_options_as_the_command_line_does_and_arguments_in_python(t
     [
         (["--tensors", "x"], {"tensors": ["x"]}, "`--tensors x` matches", '`tensors="x"` matches'),
         (["--dtype", "int3"], {"dtype": ["int3"]}, "`--dtype int3`", '`dtype="int3"`'),
-        (["--max-memory", "1"], {"max_memory": "1"}, "`--max-memory`: at least", "`max_memory`: at least"),
+        (["--max-memory", "1"], {"max_memory": "1"}, "`--max-memory 1` is less", "`max_memory=1` is less"),
         (["--rename", "w"], {"rename": ["w"]}, "`--rename w` is not", '`rename="w"` is not'),
         (
             ["--to", "torch", "--to-world", "2"],

@@ -74,7 +74,7 @@ class _Parsing:
 
     def refused(self) -> UsageError:
         columns = self.columns
-        what = f"compare {columns.noun}s with numbers"
+        what = f"compare {columns.noun}s by `==`, `!=`, `<`, `<=`, `>`, `>=` with numbers"
         what += f", or {', '.join(columns.texts)} with globs" if columns.texts else ""
         hint = f"{what}, joined by `and`, `or` and `not`: {columns.example}"
         return UsageError(f"`{self.flag} {self.text}` is not a condition", hint=hint, found=self.text)

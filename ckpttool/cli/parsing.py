@@ -172,8 +172,11 @@ class Command(TyperCommand):
 
         # Before anything is read or run: some paths are used hours later.
         for param in self.params:
-            if (param.metavar or "").removesuffix("...") in _PATHS and (value := context.params.get(param.name)):
+            value = context.params.get(param.name)
+            if (param.metavar or "").removesuffix("...") in _PATHS and value is not None:
                 for path in value if isinstance(value, (list, tuple)) else (value,):
+                    if path == "":
+                        raise UsageError(f"{_shown(param)} is empty", hint="is a variable of the shell not set?")
                     check_scheme(str(path))
         # A command without `--quiet` shows what takes long by itself.
         if context.params.get("quiet", True) or not sys.stderr.isatty():

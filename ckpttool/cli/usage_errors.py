@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import os
 import re
+import shlex
+from collections.abc import Sequence
 from typing import Any
 
 from ckpttool.errors import UsageError
 from ckpttool.text import near_names
 
-# What other tools call the commands.
+# What other tools call the commands, with `-` in place of `_`.
 _SYNONYMS = {
     **dict.fromkeys(("info", "ls", "list", "tree", "summary"), "`inspect`"),
     **dict.fromkeys(("cat", "print", "head"), "`show`"),
@@ -19,7 +21,19 @@ _SYNONYMS = {
     "fix": "`repair`",
     "consolidate": "`convert SRC out.pt`, which writes one file",
     "merge": "`convert SRC out.pt`, which writes one file, or `repair --merge`, for the directories of several nodes",
-    "split": "`convert --max-shard-size` or `reshard --to-world`",
+    **dict.fromkeys(("unshard", "gather", "dcp-to-torch", "dcp-to-torch-save"), "`convert SRC out.pt`"),
+    **dict.fromkeys(("torch-to-dcp", "torch-save-to-dcp"), "`convert SRC DST --to dcp`"),
+    "merge-weights": "`convert SRC DST --to safetensors --only model`",
+    **dict.fromkeys(("split", "shard"), "`convert --max-shard-size` or `reshard --to-world`"),
+    **dict.fromkeys(("extract", "select", "strip"), "`convert SRC DST --only PART`"),
+    "cast": "`convert SRC DST --dtype DTYPE`",
+    "rename": "`convert SRC DST --rename OLD=NEW`",
+    **dict.fromkeys(("copy", "cp", "save"), "`convert SRC DST`"),
+    **dict.fromkeys(("load", "open"), "`inspect`, or `ckpttool.load` in Python"),
+    **dict.fromkeys(("view", "tui"), "`browse`"),
+    **dict.fromkeys(("plot", "html"), "`report`"),
+    **dict.fromkeys(("hash", "checksum", "sha256"), "`verify PATH --write-manifest FILE`"),
+    **dict.fromkeys(("delete", "rm", "prune"), "`clean`"),
     **dict.fromkeys(("upload", "push", "publish"), "`export SRC hf://org/name`"),
     "download": "`convert hf://org/name DST`",
     **dict.fromkeys(("audit", "trial", "resume"), "`verify-resume`"),
@@ -27,12 +41,22 @@ _SYNONYMS = {
     "completion": "`ckpttool --install-completion`",
 }
 
-# What other tools call the options, with those of ours that may be meant.
+# Commands of other tools that have no counterpart, and what to do instead.
+_ELSEWHERE = {
+    "zero-to-fp32": "merge partitions of ZeRO with DeepSpeed's own `zero_to_fp32.py`, then name what it writes",
+    "quantize": "quantize what `ckpttool export` writes, with a library for that; `convert --dtype` casts",
+}
+
+# What other tools call the options, with those of ours that may be meant. `-` stands for `_`, too.
 _OPTIONS = {
-    **dict.fromkeys(("force", "replace", "f"), ("--overwrite",)),
+    **dict.fromkeys(("force", "replace", "f", "y"), ("--overwrite", "--yes")),
     **dict.fromkeys(("format", "output-format", "t"), ("--to",)),
+    **dict.fromkeys(("safe-serialization", "safetensors"), ("--to",)),
+    **dict.fromkeys(("unsafe-serialization", "torch"), ("--to",)),
     **dict.fromkeys(("world-size", "world", "ranks", "num-ranks", "nproc", "n"), ("--to-world",)),
-    **dict.fromkeys(("bf16", "fp16", "half", "precision", "cast"), ("--dtype",)),
+    **dict.fromkeys(("bf16", "fp16", "half", "precision", "cast", "outtype", "torch-dtype", "type"), ("--dtype",)),
+    **dict.fromkeys(("step", "checkpoint-step", "iteration"), ("--steps",)),
+    "pdf": ("--html",),
     **dict.fromkeys(("filter", "pattern", "include", "keys", "name", "names"), ("--tensors",)),
     **dict.fromkeys(("ignore", "skip"), ("--exclude", "--drop")),
     **dict.fromkeys(("jobs", "workers", "num-threads", "num-workers"), ("--threads",)),
@@ -44,6 +68,45 @@ _OPTIONS = {
 }
 _VALUES = {"bf16": " bfloat16", "fp16": " float16", "half": " float16"}
 _VALUES |= dict.fromkeys(("model-only", "weights-only", "no-optimizer", "no-optim"), " model")
+_VALUES |= {"safe-serialization": " safetensors", "safetensors": " safetensors"}
+_VALUES |= {"unsafe-serialization": " torch", "torch": " torch"}
+
+_READ = (
+    "input",
+    "in",
+    "i",
+    "src",
+    "source",
+    "path",
+    "ckpt",
+    "checkpoint",
+    "checkpoint-dir",
+    "checkpoint-path",
+    "model",
+)
+_WRITTEN = (
+    "output",
+    "out",
+    "o",
+    "dst",
+    "dest",
+    "to-dir",
+    "outfile",
+    "output-dir",
+    "output-path",
+    "out-dir",
+    "save-path",
+)
+_HUB = ("push-to-hub", "repo-id", "hub-model-id", "upload-repo", "push")
+_NOT_NEEDED = {
+    **dict.fromkeys(("map-location", "device", "gpu", "cuda", "cpu"), "no device is used"),
+    **dict.fromkeys(
+        ("trust-remote-code", "weights-only", "no-weights-only", "unsafe"), "no code in a checkpoint is run"
+    ),
+    **dict.fromkeys(("recursive", "r"), "a directory is read with all that is in it"),
+}
+_DASHES = ("\u2013", "\u2014", "\u2212")  # which text processors make of `--`
+_NEAR = 0.75  # how much two names of options must be alike
 
 _EXTRA = re.compile(r"Got unexpected extra argument(?:s|\(s\))? \((.*)\)")
 
@@ -55,26 +118,80 @@ def reworded(error: Any, context: Any, words: list[str]) -> UsageError:
     hint = f"`{command} --help` shows what it takes"
     if hasattr(error, "possibilities"):
         message = f"`{command}` has no option `{error.option_name}`"
-        commands = context.command.list_commands(context) if hasattr(context.command, "list_commands") else []
-        if re.fullmatch(r"--(no-)?colou?r(=.*)?", error.option_name):
-            hint = "`NO_COLOR=1` before the command turns colours off, `FORCE_COLOR=1` on"
-        elif given := next((word for word in words if word in commands), None):
-            hint = f"options come after the command: `{command} {given} ... {error.option_name}`"
-        elif ours := _ours(error.option_name, context.command):
-            hint = f"did you mean {ours}?"
-        elif error.option_name.lstrip("-") in ("output", "out", "o", "dst", "to-dir"):
-            takes = _arguments(context.command)
-            hint = f"what is written is the last argument: `{' '.join([command, *takes])}`" if "DST" in takes else hint
-        elif error.possibilities:
-            hint = f"did you mean `{error.possibilities[0]}`?"
+        hint = _option_meant(error.option_name, context, words) or hint
     elif extra := _EXTRA.fullmatch(message.rstrip(".")):
         message = f"too many arguments: `{extra[1]}`"
-        hint = f"`{' '.join([command, *_arguments(context.command)])}` is all; {hint}"
-        if extra[1].isdecimal() and "--to-world" in _flags(context.command):
-            hint = f"did you mean `--to-world {extra[1]}`?"
-        elif os.path.lexists(extra[1].partition(" ")[0]):
-            hint += "; was it a pattern? In quotes, `'*.pt'`, it is the files of one step; or name the directory"
+        hint = _extra_meant(extra[1].split(" ")[0], context.command, words) or (
+            f"`{' '.join([command, *_arguments(context.command)])}` is all; {hint}{_pattern_meant(words)}"
+        )
+    elif flag := re.fullmatch(r"[Oo]ption `(-[^`]+)` (requires an argument|does not take a value)\.?", message):
+        metavar = next((p.metavar for p in context.command.params if flag[1] in p.opts and p.metavar), None)
+        hint = f"write `{flag[1]}{f' {metavar}' if metavar else ''}`{'' if metavar else ' alone'}; {hint}"
     return UsageError(f"{message[:1].lower()}{message[1:]}".rstrip("."), hint=hint)
+
+
+def _option_meant(flag: str, context: Any, words: list[str]) -> str | None:
+    """Return the hint for an option that a command does not have."""
+    command, word = context.command, flag.lstrip("-").replace("_", "-").lower()
+    usage = " ".join([context.command_path, *(takes := _arguments(command))])
+    commands = command.list_commands(context) if hasattr(command, "list_commands") else []
+    if re.fullmatch(r"--(no-)?colou?r(=.*)?", flag):
+        return "`NO_COLOR=1` before the command turns colours off, `FORCE_COLOR=1` on"
+    if given := next((one for one in words if one in commands), None):
+        return f"options come after the command: `{context.command_path} {given} ... {flag}`"
+    if ours := _ours(word, command):
+        return f"did you mean {ours}?"
+    if word in _WRITTEN and "DST" in takes:
+        return f"what is written is the last argument: `{usage}`"
+    if word in _READ and takes:
+        return f"what is read is the first argument: `{usage}`"
+    if word in _HUB and "DST" in takes:
+        return "`hf://org/name` as DST writes to the Hub"
+    if word in ("step", "checkpoint-step", "iteration"):
+        return "name the directory of the step, such as `run7/step-500`"
+    if word in ("revision", "branch"):
+        return "the revision is part of the address: `hf://org/name@REVISION`"
+    if why := _NOT_NEEDED.get(word):
+        return f"leave it out: {why}"
+    import difflib
+
+    near = difflib.get_close_matches(word, [one.lstrip("-") for one in sorted(_flags(command))], 1, _NEAR)
+    return f"did you mean `--{near[0]}`?" if near else None
+
+
+def _extra_meant(extra: str, command: Any, words: list[str]) -> str | None:
+    """Return the hint for a word too many that is or follows an option in another spelling."""
+    options = {flag: param for param in command.params for flag in param.opts}
+    if dashed := next((word for word in words if word.startswith(_DASHES)), None):
+        flag = "--" + dashed.lstrip("".join(_DASHES) + "-")
+        return f"`{dashed}` begins with a dash that is no hyphen: write `{flag}`"
+    if extra.isdecimal() and "--to-world" in options:
+        return f"did you mean `--to-world {extra}`?"
+    if "--to" in options and (name := next((word for word in words if word in _formats()), None)):
+        return f"did you mean `--to {name}`?"
+    at = words.index(extra) if extra in words else 0
+    flag, value = words[at - 2 : at] if at >= 2 else ("", "")
+    if (param := options.get(flag)) is None or not param.metavar:
+        return None
+    if os.path.lexists(extra) or os.path.lexists(value):
+        return (
+            f"`{flag}` takes one word; in quotes, `{flag} '*{os.path.splitext(extra)[1]}'`, no shell expands a pattern"
+        )
+    joint = "=" if "=" in param.metavar else "," if "=" in value else " "
+    return f"`{flag}` takes one word: did you mean `{flag} {shlex.quote(f'{value}{joint}{extra}')}`?"
+
+
+def _pattern_meant(words: list[str]) -> str:
+    """Return what to say of words that a shell seems to have made of a pattern."""
+    if len([word for word in words if os.path.lexists(word)]) < 2:
+        return ""
+    return "; was it a pattern? In quotes, `'*.pt'`, it is the files of one step; or name the directory"
+
+
+def _formats() -> Sequence[str]:
+    from ckpttool.formats import CHECKPOINTS
+
+    return [row.target for row in CHECKPOINTS]
 
 
 def _arguments(command: Any) -> list[str]:
@@ -85,20 +202,31 @@ def _flags(command: Any) -> set[str]:
     return {flag for param in command.params for flag in param.opts}
 
 
-def _ours(flag: str, command: Any) -> str:
+def _ours(word: str, command: Any) -> str:
     """Return the options of a command that another tool's option may mean: "`--rtol` or `--atol`"; empty for none."""
-    word = flag.lstrip("-")
-    known = [one for one in _OPTIONS.get(word, ()) if one in _flags(command)]
+    flags = _flags(command)
+    if f"--{word}" in flags:
+        return f"`--{word}`"
+    if "--to" in flags and word.removeprefix("to-") in _formats():
+        return f"`--to {word.removeprefix('to-')}`"
+    known = [one for one in _OPTIONS.get(word, ()) if one in flags]
     return " or ".join(f"`{one}{_VALUES.get(word, '')}`" for one in known)
 
 
 def missing(shown: str, param: Any, context: Any) -> UsageError:
     """Return the error for an argument or option that is required."""
-    hint = f"`{context.command_path} --help` shows what it takes"
+    words = context.meta["words"]
+    required = [one for one in context.command.params if one.required]
+    if param.param_type_name == "argument":
+        absent = [one.metavar for one in required[required.index(param) :] if one.param_type_name == "argument"]
+    else:
+        absent = [param.opts[0], param.metavar]
+    hint = f"`{' '.join([context.command_path, *map(shlex.quote, words), *absent])}`"
+    hint += f"; `{context.command_path} --help` shows what it takes"
     if param.name == "recipe":
-        hint = _recipe_meant(context.command_path, context.meta["words"])
+        hint = _recipe_meant(context.command_path, words)
     if param.name == "tensor":
-        path = next((word for word in context.meta["words"] if not word.startswith("-")), "PATH")
+        path = next((word for word in words if not word.startswith("-")), "PATH")
         hint = f"`ckpttool inspect {path} --tensors '*'` lists the tensors"
     return UsageError(f"missing {param.param_type_name} {shown}", hint=hint)
 
@@ -116,8 +244,11 @@ def command_meant(name: str, names: list[str], command: str) -> str:
     """Return the hint for a word that is none of the `names` of the commands of a `command`."""
     from ckpttool.storage.stores import is_remote
 
-    near = near_names(name, names)
-    if meant := _SYNONYMS.get(name) or (f"`{near[0]}`" if near else None):
+    word = name.replace("_", "-").lower()
+    if word in _ELSEWHERE:
+        return _ELSEWHERE[word]
+    near = near_names(word, names)
+    if meant := _SYNONYMS.get(word) or (f"`{near[0]}`" if near else None):
         return f"did you mean {meant}?"
     if os.path.lexists(name) or is_remote(name):
         return f"the command comes first: `{command} {names[0]} {name}`"

@@ -25,6 +25,7 @@ NOT_WRITTEN = {
     ".onnx": "`optimum-cli export onnx` makes one of what `ckpttool export` writes",
     ".distcp": "a DCP checkpoint is a directory: name that",
     **dict.fromkeys((".npz", ".npy", ".json", ".yaml", ".yml"), ""),
+    **dict.fromkeys((".h5", ".hdf5", ".keras", ".msgpack", ".pb", ".tflite", ".tar", ".zip", ".gz"), ""),
 }
 """Suffixes of files that are no checkpoints of a format, and what is written in place of such a file."""
 
@@ -66,8 +67,10 @@ def writable(name: str | None, dst: str) -> Format:
     """Return the format to write: the one named, or the one that the suffix of `dst` says unmistakably."""
     row = named(name) if name is not None else by_suffix(dst)
     if row is None:
-        hint = next((why for suffix, why in NOT_WRITTEN.items() if why and dst.endswith(suffix)), None)
-        hint = hint or f"pass {options(CHECKPOINTS, ', ')}"
+        hint = f"pass {options(CHECKPOINTS, ', ')}"
+        if suffix := next((suffix for suffix in NOT_WRITTEN if dst.endswith(suffix)), None):
+            stem = dst.removesuffix(suffix)
+            hint = NOT_WRITTEN[suffix] or f"no such file is written: name it `{stem}.pt` or `{stem}.safetensors`"
         raise UsageError(f"cannot infer the output format from `{dst}`", hint=hint)
     if row.create is None:
         raise UsageError(f"{row.name} can be read but not written")

@@ -86,7 +86,7 @@ _UNPACK = "unpack it, then name what comes out"
 _UNPACK_ALL = "unpack it, `tar xf FILE`, and name what comes out"
 _UNZIP = "unpack it, `unzip FILE -d DIR`, and name the directory: each file in it is read"
 _PAGE = "the download was refused or went astray: look at it in a text editor"
-_OTHER = "neither we nor torch can read it"
+_OTHER = "it is no PyTorch checkpoint, and is not read"
 
 # The first bytes, in lower case and without white space; what such a file is, and a hint.
 _OTHER_FILES = (
@@ -108,5 +108,6 @@ _OTHER_FILES = (
     (b"\x89png", "a picture", _OTHER),
     (b"%pdf", "a PDF", _OTHER),
     (b"\x7felf", "a program", _OTHER),
+    (b"#!", "a script", "name the checkpoint that it writes"),
     (b"\x80", "a pickle that does not end where the file does", _INCOMPLETE),
 )

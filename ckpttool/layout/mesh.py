@@ -49,14 +49,18 @@ class Mesh:
 
 def world_mesh(ranks: int) -> Mesh:
     """Return the mesh with all ranks in one sharded dimension. Raises UsageError for an invalid number."""
+    if not isinstance(ranks, int):
+        raise UsageError(f"`--to-world {ranks}`: a number of ranks is an `int`, not `{type(ranks).__name__}`")
     if not 1 <= ranks <= _MAX_WORLD:
-        raise UsageError(f"`--to-world {ranks}`: a world has at least one rank and at most {_MAX_WORLD}")
+        raise UsageError(f"`--to-world {ranks}`: a world is a number of ranks from 1 to {_MAX_WORLD:,}")
     return Mesh(("shard",), (ranks,))
 
 
 def parse_mesh(text: str, option: str = "--to-mesh") -> Mesh:
     """Return the mesh that `shard=4,tp=2` describes. Raises UsageError for unknown or repeated dimensions."""
     flag, sizes = f"`{option} {text}`", dict[str, int]()
+    if not isinstance(text, str):
+        raise UsageError(f"{flag}: a mesh is a `str`", hint='write `"shard=4,tp=2"`')
     for part in map(str.strip, text.split(",")):
         name, equals, size = part.partition("=")
         if equals and name not in _NAMES:

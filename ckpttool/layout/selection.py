@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -86,7 +87,10 @@ def renamed_by(planned: Catalogue, rename: Sequence[str]) -> Catalogue:
     for text in rename:
         step, names = renamer([text]), [entry.name for entry in planned.entries.values()]
         if all(step(name) == name for name in names):
-            raise _matches_nothing(f"`--rename {text}` changes no name", text, names)
+            error = _matches_nothing(f"`--rename {text}` changes no name", text, names)
+            if re.search(r"\(\.|\.\*\)|\\[1-9d]|\$|\^", text):
+                error.hint = "a rule is no regular expression: `*` captures, `'layers.*.w=blocks.*.w'`"
+            raise error
     return rename_entries(planned, renamer(rename)) if rename else planned
 
 

@@ -11,7 +11,7 @@ from ckpttool.catalogue.patterns import rule, several
 from ckpttool.errors import ReadError, UsageError
 from ckpttool.layout.selection import Selection
 from ckpttool.serialization.manifest import NAME
-from ckpttool.storage.stores import is_remote, local_path
+from ckpttool.storage.stores import is_remote, local_path, path_text
 from ckpttool.text import parse_size, plural
 
 _LEAST = 1000  # a file of fewer bytes is not meant
@@ -48,8 +48,8 @@ def max_shard_size(value: int | str | None) -> int | None:
 
 
 def path(value: str | os.PathLike[str] | None) -> str | None:
-    """Return a path as text; None stays None."""
-    return None if value is None else os.fspath(value)
+    """Return a path as text; None stays None. Raises UsageError."""
+    return None if value is None else path_text(value)
 
 
 def manifest(value: str | os.PathLike[str] | bool | None, dst: str) -> tuple[str | None, bool]:
@@ -65,18 +65,22 @@ def memory(value: int | str | None) -> int | None:
     """Return the value of `--max-memory` in bytes. Raises UsageError when it is less than the tool itself needs."""
     limit = size(value, "--max-memory")
     if limit is not None and limit < BASE_MEMORY:
-        raise UsageError(f"`--max-memory`: at least {BASE_MEMORY >> 20} MiB are needed")
+        least = f"{BASE_MEMORY >> 20}MiB"
+        raise UsageError(
+            f"`--max-memory {value}` is less than the {least} that are always needed",
+            hint="write a unit and leave room for buffers: `--max-memory 2GB`",
+        )
     return limit
 
 
-def check_source(src: str, dst: str) -> None:
+def check_source(src: str, dst: str, hint: str = "SRC comes first: are SRC and DST swapped?") -> None:
     """Raise ReadError when there is nothing at `src` but something at `dst`: the two are probably swapped."""
     if is_remote(src) or is_remote(dst):
         return
     location = local_path(src)
     if not (location.exists() or location.is_link() or location.is_pattern()) and local_path(dst).exists():
         text = f"`{src}`: no such file or directory, but `{dst}` exists"
-        raise ReadError(text, hint="SRC comes first: are SRC and DST swapped?", file=src)
+        raise ReadError(text, hint=hint, file=src)
 
 
 def check_apart(dst: str, *sources: str | None) -> None:

@@ -28,6 +28,7 @@ from ckpttool.models.reference import Known, Reference
 from ckpttool.operations import arguments
 from ckpttool.producers.open import naming, notes_of_run, opened
 from ckpttool.reports.report import Block, Facts, Findings, Line, Styled, Text, bold, known
+from ckpttool.storage.stores import path_text
 from ckpttool.text import duration, plural
 from ckpttool.transfer.execute import DEFAULT_THREADS
 from ckpttool.transfer.threads import Progress
@@ -118,7 +119,7 @@ def check(
         CorruptError: if one of them is damaged.
     """
     began = time.monotonic()
-    result = Checked(os.fspath(src), os.fspath(against))
+    result = Checked(path_text(src), path_text(against))
     selected = arguments.selection(only, (), (), exclude, rename, strip_wrappers, strip_prefix)
     with ExitStack() as stack:
         reference = references.read(stack, result.against)

@@ -19,7 +19,7 @@ from ckpttool.reports.report import Block, Line
 from ckpttool.storage import remnants
 from ckpttool.storage.errors import os_errors
 from ckpttool.storage.remnants import Kind, Remnant
-from ckpttool.storage.stores import local_path
+from ckpttool.storage.stores import local_path, path_text
 from ckpttool.text import duration, plural, size
 
 State = Literal["ended", "running", "foreign"]
@@ -97,7 +97,7 @@ def clean(directory: str | os.PathLike[str], *, yes: bool = False) -> Cleaned:
     Raises:
         ReadError: if there is no such directory, or it cannot be read.
     """
-    folder = os.fspath(directory)
+    folder = path_text(directory)
     if local_path(folder).kind() != "dir":
         raise ReadError(f"`{folder}`: a file, not a directory", hint="name the directory that it is in", file=folder)
     result = Cleaned(folder)

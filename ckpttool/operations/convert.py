@@ -17,6 +17,7 @@ from ckpttool.catalogue.warning import Warning
 from ckpttool.errors import UsageError
 from ckpttool.layout import rechunk, select
 from ckpttool.layout.dtype_rules import cast, caster, general
+from ckpttool.layout.mesh import world_mesh
 from ckpttool.layout.optimizer import respell
 from ckpttool.layout.rename import rename_entries, rooted, without_root
 from ckpttool.layout.selection import Selection, check_dtypes, check_not_empty, filtered, renamed_by, stripper
@@ -32,7 +33,7 @@ from ckpttool.producers.components import WritableLayout
 from ckpttool.producers.open import naming
 from ckpttool.serialization.unpickler import no_garbage_collection
 from ckpttool.storage import files
-from ckpttool.storage.stores import local_path
+from ckpttool.storage.stores import local_path, path_text
 from ckpttool.text import plural, some
 from ckpttool.transfer.read import read_box
 from ckpttool.transfer.threads import Progress
@@ -140,7 +141,7 @@ def convert(
         StorageError: if `dst` cannot be written, or does not fit on the disk.
         RemoteError: if the Hub cannot be reached, or refuses.
     """
-    src, dst = os.fspath(src), os.fspath(dst)
+    src, dst = path_text(src), path_text(dst)
     arguments.check_source(src, dst)
     selection = arguments.selection(only, drop, tensors, exclude, rename, strip_wrappers, strip_prefix)
     most, memory = arguments.max_shard_size(max_shard_size), arguments.memory(max_memory)
@@ -362,8 +363,8 @@ def _small_integer(source: Source, tensor: Tensor) -> int | None:
 
 
 def _check_arguments(dst: str, target: Format, options: ConvertOptions) -> None:
-    if options.to_world is not None and options.to_world < 1:
-        raise UsageError(f"`--to-world {options.to_world}`: a world has at least one rank")
+    if options.to_world is not None:
+        world_mesh(options.to_world)
     for flag, value, field, reason in (
         ("--tensor-class", options.tensor_class, "even", ""),
         ("--to-world", options.to_world, "chunked", " (whole tensors)"),

@@ -21,6 +21,7 @@ from ckpttool.operations import arguments
 from ckpttool.producers import open
 from ckpttool.reports import page_file
 from ckpttool.storage import files
+from ckpttool.storage.stores import path_text
 from ckpttool.transfer.execute import DEFAULT_THREADS
 from ckpttool.transfer.file_checksums import check_tensors
 from ckpttool.transfer.threads import Progress
@@ -79,7 +80,7 @@ def diff(
         StorageError: if `html` cannot be written.
     """
     began = time.monotonic()
-    paths = os.fspath(a), os.fspath(b)
+    paths = path_text(a), path_text(b)
     tolerances = {"rtol": rtol, "atol": atol, "ulp": ulp}
     given = {name: value for name, value in tolerances.items() if value is not None}
     page, page_path = None, page_file.checked(html)
@@ -123,6 +124,8 @@ def diff(
 
 def _tolerance(given: Mapping[str, float]) -> Tolerance | None:
     for name, value in given.items():
+        if not isinstance(value, int | float):
+            raise UsageError(f"`--{name} {value}`: a tolerance is a number, not `{type(value).__name__}`")
         if not 0 <= value < float("inf"):
             raise UsageError(f"`--{name} {value}` is not a distance", hint="write a number that is not negative")
     if given.get("ulp", 0) >= 1 << 64:

@@ -24,7 +24,7 @@ from ckpttool.producers.foreign.recognition import Recognition, UnsupportedError
 from ckpttool.producers.open import describe_run, opened
 from ckpttool.reports import description
 from ckpttool.reports.report import Block, Column, Findings
-from ckpttool.storage.stores import locate
+from ckpttool.storage.stores import locate, path_text
 from ckpttool.text import meant, plural, some
 
 
@@ -116,11 +116,11 @@ def inspect(
         CorruptError: if its index cannot be read.
     """
     if steps is not None:
-        return _chosen(os.fspath(path), shapes, steps)
+        return _chosen(path_text(path), shapes, steps)
     try:
-        opening = opened(os.fspath(path), shapes)
+        opening = opened(path_text(path), shapes)
     except UnsupportedError as error:
-        return _unopened(os.fspath(path), error.recognition)
+        return _unopened(path_text(path), error.recognition)
     with opening as source:
         catalogue = source.catalogue
         stop_at_denied(catalogue)

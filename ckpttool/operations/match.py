@@ -41,7 +41,7 @@ from ckpttool.reports.report import (
     known,
 )
 from ckpttool.storage import staging
-from ckpttool.storage.stores import local_path
+from ckpttool.storage.stores import local_path, path_text
 from ckpttool.text import duration, plural, some
 from ckpttool.transfer.execute import DEFAULT_THREADS
 from ckpttool.transfer.threads import Progress
@@ -138,7 +138,7 @@ def match(
         OverwriteError: if `output` exists.
     """
     began = time.monotonic()
-    result = Matched(os.fspath(src), os.fspath(like), destination=arguments.path(output))
+    result = Matched(path_text(src), path_text(like), destination=arguments.path(output))
     if result.destination is not None:
         staging.check_free(result.destination, overwrite=overwrite, is_file=True)
     selected = arguments.selection(only, (), (), exclude, (), strip_wrappers, None)

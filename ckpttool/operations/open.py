@@ -374,6 +374,12 @@ class LazyTensor:
         # The elements along each dimension of the tensor; an integer drops the dimension.
         self._index = tuple(map(range, tensor.shape)) if index is None else index
 
+    if not TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> Any:
+            text = f"`LazyTensor` has no attribute `{name}`: `.torch()` or `.numpy()` reads it first"
+            raise AttributeError(text, name=name, obj=self)
+
     def __reduce__(self) -> tuple[Any, ...]:
         return _tensor_at, (self._checkpoint, self._tensor.path, self._index)
 

@@ -34,7 +34,7 @@ from ckpttool.producers.open import opened
 from ckpttool.reports.report import Block, Facts, Line, bold
 from ckpttool.serialization.manifest import NAME as MANIFEST
 from ckpttool.storage import files, free_space, staging
-from ckpttool.storage.stores import DirectoryEntry, Location, Stat, Store, Write, content, local_path
+from ckpttool.storage.stores import DirectoryEntry, Location, Stat, Store, Write, content, local_path, path_text
 from ckpttool.text import duration, plural, size, some
 from ckpttool.transfer.execute import DEFAULT_THREADS
 from ckpttool.transfer.threads import Progress, Work, on_threads
@@ -119,8 +119,8 @@ def repair(
         StorageError: if `dst` cannot be written, or does not fit on the disk.
     """
     began = time.monotonic()
-    sources = [os.fspath(path) for path in (src, *merge)]
-    result = Repaired(sources[0], os.fspath(dst), sources[1:], None if like is None else os.fspath(like))
+    sources = [path_text(path) for path in (src, *merge)]
+    result = Repaired(sources[0], path_text(dst), sources[1:], None if like is None else path_text(like))
     result.dry_run = dry_run
     check_source(sources[0], result.destination)
     for path in sources:

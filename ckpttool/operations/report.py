@@ -18,10 +18,10 @@ from ckpttool.catalogue.entries import Catalogue
 from ckpttool.catalogue.findings import Finding, published
 from ckpttool.operations.inspect import inspect
 from ckpttool.operations.stats import stats
-from ckpttool.reports import description
+from ckpttool.reports import description, page_file
 from ckpttool.reports.page import Book, Section, render, sections
 from ckpttool.reports.report import Block, Facts, Findings, Line, Text, bold
-from ckpttool.storage.stores import local_path
+from ckpttool.storage.stores import local_path, path_text
 from ckpttool.text import plural, size
 from ckpttool.transfer.threads import Progress
 
@@ -117,7 +117,8 @@ def report(
         StorageError: if it cannot be written.
     """
     began = time.monotonic()
-    path, output = os.fspath(path), os.fspath(output)
+    path, output = path_text(path), path_text(output)
+    page_file.check_suffix(output)
     with local_path(output).stage(overwrite=overwrite, is_file=True) as stage:
         found = stats(
             path,

@@ -23,10 +23,12 @@ from ckpttool.catalogue.protocols import Source
 from ckpttool.catalogue.shown import shown as shown_in_a_line
 from ckpttool.catalogue.validation import stop_at_fault, validate
 from ckpttool.errors import UsageError
+from ckpttool.operations.arguments import check_source
 from ckpttool.producers.open import naming, notes_of_run, open_source
 from ckpttool.reports.report import Block, Column, Facts, Line, Table, Text, bold, box, checks, known
 from ckpttool.reports.statistics import spark
 from ckpttool.storage.files import Pool
+from ckpttool.storage.stores import path_text
 from ckpttool.text import meant, size
 from ckpttool.transfer import checksums
 from ckpttool.transfer.numbers import has_numbers, numbers
@@ -115,7 +117,8 @@ def show(path: str | os.PathLike[str], tensor: str, elements: str | None = None,
         ReadError: if there is no checkpoint at `path`, or it cannot be read.
         CorruptError: if the bytes of the tensor do not match their checksum.
     """
-    path = os.fspath(path)
+    path = path_text(path)
+    check_source(path, tensor, "the checkpoint comes first, then the name of the tensor")
     name, written = tensor, elements
     if elements is None and (match := _SLICED.fullmatch(tensor)):
         name, written = match[1], match[2]

@@ -38,7 +38,8 @@ from ckpttool.operations import arguments
 from ckpttool.producers import open
 from ckpttool.producers.runs import chosen_steps
 from ckpttool.storage import files
-from ckpttool.storage.stores import locate
+from ckpttool.storage.stores import locate, path_text
+from ckpttool.text import meant, some
 from ckpttool.transfer.execute import DEFAULT_THREADS
 from ckpttool.transfer.threads import Progress
 
@@ -86,7 +87,7 @@ def stats(
         CorruptError: if it is damaged.
     """
     began = time.monotonic()
-    path = os.fspath(path)
+    path = path_text(path)
     is_listed = condition(where, CONDITION, "--where") if where is not None else None
     fails = condition(fail_on, CONDITION, "--fail-on") if fail_on is not None else None
     selection = arguments.selection(only, drop, tensors, exclude)
@@ -175,7 +176,10 @@ def _selected(catalogue: Catalogue, selection: Selection) -> list[Tensor]:
     is_wanted, matches = selection.wanted_parts(catalogue), matching(selection.tensors, selection.exclude, catalogue)
     selected = [tensor for tensor in catalogue.tensors if is_wanted(tensor.part) and matches(tensor)]
     if not selected and (selection.tensors or selection.exclude):
-        raise UsageError("no tensor matches", hint="`ckpttool inspect PATH --tensors '*'` lists them")
+        patterns = [*selection.tensors, *(f"--exclude {pattern}" for pattern in selection.exclude)]
+        names = [tensor.name for tensor in catalogue.tensors]
+        hint = meant(patterns[0], names, "`ckpttool inspect PATH --tensors '*'` lists the tensors")
+        raise UsageError(f"no tensor matches {some(patterns)}", hint=hint)
     return selected
 
 

@@ -427,6 +427,8 @@ def check_free(result: Conversion, target: Format, options: WriteOptions) -> Non
             if missing := staging.missing_folders(dst):
                 result.notes.append(f"would create the directory `{missing[0]}`")
     except (OverwriteError, StorageError) as error:
+        if isinstance(error, OverwriteError) and not options.dry_run and local_path(dst).is_dir():
+            _check_is_checkpoint(local_path(dst))  # or the hint would lead to the next error
         # With `--overwrite`, what stops it is a pipe or a device: nothing is planned for that.
         if not options.dry_run or (options.overwrite and isinstance(error, OverwriteError)):
             raise
@@ -456,8 +458,9 @@ def _check_is_checkpoint(dst: Location) -> None:
         if producers.recognise(Directory(dst)) is None:
             detect(dst)
     except CkptError:
-        text = f"`{dst}` is a directory that holds no checkpoint, and `--overwrite` would remove all that is in it"
-        raise OverwriteError(text, hint="name another destination, or remove it yourself", file=dst) from None
+        text = f"`{dst}` is a directory and not a checkpoint, and `--overwrite` would remove all that is in it"
+        hint = f"name a new destination, such as `{dst.rstrip('/')}/NAME`, or remove it yourself"
+        raise OverwriteError(text, hint=hint, file=dst) from None
 
 
 def check_place(manifest: str | None, dst: str, names: Iterable[str]) -> None:

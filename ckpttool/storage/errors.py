@@ -16,6 +16,12 @@ from ckpttool.text import near_names
 FREE_SPACE = "free some space, or write somewhere else"
 _REPOSITORY = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")  # org/name
 _HUB = re.compile(r"hf:/{0,3}([^/].*)", re.IGNORECASE)
+_HUB_PAGE = re.compile(
+    r"(?:https?://|git@)?(?:www\.)?(?:huggingface\.co|hf\.co)[/:](?:models/)?([^/?#]+/[^/?#]+)"
+    r"(?:/(?:blob|resolve|tree|raw)/([^/?#]+)(/[^?#]+)?|/[^?#]*)?(?:[?#].*)?",
+    re.I,
+)
+_NEWEST = ("latest", "last", "newest", "final", "latest.pt", "last.pt")
 _DRIVE = re.compile(r"([A-Za-z]):[\\/](.*)")  # of Windows
 _TEXTS = re.compile(r"\.(txt|md|rst|log|csv|tsv|html|py|sh|png|jpg|pdf|svg|out|err)$")  # which are not meant
 _MAX_NAMES = 2000  # names of a directory that are compared with one that is not there
@@ -53,8 +59,19 @@ def hub_address(path: str) -> str | None:
     return f"hf://{path}" if is_one else None
 
 
+def address_of_page(page: str) -> str | None:
+    """Return the address of what a page of the Hub is about: `hf://org/name@main/file`; None for any other text."""
+    found = _HUB_PAGE.fullmatch(page)
+    if found is None:
+        return None
+    revision = f"@{found[2]}" if found[2] and (found[2] != "main" or found[3]) else ""
+    return f"hf://{found[1].removesuffix('.git')}{revision}{(found[3] or '').rstrip('/')}"
+
+
 def _meant(path: str) -> str | None:
     """Return the hint for a path of this machine at which there is nothing."""
+    if address := address_of_page(path):
+        return f"write `{address}`"
     if hint := not_expanded(path):
         return hint
     if remote := _HUB.fullmatch(path):
@@ -64,6 +81,8 @@ def _meant(path: str) -> str | None:
     if drive := _DRIVE.fullmatch(path):
         rest = drive[2].replace("\\", "/")
         return f"drives of Windows are elsewhere here: in WSL, it is `/mnt/{drive[1].lower()}/{rest}`"
+    if os.path.basename(path) in _NEWEST and os.path.isdir(above := os.path.dirname(path)):
+        return f"`{above}` alone stands for the newest checkpoint in it"
     near = [f"`{one}`" for one in _near(path)]
     if address := hub_address(path):
         if not near:

@@ -16,7 +16,7 @@ import io
 import os
 import posixpath
 import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any, BinaryIO, NamedTuple, TypeVar
 
 from ckpttool.errors import CkptError, CorruptError, ReadError, UsageError
 from ckpttool.storage import files
-from ckpttool.storage.errors import from_os_error
+from ckpttool.storage.errors import address_of_page, from_os_error
 from ckpttool.storage.versions import Version
 from ckpttool.text import literal
 
@@ -39,7 +39,6 @@ STORES = {"": "ckpttool.storage.local", "hf": "ckpttool.storage.hub"}
 T = TypeVar("T")
 Write = Callable[[BinaryIO], object]  # writes a file front to back to a stream
 _SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://")
-_HUB_PAGE = re.compile(r"https?://(?:www\.)?(?:huggingface\.co|hf\.co)/(?:models/)?([^/?#]+/[^/?#]+)[^?#]*", re.I)
 
 
 class DirectoryEntry(NamedTuple):
@@ -443,8 +442,8 @@ def check_scheme(path: str) -> None:
     if scheme is None or scheme[1] in STORES:
         return
     rest = path[scheme.end() :].partition("?")[0]
-    if page := _HUB_PAGE.fullmatch(path.partition("?")[0].partition("#")[0]):
-        hint = f"write `hf://{page[1]}`"
+    if page := address_of_page(path):
+        hint = f"write `{page}`"
     elif scheme[1].lower() in STORES:
         hint = f"write `{scheme[1].lower()}://{rest}`"
     elif scheme[1].lower() == "file":
@@ -452,6 +451,20 @@ def check_scheme(path: str) -> None:
     else:
         hint = "give a path of this machine, such as where the storage is mounted, or `hf://org/name`"
     raise UsageError(f"addresses that start with `{scheme[0]}` are not supported", hint=hint)
+
+
+def path_text(value: object) -> str:
+    """Return a path as text. Raises UsageError for what is no path, such as a state dict or an open file."""
+    if isinstance(value, str | os.PathLike) and isinstance(text := os.fspath(value), str):
+        return text
+    hint = "pass the path of a checkpoint"
+    if isinstance(value, Mapping) or hasattr(value, "state_dict"):
+        hint = "save it first, by `torch.save` or `ckpttool.save`, and pass the path"
+    elif isinstance(value, list | tuple):
+        hint = "pass one path, or a pattern of the files of one step: `'rank*.pt'`"
+    elif hasattr(value, "read"):
+        hint = "pass the path of the file: it is read in many places at once"
+    raise UsageError(f"a path is a `str` or a `pathlib.Path`, not `{type(value).__name__}`", hint=hint)
 
 
 def _remote_module(path: str) -> Any:

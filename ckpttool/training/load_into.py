@@ -65,6 +65,9 @@ def load_into(
         CkptError: the same on every rank.
     """
     path = path_first(path, "load_into")
+    if not isinstance(state, Mapping):
+        hint = "`ckpttool.load(path, model)` fills a model" if isinstance(state, nn.Module) else None
+        raise UsageError(f"`load_into` fills a dict, and this is a {type(state).__name__}", hint=hint)
     own = _OwnObjects(path, state, strict, device)
 
     def targets() -> list[LoadOptions]:

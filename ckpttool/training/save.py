@@ -144,6 +144,9 @@ def _arguments(
     extra: dict[str, Any],
 ) -> dict[str, Any]:
     """Return what every rank has to pass alike. Raises UsageError for what cannot be saved."""
+    if not isinstance(model, nn.Module):
+        hint = "`torch.save` or `torch.distributed.checkpoint.save` saves a state dict"
+        raise UsageError(f"`save` takes a `torch.nn.Module`, and this is a {type(model).__name__}", hint=hint)
     if format not in FORMATS:
         hint = meant(format, list(FORMATS), "one of `dcp`, `torch`, `fsdp1`")
         raise UsageError(f"there is no format `{format}` to save in", hint=hint)

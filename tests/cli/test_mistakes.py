@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from support.cli import run
+from support.cli import FULL, run
 from support.paths import CHECKPOINTS
 
 import ckpttool
@@ -34,6 +34,51 @@ MISTAKES = {
     "show full.pt": "hint: `ckpttool inspect full.pt --tensors '*'` lists the tensors",
     "inspect full.pt --filter x": "hint: did you mean `--tensors`?",
     "inspect step.tar": "hint: unpack it, `tar xf FILE`, and name what comes out",
+    # Commands and options of other tools.
+    "merge-weights full.pt o": "hint: did you mean `convert SRC DST --to safetensors --only model`?",
+    "dcp_to_torch full.pt o.pt": "hint: did you mean `convert SRC out.pt`?",
+    "torch_to_dcp full.pt o": "hint: did you mean `convert SRC DST --to dcp`?",
+    "zero_to_fp32 full.pt o": "hint: merge partitions of ZeRO with DeepSpeed's own `zero_to_fp32.py`",
+    "quantize full.pt o": "hint: quantize what `ckpttool export` writes",
+    "convert full.pt o --to-dcp": "hint: did you mean `--to dcp`?",
+    "convert full.pt o --safe_serialization": "hint: did you mean `--to safetensors`?",
+    "convert full.pt o --max_shard_size 5GB": "hint: did you mean `--max-shard-size`?",
+    "convert full.pt --outfile o": "hint: what is written is the last argument: `ckpttool convert SRC DST`",
+    "convert -i full.pt o": "hint: what is read is the first argument: `ckpttool convert SRC DST`",
+    "convert full.pt o --revision main": "hint: the revision is part of the address: `hf://org/name@REVISION`",
+    "convert full.pt o --step 500": "hint: name the directory of the step, such as `run7/step-500`",
+    "export full.pt --push-to-hub org/name": "hint: `hf://org/name` as DST writes to the Hub",
+    "inspect full.pt --map-location cpu": "hint: leave it out: no device is used",
+    "clean . --force": "hint: did you mean `--yes`?",
+    "convert full.pt o --overwrite=yes": "hint: write `--overwrite` alone",
+    "verify full.pt --against": "hint: write `--against OTHER`",
+    # Words too few, too many, and in another order.
+    "convert full.pt": "hint: `ckpttool convert full.pt DST`; `ckpttool convert --help`",
+    "check full.pt": "hint: `ckpttool check full.pt --against OTHER`;",
+    "convert full.pt safetensors o": "hint: did you mean `--to safetensors`?",
+    "show model.embed.weight full.pt": "hint: the checkpoint comes first, then the name of the tensor",
+    "convert full.pt o \u2014to dcp": "hint: `\u2014to` begins with a dash that is no hyphen: write `--to`",
+    "reshard full.pt o --to-mesh shard=2 tp=2": "did you mean `--to-mesh shard=2,tp=2`?",
+    "convert full.pt o.pt --rename model.* net.*": "did you mean `--rename 'model.*=net.*'`?",
+    "convert full.pt o.pt --rename model.(.*)=net.\\1": "hint: a rule is no regular expression: `*` captures",
+    "inspect full.pt --tensors full.pt step.tar": "hint: `--tensors` takes one word; in quotes, `--tensors '*.tar'`",
+    "convert full.pt step.tar o.pt": "was it a pattern?",
+    # Files, directories and addresses.
+    "convert full.pt runs --to dcp": "hint: name a new destination, such as `runs/NAME`",
+    "convert full.pt o.h5": "hint: no such file is written: name it `o.pt` or `o.safetensors`",
+    "convert full.pt o --producer runs/step-1": "error: `--producer runs/step-1`: no such checkpoint",
+    "report full.pt -o page.pdf": "hint: name it `page.html`; a browser prints it to PDF",
+    "inspect full.pt --html page.json": "hint: name it `page.html`",
+    "inspect runs/latest": "hint: `runs` alone stands for the newest checkpoint in it",
+    "inspect huggingface.co/org/name": "hint: write `hf://org/name`",
+    "inspect git@hf.co:org/name.git": "hint: write `hf://org/name`",
+    "inspect https://huggingface.co/org/name/blob/main/a.safetensors": "hint: write `hf://org/name@main/a.safetensors`",
+    "inspect https://huggingface.co/org/name/tree/v2?x=1": "hint: write `hf://org/name@v2`",
+    # Values.
+    "convert full.pt o.pt --max-memory 2": "hint: write a unit and leave room for buffers: `--max-memory 2GB`",
+    "inspect full.pt --dtype F32": "hint: did you mean `fp32`, `float32`?",
+    "inspect full.pt --where dtype=float32": "hint: compare columns by `==`,",
+    "stats full.pt --tensors model.nrom*": "error: no tensor matches `model.nrom*`",
 }
 
 
@@ -44,9 +89,16 @@ def test_a_mistake_is_answered_by_what_to_type(words: str, tmp_path: Path, monke
     shutil.copy(CHECKPOINTS / "torch/full/ckpt.pt", "full.pt")
     with tarfile.open("step.tar", "w") as archive:
         archive.add("full.pt")
+    (tmp_path / "runs/step-2").mkdir(parents=True)
     done = run(*words.split())
-    assert done.exit_code in (2, 3) and MISTAKES[words] in done.stderr, done.stderr
-    assert sorted(os.listdir()) == ["full.pt", "step.tar"]
+    assert done.exit_code in (2, 3, 6) and MISTAKES[words] in done.stderr, done.stderr
+    assert sorted(os.listdir()) == ["full.pt", "runs", "step.tar"] and os.listdir("runs") == ["step-2"]
+
+
+def test_an_empty_word_is_a_variable_that_is_not_set() -> None:
+    for words in (["inspect", ""], ["convert", FULL, ""], ["inspect", FULL, "--html", ""]):
+        done = run(*words)
+        assert done.exit_code == 2 and "hint: is a variable of the shell not set?" in done.stderr
 
 
 def test_mistakes_in_python(tmp_path: Path) -> None:
@@ -56,6 +108,18 @@ def test_mistakes_in_python(tmp_path: Path) -> None:
         (lambda: ckpttool.save(model, tmp_path / "x"), "`save` takes the path first"),
         (lambda: ckpttool.load_into({"model": model}, path), "`load_into` takes the path first"),
         (lambda: ckpttool.load(path, {"model": model}), "`load` fills a `torch.nn.Module`, and this is a dict"),
+        (lambda: ckpttool.save(tmp_path / "x", {}), "`save` takes a `torch.nn.Module`, and this is a dict"),
+        (lambda: ckpttool.load_into(path, model), "hint: `ckpttool.load(path, model)` fills a model"),
+        (lambda: ckpttool.convert({}, tmp_path / "x"), "hint: save it first, by `torch.save` or `ckpttool.save`"),
+        (lambda: ckpttool.open([path]), "hint: pass one path, or a pattern of the files of one step"),
+        (lambda: ckpttool.open(path.open("rb")), "hint: pass the path of the file"),
+        (lambda: ckpttool.inspect(os.fsencode(path)), "a path is a `str` or a `pathlib.Path`, not `bytes`"),
+        (
+            lambda: ckpttool.convert(path, tmp_path / "x", to="dcp", to_world="4"),
+            "a number of ranks is an `int`, not `str`",
+        ),
+        (lambda: ckpttool.reshard(path, tmp_path / "x", to_mesh={"tp": 2}), "a mesh is a `str`"),
+        (lambda: ckpttool.diff(path, path, rtol="1e-3"), "a tolerance is a number, not `str`"),
     ):
         with pytest.raises(UsageError) as raised:
             call()  # type: ignore[no-untyped-call]
@@ -66,6 +130,10 @@ def test_mistakes_in_python(tmp_path: Path) -> None:
                 ckpt["model.embed.weight"][index]
         with pytest.raises(TypeError, match="a name is a string"):
             ckpt[0]
+        with pytest.raises(AttributeError, match=r"no attribute `mean`: `.torch\(\)` or `.numpy\(\)` reads it first"):
+            ckpt["model.embed.weight"].mean()
+    with pytest.raises(AttributeError, match="`safe_open`: did you mean `open`"):
+        ckpttool.safe_open  # noqa: B018
     assert list(tmp_path.iterdir()) == []
 
 

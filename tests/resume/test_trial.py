@@ -222,7 +222,7 @@ def test_what_is_done_to_the_checkpoint_on_its_way_is_seen(tmp_path: Path) -> No
         ({"via": "reshard:x=2"}, "there is no mesh dimension `x`"),
         ({"more": 0}, "at least one step"),
         ({"device": "tpu"}, "`--device tpu` is unknown"),
-        ({"world": 0}, "a world has at least one rank"),
+        ({"world": 0}, "a world is a number of ranks from 1"),
         ({"checkpoints": ["a"], "via": "dcp"}, "`--to-mesh` cannot be used with checkpoints"),
     ],
 )

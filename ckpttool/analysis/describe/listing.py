@@ -65,6 +65,6 @@ def _dtype(name: str) -> str:
     short = name.removeprefix("torch.")
     short = ALIASES.get(short, short)
     if short not in DTYPES:
-        hint = meant(short, [*DTYPES, *ALIASES], "dtypes are called as torch calls them: `bfloat16`")
+        hint = meant(short.lower(), [*DTYPES, *ALIASES], f"one of {', '.join(DTYPES)}")
         raise UsageError(f"`--dtype {name}`: there is no such dtype", hint=hint)
     return short

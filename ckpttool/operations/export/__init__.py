@@ -23,7 +23,7 @@ from ckpttool.operations.write import WriteOptions
 from ckpttool.storage import free_space, stores
 from ckpttool.storage.errors import hub_address
 from ckpttool.storage.files import temporary_folder
-from ckpttool.storage.stores import Location, local_path
+from ckpttool.storage.stores import Location, local_path, path_text
 from ckpttool.text import meant
 from ckpttool.transfer.check_destination import check_written
 from ckpttool.transfer.threads import Progress
@@ -142,7 +142,7 @@ def export(
         RemoteError: if the Hub cannot be reached, or refuses.
     """
     began = time.monotonic()
-    src, dst = os.fspath(src), os.fspath(dst)
+    src, dst = path_text(src), path_text(dst)
     arguments.check_source(src, dst)
     if names not in NAMES:
         raise UsageError(

@@ -30,7 +30,7 @@ from ckpttool.producers.open import naming
 from ckpttool.reports import page_file
 from ckpttool.reports.report import Facts
 from ckpttool.serialization.unpickler import no_garbage_collection
-from ckpttool.storage.stores import is_remote, local_path
+from ckpttool.storage.stores import is_remote, local_path, path_text
 from ckpttool.text import meant, plural
 from ckpttool.transfer import agreement, processes
 from ckpttool.transfer.threads import Progress
@@ -162,7 +162,7 @@ def reshard(
         RemoteError: if the Hub cannot be reached, or refuses.
     """
     passed = {name: value for name, value in locals().items() if name not in _OF_ONE_RANK}
-    src, dst = os.fspath(src), os.fspath(dst)
+    src, dst = path_text(src), path_text(dst)
     # In the block, so that a mistake is reported by one process.
     with processes.coordinated() as coordinator:
         where = local_path(dst).absolute() if not is_remote(dst) else dst
@@ -238,7 +238,7 @@ def _placements(value: str | Sequence[str]) -> tuple[tuple[str, str], ...]:
 
 def _mesh(to_world: int | None, to_mesh: str | None, like: str | None, rules: Rules) -> Mesh | None:
     """Return the mesh to shard for; None with `--like`. Raises UsageError unless there is one of the three."""
-    if to_world is not None and to_world < 1:
+    if to_world is not None:
         world_mesh(to_world)
     given = [name for name, value in (("--to-world", to_world), ("--to-mesh", to_mesh), ("--like", like)) if value]
     if len(given) != 1:

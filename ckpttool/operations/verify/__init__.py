@@ -34,6 +34,7 @@ from ckpttool.producers.foreign.recognition import UnsupportedError
 from ckpttool.reports import page_file
 from ckpttool.serialization.manifest import NAME, Manifest, read
 from ckpttool.storage import files, stores
+from ckpttool.storage.stores import path_text
 from ckpttool.transfer.execute import DEFAULT_THREADS
 from ckpttool.transfer.threads import Progress
 
@@ -76,11 +77,11 @@ def verify(
         StorageError: if `html` cannot be written.
     """
     began = time.monotonic()
-    path = os.fspath(path)
+    path = path_text(path)
     report = Report(path, against=arguments.path(against), manifest=arguments.path(manifest))
     page = page_file.checked(html)
     if write_manifest is not None:
-        manifests.check_free(os.fspath(write_manifest))
+        manifests.check_free(path_text(write_manifest))
     if manifest is None and not stores.is_remote(path) and (own := stores.locate(path) / NAME).is_file():
         report.manifest = own
     expected = _given(report, is_own=manifest is None) if report.manifest is not None else None
@@ -108,7 +109,7 @@ def verify(
         if run.is_open and other is not None:
             report.add(against_checkpoint.check(run, other))
         if run.is_open and write_manifest is not None and report.whole:
-            _write(os.fspath(write_manifest), run)
+            _write(path_text(write_manifest), run)
     if run.is_open:
         report.findings = structure.with_truncated_files(report.findings, run.catalogue)
     report.findings = [_shortened(finding, path) for finding in report.findings]

@@ -30,6 +30,7 @@ from huggingface_hub.utils._http import hf_raise_for_status
 
 from ckpttool.errors import CkptError, CorruptError, ReadError, RemoteError, StorageError
 from ckpttool.storage import workspace
+from ckpttool.storage.errors import address_of_page
 from ckpttool.storage.files import Pool
 from ckpttool.storage.hub import answers, client, headers, listing, xet
 from ckpttool.storage.hub.address import Address, parse
@@ -41,6 +42,7 @@ from ckpttool.text import size
 
 BLOCK = 64 << 10  # the first block contains most headers
 _MAX_REQUEST = 8 << 20
+_OF_PAGE = re.compile(r"(blob|resolve|tree|raw)/")  # in the address of a page of the Hub, before the revision
 _CONNECTIONS = 16
 _SHARD = re.compile(r"(.*)-\d{5}-of-(\d{5})\.safetensors")
 
@@ -55,11 +57,12 @@ def locate(text: str) -> Location:
         # The whole repository: an index refers to other files.
         repo_files = listing.list_files(api, address.repo, commit)
     location = Location(str(address), HubStore(address, api, commit, repo_files))
+    page = address_of_page(f"hf.co/{address.repo}/{address.path}") if _OF_PAGE.match(address.path) else None
     # A pattern of rank files is expanded later.
     if address.path and not location.exists() and not any(char in address.path for char in "*?["):
         raise RemoteError(
             f"`{address}`: no such file or folder in the repository",
-            hint=f"`ckpttool inspect {address.root}` lists its files",
+            hint=f"write `{page}`" if page else f"`ckpttool inspect {address.root}` lists its files",
             file=str(address),
         )
     return location
