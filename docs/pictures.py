@@ -1,5 +1,5 @@
-"""Makes the pictures of the documentation: terminal output and the screen of `browse` as SVG, and the report of a trial
-as PNG (with chromium).
+"""Makes the pictures of the documentation: terminal output and the screen of `browse` as SVG; pages of a trial and of a
+report as PNG (with chromium).
 
 python docs/pictures.py        # from a checkout, after `make .venv/bin/.ready`
 """
@@ -15,6 +15,7 @@ import sys
 import tempfile
 from pathlib import Path
 
+import torch
 from rich.console import Console
 from rich.text import Text
 
@@ -29,6 +30,7 @@ COMMANDS = {
     "verify": "verify damaged",
 }
 BROWSED = ["down", "down", "down", "down", "right", "down", "down", "down", "right", "down", "2"]
+DAMAGED = "model.layers.3.attn.out.weight"
 TRIAL = "verify-resume trial --recipe recipe_fsdp2.py --via safetensors --to-world 4 --html trial.html"
 
 
@@ -62,9 +64,35 @@ def main() -> None:
         os.chdir(samples)
         (HERE / "browse.svg").write_text(asyncio.run(_screen("run7/step-1000", BROWSED)), encoding="utf-8")
         run(TRIAL)
-        page = samples / "trial.html"
-        browser = ["chromium", "--headless", "--no-sandbox", "--hide-scrollbars", "--window-size=1000,900"]
-        subprocess.run([*browser, f"--screenshot={HERE / 'trial.png'}", page.as_uri()], check=True, capture_output=True)
+        _picture(samples / "trial.html", "", "trial.png", 900)
+        _save_unusual("step-1000.pt")
+        run("report step-1000.pt -o report.html")
+        _picture(samples / "report.html", "#matrix", "report-layers.png", 800)
+        _picture(samples / "report.html", f"#tensor/{DAMAGED}", "report-tensor.png", 1400)
+
+
+def _picture(page: Path, fragment: str, name: str, height: int) -> None:
+    """Write what a browser shows of a page."""
+    browser = ["chromium", "--headless", "--no-sandbox", "--hide-scrollbars", f"--window-size=1000,{height}"]
+    # The page is drawn before the time is over.
+    browser += ["--blink-settings=preferredColorScheme=1", "--virtual-time-budget=2000"]
+    subprocess.run([*browser, f"--screenshot={HERE / name}", page.as_uri() + fragment], check=True, capture_output=True)
+
+
+def _save_unusual(path: str) -> None:
+    """Save a model with a weight 40 times too large, and one with a NaN, zeros, and a large row and column."""
+    torch.manual_seed(0)
+    kinds = ("attn.qkv", "attn.out", "mlp.up", "mlp.down")
+    model = {
+        f"layers.{n}.{kind}.weight": torch.randn(256, 256) * (0.01 + 0.002 * n) for n in range(12) for kind in kinds
+    }
+    model["layers.7.mlp.up.weight"] *= 40
+    weight = model[DAMAGED.removeprefix("model.")]
+    weight[:, 64] *= 8
+    weight[148] *= 4
+    weight[248:] = 0
+    weight[50, 200] = torch.nan
+    torch.save({"model": model, "step": 1000}, path)
 
 
 async def _screen(path: str, keys: list[str]) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -152,7 +153,7 @@ class DifferencePage:
             for title, (attribute, equal) in _FIGURES.items()
         }
         title = f"{result.b.path} minus {result.a.path}"
-        book = Book("diff", f"{result.a.path}, {result.b.path}", title, stats, a, figures=figures)
+        book = Book("diff", shlex.join([result.a.path, result.b.path]), title, stats, a, figures=figures)
         book.verdict, book.is_good = result.message, result.same
         new = [one for one in result.tensors if one.values is not None and one.values.new_nans]
         texts = [f"`{one.name}`: new NaN in B, {plural(one.values.new_nans, 'element')}" for one in new if one.values]

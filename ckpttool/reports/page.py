@@ -98,6 +98,7 @@ class Book:
     columns: Sequence[str] | None = None  # statistics to draw; all without any
     after: Catalogue | None = None
     hyperparameters: Sequence[Mapping[str, str]] = ()
+    call: str = ""  # the command line, if it is known
 
     @classmethod
     def of_catalogue(cls, command: str, path: str, catalogue: Catalogue, title: str = "") -> Book:
@@ -134,7 +135,7 @@ def render(book: Book) -> str:
     return templates.get_template("page.html.j2").render(
         book=book,
         version=__version__,
-        call=f"ckpttool {book.command} {book.path}",
+        call=book.call or f"ckpttool {book.command} {book.path}",
         date=time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime()),
         writer=" ".join(_written_by(book.catalogue)),
         style=verbatim(_text(templates, "style.css")),
@@ -182,10 +183,12 @@ def sections(blocks: Iterable[Block]) -> Iterator[Section]:
             case Verbatim():
                 yield Section(_title(block.title), logs=[(block.title, block.text)])
             case Table():
+                cells = [[_cell(cell) for cell in row] for row in block.rows]
+                width = max(map(len, cells), default=0)
                 yield Section(
                     _title(block.name or block.title or ""),
                     headers=[column.title for column in block.columns],
-                    rows=[[_cell(cell) for cell in row] for row in block.rows],
+                    rows=[[*row, *([""] * (width - len(row)))] for row in cells],
                     numbers=[i for i, column in enumerate(block.columns) if column.is_number],
                     bars=block.bars,
                 )

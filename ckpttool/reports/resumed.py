@@ -62,6 +62,7 @@ def page(document: Document, environment: Mapping[str, str] | None = None) -> st
     path = document["recipe"] if is_trial else shlex.join(document["words"])
     book = Book(f"verify-resume {'trial' if is_trial else 'run'}", path, _title(document), Stats(path), Catalogue(""))
     book.verdict, book.is_good = verdict[2:]
+    book.call = (environment or {}).get("command", "")
     # What the message says beyond the title: `resume is not exact: the loss ...` is `The loss ...`.
     detail = re.sub(r"^(resume is not exact|exact resume): ", "", document["message"])
     book.detail = detail[:1].upper() + detail[1:]

@@ -215,14 +215,14 @@ draw.experts = section => {
 function linear([low, high, most, shares, below, above]) {
   low = number(low); high = number(high);
   const n = shares.length, width = 640, height = 180, bar = width / n, step = (high - low) / n;
-  const svg = drawing("svg", {viewBox: `0 0 ${width} ${height + 20}`, role: "img", "aria-label": "histogram"});
+  const svg = drawing("svg", {viewBox: `0 0 ${width} ${height + 23}`, role: "img", "aria-label": "histogram"});
   for (let k = 0; k < n; k++) {
     const share = DIGITS.indexOf(shares[k]) / (DIGITS.length - 1), from = low + k * step;
     const title = n > 1 ? `${shown(from)} to ${shown(from + step)}: about ${shown(Math.round(share * most))}` : `${shown(low)}: ${shown(most)}`;
     if (share) svg.append(told(title, drawing("rect", {class: from + step / 2 < 0 ? "negative" : "positive", x: k * bar, y: height - height * share, width: Math.max(bar - 1, .5), height: height * share})));
   }
   svg.append(drawing("line", {class: "axis", x1: 0, x2: width, y1: height, y2: height}));
-  const label = (x, words, anchor) => svg.append(drawing("text", {x, y: height + 14, "text-anchor": anchor}, words));
+  const label = (x, words, anchor) => svg.append(drawing("text", {x, y: height + 17, "text-anchor": anchor}, words));
   label(0, shown(low), "start");
   if (n > 1) label(width, shown(high), "end");
   const zero = -low / (high - low);
@@ -240,7 +240,7 @@ function spectrum([first, negative, positive], zeros) {
   const zeroLevel = zeros ? 1 + Math.log2(zeros) * 64 : 0;
   let top = zeroLevel;
   for (let k = 0; k < n; k++) top = Math.max(top, level(negative, k), level(positive, k));
-  const svg = drawing("svg", {viewBox: `0 0 ${width} ${height + 20}`, role: "img", "aria-label": "magnitude spectrum"});
+  const svg = drawing("svg", {viewBox: `0 0 ${width} ${height + 23}`, role: "img", "aria-label": "magnitude spectrum"});
   const add = (at, high, kind, title) => {
     if (high) svg.append(told(title, drawing("rect", {class: kind, x: at * bar, y: height - height * high / top, width: Math.max(bar - 1, .5), height: height * high / top})));
   };
@@ -251,7 +251,7 @@ function spectrum([first, negative, positive], zeros) {
   }
   add(hasNegative ? n : 0, zeroLevel, "empty", `zero: ${shown(zeros)}`);
   svg.append(drawing("line", {class: "axis", x1: 0, x2: width, y1: height, y2: height}));
-  const label = (at, words, anchor) => svg.append(drawing("text", {x: at, y: height + 14, "text-anchor": anchor}, words));
+  const label = (at, words, anchor) => svg.append(drawing("text", {x: at, y: height + 17, "text-anchor": anchor}, words));
   if (hasNegative) label(0, "-" + shown(edge(n)), "start");
   label(((hasNegative ? n : 0) + .5) * bar, "0", bars > 3 ? "middle" : "start");
   label(width, shown(edge(n)), "end");

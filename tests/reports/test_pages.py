@@ -162,7 +162,10 @@ def test_only_a_page_is_replaced(tmp_path: Path) -> None:
         ckpttool.reshard(DCP, tmp_path / "w2", to_world=2, html=mine)
     assert not (tmp_path / "w2").exists()
     ckpttool.reshard(DCP, tmp_path / "w2", to_world=2, html=page)
-    assert "4 ranks to 2 ranks" in page.read_text() and (tmp_path / "w2").exists()
+    text = page.read_text()
+    assert "4 ranks to 2 ranks" in text and (tmp_path / "w2").exists()
+    # A command that can be typed, and the time that it took.
+    assert f"<code>ckpttool reshard {DCP} {tmp_path / 'w2'}</code>" in text and "<dd>0.00 s</dd>" not in text
 
 
 @pytest.mark.parametrize("width", [400, 1280])
@@ -179,6 +182,8 @@ def test_every_page_is_drawn(written: Path, page: Page, name: str, width: int) -
         page.ask("new Promise(done => setTimeout(done, 30))")
         assert len(page.ask(f"document.getElementById('page-{one}').innerText")) > 60, one
         assert page.ask("document.documentElement.scrollWidth") <= width, f"{one} is wider than the window"
+        narrow = "[...document.querySelectorAll('.tall td:first-child')].filter(one => one.offsetWidth < 150).length"
+        assert page.ask(narrow) == 0, "names are cut into a few letters a line"
     assert page.problems == [] and page.requests == [path.as_uri()]
 
 

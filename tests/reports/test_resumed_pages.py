@@ -291,7 +291,7 @@ def test_every_page_is_drawn(tmp_path: Path, page: Page, name: str, width: int, 
         page.ask("new Promise(done => setTimeout(done, 30))")
         shown = page.ask("[...document.querySelectorAll('section')].filter(one => !one.hidden).map(one => one.id)")
         assert shown == [f"page-{one}"]
-        assert len(page.ask(f"document.getElementById('page-{one}').innerText")) > 60, one
+        assert len(page.ask(f"document.getElementById('page-{one}').innerText")) > 30, one
         assert page.ask("document.documentElement.scrollWidth") <= width, f"{one} is wider than the window"
     background = page.ask("getComputedStyle(document.body).backgroundColor")
     assert background == ("rgb(252, 252, 253)" if scheme == "light" else "rgb(17, 19, 20)")

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import re
+import shlex
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -186,7 +188,7 @@ def reshard(
                 hint="run `ckpttool reshard --engine bytes` without torchrun",
             )
         target, is_first = row or formats.FORMATS[0], coordinator.is_first
-        page = page_file.checked(html)
+        page, began = page_file.checked(html), time.monotonic()
         with ExitStack() as stack:
             place = stack.enter_context(publish.place(dst, hub, token, how, src, other))
             result = Resharding(src, "", place.path, "", dry_run=dry_run, processes=coordinator.size)
@@ -208,6 +210,7 @@ def reshard(
                 engines.write(chosen, job)
             place.send(result)
             if page is not None and is_first:
+                result.seconds = time.monotonic() - began
                 page_file.write(_page(result, opened.source), page)
     return result
 
@@ -219,7 +222,7 @@ def _page(result: Resharding, source: Source) -> str:
 
     before = source.catalogue
     ranks = [plural(max(one, 1), "rank") for one in (before.world_size, result.world_size)]
-    path = f"{result.source}, {result.destination}"
+    path = shlex.join([result.source, result.destination])
     book = Book.of_catalogue("reshard", path, before, f"{ranks[0]} to {ranks[1]}")
     book.verdict, book.after = result.message, result._layout
     listed = [] if result.dry_run else [written.files(result)]
