@@ -22,7 +22,7 @@ def check(
 ) -> None:  # fmt: skip
     """Check that the model of a checkpoint fits a reference: names, shapes, dtypes, ties, leftovers.
 
-    Only headers are read, of the Hub a few kilobytes. The exit code is 1 if something is missing, left over or has
+    Only headers are read: a few kilobytes from the Hub. The exit code is 1 if something is missing, left over or has
     another shape; a dtype difference alone is only reported.
 
     Examples:

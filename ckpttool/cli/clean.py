@@ -15,8 +15,8 @@ def clean(
 ) -> None:  # fmt: skip
     """List what failed runs left in a directory, or remove it.
 
-    These are partial outputs, old destinations that were being replaced, and temporary files. What a run is working in
-    is left alone, and so is what nothing proves to be of a run of yours.
+    These are partial outputs, old destinations that were being replaced, and temporary files. Directories that a run
+    is using are left alone, and so is everything that is not provably from a run of yours.
 
     Examples:
         ckpttool clean runs

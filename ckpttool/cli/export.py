@@ -37,7 +37,7 @@ def export(
     code. The tensors are compared with the config first. DST is written completely or not at all.
 
     Examples:
-        ckpttool export step-1000 my-model --assets meta-llama/Llama-3.1-8B --dtype bfloat16
+        ckpttool export step-1000 my-model --assets hf://org/base --dtype bfloat16
         ckpttool export step-1000 hf://org/my-model --public --dry-run
         ckpttool export step-1000 my-model --like hf://Qwen/Qwen3-0.6B --take ema
     """

@@ -22,8 +22,8 @@ def match(
 ) -> None:  # fmt: skip
     """Derive a key map from a checkpoint to a reference model; ambiguous matches are listed, never guessed.
 
-    By names and shapes, tensors are renamed, stacked, split, joined and transposed. The exit code is 1 if something is
-    left open, or left over of an adapter or of quantisation.
+    Tensors are matched by names and shapes: renamed, stacked, split, joined or transposed. The exit code is 1 if
+    anything is left open, or left over from an adapter or quantisation.
 
     Examples:
         ckpttool match step-1000 --like hf://Qwen/Qwen3-30B-A3B -o map.json

@@ -80,7 +80,7 @@ ListedSteps = Annotated[Steps, Reworded(
 ModelFrom = Annotated[Text, option("--model-from PATH", SELECTION, "Read the model from another checkpoint.")]
 OptimFrom = Annotated[Text, option("--optim-from PATH", SELECTION, "Read the optimizer from another checkpoint.")]
 Take = Annotated[Text, option("--take TREE", SELECTION,
-    "Export this tree in place of the model: ema, or its whole key.")]
+    "Export this tree in place of the model: ema, or its full key.")]
 Merge = Annotated[Many, option("--merge DIR", SELECTION,
     "Directory of another node with files of the same save. Repeatable.")]
 LikeStep = Annotated[Text, option("--like OTHER", SELECTION,
@@ -91,13 +91,13 @@ ListedDtypes = Annotated[Many, option("--dtype DTYPE", TENSORS, "List only tenso
 MinSize = Annotated[Text, option("--min-size SIZE", TENSORS,
     "List only tensors of at least this size: 100MB, 1GiB, ...")]
 Where = Annotated[Text, option("--where CONDITION", TENSORS,
-    "List only tensors for which this is true: 'numel > 1e6 and ranks > 1 and name != \"*.bias\"'.")]
+    "List only tensors for which this holds: 'numel > 1e6 and ranks > 1 and name != \"*.bias\"'.")]
 SortKey = Annotated[Literal["name", "size", "dtype", "order"] | None, option("--sort KEY", TENSORS,
     "Sort the list by name, size (largest first), dtype, or order (as they were saved).")]
 Top = Annotated[Number, option("--top N", TENSORS,
     "List only the first N tensors, or the N largest without --sort.", least=1)]
 WhereStatistics = Annotated[Text, option("--where CONDITION", SELECTION,
-    "List tensors for which this is true: 'nan > 0 or absmax > 1e4'.")]
+    "List tensors for which this holds: 'nan > 0 or absmax > 1e4'.")]
 Spectral = Annotated[bool, option("--spectral", SELECTION,
     "Estimate stable rank and largest singular values of matrices, too.")]
 
@@ -115,9 +115,9 @@ KeyMapToApply = Annotated[KeyMap, Reworded(
     "Apply a key map to the model and its optimizer: a name, a .json file, or none. With --like, to the model; "
     "default: the one that fits.")]
 LikeRun = Annotated[Text, option("--like FROM", NAMES,
-    "Give the model the names, dtypes and ranks that this checkpoint of a run has.")]
+    "Give the model the names, dtypes and ranks of this checkpoint of a run.")]
 ExportedNames = Annotated[Literal["released", "memory"], option("--names WHICH", NAMES,
-    "Names as released files have them, or as transformers has them in memory: memory.")]
+    "Names as in released files, or as transformers has them in memory: memory.")]
 
 # References -----------------------------------------------------------------------------------------------------------
 
@@ -129,13 +129,13 @@ Fill = Annotated[Many, option("--fill GLOB", REFERENCE,
 AgainstModel = Annotated[str, option("--against OTHER", REFERENCE,
     "A released model (a directory, a file, hf://org/name), or its config.json.")]
 CompareContent = Annotated[bool, option("--content", REFERENCE,
-    "Compare samples of the values too: a fine-tune lies near its base.")]
+    "Compare samples of the values too: a fine-tune is close to its base.")]
 LikeReference = Annotated[str, option("--like REF", REFERENCE,
     "A released model (a directory, a file, hf://org/name), or its config.json.")]
 ReferenceHeadDim = Annotated[Number, option("--head-dim N", REFERENCE,
-    "Rows of an attention head. Default: by the config of REF.", least=1)]
+    "Rows of an attention head. Default: from the config of REF.", least=1)]
 MatchContent = Annotated[bool, option("--content", VALUES,
-    "Choose by samples of the values where names do not tell: a fine-tune lies near REF.")]
+    "Where names are ambiguous, choose by samples of the values: a fine-tune is close to REF.")]
 
 # Comparison -----------------------------------------------------------------------------------------------------------
 
@@ -177,7 +177,7 @@ OptimRoot = Annotated[Text, option("--optim-root KEY", FORMAT, "Store the optimi
 Assets = Annotated[Text, option("--assets DIR", FORMAT,
     "Directory or Hub repository with config, tokenizer and code. Default: beside the weights.")]
 Include = Annotated[Many, option("--include GLOB", FORMAT,
-    "Copy these files too, which are not assets by their names: 'docs/*.md'. Repeatable.")]
+    "Also copy these files, which are not assets by name: 'docs/*.md'. Repeatable.")]
 HeadDim = Annotated[Number, option("--head-dim N", FORMAT, "Size of an attention head, if no config has it.", least=2)]
 ConfigStrict = Annotated[bool, option("/--no-strict", FORMAT, "Export even if tensors do not match config.json.")]
 Card = Annotated[bool, option("/--no-card", FORMAT, "Write no model card.")]
@@ -208,9 +208,9 @@ Stage = Annotated[Text, option("--stage DIR", HUB,
 StageUploads = Annotated[Stage, Reworded(
     "Staging directory for the uploads, kept. Default: up to three temporary files.")]
 NotSecret = Annotated[Many, option("--not-secret NAME", HUB,
-    "Send the value NAME although it seems to have a key or a token in it. Repeatable.")]
+    "Send the value NAME although it seems to contain a key or token. Repeatable.")]
 NotSecretFiles = Annotated[Many, option("--not-secret FILE", FORMAT,
-    "Send FILE although it seems to have a key or a token in it. Repeatable.")]
+    "Send FILE although it seems to contain a key or token. Repeatable.")]
 
 # Execution ------------------------------------------------------------------------------------------------------------
 
@@ -224,13 +224,13 @@ Check = Annotated[bool, option("--check", EXECUTION, "Verify DST against SRC bef
 Manifest = Annotated[Text, option("--manifest FILE", EXECUTION,
     "Also write a manifest of DST: SHA-256 of each file and tensor.")]
 NoManifest = Annotated[bool, option("--no-manifest", EXECUTION, "Leave out the manifest that a DCP directory carries.")]
-Cache = Annotated[bool, option("/--no-cache", EXECUTION, "Read all values, and keep no result.")]
+Cache = Annotated[bool, option("/--no-cache", EXECUTION, "Read all values again, and cache nothing.")]
 Threads = Annotated[Number, option("--threads -j N", EXECUTION, "Number of threads that read and write.", least=1)]
 MaxMemory = Annotated[Text, option("--max-memory SIZE", EXECUTION, "Limit the buffers: 2GB, 512MiB, ...")]
 Engine = Annotated[Text, option("--engine ENGINE", EXECUTION,
     "bytes copies files; mesh loads into torch with one process per rank, and is the default there.")]
 Yes = Annotated[bool, option("--yes", EXECUTION,
-    "Remove what runs of yours left that have ended. Without it, list it.")]
+    "Remove what your finished runs left. Without it, only list it.")]
 
 # Output ---------------------------------------------------------------------------------------------------------------
 
@@ -247,16 +247,16 @@ TopDifferences = Annotated[Number, option("--top N", OUTPUT,
 AsMarkdown = Annotated[bool, option("--md", OUTPUT, "Print the list as a table of Markdown.")]
 Html = Annotated[Text, option("--html FILE", OUTPUT, "Also write the result as an HTML page that opens offline.")]
 DiffHtml = Annotated[Html, Reworded("Also write an HTML page: a report with the statistics of B minus A.")]
-VerifyHtml = Annotated[Html, Reworded("Also write what was found as an HTML page.")]
+VerifyHtml = Annotated[Html, Reworded("Also write the findings as an HTML page.")]
 ReshardHtml = Annotated[Html, Reworded("Also write how tensors lie before and after as an HTML page.")]
 ResumeHtml = Annotated[Html, Reworded("Also write the report as an HTML page.")]
 Strict = Annotated[bool, option("--strict", OUTPUT,
     "Exit with code 4 if the checkpoint is damaged. Without this, inspect only says so.")]
 Each = Annotated[bool, option("--each", OUTPUT, "List each tensor, not groups.")]
 SortStatistic = Annotated[Text, option("--sort STAT", OUTPUT,
-    "List each tensor, that with the largest STAT first: rms, absmax, kurtosis, ...")]
+    "List each tensor, the largest STAT first: rms, absmax, kurtosis, ...")]
 FailOn = Annotated[Text, option("--fail-on CONDITION", OUTPUT,
-    "End with exit code 1 if this is true of a tensor: 'nan > 0'.")]
+    "Exit with code 1 if this holds for any tensor: 'nan > 0'.")]
 ReportFile = Annotated[str, option("--output -o FILE", OUTPUT, "The HTML file to write.")]
 KeyMapFile = Annotated[Text, option("--output -o FILE", OUTPUT, "Write the key map to this file.")]
 Replace = Annotated[bool, option("--overwrite", OUTPUT, "Replace FILE.")]
@@ -294,15 +294,15 @@ TimeLimit = Annotated[int, option("--time-limit SECONDS", EXECUTION,
 # verify-resume run ----------------------------------------------------------------------------------------------------
 
 Preset = Annotated[Text, option("--preset NAME", RUNS,
-    "Fill in the other options for a framework, and add its flags to COMMAND, where they are not given: trainer, "
+    "Fill in the other options for a framework, and add its flags to COMMAND unless given: trainer, "
     "accelerate, lightning, torchtitan, nanogpt or torchtune.")]
 At = Annotated[Number, option("--at K", RUNS,
-    "The step that B is resumed from. Default: one that A saves within an epoch; with a preset 4.", least=1)]
+    "The step that B resumes from. Default: one that A saves within an epoch; with a preset 4.", least=1)]
 Until = Annotated[Number, option("--until N", RUNS,
     "The last step that is compared. Default: once an epoch has ended and two steps were saved; with a preset 8.",
     least=2)]
 Stop = Annotated[Text, option("--stop HOW", RUNS,
-    "How B begins: copy, in a copy of what A had written when it had saved step K; or it trains to step K and is "
+    "How B begins: copy, from a copy of what A had written when it saved step K; or B trains to step K and is "
     "stopped by sigkill, sigterm, or max-steps=FLAG, the command's own flag for its number of steps. Default: copy.")]
 ResumeWith = Annotated[Text, option("--resume-with COMMAND", RUNS,
     "The command that resumes, quoted: '... --resume {checkpoint}', where ... is COMMAND; {weights} are its files of "
@@ -314,8 +314,8 @@ RunVia = Annotated[str, option("--via ROUTE", RUNS,
     "Convert B's checkpoint before it resumes (comma-separated steps): safetensors, dcp, torch, fsdp1, reshard:N.")]
 RunCheckpoints = Annotated[Text, option("--checkpoints PATTERN", COMPARED,
     "Where the checkpoints are: 'OUT/step-{step}'; without {step}, those of 'OUT/*', whose steps are read from them, "
-    "or one that is written again and again; {step-1} counts from 0, and after ` + ` stands a file that belongs to "
-    "the newest. Default: as they follow from what A writes.")]
+    "or one that is written again and again; {step-1} counts from 0, and ` + ` adds a file that belongs to the "
+    "newest. Default: found in what A writes.")]
 Out = Annotated[str, option("--out WORD", COMPARED,
     "The word that stands for the output directory, as {out} does; or the folder that COMMAND always writes to.")]
 Loss = Annotated[Text, option("--loss REGEX", COMPARED,
@@ -324,13 +324,13 @@ Loss = Annotated[Text, option("--loss REGEX", COMPARED,
 Inject = Annotated[bool, option("/--no-inject", EXECUTION,
     "Leave torch as the command sets it: no deterministic switches, no seeds.")]
 Observe = Annotated[bool | None, option("--observe/--no-observe", EXECUTION,
-    "Compare each step of each rank: batch, loss, gradient norm, lr, parameters, with --observe RNG states, too.")]
+    "Compare each step of each rank: batch, loss, gradient norm, lr, parameters and, with --observe, RNG states.")]
 WithControls = Annotated[bool | None, option("--control/--no-control", EXECUTION,
-    "Resume once more, from what B saved, and with one part of the state left out at a time, and see that each of "
-    "these differs; default with --junit.")]
+    "Resume once more from what B saved, then with one part of the state left out at a time, and check that each "
+    "of these differs; default with --junit.")]
 Cross = Annotated[Many, option("--cross EVENT", COMPARED,
-    "What has to happen in the steps that are compared: epoch (the end of one), evaluation, learning-rate (a change) "
-    "or accumulation; else nothing is proven. Repeatable.")]
+    "What must happen in the steps that are compared: epoch (the end of one), evaluation, learning-rate (a change) "
+    "or accumulation; otherwise nothing is proven. Repeatable.")]
 SeedEnv = Annotated[Many, option("--seed-env NAME[=VALUE]", EXECUTION,
     "Set this variable to a seed, the same in all runs. Repeatable.")]
 Timeout = Annotated[int, option("--timeout SECONDS", EXECUTION, "Time limit for each run.", least=1)]

@@ -7,6 +7,7 @@ pydantic, its older ones use click; values are converted here, which is the same
 from __future__ import annotations
 
 import inspect
+import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -29,6 +30,8 @@ ParseError: type[Any] = typer.BadParameter.__bases__[0]
 # Metavars of paths.
 _PATHS = ("PATH", "SRC", "DST", "A", "B", "DIR", "FILE", "OTHER", "NAME", "FROM", "PATTERN", "[CKPT]")
 _NUMBERS = {int: "a whole number", float: "a number"}
+_QUOTED = re.compile(r"(?<!\w)'[^']*'(?!\w)")
+_UNBROKEN = "\xa0"  # a space at which no line is broken
 _PRINTING = ("as_json", "quiet", "verbose")
 _EXAMPLES = "\n\nExamples:\n"  # in the docstring of a command
 
@@ -48,6 +51,10 @@ def option(
         *flags, metavar=" ".join(words[len(flags) :]) or None, help=help, rich_help_panel=section, min=least,
         autocompletion=complete, callback=at_once, is_eager=at_once is not None,
     )  # fmt: skip
+
+
+def _unbroken(quoted: re.Match[str]) -> str:
+    return quoted[0].replace(" ", _UNBROKEN)
 
 
 def argument(metavar: str, help: str, *, complete: Callable[..., list[str]] | None = None) -> Any:
@@ -195,8 +202,13 @@ class Command(TyperCommand):
             sections.setdefault(getattr(param, "rich_help_panel", ""), []).append(param)
         sections.get("Output", []).append(self.get_help_option(context))
         for title, params in sections.items():
+            records = [param.get_help_record(context) for param in params]
             with formatter.section(title):
-                formatter.write_dl([param.get_help_record(context) for param in params])
+                formatter.write_dl([(names, _QUOTED.sub(_unbroken, text)) for names, text in records])
+
+    def get_help(self, context: Any) -> str:
+        """Return the help, in which no line ends within an example in quotes."""
+        return super().get_help(context).replace(_UNBROKEN, " ")
 
     def format_epilog(self, context: Any, formatter: Any) -> None:
         if self.examples:

@@ -31,14 +31,14 @@ def run(
 ) -> None:  # fmt: skip
     """Compare a training command with and without a stop.
 
-    A runs to step N, and B begins in a copy of what A had written at step K, and is resumed; if it differs, A2 repeats
-    A. The exit code is 0 if B is the same as A, 1 if it differs, 3 if A2 differs already, 9 if it is not proven.
+    A runs to step N; B resumes from a copy of what A had written at step K. If B differs, A2 repeats A. The exit code
+    is 0 if B is the same as A, 1 if it differs, 3 if A2 differs too, 9 if nothing is proven.
 
     Examples:
-        ckpttool verify-resume run --checkpoints 'OUT/step-{step}' --at 4 --until 8 --resume-with '... --resume {checkpoint}' -- python train.py --out OUT
-        ckpttool verify-resume run --preset trainer -- python run_clm.py --output_dir OUT ...
-        ckpttool verify-resume run --at 4 --until 8 -- torchrun --nproc-per-node 2 train.py --out OUT
-    """  # noqa: E501
+        ckpttool verify-resume run -- python train.py --out OUT
+        ckpttool verify-resume run --at 4 --until 8 -- torchrun train.py --out OUT
+        ckpttool verify-resume run --preset trainer -- python clm.py --output_dir OUT
+    """
     arguments = library_arguments(locals(), "command", "preset", "html", "junit", "inject", "control")
     from ckpttool.reports import page_file
     from ckpttool.reports.resumed import page

@@ -22,8 +22,8 @@ def stats(
 ) -> None:  # fmt: skip
     """Show statistics of the values of a checkpoint, and what stands out.
 
-    All values are read once: zeros, NaN, infinities, limits, mean, deviation, norms, kurtosis and quantiles of each
-    tensor, and of the tensors of each part, layer, kind and expert together.
+    All values are read once: zeros, NaN, infinities, limits, mean, standard deviation, norms, kurtosis and quantiles of
+    each tensor, and of the tensors of each part, layer, kind and expert together.
 
     Examples:
         ckpttool stats step-1000

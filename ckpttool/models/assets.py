@@ -14,6 +14,7 @@ from ckpttool.errors import CorruptError, ReadError, UsageError
 from ckpttool.models import asset_names, key_maps
 from ckpttool.serialization import strict_json
 from ckpttool.storage import files
+from ckpttool.storage.errors import hub_address
 from ckpttool.storage.stores import Location, Outgoing, locate
 from ckpttool.text import is_or_are, plural, some
 
@@ -87,9 +88,10 @@ def collect(folder: Location | None, catalogue: Catalogue, include: Sequence[str
     """
     if folder is not None:
         if not folder.is_dir():
-            raise UsageError(
-                f"`--assets {folder}` is not a directory", hint="name the directory that has `config.json`"
-            )
+            hint = "name the directory that has `config.json`"
+            if address := hub_address(folder):
+                hint += f", or on the Hub `{address}`"
+            raise UsageError(f"`--assets {folder}` is not a directory", hint=hint)
         assets = _in(folder, include, strict=True)
         is_own = f"{catalogue.location and catalogue.location.real()}/".startswith(f"{folder.real()}/") or not any(
             map(_WEIGHTS.fullmatch, folder.names())

@@ -306,4 +306,4 @@ def hyperparameters(optimizer: OptimizerSummary, verbose: bool) -> Iterator[Bloc
         yield Line([dim(f"  {more:,} more, shown by -v")])
     if defaults:
         values = ", ".join(f"{name}={table.columns[0].values[name]}" for name in defaults)
-        yield Text(f"defaults: {values}")
+        yield Text(f"defaults: {values}", indent=len("  defaults: "))

@@ -96,12 +96,13 @@ class Table:
 
 @dataclass(frozen=True, slots=True)
 class Text:
-    """A paragraph, in which names stand in backticks, behind a `mark`."""
+    """A paragraph, in which names stand in backticks, behind a `mark`; lines after the first have an `indent`."""
 
     text: str
     title: str = ""
     aside: str = ""
     mark: TextLike = "  "
+    indent: int = 2
 
 
 @dataclass(frozen=True, slots=True)

@@ -49,7 +49,7 @@ _FULL = 0.6  # of a line, at least, that a broken name fills
 _WAYS = 4  # of a finding, unless -v
 _SPACE = "\0"  # for a leading space, which tabulate would remove; `safe` escapes it in the text itself
 # What a line does not end within: a shape, and a number behind its noun.
-_TOGETHER = re.compile(r"\[[^\[\]]{,40}\]|\b(step|rank|ranks|dimension) (?=\d)")
+_TOGETHER = re.compile(r"\[[^\[\]]{,40}\]|\b(step|rank|ranks|dimension) (?=\d)|\bShard\(-?\d+\) (?=x\d)")
 
 
 class ReaderGone(Exception):
@@ -205,7 +205,7 @@ class Terminal:
                 case Text():
                     if block.title:
                         self.heading(block.title, block.aside)
-                    self.paragraph(block.text, mark=block.mark)
+                    self.paragraph(block.text, mark=block.mark, indent=block.indent)
                 case Findings():
                     self._findings(block)
                 case Table():

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 from support.cli import FULL, environment, run, spawn
+from support.cli_reference import commands
 from support.paths import ROOT
 from support.upstream_samples import path_of
 
@@ -68,12 +69,16 @@ def test_no_module_of_ours_is_named_like_one_of_the_standard_library() -> None:
     assert not ours & sys.stdlib_module_names - {"__pycache__"}
 
 
-@pytest.mark.parametrize("words", [[], ["inspect"], ["show"], ["convert"], ["formats"]])
-def test_help_fits_80_columns(words: list[str]) -> None:
+@pytest.mark.parametrize("name", commands())
+def test_help_fits_80_columns(name: str) -> None:
+    """Examples too, and none in quotes is broken."""
     for flag in ("-h", "--help"):
-        result = run(*words, flag)
+        result = run(*name.split()[1:], flag)
         assert result.exit_code == 0
         assert max(map(len, result.stdout.splitlines())) <= 80
+    assert "\xa0" not in result.stdout
+    for line in result.stdout.splitlines():
+        assert len(re.findall(r"(?<!\S)'", line)) == len(re.findall(r"\S'(?=[\s.,;:)]|$)", line)), line
 
 
 def test_help_has_the_address_of_a_page_if_the_package_has_one(monkeypatch: pytest.MonkeyPatch) -> None:

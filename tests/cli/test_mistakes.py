@@ -69,6 +69,7 @@ MISTAKES = {
     "convert full.pt o --producer runs/step-1": "error: `--producer runs/step-1`: no such checkpoint",
     "report full.pt -o page.pdf": "hint: name it `page.html`; a browser prints it to PDF",
     "inspect full.pt --html page.json": "hint: name it `page.html`",
+    "export full.pt o --assets Qwen/Qwen3-0.6B": "or on the Hub `hf://Qwen/Qwen3-0.6B`",
     "inspect runs/latest": "hint: `runs` alone stands for the newest checkpoint in it",
     "inspect huggingface.co/org/name": "hint: write `hf://org/name`",
     "inspect git@hf.co:org/name.git": "hint: write `hf://org/name`",

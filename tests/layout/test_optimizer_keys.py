@@ -298,7 +298,7 @@ REFUSED: dict[str, tuple[Tree, type[CkptError], str]] = {
         small(state={}, param_groups=[{"params": [*range(5)]}]), CorruptError, "has 5 parameters, but the model has 4",
     ),
     "no model": (
-        {"optim": {"state": moments((2, 3)), "param_groups": [{"params": [0]}]}}, UsageError, "there is no model here",
+        {"optim": {"state": moments((2, 3)), "param_groups": [{"params": [0]}]}}, UsageError, "no model here says",
     ),
     "two models": (
         {"generator_model": {"a": torch.zeros(2)}, "critic_model": {"a": torch.zeros(2)},
@@ -343,7 +343,7 @@ def test_a_model_in_the_order_of_its_names_says_nothing() -> None:
     source = checkpoints.state(state)
     parts.assign(source)
     source.files = [File("model.safetensors", "model.safetensors", 1 << 40)]
-    with pytest.raises(UsageError, match="sorts it by name"):
+    with pytest.raises(UsageError, match="as safetensors, sorted by name"):
         optimkeys.respell(layout.start(source), "fqn", source)
     state["model"] = {name: state["model"][name] for name in ("c", "d", "a", "b")}
     source = checkpoints.state(state)

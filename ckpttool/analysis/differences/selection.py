@@ -67,7 +67,7 @@ def _same_optimizer_keys(
             return catalogues
         a, b = (respell.respell(one, "fqn", original) for one, original in zip(catalogues, originals, strict=True))
     except CkptError as error:
-        notes.append(f"the optimizers are compared by the keys that they have: {error.message}")
+        notes.append(f"the optimizers are compared by their own keys: {error.message}")
         return catalogues
     for path, catalogue, before in zip(paths, (a, b), catalogues, strict=True):
         notes += [f"`{path}`: {warning}" for warning in catalogue.warnings if warning not in before.warnings]

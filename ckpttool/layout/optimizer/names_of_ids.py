@@ -114,10 +114,10 @@ def _parameters(source: Catalogue) -> dict[str, Ints]:
 
 
 def _model(source: Catalogue) -> list[Tensor]:
-    every, numbers = select.models(source), "the optimizer calls its parameters by numbers"
+    every, numbers = select.models(source), "the optimizer numbers its parameters"
     if not every:
         hint = "name one with `--model-from`: the model that was trained with this optimizer"
-        raise UsageError(f"{numbers}, and there is no model here to say which they are", hint=hint)
+        raise UsageError(f"{numbers}, and no model here says which they are", hint=hint)
     rivals = [dotted(root) for root in select.rivals(source)]
     if len(rivals) > 1:
         hint = "take one of them and its optimizer alone: `--only`, then `--optim-from`"
@@ -134,8 +134,8 @@ def _check_ordered(source: Catalogue, optimizer: Optimizer, model: dict[str, Int
     direct = any(map(_is_safetensors(source), tensors))
     # Nothing says of another format where it came from: when no two are of one shape, the shapes tell.
     if direct or (len(tensors) > 2 and len(set(model.values())) < len(model)):
-        how = "as safetensors, which sorts it by name" if direct else "sorted by name, as safetensors leaves it"
-        message = f"`{optimizer.name}` calls its parameters by numbers, in the order of a model that is here only {how}"
+        how = "as safetensors, sorted by name" if direct else "sorted by name, as by safetensors"
+        message = f"`{optimizer.name}` numbers its parameters in the order of a model that is stored here only {how}"
         raise UsageError(message, hint=order_hint(source))
 
 
