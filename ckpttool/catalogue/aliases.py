@@ -13,10 +13,15 @@ def find_aliases(tensors: Iterable[Tensor]) -> dict[Path, Path]:
     """Return the path of the first tensor with the same extents, for each later one. Tensors without elements
     have no bytes to share. An alias has the same dtype, shape and boxes too: a transposed view of the same storage is
     another tensor, and so are the same bytes in another order."""
+    tensors = [tensor for tensor in tensors if tensor.numel]
+    # Of a million tensors few begin where another one does.
+    begins = [chunks.offset[0] << 20 | chunks.file[0] if (chunks := tensor.chunks) else -1 for tensor in tensors]
+    seen: set[int] = set()
+    repeated = {begin for begin in begins if begin in seen or seen.add(begin)}  # type: ignore[func-returns-value]
     first: dict[tuple[object, ...], Path] = {}
     aliases: dict[Path, Path] = {}
-    for tensor in tensors:
-        if not tensor.numel:
+    for tensor, begin in zip(tensors, begins, strict=True) if repeated else ():
+        if begin not in repeated:
             continue
         c = tensor.chunks
         boxes_and_codecs = map(tuple, (c.offsets, c.sizes, c.strides.items(), c.codecs.items()))

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from array import array
 from collections import defaultdict
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 
@@ -39,12 +39,16 @@ def as_stored(catalogue: Catalogue, files: Sequence[int | None]) -> Catalogue:
     return _placed(catalogue, lambda tensor: _boxes_of(tensor.origin or tensor, files))
 
 
-def _whole_on(tensor: Tensor, ranks: Iterable[int] = (0,)) -> Chunks:
+def _whole_on(tensor: Tensor, ranks: Sequence[int] = (0,)) -> Chunks:
+    if len(ranks) == 1:
+        return Chunks.whole_on(tensor.shape, ranks[0])
     return Chunks.placed([(boxes.whole(tensor.shape), rank) for rank in ranks])
 
 
 def _boxes_of(tensor: Tensor, files: Sequence[int | None]) -> Chunks:
     chunks = tensor.chunks
+    if len(chunks) == 1 and chunks.sizes[0] == tensor.shape:
+        return Chunks.whole_on(tensor.shape, files[chunks.file[0]] or 0)
     placed = [((o, s), files[f] or 0) for o, s, f in zip(chunks.offsets, chunks.sizes, chunks.file, strict=True)]
     # A rank without elements needs no chunk; a tensor without elements needs one.
     full = [box for box in placed if 0 not in box[0][1]]

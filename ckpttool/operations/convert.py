@@ -296,6 +296,8 @@ def _plan(
 def _cast(planned: Catalogue, catalogue: Catalogue, rules: Sequence[str]) -> Catalogue:
     """Return the tensors with their new dtypes. What the library of the model keeps in float32 is cast, too, which is
     noted: a training state is loaded by its framework, in the dtype that it has."""
+    if not rules:
+        return planned
     wanted = general(rules)
     if wanted is None:
         return cast(planned, caster(rules))

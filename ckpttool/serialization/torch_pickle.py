@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, lru_cache
 from math import prod
 from typing import Any
 
@@ -67,18 +67,32 @@ class TensorRef:
 
     def span(self) -> tuple[int, int, Ints | None]:
         """Return begin and length of its elements in the storage, in bytes; and their strides unless contiguous."""
-        strides = None if boxes.is_row_major(self.shape, self.strides) else self.strides
-        nbytes = boxes.span(self.shape, self.strides) * self.dtype.itemsize
-        return self.offset * self.dtype.itemsize, nbytes, strides
+        span, is_row_major = _laid_out(self.shape, self.strides)
+        strides = None if is_row_major else self.strides
+        return self.offset * self.dtype.itemsize, span * self.dtype.itemsize, strides
+
+
+@lru_cache(4096)
+def _laid_out(shape: Ints, strides: Ints) -> tuple[int, bool]:
+    """Return the span of a tensor, in elements, and whether these strides are row-major. A model has few shapes."""
+    return boxes.span(shape, strides), boxes.is_row_major(shape, strides)
 
 
 MAX_REPEATED = 1 << 30  # bytes that a tensor may claim beyond its storage, by strides of 0; or 64 times the storage
 
 
+_INTEGERS = {int}
+
+
+@lru_cache(4096)
+def _checked(shape: Ints) -> Ints:
+    check_shape(shape)
+    return shape
+
+
 def _ints(value: Any) -> Ints:
-    if isinstance(value, (tuple, list)) and all(type(v) is int and v >= 0 for v in value):
-        check_shape(value)
-        return tuple(value)
+    if isinstance(value, (tuple, list)) and {*map(type, value)} <= _INTEGERS and (not value or min(value) >= 0):
+        return _checked(tuple(value))
     raise CorruptError(f"a tensor's size or stride is {shown(value)}, not a tuple of integers")
 
 
@@ -89,12 +103,13 @@ def rebuild(storage: Any, dtype: Dtype, offset: Any, size: Any, stride: Any, fla
         raise CorruptError("a tensor is not rebuilt from a storage, an offset, a size and a stride")
     codec = tuple(name for name in ("conj", "neg") if isinstance(flags, dict) and flags.get(name))
     have = storage.nbytes if storage.view is None else storage.view[1] * dtype.itemsize
-    need = (offset + boxes.span(shape, strides)) * dtype.itemsize if 0 not in shape else 0
-    tensor = f"a tensor {dtype} {list(shape)}"
+    need = (offset + _laid_out(shape, strides)[0]) * dtype.itemsize if 0 not in shape else 0
     if need > have:
+        tensor = f"a tensor {dtype} {list(shape)}"
         raise CorruptError(f"{tensor} needs {need} bytes of a storage that has {have}", found=have, expected=need)
     claimed = prod(shape) * dtype.itemsize
     if claimed > max(have, min(64 * have, 1 << 62), MAX_REPEATED):
+        tensor = f"a tensor {dtype} {list(shape)}"
         message = f"{tensor} with strides {list(strides)} claims {claimed} bytes of a storage that has {have}"
         hint = "no tensor repeats its elements that often: the file was made to fill a disk"
         raise CorruptError(message, hint=hint, found=have, expected=claimed)

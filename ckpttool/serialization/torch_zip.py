@@ -42,6 +42,8 @@ ALIGNMENT = 64
 MAX_DIRECTORY = 1 << 28  # bytes: three million records
 MAX_NAME = 4096  # bytes of a record's name
 _WINDOW = 1 << 20
+_SMALL_RECORD = 4 << 10  # bytes with its header; to read as many takes less time than to ask for those of the header
+_AHEAD = 64 << 10
 _VERSION = re.compile(rb"\s*\+?(\d+)")
 _MAX_VERSION = 10  # kMaxSupportedFileFormatVersion of `caffe2/serialize/versions.h`, torch 1.10 to 2.13
 _MAX_WORD = 16  # bytes of `byteorder`
@@ -65,19 +67,33 @@ class Archive:
     starts: list[int]  # of the records and, last, of the directory, in order and absolute
     swapped: bool = False
     located: dict[str, Record] = field(default_factory=dict)  # the payloads that somebody has asked for
+    _ahead: tuple[int, bytes] = (0, b"")  # bytes behind what was read last, for records that are small
 
     def payload(self, record: str) -> Record:
         """Return where the bytes of a record lie, once its local header has been read."""
-        if record not in self.located:
+        located = self.located.get(record)
+        if located is None:
             if record not in self.records:
                 raise CorruptError(f"{self.name} has no record `{record}`", hint="the file is incomplete")
-            self.located[record] = _locate(self, record, self.records[record])
-        return self.located[record]
+            located = self.located[record] = _locate(self, record, self.records[record])
+        return located
 
     @property
     def end(self) -> int:
         """Where the payloads end."""
         return self.starts[-1]
+
+    def head(self, offset: int, nbytes: int, following: int) -> bytes:
+        """Return the first bytes of a record, which another one is `following`. Of small ones, several are read."""
+        if following - offset > _SMALL_RECORD:
+            return self.read(offset, nbytes)
+        start, data = self._ahead
+        at = offset - start
+        if at < 0 or at + nbytes > len(data):
+            start, at = offset, 0
+            data = self.read(offset, min(_AHEAD, self.end - offset))
+            self._ahead = start, data
+        return data[at : at + nbytes]
 
     def check_remarks(self) -> None:
         """Locate the records that are not storages, a few that nobody may ask for; check the version of the archive.
@@ -301,7 +317,8 @@ def _locate(archive: Archive, record: str, listed: Record) -> Record:
         message = f"{archive.name}: record `{record}` is compressed, which torch never does"
         raise CorruptError(message, hint="somebody packed it again: unpack it, and pack it with `zip -0`")
     full = f"{archive.root}/{record}".encode()
-    head = archive.read(listed.offset, min(LOCAL.size + len(full), archive.end - listed.offset))
+    following = archive.starts[bisect_right(archive.starts, listed.offset)]
+    head = archive.head(listed.offset, min(LOCAL.size + len(full), archive.end - listed.offset), following)
     if len(head) < LOCAL.size:
         raise CorruptError(f"{archive.name}: record `{record}` has no local header at {listed.offset}")
     signature, _, flags, method, _, _, crc, packed, nbytes, name_len, extra_len = LOCAL.unpack_from(head)
@@ -318,7 +335,6 @@ def _locate(archive: Archive, record: str, listed: Record) -> Record:
     end = offset + listed.nbytes
     if end > archive.end:
         raise _not_an_archive(archive.name, f"record `{record}` is outside")
-    following = archive.starts[bisect_right(archive.starts, listed.offset)]
     if following - end > _MAX_DESCRIPTOR:
         # Room for a record that only those find who read from the front.
         message = f"{archive.name}: {following - end} bytes behind record `{record}`, at {end}, are in no record"

@@ -10,28 +10,29 @@ from __future__ import annotations
 
 import os
 import threading
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field
 from functools import partial
 from math import prod
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ckpttool.catalogue import boxes
 from ckpttool.catalogue.boxes import Box
-from ckpttool.catalogue.entries import Catalogue, Chunk, Extent, Record
+from ckpttool.catalogue.entries import Catalogue, Chunk, Extent, Record, Tensor
 from ckpttool.catalogue.protocols import Source
 from ckpttool.errors import CorruptError
 from ckpttool.storage import stores
 from ckpttool.storage.crc import crc32, crc_of
 from ckpttool.storage.errors import os_errors
 from ckpttool.storage.files import Pool, ThreadBuffer, aligned, start_writing
-from ckpttool.transfer import checksums, read
+from ckpttool.transfer import checksums, read, small_runs
 from ckpttool.transfer.cast import cast_array
 from ckpttool.transfer.file_checksums import WholeFiles
 from ckpttool.transfer.journal import CopiedRange, Done, Journal
 from ckpttool.transfer.plan import ChunkCopy, tiles
+from ckpttool.transfer.small_runs import SmallRun
 from ckpttool.transfer.threads import Progress, Stopped, Work, on_threads
 
 if TYPE_CHECKING:
@@ -97,7 +98,7 @@ def transfer(
     """
     threads, tile = budget(threads, memory)
     work = Work(total, progress)
-    tally = Tally(source, earlier)
+    tally = Tally(source, earlier, check_later=check_later)
     with (
         closing(Pool(whole=True)) as pool,
         closing(Pool(writing=not compare)) as out,
@@ -122,23 +123,33 @@ def budget(threads: int | None, memory: int | None) -> tuple[int, int]:
     return threads, min(read.TILE, max(BUFFER, memory // threads // 4))
 
 
-@dataclass(frozen=True, slots=True)
-class _Task:
+class _Task(NamedTuple):
     job: ChunkCopy
     box: Box  # of the job's chunk; contiguous there
     start: int  # byte in the destination file
     nbytes: int
 
 
-def _tasks(jobs: Iterable[ChunkCopy]) -> Iterator[_Task]:
+def _tasks(jobs: Iterable[ChunkCopy]) -> Iterator[list[_Task]]:
+    """Yield what a thread takes at a time: a task, or many small ones."""
+    small, total = list[_Task](), 0
     for job in jobs:
         chunk = job.chunk
         itemsize = job.tensor.dtype.itemsize
-        start = chunk.extent.offset
+        start, nbytes = chunk.extent.offset, prod(chunk.sizes) * itemsize
+        if nbytes <= small_runs.SMALL:
+            small.append(_Task(job, (chunk.offsets, chunk.sizes), start, nbytes))
+            total += nbytes
+            if total >= BUFFER or len(small) == small_runs.MANY:
+                yield small
+                small, total = [], 0
+            continue
         for box in tiles((chunk.offsets, chunk.sizes), max(1, TASK // itemsize)):
             nbytes = prod(box[1]) * itemsize
-            yield _Task(job, box, start, nbytes)
+            yield [_Task(job, box, start, nbytes)]
             start += nbytes
+    if small:
+        yield small
 
 
 def digested(source: Source) -> set[int]:
@@ -149,8 +160,10 @@ def digested(source: Source) -> set[int]:
 class Tally:
     """Counts what all tasks of a transfer have read and written, and collects the CRCs. Thread-safe."""
 
-    def __init__(self, source: Source, earlier: checksums.Pieces | None = None) -> None:
+    def __init__(self, source: Source, earlier: checksums.Pieces | None = None, *, check_later: bool = False) -> None:
         self.digested, self._catalogue = digested(source), source.catalogue
+        # Others may read parts of the same records, and the checksum of a whole file is made of those of its records.
+        self.checks_now = earlier is None and not check_later and not WholeFiles(source.catalogue)
         self.read = checksums.Pieces() if earlier is None else earlier
         self._total = Transferred(read=self.read)
         self._written = checksums.Pieces()
@@ -172,6 +185,32 @@ class Tally:
             total.resumed += resumed
             if entry.overflowed:
                 total.overflowed[name] = total.overflowed.get(name, 0) + entry.overflowed
+
+    def add_small(self, runs: Iterable[tuple[SmallRun, int | None]]) -> None:
+        """Add small runs, each with its CRC. Where that is the one of a record that the run is all of, nothing is kept
+        to be checked later."""
+        checked = unchecked = 0
+        written = dict[tuple[int, int], int]()
+        for run, crc in runs:
+            _, extent, file, to, stored = run
+            record, nbytes = extent.record, extent.nbytes
+            if extent.checked or (extent.file in self.digested and (record is None or record.crc is None)):
+                checked += nbytes
+            elif record is None or record.crc is None:
+                unchecked += nbytes
+            elif record.crc == crc and self.checks_now and extent.crc is not None:
+                checked += nbytes
+            else:
+                self.read.add(record, extent.offset, nbytes, crc)
+            if stored is not None and crc is not None:
+                if (stored.offset, stored.nbytes) == (to, nbytes):
+                    written[file, to] = crc
+                else:
+                    self._written.add(stored, to, nbytes, crc)
+        with self._lock:
+            self._total.checked += checked
+            self._total.unchecked += unchecked
+            self._total.crcs.update(written)
 
     def is_worth_checking(self, record: Record) -> bool:
         """Return whether to read the rest of a record for its checksum."""
@@ -199,7 +238,7 @@ class Tally:
                 total.checked += self.read.used(record)
             else:
                 total.unchecked += self.read.used(record)
-        total.crcs = {(r.file, r.offset): self._written.crc(r) for r in self._written.records()}
+        total.crcs |= {(r.file, r.offset): self._written.crc(r) for r in self._written.records()}
         return total
 
 
@@ -283,8 +322,19 @@ class _Copier:
     turn: threading.Lock = field(default_factory=threading.Lock)
     shared: tuple[read.Buffer, read.Buffer] = field(default_factory=lambda: (read.Buffer(), read.Buffer()))
 
-    def do(self, task: _Task) -> None:
-        """Copy what a task says, or compare it."""
+    def do(self, tasks: list[_Task]) -> None:
+        """Copy what tasks say, or compare it."""
+        runs: list[SmallRun] = []
+        for task in tasks:
+            run = self._small_run(task) if len(tasks) > 1 else None
+            if run is not None:
+                runs.append(run)
+            else:
+                self._do(task)
+        for group in small_runs.near(runs, BUFFER):
+            self._copy_near(group)
+
+    def _do(self, task: _Task) -> None:
         job = task.job
         parts = [
             (self.source.resolve(job.source, chunk), chunk, shared)
@@ -323,6 +373,55 @@ class _Copier:
         entry.read += [(records[file, offset], *part) for file, offset, *part in read]
         return True
 
+    # Small runs of bytes ---------------------------------------------------------------------------------------------
+
+    def _small_run(self, task: _Task) -> SmallRun | None:
+        """Return the bytes that a task copies, if they are those of one chunk as it is."""
+        job = task.job
+        if len(job.pieces) != 1 or job.tensor.dtype != job.source.dtype:
+            return None
+        ((chunk, box),) = job.pieces
+        if not box[1] == chunk.sizes == task.box[1]:
+            return None
+        extent = self.source.resolve(job.source, chunk)
+        if not extent.plain or extent.nbytes != task.nbytes:
+            return None
+        to = job.chunk.extent
+        return SmallRun(job.tensor, extent, to.file, to.offset, to.record)
+
+    def _copy_near(self, runs: Sequence[SmallRun]) -> None:
+        if self.work.stopped.is_set():
+            raise Stopped
+        start, end = runs[0].extent.offset, runs[-1].extent.offset + runs[-1].extent.nbytes
+        near = self.buffer.view[: end - start]
+        self.pool.read_into(self.source.catalogue.files[runs[0].extent.file].location, start, near)
+        pieces: defaultdict[int, list[tuple[int, memoryview]]] = defaultdict(list)
+        crcs: list[tuple[SmallRun, int | None]] = []
+        for run in runs:
+            at = run.extent.offset - start
+            part = near[at : at + run.extent.nbytes]
+            pieces[run.file].append((run.to, part))
+            crcs.append((run, crc32(part) if run.is_counted else None))
+        for file, parts in pieces.items():
+            location = self.destination.files[file].location
+            if self.compare:
+                self._compare_near(location, parts, [run.tensor for run in runs if run.file == file])
+                continue
+            whole = [*small_runs.joined(parts)]
+            self.out.write_all(location, whole)
+            self.flusher.note(location, sum(len(part) for _, part in whole))
+            if self.written is not None:
+                for to, data in whole:
+                    self.written(to, len(data))
+        self.tally.add_small(crcs)
+        self.work.note(sum(run.extent.nbytes for run in runs))
+
+    def _compare_near(self, location: str, parts: list[tuple[int, memoryview]], tensors: list[Tensor]) -> None:
+        if all(self.out.read(location, to, len(part)) == bytes(part) for to, part in small_runs.joined(parts)):
+            return
+        for (to, part), tensor in zip(parts, tensors, strict=True):
+            self._compare(location, to, part, tensor)
+
     # Runs of bytes ---------------------------------------------------------------------------------------------------
 
     def _stream(self, task: _Task, entry: CopiedRange, extent: Extent, chunk: Chunk, box: Box) -> None:
@@ -348,17 +447,21 @@ class _Copier:
         if self.work.stopped.is_set():
             raise Stopped
         location = self.destination.files[task.job.chunk.extent.file].location
-        if not self.compare:
+        if self.compare:
+            self._compare(location, to, data, task.job.tensor)
+        else:
             self.out.write(location, to, data)
             self.flusher.note(location, len(data))
-        elif self.out.read(location, to, len(data)) != bytes(data):  # of views Python compares byte after byte
+        self.work.note(len(data))
+
+    def _compare(self, location: str, to: int, data: memoryview, tensor: Tensor) -> None:
+        if self.out.read(location, to, len(data)) != bytes(data):  # of views Python compares byte after byte
             raise CorruptError(
-                f"`{location}`: tensor `{task.job.tensor.name}` was not written as it was read",
+                f"`{location}`: tensor `{tensor.name}` was not written as it was read",
                 hint="the disk or the memory of this machine is at fault; nothing was left behind",
                 file=location,
-                tensor=task.job.tensor.name,
+                tensor=tensor.name,
             )
-        self.work.note(len(data))
 
     # Gathering -------------------------------------------------------------------------------------------------------
 

@@ -106,10 +106,8 @@ class _Fits:
         parts = known.get(i)
         if parts is None:
             box = (chunk.offsets, chunk.sizes)
-            # The one chunk of a validated tensor is all of it.
-            is_single = len(source.chunks) == 1
-            parts = ((0, box),) if is_single else tuple(finder.touching(box))
-            if not is_single and sum([prod(shared[1]) for _, shared in parts]) != prod(chunk.sizes):
+            parts = tuple(finder.touching(box))
+            if sum([prod(shared[1]) for _, shared in parts]) != prod(chunk.sizes):
                 return None
             known[i] = parts
         return parts
@@ -129,7 +127,9 @@ def plan(destination: Catalogue, share: tuple[int, int] = (0, 1)) -> Iterator[Ch
     for _, tensor, i in islice(chain.from_iterable(files), *_share(files, *share)):
         source, chunk = tensor.origin, tensor.chunks.at(i)
         assert source is not None
-        parts = fits.of(tensor, source, chunk, i)
+        # The one chunk of a validated tensor is all of it.
+        is_single = len(source.chunks) == 1
+        parts = ((0, (chunk.offsets, chunk.sizes)),) if is_single else fits.of(tensor, source, chunk, i)
         if parts is None:
             raise CorruptError(
                 f"tensor `{tensor.name}`: {list(chunk.sizes)} at {list(chunk.offsets)} is not covered exactly"

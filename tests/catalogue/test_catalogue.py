@@ -242,8 +242,10 @@ def test_tensors_without_elements(chunk: Chunk, fine: bool) -> None:
 def test_a_chunk_alone_is_as_one_of_many(extent: Extent) -> None:
     alone = Chunks.single((2, 3), extent)
     assert list(alone) == list(Chunks.of([Chunk((0, 0), (2, 3), extent)])) and alone.item == extent.item
-    # What it does not have is not kept for it alone, and others do not get it.
-    alone.add((0, 0), (2, 3), Extent(0, 0, 1, (1, 2), ("swap",), Record(0, 0, 1)))
+    assert list(alone.all_records()) == ([extent.record] if extent.record is not None else [])
+    # Its columns are those of other tensors too: nothing is added to them, and others do not get what it has.
+    with pytest.raises(AssertionError):
+        alone.add((0, 0), (2, 3), Extent(0, 0, 1, (1, 2), ("swap",), Record(0, 0, 1)))
     for other in (Chunks(), Chunks.single((), Extent(0, 0, 4)), Chunks.placed([(((0,), (4,)), 3)])):
         assert not other.strides and not other.codecs and not other.records
     assert list(Chunks.placed([(((0,), (4,)), 3)])) == [Chunk((0,), (4,), Extent(3, 0, 0))]

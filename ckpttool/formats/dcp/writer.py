@@ -170,7 +170,8 @@ class _DcpSink:
         frames = _frames_of(tensor.dtype, chunks)
         starts = array("q", [at - frames[sizes][0] for at, sizes in zip(chunks.offset, chunks.sizes, strict=True)])
         lengths = array("q", [frames[sizes][2] for sizes in chunks.sizes])
-        return StoredTensor(tensor.dtype, tensor.shape, chunks.offsets, chunks.sizes, chunks.file, starts, lengths)
+        offsets, sizes = [*chunks.offsets], [*chunks.sizes]
+        return StoredTensor(tensor.dtype, tensor.shape, offsets, sizes, chunks.file, starts, lengths)
 
     # Bytes around payloads -------------------------------------------------------------------------------------------
 

@@ -14,6 +14,7 @@ import json
 import struct
 from base64 import b64decode, b64encode
 from collections.abc import Mapping, Sequence
+from itertools import islice
 from typing import Any
 
 from ckpttool.catalogue.entries import Extent, Record
@@ -24,6 +25,7 @@ from ckpttool.storage.crc import crc32
 KEY = "ckpttool.crc32"
 IN_STATE = "crc32"  # the key of a state file
 _VERSION = "1:"
+_BATCH = 1000
 PLACE = f"`{KEY}` in its `__metadata__`"
 _HINT = "take another copy of it; or, if another tool has rewritten it and kept {}, remove that"
 
@@ -43,17 +45,20 @@ def value(rest: int, crcs: Sequence[int]) -> str:
 
 def of_header(tensors: Mapping[str, HeaderEntry], metadata: Mapping[str, str], payload: int) -> int:
     """Return the CRC of what a header says, however it is spelt. Pure."""
+    rows = ((name, tensors[name]) for name in in_order(tensors))
+    lines = (
+        f"{name}\0{(entry.dtype.name, [*entry.shape], entry.begin - payload, entry.end - payload)}\0"
+        for name, entry in rows
+    )
     crc = 0
-    for name in in_order(tensors):
-        entry = tensors[name]
-        place = (entry.dtype.name, list(entry.shape), entry.begin - payload, entry.end - payload)
-        crc = crc32(f"{name}\0{place}\0".encode(), crc)
+    while batch := "".join(islice(lines, _BATCH)):
+        crc = crc32(batch.encode(), crc)
     return crc32(_spelt(metadata), crc)
 
 
 def in_order(tensors: Mapping[str, HeaderEntry]) -> list[str]:
     """Return the names in the order of the checksums. Pure."""
-    return sorted(tensors, key=lambda name: (tensors[name].begin, tensors[name].end, name))
+    return [name for _, _, name in sorted([(entry.begin, entry.end, name) for name, entry in tensors.items()])]
 
 
 def of_index(weight_map: Mapping[str, str], metadata: Mapping[str, Any]) -> int:
@@ -105,7 +110,7 @@ def checked(header: Header, where: str) -> Header | None:
         message = f"{where}: the header has CRC {actual:08x}, but the writer left {crcs[0]:08x}"
         raise CorruptError(message, hint=_HINT.format(PLACE), found=f"{actual:08x}", expected=f"{crcs[0]:08x}")
     of_tensors = dict(zip(in_order(header.tensors), crcs[1:], strict=True))
-    tensors = {name: entry._replace(crc=of_tensors[name]) for name, entry in header.tensors.items()}
+    tensors = {name: HeaderEntry(*entry[:4], of_tensors[name]) for name, entry in header.tensors.items()}
     return header._replace(tensors=tensors)
 
 

@@ -12,7 +12,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from copy import copy
 from functools import cache
-from itertools import product
+from itertools import chain, product
 from typing import NamedTuple
 
 from ckpttool.catalogue.boxes import Ints
@@ -73,7 +73,7 @@ class HeaderMerger:
         self.metadata: dict[str, str] = {}
         self._root = root
         self.sums: dict[str, int] = {}  # of files that have checksums
-        self.pieces: dict[str, list[FilePiece]] = {}
+        self.pieces: dict[str, tuple[FilePiece, ...]] = {}  # until `finish`
 
     def add(self, name: str, rank: int | None = None, *, given: bool = False) -> None:
         """Add the tensors of a file, which may be a link out of the directory if the user has `given` it.
@@ -87,13 +87,14 @@ class HeaderMerger:
             self.sums[name] = checksums.of_value(header.metadata[checksums.KEY])
         offsets = _saved_offsets(header, f"`{path}`")
         for tensor, entry in header.tensors.items():
-            pieces = self.pieces.setdefault(tensor, [])
-            if pieces and not (offsets and rank is not None):
-                first = self.catalogue.files[pieces[0].file].name
+            piece = FilePiece(file, offsets.get(tensor) or _zeros(len(entry.shape)), entry)
+            before = self.pieces.get(tensor, ())
+            if before and not (offsets and rank is not None):
+                first = self.catalogue.files[before[0].file].name
                 text = f"`{self._root}`: tensor `{tensor}` is in `{first}` and in `{name}`"
                 hint = "the directory has files of two checkpoints; name one of the files itself"
                 raise CorruptError(text, hint=hint, tensor=tensor, found=[first, name])
-            pieces.append(FilePiece(file, offsets.get(tensor) or _zeros(len(entry.shape)), entry))
+            self.pieces[tensor] = (*before, piece)
 
     def add_unread(self, name: str) -> None:
         """Add a file without its tensors. Raises CorruptError if it is not there."""
@@ -101,8 +102,11 @@ class HeaderMerger:
 
     def finish(self, order: Iterable[str] = (), ties: dict[str, str] | None = None) -> Catalogue:
         """Return the catalogue with all tensors, `order` first; `ties` are names in an index of tied tensors."""
-        for name in dict.fromkeys([*order, *self.pieces]):
-            self.catalogue.add(self._tensor(name, self.pieces[name]))
+        for name in chain(dict.fromkeys(order), [*self.pieces]):
+            # Of a million tensors, what a header says of each goes as the tensor comes.
+            pieces = self.pieces.pop(name, None)
+            if pieces is not None:
+                self.catalogue.add(self._tensor(name, pieces))
         remarks: dict[str, str] = {}
         metadata = self.metadata | (ties or {})
         if root := _root(metadata.get(sharding.ROOT)):
@@ -120,13 +124,12 @@ class HeaderMerger:
             self.catalogue.facts["metadata"] = remarks
         return self.catalogue
 
-    def _tensor(self, name: str, pieces: list[FilePiece]) -> Tensor:
+    def _tensor(self, name: str, pieces: Sequence[FilePiece]) -> Tensor:
         first = pieces[0].entry
-        chunks = Chunks()
         if len(pieces) == 1 and not any(pieces[0].offsets):
-            chunks.add(pieces[0].offsets, first.shape, checksums.extent(pieces[0].file, first))
-            return Tensor((name,), first.dtype, first.shape, chunks, part=MODEL)
-        shape = list(first.shape)
+            chunks = Chunks.single(first.shape, checksums.extent(pieces[0].file, first))
+            return Tensor((name,), first.dtype, first.shape, chunks, MODEL)
+        shape, chunks = list(first.shape), Chunks()
         for file, offsets, entry in pieces:
             if entry.dtype != first.dtype or len(entry.shape) != len(shape):
                 one, other = (self.catalogue.files[number].name for number in (pieces[0].file, file))

@@ -62,7 +62,7 @@ def _digest(catalogue: Catalogue) -> str:
         sha.update(f"{file.name}\0{file.size}\n".encode("utf-8", "backslashreplace"))
     names = [file.name for file in catalogue.files]
     for tensor in catalogue.tensors:
-        for record in tensor.chunks.records.values():
+        for record in tensor.chunks.all_records():
             if record.crc is not None:
                 line = f"{names[record.file]}\0{record.offset}\0{record.nbytes}\0{record.crc:08x}\n"
                 sha.update(line.encode("utf-8", "backslashreplace"))

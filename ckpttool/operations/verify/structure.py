@@ -119,7 +119,7 @@ def items(run: Verification) -> Iterator[Finding]:
             for file, offset, nbytes in zip(chunks.file, chunks.offset, chunks.nbytes, strict=True):
                 if nbytes:
                     by_file[file].add(_Item(offset, offset + nbytes, tensor.name))
-        elif tensor.numel and not tensor.embedded and not chunks.records:
+        elif tensor.numel and not tensor.embedded and not any(chunks.all_records()):
             # One safetensors file for all tensors of a rank, behind its objects; its header was read.
             whole_files.update(chunks.file)
     for number, of_file in by_file.items():
