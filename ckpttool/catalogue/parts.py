@@ -60,6 +60,7 @@ _WHOLE_NAMES = (
     ("optimizer", re.compile(r"(chained_\d+\.)?optimizer\.(state|distributed|param_to_group_meta)\..+")),
     ("rng", re.compile(r"rng_state/shard_.+")),
 )
+_BEGINNINGS = ("chained_", "optimizer.", "rng_state/")  # of them, which most names do not have
 _RANK_KEY = re.compile(r"(?:dp_)?rank_?(\d+)")
 
 
@@ -96,7 +97,7 @@ def assign(catalogue: Catalogue) -> None:
 
 
 def _kind_of_whole_name(key: object) -> str | None:
-    if not isinstance(key, str) or ("." not in key and "/" not in key):
+    if not isinstance(key, str) or not key.startswith(_BEGINNINGS):
         return None
     return next((kind for kind, pattern in _WHOLE_NAMES if pattern.fullmatch(key)), None)
 
@@ -119,7 +120,9 @@ class _Division:
         if all(isinstance(node.children[key].entry, Tensor) and not node.children[key].is_part for key in telling):
             # A state dict whose buffer is called `tokens_seen` is a state dict.
             telling = set()
-        deeper = {key for key, child in node.children.items() if key not in telling and child.has_parts}
+        deeper = {
+            key for key, child in node.children.items() if child.children and key not in telling and child.has_parts
+        }
         if not telling and not deeper:
             self.parts.append((node, Part(_kind_of_rest(node), path)))
             return
@@ -182,6 +185,8 @@ def _kind_of(key: object, child: KeyNode) -> str | None:
     if child.kind is not None:
         return child.kind
     kind = kind_of_key(key)
+    if not child.children and isinstance(child.entry, Tensor):  # as most are
+        return kind if kind is not None and _tells(kind, child) else None
     if child.has_metadata and child.is_state_dict and not _is_statistics(child, kind):
         return "model"
     if kind is not None and _tells(kind, child):

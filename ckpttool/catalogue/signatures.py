@@ -37,13 +37,16 @@ _MERGED = {"optimizer", "scheduler", "scaler", "rng"}
 _UNKNOWN: Any = object()
 
 
+_NO_CHILDREN: dict[Hashable, Any] = {}  # of the entries, which are most of all; never added to
+
+
 class KeyNode:
     """A key path: what lies below it, and the entry at it."""
 
     __slots__ = ("_has_parts", "_is_state_dict", "_kind", "children", "entry", "has_metadata")
 
     def __init__(self) -> None:
-        self.children: dict[Hashable, KeyNode] = {}
+        self.children: dict[Hashable, KeyNode] = _NO_CHILDREN
         self.entry: Tensor | Object | None = None
         self.has_metadata = False
         self._kind = self._has_parts = self._is_state_dict = _UNKNOWN
@@ -84,6 +87,17 @@ class KeyNode:
             self._has_parts = any(one.is_part or one.has_parts for one in below)
         return bool(self._has_parts)
 
+    def child(self, key: Hashable) -> KeyNode:
+        """The node below this one at `key`, which is made if it is not there."""
+        node = self.children.get(key)
+        if node is None:
+            node = KeyNode()
+            if self.children:
+                self.children[key] = node
+            else:
+                self.children = {key: node}
+        return node
+
     def entries(self) -> Iterator[Tensor | Object]:
         """The entries at and below the path."""
         todo = [self]
@@ -111,7 +125,7 @@ def tree(catalogue: Catalogue) -> KeyNode:
     for path, entry in catalogue.entries.items():
         node = root
         for key in path:
-            node = node.children.get(key) or node.children.setdefault(key, KeyNode())
+            node = node.child(key)
         node.entry = entry
     for path, container in catalogue.containers.items():
         if isinstance(container.attrs, dict) and "_metadata" in container.attrs:
@@ -166,7 +180,7 @@ def _is_flat_optimizer(node: KeyNode) -> bool:
     """Return whether the names are those of flattened optimizer state: `state.0.exp_avg`, `param_groups.w.lr`."""
     names = [key for key, one in node.children.items() if isinstance(key, str) and not one.children]
     if len(names) < len(node.children) or not any(
-        _FLAT_STATE.fullmatch(n) or n.startswith("param_groups.") for n in names
+        (n.endswith(MOMENTS) and _FLAT_STATE.fullmatch(n)) or n.startswith("param_groups.") for n in names
     ):
         return False
     return all(_FLAT_STATE.fullmatch(name) or _FLAT_REST.fullmatch(name) for name in names)

@@ -281,7 +281,7 @@ class Write:
             log = self._journal(stage, sink) if self.coordinator.size == 1 else None
             moved = self._fill(sink, path, log)
             files.check_unchanged(self.opened.before)
-            sink.finish(moved.crcs)
+            self._finish(sink, moved)
             self.read_back(path, sink.catalogue)
         result.checked_bytes, result.unchecked_bytes, result.resumed_bytes = (
             moved.checked,
@@ -291,6 +291,11 @@ class Write:
         if options.resume and not moved.resumed:
             result.notes.append("nothing to resume: copied everything")
         note_overflow(result, moved.overflowed)
+
+    @no_garbage_collection()
+    def _finish(self, sink: Sink, moved: Transferred) -> None:
+        sink.finish(moved.crcs)
+        moved.crcs.clear()  # of a million tensors as many
 
     @no_garbage_collection()
     def _create(self, partial: Location) -> Sink:
@@ -323,6 +328,7 @@ class Write:
         digest = journal.digest(self.opened.source, sink.catalogue, self.target.name, before, indexes)
         return journal.begin(stage, sink.catalogue, digest, self.result.notes, every=self.options.resume)
 
+    @no_garbage_collection()
     def _fill(self, sink: Sink, partial: Location, log: journal.Journal | None = None) -> Transferred:
         created, source, total = sink.catalogue, self.opened.source, self.result.payload_bytes
         threads, memory = self.options.threads, self.options.max_memory
@@ -543,7 +549,7 @@ def count_tensors(result: Conversion, planned: Catalogue) -> None:
         origin = tensor.origin or tensor
         result.tensor_count += 1
         stored = origin.origin or origin  # the origin itself may be a view
-        if stored.name != tensor.name:
+        if stored.path != tensor.path and stored.name != tensor.name:
             result.renamed.append((stored.name, tensor.name))
         if origin.dtype != tensor.dtype:
             result.cast.append((tensor.name, origin.dtype.name, tensor.dtype.name))

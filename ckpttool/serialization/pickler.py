@@ -82,9 +82,9 @@ class PickleWriter:
         self.out += b"Q"
 
     def text(self, value: str) -> None:
-        if not self._get(("str", value)):
+        if not self._get(value):
             self.out += spelt_text(value)
-            self._put(("str", value))
+            self._put(value)
 
     def integer(self, value: int) -> None:
         if 0 <= value < 256:

@@ -277,6 +277,8 @@ def _check_tiling(tensors: Mapping[str, HeaderEntry], payload: int, name: str) -
 
 # Writing --------------------------------------------------------------------------------------------------------------
 
+_json = json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).encode
+
 
 def why_not(name: str, dtype: Dtype, shape: Ints) -> str | None:
     """Return why no safetensors file can hold this tensor, or None. Pure."""
@@ -300,20 +302,25 @@ def build_header(
     Tensors are sorted as upstream sorts them, or with `keep_order` as little as alignment demands: that is the order of
     the payload. Upstream shuffles the keys of `metadata`; here they keep theirs. Raises LossError for what a header
     cannot say."""
-    table: dict[str, Any] = {} if metadata is None else {METADATA: dict(metadata)}
+    rows = [f"{json.dumps(METADATA)}:{_json(dict(metadata))}"] if metadata is not None else []
+    names, known = set[str](), dict[tuple[Dtype, Ints], str]()
     at = 0
     for spec in _aligned(list(tensors)) if keep_order else sorted(tensors, key=lambda t: (_rank(t), t.name)):
         name, dtype, shape = spec
         if why := why_not(name, dtype, shape):
             raise LossError(f"tensor `{name}` {dtype} {list(shape)} cannot be written: {why}", tensor=name)
-        if name in table:
+        if name in names:
             raise LossError(f"two tensors would be called `{name}`", tensor=name)
+        names.add(name)
         end = at + spec.nbytes
-        sizes = (*shape[:-1], shape[-1] * 2) if dtype.safetensors == "F4" else shape
-        table[name] = {"dtype": dtype.safetensors, "shape": sizes, "data_offsets": [at, end]}
+        kind = known.get((dtype, shape))
+        if kind is None:
+            sizes = (*shape[:-1], shape[-1] * 2) if dtype.safetensors == "F4" else shape
+            kind = known[dtype, shape] = _json({"dtype": dtype.safetensors, "shape": sizes})[:-1]
+        rows.append(f'{_json(name)}:{kind},"data_offsets":[{at},{end}]}}')
         at = end
     try:
-        text = json.dumps(table, ensure_ascii=False, separators=(",", ":")).encode()
+        text = f"{{{','.join(rows)}}}".encode()
     except UnicodeEncodeError as error:
         # Names are UTF-8, or `why_not` says so. JSON can spell half a character, and safetensors does not read it back.
         excerpt = literal(error.object[max(error.start - 20, 0) : error.start + 20])

@@ -154,16 +154,37 @@ def _not_an_archive(name: str, why: str) -> CorruptError:
 def listed(read: Read, length: int, record: str, *, name: str) -> bool:
     """Return whether an archive of `length` bytes lists a record, to ask what a file is. Its directory is not checked,
     and read no further than to that record. Raises CorruptError when there is none."""
-    directory, _, _ = _directory(read, 0, length, name)
+    return _row(_directory(read, 0, length, name)[0], record) is not None
+
+
+def _row(directory: bytes, record: str) -> int | None:
+    """Return where the first row of a record is in the directory."""
     at, wanted = 0, b""
     while at + CENTRAL.size <= len(directory):
         name_len, extra_len, comment_len = _LENGTHS.unpack_from(directory, at + _LENGTHS_AT)
-        at += CENTRAL.size
+        begin, at = at, at + CENTRAL.size
         wanted = wanted or directory[at : at + name_len].partition(b"/")[0] + b"/" + record.encode()
         if name_len == len(wanted) and directory.startswith(wanted, at):
-            return True
+            return begin
         at += name_len + extra_len + comment_len
-    return False
+    return None
+
+
+def beginning(read: Read, length: int, *, name: str) -> bytes:
+    """Return `data.pkl` of an archive of `length` bytes, to ask what a file is; nothing of an archive that has none, or
+    of a TorchScript file. The directory is not checked. Raises CorruptError when there is none."""
+    directory = _directory(read, 0, length, name)[0]
+    at = _row(directory, "data.pkl")
+    if at is None or b"/constants.pkl" in directory:
+        return b""
+    row = CENTRAL.unpack_from(directory, at)
+    method, packed, nbytes, name_len, extra_len, offset = row[4], *row[8:12], row[-1]
+    if 0xFFFFFFFF in (packed, nbytes, offset):
+        extra = directory[at + CENTRAL.size + name_len :][:extra_len]
+        packed, nbytes, offset = _zip64(extra, packed, nbytes, offset, name)
+    head = read(offset, LOCAL.size) if offset + LOCAL.size <= length else b""
+    start = offset + LOCAL.size + sum(LOCAL.unpack(head)[-2:]) if head else length
+    return read(start, nbytes) if method == 0 and start + nbytes <= length else b""
 
 
 def open_archive(read: Read, base: int, length: int, *, name: str, file: int = 0) -> Archive:

@@ -60,16 +60,41 @@ def _multiply(a: int, b: int) -> int:
     return product
 
 
-@lru_cache(maxsize=4096)
-def _shift(nbytes: int) -> int:
-    """Return x to the power of 8 * nbytes modulo the polynomial: what appending zero bytes multiplies a CRC by."""
-    power, result = 1 << 23, 1 << 31  # x**8 and 1
-    while nbytes:
-        if nbytes & 1:
-            result = _multiply(power, result)
-        power = _multiply(power, power)
-        nbytes >>= 1
-    return result
+class _Shift:
+    """What appending so many zero bytes makes of a CRC: it multiplies it by x to the power of 8 * nbytes."""
+
+    __slots__ = ("_left", "_power", "_tables")
+
+    def __init__(self, nbytes: int) -> None:
+        power, self._power = 1 << 23, 1 << 31  # x**8 and 1
+        while nbytes:
+            if nbytes & 1:
+                self._power = _multiply(power, self._power)
+            power = _multiply(power, power)
+            nbytes >>= 1
+        self._left = 40  # uses until tables, which take as long to make, are worth it
+        self._tables: list[list[int]] = []
+
+    def of(self, crc: int) -> int:
+        """Return what becomes of `crc`."""
+        if not self._tables:
+            self._left -= 1
+            if self._left > 0:
+                return _multiply(self._power, crc)
+            self._tables = [self._table(shift) for shift in (0, 8, 16, 24)]
+        first, second, third, fourth = self._tables
+        return first[crc & 255] ^ second[crc >> 8 & 255] ^ third[crc >> 16 & 255] ^ fourth[crc >> 24]
+
+    def _table(self, shift: int) -> list[int]:
+        """Return the products of all bytes in the place `shift` of a CRC, which are sums of those of their bits."""
+        table = [0]
+        for bit in range(8):
+            product = _multiply(self._power, 1 << (shift + bit))
+            table += [product ^ other for other in table]
+        return table
+
+
+_shift = lru_cache(maxsize=4096)(_Shift)
 
 
 def combine(first: int, second: int, nbytes: int) -> int:
@@ -77,7 +102,7 @@ def combine(first: int, second: int, nbytes: int) -> int:
 
     Method: zlib's `crc32_combine` (Mark Adler).
     """
-    return _multiply(_shift(nbytes), first) ^ second if first else second
+    return _shift(nbytes).of(first) ^ second if first else second
 
 
 _ZEROS = bytes(64 << 10)
@@ -93,4 +118,4 @@ def with_zeros(crc: int, nbytes: int) -> int:
     """Return the CRC of the bytes that have this CRC and so many zero bytes behind them. Pure."""
     if nbytes <= len(_ZEROS):
         return crc32(_zeros(nbytes), crc)  # called for each row of a shard by columns
-    return _multiply(_shift(nbytes), crc ^ _ONES) ^ _ONES
+    return _shift(nbytes).of(crc ^ _ONES) ^ _ONES

@@ -188,7 +188,8 @@ class _IndexMerger:
             here, before = (f"{one.dtype} {list(one.shape)}" for one in (other, tensor))
             text = f"`{index_name}`: tensor `{name}` is {here} on rank {rank}, but {before} before"
             raise CorruptError(text, tensor=name)
-        boxes = list(zip(tensor.offsets, tensor.sizes, strict=True))
+        offsets, sizes = tensor.offsets, tensor.sizes = [*tensor.offsets], [*tensor.sizes]
+        boxes = list(zip(offsets, sizes, strict=True))
         chunks = {box: i for i, box in reversed(list(enumerate(boxes)))}
         for i, box in enumerate(zip(other.offsets, other.sizes, strict=True)):
             if box in chunks:
@@ -197,8 +198,8 @@ class _IndexMerger:
                 continue
             if i in other.transforms:
                 tensor.transforms[len(tensor.offsets)] = other.transforms[i]
-            tensor.offsets.append(box[0])
-            tensor.sizes.append(box[1])
+            offsets.append(box[0])
+            sizes.append(box[1])
             tensor.files.append(other.files[i])
             tensor.starts.append(other.starts[i])
             tensor.lengths.append(other.lengths[i])

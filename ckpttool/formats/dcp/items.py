@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import re
 import struct
+import threading
 from functools import lru_cache, partial
 from itertools import chain
 from math import prod
@@ -36,6 +37,7 @@ ROOT = "archive"  # what torch.save calls it when it writes to a stream
 _WINDOW = 4096  # an archive of one tensor has about 700 bytes before its payload and 900 after
 _BLOCK = 1 << 20  # one read for many bytes items, which are adjacent
 SMALL = 1 << 16
+_SMALL_TENSOR, _NEAR = 4 << 10, 128 << 10  # items of so few bytes are read with as many that follow
 _MAX_OBJECT = 1 << 31
 _SMALL_OBJECT = 1 << 26  # bytes; any object may decompress to this size
 MAX_RATIO = 1000  # of decompressed to compressed bytes of a larger object
@@ -55,6 +57,7 @@ class Items:
         self._blobs: dict[tuple[int, int], Header] = {}
         self._patterns: dict[tuple[Dtype, Ints, int], _ItemPattern] = {}
         self._read_ahead: dict[int, tuple[int, bytes]] = {}  # the bytes after the last item, by file
+        self._near = threading.local()  # the bytes around a small item
         # A large tensor is copied in many pieces, each resolved anew.
         self._resolved = lru_cache(1024)(self._resolve)
 
@@ -130,6 +133,9 @@ class Items:
         if file.scratch:
             # A segment may have been refilled since its bytes were read ahead.
             return self._pool.read(file.location, item.offset, head), self._pool.read(file.location, end - tail, tail)
+        if item.length <= _SMALL_TENSOR:
+            data, at = self._neighbours(item, file)
+            return data[at : at + head], data[at + item.length - tail : at + item.length]
         start, data = self._read_ahead.get(item.file, (0, b""))
         first = data[:head] if start == item.offset else b""
         if len(first) < head:
@@ -137,6 +143,14 @@ class Items:
         last = self._pool.read(file.location, end - tail, min(tail + head, file.size - end + tail))
         self._read_ahead[item.file] = (end, last[tail:])
         return first, last[:tail]
+
+    def _neighbours(self, item: IndexItem, file: File) -> tuple[bytes, int]:
+        """Return bytes of a file that have a small item in them, and where it is."""
+        number, start, data = getattr(self._near, "block", (-1, 0, b""))
+        if number != item.file or not 0 <= item.offset - start <= len(data) - item.length:
+            start, data = item.offset, self._pool.read(file.location, item.offset, min(_NEAR, file.size - item.offset))
+            self._near.block = item.file, start, data
+        return data, item.offset - start
 
     def tree(self, item: IndexItem, name: str) -> tuple[Any, Archive | None]:
         """Return the value of a bytes item as a tree, and its archive if it contains tensors."""
@@ -247,7 +261,8 @@ class _ItemPattern(NamedTuple):
         assert record is not None
         shift = item.offset - self.base
         moved = Record(item.file, record.offset + shift, record.nbytes, int.from_bytes(first, "little") or None)
-        return self.opened._replace(file=item.file, offset=self.opened.offset + shift, record=moved)
+        opened = self.opened
+        return Extent(item.file, opened.offset + shift, opened.nbytes, opened.strides, opened.codec, moved)
 
 
 def _item_pattern(item: IndexItem, read: Read, opened: Extent) -> _ItemPattern | None:

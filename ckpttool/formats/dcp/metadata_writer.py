@@ -41,6 +41,7 @@ class _Opcodes:
         self._layout = stub_type("torch.serialization", "_get_layout")("torch.strided")
         self._memory_format = stub_type(_MODULE, "_MEM_FORMAT_ENCODING")(0)
         self._states: dict[Dtype, bytes] = {}
+        self.whole: dict[tuple[Dtype, Ints], bytes] = {}  # how a tensor of one chunk is described the second time
 
     def properties(self, dtype: Dtype) -> bytes:
         """Return the `TensorProperties` of a dtype, whose state is written once."""
@@ -149,6 +150,19 @@ def _describe(writer: PickleWriter, opcodes: _Opcodes, entry: StoredTensor | Ind
     if isinstance(entry, IndexItem):
         writer.out += opcodes.bytes
         return
+    if len(entry.sizes) == 1 and entry.sizes[0] == entry.shape:
+        kind = entry.dtype, entry.shape
+        if known := opcodes.whole.get(kind):
+            writer.out += known
+            return
+        start = len(writer.out)
+        _describe_chunks(writer, opcodes, entry)
+        opcodes.whole[kind] = bytes(writer.out[start:]) if kind in opcodes.whole else b""
+        return
+    _describe_chunks(writer, opcodes, entry)
+
+
+def _describe_chunks(writer: PickleWriter, opcodes: _Opcodes, entry: StoredTensor) -> None:
     key, ints = opcodes.key, opcodes.ints
     writer.out += opcodes.tensor + key["properties"] + opcodes.properties(entry.dtype)
     writer.out += key["size"] + ints(entry.shape) + key["chunks"] + b"]"

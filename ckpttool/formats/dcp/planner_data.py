@@ -12,7 +12,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Collection, Iterable
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 from ckpttool.catalogue.entries import Catalogue, Container, Path, dotted
 from ckpttool.catalogue.shown import shown
@@ -22,6 +22,7 @@ from ckpttool.serialization.dcp.metadata import KeyPath
 from ckpttool.version import __version__
 
 _INTEGER = re.compile(r"0|[1-9][0-9]*")
+_TEXT = {str}
 
 # Reading --------------------------------------------------------------------------------------------------------------
 
@@ -177,15 +178,20 @@ def name_entries(catalogue: Catalogue) -> EntryNames:
     for path, entry in catalogue.entries.items():
         if entry.embedded:
             continue
-        exact_path = exact_path_of(path)
-        planned = tuple(
-            key if path[:i] in lists and i and type(key) is int else str(key) for i, key in enumerate(exact_path)
-        )
+        if not lists and {*map(type, path)} == _TEXT:
+            exact_path, planned = path, cast(KeyPath, path)  # as most are: 100,000 paths are not copied
+        else:
+            exact_path = exact_path_of(path)
+            planned = tuple(
+                key if path[:i] in lists and i and type(key) is int else str(key) for i, key in enumerate(exact_path)
+            )
         name = ".".join(map(str, planned))
         if name in owners:
             clashes.append((path, owners[name]))
             continue
         owners[name], names[path], key_paths[name] = path, name, planned
+        if planned is path:
+            continue
         if exact_path != planned or [*map(type, exact_path)] != [*map(type, planned)]:  # True == 1
             exact_paths[name] = exact_path
     extra = {

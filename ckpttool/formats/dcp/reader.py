@@ -161,6 +161,11 @@ class _CatalogueBuilder:
     def _tensor(self, name: str, path: Path, entry: StoredTensor) -> Tensor:
         if self._is_safetensors:
             chunks = self._safetensors_chunks(name, entry)
+        elif len(entry.sizes) == 1 and entry.sizes[0] == entry.shape and 0 not in entry.shape:
+            chunks = Chunks.single(entry.shape, Extent(*entry.item(0)[:3], item=True))
+            # Of 100,000 small tensors, those of the index are as large as the rest.
+            entry.offsets, entry.sizes = chunks.offsets, chunks.sizes
+            entry.files, entry.starts, entry.lengths = chunks.file, chunks.offset, chunks.nbytes
         else:
             chunks = Chunks.from_columns(
                 entry.offsets, entry.sizes, entry.files, entry.starts, entry.lengths, item=True

@@ -11,14 +11,16 @@ together with those of the next item. Tied tensors share an item.
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import groupby
+from operator import itemgetter
 
 from ckpttool.catalogue.boxes import Ints
 from ckpttool.catalogue.dtypes import Dtype
-from ckpttool.catalogue.entries import Catalogue, Chunks, File, Object, Path, Record, Tensor, dotted
+from ckpttool.catalogue.entries import Catalogue, Chunks, Extent, File, Object, Path, Record, Tensor, dotted
 from ckpttool.catalogue.protocols import Crcs, FormatLoss, Sink, SinkOptions
 from ckpttool.errors import LossError
 from ckpttool.formats.dcp import index, items, manifest, metadata_writer, planner_data
@@ -99,9 +101,6 @@ class _DcpSink:
         for file, size in zip(self.catalogue.files, self._ends, strict=True):
             file.size = size
             files.resize(file.location, size)
-        names = [file.name for file in self.catalogue.files]
-        entries = {name: self._entry(entry_path, name) for entry_path, name in keys.names.items()}
-        self._metadata = IndexContents(index.NAME, names, entries, keys.planned, keys.extra)
 
     def _create_files(self) -> None:
         ranks = {rank for t in self._planned.tensors if not t.embedded for rank in set(t.chunks.file)}
@@ -139,6 +138,13 @@ class _DcpSink:
         if keeper != tensor.path:
             return replace(tensor, chunks=self.catalogue.tensor(keeper).chunks, alias=keeper)
         planned, ends, numbers = tensor.chunks, self._ends, self._numbers
+        if len(planned) == 1:
+            number, frame = numbers[planned.file[0]], template(tensor.dtype, planned.sizes[0])
+            payload = ends[number] + len(frame.head)
+            ends[number] += frame.size
+            record = Record(number, payload, frame.nbytes) if frame.nbytes else None
+            chunks = Chunks.single(planned.sizes[0], Extent(number, payload, frame.nbytes, record=record))
+            return _placed(tensor, chunks)
         frames = _frames_of(tensor.dtype, planned)
         indices: Sequence[int] = range(len(planned))
         if tensor.numel and any(not nbytes for _, nbytes, _ in frames.values()):
@@ -146,32 +152,30 @@ class _DcpSink:
             indices = [i for i in indices if frames[planned.sizes[i]][1]]
         # Columns at once: there are a million of them where 256 ranks become 128.
         files, starts, lengths = array("l"), array("q"), array("q")
-        records: dict[int, Record] = {}
-        for n, i in enumerate(indices):
+        for i in indices:
             head, nbytes, size = frames[planned.sizes[i]]
             number = numbers[planned.file[i]]
             payload = ends[number] + head
             files.append(number)
             starts.append(payload)
             lengths.append(nbytes)
-            if nbytes:
-                records[n] = Record(number, payload, nbytes)
             ends[number] += size
         offsets, sizes = [planned.offsets[i] for i in indices], [planned.sizes[i] for i in indices]
-        chunks = Chunks.from_columns(offsets, sizes, files, starts, lengths)
-        chunks.records = records
-        return replace(tensor, chunks=chunks, alias=None)
+        return _placed(tensor, Chunks.from_columns(offsets, sizes, files, starts, lengths, are_records=True))
 
     def _entry(self, path: Path, name: str) -> StoredTensor | IndexItem:
         if name in self._entries:
             return self._entries[name]
         tensor = self.catalogue.tensor(path)
         chunks = tensor.chunks
+        if len(chunks) == 1:
+            frame = template(tensor.dtype, chunks.sizes[0])
+            start, length = array("q", (chunks.offset[0] - len(frame.head),)), array("q", (frame.size,))
+            return StoredTensor(tensor.dtype, tensor.shape, chunks.offsets, chunks.sizes, chunks.file, start, length)
         frames = _frames_of(tensor.dtype, chunks)
         starts = array("q", [at - frames[sizes][0] for at, sizes in zip(chunks.offset, chunks.sizes, strict=True)])
         lengths = array("q", [frames[sizes][2] for sizes in chunks.sizes])
-        offsets, sizes = [*chunks.offsets], [*chunks.sizes]
-        return StoredTensor(tensor.dtype, tensor.shape, offsets, sizes, chunks.file, starts, lengths)
+        return StoredTensor(tensor.dtype, tensor.shape, chunks.offsets, chunks.sizes, chunks.file, starts, lengths)
 
     # Bytes around payloads -------------------------------------------------------------------------------------------
 
@@ -184,13 +188,16 @@ class _DcpSink:
             sums = {number: _Sum() for number in range(len(self.catalogue.files))}
             if self._with_manifest and self._objects_end:
                 self._add_objects(sums, crcs)
-            for number, offset, data in self._frames(crcs):
-                pool.write(self.catalogue.files[number].location, offset, data)
-                if self._with_manifest:
-                    sums[number].add_frame(offset, data, crcs.get((number, sums[number].end), 0))
+            for number, frames in groupby(self._frames(crcs), itemgetter(0)):
+                pieces = (self._counted(frame, sums, crcs) for frame in frames)
+                pool.write_all(self.catalogue.files[number].location, pieces)
         for file in self.catalogue.files:
             files.sync(file.location)
-        metadata_writer.publish(self._folder, self._metadata)
+        names = [file.name for file in self.catalogue.files]
+        entries = _Entries(self._keys.names, self._entry)
+        metadata_writer.publish(
+            self._folder, IndexContents(index.NAME, names, entries, self._keys.planned, self._keys.extra)
+        )
         if self._with_manifest:
             names = [file.location.name for file in self.catalogue.files]
             manifest.write(self._folder, {names[number]: one.crc for number, one in sums.items()})
@@ -204,6 +211,13 @@ class _DcpSink:
                 read_into = partial(pool.read_into, self.catalogue.files[0].location)
                 sums[0].add(crc_of(read_into, start, offset - start), offset - start)
                 sums[0].add(crcs.get((0, offset), 0), nbytes)
+
+    def _counted(self, frame: tuple[int, int, bytes], sums: Mapping[int, _Sum], crcs: Crcs) -> tuple[int, bytes]:
+        """Return the offset and the bytes of a frame, which are added to the CRC of its file."""
+        number, offset, data = frame
+        if self._with_manifest:
+            sums[number].add_frame(offset, data, crcs.get((number, sums[number].end), 0))
+        return offset, data
 
     def _frames(self, crcs: Crcs) -> Iterator[tuple[int, int, bytes]]:
         """Yield heads and tails of the items: the tail of one and the head of the next are one write."""
@@ -221,6 +235,30 @@ class _DcpSink:
                 pending[number] = (payload + frame.nbytes, frame.tail_with(crc))
         for number, (start, data) in pending.items():
             yield number, start, data
+
+
+def _placed(tensor: Tensor, chunks: Chunks) -> Tensor:
+    """Return a tensor with other chunks, which are its own."""
+    # `dataclasses.replace` takes several times as long.
+    return Tensor(
+        tensor.path, tensor.dtype, tensor.shape, chunks, tensor.part, tensor.embedded, tensor.origin, alias=None
+    )
+
+
+class _Entries(Mapping[str, StoredTensor | IndexItem]):
+    """The entries of the index by name, each made when it is written."""
+
+    def __init__(self, names: Mapping[Path, str], make: Callable[[Path, str], StoredTensor | IndexItem]) -> None:
+        self._paths, self._make = {name: path for path, name in names.items()}, make
+
+    def __getitem__(self, name: str) -> StoredTensor | IndexItem:
+        return self._make(self._paths[name], name)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._paths)
+
+    def __len__(self) -> int:
+        return len(self._paths)
 
 
 def _frames_of(dtype: Dtype, chunks: Chunks) -> dict[Ints, tuple[int, int, int]]:

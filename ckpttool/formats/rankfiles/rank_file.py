@@ -110,10 +110,6 @@ def mentions_shards(path: Location) -> bool:
                 return dtensor.mentions(read(0, min(size, _LEGACY_HEAD)))
             if not head.startswith(_PK):
                 return False
-            archive = torch_zip.open_archive(read, 0, size, name=path)
-            if "data.pkl" not in archive.records or "constants.pkl" in archive.records:
-                return False
-            record = archive.payload("data.pkl")
-            return dtensor.mentions(archive.read(record.offset, record.nbytes))
+            return dtensor.mentions(torch_zip.beginning(read, size, name=path))
     except CkptError:
         return False

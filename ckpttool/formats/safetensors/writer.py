@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+from array import array
 from contextlib import closing
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from ckpttool.catalogue import typed_json
 from ckpttool.catalogue.entries import Catalogue, Chunks, Extent, File, Path, Record, Tensor, dotted
@@ -42,13 +44,13 @@ def create(location: Location, planned: Catalogue, options: SinkOptions) -> Sink
     if not one_file:
         files.make_directory(location)
     written = _Files(created, bare=options.bare)
-    for file in plan.files:
-        written.add(file, location if one_file else location / file.name)
-    _fill(created, planned, plan.places, written.extents, model)
+    headers = {file.name: written.add(file, location if one_file else location / file.name) for file in plan.files}
+    _fill(created, planned, plan.places, headers, are_records=not options.bare, model=model)
+    indexes = plan.indexes
 
     def finish(crcs: Crcs) -> None:
         sums = written.finish(crcs)
-        for name, data in plan.indexes.items():
+        for name, data in indexes.items():
             (location / name).put(data if options.bare else index.sealed(data, sums))
         # The state file last of all: without it the directory is not a checkpoint.
         if state:
@@ -73,32 +75,42 @@ def _metadata(planned: Catalogue, created: Catalogue) -> dict[str, str]:
     return metadata | ({sharding.ROOT: json.dumps(list(root))} if root else {})
 
 
+class _Written(NamedTuple):
+    """A file whose header lacks checksums: where the tensors begin, in their order, -1 for those of no bytes; the CRC
+    of the rest of the header, and where in it the checksums are."""
+
+    name: str
+    begins: array[int]
+    rest: int
+    at: int
+
+
 @dataclass(slots=True)
 class _Files:
-    """The files of a catalogue, each with a header that has room for the checksums of its tensors, unless it is `bare`.
-    `extents` are where the tensors go, by (file, name), as the reader finds them."""
+    """The files of a catalogue, each with a header that has room for the checksums of its tensors, unless it is
+    `bare`."""
 
     created: Catalogue
     bare: bool
-    extents: dict[tuple[str, str], Extent] = field(default_factory=dict)
-    _written: list[tuple[FilePlan, list[int | None], int]] = field(default_factory=list)
+    _written: list[_Written] = field(default_factory=list)
 
-    def add(self, plan: FilePlan, location: Location) -> None:
-        """Create a file of full size, with its header. Raises LossError."""
-        text, number = self._head(plan, checksums.room(len(plan.tensors))), len(self.created.files)
+    def add(self, plan: FilePlan, location: Location) -> tuple[int, Header]:
+        """Create a file of full size, with its header, and return its number, and the header as the reader finds it.
+        Raises LossError."""
+        room, number = checksums.room(len(plan.tensors)), len(self.created.files)
+        text = plan.header({} if self.bare else {checksums.KEY: room})
         size = len(text) + sum(spec.nbytes for spec in plan.tensors)
         location.create(size)
         with closing(files.Pool(writing=True)) as pool:
             pool.write(location, 0, text)
         self.created.files.append(File(location, location.name, size))
         header = _parsed(text, size, location)
-        for name, entry in header.tensors.items():
-            nbytes = entry.end - entry.begin
-            record = Record(number, entry.begin, nbytes) if nbytes and not self.bare else None
-            self.extents[plan.name, name] = Extent(number, entry.begin, nbytes, record=record)
-        entries = [header.tensors[name] for name in checksums.in_order(header.tensors)]
-        begins = [entry.begin if entry.end > entry.begin else None for entry in entries]
-        self._written.append((plan, begins, checksums.of_header(header.tensors, header.metadata, header.payload)))
+        if not self.bare:
+            entries = (header.tensors[name] for name in checksums.in_order(header.tensors))
+            begins = array("q", [entry.begin if entry.end > entry.begin else -1 for entry in entries])
+            rest = checksums.of_header(header.tensors, header.metadata, header.payload)
+            self._written.append(_Written(plan.name, begins, rest, text.index(f'"{checksums.KEY}":"{room}"'.encode())))
+        return number, header
 
     def finish(self, crcs: Crcs) -> dict[str, int]:
         """Write the checksums, and return that of each file, by its name. Raises LossError for a file that the
@@ -115,14 +127,11 @@ class _Files:
     def _seal(self, crcs: Crcs) -> dict[str, int]:
         sums: dict[str, int] = {}
         with closing(files.Pool(writing=True)) as pool:
-            for number, (plan, begins, rest) in enumerate(self._written):
-                value = checksums.value(rest, [crcs[number, begin] if begin is not None else 0 for begin in begins])
-                pool.write(self.created.files[number].location, 0, self._head(plan, value))
-                sums[plan.name] = checksums.of_value(value)
+            for number, (name, begins, rest, at) in enumerate(self._written):
+                value = checksums.value(rest, [crcs[number, begin] if begin >= 0 else 0 for begin in begins])
+                pool.write(self.created.files[number].location, at, f'"{checksums.KEY}":"{value}"'.encode())
+                sums[name] = checksums.of_value(value)
         return sums
-
-    def _head(self, plan: FilePlan, value: str) -> bytes:
-        return plan.header({} if self.bare else {checksums.KEY: value})
 
 
 def _parsed(text: bytes, size: int, location: Location) -> Header:
@@ -133,7 +142,9 @@ def _fill(
     created: Catalogue,
     planned: Catalogue,
     places: dict[Path, TensorPlace],
-    extents: dict[tuple[str, str], Extent],
+    headers: dict[str, tuple[int, Header]],
+    *,
+    are_records: bool,
     model: bool,
 ) -> None:
     """Add the entries as the reader will find them: a model's by their names, one key each."""
@@ -145,7 +156,10 @@ def _fill(
         place = places[entry.path]
         path = (entry.fqn,) if model else entry.path
         target = first.setdefault(place, path)
-        chunks = Chunks.single(entry.shape, extents[place.file, place.name])
+        number, header = headers[place.file]
+        begin, end = header.tensors[place.name][2:4]
+        record = Record(number, begin, end - begin) if end > begin and are_records else None
+        chunks = Chunks.single(entry.shape, Extent(number, begin, end - begin, record=record))
         part = MODEL if model else entry.part
         alias = None if target == path else target
         created.add(Tensor(path, entry.dtype, entry.shape, chunks, part, entry.embedded, entry.origin, alias))

@@ -137,12 +137,22 @@ def _read_script(catalogue: Catalogue, archive: Archive) -> None:
 
 def _archive_warnings(catalogue: Catalogue, archive: Archive, nested: Collection[str]) -> list[Warning]:
     used: dict[int, set[torch_tree.Span]] = defaultdict(set)
-    for extent in (chunk.extent for tensor in catalogue.tensors for chunk in tensor.chunks):
-        if extent.record is not None:
-            used[extent.record.offset].add(torch_tree.span_of(extent))
+    whole: set[int] = set()  # where storages are of which a tensor is all, as most are
+    for tensor in catalogue.tensors:
+        if tensor.chunks.crcs is not None and not tensor.chunks.strides:
+            whole.update(tensor.chunks.offset)
+        else:
+            records = (chunk.extent for chunk in tensor.chunks if chunk.extent.record is not None)
+            for extent in records:
+                assert extent.record is not None
+                used[extent.record.offset].add(torch_tree.span_of(extent))
     storages = [(n, r) for n, r in archive.records.items() if _is_storage(n) and r.nbytes > 0 and n not in nested]
     # A record that nobody asked for is not looked up now either: what is wrong with it does not matter.
-    spans = [(n, archive.payload(n).offset if n in archive.located else -1, r.nbytes) for n, r in storages]
+    spans = [(n, located.offset if (located := archive.located.get(n)) else -1, r.nbytes) for n, r in storages]
+    for _, offset, nbytes in spans:
+        if offset in whole and offset in used:
+            used[offset].add((offset, nbytes, None))
+    spans = [span for span in spans if span[1] not in whole or span[1] in used]
     warnings = torch_tree.storage_warnings(spans, used)
     unchecked = sum(not r.crc for _, r in storages)
     if unchecked:
@@ -154,6 +164,8 @@ def _archive_warnings(catalogue: Catalogue, archive: Archive, nested: Collection
 
 
 def _is_storage(record: str) -> bool:
+    if record.startswith("data/") and record.isascii() and record[5:].isdigit():
+        return True
     folder, _, name = record.rpartition("/")
     return folder in ("data", "constants") or (
         folder + "/" in torch_export.FOLDERS.values() and not name.endswith((".json", ".pt"))

@@ -69,8 +69,8 @@ class StoredTensor:
 
     dtype: Dtype
     shape: Ints
-    offsets: list[Ints]
-    sizes: list[Ints]
+    offsets: Sequence[Ints]
+    sizes: Sequence[Ints]
     files: array[int]
     starts: array[int]
     lengths: array[int]
@@ -105,7 +105,7 @@ class IndexContents:
 
     name: str
     files: list[str]
-    entries: dict[str, StoredTensor | IndexItem]
+    entries: Mapping[str, StoredTensor | IndexItem]
     paths: dict[str, KeyPath] | None = None
     extra: dict[str, Any] | None = None
     strays: list[str] = field(default_factory=list)
@@ -173,8 +173,11 @@ def read(stream: Any, name: str) -> IndexContents:
             if len(data) >= _LARGE:
                 runs = metadata_fast.find(data, classes.EXPECTED, lambda share: seen(share / 2))
             if runs is not None:
-                with suppress(CkptError):
-                    return _read(runs.data, name, seen, runs)
+                try:
+                    with suppress(CkptError):
+                        return _read(runs.data, name, seen, runs)
+                finally:
+                    runs.names.clear()  # which refers to the runs: all of them would stay until the collector looks
             return _read(data, name, seen)
     finally:
         watcher("", 0, 0)
