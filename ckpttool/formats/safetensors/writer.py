@@ -75,7 +75,7 @@ def _metadata(planned: Catalogue, created: Catalogue) -> dict[str, str]:
     return metadata | ({sharding.ROOT: json.dumps(list(root))} if root else {})
 
 
-class _Written(NamedTuple):
+class _Unsealed(NamedTuple):
     """A file whose header lacks checksums: where the tensors begin, in their order, -1 for those of no bytes; the CRC
     of the rest of the header, and where in it the checksums are."""
 
@@ -92,7 +92,7 @@ class _Files:
 
     created: Catalogue
     bare: bool
-    _written: list[_Written] = field(default_factory=list)
+    _written: list[_Unsealed] = field(default_factory=list)
 
     def add(self, plan: FilePlan, location: Location) -> tuple[int, Header]:
         """Create a file of full size, with its header, and return its number, and the header as the reader finds it.
@@ -109,7 +109,7 @@ class _Files:
             entries = (header.tensors[name] for name in checksums.in_order(header.tensors))
             begins = array("q", [entry.begin if entry.end > entry.begin else -1 for entry in entries])
             rest = checksums.of_header(header.tensors, header.metadata, header.payload)
-            self._written.append(_Written(plan.name, begins, rest, text.index(f'"{checksums.KEY}":"{room}"'.encode())))
+            self._written.append(_Unsealed(plan.name, begins, rest, text.index(f'"{checksums.KEY}":"{room}"'.encode())))
         return number, header
 
     def finish(self, crcs: Crcs) -> dict[str, int]:
