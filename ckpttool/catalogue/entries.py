@@ -43,7 +43,8 @@ def check_shape(shape: Sequence[int]) -> None:
 
 def dotted(path: Path) -> str:
     """Return the name of a path for people: `("optim", "state", 0, "exp_avg")` is `optim.state.0.exp_avg`."""
-    return ".".join(map(str, path))
+    # Of a model without a dict around it, a path is its name: a million of them are not joined.
+    return path[0] if len(path) == 1 and type(path[0]) is str else ".".join(map(str, path))
 
 
 def above(path: Path) -> list[Path]:
@@ -338,7 +339,8 @@ class _Named:
     @property
     def fqn(self) -> str:
         """The name below the root of the part: `layers.0.w` for `model.layers.0.w`."""
-        return dotted(self.path[len(self.part.root) :])
+        root = self.part.root
+        return dotted(self.path[len(root) :] if root else self.path)
 
 
 @dataclass(slots=True, eq=False, repr=False)

@@ -11,6 +11,7 @@ import re
 from collections import Counter, defaultdict
 from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property, lru_cache
 from typing import Any
 
 from ckpttool.catalogue.boxes import Ints
@@ -26,6 +27,7 @@ _BUFFER = re.compile(
 )
 _QUANTIZED = re.compile(r"(.*[._])?(q?weight|packed|weight_packed|blocks|scales?|q?zeros|absmax|codes)(_\w+)?")
 _STATISTICS = re.compile(r"(.*\.)?(running_mean|running_var)")
+_KEYS = ("running_mean", "running_var")
 _END = 100  # characters of a name, which may have a million
 _WORDS = re.compile(r"[A-Z]?[a-z]+|[A-Z]+|\d+")
 _AVERAGES = {"ema", "avg", "average", "averaged", "swa", "shadow", "polyak", "teacher", "target", "moving", "momentum"}
@@ -41,7 +43,7 @@ _LARGE = 1 << 20  # bytes of an object that is not read
 _MANY = 64  # models that each optimizer is compared with
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(eq=False)
 class Model:
     """A model: `Model(Part("model", ("ema",)), [...], True, Part("model", ("model",)))`. An average is one too where it
     is not known of which model."""
@@ -55,12 +57,15 @@ class Model:
     shapes: tuple[Ints, ...] = ()
     counts: Counter[Ints] = field(default_factory=Counter)
 
+    @cached_property
+    def _candidates(self) -> list[Tensor]:
+        return _without_buffers(self.tensors)
+
     def parameters(self, tied: Collection[Path] = ()) -> list[Tensor]:
         """Return the parameters: what its optimizers list, and what only a parameter is called; where there is none,
         what is not known to be a buffer. `tied` are tensors whose bytes another one has."""
-        own = [tensor for tensor in self.tensors if tensor.path not in tied]
-        names = {tensor.fqn for tensor in own}
-        candidates = [tensor for tensor in own if not is_buffer(tensor, names)]
+        own = [tensor for tensor in self.tensors if tensor.path not in tied] if tied else self.tensors
+        candidates = self._candidates if len(own) == len(self.tensors) else _without_buffers(own)
         return _listed(candidates, self.optimizers) if self.optimizers else candidates
 
 
@@ -139,7 +144,7 @@ def _model(part: Part, tensors: list[Tensor]) -> Model:
 def is_statistic(name: str, names: Collection[str]) -> bool:
     """Return whether this is one of the two buffers of a normalisation layer, which always come together."""
     match = _STATISTICS.fullmatch(name)
-    return match is not None and all(f"{match[1] or ''}{key}" in names for key in ("running_mean", "running_var"))
+    return match is not None and all(f"{match[1] or ''}{key}" in names for key in _KEYS)
 
 
 def is_buffer(tensor: Tensor, names: Collection[str]) -> bool:
@@ -150,12 +155,25 @@ def is_buffer(tensor: Tensor, names: Collection[str]) -> bool:
         return True
     if tensor.embedded and "_buffers" in tensor.path:
         return True
-    return is_statistic(name, names) or _BUFFER.fullmatch(end) is not None
+    above, _, last = end.rpartition(".")
+    # Of a million names few have other last keys, which alone tell.
+    return _is_called_buffer(last if "\n" not in above else end) or (last in _KEYS and is_statistic(name, names))
+
+
+def _without_buffers(tensors: Sequence[Tensor]) -> list[Tensor]:
+    names = {tensor.fqn for tensor in tensors}
+    return [tensor for tensor in tensors if not is_buffer(tensor, names)]
+
+
+@lru_cache(4096)
+def _is_called_buffer(name: str) -> bool:
+    return _BUFFER.fullmatch(name) is not None
 
 
 def is_vocabulary(tensor: Tensor) -> bool:
     """Return whether a tensor is called as the embedding or the head of a language model is."""
-    return _HEAD.fullmatch(tensor.fqn[-_END:]) is not None
+    end = tensor.fqn[-_END:]
+    return end.endswith(".weight") and _HEAD.fullmatch(end) is not None
 
 
 def _listed(candidates: list[Tensor], optimizers: Sequence[_Trained]) -> list[Tensor]:
@@ -253,7 +271,10 @@ def _find_copies(every: Sequence[Model], optimizers: Sequence[_Trained]) -> None
 
 def checksum(tensor: Tensor) -> tuple[str, Ints, int] | None:
     """Return the dtype, shape and CRC of a tensor that lies in one piece; None where the file has no CRC of it."""
-    crc = tensor.chunks.at(0).extent.crc if len(tensor.chunks) == 1 else None
+    # Most files have none, of which no chunk is made for this.
+    chunks = tensor.chunks
+    has_crc = len(chunks) == 1 and (chunks.crcs is not None or chunks.records)
+    crc = chunks.at(0).extent.crc if has_crc else None
     return (tensor.dtype.name, tensor.shape, crc) if crc else None
 
 

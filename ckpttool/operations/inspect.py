@@ -24,6 +24,7 @@ from ckpttool.producers.foreign.recognition import Recognition, UnsupportedError
 from ckpttool.producers.open import describe_run, opened
 from ckpttool.reports import description
 from ckpttool.reports.report import Block, Column, Findings
+from ckpttool.serialization.unpickler import no_garbage_collection
 from ckpttool.storage.stores import locate, path_text
 from ckpttool.text import meant, plural, some
 
@@ -95,6 +96,7 @@ def page(result: Inspection) -> str:
     return render(book)
 
 
+@no_garbage_collection()
 def inspect(
     path: str | os.PathLike[str], *, shapes: str | None = None, steps: int | str | Sequence[int | str] | None = None
 ) -> Catalogue:

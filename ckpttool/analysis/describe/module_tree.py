@@ -7,9 +7,9 @@ layers.0-1  x2              9 tensors
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass, field
+from functools import cache
 
 from ckpttool.catalogue.boxes import Ints
 from ckpttool.catalogue.entries import Path, Tensor, dotted
@@ -44,13 +44,26 @@ class ModuleLine:
 @dataclass(slots=True)
 class _ModuleNode:
     tensor: Tensor | None = None
-    children: defaultdict[str, _ModuleNode] = field(default_factory=lambda: defaultdict(_ModuleNode))
+    children: dict[str, _ModuleNode] = field(default_factory=lambda: _NO_CHILDREN)
     kind: int = 0  # equal nodes have equal kinds
     tensors: int = 0
     elements: int = 0
     nbytes: int = 0
     dtypes: tuple[str, ...] = ()
     tied: bool = False
+
+    def child(self, name: str) -> _ModuleNode:
+        node = self.children.get(name)
+        if node is None:
+            node = _ModuleNode()
+            if self.children:
+                self.children[name] = node
+            else:
+                self.children = {name: node}
+        return node
+
+
+_NO_CHILDREN: dict[str, _ModuleNode] = {}  # of tensors, which most nodes are; never added to
 
 
 def lines(tensors: Iterable[Tensor], root: Path, tied: Collection[Path], depth: int) -> list[ModuleLine]:
@@ -61,10 +74,11 @@ def lines(tensors: Iterable[Tensor], root: Path, tied: Collection[Path], depth: 
     """
     top = _ModuleNode()
     skip = len(dotted(root)) + 1 if root else 0
+    known: dict[str, str] = {}  # a million names have few keys
     for tensor in tensors:
         node = top
         for key in tensor.name[skip:].split(".", _DEPTH):
-            node = node.children[key]
+            node = node.child(known.setdefault(key, key))
         node.tensor = tensor
         node.tied = tensor.path in tied
     _count(top, {})
@@ -73,22 +87,28 @@ def lines(tensors: Iterable[Tensor], root: Path, tied: Collection[Path], depth: 
 
 def _count(node: _ModuleNode, kinds: dict[object, int]) -> None:
     own, children = node.tensor, node.children.values()
+    looks = None
+    if own is not None:
+        node.tensors, node.dtypes = 1, _only(own.dtype.name)
+        node.elements, node.nbytes = (0, 0) if node.tied else (own.numel, own.nbytes)
+        looks = (own.dtype.name, own.shape, node.tied)
+        if not children:
+            node.kind = kinds.setdefault(looks, len(kinds) + 1)
+            return
     for child in children:
         _count(child, kinds)
         node.tensors += child.tensors
         node.elements += child.elements
         node.nbytes += child.nbytes
-    dtypes = [d for child in children for d in child.dtypes]
-    looks = None
-    if own is not None:
-        node.tensors += 1
-        node.elements += 0 if node.tied else own.numel
-        node.nbytes += 0 if node.tied else own.nbytes
-        dtypes.append(own.dtype.name)
-        looks = (own.dtype.name, own.shape, node.tied)
-    node.dtypes = tuple(dict.fromkeys(dtypes))
+    dtypes = [dtype for child in children for dtype in child.dtypes]
+    node.dtypes = tuple(dict.fromkeys([*dtypes, *node.dtypes]))
     same = (looks, tuple(sorted((name, child.kind) for name, child in node.children.items())))
     node.kind = kinds.setdefault(same, len(kinds) + 1)
+
+
+@cache
+def _only(dtype: str) -> tuple[str]:
+    return (dtype,)
 
 
 def _walk(node: _ModuleNode, level: int, times: int, depth: int, spent: int) -> Iterator[ModuleLine]:

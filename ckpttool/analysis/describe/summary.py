@@ -22,6 +22,7 @@ from ckpttool.catalogue.models import Models, models
 from ckpttool.catalogue.protocols import Source
 from ckpttool.catalogue.shown import LIMIT, shown
 from ckpttool.catalogue.warning import Warning
+from ckpttool.serialization.unpickler import no_garbage_collection
 from ckpttool.text import ranges
 
 DEPTH = 4
@@ -73,6 +74,7 @@ class Summary:
     warnings: list[Warning]
 
 
+@no_garbage_collection()
 def summarise(catalogue: Catalogue, *, depth: int = DEPTH, limit: int = LIMIT) -> Summary:
     """Summarise a catalogue. `depth` is the levels of the module trees, `limit` the characters of a value."""
     aliases = find_aliases(catalogue.tensors)
