@@ -150,7 +150,7 @@ def _describe(writer: PickleWriter, opcodes: _Opcodes, entry: StoredTensor | Ind
     if isinstance(entry, IndexItem):
         writer.out += opcodes.bytes
         return
-    if len(entry.sizes) == 1 and entry.sizes[0] == entry.shape:
+    if entry.is_whole:
         kind = entry.dtype, entry.shape
         if known := opcodes.whole.get(kind):
             writer.out += known

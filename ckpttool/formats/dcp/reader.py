@@ -161,7 +161,7 @@ class _CatalogueBuilder:
     def _tensor(self, name: str, path: Path, entry: StoredTensor) -> Tensor:
         if self._is_safetensors:
             chunks = self._safetensors_chunks(name, entry)
-        elif len(entry.sizes) == 1 and entry.sizes[0] == entry.shape and 0 not in entry.shape:
+        elif 0 not in entry.shape and entry.is_whole:
             chunks = Chunks.single(entry.shape, Extent(*entry.item(0)[:3], item=True))
             # Of 100,000 small tensors, those of the index are as large as the rest.
             entry.offsets, entry.sizes = chunks.offsets, chunks.sizes

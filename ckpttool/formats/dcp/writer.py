@@ -101,6 +101,8 @@ class _DcpSink:
         for file, size in zip(self.catalogue.files, self._ends, strict=True):
             file.size = size
             files.resize(file.location, size)
+        # In the catalogue, a framework's layout puts its directory before them.
+        self._file_names = [file.name for file in self.catalogue.files]
 
     def _create_files(self) -> None:
         ranks = {rank for t in self._planned.tensors if not t.embedded for rank in set(t.chunks.file)}
@@ -193,10 +195,9 @@ class _DcpSink:
                 pool.write_all(self.catalogue.files[number].location, pieces)
         for file in self.catalogue.files:
             files.sync(file.location)
-        names = [file.name for file in self.catalogue.files]
         entries = _Entries(self._keys.names, self._entry)
         metadata_writer.publish(
-            self._folder, IndexContents(index.NAME, names, entries, self._keys.planned, self._keys.extra)
+            self._folder, IndexContents(index.NAME, self._file_names, entries, self._keys.planned, self._keys.extra)
         )
         if self._with_manifest:
             names = [file.location.name for file in self.catalogue.files]

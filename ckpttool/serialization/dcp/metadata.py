@@ -76,6 +76,11 @@ class StoredTensor:
     lengths: array[int]
     transforms: dict[int, tuple[str, ...]] = field(default_factory=dict)
 
+    @property
+    def is_whole(self) -> bool:
+        """Whether it is one chunk."""
+        return len(self.sizes) == 1 and self.sizes[0] == self.shape and not any(self.offsets[0])
+
     def item(self, i: int) -> IndexItem:
         return IndexItem(self.files[i], self.starts[i], self.lengths[i], self.transforms.get(i, ()))
 
