@@ -129,7 +129,7 @@ def _steps(numbers: Array) -> Array:
 class Histogram:
     """The number of elements in each of some bins. While few bins have any, the others take no memory."""
 
-    __slots__ = ("_counts", "_used", "_waiting", "_waiting_bins", "bins")
+    __slots__ = ("_counts", "_finite", "_used", "_waiting", "_waiting_bins", "bins")
 
     def __init__(self, bins: Bins) -> None:
         self.bins = bins
@@ -137,6 +137,7 @@ class Histogram:
         self._used: tuple[Array, Array] | None = None  # the bins that have any, ascending, and their counts
         self._waiting: list[tuple[Array, Array]] = []  # further ones, which are added together
         self._waiting_bins = 0
+        self._finite: tuple[Array, Array] | None = None  # until more is added
 
     @property
     def used(self) -> tuple[Array, Array]:
@@ -156,14 +157,16 @@ class Histogram:
         """The bins of finite numbers that have elements, in ascending order of the numbers, and the number in each."""
         import numpy as np
 
-        used, counts = self.used
-        places = self.bins.places[used]
-        kept = np.argsort(places, kind="stable")[np.count_nonzero(places < 0) :]
-        return used[kept], counts[kept]
+        if self._finite is None:
+            used, counts = self.used
+            places = self.bins.places[used]
+            kept = np.argsort(places, kind="stable")[np.count_nonzero(places < 0) :]
+            self._finite = used[kept], counts[kept]
+        return self._finite
 
     def pack(self) -> None:
         """Free the memory of bins without elements."""
-        self._used, self._counts = self.used, None
+        self._used, self._counts, self._finite = self.used, None, None
 
     def add(self, indices: Array) -> None:
         """Count elements, given as the bin of each."""
@@ -172,7 +175,7 @@ class Histogram:
         if len(indices) <= _FEW:
             self._wait(*np.unique(indices, return_counts=True))
         else:
-            counts = self._all()
+            counts, self._finite = self._all(), None
             counts += np.bincount(indices, minlength=self.bins.count)
 
     def add_zeros(self, count: int) -> None:
@@ -254,6 +257,7 @@ class Histogram:
 
     def _wait(self, used: Array, counts: Array) -> None:
         """Add counts of bins later: of thousands of small tensors together, which takes a tenth of the time."""
+        self._finite = None
         self._waiting.append((used, counts))
         self._waiting_bins += len(used)
         if self._waiting_bins > _MAX_WAITING:
