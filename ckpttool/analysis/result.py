@@ -102,7 +102,7 @@ _PLAIN = 1 << 53
 
 
 @cache
-def _fields(kind: Any) -> tuple[list[str], list[tuple[str, list[str]]]]:
+def _fields(kind: type) -> tuple[list[str], list[tuple[str, list[str]]]]:
     """Return the names of the fields of a dataclass, and of those that are tables, with their columns."""
     tables = [(one.name, one.metadata["fields"]) for one in fields(kind) if "fields" in one.metadata]
     return [one.name for one in fields(kind)], [(name, [*of.__annotations__]) for name, of in tables]
@@ -117,7 +117,7 @@ def as_json(value: Any) -> Any:
     if kind is float:
         return value if isfinite(value) else str(value)
     if is_dataclass(value):
-        names, tables = _fields(type(value))
+        names, tables = _fields(kind)
         named = {name: getattr(value, name) for name in names}
         for name, keys in tables:
             named[name] = [{key: getattr(each, key) for key in keys} for each in named[name]]
