@@ -111,7 +111,7 @@ def _fields(kind: type) -> tuple[list[str], list[tuple[str, list[str]]]]:
 def as_json(value: Any) -> Any:
     """Return `value` with its fields by name, for JSON; those whose name begins with `_` or that are `ABSENT` are left
     out. Pure."""
-    kind = type(value)
+    kind: Any = type(value)
     if kind is str or kind is bool or value is None or (kind is int and -_PLAIN < value < _PLAIN):
         return value  # as most are: the statistics of 660 tensors are 340,000 numbers
     if kind is float:
