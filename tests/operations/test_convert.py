@@ -10,6 +10,7 @@ import re
 import shutil
 import threading
 import zipfile
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -304,15 +305,17 @@ def test_max_memory_has_a_floor(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("to", ["torch", "dcp", "safetensors"])
 def test_check_finds_a_bit_that_was_written_wrong(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, to: str) -> None:
-    write, done = Pool.write, []
+    write, done = Pool.write_all, []
 
-    def wrong(pool: Pool, path: str, offset: int, data: bytes | memoryview) -> None:
-        if len(data) > 300 and not done and threading.current_thread() is not threading.main_thread():
+    def wrong(pool: Pool, path: str, pieces: Iterable[tuple[int, bytes | memoryview]]) -> None:
+        pieces = [*pieces]
+        offset, data = pieces[0]
+        if not done and threading.current_thread() is not threading.main_thread():
             done.append(True)
-            data = bytes([data[0] ^ 1]) + bytes(data[1:])
-        write(pool, path, offset, data)
+            pieces[0] = offset, bytes([data[0] ^ 1]) + bytes(data[1:])
+        write(pool, path, pieces)
 
-    monkeypatch.setattr(Pool, "write", wrong)
+    monkeypatch.setattr(Pool, "write_all", wrong)
     with pytest.raises(CorruptError, match="was not written as it was read"):
         ckpttool.convert(MODEL, str(tmp_path / "out"), to=to, check=True)
     assert done
@@ -577,7 +580,7 @@ def test_directories_made_for_nothing_are_removed(tmp_path: Path, monkeypatch: p
         raise StorageError("no space")
 
     with monkeypatch.context() as patched:
-        patched.setattr(Pool, "write", fail)
+        patched.setattr(Pool, "write_all", fail)
         with pytest.raises(StorageError):
             ckpttool.convert(FULL, tmp_path / "a" / "b" / "out", to="dcp")
     assert list(tmp_path.iterdir()) == []
