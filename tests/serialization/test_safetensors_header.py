@@ -22,7 +22,8 @@ NAME = "`Model.safetensors`"
 
 
 def blob(header: Any, payload: bytes = b"") -> bytes:
-    text = header if isinstance(header, bytes) else json.dumps(header).encode()
+    # As libraries write it: what is wrong with such a header is found as with any other.
+    text = header if isinstance(header, bytes) else json.dumps(header, separators=(",", ":")).encode()
     return struct.pack("<Q", len(text)) + text + payload
 
 
@@ -48,6 +49,36 @@ def refuse(data: bytes, *words: str, **options: Any) -> CorruptError:
 
 def tensor(begin: int, end: int, dtype: str = "F32", shape: Any = None) -> dict[str, Any]:
     return {"dtype": dtype, "shape": [(end - begin) // 4] if shape is None else shape, "data_offsets": [begin, end]}
+
+
+@given(
+    st.dictionaries(
+        st.text(max_size=4), st.tuples(st.sampled_from(["F32", "I8", "F4"]), st.lists(st.integers(0, 3), max_size=3))
+    ),
+    st.dictionaries(st.text(max_size=4), st.text(max_size=4), max_size=2) | st.none(),
+    st.booleans(),
+)
+@settings(max_examples=200, deadline=None)
+def test_a_header_of_the_usual_spelling_is_read_as_any_other(
+    tensors: dict[str, tuple[str, list[int]]], metadata: dict[str, str] | None, is_ascii: bool
+) -> None:
+    table: dict[str, Any] = {} if metadata is None else {"__metadata__": metadata}
+    at = 0
+    for name, (kind, shape) in tensors.items():
+        elements = math.prod(shape)
+        end = at + (elements // 2 if kind == "F4" else elements * (4 if kind == "F32" else 1))
+        table[name] = {"dtype": kind, "shape": shape, "data_offsets": [at, end]}
+        at = end
+
+    def answer(**how: Any) -> object:
+        try:
+            header = json.dumps(table, ensure_ascii=is_ascii, **how).encode("utf-8", "surrogatepass")
+            found = read(blob(header + b" " * (-len(header) % 256), bytes(at)))
+        except CorruptError as error:
+            return str(error).partition(" at byte")[0]
+        return [(name, entry[:2], entry.end - entry.begin) for name, entry in found.tensors.items()], found.metadata
+
+    assert answer(separators=(",", ":")) == answer(separators=(" ,", ": "))
 
 
 # Each way to lie ------------------------------------------------------------------------------------------------------

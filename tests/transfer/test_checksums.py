@@ -26,6 +26,13 @@ def test_two_runs_are_the_run_of_both(first: bytes, second: bytes) -> None:
     assert combine(crc32(first), crc32(second), len(second)) == crc32(first + second)
 
 
+@pytest.mark.parametrize("length", [0, 1, 7, 4096])
+def test_many_runs_of_one_length(length: int) -> None:
+    # After some, tables are used.
+    for first in (bytes((i,)) * i for i in range(1, 200)):
+        assert combine(crc32(first), crc32(bytes(length)), length) == crc32(first + bytes(length))
+
+
 @pytest.mark.parametrize("length", [1, 255, 1 << 16, (1 << 24) + 7])
 def test_long_runs(length: int) -> None:
     assert combine(crc32(b"abc"), crc32(bytes(length)), length) == crc32(b"abc" + bytes(length))
