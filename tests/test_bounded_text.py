@@ -83,6 +83,7 @@ REPR_OF_OURS = {
     ("serialization.pickler", "repr"): "numbers and text, by which sets are sorted",
     ("transfer.journal", "repr"): "names, shapes and offsets",
     ("transfer.processes", "default=str"): "paths in the facts of errors",
+    ("resume.job", "default=str"): "paths in the facts of errors",
 }
 """Code elsewhere that spells values, and why they are bounded."""
 

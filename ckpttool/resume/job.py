@@ -1,5 +1,7 @@
 """The job of the ranks of one run, and the files that they leave behind.
 
+folder/job.json           the job
+folder/ended.json         that it has ended: the exit code of the rank that failed, by its number
 folder/built/             states: as newly built (of a run that resumes), where A saved or B resumed, at the end
 folder/resumed/
 folder/end/
@@ -7,18 +9,20 @@ folder/rank3.json         what rank 3 saw: its steps, checks of its shards, byte
 folder/rank3.phase        the phase that it is in
 folder/rank3.error.json   the error that ended it
 folder/rank3.stack        its stack when its time was up
+folder/rank3.log          its output
 """
 
 from __future__ import annotations
 
 import json
 import os
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any
 
 from ckpttool.layout.mesh import Mesh
 
 BUILT, RESUMED, END = "built", "resumed", "end"
+FILE, ENDED = "job.json", "ended.json"
 ENVIRONMENT = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8", "PYTHONHASHSEED": "0", "OMP_NUM_THREADS": "1"}
 """Libraries read these when they are loaded, so that they are set before a process starts."""
 
@@ -71,9 +75,20 @@ class Seen:
     gradients: str = ""
     alone: dict[str, Any] = field(default_factory=dict)
 
-    def write(self, folder: str) -> None:
-        with open(os.path.join(folder, f"rank{self.rank}.json"), "w", encoding="utf-8") as stream:
-            json.dump(asdict(self), stream)
+
+def read(path: str) -> Job:
+    """Return the job in a file."""
+    with open(path, encoding="utf-8") as stream:
+        values = json.load(stream)
+    mesh = values.pop("mesh")
+    return Job(**values, mesh=Mesh(tuple(mesh["names"]), tuple(mesh["sizes"])))
+
+
+def write(values: dict[Any, Any], path: str) -> None:
+    """Write values as JSON, at once."""
+    with open(f"{path}.tmp", "w", encoding="utf-8") as stream:
+        json.dump(values, stream, default=str)
+    os.replace(f"{path}.tmp", path)
 
 
 def read_seen(job: Job) -> list[Seen]:

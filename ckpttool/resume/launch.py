@@ -1,6 +1,6 @@
 """Starts the ranks of a run, and reports where they were if they do not finish.
 
-Each run has its own processes, started by torchrun's own launcher, which share only files with those of another run.
+Each run has its own processes, forked from one that has imported torch; they share only files with those of another.
 Inside processes that the user started with torchrun, all runs are on these, one after the other: model and optimizer
 are built anew, the number of ranks cannot change, and a route may still convert to any format.
 """
@@ -8,25 +8,26 @@ are built anew, the number of ranks cannot change, and a route may still convert
 from __future__ import annotations
 
 import json
-import logging
-import multiprocessing
 import os
 import re
 import signal
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from multiprocessing import forkserver
+from dataclasses import asdict
 from typing import Any, TypeVar
 
 from ckpttool import errors
 from ckpttool.errors import CkptError
-from ckpttool.resume import worker
+from ckpttool.resume import job as jobs
 from ckpttool.resume.job import ENVIRONMENT, Job
+from ckpttool.resume.process import Process
 from ckpttool.resume.results import Failure, Stuck
 
 T = TypeVar("T")
 _FRAME = re.compile(r'\s*File "([^"]+)", line (\d+) in (.+)')
+_SERVE = "import sys; sys.path[:] = sys.argv[2:]; from ckpttool.resume.worker.process import serve; serve(sys.argv[1])"
+_POLL = 0.02  # seconds between two looks for the end of a job
 _WAITING = ("distributed_c10d.py", "/_functional_collectives.py", "/autograd/graph.py")  # in a collective
 
 
@@ -40,46 +41,30 @@ class Ended(Exception):
 
 
 class Launcher:
-    """Runs each job on fresh processes, started from this one."""
+    """Runs each job on fresh processes."""
 
     is_first = True
     message = "fresh processes"
+    _process: Process
+
+    def serve(self, folder: str, stack: ExitStack) -> None:
+        """Start the process that the ranks are forked from, which imports torch in the background. It and all of them
+        are ended with `stack`."""
+        words = [sys.executable, "-c", _SERVE, folder, *map(str, sys.path)]
+        self._process = stack.enter_context(Process(words, os.path.join(folder, "log.txt"), ENVIRONMENT))
 
     def start(self, job: Job, name: str) -> None:
         """Run a job on as many fresh processes as its mesh has ranks, and wait for them.
 
         Raises Ended if a rank fails or exceeds its time limit; the others are ended too.
         """
-        from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException, Std
-        from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-        from torch.distributed.launcher.api import LaunchConfig, elastic_launch
-
-        from ckpttool.resume.worker.process import begin
-
         os.makedirs(job.folder, exist_ok=True)
-        config = LaunchConfig(
-            min_nodes=1,
-            max_nodes=1,
-            nproc_per_node=job.mesh.world,
-            logs_specs=DefaultLogsSpecs(log_dir=os.path.join(job.folder, "logs"), redirects=Std.ALL),
-            max_restarts=0,
-            rdzv_backend="c10d",
-            rdzv_endpoint="localhost:0",
-            local_addr="127.0.0.1",
-            run_id=f"ckpttool-{os.getpid()}-{name}",
-            start_method=_START,
-        )
-        with environment(ENVIRONMENT), _undisturbed():
-            try:
-                elastic_launch(config, begin)(job, dict(os.environ))
-            except ChildFailedError as error:
-                failed = {local: failure.exitcode for local, failure in error.failures.items()}
-                raise _ended(job, name, failed) from None
-            except SignalException as stop:
-                if stop.sigval != signal.SIGINT:
-                    # By whatever the command line does with this signal.
-                    os.kill(os.getpid(), stop.sigval)
-                raise KeyboardInterrupt from None
+        jobs.write(asdict(job), os.path.join(job.folder, jobs.FILE))
+        while not (ended := _text(job, jobs.ENDED)):
+            if (code := self._process.wait(_POLL)) is not None:
+                raise _ended(job, name, {0: code})
+        if failed := json.loads(ended):
+            raise _ended(job, name, {int(rank): code for rank, code in failed.items()})
 
     def from_first(self, make: Callable[[], T]) -> T:
         """Return what `make` returns in the first process."""
@@ -98,6 +83,9 @@ class TorchrunLauncher(Launcher):
         join_group(device)
         self._collectives = collectives
         self.is_first = collectives.rank() == 0
+
+    def serve(self, folder: str, stack: ExitStack) -> None:
+        """Start nothing: the processes are there."""
 
     def start(self, job: Job, name: str) -> None:
         """Run a job on all processes together."""
@@ -126,41 +114,6 @@ def torchrun_world() -> int | None:
     return number if number > 1 else None
 
 
-# A fork of a process that has imported this much is not safe on macOS.
-_START = "spawn" if sys.platform == "darwin" else "forkserver"
-_PRELOADED = ["ckpttool.resume.worker.run", "torch._dynamo", "torch._inductor.config", "fsspec"]
-
-
-def prepare() -> None:
-    """Start the process that the ranks are forked from. It imports torch, which takes seconds, in the background."""
-    if _START == "forkserver":
-        multiprocessing.set_forkserver_preload(_PRELOADED)
-        with environment(ENVIRONMENT):
-            forkserver.ensure_running()
-
-
-@contextmanager
-def _undisturbed() -> Iterator[None]:
-    """Keep torch's launcher from changing this process, from logging what the report has, and from importing the
-    program that called, which the ranks do not need and which might start another trial."""
-    elastic = "torch.distributed.elastic"
-    names = {name for name in logging.root.manager.loggerDict if name.startswith(elastic)}
-    with ExitStack() as stack:
-        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT):
-            stack.callback(signal.signal, number, signal.getsignal(number))
-        for name in names | {elastic, "torch.distributed.launcher", "torch.multiprocessing.spawn"}:
-            logger = logging.getLogger(name)
-            stack.callback(logger.setLevel, logger.level)
-            logger.setLevel(logging.CRITICAL + 1)
-        # An empty module is imported in its place.
-        main = vars(sys.modules["__main__"])
-        kept: dict[str, Any] = {name: main[name] for name in ("__file__", "__spec__") if name in main}
-        stack.callback(main.update, kept)
-        stack.callback(main.pop, "__file__")
-        main.update(__file__=worker.__file__, __spec__=None)
-        yield
-
-
 @contextmanager
 def environment(values: Mapping[str, str | None]) -> Iterator[None]:
     """Context manager in which environment variables have these values; with None they do not exist."""
@@ -175,7 +128,7 @@ def environment(values: Mapping[str, str | None]) -> Iterator[None]:
 
 
 def _ended(job: Job, name: str, failed: Mapping[int, int]) -> Ended:
-    texts = [_text(job, rank, "error.json") for rank in range(job.mesh.world)]
+    texts = [_text(job, f"rank{rank}.error.json") for rank in range(job.mesh.world)]
     raised = {rank: json.loads(text) for rank, text in enumerate(texts) if text}
     ranks = [_stuck(job, rank, raised.get(rank)) for rank in range(job.mesh.world)]
     cause: CkptError | None = None
@@ -187,7 +140,7 @@ def _ended(job: Job, name: str, failed: Mapping[int, int]) -> Ended:
             cause = getattr(errors, error["type"], CkptError)(error["message"], hint=error["hint"], **error["facts"])
         where = f" ({first.where})" if first.where else ""
         message = f"rank {first.rank} failed in {first.phase}{where}: {first.error}"
-    elif late := [rank for rank in range(job.mesh.world) if _text(job, rank, "stack").startswith("Timeout")]:
+    elif late := [rank for rank in range(job.mesh.world) if _text(job, f"rank{rank}.stack").startswith("Timeout")]:
         # The rank that the others wait for: one in no collective, if any. Its own time may not have been up: it is
         # ended with the first, and may have begun the phase later.
         first = min(
@@ -205,7 +158,7 @@ def _ended(job: Job, name: str, failed: Mapping[int, int]) -> Ended:
 
 def _stuck(job: Job, rank: int, error: Mapping[str, Any] | None) -> Stuck:
     # The main thread, the innermost frame first.
-    main = _text(job, rank, "stack").rpartition("most recent call first):\n")[2]
+    main = _text(job, f"rank{rank}.stack").rpartition("most recent call first):\n")[2]
     frames = [(m[1], int(m[2]), m[3]) for m in map(_FRAME.match, main.splitlines()) if m]
     stack = [f"{file}:{line} in {what}" for file, line, what in frames]
     if error is not None:
@@ -213,12 +166,12 @@ def _stuck(job: Job, rank: int, error: Mapping[str, Any] | None) -> Stuck:
         return Stuck(rank, error["phase"], error["where"], stack, message)
     folder = os.path.dirname(os.path.abspath(job.recipe))
     own = (f"{os.path.basename(f)}:{line} in {what}" for f, line, what in frames if os.path.dirname(f) == folder)
-    return Stuck(rank, _text(job, rank, "phase") or "the start of its process", next(own, None), stack)
+    return Stuck(rank, _text(job, f"rank{rank}.phase") or "the start of its process", next(own, None), stack)
 
 
-def _text(job: Job, rank: int, what: str) -> str:
+def _text(job: Job, name: str) -> str:
     try:
-        with open(os.path.join(job.folder, f"rank{rank}.{what}"), encoding="utf-8", errors="replace") as stream:
+        with open(os.path.join(job.folder, name), encoding="utf-8", errors="replace") as stream:
             return stream.read()
     except OSError:
         return ""

@@ -24,7 +24,7 @@ from typing import Any
 from ckpttool.analysis.audit.recipe import load_recipe
 from ckpttool.errors import BUG, UsageError, require
 from ckpttool.layout.mesh import Mesh
-from ckpttool.resume import arguments, checks, compare, launch, states
+from ckpttool.resume import arguments, checks, compare, states
 from ckpttool.resume.job import BUILT, END, RESUMED, Job, Seen, read_seen
 from ckpttool.resume.launch import Ended, Launcher, TorchrunLauncher, torchrun_world
 from ckpttool.resume.results import RankCheck, Run, Step, TrialReport
@@ -119,8 +119,6 @@ def trial(
     if checkpoints and (via or to_world or to_mesh):
         hint = "`--world` or `--mesh` sets the mesh on which all of them are resumed"
         raise UsageError("`--via`, `--to-world` and `--to-mesh` cannot be used with checkpoints", hint=hint)
-    if torchrun_world() is None:
-        launch.prepare()
     loaded = load_recipe(recipe)
     own, onto = arguments.parse_meshes(loaded, world, mesh, to_world, to_mesh)
     stages = arguments.parse_route(via, onto, other_mesh=own.size != onto.size)
@@ -133,6 +131,7 @@ def trial(
     launcher = Launcher() if torchrun_world() is None else TorchrunLauncher(device)
     with ExitStack() as stack:
         folder = launcher.from_first(lambda: kept_folder(stack, keep, "ckpttool-trial-"))
+        launcher.serve(folder, stack)
         base = Job(folder, loaded.path, own, device, deterministic=deterministic, limit=limit, after=more)
         running = _Trial(base, report, launcher, tell or (lambda line: None))
         if launcher.message != Launcher.message:

@@ -64,6 +64,7 @@ def test_resumed_on_another_world(tmp_path: Path) -> None:
     assert {one["parameters"] for one in memory} == {one["parameters_expected"] for one in memory}
     assert page.read_text().startswith("<!doctype html>") or page.read_text().startswith("<!DOCTYPE html>")
     assert {"A", "B", "control", "alone", "saved", "native", "route"} <= {one.name for one in kept.iterdir()}
+    assert {"rank0.log", "rank1.log"} <= {one.name for one in (kept / "A").iterdir()}
     # What is loaded is what the file has, read by nobody of ours.
     import torch
     from safetensors.torch import load_file

@@ -1,25 +1,50 @@
-"""The process of one rank: its phases, each with a time limit, and what it leaves behind when it fails."""
+"""The processes of ranks. One of them imports torch, and the ranks of each run are forked from it; each has phases with
+a time limit, and says what it leaves behind when it fails.
+"""
 
 from __future__ import annotations
 
 import faulthandler
-import json
-import multiprocessing
+import glob
 import os
 import signal
 import sys
-import threading
 import time
 import traceback
-from collections.abc import Mapping
 from typing import Any, TextIO
 
 from ckpttool.errors import CkptError
-from ckpttool.resume import guard
+from ckpttool.resume import job as jobs
 from ckpttool.resume.job import Job
 
-# Variables that the launcher sets for each rank, in place of those of an outer one.
-_OWN = ("RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "ROLE_RANK", "MASTER_", "WORLD_SIZE", "TORCHELASTIC_")
+# A fork of a process that has imported this much is not safe on macOS.
+_START = "spawn" if sys.platform == "darwin" else "fork"
+_POLL = 0.02  # seconds between two looks for a job
+
+
+def serve(folder: str) -> None:
+    """Do the jobs in a folder, one after the other and each on processes of its own, until this one is ended."""
+    # All that ranks need is imported once.
+    import fsspec  # type: ignore[import-untyped]  # noqa: F401
+    import torch._dynamo
+    import torch._inductor.config  # noqa: F401
+    from torch.distributed import TCPStore
+    from torch.multiprocessing.spawn import ProcessExitedException, start_processes
+
+    import ckpttool.resume.worker.run  # noqa: F401
+
+    done: set[str] = set()
+    while True:
+        for path in {*glob.glob(os.path.join(glob.escape(folder), "*", jobs.FILE))} - done:
+            job, failed = jobs.read(path), {}
+            store = TCPStore("127.0.0.1", 0, None, is_master=True, wait_for_workers=False)
+            try:
+                start_processes(begin, (job, store.port), job.mesh.world, start_method=_START)
+            except ProcessExitedException as error:  # the others are ended by SIGTERM
+                failed = {error.error_index: error.exit_code}
+            jobs.write(failed, os.path.join(job.folder, jobs.ENDED))
+            done.add(path)
+        time.sleep(_POLL)
 
 
 class Watch:
@@ -43,42 +68,37 @@ class Watch:
         faulthandler.cancel_dump_traceback_later()
 
 
-def begin(job: Job, environment: Mapping[str, str]) -> None:
-    """Do a job. What it raises is recorded, and the process ends with 1. `environment` is that of the calling process:
-    this one may be forked from an older one."""
-    own = {name: value for name, value in os.environ.items() if name not in environment or name.startswith(_OWN)}
-    os.environ.update({**environment, **own})
-    rank = int(os.environ["RANK"])
-    threading.Thread(target=_end_with_launcher, daemon=True).start()
-    with open(os.path.join(job.folder, f"rank{rank}.stack"), "w", encoding="utf-8") as stack:
+def begin(rank: int, job: Job, port: int) -> None:
+    """Do a job as one of its ranks, which meet at a port. What it raises is recorded, and the process ends with 1."""
+    of_rank = dict.fromkeys(("RANK", "LOCAL_RANK", "ROLE_RANK"), rank) | {"GROUP_RANK": 0, "GROUP_WORLD_SIZE": 1}
+    of_all = dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE", "ROLE_WORLD_SIZE"), job.mesh.world)
+    meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "TORCHELASTIC_USE_AGENT_STORE": True}
+    launch = {"TORCHELASTIC_RESTART_COUNT": 0, "TORCHELASTIC_MAX_RESTARTS": 0, "TORCHELASTIC_RUN_ID": "ckpttool"}
+    os.environ.update({name: str(value) for name, value in (of_rank | of_all | meeting | launch).items()})
+    with (
+        open(os.path.join(job.folder, f"rank{rank}.log"), "wb") as log,
+        open(os.path.join(job.folder, f"rank{rank}.stack"), "w", encoding="utf-8") as stack,
+    ):
+        for number in (1, 2):
+            os.dup2(log.fileno(), number)
         faulthandler.enable(file=stack)
         # When one rank fails the others are terminated, and record their stacks too.
         faulthandler.register(signal.SIGTERM, file=stack, chain=True)
         watch = Watch(job, rank, stack)
         watch.enter("start")
         try:
-            # Imported late: the launching process only refers to this function.
             from ckpttool.resume.worker.run import run
 
             run(job, watch)
         except Exception as error:
-            with open(os.path.join(job.folder, f"rank{rank}.error.json"), "w", encoding="utf-8") as stream:
-                description = {**_described(error, job.recipe), "phase": watch.now, "at": time.time()}
-                json.dump(description, stream, default=str)
+            description = {**_described(error, job.recipe), "phase": watch.now, "at": time.time()}
+            jobs.write(description, os.path.join(job.folder, f"rank{rank}.error.json"))
             traceback.print_exception(error)
             sys.stderr.flush()
             # No clean-up of the process group, in which other ranks may be waiting.
             os._exit(1)
         finally:
             watch.end()
-
-
-def _end_with_launcher() -> None:
-    """Kill this rank, and what it started, once the calling process is gone, however that ended."""
-    if (launcher := multiprocessing.parent_process()) is not None:
-        launcher.join()
-        guard.kill(os.getpid())
-        os.kill(os.getpid(), signal.SIGKILL)
 
 
 def _described(error: Exception, recipe: str) -> dict[str, Any]:

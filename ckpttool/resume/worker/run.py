@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import os
+from dataclasses import asdict
 from typing import TYPE_CHECKING
 
 import torch.distributed as dist
 
 from ckpttool.errors import ReadError
-from ckpttool.resume.job import BUILT, END, RESUMED, Job, Seen
+from ckpttool.resume.job import BUILT, END, RESUMED, Job, Seen, write
 from ckpttool.resume.worker import gradients, save_load, setup, shard_checks
 from ckpttool.resume.worker.build import Built, build
 from ckpttool.resume.worker.observe import RankObserver
@@ -34,7 +35,7 @@ def run(job: Job, watch: Watch, *, leave: bool = True) -> None:
     else:
         _train(job, watch, built, seen)
     watch.enter("end")
-    seen.write(job.folder)
+    write(asdict(seen), os.path.join(job.folder, f"rank{watch.rank}.json"))
     dist.barrier()
     watch.end()
     if leave:
