@@ -7,12 +7,11 @@ from __future__ import annotations
 
 import hashlib
 import itertools
-import json
 import os
 import re
 import types
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from enum import Enum
 from typing import Any
 
@@ -22,16 +21,17 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed._shard.sharded_tensor import ShardedTensor
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_optimizer_state_dict
-from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
+from ckpttool.analysis.saved_state import leaves
 from ckpttool.catalogue import parts
 from ckpttool.layout.rename import strip_wrappers
+from ckpttool.resume.job import write
 from ckpttool.resume.observe.site.state import digest, tied
 from ckpttool.resume.worker.build import Built
 from ckpttool.resume.worker.setup import captured, sha256
-from ckpttool.training import collectives, fsdp1
+from ckpttool.training import collectives
 
 _SMALL = 64
 _FUNCTIONS = (types.FunctionType, types.BuiltinFunctionType, types.MethodType)
@@ -45,22 +45,23 @@ def record(
     """Record everything where a step begins. Every rank calls it. Returns this rank's digest of each value of which one
     rank's is saved. `optimizer=False` leaves out an optimizer that took no step: reading its state would create one.
     `rounded` adds digests of the values in smaller dtypes."""
-    rank = dist.get_rank()
+    rank, shared = dist.get_rank(), dict[str, str]()
     os.makedirs(folder, exist_ok=True)
-    values: dict[str, Any] = {}
-    whole: dict[str, Any] = {}
-    shards: dict[str, Any] = {}
+    values, whole, kinds, shards = (dict[str, Any]() for _ in range(4))
     with torch.no_grad():
-        for name, value in tensors(built, values, optimizer=optimizer):
+        for name, value, kind in _entries(built, optimizer=optimizer):
+            if kind is None or not isinstance(value, torch.Tensor):
+                values |= {name: plain(value)} if rank == 0 else {}
+                continue
             box, shard = _shard(value)
             shards |= {name: {**digest(torch, shard), "box": box}} if shard is not None else {}
             tensor = gathered(value)
             if rank == 0 and tensor is not None:
-                whole[name] = digest(torch, tensor, rounded=rounded)
-    values = values if rank == 0 else {}
-    shared = _others(built, values, rank)
-    ties = [names for key, model in built.models.items() for names in tied(_parameters(model, key))]
-    kinds = _kinds(built, whole, values)
+                whole[name], kinds[name] = digest(torch, tensor, rounded=rounded), kind
+    for key, one in built.others.items():
+        own, is_of_rank = dict(leaves(plain(one.state_dict()), key)), built.kinds[key] in parts.PER_RANK
+        values |= own if rank == 0 or is_of_rank else {}
+        shared |= {} if is_of_rank else {key: _digest(sorted(own.items()))}
     document = {
         "rank": rank,
         "step": step,
@@ -68,65 +69,34 @@ def record(
         "kinds": kinds,
         "values": values,
         "shards": shards,
-        "ties": ties,
+        "ties": [names for key, model in built.models.items() for names in tied(_parameters(model, key))],
         "parts": {key: built.kinds[key] for key in built.others},
         "batches": [],
         "forward": None,
         "rng": {name: _digest(plain(state)) for name, state in captured(built.generators).items()},
     }
-    with open(os.path.join(folder, f"state.{step}.{rank}.json"), "w", encoding="utf-8") as stream:
-        json.dump(document, stream)
+    write(document, os.path.join(folder, f"state.{step}.{rank}.json"))
     dist.barrier()
     return shared
 
 
-def _kinds(built: Built, names: Iterable[str], values: Mapping[str, Any]) -> dict[str, str]:
-    """Return the kinds of tensors, as `resume.states` has them."""
-    of_buffers = ((key, name) for key, model in built.models.items() for name, _ in model.named_buffers())
-    buffers = {f"{key}.{strip_wrappers(name)}" for key, name in of_buffers}
-    groups: dict[str, str] = {}
-    for number in range(len(built.optimizer.param_groups)):
-        groups |= dict.fromkeys(values.get(f"optimizer.param_groups.{number}.params", ()), f"group {number}")
-    kinds = {}
-    for name in names:
-        root, _, rest = name.partition(".")
-        if root == "optimizer":
-            kinds[name] = groups.get(rest.partition(".")[2].rpartition(".")[0], "group 0")
-        else:
-            kinds[name] = "apart" if root in built.averaged else "buffer" if name in buffers else "weight"
-    return kinds
-
-
-def tensors(built: Built, objects: dict[str, Any], *, optimizer: bool = True) -> Iterator[tuple[str, Any]]:
-    """Yield every tensor of models and optimizer by name in torch's state dicts. Other values go into `objects`."""
-    values: dict[str, Any] = {}
+def _entries(built: Built, *, optimizer: bool = True) -> Iterator[tuple[str, Any, str | None]]:
+    """Yield what models and optimizer have by the names of torch's state dicts, with the kinds of tensors, as
+    `resume.states` has them; None for a hyperparameter."""
     for root, model in built.models.items():
-        values |= {f"{root}.{name}": value for name, value in _of_model(model).items()}
-    if optimizer:
-        state = _of_optimizer(built)
-        for parameter, own in state["state"].items():
-            values |= {f"optimizer.state.{parameter}.{key}": value for key, value in own.items()}
-    for name, value in values.items():
-        if isinstance(value, torch.Tensor):
-            yield name, value
-        else:
-            objects[name] = plain(value)
-    for number, group in enumerate(state["param_groups"] if optimizer else ()):
-        objects |= {f"optimizer.param_groups.{number}.{key}": plain(value) for key, value in group.items()}
-
-
-def _of_model(model: nn.Module) -> dict[str, Any]:
-    if not fsdp1.is_fsdp1(model):
-        return dict(get_model_state_dict(model))
-    with fsdp1.sharded(model):
-        return dict(model.state_dict())
-
-
-def _of_optimizer(built: Built) -> dict[str, Any]:
-    if not fsdp1.is_fsdp1(built.model):
-        return dict(get_optimizer_state_dict(built.model, built.optimizer))
-    with fsdp1.sharded(built.model):
-        return dict(FullyShardedDataParallel.optim_state_dict(built.model, built.optimizer))
+        buffers = {strip_wrappers(name) for name, _ in model.named_buffers()}
+        for name, value in get_model_state_dict(model).items():
+            kind = "buffer" if name in buffers else "weight"
+            yield f"{root}.{name}", value, "apart" if root in built.averaged else kind
+    state: Any = get_optimizer_state_dict(built.model, built.optimizer) if optimizer else {}
+    groups: dict[str, str] = {}
+    for number, group in enumerate(state.get("param_groups", ())):
+        groups |= dict.fromkeys(group["params"], f"group {number}")
+        for key, value in group.items():
+            yield f"optimizer.param_groups.{number}.{key}", value, None
+    for parameter, own in state.get("state", {}).items():
+        for key, value in own.items():
+            yield f"optimizer.state.{parameter}.{key}", value, groups.get(parameter, "group 0")
 
 
 def gathered(value: Any) -> torch.Tensor | None:
@@ -165,30 +135,8 @@ def _parameters(model: nn.Module, root: str) -> Iterator[tuple[str, Any]]:
     return ((f"{root}.{strip_wrappers(name)}", parameter) for name, parameter in named)
 
 
-def _others(built: Built, objects: dict[str, Any], rank: int) -> dict[str, str]:
-    shared: dict[str, str] = {}
-    for key, value in built.others.items():
-        values = dict(leaves(value.state_dict(), ()))
-        if built.kinds[key] in parts.PER_RANK:
-            objects |= {".".join((key, *path)): one for path, one in values.items()}
-            continue
-        shared[key] = _digest(sorted(values.items()))
-        if rank == 0:
-            objects |= {".".join((key, *path)): one for path, one in values.items()}
-    return shared
-
-
 def _digest(value: Any) -> str:
     return hashlib.sha256(repr(value).encode()).hexdigest()
-
-
-def leaves(tree: Any, path: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...], Any]]:
-    """Yield the values of nested dicts, by their keys."""
-    if isinstance(tree, Mapping) and tree:
-        for key, value in tree.items():
-            yield from leaves(value, (*path, _key(key)))
-    else:
-        yield path, plain(tree)
 
 
 def _key(key: Any) -> str:

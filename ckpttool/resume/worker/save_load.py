@@ -17,12 +17,6 @@ from torch.distributed.checkpoint.state_dict import (
     set_model_state_dict,
     set_state_dict,
 )
-from torch.distributed.fsdp import (
-    FullOptimStateDictConfig,
-    FullStateDictConfig,
-    FullyShardedDataParallel,
-    StateDictType,
-)
 from torch.utils import _pytree
 
 from ckpttool.catalogue import parts
@@ -125,65 +119,33 @@ def load_natively(built: Built, path: str) -> int:
 
 
 def _states(built: Built) -> dict[str, Any]:
-    """Return the state dicts of model and optimizer: sharded ones, but full ones under FSDP1, whose sharded ones cannot
-    all be loaded again."""
     averaged = {built.saved_as(key): model_state(model) for key, model in built.averaged.items()}
-    if not fsdp1.is_fsdp1(built.model):
-        model, optim = get_state_dict(built.model, built.optimizer)
-        return {"model": model, "optim": optim, **averaged}
-    with _whole(built.model):
-        _step_without_change(built)
-        optim = FullyShardedDataParallel.optim_state_dict(built.model, built.optimizer)
-        # Gathered tensors may share memory, and DCP loads into them.
-        optim = _pytree.tree_map_only(torch.Tensor, torch.clone, optim)
-    return {"model": model_state(built.model), "optim": optim, **averaged}
+    model, optim = get_state_dict(built.model, built.optimizer, options=_options(built.model))
+    return {**_apart(built.model, {"model": model, "optim": optim}), **averaged}
 
 
 def model_state(model: nn.Module) -> dict[str, Any]:
     """Return the state dict of a model: a sharded one, under FSDP1 a full one."""
-    if not fsdp1.is_fsdp1(model):
-        return dict(get_model_state_dict(model))
-    with _whole(model):
-        return _pytree.tree_map_only(torch.Tensor, torch.clone, dict(model.state_dict()))  # type: ignore[no-any-return]
+    return _apart(model, dict(get_model_state_dict(model, options=_options(model))))
+
+
+def _apart(model: nn.Module, state: dict[str, Any]) -> dict[str, Any]:
+    """Return a state dict into which DCP may load: gathered tensors may share memory."""
+    return _pytree.tree_map_only(torch.Tensor, torch.clone, state) if fsdp1.is_fsdp1(model) else state
 
 
 def _set(built: Built, state: dict[str, Any]) -> None:
     for key, model in built.averaged.items():
         set_model(model, state[built.saved_as(key)])
-    if not fsdp1.is_fsdp1(built.model):
-        set_state_dict(built.model, built.optimizer, model_state_dict=state["model"], optim_state_dict=state["optim"])
-        return
-    set_model(built.model, state["model"])
-    with _whole(built.model):
-        ready = FullyShardedDataParallel.optim_state_dict_to_load(built.model, built.optimizer, state["optim"])
-        built.optimizer.load_state_dict(ready)
+    states = {"model_state_dict": state["model"], "optim_state_dict": state["optim"]}
+    set_state_dict(built.model, built.optimizer, **states, options=_options(built.model))
 
 
 def set_model(model: nn.Module, state: dict[str, Any], options: StateDictOptions | None = None) -> None:
     """Load a state dict by torch alone: a full one under FSDP1, else one that `options` say."""
-    if not fsdp1.is_fsdp1(model):
-        set_model_state_dict(model, state, options=options)
-        return
-    with _whole(model):
-        model.load_state_dict(state)
+    set_model_state_dict(model, state, options=options or _options(model))
 
 
-def _whole(model: nn.Module) -> Any:
-    configs = (kind(rank0_only=False, offload_to_cpu=False) for kind in (FullStateDictConfig, FullOptimStateDictConfig))
-    return FullyShardedDataParallel.state_dict_type(model, StateDictType.FULL_STATE_DICT, *configs)
-
-
-def _step_without_change(built: Built) -> None:
-    """Create the state of an optimizer, which has none before its first step: DCP loads into existing tensors."""
-    if built.optimizer.state:
-        return
-    kept = [dict(group) for group in built.optimizer.param_groups]
-    for group in built.optimizer.param_groups:
-        for parameter in group["params"]:
-            parameter.grad = torch.zeros_like(parameter)
-        group["lr"] = torch.tensor(0.0) if isinstance(group["lr"], torch.Tensor) else 0.0
-        group["weight_decay"] = 0.0
-    built.optimizer.step()
-    built.optimizer.zero_grad(set_to_none=True)
-    for group, before in zip(built.optimizer.param_groups, kept, strict=True):
-        group.update(before)
+def _options(model: nn.Module) -> StateDictOptions:
+    """Return what state dicts are: sharded, but full under FSDP1, whose sharded ones cannot all be loaded again."""
+    return StateDictOptions(full_state_dict=fsdp1.is_fsdp1(model))
