@@ -26,7 +26,7 @@ from ckpttool.resume.results import Failure, Stuck
 
 T = TypeVar("T")
 _FRAME = re.compile(r'\s*File "([^"]+)", line (\d+) in (.+)')
-_SERVE = "import sys; sys.path[:] = sys.argv[2:]; from ckpttool.resume.worker.process import serve; serve(sys.argv[1])"
+_SERVE = "import sys; sys.path[:] = sys.argv[2:]; from ckpttool.resume.worker.run import serve; serve(sys.argv[1])"
 _POLL = 0.02  # seconds between two looks for the end of a job
 _WAITING = ("distributed_c10d.py", "/_functional_collectives.py", "/autograd/graph.py")  # in a collective
 
@@ -89,8 +89,7 @@ class TorchrunLauncher(Launcher):
 
     def start(self, job: Job, name: str) -> None:
         """Run a job on all processes together."""
-        from ckpttool.resume.worker.process import Watch
-        from ckpttool.resume.worker.run import run
+        from ckpttool.resume.worker.run import Watch, run
 
         assert job.mesh.world == self._collectives.world_size()
         self.from_first(lambda: os.makedirs(job.folder, exist_ok=True))

@@ -27,8 +27,8 @@ from ckpttool.resume.results import Compared, RankCheck, RunDifference, Step, Tr
 from ckpttool.resume.states import RunState
 from ckpttool.resume.steps import TITLES, compare_steps, of_ranks
 from ckpttool.resume.worker.gradients import _joined
+from ckpttool.resume.worker.observe import shape_of_shard
 from ckpttool.resume.worker.record import plain
-from ckpttool.resume.worker.shard_checks import shape_of_shard
 
 
 def report() -> TrialReport:

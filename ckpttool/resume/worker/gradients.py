@@ -26,9 +26,9 @@ from torch.utils import _pytree
 from ckpttool.layout.rename import strip_wrappers
 from ckpttool.resume.job import Job
 from ckpttool.resume.worker import save_load, setup
-from ckpttool.resume.worker.build import Built
 from ckpttool.resume.worker.observe import flat_handles
 from ckpttool.resume.worker.record import gathered
+from ckpttool.resume.worker.setup import Built
 from ckpttool.training import collectives, fsdp1
 
 FOLDER, INDEX = "gradients", "index.json"

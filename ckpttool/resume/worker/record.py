@@ -29,8 +29,7 @@ from ckpttool.catalogue import parts
 from ckpttool.layout.rename import strip_wrappers
 from ckpttool.resume.job import write
 from ckpttool.resume.observe.site.state import digest, tied
-from ckpttool.resume.worker.build import Built
-from ckpttool.resume.worker.setup import captured, sha256
+from ckpttool.resume.worker.setup import Built, captured, sha256
 from ckpttool.training import collectives
 
 _SMALL = 64

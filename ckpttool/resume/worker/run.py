@@ -1,22 +1,119 @@
-"""What a rank does from its start to its end; see `Job`."""
+"""The processes of ranks, and what each does from its start to its end; see `Job`.
+
+One process imports torch, and the ranks of each run are forked from it. A rank has phases with a time limit, and says
+where it was when it fails.
+"""
 
 from __future__ import annotations
 
+import faulthandler
+import glob
 import os
+import signal
+import sys
+import time
+import traceback
 from dataclasses import asdict
-from typing import TYPE_CHECKING
+from typing import Any, TextIO
 
+import fsspec  # type: ignore[import-untyped]  # noqa: F401 - this and the compiler are needed by all ranks
+import torch._dynamo
+import torch._inductor.config  # noqa: F401
 import torch.distributed as dist
+from torch.multiprocessing.spawn import ProcessExitedException, start_processes
 
-from ckpttool.errors import ReadError
-from ckpttool.resume.job import BUILT, END, RESUMED, Job, Seen, write
-from ckpttool.resume.worker import gradients, save_load, setup, shard_checks
-from ckpttool.resume.worker.build import Built, build
-from ckpttool.resume.worker.observe import RankObserver
+from ckpttool.errors import CkptError, ReadError
+from ckpttool.resume.job import BUILT, END, ENDED, FILE, RESUMED, Job, Seen, read, write
+from ckpttool.resume.worker import gradients, save_load, setup
+from ckpttool.resume.worker.observe import RankObserver, check_shards
 from ckpttool.resume.worker.record import record
+from ckpttool.resume.worker.setup import Built, build
 
-if TYPE_CHECKING:
-    from ckpttool.resume.worker.process import Watch
+# A fork of a process that has imported this much is not safe on macOS.
+_START = "spawn" if sys.platform == "darwin" else "fork"
+_POLL = 0.02  # seconds between two looks for a job
+
+
+def serve(folder: str) -> None:
+    """Do the jobs in a folder, one after the other and each on processes of its own, until this one is ended."""
+    done: set[str] = set()
+    while True:
+        for path in {*glob.glob(os.path.join(glob.escape(folder), "*", FILE))} - done:
+            job, failed = read(path), {}
+            store = dist.TCPStore("127.0.0.1", 0, None, is_master=True, wait_for_workers=False)
+            try:
+                start_processes(begin, (job, store.port), job.mesh.world, start_method=_START)
+            except ProcessExitedException as error:  # the others are ended by SIGTERM
+                failed = {error.error_index: error.exit_code}
+            write(failed, os.path.join(job.folder, ENDED))
+            done.add(path)
+        time.sleep(_POLL)
+
+
+class Watch:
+    """Records the phase that a rank is in. If one exceeds its limit, the process writes the stacks of its threads and
+    ends, whatever it is waiting for."""
+
+    def __init__(self, job: Job, rank: int, stack: TextIO) -> None:
+        self.rank = rank
+        self.now = ""
+        self._job = job
+        self._stack = stack
+
+    def enter(self, phase: str) -> None:
+        """Begin a new phase, `step 3`."""
+        self.now = phase
+        with open(os.path.join(self._job.folder, f"rank{self.rank}.phase"), "w", encoding="utf-8") as stream:
+            stream.write(phase)
+        faulthandler.dump_traceback_later(self._job.limit, exit=True, file=self._stack)
+
+    def end(self) -> None:
+        faulthandler.cancel_dump_traceback_later()
+
+
+def begin(rank: int, job: Job, port: int) -> None:
+    """Do a job as one of its ranks, which meet at a port. What it raises is recorded, and the process ends with 1."""
+    of_rank = dict.fromkeys(("RANK", "LOCAL_RANK", "ROLE_RANK"), rank) | {"GROUP_RANK": 0, "GROUP_WORLD_SIZE": 1}
+    of_all = dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE", "ROLE_WORLD_SIZE"), job.mesh.world)
+    meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "TORCHELASTIC_USE_AGENT_STORE": True}
+    launch = {"TORCHELASTIC_RESTART_COUNT": 0, "TORCHELASTIC_MAX_RESTARTS": 0, "TORCHELASTIC_RUN_ID": "ckpttool"}
+    os.environ.update({name: str(value) for name, value in (of_rank | of_all | meeting | launch).items()})
+    with (
+        open(os.path.join(job.folder, f"rank{rank}.log"), "wb") as log,
+        open(os.path.join(job.folder, f"rank{rank}.stack"), "w", encoding="utf-8") as stack,
+    ):
+        for number in (1, 2):
+            os.dup2(log.fileno(), number)
+        faulthandler.enable(file=stack)
+        # When one rank fails the others are terminated, and record their stacks too.
+        faulthandler.register(signal.SIGTERM, file=stack, chain=True)
+        watch = Watch(job, rank, stack)
+        watch.enter("start")
+        try:
+            run(job, watch)
+        except Exception as error:
+            description = {**_described(error, job.recipe), "phase": watch.now, "at": time.time()}
+            write(description, os.path.join(job.folder, f"rank{rank}.error.json"))
+            traceback.print_exception(error)
+            sys.stderr.flush()
+            # No clean-up of the process group, in which other ranks may be waiting.
+            os._exit(1)
+        finally:
+            watch.end()
+
+
+def _described(error: Exception, recipe: str) -> dict[str, Any]:
+    """Return an error as JSON, with the line of the recipe that it came from."""
+    frames = traceback.extract_tb(error.__traceback__)
+    own = [frame for frame in frames if os.path.dirname(frame.filename) == os.path.dirname(recipe)]
+    where = f"{os.path.basename(own[-1].filename)}:{own[-1].lineno} in {own[-1].name}" if own else None
+    description = {"ours": False, "type": type(error).__name__, "message": str(error), "where": where}
+    if isinstance(error, CkptError):
+        description |= {"ours": True, "message": error.message, "hint": error.hint, "facts": error.facts}
+    return description
+
+
+# What a rank does ----------------------------------------------------------------------------------------------------
 
 
 def run(job: Job, watch: Watch, *, leave: bool = True) -> None:
@@ -51,7 +148,7 @@ def _train(job: Job, watch: Watch, built: Built, seen: Seen) -> None:
     watch.enter("recording the state")
     # Recorded before it is saved: changes by the save itself then show in the next steps.
     seen.shared = record(built, os.path.join(job.folder, RESUMED), number, rounded=True)
-    shard_checks.check(built, seen)
+    check_shards(built, seen)
     if job.save_natively is not None:
         watch.enter("saving by torch")
         save_load.save_natively(built, job.save_natively, number)

@@ -21,8 +21,8 @@ from torch.utils import _pytree
 
 from ckpttool.catalogue import parts
 from ckpttool.resume.worker import setup
-from ckpttool.resume.worker.build import Built
 from ckpttool.resume.worker.record import plain
+from ckpttool.resume.worker.setup import Built
 from ckpttool.training import collectives, fsdp1
 from ckpttool.training import load as ckpttool_load
 from ckpttool.training import save as ckpttool_save
