@@ -9,7 +9,6 @@ The shapes and bytes of its shards are checked against their placements, by arit
 
 from __future__ import annotations
 
-import hashlib
 import math
 import time
 from collections.abc import Sequence
@@ -24,7 +23,7 @@ from torch.utils import _pytree
 
 from ckpttool.errors import UsageError
 from ckpttool.resume.job import Seen
-from ckpttool.resume.worker.setup import Built, elements, local
+from ckpttool.resume.worker.setup import Built, local, sha256, sha256_of
 
 
 class RankObserver:
@@ -32,7 +31,7 @@ class RankObserver:
 
     def __init__(self, built: Built) -> None:
         self._built = built
-        self._batch = hashlib.sha256()
+        self._batch: list[str] = []
         self._norms: list[float] = []
         self._rates: list[float] = []
         self.inputs: tuple[Any, Any] | None = None
@@ -41,31 +40,28 @@ class RankObserver:
 
     def step(self, number: int) -> dict[str, Any]:
         """Take a step of the recipe, and return what was observed. Raises UsageError if it returns no loss."""
-        self._batch, self._norms, self._rates, self.inputs = hashlib.sha256(), [], [], None
+        self._batch, self._norms, self._rates, self.inputs = [], [], [], None
         began = time.perf_counter()
         loss = _number(self._built.recipe.step(self._built.state, number), self._built.recipe.path)
         if self._built.mesh.device_type != "cpu":
             torch.accelerator.synchronize()
         seconds = time.perf_counter() - began
-        digest = hashlib.sha256()
-        for model in self._built.models.values():
-            for parameter in model.parameters():
-                digest.update(elements(local(parameter)))
+        parameters = [sha256(one) for model in self._built.models.values() for one in model.parameters()]
         return {
             "number": number,
             "loss": loss,
             "gradient_norm": self._norms[-1] if self._norms else None,
             "learning_rates": self._rates,
-            "batch": self._batch.hexdigest() if self.inputs is not None else None,
-            "digest": digest.hexdigest(),
+            "batch": sha256_of(self._batch) if self.inputs is not None else None,
+            "digest": sha256_of(parameters),
             "seconds": seconds,
         }
 
     def _see_batch(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         if not torch.is_grad_enabled():
             return
-        for value in _pytree.tree_leaves((args, kwargs)):
-            self._batch.update(elements(local(value)) if isinstance(value, torch.Tensor) else repr(value).encode())
+        leaves = _pytree.tree_leaves((args, kwargs))
+        self._batch += [sha256(one) if isinstance(one, torch.Tensor) else repr(one) for one in leaves]
         self.inputs = (args, kwargs)
 
     def _see_gradients(self, optimizer: Any, args: Any, kwargs: Any) -> None:

@@ -29,7 +29,7 @@ from ckpttool.catalogue import parts
 from ckpttool.layout.rename import strip_wrappers
 from ckpttool.resume.job import write
 from ckpttool.resume.observe.site.state import digest, tied
-from ckpttool.resume.worker.setup import Built, captured, sha256
+from ckpttool.resume.worker.setup import Built, captured, sha256, sha256_of
 from ckpttool.training import collectives
 
 _SMALL = 64
@@ -60,7 +60,7 @@ def record(
     for key, one in built.others.items():
         own, is_of_rank = dict(leaves(plain(one.state_dict()), key)), built.kinds[key] in parts.PER_RANK
         values |= own if rank == 0 or is_of_rank else {}
-        shared |= {} if is_of_rank else {key: _digest(sorted(own.items()))}
+        shared |= {} if is_of_rank else {key: sha256_of(sorted(own.items()))}
     document = {
         "rank": rank,
         "step": step,
@@ -72,7 +72,7 @@ def record(
         "parts": {key: built.kinds[key] for key in built.others},
         "batches": [],
         "forward": None,
-        "rng": {name: _digest(plain(state)) for name, state in captured(built.generators).items()},
+        "rng": {name: sha256_of(plain(state)) for name, state in captured(built.generators).items()},
     }
     write(document, os.path.join(folder, f"state.{step}.{rank}.json"))
     dist.barrier()
@@ -132,10 +132,6 @@ def _shard(value: Any) -> tuple[Any, torch.Tensor | None]:
 def _parameters(model: nn.Module, root: str) -> Iterator[tuple[str, Any]]:
     named = model.named_parameters(remove_duplicate=False)
     return ((f"{root}.{strip_wrappers(name)}", parameter) for name, parameter in named)
-
-
-def _digest(value: Any) -> str:
-    return hashlib.sha256(repr(value).encode()).hexdigest()
 
 
 def _key(key: Any) -> str:

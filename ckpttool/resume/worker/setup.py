@@ -27,6 +27,7 @@ from ckpttool.analysis.audit.recipe import Recipe, build_state, load_recipe
 from ckpttool.catalogue import parts
 from ckpttool.errors import UsageError
 from ckpttool.resume.job import ENVIRONMENT, Job
+from ckpttool.resume.observe.site.state import digest
 from ckpttool.training import devices
 
 
@@ -161,14 +162,15 @@ def local(value: torch.Tensor) -> torch.Tensor:
     return value.to_local() if isinstance(value, DTensor) else value
 
 
-def elements(value: torch.Tensor) -> memoryview:
-    """Return the bytes of a local tensor."""
-    return memoryview(value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy())
-
-
 def sha256(value: torch.Tensor) -> str:
-    """Return a digest of a local tensor."""
-    return hashlib.sha256(elements(value)).hexdigest()
+    """Return the digest of the elements that this rank has of a tensor, as the hook takes it in a command."""
+    found: str = digest(torch, value)["sha256"]
+    return found
+
+
+def sha256_of(value: Any) -> str:
+    """Return a digest of a plain value."""
+    return hashlib.sha256(repr(value).encode()).hexdigest()
 
 
 # Random number generators ---------------------------------------------------------------------------------------------
