@@ -170,7 +170,8 @@ class _Causes:
             pairs = [*zip(self.before.buffers, self.after.buffers, strict=False)]
             names = [name for name in names if any(one.get(name) != other.get(name) for one, other in pairs)]
         if names:
-            message = f"{plural(len(names), 'buffer')} of the model {_was(names)} not restored: {some(names)}"
+            verb = "was" if len(names) == 1 else "were"
+            message = f"{plural(len(names), 'buffer')} of the model {verb} not restored: {some(names)}"
             yield self._finding("buffers not restored", message, names)
 
     def _state(self) -> Iterator[RunDifference]:
@@ -458,7 +459,3 @@ def _owner(name: str) -> str:
 
 def _leaf(name: str) -> str:
     return name.rpartition(".")[2]
-
-
-def _was(names: Sequence[str]) -> str:
-    return "was" if len(names) == 1 else "were"

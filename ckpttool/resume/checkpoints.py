@@ -30,6 +30,7 @@ from ckpttool.producers import run_patterns as patterns
 from ckpttool.producers import runs
 from ckpttool.producers.open import opened
 from ckpttool.resume.observe.site import keep
+from ckpttool.storage import tree
 from ckpttool.storage.files import Pool
 
 _STEP = re.compile(r"\{step(?:-1)?(?::[^}]*)?\}")
@@ -201,7 +202,7 @@ class Checkpoints:
         later = {one: path for one, path in found.items() if one > step}
         for path in later.values():
             for each in glob.glob(path) or [path]:
-                _remove(each)
+                tree.remove(each)
         return self._in(out).get(step), len(later)
 
     def moved(self, out: str) -> None:
@@ -300,14 +301,6 @@ class Checkpoints:
             shutil.copytree(found[step], folder, copy_function=_link)
             _link(beside, os.path.join(folder, os.path.basename(beside)))
         return {**last, step: folder}
-
-
-def _remove(path: str) -> None:
-    if os.path.isdir(path) and not os.path.islink(path):
-        shutil.rmtree(path)
-    else:
-        with suppress(OSError):
-            os.remove(path)
 
 
 def step_of(path: str) -> int | None:

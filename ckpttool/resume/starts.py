@@ -119,14 +119,10 @@ class Starts:
         self.begin(name)
         until = f"{self.report.until} steps" if self.report.until else "until enough is saved, or to its end"
         self.tell(f"run {name}: trains {until}")
-        began = time.monotonic()
         log = os.path.join(self.folder, name, "log.txt")
         run = ScriptRun(name, self.words(self.limited(self.report.until)), self.written(name), log, self.world)
         self._to_the_end(run)
-        run.seconds = time.monotonic() - began
-        self._move(run, run.folder)
         self.pattern = self.seen[name].pattern  # which is that of all others
-        self._collect(run, log)
         return run
 
     def interrupted(self, name: str = "B") -> ScriptRun:
@@ -150,7 +146,7 @@ class Starts:
             raise RunEnded(
                 FailedCommand(name, f"run {name}: the checkpoint of step {report.at} is not complete", last_lines(log))
             )
-        self._collect(run, log)
+        self._collect(run)
         if report.stop in SIGNALS:
             run.steps = run.steps[:-1]  # of its last step it may not have printed all
         return run
@@ -188,11 +184,8 @@ class Starts:
         run.log, run.source = os.path.join(self.folder, run.name, "log.txt"), checkpoint
         run.world_size = world if world is not None else run.world_size
         self.tell(f"run {run.name}: resumes from `{os.path.basename(checkpoint)}` and trains to step {until}")
-        began, saved = time.monotonic(), self.seen[run.name].saved_before(step)
+        saved = self.seen[run.name].saved_before(step)
         self._to_the_end(run)
-        run.seconds += time.monotonic() - began
-        self._move(run, run.folder)
-        self._collect(run, run.log)
         if again := self._trained_again(run, saved):
             self._tell_again(run, again)
         elif self._counted_again(run):
@@ -309,7 +302,14 @@ class Starts:
         return next((run.paths[step] for run in runs if step in run.paths), None)
 
     def _to_the_end(self, run: ScriptRun) -> None:
-        """Start a command and wait until it ends, or has saved the last step and goes on."""
+        """Start a command, wait until it ends, or has saved the last step and goes on, and collect what it left."""
+        began = time.monotonic()
+        self._wait_for_last_step(run)
+        run.seconds += time.monotonic() - began
+        self._move(run, run.folder)
+        self._collect(run)
+
+    def _wait_for_last_step(self, run: ScriptRun) -> None:
         found, priced, until = self.seen[run.name], run.name != "A", self.report.until
         environment = self._environment(run.name, "hook", is_resumed=run.resumed_at is not None)
         with Process(run.command, run.log, environment) as process:
@@ -399,7 +399,7 @@ class Starts:
         os.rename(self.out, folder)
         self.seen[run.name].moved(folder)
 
-    def _collect(self, run: ScriptRun, log: str) -> None:
+    def _collect(self, run: ScriptRun) -> None:
         """Add the complete checkpoints and the losses of a run up to its last step, and what its hook wrote."""
         found, report, until = self.seen[run.name], self.report, self.report.until
         folder = os.path.join(self.folder, run.name, "hook")
@@ -416,7 +416,7 @@ class Starts:
             for step, path in found.find().items()
             if step <= (until or step) and found.why_not(path, self._of_a(step, run)) is None
         ]
-        losses = dict(self.losses(run.folder, log, run.resumed_at or 0))
+        losses = dict(self.losses(run.folder, run.log, run.resumed_at or 0))
         if not losses and self._counts_alike:
             seen = of_hook(hooked, run.resumed_at or 0, until or sys.maxsize)
             first = {step: next(iter(sorted(one[LOSS].items())), None) for step, one in seen.items()}

@@ -9,7 +9,7 @@ optimizer), or the losses that a command prints.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
 from ckpttool.analysis.differences.elements import Comparison
@@ -141,8 +141,8 @@ def compare_steps(
             why = f"not observed: {_UNSEEN.get(title, 'the optimizer took no step')}" if shared else "none was found"
             report.compared.append(Compared(prefix + title, run, against, 0, 0, why, equal=None))
             continue
-        is_same = _has_same_batch if title == TITLES[0] else _is_same
-        wrong = [number for number in shared if not is_same(before[number][title], after[number][title])]
+        alike = same_batch if title == TITLES[0] else same
+        wrong = [number for number in shared if not _is_same(before[number][title], after[number][title], alike)]
         since = (excused or {}).get(title)
         counted = [number for number in wrong if since is None or number < since] if not why_not else []
         aside = f"{len(wrong) - len(counted)} not judged: A2 differs from A" if wrong != counted else ""
@@ -172,12 +172,8 @@ def _shared(one: Steps, other: Steps, title: str) -> list[int]:
     return sorted(number for number in one.keys() & other.keys() if title in one[number] and title in other[number])
 
 
-def _is_same(one: Mapping[Any, Any], other: Mapping[Any, Any]) -> bool:
-    return all(same(one[key], other[key]) for key in one.keys() & other.keys())
-
-
-def _has_same_batch(one: Mapping[Any, Any], other: Mapping[Any, Any]) -> bool:
-    return all(same_batch(one[key], other[key]) for key in one.keys() & other.keys())
+def _is_same(one: Mapping[Any, Any], other: Mapping[Any, Any], alike: Callable[[Any, Any], bool] = same) -> bool:
+    return all(alike(one[key], other[key]) for key in one.keys() & other.keys())
 
 
 def _finding(

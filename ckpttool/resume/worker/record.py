@@ -18,7 +18,6 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
-from torch import nn
 from torch.distributed._shard.sharded_tensor import ShardedTensor
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_optimizer_state_dict
 from torch.distributed.tensor import DTensor
@@ -68,7 +67,11 @@ def record(
         "kinds": kinds,
         "values": values,
         "shards": shards,
-        "ties": [names for key, model in built.models.items() for names in tied(_parameters(model, key))],
+        "ties": tied(
+            (f"{key}.{strip_wrappers(name)}", parameter)
+            for key, model in built.models.items()
+            for name, parameter in model.named_parameters(remove_duplicate=False)
+        ),
         "parts": {key: built.kinds[key] for key in built.others},
         "batches": [],
         "forward": None,
@@ -127,11 +130,6 @@ def _shard(value: Any) -> tuple[Any, torch.Tensor | None]:
     for shard in value.local_shards():
         return [list(shard.metadata.shard_offsets), list(shard.metadata.shard_sizes)], shard.tensor
     return None, None
-
-
-def _parameters(model: nn.Module, root: str) -> Iterator[tuple[str, Any]]:
-    named = model.named_parameters(remove_duplicate=False)
-    return ((f"{root}.{strip_wrappers(name)}", parameter) for name, parameter in named)
 
 
 def _key(key: Any) -> str:
