@@ -44,10 +44,10 @@ def _check(cmd: str | Sequence[str | os.PathLike[str]], *, preset: str | None = 
     import io
     import shlex
 
+    from ckpttool.cli.presets import fill
     from ckpttool.cli.resume_run import document_blocks
     from ckpttool.errors import CkptError
     from ckpttool.reports.terminal import Terminal
-    from ckpttool.resume.presets import fill
     from ckpttool.resume.runs import run
     from ckpttool.text import meant
 

@@ -40,9 +40,9 @@ def run(
         ckpttool verify-resume run --preset trainer -- python clm.py --output_dir OUT
     """
     arguments = library_arguments(locals(), "command", "preset", "html", "junit", "inject", "control")
+    from ckpttool.cli.presets import fill
     from ckpttool.reports import page_file
     from ckpttool.reports.resumed import page
-    from ckpttool.resume.presets import fill
     from ckpttool.resume.runs import run as operation
 
     page_file.checked(html)

@@ -86,7 +86,7 @@ def test_every_option_that_a_message_names_exists() -> None:
     known |= {"--help"}
     of_others = {"--nproc-per-node", "--output_dir", "--ckpt-resume"}
     named: dict[str, str] = {}
-    of_frameworks = {ROOT / "ckpttool" / one for one in ("resume/presets.py", "analysis/script.py")}
+    of_frameworks = {ROOT / "ckpttool" / one for one in ("cli/presets.py", "analysis/script.py")}
     for path in sorted({*(ROOT / "ckpttool").rglob("*.py")} - of_frameworks):
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             if isinstance(node, ast.Constant) and isinstance(node.value, str):

@@ -14,9 +14,9 @@ from support.cli import run
 
 from ckpttool.analysis.logged import from_files
 from ckpttool.analysis.losses import Output
+from ckpttool.cli.presets import PRESETS, fill
 from ckpttool.errors import UsageError
 from ckpttool.resume.commands import parse
-from ckpttool.resume.presets import PRESETS, fill
 from ckpttool.resume.runs import run as verify
 
 STEPS = {"at": None, "until": None}

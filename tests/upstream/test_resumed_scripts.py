@@ -18,7 +18,7 @@ from typing import Any
 
 import pytest
 
-from ckpttool.resume.presets import fill
+from ckpttool.cli.presets import fill
 from ckpttool.resume.results import RunReport
 from ckpttool.resume.runs import run
 
