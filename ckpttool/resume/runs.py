@@ -33,7 +33,16 @@ from ckpttool.resume.process import last_lines
 from ckpttool.resume.results import Cost, FailedCommand, RunReport, ScriptRun
 from ckpttool.resume.scratch import checked_folder, kept_folder
 from ckpttool.resume.starts import COPY, SIGNALS, RunEnded, Starts
-from ckpttool.resume.steps import RNG, TITLES, compare_steps, drawn, of_hook, unrepeated, without_begun
+from ckpttool.resume.steps import (
+    RNG,
+    TITLES,
+    changed_by_saves,
+    compare_steps,
+    drawn,
+    of_hook,
+    unrepeated,
+    without_begun,
+)
 from ckpttool.text import duration, parse_size, plural, some
 
 _SHOWN = (
@@ -184,6 +193,10 @@ def _all(
     report.runs.append(a)
     report.cost.seconds = a.seconds * report.cost.steps / report.until
     _check_shown(starts, a)
+    if changed := changed_by_saves(starts.hooked["A"].steps.get(0, ())):
+        what = " and ".join("the weights" if one == "weights" else f"the RNG state ({one})" for one in changed)
+        seen = f"where it saves, {what} changes, and between no other steps"
+        report.notes.append(f"run A: {seen}: without its saves it may train otherwise")
     starts.tell(f"run A took {duration(a.seconds)}: about {duration(report.cost.seconds - a.seconds)} more")
     starts.check_disk()
     excused, b = compare.Unrepeated(), ScriptRun("B", [], starts.written("B"), "", starts.world, resumed_at=report.at)

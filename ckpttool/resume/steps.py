@@ -15,7 +15,7 @@ from typing import Any, Protocol
 from ckpttool.analysis.differences.elements import Comparison
 from ckpttool.catalogue.dtypes import dtype
 from ckpttool.catalogue.identity import same
-from ckpttool.resume.observe import Hooked
+from ckpttool.resume.observe import Hooked, Observed
 from ckpttool.resume.results import Compared, RunDifference, Step
 from ckpttool.resume.states import same_batch
 
@@ -24,6 +24,7 @@ LOSS, RNG = "loss", "RNG state"
 TITLES = ("next batch", LOSS, "gradient norm", "learning rate", "parameters", RNG)
 _FOLLOWS = (LOSS, "gradient norm", "parameters")  # what comes of another batch, and of another loss
 _UNSEEN = {"next batch": "`step` does not call the model"}
+_SAVES = 2  # at least, and as many steps without one
 Steps = Mapping[int, Mapping[str, Mapping[Any, Any]]]
 
 
@@ -91,6 +92,16 @@ def drawn(steps: Steps, only: Steps) -> Steps:
         }
         for number, seen in steps.items()
     }
+
+
+def changed_by_saves(steps: Sequence[Observed]) -> list[str]:
+    """Return what changes after a step of a run where it saves, and never where it does not: `weights`, or the names of
+    generators. What an epoch or an evaluation may change is left out."""
+    seen = [one.between for one in steps if one.between is not None and not one.between["events"]]
+    at_saves, elsewhere = ([{*one["changed"]} for one in seen if one["saved"] == saved] for saved in (True, False))
+    if min(len(at_saves), len(elsewhere)) < _SAVES:
+        return []
+    return sorted(set.intersection(*at_saves) - set.union(*elsewhere))
 
 
 def without_begun(before: Steps, after: Steps) -> Steps:

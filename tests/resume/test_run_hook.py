@@ -13,6 +13,7 @@ import pytest
 
 from ckpttool.resume import observe as inject
 from ckpttool.resume.observe.site import keep
+from ckpttool.resume.steps import changed_by_saves
 
 SCRIPT = str(Path(__file__).with_name("run_hook.py"))
 
@@ -72,6 +73,24 @@ def test_a_sitecustomize_that_was_there_runs(tmp_path: Path, monkeypatch: pytest
     assert hooked.processes == 1 and hooked.switches == ["random.seed(0 + rank)"]
     assert any("torch.manual_seed" in one for one in hooked.failures)
     assert any("watch optimizers" in one for one in hooked.failures), hooked.failures
+
+
+def test_what_a_save_changes_is_seen(tmp_path: Path) -> None:
+    """Numbers that it draws, and weights that it rounds in place; not what changes after each step, too."""
+    code = (
+        "import random, sys, torch; m = torch.nn.Linear(2, 2); o = torch.optim.SGD(m.parameters())\n"
+        "for n in range(1, 9):\n"
+        "  m(torch.ones(2, 2) * n).sum().backward(); o.step(); random.random()\n"
+        "  if n % 2 == 0:\n"
+        "    torch.rand(1); m.weight.data.copy_(m.weight.bfloat16())\n"
+        "    torch.save(m.state_dict(), f'{sys.argv[1]}/{n}.pt')"
+    )
+    (tmp_path / "out").mkdir()
+    folders = str(tmp_path / "out"), str(tmp_path / "kept")
+    steps = start(["-c", code, folders[0]], tmp_path / "hook", observe=True, keep=folders).steps[0]
+    assert changed_by_saves(steps) == ["torch", "weights"]
+    assert [one.between["saved"] for one in steps if one.between] == [False, True] * 3 + [False]
+    assert changed_by_saves(steps[:4]) == [], "one save shows nothing"
 
 
 def test_a_line_is_one_write(tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ import glob
 import os
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 from ckpttool.resume import states
 from ckpttool.resume.states import RunState, documents
@@ -79,6 +80,7 @@ class Observed:
     fetched: list[str]  # digests of what the data loaders gave since the step before
     rng: dict[str, str]  # digests, after the step
     parameters: str  # digest of the shards of this rank, after the step
+    between: dict[str, Any] | None = None  # what changed since the step before: whether something was saved, events
 
 
 @dataclass(slots=True)

@@ -37,6 +37,7 @@ _SMALL = 8  # a save of fewer bytes, by this factor, than the largest is of no w
 _INPUTS = 64  # inputs of modules in a step that are recorded
 _MT19937 = 5056  # bytes of the state of torch's generator of the CPU
 _PART = 1 << 16  # elements that are squared at once
+_UNSAVED = 8  # times that nothing was saved between two steps, at which it is looked at what changed there
 _DIGITS = 16  # of a digest: enough to tell batches apart, and a line that people can read
 
 
@@ -147,6 +148,9 @@ class Observer:
         self._lr: dict[int, list[float]] = {}  # by the id of an optimizer, in its last step
         self._events: set[str] = set()  # since the last step
         self._has_loader, self._backward = False, 0  # backward passes since the last step
+        self._after: tuple[Any, str, dict[str, str]] | None = None  # the last step: optimizer, weights, RNG
+        self._between: dict[str, Any] | None = None  # what changed between the last step and the one that goes on
+        self._unsaved = 0
         self._state = _load("_ckpttool_state", _STATE)
         is_rounded = bool(os.environ.get("CKPTTOOL_HOOK_ROUNDED"))
         self._recorder = self._state.Recorder(folder, torch, states, self._rng, self._words, is_rounded=is_rounded)
@@ -291,6 +295,17 @@ class Observer:
             if is_between:  # saved between the micro batches of a step: a run that resumes there has the rest of them
                 self._inputs, self._fetched = [], []
             self._recorder.begin_forward(module, is_saved=self._is_saved, is_anew=is_between)
+        if self._after is not None:
+            self._between, self._after = self._changed_since(*self._after), None
+
+    def _changed_since(self, optimizer: Any, weights: str, rng: Mapping[str, str]) -> dict[str, Any] | None:
+        """Return what has changed since the last step; None if nothing was saved, which was looked at often enough."""
+        self._unsaved += not self._is_saved
+        if not self._is_saved and self._unsaved > _UNSAVED:
+            return None
+        changed = [kind for kind, digest in self._rng().items() if rng.get(kind, digest) != digest]
+        changed += ["weights"] if self._parameters(optimizer) != weights else []
+        return {"saved": self._is_saved, "events": sorted(self._events), "changed": changed}
 
     def _begin_step(self, optimizer: Any) -> None:
         if not self._torch.compiler.is_compiling() and _trains(optimizer):
@@ -334,6 +349,7 @@ class Observer:
             return
         number = self._steps.setdefault(id(optimizer), [len(self._steps), 0])
         number[1] += 1
+        self._after = own, self._parameters(own), self._rng()
         self._write(
             {
                 "rank": _rank(self._torch),
@@ -344,11 +360,12 @@ class Observer:
                 "lr": [float(group["lr"]) for group in optimizer.param_groups if "lr" in group],
                 "batch": " ".join(self._inputs[-_INPUTS:]) or None,
                 "fetched": self._fetched,
-                "rng": self._rng(),
-                "parameters": self._parameters(optimizer),
+                "rng": self._after[2],
+                "parameters": self._after[1],
+                "between": self._between,
             }
         )
-        self._losses, self._inputs, self._fetched = [], [], []
+        self._losses, self._inputs, self._fetched, self._between = [], [], [], None
 
     def _rng(self) -> dict[str, str]:
         found = {"python": _sha(repr(random.getstate()).encode())}
