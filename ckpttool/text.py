@@ -63,9 +63,9 @@ def plural(n: int, word: str) -> str:
     return f"{n:,} {word}{'' if n == 1 else 's'}"
 
 
-def is_or_are(things: Sized) -> str:
-    """Return the verb of a sentence about one thing or several."""
-    return "is" if len(things) == 1 else "are"
+def is_or_are(things: Sized | int) -> str:
+    """Return the verb of a sentence about one thing or several, or a number of them."""
+    return "is" if (things if isinstance(things, int) else len(things)) == 1 else "are"
 
 
 def parse_size(text: str, flag: str) -> int:

@@ -59,12 +59,14 @@ def blocks(
     yield Findings("warnings", summary.warnings, None, "")
 
 
-def on_page(catalogue: Catalogue, source: Source | None = None, *more: tuple[str, str]) -> Iterator[Block]:
-    """Yield what the page of a command says of a checkpoint: warnings, facts and `more` of them, parts, ranks and
-    files. `source` is None of a catalogue that `inspect` returned."""
+def on_page(
+    catalogue: Catalogue, source: Source | None = None, *more: tuple[str, str], title: str = "Checkpoint"
+) -> Iterator[Block]:
+    """Yield what the page of a command says of a checkpoint: warnings, facts and `more` of them under a title, parts,
+    ranks and files. `source` is None of a catalogue that `inspect` returned."""
     headline, parts = head(catalogue, source)
     yield Findings("warnings", [warning for warning in catalogue.warnings if warning.gravity != DAMAGE], None)
-    yield Facts([*chosen(catalogue), *_facts(catalogue, headline.step, headline.epoch), *more], "Checkpoint")
+    yield Facts([*chosen(catalogue), *_facts(catalogue, headline.step, headline.epoch), *more], title)
     yield _parts(parts, exact=True)
     for part, lines in summarise(catalogue).trees:
         yield from _tree(part, lines, f"modules of {part}")

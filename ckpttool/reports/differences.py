@@ -233,7 +233,7 @@ def _facts(result: Diff) -> Iterator[tuple[str, str | None]]:
         numbers = (plural(side.tensor_count, "tensor"), plural(side.object_count, "object"), size(side.payload_bytes))
         yield title, ", ".join((side.format + ranks, *numbers))
     yield "changed", result.changed
-    values = f"{size(result.payload_bytes)} of values, by {result.within or 'their bits'}"
+    values = f"{size(result.payload_bytes)} of values, {f'by {result.within}' if result.within else 'bitwise'}"
     yield "compared", f"{plural(result.matched, 'name')}, {values}"
     yield "time", with_rate(result.seconds, result.payload_bytes)
 
@@ -319,10 +319,11 @@ def _values(
         *(Column(title, is_number=True, drop=3) for title in "AB"),
     ]
     rows = [_row(group) for group in groups]
-    new = len(_FIGURE_COLUMNS) + 2
+    new, before = len(_FIGURE_COLUMNS) + 2, "" if order == "name" else "new NaN, then "
     if not any(row[new] for row in rows):
+        before = ""
         columns, rows = [*columns[:new], *columns[new + 1 :]], [[*row[:new], *row[new + 1 :]] for row in rows]
-    aside = f"{len(tensors):,}, {_ORDERS[order]}" if len(tensors) > 1 else ""
+    aside = f"{len(tensors):,}, {before}{_ORDERS[order]}" if len(tensors) > 1 else ""
     return Table(title, columns, rows, aside, is_folded=True)
 
 

@@ -95,8 +95,8 @@ def _title(document: Document) -> str:
     if "recipe" not in document:
         at, until = document["at"], document["until"]
         return f"Resume of a command: from step {at}, compared up to step {until}"
-    before, after = document["steps_before"], plural(document["steps_after"], "step")
-    trained = f"{plural(before, 'step')}, a save, {after} more" if before else after
+    before, after = document["steps_before"], document["steps_after"]
+    trained = f"{plural(before, 'step')}, a save, {after:,} more" if before else plural(after, "step")
     return f"Resume trial: {trained} on {document['device']}"
 
 

@@ -125,7 +125,7 @@ class Archive:
         at = self.payload(record)
         data = self.read(at.offset, at.nbytes)
         if at.crc and (actual := crc32(data)) != at.crc:
-            message = f"{self.name}: record `{record}` has CRC {actual:08x}, but the writer left {at.crc:08x}"
+            message = f"{self.name}: record `{record}` has CRC {actual:08x}, but the writer recorded {at.crc:08x}"
             hint = "its bytes changed after they were written; take another copy of the checkpoint"
             raise CorruptError(message, hint=hint, found=f"{actual:08x}", expected=f"{at.crc:08x}")
         return data

@@ -28,7 +28,7 @@ def mismatch(
         hint += f"; or, if another tool has rewritten them and kept {crcs_at}, remove that"
     what = f"`{location}`: tensor {some(names)}" if names or not what else what
     return CorruptError(
-        f"{what}: bytes {record.offset}..{record.offset + record.nbytes} have CRC {crc:08x}, but the writer left "
+        f"{what}: bytes {record.offset}..{record.offset + record.nbytes} have CRC {crc:08x}, but the writer recorded "
         f"{record.crc:08x}",
         hint=hint,
         file=location,

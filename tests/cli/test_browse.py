@@ -245,7 +245,7 @@ def planted(folder: Path) -> Path:
 def test_the_next_finding(tmp_path: Path) -> None:
     first, second, before = screens(planted(tmp_path), [("n",), ("n", "7"), ("N", "1")])
     assert "layers.3.up.weight" in first.splitlines()[2] and "! 1 NaN" in first
-    assert "1 of 2: `layers.3.up.weight`: 1 of 64 elements are NaN" in first
+    assert "1 of 2: `layers.3.up.weight`: 1 of 64 elements is NaN" in first
     assert "▶ `layers.6.up.weight`" in second and "may be dead" in flat(second)
     assert "layers.3.up.weight" in before.splitlines()[2]
 

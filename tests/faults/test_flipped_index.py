@@ -85,7 +85,9 @@ def test_the_checksum(ours: Path, tmp_path: Path) -> None:
     index.write_bytes(data.replace(b"norm.weight", b"morm.weight"))
     assert "model.layers.0.morm.weight" in pickle.load(io.BytesIO(index.read_bytes())).state_dict_metadata
     assert [finding.gravity for finding in verify(path).findings][:1] == ["damage"]
-    with pytest.raises(CorruptError, match=r"`\.metadata` has checksum [0-9a-f]{8}, but the writer left [0-9a-f]{8}"):
+    with pytest.raises(
+        CorruptError, match=r"`\.metadata` has checksum [0-9a-f]{8}, but the writer recorded [0-9a-f]{8}"
+    ):
         ckpttool.convert(path, tmp_path / "out", to="torch")
 
 

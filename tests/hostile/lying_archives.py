@@ -106,7 +106,7 @@ for name, data, pattern in (
     ("zip: two lengths for one stored record", bent(b"data/0", nbytes=20), "record `data/0` has 24 bytes, but says 20"),
     ("zip: a record shorter than its tensor", bent(b"data/0", nbytes=20, packed=20), "20 bytes.*24|gap|between"),
     ("zip: a record of no bytes", bent(b"data/0", data=b""), "0 bytes.*24"),
-    ("zip: a wrong checksum of the pickle", bent(b"data.pkl", crc=1), r"record `data\.pkl` has CRC 5eb41a5d, but the writer left \d+"),
+    ("zip: a wrong checksum of the pickle", bent(b"data.pkl", crc=1), r"record `data\.pkl` has CRC 5eb41a5d, but the writer recorded \d+"),
     ("zip: another name in the local header", bent(b"data/0", local_name=b"ckpt/data/1"), r"record `data/0` has no local header at \d+"),
     ("zip: a longer name in the local header", bent(b"data/0", local_name=b"ckpt/data/01"), r"record `data/0` has no local header at \d+"),
     ("zip: no local header", bent(b"data/0", offset=3), "two of its records overlap at byte 3"),

@@ -99,5 +99,5 @@ def test_a_flipped_bit(reader: str, tmp_path: Path) -> None:
     data = bytearray(path.read_bytes())
     data[data.index(torch.ones(8).numpy().tobytes()) + 99] ^= 4
     path.write_bytes(data)
-    with pytest.raises(CorruptError, match="the writer left"):
+    with pytest.raises(CorruptError, match="the writer recorded"):
         READERS[reader](path, tmp_path)

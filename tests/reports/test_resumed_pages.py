@@ -94,7 +94,7 @@ def test_what_a_trial_found_is_on_the_page() -> None:
     said = read(page_of(report())).text
     for words in (
         "Resume is exact", "All is equal", "another mesh: B must be the control",
-        "4 steps, a save, 3 steps more on cpu", "convert --to safetensors", "local shapes", "not checked",
+        "4 steps, a save, 3 more on cpu", "convert --to safetensors", "local shapes", "not checked",
         "the model has dropout", "no verdict", "4.00 kB", "20.5", "layers.0.w", "one thread", "rng", "time 12 s",
     ):  # fmt: skip
         assert words in said, words

@@ -69,7 +69,7 @@ def test_a_flipped_bit_of_a_small_tensor_is_named(small: Path, tmp_path: Path) -
     data = bytearray((tmp_path / "ours.safetensors").read_bytes())
     data[-1] ^= 1
     (tmp_path / "ours.safetensors").write_bytes(data)
-    with pytest.raises(CorruptError, match=r"tensor `layers\.\d+\.w`: .* but the writer left"):
+    with pytest.raises(CorruptError, match=r"tensor `layers\.\d+\.w`: .* but the writer recorded"):
         ckpttool.convert(tmp_path / "ours.safetensors", tmp_path / "out", to="dcp")
 
 

@@ -192,7 +192,7 @@ class Diff(Result):
         if new_nans := sum(values.new_nans for _, values in figures):
             text += f"; {new_nans:,} new NaN in B"
         # What a model is changes less than its moments do, and is what is asked about.
-        ranked = sorted(self.tensors, key=lambda tensor: (not tensor.part.startswith("model"), rank(tensor)))
+        ranked = sorted(self.tensors, key=lambda tensor: (not tensor.part.startswith("model"), rank(tensor)[1:]))
         for tensor in ranked[:1]:
             if tensor.values is not None and (largest := tensor.values.relative_distance):
                 text += f"; largest {RELATIVE_DISTANCE} {largest:.3g} in {tensor.name}"

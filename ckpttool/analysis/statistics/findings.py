@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, TypedDict
 
 from ckpttool.analysis.describe.sharding import bytes_per_rank
 from ckpttool.catalogue.findings import DIFFERENCE, NAN, SUSPECT, Finding
-from ckpttool.text import natural, plural, size
+from ckpttool.text import is_or_are, natural, plural, size
 
 if TYPE_CHECKING:
     from ckpttool.analysis.statistics.results import TensorStatistics
@@ -52,10 +52,10 @@ def _not_finite(tensors: list[TensorStatistics]) -> Iterator[Finding]:
     for tensor in tensors:
         s = tensor.statistics
         if s.nans:
-            text = f"`{tensor.name}`: {s.nans:,} of {s.numel:,} elements are NaN"
+            text = f"`{tensor.name}`: {s.nans:,} of {s.numel:,} elements {is_or_are(s.nans)} NaN"
             yield Finding(NAN, "nan", text, names=[tensor.name])
         if s.infs:
-            text = f"`{tensor.name}`: {s.infs:,} of {s.numel:,} elements are infinite"
+            text = f"`{tensor.name}`: {s.infs:,} of {s.numel:,} elements {is_or_are(s.infs)} infinite"
             yield Finding(NAN, "inf", text, names=[tensor.name])
 
 
@@ -74,10 +74,9 @@ def _unlike_their_kind(tensors: list[TensorStatistics]) -> Iterator[Finding]:
         for tensor in members:
             largest, size = tensor.statistics.absmax or 0.0, tensor.statistics.rms or 0.0
             if absmax > 0 and largest > limit * absmax:
-                text = (
-                    f"`{tensor.name}`: the largest magnitude is {largest:.3g}, {largest / absmax:.0f} times the median"
-                )
-                yield Finding(DIFFERENCE, "magnitude", f"{text} of `{kind}`, {absmax:.3g}", names=[tensor.name])
+                text = f"`{tensor.name}`: the largest magnitude is {largest:.3g}, {largest / absmax:.0f} times"
+                median = f"the median of those of `{kind}`, {absmax:.3g}"
+                yield Finding(DIFFERENCE, "magnitude", f"{text} {median}", names=[tensor.name])
             if rms > 0 and size < _DEAD * rms and not tensor.moment:
                 what = f"expert {tensor.expert} of {tensor.layer or 'the model'}" if tensor.expert else "it"
                 text = f"`{tensor.name}`: the rms is {size:.3g}, the median of `{kind}` {rms:.3g}: {what} may be dead"

@@ -107,7 +107,7 @@ def checked(header: Header, where: str) -> Header | None:
         return None
     actual = of_header(header.tensors, header.metadata, header.payload)
     if actual != crcs[0]:
-        message = f"{where}: the header has CRC {actual:08x}, but the writer left {crcs[0]:08x}"
+        message = f"{where}: the header has CRC {actual:08x}, but the writer recorded {crcs[0]:08x}"
         raise CorruptError(message, hint=_HINT.format(PLACE), found=f"{actual:08x}", expected=f"{crcs[0]:08x}")
     of_tensors = dict(zip(in_order(header.tensors), crcs[1:], strict=True))
     tensors = {name: HeaderEntry(*entry[:4], of_tensors[name]) for name, entry in header.tensors.items()}
@@ -124,7 +124,7 @@ def check_index(weight_map: Mapping[str, str], metadata: Mapping[str, Any], wher
     actual = of_index(weight_map, metadata)
     if actual != crcs[0]:
         message = (
-            f"{where} has CRC {actual:08x}, but the writer left {crcs[0]:08x}: a name in it, or a tie, has changed"
+            f"{where} has CRC {actual:08x}, but the writer recorded {crcs[0]:08x}: a name in it, or a tie, has changed"
         )
         raise CorruptError(
             message, hint=_HINT.format(f"`{KEY}` in its `metadata`"), found=f"{actual:08x}", expected=f"{crcs[0]:08x}"

@@ -156,7 +156,7 @@ def _check(state: Mapping[str, Any], name: str) -> None:
         return
     actual = checksums.of_state(state)
     if actual != expected or not isinstance(files, dict):
-        text = f"{name} has CRC-32 {actual}, but the writer left {shown(expected)}: something in it has changed"
+        text = f"{name} has CRC-32 {actual}, but the writer recorded {shown(expected)}: something in it has changed"
         hint = f"take another copy of it; if you have edited it, remove the line `{checksums.IN_STATE}`"
         raise CorruptError(text, hint=hint, found=actual, expected=expected)
 

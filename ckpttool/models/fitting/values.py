@@ -21,6 +21,7 @@ from ckpttool.catalogue.findings import Finding
 from ckpttool.catalogue.protocols import Source
 from ckpttool.models.fitting.names import mismatch
 from ckpttool.storage.files import Pool
+from ckpttool.text import is_or_are
 from ckpttool.transfer.counts import Counts, counted
 from ckpttool.transfer.numbers import FLOATS, Array, dot, has_numbers, numbers
 from ckpttool.transfer.read import read_box
@@ -198,7 +199,7 @@ def nonfinite(
         theirs = expected.get(pair.reference.path, Counts())
         for count, known_count, what in ((own.nans, theirs.nans, "NaN"), (own.infs, theirs.infs, "infinite")):
             if count > known_count:
-                text = f"`{pair.name}`: {count:,} of {pair.tensor.numel:,} elements are {what}"
+                text = f"`{pair.name}`: {count:,} of {pair.tensor.numel:,} elements {is_or_are(count)} {what}"
                 yield mismatch("content", text, [pair.name], f"{count} {what}", f"{known_count} {what}")
 
 

@@ -228,7 +228,7 @@ def _page(result: Resharding, source: Source) -> str:
     listed = [] if result.dry_run else [written.files(result)]
     notes = Facts([("note", note) for note in result.notes], "Notes")
     after = sections([*written.blocks(result, verbose=True), *listed, notes])
-    book.sections = [*after, *sections(description.on_page(before, source))]
+    book.sections = [*after, *sections(description.on_page(before, source, title="Before"))]
     return render(book)
 
 

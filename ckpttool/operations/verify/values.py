@@ -9,6 +9,7 @@ from ckpttool.catalogue.entries import Tensor
 from ckpttool.catalogue.findings import NAN, NOTE, SUSPECT, Finding
 from ckpttool.errors import CkptError
 from ckpttool.operations.verify.report import Verification
+from ckpttool.text import is_or_are
 from ckpttool.transfer.counts import counted
 from ckpttool.transfer.numbers import EXPONENT_ONLY, FLOATS
 
@@ -32,13 +33,13 @@ def check(run: Verification) -> Iterator[Finding]:
     run.report.numel += sum(tensor.numel for tensor in tensors)
     yield from failures
     for tensor, result in zip(tensors, counts, strict=True):
-        of = f"of {tensor.numel:,} elements are"
+        of = f"of {tensor.numel:,} elements"
         at = f", the first at {list(result.first)}" if result.first else ""
         for gravity, kind, is_found, text in (
-            (NAN, "nan", result.nans, f"{result.nans:,} {of} NaN{at}"),
-            (SUSPECT, "inf", result.infs, f"{result.infs:,} {of} infinite"),
+            (NAN, "nan", result.nans, f"{result.nans:,} {of} {is_or_are(result.nans)} NaN{at}"),
+            (SUSPECT, "inf", result.infs, f"{result.infs:,} {of} {is_or_are(result.infs)} infinite"),
             (NOTE, "zeros", result.zeros == tensor.numel > 1, f"all {tensor.numel:,} elements are zero"),
-            (NOTE, "denormal", result.denormals, f"{result.denormals:,} {of} denormal"),
+            (NOTE, "denormal", result.denormals, f"{result.denormals:,} {of} {is_or_are(result.denormals)} denormal"),
         ):
             if is_found:
                 yield Finding(gravity, kind, f"tensor `{tensor.name}`: {text}", tensor=tensor.name)

@@ -137,7 +137,7 @@ def _check_checksum(data: bytes, name: str) -> None:
         return
     left, crc = int.from_bytes(data[at + len(_CHECKSUM) : -2], "little"), crc32(memoryview(data)[:at])
     if crc != left:
-        message = f"`{name}` has checksum {crc:08x}, but the writer left {left:08x}"
+        message = f"`{name}` has checksum {crc:08x}, but the writer recorded {left:08x}"
         hint = "its bytes changed after they were written; take another copy of the checkpoint"
         raise CorruptError(message, hint=hint, file=name, found=f"{crc:08x}", expected=f"{left:08x}")
 

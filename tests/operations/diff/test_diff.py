@@ -94,7 +94,7 @@ def test_optimizers_that_cannot_be_named_are_compared_by_what_they_have(tmp_path
     named = {"state": {"w": {"exp_avg": torch.ones(3)}}, "param_groups": [{"lr": 0.1, "params": ["w"]}]}
     made = diff(one, saved(tmp_path / "b.pt", {"optim": named}))
     assert [o.name for o in made.only_a] == ["optim.state.0.exp_avg"]
-    assert any("by the keys that they have" in note for note in made.notes)
+    assert any("compared by their own keys" in note for note in made.notes)
 
 
 # Each difference ------------------------------------------------------------------------------------------------------

@@ -255,6 +255,17 @@ def test_what_changed_most_comes_first(steps: tuple[Path, Path]) -> None:
     assert module["layers.0", "exp_avg"]["tensor_count"] == 1
 
 
+def test_a_new_nan_comes_first_and_is_not_the_largest_distance(tmp_path: Path) -> None:
+    a = {"x": torch.ones(4), "y": torch.ones(4)}
+    torch.save({"model": a}, tmp_path / "a.pt")
+    torch.save({"model": {"x": torch.tensor([1.0, 1.0, 1.0, torch.nan]), "y": a["y"] * 2}}, tmp_path / "b.pt")
+    text = run("diff", tmp_path / "a.pt", tmp_path / "b.pt").stdout
+    assert "1 new NaN in B; largest relative L2 distance 1 in model.y" in text
+    values = next(part for part in text.split("\n\n") if part.startswith("values")).splitlines()
+    assert values[0].endswith("2, new NaN, then largest rel L2 first")
+    assert [line.split()[0] for line in values[2:]] == ["model.x", "model.y"]
+
+
 def test_lists_are_sorted_and_cut(steps: tuple[Path, Path]) -> None:
     def names(*words: object) -> list[str]:
         return [line.split(",")[0] for line in run("diff", *steps, *words, "--csv").stdout.splitlines()[1:]]

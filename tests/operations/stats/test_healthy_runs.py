@@ -182,8 +182,8 @@ def untrained(state: State) -> None:
 
 
 FAULTS: dict[str, tuple[Callable[[State], Any], str]] = {
-    "a NaN": (lambda state: weight(state)[2, 1].fill_(math.nan), f"`model.{ONE}`: 1 of 1,536 elements are NaN"),
-    "an infinity": (lambda state: weight(state)[2, 1].fill_(math.inf), f"`model.{ONE}`: 1 of 1,536 elements are inf"),
+    "a NaN": (lambda state: weight(state)[2, 1].fill_(math.nan), f"`model.{ONE}`: 1 of 1,536 elements is NaN"),
+    "an infinity": (lambda state: weight(state)[2, 1].fill_(math.inf), f"`model.{ONE}`: 1 of 1,536 elements is inf"),
     "a NaN moment": (lambda state: moment(state, "exp_avg")[1, 1].fill_(math.nan), f"{ONE}.exp_avg`: 1 of"),
     "an exploded layer": (lambda state: [tensor.mul_(1000) for tensor in layer(state, 2)], "layers.2."),
     "another scale": (lambda state: weight(state).mul_(1000), f"`model.{ONE}`: the largest magnitude is"),
