@@ -75,3 +75,21 @@ def writable(name: str | None, dst: str) -> Format:
     if row.create is None:
         raise UsageError(f"{row.name} can be read but not written")
     return row
+
+
+def check_suffix(dst: str, target: Format) -> None:
+    """Raise UsageError for a file with the suffix of another format, by which others choose how to read it, and for a
+    directory with that of a file. A `/` after the name says that a directory is meant."""
+    is_file, rows = target.is_file(dst), {suffix: row for row in FORMATS for suffix in row.suffixes}
+    suffix = next((suffix for suffix in (*rows, *NOT_WRITTEN) if dst.endswith(suffix)), None)
+    row = rows.get(suffix or "")
+    if suffix is None or dst.endswith("/") or (is_file and row is not None and row.name == target.name):
+        return
+    if is_file and not target.suffixes:  # a pickle of `--producer same`, which may be called anything
+        return
+    stem = dst.removesuffix(suffix)
+    hint = f"name it `{stem}{target.suffixes[0]}`" if is_file else f"name it `{stem}`, or `{dst}/` to keep the name"
+    other = NOT_WRITTEN[suffix] if row is None else f"`ckpttool convert --to {row.target}` writes such a file"
+    what = f"a {target.title}" if is_file else "a directory"
+    text = f"`{dst}` has the suffix of another kind of file: it would be {what}"
+    raise UsageError(text, hint="; ".join(filter(None, (hint, other))))

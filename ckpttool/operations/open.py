@@ -51,6 +51,12 @@ class Subtree(Mapping[str, Any]):
     def __init__(self, checkpoint: Checkpoint, names: dict[str, Path], root: str) -> None:
         self._checkpoint, self._names, self._root = checkpoint, names, root
 
+    if not TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> Any:
+            text = f"`{type(self).__name__}` has no attribute `{name}`: `.state_dict()` reads it into tensors of torch"
+            raise AttributeError(text, name=name, obj=self)
+
     def __getitem__(self, name: str | Path) -> Any:
         """Return the `LazyTensor`, the value or the `Subtree` called `name`, a dotted name or a whole key path.
 

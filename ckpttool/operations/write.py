@@ -246,7 +246,7 @@ class Write:
         """Refuse what must not be written, and start the summary. Raises UsageError, CorruptError or LossError."""
         source, planned = self.opened.source, self.planned.catalogue
         arguments.check_apart(self.dst, *(file.location for file in source.catalogue.own_files))
-        _check_suffix(self.result.destination, self.target)
+        formats.check_suffix(self.result.destination, self.target)
         with naming(self.opened.path):
             _check_harmless(planned, self.result.source)
             _check_losses(planned, self.target, self.result.source, self.dst)
@@ -394,24 +394,6 @@ def note_overflow(result: Conversion, overflowed: Mapping[str, int]) -> None:
 
 
 # Before anything is written -------------------------------------------------------------------------------------------
-
-
-def _check_suffix(dst: str, target: Format) -> None:
-    """Raise UsageError for a file with the suffix of another format, by which others choose how to read it, and for a
-    directory with that of a file. A `/` after the name says that a directory is meant."""
-    is_file, rows = target.is_file(dst), {suffix: row for row in formats.FORMATS for suffix in row.suffixes}
-    suffix = next((suffix for suffix in (*rows, *formats.NOT_WRITTEN) if dst.endswith(suffix)), None)
-    row = rows.get(suffix or "")
-    if suffix is None or dst.endswith("/") or (is_file and row is not None and row.name == target.name):
-        return
-    if is_file and not target.suffixes:  # a pickle of `--producer same`, which may be called anything
-        return
-    stem = dst.removesuffix(suffix)
-    hint = f"name it `{stem}{target.suffixes[0]}`" if is_file else f"name it `{stem}`, or `{dst}/` to keep the name"
-    other = formats.NOT_WRITTEN[suffix] if row is None else f"`ckpttool convert --to {row.target}` writes such a file"
-    what = f"a {target.title}" if is_file else "a directory"
-    text = f"`{dst}` has the suffix of another kind of file: it would be {what}"
-    raise UsageError(text, hint="; ".join(filter(None, (hint, other))))
 
 
 def _check_not_inside(dst: str) -> None:

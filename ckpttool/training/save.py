@@ -26,6 +26,7 @@ from torch.distributed.checkpoint.planner import SavePlan
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, get_optimizer_state_dict
 from torch.distributed.fsdp import FullyShardedDataParallel
 
+from ckpttool import formats
 from ckpttool.catalogue import parts
 from ckpttool.catalogue.entries import Path, dotted
 from ckpttool.errors import StorageError, UsageError
@@ -75,7 +76,7 @@ def save(
     """
     path = path_first(path, "save")
     extra = dict(sorted(extra.items()))  # in one order on all ranks: methods of objects may call collectives
-    collectives.same_on_all(lambda: _arguments(format, overwrite, manifest, model, optimizer, extra))
+    collectives.same_on_all(lambda: _arguments(path, format, overwrite, manifest, model, optimizer, extra))
     with collectives.together():
         # What is the script's own fails here, and not between the collectives below.
         models = dict(_models(extra))
@@ -136,6 +137,7 @@ def failed(error: BaseException, path: str, partial: Location) -> BaseException:
 
 
 def _arguments(
+    path: str,
     format: str,
     overwrite: bool,
     manifest: bool,
@@ -150,6 +152,7 @@ def _arguments(
     if format not in FORMATS:
         hint = meant(format, list(FORMATS), "one of `dcp`, `torch`, `fsdp1`")
         raise UsageError(f"there is no format `{format}` to save in", hint=hint)
+    formats.check_suffix(path, formats.named(format))
     if format == "fsdp1" and not is_fsdp1(model):
         raise UsageError("the model is not wrapped by FSDP1", hint='`format="dcp"` saves every model in shards')
     reserved = {"model", "optim"} & extra.keys()

@@ -110,6 +110,7 @@ def test_mistakes_in_python(tmp_path: Path) -> None:
         (lambda: ckpttool.load_into({"model": model}, path), "`load_into` takes the path first"),
         (lambda: ckpttool.load(path, {"model": model}), "`load` fills a `torch.nn.Module`, and this is a dict"),
         (lambda: ckpttool.save(tmp_path / "x", {}), "`save` takes a `torch.nn.Module`, and this is a dict"),
+        (lambda: ckpttool.save(tmp_path / "x.pt", model), "hint: name it `"),
         (lambda: ckpttool.load_into(path, model), "hint: `ckpttool.load(path, model)` fills a model"),
         (lambda: ckpttool.convert({}, tmp_path / "x"), "hint: save it first, by `torch.save` or `ckpttool.save`"),
         (lambda: ckpttool.open([path]), "hint: pass one path, or a pattern of the files of one step"),
@@ -131,6 +132,8 @@ def test_mistakes_in_python(tmp_path: Path) -> None:
                 ckpt["model.embed.weight"][index]
         with pytest.raises(TypeError, match="a name is a string"):
             ckpt[0]
+        with pytest.raises(AttributeError, match=r"no attribute `to`: `.state_dict\(\)` reads it"):
+            ckpt["model"].to("cuda")
         with pytest.raises(AttributeError, match=r"no attribute `mean`: `.torch\(\)` or `.numpy\(\)` reads it first"):
             ckpt["model.embed.weight"].mean()
     with pytest.raises(AttributeError, match="`safe_open`: did you mean `open`"):
