@@ -98,7 +98,9 @@ def transfer(
     """
     threads, tile = budget(threads, memory)
     work = Work(total, progress)
-    tally = Tally(source, earlier, check_later=check_later)
+    whole = whole if whole is not None else WholeFiles(source.catalogue)
+    is_alone = earlier is None and not check_later  # others may read parts of the same records
+    tally = Tally(source, earlier, WholeFiles(None) if compare else whole, checks_now=is_alone)
     with (
         closing(Pool(whole=True)) as pool,
         closing(Pool(writing=not compare)) as out,
@@ -110,7 +112,6 @@ def transfer(
         on_threads(_tasks(jobs), copier.do, threads, work)
         if not compare and not check_later:
             on_threads(iter(tally.read.records()), copier.check_record, threads, work)
-            whole = whole if whole is not None else WholeFiles(source.catalogue)
             on_threads(iter(tally.now_whole(whole)), copier.check_file(whole), threads, work)
     return tally.result(work.done, check_later=check_later)
 
@@ -160,10 +161,16 @@ def digested(source: Source) -> set[int]:
 class Tally:
     """Counts what all tasks of a transfer have read and written, and collects the CRCs. Thread-safe."""
 
-    def __init__(self, source: Source, earlier: checksums.Pieces | None = None, *, check_later: bool = False) -> None:
+    def __init__(
+        self,
+        source: Source,
+        earlier: checksums.Pieces | None = None,
+        whole: WholeFiles | None = None,
+        *,
+        checks_now: bool = False,
+    ) -> None:
         self.digested, self._catalogue = digested(source), source.catalogue
-        # Others may read parts of the same records, and the checksum of a whole file is made of those of its records.
-        self.checks_now = earlier is None and not check_later and not WholeFiles(source.catalogue)
+        self._checks_now, self._whole = checks_now, whole or WholeFiles(None)
         self.read = checksums.Pieces() if earlier is None else earlier
         self._total = Transferred(read=self.read)
         self._written = checksums.Pieces()
@@ -191,6 +198,7 @@ class Tally:
         to be checked later."""
         checked = unchecked = 0
         written = dict[tuple[int, int], int]()
+        compared: list[tuple[int, ...]] = []
         for run, crc in runs:
             _, extent, file, to, stored = run
             record, nbytes = extent.record, extent.nbytes
@@ -198,8 +206,9 @@ class Tally:
                 checked += nbytes
             elif record is None or record.crc is None:
                 unchecked += nbytes
-            elif record.crc == crc and self.checks_now and extent.crc is not None:
+            elif record.crc == crc and self._checks_now and extent.crc is not None:
                 checked += nbytes
+                compared.append((*record[:3], record.crc, nbytes))
             else:
                 self.read.add(record, extent.offset, nbytes, crc)
             if stored is not None and crc is not None:
@@ -207,6 +216,8 @@ class Tally:
                     written[file, to] = crc
                 else:
                     self._written.add(stored, to, nbytes, crc)
+        if self._whole:
+            self._whole.add(compared)
         with self._lock:
             self._total.checked += checked
             self._total.unchecked += unchecked

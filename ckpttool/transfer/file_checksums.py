@@ -45,19 +45,20 @@ class WholeFiles:
 
     def note(self, records: Iterable[Record], read: Pieces) -> None:
         """Add records whose checksums were compared, and how much of them was read."""
-        for record in records if self._listed else ():
-            if record.crc is not None:
-                self._add(*record[:3], record.crc, read.used(record))
+        if self._listed:
+            self.add((*r[:3], r.crc, read.used(r)) for r in records if r.crc is not None)
 
-    def _add(self, file: int, offset: int, nbytes: int, crc: int, used: int) -> None:
-        if file not in self._listed:
-            return
+    def add(self, rows: Iterable[Iterable[int]]) -> None:
+        """Add records that were compared: of each its file, offset, size and CRC, and how much of it was read."""
         with self._lock:
-            before = self._records[file].get((offset, nbytes), (crc, 0))[1]
-            # What several have read counts once.
-            after = min(nbytes, before + used)
-            self._records[file][offset, nbytes] = crc, after
-            self._used[file] += after - before
+            for file, offset, nbytes, crc, used in rows:
+                if file not in self._listed:
+                    continue
+                before = self._records[file].get((offset, nbytes), (crc, 0))[1]
+                # What several have read counts once.
+                after = min(nbytes, before + used)
+                self._records[file][offset, nbytes] = crc, after
+                self._used[file] += after - before
 
     def packed(self) -> bytes:
         """Return what was added as a row of 64-bit integers, to be told to another process."""
@@ -70,8 +71,7 @@ class WholeFiles:
     def unpack(self, row: bytes) -> None:
         """Add what another process has told."""
         numbers = array("q", row)
-        for at in range(0, len(numbers), _WIDTH):
-            self._add(*numbers[at : at + _WIDTH])
+        self.add(numbers[at : at + _WIDTH] for at in range(0, len(numbers), _WIDTH))
 
     def complete(self) -> list[int]:
         """Return the numbers of the files of which all tensors were read by now, each number once, in ascending

@@ -70,7 +70,8 @@ class Items:
         if 0 in sizes:
             return Extent(item.file, item.offset, 0)
         if not item.transforms:
-            return self._resolved(item, dtype, sizes, name)
+            is_small = item.length <= _SMALL_TENSOR
+            return (self._resolve if is_small else self._resolved)(item, dtype, sizes, name)
         # What torch.save adds grows only with Python attributes.
         limit = 2 * prod(sizes) * dtype.itemsize + (1 << 20)
 

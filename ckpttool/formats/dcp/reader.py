@@ -70,9 +70,8 @@ class DcpSource(Source):
         if tensor.dtype.kind == "quantized":
             text = f"tensor `{tensor.name}`: {tensor.dtype} in chunks, each quantized by itself, cannot be merged"
             raise ReadError(text, hint="leave it out with `--exclude`", tensor=tensor.name)
-        item = IndexItem(
-            extent.file, extent.offset, extent.nbytes, self._transforms.get((extent.file, extent.offset), ())
-        )
+        file, offset, nbytes = extent[:3]
+        item = IndexItem(file, offset, nbytes, self._transforms.get((file, offset), ()) if self._transforms else ())
         return self._items.tensor(item, tensor.dtype, chunk.sizes, tensor.name)
 
     def close(self) -> None:
