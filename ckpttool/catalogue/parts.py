@@ -115,8 +115,8 @@ class _Division:
         if kind is not None and not (kind == "rng" and any(map(kind_of_key, node.children))):
             self._add(node, kind, path)
             return
-        kinds = {key: _kind_of(key, child) for key, child in node.children.items()}
-        telling = {key for key, kind in kinds.items() if kind}
+        kinds = {key: kind for key, child in node.children.items() if (kind := _kind_of(key, child))}
+        telling = {*kinds}
         if all(isinstance(node.children[key].entry, Tensor) and not node.children[key].is_part for key in telling):
             # A state dict whose buffer is called `tokens_seen` is a state dict.
             telling = set()

@@ -100,6 +100,14 @@ def torch_load_save_file(source: str, target: str) -> Job:
     return lambda: save_file(flatten_state_dict(torch.load(source, mmap=True, weights_only=True))[0], target)
 
 
+def safetensors_to_dcp(source: str, target: str) -> Job:
+    """Load everything with safetensors, save it with DCP in one process."""
+    import torch.distributed.checkpoint as dcp
+    from safetensors.torch import load_file
+
+    return lambda: dcp.save(load_file(source), checkpoint_id=target, no_dist=True)
+
+
 def hf_consolidate(source: str, target: str) -> Job:
     """torch's consolidation of HuggingFaceStorageWriter's files into one."""
     from safetensors import safe_open
@@ -191,6 +199,7 @@ PEERS: dict[str, Callable[[str, str], Job]] = {
         dcp_load_cast_save_model,
         dcp_load_save_pretrained,
         torch_load_save_file,
+        safetensors_to_dcp,
         hf_consolidate,
         merge_ranks,
         numpy_statistics,

@@ -52,15 +52,31 @@ class _ModuleNode:
     dtypes: tuple[str, ...] = ()
     tied: bool = False
 
+    shared: bool = False  # by all tensors that look so, of a million of which few look otherwise
+
     def child(self, name: str) -> _ModuleNode:
+        """The module at `name`, which is made if it is not there, or is a tensor."""
         node = self.children.get(name)
-        if node is None:
-            node = _ModuleNode()
-            if self.children:
-                self.children[name] = node
-            else:
-                self.children = {name: node}
+        if node is None or node.shared:
+            node = _ModuleNode(node.tensor, tied=node.tied) if node is not None else _ModuleNode()
+            self._set(name, node)
         return node
+
+    def put(self, name: str, tensor: Tensor, *, tied: bool, leaves: dict[object, _ModuleNode]) -> None:
+        """Add a tensor; `leaves` are the nodes of tensors by what they look like."""
+        node = self.children.get(name)
+        if node is not None and not node.shared:
+            node.tensor, node.tied = tensor, tied
+            return
+        looks = tensor.dtype, tensor.shape, tied
+        node = leaves.get(looks) or leaves.setdefault(looks, _ModuleNode(tensor, tied=tied, shared=True))
+        self._set(name, node)
+
+    def _set(self, name: str, node: _ModuleNode) -> None:
+        if self.children:
+            self.children[name] = node
+        else:
+            self.children = {name: node}
 
 
 _NO_CHILDREN: dict[str, _ModuleNode] = {}  # of tensors, which most nodes are; never added to
@@ -75,12 +91,13 @@ def lines(tensors: Iterable[Tensor], root: Path, tied: Collection[Path], depth: 
     top = _ModuleNode()
     skip = len(dotted(root)) + 1 if root else 0
     known: dict[str, str] = {}  # a million names have few keys
+    leaves: dict[object, _ModuleNode] = {}
     for tensor in tensors:
         node = top
-        for key in tensor.name[skip:].split(".", _DEPTH):
+        *around, last = tensor.name[skip:].split(".", _DEPTH)
+        for key in around:
             node = node.child(known.setdefault(key, key))
-        node.tensor = tensor
-        node.tied = tensor.path in tied
+        node.put(known.setdefault(last, last), tensor, tied=tensor.path in tied, leaves=leaves)
     _count(top, {})
     return list(_walk(top, 0, 1, depth, 0))
 
