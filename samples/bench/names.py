@@ -1,8 +1,8 @@
 """Measures what a name costs: processor time and memory for each tensor of a checkpoint of very many small ones.
 
 Conversions of 100,000 tensors of 64 bytes, each beside what people run today; and `inspect` of a million, beside the
-safetensors library, which lists the names. Every run is a process of its own, in turns. The time is that of the processor,
-of all threads. Time and memory are those beyond what a conversion of one tensor takes.
+safetensors library, which lists the names. Every run is a process of its own, in turns. The time is that of the
+processor, of all threads. Time and memory are those beyond what a conversion of one tensor takes.
 """
 
 from __future__ import annotations
