@@ -139,7 +139,9 @@ def test_a_second_model_that_is_not_as_it_was_is_seen(tmp_path: Path, monkeypatc
         torch.save(state, to)
 
     report = trial(RECIPE, via=[zeroed], steps=2, more=1, gradients=False)
-    assert [(one.kind, one.name) for one in report.findings][:1] == [("zeroed", "teacher.layers.1.up.weight")]
+    assert [(one.kind, one.name) for one in report.findings][:1] == [
+        ("module not restored", "teacher.layers.1.up.weight")
+    ]
 
 
 @pytest.mark.long

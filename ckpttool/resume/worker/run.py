@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import faulthandler
 import glob
+import multiprocessing
 import os
 import signal
 import sys
 import time
 import traceback
 from dataclasses import asdict
+from multiprocessing.connection import Connection
 from typing import Any, TextIO
 
 import fsspec  # type: ignore[import-untyped]  # noqa: F401 - this and the compiler are needed by all ranks
@@ -36,18 +38,33 @@ _POLL = 0.02  # seconds between two looks for a job
 
 def serve(folder: str) -> None:
     """Do the jobs in a folder, one after the other and each on processes of its own, until this one is ended."""
+    context: Any = multiprocessing.get_context(_START)
     done: set[str] = set()
     while True:
         for path in {*glob.glob(os.path.join(glob.escape(folder), "*", FILE))} - done:
             job, failed = read(path), {}
-            store = dist.TCPStore("127.0.0.1", 0, None, is_master=True, wait_for_workers=False)
+            ready, port = context.Pipe(duplex=False)
+            # In a process of its own: it has threads, and a process that has some is not safe to fork.
+            store = context.Process(target=_serve_store, args=(port,))
+            store.start()
+            port.close()
             try:
-                start_processes(begin, (job, store.port), job.mesh.world, start_method=_START)
+                start_processes(begin, (job, ready.recv()), job.mesh.world, start_method=_START)
             except ProcessExitedException as error:  # the others are ended by SIGTERM
                 failed = {error.error_index: error.exit_code}
+            store.kill()
+            store.join()
             write(failed, os.path.join(job.folder, ENDED))
             done.add(path)
         time.sleep(_POLL)
+
+
+def _serve_store(port: Connection) -> None:
+    """Serve the store at which the ranks of a run meet, and send its port."""
+    store = dist.TCPStore("127.0.0.1", 0, None, is_master=True, wait_for_workers=False)
+    port.send(store.port)
+    while True:
+        signal.pause()
 
 
 class Watch:
