@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import subprocess
+import sys
 import sysconfig
 from pathlib import Path
 from typing import Any
@@ -16,6 +18,7 @@ from support import json_schemas
 from ckpttool.cli.junit import junit_xml
 from ckpttool.errors import CkptError, OverwriteError, UsageError
 from ckpttool.layout.mesh import parse_mesh
+from ckpttool.resume import job as jobs
 from ckpttool.resume.job import Job
 from ckpttool.resume.launch import _ended
 from ckpttool.resume.observe.site.state import digest
@@ -86,6 +89,22 @@ def test_a_rank_that_hangs_fails_the_trial_and_says_where() -> None:
     first = done.stdout.splitlines()[0]
     assert "run A: rank 1 was still in step 2 after 15 s, at recipe_kinds.py:" in first and "in step" in first
     assert "rank 0: step 2" in done.stdout and "distributed_c10d.py" in done.stdout
+
+
+@pytest.mark.skipif(not os.path.isdir("/proc/self/task"), reason="threads are counted by Linux")
+def test_ranks_are_forked_from_a_process_without_threads(tmp_path: Path) -> None:
+    """A lock that another thread holds is held for ever in a fork: one launch in sixty hung."""
+    job = Job(str(tmp_path / "A"), RECIPE, parse_mesh("shard=2"))
+    (tmp_path / "A").mkdir()
+    jobs.write(dataclasses.asdict(job), str(tmp_path / "A" / jobs.FILE))
+    code = (
+        "import os, sys; from ckpttool.resume.worker import run\n"
+        "run.start_processes = lambda *_, **how: sys.exit(len(os.listdir('/proc/self/task')))\n"
+        "run.serve(sys.argv[1])"
+    )
+    environment = {**os.environ, **jobs.ENVIRONMENT}
+    done = subprocess.run([sys.executable, "-c", code, str(tmp_path)], env=environment, timeout=200, check=False)
+    assert done.returncode == 1
 
 
 @pytest.mark.parametrize("header", ["Timeout (0:00:15)!\nThread", "Current thread"])

@@ -45,7 +45,7 @@ def serve(folder: str) -> None:
             job, failed = read(path), {}
             ready, port = context.Pipe(duplex=False)
             # In a process of its own: it has threads, and a process that has some is not safe to fork.
-            store = context.Process(target=_serve_store, args=(port,))
+            store = context.Process(target=_serve_store, args=(port,), daemon=True)
             store.start()
             port.close()
             try:
