@@ -207,7 +207,7 @@ def test_a_socket(tmp_path: Path) -> None:
 def test_an_empty_argument(tmp_path: Path) -> None:
     check_words(run("inspect", ""), [READ, 2])
     check_words(run("convert", "", tmp_path / "x.pt"), [READ, 2])
-    check_words(run("convert", save_torch(tmp_path / "a.pt"), ""), [2], "--to")
+    check_words(run("convert", save_torch(tmp_path / "a.pt"), ""), [2], "`DST` is empty")
     check_words(run("convert", tmp_path / "a.pt", "", "--to", "torch"), [2])
 
 

@@ -24,5 +24,5 @@ FORMAT = Format(
     is_file=lambda path: True,
     any_state=True,
     marks="torch.save (a zip archive or a pickle)",
-    suffixes=(".pt", ".pth", ".bin", ".ckpt"),
+    suffixes=(".pt", ".pth", ".bin", ".ckpt", ".pth.tar"),
 )
