@@ -53,6 +53,7 @@ types: $(BIN)/.ready
 
 bench: $(BIN)/.ready  ## Measure against torch, accelerate, safetensors and cat (SIZE=1GiB ROUNDS=5)
 	$(BIN)/python samples/bench/run.py --size "$(SIZE)" --rounds "$(ROUNDS)" --json "$(JSON)"
+	$(BIN)/python samples/bench/names.py --rounds 1
 
 fuzz: $(BIN)/.ready  ## Throw changed files at each parser, guided by coverage (TIME=60 seconds each)
 	$(BIN)/python tests/fuzz/fuzz.py --time "$(TIME)"
