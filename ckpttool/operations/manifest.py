@@ -60,7 +60,8 @@ def _runs(root: Location, names: Sequence[str], source: Source, tensors: Iterabl
     overlap, one is left out."""
     runs: defaultdict[str, list[_Run]] = defaultdict(list)
     called = {(root / name).real(): name for name in names}
-    numbers = {number: called.get(file.location.real()) for number, file in enumerate(source.catalogue.own_files)}
+    own = ((number, file) for number, file in enumerate(source.catalogue.files) if not file.scratch)
+    numbers = {number: called.get(file.location.real()) for number, file in own}
     for tensor in tensors:
         if len(tensor.chunks) == 1 and tensor.numel:
             extent = source.resolve(tensor, tensor.chunks[0])
@@ -110,7 +111,7 @@ def of_files(
     names: Iterable[str],
     threads: int,
     work: Work,
-    runs: Mapping[str, Iterable[_Run]] = MappingProxyType({}),
+    runs: Mapping[str, Iterable[_Run]] = _NO_RUNS,
 ) -> tuple[dict[str, str], dict[str, int]]:
     """Return the SHA-256 of each file, in hexadecimal, and the CRC-32 of each. The `runs` of a file get their digests,
     too."""

@@ -11,8 +11,10 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from support import damage
 from support.paths import CHECKPOINTS
+from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 from ckpttool import convert
 from ckpttool.errors import CorruptError, OverwriteError, ReadError, UsageError
@@ -49,6 +51,23 @@ def test_what_it_says(tmp_path: Path) -> None:
         row = tensors[f"model.{name}"]
         assert row["sha256"] == digest(tensor.contiguous().view(torch.uint8).numpy().tobytes())
         assert (row["dtype"], row["shape"]) == (str(tensor.dtype).removeprefix("torch."), list(tensor.shape))
+
+
+def test_tensors_of_a_compressed_component_beside_others(tmp_path: Path) -> None:
+    """What is decompressed into files of its own is not looked for in those of the next component."""
+    folder = tmp_path / "step"
+    shutil.copytree(CHECKPOINTS / "dcp/zstd_w2/ckpt", folder / "a")
+    other = {f"w{i}": torch.randn(64, 64) for i in range(4)}
+    save_file(other, folder / "b.safetensors")
+    verify(folder, write_manifest=tmp_path / "m.json")
+    hashes = {row["name"]: row["sha256"] for row in written(tmp_path / "m.json")["tensors"]}
+    dcp_to_torch_save(folder / "a", tmp_path / "a.pt")
+    model = torch.load(tmp_path / "a.pt", weights_only=True)["model"]
+    expected = {f"a.model.{name}": tensor for name, tensor in model.items()}
+    expected |= {f"b.{name}": tensor for name, tensor in other.items()}
+    for name, tensor in expected.items():
+        data = tensor.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+        assert hashes[name] == digest(data), name
 
 
 def test_megatron_reads_it_and_we_read_megatrons(tmp_path: Path) -> None:
