@@ -593,6 +593,11 @@ class Catalogue:
         """The files of the checkpoint itself."""
         return [f for f in self.files if not f.scratch]
 
+    @property
+    def is_local(self) -> bool:
+        """Whether all files of the checkpoint are on this machine."""
+        return all(file.location.store.is_local for file in self.own_files)
+
     def nbytes(self) -> int:
         """Return the bytes of all files on disk."""
         return sum(f.size for f in self.own_files)

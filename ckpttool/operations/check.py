@@ -35,8 +35,6 @@ from ckpttool.transfer.threads import Progress
 
 __all__ = ["Checked", "check"]
 
-_REQUESTS = 16  # at a time to the Hub: threads that wait for a server need no processor
-
 
 @dataclass(slots=True, repr=False)
 class Checked(Result):
@@ -174,12 +172,8 @@ def _content(
         for tensor in model.tensors
         if (name := new_names[tensor.name]) in fitting
     ]
-    is_here, is_reference_here = (
-        all(f.location.store.is_local for f in s.catalogue.own_files) for s in (viewed, source)
-    )
     sources, count = (viewed, source), threads or DEFAULT_THREADS
-    requests = count if is_here and is_reference_here else max(count, _REQUESTS)
-    similarities = values.compare(pairs, sources, requests, progress)
+    similarities = values.compare(pairs, sources, count, progress)
     result.compared = len(similarities)
     result.similarity = min((one.lowest for one in similarities), default=None)
     found = list(values.judged(similarities))
@@ -187,7 +181,7 @@ def _content(
     # From scratch, nothing is like anything.
     for rows in values.vectors(pairs, sources) if any(map(values.same, similarities)) else ():
         found += [one for one in values.judged_vectors(rows) if named.isdisjoint(one.names)]
-    if is_here:
+    if viewed.catalogue.is_local:
         found += values.nonfinite(pairs, sources, count, progress)
     else:
         result.notes.append(f"`{result.path}` is not on this machine: NaN outside of the samples is not seen")

@@ -276,7 +276,7 @@ def _twin(source: Source, combined: CombinedSource, mounted: Sequence[Path]) -> 
     """Return the root of the component that has the same tensors by their names, shapes and elements at both ends, of a
     few tensors if the files are on another machine, in the same dtype or one of more bytes; None without one, or where
     it cannot be read."""
-    is_local = all(file.location.store.is_local for file in source.catalogue.own_files)
+    is_local = source.catalogue.is_local
     tied = find_aliases(source.catalogue.tensors)
     own = _by_shape(source.catalogue.tensors, ())
     ties = {key for key, tensor in own.items() if tensor.path in tied}

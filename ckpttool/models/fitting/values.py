@@ -30,6 +30,7 @@ from ckpttool.transfer.threads import Progress, Work, on_threads
 _BLOCK = 1 << 12  # elements of a block, at most
 _BLOCKS = 8  # of a tensor
 _MAX_BLOCKS = 512  # of one that is stacked: one for each index of its first dimension
+_REQUESTS = 16  # at a time
 _MIN_ELEMENTS = 64  # elements; a cosine of fewer says little
 _MIN_VECTOR = 16  # elements of a vector that is compared with others
 _MAX_VECTOR = 1 << 16  # elements of a vector that is read whole
@@ -85,7 +86,8 @@ class Vectors(NamedTuple):
 def compare(
     pairs: Sequence[ReferencePair], sources: tuple[Source, Source], threads: int, progress: Progress | None
 ) -> list[Similarity]:
-    """Return how alike the tensors of each pair are; those without numbers, or too few, are left out.
+    """Return how alike the tensors of each pair are; those without numbers, or too few, are left out. Where a model is
+    not on this machine, more than `threads` requests are made at a time: what waits for a server needs no processor.
 
     Raises CorruptError when a file is too short.
     """
@@ -100,7 +102,8 @@ def compare(
             found[pair.name, box] = _sample(pair, box, sources, (one, other))
             work.note(prod(box[1]) * pair.tensor.dtype.itemsize)
 
-        on_threads(iter(samples), do, threads, work)
+        is_local = all(source.catalogue.is_local for source in sources)
+        on_threads(iter(samples), do, threads if is_local else max(threads, _REQUESTS), work)
     of_pairs = (
         _similarity(pair, [(box, found[pair.name, box]) for box in blocks(pair.tensor.shape)]) for pair in chosen
     )

@@ -86,9 +86,7 @@ class HubStore(Store):
         self._kept: dict[str, int] = {}  # name -> bytes of the header of an earlier look
         self._tags: dict[str, dict[str, str]] = {}  # name -> host -> ETag there
         self._awaited: dict[str, set[int]] = {}  # name -> blocks that a thread is fetching
-        self._changed = {
-            name: threading.Condition(threading.Lock()) for name in repo_files
-        }  # of what is here of a file
+        self._changed = {name: threading.Condition() for name in repo_files}  # which bytes of a file are here
         self._families: dict[tuple[str, str], str] = {}  # of shards -> the first one read, "" after their heads
         self._files_lock = threading.Lock()
         self._pool = Pool()
@@ -264,9 +262,10 @@ class HubStore(Store):
             with changed:
                 missing = [block for block in blocks if block not in present]
                 own = [block for block in missing if block not in awaited]
-                awaited.update(own)
-                if not own and missing:
+                if missing and not own:
                     changed.wait()
+                    continue
+                awaited.update(own)
             if not missing:
                 return path
             try:
