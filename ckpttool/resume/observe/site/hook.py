@@ -153,6 +153,7 @@ class Observer:
         self._unsaved = 0
         self._state = _load("_ckpttool_state", _STATE)
         is_rounded = bool(os.environ.get("CKPTTOOL_HOOK_ROUNDED"))
+        self._sees_changes = self._saves is not None and not is_rounded  # in run A, which alone is asked for them
         self._recorder = self._state.Recorder(folder, torch, states, self._rng, self._words, is_rounded=is_rounded)
         what = os.environ.get("CKPTTOOL_HOOK_CONTROL")
         control = _load("_ckpttool_control", _CONTROL).Perturbation if what else None
@@ -349,7 +350,9 @@ class Observer:
             return
         number = self._steps.setdefault(id(optimizer), [len(self._steps), 0])
         number[1] += 1
-        self._after = own, self._parameters(own), self._rng()
+        parameters, rng = self._parameters(own), self._rng()
+        if self._sees_changes:
+            self._after = own, parameters, rng
         self._write(
             {
                 "rank": _rank(self._torch),
@@ -360,8 +363,8 @@ class Observer:
                 "lr": [float(group["lr"]) for group in optimizer.param_groups if "lr" in group],
                 "batch": " ".join(self._inputs[-_INPUTS:]) or None,
                 "fetched": self._fetched,
-                "rng": self._after[2],
-                "parameters": self._after[1],
+                "rng": rng,
+                "parameters": parameters,
                 "between": self._between,
             }
         )
