@@ -98,7 +98,7 @@ class Written(Result):
         return f"{'would write' if self.dry_run else 'wrote'} {self.destination}: {self.contents}"
 
 
-_PLAIN = 1 << 53
+_SMALL = 1 << 53  # in magnitude; what `jsonable` does with other integers is its own
 
 
 @cache
@@ -112,7 +112,7 @@ def as_json(value: Any) -> Any:
     """Return `value` with its fields by name, for JSON; those whose name begins with `_` or that are `ABSENT` are left
     out. Pure."""
     kind: Any = type(value)
-    if kind is str or kind is bool or value is None or (kind is int and -_PLAIN < value < _PLAIN):
+    if kind is str or kind is bool or value is None or (kind is int and -_SMALL < value < _SMALL):
         return value  # as most are: the statistics of 660 tensors are 340,000 numbers
     if kind is float:
         return value if isfinite(value) else str(value)

@@ -175,7 +175,7 @@ def beginning(read: Read, length: int, *, name: str) -> bytes:
     of a TorchScript file. The directory is not checked. Raises CorruptError when there is none."""
     directory = _directory(read, 0, length, name)[0]
     at = _row(directory, "data.pkl")
-    if at is None or b"/constants.pkl" in directory:
+    if at is None or (b"/constants.pkl" in directory and _row(directory, "constants.pkl") is not None):
         return b""
     row = CENTRAL.unpack_from(directory, at)
     method, packed, nbytes, name_len, extra_len, offset = row[4], *row[8:12], row[-1]

@@ -51,7 +51,6 @@ class _ModuleNode:
     nbytes: int = 0
     dtypes: tuple[str, ...] = ()
     tied: bool = False
-
     shared: bool = False  # by all tensors that look so, of a million of which few look otherwise
 
     def child(self, name: str) -> _ModuleNode:

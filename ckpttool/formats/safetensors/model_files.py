@@ -12,7 +12,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from copy import copy
 from functools import cache
-from itertools import chain, product
+from itertools import product
 from typing import NamedTuple
 
 from ckpttool.catalogue.boxes import Ints
@@ -102,11 +102,10 @@ class HeaderMerger:
 
     def finish(self, order: Iterable[str] = (), ties: dict[str, str] | None = None) -> Catalogue:
         """Return the catalogue with all tensors, `order` first; `ties` are names in an index of tied tensors."""
-        for name in chain(dict.fromkeys(order), [*self.pieces]):
-            # Of a million tensors, what a header says of each goes as the tensor comes.
-            pieces = self.pieces.pop(name, None)
-            if pieces is not None:
-                self.catalogue.add(self._tensor(name, pieces))
+        for names in (dict.fromkeys(order), self.pieces):
+            for name in [*names]:
+                # Of a million tensors, what a header says of each goes as the tensor comes.
+                self.catalogue.add(self._tensor(name, self.pieces.pop(name)))
         remarks: dict[str, str] = {}
         metadata = self.metadata | (ties or {})
         if root := _root(metadata.get(sharding.ROOT)):
