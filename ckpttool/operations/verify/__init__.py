@@ -209,7 +209,9 @@ def _warnings(run: Verification) -> Iterator[Finding]:
     """Yield which checkpoint of a run this is, and the warnings of the readers. A name that runs code where it is
     loaded is damage: no writer of checkpoints leaves one, and no operation passes it on."""
     yield from (Finding(NOTE, "remark", text) for text in open.chosen_of_run(run.catalogue))
-    unreadable = {finding.tensor for finding in run.report.findings if finding.kind == "object"}
+    unreadable = {
+        one for finding in run.report.findings if finding.kind in ("object", "missing") for one in finding.subjects
+    }
     for warning in run.catalogue.warnings:
         if warning.kind == "unreadable" and warning.tensor in unreadable:
             continue

@@ -135,9 +135,8 @@ class _Reading:
         for name, run in self._source.items() if isinstance(self._source, Itemised) else ():
             file, where = files[run.file], Where(files[run.file].name, run.offset, run.nbytes)
             if file.missing:
-                error = CorruptError(f"`{file.name}` is missing, and with it `{name}`")
-                self.findings.append(Finding.of(error, "range", where=where))
-            elif run.offset < 0 or run.nbytes < 0 or run.offset + run.nbytes > file.size:
+                continue  # `structure.faults` has found it
+            if run.offset < 0 or run.nbytes < 0 or run.offset + run.nbytes > file.size:
                 error = outside(f"`{name}`", file, run.offset, run.nbytes)
                 self.findings.append(Finding.of(error, "range", where=where))
             elif not run.packed:  # a packed one is checked when it is decoded

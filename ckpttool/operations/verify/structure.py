@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from ckpttool.catalogue.entries import Catalogue, File
@@ -22,10 +22,11 @@ def faults(run: Verification) -> Iterator[Finding]:
     """Yield what is wrong with the checkpoint as a whole, and with each tensor: holes, overlaps, missing files, ranges
     outside of files, sizes that do not match. Missing files come first, each once."""
     catalogue = run.catalogue
-    missing = [file.name for file in catalogue.files if file.missing]
-    for name in missing:
-        text = f"`{name}` is missing, and the index names it"
-        yield Finding(DAMAGE, "missing", text, name, hint="copy it from where the checkpoint was saved")
+    missing = _lost(run)
+    for name, names in missing.items():
+        lost = f", and with it parts of {_counts(names, catalogue)}" if names else ", and the index names it"
+        hint = "copy it from where the checkpoint was saved"
+        yield Finding(DAMAGE, "missing", f"`{name}` is missing{lost}", name, hint=hint, names=names)
     for fault in catalogue.faults:
         if "needs" in fault.facts:
             yield Finding.of(fault, "unread", SUSPECT)  # the checkpoint is not at fault: `--shapes` is missing
@@ -36,6 +37,28 @@ def faults(run: Verification) -> Iterator[Finding]:
         for fault in faults_of(tensor, catalogue.files, sizes):
             if fault.facts.get("file") not in missing:
                 yield Finding.of(fault, "range" if "offset" in fault.facts else "coverage")
+
+
+def _lost(run: Verification) -> dict[str, tuple[str, ...]]:
+    """Return the names of the entries that have bytes in each missing file, by its name."""
+    files = run.catalogue.files
+    lost: dict[int, set[str]] = {number: set() for number, file in enumerate(files) if file.missing}
+    if not lost:
+        return {}
+    for tensor in run.catalogue.tensors:
+        for number in set(tensor.chunks.file).intersection(lost):
+            lost[number].add(tensor.name)
+    for name, place in run.source.items() if isinstance(run.source, Itemised) else ():
+        if place.file in lost:
+            lost[place.file].add(name)
+    return {files[number].name: tuple(sorted(names)) for number, names in lost.items()}
+
+
+def _counts(names: Sequence[str], catalogue: Catalogue) -> str:
+    """Return how many of these names are of tensors, and how many of objects: `4 tensors, 1 object`."""
+    tensors = {tensor.name for tensor in catalogue.tensors}
+    lost = sum(name in tensors for name in names)
+    return " and ".join(plural(n, what) for n, what in ((lost, "tensor"), (len(names) - lost, "object")) if n)
 
 
 def official(run: Verification) -> Iterator[Finding]:
@@ -51,18 +74,20 @@ def official(run: Verification) -> Iterator[Finding]:
 
 
 def objects(run: Verification) -> Iterator[Finding]:
-    """Yield a finding for each object whose bytes cannot be read or have another checksum."""
+    """Yield a finding for each object whose bytes cannot be read or have another checksum; not for those in missing
+    files, each of which has one of its own."""
+    missing = {str(file.location) for file in run.catalogue.files if file.missing}
     for entry in run.catalogue.objects:
         try:
             _ = entry.value
         except CkptError as error:
-            yield Finding.of(error, "object", tensor=entry.name)
+            if error.facts.get("file") not in missing:
+                yield Finding.of(error, "object", tensor=entry.name)
 
 
 def with_truncated_files(findings: list[Finding], catalogue: Catalogue) -> list[Finding]:
     """Return the findings, with those of everything behind the end of a file as one `truncated` finding of it. Pure."""
     sizes = {file.name: file.size for file in catalogue.own_files if not file.missing}
-    tensors = {tensor.name for tensor in catalogue.tensors}
     ends: dict[str, int] = defaultdict(int)
     behind: dict[str, list[Finding]] = defaultdict(list)
     for finding in findings:
@@ -76,9 +101,7 @@ def with_truncated_files(findings: list[Finding], catalogue: Catalogue) -> list[
         if len(names) < 2:
             continue
         size, end = sizes[file], ends[file]
-        lost = sum(name in tensors for name in names)
-        counts = [plural(n, what) for n, what in ((lost, "tensor"), (len(names) - lost, "object")) if n]
-        text = f"`{file}`: truncated: {size:,} of {end:,} bytes ({', '.join(counts)})"
+        text = f"`{file}`: truncated: {size:,} of {end:,} bytes ({_counts(names, catalogue)})"
         findings = [finding for finding in findings if finding not in cut]
         findings.append(Finding(DAMAGE, "truncated", text, file, None, size, end - size, cut[0].hint, tuple(names)))
     return findings

@@ -83,7 +83,12 @@ def test_how_much_could_be_checked(name: str, checks: bool) -> None:
 def test_a_missing_file(dcp: Path) -> None:
     (dcp / "__0_0.distcp").rename(dcp.parent / "gone")
     report = verify(dcp)
-    assert only(report, "damage", "missing").file == "__0_0.distcp" and report.exit_code == 4
+    finding = only(report, "damage", "missing")
+    assert finding.file == "__0_0.distcp" and report.exit_code == 4
+    metadata = pickle.loads((dcp / ".metadata").read_bytes())
+    stored = {at.fqn for at, where in metadata.storage_data.items() if where.relative_path == "__0_0.distcp"}
+    assert set(finding.names) == stored and {finding} == {f for f in report.findings if f.fails}
+    assert not any(f.kind == "remark" and "unreadable" in f.message for f in report.findings)
 
 
 def test_a_torn_tail(dcp: Path) -> None:
@@ -108,7 +113,7 @@ def test_a_truncated_file_of_several(tmp_path: Path) -> None:
     os.truncate(copy / "__1_0.distcp", 10000)
     report = verify(copy)
     (finding,) = report.findings
-    assert finding.message == "`__1_0.distcp`: truncated: 10,000 of 71,182 bytes (34 tensors, 5 objects)"
+    assert finding.message == "`__1_0.distcp`: truncated: 10,000 of 71,182 bytes (34 tensors and 5 objects)"
     assert len(finding.names) == 39 and "optim.param_groups.1.amsgrad" in finding.names and report.records
 
 
