@@ -58,10 +58,10 @@ def _tables(result: Stats, verbose: bool) -> list[tuple[str, str]]:
 
 def _of_groups(result: Stats, title: str, groups: Sequence[GroupStatistics]) -> Table:
     rms: dict[tuple[str, str, str, str], list[float]] = {}
-    for row in sorted(result.tensors, key=lambda row: natural(row.name)):
-        if row.statistics.rms is not None:
+    for row in sorted(result.tensors, key=lambda row: (natural(row.layer), natural(row.name))):
+        if row.layer and row.statistics.rms is not None:
             rms.setdefault((row.part, row.moment, row.kind, row.dtype), []).append(row.statistics.rms)
-    has_layers = any(group.tensor_count > 1 for group in groups)
+    has_layers = any((group.part, group.moment, group.name, group.dtype) in rms for group in groups)
     rows = [
         [
             group.name,

@@ -14,8 +14,7 @@ from ckpttool.analysis.statistics.places import parameter_of
 from ckpttool.catalogue.entries import Catalogue, Part, Tensor
 from ckpttool.catalogue.protocols import Source
 from ckpttool.errors import CkptError
-from ckpttool.layout.optimizer.names_of_ids import name_ids
-from ckpttool.layout.optimizer.parse import optimizers
+from ckpttool.layout.optimizer.names_of_ids import parameters_of_ids
 from ckpttool.producers import open, runs
 
 
@@ -54,7 +53,7 @@ class Opened:
     def moments(self) -> dict[str, list[int]]:
         """The numbers of the tensors that an optimizer keeps of a parameter, by its name in the model."""
         found: dict[str, list[int]] = {}
-        names = self._names_of_ids
+        names = self.parameter_names
         for i, tensor in enumerate(self.tensors):
             if tensor.part.kind == "optimizer":
                 key = ".".join(parameter_of(tensor)[0])
@@ -62,15 +61,13 @@ class Opened:
         return found
 
     @cached_property
-    def _names_of_ids(self) -> dict[tuple[Part, str], str]:
+    def parameter_names(self) -> dict[tuple[Part, str], str]:
         """The names of the parameters that an optimizer has numbers for."""
         try:
-            numbered = [optimizer for optimizer in optimizers(self.catalogue) if optimizer.spelling == "id"]
-            named = zip(numbered, name_ids(numbered, self.catalogue), strict=True)
+            return parameters_of_ids(self.catalogue)
         except CkptError as error:
             self.unnamed = error.message
             return {}
-        return {(optimizer.part, str(key)): name for optimizer, names in named for key, name in names.items()}
 
     def moments_of(self, tensor: Tensor) -> list[int]:
         """Return the numbers of the tensors that an optimizer keeps of a parameter."""

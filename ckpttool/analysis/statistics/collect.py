@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 from ckpttool.analysis.statistics.elements import Accumulator, ChannelMaxima, Channels, Statistics, has_channels
 from ckpttool.analysis.statistics.histogram import Compact
 from ckpttool.analysis.statistics.moments import buffer
-from ckpttool.analysis.statistics.places import ModelPlace, place_of
+from ckpttool.analysis.statistics.places import NO_NAMES, ModelPlace, Names, place_of
 from ckpttool.analysis.statistics.thumbnails import MOST_THUMBNAILS, Thumbnail
 from ckpttool.catalogue import boxes
 from ckpttool.catalogue.boxes import Box
@@ -190,9 +190,10 @@ class TensorReading:
 
 
 def collect(
-    tensors: Sequence[Tensor], source: Source, threads: int, progress: Progress | None
+    tensors: Sequence[Tensor], source: Source, threads: int, progress: Progress | None, names: Names = NO_NAMES
 ) -> tuple[dict[Path, Collected], dict[GroupKey, TensorGroup]]:
-    """Return the statistics of each tensor of a validated catalogue, and those of their groups.
+    """Return the statistics of each tensor of a validated catalogue, and those of their groups; `names` are of
+    the parameters that optimizers number.
 
     Raises CorruptError when a file is too short, and whatever the source raises.
     """
@@ -225,7 +226,8 @@ def collect(
             finished[task.job.tensor.path] = total
             # Groups grow in the order of the tensors, for the same reason.
             while expected is not None and expected in finished:
-                _add_to_groups(groups, by_path[expected], finished.pop(expected))
+                tensor = by_path[expected]
+                _add_to_groups(groups, tensor, place_of(tensor, names), finished.pop(expected))
                 expected = next(waiting, None)
 
     with closing(Pool()) as pool:
@@ -247,8 +249,8 @@ def _has_thumbnail(tensor: Tensor) -> bool:
     return has_channels(tensor.shape, tensor.dtype) and (pieces == 1 or tensor.nbytes >= pieces * _MIN_PIECE)
 
 
-def _add_to_groups(groups: dict[GroupKey, TensorGroup], tensor: Tensor, total: Accumulator) -> None:
-    for key in group_keys(place_of(tensor), tensor.dtype.name):
+def _add_to_groups(groups: dict[GroupKey, TensorGroup], tensor: Tensor, place: ModelPlace, total: Accumulator) -> None:
+    for key in group_keys(place, tensor.dtype.name):
         group = groups.get(key)
         if group is None:
             group = groups[key] = TensorGroup(Accumulator(tensor.dtype))

@@ -3,12 +3,19 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import NamedTuple
 
-from ckpttool.catalogue.entries import Tensor
+from ckpttool.catalogue.entries import Part, Tensor
 
 _NUMBER = re.compile(r"[0-9]{1,9}", re.ASCII)
 _EXPERTS = re.compile(r"(local_|routed_)?experts?", re.IGNORECASE)
+
+
+Names = Mapping[tuple[Part, str], str]
+"""The names of the parameters that an optimizer has numbers for, by part and number."""
+NO_NAMES: Names = MappingProxyType({})
 
 
 class ModelPlace(NamedTuple):
@@ -30,9 +37,14 @@ def parameter_of(tensor: Tensor) -> tuple[list[str], str]:
     return keys[1:] if keys[0] == "state" and len(keys) > 1 else keys, moment
 
 
-def place_of(tensor: Tensor) -> ModelPlace:
-    """Return where a tensor stands, by its name."""
+def place_of(tensor: Tensor, names: Names = NO_NAMES) -> ModelPlace:
+    """Return where a tensor stands, by its name; state of a parameter that has a number, by that one's in `names`."""
     keys, moment = parameter_of(tensor)
+    if moment and len(keys) == 1 and _NUMBER.fullmatch(keys[0]):
+        name = names.get((tensor.part, keys[0]))
+        if name is None:
+            return ModelPlace(str(tensor.part), moment, "", "*", "")  # a number says nothing of a layer
+        keys = name.split(".")
     layer, expert, kind = "", "", []
     for i, key in enumerate(keys):
         if not _NUMBER.fullmatch(key):

@@ -11,7 +11,7 @@ from ckpttool.analysis.statistics.collect import Collected, Update
 from ckpttool.analysis.statistics.elements import FRACTIONS, Accumulator, Channels, Statistics
 from ckpttool.analysis.statistics.findings import Outlier
 from ckpttool.analysis.statistics.histogram import Compact
-from ckpttool.analysis.statistics.places import place_of
+from ckpttool.analysis.statistics.places import NO_NAMES, Names, place_of
 from ckpttool.analysis.statistics.spectral import Spectrum
 from ckpttool.analysis.statistics.thumbnails import Thumbnail
 from ckpttool.catalogue.boxes import Ints
@@ -70,20 +70,20 @@ class TensorStatistics:
         return {**self.values(), **{name: getattr(self, name) for name in _TEXTS}}
 
 
-def row_of(tensor: Tensor, found: Collected | None, tied_to: str | None) -> TensorStatistics:
+def row_of(tensor: Tensor, found: Collected | None, tied_to: str | None, names: Names = NO_NAMES) -> TensorStatistics:
     """Return the statistics of a tensor from what was collected of it, or of the tensor it is tied to; None of a tensor
     without elements."""
     if found is None:
         found = Collected(Accumulator(tensor.dtype).result(), None, None, None, None)
-    row = row_with(tensor, found.statistics, tied_to)
+    row = row_with(tensor, found.statistics, tied_to, names)
     row.histogram, row.rows, row.columns, row.update = found.histogram, found.rows, found.columns, found.update
     row.thumbnail = found.thumbnail
     return row
 
 
-def row_with(tensor: Tensor, statistics: Statistics, tied_to: str | None) -> TensorStatistics:
+def row_with(tensor: Tensor, statistics: Statistics, tied_to: str | None, names: Names = NO_NAMES) -> TensorStatistics:
     """Return a row with these statistics alone."""
-    place, dtype = place_of(tensor), tensor.dtype.name
+    place, dtype = place_of(tensor, names), tensor.dtype.name
     return TensorStatistics(tensor.name, *place, dtype, tensor.shape, tensor.nbytes, tied_to, statistics)
 
 

@@ -310,7 +310,7 @@ def _cells(text: Text, node: Node, look: Look) -> None:
     kinds: dict[str, None] = {}
     for i in node.members:
         if (entry := look.opened.tensors[i]).numel > 1:
-            place = place_of(entry)
+            place = place_of(entry, look.opened.parameter_names)
             line = ".".join(filter(None, (place.layer, place.expert))) or place.kind.rpartition(".")[0]
             kind = f"{place.kind}.{place.moment}" if place.moment else place.kind
             cells.setdefault(line, {})[kind] = survey.rows[i]

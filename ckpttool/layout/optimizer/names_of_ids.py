@@ -79,6 +79,13 @@ def name_ids(optimizers: Sequence[Optimizer], source: Catalogue) -> list[dict[in
     return names
 
 
+def parameters_of_ids(source: Catalogue) -> dict[tuple[Part, str], str]:
+    """Return the name of the parameter of each id of all optimizers, by its part and key. Raises as `name_ids` does."""
+    numbered = [optimizer for optimizer in optimizers(source) if optimizer.spelling == "id"]
+    named = zip(numbered, name_ids(numbered, source), strict=True)
+    return {(optimizer.part, str(key)): name for optimizer, names in named for key, name in names.items()}
+
+
 def _names_in(part: Part, optimizer: Optimizer, source: Catalogue) -> dict[int, str]:
     return name_ids([optimizer], select.select(source, lambda entry: entry.part == part))[0]
 

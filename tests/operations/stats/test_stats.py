@@ -43,6 +43,20 @@ def test_the_samples(sample: str) -> None:
         compare(path, str(path.with_name("reference.pt")))
 
 
+def test_state_of_numbered_parameters_is_grouped_by_their_names(tmp_path: Path) -> None:
+    """The same state, once under ids and once under names, is in the same groups; without the model it is in none."""
+    file = CHECKPOINTS / "torch/full/ckpt.pt"
+    by_id, by_name = (
+        {(row.moment, row.kind, row.layer, row.statistics.numel) for row in ckpttool.stats(path).tensors if row.moment}
+        for path in (file, DCP)
+    )
+    assert by_id == by_name
+    ckpttool.convert(file, tmp_path / "optimizer.pt", only="optimizer")
+    assert {(row.kind, row.layer) for row in ckpttool.stats(tmp_path / "optimizer.pt").tensors} == {("*", "")}
+    printed = run("stats", str(tmp_path / "optimizer.pt"))
+    assert printed.exit_code == 0 and "by layer" not in printed.stdout
+
+
 @pytest.mark.long
 @pytest.mark.parametrize("sample", OTHERS)
 def test_samples_of_other_tools(sample: str) -> None:
