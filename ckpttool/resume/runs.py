@@ -362,7 +362,9 @@ def _compare_observed(starts: Starts, reference: ScriptRun, run: ScriptRun) -> N
     names, excused = (run.name, reference.name), unrepeated(a, a2)
     finding = compare_steps(starts.report, one, other, *names, excused, titles=titles, prefix="observed: ")
     if finding is not None:
-        starts.report.findings.insert(0, finding)
+        # Before what follows from it; that a command did not resume at all is what it follows from itself.
+        at = sum(one.kind == "not resumed" for one in starts.report.findings)
+        starts.report.findings.insert(at, finding)
 
 
 def _choose(starts: Starts, a: ScriptRun) -> None:

@@ -180,7 +180,8 @@ def test_a_silent_script_is_told_by_the_number_of_its_steps(loads: bool, tmp_pat
     # It prints nothing, and saves at its end only: what it has saved after the resume is that of A in both cases.
     script = tmp_path / "train.py"
     script.write_text(SILENT.format(loads=loads))
-    report = runs(command=[sys.executable, str(script), "--out", "OUT"], checkpoints="OUT/step-{step}.pt")
+    command = [sys.executable, str(script), "--out", "OUT"]
+    report = runs(command=command, checkpoints="OUT/step-{step}.pt", stop="max-steps=--steps")
     if loads:
         assert (report.verdict, report.findings) == ("same", []), report.message
     else:
