@@ -11,7 +11,7 @@ from functools import partial
 from importlib.util import find_spec
 from typing import Any, ClassVar
 
-EXTRAS = {"torch": "torch", "textual": "browse"}  # by package, those that `require` is asked for
+EXTRAS = {"torch": "torch", "textual": "browse", "obstore": "cloud"}  # by package, those that `require` is asked for
 DONE = 0
 DIFFERS = 1
 BUG = 70
@@ -21,6 +21,7 @@ TERMINATED = 143
 
 # `https://user:password@host` and `https://token@host`, but not `hf://name@revision`.
 _CREDENTIALS = re.compile(r"([a-z][a-z0-9+.-]*://)[^\s/@:`'\"]*:[^\s/@`'\"]*@|(https?://)[^\s/@`'\"]+@", re.I)
+_SIGNATURE = re.compile(r"(https?://[^\s?`'\"]+\?)[^\s`'\"]+", re.I)
 
 
 # What an option is called as a parameter, where that is not its own name; and the parameters that are true or false.
@@ -68,7 +69,8 @@ def _as_argument(option: re.Match[str]) -> str:
 
 
 def without_credentials(text: str) -> str:
-    """Return a text in which no address has a user name or a password: `https://...@host`. Pure."""
+    """Return a text in which no address has a user name, a password or a signature: `https://...@host/x?...`. Pure."""
+    text = _SIGNATURE.sub(r"\1...", text) if "?" in text else text
     return _CREDENTIALS.sub(r"\1\2...@", text) if "@" in text and _CREDENTIALS.search(text) else text
 
 

@@ -199,9 +199,9 @@ def test_the_lower_layers_need_the_standard_library_only() -> None:
 
 
 def test_torch_and_numpy_are_imported_when_they_are_needed() -> None:
-    libraries = {"torch", "numpy", "safetensors", "zstandard", "huggingface_hub"}
+    libraries = {"torch", "numpy", "safetensors", "zstandard", "huggingface_hub", "obstore", "fsspec"}
     for name, tree in modules().items():
-        if not name.startswith(("training", "storage.hub", "resume.worker")):  # imported on use
+        if not name.startswith(("training", "storage.hub", "storage.cloud", "resume.worker")):  # imported on use
             assert not foreign(tree, **AT_IMPORT) & libraries, name
 
 
@@ -227,6 +227,14 @@ def test_torch_is_needed_for_values_only() -> None:
 def test_one_package_speaks_to_the_hub() -> None:
     users = {name for name, tree in modules().items() if "huggingface_hub" in foreign(tree)}
     assert users and all(f"{name}.".startswith("storage.hub.") for name in users)
+
+
+def test_one_package_speaks_to_object_stores() -> None:
+    users = {name for name, tree in modules().items() if "obstore" in foreign(tree)}
+    assert users and all(f"{name}.".startswith("storage.cloud.") for name in users)
+    # An extra, which a checkpoint of this machine does not need.
+    importing = {name for name, tree in modules().items() if any(one.startswith("storage.cloud") for one in ours(tree))}
+    assert all(f"{name}.".startswith("storage.cloud.") for name in importing)
 
 
 # Commands that start programs of their own and exchange files with them, and modules that ask the system what it has.

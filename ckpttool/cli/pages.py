@@ -6,7 +6,7 @@ import os
 from collections.abc import Callable
 from typing import Any
 
-from ckpttool.errors import UsageError
+from ckpttool.errors import UsageError, without_credentials
 
 
 def write_page(path: str, page_of: Callable[[Any, dict[str, str]], str], document: Any) -> None:
@@ -21,7 +21,7 @@ def write_page(path: str, page_of: Callable[[Any, dict[str, str]], str], documen
     from ckpttool.version import __version__
 
     environment = {
-        "command": shlex.join(["ckpttool", *sys.argv[1:]]),
+        "command": without_credentials(shlex.join(["ckpttool", *sys.argv[1:]])),
         "date": datetime.now().astimezone().isoformat(" ", "seconds"),
         "ckpttool": __version__,
         "Python": platform.python_version(),

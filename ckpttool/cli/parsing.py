@@ -175,16 +175,20 @@ class Command(TyperCommand):
         return _parsed(super().parse_args, context, words)
 
     def invoke(self, context: Any) -> Any:
-        from ckpttool.storage.stores import check_scheme
+        from ckpttool.storage.stores import check_scheme, path_text
 
         # Before anything is read or run: some paths are used hours later.
         for param in self.params:
             value = context.params.get(param.name)
             if (param.metavar or "").removesuffix("...") in _PATHS and value is not None:
-                for path in value if isinstance(value, (list, tuple)) else (value,):
+                paths = [*value] if isinstance(value, (list, tuple)) else [value]
+                for path in paths:
                     if path == "":
                         raise UsageError(f"{_shown(param)} is empty", hint="is a variable of the shell not set?")
                     check_scheme(str(path))
+                # Without the signature of an address, which is not shown.
+                shown = [path_text(path) if isinstance(path, str) else path for path in paths]
+                context.params[param.name] = shown if isinstance(value, (list, tuple)) else shown[0]
         # A command without `--quiet` shows what takes long by itself.
         if context.params.get("quiet", True) or not sys.stderr.isatty():
             return super().invoke(context)

@@ -2,6 +2,7 @@
 
     locate("/data/run/step-100")             a file or a directory of this machine
     locate("hf://org/name@main/step-100")    the same on the Hub, whose files are fetched as they are read
+    locate("s3://bucket/run/step-100")       the same in a bucket, of which ranges are read
 
 A `Location` is the path or address that the user typed, with its store. Formats, producers and operations pass it on,
 ask it for others (`location / "model.safetensors"`) and read through it. A string that is no `Location` is a path of
@@ -12,6 +13,7 @@ from __future__ import annotations
 
 import glob
 import importlib
+import importlib.util
 import io
 import os
 import posixpath
@@ -34,11 +36,18 @@ if TYPE_CHECKING:
     from ckpttool.storage.stage import StagingArea
 
 # A scheme, and the module of its store, imported on use: `locate(address)` to read, `destination(address)` to publish.
-STORES = {"": "ckpttool.storage.local", "hf": "ckpttool.storage.hub"}
+STORES = {
+    "": "ckpttool.storage.local",
+    "hf": "ckpttool.storage.hub",
+    **dict.fromkeys(("s3", "gs", "az", "https", "http"), "ckpttool.storage.cloud"),
+}
+_OTHERS = "ckpttool.storage.filesystems"  # of schemes that fsspec knows
 
 T = TypeVar("T")
 Write = Callable[[BinaryIO], object]  # writes a file front to back to a stream
 _SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://")
+_SIGNED = re.compile(r"(https?://[^?#\s]+)(\?\S*)")
+_queries: dict[str, str] = {}  # of signed addresses, which stand in no message, report or result
 
 
 class DirectoryEntry(NamedTuple):
@@ -429,7 +438,16 @@ def _local() -> Store:
 def is_remote(path: str) -> bool:
     """Return whether a path has the scheme of a store."""
     scheme = _SCHEME.match(path)
-    return scheme is not None and scheme[1] in STORES
+    return scheme is not None and _module_of(scheme[1]) is not None
+
+
+@cache
+def _module_of(scheme: str) -> str | None:
+    """Return the module of the store for a scheme, or None."""
+    if scheme in STORES or scheme in ("file", "local") or importlib.util.find_spec("fsspec") is None:
+        return STORES.get(scheme)
+    registry = importlib.import_module("fsspec.registry")
+    return _OTHERS if scheme in (*registry.known_implementations, *registry.registry) else None
 
 
 def check_scheme(path: str) -> None:
@@ -439,10 +457,11 @@ def check_scheme(path: str) -> None:
         text = "`-`: files are read and written in many places at once, which no pipe can"
         raise UsageError(text, hint="name a file or a directory; one that is called so is `./-`")
     scheme = _SCHEME.match(path)
-    if scheme is None or scheme[1] in STORES:
+    page = address_of_page(path)
+    if scheme is None or (page is None and _module_of(scheme[1]) is not None):
         return
     rest = path[scheme.end() :].partition("?")[0]
-    if page := address_of_page(path):
+    if page is not None:
         hint = f"write `{page}`"
     elif scheme[1].lower() in STORES:
         hint = f"write `{scheme[1].lower()}://{rest}`"
@@ -454,9 +473,13 @@ def check_scheme(path: str) -> None:
 
 
 def path_text(value: object) -> str:
-    """Return a path as text. Raises UsageError for what is no path, such as a state dict or an open file."""
+    """Return a path as text; of a signed address what is shown, without its signature. Raises UsageError for what is no
+    path, such as a state dict or an open file."""
     if isinstance(value, str | os.PathLike) and isinstance(text := os.fspath(value), str):
-        return text
+        if (signed := _SIGNED.fullmatch(text)) is None:
+            return text
+        _queries[signed[1]] = signed[2]
+        return signed[1]
     hint = "pass the path of a checkpoint"
     if isinstance(value, Mapping) or hasattr(value, "state_dict"):
         hint = "save it first, by `torch.save` or `ckpttool.save`, and pass the path"
@@ -467,9 +490,15 @@ def path_text(value: object) -> str:
     raise UsageError(f"a path is a `str` or a `pathlib.Path`, not `{type(value).__name__}`", hint=hint)
 
 
+def query_of(address: str) -> str:
+    """Return what an address of a web server was typed with behind it, from `?` on, which is not shown."""
+    return _queries.get(address, "")
+
+
 def _remote_module(path: str) -> Any:
     check_scheme(path)
-    return importlib.import_module(STORES[path.partition("://")[0]]) if is_remote(path) else None
+    module = _module_of(path.partition("://")[0]) if _SCHEME.match(path) else None
+    return None if module is None else importlib.import_module(module)
 
 
 def locate(path: str) -> Location:

@@ -72,15 +72,15 @@ def test_every_path(
     monkeypatch.chdir(tmp_path)
     line = [*words]
     if isinstance(param, Option):
-        line += [param.opts[0], "s3://bucket/out"]
+        line += [param.opts[0], "nfs://bucket/out"]
     for other in command.params:
         if isinstance(other, Option) and other.required and other is not param:
             line += [other.opts[0], SAMPLE]
         if isinstance(other, Argument) and (other.required or other is param):
-            line.append("s3://bucket/out" if other is param else SAMPLE if other.name != "dst" else "out")
+            line.append("nfs://bucket/out" if other is param else SAMPLE if other.name != "dst" else "out")
     done = CliRunner().invoke(application(), line)
     assert (getattr(done.exception, "exit_code", None) or done.exit_code) == 2, (line, done.output)
-    assert "`s3://`" in f"{done.output}{done.exception}"
+    assert "`nfs://`" in f"{done.output}{done.exception}"
     assert os.listdir(tmp_path) == []
 
 
@@ -95,7 +95,7 @@ def test_there_are_cases() -> None:
         ("https://hf.co/org/name/tree/main", "`hf://org/name`"),
         ("HF://org/name", "`hf://org/name`"),
         ("file:///data/run", "`/data/run`"),
-        ("gs://bucket/x", "path of this"),
+        ("nfs://server/x", "path of this"),
     ],
 )
 def test_what_would_work(path: str, hint: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

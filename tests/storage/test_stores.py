@@ -66,8 +66,26 @@ def in_the_cache(directory: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Pat
     return locate("hf://org/name")
 
 
+def in_a_bucket(directory: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Location:
+    obstore = pytest.importorskip("obstore")
+    from ckpttool.storage.cloud.address import BucketAddress
+    from ckpttool.storage.cloud.store import CloudStore
+
+    bucket = obstore.store.MemoryStore()
+    for path in directory.rglob("*"):
+        if path.is_file():
+            obstore.put(bucket, f"run/{path.relative_to(directory).as_posix()}", path)
+    return CloudStore(BucketAddress("s3", "bucket"), bucket).locate("s3://bucket/run")
+
+
+def in_a_file_system(directory: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Location:
+    memory = pytest.importorskip("fsspec").filesystem("memory")
+    memory.put(str(directory), f"/{tmp_path.name}", recursive=True)
+    return locate(f"memory://{tmp_path.name}")
+
+
 Make = Callable[[Path, pytest.MonkeyPatch, Path], Location]
-STORES: list[Make] = [local, wrapped, planned, on_the_hub, in_the_cache]
+STORES: list[Make] = [local, wrapped, planned, on_the_hub, in_the_cache, in_a_bucket, in_a_file_system]
 
 
 @pytest.fixture(params=STORES, ids=lambda make: make.__name__)

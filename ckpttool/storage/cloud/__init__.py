@@ -1,0 +1,22 @@
+"""Object stores, to read from: S3, Google Cloud Storage, Azure and web servers. The only importer of obstore.
+
+address     addresses, and the client for the bucket of one, with the credentials that are found
+client      requests on the event loop of a thread of their own
+errors      exceptions of obstore as errors of `ckpttool.errors`
+ranges      ranges of objects in memory, read ahead where a reader goes on
+store       a bucket as a store, listed once and read in ranges
+"""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+
+from ckpttool.errors import require
+
+# Before the modules that import it.
+if find_spec("obstore") is None:
+    require("obstore", "an object store")
+
+from ckpttool.storage.cloud.store import destination, locate
+
+__all__ = ["destination", "locate"]

@@ -1,0 +1,143 @@
+"""Requests to a bucket, which run on the event loop of a thread of their own and can be given up at any time."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Coroutine
+from concurrent.futures import Future
+from contextlib import suppress
+from typing import Any, NamedTuple, TypeVar
+
+import obstore
+from obstore.exceptions import GenericError
+
+from ckpttool.storage.cloud import errors
+
+T = TypeVar("T")
+AT_ONCE = 32  # requests
+_ATTEMPTS = 3  # where an answer broke off; obstore repeats requests that were not answered
+_PAGE = 1000  # names
+
+
+class StoredObject(NamedTuple):
+    """What a store says of an object: its size, and what tells a version of it from another."""
+
+    size: int
+    tag: str | None
+    modified: Any
+
+    @classmethod
+    def of(cls, meta: Any) -> StoredObject:
+        """Return that of obstore's description."""
+        return cls(meta["size"], meta["e_tag"], meta["last_modified"])
+
+    def is_same(self, other: StoredObject) -> bool:
+        """Return whether both are the same version. Where there are no tags, sizes and times decide."""
+        if self.tag is not None and other.tag is not None:
+            return self.size == other.size and self.tag == other.tag
+        return self.size == other.size and self.modified == other.modified
+
+
+class ChangedError(Exception):
+    """An object is not of the version that was listed."""
+
+
+class Client:
+    """Makes requests to one bucket; each method returns a future, which can be cancelled."""
+
+    def __init__(self, store: Any) -> None:
+        self._store = store
+        self._lock = threading.Lock()
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._places: asyncio.Semaphore | None = None
+
+    def head(self, name: str) -> Future[StoredObject]:
+        """Ask what an object is. FileNotFoundError if there is none."""
+        return self.start(self._head(name))
+
+    def first(self, name: str, end: int) -> Future[tuple[StoredObject, memoryview]]:
+        """Ask what an object is, and for its first bytes, of a server that lists nothing."""
+        return self.start(self._range(name, 0, end))
+
+    def read(self, name: str, start: int, end: int, known: StoredObject) -> Future[memoryview]:
+        """Read a range of an object. ChangedError if it is not the one that is known."""
+        return self.start(self._read(name, start, end, known))
+
+    def list_all(self, prefix: str, most: int) -> Future[dict[str, StoredObject]]:
+        """List all objects below a prefix, of which one more than `most` is enough."""
+        return self.start(self._list_all(prefix, most))
+
+    def list_folder(self, prefix: str) -> Future[tuple[list[str], dict[str, StoredObject]]]:
+        """List the folders and the objects right below a prefix."""
+        return self.start(self._list_folder(prefix))
+
+    def start(self, request: Coroutine[Any, Any, T]) -> Future[T]:
+        """Start a request, which waits for its turn."""
+        with self._lock:
+            if self._loop is None:
+                self._loop = asyncio.new_event_loop()
+                threading.Thread(target=self._loop.run_forever, name="ckpttool-cloud", daemon=True).start()
+            return asyncio.run_coroutine_threadsafe(self._in_turn(request), self._loop)
+
+    def close(self) -> None:
+        """Give up all requests, and end the thread."""
+        with self._lock:
+            loop, self._loop, self._places = self._loop, None, None
+        if loop is not None:
+            with suppress(Exception):
+                asyncio.run_coroutine_threadsafe(_give_up(), loop).result(5)
+            loop.call_soon_threadsafe(loop.stop)
+
+    async def _in_turn(self, request: Coroutine[Any, Any, T]) -> T:
+        self._places = self._places or asyncio.Semaphore(AT_ONCE)
+        async with self._places:
+            return await request
+
+    async def _head(self, name: str) -> StoredObject:
+        return StoredObject.of(await obstore.head_async(self._store, name))
+
+    async def _range(
+        self, name: str, start: int, end: int, known: StoredObject | None = None
+    ) -> tuple[StoredObject, memoryview]:
+        options: Any = {"range": (start, end)}
+        # By a weak tag no server compares.
+        if known is not None and known.tag is not None and not known.tag.startswith("W/"):
+            options["if_match"] = known.tag
+        for attempt in range(_ATTEMPTS):
+            try:
+                result = await obstore.get_async(self._store, name, options=options)
+                data = memoryview(await result.bytes_async())
+            except GenericError as error:
+                if attempt == _ATTEMPTS - 1 or not errors.is_broken(error):
+                    raise
+                continue
+            there = StoredObject.of(result.meta)
+            if known is not None and not known.is_same(there):
+                raise ChangedError
+            expected = min(end, there.size) - start
+            if len(data) == expected:
+                return there, data
+        raise errors.ShortError(len(data), expected)
+
+    async def _read(self, name: str, start: int, end: int, known: StoredObject) -> memoryview:
+        return (await self._range(name, start, end, known))[1]
+
+    async def _list_all(self, prefix: str, most: int) -> dict[str, StoredObject]:
+        found: dict[str, StoredObject] = {}
+        async for page in obstore.list(self._store, prefix or None, chunk_size=_PAGE):
+            found |= {meta["path"]: StoredObject.of(meta) for meta in page}
+            if len(found) > most:
+                break
+        return found
+
+    async def _list_folder(self, prefix: str) -> tuple[list[str], dict[str, StoredObject]]:
+        found = await obstore.list_with_delimiter_async(self._store, prefix or None)
+        return list(found["common_prefixes"]), {meta["path"]: StoredObject.of(meta) for meta in found["objects"]}
+
+
+async def _give_up() -> None:
+    others = asyncio.all_tasks() - {asyncio.current_task()}
+    for task in others:
+        task.cancel()
+    await asyncio.gather(*others, return_exceptions=True)

@@ -1,0 +1,191 @@
+"""An S3 server on this machine: moto, behind a proxy that notes what is asked for and fails as networks do.
+
+server.put("run/step-1", folder)         uploads a folder
+server.faults.append(fault)              `fault(request)` returns what goes wrong, or None; see `Request`
+server.requests                          `["GET run/step-1/.metadata", ...]`
+"""
+
+from __future__ import annotations
+
+import http.client
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+from urllib.parse import quote, unquote, urlsplit
+
+import pytest
+
+BUCKET = "bucket"
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """A request: `Request("GET", "run/x.safetensors", "", {"range": "bytes=0-7"})`."""
+
+    method: str
+    name: str
+    query: str
+    headers: dict[str, str]
+
+    def __str__(self) -> str:
+        query = self.query.partition("=")[0]
+        return f"{self.method} {self.name}" + (f"?{query}" if query else "")
+
+
+@dataclass(frozen=True, slots=True)
+class Fault:
+    """What goes wrong with an answer: it has another status and body, is late, cut off, or has other bytes."""
+
+    status: int = 0
+    body: bytes = b""
+    seconds: float = 0.0
+    drops: bool = False  # the connection, after half of the body
+    refuses: bool = False  # it is closed without an answer, and the request is not carried out
+    changes: bool = False  # the last byte of the body
+
+
+def error(status: int, code: str) -> Fault:
+    """The answer of S3 with a code."""
+    return Fault(status, f"<Error><Code>{code}</Code><Message>no</Message></Error>".encode())
+
+
+class S3Server:
+    """The server, with one bucket."""
+
+    def __init__(self) -> None:
+        from moto.server import ThreadedMotoServer
+
+        self._moto = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
+        self._moto.start()
+        self._there = self._moto.get_host_and_port()
+        server = self
+
+        class Handler(BaseHTTPRequestHandler):
+            protocol_version = "HTTP/1.1"
+
+            def handle_one_request(self) -> None:
+                try:
+                    super().handle_one_request()
+                except OSError:
+                    self.close_connection = True
+
+            def log_message(self, *_: Any) -> None:
+                pass
+
+            def pass_on(self) -> None:
+                server._pass_on(self)
+
+        for method in ("GET", "PUT", "POST", "DELETE", "HEAD"):
+            setattr(Handler, f"do_{method}", Handler.pass_on)
+        self._proxy = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self._proxy.daemon_threads = True
+        threading.Thread(target=self._proxy.serve_forever, daemon=True).start()
+        self.url = f"http://127.0.0.1:{self._proxy.server_address[1]}"
+        self.clear()
+
+    def clear(self) -> None:
+        """Empty the bucket, and forget all requests and faults."""
+        self.faults: list[Callable[[Request], Fault | None]] = []
+        self.requests: list[str] = []
+        self.received = self.sent = 0  # bytes of bodies
+        self.ask("POST", "/moto-api/reset")
+        self.ask("PUT", f"/{BUCKET}")
+
+    def close(self) -> None:
+        self._proxy.shutdown()
+        self._moto.stop()
+
+    def ask(self, method: str, path: str, body: bytes = b"", headers: dict[str, str] | None = None) -> Any:
+        """Make a request past the proxy, and return the answer, which is read."""
+        connection = http.client.HTTPConnection(*self._there, timeout=60)
+        try:
+            # Who may do what is not tested: moto takes any key.
+            signed = {"Authorization": "AWS4-HMAC-SHA256 Credential=a/20260101/us-east-1/s3/aws4_request"}
+            connection.request(method, path, body, {**signed, **(headers or {})})
+            answer = connection.getresponse()
+            answer.body = answer.read()  # type: ignore[attr-defined]
+            return answer
+        finally:
+            connection.close()
+
+    def put(self, name: str, what: Path | bytes) -> str:
+        """Upload bytes, a file or a folder, and return the address."""
+        if isinstance(what, Path) and what.is_dir():
+            for path in what.rglob("*"):
+                if path.is_file():
+                    self.put(f"{name}/{path.relative_to(what).as_posix()}", path)
+        else:
+            self.ask("PUT", f"/{BUCKET}/{quote(name)}", what if isinstance(what, bytes) else what.read_bytes())
+        return f"s3://{BUCKET}/{name}"
+
+    def get(self, name: str) -> bytes | None:
+        """Return the bytes of an object, None if there is none."""
+        answer = self.ask("GET", f"/{BUCKET}/{quote(name)}")
+        return answer.body if answer.status == 200 else None
+
+    def names(self) -> list[str]:
+        """Return the names of all objects."""
+        text = self.ask("GET", f"/{BUCKET}?list-type=2").body.decode()
+        return sorted(unquote(part.partition("</Key>")[0]) for part in text.split("<Key>")[1:])
+
+    def download(self, name: str, folder: Path) -> Path:
+        """Write all objects below a name to a folder."""
+        for one in self.names():
+            if one.startswith(f"{name}/"):
+                path = folder / one.removeprefix(f"{name}/")
+                path.parent.mkdir(parents=True, exist_ok=True)
+                path.write_bytes(self.get(one) or b"")
+        return folder
+
+    def _pass_on(self, handler: BaseHTTPRequestHandler) -> None:
+        parts = urlsplit(handler.path)
+        headers = {name.lower(): value for name, value in handler.headers.items()}
+        name = unquote(parts.path).removeprefix(f"/{BUCKET}").lstrip("/")
+        request = Request(handler.command, name, parts.query, headers)
+        body = handler.rfile.read(int(headers.get("content-length", 0)))
+        self.requests.append(str(request))
+        self.received += len(body)
+        fault = next((found for each in self.faults if (found := each(request)) is not None), Fault())
+        time.sleep(fault.seconds)
+        if fault.refuses:
+            handler.close_connection = True
+            return
+        if fault.status:
+            status, answered, data = fault.status, [("Content-Type", "application/xml")], fault.body
+        else:
+            answer = self.ask(handler.command, handler.path, body, headers)
+            status, data = answer.status, answer.body
+            answered = [(k, v) for k, v in answer.getheaders() if k.lower() not in ("connection", "transfer-encoding")]
+        if fault.changes and data:
+            data = data[:-1] + bytes([data[-1] ^ 1])
+        handler.send_response(status)
+        if not any(k.lower() == "content-length" for k, _ in answered):
+            answered.append(("Content-Length", str(len(data))))
+        for key, value in answered:
+            handler.send_header(key, value)
+        handler.end_headers()
+        if fault.drops:
+            handler.wfile.write(data[: len(data) // 2])
+            handler.close_connection = True
+        else:
+            handler.wfile.write(data)
+            self.sent += len(data)
+
+
+def use(server: S3Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Turn the clients of this process, and of those that it starts, to the server."""
+    for name, value in variables(server).items():
+        monkeypatch.setenv(name, value)
+
+
+def variables(server: S3Server) -> dict[str, str]:
+    return {
+        "AWS_ENDPOINT_URL": server.url,
+        "AWS_ACCESS_KEY_ID": "AKIDOFTESTS",
+        "AWS_SECRET_ACCESS_KEY": "s3cretOfTests",
+        "AWS_REGION": "us-east-1",
+    }
