@@ -213,7 +213,7 @@ RECURSIVE = {
     "storage.tree.disk_bytes": FOLDERS,
     "catalogue.protocols.require": OWN,
     "storage.local.open": "the function of Python of that name",
-    "storage.hub.store.open": "the function of Python of that name",
+    "storage.hub.blocks.open": "the function of Python of that name",
     "producers.reader.open": FOLDERS,
     "producers.open.open_at": FOLDERS,
     "producers.foreign.deepspeed.recognise": FOLDERS,

@@ -84,8 +84,16 @@ def in_a_file_system(directory: Path, monkeypatch: pytest.MonkeyPatch, tmp_path:
     return locate(f"memory://{tmp_path.name}")
 
 
+def in_a_bucket_of_the_hub(directory: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Location:
+    server = Hub(tmp_path / "hub")
+    use(server, monkeypatch, tmp_path)
+    server.make_bucket("org/name", directory)
+    return locate("hf://buckets/org/name")
+
+
 Make = Callable[[Path, pytest.MonkeyPatch, Path], Location]
-STORES: list[Make] = [local, wrapped, planned, on_the_hub, in_the_cache, in_a_bucket, in_a_file_system]
+REMOTE: list[Make] = [on_the_hub, in_the_cache, in_a_bucket_of_the_hub, in_a_bucket, in_a_file_system]
+STORES: list[Make] = [local, wrapped, planned, *REMOTE]
 
 
 @pytest.fixture(params=STORES, ids=lambda make: make.__name__)

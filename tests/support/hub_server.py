@@ -3,7 +3,8 @@ in git or in a large file store, tokens, and faults when a test asks for them.
 
 Large files go over LFS, in one part or several; or over Xet, whose store is a directory that hf_xet writes to itself,
 or (`cas`) this server, which takes chunks that are not compressed (`HF_XET_XORB_COMPRESSION_POLICY=none`). The Xet hash
-of a file that it sends is its SHA-256 backwards; the client does not compare it.
+of a file of a repository that it sends is its SHA-256 backwards; the client does not compare it. That of a file in a
+bucket is the real one.
 """
 
 from __future__ import annotations
@@ -24,6 +25,8 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qs, quote, unquote, urlsplit
+
+import hf_xet  # type: ignore[import-untyped]
 
 WRITER, READER, STRANGER = "hf_writerSecretToken123", "hf_readerSecretToken456", "hf_nobodySecretToken789"
 LARGE = 2048  # bytes from which a file is large; weights always are
@@ -56,6 +59,15 @@ class Repo:
     refs: dict[str, str] = field(default_factory=dict)
     tags: dict[str, str] = field(default_factory=dict)
     pulls: dict[int, str] = field(default_factory=dict)  # number -> title
+
+
+@dataclass
+class Bucket:
+    """Files of a bucket, by their paths: the Xet hash of each, and the batches of operations on them."""
+
+    private: bool = False
+    files: dict[str, str] = field(default_factory=dict)
+    batches: list[list[tuple[str, str]]] = field(default_factory=list)  # (type, path)
 
 
 @dataclass
@@ -109,6 +121,8 @@ class Hub:
         self.part = part
         self.gated = gated
         self.repos: dict[str, Repo] = {}
+        self.buckets: dict[str, Bucket] = {}
+        self.of_xet: dict[str, tuple[str, int]] = {}  # real Xet hash -> SHA-256 and size
         self.faults: list[Fault] = []
         self.seen: list[Seen] = []
         self.unverified: set[str] = set()  # large files that the client has sent and not asked about
@@ -136,6 +150,28 @@ class Hub:
         if files:
             self.commit(name, files)
         return repo
+
+    def make_bucket(self, name: str, files: dict[str, bytes] | Path | None = None, private: bool = False) -> Bucket:
+        self.buckets[name] = Bucket(private)
+        if isinstance(files, Path):
+            files = {p.relative_to(files).as_posix(): p.read_bytes() for p in sorted(files.rglob("*")) if p.is_file()}
+        self.put_in_bucket(name, files or {})
+        return self.buckets[name]
+
+    def put_in_bucket(self, name: str, files: Mapping[str, bytes]) -> None:
+        """Somebody's files, by the real client's Xet hash."""
+        for path, data in files.items():
+            oid = hashlib.sha256(data).hexdigest()
+            (self.store / oid).write_bytes(data)
+            (hashed,) = hf_xet.hash_files([str(self.store / oid)])
+            self.of_xet[hashed.hash] = oid, len(data)
+            self.buckets[name].files[path] = hashed.hash
+
+    def in_bucket(self, name: str, folder: str = "") -> dict[str, bytes]:
+        """The files of a bucket below a folder."""
+        files = self.buckets[name].files
+        inside = {path: (self.store / self.of_xet[xet][0]).read_bytes() for path, xet in files.items()}
+        return {path.removeprefix(folder): data for path, data in inside.items() if path.startswith(folder)}
 
     def commit(
         self, name: str, files: Mapping[str, bytes | Stored], branch: str = "main", removed: tuple[str, ...] = ()
@@ -496,6 +532,45 @@ class Handler(BaseHTTPRequestHandler):
         ]  # fmt: skip
         self._json({"discussions": rows, "count": len(rows), "start": 0})
 
+    def _bucket(self, name: str, write: bool = False) -> Bucket:
+        token = self._token()
+        bucket = self.hub.buckets.get(name)
+        if bucket is None or (bucket.private and token not in (WRITER, READER)):
+            raise Problem(404 if token else 401, "RepoNotFound", "Repository not found")
+        if write and token != WRITER:
+            raise Problem(403 if token else 401, None, "You don't have the rights to write here")
+        return bucket
+
+    def bucket_tree(self, name: str, prefix: str) -> None:
+        """Paths that begin with the letters of a prefix, at any depth: the client asks for nothing else."""
+        bucket = self._bucket(name)
+        assert self.query["recursive"] == ["true"]
+        paths = sorted(path for path in bucket.files if path.startswith(prefix))
+        at = int(self.query.get("cursor", ["0"])[0])
+        headers = {}
+        if at + 50 < len(paths):
+            headers["Link"] = f'<{self.hub.url}{self.route}?recursive=true&cursor={at + 50}>; rel="next"'
+        self._json([self._bucket_row(bucket, path) for path in paths[at : at + 50]], headers)
+
+    def _bucket_row(self, bucket: Bucket, path: str) -> dict[str, Any]:
+        xet = bucket.files[path]
+        return {"type": "file", "path": path, "size": self.hub.of_xet[xet][1], "xetHash": xet,
+                "mtime": "2026-01-01T00:00:00.000Z", "uploadedAt": "2026-01-01T00:00:00.000Z"}  # fmt: skip
+
+    def bucket_resolve(self, name: str, path: str) -> None:
+        xet = self._bucket(name).files.get(path)
+        if xet is None:
+            raise Problem(404, "EntryNotFound", "Entry not found")
+        oid, size = self.hub.of_xet[xet]
+        there = self.hub.url.replace("127.0.0.1", "localhost")
+        self._answer(
+            302,
+            b"",
+            {"Location": f"{there}/cdn/{oid}?X-Signature=secret", "X-Xet-Hash": xet, "X-Linked-Size": str(size),
+             "X-Linked-ETag": f'"{xet}"',
+             "Link": f'<{self.hub.url}/api/buckets/{name}/xet-read-token>; rel="xet-auth"'},
+        )  # fmt: skip
+
     def branch(self, name: str, branch: str) -> None:
         said = json.loads(self._body())
         repo = self._repo(name, write=True)
@@ -787,4 +862,6 @@ _ROUTES = [
     ("POST", r"/cas/v1/xorbs/default/([0-9a-f]+)", "post_xorb"),
     ("POST", r"/cas/v1/shards", "post_shard"),
     ("GET|HEAD", rf"/{_NAME}/resolve/([^/]+)/(.+)", "resolve"),
+    ("GET", rf"/api/buckets/{_NAME}/tree(?:/(.*))?", "bucket_tree"),
+    ("GET|HEAD", rf"/buckets/{_NAME}/resolve/(.+)", "bucket_resolve"),
 ]

@@ -1,14 +1,16 @@
 """The Hugging Face Hub, as a store to read from and as a destination. The only importer of huggingface_hub.
 
-address     parsing of `hf://org/name@revision/path`
+address     parsing of `hf://org/name@revision/path` and `hf://buckets/org/name/path`
 answers     checks of what an endpoint answers, and of where the token goes
+blocks      files of which what is read is fetched, in blocks
+buckets     a bucket as a store, whose files may change
 client      the client of the library, quiet and with time-outs
 errors      exceptions of the client as errors of `ckpttool.errors`
 headers     headers and indexes of models, kept for the next look
 limits      sizes and times that an answer may take
 listing     the files of a revision: names, sizes, digests
 retries     attempts after failures that may pass
-store       a repository as a store whose files are fetched as they are read
+store       a repository as a store, at one commit
 upload      a repository as a destination: files are sent one at a time, and published in one commit
 xet         the end of transfers over Xet in which nothing moves
 """
@@ -26,7 +28,14 @@ if tuple(map(int, huggingface_hub.__version__.split(".")[:2])) < (1, 22):
         hint="`pip install -U huggingface_hub`; transformers 4 needs an older one, so use another environment",
     )
 
-from ckpttool.storage.hub.store import locate
+from ckpttool.storage.hub import buckets, store
+from ckpttool.storage.hub.address import BUCKETS
 from ckpttool.storage.hub.upload import Sent, SentFile, destination
+from ckpttool.storage.stores import Location
 
 __all__ = ["Sent", "SentFile", "destination", "locate"]
+
+
+def locate(text: str) -> Location:
+    """Return the location of an address. Raises UsageError, RemoteError or ReadError."""
+    return buckets.locate(text) if text.startswith(BUCKETS) else store.locate(text)

@@ -1,4 +1,4 @@
-"""Addresses on the Hub: `hf://org/name[@revision][/path]`."""
+"""Addresses on the Hub: `hf://org/name[@revision][/path]` and `hf://buckets/org/name[/path]`."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from urllib.parse import quote, unquote
 from ckpttool.errors import UsageError
 
 SCHEME = "hf://"
+BUCKETS = f"{SCHEME}buckets/"
 # A slash in a branch name is written `%2F`, except in the references that the Hub itself creates.
 _ADDRESS = re.compile(
     r"hf://(?:models/)?(?P<repo>[^/@]+/[^/@]+)(?:@(?P<revision>refs/(?:pr|convert)/[^/]+|[^/]+))?(?:/(?P<path>.*))?"
@@ -18,7 +19,7 @@ _LONGEST = 255  # bytes of a revision
 _HUB_REFERENCE = re.compile(r"refs/(?:pr|convert)/[^/]+")
 # What git refuses in the name of a reference. A revision is also a path in the cache.
 _NO_REVISION = re.compile(r"[\x00-\x20\x7f~^:?*\[\\]|\.\.|@\{|//|^/|/$|(^|/)\.|\.$|\.lock(/|$)|^-")
-_KINDS = ("datasets/", "spaces/", "buckets/", "kernels/")
+_KINDS = ("datasets/", "spaces/", "kernels/")
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,13 +29,16 @@ class Address:
     repo: str
     revision: str | None = None
     path: str = ""
+    is_bucket: bool = False
 
     def __str__(self) -> str:
         return f"{self.root}/{self.path}" if self.path else self.root
 
     @property
     def root(self) -> str:
-        """The address of the repository at this revision, without the path."""
+        """The address of the repository at this revision, or of the bucket, without the path."""
+        if self.is_bucket:
+            return f"{BUCKETS}{self.repo}"
         if self.revision is None:
             return f"{SCHEME}{self.repo}"
         revision = self.revision if _HUB_REFERENCE.fullmatch(self.revision) else quote(self.revision, safe="")
@@ -51,12 +55,15 @@ def parse(text: str) -> Address:
     rest = text.removeprefix(SCHEME)
     if rest.startswith(_KINDS):
         kind = rest.partition("/")[0]
-        raise UsageError(f"`{text}`: {kind} are not supported", hint="use a model repository: `hf://org/name`")
-    match = _ADDRESS.fullmatch(text)
+        hint = "use a model repository or a bucket: `hf://org/name`, `hf://buckets/org/name`"
+        raise UsageError(f"`{text}`: {kind} are not supported", hint=hint)
+    is_bucket = text.startswith(BUCKETS)
+    match = _ADDRESS.fullmatch(text.replace(BUCKETS, SCHEME, 1) if is_bucket else text)
     if match is None:
-        raise UsageError(
-            f"`{text}` is not an address on the Hub", hint="write `hf://org/name` or `hf://org/name@revision/path`"
-        )
+        hint = "write `hf://org/name`, `hf://org/name@revision/path` or `hf://buckets/org/name/path`"
+        raise UsageError(f"`{text}` is not an address on the Hub", hint=hint)
+    if is_bucket and match["revision"]:
+        raise UsageError(f"`{text}`: a bucket has no revisions", hint=f"write `{BUCKETS}{match['repo']}`")
     path = (match["path"] or "").strip("/")
     if any(part in (".", "..", "") for part in path.split("/")) and path:
         raise UsageError(f"`{text}`: `{path}` is not a path in a repository", hint="write `hf://org/name/path`")
@@ -66,4 +73,4 @@ def parse(text: str) -> Address:
             f"`{text}`: `{revision}` is not the name of a revision",
             hint="name a branch, a tag or a commit: `hf://org/name@main`",
         )
-    return Address(match["repo"], revision, path)
+    return Address(match["repo"], revision, path, is_bucket)

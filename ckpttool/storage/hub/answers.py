@@ -56,6 +56,10 @@ class AnswerError(ValueError):
         self._request = request
 
 
+class ChangedError(AnswerError):
+    """Raised for a file that is another one than it was in the listing of its bucket."""
+
+
 @dataclass(slots=True)
 class _Block:
     """The requests of a block of `checked`, and what their answers must be of."""
@@ -185,6 +189,8 @@ def _check_response(response: Any) -> None:
     if block.redirections > limits.REDIRECTIONS:
         raise AnswerError(f"it redirects {block.redirections} times, one after the other", response.request)
     is_json = block.file is None or _XET_TOKEN.fullmatch(response.request.url.path) is not None
+    if block.file is not None and block.file.xet is not None:
+        _check_unchanged(response, block.file)
     _check_names(response, block)
     if block.file is not None and not is_json and not is_short:
         _check_file(response, block, block.file)
@@ -227,7 +233,12 @@ def _check_names(response: Any, block: _Block) -> None:
         return
     # As the client makes a name of it.
     tag = (linked or headers.get("etag") or "").lstrip("W/").strip('"')
-    if tag and tag != (file.sha256 or file.blob) and not (response.has_redirect_location and commit is None):
+    if (
+        file.xet is None
+        and tag
+        and tag != (file.sha256 or file.blob)
+        and not (response.has_redirect_location and commit is None)
+    ):
         raise AnswerError(
             f"the ETag of `{file.name}` is `{_short(tag)}`, and its digest is {file.sha256 or file.blob}",
             response.request,
@@ -235,6 +246,19 @@ def _check_names(response: Any, block: _Block) -> None:
     size = headers.get(constants.HUGGINGFACE_HEADER_X_LINKED_SIZE)
     if size is not None and size != str(file.size):
         raise AnswerError(f"`{file.name}` has {_short(size)} bytes, not {file.size}", response.request)
+
+
+def _check_unchanged(response: Any, file: RepoFile) -> None:
+    """Raise ChangedError if a file of a bucket has other bytes than when the bucket was listed."""
+    headers = response.headers
+    total = _CONTENT_RANGE.fullmatch(headers.get("content-range", ""))
+    for now, before in (
+        (headers.get(constants.HUGGINGFACE_HEADER_X_XET_HASH), file.xet),
+        (headers.get(constants.HUGGINGFACE_HEADER_X_LINKED_SIZE), str(file.size)),
+        (total and total[3], str(file.size)),
+    ):
+        if now not in (None, before) and response.status_code < HTTPStatus.BAD_REQUEST:
+            raise ChangedError(f"`{file.name}` is {_short(now)}, and was {before}", response.request)
 
 
 def _check_file(response: Any, block: _Block, file: RepoFile) -> None:

@@ -19,6 +19,7 @@ from urllib.request import getproxies, proxy_bypass
 
 from huggingface_hub import constants
 from huggingface_hub.errors import (
+    BucketNotFoundError,
     EntryNotFoundError,
     GatedRepoError,
     HfHubHTTPError,
@@ -30,8 +31,10 @@ from huggingface_hub.errors import (
 )
 
 from ckpttool.errors import CkptError, RemoteError, StorageError, UsageError
+from ckpttool.storage import files
 from ckpttool.storage.errors import from_os_error
 from ckpttool.storage.hub import answers, client, limits
+from ckpttool.storage.hub.address import BUCKETS
 
 _Http = answers.http
 # The last four: the response is not JSON or has other fields, for example because a proxy sent it.
@@ -197,6 +200,9 @@ def _chain(error: BaseException | None) -> Iterator[BaseException]:
 
 def _translate_known(one: BaseException, address: str, doing: str, facts: dict[str, Any]) -> CkptError | None:
     prefix = f"`{address}`"
+    what = "bucket" if address.startswith(BUCKETS) else "repository"
+    if isinstance(one, answers.ChangedError):
+        return files.changed(address)
     if isinstance(one, answers.AnswerError):
         message = f"{_endpoint(one)} does not answer as the Hub does: {one}"
         hint = "check the network, the proxy and `HF_ENDPOINT`, and run the command again"
@@ -208,14 +214,14 @@ def _translate_known(one: BaseException, address: str, doing: str, facts: dict[s
         return RemoteError(
             f"{prefix}: the repository is gated, and its owner has not granted you access", hint=hint, **facts
         )
-    if isinstance(one, RepositoryNotFoundError):
-        hint = f"check the name; for a private repository, {LOG_IN}"
-        return RemoteError(f"{prefix}: no such repository, or you have no access to it", hint=hint, **facts)
+    if isinstance(one, RepositoryNotFoundError | BucketNotFoundError):
+        hint = f"check the name; for a private {what}, {LOG_IN}"
+        return RemoteError(f"{prefix}: no such {what}, or you have no access to it", hint=hint, **facts)
     if isinstance(one, RevisionNotFoundError):
         hint = "name a branch, a tag or a commit: `hf://org/name@main`"
         return RemoteError(f"{prefix}: the repository has no such revision", hint=hint, **facts)
     if isinstance(one, EntryNotFoundError):
-        return RemoteError(f"{prefix}: no such file in the repository", hint="check the path on the Hub", **facts)
+        return RemoteError(f"{prefix}: no such file in the {what}", hint="check the path on the Hub", **facts)
     if isinstance(one, OfflineModeIsEnabled):
         hint = "unset `HF_HUB_OFFLINE`; offline, only files in the cache can be read"
         return RemoteError(f"{prefix}: `HF_HUB_OFFLINE` disables access to the Hub", hint=hint, **facts)

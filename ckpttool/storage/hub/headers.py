@@ -32,8 +32,9 @@ def load(file: RepoFile) -> bytes:
     return head if len(head) <= file.size else b""
 
 
-def keep(file: RepoFile, head: bytes, block: int) -> None:
-    """Keep the first blocks of a file if its header is in them, and no more than those; of an index, the whole.
+def keep(file: RepoFile, head: bytes, block: int, *, is_verified: bool = False) -> None:
+    """Keep the first blocks of a file if its header is in them, and no more than those; of an index, the whole, which
+    is compared with its digest unless it `is_verified`.
 
     The cache may be read-only or full, which prevents nothing.
     """
@@ -45,8 +46,11 @@ def keep(file: RepoFile, head: bytes, block: int) -> None:
         if not _is_header(head[8:end], end - 8):
             return
         head = head[: -(-end // block) * block]
-    elif difference(file, digest_of([head], len(head), in_git=file.sha256 is None)) is not None:
-        return
+    elif not is_verified:
+        # Of chunks, there is no digest here; a bucket's index is read whole in any case, which verifies it.
+        digests = digest_of([head], len(head), in_git=file.sha256 is None)
+        if file.xet is not None or difference(file, digests) is not None:
+            return
     _write(key, head)
 
 
@@ -96,10 +100,12 @@ def _of_revision(endpoint: str, repo: str, revision: str) -> str:
 
 
 def _key(file: RepoFile) -> str | None:
-    digest = file.sha256 or file.blob
+    digest = file.digest
     if os.environ.get("CKPTTOOL_HUB_NO_CACHE") or not file.name.endswith((_HEADED, *_INDEXES)):
         return None
-    return digest if digest is not None and _DIGEST.fullmatch(digest) else None
+    if digest is None or not _DIGEST.fullmatch(digest):
+        return None
+    return digest if file.xet is None else f"xet-{digest}"
 
 
 def _is_header(data: bytes, size: int) -> bool:

@@ -23,15 +23,22 @@ _LONGEST, _DEEPEST = 4096, 64  # characters and folders of a path
 
 @dataclass(frozen=True, slots=True)
 class RepoFile:
-    """A file of a repository: `RepoFile("model.safetensors", 4998203144, "2cf2…", None)`.
+    """A file of a repository or a bucket: `RepoFile("model.safetensors", 4998203144, "2cf2…", None)`.
 
-    The Hub names a large file by the SHA-256 of its bytes, one that git keeps by its git blob hash.
+    The Hub names a large file of a repository by the SHA-256 of its bytes, one that git keeps by its git blob hash, and
+    one of a bucket by the hash that Xet has of its chunks. Files with the same digest have the same bytes.
     """
 
     name: str
     size: int
     sha256: str | None
     blob: str | None
+    xet: str | None = None
+
+    @property
+    def digest(self) -> str | None:
+        """The digest by which the Hub names the file."""
+        return self.xet or self.sha256 or self.blob
 
 
 def compute_digest(path: str, in_git: bool) -> RepoFile:
@@ -50,6 +57,14 @@ def digest_of(blocks: Iterable[bytes], size: int, in_git: bool) -> RepoFile:
     for block in blocks:
         digest.update(block)
     return RepoFile("", size, None if in_git else digest.hexdigest(), digest.hexdigest() if in_git else None)
+
+
+def xet_digest(path: str) -> RepoFile:
+    """Return the size of a local file and the hash that Xet has of it. Raises OSError."""
+    from hf_xet import hash_files  # type: ignore[import-untyped]
+
+    (hashed,) = hash_files([path])
+    return RepoFile(path, os.path.getsize(path), None, None, str(hashed.hash))
 
 
 def info(api: HfApi, repo: str, revision: str | None) -> Any:
@@ -71,7 +86,24 @@ def list_files(api: HfApi, repo: str, revision: str) -> dict[str, RepoFile]:
             items = api.list_repo_tree(repo, recursive=True, revision=revision)
             return {item.path: _repo_file(repo, item) for item in items if hasattr(item, "size")}
 
-    files = repeat(read)
+    return _without_overlaps(repeat(read))
+
+
+def list_bucket(api: HfApi, bucket: str, prefix: str) -> dict[str, RepoFile]:
+    """Return the files of a bucket at or below a path, by their paths in the bucket. Raises as `list_files` does."""
+
+    def read() -> dict[str, RepoFile]:
+        with answers.listing():
+            items = api.list_bucket_tree(bucket, prefix or None, recursive=True)
+            files = (_bucket_file(bucket, item) for item in items if hasattr(item, "size"))
+            # The server goes by the letters: `logs` is a prefix of `logs_old/x`, too.
+            return {file.name: file for file in files if not prefix or f"{file.name}/".startswith(f"{prefix}/")}
+
+    return _without_overlaps(repeat(read))
+
+
+def _without_overlaps(files: dict[str, RepoFile]) -> dict[str, RepoFile]:
+    """Return the files of a listing. Raises AnswerError if one is in another."""
     for name in files:
         folder = name.rpartition("/")[0]
         while folder and folder not in files:
@@ -83,21 +115,29 @@ def list_files(api: HfApi, repo: str, revision: str) -> dict[str, RepoFile]:
 
 def _repo_file(repo: str, item: Any) -> RepoFile:
     """Return a file of a listing. Raises CorruptError for its name, and AnswerError for its size or digest."""
-    name = item.path
+    size, sha256 = (item.lfs.size, item.lfs.sha256) if item.lfs else (item.size, None)
+    return _checked(f"hf://{repo}", RepoFile(item.path, size, sha256, item.blob_id))
+
+
+def _bucket_file(bucket: str, item: Any) -> RepoFile:
+    return _checked(f"hf://buckets/{bucket}", RepoFile(item.path, item.size, None, None, item.xet_hash))
+
+
+def _checked(address: str, file: RepoFile) -> RepoFile:
+    name = file.name
     if not isinstance(name, str) or len(name) > _LONGEST or name.count("/") > _DEEPEST:
         raise AnswerError(f"it lists a file `{str(name)[:40]}…`, which is not a name or too long for one")
-    check_name(f"hf://{repo}", name)
+    check_name(address, name)
     if any(part in ("", ".", "..") for part in name.split("/")) or "\\" in name:
-        raise CorruptError(f"`hf://{repo}`: the Hub lists a file `{name}`, which is not a path in a repository")
-    size, sha256 = (item.lfs.size, item.lfs.sha256) if item.lfs else (item.size, None)
-    if type(size) is not int or not 0 <= size <= limits.SIZE:
-        raise AnswerError(f"it lists `{name}` with the size {str(size)[:40]}")
-    for digest, pattern in ((sha256, answers.SHA256), (item.blob_id, answers.COMMIT)):
+        raise CorruptError(f"`{address}`: the Hub lists a file `{name}`, which is not a path in a repository")
+    if type(file.size) is not int or not 0 <= file.size <= limits.SIZE:
+        raise AnswerError(f"it lists `{name}` with the size {str(file.size)[:40]}")
+    for digest, pattern in ((file.sha256, answers.SHA256), (file.blob, answers.COMMIT), (file.xet, answers.SHA256)):
         if digest is not None and (not isinstance(digest, str) or not pattern.fullmatch(digest)):
             raise AnswerError(f"it lists `{name}` with the digest `{str(digest)[:80]}`")
-    if sha256 is None and item.blob_id is None:
+    if file.digest is None:
         raise AnswerError(f"it lists `{name}` without a digest")
-    return RepoFile(name, size, sha256, item.blob_id)
+    return file
 
 
 def difference_to(file: RepoFile, path: str) -> str | None:
@@ -105,7 +145,8 @@ def difference_to(file: RepoFile, path: str) -> str | None:
 
     Raises OSError.
     """
-    return difference(file, compute_digest(path, in_git=file.sha256 is None))
+    digests = compute_digest(path, in_git=file.sha256 is None) if file.xet is None else xet_digest(path)
+    return difference(file, digests)
 
 
 def difference(file: RepoFile | None, digests: RepoFile) -> str | None:
@@ -114,5 +155,6 @@ def difference(file: RepoFile | None, digests: RepoFile) -> str | None:
         return "the Hub does not have the file"
     if file.size != digests.size:
         return f"the Hub has {file.size} bytes, this machine {digests.size}"
-    there, here = (file.blob, digests.blob) if file.sha256 is None else (file.sha256, digests.sha256)
+    pairs = (file.xet, digests.xet), (file.sha256, digests.sha256), (file.blob, digests.blob)
+    there, here = next(pair for pair in pairs if pair[0] is not None)
     return None if there == here else f"the digest is {there} on the Hub, {here} on this machine"

@@ -104,6 +104,8 @@ class Sent:
 def destination(text: str) -> Location:
     """Return the location of an address to publish at: a repository, which need not exist. Raises UsageError."""
     address = parse(text)
+    if address.is_bucket:
+        raise UsageError(f"`{address}`: buckets are read, and not written", hint="write to `hf://org/name`")
     return Location(str(address), Repository(address))
 
 

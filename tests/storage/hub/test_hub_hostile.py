@@ -29,7 +29,7 @@ from safetensors.torch import save, save_file
 from support.cli import run
 from support.hub_server import WRITER, Handler, Hub
 
-from ckpttool.storage.hub import answers, limits, store
+from ckpttool.storage.hub import answers, blocks, limits
 
 COMMIT, SHA256 = "c0" * 20, "5a" * 32
 READ = ("inspect", "convert", "show")
@@ -605,7 +605,7 @@ def test_errors_name_the_file_of_the_repository(liar: Hub, tmp_path: Path, monke
     def full(*_: object, **__: object) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    monkeypatch.setattr(store, "open", full, raising=False)
+    monkeypatch.setattr(blocks, "open", full, raising=False)
     done = run(*command("inspect", tmp_path))
     said = " ".join(done.stderr.split())
     assert done.exit_code == 7 and "`hf://org/name/model.safetensors`: what is read of its" in said, done.output

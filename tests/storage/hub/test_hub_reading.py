@@ -29,7 +29,7 @@ import ckpttool
 from ckpttool.catalogue.entries import Catalogue
 from ckpttool.cli.app import application
 from ckpttool.errors import CkptError, CorruptError, RemoteError, UsageError
-from ckpttool.storage.hub import address, store
+from ckpttool.storage.hub import address, blocks, store
 
 SOME = [
     "dcp/fsdp2_w2", "dcp/single", "dcp/zstd_w2", "hf/sharded_w2", "rank/fsdp1_w2", "rank/fsdp2_w2", "torch/full",
@@ -497,7 +497,7 @@ def test_samples_of_two_models_are_fetched_at_the_same_time(hub: Hub, tmp_path: 
     fits = ckpttool.check(tmp_path / "model.safetensors", "hf://org/name", content=True)
     assert (fits.verdict, fits.compared, fits.similarity) == ("fits", 2, pytest.approx(1.0))
     assert hub.failed == 8
-    assert fetched(hub) <= 17 * store.BLOCK
+    assert fetched(hub) <= 17 * blocks.BLOCK
 
 
 def test_a_block_that_another_thread_could_not_fetch_is_fetched_again(hub: Hub) -> None:
@@ -508,7 +508,7 @@ def test_a_block_that_another_thread_could_not_fetch_is_fetched_again(hub: Hub) 
     def read() -> None:
         buffer = memoryview(bytearray(100))
         try:
-            found.append(location.store.read_into(location.name, store.BLOCK, buffer))
+            found.append(location.store.read_into(location.name, blocks.BLOCK, buffer))
         except RemoteError:
             found.append(0)
 
