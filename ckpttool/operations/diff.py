@@ -14,7 +14,9 @@ from ckpttool.analysis.differences import selection
 from ckpttool.analysis.differences.compare import compare_sources
 from ckpttool.analysis.differences.elements import Tolerance
 from ckpttool.analysis.differences.results import Diff, Side
+from ckpttool.analysis.differences.same_files import SameFiles
 from ckpttool.analysis.differences.tensors import Options
+from ckpttool.catalogue.entries import Catalogue, Tensor
 from ckpttool.catalogue.protocols import Source
 from ckpttool.errors import UsageError
 from ckpttool.operations import arguments
@@ -110,16 +112,23 @@ def diff(
         compare_sources(sources, catalogues, result, options)
         if result.only_a and result.only_b:
             result.hint = selection.advice(catalogues)
-        for source, catalogue in zip(sources, catalogues, strict=True):
-            both = catalogues[0].entries.keys() & catalogues[1].entries.keys()
-            compared = [tensor.origin or tensor for tensor in catalogue.tensors if tensor.path in both]
+        compared = _compared(sources, catalogues)
+        for number, source in enumerate(sources):
             with closing(files.Pool()) as pool:
-                check_tensors(compared, source, pool, options.threads)
+                check_tensors((pair[number] for pair in compared), source, pool, options.threads)
             files.check_unchanged(source.catalogue.versions)
         result.seconds = time.monotonic() - began
         if page is not None and page_path is not None:
             page_file.write(page.text(result, catalogues), page_path)
     return result
+
+
+def _compared(sources: tuple[Source, Source], catalogues: tuple[Catalogue, Catalogue]) -> list[tuple[Tensor, Tensor]]:
+    """Return the tensors of both that were read."""
+    same, one, other = SameFiles(sources), *catalogues
+    pairs = ((a, other.entries.get(a.path)) for a in one.tensors)
+    found = [(a.origin or a, b.origin or b) for a, b in pairs if isinstance(b, Tensor)]
+    return [pair for pair in found if not same.have(*pair)]
 
 
 def _tolerance(given: Mapping[str, float]) -> Tolerance | None:

@@ -117,6 +117,11 @@ class Store:
     def fetch(self, name: str) -> None:
         """Bring a whole file to this machine and compare it with the digest of the store."""
 
+    def digest(self, name: str) -> str | None:
+        """Return the digest by which the store names the bytes of a file: those with the same one have the same bytes,
+        wherever they are. None if it has none."""
+        return None
+
     def open(self, name: str) -> BinaryIO:
         """Open a whole file as a binary stream."""
         self.fetch(name)
@@ -394,6 +399,10 @@ class Location(str):
     def fetch(self) -> None:
         """Bring a whole file to this machine and compare it with the digest of its store."""
         self._ask(self.store.fetch)
+
+    def digest(self) -> str | None:
+        """Return what names the bytes of a file in its store, without reading it; see `Store.digest`."""
+        return self._ask(self.store.digest)
 
     def create(self, size: int) -> None:
         """Create a file of `size` bytes, to be written in ranges. Raises StorageError."""

@@ -21,6 +21,7 @@ from ckpttool.analysis.differences.results import (
     TensorDifference,
     Total,
 )
+from ckpttool.analysis.differences.same_files import SameFiles
 from ckpttool.analysis.differences.tensors import BY_BITS, Options, Sources
 from ckpttool.analysis.result import ABSENT
 from ckpttool.analysis.statistics.places import module_of
@@ -32,7 +33,7 @@ from ckpttool.catalogue.values import TorchSize
 from ckpttool.errors import CkptError
 from ckpttool.layout.move import relinked
 from ckpttool.layout.select import interchangeable
-from ckpttool.text import rank_ranges
+from ckpttool.text import rank_ranges, size
 
 _MAX_DEPTH = 100  # values in values that are compared one by one
 
@@ -128,7 +129,12 @@ class _Comparing:
             if numbers.setdefault(self._key(a, b), len(pairs)) == len(pairs):
                 pairs.append(tensors.Pair(one, other, common))
         result.payload_bytes = sum(pair.a.nbytes for pair in pairs)
-        compared, failures = tensors.compare(pairs, self.sources, (result.a.path, result.b.path), options)
+        same = SameFiles(self.sources)
+        known = {n for n, pair in enumerate(pairs) if same.have(pair.a, pair.b)}
+        if known:
+            nbytes = size(sum(pairs[n].a.nbytes for n in known))
+            result.notes.append(f"{nbytes} lie in files with the same digests in both, and were not read")
+        compared, failures = tensors.compare(pairs, self.sources, (result.a.path, result.b.path), options, known)
         totals: dict[Part, Total] = {}
         modules: dict[tuple[str, str, str], ModuleDifference] = {}
         for a, b in matches:

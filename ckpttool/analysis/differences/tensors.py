@@ -83,17 +83,19 @@ class _PairTask(NamedTuple):
 
 
 def compare(
-    pairs: Sequence[Pair], sources: Sources, paths: tuple[str, str], options: Options
+    pairs: Sequence[Pair], sources: Sources, paths: tuple[str, str], options: Options, known: Collection[int] = ()
 ) -> tuple[dict[int, Comparison], dict[int, CkptError]]:
     """Return how the tensors of each pair differ, by the number of the pair, without those whose bytes are equal; and
-    the errors of those that cannot be read, if the options have a place for them.
+    the errors of those that cannot be read, if the options have a place for them. Pairs `known` to be equal are not
+    read.
 
     `paths` are for error messages. Raises CorruptError when a file is too short, and whatever the sources raise.
     """
-    work = Work(sum(pair.a.nbytes for pair in pairs), options.progress)
+    unknown = [n for n in range(len(pairs)) if n not in known]
+    work = Work(sum(pairs[n].a.nbytes for n in unknown), options.progress)
     with closing(Pool()) as one, closing(Pool()) as other:
         walk = _PairWalk(pairs, sources, paths, (one, other), options, work)
-        on_threads(walk.tasks(range(len(pairs))), walk.compare, options.threads, work)
+        on_threads(walk.tasks(unknown), walk.compare, options.threads, work)
         if not options.exact:
             results = sorted(walk.results.items())
             differing = [n for n, one in results if one.result().differing and has_numbers(pairs[n].common)]

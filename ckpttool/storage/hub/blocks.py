@@ -134,6 +134,10 @@ class BlockStore(Store):
                 if name not in self._verified:
                     self._fetch_whole(file)
 
+    def digest(self, name: str) -> str | None:
+        file = self._repo_files.get(name)
+        return next((f"{kind} {one}" for kind in ("xet", "sha256", "blob") if (one := getattr(file, kind, None))), None)
+
     def open(self, name: str) -> BinaryIO:
         self.fetch(name)
         return open(self._complete[name], "rb")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -94,6 +95,36 @@ def test_ranks_beside_a_file(hub: Hub) -> None:
     alone, both = "hf://buckets/org/name/rank_0/model.pt", "hf://buckets/org/name/rank_*/model.pt"
     assert outline(ckpttool.inspect(alone)) == outline(ckpttool.inspect(both))
     assert ckpttool.inspect(alone).world_size == 2
+
+
+def test_equal_hashes_are_equal_bytes(hub: Hub) -> None:
+    """`diff` reads no weights that lie in files with the same hash, nor their checksums."""
+    first, second = large(1, "a."), large(1, "b.")
+    index = {
+        "metadata": {},
+        "weight_map": {f"{x}.layers.0.weight": f"model-0000{i}-of-00002.safetensors" for i, x in ((1, "a"), (2, "b"))},
+    }
+    files = {"model-00001-of-00002.safetensors": first, "model-00002-of-00002.safetensors": second,
+             "model.safetensors.index.json": json.dumps(index).encode()}  # fmt: skip
+    changed = bytearray(second)
+    changed[-1] ^= 1
+    hub.make_bucket("org/name", {f"{step}/{name}": data for step in "12" for name, data in files.items()})
+    hub.put_in_bucket("org/name", {f"3/{name}": data for name, data in files.items()})
+    hub.put_in_bucket("org/name", {"3/model-00002-of-00002.safetensors": bytes(changed)})
+    hub.make("org/repo", files)
+    hub.make("org/other", files)
+    for one, other in (("buckets/org/name/1", "buckets/org/name/2"), ("org/repo", "org/other")):
+        before = fetched(hub)
+        same = ckpttool.diff(f"hf://{one}", f"hf://{other}")
+        assert same.same and same.total.tensor_count == 2 and same.payload_bytes == 2 << 20
+        assert same.notes == ["2.10 MB lie in files with the same digests in both, and were not read"]
+        assert fetched(hub) - before <= 4 * (64 << 10) + 4096
+    before = fetched(hub)
+    other = ckpttool.diff("hf://buckets/org/name/1", "hf://buckets/org/name/3")
+    assert [one.name for one in other.tensors] == ["b.layers.0.weight"] and other.total.equal == 1
+    assert fetched(hub) - before <= (2 << 20) + 4 * (64 << 10) + 4096
+    # A file of this machine has no digest before it is read, and neither has one of another kind of store.
+    assert ckpttool.diff("hf://org/repo", "hf://buckets/org/name/2").notes == []
 
 
 def replace_it(hub: Hub) -> Callable[[Handler], bool]:
