@@ -33,10 +33,10 @@ from ckpttool.formats.rankfiles import FORMAT
 from ckpttool.formats.rankfiles.flat import optimizer as flatoptim
 from ckpttool.formats.rankfiles.flat import parameters as flat
 from ckpttool.formats.rankfiles.flat import units as flatunits
-from ckpttool.formats.rankfiles.flat.pieces import Parameter, Rebuilt
 from ckpttool.layout.optimizer import names_of_ids as model_names
 from ckpttool.serialization import dtensor as sharded
 from ckpttool.serialization import torch_zip as torchzip
+from ckpttool.serialization.flat_pieces import Parameter, Rebuilt
 from ckpttool.serialization.torch_pickle import TensorRef
 from ckpttool.storage import files
 from ckpttool.storage.stores import locate

@@ -12,7 +12,7 @@ from ckpttool.catalogue.boxes import Ints
 from ckpttool.catalogue.entries import Extent
 from ckpttool.catalogue.warning import Warning
 from ckpttool.errors import CkptError
-from ckpttool.serialization import dtensor, torch_legacy, torch_module, torch_zip
+from ckpttool.serialization import dtensor, torch_file, torch_legacy, torch_module, torch_zip
 from ckpttool.serialization.dtensor import RankShard
 from ckpttool.serialization.torch_pickle import TensorRef
 from ckpttool.storage import files
@@ -57,14 +57,8 @@ class RankFile:
 
 def load(pool: files.Pool, path: Location) -> RankFile:
     """Return the file at `path`. Raises CorruptError when it is not whole or no torch.save file."""
-    size, name, read = path.size(), f"`{path}`", partial(pool.read, path)
-    if torch_legacy.is_stream(read(0, min(size, 512))):
-        stream = torch_legacy.open_stream(read, size, name=name)
-        file = RankFile(path, size, stream.tree, stream.extent, "before 1.6 or legacy")
-    else:
-        archive = torch_zip.open_archive(read, 0, size, name=name)
-        archive.check_remarks()
-        file = RankFile(path, size, torch_zip.load_tree(archive), archive.extent, archive.torch_versions)
+    loaded, name = torch_file.load(pool, path), f"`{path}`"
+    file = RankFile(path, *loaded)
     dropped = torch_module.Dropped()
     try:
         file.tree = dtensor.replace(torch_module.replace_modules(file.tree, dropped), file.shards)

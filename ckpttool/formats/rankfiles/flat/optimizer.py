@@ -26,9 +26,11 @@ from ckpttool.catalogue.flatten import replaced
 from ckpttool.catalogue.models import is_statistic
 from ckpttool.catalogue.shown import shown, spelt
 from ckpttool.errors import CorruptError, UsageError
-from ckpttool.formats.rankfiles.flat import pieces as flat_pieces
 from ckpttool.formats.rankfiles.flat import units
-from ckpttool.formats.rankfiles.flat.pieces import (
+from ckpttool.layout.optimizer.names_of_ids import ways
+from ckpttool.serialization import flat_pieces
+from ckpttool.serialization.dtensor import FLAT_PARAM, RankShard
+from ckpttool.serialization.flat_pieces import (
     Counted,
     FlatPiece,
     Parameter,
@@ -39,8 +41,6 @@ from ckpttool.formats.rankfiles.flat.pieces import (
     is_line,
     of_two_saves,
 )
-from ckpttool.layout.optimizer.names_of_ids import ways
-from ckpttool.serialization.dtensor import FLAT_PARAM, RankShard
 from ckpttool.serialization.torch_pickle import TensorRef
 from ckpttool.text import some
 

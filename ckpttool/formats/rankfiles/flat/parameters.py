@@ -27,8 +27,9 @@ from ckpttool.catalogue.dtypes import Dtype
 from ckpttool.catalogue.protocols import OpenOptions
 from ckpttool.catalogue.shown import spelt
 from ckpttool.errors import CorruptError, UsageError
-from ckpttool.formats.rankfiles.flat import pieces as flat_pieces
-from ckpttool.formats.rankfiles.flat.pieces import (
+from ckpttool.serialization import flat_pieces
+from ckpttool.serialization.dtensor import FLAT_PARAM, RankShard
+from ckpttool.serialization.flat_pieces import (
     Counted,
     FlatPiece,
     Parameter,
@@ -39,7 +40,6 @@ from ckpttool.formats.rankfiles.flat.pieces import (
     is_line,
     of_two_saves,
 )
-from ckpttool.serialization.dtensor import FLAT_PARAM, RankShard
 from ckpttool.serialization.torch_pickle import TensorRef
 from ckpttool.text import some
 

@@ -22,9 +22,9 @@ from ckpttool.errors import CkptError, CorruptError, UsageError
 from ckpttool.formats.rankfiles.compare import CopyComparer
 from ckpttool.formats.rankfiles.flat import optimizer as flat_optimizer
 from ckpttool.formats.rankfiles.flat import parameters
-from ckpttool.formats.rankfiles.flat.pieces import Counted, Parameter, Place, Rebuilt, Trees
 from ckpttool.formats.rankfiles.merge import ONE_SAVE, RankState
 from ckpttool.serialization.dtensor import RankShard
+from ckpttool.serialization.flat_pieces import Counted, Parameter, Place, Rebuilt, Trees
 from ckpttool.serialization.torch_pickle import TensorRef
 from ckpttool.text import rank_ranges
 

@@ -17,8 +17,8 @@ from math import prod
 
 from ckpttool.catalogue.boxes import Ints
 from ckpttool.errors import UsageError
-from ckpttool.formats.rankfiles.flat.pieces import Parameter, Unit
 from ckpttool.layout.optimizer.names_of_ids import ways
+from ckpttool.serialization.flat_pieces import Parameter, Unit
 
 _MAX_VISITS = 2_000_000
 

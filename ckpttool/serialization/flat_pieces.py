@@ -1,4 +1,4 @@
-"""Pieces of flattened tensors and what they become: the vocabulary of `flat.parameters` and `flat.optimizer`.
+"""Pieces of flattened tensors, and what they become: those of FSDP1 and of ZeRO.
 
     rank 0   [ a a a a b b ]        a (2, 3)   chunks   (0, 0) (1, 3)   (1, 0) (1, 1)   (1, 1) (1, 2)
     rank 1   [ a a b b b . ]                            rank 0          rank 0          rank 1

@@ -1,0 +1,33 @@
+"""One file of torch.save, an archive or a legacy stream: its tree, and where the bytes of its tensors lie."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any, NamedTuple
+
+from ckpttool.catalogue.entries import Extent
+from ckpttool.serialization import torch_legacy, torch_zip
+from ckpttool.serialization.torch_pickle import TensorRef
+from ckpttool.storage import files
+from ckpttool.storage.stores import Location
+
+
+class TorchFile(NamedTuple):
+    """A file that was opened. `torch` are the versions that write such files."""
+
+    size: int
+    tree: Any
+    extent: Callable[[TensorRef], Extent]
+    torch: str
+
+
+def load(pool: files.Pool, path: Location) -> TorchFile:
+    """Return the file at `path`. Raises CorruptError when it is not whole or no torch.save file."""
+    size, name, read = path.size(), f"`{path}`", partial(pool.read, path)
+    if torch_legacy.is_stream(read(0, min(size, 512))):
+        stream = torch_legacy.open_stream(read, size, name=name)
+        return TorchFile(size, stream.tree, stream.extent, "before 1.6 or legacy")
+    archive = torch_zip.open_archive(read, 0, size, name=name)
+    archive.check_remarks()
+    return TorchFile(size, torch_zip.load_tree(archive), archive.extent, archive.torch_versions)
