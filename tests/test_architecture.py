@@ -46,7 +46,6 @@ ONLY = {
         "training.reshard_engine.engine",
         "training.reshard_engine.meta_model",
         "training.save",
-        "training.state_notes",
     },
 }
 

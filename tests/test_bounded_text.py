@@ -235,7 +235,7 @@ RECURSIVE = {
     "storage.tree.remove_links": FOLDERS,
     "training.sharded_values.gathered": OWN,
     "cli.browser.names._below": TREE,
-    "formats.dcp.planner_data.above": "over a path, of 256 keys at most",
+    "serialization.dcp.planner_data.above": "over a path, of 256 keys at most",
     "formats.rankfiles.flat.optimizer._alike": LEVELS,
     "formats.rankfiles.flat.units.visit": "over modules, as deep as names have dots",
     "layout.index_operations.take": SHAPE,

@@ -7,11 +7,17 @@ from collections.abc import Iterable
 
 from ckpttool.catalogue.protocols import Format
 from ckpttool.errors import UsageError
-from ckpttool.formats import dcp, documents, numpy_files, pickles, rankfiles, safetensors, torchsave
+from ckpttool.formats import dcp, deepspeed, documents, numpy_files, pickles, rankfiles, safetensors, torchsave
 from ckpttool.text import meant
 
 # Rank files are torch.save files too, and recognised by more than that: they come first.
-CHECKPOINTS: tuple[Format, ...] = (dcp.FORMAT, safetensors.FORMAT, rankfiles.FORMAT, torchsave.FORMAT)
+CHECKPOINTS: tuple[Format, ...] = (
+    dcp.FORMAT,
+    safetensors.FORMAT,
+    deepspeed.FORMAT,
+    rankfiles.FORMAT,
+    torchsave.FORMAT,
+)
 """The formats of whole checkpoints."""
 FORMATS = (*CHECKPOINTS, numpy_files.NPZ, numpy_files.NPY, documents.JSON, pickles.FORMAT, documents.YAML)
 """All formats: also those of files that lie beside a checkpoint, `component_only`."""

@@ -6,7 +6,7 @@ producer recognises what it leaves, lists the components with the part that each
 
 from __future__ import annotations
 
-from ckpttool.producers import accelerate, read_only, torchtitan, transformers, verl
+from ckpttool.producers import accelerate, deepspeed, read_only, torchtitan, transformers, verl
 from ckpttool.producers.components import Producer
 from ckpttool.producers.directory import Directory
 
@@ -16,6 +16,7 @@ PRODUCERS: tuple[Producer, ...] = (
     transformers.TRAINER,
     accelerate.ACCELERATE,
     verl.VERL,
+    deepspeed.DEEPSPEED,
     read_only.MEGATRON,
     read_only.LIGHTNING,
     read_only.COMPOSER,

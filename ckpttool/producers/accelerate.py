@@ -3,6 +3,7 @@
     model.safetensors pytorch_model.bin pytorch_model_fsdp.bin      the model, whole
     pytorch_model_fsdp_0/ optimizer_0/                              DCP, keys under `model`, `optimizer`
     pytorch_model_fsdp_rank3.bin pytorch_model_fsdp_0_rank3.bin     LOCAL; SHARDED without DCP: one file per rank
+    pytorch_model/ global_step20/ latest                            DeepSpeed; the latter of the Trainer
     optimizer.bin scheduler.bin sampler.bin dl_state_dict.bin scaler.pt custom_checkpoint_0.pkl random_states_3.pkl
 
 The second model or optimizer has `_1` in its name. Beside LOCAL files the optimizer is saved through DCP, which has the
@@ -14,11 +15,13 @@ Upstream: accelerate 1.15 `checkpointing.py` (`load_accelerator_state`) and `uti
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from ckpttool.catalogue.entries import Catalogue, Object, Part
 from ckpttool.catalogue.values import stub_name
-from ckpttool.producers.components import Pattern, Producer, WritableLayout, require_indexed_files
+from ckpttool.producers.components import Layout, Pattern, Producer, WritableLayout, require_indexed_files
+from ckpttool.producers.directory import Directory
 
 if TYPE_CHECKING:
     from ckpttool.producers.arrange import LayoutBuilder
@@ -29,6 +32,8 @@ if TYPE_CHECKING:
 _I = r"(_(?P<i>\d+))?"
 # The Trainer of transformers has the same files of these.
 STATE = (
+    Pattern(r"(global_step\d+|pytorch_model)/"),  # of DeepSpeed: model, optimizer and what is beside them
+    Pattern(r"pytorch_model_(?P<n>\d+)/", "model_{n}"),
     Pattern(r"pytorch_model_fsdp_(?P<i>\d+)/", "model", key="model"),
     Pattern(rf"pytorch_model_fsdp{_I}\.bin", "model"),
     Pattern(rf"pytorch_model_fsdp{_I}_rank(?P<rank>\d+)\.bin", "model", "rank files", shapes_from="optimizer_{i}/"),
@@ -44,6 +49,18 @@ STATE = (
     Pattern(rf"optimizer{_I}_rank(?P<rank>\d+)\.bin", "optimizer", "rank files"),
 )
 REST = (Pattern(rf"scheduler{_I}\.(bin|pt)", "scheduler"), Pattern(r"scaler\.pt", "scaler"))
+
+
+def prefer_deepspeed(directory: Directory, layout: Layout) -> None:
+    """Add what is missing by the indexes. The weights in 16 bits beside a directory of DeepSpeed, which has the float32
+    ones, are a model of their own only if they are of another one."""
+    require_indexed_files(directory, layout)
+    if any(not component.root for component in layout.components):
+        layout.components = [
+            replace(one, root=(one.name,), spare=True) if one.root == ("model",) else one for one in layout.components
+        ]
+
+
 _PATTERNS = (
     *STATE,
     Pattern(rf"sampler{_I}\.bin", "sampler"),
@@ -145,7 +162,7 @@ ACCELERATE = Producer(
     (r"random_states_\d+\.pkl|optimizer\.bin|pytorch_model_fsdp(_\d+)?(/|\.bin|_rank\d+\.bin)",),
     _PATTERNS,
     expected=("model", "optimizer", "rng"),
-    adjust=require_indexed_files,
+    adjust=prefer_deepspeed,
     writes=(_SHARDED, _FULL, _DDP),
     choose=_choose,
 )

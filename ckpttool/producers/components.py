@@ -274,6 +274,8 @@ def match_components(
     layout.unknown += remaining
     _drop_duplicates(layout, root)
     present = {c.root[len(root)] for c in layout.components if len(c.root) > len(root)}
+    if any(c.root == root for c in layout.components):
+        present |= {"model", "optimizer"}  # that has its own keys
     absent = [name for name in expected if name not in present]
     if absent:
         layout.warnings.append(Warning("missing-part", f"there is no {' and no '.join(absent)} in it"))

@@ -21,6 +21,7 @@ from ckpttool import formats
 from ckpttool.catalogue import parts
 from ckpttool.catalogue.entries import Path
 from ckpttool.errors import CkptError, ReadError
+from ckpttool.formats.deepspeed import members as deepspeed
 from ckpttool.formats.detect import detect
 from ckpttool.producers import foreign
 from ckpttool.producers.components import ASSET_NAMES, DCP_FILE, DCP_FILES, REPOSITORY, Component, Layout, check_ranks
@@ -115,7 +116,7 @@ def _below(
         if location.is_link() and _is_beside(location.real(), directory.path.real(), names):
             continue  # `latest`, to what lies beside it
         if not name.endswith("/"):
-            if not (is_dcp and re.fullmatch(DCP_FILES.pattern, name)):
+            if not (is_dcp and re.fullmatch(rf"{DCP_FILES.pattern}|{deepspeed.FILES}", name)):
                 yield above + name  # those of a DCP directory may lie in folders of it
             continue
         if name == "sharded/" and directory.has(r".*\.safetensors\.index\.json"):
@@ -123,6 +124,8 @@ def _below(
         inner = directory.folder(name)
         if (recognition := foreign.recognise(location, inner)) is not None:
             layout.unreadable[above + name] = recognition.refusal(location)
+        elif deepspeed.recognise(location):
+            yield above + name
         elif inner.has(DCP_FILE) and not (is_dcp and not inner.has(r"\.metadata|__\d+\.metadata")):
             yield above + name
             yield from _below(inner, inner.names, True, layout, above + name, depth + 1)

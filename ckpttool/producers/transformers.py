@@ -55,7 +55,7 @@ _PRETRAINED = (
 
 
 def _require_files(directory: Directory, layout: Layout) -> None:
-    require_indexed_files(directory, layout)
+    accelerate.prefer_deepspeed(directory, layout)
     if directory.has(r"rng_state_0\.pth") and not directory.has(r"rng_state_[1-9]\d*\.pth"):
         layout.missing.append("`rng_state_1.pth` is missing: one process alone saves `rng_state.pth`")
 

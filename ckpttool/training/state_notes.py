@@ -20,7 +20,7 @@ from ckpttool.catalogue import flatten
 from ckpttool.catalogue.dtypes import dtype
 from ckpttool.catalogue.entries import Catalogue, Chunks, Container, Path, Tensor, dotted
 from ckpttool.errors import UsageError
-from ckpttool.formats.dcp import planner_data
+from ckpttool.serialization.dcp import planner_data
 from ckpttool.serialization.dcp.metadata import KeyPath
 
 log = logging.getLogger("ckpttool")

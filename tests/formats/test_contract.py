@@ -19,6 +19,7 @@ import numpy as np
 import pytest
 import torch
 from support.checkpoints import bits
+from support.paths import CHECKPOINTS as SAMPLE_FOLDER
 from support.upstream_samples import path_of
 
 import ckpttool
@@ -36,6 +37,7 @@ every_sink = pytest.mark.parametrize("row", WRITABLE, ids=lambda row: row.name)
 # A checkpoint of each format that its own library wrote.
 SAMPLES = {
     "torch": "torch/full", "dcp": "dcp/fsdp2_w4", "safetensors": "safetensors/single", "rankfiles": "rank/fsdp2_w2",
+    "deepspeed": "deepspeed/zero3_w3/saved/global_step2",
 }  # fmt: skip
 TABLE = np.arange(6000.0).reshape(2, -1)
 
@@ -57,7 +59,8 @@ BESIDE: dict[str, Callable[[Path], object]] = {
 def sample(row: Format, folder: Path) -> Path:
     """A checkpoint of a format, in its own folder below `folder` if it is written now."""
     if row.name in SAMPLES:
-        return Path(path_of(SAMPLES[row.name]))
+        path = SAMPLE_FOLDER / SAMPLES[row.name]
+        return path if row.name == "deepspeed" else Path(path_of(SAMPLES[row.name]))
     path = folder / "sample" / "state"
     path.parent.mkdir()
     BESIDE[row.name](path)

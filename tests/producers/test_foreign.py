@@ -47,11 +47,6 @@ def warnings_of(catalogue: Catalogue) -> list[str]:
 @pytest.mark.parametrize(
     ("path", "title", "parallelism", "parameters"),
     [
-        ("deepspeed_zero0_w2", "DeepSpeed without ZeRO 0.19.8", "2 data-parallel ranks", DEEPSPEED),
-        ("deepspeed_zero1_w2", "DeepSpeed ZeRO-1 0.19.8", "2 data-parallel ranks", DEEPSPEED),
-        ("deepspeed_zero2_w2", "DeepSpeed ZeRO-2 0.19.8", "2 data-parallel ranks", DEEPSPEED),
-        ("deepspeed_zero2_w2/global_step2", "DeepSpeed ZeRO-2 0.19.8", "2 data-parallel ranks", DEEPSPEED),
-        ("deepspeed_zero3_w2", "DeepSpeed ZeRO-3 0.19.8", "2 data-parallel ranks", DEEPSPEED),
         (
             "deepspeed_universal/global_step2_universal",
             "DeepSpeed universal 0.19.8",
@@ -97,9 +92,6 @@ def test_what_it_is(path: str, title: str, parallelism: str | None, parameters: 
 @pytest.mark.parametrize(
     "path",
     [
-        "deepspeed_zero0_w2",
-        "deepspeed_zero2_w2",
-        "deepspeed_zero3_w2",
         "deepspeed_universal/global_step2_universal",
         "megatron_legacy_tp2",
         "tiny.gguf",
@@ -139,40 +131,6 @@ def test_megatron_divides_into_parts(tmp_path: Path) -> None:
     assert not any(name.startswith("optimizer") for name in model)
 
 
-def test_the_trainer_has_files_of_deepspeed_beside_its_own(tmp_path: Path) -> None:
-    shutil.copytree(CHECKPOINTS / "run" / "trainer" / "ckpt" / "checkpoint-4", tmp_path / "checkpoint-2")
-    shutil.copytree(TOOLS / "deepspeed_zero2_w2", tmp_path / "checkpoint-2", dirs_exist_ok=True)
-    catalogue = ckpttool.inspect(tmp_path / "checkpoint-2")
-    assert catalogue.facts["producer"] == "transformers Trainer"
-    assert catalogue.facts["recognised"]["title"] == "DeepSpeed ZeRO-2 0.19.8"
-    assert catalogue.facts["recognised"]["details"]["checkpoint"] == "global_step2, of `latest`"
-    ordinary = CHECKPOINTS / "run" / "accelerate_fsdp2_sharded_w2" / "ckpt"
-    assert "recognised" not in ckpttool.inspect(ordinary).facts
-
-
-def test_the_weights_of_zero_2_are_converted(tmp_path: Path) -> None:
-    file = TOOLS / "deepspeed_zero2_w2" / "global_step2" / "mp_rank_00_model_states.pt"
-    hint = run("convert", str(TOOLS / "deepspeed_zero2_w2"), str(tmp_path / "x.pt")).stderr
-    assert f"ckpttool convert {file} model.safetensors --only model" in hint
-    ckpttool.convert(file, tmp_path / "model.safetensors", only=["model"])
-    expected = torch.load(file, weights_only=False, pickle_module=_Stubs)["module"]
-    found = load_file(tmp_path / "model.safetensors")
-    assert all(found[name].equal(value) for name, value in expected.items() if name in found)
-    assert set(expected) - set(found) == {"head.weight"}  # tied
-
-
-class _Stubs:
-    """Unpickles with a stub for each class of DeepSpeed, which is not installed."""
-
-    import pickle
-
-    load = pickle.load
-
-    class Unpickler(pickle.Unpickler):
-        def find_class(self, module: str, name: str) -> Any:
-            return type(name, (), {}) if module.startswith("deepspeed") else super().find_class(module, name)
-
-
 def test_the_empty_weights_of_zero_3_are_not_converted(tmp_path: Path) -> None:
     file = TOOLS / "deepspeed_zero3_w2" / "global_step2" / "zero_pp_rank_0_mp_rank_00_model_states.pt"
     with pytest.raises(CorruptError, match=r"8 weights of ZeRO-3 are in partitions"):
@@ -192,16 +150,6 @@ def without(name: str, folder: Path, remove: str) -> Path:
 @pytest.mark.parametrize(
     ("name", "remove", "expected"),
     [
-        (
-            "deepspeed_zero2_w2",
-            "global_step2/bf16_zero_pp_rank_1_mp_rank_00_optim_states.pt",
-            "the optimizer file of `rank 1` is missing",
-        ),
-        (
-            "deepspeed_zero3_w2",
-            "global_step2/zero_pp_rank_1_mp_rank_00_model_states.pt",
-            "the weights file of `rank 1` is missing",
-        ),
         (
             "deepspeed_universal",
             "global_step2_universal/zero/frozen/fp32.pt",

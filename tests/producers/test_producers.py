@@ -926,14 +926,13 @@ def test_an_adapter_alone(tmp_path: Path) -> None:
     assert inspect(tmp_path).facts["assets"] == ["adapter_config.json"]
 
 
-def test_what_deepspeed_left_is_named(tmp_path: Path) -> None:
+def test_deepspeed_that_contradicts_itself_is_a_fault_beside_the_rest(tmp_path: Path) -> None:
     folder = Path(shutil.copytree(Path(path_of("run/trainer")) / "checkpoint-4", tmp_path / "checkpoint-4"))
     (folder / "optimizer.pt").unlink()
     (folder / "global_step4").mkdir()
-    torch.save({"module": {"w": torch.ones(2)}}, folder / "global_step4" / "mp_rank_00_model_states.pt")
-    opened = inspect(folder)
-    (fault,) = opened.faults
-    assert "global_step4`: DeepSpeed" in fault.message and fault.exit_code == 3
+    torch.save({"module": {"w": torch.ones(2)}}, folder / "global_step4" / "zero_pp_rank_0_mp_rank_00_model_states.pt")
+    (fault,) = inspect(folder).faults
+    assert "global_step4" in fault.message and fault.exit_code == 4
 
 
 @pytest.mark.parametrize(("name", "file"), one_of_each_kind())

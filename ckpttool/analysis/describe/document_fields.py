@@ -99,6 +99,7 @@ class CheckpointFacts(TypedDict, total=False):
     """What a format or a run directory records; each field may be missing."""
 
     layout: str  #: layout of the format, for people
+    partitions: str  #: of DeepSpeed: which elements each rank has, and their padding, for people
     writer: str  #: what wrote it
     torch: str  #: version of torch that wrote it
     protocol: int  #: pickle protocol

@@ -15,8 +15,8 @@ from dataclasses import replace
 from ckpttool.catalogue.entries import Catalogue, Chunks, Entry, Path, Tensor
 from ckpttool.catalogue.protocols import Sink, SinkOptions
 from ckpttool.errors import CorruptError
-from ckpttool.formats.dcp import index, metadata_writer, planner_data, writer
-from ckpttool.serialization.dcp import metadata
+from ckpttool.formats.dcp import index, metadata_writer, writer
+from ckpttool.serialization.dcp import metadata, planner_data
 from ckpttool.serialization.dcp.metadata import IndexContents, IndexItem, StoredTensor
 from ckpttool.storage import files
 from ckpttool.storage.stores import Location

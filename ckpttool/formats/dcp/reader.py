@@ -25,10 +25,10 @@ from ckpttool.catalogue.protocols import NO_HINTS, ByteRange, OpenOptions, Sourc
 from ckpttool.catalogue.values import Stub, stub_type
 from ckpttool.catalogue.warning import Warning
 from ckpttool.errors import CkptError, CorruptError, DeniedError, ReadError
-from ckpttool.formats.dcp import planner_data
 from ckpttool.formats.dcp.index import Index, read_index
 from ckpttool.formats.dcp.items import Items
 from ckpttool.serialization import dtensor, safetensors_header, torch_tree, unpickler
+from ckpttool.serialization.dcp import planner_data
 from ckpttool.serialization.dcp.metadata import IndexItem, StoredTensor, items_of
 from ckpttool.serialization.torch_pickle import TensorRef
 from ckpttool.serialization.torch_zip import Archive

@@ -23,9 +23,10 @@ from ckpttool.catalogue.dtypes import Dtype
 from ckpttool.catalogue.entries import Catalogue, Chunks, Extent, File, Object, Path, Record, Tensor, dotted
 from ckpttool.catalogue.protocols import Crcs, FormatLoss, Sink, SinkOptions
 from ckpttool.errors import LossError
-from ckpttool.formats.dcp import index, items, manifest, metadata_writer, planner_data
+from ckpttool.formats.dcp import index, items, manifest, metadata_writer
 from ckpttool.formats.dcp.items import template
 from ckpttool.serialization import torch_tree, torch_zip_writer
+from ckpttool.serialization.dcp import planner_data
 from ckpttool.serialization.dcp.metadata import IndexContents, IndexItem, StoredTensor
 from ckpttool.storage import files
 from ckpttool.storage.crc import combine, crc32, crc_of

@@ -25,8 +25,7 @@ from ckpttool.catalogue.entries import Catalogue, Chunks, Entry, File, Path, Ten
 from ckpttool.catalogue.protocols import FormatLoss, Sink, SinkOptions
 from ckpttool.catalogue.warning import Warning
 from ckpttool.errors import LossError
-from ckpttool.formats.rankfiles import sharded_pickle
-from ckpttool.serialization import torch_tree, torch_zip_writer
+from ckpttool.serialization import sharded_pickle, torch_tree, torch_zip_writer
 from ckpttool.serialization.torch_pickle import Wrapper
 from ckpttool.storage import files
 from ckpttool.storage.stores import Location

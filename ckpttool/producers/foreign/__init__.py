@@ -23,7 +23,7 @@ _WEIGHTS = ("safetensors", "torch")
 # Modules are imported for what has a mark of theirs: most checkpoints have none.
 _Recognise = Callable[[Directory], Recognition | None]
 _DIRECTORIES: tuple[tuple[str, str, _Recognise], ...] = (
-    (r".*mp_rank_\d+_model_states\.pt|latest", "DeepSpeed", deferred(f"{__name__}.deepspeed", "recognise")),
+    (r".*mp_rank_\d+_model_states\.pt|latest_universal", "DeepSpeed", deferred(f"{__name__}.deepspeed", "recognise")),
     (
         r"mp_rank_\d\d(_\d{3})*/|latest_checkpointed_iteration\.txt",
         "Megatron-LM",
@@ -53,7 +53,7 @@ def recognise(location: Location, directory: Directory | None) -> Recognition | 
 
 def describe(catalogue: Catalogue, location: Location) -> Recognition | None:
     """Return what else is known of an open catalogue; None if it is nothing but its format."""
-    if ("ds_version",) in catalogue.entries:
+    if catalogue.format == "torch" and ("ds_version",) in catalogue.entries:
         from ckpttool.producers.foreign import deepspeed
 
         return deepspeed.describe(catalogue)
@@ -64,7 +64,7 @@ def describe(catalogue: Catalogue, location: Location) -> Recognition | None:
     if "producer" in catalogue.facts and location.is_dir():
         # The Trainer and accelerate leave DeepSpeed's files beside their own.
         directory = Directory(location)
-        if "latest" in directory and (found := recognise(location, directory)) is not None:
+        if "latest_universal" in directory and (found := recognise(location, directory)) is not None:
             return found
     if not _is_marked(catalogue):
         return None

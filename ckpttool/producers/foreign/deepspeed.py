@@ -1,12 +1,10 @@
-r"""Recognises checkpoints of DeepSpeed: ZeRO stages 0 to 3, and universal ones.
+"""Recognises universal checkpoints of DeepSpeed, and says of one file of ZeRO what it is. The format `deepspeed` opens
+directories of ZeRO.
 
-    latest                                             text: the name of the newest checkpoint
-    global_step2/mp_rank_00_model_states.pt            weights; with ZeRO-3 zero_pp_rank_{dp}_mp_rank_00_model_states.pt
-    global_step2/[bf16_]zero_pp_rank_{dp}_mp_rank_{mp}_optim_states.pt      what each rank has of the optimizer
+    latest_universal                                   text: the name of the newest checkpoint
     global_step2_universal/zero/{name}/fp32.pt exp_avg.pt exp_avg_sq.pt
 
-Upstream: DeepSpeed 0.19 `runtime/engine.py` (`_get_ckpt_name`, `_get_zero_ckpt_name`), `runtime/zero/stage3.py`,
-`checkpoint/ds_to_universal.py`.
+Upstream: DeepSpeed 0.19 `checkpoint/ds_to_universal.py`.
 """
 
 from __future__ import annotations
@@ -24,30 +22,23 @@ from ckpttool.catalogue.entries import Catalogue, Object
 from ckpttool.catalogue.values import TorchSize
 from ckpttool.catalogue.warning import Warning
 from ckpttool.errors import CkptError, CorruptError
+from ckpttool.formats.deepspeed.members import WEIGHTS
 from ckpttool.producers.directory import Directory
 from ckpttool.producers.foreign.recognition import Recognition, contents_of, ranks
 from ckpttool.text import is_or_are, plural, some
 
-_WEIGHTS = r"(zero_pp_rank_(?P<dp>\d+)_)?mp_rank_(?P<mp>\d+)_model_states\.pt"
-_OPTIMIZER = r"(bf16_|fp16_)?zero_pp_rank_(?P<dp>\d+)_mp_rank_(?P<mp>\d+)_optim_states\.pt"
-_EXPERT = r"(layer_\d+_)?expert_\d+_mp_rank_\d+_model_states\.pt"
-_PIPELINE = r"layer_\d+-.*model_states\.pt"
 _SHAPES_OF = ("param_shapes.", "frozen_param_shapes.")
-_MAX_RANKS = 1 << 16
 _LOOKING = "inspect, show and diff each file by its own name"
 
 
 def recognise(directory: Directory) -> Recognition | None:
-    """Return what a directory of DeepSpeed is, or the one that its `latest` names; None for any other directory."""
-    if directory.has(_WEIGHTS):
-        return _universal(directory) if "zero/" in directory else _zero(directory)
-    newest = directory.text("latest") if "latest" in directory else ""
-    inner = directory.folder(newest) if f"{newest}/" in directory else None
-    if inner is None or not inner.has(_WEIGHTS):
-        return None
-    found = recognise(inner)
-    assert found is not None
-    return replace(found, details={"checkpoint": f"{newest}, of `latest`", **found.details})
+    """Return what a universal checkpoint is, or the one that `latest_universal` names; None for any other directory."""
+    if "zero/" in directory and directory.has(WEIGHTS):
+        return _universal(directory)
+    newest = directory.text("latest_universal")
+    inner = directory.folder(newest) if newest and f"{newest}/" in directory else None
+    found = recognise(inner) if inner is not None and inner.has(WEIGHTS) else None
+    return found and replace(found, details={"checkpoint": f"{newest}, of `latest_universal`", **found.details})
 
 
 def describe(catalogue: Catalogue) -> Recognition | None:
@@ -66,7 +57,7 @@ def describe(catalogue: Catalogue) -> Recognition | None:
         weights = [tensor.name for tensor in absent]
         text = f"{plural(len(absent), 'weight')} of ZeRO-3 {is_or_are(absent)} in partitions, which "
         text += f"the `*_optim_states.pt` of all ranks have: {some(weights)}"
-        hint = "merge them with DeepSpeed's own `zero_to_fp32.py`"
+        hint = "name the directory, which is read as one checkpoint"
         faults = (CorruptError(text, hint=hint, tensor=weights[0], concerns=weights, needs="other ranks"),)
     return Recognition(
         f"file of DeepSpeed ZeRO-{stage}",
@@ -79,7 +70,7 @@ def describe(catalogue: Catalogue) -> Recognition | None:
     )
 
 
-_MERGE = "merge the partitions of the ranks: DeepSpeed's own `zero_to_fp32.py` merges the weights into float32"
+_MERGE = "put the partitions of the ranks together: name the directory, which is read as one checkpoint"
 
 
 def _is_descriptive(entry: Object) -> bool:
@@ -88,53 +79,10 @@ def _is_descriptive(entry: Object) -> bool:
     return name in named or name.startswith((*_SHAPES_OF, "shared_params.", "ds_config.zero_optimization."))
 
 
-def _zero(directory: Directory) -> Recognition:
-    weights = [*directory.matching(_WEIGHTS)]
-    optimizer = [*directory.matching(_OPTIMIZER)]
-    values: Mapping[str, Any] = {}
-    tensors: Mapping[str, Ints] = {}
-    broken: tuple[Warning, ...] = ()
-    try:
-        values, tensors = contents_of(directory.at(weights[0].string))
-    except CkptError as error:
-        broken = (Warning("damaged", f"damaged: {error.message}", file=weights[0].string),)
-    stage = 3 if weights[0]["dp"] is not None else _stage(values) if optimizer else 0
-    shapes = _shapes(values, tensors)
-    first = directory.at(weights[0].string)
-    command = f"`ckpttool convert {first} model.safetensors --only model`"
-    hint = "merge the weights with DeepSpeed's own `zero_to_fp32.py`, which runs the pickles"
-    can: tuple[str, ...] = (_LOOKING,)
-    cannot: tuple[str, ...] = (_MERGE, "convert the optimizer")
-    if stage < 3:
-        hint = f"convert its weights, as they were in training: {command}"
-        can += (f"convert the weights, as they were in training: {command}",)
-    if not stage:
-        cannot = ("open the directory: open its file",)
-    details: dict[str, str | int] = {"files": f"{len(weights)} of weights, {len(optimizer)} of the optimizer"}
-    if isinstance(steps := values.get("global_steps"), int):
-        details["step"] = steps
-    for what, pattern in (("experts", _EXPERT), ("pipeline layers", _PIPELINE)):
-        if n := sum(1 for _ in directory.matching(pattern)):
-            details[what] = plural(n, "file")
-    if values.get("universal_checkpoint_info") is not None:
-        details["universal info"] = "yes"
-    return Recognition(
-        f"DeepSpeed ZeRO-{stage}" if stage else "DeepSpeed without ZeRO",
-        str(values.get("ds_version", "")),
-        _parallelism(values) or ranks(len(optimizer) or len(weights), "data-parallel"),
-        sum(map(prod, shapes.values())) or None,
-        details,
-        can,
-        cannot,
-        hint,
-        (*broken, *_missing(directory, values, stage)),
-    )
-
-
 def _universal(directory: Directory) -> Recognition:
     zero = directory.folder("zero")
     broken = [name for name in zero.folders if "fp32.pt" not in zero.folder(name)]
-    weights = next(directory.matching(_WEIGHTS)).string
+    weights = next(directory.matching(WEIGHTS)).string
     values: Mapping[str, Any] = {}
     with suppress(CkptError):
         values = contents_of(directory.at(weights)).values
@@ -178,27 +126,3 @@ def _parallelism(values: Mapping[str, Any]) -> str:
     if not isinstance(dp, int) or not isinstance(mp, int):
         return ""
     return ranks(dp, "data-parallel") + (f" x {ranks(mp, 'model-parallel')}" if mp > 1 else "")
-
-
-def _missing(directory: Directory, values: Mapping[str, Any], stage: int) -> list[Warning]:
-    dp, mp = values.get("dp_world_size"), values.get("mp_world_size")
-    if not stage or not isinstance(dp, int) or not isinstance(mp, int) or dp * mp > _MAX_RANKS:
-        return []
-    warnings = []
-    for what, pattern in (("weights", _WEIGHTS), ("optimizer", _OPTIMIZER)):
-        present = {(int(m["dp"] or 0), int(m["mp"])) for m in directory.matching(pattern)}
-        every = range(dp) if what == "optimizer" or stage == 3 else range(1)
-        absent = [
-            f"rank {i}" if mp == 1 else f"rank {i} of model-parallel rank {j}"
-            for i in every
-            for j in range(mp)
-            if (i, j) not in present
-        ]
-        if absent:
-            text = f"the {what} file of {some(absent)} {is_or_are(absent)} missing"
-            warnings.append(Warning("missing-file", text))
-        extra = sorted(place for place in present if place[0] not in every or place[1] >= mp)
-        if extra:
-            text = f"{plural(len(extra), 'file')} of the {what} from a save with more ranks"
-            warnings.append(Warning("stale-file", text))
-    return warnings

@@ -28,8 +28,9 @@ from ckpttool.catalogue.boxes import Box
 from ckpttool.catalogue.entries import Catalogue, Path, Tensor
 from ckpttool.catalogue.protocols import Source
 from ckpttool.errors import CkptError, StorageError
-from ckpttool.formats.dcp import combine, planner_data
+from ckpttool.formats.dcp import combine
 from ckpttool.layout.mesh import CheckpointSharding
+from ckpttool.serialization.dcp import planner_data
 from ckpttool.storage.files import Pool
 from ckpttool.storage.stores import Location
 from ckpttool.training import collectives, devices, fill, save

@@ -1,0 +1,26 @@
+"""DeepSpeed's ZeRO: a directory of torch.save files in which each rank has its partition of the optimizer.
+
+    mp_rank_00_model_states.pt                    ZeRO 0, 1, 2: module in 16 bits, shapes, counters, what the user added
+    zero_pp_rank_{dp}_mp_rank_00_model_states.pt  ZeRO 3: the same, without the elements of partitioned parameters
+    [bf16_]zero_pp_rank_{dp}_mp_rank_00_optim_states.pt      a rank's pieces of float32 weights and optimizer state
+
+What comes out has the names of any other checkpoint: `model`, `optimizer` under names of parameters, `lr_scheduler`,
+`loss_scaler`, counters. Names of files: see `members`. Where parameters lie in the pieces: see
+`serialization.zero_partitions`.
+
+Upstream: DeepSpeed 0.19 `runtime/engine.py` (`_common_checkpoint_state`), `runtime/zero/stage_1_and_2.py` and
+`stage3.py` (`state_dict`), `runtime/bf16_optimizer.py`, `utils/zero_to_fp32.py`.
+"""
+
+from __future__ import annotations
+
+from ckpttool.catalogue.protocols import Format, deferred
+
+FORMAT = Format(
+    name="deepspeed",
+    title="DeepSpeed ZeRO directory",
+    recognise=deferred(f"{__name__}.members", "recognise"),
+    open=deferred(f"{__name__}.reader", "open"),
+    any_state=True,
+    marks="DeepSpeed's `*_model_states.pt`",
+)

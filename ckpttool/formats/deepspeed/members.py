@@ -1,0 +1,113 @@
+"""The files of a DeepSpeed directory by their names: whose each is, which are missing, which are of another save."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+from ckpttool.catalogue.entries import Extent
+from ckpttool.errors import CkptError, CorruptError, ReadError
+from ckpttool.serialization.torch_file import TorchFile
+from ckpttool.serialization.torch_pickle import TensorRef
+from ckpttool.storage.stores import Location
+from ckpttool.text import is_or_are, plural, some
+
+WEIGHTS = r"(zero_pp_rank_(?P<dp>\d+)_)?mp_rank_(?P<mp>\d+)_model_states\.pt"
+OPTIMIZER = r"(?P<kind>bf16_|fp16_)?zero_pp_rank_(?P<dp>\d+)_mp_rank_(?P<mp>\d+)_?optim_states\.pt"
+FILES = rf"{WEIGHTS}|{OPTIMIZER}".replace("?P<dp>", "").replace("?P<mp>", "").replace("?P<kind>", "")
+"""The files that this format reads."""
+_NOT_READ = (
+    (r"(layer_\d+_)?expert_\d+_mp_rank_\d+_model_states\.pt|expp_rank_\d+_mp_rank_\d+_optim_states\.pt", "experts"),
+    (r"layer_\d+-.*model_states\.pt", "pipeline layers"),
+    (r"offloaded_tensors", "tensors on NVMe"),
+)
+_CONVERT = "convert it with DeepSpeed's own `ds_to_universal.py`, and name what it writes"
+MAX_RANKS = 1 << 16
+
+
+@dataclass(slots=True)
+class StateFile:
+    """A file that was opened, of one rank: its tree, and where its tensors lie in the catalogue's files."""
+
+    rank: int
+    name: str
+    number: int
+    loaded: TorchFile
+    tree: dict[Any, Any]
+
+    def place(self, ref: TensorRef) -> Extent:
+        """Return the extent of a tensor, in the catalogue's files."""
+        return self.loaded.extent(ref).shifted(self.number)
+
+
+@dataclass(slots=True)
+class Members:
+    """The names of the files of a directory by data-parallel rank: `Members({0: "mp_rank_00_model_states.pt"}, {})`.
+    `faults` are what is wrong with the set."""
+
+    weights: dict[int, str] = field(default_factory=dict)
+    optimizer: dict[int, str] = field(default_factory=dict)
+    faults: list[CkptError] = field(default_factory=list)
+    partitioned: bool = False
+
+    def check_world(self, world: int) -> Iterator[CkptError]:
+        """Yield what is missing of the files of `world` ranks, and what is left of a save with more."""
+        for what, present, every in (
+            ("weights", self.weights, range(world) if self.partitioned else range(1)),
+            ("optimizer", self.optimizer, range(world)),
+        ):
+            if absent := [rank for rank in every if rank not in present]:
+                ranks = some([f"rank {rank}" for rank in absent])
+                text = f"the {what} file of {ranks} {is_or_are(absent)} missing: {world} ranks have saved"
+                hint = "copy what is missing from where the checkpoint was saved"
+                yield CorruptError(text, hint=hint, ranks=absent, found=len(present), expected=len(every))
+            if extra := [name for rank, name in sorted(present.items()) if rank not in every]:
+                text = f"{some(extra)} {is_or_are(extra)} of a save with more ranks than {world}"
+                hint = "files of an older save were left in the directory: move them away"
+                yield CorruptError(text, hint=hint, files=extra, expected=world)
+
+
+def recognise(location: Location) -> bool:
+    """Return whether this is a directory with files of ZeRO, and no universal one."""
+    if not location.is_dir():
+        return False
+    try:
+        names = [entry.name for entry in location.entries()]
+    except CkptError:
+        return False
+    return "zero" not in names and any(re.fullmatch(FILES, name) for name in names)
+
+
+def listed(location: Location) -> Members:
+    """Return the files of a directory. Raises ReadError for those of experts, pipelines and tensor parallelism."""
+    members = Members()
+    names = location.names()
+    for pattern, what in _NOT_READ:
+        if found := [name for name in names if re.fullmatch(pattern, name)]:
+            text = f"`{location}`: {some(found)}: {what} of DeepSpeed, which are not read"
+            raise ReadError(text, hint=_CONVERT, file=location, found=found)
+    for name in names:
+        for pattern, present in ((WEIGHTS, members.weights), (OPTIMIZER, members.optimizer)):
+            if (match := re.fullmatch(pattern, name)) is not None:
+                _add(members, match, present, location)
+    if not members.weights:
+        text = f"`{location}`: no `mp_rank_00_model_states.pt` beside {some([*members.optimizer.values()])}"
+        raise CorruptError(text, hint="copy it from where the checkpoint was saved", file=location)
+    return members
+
+
+def _add(members: Members, match: re.Match[str], present: dict[int, str], location: Location) -> None:
+    name, rank = match.string, int(match["dp"] or 0)
+    if int(match["mp"]):
+        text = f"`{location}`: `{name}` is of model-parallel rank {int(match['mp'])}: tensor parallelism is not read"
+        raise ReadError(text, hint=_CONVERT, file=location)
+    if rank >= MAX_RANKS:
+        raise CorruptError(f"`{location}`: `{name}` is of rank {rank}, more than {MAX_RANKS}", file=location)
+    if rank in present:
+        both = some(sorted((present[rank], name)))
+        text = f"{both} are both of rank {rank}: {plural(2, 'save')} of other precisions, or stages, are mixed"
+        members.faults.append(CorruptError(text, hint="move those of the older save away", ranks=[rank]))
+    present[rank] = name
+    members.partitioned |= present is members.weights and match["dp"] is not None

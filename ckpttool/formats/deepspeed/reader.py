@@ -1,0 +1,517 @@
+"""Opens a DeepSpeed directory: the ranks' partitions as whole parameters, and all that lies beside them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Iterator, Mapping
+from math import prod
+from typing import Any
+
+from ckpttool.catalogue import identity, parts
+from ckpttool.catalogue.boxes import Ints
+from ckpttool.catalogue.entries import Catalogue, Chunks, Container, Extent, File, Path, Tensor, dotted
+from ckpttool.catalogue.flatten import flatten, replaced
+from ckpttool.catalogue.protocols import NO_HINTS, OpenOptions, PlacedSource, Source
+from ckpttool.catalogue.shown import spelt
+from ckpttool.catalogue.values import Stub, TorchSize, stub_name
+from ckpttool.catalogue.warning import Warning
+from ckpttool.errors import CorruptError, ReadError
+from ckpttool.formats.deepspeed import members
+from ckpttool.formats.deepspeed.members import StateFile
+from ckpttool.serialization import torch_file, unpickler
+from ckpttool.serialization import zero_partitions as partitions
+from ckpttool.serialization.flat_pieces import FlatPiece, Parameter, Rebuilt, is_line, lined_up, rebuild
+from ckpttool.serialization.torch_pickle import StorageRef, TensorRef
+from ckpttool.serialization.zero_partitions import Line, Partition
+from ckpttool.storage import files
+from ckpttool.storage.stores import Location
+from ckpttool.text import plural, rank_ranges, some
+
+MODEL, OPTIMIZER = "model", "optimizer"
+_ONE_SAVE = "take all files from one save"
+# What the layout is made of, and what becomes the model and the optimizer.
+_LAYOUT = {
+    "module", "buffer_names", "optimizer", "param_shapes", "frozen_param_shapes", "shared_params",
+    "frozen_param_fragments",
+}  # fmt: skip
+_OF_OPTIMIZER = {
+    "zero_stage", "partition_count", "group_paddings", "param_alignment_paddings", "param_slice_mappings",
+    "base_optimizer_state", "base_optimizer_state_step", "single_partition_of_fp32_groups", "fp32_flat_groups",
+    "optimizer_state_dict", "loss_scaler", "ds_version", "universal_checkpoint_info",
+}  # fmt: skip
+_AFFINE_VERSION = 1
+_UNIVERSAL_VERSION = 0.4
+
+
+def open(location: Location, options: OpenOptions = NO_HINTS) -> Source:
+    """Return the catalogue of a directory. Raises ReadError for what is not read, CorruptError for a file that is not
+    whole."""
+    catalogue, pool = Catalogue("deepspeed"), files.Pool()
+    try:
+        with unpickler.no_garbage_collection():
+            _ZeroOpening(catalogue, pool, location).run()
+    except BaseException:
+        pool.close()
+        raise
+    return PlacedSource(catalogue, pool.close)
+
+
+class _ZeroOpening:
+    """Reads the files of a directory one after the other. `_weights` and `_states` are those of the ranks."""
+
+    def __init__(self, catalogue: Catalogue, pool: files.Pool, location: Location) -> None:
+        self._catalogue, self._pool, self._location = catalogue, pool, location
+        self._torch: dict[str, None] = {}
+        self._members = members.listed(location)
+        self._weights = [self._load(rank, name) for rank, name in sorted(self._members.weights.items())]
+        self._states = {rank: self._load(rank, name) for rank, name in sorted(self._members.optimizer.items())}
+
+    def _load(self, rank: int, name: str) -> StateFile:
+        location = self._location / name
+        loaded = torch_file.load(self._pool, location)
+        number = len(self._catalogue.files)
+        self._catalogue.files.append(File(location, name, loaded.size, rank=rank))
+        self._torch[loaded.torch] = None
+        if not isinstance(loaded.tree, dict):
+            raise CorruptError(f"`{location}`: no dict of DeepSpeed, but a {type(loaded.tree).__name__}", file=location)
+        return StateFile(rank, name, number, loaded, loaded.tree)
+
+    def run(self) -> None:
+        """Fill the catalogue."""
+        catalogue, first = self._catalogue, self._weights[0].tree
+        catalogue.faults += self._members.faults
+        world = first.get("dp_world_size")
+        world = world if type(world) is int and 0 < world < members.MAX_RANKS else max(self._states, default=0) + 1
+        _check_versions(first.get("universal_checkpoint_info"), self._weights[0].name)
+        if self._states or self._members.partitioned:
+            missing = [*self._members.check_world(world)]
+            catalogue.faults += missing
+            self._read_zero(world, whole=not catalogue.faults)
+            stage = self._stage
+        else:
+            stage = 0
+            self._read_plain()
+        self._add_rest()
+        name = f"ZeRO-{stage}" if stage else "without ZeRO"
+        version = first.get("ds_version")
+        catalogue.facts |= {
+            "layout": f"{name}, {plural(world, 'data-parallel rank')}",
+            "writer": f"DeepSpeed {version}" if isinstance(version, str) else "DeepSpeed",
+            "torch": ", ".join(self._torch),
+        }
+
+    @property
+    def _stage(self) -> int:
+        """The stage that the first rank says; BF16_Optimizer says none, and is one of stage 1."""
+        if self._members.partitioned:
+            return 3
+        state = self._optimizer_of(next(iter(self._states.values())))
+        stage = _plain(state.get("zero_stage"))
+        return stage if stage in (1, 2) else 1
+
+    def _optimizer_of(self, file: StateFile) -> dict[str, Any]:
+        state = file.tree.get("optimizer_state_dict")
+        if not isinstance(state, dict):
+            raise CorruptError(f"`{file.name}` has no `optimizer_state_dict`", file=file.name)
+        return state
+
+    # ZeRO -----------------------------------------------------------------------------------------------------------
+
+    def _read_zero(self, world: int, *, whole: bool) -> None:
+        states = {rank: self._optimizer_of(file) for rank, file in self._states.items()}
+        shapes = _shapes(self._weights[0])
+        for rank, state in states.items():
+            self._check_state(rank, state, world)
+        by_name: dict[str, Rebuilt] = {}
+        moments: dict[str, dict[str, Any]] = {name: {} for group in shapes for name in group}
+        if states:
+            divided = self._members.partitioned
+            groups = self._divided(shapes, states, world) if divided else self._flat(shapes, states)
+            for partition, masters, kinds in groups:
+                for what, lines in ((f"the weights of group {partition.number}", masters), *kinds.items()):
+                    partitions.check_lines(partition, lines, what)
+                    for name, rebuilt in partition.parameters(lines, self._place, what, whole=whole):
+                        if lines is masters:
+                            by_name[name] = rebuilt
+                        else:
+                            moments[name][what] = rebuilt
+            self._note_padding(groups)
+        self._add_model(by_name, world)
+        if states:
+            self._add_optimizer(states, shapes, moments)
+
+    def _place(self, rank: int, ref: TensorRef) -> Extent:
+        return self._states[rank].place(ref)
+
+    def _check_state(self, rank: int, state: Mapping[str, Any], world: int) -> None:
+        """Raise ReadError for what the optimizer of a rank has that this reader does not know."""
+        name = self._states[rank].name
+        _check_versions(state.get("universal_checkpoint_info"), name)
+        count = state.get("partition_count")
+        most = max((n for n in count if type(n) is int), default=world) if isinstance(count, list) else count
+        if type(most) is int and most != world:
+            text = f"`{name}`: partitions of {most} ranks, but {world} data-parallel ranks have saved"
+            hint = "shards within groups of ranks (MiCS, hpZ) are not read, and files of two saves are none"
+            raise ReadError(text, hint=f"{hint}: {_ONE_SAVE}", file=name, found=most, expected=world)
+        if isinstance(count, list) and any(n != world for n in count):
+            raise ReadError(f"`{name}`: groups of experts, which are not read", hint=_NOT_READ, file=name)
+        for key, value in state.items():
+            if key not in _OF_OPTIMIZER and _holds_tensor(value):
+                text = f"`{name}`: `{spelt(key)}`, optimizer state in a form that is not read"
+                raise ReadError(text, hint=_NOT_READ, file=name, found=spelt(key))
+
+    def _flat(
+        self, shapes: list[dict[str, Ints]], states: Mapping[int, dict[str, Any]]
+    ) -> list[tuple[Partition, dict[int, Line], dict[str, dict[int, Line]]]]:
+        """Return the groups of ZeRO 1 and 2, with the lines of the weights and of each kind of state."""
+        masters = {rank: self._lines(rank, state, "single_partition_of_fp32_groups") for rank, state in states.items()}
+        for rank, lines in masters.items():
+            if len(lines) != len(shapes):
+                text = f"rank {rank} has {plural(len(lines), 'group')} of weights, but `param_shapes` {len(shapes)}"
+                raise CorruptError(text, hint=_ONE_SAVE, rank=rank, found=len(lines), expected=len(shapes))
+        lean = any("zero_stage" in state for state in states.values())  # the masters of BF16_Optimizer are padded
+        sizes = [max(self._size(masters[r][g], states[r], g, lean=lean) for r in states) for g in range(len(shapes))]
+        reordered = _at(self._weights[0].tree, "ds_config", "zero_optimization", "round_robin_gradients") is True
+        groups = partitions.flat_groups(shapes, states, sizes, reordered=reordered)
+        return [
+            (
+                one,
+                {rank: [lines[one.number]] for rank, lines in masters.items()},
+                self._kinds(states, one, [one.number]),
+            )
+            for one in groups
+        ]
+
+    def _size(self, line: TensorRef, state: Mapping[str, Any], group: int, *, lean: bool) -> int:
+        paddings = state.get("group_paddings")
+        padding = paddings[group] if lean and isinstance(paddings, list) and group < len(paddings) else 0
+        return prod(line.shape) + (padding if type(padding) is int else 0)
+
+    def _lines(self, rank: int, state: Mapping[str, Any], key: str) -> list[TensorRef]:
+        lines = state.get(key)
+        if not isinstance(lines, list) or not all(map(is_line, lines)):
+            name = self._states[rank].name
+            raise CorruptError(f"`{name}`: `{key}` is no list of tensors of one dimension", file=name, rank=rank)
+        return lines
+
+    def _divided(
+        self, shapes: list[dict[str, Ints]], states: Mapping[int, dict[str, Any]], world: int
+    ) -> list[tuple[Partition, dict[int, Line], dict[str, dict[int, Line]]]]:
+        """Return the parameters of ZeRO 3 as one group."""
+        masters = {rank: self._lines(rank, state, "fp32_flat_groups") for rank, state in states.items()}
+        for rank, lines in masters.items():
+            if any(not line.shape[0] for line in lines) and any(shapes):
+                text = f"`{self._states[rank].name}`: weights without elements: they were offloaded to NVMe"
+                raise ReadError(text, hint="save with `offload_optimizer` on the CPU, or off", rank=rank)
+        (whole,) = partitions.divided(shapes, [*states], world)
+        return [(whole, dict(masters.items()), self._kinds(states, whole, [*range(len(shapes))]))]
+
+    def _kinds(
+        self, states: Mapping[int, dict[str, Any]], partition: Partition, keys: list[int]
+    ) -> dict[str, dict[int, Line]]:
+        """Return the lines of each kind of state that has a value for each element: `exp_avg`."""
+        kinds: dict[str, dict[int, Line]] = {}
+        for rank, state in states.items():
+            of_groups = [_state_of(state, key) for key in keys]
+            names = {name for one in of_groups for name, value in one.items() if _is_piece(value)}
+            for name in sorted(names):
+                line = [one[name] for one in of_groups if _is_piece(one.get(name))]
+                if len(line) != len(of_groups):
+                    text = f"`{self._states[rank].name}`: `{name}` is there for {len(line)} of {len(of_groups)} groups"
+                    raise ReadError(f"{text}, which is not read", hint=_NOT_READ, rank=rank)
+                kinds.setdefault(name, {})[rank] = line
+        return kinds
+
+    def _note_padding(self, groups: list[tuple[Partition, dict[int, Line], dict[str, dict[int, Line]]]]) -> None:
+        """Say which elements each rank has: `group 1: 8 elements on ranks 0-1, 7 and 1 of padding on rank 2`."""
+        texts = []
+        for one, _, _ in groups:
+            alike: dict[str, list[int]] = {}
+            for rank in self._states:
+                padding = one.paddings.get(rank, 0)
+                what = f"{plural(one.used(rank), 'element')}{f' and {padding:,} of padding' if padding else ''}"
+                alike.setdefault(what, []).append(rank)
+            where = [f"{what} on {rank_ranges(ranks)}" for what, ranks in alike.items()]
+            texts.append(f"group {one.number}: {', '.join(where)}")
+        self._catalogue.facts["partitions"] = "; ".join(texts)
+
+    # Model ----------------------------------------------------------------------------------------------------------
+
+    def _add_model(self, by_name: Mapping[str, Rebuilt], world: int) -> None:
+        """Add the model in its own order: float32 weights, then what the files have whole, and frozen parameters."""
+        file = self._weights[0]
+        module = file.tree.get("module")
+        if not isinstance(module, dict):
+            text = f"`{file.name}` has no `module`"
+            raise ReadError(text, hint=_NOT_READ, file=file.name)
+        shared = {k: v for one in self._weights for k, v in _dict(one.tree.get("shared_params")).items()}
+        frozen = dict(self._frozen(world))
+        first: dict[Hashable, str] = {}  # by the place in the file: tied parameters, in files that do not name them
+        for name, value in [*module.items(), *((n, None) for n in by_name if n not in module)]:
+            path = (MODEL, name)
+            place = (
+                (value.storage.key, value.offset, value.shape, value.strides) if isinstance(value, TensorRef) else name
+            )
+            owner = shared.get(name, first.setdefault(place, name))
+            rebuilt = next((found[n] for n in (name, owner) for found in (by_name, frozen) if n in found), None)
+            if rebuilt is not None:
+                self._catalogue.add(Tensor(path, rebuilt.dtype, rebuilt.shape, rebuilt.chunks))
+            elif self._members.partitioned and _is_placeholder(value, name, file):
+                text = f"no file has the elements of `{name}`: `param_shapes` and `frozen_param_shapes` do not name it"
+                hint = (
+                    "it was saved without frozen parameters, or by an older DeepSpeed: convert with `zero_to_fp32.py`"
+                )
+                self._catalogue.add(Tensor(path, value.dtype, value.shape, Chunks()))
+                self._catalogue.faults.append(CorruptError(text, hint=hint, tensor=name, concerns=[dotted(path)]))
+            else:
+                self._flatten(value, path, file)
+                self._compare_buffer(name, value)
+        self._catalogue.containers[MODEL,] = Container("OrderedDict")
+
+    def _frozen(self, world: int) -> Iterator[tuple[str, Rebuilt]]:
+        """Yield the frozen parameters that have fragments: whole ones of ZeRO 2, a piece of each rank of ZeRO 3."""
+        shapes = {k: tuple(v) for k, v in _dict(self._weights[0].tree.get("frozen_param_shapes")).items()}
+        if not self._members.partitioned:
+            shapes = {}  # they are whole in `module`, too
+        by_rank = {file.rank: file for file in self._weights}
+        for name, shape in shapes.items():
+            part, refs = -(-prod(shape) // world), []
+            for file in self._weights:
+                ref = _dict(file.tree.get("frozen_param_fragments")).get(name)
+                if not isinstance(ref, TensorRef) or not is_line(ref):
+                    raise CorruptError(f"`{file.name}` has no fragment of the frozen `{name}`", file=file.name)
+                own = max(0, min(part, prod(shape) - file.rank * part))
+                refs.append((file.rank, _beginning(ref, own)))
+            pieces: tuple[FlatPiece, ...] = lined_up(refs)
+            place: Callable[[int, TensorRef], Extent] = lambda rank, ref: by_rank[rank].place(ref)  # noqa: E731
+            yield from rebuild(refs[0][1].dtype, [Parameter(name, shape)], pieces, place)
+
+    def _compare_buffer(self, name: str, value: Any) -> None:
+        """Add a fault for a buffer of which the ranks of ZeRO 3 have different elements."""
+        if len(self._weights) < 2 or not isinstance(value, TensorRef):
+            return
+        contents = {file.rank: self._content(_dict(file.tree.get("module")).get(name), file) for file in self._weights}
+        if other := [rank for rank, content in contents.items() if content != contents[self._weights[0].rank]]:
+            ranks = some([f"rank {rank}" for rank in other])
+            message = f"tensor `{MODEL}.{name}` differs between ranks that should have the same: {ranks} from rank 0"
+            hint = f"if it is a buffer that the ranks do not synchronise, leave it out: `--exclude '{MODEL}.{name}'`"
+            facts = {"ranks": [0, *other], "concerns": [f"{MODEL}.{name}"]}
+            self._catalogue.faults.append(CorruptError(message, hint=hint, **facts))
+
+    # Optimizer ------------------------------------------------------------------------------------------------------
+
+    def _add_optimizer(
+        self, states: Mapping[int, dict[str, Any]], shapes: list[dict[str, Ints]], moments: dict[str, dict[str, Any]]
+    ) -> None:
+        """Add the optimizer's state under the names of parameters; what a group has once, such as the step, to each."""
+        catalogue, rank = self._catalogue, next(iter(states))
+        root: Path = (OPTIMIZER, "state")
+        for number, group in enumerate(shapes):
+            for name in group:
+                shared = {k: v for k, v in _state_of(states[rank], number).items() if not _is_piece(v)}
+                if "step" not in shared and "base_optimizer_state_step" in states[rank]:
+                    shared["step"] = states[rank]["base_optimizer_state_step"]
+                for key, value in [*shared.items(), *moments[name].items()]:
+                    path = (*root, name, key)
+                    if isinstance(value, Rebuilt):
+                        catalogue.add(Tensor(path, value.dtype, value.shape, value.chunks))
+                    else:
+                        self._flatten(value, path, self._states[rank])
+            self._compare_shared(states, number)
+        groups = _base(states[rank]).get("param_groups")
+        if not isinstance(groups, list):
+            groups = [{"params": [number]} for number in range(len(shapes))]
+            text = "an elastic checkpoint has no `param_groups`: learning rates and the like are those of the script"
+            catalogue.warnings.append(Warning("missing-part", text))
+        named = [{**_dict(group), "params": _names(_dict(group), shapes, self._states[rank])} for group in groups]
+        self._flatten(named, (OPTIMIZER, "param_groups"), self._states[rank])
+        self._same({r: _base(state).get("param_groups") for r, state in states.items()}, "param_groups")
+        self._add_scaler(states)
+
+    def _compare_shared(self, states: Mapping[int, dict[str, Any]], number: int) -> None:
+        values = {r: {k: v for k, v in _state_of(s, number).items() if not _is_piece(v)} for r, s in states.items()}
+        self._same(values, f"state of group {number}")
+
+    def _same(self, by_rank: Mapping[int, Any], what: str) -> None:
+        """Add a fault unless the optimizers of all ranks have the same there."""
+        contents = {rank: self._content(value, self._states[rank]) for rank, value in by_rank.items()}
+        first = next(iter(contents))
+        if other := [rank for rank, content in contents.items() if content != contents[first]]:
+            names = some([self._states[rank].name for rank in (first, *other)])
+            message = f"the optimizer's {what} is not the same on all ranks: {names}"
+            self._catalogue.faults.append(CorruptError(message, hint=_ONE_SAVE, ranks=[first, *other]))
+
+    def _add_scaler(self, states: Mapping[int, dict[str, Any]]) -> None:
+        rank, state = next(iter(states.items()))
+        for key, value in state.items():
+            if key == "loss_scaler" and isinstance(value, Stub):
+                fields = _dict(value.state[0]) if value.state else {}
+                self._flatten({"class": stub_name(value), **fields}, ("loss_scaler",), self._states[rank])
+                self._same({r: s.get(key) for r, s in states.items()}, "loss scaler")
+            elif key not in _OF_OPTIMIZER:
+                self._flatten(_plain(value), ("zero", key), self._states[rank])
+                self._same({r: s.get(key) for r, s in states.items()}, f"`{spelt(key)}`")
+
+    # Without ZeRO ---------------------------------------------------------------------------------------------------
+
+    def _read_plain(self) -> None:
+        """Add the model as it was in training, and the optimizer under its own ids."""
+        file = self._weights[0]
+        self._add_model({}, 1)
+        state = file.tree.get("optimizer")
+        if state is None:
+            text = "no optimizer state: DeepSpeed before 0.18.5 saves none of bfloat16 without ZeRO"
+            self._catalogue.warnings.append(Warning("missing-part", text))
+            return
+        inner = _dict(state).get("optimizer_state_dict")
+        if not isinstance(inner, dict):
+            self._flatten(state, (OPTIMIZER,), file)
+            return
+        masters = _dict(state).get("fp32_groups")
+        if not isinstance(masters, list):
+            text = "the optimizer of fp16 without ZeRO has flat groups, and no names of what is in them"
+            hint = "leave it out: `--drop optimizer`"
+            self._catalogue.faults.append(CorruptError(text, hint=hint, concerns=[OPTIMIZER]))
+        else:
+            # The float32 weights are state of each parameter like any other.
+            ids = [key for group in inner.get("param_groups", ()) for key in _dict(group).get("params", ())]
+            lines = [ref for group in masters if isinstance(group, list) for ref in group]
+            of_ids = {key: {"fp32": ref} for key, ref in zip(ids, lines, strict=False)}
+            if len(ids) != len(lines):
+                raise CorruptError(
+                    f"`{file.name}`: {len(lines)} float32 weights of {len(ids)} parameters", file=file.name
+                )
+            inner = {
+                **inner,
+                "state": {k: {**_dict(v), **of_ids.get(k, {})} for k, v in _dict(inner.get("state")).items()},
+            }
+        self._flatten(inner, (OPTIMIZER,), file)
+        rest = {k: v for k, v in _dict(state).items() if k not in ("optimizer_state_dict", "fp32_groups")}
+        self._flatten(rest, ("loss_scaler",), file)
+
+    # All else -------------------------------------------------------------------------------------------------------
+
+    def _add_rest(self) -> None:
+        """Add what lies beside the model: once if all ranks have the same, else that of each under its own key."""
+        first = self._weights[0]
+        for key in dict.fromkeys(key for file in self._weights for key in file.tree if key not in _LAYOUT):
+            contents = [self._content(file.tree.get(key), file) for file in self._weights]
+            if all(content == contents[0] for content in contents):
+                if not (key == "autoep_layers" or (first.tree[key] is None and key in _EMPTY)):
+                    self._flatten(first.tree[key], (key,), first)
+            elif key in _COUNTERS:
+                message = f"`{spelt(key)}` is not the same on all ranks"
+                self._catalogue.faults.append(CorruptError(message, hint=f"files of two saves are mixed: {_ONE_SAVE}"))
+            else:
+                for file in self._weights:
+                    if key in file.tree:
+                        self._flatten(file.tree[key], parts.with_rank((key,), file.rank), file)
+
+    def _content(self, value: Any, file: StateFile) -> str:
+        """Return a digest of a value, tensors by their checksums, without which one is only the same as itself."""
+
+        def described(ref: Any, path: Path) -> Any:
+            ref = ref.whole() if isinstance(ref, StorageRef) else ref
+            extent = file.place(ref)
+            record = extent.record
+            place = (extent.file, extent.offset) if record is None else (record.crc, extent.offset - record.offset)
+            known = place if extent.nbytes else ()
+            return ("tensor", ref.dtype.name, ref.shape, ref.strides, known)
+
+        return identity.key(replaced(value, (TensorRef, StorageRef), described))
+
+    def _flatten(self, value: Any, root: Path, file: StateFile) -> None:
+        """Add a tree at a path of the catalogue."""
+
+        def make(ref: Any, path: Path, embedded: bool) -> Tensor:
+            ref = ref.whole() if isinstance(ref, StorageRef) else ref
+            return Tensor(path, ref.dtype, ref.shape, Chunks.single(ref.shape, file.place(ref)), embedded=embedded)
+
+        flatten(value, self._catalogue, TensorRef, make, root, bare=StorageRef)
+
+
+_NOT_READ = "convert it with DeepSpeed's own `zero_to_fp32.py` or `ds_to_universal.py`, and name what they write"
+_EMPTY = ("lr_scheduler", "data_sampler", "random_ltd")
+_COUNTERS = ("global_steps", "global_samples", "skipped_steps", "dp_world_size", "mp_world_size", "ds_version")
+
+
+def _dict(value: Any) -> dict[Any, Any]:
+    return value if isinstance(value, dict) else {}
+
+
+def _at(tree: Any, *keys: str) -> Any:
+    for key in keys:
+        tree = _dict(tree).get(key)
+    return tree
+
+
+def _plain(value: Any) -> Any:
+    """Return the number of an enumeration of DeepSpeed; any other value as it is."""
+    if isinstance(value, Stub) and (stub_name(value) or "").endswith("ZeroStageEnum"):
+        return value.args[0] if value.args else None
+    return value
+
+
+def _is_piece(value: Any) -> bool:
+    """Return whether a value of the state is of the elements of a group."""
+    return isinstance(value, TensorRef) and len(value.shape) > 0
+
+
+def _holds_tensor(value: Any) -> bool:
+    found: list[bool] = []
+    replaced(value, (TensorRef, StorageRef), lambda ref, _: found.append(True))
+    return bool(found)
+
+
+def _is_placeholder(value: Any, name: str, file: StateFile) -> bool:
+    """Return whether a tensor of `module` stands for a partitioned parameter; an empty buffer is itself."""
+    return isinstance(value, TensorRef) and value.shape == (0,) and name not in (file.tree.get("buffer_names") or ())
+
+
+def _beginning(ref: TensorRef, numel: int) -> TensorRef:
+    return TensorRef(ref.storage, ref.dtype, ref.offset, (min(numel, ref.shape[0]),), (1,), ref.codec)
+
+
+def _base(state: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the state dict of the optimizer inside; of an elastic checkpoint, without `param_groups`."""
+    base = state.get("optimizer_state_dict", state.get("base_optimizer_state"))
+    return {"state": dict(enumerate(base))} if isinstance(base, list) else _dict(base)
+
+
+def _state_of(state: Mapping[str, Any], number: int) -> dict[str, Any]:
+    return _dict(_dict(_base(state).get("state")).get(number))
+
+
+def _names(group: Mapping[str, Any], shapes: list[dict[str, Ints]], file: StateFile) -> list[str]:
+    """Return the names of the parameters that a group of the optimizer inside has, by the numbers of flat groups."""
+    numbers = group.get("params")
+    if not isinstance(numbers, list) or any(type(n) is not int or not 0 <= n < len(shapes) for n in numbers):
+        text = f"`{file.name}`: `param_groups` of other groups than the {len(shapes)} of `param_shapes`"
+        raise CorruptError(text, hint=_ONE_SAVE, file=file.name)
+    return [name for number in numbers for name in shapes[number]]
+
+
+def _shapes(file: StateFile) -> list[dict[str, Ints]]:
+    """Return the names and shapes of each group, in the order of the flat group. Before 2021-10 it was one dict."""
+    value = file.tree.get("param_shapes")
+    groups = [value] if isinstance(value, dict) else value
+    if not isinstance(groups, list) or not all(isinstance(group, dict) for group in groups):
+        raise CorruptError(f"`{file.name}` has no `param_shapes`", hint=_NOT_READ, file=file.name)
+    for group in groups:
+        for name, shape in group.items():
+            if not isinstance(name, str) or not isinstance(shape, (TorchSize, tuple, list)):
+                raise CorruptError(f"`{file.name}`: `param_shapes` has a shape that is none", file=file.name)
+    names = [name for group in groups for name in group]
+    if len(names) != len({*names}):
+        raise CorruptError(f"`{file.name}`: `param_shapes` has a parameter in two groups", file=file.name)
+    return [{name: tuple(shape) for name, shape in group.items()} for group in groups]
+
+
+def _check_versions(info: Any, name: str) -> None:
+    """Raise ReadError for a description of the layout that is newer than what is known."""
+    affine, universal = _at(info, "affine_map", "version"), _at(info, "universal_checkpoint_version")
+    for what, version, known in (
+        ("affine_map", affine, _AFFINE_VERSION), ("universal_checkpoint_info", universal, _UNIVERSAL_VERSION)
+    ):  # fmt: skip
+        if isinstance(version, (int, float)) and version > known:
+            text = f"`{name}`: `{what}` of version {version}, newer than {known}, which is read"
+            raise ReadError(text, hint=_NOT_READ, file=name, found=version, expected=known)

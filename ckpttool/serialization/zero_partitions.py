@@ -1,0 +1,188 @@
+"""Where each parameter lies in the partitions of the ranks. Pure.
+
+    ZeRO 1, 2   rank 0 [ a a a a b b ]  rank 1 [ b b b c . . ]   a group's parameters end to end, cut in equal parts;
+                                                                 the end is padded, as what is behind some may be
+    ZeRO 3      rank 0 [ a a b b c ]    rank 1 [ a . b b . ]     ceil(n / ranks) elements of each; the last are padded
+
+`param_slice_mappings` say where a parameter is in the piece of a rank, and are believed; sums of sizes stand in for
+them in files of before 2022-10 alone. A piece is a line, or several end to end: ZeRO 3 cuts it into sub-groups.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from itertools import pairwise
+from math import prod
+from typing import Any, NamedTuple
+
+from ckpttool.catalogue.boxes import Ints
+from ckpttool.catalogue.shown import spelt
+from ckpttool.catalogue.values import Stub
+from ckpttool.errors import CorruptError
+from ckpttool.serialization.flat_pieces import MISSING, FlatPiece, Parameter, Place, Rebuilt, is_line, lined_up, rebuild
+from ckpttool.serialization.torch_pickle import TensorRef
+from ckpttool.text import plural, some
+
+Line = Sequence[TensorRef]
+"""What a rank has of a group: tensors of one dimension, end to end."""
+
+
+class Cut(NamedTuple):
+    """Elements of a rank's line that are a parameter's next ones: `Cut(0, 52, 128)`."""
+
+    rank: int
+    start: int
+    numel: int
+
+
+class Partition(NamedTuple):
+    """A group of parameters, and where each is: `Partition(0, {"w": (29, 8)}, {"w": [Cut(0, 0, 180), ...]}, {0: 0})`.
+    `paddings` are elements at the end of a rank's line that are of no parameter, `inner` those between parameters."""
+
+    number: int
+    shapes: dict[str, Ints]
+    slices: dict[str, list[Cut]]
+    paddings: dict[int, int]
+    inner: int = 0
+
+    def used(self, rank: int) -> int:
+        """Return how many elements of a rank's line are of parameters."""
+        return sum(one.numel for slices in self.slices.values() for one in slices if one.rank == rank)
+
+    def parameters(
+        self, lines: Mapping[int, Line], place: Place, what: str, *, whole: bool
+    ) -> Iterator[tuple[str, Rebuilt]]:
+        """Yield each parameter as these lines have it: weights, or one kind of state. Unless all files are there
+        (`whole`), what is missing is not looked for. Raises CorruptError for what does not fit."""
+        dtypes = {ref.dtype for line in lines.values() for ref in line}
+        if len(dtypes) > 1:
+            raise CorruptError(f"{what}: the ranks have {some(sorted(map(str, dtypes)))}", hint=_ONE_SAVE)
+        if not dtypes:
+            return
+        for name, shape in self.shapes.items():
+            refs = [ref for one in self.slices[name] if one.rank in lines for ref in self._cut(lines, one, name, what)]
+            pieces: tuple[FlatPiece, ...] = lined_up(refs)
+            numel = pieces[-1].stop if pieces else 0
+            if whole and numel != prod(shape):
+                message = f"{what} of `{name}` {list(shape)}: the partitions have {numel} of {prod(shape)} elements"
+                raise CorruptError(message, hint=MISSING, tensor=name, found=numel, expected=prod(shape))
+            yield from rebuild(next(iter(dtypes)), [Parameter(name, shape)], pieces, place)
+
+    def _cut(self, lines: Mapping[int, Line], one: Cut, name: str, what: str) -> Iterator[tuple[int, TensorRef]]:
+        at, left = 0, one.numel
+        for ref in lines[one.rank]:
+            low = max(one.start + one.numel - left, at)
+            high = min(at + ref.shape[0], one.start + one.numel)
+            if low < high:
+                yield one.rank, replace(ref, offset=ref.offset + low - at, shape=(high - low,))
+                left -= high - low
+            at += ref.shape[0]
+        if left:
+            message = f"{what} of rank {one.rank} has {at} elements, and `{name}` ends at {one.start + one.numel}"
+            raise CorruptError(message, hint=_ONE_SAVE, tensor=name, rank=one.rank, found=at)
+
+
+_ONE_SAVE = "the files are of different saves, or the optimizer keeps state that is not of each element"
+
+
+def flat_groups(
+    shapes: Sequence[dict[str, Ints]], ranks: Mapping[int, Mapping[str, Any]], sizes: Sequence[int], *, reordered: bool
+) -> list[Partition]:
+    """Return the groups of ZeRO 1 and 2. `ranks` are the optimizer's states of the ranks, `sizes` how many elements
+    each rank has of a group, with padding. If gradients are `reordered` (round-robin), the mappings of DeepSpeed are
+    those of another order: the groups have that of `shapes`."""
+    partitions = []
+    for number, (of_group, size) in enumerate(zip(shapes, sizes, strict=True)):
+        slices: dict[str, list[Cut]] = {name: [] for name in of_group}
+        paddings, inner = {}, 0
+        for rank, state in sorted(ranks.items()):
+            paddings[rank] = _count(_item(state, "group_paddings", number) or 0, "group_paddings", rank)
+            between = _item(state, "param_alignment_paddings", number) or [0] * len(of_group)
+            inner = sum(_count(n, "param_alignment_paddings", rank) for n in between)
+            mapping = None if reordered else _item(state, "param_slice_mappings", number)
+            if mapping is None:
+                own: Iterator[tuple[str, Cut]] = _summed(of_group, between, size, rank)
+            else:
+                own = _mapped(of_group, mapping, rank)
+            for name, one in own:
+                slices[name].append(one)
+        partitions.append(Partition(number, of_group, slices, paddings, inner))
+    return partitions
+
+
+def _item(state: Mapping[str, Any], key: str, number: int) -> Any:
+    values = state.get(key)
+    return values[number] if isinstance(values, list) and number < len(values) else None
+
+
+def _count(value: Any, key: str, rank: int) -> int:
+    if type(value) is not int or value < 0:
+        raise CorruptError(f"`{key}` of rank {rank} is no number of elements", rank=rank)
+    return value
+
+
+def _mapped(shapes: dict[str, Ints], mapping: Any, rank: int) -> Iterator[tuple[str, Cut]]:
+    """Yield the slices that a rank says it has: `fragment_address(numel, start)` by name, a dataclass of DeepSpeed."""
+    for name, address in mapping.items() if isinstance(mapping, dict) else ():
+        if name not in shapes:
+            text = f"rank {rank} has a piece of `{spelt(name)}`, which `param_shapes` does not have in that group"
+            raise CorruptError(text, hint=_ONE_SAVE, rank=rank, tensor=spelt(name))
+        state = address.state[0] if isinstance(address, Stub) and address.state else None
+        fields = state if isinstance(state, dict) else {}
+        yield (
+            name,
+            Cut(rank, _count(fields.get("start"), "start", rank), _count(fields.get("numel"), "numel", rank)),
+        )
+
+
+def _summed(shapes: dict[str, Ints], between: Sequence[int], size: int, rank: int) -> Iterator[tuple[str, Cut]]:
+    """Yield the slices of a rank by the sizes of all parameters and the padding behind each."""
+    if len(between) != len(shapes):
+        text = f"{len(between)} paddings between parameters, but {len(shapes)} parameters"
+        raise CorruptError(f"rank {rank} has {text}", hint=_ONE_SAVE, rank=rank)
+    begin = 0
+    for (name, shape), padding in zip(shapes.items(), between, strict=True):
+        end = begin + prod(shape)
+        low, high = max(begin, rank * size), min(end, (rank + 1) * size)
+        if low < high:
+            yield name, Cut(rank, low - rank * size, high - low)
+        begin = end + padding
+
+
+def divided(shapes: Sequence[dict[str, Ints]], ranks: Sequence[int], world: int) -> list[Partition]:
+    """Return the parameters of ZeRO 3, each cut in equal parts, as one group: the lines of a rank's sub-groups are one
+    after the other."""
+    slices: dict[str, list[Cut]] = {}
+    paddings = dict.fromkeys(ranks, 0)
+    begin = 0
+    for name, shape in ((name, shape) for group in shapes for name, shape in group.items()):
+        numel = prod(shape)
+        part = -(-numel // world)
+        slices[name] = []
+        for rank in ranks:
+            own = max(0, min(part, numel - rank * part))
+            paddings[rank] += part - own
+            if own:
+                slices[name].append(Cut(rank, begin, own))
+        begin += part
+    return [Partition(0, {name: shape for group in shapes for name, shape in group.items()}, slices, paddings)]
+
+
+def check_lines(partition: Partition, lines: Mapping[int, Line], what: str) -> None:
+    """Raise CorruptError unless each element of the lines is of one parameter, or padding."""
+    unused = 0
+    for rank, line in lines.items():
+        if not all(map(is_line, line)):
+            raise CorruptError(f"{what} of rank {rank} is no tensor of one dimension", rank=rank)
+        own = ((one, name) for name, slices in partition.slices.items() for one in slices if one.rank == rank)
+        taken = sorted((one.start, one.start + one.numel, name) for one, name in own)
+        for (_, end, name), (start, _, other) in pairwise(taken):
+            if start < end:
+                text = f"rank {rank} has `{name}` and `{other}` in the same elements of its partition"
+                raise CorruptError(text, hint=_ONE_SAVE, rank=rank)
+        length = sum(ref.shape[0] for ref in line)
+        unused += max(0, length - partition.used(rank) - partition.paddings.get(rank, 0))
+    if unused > partition.inner:
+        text = f"{what}: {plural(unused, 'element')} of the partitions {'is' if unused == 1 else 'are'} of no parameter"
+        raise CorruptError(text, hint=_ONE_SAVE, found=unused, expected=partition.inner)

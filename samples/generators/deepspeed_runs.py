@@ -1,0 +1,180 @@
+"""Makes `samples/checkpoints/deepspeed`: real runs of DeepSpeed 0.19.8 on CPUs with gloo, and what they are read as.
+
+    python samples/generators/deepspeed_runs.py [NAME ...]     all, or some of them
+
+Each is a directory with `saved`, what `engine.save_checkpoint` left, and `expected.pt`: the weights by DeepSpeed's own
+`zero_to_fp32`, and the moments: of ZeRO 3 as the live optimizer of the run gave them, of ZeRO 1 and 2 by DeepSpeed's
+own `ds_to_universal`. For fp16 the check of the device is turned off.
+DeepSpeed is not among the requirements of the project: `DS_BUILD_OPS=0 pip install deepspeed==0.19.8`, in an
+environment of its own.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+HERE = Path(__file__).resolve().parents[1] / "checkpoints" / "deepspeed"
+BF16, FP16 = {"bf16": {"enabled": True}}, {"fp16": {"enabled": True, "initial_scale_power": 4}}
+ZERO3 = {"stage3_param_persistence_threshold": 0}
+# World size, `zero_optimization` and the rest of the configuration.
+RUNS: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {
+    "zero0_fp32_w2": (2, {"stage": 0}, {}),
+    "zero0_fp16_w2": (2, {"stage": 0}, FP16),
+    "zero1_w2": (2, {"stage": 1}, BF16),
+    "zero1_elastic_w2": (2, {"stage": 1, "elastic_checkpoint": True}, BF16),
+    "zero1_bf16_optimizer_w3": (3, {"stage": 1}, BF16 | {"data_types": {"grad_accum_dtype": "fp32"}}),
+    "zero2_w3": (3, {"stage": 2}, BF16),
+    "zero2_round_robin_w3": (3, {"stage": 2, "round_robin_gradients": True}, BF16),
+    "zero2_fp16_w3": (3, {"stage": 2}, FP16),
+    "zero2_fp32_w2": (2, {"stage": 2}, {}),
+    "zero3_w3": (3, {"stage": 3, "sub_group_size": 40, **ZERO3}, BF16),
+    "zero3_fp32_w2": (2, {"stage": 3, **ZERO3}, {}),
+    "zero3_fp16_w2": (2, {"stage": 3}, FP16),
+}
+
+
+def model_class() -> Any:
+    import torch
+    from torch import nn
+
+    class Model(nn.Module):
+        """Tied and frozen parameters, odd sizes, a parameter smaller than the world, buffers."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.embed = nn.Embedding(13, 5)
+            self.up, self.down = nn.Linear(5, 7), nn.Linear(7, 5)
+            self.norm = nn.LayerNorm(5)
+            self.scale = nn.Parameter(torch.ones(1))
+            self.frozen = nn.Parameter(torch.arange(5.0) / 8, requires_grad=False)
+            self.head = nn.Linear(5, 13, bias=False)
+            self.head.weight = self.embed.weight
+            self.register_buffer("seen", torch.tensor([3, 4]))
+
+        def forward(self, ids: torch.Tensor) -> torch.Tensor:
+            hidden = self.embed(ids) + self.frozen
+            hidden = self.down(torch.relu(self.up(hidden))) * self.scale
+            return self.head(self.norm(hidden))
+
+    return Model
+
+
+def groups_of(model: Any) -> list[dict[str, Any]]:
+    trained = [p for p in model.parameters() if p.requires_grad]
+    is_matrix = [len(getattr(p, "ds_shape", p.shape)) > 1 for p in trained]
+    matrices = [p for p, one in zip(trained, is_matrix, strict=True) if one]
+    vectors = [p for p, one in zip(trained, is_matrix, strict=True) if not one]
+    return [{"params": matrices, "weight_decay": 0.1}, {"params": vectors, "weight_decay": 0.0, "lr": 2e-3}]
+
+
+def configuration(zero: dict[str, Any], rest: dict[str, Any]) -> dict[str, Any]:
+    return {
+        "train_micro_batch_size_per_gpu": 2,
+        "zero_allow_untested_optimizer": True,
+        "zero_force_ds_cpu_optimizer": False,
+        "zero_optimization": zero,
+        "scheduler": {"type": "WarmupLR", "params": {"warmup_max_lr": 1e-3, "warmup_num_steps": 10}},
+        **rest,
+    }
+
+
+def start(zero: dict[str, Any], rest: dict[str, Any]) -> Any:
+    """Return an engine over a new model, the same on all ranks."""
+    import deepspeed
+    import torch
+
+    # The CPU has no fp16 for DeepSpeed, but torch has it there.
+    type(deepspeed.get_accelerator()).is_fp16_supported = lambda self: True
+    torch.manual_seed(0)
+    with deepspeed.zero.Init(config_dict_or_path=configuration(zero, rest), enabled=zero["stage"] == 3):
+        model = model_class()()
+    optimizer = torch.optim.AdamW(groups_of(model), lr=1e-3)
+    return deepspeed.initialize(model=model, optimizer=optimizer, config=configuration(zero, rest))[0]
+
+
+def train(engine: Any, steps: range) -> None:
+    import torch
+
+    for step in steps:
+        ids = torch.randint(0, 13, (2, 4), generator=torch.Generator().manual_seed(100 * step + engine.global_rank))
+        loss = torch.nn.functional.cross_entropy(engine(ids).float().flatten(0, 1), ids.flatten())
+        engine.backward(loss)
+        engine.step()
+
+
+def live_moments(engine: Any) -> dict[str, dict[str, Any]]:
+    """Return the state of each parameter as the live optimizer of ZeRO 3 has it, whole."""
+    from deepspeed.utils import safe_get_full_optimizer_state
+
+    found: dict[str, dict[str, Any]] = {}
+    for name, parameter in engine.module.named_parameters():
+        if parameter.requires_grad:
+            kinds = ("exp_avg", "exp_avg_sq")
+            found[name] = {kind: safe_get_full_optimizer_state(parameter, kind).clone() for kind in kinds}
+    return found
+
+
+def universal_moments(step: Path) -> dict[str, dict[str, Any]]:
+    """Return the state of each parameter as `ds_to_universal` gives it."""
+    import torch
+
+    found: dict[str, dict[str, Any]] = {}
+    with tempfile.TemporaryDirectory() as folder:
+        convert_to_universal(step, Path(folder) / "universal")
+        for file in (Path(folder) / "universal" / "zero").glob("*/exp_avg*.pt"):
+            value = torch.load(file, weights_only=False)
+            found.setdefault(file.parent.name, {})[file.stem] = value["param"]
+    return found
+
+
+def convert_to_universal(step: Path, folder: Path) -> None:
+    command = [sys.executable, "-m", "deepspeed.checkpoint.ds_to_universal", "--inject_missing_state"]
+    environment = {key: value for key, value in os.environ.items() if key not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
+    options = ["--input_folder", str(step), "--output_folder", str(folder)]
+    subprocess.run([*command, *options], check=True, env=environment)
+
+
+def run_on_rank(name: str) -> None:
+    import torch
+    from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
+
+    _, zero, rest = RUNS[name]
+    engine = start(zero, rest)
+    train(engine, range(2))
+    folder = HERE / name / "saved"
+    state = {"iteration": 2, "rng": torch.random.get_rng_state()[:16] + engine.global_rank}
+    engine.save_checkpoint(str(folder), client_state=state)
+    moments = live_moments(engine) if zero["stage"] == 3 else {}
+    torch.distributed.barrier()
+    if engine.global_rank == 0:
+        for script in ("zero_to_fp32.py", "zero_to_torch.py"):
+            (folder / script).unlink(missing_ok=True)
+        # Neither reads an elastic checkpoint; and of round-robin gradients the mappings are those of another order.
+        if zero["stage"] in (1, 2) and "elastic" not in name and "round_robin" not in name:
+            moments = universal_moments(folder / "global_step2")
+        expected: dict[str, Any] = {"moments": moments}
+        if zero["stage"] and "bf16_optimizer" not in name:  # which `zero_to_fp32` does not read
+            expected["weights"] = get_fp32_state_dict_from_zero_checkpoint(str(folder))
+        torch.save(expected, folder.parent / "expected.pt")
+
+
+def main(names: list[str]) -> None:
+    for name in names or RUNS:
+        shutil.rmtree(HERE / name, ignore_errors=True)
+        world = RUNS[name][0]
+        launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(world)]
+        environment = os.environ | {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1", "DEEPSPEED_RUN": name}
+        subprocess.run([*launcher, __file__], check=True, env=environment)
+
+
+if __name__ == "__main__":
+    if "RANK" in os.environ:
+        run_on_rank(os.environ["DEEPSPEED_RUN"])
+    else:
+        main(sys.argv[1:])

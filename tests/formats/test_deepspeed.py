@@ -1,0 +1,326 @@
+"""DeepSpeed's directories, against what DeepSpeed makes of them: `zero_to_fp32`, `ds_to_universal`, the live run.
+
+`samples/checkpoints/deepspeed` are real runs, see `samples/generators/deepspeed_runs.py`.
+"""
+
+from __future__ import annotations
+
+import enum
+import json
+import pickle
+import random
+import shutil
+import sys
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from support.cli import run
+from support.paths import CHECKPOINTS
+
+import ckpttool
+from ckpttool.errors import CkptError, CorruptError, ReadError
+
+RUNS = CHECKPOINTS / "deepspeed"
+NAMES = sorted(path.name for path in RUNS.iterdir() if not path.name.startswith("zero0"))
+# What DeepSpeed's own tools do not read has the moments of a run that trained the same.
+SAME_RUN = {"zero1_elastic_w2": "zero1_w2", "zero2_round_robin_w3": "zero2_w3"}
+
+
+def expected(name: str) -> Any:
+    return torch.load(RUNS / name / "expected.pt", weights_only=False)
+
+
+def converted(source: Path, folder: Path, **options: Any) -> Any:
+    ckpttool.convert(source, folder / "out.pt", **options)
+    return torch.load(folder / "out.pt", weights_only=False)
+
+
+def require_same(found: Mapping[str, Any], wanted: Mapping[str, Any]) -> None:
+    for name, value in wanted.items():
+        assert found[name].dtype == value.dtype and found[name].shape == value.shape, name
+        assert found[name].equal(value), name
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_weights_and_moments_are_those_of_deepspeed(name: str, tmp_path: Path) -> None:
+    state, wanted = converted(RUNS / name / "saved", tmp_path), expected(name)
+    if "weights" in wanted:
+        require_same(state["model"], wanted["weights"])
+        # ZeRO-1 has the frozen parameter in 16 bits alone, which `zero_to_fp32` leaves out.
+        assert state["model"].keys() - wanted["weights"].keys() <= {"frozen"}
+    moments = expected(SAME_RUN.get(name, name))["moments"]
+    assert len(moments) == 8
+    for parameter, kinds in moments.items():
+        one = state["optimizer"]["state"][parameter]
+        assert float(one["step"]) == 2
+        for kind, value in kinds.items():
+            assert one[kind].equal(value.view(one[kind].shape)), (parameter, kind)
+    assert state["model"]["head.weight"].data_ptr() == state["model"]["embed.weight"].data_ptr()
+    assert sorted(n for g in state["optimizer"]["param_groups"] for n in g["params"]) == sorted(moments)
+    assert state["global_steps"] == state["iteration"] == 2 and state["lr_scheduler"] == {"last_batch_iteration": 1}
+
+
+@pytest.mark.parametrize("name", ["zero0_fp32_w2", "zero0_fp16_w2"])
+def test_without_zero(name: str, tmp_path: Path) -> None:
+    state = converted(RUNS / name / "saved", tmp_path)
+    file = RUNS / name / "saved" / "global_step2" / "mp_rank_00_model_states.pt"
+    saved = torch.load(file, weights_only=False)
+    require_same(state["model"], saved["module"])
+    optimizer = saved["optimizer"].get("optimizer_state_dict", saved["optimizer"])
+    for number, one in optimizer["state"].items():
+        require_same(state["optimizer"]["state"][number], one)
+    if "fp32_groups" in saved["optimizer"]:
+        masters = [ref for group in saved["optimizer"]["fp32_groups"] for ref in group]
+        for one, master in zip(state["optimizer"]["state"].values(), masters, strict=True):
+            assert one["fp32"].equal(master)
+
+
+def test_each_rank_keeps_what_is_its_own(tmp_path: Path) -> None:
+    state = converted(RUNS / "zero3_w3" / "saved", tmp_path)
+    first = state["rng"]["rank0"]
+    assert all(state["rng"][f"rank{rank}"].equal(first + rank) for rank in range(3))
+
+
+def test_a_world_changes_in_one_command(tmp_path: Path) -> None:
+    """ZeRO-3 of 3 ranks to a DCP directory of 2, and to a model alone."""
+    from torch.distributed.checkpoint import FileSystemReader, load
+
+    source, wanted = RUNS / "zero3_w3" / "saved", expected("zero3_w3")
+    ckpttool.reshard(source, tmp_path / "dcp", to_world=2)
+    assert sorted(path.name for path in (tmp_path / "dcp").glob("*.distcp")) == ["__0_0.distcp", "__1_0.distcp"]
+    found = {f"model.{n}": torch.zeros_like(v) for n, v in wanted["weights"].items()}
+    moments = {f"{name}.{kind}": v for name, kinds in wanted["moments"].items() for kind, v in kinds.items()}
+    found |= {f"optimizer.state.{name}": torch.zeros_like(value) for name, value in moments.items()}
+    load(found, storage_reader=FileSystemReader(str(tmp_path / "dcp")), no_dist=True)
+    require_same(found, {f"model.{name}": value for name, value in wanted["weights"].items()})
+    require_same(found, {f"optimizer.state.{name}": value for name, value in moments.items()})
+    ckpttool.convert(source, tmp_path / "m.safetensors", only=["model"])
+    model = load_file(tmp_path / "m.safetensors")
+    require_same(model, {name: value for name, value in wanted["weights"].items() if name in model})
+    assert wanted["weights"].keys() - model.keys() == {"head.weight"}  # tied
+
+
+def test_what_people_read() -> None:
+    done = run("inspect", str(RUNS / "zero2_w3" / "saved"))
+    assert done.exit_code == 0
+    assert "deepspeed, ZeRO-2, 3 data-parallel ranks" in done.stdout
+    wanted = "group 1: 8 elements on ranks 0-1, 7 elements and 1 of padding on rank 2"
+    assert wanted in done.stdout
+    assert run("verify", str(RUNS / "zero3_w3" / "saved")).exit_code == 0
+    same = run("diff", "--json", str(RUNS / "zero2_w3" / "saved"), str(RUNS / "zero2_round_robin_w3" / "saved"))
+    document = json.loads(same.stdout)  # what differs is `ds_config`, and the order of `param_groups`
+    assert document["verdict"] == "differs" and not document["tensors"] and document["total"]["equal"] == 36
+
+
+# What is not one whole save -------------------------------------------------------------------------------------------
+
+
+def copied(name: str, folder: Path) -> Path:
+    return Path(shutil.copytree(RUNS / name / "saved" / "global_step2", folder / "global_step2"))
+
+
+def change(file: Path, by: Callable[[Any], None]) -> None:
+    """Save a file again with another value in it; DeepSpeed's classes stay what they are called."""
+    with mock.patch.dict(sys.modules):
+        tree = torch.load(file, weights_only=False, pickle_module=Classes)
+        by(tree["optimizer_state_dict"] if "optim" in file.name else tree)
+        torch.save(tree, file)
+
+
+class Classes:
+    """Unpickles with a new class for each one of DeepSpeed, which is not installed."""
+
+    load = pickle.load
+
+    class Unpickler(pickle.Unpickler):
+        def find_class(self, module: str, name: str) -> Any:
+            if not module.startswith("deepspeed"):
+                return super().find_class(module, name)
+            parts = module.split(".")
+            for depth in range(1, len(parts) + 1):
+                sys.modules.setdefault(".".join(parts[:depth]), ModuleType(".".join(parts[:depth])))
+            if not hasattr(sys.modules[module], name):
+                stages = {"one": 1, "two": 2, "three": 3}
+                plain = type(name, (), {"__module__": module})
+                kind = enum.IntEnum(name, stages, module=module) if name == "ZeroStageEnum" else plain
+                setattr(sys.modules[module], name, kind)
+            return getattr(sys.modules[module], name)
+
+
+def optim(rank: int) -> str:
+    return f"bf16_zero_pp_rank_{rank}_mp_rank_00_optim_states.pt"
+
+
+@pytest.mark.parametrize(
+    ("name", "spoil", "expected"),
+    [
+        ("zero2_w3", lambda d: (d / optim(1)).unlink(), "the optimizer file of `rank 1` is missing: 3 ranks"),
+        ("zero3_w3", lambda d: (d / optim(2)).unlink(), "the optimizer file of `rank 2` is missing: 3 ranks"),
+        (
+            "zero3_w3",
+            lambda d: (d / "zero_pp_rank_1_mp_rank_00_model_states.pt").unlink(),
+            "the weights file of `rank 1` is missing",
+        ),
+        ("zero2_w3", lambda d: shutil.copy(d / optim(1), d / optim(3)), "of a save with more ranks than 3"),
+        ("zero2_w3", lambda d: shutil.copy(d / optim(1), d / optim(1)[5:]), "are both of rank 1"),
+    ],
+)
+def test_a_set_that_is_not_whole(name: str, spoil: Callable[[Path], Any], expected: str, tmp_path: Path) -> None:
+    path = copied(name, tmp_path)
+    spoil(path)
+    assert run("inspect", str(path)).exit_code == 0
+    for arguments in (["verify", str(path)], ["convert", str(path), str(tmp_path / "out.pt")]):
+        done = run(*arguments)
+        assert done.exit_code == CorruptError.exit_code, done.stdout
+        assert expected in done.stdout + done.stderr
+    assert not (tmp_path / "out.pt").exists()
+
+
+def test_no_weights_of_the_first_rank(tmp_path: Path) -> None:
+    path = copied("zero2_w3", tmp_path)
+    (path / "mp_rank_00_model_states.pt").unlink()
+    with pytest.raises(CorruptError, match=r"no `mp_rank_00_model_states\.pt` beside"):
+        ckpttool.inspect(path)
+
+
+def _mixed(state: Any) -> None:
+    state["base_optimizer_state"]["state"][0]["step"] += 1
+
+
+def _longer(state: Any) -> None:
+    state["base_optimizer_state"]["state"][0]["worker_error"] = torch.zeros(7)
+
+
+def _overlapping(state: Any) -> None:
+    next(iter(state["param_slice_mappings"][0].values())).start = 3
+
+
+def _whole(state: Any) -> None:
+    state["whole_param_optimizer_states"] = [{"up.weight": {"momentum_buffer": torch.zeros(7, 5)}}]
+
+
+def _newer(state: Any) -> None:
+    state["universal_checkpoint_info"] = {"affine_map": {"version": 2, "params": {}}}
+
+
+def _experts(state: Any) -> None:
+    state["partition_count"][1] = 1
+
+
+def _offloaded(state: Any) -> None:
+    state["fp32_flat_groups"][0] = torch.zeros(0)
+
+
+def _none(tree: Any) -> None:
+    tree["module"] = None
+
+
+@pytest.mark.parametrize(
+    ("name", "file", "by", "error", "expected"),
+    [
+        ("zero2_w3", optim(1), _mixed, CorruptError, "state of group 0 is not the same on all ranks"),
+        ("zero2_w3", optim(1), _longer, CorruptError, "worker_error of rank 1 has 7 elements"),
+        ("zero2_w3", optim(1), _overlapping, CorruptError, "in the same elements of its partition|ends at"),
+        ("zero2_w3", optim(1), _whole, ReadError, "`whole_param_optimizer_states`, optimizer state in a form"),
+        ("zero2_w3", optim(1), _newer, ReadError, "`affine_map` of version 2, newer than 1"),
+        ("zero2_w3", optim(1), _experts, ReadError, "groups of experts"),
+        ("zero3_w3", optim(1), _offloaded, ReadError, "offloaded to NVMe"),
+        ("zero2_w3", "mp_rank_00_model_states.pt", _none, ReadError, "has no `module`"),
+    ],
+)
+def test_what_is_refused(
+    name: str, file: str, by: Callable[[Any], None], error: type[CkptError], expected: str, tmp_path: Path
+) -> None:
+    path = copied(name, tmp_path)
+    change(path / file, by)
+    with pytest.raises(error, match=expected) as caught:
+        ckpttool.convert(path, tmp_path / "out.pt")
+    assert caught.value.hint
+
+
+def test_padding_between_parameters(tmp_path: Path) -> None:
+    """DeepSpeed's alignment for grouped_mm (8277), emulated: each parameter begins at a multiple of 4 elements."""
+    path, wanted = copied("zero2_w3", tmp_path), expected("zero2_w3")
+    model = torch.load(path / "mp_rank_00_model_states.pt", weights_only=False)
+    shapes = model["param_shapes"][1]
+    between = [-shape.numel() % 4 for shape in shapes.values()]
+    kinds_of = {k: {n: m[k] for n, m in wanted["moments"].items()} for k in ("exp_avg", "exp_avg_sq")}
+    sources = {"fp32": wanted["weights"]} | kinds_of
+
+    def aligned(kind: str, rank: int) -> torch.Tensor:
+        pieces = [torch.cat([sources[kind][n].flatten(), torch.zeros(p)]) for n, p in zip(shapes, between, strict=True)]
+        flat = torch.cat(pieces)
+        size = -(-len(flat) // 3)
+        return torch.cat([flat, torch.zeros(3 * size - len(flat))])[rank * size : (rank + 1) * size].clone()
+
+    for rank in range(3):
+
+        def by(state: Any, rank: int = rank) -> None:
+            state["param_alignment_paddings"][1] = between
+            state["single_partition_of_fp32_groups"][1] = aligned("fp32", rank)
+            for kind in ("exp_avg", "exp_avg_sq"):
+                state["base_optimizer_state"]["state"][1][kind] = aligned(kind, rank)
+            state["group_paddings"][1] = 0
+            size, begin, mapping = len(aligned("fp32", rank)), 0, {}
+            address = type(next(iter(state["param_slice_mappings"][0].values())))
+            for (name, shape), padding in zip(shapes.items(), between, strict=True):
+                low, high = max(begin, rank * size), min(begin + shape.numel(), (rank + 1) * size)
+                if low < high:
+                    mapping[name] = address()
+                    mapping[name].start, mapping[name].numel = low - rank * size, high - low
+                begin += shape.numel() + padding
+            state["param_slice_mappings"][1] = mapping
+
+        change(path / optim(rank), by)
+    state = converted(path, tmp_path)
+    require_same(state["model"], wanted["weights"])
+    for name, kinds in wanted["moments"].items():
+        require_same(state["optimizer"]["state"][name], kinds)
+    for rank in range(3):  # as files of before 2022-10
+        change(path / optim(rank), lambda state: state.pop("param_slice_mappings"))
+    (tmp_path / "out.pt").unlink()
+    require_same(converted(path, tmp_path)["model"], wanted["weights"])
+
+
+@pytest.mark.parametrize("name", ["zero2_w3", "zero3_w3"])
+def test_flips_are_found(name: str, tmp_path: Path) -> None:
+    _require_found(name, tmp_path, range(6))
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", ["zero1_w2", "zero2_w3", "zero3_w3"])
+def test_many_flips_are_found(name: str, tmp_path: Path) -> None:
+    _require_found(name, tmp_path, range(6, 106))
+
+
+def _require_found(name: str, folder: Path, seeds: range) -> None:
+    """A flipped bit is an error, or nothing that is converted has changed."""
+    whole = converted(RUNS / name / "saved", folder)
+    for seed in seeds:
+        path = copied(name, folder / str(seed))
+        files = sorted(path.iterdir())
+        data = bytearray(files[seed % len(files)].read_bytes())
+        data[random.Random(seed).randrange(len(data))] ^= 1 << seed % 8
+        files[seed % len(files)].write_bytes(data)
+        try:
+            state = converted(path, path.parent)
+        except CkptError:
+            continue
+        require_same(state["model"], whole["model"])
+        for parameter, kinds in whole["optimizer"]["state"].items():
+            require_same(state["optimizer"]["state"][parameter], kinds)
+
+
+def test_a_truncated_file(tmp_path: Path) -> None:
+    path = copied("zero3_w3", tmp_path)
+    data = (path / optim(1)).read_bytes()
+    for size in (0, 3, len(data) // 2, len(data) - 1):
+        (path / optim(1)).write_bytes(data[:size])
+        with pytest.raises(CkptError):
+            ckpttool.convert(path, tmp_path / "out.pt")
