@@ -92,7 +92,7 @@ def in_a_bucket_of_the_hub(directory: Path, monkeypatch: pytest.MonkeyPatch, tmp
 
 
 Make = Callable[[Path, pytest.MonkeyPatch, Path], Location]
-REMOTE: list[Make] = [on_the_hub, in_the_cache, in_a_bucket_of_the_hub, in_a_bucket, in_a_file_system]
+REMOTE = (on_the_hub, in_the_cache, in_a_bucket_of_the_hub, in_a_bucket, in_a_file_system)
 STORES: list[Make] = [local, wrapped, planned, *REMOTE]
 
 
