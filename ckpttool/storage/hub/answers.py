@@ -56,7 +56,7 @@ class AnswerError(ValueError):
         self._request = request
 
 
-class ChangedError(AnswerError):
+class ChangedFileError(AnswerError):
     """Raised for a file that is another one than it was in the listing of its bucket."""
 
 
@@ -249,7 +249,7 @@ def _check_names(response: Any, block: _Block) -> None:
 
 
 def _check_unchanged(response: Any, file: RepoFile) -> None:
-    """Raise ChangedError if a file of a bucket has other bytes than when the bucket was listed."""
+    """Raise ChangedFileError if a file of a bucket has other bytes than when the bucket was listed."""
     headers = response.headers
     total = _CONTENT_RANGE.fullmatch(headers.get("content-range", ""))
     for now, before in (
@@ -258,7 +258,7 @@ def _check_unchanged(response: Any, file: RepoFile) -> None:
         (total and total[3], str(file.size)),
     ):
         if now not in (None, before) and response.status_code < HTTPStatus.BAD_REQUEST:
-            raise ChangedError(f"`{file.name}` is {_short(now)}, and was {before}", response.request)
+            raise ChangedFileError(f"`{file.name}` is {_short(now)}, and was {before}", response.request)
 
 
 def _check_file(response: Any, block: _Block, file: RepoFile) -> None:

@@ -201,7 +201,7 @@ def _chain(error: BaseException | None) -> Iterator[BaseException]:
 def _translate_known(one: BaseException, address: str, doing: str, facts: dict[str, Any]) -> CkptError | None:
     prefix = f"`{address}`"
     what = "bucket" if address.startswith(BUCKETS) else "repository"
-    if isinstance(one, answers.ChangedError):
+    if isinstance(one, answers.ChangedFileError):
         return files.changed(address)
     if isinstance(one, answers.AnswerError):
         message = f"{_endpoint(one)} does not answer as the Hub does: {one}"
