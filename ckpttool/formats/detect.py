@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import re
+
 from ckpttool.catalogue.protocols import Format
 from ckpttool.errors import CkptError, ReadError
 from ckpttool.formats import CHECKPOINTS, FORMATS
 from ckpttool.storage.stores import Location
-from ckpttool.text import some
+from ckpttool.text import cut, size, some
 
 _SHOWN = 4
 _TAR = 257  # where a tar archive says that it is one
@@ -47,11 +49,29 @@ def _unknown_file(location: Location) -> CkptError:
         return ReadError(f"`{location}` is empty", hint=_INCOMPLETE, file=location)
     if location.head(_TAR + 5)[_TAR:] == b"ustar":
         return ReadError(f"`{location}`: a tar archive", hint=_UNPACK_ALL, file=location, found="a tar archive")
+    if _ONNX.match(head):
+        return ReadError(f"`{location}`: an ONNX model, by its first bytes", hint=_OTHER, file=location)
+    nbytes = location.size()
+    if nbytes > len(_TABLE) and location.read(nbytes - len(_TABLE), len(_TABLE)) == _TABLE:
+        return ReadError(f"`{location}`: an index of a TensorFlow checkpoint", hint=_OTHER, file=location)
     low = head.lstrip(b" \t\r\n\xef\xbb\xbf").lower() if head.strip(b"\0") else bytes(_HEAD)
     for begins, what, hint in _OTHER_FILES:
         if low.startswith(begins):
             return ReadError(f"`{location}`: {what}", hint=hint, file=location, found=what)
-    return ReadError(f"`{location}`: unrecognised format", hint=_marks(), file=location)
+    line = _as_text(head)
+    shown = f"a text that begins `{cut(line, 40)}`" if line else f"{size(nbytes)} that begin with {head[:8].hex(' ')}"
+    return ReadError(f"`{location}`: unrecognised format: {shown}", hint=_marks(), file=location)
+
+
+def _as_text(head: bytes) -> str:
+    """Return the first line of a text; nothing if the bytes are not of one."""
+    try:
+        # The last character may have been cut.
+        text = head.decode("utf-8") if len(head) < _HEAD else head[:-3].decode("utf-8", "ignore")
+    except UnicodeDecodeError:
+        return ""
+    line = text.strip().partition("\n")[0].strip()
+    return line if text.replace("\n", "").replace("\t", "").replace("\r", "").isprintable() else ""
 
 
 def _unknown_directory(location: Location) -> ReadError:
@@ -64,6 +84,8 @@ def _unknown_directory(location: Location) -> ReadError:
     for name in names[:1000]:
         if (location / name).is_file():
             (location / name).check_readable()
+    if "saved_model.pb" in names or any(re.fullmatch(r".+\.data-\d{5}-of-\d{5}", name) for name in names):
+        return ReadError(f"`{location}`: a checkpoint of TensorFlow, by its names", hint=_OTHER, file=location)
     more = ", ..." if len(names) > _SHOWN else ""
     text = f"`{location}`: contains no checkpoint of a known format ({', '.join(names[:_SHOWN])}{more})"
     return ReadError(text, hint=_marks(), file=location)
@@ -88,6 +110,8 @@ _UNZIP = "unpack it, `unzip FILE -d DIR`, and name the directory: each file in i
 _PAGE = "the download was refused or went astray: look at it in a text editor"
 _OTHER = "it is no PyTorch checkpoint, and is not read"
 
+_TABLE = bytes.fromhex("57fb808b247547db")  # the end of a table of LevelDB, which TensorFlow's indexes are
+_ONNX = re.compile(rb"\x08[\x03-\x1f][\x12\x1a\x3a\x42]")  # the version of its format, and another field
 # The first bytes, in lower case and without white space; what such a file is, and a hint.
 _OTHER_FILES = (
     (bytes(_HEAD), "nothing but zeros at its beginning", "the copy did not end; take another one"),

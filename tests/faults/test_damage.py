@@ -62,12 +62,19 @@ OTHERS: dict[str, bytes] = {
     "an ELF program": b"\x7fELF" + bytes(60),
     "a pickle that was cut": pickle.dumps({"a": 1})[:-2],
     "a PDF": b"%PDF-1.4\n" + bytes(100),
+    # ModelProto of onnx.proto: ir_version (field 1) 10, producer_name (field 2), graph (field 7).
+    "an ONNX model": b"\x08\x0a\x12\x07pytorch\x1a\x032.9\x3a\x02\x12\0",
+    # The footer of a LevelDB table ends with its magic number, 0xdb4775248b80fb57.
+    "an index of TensorFlow": bytes(range(1, 41)) + (0xDB4775248B80FB57).to_bytes(8, "little"),
+    "bytes of nothing known": bytes(range(200, 256)),
 }
 
 
 NAMED = {
     "a picture": "picture", "an error page": "web page", "a gzip": "gzip", "a pointer of git LFS": "git lfs pull",
-    "zeros": "zeros", "JSON": "JSON", "a pickle that was cut": "pickle",
+    "zeros": "zeros", "JSON": "JSON", "a pickle that was cut": "pickle", "an ONNX model": "ONNX",
+    "an index of TensorFlow": "TensorFlow", "text": "a text that begins `see the other directory`",
+    "bytes of nothing known": "56 B that begin with c8 c9 ca",
 }  # fmt: skip
 
 
