@@ -3,7 +3,7 @@
 A checkpoint is a catalogue of named tensors, each a tiling of boxes, each box a run of bytes in a file. Opening one
 reads its index and runs nothing; converting one lays out an empty checkpoint of the other format and moves each byte
 once. `open` reads lazily; `inspect`, `show`, `stats`, `report`, `check`, `match`, `diff`, `verify`, `repair`,
-`convert`, `reshard`, `export` and `clean` are the commands of the same names.
+`convert`, `reshard`, `export`, `batch` and `clean` are the commands of the same names.
 """
 
 from __future__ import annotations
@@ -31,6 +31,8 @@ if TYPE_CHECKING:
         StorageError,
         UsageError,
     )
+    from ckpttool.fleet.batch import batch
+    from ckpttool.fleet.batch_result import Batch
     from ckpttool.operations.check import Checked, check
     from ckpttool.operations.clean import Cleaned, clean
     from ckpttool.operations.convert import convert
@@ -55,6 +57,7 @@ if TYPE_CHECKING:
 
 # The module of each public name, which is imported when the name is first used: `--help` imports what it needs.
 _MODULES = {
+    "Batch": "fleet.batch_result",
     "Catalogue": "catalogue.entries",
     "Checked": "operations.check",
     "Checkpoint": "operations.open",
@@ -81,6 +84,7 @@ _MODULES = {
     "StorageError": "errors",
     "Subtree": "operations.open",
     "UsageError": "errors",
+    "batch": "fleet.batch",
     "check": "operations.check",
     "clean": "operations.clean",
     "convert": "operations.convert",
@@ -145,6 +149,7 @@ def open(path: str | PathLike[str], *, shapes: str | None = None) -> Checkpoint:
 
 # Without `open`: `from ckpttool import *` must not replace the built-in function.
 __all__ = [
+    "Batch",
     "Catalogue",
     "Checked",
     "Checkpoint",
@@ -172,6 +177,7 @@ __all__ = [
     "Subtree",
     "UsageError",
     "__version__",
+    "batch",
     "check",
     "clean",
     "convert",

@@ -14,6 +14,8 @@ from typing import Any, ClassVar
 EXTRAS = {"torch": "torch", "textual": "browse", "obstore": "cloud"}  # by package, those that `require` is asked for
 DONE = 0
 DIFFERS = 1
+SOME_FAILED = 10  # of the checkpoints of a batch
+ALL_FAILED = 11
 BUG = 70
 INTERRUPTED = 130
 TERMINATED = 143
@@ -35,6 +37,7 @@ SWITCHES = frozenset(
         "dry_run",
         "dtype_strict",
         "ignore_dtype",
+        "new",
         "overwrite",
         "private",
         "public",

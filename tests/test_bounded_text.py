@@ -48,6 +48,7 @@ JSON_OF_OURS = {
     "formats.safetensors.checksums": "names and sums",
     "storage.hub.headers": "addresses, names and sizes",
     "operations.export.card": "a name in the header of a card",
+    "fleet.log": "paths, sizes and messages, and options that `jsonable` has bounded",
     "storage.log": "lines of a journal of ours",
     "reports.terminal": "a document whose values `jsonable` has bounded",
     "cli.error_messages": "facts that `jsonable` has bounded",

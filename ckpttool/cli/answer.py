@@ -53,8 +53,14 @@ def respond_written(name: str, arguments: dict[str, Any]) -> None:
     from ckpttool.operations.written import blocks
 
     as_json, quiet, verbose = (arguments[flag] for flag in ("as_json", "quiet", "verbose"))
+    given = written_arguments(arguments)
+    call, drawn = partial(getattr(ckpttool, name), **given), partial(blocks, check=arguments["check"])
+    respond(call, drawn, as_json=as_json, quiet=quiet, verbose=verbose, html=arguments.get("html"))
+
+
+def written_arguments(arguments: dict[str, Any]) -> dict[str, Any]:
+    """Return the arguments of the library for those of `convert`, `reshard` or `export`."""
     given = library_arguments(arguments, "no_manifest")
     if arguments.get("no_manifest") and given["manifest"] is None:
         given["manifest"] = False
-    call, drawn = partial(getattr(ckpttool, name), **given), partial(blocks, check=arguments["check"])
-    respond(call, drawn, as_json=as_json, quiet=quiet, verbose=verbose, html=arguments.get("html"))
+    return given

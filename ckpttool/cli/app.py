@@ -36,6 +36,7 @@ COMMANDS = {
     "convert": "Convert to another format, bit for bit.",
     "export": "Export the model for transformers, vLLM and the Hub.",
     "reshard": "Reshard for another number of ranks or another mesh.",
+    "batch": "Convert, export or verify every checkpoint of a run.",
     "clean": "List or remove what failed runs left in a directory.",
     "samples": "Write small real checkpoints to try the commands on.",
     "formats": "List the formats that can be read and written.",
@@ -118,8 +119,8 @@ def main() -> None:
 
         silent = processes.is_silent()
     if silent:
-        # All processes divide the work of these two; one does the rest, and one prints.
-        if not {"reshard", "trial"} & {*sys.argv[1:]}:
+        # All processes divide the work of these; one does the rest, and one prints.
+        if not {"reshard", "trial", "batch"} & {*sys.argv[1:]}:
             return
         sys.stdout = sys.stderr = open(os.devnull, "w")  # noqa: SIM115
     try:

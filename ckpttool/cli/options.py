@@ -51,6 +51,9 @@ TrialCheckpoints = Annotated[Many, argument("[CKPT]...",
     "Checkpoints to resume from; each run is compared with that of the first.")]
 TrainingCommand = Annotated[Many, argument("-- COMMAND...",
     "The training command, with OUT or {out} for its output directory.")]
+BatchCommand = Annotated[Many, argument("COMMAND RUN... DST [OPTION]...",
+    "convert, export, verify or stats; runs, quoted patterns or checkpoints; where each goes, with {step} or {name} in "
+    "it; and the options of that command, which may have them, too.")]
 RecipeToWrite = Annotated[str, argument("FILE", "The file to write. An existing one is not replaced.")]
 
 # What is read ---------------------------------------------------------------------------------------------------------
@@ -227,6 +230,13 @@ NoManifest = Annotated[bool, option("--no-manifest", EXECUTION, "Leave out the m
 Cache = Annotated[bool, option("/--no-cache", EXECUTION, "Read all values again, and cache nothing.")]
 Threads = Annotated[Number, option("--threads -j N", EXECUTION, "Number of threads that read and write.", least=1)]
 MaxMemory = Annotated[Text, option("--max-memory SIZE", EXECUTION, "Limit the buffers: 2GB, 512MiB, ...")]
+Jobs = Annotated[int, option("--jobs -j N", EXECUTION, "Checkpoints that are worked on at once.", least=1)]
+New = Annotated[bool, option("--new", EXECUTION, "Leave alone whatever lies at the destination of a checkpoint.")]
+Watch = Annotated[Float, option("--watch SECONDS", EXECUTION,
+    "Follow a live run: take checkpoints as they become complete, until there was no new one for SECONDS.")]
+ShardOfBatch = Annotated[Text, option("--shard I/N", EXECUTION,
+    "Do the share I of N, from 0 to N-1. Default: the place in an array of Slurm or in an indexed Job of Kubernetes, "
+    "else everything.")]
 Engine = Annotated[Text, option("--engine ENGINE", EXECUTION,
     "bytes copies files; mesh loads into torch with one process per rank, and is the default there.")]
 Yes = Annotated[bool, option("--yes", EXECUTION,

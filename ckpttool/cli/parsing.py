@@ -28,11 +28,12 @@ Exit = typer.Exit
 ParseError: type[Any] = typer.BadParameter.__bases__[0]
 
 # Metavars of paths.
-_PATHS = ("PATH", "SRC", "DST", "A", "B", "DIR", "FILE", "OTHER", "NAME", "FROM", "PATTERN", "[CKPT]")
+_PATHS = ("PATH", "SRC", "DST", "A", "B", "DIR", "FILE", "OTHER", "NAME", "FROM", "PATTERN", "[CKPT]", "RUN")
 _NUMBERS = {int: "a whole number", float: "a number"}
 _QUOTED = re.compile(r"(?<!\w)'[^']*'(?!\w)")
 _UNBROKEN = "\xa0"  # a space at which no line is broken
 _PRINTING = ("as_json", "quiet", "verbose")
+_COMMAND = "COMMAND"  # begins the metavar of words that another command parses
 _EXAMPLES = "\n\nExamples:\n"  # in the docstring of a command
 
 
@@ -166,6 +167,8 @@ class Command(TyperCommand):
         self.help, _, examples = (self.help or "").partition(_EXAMPLES)
         self.examples = inspect.cleandoc(examples).splitlines()
         _adopt_all(self)
+        if any((param.metavar or "").startswith(_COMMAND) for param in self.params):
+            self.allow_interspersed_args = False
 
     def get_help_option(self, context: Any) -> Any:
         return _adopt(super().get_help_option(context))
@@ -174,10 +177,10 @@ class Command(TyperCommand):
         context.meta["words"] = [*words]
         return _parsed(super().parse_args, context, words)
 
-    def invoke(self, context: Any) -> Any:
+    def check_paths(self, context: Any) -> None:
+        """Raise UsageError for a path that cannot be one, and take the signatures of addresses out of what is shown."""
         from ckpttool.storage.stores import check_scheme, path_text
 
-        # Before anything is read or run: some paths are used hours later.
         for param in self.params:
             value = context.params.get(param.name)
             if (param.metavar or "").removesuffix("...") in _PATHS and value is not None:
@@ -189,6 +192,10 @@ class Command(TyperCommand):
                 # Without the signature of an address, which is not shown.
                 shown = [path_text(path) if isinstance(path, str) else path for path in paths]
                 context.params[param.name] = shown if isinstance(value, (list, tuple)) else shown[0]
+
+    def invoke(self, context: Any) -> Any:
+        # Before anything is read or run: some paths are used hours later.
+        self.check_paths(context)
         # A command without `--quiet` shows what takes long by itself.
         if context.params.get("quiet", True) or not sys.stderr.isatty():
             return super().invoke(context)
@@ -282,6 +289,19 @@ def command(name: str, function: Callable[..., None]) -> Any:
     single = app()
     single.command(name, cls=Command)(function)
     return get_command(single)
+
+
+def parsed(name: str, function: Callable[..., None], words: Sequence[str]) -> dict[str, Any]:
+    """Return the arguments of a command on a command line, by name, with any number of paths in place of its own: these
+    are a tuple under the name of the first. Raises UsageError, or Exit after `--help`."""
+    single = command(name, function)
+    first, *rest = (param for param in single.params if isinstance(param, Argument))
+    first.nargs, first.metavar = -1, "RUN..."
+    single.params = [param for param in single.params if param not in rest]
+    context = single.make_context(f"ckpttool {name}", [*words])
+    single.check_paths(context)
+    arguments: dict[str, Any] = context.params
+    return arguments
 
 
 def group(name: str, functions: Sequence[Callable[..., None]], *, help: str, page: str) -> Any:

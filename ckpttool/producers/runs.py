@@ -184,6 +184,19 @@ def search(directory: Directory) -> tuple[Directory, list[RunCheckpoint]]:
     return next((run for run in runs if run[1]), (directory, []))
 
 
+def every(directory: Directory) -> list[tuple[Directory, list[RunCheckpoint]]]:
+    """Return all directories with checkpoints in or below another, and these, oldest first: a run may have several
+    versions. One that has checkpoints itself is the only one."""
+    if own := in_directory(directory):
+        return [(directory, own)]
+    found: list[tuple[Directory, list[RunCheckpoint]]] = []
+    for inner in _below(directory):
+        is_inside = any(inner.path.is_below(above.path) for above, _ in found)
+        if not is_inside and (checkpoints := in_directory(inner)):
+            found.append((inner, checkpoints))
+    return found
+
+
 def in_directory(directory: Directory) -> list[RunCheckpoint]:
     """Return the checkpoints in a directory itself, by step; none when it is not a run."""
     if directory.has(DCP_FILE):
@@ -222,11 +235,7 @@ def _newest(path: str, checkpoints: list[RunCheckpoint]) -> RunCheckpoint:
     """Return the complete checkpoint of the highest step, or without steps the one that is pointed to. Newer ones whose
     indexes show that they are not complete are marked in `checkpoints`."""
     for i, checkpoint in reversed([*enumerate(checkpoints)]):
-        if checkpoint.complete and checkpoint.path.is_dir():
-            # By all that its indexes name.
-            directory = Directory(checkpoint.path)
-            why_not = _why_not(directory, checkpoint.name, recognise(directory), checkpoint.format, _INDEX_MOST)
-            checkpoint = checkpoints[i] = replace(checkpoint, why_not=why_not)
+        checkpoint = checkpoints[i] = judged(checkpoint)
         complete = [c.name for c in checkpoints if c.complete]
         if checkpoint.complete and not _is_ordered(checkpoint) and len(complete) > 1:
             raise ReadError(
@@ -247,6 +256,15 @@ def _newest(path: str, checkpoints: list[RunCheckpoint]) -> RunCheckpoint:
         file=path,
         found=[f.name for f in checkpoints],
     )
+
+
+def judged(checkpoint: RunCheckpoint) -> RunCheckpoint:
+    """Return a checkpoint that is complete by all that its indexes name, or with why it is not."""
+    if not (checkpoint.complete and checkpoint.path.is_dir()):
+        return checkpoint
+    directory = Directory(checkpoint.path)
+    why_not = _why_not(directory, checkpoint.name, recognise(directory), checkpoint.format, _INDEX_MOST)
+    return replace(checkpoint, why_not=why_not)
 
 
 def _all_as_one(path: str, checkpoints: Sequence[RunCheckpoint]) -> str:

@@ -176,6 +176,10 @@ class Store:
         """Write a new file and sync it; `write` is called with a stream to it."""
         raise NotImplementedError
 
+    def append(self, name: str, data: bytes) -> None:
+        """Write at the end of a file, which is made with the directories above it, and wait until it is on disk."""
+        raise NotImplementedError
+
     def remove(self, name: str) -> None:
         """Remove a file or a directory, if it exists."""
         raise NotImplementedError
@@ -411,6 +415,10 @@ class Location(str):
     def put(self, content: bytes | Write) -> None:
         """Write a new file of these bytes, or those that `content(stream)` writes. Raises StorageError."""
         self.store.put(self.key, content if callable(content) else lambda stream: stream.write(content))
+
+    def append(self, data: bytes) -> None:
+        """Write at the end of a file, and wait until it is on disk. Raises StorageError."""
+        self.store.append(self.key, data)
 
     def remove(self) -> None:
         """Remove a file or a directory, if it exists."""

@@ -23,6 +23,7 @@ import sys
 import threading
 import time
 from array import array
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from datetime import timedelta
@@ -58,6 +59,9 @@ class Coordinator:
 
     rank, size = 0, 1
 
+    def __init__(self) -> None:
+        self._taken: Counter[str] = Counter()
+
     @property
     def is_first(self) -> bool:
         return self.rank == 0
@@ -80,6 +84,14 @@ class Coordinator:
         """Call `check` in every other process with the value of rank 0, which is JSON. Rank 0 returns when it has
         raised nothing in any of them."""
 
+    def take(self, name: str) -> int:
+        """Return the next number under this name, from 0 on, which no other process gets."""
+        self._taken[name] += 1
+        return self._taken[name] - 1
+
+    def check(self) -> None:
+        """Raise the error of another process, or StorageError if one is gone. Call it often during long work."""
+
     def store(self) -> Any:
         """Return a store in which torch can make a process group of these processes."""
         from torch.distributed import HashStore
@@ -96,6 +108,7 @@ class _SharedWork(Coordinator):
     """The coordinator of one of several processes, over the key-value store of torchrun's rendezvous."""
 
     def __init__(self, rank: int, size: int, store: Any) -> None:
+        super().__init__()
         self.rank, self.size = rank, size
         self._store = store
         self._heartbeat = _Heartbeat(store, rank)
@@ -149,6 +162,12 @@ class _SharedWork(Coordinator):
         else:
             check(json.loads(self._receive(name)))
             self._store.add(count, 1)
+
+    def take(self, name: str) -> int:
+        return int(self._store.add(f"{name}/taken", 1)) - 1
+
+    def check(self) -> None:
+        self._check_others()
 
     def store(self) -> Any:
         # A connection of its own: waiting in a shared one delays the heartbeat.

@@ -43,6 +43,8 @@ OTHERS = {
         "WHICH",
         "-- COMMAND...",
         "COMMAND",
+        "COMMAND RUN... DST [OPTION]...",
+        "I/N",
         "K",
         "M",
         "HOW",

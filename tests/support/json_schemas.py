@@ -23,6 +23,7 @@ from ckpttool.analysis.differences.results import Diff
 from ckpttool.analysis.result import Absent
 from ckpttool.analysis.statistics.results import Stats
 from ckpttool.cli import documents
+from ckpttool.fleet.batch_result import Batch
 from ckpttool.operations.check import Checked
 from ckpttool.operations.clean import Cleaned
 from ckpttool.operations.export.plan import Exported
@@ -57,6 +58,7 @@ DOCUMENTS: dict[str, tuple[type, ...]] = {
             Diff,
             Report,
             Repaired,
+            Batch,
             Cleaned,
             Shown,
             Samples,
