@@ -217,7 +217,6 @@ RECURSIVE = {
     "storage.hub.blocks.open": "the function of Python of that name",
     "producers.reader.open": FOLDERS,
     "producers.open.open_at": FOLDERS,
-    "producers.foreign.deepspeed.recognise": FOLDERS,
     "producers.runs._below": FOLDERS,
     "operations.repair._remains": FOLDERS,
     "formats.rankfiles.discover._files_in": FOLDERS,

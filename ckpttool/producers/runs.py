@@ -20,6 +20,7 @@ from ckpttool import formats
 from ckpttool.catalogue.parts import kind_of_key
 from ckpttool.catalogue.step_names import Place, pattern_of, places_of, step_in, time_in
 from ckpttool.errors import CkptError, ReadError, UsageError
+from ckpttool.formats.deepspeed import members as deepspeed
 from ckpttool.producers import recognise
 from ckpttool.producers.components import DCP_FILE, Producer
 from ckpttool.producers.directory import Directory
@@ -33,7 +34,7 @@ LAST = re.compile(r"(?<![a-z])(last|latest|final)(?![a-z])", re.IGNORECASE)
 _BEST = re.compile(r"(?<![a-z])best(?![a-z])", re.IGNORECASE)
 _BESIDE = re.compile(r".*\.(json|ya?ml)")  # of a step whose other files hold its tensors
 _POINTERS = re.compile(
-    r"latest|latest\.txt|last_checkpoint|latest_checkpointed_iteration\.txt|latest_checkpoint.*|.*\.symlink"
+    r"latest|latest_universal|latest\.txt|last_checkpoint|latest_checkpointed_iteration\.txt|latest_checkpoint.*|.*\.symlink"
     r"|last_checkpoint\.rank_0"
 )
 _BELOW = re.compile(r"checkpoints?|lightning_logs|version_\d+")
@@ -401,6 +402,8 @@ def _format(directory: Directory, row: Producer | None) -> str | None:
         return "dcp"
     if directory.has(r".*\.safetensors(\.index\.json)?") or "sharded/" in directory:
         return "safetensors"
+    if directory.has(deepspeed.FILES):
+        return "deepspeed"
     if row is not None:
         names = "|".join(component.name for component in row.layout(directory).components) + "|"
         return "dcp" if "/|" in names else "rankfiles" if "*" in names else "torch"
@@ -430,7 +433,8 @@ def _why_not(directory: Directory, name: str, row: Producer | None, kind: str | 
         if layout.missing:
             return layout.missing[0]
         for folder in (c.name for c in layout.components if c.name.endswith("/")):
-            if why_not := _dcp_why_not(directory.folder(folder), most):
+            inner = directory.folder(folder)
+            if not inner.has(deepspeed.FILES) and (why_not := _dcp_why_not(inner, most)):
                 return f"`{folder}`: {why_not}"
         for component in layout.components:
             if why_not := _empty(directory, component.files):

@@ -164,10 +164,86 @@ def run_on_rank(name: str) -> None:
         torch.save(expected, folder.parent / "expected.pt")
 
 
+def run_trainer(name: str) -> None:
+    """The Trainer of transformers with ZeRO 3."""
+    import torch
+    import transformers
+
+    saved = HERE / name / "saved"
+    config: dict[str, Any] = {"zero_optimization": {"stage": 3, "stage3_gather_16bit_weights_on_model_save": True}}
+    config |= {"zero_allow_untested_optimizer": True, "zero_force_ds_cpu_optimizer": False, **BF16}
+    config |= {"train_micro_batch_size_per_gpu": "auto", "gradient_accumulation_steps": 1}
+    steps = {"max_steps": 2, "save_steps": 2, "per_device_train_batch_size": 2, "learning_rate": 1e-3}
+    arguments = transformers.TrainingArguments(
+        str(saved), use_cpu=True, bf16=True, deepspeed=config, report_to=[], **steps
+    )
+    sizes = {"hidden_size": 8, "intermediate_size": 13, "num_hidden_layers": 1, "num_attention_heads": 2}
+    model = transformers.LlamaForCausalLM(
+        transformers.LlamaConfig(vocab_size=29, max_position_embeddings=16, tie_word_embeddings=True, **sizes)
+    )
+    rows = [torch.arange(i, i + 6) % 29 for i in range(12)]
+    data = [{"input_ids": row, "labels": row} for row in rows]
+    trainer = transformers.Trainer(model=model, args=arguments, train_dataset=data)
+    trainer.train()
+    finish(trainer.model_wrapped, saved / "checkpoint-2", live_moments(trainer.model_wrapped))
+
+
+def run_accelerate(name: str) -> None:
+    """`save_state` of accelerate with ZeRO 2."""
+    import torch
+    from accelerate import Accelerator, DeepSpeedPlugin, PartialState
+
+    os.environ["ACCELERATE_USE_DEEPSPEED"] = "true"
+    PartialState(cpu=True)  # of which DeepSpeed is told nothing: accelerate would take it for DDP
+    config = configuration({"stage": 2}, BF16) | {"gradient_accumulation_steps": 1}
+    accelerator = Accelerator(deepspeed_plugin=DeepSpeedPlugin(hf_ds_config=config))
+    torch.manual_seed(0)
+    model = model_class()()
+    rows = torch.randint(0, 13, (8, 4), generator=torch.Generator().manual_seed(0))
+    loader = torch.utils.data.DataLoader(rows, batch_size=2)  # type: ignore[arg-type]
+    engine, _, loader = accelerator.prepare(model, torch.optim.AdamW(groups_of(model), lr=1e-3), loader)
+    for ids in loader:
+        # It steps, too.
+        accelerator.backward(torch.nn.functional.cross_entropy(engine(ids).float().flatten(0, 1), ids.flatten()))
+    saved = HERE / name / "saved"
+    accelerator.save_state(str(saved))
+    finish(engine, saved, None)
+
+
+def finish(engine: Any, folder: Path, moments: dict[str, dict[str, Any]] | None) -> None:
+    """Write what DeepSpeed's own tools make of what was saved."""
+    import torch
+    from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
+
+    torch.distributed.barrier()
+    if torch.distributed.get_rank() == 0:
+        for script in ("zero_to_fp32.py", "zero_to_torch.py"):
+            (folder / script).unlink(missing_ok=True)
+        tag = (folder / "latest").read_text()
+        expected = {"weights": get_fp32_state_dict_from_zero_checkpoint(str(folder))}
+        expected["moments"] = moments if moments is not None else universal_moments(folder / tag)
+        torch.save(expected, next(p for p in folder.parents if p.parent == HERE) / "expected.pt")
+
+
+def make_universal(name: str) -> None:
+    """What `ds_to_universal` makes of the run that a sample is named after."""
+    run = HERE / name.removeprefix("universal_")
+    convert_to_universal(run / "saved" / "global_step2", HERE / name / "saved" / "global_step2_universal")
+    (HERE / name / "saved" / "latest_universal").write_text("global_step2_universal")
+    shutil.copy(run / "expected.pt", HERE / name)
+
+
+UNIVERSAL = ("universal_zero3_w3",)
+FRAMEWORKS = {"trainer_zero3_w2": run_trainer, "accelerate_zero2_w2": run_accelerate}
+
+
 def main(names: list[str]) -> None:
-    for name in names or RUNS:
+    for name in names or [*RUNS, *FRAMEWORKS, *UNIVERSAL]:
         shutil.rmtree(HERE / name, ignore_errors=True)
-        world = RUNS[name][0]
+        if name in UNIVERSAL:
+            make_universal(name)
+            continue
+        world = RUNS[name][0] if name in RUNS else 2
         launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(world)]
         environment = os.environ | {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1", "DEEPSPEED_RUN": name}
         subprocess.run([*launcher, __file__], check=True, env=environment)
@@ -175,6 +251,7 @@ def main(names: list[str]) -> None:
 
 if __name__ == "__main__":
     if "RANK" in os.environ:
-        run_on_rank(os.environ["DEEPSPEED_RUN"])
+        chosen = os.environ["DEEPSPEED_RUN"]
+        FRAMEWORKS.get(chosen, run_on_rank)(chosen)
     else:
         main(sys.argv[1:])

@@ -27,7 +27,6 @@ from ckpttool.producers.directory import Directory
 
 TOOLS = CHECKPOINTS / "other"
 # Of the models in `samples/generators/other_tools.py`: counted by hand, tied weights once.
-DEEPSPEED = 29 * 8 + 2 * (8 * 8 + 8) + 2 * 8 + 5
 LLAMA = 2 * 32 * 64 + 2 * (7 * 64 * 64 + 2 * 64) + 64
 WEIGHTS = 2 * 7  # that are quantised
 
@@ -47,12 +46,6 @@ def warnings_of(catalogue: Catalogue) -> list[str]:
 @pytest.mark.parametrize(
     ("path", "title", "parallelism", "parameters"),
     [
-        (
-            "deepspeed_universal/global_step2_universal",
-            "DeepSpeed universal 0.19.8",
-            "for any number of ranks",
-            DEEPSPEED,
-        ),
         (
             "megatron_torch_dist_tp2",
             "Megatron torch_dist",
@@ -92,7 +85,6 @@ def test_what_it_is(path: str, title: str, parallelism: str | None, parameters: 
 @pytest.mark.parametrize(
     "path",
     [
-        "deepspeed_universal/global_step2_universal",
         "megatron_legacy_tp2",
         "tiny.gguf",
         "orbax",
@@ -150,18 +142,12 @@ def without(name: str, folder: Path, remove: str) -> Path:
 @pytest.mark.parametrize(
     ("name", "remove", "expected"),
     [
-        (
-            "deepspeed_universal",
-            "global_step2_universal/zero/frozen/fp32.pt",
-            "1 parameter without `fp32.pt`: `frozen`",
-        ),
         ("megatron_legacy_tp2", "iter_0000010/mp_rank_01", "mp_rank_01` is missing"),
         ("paddle", "0.metadata", "there is no `*.metadata`"),
     ],
 )
 def test_what_is_missing(name: str, remove: str, expected: str, tmp_path: Path) -> None:
     path = without(name, tmp_path, remove)
-    path = path / "global_step2_universal" if name == "deepspeed_universal" else path
     assert any(expected in text for text in warnings_of(ckpttool.inspect(path))), ckpttool.inspect(path).warnings
 
 

@@ -24,6 +24,8 @@ _NOT_READ = (
     (r"offloaded_tensors", "tensors on NVMe"),
 )
 _CONVERT = "convert it with DeepSpeed's own `ds_to_universal.py`, and name what it writes"
+UNIVERSAL = "zero"
+"""The folder of a universal checkpoint that has one of each parameter."""
 MAX_RANKS = 1 << 16
 
 
@@ -45,18 +47,20 @@ class StateFile:
 @dataclass(slots=True)
 class Members:
     """The names of the files of a directory by data-parallel rank: `Members({0: "mp_rank_00_model_states.pt"}, {})`.
-    `faults` are what is wrong with the set."""
+    `faults` are what is wrong with the set. A `universal` one has a folder for each parameter in place of the
+    optimizer's files."""
 
     weights: dict[int, str] = field(default_factory=dict)
     optimizer: dict[int, str] = field(default_factory=dict)
     faults: list[CkptError] = field(default_factory=list)
     partitioned: bool = False
+    universal: bool = False
 
     def check_world(self, world: int) -> Iterator[CkptError]:
         """Yield what is missing of the files of `world` ranks, and what is left of a save with more."""
         for what, present, every in (
             ("weights", self.weights, range(world) if self.partitioned else range(1)),
-            ("optimizer", self.optimizer, range(world)),
+            ("optimizer", self.optimizer, range(0 if self.universal else world)),
         ):
             if absent := [rank for rank in every if rank not in present]:
                 ranks = some([f"rank {rank}" for rank in absent])
@@ -70,20 +74,20 @@ class Members:
 
 
 def recognise(location: Location) -> bool:
-    """Return whether this is a directory with files of ZeRO, and no universal one."""
+    """Return whether this is a directory with files of ZeRO, or a universal one."""
     if not location.is_dir():
         return False
     try:
-        names = [entry.name for entry in location.entries()]
+        return any(re.fullmatch(FILES, entry.name) for entry in location.entries())
     except CkptError:
         return False
-    return "zero" not in names and any(re.fullmatch(FILES, name) for name in names)
 
 
 def listed(location: Location) -> Members:
     """Return the files of a directory. Raises ReadError for those of experts, pipelines and tensor parallelism."""
     members = Members()
     names = location.names()
+    members.universal = UNIVERSAL in names and (location / UNIVERSAL).is_dir()
     for pattern, what in _NOT_READ:
         if found := [name for name in names if re.fullmatch(pattern, name)]:
             text = f"`{location}`: {some(found)}: {what} of DeepSpeed, which are not read"

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterator, Mapping
+from dataclasses import replace
 from math import prod
 from typing import Any
 
 from ckpttool.catalogue import identity, parts
-from ckpttool.catalogue.boxes import Ints
+from ckpttool.catalogue.boxes import Ints, row_major
 from ckpttool.catalogue.entries import Catalogue, Chunks, Container, Extent, File, Path, Tensor, dotted
 from ckpttool.catalogue.flatten import flatten, replaced
 from ckpttool.catalogue.protocols import NO_HINTS, OpenOptions, PlacedSource, Source
@@ -36,7 +37,7 @@ _LAYOUT = {
 _OF_OPTIMIZER = {
     "zero_stage", "partition_count", "group_paddings", "param_alignment_paddings", "param_slice_mappings",
     "base_optimizer_state", "base_optimizer_state_step", "single_partition_of_fp32_groups", "fp32_flat_groups",
-    "optimizer_state_dict", "loss_scaler", "ds_version", "universal_checkpoint_info",
+    "optimizer_state_dict", "loss_scaler", "ds_version", "universal_checkpoint_info", "param_groups",
 }  # fmt: skip
 _AFFINE_VERSION = 1
 _UNIVERSAL_VERSION = 0.4
@@ -63,17 +64,20 @@ class _ZeroOpening:
         self._torch: dict[str, None] = {}
         self._members = members.listed(location)
         self._weights = [self._load(rank, name) for rank, name in sorted(self._members.weights.items())]
+        self._copies: list[str] = []
+        self._files_of_steps: dict[tuple[str, str], StateFile] = {}  # of a universal checkpoint
         self._states = {rank: self._load(rank, name) for rank, name in sorted(self._members.optimizer.items())}
 
-    def _load(self, rank: int, name: str) -> StateFile:
+    def _load(self, rank: int, name: str, *, plain: bool = False) -> StateFile:
+        """Open a file, which is a dict unless it may be any `plain` value."""
         location = self._location / name
         loaded = torch_file.load(self._pool, location)
         number = len(self._catalogue.files)
         self._catalogue.files.append(File(location, name, loaded.size, rank=rank))
         self._torch[loaded.torch] = None
-        if not isinstance(loaded.tree, dict):
+        if not plain and not isinstance(loaded.tree, dict):
             raise CorruptError(f"`{location}`: no dict of DeepSpeed, but a {type(loaded.tree).__name__}", file=location)
-        return StateFile(rank, name, number, loaded, loaded.tree)
+        return StateFile(rank, name, number, loaded, _dict(loaded.tree))
 
     def run(self) -> None:
         """Fill the catalogue."""
@@ -82,7 +86,11 @@ class _ZeroOpening:
         world = first.get("dp_world_size")
         world = world if type(world) is int and 0 < world < members.MAX_RANKS else max(self._states, default=0) + 1
         _check_versions(first.get("universal_checkpoint_info"), self._weights[0].name)
-        if self._states or self._members.partitioned:
+        if self._members.universal:
+            stage = 3 if self._members.partitioned else 2
+            catalogue.faults += self._members.check_world(world)
+            self._read_universal(world)
+        elif self._states or self._members.partitioned:
             missing = [*self._members.check_world(world)]
             catalogue.faults += missing
             self._read_zero(world, whole=not catalogue.faults)
@@ -92,9 +100,10 @@ class _ZeroOpening:
             self._read_plain()
         self._add_rest()
         name = f"ZeRO-{stage}" if stage else "without ZeRO"
+        name = "universal" if self._members.universal else name
         version = first.get("ds_version")
         catalogue.facts |= {
-            "layout": f"{name}, {plural(world, 'data-parallel rank')}",
+            "layout": f"{name}, {plural(world, 'data-parallel rank')}{' before' * self._members.universal}",
             "writer": f"DeepSpeed {version}" if isinstance(version, str) else "DeepSpeed",
             "torch": ", ".join(self._torch),
         }
@@ -315,9 +324,9 @@ class _ZeroOpening:
                     if isinstance(value, Rebuilt):
                         catalogue.add(Tensor(path, value.dtype, value.shape, value.chunks))
                     else:
-                        self._flatten(value, path, self._states[rank])
+                        self._flatten(value, path, self._files_of_steps.get((name, key), self._states[rank]))
             self._compare_shared(states, number)
-        groups = _base(states[rank]).get("param_groups")
+        groups = states[rank].get("param_groups", _base(states[rank]).get("param_groups"))
         if not isinstance(groups, list):
             groups = [{"params": [number]} for number in range(len(shapes))]
             text = "an elastic checkpoint has no `param_groups`: learning rates and the like are those of the script"
@@ -350,6 +359,77 @@ class _ZeroOpening:
             elif key not in _OF_OPTIMIZER:
                 self._flatten(_plain(value), ("zero", key), self._states[rank])
                 self._same({r: s.get(key) for r, s in states.items()}, f"`{spelt(key)}`")
+
+    # Universal ------------------------------------------------------------------------------------------------------
+
+    def _read_universal(self, world: int) -> None:
+        """Add each parameter, and its state, from the folder that is called like it."""
+        shapes, folder = _shapes(self._weights[0]), self._location / members.UNIVERSAL
+        shape_of = {name: shape for group in shapes for name, shape in group.items()}
+        by_name: dict[str, Rebuilt] = {}
+        moments: dict[str, dict[str, Any]] = {name: {} for name in shape_of}
+        module = _dict(self._weights[0].tree.get("module"))
+        for entry in folder.entries():
+            name = entry.name
+            if not entry.is_dir:
+                if name != _COMMON:
+                    self._catalogue.faults.append(ReadError(f"`{folder / name}` is of no parameter", hint=_NOT_READ))
+            elif name not in shape_of and name in module:
+                self._copies.append(name)
+            else:
+                state, of_file = self._universal_files(folder / name, shape_of.get(name))
+                if "fp32" in state:
+                    by_name[name] = state.pop("fp32")
+                moments.setdefault(name, {}).update(state)
+                for key, file in of_file.items():
+                    self._files_of_steps[name, key] = file
+        self._check_universal(by_name, moments)
+        self._add_model(by_name, world)
+        if folder.names().count(_COMMON) or any(moments.values()):
+            common = self._load(0, f"{members.UNIVERSAL}/{_COMMON}")
+            self._states = {0: common}
+            self._add_optimizer({0: common.tree}, shapes, moments)
+        if self._copies:
+            text = f"copies in float32 of buffers, frozen and tied parameters are not read: {some(self._copies)}"
+            self._catalogue.warnings.append(Warning("superseded-file", text))
+
+    def _universal_files(self, folder: Location, shape: Ints | None) -> tuple[dict[str, Any], dict[str, StateFile]]:
+        """Return what is in the files of one parameter by their stems, and the files of what is no tensor."""
+        found: dict[str, Any] = {}
+        others: dict[str, StateFile] = {}
+        for name in folder.names():
+            stem, dot, suffix = name.rpartition(".")
+            if (dot, suffix) != (".", "pt"):
+                raise ReadError(f"`{folder / name}` is no file of a universal checkpoint", hint=_NOT_READ)
+            file = self._load(0, f"{members.UNIVERSAL}/{folder.name}/{name}", plain=True)
+            value = file.loaded.tree
+            value = value.get("param") if isinstance(value, dict) else value
+            if not _is_piece(value) and stem not in ("fp32",):
+                found[stem], others[stem] = value, file
+                continue
+            if not isinstance(value, TensorRef):
+                raise CorruptError(f"`{folder / name}` has no tensor", hint=_NOT_READ)
+            if shape is not None and value.shape != shape:
+                if not is_line(value) or prod(value.shape) != prod(shape):
+                    text = f"`{folder / name}` has {list(value.shape)}, but `param_shapes` {list(shape)}"
+                    raise CorruptError(text, hint=_ONE_SAVE, found=list(value.shape), expected=list(shape))
+                value = replace(value, shape=shape, strides=row_major(shape))
+            found[stem] = Rebuilt(value.dtype, value.shape, Chunks.single(value.shape, file.place(value)))
+        return found, others
+
+    def _check_universal(self, by_name: Mapping[str, Rebuilt], moments: Mapping[str, Mapping[str, Any]]) -> None:
+        """Add a fault for each parameter without weights, or with a part of the state that others have."""
+        kinds = {frozenset(state) - {"step"} for state in moments.values()}
+        for name, state in moments.items():
+            own = frozenset(state) - {"step"}
+            lacking = {kind for others in kinds if own and own < others for kind in others - own}
+            if name not in by_name:
+                lacking.add("fp32")
+            if lacking:
+                text = f"`zero/{name}` has no {some(sorted(f'{kind}.pt' for kind in lacking))}"
+                of = f"{MODEL}.{name}" if "fp32" in lacking else f"{OPTIMIZER}.state.{name}"
+                hint = "copy it from where the checkpoint was converted"
+                self._catalogue.faults.append(CorruptError(text, hint=hint, tensor=name, concerns=[of]))
 
     # Without ZeRO ---------------------------------------------------------------------------------------------------
 
@@ -429,6 +509,7 @@ class _ZeroOpening:
         flatten(value, self._catalogue, TensorRef, make, root, bare=StorageRef)
 
 
+_COMMON = "optimizer_state.pt"
 _NOT_READ = "convert it with DeepSpeed's own `zero_to_fp32.py` or `ds_to_universal.py`, and name what they write"
 _EMPTY = ("lr_scheduler", "data_sampler", "random_ltd")
 _COUNTERS = ("global_steps", "global_samples", "skipped_steps", "dp_world_size", "mp_world_size", "ds_version")
@@ -468,7 +549,7 @@ def _is_placeholder(value: Any, name: str, file: StateFile) -> bool:
 
 
 def _beginning(ref: TensorRef, numel: int) -> TensorRef:
-    return TensorRef(ref.storage, ref.dtype, ref.offset, (min(numel, ref.shape[0]),), (1,), ref.codec)
+    return replace(ref, shape=(min(numel, ref.shape[0]),))
 
 
 def _base(state: Mapping[str, Any]) -> dict[str, Any]:

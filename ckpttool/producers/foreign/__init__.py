@@ -23,7 +23,6 @@ _WEIGHTS = ("safetensors", "torch")
 # Modules are imported for what has a mark of theirs: most checkpoints have none.
 _Recognise = Callable[[Directory], Recognition | None]
 _DIRECTORIES: tuple[tuple[str, str, _Recognise], ...] = (
-    (r".*mp_rank_\d+_model_states\.pt|latest_universal", "DeepSpeed", deferred(f"{__name__}.deepspeed", "recognise")),
     (
         r"mp_rank_\d\d(_\d{3})*/|latest_checkpointed_iteration\.txt",
         "Megatron-LM",
@@ -61,11 +60,6 @@ def describe(catalogue: Catalogue, location: Location) -> Recognition | None:
         from ckpttool.producers.foreign import megatron
 
         return megatron.describe(catalogue)
-    if "producer" in catalogue.facts and location.is_dir():
-        # The Trainer and accelerate leave DeepSpeed's files beside their own.
-        directory = Directory(location)
-        if "latest_universal" in directory and (found := recognise(location, directory)) is not None:
-            return found
     if not _is_marked(catalogue):
         return None
     from ckpttool.producers.foreign import deltas, peft, quantized

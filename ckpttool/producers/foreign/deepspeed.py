@@ -1,18 +1,9 @@
-"""Recognises universal checkpoints of DeepSpeed, and says of one file of ZeRO what it is. The format `deepspeed` opens
-directories of ZeRO.
-
-    latest_universal                                   text: the name of the newest checkpoint
-    global_step2_universal/zero/{name}/fp32.pt exp_avg.pt exp_avg_sq.pt
-
-Upstream: DeepSpeed 0.19 `checkpoint/ds_to_universal.py`.
-"""
+"""Says of one file of DeepSpeed's ZeRO what it is. The format `deepspeed` opens directories."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from contextlib import suppress
-from dataclasses import replace
 from math import prod
 from types import MappingProxyType
 from typing import Any
@@ -20,25 +11,12 @@ from typing import Any
 from ckpttool.catalogue.boxes import Ints
 from ckpttool.catalogue.entries import Catalogue, Object
 from ckpttool.catalogue.values import TorchSize
-from ckpttool.catalogue.warning import Warning
-from ckpttool.errors import CkptError, CorruptError
-from ckpttool.formats.deepspeed.members import WEIGHTS
-from ckpttool.producers.directory import Directory
-from ckpttool.producers.foreign.recognition import Recognition, contents_of, ranks
+from ckpttool.errors import CorruptError
+from ckpttool.producers.foreign.recognition import Recognition, ranks
 from ckpttool.text import is_or_are, plural, some
 
 _SHAPES_OF = ("param_shapes.", "frozen_param_shapes.")
 _LOOKING = "inspect, show and diff each file by its own name"
-
-
-def recognise(directory: Directory) -> Recognition | None:
-    """Return what a universal checkpoint is, or the one that `latest_universal` names; None for any other directory."""
-    if "zero/" in directory and directory.has(WEIGHTS):
-        return _universal(directory)
-    newest = directory.text("latest_universal")
-    inner = directory.folder(newest) if newest and f"{newest}/" in directory else None
-    found = recognise(inner) if inner is not None and inner.has(WEIGHTS) else None
-    return found and replace(found, details={"checkpoint": f"{newest}, of `latest_universal`", **found.details})
 
 
 def describe(catalogue: Catalogue) -> Recognition | None:
@@ -77,27 +55,6 @@ def _is_descriptive(entry: Object) -> bool:
     name = entry.name
     named = ("ds_version", "dp_world_size", "mp_world_size", "global_steps", "buffer_names")
     return name in named or name.startswith((*_SHAPES_OF, "shared_params.", "ds_config.zero_optimization."))
-
-
-def _universal(directory: Directory) -> Recognition:
-    zero = directory.folder("zero")
-    broken = [name for name in zero.folders if "fp32.pt" not in zero.folder(name)]
-    weights = next(directory.matching(WEIGHTS)).string
-    values: Mapping[str, Any] = {}
-    with suppress(CkptError):
-        values = contents_of(directory.at(weights)).values
-    text = f"{plural(len(broken), 'parameter')} without `fp32.pt`: {some(broken)}"
-    return Recognition(
-        "DeepSpeed universal",
-        str(values.get("ds_version", "")),
-        "for any number of ranks",
-        sum(map(prod, _shapes(values).values())) or None,
-        {"parameter folders": len(zero.folders)},
-        ("inspect and show each `.pt` by its own name",),
-        ("open `zero/` as one checkpoint: DeepSpeed loads it with `load_universal`",),
-        f"open one of its files, such as `{directory.at(weights)}`",
-        (Warning("missing-file", text),) if broken else (),
-    )
 
 
 def _stage(values: Mapping[str, Any]) -> int:
