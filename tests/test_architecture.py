@@ -267,7 +267,7 @@ WITH_OWN_FILES = (
 # A path may be a value of a state dict; nothing is opened there.
 WITH_PATHS_AS_VALUES = {"training.known_objects"}
 FILE_MODULES = {"os", "io", "pathlib", "shutil", "glob", "tempfile", "mmap"}
-NO_FILES = {"os.PathLike", "os._exit", "os.cpu_count", "os.environ", "os.fspath"}
+NO_FILES = {"os.PathLike", "os._exit", "os.cpu_count", "os.environ", "os.fspath", "os.getppid"}
 USERS = {
     "formats",
     "transfer",

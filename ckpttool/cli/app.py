@@ -120,7 +120,7 @@ def main() -> None:
         silent = processes.is_silent()
     if silent:
         # All processes divide the work of these; one does the rest, and one prints.
-        if not {"reshard", "trial", "batch"} & {*sys.argv[1:]}:
+        if not {"convert", "reshard", "trial", "batch"} & {*sys.argv[1:]}:
             return
         sys.stdout = sys.stderr = open(os.devnull, "w")  # noqa: SIM115
     try:

@@ -26,7 +26,8 @@ def convert(
 ) -> None:  # fmt: skip
     """Convert a checkpoint to another format, bit for bit.
 
-    The tensors, objects and names stay the same unless options change them. DST is written completely or not at all.
+    The tensors, objects and names stay the same unless options change them. DST is written completely or not at all;
+    under torchrun the processes divide the work.
     Data that the format cannot store is an error, unless --only, --drop or --exclude leaves it out.
 
     Examples:
@@ -36,4 +37,4 @@ def convert(
         ckpttool convert hf://Qwen/Qwen3-0.6B start --to dcp --like run7/step-10
         ckpttool convert step-1000 fused --to dcp --map fused.json
     """
-    respond_written("convert", locals())
+    respond_written("convert", {**locals(), "shared": True})

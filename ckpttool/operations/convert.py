@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack, closing
+from contextlib import ExitStack, closing, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -33,8 +33,10 @@ from ckpttool.producers.components import WritableLayout
 from ckpttool.producers.open import naming
 from ckpttool.serialization.unpickler import no_garbage_collection
 from ckpttool.storage import files
-from ckpttool.storage.stores import local_path, path_text
+from ckpttool.storage.stores import is_remote, local_path, path_text
 from ckpttool.text import plural, some
+from ckpttool.transfer import agreement, processes
+from ckpttool.transfer.processes import Coordinator
 from ckpttool.transfer.read import read_box
 from ckpttool.transfer.threads import Progress
 
@@ -77,6 +79,7 @@ def convert(
     token: str | None = None,
     stage: str | os.PathLike[str] | None = None,
     not_secret: str | Sequence[str] = (),
+    shared: bool = False,
     progress: Progress | None = None,
 ) -> Conversion:
     """Convert the checkpoint at `src` to the format `to` at `dst`, bit for bit.
@@ -130,6 +133,8 @@ def convert(
         token: the value of `HF_TOKEN` while this runs.
         stage: directory in which a destination on the Hub is written before it is sent; None uses `TMPDIR`.
         not_secret: names of values to send although they seem to have a key or a token in them.
+        shared: whether all processes that torchrun started call this, with the same arguments, and divide the work; the
+            result is complete in the process of rank 0.
         progress: called with the bytes done and the bytes in all, several times a second, from this thread.
 
     Raises:
@@ -141,41 +146,64 @@ def convert(
         StorageError: if `dst` cannot be written, or does not fit on the disk.
         RemoteError: if the Hub cannot be reached, or refuses.
     """
+    passed = locals()
     src, dst = path_text(src), path_text(dst)
-    arguments.check_source(src, dst)
-    selection = arguments.selection(only, drop, tensors, exclude, rename, strip_wrappers, strip_prefix)
-    most, memory = arguments.max_shard_size(max_shard_size), arguments.memory(max_memory)
-    run = arguments.path(like)
-    options = ConvertOptions(
-        selection, arguments.dtypes(dtype), most, to_world, tensor_class, optim_keys, optim_root, producer, run, key_map
-    )
-    how = WriteOptions(overwrite, dry_run, threads, memory, check, progress, resume, *arguments.manifest(manifest, dst))
-    hub = publish.options(private, public, tag, commit_message, arguments.path(stage), not_secret)
-    sources = (src, model_from, optim_from)
-    with publish.place(dst, hub, token, how, *sources) as place:
-        target = _target(to, producer, place.path)
-        _check_arguments(place.path, target, options)
-        _check_like(options, model_from, optim_from)
-        result = Conversion(src, "", place.path, target.name, dry_run=dry_run)
-        with (
-            write.destination(result, target, place.options, *sources, run),
-            write.open_sources(src, shapes, model_from, optim_from) as opened,
-            ExitStack() as stack,
-        ):
-            reference = references.read(stack, run, is_run=True) if run is not None else None
-            with naming(opened.path):
-                if reference is not None:
-                    viewed = Viewed(opened.source)
-                    opened = replace(opened, source=viewed)
-                    result.notes += reference.notes
-                    planned = _plan_like(viewed, src, reference, place.path, target, options, result.notes)
-                    result.notes.append(start.NO_OPTIMIZER)
-                else:
-                    if options.maps:
-                        opened = replace(opened, source=Viewed(opened.source))
-                    planned, target = _plan(opened.source, place.path, target, options, result.notes)
-            write.Write(opened, planned, target, result, place.options).run()
-            place.send(result)
+    # In the block, so that a mistake is reported by one process.
+    with processes.coordinated() if shared else nullcontext(Coordinator()) as coordinator:
+        arguments.check_shared(coordinator, passed)
+        if coordinator.size > 1 and (resume or is_remote(dst)):
+            text = (
+                "`--resume` is for one process" if resume else f"`{dst}`: several processes write to this machine only"
+            )
+            raise UsageError(text, hint="run `ckpttool convert` without torchrun")
+        arguments.check_source(src, dst)
+        selection = arguments.selection(only, drop, tensors, exclude, rename, strip_wrappers, strip_prefix)
+        most, memory = arguments.max_shard_size(max_shard_size), arguments.memory(max_memory)
+        run = arguments.path(like)
+        options = ConvertOptions(
+            selection,
+            arguments.dtypes(dtype),
+            most,
+            to_world,
+            tensor_class,
+            optim_keys,
+            optim_root,
+            producer,
+            run,
+            key_map,
+        )
+        how = WriteOptions(
+            overwrite, dry_run, threads, memory, check, progress, resume, *arguments.manifest(manifest, dst)
+        )
+        hub = publish.options(private, public, tag, commit_message, arguments.path(stage), not_secret)
+        sources = (src, model_from, optim_from)
+        with publish.place(dst, hub, token, how, *sources) as place:
+            target = _target(to, producer, place.path)
+            _check_arguments(place.path, target, options)
+            _check_like(options, model_from, optim_from)
+            result = Conversion(src, "", place.path, target.name, processes=coordinator.size, dry_run=dry_run)
+            with (
+                write.destination(result, target, place.options, *sources, run, is_first=coordinator.is_first),
+                write.open_sources(src, shapes, model_from, optim_from) as opened,
+                ExitStack() as stack,
+            ):
+                agreement.check_source(coordinator, src, opened.source.catalogue)
+                reference = references.read(stack, run, is_run=True) if run is not None else None
+                with naming(opened.path):
+                    if reference is not None:
+                        viewed = Viewed(opened.source)
+                        opened = replace(opened, source=viewed)
+                        result.notes += reference.notes
+                        planned = _plan_like(viewed, src, reference, place.path, target, options, result.notes)
+                        result.notes.append(start.NO_OPTIMIZER)
+                    else:
+                        if options.maps:
+                            opened = replace(opened, source=Viewed(opened.source))
+                        planned, target = _plan(opened.source, place.path, target, options, result.notes)
+                job = write.Write(opened, planned, target, result, place.options, coordinator)
+                if coordinator.is_first or not dry_run:
+                    job.run()
+                place.send(result)
     return result
 
 

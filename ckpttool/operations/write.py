@@ -78,6 +78,7 @@ class Conversion(Written):
     unchecked_bytes: int = 0  #: bytes of SRC without a checksum
     resumed_bytes: int = 0  #: bytes that an interrupted run had copied (`--resume`)
     seconds: float = 0.0  #: duration
+    processes: int = 1  #: number of processes that divided the work
     sent: Any = None  #: what was sent to the Hub; null for a destination on this machine
     _layout: Catalogue | None = None  # of DST, if it was written or planned by copying bytes
     dry_run: bool = False  #: whether nothing was written
@@ -91,7 +92,7 @@ class Conversion(Written):
     @property
     def facts(self) -> Iterable[tuple[str, str]]:
         """What there is to say of this operation alone."""
-        return ()
+        return [("processes", f"{self.processes} of torchrun divided the work")] if self.processes > 1 else []
 
     @property
     def contents(self) -> str:

@@ -310,8 +310,21 @@ class _SharedWork(Coordinator):
 
 
 def is_launched() -> bool:
-    """Return whether torchrun, or something that sets the same variables, started this process, be it the only one."""
-    return all(name in os.environ for name in _VARIABLES)
+    """Return whether torchrun, or something that sets the same variables, started this process, be it the only one; not
+    whether a rank did, which inherits them: a script may call a command on one rank, or on each for itself."""
+    return all(name in os.environ for name in _VARIABLES) and not _is_of_a_rank()
+
+
+def _is_of_a_rank() -> bool:
+    """Return whether the process that started this one is a Python script with the same rank; not on macOS, where
+    nothing says so."""
+    parent = local_path(f"/proc/{os.getppid()}")
+    try:
+        variables = (parent / "environ").read().split(b"\0")
+    except CkptError:
+        return False
+    is_python = (parent / "exe").real().name.startswith("python")
+    return is_python and f"RANK={os.environ['RANK']}".encode() in variables
 
 
 def is_shared() -> bool:

@@ -42,8 +42,8 @@ def test_the_help_names_a_heading_of_the_page(name: str) -> None:
 def test_an_option_is_an_argument_of_the_library(name: str) -> None:
     """Each that is not about printing, with the same default."""
     parameters = dict(inspect.signature(getattr(ckpttool, name)).parameters)
-    # Callbacks, of which the command shows what they say.
-    parameters = {key: value for key, value in parameters.items() if key not in ("progress", "announce")}
+    # Callbacks, of which the command shows what they say; and that all processes of torchrun call the command.
+    parameters = {key: value for key, value in parameters.items() if key not in ("progress", "announce", "shared")}
     of_printing = ("as_json", "quiet", "verbose", "sort", "top", "as_csv", "as_md")
     options = {option.name: option.default for option in commands()[f"ckpttool {name}"].params}
     options = {key: default for key, default in options.items() if key not in of_printing}

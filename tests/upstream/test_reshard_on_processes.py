@@ -83,6 +83,32 @@ def test_the_result_is_that_of_one_process(tmp_path: Path, way: str, processes: 
     assert list(files(tmp_path / "out")) == list(files(tmp_path / "alone"))
 
 
+def test_a_conversion_is_that_of_one_process(tmp_path: Path) -> None:
+    for _ in range(2):
+        code, out, said = ended(start(2, "convert", SOURCE, tmp_path / "out", "--to", "safetensors", "--overwrite"))
+        assert (code, said) == (0, []) and out.count("wrote ") == 1 and "2 of torchrun" in out
+        assert left(tmp_path) == ["out"]
+    ckpttool.convert(SOURCE, tmp_path / "alone", to="safetensors")
+    assert list(files(tmp_path / "out")) == list(files(tmp_path / "alone"))
+    code, _, said = ended(start(2, "convert", SOURCE, tmp_path / "out", "--to", "safetensors"))
+    assert code and said[0] == f"error: `{tmp_path / 'out'}` exists" and len(said) == 2
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux says what the parent of a process is")
+def test_what_a_rank_calls_is_a_command_of_its_own(tmp_path: Path) -> None:
+    """A script may call a command on one rank: nobody else takes part, and it is not silent."""
+    script = tmp_path / "train.py"
+    command = [sys.executable, PROGRAM, "convert", str(SOURCE), str(tmp_path / "out.pt")]
+    script.write_text(
+        f"import os, subprocess\nif os.environ['RANK'] == '1':\n    subprocess.run({command}, check=True)\n"
+    )
+    # The ranks of torchrun have their variables from the start; forked ones do not.
+    command = [*TORCHRUN, "--nproc-per-node", "2", str(script)]
+    running = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    code, out, said = ended(running)
+    assert (code, said) == (0, []) and out.startswith("wrote ") and (tmp_path / "out.pt").is_file()
+
+
 @pytest.mark.long
 def test_processes_that_copy_bytes_need_no_torch(tmp_path: Path) -> None:
     absent = tmp_path / "absent" / "torch.py"

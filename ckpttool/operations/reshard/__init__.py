@@ -32,13 +32,10 @@ from ckpttool.producers.open import naming
 from ckpttool.reports import page_file
 from ckpttool.reports.report import Facts
 from ckpttool.serialization.unpickler import no_garbage_collection
-from ckpttool.storage.stores import is_remote, local_path, path_text
+from ckpttool.storage.stores import is_remote, path_text
 from ckpttool.text import meant, plural
 from ckpttool.transfer import agreement, processes
 from ckpttool.transfer.threads import Progress
-
-# What may differ between ranks: the source, which has a check of its own, and what one node has other than another.
-_OF_ONE_RANK = frozenset(["src", "threads", "token", "stage", "html", "progress"])
 
 
 @dataclass(slots=True, repr=False)
@@ -51,7 +48,6 @@ class Resharding(Conversion):
     mesh: str = ""  #: mesh of DST, such as `shard=4,tp=2`; with `--like`, the path of the other checkpoint
     engine: str = "bytes"  #: `bytes` or `mesh`
     why: str = ""  #: reason for the engine, for people; `asked for` with `--engine`
-    processes: int = 1  #: number of processes that divided the work
     policies: list[str] = field(default_factory=list)  #: what became of the values of single ranks, for people
 
     @property
@@ -163,12 +159,11 @@ def reshard(
         StorageError: if `dst` cannot be written, or does not fit on the disk.
         RemoteError: if the Hub cannot be reached, or refuses.
     """
-    passed = {name: value for name, value in locals().items() if name not in _OF_ONE_RANK}
+    passed = locals()
     src, dst = path_text(src), path_text(dst)
     # In the block, so that a mistake is reported by one process.
     with processes.coordinated() as coordinator:
-        where = local_path(dst).absolute() if not is_remote(dst) else dst
-        agreement.check_arguments(coordinator, {**passed, "dst": where, "max_memory": max_memory is not None})
+        arguments.check_shared(coordinator, passed)
         arguments.check_source(src, dst)
         memory, other = arguments.memory(max_memory), arguments.path(like) or None
         rules = Rules(_placements(placements), tuple(several(shard)), tuple(several(replicate)))
