@@ -160,8 +160,9 @@ To = Annotated[Text, option("--to FORMAT", FORMAT,
     "torch, dcp, safetensors or fsdp1. Default: from the suffix of DST.", complete=completion.formats)]
 ToSharded = Annotated[To, Reworded("dcp or fsdp1. Default: the format of SRC; dcp for a single file.")]
 Producer = Annotated[Text, option("--producer NAME", FORMAT,
-    "Write the directory layout that a framework resumes from: accelerate, torchtitan, verl or trainer; `same` writes "
-    "the files that SRC has, a path those of another checkpoint. Replaces --to.", complete=completion.producers)]
+    "Write the directory layout that a framework resumes from: accelerate, torchtitan, verl, trainer or deepspeed; "
+    "`same` writes the files that SRC has, a path those of another checkpoint. Replaces --to.",
+    complete=completion.producers)]
 Dtype = Annotated[Many, option("--dtype [PATTERN=]DTYPE", FORMAT,
     "Cast floating-point tensors: bfloat16, or 'norm*=float32' for some. Repeatable; the first match applies.",
     complete=completion.dtypes)]

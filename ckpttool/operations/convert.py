@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import struct
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, closing, nullcontext
 from dataclasses import dataclass, replace
@@ -91,8 +92,8 @@ def convert(
             `hf://org/name[/path]`.
         dst: the file or directory to write, with missing parents, or `hf://org/name[@branch][/path]`, in one commit.
         to: the format, `torch`, `dcp`, `safetensors` or `fsdp1`; None goes by the suffix of `dst`.
-        producer: a framework whose directory layout to write in place of `to`: `accelerate`, `torchtitan`, `verl` or
-            `trainer`.
+        producer: a framework whose directory layout to write in place of `to`: `accelerate`, `torchtitan`, `verl`,
+            `trainer` or `deepspeed`.
         only: parts to include, by kind (`model`, `optimizer`, ...) or by key; a string, or several. All without any.
         drop: parts to exclude, likewise.
         tensors: globs of dotted names of the tensors to include, where `*` also matches dots, or `re:` and a regular
@@ -385,10 +386,14 @@ def _arranged(
 def _small_integer(source: Source, tensor: Tensor) -> int | None:
     """Return the value of a counter, which some frameworks save as a tensor."""
     tensor = tensor.origin or tensor
-    if tensor.shape not in ((), (1,)) or tensor.dtype.kind != "int" or not tensor.chunks:
+    is_float = tensor.dtype.name == "float32"  # as optimizers have their steps
+    if tensor.shape not in ((), (1,)) or not (is_float or tensor.dtype.kind == "int") or not tensor.chunks:
         return None
     with closing(files.Pool()) as pool:
         bits = read_box(boxes.whole(tensor.shape), tensor, source, pool)
+    if is_float:
+        (number,) = struct.unpack("<f", bits.tobytes())
+        return int(number) if number.is_integer() else None
     return int.from_bytes(bits.tobytes(), "little", signed=tensor.dtype.name.startswith("int"))
 
 

@@ -24,7 +24,7 @@ from support.cli import run
 from support.paths import CHECKPOINTS
 
 import ckpttool
-from ckpttool.errors import CkptError, CorruptError, ReadError
+from ckpttool.errors import CkptError, CorruptError, ReadError, UsageError
 
 RUNS = CHECKPOINTS / "deepspeed"
 NAMES = sorted(path.name for path in RUNS.iterdir() if not path.name.startswith("zero0"))
@@ -366,3 +366,65 @@ def test_a_truncated_file(tmp_path: Path) -> None:
         (path / optim(1)).write_bytes(data[:size])
         with pytest.raises(CkptError):
             ckpttool.convert(path, tmp_path / "out.pt")
+
+
+# Universal, out -------------------------------------------------------------------------------------------------------
+
+
+def parameters_of(state: Any) -> dict[str, Any]:
+    """The weights and the optimizer's state by name, of a state in one file."""
+    moments = {f"{name}.{kind}": v for name, one in state["optimizer"]["state"].items() for kind, v in one.items()}
+    return {**state["model"], **moments}
+
+
+@pytest.mark.parametrize("name", ["zero3_w3", "zero2_fp16_w3"])
+def test_a_universal_checkpoint_is_written(name: str, tmp_path: Path) -> None:
+    """What DeepSpeed's own loader asks for is there: see `tests/upstream/test_deepspeed_goes_on.py`."""
+    out = tmp_path / "global_step2_universal"
+    ckpttool.convert(RUNS / name / "saved", out, producer="deepspeed:universal", check=True)
+    wanted = expected(name)
+    for parameter, kinds in wanted["moments"].items():
+        folder = out / "zero" / parameter
+        weight = torch.load(folder / "fp32.pt")["param"]
+        assert weight.equal(wanted["weights"][parameter]) and float(torch.load(folder / "step.pt")) == 2
+        for kind, value in kinds.items():
+            assert torch.load(folder / f"{kind}.pt")["param"].equal(value.view(weight.shape))
+    with mock.patch.dict(sys.modules):
+        common = torch.load(out / "zero" / "optimizer_state.pt", weights_only=False, pickle_module=Classes)
+    assert [(g["weight_decay"], g["params"]) for g in common["param_groups"]] == [(0.1, [0]), (0.0, [1])]
+    assert common["optimizer_state_dict"]["state"][0]["step"] == 2 and common["ds_version"] == "0.19.8"
+    assert vars(common["loss_scaler"])["cur_scale"] == (16.0 if "fp16" in name else 1.0)
+    first, second = (out / f"{name}mp_rank_00_model_states.pt" for name in ("", "zero_pp_rank_0_"))
+    states = torch.load(first, weights_only=False)
+    assert first.read_bytes() == second.read_bytes()
+    assert [*states["module"]] == [*converted(RUNS / name / "saved", tmp_path)["model"]]
+    assert states["global_steps"] == 2 and states["shared_params"] == {"head.weight": "embed.weight"}
+    assert sorted(n for g in states["param_shapes"] for n in g) == sorted(wanted["moments"])
+    # And read again, it is what it was made of.
+    before = torch.load(tmp_path / "out.pt", weights_only=False)
+    (tmp_path / "out.pt").unlink()
+    after = converted(out, tmp_path)
+    require_same(parameters_of(after), parameters_of(before))
+    assert [*after["model"]] == [*before["model"]] and after["lr_scheduler"] == before["lr_scheduler"]
+    assert after["optimizer"]["param_groups"] == before["optimizer"]["param_groups"]
+    assert after["loss_scaler"] == before["loss_scaler"] and after["iteration"] == 2
+
+
+def test_a_run_of_fsdp_becomes_universal(tmp_path: Path) -> None:
+    """FSDP2 in DCP, FSDP1 in rank files of flat parameters, and a file with ids for names."""
+    for sample in ("dcp/fsdp2_w2", "rank/fsdp1_w2", "torch/full"):
+        source = next((CHECKPOINTS / sample).glob("ckpt*"))
+        out = tmp_path / sample.replace("/", "_") / "global_step7_universal"
+        ckpttool.convert(source, out, producer="deepspeed:universal", check=True)
+        ckpttool.convert(source, tmp_path / "a.pt", optim_keys="fqn", overwrite=True)
+        ckpttool.convert(out, tmp_path / "b.pt", overwrite=True)
+        before, after = (torch.load(tmp_path / name, weights_only=False) for name in ("a.pt", "b.pt"))
+        root = next(key for key in ("optim", "optimizer") if key in before)
+        names = {f"{n}.{k}": v for n, one in before[root]["state"].items() for k, v in one.items()}
+        require_same(parameters_of(after), {**before["model"], **names})
+
+
+def test_what_cannot_become_universal(tmp_path: Path) -> None:
+    torch.save({"model": {"w": torch.ones(2)}, "step": 1}, tmp_path / "model.pt")
+    with pytest.raises(UsageError, match="there is no optimizer"):
+        ckpttool.convert(tmp_path / "model.pt", tmp_path / "out", producer="deepspeed:universal")

@@ -48,13 +48,14 @@ class StateFile:
 class Members:
     """The names of the files of a directory by data-parallel rank: `Members({0: "mp_rank_00_model_states.pt"}, {})`.
     `faults` are what is wrong with the set. A `universal` one has a folder for each parameter in place of the
-    optimizer's files."""
+    optimizer's files, and may have a `copy` of the weights of rank 0."""
 
     weights: dict[int, str] = field(default_factory=dict)
     optimizer: dict[int, str] = field(default_factory=dict)
     faults: list[CkptError] = field(default_factory=list)
     partitioned: bool = False
     universal: bool = False
+    copy: str = ""
 
     def check_world(self, world: int) -> Iterator[CkptError]:
         """Yield what is missing of the files of `world` ranks, and what is left of a save with more."""
@@ -109,6 +110,9 @@ def _add(members: Members, match: re.Match[str], present: dict[int, str], locati
         raise ReadError(text, hint=_CONVERT, file=location)
     if rank >= MAX_RANKS:
         raise CorruptError(f"`{location}`: `{name}` is of rank {rank}, more than {MAX_RANKS}", file=location)
+    if rank in present and members.universal:
+        members.copy = name  # for ZeRO 3, which opens them under another name
+        return
     if rank in present:
         both = some(sorted((present[rank], name)))
         text = f"{both} are both of rank {rank}: {plural(2, 'save')} of other precisions, or stages, are mixed"

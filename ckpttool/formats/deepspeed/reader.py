@@ -30,17 +30,17 @@ from ckpttool.text import plural, rank_ranges, some
 MODEL, OPTIMIZER = "model", "optimizer"
 _ONE_SAVE = "take all files from one save"
 # What the layout is made of, and what becomes the model and the optimizer.
-_LAYOUT = {
+LAYOUT = {
     "module", "buffer_names", "optimizer", "param_shapes", "frozen_param_shapes", "shared_params",
     "frozen_param_fragments",
 }  # fmt: skip
 _OF_OPTIMIZER = {
     "zero_stage", "partition_count", "group_paddings", "param_alignment_paddings", "param_slice_mappings",
     "base_optimizer_state", "base_optimizer_state_step", "single_partition_of_fp32_groups", "fp32_flat_groups",
-    "optimizer_state_dict", "loss_scaler", "ds_version", "universal_checkpoint_info", "param_groups",
+    "optimizer_state_dict", "loss_scaler", "ds_version", "universal_checkpoint_info", "param_groups", "step",
 }  # fmt: skip
 _AFFINE_VERSION = 1
-_UNIVERSAL_VERSION = 0.4
+UNIVERSAL_VERSION = 0.4
 
 
 def open(location: Location, options: OpenOptions = NO_HINTS) -> Source:
@@ -319,7 +319,7 @@ class _ZeroOpening:
                 shared = {k: v for k, v in _state_of(states[rank], number).items() if not _is_piece(v)}
                 if "step" not in shared and "base_optimizer_state_step" in states[rank]:
                     shared["step"] = states[rank]["base_optimizer_state_step"]
-                for key, value in [*shared.items(), *moments[name].items()]:
+                for key, value in {**shared, **moments[name]}.items():
                     path = (*root, name, key)
                     if isinstance(value, Rebuilt):
                         catalogue.add(Tensor(path, value.dtype, value.shape, value.chunks))
@@ -364,6 +364,11 @@ class _ZeroOpening:
 
     def _read_universal(self, world: int) -> None:
         """Add each parameter, and its state, from the folder that is called like it."""
+        if self._members.copy:
+            copy, first = self._load(0, self._members.copy), self._weights[0]
+            if self._content(copy.tree, copy) != self._content(first.tree, first):
+                text = f"`{copy.name}` is not the same as `{first.name}`"
+                self._catalogue.faults.append(CorruptError(text, hint=_ONE_SAVE, file=copy.name))
         shapes, folder = _shapes(self._weights[0]), self._location / members.UNIVERSAL
         shape_of = {name: shape for group in shapes for name, shape in group.items()}
         by_name: dict[str, Rebuilt] = {}
@@ -374,7 +379,7 @@ class _ZeroOpening:
             if not entry.is_dir:
                 if name != _COMMON:
                     self._catalogue.faults.append(ReadError(f"`{folder / name}` is of no parameter", hint=_NOT_READ))
-            elif name not in shape_of and name in module:
+            elif name not in shape_of and isinstance(module.get(name), TensorRef):
                 self._copies.append(name)
             else:
                 state, of_file = self._universal_files(folder / name, shape_of.get(name))
@@ -473,7 +478,7 @@ class _ZeroOpening:
     def _add_rest(self) -> None:
         """Add what lies beside the model: once if all ranks have the same, else that of each under its own key."""
         first = self._weights[0]
-        for key in dict.fromkeys(key for file in self._weights for key in file.tree if key not in _LAYOUT):
+        for key in dict.fromkeys(key for file in self._weights for key in file.tree if key not in LAYOUT):
             contents = [self._content(file.tree.get(key), file) for file in self._weights]
             if all(content == contents[0] for content in contents):
                 if not (key == "autoep_layers" or (first.tree[key] is None and key in _EMPTY)):
@@ -591,7 +596,7 @@ def _check_versions(info: Any, name: str) -> None:
     """Raise ReadError for a description of the layout that is newer than what is known."""
     affine, universal = _at(info, "affine_map", "version"), _at(info, "universal_checkpoint_version")
     for what, version, known in (
-        ("affine_map", affine, _AFFINE_VERSION), ("universal_checkpoint_info", universal, _UNIVERSAL_VERSION)
+        ("affine_map", affine, _AFFINE_VERSION), ("universal_checkpoint_info", universal, UNIVERSAL_VERSION)
     ):  # fmt: skip
         if isinstance(version, (int, float)) and version > known:
             text = f"`{name}`: `{what}` of version {version}, newer than {known}, which is read"

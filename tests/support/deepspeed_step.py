@@ -1,0 +1,66 @@
+"""Started by torchrun: DeepSpeed loads a checkpoint, trains on, and saves what came of it.
+
+    deepspeed_step.py STAGE FROM OUT [--universal] [--save DIR]
+
+`OUT` has the float32 weights as they were loaded, and after a step. All ranks train on the same data, so that
+the step is that of one process.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+GENERATORS = Path(__file__).resolve().parents[2] / "samples" / "generators"
+sys.path.insert(0, str(GENERATORS))
+
+from deepspeed_runs import groups_of, model_class  # type: ignore[import-not-found]  # noqa: E402
+
+
+def loss_of(model: Any, step: int) -> torch.Tensor:
+    ids = torch.randint(0, 13, (2, 4), generator=torch.Generator().manual_seed(step))
+    return nn.functional.cross_entropy(model(ids).float().flatten(0, 1), ids.flatten())
+
+
+def weights_of(engine: Any) -> dict[str, torch.Tensor]:
+    """The float32 weights of what is trained, whole."""
+    from deepspeed.utils import safe_get_full_fp32_param
+
+    named = engine.module.named_parameters()
+    return {name: safe_get_full_fp32_param(p).clone() for name, p in named if p.requires_grad}
+
+
+def main(stage: int, source: Path, out: Path, *options: str) -> None:
+    import deepspeed
+
+    config: dict[str, Any] = {
+        "train_micro_batch_size_per_gpu": 2,
+        "zero_allow_untested_optimizer": True,
+        "zero_force_ds_cpu_optimizer": False,
+        "gradient_clipping": 0.0,
+        "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0},
+        "checkpoint": {"load_universal": "--universal" in options},
+    }
+    with deepspeed.zero.Init(config_dict_or_path=config, enabled=stage == 3):
+        model = model_class()()
+    engine = deepspeed.initialize(model=model, optimizer=torch.optim.AdamW(groups_of(model)), config=config)[0]
+    path, client = engine.load_checkpoint(str(source.parent), tag=source.name)
+    assert path is not None
+    loaded = weights_of(engine)
+    engine.backward(loss_of(engine, engine.global_steps))
+    engine.step()
+    weights = weights_of(engine)
+    if engine.global_rank == 0:
+        torch.save(
+            {"loaded": loaded, "weights": weights, "steps": engine.global_steps, "epoch": client.get("epoch")}, out
+        )
+    if "--save" in options:
+        engine.save_checkpoint(options[options.index("--save") + 1])
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), Path(sys.argv[2]), Path(sys.argv[3]), *sys.argv[4:])
