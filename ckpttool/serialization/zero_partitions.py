@@ -46,9 +46,17 @@ class Partition(NamedTuple):
     paddings: dict[int, int]
     inner: int = 0
 
-    def used(self, rank: int) -> int:
-        """Return how many elements of a rank's line are of parameters."""
-        return sum(one.numel for slices in self.slices.values() for one in slices if one.rank == rank)
+    def by_rank(self) -> dict[int, list[tuple[int, int, str]]]:
+        """Return begin, end and name of what each rank has, in the order of its elements."""
+        found: dict[int, list[tuple[int, int, str]]] = {}
+        for name, cuts in self.slices.items():
+            for rank, start, numel in cuts:
+                found.setdefault(rank, []).append((start, start + numel, name))
+        return {rank: sorted(taken) for rank, taken in found.items()}
+
+    def used(self) -> dict[int, int]:
+        """Return how many elements of the line of each rank are of parameters."""
+        return {rank: sum(end - start for start, end, _ in taken) for rank, taken in self.by_rank().items()}
 
     def parameters(
         self, lines: Mapping[int, Line], place: Place, what: str, *, whole: bool
@@ -171,18 +179,17 @@ def divided(shapes: Sequence[dict[str, Ints]], ranks: Sequence[int], world: int)
 
 def check_lines(partition: Partition, lines: Mapping[int, Line], what: str) -> None:
     """Raise CorruptError unless each element of the lines is of one parameter, or padding."""
-    unused = 0
+    unused, by_rank = 0, partition.by_rank()
     for rank, line in lines.items():
         if not all(map(is_line, line)):
             raise CorruptError(f"{what} of rank {rank} is no tensor of one dimension", rank=rank)
-        own = ((one, name) for name, slices in partition.slices.items() for one in slices if one.rank == rank)
-        taken = sorted((one.start, one.start + one.numel, name) for one, name in own)
+        taken = by_rank.get(rank, [])
         for (_, end, name), (start, _, other) in pairwise(taken):
             if start < end:
                 text = f"rank {rank} has `{name}` and `{other}` in the same elements of its partition"
                 raise CorruptError(text, hint=_ONE_SAVE, rank=rank)
-        length = sum(ref.shape[0] for ref in line)
-        unused += max(0, length - partition.used(rank) - partition.paddings.get(rank, 0))
+        used = sum(end - start for start, end, _ in taken)
+        unused += max(0, sum(ref.shape[0] for ref in line) - used - partition.paddings.get(rank, 0))
     if unused > partition.inner:
         text = f"{what}: {plural(unused, 'element')} of the partitions {'is' if unused == 1 else 'are'} of no parameter"
         raise CorruptError(text, hint=_ONE_SAVE, found=unused, expected=partition.inner)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import enum
 import json
+import os
 import pickle
 import random
 import shutil
@@ -428,3 +429,53 @@ def test_what_cannot_become_universal(tmp_path: Path) -> None:
     torch.save({"model": {"w": torch.ones(2)}, "step": 1}, tmp_path / "model.pt")
     with pytest.raises(UsageError, match="there is no optimizer"):
         ckpttool.convert(tmp_path / "model.pt", tmp_path / "out", producer="deepspeed:universal")
+
+
+# In training, and by strangers ----------------------------------------------------------------------------------------
+
+
+def test_load_in_training() -> None:
+    from torch import nn
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embed, self.up, self.down = nn.Embedding(13, 5), nn.Linear(5, 7), nn.Linear(7, 5)
+            self.norm, self.scale = nn.LayerNorm(5), nn.Parameter(torch.zeros(1))
+            self.frozen = nn.Parameter(torch.zeros(5), requires_grad=False)
+            self.head = nn.Linear(5, 13, bias=False)
+            self.head.weight = self.embed.weight
+            self.register_buffer("seen", torch.zeros(2, dtype=torch.int64))
+
+    model, wanted = Model(), expected("zero3_w3")
+    trained = [p for p in model.parameters() if p.requires_grad]
+    groups = [{"params": [p for p in trained if p.ndim > 1]}, {"params": [p for p in trained if p.ndim <= 1]}]
+    optimizer = torch.optim.AdamW(groups)
+    ckpttool.load(RUNS / "zero3_w3" / "saved", model, optimizer)
+    assert all(value.equal(wanted["weights"][name]) for name, value in model.state_dict().items())
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad:
+            assert optimizer.state[parameter]["exp_avg"].equal(wanted["moments"][name]["exp_avg"].view(parameter.shape))
+
+
+class _Command:
+    def __init__(self, marker: Path) -> None:
+        self.marker = marker
+
+    def __reduce__(self) -> Any:
+        return os.system, (f"touch {self.marker}",)
+
+
+@pytest.mark.parametrize("file", [optim(1), "mp_rank_00_model_states.pt"])
+def test_no_pickle_is_executed(file: str, tmp_path: Path) -> None:
+    path, marker = copied("zero2_w3", tmp_path), tmp_path / "marker"
+    change(path / file, lambda tree: tree.update(overflow=_Command(marker), iteration=_Command(marker)))
+    warnings = [str(warning) for warning in ckpttool.inspect(path).warnings]
+    assert any("os.system" in text or "posix.system" in text for text in warnings), warnings
+    assert not marker.exists()
+
+
+def test_no_optimizer_of_bfloat16_without_zero(tmp_path: Path) -> None:
+    path = copied("zero0_fp32_w2", tmp_path)
+    change(path / "mp_rank_00_model_states.pt", lambda tree: tree.update(optimizer=None))
+    assert any("no optimizer state" in str(warning) for warning in ckpttool.inspect(path).warnings)

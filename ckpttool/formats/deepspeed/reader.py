@@ -235,9 +235,10 @@ class _ZeroOpening:
         texts = []
         for one, _, _ in groups:
             alike: dict[str, list[int]] = {}
+            used = one.used()
             for rank in self._states:
                 padding = one.paddings.get(rank, 0)
-                what = f"{plural(one.used(rank), 'element')}{f' and {padding:,} of padding' if padding else ''}"
+                what = f"{plural(used.get(rank, 0), 'element')}{f' and {padding:,} of padding' if padding else ''}"
                 alike.setdefault(what, []).append(rank)
             where = [f"{what} on {rank_ranges(ranks)}" for what, ranks in alike.items()]
             texts.append(f"group {one.number}: {', '.join(where)}")
