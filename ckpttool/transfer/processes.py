@@ -372,7 +372,8 @@ def imported_torch() -> Any:
 
 def _rendezvous() -> tuple[int, int, Any]:
     """Return rank, number of processes, and the store of this job."""
-    prefix = f"job{next(_JOBS)}"  # messages of an earlier job of the same processes are still there
+    # Messages of an earlier job of the same processes are still there, and those of processes that were restarted.
+    prefix = f"attempt{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}/job{next(_JOBS)}"
     try:
         if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
             with suppress(UnknownProtocolError):
