@@ -1,25 +1,27 @@
-"""What operations that write to the Hub share: its options, and destinations that are sent as a whole.
+"""What operations that write to the Hub share: its options, what is replaced there, and destinations that are sent as a
+whole.
 
 `convert` and `reshard` write such a destination to a temporary directory, as they would to its place, since all of its
-files are laid out at once; then one commit publishes them. `export` sends file by file.
+files are laid out at once; then they are sent and published: in a repository by one commit, in a bucket with what makes
+them a checkpoint last. `export` sends file by file.
 """
 
 from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TypedDict
+from typing import Any, TypedDict
 
 from ckpttool.catalogue.entries import Catalogue
 from ckpttool.catalogue.patterns import several
-from ckpttool.errors import CkptError, OverwriteError, UsageError
+from ckpttool.errors import CkptError, OverwriteError, RemoteError, UsageError
 from ckpttool.operations import arguments, secrets, write
 from ckpttool.operations.write import Conversion, WriteOptions
-from ckpttool.producers.open import is_index
+from ckpttool.producers.open import is_index, open_source
 from ckpttool.serialization.manifest import NAME
 from ckpttool.storage import stores, workspace
 from ckpttool.storage.stores import Location, Outgoing, local_path
@@ -30,6 +32,10 @@ from ckpttool.transfer.threads import Progress
 _NOT_A_TAG = re.compile(r"^$|[\x00-\x20\x7f~^:?*\[\\]|\.\.|@\{|^[@.\-/]|/\.|//|[./]$|\.lock(/|$)")
 
 _IF_FULL = "it is written to `TMPDIR` before it is sent: name a directory with room, `--stage DIR`"
+
+
+_OF_COMMITS = ("create_pr", "tag", "message")
+_WEIGHTS = (".safetensors", ".pt", ".pth", ".bin", ".distcp")
 
 
 class HubOptions(TypedDict, total=False):
@@ -68,20 +74,24 @@ def check_options(dst: str, remote: HubOptions) -> None:
     """Raise UsageError for options of stores at a destination of this machine, and for those that exclude each
     other."""
     tag = remote.get("tag")
-    if not stores.is_remote(dst):
+    is_remote = stores.is_remote(dst)
+    if not is_remote or not stores.destination(dst).store.is_versioned:
         for name, value in remote.items():
-            if value:
-                flag = "--commit-message" if name == "message" else f"--{name.replace('_', '-')}"
+            flag = "--commit-message" if name == "message" else f"--{name.replace('_', '-')}"
+            if value and is_remote and name in _OF_COMMITS:
+                hint = "leave it out, or write to a repository: `hf://org/name`"
+                raise UsageError(f"`{flag}` is of commits, which the bucket of `{dst}` does not have", hint=hint)
+            if value and not is_remote:
                 hint = "write to `hf://org/name`"
                 raise UsageError(f"`{flag}` is for the Hub, and `{dst}` is a path of this machine", hint=hint)
-    elif remote.get("private") and remote.get("public"):
+    if remote.get("private") and remote.get("public"):
         raise UsageError("`--private` and `--public` exclude each other", hint="a new repository is private by default")
-    elif tag is not None and remote.get("create_pr"):
+    if tag is not None and remote.get("create_pr"):
         hint = "tag the commit once the pull request is merged: `hf repo tag create`"
         raise UsageError("`--tag` is of a commit, and `--create-pr` opens a pull request", hint=hint)
-    elif tag is not None and _NOT_A_TAG.search(tag):
+    if tag is not None and _NOT_A_TAG.search(tag):
         raise UsageError(f"`--tag {tag}` is not a name of a tag in git", hint="such as `--tag v1.0`")
-    elif (found := secrets.in_text((remote.get("message") or "").encode("utf-8", "replace"))) is not None:
+    if (found := secrets.in_text((remote.get("message") or "").encode("utf-8", "replace"))) is not None:
         raise UsageError(f"`--commit-message` has what looks like {found[1]}", hint="write another message")
 
 
@@ -117,6 +127,46 @@ def combined(progress: Progress) -> tuple[Progress, Progress]:
     return partial(report, "written"), partial(report, "sent")
 
 
+# What is replaced in a store without commits --------------------------------------------------------------------------
+
+
+def accepted(location: Location, remote: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the options that the store of a destination takes."""
+    other = ("replaces",) if location.store.is_versioned else _OF_COMMITS
+    return {name: value for name, value in remote.items() if name not in other}
+
+
+def replaced(location: Location) -> list[str]:
+    """Return the files of the checkpoint that is at a destination whose store keeps no earlier versions: their names
+    below it, in the order of `order`. None, if there is no checkpoint that can be opened, only what a killed run left
+    or somebody else. Raises OverwriteError if there are several in it, RemoteError if the store cannot be asked."""
+    if location.store.is_versioned or not location.exists():
+        return []
+    if location.is_file():
+        return [location.name]
+    try:
+        with closing(open_source(location)) as source:
+            catalogue = source.catalogue
+    except RemoteError:
+        raise
+    except CkptError:
+        return []
+    finally:
+        location.store.close()
+    if catalogue.location != location:
+        message = f"`{location}` has other checkpoints in it, such as `{catalogue.location}`"
+        raise OverwriteError(message, hint=f"name a new folder: `{location}/NAME`", file=location)
+    own = {file.location.relative_to(location) for file in catalogue.own_files if file.location.is_below(location)}
+    folders = {name.rpartition("/")[0] for name in own}
+    indexes = {name for name in location.below() if _is_index(name) and name.rpartition("/")[0] in folders}
+    return sorted(own | indexes, key=order)
+
+
+def order(name: str) -> tuple[bool, bool, bool, str]:
+    """Return the sort key by which what makes files a checkpoint comes last."""
+    return _is_index(name), name.endswith(".metadata"), name.endswith(_WEIGHTS), name
+
+
 # Destinations that are written as a whole, then sent ------------------------------------------------------------------
 
 
@@ -141,11 +191,13 @@ class _Staged(LocalDestination):
     overwrite: bool
     sending: Progress | None = None
     obstacle: OverwriteError | None = None
+    replaces: Sequence[str] = ()  # files of the checkpoint that is there
 
     def check(self) -> None:
         """Ask the store whether it can be written, before hours of work. Raises RemoteError, UsageError or
         OverwriteError; for a dry run, the last is kept."""
         try:
+            self.replaces = replaced(self.location)
             self._publish([], dry_run=True)
         except OverwriteError as error:
             if not self.options.dry_run:
@@ -164,15 +216,15 @@ class _Staged(LocalDestination):
         else:
             written = local_path(self.path.rstrip("/"))
             root, names = (written.parent, [written.name]) if written.is_file() else (written, written.below())
-            # What makes it a checkpoint comes last.
-            names.sort(key=lambda name: (_is_index(name), name.endswith(".metadata"), name))
+            names.sort(key=order)
             outgoing = [Outgoing(name, (root / name).size(), path=root / name) for name in names]
             result.sent = self._publish(outgoing, dry_run=False)
 
     def _publish(self, outgoing: list[Outgoing], *, dry_run: bool) -> object:
         is_file = [file.name for file in outgoing] == [self.location.name] and not self.path.endswith("/")
         folder, claims = (self.location.parent, self.location.name) if is_file else (self.location, "")
-        options = {name: value for name, value in self.remote.items() if name not in ("stage", "not_secret")}
+        options = accepted(self.location, {**self.remote, "replaces": self.replaces})
+        del options["stage"], options["not_secret"]
         return folder.publish(
             outgoing, **options, claims=claims, overwrite=self.overwrite, dry_run=dry_run, progress=self.sending
         )

@@ -71,16 +71,24 @@ def _hub_rows(sent: Sent) -> list[tuple[str, str]]:
     by_status = {status: [file.path for file in sent.files if file.status == status] for status in statuses}
     counts = ", ".join(f"{len(names)} {status}" for status, names in by_status.items() if names)
     rows = [("on the Hub", f"{counts}; {size(sent.sent_bytes)} {'would be sent' if sent.dry_run else 'sent'}")]
+    is_bucket = sent.destination.startswith("hf://buckets/")
     if sent.created:
         visibility = "private" if sent.private else "public"
-        rows.append(("repository", f"{'would be created' if sent.dry_run else 'created'}, {visibility}"))
+        rows.append(
+            (
+                "bucket" if is_bucket else "repository",
+                f"{'would be created' if sent.dry_run else 'created'}, {visibility}",
+            )
+        )
     if sent.branch_created:
         rows.append(("branch", "would be created from main" if sent.dry_run else "created from main"))
     rows += [(status, ", ".join(names)) for status, names in by_status.items() if names and status != "unchanged"]
     if sent.removed:
         rows.append(("removed", ", ".join(sent.removed)))
     if not sent.dry_run:
-        rows.append(("commit", sent.pull_request or sent.commit or "none: nothing is different"))
+        rows.append(
+            ("files at" if is_bucket else "commit", sent.pull_request or sent.commit or "none: nothing is different")
+        )
     if sent.tag:
         rows.append(("tag", f"{sent.tag}{', would be created' if sent.dry_run else ''}"))
     return rows

@@ -95,6 +95,8 @@ class Store:
     is_local = False
     in_ranges = False
     """Whether what is read is fetched in ranges, even where files are copied: little of them is needed."""
+    is_versioned = False
+    """Whether what is written to it leaves earlier versions as they are."""
     has_digests = False
     """Whether `fetch` compares a file with a digest of the store."""
 

@@ -68,6 +68,7 @@ class Bucket:
     private: bool = False
     files: dict[str, str] = field(default_factory=dict)
     batches: list[list[tuple[str, str]]] = field(default_factory=list)  # (type, path)
+    refused: set[str] = field(default_factory=set)  # paths of which nothing is done
 
 
 @dataclass
@@ -557,6 +558,41 @@ class Handler(BaseHTTPRequestHandler):
         return {"type": "file", "path": path, "size": self.hub.of_xet[xet][1], "xetHash": xet,
                 "mtime": "2026-01-01T00:00:00.000Z", "uploadedAt": "2026-01-01T00:00:00.000Z"}  # fmt: skip
 
+    def bucket_info(self, name: str) -> None:
+        bucket = self._bucket(name)
+        self._json({"id": name, "private": bucket.private, "createdAt": "2026-01-01T00:00:00.000Z",
+                    "size": 0, "totalFiles": len(bucket.files)})  # fmt: skip
+
+    def create_bucket(self, name: str) -> None:
+        said, token = json.loads(self._body()), self._token()
+        if token != WRITER:
+            raise Problem(403 if token else 401, None, "You don't have the rights to create a bucket here")
+        if name in self.hub.buckets:
+            raise Problem(409, None, "You already created this bucket")
+        self.hub.make_bucket(name, private=said.get("visibility") == "private" or said.get("private", False))
+        self._json({"url": f"{self.hub.url}/buckets/{name}"})
+
+    def bucket_token(self, name: str, kind: str) -> None:
+        self._bucket(name, write=kind == "write")
+        self._xet_token()
+
+    def bucket_batch(self, name: str) -> None:
+        """Do what can be done of the lines, and say of which it cannot."""
+        lines = [json.loads(line) for line in self._body().splitlines()]
+        bucket, failed = self._bucket(name, write=True), []
+        for line in lines:
+            kind, path = line["type"], line["path"]
+            known = (kind == "deleteFile" and path in bucket.files) or line.get("xetHash") in self.hub.of_xet
+            if path in bucket.refused or not known:
+                failed.append({"path": path, "error": "refused by the test" if known else "Not found"})
+            elif kind == "addFile":
+                bucket.files[path] = line["xetHash"]
+            else:
+                del bucket.files[path]
+        bucket.batches.append([(line["type"], line["path"]) for line in lines])
+        said = {"success": not failed, "processed": len(lines), "succeeded": len(lines) - len(failed), "failed": failed}
+        self._answer(422 if len(failed) == len(lines) else 200, json.dumps(said).encode())
+
     def bucket_resolve(self, name: str, path: str) -> None:
         xet = self._bucket(name).files.get(path)
         if xet is None:
@@ -805,6 +841,7 @@ class Handler(BaseHTTPRequestHandler):
                 first, last = (int.from_bytes(term[at : at + 4], "little") for at in (40, 44))
                 content += b"".join(self.hub.xorbs[_hash_text(term[:32])][first:last])
             (self.hub.store / hashlib.sha256(content).hexdigest()).write_bytes(content)
+            self.hub.of_xet[_hash_text(rows[:32])] = hashlib.sha256(content).hexdigest(), len(content)
             rows = rows[48 * (1 + count * (1 + (flags >> 31 & 1)) + (flags >> 30 & 1)) :]
         self._json({"result": 1})
 
@@ -819,6 +856,9 @@ class Handler(BaseHTTPRequestHandler):
 
     def xet_token(self, name: str, kind: str, revision: str) -> None:
         self._repo(name, write=kind == "write")
+        self._xet_token()
+
+    def _xet_token(self) -> None:
         where = f"{self.hub.url}/cas" if self.hub.cas else f"local://{self.hub.xet}"
         said = {"casUrl": where, "accessToken": "xet-token", "exp": int(time.time()) + 3600}
         self.hub.xet.mkdir(exist_ok=True)
@@ -862,6 +902,10 @@ _ROUTES = [
     ("POST", r"/cas/v1/xorbs/default/([0-9a-f]+)", "post_xorb"),
     ("POST", r"/cas/v1/shards", "post_shard"),
     ("GET|HEAD", rf"/{_NAME}/resolve/([^/]+)/(.+)", "resolve"),
+    ("GET", rf"/api/buckets/{_NAME}", "bucket_info"),
+    ("POST", rf"/api/buckets/{_NAME}", "create_bucket"),
+    ("POST", rf"/api/buckets/{_NAME}/batch", "bucket_batch"),
+    ("GET", rf"/api/buckets/{_NAME}/xet-(read|write)-token", "bucket_token"),
     ("GET", rf"/api/buckets/{_NAME}/tree(?:/(.*))?", "bucket_tree"),
     ("GET|HEAD", rf"/buckets/{_NAME}/resolve/(.+)", "bucket_resolve"),
 ]

@@ -11,6 +11,7 @@ import os
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import Any
 
 from ckpttool import formats
 from ckpttool.catalogue.patterns import several
@@ -188,11 +189,13 @@ def export(
     _check_options(dst, remote, how)
     with publish.user(token):
         if stores.is_remote(dst):
+            if not stores.destination(dst).store.is_versioned:
+                arguments.check_apart(dst, src, beside, options.like, options.fill_from)
             writing, sending = publish.combined(progress) if progress is not None else (None, None)
             with planned(result, options, replace(how, progress=writing)) as plan:
                 if announce is not None:
                     announce(result)
-                _send(plan, remote, sending)
+                _send(plan, remote, how.overwrite, sending)
             result.seconds = time.monotonic() - began
         else:
             read = (src, beside, options.like, options.fill_from)
@@ -259,7 +262,7 @@ def _check_options(dst: str, remote: HubOptions, how: WriteOptions) -> None:
     publish.check_options(dst, remote)
     if not stores.is_remote(dst):
         return
-    if how.overwrite:
+    if how.overwrite and stores.destination(dst).store.is_versioned:
         raise UsageError("`--overwrite`: a commit keeps the earlier version", hint="leave it out")
     if how.check:
         raise UsageError("`--check`: files on the Hub are compared by their digests in any case", hint="leave it out")
@@ -268,7 +271,7 @@ def _check_options(dst: str, remote: HubOptions, how: WriteOptions) -> None:
         raise UsageError("`--manifest` is of local files, and those of the Hub are removed as they are sent", hint=hint)
 
 
-def _send(plan: Export, remote: HubOptions, sending: Progress | None) -> None:
+def _send(plan: Export, remote: HubOptions, overwrite: bool, sending: Progress | None) -> None:
     """Send the files of a plan, or note what would be sent. Raises RemoteError and what the files raise."""
     result = plan.result
     result.free_bytes = free_space.free_bytes(remote.get("stage") or temporary_folder())
@@ -278,8 +281,13 @@ def _send(plan: Export, remote: HubOptions, sending: Progress | None) -> None:
         if sending is not None:
             sending(done, total)
 
-    result.sent = stores.destination(result.destination).publish(
-        plan.files, **remote, dry_run=result.dry_run, progress=progress, unless_there=plan.unless_there
+    location, outgoing = stores.destination(result.destination), plan.files
+    options: dict[str, Any] = publish.accepted(location, remote)
+    if not location.store.is_versioned:
+        options |= {"claims": "", "overwrite": overwrite, "replaces": publish.replaced(location)}
+        outgoing = sorted(outgoing, key=lambda file: publish.order(file.name))
+    result.sent = location.publish(
+        outgoing, **options, dry_run=result.dry_run, progress=progress, unless_there=plan.unless_there
     )
     if remote.get("stage") is None:
         result.file_bytes = max((file.size for file in plan.files if file.gather is None), default=0)

@@ -3,6 +3,7 @@
 address     parsing of `hf://org/name@revision/path` and `hf://buckets/org/name/path`
 answers     checks of what an endpoint answers, and of where the token goes
 blocks      files of which what is read is fetched, in blocks
+bucket_upload  a bucket as a destination: files are sent, and then named in it, that which makes the checkpoint last
 buckets     a bucket as a store, whose files may change
 client      the client of the library, quiet and with time-outs
 errors      exceptions of the client as errors of `ckpttool.errors`
@@ -28,9 +29,9 @@ if tuple(map(int, huggingface_hub.__version__.split(".")[:2])) < (1, 22):
         hint="`pip install -U huggingface_hub`; transformers 4 needs an older one, so use another environment",
     )
 
-from ckpttool.storage.hub import buckets, store
+from ckpttool.storage.hub import bucket_upload, buckets, store, upload
 from ckpttool.storage.hub.address import BUCKETS
-from ckpttool.storage.hub.upload import Sent, SentFile, destination
+from ckpttool.storage.hub.upload import Sent, SentFile
 from ckpttool.storage.stores import Location
 
 __all__ = ["Sent", "SentFile", "destination", "locate"]
@@ -39,3 +40,8 @@ __all__ = ["Sent", "SentFile", "destination", "locate"]
 def locate(text: str) -> Location:
     """Return the location of an address. Raises UsageError, RemoteError or ReadError."""
     return buckets.locate(text) if text.startswith(BUCKETS) else store.locate(text)
+
+
+def destination(text: str) -> Location:
+    """Return the location of an address to publish at. Raises UsageError."""
+    return bucket_upload.destination(text) if text.startswith(BUCKETS) else upload.destination(text)

@@ -38,7 +38,7 @@ from ckpttool.storage.gathered import GatheredFile
 from ckpttool.storage.hub import answers, client, errors, listing, retries, xet
 from ckpttool.storage.hub.address import Address, parse
 from ckpttool.storage.hub.listing import RepoFile
-from ckpttool.storage.hub.retries import repeat
+from ckpttool.storage.hub.retries import Result, repeat
 from ckpttool.storage.hub.senders import Senders, SendingStopped
 from ckpttool.storage.stores import Location, Outgoing, Store, local_path
 from ckpttool.text import some
@@ -87,15 +87,15 @@ class SentFile:
 class Sent:
     """The result of an upload, or of a dry run."""
 
-    destination: str  #: address of the repository
+    destination: str  #: address of the repository or bucket
     files: list[SentFile] = field(default_factory=list)  #: files of the checkpoint
     removed: list[str] = field(default_factory=list)  #: files that were removed
     sent_bytes: int = 0  #: bytes of new and changed files
-    created: bool = False  #: whether the repository was created
-    private: bool | None = None  #: whether the repository is private; null if the Hub does not say so
+    created: bool = False  #: whether the repository or bucket was created
+    private: bool | None = None  #: whether the repository or bucket is private; null if the Hub does not say so
     branch_created: bool = False  #: whether the branch was created, from `main`
     tag: str | None = None  #: tag of the commit, or of the current one if nothing differed
-    commit: str | None = None  #: address of the commit; null if nothing differed
+    commit: str | None = None  #: address of the commit, or of the folder in a bucket; null if nothing differed
     oid: str | None = None  #: hash of the commit
     pull_request: str | None = None  #: address of the pull request
     dry_run: bool = False  #: whether nothing was sent
@@ -104,13 +104,13 @@ class Sent:
 def destination(text: str) -> Location:
     """Return the location of an address to publish at: a repository, which need not exist. Raises UsageError."""
     address = parse(text)
-    if address.is_bucket:
-        raise UsageError(f"`{address}`: buckets are read, and not written", hint="write to `hf://org/name`")
     return Location(str(address), Repository(address))
 
 
 class Repository(Store):
     """The store of a repository that is written to."""
+
+    is_versioned = True
 
     def __init__(self, address: Address) -> None:
         self.root, self._address = address.root, address
@@ -150,31 +150,41 @@ class Repository(Store):
         StorageError, and the errors of `Outgoing.write`.
         """
         sizes = [file.size for file in outgoing]
-        upload = _Upload(replace(self._address, path=name), create_pr, message or _MESSAGE, progress, sum(sizes))
-        _check_names(outgoing)
+        upload = _RepositoryUpload(
+            replace(self._address, path=name), create_pr, message or _MESSAGE, progress, sum(sizes)
+        )
+        check_names(outgoing)
         upload.prepare(private, dry_run, public=public, tag=tag)
         if claims is None:
             upload.find_stale_files(outgoing, keep)
         else:
             upload.replace(claims, outgoing, overwrite)
-        if stage is not None:
-            _check_stage(stage, {file.name for file in outgoing})
-        with workspace.scratch_directory("ckpttool-hub-") if stage is None else nullcontext(stage) as folder:
-            to_write = [
-                file.size
-                for file in outgoing
-                if file.write is not None and (stage is not None or file.gather is None or not _can_gather())
-            ]
-            largest, free = max(to_write, default=0), free_space.free_bytes(folder)
-            free_space.check(folder, largest if stage is None else sum(to_write), free, _IF_FULL)
-            # Others need room there, too.
-            has_room = stage is not None or _AT_ONCE * largest <= free // 2
-            upload.add(outgoing, folder, unless_there, places=_AT_ONCE if has_room else 1, keep_local=stage is not None)
+        write_and_send(upload, outgoing, stage, unless_there)
+        upload.additions = [one.operation for one in upload.added if one.operation is not None]
         if not dry_run and (upload.additions or upload.deletions):
             upload.commit()
         if tag is not None and not dry_run:
             upload.create_tag(tag)
         return upload.sent
+
+
+def write_and_send(
+    upload: Upload, outgoing: Sequence[Outgoing], stage: str | None, unless_there: Collection[str]
+) -> None:
+    """Write files to `stage`, or those that have to be written to a temporary folder, and send them."""
+    if stage is not None:
+        _check_stage(stage, {file.name for file in outgoing})
+    with workspace.scratch_directory("ckpttool-hub-") if stage is None else nullcontext(stage) as folder:
+        to_write = [
+            file.size
+            for file in outgoing
+            if file.write is not None and (stage is not None or file.gather is None or not _can_gather())
+        ]
+        largest, free = max(to_write, default=0), free_space.free_bytes(folder)
+        free_space.check(folder, largest if stage is None else sum(to_write), free, _IF_FULL)
+        # Others need room there, too.
+        has_room = stage is not None or _AT_ONCE * largest <= free // 2
+        upload.add(outgoing, folder, unless_there, places=_AT_ONCE if has_room else 1, keep_local=stage is not None)
 
 
 def _check_stage(stage: str, names: set[str]) -> None:
@@ -189,14 +199,15 @@ def _check_stage(stage: str, names: set[str]) -> None:
         )
 
 
-def _check_names(outgoing: Sequence[Outgoing]) -> None:
+def check_names(outgoing: Sequence[Outgoing]) -> None:
+    """Raise UsageError for a name that leads out of the destination, or occurs twice."""
     for name, count in Counter(file.name for file in outgoing).items():
         if count > 1 or name.startswith("/") or ".." in name.split("/"):
             raise UsageError(f"`{name}` is not a path in a repository, or occurs twice")
 
 
 @dataclass(slots=True)
-class _Added:
+class Added:
     """What became of a file: its status as in `SentFile`, and what the commit gets of one that was sent."""
 
     status: str
@@ -204,34 +215,32 @@ class _Added:
     operation: CommitOperationAdd | None = None
 
 
-class _Upload:
-    """One upload to one repository."""
+class Upload:
+    """Files that are written and sent, each only if the Hub does not have it. Subclasses define `_comparable` and
+    `_send`."""
 
-    def __init__(self, address: Address, create_pr: bool, message: str, progress: Progress | None, size: int) -> None:
+    def __init__(self, address: Address, progress: Progress | None, size: int) -> None:
         self.address = address
         self.sent = Sent(str(address))
-        self.additions: list[CommitOperationAdd] = []
-        self.deletions: list[str] = []
         self._api: HfApi = client.api()
-        self._create_pr = create_pr
-        self._message, self._title = message, message.partition("\n")[0]
         self._progress = progress
         self._lock = threading.Lock()
         self._total, self._done = size, 0
         self._parts_sent: dict[str, int] = {}  # bytes of files being sent, at most (a retry starts again)
-        self._parent: str | None = None
-        self._is_branch_new = False
         self._repo_files: dict[str, RepoFile] = {}
         self._digests: dict[str, RepoFile] = {}
+        self._added: dict[str, Added] = {}
 
     def _translate_errors(self, name: str = "") -> Any:
         return errors.translate_errors(f"{self.address}/{name}" if name else str(self.address), "write")
 
-    def _info(self, revision: str | None) -> Any:
-        return listing.info(self._api, self.address.repo, revision)
-
     def _path(self, name: str) -> str:
         return f"{self.address.path}/{name}" if self.address.path else name
+
+    @property
+    def added(self) -> Collection[Added]:
+        """What became of each file."""
+        return self._added.values()
 
     def _report(self) -> None:
         """Report the bytes that were sent."""
@@ -240,15 +249,119 @@ class _Upload:
         if self._progress is not None:
             self._progress(done, self._total)
 
+    def _check_token(self) -> None:
+        """Raise RemoteError without a token."""
+        if client.token() is None:
+            raise RemoteError(
+                f"`{self.address}`: cannot be written: there is no token", hint=errors.LOG_IN, file=str(self.address)
+            )
+
+    def _check_private(self, private: bool) -> None:
+        """Raise UsageError if what is there is public, and may not be."""
+        what = "bucket" if self.address.is_bucket else "repository"
+        if private and not self.sent.created and self.sent.private is False:
+            raise UsageError(
+                f"`{self.address}` is public, and `--private` applies only to a {what} that is created",
+                hint=f"make the {what} private in its settings, or omit `--private`",
+            )
+
+    # Files -----------------------------------------------------------------------------------------------------------
+
+    def add(
+        self, outgoing: Sequence[Outgoing], folder: str, unless_there: Collection[str], *, places: int, keep_local: bool
+    ) -> None:
+        """Write files, and send their bytes meanwhile, unless the Hub has them."""
+        self._added = added = dict[str, Added]()
+        with Senders(places, self._report) as senders:
+            for file in outgoing:
+                existing = self._repo_files.get(self._path(file.name))
+                is_planned = file.write is None and file.path is None
+                if existing is not None and file.name in unless_there:
+                    added[file.name] = Added("unchanged")
+                elif self.sent.dry_run and (existing is None or existing.size != file.size or is_planned):
+                    added[file.name] = Added("new" if existing is None else "changed")
+                else:
+                    senders.take_place()
+                    is_gathered = not keep_local and self._may_gather(file, existing)
+                    local: Local | None = _gather(file) if is_gathered else None
+                    if local is None and file.gather is not None:
+                        free_space.check(folder, file.size, free_space.free_bytes(folder), _IF_FULL)
+                    local = local or _Written(file, folder, keep=keep_local)
+                    added[file.name] = one = Added("new" if existing is None else "changed")
+                    senders.start(partial(self._add, one, file, existing, local, senders.stopped))
+        for file in outgoing:
+            one = added[file.name]
+            self.sent.files.append(SentFile(file.name, file.size, one.status))
+            if one.status != "unchanged":
+                self.sent.sent_bytes += file.size
+            if one.digest is not None:
+                self._digests[self._path(file.name)] = one.digest
+        self._done = self._total
+        self._report()
+
+    def _add(
+        self, added: Added, file: Outgoing, existing: RepoFile | None, local: Local, stopped: threading.Event
+    ) -> None:
+        """Send a file, unless the Hub has it. Runs in a thread of its own."""
+        with closing(local):
+            digest = local.digest
+            if existing is not None and existing.size == file.size:
+                digest = self._comparable(existing, local, stopped)
+            if existing is not None and digest is not None and listing.difference(existing, digest) is None:
+                added.status, added.digest = "unchanged", digest
+            elif not self.sent.dry_run:
+                self._send(added, file, local, digest, stopped)
+        with self._lock:
+            self._done += file.size
+            self._parts_sent.pop(file.name, None)
+
+    def _may_gather(self, file: Outgoing, existing: RepoFile | None) -> bool:
+        """Return whether a file need not be written, if its bytes can be gathered."""
+        return True
+
+    def _comparable(self, existing: RepoFile, local: Local, stopped: threading.Event) -> RepoFile:
+        """Return the digest of a file of the same size as the one on the Hub, of the kind that it has there."""
+        raise NotImplementedError
+
+    def _send(
+        self, added: Added, file: Outgoing, local: Local, digest: RepoFile | None, stopped: threading.Event
+    ) -> None:
+        """Send a file, and note its digest of the kind that the Hub names it by."""
+        raise NotImplementedError
+
+    def _reporter(self, file: Outgoing, stopped: threading.Event) -> Callable[[int], None]:
+        """Return what is called with the bytes of a file that were sent. It raises SendingStopped once `stopped`."""
+
+        def report(nbytes: int) -> None:
+            if stopped.is_set():
+                raise SendingStopped
+            with self._lock:
+                self._parts_sent[file.name] = max(self._parts_sent.get(file.name, 0), nbytes)
+
+        return report
+
+
+class _RepositoryUpload(Upload):
+    """One upload to one repository."""
+
+    def __init__(self, address: Address, create_pr: bool, message: str, progress: Progress | None, size: int) -> None:
+        super().__init__(address, progress, size)
+        self.additions: list[CommitOperationAdd] = []
+        self.deletions: list[str] = []
+        self._create_pr = create_pr
+        self._message, self._title = message, message.partition("\n")[0]
+        self._parent: str | None = None
+        self._is_branch_new = False
+
+    def _info(self, revision: str | None) -> Any:
+        return listing.info(self._api, self.address.repo, revision)
+
     # Preparation -----------------------------------------------------------------------------------------------------
 
     def prepare(self, private: bool, dry_run: bool, *, public: bool, tag: str | None = None) -> None:
         """List the repository, create it if needed, and check write access and that there is no such tag."""
         self.sent.dry_run, self.sent.tag = dry_run, tag
-        if client.token() is None:
-            raise RemoteError(
-                f"`{self.address}`: cannot be written: there is no token", hint=errors.LOG_IN, file=str(self.address)
-            )
+        self._check_token()
         with self._translate_errors():
             info = self._find_repository()
             if info is None:
@@ -276,11 +389,7 @@ class _Upload:
             # The Hub answers this request only for users with write access; it does not store the file.
             probe = CommitOperationAdd(path_in_repo=self._path("config.json"), path_or_fileobj=b"{}")
             repeat(partial(self._preupload, probe))
-        if private and not self.sent.created and info.private is False:
-            raise UsageError(
-                f"`{self.address}` is public, and `--private` applies only to a repository that is created",
-                hint="make the repository private in its settings, or omit `--private`",
-            )
+        self._check_private(private)
 
     def _find_repository(self) -> Any:
         """Return what the Hub says of the repository, or None if there is none. A branch that it does not have is
@@ -325,68 +434,19 @@ class _Upload:
 
     # Files -----------------------------------------------------------------------------------------------------------
 
-    def add(
-        self, outgoing: Sequence[Outgoing], folder: str, unless_there: Collection[str], *, places: int, keep_local: bool
-    ) -> None:
-        """Write files, and send their bytes meanwhile, unless the Hub has them."""
-        added: dict[str, _Added] = {}
-        with Senders(places, self._report) as senders:
-            for file in outgoing:
-                existing = self._repo_files.get(self._path(file.name))
-                is_planned = file.write is None and file.path is None
-                if existing is not None and file.name in unless_there:
-                    added[file.name] = _Added("unchanged")
-                elif self.sent.dry_run and (existing is None or existing.size != file.size or is_planned):
-                    added[file.name] = _Added("new" if existing is None else "changed")
-                else:
-                    senders.take_place()
-                    local: _Local | None = _gather(file) if not keep_local else None
-                    if local is None and file.gather is not None:
-                        free_space.check(folder, file.size, free_space.free_bytes(folder), _IF_FULL)
-                    local = local or _Written(file, folder, keep=keep_local)
-                    added[file.name] = one = _Added("new" if existing is None else "changed")
-                    senders.start(partial(self._add, one, file, existing, local, senders.stopped))
-        for file in outgoing:
-            one = added[file.name]
-            self.sent.files.append(SentFile(file.name, file.size, one.status))
-            if one.status != "unchanged":
-                self.sent.sent_bytes += file.size
-            if one.digest is not None:
-                self._digests[self._path(file.name)] = one.digest
-            if one.operation is not None:
-                self.additions.append(one.operation)
-        self._done = self._total
-        self._report()
-
-    def _add(
-        self, added: _Added, file: Outgoing, existing: RepoFile | None, local: _Local, stopped: threading.Event
-    ) -> None:
-        """Send a file, unless the Hub has it. Runs in a thread of its own."""
-        with closing(local):
-            digest, is_alike = local.digest, existing is not None and existing.size == file.size
-            if existing is not None and is_alike and (digest is None or existing.sha256 is None):
-                digest = local.compute_digest(stopped, in_git=existing.sha256 is None)
-            if is_alike and digest is not None and listing.difference(existing, digest) is None:
-                added.status, added.digest = "unchanged", digest
-            elif not self.sent.dry_run:
-                self._send(added, file, local, digest, stopped)
-        with self._lock:
-            self._done += file.size
-            self._parts_sent.pop(file.name, None)
+    def _comparable(self, existing: RepoFile, local: Local, stopped: threading.Event) -> RepoFile:
+        if local.digest is not None and existing.sha256 is not None:
+            return local.digest
+        return local.compute_digest(stopped, in_git=existing.sha256 is None)
 
     def _send(
-        self, added: _Added, file: Outgoing, local: _Local, digest: RepoFile | None, stopped: threading.Event
+        self, added: Added, file: Outgoing, local: Local, digest: RepoFile | None, stopped: threading.Event
     ) -> None:
         """Send a file, and note its digest of the kind that the Hub names it by. The client computes the SHA-256 of a
         large one, over Xet as it sends it."""
         name = self._path(file.name)
 
-        def report(nbytes: int) -> None:
-            if stopped.is_set():
-                raise SendingStopped
-            with self._lock:
-                self._parts_sent[file.name] = max(self._parts_sent.get(file.name, 0), nbytes)
-
+        report = self._reporter(file, stopped)
         with self._translate_errors(file.name):
             operation = local.operation(name, digest, stopped)
 
@@ -619,6 +679,15 @@ class _Written:
                 if operation.path_or_fileobj is stream:
                     operation.path_or_fileobj = self._path
 
+    def xet_digest(self) -> RepoFile:
+        """Read the file, and return the digest by which a bucket names it."""
+        with os_errors(self._path, "read"):
+            return listing.xet_digest(self._path)
+
+    def send_over_xet(self, send: Callable[[str | None], Result], report: Callable[[int], None]) -> Result:
+        """Return what `send` returns, which is called with the path of the file; without one, if it is `streamed`."""
+        return send(self._path)
+
     def contents(self) -> bytes:
         """Return all of the file."""
         return Path(self._path).read_bytes()
@@ -682,6 +751,13 @@ class _Gathered:
         finally:
             operation.path_or_fileobj = b""
 
+    def xet_digest(self) -> RepoFile:
+        raise NotImplementedError("it is known once the file was sent")
+
+    def send_over_xet(self, send: Callable[[str | None], Result], report: Callable[[int], None]) -> Result:
+        with xet.streamed(self._file, report):
+            return send(None)
+
     def contents(self) -> bytes:
         return b"".join(self._file.blocks())
 
@@ -689,7 +765,7 @@ class _Gathered:
         self._file.close()
 
 
-_Local = _Written | _Gathered
+Local = _Written | _Gathered
 
 
 def _gather(file: Outgoing) -> _Gathered | None:

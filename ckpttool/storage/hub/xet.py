@@ -14,6 +14,7 @@ from contextvars import ContextVar
 from functools import cache
 from typing import Any, NamedTuple
 
+from huggingface_hub import HfApi
 from huggingface_hub.utils import _xet
 from huggingface_hub.utils._http import hf_raise_for_status, http_backoff
 
@@ -58,6 +59,32 @@ def streamed(file: GatheredFile, report: Callable[[int], object]) -> Iterator[No
         yield
     finally:
         _streamed.reset(before)
+
+
+def write_access(api: HfApi, bucket: str) -> dict[str, Any]:
+    """Return the arguments of a transfer to a bucket: where to send files, and the token for that, which the Hub gives
+    to those only who may write. Raises the exceptions of the client."""
+    headers = api._build_hf_headers()
+    address = _xet.xet_connection_info_refresh_url(
+        token_type=_xet.XetTokenType.WRITE, repo_id=bucket, repo_type="bucket", endpoint=api.endpoint
+    )
+    sent = _xet.xet_headers_without_auth(headers)
+    return _connected({"token_refresh_url": address, "token_refresh_headers": headers, "custom_headers": sent})
+
+
+def send(api: HfApi, bucket: str, path: str | None) -> tuple[str, int]:
+    """Send a local file to the storage of a bucket, or what is `streamed` in the block around it, and return its hash
+    and size. The bucket does not have it yet. Raises the exceptions of the client."""
+    from hf_xet import SKIP_SHA256
+
+    get_session: Any = _xet.get_xet_session  # as `_prepare` has left it
+    with get_session().new_upload_commit(**write_access(api, bucket)) as transfer:
+        if path is None:
+            sending = transfer.start_upload_bytes(b"", sha256=SKIP_SHA256)
+        else:
+            sending = transfer.start_upload_file(path, sha256=SKIP_SHA256)
+    info = sending.result().xet_info
+    return str(info.hash), int(info.file_size)
 
 
 @cache

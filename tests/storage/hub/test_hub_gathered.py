@@ -193,9 +193,9 @@ def test_what_breaks_on_the_way_is_sent_anew(store: Hub, tmp_path: Path) -> None
 def test_it_is_tried_again_as_a_whole(store: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """After a failure that the library does not repeat."""
     save_file({"w": torch.randn(300, 300)}, tmp_path / "x.safetensors", {"format": "pt"})
-    preupload, calls = upload._Upload._preupload, []
+    preupload, calls = upload._RepositoryUpload._preupload, []
 
-    def fail_once(self: upload._Upload, operation: Any) -> None:
+    def fail_once(self: upload._RepositoryUpload, operation: Any) -> None:
         preupload(self, operation)
         if operation.path_in_repo == "model.safetensors":
             calls.append(operation)
@@ -206,7 +206,7 @@ def test_it_is_tried_again_as_a_whole(store: Hub, tmp_path: Path, monkeypatch: p
                 store.unverified.clear()
                 raise upload.errors._Http.ReadError("it broke", request=upload.errors._Http.Request("PUT", store.url))
 
-    monkeypatch.setattr(upload._Upload, "_preupload", fail_once)
+    monkeypatch.setattr(upload._RepositoryUpload, "_preupload", fail_once)
     made = ckpttool.export(tmp_path / "x.safetensors", "hf://me/model", card=False)
     assert len(calls) == 2 and made.checked_bytes + made.unchecked_bytes == 360_000, "counted once"
     assert store.files("me/model") == {"model.safetensors": (tmp_path / "x.safetensors").read_bytes()}

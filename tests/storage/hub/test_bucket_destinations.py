@@ -1,0 +1,316 @@
+"""A bucket of the Hub as a destination: a checkpoint is there, or none is, whatever fails and whoever is killed."""
+
+from __future__ import annotations
+
+import os
+import random
+import string
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import huggingface_hub
+import pytest
+from huggingface_hub import constants
+from huggingface_hub.utils._xet import XET_CONNECTION_INFO_CACHE, abort_xet_session
+from support.hub_server import READER, WRITER, Handler, Hub, drop
+from support.paths import CHECKPOINTS
+from test_hub_destinations import run
+
+import ckpttool
+from ckpttool.errors import CkptError, OverwriteError, RemoteError, UsageError
+
+pytestmark = pytest.mark.skipif(huggingface_hub.__version__ < "2", reason="earlier clients do not know what failed")
+
+SAMPLE = CHECKPOINTS / "dcp/hsdp_w4/ckpt"  # of 4 ranks, with the optimizer
+DST = "hf://buckets/me/runs/run7/step-1"
+INSIDE = "run7/step-1/"
+
+
+@pytest.fixture
+def store(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
+    """The Hub over Xet, which buckets need, with a store of ours."""
+    monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", False)
+    monkeypatch.setenv("HF_XET_XORB_COMPRESSION_POLICY", "none")
+    hub.cas = True
+    abort_xet_session()
+    XET_CONNECTION_INFO_CACHE.clear()
+    yield hub
+    abort_xet_session()
+
+
+def convert(world: int, *words: str | Path, dst: str | Path = DST, code: int = 0) -> Any:
+    return run("convert", SAMPLE, dst, "--to", "dcp", "--to-world", str(world), *words, code=code)
+
+
+def local(folder: Path) -> dict[str, bytes]:
+    return {p.relative_to(folder).as_posix(): p.read_bytes() for p in folder.rglob("*") if p.is_file()}
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> dict[int, dict[str, bytes]]:
+    """What `convert` writes here, by the number of ranks."""
+    folder = tmp_path_factory.mktemp("made")
+    for world in (2, 4):
+        convert(world, dst=folder / str(world))
+    return {world: local(folder / str(world)) for world in (2, 4)}
+
+
+def sent(hub: Hub) -> int:
+    return sum(one.received for one in hub.asked("POST", "/cas/v1/xorbs/"))
+
+
+def test_a_dcp_with_its_optimizer(store: Hub, tmp_path: Path, made: dict[int, dict[str, bytes]]) -> None:
+    planned = convert(4, "--dry-run")
+    assert planned["sent"]["created"] and planned["sent"]["private"] and not store.buckets
+    done = convert(4, "--check")
+    assert store.in_bucket("me/runs", INSIDE) == made[4] and store.buckets["me/runs"].private
+    shards, commit = store.buckets["me/runs"].batches
+    assert commit == [("addFile", f"{INSIDE}.metadata")] and len(shards) == len(made[4]) - 1
+    assert done["sent"]["commit"] == f"{store.url}/buckets/me/runs/tree/run7/step-1"
+    assert os.listdir(tmp_path / "tmp") == []
+    # It is the checkpoint, and the only one of the run.
+    assert run("inspect", "hf://buckets/me/runs/run7")["world_size"] == 4
+    assert run("diff", SAMPLE, DST)["verdict"] == "same"
+    run("verify", DST)
+    # Again: it exists; and with `--overwrite`, nothing is sent or asked for.
+    before, asked = sent(store), len(store.buckets["me/runs"].batches)
+    error = convert(4, code=OverwriteError.exit_code)["error"]
+    assert error["file"] == DST and "--overwrite" in error["hint"]
+    again = convert(4, "--overwrite")
+    assert {file["status"] for file in again["sent"]["files"]} == {"unchanged"} and again["sent"]["commit"] is None
+    assert (sent(store), len(store.buckets["me/runs"].batches)) == (before, asked)
+
+
+def test_what_is_replaced(store: Hub, tmp_path: Path, made: dict[int, dict[str, bytes]]) -> None:
+    """The old index goes before a shard changes, and shards that are left over after the new one is there. Files of
+    others stay, also in folders with the same letters."""
+    others = {f"{INSIDE}notes.txt": b"mine", "run7/step-10/x": b"theirs", f"{INSIDE}eval/.metadata": b"other"}
+    store.make_bucket("me/runs", {f"{INSIDE}{name}": data for name, data in made[4].items()} | others)
+    planned = convert(2, "--dry-run", "--overwrite")
+    assert planned["sent"]["removed"] == [f"{INSIDE}__2_0.distcp", f"{INSIDE}__3_0.distcp"]
+    done = convert(2, "--overwrite")
+    assert os.listdir(tmp_path / "tmp") == []
+    assert done["sent"]["removed"] == planned["sent"]["removed"]
+    there = store.in_bucket("me/runs")
+    assert {name: there.pop(name) for name in others} == others
+    assert {name.removeprefix(INSIDE): data for name, data in there.items()} == made[2]
+    hidden, shards, commit, tidied = store.buckets["me/runs"].batches
+    assert hidden == [("deleteFile", f"{INSIDE}.metadata")] and commit == [("addFile", f"{INSIDE}.metadata")]
+    assert {kind for kind, _ in shards} == {"addFile"}
+    assert tidied == [("deleteFile", path) for path in done["sent"]["removed"]]
+
+
+def test_a_new_index_replaces_the_old_one(store: Hub) -> None:
+    """In one step, where no shard has the name of another: a reader finds the old checkpoint or the new one."""
+    words = ("convert", SAMPLE, "hf://buckets/me/runs/m", "--to", "safetensors", "--only", "model", "--overwrite")
+    run(*words, "--max-shard-size", "4KB")
+    old = set(store.in_bucket("me/runs"))
+    store.buckets["me/runs"].batches.clear()
+    run(*words, "--max-shard-size", "2KB")
+    shards, commit, tidied = store.buckets["me/runs"].batches
+    assert commit == [("addFile", "m/model.safetensors.index.json")]
+    assert {kind for kind, _ in shards} == {"addFile"} and not {path for _, path in shards} & {
+        name for name in old if name.endswith(".safetensors")
+    }
+    assert {path for _, path in tidied} == old - set(store.in_bucket("me/runs"))
+    assert run("diff", SAMPLE, "hf://buckets/me/runs/m", "--only", "model")["verdict"] == "same"
+
+
+def test_every_format(store: Hub, tmp_path: Path) -> None:
+    for words in (
+        ("a/model.safetensors", "--only", "model"),
+        ("c/all.pt",),
+        ("d", "--to", "fsdp1", "--only", "model"),
+        ("e", "--producer", "accelerate", "--drop", "step"),
+    ):
+        (tmp_path / "x" / words[0]).parent.mkdir(parents=True, exist_ok=True)
+        run("convert", SAMPLE, tmp_path / "x" / words[0], *words[1:])
+        run("convert", SAMPLE, f"hf://buckets/me/runs/{words[0]}", *words[1:])
+        assert len(store.buckets["me/runs"].batches[-1]) == 1
+    assert store.in_bucket("me/runs") == local(tmp_path / "x")
+    # One file replaces itself, and no other.
+    run("convert", SAMPLE, "hf://buckets/me/runs/c/all.pt", "--only", "model", code=OverwriteError.exit_code)
+    run("convert", SAMPLE, "hf://buckets/me/runs/c/all.pt", "--only", "model", "--overwrite")
+    assert len(store.in_bucket("me/runs")) == len(local(tmp_path / "x"))
+    run("reshard", SAMPLE, "hf://buckets/me/runs/w2", "--to-world", "2")
+    assert run("inspect", "hf://buckets/me/runs/w2")["world_size"] == 2
+
+
+def test_an_export(store: Hub, tmp_path: Path) -> None:
+    options: dict[str, Any] = {"max_shard_size": "1KB", "card": False}
+    ckpttool.export(SAMPLE, tmp_path / "here", **options)
+    done = ckpttool.export(SAMPLE, "hf://buckets/me/runs/model", **options)
+    assert store.in_bucket("me/runs", "model/") == local(tmp_path / "here")
+    assert store.buckets["me/runs"].batches[-1] == [("addFile", "model/model.safetensors.index.json")]
+    assert done.file_bytes < 2000, "shards are gathered as they are sent"
+    with pytest.raises(OverwriteError):
+        ckpttool.export(SAMPLE, "hf://buckets/me/runs/model", **options)
+    before = sent(store)
+    again = ckpttool.export(SAMPLE, "hf://buckets/me/runs/model", **options, overwrite=True)
+    assert {file.status for file in again.sent.files} == {"unchanged"} and sent(store) == before
+    # Fewer files: those that are left over are removed, once the new ones are there.
+    ckpttool.export(SAMPLE, "hf://buckets/me/runs/model", card=False, overwrite=True)
+    ckpttool.export(SAMPLE, tmp_path / "one", card=False)
+    assert store.in_bucket("me/runs", "model/") == local(tmp_path / "one")
+    with pytest.raises(UsageError, match=r"lies inside|is the source"):
+        ckpttool.export("hf://buckets/me/runs/model", "hf://buckets/me/runs/model", overwrite=True)
+
+
+BATCHES = ("hide", "name", "commit", "tidy")
+
+
+@pytest.mark.parametrize(
+    ("at", "is_done"),
+    [
+        pytest.param(at, done, id=f"{name} {'done' if done else 'asked'}", marks=() if at == 2 else pytest.mark.long)
+        for at, name in enumerate(BATCHES)
+        for done in (False, True)
+    ],
+)
+def test_a_kill_between_two_batches(
+    store: Hub, monkeypatch: pytest.MonkeyPatch, made: dict[int, dict[str, bytes]], at: int, is_done: bool
+) -> None:
+    """What is left is the old checkpoint, none, or the new one; the next run makes it the new one."""
+    store.make_bucket("me/runs", {f"{INSIDE}{name}": data for name, data in made[4].items()} | {f"{INSIDE}notes": b"x"})
+    real, count = huggingface_hub.HfApi.batch_bucket_files, iter(range(10))
+
+    def batch(*args: Any, **options: Any) -> None:
+        if next(count) != at:
+            real(*args, **options)
+            return
+        if is_done:
+            real(*args, **options)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(huggingface_hub.HfApi, "batch_bucket_files", batch)
+    with pytest.raises((KeyboardInterrupt, SystemExit)):
+        ckpttool.convert(SAMPLE, DST, to="dcp", to_world=2, overwrite=True)
+    monkeypatch.setattr(huggingface_hub.HfApi, "batch_bucket_files", real)
+    moment = at + is_done  # batches that were done
+    if moment in (0, 3, 4):
+        assert ckpttool.inspect(DST).world_size == (4 if moment == 0 else 2)
+    else:
+        with pytest.raises(CkptError):
+            ckpttool.inspect(DST)
+    before = sent(store)
+    assert ckpttool.convert(SAMPLE, DST, to="dcp", to_world=2, overwrite=True).exit_code == 0
+    there = store.in_bucket("me/runs", INSIDE)
+    assert made[2].items() <= there.items() and there["notes"] == b"x"
+    assert moment < 2 or sent(store) == before, "shards that are there are not sent again"
+    assert ckpttool.diff(SAMPLE, DST).same
+
+
+def test_what_a_killed_run_left_is_taken_over(store: Hub, made: dict[int, dict[str, bytes]]) -> None:
+    """Without `--overwrite`: shards and no index, which have the bytes that are to be written."""
+    left = {f"{INSIDE}{name}": data for name, data in made[4].items() if name != ".metadata"}
+    store.make_bucket("me/runs", left | {"run7/step-10/x": b"the same letters"})
+    done = convert(4)
+    assert store.in_bucket("me/runs", INSIDE) == made[4] and store.buckets["me/runs"].batches == [
+        [("addFile", f"{INSIDE}.metadata")]
+    ]
+    assert {file["path"]: file["status"] for file in done["sent"]["files"]} == {
+        name: "new" if name == ".metadata" else "unchanged" for name in made[4]
+    }
+    # What has other bytes is somebody's, and so is what is not written at all.
+    for path, data in ((f"{INSIDE}__0_0.distcp", made[4]["__0_0.distcp"][:-1] + b"?"), (f"{INSIDE}notes", b"mine")):
+        store.make_bucket("me/runs", left | {path: data})
+        assert path in convert(4, code=OverwriteError.exit_code)["error"]["found"]
+        assert store.in_bucket("me/runs") == left | {path: data} and store.buckets["me/runs"].batches == []
+
+
+FAILURES: dict[str, tuple[Any, type[CkptError], str]] = {
+    "a shard": (lambda hub: hub.buckets["me/runs"].refused.add(f"{INSIDE}__1_0.distcp"), RemoteError,
+                r"did not take `run7/step-1/__1_0\.distcp`: refused by the test"),
+    "the index": (lambda hub: hub.buckets["me/runs"].refused.add(f"{INSIDE}.metadata"), RemoteError,
+                  r"did not take `run7/step-1/\.metadata`"),
+    "the batch": (lambda hub: hub.fail("POST", "/batch", status=503), RemoteError, r"\(503\)"),
+    "the storage": (lambda hub: hub.fail("POST", "^/cas/v1/xorbs", status=403), RemoteError, r"\(403\)"),
+    "the listing": (lambda hub: hub.fail("GET", "/tree", status=500), RemoteError, r"\(500\)"),
+    "write access": (lambda hub: hub.fail("GET", "/xet-write-token", status=403), RemoteError, r"\(403\)"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("failure", FAILURES)
+def test_what_fails(
+    store: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, made: dict[int, dict[str, bytes]], failure: str
+) -> None:
+    act, kind, message = FAILURES[failure]
+    for name, value in {"RETRY_MAX_ATTEMPTS": "2", "RETRY_BASE_DELAY": "50ms"}.items():
+        monkeypatch.setenv(f"HF_XET_CLIENT_{name}", value)
+    abort_xet_session()
+    bucket = store.make_bucket("me/runs")
+    act(store)
+    with pytest.raises(kind, match=message) as raised:
+        ckpttool.convert(SAMPLE, DST, to="dcp", to_world=4)
+    assert raised.value.hint and WRITER not in str(raised.value) and os.listdir(tmp_path / "tmp") == []
+    assert f"{INSIDE}.metadata" not in bucket.files
+    store.faults.clear()
+    bucket.refused.clear()
+    ckpttool.convert(SAMPLE, DST, to="dcp", to_world=4)
+    assert store.in_bucket("me/runs", INSIDE) == made[4]
+
+
+def test_what_may_pass_is_asked_again(store: Hub, made: dict[int, dict[str, bytes]]) -> None:
+    """Also where the first request was carried out, and its answer lost."""
+    store.make_bucket("me/runs", {f"{INSIDE}{name}": data for name, data in made[4].items()})
+    for method, path in (("POST", "/batch"), ("GET", "/tree"), ("GET", "/xet-write-token"), ("GET", "/me/runs$")):
+        store.fail(method, path, status=503, times=1)
+    for skip in (1, 2, 5):
+        store.fail("POST", "/batch", after=True, times=1, skip=skip)
+    store.fail("POST", "/batch", act=drop, times=1, skip=3)
+    convert(2, "--overwrite")
+    assert store.failed >= 7 and store.in_bucket("me/runs", INSIDE) == made[2]
+
+
+def test_somebody_else_writes_there(store: Hub, made: dict[int, dict[str, bytes]]) -> None:
+    """The last writer wins, and the other one is told."""
+    store.make_bucket("me/runs")
+
+    def act(handler: Handler) -> bool:
+        store.put_in_bucket("me/runs", {f"{INSIDE}__0_0.distcp": b"theirs"})
+        return False
+
+    store.fail("GET", "/tree", act=act, times=1, skip=3)
+    error = convert(4, code=RemoteError.exit_code)["error"]
+    assert "differs from what was sent" in error["message"] and "__0_0.distcp" in error["message"]
+
+
+def test_what_is_refused(store: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
+    store.make_bucket("me/runs", {"run7/step-1/.metadata": (SAMPLE / ".metadata").read_bytes()})
+    for words, said in (
+        (("--tag", "v1"), "`--tag` is of commits"),
+        (("--commit-message", "x"), "`--commit-message` is of commits"),
+        (("--resume",), "--resume"),
+        (("--private",), "is public"),
+    ):
+        assert said in convert(4, *words, dst="hf://buckets/me/runs/new", code=UsageError.exit_code)["error"]["message"]
+    with pytest.raises(UsageError, match="is of commits"):
+        ckpttool.export(SAMPLE, "hf://buckets/me/runs/new", create_pr=True)
+    assert "no revisions" in convert(4, dst="hf://buckets/me/runs@x/new", code=2)["error"]["message"]
+    monkeypatch.setenv("HF_TOKEN", READER)
+    assert "(403)" in convert(4, dst="hf://buckets/me/runs/new", code=8)["error"]["message"]
+    monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", True)
+    assert "over Xet" in convert(4, dst="hf://buckets/me/runs/new", code=2)["error"]["message"]
+    assert list(store.buckets["me/runs"].files) == ["run7/step-1/.metadata"]
+
+
+def test_a_run_is_not_replaced(store: Hub, made: dict[int, dict[str, bytes]]) -> None:
+    files = {f"run7/step-{n}/{name}": data for n in (1, 2) for name, data in made[4].items()}
+    store.make_bucket("me/runs", files)
+    for dst in ("hf://buckets/me/runs/run7", "hf://buckets/me/runs"):
+        error = convert(2, "--overwrite", dst=dst, code=OverwriteError.exit_code)["error"]
+        assert "has other checkpoints in it" in error["message"]
+    assert store.in_bucket("me/runs") == files
+
+
+def test_secrets_are_not_sent(store: Hub, tmp_path: Path) -> None:
+    import torch
+
+    torch.save(
+        {"w": torch.zeros(3), "args": {"key": "hf_" + "".join(random.Random(1).choices(string.ascii_letters, k=34))}},
+        tmp_path / "x.pt",
+    )
+    with pytest.raises(UsageError, match="nothing is sent"):
+        ckpttool.convert(tmp_path / "x.pt", "hf://buckets/me/runs/x.pt")
+    assert not store.buckets.get("me/runs") or not store.buckets["me/runs"].files
