@@ -97,6 +97,8 @@ class Store:
     """Whether what is read is fetched in ranges, even where files are copied: little of them is needed."""
     is_versioned = False
     """Whether what is written to it leaves earlier versions as they are."""
+    is_cached = False
+    """Whether a file that one process has fetched whole is there for others of this machine."""
     has_digests = False
     """Whether `fetch` compares a file with a digest of the store."""
 
@@ -563,6 +565,13 @@ def escape(name: str) -> str:
 def has_digest(path: str) -> bool:
     """Return whether a file that is read whole is compared with a digest that its store has of it."""
     return isinstance(path, Location) and path.store.has_digests and not path.store.in_ranges
+
+
+def divide(paths: Iterable[str]) -> None:
+    """Have files fetched in ranges that several processes read parts of, unless one fetches them for all."""
+    for path in paths:
+        if isinstance(path, Location) and path.is_remote and not path.store.is_cached:
+            path.store.in_ranges = True
 
 
 Progress = Callable[[int, int], None]

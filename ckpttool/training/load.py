@@ -27,7 +27,7 @@ from ckpttool.errors import CkptError, ReadError, UsageError
 from ckpttool.layout.views import Viewed
 from ckpttool.producers.open import naming, open_source
 from ckpttool.storage.crc import crc32
-from ckpttool.storage.stores import local_path
+from ckpttool.storage.stores import divide, local_path
 from ckpttool.text import meant, size, some
 from ckpttool.training import collectives, fill, fsdp1, match, released_names
 from ckpttool.training.check_read import check_read
@@ -318,6 +318,8 @@ def _opened(path: str, strategy: str, targets: Sequence[LoadOptions]) -> Iterato
         with collectives.together():
             if strategy == "parallel" or collectives.rank() == 0:
                 source = stack.enter_context(closing(open_source(path, targets[0].shapes)))
+                if strategy == "parallel" and collectives.world_size() > 1:
+                    divide(file.location for file in source.catalogue.files)
                 # Names of files may become those in memory, and tensors others with them.
                 maps = [one for one in targets if one.model is not None and released_names.key_map(one.model)]
                 viewed = Viewed(source) if maps else None

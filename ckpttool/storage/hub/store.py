@@ -61,6 +61,7 @@ def locate(text: str) -> Location:
 class HubStore(BlockStore):
     """The store of one commit of a repository."""
 
+    is_cached = True
     _commit: str
 
     def __init__(self, address: Address, api: HfApi, commit: str, repo_files: dict[str, RepoFile]) -> None:

@@ -26,7 +26,7 @@ for layer in model:
     fully_shard(layer)
 fully_shard(model)
 with ckpttool.exit_on_error():
-    loaded = ckpttool.load("hf://org/name", model, strategy=sys.argv[2])
+    loaded = ckpttool.load(sys.argv[3], model, strategy=sys.argv[2])
 for name, value in model.state_dict().items():
     assert torch.equal(value.full_tensor(), given[name]), name
 # In one piece: two ranks write to one pipe.
@@ -65,18 +65,33 @@ def test_two_commands_at_once(hub: Hub, tmp_path: Path) -> None:
     assert len(whole(hub)) == len(set(whole(hub))) == 2, asking
 
 
+def load_on_two_ranks(hub: Hub, folder: Path, model: dict[str, torch.Tensor], strategy: str, address: str) -> None:
+    (folder / "tmp").mkdir(exist_ok=True)
+    torch.save(model, folder / "given.pt")
+    (folder / "script.py").write_text(SCRIPT)
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    done = subprocess.run(
+        [*command, str(folder / "script.py"), str(folder / "given.pt"), strategy, address],
+        env={**environment(hub, folder), "OMP_NUM_THREADS": "1"}, text=True, capture_output=True, timeout=300,
+    )  # fmt: skip
+    assert done.stdout.count(f"equal {strategy}") == 2, done.stderr[-3000:]
+
+
 @pytest.mark.long
 @pytest.mark.parametrize("strategy", ["parallel", "broadcast"])
 def test_two_ranks_load(hub: Hub, tmp_path: Path, strategy: str) -> None:
     model, files = in_two_files()
     hub.make("org/name", files)
-    (tmp_path / "tmp").mkdir(exist_ok=True)
-    torch.save(model, tmp_path / "given.pt")
-    (tmp_path / "script.py").write_text(SCRIPT)
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    done = subprocess.run(
-        [*command, str(tmp_path / "script.py"), str(tmp_path / "given.pt"), strategy],
-        env={**environment(hub, tmp_path), "OMP_NUM_THREADS": "1"}, text=True, capture_output=True, timeout=300,
-    )  # fmt: skip
-    assert done.stdout.count(f"equal {strategy}") == 2, done.stderr[-3000:]
+    load_on_two_ranks(hub, tmp_path, model, strategy, "hf://org/name")
     assert len(whole(hub)) == len(set(whole(hub))) == 2
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("strategy", ["parallel", "broadcast"])
+def test_two_ranks_load_from_a_bucket(hub: Hub, tmp_path: Path, strategy: str) -> None:
+    """There is no cache: each rank fetches its own bytes, in blocks, or one fetches all."""
+    model, files = in_two_files()
+    hub.make_bucket("org/name", files)
+    load_on_two_ranks(hub, tmp_path, model, strategy, "hf://buckets/org/name")
+    fetched = sum(one.sent for one in hub.asked("GET", "/cdn/"))
+    assert fetched < 1.7 * sum(map(len, files.values()))
