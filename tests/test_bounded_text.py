@@ -66,6 +66,7 @@ JSON_OF_OURS = {
     "transfer.processes": "messages of our own processes, and facts of errors",
     "serialization.safetensors_header": "names, dtypes, shapes and offsets",
     "serialization.manifest": "names, sizes and sums",
+    "storage.cloud.claim": "this process, and names of the files that are sent",
 }
 """Modules that write JSON, and of what."""
 

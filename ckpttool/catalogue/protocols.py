@@ -87,6 +87,8 @@ class Itemised(Protocol):
 class Sink(Protocol):
     """A checkpoint of full size whose payloads are still empty, lying at the staging path given to `create`.
 
+    One that can complete its files one by one also has `seal(number, crcs)`, see `SealingSink`.
+
     `catalogue` has the entries under the names that a reader of the result finds, each tensor with the `origin` of the
     planned one, and its chunks at their final extents; an extent with a `record` wants that record's CRC at `finish`.
     A tensor with an `alias` shares the extents of another and is not filled; one without is, even if it was tied.
@@ -98,12 +100,22 @@ class Sink(Protocol):
         """Write what could only be known after the payloads: checksums, and the format's commit mark."""
 
 
+class SealingSink(Sink, Protocol):
+    """A sink whose files can be completed alone."""
+
+    @property
+    def seal(self) -> Callable[[int, Crcs], None] | None:
+        """A function that completes a file, by its number, once its payloads are there. `finish` leaves the file alone,
+        so that it may lie elsewhere by then. None if the files of this one cannot be."""
+
+
 @dataclass(slots=True)
 class CreatedSink:
-    """A sink of files that are created, and a function that finishes them."""
+    """A sink of files that are created, and the functions that finish them."""
 
     catalogue: Catalogue
     finish: Callable[[Crcs], None]
+    seal: Callable[[int, Crcs], None] | None = None
 
 
 @dataclass(frozen=True, slots=True)

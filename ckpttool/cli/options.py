@@ -43,7 +43,7 @@ TensorName = Annotated[str, argument("TENSOR",
     complete=completion.tensor_names)]
 Elements = Annotated[Text, argument("[ELEMENTS]",
     "A slice to show in place of the first values: '[0:4, :8]'.")]
-Directory = Annotated[str, argument("DIR", "The directory that runs wrote to, or `TMPDIR`.")]
+Directory = Annotated[str, argument("DIR", "The directory that runs wrote to, `TMPDIR`, or a folder of a bucket.")]
 A = Annotated[str, argument("A", "A checkpoint of any format.")]
 B = Annotated[str, argument("B", "The checkpoint to compare it with, of any format.")]
 ReportSteps = Annotated[Many, argument("[STEP]...", "Of a run, the steps to draw side by side, as with --steps.")]
@@ -208,7 +208,7 @@ CommitMessage = Annotated[Text, option("--commit-message TEXT", HUB, "Message of
 Token = Annotated[Text, option("--token TOKEN", HUB,
     "Hub token. Prefer HF_TOKEN: command-line arguments are visible to other users.")]
 Stage = Annotated[Text, option("--stage DIR", HUB,
-    "Directory with room for DST, which is written there before it is sent. Default: TMPDIR.")]
+    "Directory for files of DST on their way to a store. Default: TMPDIR.")]
 StageUploads = Annotated[Stage, Reworded(
     "Staging directory for the uploads, kept. Default: up to three temporary files.")]
 NotSecret = Annotated[Many, option("--not-secret NAME", HUB,

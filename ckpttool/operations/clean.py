@@ -11,7 +11,7 @@ import os
 import time
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
-from typing import ClassVar, Literal
+from typing import ClassVar, Literal, cast
 
 from ckpttool.analysis.result import Result
 from ckpttool.errors import DONE, ReadError, StorageError
@@ -19,7 +19,7 @@ from ckpttool.reports.report import Block, Line
 from ckpttool.storage import remnants
 from ckpttool.storage.errors import os_errors
 from ckpttool.storage.remnants import Kind, Remnant
-from ckpttool.storage.stores import local_path, path_text
+from ckpttool.storage.stores import is_remote, local_path, locate, path_text
 from ckpttool.text import duration, plural, size
 
 State = Literal["ended", "running", "foreign"]
@@ -90,14 +90,17 @@ def clean(directory: str | os.PathLike[str], *, yes: bool = False) -> Cleaned:
     directories below it is not looked at.
 
     Args:
-        directory: the directory, such as that of a destination or `TMPDIR`.
+        directory: the directory, such as that of a destination or `TMPDIR`, or a folder of a bucket.
         yes: whether to remove what runs of this user left that have ended. An old destination whose place is empty is
             moved back instead.
 
     Raises:
         ReadError: if there is no such directory, or it cannot be read.
+        RemoteError: if the bucket cannot be read or written.
     """
     folder = path_text(directory)
+    if is_remote(folder):
+        return _clean_store(folder, yes=yes)
     if local_path(folder).kind() != "dir":
         raise ReadError(f"`{folder}`: a file, not a directory", hint="name the directory that it is in", file=folder)
     result = Cleaned(folder)
@@ -114,6 +117,23 @@ def clean(directory: str | os.PathLike[str], *, yes: bool = False) -> Cleaned:
         for one in found:
             if (place := one.workspace) is not None:
                 place.close()
+    return result
+
+
+def _clean_store(folder: str, *, yes: bool) -> Cleaned:
+    """List what runs left in a folder of a store, whose names are those of their claims, or remove it."""
+    result, location = Cleaned(folder), locate(folder)
+    try:
+        for one in location.store.left(location.key):
+            why = "nothing proves that a run of ckpttool made it" if one.state == "foreign" else None
+            left = Left([one.name], "partial output", cast(State, one.state), one.nbytes, round(one.age, 1), why)
+            result.left.append(left)
+            if yes and one.state == "ended":
+                one.remove()
+                left.removed = True
+                result.removed_bytes += one.nbytes
+    finally:
+        location.store.close()
     return result
 
 

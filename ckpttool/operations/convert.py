@@ -132,7 +132,7 @@ def convert(
         tag: a tag for the commit, which must not exist in the repository.
         commit_message: message of the commit.
         token: the value of `HF_TOKEN` while this runs.
-        stage: directory in which a destination on the Hub is written before it is sent; None uses `TMPDIR`.
+        stage: directory for files of DST that are on their way to a store; None uses `TMPDIR`.
         not_secret: names of values to send although they seem to have a key or a token in them.
         shared: whether all processes that torchrun started call this, with the same arguments, and divide the work; the
             result is complete in the process of rank 0.

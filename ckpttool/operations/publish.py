@@ -1,16 +1,16 @@
-"""What operations that write to the Hub share: its options, what is replaced there, and destinations that are sent as a
-whole.
+"""What operations that write to stores share: the options of the Hub, what is replaced there, and destinations that are
+sent as a whole.
 
-`convert` and `reshard` write such a destination to a temporary directory, as they would to its place, since all of its
-files are laid out at once; then they are sent and published: in a repository by one commit, in a bucket with what makes
-them a checkpoint last. `export` sends file by file.
+`convert` and `reshard` lay out such a destination in a temporary directory, as they would in its place. Its files are
+filled one after the other and sent, so that few of them take room at a time; then one commit publishes them, or in a
+bucket the last file. `export` sends file by file, too.
 """
 
 from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -31,7 +31,7 @@ from ckpttool.transfer.threads import Progress
 # `git check-ref-format`: the Hub would refuse such a name, after the commit.
 _NOT_A_TAG = re.compile(r"^$|[\x00-\x20\x7f~^:?*\[\\]|\.\.|@\{|^[@.\-/]|/\.|//|[./]$|\.lock(/|$)")
 
-_IF_FULL = "it is written to `TMPDIR` before it is sent: name a directory with room, `--stage DIR`"
+_IF_FULL = "files are written to `TMPDIR` before they are sent: name a directory with room, `--stage DIR`"
 
 
 _OF_COMMITS = ("create_pr", "tag", "message")
@@ -74,16 +74,17 @@ def check_options(dst: str, remote: HubOptions) -> None:
     """Raise UsageError for options of stores at a destination of this machine, and for those that exclude each
     other."""
     tag = remote.get("tag")
-    is_remote = stores.is_remote(dst)
-    if not is_remote or not stores.destination(dst).store.is_versioned:
+    is_remote, on_hub = stores.is_remote(dst), is_hub(dst)
+    if not on_hub or not stores.destination(dst).store.is_versioned:
         for name, value in remote.items():
             flag = "--commit-message" if name == "message" else f"--{name.replace('_', '-')}"
-            if value and is_remote and name in _OF_COMMITS:
+            if value and on_hub and name in _OF_COMMITS:
                 hint = "leave it out, or write to a repository: `hf://org/name`"
                 raise UsageError(f"`{flag}` is of commits, which the bucket of `{dst}` does not have", hint=hint)
-            if value and not is_remote:
+            if value and not on_hub and not (is_remote and name == "stage"):
+                where = "in an object store" if is_remote else "a path of this machine"
                 hint = "write to `hf://org/name`"
-                raise UsageError(f"`{flag}` is for the Hub, and `{dst}` is a path of this machine", hint=hint)
+                raise UsageError(f"`{flag}` is for the Hub, and `{dst}` is {where}", hint=hint)
     if remote.get("private") and remote.get("public"):
         raise UsageError("`--private` and `--public` exclude each other", hint="a new repository is private by default")
     if tag is not None and remote.get("create_pr"):
@@ -93,6 +94,33 @@ def check_options(dst: str, remote: HubOptions) -> None:
         raise UsageError(f"`--tag {tag}` is not a name of a tag in git", hint="such as `--tag v1.0`")
     if (found := secrets.in_text((remote.get("message") or "").encode("utf-8", "replace"))) is not None:
         raise UsageError(f"`--commit-message` has what looks like {found[1]}", hint="write another message")
+
+
+def is_hub(dst: str) -> bool:
+    """Return whether a destination is on the Hub."""
+    return dst.startswith("hf://")
+
+
+def check_replaced(dst: Location, overwrite: bool) -> None:
+    """Raise OverwriteError for a destination in an object store that has objects, unless it is a checkpoint and
+    `overwrite` is set."""
+    if dst.publish([], overwrite=overwrite, dry_run=True).removed:
+        location = stores.locate(str(dst))
+        try:
+            if location.is_dir():
+                write.check_is_checkpoint(location)
+        finally:
+            location.store.close()
+
+
+def in_order(outgoing: Iterable[Outgoing]) -> list[Outgoing]:
+    """Return files in the order in which they are sent: what makes them a checkpoint comes last."""
+    return sorted(outgoing, key=lambda file: order(file.name))
+
+
+def is_commit(name: str) -> bool:
+    """Return whether a file makes a checkpoint of others, by its name. Pure."""
+    return is_index(name) or name.rpartition("/")[2] == NAME
 
 
 @contextmanager
@@ -158,13 +186,13 @@ def replaced(location: Location) -> list[str]:
         raise OverwriteError(message, hint=f"name a new folder: `{location}/NAME`", file=location)
     own = {file.location.relative_to(location) for file in catalogue.own_files if file.location.is_below(location)}
     folders = {name.rpartition("/")[0] for name in own}
-    indexes = {name for name in location.below() if _is_index(name) and name.rpartition("/")[0] in folders}
+    indexes = {name for name in location.below() if is_commit(name) and name.rpartition("/")[0] in folders}
     return sorted(own | indexes, key=order)
 
 
 def order(name: str) -> tuple[bool, bool, bool, str]:
     """Return the sort key by which what makes files a checkpoint comes last."""
-    return _is_index(name), name.endswith(".metadata"), name.endswith(_WEIGHTS), name
+    return is_commit(name), name.endswith(".metadata"), name.endswith(_WEIGHTS), name
 
 
 # Destinations that are written as a whole, then sent ------------------------------------------------------------------
@@ -188,45 +216,63 @@ class _Staged(LocalDestination):
 
     location: Location
     remote: HubOptions
+    folder: str  # for files on their way
     overwrite: bool
+    resume: bool
     sending: Progress | None = None
     obstacle: OverwriteError | None = None
     replaces: Sequence[str] = ()  # files of the checkpoint that is there
+    sent: Any = None
 
     def check(self) -> None:
         """Ask the store whether it can be written, before hours of work. Raises RemoteError, UsageError or
         OverwriteError; for a dry run, the last is kept."""
         try:
-            self.replaces = replaced(self.location)
-            self._publish([], dry_run=True)
+            if is_hub(self.dst):
+                self.replaces = replaced(self.location)
+                self._publish([], dry_run=True)
+            else:
+                check_replaced(self.location, self.overwrite)
         except OverwriteError as error:
             if not self.options.dry_run:
                 raise
             self.obstacle = error
 
+    def stream(self, outgoing: list[Outgoing], last: Callable[[], list[Outgoing]]) -> None:
+        """Send files as they are written, and in the end those that `last` returns, of which the last makes a
+        checkpoint of all."""
+        self.sent = self._publish(outgoing, dry_run=False, last=lambda: in_order(last()))
+
     def send(self, result: Conversion) -> None:
         result.destination = self.dst
         result.notes[:] = map(self.renamed, result.notes)
-        if self.obstacle is not None:
+        if self.sent is not None:
+            result.sent = self.sent
+        elif self.obstacle is not None:
             write.note_obstacle(result, self.obstacle)
         elif result.dry_run:
             result.sent = self._publish([Outgoing(file.path, file.nbytes) for file in result.files], dry_run=True)
             # Indexes and manifests are planned with the files that they are about.
-            result.sent.removed = [name for name in result.sent.removed if not _is_index(name)]
+            result.sent.removed = [name for name in result.sent.removed if not is_commit(name)]
         else:
             written = local_path(self.path.rstrip("/"))
             root, names = (written.parent, [written.name]) if written.is_file() else (written, written.below())
-            names.sort(key=order)
-            outgoing = [Outgoing(name, (root / name).size(), path=root / name) for name in names]
+            outgoing = in_order(Outgoing(name, (root / name).size(), path=root / name) for name in names)
             result.sent = self._publish(outgoing, dry_run=False)
 
-    def _publish(self, outgoing: list[Outgoing], *, dry_run: bool) -> object:
+    def _publish(self, outgoing: list[Outgoing], *, dry_run: bool, **more: Any) -> Any:
         is_file = [file.name for file in outgoing] == [self.location.name] and not self.path.endswith("/")
         folder, claims = (self.location.parent, self.location.name) if is_file else (self.location, "")
-        options = accepted(self.location, {**self.remote, "replaces": self.replaces})
-        del options["stage"], options["not_secret"]
+        options: dict[str, Any] = {"folder": self.folder}
+        if is_hub(self.dst):
+            options |= accepted(self.location, {**self.remote, "replaces": self.replaces})
+            del options["stage"], options["not_secret"]
+        else:
+            options["resume"] = self.resume
+        if not self.location.store.is_versioned:
+            options["is_index"] = is_commit
         return folder.publish(
-            outgoing, **options, claims=claims, overwrite=self.overwrite, dry_run=dry_run, progress=self.sending
+            outgoing, **options, **more, claims=claims, overwrite=self.overwrite, dry_run=dry_run, progress=self.sending
         )
 
     def renamed(self, text: str) -> str:
@@ -239,16 +285,12 @@ class _Staged(LocalDestination):
         return type(error)(self.renamed(error.message), hint=error.hint and self.renamed(error.hint), **facts)
 
 
-def _is_index(name: str) -> bool:
-    return is_index(name) or name.rpartition("/")[2] == NAME
-
-
 @contextmanager
 def place(
     dst: str, remote: HubOptions, token: str | None, how: WriteOptions, *sources: str | None
 ) -> Iterator[LocalDestination]:
-    """Yield where to write a destination. One on the Hub is written to a temporary directory, which is removed, and
-    sent in one commit.
+    """Yield where to write a destination. One in a store is written to a temporary directory, which is removed, and
+    sent from there.
 
     Raises UsageError, OverwriteError or RemoteError for one that cannot be written.
     """
@@ -257,7 +299,7 @@ def place(
         if not stores.is_remote(dst):
             yield LocalDestination(dst, dst, how)
             return
-        if how.resume:
+        if how.resume and is_hub(dst):
             hint = "leave it out: what was sent is not sent again"
             raise UsageError("`--resume` is for a destination on this machine", hint=hint)
         if how.manifest is not None:
@@ -270,9 +312,11 @@ def place(
             # A repository is a directory.
             is_folder = dst.endswith("/") or not location.key
             path = f"{scratch}/{location.name}{'/' * is_folder}"
-            check = partial(_check_secrets, not_secret=remote.get("not_secret", ()))
-            local = replace(how, overwrite=False, progress=writing, if_full=_IF_FULL, check_values=check)
-            staged = _Staged(dst, path, local, location, remote, how.overwrite, sending)
+            check = partial(_check_secrets, not_secret=remote.get("not_secret", ())) if is_hub(dst) else None
+            local = replace(how, overwrite=False, resume=False, progress=writing, if_full=_IF_FULL, check_values=check)
+            going = f"{scratch}/.sending"
+            staged = _Staged(dst, path, local, location, remote, going, how.overwrite, how.resume, sending)
+            staged.options = replace(local, send=staged.stream)
             staged.check()
             try:
                 yield staged

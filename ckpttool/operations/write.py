@@ -5,16 +5,18 @@ Nothing appears at the destination unless all of it does.
 
 from __future__ import annotations
 
+import functools
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, field, replace
+from itertools import groupby
 from typing import Any, ClassVar, Protocol
 
 from ckpttool import formats, producers
 from ckpttool.analysis.result import FileSize, Written
 from ckpttool.catalogue.entries import Catalogue, Container, Object, Path, Tensor, dotted
-from ckpttool.catalogue.protocols import Format, Sink, SinkOptions, Source
+from ckpttool.catalogue.protocols import Crcs, Format, Sink, SinkOptions, Source
 from ckpttool.catalogue.warning import Warning
 from ckpttool.errors import DONE, CkptError, CorruptError, LossError, OverwriteError, StorageError, UsageError
 from ckpttool.formats.detect import detect
@@ -41,15 +43,19 @@ from ckpttool.storage import files, free_space, staging, stores, workspace
 from ckpttool.storage.errors import FREE_SPACE
 from ckpttool.storage.stage import StagingArea
 from ckpttool.storage.staging import After
-from ckpttool.storage.stores import Location, local_path
+from ckpttool.storage.stores import Location, Outgoing, local_path
 from ckpttool.text import plural, size, some
 from ckpttool.transfer import journal
 from ckpttool.transfer.check_destination import check_written
-from ckpttool.transfer.execute import BUFFER, Transferred, budget
+from ckpttool.transfer.checksums import Pieces
+from ckpttool.transfer.execute import BUFFER, Transferred, budget, transfer
+from ckpttool.transfer.file_checksums import WholeFiles
+from ckpttool.transfer.plan import ChunkCopy, plan
 from ckpttool.transfer.processes import Coordinator
 from ckpttool.transfer.threads import Progress
 
 _NUMPY_MEMORY = 24 << 20
+_ON_DISK = 3  # files that are sent, wait for that, or are written
 
 
 @dataclass(slots=True, repr=False)
@@ -66,7 +72,7 @@ class Conversion(Written):
     tensor_count: int = 0  #: number of tensors, tied ones counted once
     object_count: int = 0  #: number of objects
     payload_bytes: int = 0  #: bytes of values, tied ones counted once
-    file_bytes: int = 0  #: bytes that the files of DST take; for the Hub, the largest written to this machine first
+    file_bytes: int = 0  #: bytes that DST takes on this machine; for a store, of the files there at a time
     free_bytes: int = 0  #: bytes that were free on the disk
     memory_bytes: int | None = None  #: with `--dry-run`, the expected peak of the process
     renamed: list[tuple[str, str]] = field(default_factory=list)  #: pairs: old name, new name
@@ -116,6 +122,8 @@ class WriteOptions:
     carried: bool = True  # whether a DCP directory carries its own
     if_full: str = FREE_SPACE  # what to do if it does not fit on the disk
     check_values: Callable[[Catalogue], None] | None = None  # raises an error for what must not be there
+    # Sends files of DST as they are completed; the function that it gets returns the rest, once all of these are.
+    send: Callable[[list[Outgoing], Callable[[], list[Outgoing]]], None] | None = None
 
     def after(self, dst: str) -> After | None:
         """Return what belongs to `dst` besides what the format writes: its manifest, in it or beside it."""
@@ -278,6 +286,11 @@ class Write:
             sink = self._create(path)
             result.notes += _lost_attributes(self.planned.catalogue, sink.catalogue)
             self._note_files(sink, path)
+            if self._can_be_sent(sink):
+                moved = self._send(sink, path)
+                result.checked_bytes, result.unchecked_bytes = moved.checked, moved.unchecked
+                note_overflow(result, moved.overflowed)
+                return
             free_space.check(self.dst, result.file_bytes, result.free_bytes + stage.held, options.if_full)
             log = self._journal(stage, sink) if self.coordinator.size == 1 else None
             moved = self._fill(sink, path, log)
@@ -292,6 +305,33 @@ class Write:
         if options.resume and not moved.resumed:
             result.notes.append("nothing to resume: copied everything")
         note_overflow(result, moved.overflowed)
+
+    def _can_be_sent(self, sink: Sink) -> bool:
+        """Return whether files can be sent and removed while others are written: not if they are read back."""
+        several = len(sink.catalogue.files) > 1
+        return self.options.send is not None and several and not self.options.check and _sealing(sink) is not None
+
+    def _send(self, sink: Sink, partial: Location) -> Transferred:
+        """Fill one file after the other, and send each."""
+        assert self.options.send is not None
+        result = self.result
+        free_space.check(self.dst, result.file_bytes, result.free_bytes, self.options.if_full)
+        filling = FileByFile(sink, self.opened.source, result.payload_bytes, self.options)
+        names = [file.location.relative_to(partial) for file in sink.catalogue.files]
+
+        def rest() -> list[Outgoing]:
+            files.check_unchanged(self.opened.before)
+            filling.finish()
+            others = (name for name in partial.below() if name not in names)
+            return [Outgoing(name, (partial / name).size(), path=partial / name) for name in others]
+
+        outgoing = [
+            Outgoing(name, file.size, write=functools.partial(filling.write, number))
+            for number, (name, file) in enumerate(zip(names, sink.catalogue.files, strict=True))
+        ]
+        with naming(self.opened.path):
+            self.options.send(outgoing, rest)
+        return filling.moved
 
     @no_garbage_collection()
     def _finish(self, sink: Sink, moved: Transferred) -> None:
@@ -368,8 +408,65 @@ class Write:
         # Users see the destination in place of the staging path.
         name = self.dst.name
         self.result.files = [FileSize(name if f.location == partial else f.name, f.size) for f in sink.catalogue.files]
-        self.result.file_bytes = sum(file.nbytes for file in self.result.files)
+        sizes = sorted(file.nbytes for file in self.result.files)
+        self.result.file_bytes = sum(sizes[-_ON_DISK:] if self._can_be_sent(sink) else sizes)
         check_place(self.options.manifest, self.dst, (file.path for file in self.result.files))
+
+
+def _sealing(sink: Sink) -> Callable[[int, Crcs], None] | None:
+    """Return what completes a file of a sink alone, None if nothing does."""
+    return getattr(sink, "seal", None)
+
+
+class FileByFile:
+    """A sink whose files are filled and completed one by one, each at another place than it was created at."""
+
+    def __init__(self, sink: Sink, source: Source, total: int, options: WriteOptions) -> None:
+        self._sink, self._source, self._options = sink, source, options
+        self._total = total
+        self._jobs = groupby(plan(sink.catalogue), key=lambda job: job.chunk.extent.file)
+        self._next: tuple[int, Iterator[ChunkCopy]] | None = next(self._jobs, None)
+        self._whole, self._read = WholeFiles(source.catalogue), Pieces()
+        self.moved = Transferred()
+
+    def write(self, number: int, path: Location) -> None:
+        """Fill a file, the next one, and move it to `path`."""
+        seal = _sealing(self._sink)
+        assert seal is not None
+        if self._next is not None and self._next[0] == number:
+            moved = self._transfer(self._next[1], check_later=True)
+            self._next = next(self._jobs, None)
+        else:
+            moved = Transferred()
+        seal(number, moved.crcs)
+        files.move(self._sink.catalogue.files[number].location, path)
+
+    def finish(self) -> None:
+        """Check the records of the source of which several files have parts, and complete what is not sealed."""
+        assert self._next is None
+        self._transfer((), check_later=False)
+        self._sink.finish({})
+
+    def _transfer(self, jobs: Iterable[ChunkCopy], *, check_later: bool) -> Transferred:
+        done, progress = self.moved.moved, self._options.progress
+        moved = transfer(
+            jobs,
+            self._source,
+            self._sink.catalogue,
+            total=self._total,
+            threads=self._options.threads,
+            memory=self._options.max_memory,
+            progress=None if progress is None else lambda now, total: progress(min(done + now, total), total),
+            check_later=check_later,
+            earlier=self._read,
+            whole=self._whole,
+        )
+        self.moved.moved += moved.moved
+        self.moved.checked += moved.checked
+        self.moved.unchecked += moved.unchecked
+        for name, count in moved.overflowed.items():
+            self.moved.overflowed[name] = self.moved.overflowed.get(name, 0) + count
+        return moved
 
 
 def with_downloads(progress: Progress | None, opened: OpenSource, planned: Catalogue) -> Progress | None:
@@ -417,7 +514,7 @@ def check_free(result: Conversion, target: Format, options: WriteOptions) -> Non
                 result.notes.append(f"would create the directory `{missing[0]}`")
     except (OverwriteError, StorageError) as error:
         if isinstance(error, OverwriteError) and not options.dry_run and local_path(dst).is_dir():
-            _check_is_checkpoint(local_path(dst))  # or the hint would lead to the next error
+            check_is_checkpoint(local_path(dst))  # or the hint would lead to the next error
         # With `--overwrite`, what stops it is a pipe or a device: nothing is planned for that.
         if not options.dry_run or (options.overwrite and isinstance(error, OverwriteError)):
             raise
@@ -425,7 +522,7 @@ def check_free(result: Conversion, target: Format, options: WriteOptions) -> Non
         return
     location = local_path(dst)
     if options.overwrite and location.is_dir() and location.names():
-        _check_is_checkpoint(location)
+        check_is_checkpoint(location)
 
 
 class DryRun(Protocol):
@@ -441,7 +538,7 @@ def note_obstacle(result: DryRun, error: CkptError) -> None:
     result.exit_code = result.exit_code or error.exit_code
 
 
-def _check_is_checkpoint(dst: Location) -> None:
+def check_is_checkpoint(dst: Location) -> None:
     """Raise OverwriteError for a directory of something else: `--overwrite` removes all that is in it."""
     try:
         if producers.recognise(Directory(dst)) is None:

@@ -11,6 +11,7 @@ from ckpttool.reports.report import SHOWN, Block, Column, Facts, Line, Styled, T
 from ckpttool.text import duration, plural, size
 
 if TYPE_CHECKING:
+    from ckpttool.storage.cloud import Uploaded
     from ckpttool.storage.hub import Sent
 
 _PARTS = 3  # names in the line that counts skipped entries
@@ -45,7 +46,8 @@ def _facts(result: Conversion) -> Iterator[tuple[str, str]]:
     yield "from", f"{result.source}, {result.source_format} -> {result.format}"
     yield "contents", result.contents
     yield from result.facts
-    yield from _hub_rows(result.sent) if result.sent is not None else ()
+    if result.sent is not None:
+        yield from _hub_rows(result.sent) if hasattr(result.sent, "oid") else _bucket_rows(result.sent)
 
 
 def _of_plan(result: Conversion) -> Iterator[tuple[str, TextLike]]:
@@ -64,6 +66,23 @@ def _of_copy(result: Conversion, check: bool) -> Iterator[tuple[str, TextLike]]:
     again = ["everything written was read back and compared"] if check else []
     yield "checked", checks(result.checked_bytes, result.unchecked_bytes, *again)
     yield from _change_counts(result)
+
+
+def _bucket_rows(sent: Uploaded) -> Iterator[tuple[str, str]]:
+    counts = ", ".join(f"{n} {status}" for status, n in sorted(Counter(file.status for file in sent.files).items()))
+    yield "objects", f"{counts}; {size(sent.sent_bytes)} {'would be sent' if sent.dry_run else 'sent'}"
+    if not sent.dry_run:
+        total = sum(file.nbytes for file in sent.files)
+        sums = (
+            "checksums"
+            if sent.compared_bytes == total
+            else "sizes"
+            if not sent.compared_bytes
+            else "checksums or sizes"
+        )
+        yield "compared", f"{sums} of {size(total)} in the store"
+    if sent.removed:
+        yield "removed", ", ".join(sent.removed)
 
 
 def _hub_rows(sent: Sent) -> list[tuple[str, str]]:

@@ -97,11 +97,19 @@ class ArchiveSink:
     def __init__(self, catalogue: Catalogue, layouts: Sequence[ArchiveLayout]) -> None:
         self.catalogue = catalogue
         self._layouts = layouts
+        self._sealed: set[int] = set()
 
     def finish(self, crcs: Crcs) -> None:
+        for number in range(len(self._layouts)):
+            if number not in self._sealed:
+                self.seal(number, crcs)
+
+    def seal(self, number: int, crcs: Crcs) -> None:
+        """Write the checksums of one archive."""
         with closing(files.Pool(writing=True)) as pool:
-            for file, layout in zip(self.catalogue.files, self._layouts, strict=True):
-                pool.write_all(file.location, layout.patches(lambda record: crcs[record.file, record.offset]))
+            patches = self._layouts[number].patches(lambda record: crcs[record.file, record.offset])
+            pool.write_all(self.catalogue.files[number].location, patches)
+        self._sealed.add(number)
 
 
 def write(layout: ArchiveLayout, location: Location) -> None:

@@ -416,6 +416,13 @@ def rename(path: str, to: str) -> None:
         os.replace(path, to)
 
 
+def move(path: str, to: str) -> None:
+    """Move a file, to another disk if need be, and make the directory for it. Raises StorageError."""
+    with os_errors(to, "write"):
+        os.makedirs(os.path.dirname(to), exist_ok=True)
+        shutil.move(path, to)
+
+
 def make_directory(path: str, *, exist_ok: bool = False) -> None:
     """Make a directory and those above it. Raises StorageError when it is there already, unless `exist_ok`."""
     with os_errors(path, "write"):

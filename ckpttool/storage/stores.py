@@ -65,6 +65,18 @@ class Stat(NamedTuple):
 
 
 @dataclass(frozen=True)
+class LeftObjects:
+    """What a run has left in a store: `LeftObjects(".step-3.partial-0", 8192, 30.0, "ended", remove)`. `state` is
+    `ended`, `running` or `foreign`, which is left alone; `remove()` deletes it."""
+
+    name: str
+    nbytes: int
+    age: float
+    state: str
+    remove: Callable[[], None]
+
+
+@dataclass(frozen=True)
 class Outgoing:
     """A file to publish: `Outgoing("model-00001-of-00004.safetensors", 4998203144, write)`.
 
@@ -196,6 +208,12 @@ class Store:
     def publish(self, name: str, outgoing: Sequence[Outgoing], **options: Any) -> Any:
         """Write files and make all of them visible in one step; `options` and the result are the store's own."""
         raise NotImplementedError
+
+    def left(self, name: str) -> list[LeftObjects]:
+        """Return what killed runs left right in a directory. Raises UsageError for a store in which nothing is left."""
+        raise UsageError(
+            f"`{self.root}`: no run leaves anything there", hint="name a directory, or a folder of a bucket"
+        )
 
     def close(self) -> None:
         """Remove the temporary files of the store."""

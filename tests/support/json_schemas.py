@@ -37,6 +37,7 @@ from ckpttool.operations.show import Shown
 from ckpttool.operations.verify.report import Report
 from ckpttool.operations.write import Conversion
 from ckpttool.resume import results as resume
+from ckpttool.storage.cloud.upload import Uploaded
 from ckpttool.storage.hub.upload import Sent
 from ckpttool.version import schema
 from support.json_reference import fields
@@ -90,7 +91,7 @@ _TITLES = {
 }
 _OPEN = (documents.ErrorFields,)  # has fields that depend on the error
 _OTHER_TYPES = {
-    (kind, "sent"): Sent | None for kind in (Conversion, Resharding, Exported)
+    (kind, "sent"): Sent | Uploaded | None for kind in (Conversion, Resharding, Exported)
 }  # which is not imported there
 
 

@@ -46,6 +46,8 @@ class Fault:
     drops: bool = False  # the connection, after half of the body
     refuses: bool = False  # it is closed without an answer, and the request is not carried out
     changes: bool = False  # the last byte of the body
+    loses: bool = False  # the answer, when the request was carried out
+    damages: bool = False  # the last byte of what is sent
 
 
 def error(status: int, code: str) -> Fault:
@@ -154,12 +156,17 @@ class S3Server:
         if fault.refuses:
             handler.close_connection = True
             return
+        if fault.damages and body:
+            body = body[:-1] + bytes([body[-1] ^ 1])
         if fault.status:
             status, answered, data = fault.status, [("Content-Type", "application/xml")], fault.body
         else:
             answer = self.ask(handler.command, handler.path, body, headers)
             status, data = answer.status, answer.body
             answered = [(k, v) for k, v in answer.getheaders() if k.lower() not in ("connection", "transfer-encoding")]
+        if fault.loses:
+            handler.close_connection = True
+            return
         if fault.changes and data:
             data = data[:-1] + bytes([data[-1] ^ 1])
         handler.send_response(status)

@@ -22,10 +22,11 @@ STALE = (
 _HINT = f"take another copy, or remove `{NAME}` if the checkpoint was saved again"
 
 
-def write(folder: Location, crcs: Mapping[str, int] | None = None) -> None:
-    """Write the manifest of a directory that is complete; `crcs` are those of its data files, as far as they are known.
-    Raises StorageError."""
-    sizes = {name: n for name, n in sorted(folder.sizes().items()) if name == _INDEX or name.endswith(_DATA)}
+def write(folder: Location, crcs: Mapping[str, int] | None = None, elsewhere: Mapping[str, int] | None = None) -> None:
+    """Write the manifest of a directory that is complete; `crcs` are those of its data files, as far as they are known,
+    and `elsewhere` the sizes of those that were moved. Raises StorageError."""
+    there = {**(elsewhere or {}), **folder.sizes()}
+    sizes = {name: n for name, n in sorted(there.items()) if name == _INDEX or name.endswith(_DATA)}
     known = {name: (crcs or {}).get(name) for name in sizes if name != _INDEX}
     manifest = Manifest({_INDEX: _sha256(folder / _INDEX)}, sizes, known)
     (folder / NAME).put(content(manifest))

@@ -11,7 +11,7 @@ together with those of the next item. Tied tensors share an item.
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
 from functools import partial
@@ -57,6 +57,9 @@ def create(location: Location, planned: Catalogue, options: SinkOptions) -> Sink
     return _DcpSink(location, planned, keys, with_manifest=options.manifest)
 
 
+_StoredChunk = tuple[Dtype, Ints, int, int]  # dtype, sizes, number of the file, offset of the payload
+
+
 @dataclass(slots=True)
 class _Sum:
     """The CRC of the first `end` bytes of a file."""
@@ -87,6 +90,9 @@ class _DcpSink:
         self._late_layouts: list[torch_zip_writer.ArchiveLayout] = []
         self._entries: dict[str, StoredTensor | IndexItem] = {}
         self._keepers: dict[Path, Path] = {}
+        self._sums: dict[int, _Sum] = {}
+        self._order: list[array[int]] = []  # numbers of a tensor and of a chunk, of all chunks of each file
+        self._tensors: list[Tensor] = []
         self._create_files()
         # Bytes items come first, but entries stay in the order of the state.
         written: dict[Path, Tensor | Object] = {}
@@ -184,25 +190,56 @@ class _DcpSink:
 
     def finish(self, crcs: Crcs) -> None:
         """Write the bytes around each payload, then, when all of that is on disk, the index."""
-        with closing(files.Pool(writing=True)) as pool:
-            for layout in self._late_layouts:
-                for offset, data in layout.patches(lambda record: crcs[record.file, record.offset]):
-                    pool.write(self.catalogue.files[0].location, offset, data)
-            sums = {number: _Sum() for number in range(len(self.catalogue.files))}
-            if self._with_manifest and self._objects_end:
-                self._add_objects(sums, crcs)
-            for number, frames in groupby(self._frames(crcs), itemgetter(0)):
-                pieces = (self._counted(frame, sums, crcs) for frame in frames)
-                pool.write_all(self.catalogue.files[number].location, pieces)
-        for file in self.catalogue.files:
-            files.sync(file.location)
+        if not self._sums:
+            self._write_frames(range(len(self.catalogue.files)), self._chunks(), crcs)
         entries = _Entries(self._keys.names, self._entry)
         metadata_writer.publish(
             self._folder, IndexContents(index.NAME, self._file_names, entries, self._keys.planned, self._keys.extra)
         )
         if self._with_manifest:
             names = [file.location.name for file in self.catalogue.files]
-            manifest.write(self._folder, {names[number]: one.crc for number, one in sums.items()})
+            sizes = dict(zip(names, (file.size for file in self.catalogue.files), strict=True))
+            manifest.write(self._folder, {names[number]: one.crc for number, one in self._sums.items()}, sizes)
+
+    def seal(self, number: int, crcs: Crcs) -> None:
+        """Write the bytes around the payloads of one file. All files are sealed before `finish`, or none."""
+        if not self._order:
+            self._order, self._tensors = [array("l") for _ in self.catalogue.files], [*self._stored()]
+            for i, tensor in enumerate(self._tensors):
+                for j, file in enumerate(tensor.chunks.file):
+                    self._order[file].extend((i, j))
+        order = iter(self._order[number])
+        self._write_frames([number], (self._chunk(i, j) for i, j in zip(order, order, strict=True)), crcs)
+
+    def _write_frames(self, numbers: Sequence[int], chunks: Iterable[_StoredChunk], crcs: Crcs) -> None:
+        sums = self._sums
+        sums |= {number: _Sum() for number in numbers}
+        with closing(files.Pool(writing=True)) as pool:
+            if 0 in numbers:
+                for layout in self._late_layouts:
+                    for offset, data in layout.patches(lambda record: crcs[record.file, record.offset]):
+                        pool.write(self.catalogue.files[0].location, offset, data)
+                if self._with_manifest and self._objects_end:
+                    self._add_objects(sums, crcs)
+            for number, frames in groupby(self._frames(chunks, crcs), itemgetter(0)):
+                pieces = (self._counted(frame, sums, crcs) for frame in frames)
+                pool.write_all(self.catalogue.files[number].location, pieces)
+        for number in numbers:
+            files.sync(self.catalogue.files[number].location)
+
+    def _stored(self) -> Iterator[Tensor]:
+        return (t for t in self.catalogue.tensors if t.alias is None and not t.embedded)
+
+    def _chunk(self, i: int, j: int) -> _StoredChunk:
+        chunks = self._tensors[i].chunks
+        return self._tensors[i].dtype, chunks.sizes[j], chunks.file[j], chunks.offset[j]
+
+    def _chunks(self) -> Iterator[_StoredChunk]:
+        """Yield all chunks, in the order of the tensors."""
+        for tensor in self._stored():
+            chunks = tensor.chunks
+            for sizes, number, payload in zip(chunks.sizes, chunks.file, chunks.offset, strict=True):
+                yield tensor.dtype, sizes, number, payload
 
     def _add_objects(self, sums: Mapping[int, _Sum], crcs: Crcs) -> None:
         """Add what lies before the tensors of the first file: read back, but for the tensors in it."""
@@ -221,20 +258,18 @@ class _DcpSink:
             sums[number].add_frame(offset, data, crcs.get((number, sums[number].end), 0))
         return offset, data
 
-    def _frames(self, crcs: Crcs) -> Iterator[tuple[int, int, bytes]]:
+    def _frames(self, stored: Iterable[_StoredChunk], crcs: Crcs) -> Iterator[tuple[int, int, bytes]]:
         """Yield heads and tails of the items: the tail of one and the head of the next are one write."""
         pending: dict[int, tuple[int, bytes]] = {}
-        for tensor in (t for t in self.catalogue.tensors if t.alias is None and not t.embedded):
-            chunks = tensor.chunks
-            for sizes, number, payload in zip(chunks.sizes, chunks.file, chunks.offset, strict=True):
-                frame = template(tensor.dtype, sizes)
-                start, before = pending.pop(number, (payload - len(frame.head), b""))
-                if start + len(before) != payload - len(frame.head):
-                    yield number, start, before
-                    start, before = payload - len(frame.head), b""
-                yield number, start, before + frame.head
-                crc = crcs[number, payload] if frame.nbytes else 0
-                pending[number] = (payload + frame.nbytes, frame.tail_with(crc))
+        for dtype, sizes, number, payload in stored:
+            frame = template(dtype, sizes)
+            start, before = pending.pop(number, (payload - len(frame.head), b""))
+            if start + len(before) != payload - len(frame.head):
+                yield number, start, before
+                start, before = payload - len(frame.head), b""
+            yield number, start, before + frame.head
+            crc = crcs[number, payload] if frame.nbytes else 0
+            pending[number] = (payload + frame.nbytes, frame.tail_with(crc))
         for number, (start, data) in pending.items():
             yield number, start, data
 

@@ -56,7 +56,7 @@ def create(location: Location, planned: Catalogue, options: SinkOptions) -> Sink
         if state:
             (location / state_json.NAME).put(state_json.sealed(state, sums))
 
-    return CreatedSink(created, finish)
+    return CreatedSink(created, finish, written.seal)
 
 
 def _metadata(planned: Catalogue, created: Catalogue) -> dict[str, str]:
@@ -93,6 +93,8 @@ class _Files:
     created: Catalogue
     bare: bool
     _written: list[_Unsealed] = field(default_factory=list)
+    _sums: dict[str, int] = field(default_factory=dict)
+    _sealed: set[int] = field(default_factory=set)
 
     def add(self, plan: FilePlan, location: Location) -> tuple[int, Header]:
         """Create a file of full size, with its header, and return its number, and the header as the reader finds it.
@@ -113,25 +115,25 @@ class _Files:
         return number, header
 
     def finish(self, crcs: Crcs) -> dict[str, int]:
-        """Write the checksums, and return that of each file, by its name. Raises LossError for a file that the
-        safetensors library cannot open."""
-        sums = {} if self.bare else self._seal(crcs)
-        for file in self.created.files:
-            if reason := safetensors_library.refusal(file.location):
-                text = (
-                    f"`{file.name}`: safetensors {safetensors_library.version()} cannot open what was written: {reason}"
-                )
-                raise LossError(text, hint="install the newest safetensors, or write another format", file=file.name)
-        return sums
+        """Complete all files that are not, and return the checksum of each file, by its name. Raises LossError."""
+        for number in range(len(self.created.files)):
+            if number not in self._sealed:
+                self.seal(number, crcs)
+        return self._sums
 
-    def _seal(self, crcs: Crcs) -> dict[str, int]:
-        sums: dict[str, int] = {}
-        with closing(files.Pool(writing=True)) as pool:
-            for number, (name, begins, rest, at) in enumerate(self._written):
-                value = checksums.value(rest, [crcs[number, begin] if begin >= 0 else 0 for begin in begins])
-                pool.write(self.created.files[number].location, at, f'"{checksums.KEY}":"{value}"'.encode())
-                sums[name] = checksums.of_value(value)
-        return sums
+    def seal(self, number: int, crcs: Crcs) -> None:
+        """Write the checksums of a file. Raises LossError if the safetensors library cannot open it."""
+        file = self.created.files[number]
+        if not self.bare:
+            name, begins, rest, at = self._written[number]
+            value = checksums.value(rest, [crcs[number, begin] if begin >= 0 else 0 for begin in begins])
+            with closing(files.Pool(writing=True)) as pool:
+                pool.write(file.location, at, f'"{checksums.KEY}":"{value}"'.encode())
+            self._sums[name] = checksums.of_value(value)
+        if reason := safetensors_library.refusal(file.location):
+            text = f"`{file.name}`: safetensors {safetensors_library.version()} cannot open what was written: {reason}"
+            raise LossError(text, hint="install the newest safetensors, or write another format", file=file.name)
+        self._sealed.add(number)
 
 
 def _parsed(text: bytes, size: int, location: Location) -> Header:

@@ -11,7 +11,6 @@ import os
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any
 
 from ckpttool import formats
 from ckpttool.catalogue.patterns import several
@@ -21,7 +20,7 @@ from ckpttool.operations.arguments import DtypeOfTorch
 from ckpttool.operations.export.plan import NAMES, Export, Exported, ExportOptions, planned
 from ckpttool.operations.publish import HubOptions
 from ckpttool.operations.write import WriteOptions
-from ckpttool.storage import free_space, stores
+from ckpttool.storage import free_space, stores, workspace
 from ckpttool.storage.errors import hub_address
 from ckpttool.storage.files import temporary_folder
 from ckpttool.storage.stores import Location, local_path, path_text
@@ -195,7 +194,7 @@ def export(
             with planned(result, options, replace(how, progress=writing)) as plan:
                 if announce is not None:
                     announce(result)
-                _send(plan, remote, how.overwrite, sending)
+                _send(plan, remote, how, sending)
             result.seconds = time.monotonic() - began
         else:
             read = (src, beside, options.like, options.fill_from)
@@ -265,13 +264,13 @@ def _check_options(dst: str, remote: HubOptions, how: WriteOptions) -> None:
     if how.overwrite and stores.destination(dst).store.is_versioned:
         raise UsageError("`--overwrite`: a commit keeps the earlier version", hint="leave it out")
     if how.check:
-        raise UsageError("`--check`: files on the Hub are compared by their digests in any case", hint="leave it out")
+        raise UsageError("`--check`: what was sent is compared by its digests in any case", hint="leave it out")
     if how.manifest is not None:
         hint = "export to a directory with `--manifest`, and send that with `hf upload`"
-        raise UsageError("`--manifest` is of local files, and those of the Hub are removed as they are sent", hint=hint)
+        raise UsageError("`--manifest` is of local files, and these are removed as they are sent", hint=hint)
 
 
-def _send(plan: Export, remote: HubOptions, overwrite: bool, sending: Progress | None) -> None:
+def _send(plan: Export, remote: HubOptions, how: WriteOptions, sending: Progress | None) -> None:
     """Send the files of a plan, or note what would be sent. Raises RemoteError and what the files raise."""
     result = plan.result
     result.free_bytes = free_space.free_bytes(remote.get("stage") or temporary_folder())
@@ -281,13 +280,25 @@ def _send(plan: Export, remote: HubOptions, overwrite: bool, sending: Progress |
         if sending is not None:
             sending(done, total)
 
-    location, outgoing = stores.destination(result.destination), plan.files
-    options: dict[str, Any] = publish.accepted(location, remote)
-    if not location.store.is_versioned:
-        options |= {"claims": "", "overwrite": overwrite, "replaces": publish.replaced(location)}
-        outgoing = sorted(outgoing, key=lambda file: publish.order(file.name))
-    result.sent = location.publish(
-        outgoing, **options, dry_run=result.dry_run, progress=progress, unless_there=plan.unless_there
-    )
+    location = stores.destination(result.destination)
+    if publish.is_hub(result.destination):
+        outgoing, options = plan.files, publish.accepted(location, remote)
+        if not location.store.is_versioned:
+            options |= {"claims": "", "overwrite": how.overwrite, "replaces": publish.replaced(location)}
+            outgoing = publish.in_order(plan.files)
+        result.sent = location.publish(
+            outgoing, **options, dry_run=result.dry_run, progress=progress, unless_there=plan.unless_there
+        )
+    else:
+        publish.check_replaced(location, how.overwrite)
+        with workspace.scratch_directory("ckpttool-export-", remote.get("stage")) as folder:
+            result.sent = location.publish(
+                publish.in_order(plan.files),
+                overwrite=how.overwrite,
+                dry_run=result.dry_run,
+                progress=progress,
+                is_index=publish.is_commit,
+                folder=folder,
+            )
     if remote.get("stage") is None:
         result.file_bytes = max((file.size for file in plan.files if file.gather is None), default=0)

@@ -145,7 +145,7 @@ def reshard(
         tag: a tag for the commit, which must not exist in the repository.
         commit_message: message of the commit.
         token: the value of `HF_TOKEN` while this runs.
-        stage: directory in which a destination on the Hub is written before it is sent; None uses `TMPDIR`.
+        stage: directory for files of DST that are on their way to a store; None uses `TMPDIR`.
         not_secret: names of values to send although they seem to have a key or a token in them.
         html: an HTML file to write: how each tensor lies before and after, also with `dry_run`.
         progress: called with the bytes done and the bytes in all, several times a second, from this thread.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from typing import Any, NamedTuple, TypeVar
@@ -72,6 +72,19 @@ class Client:
         """List the folders and the objects right below a prefix."""
         return self.start(self._list_folder(prefix))
 
+    def get(self, name: str) -> Future[tuple[StoredObject, bytes]]:
+        """Read a small object. FileNotFoundError if there is none."""
+        return self.start(self._get(name))
+
+    def put(self, name: str, data: Any, mode: Any = None, **options: Any) -> Future[str | None]:
+        """Write an object of bytes, or of an iterator of blocks of `chunk_size`, in one step, and return its tag.
+        `mode` is `create`, or what the object has to be: `{"e_tag": ...}`."""
+        return self.start(self._put(name, data, mode, options))
+
+    def delete(self, names: Sequence[str]) -> Future[None]:
+        """Delete objects; those that are not there do not matter."""
+        return self.start(self._delete(names))
+
     def start(self, request: Coroutine[Any, Any, T]) -> Future[T]:
         """Start a request, which waits for its turn."""
         with self._lock:
@@ -134,6 +147,18 @@ class Client:
     async def _list_folder(self, prefix: str) -> tuple[list[str], dict[str, StoredObject]]:
         found = await obstore.list_with_delimiter_async(self._store, prefix or None)
         return list(found["common_prefixes"]), {meta["path"]: StoredObject.of(meta) for meta in found["objects"]}
+
+    async def _get(self, name: str) -> tuple[StoredObject, bytes]:
+        result = await obstore.get_async(self._store, name)
+        return StoredObject.of(result.meta), bytes(await result.bytes_async())
+
+    async def _put(self, name: str, data: Any, mode: Any, options: dict[str, Any]) -> str | None:
+        return (await obstore.put_async(self._store, name, data, mode=mode, **options))["e_tag"]
+
+    async def _delete(self, names: Sequence[str]) -> None:
+        for name in names:
+            with suppress(FileNotFoundError):
+                await obstore.delete_async(self._store, name)
 
 
 async def _give_up() -> None:

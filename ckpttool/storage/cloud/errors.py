@@ -63,6 +63,8 @@ def translate_errors(address: str, doing: str = "read") -> Iterator[None]:
     """Translate what obstore raises in the block. `doing` is `read` or `write`."""
     try:
         yield
+    except CkptError:
+        raise
     except FileNotFoundError as error:
         if "NoSuchBucket" in str(error) or "ContainerNotFound" in str(error):
             raise _no_bucket(address) from None
@@ -79,8 +81,7 @@ def translate(error: BaseException, address: str, doing: str) -> CkptError:
     status, code = _STATUS.search(text), _CODE.search(text)
     log_in = _LOG_IN.get(scheme, "check the address, and whether it has expired")
     if isinstance(error, AlreadyExistsError | PreconditionError) and doing == "write":
-        message = f"`{address}` was written by another run meanwhile"
-        return OverwriteError(message, hint="look at what is there; `--overwrite` replaces it", file=address)
+        return written_meanwhile(address)
     if isinstance(error, PreconditionError):
         return changed(address)
     if isinstance(error, InvalidPathError):
@@ -141,6 +142,12 @@ def changed(address: str) -> RemoteError:
         hint="run this again once nobody writes to it",
         file=address,
     )
+
+
+def written_meanwhile(address: str) -> OverwriteError:
+    """Return the error for a destination that somebody else has written."""
+    message = f"`{address}` exists: another run has written it meanwhile"
+    return OverwriteError(message, hint="pass `--overwrite` to replace it", file=address)
 
 
 def too_many(address: str, most: int) -> UsageError:

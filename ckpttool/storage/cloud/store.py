@@ -11,16 +11,19 @@ import glob
 import os
 import posixpath
 import threading
+from collections.abc import Iterator
 from concurrent.futures import Future
+from contextlib import suppress
+from functools import partial
 from typing import Any
 
-from ckpttool.errors import RemoteError, UsageError
+from ckpttool.errors import RemoteError
 from ckpttool.storage.cloud import address as addresses
-from ckpttool.storage.cloud import errors
+from ckpttool.storage.cloud import claim, errors
 from ckpttool.storage.cloud.address import BucketAddress
 from ckpttool.storage.cloud.client import ChangedError, Client, StoredObject
 from ckpttool.storage.cloud.ranges import HEAD, Ranges
-from ckpttool.storage.stores import DirectoryEntry, Location, Stat, Store
+from ckpttool.storage.stores import DirectoryEntry, LeftObjects, Location, Stat, Store
 from ckpttool.text import near_names
 
 LARGEST_FOLDER = 1_000_000  # objects
@@ -39,11 +42,6 @@ def locate(text: str) -> Location:
         store.close()
         raise
     return Location(str(address), store)
-
-
-def destination(text: str) -> Location:
-    """Return the location of an address to publish at. Raises UsageError."""
-    raise UsageError(f"`{text}`: object stores are only read", hint="write to a path of this machine")
 
 
 class CloudStore(Store):
@@ -109,6 +107,30 @@ class CloudStore(Store):
                 return self._ranges.read_into(name, self._objects[name].size, offset, buffer)
             except ChangedError:
                 raise errors.changed(address) from None
+
+    def left(self, name: str) -> list[LeftObjects]:
+        with errors.translate_errors(f"{self.root}/{name}"):
+            return [*self._left(name)]
+
+    def _left(self, name: str) -> Iterator[LeftObjects]:
+        for key in claim.keys_of(self._client.list_folder(name).result()[1]):
+            one = claim.find(self._client, key)
+            if one is None:
+                continue  # its run has ended meanwhile
+            there = self._client.list_all(key, LARGEST_FOLDER).result()
+            with suppress(FileNotFoundError):
+                there |= {key: self._client.head(key).result()}
+            names = [] if one.commit in there else [each for each in one.names if each in there]
+            state = "running" if one.is_held else "ended" if one.owner else "foreign"
+            nbytes = sum(there[each].size for each in names)
+            yield LeftObjects(
+                posixpath.basename(one.name), nbytes, one.age, state, partial(self._remove, key, one, names)
+            )
+
+    def _remove(self, key: str, one: claim.Claim, names: list[str]) -> None:
+        with errors.translate_errors(f"{self.root}/{key}", "write"):
+            claim.abort_uploads(f"{self.root}/{key}", key)
+            self._client.delete([*names, one.name]).result()
 
     def close(self) -> None:
         """Give up what is on its way."""

@@ -13,7 +13,7 @@ finds that they are those that it would write.
 from __future__ import annotations
 
 import threading
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from fnmatch import fnmatchcase
 from functools import partial
 from typing import Any
@@ -28,7 +28,7 @@ from ckpttool.storage.hub.address import Address, parse
 from ckpttool.storage.hub.buckets import BucketStore, checked
 from ckpttool.storage.hub.listing import RepoFile
 from ckpttool.storage.hub.retries import repeat
-from ckpttool.storage.hub.upload import Added, Local, Progress, Sent, Upload, check_names, write_and_send
+from ckpttool.storage.hub.upload import Added, Last, Local, Progress, Sent, Upload, check_names, write_and_send
 from ckpttool.storage.stores import Location, Outgoing
 from ckpttool.text import some
 
@@ -62,27 +62,33 @@ class Bucket(BucketStore):
         claims: str | None = None,
         overwrite: bool = False,
         replaces: Sequence[str] = (),
+        last: Last | None = None,
+        is_index: Callable[[str], bool] | None = None,
+        folder: str | None = None,
     ) -> Sent:
         """Write files and put them into the bucket, which is created if it does not exist: private, unless `public`.
         The last of them is what makes the others a checkpoint.
 
         `replaces` are the files of a checkpoint that is there, below this location, likewise in order; they are removed
         unless they match `keep`. Without `overwrite`, there must be no file at or below `claims` but those that an
-        earlier run has left, which have the same bytes. Others stay as they are. The other options are those of a
-        repository.
+        earlier run has left, which have the same bytes. Others stay as they are. `is_index` says whether a file may be
+        one that `last` returns. The other options are those of a repository.
 
         Raises RemoteError for failures of the Hub, OverwriteError, UsageError, StorageError, and the errors of
         `Outgoing.write`.
         """
-        upload = _BucketUpload(
+        upload = _HubBucketUpload(
             Address(self._repo, None, name, is_bucket=True), progress, sum(file.size for file in outgoing)
         )
         check_names(outgoing)
         upload.prepare(private, dry_run, public=public, claims=claims or "")
         if not overwrite and (replaces or outgoing):
             # Before hours of work, by the sizes.
-            upload.check_free([] if replaces else [one.name for one in outgoing if upload.size(one.name) == one.size])
-        write_and_send(upload, outgoing, stage, unless_there)
+            alike = [one.name for one in outgoing if upload.size(one.name) == one.size]
+            # What `last` returns is not known yet.
+            alike += [name for name in upload.there() if last is not None and is_index is not None and is_index(name)]
+            upload.check_free([] if replaces else alike)
+        outgoing = write_and_send(upload, outgoing, stage, unless_there, folder=folder, last=last)
         if not overwrite and not dry_run:
             upload.check_free(upload.unchanged())
         upload.find_stale_files(replaces, keep, outgoing)
@@ -91,7 +97,7 @@ class Bucket(BucketStore):
         return upload.sent
 
 
-class _BucketUpload(Upload):
+class _HubBucketUpload(Upload):
     """One upload to one bucket."""
 
     _claimed = ""
@@ -122,6 +128,11 @@ class _BucketUpload(Upload):
         """Return the size of a file that is there, or None."""
         existing = self._repo_files.get(self._path(name))
         return None if existing is None else existing.size
+
+    def there(self) -> list[str]:
+        """Return the names of the files that are there, below the destination."""
+        start = self.address.path and f"{self.address.path}/"
+        return [name.removeprefix(start) for name in self._repo_files if name.startswith(start)]
 
     def unchanged(self) -> list[str]:
         """Return the files that are there with the same bytes."""

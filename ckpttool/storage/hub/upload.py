@@ -39,11 +39,12 @@ from ckpttool.storage.hub import answers, client, errors, listing, retries, xet
 from ckpttool.storage.hub.address import Address, parse
 from ckpttool.storage.hub.listing import RepoFile
 from ckpttool.storage.hub.retries import Result, repeat
-from ckpttool.storage.hub.senders import Senders, SendingStopped
+from ckpttool.storage.senders import Senders, SendingStopped
 from ckpttool.storage.stores import Location, Outgoing, Store, local_path
 from ckpttool.text import some
 
 Progress = Callable[[int, int], None]
+Last = Callable[[], Sequence[Outgoing]]
 
 # Weights of an earlier export, in another number of shards, another format or another dtype. Loaders would take them in
 # place of the new ones or mix both; with an `adapter_config.json`, PEFT would put the adapter on the new model.
@@ -132,6 +133,8 @@ class Repository(Store):
         keep: Sequence[str] = (),
         claims: str | None = None,
         overwrite: bool = False,
+        last: Last | None = None,
+        folder: str | None = None,
     ) -> Sent:
         """Write files and commit them to the repository, which is created if it does not exist: private, unless
         `public`. With `private`, a public one is refused.
@@ -141,10 +144,11 @@ class Repository(Store):
         disk; files in `stage` are kept. Files named in
         `unless_there` do not replace those on the Hub. Weights of an earlier upload are removed, unless they match
         `keep`. With `claims`, a file or a folder below this location, all files there
-        that are not written are removed instead; without `overwrite`, there must be none. The commit gets the `tag`,
-        which must not exist. `progress(done, total)` counts bytes sent. Nothing is visible before the commit. With
-        `dry_run`, return what would be sent; a file is read or written only if the Hub has one of its size, since only
-        digests can tell them apart.
+        that are not written are removed instead; without `overwrite`, there must be none. `last` is called once all
+        files are written, and returns more. Files on their way are written to `folder`, if it is given. The commit gets
+        the `tag`, which must not exist. `progress(done, total)` counts bytes sent. Nothing is visible before the
+        commit. With `dry_run`, return what would be sent; a file is read or written only if the Hub has one of its
+        size, since only digests can tell them apart.
 
         Raises RemoteError for failures of the Hub, OverwriteError if the tag or what is claimed exists, UsageError,
         StorageError, and the errors of `Outgoing.write`.
@@ -159,7 +163,7 @@ class Repository(Store):
             upload.find_stale_files(outgoing, keep)
         else:
             upload.replace(claims, outgoing, overwrite)
-        write_and_send(upload, outgoing, stage, unless_there)
+        write_and_send(upload, outgoing, stage, unless_there, folder=folder, last=last)
         upload.additions = [one.operation for one in upload.added if one.operation is not None]
         if not dry_run and (upload.additions or upload.deletions):
             upload.commit()
@@ -169,12 +173,21 @@ class Repository(Store):
 
 
 def write_and_send(
-    upload: Upload, outgoing: Sequence[Outgoing], stage: str | None, unless_there: Collection[str]
-) -> None:
-    """Write files to `stage`, or those that have to be written to a temporary folder, and send them."""
+    upload: Upload,
+    outgoing: Sequence[Outgoing],
+    stage: str | None,
+    unless_there: Collection[str],
+    *,
+    folder: str | None = None,
+    last: Last | None = None,
+) -> Sequence[Outgoing]:
+    """Write files to `stage`, or those that have to be written to `folder` or a temporary one, and send them; then
+    those that `last` returns. Return all of them."""
     if stage is not None:
         _check_stage(stage, {file.name for file in outgoing})
-    with workspace.scratch_directory("ckpttool-hub-") if stage is None else nullcontext(stage) as folder:
+    place = stage or folder
+    with workspace.scratch_directory("ckpttool-hub-") if place is None else nullcontext(place) as folder:
+        os.makedirs(folder, exist_ok=True)
         to_write = [
             file.size
             for file in outgoing
@@ -184,7 +197,14 @@ def write_and_send(
         free_space.check(folder, largest if stage is None else sum(to_write), free, _IF_FULL)
         # Others need room there, too.
         has_room = stage is not None or _AT_ONCE * largest <= free // 2
-        upload.add(outgoing, folder, unless_there, places=_AT_ONCE if has_room else 1, keep_local=stage is not None)
+        add = partial(upload.add, places=_AT_ONCE if has_room else 1, keep_local=stage is not None)
+        add(outgoing, folder, unless_there)
+        if last is None:
+            return outgoing
+        rest = last()
+        upload.note_more(rest)
+        add(rest, folder, unless_there)
+        return [*outgoing, *rest]
 
 
 def _check_stage(stage: str, names: set[str]) -> None:
@@ -267,11 +287,15 @@ class Upload:
 
     # Files -----------------------------------------------------------------------------------------------------------
 
+    def note_more(self, outgoing: Sequence[Outgoing]) -> None:
+        """Note files that are written, too, after the others."""
+        self._total += sum(file.size for file in outgoing)
+
     def add(
         self, outgoing: Sequence[Outgoing], folder: str, unless_there: Collection[str], *, places: int, keep_local: bool
     ) -> None:
         """Write files, and send their bytes meanwhile, unless the Hub has them."""
-        self._added = added = dict[str, Added]()
+        added = self._added
         with Senders(places, self._report) as senders:
             for file in outgoing:
                 existing = self._repo_files.get(self._path(file.name))
@@ -514,6 +538,12 @@ class _RepositoryUpload(Upload):
                 found=sorted(inside),
             )
         self.deletions = sorted(inside - {self._path(file.name) for file in outgoing})
+        self.sent.removed = self.deletions
+
+    def note_more(self, outgoing: Sequence[Outgoing]) -> None:
+        super().note_more(outgoing)
+        names = {self._path(file.name) for file in outgoing}
+        self.deletions = [name for name in self.deletions if name not in names]
         self.sent.removed = self.deletions
 
     def commit(self) -> None:

@@ -189,7 +189,7 @@ def hang(over: threading.Event, received: threading.Event, handler: Handler) -> 
 
 def check_no_request_follows(hub: Hub, over: threading.Event) -> None:
     """The threads that were given up end with their requests, which the library would repeat."""
-    threads = [thread for thread in threading.enumerate() if thread.name == "ckpttool-hub"]
+    threads = [thread for thread in threading.enumerate() if thread.name == "ckpttool-sender"]
     assert threads and not over.is_set()
     before = len(hub.seen)
     over.set()

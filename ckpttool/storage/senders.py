@@ -46,7 +46,7 @@ class Senders:
 
     def start(self, send: Callable[[], None]) -> None:
         """Call `send` in a thread, and free its place."""
-        thread = threading.Thread(target=self._run, args=(send,), name="ckpttool-hub", daemon=True)
+        thread = threading.Thread(target=self._run, args=(send,), name="ckpttool-sender", daemon=True)
         self._threads.append(thread)
         thread.start()
 

@@ -1,0 +1,344 @@
+"""Checkpoints written to buckets: they are those that are written to a disk, and are there whole or not at all."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from support.cli import environment, run, spawn
+from support.paths import CHECKPOINTS
+from support.s3_server import Fault, Request, S3Server, error, variables
+from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+
+import ckpttool
+from ckpttool.errors import CkptError, CorruptError, OverwriteError, RemoteError, UsageError
+
+DCP = str(CHECKPOINTS / "dcp/fsdp2_w4/ckpt")
+FULL = str(CHECKPOINTS / "torch/full/ckpt.pt")
+DST = "s3://bucket/out/step-3"
+WAYS: dict[str, tuple[str, dict[str, Any]]] = {
+    "dcp": (FULL, {"to": "dcp", "to_world": 3}),
+    "state": (DCP, {"to": "safetensors"}),
+    "shards": (DCP, {"to": "safetensors", "only": "model", "max_shard_size": 1500}),
+}
+
+
+def below(folder: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(folder)): path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file()}
+
+
+@pytest.mark.parametrize(("src", "options"), WAYS.values(), ids=WAYS)
+def test_what_is_sent_is_what_is_written_here(
+    src: str, options: dict[str, Any], server: S3Server, tmp_path: Path
+) -> None:  # fmt: skip
+    ckpttool.convert(src, tmp_path / "step-3", **options)
+    result = ckpttool.convert(src, DST, **options)
+    assert below(server.download("out/step-3", tmp_path / "got")) == below(tmp_path / "step-3")
+    assert server.names() == [f"out/step-3/{name}" for name in sorted(below(tmp_path / "step-3"))]
+    assert result.sent.compared_bytes == result.sent.sent_bytes == sum(map(len, below(tmp_path / "got").values()))
+    # The last of all objects is what makes a checkpoint of them; then the claim is deleted.
+    sent = [one for one in server.requests if one.startswith("PUT out/step-3/")]
+    last = {"dcp": ".metadata", "state": "ckpttool.json", "shards": "model.safetensors.index.json"}.get(options["to"])
+    assert last is None or sent[-1].endswith((last, "model.safetensors.index.json"))
+    assert server.requests[-1].startswith("POST ?delete")
+
+
+def test_upstream_reads_it(server: S3Server, tmp_path: Path) -> None:
+    ckpttool.convert(FULL, DST, to="dcp", to_world=2)
+    dcp_to_torch_save(server.download("out/step-3", tmp_path / "dcp"), tmp_path / "all.pt")
+    one, two = (torch.load(path, weights_only=False)["model"] for path in (FULL, tmp_path / "all.pt"))
+    assert all(torch.equal(one[name], two[name]) for name in one)
+    ckpttool.convert(FULL, "s3://bucket/model.safetensors", only="model")
+    (tmp_path / "model.safetensors").write_bytes(server.get("model.safetensors") or b"")
+    assert load_file(tmp_path / "model.safetensors").keys() <= {name.removeprefix("model.") for name in one} | {*one}
+
+
+def test_one_object(server: S3Server, tmp_path: Path) -> None:
+    ckpttool.convert(DCP, "s3://bucket/all.pt")
+    ckpttool.convert(DCP, tmp_path / "all.pt")
+    assert server.get("all.pt") == (tmp_path / "all.pt").read_bytes()
+    with pytest.raises(OverwriteError, match=r"`s3://bucket/all.pt` exists"):
+        ckpttool.convert(DCP, "s3://bucket/all.pt")
+    ckpttool.convert(FULL, "s3://bucket/all.pt", overwrite=True)
+    assert ckpttool.diff(FULL, "s3://bucket/all.pt").same and server.names() == ["all.pt"]
+
+
+def test_reshard_and_export(server: S3Server, tmp_path: Path) -> None:
+    ckpttool.reshard(DCP, tmp_path / "two", to_world=2)
+    ckpttool.reshard(DCP, "s3://bucket/two", to_world=2)
+    assert below(server.download("two", tmp_path / "got")) == below(tmp_path / "two")
+    model = str(CHECKPOINTS / "hf/llama/ckpt")
+    for dst in (str(tmp_path / "model"), "s3://bucket/model"):
+        ckpttool.export(model, dst)
+    here, there = below(tmp_path / "model"), below(server.download("model", tmp_path / "sent"))
+    assert here.keys() == there.keys() and {name for name in here if here[name] != there[name]} <= {"README.md"}
+
+
+def test_a_large_object_is_sent_in_parts(server: S3Server, tmp_path: Path) -> None:
+    torch.save({"w": torch.rand(6 << 20)}, tmp_path / "large.pt")
+    address = server.put("large.pt", tmp_path / "large.pt")
+    result = ckpttool.convert(address, "s3://bucket/out/", to="dcp")
+    assert len([one for one in server.requests if "?partNumber" in one]) == 4
+    assert result.sent.compared_bytes == result.sent.sent_bytes
+    assert ckpttool.diff(tmp_path / "large.pt", "s3://bucket/out").same
+
+
+def test_what_is_there_is_not_replaced(server: S3Server, tmp_path: Path) -> None:
+    server.put("out/step-3/notes.txt", b"mine")
+    with pytest.raises(OverwriteError, match=r"has objects: `notes.txt`"):
+        ckpttool.convert(DCP, DST, to="dcp")
+    with pytest.raises(OverwriteError, match="not a checkpoint"):
+        ckpttool.convert(DCP, DST, to="dcp", overwrite=True)
+    assert server.names() == ["out/step-3/notes.txt"] and server.get("out/step-3/notes.txt") == b"mine"
+    plan = run("convert", DCP, "s3://bucket/other", "--to", "dcp", "--dry-run", "--json")
+    assert plan.exit_code == 0 and json.loads(plan.stdout)["sent"]["files"] and len(server.names()) == 1
+    for options in ({"tag": "v1"}, {"private": True}, {"manifest": tmp_path / "m.json"}):
+        with pytest.raises(UsageError):
+            ckpttool.convert(DCP, DST, to="dcp", **options)
+    for address in ("s3://bucket", "https://host/out.pt"):
+        with pytest.raises(UsageError):
+            ckpttool.convert(DCP, address)
+
+
+def test_overwrite(server: S3Server, tmp_path: Path) -> None:
+    ckpttool.convert(DCP, DST, to="dcp")
+    server.put("out/step-30/x", b"of somebody else")
+    deleted: list[list[str]] = []
+    server.faults = [lambda request: deleted.append(server.names()) if request.query.startswith("delete") else None]
+    ckpttool.convert(FULL, DST, to="dcp", overwrite=True)
+    ckpttool.convert(FULL, tmp_path / "here", to="dcp")
+    assert below(server.download("out/step-3", tmp_path / "got")) == below(tmp_path / "here")
+    assert (
+        server.get("out/step-30/x") == b"of somebody else" and len(server.names()) == len(below(tmp_path / "here")) + 1
+    )
+
+
+# Failures --------------------------------------------------------------------------------------------------------
+
+
+def writes(after: int, fault: Fault, lasting: bool = False) -> Callable[[Request], Fault | None]:
+    """What goes wrong with one of the requests that write, and with all after it."""
+    seen = [0]
+
+    def decide(request: Request) -> Fault | None:
+        if request.method not in ("PUT", "POST") or request.query.startswith("delete"):
+            return None
+        seen[0] += 1
+        return fault if seen[0] == after or (lasting and seen[0] >= after) else None
+
+    return decide
+
+
+@pytest.mark.parametrize("after", range(1, 7))
+@pytest.mark.parametrize("kind", ["503", "refused", "lost"])
+def test_what_passes_is_repeated(kind: str, after: int, server: S3Server, tmp_path: Path) -> None:
+    """`lost`: the request is carried out, and the answer does not arrive."""
+    fault = {"503": error(503, "SlowDown"), "refused": Fault(refuses=True), "lost": Fault(loses=True)}[kind]
+    server.faults = [writes(after, fault)]
+    ckpttool.convert(FULL, DST, to="dcp", to_world=2)
+    server.faults.clear()
+    assert ckpttool.diff(FULL, DST).same
+    assert not [name for name in server.names() if "partial" in name]
+
+
+@pytest.mark.parametrize("after", range(1, 7))
+@pytest.mark.parametrize(
+    ("fault", "said"),
+    [(error(503, "SlowDown"), "failed several times"), (error(403, "ExpiredToken"), "expired")],
+    ids=["503", "expired"],
+)
+def test_what_does_not_pass_leaves_nothing(
+    fault: Fault, said: str, after: int, server: S3Server, tmp_path: Path
+) -> None:  # fmt: skip
+    server.faults = [writes(after, fault, lasting=True)]
+    with pytest.raises(RemoteError, match=said) as raised:
+        ckpttool.convert(FULL, DST, to="dcp", to_world=2)
+    assert "s3cret" not in str(raised.value) and DST in str(raised.value)
+    assert server.names() == []
+    server.faults.clear()
+    ckpttool.convert(FULL, DST, to="dcp", to_world=2)
+    assert ckpttool.diff(FULL, DST).same
+
+
+def test_bytes_that_arrive_wrong_are_found(server: S3Server) -> None:
+    server.faults = [lambda request: Fault(damages=request.name.endswith(".distcp") and request.method == "PUT")]
+    with pytest.raises(RemoteError, match="is not what was sent"):
+        ckpttool.convert(FULL, DST, to="dcp")
+    assert server.names() == []
+
+
+def test_somebody_else_writes_meanwhile(server: S3Server) -> None:
+    """Without a claim, as other programs do."""
+
+    def put(request: Request) -> Fault | None:
+        if request.method == "PUT" and request.name.endswith(".metadata"):
+            server.put("out/step-3/.metadata", b"theirs")
+        return None
+
+    server.faults = [put]
+    with pytest.raises(OverwriteError, match="another run has written it meanwhile"):
+        ckpttool.convert(FULL, DST, to="dcp")
+    assert server.get("out/step-3/.metadata") == b"theirs"
+    assert not [name for name in server.names() if "partial" in name]
+
+
+def test_of_two_writers_one_is_told(server: S3Server) -> None:
+    told: list[str] = []
+    done: list[str] = []
+
+    def write(src: str) -> None:
+        try:
+            ckpttool.convert(src, DST, to="dcp")
+            done.append(src)
+        except OverwriteError as error:
+            told.append(error.message)
+
+    server.faults = [lambda request: Fault(seconds=0.02)]
+    threads = [threading.Thread(target=write, args=(src,)) for src in (FULL, DCP)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    server.faults.clear()
+    assert len(done) == len(told) == 1
+    assert "exists" in told[0] or "another run" in told[0]
+    assert ckpttool.diff(done[0], DST).same
+
+
+def kill_after(server: S3Server, requests: int, *words: str) -> bool:
+    """Start a conversion, kill it after so many of its requests, and return whether it had not ended before."""
+    reached = threading.Event()
+
+    def count(request: Request) -> Fault | None:
+        if len(server.requests) > requests:
+            reached.set()
+        return Fault(seconds=0.01)
+
+    server.requests.clear()
+    server.faults = [count]
+    process = spawn(
+        "convert", FULL, DST, "--to", "dcp", "--to-world", "3", *words, env=environment(**variables(server))
+    )
+    while process.poll() is None and not reached.is_set():
+        time.sleep(0.001)
+    is_killed = process.poll() is None
+    process.send_signal(signal.SIGKILL)
+    process.communicate()
+    time.sleep(0.05)
+    server.faults.clear()
+    return is_killed
+
+
+def check_after_a_kill(server: S3Server) -> None:
+    """The destination is whole or no checkpoint, and the next run succeeds and leaves nothing behind."""
+    is_there = "out/step-3/.metadata" in server.names()
+    if is_there:
+        assert ckpttool.diff(FULL, DST).same
+    else:
+        with pytest.raises(CkptError):
+            ckpttool.inspect(DST)
+    try:
+        ckpttool.convert(FULL, DST, to="dcp", to_world=3)
+    except OverwriteError:
+        assert is_there
+    assert ckpttool.diff(FULL, DST).same
+    assert server.names() == sorted(
+        f"out/step-3/{n}" for n in (".metadata", "__0_0.distcp", "__1_0.distcp", "__2_0.distcp", "integrity.json")
+    )
+
+
+@pytest.mark.parametrize("requests", [4, 8, 13])
+def test_a_killed_run(requests: int, server: S3Server) -> None:
+    assert kill_after(server, requests)
+    check_after_a_kill(server)
+
+
+@pytest.mark.long
+def test_runs_that_are_killed_at_random(server: S3Server) -> None:
+    rng = random.Random(1)
+    for _ in range(50):
+        server.clear()
+        kill_after(server, rng.randrange(1, 18))
+        check_after_a_kill(server)
+
+
+def test_what_was_sent_is_not_sent_again(server: S3Server) -> None:
+    server.faults = [lambda r: error(503, "SlowDown") if r.method == "PUT" and r.name.endswith(".metadata") else None]
+    with pytest.raises(RemoteError):
+        ckpttool.convert(FULL, DST, to="dcp", to_world=3, resume=True)
+    assert [name for name in server.names() if name.endswith(".distcp")]
+    server.faults.clear()
+    server.requests.clear()
+    result = ckpttool.convert(FULL, DST, to="dcp", to_world=3, resume=True)
+    assert not [one for one in server.requests if one.startswith("PUT") and one.endswith(".distcp")]
+    assert {file.status for file in result.sent.files} == {"new", "unchanged"}
+    assert ckpttool.diff(FULL, DST).same
+
+
+@pytest.mark.parametrize("to", ["dcp", "safetensors"])
+def test_few_files_are_on_this_machine_at_a_time(
+    to: str, server: S3Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:  # fmt: skip
+    torch.save({f"w{i}": torch.rand(8, 1 << 15) for i in range(8)}, tmp_path / "full.pt")
+    (tmp_path / "tmp").mkdir()
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "tmp"))
+    most = [0]
+
+    def look(request: Request) -> Fault:
+        found = [os.stat(path) for path in (tmp_path / "tmp").rglob("*") if path.is_file()]
+        most[0] = max(most[0], sum(one.st_blocks * 512 > 1 << 19 for one in found))
+        return Fault(seconds=0.05)
+
+    server.faults = [look]
+    options: dict[str, Any] = {"to_world": 8} if to == "dcp" else {"max_shard_size": 1 << 20}
+    result = ckpttool.convert(tmp_path / "full.pt", DST, to=to, **options)
+    assert len(result.files) == 8 and 1 <= most[0] <= 3
+    assert result.file_bytes < 4 << 20
+    assert ckpttool.diff(tmp_path / "full.pt", DST).same
+    assert not [path for path in (tmp_path / "tmp").rglob("*") if path.is_file()]
+
+
+def test_what_is_sent_is_checked(server: S3Server, tmp_path: Path) -> None:
+    """Damage of the source is found while files of it are sent, and what was sent is deleted."""
+    torch.save({f"w{i}": torch.rand(300, 100) for i in range(4)}, tmp_path / "full.pt")
+    data = bytearray((tmp_path / "full.pt").read_bytes())
+    data[len(data) * 2 // 3] ^= 1
+    (tmp_path / "full.pt").write_bytes(data)
+    with pytest.raises(CorruptError):
+        ckpttool.convert(tmp_path / "full.pt", DST, to="dcp", to_world=4)
+    assert server.names() == []
+
+
+def test_clean(server: S3Server, tmp_path: Path) -> None:
+    """Of killed runs objects and parts go, of others nothing does."""
+    assert kill_after(server, 9)
+    import boto3  # type: ignore[import-untyped]
+
+    upload = boto3.client("s3").create_multipart_upload(Bucket="bucket", Key="out/step-3/__2_0.distcp")
+    assert upload["UploadId"]
+    server.put("out/step-3/notes.txt", b"mine")
+    server.put("out/.foreign.partial-0", b"not a claim")
+    server.put("out/.other.partial-0", json.dumps({"owner": {"pid": 1}, "names": ["out/step-30/x", "run/y"]}).encode())
+    server.put("out/step-30/x", b"of somebody else")
+    listed = ckpttool.clean("s3://bucket/out")
+    assert listed.verdict == "left" and {one.names[0]: one.state for one in listed.left} == {
+        ".foreign.partial-0": "foreign",
+        ".other.partial-0": "running",
+        ".step-3.partial-0": "ended",
+    }
+    assert len([name for name in server.names() if name.startswith("out/step-3/")]) > 1
+    assert run("clean", "s3://bucket/out", "--yes").exit_code == 0
+    assert server.names() == ["out/.foreign.partial-0", "out/.other.partial-0", "out/step-3/notes.txt", "out/step-30/x"]
+    assert not boto3.client("s3").list_multipart_uploads(Bucket="bucket").get("Uploads")
+    with pytest.raises(OverwriteError, match="cannot be claimed"):
+        ckpttool.convert(DCP, "s3://bucket/out/foreign", to="dcp")
