@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import os
 import random
+import signal
 import string
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -16,6 +19,7 @@ from huggingface_hub.utils._xet import XET_CONNECTION_INFO_CACHE, abort_xet_sess
 from support.hub_server import READER, WRITER, Handler, Hub, drop
 from support.paths import CHECKPOINTS
 from test_hub_destinations import run
+from test_hub_processes import environment
 
 import ckpttool
 from ckpttool.errors import CkptError, OverwriteError, RemoteError, UsageError
@@ -314,3 +318,37 @@ def test_secrets_are_not_sent(store: Hub, tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="nothing is sent"):
         ckpttool.convert(tmp_path / "x.pt", "hf://buckets/me/runs/x.pt")
     assert not store.buckets.get("me/runs") or not store.buckets["me/runs"].files
+
+
+@pytest.mark.long
+def test_a_process_that_is_killed(store: Hub, tmp_path: Path, made: dict[int, dict[str, bytes]]) -> None:
+    """With SIGKILL, when the server has one of its requests; the next run finishes, and sends no shard again that has
+    a name."""
+    variables = {**environment(store, tmp_path), "HF_XET_XORB_COMPRESSION_POLICY": "none"}
+    del variables["HF_HUB_DISABLE_XET"]
+    command = [sys.executable, "-m", "ckpttool", "convert", SAMPLE, DST, "--to", "dcp", "--to-world", "2"]
+    old = {f"{INSIDE}{name}": data for name, data in made[4].items()} | {f"{INSIDE}notes": b"x"}
+    for path, at in (("/shards", 0), *(("/batch", number) for number in range(4))):
+        store.faults.clear()
+        store.make_bucket("me/runs", old)
+        running = subprocess.Popen([*command, "--overwrite"], env=variables, stderr=subprocess.PIPE)
+
+        def kill(handler: Handler, running: subprocess.Popen[bytes] = running) -> bool:
+            running.kill()
+            running.wait()
+            return False
+
+        store.fail("POST", path, act=kill, times=1, skip=at)
+        _, said = running.communicate(timeout=120)
+        assert running.returncode == -signal.SIGKILL, said
+        try:
+            world = ckpttool.inspect(DST).world_size
+        except CkptError:
+            world = None
+        # The request may have arrived whole before the kill, or not.
+        assert world in {("/shards", 0): (4,), ("/batch", 0): (4, None), ("/batch", 3): (2,)}.get((path, at), (None, 2))
+        ckpttool.convert(SAMPLE, DST, to="dcp", to_world=2, overwrite=True)
+        there = store.in_bucket("me/runs", INSIDE)
+        assert made[2].items() <= there.items() and there["notes"] == b"x"
+        assert ckpttool.diff(SAMPLE, DST).same
+    assert os.listdir(tmp_path / "tmp") == []
