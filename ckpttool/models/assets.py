@@ -98,7 +98,7 @@ def collect(folder: Location | None, catalogue: Catalogue, include: Sequence[str
         )
         if CARD in assets.paths:
             assets.facts = _facts(assets.paths[CARD])
-        if not is_own and folder.is_remote:
+        if not is_own and folder.is_remote and folder.store.is_versioned:  # a bucket is no model
             assets.base = folder.store.root.partition("://")[2].partition("@")[0]
         if CARD in assets.paths and not is_own:
             del assets.paths[CARD]

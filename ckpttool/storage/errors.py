@@ -21,6 +21,10 @@ _HUB_PAGE = re.compile(
     r"(?:/(?:blob|resolve|tree|raw)/([^/?#]+)(/[^?#]+)?|/[^?#]*)?(?:[?#].*)?",
     re.I,
 )
+_BUCKET_PAGE = re.compile(
+    r"(?:https?://)?(?:www\.)?(?:huggingface\.co|hf\.co)/(buckets/[^/?#]+/[^/?#]+)(?:/(?:resolve|tree)(/[^?#]+))?/?(?:[?#].*)?",
+    re.I,
+)
 _NEWEST = ("latest", "last", "newest", "final", "latest.pt", "last.pt")
 _DRIVE = re.compile(r"([A-Za-z]):[\\/](.*)")  # of Windows
 _TEXTS = re.compile(r"\.(txt|md|rst|log|csv|tsv|html|py|sh|png|jpg|pdf|svg|out|err)$")  # which are not meant
@@ -61,6 +65,8 @@ def hub_address(path: str) -> str | None:
 
 def address_of_page(page: str) -> str | None:
     """Return the address of what a page of the Hub is about: `hf://org/name@main/file`; None for any other text."""
+    if bucket := _BUCKET_PAGE.fullmatch(page):
+        return f"hf://{bucket[1]}{(bucket[2] or '').rstrip('/')}"
     found = _HUB_PAGE.fullmatch(page)
     if found is None:
         return None

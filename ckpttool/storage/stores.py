@@ -108,7 +108,7 @@ class Store:
     in_ranges = False
     """Whether what is read is fetched in ranges, even where files are copied: little of them is needed."""
     is_versioned = False
-    """Whether what is written to it leaves earlier versions as they are."""
+    """Whether it keeps earlier versions of its files, as a repository does."""
     is_cached = False
     """Whether a file that one process has fetched whole is there for others of this machine."""
     has_digests = False

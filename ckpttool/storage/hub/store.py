@@ -61,6 +61,7 @@ def locate(text: str) -> Location:
 class HubStore(BlockStore):
     """The store of one commit of a repository."""
 
+    is_versioned = True
     is_cached = True
     _commit: str
 

@@ -14,8 +14,10 @@ from typing import Any
 
 import huggingface_hub
 import pytest
+import torch
 from huggingface_hub import constants
 from huggingface_hub.utils._xet import XET_CONNECTION_INFO_CACHE, abort_xet_session
+from safetensors.torch import save, save_file
 from support.hub_server import READER, WRITER, Handler, Hub, drop
 from support.paths import CHECKPOINTS
 from test_hub_destinations import run
@@ -280,6 +282,21 @@ def test_somebody_else_writes_there(store: Hub, made: dict[int, dict[str, bytes]
     assert "differs from what was sent" in error["message"] and "__0_0.distcp" in error["message"]
 
 
+def test_what_lies_beside_a_model_in_a_bucket(store: Hub, tmp_path: Path) -> None:
+    """Config and tokenizer come along, from a bucket and to one, and nothing says that the bucket is a model."""
+    config, weights = b'{"model_type": "own", "dtype": "float32"}', save({"w": torch.ones(3, 4)}, {"format": "pt"})
+    store.make_bucket("org/base", {"m/config.json": config, "m/tokenizer.json": b"{ }", "m/model.safetensors": weights})
+    save_file({"w": torch.zeros(3, 4)}, tmp_path / "x.safetensors", {"format": "pt"})
+    ckpttool.export("hf://buckets/org/base/m", tmp_path / "out", dtype="bfloat16")
+    assert {"config.json", "tokenizer.json"} < {path.name for path in (tmp_path / "out").iterdir()}
+    ckpttool.export(tmp_path / "x.safetensors", "hf://buckets/me/runs/model", assets="hf://buckets/org/base/m")
+    there = store.in_bucket("me/runs", "model/")
+    assert there["config.json"] == config and b"base_model" not in there["README.md"]
+    # A repository cannot take the bytes by their hash: they move.
+    ckpttool.convert("hf://buckets/me/runs/model", "hf://me/copy/all.pt")
+    assert ckpttool.diff("hf://buckets/me/runs/model", "hf://me/copy/all.pt").same
+
+
 def test_what_is_refused(store: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
     store.make_bucket("me/runs", {"run7/step-1/.metadata": (SAMPLE / ".metadata").read_bytes()})
     for words, said in (
@@ -309,8 +326,6 @@ def test_a_run_is_not_replaced(store: Hub, made: dict[int, dict[str, bytes]]) ->
 
 
 def test_secrets_are_not_sent(store: Hub, tmp_path: Path) -> None:
-    import torch
-
     torch.save(
         {"w": torch.zeros(3), "args": {"key": "hf_" + "".join(random.Random(1).choices(string.ascii_letters, k=34))}},
         tmp_path / "x.pt",
