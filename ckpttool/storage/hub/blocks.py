@@ -34,8 +34,8 @@ from ckpttool.storage.stores import DirectoryEntry, Location, Stat, Store
 from ckpttool.text import size
 
 BLOCK = 64 << 10  # the first block contains most headers
-MAX_REQUEST = 8 << 20
-CONNECTIONS = 16
+_MAX_REQUEST = 8 << 20
+_CONNECTIONS = 16
 _SHARD = re.compile(r"(.*)-\d{5}-of-(\d{5})\.safetensors")
 
 
@@ -232,10 +232,10 @@ class BlockStore(Store):
                 file=f"{self.root}/{file.name}",
             ) from None
 
-    def _read_range(self, file: RepoFile, start: int, end: int) -> bytes:
+    def _read_range(self, file: RepoFile, start: int, end: int) -> bytearray:
         address = f"{self.root}/{file.name}"
         with translate_errors(address), answers.checked(file, self._commit, self._tags.setdefault(file.name, {})):
-            data: bytes = repeat(partial(self._request_range, file.name, start, end))
+            data = repeat(partial(self._request_range, file.name, start, end))
         if len(data) != end - start:
             raise RemoteError(
                 f"`{address}`: the Hub sent {len(data)} bytes instead of {end - start}",
@@ -246,7 +246,7 @@ class BlockStore(Store):
             )
         return data
 
-    def _request_range(self, name: str, start: int, end: int) -> bytes:
+    def _request_range(self, name: str, start: int, end: int) -> bytearray:
         """Return a range of a file. Raises the exceptions of the client."""
         headers = {
             **build_hf_headers(library_name="ckpttool"),
@@ -266,7 +266,8 @@ class BlockStore(Store):
                 # A connection whose answer was read to its end is used again.
                 if len(data) > end - start:
                     break
-        return bytes(data[: end - start])
+        del data[end - start :]
+        return data
 
     def _fetch_other_heads(self, name: str) -> None:
         """Fetch the first blocks of the other shards at the same time, once those of two are read.
@@ -288,7 +289,7 @@ class BlockStore(Store):
             if (one := _SHARD.fullmatch(file.name)) is not None and one.groups() == family
         ]
         missing = [file for file in others if file.name not in (first, name) and file.size]
-        with ThreadPoolExecutor(CONNECTIONS) as pool:
+        with ThreadPoolExecutor(_CONNECTIONS) as pool:
             for _ in pool.map(lambda file: self._local_path(file, 0, 1), missing):
                 pass
 
@@ -316,7 +317,7 @@ def _runs(blocks: Sequence[int]) -> Iterator[range]:
     """Yield runs of adjacent blocks, none longer than a request may be. Pure."""
     while blocks:
         count = 1
-        while blocks[count : count + 1] == [blocks[0] + count] and count * BLOCK < MAX_REQUEST:
+        while blocks[count : count + 1] == [blocks[0] + count] and count * BLOCK < _MAX_REQUEST:
             count += 1
         yield range(blocks[0], blocks[0] + count)
         blocks = blocks[count:]

@@ -16,12 +16,14 @@ from huggingface_hub import HfApi, constants
 from ckpttool.errors import ReadError, RemoteError, UsageError
 from ckpttool.storage.hub import client, listing
 from ckpttool.storage.hub.address import Address, parse
-from ckpttool.storage.hub.blocks import BLOCK, CONNECTIONS, MAX_REQUEST, BlockStore, not_the_one
+from ckpttool.storage.hub.blocks import BLOCK, BlockStore, not_the_one
 from ckpttool.storage.hub.errors import translate_errors
 from ckpttool.storage.hub.listing import RepoFile
 from ckpttool.storage.stores import DirectoryEntry, Location, Stat
 
 _SINCE = (2, 0)  # earlier versions do not look whether what was asked of a bucket failed
+_REQUEST = 4 << 20  # bytes of a file that is fetched whole
+_AT_ONCE = 8  # of these requests, which are in memory
 _OF_PATTERN = re.compile(r"[^/]*[*?\[].*")
 
 
@@ -97,11 +99,11 @@ class BucketStore(BlockStore):
         """Fetch what is missing of a file into its sparse file, in several requests at once, and verify it."""
 
         def fetch(start: int) -> None:
-            self._fetch_blocks(file, start, min(start + MAX_REQUEST, file.size))
+            self._fetch_blocks(file, start, min(start + _REQUEST, file.size))
             self._received[file.name] = min(len(self._blocks[file.name]) * BLOCK, file.size)
 
-        with ThreadPoolExecutor(CONNECTIONS) as pool:
-            for _ in pool.map(fetch, range(0, file.size, MAX_REQUEST)):
+        with ThreadPoolExecutor(_AT_ONCE) as pool:
+            for _ in pool.map(fetch, range(0, file.size, _REQUEST)):
                 pass
         path = self._fetch_blocks(file, 0, 0)
         with self._keeping(file):
