@@ -10,6 +10,7 @@ them in files of before 2022-10 alone. A piece is a line, or several end to end:
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import pairwise
@@ -26,6 +27,9 @@ from ckpttool.text import plural, some
 
 Line = Sequence[TensorRef]
 """What a rank has of a group: tensors of one dimension, end to end."""
+
+
+_EXPERT = re.compile(r"(.*\.deepspeed_experts\.)(\d{1,9})(\..*)", re.DOTALL)
 
 
 class Cut(NamedTuple):
@@ -95,28 +99,55 @@ _ONE_SAVE = "the files are of different saves, or the optimizer keeps state that
 
 
 def flat_groups(
-    shapes: Sequence[dict[str, Ints]], ranks: Mapping[int, Mapping[str, Any]], sizes: Sequence[int], *, reordered: bool
+    shapes: Sequence[dict[str, Ints]],
+    ranks: Mapping[int, Mapping[str, Any]],
+    sizes: Sequence[int],
+    world: int,
+    *,
+    reordered: bool,
 ) -> list[Partition]:
-    """Return the groups of ZeRO 1 and 2. `ranks` are the optimizer's states of the ranks, `sizes` how many elements
-    each rank has of a group, with padding. If gradients are `reordered` (round-robin), the mappings of DeepSpeed are
-    those of another order: the groups have that of `shapes`."""
+    """Return the groups of ZeRO 1 and 2. `ranks` are the optimizer's states of the ranks of a `world`, `sizes` how many
+    elements each rank has of a group, with padding. If gradients are `reordered` (round-robin), the mappings of
+    DeepSpeed are those of another order: the groups have that of `shapes`. A group of experts is partitioned by the
+    ranks that have the same experts, and is as many partitions as there are others."""
     partitions = []
     for number, (of_group, size) in enumerate(zip(shapes, sizes, strict=True)):
-        slices: dict[str, list[Cut]] = {name: [] for name in of_group}
-        paddings, inner = {}, 0
-        for rank, state in sorted(ranks.items()):
-            paddings[rank] = _count(_item(state, "group_paddings", number) or 0, "group_paddings", rank)
-            between = _item(state, "param_alignment_paddings", number) or [0] * len(of_group)
-            inner = sum(_count(n, "param_alignment_paddings", rank) for n in between)
-            mapping = None if reordered else _item(state, "param_slice_mappings", number)
-            if mapping is None:
-                own: Iterator[tuple[str, Cut]] = _summed(of_group, between, size, rank)
-            else:
-                own = _mapped(of_group, mapping, rank)
-            for name, one in own:
-                slices[name].append(one)
-        partitions.append(Partition(number, of_group, slices, paddings, inner))
+        counts = {_item(state, "partition_count", number) or world for state in ranks.values()}
+        if len(counts) > 1:
+            text = f"the ranks have partitioned group {number} by {some(sorted(map(str, counts)))} ranks"
+            raise CorruptError(text, hint=_ONE_SAVE)
+        apart = world // max(min(counts, default=world), 1)
+        for first in range(apart):
+            names = _expert_names(of_group, first) if apart > 1 else {name: name for name in of_group}
+            slices: dict[str, list[Cut]] = {name: [] for name in names.values()}
+            paddings, inner = {}, 0
+            for rank in sorted(rank for rank in ranks if rank % apart == first):
+                state = ranks[rank]
+                paddings[rank] = _count(_item(state, "group_paddings", number) or 0, "group_paddings", rank)
+                between = _item(state, "param_alignment_paddings", number) or [0] * len(of_group)
+                inner = sum(_count(n, "param_alignment_paddings", rank) for n in between)
+                mapping = None if reordered else _item(state, "param_slice_mappings", number)
+                if mapping is None:
+                    own: Iterator[tuple[str, Cut]] = _summed(of_group, between, size, rank, rank // apart)
+                else:
+                    own = _mapped(of_group, mapping, rank)
+                for name, one in own:
+                    slices[names[name]].append(one)
+            own_shapes = {names[name]: shape for name, shape in of_group.items()}
+            partitions.append(Partition(number, own_shapes, slices, paddings, inner))
     return partitions
+
+
+def _expert_names(shapes: dict[str, Ints], first: int) -> dict[str, str]:
+    """Return the names of the experts of a rank among all ranks: each calls its own 0, 1, ..."""
+    matches = {name: _EXPERT.fullmatch(name) for name in shapes}
+    counts: dict[str, int] = {}
+    for name, match in matches.items():
+        if match is None:
+            text = f"`{name}` is in a group of experts, and called like none"
+            raise CorruptError(text, hint="partitions within groups of ranks (MiCS, hpZ) are not read")
+        counts[match[1]] = max(counts.get(match[1], 0), int(match[2]) + 1)
+    return {n: f"{m[1]}{first * counts[m[1]] + int(m[2])}{m[3]}" for n, m in matches.items() if m is not None}
 
 
 def _item(state: Mapping[str, Any], key: str, number: int) -> Any:
@@ -144,7 +175,9 @@ def _mapped(shapes: dict[str, Ints], mapping: Any, rank: int) -> Iterator[tuple[
         )
 
 
-def _summed(shapes: dict[str, Ints], between: Sequence[int], size: int, rank: int) -> Iterator[tuple[str, Cut]]:
+def _summed(
+    shapes: dict[str, Ints], between: Sequence[int], size: int, rank: int, place: int
+) -> Iterator[tuple[str, Cut]]:
     """Yield the slices of a rank by the sizes of all parameters and the padding behind each."""
     if len(between) != len(shapes):
         text = f"{len(between)} paddings between parameters, but {len(shapes)} parameters"
@@ -152,9 +185,9 @@ def _summed(shapes: dict[str, Ints], between: Sequence[int], size: int, rank: in
     begin = 0
     for (name, shape), padding in zip(shapes.items(), between, strict=True):
         end = begin + prod(shape)
-        low, high = max(begin, rank * size), min(end, (rank + 1) * size)
+        low, high = max(begin, place * size), min(end, (place + 1) * size)
         if low < high:
-            yield name, Cut(rank, low - rank * size, high - low)
+            yield name, Cut(rank, low - place * size, high - low)
         begin = end + padding
 
 

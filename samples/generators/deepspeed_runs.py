@@ -210,6 +210,37 @@ def run_accelerate(name: str) -> None:
     finish(engine, saved, None)
 
 
+def run_experts(name: str) -> None:
+    """Four experts on two of four ranks each, with ZeRO 2."""
+    import deepspeed
+    import torch
+    from deepspeed.moe.layer import MoE
+    from deepspeed.moe.utils import split_params_into_different_moe_groups_for_optimizer
+    from torch import nn
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embed, self.head = nn.Embedding(13, 5), nn.Linear(5, 13)
+            self.moe = MoE(hidden_size=5, expert=nn.Linear(5, 5), num_experts=4, ep_size=2, k=1)
+
+        def forward(self, ids: torch.Tensor) -> torch.Tensor:
+            return self.head(self.moe(self.embed(ids))[0])
+
+    deepspeed.init_distributed("gloo")
+    torch.manual_seed(0)
+    model = Model()
+    groups = split_params_into_different_moe_groups_for_optimizer({"params": [*model.parameters()], "name": "all"})
+    optimizer = torch.optim.AdamW(groups, lr=1e-3)
+    engine = deepspeed.initialize(model=model, optimizer=optimizer, config=configuration({"stage": 2}, BF16))[0]
+    train(engine, range(2))
+    folder = HERE / name / "saved"
+    engine.save_checkpoint(str(folder))
+    if engine.global_rank == 0:
+        for script in ("zero_to_fp32.py", "zero_to_torch.py"):
+            (folder / script).unlink(missing_ok=True)
+
+
 def finish(engine: Any, folder: Path, moments: dict[str, dict[str, Any]] | None) -> None:
     """Write what DeepSpeed's own tools make of what was saved."""
     import torch
@@ -234,7 +265,7 @@ def make_universal(name: str) -> None:
 
 
 UNIVERSAL = ("universal_zero3_w3",)
-FRAMEWORKS = {"trainer_zero3_w2": run_trainer, "accelerate_zero2_w2": run_accelerate}
+FRAMEWORKS = {"trainer_zero3_w2": run_trainer, "accelerate_zero2_w2": run_accelerate, "experts_zero2_w4": run_experts}
 
 
 def main(names: list[str]) -> None:
@@ -243,7 +274,7 @@ def main(names: list[str]) -> None:
         if name in UNIVERSAL:
             make_universal(name)
             continue
-        world = RUNS[name][0] if name in RUNS else 2
+        world = RUNS[name][0] if name in RUNS else int(name[-1])
         launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(world)]
         environment = os.environ | {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1", "DEEPSPEED_RUN": name}
         subprocess.run([*launcher, __file__], check=True, env=environment)

@@ -28,7 +28,7 @@ import ckpttool
 from ckpttool.errors import CkptError, CorruptError, ReadError, UsageError
 
 RUNS = CHECKPOINTS / "deepspeed"
-NAMES = sorted(path.name for path in RUNS.iterdir() if not path.name.startswith("zero0"))
+NAMES = sorted(path.name for path in RUNS.iterdir() if not path.name.startswith(("zero0", "experts")))
 # What DeepSpeed's own tools do not read has the moments of a run that trained the same.
 SAME_RUN = {"zero1_elastic_w2": "zero1_w2", "zero2_round_robin_w3": "zero2_w3"}
 
@@ -107,6 +107,24 @@ def test_a_universal_checkpoint_that_lacks_a_file(remove: str, tmp_path: Path) -
     (path / "global_step2_universal" / "zero" / "up.weight" / remove).unlink()
     with pytest.raises(CorruptError, match=f"`zero/up.weight` has no `{remove}`"):
         ckpttool.convert(path, tmp_path / "out.pt")
+
+
+def test_experts_have_the_numbers_that_they_have_among_all_ranks(tmp_path: Path) -> None:
+    """Two of four experts on each rank, which calls its own 0 and 1; the files of experts have all four numbers."""
+    state, path = converted(RUNS / "experts_zero2_w4" / "saved", tmp_path), copied("experts_zero2_w4", tmp_path)
+    seen = set()
+    for expert in range(4):
+        for name, value in torch.load(path / f"layer_0_expert_{expert}_mp_rank_00_model_states.pt").items():
+            assert state["model"][name].bfloat16().equal(value)
+            one = state["optimizer"]["state"][name]
+            assert one["exp_avg"].shape == one["exp_avg_sq"].shape == value.shape
+            seen.add(name)
+    moved = {name: one["exp_avg"].abs().sum() > 0 for name, one in state["optimizer"]["state"].items()}
+    assert len(seen) == 8 and any(moved[name] for name in seen)
+    assert sorted(state["model"]) == sorted(n for g in state["optimizer"]["param_groups"] for n in g["params"])
+    (path / "layer_0_expert_2_mp_rank_00_model_states.pt").unlink()
+    with pytest.raises(CorruptError, match="no file of an expert has"):
+        ckpttool.convert(path, tmp_path / "b.pt")
 
 
 @pytest.mark.parametrize("name", ["zero0_fp32_w2", "zero0_fp16_w2"])
@@ -252,7 +270,11 @@ def _newer(state: Any) -> None:
     state["universal_checkpoint_info"] = {"affine_map": {"version": 2, "params": {}}}
 
 
-def _experts(state: Any) -> None:
+def _uneven(state: Any) -> None:
+    state["partition_count"][1] = 2
+
+
+def _within(state: Any) -> None:
     state["partition_count"][1] = 1
 
 
@@ -272,7 +294,8 @@ def _none(tree: Any) -> None:
         ("zero2_w3", optim(1), _overlapping, CorruptError, "in the same elements of its partition|ends at"),
         ("zero2_w3", optim(1), _whole, ReadError, "`whole_param_optimizer_states`, optimizer state in a form"),
         ("zero2_w3", optim(1), _newer, ReadError, "`affine_map` of version 2, newer than 1"),
-        ("zero2_w3", optim(1), _experts, ReadError, "groups of experts"),
+        ("zero2_w3", optim(1), _uneven, CorruptError, "partitions of .* ranks, of 3"),
+        ("zero2_w3", optim(1), _within, CorruptError, "have partitioned group 1 by `1`, `3` ranks"),
         ("zero3_w3", optim(1), _offloaded, ReadError, "offloaded to NVMe"),
         ("zero2_w3", "mp_rank_00_model_states.pt", _none, ReadError, "has no `module`"),
     ],

@@ -3,6 +3,7 @@
     mp_rank_00_model_states.pt                    ZeRO 0, 1, 2: module in 16 bits, shapes, counters, what the user added
     zero_pp_rank_{dp}_mp_rank_00_model_states.pt  ZeRO 3: the same, without the elements of partitioned parameters
     [bf16_]zero_pp_rank_{dp}_mp_rank_00_optim_states.pt      a rank's pieces of float32 weights and optimizer state
+    layer_0_expert_{e}_mp_rank_00_model_states.pt  an expert in 16 bits; its float32 weights are in the pieces
     zero/{name}/fp32.pt exp_avg.pt exp_avg_sq.pt  universal, in place of those: one of each parameter
 
 What comes out has the names of any other checkpoint: `model`, `optimizer` under names of parameters, `lr_scheduler`,

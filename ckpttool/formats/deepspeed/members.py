@@ -16,10 +16,16 @@ from ckpttool.text import is_or_are, plural, some
 
 WEIGHTS = r"(zero_pp_rank_(?P<dp>\d+)_)?mp_rank_(?P<mp>\d+)_model_states\.pt"
 OPTIMIZER = r"(?P<kind>bf16_|fp16_)?zero_pp_rank_(?P<dp>\d+)_mp_rank_(?P<mp>\d+)_?optim_states\.pt"
-FILES = rf"{WEIGHTS}|{OPTIMIZER}".replace("?P<dp>", "").replace("?P<mp>", "").replace("?P<kind>", "")
+FILES = rf"{WEIGHTS}|{OPTIMIZER}|layer_\d+_expert_\d+_mp_rank_\d+_model_states\.pt"
+FILES = re.sub(r"\?P<\w+>", "", FILES)
 """The files that this format reads."""
+_EXPERT = r"layer_\d+_expert_\d+_mp_rank_00_model_states\.pt"
 _NOT_READ = (
-    (r"(layer_\d+_)?expert_\d+_mp_rank_\d+_model_states\.pt|expp_rank_\d+_mp_rank_\d+_optim_states\.pt", "experts"),
+    (
+        r"layer_\d+_expert_\d+_mp_rank_(?!00)\d+_model_states\.pt|expert_\d+_mp_rank_\d+_model_states\.pt"
+        r"|expp_rank_\d+_mp_rank_\d+_optim_states\.pt",
+        "experts without ZeRO, of tensor parallelism or of a DeepSpeed of before 2022",
+    ),
     (r"layer_\d+-.*model_states\.pt", "pipeline layers"),
     (r"offloaded_tensors", "tensors on NVMe"),
 )
@@ -52,6 +58,7 @@ class Members:
 
     weights: dict[int, str] = field(default_factory=dict)
     optimizer: dict[int, str] = field(default_factory=dict)
+    experts: list[str] = field(default_factory=list)
     faults: list[CkptError] = field(default_factory=list)
     partitioned: bool = False
     universal: bool = False
@@ -93,6 +100,7 @@ def listed(location: Location) -> Members:
         if found := [name for name in names if re.fullmatch(pattern, name)]:
             text = f"`{location}`: {some(found)}: {what} of DeepSpeed, which are not read"
             raise ReadError(text, hint=_CONVERT, file=location, found=found)
+    members.experts = [name for name in names if re.fullmatch(_EXPERT, name)]
     for name in names:
         for pattern, present in ((WEIGHTS, members.weights), (OPTIMIZER, members.optimizer)):
             if (match := re.fullmatch(pattern, name)) is not None:
@@ -100,6 +108,8 @@ def listed(location: Location) -> Members:
     if not members.weights:
         text = f"`{location}`: no `mp_rank_00_model_states.pt` beside {some([*members.optimizer.values()])}"
         raise CorruptError(text, hint="copy it from where the checkpoint was saved", file=location)
+    if members.experts and members.partitioned:
+        raise ReadError(f"`{location}`: experts with ZeRO 3, which are not read", hint=_CONVERT, file=location)
     return members
 
 

@@ -12,7 +12,7 @@ from ckpttool.catalogue.boxes import Ints, row_major
 from ckpttool.catalogue.entries import Catalogue, Chunks, Container, Extent, File, Path, Tensor, dotted
 from ckpttool.catalogue.flatten import flatten, replaced
 from ckpttool.catalogue.protocols import NO_HINTS, OpenOptions, PlacedSource, Source
-from ckpttool.catalogue.shown import spelt
+from ckpttool.catalogue.shown import shown, spelt
 from ckpttool.catalogue.values import Stub, TorchSize, stub_name
 from ckpttool.catalogue.warning import Warning
 from ckpttool.errors import CorruptError, ReadError
@@ -131,10 +131,12 @@ class _ZeroOpening:
         for rank, state in states.items():
             self._check_state(rank, state, world)
         by_name: dict[str, Rebuilt] = {}
-        moments: dict[str, dict[str, Any]] = {name: {} for group in shapes for name in group}
+        moments: dict[str, dict[str, Any]] = {}
         if states:
             divided = self._members.partitioned
-            groups = self._divided(shapes, states, world) if divided else self._flat(shapes, states)
+            groups = self._divided(shapes, states, world) if divided else self._flat(shapes, states, world)
+            shapes = shapes if divided else _of_all_ranks(shapes, [one for one, *_ in groups])
+            moments = {name: {} for group in shapes for name in group}
             for partition, masters, kinds in groups:
                 for what, lines in ((f"the weights of group {partition.number}", masters), *kinds.items()):
                     partitions.check_lines(partition, lines, what)
@@ -161,15 +163,15 @@ class _ZeroOpening:
             text = f"`{name}`: partitions of {most} ranks, but {world} data-parallel ranks have saved"
             hint = "shards within groups of ranks (MiCS, hpZ) are not read, and files of two saves are none"
             raise ReadError(text, hint=f"{hint}: {_ONE_SAVE}", file=name, found=most, expected=world)
-        if isinstance(count, list) and any(n != world for n in count):
-            raise ReadError(f"`{name}`: groups of experts, which are not read", hint=_NOT_READ, file=name)
+        if isinstance(count, list) and any(type(n) is not int or n < 1 or world % n for n in count):
+            raise CorruptError(f"`{name}`: partitions of {shown(count)} ranks, of {world}", hint=_ONE_SAVE, file=name)
         for key, value in state.items():
             if key not in _OF_OPTIMIZER and _holds_tensor(value):
                 text = f"`{name}`: `{spelt(key)}`, optimizer state in a form that is not read"
                 raise ReadError(text, hint=_NOT_READ, file=name, found=spelt(key))
 
     def _flat(
-        self, shapes: list[dict[str, Ints]], states: Mapping[int, dict[str, Any]]
+        self, shapes: list[dict[str, Ints]], states: Mapping[int, dict[str, Any]], world: int
     ) -> list[tuple[Partition, dict[int, Line], dict[str, dict[int, Line]]]]:
         """Return the groups of ZeRO 1 and 2, with the lines of the weights and of each kind of state."""
         masters = {rank: self._lines(rank, state, "single_partition_of_fp32_groups") for rank, state in states.items()}
@@ -180,12 +182,12 @@ class _ZeroOpening:
         lean = any("zero_stage" in state for state in states.values())  # the masters of BF16_Optimizer are padded
         sizes = [max(self._size(masters[r][g], states[r], g, lean=lean) for r in states) for g in range(len(shapes))]
         reordered = _at(self._weights[0].tree, "ds_config", "zero_optimization", "round_robin_gradients") is True
-        groups = partitions.flat_groups(shapes, states, sizes, reordered=reordered)
+        groups = partitions.flat_groups(shapes, states, sizes, world, reordered=reordered)
         return [
             (
                 one,
-                {rank: [lines[one.number]] for rank, lines in masters.items()},
-                self._kinds(states, one, [one.number]),
+                {rank: [masters[rank][one.number]] for rank in one.paddings},
+                self._kinds({rank: states[rank] for rank in one.paddings}, one, [one.number]),
             )
             for one in groups
         ]
@@ -236,8 +238,7 @@ class _ZeroOpening:
         for one, _, _ in groups:
             alike: dict[str, list[int]] = {}
             used = one.used()
-            for rank in self._states:
-                padding = one.paddings.get(rank, 0)
+            for rank, padding in one.paddings.items():
                 what = f"{plural(used.get(rank, 0), 'element')}{f' and {padding:,} of padding' if padding else ''}"
                 alike.setdefault(what, []).append(rank)
             where = [f"{what} on {rank_ranges(ranks)}" for what, ranks in alike.items()]
@@ -256,7 +257,8 @@ class _ZeroOpening:
         shared = {k: v for one in self._weights for k, v in _dict(one.tree.get("shared_params")).items()}
         frozen = dict(self._frozen(world))
         first: dict[Hashable, str] = {}  # by the place in the file: tied parameters, in files that do not name them
-        for name, value in [*module.items(), *((n, None) for n in by_name if n not in module)]:
+        experts = self._experts(by_name)
+        for name, value in [*module.items(), *((n, None) for n in by_name if n not in module), *experts.items()]:
             path = (MODEL, name)
             place = (
                 (value.storage.key, value.offset, value.shape, value.strides) if isinstance(value, TensorRef) else name
@@ -272,10 +274,26 @@ class _ZeroOpening:
                 )
                 self._catalogue.add(Tensor(path, value.dtype, value.shape, Chunks()))
                 self._catalogue.faults.append(CorruptError(text, hint=hint, tensor=name, concerns=[dotted(path)]))
+            elif isinstance(value, tuple):
+                self._flatten(value[0], path, value[1])
             else:
                 self._flatten(value, path, file)
                 self._compare_buffer(name, value)
         self._catalogue.containers[MODEL,] = Container("OrderedDict")
+
+    def _experts(self, by_name: Mapping[str, Rebuilt]) -> dict[str, tuple[Any, StateFile]]:
+        """Return what the files of experts have beside the weights that the optimizer has, with the file."""
+        found: dict[str, tuple[Any, StateFile]] = {}
+        names: set[Any] = set()
+        for name in self._members.experts:
+            file = self._load(0, name)
+            names |= file.tree.keys()
+            found |= {key: (value, file) for key, value in file.tree.items() if key not in by_name}
+        if absent := [name for name in by_name if ".deepspeed_experts." in name and name not in names]:
+            text = f"no file of an expert has {some(absent)}"
+            hint = "copy what is missing from where the checkpoint was saved"
+            self._catalogue.faults.append(CorruptError(text, hint=hint, concerns=[f"{MODEL}.{n}" for n in absent]))
+        return found
 
     def _frozen(self, world: int) -> Iterator[tuple[str, Rebuilt]]:
         """Yield the frozen parameters that have fragments: whole ones of ZeRO 2, a piece of each rank of ZeRO 3."""
@@ -591,6 +609,14 @@ def _shapes(file: StateFile) -> list[dict[str, Ints]]:
     if len(names) != len({*names}):
         raise CorruptError(f"`{file.name}`: `param_shapes` has a parameter in two groups", file=file.name)
     return [{name: tuple(shape) for name, shape in group.items()} for group in groups]
+
+
+def _of_all_ranks(shapes: list[dict[str, Ints]], groups: list[Partition]) -> list[dict[str, Ints]]:
+    """Return the shapes of each group with the experts of all ranks."""
+    merged: list[dict[str, Ints]] = [{} for _ in shapes]
+    for one in groups:
+        merged[one.number] |= one.shapes
+    return merged
 
 
 def _check_versions(info: Any, name: str) -> None:
