@@ -3,7 +3,7 @@
 A checkpoint is a catalogue of named tensors, each a tiling of boxes, each box a run of bytes in a file. Opening one
 reads its index and runs nothing; converting one lays out an empty checkpoint of the other format and moves each byte
 once. `open` reads lazily; `inspect`, `show`, `stats`, `report`, `check`, `match`, `diff`, `verify`, `repair`,
-`convert`, `reshard`, `export`, `batch` and `clean` are the commands of the same names.
+`convert`, `reshard`, `export`, `batch`, `prune` and `clean` are the commands of the same names.
 """
 
 from __future__ import annotations
@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     )
     from ckpttool.fleet.batch import batch
     from ckpttool.fleet.batch_result import Batch
+    from ckpttool.fleet.prune import Pruned, prune
     from ckpttool.operations.check import Checked, check
     from ckpttool.operations.clean import Cleaned, clean
     from ckpttool.operations.convert import convert
@@ -74,6 +75,7 @@ _MODULES = {
     "LossError": "errors",
     "Matched": "operations.match",
     "OverwriteError": "errors",
+    "Pruned": "fleet.prune",
     "ReadError": "errors",
     "RemoteError": "errors",
     "Repaired": "operations.repair",
@@ -95,6 +97,7 @@ _MODULES = {
     "load": "training.load",
     "load_into": "training.load_into",
     "match": "operations.match",
+    "prune": "fleet.prune",
     "repair": "operations.repair",
     "report": "operations.report",
     "reshard": "operations.reshard",
@@ -166,6 +169,7 @@ __all__ = [
     "LossError",
     "Matched",
     "OverwriteError",
+    "Pruned",
     "ReadError",
     "RemoteError",
     "Repaired",
@@ -188,6 +192,7 @@ __all__ = [
     "load",
     "load_into",
     "match",
+    "prune",
     "repair",
     "report",
     "reshard",

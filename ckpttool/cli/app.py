@@ -37,6 +37,7 @@ COMMANDS = {
     "export": "Export the model for transformers, vLLM and the Hub.",
     "reshard": "Reshard for another number of ranks or another mesh.",
     "batch": "Convert, export or verify every checkpoint of a run.",
+    "prune": "Remove old checkpoints of a run, or parts of them.",
     "clean": "List or remove what failed runs left in a directory.",
     "samples": "Write small real checkpoints to try the commands on.",
     "formats": "List the formats that can be read and written.",

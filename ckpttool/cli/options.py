@@ -43,6 +43,7 @@ TensorName = Annotated[str, argument("TENSOR",
     complete=completion.tensor_names)]
 Elements = Annotated[Text, argument("[ELEMENTS]",
     "A slice to show in place of the first values: '[0:4, :8]'.")]
+Run = Annotated[str, argument("RUN", "The directory of a run.")]
 Directory = Annotated[str, argument("DIR", "The directory that runs wrote to, `TMPDIR`, or a folder of a bucket.")]
 A = Annotated[str, argument("A", "A checkpoint of any format.")]
 B = Annotated[str, argument("B", "The checkpoint to compare it with, of any format.")]
@@ -240,8 +241,14 @@ ShardOfBatch = Annotated[Text, option("--shard I/N", EXECUTION,
     "else everything.")]
 Engine = Annotated[Text, option("--engine ENGINE", EXECUTION,
     "bytes copies files; mesh loads into torch with one process per rank, and is the default there.")]
+KeepLast = Annotated[Number, option("--keep-last N", SELECTION,
+    "Keep the N newest complete checkpoints as they are. Default: 1.", least=1)]
+KeepEvery = Annotated[Number, option("--keep-every M", SELECTION, "Keep those whose step is a multiple of M.", least=1)]
+DropPart = Annotated[Drop, Reworded(
+    "Keep only without this part those that --keep-every keeps; without --keep-every, all of the others. Repeatable.")]
 Yes = Annotated[bool, option("--yes", EXECUTION,
     "Remove what your finished runs left. Without it, only list it.")]
+YesPrune = Annotated[Yes, Reworded("Do it. Without it, only say what would be done.")]
 
 # Output ---------------------------------------------------------------------------------------------------------------
 

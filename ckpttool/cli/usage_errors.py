@@ -33,7 +33,7 @@ _SYNONYMS = {
     **dict.fromkeys(("view", "tui"), "`browse`"),
     **dict.fromkeys(("plot", "html"), "`report`"),
     **dict.fromkeys(("hash", "checksum", "sha256"), "`verify PATH --write-manifest FILE`"),
-    **dict.fromkeys(("delete", "rm", "prune"), "`clean`"),
+    **dict.fromkeys(("delete", "rm"), "`clean`"),
     **dict.fromkeys(("upload", "push", "publish"), "`export SRC hf://org/name`"),
     "download": "`convert hf://org/name DST`",
     **dict.fromkeys(("audit", "trial", "resume"), "`verify-resume`"),

@@ -101,6 +101,13 @@ class LocalStore(Store):
     def remove(self, name: str) -> None:
         files.remove(name)
 
+    def discard(self, name: str) -> None:
+        staging.discard(name)
+
+    def replace(self, name: str, other: str) -> None:
+        with staging.stage(name, overwrite=True, is_file=os.path.isfile(other)) as stage, os_errors(name, "write"):
+            os.rename(other, stage.path)
+
     def stage(self, name: str, **options: Any) -> AbstractContextManager[StagingArea]:
         return staging.stage(name, **options)
 

@@ -27,7 +27,7 @@ from ckpttool.storage.workspace import SUFFIX, Workspace
 Kind = Literal["partial output", "old destination", "temporary files"]
 
 _BESIDE = re.compile(rf"\.(?P<name>.+)\.(?P<kind>partial|old)-(?P<run>{SUFFIX}|\d+)(?P<part>\.journal|\.before)?", re.S)
-_SCRATCH = re.compile(r"ckpttool-(?P<kind>plan|hub|model|run|trial)-(?P<rest>.+)", re.S)
+_SCRATCH = re.compile(r"\.?ckpttool-(?P<kind>plan|hub|model|run|trial|prune)-(?P<rest>.+)", re.S)
 _NAMED = re.compile(SUFFIX)
 
 

@@ -104,6 +104,25 @@ def stage(
             _unmake(created)
 
 
+def discard(path: str) -> None:
+    """Remove a file or a directory that is no link: it is moved into a workspace, and removed there. Raises
+    StorageError, also if something is left of it."""
+    above, name = _place(path.rstrip("/"))
+    with os_errors(path, "write"):
+        place = workspace.create(above, f".{name}.partial-")
+        try:
+            found = os.stat(name, dir_fd=place.above, follow_symlinks=False)
+            if stat.S_ISLNK(found.st_mode):
+                raise StorageError(f"`{path}` is a link, which is not removed", file=path)
+            os.rename(name, f"{workspace.NEW}/{name}", src_dir_fd=place.above, dst_dir_fd=place.descriptor)
+            os.fsync(place.above)
+        finally:
+            try:
+                place.remove()
+            finally:
+                place.close()
+
+
 def _place(dst: str) -> tuple[str, str]:
     """Return the folder of a destination and its name in there."""
     # `os.path.abspath` would take `link/..` for the folder of the link.

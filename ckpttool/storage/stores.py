@@ -200,6 +200,15 @@ class Store:
         """Remove a file or a directory, if it exists."""
         raise NotImplementedError
 
+    def discard(self, name: str) -> None:
+        """Remove a file or a directory: all of it is gone from its place in one step. What a kill leaves elsewhere is
+        found by `clean`."""
+        raise NotImplementedError
+
+    def replace(self, name: str, other: str) -> None:
+        """Put what lies at another place of this store in place of a file or a directory, in one step."""
+        raise NotImplementedError
+
     def stage(self, name: str, **options: Any) -> AbstractContextManager[StagingArea]:
         """Return a context manager of where a file or a directory is written; the end of the block publishes it in one
         step, and an error in it leaves nothing. See `staging.stage`."""
@@ -445,6 +454,14 @@ class Location(str):
     def remove(self) -> None:
         """Remove a file or a directory, if it exists."""
         self.store.remove(self.key)
+
+    def discard(self) -> None:
+        """Remove a file or a directory in one step. Raises StorageError."""
+        self.store.discard(self.key)
+
+    def replace_by(self, other: Location) -> None:
+        """Put what lies at `other` here, in one step. Raises StorageError."""
+        self.store.replace(self.key, other.key)
 
     def stage(self, **options: Any) -> AbstractContextManager[StagingArea]:
         """Return a context manager of where to write this; the options are those of `staging.stage`."""

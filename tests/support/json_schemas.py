@@ -24,6 +24,7 @@ from ckpttool.analysis.result import Absent
 from ckpttool.analysis.statistics.results import Stats
 from ckpttool.cli import documents
 from ckpttool.fleet.batch_result import Batch
+from ckpttool.fleet.prune import Pruned
 from ckpttool.operations.check import Checked
 from ckpttool.operations.clean import Cleaned
 from ckpttool.operations.export.plan import Exported
@@ -60,6 +61,7 @@ DOCUMENTS: dict[str, tuple[type, ...]] = {
             Report,
             Repaired,
             Batch,
+            Pruned,
             Cleaned,
             Shown,
             Samples,

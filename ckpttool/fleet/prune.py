@@ -1,0 +1,281 @@
+"""`prune`: which checkpoints of a run stay, and the removal of the others, or of a part of them.
+
+keep      among the last, the newest complete one, or one that a file or link names
+drop      stays without some parts: written again beside it, compared, and put in its place in one step
+remove    gone in one step
+leave     what cannot be judged: not complete, a link, several files, of no step; it stays, and why is said
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from typing import ClassVar, Literal
+
+from ckpttool.analysis.result import Result
+from ckpttool.catalogue import parts
+from ckpttool.catalogue.entries import Catalogue
+from ckpttool.catalogue.patterns import several
+from ckpttool.errors import DONE, CkptError, CorruptError, ReadError, UsageError
+from ckpttool.operations.clean import clean
+from ckpttool.operations.convert import convert
+from ckpttool.producers import run_items, runs
+from ckpttool.producers.directory import Directory
+from ckpttool.producers.open import opened
+from ckpttool.producers.runs import RunCheckpoint
+from ckpttool.reports.report import Block, Column, Line, Rows, Styled, Table, bold
+from ckpttool.serialization.manifest import NAME
+from ckpttool.storage import workspace
+from ckpttool.storage.stores import Location, is_remote, local_path, path_text
+from ckpttool.text import plural, size, some
+
+Action = Literal["keep", "drop", "remove", "leave"]
+_STYLES = {"remove": "red", "drop": "yellow", "leave": "yellow"}
+
+
+@dataclass(slots=True)
+class PrunedCheckpoint:
+    """A checkpoint of a run, and what becomes of it."""
+
+    name: str  #: its name
+    step: int | None  #: its step
+    nbytes: int  #: bytes of its files
+    action: Action  #: `keep`, `drop` parts, `remove`, or `leave` as it cannot be judged
+    why: str  #: why, for people
+    freed_bytes: int = 0  #: bytes that were freed, or would be
+    done: bool = False  #: whether that was done
+
+
+@dataclass(slots=True, repr=False)
+class Pruned(Result):
+    """The result of `prune`. Sizes are bytes."""
+
+    command: ClassVar[str] = "prune"
+
+    path: str  #: path of the run, as it was typed
+    checkpoints: list[PrunedCheckpoint] = field(default_factory=list)  #: its checkpoints, oldest first
+    others: list[str] = field(default_factory=list)  #: paths beside them that are none, which are left
+    freed_bytes: int = 0  #: bytes that were freed, or would be
+    dry_run: bool = True  #: whether nothing was changed
+    exit_code: int = DONE  #: that of the first error of a checkpoint that could not be changed
+
+    @property
+    def verdict(self) -> str:
+        """`planned`, `pruned`, or `nothing` to do."""
+        if not any(one.action in ("drop", "remove") for one in self.checkpoints):
+            return "nothing"
+        return "planned" if self.dry_run else "pruned"
+
+    @property
+    def message(self) -> str:
+        """What was freed, or would be."""
+        if self.verdict == "nothing":
+            return f"nothing to prune in {self.path}: {plural(len(self.checkpoints), 'checkpoint')}"
+        counts = {action: self._count(action) for action in ("remove", "drop")}
+        texts = [f"{plural(counts['remove'], 'checkpoint')}"] if counts["remove"] else []
+        texts += [f"parts of {counts['drop']}"] if counts["drop"] else []
+        kept = f"{len(self.checkpoints) - counts['remove']} of {len(self.checkpoints)} stay"
+        verb = "would remove" if self.dry_run else "removed"
+        return f"{verb} {' and '.join(texts) or 'nothing'} of {self.path}: {size(self.freed_bytes)}; {kept}"
+
+    def _count(self, action: Action) -> int:
+        return sum(one.action == action and (self.dry_run or one.done) for one in self.checkpoints)
+
+    @property
+    def lines(self) -> Iterable[str]:
+        """What `--quiet` prints: the names of what was changed, or would be."""
+        return (one.name for one in self.checkpoints if one.action in ("remove", "drop"))
+
+
+def blocks(result: Pruned, verbose: bool = False) -> Iterator[Block]:
+    """Yield what becomes of each checkpoint, and what is freed."""
+    rows: Rows = []
+    for one in result.checkpoints:
+        step, style = "" if one.step is None else str(one.step), _STYLES.get(one.action, "")
+        rows.append([one.name, step, size(one.nbytes), Styled(one.action, style), one.why])
+    columns = [Column("checkpoint", fit="wrap"), Column("step", is_number=True), Column("bytes", is_number=True)]
+    yield Line([bold(result.message)])
+    yield Table("checkpoints", [*columns, Column(), Column(fit="wrap")], rows, limit=None)
+    if result.others:
+        yield Line(["also there, and left: ", ", ".join(result.others)], is_apart=True)
+    if result.verdict == "planned":
+        yield Line(["`--yes` does it"])
+
+
+def prune(
+    run: str | os.PathLike[str],
+    *,
+    keep_last: int | None = None,
+    keep_every: int | None = None,
+    drop: str | Sequence[str] = (),
+    yes: bool = False,
+) -> Pruned:
+    """Say which checkpoints of a run would be removed, or remove them.
+
+    The newest complete checkpoint always stays as it is, and so do those that a file or link names as the newest, and
+    whatever cannot be judged: a checkpoint that is not complete, a link, several files, one of no step. Each of the
+    others is there as a whole or gone, whenever this is interrupted.
+
+    Args:
+        run: the directory of a run.
+        keep_last: how many of the newest complete checkpoints stay as they are.
+        keep_every: those whose step is a multiple of this stay, too.
+        drop: parts, such as `"optimizer"`, that those lose which `keep_every` keeps and `keep_last` does not. Without
+            `keep_every` all of the others stay without them, and none is removed.
+        yes: whether to do it.
+
+    Raises:
+        UsageError: if neither `keep_last` nor `keep_every` is given, or `run` is no run.
+        ReadError: if there is nothing at `run`, or no checkpoint of it is complete.
+    """
+    path, dropped = path_text(run), several(drop)
+    if keep_last is None and keep_every is None:
+        raise UsageError("nothing says what to keep", hint="`--keep-last 3`, `--keep-every 1000`, or both")
+    if is_remote(path):
+        raise UsageError(f"`{path}` is not on this machine", hint="name a run of this machine")
+    result = Pruned(path, dry_run=not yes)
+    rule = _Rule(keep_last or 1, keep_every, dropped)
+    for checkpoint, one in rule.planned(result):
+        result.checkpoints.append(one)
+        if not yes or one.action not in ("drop", "remove"):
+            continue
+        try:
+            if one.action == "remove":
+                checkpoint.path.discard()
+            else:
+                one.freed_bytes = _rewrite(checkpoint, dropped)
+            one.done = True
+        except CkptError as error:
+            one.why, result.exit_code = f"not done: {error.message}", result.exit_code or error.exit_code
+    result.freed_bytes = sum(one.freed_bytes for one in result.checkpoints if one.done or result.dry_run)
+    return result
+
+
+@dataclass(frozen=True, slots=True)
+class _Rule:
+    """What stays of a run."""
+
+    keep_last: int
+    keep_every: int | None
+    drop: Sequence[str]
+
+    def planned(self, result: Pruned) -> list[tuple[RunCheckpoint, PrunedCheckpoint]]:
+        """Return the checkpoints of a run, oldest first, and what becomes of each. Raises UsageError or ReadError."""
+        found, own, folder = _listed(result.path)
+        if not result.dry_run:
+            # What was killed between two renames is back in its place then.
+            clean(folder, yes=True)
+            found, own, folder = _listed(result.path)
+        result.others = [str(one) for one in found.others]
+        result.others += [str(one.path) for one in found.checkpoints if one not in own]
+        directory = Directory(folder)
+        run = runs.with_newest(directory, [run_items.completed(one) for one in own])
+        newest = run.chosen
+        assert newest is not None
+        _check_parts(newest, self.drop)
+        orders = [one.order for one in run.checkpoints if one.complete and one.order]
+        last = {*[*dict.fromkeys(reversed(orders))][: self.keep_last], newest.order}
+        pointed = {target for _, target in runs.pointers(directory)}
+        return [(one, self._judged(one, newest, last, pointed)) for one in run.checkpoints]
+
+    def _judged(
+        self, one: RunCheckpoint, newest: RunCheckpoint, last: Collection[tuple[int, ...]], pointed: Collection[str]
+    ) -> PrunedCheckpoint:
+        is_multiple = self.keep_every is not None and one.step is not None and one.step % self.keep_every == 0
+        action: Action = "keep"
+        if one.path.is_link():
+            action, why = "leave", "a link"
+        elif one.why_not is not None:
+            action, why = "leave", f"not complete: {one.why_not}"
+        elif one == newest:
+            why = "the newest complete one"
+        elif one.files:
+            action, why = "leave", "several files, which are not removed in one step"
+        elif not one.order:
+            action, why = "leave", "of no step"
+        elif one.order in last:
+            why = f"of the last {self.keep_last}"
+        elif one.name in pointed:
+            why = "a file or link names it"
+        elif self.drop and (is_multiple or self.keep_every is None):
+            return _without(one, self.drop)
+        elif is_multiple:
+            why = f"a multiple of {self.keep_every}"
+        else:
+            return PrunedCheckpoint(one.name, one.step, one.nbytes, "remove", "", one.nbytes)
+        return PrunedCheckpoint(one.name, one.step, one.nbytes, action, why)
+
+
+def _listed(path: str) -> tuple[run_items.RunItems, list[RunCheckpoint], Location]:
+    """Return what a path names, the checkpoints in it, and the directory of all of them. Raises UsageError for no run,
+    or several."""
+    found = run_items.listed([path])
+    own = [one for one in found.checkpoints if one.path != local_path(path)]
+    folders = {one.path.parent for one in own}
+    if len(folders) != 1:
+        hint = "name one of them" if folders else "name the directory that has the checkpoints of several steps"
+        what = f"{len(folders)} runs: {', '.join(sorted(folders))}" if folders else "not a run"
+        raise UsageError(f"`{path}`: {what}", hint=hint)
+    return found, own, folders.pop()
+
+
+def _check_parts(newest: RunCheckpoint, drop: Sequence[str]) -> None:
+    """Raise UsageError for a part that the newest checkpoint does not have: it is misspelled."""
+    if drop:
+        with opened(newest.path) as source:
+            parts.matcher(drop, source.catalogue)
+
+
+def _without(one: RunCheckpoint, drop: Sequence[str]) -> PrunedCheckpoint:
+    """Return what becomes of a checkpoint that loses some parts."""
+    try:
+        with opened(one.path) as source:
+            present = _present(source.catalogue, drop)
+            is_dropped = parts.matcher(present, source.catalogue)
+            freed = sum(tensor.nbytes for tensor in source.catalogue.tensors if is_dropped(tensor.part))
+    except CkptError as error:
+        return PrunedCheckpoint(one.name, one.step, one.nbytes, "leave", f"cannot be opened: {error.message}")
+    if not present:
+        return PrunedCheckpoint(one.name, one.step, one.nbytes, "keep", f"has no {', '.join(drop)}")
+    return PrunedCheckpoint(one.name, one.step, one.nbytes, "drop", f"without {', '.join(present)}", freed)
+
+
+def _present(catalogue: Catalogue, drop: Sequence[str]) -> list[str]:
+    present = []
+    for name in drop:
+        with suppress(UsageError):
+            parts.matcher([name], catalogue)
+            present.append(name)
+    return present
+
+
+def _rewrite(one: RunCheckpoint, drop: Sequence[str]) -> int:
+    """Put a checkpoint without some parts in its place, and return the bytes that this frees. Raises what `convert`
+    does, and CorruptError or ReadError if anything else would be lost."""
+    path = one.path
+    before, folder = run_items.version(path), str(path.absolute().parent)
+    # No checkpoint of the run for those that list it meanwhile: its name begins with a dot.
+    with workspace.scratch_directory(".ckpttool-prune-", folder) as scratch:
+        written = local_path(scratch) / path.name
+        with opened(path) as source:
+            present = _present(source.catalogue, drop)
+            is_dropped = parts.matcher(present, source.catalogue)
+            rest = {entry.name for entry in source.catalogue.entries.values() if not is_dropped(entry.part)}
+            files_of_state = {file.name for file in source.catalogue.own_files}
+        # One that carries a manifest gets a new one.
+        manifest = None if (path / NAME).exists() else False
+        convert(path, written, producer="same", drop=present, check=True, manifest=manifest)
+        with opened(written) as source:
+            different = rest ^ {entry.name for entry in source.catalogue.entries.values()}
+        lost = {*path.below()} - {*written.below()} - files_of_state if path.is_dir() else {}
+        if different or lost:
+            raise CorruptError(f"`{path}`: would also lose {some(sorted({*different, *lost}))}", file=path)
+        if (why_not := run_items.completed(replace(one, path=written)).why_not) is not None:
+            raise UsageError(f"`{path}` would not be complete any more: {why_not}")
+        if run_items.version(path) != before:
+            raise ReadError(f"`{path}` has changed meanwhile", file=path)
+        freed = one.nbytes - (Directory(written).nbytes() if written.is_dir() else written.size())
+        path.replace_by(written)
+    return freed

@@ -1,0 +1,213 @@
+"""`prune`: what stays of a run and what goes, each checkpoint as a whole, whenever it is killed."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import shutil
+import signal
+import tempfile
+import time
+import traceback
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from support.cli import run
+from support.faults import mark, save_dcp, untouched
+from support.paths import CHECKPOINTS
+
+import ckpttool
+from ckpttool.errors import ReadError, StorageError, UsageError
+from ckpttool.storage import tree
+
+STEPS = (5, 10, 15, 20, 25)
+
+
+@pytest.fixture
+def there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A run, in the directory that everything is relative to."""
+    for step in STEPS:
+        shutil.copytree(CHECKPOINTS / "dcp/fsdp2_w2/ckpt", tmp_path / f"run7/step-{step}")
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def actions(result: ckpttool.Pruned) -> dict[int | None, str]:
+    return {one.step: one.action for one in result.checkpoints}
+
+
+def names(folder: str = "run7") -> set[str]:
+    return set(os.listdir(folder))
+
+
+def contents(top: Path) -> dict[str, bytes]:
+    return {str(file.relative_to(top)): file.read_bytes() for file in top.rglob("*") if file.is_file()}
+
+
+def test_it_changes_nothing_unless_it_is_told(there: Path) -> None:
+    with untouched("run7"):
+        result = ckpttool.prune("run7", keep_last=2, keep_every=10, drop="optimizer")
+    assert actions(result) == {5: "remove", 10: "drop", 15: "remove", 20: "keep", 25: "keep"}
+    assert result.verdict == "planned"
+    nbytes = sum(file.stat().st_size for file in Path("run7/step-5").iterdir())
+    assert result.freed_bytes > 2 * nbytes
+
+
+def test_what_goes_is_gone_and_the_rest_is_untouched(there: Path) -> None:
+    before = sum(file.stat().st_size for file in Path("run7").rglob("*") if file.is_file())
+    with untouched("run7/step-20", "run7/step-25"):
+        result = ckpttool.prune("run7", keep_last=2, keep_every=10, drop=["optimizer"], yes=True)
+    assert names() == {"step-10", "step-20", "step-25"}
+    after = sum(file.stat().st_size for file in Path("run7").rglob("*") if file.is_file())
+    assert result.freed_bytes == before - after
+    rest, whole = ckpttool.open("run7/step-10"), ckpttool.open("run7/step-20")
+    is_of_optimizer = [name for name in whole if name.startswith("optim")]
+    assert set(whole) - set(rest) == set(is_of_optimizer) and is_of_optimizer
+    assert ckpttool.diff("run7/step-10", "run7/step-20", drop="optimizer").exit_code == 0
+    assert ckpttool.verify("run7/step-10").whole
+    # Again there is nothing to do, and every other command takes what is left.
+    assert ckpttool.prune("run7", keep_last=2, keep_every=10, drop="optimizer", yes=True).verdict == "nothing"
+
+
+def test_without_keep_every_all_others_lose_a_part_and_none_goes(there: Path) -> None:
+    shutil.copytree(CHECKPOINTS / "run/trainer/ckpt", "finetune")
+    assets = contents(Path("finetune/checkpoint-2"))
+    result = ckpttool.prune("finetune", keep_last=1, drop=["optimizer", "scheduler"], yes=True)
+    assert actions(result) == {2: "drop", 4: "keep"}
+    left = contents(Path("finetune/checkpoint-2"))
+    assert assets.keys() - left.keys() == {"optimizer.pt", "scheduler.pt"}
+    assert {name for name in left if name.endswith(".json") and left[name] != assets[name]} == set()
+
+
+def test_what_cannot_be_judged_stays_and_is_named(there: Path) -> None:
+    Path("run7/step-5/.metadata").unlink()
+    shutil.move("run7/step-10", "elsewhere")
+    Path("run7/step-10").symlink_to(there / "elsewhere")
+    Path("run7/latest").symlink_to("step-15")
+    Path("run7/logs").mkdir()
+    shutil.copytree("run7/step-25", "run7/step-30")
+    Path("run7/step-30/.metadata").unlink()
+    with untouched("elsewhere", "run7"):
+        result = ckpttool.prune("run7", keep_last=1, keep_every=1000)
+    assert {one.step: (one.action, one.why) for one in result.checkpoints} == {
+        5: ("leave", "not complete: no `.metadata`: the save did not end"),
+        10: ("leave", "a link"),
+        15: ("keep", "a file or link names it"),
+        20: ("remove", ""),
+        25: ("keep", "the newest complete one"),
+        30: ("leave", "not complete: no `.metadata`: the save did not end"),
+    }
+    assert result.others == ["run7/logs/"]
+    ckpttool.prune("run7", keep_last=1, yes=True)
+    assert names() == {"step-5", "step-10", "step-15", "step-25", "step-30", "latest", "logs"}
+    assert Path("elsewhere/.metadata").exists()
+
+
+def test_what_is_refused(there: Path) -> None:
+    for path, options, error in (
+        ("run7", {}, "nothing says what to keep"),
+        ("run7", {"keep_last": 1, "drop": "optimzer"}, "no part `optimzer`"),
+        ("run7/step-5", {"keep_last": 1}, "not a run"),
+        ("hf://org/name", {"keep_last": 1}, "not on this machine"),
+        ("absent", {"keep_last": 1}, "no such file"),
+    ):
+        with untouched("run7"), pytest.raises((UsageError, ReadError), match=error):
+            ckpttool.prune(path, yes=True, **options)  # type: ignore[arg-type]
+    for step in STEPS:
+        Path(f"run7/step-{step}/.metadata").unlink()
+    with untouched("run7"), pytest.raises(ReadError, match="none of its 5 checkpoints is complete"):
+        ckpttool.prune("run7", keep_last=1, yes=True)
+
+
+def test_a_removal_that_fails_is_an_error_of_that_checkpoint(there: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And what is left of it is not at its place any more, and is what `clean` finds."""
+    real, calls = tree.remove, []
+
+    def remove(name: str, *args: object, **options: object) -> None:
+        calls.append(name)
+        if len(calls) == 1:
+            raise OSError(5, "Input/output error", name)
+        real(name, *args, **options)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(tree, "remove", remove)
+    result = ckpttool.prune("run7", keep_last=3, yes=True)
+    assert result.exit_code == StorageError.exit_code
+    assert [(one.step, one.done) for one in result.checkpoints[:2]] == [(5, False), (10, True)]
+    assert "not done: " in result.checkpoints[0].why
+    assert {name for name in names() if not name.startswith(".")} == {"step-15", "step-20", "step-25"}
+    assert ckpttool.clean("run7", yes=True).removed_bytes > 0
+    assert names() == {"step-15", "step-20", "step-25"}
+
+
+def test_the_command_line(there: Path) -> None:
+    planned = run("prune", "run7", "--keep-last", "2", "--keep-every", "10", "--drop", "optimizer")
+    assert planned.exit_code == 0
+    assert "would remove 2 checkpoints and parts of 1 of run7" in planned.stdout
+    assert planned.stdout.rstrip().endswith("`--yes` does it")
+    rule = ["--keep-last=2", "--keep-every=10", "--drop=optimizer"]
+    assert run("prune", "run7", *rule, "-q").stdout.split() == ["step-5", "step-10", "step-15"]
+    done = run("prune", "run7", *rule, "--yes", "--json")
+    assert json.loads(done.stdout)["verdict"] == "pruned"
+    assert run("prune", "run7", *rule, "--yes", "--quiet").stdout == ""
+    assert run("prune", "run7").exit_code == UsageError.exit_code
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Iterator[Path]:
+    """In memory where there is room: a disk that syncs would be most of it."""
+    with tempfile.TemporaryDirectory(dir="/dev/shm" if os.access("/dev/shm", os.W_OK) else tmp_path) as made:
+        yield Path(made)
+
+
+@pytest.mark.parametrize("rounds", [4, pytest.param(60, marks=pytest.mark.long)])
+def test_kills_at_random_moments(rounds: int, folder: Path) -> None:
+    """Each checkpoint is gone, whole, or whole without its optimizer."""
+    weights = {f"layers.{i}.weight": torch.arange(4096, dtype=torch.float32) * i for i in range(16)}
+    source = save_dcp(folder / "one", {"model": weights, "optim": {"state": weights, "param_groups": []}})
+    top, some = folder / "run", random.Random(rounds)
+
+    def child() -> int:
+        if (pid := os.fork()) == 0:
+            code = 1
+            try:
+                ckpttool.prune(top, keep_last=1, keep_every=10, drop="optim", yes=True)
+                code = 0
+            except BaseException:
+                traceback.print_exc()
+            finally:
+                os._exit(code)
+        return pid
+
+    def begin() -> None:
+        shutil.rmtree(top, ignore_errors=True)
+        for step in STEPS:
+            shutil.copytree(source, top / f"step-{step}")
+
+    begin()
+    began = time.monotonic()
+    assert os.waitpid(child(), 0)[1] == 0
+    seconds = time.monotonic() - began
+    whole, thin = contents(source), contents(top / "step-10")
+    assert thin.keys() <= whole.keys() and thin != whole
+    killed = 0
+    for _ in range(rounds):
+        begin()
+        pid = child()
+        time.sleep(some.uniform(0, seconds))
+        os.kill(pid, signal.SIGKILL)
+        killed += os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == -signal.SIGKILL
+        assert contents(top / "step-25") == whole
+        if some.random() < 0.5:
+            ckpttool.clean(top, yes=True)
+        for step in STEPS:
+            assert not (top / f"step-{step}").exists() or contents(top / f"step-{step}") in (whole, thin)
+        assert os.waitpid(child(), 0)[1] == 0
+        ckpttool.clean(top, yes=True)
+        assert {one.name for one in top.iterdir()} == {"step-10", "step-20", "step-25"}
+        assert contents(top / "step-10") == contents(top / "step-20") == thin
+    print(f"{killed} kills")
+    assert killed
+    assert mark(source)
