@@ -42,6 +42,7 @@ SWITCHES = frozenset(
         "private",
         "public",
         "resume",
+        "shared",
         "sharded",
         "spectral",
         "strip_wrappers",
