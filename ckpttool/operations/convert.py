@@ -90,7 +90,8 @@ def convert(
     Args:
         src: the checkpoint to read, which is never changed: a file, a directory, a run directory or
             `hf://org/name[/path]`.
-        dst: the file or directory to write, with missing parents, or `hf://org/name[@branch][/path]`, in one commit.
+        dst: the file or directory to write, with missing parents, or `hf://org/name[@branch][/path]`, in one commit, or
+            `hf://buckets/org/name/path`.
         to: the format, `torch`, `dcp`, `safetensors` or `fsdp1`; None goes by the suffix of `dst`.
         producer: a framework whose directory layout to write in place of `to`: `accelerate`, `torchtitan`, `verl`,
             `trainer` or `deepspeed`.

@@ -79,14 +79,14 @@ def export(
     progress: Progress | None = None,
 ) -> Exported:
     """Write the model of the checkpoint at `src` to the directory `dst`, as `from_pretrained` expects it, or to a
-    repository `hf://org/name` on the Hub, in one commit.
+    repository `hf://org/name` on the Hub, in one commit, or to a bucket.
 
     Nothing appears at `dst` unless all of it does.
 
     Args:
         src: the checkpoint to read, which is never changed: a file, a directory, a run directory or
             `hf://org/name[/path]`.
-        dst: the directory to write, or `hf://org/name[@branch]`.
+        dst: the directory to write, `hf://org/name[@branch]` or `hf://buckets/org/name/path`.
         only: which model, by its key, if there are several.
         exclude: globs of tensors to exclude, where `*` also matches dots, or `re:` and a regular expression.
         rename: rules `OLD=NEW`, in which `*` captures; `@FILE` reads rules.

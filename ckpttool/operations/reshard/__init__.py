@@ -115,7 +115,8 @@ def reshard(
     Args:
         src: the checkpoint to read, which is never changed: a file, a directory, a run directory or
             `hf://org/name[/path]`.
-        dst: the file or directory to write, with missing parents, or `hf://org/name[@branch][/path]`, in one commit.
+        dst: the file or directory to write, with missing parents, or `hf://org/name[@branch][/path]`, in one commit, or
+            `hf://buckets/org/name/path`.
         to_world: number of ranks to shard for, as FSDP2 does.
         to_mesh: mesh to shard for, such as `shard=4,tp=2` or `replicate=2,shard=4`, in place of `to_world`.
         like: a checkpoint whose sharding and ranks to use, in place of both.
