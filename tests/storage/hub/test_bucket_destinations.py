@@ -225,12 +225,20 @@ def test_what_a_killed_run_left_is_taken_over(store: Hub, made: dict[int, dict[s
         assert store.in_bucket("me/runs") == left | {path: data} and store.buckets["me/runs"].batches == []
 
 
+def nonsense(handler: Handler) -> bool:
+    """Nothing was done, and the answer does not say so."""
+    handler._drain()
+    handler._answer(200, b"<html>")
+    return True
+
+
 FAILURES: dict[str, tuple[Any, type[CkptError], str]] = {
     "a shard": (lambda hub: hub.buckets["me/runs"].refused.add(f"{INSIDE}__1_0.distcp"), RemoteError,
                 r"did not take `run7/step-1/__1_0\.distcp`: refused by the test"),
     "the index": (lambda hub: hub.buckets["me/runs"].refused.add(f"{INSIDE}.metadata"), RemoteError,
                   r"did not take `run7/step-1/\.metadata`"),
     "the batch": (lambda hub: hub.fail("POST", "/batch", status=503), RemoteError, r"\(503\)"),
+    "an answer of no Hub": (lambda hub: hub.fail("POST", "/batch", act=nonsense), RemoteError, "does not answer as the Hub does"),
     "the storage": (lambda hub: hub.fail("POST", "^/cas/v1/xorbs", status=403), RemoteError, r"\(403\)"),
     "the listing": (lambda hub: hub.fail("GET", "/tree", status=500), RemoteError, r"\(500\)"),
     "write access": (lambda hub: hub.fail("GET", "/xet-write-token", status=403), RemoteError, r"\(403\)"),

@@ -18,7 +18,7 @@ from support.paths import CHECKPOINTS
 from test_hub_reading import fetched, large, outline, told
 
 import ckpttool
-from ckpttool.errors import CkptError, ReadError, RemoteError, UsageError
+from ckpttool.errors import CkptError, CorruptError, ReadError, RemoteError, UsageError
 from ckpttool.storage.stores import locate
 
 pytestmark = pytest.mark.skipif(huggingface_hub.__version__ < "2", reason="earlier clients do not know what failed")
@@ -172,6 +172,56 @@ def test_bytes_of_another_file(hub: Hub, tmp_path: Path) -> None:
     with pytest.raises(RemoteError, match="the downloaded file is not the one on the Hub"):
         ckpttool.convert("hf://buckets/org/name", tmp_path / "x.pt")
     assert not (tmp_path / "x.pt").exists()
+
+
+def answering(rows: object) -> Callable[[Handler], bool]:
+    """A server that answers with these rows."""
+
+    def act(handler: Handler) -> bool:
+        handler._json(rows)
+        return True
+
+    return act
+
+
+ROW = {"type": "file", "path": "x.pt", "size": 3, "xetHash": "a" * 64}
+
+
+@pytest.mark.parametrize(
+    ("rows", "kind", "message"),
+    [
+        ([{**ROW, "path": "../x.pt"}], CorruptError, "outside|not a path"),
+        ([{**ROW, "path": "a//x.pt"}], CorruptError, "not a path"),
+        ([{**ROW, "path": 3}], RemoteError, "not a name"),
+        ([{**ROW, "size": -1}], RemoteError, "with the size -1"),
+        ([{**ROW, "size": "3"}], RemoteError, "with the size 3"),
+        ([{**ROW, "xetHash": "../../x"}], RemoteError, "with the digest"),
+        ([{**ROW, "xetHash": None}], RemoteError, "without a digest"),
+        ([{"type": "file", "path": "x.pt"}], RemoteError, "does not answer as the Hub does"),
+        ([ROW, {**ROW, "path": "x.pt/y"}], RemoteError, "lists `x.pt` as a file, and `x.pt/y` in it"),
+        ({"error": "no list"}, RemoteError, "does not answer as the Hub does"),
+    ],
+)
+def test_a_listing_that_no_bucket_has(hub: Hub, rows: object, kind: type[CkptError], message: str) -> None:
+    hub.make_bucket("org/name")
+    hub.fail("GET", "/tree", act=answering(rows))
+    with pytest.raises(kind, match=message) as raised:
+        ckpttool.inspect("hf://buckets/org/name")
+    assert "hf://buckets/org/name" in raised.value.message
+
+
+@pytest.mark.parametrize("size", ["3", "x", str(10**30)])
+def test_another_size_than_was_listed(hub: Hub, size: str) -> None:
+    hub.make_bucket("org/name", {"x.safetensors": large(1)})
+    oid, _ = hub.of_xet[hub.buckets["org/name"].files["x.safetensors"]]
+
+    def act(handler: Handler) -> bool:
+        handler._answer(302, b"", {"Location": f"{hub.url}/cdn/{oid}", "X-Linked-Size": size})
+        return True
+
+    hub.fail("GET", "/resolve/", act=act)
+    with pytest.raises(ReadError, match="changed while it was being read"):
+        ckpttool.inspect("hf://buckets/org/name")
 
 
 def test_who_may_read(hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
