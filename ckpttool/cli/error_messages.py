@@ -125,9 +125,9 @@ class ErrorPrinter:
         kind, exit_code = ("terminated", TERMINATED) if isinstance(stop, Terminated) else ("interrupted", INTERRUPTED)
         if err().is_terminal and not self._json:
             err().write("\n")  # behind the `^C` that the terminal shows
-        kept = getattr(stop, "kept", False)
+        kept, written = getattr(stop, "kept", False), getattr(stop, "written", "nothing was written")
         hint = "run the same command again to continue from what has been copied" if kept else None
-        return self._print("", kind, f"{kind}, nothing was written", hint, exit_code, {})
+        return self._print("", kind, f"{kind}, {written}", hint, exit_code, {})
 
     def bug(self, error: Exception) -> int:
         if self._verbose or os.environ.get("CKPTTOOL_DEBUG") == "1":

@@ -31,7 +31,7 @@ from ckpttool.producers import run_items
 from ckpttool.producers.runs import RunCheckpoint
 from ckpttool.storage.crc import crc32
 from ckpttool.storage.stores import is_remote, local_path, locate, path_text
-from ckpttool.text import some
+from ckpttool.text import plural, some
 from ckpttool.transfer.agreement import check_arguments
 from ckpttool.transfer.processes import Coordinator, coordinated
 from ckpttool.transfer.threads import Progress
@@ -241,6 +241,17 @@ class _Work:
     def _do(self, planned: Sequence[tuple[Item, str | None, str]]) -> list[Item]:
         """Do what no other process does of these items, and return those."""
         ended: list[Item] = []
+        try:
+            self._do_each(planned, ended)
+        except KeyboardInterrupt as stop:
+            done = sum(one.state == "done" for one in (*self._result.items, *ended))
+            # For the last message of the command.
+            stop.written, stop.kept = f"{plural(done, 'checkpoint')} done", True  # type: ignore[attr-defined]
+            raise
+        self._bytes += sum(item.nbytes for item in ended)
+        return ended
+
+    def _do_each(self, planned: Sequence[tuple[Item, str | None, str]], ended: list[Item]) -> None:
         needed = ["numpy", items.__name__, f"ckpttool.operations.{self._result.of}"]
         with Workers[_ItemCall](self._jobs, needed) as workers:
             is_left = True
@@ -253,8 +264,6 @@ class _Work:
                 ended += [one.key.item for one in workers.ended(_POLL) if self._end(one, workers)]
                 self._coordinator.check()
                 self._report(ended, workers)
-        self._bytes += sum(item.nbytes for item in ended)
-        return ended
 
     def _has_ended(self, call: _ItemCall, workers: Workers[_ItemCall]) -> bool:
         """Begin what is to be done for an item. Return whether nothing is."""

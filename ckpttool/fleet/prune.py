@@ -147,6 +147,10 @@ def prune(
             else:
                 one.freed_bytes = _rewrite(checkpoint, dropped)
             one.done = True
+        except KeyboardInterrupt as stop:
+            done = sum(each.done for each in result.checkpoints)
+            stop.written = f"{plural(done, 'checkpoint')} done"  # type: ignore[attr-defined]
+            raise
         except CkptError as error:
             one.why, result.exit_code = f"not done: {error.message}", result.exit_code or error.exit_code
     result.freed_bytes = sum(one.freed_bytes for one in result.checkpoints if one.done or result.dry_run)

@@ -17,8 +17,9 @@ from support.faults import mark, untouched
 from support.paths import CHECKPOINTS
 
 import ckpttool
-from ckpttool.errors import ALL_FAILED, SOME_FAILED, CorruptError, OverwriteError, ReadError, UsageError
+from ckpttool.errors import ALL_FAILED, INTERRUPTED, SOME_FAILED, CorruptError, OverwriteError, ReadError, UsageError
 from ckpttool.fleet.share import Share, share_of
+from ckpttool.transfer.workers import Workers
 
 SMALL = {"to": "safetensors", "only": ["model"]}
 
@@ -109,7 +110,7 @@ def test_what_is_there_and_not_of_this_is_no_success(change: Callable[[], dict[s
 @pytest.mark.parametrize("command", ["convert", "verify"])
 def test_a_run_that_was_killed_between_the_rename_and_the_log(command: str, there: Path) -> None:
     """What it has written is recognised, and something else in its place is not."""
-    dst, options = ("out/{step}", SMALL) if command == "convert" else ("out/{step}.json", {})
+    dst, options = ("out/{step}", {"to": "dcp"}) if command == "convert" else ("out/{step}.json", {})
     ckpttool.batch(command, "run7", dst, **options)
     log = Path("out/batch.jsonl")
     begun = [line for line in log.read_text().splitlines() if '"begun"' in line]
@@ -294,3 +295,23 @@ def test_the_command_line(there: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     failed = run("batch", "--json", "convert", "run7", "out/{step}")
     assert failed.exit_code == UsageError.exit_code
     assert json.loads(failed.stdout)["error"]["message"] == "`JOB_COMPLETION_INDEX` says 1 of ?"
+
+
+def test_an_interrupted_batch_says_how_far_it_is(there: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    real, calls = Workers.ended, []
+
+    def ended(self: Any, timeout: float) -> Any:
+        calls.extend(found := [*real(self, timeout)])
+        if len(calls) == 2:
+            raise KeyboardInterrupt
+        return found
+
+    monkeypatch.setattr(Workers, "ended", ended)
+    stopped = run("batch", "convert", "run7", "out/{step}", "--to", "dcp")
+    assert stopped.exit_code == INTERRUPTED
+    assert "interrupted, 1 checkpoint done" in stopped.stderr
+    assert "run the same command again" in stopped.stderr
+    monkeypatch.setattr(Workers, "ended", real)
+    assert states(ckpttool.batch("convert", "run7", "out/{step}", to="dcp")) == {
+        "step-5": "kept", "step-10": "kept", "step-100": "done",
+    }  # fmt: skip
