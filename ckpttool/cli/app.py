@@ -7,6 +7,7 @@ import gc
 import os
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from importlib import import_module
 from typing import Any
 
@@ -108,6 +109,15 @@ def calculate_on_one_thread() -> None:
         os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 
 
+def _exit_at_once(code: object) -> None:
+    """Exit without ending the interpreter, in which threads of obstore would abort the process if they came late."""
+    atexit._run_exitfuncs()
+    with suppress(OSError, ValueError):
+        sys.stdout.flush()
+        sys.stderr.flush()
+    os._exit(code if isinstance(code, int) else int(code is not None))
+
+
 def main() -> None:
     """`ckpttool`, as the shell calls it."""
     catch_signals()
@@ -136,4 +146,6 @@ def main() -> None:
             os._exit(stop.code)
         if silent and stop.code:
             processes.wait_to_be_ended()
+        if "obstore" in sys.modules:
+            _exit_at_once(stop.code)
         raise

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import atexit
 import threading
+import time
 from collections.abc import Coroutine, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
+from functools import cache
 from typing import Any, NamedTuple, TypeVar
 
 import obstore
@@ -18,6 +21,7 @@ T = TypeVar("T")
 AT_ONCE = 32  # requests
 _ATTEMPTS = 3  # where an answer broke off; obstore repeats requests that were not answered
 _PAGE = 1000  # names
+_CALM = 0.05  # seconds
 
 
 class StoredObject(NamedTuple):
@@ -41,6 +45,13 @@ class StoredObject(NamedTuple):
 
 class ChangedError(Exception):
     """An object is not of the version that was listed."""
+
+
+@cache
+def _leave_calmly() -> None:
+    """Let threads of obstore come to the end of their last request before Python ends: one that calls Python later
+    aborts the process."""
+    atexit.register(time.sleep, _CALM)
 
 
 class Client:
@@ -89,6 +100,7 @@ class Client:
         """Start a request, which waits for its turn."""
         with self._lock:
             if self._loop is None:
+                _leave_calmly()
                 self._loop = asyncio.new_event_loop()
                 threading.Thread(target=self._loop.run_forever, name="ckpttool-cloud", daemon=True).start()
             return asyncio.run_coroutine_threadsafe(self._in_turn(request), self._loop)
