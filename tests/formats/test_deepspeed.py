@@ -26,6 +26,7 @@ from support.paths import CHECKPOINTS
 
 import ckpttool
 from ckpttool.errors import CkptError, CorruptError, ReadError, UsageError
+from ckpttool.serialization import torch_file
 
 RUNS = CHECKPOINTS / "deepspeed"
 NAMES = sorted(path.name for path in RUNS.iterdir() if not path.name.startswith(("zero0", "experts")))
@@ -502,3 +503,25 @@ def test_no_optimizer_of_bfloat16_without_zero(tmp_path: Path) -> None:
     path = copied("zero0_fp32_w2", tmp_path)
     change(path / "mp_rank_00_model_states.pt", lambda tree: tree.update(optimizer=None))
     assert any("no optimizer state" in str(warning) for warning in ckpttool.inspect(path).warnings)
+
+
+def test_what_a_script_calls_model_is_its_own(tmp_path: Path) -> None:
+    path = copied("zero2_w3", tmp_path)
+    change(path / "mp_rank_00_model_states.pt", lambda tree: tree.update(model={"up.weight": torch.ones(2)}, zero=3))
+    state = converted(path, tmp_path)
+    assert state["client_state"]["model"]["up.weight"].equal(torch.ones(2)) and state["client_state"]["zero"] == 3
+    require_same(state["model"], expected("zero2_w3")["weights"])
+
+
+def test_ties_that_no_file_names(tmp_path: Path) -> None:
+    """As files of before 2023-04: tied placeholders of ZeRO-3 are of one storage."""
+    load = torch_file.load
+
+    def without(*arguments: Any) -> torch_file.TorchFile:
+        loaded = load(*arguments)
+        loaded.tree.pop("shared_params", None)
+        return loaded
+
+    with mock.patch.object(torch_file, "load", without):
+        state = converted(RUNS / "zero3_w3" / "saved", tmp_path)
+    require_same(state["model"], expected("zero3_w3")["weights"])

@@ -256,13 +256,14 @@ class _ZeroOpening:
             raise ReadError(text, hint=_NOT_READ, file=file.name)
         shared = {k: v for one in self._weights for k, v in _dict(one.tree.get("shared_params")).items()}
         frozen = dict(self._frozen(world))
-        first: dict[Hashable, str] = {}  # by the place in the file: tied parameters, in files that do not name them
+        # By the place in the file: tied parameters, in files of ZeRO 3 that do not name them, and others.
+        first: dict[Hashable, str] = {}
+        places = [_place(module[name], name) for name in by_name if name in module]
+        named = any("shared_params" in one.tree for one in self._weights) or len({*places}) < len(places)
         experts = self._experts(by_name)
         for name, value in [*module.items(), *((n, None) for n in by_name if n not in module), *experts.items()]:
             path = (MODEL, name)
-            place = (
-                (value.storage.key, value.offset, value.shape, value.strides) if isinstance(value, TensorRef) else name
-            )
+            place = name if named and self._members.partitioned else _place(value, name)
             owner = shared.get(name, first.setdefault(place, name))
             rebuilt = next((found[n] for n in (name, owner) for found in (by_name, frozen) if n in found), None)
             if rebuilt is not None:
@@ -501,14 +502,15 @@ class _ZeroOpening:
             contents = [self._content(file.tree.get(key), file) for file in self._weights]
             if all(content == contents[0] for content in contents):
                 if not (key == "autoep_layers" or (first.tree[key] is None and key in _EMPTY)):
-                    self._flatten(first.tree[key], (key,), first)
+                    self._flatten(first.tree[key], (*_CLIENT, key) if key in _ROOTS else (key,), first)
             elif key in _COUNTERS:
                 message = f"`{spelt(key)}` is not the same on all ranks"
                 self._catalogue.faults.append(CorruptError(message, hint=f"files of two saves are mixed: {_ONE_SAVE}"))
             else:
                 for file in self._weights:
                     if key in file.tree:
-                        self._flatten(file.tree[key], parts.with_rank((key,), file.rank), file)
+                        own = (*_CLIENT, key) if key in _ROOTS else (key,)
+                        self._flatten(file.tree[key], parts.with_rank(own, file.rank), file)
 
     def _content(self, value: Any, file: StateFile) -> str:
         """Return a digest of a value, tensors by their checksums, without which one is only the same as itself."""
@@ -534,6 +536,7 @@ class _ZeroOpening:
 
 
 _COMMON = "optimizer_state.pt"
+_ROOTS, _CLIENT = (MODEL, OPTIMIZER, "zero", "loss_scaler"), ("client_state",)  # what a script calls its own so
 _NOT_READ = "convert it with DeepSpeed's own `zero_to_fp32.py` or `ds_to_universal.py`, and name what they write"
 _EMPTY = ("lr_scheduler", "data_sampler", "random_ltd")
 _COUNTERS = ("global_steps", "global_samples", "skipped_steps", "dp_world_size", "mp_world_size", "ds_version")
@@ -554,6 +557,11 @@ def _plain(value: Any) -> Any:
     if isinstance(value, Stub) and (stub_name(value) or "").endswith("ZeroStageEnum"):
         return value.args[0] if value.args else None
     return value
+
+
+def _place(value: Any, name: str) -> Hashable:
+    """Return what is the same for tensors that are one; of another value, its name."""
+    return (value.storage.key, value.offset, value.shape, value.strides) if isinstance(value, TensorRef) else name
 
 
 def _is_piece(value: Any) -> bool:
