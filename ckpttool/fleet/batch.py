@@ -5,7 +5,7 @@ already is judged before anything is done for it:
 
     done, by the log, of the same files with the same options    kept
     begun, by the log, where nothing was: a run was killed       kept, if it is what the command writes
-    with `new`                                                   present, and not looked at
+    with `new`                                                   present, and not judged
     else                                                         failed, as the command would
 """
 
@@ -41,6 +41,7 @@ _POLL = 0.3  # seconds between two looks at other processes
 _LOOK = 5.0  # seconds between two looks at a live run, at most
 # Options on how an item is made, which make no other item of it; and one that no file may have.
 _HOW = {"threads", "max_memory", "check", "overwrite", "resume", "dry_run", "stage", "cache", "token"}
+_NOT_JUDGED = "exists, and is not taken for what would be written there"
 _WRITTEN = ("manifest", "write_manifest", "html")  # options that name a file to write, but in `verify`
 
 
@@ -81,6 +82,8 @@ def batch(
     """
     began = time.monotonic()
     items.check_options(command, options)
+    if jobs < 1:
+        raise UsageError(f"`--jobs {jobs}` is less than 1", found=jobs)
     sources = [path_text(one) for one in ([src] if isinstance(src, str | os.PathLike) else src)]
     part, dst = share_of(shard), path_text(dst)
     result = Batch(command, dst, shard=f"{part.index}/{part.count}" if part.count > 1 else None)
@@ -161,7 +164,13 @@ class _Work:
         """Do what is there; of a live run only what is complete and has not changed since the last look. Return
         whether it is live, and how many that were."""
         self._rounds += 1
-        rows = self._planned(is_live) if self._coordinator.is_first else []
+        rows = []
+        try:
+            rows = self._planned(is_live) if self._coordinator.is_first else []
+        except ReadError:
+            # What is being trained may not have begun, or remove what is being looked at.
+            if not is_live:
+                raise
         # What another process sees of a live run is another list, and when is another time.
         own = [is_live, rows, self._result.total, self._result.others]
         of_first = self._coordinator.exchange(f"items/{self._rounds}", own)[0]
@@ -280,7 +289,7 @@ class _Work:
             elif is_there and self._log.begun(line) and not may_replace:
                 self._start(replace(call, is_there=True), workers)
             elif is_there and self._new:
-                item.state, item.message = "present", "exists, and was not looked at"
+                item.state, item.message = "present", _NOT_JUDGED
             elif is_there and not may_replace:
                 text = f"`{item.destination}` exists, and `{self._result.log}` does not say that it was made of this"
                 raise OverwriteError(text, hint=self._hint(), file=item.destination)
@@ -306,6 +315,9 @@ class _Work:
             # A process of a run that was killed has come first.
             self._start(replace(call, is_there=True), workers)
             return False
+        if isinstance(error, OverwriteError) and self._new:
+            item.state, item.message = "present", _NOT_JUDGED
+            return True
         if error is not None:
             self._fail(call, error)
             return True

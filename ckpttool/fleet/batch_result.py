@@ -49,7 +49,7 @@ class Batch(Result):
         """How many were done, were there already, and failed."""
         counts, verb = self.counts, PAST[self.of]
         done = f"would have {verb} {counts['planned']}" if counts["planned"] else f"{verb} {counts['done']}"
-        rest = {"kept": "done before", "present": "there and not looked at", "failed": "failed"}
+        rest = {"kept": "done before", "present": "there and not judged", "failed": "failed"}
         more = "".join(f", {counts[state]} {text}" for state, text in rest.items() if counts[state])
         which = f" (share {self.shard} of {self.total})" if self.shard is not None else ""
         return f"{done} of {plural(len(self.items), 'checkpoint')}{which}{more}"

@@ -51,9 +51,10 @@ class BatchLog:
         return next((line for line in self._of(item) if line["state"] in ("done", "kept")), None)
 
     def begun(self, item: Mapping[str, Any]) -> bool:
-        """Return whether this item was begun where there was nothing, and has not ended."""
-        last = next(self._of(item), None)
-        return last is not None and last["state"] == "begun" and not last.get("replaces")
+        """Return whether this item was begun last where there was nothing; it may have failed since, when its process
+        was killed behind the last thing that it did."""
+        last = next((line for line in self._of(item) if line["state"] == "begun"), None)
+        return last is not None and not last.get("replaces")
 
     def _of(self, item: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
         rows = sorted(self._lines.get(item["destination"], ()), key=lambda line: line["time"], reverse=True)

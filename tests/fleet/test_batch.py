@@ -99,7 +99,7 @@ def test_what_is_there_and_not_of_this_is_no_success(change: Callable[[], dict[s
     assert refused.items[0].exit_code == OverwriteError.exit_code
     there_all_the_same = ckpttool.batch("convert", "run7/step-5", "out/{step}", new=True, **options)
     assert states(there_all_the_same) == {"step-5": "present"}
-    assert "1 there and not looked at" in there_all_the_same.message
+    assert "1 there and not judged" in there_all_the_same.message
     assert states(ckpttool.batch("convert", "run7/step-5", "out/{step}", overwrite=True, **options)) == {
         "step-5": "done"
     }
@@ -114,8 +114,8 @@ def test_a_run_that_was_killed_between_the_rename_and_the_log(command: str, ther
     ckpttool.batch(command, "run7", dst, **options)
     log = Path("out/batch.jsonl")
     begun = [line for line in log.read_text().splitlines() if '"begun"' in line]
-    # The last line is torn, too.
-    log.write_text("\n".join([*begun, begun[0][:40]]))
+    # Of one its process was killed, which was seen; and the last line is torn.
+    log.write_text("\n".join([*begun, begun[0].replace('"begun"', '"failed"'), begun[0][:40]]))
     shutil.rmtree("out/10") if command == "convert" else Path("out/10.json").unlink()
     other = Path("out/10" if command == "convert" else "out/10.json")
     other.write_text("{}")
@@ -182,6 +182,7 @@ def test_what_cannot_be_right_is_refused_before_anything_is_written(there: Path)
         ("run7", "out", {}, "would both be written to `out`"),
         ("run7", "run7/{step}-hf", {}, "lies inside"),
         ("run7", "out/{step}", {"manifest": "m.json"}, "is one file, and there are 3 checkpoints"),
+        ("run7", "out/{step}", {"jobs": 0}, "is less than 1"),
         ("run7", "out/{step}", {"world": 3}, "`convert` has no option 'world'"),
     ):
         with pytest.raises(UsageError, match=words.replace("{", r"\{")):
@@ -220,14 +221,18 @@ def test_documents_of_commands_that_read(there: Path) -> None:
 
 
 def test_a_live_run_is_followed(there: Path) -> None:
-    """A checkpoint that is not complete is waited for, and one that never becomes it has failed in the end."""
+    """It may not have begun. A checkpoint that is not complete is waited for, and one that never becomes it has failed
+    in the end."""
+    Path("run7").rename("later")
     for step in (10, 100):
-        Path(f"run7/step-{step}/.metadata").rename(f"{step}.metadata")
+        Path(f"later/step-{step}/.metadata").rename(f"{step}.metadata")
     results: list[ckpttool.Batch] = []
     call = threading.Thread(
         target=lambda: results.append(ckpttool.batch("convert", "run7", "out/{step}", watch=2.0, **SMALL))
     )
     call.start()
+    time.sleep(0.1)
+    Path("later").rename("run7")
     while not Path("out/5").exists():
         time.sleep(0.05)
     assert not Path("out/10").exists()

@@ -51,8 +51,9 @@ def _section(name: str, command: Any) -> str:
     arguments = [p for p in command.params if p.param_type_name == "argument"]
     words = [
         name,
+        *([] if command.allow_interspersed_args else ["[OPTIONS]"]),
         *(p.metavar for p in arguments),
-        "[OPTIONS]",
+        *(["[OPTIONS]"] if command.allow_interspersed_args else []),
         *(["COMMAND"] if isinstance(command, TyperGroup) else []),
     ]
     lines = ["", f"    {' '.join(filter(None, words))}", "", _prose(command.help), ""]
