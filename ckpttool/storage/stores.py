@@ -138,6 +138,9 @@ class Store:
         wherever they are. None if it has none."""
         return None
 
+    def expect(self, name: str, pieces: Iterable[tuple[int, int]]) -> None:
+        """Note ranges of a file that will be read, from a start to an end each: the store may fetch them before."""
+
     def open(self, name: str) -> BinaryIO:
         """Open a whole file as a binary stream."""
         self.fetch(name)
@@ -595,6 +598,11 @@ def content(write: Write) -> bytes:
 def escape(name: str) -> str:
     """Return the pattern that matches this name only."""
     return glob.escape(name)
+
+
+def is_away(path: str) -> bool:
+    """Return whether a path is a location in a store that is not of this machine."""
+    return isinstance(path, Location) and path.is_remote
 
 
 def has_digest(path: str) -> bool:

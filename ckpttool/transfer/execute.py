@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import os
 import threading
-from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections import Counter, defaultdict, deque
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field
 from functools import partial
@@ -45,6 +45,7 @@ BUFFER = 1 << 20  # stays in the processor's cache between read, checksum and wr
 FLUSH = 32 << 20  # written and not yet on its way to the disk
 TASK = 64 << 20  # a tensor larger than this is shared by the threads
 MEMORY = 64 << 20
+ANNOUNCED = 32 << 20  # what a store is told of at a time: half of what it may hold, so that the next is there in time
 _MANY = 32
 SHORT_RUN = 16 << 10  # below this, gathering a tile beats a read and a write per run
 DEFAULT_THREADS = min(8, os.cpu_count() or 1)
@@ -109,7 +110,7 @@ def transfer(
         # Half of the buffers of all threads, which one of them at a time has.
         large = max(tile, threads * tile * 2)
         copier = _Copier(source, destination, pool, out, tile, large, compare, work, journal, tally, flusher, written)
-        on_threads(_tasks(jobs), copier.do, threads, work)
+        on_threads(_announced(_tasks(jobs), source), copier.do, threads, work)
         if not compare and not check_later:
             on_threads(iter(tally.read.records()), copier.check_record, threads, work)
             on_threads(iter(tally.now_whole(whole)), copier.check_file(whole), threads, work)
@@ -151,6 +152,53 @@ def _tasks(jobs: Iterable[ChunkCopy]) -> Iterator[list[_Task]]:
             start += nbytes
     if small:
         yield small
+
+
+def _announced(tasks: Iterator[list[_Task]], source: Source) -> Iterator[list[_Task]]:
+    """Yield what threads take, and some time before tell the stores of what it reads."""
+    remote = {i for i, file in enumerate(source.catalogue.files) if stores.is_away(file.location)}
+    if not remote:
+        yield from tasks
+        return
+    ahead, fresh = deque[list[_Task]](), list[_Task]()
+    waiting = 0
+    for some in tasks:
+        ahead.append(some)
+        fresh += some
+        waiting += _nbytes(some)
+        if _nbytes(fresh) >= ANNOUNCED:
+            _announce(fresh, source, remote)
+            fresh = []
+        while waiting > TASK + 2 * ANNOUNCED:
+            waiting -= _nbytes(ahead[0])
+            yield ahead.popleft()
+    _announce(fresh, source, remote)
+    yield from ahead
+
+
+def _nbytes(tasks: Iterable[_Task]) -> int:
+    return sum(task.nbytes for task in tasks)
+
+
+def _announce(tasks: Iterable[_Task], source: Source, remote: Collection[int]) -> None:
+    pieces = defaultdict[int, list[tuple[int, int]]](list)
+    for task in tasks:
+        itemsize = task.job.source.dtype.itemsize
+        for chunk, box in task.job.pieces:
+            shared = boxes.overlap(box, task.box)
+            for extent in chunk.extent.stored() if shared is not None else ():
+                start, end = extent.offset, extent.offset + extent.nbytes
+                if extent is chunk.extent and shared is not None and extent.strides is None:
+                    # Of a large chunk, the rows of this task; of an item, with all that may be around them.
+                    strides = boxes.row_major(chunk.sizes)
+                    first = sum((o - c) * s for o, c, s in zip(shared[0], chunk.offsets, strides, strict=True))
+                    around = extent.nbytes - prod(chunk.sizes) * itemsize
+                    span = (first + boxes.span(shared[1], strides)) * itemsize + around
+                    start, end = start + first * itemsize, min(end, start + span)
+                pieces[extent.file].append((start, end))
+    for number in pieces.keys() & remote:
+        location = source.catalogue.files[number].location
+        location.store.expect(location.key, pieces[number])
 
 
 def digested(source: Source) -> set[int]:

@@ -18,6 +18,7 @@ from ckpttool.catalogue.protocols import Source
 from ckpttool.errors import CorruptError
 from ckpttool.storage.crc import crc_of
 from ckpttool.storage.files import Pool
+from ckpttool.storage.stores import is_away
 from ckpttool.transfer.checksums import Pieces, check, is_worth_checking
 from ckpttool.transfer.threads import Work, on_threads
 
@@ -104,6 +105,10 @@ class WholeFiles:
         if file.size >= _SHORT * len(records):
             for (offset, nbytes), (crc, _) in records.items():
                 pieces.add(whole, offset, nbytes, crc)
+            if is_away(file.location):
+                ends = [0, *(offset + nbytes for offset, nbytes in sorted(records))]
+                gaps = zip(ends, [*(offset for offset, _ in sorted(records)), file.size], strict=True)
+                file.location.store.expect(file.location.key, [gap for gap in gaps if gap[0] < gap[1]])
         found = pieces.crc(whole, lambda offset, nbytes: crc_of(file.location, offset, nbytes))
         if found != expected:
             raise CorruptError(

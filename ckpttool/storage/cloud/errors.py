@@ -28,7 +28,8 @@ _SAYS = re.compile(r"<Message>([^<]*)")
 _BROKEN = re.compile(r"error decoding response body|connection (closed|reset)|incomplete message", re.I)
 _SILENT = re.compile(r"kind: Timeout|operation timed out|deadline has elapsed", re.I)
 _UNREACHABLE = re.compile(r"error sending request|tcp connect|dns error", re.I)
-_ROLES = re.compile(r"169\.254\.\d+\.\d+|metadata\.google\.internal|credential", re.I)
+# Where a machine is asked for its role, which is last.
+_ROLES = re.compile(r"://(169\.254\.\d+\.\d+|metadata\.google\.internal)[:/]", re.I)
 _EXPIRED = ("ExpiredToken", "ExpiredTokenException", "TokenRefreshRequired", "InvalidToken", "RequestExpired")
 _SKEWED = ("RequestTimeTooSkewed", "RequestTimeTooOld")
 _WRONG_KEY = ("InvalidAccessKeyId", "SignatureDoesNotMatch", "AuthenticationFailed", "InvalidSecurity")
@@ -101,6 +102,8 @@ def _reason(error: BaseException, text: str, code: str, status: int, log_in: str
     again = "run the command again"
     shown = f" ({code or status})" if code or status else ""
     says = _SAYS.search(text)
+    if _ROLES.search(str(error)):
+        return "there are no credentials", log_in
     if code in ("NoSuchBucket", "ContainerNotFound"):
         return None, None
     if code in _EXPIRED:
@@ -119,8 +122,6 @@ def _reason(error: BaseException, text: str, code: str, status: int, log_in: str
         return f"the store refused the request{shown}" + (f": {_clean(says[1])}" if says else ""), None
     if isinstance(error, ShortError):
         return str(error), again
-    if _ROLES.search(text):
-        return "there are no credentials", log_in
     if _SILENT.search(str(error)):
         return "the store does not answer in time", f"{again}, or with a longer time-out: `CKPTTOOL_CLOUD_TIMEOUT=300`"
     if _BROKEN.search(text):

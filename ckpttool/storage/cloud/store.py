@@ -11,7 +11,7 @@ import glob
 import os
 import posixpath
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from concurrent.futures import Future
 from contextlib import suppress
 from functools import partial
@@ -107,6 +107,11 @@ class CloudStore(Store):
                 return self._ranges.read_into(name, self._objects[name].size, offset, buffer)
             except ChangedError:
                 raise errors.changed(address) from None
+
+    def expect(self, name: str, pieces: Iterable[tuple[int, int]]) -> None:
+        if name in self._objects:
+            size = self._objects[name].size
+            self._ranges.expect(name, [(start, min(end, size)) for start, end in pieces])
 
     def left(self, name: str) -> list[LeftObjects]:
         with errors.translate_errors(f"{self.root}/{name}"):

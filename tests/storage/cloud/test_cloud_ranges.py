@@ -59,6 +59,24 @@ def test_who_reads_in_order_waits_for_few_requests() -> None:
     assert max(end - start for start, end in server.asked) == PART
 
 
+def test_what_is_expected_is_asked_for_once() -> None:
+    server = Server(64 << 20)
+    ranges = Ranges(server.fetch, 3 * PART)
+    pieces = [(at, at + (2 << 20) - 5000) for at in range(0, len(server.data), 2 << 20)]
+    with ThreadPoolExecutor(2) as pool:
+
+        def read(piece: tuple[int, int]) -> bool:
+            start, end = piece
+            tail = server.read(ranges, end - 500, 500) == server.data[end - 500 : end]
+            return tail and server.read(ranges, start, end - start) == server.data[start:end]
+
+        for at in range(0, len(pieces), 8):
+            ranges.expect("x", pieces[at : at + 8])
+        assert all(pool.map(read, pieces))
+    assert sum(end - start for start, end in server.asked) <= len(server.data)
+    assert len(server.asked) <= 10 and ranges._held <= HEAD
+
+
 def test_little_is_read_that_nobody_wants() -> None:
     server = Server(64 << 20)
     ranges = Ranges(server.fetch)

@@ -79,7 +79,7 @@ def test_bulk_reads_are_few_and_large(server: S3Server, tmp_path: Path) -> None:
     server.requests.clear()
     ckpttool.convert(address, tmp_path / "two.safetensors", threads=2)
     gets = [one for one in server.requests if one.startswith("GET model.safetensors")]
-    assert len(gets) < 20
+    assert len(gets) <= 2 + 6  # 40 MiB
     assert server.sent < 1.2 * (tmp_path / "model.safetensors").stat().st_size
     assert ckpttool.diff(tmp_path / "model.safetensors", tmp_path / "two.safetensors").same
 
