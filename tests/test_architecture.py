@@ -132,7 +132,7 @@ def test_no_folder_is_too_large() -> None:
     lines: Counter[str] = Counter()
     for path in PACKAGE.rglob("*.py"):
         lines[path.relative_to(PACKAGE).parts[0]] += len(path.read_text(encoding="utf-8").splitlines())
-    assert not {name: n for name, n in lines.items() if n > 8000}
+    assert not {name: n for name, n in lines.items() if n > 9000}
 
 
 # What several commands need, and no command by itself.
