@@ -9,7 +9,6 @@ A piece of elements is up to `2 * ndim - 1` boxes of a tensor; no element moves.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
 from math import prod
 from typing import Any, NamedTuple
 
@@ -92,7 +91,8 @@ def rebuild(
             low, high = max(begin, piece.start), min(end, piece.stop)
             first = piece.ref.offset + low - piece.start
             for (offsets, sizes), at in boxes.flat_range(shape, low - begin, high - begin):
-                ref = replace(piece.ref, offset=first + at, shape=sizes, strides=boxes.row_major(sizes))
+                line = piece.ref  # `replace` takes four times as long, and there are a million
+                ref = TensorRef(line.storage, line.dtype, first + at, sizes, boxes.row_major(sizes), line.codec)
                 chunks.add(offsets, sizes, place(piece.rank, ref))
         yield name, Rebuilt(dtype, shape, chunks)
 

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
 from itertools import pairwise
 from math import prod
 from typing import Any, NamedTuple
@@ -87,7 +86,8 @@ class Partition(NamedTuple):
             low = max(one.start + one.numel - left, at)
             high = min(at + ref.shape[0], one.start + one.numel)
             if low < high:
-                yield one.rank, replace(ref, offset=ref.offset + low - at, shape=(high - low,))
+                offset = ref.offset + low - at
+                yield one.rank, TensorRef(ref.storage, ref.dtype, offset, (high - low,), ref.strides, ref.codec)
                 left -= high - low
             at += ref.shape[0]
         if left:

@@ -283,6 +283,10 @@ def _offloaded(state: Any) -> None:
     state["fp32_flat_groups"][0] = torch.zeros(0)
 
 
+def _renamed(tree: Any) -> None:
+    tree["param_shapes"][0]["another"] = tree["param_shapes"][0].pop("up.weight")
+
+
 def _none(tree: Any) -> None:
     tree["module"] = None
 
@@ -299,6 +303,7 @@ def _none(tree: Any) -> None:
         ("zero2_w3", optim(1), _within, CorruptError, "have partitioned group 1 by `1`, `3` ranks"),
         ("zero3_w3", optim(1), _offloaded, ReadError, "offloaded to NVMe"),
         ("zero2_w3", "mp_rank_00_model_states.pt", _none, ReadError, "has no `module`"),
+        ("zero3_w3", "zero_pp_rank_1_mp_rank_00_model_states.pt", _renamed, CorruptError, "is of other parameters"),
     ],
 )
 def test_what_is_refused(

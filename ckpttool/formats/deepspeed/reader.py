@@ -63,7 +63,11 @@ class _ZeroOpening:
         self._catalogue, self._pool, self._location = catalogue, pool, location
         self._torch: dict[str, None] = {}
         self._members = members.listed(location)
-        self._weights = [self._load(rank, name) for rank, name in sorted(self._members.weights.items())]
+        self._weights: list[StateFile] = []
+        for rank, name in sorted(self._members.weights.items()):
+            self._weights.append(self._load(rank, name))
+            if len(self._weights) > 1:
+                self._slim(self._weights[-1])
         self._copies: list[str] = []
         self._files_of_steps: dict[tuple[str, str], StateFile] = {}  # of a universal checkpoint
         self._states = {rank: self._load(rank, name) for rank, name in sorted(self._members.optimizer.items())}
@@ -78,6 +82,17 @@ class _ZeroOpening:
         if not plain and not isinstance(loaded.tree, dict):
             raise CorruptError(f"`{location}`: no dict of DeepSpeed, but a {type(loaded.tree).__name__}", file=location)
         return StateFile(rank, name, number, loaded, _dict(loaded.tree))
+
+    def _slim(self, file: StateFile) -> None:
+        """Compare the parameters of another rank with those of the first, and forget them: of many ranks they take
+        memory for nothing."""
+        same = (_shapes(file), file.tree.pop("frozen_param_shapes", None))
+        if same != (_shapes(self._weights[0]), self._weights[0].tree.get("frozen_param_shapes")):
+            text = f"`{file.name}` is of other parameters than `{self._weights[0].name}`"
+            self._catalogue.faults.append(CorruptError(text, hint=_ONE_SAVE, ranks=[self._weights[0].rank, file.rank]))
+        del file.tree["param_shapes"]
+        module = _dict(file.tree.get("module"))
+        file.tree["module"] = {k: v for k, v in module.items() if not _is_placeholder(v, k, file)}
 
     def run(self) -> None:
         """Fill the catalogue."""
