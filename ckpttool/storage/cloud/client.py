@@ -34,7 +34,10 @@ class StoredObject(NamedTuple):
     @classmethod
     def of(cls, meta: Any) -> StoredObject:
         """Return that of obstore's description."""
-        return cls(meta["size"], meta["e_tag"], meta["last_modified"])
+        tag = meta["e_tag"]
+        # Azure lists them without the quotes that they have elsewhere.
+        quoted = f'"{tag}"' if tag is not None and tag.startswith("0x") else tag
+        return cls(meta["size"], quoted, meta["last_modified"])
 
     def is_same(self, other: StoredObject) -> bool:
         """Return whether both are the same version. Where there are no tags, sizes and times decide."""
