@@ -85,7 +85,9 @@ def is_running(number: int) -> bool:
         os.kill(number, 0)
     except ProcessLookupError:
         return False
-    return "(zombie)" not in Path(f"/proc/{number}/status").read_text()
+    # Where nobody waits for orphans, they stay as zombies.
+    status = Path(f"/proc/{number}/status")
+    return not status.exists() or "(zombie)" not in status.read_text()
 
 
 def until(condition: Callable[[], bool]) -> None:
