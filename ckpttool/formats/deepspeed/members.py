@@ -74,7 +74,7 @@ class Members:
                 ranks = some([f"rank {rank}" for rank in absent])
                 text = f"the {what} file of {ranks} {is_or_are(absent)} missing: {world} ranks have saved"
                 hint = "copy what is missing from where the checkpoint was saved"
-                yield CorruptError(text, hint=hint, ranks=absent, found=len(present), expected=len(every))
+                yield CorruptError(text, hint=hint, missing=absent, found=len(present), expected=len(every))
             if extra := [name for rank, name in sorted(present.items()) if rank not in every]:
                 text = f"{some(extra)} {is_or_are(extra)} of a save with more ranks than {world}"
                 hint = "files of an older save were left in the directory: move them away"

@@ -111,7 +111,7 @@ def verify(
         if run.is_open and write_manifest is not None and report.whole:
             _write(path_text(write_manifest), run)
     if run.is_open:
-        report.findings = structure.with_truncated_files(report.findings, run.catalogue)
+        report.findings = structure.folded(report.findings, run.catalogue)
     report.findings = [_shortened(finding, path) for finding in report.findings]
     report.settle()
     report.seconds = time.monotonic() - began

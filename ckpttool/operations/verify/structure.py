@@ -15,7 +15,7 @@ from ckpttool.layout.optimizer.misspelt import MISSPELT, misspelt
 from ckpttool.operations.verify.report import Verification
 from ckpttool.producers import foreign
 from ckpttool.serialization import safetensors_library
-from ckpttool.text import plural
+from ckpttool.text import plural, some
 
 
 def faults(run: Verification) -> Iterator[Finding]:
@@ -85,7 +85,7 @@ def objects(run: Verification) -> Iterator[Finding]:
                 yield Finding.of(error, "object", tensor=entry.name)
 
 
-def with_truncated_files(findings: list[Finding], catalogue: Catalogue) -> list[Finding]:
+def _with_truncated_files(findings: list[Finding], catalogue: Catalogue) -> list[Finding]:
     """Return the findings, with those of everything behind the end of a file as one `truncated` finding of it. Pure."""
     sizes = {file.name: file.size for file in catalogue.own_files if not file.missing}
     ends: dict[str, int] = defaultdict(int)
@@ -105,6 +105,22 @@ def with_truncated_files(findings: list[Finding], catalogue: Catalogue) -> list[
         findings = [finding for finding in findings if finding not in cut]
         findings.append(Finding(DAMAGE, "truncated", text, file, None, size, end - size, cut[0].hint, tuple(names)))
     return findings
+
+
+def folded(findings: list[Finding], catalogue: Catalogue) -> list[Finding]:
+    """Return the findings, with those that have the same cause as one. Pure."""
+    return _with_missing_files(_with_truncated_files(findings, catalogue))
+
+
+def _with_missing_files(findings: list[Finding]) -> list[Finding]:
+    """Return the findings, with the holes that missing files have left in tensors as one. Pure."""
+    holes = [finding for finding in findings if finding.kind == "coverage"]
+    if len(holes) < 2 or not any(finding.kind == "missing" for finding in findings):
+        return findings
+    names = tuple(finding.tensor for finding in holes if finding.tensor is not None)
+    text = f"{plural(len(holes), 'tensor')} have holes: {some(names)}"
+    rest = [finding for finding in findings if finding.kind != "coverage"]
+    return [*rest, Finding(DAMAGE, "coverage", text, hint=holes[0].hint, names=names)]
 
 
 def scales(run: Verification) -> Iterator[Finding]:

@@ -91,6 +91,17 @@ def test_a_missing_file(dcp: Path) -> None:
     assert not any(f.kind == "remark" and "unreadable" in f.message for f in report.findings)
 
 
+def test_holes_that_a_missing_file_has_left_are_one_finding(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    shutil.copytree(CHECKPOINTS / "deepspeed/zero3_w3/saved", run)
+    next(run.rglob("*rank_1_*optim_states.pt")).unlink()
+    missing, holes = (f for f in verify(run).findings if f.fails)
+    with ckpttool.open(CHECKPOINTS / "deepspeed/zero3_w3/saved") as whole:
+        parted = {t.name for t in whole.catalogue.tensors if len(t.chunks) > 1}
+    assert (missing.kind, holes.kind) == ("missing", "coverage")
+    assert set(holes.names) <= parted and "model.embed.weight" in holes.names
+
+
 def test_a_torn_tail(dcp: Path) -> None:
     """All that lay behind the cut is one finding, which names it."""
     file = dcp / "__0_0.distcp"
