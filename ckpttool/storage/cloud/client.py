@@ -6,10 +6,10 @@ import asyncio
 import atexit
 import threading
 import time
-from collections.abc import Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
-from functools import cache
+from functools import cache, partial
 from typing import Any, NamedTuple, TypeVar
 
 import obstore
@@ -68,38 +68,38 @@ class Client:
 
     def head(self, name: str) -> Future[StoredObject]:
         """Ask what an object is. FileNotFoundError if there is none."""
-        return self.start(self._head(name))
+        return self.start(partial(self._head, name))
 
     def first(self, name: str, end: int) -> Future[tuple[StoredObject, memoryview]]:
         """Ask what an object is, and for its first bytes, of a server that lists nothing."""
-        return self.start(self._range(name, 0, end))
+        return self.start(partial(self._range, name, 0, end))
 
     def read(self, name: str, start: int, end: int, known: StoredObject) -> Future[memoryview]:
         """Read a range of an object. ChangedError if it is not the one that is known."""
-        return self.start(self._read(name, start, end, known))
+        return self.start(partial(self._read, name, start, end, known))
 
     def list_all(self, prefix: str, most: int) -> Future[dict[str, StoredObject]]:
         """List all objects below a prefix, of which one more than `most` is enough."""
-        return self.start(self._list_all(prefix, most))
+        return self.start(partial(self._list_all, prefix, most))
 
     def list_folder(self, prefix: str) -> Future[tuple[list[str], dict[str, StoredObject]]]:
         """List the folders and the objects right below a prefix."""
-        return self.start(self._list_folder(prefix))
+        return self.start(partial(self._list_folder, prefix))
 
     def get(self, name: str) -> Future[tuple[StoredObject, bytes]]:
         """Read a small object. FileNotFoundError if there is none."""
-        return self.start(self._get(name))
+        return self.start(partial(self._get, name))
 
     def put(self, name: str, data: Any, mode: Any = None, **options: Any) -> Future[str | None]:
         """Write an object of bytes, or of an iterator of blocks of `chunk_size`, in one step, and return its tag.
         `mode` is `create`, or what the object has to be: `{"e_tag": ...}`."""
-        return self.start(self._put(name, data, mode, options))
+        return self.start(partial(self._put, name, data, mode, options))
 
     def delete(self, names: Sequence[str]) -> Future[None]:
         """Delete objects; those that are not there do not matter."""
-        return self.start(self._delete(names))
+        return self.start(partial(self._delete, names))
 
-    def start(self, request: Coroutine[Any, Any, T]) -> Future[T]:
+    def start(self, request: Callable[[], Coroutine[Any, Any, T]]) -> Future[T]:
         """Start a request, which waits for its turn."""
         with self._lock:
             if self._loop is None:
@@ -117,10 +117,10 @@ class Client:
                 asyncio.run_coroutine_threadsafe(_give_up(), loop).result(5)
             loop.call_soon_threadsafe(loop.stop)
 
-    async def _in_turn(self, request: Coroutine[Any, Any, T]) -> T:
+    async def _in_turn(self, request: Callable[[], Coroutine[Any, Any, T]]) -> T:
         self._places = self._places or asyncio.Semaphore(AT_ONCE)
         async with self._places:
-            return await request
+            return await request()
 
     async def _head(self, name: str) -> StoredObject:
         return StoredObject.of(await obstore.head_async(self._store, name))
