@@ -57,6 +57,15 @@ def test_commands(server: S3Server, tmp_path: Path) -> None:
         assert torch.equal(state[name].torch(), tensor)
 
 
+def test_a_model_is_loaded(server: S3Server, tmp_path: Path) -> None:
+    model, other = torch.nn.Linear(30, 30), torch.nn.Linear(30, 30)
+    torch.save({"model": model.state_dict()}, tmp_path / "model.pt")
+    ckpttool.load(server.put("run/model.pt", tmp_path / "model.pt"), other)
+    assert torch.equal(model.weight, other.weight)
+    with pytest.raises(UsageError, match="not on this machine"):
+        ckpttool.save("s3://bucket/new", other)
+
+
 def test_patterns_and_markers(server: S3Server, tmp_path: Path) -> None:
     """Browsers of buckets put empty objects where a folder is to be seen."""
     for rank in range(2):
