@@ -430,10 +430,15 @@ def test_an_endpoint_that_lies(liar: Hub, tmp_path: Path, monkeypatch: pytest.Mo
     for name in names[first:last]:
         lie = LIES[name]
         for job in lie.jobs:
-            try:
-                meet(liar, tmp_path, monkeypatch, name, lie, job)
-            except AssertionError as failure:
-                failures.append(str(failure))
+            for attempt in range(3):
+                try:
+                    meet(liar, tmp_path, monkeypatch, name, lie, job)
+                except AssertionError as failure:
+                    # A busy machine may not have begun to answer within 0.3 seconds.
+                    if "does not answer within" in str(failure) and attempt < 2:
+                        continue
+                    failures.append(str(failure))
+                break
             assert tree(tmp_path) == before, (name, job)
     assert not failures, "\n\n".join(failures)
 
