@@ -36,8 +36,8 @@ class StoredObject(NamedTuple):
         """Return that of obstore's description."""
         tag = meta["e_tag"]
         # Azure lists them without the quotes that they have elsewhere.
-        quoted = f'"{tag}"' if tag is not None and tag.startswith("0x") else tag
-        return cls(meta["size"], quoted, meta["last_modified"])
+        is_bare = tag is not None and tag.startswith("0x")
+        return cls(meta["size"], '"' + tag + '"' if is_bare else tag, meta["last_modified"])
 
     def is_same(self, other: StoredObject) -> bool:
         """Return whether both are the same version. Where there are no tags, sizes and times decide."""

@@ -139,7 +139,7 @@ def writes(after: int, fault: Fault, lasting: bool = False) -> Callable[[Request
     return decide
 
 
-@pytest.mark.parametrize("after", range(1, 7))
+@pytest.mark.parametrize("after", [1, 2, 4, 6])
 @pytest.mark.parametrize("kind", ["503", "refused", "lost"])
 def test_what_passes_is_repeated(kind: str, after: int, server: S3Server, tmp_path: Path) -> None:
     """`lost`: the request is carried out, and the answer does not arrive."""
@@ -151,7 +151,7 @@ def test_what_passes_is_repeated(kind: str, after: int, server: S3Server, tmp_pa
     assert not [name for name in server.names() if "partial" in name]
 
 
-@pytest.mark.parametrize("after", range(1, 7))
+@pytest.mark.parametrize("after", [1, 2, 4, 6])
 @pytest.mark.parametrize(
     ("fault", "said"),
     [(error(503, "SlowDown"), "failed several times"), (error(403, "ExpiredToken"), "expired")],
@@ -297,7 +297,7 @@ def test_few_files_are_on_this_machine_at_a_time(
     def look(request: Request) -> Fault:
         found = [os.stat(path) for path in (tmp_path / "tmp").rglob("*") if path.is_file()]
         most[0] = max(most[0], sum(one.st_blocks * 512 > 1 << 19 for one in found))
-        return Fault(seconds=0.05)
+        return Fault(seconds=0.02)
 
     server.faults = [look]
     options: dict[str, Any] = {"to_world": 8} if to == "dcp" else {"max_shard_size": 1 << 20}
