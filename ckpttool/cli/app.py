@@ -131,7 +131,8 @@ def main() -> None:
         silent = processes.is_silent()
     if silent:
         # All processes divide the work of these; one does the rest, and one prints.
-        if not {"convert", "reshard", "trial", "batch"} & {*sys.argv[1:]}:
+        divided = {"reshard", "trial", "batch", *(["convert"] if processes.is_of_torchrun() else [])}
+        if not divided & {*sys.argv[1:]}:
             return
         sys.stdout = sys.stderr = open(os.devnull, "w")  # noqa: SIM115
     try:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+
 from ckpttool.cli import options
 from ckpttool.cli.answer import respond_written
 
@@ -37,4 +39,10 @@ def convert(
         ckpttool convert hf://Qwen/Qwen3-0.6B start --to dcp --like run7/step-10
         ckpttool convert step-1000 fused --to dcp --map fused.json
     """
-    respond_written("convert", {**locals(), "shared": True})
+    arguments = locals()
+    shared = False
+    if "WORLD_SIZE" in os.environ:
+        from ckpttool.transfer.processes import is_of_torchrun
+
+        shared = is_of_torchrun()
+    respond_written("convert", {**arguments, "shared": shared})

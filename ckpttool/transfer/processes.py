@@ -332,6 +332,12 @@ def is_shared() -> bool:
     return is_launched() and os.environ["WORLD_SIZE"] not in ("", "1")
 
 
+def is_of_torchrun() -> bool:
+    """Return whether torchrun itself started this process and others. Scripts whose ranks another launcher starts call
+    commands on one of them, which inherit its variables; only Linux says what the parent of a process has."""
+    return sys.platform == "linux" and "TORCHELASTIC_RUN_ID" in os.environ and is_shared()
+
+
 def is_silent() -> bool:
     """Return whether another process reports to the user."""
     return is_shared() and os.environ["RANK"] != "0"

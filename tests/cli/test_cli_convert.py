@@ -76,7 +76,7 @@ def test_an_option(words: str, option: str, value: Any, asked: dict[str, Any]) -
     assert result.exit_code == 0, result.stderr
     progress = asked.pop("progress")
     assert progress is not None
-    assert asked.pop("shared") is True
+    assert asked.pop("shared") is False
     assert asked == {**DEFAULTS, option: value, "src": "a", "dst": "b"}
 
 

@@ -18,6 +18,7 @@ bit by bit, trained on the same batches, and compared again, with every loss.
 from __future__ import annotations
 
 import copy
+import os
 import shutil
 import subprocess
 import sys
@@ -221,7 +222,9 @@ def converted(source: Path, target: Path, *options: str) -> None:
     if dist.get_rank() == 0:
         shutil.rmtree(target, ignore_errors=True)
         command = [sys.executable, "-m", "ckpttool", "convert", str(source), str(target), *options]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+        # What torchrun has started has its variables from the start, which a command sees; a forked rank does not.
+        own = {name: value for name, value in os.environ.items() if name != "TORCHELASTIC_RUN_ID"}
+        done = subprocess.run(command, env=own, capture_output=True, text=True, timeout=300, check=False)
         if done.returncode:
             (target.parent / "failed").write_text(done.stderr)
     dist.barrier()

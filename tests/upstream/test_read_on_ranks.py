@@ -23,4 +23,4 @@ TABLE = [
 
 @pytest.mark.parametrize(("world", "name"), TABLE)
 def test_loaded_on_ranks_bit_for_bit(world: int, name: str, verdicts: Callable[[int], dict[str, str]]) -> None:
-    assert verdicts(world)[name] == "equal"
+    assert verdicts(world)[name] == "equal", verdicts(world)[name]

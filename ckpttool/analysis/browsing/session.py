@@ -26,7 +26,7 @@ class Opened:
         self.source: Source = open.open_source(path, shapes)
         self.tensors: list[Tensor] = [*self.catalogue.tensors]
         self.tree = Tree(self.tensors)
-        self.survey = Survey(self.source, self.tensors)
+        self.survey = Survey(self.source, self.tensors, lambda: self.parameter_names)
         self.unnamed = ""  # why it is not known which parameters an optimizer numbers
 
     @property

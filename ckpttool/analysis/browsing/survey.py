@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import closing
 from dataclasses import replace
 
 from ckpttool.analysis.statistics import cached
 from ckpttool.analysis.statistics.collect import EPS, Collected, TensorReading, pictured, second_moments
 from ckpttool.analysis.statistics.findings import findings
+from ckpttool.analysis.statistics.places import Names
 from ckpttool.analysis.statistics.results import TensorStatistics, row_of
 from ckpttool.catalogue.aliases import find_aliases
 from ckpttool.catalogue.entries import Path, Tensor
@@ -29,10 +30,11 @@ _PAUSE = 2.0  # seconds between two looks at what stands out
 class Survey:
     """The statistics of tensors, by their numbers, as they become known. `version` grows when something does.
 
-    Of a checkpoint that is not on this machine, only tensors that are asked for are read.
+    Of a checkpoint that is not on this machine, only tensors that are asked for are read. `names` returns those of the
+    parameters that optimizers number.
     """
 
-    def __init__(self, source: Source, tensors: Sequence[Tensor]) -> None:
+    def __init__(self, source: Source, tensors: Sequence[Tensor], names: Callable[[], Names]) -> None:
         self.rows: list[TensorStatistics | None] = [None] * len(tensors)
         self.errors: dict[int, str] = {}
         self.findings: list[Finding] = []
@@ -40,7 +42,7 @@ class Survey:
         self.done = self.version = 0
         self.finished = self.cached = False
         self.is_local = True
-        self._source, self._tensors = source, tensors
+        self._source, self._tensors, self._names = source, tensors, names
         self._wanted: list[int] = []
         self._asked: set[int] = set()
         self._something = threading.Condition()
@@ -137,11 +139,11 @@ class Survey:
         tensor, tied = self._tensors[first], self.rows[first] if first != i else None
         if tied is None:
             found = None if not tensor.numel else self._collected(tensor, seconds, is_sound, pool, work)
-            self.rows[first] = tied = row_of(tensor, found, None)
+            self.rows[first] = tied = row_of(tensor, found, None, self._names())
         if first != i:
             own = self._tensors[i]
             found = Collected(tied.statistics, tied.histogram, tied.rows, tied.columns, tied.update, tied.thumbnail)
-            self.rows[i] = row_of(own, found, tensor.name)
+            self.rows[i] = row_of(own, found, tensor.name, self._names())
 
     def _collected(
         self,

@@ -21,7 +21,7 @@ from ckpttool.storage.files import Fingerprint
 from ckpttool.version import __version__
 
 _KIND = "stats"
-_LAYOUT = 4  # of the cached document
+_LAYOUT = 5  # of the cached document
 
 Rows = tuple[list[TensorStatistics], list[GroupStatistics]]
 
