@@ -10,11 +10,13 @@ from __future__ import annotations
 import json
 import posixpath
 import re
+import secrets
 import threading
 from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import datetime, timezone
+from functools import partial
 from importlib.util import find_spec
 from typing import Any
 
@@ -99,6 +101,7 @@ class HeldClaim:
     names: list[str]
     commit: str | None = None
     _tag: str | None = None
+    _token: str = field(default_factory=partial(secrets.token_hex, 16))
     _lock: threading.Lock = field(default_factory=threading.Lock)
     _over: threading.Event = field(default_factory=threading.Event)
     _lost: threading.Event = field(default_factory=threading.Event)
@@ -115,10 +118,6 @@ class HeldClaim:
                 raise held(self.address, there) from None
             self._tag = there.version.tag
         threading.Thread(target=self._renew, name="ckpttool-claim", daemon=True).start()
-
-    @property
-    def _token(self) -> str:
-        return f"{id(self)}-{self.key}"
 
     def _content(self) -> bytes:
         owner = owner_now() | {"token": self._token, "ended": self._over.is_set()}
