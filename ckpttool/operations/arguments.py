@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, Protocol
+from collections.abc import Iterator, Sequence
+from typing import Protocol
 
 from ckpttool.catalogue.patterns import rule, several
 from ckpttool.errors import ReadError, UsageError
@@ -13,11 +13,7 @@ from ckpttool.layout.selection import Selection
 from ckpttool.serialization.manifest import NAME
 from ckpttool.storage.stores import is_remote, local_path, path_text
 from ckpttool.text import parse_size, plural
-from ckpttool.transfer.agreement import check_arguments
-from ckpttool.transfer.processes import Coordinator
 
-# What may differ between ranks: the source, which has a check of its own, and what one node has other than another.
-_OF_ONE_RANK = frozenset(["src", "threads", "token", "stage", "html", "progress"])
 _LEAST = 1000  # a file of fewer bytes is not meant
 # What Python, the catalogue and the buffers of the standard library need on top of the transfer's own.
 BASE_MEMORY = 48 << 20
@@ -35,15 +31,6 @@ def selection(
     """Return the options of these names, as the functions of `ckpttool` take them. Raises UsageError."""
     only, drop, tensors, exclude = map(several, (only, drop, tensors, exclude))
     return Selection(only, drop, tensors, exclude, rules(rename, "--rename"), strip_wrappers, strip_prefix)
-
-
-def check_shared(coordinator: Coordinator, passed: Mapping[str, Any]) -> None:
-    """Raise UsageError in all processes if one was called with other arguments, but for those that are its own."""
-    dst = path_text(passed["dst"])
-    compared = {name: value for name, value in passed.items() if name not in _OF_ONE_RANK}
-    compared["dst"] = dst if is_remote(dst) else local_path(dst).absolute()
-    compared["max_memory"] = passed["max_memory"] is not None
-    check_arguments(coordinator, compared)
 
 
 def size(value: int | str | None, flag: str) -> int | None:

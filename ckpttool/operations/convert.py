@@ -152,7 +152,7 @@ def convert(
     src, dst = path_text(src), path_text(dst)
     # In the block, so that a mistake is reported by one process.
     with processes.coordinated() if shared else nullcontext(Coordinator()) as coordinator:
-        arguments.check_shared(coordinator, passed)
+        agreement.check_call(coordinator, passed)
         if coordinator.size > 1 and (resume or is_remote(dst)):
             text = (
                 "`--resume` is for one process" if resume else f"`{dst}`: several processes write to this machine only"

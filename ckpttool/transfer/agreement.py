@@ -16,10 +16,14 @@ from ckpttool.errors import UsageError
 from ckpttool.storage import files
 from ckpttool.storage.crc import crc32
 from ckpttool.storage.files import Pool
+from ckpttool.storage.stores import is_remote, local_path, path_text
 from ckpttool.transfer.processes import Coordinator
 from ckpttool.version import __version__
 
 T = TypeVar("T")
+
+# What may differ between ranks: the source, which has a check of its own, and what one node has other than another.
+_OF_ONE_RANK = frozenset(["src", "threads", "token", "stage", "html", "progress"])
 
 # Both ends of a file: a header or an index, and the directory of an archive with the checksums of all that is in it.
 _END = 64 << 10
@@ -47,6 +51,16 @@ def check_arguments(coordinator: Coordinator, passed: Mapping[str, Any]) -> None
         return {"ckpttool": __version__, **arguments}
 
     coordinator.compare("arguments", check, own)
+
+
+def check_call(coordinator: Coordinator, passed: Mapping[str, Any]) -> None:
+    """Raise UsageError in all processes if one was called with other arguments to write `dst` from `src` than rank 0,
+    but for those that are its own."""
+    dst = path_text(passed["dst"])
+    compared = {name: value for name, value in passed.items() if name not in _OF_ONE_RANK}
+    compared["dst"] = dst if is_remote(dst) else local_path(dst).absolute()
+    compared["max_memory"] = passed["max_memory"] is not None
+    check_arguments(coordinator, compared)
 
 
 def check_source(coordinator: Coordinator, path: str, catalogue: Catalogue) -> None:

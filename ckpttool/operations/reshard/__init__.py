@@ -164,7 +164,7 @@ def reshard(
     src, dst = path_text(src), path_text(dst)
     # In the block, so that a mistake is reported by one process.
     with processes.coordinated() as coordinator:
-        arguments.check_shared(coordinator, passed)
+        agreement.check_call(coordinator, passed)
         arguments.check_source(src, dst)
         memory, other = arguments.memory(max_memory), arguments.path(like) or None
         rules = Rules(_placements(placements), tuple(several(shard)), tuple(several(replicate)))

@@ -19,6 +19,7 @@ from obstore.store import AzureStore, GCSStore, HTTPStore, S3Store
 
 from ckpttool.errors import UsageError
 from ckpttool.storage.stores import query_of
+from ckpttool.storage.variables import seconds_of
 from ckpttool.version import __version__
 
 RETRIES = 5  # after the first attempt
@@ -65,14 +66,7 @@ def parse(text: str) -> BucketAddress:
 
 def timeout() -> float:
     """Return the time-out in seconds. Raises UsageError if `CKPTTOOL_CLOUD_TIMEOUT` is not a number."""
-    text = os.environ.get(_VARIABLE, "")
-    try:
-        seconds = float(text) if text else TIMEOUT
-    except ValueError:
-        seconds = 0.0
-    if not 0 < seconds < float("inf"):
-        raise UsageError(f"`{_VARIABLE}={text}` is not a number of seconds", hint=f"set `{_VARIABLE}=60`")
-    return seconds
+    return seconds_of(_VARIABLE, TIMEOUT)
 
 
 def connect(address: BucketAddress) -> Any:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import os
-
-from ckpttool.errors import UsageError
+from ckpttool.storage.variables import seconds_of
 
 JSON = 32 << 20  # bytes of an answer, once it is decompressed
 VALUES = 2_000_000  # objects, arrays and commas of one
@@ -24,14 +22,7 @@ _VARIABLE = "CKPTTOOL_HUB_TIMEOUT"
 
 def timeout() -> float:
     """Return the time-out in seconds. Raises UsageError if `CKPTTOOL_HUB_TIMEOUT` is not a number."""
-    text = os.environ.get(_VARIABLE, "")
-    try:
-        seconds = float(text) if text else TIMEOUT
-    except ValueError:
-        seconds = 0.0
-    if not 0 < seconds < float("inf"):
-        raise UsageError(f"`{_VARIABLE}={text}` is not a number of seconds", hint=f"set `{_VARIABLE}=60`")
-    return seconds
+    return seconds_of(_VARIABLE, TIMEOUT)
 
 
 def longest_wait(moved: int) -> float:
