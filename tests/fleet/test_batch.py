@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support.batch_logs import lines_of
 from support.cli import run
 from support.faults import mark, untouched
 from support.paths import CHECKPOINTS
@@ -124,16 +125,6 @@ def test_a_run_that_was_killed_between_the_rename_and_the_log(command: str, ther
     assert other.read_text() == "{}"
     assert [line["name"] for line in lines_of(log) if line["state"] == "kept"] == ["step-5", "step-100"]
     assert states(ckpttool.batch(command, "run7", dst, new=True, **options))["step-10"] == "present"
-
-
-def lines_of(log: Path) -> list[dict[str, Any]]:
-    found = []
-    for line in log.read_text().splitlines():
-        try:
-            found.append(json.loads(line))
-        except ValueError:
-            continue
-    return found
 
 
 def test_nothing_of_a_run_is_left_out(there: Path) -> None:

@@ -18,6 +18,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.batch_logs import lines_of
 from support.faults import save_dcp
 from support.paths import CHECKPOINTS, ROOT
 from support.torchrun import forked
@@ -31,15 +32,8 @@ SMALL = {"to": "safetensors", "only": ["model"]}
 
 
 def lines(folder: Path) -> list[dict[str, Any]]:
-    """What all ranks have written down; a kill may tear a line."""
-    found = []
-    for log in sorted(folder.glob("batch*.jsonl")):
-        for line in log.read_text().splitlines():
-            try:
-                found.append(json.loads(line))
-            except ValueError:
-                continue
-    return found
+    """What all ranks have written down."""
+    return [line for log in sorted(folder.glob("batch*.jsonl")) for line in lines_of(log)]
 
 
 def contents(top: Path) -> dict[str, bytes]:
