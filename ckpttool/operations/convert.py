@@ -189,7 +189,7 @@ def convert(
                 write.open_sources(src, shapes, model_from, optim_from) as opened,
                 ExitStack() as stack,
             ):
-                agreement.check_source(coordinator, src, opened.source.catalogue)
+                agreement.share_source(coordinator, src, opened.source.catalogue)
                 reference = references.read(stack, run, is_run=True) if run is not None else None
                 with naming(opened.path):
                     if reference is not None:

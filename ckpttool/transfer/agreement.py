@@ -16,7 +16,7 @@ from ckpttool.errors import UsageError
 from ckpttool.storage import files
 from ckpttool.storage.crc import crc32
 from ckpttool.storage.files import Pool
-from ckpttool.storage.stores import is_remote, local_path, path_text
+from ckpttool.storage.stores import divide, is_remote, local_path, path_text
 from ckpttool.transfer.processes import Coordinator
 from ckpttool.version import __version__
 
@@ -61,6 +61,13 @@ def check_call(coordinator: Coordinator, passed: Mapping[str, Any]) -> None:
     compared["dst"] = dst if is_remote(dst) else local_path(dst).absolute()
     compared["max_memory"] = passed["max_memory"] is not None
     check_arguments(coordinator, compared)
+
+
+def share_source(coordinator: Coordinator, path: str, catalogue: Catalogue) -> None:
+    """Have each process fetch what it copies of a checkpoint alone. Raises UsageError as `check_source` does."""
+    check_source(coordinator, path, catalogue)
+    if coordinator.size > 1:
+        divide(file.location for file in catalogue.files)
 
 
 def check_source(coordinator: Coordinator, path: str, catalogue: Catalogue) -> None:

@@ -32,7 +32,7 @@ from ckpttool.producers.open import naming
 from ckpttool.reports import page_file
 from ckpttool.reports.report import Facts
 from ckpttool.serialization.unpickler import no_garbage_collection
-from ckpttool.storage.stores import divide, is_remote, path_text
+from ckpttool.storage.stores import is_remote, path_text
 from ckpttool.text import meant, plural
 from ckpttool.transfer import agreement, processes
 from ckpttool.transfer.threads import Progress
@@ -191,9 +191,7 @@ def reshard(
             how = place.options
             stack.enter_context(write.destination(result, target, how, src, other, is_first=is_first))
             opened = stack.enter_context(write.open_sources(src, shapes))
-            agreement.check_source(coordinator, src, opened.source.catalogue)
-            if coordinator.size > 1:
-                divide(file.location for file in opened.source.catalogue.files)
+            agreement.share_source(coordinator, src, opened.source.catalogue)
             target = row or _same_format(opened.source.catalogue)
             planned = _plan(opened, options, target, result)
             job = write.Write(opened, planned, target, result, how, coordinator)

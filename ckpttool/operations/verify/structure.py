@@ -55,7 +55,7 @@ def _lost(run: Verification) -> dict[str, tuple[str, ...]]:
 
 
 def _counts(names: Sequence[str], catalogue: Catalogue) -> str:
-    """Return how many of these names are of tensors, and how many of objects: `4 tensors, 1 object`."""
+    """Return how many of these names are of tensors, and how many of objects: `4 tensors and 1 object`."""
     tensors = {tensor.name for tensor in catalogue.tensors}
     lost = sum(name in tensors for name in names)
     return " and ".join(plural(n, what) for n, what in ((lost, "tensor"), (len(names) - lost, "object")) if n)
