@@ -136,8 +136,9 @@ def _of_updates(catalogue: Catalogue) -> list[Entry]:
     of_part: dict[Part, list[Entry]] = {}
     for entry in catalogue.entries.values():
         name = _OWN.get(entry.part.kind)
-        is_named = name and entry.path and _is(str(entry.path[-1]), name)
-        if is_named and (not isinstance(entry, Tensor) or entry.numel == 1):
+        if name is None or not entry.path or (isinstance(entry, Tensor) and entry.numel != 1):
+            continue
+        if _is(str(entry.path[-1]), name):
             of_part.setdefault(entry.part, [])[1:] = [entry]
     return [entry for entries in of_part.values() for entry in entries]
 

@@ -11,7 +11,7 @@ import re
 from collections import Counter, defaultdict
 from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property, lru_cache
+from functools import lru_cache
 from typing import Any
 
 from ckpttool.catalogue.boxes import Ints
@@ -50,6 +50,7 @@ class Model:
 
     part: Part
     tensors: list[Tensor]
+    candidates: list[Tensor] = field(default_factory=list)  # what is not known to be a buffer
     is_average: bool = False
     average_of: Part | None = None
     optimizers: list[_Trained] = field(default_factory=list)
@@ -57,15 +58,10 @@ class Model:
     shapes: tuple[Ints, ...] = ()
     counts: Counter[Ints] = field(default_factory=Counter)
 
-    @cached_property
-    def _candidates(self) -> list[Tensor]:
-        return _without_buffers(self.tensors)
-
     def parameters(self, tied: Collection[Path] = ()) -> list[Tensor]:
         """Return the parameters: what its optimizers list, and what only a parameter is called; where there is none,
         what is not known to be a buffer. `tied` are tensors whose bytes another one has."""
-        own = [tensor for tensor in self.tensors if tensor.path not in tied] if tied else self.tensors
-        candidates = self._candidates if len(own) == len(self.tensors) else _without_buffers(own)
+        candidates = [one for one in self.candidates if one.path not in tied] if tied else self.candidates
         return _listed(candidates, self.optimizers) if self.optimizers else candidates
 
 
@@ -132,10 +128,11 @@ def models(catalogue: Catalogue) -> Models:
 
 
 def _model(part: Part, tensors: list[Tensor]) -> Model:
-    names = {tensor.fqn for tensor in tensors}
-    floats = [t for t in tensors if t.dtype.kind in ("float", "complex") and not is_buffer(t, names)]
-    shapes = tuple(tensor.shape for tensor in floats)
-    return Model(part, tensors, names={t.fqn: t.shape for t in floats}, shapes=shapes, counts=Counter(shapes))
+    all_names = {tensor.fqn for tensor in tensors}
+    candidates = [tensor for tensor in tensors if not is_buffer(tensor, all_names)]
+    floats = [tensor for tensor in candidates if tensor.dtype.kind in ("float", "complex")]
+    names, shapes = {tensor.fqn: tensor.shape for tensor in floats}, tuple(tensor.shape for tensor in floats)
+    return Model(part, tensors, candidates, names=names, shapes=shapes, counts=Counter(shapes))
 
 
 # Buffers --------------------------------------------------------------------------------------------------------------
@@ -158,11 +155,6 @@ def is_buffer(tensor: Tensor, names: Collection[str]) -> bool:
     above, _, last = end.rpartition(".")
     # Of a million names few have other last keys, which alone tell.
     return _is_called_buffer(last if "\n" not in above else end) or (last in _KEYS and is_statistic(name, names))
-
-
-def _without_buffers(tensors: Sequence[Tensor]) -> list[Tensor]:
-    names = {tensor.fqn for tensor in tensors}
-    return [tensor for tensor in tensors if not is_buffer(tensor, names)]
 
 
 @lru_cache(4096)
@@ -261,9 +253,15 @@ def _find_copies(every: Sequence[Model], optimizers: Sequence[_Trained]) -> None
     beside = {one.part.root[:-1] for one in optimizers}
     same: dict[Hashable, list[Model]] = defaultdict(list)
     for model in sorted(every, key=lambda one: one.part.root[:-1] not in beside):
-        stored = {(tensor.fqn.rpartition(".")[2], checksum(tensor)) for tensor in model.tensors if tensor.numel}
-        if stored and not model.is_average and all(crc for _, crc in stored):
-            same[frozenset(stored), model.shapes].append(model)
+        stored: set[Hashable] = set()
+        for tensor in model.tensors if not model.is_average else ():
+            if tensor.numel and (crc := checksum(tensor)) is None:
+                break
+            if tensor.numel:
+                stored.add((tensor.fqn.rpartition(".")[2], crc))
+        else:
+            if stored:
+                same[frozenset(stored), model.shapes].append(model)
     for first, *others in same.values():
         for copy in others[max(fitting[_form(first.counts)] - 1, 0) :]:
             copy.average_of = first.part

@@ -91,11 +91,13 @@ def lines(tensors: Iterable[Tensor], root: Path, tied: Collection[Path], depth: 
     skip = len(dotted(root)) + 1 if root else 0
     known: dict[str, str] = {}  # a million names have few keys
     leaves: dict[object, _ModuleNode] = {}
+    node, before = top, list[str]()
     for tensor in tensors:
-        node = top
         *around, last = tensor.name[skip:].split(".", _DEPTH)
-        for key in around:
-            node = node.child(known.setdefault(key, key))
+        if around != before:  # as neighbours are mostly of one module
+            node, before = top, around
+            for key in around:
+                node = node.child(known.setdefault(key, key))
         node.put(known.setdefault(last, last), tensor, tied=tensor.path in tied, leaves=leaves)
     _count(top, {})
     return list(_walk(top, 0, 1, depth, 0))
@@ -112,7 +114,8 @@ def _count(node: _ModuleNode, kinds: dict[object, int]) -> None:
             node.kind = kinds.setdefault(looks, len(kinds) + 1)
             return
     for child in children:
-        _count(child, kinds)
+        if not child.kind:
+            _count(child, kinds)
         node.tensors += child.tensors
         node.elements += child.elements
         node.nbytes += child.nbytes

@@ -157,9 +157,11 @@ def _part(part: Part, entries: Iterable[Entry], aliases: Mapping[Path, Path]) ->
         line.tensor_count += 1
         line.dtypes.setdefault(entry.dtype.name, 0)
         if entry.path not in aliases:
-            line.numel += entry.numel
-            line.payload_bytes += entry.nbytes
-            line.dtypes[entry.dtype.name] += entry.nbytes
+            numel = entry.numel
+            nbytes = numel * entry.dtype.itemsize
+            line.numel += numel
+            line.payload_bytes += nbytes
+            line.dtypes[entry.dtype.name] += nbytes
     line.dtypes = dict(sorted(line.dtypes.items(), key=lambda item: -item[1]))
     return line
 
