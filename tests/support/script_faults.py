@@ -38,7 +38,7 @@ _SINGLE = (
         "scheduler was not restored",
     ),
     ("data not loaded", '    data.load_state_dict(checkpoint["dataloader"])\n', "", "data loader.*epoch 0 and not 1"),
-    ("average not loaded", '    average = checkpoint["ema"]\n', "", "averaged weights `ema`"),
+    ("average not loaded", '    average = checkpoint["ema"]\n', "", r"`ema\..* were not restored"),
     ("torch's RNG", '    torch.set_rng_state(checkpoint["rng"]["torch"])\n', "", r"RNG state.*torch"),
     ("numpy's RNG", '    np.random.set_state(checkpoint["rng"]["numpy"])\n', "", r"RNG state.*numpy"),
     ("Python's RNG", '    random.setstate(checkpoint["rng"]["python"])\n', "", r"RNG state.*python"),
