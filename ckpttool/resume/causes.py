@@ -7,8 +7,9 @@ module are not seen in a command; the first checkpoint that differs tells of the
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Sequence
-from typing import Any
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar
 
 from ckpttool.analysis import generators
 from ckpttool.catalogue.identity import same
@@ -17,6 +18,7 @@ from ckpttool.resume.results import RunDifference
 from ckpttool.resume.states import RunState, is_counter, same_batch
 from ckpttool.text import plural, some
 
+T = TypeVar("T")
 _LIMIT = 4  # values of parameter groups that are named
 # Values of a scheduler that no learning rate depends on.
 _ASIDE = ("_step_count", "_last_lr", "_get_lr_called_within_step", "_is_initial", "verbose")
@@ -26,41 +28,26 @@ OTHER_MODULE = "module not restored"
 """The kind of difference of weights that no optimizer trains."""
 
 
-def causes(
-    before: RunState,
-    after: RunState,
-    step: int,
-    *,
-    start: RunState | None = None,
-    again: RunState | None = None,
-    others: Collection[RunState] = (),
-    saved: Callable[[], Collection[str]] = tuple,
-) -> list[RunDifference]:
-    """Return what differed in a run (`after`) when step `step` began; nothing if it had what A had (`before`).
+@dataclass
+class Causes:
+    """What differed in a run (`after`) when step `step` began; nothing if it had what A had (`before`).
 
     `start` is what was there as built: of a command what A had when its first step began. `again` is what a repetition
     of A had: what differs there is no cause. `others` are what A had when other steps began. `saved` returns the
     digests of the tensors in the checkpoint.
     """
-    return list(_Causes(before, after, step, start, again, others, saved).all())
 
+    before: RunState
+    after: RunState
+    step: int
+    start: RunState | None = None
+    again: RunState | None = None
+    others: Collection[RunState] = ()
+    saved: Callable[[], Collection[str]] = tuple
 
-class _Causes:
-    def __init__(
-        self,
-        before: RunState,
-        after: RunState,
-        step: int,
-        start: RunState | None,
-        again: RunState | None,
-        others: Collection[RunState],
-        saved: Callable[[], Collection[str]],
-    ) -> None:
-        self.before, self.after, self.start, self.again = before, after, start, again
-        self.others, self.saved = others, saved
-        self.when = f"when step {step} began"
-        self.step = step
-        self.world = min(before.world, after.world)
+    def __post_init__(self) -> None:
+        before, after, start, again = self.before, self.after, self.start, self.again
+        self.when, self.world = f"when step {self.step} began", min(before.world, after.world)
         excused = {name for name in before.kinds if again is not None and again.digests(name) != before.digests(name)}
         if any(before.kinds[name] != "buffer" for name in excused):  # which ones it is depends on chance
             excused = set(before.kinds)
@@ -82,7 +69,7 @@ class _Causes:
     def _finding(self, kind: str, message: str, names: Sequence[str], **more: Any) -> RunDifference:
         return RunDifference(kind, message, name=names[0], part=self.before.part(names[0]), **more)
 
-    def all(self) -> Iterator[RunDifference]:
+    def __iter__(self) -> Iterator[RunDifference]:
         """Yield all that differed, what the update is made of first."""
         found = [*self._untied("weight"), *self._weights("weight", "of the model"), *self._buffers()]
         state = list(self._state())
@@ -128,11 +115,7 @@ class _Causes:
 
     def _alike(self, names: list[str]) -> Iterator[tuple[list[str], str]]:
         """Yield names, and what their tensors are instead: zero, as they were built, ...; "" if that is unknown."""
-        found: dict[str, list[str]] = {}
-        for name in names:
-            found.setdefault(self._instead(name), []).append(name)
-        for how, own in found.items():
-            yield own, how
+        yield from ((own, how) for how, own in _grouped(names, self._instead))
 
     def _instead(self, name: str) -> str:
         before, after = self.before, self.after
@@ -195,19 +178,13 @@ class _Causes:
         moments = [name for name in moments if name not in missing]
         yield from self._counters(counters, every, alone=not moments)
         pairs, left = self._swapped(moments)
-        by_pair: dict[tuple[str, str], list[str]] = {}
-        for one, other in pairs:
-            by_pair.setdefault((_parameter(one), _parameter(other)), []).append(one)
-        for (first, second), own in by_pair.items():
-            message = f"the moments of `{first}` and `{second}` are swapped ({', '.join(map(_leaf, own))})"
-            yield self._finding("swapped", message, own)
+        for (first, second), own in _grouped(pairs, lambda pair: tuple(map(_parameter, pair))):
+            message = f"the moments of `{first}` and `{second}` are swapped ({', '.join(_leaf(one) for one, _ in own)})"
+            yield self._finding("swapped", message, own[0])
         yield from self._moments(left, every)
 
     def _counters(self, names: list[str], every: list[str], *, alone: bool) -> Iterator[RunDifference]:
-        by_values: dict[tuple[Any, Any], list[str]] = {}
-        for name in names:
-            by_values.setdefault((self.before.number(name), self.after.number(name)), []).append(name)
-        for (was, now), own in by_values.items():
+        for (was, now), own in _grouped(names, lambda name: (self.before.number(name), self.after.number(name))):
             if was is None or now is None:
                 continue
             of = "" if len(own) == sum(map(is_counter, every)) else f" of {some([_parameter(name) for name in own])}"
@@ -259,11 +236,8 @@ class _Causes:
 
     def _on_any(self, belongs: Callable[[str], bool]) -> list[tuple[str, Any, Any]]:
         """Return values that differ on any rank, with those of the first such rank."""
-        every = (one for rank in range(self.world) for one in self._changed(rank, belongs))
-        found: dict[str, tuple[str, Any, Any]] = {}
-        for one in every:
-            found.setdefault(one[0], one)
-        return [*found.values()]
+        every = [one for rank in range(self.world) for one in self._changed(rank, belongs)]
+        return [*{one[0]: one for one in reversed(every)}.values()][::-1]
 
     def _groups(self, *, is_lost: bool) -> Iterator[RunDifference]:
         """Yield hyperparameters, and numbers that an optimizer keeps beside its tensors."""
@@ -311,16 +285,16 @@ class _Causes:
 
     def _generators(self) -> dict[int, list[str]]:
         """Return the generators whose states differ and matter, by rank."""
-        kinds: dict[int, list[str]] = {}
-        for rank in range(self.world):
-            was, now = self.before.rng(rank), self.after.rng(rank)
-            for kind in sorted(was.keys() & now.keys()):
-                is_drawn = self.start is None or self.start.rng(rank).get(kind) != was[kind]
-                is_repeated = self.again is None or self.again.rng(rank).get(kind) == was[kind]
-                later = [one.ranks[rank]["rng"].get(kind) for one in (self.before, self.after)]
-                if is_drawn and is_repeated and was[kind] != now[kind] and later[0] != later[1]:
-                    kinds.setdefault(rank, []).append(kind)
-        return kinds
+
+        def matters(rank: int, kind: str) -> bool:
+            was, now = (one.rng(rank)[kind] for one in (self.before, self.after))
+            is_drawn = self.start is None or self.start.rng(rank).get(kind) != was
+            is_repeated = self.again is None or self.again.rng(rank).get(kind) == was
+            later = [one.ranks[rank]["rng"].get(kind) for one in (self.before, self.after)]
+            return is_drawn and is_repeated and was != now and later[0] != later[1]
+
+        every = {rank: sorted(self.before.rng(rank).keys() & self.after.rng(rank).keys()) for rank in range(self.world)}
+        return _only(every, matters)
 
     def _may_follow(self, found: Sequence[RunDifference]) -> bool:
         """Return whether a batch may be what another model made, whose weights are not as they were."""
@@ -339,10 +313,8 @@ class _Causes:
         kinds, data = self._generators(), self._data(other) if other else None
         if data or not (other or is_alone):
             # From a generator that no forward pass draws from, a loader drew: its batches are known.
-            drawn = {rank: [kind for kind in own if kind in self.before.drawn(rank)] for rank, own in kinds.items()}
-            kinds = {rank: own for rank, own in drawn.items() if own}
-        lost = {rank: [kind for kind in own if not self._follows(rank, kind)] for rank, own in kinds.items()}
-        lost = {rank: own for rank, own in lost.items() if own}
+            kinds = _only(kinds, lambda rank, kind: kind in self.before.drawn(rank))
+        lost = _only(kinds, lambda rank, kind: not self._follows(rank, kind))
         # From one that was restored, another number was drawn for another batch.
         kinds = lost if data or (other and lost) else kinds
         of = f" of rank {', '.join(map(str, kinds))}"
@@ -372,26 +344,20 @@ class _Causes:
     def _drawn(self, kinds: dict[int, list[str]]) -> str:
         """Return which states of A the generators of ranks have instead, or how many numbers further; "" if unknown."""
         found: dict[str, None] = {}
-        for rank, own in kinds.items():
-            for kind in own:
-                now = self.after.words(rank, kind)
-                alike = [one for one in self.others if now is not None and one.words(rank, kind) == now]
-                near = alike[:1] or [one for one in (self.before, self.start) if one is not None]
-                known = {self._when(one): one.words(rank, kind) for one in near}
-                found[generators.origin(kind, now, known)] = None
+        for rank, kind in ((rank, kind) for rank, own in kinds.items() for kind in own):
+            now = self.after.words(rank, kind)
+            alike = [one for one in self.others if now is not None and one.words(rank, kind) == now]
+            near = alike[:1] or [one for one in (self.before, self.start) if one is not None]
+            known = {self._when(one): one.words(rank, kind) for one in near}
+            found[generators.origin(kind, now, known)] = None
         return ", and ".join(filter(None, found))
 
     def _follows(self, rank: int, kind: str) -> bool:
         """Return whether a generator has the state that A had, or one near it, and not near that of the start."""
-        far = [
-            generators.numbers_between(was, now)
-            for one in (self.before, self.start)
-            if one is not None
-            and (was := one.words(rank, kind)) is not None
-            and (now := self.after.words(rank, kind)) is not None
-        ]
-        near = [abs(count) for count in far if count is not None]
-        return bool(far) and far[0] is not None and abs(far[0]) == min(near)
+        now, near = self.after.words(rank, kind), [one for one in (self.before, self.start) if one is not None]
+        words = [one.words(rank, kind) for one in near if now is not None]
+        far = [generators.numbers_between(was, now) for was in words if was is not None]
+        return bool(far) and far[0] is not None and abs(far[0]) == min(abs(one) for one in far if one is not None)
 
     def _when(self, state: RunState) -> str:
         return f"run A when step {self.step + state.step - self.before.step} began"
@@ -423,6 +389,20 @@ class _Causes:
             if same_batch(had, batch)
         )
         return next(iter([*of_step, *every]), None)
+
+
+def _grouped(items: Iterable[T], key: Callable[[T], Any]) -> Iterator[tuple[Any, list[T]]]:
+    """Yield the keys of items, each with the items that have it."""
+    found: dict[Any, list[T]] = {}
+    for one in items:
+        found.setdefault(key(one), []).append(one)
+    yield from found.items()
+
+
+def _only(kinds: dict[int, list[str]], belongs: Callable[[int, str], bool]) -> dict[int, list[str]]:
+    """Return the generators of each rank that belong, and no rank without one."""
+    found = {rank: [kind for kind in own if belongs(rank, kind)] for rank, own in kinds.items()}
+    return {rank: own for rank, own in found.items() if own}
 
 
 def _begin(one: Any, other: Any) -> bool:

@@ -120,7 +120,7 @@ def check_gradients(report: TrialReport, run: str, alone: Mapping[str, Any]) -> 
         passed = None
         message = f"all are {factor:.3g} times those of one rank: `step` scales them otherwise than by a mean"
     else:
-        message = f"`{worst.removeprefix('gradient.')}` is {errors[worst]:.2g} of its norm from that of one rank"
+        message = f"`{worst}` is {errors[worst]:.2g} of its norm from that of one rank"
     _add(report, RankCheck("gradients reduced", run, len(errors), passed, message))
 
 

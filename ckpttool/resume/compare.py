@@ -30,7 +30,7 @@ from ckpttool.catalogue.parts import kind_of_key
 from ckpttool.catalogue.shown import shown, spelt
 from ckpttool.errors import UsageError
 from ckpttool.resume import states, steps
-from ckpttool.resume.causes import causes
+from ckpttool.resume.causes import Causes
 from ckpttool.resume.results import Compared, Drift, RunDifference, RunReport, ScriptRun, TrialReport
 from ckpttool.resume.states import RunState, is_counter
 from ckpttool.resume.steps import LOSS, compare_steps, of_losses
@@ -64,7 +64,7 @@ def compare_states(
     """Compare what two runs had when a step began, bit for bit: a row for each part, and the causes of differences,
     which are returned."""
     parts = states.differing(before, after)
-    findings = causes(before, after, after.step, start=start)
+    findings = [*Causes(before, after, after.step, start=start)]
     for part, (names, unequal) in parts.items():
         message = "bitwise, on whole tensors" if part in ("model", "optimizer") else ""
         if rows:
@@ -143,18 +143,15 @@ class Unrepeated:
         return kind in ("rng", "dataloader") and self.kinds.get(kind, step + 1) <= step
 
 
-def unrepeated(pairs: Sequence[tuple[ScriptRun, ScriptRun]]) -> Unrepeated:
-    """Return what differs between runs that train the same steps without interruption."""
+def unrepeated(one: ScriptRun, other: ScriptRun) -> Unrepeated:
+    """Return what differs between two runs that train the same steps without interruption."""
     found = Unrepeated()
-    for one, other in pairs:
-        for step, paths in shared(one, other).items():
-            with SavedState(paths[0]) as before, SavedState(paths[1]) as after:
-                found.add(before, difference_names(compare(before, after)), step)
-        since = steps.unrepeated(of_losses(one.steps), of_losses(other.steps)).get(LOSS)
-        if since is not None:
-            found.kinds[LOSS] = min(since, found.kinds.get(LOSS, since))
-        if not found.run and any(kind in JUDGED for kind in found.kinds):
-            found.run = other.name
+    for step, paths in shared(one, other).items():
+        with SavedState(paths[0]) as before, SavedState(paths[1]) as after:
+            found.add(before, difference_names(compare(before, after)), step)
+    since = steps.unrepeated(of_losses(one.steps), of_losses(other.steps)).get(LOSS)
+    found.kinds |= {LOSS: since} if since is not None else {}
+    found.run = other.name if any(kind in JUDGED for kind in found.kinds) else ""
     return found
 
 

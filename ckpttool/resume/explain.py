@@ -189,9 +189,7 @@ def _begun(starts: Starts, reference: ScriptRun, b: ScriptRun) -> tuple[str, lis
     but = f" ({some(names)} could not be seen)" if names else ""
     return (
         f"all that the hook saw of run {b.name} when step {step + 1} began is as in run {reference.name}{but}",
-        state_causes.causes(
-            before, after, step + 1, start=start, again=again, others=others, saved=partial(_digests, starts)
-        ),
+        [*state_causes.Causes(before, after, step + 1, start, again, others, partial(_digests, starts))],
     )
 
 

@@ -16,7 +16,7 @@ import os
 import shlex
 import sys
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import cache, partial
@@ -134,13 +134,13 @@ def run(
             report.message = f"would start the command {cost.runs} times{trains.replace(' and ', ', and train ')}"
             return report
         try:
-            excused = _all(starts, via, to_world if other_world else None, way, has_controls=control)
+            _all(starts, via, to_world if other_world else None, way, has_controls=control)
         except RunEnded as ended:
             if not report.runs:
                 hint = f"the last lines of its output: {' | '.join(ended.failure.output[-3:])}"
                 raise UsageError(ended.failure.message, hint=hint, run="A", output=ended.failure.output) from None
-            report.failure, excused = ended.failure, compare.Unrepeated()
-        compare.judge(report, excused)
+            report.failure = ended.failure
+        compare.judge(report, starts.excused)
         if report.verdict == "same":
             _check_resumed(starts)
             controls.judge(report)
@@ -179,10 +179,8 @@ def _plan(starts: Starts) -> list[ScriptRun]:
     return [a, b]
 
 
-def _all(
-    starts: Starts, via: str, to_world: int | None, way: ways.Way | None, *, has_controls: bool
-) -> compare.Unrepeated:
-    """Run all that is needed for a verdict, compare, and return what the command does not repeat."""
+def _all(starts: Starts, via: str, to_world: int | None, way: ways.Way | None, *, has_controls: bool) -> None:
+    """Run all that is needed for a verdict, and compare."""
     report = starts.report
     a = starts.uninterrupted("A")
     _choose(starts, a)
@@ -199,13 +197,12 @@ def _all(
         report.notes.append(f"run A: {seen}: without its saves it may train otherwise")
     starts.tell(f"run A took {duration(a.seconds)}: about {duration(report.cost.seconds - a.seconds)} more")
     starts.check_disk()
-    excused, b = compare.Unrepeated(), ScriptRun("B", [], starts.written("B"), "", starts.world, resumed_at=report.at)
-    origin = "A"
+    b, origin = ScriptRun("B", [], starts.written("B"), "", starts.world, resumed_at=report.at), "A"
     if report.stop != COPY:
         origin, stopped = "B", starts.interrupted()
         if not saves_at:
             _check_training(starts, a, stopped)
-        excused = compare.unrepeated([(a, stopped)])
+        starts.excused.join(compare.unrepeated(a, stopped))
         starts.seen["stopped"] = starts.seen["B"]  # which are others when B has been resumed
         b.stopped, b.seconds = stopped.stopped, stopped.seconds
         starts.check_disk()
@@ -225,9 +222,9 @@ def _all(
         starts.resume(b, source, to_world)
     if not compare.shared(reference, b, report.at):
         raise RunEnded(FailedCommand("B", f"run B saved no checkpoint after step {report.at}", last_lines(b.log)))
-    changing = cache(partial(compare.changed_by, a))
+    starts.changing = cache(partial(compare.changed_by, a))
     rows, findings = len(report.compared), len(report.findings)
-    first = _compare(starts, reference, b, excused, changing)
+    first = _compare(starts, reference, b)
     unequal = any(row.equal is False for row in report.compared[rows:])
     if unequal or report.findings[findings:] or report.unproven:
         # Noise, or a fault: what A does not repeat itself is none.
@@ -238,21 +235,16 @@ def _all(
         report.cost.runs, report.cost.steps = report.cost.runs + 1, report.cost.steps + report.until
         del report.compared[rows:], report.findings[findings:]
         report.unproven, report.unjudged, report.reasons = [], [], {}
-        excused.join(compare.unrepeated([(a, a2)]))
-        first = _compare(starts, reference, b, excused, changing)
+        starts.excused.join(compare.unrepeated(a, a2))
+        first = _compare(starts, reference, b)
     if not report.causes and report.findings:
         report.causes = explain.causes(starts, reference, first)
     if to_world is not None:
         compare.add_drift(report, a, b)
-    if has_controls and compare.is_same(report, excused):
-        _resume_again(starts, reference, b, to_world, excused, changing)
-    if has_controls and compare.is_same(report, excused):
-
-        def judged(these: Starts, expected: ScriptRun, run: ScriptRun) -> None:
-            _compare(these, expected, run, excused, changing)
-
-        controls.add_controls(starts, reference, b, "stopped" if origin == "B" else origin, judged)
-    return excused
+    if has_controls and compare.is_same(report, starts.excused):
+        _resume_again(starts, reference, b, to_world)
+    if has_controls and compare.is_same(report, starts.excused):
+        controls.add_controls(starts, reference, b, "stopped" if origin == "B" else origin, _compare)
 
 
 def _check_training(starts: Starts, a: ScriptRun, saved: ScriptRun) -> None:
@@ -263,14 +255,7 @@ def _check_training(starts: Starts, a: ScriptRun, saved: ScriptRun) -> None:
     starts.report.notes += [starts.misplaced] if starts.misplaced else []
 
 
-def _resume_again(
-    starts: Starts,
-    reference: ScriptRun,
-    b: ScriptRun,
-    to_world: int | None,
-    excused: compare.Unrepeated,
-    changing: Callable[[], Collection[str]],
-) -> None:
+def _resume_again(starts: Starts, reference: ScriptRun, b: ScriptRun, to_world: int | None) -> None:
     """Resume from the last checkpoint that B saved itself before the end, and compare that run, too: what only a run
     that was resumed saves wrongly, and what is not judged of its checkpoints, shows there."""
     report = starts.report
@@ -284,20 +269,15 @@ def _resume_again(
     report.cost.runs, report.cost.steps = report.cost.runs + 1, report.cost.steps + report.until - max(steps)
     starts.resume(again, checkpoint, to_world)
     findings = len(report.findings)
-    _compare(starts, reference, again, excused, changing)
+    _compare(starts, reference, again)
     for finding in report.findings[findings:]:
         finding.message = f"after a second resume, from step {max(steps)}, {finding.message}"
 
 
-def _compare(
-    starts: Starts,
-    reference: ScriptRun,
-    b: ScriptRun,
-    excused: compare.Unrepeated,
-    changing: Callable[[], Collection[str]],
-) -> compare.FirstDifference | None:
+def _compare(starts: Starts, reference: ScriptRun, b: ScriptRun) -> compare.FirstDifference | None:
+    """Compare all of a run that resumed with its reference, and return the first checkpoint that differs."""
     may_miss = starts.seen[b.name].may_miss
-    first = compare.compare_runs(starts.report, reference, b, excused, changing, may_miss=may_miss)
+    first = compare.compare_runs(starts.report, reference, b, starts.excused, starts.changing, may_miss=may_miss)
     _compare_beside(starts, reference, b)
     if starts.observe is not False and (starts.observe or starts.hooked[b.name].steps):
         _compare_observed(starts, reference, b)

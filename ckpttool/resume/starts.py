@@ -12,7 +12,7 @@ import shlex
 import shutil
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from ckpttool.analysis.losses import Losses, Output, read_log
@@ -21,6 +21,7 @@ from ckpttool.resume import observe as inject
 from ckpttool.resume import window
 from ckpttool.resume.checkpoints import Checkpoints, Fingerprint, fingerprint, nbytes
 from ckpttool.resume.commands import Commands, with_steps
+from ckpttool.resume.compare import Unrepeated
 from ckpttool.resume.observe import Hooked
 from ckpttool.resume.process import LAST_LINES, Process, last_lines
 from ckpttool.resume.results import FailedCommand, Loss, RunDifference, RunReport, Saved, ScriptRun
@@ -81,6 +82,8 @@ class Starts:
     resumed: set[str] = field(default_factory=set)  # runs that left out what came before their resume
     recorded: tuple[int, ...] = (1,)  # steps whose state is recorded: as it was built, or resumed
     control: str = ""  # part of the state that the hook leaves out
+    excused: Unrepeated = field(default_factory=Unrepeated)  # what the command does not repeat
+    changing: Callable[[], Collection[str]] = tuple  # values that training changes
     misplaced: str | None = None  # why the checkpoint that B resumes from is of another step
     _recording: str = ""  # the folder that the hook of the run that goes on writes to
 
@@ -313,7 +316,7 @@ class Starts:
         found, priced, until = self.seen[run.name], run.name != "A", self.report.until
         environment = self._environment(run.name, "hook", is_resumed=run.resumed_at is not None)
         with Process(run.command, run.log, environment) as process:
-            last, since, looked, hook = None, 0.0, 0, environment.get("CKPTTOOL_HOOK_FOLDER", "")
+            last, since, looked, hook = None, 0.0, 0, self._recording
             for _ in self._while_running(process, run):
                 paths = found.find()
                 if not priced and (first := next(iter(paths.values()), None)) and not found.why_not(first):

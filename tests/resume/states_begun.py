@@ -3,7 +3,7 @@
 What is recorded goes to FOLDER/NAME.
 """
 
-import importlib.util
+import json
 import os
 import random
 import sys
@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from ckpttool.resume import observe as inject
+from ckpttool.resume.observe.site.hook import Observer
 
 
 class Net(nn.Module):
@@ -82,10 +83,8 @@ FAULTS = {
 
 
 def train(folder: str, fault: str) -> None:
-    spec = importlib.util.spec_from_file_location("_ckpttool_hook", os.path.join(inject.SITE, "hook.py"))
-    hook = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(hook)
-    observer = hook.Observer(folder, print, torch, frozenset((1, 3)), observe=False)
+    variables = inject.environment(folder, states=(1, 3))
+    observer = Observer(json.loads(variables["CKPTTOOL_HOOK"]), print, torch)
     torch.manual_seed(0), random.seed(0)
     model = Net()
     groups = [{"params": [model.query.weight, model.key.weight]}, {"params": [*model.norm.parameters()]}]

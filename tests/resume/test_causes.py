@@ -16,7 +16,7 @@ import torch
 from ckpttool.analysis import generators
 from ckpttool.resume import observe as inject
 from ckpttool.resume import states
-from ckpttool.resume.causes import causes
+from ckpttool.resume.causes import Causes
 from ckpttool.resume.observe.site import state
 from ckpttool.resume.states import RunState
 
@@ -69,7 +69,7 @@ def begun(folder: Path, step: int = 3) -> RunState:
 
 
 def told(*arguments: Any, **options: Any) -> list[str]:
-    return [finding.message for finding in causes(*arguments, **options)]
+    return [finding.message for finding in Causes(*arguments, **options)]
 
 
 def test_each_fault_is_told_alone(recorded: Path) -> None:
@@ -79,9 +79,9 @@ def test_each_fault_is_told_alone(recorded: Path) -> None:
 
 def test_what_a_repetition_does_not_repeat_is_no_cause(recorded: Path) -> None:
     before, lr = begun(recorded / "none"), begun(recorded / "lr")
-    assert causes(before, lr, 3, again=lr) == []
+    assert [*Causes(before, lr, 3, again=lr)] == []
     # Of weights that come out differently, which ones it is depends on chance.
-    assert causes(before, begun(recorded / "moments swapped"), 3, again=begun(recorded / "weight")) == []
+    assert [*Causes(before, begun(recorded / "moments swapped"), 3, again=begun(recorded / "weight"))] == []
 
 
 def test_weights_as_they_were_built_are_called_so(recorded: Path) -> None:
@@ -170,7 +170,7 @@ def test_what_cannot_be_read_is_named_and_not_compared() -> None:
     }
     tensors = [{"model.w": {"unseen": "NotImplementedError"}}, {"model.w": {"sha256": "aa"}}]
     before, after = (RunState([one | {"tensors": own}]) for own in tensors)
-    assert causes(before, after, 3) == [] and before.unseen == {"model.w", "batch"}
+    assert [*Causes(before, after, 3)] == [] and before.unseen == {"model.w", "batch"}
 
 
 @pytest.mark.parametrize("numel", [4, 4_000])

@@ -249,7 +249,7 @@ def test_what_is_not_judged_is_named_with_its_reason_everywhere(tmp_path: Path) 
         noted = {"saved_at": time.time() + number, "port": number}
         torch.save({"model": {"w": torch.ones(3)}, "config": config, "noted": noted}, path)
         run_.checkpoints = [Saved(4, str(path), 1)]
-    excused = compare.unrepeated([(report.runs[0], report.runs[2])])
+    excused = compare.unrepeated(report.runs[0], report.runs[2])
     compare.compare_runs(report, report.runs[0], report.runs[1], excused)
     compare.judge(report, excused)
     reasons = {
@@ -502,13 +502,14 @@ def test_a_plan_leaves_no_folder_and_a_report_needs_one(tmp_path: Path) -> None:
 def test_a_flag_that_changes_the_training_is_not_blamed_on_a2() -> None:
     a, a2, b = (ScriptRun(name, [], "", "") for name in ("A", "A2", "B"))
     a.steps, a2.steps, b.steps = ([Loss(1, 3.0), Loss(2, last)] for last in (2.0, 2.0, 2.5))
-    excused = compare.unrepeated([(a, a2), (a, b)])
+    excused = compare.unrepeated(a, a2)
+    excused.join(compare.unrepeated(a, b))
     report = RunReport(words=[], rule="bitwise", rule_message="", at=2, until=5, stop="max-steps=--steps")
     report.runs = [a, a2, b]
     compare.judge(report, excused)
     assert report.verdict == "nondeterministic" and "`loss` of run B differ from those of run A" in report.message
     assert any("with `--steps 2` than with `--steps 5`" in note for note in report.notes)
-    assert compare.unrepeated([(a, b), (a, a2)]).run == "B" and not compare.unrepeated([(a, a2)]).run
+    assert compare.unrepeated(a, b).run == "B" and not compare.unrepeated(a, a2).run
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,6 @@ import torch
 from ckpttool.cli.junit import junit_xml
 from ckpttool.resume import controls
 from ckpttool.resume.observe.site.control import Perturbation
-from ckpttool.resume.observe.site.state import living
 from ckpttool.resume.results import Control as Outcome
 from ckpttool.resume.results import RunReport
 from ckpttool.resume.runs import run
@@ -124,7 +123,7 @@ def test_each_rank_leaves_out_its_shards() -> None:
 
 
 def control(what: str, folder: Path) -> Perturbation:
-    return Perturbation(what, str(folder), torch, lambda: 0, lambda kind: living(kind)[0])
+    return Perturbation(what, str(folder), torch)
 
 
 def count(folder: Path) -> int:
@@ -172,13 +171,13 @@ def test_an_optimizer_goes_on_without_its_moments(name: str, tmp_path: Path) -> 
     assert count(tmp_path) and next(model.parameters()).shape == (2, 3)
 
 
-def test_a_scheduler_is_at_its_start(tmp_path: Path) -> None:
+def test_a_scheduler_is_at_its_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     _, optimizer, _ = stepped(torch.optim.SGD, lr=0.1)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
     scheduler.step()
     assert optimizer.param_groups[0]["lr"] == 0.05
-    one = Perturbation("scheduler", str(tmp_path), torch, lambda: 0, lambda kind: [scheduler])
-    one.control_step(optimizer)
+    monkeypatch.setattr("ckpttool.resume.observe.site.control.living", lambda kind: [[scheduler]])
+    control("scheduler", tmp_path).control_step(optimizer)
     assert (scheduler.last_epoch, optimizer.param_groups[0]["lr"], count(tmp_path)) == (0, 0.1, 1)
 
 

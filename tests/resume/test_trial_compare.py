@@ -133,7 +133,7 @@ def test_losses_of_ranks_with_batches_of_their_own_are_not_judged() -> None:
 def checked(*rows: list[float] | None) -> tuple[bool | None, str, list[RunDifference]]:
     """What is said of gradients by their distance from those of one rank, the norm of these, and the projection."""
     made = report()
-    checks.check_gradients(made, "A", {"compute": "float32", "rows": {f"gradient.{n}": r for n, r in enumerate(rows)}})
+    checks.check_gradients(made, "A", {"compute": "float32", "rows": {str(n): r for n, r in enumerate(rows)}})
     [check] = made.checks
     return check.passed, check.message, made.findings
 

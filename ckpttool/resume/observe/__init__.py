@@ -8,8 +8,9 @@ it is after each save. `Hooked` reads what it has written.
 from __future__ import annotations
 
 import glob
+import json
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -25,7 +26,7 @@ def environment(
     *,
     seed: int | None = 0,
     observe: bool = False,
-    states: Iterable[int] = (),
+    states: Sequence[int] = (),
     keep: tuple[str, str] | None = None,
     is_resumed: bool = False,
     is_rounded: bool = False,
@@ -36,8 +37,8 @@ def environment(
 
     The state is recorded where the steps in `states` begin, counted from 1 in each process. `keep` is the output
     directory and the folder in which it is kept as it is after each save; in a run that was not resumed, the state is
-    recorded where the first step after each save begins, too; with `is_rounded`, also as it is in smaller
-    dtypes. A run that was resumed lists directories backwards.
+    recorded where the first step after each save begins, too; with `is_rounded`, also as it is in smaller dtypes. A run
+    that was resumed lists directories backwards.
     With no `seed`, no switch is set. A run that resumes should have another seed than the run from its start: a script
     that seeds nothing and restores nothing would otherwise draw the numbers of the start again, and seem to be right,
     as would one whose data come from a set. What the user has set is kept. `control` names the part of the state that
@@ -45,22 +46,14 @@ def environment(
     """
     if seed is None and not observe:
         return {}
-    paths = [SITE, *filter(None, [present.get("PYTHONPATH")])]
-    variables = {"PYTHONPATH": os.pathsep.join(paths), "CKPTTOOL_HOOK_FOLDER": os.path.abspath(folder)}
-    if seed is not None:
-        switches = {"PYTHONHASHSEED": str(seed), "CUBLAS_WORKSPACE_CONFIG": _CUBLAS, "TORCHINDUCTOR_DETERMINISTIC": "1"}
-        variables |= {name: present.get(name, value) for name, value in switches.items()}
-        variables["CKPTTOOL_HOOK_SEED"] = str(seed)
-    if recorded := ",".join(map(str, states)):
-        variables["CKPTTOOL_HOOK_STATES"] = recorded
-    if keep is not None:
-        variables |= {"CKPTTOOL_HOOK_OUT": keep[0], "CKPTTOOL_HOOK_KEPT": keep[1]}
-        variables |= {} if is_resumed else {"CKPTTOOL_HOOK_SAVES": keep[0]}
-    if is_resumed and seed is not None:
-        variables["CKPTTOOL_HOOK_BACKWARDS"] = "1"
-    variables |= {"CKPTTOOL_HOOK_CONTROL": control} if control else {}
-    variables |= {"CKPTTOOL_HOOK_ROUNDED": "1"} if is_rounded else {}
-    return variables | ({"CKPTTOOL_HOOK_OBSERVE": "1"} if observe else {})
+    settings = {"folder": os.path.abspath(folder), "seed": seed, "observe": observe, "states": [*states], "keep": keep}
+    settings |= {"is_resumed": is_resumed, "is_rounded": is_rounded, "control": control}
+    switches = {"PYTHONHASHSEED": str(seed), "CUBLAS_WORKSPACE_CONFIG": _CUBLAS, "TORCHINDUCTOR_DETERMINISTIC": "1"}
+    return {
+        "PYTHONPATH": os.pathsep.join([SITE, *filter(None, [present.get("PYTHONPATH")])]),
+        "CKPTTOOL_HOOK": json.dumps(settings),
+        **{name: present.get(name, value) for name, value in switches.items() if seed is not None},
+    }
 
 
 @dataclass(frozen=True, slots=True)

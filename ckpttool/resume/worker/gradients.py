@@ -7,17 +7,14 @@ concatenated batches of all ranks must compute the same gradients, up to the ord
 
 from __future__ import annotations
 
-import json
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import nullcontext
 from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as torch_dcp
 from torch import nn
-from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict import StateDictOptions
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
@@ -31,13 +28,13 @@ from ckpttool.resume.worker.record import gathered
 from ckpttool.resume.worker.setup import Built
 from ckpttool.training import collectives, fsdp1
 
-FOLDER, INDEX = "gradients", "index.json"
-_GRADIENT, _MODEL, _INPUT = "gradient.", "model.", "input."
+FILE = "gradients.pt"
 
 
+@collectives.quiet()
 def keep(job: Job, built: Built, inputs: tuple[Any, Any] | None) -> str:
-    """Save the inputs of each rank, the parameters and the reduced gradients by torch alone. Returns the reason if that
-    is not possible, or ""."""
+    """Save the inputs of all ranks, the parameters and the reduced gradients, whole, by torch alone. Returns the reason
+    if that is not possible, or ""."""
     leaves, spec = _pytree.tree_flatten(inputs) if inputs is not None else ([], None)
     why = next(filter(None, collectives.all_gather(_why_not(built, leaves))), "")
     if why or spec is None or inputs is None:
@@ -48,16 +45,11 @@ def keep(job: Job, built: Built, inputs: tuple[Any, Any] | None) -> str:
     joined = _joined([batch for _, batch in sorted(dict(batches).items())]) if batches is not None else ("", [])
     if why := str(collectives.from_first(joined[0])):
         return why
-    folder = os.path.join(job.folder, FOLDER)
-    state = {f"{_MODEL}{name}": value for name, value in save_load.model_state(built.model).items()}
-    state |= _gradients(built, inputs) | {f"{_INPUT}{i}": v for i, v in enumerate(joined[1]) if torch.is_tensor(v)}
-    with collectives.quiet():
-        torch_dcp.save(state, checkpoint_id=folder)
+    model = dict(_whole(save_load.model_state(built.model)))
+    kept: dict[str, Any] = {"model": model, "gradients": dict(_whole(_gradients(built, inputs)))}
+    kept |= {"leaves": joined[1], "spec": _pytree.treespec_dumps(spec), "compute": _compute(built.model)}
     if dist.get_rank() == 0:
-        leaves = [None if torch.is_tensor(value) else value for value in joined[1]]
-        index = {"leaves": leaves, "spec": _pytree.treespec_dumps(spec), "compute": _compute(built.model)}
-        with open(os.path.join(folder, INDEX), "w", encoding="utf-8") as stream:
-            json.dump(index, stream)
+        torch.save(kept, os.path.join(job.folder, FILE))
     return ""
 
 
@@ -66,28 +58,15 @@ def again(job: Job, built: Built) -> dict[str, Any]:
     """Compute on one rank the gradients of the run in `job.gradients_of`. Returns the dtype that the model computes in,
     and of each gradient its distance from that of the other run, its norm, and the projection of the other one on it;
     None of one that only the other run has, or only this one."""
-    folder = os.path.join(job.gradients_of or "", FOLDER)
-    with open(os.path.join(folder, INDEX), encoding="utf-8") as stream:
-        kept = json.load(stream)
-    index = torch_dcp.FileSystemReader(folder).read_metadata().state_dict_metadata
-    saved: dict[str, Any] = {
-        name: torch.empty(one.size, dtype=one.properties.dtype)
-        for name, one in index.items()
-        if isinstance(one, TensorStorageMetadata)
-    }
-    torch_dcp.load(saved, checkpoint_id=folder)
-    theirs = {name: value.double() for name, value in saved.items() if name.startswith(_GRADIENT)}
-    state = {name.removeprefix(_MODEL): value for name, value in saved.items() if name.startswith(_MODEL)}
-    save_load.set_model(built.model, state, StateDictOptions(full_state_dict=True))
-    tensors = {int(name.removeprefix(_INPUT)): one for name, one in saved.items() if name.startswith(_INPUT)}
-    leaves = [tensors[i].to(job.device) if i in tensors else value for i, value in enumerate(kept["leaves"])]
+    kept = torch.load(os.path.join(job.gradients_of or "", FILE), weights_only=True)
+    save_load.set_model(built.model, kept["model"], StateDictOptions(full_state_dict=True))
+    leaves = [one.to(job.device) if isinstance(one, torch.Tensor) else one for one in kept["leaves"]]
     inputs = _pytree.tree_unflatten(leaves, _pytree.treespec_loads(kept["spec"]))
-    whole = ((name, gathered(value)) for name, value in _gradients(built, inputs).items())
-    own = {name: value.detach().cpu().double() for name, value in whole if value is not None}
+    own, theirs = dict(_whole(_gradients(built, inputs))), kept["gradients"]
     rows: dict[str, list[float] | None] = {}
     for name in sorted(own.keys() | theirs.keys()):
         if name in own and name in theirs and own[name].shape == theirs[name].shape:
-            one, other = own[name], theirs[name]
+            one, other = own[name].double(), theirs[name].double()
             norms = (torch.linalg.vector_norm(value) for value in (one - other, one))
             rows[name] = [*map(float, norms), float((one * other).sum())]
         else:
@@ -95,6 +74,14 @@ def again(job: Job, built: Built) -> dict[str, Any]:
             is_zero = not any(bool(side[name].any()) for side in (own, theirs) if name in side)
             rows[name] = [0.0, 0.0, 0.0] if is_zero else None
     return {"compute": kept["compute"], "rows": rows}
+
+
+def _whole(tensors: Mapping[str, Any]) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield tensors with their names, whole and on the CPU, on rank 0. Every rank calls it."""
+    for name, tensor in tensors.items():
+        whole = gathered(tensor)
+        if whole is not None and dist.get_rank() == 0:
+            yield name, whole.detach().cpu()
 
 
 def _gradients(built: Built, inputs: tuple[Any, Any]) -> dict[str, Any]:
@@ -108,7 +95,7 @@ def _gradients(built: Built, inputs: tuple[Any, Any]) -> dict[str, Any]:
     with collectives.quiet(), flat if fsdp1.is_fsdp1(built.model) else nullcontext():
         for name, parameter in built.model.named_parameters():
             if parameter.grad is not None:
-                found[f"{_GRADIENT}{strip_wrappers(name)}"] = parameter.grad.detach().clone()
+                found[strip_wrappers(name)] = parameter.grad.detach().clone()
     built.optimizer.zero_grad()
     built.model.train()
     return found

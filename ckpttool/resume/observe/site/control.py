@@ -10,8 +10,10 @@ import json
 import os
 import random
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
+
+from .state import living, local, rank
 
 _SEED = 987_654_321
 
@@ -26,10 +28,8 @@ class Perturbation:
     weights     one element of the first weight with a gradient is another
     """
 
-    def __init__(
-        self, what: str, folder: str, torch: Any, rank: Callable[[], int], living: Callable[[Any], list[Any]]
-    ) -> None:
-        self._what, self._folder, self._torch, self._rank, self._living = what, folder, torch, rank, living
+    def __init__(self, what: str, folder: str, torch: Any) -> None:
+        self._what, self._folder, self._torch = what, folder, torch
         self._count, self._stepped = 0, set[int]()
 
     def control_forward(self) -> None:
@@ -46,7 +46,7 @@ class Perturbation:
             elif self._what == "rng" and is_first:
                 self._add(self._seed())
             elif self._what == "scheduler" and is_first:
-                self._add(sum(map(_restart, self._living(self._torch.optim.lr_scheduler.LRScheduler))))
+                self._add(sum(map(_restart, living(self._torch.optim.lr_scheduler.LRScheduler)[0])))
             elif self._what == "weights" and not self._count:
                 self._add(self._change(optimizer))
         self._stepped.add(id(optimizer))
@@ -59,7 +59,7 @@ class Perturbation:
         return True
 
     def _seed(self) -> int:
-        seed = _SEED + 1_000 * self._count + self._rank()
+        seed = _SEED + 1_000 * self._count + rank(self._torch)
         random.seed(seed)
         self._torch.manual_seed(seed)  # of all devices
         if (numpy := sys.modules.get("numpy")) is not None:
@@ -67,16 +67,16 @@ class Perturbation:
         return 2 + (numpy is not None)
 
     def _clear(self, tensor: Any) -> int:
-        local = _local(tensor)
-        is_set = bool(local.any())
-        local.zero_()
+        own = local(tensor)
+        is_set = bool(own.any())
+        own.zero_()
         return int(is_set)
 
     def _change(self, optimizer: Any) -> int:
         for parameter in (one for group in optimizer.param_groups for one in group["params"]):
-            local = _local(parameter.detach())
-            if parameter.grad is not None and local.is_floating_point() and local.numel():
-                first = local[(0,) * local.dim()]
+            own = local(parameter.detach())
+            if parameter.grad is not None and own.is_floating_point() and own.numel():
+                first = own[(0,) * own.dim()]
                 first.copy_(first + 0.1 * max(1.0, abs(float(first))))
                 return 1
         return 0
@@ -85,7 +85,7 @@ class Perturbation:
         self._count += count
         path = os.path.join(self._folder, f"control.{os.getpid()}.json")
         with open(path, "w", encoding="utf-8") as stream:
-            json.dump({"rank": self._rank(), "count": self._count}, stream)
+            json.dump({"rank": rank(self._torch), "count": self._count}, stream)
 
 
 def _moments(torch: Any, optimizer: Any) -> Iterator[Any]:
@@ -108,7 +108,3 @@ def _restart(scheduler: Any) -> int:
         elif initial is not None:
             group["lr"] = initial
     return 1
-
-
-def _local(tensor: Any) -> Any:
-    return tensor.to_local() if hasattr(tensor, "to_local") else tensor

@@ -12,67 +12,57 @@ It runs in the environment of the script: nothing of ckpttool can be imported, a
 No collective is called and no random number is drawn, so that training takes the same course as without it.
 """
 
-import array
-import base64
-import ctypes
 import functools
 import gc
 import hashlib
-import importlib.util
 import json
 import math
 import operator
 import os
-import random
-import struct
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
+from .control import Perturbation
+from .keep import Keeper
+from .state import _DIGITS, Recorder, digest, elements, flat_on_cpu, has_elements, local, rank, rng, sha
+
 Note = Callable[[str, BaseException], None]
-_STATE = os.path.join(os.path.dirname(os.path.abspath(__file__)), "state.py")
-_KEEP = os.path.join(os.path.dirname(os.path.abspath(__file__)), "keep.py")
-_CONTROL = os.path.join(os.path.dirname(os.path.abspath(__file__)), "control.py")
 _SMALL = 8  # a save of fewer bytes, by this factor, than the largest is of no whole state
 _INPUTS = 64  # inputs of modules in a step that are recorded
-_MT19937 = 5056  # bytes of the state of torch's generator of the CPU
 _PART = 1 << 16  # elements that are squared at once
 _UNSAVED = 8  # times that nothing was saved between two steps, at which it is looked at what changed there
-_DIGITS = 16  # of a digest: enough to tell batches apart, and a line that people can read
 
 
-def install(folder: str, note: Note, keeper: Any = None) -> None:
-    """Do what the environment asks for, and write down what was done. `keeper` keeps what is saved."""
+def install(settings: Mapping[str, Any], note: Note, keeper: Keeper | None = None) -> None:
+    """Do what the settings of `observe.environment` ask for, and write down what was done. `keeper` keeps what is
+    saved."""
     import torch
 
     did: list[str] = []
-    seed = os.environ.get("CKPTTOOL_HOOK_SEED")
-    for what, switch in (*_switches(torch, int(seed)),) if seed else ():
+    for what, switch in _switches(torch, settings["seed"]) if settings["seed"] is not None else ():
         try:
             switch()
             did.append(what)
         except Exception as error:
             note(what, error)
     try:
-        _count_steps(folder, torch)
+        _count_steps(settings["folder"], torch)
     except Exception as error:
         note("the count of steps", error)
-    observed = bool(os.environ.get("CKPTTOOL_HOOK_OBSERVE"))
-    states = frozenset(int(one) for one in (os.environ.get("CKPTTOOL_HOOK_STATES") or "").split(",") if one)
-    if observed or states or os.environ.get("CKPTTOOL_HOOK_CONTROL"):
+    if settings["observe"] or settings["states"] or settings["control"]:
         # What imports have made is not searched for what lives in the process: no module and no tensor is there yet.
         gc.freeze()
-        Observer(folder, note, torch, states, keeper, observe=observed).start()
-    about = {"pid": os.getpid(), "words": sys.argv, "torch": torch.__version__, "did": did, "observed": observed}
-    with open(os.path.join(folder, f"hook.{os.getpid()}.json"), "w", encoding="utf-8") as stream:
-        json.dump(about, stream)
+        Observer(settings, note, torch, keeper).start()
+    with open(os.path.join(settings["folder"], f"hook.{os.getpid()}.json"), "w", encoding="utf-8") as stream:
+        json.dump({"did": did}, stream)
 
 
 def _switches(torch: Any, seed: int) -> Iterator[tuple[str, Callable[[], Any]]]:
     yield f"random.seed({seed} + rank)", lambda: None  # by sitecustomize, at the start
     if (numpy := sys.modules.get("numpy")) is not None:
-        yield f"numpy.random.seed({seed} + rank)", lambda: numpy.random.seed(seed + _rank(torch))
-    yield f"torch.manual_seed({seed} + rank)", lambda: torch.manual_seed(seed + _rank(torch))
+        yield f"numpy.random.seed({seed} + rank)", lambda: numpy.random.seed(seed + rank(torch))
+    yield f"torch.manual_seed({seed} + rank)", lambda: torch.manual_seed(seed + rank(torch))
     # As `use_deterministic_algorithms(True, warn_only=True)`, which imports the compiler for half a second: that has a
     # variable for it.
     yield "torch.set_deterministic_debug_mode('warn')", lambda: torch.set_deterministic_debug_mode("warn")
@@ -111,39 +101,24 @@ def _trains(optimizer: Any) -> bool:
     """Return whether a step trains: DCP takes one without a learning rate and a gradient to create optimizer state."""
     if any(float(group.get("lr", 1.0)) for group in optimizer.param_groups):
         return True
-    gradients = (_local(one.grad) for group in optimizer.param_groups for one in group["params"])
+    gradients = (local(one.grad) for group in optimizer.param_groups for one in group["params"])
     return any(gradient is not None and bool(gradient.any()) for gradient in gradients)
-
-
-def _rank(torch: Any) -> int:
-    distributed = torch.distributed
-    if distributed.is_available() and distributed.is_initialized():
-        return int(distributed.get_rank())
-    return int(os.environ.get("RANK") or 0)
 
 
 class Observer:
     """Observes the steps of all optimizers of a process.
 
     The loss is the root of a backward pass. The batch is what the outermost module was given, without what has a
-    gradient of its own; what the data loaders gave since the step before is recorded beside it. Without `observe`, only
-    the state is recorded where the steps in `states` begin, and the first step after each save to the directory in
-    CKPTTOOL_HOOK_SAVES; without saves, nothing after the last of the steps.
+    gradient of its own; what the data loaders gave since the step before is recorded beside it. Unless it is to
+    `observe`, only the state is recorded where the steps in `states` begin, and in a run that was not resumed the first
+    step after each save; of one that was, nothing after the last of the steps.
     """
 
-    def __init__(
-        self,
-        folder: str,
-        note: Note,
-        torch: Any,
-        states: frozenset[int] = frozenset(),
-        keeper: Any = None,
-        *,
-        observe: bool = True,
-    ) -> None:
-        self._folder, self._note, self._torch, self._observe = folder, note, torch, observe
-        self._keeper, saves = keeper, os.environ.get("CKPTTOOL_HOOK_SAVES")
-        self._saves = _load("_ckpttool_saves", _KEEP).Keeper(saves, None) if saves else None
+    def __init__(self, settings: Mapping[str, Any], note: Note, torch: Any, keeper: Keeper | None = None) -> None:
+        self._folder, self._note, self._torch, self._observe = settings["folder"], note, torch, settings["observe"]
+        self._keeper, what, is_rounded = keeper, settings["control"], settings["is_rounded"]
+        sees_saves = settings["keep"] and not settings["is_resumed"]
+        self._saves = Keeper(settings["keep"][0], None) if sees_saves else None
         self._is_saved, self._largest = False, 1
         self._lr: dict[int, list[float]] = {}  # by the id of an optimizer, in its last step
         self._events: set[str] = set()  # since the last step
@@ -151,15 +126,9 @@ class Observer:
         self._after: tuple[Any, str, dict[str, str]] | None = None  # the last step: optimizer, weights, RNG
         self._between: dict[str, Any] | None = None  # what changed between the last step and the one that goes on
         self._unsaved = 0
-        self._state = _load("_ckpttool_state", _STATE)
-        is_rounded = bool(os.environ.get("CKPTTOOL_HOOK_ROUNDED"))
         self._sees_changes = self._saves is not None and not is_rounded  # in run A, which alone is asked for them
-        self._recorder = self._state.Recorder(folder, torch, states, self._rng, self._words, is_rounded=is_rounded)
-        what = os.environ.get("CKPTTOOL_HOOK_CONTROL")
-        control = _load("_ckpttool_control", _CONTROL).Perturbation if what else None
-        self._control = control and control(
-            what, folder, torch, lambda: _rank(torch), lambda kind: self._state.living(kind)[0]
-        )
+        self._recorder = Recorder(self._folder, torch, settings["states"], is_rounded=is_rounded)
+        self._control = Perturbation(what, self._folder, torch) if what else None
         self._steps: dict[int, list[int]] = {}  # by the id of an optimizer: its index, and its steps so far
         self._losses: list[float] = []
         self._inputs: list[str] = []
@@ -262,7 +231,7 @@ class Observer:
     def _see_loss(self, roots: Any) -> None:
         for root in [roots] if isinstance(roots, self._torch.Tensor) else list(roots):
             if root.numel() == 1:
-                self._losses.append(float(_local(root.detach())))
+                self._losses.append(float(local(root.detach())))
 
     def _see_inputs(self, args: Any, kwargs: Any) -> None:
         if digest := self._digest((args, kwargs)):
@@ -277,7 +246,7 @@ class Observer:
 
     def _see(self, event: str) -> None:
         """Write down that something happens, once a step."""
-        if event not in self._events and self._saves is not None and _rank(self._torch) == 0:
+        if event not in self._events and self._saves is not None and rank(self._torch) == 0:
             self._events.add(event)
             with open(os.path.join(self._folder, f"events.{os.getpid()}.jsonl"), "a", encoding="utf-8") as stream:
                 stream.write(json.dumps({"event": event, "step": self._recorder.count}) + "\n")
@@ -299,25 +268,25 @@ class Observer:
         if self._after is not None:
             self._between, self._after = self._changed_since(*self._after), None
 
-    def _changed_since(self, optimizer: Any, weights: str, rng: Mapping[str, str]) -> dict[str, Any] | None:
+    def _changed_since(self, optimizer: Any, weights: str, before: Mapping[str, str]) -> dict[str, Any] | None:
         """Return what has changed since the last step; None if nothing was saved, which was looked at often enough."""
         self._unsaved += not self._is_saved
         if not self._is_saved and self._unsaved > _UNSAVED:
             return None
-        changed = [kind for kind, digest in self._rng().items() if rng.get(kind, digest) != digest]
+        changed = [kind for kind, digest in rng(self._torch).items() if before.get(kind, digest) != digest]
         changed += ["weights"] if self._parameters(optimizer) != weights else []
         return {"saved": self._is_saved, "events": sorted(self._events), "changed": changed}
 
     def _begin_step(self, optimizer: Any) -> None:
         if not self._torch.compiler.is_compiling() and _trains(optimizer):
-            rank, batch = _rank(self._torch), " ".join(self._inputs[-_INPUTS:]) or self._fetched
             self._look_for_saves()
-            step = self._recorder.begin_step(optimizer, batch, rank, is_saved=self._is_saved)
+            batch = " ".join(self._inputs[-_INPUTS:]) or self._fetched
+            step = self._recorder.begin_step(optimizer, batch, is_saved=self._is_saved)
             self._is_saved = False
             if self._control is not None:
                 self._try(self._control.control_step, optimizer)
             if self._keeper is not None:
-                if rank:
+                if rank(self._torch):
                     self._keeper.stop()
                 self._keeper.keep(step)
             if self._backward > 1:
@@ -339,9 +308,8 @@ class Observer:
         squares = 0.0
         for gradient in (one.grad for group in optimizer.param_groups for one in group["params"]):
             if gradient is not None:
-                local = _local(gradient.detach())
-                local = local.coalesce().values() if local.is_sparse else local
-                squares += _square(self._torch, local)
+                own = local(gradient.detach())
+                squares += _square(self._torch, own.coalesce().values() if own.is_sparse else own)
         self._norm = math.sqrt(squares)
 
     def _after_step(self, optimizer: Any) -> None:
@@ -350,12 +318,12 @@ class Observer:
             return
         number = self._steps.setdefault(id(optimizer), [len(self._steps), 0])
         number[1] += 1
-        parameters, rng = self._parameters(own), self._rng()
+        parameters, states = self._parameters(own), rng(self._torch)
         if self._sees_changes:
-            self._after = own, parameters, rng
+            self._after = own, parameters, states
         self._write(
             {
-                "rank": _rank(self._torch),
+                "rank": rank(self._torch),
                 "optimizer": number[0],
                 "step": number[1],
                 "loss": math.fsum(self._losses) if self._losses else None,
@@ -363,65 +331,31 @@ class Observer:
                 "lr": [float(group["lr"]) for group in optimizer.param_groups if "lr" in group],
                 "batch": " ".join(self._inputs[-_INPUTS:]) or None,
                 "fetched": self._fetched,
-                "rng": rng,
+                "rng": states,
                 "parameters": parameters,
                 "between": self._between,
             }
         )
         self._losses, self._inputs, self._fetched, self._between = [], [], [], None
 
-    def _rng(self) -> dict[str, str]:
-        found = {"python": _sha(repr(random.getstate()).encode())}
-        if (numpy := sys.modules.get("numpy")) is not None:
-            _, keys, *rest = numpy.random.get_state(legacy=True)
-            found["numpy"] = _sha(keys.tobytes() + repr(rest).encode())
-        found["torch"] = _sha(_bytes(self._torch.get_rng_state()))
-        if self._torch.cuda.is_available() and self._torch.cuda.is_initialized():
-            found["cuda"] = _sha(_bytes(self._torch.cuda.get_rng_state()))
-        return found
-
-    def _words(self) -> dict[str, Any]:
-        """Return the position and the words of each generator, which tell how far it is from another state."""
-        _, (*keys, position), _ = random.getstate()
-        found: dict[str, tuple[int, bytes]] = {"python": (position, array.array("I", keys).tobytes())}
-        if (numpy := sys.modules.get("numpy")) is not None:
-            _, words, position, *_ = numpy.random.get_state(legacy=True)
-            found["numpy"] = (int(position), words.tobytes())
-        state = self._torch.get_rng_state()
-        if state.numel() == _MT19937:
-            left, words = struct.unpack_from("<8xi", _bytes(state))[0], state.view(self._torch.int64)[3:627]
-            found["torch"] = (625 - left, _bytes(words.to(self._torch.int32)))
-        if self._torch.cuda.is_available() and self._torch.cuda.is_initialized():
-            seed, offset = self._torch.cuda.get_rng_state().view(self._torch.int64).tolist()
-            found["cuda"] = (offset, repr(seed).encode())
-        return {name: [position, base64.b64encode(words).decode()] for name, (position, words) in found.items()}
-
     def _parameters(self, optimizer: Any) -> str:
         tensors = (one for group in optimizer.param_groups for one in group["params"])
-        return _sha("".join(self._state.digest(self._torch, one)["sha256"] for one in tensors).encode())
+        return sha("".join(digest(self._torch, one)["sha256"] for one in tensors).encode())
 
     def _digest(self, values: Any) -> str | None:
         """Return the digest of the tensors in nested values that have no gradient; None if there are none."""
-        digest, any_ = hashlib.sha256(), False
+        whole, any_ = hashlib.sha256(), False
         for value in self._torch.utils._pytree.tree_leaves(_plain(values)):
             if isinstance(value, self._torch.Tensor) and not value.requires_grad and not value.is_meta:
-                digest.update(f"{value.dtype}{list(value.shape)}".encode())
-                digest.update(_bytes(_local(value)))
+                whole.update(f"{value.dtype}{list(value.shape)}".encode())
+                whole.update(elements(flat) if has_elements(local(value)) and len(flat := flat_on_cpu(value)) else b"")
                 any_ = True
-        return digest.hexdigest()[:_DIGITS] if any_ else None
+        return whole.hexdigest()[:_DIGITS] if any_ else None
 
     def _write(self, record: dict[str, Any]) -> None:
         # One write for each step: what a run has recorded is there when it is killed.
         with open(os.path.join(self._folder, f"steps.{os.getpid()}.jsonl"), "a", encoding="utf-8") as stream:
             stream.write(json.dumps(record) + "\n")
-
-
-def _load(name: str, path: str) -> Any:
-    """Return a module of this folder, which is on no path."""
-    spec: Any = importlib.util.spec_from_file_location(name, path)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 def _square(torch: Any, tensor: Any) -> float:
@@ -442,18 +376,3 @@ def _plain(values: Any) -> Any:
     if isinstance(values, (list, tuple)):
         return [_plain(value) for value in values]
     return values
-
-
-def _local(tensor: Any) -> Any:
-    return tensor.to_local() if hasattr(tensor, "to_local") else tensor
-
-
-def _bytes(tensor: Any) -> Any:
-    """Return the elements of a tensor as a buffer, without numpy, which knows no bfloat16."""
-    plain = tensor.detach().cpu().contiguous()
-    has_elements = plain.numel() and plain.untyped_storage().nbytes()
-    return ctypes.string_at(plain.data_ptr(), plain.numel() * plain.element_size()) if has_elements else b""
-
-
-def _sha(data: bytes) -> str:
-    return hashlib.sha256(data).hexdigest()[:_DIGITS]

@@ -5,39 +5,43 @@ it is written to a file that the report reads. A `sitecustomize` that was there 
 """
 
 import io
+import json
 import os
 import sys
 from typing import Any
 
 _HERE = os.path.dirname(os.path.abspath(__file__))
-_FOLDER = os.environ.get("CKPTTOOL_HOOK_FOLDER")
+_SETTINGS = json.loads(os.environ.get("CKPTTOOL_HOOK") or "{}")
+_PACKAGE = "_ckpttool_site"  # what the modules of this folder, which is on no path, are a package of
 _keeper: Any = None
 
 
 def _failed(what: str, error: BaseException) -> None:
     try:
-        with open(os.path.join(_FOLDER or "", f"failed.{os.getpid()}.txt"), "a", encoding="utf-8") as stream:
+        with open(os.path.join(_SETTINGS["folder"], f"failed.{os.getpid()}.txt"), "a", encoding="utf-8") as stream:
             stream.write(f"{what}: {type(error).__name__}: {error}\n".replace("\n", " ").strip() + "\n")
     except OSError:
         pass
 
 
-def _load(name: str, path: str) -> Any:
-    import importlib.util
+def _load(name: str) -> Any:
+    """Import a module of this folder."""
+    import importlib
+    from importlib.machinery import ModuleSpec
+    from importlib.util import module_from_spec
 
-    spec = importlib.util.spec_from_file_location(name, path)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    if _PACKAGE not in sys.modules:
+        spec = ModuleSpec(_PACKAGE, None, is_package=True)
+        spec.submodule_search_locations = [_HERE]
+        sys.modules[_PACKAGE] = module_from_spec(spec)
+    return importlib.import_module(f"{_PACKAGE}.{name}")
 
 
 def _keep() -> None:
     """Keep the output directory as it is after each save: in rank 0 of a launcher, or any process without a rank."""
     global _keeper
-    if (out := os.environ.get("CKPTTOOL_HOOK_OUT")) and not int(os.environ.get("RANK") or 0):
-        keep = _load("_ckpttool_keep", os.path.join(_HERE, "keep.py"))
-        _keeper = keep.Keeper(out, os.environ["CKPTTOOL_HOOK_KEPT"], _failed)
+    if _SETTINGS["keep"] and not int(os.environ.get("RANK") or 0):
+        _keeper = _load("keep").Keeper(*_SETTINGS["keep"], _failed)
         sys.addaudithook(_keeper.audit)
 
 
@@ -69,8 +73,7 @@ def _hook() -> None:
     try:
         if _keeper is not None:
             _keeper.watch(sys.modules["torch"])
-        module = _load("_ckpttool_hook", os.path.join(_HERE, "hook.py"))
-        module.install(_FOLDER, _failed, _keeper)
+        _load("hook").install(_SETTINGS, _failed, _keeper)
     except Exception as error:
         _failed("the hook", error)
 
@@ -131,15 +134,15 @@ def _chain() -> None:
         spec.loader.exec_module(module)
 
 
-if _FOLDER and __name__ == "sitecustomize":
+if _SETTINGS and __name__ == "sitecustomize":
     try:
-        open(os.path.join(_FOLDER, "started"), "a").close()
-        if os.environ.get("CKPTTOOL_HOOK_SEED"):
+        open(os.path.join(_SETTINGS["folder"], "started"), "a").close()
+        if _SETTINGS["seed"] is not None:
             import random
 
-            random.seed(int(os.environ["CKPTTOOL_HOOK_SEED"]) + int(os.environ.get("RANK") or 0))
-        if os.environ.get("CKPTTOOL_HOOK_BACKWARDS"):
-            _list_backwards()
+            random.seed(_SETTINGS["seed"] + int(os.environ.get("RANK") or 0))
+            if _SETTINGS["is_resumed"]:
+                _list_backwards()
         _keep()
         sys.meta_path.insert(0, _WaitForTorch())
         _write_lines()

@@ -9,18 +9,23 @@ that repeats another one, the digests of its values in smaller dtypes are record
 them; of one that begins, those of values that such a dtype has exactly.
 """
 
+import array
+import base64
 import ctypes
 import functools
 import gc
 import hashlib
 import json
 import os
+import random
+import struct
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import compress
 from typing import Any, NamedTuple
 
-_DIGITS = 16  # of a digest
+_DIGITS = 16  # of a digest: enough to tell batches apart, and a line that people can read
+_MT19937 = 5056  # bytes of the state of torch's generator of the CPU
 _CHUNK = 1 << 24  # bytes that are digested at once
 _SMALL = 1 << 16  # bytes of a tensor that is digested on the CPU, wherever it lies
 _FEW = 1 << 12  # elements, one of which is not zero in most tensors
@@ -45,21 +50,11 @@ class _Living(NamedTuple):
 
 
 class Recorder:
-    """Records the state where steps of these numbers begin. `rng` returns the digests of the generators, `words` the
-    state of each, before the forward pass. With `is_rounded`, values are digested in smaller dtypes, too."""
+    """Records the state where steps of these numbers begin. With `is_rounded`, values are digested in smaller dtypes,
+    too."""
 
-    def __init__(
-        self,
-        folder: str,
-        torch: Any,
-        steps: frozenset[int],
-        rng: Callable[[], dict[str, str]],
-        words: Callable[[], dict[str, Any]],
-        *,
-        is_rounded: bool = False,
-    ) -> None:
-        self._is_rounded = is_rounded
-        self._folder, self._torch, self._left, self._rng, self._words = folder, torch, set(steps), rng, words
+    def __init__(self, folder: str, torch: Any, steps: Iterable[int], *, is_rounded: bool = False) -> None:
+        self._folder, self._torch, self._left, self._is_rounded = folder, torch, {*steps}, is_rounded
         self._counts: dict[int, int] = {}
         self._forward: dict[str, Any] | None = None
         self._there: _Living | None = None  # before the forward pass, but for tensors, which are not held
@@ -93,10 +88,10 @@ class Recorder:
             self._there = there._replace(tensors=[])
             modules, _ = self._named_modules(there)
             buffers = {name: digest(self._torch, tensor) for name, tensor, kind in modules if kind == "buffer"}
-            generators = {"rng": self._rng(), "words": self._words()}
+            generators = {"rng": rng(self._torch), "words": words(self._torch)}
             self._forward = {"buffers": buffers, **generators, **self._of_the_script(there, modules)}
 
-    def begin_step(self, optimizer: Any, batch: Any, rank: int, *, is_saved: bool = False) -> int:
+    def begin_step(self, optimizer: Any, batch: Any, *, is_saved: bool = False) -> int:
         """Record the state if the step that begins is one of those asked for, or something was saved before; return the
         number of the step."""
         step = self._counts[id(optimizer)] = self._counts.get(id(optimizer), 0) + 1
@@ -107,7 +102,7 @@ class Recorder:
             with self._torch.no_grad():
                 rounded = (self._is_rounded or None) if step > 1 else False
                 self._digest = functools.partial(digest, self._torch, rounded=rounded)
-                record = {"rank": rank, "step": step, "batches": self._batches, **self._state(optimizer)}
+                record = {"rank": rank(self._torch), "step": step, "batches": self._batches, **self._state(optimizer)}
             path = os.path.join(self._folder, f"state.{step}.{os.getpid()}.json")
             with open(f"{path}.tmp", "w", encoding="utf-8") as stream:
                 json.dump(record, stream)
@@ -140,7 +135,7 @@ class Recorder:
             for number, one in enumerate(objects):
                 root = f"{kind}_{number}" if number else kind
                 values |= {f"{root}.{key}": _plain(value) for key, value in one.state_dict().items()}
-        return {**state, "rng": self._rng(), "forward": self._forward}
+        return {**state, "rng": rng(self._torch), "forward": self._forward}
 
     def _of_the_script(self, there: _Living, modules: Sequence[tuple[str, Any, str]]) -> dict[str, Any]:
         """Return what a script keeps beside modules and optimizers, before its forward pass: its tensors, `loose`, and
@@ -251,6 +246,14 @@ def _is_below(cls: type, kind: Any) -> bool:
         return False
 
 
+def rank(torch: Any) -> int:
+    """Return the rank of this process."""
+    distributed = torch.distributed
+    if distributed.is_available() and distributed.is_initialized():
+        return int(distributed.get_rank())
+    return int(os.environ.get("RANK") or 0)
+
+
 def tied(named: Iterable[tuple[str, Any]]) -> list[list[str]]:
     """Return the names that are one tensor: `[["model.embed.weight", "model.head.weight"]]`."""
     by_id: dict[int, list[str]] = {}
@@ -259,17 +262,74 @@ def tied(named: Iterable[tuple[str, Any]]) -> list[list[str]]:
     return [sorted(names) for names in by_id.values() if len(names) > 1]
 
 
+# generators -----------------------------------------------------------------------------------------------------------
+
+
+def rng(torch: Any) -> dict[str, str]:
+    """Return the digests of the states of all generators."""
+    return {kind: sha(state) for kind, state, _ in _generators(torch)}
+
+
+def words(torch: Any) -> dict[str, Any]:
+    """Return the position and the words of each generator, which tell how far it is from another state."""
+    return {kind: [one[0], base64.b64encode(one[1]).decode()] for kind, _, one in _generators(torch) if one is not None}
+
+
+def _generators(torch: Any) -> Iterator[tuple[str, bytes, tuple[int, bytes] | None]]:
+    """Yield the state of each generator, and its position and words where they are known."""
+    state: Any = random.getstate()
+    yield "python", repr(state).encode(), (state[1][-1], array.array("I", state[1][:-1]).tobytes())
+    if (numpy := sys.modules.get("numpy")) is not None:
+        _, keys, *rest = numpy.random.get_state(legacy=True)
+        yield "numpy", keys.tobytes() + repr(rest).encode(), (int(rest[0]), keys.tobytes())
+    state, known = torch.get_rng_state(), None
+    if state.numel() == _MT19937:
+        keys = state.view(torch.int64)[3:627].to(torch.int32)
+        known = 625 - struct.unpack_from("<8xi", elements(state))[0], bytes(elements(keys))
+    yield "torch", bytes(elements(state)), known
+    if torch.cuda.is_available() and torch.cuda.is_initialized():
+        state = torch.cuda.get_rng_state()
+        seed, offset = state.view(torch.int64).tolist()
+        yield "cuda", bytes(elements(state)), (offset, repr(seed).encode())
+
+
 # digests --------------------------------------------------------------------------------------------------------------
+
+
+def sha(data: bytes) -> str:
+    """Return a digest."""
+    return hashlib.sha256(data).hexdigest()[:_DIGITS]
+
+
+def local(tensor: Any) -> Any:
+    """Return what this rank has of a tensor."""
+    return tensor.to_local() if hasattr(tensor, "to_local") else tensor
+
+
+def has_elements(tensor: Any) -> bool:
+    """Return whether a tensor has its elements: FSDP frees them, and those of a compiler never had any."""
+    return not hasattr(tensor, "fake_mode") and not (tensor.numel() and not tensor.untyped_storage().nbytes())
+
+
+def flat_on_cpu(tensor: Any) -> Any:
+    """Return what this rank has of a tensor, contiguous on the CPU."""
+    return _there(tensor).detach().cpu().resolve_conj().reshape(-1).contiguous()
+
+
+def elements(flat: Any) -> Any:
+    """Return the elements of a contiguous tensor of the CPU, without numpy, which knows no bfloat16."""
+    size = flat.numel() * flat.element_size()
+    return (ctypes.c_char * size).from_address(flat.data_ptr()) if size else b""
 
 
 def spelt(torch: Any, tensor: Any) -> str:
     """Return a tensor as it is compared with one in a checkpoint: `float32[2] [0.5, 1.0]`, of a larger one with the
     digest of its elements."""
     dtype, shape = str(tensor.dtype).removeprefix("torch."), list(tensor.shape)
-    flat = _local(tensor).detach().cpu().resolve_conj().reshape(-1).contiguous()
+    flat = flat_on_cpu(tensor)
     if flat.numel() <= _SHOWN and dtype in ("float32", "float64", "int64", "int32"):
         return f"{dtype}{shape} {flat.tolist()}"
-    return f"{dtype}{shape} {hashlib.sha256(_bytes(flat)).hexdigest()}"
+    return f"{dtype}{shape} {hashlib.sha256(elements(flat)).hexdigest()}"
 
 
 def digest(torch: Any, tensor: Any, *, rounded: bool | None = None) -> dict[str, Any]:
@@ -294,7 +354,7 @@ def digest(torch: Any, tensor: Any, *, rounded: bool | None = None) -> dict[str,
 
 def _is_exact(torch: Any, tensor: Any, dtype: Any) -> bool:
     """Return whether a smaller dtype has all values of a tensor of this rank."""
-    flat = _local(tensor).reshape(-1)
+    flat = _there(tensor).reshape(-1)
     # The first elements tell of almost every tensor that it is not.
     return all(
         torch.equal(chunk.view(torch.int32), chunk.to(dtype).to(chunk.dtype).view(torch.int32))
@@ -303,42 +363,34 @@ def _is_exact(torch: Any, tensor: Any, dtype: Any) -> bool:
 
 
 def _elements(torch: Any, tensor: Any, dtype: Any = None) -> dict[str, Any]:
-    local = _local(tensor)
-    local = torch.view_as_real(local.resolve_conj()) if local.is_complex() else local
-    flat, count = local.contiguous().reshape(-1), _CHUNK // local.element_size()
+    own = _there(tensor)
+    own = torch.view_as_real(own.resolve_conj()) if own.is_complex() else own
+    flat, count = own.contiguous().reshape(-1), _CHUNK // own.element_size()
     if flat.numel() * flat.element_size() <= _SMALL:
         flat = flat.cpu()
-    whole = hashlib.sha256(f"{tensor.dtype}{list(tensor.shape)}{list(local.shape)}".encode())
+    whole = hashlib.sha256(f"{tensor.dtype}{list(tensor.shape)}{list(own.shape)}".encode())
     is_zero = True
     for low in range(0, flat.numel(), count):
         chunk = flat[low : low + count]
         chunk = chunk if dtype is None else chunk.to(dtype)
         if chunk.device.type == "cpu":
-            whole.update(_bytes(chunk))
+            whole.update(elements(chunk))
             is_zero = is_zero and dtype is None and not (bool(chunk[:_FEW].any()) or bool(chunk.any()))
         else:
             mixed, some = _mixed(torch, chunk.view(torch.uint8))
             whole.update(mixed.to_bytes(8, "little", signed=True))
             is_zero = is_zero and not some
     record: dict[str, Any] = {"sha256": whole.hexdigest()[:_DIGITS], "zero": is_zero}
-    if tensor.numel() == 1 and local.numel() == 1 and not tensor.is_complex():
-        record["value"] = _plain(local)
+    if tensor.numel() == 1 and own.numel() == 1 and not tensor.is_complex():
+        record["value"] = _plain(own)
     return record
 
 
-def _local(tensor: Any) -> Any:
-    """Return what this rank has of a tensor. Raises ValueError for one whose elements are gone, as FSDP frees them, and
-    for one that never had any, as a compiler has them."""
-    tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor
-    if hasattr(tensor, "fake_mode") or (tensor.numel() and not tensor.untyped_storage().nbytes()):
+def _there(tensor: Any) -> Any:
+    """Return what this rank has of a tensor. Raises ValueError for one whose elements are gone."""
+    if not has_elements(own := local(tensor)):
         raise ValueError("a tensor without elements")
-    return tensor
-
-
-def _bytes(flat: Any) -> Any:
-    """Return the elements of a contiguous tensor of the CPU."""
-    size = flat.numel() * flat.element_size()
-    return (ctypes.c_char * size).from_address(flat.data_ptr()) if size else b""
+    return own
 
 
 def _mixed(torch: Any, chunk: Any) -> tuple[int, bool]:
