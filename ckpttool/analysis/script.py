@@ -49,8 +49,9 @@ class ScriptOption:
     name: str
     values: list[str] = field(default_factory=list)  # that it is one of, or is compared with
 
-    def words(self, command: Sequence[str], value: str) -> list[str]:
-        """Return a command with this option."""
+    def words(self, command: Sequence[str], value: str = "") -> list[str]:
+        """Return a command with this option, whose value is the checkpoint or its step if it is no other."""
+        value = value or ("{step}" if self.kind == "number" else "{checkpoint}")
         if self.word.startswith("$"):
             return ["env", f"{self.word[1:]}={value}", *command]
         if self.word.endswith("="):

@@ -19,7 +19,7 @@ _ZERO = 1e-12
 
 
 def check_replicas(report: TrialReport, recorded: RunState, run: str) -> None:
-    """RankCheck that ranks that have the same box of a tensor have the same values in it."""
+    """Check that ranks that have the same box of a tensor have the same values in it."""
     digests: dict[tuple[str, str], list[str]] = {}
     for shards in recorded.shards:
         for name, shard in shards.items():
@@ -37,7 +37,7 @@ def check_replicas(report: TrialReport, recorded: RunState, run: str) -> None:
 
 
 def check_sharding(report: TrialReport, run: str, seen: list[Seen]) -> None:
-    """RankCheck what each rank holds, and that the ranks agree."""
+    """Check what each rank holds, and that the ranks agree."""
     wrong = [(one.rank, shape) for one in seen for shape in one.shapes]
     uneven = sum(one.uneven for one in seen)
     message = f"rank {wrong[0][0]}: {wrong[0][1]}" if wrong else f"{plural(uneven, 'shard')} uneven or empty"

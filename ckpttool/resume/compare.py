@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, suppress
+from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import datetime
 from itertools import pairwise
@@ -122,15 +122,13 @@ class Unrepeated:
     def add(self, state: SavedState, names: Iterable[str], step: int) -> None:
         """Add names that differ at a step."""
         for name in names:
-            self.names.setdefault(name, min(step, self.names.get(name, step)))
-            kind = state.kind_of(name)
-            self.kinds[kind] = min(step, self.kinds.get(kind, step))
+            for known, one in ((self.names, name), (self.kinds, state.kind_of(name))):
+                known[one] = min(step, known.get(one, step))
 
     def join(self, other: Unrepeated) -> None:
         """Add what another repetition did not repeat."""
-        for one, more in ((self.names, other.names), (self.kinds, other.kinds)):
-            for name, step in more.items():
-                one[name] = min(step, one.get(name, step))
+        for known, more in ((self.names, other.names), (self.kinds, other.kinds)):
+            known |= {name: min(step, known.get(name, step)) for name, step in more.items()}
         self.run = self.run or other.run
 
     def excuses(self, state: SavedState, name: str, step: int) -> bool:
@@ -422,17 +420,15 @@ def add_drift(report: RunReport, a: ScriptRun, b: ScriptRun) -> None:
     expected = {loss.number: loss.loss for loss in a.steps}
     losses = [(expected[one.number], one.loss) for one in b.steps if one.number in expected]
     drift = measure_drift("B", losses, "number of ranks")
-    last = [*shared(a, b, b.resumed_at or 0).values()][-1:]
-    with ExitStack() as stack:
-        for paths in last:
-            before, after = (stack.enter_context(SavedState(path)) for path in paths)
+    for paths in [*shared(a, b, b.resumed_at or 0).values()][-1:]:
+        with SavedState(paths[0]) as before, SavedState(paths[1]) as after:
             weights = {
                 one.name: float(one.values.absolute or 0.0)
                 for one in compare(before, after).tensors
                 if before.kind_of(one.name) == "model" and one.values is not None
             }
-            drift.parameter = max(weights, key=lambda name: weights[name], default=None)
-            drift.parameters = weights[drift.parameter] if drift.parameter is not None else None
+        drift.parameter = max(weights, key=lambda name: weights[name], default=None)
+        drift.parameters = weights[drift.parameter] if drift.parameter is not None else None
     report.drifts.append(drift)
 
 

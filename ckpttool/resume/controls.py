@@ -74,7 +74,7 @@ def _control(
     starts: Starts, name: str, reference: ScriptRun, b: ScriptRun, origin: str, until: int, compare: Compare
 ) -> Control:
     """Run one control. Whatever happens in it is a fact about it, and no failure of the verification."""
-    own = ScriptRun(f"control-{name}", [], starts.written(f"control-{name}"), "", b.world_size, resumed_at=b.resumed_at)
+    own = starts.planned(f"control-{name}", b.world_size, b.resumed_at)
     expected = replace(reference, checkpoints=[one for one in reference.checkpoints if one.step <= until])
     aside = RunReport(
         words=starts.report.words, rule=starts.report.rule, rule_message="", at=starts.report.at, until=until,

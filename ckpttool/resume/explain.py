@@ -56,17 +56,12 @@ def _other_checkpoint(starts: Starts) -> int | None:
     """Return the step of another checkpoint of A whose state B had when its first step began; None if there is none."""
     a, began, at = starts.hooked["A"].states, starts.seen["A"].began(), starts.report.at
     after = starts.hooked["B"].states.get(1)
-    weights = [name for name in after.kinds if not name.startswith("apart")] if after is not None else []
 
     def has_state_of(number: int | None) -> bool:
         state = a.get(number or 0)
-        alike = [name for name in weights if state is not None and name in state.kinds]
-        return (
-            after is not None
-            and state is not None
-            and bool(alike)
-            and all(state.digests(name) == after.digests(name) for name in alike if state.kinds[name] != "buffer")
-        )
+        if state is None or after is None or not (alike := after.kinds.keys() & state.kinds.keys()):
+            return False
+        return all(state.digests(name) == after.digests(name) for name in alike if state.kinds[name] != "buffer")
 
     others = [step for step, number in began.items() if step != at and has_state_of(number)]
     return others[0] if others and not has_state_of(began.get(at)) else None
@@ -172,24 +167,21 @@ def _later_cause(starts: Starts) -> str | None:
 
 def _begun(starts: Starts, reference: ScriptRun, b: ScriptRun) -> tuple[str, list[RunDifference]]:
     """Return what differed in run B when its first step began, and if nothing, why no cause follows from it."""
-    step = b.resumed_at or 0
-    after, start, again = starts.hooked[b.name].states.get(1), None, None
-    unseen = "the hook did not see the state of run {} " + f"when step {step + 1} began"
-    if not after:
-        return unseen.format(b.name), []
-    others = starts.hooked["A"].states.values() if reference.name == "A" else ()
-    if reference.name != "A":
-        before = starts.hooked[reference.name].states.get(1)
-    else:
-        start, before, again = starts.hooked["A"].states.get(1), *(_after_save(starts, name) for name in ("A", "A2"))
-        before = before or again  # a save in the background ends some steps later
-    if not before:
-        return unseen.format(reference.name), []
+    step, of_a, after = (b.resumed_at or 0) + 1, reference.name == "A", starts.hooked[b.name].states.get(1)
+    others, start, again = starts.hooked[reference.name].states, None, None
+    before = others.get(1)
+    if of_a:
+        start, again = before, _after_save(starts, "A2")
+        before = _after_save(starts, "A") or again  # a save in the background ends some steps later
+    if not after or not before:
+        name = reference.name if after else b.name
+        return f"the hook did not see the state of run {name} when step {step} began", []
     names = sorted(before.unseen | after.unseen)
     but = f" ({some(names)} could not be seen)" if names else ""
+    known = start, again, others.values() if of_a else (), partial(_digests, starts)
     return (
-        f"all that the hook saw of run {b.name} when step {step + 1} began is as in run {reference.name}{but}",
-        [*state_causes.Causes(before, after, step + 1, start, again, others, partial(_digests, starts))],
+        f"all that the hook saw of run {b.name} when step {step} began is as in run {reference.name}{but}",
+        [*state_causes.Causes(before, after, step, *known)],
     )
 
 

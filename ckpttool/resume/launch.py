@@ -12,8 +12,8 @@ import os
 import re
 import signal
 import sys
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from dataclasses import asdict
 from typing import Any, TypeVar
 
@@ -102,8 +102,11 @@ class TorchrunLauncher(Launcher):
         with self._collectives.together():
             if self.is_first:
                 # Without torchrun's variables: a reshard would wait for the other processes to take their part.
-                with environment({"RANK": None, "WORLD_SIZE": None}):
+                kept = {name: os.environ.pop(name) for name in ("RANK", "WORLD_SIZE")}
+                try:
                     result = make()
+                finally:
+                    os.environ.update(kept)
         return self._collectives.from_first(result)  # type: ignore[no-any-return]
 
 
@@ -111,19 +114,6 @@ def torchrun_world() -> int | None:
     """Return how many processes torchrun started, of which this is one; None without it, and for a single one."""
     number = int(os.environ.get("WORLD_SIZE", "1")) if "RANK" in os.environ else 1
     return number if number > 1 else None
-
-
-@contextmanager
-def environment(values: Mapping[str, str | None]) -> Iterator[None]:
-    """Context manager in which environment variables have these values; with None they do not exist."""
-    kept = {name: os.environ.pop(name) for name in values if name in os.environ}
-    os.environ.update({name: value for name, value in values.items() if value is not None})
-    try:
-        yield
-    finally:
-        for name in values:
-            os.environ.pop(name, None)
-        os.environ.update(kept)
 
 
 def _ended(job: Job, name: str, failed: Mapping[int, int]) -> Ended:

@@ -171,7 +171,7 @@ def _cost(report: RunReport) -> Cost:
 def _plan(starts: Starts) -> list[ScriptRun]:
     """Return what would be run. Raises UsageError for words that cannot be filled, before anything has run."""
     report, resumed = starts.report, starts.limited(starts.report.until, starts.commands.resume)
-    a, b = (ScriptRun(name, [], starts.written(name), "", starts.world) for name in ("A", "B"))
+    a, b = map(starts.planned, ("A", "B"))
     a.command = starts.words(starts.limited(report.until))
     if report.stop != COPY:
         b.stopped = shlex.join(starts.words(starts.limited(report.at)))
@@ -197,7 +197,7 @@ def _all(starts: Starts, via: str, to_world: int | None, way: ways.Way | None, *
         report.notes.append(f"run A: {seen}: without its saves it may train otherwise")
     starts.tell(f"run A took {duration(a.seconds)}: about {duration(report.cost.seconds - a.seconds)} more")
     starts.check_disk()
-    b, origin = ScriptRun("B", [], starts.written("B"), "", starts.world, resumed_at=report.at), "A"
+    b, origin = starts.planned("B", step=report.at), "A"
     if report.stop != COPY:
         origin, stopped = "B", starts.interrupted()
         if not saves_at:
@@ -209,7 +209,7 @@ def _all(starts: Starts, via: str, to_world: int | None, way: ways.Way | None, *
     reference = a
     if to_world is not None:
         checkpoint = starts.restored("control", origin)
-        reference = control = ScriptRun("control", [], starts.written("control"), "", to_world, resumed_at=report.at)
+        reference = control = starts.planned("control", to_world, report.at)
         starts.resume(control, checkpoint, to_world)
         report.runs.append(control)
     checkpoint = starts.restored("B", origin)
@@ -263,7 +263,7 @@ def _resume_again(starts: Starts, reference: ScriptRun, b: ScriptRun, to_world: 
     if not steps:
         return
     starts.check_disk()
-    again = ScriptRun(compare.AGAIN, [], starts.written(compare.AGAIN), "", b.world_size, resumed_at=max(steps))
+    again = starts.planned(compare.AGAIN, b.world_size, max(steps))
     checkpoint = starts.restored(again.name, b.name, max(steps))
     report.runs.append(again)
     report.cost.runs, report.cost.steps = report.cost.runs + 1, report.cost.steps + report.until - max(steps)

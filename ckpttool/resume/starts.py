@@ -96,6 +96,11 @@ class Starts:
         """Return where the output directory of a run is when it has ended."""
         return os.path.join(self.folder, name, "out")
 
+    def planned(self, name: str, world: int | None = None, step: int | None = None) -> ScriptRun:
+        """Return a run that has not begun, which resumes from a step if there is one."""
+        world = world if world is not None else self.world
+        return ScriptRun(name, [], self.written(name), "", world, resumed_at=step)
+
     def words(self, words: Sequence[str], **values: str) -> list[str]:
         """Return the words of a command for a run that begins."""
         world = {"world": str(self.world)} if self.world is not None else {}
@@ -141,7 +146,9 @@ class Starts:
                 self._wait_for_save(process, run, found)
                 run.stopped = self._stop(process)
             else:
-                self._wait_for_end(process, run)
+                for _ in self._while_running(process, run):
+                    found.find()
+                _check_code(process, run)
                 run.stopped = f"by its own end, with {report.stop.partition('=')[2]} {report.at}"
         run.seconds = time.monotonic() - began
         self._move(run, folder)
@@ -189,27 +196,7 @@ class Starts:
         self.tell(f"run {run.name}: resumes from `{os.path.basename(checkpoint)}` and trains to step {until}")
         saved = self.seen[run.name].saved_before(step)
         self._to_the_end(run)
-        if again := self._trained_again(run, saved):
-            self._tell_again(run, again)
-        elif self._counted_again(run):
-            count = plural(self.hooked[run.name].count, "optimizer step")
-            message = f"run {run.name} took {count} after it was resumed from step {step}, as many as run A in all"
-            self._tell_not_resumed(run, message)
-        if self._left_out(run, saved):
-            self.resumed.add(run.name)
-
-    def _left_out(self, run: ScriptRun, saved: Mapping[int, Fingerprint]) -> bool:
-        """Return True if something shows that the steps before the resume were not trained again: they were saved and
-        are as they were, or A printed them and this run did not, or its optimizers took fewer steps."""
-        first = self.report.runs[0]
-        counts = [self.hooked[one.name].count for one in (run, first)]
-        if {first.name, run.name} <= self.ended and 0 < counts[0] < counts[1]:
-            return True
-        now, steps = self.seen[run.name].saved_before(run.resumed_at or 0), first.paths
-        if any(files and saved.get(step) == files for step, files in now.items() if step > 0 and step in steps):
-            return True
-        printed = self.printed(first).keys() - self.printed(run).keys()
-        return any(0 < step < (run.resumed_at or 0) for step in printed)
+        self._look_for_resume(run, saved)
 
     def taken(self, step: int) -> int:
         """Return how many optimizer steps A had taken when it had saved a step."""
@@ -221,43 +208,46 @@ class Starts:
         numbered = isinstance(self.losses, Output) and self.losses.is_numbered
         return self.losses.printed(run.log) if numbered and isinstance(self.losses, Output) else {}
 
-    def _trained_again(self, run: ScriptRun, saved: Mapping[int, Fingerprint]) -> list[int]:
-        """Return the steps up to the one of the resume that were trained after it: saved, or printed as often as in A.
+    def _look_for_resume(self, run: ScriptRun, saved: Mapping[int, Fingerprint]) -> None:
+        """Look for what shows that a run left out the steps before its resume, or that it trained them again: they were
+        saved, or printed as often as in A, or its optimizers took as many steps as those of A from its start.
 
-        A script that forgets to load, or does not know the flag, trains from its start, and comes to the end of A.
+        A script that forgets to load, or does not know the flag, trains from its start, and comes to the end of A. It
+        may print no loss and save at its end only. DCP takes a step to create the state that it loads, which could be
+        taken for that of the first step; and a command that was ended from outside has taken some too many.
         """
-        now = self.seen[run.name].saved_before(run.resumed_at or 0)
-        again = {step for step, files in now.items() if files and not {*files} & {*saved.get(step, ())}}
-        expected, printed = self.printed(self.report.runs[0]), self.printed(run)
-        earlier = [step for step in sorted(expected) if 0 < step < (run.resumed_at or 0)]
+        first, step = self.report.runs[0], run.resumed_at or 0
+        now, expected, printed = self.seen[run.name].saved_before(step), self.printed(first), self.printed(run)
+        count, in_all = (
+            self.hooked[one.name].count if {first.name, run.name} <= self.ended else 0 for one in (run, first)
+        )
+        earlier = [one for one in sorted(expected) if 0 < one < step]
+        again = {one for one, files in now.items() if one > 0 and files and not {*files} & {*saved.get(one, ())}}
         # Not the loss of the best step so far, which some scripts print.
         while earlier and len(printed.get(earlier[-1], ())) >= len(expected[earlier[-1]]):
             again.add(earlier.pop())
-        return sorted(step for step in again if step > 0)
+        if again:
+            self._tell_again(run, min(again))
+        elif run.world_size == first.world_size and step >= _COUNTABLE and count >= in_all > 0:
+            message = f"run {run.name} took {plural(count, 'optimizer step')} after it was resumed from step {step}"
+            self._tell_not_resumed(run, f"{message}, as many as run A in all")
+        is_unprinted = any(0 < one < step for one in expected.keys() - printed.keys())
+        is_there = any(
+            files and saved.get(one) == files for one, files in now.items() if one > 0 and one in first.paths
+        )
+        if 0 < count < in_all or is_there or is_unprinted:
+            self.resumed.add(run.name)
 
-    def _counted_again(self, run: ScriptRun) -> bool:
-        """Return True if the optimizers took as many steps after the resume as in run A from its start.
-
-        A script may print no loss and save at its end only. DCP takes a step to create the state that it loads, which
-        could be taken for that of the first step; and a command that was ended from outside has taken some too many.
-        """
-        first = self.report.runs[0]
-        comparable = {first.name, run.name} <= self.ended and run.world_size == first.world_size
-        if not comparable or (run.resumed_at or 0) < _COUNTABLE:
-            return False
-        return self.hooked[run.name].count >= self.hooked[first.name].count > 0
-
-    def _tell_again(self, run: ScriptRun, again: Sequence[int]) -> None:
+    def _tell_again(self, run: ScriptRun, step: int) -> None:
         """Add a finding for a run that trained from its start; a note for one that went back to an older checkpoint."""
-        report, first = self.report, again[0]
-        known = {one.step for one in report.runs[0].checkpoints} | {one.number for one in report.runs[0].steps}
-        message = f"run {run.name} trained step {first} again after it was resumed from step {run.resumed_at}"
-        if first > min(step for step in known if step > 0):
-            report.notes.append(
-                f"{message}: the command takes another checkpoint than the one of step {run.resumed_at}"
-            )
+        first = self.report.runs[0]
+        known = {one.step for one in first.checkpoints} | {one.number for one in first.steps}
+        message = f"run {run.name} trained step {step} again after it was resumed from step {run.resumed_at}"
+        if step <= min(one for one in known if one > 0):
+            self._tell_not_resumed(run, message)
             return
-        self._tell_not_resumed(run, message)
+        another = f"the command takes another checkpoint than the one of step {run.resumed_at}"
+        self.report.notes.append(f"{message}: {another}")
 
     def _tell_not_resumed(self, run: ScriptRun, message: str) -> None:
         hint = f"what was run: {shlex.join(run.command)}"
@@ -335,8 +325,7 @@ class Starts:
                     last, since = now, time.monotonic()
                 elif time.monotonic() - since > _TIMEOUT:
                     return
-            if code := process.poll():
-                raise RunEnded(_failure(run, code))
+            _check_code(process, run)
             self.ended.add(run.name)
         if process.left:
             self.report.notes.append(f"run {run.name} left processes running, which were ended: {process.left}")
@@ -347,16 +336,9 @@ class Starts:
             if found.complete(at, of_a) is not None:
                 return
         if found.complete(at, of_a) is None:
-            if code := process.poll():
-                raise RunEnded(_failure(run, code))
+            _check_code(process, run)
             message = f"run {run.name} ended before the checkpoint of step {at} was complete"
             raise RunEnded(FailedCommand(run.name, message, last_lines(run.log)))
-
-    def _wait_for_end(self, process: Process, run: ScriptRun) -> None:
-        for _ in self._while_running(process, run):
-            self.seen[run.name].find()
-        if code := process.poll():
-            raise RunEnded(_failure(run, code))
 
     def _while_running(self, process: Process, run: ScriptRun, pause: float = _POLL) -> Iterator[None]:
         """Yield now and then until a command has ended. Raises RunEnded if it takes too long, and StorageError."""
@@ -454,6 +436,11 @@ class Starts:
         if self.max_disk is not None and used > self.max_disk:
             message = f"the runs have written {size(used)}, more than `--max-disk {size(self.max_disk)}`"
             raise StorageError(message, hint="save less often, or compare fewer steps: `--until`")
+
+
+def _check_code(process: Process, run: ScriptRun) -> None:
+    if code := process.poll():
+        raise RunEnded(_failure(run, code))
 
 
 def _failure(run: ScriptRun, code: int) -> FailedCommand:

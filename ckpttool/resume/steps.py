@@ -10,13 +10,13 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 from ckpttool.analysis.differences.elements import Comparison
 from ckpttool.catalogue.dtypes import dtype
 from ckpttool.catalogue.identity import same
 from ckpttool.resume.observe import Hooked, Observed
-from ckpttool.resume.results import Compared, RunDifference, Step
+from ckpttool.resume.results import Compared, Loss, Outcome, RunDifference, Step
 from ckpttool.resume.states import same_batch
 
 LOSS, RNG = "loss", "RNG state"
@@ -26,16 +26,6 @@ _FOLLOWS = (LOSS, "gradient norm", "parameters")  # what comes of another batch,
 _UNSEEN = {"next batch": "`step` does not call the model"}
 _SAVES = 2  # at least, and as many steps without one
 Steps = Mapping[int, Mapping[str, Mapping[Any, Any]]]
-
-
-class _WithLoss(Protocol):
-    number: int
-    loss: float
-
-
-class _Findings(Protocol):
-    compared: list[Compared]
-    findings: list[RunDifference]
 
 
 def of_ranks(steps: Iterable[Step]) -> Steps:
@@ -52,7 +42,7 @@ def of_ranks(steps: Iterable[Step]) -> Steps:
     }
 
 
-def of_losses(losses: Iterable[_WithLoss]) -> Steps:
+def of_losses(losses: Iterable[Loss | Step]) -> Steps:
     """Return the steps of a command of which only the loss is known."""
     return {one.number: {LOSS: {None: one.loss}} for one in losses}
 
@@ -129,7 +119,7 @@ def unrepeated(one: Steps, other: Steps) -> dict[str, int]:
 
 
 def compare_steps(
-    report: _Findings,
+    report: Outcome,
     before: Steps,
     after: Steps,
     run: str,

@@ -327,7 +327,7 @@ def _check_gradients(trial: _Trial, why_not: str) -> None:
 
 
 def _fail(report: TrialReport, ended: Ended) -> None:
-    """TrialReport a run that did not finish. Raises an error of the recipe where nothing was resumed yet."""
+    """Report a run that did not finish. Raises an error of the recipe where nothing was resumed yet."""
     failure, cause = ended.failure, ended.cause
     if cause is not None and cause.exit_code != BUG:
         raise cause from None

@@ -37,17 +37,11 @@ class Way:
 
     def words(self, value: str = "") -> list[str]:
         """Return the words of the command that resumes."""
-        return _words(self.option, self.command, value)
+        return self.option.words(self.command, value) if self.option else [*self.command]
 
     def shown(self, value: str = "") -> str:
         """Return the command that resumes, as `--resume-with` has it."""
-        return " ".join(_words(self.option, ["..."], value))
-
-
-def _words(option: ScriptOption | None, command: Sequence[str], value: str = "") -> list[str]:
-    if option is None:
-        return [*command]
-    return option.words(command, value or ("{step}" if option.kind == "number" else "{checkpoint}"))
+        return " ".join(self.option.words(["..."], value)) if self.option else "..."
 
 
 def find(script: Script, command: Sequence[str], out: str) -> Way:
@@ -62,7 +56,7 @@ def find(script: Script, command: Sequence[str], out: str) -> Way:
             groups[(0 if by_variable else 3) if one.word[0] == "$" else 2 if one.kind == "flag" else 1].append(one)
         for group in groups:
             if len(group) > 1:
-                typed = [" ".join(_words(one, ["..."])) for one in group]
+                typed = [" ".join(one.words(["..."])) for one in group]
                 both = " and ".join(f"`{text}` ({one.where})" for text, one in zip(typed, group, strict=True))
                 given = " or ".join(f"`--resume-with '{one}'`" for one in typed)
                 raise UsageError(f"the command may resume with {both}", hint=given, found=[one.word for one in group])

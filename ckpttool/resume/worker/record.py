@@ -157,7 +157,9 @@ def plain(value: Any) -> Any:
     if isinstance(value, np.generic):
         return plain(value.item())
     if isinstance(value, np.ndarray):
-        return _plain_array(value)
+        is_short = value.dtype.hasobject or value.size <= _SMALL  # the `repr` of others leaves out the middle
+        kept = value.tolist() if is_short else hashlib.sha256(value.tobytes()).hexdigest()
+        return f"numpy {value.dtype}{list(value.shape)} {plain(kept)}"
     if isinstance(value, DTensor):
         value = value.to_local()
     if isinstance(value, torch.Tensor):
@@ -168,13 +170,3 @@ def plain(value: Any) -> Any:
     if hasattr(value, "__dict__"):
         return {"class": type(value).__qualname__, **{key: plain(one) for key, one in vars(value).items()}}
     return _ADDRESS.sub("", repr(value))
-
-
-def _plain_array(value: Any) -> Any:
-    """Return an array by its digest if it is long, as its `repr` leaves out the middle."""
-    kind = f"numpy {value.dtype}{list(value.shape)}"
-    if value.dtype.hasobject:
-        return f"{kind} {[plain(one) for one in value.reshape(-1).tolist()]}"
-    if value.size <= _SMALL:
-        return f"{kind} {value.tolist()}"
-    return f"{kind} {hashlib.sha256(np.ascontiguousarray(value).tobytes()).hexdigest()}"
