@@ -259,7 +259,6 @@ WITH_OWN_FILES = (
     "resume.process",
     "analysis.audit.recipe",
     "resume.runs",
-    "resume.scratch",
     "analysis.script",
     "resume.starts",
     "resume.states",

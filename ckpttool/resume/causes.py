@@ -76,7 +76,10 @@ class Causes:
         found += [*state, *self._groups(is_lost=any(one.kind == "optimizer not loaded" for one in state))]
         found += [*self._of_the_run(), *self._loaders()]
         apart = [*self._untied("apart"), *self._weights("apart", "of modules that no optimizer trains")]
-        found += [*self._batches(is_alone=not (found or apart), may_follow=self._may_follow(found))]
+        roots = {name.partition(".")[0] for name, kind in self.before.kinds.items() if kind in ("weight", "apart")}
+        # A batch may be what another model made, whose weights are not as they were.
+        may_follow = len(roots) > 1 and any(one.part == "model" for one in found)
+        found += [*self._batches(is_alone=not (found or apart), may_follow=may_follow)]
         # A module that no optimizer trains may be one that is not saved, and has no effect.
         yield from found or apart
 
@@ -296,11 +299,6 @@ class Causes:
         every = {rank: sorted(self.before.rng(rank).keys() & self.after.rng(rank).keys()) for rank in range(self.world)}
         return _only(every, matters)
 
-    def _may_follow(self, found: Sequence[RunDifference]) -> bool:
-        """Return whether a batch may be what another model made, whose weights are not as they were."""
-        roots = {name.partition(".")[0] for name, kind in self.before.kinds.items() if kind in ("weight", "apart")}
-        return len(roots) > 1 and any(one.part == "model" for one in found)
-
     def _batches(self, *, is_alone: bool, may_follow: bool) -> Iterator[RunDifference]:
         """Yield the data and the generators of ranks; with `is_alone` those from which nothing was drawn, too, with
         `may_follow` no batch that comes of what was named already."""
@@ -348,7 +346,8 @@ class Causes:
             now = self.after.words(rank, kind)
             alike = [one for one in self.others if now is not None and one.words(rank, kind) == now]
             near = alike[:1] or [one for one in (self.before, self.start) if one is not None]
-            known = {self._when(one): one.words(rank, kind) for one in near}
+            steps = {self.step + one.step - self.before.step: one for one in near}
+            known = {f"run A when step {step} began": one.words(rank, kind) for step, one in steps.items()}
             found[generators.origin(kind, now, known)] = None
         return ", and ".join(filter(None, found))
 
@@ -358,9 +357,6 @@ class Causes:
         words = [one.words(rank, kind) for one in near if now is not None]
         far = [generators.numbers_between(was, now) for was in words if was is not None]
         return bool(far) and far[0] is not None and abs(far[0]) == min(abs(one) for one in far if one is not None)
-
-    def _when(self, state: RunState) -> str:
-        return f"run A when step {self.step + state.step - self.before.step} began"
 
     def _data(self, other: list[tuple[int, Any]]) -> str | None:
         """Return what the batches of ranks are, which are not those of A: of another step or rank; None if unknown."""

@@ -251,10 +251,16 @@ class Checkpoints:
     def _in(self, out: str) -> dict[int, str]:
         """Return the paths of the checkpoints in the output directory, or in it as it was."""
         if not self._pattern:
-            return self._of_framework(out)
+            with suppress(CkptError, OSError):
+                return {one.step: str(one.path) for one in runs.checkpoints(out) if one.step is not None}
+            return {}
         if self._beside:
             return self._with_that_beside(out)
-        return self._by_name(out) if _STEP.search(self._pattern) else self._by_their_steps(out)
+        if _STEP.search(self._pattern):
+            return self._by_name(out)
+        paths = glob.glob(_as_glob(os.path.join(out, self._pattern)))
+        found = [(step, _written(path), path) for path in paths if (step := self._step_of(path)) is not None]
+        return {step: path for step, _, path in sorted(found)}
 
     def _by_name(self, out: str) -> dict[int, str]:
         """Return the paths of the checkpoints whose names say their steps."""
@@ -270,23 +276,12 @@ class Checkpoints:
                     found[steps.pop()] = path
         return dict(sorted(found.items()))
 
-    def _by_their_steps(self, out: str) -> dict[int, str]:
-        """Return the complete checkpoints whose names do not say their steps."""
-        paths = glob.glob(_as_glob(os.path.join(out, self._pattern)))
-        found = [(step, _written(path), path) for path in paths if (step := self._step_of(path)) is not None]
-        return {step: path for step, _, path in sorted(found)}
-
     def _step_of(self, path: str) -> int | None:
         """Return the step of a checkpoint that is complete, as it says itself."""
         now = fingerprint(path)
         if now not in self._steps and self.why_not(path) is None:
             self._steps[now] = step_of(path)
         return self._steps.get(now)
-
-    def _of_framework(self, out: str) -> dict[int, str]:
-        with suppress(CkptError, OSError):
-            return {one.step: str(one.path) for one in runs.checkpoints(out) if one.step is not None}
-        return {}
 
     def _with_that_beside(self, out: str) -> dict[int, str]:
         """Return the checkpoint that the file beside is of. The last one of a run may have none, as nothing resumes

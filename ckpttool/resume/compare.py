@@ -19,7 +19,6 @@ from ckpttool.analysis.differences.results import Diff, ObjectDifference
 from ckpttool.analysis.result import ABSENT
 from ckpttool.analysis.saved_state import (
     SavedState,
-    SavedTensor,
     compare,
     difference_names,
     is_different,
@@ -166,7 +165,9 @@ def check_training(run: ScriptRun, stopped: ScriptRun, at: int, *, is_trained: b
     first, last = next(one for one in stopped.checkpoints if one.step == at), run.checkpoints[-1]
     with SavedState(first.path) as before, SavedState(last.path) as after:
         weights = {name for name in before.tensors if before.kind_of(name) == "model"}
-        weights = {name for name in weights or before.tensors if not _is_count(before.tensors[name])}
+        # Not what is one integer, as the number of a step is: it changes whatever is trained.
+        every = [(name, before.tensors[name]) for name in weights or before.tensors]
+        weights = {name for name, one in every if one.shape or "int" not in one.dtype}
         # Weights under names that nobody knows are compared by their digests.
         weights = weights or {name for name in before.objects if before.kind_of(name) == "other"}
         if not weights:
@@ -185,11 +186,6 @@ def check_training(run: ScriptRun, stopped: ScriptRun, at: int, *, is_trained: b
             f"run {run.name}: no weight changes between step {at} and step {last.step}, so nothing can be shown",
             hint="a later `--at` and `--until`, where the learning rate is no longer zero",
         )
-
-
-def _is_count(tensor: SavedTensor) -> bool:
-    """Return whether a tensor is one integer, as the number of a step is: it changes whatever is trained."""
-    return not tensor.shape and "int" in tensor.dtype
 
 
 @dataclass(slots=True)

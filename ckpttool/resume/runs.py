@@ -31,7 +31,6 @@ from ckpttool.resume import arguments, beside, compare, controls, explain, ways,
 from ckpttool.resume.commands import Commands, parse
 from ckpttool.resume.process import last_lines
 from ckpttool.resume.results import Cost, FailedCommand, RunReport, ScriptRun
-from ckpttool.resume.scratch import checked_folder, kept_folder
 from ckpttool.resume.starts import COPY, SIGNALS, RunEnded, Starts
 from ckpttool.resume.steps import (
     RNG,
@@ -119,9 +118,9 @@ def run(
     say(f"{cost.runs} starts of the command{trains}, at most {duration(timeout)} each; one more if B differs{also}")
     with ExitStack() as stack:
         if dry_run:
-            folder = checked_folder(keep) if keep is not None else "FOLDER"
+            folder = arguments.checked_folder(keep) if keep is not None else "FOLDER"
         else:
-            folder = kept_folder(stack, keep, "ckpttool-run-")
+            folder = arguments.kept_folder(stack, keep, "ckpttool-run-")
             if not commands.uses("out"):
                 stack.enter_context(ways.linked(out, os.path.join(folder, "out")))
         hook = inject_switches, observe, seed_env

@@ -205,8 +205,8 @@ class Starts:
 
     def printed(self, run: ScriptRun) -> Mapping[int, list[float]]:
         """Return the losses that a run printed with their steps, after its resume if it has one."""
-        numbered = isinstance(self.losses, Output) and self.losses.is_numbered
-        return self.losses.printed(run.log) if numbered and isinstance(self.losses, Output) else {}
+        losses = self.losses
+        return losses.printed(run.log) if isinstance(losses, Output) and losses.is_numbered else {}
 
     def _look_for_resume(self, run: ScriptRun, saved: Mapping[int, Fingerprint]) -> None:
         """Look for what shows that a run left out the steps before its resume, or that it trained them again: they were
@@ -402,16 +402,13 @@ class Starts:
             if step <= (until or step) and found.why_not(path, self._of_a(step, run)) is None
         ]
         losses = dict(self.losses(run.folder, run.log, run.resumed_at or 0))
-        if not losses and self._counts_alike:
+        began = self.seen["A"].began().items()
+        # Where the steps that A saves are those of its optimizers, and not, say, epochs.
+        if not losses and all(number is None or number == step + 1 for step, number in began):
             seen = of_hook(hooked, run.resumed_at or 0, until or sys.maxsize)
             first = {step: next(iter(sorted(one[LOSS].items())), None) for step, one in seen.items()}
             losses = {step: one[1] for step, one in first.items() if one is not None and one[1] is not None}
         run.steps = [Loss(step, loss) for step, loss in sorted(losses.items()) if step <= (until or step)]
-
-    @property
-    def _counts_alike(self) -> bool:
-        """Whether the steps that A saves are those of its optimizers, and not, say, epochs."""
-        return all(began is None or began == step + 1 for step, began in self.seen["A"].began().items())
 
     # Cost -------------------------------------------------------------------------------------------------------------
 

@@ -28,7 +28,6 @@ from ckpttool.resume import arguments, checks, compare, states
 from ckpttool.resume.job import BUILT, END, RESUMED, Job, Seen, read_seen
 from ckpttool.resume.launch import Ended, Launcher, TorchrunLauncher, torchrun_world
 from ckpttool.resume.results import RankCheck, Run, Step, TrialReport
-from ckpttool.resume.scratch import kept_folder
 from ckpttool.resume.states import RunState
 from ckpttool.resume.steps import TITLES, compare_steps, of_ranks, unrepeated
 from ckpttool.text import plural
@@ -130,7 +129,7 @@ def trial(
     report.folder = os.path.abspath(keep) if keep is not None else None
     launcher = Launcher() if torchrun_world() is None else TorchrunLauncher(device)
     with ExitStack() as stack:
-        folder = launcher.from_first(lambda: kept_folder(stack, keep, "ckpttool-trial-"))
+        folder = launcher.from_first(lambda: arguments.kept_folder(stack, keep, "ckpttool-trial-"))
         launcher.serve(folder, stack)
         base = Job(folder, loaded.path, own, device, deterministic=deterministic, limit=limit, after=more)
         running = _Trial(base, report, launcher, tell or (lambda line: None))

@@ -98,7 +98,9 @@ def resume(
         else:
             new = [one for one in report.findings[len(findings) :] if one.kind == "not resumed"]
             if not new or (way.is_sure and len(values) == 1):
-                _tell(way, starts, value, [what for what, _, _ in tried])
+                if way.option is not None:
+                    without = f"; {some([what for what, _, _ in tried])} did not resume" if tried else ""
+                    report.resumed_with = f"{way.shown(value)}: {way.option.where}{without}"
                 return
             failure = FailedCommand(run.name, new[0].message)
         tried.append((way.shown(value), failure.message, failure))
@@ -132,12 +134,6 @@ def _values(option: ScriptOption | None, checkpoint: str, step: int | None) -> I
         yield from [f"{{checkpoint}}/{name}" for name in files if len(files) == 1]
     yield from filter(None, [option.newest])
     yield "{out}"
-
-
-def _tell(way: Way, starts: Starts, value: str, tried: Sequence[str]) -> None:
-    if way.option is not None:
-        without = f"; {some(tried)} did not resume" if tried else ""
-        starts.report.resumed_with = f"{way.shown(value)}: {way.option.where}{without}"
 
 
 # Output directory -----------------------------------------------------------------------------------------------------

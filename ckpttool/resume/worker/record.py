@@ -132,11 +132,6 @@ def _shard(value: Any) -> tuple[Any, torch.Tensor | None]:
     return None, None
 
 
-def _key(key: Any) -> str:
-    """Return a key as part of a name. 5 is not "5": `MultiStepLR` looks its milestones up by number."""
-    return key if isinstance(key, str) else f"[{key!r}]"
-
-
 def plain(value: Any) -> Any:
     """Return a value as JSON, a large tensor by its digest, an object by its attributes. The same in every process:
     without addresses, and with sets sorted."""
@@ -151,7 +146,8 @@ def plain(value: Any) -> Any:
     if isinstance(value, (set, frozenset)):
         return {"set": sorted((plain(one) for one in value), key=repr)}
     if isinstance(value, Mapping):
-        return {_key(key): plain(one) for key, one in value.items()}
+        # 5 is not "5": `MultiStepLR` looks its milestones up by number.
+        return {key if isinstance(key, str) else f"[{key!r}]": plain(one) for key, one in value.items()}
     if isinstance(value, torch.Generator):
         value = value.get_state()
     if isinstance(value, np.generic):

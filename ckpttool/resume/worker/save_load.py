@@ -110,7 +110,10 @@ def load_natively(built: Built, path: str) -> int:
     key = parts.rank_key(0) if is_new else own_key
     state: dict[str, Any] = {**_states(built), key: Sealed(None)}
     torch_dcp.load(state, checkpoint_id=path)
-    _set(built, state)
+    for name, model in built.averaged.items():
+        set_model(model, state[built.saved_as(name)])
+    states = {"model_state_dict": state["model"], "optim_state_dict": state["optim"]}
+    set_state_dict(built.model, built.optimizer, **states, options=_options(built.model))
     saved, own = state[key].value, parts.PER_RANK if is_new else ()
     _restore(built, {name: None if built.kinds[name] in own else saved["others"][name] for name in built.others})
     if not is_new:
@@ -132,13 +135,6 @@ def model_state(model: nn.Module) -> dict[str, Any]:
 def _apart(model: nn.Module, state: dict[str, Any]) -> dict[str, Any]:
     """Return a state dict into which DCP may load: gathered tensors may share memory."""
     return _pytree.tree_map_only(torch.Tensor, torch.clone, state) if fsdp1.is_fsdp1(model) else state
-
-
-def _set(built: Built, state: dict[str, Any]) -> None:
-    for key, model in built.averaged.items():
-        set_model(model, state[built.saved_as(key)])
-    states = {"model_state_dict": state["model"], "optim_state_dict": state["optim"]}
-    set_state_dict(built.model, built.optimizer, **states, options=_options(built.model))
 
 
 def set_model(model: nn.Module, state: dict[str, Any], options: StateDictOptions | None = None) -> None:

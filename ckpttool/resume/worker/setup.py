@@ -208,9 +208,13 @@ def restore(state: Any, generators: Mapping[str, torch.Generator]) -> list[str]:
         if saved is None:
             missing.append(name)
         elif name == "python":
-            random.setstate(_python(saved))
+            kept = saved if not isinstance(saved, Mapping) else [saved[key] for key in ("version", "state", "gauss")]
+            random.setstate((kept[0], tuple(map(int, kept[1])), kept[2]))
         elif name == "numpy":
-            np.random.set_state(_numpy(saved))
+            if isinstance(saved, Mapping):
+                keys = np.asarray(saved["keys"]).astype(np.uint32)
+                saved = saved["kind"], keys, saved["position"], saved["has_gauss"], saved["cached"]
+            np.random.set_state(tuple(saved))
         elif name == "torch":
             torch.set_rng_state(_bytes(saved))
         elif name == devices.kind():
@@ -227,19 +231,6 @@ _OTHER_NAMES = {
     "torch": ("cpu", "torch_manual_seed", "torch_rng_state"),
     "cuda": ("cuda_rng_state", "torch_cuda_manual_seed", "cuda_all"),
 }
-
-
-def _python(state: Any) -> Any:
-    names = ("version", "state", "gauss")
-    version, words, gauss = [state[name] for name in names] if isinstance(state, Mapping) else state
-    return version, tuple(int(word) for word in words), gauss
-
-
-def _numpy(state: Any) -> Any:
-    if isinstance(state, Mapping):
-        keys = np.asarray(state["keys"]).astype(np.uint32)
-        return state["kind"], keys, state["position"], state["has_gauss"], state["cached"]
-    return tuple(state)
 
 
 def _bytes(state: Any) -> torch.Tensor:

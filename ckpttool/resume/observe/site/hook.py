@@ -321,21 +321,22 @@ class Observer:
         parameters, states = self._parameters(own), rng(self._torch)
         if self._sees_changes:
             self._after = own, parameters, states
-        self._write(
-            {
-                "rank": rank(self._torch),
-                "optimizer": number[0],
-                "step": number[1],
-                "loss": math.fsum(self._losses) if self._losses else None,
-                "gradient_norm": self._norm,
-                "lr": [float(group["lr"]) for group in optimizer.param_groups if "lr" in group],
-                "batch": " ".join(self._inputs[-_INPUTS:]) or None,
-                "fetched": self._fetched,
-                "rng": states,
-                "parameters": parameters,
-                "between": self._between,
-            }
-        )
+        record = {
+            "rank": rank(self._torch),
+            "optimizer": number[0],
+            "step": number[1],
+            "loss": math.fsum(self._losses) if self._losses else None,
+            "gradient_norm": self._norm,
+            "lr": [float(group["lr"]) for group in optimizer.param_groups if "lr" in group],
+            "batch": " ".join(self._inputs[-_INPUTS:]) or None,
+            "fetched": self._fetched,
+            "rng": states,
+            "parameters": parameters,
+            "between": self._between,
+        }
+        # One write for each step: what a run has recorded is there when it is killed.
+        with open(os.path.join(self._folder, f"steps.{os.getpid()}.jsonl"), "a", encoding="utf-8") as stream:
+            stream.write(json.dumps(record) + "\n")
         self._losses, self._inputs, self._fetched, self._between = [], [], [], None
 
     def _parameters(self, optimizer: Any) -> str:
@@ -351,11 +352,6 @@ class Observer:
                 whole.update(elements(flat) if has_elements(local(value)) and len(flat := flat_on_cpu(value)) else b"")
                 any_ = True
         return whole.hexdigest()[:_DIGITS] if any_ else None
-
-    def _write(self, record: dict[str, Any]) -> None:
-        # One write for each step: what a run has recorded is there when it is killed.
-        with open(os.path.join(self._folder, f"steps.{os.getpid()}.jsonl"), "a", encoding="utf-8") as stream:
-            stream.write(json.dumps(record) + "\n")
 
 
 def _square(torch: Any, tensor: Any) -> float:
