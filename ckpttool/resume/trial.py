@@ -27,7 +27,7 @@ from ckpttool.layout.mesh import Mesh
 from ckpttool.resume import arguments, checks, compare, states
 from ckpttool.resume.job import BUILT, END, RESUMED, Job, Seen, read_seen
 from ckpttool.resume.launch import Ended, Launcher, TorchrunLauncher, torchrun_world
-from ckpttool.resume.results import RankCheck, Run, Step, TrialReport
+from ckpttool.resume.results import RankCheck, Run, RunDifference, Step, TrialReport
 from ckpttool.resume.states import RunState
 from ckpttool.resume.steps import TITLES, compare_steps, of_ranks, unrepeated
 from ckpttool.text import plural
@@ -79,6 +79,11 @@ class _Trial:
         if (run, moment) not in self.states:
             [self.states[run, moment]] = states.read(self.path(run, moment)).values()
         return self.states[run, moment]
+
+    def compared(self, first: str, run: str, *, rows: bool = True) -> list[RunDifference]:
+        """Return what differs between the states of two runs where the second one resumed."""
+        states = (self.state(first, RESUMED), self.state(run, RESUMED), self.state(run, BUILT))
+        return compare.compare_states(self.report, *states, run, first, rows=rows)
 
     def steps(self, name: str) -> list[Step]:
         """Return the steps of a run after the save."""
@@ -247,8 +252,8 @@ def _check_training(trial: _Trial) -> None:
 
 
 def _over_checkpoints(trial: _Trial, paths: Sequence[str], first_step: int | None) -> None:
-    names = [str(number) for number in range(1, len(paths) + 1)]
-    for name, path in zip(names, paths, strict=True):
+    names = {str(number): path for number, path in enumerate(paths, 1)}
+    for name, path in names.items():
         trial.run(name, f"resumes from `{path}` and trains", load=path, first=first_step)
     for name in names if trial.launcher.is_first else ():
         if name != "1":
@@ -258,14 +263,13 @@ def _over_checkpoints(trial: _Trial, paths: Sequence[str], first_step: int | Non
 
 def _compare_states(trial: _Trial, first: str, run: str) -> bool:
     """Compare the state that `run` resumed with that of `first`. Return whether they are equal."""
-    report, before, after = trial.report, trial.state(first, RESUMED), trial.state(run, RESUMED)
-    findings = compare.compare_states(report, before, after, trial.state(run, BUILT), run, first)
+    report, findings = trial.report, trial.compared(first, run)
     report.findings += findings
     report.causes += [one.message for one in findings]
     if findings and report.route:
         report.findings += compare.compare_converted(trial.path("saved"), report.route[-1].path, tensors=True)[1]
-    first_steps = trial.seen[first][0].first_step, trial.seen[run][0].first_step
-    return compare.compare_progress(report, *first_steps, run, first) and not findings
+    was, now = (trial.seen[name][0].first_step for name in (first, run))
+    return compare.compare_progress(report, was, now, run, first) and not findings
 
 
 def _compare_training(trial: _Trial, first: str, run: str, reference: str, *, equal: bool) -> None:
@@ -273,7 +277,12 @@ def _compare_training(trial: _Trial, first: str, run: str, reference: str, *, eq
     report = trial.report
     if reference not in trial.seen:
         return  # a note says why
-    why_not = "" if not equal or reference != "control" or _is_restored(trial) else _NO_REFERENCE
+    why_not = ""
+    if equal and reference == "control" and (findings := trial.compared("A", "control", rows=False)):
+        # What torch did not restore cannot be a reference.
+        why_not, more = _NO_REFERENCE, f", and {len(findings) - 1} more" if len(findings) > 1 else ""
+        message = "torch itself did not restore A's state in the reference run, so B's steps are not compared"
+        report.notes.append(f"{message}: {findings[0].message}{more}")
     before, after = (of_ranks(trial.steps(name)) for name in (reference, run))
     finding = compare_steps(report, before, after, run, reference, trial.excused, titles=TITLES[:-1], why_not=why_not)
     if finding is not None:
@@ -293,17 +302,6 @@ def _compare_training(trial: _Trial, first: str, run: str, reference: str, *, eq
         gaps = (abs(one - two) for one, two in norms if one is not None and two is not None)
         drift.gradient_norm = max(gaps, default=None)
         report.drifts.append(drift)
-
-
-def _is_restored(trial: _Trial) -> bool:
-    """Return whether the reference run has A's state: what torch did not restore cannot be a reference."""
-    states = (trial.state("A", RESUMED), trial.state("control", RESUMED), trial.state("control", BUILT))
-    findings = compare.compare_states(trial.report, *states, "control", "A", rows=False)
-    if findings:
-        more = f", and {len(findings) - 1} more" if len(findings) > 1 else ""
-        message = "torch itself did not restore A's state in the reference run, so B's steps are not compared"
-        trial.report.notes.append(f"{message}: {findings[0].message}{more}")
-    return not findings
 
 
 def _check_shards(trial: _Trial, name: str) -> None:
