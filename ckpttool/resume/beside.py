@@ -9,14 +9,17 @@ from __future__ import annotations
 import filecmp
 import json
 import os
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 from ckpttool.analysis.saved_state import SavedState, compare, difference_names, leaves
 from ckpttool.catalogue import identity
 from ckpttool.errors import CkptError
-from ckpttool.resume.results import Compared, RunDifference, RunReport
+from ckpttool.resume.compare import shared
+from ckpttool.resume.results import Compared, RunDifference, ScriptRun
+from ckpttool.resume.starts import Starts
 from ckpttool.text import some
 
 Files = Mapping[str, str]
@@ -71,40 +74,38 @@ def _document(path: str) -> dict[str, Any] | None:
     return document if isinstance(document, dict) else {"value": document}
 
 
-def judge_files(
-    report: RunReport,
-    step: int,
-    before: Files,
-    after: Files,
-    repeated: Files | None,
-    run: str,
-    against: str,
-    known: Callable[[], Collection[str]],
-) -> list[RunDifference]:
-    """Add a row for the files beside the checkpoint of a step, and return a finding for each that differs and counts.
+def compare_files(starts: Starts, reference: ScriptRun, run: ScriptRun) -> None:
+    """Compare what two runs wrote beside the checkpoints of the steps after the resume: a row for each step, and a
+    finding for each file that differs and counts at the first step that has one."""
+    report, seen = starts.report, starts.seen
 
-    `repeated` are those of A2, if it was run, and `known` returns the files that A had at any step.
-    """
-    noise = {one.file: {*one.names} for one in differing(before, repeated)} if repeated is not None else {}
-    found = [*differing(before, after)]
-    judged = [one for one in found if {*one.names} - noise.get(one.file, set())]
-    reasons = {
-        one.file: "run A2 does not repeat it" if one.names else "it has neither tensors nor values"
-        for one in found
-        if one not in judged
-    }
-    message = f"not judged: {some([*reasons])}" if reasons else ""
-    equal = False if judged else True if len(reasons) < len(before) else None
-    what = f"step {step}: files beside"
-    if before:
-        report.compared.append(Compared(what, run, against, len(before), len(found), message, equal))
-    # What only a run that was resumed writes is state of it, which nothing here can be compared with.
-    new = after.keys() - before.keys()
-    new -= {*known()} if new else set()
-    more = [name for name in sorted(new) if _names(after[name], after[name]) is not None]
-    for file, reason in (reasons | dict.fromkeys(more, f"run {against} did not write it")).items():
-        report.leave_out(file, reason)
-    return [
-        RunDifference("file differs", f"`{one.file}` of step {step} {one.how}", run, name=one.file, step=step)
-        for one in judged
-    ]
+    @cache
+    def known() -> set[str]:
+        return {name for one in (seen["A"], seen[reference.name]) for step in one.find() for name in one.beside(step)}
+
+    for step in shared(reference, run, run.resumed_at or 0):
+        before, after = seen[reference.name].beside(step), seen[run.name].beside(step)
+        repeated = differing(before, seen["A2"].beside(step)) if "A2" in seen else ()
+        noise, found = {one.file: {*one.names} for one in repeated}, [*differing(before, after)]
+        judged = [one for one in found if {*one.names} - noise.get(one.file, set())]
+        reasons = {
+            one.file: "run A2 does not repeat it" if one.names else "it has neither tensors nor values"
+            for one in found
+            if one not in judged
+        }
+        if before:
+            message = f"not judged: {some([*reasons])}" if reasons else ""
+            equal = False if judged else True if len(reasons) < len(before) else None
+            counts = len(before), len(found), message, equal
+            report.compared.append(Compared(f"step {step}: files beside", run.name, reference.name, *counts))
+        # What only a run that was resumed writes is state of it, which nothing here can be compared with.
+        new = after.keys() - before.keys()
+        new -= known() if new else set()
+        more = [name for name in sorted(new) if _names(after[name], after[name]) is not None]
+        for file, reason in (reasons | dict.fromkeys(more, f"run {reference.name} did not write it")).items():
+            report.leave_out(file, reason)
+        for one in judged:
+            message = f"`{one.file}` of step {step} {one.how}"
+            report.findings.append(RunDifference("file differs", message, run.name, name=one.file, step=step))
+        if judged:
+            return

@@ -15,7 +15,7 @@ from datetime import datetime
 from itertools import pairwise
 from typing import Any
 
-from ckpttool.analysis.differences.results import Diff, ObjectDifference
+from ckpttool.analysis.differences.results import Diff
 from ckpttool.analysis.result import ABSENT
 from ckpttool.analysis.saved_state import (
     SavedState,
@@ -196,7 +196,7 @@ class FirstDifference:
     step: int
     names: set[str]
     findings: list[RunDifference]
-    has_tensors: bool = True
+    has_tensors: bool
 
 
 def compare_runs(
@@ -219,8 +219,8 @@ def compare_runs(
             difference = compare(before, after)
             judged = _rows(report, run, reference, step, before, after, difference, excused, changing)
             if judged and first is None:
-                first = FirstDifference(step, judged, [*elements(difference, before, judged)])
-                first.has_tensors = any(name in before.tensors for name in judged)
+                has_tensors = any(name in before.tensors for name in judged)
+                first = FirstDifference(step, judged, [*elements(difference, before, judged)], has_tensors)
                 for finding in first.findings:
                     finding.step, finding.message = step, f"in the checkpoint of step {step}, {finding.message}"
     for one, other in ((reference, run), (run, reference)):
@@ -353,13 +353,10 @@ def elements(difference: Diff, before: SavedState, names: Collection[str]) -> It
         yield RunDifference("values differ", message, expected=was, found=now, **place, **figures)
     if tensors[_LIMIT:]:
         yield RunDifference("values differ", f"{plural(len(tensors) - _LIMIT, 'more tensor')} differ")
-    by_root: dict[str, list[ObjectDifference]] = {}
-    for value in difference.objects:
-        if value.name in names:
-            by_root.setdefault(value.name.partition(".")[0], []).append(value)
-    for root, rows in by_root.items():
-        # Numbers first: they say more than digests.
-        rows.sort(key=lambda row: not isinstance(row.a, (int, float)))
+    # Numbers first: they say more than digests.
+    objects = sorted(difference.objects, key=lambda row: not isinstance(row.a, (int, float)))
+    for root in dict.fromkeys(one.name.partition(".")[0] for one in difference.objects if one.name in names):
+        rows = [row for row in objects if row.name in names and row.name.partition(".")[0] == root]
         first, part = rows[0], before.kind_of(rows[0].name)
         texts = [f"{row.name.partition('.')[2] or root} {_shown(row.b)} and not {_shown(row.a)}" for row in rows[:3]]
         title = {"rng": "RNG state", "dataloader": "data loader", "scaler": "grad scaler"}.get(part, part)

@@ -6,7 +6,7 @@ output directory of its own; the hook changes one part of the state of its proce
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 
 from ckpttool.errors import CkptError
@@ -118,15 +118,11 @@ def judge(report: RunReport) -> None:
         report.verdict = "unproven"
         report.message = f"not proven: no control is noticed, so that the comparison shows nothing; {report.message}"
         return
-    report.message += "".join(_clauses(noticed, unnoticed, report))
-
-
-def _clauses(noticed: list[str], unnoticed: list[str], report: RunReport) -> Iterator[str]:
-    if noticed:
-        yield f"; controls noticed: {', '.join(noticed)}"
-    elif report.controls:
-        yield "; no control was possible"
-    if unnoticed:
-        yield f"; not proven: this run does not depend on {' or '.join(unnoticed)}"
-    if failed := [one.name for one in report.controls if not one.possible and noticed]:
-        yield f"; controls not possible: {', '.join(failed)}"
+    failed = [one.name for one in report.controls if not one.possible and noticed]
+    clauses = {
+        f"controls noticed: {', '.join(noticed)}": noticed,
+        "no control was possible": report.controls and not noticed,
+        f"not proven: this run does not depend on {' or '.join(unnoticed)}": unnoticed,
+        f"controls not possible: {', '.join(failed)}": failed,
+    }
+    report.message += "".join(f"; {text}" for text, applies in clauses.items() if applies)

@@ -277,26 +277,10 @@ def _compare(starts: Starts, reference: ScriptRun, b: ScriptRun) -> compare.Firs
     """Compare all of a run that resumed with its reference, and return the first checkpoint that differs."""
     may_miss = starts.seen[b.name].may_miss
     first = compare.compare_runs(starts.report, reference, b, starts.excused, starts.changing, may_miss=may_miss)
-    _compare_beside(starts, reference, b)
+    beside.compare_files(starts, reference, b)
     if starts.observe is not False and (starts.observe or starts.hooked[b.name].steps):
         _compare_observed(starts, reference, b)
     return first
-
-
-def _compare_beside(starts: Starts, reference: ScriptRun, b: ScriptRun) -> None:
-    """Compare what was written beside the checkpoints of the steps after the resume."""
-    report, seen = starts.report, starts.seen
-
-    @cache
-    def known() -> set[str]:
-        return {name for one in (seen["A"], seen[reference.name]) for step in one.find() for name in one.beside(step)}
-
-    for step in compare.shared(reference, b, b.resumed_at or 0):
-        repeated = seen["A2"].beside(step) if "A2" in seen else None
-        files = seen[reference.name].beside(step), seen[b.name].beside(step)
-        if found := beside.judge_files(report, step, *files, repeated, b.name, reference.name, known):
-            report.findings += found
-            return
 
 
 def _check_route(commands: Commands, via: str, world: int | None, to_world: int | None) -> None:
