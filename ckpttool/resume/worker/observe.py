@@ -31,16 +31,15 @@ class RankObserver:
 
     def __init__(self, built: Built) -> None:
         self._built = built
-        self._batch: list[str] = []
-        self._norms: list[float] = []
-        self._rates: list[float] = []
+        self._batch, self._rates = list[str](), list[float]()
+        self._norm: float | None = None
         self.inputs: tuple[Any, Any] | None = None
         built.model.register_forward_pre_hook(self._see_batch, with_kwargs=True)
         built.optimizer.register_step_pre_hook(self._see_gradients)
 
     def step(self, number: int) -> dict[str, Any]:
         """Take a step of the recipe, and return what was observed. Raises UsageError if it returns no loss."""
-        self._batch, self._norms, self._rates, self.inputs = [], [], [], None
+        self._batch, self._norm, self._rates, self.inputs = [], None, [], None
         began = time.perf_counter()
         loss = _number(self._built.recipe.step(self._built.state, number), self._built.recipe.path)
         if self._built.mesh.device_type != "cpu":
@@ -50,7 +49,7 @@ class RankObserver:
         return {
             "number": number,
             "loss": loss,
-            "gradient_norm": self._norms[-1] if self._norms else None,
+            "gradient_norm": self._norm,
             "learning_rates": self._rates,
             "batch": sha256_of(self._batch) if self.inputs is not None else None,
             "digest": sha256_of(parameters),
@@ -65,7 +64,7 @@ class RankObserver:
         self.inputs = (args, kwargs)
 
     def _see_gradients(self, optimizer: Any, args: Any, kwargs: Any) -> None:
-        self._norms.append(gradient_norm(self._built))
+        self._norm = gradient_norm(self._built)
         self._rates = [float(group["lr"]) for group in optimizer.param_groups if "lr" in group]
 
 
