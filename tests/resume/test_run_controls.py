@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import random
 import sys
@@ -15,6 +14,7 @@ import torch
 
 from ckpttool.cli.junit import junit_xml
 from ckpttool.resume import controls
+from ckpttool.resume import observe as inject
 from ckpttool.resume.observe.site.control import Perturbation
 from ckpttool.resume.results import Control as Outcome
 from ckpttool.resume.results import RunReport
@@ -127,7 +127,7 @@ def control(what: str, folder: Path) -> Perturbation:
 
 
 def count(folder: Path) -> int:
-    return sum(json.loads(path.read_text())["count"] for path in folder.glob("control.*.json"))
+    return inject.read(str(folder)).controlled
 
 
 def stepped(optimizer_class: Any, **options: Any) -> tuple[torch.nn.Module, Any, Any]:

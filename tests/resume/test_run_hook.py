@@ -118,8 +118,8 @@ def test_a_line_that_was_cut_is_left_out(tmp_path: Path, seen: tuple[inject.Hook
     import dataclasses
     import json
 
-    line = json.dumps(dataclasses.asdict(seen[0].steps[0][0]))
-    (tmp_path / "steps.7.jsonl").write_text(f"{line}\n{line[: len(line) // 2]}")
+    line = json.dumps({"step": dataclasses.asdict(seen[0].steps[0][0])})
+    (tmp_path / "hook.7.jsonl").write_text(f"{line}\n{line[: len(line) // 2]}")
     assert inject.read(str(tmp_path)).steps == {0: seen[0].steps[0][:1]}
 
 

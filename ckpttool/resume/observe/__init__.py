@@ -111,28 +111,27 @@ def _letters(folder: str) -> Iterator[bytes]:
 
 def events(folder: str) -> list[tuple[str, int]]:
     """Return what happened beside the steps in a process of rank 0, and after how many steps."""
-    paths = sorted(glob.glob(os.path.join(glob.escape(folder), "events.*.jsonl")))
-    return [(one["event"], one["step"]) for path in paths for one in documents(path)]
+    return [(one["event"], one["at"]) for found in _recorded(folder) for one in found if "event" in one]
+
+
+def _recorded(folder: str) -> Iterator[list[dict[str, Any]]]:
+    """Yield what each process has recorded, but for a line that a killed one has not finished."""
+    paths = glob.glob(os.path.join(glob.escape(folder), "hook.*.jsonl"))
+    yield from ([*documents(path)] for path in sorted(paths, key=os.path.getmtime))
 
 
 def read(folder: str) -> Hooked:
-    """Return what the hook has written to a folder. A line that a killed process has not finished is left out."""
-    hooked = Hooked(started=os.path.exists(os.path.join(folder, "started")))
-    for path in sorted(glob.glob(os.path.join(glob.escape(folder), "hook.*.json"))):
-        for about in documents(path):
-            hooked.processes += 1
-            hooked.switches += [one for one in about["did"] if one not in hooked.switches]
-    for path in sorted(glob.glob(os.path.join(glob.escape(folder), "failed.*.txt"))):
-        with open(path, encoding="utf-8", errors="replace") as stream:
-            hooked.failures += [one for one in stream.read().splitlines() if one not in hooked.failures]
+    """Return what the hook has written to a folder."""
+    hooked = Hooked(started=os.path.exists(os.path.join(folder, "started")), events=events(folder))
+    for found in _recorded(folder):
+        hooked.processes += any("did" in one for one in found)
+        hooked.switches += [text for one in found for text in one.get("did", ()) if text not in hooked.switches]
+        failures = dict.fromkeys(one["failed"] for one in found if "failed" in one)
+        hooked.failures += [text for text in failures if text not in hooked.failures]
+        hooked.controlled += sum(one.get("changed", 0) for one in found)
+        # A launcher that starts its workers again leaves a file of each attempt: the last counts.
+        if steps := [Observed(**one["step"]) for one in found if "step" in one]:
+            hooked.steps[steps[0].rank] = steps
     hooked.count, hooked.trained = max(map(len, _letters(folder)), default=0), taken(folder)
     hooked.states = states.read(folder)
-    hooked.events = events(folder)
-    changes = glob.glob(os.path.join(glob.escape(folder), "control.*.json"))
-    hooked.controlled = sum(one["count"] for path in changes for one in documents(path))
-    # A launcher that starts its workers again leaves a file of each attempt: the last counts.
-    for path in sorted(glob.glob(os.path.join(glob.escape(folder), "steps.*.jsonl")), key=os.path.getmtime):
-        steps = [Observed(**one) for one in documents(path)]
-        if steps:
-            hooked.steps[steps[0].rank] = steps
     return hooked

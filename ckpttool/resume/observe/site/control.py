@@ -1,19 +1,16 @@
 """Leaves out one part of what a script has restored, so that a comparison is seen to notice it.
 
-    control.<pid>.json    {"rank": 0, "count": 28}: how many tensors, generators, schedulers, batches were changed
-
-What each control does is in `Perturbation`. It acts where training goes on, after all that the script itself restores,
+What each control does is in `Perturbation`; how many tensors, generators, schedulers and batches it has changed is
+recorded. It acts where training goes on, after all that the script itself restores,
 and changes nothing but the state of its process.
 """
 
-import json
-import os
 import random
 import sys
 from collections.abc import Iterator
 from typing import Any
 
-from .state import living, local, rank
+from .state import living, local, rank, write
 
 _SEED = 987_654_321
 
@@ -83,9 +80,7 @@ class Perturbation:
 
     def _add(self, count: int) -> None:
         self._count += count
-        path = os.path.join(self._folder, f"control.{os.getpid()}.json")
-        with open(path, "w", encoding="utf-8") as stream:
-            json.dump({"rank": rank(self._torch), "count": self._count}, stream)
+        write(self._folder, {"changed": count})
 
 
 def _moments(torch: Any, optimizer: Any) -> Iterator[Any]:

@@ -1,12 +1,9 @@
 """Sets deterministic switches of torch, and records the steps of optimizers, in the process of a script.
 
-    hook.<pid>.json       which process this is, and exactly what was switched
+    hook.<pid>.jsonl      a line for each thing that was done, seen, changed by a control, or could not be done:
+                          {"did": ["torch.manual_seed(1234)"]}, {"step": {...}}, {"event": "epoch", "at": 3}
     count.<pid>           one byte for each step of an optimizer: a letter for each, `-` if it trains nothing
     state.<n>.<pid>.json  the state where the n-th step begins, if it is asked for
-    steps.<pid>.jsonl     one line for each step of an optimizer, if steps are observed
-    events.<pid>.jsonl    what else happens, and after how many steps: {"event": "epoch", "step": 3}
-    failed.<pid>.txt      what could not be done
-    control.<pid>.json    what a control has changed, see `control.py`
 
 It runs in the environment of the script: nothing of ckpttool can be imported, and torch has only just been imported.
 No collective is called and no random number is drawn, so that training takes the same course as without it.
@@ -15,7 +12,6 @@ No collective is called and no random number is drawn, so that training takes th
 import functools
 import gc
 import hashlib
-import json
 import math
 import operator
 import os
@@ -25,7 +21,7 @@ from typing import Any
 
 from .control import Perturbation
 from .keep import Keeper
-from .state import _DIGITS, Recorder, digest, elements, flat_on_cpu, has_elements, local, rank, rng, sha
+from .state import _DIGITS, Recorder, digest, elements, flat_on_cpu, has_elements, local, rank, rng, sha, write
 
 Note = Callable[[str, BaseException], None]
 _SMALL = 8  # a save of fewer bytes, by this factor, than the largest is of no whole state
@@ -54,8 +50,7 @@ def install(settings: Mapping[str, Any], note: Note, keeper: Keeper | None = Non
         # What imports have made is not searched for what lives in the process: no module and no tensor is there yet.
         gc.freeze()
         Observer(settings, note, torch, keeper).start()
-    with open(os.path.join(settings["folder"], f"hook.{os.getpid()}.json"), "w", encoding="utf-8") as stream:
-        json.dump({"did": did}, stream)
+    write(settings["folder"], {"did": did})
 
 
 def _switches(torch: Any, seed: int) -> Iterator[tuple[str, Callable[[], Any]]]:
@@ -248,8 +243,7 @@ class Observer:
         """Write down that something happens, once a step."""
         if event not in self._events and self._saves is not None and rank(self._torch) == 0:
             self._events.add(event)
-            with open(os.path.join(self._folder, f"events.{os.getpid()}.jsonl"), "a", encoding="utf-8") as stream:
-                stream.write(json.dumps({"event": event, "step": self._recorder.count}) + "\n")
+            write(self._folder, {"event": event, "at": self._recorder.count})
 
     def _look_for_saves(self) -> bool:
         """Return whether something of the size of a whole state was saved since it was looked at last."""
@@ -334,9 +328,7 @@ class Observer:
             "parameters": parameters,
             "between": self._between,
         }
-        # One write for each step: what a run has recorded is there when it is killed.
-        with open(os.path.join(self._folder, f"steps.{os.getpid()}.jsonl"), "a", encoding="utf-8") as stream:
-            stream.write(json.dumps(record) + "\n")
+        write(self._folder, {"step": record})
         self._losses, self._inputs, self._fetched, self._between = [], [], [], None
 
     def _parameters(self, optimizer: Any) -> str:

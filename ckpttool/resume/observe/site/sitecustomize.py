@@ -18,8 +18,9 @@ _keeper: Any = None
 
 def _failed(what: str, error: BaseException) -> None:
     try:
-        with open(os.path.join(_SETTINGS["folder"], f"failed.{os.getpid()}.txt"), "a", encoding="utf-8") as stream:
-            stream.write(f"{what}: {type(error).__name__}: {error}\n".replace("\n", " ").strip() + "\n")
+        text = f"{what}: {type(error).__name__}: {error}".replace("\n", " ").strip()
+        with open(os.path.join(_SETTINGS["folder"], f"hook.{os.getpid()}.jsonl"), "a", encoding="utf-8") as stream:
+            stream.write(json.dumps({"failed": text}) + "\n")
     except OSError:
         pass
 
