@@ -27,8 +27,9 @@ from ckpttool.analysis.script import Script
 from ckpttool.errors import UsageError
 from ckpttool.layout.mesh import world_mesh
 from ckpttool.producers.open import opened
-from ckpttool.resume import arguments, beside, compare, controls, explain, ways, window
+from ckpttool.resume import arguments, beside, compare, controls, ways, window
 from ckpttool.resume.commands import Commands, parse
+from ckpttool.resume.explain import Explanation
 from ckpttool.resume.process import last_lines
 from ckpttool.resume.results import Cost, FailedCommand, RunReport, ScriptRun
 from ckpttool.resume.starts import COPY, SIGNALS, RunEnded, Starts
@@ -228,7 +229,7 @@ def _all(starts: Starts, via: str, to_world: int | None, way: ways.Way | None, *
     if unequal or report.findings[findings:] or report.unproven:
         # Noise, or a fault: what A does not repeat itself is none.
         starts.check_disk()
-        starts.recorded = tuple(filter(None, (1, explain.unseen_step(starts))))
+        starts.recorded = tuple(filter(None, (1, Explanation(starts, reference).unseen_step())))
         a2 = starts.uninterrupted("A2")
         report.runs.insert(1, a2)
         report.cost.runs, report.cost.steps = report.cost.runs + 1, report.cost.steps + report.until
@@ -237,7 +238,7 @@ def _all(starts: Starts, via: str, to_world: int | None, way: ways.Way | None, *
         starts.excused.join(compare.unrepeated(a, a2))
         first = _compare(starts, reference, b)
     if not report.causes and report.findings:
-        report.causes = explain.causes(starts, reference, first)
+        report.causes = Explanation(starts, reference, first).causes()
     if to_world is not None:
         compare.add_drift(report, a, b)
     if has_controls and compare.is_same(report, starts.excused):
