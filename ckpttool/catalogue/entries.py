@@ -161,6 +161,18 @@ def _only_size(nbytes: int) -> array[int]:
 _UNKNOWN = array("q", (-1,))
 
 
+class RecordColumn(NamedTuple):
+    """The records of chunks, of which several lie in one: that of chunk `i` is `table[numbers[i]]`. Tensors that are
+    cut alike share it; the file of a record does not count here."""
+
+    table: tuple[Record | None, ...]
+    numbers: array[int]
+
+    def get(self, i: int) -> Record | None:
+        """Return the record of chunk `i`."""
+        return self.table[self.numbers[i]]
+
+
 class Chunks(Sequence[Chunk]):
     """The chunks of one tensor, held as columns: a checkpoint of 256 ranks has 768,000 of them. In a catalogue that is
     planned but not created yet, `file` is the rank that is to hold the chunk and `offset` and `nbytes` mean nothing.
@@ -178,7 +190,7 @@ class Chunks(Sequence[Chunk]):
         self.nbytes: array[int] = array("q")
         self.strides: dict[int, Ints] = _NONE
         self.codecs: dict[int, tuple[str, ...]] = _NONE
-        self.records: dict[int, Record] = _NONE
+        self.records: dict[int, Record] | RecordColumn = _NONE
         self.crcs: array[int] | None = None
         self.item = item
 
@@ -262,6 +274,7 @@ class Chunks(Sequence[Chunk]):
             self.codecs[n] = extent.codec
         if extent.record is not None:
             self.records = self.records or {}
+            assert isinstance(self.records, dict), "this column is shared"
             self.records[n] = extent.record
         if extent.item:
             self.item = True
@@ -274,7 +287,8 @@ class Chunks(Sequence[Chunk]):
         """Return the same chunks when `by` other files come before theirs."""
         result = copy(self)
         result.file = array("l", [file + by for file in self.file])
-        result.records = {i: record.shifted(by) for i, record in self.records.items()} or _NONE
+        if isinstance(self.records, dict):
+            result.records = {i: record.shifted(by) for i, record in self.records.items()} or _NONE
         return result
 
     def at(self, i: int) -> Chunk:
@@ -284,6 +298,8 @@ class Chunks(Sequence[Chunk]):
         codec = self.codecs.get(i, ()) if self.codecs else ()
         file, offset, nbytes = self.file[i], self.offset[i], self.nbytes[i]
         record = self.records.get(i) if self.records else None
+        if record is not None and type(self.records) is RecordColumn:
+            record = _tuple(Record, (file, *record[1:]))
         if self.crcs is not None and nbytes:
             crc = self.crcs[i]
             record = _tuple(Record, (file, offset, nbytes, crc if crc >= 0 else None))

@@ -8,14 +8,16 @@ A piece of elements is up to `2 * ndim - 1` boxes of a tensor; no element moves.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from array import array
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from itertools import chain
 from math import prod
 from typing import Any, NamedTuple
 
 from ckpttool.catalogue import boxes
 from ckpttool.catalogue.boxes import Ints
 from ckpttool.catalogue.dtypes import Dtype
-from ckpttool.catalogue.entries import Chunks, Extent
+from ckpttool.catalogue.entries import Chunks, Extent, Record, RecordColumn
 from ckpttool.errors import CorruptError
 from ckpttool.serialization.torch_pickle import TensorRef
 
@@ -79,22 +81,73 @@ Counted = Unit | Parameter
 """What an optimizer has an id for."""
 
 
+class _Cut(NamedTuple):
+    """How a tensor is cut into pieces: its boxes, and of each the number of its piece, where its bytes begin there, and
+    how many they are."""
+
+    offsets: list[Ints]
+    sizes: list[Ints]
+    numbers: array[int]
+    starts: array[int]
+    nbytes: array[int]
+
+
+class Columns:
+    """Columns of chunks, which tensors that are cut alike share: of 1,000 parameters on 64 ranks, 190,000 chunks."""
+
+    def __init__(self) -> None:
+        self._cuts: dict[Hashable, _Cut] = {}
+        self._files: dict[bytes, array[int]] = {}
+        self._records: dict[tuple[Record | None, ...], tuple[Record | None, ...]] = {}
+
+    def cut(self, dtype: Dtype, shape: Ints, ranges: Sequence[tuple[int, int]]) -> _Cut:
+        """Return the boxes of ranges of elements."""
+        key = dtype.itemsize, shape, array("q", chain.from_iterable(ranges)).tobytes()
+        if (known := self._cuts.get(key)) is not None:
+            return known
+        every = [(i, *one) for i, (low, high) in enumerate(ranges) for one in boxes.flat_range(shape, low, high)]
+        own: dict[Ints, Ints] = {}  # of one size there are many
+        sizes = [own.setdefault(box[1], box[1]) for _, box, _ in every]
+        numbers, starts = array("l", [i for i, *_ in every]), array("q", [at * dtype.itemsize for *_, at in every])
+        nbytes = array("q", [prod(size) * dtype.itemsize for size in sizes])
+        self._cuts[key] = cut = _Cut([box[0] for _, box, _ in every], sizes, numbers, starts, nbytes)
+        return cut
+
+    def chunks(self, cut: _Cut, places: Sequence[Extent]) -> Chunks:
+        """Return the chunks of a tensor whose pieces have these places."""
+        file = array("l", [places[i].file for i in cut.numbers])
+        file = self._files.setdefault(file.tobytes(), file)
+        offset = array("q", [places[i].offset + at for i, at in zip(cut.numbers, cut.starts, strict=True)])
+        chunks = Chunks.from_columns(cut.offsets, cut.sizes, file, offset, cut.nbytes)
+        records = tuple(place.record for place in places)
+        if any(records):
+            chunks.records = RecordColumn(self._records.setdefault(records, records), cut.numbers)
+        if any(place.codec for place in places):
+            chunks.codecs = {i: places[number].codec for i, number in enumerate(cut.numbers)}
+        return chunks
+
+
 def rebuild(
-    dtype: Dtype, parameters: Iterable[Parameter], pieces: Iterable[FlatPiece], place: Place
+    dtype: Dtype,
+    parameters: Iterable[Parameter],
+    pieces: Iterable[FlatPiece],
+    place: Place,
+    columns: Columns | None = None,
 ) -> Iterator[tuple[str, Rebuilt]]:
-    """Yield a tensor for each of the parameters that lie end to end in the pieces, by its name. Pure."""
-    end = 0
+    """Yield a tensor for each of the parameters that lie end to end in the pieces, by its name."""
+    columns, end = columns or Columns(), 0
     for name, shape, *_ in parameters:
         begin, end = end, end + prod(shape)
-        chunks = Chunks()
+        ranges, places = [], []
         for piece in pieces:
             low, high = max(begin, piece.start), min(end, piece.stop)
-            first = piece.ref.offset + low - piece.start
-            for (offsets, sizes), at in boxes.flat_range(shape, low - begin, high - begin):
+            if low < high:
                 line = piece.ref  # `replace` takes four times as long, and there are a million
-                ref = TensorRef(line.storage, line.dtype, first + at, sizes, boxes.row_major(sizes), line.codec)
-                chunks.add(offsets, sizes, place(piece.rank, ref))
-        yield name, Rebuilt(dtype, shape, chunks)
+                first = line.offset + low - piece.start
+                ref = TensorRef(line.storage, line.dtype, first, (high - low,), line.strides, line.codec)
+                ranges.append((low - begin, high - begin))
+                places.append(place(piece.rank, ref))
+        yield name, Rebuilt(dtype, shape, columns.chunks(columns.cut(dtype, shape, ranges), places))
 
 
 def lined_up(refs: Iterable[tuple[int, TensorRef]]) -> tuple[FlatPiece, ...]:

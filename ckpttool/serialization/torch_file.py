@@ -22,12 +22,14 @@ class TorchFile(NamedTuple):
     torch: str
 
 
-def load(pool: files.Pool, path: Location) -> TorchFile:
-    """Return the file at `path`. Raises CorruptError when it is not whole or no torch.save file."""
+def load(pool: files.Pool, path: Location, number: int = 0) -> TorchFile:
+    """Return the file at `path`, which has that number in the catalogue. Raises CorruptError when it is not whole or no
+    torch.save file."""
     size, name, read = path.size(), f"`{path}`", partial(pool.read, path)
     if torch_legacy.is_stream(read(0, min(size, 512))):
         stream = torch_legacy.open_stream(read, size, name=name)
-        return TorchFile(size, stream.tree, stream.extent, "before 1.6 or legacy")
-    archive = torch_zip.open_archive(read, 0, size, name=name)
+        place: Callable[[TensorRef], Extent] = lambda ref: stream.extent(ref).shifted(number)  # noqa: E731
+        return TorchFile(size, stream.tree, place, "before 1.6 or legacy")
+    archive = torch_zip.open_archive(read, 0, size, name=name, file=number)
     archive.check_remarks()
     return TorchFile(size, torch_zip.load_tree(archive), archive.extent, archive.torch_versions)

@@ -6,12 +6,15 @@
 from __future__ import annotations
 
 import enum
+import gc
+import importlib
 import json
 import os
 import pickle
 import random
 import shutil
 import sys
+import tracemalloc
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import ModuleType
@@ -22,7 +25,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from support.cli import run
-from support.paths import CHECKPOINTS
+from support.paths import CHECKPOINTS, ROOT
 
 import ckpttool
 from ckpttool.errors import CkptError, CorruptError, ReadError, UsageError
@@ -530,3 +533,23 @@ def test_ties_that_no_file_names(tmp_path: Path) -> None:
     with mock.patch.object(torch_file, "load", without):
         state = converted(RUNS / "zero3_w3" / "saved", tmp_path)
     require_same(state["model"], expected("zero3_w3")["weights"])
+
+
+def test_pieces_of_many_ranks_take_a_few_bytes_each(tmp_path: Path) -> None:
+    """Of 60 parameters on 32 ranks, in files as the bench writes them: those that are cut alike share their boxes."""
+    with mock.patch.object(sys, "path", [str(ROOT / "samples" / "bench"), *sys.path]):
+        bench = importlib.import_module("zero")
+    shapes = {f"layers.{i}.weight": torch.Size(((37, 29), (5, 41))[i % 2]) for i in range(60)}
+    with mock.patch.multiple(bench, RANKS=32, shapes=lambda: shapes):
+        bench.write(tmp_path)
+    ckpttool.inspect(tmp_path / "run")  # imports, and what is kept between calls
+    gc.collect()
+    tracemalloc.start()
+    try:
+        catalogue = ckpttool.inspect(tmp_path / "run")
+        gc.collect()
+        taken = tracemalloc.get_traced_memory()[0]
+    finally:
+        tracemalloc.stop()
+    chunks = sum(len(tensor.chunks) for tensor in catalogue.tensors)
+    assert chunks > 9000 and taken < 64 * chunks, taken / chunks

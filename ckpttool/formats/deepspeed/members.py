@@ -37,17 +37,16 @@ MAX_RANKS = 1 << 16
 
 @dataclass(slots=True)
 class StateFile:
-    """A file that was opened, of one rank: its tree, and where its tensors lie in the catalogue's files."""
+    """A file that was opened, of one rank, and its tree."""
 
     rank: int
     name: str
-    number: int
     loaded: TorchFile
     tree: dict[Any, Any]
 
     def place(self, ref: TensorRef) -> Extent:
         """Return the extent of a tensor, in the catalogue's files."""
-        return self.loaded.extent(ref).shifted(self.number)
+        return self.loaded.extent(ref)
 
 
 @dataclass(slots=True)

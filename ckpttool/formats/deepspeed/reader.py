@@ -20,7 +20,7 @@ from ckpttool.formats.deepspeed import members
 from ckpttool.formats.deepspeed.members import StateFile
 from ckpttool.serialization import torch_file, unpickler
 from ckpttool.serialization import zero_partitions as partitions
-from ckpttool.serialization.flat_pieces import FlatPiece, Parameter, Rebuilt, is_line, lined_up, rebuild
+from ckpttool.serialization.flat_pieces import Columns, FlatPiece, Parameter, Rebuilt, is_line, lined_up, rebuild
 from ckpttool.serialization.torch_pickle import StorageRef, TensorRef
 from ckpttool.serialization.zero_partitions import Line, Partition
 from ckpttool.storage import files
@@ -68,6 +68,7 @@ class _ZeroOpening:
             self._weights.append(self._load(rank, name))
             if len(self._weights) > 1:
                 self._slim(self._weights[-1])
+        self._columns = Columns()
         self._copies: list[str] = []
         self._files_of_steps: dict[tuple[str, str], StateFile] = {}  # of a universal checkpoint
         self._states = {rank: self._load(rank, name) for rank, name in sorted(self._members.optimizer.items())}
@@ -75,13 +76,12 @@ class _ZeroOpening:
     def _load(self, rank: int, name: str, *, plain: bool = False) -> StateFile:
         """Open a file, which is a dict unless it may be any `plain` value."""
         location = self._location / name
-        loaded = torch_file.load(self._pool, location)
-        number = len(self._catalogue.files)
+        loaded = torch_file.load(self._pool, location, len(self._catalogue.files))
         self._catalogue.files.append(File(location, name, loaded.size, rank=rank))
         self._torch[loaded.torch] = None
         if not plain and not isinstance(loaded.tree, dict):
             raise CorruptError(f"`{location}`: no dict of DeepSpeed, but a {type(loaded.tree).__name__}", file=location)
-        return StateFile(rank, name, number, loaded, _dict(loaded.tree))
+        return StateFile(rank, name, loaded, _dict(loaded.tree))
 
     def _slim(self, file: StateFile) -> None:
         """Compare the parameters of another rank with those of the first, and forget them: of many ranks they take
@@ -153,9 +153,10 @@ class _ZeroOpening:
             shapes = shapes if divided else _of_all_ranks(shapes, [one for one, *_ in groups])
             moments = {name: {} for group in shapes for name in group}
             for partition, masters, kinds in groups:
+                used = partition.used()
                 for what, lines in ((f"the weights of group {partition.number}", masters), *kinds.items()):
-                    partitions.check_lines(partition, lines, what)
-                    for name, rebuilt in partition.parameters(lines, self._place, what, whole=whole):
+                    partitions.check_lines(partition, used, lines, what)
+                    for name, rebuilt in partition.parameters(lines, self._place, what, self._columns, whole=whole):
                         if lines is masters:
                             by_name[name] = rebuilt
                         else:
@@ -327,7 +328,7 @@ class _ZeroOpening:
                 refs.append((file.rank, _beginning(ref, own)))
             pieces: tuple[FlatPiece, ...] = lined_up(refs)
             place: Callable[[int, TensorRef], Extent] = lambda rank, ref: by_rank[rank].place(ref)  # noqa: E731
-            yield from rebuild(refs[0][1].dtype, [Parameter(name, shape)], pieces, place)
+            yield from rebuild(refs[0][1].dtype, [Parameter(name, shape)], pieces, place, self._columns)
 
     def _compare_buffer(self, name: str, value: Any) -> None:
         """Add a fault for a buffer of which the ranks of ZeRO 3 have different elements."""
