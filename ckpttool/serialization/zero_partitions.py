@@ -142,7 +142,7 @@ def flat_groups(
                 inner = sum(_count(n, "param_alignment_paddings", rank) for n in between)
                 mapping = None if reordered else _item(state, "param_slice_mappings", number)
                 if mapping is None:
-                    own: Iterator[tuple[str, Cut]] = _summed(of_group, between, size, rank, rank // apart)
+                    own: Iterator[tuple[str, Cut]] = _summed(of_group, between, size, rank, rank % world // apart)
                 else:
                     own = _mapped(of_group, mapping, rank)
                 for name, one in own:

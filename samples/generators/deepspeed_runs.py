@@ -241,6 +241,57 @@ def run_experts(name: str) -> None:
             (folder / script).unlink(missing_ok=True)
 
 
+def run_pipeline(name: str) -> None:
+    """A `PipelineModule` of two stages, with tied and frozen parameters, a layer without any, and buffers."""
+    import deepspeed
+    import torch
+    from deepspeed.pipe import LayerSpec, PipelineModule, TiedLayerSpec
+    from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
+    from torch import nn
+
+    class Block(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.up, self.frozen = nn.Linear(5, 5), nn.Parameter(torch.arange(5.0) / 8, requires_grad=False)
+            self.register_buffer("seen", torch.tensor([3, 4]))
+
+        def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+            return torch.relu(self.up(hidden)) + self.frozen
+
+    def head(module: nn.Embedding, hidden: torch.Tensor) -> torch.Tensor:
+        return nn.functional.linear(hidden, module.weight)
+
+    deepspeed.init_distributed("gloo")
+    torch.manual_seed(0)
+    tied = TiedLayerSpec("embed", nn.Embedding, 13, 5), TiedLayerSpec("embed", nn.Embedding, 13, 5, forward_fn=head)
+    layers = [tied[0], LayerSpec(Block), nn.ReLU(), LayerSpec(Block), LayerSpec(nn.LayerNorm, 5), tied[1]]
+    loss = lambda out, ids: nn.functional.cross_entropy(out.float().flatten(0, 1), ids.flatten())  # noqa: E731
+    module = PipelineModule(layers=layers, num_stages=2, loss_fn=loss, partition_method="uniform")
+    stage = int(name[len("pipeline_zero")])
+    optimizer = torch.optim.AdamW([p for p in module.parameters() if p.requires_grad], lr=1e-3)
+    config = configuration({"stage": stage}, BF16 if stage else {})
+    engine = deepspeed.initialize(model=module, optimizer=optimizer, config=config)[0]
+    rows = [torch.randint(0, 13, (2, 4), generator=torch.Generator().manual_seed(i)) for i in range(8)]
+    batches = iter([(row, row) for row in rows])
+    for _ in range(2):
+        engine.train_batch(batches)
+    folder = HERE / name / "saved"
+    engine.save_checkpoint(str(folder), client_state={"iteration": 2})
+    live: dict[str, dict[str, Any]] = {"module": dict(engine.module.state_dict()), "weights": {}, "moments": {}}
+    for parameter, value in engine.module.named_parameters() if stage else ():
+        if value.requires_grad:
+            live["weights"][parameter] = safe_get_full_fp32_param(value).clone()
+            kinds = ("exp_avg", "exp_avg_sq")
+            live["moments"][parameter] = {k: safe_get_full_optimizer_state(value, k).clone() for k in kinds}
+    stages: list[Any] = [None] * torch.distributed.get_world_size()
+    torch.distributed.all_gather_object(stages, live)
+    if engine.global_rank == 0:
+        for script in ("zero_to_fp32.py", "zero_to_torch.py"):
+            (folder / script).unlink(missing_ok=True)
+        expected = {key: {k: v for one in stages for k, v in one[key].items()} for key in live}
+        torch.save(expected, folder.parent / "expected.pt")
+
+
 def finish(engine: Any, folder: Path, moments: dict[str, dict[str, Any]] | None) -> None:
     """Write what DeepSpeed's own tools make of what was saved."""
     import torch
@@ -265,7 +316,13 @@ def make_universal(name: str) -> None:
 
 
 UNIVERSAL = ("universal_zero3_w3",)
-FRAMEWORKS = {"trainer_zero3_w2": run_trainer, "accelerate_zero2_w2": run_accelerate, "experts_zero2_w4": run_experts}
+FRAMEWORKS = {
+    "trainer_zero3_w2": run_trainer,
+    "accelerate_zero2_w2": run_accelerate,
+    "experts_zero2_w4": run_experts,
+    "pipeline_zero1_w4": run_pipeline,
+    "pipeline_zero0_w2": run_pipeline,
+}
 
 
 def main(names: list[str]) -> None:

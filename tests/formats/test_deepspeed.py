@@ -32,7 +32,7 @@ from ckpttool.errors import CkptError, CorruptError, ReadError, UsageError
 from ckpttool.serialization import torch_file
 
 RUNS = CHECKPOINTS / "deepspeed"
-NAMES = sorted(path.name for path in RUNS.iterdir() if not path.name.startswith(("zero0", "experts")))
+NAMES = sorted(path.name for path in RUNS.iterdir() if not path.name.startswith(("zero0", "experts", "pipeline")))
 # What DeepSpeed's own tools do not read has the moments of a run that trained the same.
 SAME_RUN = {"zero1_elastic_w2": "zero1_w2", "zero2_round_robin_w3": "zero2_w3"}
 
@@ -144,6 +144,41 @@ def test_without_zero(name: str, tmp_path: Path) -> None:
         masters = [ref for group in saved["optimizer"]["fp32_groups"] for ref in group]
         for one, master in zip(state["optimizer"]["state"].values(), masters, strict=True):
             assert one["fp32"].equal(master)
+
+
+def test_the_stages_of_a_pipeline_are_one_model(tmp_path: Path) -> None:
+    """As the live modules and optimizers of the stages have it; tied weights are there in two."""
+    wanted, path = expected("pipeline_zero1_w4"), copied("pipeline_zero1_w4", tmp_path)
+    state = converted(RUNS / "pipeline_zero1_w4" / "saved", tmp_path)
+    assert state["model"].keys() == wanted["module"].keys() and "tied_modules.embed.weight" in wanted["moments"]
+    require_same(state["model"], {**wanted["module"], **wanted["weights"]})
+    for name, kinds in wanted["moments"].items():
+        require_same(state["optimizer"]["state"][name], kinds)
+    (group,) = state["optimizer"]["param_groups"]
+    assert sorted(group["params"]) == sorted(wanted["moments"]) and state["iteration"] == 2
+    layout = ckpttool.inspect(path).facts["layout"]
+    assert layout == "ZeRO-1, 2 data-parallel ranks x 2 pipeline stages"
+    for gone, text in (
+        ("layer_03-model_states.pt", "the file of layer 3 is missing"),
+        ("mp_rank_01_model_states.pt", "the weights file of `rank 2` is missing: 4 ranks"),
+        (f"{optim(1)[:-18]}01_optim_states.pt", "the optimizer file of `rank 3` is missing"),
+    ):
+        (path / gone).rename(tmp_path / gone)
+        with pytest.raises(CorruptError, match=text):
+            ckpttool.convert(path, tmp_path / "b.pt")
+        (tmp_path / gone).rename(path / gone)
+    shutil.copy(path / "layer_03-model_states.pt", path / "layer_03-model_01-model_states.pt")
+    with pytest.raises(ReadError, match="layers of tensor parallelism"):
+        ckpttool.convert(path, tmp_path / "b.pt")
+
+
+def test_a_pipeline_without_zero_has_a_model_alone(tmp_path: Path) -> None:
+    source, wanted = RUNS / "pipeline_zero0_w2" / "saved", expected("pipeline_zero0_w2")["module"]
+    with pytest.raises(CorruptError, match="each stage counts its own parameters"):
+        ckpttool.convert(source, tmp_path / "a.pt")
+    state = converted(source, tmp_path, drop=["optimizer"])
+    # Nothing says that the weight of layer 0 is the tied one.
+    require_same(state["model"], {n.replace("tied_modules.embed", "0"): value for n, value in wanted.items()})
 
 
 def test_each_rank_keeps_what_is_its_own(tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from itertools import product
 from typing import Any
 
 from ckpttool.catalogue.entries import Extent
@@ -16,7 +17,8 @@ from ckpttool.text import is_or_are, plural, some
 
 WEIGHTS = r"(zero_pp_rank_(?P<dp>\d+)_)?mp_rank_(?P<mp>\d+)_model_states\.pt"
 OPTIMIZER = r"(?P<kind>bf16_|fp16_)?zero_pp_rank_(?P<dp>\d+)_mp_rank_(?P<mp>\d+)_?optim_states\.pt"
-FILES = rf"{WEIGHTS}|{OPTIMIZER}|layer_\d+_expert_\d+_mp_rank_\d+_model_states\.pt"
+LAYER = r"layer_(?P<layer>\d+)(-model_00)?-model_states\.pt"
+FILES = rf"{WEIGHTS}|{OPTIMIZER}|{LAYER}|layer_\d+_expert_\d+_mp_rank_\d+_model_states\.pt"
 FILES = re.sub(r"\?P<\w+>", "", FILES)
 """The files that this format reads."""
 _EXPERT = r"layer_\d+_expert_\d+_mp_rank_00_model_states\.pt"
@@ -26,10 +28,10 @@ _NOT_READ = (
         r"|expp_rank_\d+_mp_rank_\d+_optim_states\.pt",
         "experts without ZeRO, of tensor parallelism or of a DeepSpeed of before 2022",
     ),
-    (r"layer_\d+-.*model_states\.pt", "pipeline layers"),
+    (rf"(?!{LAYER}$)layer_\d+-.*model_states\.pt".replace("?P<layer>", ""), "layers of tensor parallelism"),
     (r"offloaded_tensors", "tensors on NVMe"),
 )
-_CONVERT = "convert it with DeepSpeed's own `ds_to_universal.py`, and name what it writes"
+CONVERT = "convert it with DeepSpeed's own `ds_to_universal.py`, and name what it writes"
 UNIVERSAL = "zero"
 """The folder of a universal checkpoint that has one of each parameter."""
 MAX_RANKS = 1 << 16
@@ -51,33 +53,42 @@ class StateFile:
 
 @dataclass(slots=True)
 class Members:
-    """The names of the files of a directory by data-parallel rank: `Members({0: "mp_rank_00_model_states.pt"}, {})`.
-    `faults` are what is wrong with the set. A `universal` one has a folder for each parameter in place of the
-    optimizer's files, and may have a `copy` of the weights of rank 0."""
+    """The names of the files of a directory by stage of the pipeline and data-parallel rank:
+    `Members({(0, 0): "mp_rank_00_model_states.pt"}, {})`. `layers` are those of a pipeline, by their number. `faults`
+    are what is wrong with the set. A `universal` one has a folder for each parameter in place of the optimizer's files,
+    and may have a `copy` of the weights of rank 0."""
 
-    weights: dict[int, str] = field(default_factory=dict)
-    optimizer: dict[int, str] = field(default_factory=dict)
+    weights: dict[tuple[int, int], str] = field(default_factory=dict)
+    optimizer: dict[tuple[int, int], str] = field(default_factory=dict)
     experts: list[str] = field(default_factory=list)
+    layers: dict[int, str] = field(default_factory=dict)
     faults: list[CkptError] = field(default_factory=list)
     partitioned: bool = False
     universal: bool = False
     copy: str = ""
 
-    def check_world(self, world: int) -> Iterator[CkptError]:
-        """Yield what is missing of the files of `world` ranks, and what is left of a save with more."""
-        for what, present, every in (
-            ("weights", self.weights, range(world) if self.partitioned else range(1)),
-            ("optimizer", self.optimizer, range(0 if self.universal else world)),
+    @property
+    def stages(self) -> int:
+        """The number of stages of the pipeline; 1 without one."""
+        return 1 + max(stage for stage, _ in (*self.weights, *self.optimizer))
+
+    def check_world(self, world: int, stages: int) -> Iterator[CkptError]:
+        """Yield what is missing of the files of `world` ranks in each stage, and what is left of a save with more."""
+        ranks = world * stages
+        for what, present, of_stage in (
+            ("weights", self.weights, world if self.partitioned else 1),
+            ("optimizer", self.optimizer, 0 if self.universal or not self.optimizer else world),
         ):
-            if absent := [rank for rank in every if rank not in present]:
-                ranks = some([f"rank {rank}" for rank in absent])
-                text = f"the {what} file of {ranks} {is_or_are(absent)} missing: {world} ranks have saved"
+            every = [*product(range(stages), range(of_stage))]
+            if absent := [stage * world + rank for stage, rank in every if (stage, rank) not in present]:
+                where = some([f"rank {rank}" for rank in absent])
+                text = f"the {what} file of {where} {is_or_are(absent)} missing: {ranks} ranks have saved"
                 hint = "copy what is missing from where the checkpoint was saved"
                 yield CorruptError(text, hint=hint, missing=absent, found=len(present), expected=len(every))
-            if extra := [name for rank, name in sorted(present.items()) if rank not in every]:
-                text = f"{some(extra)} {is_or_are(extra)} of a save with more ranks than {world}"
+            if extra := [name for place, name in sorted(present.items()) if place not in every]:
+                text = f"{some(extra)} {is_or_are(extra)} of a save with more ranks than {ranks}"
                 hint = "files of an older save were left in the directory: move them away"
-                yield CorruptError(text, hint=hint, files=extra, expected=world)
+                yield CorruptError(text, hint=hint, files=extra, expected=ranks)
 
 
 def recognise(location: Location) -> bool:
@@ -91,40 +102,47 @@ def recognise(location: Location) -> bool:
 
 
 def listed(location: Location) -> Members:
-    """Return the files of a directory. Raises ReadError for those of experts, pipelines and tensor parallelism."""
+    """Return the files of a directory. Raises ReadError for those of some experts, and of tensor parallelism."""
     members = Members()
     names = location.names()
     members.universal = UNIVERSAL in names and (location / UNIVERSAL).is_dir()
     for pattern, what in _NOT_READ:
         if found := [name for name in names if re.fullmatch(pattern, name)]:
             text = f"`{location}`: {some(found)}: {what} of DeepSpeed, which are not read"
-            raise ReadError(text, hint=_CONVERT, file=location, found=found)
+            raise ReadError(text, hint=CONVERT, file=location, found=found)
     members.experts = [name for name in names if re.fullmatch(_EXPERT, name)]
+    for layer in filter(None, (re.fullmatch(LAYER, name) for name in names)):
+        if (first := members.layers.setdefault(int(layer["layer"]), layer.string)) != layer.string:
+            text = f"{some([first, layer.string])} are both of one layer"
+            members.faults.append(CorruptError(text, hint="files of two saves are mixed: move those of one away"))
     for name in names:
         for pattern, present in ((WEIGHTS, members.weights), (OPTIMIZER, members.optimizer)):
             if (match := re.fullmatch(pattern, name)) is not None:
                 _add(members, match, present, location)
-    if not members.weights:
+    if (0, 0) not in members.weights:
         text = f"`{location}`: no `mp_rank_00_model_states.pt` beside {some([*members.optimizer.values()])}"
         raise CorruptError(text, hint="copy it from where the checkpoint was saved", file=location)
     if members.experts and members.partitioned:
-        raise ReadError(f"`{location}`: experts with ZeRO 3, which are not read", hint=_CONVERT, file=location)
+        raise ReadError(f"`{location}`: experts with ZeRO 3, which are not read", hint=CONVERT, file=location)
+    if members.layers and (members.partitioned or members.experts):
+        raise ReadError(f"`{location}`: a pipeline with ZeRO 3 or experts, which is not read", file=location)
     return members
 
 
-def _add(members: Members, match: re.Match[str], present: dict[int, str], location: Location) -> None:
-    name, rank = match.string, int(match["dp"] or 0)
-    if int(match["mp"]):
+def _add(members: Members, match: re.Match[str], present: dict[tuple[int, int], str], location: Location) -> None:
+    name, rank, stage = match.string, int(match["dp"] or 0), int(match["mp"])
+    place = stage, rank
+    if stage and not members.layers:
         text = f"`{location}`: `{name}` is of model-parallel rank {int(match['mp'])}: tensor parallelism is not read"
-        raise ReadError(text, hint=_CONVERT, file=location)
-    if rank >= MAX_RANKS:
-        raise CorruptError(f"`{location}`: `{name}` is of rank {rank}, more than {MAX_RANKS}", file=location)
-    if rank in present and members.universal:
+        raise ReadError(text, hint=CONVERT, file=location)
+    if max(place) >= MAX_RANKS:
+        raise CorruptError(f"`{location}`: `{name}` is of rank {max(place)}, more than {MAX_RANKS}", file=location)
+    if place in present and members.universal:
         members.copy = name  # for ZeRO 3, which opens them under another name
         return
-    if rank in present:
-        both = some(sorted((present[rank], name)))
+    if place in present:
+        both = some(sorted((present[place], name)))
         text = f"{both} are both of rank {rank}: {plural(2, 'save')} of other precisions, or stages, are mixed"
         members.faults.append(CorruptError(text, hint="move those of the older save away", ranks=[rank]))
-    present[rank] = name
+    present[place] = name
     members.partitioned |= present is members.weights and match["dp"] is not None

@@ -63,15 +63,22 @@ class _ZeroOpening:
         self._catalogue, self._pool, self._location = catalogue, pool, location
         self._torch: dict[str, None] = {}
         self._members = members.listed(location)
-        self._weights: list[StateFile] = []
-        for rank, name in sorted(self._members.weights.items()):
-            self._weights.append(self._load(rank, name))
-            if len(self._weights) > 1:
+        (_, name), *others = sorted(self._members.weights.items())
+        self._weights = [self._load(0, name)]
+        world = self._weights[0].tree.get("dp_world_size")
+        most = 1 + max((rank for _, rank in (*self._members.optimizer, *self._members.weights)), default=0)
+        self._world = world if type(world) is int and 0 < world < members.MAX_RANKS else most
+        for (stage, rank), name in others:
+            self._weights.append(self._load(stage * self._world + rank, name))
+            if not stage:
                 self._slim(self._weights[-1])
         self._columns = Columns()
         self._copies: list[str] = []
         self._files_of_steps: dict[tuple[str, str], StateFile] = {}  # of a universal checkpoint
-        self._states = {rank: self._load(rank, name) for rank, name in sorted(self._members.optimizer.items())}
+        self._states: dict[int, StateFile] = {}
+        for (stage, rank), name in sorted(self._members.optimizer.items()):
+            number = stage * self._world + rank
+            self._states[number] = self._load(number, name)
 
     def _load(self, rank: int, name: str, *, plain: bool = False) -> StateFile:
         """Open a file, which is a dict unless it may be any `plain` value."""
@@ -96,32 +103,42 @@ class _ZeroOpening:
 
     def run(self) -> None:
         """Fill the catalogue."""
-        catalogue, first = self._catalogue, self._weights[0].tree
+        catalogue, first, world = self._catalogue, self._weights[0].tree, self._world
         catalogue.faults += self._members.faults
-        world = first.get("dp_world_size")
-        world = world if type(world) is int and 0 < world < members.MAX_RANKS else max(self._states, default=0) + 1
+        stages = self._stages(first)
         _check_versions(first.get("universal_checkpoint_info"), self._weights[0].name)
         if self._members.universal:
             stage = 3 if self._members.partitioned else 2
-            catalogue.faults += self._members.check_world(world)
+            catalogue.faults += self._members.check_world(world, 1)
             self._read_universal(world)
         elif self._states or self._members.partitioned:
-            missing = [*self._members.check_world(world)]
-            catalogue.faults += missing
+            catalogue.faults += self._members.check_world(world, stages)
             self._read_zero(world, whole=not catalogue.faults)
             stage = self._stage
         else:
             stage = 0
+            catalogue.faults += self._members.check_world(world, stages)
             self._read_plain()
         self._add_rest()
         name = f"ZeRO-{stage}" if stage else "without ZeRO"
         name = "universal" if self._members.universal else name
         version = first.get("ds_version")
         catalogue.facts |= {
-            "layout": f"{name}, {plural(world, 'data-parallel rank')}{' before' * self._members.universal}",
+            "layout": f"{name}, {plural(world, 'data-parallel rank')}{' before' * self._members.universal}"
+            + f" x {plural(stages, 'pipeline stage')}" * (stages > 1),
             "writer": f"DeepSpeed {version}" if isinstance(version, str) else "DeepSpeed",
             "torch": ", ".join(self._torch),
         }
+
+    def _stages(self, first: Mapping[str, Any]) -> int:
+        """Return the number of stages that the first file says, or that there are files of. Raises ReadError for tensor
+        parallelism, of which a file of before 2026 says nothing; but then its layers have other names."""
+        degrees = _dict(first.get("checkpoint_parallel_dimensions"))
+        tensor, stages = degrees.get("tp_degree", 1), degrees.get("pp_degree", self._members.stages)
+        if tensor != 1:
+            text = f"`{self._location}`: tensor parallelism of {shown(tensor)}, which is not read"
+            raise ReadError(text, hint=members.CONVERT, file=self._location, found=tensor)
+        return stages if self._members.layers and type(stages) is int and 0 < stages < members.MAX_RANKS else 1
 
     @property
     def _stage(self) -> int:
@@ -149,18 +166,22 @@ class _ZeroOpening:
         moments: dict[str, dict[str, Any]] = {}
         if states:
             divided = self._members.partitioned
-            groups = self._divided(shapes, states, world) if divided else self._flat(shapes, states, world)
-            shapes = shapes if divided else _of_all_ranks(shapes, [one for one, *_ in groups])
+            groups = self._divided(shapes, states, world) if divided else []
+            for file in () if divided else self._weights:  # one of each stage
+                own = {rank: state for rank, state in states.items() if rank // world == file.rank // world}
+                groups += self._flat(_shapes(file), own, world) if own else []
+            shapes = shapes if divided else _of_all_ranks([one for one, *_ in groups])
             moments = {name: {} for group in shapes for name in group}
             for partition, masters, kinds in groups:
                 used = partition.used()
                 for what, lines in ((f"the weights of group {partition.number}", masters), *kinds.items()):
                     partitions.check_lines(partition, used, lines, what)
                     for name, rebuilt in partition.parameters(lines, self._place, what, self._columns, whole=whole):
+                        # Of tied parameters each stage of a pipeline has a copy.
                         if lines is masters:
-                            by_name[name] = rebuilt
+                            by_name.setdefault(name, rebuilt)
                         else:
-                            moments[name][what] = rebuilt
+                            moments[name].setdefault(what, rebuilt)
             self._note_padding(groups)
         self._add_model(by_name, world)
         if states:
@@ -266,7 +287,7 @@ class _ZeroOpening:
     def _add_model(self, by_name: Mapping[str, Rebuilt], world: int) -> None:
         """Add the model in its own order: float32 weights, then what the files have whole, and frozen parameters."""
         file = self._weights[0]
-        module = file.tree.get("module")
+        module = self._layers(by_name) if self._members.layers else file.tree.get("module")
         if not isinstance(module, dict):
             text = f"`{file.name}` has no `module`"
             raise ReadError(text, hint=_NOT_READ, file=file.name)
@@ -297,6 +318,32 @@ class _ZeroOpening:
                 self._flatten(value, path, file)
                 self._compare_buffer(name, value)
         self._catalogue.containers[MODEL,] = Container("OrderedDict")
+
+    def _layers(self, by_name: Mapping[str, Rebuilt]) -> dict[str, tuple[Any, StateFile]]:
+        """Return what the files of a pipeline's layers have, with the file, under the names that the model has there:
+        `3.weight`, or `tied_modules.embed.weight` of a layer that is there several times."""
+        found: dict[str, tuple[Any, StateFile]] = {}
+        tied: dict[str, set[str]] = {}
+        for name in by_name:
+            kind, _, rest = name.partition(".")
+            layer, _, parameter = rest.partition(".")
+            if kind == "tied_modules":
+                tied.setdefault(f"{kind}.{layer}.", set()).add(parameter)
+            elif kind.isdecimal() and int(kind) not in self._members.layers:
+                text = f"the file of layer {int(kind)} is missing, of which the optimizer has `{name}`"
+                hint = "copy it from where the checkpoint was saved"
+                self._catalogue.faults.append(CorruptError(text, hint=hint, tensor=name))
+        for number, file_name in sorted(self._members.layers.items()):
+            file, root = self._load(0, file_name), f"{number}."
+            if not any(f"{root}{key}" in by_name for key in file.tree):
+                alike = [one for one, names in tied.items() if names and names <= file.tree.keys()]
+                if len(alike) > 1 and any(f"{one}{key}" not in by_name for key in file.tree for one in alike):
+                    text = f"`{file_name}` is of one of {some(alike)}, and nothing says of which"
+                    raise ReadError(text, hint=members.CONVERT, file=file_name, found=alike)
+                root = alike[0] if alike else root
+            for key, value in file.tree.items():
+                found.setdefault(f"{root}{key}", (value, file))
+        return found
 
     def _experts(self, by_name: Mapping[str, Rebuilt]) -> dict[str, tuple[Any, StateFile]]:
         """Return what the files of experts have beside the weights that the optimizer has, with the file."""
@@ -479,6 +526,13 @@ class _ZeroOpening:
         file = self._weights[0]
         self._add_model({}, 1)
         state = file.tree.get("optimizer")
+        if self._members.layers:
+            text = "in a pipeline without ZeRO each stage counts its own parameters, and no file says which they are"
+            fault = CorruptError(text, hint="leave it out: `--drop optimizer`", concerns=[OPTIMIZER])
+            self._catalogue.faults.append(fault)
+            for file in self._weights:
+                self._flatten(file.tree.get("optimizer"), (OPTIMIZER, f"stage{file.rank // self._world}"), file)
+            return
         if state is None:
             text = "no optimizer state: DeepSpeed before 0.18.5 saves none of bfloat16 without ZeRO"
             self._catalogue.warnings.append(Warning("missing-part", text))
@@ -635,9 +689,9 @@ def _shapes(file: StateFile) -> list[dict[str, Ints]]:
     return [{name: tuple(shape) for name, shape in group.items()} for group in groups]
 
 
-def _of_all_ranks(shapes: list[dict[str, Ints]], groups: list[Partition]) -> list[dict[str, Ints]]:
-    """Return the shapes of each group with the experts of all ranks."""
-    merged: list[dict[str, Ints]] = [{} for _ in shapes]
+def _of_all_ranks(groups: list[Partition]) -> list[dict[str, Ints]]:
+    """Return the shapes of each group with the experts of all ranks, and the layers of all stages."""
+    merged: list[dict[str, Ints]] = [{} for _ in range(1 + max((one.number for one in groups), default=-1))]
     for one in groups:
         merged[one.number] |= one.shapes
     return merged
