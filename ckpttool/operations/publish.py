@@ -10,21 +10,21 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import closing, contextmanager
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, TypedDict
 
 from ckpttool.catalogue.entries import Catalogue
 from ckpttool.catalogue.patterns import several
-from ckpttool.errors import CkptError, OverwriteError, RemoteError, UsageError
+from ckpttool.errors import CkptError, OverwriteError, UsageError
 from ckpttool.operations import arguments, secrets, write
 from ckpttool.operations.write import Conversion, WriteOptions
-from ckpttool.producers.open import is_index, open_source
-from ckpttool.serialization.manifest import NAME
+from ckpttool.producers.published import in_order, is_commit, replaced
 from ckpttool.storage import stores, workspace
 from ckpttool.storage.stores import Location, Outgoing, local_path
+from ckpttool.storage.writers import ALONE, Writers
 from ckpttool.text import meant, some
 from ckpttool.transfer.threads import Progress
 
@@ -32,10 +32,6 @@ from ckpttool.transfer.threads import Progress
 _NOT_A_TAG = re.compile(r"^$|[\x00-\x20\x7f~^:?*\[\\]|\.\.|@\{|^[@.\-/]|/\.|//|[./]$|\.lock(/|$)")
 
 _IF_FULL = "files are written to `TMPDIR` before they are sent: name a directory with room, `--stage DIR`"
-
-
-_OF_COMMITS = ("create_pr", "tag", "message")
-_WEIGHTS = (".safetensors", ".pt", ".pth", ".bin", ".distcp")
 
 
 class HubOptions(TypedDict, total=False):
@@ -73,18 +69,15 @@ def options(
 def check_options(dst: str, remote: HubOptions) -> None:
     """Raise UsageError for options of stores at a destination of this machine, and for those that exclude each
     other."""
-    tag = remote.get("tag")
-    is_remote, on_hub = stores.is_remote(dst), is_hub(dst)
-    if not on_hub or not stores.destination(dst).store.is_versioned:
-        for name, value in remote.items():
-            flag = "--commit-message" if name == "message" else f"--{name.replace('_', '-')}"
-            if value and on_hub and name in _OF_COMMITS:
-                hint = "leave it out, or write to a repository: `hf://org/name`"
-                raise UsageError(f"`{flag}` is of commits, which the bucket of `{dst}` does not have", hint=hint)
-            if value and not on_hub and not (is_remote and name == "stage"):
-                where = "in an object store" if is_remote else "a path of this machine"
-                hint = "write to `hf://org/name`"
-                raise UsageError(f"`{flag}` is for the Hub, and `{dst}` is {where}", hint=hint)
+    tag, taken = remote.get("tag"), stores.destination(dst).store.options
+    for name, value in remote.items():
+        flag = "--commit-message" if name == "message" else f"--{name.replace('_', '-')}"
+        if value and name not in taken and "private" in taken:
+            hint = "leave it out, or write to a repository: `hf://org/name`"
+            raise UsageError(f"`{flag}` is of commits, which the bucket of `{dst}` does not have", hint=hint)
+        if value and name not in taken:
+            where = "in an object store" if stores.is_remote(dst) else "a path of this machine"
+            raise UsageError(f"`{flag}` is for the Hub, and `{dst}` is {where}", hint="write to `hf://org/name`")
     if remote.get("private") and remote.get("public"):
         raise UsageError("`--private` and `--public` exclude each other", hint="a new repository is private by default")
     if tag is not None and remote.get("create_pr"):
@@ -94,33 +87,6 @@ def check_options(dst: str, remote: HubOptions) -> None:
         raise UsageError(f"`--tag {tag}` is not a name of a tag in git", hint="such as `--tag v1.0`")
     if (found := secrets.in_text((remote.get("message") or "").encode("utf-8", "replace"))) is not None:
         raise UsageError(f"`--commit-message` has what looks like {found[1]}", hint="write another message")
-
-
-def is_hub(dst: str) -> bool:
-    """Return whether a destination is on the Hub."""
-    return dst.startswith("hf://")
-
-
-def check_replaced(dst: Location, overwrite: bool) -> None:
-    """Raise OverwriteError for a destination in an object store that has objects, unless it is a checkpoint and
-    `overwrite` is set."""
-    if dst.publish([], overwrite=overwrite, dry_run=True).removed:
-        location = stores.locate(str(dst))
-        try:
-            if location.is_dir():
-                write.check_is_checkpoint(location)
-        finally:
-            location.store.close()
-
-
-def in_order(outgoing: Iterable[Outgoing]) -> list[Outgoing]:
-    """Return files in the order in which they are sent: what makes them a checkpoint comes last."""
-    return sorted(outgoing, key=lambda file: order(file.name))
-
-
-def is_commit(name: str) -> bool:
-    """Return whether a file makes a checkpoint of others, by its name. Pure."""
-    return is_index(name) or name.rpartition("/")[2] == NAME
 
 
 @contextmanager
@@ -155,44 +121,13 @@ def combined(progress: Progress) -> tuple[Progress, Progress]:
     return partial(report, "written"), partial(report, "sent")
 
 
-# What is replaced in a store without commits --------------------------------------------------------------------------
-
-
-def accepted(location: Location, remote: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the options that the store of a destination takes."""
-    other = ("replaces",) if location.store.is_versioned else _OF_COMMITS
-    return {name: value for name, value in remote.items() if name not in other}
-
-
-def replaced(location: Location) -> list[str]:
-    """Return the files of the checkpoint that is at a destination whose store keeps no earlier versions: their names
-    below it, in the order of `order`. None, if there is no checkpoint that can be opened, only what a killed run left
-    or somebody else. Raises OverwriteError if there are several in it, RemoteError if the store cannot be asked."""
-    if location.store.is_versioned or not location.exists():
-        return []
-    if location.is_file():
-        return [location.name]
-    try:
-        with closing(open_source(location)) as source:
-            catalogue = source.catalogue
-    except RemoteError:
-        raise
-    except CkptError:
-        return []
-    finally:
-        location.store.close()
-    if catalogue.location != location:
-        message = f"`{location}` has other checkpoints in it, such as `{catalogue.location}`"
-        raise OverwriteError(message, hint=f"name a new folder: `{location}/NAME`", file=location)
-    own = {file.location.relative_to(location) for file in catalogue.own_files if file.location.is_below(location)}
-    folders = {name.rpartition("/")[0] for name in own}
-    indexes = {name for name in location.below() if is_commit(name) and name.rpartition("/")[0] in folders}
-    return sorted(own | indexes, key=order)
-
-
-def order(name: str) -> tuple[bool, bool, bool, str]:
-    """Return the sort key by which what makes files a checkpoint comes last."""
-    return is_commit(name), name.endswith(".metadata"), name.endswith(_WEIGHTS), name
+def accepted(location: Location, remote: Mapping[str, Any], overwrite: bool) -> dict[str, Any]:
+    """Return the options that the store of a destination takes, and what is replaced there if it keeps no versions.
+    Raises OverwriteError, RemoteError."""
+    own = {name: remote[name] for name in remote.keys() & (location.store.options - {"not_secret"})}
+    if location.store.is_versioned:
+        return own
+    return own | {"overwrite": overwrite, "replaces": replaced(location), "is_index": is_commit}
 
 
 # Destinations that are written as a whole, then sent ------------------------------------------------------------------
@@ -220,19 +155,18 @@ class _Staged(LocalDestination):
     overwrite: bool
     resume: bool
     sending: Progress | None = None
+    writers: Writers = ALONE
     obstacle: OverwriteError | None = None
-    replaces: Sequence[str] = ()  # files of the checkpoint that is there
+    accepted: dict[str, Any] = field(default_factory=dict)  # options of `publish`
     sent: Any = None
 
     def check(self) -> None:
         """Ask the store whether it can be written, before hours of work. Raises RemoteError, UsageError or
         OverwriteError; for a dry run, the last is kept."""
         try:
-            if is_hub(self.dst):
-                self.replaces = replaced(self.location)
-                self._publish([], dry_run=True)
-            else:
-                check_replaced(self.location, self.overwrite)
+            remote = {**self.remote, "resume": self.resume, "stage": None}
+            self.accepted = {"overwrite": self.overwrite} | accepted(self.location, remote, self.overwrite)
+            self._publish([], dry_run=True)
         except OverwriteError as error:
             if not self.options.dry_run:
                 raise
@@ -241,7 +175,8 @@ class _Staged(LocalDestination):
     def stream(self, outgoing: list[Outgoing], last: Callable[[], list[Outgoing]]) -> None:
         """Send files as they are written, and in the end those that `last` returns, of which the last makes a
         checkpoint of all."""
-        self.sent = self._publish(outgoing, dry_run=False, last=lambda: in_order(last()))
+        shared: dict[str, Any] = {"writers": self.writers} if self.writers is not ALONE else {}
+        self.sent = self._publish(outgoing, dry_run=False, last=lambda: in_order(last()), **shared)
 
     def send(self, result: Conversion) -> None:
         result.destination = self.dst
@@ -263,16 +198,8 @@ class _Staged(LocalDestination):
     def _publish(self, outgoing: list[Outgoing], *, dry_run: bool, **more: Any) -> Any:
         is_file = [file.name for file in outgoing] == [self.location.name] and not self.path.endswith("/")
         folder, claims = (self.location.parent, self.location.name) if is_file else (self.location, "")
-        options: dict[str, Any] = {"folder": self.folder}
-        if is_hub(self.dst):
-            options |= accepted(self.location, {**self.remote, "replaces": self.replaces})
-            del options["stage"], options["not_secret"]
-        else:
-            options["resume"] = self.resume
-        if not self.location.store.is_versioned:
-            options["is_index"] = is_commit
         return folder.publish(
-            outgoing, **options, **more, claims=claims, overwrite=self.overwrite, dry_run=dry_run, progress=self.sending
+            outgoing, **self.accepted, **more, folder=self.folder, claims=claims, dry_run=dry_run, progress=self.sending
         )
 
     def renamed(self, text: str) -> str:
@@ -299,20 +226,21 @@ def place(
         if not stores.is_remote(dst):
             yield LocalDestination(dst, dst, how)
             return
-        if how.resume and is_hub(dst):
-            hint = "leave it out: what was sent is not sent again"
-            raise UsageError("`--resume` is for a destination on this machine", hint=hint)
         if how.manifest is not None:
             hint = f"`ckpttool verify {dst} --write-manifest FILE` writes it afterwards"
             raise UsageError("`--manifest` is for a destination on this machine", hint=hint)
         arguments.check_apart(dst, *sources)
         location = stores.destination(dst)
+        taken = location.store.options
+        if how.resume and "resume" not in taken:
+            hint = "leave it out: what was sent is not sent again"
+            raise UsageError("`--resume` is for a destination on this machine", hint=hint)
         writing, sending = combined(how.progress) if how.progress is not None else (None, None)
         with workspace.scratch_directory("ckpttool-hub-", remote.get("stage")) as scratch:
             # A repository is a directory.
             is_folder = dst.endswith("/") or not location.key
             path = f"{scratch}/{location.name}{'/' * is_folder}"
-            check = partial(_check_secrets, not_secret=remote.get("not_secret", ())) if is_hub(dst) else None
+            check = partial(_check_secrets, not_secret=remote.get("not_secret", ())) if "not_secret" in taken else None
             local = replace(how, overwrite=False, resume=False, progress=writing, if_full=_IF_FULL, check_values=check)
             going = f"{scratch}/.sending"
             staged = _Staged(dst, path, local, location, remote, going, how.overwrite, how.resume, sending)

@@ -111,6 +111,8 @@ class Store:
     """Whether it keeps earlier versions of its files, as a repository does."""
     is_cached = False
     """Whether a file that one process has fetched whole is there for others of this machine."""
+    options: frozenset[str] = frozenset()
+    """Names of the options of destinations that users give, and it takes."""
     has_digests = False
     """Whether `fetch` compares a file with a digest of the store."""
 

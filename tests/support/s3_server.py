@@ -134,6 +134,12 @@ class S3Server:
         text = self.ask("GET", f"/{BUCKET}?list-type=2").body.decode()
         return sorted(unquote(part.partition("</Key>")[0]) for part in text.split("<Key>")[1:])
 
+    def tags(self) -> dict[str, str]:
+        """Return the tag of each object: those with the same one have the same bytes."""
+        text = self.ask("GET", f"/{BUCKET}?list-type=2").body.decode()
+        parts = [part.partition("<ETag>") for part in text.split("<Key>")[1:]]
+        return {unquote(one.partition("</Key>")[0]): tag.partition("</ETag>")[0] for one, _, tag in parts}
+
     def download(self, name: str, folder: Path) -> Path:
         """Write all objects below a name to a folder."""
         for one in self.names():

@@ -20,7 +20,8 @@ from ckpttool.operations.arguments import DtypeOfTorch
 from ckpttool.operations.export.plan import NAMES, Export, Exported, ExportOptions, planned
 from ckpttool.operations.publish import HubOptions
 from ckpttool.operations.write import WriteOptions
-from ckpttool.storage import free_space, stores, workspace
+from ckpttool.producers.published import in_order
+from ckpttool.storage import free_space, stores
 from ckpttool.storage.errors import hub_address
 from ckpttool.storage.files import temporary_folder
 from ckpttool.storage.stores import Location, local_path, path_text
@@ -281,24 +282,10 @@ def _send(plan: Export, remote: HubOptions, how: WriteOptions, sending: Progress
             sending(done, total)
 
     location = stores.destination(result.destination)
-    if publish.is_hub(result.destination):
-        outgoing, options = plan.files, publish.accepted(location, remote)
-        if not location.store.is_versioned:
-            options |= {"claims": "", "overwrite": how.overwrite, "replaces": publish.replaced(location)}
-            outgoing = publish.in_order(plan.files)
-        result.sent = location.publish(
-            outgoing, **options, dry_run=result.dry_run, progress=progress, unless_there=plan.unless_there
-        )
-    else:
-        publish.check_replaced(location, how.overwrite)
-        with workspace.scratch_directory("ckpttool-export-", remote.get("stage")) as folder:
-            result.sent = location.publish(
-                publish.in_order(plan.files),
-                overwrite=how.overwrite,
-                dry_run=result.dry_run,
-                progress=progress,
-                is_index=publish.is_commit,
-                folder=folder,
-            )
+    options = publish.accepted(location, remote, how.overwrite)
+    outgoing = plan.files if location.store.is_versioned else in_order(plan.files)
+    result.sent = location.publish(
+        outgoing, **options, dry_run=result.dry_run, progress=progress, unless_there=plan.unless_there
+    )
     if remote.get("stage") is None:
         result.file_bytes = max((file.size for file in plan.files if file.gather is None), default=0)

@@ -12,7 +12,7 @@ import posixpath
 import re
 import secrets
 import threading
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import datetime, timezone
@@ -35,18 +35,30 @@ _DEAD_AFTER = 600.0  # seconds without a renewal, whatever the clocks of two mac
 @dataclass(slots=True)
 class Claim:
     """A claim that was found: the destination `key` that it is about, its owner and the names of its objects. `commit`
-    is the one that makes the destination complete, once all others are there."""
+    is the one that makes the destination complete, once all others are there and it is not of the tag `before` any
+    more; those of the old checkpoint that are `stale` then go."""
 
     key: str
     version: StoredObject
     owner: dict[str, Any]
     names: list[str]
     commit: str | None
+    before: str | None
+    stale: list[str]
 
     @property
     def name(self) -> str:
         """The name of the object."""
         return name_of(self.key)
+
+    def is_complete(self, there: Mapping[str, StoredObject]) -> bool:
+        """Return whether its run was killed behind its last act."""
+        return self.commit is not None and self.commit in there and there[self.commit].tag != self.before
+
+    def left(self, there: Mapping[str, StoredObject]) -> list[str]:
+        """Return the names of what its run has left, among the objects that are there."""
+        aside = [name for name in there if name.startswith(f"{self.name}/")]
+        return [*aside, *(name for name in (self.stale if self.is_complete(there) else self.names) if name in there)]
 
     @property
     def age(self) -> float:
@@ -69,6 +81,22 @@ def name_of(key: str) -> str:
     return posixpath.join(posixpath.dirname(key), f".{posixpath.basename(key)}{_SUFFIX}")
 
 
+def aside(key: str, name: str) -> str:
+    """Return the name that an object has until those of an old checkpoint may go, one of which has its name. Pure."""
+    return f"{name_of(key)}/{name.removeprefix(f'{key}/')}"
+
+
+def list_all(client: Client, key: str, claim: Claim | None, most: int) -> dict[str, StoredObject]:
+    """Return the objects at and below a destination, and those that the run of a claim has put aside. Raises the
+    exceptions of obstore."""
+    there = client.list_all(key, most).result()
+    if claim is not None:
+        there |= client.list_all(claim.name, most).result()
+    with suppress(FileNotFoundError):
+        there |= {key: client.head(key).result()}
+    return there
+
+
 def keys_of(names: Iterable[str]) -> list[str]:
     """Return the destinations that claims among these names are about. Pure."""
     matches = ((posixpath.dirname(name), _NAME.fullmatch(posixpath.basename(name))) for name in names)
@@ -85,10 +113,16 @@ def find(client: Client, key: str) -> Claim | None:
     with suppress(ValueError):
         said = json.loads(data)
     said = said if isinstance(said, dict) else {}
-    # An object of somebody else may have this name: nothing of what it names is touched, unless it lies in there.
-    names = [n for n in said.get("names", ()) if isinstance(n, str) and (n == key or n.startswith(f"{key}/"))]
+    lists = {kind: said[kind] for kind in ("names", "stale") if isinstance(said.get(kind), list)}
+
+    def is_own(name: object) -> bool:
+        # An object of somebody else may have this name: nothing of what it names is touched, unless it lies in there.
+        return isinstance(name, str) and (name == key or name.startswith((f"{key}/", f"{name_of(key)}/")))
+
+    names, stale = ([name for name in lists.get(kind, ()) if is_own(name)] for kind in ("names", "stale"))
     owner, commit = said.get("owner"), said.get("commit")
-    return Claim(key, version, owner if isinstance(owner, dict) else {}, names, commit if commit in names else None)
+    owner = owner if isinstance(owner, dict) else {}
+    return Claim(key, version, owner, names, commit if is_own(commit) else None, said.get("before"), stale)
 
 
 @dataclass(slots=True)
@@ -100,6 +134,8 @@ class HeldClaim:
     key: str
     names: list[str]
     commit: str | None = None
+    before: str | None = None
+    stale: list[str] = field(default_factory=list)
     _tag: str | None = None
     _token: str = field(default_factory=partial(secrets.token_hex, 16))
     _lock: threading.Lock = field(default_factory=threading.Lock)
@@ -121,7 +157,8 @@ class HeldClaim:
 
     def _content(self) -> bytes:
         owner = owner_now() | {"token": self._token, "ended": self._over.is_set()}
-        return json.dumps({"owner": owner, "names": self.names, "commit": self.commit}).encode()
+        said = {"names": self.names, "commit": self.commit, "before": self.before, "stale": self.stale}
+        return json.dumps({"owner": owner, **said}).encode()
 
     def update(self) -> None:
         """Write what has changed, and that the run goes on. Raises OverwriteError if another run has taken over."""
@@ -136,9 +173,14 @@ class HeldClaim:
                     raise held(self.address, there) from None
                 self._tag = there.version.tag
 
+    @property
+    def is_lost(self) -> bool:
+        """Whether another run has taken over."""
+        return self._lost.is_set()
+
     def check(self) -> None:
         """Raise OverwriteError if another run has taken over."""
-        if self._lost.is_set():
+        if self.is_lost:
             raise held(self.address, None)
 
     def release(self, *, keep: bool = False) -> None:
@@ -146,7 +188,7 @@ class HeldClaim:
         self._over.set()
         if keep:
             self.update()
-        elif not self._lost.is_set():
+        elif not self.is_lost:
             with self._lock:
                 self.client.delete([name_of(self.key)]).result()
 

@@ -6,7 +6,7 @@ import asyncio
 import atexit
 import threading
 import time
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from functools import cache, partial
@@ -21,6 +21,8 @@ T = TypeVar("T")
 AT_ONCE = 32  # requests
 _ATTEMPTS = 3  # where an answer broke off; obstore repeats requests that were not answered
 _PAGE = 1000  # names
+_BLOCK = 8 << 20
+LARGEST_COPY = 5 << 30
 _CALM = 0.05  # seconds
 
 
@@ -94,6 +96,10 @@ class Client:
         """Write an object of bytes, or of an iterator of blocks of `chunk_size`, in one step, and return its tag.
         `mode` is `create`, or what the object has to be: `{"e_tag": ...}`."""
         return self.start(partial(self._put, name, data, mode, options))
+
+    def copy(self, name: str, to: str, known: StoredObject) -> Future[None]:
+        """Copy an object within the store, whose bytes stay there unless they are more than S3 copies."""
+        return self.start(partial(self._copy, name, to, known))
 
     def delete(self, names: Sequence[str]) -> Future[None]:
         """Delete objects; those that are not there do not matter."""
@@ -170,7 +176,22 @@ class Client:
     async def _put(self, name: str, data: Any, mode: Any, options: dict[str, Any]) -> str | None:
         return (await obstore.put_async(self._store, name, data, mode=mode, **options))["e_tag"]
 
+    async def _copy(self, name: str, to: str, known: StoredObject) -> None:
+        if known.size <= LARGEST_COPY:
+            await obstore.copy_async(self._store, name, to)
+        else:
+            block = max(_BLOCK, known.size // 9_000)  # S3 takes 10,000 parts
+            await obstore.put_async(self._store, to, self._blocks(name, known, block), chunk_size=block)
+
+    async def _blocks(self, name: str, known: StoredObject, block: int) -> AsyncIterator[memoryview]:
+        for start in range(0, known.size, block):
+            yield await self._read(name, start, min(start + block, known.size), known)
+
     async def _delete(self, names: Sequence[str]) -> None:
+        with suppress(FileNotFoundError):
+            await obstore.delete_async(self._store, list(names))
+            return
+        # In one request, unless one of them is not there, which stops some stores.
         for name in names:
             with suppress(FileNotFoundError):
                 await obstore.delete_async(self._store, name)

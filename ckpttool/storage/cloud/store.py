@@ -13,7 +13,6 @@ import posixpath
 import threading
 from collections.abc import Iterable, Iterator
 from concurrent.futures import Future
-from contextlib import suppress
 from functools import partial
 from typing import Any
 
@@ -122,10 +121,8 @@ class CloudStore(Store):
             one = claim.find(self._client, key)
             if one is None:
                 continue  # its run has ended meanwhile
-            there = self._client.list_all(key, LARGEST_FOLDER).result()
-            with suppress(FileNotFoundError):
-                there |= {key: self._client.head(key).result()}
-            names = [] if one.commit in there else [each for each in one.names if each in there]
+            there = claim.list_all(self._client, key, one, LARGEST_FOLDER)
+            names = one.left(there)
             state = "running" if one.is_held else "ended" if one.owner else "foreign"
             nbytes = sum(there[each].size for each in names)
             yield LeftObjects(

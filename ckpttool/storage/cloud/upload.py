@@ -1,11 +1,13 @@
 """Destinations in buckets: objects are sent one after the other, and the last one makes them a checkpoint.
 
-    look     list what is there: nothing, what a killed run left, or something that `--overwrite` replaces
+    look     list what is there: nothing, what a killed run left, or a checkpoint that `--overwrite` replaces
     claim    create the claim of this run
     send     send each file in parts, and compare what the store says of it with what was sent
-    commit   create the last object, on the condition that there is none
+    replace  if names of the old checkpoint are taken again: delete its index, and copy what was put aside, in the store
+    commit   create the last object, on the condition that there is none, or the one that was there
+    tidy     delete what is left of the old checkpoint
 
-Until the commit there is no index at the destination. An object that a killed run has sent is not sent again.
+Several processes may send; the first of them does all else. An object that a killed run has sent is not sent again.
 """
 
 from __future__ import annotations
@@ -15,24 +17,25 @@ import os
 import posixpath
 import re
 import threading
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from obstore.exceptions import AlreadyExistsError, BaseError, PreconditionError
 
 from ckpttool.errors import OverwriteError, RemoteError, StorageError, UsageError
+from ckpttool.storage import workspace
 from ckpttool.storage.cloud import address as addresses
 from ckpttool.storage.cloud import claim as claims
 from ckpttool.storage.cloud import errors
-from ckpttool.storage.cloud.address import BucketAddress
 from ckpttool.storage.cloud.claim import Claim, HeldClaim
 from ckpttool.storage.cloud.client import Client, StoredObject
-from ckpttool.storage.cloud.store import LARGEST_FOLDER
+from ckpttool.storage.cloud.store import LARGEST_FOLDER, CloudStore
 from ckpttool.storage.errors import os_errors
 from ckpttool.storage.senders import Senders, SendingStopped
-from ckpttool.storage.stores import Location, Outgoing, Store, local_path
+from ckpttool.storage.stores import Location, Outgoing, local_path
+from ckpttool.storage.writers import ALONE, Writers
 from ckpttool.text import some
 
 PART = 8 << 20
@@ -77,12 +80,10 @@ def destination(text: str) -> Location:
         return Location(str(address), BucketDestination(address, addresses.connect(address)))
 
 
-class BucketDestination(Store):
+class BucketDestination(CloudStore):
     """The store of a bucket that is written to."""
 
-    def __init__(self, address: BucketAddress, client: Any) -> None:
-        self.root, self._address = address.root, address
-        self._client = Client(client)
+    options = frozenset({"resume", "stage"})
 
     def publish(  # type: ignore[override] # options are the store's own
         self,
@@ -91,53 +92,81 @@ class BucketDestination(Store):
         *,
         claims: str = "",
         overwrite: bool = False,
+        replaces: Sequence[str] = (),
         resume: bool = False,
         dry_run: bool = False,
         progress: Progress | None = None,
         is_index: Callable[[str], bool] = lambda name: False,
         last: Callable[[], Sequence[Outgoing]] | None = None,
-        folder: str = "",
+        stage: str | None = None,
+        folder: str | None = None,
+        unless_there: Collection[str] = (),
+        writers: Writers = ALONE,
     ) -> Uploaded:
         """Write files below a key, or the one file `claims`, and make them a checkpoint by the last of them. `last` is
         called once all others are written, and returns the rest. Those that are not on this machine are written to
-        `folder`, two at a time, and removed there. `is_index` tells which of older objects make a checkpoint of them.
-        With `resume`, a failure leaves what was sent.
+        `folder`, or a temporary one in `stage`, two at a time, and removed there. With `resume`, a failure leaves what
+        was sent. Of several `writers`, each sends the files that it has, and all name all of them.
+
+        With `overwrite`, objects of these names are replaced, and those of the checkpoint that is there, which are
+        `replaces`, go in the end. It stays what it is until all new objects are in the store: those whose names it has
+        are put aside until then. `is_index` tells which of its objects make a checkpoint of the others. Files that are
+        named in `unless_there` replace none.
 
         Raises OverwriteError if something is there, or another run writes there; RemoteError, StorageError, and what
         the files raise.
         """
         key = posixpath.join(name, claims) if claims else name
-        upload = _BucketUpload(self._client, f"{self.root}/{key}", key, bool(claims), progress, folder)
+        upload = _BucketUpload(self._client, f"{self.root}/{key}", key, bool(claims), progress, unless_there, writers)
         try:
-            upload.look(overwrite)
             if dry_run:
+                upload.look(overwrite, replaces)
                 upload.plan(outgoing)
-            else:
-                first, rest = (outgoing, last) if last is not None else (outgoing[:-1], lambda: outgoing[-1:])
-                upload.run(first, rest, is_index, resume)
+                return upload.uploaded
+            first, rest = (outgoing, last) if last is not None else (outgoing[:-1], lambda: outgoing[-1:])
+            scratch = workspace.scratch_directory("ckpttool-export-", stage) if folder is None else nullcontext(folder)
+            with scratch as upload.folder:
+                upload.run(first, rest, overwrite, replaces, is_index, resume)
         finally:
             self._client.close()
         return upload.uploaded
 
-    def close(self) -> None:
-        """Give up what is on its way."""
-        self._client.close()
+
+class _Sent(NamedTuple):
+    """What became of a file: the name of its object, which may be aside, its size, its tag, its status, and how many of
+    its bytes were compared."""
+
+    key: str
+    nbytes: int
+    tag: str | None
+    status: str
+    compared: int
 
 
 class _BucketUpload:
     """One upload to one destination: the object `key`, or objects below it."""
 
     def __init__(
-        self, client: Client, address: str, key: str, is_file: bool, progress: Progress | None, folder: str
+        self,
+        client: Client,
+        address: str,
+        key: str,
+        is_file: bool,
+        progress: Progress | None,
+        unless_there: Collection[str],
+        writers: Writers,
     ) -> None:
         self.uploaded = Uploaded(address)
         self._client, self._address, self._key, self._is_file = client, address, key, is_file
-        self._progress, self._folder = progress, folder
+        self._progress, self._unless_there, self._writers = progress, unless_there, writers
+        self.folder = ""
         self._existing: dict[str, StoredObject] = {}  # what somebody else, or an earlier run, has written
+        self._replaced: list[str] = []  # of these, the objects of the old checkpoint
         self._left: dict[str, StoredObject] = {}  # what a killed run has sent
         self._before: Claim | None = None
         self._claim = HeldClaim(client, address, key, [])
-        self._sent: list[str] = []
+        self._is_claimed = False
+        self._sent: dict[str, _Sent] = {}  # by the name in the destination
         self._total, self._done = 0, 0
         self._lock = threading.Lock()
 
@@ -147,30 +176,31 @@ class _BucketUpload:
     def _key_of(self, name: str) -> str:
         return self._key if self._is_file else f"{self._key}/{name}"
 
+    def _name_of(self, key: str) -> str:
+        return posixpath.basename(key) if self._is_file else key.removeprefix(f"{self._key}/")
+
     # What is there ---------------------------------------------------------------------------------------------------
 
-    def look(self, overwrite: bool) -> None:
+    def look(self, overwrite: bool, replaces: Sequence[str]) -> None:
         """List the destination. Raises OverwriteError."""
         with self._translated():
-            there = self._client.list_all(self._key, LARGEST_FOLDER).result()
-            with suppress(FileNotFoundError):
-                there |= {self._key: self._client.head(self._key).result()}
             self._before = before = claims.find(self._client, self._key)
+            there = claims.list_all(self._client, self._key, before, LARGEST_FOLDER)
         if before is not None and not before.owner:
             message = f"`{self._address}` cannot be claimed: `{before.name}` is of something else"
             raise OverwriteError(message, hint="rename it, or name another destination", file=self._address)
         if before is not None and before.is_held:
             raise claims.held(self._address, before)
-        if before is not None and before.commit is not None and before.commit in there:
-            # It was killed behind its last act.
-            with self._translated():
-                self._client.delete([before.name]).result()
-            self._before = None
-        elif before is not None:
-            self._left = {name: there.pop(name) for name in before.names if name in there}
+        if before is not None:
+            self._left = {name: there.pop(name) for name in before.left(there)}
+            if before.is_complete(there):
+                with self._translated():
+                    self._client.delete([*self._left, before.name]).result()
+                self._before, self._left = None, {}
         self._existing = there
+        self._replaced = [name for name in map(self._key_of, replaces) if name in there]
         if there and not overwrite:
-            found = sorted(name.removeprefix(f"{self._key}/") for name in there)
+            found = sorted(map(self._name_of, there))
             message = (
                 f"`{self._address}` exists" if self._key in there else f"`{self._address}` has objects: {some(found)}"
             )
@@ -180,16 +210,18 @@ class _BucketUpload:
         """Note what would be sent."""
         self.uploaded.dry_run = True
         for file in outgoing:
-            self._note(file.name, file.size, "changed" if self._key_of(file.name) in self._existing else "new")
-        names = {self._key_of(file.name) for file in outgoing}
-        self.uploaded.removed = sorted(
-            name.removeprefix(f"{self._key}/") for name in self._existing if name not in names
-        )
+            key = self._key_of(file.name)
+            stays = key in self._existing and file.name in self._unless_there
+            status = "unchanged" if stays else "changed" if key in self._existing else "new"
+            self._sent[key] = _Sent(key, file.size, None, status, 0)
+        self._summarise()
 
-    def _note(self, name: str, nbytes: int, status: str) -> None:
-        with self._lock:
-            self.uploaded.files.append(UploadedFile(name, nbytes, status))
-            self.uploaded.sent_bytes += nbytes if status != "unchanged" else 0
+    def _summarise(self) -> None:
+        result = self.uploaded
+        result.files = [UploadedFile(self._name_of(key), *one[1:4:2]) for key, one in sorted(self._sent.items())]
+        result.sent_bytes = sum(file.nbytes for file in result.files if file.status != "unchanged")
+        result.compared_bytes = sum(one.compared for one in self._sent.values())
+        result.removed = sorted(self._name_of(key) for key in self._replaced if key not in self._sent)
 
     # Writing ---------------------------------------------------------------------------------------------------------
 
@@ -197,74 +229,90 @@ class _BucketUpload:
         self,
         first: Sequence[Outgoing],
         last: Callable[[], Sequence[Outgoing]],
+        overwrite: bool,
+        replaces: Sequence[str],
         is_index: Callable[[str], bool],
         resume: bool,
     ) -> None:
         """Write all files, the last one last."""
-        self._total = sum(file.size for file in first)
-        self._claim.names = [self._key_of(file.name) for file in first] or [self._key]
-        # What a killed run has sent stays named until it is sent again or deleted, and so does what is replaced.
-        self._claim.names += [name for name in (*self._left, *self._existing) if name not in self._claim.names]
-        with self._translated():
-            self._claim.take(self._before)
-        is_kept = False
+        writers = self._writers
         try:
-            with self._translated():
-                if self._left:
-                    claims.abort_uploads(self._address, self._key)
-                self._remove_index(is_index)
-            with Senders(_AT_ONCE, self._report) as senders:
-                for file in first:
-                    senders.take_place()
-                    path = self._written(file)
-                    senders.start(lambda file=file, path=path: self._send(file, path, senders.stopped))  # type: ignore[misc]
-            self._commit(last())
+            begun = writers.gather(lambda: self._begin(first, overwrite, replaces) if writers.is_first else None)[0]
+            assert begun is not None
+            if not writers.is_first:
+                self._left, self._existing = (
+                    {name: StoredObject(one[0], one[1], None) for name, one in rows.items()} for rows in begun
+                )
+            for rows in writers.gather(lambda: self._send_all(first)):
+                self._sent |= {key: _Sent(*row) for key, row in rows.items()}
+            writers.gather(lambda: self._end(last(), is_index))
         except (RemoteError, StorageError, KeyboardInterrupt) as error:
-            is_kept = resume
-            self._clean_up(keep=is_kept, error=error)
+            self._clean_up(keep=resume, error=error)
             raise
         except BaseException as error:
             self._clean_up(keep=False, error=error)
             raise
-        with self._translated():
-            old = [name for name in self._existing if name not in self._sent]
-            stale = [name for name in self._left if name not in self._sent]
-            self._client.delete([*old, *stale]).result()
-            self._claim.release()
-        self.uploaded.removed = sorted(name.removeprefix(f"{self._key}/") for name in old)
-        self.uploaded.files.sort(key=lambda file: file.path)
+        self._summarise()
 
-    def _remove_index(self, is_index: Callable[[str], bool]) -> None:
-        """Delete what makes a checkpoint of older objects, before one of them is replaced: all of them if nothing
-        tells. One object is replaced in one step."""
-        if not self._is_file:
-            indexes = [name for name in self._existing if is_index(name)]
-            self._client.delete(indexes or list(self._existing)).result()
+    def _begin(self, first: Sequence[Outgoing], overwrite: bool, replaces: Sequence[str]) -> Any:
+        """Claim the destination, and return what is there, for the others."""
+        self.look(overwrite, replaces)
+        names = [self._key_of(file.name) for file in first] or [self._key] * self._is_file
+        names = [self._free(name) for name in names]
+        # What a killed run has sent stays named until it is sent again or deleted.
+        self._claim.names = list(dict.fromkeys([*names, *self._left]))
+        with self._translated():
+            self._claim.take(self._before)
+            self._is_claimed = True
+            if self._left:
+                claims.abort_uploads(self._address, self._key)
+        return [{name: one[:2] for name, one in rows.items()} for rows in (self._left, self._existing)]
+
+    def _free(self, key: str) -> str:
+        """Return a name at which nothing is replaced."""
+        return claims.aside(self._key, key) if key in self._existing else key
+
+    def _send_all(self, files: Sequence[Outgoing]) -> dict[str, _Sent]:
+        own = [file for file in files if file.path is not None or file.write is not None]
+        stay = {key for key in map(self._key_of, self._unless_there) if key in self._existing}
+        own = [file for file in own if self._key_of(file.name) not in stay]
+        self._total = sum(file.size for file in own)
+        with Senders(_AT_ONCE, self._report) as senders:
+            for file in own:
+                senders.take_place()
+                path = self._written(file)
+                senders.start(lambda file=file, path=path: self._send(file, path, senders.stopped))  # type: ignore[misc]
+        return self._sent
 
     def _written(self, file: Outgoing) -> str:
         """Return the path of a file on this machine, which is written if it is not there."""
         if file.path is not None:
             return file.path
         assert file.write is not None
-        path = os.path.join(self._folder, *file.name.split("/"))
+        path = os.path.join(self.folder, *file.name.split("/"))
         with os_errors(path, "write"):
             os.makedirs(os.path.dirname(path), exist_ok=True)
         file.write(local_path(path))
         return path
 
-    def _send(self, file: Outgoing, path: str, stopped: threading.Event, mode: Any = None) -> None:
-        """Send one file, unless a killed run has done so, and compare it; one that was written for that is removed."""
+    def _send(
+        self, file: Outgoing, path: str, stopped: threading.Event, mode: Any = None, *, is_last: bool = False
+    ) -> None:
+        """Send one file, unless it is there; one that was written for that is removed. It is put aside if its name is
+        taken, unless it is the last."""
         name = self._key_of(file.name)
         with errors.translate_errors(f"{self._address}/{file.name}" if not self._is_file else self._address, "write"):
             local = _LocalFile(path, stopped, self._claim.check)
-            left = self._left.get(name)
-            is_same = left is not None and left.size == local.size and _md5_of(left.tag) == local.md5()
-            tag = left.tag if is_same and left is not None else self._put(name, local, mode)
-            self._sent.append(name)
-            self._compare(name, local, tag)
-        status = "unchanged" if is_same else "changed" if name in self._existing else "new"
-        self._note(file.name, local.size, status)
+            key = name if is_last else self._free(name)
+            tags = {key: one.tag for key, one in (self._left | self._existing).items() if one.size == local.size}
+            at = next((one for one in (name, key) if one in tags and _md5_of(tags[one]) == local.md5()), None)
+            if at is None:
+                tag, status = self._put(key, local, mode), "changed" if name in self._existing else "new"
+            else:
+                key, tag, status = at, tags[at], "unchanged"
+            compared = self._compare(key, local, tag)
         with self._lock:
+            self._sent[name] = _Sent(key, local.size, tag, status, compared)
             self._done += local.size
         if file.path is None:
             with os_errors(path, "write"):
@@ -279,30 +327,30 @@ class _BucketUpload:
                 there = self._client.head(name).result()
                 if there.size == local.size and self._digest(name, there) == local.digest():
                     return there.tag
-                self._sent, self._left = [], {}  # what is there may be of the other run by now
-                raise errors.written_meanwhile(self._address) from None
+                raise self._taken() from None
             except BaseError as error:
                 if attempt == _ATTEMPTS - 1 or not errors.is_broken(error):
                     raise
             local.check()
         raise AssertionError
 
-    def _compare(self, name: str, local: _LocalFile, tag: str | None) -> None:
-        """Raise RemoteError if an object is not what was sent."""
-        there = self._client.head(name).result()
-        is_same = there.size == local.size
-        if is_same and _md5_of(tag) is not None:
-            # A store that encrypts with a key of its own has tags of that form, too.
-            is_same = _md5_of(tag) == local.md5() or self._digest(name, there) == local.digest()
-            self.uploaded.compared_bytes += local.size
-        if not is_same:
-            raise RemoteError(
-                f"`{self._address}`: the object `{name}` is not what was sent: {there.size} bytes, tag {there.tag}",
-                hint="run the command again",
-                file=self._address,
-                found=there.size,
-                expected=local.size,
-            )
+    def _compare(self, key: str, local: _LocalFile, tag: str | None) -> int:
+        """Return how many bytes have the checksum of what was sent. Raises RemoteError if an object has another."""
+        if _md5_of(tag) is None:
+            return 0
+        # A store that encrypts with a key of its own has tags of that form, too.
+        if _md5_of(tag) != local.md5() and self._digest(key, self._client.head(key).result()) != local.digest():
+            raise self._different(key, f"its tag is {tag}")
+        return local.size
+
+    def _different(self, key: str, what: str) -> RemoteError:
+        message = f"`{self._address}`: the object `{key}` is not what was sent: {what}"
+        return RemoteError(message, hint="run the command again", file=self._address, found=what)
+
+    def _taken(self) -> OverwriteError:
+        """Return the error for a checkpoint that another run has made here; what is there may be of it by now."""
+        self._claim.names, self._sent = [], {}
+        return errors.written_meanwhile(self._address)
 
     def _digest(self, name: str, there: StoredObject) -> str:
         digest = hashlib.sha256()
@@ -310,25 +358,74 @@ class _BucketUpload:
             digest.update(self._client.read(name, start, min(start + PART, there.size), there).result())
         return digest.hexdigest()
 
-    def _commit(self, rest: Sequence[Outgoing]) -> None:
-        """Send the last files, and the very last on the condition that nobody else has made a checkpoint here."""
-        *before, last = rest
-        name, stopped = self._key_of(last.name), threading.Event()
-        self._claim.names += [one for one in map(self._key_of, (f.name for f in rest)) if one not in self._claim.names]
-        self._claim.commit = name
+    # The end ---------------------------------------------------------------------------------------------------------
+
+    def _end(self, rest: Sequence[Outgoing], is_index: Callable[[str], bool]) -> None:
+        """Send the last files, and the very last on the condition that nobody else has made a checkpoint here. Then
+        remove what is left of the old one, and of the run. Without more files, those that were sent are a checkpoint
+        together."""
+        if not self._writers.is_first:
+            return
+        claim, stopped = self._claim, threading.Event()
+        last = rest[-1] if rest else None
+        name = "" if last is None else self._key_of(last.name)
+        claim.names += [self._free(self._key_of(file.name)) for file in rest[:-1]]
         with self._translated():
-            self._claim.update()
-            for file in before:
+            claim.update()
+            for file in rest[:-1]:
                 self._send(file, self._written(file), stopped)
-        there = self._existing.get(name) if self._is_file else None
+            aside = {key: one for key, one in self._sent.items() if one.key != key}
+            if aside or any(is_index(key) and key not in (*self._sent, name) for key in self._replaced):
+                self._replace(aside, is_index)
+            claim.stale = [key for key in self._replaced if key not in (*self._sent, name)]
+            if last is not None:
+                self._commit(last, name, self._existing.get(name), stopped)
+            left = [key for key in self._left if key not in self._sent]
+            self._client.delete([*claim.stale, *left, *(one.key for one in aside.values())]).result()
+            claim.release()
+
+    def _commit(self, last: Outgoing, name: str, there: StoredObject | None, stopped: threading.Event) -> None:
+        """Send the last file, in place of that which is there."""
+        claim = self._claim
+        claim.names += [name] * (there is None and name not in claim.names)
+        claim.commit, claim.before = name, there.tag if there is not None else None
+        claim.update()
+        if self._sent:
+            self._check_sent()
         path = self._written(last)
         mode: Any = {"e_tag": there.tag} if there is not None and there.tag is not None else "create"
-        with self._translated():
-            if os.path.getsize(path) > PART or name in self._left:
-                # In parts, which no store sends on a condition.
-                self._check_same(name, there)
-                mode = None
-            self._send(last, path, stopped, mode)
+        if os.path.getsize(path) > PART or name in self._left:
+            # In parts, which no store sends on a condition.
+            self._check_same(name, there)
+            mode = None
+        self._send(last, path, stopped, mode, is_last=True)
+
+    def _replace(self, aside: dict[str, _Sent], is_index: Callable[[str], bool]) -> None:
+        """Give new objects the names of old ones. From here to the last object there is no checkpoint: what makes one
+        of the old objects is deleted before, all of them if nothing tells."""
+        same = {key for key, one in self._sent.items() if one.key == key}
+        old = [key for key in self._existing if key in self._replaced or key in aside]
+        indexes = [key for key in self._existing if is_index(key)] or [key for key in old if key not in same]
+        self._claim.names = list(dict.fromkeys([*self._claim.names, *old]))
+        self._claim.update()
+        self._client.delete(indexes).result()
+        for key in indexes:
+            del self._existing[key]
+        known = {key: StoredObject(one.nbytes, one.tag, None) for key, one in aside.items()}
+        for copying in [self._client.copy(one.key, key, known[key]) for key, one in aside.items()]:
+            copying.result()
+        self._claim.check()
+        # A copy has a tag of its own.
+        self._sent |= {key: one._replace(key=key, tag=None) for key, one in aside.items()}
+
+    def _check_sent(self) -> None:
+        """Raise RemoteError if an object is not, or not any more, as it was sent."""
+        there = self._client.list_all(self._key, LARGEST_FOLDER).result()
+        for key, one in self._sent.items():
+            found = there.get(key)
+            is_same = found is not None and found.size == one.nbytes
+            if not is_same or (found is not None and one.tag not in (None, found.tag)):
+                raise self._different(key, "missing" if found is None else f"{found.size} bytes, tag {found.tag}")
 
     def _check_same(self, name: str, there: StoredObject | None) -> None:
         """Raise OverwriteError if an object is there that was not, or another one."""
@@ -336,14 +433,17 @@ class _BucketUpload:
             now = self._client.head(name).result()
             known = there or self._left.get(name)
             if known is None or not known.is_same(now):
-                raise errors.written_meanwhile(self._address)
+                raise self._taken()
 
     def _clean_up(self, *, keep: bool, error: BaseException) -> None:
-        """Delete what this run has sent; with `keep`, the claim says what that is."""
+        """Delete what this run has sent; with `keep`, the claim says what that is, and so it does where others may
+        still be sending."""
         try:
-            if not keep:
-                self._client.delete([*self._sent, *self._left]).result()
-            self._claim.release(keep=keep)
+            is_over = self._writers.ended(error)
+            if self._is_claimed and not self._claim.is_lost:
+                if not keep:
+                    self._client.delete(self._claim.names).result()
+                self._claim.release(keep=keep or not is_over)
         except Exception:
             folder = self._address.rpartition("/")[0]
             if hasattr(error, "hint"):

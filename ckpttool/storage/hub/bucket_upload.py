@@ -47,6 +47,8 @@ def destination(text: str) -> Location:
 class Bucket(BucketStore):
     """The store of a bucket that is written to."""
 
+    options = frozenset({"private", "public", "keep", "stage", "not_secret"})
+
     def publish(  # type: ignore[override] # options are the store's own
         self,
         name: str,

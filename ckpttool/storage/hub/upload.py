@@ -112,6 +112,7 @@ class Repository(Store):
     """The store of a repository that is written to."""
 
     is_versioned = True
+    options = frozenset({"private", "public", "keep", "create_pr", "tag", "message", "stage", "not_secret"})
 
     def __init__(self, address: Address) -> None:
         self.root, self._address = address.root, address

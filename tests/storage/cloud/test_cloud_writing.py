@@ -97,11 +97,16 @@ def test_what_is_there_is_not_replaced(server: S3Server, tmp_path: Path) -> None
     server.put("out/step-3/notes.txt", b"mine")
     with pytest.raises(OverwriteError, match=r"has objects: `notes.txt`"):
         ckpttool.convert(DCP, DST, to="dcp")
-    with pytest.raises(OverwriteError, match="not a checkpoint"):
-        ckpttool.convert(DCP, DST, to="dcp", overwrite=True)
-    assert server.names() == ["out/step-3/notes.txt"] and server.get("out/step-3/notes.txt") == b"mine"
+    assert server.names() == ["out/step-3/notes.txt"]
     plan = run("convert", DCP, "s3://bucket/other", "--to", "dcp", "--dry-run", "--json")
     assert plan.exit_code == 0 and json.loads(plan.stdout)["sent"]["files"] and len(server.names()) == 1
+    # What is of no checkpoint stays, also beside the files of one.
+    ckpttool.convert(DCP, DST, to="dcp", overwrite=True)
+    assert server.get("out/step-3/notes.txt") == b"mine" and ckpttool.diff(DCP, DST).same
+    for n in (1, 2):
+        server.put(f"run/step-{n}", Path(DCP))
+    with pytest.raises(OverwriteError, match="has other checkpoints in it"):
+        ckpttool.convert(DCP, "s3://bucket/run", to="dcp", overwrite=True)
     for options in ({"tag": "v1"}, {"private": True}, {"manifest": tmp_path / "m.json"}):
         with pytest.raises(UsageError):
             ckpttool.convert(DCP, DST, to="dcp", **options)
@@ -110,17 +115,84 @@ def test_what_is_there_is_not_replaced(server: S3Server, tmp_path: Path) -> None
             ckpttool.convert(DCP, address)
 
 
-def test_overwrite(server: S3Server, tmp_path: Path) -> None:
+OLD_AND_NEW = {
+    # Shards of the same names, fewer of them, other names, and one that is the same.
+    "names": (DCP, {"to": "dcp"}, FULL, {"to": "dcp", "to_world": 2}, False),
+    "others": (DCP, {**WAYS["shards"][1]}, DCP, {**WAYS["shards"][1], "max_shard_size": 2500}, True),
+    "format": (DCP, {"to": "dcp"}, DCP, {**WAYS["shards"][1]}, False),
+    "ranks": (DCP, {"to": "fsdp1", "only": "model"}, FULL, {"to": "fsdp1", "only": "model", "to_world": 2}, False),
+    "same": (DCP, {"to": "dcp"}, DCP, {"to": "dcp"}, True),
+}
+
+
+@pytest.mark.parametrize(("old", "before", "new", "after", "always"), OLD_AND_NEW.values(), ids=OLD_AND_NEW)
+def test_overwrite(
+    old: str, before: dict[str, Any], new: str, after: dict[str, Any], always: bool, server: S3Server, tmp_path: Path
+) -> None:  # fmt: skip
+    """The old checkpoint is what it was until all that is new is in the store. Then, if no object of it has to be
+    replaced but the index, that is replaced in one step (`always`); else the index goes first."""
+    ckpttool.convert(old, DST, **before)
+    ckpttool.convert(old, tmp_path / "old", **before)
+    ckpttool.convert(new, tmp_path / "new", **after)
+    tags = server.tags()
+    beside = {"out/step-30/x": b"of somebody else", "out/step-3/notes.txt": b"mine"}
+    for name, data in beside.items():
+        server.put(name, data)
+    writes: list[tuple[str, bool]] = []  # a request that writes, and whether the old checkpoint was there then
+
+    def look(request: Request) -> Fault | None:
+        if request.method != "GET" and request.method != "HEAD":
+            writes.append((str(request), tags.items() <= server.tags().items()))
+        return None
+
+    server.faults = [look]
+    result = ckpttool.convert(new, DST, **after, overwrite=True)
+    server.faults.clear()
+    there = server.download("out/step-3", tmp_path / "got")
+    (there / "notes.txt").unlink()
+    assert below(there) == below(tmp_path / "new")
+    assert {name: server.get(name) for name in beside} == beside
+    assert len(server.names()) == len(below(tmp_path / "new")) + 2
+    assert set(result.sent.removed) == below(tmp_path / "old").keys() - below(tmp_path / "new").keys()
+    # What replaces the old one, and all behind it: copies of what is in the store, and small objects.
+    last = [asked for asked, is_old in writes if not is_old]
+    assert not [asked for asked, _ in writes if "?partNumber" in asked or "?uploads" in asked]
+    replacing = [asked for asked in last if not asked.endswith((".partial-0", "?delete"))]
+    deleted = [asked for asked, is_old in writes if asked == "POST ?delete" and is_old]
+    assert len(replacing) <= len(below(there)) and (not always or (len(replacing) <= 1 and len(deleted) <= 1))
+
+
+@pytest.mark.parametrize("at", ["send", "copy", "end"])
+def test_overwrite_that_fails(at: str, server: S3Server, tmp_path: Path) -> None:
     ckpttool.convert(DCP, DST, to="dcp")
-    server.put("out/step-30/x", b"of somebody else")
-    deleted: list[list[str]] = []
-    server.faults = [lambda request: deleted.append(server.names()) if request.query.startswith("delete") else None]
-    ckpttool.convert(FULL, DST, to="dcp", overwrite=True)
-    ckpttool.convert(FULL, tmp_path / "here", to="dcp")
-    assert below(server.download("out/step-3", tmp_path / "got")) == below(tmp_path / "here")
-    assert (
-        server.get("out/step-30/x") == b"of somebody else" and len(server.names()) == len(below(tmp_path / "here")) + 1
-    )
+    before = {name: server.get(name) for name in server.names()}
+
+    def decide(request: Request) -> Fault | None:
+        is_put = request.method == "PUT" and not request.name.endswith(".partial-0")
+        is_copy = "x-amz-copy-source" in request.headers
+        at_end = request.name.endswith(("step-3/integrity.json", "step-3/.metadata"))
+        is_it = {"send": is_put and "__1_0" in request.name, "copy": is_copy, "end": at_end and not is_copy}[at]
+        return error(503, "SlowDown") if is_put and is_it else None
+
+    server.faults = [decide]
+    with pytest.raises(RemoteError):
+        ckpttool.convert(FULL, DST, to="dcp", to_world=3, overwrite=True)
+    server.faults.clear()
+    if at == "send":
+        assert {name: server.get(name) for name in server.names()} == before
+    else:
+        assert server.names() == [], "it was half replaced"
+    ckpttool.convert(FULL, DST, to="dcp", to_world=3, overwrite=True)
+    assert ckpttool.diff(FULL, DST).same and not [name for name in server.names() if "partial" in name]
+
+
+def test_a_copy_that_no_store_makes(server: S3Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    """S3 copies 5 GiB at most: what is larger is read and sent again."""
+    monkeypatch.setattr("ckpttool.storage.cloud.client.LARGEST_COPY", 1000)
+    ckpttool.convert(DCP, DST, to="dcp")
+    ckpttool.convert(FULL, DST, to="dcp", to_world=3, overwrite=True)
+    assert ckpttool.diff(FULL, DST).same and ckpttool.verify(DST).exit_code == 0
+    assert len(server.names()) == 5
 
 
 # Failures --------------------------------------------------------------------------------------------------------
