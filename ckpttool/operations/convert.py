@@ -34,7 +34,7 @@ from ckpttool.producers.components import WritableLayout
 from ckpttool.producers.open import naming
 from ckpttool.serialization.unpickler import no_garbage_collection
 from ckpttool.storage import files
-from ckpttool.storage.stores import is_remote, local_path, path_text
+from ckpttool.storage.stores import local_path, path_text
 from ckpttool.text import plural, some
 from ckpttool.transfer import agreement, processes
 from ckpttool.transfer.processes import Coordinator
@@ -153,11 +153,8 @@ def convert(
     # In the block, so that a mistake is reported by one process.
     with processes.coordinated() if shared else nullcontext(Coordinator()) as coordinator:
         agreement.check_call(coordinator, passed)
-        if coordinator.size > 1 and (resume or is_remote(dst)):
-            text = (
-                "`--resume` is for one process" if resume else f"`{dst}`: several processes write to this machine only"
-            )
-            raise UsageError(text, hint="run `ckpttool convert` without torchrun")
+        if coordinator.size > 1 and resume:
+            raise UsageError("`--resume` is for one process", hint="run `ckpttool convert` without torchrun")
         arguments.check_source(src, dst)
         selection = arguments.selection(only, drop, tensors, exclude, rename, strip_wrappers, strip_prefix)
         most, memory = arguments.max_shard_size(max_shard_size), arguments.memory(max_memory)
@@ -179,7 +176,7 @@ def convert(
         )
         hub = publish.options(private, public, tag, commit_message, arguments.path(stage), not_secret)
         sources = (src, model_from, optim_from)
-        with publish.place(dst, hub, token, how, *sources) as place:
+        with publish.place(dst, hub, token, how, coordinator, *sources) as place:
             target = _target(to, producer, place.path)
             _check_arguments(place.path, target, options)
             _check_like(options, model_from, optim_from)

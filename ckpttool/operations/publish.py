@@ -26,6 +26,7 @@ from ckpttool.storage import stores, workspace
 from ckpttool.storage.stores import Location, Outgoing, local_path
 from ckpttool.storage.writers import ALONE, Writers
 from ckpttool.text import meant, some
+from ckpttool.transfer.processes import Coordinator
 from ckpttool.transfer.threads import Progress
 
 # `git check-ref-format`: the Hub would refuse such a name, after the commit.
@@ -121,13 +122,16 @@ def combined(progress: Progress) -> tuple[Progress, Progress]:
     return partial(report, "written"), partial(report, "sent")
 
 
-def accepted(location: Location, remote: Mapping[str, Any], overwrite: bool) -> dict[str, Any]:
+def accepted(
+    location: Location, remote: Mapping[str, Any], overwrite: bool, writers: Writers = ALONE
+) -> dict[str, Any]:
     """Return the options that the store of a destination takes, and what is replaced there if it keeps no versions.
     Raises OverwriteError, RemoteError."""
     own = {name: remote[name] for name in remote.keys() & (location.store.options - {"not_secret"})}
     if location.store.is_versioned:
         return own
-    return own | {"overwrite": overwrite, "replaces": replaced(location), "is_index": is_commit}
+    replaces = replaced(location) if writers.is_first else []
+    return own | {"overwrite": overwrite, "replaces": replaces, "is_index": is_commit, "writers": writers}
 
 
 # Destinations that are written as a whole, then sent ------------------------------------------------------------------
@@ -165,8 +169,10 @@ class _Staged(LocalDestination):
         OverwriteError; for a dry run, the last is kept."""
         try:
             remote = {**self.remote, "resume": self.resume, "stage": None}
-            self.accepted = {"overwrite": self.overwrite} | accepted(self.location, remote, self.overwrite)
-            self._publish([], dry_run=True)
+            options = accepted(self.location, remote, self.overwrite, self.writers)
+            self.accepted = {"overwrite": self.overwrite} | options
+            if self.writers.is_first:
+                self._publish([], dry_run=True)
         except OverwriteError as error:
             if not self.options.dry_run:
                 raise
@@ -175,11 +181,12 @@ class _Staged(LocalDestination):
     def stream(self, outgoing: list[Outgoing], last: Callable[[], list[Outgoing]]) -> None:
         """Send files as they are written, and in the end those that `last` returns, of which the last makes a
         checkpoint of all."""
-        shared: dict[str, Any] = {"writers": self.writers} if self.writers is not ALONE else {}
-        self.sent = self._publish(outgoing, dry_run=False, last=lambda: in_order(last()), **shared)
+        self.sent = self._publish(outgoing, dry_run=False, last=lambda: in_order(last()))
 
     def send(self, result: Conversion) -> None:
         result.destination = self.dst
+        if not self.writers.is_first:
+            return
         result.notes[:] = map(self.renamed, result.notes)
         if self.sent is not None:
             result.sent = self.sent
@@ -214,10 +221,10 @@ class _Staged(LocalDestination):
 
 @contextmanager
 def place(
-    dst: str, remote: HubOptions, token: str | None, how: WriteOptions, *sources: str | None
+    dst: str, remote: HubOptions, token: str | None, how: WriteOptions, coordinator: Coordinator, *sources: str | None
 ) -> Iterator[LocalDestination]:
     """Yield where to write a destination. One in a store is written to a temporary directory, which is removed, and
-    sent from there.
+    sent from there, by each of several processes.
 
     Raises UsageError, OverwriteError or RemoteError for one that cannot be written.
     """
@@ -235,6 +242,11 @@ def place(
         if how.resume and "resume" not in taken:
             hint = "leave it out: what was sent is not sent again"
             raise UsageError("`--resume` is for a destination on this machine", hint=hint)
+        if coordinator.size > 1 and location.store.is_versioned:
+            message = f"`{dst}`: a repository is written by one process, in one commit"
+            raise UsageError(
+                message, hint="run it without torchrun, or write to a bucket: `hf://buckets/org/name/path`"
+            )
         writing, sending = combined(how.progress) if how.progress is not None else (None, None)
         with workspace.scratch_directory("ckpttool-hub-", remote.get("stage")) as scratch:
             # A repository is a directory.
@@ -243,7 +255,8 @@ def place(
             check = partial(_check_secrets, not_secret=remote.get("not_secret", ())) if "not_secret" in taken else None
             local = replace(how, overwrite=False, resume=False, progress=writing, if_full=_IF_FULL, check_values=check)
             going = f"{scratch}/.sending"
-            staged = _Staged(dst, path, local, location, remote, going, how.overwrite, how.resume, sending)
+            sending = coordinator.watch(sending)
+            staged = _Staged(dst, path, local, location, remote, going, how.overwrite, how.resume, sending, coordinator)
             staged.options = replace(local, send=staged.stream)
             staged.check()
             try:

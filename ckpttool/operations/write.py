@@ -50,7 +50,7 @@ from ckpttool.transfer.check_destination import check_written
 from ckpttool.transfer.checksums import Pieces
 from ckpttool.transfer.execute import BUFFER, Transferred, budget, transfer
 from ckpttool.transfer.file_checksums import WholeFiles
-from ckpttool.transfer.plan import ChunkCopy, plan
+from ckpttool.transfer.plan import ChunkCopy, plan, whole_files
 from ckpttool.transfer.processes import Coordinator
 from ckpttool.transfer.threads import Progress
 
@@ -244,7 +244,7 @@ class Write:
         self.prepare()
         if self.options.dry_run:
             self._dry_run()
-        elif self.coordinator.is_first:
+        elif self.coordinator.is_first or self.options.send is not None:
             self._write()
         else:
             with self._scratch() as partial:
@@ -286,6 +286,10 @@ class Write:
             sink = self._create(path)
             result.notes += _lost_attributes(self.planned.catalogue, sink.catalogue)
             self._note_files(sink, path)
+            if self.options.send is not None and self.coordinator.size > 1 and not self._can_be_sent(sink):
+                why = "`--check` reads all of DST" if self.options.check else "DST is one file"
+                message = f"{why}, and each of {self.coordinator.size} processes writes files of its own"
+                raise UsageError(message, hint="run the command without torchrun")
             if self._can_be_sent(sink):
                 moved = self._send(sink, path)
                 result.checked_bytes, result.unchecked_bytes = moved.checked, moved.unchecked
@@ -314,9 +318,10 @@ class Write:
     def _send(self, sink: Sink, partial: Location) -> Transferred:
         """Fill one file after the other, and send each."""
         assert self.options.send is not None
-        result = self.result
+        result, coordinator = self.result, self.coordinator
         free_space.check(self.dst, result.file_bytes, result.free_bytes, self.options.if_full)
-        filling = FileByFile(sink, self.opened.source, result.payload_bytes, self.options)
+        own = whole_files(sink.catalogue, coordinator.rank, coordinator.size)
+        filling = FileByFile(sink, self.opened.source, result.payload_bytes, self.options, coordinator, own)
         names = [file.location.relative_to(partial) for file in sink.catalogue.files]
 
         def rest() -> list[Outgoing]:
@@ -325,8 +330,9 @@ class Write:
             others = (name for name in partial.below() if name not in names)
             return [Outgoing(name, (partial / name).size(), path=partial / name) for name in others]
 
+        # Of other processes, the names.
         outgoing = [
-            Outgoing(name, file.size, write=functools.partial(filling.write, number))
+            Outgoing(name, file.size, write=functools.partial(filling.write, number) if number in own else None)
             for number, (name, file) in enumerate(zip(names, sink.catalogue.files, strict=True))
         ]
         with naming(self.opened.path):
@@ -419,15 +425,25 @@ def _sealing(sink: Sink) -> Callable[[int, Crcs], None] | None:
 
 
 class FileByFile:
-    """A sink whose files are filled and completed one by one, each at another place than it was created at."""
+    """A sink whose files are filled and completed one by one, each at another place than it was created at. Of several
+    processes, each does its `own`, and the first also writes what is about all."""
 
-    def __init__(self, sink: Sink, source: Source, total: int, options: WriteOptions) -> None:
-        self._sink, self._source, self._options = sink, source, options
-        self._total = total
-        self._jobs = groupby(plan(sink.catalogue), key=lambda job: job.chunk.extent.file)
+    def __init__(
+        self,
+        sink: Sink,
+        source: Source,
+        total: int,
+        options: WriteOptions,
+        coordinator: Coordinator,
+        own: Collection[int],
+    ) -> None:
+        self._sink, self._source, self._options, self._coordinator = sink, source, options, coordinator
+        self._total, self._own = total, own
+        self._progress = coordinator.watch(options.progress)
+        self._jobs = groupby(plan(sink.catalogue, numbers=own), key=lambda job: job.chunk.extent.file)
         self._next: tuple[int, Iterator[ChunkCopy]] | None = next(self._jobs, None)
         self._whole, self._read = WholeFiles(source.catalogue), Pieces()
-        self.moved = Transferred()
+        self.moved = Transferred(read=self._read)
 
     def write(self, number: int, path: Location) -> None:
         """Fill a file, the next one, and move it to `path`."""
@@ -439,16 +455,27 @@ class FileByFile:
         else:
             moved = Transferred()
         seal(number, moved.crcs)
+        if self._coordinator.size > 1:
+            self.moved.crcs |= moved.crcs
         files.move(self._sink.catalogue.files[number].location, path)
 
     def finish(self) -> None:
         """Check the records of the source of which several files have parts, and complete what is not sealed."""
         assert self._next is None
+        self._coordinator.collect(self.moved)
+        if not self._coordinator.is_first:
+            return
+        seal = _sealing(self._sink)
+        assert seal is not None
+        # What is around the tensors in the files of others, which is where their checksums are taken of, is written
+        # here, too: nothing else of them is there.
+        for number in set(range(len(self._sink.catalogue.files))) - set(self._own):
+            seal(number, self.moved.crcs)
         self._transfer((), check_later=False)
         self._sink.finish({})
 
     def _transfer(self, jobs: Iterable[ChunkCopy], *, check_later: bool) -> Transferred:
-        done, progress = self.moved.moved, self._options.progress
+        done, progress = self.moved.moved, self._progress
         moved = transfer(
             jobs,
             self._source,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any, TypeVar
 
 import torch
@@ -13,6 +13,7 @@ import torch.distributed as dist
 from ckpttool.catalogue.shown import shown
 from ckpttool.errors import CkptError, StorageError, UsageError
 from ckpttool.storage.stores import Location
+from ckpttool.storage.writers import Writers
 from ckpttool.training import devices
 
 T = TypeVar("T")
@@ -143,6 +144,24 @@ def check_sees(partial: Location, hint: str) -> None:
     with together():
         if not partial.is_dir():
             raise StorageError(f"rank {rank()} does not see `{partial.parent}` as rank 0 does", hint=hint)
+
+
+class Ranks(Writers):
+    """The ranks, as those that write a destination together."""
+
+    @property
+    def is_first(self) -> bool:
+        return rank() == 0
+
+    def gather(self, call: Callable[[], T]) -> list[T]:
+        return all_gather_of(call)
+
+    def ended(self, error: BaseException) -> bool:
+        if isinstance(error, Exception) and not isinstance(error, LostConnectionError):
+            # One that all have.
+            with suppress(LostConnectionError):
+                return bool(all_gather(True))
+        return not is_distributed()
 
 
 def first_reads(read: Callable[[], T] | None, prepare: Callable[[], Any] | None = None) -> T | None:

@@ -27,7 +27,7 @@ from ckpttool.errors import CkptError, ReadError, UsageError
 from ckpttool.layout.views import Viewed
 from ckpttool.producers.open import naming, open_source
 from ckpttool.storage.crc import crc32
-from ckpttool.storage.stores import divide, local_path
+from ckpttool.storage.stores import divide, is_remote, local_path
 from ckpttool.text import meant, size, some
 from ckpttool.training import collectives, fill, fsdp1, match, released_names
 from ckpttool.training.check_read import check_read
@@ -409,6 +409,8 @@ def choose(path: str, strategy: str) -> tuple[str, str]:
         return strategy, "asked for"
     if not collectives.is_distributed():
         return "parallel", "there is one process"
+    if is_remote(path):
+        return "parallel", "it is in a store, of which each rank reads its own share"
     views = collectives.all_gather_of(lambda: (local_path(path).exists(), _filesystem(path)))
     blind = [rank for rank, (exists, _) in enumerate(views) if not exists]
     if views[0][0] and blind:

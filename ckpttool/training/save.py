@@ -31,9 +31,10 @@ from ckpttool.catalogue import parts
 from ckpttool.catalogue.entries import Path, dotted
 from ckpttool.errors import StorageError, UsageError
 from ckpttool.formats.dcp import manifest as manifests
-from ckpttool.storage import files, free_space
+from ckpttool.producers.published import in_order, is_commit, replaced
+from ckpttool.storage import files, free_space, workspace
 from ckpttool.storage.errors import FREE_SPACE, from_os_error
-from ckpttool.storage.stores import Location, local_path
+from ckpttool.storage.stores import Location, Outgoing, destination, is_remote, local_path
 from ckpttool.text import meant, size
 from ckpttool.training import collectives
 from ckpttool.training.counted_files import counting
@@ -62,7 +63,8 @@ def save(
     second model, also in dicts. Every rank calls it.
 
     Args:
-        path: the directory to write, or for `torch` the file.
+        path: the directory to write, or for `torch` the file; also in an object store or in a bucket of the Hub, where
+            each rank sends its own files and rank 0 makes a checkpoint of them.
         model: the model, wrapped or not.
         optimizer: its optimizer.
         format: `dcp`, a directory to which every rank writes its shards; `torch`, one file, gathered by rank 0; or
@@ -94,27 +96,31 @@ def save(
     if format != "fsdp1":
         _split_by_rank(state, extra, format)
     planner = _planner(state) if format == "dcp" else None
-    with _stage(path, format == "torch", overwrite) as partial:
+    away, is_file = is_remote(path), format == "torch"
+    with _sent(path, is_file, overwrite) if away else _stage(path, is_file, overwrite) as partial:
         with collectives.together():
             # Before the collectives of DCP, which would wait for a rank that fails here.
             writer = torch_dcp.FileSystemWriter(partial) if format == "dcp" else None
             counted = counting(writer) if writer is not None else None
 
-        def write() -> dict[str, int]:
+        def write() -> tuple[dict[str, int], dict[str, int]]:
             try:
                 if writer is None or counted is None:
                     _write_file(state, partial, format)
-                    return {}
+                    return {}, {}
                 with collectives.quiet():
                     torch_dcp.save(state, storage_writer=writer, planner=planner)
-                return counted.crcs
+                return counted.crcs, partial.sizes() if away else {}
             except (Exception, CheckpointException) as error:  # which is not an Exception
                 raise failed(error, path, partial) from None
 
         written = collectives.all_gather_of(write)
         with collectives.together():
             if manifest and format == "dcp" and collectives.rank() == 0:
-                manifests.write(partial, dict(chain.from_iterable(crcs.items() for crcs in written)))
+                crcs, elsewhere = (
+                    dict(chain.from_iterable(map(dict.items, rows))) for rows in zip(*written, strict=True)
+                )
+                manifests.write(partial, crcs, elsewhere)
 
 
 def failed(error: BaseException, path: str, partial: Location) -> BaseException:
@@ -233,6 +239,39 @@ def _stage(path: str, is_file: bool, overwrite: bool) -> Iterator[Location]:
         yield folder
         with collectives.together():
             stack.close()
+
+
+@contextmanager
+def _sent(path: str, is_file: bool, overwrite: bool) -> Iterator[Location]:
+    """Context manager of a path of each rank's own, on its machine. What is there at the end is sent to `path`, by each
+    rank, and rank 0 then makes a checkpoint of it."""
+    options: dict[str, Any] = {"overwrite": overwrite, "claims": ""}
+    with ExitStack() as stack:
+        with collectives.together():
+            location, scratch = destination(path), workspace.scratch_directory("ckpttool-save-")
+            if location.store.is_versioned:
+                hint = "save to a bucket, `hf://buckets/org/name/path`, or send a checkpoint by `ckpttool convert`"
+                raise UsageError(f"`{path}` is a repository, which is written in one commit", hint=hint)
+            folder = local_path(stack.enter_context(scratch))
+            partial = folder / location.name if is_file else folder
+            if collectives.rank() == 0:
+                options["replaces"] = replaced(location)
+            if is_file:
+                location, options["claims"] = location.parent, location.name
+            if collectives.rank() == 0:
+                # Before hours of work.
+                location.publish([], dry_run=True, **options)
+        yield partial
+        own: list[Outgoing] = []
+        with collectives.together():
+            own = in_order(Outgoing(name, (folder / name).size(), path=folder / name) for name in folder.below())
+        # The last of them makes a checkpoint of all.
+        last = [one for one in own if is_commit(one.name)] or own[-1:] if collectives.rank() == 0 else []
+        rest = [one for one in own if one not in last]
+        of_all = collectives.all_gather([(one.name, one.size) for one in rest])
+        others = [Outgoing(*row) for rank, rows in enumerate(of_all) for row in rows if rank != collectives.rank()]
+        options |= {"last": lambda: last, "is_index": is_commit, "writers": collectives.Ranks()}
+        location.publish([*rest, *others], **options)
 
 
 class _NotesPlanner(DefaultSavePlanner):  # type: ignore[misc]

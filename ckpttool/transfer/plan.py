@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from itertools import accumulate, chain, islice
 from math import prod
 from operator import itemgetter
@@ -117,12 +117,15 @@ class _Fits:
         return self._tilings.setdefault((tuple(chunks.offsets), tuple(chunks.sizes)), len(self._tilings))
 
 
-def plan(destination: Catalogue, share: tuple[int, int] = (0, 1)) -> Iterator[ChunkCopy]:
-    """Yield the jobs that fill a created catalogue from the origins of its tensors, or share `k` of `n` of them.
+def plan(
+    destination: Catalogue, share: tuple[int, int] = (0, 1), numbers: Collection[int] | None = None
+) -> Iterator[ChunkCopy]:
+    """Yield the jobs that fill a created catalogue from the origins of its tensors, or share `k` of `n` of them, or
+    those of the files of these numbers.
 
     Raises CorruptError when the pieces do not fill a chunk exactly (the source was not validated).
     """
-    files = _in_order(destination)
+    files = _in_order(destination, numbers)
     fits = _Fits()
     for _, tensor, i in islice(chain.from_iterable(files), *_share(files, *share)):
         source, chunk = tensor.origin, tensor.chunks.at(i)
@@ -137,7 +140,15 @@ def plan(destination: Catalogue, share: tuple[int, int] = (0, 1)) -> Iterator[Ch
         yield ChunkCopy(tensor, source, chunk, tuple([ChunkPiece(source.chunks.at(j), box) for j, box in parts]))
 
 
-def _in_order(destination: Catalogue) -> list[_Order]:
+def whole_files(destination: Catalogue, k: int, n: int) -> list[int]:
+    """Return the numbers of the files that are share `k` of `n`: those that begin in it, if all lie behind each
+    other."""
+    ends = list(accumulate(file.size for file in destination.files))
+    starts = [end - file.size for end, file in zip(ends, destination.files, strict=True)]
+    return [i for i, start in enumerate(starts) if min(start * n // max(1, ends[-1]), n - 1) == k]
+
+
+def _in_order(destination: Catalogue, numbers: Collection[int] | None) -> list[_Order]:
     """Return the chunks to fill, by file and then by offset."""
     by_file: dict[int, _Order] = defaultdict(list)
     for tensor in chain(destination.tensors, destination.replicas):
@@ -146,7 +157,7 @@ def _in_order(destination: Catalogue) -> list[_Order]:
                 by_file[file].append((offset, tensor, i))
     for order in by_file.values():
         order.sort(key=itemgetter(0))
-    return [by_file[file] for file in sorted(by_file)]
+    return [by_file[file] for file in sorted(by_file) if numbers is None or file in numbers]
 
 
 def _share(files: list[_Order], k: int, n: int) -> tuple[int, int | None]:

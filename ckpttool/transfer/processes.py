@@ -27,7 +27,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from datetime import timedelta
-from typing import Any
+from typing import Any, TypeVar
 
 from ckpttool import errors
 from ckpttool.catalogue.entries import Catalogue
@@ -36,6 +36,7 @@ from ckpttool.errors import CkptError, StorageError
 from ckpttool.storage import files
 from ckpttool.storage.crc import crc32
 from ckpttool.storage.stores import local_path
+from ckpttool.storage.writers import Writers
 from ckpttool.transfer import plan
 from ckpttool.transfer.execute import Transferred, transfer
 from ckpttool.transfer.store import TorchrunStore, UnknownProtocolError
@@ -54,7 +55,10 @@ _LAST_WORDS = 2.0  # seconds in which a process that fails has reported why
 _BLOCK = 4 << 20  # the store takes 8 MiB at most
 
 
-class Coordinator:
+T = TypeVar("T")
+
+
+class Coordinator(Writers):
     """Divides one transfer over the processes of a job; this one is the only process, and does all of it."""
 
     rank, size = 0, 1
@@ -75,6 +79,13 @@ class Coordinator:
         Raises StorageError when another process does not see the same files, and what `execute.transfer` raises.
         """
         return transfer(plan.plan(created), source, created, progress=progress, **options)
+
+    def watch(self, progress: Progress | None) -> Progress | None:
+        """Return what is called during long work in place of `progress`: it raises the error of another process."""
+        return progress
+
+    def collect(self, moved: Transferred) -> None:
+        """Add to what rank 0 has transferred what the others have; each waits for nothing else."""
 
     def exchange(self, name: str, value: Any) -> list[Any]:
         """Return the value that each process passes under this name, in the order of their ranks; values are JSON."""
@@ -114,6 +125,8 @@ class _SharedWork(Coordinator):
         self._heartbeat = _Heartbeat(store, rank)
         self._checked_at = 0.0
         self._failure_of_first: Exception | None = None
+        self._gathered = itertools.count()
+        self._is_decided = False
 
     def transfer(
         self, partial: str, created: Catalogue, source: Source, *, progress: Progress | None, **options: Any
@@ -125,28 +138,44 @@ class _SharedWork(Coordinator):
         else:
             self._join(partial, created)
 
+        jobs = plan.plan(created, (self.rank, self.size))
+        moved = transfer(jobs, source, created, progress=self.watch(progress), check_later=True, **options)
+        if not self.is_first:
+            # Rank 0 commits only what is on disk.
+            for number in sorted({file for file, _ in moved.crcs}):
+                files.sync(created.files[number].location)
+        self.collect(moved)
+        if not self.is_first:
+            return moved
+        # Records of which several processes read a part.
+        options |= {"total": moved.moved, "journal": None}
+        checked = transfer((), source, created, progress=self.watch(None), earlier=moved.read, **options)
+        moved.checked += checked.checked
+        moved.unchecked += checked.unchecked
+        return moved
+
+    def watch(self, progress: Progress | None) -> Progress:
         def watch(done: int, total: int) -> None:
             self._check_others()
             if progress is not None and self.is_first:
                 # The shares are about equal, and the others are about as far.
                 progress(min(done * self.size, total), total)
 
-        jobs = plan.plan(created, (self.rank, self.size))
-        moved = transfer(jobs, source, created, progress=watch, check_later=True, **options)
+        return watch
+
+    def collect(self, moved: Transferred) -> None:
         if not self.is_first:
-            # Rank 0 commits only what is on disk.
-            for number in sorted({file for file, _ in moved.crcs}):
-                files.sync(created.files[number].location)
             self._send(f"done/{self.rank}", _packed(moved))
-            return moved
-        for rank in range(1, self.size):
+        for rank in range(1, self.size) if self.is_first else ():
             _unpack(self._receive(f"done/{rank}"), moved)
-        # Records of which several processes read a part.
-        options |= {"total": moved.moved, "journal": None}
-        checked = transfer((), source, created, progress=lambda *_: self._check_others(), earlier=moved.read, **options)
-        moved.checked += checked.checked
-        moved.unchecked += checked.unchecked
-        return moved
+
+    def gather(self, call: Callable[[], T]) -> list[T]:
+        return self.exchange(f"gathered{next(self._gathered)}", call())
+
+    def ended(self, error: BaseException) -> bool:
+        if self.is_first:
+            self._decide(_as_json(self._earlier_failure(error) or error))
+        return self.is_first and self._store.check([f"left/{rank}" for rank in range(1, self.size)])
 
     def exchange(self, name: str, value: Any) -> list[Any]:
         self._send(f"{name}/{self.rank}", json.dumps(value).encode())
@@ -271,6 +300,9 @@ class _SharedWork(Coordinator):
     def _decide(self, verdict: dict[str, Any]) -> None:
         """Send how it ended: with an error, or with nothing. Where rank 0 keeps the store itself, it must outlive those
         who have yet to read that."""
+        if self._is_decided:
+            return
+        self._is_decided = True
         self._store.set("verdict", json.dumps(verdict, default=str))
         until = time.monotonic() + _LEAVE
         names = [f"left/{rank}" for rank in range(1, self.size)]

@@ -178,15 +178,15 @@ def reshard(
         listed = arguments.manifest(manifest, dst)
         how = WriteOptions(overwrite, dry_run, threads, memory, check, progress, resume, *listed)
         hub = publish.options(private, public, tag, commit_message, arguments.path(stage), not_secret)
-        if is_remote(dst) and (coordinator.size > 1 or engine == "mesh"):
-            raise UsageError(
-                f"`{dst}`: several processes and `--engine mesh` write to this machine only",
-                hint="run `ckpttool reshard --engine bytes` without torchrun",
-            )
+        if is_remote(dst):
+            if engine == "mesh":
+                message = f"`{dst}`: `--engine mesh` writes to this machine only"
+                raise UsageError(message, hint="leave it out, or run `ckpttool reshard --engine bytes`")
+            engine = "bytes"
         target, is_first = row or formats.FORMATS[0], coordinator.is_first
         page, began = page_file.checked(html), time.monotonic()
         with ExitStack() as stack:
-            place = stack.enter_context(publish.place(dst, hub, token, how, src, other))
+            place = stack.enter_context(publish.place(dst, hub, token, how, coordinator, src, other))
             result = Resharding(src, "", place.path, "", dry_run=dry_run, processes=coordinator.size)
             how = place.options
             stack.enter_context(write.destination(result, target, how, src, other, is_first=is_first))
@@ -201,7 +201,7 @@ def reshard(
                     "`--resume` cannot be used with several processes or `--engine mesh`",
                     hint="leave it out, or run `ckpttool reshard --engine bytes --resume` without torchrun",
                 )
-            result.engine, result.why = chosen.name, chosen.why
+            result.engine, result.why = chosen.name, "DST is in a store" if is_remote(dst) else chosen.why
             if is_first or not dry_run:
                 engines.write(chosen, job)
             place.send(result)

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Collection, Sequence
+from dataclasses import astuple
 from fnmatch import fnmatchcase
 from functools import partial
 from typing import Any
@@ -30,6 +31,7 @@ from ckpttool.storage.hub.listing import RepoFile
 from ckpttool.storage.hub.retries import repeat
 from ckpttool.storage.hub.upload import Added, Last, Local, Progress, Sent, Upload, check_names, write_and_send
 from ckpttool.storage.stores import Location, Outgoing
+from ckpttool.storage.writers import ALONE, Writers
 from ckpttool.text import some
 
 
@@ -67,6 +69,7 @@ class Bucket(BucketStore):
         last: Last | None = None,
         is_index: Callable[[str], bool] | None = None,
         folder: str | None = None,
+        writers: Writers = ALONE,
     ) -> Sent:
         """Write files and put them into the bucket, which is created if it does not exist: private, unless `public`.
         The last of them is what makes the others a checkpoint.
@@ -74,7 +77,8 @@ class Bucket(BucketStore):
         `replaces` are the files of a checkpoint that is there, below this location, likewise in order; they are removed
         unless they match `keep`. Without `overwrite`, there must be no file at or below `claims` but those that an
         earlier run has left, which have the same bytes. Others stay as they are. `is_index` says whether a file may be
-        one that `last` returns. The other options are those of a repository.
+        one that `last` returns. Of several `writers`, each sends the files that it has, and all name all of them. The
+        other options are those of a repository.
 
         Raises RemoteError for failures of the Hub, OverwriteError, UsageError, StorageError, and the errors of
         `Outgoing.write`.
@@ -83,19 +87,37 @@ class Bucket(BucketStore):
             Address(self._repo, None, name, is_bucket=True), progress, sum(file.size for file in outgoing)
         )
         check_names(outgoing)
-        upload.prepare(private, dry_run, public=public, claims=claims or "")
-        if not overwrite and (replaces or outgoing):
-            # Before hours of work, by the sizes.
-            alike = [one.name for one in outgoing if upload.size(one.name) == one.size]
-            # What `last` returns is not known yet.
-            alike += [name for name in upload.there() if last is not None and is_index is not None and is_index(name)]
-            upload.check_free([] if replaces else alike)
-        outgoing = write_and_send(upload, outgoing, stage, unless_there, folder=folder, last=last)
-        if not overwrite and not dry_run:
-            upload.check_free(upload.unchanged())
-        upload.find_stale_files(replaces, keep, outgoing)
-        if outgoing and not dry_run:
-            upload.publish(outgoing[-1].name, replaces[-1] if replaces else None)
+        writers = ALONE if dry_run else writers
+        prepare = partial(upload.prepare, private, dry_run, public=public, claims=claims or "")
+
+        def begin() -> None:
+            prepare()
+            if not overwrite and (replaces or outgoing):
+                # Before hours of work, by the sizes.
+                alike = [one.name for one in outgoing if upload.size(one.name) == one.size]
+                # What `last` returns is not known yet.
+                names = upload.there() if last is not None and is_index is not None else []
+                alike += [name for name in names if is_index is not None and is_index(name)]
+                upload.check_free([] if replaces else alike)
+
+        def send() -> tuple[Sequence[str], Any]:
+            if not writers.is_first:
+                prepare()
+            files = write_and_send(upload, outgoing, stage, unless_there, folder=folder, last=last)
+            return [file.name for file in files], upload.told()
+
+        def end() -> None:
+            if not overwrite and not dry_run:
+                upload.check_free(upload.unchanged())
+            upload.find_stale_files(replaces, keep, names)
+            if names and not dry_run:
+                upload.publish(names[-1], replaces[-1] if replaces else None)
+
+        writers.gather(lambda: begin() if writers.is_first else None)
+        (names, _), *others = writers.gather(send)
+        for _, told in others if writers.is_first else ():
+            upload.take(told)
+        writers.gather(lambda: end() if writers.is_first else None)
         return upload.sent
 
 
@@ -154,6 +176,16 @@ class _HubBucketUpload(Upload):
 
     # Files -----------------------------------------------------------------------------------------------------------
 
+    def told(self) -> list[Any]:
+        """Return what became of the files of this process: `take` adds them in another one."""
+        return [[name, one.status, one.digest and astuple(one.digest)] for name, one in self._added.items()]
+
+    def take(self, told: Sequence[Any]) -> None:
+        """Add files that another process has sent."""
+        for name, status, digest in told:
+            self._added[name] = one = Added(status, digest and RepoFile(*digest))
+            self.note(name, one.digest.size if one.digest is not None else 0)
+
     def _may_gather(self, file: Outgoing, existing: RepoFile | None) -> bool:
         # What is on this machine is hashed, and not sent if it is there.
         return existing is None or existing.size != file.size
@@ -178,9 +210,9 @@ class _HubBucketUpload(Upload):
 
     # Names -----------------------------------------------------------------------------------------------------------
 
-    def find_stale_files(self, replaces: Sequence[str], keep: Sequence[str], outgoing: Sequence[Outgoing]) -> None:
+    def find_stale_files(self, replaces: Sequence[str], keep: Sequence[str], written: Sequence[str]) -> None:
         """Note the files of the old checkpoint that the new one does not have."""
-        names = {self._path(file.name) for file in outgoing}
+        names = set(map(self._path, written))
         there = (self._path(name) for name in replaces if not any(fnmatchcase(name, one) for one in keep))
         self._stale = [path for path in there if path not in names and path in self._repo_files]
         self.sent.removed = sorted(self._stale)

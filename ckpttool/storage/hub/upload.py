@@ -295,7 +295,8 @@ class Upload:
     def add(
         self, outgoing: Sequence[Outgoing], folder: str, unless_there: Collection[str], *, places: int, keep_local: bool
     ) -> None:
-        """Write files, and send their bytes meanwhile, unless the Hub has them."""
+        """Write files, and send their bytes meanwhile, unless the Hub has them; those that are planned only, another
+        process sends."""
         added = self._added
         with Senders(places, self._report) as senders:
             for file in outgoing:
@@ -305,7 +306,7 @@ class Upload:
                     added[file.name] = Added("unchanged")
                 elif self.sent.dry_run and (existing is None or existing.size != file.size or is_planned):
                     added[file.name] = Added("new" if existing is None else "changed")
-                else:
+                elif not is_planned:
                     senders.take_place()
                     is_gathered = not keep_local and self._may_gather(file, existing)
                     local: Local | None = _gather(file) if is_gathered else None
@@ -315,14 +316,18 @@ class Upload:
                     added[file.name] = one = Added("new" if existing is None else "changed")
                     senders.start(partial(self._add, one, file, existing, local, senders.stopped))
         for file in outgoing:
-            one = added[file.name]
-            self.sent.files.append(SentFile(file.name, file.size, one.status))
-            if one.status != "unchanged":
-                self.sent.sent_bytes += file.size
-            if one.digest is not None:
-                self._digests[self._path(file.name)] = one.digest
+            if file.name in added:
+                self.note(file.name, file.size)
         self._done = self._total
         self._report()
+
+    def note(self, name: str, nbytes: int) -> None:
+        """Note in the result what became of a file."""
+        one = self._added[name]
+        self.sent.files.append(SentFile(name, nbytes, one.status))
+        self.sent.sent_bytes += nbytes if one.status != "unchanged" else 0
+        if one.digest is not None:
+            self._digests[self._path(name)] = one.digest
 
     def _add(
         self, added: Added, file: Outgoing, existing: RepoFile | None, local: Local, stopped: threading.Event

@@ -19,7 +19,8 @@ from huggingface_hub import constants
 from huggingface_hub.utils._xet import XET_CONNECTION_INFO_CACHE, abort_xet_session
 from safetensors.torch import save, save_file
 from support.hub_server import READER, WRITER, Handler, Hub, drop
-from support.paths import CHECKPOINTS
+from support.paths import CHECKPOINTS, ROOT
+from support.torchrun import FORKED
 from test_hub_destinations import run
 from test_hub_processes import environment
 
@@ -344,12 +345,73 @@ def test_secrets_are_not_sent(store: Hub, tmp_path: Path) -> None:
     assert not store.buckets.get("me/runs") or not store.buckets["me/runs"].files
 
 
+def variables_of(hub: Hub, folder: Path) -> dict[str, str]:
+    """Those of a process that writes to buckets of the test Hub."""
+    variables = {**environment(hub, folder), "HF_XET_XORB_COMPRESSION_POLICY": "none", "OMP_NUM_THREADS": "1"}
+    del variables["HF_HUB_DISABLE_XET"]
+    return variables
+
+
+def test_a_state_is_saved(store: Hub, tmp_path: Path) -> None:
+    """From inside training; the file that makes a checkpoint of it gets its name last."""
+    model = torch.nn.Linear(8, 8)
+    ckpttool.save(DST, model, step=1)
+    shards, commit = store.buckets["me/runs"].batches
+    assert commit == [("addFile", f"{INSIDE}.metadata")] and len(shards) == 2
+    other = torch.nn.Linear(8, 8)
+    assert ckpttool.load(DST, other).rest["step"] == 1 and torch.equal(other.weight, model.weight)
+    with pytest.raises(OverwriteError):
+        ckpttool.save(DST, model)
+    ckpttool.save(DST, other, step=2, overwrite=True)
+    assert ckpttool.load(DST, model).rest["step"] == 2 and ckpttool.verify(DST).exit_code == 0
+
+
+@pytest.mark.long
+def test_several_processes(store: Hub, tmp_path: Path, made: dict[int, dict[str, bytes]]) -> None:
+    """Each sends its own files, from a bucket, too; one gives all of them their names. If one is killed, none has."""
+    program = [str(ROOT / "ckpttool"), "convert", SAMPLE, DST, "--to", "dcp", "--to-world", "4"]
+
+    def start(*words: str | Path) -> subprocess.Popen[str]:
+        pipes: Any = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+        return subprocess.Popen([*FORKED, "2", *map(str, words)], env=variables_of(store, tmp_path), **pipes)
+
+    running = start(*program)
+
+    def kill(handler: Handler) -> bool:
+        ranks = sorted(map(int, Path(f"/proc/{running.pid}/task/{running.pid}/children").read_text().split()))
+        os.kill(ranks[-1], signal.SIGKILL)
+        return False
+
+    store.fail("POST", "^/cas/v1/xorbs", act=kill, times=1)
+    said, _ = running.communicate(timeout=120)
+    assert running.returncode not in (0, None), said
+    assert store.in_bucket("me/runs") == {}
+    store.faults.clear()
+    running = start(*program)
+    said, _ = running.communicate(timeout=120)
+    assert running.returncode == 0 and "2 of torchrun" in said, said
+    assert store.in_bucket("me/runs", INSIDE) == made[4]
+    shards, commit = store.buckets["me/runs"].batches
+    assert commit == [("addFile", f"{INSIDE}.metadata")] and len(shards) == len(made[4]) - 1
+    # What is there already is not sent again, whoever of the two would.
+    before = sent(store)
+    running = start(*program[:2], DST, "hf://buckets/me/runs/copy", *program[4:])
+    said, _ = running.communicate(timeout=120)
+    assert running.returncode == 0, said
+    assert store.in_bucket("me/runs", "copy/") == made[4] and sent(store) - before < 1.1 * before
+    running = start(*program, "--overwrite")
+    said, _ = running.communicate(timeout=120)
+    assert running.returncode == 0 and "6 unchanged" in said, said
+    running = start(*program[:3], "hf://me/runs", *program[4:])
+    said, _ = running.communicate(timeout=120)
+    assert running.returncode == UsageError.exit_code and "written by one process" in said, said
+
+
 @pytest.mark.long
 def test_a_process_that_is_killed(store: Hub, tmp_path: Path, made: dict[int, dict[str, bytes]]) -> None:
     """With SIGKILL, when the server has one of its requests; the next run finishes, and sends no shard again that has
     a name."""
-    variables = {**environment(store, tmp_path), "HF_XET_XORB_COMPRESSION_POLICY": "none"}
-    del variables["HF_HUB_DISABLE_XET"]
+    variables = variables_of(store, tmp_path)
     command = [sys.executable, "-m", "ckpttool", "convert", SAMPLE, DST, "--to", "dcp", "--to-world", "2"]
     old = {f"{INSIDE}{name}": data for name, data in made[4].items()} | {f"{INSIDE}notes": b"x"}
     for path, at in (("/shards", 0), *(("/batch", number) for number in range(4))):
