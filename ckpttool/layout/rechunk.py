@@ -5,7 +5,7 @@
     over_mesh    as FSDP2 cuts parameters on a mesh            --to-world, --to-mesh, --placements
     like         the boxes and the ranks of another            --like
 
-Parameters are sharded and buffers are not. Checkpoints do not always say which is which, see `_sharded`.
+Parameters are sharded and buffers are not. Checkpoints do not always say which is which, see `sharded`.
 Source: `torch/distributed/fsdp/_fully_shard/_fsdp_param.py` of torch 2.13.
 """
 
@@ -157,7 +157,7 @@ def possible_twins(catalogue: Catalogue, *, everywhere: bool = False) -> Iterato
     is the second name of one of them if it has the same bytes. FSDP2 saves each name of tied weights by itself, and
     the optimizer has state of the first only."""
     tensors = [tensor for tensor in catalogue.tensors if not tensor.embedded]
-    guessed = _sharded(tensors, everywhere)
+    guessed = sharded(tensors, everywhere)
     parameters: dict[tuple[boxes.Ints, str], list[Tensor]] = defaultdict(list)
     models = [t for t in tensors if t.part.kind == "model" and t.alias is None]
     for tensor in models:
@@ -216,7 +216,7 @@ class _Cutting:
         self._tensors = [t for t in catalogue.tensors if not t.embedded]
         self._twins = twins
         self._mesh = mesh
-        self._guessed = _sharded(self._tensors, untrained)
+        self._guessed = sharded(self._tensors, untrained)
         self._default: Placements = {"shard": 0} if "shard" in mesh.names else {}
         placed = [(p, text, {**self._default, **parse_placements(text, mesh)}) for p, text in rules.placements]
         self._rules: list[tuple[str, Callable[[str], bool], Placements | None]] = [
@@ -353,7 +353,7 @@ def _parameter_of(state: Tensor) -> str | None:
     return None if key is None or (not key.flat and str(key.parameter).isdecimal()) else key.parameter
 
 
-def _sharded(every: Sequence[Tensor], untrained: bool) -> set[Path]:
+def sharded(every: Sequence[Tensor], untrained: bool) -> set[Path]:
     """Return what FSDP would have sharded. Whether a tensor is a parameter or a buffer is not always written down: it
     is a parameter when the optimizer has state of its shape (and, if it names parameters, of its name) or when the
     source shards it; state is sharded when it is shaped like a parameter. With no optimizer and nothing sharded, every

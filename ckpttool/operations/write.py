@@ -568,8 +568,11 @@ def note_obstacle(result: DryRun, error: CkptError) -> None:
 def check_is_checkpoint(dst: Location) -> None:
     """Raise OverwriteError for a directory of something else: `--overwrite` removes all that is in it."""
     try:
-        if producers.recognise(Directory(dst)) is None:
-            detect(dst)
+        directory = Directory(dst)
+        if len(directory.names) == 2 and "latest" in directory and directory.folders:
+            directory = directory.folder(directory.folders[0])  # as `--producer deepspeed:zero3` writes it
+        if producers.recognise(directory) is None:
+            detect(directory.path)
     except CkptError:
         text = f"`{dst}` is a directory and not a checkpoint, and `--overwrite` would remove all that is in it"
         hint = f"name a new destination, such as `{dst.rstrip('/')}/NAME`, or remove it yourself"

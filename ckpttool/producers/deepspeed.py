@@ -4,9 +4,10 @@
     global_step20/          what the format `deepspeed` reads
     latest_universal        text: global_step20_universal
 
-The Trainer of transformers and accelerate have such directories in their own. A universal one is written, which
-DeepSpeed loads with `load_universal` on any number of ranks. ZeRO 1 and 2 read `step.pt`, and `param_groups` of
-`optimizer_state.pt`; ZeRO 3 `optimizer_state_dict` in it, and model states under a name of their own.
+The Trainer of transformers and accelerate have such directories in their own. Those of ZeRO 1, 2 and 3 are written for
+the ranks that load them (`zero`), and universal ones, which DeepSpeed loads with `load_universal` on any number of
+ranks. Of the latter, ZeRO 1 and 2 read `step.pt`, and `param_groups` of `optimizer_state.pt`; ZeRO 3
+`optimizer_state_dict` in it, and model states under a name of their own.
 
 Upstream: DeepSpeed 0.19 `checkpoint/universal_checkpoint.py`, `runtime/base_optimizer.py` and `runtime/zero/stage3.py`
 (`load_hp_checkpoint_state_from_checkpoint_dir`).
@@ -20,12 +21,12 @@ from typing import TYPE_CHECKING, Any
 
 from ckpttool.catalogue.dtypes import DTYPES
 from ckpttool.catalogue.entries import Object, Part, Path, Tensor
-from ckpttool.catalogue.flatten import unflatten
 from ckpttool.catalogue.values import Link, TorchSize, stub_type
-from ckpttool.errors import LossError, UsageError
+from ckpttool.errors import LossError
 from ckpttool.formats.deepspeed.members import FILES, UNIVERSAL
 from ckpttool.formats.deepspeed.reader import LAYOUT, UNIVERSAL_VERSION
-from ckpttool.layout import select
+from ckpttool.formats.deepspeed.writer import VERSION
+from ckpttool.producers import zero
 from ckpttool.producers.components import Constant, Pattern, Producer, WritableLayout
 from ckpttool.text import some
 
@@ -33,7 +34,6 @@ if TYPE_CHECKING:
     from ckpttool.producers.arrange import LayoutBuilder
     from ckpttool.producers.writer import OutputLayout
 
-_VERSION = "0.19.8"  # whose loader reads what is written here
 _WEIGHTS = "mp_rank_00_model_states.pt"
 _OF_ZERO_3 = "zero_pp_rank_0_mp_rank_00_model_states.pt"
 _ADAM = {"exp_avg", "exp_avg_sq"}
@@ -43,12 +43,10 @@ _ADAM = {"exp_avg", "exp_avg_sq"}
 
 def _write(builder: LayoutBuilder) -> OutputLayout:
     """Return a file for each parameter and each kind of its state, and two for all else."""
-    model, optimizer = builder.first("model"), builder.first("optimizer")
-    if model is None or optimizer is None:
-        absent = "model" if model is None else "optimizer"
-        text = f"a universal checkpoint of DeepSpeed has a model and its optimizer, and there is no {absent}"
-        raise UsageError(text, hint="convert a whole training state, without `--only`")
-    groups = _groups(builder, optimizer)
+    model, optimizer = zero.trained_model(builder)
+    groups, of_groups = zero.groups(builder, optimizer)
+    for entry in of_groups:
+        builder.fold(entry)
     shapes, shared = _add_model(builder, model, groups)
     step = _add_state(builder, optimizer, groups)
     _add_common(builder, groups, step)
@@ -64,28 +62,6 @@ def _write(builder: LayoutBuilder) -> OutputLayout:
     parent = "`engine.load_checkpoint(DIR, tag=NAME)`, or a file `latest_universal` beside it with its name in it"
     builder.notes.append(f'DeepSpeed loads it with `"checkpoint": {{"load_universal": true}}` and {parent}')
     return builder.finish("DeepSpeed has another value of that name")
-
-
-def _groups(builder: LayoutBuilder, part: Part) -> list[dict[str, Any]]:
-    """Return `param_groups` as a list, and fold its entries: the names in it become the numbers of groups."""
-    root = (*part.root, "param_groups")
-    inside = [e for e in builder.catalogue.entries.values() if e.path[: len(root)] == root]
-    if tensors := [entry.name for entry in inside if isinstance(entry, Tensor)]:
-        raise LossError(f"{some(tensors)} is a tensor, and DeepSpeed has numbers there", tensor=tensors[0])
-    found = unflatten(select.select(builder.catalogue, lambda e: e.path[: len(root)] == root), _value)
-    for key in root:
-        found = found[key] if isinstance(found, dict) and key in found else []
-    groups = [group for group in found if isinstance(group, dict) and isinstance(group.get("params"), list)]
-    if not groups or len(groups) != len(found):
-        raise UsageError("the optimizer has no `param_groups` with the names of parameters", hint="save it with them")
-    for entry in inside:
-        builder.fold(entry)
-    return groups
-
-
-def _value(entry: Tensor | Object) -> Any:
-    assert isinstance(entry, Object)
-    return entry.value
 
 
 def _add_model(
@@ -146,7 +122,7 @@ def _add_state(builder: LayoutBuilder, part: Part, groups: list[dict[str, Any]])
 def _add_common(builder: LayoutBuilder, groups: list[dict[str, Any]], step: int | None) -> None:
     """Add `optimizer_state.pt`: hyper-parameters by group, and what ZeRO keeps beside them."""
     numbered = [{**group, "params": [number]} for number, group in enumerate(groups)]
-    values: dict[str, Any] = {"param_groups": numbered, "ds_version": _VERSION}
+    values: dict[str, Any] = {"param_groups": numbered, "ds_version": VERSION}
     state: dict[int, Any] = {}
     constants = []
     if step is not None:
@@ -192,7 +168,7 @@ def _add_rest(
         "dp_world_size": builder.world_size,
         "mp_world_size": 1,
         "ds_config": {},
-        "ds_version": _VERSION,
+        "ds_version": VERSION,
         "universal_checkpoint_info": {"universal_checkpoint_version": UNIVERSAL_VERSION},
     }
     remaining = [entry for entry in builder.remaining() if entry.path and entry.path[0] not in LAYOUT]
@@ -214,5 +190,5 @@ DEEPSPEED = Producer(
     (FILES,),
     (Pattern(FILES, kind="ignored"), Pattern(rf"{UNIVERSAL}/", kind="ignored")),
     whole=True,
-    writes=(WritableLayout("deepspeed:universal", "fqn", _write),),
+    writes=(WritableLayout("deepspeed:universal", "fqn", _write), *zero.LAYOUTS),
 )

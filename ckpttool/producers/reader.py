@@ -172,7 +172,7 @@ class _Opening:
         if not any(True for _ in combined.catalogue.tensors):
             # The facts of the first component with tensors are those of the whole.
             combined.catalogue.format = catalogue.format
-            combined.catalogue.facts |= {k: v for k, v in catalogue.facts.items() if k == "torch"}
+            combined.catalogue.facts |= {k: v for k, v in catalogue.facts.items() if k in ("torch", "buffers")}
         self.mounted.append(_mounted(component, catalogue))
         for warning in catalogue.warnings:
             self.warnings.setdefault(warning, []).append(name)

@@ -26,7 +26,19 @@ _DTYPES = 4
 _LONG = 1000  # characters of an object's value under -v
 # Facts that have a place of their own.
 _APART = (
-    *("counters", "number", "numbers", "step", "epoch", "run", "mounted", "components", "assets", "whole objects"),
+    *(
+        "buffers",
+        "counters",
+        "number",
+        "numbers",
+        "step",
+        "epoch",
+        "run",
+        "mounted",
+        "components",
+        "assets",
+        "whole objects",
+    ),
     *("model_type", "architectures", "num_hidden_layers"),
 )
 _RUN = 20  # checkpoints of a run, unless -v

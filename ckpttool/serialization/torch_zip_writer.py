@@ -107,9 +107,13 @@ class ArchiveSink:
     def seal(self, number: int, crcs: Crcs) -> None:
         """Write the checksums of one archive."""
         with closing(files.Pool(writing=True)) as pool:
-            patches = self._layouts[number].patches(lambda record: crcs[record.file, record.offset])
+            patches = self._layouts[number].patches(lambda record: self.crc_of(record, crcs))
             pool.write_all(self.catalogue.files[number].location, patches)
         self._sealed.add(number)
+
+    def crc_of(self, record: Record, crcs: Crcs) -> int:
+        """Return the checksum of a record, of those of what it was filled with."""
+        return crcs[record.file, record.offset]
 
 
 def write(layout: ArchiveLayout, location: Location) -> None:

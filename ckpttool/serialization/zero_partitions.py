@@ -14,7 +14,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import pairwise
 from math import prod
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 from ckpttool.catalogue.boxes import Ints
 from ckpttool.catalogue.shown import spelt
@@ -243,6 +243,44 @@ class _Divided(Mapping[str, list[Cut]]):
 
     def __len__(self) -> int:
         return len(self._begins)
+
+
+def flat(number: int, shapes: dict[str, Ints], world: int) -> Partition:
+    """Return a group of ZeRO 1 and 2 as DeepSpeed partitions it: in lines of as many elements, an even number."""
+    numel = sum(map(prod, shapes.values()))
+    size = 2 * -(-numel // (2 * world))
+    slices: dict[str, list[Cut]] = {name: [] for name in shapes}
+    for rank in range(world):
+        for name, one in _summed(shapes, [0] * len(shapes), size, rank, rank):
+            slices[name].append(one)
+    paddings = {rank: min(size, max(0, (rank + 1) * size - numel)) for rank in range(world)}
+    return Partition(number, shapes, slices, paddings)
+
+
+def sub_groups(shapes: dict[str, Ints], world: int, most: int) -> list[dict[str, Ints]]:
+    """Return a group of ZeRO 3 as DeepSpeed cuts it: each part but the last has `most` elements of a rank, or more."""
+    parts, total = [dict[str, Ints]()], 0
+    for name, shape in shapes.items():
+        if total >= most and parts[-1]:
+            parts.append({})
+            total = 0
+        parts[-1][name] = shape
+        total += -(-prod(shape) // world)
+    return parts
+
+
+T = TypeVar("T")
+
+
+def round_robin(items: Sequence[T], world: int) -> list[T]:
+    """Return the parameters of a group as `round_robin_gradients` orders them: `[0, 3, 1, 4, 2]` for 5 and 3 ranks."""
+    return [items[i] for first in range(world) for i in range(first, len(items), world)]
+
+
+def in_order(shapes: dict[str, Ints], world: int) -> dict[str, Ints]:
+    """Return the parameters of a group in the order that they had before `round_robin`."""
+    places = round_robin(range(len(shapes)), world)
+    return dict(item for _, item in sorted(zip(places, shapes.items(), strict=True), key=lambda pair: pair[0]))
 
 
 def check_lines(partition: Partition, used: Mapping[int, int], lines: Mapping[int, Line], what: str) -> None:

@@ -20,7 +20,7 @@ from ckpttool.version import schema
 
 _LISTED = ("tensors", "objects", "warnings")
 # Facts for the next step of a conversion, and of what the step is told by.
-_INNER = ("components", "whole objects", "parameter order", "shapes without order", *counters.FACTS)
+_INNER = ("buffers", "components", "whole objects", "parameter order", "shapes without order", *counters.FACTS)
 
 
 def document(catalogue: Catalogue, path: str, listing: Listing = ALL, exit_code: int = DONE) -> Iterator[str]:

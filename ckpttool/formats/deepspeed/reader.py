@@ -129,6 +129,8 @@ class _ZeroOpening:
             "writer": f"DeepSpeed {version}" if isinstance(version, str) else "DeepSpeed",
             "torch": ", ".join(self._torch),
         }
+        if isinstance(names := first.get("buffer_names"), list) and not self._members.universal:
+            catalogue.facts["buffers"] = names
 
     def _stages(self, first: Mapping[str, Any]) -> int:
         """Return the number of stages that the first file says, or that there are files of. Raises ReadError for tensor
@@ -148,6 +150,11 @@ class _ZeroOpening:
         state = self._optimizer_of(next(iter(self._states.values())))
         stage = _plain(state.get("zero_stage"))
         return stage if stage in (1, 2) else 1
+
+    @property
+    def _reordered(self) -> bool:
+        """Whether ZeRO 1 and 2 have the parameters of a group in another order than the optimizer."""
+        return _at(self._weights[0].tree, "ds_config", "zero_optimization", "round_robin_gradients") is True
 
     def _optimizer_of(self, file: StateFile) -> dict[str, Any]:
         state = file.tree.get("optimizer_state_dict")
@@ -185,6 +192,8 @@ class _ZeroOpening:
             self._note_padding(groups)
         self._add_model(by_name, world)
         if states:
+            if self._reordered and not self._members.partitioned:
+                shapes = [partitions.in_order(group, world) for group in shapes]
             self._add_optimizer(states, shapes, moments)
 
     def _place(self, rank: int, ref: TensorRef) -> Extent:
@@ -218,8 +227,7 @@ class _ZeroOpening:
                 raise CorruptError(text, hint=_ONE_SAVE, rank=rank, found=len(lines), expected=len(shapes))
         lean = any("zero_stage" in state for state in states.values())  # the masters of BF16_Optimizer are padded
         sizes = [max(self._size(masters[r][g], states[r], g, lean=lean) for r in states) for g in range(len(shapes))]
-        reordered = _at(self._weights[0].tree, "ds_config", "zero_optimization", "round_robin_gradients") is True
-        groups = partitions.flat_groups(shapes, states, sizes, world, reordered=reordered)
+        groups = partitions.flat_groups(shapes, states, sizes, world, reordered=self._reordered)
         return [
             (
                 one,

@@ -1,0 +1,266 @@
+"""ZeRO 1, 2 and 3 of DeepSpeed, for the ranks that load them.
+
+    latest                text: global_step20
+    global_step20/        what `formats.deepspeed.writer` makes of it; DST itself, if that is what DST is called
+
+DeepSpeed has one flat tensor of the parameters of a group, and one of each kind of their state, and takes the elements
+by their place: what a group's parameters do not have in common has no place there.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from ckpttool.catalogue.entries import Entry, Object, Part, Path, Tensor
+from ckpttool.catalogue.flatten import unflatten
+from ckpttool.errors import LossError, UsageError
+from ckpttool.formats import deepspeed
+from ckpttool.formats.deepspeed import writer
+from ckpttool.formats.deepspeed.reader import LAYOUT
+from ckpttool.layout import rechunk, select
+from ckpttool.producers.components import WritableLayout
+from ckpttool.text import some
+
+if TYPE_CHECKING:
+    from ckpttool.catalogue.protocols import OpenOptions, Source
+    from ckpttool.producers.arrange import LayoutBuilder
+    from ckpttool.producers.directory import Directory
+    from ckpttool.producers.writer import OutputLayout
+
+_State = dict[str, dict[str, Entry]]
+"""The state of each parameter by its kind."""
+_UNIVERSAL = "`--producer deepspeed:universal` keeps the state of each parameter by itself"
+_EXPERT = ".deepspeed_experts."
+
+
+def trained_model(builder: LayoutBuilder) -> tuple[Part, Part]:
+    """Return the model and the optimizer. Raises UsageError without one of them."""
+    model, optimizer = builder.first("model"), builder.first("optimizer")
+    if model is None or optimizer is None:
+        absent = "model" if model is None else "optimizer"
+        text = f"a checkpoint of DeepSpeed has a model and its optimizer, and there is no {absent}"
+        raise UsageError(text, hint="convert a whole training state, without `--only`")
+    return model, optimizer
+
+
+def groups(builder: LayoutBuilder, part: Part) -> tuple[list[dict[str, Any]], list[Entry]]:
+    """Return `param_groups` as a list, and its entries."""
+    root = (*part.root, "param_groups")
+    inside = [e for e in builder.catalogue.entries.values() if e.path[: len(root)] == root]
+    if tensors := [entry.name for entry in inside if isinstance(entry, Tensor)]:
+        raise LossError(f"{some(tensors)} is a tensor, and DeepSpeed has numbers there", tensor=tensors[0])
+    found = unflatten(select.select(builder.catalogue, lambda e: e.path[: len(root)] == root), _value)
+    for key in root:
+        found = found[key] if isinstance(found, dict) and key in found else []
+    groups = [group for group in found if isinstance(group, dict) and isinstance(group.get("params"), list)]
+    if not groups or len(groups) != len(found):
+        raise UsageError("the optimizer has no `param_groups` with the names of parameters", hint="save it with them")
+    return groups, inside
+
+
+def _value(entry: Entry) -> Any:
+    assert isinstance(entry, Object)
+    return entry.value
+
+
+def _write(builder: LayoutBuilder, *, stage: int, bf16: bool) -> OutputLayout:
+    """Return the files of all ranks as one component, and `latest` around them."""
+    model, optimizer = trained_model(builder)
+    found, of_groups = groups(builder, optimizer)
+    state = _states(builder, optimizer)
+    tensors = {e.fqn: e for e in builder.catalogue.tensors if e.part == model and not e.embedded}
+    trained = [*_checked(builder, found, state, tensors)]
+    buffers = _buffers(builder, stage, tensors, {name for names in trained for name in names})
+    step = builder.step_or_name("DeepSpeed reads the step from `global_steps`", "global_stepN")
+    is_tag = re.fullmatch(r"global_step\d+", builder.name) is not None
+    bf16 = bf16 or _is_bf16(builder, [tensors[name] for names in trained for name in names])
+    layout = writer.ZeroLayout(stage, bf16, buffers, not is_tag)
+    form = replace(
+        deepspeed.FORMAT,
+        create=partial(writer.create, layout=layout),
+        losses=partial(writer.losses, layout=layout),
+    )
+    tag, world = "" if is_tag else f"global_step{step}", builder.world_size
+    component = builder.component(tag, form, values=_values(builder, step), world=world)
+    for entry in [e for e in builder.catalogue.entries.values() if e.part == model and not e.embedded]:
+        below = entry.path[len(model.root) :]
+        kept = len(below) < 2 or str(below[0]).endswith("_extra_state")
+        builder.add(entry, component, ("model", *(below if kept else (entry.fqn,))), Part("model", ("model",)))
+    for group, names, number in zip(found, trained, range(len(found)), strict=True):
+        if names != group["params"]:
+            path: Path = ("optimizer", "param_groups", number, "params")
+            old = builder.catalogue.entries[(*optimizer.root, *path[1:])]
+            of_groups.remove(old)
+            builder.fold(old)
+            builder.add_value(component, Object(path, names, part=Part("optimizer", ("optimizer",))))
+    for entry in (*of_groups, *(e for kinds in state.values() for e in kinds.values())):
+        path = ("optimizer", *entry.path[len(optimizer.root) :])
+        builder.add(entry, component, path, Part("optimizer", ("optimizer",)))
+    builder.add_part_to(component, builder.first("scheduler"), ("lr_scheduler",))
+    has_scaler = ("loss_scaler", "class") in builder.catalogue.entries
+    for entry in [e for e in builder.remaining() if e.path and e.path[0] not in LAYOUT]:
+        if entry.path in (("dp_world_size",), ("mp_world_size",)):
+            builder.fold(entry)
+        elif entry.path[0] in ("zero", "loss_scaler") and (
+            isinstance(entry, Tensor) or (entry.path[0] == "loss_scaler" and not has_scaler)
+        ):
+            builder.lose(entry, "ZeRO has numbers there, and those of a loss scaler of its own")
+        elif entry.part.kind not in ("model", "optimizer"):
+            builder.add(entry, component, entry.path)
+    if stage == 3 and builder.parts("scaler") and not has_scaler:
+        builder.notes.append("the gradient scaler is in `client_state`: ZeRO 3 of DeepSpeed starts with a scale of 1")
+    text = "DeepSpeed takes the elements by their place: the groups of its optimizer, and the parameters in each,"
+    builder.notes.append(f"{text} have to be those of the checkpoint, in the same order")
+    return builder.finish("DeepSpeed has another value of that name")
+
+
+def _values(builder: LayoutBuilder, step: int) -> dict[str, Any]:
+    """Return what DeepSpeed has in each checkpoint, and the source has not."""
+    taken = {entry.path[0] for entry in builder.catalogue.entries.values() if entry.path}
+    values = {
+        "lr_scheduler": None,
+        "data_sampler": None,
+        "random_ltd": None,
+        "skipped_steps": 0,
+        "global_steps": step,
+        "checkpoint_parallel_dimensions": {"pp_degree": 1, "tp_degree": 1},
+        "ds_config": {},
+        "ds_version": writer.VERSION,
+    }
+    scheduler = builder.first("scheduler")
+    values = {key: value for key, value in values.items() if key not in taken}
+    if scheduler is not None:
+        values.pop("lr_scheduler", None)
+    return values | {"dp_world_size": builder.world_size, "mp_world_size": 1}
+
+
+# What has a place in flat tensors -------------------------------------------------------------------------------------
+
+
+def _states(builder: LayoutBuilder, part: Part) -> _State:
+    """Return the state of each parameter; what else an optimizer has, but for its groups, is lost."""
+    depth, state = len(part.root), _State()
+    for entry in [e for e in builder.catalogue.entries.values() if e.part == part and not e.embedded]:
+        below = entry.path[depth:]
+        if below[0] == "state" and len(below) == 3:
+            state.setdefault(str(below[1]), {})[str(below[2])] = entry
+        elif below[0] != "param_groups":
+            builder.lose(entry, "ZeRO has the state of each parameter, and groups of them")
+    return state
+
+
+def _checked(
+    builder: LayoutBuilder, found: list[dict[str, Any]], state: _State, tensors: dict[str, Tensor]
+) -> Iterator[list[str]]:
+    """Yield the parameters of each group that are trained. Raises LossError for what they do not have in common."""
+    frozen: list[str] = []
+    for number, group in enumerate(found):
+        names = [name for name in group["params"] if name in state] or group["params"]
+        frozen += [name for name in group["params"] if name not in names]
+        if absent := [name for name in group["params"] if name not in tensors]:
+            raise LossError(f"the optimizer trains {some(absent)}, which the model does not have", tensor=absent[0])
+        if experts := [name for name in names if _EXPERT in name]:
+            text = f"{some(experts)}: experts have files and groups of ranks of their own, which are not written"
+            raise LossError(text, hint=_UNIVERSAL, tensor=experts[0])
+        if empty := [name for name in names if not tensors[name].numel]:
+            raise LossError(f"{some(empty)} has no elements, and ZeRO does not train it", hint=_UNIVERSAL)
+        if not names:
+            raise LossError(f"group {number} of the optimizer has no parameters", hint="DeepSpeed has no such group")
+        _check_alike("weights", number, {name: tensors[name] for name in names})
+        for kind in dict.fromkeys(kind for name in names for kind in state.get(name, {})):
+            _check_state(builder, number, kind, {name: state.get(name, {}).get(kind) for name in names}, tensors)
+        yield names
+    every = {name for group in found for name in group["params"]}
+    for entry in (e for name, kinds in state.items() if name not in every for e in kinds.values()):
+        builder.lose(entry, "it is of no parameter of a group")
+    if frozen:
+        text = f"{some(frozen)} have no optimizer state and are written as frozen"
+        builder.notes.append(f"{text}: DeepSpeed leaves such parameters out of its groups")
+
+
+def _check_alike(what: str, number: int, entries: dict[str, Tensor]) -> None:
+    dtypes = {entry.dtype.name: name for name, entry in entries.items()}
+    if len(dtypes) > 1:
+        (one, a), (other, b), *_ = dtypes.items()
+        text = f"the {what} of group {number} have one dtype with ZeRO, and `{a}` has {one}, `{b}` {other}"
+        raise LossError(text, hint="`--dtype` casts them: `--dtype 'PATTERN=float32'`", tensor=b)
+
+
+def _check_state(
+    builder: LayoutBuilder, number: int, kind: str, entries: dict[str, Entry | None], tensors: dict[str, Tensor]
+) -> None:
+    """Raise LossError unless a kind of state is of each element of all parameters of a group, or the same for all."""
+    present = {name: entry for name, entry in entries.items() if entry is not None}
+    if absent := [name for name in entries if name not in present]:
+        text = f"{some(absent)} of group {number} has no `{kind}`, which others of the group have"
+        raise LossError(f"{text}: ZeRO has one tensor of all", hint=_UNIVERSAL, tensor=absent[0])
+    whole = {n: e for n, e in present.items() if isinstance(e, Tensor) and e.shape == tensors[n].shape}
+    if kind != "step" and len(whole) == len(present):
+        _check_alike(f"`{kind}`", number, whole)
+        return
+    first, values = next(iter(present)), dict[Path, Any]()
+    for name, entry in present.items():
+        path = entry.path
+        if isinstance(entry, Tensor):
+            path = entry.alias or path
+            if path not in values:
+                values[path] = (entry.dtype, entry.shape, builder.integer(entry))
+            if values[path][2] is None:
+                text = f"`{kind}` of `{name}` is neither of each element nor one integer, and ZeRO has no place for it"
+                raise LossError(text, hint=_UNIVERSAL, tensor=name)
+        else:
+            values[path] = entry.value
+        if values[path] != next(iter(values.values())):
+            text = f"`{kind}` of group {number} is one number with ZeRO, and those of `{first}` and `{name}` differ"
+            raise LossError(text, hint=_UNIVERSAL, tensor=name)
+
+
+def _buffers(builder: LayoutBuilder, stage: int, tensors: dict[str, Tensor], trained: set[str]) -> set[str]:
+    """Return the names of the tensors that are not trained and no parameters. ZeRO 1 and 2 load a frozen parameter from
+    wherever it is; what else may be one is written as one. ZeRO 3 has pieces of parameters, and buffers whole."""
+    known = builder.catalogue.facts.get("buffers")
+    tied = {builder.catalogue.first(tensors[name]).path for name in trained}
+    others = {n: t for n, t in tensors.items() if n not in trained and builder.catalogue.first(t).path not in tied}
+    if known is not None:
+        return {name for name, tensor in others.items() if (tensor.origin or tensor).path[-1] in known}
+    if stage < 3:
+        return {name for name, tensor in others.items() if tensor.dtype.kind != "float"}
+    parameters = rechunk.sharded([*builder.catalogue.tensors], untrained=True)
+    buffers = {name for name, tensor in others.items() if tensor.path not in parameters}
+    if unsure := [name for name in others if name in buffers and others[name].dtype.kind == "float"]:
+        text = f"{some(unsure)}: taken for buffers, which ZeRO 3 does not partition"
+        how = "`ckpttool reshard SRC DST --to-world 2 --shard NAME` before makes a frozen parameter of one"
+        builder.notes.append(f"{text}; {how}")
+    return buffers
+
+
+def _is_bf16(builder: LayoutBuilder, weights: Iterable[Tensor]) -> bool:
+    """Return whether the run is one in bfloat16, by its configuration or its weights: its files have other names."""
+    entries = builder.catalogue.entries
+    config = [entry for path, entry in entries.items() if path[:1] == ("ds_config",) and len(path) > 1]
+    if config:
+        enabled = [e for e in config if e.path[1:] in (("bf16", "enabled"), ("bfloat16", "enabled"))]
+        return any(isinstance(entry, Object) and entry.value is True for entry in enabled)
+    is_bf16 = {tensor.dtype.name for tensor in weights} == {"bfloat16"}
+    if not is_bf16:
+        text = "nothing says what the run computes in, and the files have the names of float32 and float16"
+        builder.notes.append(f"{text}: with `bf16` in its configuration, take `--producer deepspeed:zeroN-bf16`")
+    return is_bf16
+
+
+def _open(directory: Directory, options: OpenOptions) -> Source:
+    """Open what was written: a tag, or the directory around it."""
+    inside = "latest" in directory
+    source: Source = deepspeed.FORMAT.open(directory.at(directory.folders[0]) if inside else directory.path, options)
+    return source
+
+
+LAYOUTS = tuple(
+    WritableLayout(f"deepspeed:zero{stage}{suffix}", "fqn", partial(_write, stage=stage, bf16=bool(suffix)), open=_open)
+    for stage in (1, 2, 3)
+    for suffix in ("", "-bf16")
+)
