@@ -15,7 +15,7 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from ckpttool.catalogue.entries import Entry, Object, Part, Path, Tensor
+from ckpttool.catalogue.entries import Container, Entry, Object, Part, Path, Tensor
 from ckpttool.catalogue.flatten import unflatten
 from ckpttool.errors import LossError, UsageError
 from ckpttool.formats import deepspeed
@@ -35,6 +35,7 @@ _State = dict[str, dict[str, Entry]]
 """The state of each parameter by its kind."""
 _UNIVERSAL = "`--producer deepspeed:universal` keeps the state of each parameter by itself"
 _EXPERT = ".deepspeed_experts."
+_GROUPS = ("optimizer", "param_groups")
 
 
 def trained_model(builder: LayoutBuilder) -> tuple[Part, Part]:
@@ -52,7 +53,8 @@ def groups(builder: LayoutBuilder, part: Part) -> tuple[list[dict[str, Any]], li
     root = (*part.root, "param_groups")
     inside = [e for e in builder.catalogue.entries.values() if e.path[: len(root)] == root]
     if tensors := [entry.name for entry in inside if isinstance(entry, Tensor)]:
-        raise LossError(f"{some(tensors)} is a tensor, and DeepSpeed has numbers there", tensor=tensors[0])
+        text = f"{some(tensors)} is a tensor, and DeepSpeed has numbers there"
+        raise LossError(text, hint="save the optimizer with numbers", tensor=tensors[0])
     found = unflatten(select.select(builder.catalogue, lambda e: e.path[: len(root)] == root), _value)
     for key in root:
         found = found[key] if isinstance(found, dict) and key in found else []
@@ -90,16 +92,16 @@ def _write(builder: LayoutBuilder, *, stage: int, bf16: bool) -> OutputLayout:
         below = entry.path[len(model.root) :]
         kept = len(below) < 2 or str(below[0]).endswith("_extra_state")
         builder.add(entry, component, ("model", *(below if kept else (entry.fqn,))), Part("model", ("model",)))
-    for group, names, number in zip(found, trained, range(len(found)), strict=True):
-        if names != group["params"]:
-            path: Path = ("optimizer", "param_groups", number, "params")
-            old = builder.catalogue.entries[(*optimizer.root, *path[1:])]
-            of_groups.remove(old)
-            builder.fold(old)
-            builder.add_value(component, Object(path, names, part=Part("optimizer", ("optimizer",))))
-    for entry in (*of_groups, *(e for kinds in state.values() for e in kinds.values())):
-        path = ("optimizer", *entry.path[len(optimizer.root) :])
-        builder.add(entry, component, path, Part("optimizer", ("optimizer",)))
+    part, depth = Part("optimizer", ("optimizer",)), len(optimizer.root)
+    numbers = {n: i for i, n in enumerate(n for n, names in enumerate(trained) if names)}
+    for entry in of_groups:
+        _, number, *rest = entry.path[depth:]
+        builder.fold(entry)
+        if number in numbers:
+            value = trained[number] if rest == ["params"] else _value(entry)
+            builder.add_value(component, Object((*_GROUPS, numbers[number], *rest), value, part=part))
+    for entry in (entry for kinds in state.values() for entry in kinds.values()):
+        builder.add(entry, component, ("optimizer", *entry.path[depth:]), part)
     builder.add_part_to(component, builder.first("scheduler"), ("lr_scheduler",))
     has_scaler = ("loss_scaler", "class") in builder.catalogue.entries
     for entry in [e for e in builder.remaining() if e.path and e.path[0] not in LAYOUT]:
@@ -115,7 +117,9 @@ def _write(builder: LayoutBuilder, *, stage: int, bf16: bool) -> OutputLayout:
         builder.notes.append("the gradient scaler is in `client_state`: ZeRO 3 of DeepSpeed starts with a scale of 1")
     text = "DeepSpeed takes the elements by their place: the groups of its optimizer, and the parameters in each,"
     builder.notes.append(f"{text} have to be those of the checkpoint, in the same order")
-    return builder.finish("DeepSpeed has another value of that name")
+    output = builder.finish("DeepSpeed has another value of that name")
+    output.catalogue.containers[_GROUPS] = Container("list")
+    return output
 
 
 def _values(builder: LayoutBuilder, step: int) -> dict[str, Any]:
@@ -162,14 +166,16 @@ def _checked(
         names = [name for name in group["params"] if name in state] or group["params"]
         frozen += [name for name in group["params"] if name not in names]
         if absent := [name for name in group["params"] if name not in tensors]:
-            raise LossError(f"the optimizer trains {some(absent)}, which the model does not have", tensor=absent[0])
+            text = f"the optimizer trains {some(absent)}, which the model does not have"
+            raise LossError(text, hint="model and optimizer are of two runs, or `--exclude` took it", tensor=absent[0])
         if experts := [name for name in names if _EXPERT in name]:
             text = f"{some(experts)}: experts have files and groups of ranks of their own, which are not written"
             raise LossError(text, hint=_UNIVERSAL, tensor=experts[0])
         if empty := [name for name in names if not tensors[name].numel]:
             raise LossError(f"{some(empty)} has no elements, and ZeRO does not train it", hint=_UNIVERSAL)
         if not names:
-            raise LossError(f"group {number} of the optimizer has no parameters", hint="DeepSpeed has no such group")
+            text = f"group {number} of the optimizer has no parameters, and is left out: DeepSpeed has no such group"
+            builder.notes.append(text)
         _check_alike("weights", number, {name: tensors[name] for name in names})
         for kind in dict.fromkeys(kind for name in names for kind in state.get(name, {})):
             _check_state(builder, number, kind, {name: state.get(name, {}).get(kind) for name in names}, tensors)
@@ -178,8 +184,8 @@ def _checked(
     for entry in (e for name, kinds in state.items() if name not in every for e in kinds.values()):
         builder.lose(entry, "it is of no parameter of a group")
     if frozen:
-        text = f"{some(frozen)} have no optimizer state and are written as frozen"
-        builder.notes.append(f"{text}: DeepSpeed leaves such parameters out of its groups")
+        text = f"no optimizer state of {some(frozen)}: written as frozen, which DeepSpeed leaves out of its groups"
+        builder.notes.append(text)
 
 
 def _check_alike(what: str, number: int, entries: dict[str, Tensor]) -> None:

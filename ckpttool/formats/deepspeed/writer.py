@@ -83,7 +83,7 @@ def losses(catalogue: Catalogue, path: str, *, layout: ZeroLayout) -> list[Forma
 
 def create(location: Location, planned: Catalogue, options: SinkOptions, *, layout: ZeroLayout) -> Sink:
     """Create the files of all ranks at their full size, with holes where the elements go."""
-    files.make_directory(location)
+    files.make_directory(location, exist_ok=True)
     if layout.latest:
         (location.parent / "latest").put(location.name.encode())
     return _Writing(location, planned, options.world, layout).run()
