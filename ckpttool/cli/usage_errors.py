@@ -23,7 +23,8 @@ _SYNONYMS = {
     "merge": "`convert SRC out.pt`, which writes one file, or `repair --merge`, for the directories of several nodes",
     **dict.fromkeys(("unshard", "gather", "dcp-to-torch", "dcp-to-torch-save"), "`convert SRC out.pt`"),
     **dict.fromkeys(("torch-to-dcp", "torch-save-to-dcp"), "`convert SRC DST --to dcp`"),
-    "merge-weights": "`convert SRC DST --to safetensors --only model`",
+    **dict.fromkeys(("merge-weights", "zero-to-fp32"), "`convert SRC DST --to safetensors --only model`"),
+    "ds-to-universal": "`convert SRC DST --producer deepspeed:universal`",
     **dict.fromkeys(("split", "shard"), "`convert --max-shard-size` or `reshard --to-world`"),
     **dict.fromkeys(("extract", "select", "strip"), "`convert SRC DST --only PART`"),
     "cast": "`convert SRC DST --dtype DTYPE`",
@@ -43,7 +44,6 @@ _SYNONYMS = {
 
 # Commands of other tools that have no counterpart, and what to do instead.
 _ELSEWHERE = {
-    "zero-to-fp32": "merge partitions of ZeRO with DeepSpeed's own `zero_to_fp32.py`, then name what it writes",
     "quantize": "quantize what `ckpttool export` writes, with a library for that; `convert --dtype` casts",
 }
 
@@ -54,7 +54,9 @@ _OPTIONS = {
     **dict.fromkeys(("safe-serialization", "safetensors"), ("--to",)),
     **dict.fromkeys(("unsafe-serialization", "torch"), ("--to",)),
     **dict.fromkeys(("world-size", "world", "ranks", "num-ranks", "nproc", "n"), ("--to-world",)),
-    **dict.fromkeys(("bf16", "fp16", "half", "precision", "cast", "outtype", "torch-dtype", "type"), ("--dtype",)),
+    **dict.fromkeys(
+        ("bf16", "fp16", "half", "precision", "cast", "outtype", "torch-dtype", "type", "weights"), ("--dtype",)
+    ),
     **dict.fromkeys(("step", "checkpoint-step", "iteration"), ("--steps",)),
     "pdf": ("--html",),
     **dict.fromkeys(("filter", "pattern", "include", "keys", "name", "names"), ("--tensors",)),
@@ -66,7 +68,7 @@ _OPTIONS = {
     **dict.fromkeys(("simulate", "plan"), ("--dry-run",)),
     **dict.fromkeys(("ref", "reference", "base"), ("--like", "--against")),
 }
-_VALUES = {"bf16": " bfloat16", "fp16": " float16", "half": " float16"}
+_VALUES = {"bf16": " bfloat16", "weights": " bfloat16", "fp16": " float16", "half": " float16"}
 _VALUES |= dict.fromkeys(("model-only", "weights-only", "no-optimizer", "no-optim"), " model")
 _VALUES |= {"safe-serialization": " safetensors", "safetensors": " safetensors"}
 _VALUES |= {"unsafe-serialization": " torch", "torch": " torch"}

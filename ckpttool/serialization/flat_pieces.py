@@ -92,8 +92,8 @@ class _Cut(NamedTuple):
     nbytes: array[int]
 
 
-class Columns:
-    """Columns of chunks, which tensors that are cut alike share: of 1,000 parameters on 64 ranks, 190,000 chunks."""
+class PieceColumns:
+    """PieceColumns of chunks, which tensors that are cut alike share: of 1,000 parameters on 64 ranks, 190,000 chunks."""
 
     def __init__(self) -> None:
         self._cuts: dict[Hashable, _Cut] = {}
@@ -132,10 +132,10 @@ def rebuild(
     parameters: Iterable[Parameter],
     pieces: Iterable[FlatPiece],
     place: Place,
-    columns: Columns | None = None,
+    columns: PieceColumns | None = None,
 ) -> Iterator[tuple[str, Rebuilt]]:
     """Yield a tensor for each of the parameters that lie end to end in the pieces, by its name."""
-    columns, end = columns or Columns(), 0
+    columns, end = columns or PieceColumns(), 0
     for name, shape, *_ in parameters:
         begin, end = end, end + prod(shape)
         ranges, places = [], []

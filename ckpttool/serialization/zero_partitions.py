@@ -22,7 +22,7 @@ from ckpttool.catalogue.values import Stub
 from ckpttool.errors import CorruptError
 from ckpttool.serialization.flat_pieces import (
     MISSING,
-    Columns,
+    PieceColumns,
     FlatPiece,
     Parameter,
     Place,
@@ -75,7 +75,7 @@ class Partition(NamedTuple):
         return numels
 
     def parameters(
-        self, lines: Mapping[int, Line], place: Place, what: str, columns: Columns, *, whole: bool
+        self, lines: Mapping[int, Line], place: Place, what: str, columns: PieceColumns, *, whole: bool
     ) -> Iterator[tuple[str, Rebuilt]]:
         """Yield each parameter as these lines have it: weights, or one kind of state. Unless all files are there
         (`whole`), what is missing is not looked for. Raises CorruptError for what does not fit."""

@@ -354,6 +354,39 @@ def test_what_is_refused(
     assert caught.value.hint
 
 
+@pytest.mark.parametrize("name", ["zero2_w3", "zero2_fp16_w3", "zero1_bf16_optimizer_w3"])
+def test_model_states_of_another_step(name: str, tmp_path: Path) -> None:
+    """Other counters alone may be those of a run whose optimizer was not loaded; with other weights they are not."""
+    path = copied(name, tmp_path)
+    file = path / "mp_rank_00_model_states.pt"
+    before = converted(path, tmp_path)
+    (tmp_path / "out.pt").unlink()
+    change(file, lambda tree: tree.update(global_steps=5))
+    require_same(converted(path, tmp_path)["model"], before["model"])
+    (tmp_path / "out.pt").unlink()
+    change(file, lambda tree: tree["module"]["down.weight"].view(-1)[-1].mul_(1.125))
+    with pytest.raises(CorruptError) as caught:
+        ckpttool.convert(path, tmp_path / "out.pt")
+    own = optim(0).removeprefix("bf16_" * ("fp16" in name))
+    assert f"`{file.name}` is of step 5, and the optimizer in `{own}` of step 2" in str(caught.value)
+    # And the same step of another run cannot be told: the optimizer's weights are the ones that count.
+    change(file, lambda tree: tree.update(global_steps=2))
+    require_same(converted(path, tmp_path)["model"], before["model"])
+
+
+@pytest.mark.parametrize("name", ["zero1_w2", "zero2_w3", "zero2_fp16_w3", "zero2_fp32_w2", "trainer_zero3_w2"])
+def test_weights_in_16_bits_are_those_of_the_optimizer_rounded(name: str, tmp_path: Path) -> None:
+    """`--dtype` gives the bits that the run computed with: those of the model states, or of the Trainer's model."""
+    saved = RUNS / name / "saved"
+    files = [*saved.rglob("mp_rank_00_model_states.pt")]
+    if files:
+        wanted = torch.load(files[0], weights_only=False)["module"]
+    else:
+        wanted = load_file(next(saved.rglob("model.safetensors")))
+    dtype = str(wanted[next(iter(wanted))].dtype).removeprefix("torch.")
+    require_same(converted(saved, tmp_path, only=["model"], dtype=[dtype]), wanted)
+
+
 def test_padding_between_parameters(tmp_path: Path) -> None:
     """DeepSpeed's alignment for grouped_mm (8277), emulated: each parameter begins at a multiple of 4 elements."""
     path, wanted = copied("zero2_w3", tmp_path), expected("zero2_w3")
@@ -546,6 +579,15 @@ def test_no_optimizer_of_bfloat16_without_zero(tmp_path: Path) -> None:
     path = copied("zero0_fp32_w2", tmp_path)
     change(path / "mp_rank_00_model_states.pt", lambda tree: tree.update(optimizer=None))
     assert any("no optimizer state" in str(warning) for warning in ckpttool.inspect(path).warnings)
+
+
+def test_no_file_of_the_optimizer_is_left(tmp_path: Path) -> None:
+    path = copied("zero2_w3", tmp_path)
+    for rank in range(3):
+        (path / optim(rank)).unlink()
+    assert any("the weights are those in 16 bits" in str(warning) for warning in ckpttool.inspect(path).warnings)
+    wanted = torch.load(path / "mp_rank_00_model_states.pt", weights_only=False)["module"]
+    require_same(converted(path, tmp_path)["model"], wanted)
 
 
 def test_what_a_script_calls_model_is_its_own(tmp_path: Path) -> None:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Callable, Hashable, Iterator, Mapping
 from dataclasses import replace
 from math import prod
+from operator import mul
 from typing import Any
 
 from ckpttool.catalogue import identity, parts
@@ -20,7 +22,7 @@ from ckpttool.formats.deepspeed import members
 from ckpttool.formats.deepspeed.members import StateFile
 from ckpttool.serialization import torch_file, unpickler
 from ckpttool.serialization import zero_partitions as partitions
-from ckpttool.serialization.flat_pieces import Columns, FlatPiece, Parameter, Rebuilt, is_line, lined_up, rebuild
+from ckpttool.serialization.flat_pieces import PieceColumns, FlatPiece, Parameter, Rebuilt, is_line, lined_up, rebuild
 from ckpttool.serialization.torch_pickle import StorageRef, TensorRef
 from ckpttool.serialization.zero_partitions import Line, Partition
 from ckpttool.storage import files
@@ -72,7 +74,7 @@ class _ZeroOpening:
             self._weights.append(self._load(stage * self._world + rank, name))
             if not stage:
                 self._slim(self._weights[-1])
-        self._columns = Columns()
+        self._columns = PieceColumns()
         self._copies: list[str] = []
         self._files_of_steps: dict[tuple[str, str], StateFile] = {}  # of a universal checkpoint
         self._states: dict[int, StateFile] = {}
@@ -306,6 +308,7 @@ class _ZeroOpening:
         places = [_place(module[name], name) for name in by_name if name in module]
         named = any("shared_params" in one.tree for one in self._weights) or len({*places}) < len(places)
         experts = self._experts(by_name)
+        self._compare_steps(module, by_name)
         for name, value in [*module.items(), *((n, None) for n in by_name if n not in module), *experts.items()]:
             path = (MODEL, name)
             place = name if named and self._members.partitioned else _place(value, name)
@@ -384,6 +387,46 @@ class _ZeroOpening:
             pieces: tuple[FlatPiece, ...] = lined_up(refs)
             place: Callable[[int, TensorRef], Extent] = lambda rank, ref: by_rank[rank].place(ref)  # noqa: E731
             yield from rebuild(refs[0][1].dtype, [Parameter(name, shape)], pieces, place, self._columns)
+
+    def _compare_steps(self, module: Mapping[str, Any], by_name: Mapping[str, Rebuilt]) -> None:
+        """Add a fault if the model states are of another step than the optimizer. One that a run did not load has taken
+        other steps, too; but then the weights in 16 bits are those of the optimizer, rounded."""
+        file, own = self._weights[0], next(iter(self._states.values()), None)
+        counted, skipped = file.tree.get("global_steps"), file.tree.get("skipped_steps")
+        if own is None or self._members.universal or type(counted) is not int or type(skipped) is not int:
+            return
+        state = own.tree["optimizer_state_dict"]
+        taken = _state_of(state, 0).get("step", state.get("base_optimizer_state_step"))
+        if isinstance(taken, TensorRef) and (taken.dtype.name, taken.shape) == ("float32", ()):
+            (taken,) = struct.unpack("<f", self._read(own.place(taken), 4))
+        if type(taken) not in (int, float) or taken == counted - skipped or not self._differs(module, by_name):
+            return
+        text = f"`{file.name}` is of step {counted - skipped}, and the optimizer in `{own.name}` of step {taken:.0f}"
+        hint = "files of two saves are mixed, and the weights of both differ: take all from one"
+        self._catalogue.faults.append(CorruptError(text, hint=hint, files=[file.name, own.name]))
+
+    def _differs(self, module: Mapping[str, Any], by_name: Mapping[str, Rebuilt]) -> bool:
+        """Return whether the first weights of the model states are not those of the optimizer, rounded."""
+        left = _COMPARED
+        for name, rebuilt in by_name.items():
+            value = module.get(name)
+            ref, file = value if isinstance(value, tuple) else (value, self._weights[0])
+            if not isinstance(ref, TensorRef) or ref.shape != rebuilt.shape or rebuilt.dtype.name != "float32":
+                continue
+            there, strides = file.place(ref), row_major(ref.shape)
+            for offsets, _, here in rebuilt.chunks if there.plain else ():
+                n = min(here.nbytes // 4, left)
+                begin, size = sum(map(mul, offsets, strides)) * ref.dtype.itemsize, n * ref.dtype.itemsize
+                masters = _rounded(self._read(here, 4 * n), ref.dtype.name)
+                if masters is not None and masters != self._read(there._replace(offset=there.offset + begin), size):
+                    return True
+                left -= n
+            if not left:
+                break
+        return False
+
+    def _read(self, extent: Extent, nbytes: int) -> bytes:
+        return self._pool.read(self._catalogue.files[extent.file].location, extent.offset, nbytes)
 
     def _compare_buffer(self, name: str, value: Any) -> None:
         """Add a fault for a buffer of which the ranks of ZeRO 3 have different elements."""
@@ -543,6 +586,10 @@ class _ZeroOpening:
             return
         if state is None:
             text = "no optimizer state: DeepSpeed before 0.18.5 saves none of bfloat16 without ZeRO"
+            if stage := _at(file.tree, "ds_config", "zero_optimization", "stage"):
+                text = (
+                    f"no `*_optim_states.pt` of ZeRO-{shown(stage)}: the weights are those in 16 bits, and no optimizer"
+                )
             self._catalogue.warnings.append(Warning("missing-part", text))
             return
         inner = _dict(state).get("optimizer_state_dict")
@@ -613,11 +660,26 @@ class _ZeroOpening:
         flatten(value, self._catalogue, TensorRef, make, root, bare=StorageRef)
 
 
+_COMPARED = 1 << 14  # elements: of those in bfloat16, a step of a low learning rate changes one in twenty
 _COMMON = "optimizer_state.pt"
 _ROOTS, _CLIENT = (MODEL, OPTIMIZER, "zero", "loss_scaler"), ("client_state",)  # what a script calls its own so
 _NOT_READ = "convert it with DeepSpeed's own `zero_to_fp32.py` or `ds_to_universal.py`, and name what they write"
 _EMPTY = ("lr_scheduler", "data_sampler", "random_ltd")
 _COUNTERS = ("global_steps", "global_samples", "skipped_steps", "dp_world_size", "mp_world_size", "ds_version")
+
+
+def _rounded(data: bytes, dtype: str) -> bytes | None:
+    """Return float32 elements as DeepSpeed rounds them to a dtype; None for one that it does not train in."""
+    count = len(data) // 4
+    if dtype == "bfloat16":
+        words = struct.unpack(f"<{count}I", data)
+        return struct.pack(f"<{count}H", *(word + 0x7FFF + (word >> 16 & 1) >> 16 & 0xFFFF for word in words))
+    if dtype == "float16":
+        try:
+            return struct.pack(f"<{count}e", *struct.unpack(f"<{count}f", data))
+        except OverflowError:
+            return None
+    return data if dtype == "float32" else None
 
 
 def _dict(value: Any) -> dict[Any, Any]:
