@@ -93,7 +93,7 @@ class _Cut(NamedTuple):
 
 
 class PieceColumns:
-    """PieceColumns of chunks, which tensors that are cut alike share: of 1,000 parameters on 64 ranks, 190,000 chunks."""
+    """Columns of chunks, which tensors that are cut alike share: of 1,000 parameters on 64 ranks, 190,000 chunks."""
 
     def __init__(self) -> None:
         self._cuts: dict[Hashable, _Cut] = {}

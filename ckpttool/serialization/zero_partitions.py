@@ -22,9 +22,9 @@ from ckpttool.catalogue.values import Stub
 from ckpttool.errors import CorruptError
 from ckpttool.serialization.flat_pieces import (
     MISSING,
-    PieceColumns,
     FlatPiece,
     Parameter,
+    PieceColumns,
     Place,
     Rebuilt,
     is_line,

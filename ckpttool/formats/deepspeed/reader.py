@@ -22,7 +22,7 @@ from ckpttool.formats.deepspeed import members
 from ckpttool.formats.deepspeed.members import StateFile
 from ckpttool.serialization import torch_file, unpickler
 from ckpttool.serialization import zero_partitions as partitions
-from ckpttool.serialization.flat_pieces import PieceColumns, FlatPiece, Parameter, Rebuilt, is_line, lined_up, rebuild
+from ckpttool.serialization.flat_pieces import FlatPiece, Parameter, PieceColumns, Rebuilt, is_line, lined_up, rebuild
 from ckpttool.serialization.torch_pickle import StorageRef, TensorRef
 from ckpttool.serialization.zero_partitions import Line, Partition
 from ckpttool.storage import files
