@@ -43,7 +43,7 @@ TensorName = Annotated[str, argument("TENSOR",
     complete=completion.tensor_names)]
 Elements = Annotated[Text, argument("[ELEMENTS]",
     "A slice to show in place of the first values: '[0:4, :8]'.")]
-Run = Annotated[str, argument("RUN", "The directory of a run.")]
+Run = Annotated[str, argument("RUN", "The directory of a run, also in a bucket.")]
 Directory = Annotated[str, argument("DIR", "The directory that runs wrote to, `TMPDIR`, or a folder of a bucket.")]
 A = Annotated[str, argument("A", "A checkpoint of any format.")]
 B = Annotated[str, argument("B", "The checkpoint to compare it with, of any format.")]

@@ -2,7 +2,7 @@
 
 keep      among the last, the newest complete one, or one that a file or link names
 drop      stays without some parts: written again beside it, compared, and put in its place in one step
-remove    gone in one step
+remove    gone in one step; in a store its index goes first
 leave     what cannot be judged: not complete, a link, several files, of no step; it stays, and why is said
 """
 
@@ -19,16 +19,18 @@ from ckpttool.catalogue import parts
 from ckpttool.catalogue.entries import Catalogue
 from ckpttool.catalogue.patterns import several
 from ckpttool.errors import DONE, CkptError, CorruptError, ReadError, UsageError
+from ckpttool.operations import publish
 from ckpttool.operations.clean import clean
 from ckpttool.operations.convert import convert
 from ckpttool.producers import run_items, runs
 from ckpttool.producers.directory import Directory
 from ckpttool.producers.open import opened
+from ckpttool.producers.published import is_commit
 from ckpttool.producers.runs import RunCheckpoint
 from ckpttool.reports.report import Block, Column, Line, Rows, Styled, Table, bold
 from ckpttool.serialization.manifest import NAME
 from ckpttool.storage import workspace
-from ckpttool.storage.stores import Location, is_remote, local_path, path_text
+from ckpttool.storage.stores import Location, destination, local_path, locate, path_text
 from ckpttool.text import plural, size, some
 
 Action = Literal["keep", "drop", "remove", "leave"]
@@ -118,8 +120,11 @@ def prune(
     whatever cannot be judged: a checkpoint that is not complete, a link, several files, one of no step. Each of the
     others is there as a whole or gone, whenever this is interrupted.
 
+    In a store the object that makes a checkpoint of the others goes first. What is to lose parts is written on this
+    machine, and sent before it is replaced.
+
     Args:
-        run: the directory of a run.
+        run: the directory of a run, also in an object store or in a bucket of the Hub.
         keep_last: how many of the newest complete checkpoints stay as they are.
         keep_every: those whose step is a multiple of this stay, too.
         drop: parts, such as `"optimizer"`, that those lose which `keep_every` keeps and `keep_last` does not. Without
@@ -133,8 +138,6 @@ def prune(
     path, dropped = path_text(run), several(drop)
     if keep_last is None and keep_every is None:
         raise UsageError("nothing says what to keep", hint="`--keep-last 3`, `--keep-every 1000`, or both")
-    if is_remote(path):
-        raise UsageError(f"`{path}` is not on this machine", hint="name a run of this machine")
     result = Pruned(path, dry_run=not yes)
     rule = _Rule(keep_last or 1, keep_every, dropped)
     for checkpoint, one in rule.planned(result):
@@ -143,7 +146,7 @@ def prune(
             continue
         try:
             if one.action == "remove":
-                checkpoint.path.discard()
+                _discard(checkpoint.path)
             else:
                 one.freed_bytes = _rewrite(checkpoint, dropped)
             one.done = True
@@ -169,8 +172,9 @@ class _Rule:
         """Return the checkpoints of a run, oldest first, and what becomes of each. Raises UsageError or ReadError."""
         found, own, folder = _listed(result.path)
         if not result.dry_run:
-            # What was killed between two renames is back in its place then.
-            clean(folder, yes=True)
+            # What was killed between two renames is back in its place then. Some stores have nothing to clean.
+            with suppress(UsageError):
+                clean(str(folder), yes=True)
             found, own, folder = _listed(result.path)
         result.others = [str(one) for one in found.others]
         result.others += [str(one.path) for one in found.checkpoints if one not in own]
@@ -222,7 +226,11 @@ def _listed(path: str) -> tuple[run_items.RunItems, list[RunCheckpoint], Locatio
         hint = "name one of them" if folders else "name the directory that has the checkpoints of several steps"
         what = f"{len(folders)} runs: {', '.join(sorted(folders))}" if folders else "not a run"
         raise UsageError(f"`{path}`: {what}", hint=hint)
-    return found, own, folders.pop()
+    folder = folders.pop()
+    if folder.store.is_versioned:
+        hint = "`hf repo branch delete` and a squashed history free what it takes"
+        raise UsageError(f"`{path}` is a repository, which keeps what is removed in its history", hint=hint)
+    return found, own, folder
 
 
 def _check_parts(newest: RunCheckpoint, drop: Sequence[str]) -> None:
@@ -255,11 +263,19 @@ def _present(catalogue: Catalogue, drop: Sequence[str]) -> list[str]:
     return present
 
 
+def _discard(path: Location) -> None:
+    location = destination(str(path)) if path.is_remote else path
+    try:
+        location.discard(is_commit)
+    finally:
+        location.store.close()
+
+
 def _rewrite(one: RunCheckpoint, drop: Sequence[str]) -> int:
     """Put a checkpoint without some parts in its place, and return the bytes that this frees. Raises what `convert`
     does, and CorruptError or ReadError if anything else would be lost."""
     path = one.path
-    before, folder = run_items.version(path), str(path.absolute().parent)
+    before, folder = run_items.version(path), None if path.is_remote else str(path.absolute().parent)
     # No checkpoint of the run for those that list it meanwhile: its name begins with a dot.
     with workspace.scratch_directory(".ckpttool-prune-", folder) as scratch:
         written = local_path(scratch) / path.name
@@ -278,8 +294,11 @@ def _rewrite(one: RunCheckpoint, drop: Sequence[str]) -> int:
             raise CorruptError(f"`{path}`: would also lose {some(sorted({*different, *lost}))}", file=path)
         if (why_not := run_items.completed(replace(one, path=written)).why_not) is not None:
             raise UsageError(f"`{path}` would not be complete any more: {why_not}")
-        if run_items.version(path) != before:
+        if run_items.version(locate(str(path))) != before:
             raise ReadError(f"`{path}` has changed meanwhile", file=path)
         freed = one.nbytes - (Directory(written).nbytes() if written.is_dir() else written.size())
-        path.replace_by(written)
+        if path.is_remote:
+            publish.replace_by(destination(str(path)), written)
+        else:
+            path.replace_by(written)
     return freed

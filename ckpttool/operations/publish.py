@@ -134,6 +134,22 @@ def accepted(
     return own | {"overwrite": overwrite, "replaces": replaces, "is_index": is_commit, "writers": writers}
 
 
+def below(written: Location) -> list[Outgoing]:
+    """Return a file of this machine, or those of a directory, in the order in which they are sent."""
+    root, names = (written.parent, [written.name]) if written.is_file() else (written, written.below())
+    return in_order(Outgoing(name, (root / name).size(), path=root / name) for name in names)
+
+
+def replace_by(location: Location, written: Location) -> None:
+    """Put what lies on this machine in place of a checkpoint in a store. Raises OverwriteError, RemoteError."""
+    _published(location, below(written), written.is_file(), **accepted(location, {}, overwrite=True))
+
+
+def _published(location: Location, outgoing: list[Outgoing], is_file: bool, **options: Any) -> Any:
+    folder, claims = (location.parent, location.name) if is_file else (location, "")
+    return folder.publish(outgoing, claims=claims, **options)
+
+
 # Destinations that are written as a whole, then sent ------------------------------------------------------------------
 
 
@@ -198,16 +214,12 @@ class _Staged(LocalDestination):
             result.sent.removed = [name for name in result.sent.removed if not is_commit(name)]
         else:
             written = local_path(self.path.rstrip("/"))
-            root, names = (written.parent, [written.name]) if written.is_file() else (written, written.below())
-            outgoing = in_order(Outgoing(name, (root / name).size(), path=root / name) for name in names)
-            result.sent = self._publish(outgoing, dry_run=False)
+            result.sent = self._publish(below(written), dry_run=False)
 
     def _publish(self, outgoing: list[Outgoing], *, dry_run: bool, **more: Any) -> Any:
         is_file = [file.name for file in outgoing] == [self.location.name] and not self.path.endswith("/")
-        folder, claims = (self.location.parent, self.location.name) if is_file else (self.location, "")
-        return folder.publish(
-            outgoing, **self.accepted, **more, folder=self.folder, claims=claims, dry_run=dry_run, progress=self.sending
-        )
+        options = {**self.accepted, **more, "folder": self.folder, "dry_run": dry_run, "progress": self.sending}
+        return _published(self.location, outgoing, is_file, **options)
 
     def renamed(self, text: str) -> str:
         """Return a text with the destination in place of the path on this machine."""

@@ -101,7 +101,7 @@ class LocalStore(Store):
     def remove(self, name: str) -> None:
         files.remove(name)
 
-    def discard(self, name: str) -> None:
+    def discard(self, name: str, is_index: Callable[[str], bool]) -> None:
         staging.discard(name)
 
     def replace(self, name: str, other: str) -> None:

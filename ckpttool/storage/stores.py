@@ -205,9 +205,9 @@ class Store:
         """Remove a file or a directory, if it exists."""
         raise NotImplementedError
 
-    def discard(self, name: str) -> None:
-        """Remove a file or a directory: all of it is gone from its place in one step. What a kill leaves elsewhere is
-        found by `clean`."""
+    def discard(self, name: str, is_index: Callable[[str], bool]) -> None:
+        """Remove a file or a directory: all of it is gone from its place in one step, or in a store first what makes a
+        checkpoint of it, by `is_index`. What a kill leaves is found by `clean`."""
         raise NotImplementedError
 
     def replace(self, name: str, other: str) -> None:
@@ -460,9 +460,9 @@ class Location(str):
         """Remove a file or a directory, if it exists."""
         self.store.remove(self.key)
 
-    def discard(self) -> None:
-        """Remove a file or a directory in one step. Raises StorageError."""
-        self.store.discard(self.key)
+    def discard(self, is_index: Callable[[str], bool]) -> None:
+        """Remove a file or a directory; see `Store.discard`. Raises StorageError or RemoteError."""
+        self.store.discard(self.key, is_index)
 
     def replace_by(self, other: Location) -> None:
         """Put what lies at `other` here, in one step. Raises StorageError."""

@@ -111,7 +111,6 @@ def test_what_is_refused(there: Path) -> None:
         ("run7", {}, "nothing says what to keep"),
         ("run7", {"keep_last": 1, "drop": "optimzer"}, "no part `optimzer`"),
         ("run7/step-5", {"keep_last": 1}, "not a run"),
-        ("hf://org/name", {"keep_last": 1}, "not on this machine"),
         ("absent", {"keep_last": 1}, "no such file"),
     ):
         with untouched("run7"), pytest.raises((UsageError, ReadError), match=error):

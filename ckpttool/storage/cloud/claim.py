@@ -125,6 +125,18 @@ def find(client: Client, key: str) -> Claim | None:
     return Claim(key, version, owner, names, commit if is_own(commit) else None, said.get("before"), stale)
 
 
+def ended(client: Client, address: str, key: str) -> Claim | None:
+    """Return the claim that a run which has ended has left on a destination. Raises OverwriteError if another one goes
+    on, or something else has that name."""
+    claim = find(client, key)
+    if claim is not None and not claim.owner:
+        message = f"`{address}` cannot be claimed: `{claim.name}` is of something else"
+        raise OverwriteError(message, hint="rename it, or name another destination", file=address)
+    if claim is not None and claim.is_held:
+        raise held(address, claim)
+    return claim
+
+
 @dataclass(slots=True)
 class HeldClaim:
     """The claim of this run, renewed by a thread until `release`."""

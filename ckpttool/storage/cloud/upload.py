@@ -85,6 +85,23 @@ class BucketDestination(CloudStore):
 
     options = frozenset({"resume", "stage"})
 
+    def discard(self, name: str, is_index: Callable[[str], bool]) -> None:
+        address = f"{self.root}/{name}"
+        with errors.translate_errors(address, "write"):
+            before = claims.ended(self._client, address, name)
+            there = claims.list_all(self._client, name, before, LARGEST_FOLDER)
+            claim = HeldClaim(self._client, address, name, sorted(there))
+            claim.take(before)
+            indexes = [one for one in there if is_index(one)]
+            try:
+                self._client.delete(indexes).result()
+                self._client.delete([one for one in there if one not in indexes]).result()
+            except BaseException:
+                with suppress(Exception):
+                    claim.release(keep=True)
+                raise
+            claim.release()
+
     def publish(  # type: ignore[override] # options are the store's own
         self,
         name: str,
@@ -184,13 +201,8 @@ class _BucketUpload:
     def look(self, overwrite: bool, replaces: Sequence[str]) -> None:
         """List the destination. Raises OverwriteError."""
         with self._translated():
-            self._before = before = claims.find(self._client, self._key)
+            self._before = before = claims.ended(self._client, self._address, self._key)
             there = claims.list_all(self._client, self._key, before, LARGEST_FOLDER)
-        if before is not None and not before.owner:
-            message = f"`{self._address}` cannot be claimed: `{before.name}` is of something else"
-            raise OverwriteError(message, hint="rename it, or name another destination", file=self._address)
-        if before is not None and before.is_held:
-            raise claims.held(self._address, before)
         if before is not None:
             self._left = {name: there.pop(name) for name in before.left(there)}
             if before.is_complete(there):

@@ -51,6 +51,9 @@ class Bucket(BucketStore):
 
     options = frozenset({"private", "public", "keep", "stage", "not_secret"})
 
+    def discard(self, name: str, is_index: Callable[[str], bool]) -> None:
+        _HubBucketUpload(Address(self._repo, None, name, is_bucket=True), None, 0).discard(is_index)
+
     def publish(  # type: ignore[override] # options are the store's own
         self,
         name: str,
@@ -245,6 +248,16 @@ class _HubBucketUpload(Upload):
             )
         if new or self._stale:
             self.sent.commit = f"{self._api.endpoint}/buckets/{self.address.repo}/tree/{self._claimed}".rstrip("/")
+
+    def discard(self, is_index: Callable[[str], bool]) -> None:
+        """Remove what is at the destination, in two requests."""
+        self._check_token()
+        self._claimed = self.address.path
+        with self._translate_errors():
+            there = self._listed()
+        indexes = [path for path in there if is_index(path)]
+        self._remove(indexes)
+        self._remove([path for path in there if path not in indexes])
 
     def _name(self, files: dict[str, Added]) -> None:
         digests = {path: one.digest for path, one in files.items() if one.digest is not None}

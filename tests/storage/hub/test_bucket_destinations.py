@@ -335,6 +335,24 @@ def test_a_run_is_not_replaced(store: Hub, made: dict[int, dict[str, bytes]]) ->
     assert store.in_bucket("me/runs") == files
 
 
+def test_old_checkpoints_are_pruned(store: Hub, made: dict[int, dict[str, bytes]]) -> None:
+    """The index of each goes first; a repository keeps what is removed in any case."""
+    files = {f"run7/step-{n}/{name}": data for n in (1, 2, 3) for name, data in made[2].items()}
+    store.make_bucket("me/runs", files | {"run7/notes": b"mine"})
+    assert ckpttool.prune("hf://buckets/me/runs/run7", keep_last=1).freed_bytes == 2 * sum(map(len, made[2].values()))
+    assert len(store.in_bucket("me/runs")) == len(files) + 1 and not store.buckets["me/runs"].batches
+    done = run("prune", "hf://buckets/me/runs/run7", "--keep-last", "1", "--yes")
+    assert done["verdict"] == "pruned" and store.in_bucket("me/runs") == {"run7/notes": b"mine"} | {
+        name: data for name, data in files.items() if name.startswith("run7/step-3/")
+    }
+    index, rest, *_ = store.buckets["me/runs"].batches
+    names = {name for _, name in index}
+    assert names == {f"run7/step-1/{name}" for name in (".metadata", "integrity.json")} and len(rest) == 2
+    store.make("me/model", files)
+    with pytest.raises(UsageError, match="keeps what is removed in its history"):
+        ckpttool.prune("hf://me/model/run7", keep_last=1, yes=True)
+
+
 def test_secrets_are_not_sent(store: Hub, tmp_path: Path) -> None:
     torch.save(
         {"w": torch.zeros(3), "args": {"key": "hf_" + "".join(random.Random(1).choices(string.ascii_letters, k=34))}},
