@@ -45,7 +45,10 @@ BUFFER = 1 << 20  # stays in the processor's cache between read, checksum and wr
 FLUSH = 32 << 20  # written and not yet on its way to the disk
 TASK = 64 << 20  # a tensor larger than this is shared by the threads
 MEMORY = 64 << 20
-ANNOUNCED = 32 << 20  # what a store is told of at a time: half of what it may hold, so that the next is there in time
+ANNOUNCED = 24 << 20  # what a store is told of at a time: half of what it may hold, so that the next is there in time
+_MANY_ANNOUNCED = 16 * small_runs.MANY
+_AHEAD = 4  # announcements before what is read
+_PASSED = 8 << 20
 _MANY = 32
 SHORT_RUN = 16 << 10  # below this, gathering a tile beats a read and a write per run
 DEFAULT_THREADS = min(8, os.cpu_count() or 1)
@@ -132,52 +135,54 @@ class _Task(NamedTuple):
     nbytes: int
 
 
-def _tasks(jobs: Iterable[ChunkCopy]) -> Iterator[list[_Task]]:
-    """Yield what a thread takes at a time: a task, or many small ones."""
-    small, total = list[_Task](), 0
+def _tasks(jobs: Iterable[ChunkCopy]) -> Iterator[_Task]:
     for job in jobs:
         chunk = job.chunk
         itemsize = job.tensor.dtype.itemsize
-        start, nbytes = chunk.extent.offset, prod(chunk.sizes) * itemsize
-        if nbytes <= small_runs.SMALL:
-            small.append(_Task(job, (chunk.offsets, chunk.sizes), start, nbytes))
-            total += nbytes
-            if total >= BUFFER or len(small) == small_runs.MANY:
-                yield small
-                small, total = [], 0
-            continue
+        start = chunk.extent.offset
         for box in tiles((chunk.offsets, chunk.sizes), max(1, TASK // itemsize)):
             nbytes = prod(box[1]) * itemsize
-            yield [_Task(job, box, start, nbytes)]
+            yield _Task(job, box, start, nbytes)
             start += nbytes
+
+
+def _taken(tasks: Iterable[_Task]) -> Iterator[list[_Task]]:
+    """Yield what a thread takes at a time: a task, or many small ones."""
+    small, total, passed = list[_Task](), 0, 0
+    for task in tasks:
+        # A store has small ones in memory together with the large ones between which they lie.
+        if small and (total >= BUFFER or len(small) == small_runs.MANY or passed >= _PASSED):
+            yield small
+            small, total, passed = [], 0, 0
+        if task.nbytes <= small_runs.SMALL:
+            small.append(task)
+            total += task.nbytes
+        else:
+            passed += task.nbytes
+            yield [task]
     if small:
         yield small
 
 
-def _announced(tasks: Iterator[list[_Task]], source: Source) -> Iterator[list[_Task]]:
+def _announced(tasks: Iterable[_Task], source: Source) -> Iterator[list[_Task]]:
     """Yield what threads take, and some time before tell the stores of what it reads."""
     remote = {i for i, file in enumerate(source.catalogue.files) if stores.is_away(file.location)}
     if not remote:
-        yield from tasks
+        yield from _taken(tasks)
         return
-    ahead, fresh = deque[list[_Task]](), list[_Task]()
-    waiting = 0
-    for some in tasks:
-        ahead.append(some)
-        fresh += some
-        waiting += _nbytes(some)
-        if _nbytes(fresh) >= ANNOUNCED:
+    ahead, fresh, nbytes = deque[list[_Task]](), list[_Task](), 0
+    for task in tasks:
+        fresh.append(task)
+        nbytes += task.nbytes
+        if nbytes >= ANNOUNCED or len(fresh) == _MANY_ANNOUNCED:
             _announce(fresh, source, remote)
-            fresh = []
-        while waiting > TASK + 2 * ANNOUNCED:
-            waiting -= _nbytes(ahead[0])
-            yield ahead.popleft()
+            ahead.append(fresh)
+            fresh, nbytes = [], 0
+        if len(ahead) > _AHEAD:
+            yield from _taken(ahead.popleft())
     _announce(fresh, source, remote)
-    yield from ahead
-
-
-def _nbytes(tasks: Iterable[_Task]) -> int:
-    return sum(task.nbytes for task in tasks)
+    for some in (*ahead, fresh):
+        yield from _taken(some)
 
 
 def _announce(tasks: Iterable[_Task], source: Source, remote: Collection[int]) -> None:

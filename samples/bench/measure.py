@@ -19,7 +19,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -137,8 +137,14 @@ def anonymous_bytes(pid: int) -> int:
     return 0
 
 
-def run(command: Sequence[str], inputs: Sequence[Path], output: Path, stdout: Path | None = None) -> Run:
-    """Run `command` once and measure it.
+def run(
+    command: Sequence[str],
+    inputs: Sequence[Path],
+    output: Path,
+    stdout: Path | None = None,
+    environment: Mapping[str, str] | None = None,
+) -> Run:
+    """Run `command` once and measure it; `environment` has variables that it gets beside ours.
 
     `output` is a directory that is emptied first and synced afterwards; the command writes inside it. `stdout` names a
     file in it for a command whose standard output is the result, as with `cat`.
@@ -152,7 +158,12 @@ def run(command: Sequence[str], inputs: Sequence[Path], output: Path, stdout: Pa
     with open(stdout or logs / "stdout", "wb") as out, open(logs / "stderr", "wb") as err:
         start = time.perf_counter()
         process = subprocess.Popen(
-            command, stdin=subprocess.DEVNULL, stdout=out, stderr=err, cwd=REPOSITORY, env=ENVIRONMENT
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=out,
+            stderr=err,
+            cwd=REPOSITORY,
+            env={**ENVIRONMENT, **(environment or {})},
         )
         sampler = Sampler(process.pid)
         sampler.start()

@@ -32,6 +32,7 @@ from ckpttool.serialization.torch_pickle import NewTensor, TensorRef
 from ckpttool.serialization.torch_zip import Archive, Read
 from ckpttool.storage.crc import crc32, crc_of
 from ckpttool.storage.files import Pool
+from ckpttool.storage.stores import is_away
 
 ROOT = "archive"  # what torch.save calls it when it writes to a stream
 _WINDOW = 4096  # an archive of one tensor has about 700 bytes before its payload and 900 after
@@ -149,7 +150,9 @@ class Items:
         """Return bytes of a file that have a small item in them, and where it is."""
         number, start, data = getattr(self._near, "block", (-1, 0, b""))
         if number != item.file or not 0 <= item.offset - start <= len(data) - item.length:
-            start, data = item.offset, self._pool.read(file.location, item.offset, min(_NEAR, file.size - item.offset))
+            # A store has been asked for what is needed around it.
+            near = item.length if is_away(file.location) else min(_NEAR, file.size - item.offset)
+            start, data = item.offset, self._pool.read(file.location, item.offset, near)
             self._near.block = item.file, start, data
         return data, item.offset - start
 

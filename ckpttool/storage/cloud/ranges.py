@@ -22,7 +22,7 @@ from ckpttool.text import parse_size
 HEAD = 64 << 10  # has most headers
 GAP = 1 << 20
 PART = 8 << 20
-_MEMORY = 64 << 20
+_MEMORY = 48 << 20
 _PAGE = 4096
 _VARIABLE = "CKPTTOOL_CLOUD_MEMORY"
 _STREAMS = 32  # readers of one file that are followed

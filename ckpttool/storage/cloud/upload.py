@@ -40,7 +40,7 @@ from ckpttool.text import some
 
 PART = 8 << 20
 _PARTS = 9_000  # of an object at most; S3 takes 10,000
-_PARTS_AT_ONCE = 4
+_PARTS_AT_ONCE = 3  # of one file
 _AT_ONCE = 2  # files on this machine
 _ATTEMPTS = 3
 _MD5 = re.compile(r'"?([0-9a-f]{32}(?:-\d+)?)"?')  # tags of S3, unless the store encrypts with a key of its own

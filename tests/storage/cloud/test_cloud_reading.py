@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from safetensors.torch import save_file
 from support.cli import run
 from support.paths import CHECKPOINTS
@@ -64,6 +65,17 @@ def test_a_model_is_loaded(server: S3Server, tmp_path: Path) -> None:
     assert torch.equal(model.weight, other.weight)
     with pytest.raises(UsageError, match="web servers are only read"):
         ckpttool.save("https://host/new", other)
+
+
+def test_small_tensors_between_large_ones_are_read_with_them(server: S3Server, tmp_path: Path) -> None:
+    state = {f"{i}.{name}": torch.rand(n) for i in range(8) for name, n in (("norm", 512), ("weight", 1 << 19))}
+    dcp.save(state, checkpoint_id=tmp_path / "ckpt", no_dist=True)
+    address = server.put("run/step-1", tmp_path / "ckpt")
+    ckpttool.convert(address, tmp_path / "all.pt")
+    read = torch.load(tmp_path / "all.pt")
+    assert all(torch.equal(read[name], tensor) for name, tensor in state.items())
+    gets = [one for one in server.requests if one.startswith("GET") and "distcp" in one]
+    assert len(gets) < 10 and server.sent < 18 << 20  # 16 MiB; one for each small tensor would be 8 more
 
 
 def test_patterns_and_markers(server: S3Server, tmp_path: Path) -> None:
