@@ -11,11 +11,12 @@ whose pickle does not tell parameters, buffers and other tensor attributes apart
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Hashable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
 from ckpttool.catalogue.shown import spelt
-from ckpttool.catalogue.values import Stub, stub_name
+from ckpttool.catalogue.values import Stub, stub_name, walk
 from ckpttool.catalogue.warning import Warning
 from ckpttool.errors import CorruptError
 from ckpttool.serialization.torch_pickle import StorageRef, TensorRef
@@ -30,6 +31,7 @@ class Dropped:
     """What a state dict leaves out of a module: `Dropped(["TinyNet"], ["scratch"], {"training"})`."""
 
     modules: list[str] = field(default_factory=list)
+    kept: list[str] = field(default_factory=list)  # attributes with tensors that no state dict has: not left out
     buffers: list[str] = field(default_factory=list)
     attributes: set[str] = field(default_factory=set)
 
@@ -39,6 +41,9 @@ class Dropped:
             return []
         text = f"holds {some(self.modules, 5)} as a whole object; its parameters and buffers are shown as a state dict"
         warnings = [Warning("converted", text)]
+        if self.kept:
+            text = "attributes of modules with tensors, which no state dict has, are kept beside those that it has"
+            warnings.append(Warning("converted", f"{text}; `--exclude` leaves them out: {some(self.kept, 5)}"))
         if self.buffers:
             warnings.append(Warning("left-out", f"non-persistent buffers are not read: {some(self.buffers, 5)}"))
         return warnings + self.attribute_warnings()
@@ -68,8 +73,11 @@ def replace_modules(value: Any, dropped: Dropped) -> Any:
 
 def _replace(value: Any, dropped: Dropped, done: dict[int, Any], depth: int) -> Any:
     if isinstance(value, Stub) and is_module(value):
-        dropped.modules.append(stub_name(value) or "")
-        return _state_dict(value, dropped)
+        if id(value) not in done:
+            done[id(value)] = value  # an attribute may lead back to it
+            dropped.modules.append(stub_name(value) or "")
+            done[id(value)] = _state_dict(value, dropped, done, depth)
+        return done[id(value)]
     if not isinstance(value, (dict, list)) or depth > _MAX_DEPTH:
         return value
     if id(value) not in done:
@@ -87,24 +95,52 @@ def _replace(value: Any, dropped: Dropped, done: dict[int, Any], depth: int) -> 
 _USUAL = {"training", "_is_full_backward_hook", "_non_persistent_buffers_set", "call_super_init", "dump_patches", *_OWN}
 
 
-def _state_dict(module: Any, dropped: Dropped, prefix: str = "", depth: int = 0) -> OrderedDict[str, Any]:
-    """Return the state dict of a module, in the order of `nn.Module.state_dict`."""
+def _state_dict(module: Any, dropped: Dropped, done: dict[int, Any], depth: int) -> OrderedDict[str, Any]:
+    """Return the state dict of a module, in the order of `nn.Module.state_dict`, and then the attributes that hold
+    other tensors than it and the buffers that do not persist."""
+    result: OrderedDict[str, Any] = OrderedDict()
+    modules = dict(_named_modules(module))
+    for prefix, one in modules.items():
+        state = _state(one)
+        passing = state.get("_non_persistent_buffers_set")
+        passing = passing if isinstance(passing, (set, frozenset, list)) else ()
+        dropped.buffers += [f"{prefix}{k}" for k, v in state["_buffers"].items() if v is not None and k in passing]
+        buffers = {k: v for k, v in state["_buffers"].items() if k not in passing}
+        opaque = {k: v for k, v in state["_modules"].items() if not is_module(v)}
+        own = (*state["_parameters"].items(), *buffers.items(), *opaque.items())
+        result |= {f"{prefix}{name}": value for name, value in own if value is not None}
+    seen = {id(one) for one in modules.values()}
+    known = _tensors([[_state(one)[own] for own in ("_parameters", "_buffers")] for one in modules.values()], seen)
+    for prefix, one in modules.items():
+        for name, value in _state(one).items():
+            if name in _USUAL or value is None or value == {}:
+                continue
+            if (new := _tensors(value, seen)) <= known or f"{prefix}{name}" in result:
+                dropped.attributes.add(str(name))
+                continue
+            known |= new
+            dropped.kept.append(f"{prefix}{name}")
+            result[f"{prefix}{name}"] = _replace(value, dropped, done, depth + 1)
+    return result
+
+
+def _named_modules(module: Any, prefix: str = "", depth: int = 0) -> Iterator[tuple[str, Any]]:
     if depth > _MAX_DEPTH:
         raise CorruptError(f"the module `{prefix[:80]}` is nested more than {_MAX_DEPTH} deep")
-    state = _state(module)
-    passing = state.get("_non_persistent_buffers_set")
-    passing = passing if isinstance(passing, (set, frozenset, list)) else ()
-    dropped.buffers += [f"{prefix}{k}" for k, v in state["_buffers"].items() if v is not None and k in passing]
-    buffers = {k: v for k, v in state["_buffers"].items() if k not in passing}
-    own = (*state["_parameters"].items(), *buffers.items())
-    result = OrderedDict((f"{prefix}{name}", value) for name, value in own if value is not None)
-    dropped.attributes |= {str(k) for k, v in state.items() if k not in _USUAL and v is not None and v != {}}
-    for name, child in state["_modules"].items():
+    yield prefix, module
+    for name, child in _state(module)["_modules"].items():
         if is_module(child):
-            result |= _state_dict(child, dropped, f"{prefix}{name}.", depth + 1)
-        elif child is not None:
-            result[f"{prefix}{name}"] = child
-    return result
+            yield from _named_modules(child, f"{prefix}{name}.", depth + 1)
+
+
+def _tensors(value: Any, seen: set[int]) -> set[Hashable]:
+    """Return what tells the tensors in a value from others."""
+    refs = (node.whole() if isinstance(node, StorageRef) else node for node in walk(value, seen))
+    return {
+        (ref.storage.key, ref.storage.view, ref.dtype.name, ref.offset, ref.shape, ref.strides, ref.codec)
+        for ref in refs
+        if isinstance(ref, TensorRef)
+    }
 
 
 def script_tensors(value: Any, dropped: Dropped, prefix: str = "", depth: int = 0) -> OrderedDict[str, Any]:

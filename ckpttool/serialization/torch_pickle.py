@@ -18,7 +18,7 @@ from ckpttool.catalogue.boxes import Ints
 from ckpttool.catalogue.dtypes import BY_STORAGE, DTYPES, Dtype, dtype
 from ckpttool.catalogue.entries import check_shape
 from ckpttool.catalogue.shown import shown, spelt
-from ckpttool.catalogue.values import KnownName, Stub, StubType, known_names, stub_name, stub_type
+from ckpttool.catalogue.values import KnownName, Stub, StubType, known_names, stub_name, stub_type, walk
 from ckpttool.catalogue.work_limit import charge
 from ckpttool.errors import CorruptError
 from ckpttool.serialization import pickler, unpickler
@@ -129,7 +129,8 @@ def _tensor_v3(storage: Any, offset: Any, size: Any, stride: Any, *rest: Any) ->
 
 
 def _parameter(data: Any, requires_grad: Any = None, hooks: Any = None, state: Any = None, *rest: Any) -> Any:
-    return _with_attributes(data, state)
+    tensor = _with_attributes(data, state)
+    return tensor if tensor is not None else _PARAMETER(data, requires_grad, hooks, state)
 
 
 # FSDP1 sets the first on every tensor of a full state dict, `nn.Buffer` and `nn.Parameter` the others on themselves.
@@ -137,6 +138,7 @@ _UNREPORTED = {"_has_been_cloned", "persistent", "_is_buffer", "_is_param"}
 
 
 def _with_attributes(data: Any, state: Any) -> Any:
+    """Return a tensor with the names of its attributes; None where there are tensors in these, to be kept with them."""
     if not isinstance(data, (TensorRef, Stub)):
         # A tuple that came back from a call would be one more name for it: see `pickle_limits`.
         raise CorruptError("a parameter is made of something that is not a tensor")
@@ -145,6 +147,8 @@ def _with_attributes(data: Any, state: Any) -> Any:
     parts = state if isinstance(state, tuple) else (state,)
     charge(4 * sum(len(part) for part in parts if isinstance(part, dict)) + len(data.attributes))
     names = [spelt(k) for part in parts if isinstance(part, dict) for k in part if k not in _UNREPORTED]
+    if names and any(isinstance(node, (TensorRef, StorageRef)) for node in walk(parts)):
+        return None
     return replace(data, attributes=(*data.attributes, *names)) if names else data
 
 
@@ -153,6 +157,7 @@ _PLAIN = {"torch.Tensor", "torch._tensor.Tensor"} | {
 }
 # One class for all: making one for each of a file's DTensors takes as long as reading the file.
 _WRAPPED = stub_type("torch._tensor", "_rebuild_from_type_v2")
+_PARAMETER = stub_type("torch._utils", "_rebuild_parameter_with_state")
 
 
 def _from_type_v2(function: Any, kind: Any, args: Any, state: Any) -> Any:

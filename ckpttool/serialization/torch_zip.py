@@ -211,8 +211,12 @@ def _directory(read: Read, base: int, length: int, name: str) -> tuple[bytes, in
     expected, behind = (count, size, at), tail_at + end
     if end >= LOCATOR64.size and tail[end - LOCATOR64.size : end - LOCATOR64.size + 4] == b"PK\6\7":
         at64 = LOCATOR64.unpack_from(tail, end - LOCATOR64.size)[2]
-        if at64 + END64.size > length:
-            raise _not_an_archive(name, "its zip64 end record is outside")
+        if at64 + END64.size != tail_at + end - LOCATOR64.size:
+            # Of two archives in one file, the second's locator leads to the first's record.
+            text = "the zip64 end record is not where its locator says"
+            raise CorruptError(
+                f"{name}: {text}", hint="is the file several saves, one behind the other? save them as one"
+            )
         data = tail[at64 - tail_at :] if at64 >= tail_at else read(base + at64, END64.size)
         if len(data) < END64.size or data[:4] != b"PK\6\6":
             raise _not_an_archive(name, "no zip64 end record")

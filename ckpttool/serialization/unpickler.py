@@ -61,8 +61,13 @@ def _complex(real: Any, imag: Any) -> complex:
     return complex(real, imag)
 
 
+_BOUND = stub_type("builtins", "getattr")
+
+
 def _attribute(owner: Any, name: Any) -> Any:
-    # A nested class in protocol 2: `getattr(ShardedTensor, "ProcessGroupState")`.
+    # A bound method is `getattr(module, "forward")`; in protocol 2 a nested class `getattr(ShardedTensor, "State")`.
+    if isinstance(owner, Stub) and isinstance(name, str):
+        return _BOUND(owner, name)
     if not isinstance(owner, StubType) or not isinstance(name, str):
         raise TypeError
     charge(len(owner.name) + len(name))

@@ -156,10 +156,13 @@ def torch_wrappers(folder: Path) -> Any:
 
 
 def plain_values(tree: Mapping[str, Any]) -> dict[str, Any]:
-    """The tensors of a dict as plain ones, `nn.ParameterList` as a list, the rest left out."""
+    """The tensors of a dict as plain ones but for those with tensors as attributes, `nn.ParameterList` as a list, the
+    rest left out."""
     plain: dict[str, Any] = {}
     for name, value in tree.items():
-        if isinstance(value, torch.Tensor):
+        if isinstance(value, torch.Tensor) and any(isinstance(v, torch.Tensor) for v in vars(value).values()):
+            plain[name] = value
+        elif isinstance(value, torch.Tensor):
             plain[name] = value.detach().as_subclass(torch.Tensor).clone()
         elif isinstance(value, nn.ParameterList):
             plain[name] = [item.detach().clone() for item in value]

@@ -265,7 +265,7 @@ def test_facts(name: str, facts: dict[str, Any]) -> None:
         ("torch/module", "non-persistent buffers are not read: `scratch`"),
         ("torch/module", "1 storage of 12 bytes not used by any tensor: `data/1`"),
         ("torch/meta", "2 tensors are on the meta device"),
-        ("torch/wrappers", "2 tensors of class `lost_package.models.Scaled` are taken as plain tensors"),
+        ("torch/wrappers", "1 tensors of class `lost_package.models.Scaled` are taken as plain tensors"),
         ("torch/wrappers", "`parameter_with_attributes (sequence_parallel, names_of)`"),
         ("torch/script", "its code is not read"),
         ("torch/pt2", "its graph is not read"),
@@ -677,3 +677,39 @@ def test_a_scheduler_that_was_saved_as_an_object(to: str, tmp_path: Path) -> Non
         assert torch.equal(parameter, expected)
         state = back.optimizer.state[parameter]
         assert all(torch.equal(state[name], value) for name, value in optimizer.state[expected].items())
+
+
+# Tensors that no state dict has ---------------------------------------------------------------------------------------
+
+
+def test_tensors_in_attributes_of_a_module_are_kept(tmp_path: Path) -> None:
+    module = nn.Sequential(nn.Linear(2, 3), nn.LSTM(3, 2))
+    module.loose = torch.arange(5.0)
+    module.others = [nn.Linear(1, 2), {"k": torch.ones(2)}]
+    module[0].owner = [module, torch.full((4,), 7.0)]  # leads back to where it is
+    module[0].method = module.forward  # `getattr(module, "forward")`
+    convert(save({"m": module}, tmp_path / "a.pt"), tmp_path / "b.pt")
+    back = torch.load(tmp_path / "b.pt", weights_only=False)["m"]
+    assert_same({k: v for k, v in back.items() if k in module.state_dict()}, {**module.state_dict()})
+    assert back.keys() - module.state_dict().keys() == {"loose", "others", "0.owner"}
+    assert_same(back["loose"], module.loose)
+    assert_same(back["others"], [OrderedDict(module.others[0].state_dict()), module.others[1]])
+    assert_same(back["0.owner"][1], module[0].owner[1])
+    warning = "are kept beside those that it has; `--exclude` leaves them out: `loose`, `others`, `0.owner`"
+    assert warning in " ".join(map(str, read(tmp_path / "a.pt").warnings))
+
+
+def test_a_quantized_module_keeps_its_weights(tmp_path: Path) -> None:
+    module = torch.ao.quantization.quantize_dynamic(nn.Sequential(nn.Linear(4, 5)), {nn.Linear}, dtype=torch.qint8)
+    convert(save(module, tmp_path / "a.pt"), tmp_path / "b.pt")
+    packed = torch.load(tmp_path / "b.pt", weights_only=False)["0._packed_params._packed_params"]
+    assert_same(torch.ops.quantized.linear_unpack(packed), (module[0].weight(), module[0].bias().detach()))
+
+
+def test_tensors_in_attributes_of_tensors_are_kept(tmp_path: Path) -> None:
+    parameter, tensor = nn.Parameter(torch.ones(3)), torch.zeros(2)
+    parameter.scale, tensor.parts = torch.full((2,), 3.0), [torch.arange(4)]
+    convert(save({"p": parameter, "t": tensor}, tmp_path / "a.pt"), tmp_path / "b.pt")
+    back = torch.load(tmp_path / "b.pt", weights_only=False)
+    assert_same([back["p"].data, back["p"].scale], [parameter.data, parameter.scale])
+    assert_same([back["t"], *back["t"].parts], [tensor, *tensor.parts])

@@ -303,3 +303,9 @@ def test_cut_tars(tmp_path: Path) -> None:
         path.write_bytes(data[:n])
         with pytest.raises(CorruptError):
             open_tar(path)
+
+
+def test_a_second_save_in_the_file_is_not_passed_over() -> None:
+    first, second = saved({"a": torch.ones(3)}), saved({"b": torch.zeros(4)})
+    with pytest.raises(CorruptError, match=f"{len(second)} bytes behind the end of what was saved, at {len(first)}"):
+        opened(first + second)

@@ -501,3 +501,11 @@ def test_whether_a_record_is_listed(tmp_path: Path) -> None:
     assert [torchzip.listed(read, len(data), name, name="x") for name in wanted] == [True] * 3 + [False] * 4
     with pytest.raises(CorruptError, match="no end record"):
         torchzip.listed(read, len(data) - 30, "data.pkl", name="x")
+
+
+def test_a_second_save_in_the_file_is_not_passed_over() -> None:
+    # Of the same names and sizes: the locator of the second leads to the end record of the first.
+    first, second = saved({"a": torch.ones(3)}), saved({"b": torch.zeros(3)})
+    assert len(first) == len(second)
+    with pytest.raises(CorruptError, match="the zip64 end record is not where its locator says"):
+        opened(first + second)

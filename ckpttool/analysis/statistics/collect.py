@@ -295,6 +295,8 @@ def _epsilons(catalogue: Catalogue) -> Mapping[Path, float]:
     """Return the epsilon of each optimizer: of the first parameter group that names one."""
     found: dict[Path, Any] = {}
     for entry in catalogue.objects:
-        if entry.part.kind == "optimizer" and str(entry.path[-1]).rpartition(".")[2] == "eps":
+        # An optimizer that was pickled whole is the state itself, with an empty path.
+        last = str(entry.path[-1]) if entry.path else ""
+        if entry.part.kind == "optimizer" and last.rpartition(".")[2] == "eps":
             found.setdefault(entry.part.root, entry.value)
     return {root: float(eps) for root, eps in found.items() if isinstance(eps, (int, float))}

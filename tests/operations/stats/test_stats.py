@@ -430,3 +430,13 @@ def test_places() -> None:
     tensor = catalogue.tensors[0]
     experts = Tensor(("layers", "3", "experts", "17", "w"), tensor.dtype, (), tensor.chunks)
     assert place_of(experts)[2:] == ("layers.3", "layers.*.experts.*.w", "17")
+
+
+def test_an_optimizer_that_was_pickled_whole(tmp_path: Path) -> None:
+    parameter = torch.nn.Parameter(torch.ones(3))
+    optimizer = torch.optim.AdamW([parameter])
+    parameter.sum().backward()
+    optimizer.step()
+    torch.save(optimizer, tmp_path / "a.pt")
+    found = ckpttool.stats(tmp_path / "a.pt")
+    assert sum(row.statistics.numel for row in found.tensors) == 3 + 1 + 3 + 3
