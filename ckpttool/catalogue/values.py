@@ -249,7 +249,7 @@ _OFTEN = 1023
 
 
 def walk(value: Any, seen: set[int] | None = None) -> Iterator[Any]:
-    """Yield every value in a tree and every key that is more than a string or a number, each shared one once. `seen` are
+    """Yield every value in a tree and every key that is more than a string or number, each shared one once. `seen` are
     ids of containers that are passed over; those of others are added."""
     seen = set() if seen is None else seen
     todo = [value]
