@@ -88,6 +88,10 @@ def main(folder: Path) -> None:
         ),
         "universal: ckpttool convert --producer deepspeed:universal": (to_universal, universal),
     }
+    for stage in (2, 3):
+        layout = ["--producer", f"deepspeed:zero{stage}", "--to-world", "3"]
+        command = [*ours, "convert", str(run), str(folder / "other"), *layout]
+        jobs[f"another world: ckpttool convert {' '.join(layout)}"] = (command, folder / "other")
     if importlib.util.find_spec("deepspeed") is not None:
         places = ["--input_folder", str(run / "global_step2"), "--output_folder", str(universal)]
         merge = [python, "-m", "deepspeed.checkpoint.ds_to_universal", *places]
@@ -96,7 +100,7 @@ def main(folder: Path) -> None:
         jobs["universal: ds_to_universal.py"] = (merge, universal)
     for name, (command, result) in sorted(jobs.items()):
         seconds, memory = timed(command, result)
-        print(f"  {name:60} {seconds:6.2f} s  {memory:6.0f} MiB")
+        print(f"  {name:72} {seconds:6.2f} s  {memory:6.0f} MiB")
 
 
 if __name__ == "__main__":

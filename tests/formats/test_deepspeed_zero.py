@@ -109,6 +109,20 @@ def test_another_world_and_another_stage(name: str, stage: int, world: int, tmp_
     assert after["dp_world_size"] == world and after["model"]["head.weight"].equal(after["model"]["embed.weight"])
 
 
+def test_round_robin_is_an_order_of_the_files_alone(tmp_path: Path) -> None:
+    """The optimizer has the same order as that of a run without; that of the files is DeepSpeed's, by their ranks."""
+    states = [converted(saved(name), tmp_path, overwrite=True) for name in ("zero2_w3", "zero2_round_robin_w3")]
+    (_, of_plain), (_, of_reordered) = (state["optimizer"]["param_groups"] for state in states)
+    names = of_plain["params"]
+    assert of_reordered["params"] == names == ["scale", "up.bias", "down.bias", "norm.weight", "norm.bias"]
+    out = written(saved("zero2_round_robin_w3"), tmp_path / "out", 2, 2)
+    _, shapes = tree_of(out / "mp_rank_00_model_states.pt")["param_shapes"]
+    assert [*shapes] == [names[i] for i in (0, 2, 4, 1, 3)]
+    assert [
+        *tree_of(saved("zero2_round_robin_w3") / "global_step2" / "mp_rank_00_model_states.pt")["param_shapes"][1]
+    ] == [names[i] for i in (0, 3, 1, 4, 2)]
+
+
 def test_a_run_of_fsdp_becomes_zero(tmp_path: Path) -> None:
     """FSDP2 in DCP, FSDP1 in rank files of flat parameters, and a file with ids for names."""
     for number, sample in enumerate(("dcp/fsdp2_w2", "rank/fsdp1_w2", "torch/full"), 1):

@@ -1,13 +1,15 @@
 """Started by torchrun: DeepSpeed loads a checkpoint, trains on, and saves what came of it.
 
-    deepspeed_step.py STAGE FROM OUT [--universal] [--save DIR]
+    deepspeed_step.py STAGE FROM OUT [--universal] [--one-group] [--config JSON] [--save DIR]
 
-`OUT` has the float32 weights as they were loaded, and after a step. All ranks train on the same data, so that
-the step is that of one process.
+`OUT` has the float32 weights as they were loaded, and after a step; `module` are those of ZeRO 1 and 2 that it computes
+with, `others` the frozen parameter and the buffer. All ranks train on the same data, so that the step is that of one
+process.
 """
 
 from __future__ import annotations
 
+import json
 import sys
 from pathlib import Path
 from typing import Any
@@ -45,19 +47,27 @@ def main(stage: int, source: Path, out: Path, *options: str) -> None:
         "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0},
         "checkpoint": {"load_universal": "--universal" in options},
     }
+    if "--config" in options:
+        for key, value in json.loads(options[options.index("--config") + 1]).items():
+            config[key] = {**config.get(key, {}), **value} if isinstance(value, dict) else value
     with deepspeed.zero.Init(config_dict_or_path=config, enabled=stage == 3):
         model = model_class()()
-    engine = deepspeed.initialize(model=model, optimizer=torch.optim.AdamW(groups_of(model)), config=config)[0]
+    groups = groups_of(model)
+    if "--one-group" in options:
+        groups = [{"params": [p for p in model.parameters() if p.requires_grad], "weight_decay": 0.1}]
+    engine = deepspeed.initialize(model=model, optimizer=torch.optim.AdamW(groups), config=config)[0]
     path, client = engine.load_checkpoint(str(source.parent), tag=source.name)
     assert path is not None
     loaded = weights_of(engine)
+    with deepspeed.zero.GatheredParameters([engine.module.frozen]):
+        others = {"frozen": engine.module.frozen.detach().clone(), "seen": engine.module.seen.clone()}
     engine.backward(loss_of(engine, engine.global_steps))
     engine.step()
     weights = weights_of(engine)
+    module = {name: value.detach().clone() for name, value in engine.module.named_parameters()}
     if engine.global_rank == 0:
-        torch.save(
-            {"loaded": loaded, "weights": weights, "steps": engine.global_steps, "epoch": client.get("epoch")}, out
-        )
+        result = {"loaded": loaded, "weights": weights, "others": others, "module": module}
+        torch.save({**result, "steps": engine.global_steps, "epoch": client.get("epoch")}, out)
     if "--save" in options:
         engine.save_checkpoint(options[options.index("--save") + 1])
 

@@ -16,11 +16,9 @@ Upstream: DeepSpeed 0.19 `runtime/engine.py` (`_common_checkpoint_state`, `_save
 from __future__ import annotations
 
 from array import array
-from bisect import bisect_left
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from itertools import chain
 from math import prod
 from typing import Any, NamedTuple
 
@@ -119,14 +117,16 @@ class _Placed:
     nbytes: array[int] = field(default_factory=lambda: array("q"))
     done: int = 0
 
-    def add(self, shape: Ints, numel: int, file: int, offset: int, itemsize: int) -> None:
-        """Add the next elements, which begin at an offset of a file."""
-        for (begin, sizes), at in boxes.flat_range(shape, self.done, self.done + numel):
+    def add(self, tensor: Tensor, numel: int, file: int, offset: int) -> Iterator[tuple[int, int]]:
+        """Add the next elements, which begin at an offset of a file; yield the offset and the length of each box."""
+        itemsize = tensor.dtype.itemsize
+        for (begin, sizes), at in boxes.flat_range(tensor.shape, self.done, self.done + numel):
             self.offsets.append(begin)
             self.sizes.append(sizes)
             self.file.append(file)
             self.offset.append(offset + at * itemsize)
             self.nbytes.append(prod(sizes) * itemsize)
+            yield self.offset[-1], self.nbytes[-1]
         self.done += numel
 
     def chunks(self) -> Chunks:
@@ -134,43 +134,27 @@ class _Placed:
 
 
 class _Sink(torch_zip_writer.ArchiveSink):
-    """A sink of archives whose records are filled piece by piece; what is in no piece is zero."""
+    """A sink of archives in which some records, by file and offset, are filled by pieces: offset and length of each, in
+    their order. What is between them is zero."""
 
     def __init__(
         self,
         catalogue: Catalogue,
         layouts: list[torch_zip_writer.ArchiveLayout],
-        padding: Mapping[tuple[int, int], int],
+        pieces: Mapping[tuple[int, int], array[int]],
     ) -> None:
         super().__init__(catalogue, layouts)
-        self._padding = padding
-        self._pieces: dict[int, list[tuple[int, int]]] = {}
+        self._pieces = pieces
 
     def crc_of(self, record: Record, crcs: Crcs) -> int:
-        pieces = self._of_file(record.file)
-        crc, at, end = 0, record.offset, record.offset + record.nbytes
-        filled = 0
-        for i in range(bisect_left(pieces, (at, 0)), len(pieces)):
-            offset, nbytes = pieces[i]
-            if offset >= end:
-                break
+        pieces = self._pieces.get((record.file, record.offset))
+        if pieces is None:
+            return super().crc_of(record, crcs)
+        crc, at = 0, record.offset
+        for offset, nbytes in zip(pieces[::2], pieces[1::2], strict=True):
             crc = combine(with_zeros(crc, offset - at), crcs[record.file, offset], nbytes)
             at = offset + nbytes
-            filled += nbytes
-        assert record.nbytes - filled == self._padding.get((record.file, record.offset), 0), "elements have no place"
-        return with_zeros(crc, end - at)
-
-    def _of_file(self, number: int) -> list[tuple[int, int]]:
-        if not self._pieces:
-            found = defaultdict[int, set[tuple[int, int]]](set)
-            for tensor in chain(self.catalogue.tensors, self.catalogue.replicas):
-                for file, offset, nbytes in zip(
-                    tensor.chunks.file, tensor.chunks.offset, tensor.chunks.nbytes, strict=True
-                ):
-                    if tensor.alias is None and nbytes:
-                        found[file].add((offset, nbytes))
-            self._pieces = {file: sorted(pieces) for file, pieces in found.items()}
-        return self._pieces.get(number, [])
+        return with_zeros(crc, record.offset + record.nbytes - at)
 
 
 class _Writing:
@@ -198,7 +182,7 @@ class _Writing:
         self._pieces = defaultdict[Path, _Placed](_Placed)
         self._copies = defaultdict[Path, list[Chunks]](list)  # of tensors that a file has whole
         self._firsts: dict[Path, Path] = {}  # of state that a group has once, where the others have theirs
-        self._padding: dict[tuple[int, int], int] = {}  # bytes, by file and offset of the record
+        self._records: dict[tuple[int, int], array[int]] = {}
         self._files: list[File] = []
         self._layouts: list[torch_zip_writer.ArchiveLayout] = []
 
@@ -208,7 +192,7 @@ class _Writing:
             self._write_weights(rank)
         for rank in ranks:
             self._write_optimizer(rank)
-        return _Sink(self._created(), self._layouts, self._padding)
+        return _Sink(self._created(), self._layouts, self._records)
 
     def _tree(self, root: Path) -> Any:
         """Return the value below a path, of values that are not tensors."""
@@ -369,14 +353,12 @@ class _Writing:
 
     def _fill(self, record: Record, pieces: Iterable[tuple[int, int, str]], paths: Mapping[str, Path]) -> None:
         """Note which elements of a record are the next ones of parameters; what is left is padding."""
-        padding = record.nbytes
+        own = self._records[record.file, record.offset] = array("q")
         for start, end, name in pieces:
             tensor = self._planned.tensor(paths[name])
-            itemsize = tensor.dtype.itemsize
-            at = record.offset + start * itemsize
-            self._pieces[tensor.path].add(tensor.shape, end - start, record.file, at, itemsize)
-            padding -= (end - start) * itemsize
-        self._padding[record.file, record.offset] = padding
+            at = record.offset + start * tensor.dtype.itemsize
+            for piece in self._pieces[tensor.path].add(tensor, end - start, record.file, at):
+                own.extend(piece)
 
     def _param_groups(self) -> list[dict[str, Any]]:
         """Return the parameter groups as the optimizer has them: of the numbers of flat tensors."""
