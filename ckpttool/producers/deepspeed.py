@@ -130,8 +130,11 @@ def _add_common(builder: LayoutBuilder, groups: list[dict[str, Any]], step: int 
         state[0] = {"step": Link(("step",))}
     values["optimizer_state_dict"] = {"state": state, "param_groups": numbered}
     scaler: dict[str, Any] = {}
+    named = ("loss_scaler", "class") in builder.catalogue.entries
     for entry in list(builder.remaining()):
-        if entry.path[:1] == ("loss_scaler",) and len(entry.path) == 2 and isinstance(entry, Object):
+        if entry.path[:1] == ("loss_scaler",) and not named:
+            builder.lose(entry, "ZeRO has a loss scaler of its own")
+        elif entry.path[:1] == ("loss_scaler",) and len(entry.path) == 2 and isinstance(entry, Object):
             scaler[str(entry.path[1])] = entry.value
             builder.fold(entry)
         elif entry.path[:1] == ("zero",) and len(entry.path) == 2 and isinstance(entry, Object):

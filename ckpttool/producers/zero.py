@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from ckpttool.catalogue.entries import Container, Entry, Object, Part, Path, Tensor
 from ckpttool.catalogue.flatten import unflatten
+from ckpttool.catalogue.values import Stub
 from ckpttool.errors import LossError, UsageError
 from ckpttool.formats import deepspeed
 from ckpttool.formats.deepspeed import writer
@@ -152,6 +153,8 @@ def _states(builder: LayoutBuilder, part: Part) -> _State:
         below = entry.path[depth:]
         if below[0] == "state" and len(below) == 3:
             state.setdefault(str(below[1]), {})[str(below[2])] = entry
+        elif below == ("state",) and isinstance(entry, Object) and entry.value == {}:
+            builder.fold(entry)
         elif below[0] != "param_groups":
             builder.lose(entry, "ZeRO has the state of each parameter, and groups of them")
     return state
@@ -210,16 +213,17 @@ def _check_state(
         return
     first, values = next(iter(present)), dict[Path, Any]()
     for name, entry in present.items():
-        path = entry.path
+        path, is_number = entry.path, False
         if isinstance(entry, Tensor):
             path = entry.alias or path
             if path not in values:
                 values[path] = (entry.dtype, entry.shape, builder.integer(entry))
-            if values[path][2] is None:
-                text = f"`{kind}` of `{name}` is neither of each element nor one integer, and ZeRO has no place for it"
-                raise LossError(text, hint=_UNIVERSAL, tensor=name)
+            is_number = values[path][2] is not None
         else:
-            values[path] = entry.value
+            values[path], is_number = entry.value, not isinstance(entry.value, (dict, list, tuple, Stub))
+        if not is_number:
+            text = f"`{kind}` of `{name}` is neither of each element nor one integer, and ZeRO has no place for it"
+            raise LossError(text, hint=_UNIVERSAL, tensor=name)
         if values[path] != next(iter(values.values())):
             text = f"`{kind}` of group {number} is one number with ZeRO, and those of `{first}` and `{name}` differ"
             raise LossError(text, hint=_UNIVERSAL, tensor=name)

@@ -6,9 +6,9 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from ckpttool.catalogue import identity
+from ckpttool.catalogue import identity, parts
 from ckpttool.catalogue.aliases import find_aliases
-from ckpttool.catalogue.entries import Catalogue, Chunks, Object, Path, Tensor, dotted
+from ckpttool.catalogue.entries import Catalogue, Chunks, Entry, Object, Path, Tensor, dotted
 from ckpttool.catalogue.protocols import Format, Source
 from ckpttool.catalogue.validation import validate
 from ckpttool.errors import CorruptError
@@ -27,7 +27,7 @@ def check_written(target: Format, partial: str, planned: Catalogue, source: Sour
         validate(written.catalogue)
         again = Catalogue(planned.format, written.catalogue.files)
         for tensor in planned.tensors:
-            stored = written.catalogue.entries.get(tensor.path)
+            stored = _entry(written.catalogue, tensor.path)
             if not isinstance(stored, Tensor) or (stored.dtype, stored.shape) != (tensor.dtype, tensor.shape):
                 raise CorruptError(f"tensor `{tensor.name}` was not written as it was read", tensor=tensor.name)
             if any(not chunk.extent.plain and not chunk.extent.item for chunk in stored.chunks):
@@ -41,7 +41,7 @@ def check_written(target: Format, partial: str, planned: Catalogue, source: Sour
         ties = select.interchangeable(written.catalogue, find_aliases(written.catalogue.tensors))
         same = select.interchangeable(planned)
         for entry in planned.objects:
-            actual = written.catalogue.entries.get(entry.path)
+            actual = _entry(written.catalogue, entry.path)
             if not isinstance(actual, Object) or _spelt(actual, ties) != _spelt(entry, same):
                 raise CorruptError(f"object `{entry.name}` was not written as it was read", found=entry.name)
         for path, container in planned.containers.items():
@@ -51,6 +51,11 @@ def check_written(target: Format, partial: str, planned: Catalogue, source: Sour
         return transfer(plan.plan(again), source, again, compare=True, **options)
     finally:
         written.close()
+
+
+def _entry(catalogue: Catalogue, path: Path) -> Entry | None:
+    """Return what was written as `path`; of what all ranks have alike, a reader may find one."""
+    return catalogue.entries.get(path) or catalogue.entries.get(parts.without_rank(path))
 
 
 def _spelt(entry: Object, ties: Mapping[Path, Path]) -> str:

@@ -28,7 +28,7 @@ from support.cli import run
 from support.paths import CHECKPOINTS, ROOT
 
 import ckpttool
-from ckpttool.errors import CkptError, CorruptError, ReadError, UsageError
+from ckpttool.errors import CkptError, CorruptError, LossError, ReadError, UsageError
 from ckpttool.serialization import torch_file
 
 RUNS = CHECKPOINTS / "deepspeed"
@@ -529,6 +529,9 @@ def test_what_cannot_become_universal(tmp_path: Path) -> None:
     torch.save({"model": {"w": torch.ones(2)}, "step": 1}, tmp_path / "model.pt")
     with pytest.raises(UsageError, match="there is no optimizer"):
         ckpttool.convert(tmp_path / "model.pt", tmp_path / "out", producer="deepspeed:universal")
+    # What the fp16 wrappers without ZeRO keep of their scale is none of ZeRO's.
+    with pytest.raises(LossError, match=r"`loss_scaler.cur_scale`.*ZeRO has a loss scaler of its own"):
+        ckpttool.convert(RUNS / "zero0_fp16_w2" / "saved", tmp_path / "out", producer="deepspeed:universal")
 
 
 # In training, and by strangers ----------------------------------------------------------------------------------------

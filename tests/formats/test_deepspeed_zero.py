@@ -160,6 +160,8 @@ def test_each_rank_gets_what_is_its_own(tmp_path: Path) -> None:
     assert not (tmp_path / "two").exists()
     done = ckpttool.convert(saved("zero3_w3"), tmp_path / "four", producer="deepspeed:zero3", to_world=4)
     assert any("the files of rank 3 have no `rng`" in note for note in done.notes)
+    # Of the Trainer both have the same: they are read as one.
+    written(saved("trainer_zero3_w2"), tmp_path / "alike", 3)
     two = tree_of(written(saved("zero3_w3"), tmp_path / "flat", 2, 2) / "mp_rank_00_model_states.pt")
     assert [*two["rng"]] == ["rank0", "rank1", "rank2"]  # ZeRO 2 has one file of them
 
@@ -216,6 +218,11 @@ def _factored(state: Any) -> None:
         one["exp_avg_row"] = torch.zeros(2)
 
 
+def _wrapped(state: Any) -> None:
+    for one in state["optimizer"]["state"].values():
+        one["exp_avg"] = (one["exp_avg"], 1)
+
+
 def _mixed(state: Any) -> None:
     state["model"]["b"] = state["model"]["b"].bfloat16()
 
@@ -270,6 +277,7 @@ def _no_step(state: Any) -> None:
         (_no_step, UsageError, "DeepSpeed reads the step from `global_steps`"),
         (lambda state: state.pop("optimizer"), UsageError, "and there is no optimizer"),
         (lambda state: state.update(loss_scaler={"scale": 2.0}), LossError, "those of a loss scaler of its own"),
+        (_wrapped, LossError, "`exp_avg` of `a` is neither of each element nor one integer"),
     ],
 )
 @pytest.mark.parametrize("stage", [1, 3])
