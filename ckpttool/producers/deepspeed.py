@@ -78,7 +78,7 @@ def _add_model(
             shared[name] = by_path[entry.alias]
             builder.fold(entry)
         elif _is_folder(name):
-            _add_file(builder, entry, name, "fp32", ("model", name), "model")
+            _add_file(builder, entry, name, "fp32", ("model", name), "model", trained=name in trained)
         else:
             builder.lose(entry, "DeepSpeed has a folder of this name, which cannot be")
     if absent := sorted(trained - shapes.keys()):
@@ -90,8 +90,12 @@ def _is_folder(name: str) -> bool:
     return bool(name) and "/" not in name and "\0" not in name and name not in (".", "..") and len(name) < 250
 
 
-def _add_file(builder: LayoutBuilder, entry: Tensor, name: str, kind: str, path: Path, part: str) -> None:
-    component = builder.component(f"{UNIVERSAL}/{name}/{kind}.pt", "torch", path, key=("param",))
+def _add_file(
+    builder: LayoutBuilder, entry: Tensor, name: str, kind: str, path: Path, part: str, *, trained: bool = True
+) -> None:
+    # The dimension that tensor parallelism cuts, as `ds_to_universal` says of what the optimizer has.
+    values = {"cat_dim": 0} if trained else {}
+    component = builder.component(f"{UNIVERSAL}/{name}/{kind}.pt", "torch", path, key=("param",), values=values)
     builder.add(entry, component, path, Part(part, path[:1]))
 
 

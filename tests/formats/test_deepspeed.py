@@ -6,12 +6,15 @@
 from __future__ import annotations
 
 import enum
+import functools
 import gc
 import importlib
+import importlib.util
 import json
 import os
 import pickle
 import random
+import re
 import shutil
 import sys
 import tracemalloc
@@ -25,7 +28,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from support.cli import run
-from support.paths import CHECKPOINTS, ROOT
+from support.paths import CHECKPOINTS, GENERATORS, ROOT
 
 import ckpttool
 from ckpttool.errors import CkptError, CorruptError, LossError, ReadError, UsageError
@@ -216,6 +219,41 @@ def test_what_people_read() -> None:
     same = run("diff", "--json", str(RUNS / "zero2_w3" / "saved"), str(RUNS / "zero2_round_robin_w3" / "saved"))
     document = json.loads(same.stdout)  # what differs is `ds_config`
     assert document["verdict"] == "differs" and not document["tensors"] and document["total"]["equal"] == 36
+
+
+def test_zero_3_of_three_ranks_beside_fsdp2_of_two(tmp_path: Path) -> None:
+    """Equal, in other pieces; and torch's own save of the same state, with an element changed, differs there alone."""
+    from torch.distributed.checkpoint import save
+
+    source = RUNS / "zero3_w3" / "saved"
+    ckpttool.reshard(source, tmp_path / "fsdp2", to_world=2)
+    done = run("diff", "--json", str(source), str(tmp_path / "fsdp2"))
+    document = json.loads(done.stdout)
+    assert (done.exit_code, document["verdict"]) == (0, "same"), document
+    state = converted(source, tmp_path)
+    parts = {key: state[key] for key in ("model", "optimizer")}
+    parts["optimizer"]["state"]["up.weight"]["exp_avg"][6, 4] += 1
+    save(parts, checkpoint_id=tmp_path / "changed", no_dist=True)
+    done = run("diff", "--json", "--only", "model", "--only", "optimizer", str(source), str(tmp_path / "changed"))
+    # DCP has no ties.
+    differing = [one["name"] for one in json.loads(done.stdout)["tensors"] if one["kinds"] != ["tie"]]
+    assert (done.exit_code, differing) == (1, ["optimizer.state.up.weight.exp_avg"])
+
+
+def test_verify_reads_the_partitions_and_does_not_judge_padding(tmp_path: Path) -> None:
+    """ZeRO-3 leaves in its padding what was in the memory."""
+    path = copied("zero3_w3", tmp_path)
+    change(path / optim(2), lambda state: state["fp32_flat_groups"][1].data[-1:].fill_(float("nan")))
+    done = run("verify", "--values", str(path))
+    assert done.exit_code == 0 and "nan" not in done.stdout.lower(), done.stdout
+    for spoil, text in (
+        (_mixed, "state of group 0 is not the same"),
+        (_overlapping, "same elements|are of no|ends at"),
+    ):
+        path = copied("zero2_w3", tmp_path / spoil.__name__)
+        change(path / optim(1), spoil)
+        done = run("verify", str(path))
+        assert done.exit_code == CorruptError.exit_code and re.search(text, done.stdout + done.stderr), done.stdout
 
 
 # What is not one whole save -------------------------------------------------------------------------------------------
@@ -509,6 +547,67 @@ def test_a_universal_checkpoint_is_written(name: str, tmp_path: Path) -> None:
     assert [*after["model"]] == [*before["model"]] and after["lr_scheduler"] == before["lr_scheduler"]
     assert after["optimizer"]["param_groups"] == before["optimizer"]["param_groups"]
     assert after["loss_scaler"] == before["loss_scaler"] and after["iteration"] == 2
+
+
+def require_content_of(theirs: Path, ours: Path) -> None:
+    """What `ds_to_universal` has made of a checkpoint is in ours, file by file; its copies of tied weights are not, and
+    those of buffers and frozen parameters, which DeepSpeed does not load, have their own dtype."""
+    with mock.patch.dict(sys.modules):
+        load = functools.partial(torch.load, weights_only=False, pickle_module=Classes)
+        states = {file.name: load(file) for file in theirs.glob("*model_states.pt")}
+        first = next(state for name, state in states.items() if not name.startswith("zero_pp_rank_") or "_0_mp" in name)
+        trained = {name for group in first["param_shapes"] for name in group}
+        names = {str(file.relative_to(theirs)) for file in theirs.rglob("zero/**/*.pt")}
+        own = {str(file.relative_to(ours)) for file in ours.rglob("zero/**/*.pt")}
+        assert names - own == {name for name in names if Path(name).parent.name in first["shared_params"]}
+        # Of ZeRO-3 it has no steps, and no frozen parameters.
+        assert {Path(name).stem for name in own - names} <= {"step", "fp32"}
+        assert {Path(name).parent.name for name in own - names if Path(name).stem == "fp32"}.isdisjoint(trained)
+        for name in sorted(names & own - {"zero/optimizer_state.pt"}):
+            wanted, found = load(theirs / name), load(ours / name)
+            if isinstance(wanted, dict):
+                assert wanted.keys() == found.keys(), name
+                assert all(found[key] == value for key, value in wanted.items() if key != "param")
+            wanted = wanted["param"] if isinstance(wanted, dict) else wanted
+            found = found["param"] if isinstance(found, dict) else found
+            is_copy = Path(name).parent.name not in trained
+            assert found.dtype == wanted.dtype or is_copy
+            assert found.to(wanted.dtype).view(wanted.shape).equal(wanted), name
+        wanted, found = load(theirs / "zero" / "optimizer_state.pt"), load(ours / "zero" / "optimizer_state.pt")
+        of_ranks = {"zero_stage", "partition_count", "group_paddings", "param_alignment_paddings", "fp32_flat_groups"}
+        assert wanted.keys() - found.keys() <= of_ranks
+        assert found["param_groups"] == wanted["param_groups"]
+        assert vars(found["loss_scaler"]) == vars(wanted["loss_scaler"])
+        mine = load(ours / "mp_rank_00_model_states.pt")
+        assert first.keys() - {"rng"} <= mine.keys() and [*first["module"]] == [*mine["module"]]
+        for key in first.keys() & mine.keys() - {"module", "buffer_names", "rng"}:
+            if not key.startswith(("frozen_", "universal_")):
+                assert first[key] == mine[key], key
+
+
+def test_a_universal_checkpoint_is_that_of_deepspeed(tmp_path: Path) -> None:
+    """What `ds_to_universal` made of the same files lies beside them."""
+    others = CHECKPOINTS / "other"
+    for source, theirs in (
+        (others / "deepspeed_zero2_w2", others / "deepspeed_universal" / "global_step2_universal"),
+        (RUNS / "zero3_w3" / "saved", RUNS / "universal_zero3_w3" / "saved" / "global_step2_universal"),
+    ):
+        ckpttool.convert(source, tmp_path / source.parent.name, producer="deepspeed:universal")
+        require_content_of(theirs, tmp_path / source.parent.name)
+
+
+@pytest.mark.long
+@pytest.mark.skipif(importlib.util.find_spec("deepspeed") is None, reason="DeepSpeed is not installed")
+@pytest.mark.parametrize(
+    "name", ["zero1_w2", "zero2_w3", "zero2_fp16_w3", "zero2_fp32_w2", "zero3_w3", "zero3_fp32_w2"]
+)
+def test_deepspeed_itself_makes_the_same_universal_checkpoint(name: str, tmp_path: Path) -> None:
+    with mock.patch.object(sys, "path", [str(GENERATORS), *sys.path]):
+        generator = importlib.import_module("deepspeed_runs")
+    source = RUNS / name / "saved" / "global_step2"
+    generator.convert_to_universal(source, tmp_path / "theirs")
+    ckpttool.convert(source, tmp_path / "ours", producer="deepspeed:universal")
+    require_content_of(tmp_path / "theirs", tmp_path / "ours")
 
 
 def test_a_run_of_fsdp_becomes_universal(tmp_path: Path) -> None:
