@@ -32,4 +32,7 @@ def load(pool: files.Pool, path: Location, number: int = 0) -> TorchFile:
         return TorchFile(size, stream.tree, place, "before 1.6 or legacy")
     archive = torch_zip.open_archive(read, 0, size, name=name, file=number)
     archive.check_remarks()
-    return TorchFile(size, torch_zip.load_tree(archive), archive.extent, archive.torch_versions)
+    tree = torch_zip.load_tree(archive)
+    # Of empty storages nobody asks where they are; each rank of ZeRO-3 has one for each parameter.
+    archive.records = {n: record for n, record in archive.records.items() if record.nbytes or not n.startswith("data/")}
+    return TorchFile(size, tree, archive.extent, archive.torch_versions)

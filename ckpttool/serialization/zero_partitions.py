@@ -169,7 +169,7 @@ def _expert_names(shapes: dict[str, Ints], first: int) -> dict[str, str]:
     for name, match in matches.items():
         if match is None:
             text = f"`{name}` is in a group of experts, and called like none"
-            raise CorruptError(text, hint="partitions within groups of ranks (MiCS, hpZ) are not read")
+            raise CorruptError(text, hint="partitions within groups of ranks (MiCS) are not read")
         counts[match[1]] = max(counts.get(match[1], 0), int(match[2]) + 1)
     return {n: f"{m[1]}{first * counts[m[1]] + int(m[2])}{m[3]}" for n, m in matches.items() if m is not None}
 

@@ -7,7 +7,6 @@ from array import array
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial, reduce
-from itertools import chain
 from typing import NamedTuple
 
 from ckpttool.catalogue.entries import Catalogue, Extent, Record
@@ -73,14 +72,15 @@ class RecordPiece(NamedTuple):
         return self.stride * (self.rows - 1) + self.nbytes
 
 
-_HEAD = 6
+_HEAD, _WIDTH = 6, len(RecordPiece._fields)
 
 
 class Pieces:
     """CRCs of parts of records, collected until a record is whole. Thread-safe."""
 
     def __init__(self) -> None:
-        self._pieces: defaultdict[Record, list[RecordPiece]] = defaultdict(list)
+        # A row of numbers for all of a record: a checkpoint of 64 ranks has 200,000.
+        self._pieces: defaultdict[Record, array[int]] = defaultdict(partial(array, "q"))
         self._used: defaultdict[Record, int] = defaultdict(int)
         self._lock = threading.Lock()
 
@@ -90,7 +90,11 @@ class Pieces:
         with self._lock:
             self._used[record] += nbytes * rows
             if crc is not None:
-                self._pieces[record].append(RecordPiece(offset, nbytes, stride, rows, crc))
+                self._pieces[record].extend((offset, nbytes, stride, rows, crc))
+
+    def _of(self, record: Record) -> list[RecordPiece]:
+        row = self._pieces.get(record, ())
+        return [RecordPiece(*row[i : i + _WIDTH]) for i in range(0, len(row), _WIDTH)]
 
     def records(self) -> list[Record]:
         return list(self._used)
@@ -100,11 +104,11 @@ class Pieces:
 
     def gaps(self, record: Record) -> list[tuple[int, int]]:
         """Return what is not covered yet, as `(offset, nbytes)`."""
-        return [(at, n) for at, n, crc in _runs(record, self._pieces.get(record, ())) if crc is None]
+        return [(at, n) for at, n, crc in _runs(record, self._of(record)) if crc is None]
 
     def unread(self, record: Record) -> int:
         """Return how many bytes of a record are in no piece, and were not used without one."""
-        pieces = self._pieces.get(record, ())
+        pieces = self._of(record)
         if any(piece.nbytes == record.nbytes for piece in pieces):
             return 0
         without = self.used(record) - sum(p.nbytes * p.rows for p in pieces)
@@ -113,7 +117,7 @@ class Pieces:
     def crc(self, record: Record, crc_of: Callable[[int, int], int] | None = None) -> int:
         """Return the CRC of the whole record; gaps are asked of `crc_of(offset, nbytes)`. Of bytes that were read twice
         and not alike, those that make it differ from the record's are taken."""
-        pieces = sorted(set(self._pieces.get(record, ())))
+        pieces = sorted(set(self._of(record)))
         if len(pieces) == 1 and pieces[0].nbytes == record.nbytes:
             return pieces[0].crc
         crc = _crc_of_runs(_runs(record, pieces), crc_of)
@@ -125,19 +129,20 @@ class Pieces:
         row = array("q")
         for record in self._used if records is None else records:
             pieces, crc = self._pieces.get(record, ()), -1 if record.crc is None else record.crc
-            row.extend((*record[:3], crc, self._used[record], len(pieces), *chain.from_iterable(pieces)))
+            row.extend((*record[:3], crc, self._used[record], len(pieces) // _WIDTH))
+            row.extend(pieces)
         return row.tobytes()
 
     def unpack(self, row: Sequence[int], is_wanted: Callable[[Record], bool] = lambda record: True) -> None:
         """Add what another process has told, of records that are wanted."""
-        at, width = 0, len(RecordPiece._fields)
+        at = 0
         while at < len(row):
             file, offset, nbytes, crc, used, count = row[at : at + _HEAD]
             record, at = Record(file, offset, nbytes, None if crc < 0 else crc), at + _HEAD
-            end = at + width * count
+            end = at + _WIDTH * count
             if is_wanted(record):
                 self._used[record] += used
-                self._pieces[record] += (RecordPiece(*row[i : i + width]) for i in range(at, end, width))
+                self._pieces[record].extend(row[at:end])
             at = end
 
 

@@ -34,6 +34,7 @@ RUNS: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {
     "zero2_fp16_w3": (3, {"stage": 2}, FP16),
     "zero2_fp32_w2": (2, {"stage": 2}, {}),
     "zero3_w3": (3, {"stage": 3, "sub_group_size": 40, **ZERO3}, BF16),
+    "zero3_hpz_w4": (4, {"stage": 3, "zero_hpz_partition_size": 2, **ZERO3}, BF16),
     "zero3_fp32_w2": (2, {"stage": 3, **ZERO3}, {}),
     "zero3_fp16_w2": (2, {"stage": 3}, FP16),
 }

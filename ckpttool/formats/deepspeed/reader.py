@@ -209,7 +209,7 @@ class _ZeroOpening:
         most = max((n for n in count if type(n) is int), default=world) if isinstance(count, list) else count
         if type(most) is int and most != world:
             text = f"`{name}`: partitions of {most} ranks, but {world} data-parallel ranks have saved"
-            hint = "shards within groups of ranks (MiCS, hpZ) are not read, and files of two saves are none"
+            hint = "shards within groups of ranks (MiCS) are not read, and files of two saves are none"
             raise ReadError(text, hint=f"{hint}: {_ONE_SAVE}", file=name, found=most, expected=world)
         if isinstance(count, list) and any(type(n) is not int or n < 1 or world % n for n in count):
             raise CorruptError(f"`{name}`: partitions of {shown(count)} ranks, of {world}", hint=_ONE_SAVE, file=name)
