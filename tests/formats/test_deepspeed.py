@@ -170,8 +170,25 @@ def test_the_stages_of_a_pipeline_are_one_model(tmp_path: Path) -> None:
         with pytest.raises(CorruptError, match=text):
             ckpttool.convert(path, tmp_path / "b.pt")
         (tmp_path / gone).rename(path / gone)
+    for name in ("mp_rank_00_model_states.pt", "mp_rank_01_model_states.pt"):  # as files of before 2026
+        change(path / name, lambda tree: tree.pop("checkpoint_parallel_dimensions"))
+    assert ckpttool.inspect(path).facts["layout"] == layout
+    for file in path.glob("*mp_rank_01_*"):
+        file.unlink()
+    with pytest.raises(CorruptError, match="the weights file of `rank 2` is missing: 4 ranks"):
+        ckpttool.convert(path, tmp_path / "b.pt")
     shutil.copy(path / "layer_03-model_states.pt", path / "layer_03-model_01-model_states.pt")
     with pytest.raises(ReadError, match="layers of tensor parallelism"):
+        ckpttool.convert(path, tmp_path / "b.pt")
+
+
+def test_tensor_parallelism_is_refused(tmp_path: Path) -> None:
+    path = copied("zero2_w3", tmp_path)
+    change(path / "mp_rank_00_model_states.pt", lambda t: t["checkpoint_parallel_dimensions"].update(tp_degree=2))
+    with pytest.raises(ReadError, match="tensor parallelism of 2"):
+        ckpttool.convert(path, tmp_path / "b.pt")
+    shutil.copy(path / "mp_rank_00_model_states.pt", path / "mp_rank_01_model_states.pt")
+    with pytest.raises(ReadError, match=r"`mp_rank_01_model_states\.pt` is of model-parallel rank 1"):
         ckpttool.convert(path, tmp_path / "b.pt")
 
 

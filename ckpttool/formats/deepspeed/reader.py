@@ -135,10 +135,10 @@ class _ZeroOpening:
             catalogue.facts["buffers"] = names
 
     def _stages(self, first: Mapping[str, Any]) -> int:
-        """Return the number of stages that the first file says, or that there are files of. Raises ReadError for tensor
-        parallelism, of which a file of before 2026 says nothing; but then its layers have other names."""
+        """Return the number of stages. Raises ReadError for tensor parallelism, of which a file of before 2026 says
+        nothing; but then its layers have other names, and `mp_world_size` is that of stages alone."""
         degrees = _dict(first.get("checkpoint_parallel_dimensions"))
-        tensor, stages = degrees.get("tp_degree", 1), degrees.get("pp_degree", self._members.stages)
+        tensor, stages = degrees.get("tp_degree", 1), degrees.get("pp_degree", first.get("mp_world_size"))
         if tensor != 1:
             text = f"`{self._location}`: tensor parallelism of {shown(tensor)}, which is not read"
             raise ReadError(text, hint=members.CONVERT, file=self._location, found=tensor)
