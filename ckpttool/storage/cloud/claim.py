@@ -57,8 +57,8 @@ class Claim:
 
     def left(self, there: Mapping[str, StoredObject]) -> list[str]:
         """Return the names of what its run has left, among the objects that are there."""
-        aside = [name for name in there if name.startswith(f"{self.name}/")]
-        return [*aside, *(name for name in (self.stale if self.is_complete(there) else self.names) if name in there)]
+        gone = {*(self.stale if self.is_complete(there) else self.names)}
+        return [name for name in there if name in gone or name.startswith(f"{self.name}/")]
 
     @property
     def age(self) -> float:

@@ -316,12 +316,16 @@ class _BucketUpload:
         with errors.translate_errors(f"{self._address}/{file.name}" if not self._is_file else self._address, "write"):
             local = _LocalFile(path, stopped, self._claim.check)
             key = name if is_last else self._free(name)
-            tags = {key: one.tag for key, one in (self._left | self._existing).items() if one.size == local.size}
-            at = next((one for one in (name, key) if one in tags and _md5_of(tags[one]) == local.md5()), None)
-            if at is None:
-                tag, status = self._put(key, local, mode), "changed" if name in self._existing else "new"
+            known = [(one, self._existing.get(one) or self._left.get(one)) for one in (name, key)]
+            same = [
+                (one, there.tag)
+                for one, there in known
+                if there is not None and there.size == local.size and _md5_of(there.tag) == local.md5()
+            ]
+            if same:
+                (key, tag), status = same[0], "unchanged"
             else:
-                key, tag, status = at, tags[at], "unchanged"
+                tag, status = self._put(key, local, mode), "changed" if name in self._existing else "new"
             compared = self._compare(key, local, tag)
         with self._lock:
             self._sent[name] = _Sent(key, local.size, tag, status, compared)

@@ -139,10 +139,13 @@ def test_overwrite(
     for name, data in beside.items():
         server.put(name, data)
     writes: list[tuple[str, bool]] = []  # a request that writes, and whether the old checkpoint was there then
+    indexes = [item for item in tags.items() if item[0].endswith((".metadata", ".index.json"))]
 
     def look(request: Request) -> Fault | None:
         if request.method != "GET" and request.method != "HEAD":
-            writes.append((str(request), tags.items() <= server.tags().items()))
+            now = server.tags().items()
+            writes.append((str(request), tags.items() <= now))
+            assert tags.items() <= now or not any(index in now for index in indexes), "the old index is of new shards"
         return None
 
     server.faults = [look]
@@ -342,6 +345,27 @@ def test_runs_that_are_killed_at_random(server: S3Server) -> None:
         server.clear()
         kill_after(server, rng.randrange(1, 18))
         check_after_a_kill(server)
+
+
+@pytest.mark.long
+def test_runs_that_replace_are_killed_at_random(server: S3Server) -> None:
+    """What is there is the old checkpoint, the new one or none, and never parts of both."""
+    rng = random.Random(2)
+    seen: set[str] = set()
+    for _ in range(30):
+        server.clear()
+        ckpttool.convert(DCP, DST, to="dcp")
+        kill_after(server, rng.randrange(8, 32), "--overwrite")
+        try:
+            ckpttool.inspect(DST)
+            found = "old" if ckpttool.diff(DCP, DST).same else "new"
+            assert found == "old" or ckpttool.diff(FULL, DST).same
+        except CkptError:
+            found = "none"
+        seen.add(found)
+        ckpttool.convert(FULL, DST, to="dcp", to_world=3, overwrite=True)
+        assert ckpttool.diff(FULL, DST).same and len(server.names()) == 5
+    assert seen == {"old", "new", "none"}
 
 
 def test_what_was_sent_is_not_sent_again(server: S3Server) -> None:
