@@ -365,7 +365,7 @@ class _BucketUpload:
 
     def _taken(self) -> OverwriteError:
         """Return the error for a checkpoint that another run has made here; what is there may be of it by now."""
-        self._claim.names, self._sent = [], {}
+        self._claim.names, self._claim.commit, self._sent = [], None, {}
         return errors.written_meanwhile(self._address)
 
     def _digest(self, name: str, there: StoredObject) -> str:
@@ -399,6 +399,7 @@ class _BucketUpload:
             left = [key for key in self._left if key not in self._sent]
             self._client.delete([*claim.stale, *left, *(one.key for one in aside.values())]).result()
             claim.release()
+        self._is_claimed = False
 
     def _commit(self, last: Outgoing, name: str, there: StoredObject | None, stopped: threading.Event) -> None:
         """Send the last file, in place of that which is there."""
@@ -452,11 +453,12 @@ class _BucketUpload:
                 raise self._taken()
 
     def _clean_up(self, *, keep: bool, error: BaseException) -> None:
-        """Delete what this run has sent; with `keep`, the claim says what that is, and so it does where others may
-        still be sending."""
+        """Delete what this run has sent. With `keep`, the claim says what that is, and so it does where others may
+        still be sending; and behind the last object what is left of the old checkpoint."""
         try:
             is_over = self._writers.ended(error)
             if self._is_claimed and not self._claim.is_lost:
+                keep = keep or self._is_complete()
                 if not keep:
                     self._client.delete(self._claim.names).result()
                 self._claim.release(keep=keep or not is_over)
@@ -465,6 +467,13 @@ class _BucketUpload:
             if hasattr(error, "hint"):
                 more = f"what was sent is left: `ckpttool clean {folder} --yes` removes it"
                 error.hint = f"{error.hint}; {more}" if error.hint else more
+
+    def _is_complete(self) -> bool:
+        """Return whether the last object is there, whatever came of the request."""
+        with suppress(FileNotFoundError):
+            commit = self._claim.commit
+            return commit is not None and self._client.head(commit).result().tag != self._claim.before
+        return False
 
     def _report(self) -> None:
         if self._progress is not None:

@@ -189,6 +189,32 @@ def test_overwrite_that_fails(at: str, server: S3Server, tmp_path: Path) -> None
     assert ckpttool.diff(FULL, DST).same and not [name for name in server.names() if "partial" in name]
 
 
+@pytest.mark.parametrize("before", [None, DCP])
+@pytest.mark.parametrize("loses", [False, True])
+def test_what_fails_behind_the_last_object(before: str | None, loses: bool, server: S3Server) -> None:
+    """The new checkpoint is whole, also if nobody has heard that its index arrived; the rest is removed later."""
+    if before is not None:
+        ckpttool.convert(before, DST, to="dcp")
+    reached: list[Request] = []
+
+    def decide(request: Request) -> Fault | None:
+        is_last = request.method == "PUT" and request.name.endswith("/.metadata")
+        if is_last:
+            reached.append(request)
+        if loses and reached and request.method != "HEAD":
+            return Fault(loses=True) if is_last and len(reached) == 1 else error(503, "SlowDown")
+        return error(503, "SlowDown") if reached and request.query.startswith("delete") else None
+
+    server.faults = [decide]
+    with pytest.raises(RemoteError):
+        ckpttool.convert(FULL, DST, to="dcp", to_world=3, overwrite=True)
+    server.faults.clear()
+    assert ckpttool.diff(FULL, DST).same and ckpttool.verify(DST).exit_code == 0
+    if not loses:
+        assert run("clean", "s3://bucket/out", "--yes").exit_code == 0
+        assert ckpttool.diff(FULL, DST).same and len(server.names()) == 5
+
+
 def test_a_copy_that_no_store_makes(server: S3Server, monkeypatch: pytest.MonkeyPatch) -> None:
     """S3 copies 5 GiB at most: what is larger is read and sent again."""
     monkeypatch.setattr("ckpttool.storage.cloud.client.LARGEST_COPY", 1000)
