@@ -54,7 +54,7 @@ def test_what_goes_is_gone(there: S3Server) -> None:
     assert ckpttool.prune(RUN, keep_last=2, yes=True).verdict == "nothing"
 
 
-@pytest.mark.parametrize("at", [0, 1, 2])
+@pytest.mark.parametrize("at", [pytest.param(0, marks=pytest.mark.long), pytest.param(1, marks=pytest.mark.long), 2])
 def test_a_removal_that_fails(at: int, there: S3Server) -> None:
     """At the claim, the index, or the rest: a checkpoint is whole or none, and the next call removes what is left."""
     deletions = [0]

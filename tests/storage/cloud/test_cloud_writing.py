@@ -125,7 +125,13 @@ OLD_AND_NEW = {
 }
 
 
-@pytest.mark.parametrize(("old", "before", "new", "after", "always"), OLD_AND_NEW.values(), ids=OLD_AND_NEW)
+@pytest.mark.parametrize(
+    ("old", "before", "new", "after", "always"),
+    [
+        pytest.param(*case, id=name, marks=() if name in ("names", "others") else pytest.mark.long)
+        for name, case in OLD_AND_NEW.items()
+    ],
+)
 def test_overwrite(
     old: str, before: dict[str, Any], new: str, after: dict[str, Any], always: bool, server: S3Server, tmp_path: Path
 ) -> None:  # fmt: skip
@@ -165,7 +171,7 @@ def test_overwrite(
     assert len(replacing) <= len(below(there)) and (not always or (len(replacing) <= 1 and len(deleted) <= 1))
 
 
-@pytest.mark.parametrize("at", ["send", "copy", "end"])
+@pytest.mark.parametrize("at", ["send", "copy", pytest.param("end", marks=pytest.mark.long)])
 def test_overwrite_that_fails(at: str, server: S3Server, tmp_path: Path) -> None:
     ckpttool.convert(DCP, DST, to="dcp")
     before = {name: server.get(name) for name in server.names()}
@@ -190,7 +196,7 @@ def test_overwrite_that_fails(at: str, server: S3Server, tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize("before", [None, DCP])
-@pytest.mark.parametrize("loses", [False, True])
+@pytest.mark.parametrize("loses", [False, pytest.param(True, marks=pytest.mark.long)])
 def test_what_fails_behind_the_last_object(before: str | None, loses: bool, server: S3Server) -> None:
     """The new checkpoint is whole, also if nobody has heard that its index arrived; the rest is removed later."""
     if before is not None:
