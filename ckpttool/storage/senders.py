@@ -6,6 +6,7 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import dataclass
 from types import TracebackType
 from typing import TYPE_CHECKING
 
@@ -14,6 +15,16 @@ if TYPE_CHECKING:
 
 _POLL = 0.1  # seconds between two reports
 _GRACE = 2.0  # seconds that threads get to end once one has failed, or Ctrl-C was pressed
+
+
+@dataclass(slots=True)
+class SentFile:
+    """A file of an upload: `SentFile("model.safetensors", 4998203144, "changed")`; `status` is `new`, `changed` or
+    `unchanged`."""
+
+    path: str  #: path in the repository or bucket, or below the destination in an object store
+    nbytes: int  #: its size
+    status: str  #: `new`, `changed` or `unchanged`
 
 
 class SendingStopped(Exception):

@@ -21,6 +21,6 @@ if find_spec("obstore") is None:
     require("obstore", "an object store")
 
 from ckpttool.storage.cloud.store import locate
-from ckpttool.storage.cloud.upload import Uploaded, UploadedFile, destination
+from ckpttool.storage.cloud.upload import Uploaded, destination
 
-__all__ = ["Uploaded", "UploadedFile", "destination", "locate"]
+__all__ = ["Uploaded", "destination", "locate"]

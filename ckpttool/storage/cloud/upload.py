@@ -33,7 +33,7 @@ from ckpttool.storage.cloud.claim import Claim, HeldClaim
 from ckpttool.storage.cloud.client import Client, StoredObject
 from ckpttool.storage.cloud.store import LARGEST_FOLDER, CloudStore
 from ckpttool.storage.errors import os_errors
-from ckpttool.storage.senders import Senders, SendingStopped
+from ckpttool.storage.senders import Senders, SendingStopped, SentFile
 from ckpttool.storage.stores import Location, Outgoing, local_path
 from ckpttool.storage.writers import ALONE, Writers
 from ckpttool.text import some
@@ -49,20 +49,11 @@ Progress = Callable[[int, int], None]
 
 
 @dataclass(slots=True)
-class UploadedFile:
-    """An object of a destination: `UploadedFile("model.safetensors", 4998203144, "new")`."""
-
-    path: str  #: name below the destination
-    nbytes: int  #: its size
-    status: str  #: `new`, `changed` or `unchanged`
-
-
-@dataclass(slots=True)
 class Uploaded:
     """What was written to an object store, or would be."""
 
     destination: str  #: address of the destination
-    files: list[UploadedFile] = field(default_factory=list)  #: its objects
+    files: list[SentFile] = field(default_factory=list)  #: its objects
     removed: list[str] = field(default_factory=list)  #: names of older objects that were removed
     sent_bytes: int = 0  #: bytes of new and changed objects
     compared_bytes: int = 0  #: bytes of which the store has the checksum of what was sent; of others it has the size
@@ -230,7 +221,7 @@ class _BucketUpload:
 
     def _summarise(self) -> None:
         result = self.uploaded
-        result.files = [UploadedFile(self._name_of(key), *one[1:4:2]) for key, one in sorted(self._sent.items())]
+        result.files = [SentFile(self._name_of(key), *one[1:4:2]) for key, one in sorted(self._sent.items())]
         result.sent_bytes = sum(file.nbytes for file in result.files if file.status != "unchanged")
         result.compared_bytes = sum(one.compared for one in self._sent.values())
         result.removed = sorted(self._name_of(key) for key in self._replaced if key not in self._sent)

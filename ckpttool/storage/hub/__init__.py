@@ -31,10 +31,10 @@ if tuple(map(int, huggingface_hub.__version__.split(".")[:2])) < (1, 22):
 
 from ckpttool.storage.hub import bucket_upload, buckets, store, upload
 from ckpttool.storage.hub.address import BUCKETS
-from ckpttool.storage.hub.upload import Sent, SentFile
+from ckpttool.storage.hub.upload import Sent
 from ckpttool.storage.stores import Location
 
-__all__ = ["Sent", "SentFile", "destination", "locate"]
+__all__ = ["Sent", "destination", "locate"]
 
 
 def locate(text: str) -> Location:

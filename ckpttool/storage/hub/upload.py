@@ -39,7 +39,7 @@ from ckpttool.storage.hub import answers, client, errors, listing, retries, xet
 from ckpttool.storage.hub.address import Address, parse
 from ckpttool.storage.hub.listing import RepoFile
 from ckpttool.storage.hub.retries import Result, repeat
-from ckpttool.storage.senders import Senders, SendingStopped
+from ckpttool.storage.senders import Senders, SendingStopped, SentFile
 from ckpttool.storage.stores import Location, Outgoing, Store, local_path
 from ckpttool.text import some
 
@@ -72,16 +72,6 @@ _MESSAGE = "Upload with ckpttool"
 _AT_ONCE = 3  # files that are written or sent at once
 _IF_FULL = "write smaller files with `--max-shard-size`, or set `TMPDIR` to a larger disk"
 _Commit = tuple[str, str, str | None]  # hash, address, address of the pull request
-
-
-@dataclass(slots=True)
-class SentFile:
-    """A file of an upload: `SentFile("model.safetensors", 4998203144, "changed")`; `status` is `new`, `changed` or
-    `unchanged`."""
-
-    path: str  #: path in the repository
-    nbytes: int  #: its size
-    status: str  #: `new`, `changed` or `unchanged`
 
 
 @dataclass(slots=True)
