@@ -18,7 +18,7 @@ from ckpttool.cli.parsing import CommandGroup, app, command, register_shells
 from ckpttool.cli.signals import catch_signals
 from ckpttool.errors import INTERRUPTED, TERMINATED
 
-_MMAP_THRESHOLD, _LARGE_BLOCK = -3, 4 << 20  # `mallopt`: blocks from so many bytes on are mapped, one by one
+_MMAP_THRESHOLD, _LARGE_BLOCK = -3, 1 << 20  # `mallopt`: blocks from so many bytes on are mapped, one by one
 _MAX_WIDTH = 160  # columns of `--help`, on a terminal that has them
 _OPTIONAL = ("--install-completion", "--show-completion")
 

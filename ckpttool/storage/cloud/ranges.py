@@ -26,6 +26,7 @@ _MEMORY = 48 << 20
 _PAGE = 4096
 _VARIABLE = "CKPTTOOL_CLOUD_MEMORY"
 _STREAMS = 32  # readers of one file that are followed
+_FEW = 8  # reads
 _RECENT = 64  # reads, in which a reader that goes on has read
 
 Fetch = Callable[[str, int, int], "Future[memoryview]"]
@@ -96,8 +97,15 @@ class Ranges:
             self._ask_for_expected()
 
     def _ask_for_expected(self) -> None:
-        while self._expected and self._held + self._expected[0].end - self._expected[0].start <= self._memory:
+        while self._expected and self._has_room(self._expected[0].end - self._expected[0].start):
             self._take(self._expected.popleft())
+
+    def _has_room(self, nbytes: int) -> bool:
+        """Return whether so many more bytes may be held, once what was used is given up."""
+        for one in [*self._order] if self._held + nbytes > self._memory else ():
+            if not one.unread and self._held + nbytes > self._memory:
+                self._drop(one)
+        return self._held + nbytes <= self._memory
 
     def _take(self, one: _Expected) -> None:
         file, at = self._files[one.name], one.start
@@ -146,9 +154,11 @@ class Ranges:
         buffer[:n] = data[at : at + n]
         with self._lock:
             found.unread &= ~_pages(at, at + n)
-            if not found.unread and found.nbytes > HEAD:
+            if not found.unread and found.nbytes > HEAD and not self._expected:
                 self._drop(found)
-            self._ask_for_expected()
+            # Behind a small read, that of an index, what it is about is read from the same pages.
+            if n > HEAD or not self._reads % _FEW:
+                self._ask_for_expected()
         return n
 
     def _followed(self, file: _File, offset: int, nbytes: int) -> _Follower:
@@ -179,7 +189,7 @@ class Ranges:
         return stream.at + min(stream.seen, max(self._memory // max(1, count), GAP))
 
     def _read_ahead(self, name: str, file: _File, stream: _Follower, target: int, size: int) -> None:
-        while stream.planned < target and self._held + PART <= self._memory:
+        while stream.planned < target and self._has_room(PART):
             if (there := self._at(file, stream.planned)) is not None:
                 stream.planned = there.end
                 continue
@@ -208,7 +218,7 @@ class Ranges:
             if self._held + end - start <= self._memory:
                 break
             # What is expected is read soon, though not in this order: it is given up only if nothing else helps.
-            if not one.is_expected or self._held > self._memory * 3 // 2:
+            if not (one.is_expected and one.unread) or self._held > self._memory * 3 // 2:
                 self._drop(one)
         unread = 0
         for first, last in pieces if pieces is not None else [(start, end)]:
