@@ -51,9 +51,15 @@ lint: $(BIN)/.ready
 types: $(BIN)/.ready
 	$(BIN)/mypy
 
-bench: $(BIN)/.ready  ## Measure against torch, accelerate, safetensors and cat (SIZE=1GiB ROUNDS=5)
+bench: $(BIN)/.ready $(BIN)/.peers-ready  ## Measure against torch, accelerate, safetensors and cat (SIZE=1GiB ROUNDS=5)
 	$(BIN)/python samples/bench/run.py --size "$(SIZE)" --rounds "$(ROUNDS)" --json "$(JSON)"
 	$(BIN)/python samples/bench/names.py --rounds 1
+	$(BIN)/python samples/bench/stores.py --size "$(SIZE)" --rounds 1 --peers $(VENV)/peers
+
+$(BIN)/.peers-ready: $(BIN)/.ready
+	# In a folder of their own: they need an older botocore than the tests do.
+	$(BIN)/pip install --quiet --no-compile --target $(VENV)/peers s3fs aioboto3
+	touch $@
 
 fuzz: $(BIN)/.ready  ## Throw changed files at each parser, guided by coverage (TIME=60 seconds each)
 	$(BIN)/python tests/fuzz/fuzz.py --time "$(TIME)"
