@@ -199,15 +199,18 @@ class _Copying:
                 setattr(copy, name, self.copy(getattr(value, name), (*path, name)))
             copy.state = [self.copy(s, (*path, "state")) for s in value.state]
             copy.values = [self.copy(v, (*path, i)) for i, v in enumerate(value.values)]
-            copy.pairs = [(self._key(k, path), self.copy(v, (*path, _as_key(k)))) for k, v in value.pairs]
+            copy.pairs = [(self._key(k, path), self.copy(v, (*path, self._name(k)))) for k, v in value.pairs]
         elif isinstance(value, list):
             copy.extend(self.copy(v, (*path, i)) for i, v in enumerate(value))
         else:
             for key, child in value.items():
-                copy[self._key(key, path)] = self.copy(child, (*path, _as_key(key)))
+                copy[self._key(key, path)] = self.copy(child, (*path, self._name(key)))
             if _attributes(value):
                 vars(copy).update(self.copy(_attributes(value), (*path, "__dict__")))
         return copy
+
+    def _name(self, key: Any) -> Hashable:
+        return "<tensor>" if isinstance(key, self._kinds) else _as_key(key)
 
     def _key(self, key: Any, path: Path) -> Any:
         # An optimizer itself has the state of each parameter under the parameter.

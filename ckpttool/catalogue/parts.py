@@ -18,7 +18,7 @@ from typing import Any
 from ckpttool.catalogue.entries import KINDS, OTHER, Catalogue, Object, Part, Path, Tensor, dotted
 from ckpttool.catalogue.models import models, training
 from ckpttool.catalogue.signatures import KeyNode, is_module_name, tree
-from ckpttool.catalogue.values import stub_name
+from ckpttool.catalogue.values import Stub, stub_name
 from ckpttool.errors import UsageError
 from ckpttool.text import meant, some
 
@@ -246,6 +246,9 @@ def _kind_of_rest(node: KeyNode) -> str:
     names = {key for key in node.children if isinstance(key, str)}
     if len(names & _EXPERIENCE) > 1 and not any(map(is_module_name, names)):
         return "dataloader"
+    if isinstance(node.entry, Object) and isinstance(node.entry.value, Stub):
+        # A graph or a replay buffer that was pickled whole has tensors, too.
+        return "model" if _has_module({"": node}) else "other"
     return "model" if node.has_tensor else "other"
 
 

@@ -610,7 +610,7 @@ def _check_losses(planned: Catalogue, target: Format, src: str, dst: str) -> Non
         return
     names = ", ".join(f"`{loss.name}`" for loss in lost[:5]) + (", ..." if len(lost) > 5 else "")
     whys = "; ".join(sorted({loss.why for loss in lost}))
-    others = formats.options(row for row in formats.FORMATS if row.any_state)
+    others = formats.options(row for row in formats.FORMATS if row.any_state and row is not target)
     keep = "a directory as DST" if target.is_file(dst) and target.splits else others
     count = f"{len(lost):,} {'entry' if len(lost) == 1 else 'entries'}"
     raise LossError(

@@ -9,7 +9,7 @@ from itertools import chain
 from typing import Any
 
 from ckpttool.catalogue import identity
-from ckpttool.catalogue.values import KnownName, Stub, StubType, TorchSize, check_spelling, stub_type
+from ckpttool.catalogue.values import KnownName, Stub, StubType, TorchSize, check_spelling, stub_name, stub_type
 from ckpttool.errors import LossError
 
 _BATCH = 1000
@@ -32,6 +32,7 @@ class PickleWriter:
         self.protocol, self._leaf = protocol, leaf
         self._memo: dict[Any, int] = {}
         self._keep: list[Any] = []  # so that ids in the memo stay taken
+        self._open: set[int] = set()  # stubs whose arguments are being written
         self.frozen = False  # nothing new comes into the memo
 
     def done(self) -> bytes:
@@ -202,6 +203,13 @@ class PickleWriter:
             self.out += many if len(batch) > 1 else one
 
     def _stub(self, value: Stub) -> None:
+        if id(value) in self._open:
+            # Only the whole around it, which is not written, could have been made before it.
+            text = (
+                f"`{stub_name(value)}` has itself among the arguments that it is made from, and cannot be written anew"
+            )
+            raise LossError(text, hint="`--producer same` writes a copy of the file; or save its state dict")
+        self._open.add(id(value))
         if value.target is not None:
             self.write(value.target)
         else:
@@ -212,6 +220,7 @@ class PickleWriter:
             self.out += b"\x92"
         else:
             self.out += b"\x81" if value.how == "new" else b"R"
+        self._open.remove(id(value))
         self.remember(value)
         self._fill([(item,) for item in value.values], b"a", b"e")
         self._fill(value.pairs, b"s", b"u")

@@ -18,6 +18,7 @@ from typing import Any
 from ckpttool.catalogue.shown import spelt
 from ckpttool.catalogue.values import Stub, stub_name, walk
 from ckpttool.catalogue.warning import Warning
+from ckpttool.catalogue.work_limit import charge
 from ckpttool.errors import CorruptError
 from ckpttool.serialization.torch_pickle import StorageRef, TensorRef
 from ckpttool.text import some
@@ -127,6 +128,7 @@ def _state_dict(module: Any, dropped: Dropped, done: dict[int, Any], depth: int)
 def _named_modules(module: Any, prefix: str = "", depth: int = 0) -> Iterator[tuple[str, Any]]:
     if depth > _MAX_DEPTH:
         raise CorruptError(f"the module `{prefix[:80]}` is nested more than {_MAX_DEPTH} deep")
+    charge(16)  # a module that each of many holds twice has a name for each way to it
     yield prefix, module
     for name, child in _state(module)["_modules"].items():
         if is_module(child):

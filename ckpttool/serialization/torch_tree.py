@@ -22,6 +22,7 @@ from ckpttool.serialization.torch_pickle import NewTensor, StorageRef, TensorRef
 from ckpttool.text import is_or_are, plural, some
 
 Place = Callable[[TensorRef], Extent]
+_SMALLEST = 64  # bytes; of numbers in few bytes some begin and end like a pickle
 _META_TENSOR = "torch._utils._rebuild_meta_tensor_no_storage"
 
 
@@ -82,7 +83,20 @@ def _object_warnings(objects: Iterable[Object]) -> list[Warning]:
     if meta := [entry.name for entry in objects if _META_TENSOR in map(stub_name, walk(entry.value))]:
         text = f"{len(meta)} tensors are on the meta device and have no values: {some(meta)}"
         warnings.append(Warning("no-values", text))
+    if nested := [entry.name or "the whole state" for entry in objects if any(map(_is_saved, walk(entry.value)))]:
+        text = (
+            f"{len(nested)} values hold bytes that are a file of torch or a pickle; they are kept, and not looked into"
+        )
+        warnings.append(Warning("left-out", f"{text}: {some(nested)}"))
     return warnings
+
+
+def _is_saved(value: Any) -> bool:
+    """Return whether a value is what `torch.save` or `pickle.dump` wrote into memory."""
+    if not isinstance(value, (bytes, bytearray)) or len(value) < _SMALLEST:
+        return False
+    is_pickle = value[0] == 0x80 and 2 <= value[1] <= 5 and value.endswith(b".")
+    return is_pickle or value.startswith(b"PK\3\4")
 
 
 Span = tuple[int, int, Ints | None]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import pickle
 import shlex
 import struct
 import warnings
@@ -13,6 +14,7 @@ from collections import OrderedDict
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import lost
@@ -29,6 +31,7 @@ from torch.distributed.tensor import Shard
 import ckpttool
 from ckpttool.catalogue import entries as catalogues
 from ckpttool.catalogue import flatten as nesting
+from ckpttool.catalogue import parts
 from ckpttool.catalogue import validation as faults
 from ckpttool.catalogue.aliases import find_aliases
 from ckpttool.catalogue.dtypes import DTYPES
@@ -713,3 +716,34 @@ def test_tensors_in_attributes_of_tensors_are_kept(tmp_path: Path) -> None:
     back = torch.load(tmp_path / "b.pt", weights_only=False)
     assert_same([back["p"].data, back["p"].scale], [parameter.data, parameter.scale])
     assert_same([back["t"], *back["t"].parts], [tensor, *tensor.parts])
+
+
+def test_bytes_that_are_a_saved_file_are_named(tmp_path: Path) -> None:
+    zipped, pickled = io.BytesIO(), pickle.dumps({"weights": list(range(40))})
+    torch.save({"w": torch.ones(2)}, zipped)
+    found = read(save({"a": zipped.getvalue(), "b": {"c": pickled}, "d": b"x" * 99}, tmp_path / "a.pt"))
+    expected = (
+        "2 values hold bytes that are a file of torch or a pickle; they are kept, and not looked into: `a`, `b.c`"
+    )
+    assert [str(warning) for warning in found.warnings] == [expected]
+
+
+def test_an_object_that_was_pickled_whole_is_a_model_if_it_has_modules(tmp_path: Path) -> None:
+    def kinds(**attributes: Any) -> set[str]:
+        catalogue = read(save(SimpleNamespace(**attributes), tmp_path / "a.pt"))
+        parts.assign(catalogue)
+        return {entry.part.kind for entry in catalogue.entries.values()}
+
+    assert kinds(observations=torch.ones(5, 3), edge_index=torch.zeros(2, 2)) == {"other"}
+    assert kinds(layer={"weight": torch.ones(2, 2), "bias": torch.ones(2)}) == {"model"}
+
+
+def test_an_object_made_from_itself_is_refused(tmp_path: Path) -> None:
+    # As `Params4bit` of bitsandbytes has the module that it is the weight of.
+    module = nn.Linear(2, 2)
+    module.weight.owner, module.weight.scale = module, torch.ones(1)
+    save(module, tmp_path / "a.pt")
+    for to in ("torch", "dcp"):
+        with pytest.raises(LossError, match="has itself among the arguments"):
+            ckpttool.convert(str(tmp_path / "a.pt"), str(tmp_path / "b"), to=to)
+        assert [path.name for path in tmp_path.iterdir()] == ["a.pt"]

@@ -380,6 +380,13 @@ def test_what_one_file_of_safetensors_cannot_hold_is_named(tmp_path: Path) -> No
     assert os.listdir(tmp_path) == []
 
 
+def test_what_cannot_hold_a_state_is_not_recommended_for_it(tmp_path: Path) -> None:
+    torch.save([1, 2], tmp_path / "a.pt")
+    with pytest.raises(LossError, match="a DCP state is a dict") as caught:
+        ckpttool.convert(str(tmp_path / "a.pt"), str(tmp_path / "out"), to="dcp")
+    assert "`--to torch` keeps everything" in str(caught.value.hint) and "dcp" not in str(caught.value.hint)
+
+
 # Figures --------------------------------------------------------------------------------------------------------------
 
 

@@ -122,7 +122,8 @@ class Quantization:
 
 def analyse(catalogue: Catalogue, config: Mapping[str, Any]) -> Quantization:
     """Return the quantised weights of a catalogue; `config` is the `quantization_config` of its `config.json`. Pure."""
-    tensors = {t.name: t for t in catalogue.tensors if t.part.kind == "model"}
+    # What is inside an object is found by it: `Int8Params` with its own scale.
+    tensors = {t.name: t for t in catalogue.tensors if t.part.kind == "model" and not t.embedded}
     result = Quantization()
     bases: dict[str, dict[str, Tensor]] = {}
     for name, tensor in tensors.items():
