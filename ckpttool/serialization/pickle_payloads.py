@@ -62,7 +62,8 @@ def is_pickle(read: Read, size: int) -> bool:
         return False
     try:
         if head[:1] == b"\x80":
-            end = pickle_opcodes.find_end(lambda at, nbytes: head[at : at + nbytes], len(head))
+            # An array may be longer than what is looked at here.
+            end = pickle_opcodes.find_end(lambda at, nbytes: head[at : at + nbytes], size)
             return end is not None or size > len(head)
         # Prose ends with a full stop, too. A text that is longer is a pickle if its beginning is opcodes.
         return size > _FEW_OPCODES or pickle_opcodes.find_end(read, size) == size

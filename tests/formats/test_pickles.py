@@ -134,6 +134,15 @@ def test_a_large_array_is_not_read(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert sum(read) < 1 << 20
 
 
+@pytest.mark.parametrize("protocol", [2, 3, 4, 5])
+def test_a_pickle_that_begins_with_a_large_array_is_recognised(protocol: int, tmp_path: Path) -> None:
+    state = {"replay": np.arange(1 << 17, dtype=np.float32), "after": np.ones(2)}
+    path = written(state, tmp_path, protocol)
+    ckpttool.convert(str(path), str(tmp_path / "out.pt"))
+    back = torch.load(tmp_path / "out.pt")
+    assert all(np.array_equal(back[name], value) for name, value in state.items())
+
+
 BROKEN: dict[str, Callable[[bytes], bytes]] = {
     "cut": lambda data: data[:-300],
     "cut in the array": lambda data: data[:8000],
