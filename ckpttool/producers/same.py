@@ -15,9 +15,10 @@ from ckpttool.catalogue.entries import Catalogue, Path, Tensor
 from ckpttool.catalogue.protocols import Format, OpenOptions, Source
 from ckpttool.errors import UsageError
 from ckpttool.producers import reader
-from ckpttool.producers.components import Layout, Mounted, WritableLayout, deepest
+from ckpttool.producers.components import Component, Layout, Mounted, WritableLayout, deepest
 from ckpttool.producers.directory import Directory
 from ckpttool.producers.template import FileTemplate, is_copied
+from ckpttool.storage.stores import Location
 
 if TYPE_CHECKING:
     from ckpttool.producers.arrange import LayoutBuilder
@@ -34,6 +35,8 @@ def layout(like: Catalogue, name: str) -> WritableLayout | Format:
     """Return the layout of a checkpoint, called `name` in messages, or the format of one that is a single file or of a
     single format. Raises UsageError for another one than the source that `--to` writes."""
     mounted: list[Mounted] = like.facts.get(COMPONENTS, [])
+    if like.format == "safetensors" and like.location is not None and like.location.is_dir():
+        mounted = [*_of_safetensors(like, like.location), *mounted]
     if not any(one.format != "asset" for one in mounted):
         row = next(row for row in formats.FORMATS if row.name == like.format)
         if is_copied(like):
@@ -52,6 +55,16 @@ def layout(like: Catalogue, name: str) -> WritableLayout | Format:
         return reader.open_layout(Layout(written), directory, options)
 
     return replace(LAYOUT, build=build, open=opened)
+
+
+def _of_safetensors(like: Catalogue, folder: Location) -> list[Mounted]:
+    """Return the component that is all of a directory of safetensors, whose files may be called
+    `adapter_model.safetensors`; none for several files without an index."""
+    files = tuple(file.name for file in like.files)
+    index = [name for name in folder.names() if name.endswith(".safetensors.index.json")]
+    if len(index) == 1:
+        return [Mounted(Component(index[0], files=(index[0], *files)), index[0], like.format, files=(index[0], *files))]
+    return [Mounted(Component(name, files=files), name, like.format) for name in files] if len(files) == 1 else []
 
 
 def _like_file(row: Format, like: Catalogue, name: str) -> Format:

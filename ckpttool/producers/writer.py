@@ -161,6 +161,8 @@ def _contents(component: OutputComponent, catalogue: Catalogue, entries: list[En
             entry.part = part if isinstance(entry, Tensor) else entry.part
     # Warnings and facts are those of the whole state.
     contents.files, contents.warnings, contents.facts = catalogue.files, [], {}
+    if component.format.name == "safetensors" and not component.root and "metadata" in catalogue.facts:
+        contents.facts["metadata"] = catalogue.facts["metadata"]  # `__metadata__` of the files of a model that is all
     return contents
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import pickle
 import zipfile
@@ -10,6 +11,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import safetensors
+import safetensors.torch
 import torch
 from torch import nn
 
@@ -149,3 +152,36 @@ def test_a_file_of_which_nothing_is_left_is_not_written(tmp_path: Path) -> None:
     assert os.listdir(tmp_path / "one") == ["optimizer.pt"]
     assert (tmp_path / "other/model.pt").read_bytes() == (tmp_path / "step_1/model.pt").read_bytes()
     assert os.listdir(tmp_path / "other") == ["model.pt"]
+
+
+def test_a_directory_of_one_file_keeps_its_name_and_its_assets(tmp_path: Path) -> None:
+    src = tmp_path / "adapter"
+    src.mkdir()
+    weights = {"base_model.q_proj.vera_lambda_b": torch.ones(3), "base_model.q_proj.vera_lambda_d": torch.zeros(2)}
+    safetensors.torch.save_file(weights, src / "adapter_model.safetensors", {"format": "pt", "note": "x"})
+    (src / "adapter_config.json").write_text('{"peft_type": "VERA"}')
+    ckpttool.convert(str(src), str(tmp_path / "dcp"), to="dcp")
+    for start, producer in ((src, "same"), (tmp_path / "dcp", str(src))):
+        out = tmp_path / f"from_{start.name}"
+        ckpttool.convert(str(start), str(out), producer=producer)
+        assert sorted(os.listdir(out)) == ["adapter_config.json", "adapter_model.safetensors"]
+        assert (out / "adapter_config.json").read_bytes() == (src / "adapter_config.json").read_bytes()
+        with safetensors.safe_open(out / "adapter_model.safetensors", "pt") as file:
+            assert file.metadata().get("note") == ("x" if start is src else None)
+        back = safetensors.torch.load_file(out / "adapter_model.safetensors")
+        assert back.keys() == weights.keys() and all(torch.equal(back[name], weights[name]) for name in weights)
+
+
+def test_an_index_of_any_name_keeps_its_files(tmp_path: Path) -> None:
+    src, stem = tmp_path / "unet", "diffusion_pytorch_model"
+    src.mkdir()
+    shards = {f"{stem}-0000{n}-of-00002.safetensors": {f"w{n}": torch.full((2,), float(n))} for n in (1, 2)}
+    for name, weights in shards.items():
+        safetensors.torch.save_file(weights, src / name, {"format": "pt"})
+    index = {"metadata": {"total_size": 16}, "weight_map": {w: name for name, held in shards.items() for w in held}}
+    (src / f"{stem}.safetensors.index.json").write_text(json.dumps(index))
+    ckpttool.convert(str(src), str(tmp_path / "out"), producer="same")
+    assert sorted(os.listdir(tmp_path / "out")) == sorted(os.listdir(src))
+    for name, weights in shards.items():
+        back = safetensors.torch.load_file(tmp_path / "out" / name)
+        assert back.keys() == weights.keys() and all(torch.equal(back[w], weights[w]) for w in weights)
