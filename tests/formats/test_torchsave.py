@@ -272,6 +272,7 @@ def test_facts(name: str, facts: dict[str, Any]) -> None:
         ("torch/wrappers", "`parameter_with_attributes (sequence_parallel, names_of)`"),
         ("torch/script", "its code is not read"),
         ("torch/pt2", "its graph is not read"),
+        ("torch/pt2", "no part of the state are left out: `data/sample_inputs/model.pt`"),
     ],
 )
 def test_warnings(name: str, words: str) -> None:

@@ -27,6 +27,7 @@ from ckpttool.storage.stores import Location
 from ckpttool.text import some
 
 _PK = b"PK\3\4"
+_BESIDE = ("extra/", "data/sample_inputs/")  # of `_extra_files` of `torch.jit.save`, and of `torch.export.save`
 
 
 def recognise(location: Location) -> bool:
@@ -113,6 +114,9 @@ def _read_zip(catalogue: Catalogue, archive: Archive) -> None:
         start = archive.read(data.offset, min(2, data.nbytes))
         catalogue.facts["protocol"] = start[1] if start[:1] == b"\x80" else 0
         torch_tree.fill(catalogue, tree, archive.extent)
+    if beside := [name for name in archive.records if name.startswith(_BESIDE)]:
+        text = f"files in the archive that are no part of the state are left out: {some(beside)}"
+        catalogue.warnings.append(Warning("left-out", text))
     catalogue.warnings += _archive_warnings(catalogue, archive, nested)
 
 
