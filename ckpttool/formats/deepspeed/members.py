@@ -67,11 +67,6 @@ class Members:
     universal: bool = False
     copy: str = ""
 
-    @property
-    def stages(self) -> int:
-        """The number of stages of the pipeline; 1 without one."""
-        return 1 + max(stage for stage, _ in (*self.weights, *self.optimizer))
-
     def check_world(self, world: int, stages: int) -> Iterator[CkptError]:
         """Yield what is missing of the files of `world` ranks in each stage, and what is left of a save with more."""
         ranks = world * stages
