@@ -68,6 +68,12 @@ class _Handler(BaseHTTPRequestHandler):
         super().setup()
         self.connection.setsockopt(6, 1, 1)  # TCP_NODELAY
 
+    def handle_expect_100(self) -> bool:
+        self.send_response_only(100)
+        self.end_headers()
+        self.wfile.flush()
+        return True
+
     def _parsed(self) -> tuple[str, str, dict[str, str]]:
         parts = urlsplit(self.path)
         bucket, _, key = unquote(parts.path).lstrip("/").partition("/")

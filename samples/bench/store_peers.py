@@ -23,6 +23,13 @@ from torch.distributed.checkpoint.filesystem import FileSystemBase
 from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
 
 
+class _Kept(io.BytesIO):
+    """A stream whose bytes are there when it was closed."""
+
+    def close(self) -> None:
+        pass
+
+
 class Objects(FileSystemBase):  # type: ignore[misc]
     """Whole objects as streams."""
 
@@ -40,7 +47,7 @@ class Objects(FileSystemBase):  # type: ignore[misc]
 
     @contextmanager
     def create_stream(self, path: Any, mode: str) -> Iterator[io.BytesIO]:
-        stream = io.BytesIO()
+        stream = _Kept()
         if "r" in mode:
             self._do("download_fileobj", stream, str(path))
             stream.seek(0)
