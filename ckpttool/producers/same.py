@@ -35,9 +35,10 @@ def layout(like: Catalogue, name: str) -> WritableLayout | Format:
     """Return the layout of a checkpoint, called `name` in messages, or the format of one that is a single file or of a
     single format. Raises UsageError for another one than the source that `--to` writes."""
     mounted: list[Mounted] = like.facts.get(COMPONENTS, [])
-    if like.format == "safetensors" and like.location is not None and like.location.is_dir():
+    is_whole = all(one.format == "asset" for one in mounted)
+    if is_whole and like.format == "safetensors" and like.location is not None and like.location.is_dir():
         mounted = [*_of_safetensors(like, like.location), *mounted]
-    if not any(one.format != "asset" for one in mounted):
+    if all(one.format == "asset" for one in mounted):
         row = next(row for row in formats.FORMATS if row.name == like.format)
         if is_copied(like):
             return _like_file(row, like, like.files[0].name)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import pickle
+import shutil
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
@@ -182,6 +183,10 @@ def test_an_index_of_any_name_keeps_its_files(tmp_path: Path) -> None:
     (src / f"{stem}.safetensors.index.json").write_text(json.dumps(index))
     ckpttool.convert(str(src), str(tmp_path / "out"), producer="same")
     assert sorted(os.listdir(tmp_path / "out")) == sorted(os.listdir(src))
+    shutil.copytree(src, tmp_path / "pipe" / "unet")
+    (tmp_path / "pipe" / "model_index.json").write_text('{"unet": ["diffusers", "UNet2DModel"]}')
+    ckpttool.convert(str(tmp_path / "pipe"), str(tmp_path / "copy"), producer="same")
+    assert sorted(os.listdir(tmp_path / "copy" / "unet")) == sorted(os.listdir(src))
     for name, weights in shards.items():
         back = safetensors.torch.load_file(tmp_path / "out" / name)
         assert back.keys() == weights.keys() and all(torch.equal(back[w], weights[w]) for w in weights)
