@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, TypedDict
+from typing import Any
 
 from ckpttool.catalogue.entries import Catalogue
 from ckpttool.catalogue.patterns import several
@@ -35,19 +35,6 @@ _NOT_A_TAG = re.compile(r"^$|[\x00-\x20\x7f~^:?*\[\\]|\.\.|@\{|^[@.\-/]|/\.|//|[
 _IF_FULL = "files are written to `TMPDIR` before they are sent: name a directory with room, `--stage DIR`"
 
 
-class HubOptions(TypedDict, total=False):
-    """Options of `publish` that users give."""
-
-    private: bool
-    public: bool
-    keep: Sequence[str]
-    create_pr: bool
-    tag: str | None
-    message: str | None
-    stage: str | None
-    not_secret: Sequence[str]
-
-
 def options(
     private: bool,
     public: bool,
@@ -55,8 +42,8 @@ def options(
     commit_message: str | None,
     stage: str | None,
     not_secret: str | Sequence[str],
-) -> HubOptions:
-    """Return the options of `convert` and `reshard`."""
+) -> dict[str, Any]:
+    """Return the options of `convert` and `reshard` that are those of `publish`."""
     return {
         "private": private,
         "public": public,
@@ -67,7 +54,7 @@ def options(
     }
 
 
-def check_options(dst: str, remote: HubOptions) -> None:
+def check_options(dst: str, remote: Mapping[str, Any]) -> None:
     """Raise UsageError for options of stores at a destination of this machine, and for those that exclude each
     other."""
     tag, taken = remote.get("tag"), stores.destination(dst).store.options
@@ -170,7 +157,7 @@ class _Staged(LocalDestination):
     """A destination in a store, which is written to a temporary directory first."""
 
     location: Location
-    remote: HubOptions
+    remote: Mapping[str, Any]
     folder: str  # for files on their way
     overwrite: bool
     resume: bool
@@ -233,7 +220,12 @@ class _Staged(LocalDestination):
 
 @contextmanager
 def place(
-    dst: str, remote: HubOptions, token: str | None, how: WriteOptions, coordinator: Coordinator, *sources: str | None
+    dst: str,
+    remote: Mapping[str, Any],
+    token: str | None,
+    how: WriteOptions,
+    coordinator: Coordinator,
+    *sources: str | None,
 ) -> Iterator[LocalDestination]:
     """Yield where to write a destination. One in a store is written to a temporary directory, which is removed, and
     sent from there, by each of several processes.

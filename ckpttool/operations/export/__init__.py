@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
 from ckpttool import formats
 from ckpttool.catalogue.patterns import several
@@ -18,7 +19,6 @@ from ckpttool.errors import UsageError
 from ckpttool.operations import arguments, publish, write
 from ckpttool.operations.arguments import DtypeOfTorch
 from ckpttool.operations.export.plan import NAMES, Export, Exported, ExportOptions, planned
-from ckpttool.operations.publish import HubOptions
 from ckpttool.operations.write import WriteOptions
 from ckpttool.producers.published import in_order
 from ckpttool.storage import free_space, stores
@@ -177,7 +177,7 @@ def export(
     result = Exported(src, "", dst, "safetensors", dry_run=dry_run)
     if (address := hub_address(dst)) is not None:
         result.notes.append(f"`{dst}` is a directory of this machine; a repository of the Hub is written `{address}`")
-    remote: HubOptions = {
+    remote: dict[str, Any] = {
         "private": private,
         "public": public,
         "keep": several(keep),
@@ -257,7 +257,7 @@ def _write(plan: Export, how: WriteOptions) -> None:
 # To a store: each file is written if needed, sent and removed; one commit publishes all -------------------------------
 
 
-def _check_options(dst: str, remote: HubOptions, how: WriteOptions) -> None:
+def _check_options(dst: str, remote: Mapping[str, Any], how: WriteOptions) -> None:
     """Raise UsageError for options that do not fit the destination."""
     publish.check_options(dst, remote)
     if not stores.is_remote(dst):
@@ -271,7 +271,7 @@ def _check_options(dst: str, remote: HubOptions, how: WriteOptions) -> None:
         raise UsageError("`--manifest` is of local files, and these are removed as they are sent", hint=hint)
 
 
-def _send(plan: Export, remote: HubOptions, how: WriteOptions, sending: Progress | None) -> None:
+def _send(plan: Export, remote: Mapping[str, Any], how: WriteOptions, sending: Progress | None) -> None:
     """Send the files of a plan, or note what would be sent. Raises RemoteError and what the files raise."""
     result = plan.result
     result.free_bytes = free_space.free_bytes(remote.get("stage") or temporary_folder())
