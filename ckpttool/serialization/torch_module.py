@@ -116,9 +116,11 @@ def _state_dict(module: Any, dropped: Dropped, done: dict[int, Any], depth: int)
         for name, value in _state(one).items():
             if name in _USUAL or value is None or value == {}:
                 continue
-            if (new := _tensors(value, seen)) <= known or f"{prefix}{name}" in result:
+            if (new := _tensors(value, seen)) <= known:
                 dropped.attributes.add(str(name))
                 continue
+            if f"{prefix}{name}" in result:
+                raise CorruptError(f"a module has a parameter and an attribute `{prefix}{name}`, of other tensors")
             known |= new
             dropped.kept.append(f"{prefix}{name}")
             result[f"{prefix}{name}"] = _replace(value, dropped, done, depth + 1)

@@ -703,6 +703,13 @@ def test_tensors_in_attributes_of_a_module_are_kept(tmp_path: Path) -> None:
     assert warning in " ".join(map(str, read(tmp_path / "a.pt").warnings))
 
 
+def test_an_attribute_that_a_parameter_hides_is_an_error(tmp_path: Path) -> None:
+    module = nn.Linear(2, 2)
+    vars(module)["weight"] = torch.ones(9)
+    with pytest.raises(CorruptError, match="a parameter and an attribute `weight`"):
+        read(save(module, tmp_path / "a.pt"))
+
+
 def test_a_quantized_module_keeps_its_weights(tmp_path: Path) -> None:
     module = torch.ao.quantization.quantize_dynamic(nn.Sequential(nn.Linear(4, 5)), {nn.Linear}, dtype=torch.qint8)
     convert(save(module, tmp_path / "a.pt"), tmp_path / "b.pt")
