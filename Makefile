@@ -30,8 +30,10 @@ demo: $(BIN)/.ready  ## Train with FSDP2 on 2 ranks, inspect, convert, read ever
 test: $(BIN)/.ready check  ## Format, lint, types and tests
 	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal -m "not long and not gpu"
 
-test-all: $(BIN)/.ready check  ## The same, with the tests that take minutes
+test-all: $(BIN)/.ready $(BIN)/.deepspeed-ready check  ## The same, with the tests that take minutes
 	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
+	# By itself: transformers and accelerate import a DeepSpeed that they find.
+	DS_ACCELERATOR=cpu PYTHONPATH=$(CURDIR)/$(VENV)/deepspeed $(BIN)/python -m pytest -m long -k deepspeed tests/upstream tests/formats
 
 test-gpu: $(BIN)/.ready  ## Tests with one GPU, and with all that there are, one for each rank
 	$(BIN)/python -m pytest -m gpu
@@ -51,10 +53,17 @@ lint: $(BIN)/.ready
 types: $(BIN)/.ready
 	$(BIN)/mypy
 
-bench: $(BIN)/.ready $(BIN)/.peers-ready  ## Measure against torch, accelerate, safetensors and cat (SIZE=1GiB ROUNDS=5)
+bench: $(BIN)/.ready $(BIN)/.peers-ready $(BIN)/.deepspeed-ready  ## Measure against torch, accelerate, safetensors and cat (SIZE=1GiB ROUNDS=5)
 	$(BIN)/python samples/bench/run.py --size "$(SIZE)" --rounds "$(ROUNDS)" --json "$(JSON)"
 	$(BIN)/python samples/bench/names.py --rounds 1
 	$(BIN)/python samples/bench/stores.py --size "$(SIZE)" --rounds 1 --peers $(VENV)/peers
+	DS_ACCELERATOR=cpu PYTHONPATH=$(CURDIR)/$(VENV)/deepspeed $(BIN)/python samples/bench/zero.py
+
+$(BIN)/.deepspeed-ready: $(BIN)/.ready
+	# What it needs beside torch; it builds nothing, and no test or sample that is quick needs it.
+	DS_BUILD_OPS=0 $(BIN)/pip install --quiet --no-compile --no-deps --target $(VENV)/deepspeed \
+		deepspeed==0.19.8 einops hjson msgpack ninja psutil py-cpuinfo
+	touch $@
 
 $(BIN)/.peers-ready: $(BIN)/.ready
 	# In a folder of their own: they need an older botocore than the tests do.

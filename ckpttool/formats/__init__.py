@@ -83,15 +83,18 @@ def writable(name: str | None, dst: str) -> Format:
     return row
 
 
-def check_suffix(dst: str, target: Format) -> None:
+def check_suffix(dst: str, target: Format, known: Iterable[str] = ()) -> None:
     """Raise UsageError for a file with the suffix of another format, by which others choose how to read it, and for a
-    directory with that of a file. A `/` after the name says that a directory is meant."""
+    directory with that of a file. A `/` after the name says that a directory is meant. `known` are names that files of
+    the target's format have: who wrote `100.tar` with torch.save reads one."""
     is_file, rows = target.is_file(dst), {suffix: row for row in FORMATS for suffix in row.suffixes}
     suffix = next((suffix for suffix in (*rows, *NOT_WRITTEN) if dst.endswith(suffix)), None)
     row = rows.get(suffix or "")
     if suffix is None or dst.endswith("/") or (is_file and row is not None and row.name == target.name):
         return
     if is_file and not target.suffixes:  # a pickle of `--producer same`, which may be called anything
+        return
+    if is_file and row is None and any(name.endswith(suffix) for name in known):
         return
     stem = dst.removesuffix(suffix)
     hint = f"name it `{stem}{target.suffixes[0]}`" if is_file else f"name it `{stem}`, or `{dst}/` to keep the name"

@@ -256,7 +256,8 @@ class Write:
         """Refuse what must not be written, and start the summary. Raises UsageError, CorruptError or LossError."""
         source, planned = self.opened.source, self.planned.catalogue
         arguments.check_apart(self.dst, *(file.location for file in source.catalogue.own_files))
-        formats.check_suffix(self.result.destination, self.target)
+        names = (file.name for file in source.catalogue.own_files if source.catalogue.format == self.target.name)
+        formats.check_suffix(self.result.destination, self.target, names)
         with naming(self.opened.path):
             _check_harmless(planned, self.result.source)
             _check_losses(planned, self.target, self.result.source, self.dst)

@@ -1,7 +1,7 @@
 """Times DeepSpeed's own converters and ckpttool on one checkpoint of ZeRO-3: `python samples/bench/zero.py [FOLDER]`.
 
 The checkpoint has 4 ranks and 1 GiB of float32 weights and moments, in files as `stage3.py` of DeepSpeed 0.19 saves.
-Where DeepSpeed is not installed, only ckpttool is timed.
+Where DeepSpeed is not installed, only ckpttool is timed. `make bench` installs it beside the other packages.
 """
 
 from __future__ import annotations

@@ -565,6 +565,16 @@ def test_a_name_with_the_suffix_of_another_format_is_refused(
     assert hint in str(raised.value.hint) and list(tmp_path.iterdir()) == []
 
 
+def test_a_name_with_the_suffix_of_the_source_is_not_refused(tmp_path: Path) -> None:
+    """Scripts of NeRF call what torch.save writes `100000.tar`, and read it by that name."""
+    (tmp_path / "100000.tar").write_bytes(Path(FULL).read_bytes())
+    for name, options in (("same.tar", {"producer": "same"}), ("torch.tar", {"to": "torch"})):
+        ckpttool.convert(tmp_path / "100000.tar", tmp_path / name, **options)
+        assert ckpttool.diff(FULL, tmp_path / name).same
+    with pytest.raises(UsageError, match="has the suffix of another kind of file"):
+        ckpttool.convert(tmp_path / "100000.tar", tmp_path / "out.zip", to="torch")
+
+
 def test_a_slash_says_that_a_directory_may_have_the_suffix_of_a_file(tmp_path: Path) -> None:
     ckpttool.convert(MODEL, f"{tmp_path}/epoch=3.ckpt/", to="dcp")
     assert (tmp_path / "epoch=3.ckpt/.metadata").is_file()

@@ -1,6 +1,6 @@
 """Real DeepSpeed loads what is written here, and takes the next step that PyTorch takes; and back.
 
-Run with the Python of an environment that has DeepSpeed: `DS_BUILD_OPS=0 pip install deepspeed==0.19.8`.
+`make test-all` has DeepSpeed: `DS_BUILD_OPS=0 pip install deepspeed==0.19.8`.
 """
 
 from __future__ import annotations
