@@ -18,6 +18,7 @@ from typing import Any
 
 from ckpttool.catalogue.entries import Catalogue
 from ckpttool.catalogue.patterns import several
+from ckpttool.catalogue.shown import spelt
 from ckpttool.errors import CkptError, OverwriteError, UsageError
 from ckpttool.operations import arguments, secrets, write
 from ckpttool.operations.write import Conversion, WriteOptions
@@ -72,7 +73,7 @@ def check_options(dst: str, remote: Mapping[str, Any]) -> None:
         hint = "tag the commit once the pull request is merged: `hf repo tag create`"
         raise UsageError("`--tag` is of a commit, and `--create-pr` opens a pull request", hint=hint)
     if tag is not None and _NOT_A_TAG.search(tag):
-        raise UsageError(f"`--tag {tag}` is not a name of a tag in git", hint="such as `--tag v1.0`")
+        raise UsageError(f"`--tag {spelt(tag)}` is not a name of a tag in git", hint="such as `--tag v1.0`")
     if (found := secrets.in_text((remote.get("message") or "").encode("utf-8", "replace"))) is not None:
         raise UsageError(f"`--commit-message` has what looks like {found[1]}", hint="write another message")
 

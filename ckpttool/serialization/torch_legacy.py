@@ -153,7 +153,7 @@ def open_stream(read: Read, size: int, *, name: str) -> Stream:
             raise CorruptError(f"{name}: storage `{key}` is listed, but no tensor names it")
         numel = cursor.int64()
         stream.storages[key] = cursor.skip(numel * ref.itemsize), numel * ref.itemsize
-    if cursor.at != size:
+    if cursor.at != size and refs.keys() <= stream.storages.keys():
         message = f"{name}: {size - cursor.at} bytes behind the end of what was saved, at {cursor.at}"
         hint = "`torch.load` reads the first of several saves in one file: load each and save them as one"
         raise CorruptError(message, hint=hint, found=size, expected=cursor.at)

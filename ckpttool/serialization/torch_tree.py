@@ -80,14 +80,20 @@ def _object_warnings(objects: Iterable[Object]) -> list[Warning]:
             f"ShardedTensor objects, kept as they are: {some(sharded)}"
         )
         warnings.append(Warning("rank-part", text))
-    if meta := [entry.name for entry in objects if _META_TENSOR in map(stub_name, walk(entry.value))]:
+    meta, nested = list[str](), list[str]()
+    for entry in objects:
+        is_meta = is_nested = False
+        for value in walk(entry.value):
+            is_meta = is_meta or stub_name(value) == _META_TENSOR
+            is_nested = is_nested or _is_saved(value)
+        meta += [entry.name] * is_meta
+        nested += [entry.name or "the whole state"] * is_nested
+    if meta:
         text = f"{len(meta)} tensors are on the meta device and have no values: {some(meta)}"
         warnings.append(Warning("no-values", text))
-    if nested := [entry.name or "the whole state" for entry in objects if any(map(_is_saved, walk(entry.value)))]:
-        text = (
-            f"{len(nested)} values hold bytes that are a file of torch or a pickle; they are kept, and not looked into"
-        )
-        warnings.append(Warning("left-out", f"{text}: {some(nested)}"))
+    if nested:
+        text = "hold bytes that are a file of torch or a pickle; they are kept, and not looked into"
+        warnings.append(Warning("left-out", f"{len(nested)} values {text}: {some(nested)}"))
     return warnings
 
 

@@ -66,7 +66,8 @@ _BOUND = stub_type("builtins", "getattr")
 
 def _attribute(owner: Any, name: Any) -> Any:
     # A bound method is `getattr(module, "forward")`; in protocol 2 a nested class `getattr(ShardedTensor, "State")`.
-    if isinstance(owner, Stub) and isinstance(name, str):
+    # What a call has returned (`__import__("os")`) is no object that has methods of its own.
+    if isinstance(owner, Stub) and owner.how == "new" and isinstance(name, str):
         return _BOUND(owner, name)
     if not isinstance(owner, StubType) or not isinstance(name, str):
         raise TypeError

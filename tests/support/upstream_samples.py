@@ -7,6 +7,7 @@ from contextlib import closing
 from functools import lru_cache
 from typing import Any
 
+import lost
 import pytest
 import torch
 
@@ -40,6 +41,7 @@ def reference(name: str) -> Any:
 
 def loaded(path: str) -> Any:
     """What torch reads, classes of the samples and all."""
+    lost.package()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         return torch.load(path, weights_only=False)
