@@ -53,12 +53,12 @@ def test_the_wheel_has_all_of_them() -> None:
 
 @pytest.mark.long
 def test_the_wheel_alone_in_an_empty_environment(tmp_path: Path) -> None:
-    """Less than 100 MB of packages, no torch, and every command that needs none works on the samples of the wheel."""
+    """At most 110 MB of packages, numpy's 62 too, no torch, and every command that needs none works on its samples."""
     python, packages = _environment(sys.executable, tmp_path)
     before = _size(packages)
     _pip(python, "install", "--no-compile", _wheel(tmp_path))
     assert not (packages / "torch").exists()
-    assert _size(packages) - before < 100e6
+    assert _size(packages) - before < 110e6
     _run_commands(python, tmp_path)
 
 

@@ -95,7 +95,8 @@ def test_an_export_is_what_save_pretrained_writes_and_transformers_loads(model_t
     asked = tiny_models.inputs(model)
     if model_type not in tiny_models.SILENT:
         assert not any(info.values())
-        assert torch.equal(said(loaded, asked), said(model, asked))
+        # The weights are bit-equal; where they lie in memory changes the last bit of what some kernels compute.
+        torch.testing.assert_close(said(loaded, asked), said(model, asked))
     if OLD:
         torch.save(asked, tmp_path / "inputs.pt")
         words = [OLD, "-c", LOAD, tmp_path / "ours", tmp_path / "theirs", tiny_models.FAMILIES[model_type]]

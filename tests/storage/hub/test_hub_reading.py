@@ -86,7 +86,13 @@ def check_same(hub: Hub, folder: Path, name: str) -> None:
         return
     assert outline(ckpttool.inspect(src)) == expected
     with ckpttool.open(src) as far, ckpttool.open(here) as near:
-        for one, other in zip(far.tensors(), near.tensors(), strict=True):
+        try:
+            tensors = [*near.tensors()]
+        except CkptError as error:
+            with pytest.raises(type(error)):
+                list(far.tensors())
+            return
+        for one, other in zip(far.tensors(), tensors, strict=True):
             np.testing.assert_array_equal(one.bits(), other.bits())
     try:
         ckpttool.convert(here, folder / "near.pt")
