@@ -217,3 +217,17 @@ def test_what_was_written_becomes_universal_by_deepspeed(name: str, tmp_path: Pa
         if isinstance(real, dict):
             real, own = real["param"], own["param"]
         assert torch.as_tensor(real).equal(torch.as_tensor(own)), file
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize("fault", [[], ["--without-optimizer"]], ids=["right", "without optimizer"])
+def test_a_resume_of_deepspeed_is_verified(stage: int, fault: list[str], tmp_path: Path) -> None:
+    """Of a script as people write it, without an option of ours."""
+    script = SCRIPT.with_name("deepspeed_train.py")
+    training = ["--nproc-per-node", "2", "--standalone", script, "--out", tmp_path / "out", "--stage", stage, *fault]
+    command = [sys.executable, "-m", "ckpttool", "verify-resume", "run", "--", "torchrun", *map(str, training)]
+    places = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    environment = os.environ | {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1", "PATH": places}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    said = "the optimizer was not loaded" if fault else "PASS  exact resume"
+    assert said in done.stdout and done.returncode == len(fault), done.stdout + done.stderr
