@@ -107,7 +107,7 @@ class Bucket(BucketStore):
             if not writers.is_first:
                 prepare()
             files = write_and_send(upload, outgoing, stage, unless_there, folder=folder, last=last)
-            return [file.name for file in files], upload.told()
+            return [file.name for file in files], upload.records()
 
         def end() -> None:
             if not overwrite and not dry_run:
@@ -118,8 +118,8 @@ class Bucket(BucketStore):
 
         writers.gather(lambda: begin() if writers.is_first else None)
         (names, _), *others = writers.gather(send)
-        for _, told in others if writers.is_first else ():
-            upload.take(told)
+        for _, records in others if writers.is_first else ():
+            upload.take(records)
         writers.gather(lambda: end() if writers.is_first else None)
         return upload.sent
 
@@ -179,13 +179,13 @@ class _HubBucketUpload(Upload):
 
     # Files -----------------------------------------------------------------------------------------------------------
 
-    def told(self) -> list[Any]:
+    def records(self) -> list[Any]:
         """Return what became of the files of this process: `take` adds them in another one."""
         return [[name, one.status, one.digest and astuple(one.digest)] for name, one in self._added.items()]
 
-    def take(self, told: Sequence[Any]) -> None:
+    def take(self, records: Sequence[Any]) -> None:
         """Add files that another process has sent."""
-        for name, status, digest in told:
+        for name, status, digest in records:
             self._added[name] = one = Added(status, digest and RepoFile(*digest))
             self.note(name, one.digest.size if one.digest is not None else 0)
 
