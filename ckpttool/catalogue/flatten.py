@@ -242,6 +242,15 @@ def unflatten(catalogue: Catalogue, value_of: Callable[[Tensor | Object], Any]) 
     return containers[()]
 
 
+def subtree(catalogue: Catalogue, root: Path, value_of: Callable[[Tensor | Object], Any]) -> Any:
+    """Return what `unflatten` has at a key path; None if nothing is there. Pure."""
+    below = {path: entry for path, entry in catalogue.entries.items() if path[: len(root)] == root}
+    tree = unflatten(Catalogue("", entries=below, containers=catalogue.containers), value_of)
+    for key in root:
+        tree = tree.get(key) if isinstance(tree, dict) else None
+    return tree
+
+
 def _new(catalogue: Catalogue, path: Path) -> Any:
     container = catalogue.containers.get(path, Container("dict"))
     if container.kind != "OrderedDict":

@@ -16,13 +16,13 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from ckpttool.catalogue.entries import Container, Entry, Object, Part, Path, Tensor
-from ckpttool.catalogue.flatten import unflatten
+from ckpttool.catalogue.flatten import subtree
 from ckpttool.catalogue.values import Stub
 from ckpttool.errors import LossError, UsageError
 from ckpttool.formats import deepspeed
 from ckpttool.formats.deepspeed import writer
 from ckpttool.formats.deepspeed.reader import LAYOUT
-from ckpttool.layout import rechunk, select
+from ckpttool.layout import rechunk
 from ckpttool.producers.components import WritableLayout
 from ckpttool.text import some
 
@@ -56,9 +56,7 @@ def groups(builder: LayoutBuilder, part: Part) -> tuple[list[dict[str, Any]], li
     if tensors := [entry.name for entry in inside if isinstance(entry, Tensor)]:
         text = f"{some(tensors)} is a tensor, and DeepSpeed has numbers there"
         raise LossError(text, hint="save the optimizer with numbers", tensor=tensors[0])
-    found = unflatten(select.select(builder.catalogue, lambda e: e.path[: len(root)] == root), _value)
-    for key in root:
-        found = found[key] if isinstance(found, dict) and key in found else []
+    found = subtree(builder.catalogue, root, _value) or []
     groups = [group for group in found if isinstance(group, dict) and isinstance(group.get("params"), list)]
     if not groups or len(groups) != len(found):
         raise UsageError("the optimizer has no `param_groups` with the names of parameters", hint="save it with them")

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from array import array
 from collections import OrderedDict, defaultdict
-from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping
+from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from math import prod
 from typing import Any, NamedTuple
@@ -196,14 +196,7 @@ class _Writing:
 
     def _tree(self, root: Path) -> Any:
         """Return the value below a path, of values that are not tensors."""
-        return self._nested(root, _value)
-
-    def _nested(self, root: Path, value_of: Callable[[Entry], Any]) -> Any:
-        below = {path: entry for path, entry in self._planned.entries.items() if path[: len(root)] == root}
-        tree = flatten.unflatten(Catalogue("", entries=below, containers=self._planned.containers), value_of)
-        for key in root:
-            tree = tree.get(key) if isinstance(tree, dict) else None
-        return tree
+        return flatten.subtree(self._planned, root, _value)
 
     # What lies where --------------------------------------------------------------------------------------------------
 
@@ -294,7 +287,7 @@ class _Writing:
             is_own = len(entry.path) > 2 or self._owners[name] not in self._parameters
             return entry if is_own or not self._layout.partitioned else _leaf(("none", name), entry.dtype, 0)
 
-        return self._nested(_MODEL, value_of)
+        return flatten.subtree(self._planned, _MODEL, value_of)
 
     def _beside(self, rank: int) -> dict[str, Any]:
         """Return what a rank has beside the model: the counters, the schedule, what the script has given."""
