@@ -22,7 +22,7 @@ from ckpttool.catalogue.shown import spelt
 from ckpttool.errors import CkptError, OverwriteError, UsageError
 from ckpttool.operations import arguments, secrets, write
 from ckpttool.operations.write import Conversion, WriteOptions
-from ckpttool.producers.published import in_order, is_commit, replaced
+from ckpttool.producers.published import below, in_order, is_commit, replaced
 from ckpttool.storage import stores, workspace
 from ckpttool.storage.stores import Location, Outgoing, local_path
 from ckpttool.storage.writers import ALONE, Writers
@@ -120,12 +120,6 @@ def accepted(
         return own
     replaces = replaced(location) if writers.is_first else []
     return own | {"overwrite": overwrite, "replaces": replaces, "is_index": is_commit, "writers": writers}
-
-
-def below(written: Location) -> list[Outgoing]:
-    """Return a file of this machine, or those of a directory, in the order in which they are sent."""
-    root, names = (written.parent, [written.name]) if written.is_file() else (written, written.below())
-    return in_order(Outgoing(name, (root / name).size(), path=root / name) for name in names)
 
 
 def replace_by(location: Location, written: Location) -> None:

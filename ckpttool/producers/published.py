@@ -28,6 +28,12 @@ def in_order(outgoing: Iterable[Outgoing]) -> list[Outgoing]:
     return sorted(outgoing, key=lambda file: order(file.name))
 
 
+def below(written: Location) -> list[Outgoing]:
+    """Return a file of this machine, or those of a directory, in the order in which they are sent."""
+    root, names = (written.parent, [written.name]) if written.is_file() else (written, written.below())
+    return in_order(Outgoing(name, (root / name).size(), path=root / name) for name in names)
+
+
 def replaced(location: Location) -> list[str]:
     """Return the files of the checkpoint that is at a destination whose store keeps no earlier versions: their names
     below it, in the order of `order`. None, if there is no checkpoint that can be opened, only what a killed run left

@@ -31,7 +31,7 @@ from ckpttool.catalogue import parts
 from ckpttool.catalogue.entries import Path, dotted
 from ckpttool.errors import StorageError, UsageError
 from ckpttool.formats.dcp import manifest as manifests
-from ckpttool.producers.published import in_order, is_commit, replaced
+from ckpttool.producers.published import below, is_commit, replaced
 from ckpttool.storage import files, free_space, workspace
 from ckpttool.storage.errors import FREE_SPACE, from_os_error
 from ckpttool.storage.stores import Location, Outgoing, destination, is_remote, local_path
@@ -264,7 +264,7 @@ def _sent(path: str, is_file: bool, overwrite: bool) -> Iterator[Location]:
         yield partial
         own: list[Outgoing] = []
         with collectives.together():
-            own = in_order(Outgoing(name, (folder / name).size(), path=folder / name) for name in folder.below())
+            own = below(folder)
         # The last of them makes a checkpoint of all.
         last = [one for one in own if is_commit(one.name)] or own[-1:] if collectives.rank() == 0 else []
         rest = [one for one in own if one not in last]
