@@ -253,15 +253,12 @@ def _find_copies(every: Sequence[Model], optimizers: Sequence[_Trained]) -> None
     beside = {one.part.root[:-1] for one in optimizers}
     same: dict[Hashable, list[Model]] = defaultdict(list)
     for model in sorted(every, key=lambda one: one.part.root[:-1] not in beside):
-        stored: set[Hashable] = set()
-        for tensor in model.tensors if not model.is_average else ():
-            if tensor.numel and (crc := checksum(tensor)) is None:
-                break
-            if tensor.numel:
-                stored.add((tensor.fqn.rpartition(".")[2], crc))
-        else:
-            if stored:
-                same[frozenset(stored), model.shapes].append(model)
+        nonempty = next((tensor for tensor in model.tensors if tensor.numel), None)
+        if model.is_average or nonempty is None or checksum(nonempty) is None:
+            continue  # most files have no checksums, for which not all tensors are looked at
+        stored = {(tensor.fqn.rpartition(".")[2], checksum(tensor)) for tensor in model.tensors if tensor.numel}
+        if all(crc for _, crc in stored):
+            same[frozenset(stored), model.shapes].append(model)
     for first, *others in same.values():
         for copy in others[max(fitting[_form(first.counts)] - 1, 0) :]:
             copy.average_of = first.part
