@@ -627,18 +627,23 @@ def test_deepspeed_itself_makes_the_same_universal_checkpoint(name: str, tmp_pat
     require_content_of(tmp_path / "theirs", tmp_path / "ours")
 
 
+def require_same_run(source: Path, out: Path, folder: Path) -> None:
+    """Two checkpoints have the same parameters, and the same state of each."""
+    ckpttool.convert(source, folder / "a.pt", optim_keys="fqn", overwrite=True)
+    ckpttool.convert(out, folder / "b.pt", overwrite=True)
+    before, after = (torch.load(folder / name, weights_only=False) for name in ("a.pt", "b.pt"))
+    root = next(key for key in ("optim", "optimizer") if key in before)
+    names = {f"{n}.{k}": v for n, one in before[root]["state"].items() for k, v in one.items()}
+    require_same(parameters_of(after), {**before["model"], **names})
+
+
 def test_a_run_of_fsdp_becomes_universal(tmp_path: Path) -> None:
     """FSDP2 in DCP, FSDP1 in rank files of flat parameters, and a file with ids for names."""
     for sample in ("dcp/fsdp2_w2", "rank/fsdp1_w2", "torch/full"):
         source = next((CHECKPOINTS / sample).glob("ckpt*"))
         out = tmp_path / sample.replace("/", "_") / "global_step7_universal"
         ckpttool.convert(source, out, producer="deepspeed:universal", check=True)
-        ckpttool.convert(source, tmp_path / "a.pt", optim_keys="fqn", overwrite=True)
-        ckpttool.convert(out, tmp_path / "b.pt", overwrite=True)
-        before, after = (torch.load(tmp_path / name, weights_only=False) for name in ("a.pt", "b.pt"))
-        root = next(key for key in ("optim", "optimizer") if key in before)
-        names = {f"{n}.{k}": v for n, one in before[root]["state"].items() for k, v in one.items()}
-        require_same(parameters_of(after), {**before["model"], **names})
+        require_same_run(source, out, tmp_path)
 
 
 def test_what_cannot_become_universal(tmp_path: Path) -> None:

@@ -16,7 +16,16 @@ from unittest import mock
 
 import pytest
 import torch
-from formats.test_deepspeed import RUNS, Classes, change, converted, expected, parameters_of, require_same
+from formats.test_deepspeed import (
+    RUNS,
+    Classes,
+    change,
+    converted,
+    expected,
+    parameters_of,
+    require_same,
+    require_same_run,
+)
 from support.cli import run
 from support.paths import CHECKPOINTS
 
@@ -128,12 +137,7 @@ def test_a_run_of_fsdp_becomes_zero(tmp_path: Path) -> None:
     for number, sample in enumerate(("dcp/fsdp2_w2", "rank/fsdp1_w2", "torch/full"), 1):
         source = next((CHECKPOINTS / sample).glob("ckpt*"))
         out = written(source, tmp_path / sample.replace("/", "_") / "global_step7", number, 3)
-        ckpttool.convert(source, tmp_path / "a.pt", optim_keys="fqn", overwrite=True)
-        ckpttool.convert(out, tmp_path / "b.pt", overwrite=True)
-        before, after = (torch.load(tmp_path / name, weights_only=False) for name in ("a.pt", "b.pt"))
-        root = next(key for key in ("optim", "optimizer") if key in before)
-        names = {f"{n}.{k}": v for n, one in before[root]["state"].items() for k, v in one.items()}
-        require_same(parameters_of(after), {**before["model"], **names})
+        require_same_run(source, out, tmp_path)
 
 
 def test_sub_groups_are_those_of_the_configuration(tmp_path: Path) -> None:
