@@ -25,6 +25,7 @@ from ckpttool.training import collectives, known_objects
 from ckpttool.training.contents import LoadOptions, Shape, from_picklable
 from ckpttool.training.fill import Filler, check_fillable
 from ckpttool.training.load import Loaded, load_parts, path_first
+from ckpttool.training.match import element_kind
 from ckpttool.training.read import empty, like, local_shards
 from ckpttool.training.sharded_values import is_sharded
 
@@ -85,6 +86,7 @@ def load_into(
 
     loaded = load_parts(path, targets, own)
     loaded.missing += own.missing
+    loaded.other_dtype += own.other_dtype
     return loaded
 
 
@@ -144,6 +146,7 @@ class _OwnObjects:
         self._to_read: set[Path] = set()
         self.sharded: dict[Path, bool] = {}
         self.missing: list[str] = []
+        self.other_dtype: list[str] = []
 
     def take_apart(self) -> tuple[dict[Path, nn.Module], dict[Path, torch.optim.Optimizer]]:
         """Return the models and the optimizers. Raises UsageError for an optimizer without a model."""
@@ -189,14 +192,21 @@ class _OwnObjects:
             elif where not in without_own:
                 self.missing.append(dotted(where))
         if self.missing and self._strict:
-            present = [dotted(where) for where, _ in _leaves(rest, ())]
-            hint = meant(self.missing[0], present, "`strict=False` leaves what is not there as it was")
+            # Keys of the saved values, too, but not what those hold: a scheduler's `gamma` is no scheduler.
+            depths = {len(where) for where in self._values}
+            present = {dotted(where[:depth]) for where, _ in _leaves(rest, ()) for depth in depths}
+            hint = meant(self.missing[0], sorted(present), "`strict=False` leaves what is not there as it was")
             raise UsageError(f"`{self._path}` does not hold `{self.missing[0]}`", hint=hint, missing=self.missing)
 
     def _check(self, where: Path, value: Any, saved: Any) -> None:
         if isinstance(value, torch.Tensor) and isinstance(saved, torch.Tensor):
-            self._check_sizes(dotted(where), value, tuple(saved.shape))
+            self._check_fits(dotted(where), value, tuple(saved.shape), saved.dtype)
             check_fillable(value, dotted(where))
+        if type(value) is list and type(saved) is list and len(value) == len(saved):
+            for i, (own, of_saved) in enumerate(zip(value, saved, strict=True)):
+                is_filled = isinstance(own, torch.Tensor) and isinstance(of_saved, torch.Tensor)
+                if is_filled and own.shape == of_saved.shape:
+                    self._check_fits(dotted((*where, i)), own, tuple(of_saved.shape), of_saved.dtype)
         kind = None if hasattr(value, "load_state_dict") else known_objects.unknown(saved)
         if kind is not None:
             self._refuse_class(where, kind)
@@ -224,7 +234,7 @@ class _OwnObjects:
             return
         current, name = self._now[where].get(entry.path), dotted(entry.path)
         if entry.path == where and current is not None:
-            self._check_sizes(name, current, saved.sizes)
+            self._check_fits(name, current, saved.sizes, getattr(torch, saved.dtype, None))
         if current is not None and (entry.path == where or is_sharded(current)):
             check_fillable(current, name)
         if isinstance(current, ShardedTensor) and any(shard.tensor.is_meta for shard in current.local_shards()):
@@ -234,8 +244,9 @@ class _OwnObjects:
                 tensor=name,
             )
 
-    def _check_sizes(self, name: str, current: Any, sizes: Sequence[int]) -> None:
-        """Raise UsageError for a tensor of the script of other sizes than the saved one."""
+    def _check_fits(self, name: str, current: Any, sizes: Sequence[int], dtype: torch.dtype | None) -> None:
+        """Raise UsageError for a tensor of the script of another shape than the saved one or, if `strict`, of another
+        kind of dtype."""
         if tuple(current.size()) != tuple(sizes):
             raise UsageError(
                 f"`{self._path}`: tensor `{name}`: {list(sizes)} in the checkpoint, {list(current.size())} here",
@@ -243,6 +254,18 @@ class _OwnObjects:
                 tensor=name,
                 found=list(sizes),
                 expected=list(current.size()),
+            )
+        if element_kind(dtype) == element_kind(current.dtype):
+            return
+        self.other_dtype.append(name)
+        if self._strict:
+            saved, own = (str(kind).removeprefix("torch.") for kind in (dtype, current.dtype))
+            raise UsageError(
+                f"`{self._path}`: tensor `{name}` is {saved} in the checkpoint, {own} here",
+                hint="a tensor is filled in place: make it of the dtype that was saved; `strict=False` casts it",
+                tensor=name,
+                found=saved,
+                expected=own,
             )
 
     def read(self, filler: Filler) -> None:

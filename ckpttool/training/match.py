@@ -95,7 +95,7 @@ def match(
                 found=saved,
                 expected=shape,
             )
-        if _kind(getattr(torch, contents.model[name].dtype, None)) != _kind(value.dtype):
+        if element_kind(getattr(torch, contents.model[name].dtype, None)) != element_kind(value.dtype):
             found = contents.model[name].dtype, str(value.dtype).removeprefix("torch.")
             matched.other_dtype[strip_wrappers(key)] = found
         first = filled.setdefault(id(value), name)
@@ -111,7 +111,7 @@ def match(
     return matched
 
 
-def _kind(dtype: torch.dtype | None) -> str:
+def element_kind(dtype: torch.dtype | None) -> str:
     """Return whether elements are integers, real or complex: a cast from one to another is not what a weight is for."""
     if dtype is None:
         return "unknown"

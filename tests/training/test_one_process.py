@@ -272,6 +272,29 @@ def test_a_dtype_of_another_kind(tmp_path: Path, key: str, dtype: torch.dtype) -
     assert ckpttool.load_into(tmp_path / "a.pt", {"model": net()}, strict=False).other_dtype == [key]
 
 
+@pytest.mark.parametrize("saved", [torch.tensor(0.999), [torch.tensor(0.999)]], ids=["tensor", "list"])
+def test_an_own_tensor_of_another_kind(tmp_path: Path, saved: Any) -> None:
+    torch.save({"model": net().state_dict(), "decay": saved}, tmp_path / "a.pt")
+    own = torch.tensor(7)
+    state = {"model": net(), "decay": [own] if isinstance(saved, list) else own}
+    name = "decay.0" if isinstance(saved, list) else "decay"
+    with pytest.raises(ckpttool.CkptError, match=f"`{name}` is float32 in the checkpoint, int64 here"):
+        ckpttool.load_into(tmp_path / "a.pt", state)
+    assert own == 7
+    assert ckpttool.load_into(tmp_path / "a.pt", state, strict=False).other_dtype == [name]
+    assert own == 0
+
+
+def test_the_hint_for_a_missing_scheduler_is_a_scheduler(tmp_path: Path) -> None:
+    optimizer = torch.optim.SGD(net().parameters(), lr=0.1)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 3)
+    torch.save({"model": net().state_dict(), "scheduler_g": scheduler.state_dict()}, tmp_path / "a.pt")
+    state = {"model": net(), "scheduler_g": scheduler, "scheduler_d": scheduler}
+    with pytest.raises(ckpttool.CkptError, match="does not hold `scheduler_d`") as refused:
+        ckpttool.load_into(tmp_path / "a.pt", state)
+    assert refused.value.hint == "did you mean `scheduler_g`?"
+
+
 def test_float_dtypes_are_cast_without_a_word(tmp_path: Path) -> None:
     torch.save(net().bfloat16().state_dict(), tmp_path / "a.pt")
     assert not ckpttool.load(tmp_path / "a.pt", net().double()).other_dtype
