@@ -360,38 +360,6 @@ def put(values: dict[Any, Any], path: Path, value: Any) -> None:
 # The rest -------------------------------------------------------------------------------------------------------------
 
 
-def nested_rest(contents: Contents, rank: int) -> dict[Any, Any]:
-    """Return the rest, nested as it was saved, with the rank-local values of this rank only."""
-    kept = select.select(contents.rest, lambda entry: _rank_of(entry) in (None, rank))
-    moved = {path: parts.without_rank(path) for path, entry in kept.entries.items() if _rank_of(entry) is not None}
-    kept = move(kept, moved)
-    result = flatten.unflatten(kept, lambda entry: from_picklable(entry.value) if isinstance(entry, Object) else None)
-    return result if isinstance(result, dict) else {"value": result}
-
-
-def without_own(contents: Contents, rank: int) -> list[str]:
-    """Return the rank-local parts that other ranks saved and this one did not, as the world size was smaller."""
-    by_rank: dict[str, set[int]] = {}
-    for entry in contents.rest.entries.values():
-        of = _rank_of(entry)
-        if of is not None:
-            by_rank.setdefault(str(entry.part), set()).add(of)
-    return [part for part, present in by_rank.items() if rank not in present]
-
-
-def paths_of_others(contents: Contents, rank: int) -> set[Path]:
-    """Return the paths at and above the values that other ranks saved for themselves, without the keys of the ranks."""
-    entries = contents.rest.entries.items()
-    of_others = [parts.without_rank(path) for path, entry in entries if _rank_of(entry) not in (None, rank)]
-    return {path[:depth] for path in of_others for depth in range(1, len(path) + 1)}
-
-
-def _rank_of(entry: Tensor | Object) -> int | None:
-    of = parts.find_rank(entry.path) if entry.part.kind in parts.PER_RANK else None
-    # `dp_rank_0` of torchtitan is a number on one dimension of a mesh: its data loader looks for its own.
-    return None if of is None or str(entry.path[of[0]]).startswith("dp_") else of[1]
-
-
 def with_tensors(value: Any, catalogue: Catalogue, read: Read) -> Any:
     """Return the value of an object with its tensors, and with the objects of classes that are known."""
 

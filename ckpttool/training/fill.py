@@ -71,6 +71,8 @@ def prepare(
     if optimizer is None:
         return matched, []
     groups = match.match_groups(optimizer, model, contents)
+    if filler.strict:
+        match.check_kind(groups, contents.path)
     assert contents.optimizer is not None
     labels = {id(parameter): strip_wrappers(name) for name, parameter in model.named_parameters()}
     trained = [

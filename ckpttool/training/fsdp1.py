@@ -77,6 +77,8 @@ def prepare(model: nn.Module, optimizer: torch.optim.Optimizer | None, filler: F
         matches: list[GroupMatch] = []
         if optimizer is not None and filler.contents.optimizer is not None:
             matches = _match_groups(optimizer, groups, filler.contents)
+            if filler.strict:
+                match.check_kind(matches, filler.contents.path)
             matched.without_state = _without_state(model, matches, filler)
     if filler.broadcast:
         match.check_alike(matched, matches)

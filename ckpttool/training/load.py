@@ -21,7 +21,7 @@ import torch
 from torch import nn
 
 from ckpttool.catalogue import parts
-from ckpttool.catalogue.entries import Catalogue, Path, dotted
+from ckpttool.catalogue.entries import Catalogue, dotted
 from ckpttool.catalogue.validation import validate
 from ckpttool.errors import CkptError, ReadError, UsageError
 from ckpttool.layout.views import Viewed
@@ -36,14 +36,12 @@ from ckpttool.training.contents import (
     Contents,
     LoadOptions,
     describe,
-    nested_rest,
     own_paths,
-    paths_of_others,
-    without_own,
 )
 from ckpttool.training.fill import Filler
 from ckpttool.training.match import GroupMatch, ModelMatch
 from ckpttool.training.materialize import materialize
+from ckpttool.training.rank_values import RankValues
 from ckpttool.training.read import Reader
 
 log = logging.getLogger("ckpttool")
@@ -57,7 +55,7 @@ _SLOW = ("nfs", "cifs", "smb", "9p", "fuse.sshfs", "fuse.s3fs", "fuse.gcsfuse", 
 class Loaded:
     """The result of `load`.
 
-    Rank-local state in `rest` (random states, data loaders) is that of this rank.
+    Of values that ranks had differently, `rest` has those of this rank.
     """
 
     path: str  #: path of the checkpoint
@@ -160,7 +158,7 @@ def path_first(path: object, name: str) -> str:
 class OwnObjects(Protocol):
     """Other objects of a script, which `load_parts` loads with its models."""
 
-    def prepare(self, rest: dict[Any, Any], filler: Filler, without_own: set[Path]) -> None:
+    def prepare(self, rest: dict[Any, Any], filler: Filler, of_rank: RankValues) -> None:
         """Find what the checkpoint has of them, and change nothing. May raise on one rank."""
 
     def read(self, filler: Filler) -> None:
@@ -201,10 +199,10 @@ def load_parts(path: str, targets: Callable[[], list[LoadOptions]], own: OwnObje
         first, rank = contents[0], collectives.rank()
         loaded = Loaded(path, first.format, chosen, why, left=_left(contents))
         with collectives.together():
-            loaded.rest = nested_rest(first, rank)
-            loaded.without_own = without_own(first, rank)
+            of_rank = RankValues(first.rest, rank, options[0].own)
+            loaded.rest, loaded.without_own = of_rank.nested(), [dotted(path) for path in of_rank.lacking]
             if own is not None:
-                own.prepare(loaded.rest, fillers[0], paths_of_others(first, rank))
+                own.prepare(loaded.rest, fillers[0], of_rank)
         pairs = zip(options, fillers, strict=True)
         prepared = [_prepare(one, filler) for one, filler in pairs if one.model is not None]
         _fill(prepared, loaded)

@@ -26,6 +26,7 @@ from ckpttool.training.contents import LoadOptions, Shape, from_picklable
 from ckpttool.training.fill import Filler, check_fillable
 from ckpttool.training.load import Loaded, load_parts, path_first
 from ckpttool.training.match import element_kind
+from ckpttool.training.rank_values import RankValues
 from ckpttool.training.read import empty, like, local_shards
 from ckpttool.training.sharded_values import is_sharded
 
@@ -169,7 +170,7 @@ class _OwnObjects:
         state: Any = self._state
         return [path for path in above(where) if isinstance(reduce(getitem, path, state), list)]
 
-    def prepare(self, rest: dict[Any, Any], filler: Filler, without_own: set[Path]) -> None:
+    def prepare(self, rest: dict[Any, Any], filler: Filler, of_rank: RankValues) -> None:
         """Find each value in the checkpoint. Raises UsageError for those that are missing, or do not fit."""
         contents = filler.contents
         below: dict[Path, list[Object]] = {}
@@ -180,7 +181,7 @@ class _OwnObjects:
             below.setdefault(where, []).append(entry)
         self._to_read = set(below)
         for where, value in self._values.items():
-            saved = [] if where in below else _find(rest, where)
+            saved = [] if where in below or of_rank.may_lack(where) else _find(rest, where)
             if saved:
                 self._found[where] = saved[0]
                 self._check(where, value, saved[0])
@@ -189,7 +190,7 @@ class _OwnObjects:
                     self._check_entry(where, value, entry)
             elif contents.format == "dcp" and _is_empty(value):
                 self._found[where] = {} if hasattr(value, "load_state_dict") else value  # DCP leaves it out
-            elif where not in without_own:
+            elif not of_rank.may_lack(where):
                 self.missing.append(dotted(where))
         if self.missing and self._strict:
             # Keys of the saved values, too, but not what those hold: a scheduler's `gamma` is no scheduler.

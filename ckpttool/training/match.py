@@ -285,6 +285,37 @@ def _in_order(optimizer: torch.optim.Optimizer, saved: SavedOptimizer, path: str
     return matches
 
 
+# What schedulers add to the groups.
+_OF_SCHEDULERS = {"initial_lr", "max_lr", "min_lr", "base_momentum", "max_momentum"}
+
+
+def check_kind(matches: Sequence[GroupMatch], path: str) -> None:
+    """Raise UsageError if a group and that of the checkpoint lack hyper-parameters of each other: they are of two kinds
+    of optimizer, and torch would keep both and begin the state anew. A newer version may have more, but not others."""
+    for one in matches:
+        own, saved = _numeric(one.group), _numeric(one.saved.values)
+        if own - saved and saved - own - _OF_SCHEDULERS:
+            raise UsageError(
+                f"`{path}`: the optimizer there has {some(sorted(saved - own - _OF_SCHEDULERS))}, and not "
+                f"{some(sorted(own - saved))}: it is of another kind",
+                hint="make the optimizer as in the run that saved it, or load the model alone; `strict=False` loads it "
+                "all the same",
+                found=sorted(saved),
+                expected=sorted(own),
+            )
+
+
+def _numeric(values: Mapping[str, Any]) -> set[str]:
+    """Return the hyper-parameters that are numbers: switches such as `foreach` come and go with versions."""
+    return {key for key, value in values.items() if key != "params" and _is_number(value)}
+
+
+def _is_number(value: Any) -> bool:
+    if isinstance(value, (tuple, list)):
+        return bool(value) and all(map(_is_number, value))
+    return isinstance(value, (int, float, complex, torch.Tensor)) and not isinstance(value, bool)
+
+
 def without_state(
     groups: Iterable[tuple[SavedGroup, Iterable[tuple[Any, str]]]], saved: SavedOptimizer, path: str, *, strict: bool
 ) -> list[str]:

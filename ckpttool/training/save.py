@@ -4,7 +4,7 @@
     torch    one file; rank 0 writes everything, gathered         the same
     fsdp1    a directory of `rank{R}.pt`; FSDP1's sharded state   the same
 
-Random states and data loaders are rank-local, and saved for each rank.
+Random states, data loaders and whatever else differs between ranks are saved for each rank.
 """
 
 from __future__ import annotations
@@ -27,7 +27,6 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_
 from torch.distributed.fsdp import FullyShardedDataParallel
 
 from ckpttool import formats
-from ckpttool.catalogue import parts
 from ckpttool.catalogue.entries import Path, dotted
 from ckpttool.errors import StorageError, UsageError
 from ckpttool.formats.dcp import manifest as manifests
@@ -40,6 +39,7 @@ from ckpttool.training import collectives
 from ckpttool.training.counted_files import counting
 from ckpttool.training.fsdp1 import is_fsdp1, own_errors_last, sharded
 from ckpttool.training.load import path_first
+from ckpttool.training.rank_values import Separate, find_separate, separate
 from ckpttool.training.sharded_values import gather
 from ckpttool.training.state_notes import Notes, joined, note
 
@@ -91,10 +91,10 @@ def save(
         state = _state(model, optimizer, format)
         own = {where: _state(each, None, format)["model"] for where, each in models.items()}
     with collectives.together():
-        state |= {name: _value(value, (name,), own) for name, value in extra.items()}
-    state = gather(state, format)
-    if format != "fsdp1":
-        _split_by_rank(state, extra, format)
+        extra = {name: _value(value, (name,), own) for name, value in extra.items()}
+    # Before sharded tensors are gathered, by rank 0 alone.
+    which = find_separate(extra, own) if format != "fsdp1" else Separate()
+    state = separate(gather(state | extra, format), which, gathered=format == "torch")
     planner = _planner(state) if format == "dcp" else None
     away, is_file = is_remote(path), format == "torch"
     with _sent(path, is_file, overwrite) if away else _stage(path, is_file, overwrite) as partial:
@@ -207,18 +207,6 @@ def _value(value: Any, path: Path, models: Mapping[Path, Any]) -> Any:
         values = {key: _value(below, (*path, key), models) for key, below in value.items()}
         return values if any(values[key] is not below for key, below in value.items()) else value
     return value.state_dict() if hasattr(value, "state_dict") else value
-
-
-def _split_by_rank(state: dict[str, Any], extra: dict[str, Any], format: str) -> None:
-    """Put rank-local state under the key of the rank, `rng.rank3`; for one file, rank 0 gathers all of them. A single
-    rank does so too: otherwise several ranks that resume from it would all draw the same numbers."""
-    own_states: dict[str, dict[str, Any]] = {}
-    with collectives.together():
-        names = [name for name in extra if parts.kind_of_key(name) in parts.PER_RANK]
-        own_states = {name: {parts.rank_key(collectives.rank()): state[name]} for name in names}
-    for name, own in own_states.items():
-        all_ranks = collectives.all_gather(own) if format == "torch" else [own]
-        state[name] = {key: value for of_rank in all_ranks for key, value in of_rank.items()}
 
 
 @contextmanager

@@ -73,7 +73,7 @@ def _to_gather(value: Any, path: Path, keep_shards: bool) -> Iterator[Path]:
     elif isinstance(value, (list, tuple)):
         for i, below in enumerate(value):
             yield from _to_gather(below, (*path, i), keep_shards and isinstance(value, list))
-    elif not isinstance(value, _PLAIN) and _holds_sharded(value):
+    elif not isinstance(value, _PLAIN) and holds_sharded(value):
         raise UsageError(
             f"`{dotted(path)}`: a {type(value).__name__} holds a DTensor or a ShardedTensor, of which only the shards "
             "of one rank would be pickled",
@@ -81,7 +81,7 @@ def _to_gather(value: Any, path: Path, keep_shards: bool) -> Iterator[Path]:
         )
 
 
-def _holds_sharded(value: Any) -> bool:
+def holds_sharded(value: Any) -> bool:
     """Return whether the attributes of an object lead to a sharded tensor."""
     seen: set[int] = set()
     todo = [value]
@@ -121,11 +121,11 @@ class _Gathering:
             return self._own(value.cpu) if is_away else value
         if isinstance(value, Mapping):
             below = {key: self.gathered(one, keep_shards) for key, one in value.items()}
-            return self._own(lambda: _with_items(value, {k: one for k, one in below.items() if one is not value[k]}))
+            return self._own(lambda: with_items(value, {k: one for k, one in below.items() if one is not value[k]}))
         if isinstance(value, list):
             items = [self.gathered(one, keep_shards) for one in value]
             changed = {i: one for i, one in enumerate(items) if one is not value[i]}
-            return self._own(lambda: _with_items(value, changed))
+            return self._own(lambda: with_items(value, changed))
         if isinstance(value, tuple):
             items = [self.gathered(one, False) for one in value]
             if all(one is other for one, other in zip(items, value, strict=True)):
@@ -148,7 +148,7 @@ class _Gathering:
             return None
 
 
-def _with_items(value: Any, changed: Mapping[Any, Any]) -> Any:
+def with_items(value: Any, changed: Mapping[Any, Any]) -> Any:
     """Return a copy of a dict or list of its own class, attributes and all, with other items."""
     if not changed:
         return value

@@ -295,6 +295,34 @@ def test_the_hint_for_a_missing_scheduler_is_a_scheduler(tmp_path: Path) -> None
     assert refused.value.hint == "did you mean `scheduler_g`?"
 
 
+OPTIMIZERS = {
+    "AdamW": torch.optim.AdamW,
+    "SGD": partial(torch.optim.SGD, momentum=0.9),
+    "plain SGD": torch.optim.SGD,
+    "RMSprop": torch.optim.RMSprop,
+    "Adagrad": torch.optim.Adagrad,
+}
+
+
+@pytest.mark.parametrize(("saved", "own"), [(a, b) for a in OPTIMIZERS for b in OPTIMIZERS if {a, b} & {"AdamW"}])
+def test_an_optimizer_of_another_kind(tmp_path: Path, saved: str, own: str) -> None:
+    """torch's own `load_state_dict` takes each, and the moments begin anew or `step` fails."""
+    model = net()
+    optimizer = OPTIMIZERS[saved](model.parameters(), lr=0.1)
+    torch.optim.lr_scheduler.StepLR(optimizer, 3)  # which adds `initial_lr`
+    model(torch.ones(2, 3)).sum().backward()
+    optimizer.step()
+    torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, tmp_path / "a.pt")
+    other = OPTIMIZERS[own](model.parameters(), lr=0.5)
+    if saved == own:
+        ckpttool.load(tmp_path / "a.pt", model, other)
+        assert other.param_groups[0]["lr"] == optimizer.param_groups[0]["lr"]
+        return
+    with pytest.raises(ckpttool.CkptError, match="it is of another kind"):
+        ckpttool.load(tmp_path / "a.pt", model, other)
+    assert other.param_groups[0]["lr"] == 0.5 and not other.state
+
+
 def test_float_dtypes_are_cast_without_a_word(tmp_path: Path) -> None:
     torch.save(net().bfloat16().state_dict(), tmp_path / "a.pt")
     assert not ckpttool.load(tmp_path / "a.pt", net().double()).other_dtype
@@ -610,11 +638,12 @@ def test_a_float32_copy_of_a_bfloat16_parameter_is_not_cast(tmp_path: Path, form
 
 
 def test_state_of_another_kind_of_optimizer(tmp_path: Path) -> None:
-    model, optimizer = trained(torch.float32, partial(torch.optim.SGD, momentum=0.9))
+    """Whose hyper-parameters do not say so: NAdam has all of AdamW's."""
+    model, optimizer = trained(torch.float32, torch.optim.AdamW)
     ckpttool.save(tmp_path / "saved", model, optimizer)
-    other = net()
-    with pytest.raises(ckpttool.CkptError, match=r"the state there \(momentum_buffer\) is not of an AdamW") as caught:
-        ckpttool.load(tmp_path / "saved", other, torch.optim.AdamW(other.parameters()))
+    other, words = net(), r"the state there \(exp_avg, exp_avg_sq, step\) is not of an NAdam"
+    with pytest.raises(ckpttool.CkptError, match=words) as caught:
+        ckpttool.load(tmp_path / "saved", other, torch.optim.NAdam(other.parameters()))
     assert "load the model alone" in str(caught.value.hint)
 
 

@@ -8,7 +8,7 @@ from test_load_on_ranks import STRATEGIES, by_turns, ids
 
 # Of `ckpttool.training`: what one rank may run into by itself, such as having no memory left.
 STEPS = (
-    "load.describe", "load.nested_rest", "match.match", "fill.check_memory", "fill.undo", "fill.allocate",
+    "load.describe", "load.RankValues", "match.match", "fill.check_memory", "fill.undo", "fill.allocate",
     "fill.hand_over", "fill.keep_dtypes", "check_read.check",
 )  # fmt: skip
 FSDP1_STEPS = ("fsdp1.check_memory", "fsdp1.hand_over", "fsdp1.keep_dtypes")
@@ -19,7 +19,7 @@ CASES = [
     *(["on_meta", "dcp", strategy] for strategy in STRATEGIES),
     *(["other_sizes", "dcp", strategy] for strategy in STRATEGIES),
     *(["other_sizes_at_root", format, s] for format in ("dcp", "torch") for s in STRATEGIES),
-    *(["failed_stage", "ckpttool.training.sharded_values._with_items", format] for format in ("dcp", "torch")),
+    *(["failed_stage", "ckpttool.training.sharded_values.with_items", format] for format in ("dcp", "torch")),
     *(["failed_stage", "ckpttool.catalogue.parts.rank_key", format] for format in ("dcp", "torch")),
     ["failed_stage", "ckpttool.training.save._NotesPlanner", "dcp"],
     ["failed_stage", "ckpttool.training.save.counting", "dcp"],
@@ -42,6 +42,9 @@ CASES = [
     ["other_arguments", "strategy", "broadcast"],
     ["other_arguments", "strategy", "fastest"],
     *(["other_arguments", name, "torch"] for name in ("strict", "format", "extra", "optimizer", "names")),
+    *(["differing", "fsdp2", format] for format in ("dcp", "torch")),
+    ["differing", "fsdp1", "fsdp1"],
+    *(["own_dict_by_rank", "torch", strategy] for strategy in STRATEGIES),
     *(["untied", kind, strategy] for kind in ("plain", "fsdp2", "fsdp1") for strategy in STRATEGIES),
 ]
 

@@ -535,6 +535,56 @@ def several_shards(kind: str, strategy: str) -> str:
     return difference(found, [whole()[bounds[i] : bounds[i + 1]] for i in (rank, rank + 2)])
 
 
+def differing(kind: str, format: str) -> str:
+    """Values that the ranks have differently, whatever they are called, and one that only the last rank has."""
+    place, rank = practices.folder() / "saved", dist.get_rank()
+    last = dist.get_world_size() - 1
+    noise = torch.Generator().manual_seed(rank).get_state()
+
+    def state() -> dict[str, Any]:
+        return {
+            "noise": [noise],
+            "meters": {"loss": 0.5 + rank, "step": 7, "bank": whole(rank), "weights": sharded(1)},
+            "pair": (rank, whole()),
+            **({"seen": {"here": 3}} if rank == last else {}),
+        }
+
+    run = practices.fresh(kind)
+    given = state()
+    ckpttool.save(place, run.model, format=format, **given)
+    if not torch.equal(given["noise"][0], noise):
+        return "the state of the script has changed"
+    blanks: dict[str, Any] = {
+        "noise": [blank(noise)],
+        "meters": {"loss": 0.0, "step": 0, "bank": blank(whole()), "weights": blank(sharded(1))},
+        "pair": None,
+        "seen": {"here": 0},
+    }
+    if format != "fsdp1":  # of which the ranks have other names
+        ckpttool.load_into(place, loaded := {"model": run.model, **blanks})
+        wanted = expected({**state(), "seen": {"here": 3}})
+        return difference({key: expected(loaded[key]) for key in wanted}, wanted)
+    rest = ckpttool.load(place, run.model).rest
+    found = rest["noise"][0], rest["meters"]["loss"], rest["meters"]["step"], rest["meters"]["bank"]
+    return difference(found, (noise, 0.5 + rank, 7, whole(rank)))
+
+
+def own_dict_by_rank(format: str, strategy: str) -> str:
+    """A dict by rank that a script has itself comes back whole; without, a rank gets its own value, or none."""
+    place, rank = practices.folder() / "saved", dist.get_rank()
+    if rank == 0:
+        torch.save({"loss": {"rank0": 1, "rank5": 2}, "step": 3}, place)
+    dist.barrier()
+    state: dict[str, Any] = {"loss": {"rank0": 0, "rank5": 0}, "step": 0}
+    loaded = ckpttool.load_into(place, state, strategy=strategy)
+    if state != {"loss": {"rank0": 1, "rank5": 2}, "step": 3} or loaded.without_own:
+        return f"{state}, {loaded.without_own}"
+    own: dict[str, Any] = {"loss": 0, "step": 0}
+    loaded = ckpttool.load_into(place, own, strategy=strategy)
+    wanted = ({"loss": 1, "step": 3}, []) if rank == 0 else ({"loss": 0, "step": 3}, ["loss"])
+    return "equal" if (own, loaded.without_own) == wanted and not loaded.missing else f"{own}, {loaded}"
+
+
 STATES: dict[str, Callable[..., str]] = {
     f.__name__: f
     for f in (
@@ -558,5 +608,7 @@ STATES: dict[str, Callable[..., str]] = {
         untied,
         unknown_class,
         several_shards,
+        differing,
+        own_dict_by_rank,
     )
 }
