@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from math import prod
@@ -54,9 +54,10 @@ class Filler:
 
 
 def prepare(
-    model: nn.Module, optimizer: torch.optim.Optimizer | None, filler: Filler
+    model: nn.Module, optimizer: torch.optim.Optimizer | None, filler: Filler, elsewhere: Collection[str] = ()
 ) -> tuple[ModelMatch, list[GroupMatch]]:
-    """Match names, shapes and groups, and change nothing. Raises UsageError or CorruptError."""
+    """Match names, shapes and groups, and change nothing; `elsewhere` are names that only other ranks may have. Raises
+    UsageError or CorruptError."""
     contents = filler.contents
     owners = {
         f"{prefix}.{name}".lstrip("."): module
@@ -64,13 +65,13 @@ def prepare(
         for name in [*module._parameters, *module._buffers]
     }
     # Of the class: an instance's own may be patched to return another (`_patch_model_state_dict` of torch).
-    matched = match.match(type(model).state_dict(model, keep_vars=True), contents, owners)
+    matched = match.match(type(model).state_dict(model, keep_vars=True), contents, owners, elsewhere)
     if filler.strict:
         match.check_complete(matched, contents, model)
     check_memory(matched.targets, filler)
     if optimizer is None:
         return matched, []
-    groups = match.match_groups(optimizer, model, contents)
+    groups = match.match_groups(optimizer, model, contents, elsewhere)
     if filler.strict:
         match.check_kind(groups, contents.path)
     assert contents.optimizer is not None

@@ -29,7 +29,7 @@ from ckpttool.producers.open import naming, open_source
 from ckpttool.storage.crc import crc32
 from ckpttool.storage.stores import divide, is_remote, local_path
 from ckpttool.text import meant, size, some
-from ckpttool.training import collectives, fill, fsdp1, match, released_names
+from ckpttool.training import collectives, fill, fsdp1, match, released_names, stages
 from ckpttool.training.check_read import check_read
 from ckpttool.training.check_ties import check_ties
 from ckpttool.training.contents import (
@@ -251,8 +251,9 @@ def _prepare(options: LoadOptions, filler: Filler) -> _Target:
     if of_fsdp1 is not None:
         matched, groups = of_fsdp1.matched, of_fsdp1.groups
     else:
+        elsewhere = stages.names_elsewhere(model)
         with collectives.together():
-            matched, groups = fill.prepare(model, optimizer, filler)
+            matched, groups = fill.prepare(model, optimizer, filler, elsewhere)
         if filler.broadcast:
             match.check_alike(matched, groups)
     check_ties(matched, filler)

@@ -8,7 +8,7 @@ Parameter groups match when they have the same parameters, in any order of the g
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -57,9 +57,14 @@ _ABSENT = object()
 
 
 def match(
-    values: Mapping[str, Any], contents: Contents, owners: Mapping[str, nn.Module], *, sharded: bool = False
+    values: Mapping[str, Any],
+    contents: Contents,
+    owners: Mapping[str, nn.Module],
+    elsewhere: Collection[str] = (),
+    *,
+    sharded: bool = False,
 ) -> ModelMatch:
-    """Match the model's state dict `values` with the checkpoint.
+    """Match the model's state dict `values` with the checkpoint. Names that are `elsewhere` are not unexpected.
 
     Tied weights are the same object under several names; if `sharded`, as in a state dict of FSDP1, each name is a
     tensor of its own. Raises UsageError for different shapes.
@@ -107,7 +112,8 @@ def match(
     # A second name of tied weights need not be there: safetensors files leave it out.
     matched.missing += [strip_wrappers(key) for key, value in without if id(value) not in filled]
     known = used | {strip_wrappers(key) for key in values}
-    matched.unexpected = [name for name in [*contents.model, *extra_state] if name not in known]
+    unexpected = (name for name in [*contents.model, *extra_state] if name not in known)
+    matched.unexpected = [name for name in unexpected if strip_wrappers(name) not in elsewhere]
     return matched
 
 
@@ -207,7 +213,9 @@ class GroupMatch:
         return zip(self.group["params"], self.names, strict=True)
 
 
-def match_groups(optimizer: torch.optim.Optimizer, model: nn.Module, contents: Contents) -> list[GroupMatch]:
+def match_groups(
+    optimizer: torch.optim.Optimizer, model: nn.Module, contents: Contents, elsewhere: Collection[str] = ()
+) -> list[GroupMatch]:
     """Match each group of the optimizer with the checkpoint's group of the same parameters. Raises UsageError for
     different groups: torch would merge them silently (pytorch issue 143828)."""
     saved = contents.optimizer
@@ -224,11 +232,15 @@ def match_groups(optimizer: torch.optim.Optimizer, model: nn.Module, contents: C
             hint = "make the optimizer after the model is wrapped or sharded, of `model.parameters()`"
             raise UsageError(f"{text} that is none of the model's", hint=hint)
     named = [[names[id(parameter)] for parameter in group["params"]] for group in optimizer.param_groups]
-    return match_names(optimizer.param_groups, named, saved, contents.path)
+    return match_names(optimizer.param_groups, named, saved, contents.path, elsewhere)
 
 
 def match_names(
-    groups: Sequence[dict[str, Any]], names: Sequence[Sequence[Sequence[str]]], saved: SavedOptimizer, path: str
+    groups: Sequence[dict[str, Any]],
+    names: Sequence[Sequence[Sequence[str]]],
+    saved: SavedOptimizer,
+    path: str,
+    elsewhere: Collection[str] = (),
 ) -> list[GroupMatch]:
     """Match as `match_groups`, with the names of each parameter of each group."""
     by_name = {strip_wrappers(name): (i, name) for i, group in enumerate(saved.groups) for name in group.params}
@@ -255,6 +267,7 @@ def match_names(
         matched = {name for one in matches if one.saved is of_saved for name in one.names}
         # A second name of tied weights is listed by some.
         lacking = [name for name in of_saved.params if name not in matched and name in saved.state]
+        lacking = [name for name in lacking if strip_wrappers(name) not in elsewhere]
         if lacking:
             raise UsageError(
                 f"`{path}`: group {i} has parameters that the optimizer does not have: {some(lacking)}",

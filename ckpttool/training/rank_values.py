@@ -8,9 +8,9 @@ Random states and data loaders are kept for each rank also where they are equal.
 
 from __future__ import annotations
 
-import pickle
 import re
 from collections.abc import Collection, Iterable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import reduce
 from itertools import pairwise
@@ -120,10 +120,29 @@ def _fingerprint(value: Any) -> Any:
         return type(value).__name__, sorted(map(repr, value))
     if isinstance(value, (bool, int, float, complex, str, type(None))):
         return type(value).__name__, repr(value)
+    if isinstance(value, bytes):
+        return "bytes", crc32(value)
     if holds_sharded(value):
         return "sharded"  # which is refused later
     # Of equal objects, two pickles may differ: then the value is kept for each rank, which loses nothing.
-    return type(value).__name__, crc32(value if isinstance(value, bytes) else pickle.dumps(value))
+    pickled = _Checksum()
+    with suppress(Exception):  # of which the save itself says that it cannot be pickled
+        torch.save(value, pickled)
+    return type(value).__name__, pickled.crc
+
+
+class _Checksum:
+    """A stream that keeps nothing but the checksum of what is written to it."""
+
+    def __init__(self) -> None:
+        self.crc = 0
+
+    def write(self, data: bytes) -> int:
+        self.crc = crc32(data, self.crc)
+        return len(data)
+
+    def flush(self) -> None:
+        """Do nothing: torch calls it."""
 
 
 def _has(state: Any, path: Path) -> bool:

@@ -35,7 +35,7 @@ from ckpttool.storage import files, free_space, workspace
 from ckpttool.storage.errors import FREE_SPACE, from_os_error
 from ckpttool.storage.stores import Location, Outgoing, destination, is_remote, local_path
 from ckpttool.text import meant, size
-from ckpttool.training import collectives
+from ckpttool.training import collectives, stages
 from ckpttool.training.counted_files import counting
 from ckpttool.training.fsdp1 import is_fsdp1, own_errors_last, sharded
 from ckpttool.training.load import path_first
@@ -92,8 +92,11 @@ def save(
         own = {where: _state(each, None, format)["model"] for where, each in models.items()}
     with collectives.together():
         extra = {name: _value(value, (name,), own) for name, value in extra.items()}
-    # Before sharded tensors are gathered, by rank 0 alone.
-    which = find_separate(extra, own) if format != "fsdp1" else Separate()
+    which = Separate()
+    if format != "fsdp1":
+        # Before sharded tensors are gathered, by rank 0 alone.
+        which = find_separate(extra, own)
+        which.not_on_first.extend(stages.join(state))
     state = separate(gather(state | extra, format), which, gathered=format == "torch")
     planner = _planner(state) if format == "dcp" else None
     away, is_file = is_remote(path), format == "torch"

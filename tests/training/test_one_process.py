@@ -295,7 +295,7 @@ def test_the_hint_for_a_missing_scheduler_is_a_scheduler(tmp_path: Path) -> None
     assert refused.value.hint == "did you mean `scheduler_g`?"
 
 
-OPTIMIZERS = {
+KINDS_OF_TORCH = {
     "AdamW": torch.optim.AdamW,
     "SGD": partial(torch.optim.SGD, momentum=0.9),
     "plain SGD": torch.optim.SGD,
@@ -304,16 +304,18 @@ OPTIMIZERS = {
 }
 
 
-@pytest.mark.parametrize(("saved", "own"), [(a, b) for a in OPTIMIZERS for b in OPTIMIZERS if {a, b} & {"AdamW"}])
+@pytest.mark.parametrize(
+    ("saved", "own"), [(a, b) for a in KINDS_OF_TORCH for b in KINDS_OF_TORCH if {a, b} & {"AdamW"}]
+)
 def test_an_optimizer_of_another_kind(tmp_path: Path, saved: str, own: str) -> None:
     """torch's own `load_state_dict` takes each, and the moments begin anew or `step` fails."""
     model = net()
-    optimizer = OPTIMIZERS[saved](model.parameters(), lr=0.1)
+    optimizer = KINDS_OF_TORCH[saved](model.parameters(), lr=0.1)
     torch.optim.lr_scheduler.StepLR(optimizer, 3)  # which adds `initial_lr`
     model(torch.ones(2, 3)).sum().backward()
     optimizer.step()
     torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, tmp_path / "a.pt")
-    other = OPTIMIZERS[own](model.parameters(), lr=0.5)
+    other = KINDS_OF_TORCH[own](model.parameters(), lr=0.5)
     if saved == own:
         ckpttool.load(tmp_path / "a.pt", model, other)
         assert other.param_groups[0]["lr"] == optimizer.param_groups[0]["lr"]

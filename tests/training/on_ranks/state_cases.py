@@ -585,6 +585,42 @@ def own_dict_by_rank(format: str, strategy: str) -> str:
     return "equal" if (own, loaded.without_own) == wanted and not loaded.missing else f"{own}, {loaded}"
 
 
+def stages(kind: str, format: str) -> str:
+    """Each rank has layers of its own and one that all have, as in a pipeline: saved and loaded as one model."""
+    place, rank = practices.folder() / "saved", dist.get_rank()
+
+    def stage() -> tuple[torch.nn.ModuleDict, torch.optim.Optimizer]:
+        model = torch.nn.ModuleDict({name: torch.nn.Linear(3, 2) for name in ("shared", f"layer{rank}")})
+        bias = [value for name, value in model.named_parameters() if name.endswith("bias")]
+        weight = [value for name, value in model.named_parameters() if name.endswith("weight")]
+        return model, torch.optim.AdamW([{"params": weight, "lr": 0.2}, {"params": bias, "lr": 0.1}])
+
+    def state(model: torch.nn.ModuleDict, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+        return {"model": model.state_dict(), "optim": optimizer.state_dict()}
+
+    model, optimizer = stage()
+    for number, (name, parameter) in enumerate(sorted(model.named_parameters())):
+        torch.nn.init.constant_(parameter, number + 10 * rank * ("layer" in name))
+        parameter.grad = parameter.detach() + 1
+    optimizer.step()
+    ckpttool.save(place, model, optimizer, format=format, step=5)
+    with ckpttool.open(place) as checkpoint:
+        found = sorted({name.split(".")[-2] for name in checkpoint if name.startswith("model.")})
+    if found != ["layer0", "layer1", "shared"]:
+        return f"{found}"
+    again, fresh = stage()
+    ckpttool.load(place, again, fresh)
+    wrong = difference(state(again, fresh), state(model, optimizer))
+    if wrong != "equal":
+        return wrong
+    sent = said(
+        lambda: ckpttool.load(place, again, fresh, strategy="broadcast"), "has other tensors than that of rank 0"
+    )
+    again["other"] = torch.nn.Linear(1, 1)
+    lacks = said(lambda: ckpttool.load(place, again, None), "missing keys: `other.weight`")
+    return next((one for one in (sent, lacks) if one != "equal"), "equal")
+
+
 STATES: dict[str, Callable[..., str]] = {
     f.__name__: f
     for f in (
@@ -610,5 +646,6 @@ STATES: dict[str, Callable[..., str]] = {
         several_shards,
         differing,
         own_dict_by_rank,
+        stages,
     )
 }
