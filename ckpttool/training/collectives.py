@@ -12,6 +12,7 @@ import torch.distributed as dist
 
 from ckpttool.catalogue.shown import shown
 from ckpttool.errors import CkptError, StorageError, UsageError
+from ckpttool.storage.crc import crc32
 from ckpttool.storage.stores import Location
 from ckpttool.storage.writers import Writers
 from ckpttool.training import devices
@@ -112,6 +113,19 @@ def all_gather_of(value: Callable[[], T]) -> list[T]:
     except Exception as error:
         own_error = error
     return _gather_or_raise(own_error, result)
+
+
+def all_gather_different(value: Callable[[], T]) -> list[T]:
+    """Gather what `value` returns if that differs, else nothing: it may be large, and ranks many. Ranks may fail in it
+    as in `together`."""
+    own: list[T] = []
+
+    def checksum() -> int:
+        own.append(value())
+        return crc32(repr(own).encode(errors="surrogatepass"))
+
+    checksums = all_gather_of(checksum)
+    return all_gather(own[0]) if any(one != checksums[0] for one in checksums) else []
 
 
 def _gather_or_raise(own_error: Exception | None, value: T) -> list[T]:

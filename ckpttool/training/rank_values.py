@@ -35,38 +35,39 @@ _RANK_KEY = re.compile(r"rank\d+")
 # Saving ---------------------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Separate:
-    """Paths of values that are saved for each rank, and of those that equal on the ranks that have them, of which rank
-    0 is none."""
+    """Paths of values that are saved for each rank, and of those that only other ranks than 0 have, equal ones."""
 
     by_rank: list[Path] = field(default_factory=list)
     not_on_first: list[Path] = field(default_factory=list)
 
 
 def find_separate(values: Mapping[str, Any], models: Collection[Path]) -> Separate:
-    """Compare the values of the ranks, but those of state dicts of `models`. Raises UsageError for sharded tensors in a
-    list whose other items differ. A collective."""
+    """Compare the values of the ranks, but those of state dicts of `models`. Raises UsageError for sharded tensors
+    beside values that differ. A collective."""
     kept: list[Path] = [(name,) for name in values if parts.kind_of_key(name) in parts.PER_RANK]
-
-    def fingerprints() -> dict[Path, Any]:
-        leaves = _leaves(values, (), {*kept, *models})
-        return {path: (_fingerprint(value), holds_sharded(value)) for path, value in leaves}
-
-    of_ranks = collectives.all_gather_of(fingerprints)
+    of_ranks = collectives.all_gather_different(
+        lambda: {path: _fingerprint(value) for path, value in _leaves(values, (), {*kept, *models})}
+    )
+    paths = sorted({path for of_rank in of_ranks for path in of_rank}, key=dotted)
+    # A value where another rank has a dict is one that differs.
+    dicts = {around for path in paths for around in above(path)}
+    different = {path for path in paths if path in dicts}
     result = Separate(kept)
-    for path in sorted({path for of_rank in of_ranks for path in of_rank}, key=dotted):
+    for path in paths:
         present = [of_rank[path] for of_rank in of_ranks if path in of_rank]
-        if all(one == other for one, other in pairwise(present)):
-            if path not in of_ranks[0]:
-                result.not_on_first.append(path)
-        elif any(has_sharded for _, has_sharded in present):
-            raise UsageError(
-                f"`{dotted(path)}` holds sharded tensors beside values that differ between the ranks",
-                hint="pass the sharded tensors under a key of their own",
-            )
-        else:
+        if different.isdisjoint(above(path)) and (path in different or any(a != b for a, b in pairwise(present))):
             result.by_rank.append(path)
+        elif different.isdisjoint(above(path)) and path not in of_ranks[0]:
+            result.not_on_first.append(path)
+    with collectives.together():
+        for path in result.by_rank:
+            if path not in kept and _has(values, path) and holds_sharded(_get(values, path)):
+                raise UsageError(
+                    f"`{dotted(path)}` holds sharded tensors beside values that differ between the ranks",
+                    hint="pass the sharded tensors under a key of their own",
+                )
     return result
 
 

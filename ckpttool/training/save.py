@@ -96,7 +96,7 @@ def save(
     if format != "fsdp1":
         # Before sharded tensors are gathered, by rank 0 alone.
         which = find_separate(extra, own)
-        which.not_on_first.extend(stages.join(state))
+        which.not_on_first += stages.join(state)
     state = separate(gather(state | extra, format), which, gathered=format == "torch")
     planner = _planner(state) if format == "dcp" else None
     away, is_file = is_remote(path), format == "torch"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable
+from collections.abc import Hashable, Iterable
 from typing import Any
 
 from torch import nn
@@ -10,7 +10,6 @@ from torch import nn
 from ckpttool.catalogue.entries import Path
 from ckpttool.errors import UsageError
 from ckpttool.layout.rename import strip_wrappers
-from ckpttool.storage.crc import crc32
 from ckpttool.text import some
 from ckpttool.training import collectives
 
@@ -18,7 +17,9 @@ from ckpttool.training import collectives
 def names_elsewhere(model: nn.Module) -> set[str]:
     """Return the names of what the models of the ranks have, without those of wrappers; nothing if that is the same on
     all. A collective."""
-    of_ranks = _if_different(lambda: [*map(strip_wrappers, type(model).state_dict(model, keep_vars=True))])
+    of_ranks = collectives.all_gather_different(
+        lambda: [*map(strip_wrappers, type(model).state_dict(model, keep_vars=True))]
+    )
     return {name for names in of_ranks for name in names}
 
 
@@ -26,7 +27,7 @@ def join(state: dict[str, Any]) -> list[Path]:
     """Make the parameter groups in a state dict those of the optimizers of all ranks, and return the paths of the
     tensors of which rank 0 has none. Raises UsageError for groups with different hyper-parameters. A collective."""
     keys = [("model",), ("optim", "state")] if "optim" in state else [("model",)]
-    of_ranks = _if_different(lambda: [(*key, name) for key in keys for name in _at(state, key)])
+    of_ranks = collectives.all_gather_different(lambda: [(*key, name) for key in keys for name in _at(state, key)])
     if of_ranks and "optim" in state:
         groups = collectives.all_gather(state["optim"]["param_groups"])
         with collectives.together():
@@ -39,18 +40,6 @@ def _at(state: Any, path: Path) -> Any:
     for key in path:
         state = state[key]
     return state
-
-
-def _if_different(names: Callable[[], list[Any]]) -> list[list[Any]]:
-    """Return the names of each rank, nothing if all have the same: there may be very many."""
-    own: list[Any] = []
-
-    def crc() -> int:
-        own.extend(names())
-        return crc32(repr(own).encode(errors="surrogatepass"))
-
-    crcs = collectives.all_gather_of(crc)
-    return collectives.all_gather(own) if any(one != crcs[0] for one in crcs) else []
 
 
 def _joined(of_ranks: list[list[dict[str, Any]]]) -> list[dict[str, Any]]:
