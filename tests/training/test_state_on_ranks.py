@@ -44,7 +44,7 @@ CASES = [
     *(["other_arguments", name, "torch"] for name in ("strict", "format", "extra", "optimizer", "names")),
     *(["differing", "fsdp2", format] for format in ("dcp", "torch")),
     ["differing", "fsdp1", "fsdp1"],
-    *(["stages", "plain", format] for format in ("dcp", "torch")),
+    *(["saved_stages", "plain", format] for format in ("dcp", "torch")),
     *(["own_dict_by_rank", "torch", strategy] for strategy in STRATEGIES),
     *(["untied", kind, strategy] for kind in ("plain", "fsdp2", "fsdp1") for strategy in STRATEGIES),
 ]

@@ -585,7 +585,7 @@ def own_dict_by_rank(format: str, strategy: str) -> str:
     return "equal" if (own, loaded.without_own) == wanted and not loaded.missing else f"{own}, {loaded}"
 
 
-def stages(kind: str, format: str) -> str:
+def saved_stages(kind: str, format: str) -> str:
     """Each rank has layers of its own and one that all have, as in a pipeline: saved and loaded as one model."""
     place, rank = practices.folder() / "saved", dist.get_rank()
 
@@ -646,6 +646,6 @@ STATES: dict[str, Callable[..., str]] = {
         several_shards,
         differing,
         own_dict_by_rank,
-        stages,
+        saved_stages,
     )
 }
