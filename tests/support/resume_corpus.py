@@ -151,7 +151,7 @@ GENERIC = {
     for one in (
         Fault("weights", "weights not loaded", _LOST, "buffer"),
         Fault("prefix", "names with a prefix, `strict=False`", _LOST, "buffer"),
-        Fault("one weight", "one element of one weight is doubled", r"mid\.weight"),
+        Fault("one weight", "one element of one weight doubled", r"mid\.weight"),
         Fault("weights rounded", "weights rounded to bfloat16", r"weights of the model.*rounded to bfloat16"),
         Fault("buffer", "a buffer not loaded", r"buffer.*seen"),
         Fault("optimizer", "optimizer not loaded", r"optimizer was not loaded", r"learning rate"),
@@ -170,14 +170,14 @@ GENERIC = {
         Fault("torch rng", "torch's RNG not restored", r"RNG state.*torch"),
         Fault("numpy rng", "numpy's RNG not restored", r"RNG state.*numpy"),
         Fault("python rng", "Python's RNG not restored", r"RNG state.*python"),
-        Fault("rng drawn", "a number drawn after the RNG was restored", r"RNG.*torch"),
-        Fault("data", "data from its start", r"\bdata\b|batch"),
+        Fault("rng drawn", "a random number drawn after the RNG was restored", r"RNG.*torch"),
+        Fault("data", "data starts over", r"\bdata\b|batch"),
         Fault("one batch on", "one batch skipped", r"\bdata\b|batch"),
-        Fault("epoch of the data", "the order of the first epoch", r"\bdata\b|batch"),
+        Fault("epoch of the data", "data order of the first epoch used again", r"\bdata\b|batch"),
         Fault("tokens", "the count of tokens not loaded", r"tokens"),
-        Fault("best", "best loss so far not loaded", r"`?best`?"),
-        Fault("step off by one", "one step left out", r"\bstep\b|progress|scheduler"),
-        Fault("eval mode", "trains on in eval mode", r"eval|training.mode|dropout"),
+        Fault("best", "best loss not loaded", r"`?best`?"),
+        Fault("step off by one", "one step skipped", r"\bstep\b|progress|scheduler"),
+        Fault("eval mode", "training continues in eval mode", r"eval|training.mode|dropout"),
     )
 }
 
@@ -206,7 +206,7 @@ _TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", 
 CORPUS = (
     _saves(
         "one file",
-        "one `ckpt.pt`, written over and over",
+        "a single `ckpt.pt`, overwritten by each save",
         "OUT/ckpt.pt",
         of("optimizer, moments, scheduler, torch rng, one weight, best"),
         resume="... --resume OUT/ckpt.pt",
@@ -237,7 +237,7 @@ CORPUS = (
             "one state, moments rounded",
             Fault(
                 "stale tag",
-                "`latest` is of an older step",
+                "`latest` names an older step",
                 r"another checkpoint|did not resume from step",
                 expects="told",
             ),
@@ -246,13 +246,13 @@ CORPUS = (
     ),
     _saves(
         "thread",
-        "saved by a thread, while training goes on",
+        "saved by a thread while training continues",
         _STEP,
         of(
             "moments of a group, lr",
             Fault(
                 "saved too late",
-                "what is saved is of a later step",
+                "the save contains a later step",
                 r"weights of the model|moments|optimizer|the same weights",
                 r"step counters|buffer",
             ),
@@ -274,13 +274,13 @@ CORPUS = (
     ),
     _saves(
         "dated folders",
-        "each start has a folder named by the time, `--resume auto`",
+        "each start writes to a folder named after the time, `--resume auto`",
         "OUT/*/ckpt-{step}.pt",
         of(
             "rng drawn, eval mode, weights rounded",
             Fault(
                 "sorted by name",
-                "of steps 8 and 10 the first is taken for newer",
+                "step 8 taken for newer than step 10",
                 r"another checkpoint|did not resume from step",
                 expects="told",
             ),
@@ -290,7 +290,7 @@ CORPUS = (
     ),
     Script(
         "environment",
-        "configured by variables alone",
+        "configured by environment variables",
         ("train_saves.py", "--style", "environment"),
         _STEP,
         of("step off by one, scheduler, optimizer"),
@@ -307,7 +307,7 @@ CORPUS = (
     ),
     Script(
         "one folder",
-        "writes to one folder, wherever OUT is",
+        "writes to a fixed folder, whatever OUT is",
         ("train_saves.py", "--style", "fixed", "--out", "/nowhere", "--log", "OUT"),
         "/nowhere/ckpt-{step}.pt",
         (Fault("optimizer", "optimizer not loaded", r"same files for every run", expects="refused"),),
@@ -326,14 +326,14 @@ CORPUS = (
         for name, style, schedule, faults in (
             (
                 "epochs",
-                "`epoch_N.pt`; SGD, BatchNorm, `set_epoch`, StepLR once in an epoch",
+                "`epoch_N.pt`; SGD, BatchNorm, `set_epoch`, StepLR once per epoch",
                 "step",
                 of(
                     "optimizer, moments of a group, scheduler",
                     Fault("batch statistics", "BatchNorm's statistics not loaded", r"buffers? .*running"),
                     Fault("batches counted", "BatchNorm's count not loaded", r"num_batches_tracked"),
                     Fault("set_epoch", "`set_epoch` not called after the resume", r"\bdata\b|batch"),
-                    Fault("epoch", "the number of the epoch not loaded", r"epoch|\bdata\b|not resume|step", "batch"),
+                    Fault("epoch", "the epoch number not loaded", r"epoch|\bdata\b|not resume|step", "batch"),
                     Fault("classifier", "the last layer not loaded", r"weights of the model.*3\.(weight|bias)"),
                 ),
             ),
@@ -362,9 +362,9 @@ CORPUS = (
             Fault("optimizer of the generator", "its optimizer not loaded", r"optimizer.*(not loaded|no state)"),
             Fault("optimizer of the critic", "its optimizer not loaded", r"optimizer.*(not loaded|no state)"),
             Fault("moments of the critic", "first moments of one optimizer zeroed", r"moments.*exp_avg.*zero"),
-            Fault("rate of the other", "one has the learning rate of the other", r"learning rate"),
-            Fault("fixed noise", "the noise for pictures drawn anew", r"fixed_noise|pictures"),
-            Fault("penalty", "a running value that weighs the loss not loaded", r"drift"),
+            Fault("rate of the other", "one optimizer gets the learning rate of the other", r"learning rate"),
+            Fault("fixed noise", "the fixed noise drawn again", r"fixed_noise|pictures"),
+            Fault("penalty", "a running loss weight not loaded", r"drift"),
         ),
     ),
     *(
@@ -372,29 +372,29 @@ CORPUS = (
         for name, style, average, faults in (
             (
                 "shadow",
-                "average in a dict called `shadow`",
+                "weight average in a dict called `shadow`",
                 "shadow",
                 of(
                     "optimizer",
-                    Fault("average", "the average begins at the weights", r"shadow"),
-                    Fault("average of the start", "the average begins at weights as they were built", r"shadow"),
-                    Fault("updates", "the count that its decay follows not loaded", r"updates"),
+                    Fault("average", "average starts from the current weights", r"shadow"),
+                    Fault("average of the start", "average starts from the initial weights", r"shadow"),
+                    Fault("updates", "update count of the decay not loaded", r"updates"),
                     Fault("average rounded", "the average rounded to bfloat16", r"shadow"),
                 ),
             ),
             (
                 "teacher",
-                "a teacher that follows the student, and is trained with",
+                "a mean teacher, used in the loss",
                 "teacher",
                 of(
                     "moments",
-                    Fault("average", "the teacher begins at the student", r"teacher|no optimizer trains|mean"),
+                    Fault("average", "the teacher starts as the student", r"teacher|no optimizer trains|mean"),
                     Fault(
                         "one weight of the average",
-                        "one element of the teacher is doubled",
+                        "one element of the teacher doubled",
                         r"mid\.weight",
                     ),
-                    Fault("updates", "the count that its decay follows not loaded", r"teacher\.n\b|updates"),
+                    Fault("updates", "update count of the decay not loaded", r"teacher\.n\b|updates"),
                 ),
             ),
             (
@@ -403,8 +403,12 @@ CORPUS = (
                 "swa",
                 of(
                     "scheduler",
-                    Fault("average", "the average begins at the weights", r"polyak|AveragedModel|no optimizer trains"),
-                    Fault("models averaged", "the count of what is averaged reset", r"n_averaged"),
+                    Fault(
+                        "average",
+                        "average starts from the current weights",
+                        r"polyak|AveragedModel|no optimizer trains",
+                    ),
+                    Fault("models averaged", "`n_averaged` reset", r"n_averaged"),
                 ),
             ),
             (
@@ -413,8 +417,8 @@ CORPUS = (
                 "file",
                 of(
                     "data",
-                    Fault("average", "the average begins at the weights", r"avg|ema_"),
-                    Fault("updates", "the count that its decay follows not loaded", r"updates"),
+                    Fault("average", "average starts from the current weights", r"avg|ema_"),
+                    Fault("updates", "update count of the decay not loaded", r"updates"),
                 ),
             ),
         )
@@ -426,10 +430,10 @@ CORPUS = (
         "OUT/moco-{step}.pth",
         of(
             "optimizer, torch rng",
-            Fault("queue", "the queue is as it was built", r"queue"),
-            Fault("one key", "one key of the queue has the other sign", r"queue"),
-            Fault("pointer", "the place in the queue reset", r"queue_ptr|queue"),
-            Fault("key encoder", "the key encoder is the query encoder", r"no optimizer trains|encoder_k"),
+            Fault("queue", "the queue starts with its initial values", r"queue"),
+            Fault("one key", "one key of the queue negated", r"queue"),
+            Fault("pointer", "the queue pointer reset", r"queue_ptr|queue"),
+            Fault("key encoder", "the key encoder starts as the query encoder", r"no optimizer trains|encoder_k"),
         ),
     ),
     Script(
@@ -439,13 +443,13 @@ CORPUS = (
         "OUT/agent_{step}.pt",
         of(
             "torch rng",
-            Fault("replay buffer", "the replay buffer empty", r"replay|\bdata\b|batch", r"RNG"),
-            Fault("replay position", "the place in it reset", r"replay_at|replay|\bdata\b|batch"),
+            Fault("replay buffer", "the replay buffer starts empty", r"replay|\bdata\b|batch", r"RNG"),
+            Fault("replay position", "the position in the replay buffer reset", r"replay_at|replay|\bdata\b|batch"),
             Fault("epsilon", "exploration reset", r"epsilon"),
-            Fault("environment", "the environment's generator seeded anew", r"environment|\bdata\b|batch"),
-            Fault("observation", "the environment begins at its start", r"observation|\bdata\b|batch"),
+            Fault("environment", "the environment's generator seeded again", r"environment|\bdata\b|batch"),
+            Fault("observation", "the environment starts over", r"observation|\bdata\b|batch"),
             Fault("returns", "the last returns not loaded", r"returns"),
-            Fault("target network", "the target network is the critic", r"no optimizer trains|critic_target"),
+            Fault("target network", "the target network starts as the critic", r"no optimizer trains|critic_target"),
             Fault("optimizer of the actor", "its optimizer not loaded", r"optimizer.*(not loaded|no state)"),
         ),
     ),
@@ -459,37 +463,37 @@ CORPUS = (
                 of(
                     "step counters",
                     Fault("scaler", "the scaler not loaded", r"grad scaler was not restored"),
-                    Fault("growth tracker", "its count of good steps reset", r"grad scaler.*growth_tracker"),
+                    Fault("growth tracker", "the scaler's growth tracker reset", r"grad scaler.*growth_tracker"),
                 ),
             ),
             (
                 "accumulation",
-                "three micro batches to a step, stopped within one",
+                "three micro-batches per step, saved within a step",
                 "accumulation",
                 of(
                     "data",
-                    Fault("gradients", "the gradients so far not restored", r"gradients?"),
-                    Fault("micro step", "the count of micro batches reset", r"micro"),
+                    Fault("gradients", "accumulated gradients not restored", r"gradients?"),
+                    Fault("micro step", "micro-batch count reset", r"micro"),
                     Fault("optimizer", "optimizer not loaded", r"optimizer was not loaded|no state"),
                 ),
             ),
             (
                 "AutoClip",
-                "clips to the median of the gradient norms so far",
+                "clips to the median of previous gradient norms",
                 "autoclip",
                 of(
                     "second moments",
-                    Fault("history of norms", "the norms so far not loaded", r"norms"),
+                    Fault("history of norms", "previous gradient norms not loaded", r"norms"),
                 ),
             ),
             (
                 "curriculum",
-                "a temperature, a stage and tokens that were seen",
+                "a temperature, a stage and a token count",
                 "curriculum",
                 of(
                     "one weight, betas",
                     Fault("temperature", "the temperature reset", r"temperature"),
-                    Fault("stage", "the curriculum begins again", r"stage|\bdata\b|batch"),
+                    Fault("stage", "the curriculum starts over", r"stage|\bdata\b|batch"),
                     Fault("tokens", "the count of tokens reset", r"tokens"),
                 ),
             ),
@@ -512,22 +516,24 @@ CORPUS = (
             ),
             (
                 "stream",
-                "IterableDataset with a buffer to shuffle in",
+                "IterableDataset with a shuffle buffer",
                 "stream",
                 of(
                     "data, optimizer",
-                    Fault("shuffle buffer", "the buffer begins empty", r"\bdata\b|batch"),
+                    Fault("shuffle buffer", "the shuffle buffer starts empty", r"\bdata\b|batch"),
                     Fault("generator", "the stream's generator not restored", r"generator|\bdata\b|batch"),
-                    Fault("iterator after the RNG", "`iter(DataLoader)` after the RNG is restored", r"RNG.*torch"),
+                    Fault(
+                        "iterator after the RNG", "`iter(DataLoader)` called after the RNG was restored", r"RNG.*torch"
+                    ),
                 ),
             ),
             (
                 "stateful loader",
-                "a loader with `state_dict`, its order drawn from torch's generator",
+                "a loader with `state_dict`, shuffled with torch's generator",
                 "stateful",
                 of(
                     "one batch on",
-                    Fault("order", "the rest of the epoch shuffled anew", r"\bdata\b|batch"),
+                    Fault("order", "the rest of the epoch shuffled again", r"\bdata\b|batch"),
                     Fault("torch rng", "torch's RNG not restored", r"RNG state.*torch"),
                     Fault("epochs counted", "the count of epochs reset", r"epochs"),
                 ),
@@ -545,12 +551,15 @@ CORPUS = (
         for name, style, optimizer, faults in (
             (
                 "one cycle",
-                "OneCycleLR, momentum cycles too",
+                "OneCycleLR with cycled momentum",
                 "onecycle",
                 of(
                     "scheduler",
                     Fault(
-                        "steps that remain", "a cycle of the steps that remain", r"scheduler", r"learning rate|moment"
+                        "steps that remain",
+                        "a new cycle over the remaining steps",
+                        r"scheduler",
+                        r"learning rate|moment",
                     ),
                     Fault("moments", "momentum zeroed", r"moments of the optimizer.*momentum_buffer.*zero"),
                     Fault("momentum of the cycle", "`momentum` of the group changed", r"`momentum` of parameter group"),
@@ -562,8 +571,8 @@ CORPUS = (
                 "lbfgs",
                 of(
                     "data, one weight",
-                    Fault("history of LBFGS", "its history lost", r"optimizer.*(not loaded|no state|in part)"),
-                    Fault("last gradient", "its last gradient has the other sign", r"prev_flat_grad"),
+                    Fault("history of LBFGS", "LBFGS history lost", r"optimizer.*(not loaded|no state|in part)"),
+                    Fault("last gradient", "previous gradient of LBFGS negated", r"prev_flat_grad"),
                 ),
             ),
             (
@@ -578,29 +587,31 @@ CORPUS = (
             ),
             (
                 "masters",
-                "a tied model in bfloat16, its masters in float32",
+                "a tied bfloat16 model with float32 master weights",
                 "masters",
                 of(
                     "second moments",
                     Fault(
-                        "masters from the model", "masters made of the rounded weights", r"weights.*(rounded|masters)"
+                        "masters from the model",
+                        "master weights copied from the rounded weights",
+                        r"weights.*(rounded|masters)",
                     ),
-                    Fault("untied head", "the head is a tensor of its own", r"tied"),
+                    Fault("untied head", "the tied head becomes a separate tensor", r"tied"),
                 ),
             ),
             (
                 "own optimizer",
-                "an optimizer of one's own, with slow weights and a count",
+                "a custom optimizer with slow weights and a counter",
                 "own",
                 of(
                     "buffer",
-                    Fault("slow weights", "its slow weights lost", r"slow|optimizer.*(not loaded|no state|in part)"),
-                    Fault("count of the optimizer", "its count reset", r"\bk\b"),
+                    Fault("slow weights", "slow weights lost", r"slow|optimizer.*(not loaded|no state|in part)"),
+                    Fault("count of the optimizer", "counter of the custom optimizer reset", r"\bk\b"),
                 ),
             ),
             (
                 "functional",
-                "no optimizer: momentum in a dict, updates by hand",
+                "no optimizer object: momentum in a dict, manual updates",
                 "functional",
                 of(
                     "weights",
@@ -611,16 +622,16 @@ CORPUS = (
     ),
     Script(
         "files of a set",
-        "the list of files is a sorted set, shuffled by Python's generator; numpy's own generator augments",
+        "the file list is a sorted set, shuffled with Python's RNG; augmentation with numpy's",
         ("train_files.py", "--out", "OUT"),
         "OUT/{step}.ckpt",
         of(
             "optimizer",
-            Fault("order of a set", "the set is not sorted", r"\bdata\b|batch"),
+            Fault("order of a set", "the set not sorted", r"\bdata\b|batch"),
             Fault("python rng", "Python's RNG not restored", r"RNG state.*python|order"),
-            Fault("augmentation", "numpy's generator seeded anew", r"augmentation|\bdata\b|batch"),
-            Fault("order", "the rest of the epoch shuffled anew", r"order|\bdata\b|batch", r"RNG.*python"),
-            Fault("one optimizer value", "one element of RMSprop's squares is changed", r"square_avg"),
+            Fault("augmentation", "numpy's generator seeded again", r"augmentation|\bdata\b|batch"),
+            Fault("order", "the rest of the epoch shuffled again", r"order|\bdata\b|batch", r"RNG.*python"),
+            Fault("one optimizer value", "one element of RMSprop's `square_avg` changed", r"square_avg"),
         ),
     ),
     *(
@@ -646,7 +657,7 @@ CORPUS = (
                     _within("set_epoch", "`set_epoch` not called after the resume"),
                     Fault(
                         "data of rank 1",
-                        "the data of rank 1 begins again",
+                        "the data of rank 1 starts over",
                         r"data of rank 1|rank 1.*batch|batch.*rank 1",
                     ),
                     Fault("tokens", "the count of tokens not loaded", r"tokens"),
@@ -658,10 +669,10 @@ CORPUS = (
                 "fsdp2",
                 of(
                     "rng, moments, one weight",
-                    Fault("tokens", "tokens of the Stateful not loaded", r"tokens"),
+                    Fault("tokens", "token count of the `Stateful` not loaded", r"tokens"),
                     Fault(
                         "moments not in the list",
-                        "the optimizer not among what is loaded",
+                        "the optimizer left out of the load",
                         r"optimizer.*(not loaded|no state)|moments.*zero",
                         "step counters",
                     ),
@@ -674,14 +685,14 @@ CORPUS = (
                 of(
                     "optimizer, tokens",
                     Fault("rng of rank 1", "the RNG of rank 1 not restored", r"RNG state of rank 1"),
-                    Fault("one moment for both", "the second moments are saved as the first ones, too", r"moments"),
+                    Fault("one moment for both", "second moments also saved as the first ones", r"moments"),
                 ),
             ),
         )
     ),
     Script(
         "accelerate",
-        "`save_state`, an object of one's own in `custom_checkpoint_0.pkl`",
+        "`save_state`, a custom object in `custom_checkpoint_0.pkl`",
         ("train_accelerate.py", "--out", "OUT"),
         "OUT/step_{step}",
         of(
@@ -696,15 +707,18 @@ CORPUS = (
     ),
     Script(
         "Trainer",
-        "transformers' Trainer, a callback writes `ema.pt` into its checkpoints",
+        "transformers' Trainer with a callback that adds `ema.pt` to its checkpoints",
         ("train_trainer.py", "--out", "OUT"),
         None,
         of(
             "rng, data",
             Fault(
-                "optimizer and scheduler", "neither is loaded", r"optimizer was not loaded", r"scheduler|learning rate"
+                "optimizer and scheduler",
+                "optimizer and scheduler not loaded",
+                r"optimizer was not loaded",
+                r"scheduler|learning rate",
             ),
-            Fault("average", "the average of the callback not loaded", r"ema"),
+            Fault("average", "the callback's average not loaded", r"ema"),
         ),
         needs="transformers",
         is_long=True,

@@ -8,11 +8,11 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 
 from support.paths import ROOT
-from support.resume_corpus import BY_NAME, CORPUS, SCRIPTS, Fault, Outcome, Script, graded
+from support.resume_corpus import BY_NAME, CORPUS, SCRIPTS, Outcome, graded
 
 RECORD = SCRIPTS / "found.json"
 PAGE = ROOT / "docs" / "explanation" / "what-is-found.md"
-_MOST = 160  # characters of what was said
+_MOST = 150  # characters of what was said
 _FRACTION = re.compile(r"-?\d+\.\d+(e[+-]?\d+)?")
 _TABLE = re.compile(r"(?<=<!-- begin -->\n).*(?=<!-- end -->)", re.DOTALL)
 Record = Mapping[tuple[str, str], Outcome]
@@ -28,7 +28,7 @@ def recorded() -> dict[tuple[str, str], Outcome]:
 
 
 def with_table(page: str, record: Record) -> str:
-    """Return the page with the table, and the sentence above it, of what was found."""
+    """Return the page with the tables of what was found, and the sentence above them."""
     return _TABLE.sub(lambda _: "\n".join([_sentence(record), "", *_rows(record), ""]), page)
 
 
@@ -36,35 +36,46 @@ def _sentence(record: Record) -> str:
     grades = Counter(outcome.grade for (_, fault), outcome in record.items() if fault)
     without = Counter(outcome.grade for (_, fault), outcome in record.items() if not fault)
     counts = [
-        f"{grades[grade]} {text}"
+        f"{grades[grade]} are {text}"
         for grade, text in (
-            ("right", "are found and named, and nothing else is"),
-            ("named", "are found, and the first difference names them"),
-            ("vague", "are found, and not named"),
-            ("wrong cause", "are found, and something else is named"),
-            ("false pass", "are not found"),
-            ("not possible", "could not be tried"),
+            ("right", "found and named, without any other cause"),
+            ("named", "found, and named by the first difference"),
+            ("vague", "found but not named"),
+            ("wrong cause", "found, but another cause is named"),
+            ("false pass", "not found"),
+            ("not possible", "not tried"),
         )
         if grades[grade]
     ]
-    faults = f"Of {sum(grades.values())} faults, {'; '.join(counts)}."
-    return f"{faults} Of {sum(without.values())} scripts without one, {without['right']} have the right verdict."
+    less = [
+        f"{fault.what} ({script.name})"
+        for script in CORPUS
+        for fault in script.faults
+        if (outcome := record.get((script.name, fault.name))) is not None and outcome.grade != "right"
+    ]
+    faults = f"Of {sum(grades.values())} planted faults, {'; '.join(counts)}. Not named right away: {', '.join(less)}."
+    return f"{faults} Of {sum(without.values())} scripts without a fault, {without['right']} get the right verdict."
 
 
 def _rows(record: Record) -> Iterable[str]:
-    yield from ("| what is wrong | verdict | what is said |", "|---|---|---|")
+    """One row for each kind of fault, with the verdict on its first script; then one for each script."""
+    scripts: dict[str, dict[str, Outcome | None]] = {}
     for script in CORPUS:
-        for fault in (None, *script.faults):
-            yield _row(script, fault, record.get((script.name, fault.name if fault is not None else "")))
+        for fault in script.faults:
+            scripts.setdefault(fault.what, {})[script.name] = record.get((script.name, fault.name))
+    yield from ("| fault | scripts | verdict | message in the first of these scripts |", "|---|---|---|---|")
+    for what, found in scripts.items():
+        outcome = next(iter(found.values()))
+        verdict, message = (outcome.verdict, _shown(outcome)) if outcome is not None else ("not measured", "")
+        yield f"| {what} | {_first(found)} | {verdict} | {message} |"
+    yield from ("", "| script | what it does | faults |", "|---|---|---|")
+    for script in CORPUS:
+        yield f"| {script.name} | {script.style} | {len(script.faults)} |"
 
 
-def _row(script: Script, fault: Fault | None, outcome: Outcome | None) -> str:
-    what = f"**{script.name}**: {script.style}" if fault is None else fault.what
-    if outcome is None:
-        return f"| {what} | not measured | |"
-    is_short = outcome.verdict == "same" and (fault is None or fault.expects != "told")
-    said = "" if is_short else _shown(outcome)
-    return f"| {what} | {outcome.verdict} | {said} |"
+def _first(names: Iterable[str]) -> str:
+    first, *others = names
+    return f"{first} and {len(others)} more" if others else first
 
 
 def _shown(outcome: Outcome) -> str:
