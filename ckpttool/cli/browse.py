@@ -8,7 +8,7 @@ from ckpttool.cli import options
 
 
 def browse(path: options.Checkpoint, *, shapes: options.Shapes = None) -> None:
-    """Walk through a checkpoint in the terminal: its tree, statistics, histograms, heat maps and shards.
+    """Browse a checkpoint in the terminal: its tree, statistics, histograms, heat maps and shards.
 
     Values are read in the background, those on the screen first. `?` lists the keys, `q` quits.
 
