@@ -25,7 +25,7 @@ _OPTIONAL = ("--install-completion", "--show-completion")
 # In the order of `--help`, with their lines there, of at most 60 characters. A command's module is imported when the
 # command is run.
 COMMANDS = {
-    "inspect": "Show what a checkpoint holds, without reading its weights.",
+    "inspect": "Show what a checkpoint contains, without its weights.",
     "show": "Show one tensor: shards, values, mean, norm, NaN.",
     "stats": "Compute statistics of every tensor, layer and moment.",
     "browse": "Browse a checkpoint in the terminal.",
@@ -33,7 +33,7 @@ COMMANDS = {
     "diff": "Compare two checkpoints of any format and world size.",
     "check": "Check a model against a released one: names, shapes, ties.",
     "match": "Derive a key map from a checkpoint to a released model.",
-    "verify": "Check that a checkpoint is whole: every checksum and range.",
+    "verify": "Check that a checkpoint is intact: checksums and ranges.",
     "repair": "Write a repaired copy, with lossless fixes only.",
     "convert": "Convert to another format, bit for bit.",
     "export": "Export the model for transformers, vLLM and the Hub.",

@@ -22,9 +22,9 @@ def batch(
 ) -> None:  # fmt: skip
     """Convert, export, verify or measure every checkpoint of a run.
 
-    What follows the name of the command are its own options; those of batch come before it. Each checkpoint is written
-    completely or not at all, and the same command line goes on where one was interrupted. The exit code is 0 if all
-    were done, 10 if some failed, 11 if all did.
+    Options after the name of the command are its own; those of batch come before it. Each checkpoint is written
+    completely or not at all, and the same command line continues an interrupted batch. The exit code is 0 if all
+    succeeded, 10 if some failed, 11 if all did.
 
     Examples:
         ckpttool batch convert run7 'hf/{step}' --to safetensors --only model

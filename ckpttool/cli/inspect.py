@@ -20,7 +20,7 @@ def inspect(
     strict: options.Strict = False, as_json: options.AsJson = False, quiet: options.Quiet = False,
     verbose: options.Verbose = False,
 ) -> None:  # fmt: skip
-    """Show what a checkpoint holds, without reading its weights or executing its pickles.
+    """Show what a checkpoint contains, without reading its weights or executing its pickles.
 
     Options under Tensors switch to a list of tensors and their shards.
 

@@ -23,7 +23,7 @@ def match(
     """Derive a key map from a checkpoint to a reference model; ambiguous matches are listed, never guessed.
 
     Tensors are matched by names and shapes: renamed, stacked, split, joined or transposed. The exit code is 1 if
-    anything is left open, or left over from an adapter or quantisation.
+    anything is unresolved, or left over from an adapter or quantisation.
 
     Examples:
         ckpttool match step-1000 --like hf://Qwen/Qwen3-30B-A3B -o map.json

@@ -39,22 +39,22 @@ ReshardDestination = Annotated[Destination, Reworded(
 RepairDestination = Annotated[Destination, Reworded("The directory to write, with missing parents.")]
 SamplesDestination = Annotated[Destination, Reworded("The directory to write.")]
 TensorName = Annotated[str, argument("TENSOR",
-    "Its dotted name, as `inspect --tensors` shows it; or that of a value, such as `step`.",
+    "Dotted name of a tensor, as in `inspect --tensors`, or of a value, such as `step`.",
     complete=completion.tensor_names)]
 Elements = Annotated[Text, argument("[ELEMENTS]",
-    "A slice to show in place of the first values: '[0:4, :8]'.")]
-Run = Annotated[str, argument("RUN", "The directory of a run, also in a bucket.")]
+    "A slice to show instead of the first values: '[0:4, :8]'.")]
+Run = Annotated[str, argument("RUN", "The directory of a run, local or in a bucket.")]
 Directory = Annotated[str, argument("DIR", "The directory that runs wrote to, `TMPDIR`, or a folder of a bucket.")]
 A = Annotated[str, argument("A", "A checkpoint of any format.")]
 B = Annotated[str, argument("B", "The checkpoint to compare it with, of any format.")]
-ReportSteps = Annotated[Many, argument("[STEP]...", "Of a run, the steps to draw side by side, as with --steps.")]
+ReportSteps = Annotated[Many, argument("[STEP]...", "Steps of a run to show side by side, as with --steps.")]
 TrialCheckpoints = Annotated[Many, argument("[CKPT]...",
-    "Checkpoints to resume from; each run is compared with that of the first.")]
+    "Checkpoints to resume from; each run is compared with the first.")]
 TrainingCommand = Annotated[Many, argument("-- COMMAND...",
     "The training command, with OUT or {out} for its output directory.")]
 BatchCommand = Annotated[Many, argument("COMMAND RUN... DST [OPTION]...",
-    "convert, export, verify or stats; runs, quoted patterns or checkpoints; where each goes, with {step} or {name} in "
-    "it; and the options of that command, which may have them, too.")]
+    "convert, export, verify or stats; runs, quoted patterns or checkpoints; a destination with {step} or {name}; and "
+    "the options of that command, which may contain them too.")]
 RecipeToWrite = Annotated[str, argument("FILE", "The file to write. An existing one is not replaced.")]
 
 # What is read ---------------------------------------------------------------------------------------------------------
@@ -78,32 +78,32 @@ Shapes = Annotated[Text, option("--shapes FROM", SELECTION,
     "Parameter names, shapes and order (a checkpoint or JSON); needed for FSDP1 flat parameters and integer-keyed "
     "optimizers.")]
 Steps = Annotated[Text, option("--steps STEPS", SELECTION,
-    "Of a run, all complete checkpoints (all) or some (500,1000 or 500..900), side by side.")]
+    "Show all complete checkpoints of a run (all) or some (500,1000 or 500..900) side by side.")]
 ListedSteps = Annotated[Steps, Reworded(
-    "Of a run, list only some steps (500,1000 or 500..900 or all), and show the newest of them.")]
+    "List only some steps of a run (500,1000 or 500..900 or all), and show the newest of them.")]
 ModelFrom = Annotated[Text, option("--model-from PATH", SELECTION, "Read the model from another checkpoint.")]
 OptimFrom = Annotated[Text, option("--optim-from PATH", SELECTION, "Read the optimizer from another checkpoint.")]
 Take = Annotated[Text, option("--take TREE", SELECTION,
-    "Export this tree in place of the model: ema, or its full key.")]
+    "Export this tree instead of the model: ema, or its full key.")]
 Merge = Annotated[Many, option("--merge DIR", SELECTION,
     "Directory of another node with files of the same save. Repeatable.")]
 LikeStep = Annotated[Text, option("--like OTHER", SELECTION,
-    "Another step of the same run, to rebuild a missing `.metadata` from.")]
+    "Rebuild a missing `.metadata` from that of another step of the same run.")]
 Depth = Annotated[int, option("--depth N", SELECTION,
     "Levels of the module tree to show, not counting `model` and lists of layers.", least=1)]
 ListedDtypes = Annotated[Many, option("--dtype DTYPE", TENSORS, "List only tensors of this dtype. Repeatable.")]
 MinSize = Annotated[Text, option("--min-size SIZE", TENSORS,
     "List only tensors of at least this size: 100MB, 1GiB, ...")]
 Where = Annotated[Text, option("--where CONDITION", TENSORS,
-    "List only tensors for which this holds: 'numel > 1e6 and ranks > 1 and name != \"*.bias\"'.")]
+    "List only tensors that meet this condition: 'numel > 1e6 and ranks > 1 and name != \"*.bias\"'.")]
 SortKey = Annotated[Literal["name", "size", "dtype", "order"] | None, option("--sort KEY", TENSORS,
-    "Sort the list by name, size (largest first), dtype, or order (as they were saved).")]
+    "Sort the list by name, size (largest first), dtype, or order (as saved).")]
 Top = Annotated[Number, option("--top N", TENSORS,
     "List only the first N tensors, or the N largest without --sort.", least=1)]
 WhereStatistics = Annotated[Text, option("--where CONDITION", SELECTION,
-    "List tensors for which this holds: 'nan > 0 or absmax > 1e4'.")]
+    "List tensors that meet this condition: 'nan > 0 or absmax > 1e4'.")]
 Spectral = Annotated[bool, option("--spectral", SELECTION,
-    "Estimate stable rank and largest singular values of matrices, too.")]
+    "Also estimate the stable rank and largest singular value of matrices.")]
 
 # Names ----------------------------------------------------------------------------------------------------------------
 
@@ -114,32 +114,32 @@ StripWrappers = Annotated[bool, option("--strip-wrappers", NAMES,
     "Remove `module.`, `_orig_mod.`, `_fsdp_wrapped_module.` and `_checkpoint_wrapped_module.` from names.")]
 StripPrefix = Annotated[Text, option("--strip-prefix P", NAMES, "Remove this prefix from the names of the model.")]
 KeyMap = Annotated[Text, option("--map --key-map NAME", NAMES,
-    "Key map of the model's parameters: a name, a .json file, or none. Default: the one that fits.")]
+    "Key map for the model's parameters: a name, a .json file, or none. Default: the one that fits.")]
 KeyMapToApply = Annotated[KeyMap, Reworded(
     "Apply a key map to the model and its optimizer: a name, a .json file, or none. With --like, to the model; "
     "default: the one that fits.")]
 LikeRun = Annotated[Text, option("--like FROM", NAMES,
     "Give the model the names, dtypes and ranks of this checkpoint of a run.")]
 ExportedNames = Annotated[Literal["released", "memory"], option("--names WHICH", NAMES,
-    "Names as in released files, or as transformers has them in memory: memory.")]
+    "Names as in released files, or as in memory in transformers.")]
 
 # References -----------------------------------------------------------------------------------------------------------
 
 LikeModel = Annotated[Text, option("--like FROM", REFERENCE,
     "Names, order, dtypes, files and config of this model: a directory, hf://org/name, ...")]
-FillFrom = Annotated[Text, option("--fill-from FROM", REFERENCE, "Take the tensors that are missing from this model.")]
+FillFrom = Annotated[Text, option("--fill-from FROM", REFERENCE, "Take missing tensors from this model.")]
 Fill = Annotated[Many, option("--fill GLOB", REFERENCE,
     "Restrict --fill-from to matching tensors; they replace existing ones. Repeatable.")]
 AgainstModel = Annotated[str, option("--against OTHER", REFERENCE,
     "A released model (a directory, a file, hf://org/name), or its config.json.")]
 CompareContent = Annotated[bool, option("--content", REFERENCE,
-    "Compare samples of the values too: a fine-tune is close to its base.")]
+    "Also compare samples of the values: a fine-tune is close to its base.")]
 LikeReference = Annotated[str, option("--like REF", REFERENCE,
     "A released model (a directory, a file, hf://org/name), or its config.json.")]
 ReferenceHeadDim = Annotated[Number, option("--head-dim N", REFERENCE,
     "Rows of an attention head. Default: from the config of REF.", least=1)]
 MatchContent = Annotated[bool, option("--content", VALUES,
-    "Where names are ambiguous, choose by samples of the values: a fine-tune is close to REF.")]
+    "Resolve ambiguous names by samples of the values: a fine-tune is close to REF.")]
 
 # Comparison -----------------------------------------------------------------------------------------------------------
 
@@ -152,7 +152,7 @@ Sharded = Annotated[bool, option("--sharding", COMPARISON, "Count a different sh
 Against = Annotated[Text, option("--against OTHER", COMPARISON, "Compare with a checkpoint that should be equal.")]
 AgainstManifest = Annotated[Text, option("--manifest FILE", COMPARISON,
     "Compare with a manifest: SHA-256 of each file and tensor.")]
-WriteManifest = Annotated[Text, option("--write-manifest FILE", COMPARISON, "Write a manifest, if nothing is damaged.")]
+WriteManifest = Annotated[Text, option("--write-manifest FILE", COMPARISON, "Write a manifest if nothing is damaged.")]
 CheckValues = Annotated[bool, option("--values", COMPARISON, "Check every element: NaN, infinite, all zero, denormal.")]
 
 # Format and layout ----------------------------------------------------------------------------------------------------
@@ -162,13 +162,13 @@ To = Annotated[Text, option("--to FORMAT", FORMAT,
 ToSharded = Annotated[To, Reworded("dcp or fsdp1. Default: the format of SRC; dcp for a single file.")]
 Producer = Annotated[Text, option("--producer NAME", FORMAT,
     "Write the directory layout that a framework resumes from: accelerate, torchtitan, verl, trainer or deepspeed; "
-    "`same` writes the files that SRC has, a path those of another checkpoint. Replaces --to.",
+    "`same` writes the same files as SRC, a path those of another checkpoint. Replaces --to.",
     complete=completion.producers)]
 Dtype = Annotated[Many, option("--dtype [PATTERN=]DTYPE", FORMAT,
     "Cast floating-point tensors: bfloat16, or 'norm*=float32' for some. Repeatable; the first match applies.",
     complete=completion.dtypes)]
 DtypeStrict = Annotated[bool, option("--dtype-strict", FORMAT,
-    "Cast also what the model's library keeps in float32, such as the bias of routers.")]
+    "Also cast tensors that the model's library keeps in float32, such as router biases.")]
 MaxShardSize = Annotated[Text, option("--max-shard-size SIZE", FORMAT,
     "Split into files of at most this size: 5GB, 512MiB, ...")]
 MaxExportShardSize = Annotated[MaxShardSize, Reworded(
@@ -182,7 +182,7 @@ OptimRoot = Annotated[Text, option("--optim-root KEY", FORMAT, "Store the optimi
 Assets = Annotated[Text, option("--assets DIR", FORMAT,
     "Directory or Hub repository with config, tokenizer and code. Default: beside the weights.")]
 Include = Annotated[Many, option("--include GLOB", FORMAT,
-    "Also copy these files, which are not assets by name: 'docs/*.md'. Repeatable.")]
+    "Also copy files that are not assets by name: 'docs/*.md'. Repeatable.")]
 HeadDim = Annotated[Number, option("--head-dim N", FORMAT, "Size of an attention head, if no config has it.", least=2)]
 ConfigStrict = Annotated[bool, option("/--no-strict", FORMAT, "Export even if tensors do not match config.json.")]
 Card = Annotated[bool, option("/--no-card", FORMAT, "Write no model card.")]
@@ -201,17 +201,17 @@ Dataloader = Annotated[str, option("--dataloader POLICY", LAYOUT, "Data loader s
 # The Hub --------------------------------------------------------------------------------------------------------------
 
 Public = Annotated[bool, option("--public", HUB, "Make a newly created repository public. Default: private.")]
-Private = Annotated[bool, option("--private", HUB, "Refuse a repository that is public.")]
+Private = Annotated[bool, option("--private", HUB, "Refuse a public repository.")]
 Keep = Annotated[Many, option("--keep GLOB", HUB, "Do not remove these weights of an earlier export. Repeatable.")]
-CreatePr = Annotated[bool, option("--create-pr", HUB, "Open a pull request; do not change the branch.")]
-Tag = Annotated[Text, option("--tag NAME", HUB, "Tag of the commit, which must not exist yet.")]
-CommitMessage = Annotated[Text, option("--commit-message TEXT", HUB, "Message of the commit.")]
+CreatePr = Annotated[bool, option("--create-pr", HUB, "Open a pull request instead of changing the branch.")]
+Tag = Annotated[Text, option("--tag NAME", HUB, "Tag the commit with a name that does not exist yet.")]
+CommitMessage = Annotated[Text, option("--commit-message TEXT", HUB, "Commit message.")]
 Token = Annotated[Text, option("--token TOKEN", HUB,
     "Hub token. Prefer HF_TOKEN: command-line arguments are visible to other users.")]
 Stage = Annotated[Text, option("--stage DIR", HUB,
-    "Directory for files of DST on their way to a store. Default: TMPDIR.")]
+    "Directory for files of DST before they are uploaded. Default: TMPDIR.")]
 StageUploads = Annotated[Stage, Reworded(
-    "Staging directory for the uploads, kept. Default: up to three temporary files.")]
+    "Staging directory for uploads, which is kept. Default: up to three temporary files.")]
 NotSecret = Annotated[Many, option("--not-secret NAME", HUB,
     "Send the value NAME although it seems to contain a key or token. Repeatable.")]
 NotSecretFiles = Annotated[Many, option("--not-secret FILE", FORMAT,
@@ -222,33 +222,34 @@ NotSecretFiles = Annotated[Many, option("--not-secret FILE", FORMAT,
 Overwrite = Annotated[bool, option("--overwrite", EXECUTION,
     "Replace DST. The old one is kept until the new one is complete.")]
 Resume = Annotated[bool, option("--resume", EXECUTION,
-    "Continue an interrupted run: check and keep what it has copied. If this run is interrupted, keep its copies.")]
+    "Continue an interrupted run: verify and keep what it copied. Keep the copies if this run is interrupted.")]
 DryRun = Annotated[bool, option("--dry-run -n", EXECUTION, "Show the plan and write nothing.")]
 DryRunOfRuns = Annotated[DryRun, Reworded("Show the commands and the cost, and run nothing.")]
 Check = Annotated[bool, option("--check", EXECUTION, "Verify DST against SRC before committing it.")]
 Manifest = Annotated[Text, option("--manifest FILE", EXECUTION,
     "Also write a manifest of DST: SHA-256 of each file and tensor.")]
-NoManifest = Annotated[bool, option("--no-manifest", EXECUTION, "Leave out the manifest that a DCP directory carries.")]
+NoManifest = Annotated[bool, option("--no-manifest", EXECUTION, "Omit the manifest of a DCP directory.")]
 Cache = Annotated[bool, option("/--no-cache", EXECUTION, "Read all values again, and cache nothing.")]
 Threads = Annotated[Number, option("--threads -j N", EXECUTION, "Number of threads that read and write.", least=1)]
 MaxMemory = Annotated[Text, option("--max-memory SIZE", EXECUTION, "Limit the buffers: 2GB, 512MiB, ...")]
-Jobs = Annotated[int, option("--jobs -j N", EXECUTION, "Checkpoints that are worked on at once.", least=1)]
-New = Annotated[bool, option("--new", EXECUTION, "Leave alone whatever lies at the destination of a checkpoint.")]
+Jobs = Annotated[int, option("--jobs -j N", EXECUTION, "Number of checkpoints to process at once.", least=1)]
+New = Annotated[bool, option("--new", EXECUTION, "Skip checkpoints whose destination exists.")]
 Watch = Annotated[Float, option("--watch SECONDS", EXECUTION,
-    "Follow a live run: take checkpoints as they become complete, until there was no new one for SECONDS.")]
+    "Follow a live run: process checkpoints as they become complete, until there is no new one for SECONDS.")]
 ShardOfBatch = Annotated[Text, option("--shard I/N", EXECUTION,
-    "Do the share I of N, from 0 to N-1. Default: the place in an array of Slurm or in an indexed Job of Kubernetes, "
-    "else everything.")]
+    "Process share I of N, from 0 to N-1. Default: the index in a Slurm array or an indexed Kubernetes Job, else "
+    "everything.")]
 Engine = Annotated[Text, option("--engine ENGINE", EXECUTION,
     "bytes copies files; mesh loads into torch with one process per rank, and is the default there.")]
 KeepLast = Annotated[Number, option("--keep-last N", SELECTION,
     "Keep the N newest complete checkpoints as they are. Default: 1.", least=1)]
-KeepEvery = Annotated[Number, option("--keep-every M", SELECTION, "Keep those whose step is a multiple of M.", least=1)]
+KeepEvery = Annotated[Number, option("--keep-every M", SELECTION, "Keep steps that are multiples of M.", least=1)]
 DropPart = Annotated[Drop, Reworded(
-    "Keep only without this part those that --keep-every keeps; without --keep-every, all of the others. Repeatable.")]
+    "Remove this part from the checkpoints that --keep-every keeps; without --keep-every, from all others. "
+    "Repeatable.")]
 Yes = Annotated[bool, option("--yes", EXECUTION,
-    "Remove what your finished runs left. Without it, only list it.")]
-YesPrune = Annotated[Yes, Reworded("Do it. Without it, only say what would be done.")]
+    "Remove what your finished runs left. Default: only list it.")]
+YesPrune = Annotated[Yes, Reworded("Carry it out. Default: only show the plan.")]
 
 # Output ---------------------------------------------------------------------------------------------------------------
 
@@ -256,29 +257,29 @@ AsJson = Annotated[bool, option("--json", OUTPUT, "Print one JSON object, also f
 AsCsv = Annotated[bool, option("--csv", OUTPUT, "Print the list as comma-separated values, one line for each tensor.")]
 StatisticsAsCsv = Annotated[bool, option("--csv", OUTPUT, "Print one line of comma-separated values for each tensor.")]
 DifferencesAsCsv = Annotated[bool, option("--csv", OUTPUT,
-    "Print what differs as comma-separated values, one line for each tensor.")]
+    "Print the differences as comma-separated values, one line for each tensor.")]
 SortDifference = Annotated[Literal["l2", "abs", "rel", "ulp", "cosine", "differing", "name"] | None, option(
     "--sort KEY", OUTPUT,
     "List tensors whose values differ by l2 (||B-A||/||A||, the default), abs, rel, ulp, cosine, differing, or name.")]
 TopDifferences = Annotated[Number, option("--top N", OUTPUT,
     "List only the N tensors whose values differ most.", least=1)]
-AsMarkdown = Annotated[bool, option("--md", OUTPUT, "Print the list as a table of Markdown.")]
+AsMarkdown = Annotated[bool, option("--md", OUTPUT, "Print the list as a Markdown table.")]
 Html = Annotated[Text, option("--html FILE", OUTPUT, "Also write the result as an HTML page that opens offline.")]
 DiffHtml = Annotated[Html, Reworded("Also write an HTML page: a report with the statistics of B minus A.")]
 VerifyHtml = Annotated[Html, Reworded("Also write the findings as an HTML page.")]
-ReshardHtml = Annotated[Html, Reworded("Also write how tensors lie before and after as an HTML page.")]
+ReshardHtml = Annotated[Html, Reworded("Also write the sharding before and after as an HTML page.")]
 ResumeHtml = Annotated[Html, Reworded("Also write the report as an HTML page.")]
 Strict = Annotated[bool, option("--strict", OUTPUT,
-    "Exit with code 4 if the checkpoint is damaged. Without this, inspect only says so.")]
+    "Exit with code 4 if the checkpoint is damaged. Default: only report it.")]
 Each = Annotated[bool, option("--each", OUTPUT, "List each tensor, not groups.")]
 SortStatistic = Annotated[Text, option("--sort STAT", OUTPUT,
     "List each tensor, the largest STAT first: rms, absmax, kurtosis, ...")]
 FailOn = Annotated[Text, option("--fail-on CONDITION", OUTPUT,
-    "Exit with code 1 if this holds for any tensor: 'nan > 0'.")]
+    "Exit with code 1 if any tensor meets this condition: 'nan > 0'.")]
 ReportFile = Annotated[str, option("--output -o FILE", OUTPUT, "The HTML file to write.")]
 KeyMapFile = Annotated[Text, option("--output -o FILE", OUTPUT, "Write the key map to this file.")]
 Replace = Annotated[bool, option("--overwrite", OUTPUT, "Replace FILE.")]
-Quiet = Annotated[bool, option("--quiet -q", OUTPUT, "Print bare values only, and no progress.")]
+Quiet = Annotated[bool, option("--quiet -q", OUTPUT, "Print only bare values, and no progress.")]
 Verbose = Annotated[bool, option("--verbose -v", OUTPUT, "Full output; tracebacks for internal errors.")]
 Junit = Annotated[Text, option("--junit FILE", OUTPUT, "Also write JUnit XML, with one failure for each cause.")]
 KeepRuns = Annotated[Text, option("--keep DIR", OUTPUT,
@@ -288,7 +289,7 @@ KeepFiles = Annotated[Text, option("--keep DIR", OUTPUT, "Keep the files of the 
 # verify-resume audit and trial ----------------------------------------------------------------------------------------
 
 Recipe = Annotated[Text, option("--recipe FILE", EXECUTION,
-    "Build the model of this recipe, and compare names and shapes with it.")]
+    "Build the model of this recipe, and compare its names and shapes.")]
 Values = Annotated[bool | None, option("--values/--no-values", EXECUTION,
     "Check weights and moments for NaN, infinities and negative moments. Default: up to 1 GiB.")]
 TrialRecipe = Annotated[str, option("--recipe FILE", TRAINING, "Python file that builds and trains a model.")]
@@ -315,40 +316,39 @@ Preset = Annotated[Text, option("--preset NAME", RUNS,
     "Fill in the other options for a framework, and add its flags to COMMAND unless given: trainer, "
     "accelerate, lightning, torchtitan, nanogpt or torchtune.")]
 At = Annotated[Number, option("--at K", RUNS,
-    "The step that B resumes from. Default: one that A saves within an epoch; with a preset 4.", least=1)]
+    "The step that B resumes from. Default: one that A saves within an epoch; 4 with a preset.", least=1)]
 Until = Annotated[Number, option("--until N", RUNS,
-    "The last step that is compared. Default: once an epoch has ended and two steps were saved; with a preset 8.",
+    "The last step to compare. Default: when an epoch has ended and two steps were saved; 8 with a preset.",
     least=2)]
 Stop = Annotated[Text, option("--stop HOW", RUNS,
-    "How B begins: copy, from a copy of what A had written when it saved step K; or B trains to step K and is "
-    "stopped by sigkill, sigterm, or max-steps=FLAG, the command's own flag for its number of steps. Default: copy.")]
+    "How B begins: copy, from a copy of A's output when A saved step K; or B trains to step K and is stopped by "
+    "sigkill, sigterm, or max-steps=FLAG, the command's own flag for its number of steps. Default: copy.")]
 ResumeWith = Annotated[Text, option("--resume-with COMMAND", RUNS,
-    "The command that resumes, quoted: '... --resume {checkpoint}', where ... is COMMAND; {weights} are its files of "
-    "weights. Default: as the script has it, else COMMAND itself.")]
+    "The command that resumes, quoted: '... --resume {checkpoint}', where ... is COMMAND; {weights} are its "
+    "weights files. Default: detected in the script, else COMMAND itself.")]
 RunWorld = Annotated[Number, option("--world N", RUNS, "The value of {world} in COMMAND.", least=1)]
 RunToWorld = Annotated[Number, option("--to-world M", RUNS,
-    "Resume B with {world} M, and compare it with a run (control) that torch's DCP reshards.", least=1)]
+    "Resume B with {world} M, and compare it with a run (control) resharded by torch's DCP.", least=1)]
 RunVia = Annotated[str, option("--via ROUTE", RUNS,
     "Convert B's checkpoint before it resumes (comma-separated steps): safetensors, dcp, torch, fsdp1, reshard:N.")]
 RunCheckpoints = Annotated[Text, option("--checkpoints PATTERN", COMPARED,
-    "Where the checkpoints are: 'OUT/step-{step}'; without {step}, those of 'OUT/*', whose steps are read from them, "
-    "or one that is written again and again; {step-1} counts from 0, and ` + ` adds a file that belongs to the "
-    "newest. Default: found in what A writes.")]
+    "The checkpoints: 'OUT/step-{step}'; without {step}, 'OUT/*', whose steps are read from their contents, or one "
+    "that is rewritten; {step-1} counts from 0, and ` + ` adds a file of the newest. Default: detected in A's output.")]
 Out = Annotated[str, option("--out WORD", COMPARED,
-    "The word that stands for the output directory, as {out} does; or the folder that COMMAND always writes to.")]
+    "The word that stands for the output directory, like {out}; or the folder that COMMAND always writes to.")]
 Loss = Annotated[Text, option("--loss REGEX", COMPARED,
     "The losses in the output: a regular expression with a group for the step and one for the loss. Or files: "
-    "json:FILE[:KEY], csv:, text:, tensorboard:, trainer:; none. Default: `step 4: loss 2.71` and the like.")]
+    "json:FILE[:KEY], csv:, text:, tensorboard:, trainer:; none. Default: lines such as `step 4: loss 2.71`.")]
 Inject = Annotated[bool, option("/--no-inject", EXECUTION,
-    "Leave torch as the command sets it: no deterministic switches, no seeds.")]
+    "Leave torch's settings alone: no deterministic switches, no seeds.")]
 Observe = Annotated[bool | None, option("--observe/--no-observe", EXECUTION,
     "Compare each step of each rank: batch, loss, gradient norm, lr, parameters and, with --observe, RNG states.")]
 WithControls = Annotated[bool | None, option("--control/--no-control", EXECUTION,
-    "Resume once more from what B saved, then with one part of the state left out at a time, and check that each "
-    "of these differs; default with --junit.")]
+    "Resume once more from a save of B, then repeatedly without one part of the state, and check that each of these "
+    "differs. Default with --junit.")]
 Cross = Annotated[Many, option("--cross EVENT", COMPARED,
-    "What must happen in the steps that are compared: epoch (the end of one), evaluation, learning-rate (a change) "
-    "or accumulation; otherwise nothing is proven. Repeatable.")]
+    "Require this event in the compared steps, or prove nothing: epoch (its end), evaluation, learning-rate (a "
+    "change) or accumulation. Repeatable.")]
 SeedEnv = Annotated[Many, option("--seed-env NAME[=VALUE]", EXECUTION,
     "Set this variable to a seed, the same in all runs. Repeatable.")]
 Timeout = Annotated[int, option("--timeout SECONDS", EXECUTION, "Time limit for each run.", least=1)]

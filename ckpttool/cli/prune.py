@@ -16,8 +16,8 @@ def prune(
 ) -> None:  # fmt: skip
     """Remove old checkpoints of a run, or parts of them.
 
-    The newest complete checkpoint stays, and so does whatever cannot be judged: one that is not complete, a link, a
-    folder that is no checkpoint. Each of the others is there as a whole or gone, whenever this is interrupted.
+    The newest complete checkpoint stays, and so does whatever cannot be judged: incomplete checkpoints, links, folders
+    that are not checkpoints. If interrupted, each of the others is either whole or gone.
 
     Examples:
         ckpttool prune run7 --keep-last 3 --keep-every 1000

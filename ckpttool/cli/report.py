@@ -18,10 +18,10 @@ def report(
     quiet: options.Quiet = False, verbose: options.Verbose = False,
     cache: options.Cache = True, threads: options.Threads = None,
 ) -> None:  # fmt: skip
-    """Write one HTML file about a checkpoint: what stands out, statistics, histograms, shards, bytes.
+    """Write one HTML file about a checkpoint: findings, statistics, histograms, shards, bytes.
 
-    It opens offline, needs nothing beside it, and holds statistics and thumbnails, not the weights. All values are
-    read once, as `stats` does.
+    The file opens offline and contains statistics and thumbnails, not the weights. All values are read once, as by
+    `stats`.
 
     Examples:
         ckpttool report step-1000

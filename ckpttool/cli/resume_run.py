@@ -29,9 +29,9 @@ def run(
     html: options.ResumeHtml = None, junit: options.Junit = None, keep: options.KeepRuns = None,
     as_json: options.AsJson = False, quiet: options.Quiet = False, verbose: options.Verbose = False,
 ) -> None:  # fmt: skip
-    """Compare a training command with and without a stop.
+    """Compare a training command with and without an interruption.
 
-    A runs to step N; B resumes from a copy of what A had written at step K. If B differs, A2 repeats A. The exit code
+    A runs to step N; B resumes from a copy of A's output at step K. If B differs, A2 repeats A. The exit code
     is 0 if B is the same as A, 1 if it differs, 3 if A2 differs too, 9 if nothing is proven.
 
     Examples:

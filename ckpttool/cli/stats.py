@@ -20,7 +20,7 @@ def stats(
     verbose: options.Verbose = False,
     cache: options.Cache = True, threads: options.Threads = None,
 ) -> None:  # fmt: skip
-    """Show statistics of the values of a checkpoint, and what stands out.
+    """Show statistics of the values of a checkpoint, and outliers.
 
     All values are read once: zeros, NaN, infinities, limits, mean, standard deviation, norms, kurtosis and quantiles of
     each tensor, and of the tensors of each part, layer, kind and expert together.

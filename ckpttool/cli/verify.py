@@ -20,7 +20,7 @@ def verify(
 ) -> None:  # fmt: skip
     """Read a whole checkpoint and report all damage.
 
-    Every stored checksum is compared, and the index with the files. The exit code is 4 for damage, 1 for NaN or a
+    Compares every stored checksum, and the index with the files. The exit code is 4 for damage, 1 for NaN or a
     difference, else 0.
 
     Examples:

@@ -32,7 +32,7 @@ def audit(
     shapes: options.Shapes = None,
     as_json: options.AsJson = False, quiet: options.Quiet = False, verbose: options.Verbose = False,
 ) -> None:  # fmt: skip
-    """Check that all state needed to resume is there.
+    """Check that a checkpoint has all state needed to resume.
 
     Nothing is trained. The exit code is 1 if training cannot resume.
 
@@ -94,7 +94,7 @@ def trial(
 ) -> None:  # fmt: skip
     """Train, save, convert, resume, and compare every step.
 
-    The runs that resume are new processes; state and steps are compared bit for bit. The exit code is 0 if training
+    Resumed runs are new processes; state and steps are compared bit for bit. The exit code is 0 if training
     resumes exactly, 1 if it does not, 3 if training does not repeat itself.
 
     Examples:
