@@ -87,7 +87,7 @@ class _Flattening:
             charge(4 * len(value) * len(path))
             self._repeated += len(value)
             if self._repeated > MAX_REPEATED:
-                raise CorruptError(f"`{dotted(path[:4])}`: containers that are shared stand for millions of entries")
+                raise CorruptError(f"`{dotted(path[:4])}`: shared containers expand to millions of entries")
         self._walked.add(id(value))
 
     def _has_leaf(self, value: Any) -> bool:

@@ -49,7 +49,7 @@ Kind = Literal[
     "unmatched-optimizer",  # optimizer state of parameters that the model does not have
     "unreadable",  # an object that cannot be read
     "unreadable-manifest",  # a manifest that cannot be read
-    "unsafe-global",  # a name in a pickle that runs code where it is loaded; `names` has it
+    "unsafe-global",  # a name in a pickle that runs code when loaded; `names` has it
     "unused-file",  # files that are not part of what was opened
     "unused-storage",  # bytes that no tensor uses
 ]

@@ -73,6 +73,6 @@ def _given(command: Any, arguments: dict[str, Any], name: str) -> dict[str, Any]
         if key not in inspect.signature(function_of(name)).parameters:
             flag = f"--{key.removeprefix('as_')}"
             raise UsageError(
-                f"`{flag}` is about what `{name}` prints, and a batch writes documents", hint="leave it out"
+                f"`{flag}` changes what `{name}` prints, but a batch writes documents", hint="leave it out"
             )
     return given

@@ -147,7 +147,7 @@ def fill(name: str | None, command: Sequence[str], given: Mapping[str, Any]) -> 
     if (other := preset.other_steps(command)) is not None:
         if options.get("observe"):
             message = f"`{other}`: steps are observed with `{preset.one_step}`"
-            raise UsageError(message, hint="leave out `--observe`: the checkpoints of whole epochs are compared")
+            raise UsageError(message, hint="omit `--observe`: the checkpoints of whole epochs are compared")
         filled["loss"] = "none"
     options |= {key: value for key, value in filled.items() if options.get(key) is None}
     words = preset.command(command, options["at"], options["until"])

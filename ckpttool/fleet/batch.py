@@ -109,7 +109,7 @@ def _recorded(options: Mapping[str, Any]) -> dict[str, Any]:
 def _filled(text: str, step: int | None, name: str | None) -> str:
     """Return a text with the step and the name of a checkpoint in it. Raises UsageError if it has none."""
     if "{step}" in text and step is None:
-        raise UsageError("no step is known of it, and `{step}` stands in the destination", hint="use `{name}`")
+        raise UsageError("it has no known step, but the destination contains `{step}`", hint="use `{name}`")
     if "{name}" in text and name is None:
         raise UsageError("it is several files, which have no `{name}`", hint="use `{step}`")
     return text.replace("{step}", str(step)).replace("{name}", str(name))
@@ -291,7 +291,9 @@ class _Work:
             elif is_there and self._new:
                 item.state, item.message = "present", _NOT_JUDGED
             elif is_there and not may_replace:
-                text = f"`{item.destination}` exists, and `{self._result.log}` does not say that it was made of this"
+                text = (
+                    f"`{item.destination}` exists, and `{self._result.log}` does not say that it was created from this"
+                )
                 raise OverwriteError(text, hint=self._hint(), file=item.destination)
             else:
                 self._log.write({**line, "state": "begun", "replaces": is_there})

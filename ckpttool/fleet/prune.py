@@ -295,7 +295,7 @@ def _rewrite(one: RunCheckpoint, drop: Sequence[str]) -> int:
         if (why_not := run_items.completed(replace(one, path=written)).why_not) is not None:
             raise UsageError(f"`{path}` would not be complete any more: {why_not}")
         if run_items.version(locate(str(path))) != before:
-            raise ReadError(f"`{path}` has changed meanwhile", file=path)
+            raise ReadError(f"`{path}` has changed in the meantime", file=path)
         freed = one.nbytes - (Directory(written).nbytes() if written.is_dir() else written.size())
         if path.is_remote:
             publish.replace_by(destination(str(path)), written)

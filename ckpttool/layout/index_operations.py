@@ -457,7 +457,7 @@ class Rows(Operation):
 
     def apply(self, table: Table, facts: Facts, rows: int) -> Table:
         fits = not self.parts or max(self.parts) < len(table)
-        _check(fits, f"there is no part {max(self.parts, default=0)} of {len(table)}, of which the rows are permuted")
+        _check(fits, f"there is no part {max(self.parts, default=0)} of {len(table)}, whose rows are permuted")
         return [
             row if self.parts and part not in self.parts else _each([row], lambda one: self._permuted(one, facts))[0]
             for part, row in enumerate(table)

@@ -435,7 +435,7 @@ def _table(keymap: KeyMap, group: _Group) -> tuple[Table, list[Tensor]]:
     if len({tensor.dtype for tensor in sources}) > 1:
         dtypes = sorted({tensor.dtype.name for tensor in sources})
         raise UsageError(
-            f"key map `{keymap.name}`: `{rule.targets[0].text}` cannot be made of tensors of {' and '.join(dtypes)}",
+            f"key map `{keymap.name}`: `{rule.targets[0].text}` cannot be built from tensors of {' and '.join(dtypes)}",
             hint="tensors that become one have one dtype",
             tensor=sources[0].name,
         )

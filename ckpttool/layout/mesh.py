@@ -69,7 +69,7 @@ def parse_mesh(text: str, option: str = "--to-mesh") -> Mesh:
         if not _is_number(size) or not 1 <= int(size) <= _MAX_WORLD:
             raise UsageError(f"{flag}: `{part}` is not a dimension and its size", hint="write `shard=4,tp=2`")
         if _NAMES[name] in sizes:
-            raise UsageError(f"{flag}: the dimension `{_NAMES[name]}` is there twice")
+            raise UsageError(f"{flag}: the dimension `{_NAMES[name]}` is given twice")
         sizes[_NAMES[name]] = int(size)
     mesh = Mesh(tuple(sizes), tuple(sizes.values()))
     if mesh.world > _MAX_WORLD:

@@ -97,4 +97,4 @@ def renamed_by(planned: Catalogue, rename: Sequence[str]) -> Catalogue:
 def check_not_empty(planned: Catalogue, source: Catalogue) -> None:
     """Raise UsageError where everything was excluded; a checkpoint of nothing is one."""
     if not planned.entries and source.entries:
-        raise UsageError("nothing is left to write", hint="look at what is there with `ckpttool inspect`")
+        raise UsageError("nothing is left to write", hint="`ckpttool inspect` lists what there is")

@@ -188,7 +188,7 @@ def check(planned: Catalogue, method: str, config: Mapping[str, Any], where: str
     for what, found, expected in differences:
         raise CorruptError(
             f"`{where}` is not the config of this adapter: {what}: found {found}, expected {expected}",
-            hint="pass the `adapter_config.json` of the training with `--assets`; `--no-strict` goes on all the same",
+            hint="pass the `adapter_config.json` of the training with `--assets`; `--no-strict` exports anyway",
             file=where,
             found=found,
             expected=expected,

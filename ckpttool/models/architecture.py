@@ -185,7 +185,7 @@ def _hint(compared: ArchitectureDifferences, shapes: Mapping[str, Ints], model: 
         return "give them their names with `--rename OLD=NEW` or `--map`; `--no-strict` writes them as they are"
     if compared.unexpected:
         return f"leave them out with `--exclude {literal(compared.unexpected[0])}`, or pass `--no-strict`"
-    return "is the config this model's? `--no-strict` goes on all the same"
+    return "is the config this model's? `--no-strict` exports anyway"
 
 
 def _prefix(shapes: Mapping[str, Ints], model: Expected) -> str:

@@ -116,7 +116,7 @@ def collect(folder: Location | None, catalogue: Catalogue, include: Sequence[str
     beside = _beside(catalogue)
     if beside is None and include:
         hint = "name their directory: `--assets DIR`"
-        raise UsageError(f"`--include {include[0]}`: no config or tokenizer lies beside the weights", hint=hint)
+        raise UsageError(f"`--include {include[0]}`: there is no config or tokenizer beside the weights", hint=hint)
     assets = _in(beside, include, strict=False) if beside is not None else Assets()
     if not assets.paths:
         return Assets()

@@ -98,7 +98,7 @@ def _place_modules(planned: Catalogue, beside: Assets, folder: Location) -> tupl
         raise _incomplete(folder, f"`{asset_names.MODULES}` has {what}, which is not known how to export")
     for path in paths.values():
         if path and not _FOLDER.fullmatch(path):
-            raise _incomplete(folder, f"`{asset_names.MODULES}` names `{path}`, which leads out of it")
+            raise _incomplete(folder, f"`{asset_names.MODULES}` names `{path}`, which points outside of it")
     heads = {tensor.name.partition(".")[0] for tensor in planned.tensors}
     is_indexed = heads <= paths.keys()
     if is_indexed and main not in heads:

@@ -67,7 +67,7 @@ def base(whole: CombinedSource, reference: references.Reference, patterns: Seque
     """Add the files of a base to those of the source. Raises UsageError for a base without weights, or a pattern that
     matches nothing in it."""
     if reference.source is None:
-        hint = "name a checkpoint, in place of its config"
+        hint = "name a checkpoint instead of its config"
         raise UsageError(f"`--fill-from {reference.path}` has no weights", hint=hint)
     for pattern in patterns:
         if not any(map(any_of([pattern]), reference.known)):
@@ -131,7 +131,7 @@ def mapped(
     if found is not None:
         best, by, counts, assumed = found
         if resized := [rule.targets[0].text for rule in by.rules if any(isinstance(o, Trim) for o in rule.operations)]:
-            notes.append(f"rows at the end that are padding are left out: {some(resized)}")
+            notes.append(f"padding rows at the end are dropped: {some(resized)}")
         if assumed:
             notes.append(f"assumed not to be transposed, which neither names nor shapes show: {some(assumed)}")
         notes.append(

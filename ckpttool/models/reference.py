@@ -65,7 +65,7 @@ class Reference:
     def with_values(self) -> Viewed:
         """Return the source, for `--content`. Raises UsageError if there is a config alone."""
         if self.source is None:
-            hint = "name a checkpoint, in place of its config"
+            hint = "name a checkpoint instead of its config"
             raise UsageError("`--content` compares values, and the reference has none", hint=hint)
         return self.source
 

@@ -47,7 +47,7 @@ def model_of(source: Catalogue, only: Sequence[str]) -> Catalogue:
     own = {tensor.path for tensor in source.tensors if tensor.part == part and not tensor.embedded}
     model = select.select(select.start(source), lambda entry: entry.path in own)
     if not model.entries:
-        raise UsageError(f"part `{part}` has no tensors", hint="look at what is there with `ckpttool inspect`")
+        raise UsageError(f"part `{part}` has no tensors", hint="`ckpttool inspect` lists what there is")
     validate(source, set(model.entries))
     return _flat(without_root(model, part))
 
@@ -73,7 +73,7 @@ def tree_of(source: Catalogue, name: str, notes: list[str], *, strict: bool) -> 
         listed = [f"`{tree}` ({len(names):,} of {len(own):,} tensors)" for tree, names in trees.items()]
         known_trees = "; ".join(listed) or "none"
         what = f"no tree `{name}` with the names of the model" if not of_name else f"`{name}` is {len(of_name)} trees"
-        hint = f"pass one of their whole names: `--take {(of_name or [*trees])[0]}`" if trees else None
+        hint = f"pass one of their full names: `--take {(of_name or [*trees])[0]}`" if trees else None
         raise UsageError(f"`--take {name}`: {what}; there are: {known_trees}", hint=hint, found=[*trees])
     tree = trees[of_name[0]]
     missing = [one for one in own if one not in tree]

@@ -90,9 +90,9 @@ def check_apart(dst: str, *sources: str | None) -> None:
         real, other = local_path(dst).real(), local_path(path).real()
         hint = "write somewhere else; SRC is never touched"
         if real.is_below(other):
-            raise UsageError(f"`{dst}` is the source, or lies inside it", hint=hint)
+            raise UsageError(f"`{dst}` is the source, or is inside it", hint=hint)
         if other.is_below(real):
-            raise UsageError(f"the source `{path}` lies inside `{dst}`", hint=hint)
+            raise UsageError(f"the source `{path}` is inside `{dst}`", hint=hint)
 
 
 class DtypeOfTorch(Protocol):

@@ -212,7 +212,7 @@ def blocks(result: Checked, verbose: bool = False) -> Iterator[Block]:
         yield Findings(_TITLES.get(kind, kind), [one for one in result.mismatches if one.kind == kind], _SHOWN)
     if {"missing", "extra"} <= {*kinds}:
         command = f"ckpttool match {result.path} --like {result.against}"
-        yield Text(f"`{command}` finds out whether what is missing is there under other names.")
+        yield Text(f"`{command}` finds out whether the missing tensors exist under other names.")
 
 
 def _facts(result: Checked) -> Iterator[tuple[str, str | None]]:

@@ -237,8 +237,8 @@ def _check_like(options: ConvertOptions, *others: str | None) -> None:
                 raise UsageError(f"`--map` and `{flag}` cannot be used together", hint="convert twice, each with one")
         if options.optim_keys == "id":
             raise UsageError(
-                "`--map` and `--optim-keys id` cannot be used together: ids go by the order of the parameters, which a "
-                "map does not tell",
+                "`--map` and `--optim-keys id` cannot be used together: ids depend on the order of the parameters, "
+                "which a map does not define",
                 hint="leave it out: torch's `set_optimizer_state_dict` and `ckpttool.load` take names",
             )
     if options.like is None:

@@ -170,7 +170,7 @@ def _truncated(catalogue: Catalogue, faults: list[CkptError]) -> list[CkptError]
         if warning is not None:
             catalogue.warnings.remove(warning)
             counts.append(plural(len(warning.names), "object"))
-        message = f"`{file.name}`: truncated at {file.size:,} bytes: {' and '.join(counts)} lie behind its end"
+        message = f"`{file.name}`: truncated at {file.size:,} bytes: {' and '.join(counts)} lie beyond its end"
         faults = [CorruptError(message, hint=fault.hint, file=file.name), *(one for one in faults if one is not fault)]
     return faults
 

@@ -81,7 +81,7 @@ class Matched(Result):
     def message(self) -> str:
         """The verdict in a sentence."""
         reference = f"{plural(self.reference_tensor_count, 'tensor')} of {self.like}"
-        text = f"{self.found:,} of {reference} are made of {self.source}"
+        text = f"{self.found:,} of {reference} can be built from {self.source}"
         for what, all_ in (("ambiguous", self.ambiguous), ("unmatched", self.unmatched)):
             number = sum(len(one.names) for one in all_)
             text += f"; {number:,} {what}" if number else ""
@@ -187,7 +187,7 @@ def _fill(result: Matched, solution: Solution, reference: Reference) -> None:
 
 _BY = {
     "name": "by their names",
-    "renaming": "by names of which an end is the same",
+    "renaming": "by names with the same ending",
     "words": "by what their names say",
     "shape": "as nothing else of their shapes is left",
     "map": "by a key map that comes with ckpttool",
@@ -231,5 +231,5 @@ def _facts(result: Matched) -> Iterator[tuple[str, str | None]]:
     yield "tensors", f"{result.tensor_count:,}, and {result.reference_tensor_count:,} in the reference; {found}"
     yield from (("", f"{number:,} {_BY[by]}") for by, number in result.by.items())
     if result.assumed:
-        yield "assumed", f"not to be transposed, which shapes do not tell: {some([one.name for one in result.assumed])}"
+        yield "assumed", f"not to be transposed, which shapes do not show: {some([one.name for one in result.assumed])}"
     yield "time", duration(result.seconds)

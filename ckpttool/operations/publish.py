@@ -275,6 +275,6 @@ def _check_secrets(planned: Catalogue, not_secret: Sequence[str]) -> None:
         raise UsageError(
             f"`{found[0].file}` has what looks like {found[0].what}, and nothing is sent"
             + (f"; so have {some([one.file for one in found[1:]])}" if found[1:] else ""),
-            hint=f"drop its part, or take it out with torch; if it is none, `--not-secret {found[0].file}` sends it",
+            hint=f"drop its part, or remove it with torch; if it is no secret, `--not-secret {found[0].file}` sends it",
             found=[f"`{one.file}`: {one.what}" for one in found],
         )

@@ -176,7 +176,7 @@ def _repair(
         for name in strays:
             folder.inside(name).remove()
         result.dropped += strays
-        result.done.append(f"left out what nothing mentions: {some(strays)}")
+        result.done.append(f"skipped files that nothing mentions: {some(strays)}")
         report = verify(folder, threads=threads)
     files.check_unchanged(before)
     if not report.whole:
@@ -207,7 +207,7 @@ def _gathered(sources: Sequence[str], result: Repaired) -> tuple[dict[str, Locat
     for root in map(local_path, sources):
         if remains := _remains(root):
             result.dropped += remains
-            result.done.append(f"left out what a save left that stopped: {some(remains)}")
+            result.done.append(f"skipped remains of an interrupted save: {some(remains)}")
         for name in root.below():
             location = root / name
             if name not in originals:

@@ -217,7 +217,7 @@ def _finish_killed(dst: str, options: WriteOptions) -> None:
         message = f"`{dst}` exists: a killed run had written all but its manifest `{path}`, which is written now"
         raise OverwriteError(message, hint="nothing is left to do; pass `--overwrite` to write it again", file=dst)
     if done is False:
-        message = f"`{dst}` exists: a killed run had written all but a manifest that was asked for"
+        message = f"`{dst}` exists: a killed run had written everything except the requested manifest"
         hint = f"`ckpttool verify {dst} --write-manifest FILE` writes one; pass `--overwrite` to write it again"
         raise OverwriteError(message, hint=hint, file=dst)
 
@@ -526,7 +526,7 @@ def note_overflow(result: Conversion, overflowed: Mapping[str, int]) -> None:
 def _check_not_inside(dst: str) -> None:
     """Raise UsageError for a destination in the directory of another checkpoint, which would have a file more."""
     if (around := checkpoint_around(local_path(dst))) is not None:
-        message = f"`{dst}` lies in the checkpoint `{around}`, which would not be what was saved any more"
+        message = f"`{dst}` is inside the checkpoint `{around}`, which would not be what was saved any more"
         raise UsageError(message, hint=f"write it beside: `{around.parent / local_path(dst).name}`")
 
 
@@ -593,11 +593,11 @@ def check_place(manifest: str | None, dst: str, names: Iterable[str]) -> None:
 
 
 def _check_harmless(planned: Catalogue, src: str) -> None:
-    """Raise CorruptError for an object that runs code where it is loaded. Attributes of a dict are removed, as no
+    """Raise CorruptError for an object that runs code when loaded. Attributes of a dict are removed, as no
     option excludes them: opening the source has warned of them."""
     for name, called in harmful(planned.objects):
         raise CorruptError(
-            f"`{src}`: `{name}` names `{called}`, which runs code where it is loaded, and is not passed on",
+            f"`{src}`: `{name}` names `{called}`, which runs code when loaded, and is not passed on",
             hint=f"look where this file came from; `--exclude '{name}'` leaves the entry out",
             file=src,
             found=called,
@@ -650,7 +650,7 @@ def _summarise(result: Conversion, source: Source, plan: Planned, target: Format
     remarks = {str(name) for name in source.catalogue.facts.get("metadata", ())} - {"format"}
     if remarks and target.name not in (source.catalogue.format, same.SAME):
         names = ", ".join(f"`{name}`" for name in sorted(remarks)[:5])
-        result.notes.append(f"`__metadata__` of the source is left out, {target.name} has no place for it: {names}")
+        result.notes.append(f"`__metadata__` of the source is dropped, {target.name} has no place for it: {names}")
     result.notes[:0] = chosen_of_run(source.catalogue)
     result.free_bytes = free_space.free_bytes(dst)
 
@@ -681,7 +681,7 @@ def _lost_attributes(planned: Catalogue, written: Catalogue) -> list[str]:
         # By default, every module is of version 1.
         and not (name == "_metadata" and isinstance(value, dict) and all(v == {"version": 1} for v in value.values()))
     }
-    return [f"Python attributes of dicts are left out: {some(sorted(lost))}"] if lost else []
+    return [f"Python attributes of dicts are dropped: {some(sorted(lost))}"] if lost else []
 
 
 def expected_memory(planned: Catalogue, cast: object, threads: int | None, memory: int | None) -> int:

@@ -163,7 +163,7 @@ class LayoutBuilder:
         component_of = {self._moved.get(path, path): number for path, number in self._component_of.items()}
         for value in self._values:
             if value.path in moved.entries:
-                raise LossError(f"`{value.name}` is there already, with another value")
+                raise LossError(f"`{value.name}` already exists, with another value")
             moved.entries[value.path] = value
         lost = ((self.catalogue.entries[path], why) for path, why in self._lost.items())
         losses = [FormatLoss(entry.name, why) for entry, why in lost if not entry.embedded]

@@ -163,7 +163,7 @@ def _restored(
     if len(layouts) > 1:
         differing = sorted({name for name, _ in {*layouts[0].begins} ^ {*layouts[1].begins}})
         raise UsageError(
-            f"`{dotted(flat.path)}`: where its parameters begin can be told in more than one way: {some(differing)}",
+            f"`{dotted(flat.path)}`: the offsets of its parameters are ambiguous: {some(differing)}",
             hint="save the model with `FULL_STATE_DICT` or `SHARDED_STATE_DICT`",
             tensor=dotted(flat.path),
         )

@@ -446,7 +446,7 @@ def harmful_attributes(catalogue: Catalogue) -> Iterator[tuple[Path, str]]:
 
 def _unsafe(catalogue: Catalogue, named: set[str]) -> list[Warning]:
     """Return warnings of functions that run commands: in values, in attributes, or only `named` in pickles."""
-    runs_code = "which runs code where it is loaded"
+    runs_code = "which runs code when loaded"
     read = (entry for entry in catalogue.objects if entry.is_read)
     texts = [(f"`{name}` names `{called}`, {runs_code}; not here", called) for name, called in harmful(read)]
     for path, called in harmful_attributes(catalogue):

@@ -52,23 +52,23 @@ class FileTemplate:
             return list(self._losses(planned, source.catalogue))
 
     def _losses(self, planned: Catalogue, stored: Catalogue) -> Iterator[FormatLoss]:
-        why = f"`{self.location.name}` holds whole objects, of which only the elements of tensors can be written"
+        why = f"`{self.location.name}` contains whole objects; only the elements of their tensors can be written"
         wanted, present = _contents(planned), _contents(stored, find_aliases(stored.tensors))
         for path in wanted | present:
             if wanted.get(path) != present.get(path):
                 entry = planned.entries.get(path) or stored.entries[path]
                 is_other = f"has another {'dtype or shape' if isinstance(entry, Tensor) else 'value'} there"
                 what = is_other if path in wanted and path in present else "is not there"
-                yield FormatLoss(entry.name, f"{why}: it {what if path in wanted else 'cannot be left out'}")
+                yield FormatLoss(entry.name, f"{why}: it {what if path in wanted else 'cannot be excluded'}")
 
     def create(self, location: Location, planned: Catalogue, options: SinkOptions) -> Sink:
         """Create a copy of the file. Tensors that have no run of bytes of their own in it are put behind its end until
-        they can be compared. Raises CorruptError for a file that runs code where it is loaded."""
+        they can be compared. Raises CorruptError for a file that runs code when loaded."""
         location.put(lambda stream: stream.writelines(self.location.blocks(_BLOCK)))
         with unsafe_globals.noting_harm() as harmful, closing(self.format.open(location)) as source:
             stored = source.catalogue
         if harmful:
-            text = f"`{self.location}` names `{min(harmful)}`, which runs code where it is loaded, and is not copied"
+            text = f"`{self.location}` names `{min(harmful)}`, which runs code when loaded, and is not copied"
             raise CorruptError(text, hint="look where this file came from", file=self.location)
         size = location.size()
         created = Catalogue(stored.format, [File(location, location.name, size)], containers=stored.containers)

@@ -86,7 +86,7 @@ def _check_world_size(directory: Directory, layout: Layout) -> None:
     if isinstance(configured, int) and in_names and in_names != {configured}:
         layout.missing.append(f"`fsdp_config.json` has world size {configured}, but the files are of {sizes}")
     elif len(in_names) > 1:
-        layout.missing.append(f"files of worlds of {sizes} ranks lie in one directory")
+        layout.missing.append(f"files of worlds of {sizes} ranks are in one directory")
 
 
 # Writing --------------------------------------------------------------------------------------------------------------
@@ -128,7 +128,7 @@ def _write(builder: LayoutBuilder) -> OutputLayout:
         if entry.part.kind == "progress":
             builder.lose(entry, "verl reads the step from the directory's name, `global_step_N`")
         elif is_role and entry.part.kind == "dataloader":
-            builder.lose(entry, f"`data.pt` lies beside `{name}/`, in `global_step_N`")
+            builder.lose(entry, f"`data.pt` is beside `{name}/`, in `global_step_N`")
     return builder.finish("verl stores no such value")
 
 

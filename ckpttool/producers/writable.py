@@ -35,9 +35,7 @@ def named(name: str) -> WritableLayout:
         hint = "`ckpttool export` writes a model for transformers and vLLM"
         raise UsageError(f"no layout of a producer is called `{name}`", hint=hint)
     if "/" in name:
-        raise UsageError(
-            f"`--producer {name}`: no such checkpoint", hint="name one that is there, whose layout is taken"
-        )
+        raise UsageError(f"`--producer {name}`: no such checkpoint", hint="name an existing one, whose layout is used")
     names = [*dict.fromkeys(layout.framework for layout in LAYOUTS), *(x.name for x in LAYOUTS if ":" in x.name)]
     hint = meant(name, names, f"one of {', '.join(f'`{n}`' for n in names)}")
     raise UsageError(f"no layout of a producer is called `{name}`", hint=hint)

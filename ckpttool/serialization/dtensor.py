@@ -180,7 +180,7 @@ def _local(value: Any, what: str) -> TensorRef:
     if not isinstance(value, TensorRef):
         raise ReadError(
             f"its {what} is not a plain tensor, but `{stub_name(value) or type(value).__name__}`",
-            hint="convert it to a plain tensor before it is saved: we cannot tell what its bytes mean",
+            hint="convert it to a plain tensor before saving: the meaning of its bytes is unknown",
         )
     return value
 

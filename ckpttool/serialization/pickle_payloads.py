@@ -94,7 +94,7 @@ def without_payloads(read: Read, size: int) -> bytes:
             most = pickle_opcodes.MAX_PICKLE
             raise CorruptError(f"a pickle with more than {most} bytes of opcodes", expected=most)
         if is_whole and at < size:
-            message = f"{size - at} bytes behind the end of its pickle, at {at}"
+            message = f"{size - at} bytes after the end of its pickle, at {at}"
             hint = "`pickle.load` reads the first of several pickles: save them as one"
             raise CorruptError(message, hint=hint, found=size, expected=at)
         if is_whole:
@@ -102,7 +102,7 @@ def without_payloads(read: Read, size: int) -> bytes:
         if not done and len(data) == size - at:
             break
         window = _WINDOW if done else window * 4
-    raise CorruptError("not a whole pickle: it ends too early", hint="the file is truncated")
+    raise CorruptError("not a complete pickle: it ends too early", hint="the file is truncated")
 
 
 def _collect(data: bytes, base: int, size: int, code: bytearray) -> tuple[int, bool]:

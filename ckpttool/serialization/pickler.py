@@ -205,9 +205,7 @@ class PickleWriter:
     def _stub(self, value: Stub) -> None:
         if id(value) in self._open:
             # Only the whole around it, which is not written, could have been made before it.
-            text = (
-                f"`{stub_name(value)}` has itself among the arguments that it is made from, and cannot be written anew"
-            )
+            text = f"`{stub_name(value)}` is one of its own constructor arguments, and cannot be written again"
             raise LossError(text, hint="`--producer same` writes a copy of the file; or save its state dict")
         self._open.add(id(value))
         if value.target is not None:

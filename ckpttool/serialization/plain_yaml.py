@@ -59,7 +59,7 @@ def _check(root: Any, what: str) -> None:
         if is_done:
             sizes[id(node)] = 1 + sum(sizes[id(child)] for child in children)
             if sizes[id(node)] > _MAX_VALUES:
-                raise CorruptError(f"{what} has aliases that stand for more than {_MAX_VALUES} values")
+                raise CorruptError(f"{what} has aliases that expand to more than {_MAX_VALUES} values")
             continue
         if id(node) in sizes:
             if not sizes[id(node)]:

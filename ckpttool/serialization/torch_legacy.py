@@ -86,7 +86,7 @@ def _members(path: Location, name: str) -> dict[str, tuple[int, int]]:
         with path.open() as file, tarfile.open(fileobj=file, mode="r:") as archive:
             return {m.name: (m.offset_data, m.offset_data + m.size) for m in archive.getmembers() if m.isreg()}
     except (tarfile.TarError, OSError, ValueError) as error:
-        raise CorruptError(f"{name}: not a whole tar: {error}") from None
+        raise CorruptError(f"{name}: not a complete tar: {error}") from None
 
 
 class _Cursor:
@@ -116,7 +116,7 @@ class _Cursor:
         start, room = self.at, self._end - self.at
         end = pickle_opcodes.find_end(lambda at, nbytes: self._read(start + at, nbytes), room)
         if end is None:
-            raise CorruptError(f"{self._name}: {what}: not a whole pickle", hint="the file is truncated")
+            raise CorruptError(f"{self._name}: {what}: not a complete pickle", hint="the file is truncated")
         if end > _MAX_PICKLE:
             message = f"{self._name}: {what}: a pickle of {end} bytes is more than the {_MAX_PICKLE} that we read"
             raise CorruptError(message, found=end, expected=_MAX_PICKLE)
@@ -154,7 +154,7 @@ def open_stream(read: Read, size: int, *, name: str) -> Stream:
         numel = cursor.int64()
         stream.storages[key] = cursor.skip(numel * ref.itemsize), numel * ref.itemsize
     if cursor.at != size and refs.keys() <= stream.storages.keys():
-        message = f"{name}: {size - cursor.at} bytes behind the end of what was saved, at {cursor.at}"
+        message = f"{name}: {size - cursor.at} bytes after the end of the saved data, at {cursor.at}"
         hint = "`torch.load` reads the first of several saves in one file: load each and save them as one"
         raise CorruptError(message, hint=hint, found=size, expected=cursor.at)
     return stream
@@ -178,7 +178,7 @@ def open_tar(read: Read, path: Location, *, name: str) -> Stream:
         key = spelt(pid)
         value = tensors.get(key) or storages.get(key)
         if value is None:
-            raise CorruptError(f"the tree names tensor `{key}`, which is not there")
+            raise CorruptError(f"the tree names tensor `{key}`, which is missing")
         return value
 
     stream.tree = _Cursor(read, *members["pickle"], name).pickle("tree", persistent)

@@ -67,7 +67,7 @@ def fill(
         text = f"{len(names)} tensors of class `{kind}` are taken as plain tensors: {some(names)}"
         catalogue.warnings.append(Warning("converted", text))
     if tagged:
-        text = f"Python attributes of {len(tagged)} tensors are left out: {some(tagged)}"
+        text = f"Python attributes of {len(tagged)} tensors are dropped: {some(tagged)}"
         catalogue.warnings.append(Warning("left-out", text))
     catalogue.warnings += _object_warnings(list(catalogue.objects))
 
@@ -132,7 +132,7 @@ def storage_warnings(storages: list[tuple[str, int, int]], used: dict[int, set[S
         warnings.append(Warning("unused-storage", text))
     if shared:
         text = (
-            f"tensors overlap in {plural(len(shared), 'storage')} without being the same; each is written by itself, "
+            f"tensors overlap in {plural(len(shared), 'storage')} without being the same; each is written separately, "
             f"{_total(shared, ' more than here')}"
         )
         warnings.append(Warning("overlapping-storage", text))

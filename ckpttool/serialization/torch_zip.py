@@ -148,7 +148,7 @@ class Archive:
 
 
 def _not_an_archive(name: str, why: str) -> CorruptError:
-    return CorruptError(f"{name}: not a whole torch.save archive: {why}", hint="the file is truncated or damaged")
+    return CorruptError(f"{name}: not a complete torch.save archive: {why}", hint="the file is truncated or damaged")
 
 
 def listed(read: Read, length: int, record: str, *, name: str) -> bool:
@@ -215,7 +215,7 @@ def _directory(read: Read, base: int, length: int, name: str) -> tuple[bytes, in
             # Of two archives in one file, the second's locator leads to the first's record.
             text = "the zip64 end record is not where its locator says"
             raise CorruptError(
-                f"{name}: {text}", hint="is the file several saves, one behind the other? save them as one"
+                f"{name}: {text}", hint="does the file contain several saves, one after the other? save them as one"
             )
         data = tail[at64 - tail_at :] if at64 >= tail_at else read(base + at64, END64.size)
         if len(data) < END64.size or data[:4] != b"PK\6\6":
@@ -302,7 +302,7 @@ def _check_apart(taken: list[tuple[int, int]], limit: int, name: str) -> None:
 def _check_one(records: dict[str, Record], strays: list[str], name: str) -> None:
     """Check that there is one pickle: other readers ignore case, or take the first root that has one."""
     if second := next((s for s in strays if s.lower().rpartition("/")[2] == "data.pkl"), None):
-        raise CorruptError(f"{name} has a second pickle, `{second}`: which is meant cannot be told", found=second)
+        raise CorruptError(f"{name} has a second pickle, `{second}`: which one is meant is unknown", found=second)
     lowered: dict[str, str] = {}
     for short in records:
         if lowered.setdefault(short.lower(), short) != short:
@@ -362,7 +362,7 @@ def _locate(archive: Archive, record: str, listed: Record) -> Record:
         raise _not_an_archive(archive.name, f"record `{record}` is outside")
     if following - end > _MAX_DESCRIPTOR:
         # Room for a record that only those find who read from the front.
-        message = f"{archive.name}: {following - end} bytes behind record `{record}`, at {end}, are in no record"
+        message = f"{archive.name}: {following - end} bytes after record `{record}`, at {end}, are in no record"
         raise CorruptError(message, hint=_BY_HAND, offset=end, nbytes=following - end)
     # Writers leave 0 when they were told not to compute CRCs, or not to write data (`skip_data`). A record whose CRC
     # is really 0 goes unchecked.

@@ -336,10 +336,10 @@ def load(
                 return _Unpickler(stream, known or {}, None, guarded, found.calls).load()
         end = pickle_opcodes.check(data)
         if end is None:
-            raise CorruptError(f"{what}: not a whole pickle: it ends too early")
+            raise CorruptError(f"{what}: not a complete pickle: it ends too early")
         if end < len(data):
             # Nobody who calls `pickle.load` once sees them; who calls it again runs another program.
-            message = f"{what}: {len(data) - end} bytes behind the end of its pickle, at {end}"
+            message = f"{what}: {len(data) - end} bytes after the end of its pickle, at {end}"
             raise CorruptError(message, hint="the file was put together by hand", found=len(data), expected=end)
         with no_garbage_collection(), working(len(data)):
             found = pickle_opcodes.answered(data)
@@ -358,7 +358,7 @@ def load(
         raise CorruptError(f"{what}: the pickle asks for more memory than there is") from None
     # The machine raises whatever the operation at hand raises when a pickle is cut or made up.
     except Exception as error:
-        raise CorruptError(f"{what}: not a whole pickle: {error}".rstrip(".")) from None
+        raise CorruptError(f"{what}: not a complete pickle: {error}".rstrip(".")) from None
 
 
 # The hash of nested tuples takes stack for each level, see `pickle_limits.check_depths`.

@@ -79,7 +79,7 @@ def stage(
         except OSError as error:
             if error.errno in (errno.ENOTEMPTY, errno.EEXIST):
                 raise OverwriteError(
-                    f"`{dst}` exists: another run has written it meanwhile",
+                    f"`{dst}` exists: another run has written it in the meantime",
                     hint="pass `--overwrite` to replace it",
                     file=dst,
                 ) from None

@@ -37,8 +37,8 @@ def check_ties(matched: ModelMatch, filler: Filler) -> None:
         raise UsageError(
             f"`{filler.contents.path}`: `{first}` and `{second}` are different tensors there, and one in the model, "
             "which ties them",
-            hint=f"make the model without tied weights (`tie_word_embeddings=False`), or leave out the one that is not "
-            f"its own: `ckpttool convert {filler.contents.path} DST --exclude '*{second}'`",
+            hint="build the model without tied weights (`tie_word_embeddings=False`), or exclude one of the "
+            f"two: `ckpttool convert {filler.contents.path} DST --exclude '*{second}'`",
             tensor=second,
         )
 

@@ -98,7 +98,7 @@ def check_fillable(value: Any, name: str) -> None:
     for _, memory in local_shards(value, name):
         if any(step == 0 and n > 1 for step, n in zip(memory.stride(), memory.shape, strict=True)):
             raise UsageError(
-                f"`{name}` is an expanded tensor, of which several elements are one in memory: it cannot be loaded",
+                f"`{name}` is an expanded tensor, whose elements share memory: it cannot be loaded",
                 hint="give it memory of its own with `.contiguous()` or `.clone()`, or make the buffer non-persistent",
                 tensor=name,
             )

@@ -409,7 +409,7 @@ def choose(path: str, strategy: str) -> tuple[str, str]:
     if not collectives.is_distributed():
         return "parallel", "there is one process"
     if is_remote(path):
-        return "parallel", "it is in a store, of which each rank reads its own share"
+        return "parallel", "it is in a store, from which each rank reads its own share"
     views = collectives.all_gather_of(lambda: (local_path(path).exists(), _filesystem(path)))
     blind = [rank for rank, (exists, _) in enumerate(views) if not exists]
     if views[0][0] and blind:

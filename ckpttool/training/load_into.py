@@ -196,7 +196,7 @@ class _OwnObjects:
             # Keys of the saved values, too, but not what those hold: a scheduler's `gamma` is no scheduler.
             depths = {len(where) for where in self._values}
             present = {dotted(where[:depth]) for where, _ in _leaves(rest, ()) for depth in depths}
-            hint = meant(self.missing[0], sorted(present), "`strict=False` leaves what is not there as it was")
+            hint = meant(self.missing[0], sorted(present), "`strict=False` leaves missing entries unchanged")
             raise UsageError(f"`{self._path}` does not hold `{self.missing[0]}`", hint=hint, missing=self.missing)
 
     def _check(self, where: Path, value: Any, saved: Any) -> None:
@@ -219,10 +219,10 @@ class _OwnObjects:
             self.missing.append(dotted(where))
             return
         raise UsageError(
-            f"`{self._path}`: `{dotted(where)}` holds an object of the class {kind}, which is not made from a "
+            f"`{self._path}`: `{dotted(where)}` has an object of the class {kind}, which cannot be created from a "
             "checkpoint",
             hint="tensors, numbers, strings and containers of them are loaded, and an object that has a "
-            "`load_state_dict`; `strict=False` leaves the value as it was",
+            "`load_state_dict`; `strict=False` leaves the value unchanged",
             tensor=dotted(where),
         )
 

@@ -138,7 +138,7 @@ def check_complete(matched: ModelMatch, contents: Contents, model: nn.Module) ->
     integers in the checkpoint and real numbers in the model."""
     for name, kind in matched.unknown_classes.items():
         raise UsageError(
-            f"`{contents.path}`: `{name}` holds an object of the class {kind}, which is not made from a checkpoint",
+            f"`{contents.path}`: `{name}` has an object of the class {kind}, which cannot be created from a checkpoint",
             hint="tensors, bytes, numbers, strings and containers of them are loaded; `strict=False` leaves it out",
             tensor=name,
         )
@@ -351,7 +351,7 @@ def without_state(
         raise UsageError(
             f"`{path}`: the optimizer there has no state of {some(lacking)}, which the model trains",
             hint="parameters that never had a gradient (unused, frozen, experts never routed to) have none: with "
-            "`strict=False` theirs starts anew, and the names are in `without_state`",
+            "`strict=False` theirs starts afresh, and the names are in `without_state`",
             without_state=lacking,
         )
     return lacking

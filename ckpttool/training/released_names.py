@@ -57,7 +57,7 @@ def in_memory(
         except UsageError as error:
             if one is keymap:
                 continue
-            error.hint = "`from_pretrained` of transformers says more about files that are not whole"
+            error.hint = "`from_pretrained` of transformers says more about incomplete files"
             raise
         if len(_lacking(model, mapped, part, prefix)) < len(lacking):
             return mapped

@@ -75,8 +75,8 @@ def _to_gather(value: Any, path: Path, keep_shards: bool) -> Iterator[Path]:
             yield from _to_gather(below, (*path, i), keep_shards and isinstance(value, list))
     elif not isinstance(value, _PLAIN) and holds_sharded(value):
         raise UsageError(
-            f"`{dotted(path)}`: a {type(value).__name__} holds a DTensor or a ShardedTensor, of which only the shards "
-            "of one rank would be pickled",
+            f"`{dotted(path)}`: a {type(value).__name__} contains a DTensor or a ShardedTensor: only the shards of "
+            "one rank would be pickled",
             hint="give the object a `state_dict`, or pass its tensors in dicts, lists or tuples",
         )
 

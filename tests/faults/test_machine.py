@@ -699,7 +699,7 @@ def test_another_run_is_done_a_moment_before(
         real(stage, **options)
 
     monkeypatch.setattr(StagingArea, "publish", publish)
-    with pytest.raises(OverwriteError, match="another run has written it meanwhile"):
+    with pytest.raises(OverwriteError, match="another run has written it in the meantime"):
         ckpttool.convert(str(src), str(out / name), to="dcp" if name == "dst" else "torch")
     assert names(out) == [name] and next(path for path in out.rglob("*") if path.is_file()).read_bytes() == b"theirs"
 

@@ -279,7 +279,7 @@ def test_not_even_the_journal_of_a_workspace(tmp_path: Path) -> None:
     plant(out, "dst", more=[{"after": str(victim / "planted")}])
     before = mark(tmp_path)
     said = run("convert", src, out / "dst", "--to", "torch")
-    assert said.code == 6 and "all but a manifest that was asked for" in said.err, said.err
+    assert said.code == 6 and "everything except the requested manifest" in said.err, said.err
     assert mark(tmp_path) == before
 
 

@@ -569,7 +569,7 @@ def test_a_kill_before_the_manifest(job: str, src: Path, out: Path) -> None:
     words = killed_run(job, BEFORE_MANIFEST, src, out / "out", manifest)
     assert (out / "out").exists() and not manifest.exists()
     other = run("convert", src, out / "out", "--to", "dcp", "--manifest", out / "other.json")
-    assert other.code == 6 and "all but a manifest that was asked for" in other.err, other.err
+    assert other.code == 6 and "everything except the requested manifest" in other.err, other.err
     again = subprocess.run(words, capture_output=True, check=False, text=True)
     assert "all but its manifest" in again.stderr and manifest.exists(), again.stderr
     assert set(os.listdir(out)) == {"out", "m.json"}

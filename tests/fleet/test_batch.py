@@ -171,7 +171,7 @@ def test_patterns_lists_and_files(there: Path) -> None:
 def test_what_cannot_be_right_is_refused_before_anything_is_written(there: Path) -> None:
     for paths, dst, options, words in (
         ("run7", "out", {}, "would both be written to `out`"),
-        ("run7", "run7/{step}-hf", {}, "lies inside"),
+        ("run7", "run7/{step}-hf", {}, "is inside"),
         ("run7", "out/{step}", {"manifest": "m.json"}, "is one file, and there are 3 checkpoints"),
         ("run7", "out/{step}", {"jobs": 0}, "is less than 1"),
         ("run7", "out/{step}", {"world": 3}, "`convert` has no option 'world'"),
@@ -282,7 +282,7 @@ def test_the_command_line(there: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         (["verify"], "missing argument `RUN`"),
         (["reshard", "run7", "out/{step}"], "`batch` has no command `reshard`"),
         (["convert", "run7", "out/{step}", "--tu", "dcp"], "`ckpttool convert` has no option `--tu`"),
-        (["stats", "run7", "out/{step}", "--csv"], "`--csv` is about what `stats` prints"),
+        (["stats", "run7", "out/{step}", "--csv"], "`--csv` changes what `stats` prints"),
     ):
         failed = run("batch", *words)
         assert failed.exit_code == UsageError.exit_code

@@ -479,7 +479,7 @@ def test_an_item_of_another_save(tmp_path: Path) -> None:
     shutil.copy(tmp_path / "b" / "__0_0.distcp", tmp_path / "a" / "__0_0.distcp")
     source = FORMAT.open(locate(str(tmp_path / "a")))
     tensor = source.catalogue.tensor(("w",))
-    with pytest.raises(CorruptError, match=r"`w`.*float64 \[3\], but the metadata says float32 \[6\]|not a whole"):
+    with pytest.raises(CorruptError, match=r"`w`.*float64 \[3\], but the metadata says float32 \[6\]|not a complete"):
         source.resolve(tensor, tensor.chunks[0])
 
 

@@ -1,4 +1,4 @@
-"""Bare pickles: what pickle.load makes of them is what the catalogue has; what is not a whole pickle is an error."""
+"""Bare pickles: what pickle.load makes of them is what the catalogue has; what is not a complete pickle is an error."""
 
 from __future__ import annotations
 

@@ -524,7 +524,7 @@ def test_files_of_torch_beside_the_weights_are_told(tmp_path: Path) -> None:
     assert read(tmp_path).warnings == []
     torch.save({"state": {}}, tmp_path / "optimizer.pt")
     (told,) = read(tmp_path).warnings
-    assert (told.kind, told.text) == ("unlisted-file", "left out, no safetensors: `optimizer.pt`")
+    assert (told.kind, told.text) == ("unlisted-file", "ignored, not safetensors: `optimizer.pt`")
 
 
 def test_single_file_before_the_index(tmp_path: Path) -> None:

@@ -272,7 +272,7 @@ def test_facts(name: str, facts: dict[str, Any]) -> None:
         ("torch/wrappers", "`parameter_with_attributes (sequence_parallel, names_of)`"),
         ("torch/script", "its code is not read"),
         ("torch/pt2", "its graph is not read"),
-        ("torch/pt2", "no part of the state are left out: `data/sample_inputs/model.pt`"),
+        ("torch/pt2", "not part of the state are dropped: `data/sample_inputs/model.pt`"),
     ],
 )
 def test_warnings(name: str, words: str) -> None:
@@ -752,6 +752,6 @@ def test_an_object_made_from_itself_is_refused(tmp_path: Path) -> None:
     module.weight.owner, module.weight.scale = module, torch.ones(1)
     save(module, tmp_path / "a.pt")
     for to in ("torch", "dcp"):
-        with pytest.raises(LossError, match="has itself among the arguments"):
+        with pytest.raises(LossError, match="is one of its own constructor arguments"):
             ckpttool.convert(str(tmp_path / "a.pt"), str(tmp_path / "b"), to=to)
         assert [path.name for path in tmp_path.iterdir()] == ["a.pt"]

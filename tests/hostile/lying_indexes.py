@@ -130,7 +130,7 @@ DIRECTORIES = sys.getrecursionlimit()
 for name, make, pattern in (
     # The pickle
     ("empty", raw(b""), "is empty"),
-    ("cut", directory(lambda p: (p / ".metadata").write_bytes((p / ".metadata").read_bytes()[:-40])), r"`\.metadata`: not a whole pickle: it ends too early"),
+    ("cut", directory(lambda p: (p / ".metadata").write_bytes((p / ".metadata").read_bytes()[:-40])), r"`\.metadata`: not a complete pickle: it ends too early"),
     ("a pickle of something else", raw(pickled(b"}")), r"`\.metadata`: a pickle of dict, not of a DCP `Metadata`"),
     ("a pickle that runs a command", raw(b"\x80\x02cos\nsystem\n(" + text(TOUCH) + b"tR."), r"`\.metadata`: a pickle of os\.system, not of a DCP `Metadata`"),
     ("a hole of a tebibyte", directory(lambda p: os.truncate(p / ".metadata", 1 << 40)), r"`\.metadata`: a pickle of \d+ bytes is more than the \d+ that we read"),
@@ -193,8 +193,8 @@ for name, make, pattern in (
     ("an item across the end", indexed(put("w", length=10**9)), "outside the file"),
     ("an item before the beginning", indexed(put("w", offset=-8)), "outside the file"),
     ("an item of -1 bytes", indexed(put("w", length=-1)), "outside the file"),
-    ("an item of no bytes", indexed(put("w", length=0)), r"`__0_0\.distcp`: `w`: not a whole torch\.save archive: it has 0 bytes"),
-    ("an item inside another", indexed(lambda i: put("w", offset=place(i, "w").offset + 64)(i)), r"`__0_0\.distcp`: `w`: not a whole torch\.save archive: bytes after the end record"),
+    ("an item of no bytes", indexed(put("w", length=0)), r"`__0_0\.distcp`: `w`: not a complete torch\.save archive: it has 0 bytes"),
+    ("an item inside another", indexed(lambda i: put("w", offset=place(i, "w").offset + 64)(i)), r"`__0_0\.distcp`: `w`: not a complete torch\.save archive: bytes after the end record"),
     ("a transform that nobody knows", indexed(put("w", transform_descriptors=["exec.sh/1"])), "exec.sh/1"),
     ("a transform of zstd over what is none", indexed(put("w", transform_descriptors=["stream.zstd/1"])), r"`__0_0\.distcp`: `w`: cannot be decompressed"),
     ("a thousand transforms", indexed(put("w", transform_descriptors=["stream.zstd/1"] * 1000)), r"`__0_0\.distcp`: `w`: written with \d+ extensions, more than 8"),
@@ -219,6 +219,6 @@ lie(
 lie(
     "dcp: a value that is a bare pickle",
     item(pickled(b"cos\nsystem\n(" + text(TOUCH) + b"tR")),
-    r"`__0_0\.distcp`: `lr`: not a whole torch\.save archive: no end record",
+    r"`__0_0\.distcp`: `lr`: not a complete torch\.save archive: no end record",
     late=True,
 )

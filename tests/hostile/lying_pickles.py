@@ -52,10 +52,10 @@ def _long(code: bytes, form: str, length: int) -> bytes:
 # The machine ----------------------------------------------------------------------------------------------------------
 
 for name, data, pattern in (
-    ("cut", Saved().pickle[:-20], "not a whole pickle: it ends too early"),
-    ("empty", b"", "not a whole pickle: it ends too early"),
+    ("cut", Saved().pickle[:-20], "not a complete pickle: it ends too early"),
+    ("empty", b"", "not a complete pickle: it ends too early"),
     ("only a protocol", b"\x80\x02", "too early"),
-    ("no value", b"\x80\x02.", "not a whole pickle: (?!it ends)"),
+    ("no value", b"\x80\x02.", "not a complete pickle: (?!it ends)"),
     ("protocol 200", b"\x80\xc8N.", "protocol"),
     ("an opcode that there is not", b"\x80\x02\xff.", "opcode 0xff"),
     ("an extension code", b"\x80\x02\x82\x01.", "opcode 0x82"),
@@ -66,31 +66,31 @@ for name, data, pattern in (
     ("a memo index in text", b"\x80\x02Np99999999999999\n.", r"memo index \d+ in a pickle that has room for 20"),
     ("a memo index below zero", b"\x80\x02Np-1\n.", "memo index 9 in a pickle that has room for 8"),
     ("a memo index of 10**8 in a hole", b"\x80\x02Nr\x00\xe1\xf5\x05" + b"0N" * 50 + b".", "memo index"),
-    ("a memo that was never filled", b"\x80\x02h\x05.", "not a whole pickle: (?!it ends)"),
+    ("a memo that was never filled", b"\x80\x02h\x05.", "not a complete pickle: (?!it ends)"),
     ("bytes of 2**63", _long(b"\x8e", "<Q", 2**63) + b".", r"a value of \d+ bytes at byte 2, in a pickle of at most 12"),
     ("text of 4 GiB", _long(b"X", "<I", 2**32 - 1) + b".", r"a value of \d+ bytes at byte 2, in a pickle of at most 8"),
     ("text of 2**62", _long(b"\x8d", "<Q", 2**62) + b".", r"a value of \d+ bytes at byte 2, in a pickle of at most 12"),
     ("a bytearray of 2**60", _long(b"\x96", "<Q", 2**60) + b".", r"a value of \d+ bytes at byte 2, in a pickle of at most 12"),
     ("an integer of 2 GiB", b"\x80\x02\x8b" + struct.pack("<i", 2**31 - 1) + b".", r"an integer of \d+ bytes at byte 2: Python itself prints none of more than \d+"),
     ("an integer of minus one byte", b"\x80\x02\x8b\xff\xff\xff\xff.", "a value of -1 bytes at byte 2, in a pickle of at most 8"),
-    ("a frame of 2**63", b"\x80\x04\x95" + struct.pack("<Q", 2**63) + b"N.", "not a whole pickle: (?!it ends)"),
-    ("a stack that is not there", b"\x80\x02\x86.", "not a whole pickle: (?!it ends)"),
+    ("a frame of 2**63", b"\x80\x04\x95" + struct.pack("<Q", 2**63) + b"N.", "not a complete pickle: (?!it ends)"),
+    ("a stack that is not there", b"\x80\x02\x86.", "not a complete pickle: (?!it ends)"),
     ("lists without end", b"\x80\x02" + b"]" * 6_000_000 + b".", r"it makes up to \d+ lists, dicts and other containers in \d+ bytes"),
     ("dicts without end", b"\x80\x02" + b"}" * 6_000_000 + b".", r"it makes up to \d+ lists, dicts and other containers in \d+ bytes"),
     ("sets without end", b"\x80\x04" + b"\x8f" * 3_000_000 + b".", r"it makes up to \d+ lists, dicts and other containers in \d+ bytes"),
     ("lists in lists, a million deep", b"\x80\x02" + b"]" * 1_000_000 + b"a" * 999_999 + b".", r"values are nested more than \d+ deep"),
     ("tuples in tuples, a million deep", b"\x80\x02" + b")" + b"\x85" * 1_000_000 + b".", r"tuples are nested more than \d+ deep"),
     ("a key of tuples, 300,000 deep", b"\x80\x02})" + b"\x85" * 300_000 + b"Ns.", r"tuples are nested more than \d+ deep"),
-    ("a call with no function", b"\x80\x02NN)R.", "not a whole pickle: (?!it ends)"),
-    ("a call of a string", b"\x80\x02" + text("os") + b")R.", "not a whole pickle: (?!it ends)"),
-    ("BUILD on a number", b"\x80\x02K\1}b.", "not a whole pickle: (?!it ends)"),
-    ("APPEND to a number", b"\x80\x02K\1K\2a.", "not a whole pickle: (?!it ends)"),
-    ("SETITEM on a list", b"\x80\x02]K\0K\1s.", "not a whole pickle: (?!it ends)"),
+    ("a call with no function", b"\x80\x02NN)R.", "not a complete pickle: (?!it ends)"),
+    ("a call of a string", b"\x80\x02" + text("os") + b")R.", "not a complete pickle: (?!it ends)"),
+    ("BUILD on a number", b"\x80\x02K\1}b.", "not a complete pickle: (?!it ends)"),
+    ("APPEND to a number", b"\x80\x02K\1K\2a.", "not a complete pickle: (?!it ends)"),
+    ("SETITEM on a list", b"\x80\x02]K\0K\1s.", "not a complete pickle: (?!it ends)"),
     ("a name of two lines", b"\x80\x04" + b"\x8c\x04os\nc\x8c\x06system\x93.", "can be called"),
     ("a name with a space", b"\x80\x04" + b"\x8c\x04os x\x8c\x06system\x93.", "can be called"),
-    ("a name that is a number", b"\x80\x04K\1K\2\x93.", "not a whole pickle: (?!it ends)"),
-    ("a list for a key", b"\x80\x02}]K\1s.", "not a whole pickle: (?!it ends)"),
-    ("a number of 10,000 digits in text", b"\x80\x02L" + b"9" * 10_000 + b"L\n.", "not a whole pickle: (?!it ends)"),
+    ("a name that is a number", b"\x80\x04K\1K\2\x93.", "not a complete pickle: (?!it ends)"),
+    ("a list for a key", b"\x80\x02}]K\1s.", "not a complete pickle: (?!it ends)"),
+    ("a number of 10,000 digits in text", b"\x80\x02L" + b"9" * 10_000 + b"L\n.", "not a complete pickle: (?!it ends)"),
 ):  # fmt: skip
     lie(f"pickle: {name}", raw(data), pattern)
 
@@ -165,7 +165,7 @@ for name, make, pattern in (
 # Payloads -------------------------------------------------------------------------------------------------------------
 
 OPEN = f"open({CANARY!r}, 'w')"
-HARM = r"`x` names `[\w.]+`, which runs code where it is loaded(, and is not passed on|; not here)"
+HARM = r"`x` names `[\w.]+`, which runs code when loaded(, and is not passed on|; not here)"
 for name, value in {
     "os.system": call(named("os", "system"), text(TOUCH)),
     "posix.system": call(named("posix", "system"), text(TOUCH)),
@@ -267,28 +267,28 @@ def legacy(
 
 for name, make, pattern in (
     ("another version", legacy(head=MAGIC + b"\x80\x02K\1." + b"\x80\x02}."), r"not a legacy torch\.save file of version \d+"),
-    ("cut after the magic number", file("ckpt.pt", MAGIC), "version: not a whole pickle"),
+    ("cut after the magic number", file("ckpt.pt", MAGIC), "version: not a complete pickle"),
     ("a storage that is cut", legacy(tail=b"abc"), r"ends at byte \d+, but 24 bytes are needed at \d+"),
     ("a storage of 2**62", legacy(numel=2**62), "bytes are needed"),
     ("a storage of -1", legacy(numel=-1), "bytes are needed"),
-    ("a storage shorter than its tensor", legacy(numel=2), "16 bytes behind the end"),
+    ("a storage shorter than its tensor", legacy(numel=2), "16 bytes after the end"),
     ("keys that are a dict", legacy(keys=b"\x80\x02}."), "the storage keys are not a list"),
     ("a key that no tensor names", legacy(keys=b"\x80\x02](" + text("9") + b"e."), "no tensor names it"),
     ("a key twice", legacy(keys=b"\x80\x02](" + text("0") * 2 + b"e."), "no tensor names it|listed"),
     ("no keys", legacy(keys=b"\x80\x02]."), "no storage"),
-    ("a pickle that never ends", file("ckpt.pt", HEAD + b"\x80\x02" + b"N0" * 2_000_000), "tree: not a whole pickle"),
+    ("a pickle that never ends", file("ckpt.pt", HEAD + b"\x80\x02" + b"N0" * 2_000_000), "tree: not a complete pickle"),
     ("a pickle in a hole", file("ckpt.pt", HEAD + b"\x80\x02", size=1 << 40), "opcode 0x00 at byte 2 is not one that a checkpoint needs"),
     ("text of half a tebibyte", file("ckpt.pt", HEAD + b"\x80\x04\x8d" + struct.pack("<Q", 1 << 39), size=1 << 40), "opcode 0x00"),
     ("text of a tebibyte", file("ckpt.pt", HEAD + b"\x80\x04\x8d" + struct.pack("<Q", 1 << 40), size=1 << 40), "a value of 1099511627776 bytes"),
     ("text of 800 MiB", file("ckpt.pt", HEAD + b"\x80\x04\x8d" + struct.pack("<Q", 800 << 20), size=1 << 40), "opcode 0x00"),
-    ("a line without end", file("ckpt.pt", HEAD + b"\x80\x02cos", size=1 << 40), "tree: not a whole pickle"),
+    ("a line without end", file("ckpt.pt", HEAD + b"\x80\x02cos", size=1 << 40), "tree: not a complete pickle"),
 ):  # fmt: skip
     lie(f"legacy: {name}", make, pattern)
 
 lie(
     "legacy: a bare pickle",
     file("ckpt.pt", pickled(call(named("os", "system"), text(TOUCH)))),
-    r"`` names `os\.system`, which runs code where it is loaded(, and is not passed on|; not here)",
+    r"`` names `os\.system`, which runs code when loaded(, and is not passed on|; not here)",
     code=(CORRUPT, LOSS, READ),
     late=True,
     harmless_at_rest=True,
@@ -296,7 +296,7 @@ lie(
 lie(
     "pickle: not of torch at all",
     of(call(named("os", "system"), text(TOUCH))),
-    r"`` names `os\.system`, which runs code where it is loaded(, and is not passed on|; not here)",
+    r"`` names `os\.system`, which runs code when loaded(, and is not passed on|; not here)",
     code=(CORRUPT, LOSS, READ),
     late=True,
     harmless_at_rest=True,

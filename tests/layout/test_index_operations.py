@@ -470,5 +470,5 @@ def test_tensors_of_two_dtypes_are_not_joined() -> None:
     tensor = source.catalogue.tensor(path)
     source.catalogue.entries[path] = Tensor(path, DTYPES["int32"], tensor.shape, tensor.chunks, part=tensor.part)
     keymap = key_maps.parse({"name": "x", "rules": [RULES[2]]}, "x")
-    with pytest.raises(UsageError, match="cannot be made of tensors of float32 and int32"):
+    with pytest.raises(UsageError, match="cannot be built from tensors of float32 and int32"):
         key_maps.apply(keymap, source.catalogue, Viewed(source), FACTS)

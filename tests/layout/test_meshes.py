@@ -80,7 +80,7 @@ def test_parse() -> None:
         ("shard", "is not a dimension and its size"),
         ("shard=0", "is not a dimension and its size"),
         ("shard=-1", "is not a dimension and its size"),
-        ("shard=2,dp=2", "`shard` is there twice"),
+        ("shard=2,dp=2", "`shard` is given twice"),
         ("shard=1048576,tp=2", "at most"),
         ("", "is not a dimension and its size"),
         ("2x2", "is not a dimension and its size"),

@@ -318,7 +318,7 @@ def test_codes_without_scales_do_not_fit(reference: str, tmp_path: Path) -> None
     state = released()
     codes = {n: (v / v.abs().amax() * 127).to(torch.int8) if "proj" in n else v for n, v in state.items()}
     (first, second) = check(codes, reference, tmp_path).mismatches
-    assert (first.found, first.gravity) == ("int8", "difference") and "whose scales are not there" in first.message
+    assert (first.found, first.gravity) == ("int8", "difference") and "whose scales are missing" in first.message
     assert (second.found, second.gravity) == ("float32", "suspect")
     small = {n: v.to(torch.float8_e4m3fn) if "proj" in n else v for n, v in state.items()}
     made = check(small, reference, tmp_path)

@@ -339,11 +339,11 @@ def test_the_source_is_never_the_destination(tmp_path: Path) -> None:
     src.write_bytes(Path(FULL).read_bytes())
     os.symlink(src, tmp_path / "link.pt")
     for dst in (src, tmp_path / "link.pt"):
-        with pytest.raises(UsageError, match="is the source, or lies inside it"):
+        with pytest.raises(UsageError, match="is the source, or is inside it"):
             ckpttool.convert(str(src), str(dst), overwrite=True)
-    with pytest.raises(UsageError, match="lies inside it"):
+    with pytest.raises(UsageError, match="is inside it"):
         ckpttool.convert(SHARDED, f"{SHARDED}/out", to="torch")
-    with pytest.raises(UsageError, match=r"the source .* lies inside"):
+    with pytest.raises(UsageError, match=r"the source .* is inside"):
         ckpttool.convert(str(src), str(tmp_path), to="dcp", overwrite=True)
     with pytest.raises(UsageError, match="is the source"):
         ckpttool.convert(SHARDED, str(src), to="torch", optim_from=str(src), overwrite=True)
@@ -584,7 +584,7 @@ def test_a_slash_says_that_a_directory_may_have_the_suffix_of_a_file(tmp_path: P
 def test_nothing_is_written_into_another_checkpoint(name: str, tmp_path: Path) -> None:
     ckpttool.convert(MODEL, tmp_path / "dcp", to="dcp")
     before = sorted(tmp_path.rglob("*"))
-    with pytest.raises(UsageError, match=r"lies in the checkpoint `.*/dcp`") as raised:
+    with pytest.raises(UsageError, match=r"is inside the checkpoint `.*/dcp`") as raised:
         ckpttool.convert(MODEL, tmp_path / "dcp" / name, dry_run=name == "sub.pt")
     assert raised.value.hint == f"write it beside: `{tmp_path / Path(name).name}`"
     assert sorted(tmp_path.rglob("*")) == before

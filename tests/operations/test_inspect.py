@@ -444,7 +444,7 @@ def test_a_truncated_file_is_one_warning(tmp_path: Path) -> None:
     about = [str(w) for w in ckpttool.inspect(tmp_path / "cut").warnings if "__1_0.distcp" in str(w)]
     [said] = about
     counted = re.fullmatch(
-        r"damaged: `__1_0\.distcp`: truncated at 6,000 bytes: (\d+) tensors and (\d+) objects lie behind its end", said
+        r"damaged: `__1_0\.distcp`: truncated at 6,000 bytes: (\d+) tensors and (\d+) objects lie beyond its end", said
     )
     assert counted is not None, said
     [cut] = [finding for finding in ckpttool.verify(tmp_path / "cut").findings if finding.kind == "truncated"]

@@ -105,7 +105,7 @@ def moments(shape: tuple[int, ...] = (4, 6), step: float = 5.0, **more: Any) -> 
 
 REFUSED: list[tuple[dict[str, Any], list[list[str]], str]] = [
     ({"a": moments(), "b": moments(step=6)}, [["a", "b"]], r"`step` of `a` and `b` differ.*`c` is made"),
-    ({"a": moments(), "b": moments()}, [["a"], ["b"]], r"`c` is made of `a`, `b`.*several parameter groups"),
+    ({"a": moments(), "b": moments()}, [["a"], ["b"]], r"`c` is built from `a`, `b`.*several parameter groups"),
     ({"a": moments()}, [["a"]], r"of these `b` is not in the optimizer"),
     ({"a": moments()}, [["a", "b"]], r"`a` and `b` do not both have `exp_avg`, `step`"),
     ({n: moments(exp_avg_sq_row=torch.ones(4)) for n in "ab"}, [["a", "b"]], r"a\.exp_avg_sq_row`, of shape \[4\]"),
@@ -155,11 +155,11 @@ def test_what_does_not_fit_is_a_usage_error(tmp_path: Path) -> None:
     path, _ = saved(tmp_path, "torch")
     rules = rules_of(tmp_path, {"from": "other.{n}", "to": "x.{n}"})
     cases: list[tuple[dict[str, Any], str]] = [
-        ({"key_map": rules}, "no rule of it is about a tensor"),
-        ({"key_map": rules, "optim_keys": "id"}, "ids go by the order"),
+        ({"key_map": rules}, "none of its rules matches a tensor"),
+        ({"key_map": rules, "optim_keys": "id"}, "ids depend on the order"),
         ({"key_map": rules, "producer": "torchtitan"}, "`producer` cannot be used together"),
         ({"key_map": rules, "optim_from": str(path)}, "`optim_from` cannot be used together"),
-        ({"key_map": rules, "only": "optim"}, "no rule of it is about a tensor"),
+        ({"key_map": rules, "only": "optim"}, "none of its rules matches a tensor"),
     ]
     for options, message in cases:
         with pytest.raises(UsageError, match=message):

@@ -107,7 +107,7 @@ def test_what_was_trained_elsewhere_is_a_module_again(save: Save, tmp_path: Path
     ("options", "why"),
     [
         ({"dtype": ["bfloat16"]}, "another dtype or shape there"),
-        ({"exclude": ["net.head.bias"]}, "cannot be left out"),
+        ({"exclude": ["net.head.bias"]}, "cannot be excluded"),
         ({"rename": ["net.conv=net.convolution"]}, "is not there"),
     ],
 )
@@ -139,7 +139,7 @@ def test_what_runs_commands_is_not_copied(tmp_path: Path) -> None:
     net = Net()
     net.hidden = Runs()
     torch.save(net, tmp_path / "original.pt")
-    with pytest.raises(CorruptError, match=r"system`, which runs code where it is loaded, and is not copied"):
+    with pytest.raises(CorruptError, match=r"system`, which runs code when loaded, and is not copied"):
         ckpttool.convert(tmp_path / "original.pt", tmp_path / "same.pt", producer="same")
 
 

@@ -231,7 +231,7 @@ def test_how_many_batches_were_gathered_is_left_out_when_it_is_none(tmp_path: Pa
     drop = ("scaler", "sampler", "other")
     made = convert(source, tmp_path / "global_step_6", producer="verl", drop=drop, check=True)
     assert not [name for name in made.dropped if name.startswith("rng")]
-    with pytest.raises(LossError, match=r"`data.pt` lies beside `actor/`"):
+    with pytest.raises(LossError, match=r"`data.pt` is beside `actor/`"):
         convert(source, tmp_path / "actor", producer="verl", drop=drop)
     own = torch.load(path_of("run/accelerate_fsdp2_sharded_w2") + "/random_states_0.pkl", weights_only=False)
     torch.save({"model": {"w": torch.ones(4, 2)}, "rng": {**own, "step": 3}}, tmp_path / "state.pt")

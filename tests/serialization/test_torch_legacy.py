@@ -169,7 +169,7 @@ def test_views_of_storages() -> None:
         (handmade(tree_of([storage()]), ["9"], struct.pack("<q", 2**62) + FOUR[8:]), "ends at byte"),
         (handmade(tree_of([Storage("other", 1)]), ["9"], FOUR), "unknown kind"),
         (pickle.dumps(MAGIC) + pickle.dumps(1002), "version"),
-        (pickle.dumps(MAGIC), "not a whole pickle"),
+        (pickle.dumps(MAGIC), "not a complete pickle"),
         (pickle.dumps(5), "version 1001"),
     ],
 )
@@ -307,5 +307,5 @@ def test_cut_tars(tmp_path: Path) -> None:
 
 def test_a_second_save_in_the_file_is_not_passed_over() -> None:
     first, second = saved({"a": torch.ones(3)}), saved({"b": torch.zeros(4)})
-    with pytest.raises(CorruptError, match=f"{len(second)} bytes behind the end of what was saved, at {len(first)}"):
+    with pytest.raises(CorruptError, match=f"{len(second)} bytes after the end of the saved data, at {len(first)}"):
         opened(first + second)

@@ -340,7 +340,7 @@ def test_what_follows_a_pickle_is_refused(rest: bytes) -> None:
     data = pickle.dumps(1)
     assert pickle.load(io.BytesIO(data + rest)) == 1
     assert opcodes.end_of(data + rest) == len(data)
-    with pytest.raises(CorruptError, match=rf"^p: {len(rest)} bytes behind the end of its pickle, at {len(data)}\b"):
+    with pytest.raises(CorruptError, match=rf"^p: {len(rest)} bytes after the end of its pickle, at {len(data)}\b"):
         pickles.load(data + rest, what="p")
 
 

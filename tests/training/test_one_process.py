@@ -210,7 +210,7 @@ class Scaled(nn.Module):
 @pytest.mark.parametrize(
     ("saved", "words"),
     [
-        (Scaled({"recipe": [Recipe()]}), "`0._extra_state` holds an object of the class test_one_process.Recipe"),
+        (Scaled({"recipe": [Recipe()]}), "`0._extra_state` has an object of the class test_one_process.Recipe"),
         (nn.Identity(), "missing key: `0._extra_state`"),
     ],
 )

@@ -30,7 +30,9 @@ def check_uncovered(state: Mapping[str, Any], module: Mapping[str, Any], checks:
         is_copy = shapes <= Counter(tuple(tensor.shape) for tensor in tensors)
         what = f"`{holder}` holds {plural(len(tensors), 'tensor')} that no `state_dict` of the recipe's state has"
         if is_copy:
-            checks.differs("recipe", f"{what}, shaped as the model's parameters: they start anew on resume", [holder])
+            checks.differs(
+                "recipe", f"{what}, shaped like the model's parameters: they start afresh on resume", [holder]
+            )
         else:
             hint = "what training changes belongs in the state that `build` returns; constants need not"
             checks.note("recipe", what, [holder], hint=hint)

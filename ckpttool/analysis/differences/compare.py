@@ -133,7 +133,7 @@ class _Comparing:
         known = {n for n, pair in enumerate(pairs) if same.have(pair.a, pair.b)}
         if known:
             nbytes = size(sum(pairs[n].a.nbytes for n in known))
-            result.notes.append(f"{nbytes} lie in files with the same digests in both, and were not read")
+            result.notes.append(f"{nbytes} are in files with the same digest in both, and were not read")
         compared, failures = tensors.compare(pairs, self.sources, (result.a.path, result.b.path), options, known)
         totals: dict[Part, Total] = {}
         modules: dict[tuple[str, str, str], ModuleDifference] = {}

@@ -68,7 +68,7 @@ class DcpSource(Source):
         if not extent.item:
             return extent
         if tensor.dtype.kind == "quantized":
-            text = f"tensor `{tensor.name}`: {tensor.dtype} in chunks, each quantized by itself, cannot be merged"
+            text = f"tensor `{tensor.name}`: {tensor.dtype} in chunks, each quantized separately, cannot be merged"
             raise ReadError(text, hint="leave it out with `--exclude`", tensor=tensor.name)
         file, offset, nbytes = extent[:3]
         item = IndexItem(file, offset, nbytes, self._transforms.get((file, offset), ()) if self._transforms else ())

@@ -96,7 +96,7 @@ def _locate_items(
         length = item.length if _ends_at(read, at, item.length, size) else _length(read, at, size)
         name = f"`{file.name}`: `{item.name}` at {at}"
         if length is None:
-            raise CorruptError(f"{name}: no whole item begins there", hint=_HINT, file=file.name, offset=at)
+            raise CorruptError(f"{name}: no complete item begins there", hint=_HINT, file=file.name, offset=at)
         try:
             _check(read, at, length, name, item)
         except CkptError as error:

@@ -95,7 +95,7 @@ def open_archive(location: Location, options: OpenOptions = NO_HINTS) -> Source:
         if isinstance(error, CkptError):
             raise error if error.names(str(location)) else error.prefixed(f"`{location}`") from None
         if isinstance(error, (zipfile.BadZipFile, zlib.error, EOFError, ValueError, RuntimeError, OverflowError)):
-            raise CorruptError(f"`{location}`: not a whole archive of arrays: {error}".rstrip(".")) from None
+            raise CorruptError(f"`{location}`: not a complete archive of arrays: {error}".rstrip(".")) from None
         raise
     return PlacedSource(catalogue, inflated.close)
 

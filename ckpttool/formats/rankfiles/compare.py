@@ -132,7 +132,7 @@ def two_saves(
     many = "two" if len(ranks_by_value) < 3 else str(len(ranks_by_value))
     return CorruptError(
         f"the files are of {many} saves: `{dotted(path)}` differs between ranks: {' and '.join(shown[:4])}{more}",
-        hint="take all files from one save: what is made of several is a model that never was",
+        hint="take all files from one save: a mixture of several is a model that never existed",
         ranks=sorted(proofs[path]),
         found=dict(ranks_by_value),
         entries=[*map(dotted, [*proofs][:100])],

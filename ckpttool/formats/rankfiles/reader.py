@@ -175,7 +175,7 @@ class _RankSetOpening:
             text = f"names and contents have different ranks, the contents are used: {some(self._renamed)}"
             catalogue.warnings.append(Warning("renamed-rank", text))
         if self._set.left_out:
-            text = f"files that belong to no rank are left out: {some(self._set.left_out)}"
+            text = f"files that belong to no rank are ignored: {some(self._set.left_out)}"
             catalogue.warnings.append(Warning("left-out", text))
 
 

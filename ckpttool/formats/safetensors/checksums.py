@@ -27,7 +27,7 @@ IN_STATE = "crc32"  # the key of a state file
 _VERSION = "1:"
 _BATCH = 1000
 PLACE = f"`{KEY}` in its `__metadata__`"
-_HINT = "take another copy of it; or, if another tool has rewritten it and kept {}, remove that"
+_HINT = "use another copy; or, if another tool has rewritten it and kept {}, remove that"
 
 
 # Writing --------------------------------------------------------------------------------------------------------------

@@ -240,7 +240,7 @@ def open_directory(root: Location, names: Sequence[str], only: Collection[str] |
         text = f"safetensors files that are left aside: {some(unused)}"
         catalogue.warnings.append(Warning("unused-file", text))
     if others := [n for n in names if n.endswith(_OF_TORCH)]:
-        catalogue.warnings.append(Warning("unlisted-file", f"left out, no safetensors: {some(others)}"))
+        catalogue.warnings.append(Warning("unlisted-file", f"ignored, not safetensors: {some(others)}"))
     if rank_files(sharded):
         catalogue.warnings.append(_joined(sharded, catalogue))
     return catalogue
@@ -326,7 +326,7 @@ def open_indexed(root: Location, index_name: str, only: Collection[str] | None =
             raise CorruptError(text, hint=hint, tensor=tensor, found=actual, expected=file)
     if parsed is None and reader.sums:
         text = f"{where} has no `metadata`, in which the writer of its files keeps the names of tied tensors"
-        raise CorruptError(text, hint="take another copy of it; one that you have made yourself needs `metadata: {}`")
+        raise CorruptError(text, hint="use another copy; one that you have written yourself needs `metadata: {}`")
     if checksums.KEY in metadata:
         sums = checksums.check_index(weight_map, metadata, where)
         check_sums(reader.catalogue, sums, reader.sums, where, needed)

@@ -144,7 +144,7 @@ def parse(
     for entry in catalogue.objects:
         for link in flatten.links(entry.value):
             if not isinstance(catalogue.entries.get(link.path), Tensor):
-                missing = f"{name}: `{entry.name}` needs the tensor `{dotted(link.path)}`, which is not there"
+                missing = f"{name}: `{entry.name}` needs the tensor `{dotted(link.path)}`, which is missing"
                 raise CorruptError(missing, tensor=dotted(link.path))
     return state.get("files") if checksums.IN_STATE in state else None
 
@@ -157,7 +157,7 @@ def _check(state: Mapping[str, Any], name: str) -> None:
     actual = checksums.of_state(state)
     if actual != expected or not isinstance(files, dict):
         text = f"{name} has CRC-32 {actual}, but the writer recorded {shown(expected)}: something in it has changed"
-        hint = f"take another copy of it; if you have edited it, remove the line `{checksums.IN_STATE}`"
+        hint = f"use another copy; if you have edited it, remove the line `{checksums.IN_STATE}`"
         raise CorruptError(text, hint=hint, found=actual, expected=expected)
 
 

@@ -101,7 +101,7 @@ def _read_zip(catalogue: Catalogue, archive: Archive) -> None:
         text = "a torch.export program: its graph is not read, only its tensors are shown"
         catalogue.warnings.append(Warning("left-out", text))
         if exported.left_out:
-            text = f"entries that are not tensors are left out: {some(exported.left_out)}"
+            text = f"entries that are not tensors are dropped: {some(exported.left_out)}"
             catalogue.warnings.append(Warning("left-out", text))
     elif "constants.pkl" in archive.records:
         catalogue.facts |= {"layout": "TorchScript", "writer": "torch.jit", "whole objects": True}
@@ -115,7 +115,7 @@ def _read_zip(catalogue: Catalogue, archive: Archive) -> None:
         catalogue.facts["protocol"] = start[1] if start[:1] == b"\x80" else 0
         torch_tree.fill(catalogue, tree, archive.extent)
     if beside := [name for name in archive.records if name.startswith(_BESIDE)]:
-        text = f"files in the archive that are no part of the state are left out: {some(beside)}"
+        text = f"files in the archive that are not part of the state are dropped: {some(beside)}"
         catalogue.warnings.append(Warning("left-out", text))
     catalogue.warnings += _archive_warnings(catalogue, archive, nested)
 

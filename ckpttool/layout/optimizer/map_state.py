@@ -88,8 +88,8 @@ def apply_to_state(
         _map_objects(keymap, root, [entry for entry in entries if isinstance(entry, Object)], change)
     if not known:
         names = [*parameters.shapes]
-        hint = f"names here are like `{names[len(names) // 2]}`" if names else "is the model left out?"
-        raise UsageError(f"`--map {keymap.name}`: no rule of it is about a tensor of a model here", hint=hint)
+        hint = f"names here are like `{names[len(names) // 2]}`" if names else "is the model excluded?"
+        raise UsageError(f"`--map {keymap.name}`: none of its rules matches a tensor of a model here", hint=hint)
     for optimizer in optimizers(planned):
         _check_known(keymap, optimizer, parameters)
         _map_optimizer(keymap, optimizer, viewed, facts, same, change, parameters)
@@ -170,7 +170,7 @@ def _check_known(keymap: KeyMap, optimizer: Optimizer, parameters: _Parameters) 
         sources = (source for rule in keymap.rules for source in rule.sources)
         if name not in parameters.shapes and any(source.is_one_of([str(name)]) for source in sources):
             raise LossError(
-                f"`{optimizer.name}` has `{name}`, which the map is about, and the model here does not have it",
+                f"`{optimizer.name}` has `{name}`, which the map renames, but the model here does not have it",
                 hint="`--strip-wrappers` takes the names of wrappers off both, or map the model alone: `--only model`",
                 tensor=str(name),
             )
@@ -261,7 +261,7 @@ def _check_together(
     state: Mapping[str, list[OptimizerEntry]],
 ) -> None:
     """Raise LossError unless all parameters that one is made of are in one group, and have the same kinds of state."""
-    of = f"`{optimizer.name}`: `{new}` is made of {some(sources)}"
+    of = f"`{optimizer.name}`: `{new}` is built from {some(sources)}"
     out = [name for name in sources if name not in groups and name not in state]
     if out:
         message = f"{of}, and of these {some(out)} {is_or_are(out)} not in the optimizer"

@@ -209,7 +209,7 @@ def _flat(root: Path, entries: list[Entry]) -> Optimizer:
     for name, entry in states:
         owner = _owner(name, values)
         if owner is None:
-            message = f"`{entry.name}`: `{optimizer.name}` has no hyper-parameters of the parameter that it is about"
+            message = f"`{entry.name}`: `{optimizer.name}` has no hyper-parameters for its parameter"
             hint = "its `param_groups.` keys are missing; `--drop optimizer` leaves the optimizer out"
             raise CorruptError(message, hint=hint, found=entry.name)
         rest = name[len(owner) + 1 :].split(".")

@@ -119,7 +119,7 @@ def mismatches(model: Model, reference: Model, *, ties_words: bool | None) -> It
         # With what is left of their scales, the model does not fit in any case.
         is_code = is_float and not left and found.startswith(("int", "uint"))
         if is_code:
-            message += ": codes of quantised weights, whose scales are not there"
+            message += ": codes of quantised weights, whose scales are missing"
         elif is_float and not left and found.startswith("float8") and not expected.startswith("float8"):
             message += ": right if they were cast, wrong if they were quantised, as there are no scales; "
             message += "`--content` compares the values"

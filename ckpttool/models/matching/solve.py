@@ -613,7 +613,7 @@ class _Decision:
             why = ""
             if len(ways) > 1:
                 why = "its shape is the same transposed" if len({w.transposed for w in ways}) > 1 else ""
-                why = why or "its shape does not tell which axis is which"
+                why = why or "its shape does not show which axis is which"
             ways, reason = self._with_layout(pairing, ways, leaf)
             why = why or reason
             ways, reason = self._with_rows(pairing, ways, leaf)
@@ -692,7 +692,7 @@ class _Decision:
         if kind == "qkv" and head is not None and sizes[1] == head:
             layout = "parts"  # one group lies as parts do
         if layout == "groups" and not by_groups:
-            why = "its heads lie group by group, and the size of a head is unknown" if head is None else ""
+            why = "its heads are stored group by group, and the size of a head is unknown" if head is None else ""
             return ways, why or f"its parts are not a multiple of a head of {head}"
         if layout is not None:
             return [way._replace(layout=layout) for way in ways], ""
@@ -706,7 +706,7 @@ class _Decision:
         inner = min((one, other), key=lambda module: len(module.parameters[leaf][1])).parameters[leaf][1]
         if len(one.numbers[0]) != len(other.numbers[0]) and len(inner) > 2 and inner[0] == inner[1]:
             # Those may be stacks along different axes.
-            return "its shape does not tell which axis is which"
+            return "its shape does not show which axis is which"
         if words.spelling(one) == words.spelling(other):
             return ""
         roles = [self.solver.roles.get(module) for module in (one, other)]
@@ -722,7 +722,7 @@ class _Decision:
             and not self.names_attention
             and not words.is_norm(other)
         ):
-            return "only its shape says what it is, and rows of the attention may lie in another order"
+            return "only its shape says what it is, and rows of the attention may have another order"
         return ""
 
     def _in_another_layout(self, pairing: _Pairing, ways: list[Construction], leaf: str) -> list[Construction]:
@@ -761,7 +761,7 @@ class _Decision:
         is_known = all(self._rotates_halves(pairing, module) for module in rotated)
         if self.rotary is False or self._is_one_library(pairing) or is_known:
             return ways, ""
-        why = "the rows of its heads may lie in another order, for a rotary embedding of neighbours or of halves"
+        why = "the rows of its heads may have another order, for a rotary embedding of neighbours or of halves"
         return [*ways, *self._rows(pairing, ways, leaf)], why
 
     def _rows(self, pairing: _Pairing, ways: list[Construction], leaf: str) -> list[Construction]:
@@ -828,7 +828,7 @@ class _Decision:
                     for way in options(each.sources[0], target, leaf)
                 ]
                 if candidates:
-                    why = f"{len(near)} have its shape, and names do not tell which it is"
+                    why = f"{len(near)} have its shape, and names do not show which it is"
                     why = why if len(near) > 1 else "only its shape says what it is"
                     solution.ambiguous.append(_open(target, leaf, why, candidates))
                 else:

@@ -108,7 +108,7 @@ def text(result: Exported, catalogue: Catalogue, beside: Assets) -> str:
         ("Parameters", f"{total} in {plural(result.tensor_count, 'tensor')}, {size(result.payload_bytes)}"),
         ("Dtypes", dtypes or "none"),
         *([("Cast", casts)] if casts else []),
-        *([("Weights", f"tree {markdown_code(result.take)}, in place of the model")] if result.take else []),
+        *([("Weights", f"tree {markdown_code(result.take)}, instead of the model")] if result.take else []),
         *([("Names, dtypes and files", f"those of {markdown_code(_called(result.like))}")] if result.like else []),
         *([("Filled", _filled(result))] if result.filled else []),
         *([("Names", f"by key map {markdown_code(result.key_map)}")] if result.key_map else []),

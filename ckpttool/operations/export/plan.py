@@ -66,7 +66,7 @@ class Exported(Conversion):
         if self.key_map:
             yield "key map", self.key_map
         if self.take:
-            yield "taken", f"tree `{self.take}`, in place of the model"
+            yield "taken", f"tree `{self.take}`, instead of the model"
         if self.like:
             yield "like", self.like
         if self.filled:
@@ -321,7 +321,7 @@ def _mapped(planned: Catalogue, viewed: Viewed, beside: Assets, options: ExportO
     mapped, unknown = apply(keymap, planned, viewed, _facts(beside, options))
     if len(unknown) == len(names):
         raise UsageError(
-            f"`--map {options.key_map}`: no rule of it is about a tensor here",
+            f"`--map {options.key_map}`: none of its rules matches a tensor here",
             hint=f"names here are like `{names[len(names) // 2]}`",
         )
     result.key_map = keymap.name
@@ -435,8 +435,8 @@ def _check_secrets(
     if found and is_remote(result.destination):
         raise UsageError(
             f"{found[0]}, and nothing is sent" + (f"; {len(found) - 1} more files have one" if found[1:] else ""),
-            hint="take it out, and revoke it if others could read it; "
-            f"if it is none, `--not-secret {found[0].file}` sends the file",
+            hint="remove it, and revoke it if others could read it; "
+            f"if it is no secret, `--not-secret {found[0].file}` sends the file",
             file=found[0].file,
             found=[str(one) for one in found],
         )

@@ -230,7 +230,7 @@ class _Reading:
         if data[:4] in _NEXT or (data[:4] == _DESCRIPTOR and int.from_bytes(data[4:], "little") == record.crc):
             return
         end, file = record.offset + record.nbytes, self._catalogue.files[record.file].name
-        text = f"`{file}`: bytes {end}..{end + _DESCRIPTOR_SIZE}, behind a payload, do not repeat its CRC"
+        text = f"`{file}`: bytes {end}..{end + _DESCRIPTOR_SIZE}, after a payload, do not repeat its CRC"
         text += ": they changed after they were written, or the directory of the archive did"
         self.findings.append(Finding(SUSPECT, "descriptor", text, file, None, end, _DESCRIPTOR_SIZE))
 

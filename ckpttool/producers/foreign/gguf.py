@@ -144,6 +144,6 @@ def recognise(location: Location) -> Recognition | None:
         details,
         ("inspect it",),
         ("read its tensors, or write such files: llama.cpp's `gguf-py` and `convert_hf_to_gguf.py` do",),
-        "llama.cpp's `gguf-py` reads it; the model that it was made from can be converted",
+        "llama.cpp's `gguf-py` reads it; the model that it was converted from can be converted",
         tuple(warnings),
     )

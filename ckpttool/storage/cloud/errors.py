@@ -140,14 +140,14 @@ def changed(address: str) -> RemoteError:
     """Return the error for an object that is not the one that was listed."""
     return RemoteError(
         f"`{address}` changed while it was being read",
-        hint="run this again once nobody writes to it",
+        hint="run this again when nothing else writes to it",
         file=address,
     )
 
 
 def written_meanwhile(address: str) -> OverwriteError:
     """Return the error for a destination that somebody else has written."""
-    message = f"`{address}` exists: another run has written it meanwhile"
+    message = f"`{address}` exists: another run has written it in the meantime"
     return OverwriteError(message, hint="pass `--overwrite` to replace it", file=address)
 
 

@@ -157,7 +157,7 @@ def _check_request(request: Any) -> None:
         request.headers["accept-encoding"] = "gzip"
     block.requests += 1
     if block.requests > limits.REQUESTS + (block.moved >> 20):
-        raise AnswerError(f"it has not given what was asked for after {block.requests - 1} requests", request)
+        raise AnswerError(f"it has not sent the requested data after {block.requests - 1} requests", request)
     _thread.exchange = _Exchange(request, block)
 
 
@@ -198,7 +198,7 @@ def _check_response(response: Any) -> None:
     _check_xet(response)
     coding = response.headers.get("content-encoding", "identity").lower()
     if coding not in ("identity", "gzip", ""):
-        raise AnswerError(f"its body is encoded with `{_short(coding)}`, which was not asked for", response.request)
+        raise AnswerError(f"its body is encoded with `{_short(coding)}`, which was not requested", response.request)
     if is_short:
         limit = limits.ERROR
     else:
@@ -306,7 +306,7 @@ def _size_of_body(response: Any, file: RepoFile) -> int:
         start, end = int(wanted[1]), min(int(wanted[2] or file.size), file.size - 1)
         if tuple(map(int, given.groups())) != (start, end, file.size):
             raise AnswerError(
-                f"`{file.name}`: bytes {start}-{end} of {file.size} were asked for, and it gives `{_short(text)}`",
+                f"`{file.name}`: bytes {start}-{end} of {file.size} were requested, but it sends `{_short(text)}`",
                 request,
             )
         nbytes = end + 1 - start

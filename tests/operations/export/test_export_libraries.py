@@ -329,7 +329,7 @@ def test_the_modules_of_a_sentence_transformer(path: str, inner: str | None, tmp
         (["w"], {}, "1_Pooling/config.json", "names `1_Pooling`, and there is no such folder"),
         (["0.model.w", "2.other"], {}, None, "the tensors of module `2` are not those of `2_Dense`"),
         (["2.linear.weight"], {}, None, "none of `0`"),
-        (["w"], {"path": "../x"}, None, "leads out of it"),
+        (["w"], {"path": "../x"}, None, "points outside of it"),
         (["w"], {"type": "sentence_transformers.models.Router"}, None, "has a Router"),
     ],
 )

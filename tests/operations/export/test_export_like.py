@@ -420,4 +420,4 @@ def test_rows_with_values_are_not_trimmed_nor_invented(tmp_path: Path) -> None:
         result = ckpttool.export(tmp_path / f"{name}.pt", tmp_path / name, **how)
         made = load_file(tmp_path / name / "released.safetensors")["decoder.embed_tokens.weight"]
         assert torch.equal(made[:90], rows[:90]) and made.shape == rows.shape
-        assert message is not None or "rows at the end that are padding are left out" in " ".join(result.notes)
+        assert message is not None or "padding rows at the end are dropped" in " ".join(result.notes)

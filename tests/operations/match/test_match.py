@@ -218,7 +218,7 @@ def test_a_square_matrix_without_a_witness_is_called_assumed(tmp_path: Path) -> 
     assert blind.exit_code == 0 and [len(one.names) for one in blind.assumed] == [3, 3]
     assert blind.assumed[1].candidates[0].rules[0]["operations"] == [{"transpose": [0, 1]}]
     words = "match", str(src), "--like", str(like)
-    line = "  assumed  not to be transposed, which shapes do not tell: `model.layers.{n}.fc.weight`, `model.layers"
+    line = "  assumed  not to be transposed, which shapes do not show: `model.layers.{n}.fc.weight`, `model.layers"
     assert line in run(*words).stdout
     exported = ckpttool.export(src, out, like=like)
     assert any(note.startswith("assumed not to be transposed") for note in exported.notes)

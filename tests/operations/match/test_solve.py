@@ -120,7 +120,7 @@ def test_experts_of_all_layers_are_one_tensor(first: str, axis: int) -> None:
     square = {name: (4, 4, *shape[2:]) for name, shape in source.items()}
     four = layers({name.replace(".0.", ".{n}.", 1): shape for name, shape in target.items() if ".0.mlp" in name}, 4)
     open_ = solve(square, four)
-    assert not open_.found and {one.why for one in open_.ambiguous} == {"its shape does not tell which axis is which"}
+    assert not open_.found and {one.why for one in open_.ambiguous} == {"its shape does not show which axis is which"}
     assert [len(one.candidates) for one in open_.ambiguous] == [2, 2, 2]
 
 

@@ -108,7 +108,7 @@ def test_ranks_save_and_load(server: S3Server, tmp_path: Path) -> None:
         "one.pt": "done",
         "refused": "RemoteError: `s3://bucket/run/refused/__1_0.distcp`: cannot be written: the credentials do not "
         "allow this (AccessDenied)",
-        "theirs": "OverwriteError: `s3://bucket/run/theirs` exists: another run has written it meanwhile",
+        "theirs": "OverwriteError: `s3://bucket/run/theirs` exists: another run has written it in the meantime",
         "there": "OverwriteError: `s3://bucket/run/there` has objects: `x`",
         "load-refused": "RemoteError: `s3://bucket/run/load-refused/__1_0.distcp`: cannot be read: the credentials do "
         "not allow this (AccessDenied)",

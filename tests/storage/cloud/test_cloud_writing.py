@@ -293,7 +293,7 @@ def test_somebody_else_writes_meanwhile(server: S3Server) -> None:
         return None
 
     server.faults = [put]
-    with pytest.raises(OverwriteError, match="another run has written it meanwhile"):
+    with pytest.raises(OverwriteError, match="another run has written it in the meantime"):
         ckpttool.convert(FULL, DST, to="dcp")
     assert server.get("out/step-3/.metadata") == b"theirs"
     assert not [name for name in server.names() if "partial" in name]

@@ -117,7 +117,7 @@ def test_equal_hashes_are_equal_bytes(hub: Hub) -> None:
         before = fetched(hub)
         same = ckpttool.diff(f"hf://{one}", f"hf://{other}")
         assert same.same and same.total.tensor_count == 2 and same.payload_bytes == 2 << 20
-        assert same.notes == ["2.10 MB lie in files with the same digests in both, and were not read"]
+        assert same.notes == ["2.10 MB are in files with the same digest in both, and were not read"]
         assert fetched(hub) - before <= 4 * (64 << 10) + 4096
     before = fetched(hub)
     other = ckpttool.diff("hf://buckets/org/name/1", "hf://buckets/org/name/3")

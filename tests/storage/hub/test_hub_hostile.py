@@ -240,8 +240,8 @@ LIES = {
     "endless tree": Lie("GET", TREE, endless(b" " * 65536), "larger than"),
     "values": Lie("GET", TREE, endless(b"[]," * 2000, head=b"["), "more than 50000 values"),
     "a bomb": Lie("GET", TREE, says(BOMB, Content_Encoding="gzip"), "larger than"),
-    "a bomb of two": Lie("GET", TREE, says(gzip.compress(BOMB), Content_Encoding="gzip, gzip"), "was not asked for"),
-    "another coding": Lie("GET", TREE, says(b"x", Content_Encoding="br"), "was not asked for"),
+    "a bomb of two": Lie("GET", TREE, says(gzip.compress(BOMB), Content_Encoding="gzip, gzip"), "was not requested"),
+    "another coding": Lie("GET", TREE, says(b"x", Content_Encoding="br"), "was not requested"),
     "half a coding": Lie("GET", TREE, says(gzip.compress(SOME)[:-20], Content_Encoding="gzip"), "compressed"),
     "no coding": Lie("GET", TREE, says(b"[]", Content_Encoding="gzip"), "not compressed as it says"),
     "endless error": Lie("GET", INFO, endless(b"x" * 65536, 404), "404", (*READ, "export")),
@@ -274,11 +274,11 @@ LIES = {
     ),
     # Ranges.
     "another range": Lie(
-        "GET", "^/cdn/", headers(Content_Range="bytes 8-65543/362000"), "were asked for", ("inspect", "show")
+        "GET", "^/cdn/", headers(Content_Range="bytes 8-65543/362000"), "were requested", ("inspect", "show")
     ),
     "no range": Lie("GET", "^/cdn/", headers(Content_Range=None), "is answered with", ("inspect", "show")),
     "range of another file": Lie(
-        "GET", "^/cdn/", headers(Content_Range="bytes 0-65535/65536"), "were asked for", ("inspect", "show")
+        "GET", "^/cdn/", headers(Content_Range="bytes 0-65535/65536"), "were requested", ("inspect", "show")
     ),
     "whole in place of a range": Lie("GET", "^/cdn/", says(b"x" * 1000), "has 1000 bytes", READ),
     "etag of a range": Lie(

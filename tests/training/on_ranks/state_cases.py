@@ -105,7 +105,7 @@ def held(kind: str, format: str) -> str:
         said = error.message
     else:
         return "it was saved"
-    return "equal" if "`holder.a`: a Holder holds a DTensor" in said and not place.exists() else said
+    return "equal" if "`holder.a`: a Holder contains a DTensor" in said and not place.exists() else said
 
 
 def fail(call: Callable[[], Any]) -> ckpttool.CkptError | None:
@@ -515,7 +515,7 @@ def unknown_class(kind: str, strategy: str) -> str:
     place = practices.folder() / "saved"
     ckpttool.save(place, practices.fresh("plain").model, format="torch", config={"a": Holder(3)})
     state = {"config": {"a": 7}}
-    wrong = said(lambda: ckpttool.load_into(place, state, strategy=strategy), "`config.a` holds an object of the class")
+    wrong = said(lambda: ckpttool.load_into(place, state, strategy=strategy), "`config.a` has an object of the class")
     loaded = ckpttool.load_into(place, state, strategy=strategy, strict=False)
     return wrong if state == {"config": {"a": 7}} and loaded.missing == ["config.a"] else f"{state} {loaded.missing}"
 

@@ -224,7 +224,7 @@ def _owners(
     if not answers:
         order = f"the order and the sizes of the {len(counted)} of the model"
         message = f"the optimizer's state, of {count} parameters or units, does not follow {order}"
-        why = "the files are of different saves, or FSDP wrapped the model in a way that they do not tell"
+        why = "the files are of different saves, or FSDP wrapped the model in a way that they do not record"
         raise CorruptError(message, hint=f"{why}: {_HINT}", found=count, expected=len(counted))
     first, *others = ([owner.parameters for owner in answer] for answer in answers)
     if any(other != first for other in others):
@@ -235,7 +235,7 @@ def _owners(
 
 
 def _ambiguous(count: int, names: Sequence[str]) -> UsageError:
-    what = f"which parameters the {count} ids of the optimizer stand for is not said"
+    what = f"the files do not say which parameters the {count} ids of the optimizer stand for"
     message = f"{what}, and the sizes fit in more ways than one: {some(names)}"
     return UsageError(message, hint=_HINT, found=list(names))
 
