@@ -158,6 +158,11 @@ def _only_size(nbytes: int) -> array[int]:
     return array("q", (nbytes,))
 
 
+@lru_cache(4096)
+def _constant(value: int, length: int) -> array[int]:
+    return array("q", (value,)) * length
+
+
 _UNKNOWN = array("q", (-1,))
 
 
@@ -251,10 +256,10 @@ class Chunks(Sequence[Chunk]):
         each will have a CRC."""
         result = cls.__new__(cls)
         result.offsets, result.sizes, result.file, result.item = offsets, sizes, file, item
-        result.offset = offset if offset is not None else array("q", bytes(8 * len(file)))
-        result.nbytes = nbytes if nbytes is not None else result.offset[:]
+        result.offset = offset if offset is not None else _constant(0, len(file))
+        result.nbytes = nbytes if nbytes is not None else _constant(0, len(file))
         result.strides = result.codecs = result.records = _NONE
-        result.crcs = None if not are_records else _UNKNOWN if len(file) == 1 else array("q", [-1]) * len(file)
+        result.crcs = _constant(-1, len(file)) if are_records else None
         return result
 
     def add(self, offsets: Ints, sizes: Ints, extent: Extent) -> None:

@@ -458,7 +458,7 @@ class FileByFile:
             moved = Transferred()
         seal(number, moved.crcs)
         if self._coordinator.size > 1:
-            self.moved.crcs |= moved.crcs
+            self.moved.crcs.update(moved.crcs.items())
         files.move(self._sink.catalogue.files[number].location, path)
 
     def finish(self) -> None:

@@ -28,6 +28,7 @@ from ckpttool.producers.components import Constant
 from ckpttool.storage import files
 from ckpttool.storage.crc import crc32
 from ckpttool.storage.stores import Location, local_path
+from ckpttool.transfer.checksums import WrittenCrcs
 
 _SCRATCH = ".component"
 
@@ -188,11 +189,11 @@ def _finish(
 ) -> None:
     """Finish components in their order, each with the number of its first file; `constants` are checksums too."""
     starts = [start for _, start in sinks]
-    shares: list[dict[tuple[int, int], int]] = [{} for _ in starts]
+    shares = [WrittenCrcs() for _ in starts]
     for (file, offset), crc in chain(crcs.items(), constants.items()):
         # Of components that begin at the same file, all but the last have none.
         number = bisect_right(starts, file) - 1
-        shares[number][file - starts[number], offset] = crc
+        shares[number].add(file - starts[number], offset, crc)
     for (sink, _), share in zip(sinks, shares, strict=True):
         sink.finish(share)
     for path, to in copies:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import threading
 from array import array
+from bisect import bisect_right
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial, reduce
+from itertools import chain, zip_longest
 from typing import NamedTuple
 
 from ckpttool.catalogue.entries import Catalogue, Extent, Record
@@ -73,14 +75,82 @@ class RecordPiece(NamedTuple):
 
 
 _HEAD, _WIDTH = 6, len(RecordPiece._fields)
+_RUN = 1 << 31  # bytes of a piece that has its length and its CRC in one number
+_BLOCK = 128  # numbers
+
+
+class _Row:
+    """Numbers in blocks: of many rows that grow by turns, each would leave holes in the memory, five times its size."""
+
+    __slots__ = ("_blocks",)
+
+    def __init__(self) -> None:
+        self._blocks: list[array[int]] = []
+
+    def extend(self, numbers: Iterable[int]) -> None:
+        if not self._blocks or len(self._blocks[-1]) >= _BLOCK:
+            self._blocks.append(array("q"))
+        self._blocks[-1].extend(numbers)
+
+    def __iter__(self) -> Iterator[int]:
+        return chain.from_iterable(self._blocks)
+
+
+class WrittenCrcs(Mapping[tuple[int, int], int]):
+    """The CRC-32 of each record that was written, by `(file, offset)`; the one added last counts. Takes 16 bytes each:
+    in a dict, a quarter of a million take 50 MB."""
+
+    def __init__(self) -> None:
+        self._added: defaultdict[int, _Row] = defaultdict(_Row)
+        self._columns: defaultdict[int, tuple[array[int], array[int]]] = defaultdict(lambda: (array("q"), array("I")))
+
+    def add(self, file: int, offset: int, crc: int) -> None:
+        """Add a record, and its CRC."""
+        self._added[file].extend((offset, crc))
+
+    def update(self, others: Iterable[tuple[tuple[int, int], int]]) -> None:
+        """Add the items of another mapping."""
+        for (file, offset), crc in others:
+            self.add(file, offset, crc)
+
+    def clear(self) -> None:
+        """Forget all of them."""
+        self._added.clear()
+        self._columns.clear()
+
+    def _sorted(self, file: int) -> tuple[array[int], array[int]]:
+        offsets, crcs = self._columns[file]
+        if file in self._added:
+            for i, number in enumerate(self._added.pop(file)):
+                (crcs if i % 2 else offsets).append(number)
+            order = sorted(range(len(offsets)), key=offsets.__getitem__)
+            last = [i for i, j in zip_longest(order, order[1:]) if j is None or offsets[i] != offsets[j]]
+            self._columns[file] = array("q", [offsets[i] for i in last]), array("I", [crcs[i] for i in last])
+        return self._columns[file]
+
+    def __getitem__(self, place: tuple[int, int]) -> int:
+        file, offset = place
+        offsets, crcs = self._sorted(file)
+        i = bisect_right(offsets, offset) - 1
+        if i < 0 or offsets[i] != offset:
+            raise KeyError(place)
+        return crcs[i]
+
+    def __iter__(self) -> Iterator[tuple[int, int]]:
+        return ((file, offset) for file in sorted({*self._added, *self._columns}) for offset in self._sorted(file)[0])
+
+    def __len__(self) -> int:
+        return sum(len(self._sorted(file)[0]) for file in {*self._added, *self._columns})
 
 
 class Pieces:
     """CRCs of parts of records, collected until a record is whole. Thread-safe."""
 
     def __init__(self) -> None:
-        # A row of numbers for all of a record: a checkpoint of 64 ranks has 200,000.
-        self._pieces: defaultdict[Record, array[int]] = defaultdict(partial(array, "q"))
+        # Rows of numbers for all of a record: a checkpoint of 64 ranks has 250,000. Of a run of bytes there are two,
+        # its offset and then its length with the CRC, of others those of `RecordPiece`.
+        self._runs: defaultdict[Record, _Row] = defaultdict(_Row)
+        self._others: defaultdict[Record, array[int]] = defaultdict(partial(array, "q"))
         self._used: defaultdict[Record, int] = defaultdict(int)
         self._lock = threading.Lock()
 
@@ -90,11 +160,18 @@ class Pieces:
         with self._lock:
             self._used[record] += nbytes * rows
             if crc is not None:
-                self._pieces[record].extend((offset, nbytes, stride, rows, crc))
+                self._add(record, offset, nbytes, stride, rows, crc)
+
+    def _add(self, record: Record, offset: int, nbytes: int, stride: int, rows: int, crc: int) -> None:
+        if rows == 1 and nbytes < _RUN:
+            self._runs[record].extend((offset, nbytes << 32 | crc))
+        else:
+            self._others[record].extend((offset, nbytes, stride, rows, crc))
 
     def _of(self, record: Record) -> list[RecordPiece]:
-        row = self._pieces.get(record, ())
-        return [RecordPiece(*row[i : i + _WIDTH]) for i in range(0, len(row), _WIDTH)]
+        runs, row = iter(self._runs.get(record, ())), self._others.get(record, ())
+        pieces = [RecordPiece(at, size >> 32, 0, 1, size & 0xFFFFFFFF) for at, size in zip(runs, runs, strict=True)]
+        return pieces + [RecordPiece(*row[i : i + _WIDTH]) for i in range(0, len(row), _WIDTH)]
 
     def records(self) -> list[Record]:
         return list(self._used)
@@ -128,9 +205,9 @@ class Pieces:
         """Return all of it, or of some records, as a row of 64-bit integers, to be told to another process."""
         row = array("q")
         for record in self._used if records is None else records:
-            pieces, crc = self._pieces.get(record, ()), -1 if record.crc is None else record.crc
-            row.extend((*record[:3], crc, self._used[record], len(pieces) // _WIDTH))
-            row.extend(pieces)
+            pieces, crc = self._of(record), -1 if record.crc is None else record.crc
+            row.extend((*record[:3], crc, self._used[record], len(pieces)))
+            row.extend(chain.from_iterable(pieces))
         return row.tobytes()
 
     def unpack(self, row: Sequence[int], is_wanted: Callable[[Record], bool] = lambda record: True) -> None:
@@ -142,7 +219,8 @@ class Pieces:
             end = at + _WIDTH * count
             if is_wanted(record):
                 self._used[record] += used
-                self._pieces[record].extend(row[at:end])
+                for i in range(at, end, _WIDTH):
+                    self._add(record, *row[i : i + _WIDTH])
             at = end
 
 

@@ -68,7 +68,7 @@ class Transferred:
     checked: int = 0
     unchecked: int = 0
     overflowed: dict[str, int] = field(default_factory=dict)
-    crcs: dict[tuple[int, int], int] = field(default_factory=dict)
+    crcs: checksums.WrittenCrcs = field(default_factory=checksums.WrittenCrcs)
     read: checksums.Pieces = field(default_factory=checksums.Pieces)
     resumed: int = 0
 
@@ -235,7 +235,7 @@ class Tally:
             self.read.add(*part)
         stored = job.chunk.extent.record
         if stored is not None:
-            for start, nbytes, crc in entry.wrote:
+            for start, nbytes, crc in entry.written():
                 if crc is not None:
                     self._written.add(stored, start, nbytes, crc)
         total, name = self._total, job.tensor.name
@@ -250,7 +250,7 @@ class Tally:
         """Add small runs, each with its CRC. Where that is the one of a record that the run is all of, nothing is kept
         to be checked later."""
         checked = unchecked = 0
-        written = dict[tuple[int, int], int]()
+        written: list[tuple[tuple[int, int], int]] = []
         compared: list[tuple[int, ...]] = []
         for run, crc in runs:
             _, extent, file, to, stored = run
@@ -266,7 +266,7 @@ class Tally:
                 self.read.add(record, extent.offset, nbytes, crc)
             if stored is not None and crc is not None:
                 if (stored.offset, stored.nbytes) == (to, nbytes):
-                    written[file, to] = crc
+                    written.append(((file, to), crc))
                 else:
                     self._written.add(stored, to, nbytes, crc)
         if self._whole:
@@ -302,7 +302,7 @@ class Tally:
                 total.checked += self.read.used(record)
             else:
                 total.unchecked += self.read.used(record)
-        total.crcs |= {(r.file, r.offset): self._written.crc(r) for r in self._written.records()}
+        total.crcs.update(((r.file, r.offset), self._written.crc(r)) for r in self._written.records())
         return total
 
 

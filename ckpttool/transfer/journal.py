@@ -63,14 +63,21 @@ class CopiedRange:
         else:
             self.read.append((record, start, nbytes, crc))
 
+    def written(self) -> list[tuple[int, int, int | None]]:
+        """Return what was written: as one run, if all of it has a CRC."""
+        crc, at = 0, self.start
+        for start, nbytes, part in sorted(self.wrote) if len(self.wrote) > 1 else ():
+            if start != at or part is None:
+                return self.wrote
+            crc, at = combine(crc, part, nbytes), at + nbytes
+        if at == self.start + self.nbytes:
+            self.wrote = [(self.start, self.nbytes, crc)]
+        return self.wrote
+
     def line(self) -> list[Any] | None:
         """Return the entry as JSON; None when not all of its bytes have a CRC."""
-        crc, at = 0, self.start
-        for start, nbytes, part in sorted(self.wrote):
-            if start != at or part is None:
-                return None
-            crc, at = combine(crc, part, nbytes), at + nbytes
-        if at != self.start + self.nbytes:
+        ((start, nbytes, crc), *others) = self.written() or [(0, 0, None)]
+        if others or crc is None or (start, nbytes) != (self.start, self.nbytes):
             return None
         read = [[r.file, r.offset, start, nbytes, part] for r, start, nbytes, part in _merged(self.read)]
         return [self.file, self.start, self.nbytes, crc, self.checked, self.unrecorded, self.overflowed, read]

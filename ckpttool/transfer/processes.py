@@ -492,7 +492,7 @@ def _unpack(data: bytes, into: Transferred) -> None:
     into.unchecked += unchecked
     into.checked += checked
     end = 4 + 3 * count
-    into.crcs |= zip(zip(numbers[4:end:3], numbers[5:end:3], strict=True), numbers[6:end:3], strict=True)
+    into.crcs.update(zip(zip(numbers[4:end:3], numbers[5:end:3], strict=True), numbers[6:end:3], strict=True))
     into.read.unpack(numbers[end:])
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import threading
+import tracemalloc
 from array import array
 from itertools import pairwise
 from zlib import crc32
@@ -15,7 +16,7 @@ from hypothesis import strategies as st
 from ckpttool.catalogue.entries import Record
 from ckpttool.storage.crc import combine, with_zeros
 from ckpttool.transfer import checksums
-from ckpttool.transfer.checksums import Pieces
+from ckpttool.transfer.checksums import Pieces, RecordPiece, WrittenCrcs
 
 quick = settings(max_examples=100)
 
@@ -179,3 +180,43 @@ def test_what_was_used_without_a_checksum_is_read() -> None:
     pieces.add(record, 0, 40, 7)
     pieces.add(record, 40, 50, None)
     assert pieces.unread(record) == 10 and pieces.gaps(record) == [(40, 60)]
+
+
+def test_checksums_of_what_was_written_are_those_of_a_dict() -> None:
+    """In any order, the one that was added last counts; and a few bytes each."""
+    rng = random.Random(0)
+    places = [(rng.randrange(3), 64 * rng.randrange(5000)) for _ in range(9000)]
+    wanted, found = dict[tuple[int, int], int](), WrittenCrcs()
+    for number, place in enumerate(places):
+        wanted[place] = (1 << 32) - 1 - number
+        found.add(*place, wanted[place])
+        if number == 4000:
+            assert dict(found) == wanted  # what is added later is found, too
+    assert dict(found.items()) == wanted and len(found) == len(wanted)
+    assert found.get((0, 1)) is None and (3, 0) not in found
+    tracemalloc.start()
+    try:
+        found, pieces = WrittenCrcs(), Pieces()
+        for number in range(10_000):
+            found.add(0, 64 * number, number)
+            pieces.add(Record(0, 0, 640_000, 1), 64 * number, 64, number)
+        assert tracemalloc.get_traced_memory()[0] < 40 * 10_000
+    finally:
+        tracemalloc.stop()
+    assert found[0, 64 * 9999] == 9999
+
+
+def test_pieces_of_any_size_are_packed() -> None:
+    record = Record(0, 0, 1 << 40, 1)
+    pieces, others = Pieces(), Pieces()
+    for offset, nbytes, crc in ((0, 64, (1 << 32) - 1), (64, (1 << 31) - 1, 0), (1 << 33, 1 << 31, 7)):
+        pieces.add(record, offset, nbytes, crc)
+    pieces.add(record, 1 << 35, 8, 9, stride=64, rows=3)
+    others.unpack(array("q", pieces.packed()))
+    assert others._of(record) == pieces._of(record)
+    assert sorted(pieces._of(record)) == [
+        RecordPiece(0, 64, 0, 1, (1 << 32) - 1),
+        RecordPiece(64, (1 << 31) - 1, 0, 1, 0),
+        RecordPiece(1 << 33, 1 << 31, 0, 1, 7),
+        RecordPiece(1 << 35, 8, 64, 3, 9),
+    ]

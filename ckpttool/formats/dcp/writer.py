@@ -93,6 +93,7 @@ class _DcpSink:
         self._sums: dict[int, _Sum] = {}
         self._order: list[array[int]] = []  # numbers of a tensor and of a chunk, of all chunks of each file
         self._tensors: list[Tensor] = []
+        self._columns: dict[tuple[str, bytes], array[int]] = {}  # tensors that are cut alike share them
         self._create_files()
         # Bytes items come first, but entries stay in the order of the state.
         written: dict[Path, Tensor | Object] = {}
@@ -169,7 +170,10 @@ class _DcpSink:
             starts.append(payload)
             lengths.append(nbytes)
             ends[number] += size
-        offsets, sizes = [planned.offsets[i] for i in indices], [planned.sizes[i] for i in indices]
+        files, lengths = (self._columns.setdefault((one.typecode, one.tobytes()), one) for one in (files, lengths))
+        offsets, sizes = planned.offsets, planned.sizes
+        if len(indices) < len(planned):
+            offsets, sizes = [offsets[i] for i in indices], [sizes[i] for i in indices]
         return _placed(tensor, Chunks.from_columns(offsets, sizes, files, starts, lengths, are_records=True))
 
     def _entry(self, path: Path, name: str) -> StoredTensor | IndexItem:

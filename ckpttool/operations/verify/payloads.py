@@ -27,6 +27,7 @@ from ckpttool.storage.crc import crc32
 from ckpttool.storage.files import Pool, ThreadBuffer
 from ckpttool.transfer.checksums import Pieces, mismatch, tensors_in
 from ckpttool.transfer.execute import digested
+from ckpttool.transfer.plan import in_file_order, pairs
 from ckpttool.transfer.threads import Work, on_threads
 
 BUFFER = 1 << 20  # stays in the processor's cache between read and checksum
@@ -243,20 +244,18 @@ class _Reading:
 
 def _batches(catalogue: Catalogue) -> Iterator[_Batch]:
     """Yield the chunks that can be read as they lie in their files, as many together as a thread takes at a time."""
-    files, tensors = catalogue.files, list(catalogue.tensors)
-    chunks = ((number, tensor.chunks) for number, tensor in enumerate(tensors) if tensor.numel)
-    places = sorted(
-        (file, offset, number, i, nbytes)
-        for number, of in chunks
-        for i, (file, offset, nbytes) in enumerate(zip(of.file, of.offset, of.nbytes, strict=True))
-        if not files[file].missing and offset >= 0 <= nbytes and offset + nbytes <= files[file].size
-    )
+    tensors = [tensor for tensor in catalogue.tensors if tensor.numel]
     batch: _Batch = []
-    total, last = 0, -1
-    for file, _, number, i, nbytes in places:
-        if batch and (file != last or total + nbytes > _BATCH):
-            yield batch
-            batch, total = [], 0
-        batch.append((tensors[number], i))
-        total, last = total + nbytes, file
-    yield from [batch] if batch else ()
+    for file, order in in_file_order(tensors):
+        total = 0
+        for number, i in pairs(order) if not catalogue.files[file].missing else ():
+            offset, nbytes = tensors[number].chunks.offset[i], tensors[number].chunks.nbytes[i]
+            if not (offset >= 0 <= nbytes and offset + nbytes <= catalogue.files[file].size):
+                continue
+            if batch and total + nbytes > _BATCH:
+                yield batch
+                batch, total = [], 0
+            batch.append((tensors[number], i))
+            total += nbytes
+        yield from [batch] if batch else ()
+        batch = []
